@@ -1,0 +1,122 @@
+"""The pytrees and records that flow through one training step.
+
+They live apart from the functions that use them because a runtime type hook
+on a pytree dataclass breaks under `jax.tree.map`.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from jetrl_jax.typing import Array, PyTree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prompt:
+  """A tokenised prompt, on the host.
+
+  Attributes:
+    id: address of the prompt in the data set; part of every random key.
+    tokens: int32 [prompt_length], at least one token.
+    text: what was tokenised (chat template applied).
+    answer: the reference answer that the reward compares with.
+    source: name of the data set, e.g. 'gsm8k'.
+    extra: the row's other columns, passed on to custom reward functions.
+  """
+
+  id: int
+  tokens: np.ndarray
+  text: str
+  answer: str
+  source: str
+  extra: dict
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Completion:
+  """One sampled response, on the host.
+
+  Attributes:
+    prompt_id: `Prompt.id`.
+    sample: index of the sample within its group, in [0, G).
+    prompt_tokens: int32 [prompt_length].
+    tokens: int32 [response_length], the stop token included.
+    log_mu: float32 [response_length], nats: log-prob under the distribution
+      really sampled (after temperature, top-p, top-k, min-p).
+    logprobs: float32 [response_length], nats: log-prob under the tempered
+      softmax over the whole vocabulary, as the rollout computed it.
+    weight_version: int32 [response_length], optimiser steps the weights had
+      seen when the token was sampled.
+    finish_reason: 'stop' (a stop token) or 'length'.
+  """
+
+  prompt_id: int
+  sample: int
+  prompt_tokens: np.ndarray
+  tokens: np.ndarray
+  log_mu: np.ndarray
+  logprobs: np.ndarray
+  weight_version: np.ndarray
+  finish_reason: str
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainBatch:
+  """Packed rows of tokens; every array is [B, T] and aligned with its token.
+
+  A row holds several segments, each starting at a multiple of the attention
+  tile; a segment is one sequence (prompt and response, or a conversation).
+  The value at index t speaks of token t, which the hidden state at t - 1
+  predicted; `loss_mask` is 0 on a segment's first token.
+
+  Attributes:
+    tokens: int32 token ids, 0 on padding.
+    positions: int32 position within the segment, from 0.
+    segment_ids: int32, 1, 2, ... within the row; 0 on padding.
+    loss_mask: float32, 1 on sampled tokens (the stop token included).
+    loss_weight: float32, the weight of the token's loss in the mini-batch's
+      objective. `loss_agg_mode` becomes these numbers (see
+      `rl/aggregation.py`), so that micro-batches, packing and devices only sum.
+    advantages: float32.
+    log_mu: float32 nats, see `Completion`.
+    rollout_logprobs: float32 nats, the rollout's untruncated log-probs.
+    old_logprobs: float32 nats, log pi_old; the denominator of the ratio.
+    ref_logprobs: float32 nats, log pi_ref; all 0 and unread without a KL term.
+    weight_version: int32.
+  """
+
+  tokens: Array
+  positions: Array
+  segment_ids: Array
+  loss_mask: Array
+  loss_weight: Array
+  advantages: Array
+  log_mu: Array
+  rollout_logprobs: Array
+  old_logprobs: Array
+  ref_logprobs: Array
+  weight_version: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainState:
+  """All that training changes; what a checkpoint holds, less `weights`.
+
+  Attributes:
+    trainable: master weights the optimiser moves, nested dict.
+    frozen: master weights it does not, nested dict with disjoint paths.
+    fp8_state: the `_overwrite_with_gradient` collection.
+    opt_state: the optax state, over `trainable` alone.
+    weights: the compute weights, `prepare_weights(params, fp8_state)`.
+    opt_step: int32 scalar, optimiser steps applied (skipped ones not counted).
+  """
+
+  trainable: PyTree
+  frozen: PyTree
+  fp8_state: PyTree
+  opt_state: PyTree
+  weights: PyTree
+  opt_step: Array
