@@ -52,7 +52,9 @@ def key(seed: int | np.integer, stream: int, *address: int | Array) -> PRNGKey:
 
 
 def fold(base: PRNGKey, *address: int | Array) -> PRNGKey:
-  """Goes on with an address: fold(key(s, t, a), b) is key(s, t, a, b).
+  """Goes on with the address of a key.
+
+      fold(key(seed, stream, a), b) = key(seed, stream, a, b)
 
   A compiled function takes the part of the key that is fixed during its call
   as an argument and folds in the rest (a slot's prompt, sample and token), so
