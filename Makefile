@@ -1,0 +1,61 @@
+# Every target makes its own .venv from a bare python3 and does all the set-up.
+# Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+# pytest processes. Each holds JAX and compiles; two suit a 2-core machine.
+WORKERS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: quickstart test soak lint types check format clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/python -m jetrl_jax.main --config=configs/quickstart.py \
+	  --workdir=runs/quickstart
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# The long tests in full: hours, not minutes.
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --run-slow
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/pyink --check --quiet .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The tests last, so that pytest's summary is the last line.
+check: lint types test
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/pyink .
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+# Stamp files: the set-up runs again only when pyproject.toml changed.
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "jetrl_jax needs Python 3.11 or newer, and" \
+	  "'$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+	  "Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; \
+	  exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { \
+	  echo "'$(PYTHON) -m venv' failed. On Debian and Ubuntu the module is" \
+	  "in a package of its own: apt install python3-venv" >&2; \
+	  rm -rf $(VENV); exit 1; }
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml | $(VENV)/.created
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(VENV)/.created
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
+	  -e '.[dev]'
+	@touch $@ $(VENV)/.installed

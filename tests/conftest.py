@@ -1,0 +1,67 @@
+"""What every test runs under: CPU, eight virtual devices, checked shapes."""
+
+import os
+import pathlib
+
+import pytest
+
+_ROOT = pathlib.Path(__file__).parent.parent
+
+
+def pytest_addoption(parser):
+  """Adds the two switches for tests that are skipped by default."""
+  parser.addoption(
+      '--run-slow', action='store_true', help='run the tests marked slow'
+  )
+  parser.addoption(
+      '--run-gpu',
+      action='store_true',
+      help='leave the platform to JAX and run the tests marked gpu',
+  )
+
+
+def pytest_configure(config):
+  """Sets the platform, then hooks the type checker; JAX reads both once."""
+  if not config.getoption('--run-gpu'):
+    os.environ['JAX_PLATFORMS'] = 'cpu'
+    # For the sharded tests. One-device tests use the first of the eight.
+    os.environ['XLA_FLAGS'] = ' '.join([
+        os.environ.get('XLA_FLAGS', ''),
+        '--xla_force_host_platform_device_count=8',
+    ]).strip()
+  _hook_type_checker()
+
+  import jax
+
+  # A vector that silently broadcasts against a matrix is a wrong loss.
+  jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+def _hook_type_checker():
+  """Checks the annotations of jetrl_jax's public functions at every call.
+
+  The pytree dataclasses in the types.py files stay outside: `jax.tree.map`
+  puts other things than arrays into their fields.
+  """
+  import jaxtyping
+
+  import tests.typecheck  # noqa: F401  The hook finds it by this name.
+
+  modules = [
+      '.'.join(path.relative_to(_ROOT).with_suffix('').parts)
+      for path in sorted((_ROOT / 'jetrl_jax').rglob('*.py'))
+      if path.name not in ('__init__.py', 'types.py')
+  ]
+  jaxtyping.install_import_hook(modules, 'tests.typecheck.check_public')
+
+
+def pytest_collection_modifyitems(config, items):
+  """Skips slow and gpu tests with the switch that would run them."""
+  import jax
+
+  gpu = config.getoption('--run-gpu') and jax.default_backend() == 'gpu'
+  for item in items:
+    if 'slow' in item.keywords and not config.getoption('--run-slow'):
+      item.add_marker(pytest.mark.skip(reason='needs --run-slow'))
+    if 'gpu' in item.keywords and not gpu:
+      item.add_marker(pytest.mark.skip(reason='needs --run-gpu and a GPU'))
