@@ -38,7 +38,7 @@ def pytest_configure(config):
 
 
 def _hook_type_checker():
-  """Checks the annotations of jetrl_jax's public functions at every call.
+  """Checks the array shapes of jetrl_jax's public functions at every call.
 
   The pytree dataclasses in the types.py files stay outside: `jax.tree.map`
   puts other things than arrays into their fields.
@@ -52,7 +52,7 @@ def _hook_type_checker():
       for path in sorted((_ROOT / 'jetrl_jax').rglob('*.py'))
       if path.name not in ('__init__.py', 'types.py')
   ]
-  jaxtyping.install_import_hook(modules, 'tests.typecheck.check_public')
+  jaxtyping.install_import_hook(modules, 'tests.typecheck.check_arrays')
 
 
 def pytest_collection_modifyitems(config, items):
