@@ -6,7 +6,6 @@ purpose: mixture of experts, sliding windows, biases outside of q/k/v.
 """
 
 import dataclasses
-import math
 
 # family -> (has q/k/v biases, has q/k norms); fixed by the architecture.
 FAMILY_TRAITS = {
@@ -15,6 +14,9 @@ FAMILY_TRAITS = {
     'llama': (False, False),
 }
 FAMILIES = tuple(FAMILY_TRAITS)
+
+_MAX_COUNT = 2**31 - 1
+_MAX_NUMBER = 1e30
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,15 +43,15 @@ class Llama3RopeScaling:
   original_max_position_embeddings: int
 
   def __post_init__(self):
-    _require_positive(self, 'low_freq_factor')
+    for name in ('factor', 'low_freq_factor', 'high_freq_factor'):
+      _require_positive(self, name)
     _require_count(self, 'original_max_position_embeddings')
-    if not (math.isfinite(self.factor) and self.factor >= 1):
+    if self.factor < 1:
       raise ValueError(f'rope factor {self.factor!r}: allowed are >= 1')
-    high = self.high_freq_factor
-    if not (math.isfinite(high) and high > self.low_freq_factor):
+    if self.high_freq_factor <= self.low_freq_factor:
       raise ValueError(
-          f'rope high_freq_factor {high!r} must be above low_freq_factor '
-          f'{self.low_freq_factor!r}'
+          f'rope high_freq_factor {self.high_freq_factor!r} must be above '
+          f'low_freq_factor {self.low_freq_factor!r}'
       )
 
 
@@ -151,12 +153,19 @@ class ModelConfig:
 
 def _require_count(config, name: str) -> None:
   value = config.__dict__[name]
-  if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-    raise ValueError(f'{name} {value!r}: allowed are integers >= 1')
+  whole = isinstance(value, int) and not isinstance(value, bool)
+  if not (whole and 1 <= value <= _MAX_COUNT):
+    raise ValueError(
+        f'{name} {value!r:.100}: allowed are integers from 1 to {_MAX_COUNT}'
+    )
 
 
 def _require_positive(config, name: str) -> None:
   value = config.__dict__[name]
   number = isinstance(value, (int, float)) and not isinstance(value, bool)
-  if not (number and math.isfinite(value) and value > 0):
-    raise ValueError(f'{name} {value!r}: allowed are finite numbers > 0')
+  # The upper bound refuses infinity, and integers that no float can hold.
+  if not (number and 0 < value <= _MAX_NUMBER):
+    raise ValueError(
+        f'{name} {value!r:.100}: allowed are numbers above 0, at most '
+        f'{_MAX_NUMBER:g}'
+    )
