@@ -1,0 +1,378 @@
+"""Checkpoints: a pytree of arrays and a small JSON, checked and atomic.
+
+The array files are Orbax's. What is added is trust: a step is written to
+`.saving.<step>`, every file is hashed, the manifest that holds the digests is
+written last, and one rename makes the step exist. Reading hashes everything
+again, so that a damaged step is skipped with a warning instead of restored
+with wrong values (Orbax returns them silently). `checkpoint_manifest` says
+what lies in a step's folder.
+
+Left out on purpose: several processes (refused, until it is proven), and
+partial or resharding-by-shape restores.
+"""
+
+import concurrent.futures
+import dataclasses
+import fcntl
+import json
+import math
+import os
+import pathlib
+import re
+import shutil
+from typing import Any
+
+from absl import logging
+import jax
+import orbax.checkpoint as ocp
+
+from jetrl_jax import checkpoint_arrays
+from jetrl_jax import checkpoint_manifest
+from jetrl_jax.checkpoint_manifest import CorruptError, Manifest
+from jetrl_jax.typing import PyTree
+
+_SAVING = '.saving.'
+_DELETING = '.deleting.'
+_CORRUPT = 'corrupt.'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+  """What `restore` found.
+
+  Attributes:
+    step: the step that was saved.
+    state: the arrays, in the structure and sharding asked for.
+    host_state: the JSON object that was saved beside them.
+    skipped: newer steps that were found corrupt.
+  """
+
+  step: int
+  state: PyTree
+  host_state: dict[str, Any]
+  skipped: tuple[int, ...]
+
+
+def all_steps(directory: str | os.PathLike) -> list[int]:
+  """Lists the steps that exist, ascending: those with a valid manifest."""
+  return sorted(_manifests(pathlib.Path(directory)))
+
+
+def restore(
+    directory: str | os.PathLike, like: PyTree, step: int | None = None
+) -> Restored | None:
+  """Restores the newest good step (or one step), verified to the byte.
+
+  Args:
+    directory: where a `CheckpointManager` saved. Only read.
+    like: pytree of `jax.ShapeDtypeStruct` with sharding, or of arrays: the
+      structure, shapes, dtypes and shardings to return.
+    step: which step; None means the newest one that is not corrupt.
+
+  Returns:
+    The restored step, or None when `directory` holds no step at all.
+
+  Raises:
+    ValueError: the step asked for is absent or corrupt; every step is
+      corrupt (lists why); or the saved leaves differ from `like` in name,
+      shape or dtype (lists them).
+  """
+  directory = pathlib.Path(directory)
+  folders = _step_folders(directory)
+  if step is not None:
+    if step not in folders:
+      raise ValueError(
+          f'{directory} has no step {step}; found {sorted(folders)}'
+      )
+    folders = {step: folders[step]}
+  corrupt: dict[int, str] = {}
+  for candidate in sorted(folders, reverse=True):
+    folder = folders[candidate]
+    try:
+      manifest = checkpoint_manifest.read(folder)
+      checkpoint_manifest.verify(folder, manifest)
+    except CorruptError as error:
+      corrupt[candidate] = str(error)
+      logging.warning(
+          'Checkpoint of step %d is corrupt and skipped: %s', candidate, error
+      )
+      continue
+    return Restored(
+        step=candidate,
+        state=checkpoint_arrays.load(folder, manifest, like),
+        host_state=manifest.host_state,
+        skipped=tuple(corrupt),
+    )
+  if corrupt:
+    reasons = '\n'.join(f'  step {s}: {why}' for s, why in corrupt.items())
+    raise ValueError(
+        f'no good checkpoint in {directory}:\n{reasons}\n'
+        'Bring the files back, or use another folder to start anew.'
+    )
+  return None
+
+
+class CheckpointManager:
+  """Saves steps in the background and keeps the newest and the best.
+
+  One process at a time may hold a manager on a directory; readers use the
+  functions of this module.
+  """
+
+  def __init__(
+      self,
+      directory: str | os.PathLike,
+      *,
+      keep_latest: int,
+      keep_best: int,
+      asynchronous: bool = True,
+  ):
+    """Opens or makes the directory and clears what a killed run left half done.
+
+    Args:
+      directory: absolute or relative path; made if absent.
+      keep_latest: how many of the newest steps stay, at least 1.
+      keep_best: how many of the steps with the highest metric stay besides.
+      asynchronous: whether `save` returns before the files are written.
+
+    Raises:
+      ValueError: a count is out of range, another process saves here, or
+        there are several JAX processes.
+    """
+    if keep_latest < 1 or keep_best < 0:
+      raise ValueError(
+          f'keep_latest is {keep_latest}, keep_best is {keep_best}; allowed: '
+          'keep_latest >= 1 (the newest step is never dropped), keep_best >= 0'
+      )
+    if jax.process_count() > 1:
+      raise ValueError(
+          f'checkpoints are saved by one process, found {jax.process_count()}; '
+          'run one process with all devices of the host'
+      )
+    self._directory = pathlib.Path(directory).resolve()
+    self._directory.mkdir(parents=True, exist_ok=True)
+    self._lock = _lock(self._directory)
+    self._keep_latest = keep_latest
+    self._keep_best = keep_best
+    self._asynchronous = asynchronous
+    self._corrupt: set[int] = set()
+    self._pending: concurrent.futures.Future | None = None
+    self._worker = concurrent.futures.ThreadPoolExecutor(1, 'checkpoint')
+    self._orbax = ocp.AsyncCheckpointer(
+        ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
+    )
+    for path in self._directory.iterdir():
+      if path.name.startswith((_SAVING, _DELETING)):
+        logging.info('Removing %s, left over by an earlier run', path)
+        shutil.rmtree(path)
+
+  def save(
+      self,
+      step: int,
+      state: PyTree,
+      host_state: dict[str, Any],
+      *,
+      metric: float | None,
+  ) -> None:
+    """Saves a step; its arrays may be donated as soon as this returns.
+
+    An earlier save that is still being written is waited for.
+
+    Args:
+      step: not saved yet, >= 0.
+      state: pytree of jax arrays.
+      host_state: JSON object that survives a round trip unchanged (lists, not
+        tuples; string keys; finite numbers).
+      metric: what "best" means, higher is better; None when not measured.
+
+    Raises:
+      ValueError: step, state or host_state cannot be saved.
+      RuntimeError: this or an earlier save failed, e.g. a full disk; the
+        older checkpoints are as they were.
+    """
+    self.wait()
+    _check_host_state(host_state)
+    if metric is not None and not math.isfinite(metric):
+      logging.warning('Step %d has metric %s and cannot be best', step, metric)
+      metric = None
+    if step < 0 or step in self.all_steps():
+      raise ValueError(
+          f'step {step} cannot be saved in {self._directory}: steps are >= 0 '
+          f'and are saved once; found {self.all_steps()}'
+      )
+    named = checkpoint_arrays.named_leaves(state)
+    leaves = {
+        name: checkpoint_arrays.signature(leaf) for name, leaf in named.items()
+    }
+    temporary = self._directory / f'{_SAVING}{step}'
+    try:
+      temporary.mkdir()
+      self._orbax.save(
+          temporary / checkpoint_manifest.PAYLOAD,
+          args=checkpoint_arrays.save_args(named),
+      )
+    except Exception as error:
+      shutil.rmtree(temporary, ignore_errors=True)
+      raise self._failure(step, error) from error
+    self._pending = self._worker.submit(
+        self._commit, temporary, step, metric, host_state, leaves
+    )
+    if not self._asynchronous:
+      self.wait()
+
+  def check(self) -> None:
+    """Raises RuntimeError if the background save has failed; never waits."""
+    if self._pending is not None and self._pending.done():
+      self.wait()
+
+  def wait(self) -> None:
+    """Returns when nothing is being saved; raises RuntimeError if it failed."""
+    if self._pending is not None:
+      pending, self._pending = self._pending, None
+      pending.result()
+
+  def close(self) -> None:
+    """Waits, then lets go of the threads and of the directory."""
+    try:
+      self.wait()
+    finally:
+      self._worker.shutdown()
+      self._orbax.close()
+      self._lock.close()
+
+  def all_steps(self) -> list[int]:
+    """Lists the steps that exist and were not found corrupt, ascending."""
+    return sorted(self._good())
+
+  def latest_step(self) -> int | None:
+    """Returns the newest step, None if there is none."""
+    return max(self._good(), default=None)
+
+  def best_step(self) -> int | None:
+    """Returns the step with the highest metric, the newer one of equals."""
+    ranked = _ranked(self._good())
+    return ranked[0] if ranked else None
+
+  def restore(self, like: PyTree, step: int | None = None) -> Restored | None:
+    """Restores like the module's `restore` and remembers what was corrupt."""
+    self.wait()
+    restored = restore(self._directory, like, step)
+    if restored is not None:
+      self._corrupt |= set(restored.skipped)
+    return restored
+
+  def _good(self) -> dict[int, Manifest]:
+    manifests = _manifests(self._directory)
+    return {s: m for s, m in manifests.items() if s not in self._corrupt}
+
+  def _commit(
+      self,
+      temporary: pathlib.Path,
+      step: int,
+      metric: float | None,
+      host_state: dict[str, Any],
+      leaves: dict[str, tuple[str, tuple[int, ...]]],
+  ) -> None:
+    """Waits for the files, proves them, makes the step exist, retires others."""
+    final = self._directory / str(step)
+    try:
+      self._orbax.wait_until_finished()
+      manifest = Manifest(
+          step=step,
+          metric=metric,
+          host_state=host_state,
+          leaves=leaves,
+          files=checkpoint_manifest.digest_payload(temporary),
+      )
+      checkpoint_manifest.write(temporary, manifest)
+      if final.exists():
+        # Only a corrupt step can stand here; it may still be worth a look.
+        aside = self._directory / f'{_CORRUPT}{step}'
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(final, aside)
+        logging.warning('Moved the corrupt step %d to %s', step, aside)
+      os.rename(temporary, final)
+      checkpoint_manifest.sync(self._directory)
+      self._corrupt.discard(step)
+    except Exception as error:
+      shutil.rmtree(temporary, ignore_errors=True)
+      raise self._failure(step, error) from error
+    self._retire(step)
+
+  def _retire(self, newest: int) -> None:
+    """Deletes the steps that retention no longer keeps."""
+    good = self._good()
+    keep = {newest, *sorted(good)[-self._keep_latest :]}
+    keep |= set(_ranked(good)[: self._keep_best])
+    for step in sorted(set(good) - keep):
+      # Renamed first: a half deleted step must not look like a corrupt one.
+      doomed = self._directory / f'{_DELETING}{step}'
+      os.rename(self._directory / str(step), doomed)
+      shutil.rmtree(doomed)
+
+  def _failure(self, step: int, error: Exception) -> RuntimeError:
+    return RuntimeError(
+        f'checkpoint of step {step} was not saved in {self._directory}: '
+        f'{error}; the newest good step is {self.latest_step()}'
+    )
+
+
+def _step_folders(directory: pathlib.Path) -> dict[int, pathlib.Path]:
+  """Maps every step that has a folder, good or not, to it."""
+  if not directory.is_dir():
+    return {}
+  return {
+      int(path.name): path
+      for path in directory.iterdir()
+      if re.fullmatch('0|[1-9][0-9]*', path.name, re.ASCII) and path.is_dir()
+  }
+
+
+def _manifests(directory: pathlib.Path) -> dict[int, Manifest]:
+  """Reads the manifest of every step that has a valid one."""
+  manifests = {}
+  for step, folder in _step_folders(directory).items():
+    try:
+      manifests[step] = checkpoint_manifest.read(folder)
+    except CorruptError:
+      continue
+  return manifests
+
+
+def _ranked(manifests: dict[int, Manifest]) -> list[int]:
+  """Orders the steps that have a metric, best first, the newer of equals."""
+  scored = [
+      (m.metric, step) for step, m in manifests.items() if m.metric is not None
+  ]
+  return [step for _, step in sorted(scored, reverse=True)]
+
+
+def _lock(directory: pathlib.Path) -> Any:
+  """Holds the directory for this process; the kernel lets go when it dies."""
+  file = open(directory / '.lock', 'w')
+  try:
+    # A record lock: unlike flock's it is not inherited by reward workers,
+    # which may outlive a killed run for a moment.
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except (BlockingIOError, PermissionError) as error:
+    file.close()
+    raise ValueError(
+        f'another process saves checkpoints in {directory}; stop it, or use '
+        'another folder'
+    ) from error
+  except OSError as error:
+    logging.warning('%s cannot be locked: %s', directory, error)
+  return file
+
+
+def _check_host_state(host_state: dict[str, Any]) -> None:
+  """Refuses what would come back from JSON as something else."""
+  try:
+    back = json.loads(json.dumps(host_state, allow_nan=False))
+  except (TypeError, ValueError) as error:
+    raise ValueError(f'host_state is no JSON object: {error}') from error
+  if not isinstance(host_state, dict) or back != host_state:
+    raise ValueError(
+        'host_state would not come back from JSON as it is; use a dict with '
+        f'string keys, and lists instead of tuples; found {host_state!r}'
+    )
