@@ -1,0 +1,189 @@
+"""From an example to the text that is tokenised.
+
+Two ways, one type each: the tokenizer's own chat template, or a plain text
+with a place for the prompt. A chat template is a program that came with a
+checkpoint. Jinja's sandbox keeps it from our objects but does not bound it -
+two nested ranges of 100,000 never end, and 'x' * 10**9 needs no loop - so it
+runs in a process with a memory limit that is killed when its time is over.
+"""
+
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from jetrl_jax.data.tokenizer import Tokenizer
+from jetrl_jax.data.types import Example, Message
+
+_SCRIPT = pathlib.Path(__file__).with_name('render_process.py')
+_MEMORY_BYTES = 2**30
+_MAX_CHARS = 1_000_000
+# The clock: start of the process, then a share per conversation. Qwen's and
+# Llama's templates take about 0.05 ms each.
+_BASE_SECONDS = 10.0
+_SECONDS_PER_TEXT = 0.01
+# What `strftime_now` tells. Llama 3 writes today's date into its system
+# prompt, and then a run resumed tomorrow would see other tokens; this is the
+# date its template falls back to.
+_DATE = '2024-07-26'
+
+
+def render_chat(
+    template: str,
+    conversations: Sequence[Sequence[Message]],
+    *,
+    variables: dict[str, Any],
+    add_generation_prompt: bool = True,
+    base_seconds: float = _BASE_SECONDS,
+) -> list[str]:
+  """Renders conversations with a chat template, bounded in time and memory.
+
+  Args:
+    template: Jinja source, as in tokenizer_config.json.
+    conversations: lists of {'role', 'content'}.
+    variables: further names the template may use: the special tokens, and
+      settings of its own such as Qwen3's `enable_thinking`.
+    add_generation_prompt: whether to end with the opening of an answer.
+    base_seconds: time limit in seconds, to which 10 ms per text are added.
+
+  Returns:
+    One text per conversation.
+
+  Raises:
+    ValueError: the template is malformed, raises, refuses the conversation,
+      or passes a limit of time, memory or output.
+  """
+  seconds = base_seconds + _SECONDS_PER_TEXT * len(conversations)
+  job = {
+      'template': template,
+      'conversations': [list(c) for c in conversations],
+      'variables': {
+          'tools': None,
+          'documents': None,
+          **variables,
+          'add_generation_prompt': add_generation_prompt,
+      },
+      'date': _DATE,
+      'max_chars': _MAX_CHARS,
+      'memory_bytes': _MEMORY_BYTES,
+  }
+  try:
+    # -P: the script's folder must not be searched, its types.py would hide
+    # the standard library's.
+    done = subprocess.run(
+        [sys.executable, '-P', str(_SCRIPT)],
+        input=json.dumps(job).encode(),
+        capture_output=True,
+        timeout=seconds,
+        check=False,
+    )
+  except subprocess.TimeoutExpired:
+    raise ValueError(
+        f'the chat template did not finish within {seconds:.1f} s for'
+        f' {len(conversations)} prompts; use a template that ends, or a plain'
+        ' one.'
+    ) from None
+  if done.returncode != 0:
+    raise ValueError(
+        'the chat template ended its process (exit status'
+        f' {done.returncode}; memory limit {_MEMORY_BYTES >> 20} MiB):'
+        f' {done.stderr.decode(errors="replace")[-300:]}'
+    )
+  answer = json.loads(done.stdout)
+  if 'error' in answer:
+    raise ValueError(f'the chat template failed: {answer["error"]}')
+  return answer['texts']
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatFormat:
+  """The tokenizer's own chat template, opened for the assistant's answer.
+
+  Attributes:
+    system: system message put before a conversation that has none; '' leaves
+      the template's default.
+    instruction: appended to the last message, e.g. how to mark the answer.
+    variables: settings of the template, e.g. {'enable_thinking': False}.
+  """
+
+  system: str = ''
+  instruction: str = ''
+  variables: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  # The template writes BOS itself.
+  add_special_tokens = False
+
+  def messages(self, example: Example) -> list[Message]:
+    """Returns the conversation that the template will render."""
+    messages = example.prompt
+    if isinstance(messages, str):
+      messages = [{'role': 'user', 'content': messages}]
+    last = messages[-1]
+    messages = [
+        *messages[:-1],
+        {**last, 'content': last['content'] + self.instruction},
+    ]
+    if self.system and messages[0]['role'] != 'system':
+      messages = [{'role': 'system', 'content': self.system}, *messages]
+    return messages
+
+  def apply(
+      self, examples: Sequence[Example], tokenizer: Tokenizer
+  ) -> tuple[list[str], list[list[Message]]]:
+    """Returns the texts to tokenise and the conversations behind them."""
+    if not tokenizer.chat_template:
+      raise ValueError(
+          'the tokenizer has no chat template; use a plain one, such as'
+          " '{prompt}'."
+      )
+    conversations = [self.messages(example) for example in examples]
+    texts = render_chat(
+        tokenizer.chat_template,
+        conversations,
+        variables={**tokenizer.special_tokens, **self.variables},
+    )
+    return texts, conversations
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlainFormat:
+  r"""A text with one place for the prompt, for models without a chat form.
+
+  Attributes:
+    template: holds '{prompt}' once; everything else is literal, so that
+      '{prompt}\nPut the answer in \boxed{}.' needs no escapes.
+  """
+
+  template: str = '{prompt}'
+
+  # What the tokenizer puts around a text (Llama's BOS) belongs here too.
+  add_special_tokens = True
+
+  def __post_init__(self):
+    if self.template.count('{prompt}') != 1:
+      raise ValueError(
+          f"the plain template {self.template!r} must hold '{{prompt}}' exactly"
+          ' once.'
+      )
+
+  def apply(
+      self, examples: Sequence[Example], tokenizer: Tokenizer
+  ) -> tuple[list[str], list[str]]:
+    """Returns the texts to tokenise, twice: text is all there is."""
+    del tokenizer  # A plain text has no special tokens of its own.
+    texts = []
+    for example in examples:
+      if not isinstance(example.prompt, str):
+        raise ValueError(
+            f'prompt {example.id} ({example.source}) is a conversation, and a'
+            ' plain template takes text; use the chat template, or another'
+            ' prompt_key.'
+        )
+      texts.append(self.template.replace('{prompt}', example.prompt))
+    return texts, texts
+
+
+PromptFormat: TypeAlias = ChatFormat | PlainFormat

@@ -1,0 +1,266 @@
+r"""Rows of data sets: JSONL, JSON, Parquet and Hugging Face data sets.
+
+Every format becomes a list of rows (dicts), and one function turns rows into
+`Example`s, so that what a column means is decided in one place. A key may
+reach into a nested column with dots, which is how verl's Parquet layout is
+read: `prompt_key='prompt'` (a list of {role, content}),
+`answer_key='reward_model.ground_truth'`, `source_key='data_source'`.
+
+GSM8K is `prompt_key='question', answer_key='answer'`; MATH is
+`prompt_key='problem', answer_key='answer'`.
+"""
+
+import difflib
+import importlib
+import json
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jetrl_jax.data.types import Example, Message
+
+_FORMATS = '.jsonl, .json, .parquet or hf:<repo>[:<config>]:<split>'
+# The id is folded into 32-bit random keys.
+_MAX_ID = 2**31
+
+
+def load_examples(
+    files: Sequence[str],
+    *,
+    prompt_key: str,
+    answer_key: str,
+    source_key: str = '',
+    id_key: str = '',
+) -> list[Example]:
+  """Reads rows from files or Hugging Face data sets, in the order given.
+
+  Args:
+    files: paths ending in .jsonl, .json (a list of rows) or .parquet, or
+      'hf:<repo>:<split>' / 'hf:<repo>:<config>:<split>' (online only).
+    prompt_key: column with the question or the list of chat messages.
+    answer_key: column with the reference answer. A GSM8K solution is cut to
+      what follows its last '####'.
+    source_key: column that names the data set; '' takes the file's stem or
+      the repository's name.
+    id_key: column with a unique integer; '' numbers the rows from 0 over all
+      files.
+
+  Returns:
+    At least one example, ids unique.
+
+  Raises:
+    ValueError: an unknown format, a file that is missing, empty or malformed,
+      a missing or wrongly typed column, a repeated id, a missing extra.
+  """
+  if isinstance(files, str):
+    raise ValueError(
+        f'files is the string {files!r}; pass a sequence of paths, [{files!r}].'
+    )
+  if not files:
+    raise ValueError(f'files is empty; name at least one file ({_FORMATS}).')
+  examples: list[Example] = []
+  where_of_id: dict[int, str] = {}
+  for file in files:
+    count = len(examples)
+    for where, row in _read_rows(file):
+      example = _to_example(
+          row,
+          where,
+          prompt_key=prompt_key,
+          answer_key=answer_key,
+          source=_text_at(row, source_key, where)
+          if source_key
+          else _stem(file),
+          id=_id_at(row, id_key, where) if id_key else len(examples),
+      )
+      if example.id in where_of_id:
+        raise ValueError(
+            f'{where}: id {example.id} was already used at'
+            f' {where_of_id[example.id]}; ids must be unique over all files.'
+            " Leave id_key '' to number the rows instead."
+        )
+      where_of_id[example.id] = where
+      examples.append(example)
+    if len(examples) == count:
+      raise ValueError(f'{file} has no rows.')
+  return examples
+
+
+def _to_example(
+    row: dict[str, Any],
+    where: str,
+    *,
+    prompt_key: str,
+    answer_key: str,
+    source: str,
+    id: int,
+) -> Example:
+  """Builds one example and checks the types of its columns."""
+  prompt = _column(row, prompt_key, where)
+  if not isinstance(prompt, str):
+    prompt = _check_messages(prompt, f'{where}: {prompt_key!r}')
+  answer = _text_at(row, answer_key, where)
+  if '####' in answer:
+    answer = answer.rsplit('####', 1)[1].strip()
+  if not prompt or not answer:
+    empty = answer_key if prompt else prompt_key
+    raise ValueError(f'{where}: {empty!r} is empty.')
+  return Example(id=id, prompt=prompt, answer=answer, source=source, extra=row)
+
+
+def _check_messages(value: Any, where: str) -> list[Message]:
+  """Checks that `value` is a conversation: a list of {role, content}."""
+  if isinstance(value, list) and all(
+      isinstance(m, dict)
+      and isinstance(m.get('role'), str)
+      and isinstance(m.get('content'), str)
+      for m in value
+  ):
+    return value
+  raise ValueError(
+      f'{where} is {_short(value)}; allowed: a string, or a list of'
+      " {'role': ..., 'content': ...} with text in both."
+  )
+
+
+def _column(row: dict[str, Any], key: str, where: str) -> Any:
+  """Looks up `key`, or with dots a field of a nested column."""
+  if key in row:
+    return row[key]
+  value: Any = row
+  for part in key.split('.'):
+    if not isinstance(value, dict) or part not in value:
+      columns = sorted(value) if isinstance(value, dict) else []
+      near = difflib.get_close_matches(part, columns, n=1)
+      hint = f' Did you mean {near[0]!r}?' if near else ''
+      raise ValueError(
+          f'{where}: no column {key!r}; columns here: {columns}.{hint}'
+      )
+    value = value[part]
+  return value
+
+
+def _text_at(row: dict[str, Any], key: str, where: str) -> str:
+  value = _column(row, key, where)
+  if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+    raise ValueError(
+        f'{where}: {key!r} is {_short(value)}; allowed: a string or a number.'
+    )
+  return str(value)
+
+
+def _id_at(row: dict[str, Any], key: str, where: str) -> int:
+  value = _column(row, key, where)
+  if (
+      isinstance(value, bool)
+      or not isinstance(value, int)
+      or not 0 <= value < _MAX_ID
+  ):
+    raise ValueError(
+        f'{where}: id {key!r} is {_short(value)}; allowed: an integer in'
+        f' [0, {_MAX_ID}).'
+    )
+  return value
+
+
+def _stem(file: str) -> str:
+  if file.startswith('hf:'):
+    return file.split(':')[1].rsplit('/', 1)[-1]
+  return pathlib.Path(file).stem
+
+
+def _short(value: Any) -> str:
+  text = repr(value)
+  return text if len(text) <= 80 else text[:77] + '...'
+
+
+def _read_rows(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yields (where the row is, the row); the format follows from the name."""
+  if file.startswith('hf:'):
+    rows = _read_hugging_face(file)
+  else:
+    path = pathlib.Path(file)
+    readers = {
+        '.jsonl': _read_jsonl,
+        '.json': _read_json,
+        '.parquet': _read_parquet,
+    }
+    if path.suffix not in readers:
+      raise ValueError(f'{file}: unknown format; allowed: {_FORMATS}.')
+    if not path.is_file():
+      raise ValueError(f'{file}: there is no such file.')
+    rows = readers[path.suffix](path)
+  for where, row in rows:
+    if not isinstance(row, dict):
+      raise ValueError(
+          f'{where}: a row must be an object with named columns, found'
+          f' {_short(row)}.'
+      )
+    yield where, row
+
+
+def _read_jsonl(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
+  with path.open('rb') as lines:
+    for number, line in enumerate(lines, 1):
+      if line.strip():
+        yield f'{path}:{number}', _parse_json(line, f'{path}:{number}')
+
+
+def _read_json(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
+  rows = _parse_json(path.read_bytes(), str(path))
+  if not isinstance(rows, list):
+    raise ValueError(
+        f'{path}: expected a list of rows, found {_short(rows)}. One object'
+        ' per line is the .jsonl format.'
+    )
+  for number, row in enumerate(rows):
+    yield f'{path}[{number}]', row
+
+
+def _parse_json(data: bytes, where: str) -> Any:
+  try:
+    return json.loads(data.decode('utf-8'))
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f'{where}: not valid JSON in UTF-8: {error}') from error
+
+
+def _read_parquet(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
+  parquet = _import_extra('pyarrow.parquet', str(path))
+  try:
+    table = parquet.read_table(path)
+  except Exception as error:
+    raise ValueError(f'{path}: not a readable Parquet file: {error}') from error
+  for number, row in enumerate(table.to_pylist()):
+    yield f'{path}[{number}]', row
+
+
+def _read_hugging_face(name: str) -> Iterator[tuple[str, Any]]:
+  parts = name.split(':')
+  if len(parts) not in (3, 4) or not all(parts):
+    raise ValueError(
+        f'{name}: write hf:<repo>:<split> or hf:<repo>:<config>:<split>,'
+        " for example 'hf:openai/gsm8k:main:train'."
+    )
+  datasets = _import_extra('datasets', name)
+  config = parts[2] if len(parts) == 4 else None
+  try:
+    rows = datasets.load_dataset(parts[1], config, split=parts[-1])
+  except Exception as error:
+    # The package raises a dozen types for "no network", "no such repository"
+    # and "no such split"; all of them are the caller's to fix.
+    raise ValueError(
+        f'{name}: the datasets package could not load it: {error}. It needs'
+        ' the network; offline, save the rows as .jsonl and name that file.'
+    ) from error
+  for number, row in enumerate(rows):
+    yield f'{name}[{number}]', row
+
+
+def _import_extra(module: str, needed_by: str) -> Any:
+  try:
+    return importlib.import_module(module)
+  except ImportError as error:
+    raise ValueError(
+        f'{needed_by} needs the package {module.split(".")[0]!r}, which is not'
+        ' installed: pip install "jetrl_jax[data]".'
+    ) from error

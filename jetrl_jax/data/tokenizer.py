@@ -1,0 +1,183 @@
+"""A tokenizer from the files that a Hugging Face checkpoint carries.
+
+Only local files are read: tokenizer.json (by the `tokenizers` package),
+tokenizer_config.json (special tokens, chat template), chat_template.jinja,
+generation_config.json and config.json (which ids end a response). No Python
+code of a checkpoint is ever run.
+"""
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+_SPECIAL = ('bos_token', 'eos_token', 'pad_token', 'unk_token')
+
+
+class Tokenizer:
+  """Text to ids and back.
+
+  Attributes:
+    eos_ids: ids that end a response, at least one. Those of
+      generation_config.json (else config.json) first, then the tokenizer's
+      own, since a model may stop with either.
+    pad_id: id of the padding token; `eos_ids[0]` where none is named.
+    vocab_size: largest id + 1. A model's embedding may have more rows.
+    chat_template: Jinja source, '' where the folder has none.
+    special_tokens: names to texts, e.g. {'eos_token': '<|im_end|>'}.
+  """
+
+  def __init__(self, folder: str | pathlib.Path):
+    """Loads the files of `folder`.
+
+    Args:
+      folder: a local folder with at least tokenizer.json.
+
+    Raises:
+      ValueError: tokenizer.json is missing or broken, no file names an
+        end-of-text token, or a named token is not in the vocabulary.
+    """
+    folder = pathlib.Path(folder)
+    path = folder / 'tokenizer.json'
+    if not path.is_file():
+      raise ValueError(
+          f'{folder} has no tokenizer.json; point at the local folder of a'
+          ' checkpoint that carries its (fast) tokenizer.'
+      )
+    try:
+      self._tokenizer = tokenizers.Tokenizer.from_str(
+          path.read_text(encoding='utf-8')
+      )
+    except Exception as error:
+      # The package raises bare Exception on a malformed file.
+      raise ValueError(f'{path} is not a tokenizer: {error}') from error
+    # A file may ask for truncation or padding of every text; ids then depend
+    # on the batch, or are lost.
+    self._tokenizer.no_truncation()
+    self._tokenizer.no_padding()
+    self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
+    config = _read_object(folder / 'tokenizer_config.json')
+    self.special_tokens = {
+        name: _content(config[name], folder)
+        for name in _SPECIAL
+        if config.get(name) is not None
+    }
+    self.chat_template = _chat_template(folder, config)
+    self.eos_ids = self._end_ids(folder)
+    pad = self.special_tokens.get('pad_token')
+    self.pad_id = self.eos_ids[0] if pad is None else self._id_of(pad, folder)
+
+  def encode(self, text: str, *, add_special_tokens: bool) -> np.ndarray:
+    """Turns text into ids.
+
+    Args:
+      text: any text; special tokens written out in it become their ids.
+      add_special_tokens: whether to add what the tokenizer puts around a
+        text (Llama's BOS). A chat template writes those itself: pass False.
+
+    Returns:
+      int32 [length].
+
+    Raises:
+      ValueError: the text is not valid Unicode (a lone surrogate).
+    """
+    try:
+      ids = self._tokenizer.encode(
+          text, add_special_tokens=add_special_tokens
+      ).ids
+    except (UnicodeEncodeError, TypeError) as error:
+      raise ValueError(f'cannot tokenise {text[:80]!r}: {error}') from error
+    return np.asarray(ids, np.int32)
+
+  def decode(
+      self, ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = True
+  ) -> str:
+    """Turns ids into text; ids outside the vocabulary become nothing."""
+    # int() because the package takes no numpy integers.
+    return self._tokenizer.decode(
+        [int(i) for i in ids], skip_special_tokens=skip_special_tokens
+    )
+
+  def _end_ids(self, folder: pathlib.Path) -> tuple[int, ...]:
+    """Collects the ids that end a response, see the class docstring."""
+    ids: list[int] = []
+    for name in ('generation_config.json', 'config.json'):
+      value = _read_object(folder / name).get('eos_token_id')
+      if value is not None:
+        ids = value if isinstance(value, list) else [value]
+        if not ids or not all(
+            type(i) is int and 0 <= i < self.vocab_size for i in ids
+        ):
+          raise ValueError(
+              f'{folder / name}: eos_token_id is {value}; allowed: an id or a'
+              f' list of ids in [0, {self.vocab_size}).'
+          )
+        break
+    if 'eos_token' in self.special_tokens:
+      ids = [*ids, self._id_of(self.special_tokens['eos_token'], folder)]
+    if not ids:
+      raise ValueError(
+          f'{folder} names no end-of-text token; give eos_token in'
+          ' tokenizer_config.json or eos_token_id in generation_config.json.'
+      )
+    return tuple(dict.fromkeys(ids))
+
+  def _id_of(self, token: str, folder: pathlib.Path) -> int:
+    found = self._tokenizer.token_to_id(token)
+    if found is None:
+      raise ValueError(
+          f'{folder / "tokenizer_config.json"} names the token {token!r},'
+          ' which is not in the vocabulary of tokenizer.json.'
+      )
+    return found
+
+
+def _read_object(path: pathlib.Path) -> dict[str, Any]:
+  """Reads a JSON object; a file that is not there is an empty one."""
+  if not path.is_file():
+    return {}
+  try:
+    value = json.loads(path.read_text(encoding='utf-8'))
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f'{path} is not valid JSON: {error}') from error
+  if not isinstance(value, dict):
+    raise ValueError(f'{path} must hold a JSON object.')
+  return value
+
+
+def _content(token: Any, folder: pathlib.Path) -> str:
+  """A special token is its text, or an object with the text as `content`."""
+  if isinstance(token, dict):
+    token = token.get('content')
+  if not isinstance(token, str):
+    raise ValueError(
+        f'{folder / "tokenizer_config.json"}: special token {token!r} is'
+        " neither text nor an object with 'content'."
+    )
+  return token
+
+
+def _chat_template(folder: pathlib.Path, config: dict[str, Any]) -> str:
+  """Finds the template: its own file, a text, or the list's 'default'."""
+  path = folder / 'chat_template.jinja'
+  if path.is_file():
+    return path.read_text(encoding='utf-8')
+  template = config.get('chat_template')
+  if template is None:
+    return ''
+  if isinstance(template, list):
+    named = {
+        t['name']: t['template']
+        for t in template
+        if isinstance(t, dict) and 'name' in t and 'template' in t
+    }
+    template = named.get('default')
+  if not isinstance(template, str):
+    raise ValueError(
+        f'{folder / "tokenizer_config.json"}: chat_template must be a text, or'
+        " a list with one named 'default'."
+    )
+  return template

@@ -1,0 +1,176 @@
+import importlib.util
+import json
+import pathlib
+
+import pytest
+
+from jetrl_jax.data import load_examples
+
+FIXTURES = pathlib.Path(__file__).parent / 'fixtures'
+
+
+def _write(path, *rows):
+  path.write_text(''.join(json.dumps(r) + '\n' for r in rows))
+  return str(path)
+
+
+def _load(*files, **kwargs):
+  keys = {'prompt_key': 'q', 'answer_key': 'a', **kwargs}
+  return load_examples(files, **keys)
+
+
+def test_a_gsm8k_row_answers_with_what_follows_the_marks():
+  examples = load_examples(
+      [str(FIXTURES / 'gsm8k.jsonl')],
+      prompt_key='question',
+      answer_key='answer',
+  )
+  assert [e.answer for e in examples] == ['18', '3', '70000']
+  assert [e.id for e in examples] == [0, 1, 2]
+  assert str(examples[0].prompt).startswith('Janet')
+  assert examples[0].source == 'gsm8k'
+  assert examples[0].extra['answer'].endswith('#### 18')
+
+
+def test_math_rows_load_from_a_json_list():
+  examples = load_examples(
+      [str(FIXTURES / 'math.json')], prompt_key='problem', answer_key='answer'
+  )
+  assert len(examples) == 3
+  assert examples[0].extra['type'] == 'Algebra'
+
+
+def test_ids_run_on_over_files(tmp_path):
+  a = _write(tmp_path / 'a.jsonl', {'q': 'x', 'a': 1}, {'q': 'y', 'a': 2.5})
+  b = _write(tmp_path / 'b.jsonl', {'q': 'z', 'a': '3'})
+  examples = _load(a, b)
+  assert [(e.id, e.source, e.answer) for e in examples] == [
+      (0, 'a', '1'),
+      (1, 'a', '2.5'),
+      (2, 'b', '3'),
+  ]
+
+
+def test_verls_parquet_layout_is_read_through_dotted_keys(tmp_path):
+  pyarrow = pytest.importorskip('pyarrow', reason='pyarrow is an extra')
+  parquet = pytest.importorskip('pyarrow.parquet')
+  row = {
+      'data_source': 'openai/gsm8k',
+      'prompt': [{'role': 'user', 'content': 'What is 1 + 1?'}],
+      'ability': 'math',
+      'reward_model': {'style': 'rule', 'ground_truth': '2'},
+      'extra_info': {'index': 7, 'split': 'train'},
+  }
+  path = tmp_path / 'train.parquet'
+  parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+  (example,) = load_examples(
+      [str(path)],
+      prompt_key='prompt',
+      answer_key='reward_model.ground_truth',
+      source_key='data_source',
+      id_key='extra_info.index',
+  )
+  assert example.prompt == row['prompt']
+  assert example.answer == '2'
+  assert example.source == 'openai/gsm8k'
+  assert example.id == 7
+  assert example.extra == row
+
+
+def test_a_malformed_line_is_named_by_file_and_number(tmp_path):
+  path = tmp_path / 'bad.jsonl'
+  path.write_text('{"q": "x", "a": "1"}\n\n{"q": \n')
+  with pytest.raises(ValueError, match=r'bad\.jsonl:3: not valid JSON'):
+    _load(str(path))
+  path.write_bytes(b'\xff\xfe\n')
+  with pytest.raises(
+      ValueError, match=r'bad\.jsonl:1: not valid JSON in UTF-8'
+  ):
+    _load(str(path))
+
+
+def test_a_deeply_nested_line_is_a_value_error(tmp_path):
+  path = tmp_path / 'deep.jsonl'
+  path.write_text('[' * 200_000)
+  with pytest.raises(ValueError, match=r'deep\.jsonl:1: not valid JSON'):
+    _load(str(path))
+
+
+def test_a_missing_column_lists_the_columns_and_the_nearest(tmp_path):
+  path = _write(tmp_path / 'd.jsonl', {'question': 'x', 'a': '1'})
+  with pytest.raises(
+      ValueError,
+      match=r"no column 'questoin'; columns here: \['a', 'question'\]."
+      r" Did you mean 'question'\?",
+  ):
+    _load(path, prompt_key='questoin')
+
+
+@pytest.mark.parametrize(
+    'row, message',
+    [
+        ({'q': 'x', 'a': None}, "'a' is None; allowed: a string or a number"),
+        ({'q': 'x', 'a': True}, "'a' is True"),
+        ({'q': 3, 'a': '1'}, "'q' is 3; allowed: a string, or a list of"),
+        ({'q': [{'role': 'user'}], 'a': '1'}, 'with text in both'),
+        ({'q': '', 'a': '1'}, "'q' is empty"),
+        ({'q': 'x', 'a': 'so ####'}, "'a' is empty"),
+        ([1, 2], 'a row must be an object'),
+    ],
+)
+def test_a_wrongly_typed_row_is_refused_by_place(tmp_path, row, message):
+  path = _write(tmp_path / 'd.jsonl', {'q': 'x', 'a': '1'}, row)
+  with pytest.raises(ValueError, match=r'd\.jsonl:2') as error:
+    _load(path)
+  assert message in str(error.value)
+
+
+def test_a_repeated_id_names_both_places(tmp_path):
+  row = {'q': 'x', 'a': '1', 'n': 5}
+  path = _write(tmp_path / 'd.jsonl', row, row)
+  with pytest.raises(
+      ValueError, match=r'd\.jsonl:2: id 5 was already used at .*d\.jsonl:1;'
+  ):
+    _load(path, id_key='n')
+
+
+@pytest.mark.parametrize('bad', [-1, 2**31, 'seven', True])
+def test_an_id_must_fit_a_random_key(tmp_path, bad):
+  path = _write(tmp_path / 'd.jsonl', {'q': 'x', 'a': '1', 'n': bad})
+  with pytest.raises(ValueError, match='allowed: an integer in'):
+    _load(path, id_key='n')
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path):
+  empty = tmp_path / 'empty.jsonl'
+  empty.write_text('\n')
+  with pytest.raises(ValueError, match='empty.jsonl has no rows'):
+    _load(str(empty))
+  with pytest.raises(ValueError, match='there is no such file'):
+    _load(str(tmp_path / 'none.jsonl'))
+  with pytest.raises(
+      ValueError, match='unknown format; allowed: .jsonl, .json'
+  ):
+    _load('rows.csv')
+  with pytest.raises(ValueError, match='files is empty'):
+    _load()
+  with pytest.raises(ValueError, match='pass a sequence'):
+    load_examples('rows.jsonl', prompt_key='q', answer_key='a')
+  parquet = tmp_path / 'p.parquet'
+  parquet.write_bytes(b'PAR1 nothing')
+  pytest.importorskip('pyarrow', reason='pyarrow is an extra')
+  with pytest.raises(ValueError, match='not a readable Parquet file'):
+    _load(str(parquet))
+  one = tmp_path / 'one.json'
+  one.write_text('{"q": "x"}')
+  with pytest.raises(ValueError, match='expected a list of rows'):
+    _load(str(one))
+
+
+def test_a_missing_extra_is_answered_with_the_install_command():
+  with pytest.raises(ValueError, match='write hf:<repo>:<split>'):
+    _load('hf:openai/gsm8k')
+  if importlib.util.find_spec('datasets'):
+    pytest.skip('the datasets package is installed')
+  with pytest.raises(ValueError, match=r'pip install "jetrl_jax\[data\]"'):
+    _load('hf:openai/gsm8k:main:test')
