@@ -1,11 +1,12 @@
 """Tests of saving, finding, restoring and retiring checkpoints."""
 
 import collections
-import json
 import os
-import pathlib
 import resource
 import shutil
+import subprocess
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -141,3 +142,191 @@ def test_a_synchronous_save_is_done_when_it_returns(tmp_path):
   manager.save(0, {'x': jnp.ones(3)}, {}, metric=None)
   assert checkpoint.all_steps(tmp_path) == [0]
   manager.close()
+
+
+def test_leaves_that_differ_are_listed_by_name(manager):
+  manager.save(
+      0, {'a': {'b': jnp.ones((2, 3))}, 'c': jnp.int32(0)}, {}, metric=None
+  )
+  like = _like(
+      {
+          'a': {'b': jnp.ones((3, 2), jnp.bfloat16), 'new': jnp.ones(1)},
+      }
+  )
+  with pytest.raises(ValueError, match='another model or optimiser') as error:
+    manager.restore(like)
+  assert str(error.value).splitlines()[1:] == [
+      '  a/new is not saved',
+      '  c is not wanted',
+      '  a/b is saved as float32[2, 3], wanted as bfloat16[3, 2]',
+  ]
+  like = {'a': {'b': jax.ShapeDtypeStruct((2, 3), 'float32')}}
+  with pytest.raises(ValueError, match='a/b is wanted without a sharding'):
+    manager.restore(like)
+
+
+@pytest.mark.parametrize(
+    'wanted', [((6,), 'float32'), ((2, 3), 'int32'), ((2, 4), 'float32')]
+)
+def test_nothing_is_cast_reshaped_or_padded(manager, wanted):
+  manager.save(0, {'a': jnp.ones((2, 3))}, {}, metric=None)
+  with pytest.raises(ValueError, match='a is saved as float32'):
+    manager.restore(_like({'a': jnp.ones(*wanted)}))
+
+
+def test_an_array_without_elements_is_checked_too(manager):
+  manager.save(0, {'a': jnp.ones((0, 3)), 'b': jnp.ones(1)}, {}, metric=None)
+  like = _like({'a': jnp.ones((3, 0)), 'b': jnp.ones(1)})
+  with pytest.raises(ValueError, match='a is saved as float32.0, 3.'):
+    manager.restore(like)
+
+
+def test_a_step_is_saved_once_and_named_by_a_natural_number(manager):
+  manager.save(4, {'x': jnp.ones(1)}, {}, metric=None)
+  for step in (4, -1):
+    with pytest.raises(ValueError, match='saved once; found .4.'):
+      manager.save(step, {'x': jnp.ones(1)}, {}, metric=None)
+  with pytest.raises(ValueError, match='has no step 5; found .4.'):
+    manager.restore(_like({'x': jnp.ones(1)}), step=5)
+
+
+@pytest.mark.parametrize(
+    'host_state',
+    [{'a': (1, 2)}, {1: 'a'}, {'a': float('nan')}, {'a': np.int32(1)}, [1]],
+)
+def test_host_state_that_json_would_change_is_refused(manager, host_state):
+  with pytest.raises(ValueError, match='host_state'):
+    manager.save(0, {'x': jnp.ones(1)}, host_state, metric=None)
+  assert manager.all_steps() == []
+
+
+@pytest.mark.parametrize(
+    ('state', 'message'),
+    [
+        ({'x': 3}, 'found a leaf 3; allowed: jax arrays'),
+        ({'x': np.ones(1)}, 'allowed: jax arrays'),
+        (jnp.ones(1), 'allowed: a dict at the root'),
+        ({'a.b': jnp.ones(1)}, "leaf 'a.b' has no unique name"),
+    ],
+)
+def test_a_state_that_cannot_be_named_is_refused(manager, state, message):
+  with pytest.raises(ValueError, match=message):
+    manager.save(0, state, {}, metric=None)
+
+
+@pytest.mark.parametrize(('latest', 'best'), [(0, 1), (1, -1)])
+def test_retention_always_keeps_the_newest(tmp_path, latest, best):
+  with pytest.raises(ValueError, match=f'keep_latest is {latest}'):
+    CheckpointManager(tmp_path, keep_latest=latest, keep_best=best)
+
+
+def test_two_processes_cannot_save_into_one_directory(manager, tmp_path):
+  code = (
+      'import sys; from jetrl_jax.checkpoint import CheckpointManager; '
+      'CheckpointManager(sys.argv[1], keep_latest=1, keep_best=0)'
+  )
+  other = subprocess.run(
+      [sys.executable, '-c', code, str(tmp_path / 'ckpt')],
+      env=os.environ | {'JAX_PLATFORMS': 'cpu'},
+      capture_output=True,
+      text=True,
+      check=False,
+  )
+  assert other.returncode == 1
+  assert 'ValueError: another process saves checkpoints in' in other.stderr
+
+
+def test_leftovers_of_a_killed_run_are_cleared_and_nothing_else(tmp_path):
+  for name in ('.saving.3/state/d', '.deleting.1/state', 'notes', '8/state'):
+    (tmp_path / name).mkdir(parents=True)
+  CheckpointManager(tmp_path, keep_latest=1, keep_best=0).close()
+  assert {p.name for p in tmp_path.iterdir()} == {'notes', '8', '.lock'}
+
+
+def test_a_failed_write_is_reported_and_leaves_the_good_steps(manager):
+  state = {'x': jnp.asarray(np.random.default_rng(0).normal(size=(300, 300)))}
+  manager.save(0, state, {'n': 0}, metric=None)
+  manager.wait()
+  _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  # Files of 300 kB cannot grow beyond 100 kB: what a full disk looks like.
+  resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+  try:
+    manager.save(1, state, {'n': 1}, metric=None)
+    with pytest.raises(RuntimeError, match='step 1 was not saved') as error:
+      manager.wait()
+    assert 'newest good step is 0' in str(error.value)
+    # The next save tells too, and check() without waiting.
+    manager.save(2, state, {'n': 2}, metric=None)
+    with pytest.raises(RuntimeError, match='step 2 was not saved'):
+      manager.save(3, state, {'n': 3}, metric=None)
+    manager.save(4, state, {'n': 4}, metric=None)
+    with pytest.raises(RuntimeError, match='step 4 was not saved'):
+      for _ in range(1000):
+        manager.check()
+        time.sleep(0.01)
+    directory = manager._directory
+    assert {p.name for p in directory.iterdir()} == {'0', '.lock'}
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+  restored = manager.restore(_like(state))
+  assert restored.host_state == {'n': 0}
+  _assert_same(restored.state, state)
+  manager.save(5, state, {'n': 5}, metric=None)
+  manager.wait()
+  assert manager.all_steps() == [0, 5]
+
+
+def test_a_corrupt_newest_step_gives_the_one_before_and_is_replaced(tmp_path):
+  manager = CheckpointManager(tmp_path, keep_latest=1, keep_best=1)
+  for step in (1, 2):
+    manager.save(step, {'x': jnp.int32(step)}, {}, metric=-step)
+  manager.wait()
+  files = (tmp_path / '2' / 'state').rglob('*')
+  data = max((f for f in files if f.is_file()), key=lambda f: f.stat().st_size)
+  content = bytearray(data.read_bytes())
+  content[0] ^= 1
+  data.write_bytes(content)
+  like = _like({'x': jnp.int32(0)})
+  restored = manager.restore(like)
+  assert (restored.step, restored.skipped) == (1, (2,))
+  assert int(restored.state['x']) == 1
+  assert manager.all_steps() == [1]
+  manager.save(2, {'x': jnp.int32(22)}, {}, metric=-2)
+  manager.wait()
+  assert int(manager.restore(like).state['x']) == 22
+  # The damaged folder is set aside, not thrown away.
+  assert (tmp_path / 'corrupt.2' / 'manifest.json').exists()
+  manager.close()
+
+
+def test_corruption_is_named_by_file_and_step(tmp_path, caplog):
+  manager = CheckpointManager(tmp_path, keep_latest=5, keep_best=0)
+  for step in range(5):
+    manager.save(step, {'x': jnp.arange(5) + step}, {}, metric=None)
+  manager.close()
+  payload = [
+      next((tmp_path / str(s) / 'state' / 'ocdbt.process_0' / 'd').iterdir())
+      for s in range(5)
+  ]
+  payload[4].unlink()
+  (payload[3].parent / 'stranger').write_bytes(b'')
+  payload[2].write_bytes(payload[2].read_bytes()[:-1])
+  (tmp_path / '1' / 'manifest.json').write_text('{"body": {}}')
+  target = tmp_path / 'outside'
+  shutil.move(payload[0], target)
+  payload[0].symlink_to(target)
+  like = _like({'x': jnp.arange(5)})
+  with pytest.raises(ValueError, match='no good checkpoint in') as error:
+    checkpoint.restore(tmp_path, like)
+  lines = str(error.value).splitlines()
+  assert lines[1] == f'  step 4: {payload[4]} is missing'
+  assert lines[2].startswith(f'  step 3: {payload[3].parent}/stranger is not')
+  size = payload[2].stat().st_size
+  assert f'{payload[2]} has {size} bytes, the manifest says' in lines[3]
+  assert f'step 1: {tmp_path}/1/manifest.json cannot be read' in lines[4]
+  assert f'{payload[0]} is neither a plain file nor a folder' in lines[5]
+  assert f'Checkpoint of step 4 is corrupt and skipped: {payload[4]}' in (
+      caplog.text
+  )
+  with pytest.raises(ValueError, match='no good checkpoint'):
+    checkpoint.restore(tmp_path, like, step=3)
