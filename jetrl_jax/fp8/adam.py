@@ -1,0 +1,280 @@
+"""Adam whose moments rest in 8 bits between two steps.
+
+A moment is decoded, moved by optax's own Adam arithmetic, and encoded again.
+Plain E4M3 with one scale spans a factor of 2^18 between its largest and its
+smallest value. Second moments are squares, so the values of one group easily
+span more; the small ones become 0, the update divides by eps instead of their
+root, and the run explodes. COAT's dynamic range expansion raises a group to a
+power k first, which makes its range fit. Per group of 128 values:
+
+    M = max |x|,  m = min nonzero |x|,  c = sqrt(M m)
+    k = floor(16 log2(448^2 / 2) / log2(M / m)) / 16   clamped to [1/16, 16]
+    scale = (M / c)^k / 448
+    encode: q = E4M3(sign(x) (|x| / c)^k / scale)
+    decode: sign(q) |q scale|^(1/k) c
+
+M lands on 448 and m on 448 (m / M)^k >= 448 * 2 / 448^2 = 1/224, which is
+above E4M3's smallest value 2^-9: nothing that was nonzero becomes 0.
+
+Worked example: M = 2^-10, m = 2^-34. Scaled so that M is 448, plain E4M3 holds
+m as 448 * 2^-24 = 0.00003, which is 0. Expanded: log2(M / m) = 24 and
+log2(448^2 / 2) = 16.61, so k = floor(11.08) / 16 = 11/16; c = 2^-22;
+scale = 2^(12 * 11/16) / 448 = 2^8.25 / 448 = 0.6796. m is stored as
+2^-8.25 / 0.6796 = 0.00483, rounded to 2 * 2^-9 = 0.00391, and decodes to
+(0.00391 * 0.6796)^(16/11) 2^-22 = 2^-34.45, 0.73 of what it was.
+
+Error of one encoding. With u = |q| before rounding, E4M3 changes u by a factor
+1 + d, |d| <= max(2^-4, 2^-10 / u) (half a step of the normal range, half a step
+of the subnormal one), hence the value by (1 + d)^(1/k). A group that spans
+2^16 has k = 1: at most 6% above the smallest 2^-7, and 22% at u = 1/224.
+Wider groups pay with coarser steps. An element moves relative to the largest
+of its group only by whole steps; a common decay of the group is followed
+exactly, by the scale.
+
+Values below float32's smallest normal, 2^-126, count as 0, because backends
+disagree on whether they are. Their root is below 1.1e-19 and invisible beside
+eps. Without them M / m < 2^254, so the lower clamp of k never binds.
+
+Memory: 1 byte a value and 12 a group, 1 + 12/128 = 1.09 bytes a value where the
+last axis is a multiple of 128, against 4 in float32.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jetrl_jax.fp8 import formats
+from jetrl_jax.typing import Array, PyTree
+
+_FORMAT_MAX = formats.format_max(formats.E4M3)
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+_HUGE = float(jnp.finfo(jnp.float32).max)
+# The range that a group is expanded or compressed to, in bits: E4M3 from
+# 2 / 448 to 448.
+_RANGE_BITS = math.log2(_FORMAT_MAX**2 / 2)
+_K_STEPS = 16
+_K_MAX = 16.0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncodedMoment:
+  """One leaf of a moment, in groups of consecutive values of its last axis.
+
+  Groups never cross a row: a leaf sharded on any axis but the last keeps its
+  groups on one device, and all four arrays have the leaf's rank, so that the
+  leaf's PartitionSpec serves them all. A last axis may be sharded too where
+  every device holds whole groups. The last group of a row may be shorter.
+
+  Attributes:
+    values: float8_e4m3fn, the leaf's shape.
+    scale: float32 [..., ceil(last axis / group_size)], in [1/448, 1].
+    k: float32, like `scale`: exponent of the expansion, in [1/16, 16].
+    c: float32, like `scale`: geometric mean of the group's extremes.
+  """
+
+  values: Array
+  scale: Array
+  k: Array
+  c: Array
+
+
+class Codec(NamedTuple):
+  """How a moment rests between two steps.
+
+  Attributes:
+    encode: array to what the optimiser state holds.
+    decode: the inverse, up to the codec's error.
+  """
+
+  encode: Callable[[Array], Any]
+  decode: Callable[[Any], Array]
+
+
+def identity_codec() -> Codec:
+  """Returns the codec that stores moments as they are."""
+  return Codec(encode=lambda x: x, decode=lambda x: x)
+
+
+def fp8_codec(group_size: int = 128) -> Codec:
+  """Returns the codec of the module docstring.
+
+  Args:
+    group_size: values that share an expansion, at least 1.
+
+  Returns:
+    A codec between float arrays of any shape and `EncodedMoment`; it decodes
+    to float32. Finite values give finite ones, zeros give zeros.
+
+  Raises:
+    ValueError: `group_size` is below 1.
+
+  References:
+    Xi et al. 2024, COAT, arXiv:2410.19313, section 4.
+  """
+  if group_size < 1:
+    raise ValueError(f'group_size is {group_size}; it must be 1 or more')
+
+  def encode(x: Array) -> EncodedMoment:
+    groups = _split(x.astype(jnp.float32), group_size)
+    values, scale, k, c = _encode_groups(groups)
+    group_shape = (*x.shape[:-1], groups.shape[-2]) if x.ndim else ()
+    return EncodedMoment(
+        values=_join(values, x.shape),
+        scale=scale.reshape(group_shape),
+        k=k.reshape(group_shape),
+        c=c.reshape(group_shape),
+    )
+
+  def decode(encoded: EncodedMoment) -> Array:
+    values = _split(encoded.values.astype(jnp.float32), group_size)
+    group_shape = values.shape[:-1]
+    scale, k, c = (
+        a.reshape(group_shape)[..., None]
+        for a in (encoded.scale, encoded.k, encoded.c)
+    )
+    magnitude = jnp.power(jnp.abs(values) * scale, 1.0 / k) * c
+    # What was near an end of float32's range may come back rounded past it.
+    magnitude = jnp.clip(magnitude, _TINY, _HUGE)
+    return _join(jnp.sign(values) * magnitude, encoded.values.shape)
+
+  return Codec(encode=encode, decode=decode)
+
+
+def _split(x: Array, group_size: int) -> Array:
+  """[..., I] to [..., groups, group_size], padded with zeros."""
+  x = x.reshape(1) if x.ndim == 0 else x
+  padding = -x.shape[-1] % group_size
+  if padding:
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, padding)])
+  return x.reshape(*x.shape[:-1], x.shape[-1] // group_size, group_size)
+
+
+def _join(groups: Array, shape: tuple[int, ...]) -> Array:
+  """Inverse of `_split`."""
+  rows = groups.reshape(*groups.shape[:-2], -1)
+  return rows[..., : shape[-1] if shape else 1].reshape(shape)
+
+
+def _encode_groups(x: Array) -> tuple[Array, Array, Array, Array]:
+  """Encodes float32 [..., groups, group_size].
+
+  Zeros, and so the padding, take no part in the minimum.
+
+  Returns:
+    float8 values like x, and scale, k, c of shape [..., groups].
+  """
+  magnitude = jnp.abs(x)
+  # A comparison with NaN is false: NaN stays and is seen by whoever decodes.
+  magnitude = jnp.where(magnitude < _TINY, 0.0, magnitude)
+  largest = jnp.max(magnitude, axis=-1)
+  smallest = jnp.min(jnp.where(magnitude == 0, jnp.inf, magnitude), axis=-1)
+  empty = largest == 0
+  largest = jnp.where(empty, 1.0, largest)
+  smallest = jnp.where(empty, 1.0, smallest)
+  # Both the ratio M / m and the product M m may leave float32's range; the
+  # logarithms and the roots do not. The clip is for roots rounded outwards.
+  range_bits = jnp.log2(largest) - jnp.log2(smallest)
+  c = jnp.clip(jnp.sqrt(largest) * jnp.sqrt(smallest), smallest, largest)
+  # range_bits is 0 where all magnitudes are equal: the floor under it is where
+  # k reaches its upper clamp.
+  steps = _K_STEPS * _RANGE_BITS / jnp.maximum(range_bits, _RANGE_BITS / _K_MAX)
+  k = jnp.clip(jnp.floor(steps) / _K_STEPS, 1.0 / _K_STEPS, _K_MAX)
+  # Compilers turn x / c into x * (1 / c), which is 0 for c near float32's
+  # largest value; the root's inverse is harmless.
+  root = jnp.sqrt(c)
+  scale = jnp.power(largest / root / root, k) / _FORMAT_MAX
+  k, c, scale = (jnp.where(empty, 1.0, a) for a in (k, c, scale))
+  # |x| / c is 2^-127 at the very end of the range, which could be flushed.
+  ratio = magnitude / root[..., None] / root[..., None]
+  ratio = jnp.maximum(ratio, _TINY)
+  stored = jnp.power(ratio, k[..., None]) / scale[..., None]
+  stored = jnp.where(magnitude == 0, 0.0, jnp.minimum(stored, _FORMAT_MAX))
+  return (jnp.sign(x) * stored).astype(formats.E4M3), scale, k, c
+
+
+def scale_by_adam(
+    b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, *, codec: Codec
+) -> optax.GradientTransformation:
+  """Rescales updates by Adam, with the moments encoded between two steps.
+
+      mu = b1 mu + (1 - b1) g,  nu = b2 nu + (1 - b2) g^2
+      update = mu / (1 - b1^t) / (sqrt(nu / (1 - b2^t)) + eps)
+
+  The arithmetic is that of `optax.scale_by_adam`, on decoded moments; with
+  `identity_codec()` the two are equal to the bit. The update is computed from
+  the moments before they are encoded, so the codec's error enters one step
+  later.
+
+  Args:
+    b1: decay of the first moment, in [0, 1).
+    b2: decay of the second moment, in [0, 1).
+    eps: added to the root, above 0.
+    codec: how the moments rest.
+
+  Returns:
+    A transformation whose state is `optax.ScaleByAdamState(count, mu, nu)` with
+    encoded leaves in `mu` and `nu`.
+  """
+  exact = optax.scale_by_adam(b1=b1, b2=b2, eps=eps)
+
+  def encode(state: optax.ScaleByAdamState) -> optax.ScaleByAdamState:
+    return optax.ScaleByAdamState(
+        count=state.count,
+        mu=jax.tree.map(codec.encode, state.mu),
+        nu=jax.tree.map(codec.encode, state.nu),
+    )
+
+  def init(params: PyTree) -> optax.ScaleByAdamState:
+    return encode(exact.init(params))
+
+  def update(updates, state, params=None):
+    # `updates` goes first: its leaves say where an encoded leaf begins.
+    decoded = optax.ScaleByAdamState(
+        count=state.count,
+        mu=jax.tree.map(lambda _, e: codec.decode(e), updates, state.mu),
+        nu=jax.tree.map(lambda _, e: codec.decode(e), updates, state.nu),
+    )
+    updates, decoded = exact.update(updates, decoded, params)
+    return updates, encode(decoded)
+
+  return optax.GradientTransformation(init, update)
+
+
+def adamw(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-4,
+    mask: Any | Callable[[PyTree], Any] | None = None,
+    *,
+    codec: Codec,
+) -> optax.GradientTransformationExtraArgs:
+  """Returns AdamW: Adam, plus decayed weights, times -learning_rate.
+
+  Composed as `optax.adamw` is; with `identity_codec()` equal to it to the bit.
+
+  Args:
+    learning_rate: a number, or a function of the step counted from 0.
+    b1: decay of the first moment, in [0, 1).
+    b2: decay of the second moment, in [0, 1).
+    eps: added to the root of the second moment, above 0.
+    weight_decay: multiplied by the learning rate like the Adam update.
+    mask: tree of bools over the parameters, or a function that makes one:
+      where weights decay. None is everywhere.
+    codec: how the moments rest, see `scale_by_adam`.
+
+  References:
+    Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
+  """
+  return optax.chain(
+      scale_by_adam(b1, b2, eps, codec=codec),
+      optax.add_decayed_weights(weight_decay, mask),
+      optax.scale_by_learning_rate(learning_rate),
+  )
