@@ -22,12 +22,11 @@ import re
 import shutil
 from typing import Any
 
-from absl import logging
 import jax
 import orbax.checkpoint as ocp
+from absl import logging
 
-from jetrl_jax import checkpoint_arrays
-from jetrl_jax import checkpoint_manifest
+from jetrl_jax import checkpoint_arrays, checkpoint_manifest
 from jetrl_jax.checkpoint_manifest import CorruptError, Manifest
 from jetrl_jax.typing import PyTree
 
@@ -273,7 +272,7 @@ class CheckpointManager:
       host_state: dict[str, Any],
       leaves: dict[str, tuple[str, tuple[int, ...]]],
   ) -> None:
-    """Waits for the files, proves them, makes the step exist, retires others."""
+    """Waits for the files, proves them, makes the step exist, then retires."""
     final = self._directory / str(step)
     try:
       self._orbax.wait_until_finished()

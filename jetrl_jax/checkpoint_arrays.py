@@ -39,6 +39,7 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
 
 
 def signature(leaf: Any) -> tuple[str, tuple[int, ...]]:
+  """Returns (dtype, shape) as the manifest holds them; arrays only."""
   if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
     raise ValueError(f'found a leaf {leaf!r}; allowed: jax arrays')
   return str(leaf.dtype), tuple(leaf.shape)

@@ -1,4 +1,4 @@
-"""Random keys with an address: key = f(seed, stream, step, prompt, sample, ...).
+"""Random keys with an address: key = f(seed, stream, step, prompt, sample).
 
 Nothing carries a key along and splits it. Whoever needs randomness says what
 it is for, and gets the same key again after a resume, in another slot, in

@@ -14,8 +14,7 @@ import numpy as np
 import optax
 import pytest
 
-from jetrl_jax import checkpoint
-from jetrl_jax import rng
+from jetrl_jax import checkpoint, rng
 from jetrl_jax.checkpoint import CheckpointManager
 
 Pair = collections.namedtuple('Pair', ['first', 'second'])

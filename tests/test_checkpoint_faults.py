@@ -12,8 +12,7 @@ import pytest
 
 from jetrl_jax import checkpoint
 from jetrl_jax.checkpoint import CheckpointManager
-from tests.checkpoint_saver import host_state_of
-from tests.checkpoint_saver import state_of
+from tests.checkpoint_saver import host_state_of, state_of
 
 
 def _like(state):
@@ -67,7 +66,7 @@ def test_sigkill_at_any_instant_loses_nothing_that_was_durable(tmp_path, kills):
 
 
 def _mutations(folder, other, generator, count):
-  """Changes `folder` in one way, yields (what, path), undoes it; `count` times."""
+  """Changes `folder` in one way, yields what, undoes it; `count` times."""
   files = sorted(p for p in folder.rglob('*') if p.is_file())
   others = sorted(p for p in other.rglob('*') if p.is_file())
   for _ in range(count):

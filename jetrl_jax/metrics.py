@@ -1,0 +1,270 @@
+"""Numbers of a run: averages that travel as (sum, weight), and their log.
+
+An average is divided in one place, `Mean.value`, when it is written; until
+then sums and weights only add, so that micro-batches, masks and devices cannot
+change it. `MetricWriter` appends one JSON object per step to `metrics.jsonl`
+and, if asked, the scalars to TensorBoard. Sentences go to absl.logging.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import socket
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from jetrl_jax.typing import Array
+
+_RESERVED = ('step', 'nonfinite')
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mean:
+  """A weighted average on its way: value = sum / weight.
+
+  Attributes:
+    sum: sum of weight_i * x_i, scalar.
+    weight: sum of weight_i, scalar, e.g. a number of tokens; 0 means that
+      there was nothing to average.
+  """
+
+  sum: Array | float
+  weight: Array | float
+
+  def __add__(self, other: 'Mean') -> 'Mean':
+    """Returns the average over both."""
+    return Mean(sum=self.sum + other.sum, weight=self.weight + other.weight)
+
+  def value(self) -> float | None:
+    """Returns the average as a Python float, None if the weight is 0."""
+    weight = float(self.weight)
+    return float(self.sum) / weight if weight else None
+
+
+def mean(values: Array, weights: Array) -> Mean:
+  """Starts an average: Mean(sum(values * weights), sum(weights)).
+
+  Args:
+    values: what to average; ignored where the weight is 0, NaN included.
+    weights: of the same shape, >= 0; e.g. a loss mask.
+
+  Returns:
+    The average, not divided yet.
+  """
+  # 0 * NaN is NaN: what is masked out must not poison the sum.
+  kept = jax.numpy.where(weights > 0, values, 0)
+  return Mean(sum=(kept * weights).sum(), weight=weights.sum())
+
+
+class MetricWriter:
+  """Appends one JSON object per step to `<workdir>/metrics.jsonl`.
+
+  A line is durable when `write` returns. A resumed run calls `truncate_after`
+  with its checkpoint's step, and ends with the file of a run that was never
+  interrupted, apart from times.
+  """
+
+  def __init__(self, workdir: str | os.PathLike, *, tensorboard: bool):
+    """Opens the files and drops a last line that a kill tore.
+
+    Args:
+      workdir: the run's folder; made if absent.
+      tensorboard: whether to write `<workdir>/tensorboard/` too.
+
+    Raises:
+      ValueError: `metrics.jsonl` is damaged elsewhere than at its end.
+    """
+    workdir = pathlib.Path(workdir)
+    workdir.mkdir(parents=True, exist_ok=True)
+    self._path = workdir / 'metrics.jsonl'
+    self._last_step = _repair(self._path)
+    self._file = open(self._path, 'ab')
+    self._events = _EventFile(workdir / 'tensorboard') if tensorboard else None
+
+  def write(self, step: int, metrics: dict[str, Any]) -> None:
+    """Appends the line {'step': step, **metrics}.
+
+    Args:
+      step: the step counter; every write has a larger one than the last.
+      metrics: name -> Python, NumPy or jax scalar, `Mean` (left out when its
+        weight is 0), or a nested dict or list of these, which stays out of
+        TensorBoard. Values that are not finite become null and are named in
+        the line's list 'nonfinite'.
+
+    Raises:
+      ValueError: the step was written already, a name is reserved, or a
+        value is none of these.
+    """
+    step = int(step)
+    if step <= self._last_step:
+      raise ValueError(
+          f'step {step} does not follow step {self._last_step} of '
+          f'{self._path}; write a step once, or truncate_after({step - 1})'
+      )
+    for name in _RESERVED:
+      if name in metrics:
+        raise ValueError(f'a metric cannot be named {name!r}; choose another')
+    nonfinite: list[str] = []
+    line: dict[str, Any] = {'step': step}
+    scalars: dict[str, float] = {}
+    for name, value in metrics.items():
+      value = _plain(name, value)
+      if value is None:
+        continue
+      if isinstance(value, int | float):
+        scalars[name] = value
+      line[name] = _finite(name, value, nonfinite)
+    if nonfinite:
+      line['nonfinite'] = nonfinite
+    text = json.dumps(line, allow_nan=False) + '\n'
+    # One write call: a kill leaves all of the line, or a torn end.
+    self._file.write(text.encode())
+    self._file.flush()
+    os.fsync(self._file.fileno())
+    self._last_step = step
+    if self._events is not None:
+      self._events.write_scalars(step, scalars)
+
+  def truncate_after(self, step: int) -> None:
+    """Drops the lines of later steps, atomically; -1 drops all.
+
+    Args:
+      step: the last step to keep: the one the run resumes from.
+    """
+    self._file.close()
+    kept = [
+        line
+        for line in self._path.read_bytes().splitlines(keepends=True)
+        if json.loads(line)['step'] <= step
+    ]
+    temporary = self._path.with_suffix('.jsonl.tmp')
+    with open(temporary, 'wb') as file:
+      file.writelines(kept)
+      file.flush()
+      os.fsync(file.fileno())
+    os.rename(temporary, self._path)
+    self._last_step = json.loads(kept[-1])['step'] if kept else -1
+    self._file = open(self._path, 'ab')
+    if self._events is not None:
+      self._events.purge_from(step + 1)
+
+  def close(self) -> None:
+    """Closes the files; what was written is durable already."""
+    self._file.close()
+    if self._events is not None:
+      self._events.close()
+
+
+def _repair(path: pathlib.Path) -> int:
+  """Cuts a torn last line off; returns the last step, -1 if there is none."""
+  if not path.exists():
+    return -1
+  content = path.read_bytes()
+  lines = content.splitlines(keepends=True)
+  last_step, good = -1, 0
+  for number, line in enumerate(lines, start=1):
+    step = None
+    try:
+      step = json.loads(line)['step']
+    except (ValueError, KeyError, TypeError):
+      pass
+    if isinstance(step, int) and line.endswith(b'\n'):
+      last_step, good = step, good + len(line)
+    elif number < len(lines):
+      raise ValueError(
+          f'{path} line {number} is no metrics line: {line[:60]!r}; mend it or '
+          'move the file away'
+      )
+    else:
+      logging.warning('%s: dropped a torn last line', path)
+      os.truncate(path, good)
+  return last_step
+
+
+def _plain(name: str, value: Any) -> Any:
+  """Turns a metric into Python numbers, lists and dicts; None leaves it out."""
+  match value:
+    case Mean():
+      return value.value()
+    case dict():
+      inner = {str(k): _plain(f'{name}/{k}', v) for k, v in value.items()}
+      return {k: v for k, v in inner.items() if v is not None}
+    case list() | tuple():
+      return [_plain(f'{name}/{i}', v) for i, v in enumerate(value)]
+    case bool() | int() | float():
+      return value
+    case np.ndarray() | np.generic() | jax.Array():
+      array = np.asarray(value)
+      if array.dtype.kind not in 'biu':
+        # Also bfloat16 and the 8-bit floats, which JSON has never heard of.
+        array = array.astype(np.float64)
+      return array.tolist()
+    case _:
+      raise ValueError(
+          f'metric {name} is {value!r}; allowed: numbers, arrays, Mean, and '
+          'lists or dicts of them'
+      )
+
+
+def _finite(name: str, value: Any, nonfinite: list[str]) -> Any:
+  """Replaces what JSON cannot say by None and notes where it was."""
+  match value:
+    case dict():
+      return {k: _finite(f'{name}/{k}', v, nonfinite) for k, v in value.items()}
+    case list():
+      return [_finite(f'{name}/{i}', v, nonfinite) for i, v in enumerate(value)]
+    case float() if not math.isfinite(value):
+      nonfinite.append(name)
+      return None
+    case _:
+      return value
+
+
+class _EventFile:
+  """A TensorBoard event file, written without TensorFlow."""
+
+  def __init__(self, folder: pathlib.Path):
+    # Only here: the package is wanted by those who ask for TensorBoard.
+    from tensorboard.compat.proto import event_pb2, summary_pb2
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    # Any: generated modules, whose members type checkers cannot see.
+    self._event_pb2: Any = event_pb2
+    self._summary_pb2: Any = summary_pb2
+    folder.mkdir(parents=True, exist_ok=True)
+    # TensorBoard reads a folder's files in the order of their names.
+    name = (
+        f'events.out.tfevents.{time.time_ns() / 1e9:020.9f}.'
+        f'{socket.gethostname()}.{os.getpid()}'
+    )
+    # RecordWriter rather than EventFileWriter: the latter's thread swallows
+    # errors, and it imports TensorFlow where that is installed.
+    self._records = RecordWriter(open(folder / name, 'wb'))
+    self._write(file_version='brain.Event:2')
+
+  def write_scalars(self, step: int, scalars: dict[str, float]) -> None:
+    values = [
+        self._summary_pb2.Summary.Value(tag=name, simple_value=value)
+        for name, value in scalars.items()
+    ]
+    self._write(step=step, summary=self._summary_pb2.Summary(value=values))
+
+  def purge_from(self, step: int) -> None:
+    """Tells TensorBoard to forget what earlier files say of these steps."""
+    start = self._event_pb2.SessionLog(status=self._event_pb2.SessionLog.START)
+    self._write(step=step, session_log=start)
+
+  def close(self) -> None:
+    self._records.close()
+
+  def _write(self, **fields: Any) -> None:
+    event = self._event_pb2.Event(wall_time=time.time(), **fields)
+    self._records.write(event.SerializeToString())
+    self._records.flush()
