@@ -17,6 +17,8 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from absl import logging
+
 from jetrl_jax.data.types import Example, Message
 
 _FORMATS = '.jsonl, .json, .parquet or hf:<repo>[:<config>]:<split>'
@@ -46,7 +48,9 @@ def load_examples(
       files.
 
   Returns:
-    At least one example, ids unique.
+    At least one example per file, ids unique. A row whose answer is null or
+    empty (MATH has some) cannot be scored: it is left out, and a warning
+    counts such rows. It keeps its number, so ids do not depend on the rule.
 
   Raises:
     ValueError: an unknown format, a file that is missing, empty or malformed,
@@ -60,29 +64,42 @@ def load_examples(
     raise ValueError(f'files is empty; name at least one file ({_FORMATS}).')
   examples: list[Example] = []
   where_of_id: dict[int, str] = {}
+  without_answer: list[str] = []
   for file in files:
     count = len(examples)
     for where, row in _read_rows(file):
-      example = _to_example(
-          row,
-          where,
-          prompt_key=prompt_key,
-          answer_key=answer_key,
-          source=_text_at(row, source_key, where)
-          if source_key
-          else _stem(file),
-          id=_id_at(row, id_key, where) if id_key else len(examples),
-      )
-      if example.id in where_of_id:
+      id = _id_at(row, id_key, where) if id_key else len(where_of_id)
+      if id in where_of_id:
         raise ValueError(
-            f'{where}: id {example.id} was already used at'
-            f' {where_of_id[example.id]}; ids must be unique over all files.'
-            " Leave id_key '' to number the rows instead."
+            f'{where}: id {id} was already used at {where_of_id[id]}; ids must'
+            " be unique over all files. Leave id_key '' to number the rows"
+            ' instead.'
         )
-      where_of_id[example.id] = where
-      examples.append(example)
+      where_of_id[id] = where
+      if _column(row, answer_key, where) in (None, ''):
+        without_answer.append(where)
+        continue
+      source = _text_at(row, source_key, where) if source_key else _stem(file)
+      examples.append(
+          _to_example(
+              row,
+              where,
+              prompt_key=prompt_key,
+              answer_key=answer_key,
+              source=source,
+              id=id,
+          )
+      )
     if len(examples) == count:
-      raise ValueError(f'{file} has no rows.')
+      raise ValueError(f'{file} has no rows with a {answer_key!r}.')
+  if without_answer:
+    logging.warning(
+        'Left out %d of %d rows whose %r is empty, the first at %s.',
+        len(without_answer),
+        len(where_of_id),
+        answer_key,
+        without_answer[0],
+    )
   return examples
 
 

@@ -109,8 +109,7 @@ def test_a_missing_column_lists_the_columns_and_the_nearest(tmp_path):
 @pytest.mark.parametrize(
     'row, message',
     [
-        ({'q': 'x', 'a': None}, "'a' is None; allowed: a string or a number"),
-        ({'q': 'x', 'a': True}, "'a' is True"),
+        ({'q': 'x', 'a': True}, "'a' is True; allowed: a string or a number"),
         ({'q': 3, 'a': '1'}, "'q' is 3; allowed: a string, or a list of"),
         ({'q': [{'role': 'user'}], 'a': '1'}, 'with text in both'),
         ({'q': '', 'a': '1'}, "'q' is empty"),
@@ -123,6 +122,17 @@ def test_a_wrongly_typed_row_is_refused_by_place(tmp_path, row, message):
   with pytest.raises(ValueError, match=r'd\.jsonl:2') as error:
     _load(path)
   assert message in str(error.value)
+
+
+def test_rows_without_an_answer_are_left_out_and_counted(tmp_path, caplog):
+  rows = [{'q': 'x', 'a': None}, {'q': 'y', 'a': 2}, {'q': 'z', 'a': ''}]
+  path = _write(tmp_path / 'd.jsonl', *rows)
+  examples = _load(path)
+  assert [(e.id, e.prompt) for e in examples] == [(1, 'y')]
+  assert "Left out 2 of 3 rows whose 'a' is empty" in caplog.text
+  path = _write(tmp_path / 'd.jsonl', rows[0])
+  with pytest.raises(ValueError, match="has no rows with a 'a'"):
+    _load(path)
 
 
 def test_a_repeated_id_names_both_places(tmp_path):
@@ -144,7 +154,7 @@ def test_an_id_must_fit_a_random_key(tmp_path, bad):
 def test_files_that_cannot_be_read_are_refused(tmp_path):
   empty = tmp_path / 'empty.jsonl'
   empty.write_text('\n')
-  with pytest.raises(ValueError, match='empty.jsonl has no rows'):
+  with pytest.raises(ValueError, match='empty.jsonl has no rows with'):
     _load(str(empty))
   with pytest.raises(ValueError, match='there is no such file'):
     _load(str(tmp_path / 'none.jsonl'))
