@@ -1,0 +1,150 @@
+"""How far the rollout's numbers are from the training forward's.
+
+Two questions, and they take different inputs. Do rollout and training compute
+the same function? That compares the rollout's untruncated log-probs with the
+training forward's at the rollout's weights, bit by bit; never with a copied
+pi_old, which would agree by construction. How far is the data from on-policy?
+That compares log mu with log pi_old.
+
+k3 alone is no alarm: it can stay flat for hundreds of steps while the reward
+decays. So the largest difference is reported too, and the mean signed
+difference by the sign of the advantage: noise has mean 0, a drift that pushes
+tokens of bad answers down has not.
+"""
+
+import numpy as np
+
+from jetrl_jax.typing import Array, Float, NpArray
+
+MAX_LOG_RATIO = 20.0
+
+
+def mismatch_metrics(
+    *,
+    rollout_logprobs: Float[Array | NpArray, ' T'],
+    train_logprobs: Float[Array | NpArray, ' T'],
+    log_mu: Float[Array | NpArray, ' T'],
+    log_pi_old: Float[Array | NpArray, ' T'],
+    advantages: Float[Array | NpArray, ' T'],
+    rollout_is_threshold: float = float('inf'),
+) -> dict[str, float]:
+  """Measures the mismatch over response tokens, in float64 on the host.
+
+  With d = train - rollout (untruncated log-probs), x = log mu - log pi_old and
+  w = min(exp(-x), rollout_is_threshold), x clamped to +-20 before any exp:
+
+      training/rollout_logprob_diff_{mean,max}    |d|, nats
+      training/rollout_probs_diff_{mean,max}      |exp(train) - exp(rollout)|
+      training/mismatch_token_frac                share of tokens whose two
+                                                  float32 differ in any bit
+      training/logprob_diff_positive_advantage    mean of d where A > 0
+      training/logprob_diff_negative_advantage    mean of d where A < 0
+      training/token_mult_prob_error              mean of exp|x|
+      rollout_corr/kl                             mean of x
+      rollout_corr/k3_kl                          mean of exp(-x) - 1 + x
+      rollout_corr/rollout_is_mean                mean of w
+      rollout_corr/rollout_is_eff_sample_size     1 / mean((w / mean w)^2)
+
+  Two NaNs with the same bits agree, -0.0 and 0.0 do not. A NaN or infinity
+  shows as a NaN in the means, not as an error.
+
+  Args:
+    rollout_logprobs: float32 nats, as the rollout returned them.
+    train_logprobs: float32 nats, by the training forward at those weights.
+    log_mu: nats, under the distribution really sampled.
+    log_pi_old: nats, the denominator of the policy ratio.
+    advantages: their signs group the signed differences.
+    rollout_is_threshold: cap of the importance weights; infinity when no
+      correction is applied.
+
+  Returns:
+    Names and values. Empty when there is no token; without the key of a sign
+    that no token has. Nothing measured is not a zero.
+
+  Raises:
+    ValueError: the log-probs to be compared bit by bit are not float32.
+  """
+  rollout, train = np.asarray(rollout_logprobs), np.asarray(train_logprobs)
+  log_mu_T, log_pi_old_T = np.asarray(log_mu), np.asarray(log_pi_old)
+  advantage_T = np.asarray(advantages)
+  shapes = {
+      x.shape for x in (rollout, train, log_mu_T, log_pi_old_T, advantage_T)
+  }
+  # Otherwise a lone token would broadcast against the others.
+  assert len(shapes) == 1, shapes
+  if rollout.size == 0:
+    return {}
+  with np.errstate(invalid='ignore', over='ignore'):
+    return {
+        'training/mismatch_token_frac': mismatch_token_frac(rollout, train),
+        **_logprob_differences(rollout, train, advantage_T),
+        **_off_policy(log_mu_T, log_pi_old_T, rollout_is_threshold),
+    }
+
+
+def mismatch_token_frac(
+    rollout_logprobs: Float[Array | NpArray, ' T'],
+    train_logprobs: Float[Array | NpArray, ' T'],
+) -> float:
+  """Returns the share of tokens whose two log-probs differ in any bit.
+
+  Args:
+    rollout_logprobs: float32 nats, at least one.
+    train_logprobs: float32 nats.
+
+  Returns:
+    A share in [0, 1]; 0 only if all bits agree.
+
+  Raises:
+    ValueError: an input is not float32. Casting first could hide a difference.
+  """
+  rollout, train = np.asarray(rollout_logprobs), np.asarray(train_logprobs)
+  for name, x in (('rollout_logprobs', rollout), ('train_logprobs', train)):
+    if x.dtype != np.float32:
+      raise ValueError(
+          f'{name} is {x.dtype}; bits are compared in float32, as computed.'
+      )
+  return float(np.mean(rollout.view(np.int32) != train.view(np.int32)))
+
+
+def _logprob_differences(
+    rollout: NpArray, train: NpArray, advantage_T: NpArray
+) -> dict[str, float]:
+  """Compares the same log-probs computed twice."""
+  rollout, train = rollout.astype(np.float64), train.astype(np.float64)
+  diff = train - rollout
+  prob_diff = np.abs(np.exp(train) - np.exp(rollout))
+  metrics = {
+      'training/rollout_logprob_diff_mean': float(np.abs(diff).mean()),
+      'training/rollout_logprob_diff_max': float(np.abs(diff).max()),
+      'training/rollout_probs_diff_mean': float(prob_diff.mean()),
+      'training/rollout_probs_diff_max': float(prob_diff.max()),
+  }
+  for sign, chosen in (
+      ('positive', advantage_T > 0),
+      ('negative', advantage_T < 0),
+  ):
+    if chosen.any():
+      name = f'training/logprob_diff_{sign}_advantage'
+      metrics[name] = float(diff[chosen].mean())
+  return metrics
+
+
+def _off_policy(
+    log_mu_T: NpArray, log_pi_old_T: NpArray, threshold: float
+) -> dict[str, float]:
+  """Compares the distribution sampled with pi_old."""
+  x_T = log_mu_T.astype(np.float64) - log_pi_old_T.astype(np.float64)
+  safe_T = np.clip(x_T, -MAX_LOG_RATIO, MAX_LOG_RATIO)
+  weight_T = np.minimum(np.exp(-safe_T), threshold)
+  # Scaled by the mean first, so that squares of tiny weights do not vanish.
+  relative_T = weight_T / weight_T.mean()
+  return {
+      'training/token_mult_prob_error': float(np.exp(np.abs(safe_T)).mean()),
+      'rollout_corr/kl': float(x_T.mean()),
+      'rollout_corr/k3_kl': float((np.expm1(-safe_T) + safe_T).mean()),
+      'rollout_corr/rollout_is_mean': float(weight_T.mean()),
+      'rollout_corr/rollout_is_eff_sample_size': float(
+          1.0 / np.square(relative_T).mean()
+      ),
+  }

@@ -1,0 +1,326 @@
+"""Puts sequences of different lengths into rows of one length, and back.
+
+A row holds several segments. Each starts at a multiple of the attention tile,
+because then the tiles of a segment fall as they would in a row of its own (or
+in a KV cache that starts at 0), and its log-probs keep their bits; off the
+tile they change. The price is on average half a tile of padding per segment.
+
+Host side and numpy only. Placement is first-fit-decreasing, so it depends on
+the lengths and their order and on nothing else.
+"""
+
+import dataclasses
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+
+from jetrl_jax.rl.types import Completion, TrainBatch
+from jetrl_jax.typing import Array, NpArray, Shaped
+
+# The per-token fields that a `Sequence` and a `TrainBatch` share.
+_DTYPES = {
+    'tokens': np.int32,
+    'loss_mask': np.float32,
+    'loss_weight': np.float32,
+    'advantages': np.float32,
+    'log_mu': np.float32,
+    'rollout_logprobs': np.float32,
+    'old_logprobs': np.float32,
+    'ref_logprobs': np.float32,
+    'weight_version': np.int32,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sequence:
+  """One training sequence on the host.
+
+  A prompt and its response, or a conversation. Every array is [length] and
+  aligned with its token; the meanings are those of `TrainBatch`. The first
+  token has loss mask 0: nothing predicted it.
+
+  Attributes:
+    tokens: int32 token ids, at least one.
+    loss_mask: float32, 1 on sampled tokens that count.
+    loss_weight: float32, see `rl/aggregation.py`.
+    advantages: float32.
+    log_mu: float32, nats.
+    rollout_logprobs: float32, nats.
+    old_logprobs: float32, nats.
+    ref_logprobs: float32, nats.
+    weight_version: int32, optimiser steps.
+    origin: index of the sequence where the caller keeps it, for example its
+      completion's place in the rollout.
+  """
+
+  tokens: NpArray
+  loss_mask: NpArray
+  loss_weight: NpArray
+  advantages: NpArray
+  log_mu: NpArray
+  rollout_logprobs: NpArray
+  old_logprobs: NpArray
+  ref_logprobs: NpArray
+  weight_version: NpArray
+  origin: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+  """Where one sequence went.
+
+  Attributes:
+    batch: index of the micro-batch.
+    row: row within the micro-batch.
+    start: first token's place in the row, a multiple of the tile.
+    length: tokens.
+    origin: `Sequence.origin`.
+  """
+
+  batch: int
+  row: int
+  start: int
+  length: int
+  origin: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Packed:
+  """Micro-batches of one shape, and the way back to the sequences.
+
+  Attributes:
+    batches: `TrainBatch` with numpy leaves [B, T].
+    placements: one per sequence, in the order they were given to `pack`.
+    efficiency: packing efficiency, the share of the B x T places of all
+      micro-batches that hold a token, in [0, 1].
+  """
+
+  batches: list[TrainBatch]
+  placements: list[Placement]
+  efficiency: float
+
+
+def pack(
+    sequences: SequenceOf[Sequence],
+    *,
+    row_length: int,
+    rows_per_micro_batch: int,
+    tile: int,
+) -> Packed:
+  """Packs sequences into micro-batches of [rows_per_micro_batch, row_length].
+
+  First-fit-decreasing: the longest sequence first (of equal ones the earlier),
+  each into the first row with room for it. A sequence is never split. The last
+  micro-batch is filled up with empty rows.
+
+  Args:
+    sequences: what to pack; none gives no micro-batch.
+    row_length: tokens per row, a multiple of `tile`.
+    rows_per_micro_batch: rows of every micro-batch.
+    tile: tokens; every segment starts at a multiple of it.
+
+  Returns:
+    The micro-batches and the placements.
+
+  Raises:
+    ValueError: a sequence is longer than a row, empty, has fields of other
+      lengths, or a loss mask on its first token; or the sizes do not fit.
+  """
+  if tile < 1 or row_length < 1 or row_length % tile:
+    raise ValueError(
+        f'row_length is {row_length} and must be a positive multiple of the'
+        f' attention tile, {tile}.'
+    )
+  if rows_per_micro_batch < 1:
+    raise ValueError(
+        f'rows_per_micro_batch is {rows_per_micro_batch}; it must be at least'
+        ' 1.'
+    )
+  for sequence in sequences:
+    _check(sequence, row_length)
+  lengths = [len(sequence.tokens) for sequence in sequences]
+  rows, starts = _first_fit_decreasing(
+      [-(-length // tile) for length in lengths], row_length // tile
+  )
+  placements = [
+      Placement(
+          batch=row // rows_per_micro_batch,
+          row=row % rows_per_micro_batch,
+          start=start * tile,
+          length=length,
+          origin=sequence.origin,
+      )
+      for row, start, length, sequence in zip(
+          rows, starts, lengths, sequences, strict=True
+      )
+  ]
+  n_batches = max((p.batch + 1 for p in placements), default=0)
+  shape = (n_batches, rows_per_micro_batch, row_length)
+  batches = _fill(sequences, placements, shape)
+  places = int(np.prod(shape))
+  return Packed(
+      batches=batches,
+      placements=placements,
+      efficiency=sum(lengths) / places if places else 1.0,
+  )
+
+
+def unpack(
+    values: SequenceOf[Shaped[Array | NpArray, 'B T']], packed: Packed
+) -> list[NpArray]:
+  """Takes a per-token output apart into the sequences; the inverse of `pack`.
+
+  Args:
+    values: one [B, T] array per micro-batch, in their order.
+    packed: what `pack` returned.
+
+  Returns:
+    One array [length] per sequence, in the order given to `pack`. Copies, of
+    the values' dtype and bits.
+
+  Raises:
+    ValueError: the number of micro-batches differs.
+  """
+  if len(values) != len(packed.batches):
+    raise ValueError(
+        f'Values of {len(values)} micro-batches for {len(packed.batches)}'
+        ' packed ones.'
+    )
+  # One transfer per micro-batch, not one per sequence.
+  host = [np.asarray(value) for value in values]
+  return [
+      host[p.batch][p.row, p.start : p.start + p.length].copy()
+      for p in packed.placements
+  ]
+
+
+def sequence_from_completion(
+    completion: Completion,
+    *,
+    advantage: float,
+    loss_weight: float,
+    mask_truncated: bool,
+    origin: int,
+) -> Sequence:
+  """Builds the training sequence of one sampled response.
+
+  The loss mask is 1 on the response tokens, the stop token included. The old
+  log-probs are the rollout's, which in a unified flow are the training
+  forward's to the bit; replace the field to recompute them. The reference's
+  are 0 until they are computed.
+
+  Args:
+    completion: a response with its prompt.
+    advantage: the advantage of all its tokens.
+    loss_weight: the weight of each of its tokens, see `aggregation`.
+    mask_truncated: take a response that met the length limit out of the loss
+      (mask_truncated_completions).
+    origin: see `Sequence`.
+
+  Returns:
+    The sequence; prompt tokens carry zeros in all fields but `tokens`.
+  """
+  prompt, response = completion.prompt_tokens, completion.tokens
+  counted = bool(
+      masked_response_length(completion, mask_truncated=mask_truncated)
+  )
+  mask = _behind(prompt, np.full(len(response), counted, np.float32))
+  return Sequence(
+      tokens=np.concatenate([prompt, response]).astype(np.int32),
+      loss_mask=mask,
+      loss_weight=mask * np.float32(loss_weight),
+      advantages=_behind(prompt, np.full(len(response), advantage, np.float32)),
+      log_mu=_behind(prompt, completion.log_mu),
+      rollout_logprobs=_behind(prompt, completion.logprobs),
+      old_logprobs=_behind(prompt, completion.logprobs),
+      ref_logprobs=np.zeros(len(mask), np.float32),
+      weight_version=_behind(prompt, completion.weight_version),
+      origin=origin,
+  )
+
+
+def masked_response_length(
+    completion: Completion, *, mask_truncated: bool
+) -> int:
+  """Returns the response tokens that count in the loss.
+
+  Args:
+    completion: a response.
+    mask_truncated: responses that met the length limit do not count.
+
+  Returns:
+    Tokens in the loss mask; what `aggregation.loss_weights` wants.
+  """
+  if mask_truncated and completion.finish_reason == 'length':
+    return 0
+  return len(completion.tokens)
+
+
+def _behind(prompt: NpArray, values: NpArray) -> NpArray:
+  """Puts zeros for the prompt in front of the response's values."""
+  return np.concatenate([np.zeros(len(prompt), values.dtype), values])
+
+
+def _check(sequence: Sequence, row_length: int) -> None:
+  length = len(sequence.tokens)
+  if not 1 <= length <= row_length:
+    raise ValueError(
+        f'Sequence {sequence.origin} has {length} tokens; a row holds 1 to'
+        f' {row_length}. Raise row_length or filter long prompts.'
+    )
+  for name in _DTYPES:
+    shape = getattr(sequence, name).shape
+    if shape != (length,):
+      raise ValueError(
+          f'Sequence {sequence.origin}: {name} has shape {shape}, tokens have'
+          f' ({length},).'
+      )
+  if sequence.loss_mask[0] != 0:
+    raise ValueError(
+        f'Sequence {sequence.origin} has loss on its first token, which no'
+        ' hidden state predicts.'
+    )
+
+
+def _first_fit_decreasing(
+    sizes: list[int], capacity: int
+) -> tuple[list[int], list[int]]:
+  """Returns the row and the start (in tiles) of each size."""
+  used: list[int] = []
+  rows, starts = [0] * len(sizes), [0] * len(sizes)
+  # sorted() is stable: of equal sizes the earlier goes first.
+  for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+    row = next(
+        (r for r, u in enumerate(used) if u + sizes[i] <= capacity), len(used)
+    )
+    if row == len(used):
+      used.append(0)
+    rows[i], starts[i] = row, used[row]
+    used[row] += sizes[i]
+  return rows, starts
+
+
+def _fill(
+    sequences: SequenceOf[Sequence],
+    placements: list[Placement],
+    shape: tuple[int, int, int],
+) -> list[TrainBatch]:
+  """Writes the sequences' fields, positions and segment ids into batches."""
+  arrays = {name: np.zeros(shape, dtype) for name, dtype in _DTYPES.items()}
+  positions = np.zeros(shape, np.int32)
+  segment_ids = np.zeros(shape, np.int32)
+  segments: dict[tuple[int, int], int] = {}
+  pairs = list(zip(placements, sequences, strict=True))
+  # From left to right in each row, so that segment ids rise along it.
+  for p, sequence in sorted(pairs, key=lambda pair: pair[0].start):
+    place = p.batch, p.row, slice(p.start, p.start + p.length)
+    for name, array in arrays.items():
+      array[place] = getattr(sequence, name)
+    positions[place] = np.arange(p.length)
+    segments[p.batch, p.row] = segments.get((p.batch, p.row), 0) + 1
+    segment_ids[place] = segments[p.batch, p.row]
+  arrays |= {'positions': positions, 'segment_ids': segment_ids}
+  return [
+      TrainBatch(**{name: array[n] for name, array in arrays.items()})
+      for n in range(shape[0])
+  ]
