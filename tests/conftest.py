@@ -25,10 +25,12 @@ def pytest_configure(config):
   if not config.getoption('--run-gpu'):
     os.environ['JAX_PLATFORMS'] = 'cpu'
     # For the sharded tests. One-device tests use the first of the eight.
-    os.environ['XLA_FLAGS'] = ' '.join([
-        os.environ.get('XLA_FLAGS', ''),
-        '--xla_force_host_platform_device_count=8',
-    ]).strip()
+    os.environ['XLA_FLAGS'] = ' '.join(
+        [
+            os.environ.get('XLA_FLAGS', ''),
+            '--xla_force_host_platform_device_count=8',
+        ]
+    ).strip()
   _hook_type_checker()
 
   import jax

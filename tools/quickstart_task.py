@@ -1,0 +1,251 @@
+"""Writes the quickstart's task: its problems, its tokenizer, its model shape.
+
+A problem is a chain of sums, and its answer writes every running total:
+
+    question  38+7-9+2=      answer  45 36 38 #### 38
+
+Each step copies the last total, finds the next operand and adds, so a small
+decoder gets some steps right long before it gets all of them right, and a
+longer chain is harder: samples of one problem differ in reward.
+
+What a problem may be used for is a property of the problem, not of the draw:
+a hash of its text says 'sft' (the supervised warm start), 'train' (GRPO) or
+'heldout' (evaluation). Two draws with any seeds can therefore never show a
+held-out problem to training.
+
+The files of the repository:
+
+    python tools/quickstart_task.py --output=examples/quickstart
+
+Other held-out problems, none of which the repository holds:
+
+    python tools/quickstart_task.py --output=/tmp/fresh --seed=7 \
+        --exclude=examples/quickstart
+"""
+
+import argparse
+import hashlib
+import json
+import pathlib
+import random
+from collections.abc import Collection
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+PAD, EOS, UNKNOWN = '<pad>', '<eos>', '<unk>'
+SPECIAL_TOKENS = (PAD, EOS, UNKNOWN)
+ALPHABET = ' #+-0123456789='
+# Ten equal parts of all problems: five, four, and one.
+SPLITS = ('sft',) * 5 + ('train',) * 4 + ('heldout',)
+SIZES = {'sft': 6000, 'train': 4000, 'heldout': 256}
+MIN_OPERANDS, MAX_OPERANDS = 3, 6
+# Totals stay in [0, 99], so that none has a sign.
+MAX_TOTAL = 99
+# One digit: 1,700 sums to learn. With two there are 9,900, and the warm start
+# takes several times as long.
+MAX_OPERAND = 9
+
+# Qwen2 with vocabulary and widths that are multiples of 16, as FP8 dots want.
+MODEL_CONFIG = {
+    'architectures': ['Qwen2ForCausalLM'],
+    'model_type': 'qwen2',
+    'vocab_size': 32,
+    'hidden_size': 128,
+    'intermediate_size': 384,
+    'num_hidden_layers': 4,
+    'num_attention_heads': 4,
+    'num_key_value_heads': 2,
+    'head_dim': 32,
+    'hidden_act': 'silu',
+    'max_position_embeddings': 128,
+    'rope_theta': 10000.0,
+    'rms_norm_eps': 1e-6,
+    'initializer_range': 0.02,
+    'tie_word_embeddings': True,
+    'torch_dtype': 'float32',
+    'bos_token_id': None,
+    'eos_token_id': 1,
+    'pad_token_id': 0,
+}
+
+
+def draw_question(rng: random.Random) -> str:
+  """Draws one chain of additions and subtractions within [0, MAX_TOTAL].
+
+  Args:
+    rng: the source of all choices; advanced.
+
+  Returns:
+    For example '38+7-9+2='.
+  """
+  total = rng.randint(1, MAX_TOTAL)
+  question = str(total)
+  for _ in range(rng.randint(MIN_OPERANDS, MAX_OPERANDS) - 1):
+    low = max(0, total - MAX_OPERAND)
+    high = min(MAX_TOTAL, total + MAX_OPERAND)
+    following = rng.choice([t for t in range(low, high + 1) if t != total])
+    sign = '+' if following > total else '-'
+    question += f'{sign}{abs(following - total)}'
+    total = following
+  return question + '='
+
+
+def solve(question: str) -> str:
+  """Writes the answer to a question.
+
+  Args:
+    question: what `draw_question` returns.
+
+  Returns:
+    The running totals after each operation, then '#### ' and the last one.
+  """
+  signed = question.removesuffix('=').replace('-', '+-').split('+')
+  total, totals = int(signed[0]), []
+  for operand in signed[1:]:
+    total += int(operand)
+    totals.append(str(total))
+  return ' '.join([*totals, '####', totals[-1]])
+
+
+def split_of(question: str) -> str:
+  """Says what a question may be used for.
+
+  Args:
+    question: what `draw_question` returns.
+
+  Returns:
+    'sft', 'train' or 'heldout'; a pure function of the text.
+  """
+  digest = hashlib.sha256(question.encode()).digest()
+  return SPLITS[int.from_bytes(digest[:8]) % len(SPLITS)]
+
+
+def make_problems(
+    seed: int, sizes: dict[str, int], exclude: Collection[str] = ()
+) -> dict[str, list[dict[str, str]]]:
+  """Draws distinct problems until every split is full.
+
+  Args:
+    seed: names the draw.
+    sizes: number of problems by split; splits left out get none.
+    exclude: questions that are not to be drawn.
+
+  Returns:
+    By split, rows with the keys 'question' and 'answer'.
+
+  Raises:
+    ValueError: a split's name is unknown.
+  """
+  if unknown := sorted(set(sizes) - set(SPLITS)):
+    allowed = sorted(set(SPLITS))
+    raise ValueError(f'splits {unknown} are unknown; allowed: {allowed}')
+  rng = random.Random(seed)
+  seen = set(exclude)
+  problems = {split: [] for split in sizes}
+  while any(len(problems[split]) < sizes[split] for split in sizes):
+    question = draw_question(rng)
+    split = split_of(question)
+    if question in seen or len(problems.get(split, ())) >= sizes.get(split, 0):
+      continue
+    seen.add(question)
+    problems[split].append({'question': question, 'answer': solve(question)})
+  return problems
+
+
+def make_tokenizer() -> tokenizers.Tokenizer:
+  """Builds a tokenizer with one token per character.
+
+  Returns:
+    Ids 0 to 2 are padding, end and unknown; the alphabet follows. No token
+    is added to a text: a prompt ends where the answer starts.
+  """
+  vocabulary = {t: i for i, t in enumerate((*SPECIAL_TOKENS, *ALPHABET))}
+  tokenizer = tokenizers.Tokenizer(
+      models.WordLevel(vocabulary, unk_token=UNKNOWN)
+  )
+  tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+  every_character = tokenizers.Regex(r'[\s\S]')
+  tokenizer.pre_tokenizer = pre_tokenizers.Split(every_character, 'isolated')
+  tokenizer.decoder = decoders.Fuse()
+  return tokenizer
+
+
+def write_model_folder(folder: pathlib.Path) -> None:
+  """Writes what a Hugging Face checkpoint has besides its weights.
+
+  Args:
+    folder: created if missing; its files of the same names are replaced.
+  """
+  folder.mkdir(parents=True, exist_ok=True)
+  make_tokenizer().save(str(folder / 'tokenizer.json'))
+  tokenizer_config = {
+      'tokenizer_class': 'PreTrainedTokenizerFast',
+      'clean_up_tokenization_spaces': False,
+      'eos_token': EOS,
+      'pad_token': PAD,
+      'unk_token': UNKNOWN,
+      'model_max_length': MODEL_CONFIG['max_position_embeddings'],
+  }
+  generation_config = {
+      'do_sample': True,
+      'temperature': 1.0,
+      'eos_token_id': MODEL_CONFIG['eos_token_id'],
+      'pad_token_id': MODEL_CONFIG['pad_token_id'],
+  }
+  _write_json(folder / 'config.json', MODEL_CONFIG)
+  _write_json(folder / 'tokenizer_config.json', tokenizer_config)
+  _write_json(folder / 'generation_config.json', generation_config)
+
+
+def write_problems(
+    folder: pathlib.Path, problems: dict[str, list[dict[str, str]]]
+) -> None:
+  """Writes one JSONL file per split.
+
+  Args:
+    folder: created if missing; its files of the same names are replaced.
+    problems: what `make_problems` returns.
+  """
+  folder.mkdir(parents=True, exist_ok=True)
+  for split, rows in problems.items():
+    lines = [json.dumps(row) + '\n' for row in rows]
+    (folder / f'{split}.jsonl').write_text(''.join(lines), encoding='utf-8')
+
+
+def read_questions(folder: pathlib.Path) -> set[str]:
+  """Reads the questions of every JSONL file in a folder."""
+  return {
+      json.loads(line)['question']
+      for path in sorted(folder.glob('*.jsonl'))
+      for line in path.read_text(encoding='utf-8').splitlines()
+  }
+
+
+def _write_json(path: pathlib.Path, value: dict) -> None:
+  path.write_text(json.dumps(value, indent=2) + '\n', encoding='utf-8')
+
+
+def main() -> None:
+  """Runs the command line."""
+  parser = argparse.ArgumentParser(
+      description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+  )
+  parser.add_argument('--output', type=pathlib.Path, required=True)
+  parser.add_argument('--seed', type=int, default=0)
+  for split, size in SIZES.items():
+    parser.add_argument(f'--{split}', type=int, default=size, metavar='ROWS')
+  parser.add_argument(
+      '--exclude',
+      type=pathlib.Path,
+      help='a folder of JSONL files whose questions are not drawn',
+  )
+  flags = parser.parse_args()
+  sizes = {split: vars(flags)[split] for split in SIZES}
+  exclude = read_questions(flags.exclude) if flags.exclude else set()
+  write_problems(flags.output, make_problems(flags.seed, sizes, exclude))
+  write_model_folder(flags.output / 'model_init')
+
+
+if __name__ == '__main__':
+  main()
