@@ -1,0 +1,181 @@
+"""Each step's rollouts on disk, compact and to the bit.
+
+One zlib-compressed .npz per step, all sequences laid end to end with offsets.
+A replay of the file into the update must give the same gradient, so nothing
+is rounded. mu and pi often agree on a token; `log_mu` is stored as the bits in
+which it differs from `logprobs`, which then compress to nothing.
+"""
+
+import os
+import pathlib
+import struct
+import zipfile
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from jetrl_jax.rl.types import Completion
+
+_EXTRA = 'extra/'
+_FLAT = ('tokens', 'log_mu', 'logprobs', 'weight_version')
+
+
+def save_rollouts(
+    path: str | os.PathLike,
+    completions: Sequence[Completion],
+    extra: dict[str, np.ndarray],
+) -> None:
+  """Writes the completions of one step, all of them or nothing.
+
+  Args:
+    path: the file, e.g. `rollouts/12.npz`; its folder is made if absent.
+    completions: the step's responses, in the order to get them back in.
+    extra: name -> array [number of completions, ...] of booleans, integers or
+      floats, such as rewards and advantages.
+
+  Raises:
+    ValueError: the arrays of a completion differ in length or dtype from what
+      `Completion` says, or an extra array does not fit.
+  """
+  for completion in completions:
+    _check(completion)
+  columns = {
+      'prompt_id': np.array([c.prompt_id for c in completions], np.int64),
+      'sample': np.array([c.sample for c in completions], np.int64),
+      'finish_reason': np.array([c.finish_reason for c in completions], 'U'),
+      'prompt_ends': _ends([c.prompt_tokens for c in completions]),
+      'ends': _ends([c.tokens for c in completions]),
+      'prompt_tokens': _flat([c.prompt_tokens for c in completions], np.int32),
+      'tokens': _flat([c.tokens for c in completions], np.int32),
+      'weight_version': _flat(
+          [c.weight_version for c in completions], np.int32
+      ),
+      'extra': np.array(list(extra), 'U'),
+  }
+  columns = {name: _narrow(column) for name, column in columns.items()}
+  bits = _flat([c.logprobs for c in completions], np.float32).view(np.uint32)
+  mu_bits = _flat([c.log_mu for c in completions], np.float32).view(np.uint32)
+  columns |= {'logprob_bits': bits, 'log_mu_xor_logprob_bits': bits ^ mu_bits}
+  for name, array in extra.items():
+    array = np.asarray(array)
+    if array.dtype.kind not in 'biuf' or array.shape[:1] != (len(completions),):
+      raise ValueError(
+          f'extra array {name} is {array.dtype}{list(array.shape)}; allowed: '
+          f'booleans, integers or floats of length {len(completions)}'
+      )
+    columns[_EXTRA + name] = array
+  path = pathlib.Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  temporary = path.with_name(f'{path.name}.tmp')
+  with open(temporary, 'wb') as file:
+    np.savez_compressed(file, allow_pickle=False, **columns)
+    file.flush()
+    os.fsync(file.fileno())
+  os.rename(temporary, path)
+
+
+def load_rollouts(
+    path: str | os.PathLike,
+) -> tuple[list[Completion], dict[str, np.ndarray]]:
+  """Returns what `save_rollouts` was given, to the bit.
+
+  Args:
+    path: the file.
+
+  Returns:
+    The completions and the extra arrays.
+
+  Raises:
+    ValueError: the file is not there or is damaged (its CRCs are checked).
+  """
+  try:
+    # Reading a member stops at the array's end, which may be before its CRC.
+    with zipfile.ZipFile(path) as archive:
+      damaged = archive.testzip()
+    if damaged is not None:
+      raise ValueError(f'{damaged} differs from its CRC')
+    with np.load(path, allow_pickle=False) as file:
+      columns = {name: file[name] for name in file.files}
+    return _completions(columns), {
+        str(name): columns[_EXTRA + str(name)] for name in columns['extra']
+    }
+  # What a damaged archive makes the readers raise, besides their own errors.
+  except (
+      OSError,
+      ValueError,
+      LookupError,
+      EOFError,
+      RuntimeError,
+      struct.error,
+      zipfile.BadZipFile,
+      zlib.error,
+  ) as error:
+    raise ValueError(f'{path} cannot be read as rollouts: {error!r}') from error
+
+
+def _completions(columns: dict[str, np.ndarray]) -> list[Completion]:
+  """Cuts the flat columns into completions."""
+  bits = columns['logprob_bits']
+  flat = {
+      'tokens': columns['tokens'].astype(np.int32),
+      'weight_version': columns['weight_version'].astype(np.int32),
+      'logprobs': bits.view(np.float32),
+      'log_mu': (bits ^ columns['log_mu_xor_logprob_bits']).view(np.float32),
+  }
+  parts = {name: _split(flat[name], columns['ends']) for name in _FLAT}
+  prompts = _split(
+      columns['prompt_tokens'].astype(np.int32), columns['prompt_ends']
+  )
+  return [
+      Completion(
+          prompt_id=int(columns['prompt_id'][i]),
+          sample=int(columns['sample'][i]),
+          prompt_tokens=prompts[i],
+          finish_reason=str(columns['finish_reason'][i]),
+          **{name: parts[name][i] for name in _FLAT},
+      )
+      for i in range(len(columns['prompt_id']))
+  ]
+
+
+def _check(completion: Completion) -> None:
+  """Refuses arrays that would come back as something else."""
+  length = len(completion.tokens)
+  wanted = {
+      'prompt_tokens': (np.int32, len(completion.prompt_tokens)),
+      'tokens': (np.int32, length),
+      'log_mu': (np.float32, length),
+      'logprobs': (np.float32, length),
+      'weight_version': (np.int32, length),
+  }
+  for name, (dtype, size) in wanted.items():
+    array = vars(completion)[name]
+    if array.dtype != dtype or array.shape != (size,):
+      raise ValueError(
+          f'{name} of prompt {completion.prompt_id}, sample '
+          f'{completion.sample} is {array.dtype}{list(array.shape)}; allowed: '
+          f'{np.dtype(dtype)}[{size}]'
+      )
+
+
+def _narrow(array: np.ndarray) -> np.ndarray:
+  """Returns integers in the smallest dtype that holds them; else the array."""
+  if array.dtype.kind != 'i' or array.size == 0:
+    return array
+  low, high = int(array.min()), int(array.max())
+  dtype = np.result_type(np.min_scalar_type(low), np.min_scalar_type(high))
+  # 2**63 and above next to a negative number would promote to float.
+  return array.astype(dtype) if dtype.kind in 'iu' else array
+
+
+def _flat(arrays: list[np.ndarray], dtype: type) -> np.ndarray:
+  return np.concatenate([np.zeros(0, dtype), *arrays])
+
+
+def _ends(arrays: list[np.ndarray]) -> np.ndarray:
+  return np.cumsum([len(array) for array in arrays], dtype=np.int64)
+
+
+def _split(flat: np.ndarray, ends: np.ndarray) -> list[np.ndarray]:
+  return np.split(flat, ends.astype(np.int64))[:-1]
