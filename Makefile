@@ -36,7 +36,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/pyink .
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) *.egg-info
 
 # Stamp files: the set-up runs again only when pyproject.toml changed.
 $(VENV)/.created:

@@ -131,6 +131,10 @@ def _build_targets() -> dict[str, set[str]]:
       assert folder in ('.', name), f'{_name(build)}: target {name}'
       deps = ast.literal_eval(fields['deps']) if 'deps' in fields else []
       targets[name] = {re.split('[:/]', dep)[-1] for dep in deps}
+      if folder == '.':
+        srcs = ast.literal_eval(fields['srcs'])
+        files = [p.name for p in _FILES if _room_of_file(p) == name]
+        assert srcs == files, f'{_name(build)}: srcs of {name}'
   return targets
 
 

@@ -1,0 +1,7 @@
+"""Trains language models by reinforcement learning in one FP8 precision flow.
+
+The rooms are listed in docs/design.md; each says in its `__init__` what it is
+for. Nothing is imported here, so that reward workers start without JAX.
+"""
+
+__all__ = []
