@@ -1,0 +1,17 @@
+"""Text to a score, in processes that can be killed."""
+
+from jetrl_jax.rewards.pool import RewardPool
+from jetrl_jax.rewards.types import (
+    RewardFunctionError,
+    RewardRequest,
+    RewardResult,
+    RewardSpec,
+)
+
+__all__ = [
+    'RewardFunctionError',
+    'RewardPool',
+    'RewardRequest',
+    'RewardResult',
+    'RewardSpec',
+]

@@ -1,0 +1,163 @@
+"""A user's own reward function, with verl's or TRL's arguments.
+
+Which of the two a function is follows from its parameters' names:
+
+    verl: compute_score(data_source, solution_str, ground_truth, extra_info)
+          -> number, or a dict with 'score' (and 'acc', 'pred')
+    TRL:  reward_func(prompts, completions, **columns) -> [number or None]
+
+A TRL function is called with lists of one: each answer is bounded by itself.
+One that compares the completions of a group with each other does not fit.
+"""
+
+import asyncio
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import math
+import pathlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jetrl_jax.rewards.types import (
+    Part,
+    RewardFunctionError,
+    RewardRequest,
+    RewardSpec,
+)
+
+
+def load_custom(spec: RewardSpec) -> Callable[[RewardRequest], Part]:
+  """Loads the function of `spec` and adapts its arguments and result.
+
+  Raises:
+    RewardFunctionError: no such file, module or function, or its parameters
+      are neither verl's nor TRL's.
+  """
+  function = _load(spec.function)
+  parameters = inspect.signature(function).parameters
+  if 'completions' in parameters:
+    arguments, unpack = _trl_arguments, _first
+  elif {'solution_str', 'ground_truth'} <= set(parameters):
+    arguments, unpack = _verl_arguments, _itself
+  else:
+    raise RewardFunctionError(
+        f'reward {spec.function!r} has the parameters {list(parameters)};'
+        " allowed: verl's (data_source, solution_str, ground_truth,"
+        " extra_info) or TRL's (prompts, completions, **kwargs)."
+    )
+  takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+  def term(request: RewardRequest) -> Part:
+    given = {**arguments(request), **spec.kwargs}
+    if not takes_any:
+      given = {k: v for k, v in given.items() if k in parameters}
+    value = function(**given)
+    if inspect.isawaitable(value):
+      value = asyncio.run(_wait(value))
+    return _to_part(unpack(value, spec.function), spec.function)
+
+  return term
+
+
+async def _wait(value: Any) -> Any:
+  return await value
+
+
+def _load(target: str) -> Callable[..., Any]:
+  """Imports 'package.module.function' or 'path/to/file.py:function'."""
+  where, name = target.rsplit(':' if ':' in target else '.', 1)
+  try:
+    module = (
+        _import_file(where)
+        if where.endswith('.py')
+        else (importlib.import_module(where))
+    )
+  except Exception as error:
+    raise RewardFunctionError(
+        f'reward {target!r}: importing {where!r} failed with'
+        f' {type(error).__name__}: {error}'
+    ) from error
+  if not callable(vars(module).get(name)):
+    functions = sorted(k for k, v in vars(module).items() if callable(v))
+    raise RewardFunctionError(
+        f'reward {target!r}: {where!r} has no function {name!r}; it has'
+        f' {functions}.'
+    )
+  return vars(module)[name]
+
+
+def _import_file(path: str) -> Any:
+  if not pathlib.Path(path).is_file():
+    raise FileNotFoundError(f'there is no file {path}')
+  # The path is part of the name: two files may both be called reward.py.
+  digest = hashlib.sha256(path.encode()).hexdigest()[:8]
+  name = f'{pathlib.Path(path).stem}_{digest}'
+  spec = importlib.util.spec_from_file_location(name, path)
+  assert spec is not None and spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module
+  spec.loader.exec_module(module)
+  return module
+
+
+def _verl_arguments(request: RewardRequest) -> dict[str, Any]:
+  return {
+      'data_source': request.source,
+      'solution_str': request.response_text,
+      'ground_truth': request.answer,
+      # verl's rows have a column of this name; in others all columns are it.
+      'extra_info': request.extra.get('extra_info', request.extra),
+  }
+
+
+def _trl_arguments(request: RewardRequest) -> dict[str, Any]:
+  prompt = request.extra.get('prompt', request.prompt_text)
+  completion: Any = request.response_text
+  if isinstance(prompt, list):
+    completion = [{'role': 'assistant', 'content': completion}]
+  columns = {'answer': request.answer, **request.extra}
+  return {
+      **{name: [value] for name, value in columns.items() if name != 'prompt'},
+      'prompts': [prompt],
+      'completions': [completion],
+  }
+
+
+def _itself(value: Any, target: str) -> Any:
+  del target
+  return value
+
+
+def _first(value: Any, target: str) -> Any:
+  """A TRL function answers with one number per completion."""
+  values = list(value)
+  if len(values) != 1:
+    raise RewardFunctionError(
+        f'reward {target!r} returned {len(values)} values for 1 completion.'
+    )
+  return values[0]
+
+
+def _to_part(value: Any, target: str) -> Part:
+  """Reads the result of either kind; None is TRL's 'does not apply'."""
+  accuracy = None
+  prediction = ''
+  if value is None:
+    return Part(value=None, accuracy=None, prediction='', error=None)
+  if isinstance(value, Mapping):
+    if 'score' not in value:
+      raise RewardFunctionError(
+          f"reward {target!r} returned a dict without 'score': {list(value)}."
+      )
+    accuracy = float(value['acc']) if 'acc' in value else None
+    prediction = str(value['pred'] or '') if 'pred' in value else ''
+    value = value['score']
+  elif isinstance(value, (list, tuple)):
+    value = value[0]  # As verl reads it: (score, ...).
+  value = float(value)
+  if not math.isfinite(value):
+    raise RewardFunctionError(f'reward {target!r} returned {value}.')
+  return Part(value=value, accuracy=accuracy, prediction=prediction, error=None)

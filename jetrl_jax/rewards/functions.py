@@ -1,0 +1,119 @@
+"""The terms of a score, and their weighted sum.
+
+A term is a function from a request to a `Part`. Nothing here is bounded in
+time: it runs in the workers of `rewards/pool.py`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+from jetrl_jax.rewards import math_answer
+from jetrl_jax.rewards.custom import load_custom
+from jetrl_jax.rewards.types import (
+    Part,
+    RewardRequest,
+    RewardResult,
+    RewardSpec,
+)
+
+Term: TypeAlias = Callable[[RewardRequest], Part]
+
+
+def math(request: RewardRequest) -> Part:
+  r"""Scores 1 if the last `\boxed{}` (else '####') holds the answer, else 0."""
+  answer = math_answer.extract_answer(request.response_text)
+  if math_answer.is_refused(answer, request.answer):
+    return Part(value=0.0, accuracy=0.0, prediction='', error='refused')
+  right = float(math_answer.is_right(answer, request.answer))
+  # Votes are counted over texts: a right answer is named as the reference
+  # writes it, so that 1/2 and 0.5 vote for the same.
+  prediction = request.answer if right else _vote(answer)
+  return Part(value=right, accuracy=right, prediction=prediction, error=None)
+
+
+def gsm8k(request: RewardRequest) -> Part:
+  """Scores 1 if '#### x' gives the reference number exactly, else 0.
+
+  Strict: x is all that stands on the line after the last '####', an integer or
+  a decimal, with thousands separators or a dollar sign at most.
+  """
+  answer = math_answer.after_marks(request.response_text)
+  number = math_answer.parse_number(answer)
+  expected = math_answer.parse_number(request.answer)
+  if expected is None:
+    raise ValueError(
+        f"reward 'gsm8k' compares numbers, and the reference answer of a prompt"
+        f" of {request.source!r} is {request.answer!r}; use 'math' for it."
+    )
+  right = float(number is not None and number == expected)
+  prediction = request.answer if right else _vote(answer)
+  return Part(value=right, accuracy=right, prediction=prediction, error=None)
+
+
+def _vote(answer: str) -> str:
+  number = math_answer.parse_number(answer)
+  return ''.join(answer.split()) if number is None else str(number[0])
+
+
+def _format(pattern: str) -> Term:
+  """Scores 1 where the pattern is found; '.' matches line ends too."""
+  compiled = re.compile(pattern, re.DOTALL)
+
+  def term(request: RewardRequest) -> Part:
+    found = float(compiled.search(request.response_text) is not None)
+    return Part(value=found, accuracy=None, prediction='', error=None)
+
+  return term
+
+
+def build_term(spec: RewardSpec) -> Term:
+  """Makes the function of a spec; imports the user's module.
+
+  Raises:
+    RewardFunctionError: the user's function cannot be loaded, or takes neither
+      verl's nor TRL's arguments.
+  """
+  match spec.function:
+    case 'math':
+      return math
+    case 'gsm8k':
+      return gsm8k
+    case 'format':
+      return _format(spec.kwargs['pattern'])
+    case _:
+      return load_custom(spec)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightedSum:
+  """The score of an answer: sum over terms of weight * value.
+
+  Attributes:
+    specs: the terms' settings.
+    terms: their functions, in the same order.
+  """
+
+  specs: Sequence[RewardSpec]
+  terms: Sequence[Term]
+
+  def __call__(self, request: RewardRequest) -> RewardResult:
+    """Scores one answer; a term's error does not hide the other terms."""
+    parts = [term(request) for term in self.terms]
+    known = [p.accuracy for p in parts if p.accuracy is not None]
+    return RewardResult(
+        score=sum(
+            spec.weight * part.value
+            for spec, part in zip(self.specs, parts, strict=True)
+            if part.value is not None
+        ),
+        accuracy=known[0] if known else (parts[0].value or 0.0),
+        parts={
+            spec.label: part.value
+            for spec, part in zip(self.specs, parts, strict=True)
+            if part.value is not None
+        },
+        prediction=next((p.prediction for p in parts if p.prediction), ''),
+        error=next((p.error for p in parts if p.error), None),
+    )

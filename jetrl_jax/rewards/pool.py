@@ -1,0 +1,342 @@
+"""Scores answers in processes that are killed when they take too long.
+
+A time limit inside a process does not hold: a signal handler runs between
+byte codes, and one power of big integers is one byte code. So the pool's own
+process watches: a worker that has not answered when the limit is over gets
+SIGKILL, the answer counts 0, a new worker takes the rest of the batch. What a
+worker reports per answer tells when the clock of the next one starts.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing import connection
+from typing import Any
+
+from jetrl_jax.rewards import wire
+from jetrl_jax.rewards.types import (
+    RewardFunctionError,
+    RewardRequest,
+    RewardResult,
+    RewardSpec,
+)
+from jetrl_jax.rewards.worker import failed
+
+# Answers per message: one system call for many, few enough to share out.
+_BATCH = 16
+# Importing a user's module, which may be a large one. Not an answer's time.
+_START_SECONDS = 120.0
+_NURSERY = (
+    'import sys; from jetrl_jax.rewards import worker;'
+    ' worker.nursery_main(int(sys.argv[1]))'
+)
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Worker:
+  """The pool's view of one worker.
+
+  Attributes:
+    pidfd: names the process even after its number was given to another.
+    sock: to the worker.
+    ready: whether it has loaded its terms.
+    since: when it was started or its current answer began, monotonic seconds.
+    assigned: indices of the answers it has, the current one first.
+    buffer: bytes of replies that have not arrived whole.
+  """
+
+  pidfd: int
+  sock: socket.socket
+  since: float
+  ready: bool = False
+  assigned: collections.deque[int] = dataclasses.field(
+      default_factory=collections.deque
+  )
+  buffer: bytearray = dataclasses.field(default_factory=bytearray)
+
+  def end(self) -> None:
+    """Kills the process and lets go of it."""
+    with contextlib.suppress(ProcessLookupError):
+      signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+    os.close(self.pidfd)
+    self.sock.close()
+
+
+class RewardPool:
+  """Worker processes that score answers; a context manager.
+
+  Results come in the order of the requests and do not depend on the number of
+  workers. One batch at a time: a second thread waits.
+  """
+
+  def __init__(
+      self,
+      specs: Sequence[RewardSpec],
+      *,
+      num_workers: int,
+      timeout_s: float,
+      memory_limit_mb: int,
+  ):
+    """Starts the workers and waits until they are warm (seconds).
+
+    Args:
+      specs: the terms of the score.
+      num_workers: processes that score at the same time.
+      timeout_s: longest time for one answer, in seconds; later it counts 0.
+      memory_limit_mb: address space that an answer may add, in MiB.
+
+    Raises:
+      ValueError: a setting is out of range, two terms have the same name.
+      RewardFunctionError: a custom function cannot be loaded.
+    """
+    labels = [spec.label for spec in specs]
+    if not specs or len(set(labels)) != len(labels):
+      raise ValueError(
+          f'the rewards are {labels}; there must be at least one, and each name'
+          ' only once, since parts are reported by name.'
+      )
+    if num_workers < 1 or not timeout_s > 0 or memory_limit_mb < 1:
+      raise ValueError(
+          f'num_workers={num_workers}, timeout_s={timeout_s},'
+          f' memory_limit_mb={memory_limit_mb}; all must be positive.'
+      )
+    self._specs = tuple(specs)
+    self._num_workers = num_workers
+    self._timeout_s = timeout_s
+    self._memory_limit_mb = memory_limit_mb
+    self._lock = threading.Lock()
+    self._workers: list[_Worker] = []
+    self._nursery: subprocess.Popen[bytes] | None = None
+    try:
+      self._start_nursery()
+      while len(self._workers) < num_workers:
+        self._workers.append(self._fork())
+      while not all(worker.ready for worker in self._workers):
+        self._wait({})
+    except BaseException:
+      self.close()
+      raise
+
+  def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
+    """Scores answers, each within the time limit.
+
+    Args:
+      requests: the answers, in any number.
+
+    Returns:
+      One result per request, in order.
+
+    Raises:
+      RewardFunctionError: a custom function raised; the message holds its
+        traceback. A silent 0 would train against the user's mistake.
+    """
+    with self._lock:
+      if self._nursery is None:
+        raise ValueError('the reward pool is closed.')
+      waiting = collections.deque(range(len(requests)))
+      replies: dict[int, dict[str, Any]] = {}
+      try:
+        while len(replies) < len(requests):
+          self._hand_out(requests, waiting)
+          waiting.extendleft(reversed(self._wait(replies)))
+      except BaseException:
+        # Answers still under way would be taken for those of the next batch.
+        for worker in [w for w in self._workers if w.assigned]:
+          self._drop(worker)
+        raise
+    results = []
+    for index in range(len(requests)):
+      if 'fatal' in replies[index]:
+        raise RewardFunctionError(
+            f'scoring answer {index} of the batch failed (prompt of'
+            f' {requests[index].source!r}):\n{replies[index]["fatal"]}'
+        )
+      results.append(RewardResult(**replies[index]))
+    return results
+
+  def close(self) -> None:
+    """Ends all processes. The pool cannot be used afterwards."""
+    for worker in self._workers:
+      worker.end()
+    self._workers = []
+    self._end_nursery()
+
+  def __enter__(self) -> 'RewardPool':
+    """Returns the pool."""
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    """Ends all processes."""
+    self.close()
+
+  def _hand_out(
+      self, requests: Sequence[RewardRequest], waiting: collections.deque[int]
+  ) -> None:
+    """Gives every idle worker a batch of what waits."""
+    while len(self._workers) < self._num_workers:
+      self._workers.append(self._fork())
+    for worker in list(self._workers):
+      if not waiting or not worker.ready or worker.assigned:
+        continue
+      share = len(waiting) // (2 * self._num_workers)
+      size = max(1, min(_BATCH, share))
+      indices = [waiting.popleft() for _ in range(min(size, len(waiting)))]
+      worker.assigned.extend(indices)
+      message = pickle.dumps([(i, requests[i]) for i in indices])
+      with contextlib.suppress(OSError):
+        # A worker that does not read, or has died, is found by `_wait`.
+        worker.sock.sendall(wire.pack(message))
+      worker.since = time.monotonic()
+
+  def _wait(self, replies: dict[int, dict[str, Any]]) -> list[int]:
+    """Waits for replies or the next time limit.
+
+    Args:
+      replies: gains the reply of every answer that came to an end.
+
+    Returns:
+      Indices that lost their worker and have to be handed out again.
+    """
+    busy = [w for w in self._workers if w.assigned or not w.ready]
+    next_limit = min(self._limit(w) for w in busy)
+    patience = max(0.0, next_limit - time.monotonic())
+    arrived = connection.wait([w.sock for w in busy], patience)
+    lost: list[int] = []
+    for worker in busy:
+      if worker.sock in arrived and not self._read(worker, replies):
+        lost += self._end_answer(worker, 'crash', replies)
+    # Only now the clock: what arrived in time counts, however late this
+    # process came to read it.
+    now = time.monotonic()
+    for worker in [w for w in busy if w in self._workers]:
+      if (worker.assigned or not worker.ready) and now >= self._limit(worker):
+        lost += self._end_answer(worker, 'timeout', replies)
+    return lost
+
+  def _limit(self, worker: _Worker) -> float:
+    allowed = self._timeout_s if worker.ready else _START_SECONDS
+    return worker.since + allowed
+
+  def _read(self, worker: _Worker, replies: dict[int, dict[str, Any]]) -> bool:
+    """Takes what a worker sent; False when the worker is gone."""
+    try:
+      data = worker.sock.recv(1 << 20)
+    except OSError:
+      return False
+    worker.buffer += data
+    while (message := wire.take(worker.buffer)) is not None:
+      reply = json.loads(message)
+      if not worker.ready:
+        if 'fatal' in reply:
+          raise RewardFunctionError(
+              f'a reward function could not be loaded:\n{reply["fatal"]}'
+          )
+        worker.ready = True
+        continue
+      index = reply.pop('index')
+      worker.since = reply.pop('at')
+      assert index == worker.assigned[0], (index, worker.assigned)
+      worker.assigned.popleft()
+      replies[index] = reply
+    return bool(data)
+
+  def _end_answer(
+      self, worker: _Worker, error: str, replies: dict[int, dict[str, Any]]
+  ) -> list[int]:
+    """Ends a worker; its current answer counts 0, the others are returned."""
+    if not worker.ready:
+      self._drop(worker)
+      raise RewardFunctionError(
+          f'a reward worker ended with {error!r} while it loaded the reward'
+          f' functions ({", ".join(s.function for s in self._specs)}).'
+      )
+    rest = list(worker.assigned)
+    if rest:
+      result = failed(error, self._specs)
+      replies[rest.pop(0)] = dataclasses.asdict(result)
+    self._drop(worker)
+    return rest
+
+  def _drop(self, worker: _Worker) -> None:
+    self._workers.remove(worker)
+    worker.end()
+
+  def _start_nursery(self) -> None:
+    """Starts the interpreter that workers are forked from."""
+    self._control, theirs = socket.socketpair()
+    with theirs:
+      self._nursery = subprocess.Popen(
+          [
+              *(sys.executable, '-c', _NURSERY),
+              str(theirs.fileno()),
+          ],
+          stdin=subprocess.DEVNULL,
+          pass_fds=[theirs.fileno()],
+          env=_worker_environment(),
+          # Ctrl-C in the terminal reaches the trainer alone.
+          start_new_session=True,
+      )
+    settings = pickle.dumps((self._specs, self._memory_limit_mb))
+    try:
+      self._control.sendall(wire.pack(settings))
+      wire.receive(self._control)
+    except (EOFError, OSError) as error:
+      raise RuntimeError(
+          'the process that starts reward workers ended while it loaded; its'
+          ' message is above.'
+      ) from error
+
+  def _fork(self) -> _Worker:
+    """Asks the nursery for a worker; starts another nursery if it died."""
+    for last_try in (False, True):
+      mine, theirs = socket.socketpair()
+      try:
+        with theirs:
+          socket.send_fds(self._control, [b'f'], [theirs.fileno()])
+        pid = int.from_bytes(wire.receive(self._control), 'little')
+        # A worker hangs up by ending; one that stops reading must not hold
+        # the pool.
+        mine.settimeout(self._timeout_s)
+        return _Worker(
+            pidfd=os.pidfd_open(pid), sock=mine, since=time.monotonic()
+        )
+      except (EOFError, OSError):
+        mine.close()
+        if last_try:
+          raise
+        self._end_nursery()
+        self._start_nursery()
+    raise AssertionError('the last try returns or raises')
+
+  def _end_nursery(self) -> None:
+    if self._nursery is not None:
+      self._control.close()
+      self._nursery.kill()
+      self._nursery.wait()
+      self._nursery = None
+
+
+def _worker_environment() -> dict[str, str]:
+  """Returns the environment in which rewards are computed."""
+  return {
+      **os.environ,
+      # What this process can import, a user's dotted path included.
+      'PYTHONPATH': os.pathsep.join(p or os.getcwd() for p in sys.path),
+      # SymPy walks sets; their order must not differ from run to run.
+      'PYTHONHASHSEED': '0',
+      # The cores belong to the pool's processes, not to threads in them.
+      'OMP_NUM_THREADS': '1',
+      'PYTHONUNBUFFERED': '1',
+      # A reward that imports jax must not take the accelerator's memory.
+      'JAX_PLATFORMS': 'cpu',
+  }

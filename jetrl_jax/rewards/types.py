@@ -1,0 +1,123 @@
+"""The records that go into a reward and come out of it."""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+BUILT_IN = ('math', 'gsm8k', 'format')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardSpec:
+  """One term of the score.
+
+  Attributes:
+    function: 'math', 'gsm8k', 'format', or a Python function: a dotted path
+      ('package.module.function') or a file ('path/to/file.py:function').
+    weight: factor of this term in the sum.
+    kwargs: keyword arguments of the function. 'format' takes exactly
+      {'pattern': regex}, 'math' and 'gsm8k' take none.
+  """
+
+  function: str
+  weight: float = 1.0
+  kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self):
+    """Refuses what no worker could run."""
+    if not math.isfinite(self.weight):
+      raise ValueError(
+          f'reward {self.function!r} has weight {self.weight}; it must be'
+          ' finite.'
+      )
+    if self.function not in BUILT_IN:
+      if not re.fullmatch(r'.+[.:][A-Za-z_]\w*', self.function):
+        raise ValueError(
+            f'reward {self.function!r} is neither built in'
+            f' ({", ".join(BUILT_IN)}) nor a path; write'
+            " 'package.module.function' or 'path/to/file.py:function'."
+        )
+      return
+    expected = {'pattern'} if self.function == 'format' else set()
+    if set(self.kwargs) != expected:
+      raise ValueError(
+          f'reward {self.function!r} has kwargs {sorted(self.kwargs)}; it takes'
+          f' exactly {sorted(expected)}.'
+      )
+    if self.function == 'format':
+      try:
+        re.compile(self.kwargs['pattern'])
+      except (re.error, TypeError) as error:
+        raise ValueError(
+            f"the pattern of reward 'format', {self.kwargs['pattern']!r}, is"
+            f' not a regular expression: {error}'
+        ) from error
+
+  @property
+  def label(self) -> str:
+    """The term's name among `RewardResult.parts`."""
+    return re.split(r'[.:]', self.function)[-1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardRequest:
+  """One answer to be scored.
+
+  Attributes:
+    prompt_text: what was tokenised.
+    response_text: the model's text. Nothing in it is trusted.
+    answer: the reference answer.
+    source: name of the data set.
+    extra: the row's columns (`Prompt.extra`), for custom functions.
+  """
+
+  prompt_text: str
+  response_text: str
+  answer: str
+  source: str
+  extra: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+  """What one term says of one answer.
+
+  Attributes:
+    value: before the weight; None where the term does not apply.
+    accuracy: in [0, 1]; None where the term does not judge the answer.
+    prediction: the final answer as text, '' if the term reads none.
+    error: None or 'refused', see `RewardResult.error`.
+  """
+
+  value: float | None
+  accuracy: float | None
+  prediction: str
+  error: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardResult:
+  """What one answer is worth.
+
+  Attributes:
+    score: sum over terms of weight * part.
+    accuracy: whether the answer is right, in [0, 1]: that of the first term
+      that knows ('math', 'gsm8k', a custom function's 'acc'), else the first
+      term's part.
+    parts: unweighted value by label; a term that did not apply (TRL's None)
+      is absent.
+    prediction: the final answer as text, for majority votes; '' if none.
+    error: None, or why the answer counts 0: 'timeout', 'crash', 'memory'
+      (limits of the worker) or 'refused' (an answer no verifier is given).
+  """
+
+  score: float
+  accuracy: float
+  parts: dict[str, float]
+  prediction: str
+  error: str | None
+
+
+class RewardFunctionError(ValueError):
+  """A user's reward function could not be loaded, or raised."""

@@ -1,0 +1,159 @@
+"""The processes that score: a nursery that forks workers, and the workers.
+
+The nursery is a fresh interpreter with one thread that has loaded math-verify
+and warmed its parser; a worker is a fork of it. Starting one takes
+milliseconds instead of seconds, so replacing a killed worker costs nothing, and
+no fork ever copies the threads of JAX. Users' functions are imported in the
+worker: what they start (threads, libraries) must not be forked either.
+
+    pool --'fork' + socket--> nursery --fork--> worker --socket--> pool
+
+Workers die with the nursery (a signal from the kernel), the nursery dies with
+the pool (its socket closes, or its parent changes).
+"""
+
+import ctypes
+import dataclasses
+import gc
+import json
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+
+from jetrl_jax.rewards import wire
+from jetrl_jax.rewards.functions import WeightedSum, build_term
+from jetrl_jax.rewards.math_answer import warm_up
+from jetrl_jax.rewards.types import RewardRequest, RewardResult, RewardSpec
+
+_PR_SET_PDEATHSIG = 1
+_PID_BYTES = 8
+
+
+def nursery_main(descriptor: int) -> None:
+  """Runs the nursery: gets its settings, warms up, forks on request.
+
+  Args:
+    descriptor: number of an inherited stream socket to the pool.
+  """
+  parent = os.getppid()
+  # Ctrl-C is the trainer's to handle; children are never waited for.
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+  control = socket.socket(fileno=descriptor)
+  specs, memory_limit_mb = pickle.loads(wire.receive(control))
+  if any(spec.function == 'math' for spec in specs):
+    warm_up()
+  # The warm heap stays shared with the workers: no collection writes to it.
+  gc.collect()
+  gc.freeze()
+  control.sendall(wire.pack(b'ready'))
+  while True:
+    ready, _, _ = select.select([control], [], [], 1.0)
+    # The socket also stays open while a fork of the pool's process holds it.
+    if os.getppid() != parent:
+      return
+    if not ready:
+      continue
+    data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+    if not data:
+      return
+    nursery = os.getpid()
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+      control.close()
+      _run_worker(descriptors[0], specs, memory_limit_mb, nursery)
+    os.close(descriptors[0])
+    control.sendall(wire.pack(pid.to_bytes(_PID_BYTES, 'little')))
+
+
+def _run_worker(
+    descriptor: int,
+    specs: Sequence[RewardSpec],
+    memory_limit_mb: int,
+    nursery: int,
+) -> None:
+  """Runs one worker in the forked process and never returns."""
+  try:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _die_with(nursery)
+    with socket.socket(fileno=descriptor) as sock:
+      _work(sock, specs, memory_limit_mb)
+  except (EOFError, OSError):
+    pass  # The pool is gone or has dropped this worker.
+  finally:
+    sys.stdout.flush()
+    # Not sys.exit: the nursery's stack is not this process's to unwind.
+    os._exit(0)
+
+
+def _work(
+    sock: socket.socket, specs: Sequence[RewardSpec], memory_limit_mb: int
+) -> None:
+  """Loads the terms, then answers batches until the pool hangs up."""
+  try:
+    score = WeightedSum(specs=specs, terms=[build_term(spec) for spec in specs])
+  except BaseException:
+    _send(sock, {'fatal': traceback.format_exc()})
+    return
+  _limit_memory(memory_limit_mb)
+  _send(sock, {'ready': True})
+  while True:
+    batch = pickle.loads(wire.receive(sock))
+    for index, request in batch:
+      reply = _score_one(score, request)
+      # The clock is the system's: the pool times the next answer from here.
+      _send(sock, {'index': index, 'at': time.monotonic(), **reply})
+
+
+def _score_one(score: WeightedSum, request: RewardRequest) -> dict:
+  try:
+    return dataclasses.asdict(score(request))
+  except MemoryError:
+    return dataclasses.asdict(failed('memory', score.specs))
+  except BaseException:
+    # SystemExit too: a function that exits is as broken as one that raises.
+    return {'fatal': traceback.format_exc()}
+
+
+def failed(error: str, specs: Sequence[RewardSpec]) -> RewardResult:
+  """Returns the result of an answer that broke a limit: 0 in every term."""
+  return RewardResult(
+      score=0.0,
+      accuracy=0.0,
+      parts={spec.label: 0.0 for spec in specs},
+      prediction='',
+      error=error,
+  )
+
+
+def _send(sock: socket.socket, reply: dict) -> None:
+  # JSON and not pickle: the pool must be able to read what any worker sends.
+  sock.sendall(wire.pack(json.dumps(reply).encode()))
+
+
+def _die_with(nursery: int) -> None:
+  """Asks the kernel to kill this process when the nursery dies (Linux)."""
+  if sys.platform == 'linux':
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != nursery:
+      os._exit(0)
+
+
+def _limit_memory(megabytes: int) -> None:
+  """Limits the address space to what is mapped now plus `megabytes`."""
+  mapped = 0
+  if sys.platform == 'linux':
+    with open('/proc/self/statm', encoding='ascii') as pages:
+      mapped = int(pages.read().split()[0]) * resource.getpagesize()
+  limit = mapped + megabytes * 2**20
+  resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+  # A crashing worker would write its core into the user's folder.
+  resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
