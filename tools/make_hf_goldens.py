@@ -8,6 +8,8 @@ torch and transformers, which the test suite does not:
     python tools/make_hf_goldens.py tests/models/goldens
 """
 
+# pyright: reportMissingImports=false
+
 import pathlib
 import sys
 

@@ -53,7 +53,7 @@ CARRIED_FILES = (
     'chat_template.json',
 )
 
-# Host bytes in flight; a leaf is fetched and written in pieces of whole rows.
+# A tensor is cast and written in pieces of about this size.
 _PIECE_BYTES = 64 * 2**20
 
 
@@ -217,7 +217,7 @@ def _write_shard(
     file.write(len(text).to_bytes(8, 'little'))
     file.write(text)
     for part, leaf, first in shard:
-      for piece in _host_rows(leaf, first, part, DTYPES[name]):
+      for piece in _host_pieces(leaf, first, part, DTYPES[name]):
         bad = piece.size - int(np.count_nonzero(np.isfinite(piece)))
         if bad:
           raise ValueError(
@@ -228,25 +228,37 @@ def _write_shard(
     _sync(file)
 
 
-def _host_rows(
+def _host_pieces(
     leaf: Any, first: int, part: Part, target: np.dtype
 ) -> Iterator[np.ndarray]:
-  """Fetches a tensor's rows piece by piece, in the target dtype.
-
-  A slice is taken on the device first: fetching a jax.Array itself would keep
-  its host copy for as long as the array lives, a second model in the end.
-  """
-  rows = part.shape[0]
-  row_bytes = max(1, num_elements(part) // rows * leaf.dtype.itemsize)
-  step = max(1, _PIECE_BYTES // row_bytes)
-  for start in range(first, first + rows, step):
-    count = min(step, first + rows - start)
-    if isinstance(leaf, jax.Array):
-      piece = jax.lax.dynamic_slice_in_dim(leaf, start, count, axis=0)
-    else:
-      piece = leaf[start : start + count]
+  """Fetches one tensor of theirs and casts it piece by piece."""
+  rows = _host_rows(leaf, first, part)
+  step = max(1, _PIECE_BYTES // max(1, rows.nbytes // len(rows)))
+  for start in range(0, len(rows), step):
     with np.errstate(over='ignore', invalid='ignore'):
-      yield np.ascontiguousarray(np.asarray(piece).astype(target))
+      piece = rows[start : start + step].astype(target)
+    yield np.ascontiguousarray(piece)
+
+
+def _host_rows(leaf: Any, first: int, part: Part) -> np.ndarray:
+  """Fetches the rows of a leaf that make up one tensor of theirs.
+
+  Slices are taken on the devices first: fetching a jax.Array itself would
+  keep its host copy for as long as the array lives, a second model in the end.
+  """
+  last = first + part.shape[0]
+  if not isinstance(leaf, jax.Array):
+    return leaf[first:last]
+  rows = np.empty(part.shape, leaf.dtype)
+  for shard in leaf.addressable_shards:
+    begin, end, _ = shard.index[0].indices(leaf.shape[0])
+    low, high = max(begin, first), min(end, last)
+    if shard.replica_id == 0 and low < high:
+      where = (slice(low - first, high - first), *shard.index[1:])
+      rows[where] = jax.lax.dynamic_slice_in_dim(
+          shard.data, low - begin, high - low, axis=0
+      )
+  return rows
 
 
 def _carry(source: pathlib.Path, folder: pathlib.Path) -> None:

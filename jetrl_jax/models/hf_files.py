@@ -70,10 +70,17 @@ def parse_json(data: bytes, what: str) -> Any:
   def no_constant(text):
     raise ValueError(f'{what}: {text} is not a JSON number')
 
+  def integer(text):
+    # Python refuses to convert thousands of digits, without saying where.
+    if len(text) > 1_000:
+      raise ValueError(f'{what}: a number of {len(text)} digits')
+    return int(text)
+
   try:
     return json.loads(
         data.decode('utf-8'),
         object_pairs_hook=unique,
+        parse_int=integer,
         parse_constant=no_constant,
     )
   except (UnicodeDecodeError, json.JSONDecodeError) as error:
