@@ -115,7 +115,7 @@ def test_what_was_saved_is_what_is_loaded(tmp_path, family):
 def test_every_source_dtype_is_cast_to_the_target(folder):
   # 1 + 2^-8 lies halfway between two bfloat16 values: it goes to the even one,
   # 1, and 1 + 3 * 2^-8 to 1 + 2^-6. float16 holds both.
-  values = np.float32([1 + 2**-8, 1 + 3 * 2**-8] * 4)
+  values = np.array([1 + 2**-8, 1 + 3 * 2**-8] * 4, np.float32)
   for name, dtype in (
       ('F32', np.float32),
       ('F16', np.float16),
@@ -133,7 +133,7 @@ def test_every_source_dtype_is_cast_to_the_target(folder):
     narrow = load(folder, 'bfloat16')['final_norm']['scale']
     assert narrow.dtype == ml_dtypes.bfloat16
     np.testing.assert_array_equal(
-        np.asarray(narrow, np.float32), np.float32([1, 1 + 2**-6] * 4)
+        np.asarray(narrow, np.float32), np.array([1, 1 + 2**-6] * 4, np.float32)
     )
 
 
@@ -284,7 +284,7 @@ def test_values_that_are_not_finite_are_counted_by_name(folder):
     bad = np.frombuffer(data, np.float32).copy()
     bad[:3] = np.nan, np.inf, -np.inf
     tensors[Q] = (dtype, shape, bad.tobytes())
-    norm = np.float32([3e38] + [3.4e38] * 7).tobytes()
+    norm = np.array([3e38] + [3.4e38] * 7, np.float32).tobytes()
     tensors['model.norm.weight'] = (dtype, [8], norm)
 
   change_tensors(folder, change)
