@@ -101,6 +101,11 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p():
   assert _mask(logits, top_p=0.9) == [True, True, True, True]
 
 
+def test_a_set_whose_mass_is_exactly_p_reaches_it():
+  # Four equal logits: exp(0) = 1, so masses 1, 2, 3, 4 of 4, without rounding.
+  assert _mask([5.0] * 4, top_p=0.5) == [True, True, False, False]
+
+
 def test_top_p_runs_over_what_top_k_left():
   # Of 4, 3, 2, 1 the top two have masses 4/7 and 3/7 after top-k, and 0.4 and
   # 0.3 before: 0.5 is reached by one token, or would be by two.
