@@ -13,12 +13,10 @@ partial or resharding-by-shape restores.
 
 import concurrent.futures
 import dataclasses
-import fcntl
 import json
 import math
 import os
 import pathlib
-import re
 import shutil
 from typing import Any
 
@@ -26,7 +24,11 @@ import jax
 import orbax.checkpoint as ocp
 from absl import logging
 
-from jetrl_jax import checkpoint_arrays, checkpoint_manifest
+from jetrl_jax import (
+    checkpoint_arrays,
+    checkpoint_folder,
+    checkpoint_manifest,
+)
 from jetrl_jax.checkpoint_manifest import CorruptError, Manifest
 from jetrl_jax.typing import PyTree
 
@@ -54,7 +56,7 @@ class Restored:
 
 def all_steps(directory: str | os.PathLike) -> list[int]:
   """Lists the steps that exist, ascending: those with a valid manifest."""
-  return sorted(_manifests(pathlib.Path(directory)))
+  return sorted(checkpoint_folder.manifests(pathlib.Path(directory)))
 
 
 def restore(
@@ -77,7 +79,7 @@ def restore(
       shape or dtype (lists them).
   """
   directory = pathlib.Path(directory)
-  folders = _step_folders(directory)
+  folders = checkpoint_folder.step_folders(directory)
   if step is not None:
     if step not in folders:
       raise ValueError(
@@ -150,7 +152,7 @@ class CheckpointManager:
       )
     self._directory = pathlib.Path(directory).resolve()
     self._directory.mkdir(parents=True, exist_ok=True)
-    self._lock = _lock(self._directory)
+    self._lock = checkpoint_folder.lock(self._directory)
     self._keep_latest = keep_latest
     self._keep_best = keep_best
     self._asynchronous = asynchronous
@@ -190,7 +192,9 @@ class CheckpointManager:
         older checkpoints are as they were.
     """
     self.wait()
-    _check_host_state(host_state)
+    step = int(step)
+    metric = None if metric is None else float(metric)
+    host_state = _copied(host_state)
     if metric is not None and not math.isfinite(metric):
       logging.warning('Step %d has metric %s and cannot be best', step, metric)
       metric = None
@@ -249,7 +253,7 @@ class CheckpointManager:
 
   def best_step(self) -> int | None:
     """Returns the step with the highest metric, the newer one of equals."""
-    ranked = _ranked(self._good())
+    ranked = checkpoint_folder.ranked(self._good())
     return ranked[0] if ranked else None
 
   def restore(self, like: PyTree, step: int | None = None) -> Restored | None:
@@ -261,7 +265,7 @@ class CheckpointManager:
     return restored
 
   def _good(self) -> dict[int, Manifest]:
-    manifests = _manifests(self._directory)
+    manifests = checkpoint_folder.manifests(self._directory)
     return {s: m for s, m in manifests.items() if s not in self._corrupt}
 
   def _commit(
@@ -296,13 +300,19 @@ class CheckpointManager:
     except Exception as error:
       shutil.rmtree(temporary, ignore_errors=True)
       raise self._failure(step, error) from error
-    self._retire(step)
+    try:
+      self._retire(step)
+    except OSError as error:
+      raise RuntimeError(
+          f'checkpoint of step {step} is saved, but an older one cannot be '
+          f'deleted: {error}'
+      ) from error
 
   def _retire(self, newest: int) -> None:
     """Deletes the steps that retention no longer keeps."""
     good = self._good()
     keep = {newest, *sorted(good)[-self._keep_latest :]}
-    keep |= set(_ranked(good)[: self._keep_best])
+    keep |= set(checkpoint_folder.ranked(good)[: self._keep_best])
     for step in sorted(set(good) - keep):
       # Renamed first: a half deleted step must not look like a corrupt one.
       doomed = self._directory / f'{_DELETING}{step}'
@@ -316,56 +326,11 @@ class CheckpointManager:
     )
 
 
-def _step_folders(directory: pathlib.Path) -> dict[int, pathlib.Path]:
-  """Maps every step that has a folder, good or not, to it."""
-  if not directory.is_dir():
-    return {}
-  return {
-      int(path.name): path
-      for path in directory.iterdir()
-      if re.fullmatch('0|[1-9][0-9]*', path.name, re.ASCII) and path.is_dir()
-  }
+def _copied(host_state: dict[str, Any]) -> dict[str, Any]:
+  """Copies by way of JSON; refuses what would come back as something else.
 
-
-def _manifests(directory: pathlib.Path) -> dict[int, Manifest]:
-  """Reads the manifest of every step that has a valid one."""
-  manifests = {}
-  for step, folder in _step_folders(directory).items():
-    try:
-      manifests[step] = checkpoint_manifest.read(folder)
-    except CorruptError:
-      continue
-  return manifests
-
-
-def _ranked(manifests: dict[int, Manifest]) -> list[int]:
-  """Orders the steps that have a metric, best first, the newer of equals."""
-  scored = [
-      (m.metric, step) for step, m in manifests.items() if m.metric is not None
-  ]
-  return [step for _, step in sorted(scored, reverse=True)]
-
-
-def _lock(directory: pathlib.Path) -> Any:
-  """Holds the directory for this process; the kernel lets go when it dies."""
-  file = open(directory / '.lock', 'w')
-  try:
-    # A record lock: unlike flock's it is not inherited by reward workers,
-    # which may outlive a killed run for a moment.
-    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except (BlockingIOError, PermissionError) as error:
-    file.close()
-    raise ValueError(
-        f'another process saves checkpoints in {directory}; stop it, or use '
-        'another folder'
-    ) from error
-  except OSError as error:
-    logging.warning('%s cannot be locked: %s', directory, error)
-  return file
-
-
-def _check_host_state(host_state: dict[str, Any]) -> None:
-  """Refuses what would come back from JSON as something else."""
+  A copy, because the caller goes on counting in it while the save runs.
+  """
   try:
     back = json.loads(json.dumps(host_state, allow_nan=False))
   except (TypeError, ValueError) as error:
@@ -375,3 +340,4 @@ def _check_host_state(host_state: dict[str, Any]) -> None:
         'host_state would not come back from JSON as it is; use a dict with '
         f'string keys, and lists instead of tuples; found {host_state!r}'
     )
+  return back

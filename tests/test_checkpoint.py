@@ -116,6 +116,36 @@ def test_arrays_may_be_deleted_or_donated_once_save_returns(manager):
     assert np.array_equal(restored.state[name], array)
 
 
+def test_host_state_is_that_of_the_moment_of_the_save(manager):
+  state, host_state = {'x': jnp.ones(3)}, {'order': [1, 2], 'position': 5}
+  manager.save(0, state, host_state, metric=np.float32(0.5))
+  host_state['order'].append(3)
+  host_state['position'] = 6
+  restored = manager.restore(_like(state))
+  assert restored.host_state == {'order': [1, 2], 'position': 5}
+
+
+def test_sharded_arrays_come_back_in_the_sharding_asked_for(manager):
+  devices = np.array(jax.devices()[:8]).reshape(2, 4)
+  mesh = jax.sharding.Mesh(devices, ('data', 'fsdp'))
+  spec = jax.sharding.PartitionSpec
+  array = jnp.arange(64.0).reshape(8, 8).astype(jnp.float8_e4m3fn)
+  shardings = [
+      jax.sharding.NamedSharding(mesh, spec('fsdp', None)),
+      jax.sharding.NamedSharding(mesh, spec(None, ('fsdp', 'data'))),
+      jax.sharding.NamedSharding(mesh, spec()),
+      jax.sharding.SingleDeviceSharding(jax.devices()[3]),
+  ]
+  state = {str(i): jax.device_put(array, s) for i, s in enumerate(shardings)}
+  manager.save(0, state, {}, metric=None)
+  _assert_same(manager.restore(_like(state)).state, state)
+  # Another number of devices at the resume: the same bytes, placed anew.
+  turned = {
+      str(i): jax.device_put(array, s) for i, s in enumerate(shardings[::-1])
+  }
+  _assert_same(manager.restore(_like(turned)).state, turned)
+
+
 def test_the_newest_and_the_best_steps_stay(tmp_path):
   manager = CheckpointManager(tmp_path, keep_latest=2, keep_best=2)
   # Steps with metric: best two are 1 (0.9) and 3 (0.8); newest two 5 and 6.
