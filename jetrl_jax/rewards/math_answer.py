@@ -37,9 +37,10 @@ _NUMBER = re.compile(
     r'(?P<percent>%?)',
     re.ASCII,
 )
-# What SymPy's parser makes of a number before it would evaluate it.
-_NUMBER_CODE = re.compile(
-    r"Integer \((?P<integer>\d+) ?\)|Float \('(?P<float>[\d.eE+-]+)' ?\)",
+# What SymPy's parser makes of a number or a name before it would evaluate it.
+_ATOM_CODE = re.compile(
+    r"Integer \((?P<integer>\d+) ?\)|Float \('(?P<float>[\d.eE+-]+)' ?\)"
+    r"|Symbol \('(?P<name>\w+)' ?\)",
     re.ASCII,
 )
 _FRACTION = re.compile(
@@ -97,14 +98,14 @@ def after_marks(response: str) -> str:
   if start < 0:
     return ''
   # One character more than is allowed shows that the line is too long.
-  line = response[start + 4 :][: MAX_ANSWER_CHARS + 1].lstrip(' \t')
-  line = line.splitlines()[0].strip() if line else ''
-  return line if len(line) <= MAX_ANSWER_CHARS else ''
+  line = response[start + 4 : start + 4 + MAX_ANSWER_CHARS + 1]
+  line = line.split('\n', 1)[0]
+  return line.strip() if len(line) <= MAX_ANSWER_CHARS else ''
 
 
 def _enclosed(text: str, start: int) -> str:
   """Returns what the brace group that opens at `start` encloses."""
-  text = text[start:][: MAX_ANSWER_CHARS + 16].lstrip()
+  text = text[start : start + MAX_ANSWER_CHARS + 16].lstrip()
   if not text.startswith('{'):
     return ''
   depth = 0
@@ -242,6 +243,9 @@ def _libraries() -> tuple[Any, Any]:
   import math_verify
   import sympy.core.random
 
+  # `simplify` imports it when it is first called, on some answer's time.
+  import sympy.physics.units
+
   # It warns that its timeouts are off, and logs every text it cannot read.
   logging.getLogger('math_verify').setLevel(logging.CRITICAL)
   return math_verify, sympy.core.random.seed
@@ -262,16 +266,18 @@ def _parse_reference(text: str) -> tuple[Any, ...]:
   return tuple(_parse(text))
 
 
-def _evaluate_number(code: str, *_: object) -> Any:
-  """Stands in for `eval` in SymPy's parser, which also reads its numbers."""
+def _make_atom(code: str, *_: object) -> Any:
+  """Stands in for `eval` in SymPy's parser: numbers and names, no more."""
   import sympy
 
-  match = _NUMBER_CODE.fullmatch(code)
+  match = _ATOM_CODE.fullmatch(code)
   if match is None:
     raise ValueError('the text of an answer is not evaluated')
   if match['integer']:
     return sympy.Integer(int(match['integer']))
-  return sympy.Float(match['float'])
+  if match['float']:
+    return sympy.Float(match['float'])
+  return sympy.Symbol(match['name'])
 
 
 def _refuse_code(*_: object) -> None:
@@ -283,12 +289,12 @@ def _evaluation_shut() -> Iterator[None]:
   """Shuts the two places where SymPy runs code that it made from text.
 
   `sympify` of a string is `eval`, `lambdify` is `exec`; a name in the module
-  hides the built-in one. Numbers come through the first, and are let through.
+  hides the built-in one. latex2sympy makes its numbers through the first.
   """
   parser = importlib.import_module('sympy.parsing.sympy_parser')
   # sympy.utilities.lambdify is also a function of that name.
   lambdify = importlib.import_module('sympy.utilities.lambdify')
-  vars(parser)['eval'] = _evaluate_number
+  vars(parser)['eval'] = _make_atom
   vars(lambdify)['exec'] = _refuse_code
   try:
     yield

@@ -72,6 +72,23 @@ class _Worker:
     self.sock.close()
 
 
+@dataclasses.dataclass(kw_only=True)
+class _Batch:
+  """The answers of one call of `score`.
+
+  Attributes:
+    requests: the answers.
+    waiting: indices that no worker has.
+    replies: what came of an answer, by index.
+    crashed: indices whose worker died once.
+  """
+
+  requests: Sequence[RewardRequest]
+  waiting: collections.deque[int]
+  replies: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+  crashed: set[int] = dataclasses.field(default_factory=set)
+
+
 class RewardPool:
   """Worker processes that score answers; a context manager.
 
@@ -122,7 +139,7 @@ class RewardPool:
       while len(self._workers) < num_workers:
         self._workers.append(self._fork())
       while not all(worker.ready for worker in self._workers):
-        self._wait({})
+        self._wait(_Batch(requests=[], waiting=collections.deque()))
     except BaseException:
       self.close()
       raise
@@ -143,12 +160,13 @@ class RewardPool:
     with self._lock:
       if self._nursery is None:
         raise ValueError('the reward pool is closed.')
-      waiting = collections.deque(range(len(requests)))
-      replies: dict[int, dict[str, Any]] = {}
+      batch = _Batch(
+          requests=requests, waiting=collections.deque(range(len(requests)))
+      )
       try:
-        while len(replies) < len(requests):
-          self._hand_out(requests, waiting)
-          waiting.extendleft(reversed(self._wait(replies)))
+        while len(batch.replies) < len(requests):
+          self._hand_out(batch)
+          self._wait(batch)
       except BaseException:
         # Answers still under way would be taken for those of the next batch.
         for worker in [w for w in self._workers if w.assigned]:
@@ -156,12 +174,13 @@ class RewardPool:
         raise
     results = []
     for index in range(len(requests)):
-      if 'fatal' in replies[index]:
+      reply = batch.replies[index]
+      if 'fatal' in reply:
         raise RewardFunctionError(
             f'scoring answer {index} of the batch failed (prompt of'
-            f' {requests[index].source!r}):\n{replies[index]["fatal"]}'
+            f' {requests[index].source!r}):\n{reply["fatal"]}'
         )
-      results.append(RewardResult(**replies[index]))
+      results.append(RewardResult(**reply))
     return results
 
   def close(self) -> None:
@@ -179,55 +198,44 @@ class RewardPool:
     """Ends all processes."""
     self.close()
 
-  def _hand_out(
-      self, requests: Sequence[RewardRequest], waiting: collections.deque[int]
-  ) -> None:
-    """Gives every idle worker a batch of what waits."""
+  def _hand_out(self, batch: _Batch) -> None:
+    """Gives every idle worker some of what waits."""
     while len(self._workers) < self._num_workers:
       self._workers.append(self._fork())
-    for worker in list(self._workers):
-      if not waiting or not worker.ready or worker.assigned:
+    for worker in self._workers:
+      if not batch.waiting or not worker.ready or worker.assigned:
         continue
-      share = len(waiting) // (2 * self._num_workers)
+      share = len(batch.waiting) // (2 * self._num_workers)
       size = max(1, min(_BATCH, share))
-      indices = [waiting.popleft() for _ in range(min(size, len(waiting)))]
+      indices = [batch.waiting.popleft() for _ in range(size)]
       worker.assigned.extend(indices)
-      message = pickle.dumps([(i, requests[i]) for i in indices])
+      message = pickle.dumps([(i, batch.requests[i]) for i in indices])
       with contextlib.suppress(OSError):
         # A worker that does not read, or has died, is found by `_wait`.
         worker.sock.sendall(wire.pack(message))
       worker.since = time.monotonic()
 
-  def _wait(self, replies: dict[int, dict[str, Any]]) -> list[int]:
-    """Waits for replies or the next time limit.
-
-    Args:
-      replies: gains the reply of every answer that came to an end.
-
-    Returns:
-      Indices that lost their worker and have to be handed out again.
-    """
+  def _wait(self, batch: _Batch) -> None:
+    """Waits for replies or the next time limit, and acts on either."""
     busy = [w for w in self._workers if w.assigned or not w.ready]
     next_limit = min(self._limit(w) for w in busy)
     patience = max(0.0, next_limit - time.monotonic())
     arrived = connection.wait([w.sock for w in busy], patience)
-    lost: list[int] = []
     for worker in busy:
-      if worker.sock in arrived and not self._read(worker, replies):
-        lost += self._end_answer(worker, 'crash', replies)
+      if worker.sock in arrived and not self._read(worker, batch):
+        self._give_up(worker, 'crash', batch)
     # Only now the clock: what arrived in time counts, however late this
     # process came to read it.
     now = time.monotonic()
     for worker in [w for w in busy if w in self._workers]:
       if (worker.assigned or not worker.ready) and now >= self._limit(worker):
-        lost += self._end_answer(worker, 'timeout', replies)
-    return lost
+        self._give_up(worker, 'timeout', batch)
 
   def _limit(self, worker: _Worker) -> float:
     allowed = self._timeout_s if worker.ready else _START_SECONDS
     return worker.since + allowed
 
-  def _read(self, worker: _Worker, replies: dict[int, dict[str, Any]]) -> bool:
+  def _read(self, worker: _Worker, batch: _Batch) -> bool:
     """Takes what a worker sent; False when the worker is gone."""
     try:
       data = worker.sock.recv(1 << 20)
@@ -247,25 +255,30 @@ class RewardPool:
       worker.since = reply.pop('at')
       assert index == worker.assigned[0], (index, worker.assigned)
       worker.assigned.popleft()
-      replies[index] = reply
+      batch.replies[index] = reply
     return bool(data)
 
-  def _end_answer(
-      self, worker: _Worker, error: str, replies: dict[int, dict[str, Any]]
-  ) -> list[int]:
-    """Ends a worker; its current answer counts 0, the others are returned."""
+  def _give_up(self, worker: _Worker, error: str, batch: _Batch) -> None:
+    """Ends a worker; its current answer counts 0, its others wait again.
+
+    A crash is tried once more: a worker also dies when the machine runs out of
+    memory, or had died before it read the answer.
+    """
     if not worker.ready:
-      self._drop(worker)
       raise RewardFunctionError(
           f'a reward worker ended with {error!r} while it loaded the reward'
           f' functions ({", ".join(s.function for s in self._specs)}).'
       )
-    rest = list(worker.assigned)
-    if rest:
-      result = failed(error, self._specs)
-      replies[rest.pop(0)] = dataclasses.asdict(result)
     self._drop(worker)
-    return rest
+    if not worker.assigned:
+      return
+    index = worker.assigned[0]
+    if error == 'crash' and index not in batch.crashed:
+      batch.crashed.add(index)
+    else:
+      worker.assigned.popleft()
+      batch.replies[index] = dataclasses.asdict(failed(error, self._specs))
+    batch.waiting.extendleft(reversed(worker.assigned))
 
   def _drop(self, worker: _Worker) -> None:
     self._workers.remove(worker)

@@ -1,0 +1,75 @@
+"""Reward functions as users of verl and TRL write them."""
+
+import os
+import sys
+import time
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+  return {
+      'score': float(ground_truth in solution_str),
+      'acc': float(solution_str.endswith(ground_truth)),
+      'pred': solution_str.split()[-1],
+      'source': f'{data_source} {extra_info}',
+  }
+
+
+def with_kwargs(
+    data_source, solution_str, ground_truth, extra_info=None, penalty=0.0
+):
+  return len(solution_str) * penalty
+
+
+def sees_extra_info(data_source, solution_str, ground_truth, extra_info=None):
+  return extra_info['index']
+
+
+def has_bold_text(completions, **kwargs):
+  """TRL's quick start, on conversations."""
+  return [1.0 if '**' in c[0]['content'] else 0.0 for c in completions]
+
+
+def trl_columns(prompts, completions, answer, **kwargs):
+  assert len(prompts) == len(completions) == len(answer) == 1
+  assert kwargs['level'] == [3]
+  return [float(len(prompts[0]))]
+
+
+def trl_not_applicable(prompts, completions, **kwargs):
+  return [None] * len(completions)
+
+
+async def trl_async(prompts, completions, **kwargs):
+  return [0.25 for _ in completions]
+
+
+def raises(data_source, solution_str, ground_truth, extra_info=None):
+  return {}['no such key']
+
+
+def exits(data_source, solution_str, ground_truth, extra_info=None):
+  sys.exit(3)
+
+
+def not_finite(data_source, solution_str, ground_truth, extra_info=None):
+  return float('nan')
+
+
+def obeys(data_source, solution_str, ground_truth, extra_info=None):
+  """Does what the answer says."""
+  match solution_str:
+    case 'hang':
+      time.sleep(3600)
+    case 'crash':
+      os.abort()
+    case 'memory':
+      return float(len(bytearray(10**10)))
+    case 'jax':
+      return float('jax' in sys.modules)
+    case 'pid':
+      return float(os.getpid())
+  return 1.0
+
+
+def other(a, b):
+  return 0.0

@@ -1,0 +1,156 @@
+import pytest
+
+from jetrl_jax.rewards import math_answer
+
+
+@pytest.mark.parametrize(
+    'response, answer',
+    [
+        (r'\boxed{18}', '18'),
+        (r'first \boxed{1}, then \boxed{\frac{1}{2}}.', r'\frac{1}{2}'),
+        (r'\boxed {\sqrt{\frac{a}{b}}} done', r'\sqrt{\frac{a}{b}}'),
+        (r'\fbox{7}', '7'),
+        (r'\boxed{\left\{1,2\right\}}', r'\left\{1,2\right\}'),
+        # An escaped brace encloses nothing.
+        (r'\boxed{\{} x', r'\{'),
+        ('work\n#### 1,234\n', '1,234'),
+        ('#### 1\n#### 2', '2'),
+        # A box counts before a heading.
+        ('\\boxed{3}\n#### Check', '3'),
+        ('nothing', ''),
+        ('####', ''),
+        # Cut off by the length limit: not an earlier box instead.
+        (r'\boxed{1} \boxed{2', ''),
+        (r'\boxed 5', ''),
+        (r'\boxed{' + 'x' * 512 + '}', 'x' * 512),
+        (r'\boxed{' + 'x' * 513 + '}', ''),
+        ('####' + ' 1' * 300, ''),
+    ],
+)
+def test_the_answer_is_in_the_last_box_or_after_the_marks(response, answer):
+  assert math_answer.extract_answer(response) == answer
+
+
+@pytest.mark.parametrize(
+    'text, value, percent',
+    [
+        ('18', 18, False),
+        ('-1,234.50', -1234.5, False),
+        (r'\$1{,}000', 1000, False),
+        ('$ 3.', 3, False),
+        ('.25', 0.25, False),
+        (r'7\%', 7, True),
+        ('+2', 2, False),
+    ],
+)
+def test_plain_numbers_are_read_exactly(text, value, percent):
+  assert math_answer.parse_number(text) == (value, percent)
+
+
+@pytest.mark.parametrize(
+    'text', ['', '.', '-', '1,23', '1.2.3', '1e5', 'x', '٣', '1' * 101, '1/2']
+)
+def test_other_texts_are_not_plain_numbers(text):
+  assert math_answer.parse_number(text) is None
+
+
+@pytest.mark.parametrize(
+    'answer, reference',
+    [
+        ('18', '18.0'),
+        ('1,000', '1000'),
+        (r'\$18', '18'),
+        (r'50\%', '50'),
+        (r'50\%', '0.5'),
+        ('1/2', r'\frac{1}{2}'),
+        (r'\frac{2}{4}', r'\dfrac{1}{2}'),
+        ('0.5', r'\frac{1}{2}'),
+        ('0.333333', r'\frac{1}{3}'),
+        (r'3\sqrt{2}', r'\sqrt{18}'),
+        ('x=5', '5'),
+        ('(x+1)^2', 'x^2+2x+1'),
+        (r'\left( 3, \frac{\pi}{2} \right)', r'(3,\frac{\pi}{2})'),
+        (r'\text{(B)}', r'\text{B}'),
+        (r'18 \text{ cm}', '18'),
+        (r'\{2,1\}', r'\{1,2\}'),
+        (r'90^\circ', '90'),
+        # The reference's own form is allowed, however costly.
+        (r'2^{2008} - 2', '2^{2008}-2'),
+    ],
+)
+def test_equal_answers_are_right(answer, reference):
+  assert not math_answer.is_refused(answer, reference)
+  assert math_answer.is_right(answer, reference)
+
+
+@pytest.mark.parametrize(
+    'answer, reference',
+    [
+        ('', '18'),
+        ('17', '18'),
+        ('1800', '18'),
+        ('0.5001', '0.5'),
+        ('(1,2)', '(2,1)'),
+        ('x', 'y'),
+        (r'\frac{1}{0}', '1'),
+        (r'\frac{1}', '1'),
+        (r'\sqrt{2}', '1.414'),
+    ],
+)
+def test_other_answers_are_wrong(answer, reference):
+  assert not math_answer.is_right(answer, reference)
+
+
+@pytest.mark.parametrize(
+    'answer',
+    [
+        r'\int_0^{18} 1\,dx',
+        r'\lim_{x\to 18} x',
+        r'\sum_{n=1}^{18} 1',
+        '9^{9^9}',
+        '2^{1000}',
+        '1000!',
+        '(3!)!',
+        '1' * 102,
+        '(' * 17 + '18' + ')' * 17,
+        'x' * 513,
+    ],
+)
+def test_a_problem_is_not_an_answer(answer):
+  assert math_answer.is_refused(answer, '18')
+
+
+@pytest.mark.parametrize(
+    'answer',
+    [
+        r'\frac{3\sqrt{2}}{2}',
+        '-6t^4 +11t^3 -19t^2 +17t -10',
+        'x^{12}+y^2',
+        r'\binom{10}{3}',
+        r'(-\infty, 3] \cup [4, 5)',
+        r'\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}',
+        '10!',
+        '2^{100}',
+        r'\ln 2',
+    ],
+)
+def test_what_answers_look_like_is_not_refused(answer):
+  assert not math_answer.is_refused(answer, '18')
+
+
+def test_no_text_is_evaluated_while_answers_are_compared(tmp_path, monkeypatch):
+  sympy = pytest.importorskip('sympy')
+  monkeypatch.chdir(tmp_path)
+  code = "__import__('os').system('touch OWNED')"
+  with math_answer._evaluation_shut():
+    with pytest.raises(ValueError, match='not evaluated'):
+      sympy.sympify(code)
+    with pytest.raises(ValueError, match='not run'):
+      sympy.lambdify(sympy.Symbol('x'), sympy.Symbol('x') + 1)
+    # Numbers come the same way and are needed.
+    assert sympy.sympify('18') == 18
+    assert sympy.sympify('x') == sympy.Symbol('x')
+    assert sympy.sympify('1.5') == 1.5
+  assert not list(tmp_path.iterdir())
+  # Afterwards the process's own SymPy is whole again.
+  assert sympy.sympify('x + 1').free_symbols

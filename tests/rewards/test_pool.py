@@ -1,0 +1,366 @@
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jetrl_jax.rewards import (
+    RewardFunctionError,
+    RewardPool,
+    RewardRequest,
+    RewardSpec,
+)
+from tests.rewards.hostile import HOSTILE
+
+FUNCTIONS = pathlib.Path(__file__).parent / 'custom_functions.py'
+LIMIT = 0.5
+# What the pool may add: a kill, and this machine's scheduler.
+SLACK = 0.25
+
+
+def _pool(*functions, num_workers=1, timeout_s=LIMIT, **kwargs):
+  specs = [
+      f if isinstance(f, RewardSpec) else RewardSpec(function=f)
+      for f in functions
+  ]
+  return RewardPool(
+      specs,
+      num_workers=num_workers,
+      timeout_s=timeout_s,
+      memory_limit_mb=512,
+      **kwargs,
+  )
+
+
+def _custom(name, **kwargs):
+  return RewardSpec(function=f'{FUNCTIONS}:{name}', **kwargs)
+
+
+def _request(response, answer='18', *, prompt='Q', source='s', **extra):
+  return RewardRequest(
+      prompt_text=prompt,
+      response_text=response,
+      answer=answer,
+      source=source,
+      extra=extra,
+  )
+
+
+@pytest.fixture(name='pool', scope='module')
+def _math_pool():
+  with _pool('math') as pool:
+    yield pool
+
+
+@pytest.fixture(name='obedient', scope='module')
+def _obedient_pool():
+  with _pool(_custom('obeys'), num_workers=2) as pool:
+    yield pool
+
+
+def test_results_come_in_order_with_score_accuracy_and_prediction(pool):
+  results = pool.score(
+      [
+          _request(r'\boxed{17}'),
+          _request(r'\boxed{\frac{36}{2}}'),
+          _request('#### 18'),
+          _request('I do not know.'),
+      ]
+  )
+  assert [r.score for r in results] == [0, 1, 1, 0]
+  assert [r.accuracy for r in results] == [0, 1, 1, 0]
+  # Right answers vote for the same text.
+  assert [r.prediction for r in results] == ['17', '18', '18', '']
+  assert results[1].parts == {'math': 1.0}
+  assert all(r.error is None for r in results)
+  assert pool.score([]) == []
+
+
+def test_every_hostile_answer_is_bounded_and_worth_nothing(pool):
+  good = _request(r'\boxed{18}')
+  for name, response in HOSTILE.items():
+    start = time.monotonic()
+    first, hostile, last = pool.score([good, _request(response), good])
+    seconds = time.monotonic() - start
+    assert hostile.score == 0, name
+    assert first.score == last.score == 1, name
+    assert seconds < LIMIT + SLACK + START, name
+  assert not pathlib.Path('OWNED').exists()
+
+
+# A killed worker's successor, and the two good answers, on a busy machine.
+START = 0.5
+
+
+def test_some_of_the_hostile_answers_are_stopped_by_the_clock_alone(pool):
+  # So that the test above is not empty: no rule refuses this one.
+  (result,) = pool.score([_request(HOSTILE['polynomial'] + r'\boxed{' + SLOW)])
+  assert result.error == 'timeout'
+
+
+SLOW = r'\sin(\cos(\tan(x+y)))^{99}\cdot(x+y+z+w+1)^{99}-(x-y)^{98}}'
+
+
+def test_the_result_does_not_depend_on_the_number_of_workers():
+  requests = [_request(f'#### {i}', str(i % 3)) for i in range(100)]
+  with _pool('gsm8k') as one, _pool('gsm8k', num_workers=3) as three:
+    assert one.score(requests) == three.score(requests)
+
+
+def test_an_answer_that_hangs_takes_no_other_with_it(obedient):
+  requests = [_request('hang' if i == 5 else 'ok') for i in range(40)]
+  start = time.monotonic()
+  results = obedient.score(requests)
+  seconds = time.monotonic() - start
+  assert [i for i, r in enumerate(results) if r.error] == [5]
+  assert results[5].error == 'timeout' and results[5].parts == {'obeys': 0.0}
+  assert sum(r.score for r in results) == 39
+  assert LIMIT <= seconds < LIMIT + SLACK + START
+
+
+def test_answers_that_crash_or_need_too_much_memory_count_zero(obedient):
+  results = obedient.score([_request(x) for x in ('crash', 'memory', 'ok')])
+  assert [r.error for r in results] == ['crash', 'memory', None]
+  assert [r.score for r in results] == [0, 0, 1]
+
+
+def test_a_worker_has_no_jax(obedient):
+  (result,) = obedient.score([_request('jax')])
+  assert result.score == 0.0
+
+
+def test_a_worker_killed_from_outside_is_replaced(obedient):
+  (result,) = obedient.score([_request('pid')])
+  os.kill(int(result.score), signal.SIGKILL)
+  assert [r.score for r in obedient.score([_request('ok')] * 9)] == [1.0] * 9
+
+
+def test_a_nursery_killed_from_outside_is_replaced(obedient):
+  obedient._nursery.kill()
+  results = obedient.score([_request('hang'), _request('ok')])
+  assert [r.score for r in results] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    'name, message',
+    [
+        ('raises', "KeyError: 'no such key'"),
+        ('exits', 'SystemExit: 3'),
+        ('not_finite', 'returned nan'),
+    ],
+)
+def test_a_users_mistake_stops_the_run_with_its_traceback(name, message):
+  with _pool(_custom(name)) as pool:
+    with pytest.raises(RewardFunctionError, match=f'(?s){name}.*{message}'):
+      pool.score([_request('x')])
+
+
+@pytest.mark.parametrize(
+    'target, message',
+    [
+        (f'{FUNCTIONS}:nothing', "has no function 'nothing'; it has"),
+        (f'{FUNCTIONS}:other', r"has the parameters \['a', 'b'\]; allowed"),
+        ('/no/such/file.py:f', 'there is no file /no/such/file.py'),
+        ('no_such_module.f', "No module named 'no_such_module'"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(
+    target, message
+):
+  with pytest.raises(RewardFunctionError, match=message):
+    _pool(target)
+
+
+def test_verls_signature_is_accepted_unchanged():
+  with _pool(
+      _custom('compute_score'),
+      _custom('with_kwargs', kwargs={'penalty': -0.5}),
+      _custom('sees_extra_info', weight=10.0),
+  ) as pool:
+    (result,) = pool.score(
+        [_request('is 18 !', extra_info={'index': 7}, other=1)]
+    )
+  # 1 + 7 characters * -0.5 + 10 * 7.
+  assert result.score == 1 - 3.5 + 70
+  assert result.parts == {
+      'compute_score': 1.0,
+      'with_kwargs': -3.5,
+      'sees_extra_info': 7.0,
+  }
+  # 'acc' of the first function that gives one.
+  assert result.accuracy == 0.0
+  assert result.prediction == '!'
+
+
+def test_trls_signature_is_accepted_unchanged():
+  chat = [{'role': 'user', 'content': 'Q'}]
+  with _pool(
+      _custom('has_bold_text'),
+      _custom('trl_columns'),
+      _custom('trl_not_applicable', weight=100.0),
+      _custom('trl_async'),
+  ) as pool:
+    (result,) = pool.score([_chat(chat)])
+  # One message in the conversation: trl_columns says 1.
+  assert result.parts == {
+      'has_bold_text': 1.0,
+      'trl_columns': 1.0,
+      'trl_async': 0.25,
+  }
+  assert result.score == 2.25
+
+
+def _chat(messages):
+  return RewardRequest(
+      prompt_text='<|user|>Q',
+      response_text='a **b**',
+      answer='18',
+      source='s',
+      extra={'prompt': messages, 'level': 3},
+  )
+
+
+def test_a_dotted_path_names_a_function():
+  with _pool('tests.rewards.custom_functions.compute_score') as pool:
+    assert pool.score([_request('18')])[0].score == 1.0
+
+
+def test_built_in_rewards_add_up_by_weight():
+  specs = [
+      RewardSpec(function='gsm8k'),
+      RewardSpec(
+          function='format',
+          weight=0.25,
+          kwargs={'pattern': r'^<think>.*</think>'},
+      ),
+  ]
+  with _pool(*specs) as pool:
+    results = pool.score(
+        [
+            _request('<think>\n</think>\n#### 18'),
+            _request('<think></think> #### 17'),
+            _request('#### $18.00'),
+            # Strict: words on the line, or a box, are not the format.
+            _request('#### 18 dollars'),
+            _request(r'\boxed{18}'),
+        ]
+    )
+    assert [r.score for r in results] == [1.25, 0.25, 1.0, 0.0, 0.0]
+    assert [r.accuracy for r in results] == [1, 0, 1, 0, 0]
+    with pytest.raises(RewardFunctionError, match="'x'; use 'math' for it"):
+      pool.score([_request('#### 1', 'x')])
+
+
+def test_a_pattern_that_backtracks_for_ever_is_bounded():
+  spec = RewardSpec(function='format', kwargs={'pattern': '^(a+)+$'})
+  with _pool(spec) as pool:
+    results = pool.score([_request('a' * 60 + 'b'), _request('aa')])
+  assert [r.error for r in results] == ['timeout', None]
+
+
+@pytest.mark.parametrize(
+    'kwargs, message',
+    [
+        ({'function': 'maths'}, "'maths' is neither built in"),
+        ({'function': 'math', 'weight': float('nan')}, 'it must be finite'),
+        ({'function': 'format'}, r"takes exactly \['pattern'\]"),
+        ({'function': 'math', 'kwargs': {'x': 1}}, r'takes exactly \[\]'),
+        (
+            {'function': 'format', 'kwargs': {'pattern': '('}},
+            'is not a regular expression',
+        ),
+    ],
+)
+def test_a_wrong_setting_is_refused_before_anything_starts(kwargs, message):
+  with pytest.raises(ValueError, match=message):
+    RewardSpec(**kwargs)
+
+
+def test_a_pool_needs_rewards_with_different_names_and_positive_limits():
+  with pytest.raises(ValueError, match='each name only once'):
+    _pool('math', 'math')
+  with pytest.raises(ValueError, match='at least one'):
+    _pool()
+  with pytest.raises(ValueError, match='all must be positive'):
+    _pool('math', timeout_s=0)
+
+
+def test_a_closed_pool_says_so():
+  pool = _pool(_custom('obeys'))
+  pool.close()
+  with pytest.raises(ValueError, match='is closed'):
+    pool.score([_request('x')])
+
+
+def test_all_processes_die_with_the_trainer():
+  # The trainer is killed while one worker hangs and one idles.
+  script = (
+      'import threading, time\n'
+      'from tests.rewards.test_pool import _custom, _pool, _request\n'
+      'pool = _pool(_custom("obeys"), num_workers=2, timeout_s=60)\n'
+      'pids = [w.pidfd for w in pool._workers]\n'
+      'def pid(fd):\n'
+      '  with open(f"/proc/self/fdinfo/{fd}") as info:\n'
+      '    return [l.split()[1] for l in info if l.startswith("Pid")][0]\n'
+      'print(pool._nursery.pid, *map(pid, pids), flush=True)\n'
+      'pool.score([_request("hang")])\n'
+  )
+  if sys.platform != 'linux':
+    pytest.skip('processes are told of a death by Linux alone')
+  with subprocess.Popen(
+      [sys.executable, '-c', script],
+      stdout=subprocess.PIPE,
+      cwd=pathlib.Path(__file__).parents[2],
+  ) as trainer:
+    assert trainer.stdout is not None
+    pids = [int(p) for p in trainer.stdout.readline().split()]
+    assert len(pids) == 3
+    time.sleep(0.3)
+    trainer.kill()
+  deadline = time.monotonic() + 10
+  while any(map(_is_alive, pids)) and time.monotonic() < deadline:
+    time.sleep(0.05)
+  assert not any(map(_is_alive, pids))
+
+
+def _is_alive(pid):
+  try:
+    stat = pathlib.Path(f'/proc/{pid}/stat').read_text()
+  except FileNotFoundError:
+    return False
+  # A zombie waits for its parent only.
+  return stat.rsplit(')', 1)[1].split()[0] != 'Z'
+
+
+def test_good_answers_are_scored_fast(pool):
+  requests = [
+      _request(f'2 * {i}\n#### {2 * i}', str(2 * i)) for i in range(2000)
+  ]
+  start = time.monotonic()
+  results = pool.score(requests)
+  rate = len(requests) / (time.monotonic() - start)
+  assert sum(r.score for r in results) == 2000
+  # The promise is 800 per second on two idle cores; this is one worker on a
+  # machine that may be busy.
+  assert rate > 200
+
+
+@pytest.mark.slow
+def test_ten_thousand_hostile_answers_stall_nothing():
+  responses = list(HOSTILE.values())
+  worst = 0.0
+  with _pool('math', num_workers=2, timeout_s=1.0) as pool:
+    for i in range(10_000):
+      batch = [
+          _request(r'\boxed{18}'),
+          _request(responses[i % len(responses)], str(i)),
+      ]
+      start = time.monotonic()
+      good, hostile = pool.score(batch)
+      worst = max(worst, time.monotonic() - start)
+      assert good.score == 1 or i == 18
+      assert hostile.score == 0
+  assert worst < 1.0 + SLACK
