@@ -47,13 +47,13 @@ def truncation_mask(
 ) -> Bool[Array, ' V'] | None:
   """Marks the tokens that may be drawn.
 
-  In this order, as in vLLM and transformers: the top_k most probable tokens;
+  In this order, as in transformers: the top_k most probable tokens;
   of the distribution over those, the smallest set of most probable tokens
   whose mass reaches top_p; of these, the tokens with at least min_p times the
   largest probability. The most probable token always stays. Of equal logits
   the lower token id goes first.
 
-  Differs from vLLM and transformers: those keep all ties at the k-th place.
+  Differs from transformers: that keeps all ties at the k-th place.
 
   Args:
     z_V: tempered logits, float32.
