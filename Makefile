@@ -52,10 +52,11 @@ $(VENV)/.created:
 	@touch $@
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/.created
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@echo "Installing jetrl_jax into $(VENV) (about a minute)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e .
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.created
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check \
-	  -e '.[dev]'
+	@echo "Installing jetrl_jax[dev] into $(VENV) (about a minute)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev]'
 	@touch $@ $(VENV)/.installed
