@@ -2,11 +2,12 @@
 
 usage: checkpoint_saver.py DIRECTORY
 
-Reads delays in milliseconds from stdin, one a line. For each it forks a child
-that resumes from DIRECTORY and saves step after step, kills the child with
-SIGKILL when the delay has passed since the child began to save, and answers
-with the last step that the child knew to be durable. Forking spares the two
-seconds of imports per kill; no thread runs before the fork.
+Reads instants from stdin, one a line: '2.35' is 35% into the save that follows
+the child's second one. For each it forks a child that resumes from DIRECTORY
+and saves step after step, kills the child with SIGKILL at that instant, and
+answers with the last step that the child knew to be durable. Counting saves
+rather than seconds keeps the kills apart on a slow machine too. Forking spares
+the two seconds of imports per kill; no thread runs before the fork.
 """
 
 import os
@@ -44,14 +45,15 @@ def _save_for_ever(directory: str, report: int) -> None:
       state_of(0),
   )
   restored = manager.restore(like)
-  step = 0 if restored is None else restored.step + 1
+  first = step = 0 if restored is None else restored.step + 1
   os.write(report, b'saving\n')
   while True:
     manager.save(
         step, state_of(step), host_state_of(step), metric=-abs(step % 5 - 3)
     )
     # save() has waited for the step before: it must now survive anything.
-    os.write(report, f'{step - 1}\n'.encode())
+    if step > first:
+      os.write(report, f'{step - 1}\n'.encode())
     step += 1
 
 
@@ -67,11 +69,19 @@ def main() -> None:
     os.close(writer)
     with os.fdopen(reader) as reports:
       assert reports.readline() == 'saving\n'
-      time.sleep(float(line) / 1000)
+      saves, fraction = divmod(float(line), 1)
+      durable = ['-1']
+      # Before the first save there is none to time: 0.3 s is about one.
+      save_time = 0.3
+      for _ in range(int(saves)):
+        begin = time.monotonic()
+        durable.append(reports.readline())
+        save_time = time.monotonic() - begin
+      time.sleep(fraction * save_time)
       os.kill(child, signal.SIGKILL)
       os.waitpid(child, 0)
-      durable = reports.read().split()
-    print(durable[-1] if durable else -1, flush=True)
+      durable += reports.read().split()
+    print(int(durable[-1]), flush=True)
 
 
 if __name__ == '__main__':
