@@ -1,7 +1,9 @@
 """Logits against transformers; tools/make_hf_goldens.py made the files."""
 
+import functools
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from jetrl_jax.models.decoder import Decoder, variables
 from jetrl_jax.models.hf_config import load_config
 from jetrl_jax.models.hf_export import save_checkpoint
 from jetrl_jax.models.hf_import import load_checkpoint
+from jetrl_jax.models.hf_layout import flatten_tree, layout
 from jetrl_jax.sharding import Axes
 from tests.models import tiny
 
@@ -47,6 +50,22 @@ def test_logits_are_those_of_transformers(family):
   assert golden['logits'].std() > 1
   ours = our_logits(GOLDENS / family, golden['tokens'])
   assert np.abs(ours - golden['logits']).max() < TOLERANCE
+
+
+@pytest.mark.parametrize('family', tiny.FAMILIES)
+def test_the_decoder_initialises_the_tree_that_the_layout_lists(family):
+  config = tiny.config(family)
+  recipe = Recipe(name='bf16', compute_dtype='float32')
+  decoder = Decoder(config=config, recipe=recipe, axes=Axes())
+  position_BT = jnp.zeros((1, 16), jnp.int32)
+  attend = PackedAttention(first_BT=position_BT, last_BT=position_BT, tile=16)
+  row = position_BT[0]
+  init = functools.partial(decoder.init, attend=attend)
+  tree = jax.eval_shape(init, jax.random.key(0), row, row, jnp.ones(16))
+  found = {
+      path: leaf.shape for path, leaf in flatten_tree(tree['params']).items()
+  }
+  assert found == {row.path: row.shape for row in layout(config)}
 
 
 @pytest.mark.parametrize('with_source', [True, False])
