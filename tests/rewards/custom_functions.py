@@ -21,6 +21,7 @@ def with_kwargs(
 
 
 def sees_extra_info(data_source, solution_str, ground_truth, extra_info=None):
+  assert extra_info is not None
   return extra_info['index']
 
 

@@ -19,9 +19,11 @@ FUNCTIONS = pathlib.Path(__file__).parent / 'custom_functions.py'
 LIMIT = 0.5
 # What the pool may add: a kill, and this machine's scheduler.
 SLACK = 0.25
+# A killed worker's successor, and the good answers, on a busy machine.
+START = 0.5
 
 
-def _pool(*functions, num_workers=1, timeout_s=LIMIT, **kwargs):
+def _pool(*functions, num_workers=1, timeout_s=LIMIT):
   specs = [
       f if isinstance(f, RewardSpec) else RewardSpec(function=f)
       for f in functions
@@ -31,7 +33,6 @@ def _pool(*functions, num_workers=1, timeout_s=LIMIT, **kwargs):
       num_workers=num_workers,
       timeout_s=timeout_s,
       memory_limit_mb=512,
-      **kwargs,
   )
 
 
@@ -91,17 +92,10 @@ def test_every_hostile_answer_is_bounded_and_worth_nothing(pool):
   assert not pathlib.Path('OWNED').exists()
 
 
-# A killed worker's successor, and the two good answers, on a busy machine.
-START = 0.5
-
-
-def test_some_of_the_hostile_answers_are_stopped_by_the_clock_alone(pool):
-  # So that the test above is not empty: no rule refuses this one.
-  (result,) = pool.score([_request(HOSTILE['polynomial'] + r'\boxed{' + SLOW)])
+def test_some_hostile_answers_are_stopped_by_the_clock_alone(pool):
+  # So that the test above is not about rules only.
+  (result,) = pool.score([_request(HOSTILE['power of a sum'])])
   assert result.error == 'timeout'
-
-
-SLOW = r'\sin(\cos(\tan(x+y)))^{99}\cdot(x+y+z+w+1)^{99}-(x-y)^{98}}'
 
 
 def test_the_result_does_not_depend_on_the_number_of_workers():
@@ -349,6 +343,7 @@ def test_good_answers_are_scored_fast(pool):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
 def test_ten_thousand_hostile_answers_stall_nothing():
   responses = list(HOSTILE.values())
   worst = 0.0
@@ -361,6 +356,19 @@ def test_ten_thousand_hostile_answers_stall_nothing():
       start = time.monotonic()
       good, hostile = pool.score(batch)
       worst = max(worst, time.monotonic() - start)
-      assert good.score == 1 or i == 18
+      assert good.score == 1
       assert hostile.score == 0
   assert worst < 1.0 + SLACK
+
+
+def test_neither_rewards_nor_data_import_jax():
+  done = subprocess.run(
+      [
+          *(sys.executable, '-c'),
+          'import sys, jetrl_jax.data, jetrl_jax.rewards;'
+          ' sys.exit("jax" in sys.modules)',
+      ],
+      cwd=pathlib.Path(__file__).parents[2],
+      check=False,
+  )
+  assert done.returncode == 0
