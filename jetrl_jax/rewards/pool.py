@@ -36,6 +36,8 @@ from jetrl_jax.rewards.worker import failed
 _BATCH = 16
 # Importing a user's module, which may be a large one. Not an answer's time.
 _START_SECONDS = 120.0
+# In a row. One may be the kernel's doing, out of memory; these are the user's.
+_MAX_FAILED_STARTS = 3
 _NURSERY = (
     'import sys; from jetrl_jax.rewards import worker;'
     ' worker.nursery_main(int(sys.argv[1]))'
@@ -132,14 +134,15 @@ class RewardPool:
     self._timeout_s = timeout_s
     self._memory_limit_mb = memory_limit_mb
     self._lock = threading.Lock()
+    self._failed_starts = 0
     self._workers: list[_Worker] = []
     self._nursery: subprocess.Popen[bytes] | None = None
     try:
       self._start_nursery()
-      while len(self._workers) < num_workers:
-        self._workers.append(self._fork())
-      while not all(worker.ready for worker in self._workers):
-        self._wait(_Batch(requests=[], waiting=collections.deque()))
+      nothing = _Batch(requests=[], waiting=collections.deque())
+      while not self._workers or not all(w.ready for w in self._workers):
+        self._hand_out(nothing)
+        self._wait(nothing)
     except BaseException:
       self.close()
       raise
@@ -250,6 +253,7 @@ class RewardPool:
               f'a reward function could not be loaded:\n{reply["fatal"]}'
           )
         worker.ready = True
+        self._failed_starts = 0
         continue
       index = reply.pop('index')
       worker.since = reply.pop('at')
@@ -265,6 +269,10 @@ class RewardPool:
     memory, or had died before it read the answer.
     """
     if not worker.ready:
+      self._failed_starts += 1
+      if error == 'crash' and self._failed_starts < _MAX_FAILED_STARTS:
+        self._drop(worker)
+        return
       raise RewardFunctionError(
           f'a reward worker ended with {error!r} while it loaded the reward'
           f' functions ({", ".join(s.function for s in self._specs)}).'

@@ -132,6 +132,14 @@ def test_a_worker_killed_from_outside_is_replaced(obedient):
   assert [r.score for r in obedient.score([_request('ok')] * 9)] == [1.0] * 9
 
 
+def test_a_worker_killed_while_it_starts_is_replaced(obedient):
+  obedient._drop(obedient._workers[0])
+  starting = obedient._fork()
+  obedient._workers.append(starting)
+  signal.pidfd_send_signal(starting.pidfd, signal.SIGKILL)
+  assert [r.score for r in obedient.score([_request('ok')] * 9)] == [1.0] * 9
+
+
 def test_a_nursery_killed_from_outside_is_replaced(obedient):
   obedient._nursery.kill()
   results = obedient.score([_request('hang'), _request('ok')])
@@ -159,6 +167,7 @@ def test_a_users_mistake_stops_the_run_with_its_traceback(name, message):
         (f'{FUNCTIONS}:other', r"has the parameters \['a', 'b'\]; allowed"),
         ('/no/such/file.py:f', 'there is no file /no/such/file.py'),
         ('no_such_module.f', "No module named 'no_such_module'"),
+        (f'{FUNCTIONS.with_name("aborts_on_import.py")}:f', "with 'crash'"),
     ],
 )
 def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(
