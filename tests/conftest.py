@@ -3,9 +3,17 @@
 import os
 import pathlib
 
+import hypothesis
 import pytest
 
 _ROOT = pathlib.Path(__file__).parent.parent
+
+# The same examples in every run, and no limit per example: the first one
+# compiles. Whole tests have pytest-timeout's limit.
+hypothesis.settings.register_profile(
+    'tests', deadline=None, derandomize=True, database=None
+)
+hypothesis.settings.load_profile('tests')
 
 
 def pytest_addoption(parser):
