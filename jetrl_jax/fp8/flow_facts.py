@@ -1,0 +1,230 @@
+"""What is known of a value in a jaxpr: where it comes from, where it varies.
+
+The axes along which a value varies follow it through broadcasts, reshapes and
+arithmetic, so that a scale has the same granularity whether it was multiplied
+as a scalar, as a column or as an array broadcast by hand.
+"""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from jetrl_jax.fp8.flow_graph import FlowNode
+
+MOVEMENT = frozenset(
+    'all_gather all_gather_invariant all_to_all bitcast_convert_type'
+    ' broadcast_in_dim concatenate copy copy_p device_put dynamic_slice'
+    ' dynamic_update_slice empty expand_dims gather iota name'
+    ' optimization_barrier pad pbroadcast pcast ppermute pvary reshape reshard'
+    ' rev scatter select_n sharding_constraint slice sort split squeeze'
+    ' stop_gradient top_k transpose'.split()
+)
+DOTS = frozenset(
+    'dot_general conv_general_dilated ragged_dot ragged_dot_general'.split()
+)
+CASTS = frozenset(['convert_element_type', 'reduce_precision'])
+KERNELS = frozenset(['pallas_call', 'ffi_call', 'custom_call'])
+REDUCTIONS = frozenset(
+    'cumlogsumexp cummax cummin cumprod cumsum pmax pmin psum psum_invariant'
+    ' reduce reduce_max reduce_min reduce_prod reduce_scatter reduce_sum'
+    ' reduce_window'.split()
+)
+TRANSCENDENTALS = frozenset(
+    'acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv'
+    ' erfc exp exp2 expm1 integer_pow lgamma log log1p logistic pow rsqrt sin'
+    ' sinh sqrt tan tanh'.split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+  """What is known of a value.
+
+  Attributes:
+    sources: operations it comes from, through data movement.
+    varying: per axis, False where the value is known to be broadcast along it.
+      An axis of length 1 counts as varying unless it was made by a broadcast,
+      so that one row decoded looks like one of many rows trained.
+    block: length of the last axis where a reshape split it off, else 0.
+  """
+
+  sources: frozenset[FlowNode]
+  varying: tuple[bool, ...]
+  block: int = 0
+
+
+def is_float(aval) -> bool:
+  """True for arrays of floats of any width."""
+  return hasattr(aval, 'dtype') and jnp.issubdtype(aval.dtype, np.floating)
+
+
+def all_axes(aval) -> tuple[bool, ...]:
+  """Varying along every axis."""
+  return (True,) * len(_shape(aval))
+
+
+def _shape(aval) -> tuple[int, ...]:
+  return aval.shape if hasattr(aval, 'shape') else ()
+
+
+def fresh(aval) -> Fact:
+  """An input, or a value that nothing is known of."""
+  return Fact(frozenset(), all_axes(aval))
+
+
+def without_sources(fact: Fact) -> Fact:
+  """Returns what is known of the value's shape alone."""
+  return dataclasses.replace(fact, sources=frozenset())
+
+
+def join(facts) -> Fact:
+  """What holds of a value that may be any of these, all of one shape."""
+  facts = list(facts)
+  return Fact(
+      frozenset().union(*(f.sources for f in facts)),
+      tuple(any(f) for f in zip(*(f.varying for f in facts), strict=True)),
+      facts[0].block if len({f.block for f in facts}) == 1 else 0,
+  )
+
+
+def moved(eqn, facts) -> list[Fact]:
+  """Facts of what data movement returns."""
+  if len(eqn.outvars) == len(facts) > 1:
+    return facts  # Barriers and transfers: one by one.
+  sources = frozenset().union(*(f.sources for f in facts))
+  varying = varying_axes(eqn, facts)
+  block = common_block(facts, varying)
+  if eqn.primitive.name == 'reshape':
+    given, made = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    block = block if given[-1:] == made[-1:] else 0
+    if given and made and given[-1] > made[-1] > 1:
+      block = made[-1]
+  return [
+      Fact(
+          sources,
+          varying
+          if len(varying) == len(all_axes(v.aval))
+          else all_axes(v.aval),
+          block,
+      )
+      for v in eqn.outvars
+  ]
+
+
+def common_block(facts, varying) -> int:
+  """The block of the operands that are as fine as the result."""
+  blocks = {f.block for f in facts if f.varying == varying}
+  return blocks.pop() if len(blocks) == 1 else 0
+
+
+def varying_axes(eqn, facts) -> tuple[bool, ...]:
+  """Along which axes the first result varies."""
+  op, params = eqn.primitive.name, eqn.params
+  aval = eqn.outvars[0].aval
+  everything = all_axes(aval)
+  if not facts or op in DOTS | KERNELS:
+    return everything
+  first = facts[0].varying
+  if op == 'broadcast_in_dim':
+    axes = params['broadcast_dimensions']
+    flags = [False] * len(everything)
+    for axis, flag in zip(axes, _stretched(eqn, facts)[0], strict=True):
+      flags[axis] = flag
+  elif op == 'transpose':
+    flags = [first[axis] for axis in params['permutation']]
+  elif op == 'squeeze':
+    flags = [f for i, f in enumerate(first) if i not in params['dimensions']]
+  elif op in REDUCTIONS and 'axes' in params:
+    flags = [f for i, f in enumerate(first) if i not in params['axes']]
+  elif op == 'reshape':
+    flags = _reshaped(first, eqn.invars[0].aval.shape, aval.shape)
+  elif op in ('slice', 'dynamic_slice', 'dynamic_update_slice', 'split'):
+    flags = first
+  elif op in ('gather', 'scatter', 'concatenate', 'sort', 'pad'):
+    return everything
+  else:
+    same_rank = [f for f in _stretched(eqn, facts) if len(f) == aval.ndim]
+    if not same_rank:
+      return everything
+    flags = [any(f) for f in zip(*same_rank, strict=True)]
+  return tuple(flags)
+
+
+def _stretched(eqn, facts) -> list[tuple[bool, ...]]:
+  """Along which axes of the result each operand varies.
+
+  An operand may be 1 long where the result is longer.
+  """
+  shape = eqn.outvars[0].aval.shape
+  axes = eqn.params.get('broadcast_dimensions', range(len(shape)))
+  wide = [shape[axis] for axis in axes]
+  return [
+      tuple(
+          f and n == w
+          for f, n, w in zip(fact.varying, given, wide, strict=True)
+      )
+      if len(given) == len(wide)
+      else fact.varying
+      for fact, given in zip(
+          facts, (_shape(v.aval) for v in eqn.invars), strict=True
+      )
+  ]
+
+
+def _reshaped(flags, given, made) -> list[bool]:
+  """Carries flags over a reshape, by the runs of axes with equal products."""
+  if not any(flags):
+    return [False] * len(made)
+  if 0 in made:
+    return [True] * len(made)
+  # An axis of length 1 after the last run was made by this reshape.
+  result = [False] * len(made)
+  i = j = 0
+  while i < len(given) and j < len(made):
+    left, right, i0, j0 = given[i], made[j], i, j
+    while left != right:
+      if left < right:
+        i += 1
+        left *= given[i]
+      else:
+        j += 1
+        right *= made[j]
+    i, j = i + 1, j + 1
+    result[j0:j] = [any(flags[i0:i])] * (j - j0)
+  return result
+
+
+def pattern(shared, varying, block: int) -> str:
+  """Names how a coarse operand lies in a fine one.
+
+  Args:
+    shared: per axis, True where the coarse one varies.
+    varying: per axis, True where the fine one does; other axes do not count.
+    block: `Fact.block` of the fine one.
+  """
+  flags = [s for s, v in zip(shared, varying, strict=True) if v]
+  runs = [f for i, f in enumerate(flags) if i == 0 or f != flags[i - 1]]
+  match runs:
+    case [] | [False]:
+      return 'per tensor'
+    case [True]:
+      return ''
+    case [True, False] if block:
+      return f'per block of {block}'
+    case [True, False]:
+      return 'per row'
+    case [False, True]:
+      return 'per channel'
+  return 'per block ' + ''.join('x' if f else '.' for f in runs)
+
+
+def coarsest(eqn, facts, varying) -> str:
+  """The granularity of the operand that varies along the fewest axes."""
+  block = common_block(facts, varying)
+  patterns = []
+  for flags in _stretched(eqn, facts):
+    flags = flags or (False,) * len(varying)
+    if len(flags) == len(varying):
+      patterns.append((sum(flags), pattern(flags, varying, block)))
+  return min(patterns)[1] if patterns else ''

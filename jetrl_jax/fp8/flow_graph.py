@@ -1,0 +1,119 @@
+"""The precision-flow graph as data: what it holds and how it is shown.
+
+A graph is a set of nodes and a set of edges, each in program order of its first
+appearance. Shapes and multiplicities are left out on purpose: a decode loop and
+a teacher-forced forward run the same operation on other numbers of rows and
+another number of times.
+"""
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
+class FlowNode:
+  """One operation on floats.
+
+  Attributes:
+    path: named scopes around it, joined by '/', e.g. 'layers_0/attn/qkv'.
+    op: JAX primitive, or the name of an opaque kernel.
+    kind: 'dot', 'cast', 'scale', 'reduction', 'transcendental', 'arithmetic' or
+      'kernel'.
+    inputs: dtypes of the operands.
+    outputs: dtypes of the results.
+    granularity: for an elementwise operation what its coarsest operand is
+      shared by ('per tensor', 'per row', 'per channel', 'per block of 128', or
+      '' where all operands are as fine as the result); for a reduction what one
+      result stands for.
+    backward: True in the transposed part of a differentiated function.
+  """
+
+  path: str
+  op: str
+  kind: str
+  inputs: tuple[str, ...]
+  outputs: tuple[str, ...]
+  granularity: str
+  backward: bool
+
+  def signature(self) -> str:
+    """Returns the node without its path, for people."""
+    formats = f'({", ".join(self.inputs)}) -> {", ".join(self.outputs)}'
+    words = [f'{self.op} {formats}', self.granularity]
+    words.append('backward' if self.backward else '')
+    return ', '.join(word for word in words if word)
+
+  def __str__(self) -> str:
+    return f'{self.path or "(no scope)"}: {self.signature()}'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
+class FlowEdge:
+  """A result that reaches an operation, through data movement only.
+
+  Attributes:
+    producer: where the value was computed.
+    consumer: where it is used.
+    dtype: what flows.
+  """
+
+  producer: FlowNode
+  consumer: FlowNode
+  dtype: str
+
+  def __str__(self) -> str:
+    return (
+        f'{self.producer.path or "(no scope)"}: {self.producer.signature()}'
+        f' --{self.dtype}--> {self.consumer.path or "(no scope)"}:'
+        f' {self.consumer.signature()}'
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlowGraph:
+  """The precision flow of one function.
+
+  Attributes:
+    nodes: all different, in program order.
+    edges: all different, between `nodes`.
+  """
+
+  nodes: tuple[FlowNode, ...]
+  edges: tuple[FlowEdge, ...]
+
+  def by_path(self) -> dict[str, list[FlowNode]]:
+    """Returns the nodes of each path, both in program order."""
+    paths = {}
+    for node in self.nodes:
+      paths.setdefault(node.path, []).append(node)
+    return paths
+
+  def to_text(self) -> str:
+    """Returns a listing, layer by layer."""
+    lines = [f'{len(self.nodes)} operations, {len(self.edges)} edges']
+    for path, nodes in self.by_path().items():
+      lines.append(path or '(no scope)')
+      lines += [f'  {node.kind:<15} {node.signature()}' for node in nodes]
+    return '\n'.join(lines) + '\n'
+
+  def to_dot(self) -> str:
+    """Returns graphviz source, one box a path: `dot -Tsvg`."""
+    names = {node: f'n{i}' for i, node in enumerate(self.nodes)}
+    lines = ['digraph flow {', '  node [shape=box, fontname=monospace];']
+    for i, (path, nodes) in enumerate(self.by_path().items()):
+      lines.append(f'  subgraph cluster_{i} {{')
+      lines.append(f'    label="{_quoted(path)}";')
+      lines += [
+          f'    {names[node]} [label="{_quoted(node.signature())}"];'
+          for node in nodes
+      ]
+      lines.append('  }')
+    lines += [
+        f'  {names[edge.producer]} -> {names[edge.consumer]}'
+        f' [label="{edge.dtype}"];'
+        for edge in self.edges
+    ]
+    return '\n'.join([*lines, '}']) + '\n'
+
+
+def _quoted(text: str) -> str:
+  return text.replace('\\', '\\\\').replace('"', '\\"')
