@@ -6,11 +6,10 @@ as a scalar, as a column or as an array broadcast by hand.
 """
 
 import dataclasses
+from typing import TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
-
-from jetrl_jax.fp8.flow_graph import FlowNode
 
 MOVEMENT = frozenset(
     'all_gather all_gather_invariant all_to_all bitcast_convert_type'
@@ -18,7 +17,7 @@ MOVEMENT = frozenset(
     ' dynamic_update_slice empty expand_dims gather iota name'
     ' optimization_barrier pad pbroadcast pcast ppermute pvary reshape reshard'
     ' rev scatter select_n sharding_constraint slice sort split squeeze'
-    ' stop_gradient top_k transpose'.split()
+    ' stack stop_gradient tile top_k transpose unstack'.split()
 )
 DOTS = frozenset(
     'dot_general conv_general_dilated ragged_dot ragged_dot_general'.split()
@@ -37,21 +36,34 @@ TRANSCENDENTALS = frozenset(
 )
 
 
+Address: TypeAlias = tuple[int, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Fact:
   """What is known of a value.
 
+  Operations are known by their address: where their equation stands in its
+  jaxpr, that jaxpr's equation in the outer one, and so on.
+
   Attributes:
-    sources: operations it comes from, through data movement.
+    sources: operations it comes from, through data movement of floats.
+    hidden: operations it depends on through integers, booleans or sampling.
     varying: per axis, False where the value is known to be broadcast along it.
       An axis of length 1 counts as varying unless it was made by a broadcast,
       so that one row decoded looks like one of many rows trained.
     block: length of the last axis where a reshape split it off, else 0.
   """
 
-  sources: frozenset[FlowNode]
   varying: tuple[bool, ...]
+  sources: frozenset[Address] = frozenset()
+  hidden: frozenset[Address] = frozenset()
   block: int = 0
+
+  @property
+  def behind(self) -> frozenset[Address]:
+    """All operations that it depends on."""
+    return self.sources | self.hidden
 
 
 def is_float(aval) -> bool:
@@ -70,20 +82,32 @@ def _shape(aval) -> tuple[int, ...]:
 
 def fresh(aval) -> Fact:
   """An input, or a value that nothing is known of."""
-  return Fact(frozenset(), all_axes(aval))
+  return Fact(all_axes(aval))
 
 
-def without_sources(fact: Fact) -> Fact:
-  """Returns what is known of the value's shape alone."""
-  return dataclasses.replace(fact, sources=frozenset())
+def cut(fact: Fact) -> Fact:
+  """Returns the fact of a value through which no floats flow."""
+  return dataclasses.replace(fact, sources=frozenset(), hidden=fact.behind)
+
+
+def depending(fact: Fact, behind: frozenset[Address]) -> Fact:
+  """Adds operations on which it depends through control flow."""
+  return dataclasses.replace(fact, hidden=fact.hidden | behind)
+
+
+def sampled(aval, facts) -> Fact:
+  """The fact of what sampling made of these values."""
+  behind = frozenset().union(*(f.behind for f in facts))
+  return Fact(all_axes(aval), hidden=behind)
 
 
 def join(facts) -> Fact:
   """What holds of a value that may be any of these, all of one shape."""
   facts = list(facts)
   return Fact(
-      frozenset().union(*(f.sources for f in facts)),
       tuple(any(f) for f in zip(*(f.varying for f in facts), strict=True)),
+      frozenset().union(*(f.sources for f in facts)),
+      frozenset().union(*(f.hidden for f in facts)),
       facts[0].block if len({f.block for f in facts}) == 1 else 0,
   )
 
@@ -92,7 +116,6 @@ def moved(eqn, facts) -> list[Fact]:
   """Facts of what data movement returns."""
   if len(eqn.outvars) == len(facts) > 1:
     return facts  # Barriers and transfers: one by one.
-  sources = frozenset().union(*(f.sources for f in facts))
   varying = varying_axes(eqn, facts)
   block = common_block(facts, varying)
   if eqn.primitive.name == 'reshape':
@@ -100,16 +123,28 @@ def moved(eqn, facts) -> list[Fact]:
     block = block if given[-1:] == made[-1:] else 0
     if given and made and given[-1] > made[-1] > 1:
       block = made[-1]
+  sources = frozenset().union(*(f.sources for f in facts))
+  hidden = frozenset().union(*(f.hidden for f in facts))
   return [
-      Fact(
-          sources,
-          varying
-          if len(varying) == len(all_axes(v.aval))
-          else all_axes(v.aval),
-          block,
-      )
+      Fact(_of_rank(varying, v.aval), sources, hidden, block)
       for v in eqn.outvars
   ]
+
+
+def made_by(address: Address, eqn, facts) -> list[Fact]:
+  """Facts of what an operation returns."""
+  varying = varying_axes(eqn, facts)
+  block = common_block(facts, varying)
+  return [
+      Fact(_of_rank(varying, v.aval), frozenset([address]), block=block)
+      for v in eqn.outvars
+  ]
+
+
+def _of_rank(varying, aval) -> tuple[bool, ...]:
+  """A result of another rank than the first varies along all of its axes."""
+  everything = all_axes(aval)
+  return varying if len(varying) == len(everything) else everything
 
 
 def common_block(facts, varying) -> int:

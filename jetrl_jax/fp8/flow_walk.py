@@ -12,7 +12,7 @@ from typing import Any
 from jax.extend import core
 
 from jetrl_jax.fp8 import flow_facts
-from jetrl_jax.fp8.flow_facts import Fact
+from jetrl_jax.fp8.flow_facts import Address, Fact
 from jetrl_jax.fp8.flow_graph import FlowEdge, FlowGraph, FlowNode
 
 # Everything under a scope of this name is left out of the graph.
@@ -39,16 +39,21 @@ def extract(jaxpr: Any) -> FlowGraph:
   """
   walker = _Walker()
   facts = [flow_facts.fresh(v.aval) for v in _open(jaxpr).invars]
-  walker.walk(jaxpr, facts, _Scope())
-  return FlowGraph(nodes=tuple(walker.nodes), edges=tuple(walker.edges))
+  results = walker.walk(jaxpr, facts, _Scope())
+  return walker.graph(results)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Scope:
   names: tuple[str, ...] = ()
   backward: bool = False
+  address: Address = ()
 
-  def enter(self, name_stack: str) -> '_Scope':
+  def part(self, index: int) -> '_Scope':
+    """One of several jaxprs that an equation holds."""
+    return dataclasses.replace(self, address=(*self.address, index))
+
+  def enter(self, name_stack: str, index: int) -> '_Scope':
     """Adds the scopes of an equation, without the marks of transforms."""
     # jit(silu) names a function that was called; jvp(layers_0) wraps a scope.
     text = re.sub(
@@ -63,17 +68,46 @@ class _Scope:
         r'|closed_call|core_call|shard_map|branch_\d+_fun|custom_\w+_call'
     )
     names = [n for n in text.split('/') if n and not re.fullmatch(markers, n)]
-    return _Scope((*self.names, *names), self.backward or backward)
+    return _Scope(
+        (*self.names, *names),
+        self.backward or backward,
+        (*self.address, index),
+    )
 
 
 class _Walker:
   """Collects nodes and edges over a jaxpr and the jaxprs inside it."""
 
   def __init__(self):
-    # Dictionaries as ordered sets.
-    self.nodes: dict[FlowNode, None] = {}
-    self.edges: dict[FlowEdge, None] = {}
-    self._recording = True
+    # Visited again in every round of a loop; the last visit, when everything
+    # is known of what the loop carries, is the one that stays.
+    self._nodes: dict[Address, FlowNode] = {}
+    self._behind: dict[Address, frozenset[Address]] = {}
+    # A dictionary as an ordered set: producer, consumer, dtype.
+    self._edges: dict[tuple[Address, Address, str], None] = {}
+
+  def graph(self, results: list[Fact]) -> FlowGraph:
+    """Returns what the results depend on, equal operations as one.
+
+    Differentiating leaves out what is not needed, so dead code must not count
+    on the other side either.
+    """
+    live, todo = set(), set().union(*(f.behind for f in results))
+    while todo:
+      address = todo.pop()
+      live.add(address)
+      todo |= self._behind[address] - live
+    nodes = {n: None for at, n in self._nodes.items() if at in live}
+    edges = {
+        FlowEdge(
+            producer=self._nodes[producer],
+            consumer=self._nodes[consumer],
+            dtype=dtype,
+        ): None
+        for producer, consumer, dtype in self._edges
+        if producer in live and consumer in live
+    }
+    return FlowGraph(nodes=tuple(nodes), edges=tuple(edges))
 
   def walk(self, jaxpr: Any, facts: list[Fact], scope: _Scope) -> list[Fact]:
     """Walks the equations; returns facts of the results."""
@@ -86,40 +120,41 @@ class _Walker:
         return flow_facts.fresh(atom.aval)
       return known[atom]
 
-    for eqn in jaxpr.eqns:
-      outs = self._equation(eqn, [read(v) for v in eqn.invars], scope)
+    for i, eqn in enumerate(jaxpr.eqns):
+      inside = scope.enter(str(eqn.source_info.name_stack), i)
+      outs = self._equation(eqn, [read(v) for v in eqn.invars], inside)
       # Integers and booleans cut the flow.
       known |= {
-          v: fact
-          if flow_facts.is_float(v.aval)
-          else dataclasses.replace(fact, sources=frozenset())
+          v: fact if flow_facts.is_float(v.aval) else flow_facts.cut(fact)
           for v, fact in zip(eqn.outvars, outs, strict=True)
       }
     return [read(v) for v in jaxpr.outvars]
 
   def _equation(self, eqn, facts, scope) -> list[Fact]:
-    op = eqn.primitive.name
-    inside = scope.enter(str(eqn.source_info.name_stack))
-    if SAMPLING in inside.names:
-      return [flow_facts.fresh(v.aval) for v in eqn.outvars]
-    if op == 'while':
-      return self._while(eqn, facts, inside)
-    if op == 'scan':
-      return self._scan(eqn, facts, inside)
-    if op == 'cond':
-      branches = [
-          self.walk(branch, facts[1:], inside)
-          for branch in eqn.params['branches']
-      ]
-      return [
-          flow_facts.join(results) for results in zip(*branches, strict=True)
-      ]
+    if SAMPLING in scope.names:
+      return [flow_facts.sampled(v.aval, facts) for v in eqn.outvars]
+    match eqn.primitive.name:
+      case 'while':
+        return self._while(eqn, facts, scope)
+      case 'scan':
+        return self._scan(eqn, facts, scope)
+      case 'cond':
+        return self._cond(eqn, facts, scope)
     called = _called(eqn)
     if called is not None:
-      return self.walk(called, facts, inside)
+      return self.walk(called, facts, scope)
     if _is_movement(eqn):
       return flow_facts.moved(eqn, facts)
-    return self._node(eqn, facts, inside)
+    return self._node(eqn, facts, scope)
+
+  def _cond(self, eqn, facts, scope) -> list[Fact]:
+    chosen_by = facts[0].behind
+    branches = [
+        self.walk(branch, facts[1:], scope.part(i))
+        for i, branch in enumerate(eqn.params['branches'])
+    ]
+    joined = [flow_facts.join(r) for r in zip(*branches, strict=True)]
+    return [flow_facts.depending(f, chosen_by) for f in joined]
 
   def _while(self, eqn, facts, scope) -> list[Fact]:
     # As in a scan: counted, not read from parameters.
@@ -127,9 +162,12 @@ class _Walker:
     skip = len(_open(eqn.params['cond_jaxpr']).invars) - carried
     split = len(facts) - carried
     test, consts, carry = facts[:skip], facts[skip:split], facts[split:]
-    carry, _ = self._loop(eqn.params['body_jaxpr'], consts, carry, [], scope)
-    self.walk(eqn.params['cond_jaxpr'], [*test, *carry], scope)
-    return carry
+    body = eqn.params['body_jaxpr']
+    carry, _ = self._loop(body, consts, carry, [], scope.part(0))
+    (again,) = self.walk(
+        eqn.params['cond_jaxpr'], [*test, *carry], scope.part(1)
+    )
+    return [flow_facts.depending(f, again.behind) for f in carry]
 
   def _scan(self, eqn, facts, scope) -> list[Fact]:
     # The names of the parameters that count them vary between versions of
@@ -156,32 +194,14 @@ class _Walker:
     Returns:
       Facts of the carried values and of the body's other results.
     """
-
-    def settle(state, follow_sources):
-      while True:
-        outs = self.walk(body, [*consts, *state, *rows], scope)
-        pairs = zip(state, outs[: len(state)], strict=True)
-        joined = [flow_facts.join(pair) for pair in pairs]
-        if not follow_sources:
-          joined = [flow_facts.without_sources(f) for f in joined]
-        if joined == state:
-          return state
-        state = joined
-
-    recording, self._recording = self._recording, False
-    # What varies first: the granularity of a node, and so its identity, depends
-    # on it, and a source found too early would be another node.
-    shapes = settle([flow_facts.without_sources(f) for f in carry], False)
-    state = settle(
-        [
-            dataclasses.replace(shape, sources=f.sources)
-            for shape, f in zip(shapes, carry, strict=True)
-        ],
-        True,
-    )
-    self._recording = recording
-    outs = self.walk(body, [*consts, *state, *rows], scope)
-    return state, outs[len(state) :]
+    state = carry
+    while True:
+      outs = self.walk(body, [*consts, *state, *rows], scope)
+      pairs = zip(state, outs[: len(state)], strict=True)
+      joined = [flow_facts.join(pair) for pair in pairs]
+      if joined == state:
+        return state, outs[len(state) :]
+      state = joined
 
   def _node(self, eqn, facts, scope) -> list[Fact]:
     op = eqn.primitive.name
@@ -206,25 +226,13 @@ class _Walker:
         granularity=granularity,
         backward=scope.backward,
     )
-    if self._recording:
-      self.nodes[node] = None
-      for v, fact in zip(eqn.invars, facts, strict=True):
-        for producer in sorted(fact.sources):
-          edge = FlowEdge(
-              producer=producer, consumer=node, dtype=_dtype(v.aval)
-          )
-          self.edges[edge] = None
-    block = flow_facts.common_block(facts, varying)
-    return [
-        Fact(
-            frozenset([node]),
-            varying
-            if len(varying) == len(v.aval.shape)
-            else flow_facts.all_axes(v.aval),
-            block,
-        )
-        for v in eqn.outvars
-    ]
+    self._nodes[scope.address] = node
+    behind = frozenset().union(*(f.behind for f in facts))
+    self._behind[scope.address] = behind
+    for v, fact in zip(eqn.invars, facts, strict=True):
+      for producer in sorted(fact.sources):
+        self._edges[producer, scope.address, _dtype(v.aval)] = None
+    return flow_facts.made_by(scope.address, eqn, facts)
 
 
 def _dtype(aval) -> str:
@@ -274,7 +282,10 @@ def _is_movement(eqn) -> bool:
 def _with_precision(op: str, eqn) -> str:
   """A dot of another precision is another operation."""
   precision = eqn.params.get('precision') if op in flow_facts.DOTS else None
-  return f'{op}[{precision}]' if precision is not None else op
+  if precision is None:
+    return op
+  sides = precision if isinstance(precision, tuple) else (precision,)
+  return f'{op}[{", ".join(dict.fromkeys(str(p) for p in sides))}]'
 
 
 def _kind(eqn, granularity: str) -> str:

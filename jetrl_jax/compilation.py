@@ -1,0 +1,54 @@
+"""The one place that compiles, with the options that exactness rests on.
+
+The building blocks are plain functions; `exact_jit` is applied at the outermost
+boundary only (a jit with compiler options raises inside another jit or grad).
+Notebooks use it too, so they get the trainer's numbers, whatever XLA_FLAGS say.
+"""
+
+import jax
+
+# Why each: see docs/design.md, "The precision contract".
+_EVERYWHERE = {
+    # A fusion may otherwise skip a bfloat16 rounding, differently in two graphs.
+    'xla_allow_excess_precision': False,
+}
+_CPU = {
+    # Only single dots may go to YNN: its rows do not depend on the number of
+    # rows, while Eigen splits the contraction by it. Its larger fusions compute
+    # exp(x - max) with other bits at small shapes, and in jax 0.10.2 and 0.11.2
+    # return garbage for (max, subtract, exp, dot with a constant) in one fusion.
+    'xla_cpu_experimental_ynn_fusion_type': (
+        'LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT'
+    ),
+}
+_GPU = {
+    # Triton GEMMs are chosen, and tiled, by timing: other bits per shape.
+    'xla_gpu_enable_triton_gemm': False,
+    # cuBLASLt's first heuristic instead of the fastest by timing: the latter
+    # picks split-K for small row counts only.
+    'xla_gpu_autotune_level': 0,
+    # Scatter-adds (the embedding's gradient) in a fixed order.
+    'xla_gpu_deterministic_ops': True,
+}
+
+
+def compiler_options(backend: str | None = None) -> dict:
+  """Returns the options for a backend, by default the one in use."""
+  backend = backend or jax.default_backend()
+  return _EVERYWHERE | {'cpu': _CPU, 'gpu': _GPU, 'cuda': _GPU}[backend]
+
+
+def exact_jit(function, *, donate_argnums=(), static_argnums=()):
+  """`jax.jit` with the pinned options.
+
+  Args:
+    function: pure function of pytrees.
+    donate_argnums: arguments whose buffers the result may reuse.
+    static_argnums: hashable arguments that select the program.
+  """
+  return jax.jit(
+      function,
+      donate_argnums=donate_argnums,
+      static_argnums=static_argnums,
+      compiler_options=compiler_options(),
+  )

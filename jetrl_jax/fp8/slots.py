@@ -1,0 +1,214 @@
+"""Delayed-scaling state: amax histories, scales and health, per fused dot.
+
+The state lives in the Flax collection `_overwrite_with_gradient`. A dot's slot
+is a dict {input, kernel, output_grad} of
+
+    amax_history [A]  entry 0 is being filled; 0 means nothing recorded yet
+    scale []          in use; changes only in `roll`
+    health [5]        sums of the last step: elements, saturated, flushed to
+                      zero, signal power, noise power
+
+New observations leave `jax.grad` as the cotangents of a slot (see
+`fp8/linear.py`); `combine` joins those of several micro-batches and `observe`
+is the one function that puts them into the state. Neither zero nor a
+non-finite amax is ever recorded, so a layer that the loss does not reach keeps
+its history.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+
+from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8.quantization import is_recordable, scale_from_amax
+from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.sharding import Axes
+from jetrl_jax.typing import Array, PyTree
+
+COLLECTION = '_overwrite_with_gradient'
+OPERANDS = ('input', 'kernel', 'output_grad')
+HEALTH_SIZE = 5
+
+
+def init_slot(history_length: int) -> PyTree:
+  """Returns an empty slot: scale 1, nothing recorded."""
+  return {
+      operand: {
+          'amax_history': jnp.zeros((history_length,), jnp.float32),
+          'scale': jnp.ones((), jnp.float32),
+          'health': jnp.zeros((HEALTH_SIZE,), jnp.float32),
+      }
+      for operand in OPERANDS
+  }
+
+
+def _is_slot(node: PyTree) -> bool:
+  return isinstance(node, dict) and set(node) == set(OPERANDS)
+
+
+def map_slots(function, *states: PyTree) -> PyTree:
+  """Applies `function(slot, ...)` to the slots of equally built states."""
+  return jax.tree.map(function, *states, is_leaf=_is_slot)
+
+
+def init_state(params: PyTree, recipe: Recipe) -> PyTree:
+  """Returns empty slots for every kernel that the recipe quantises.
+
+  Args:
+    params: nested dict of masters (arrays or shapes).
+    recipe: names the layers that stay in high precision.
+  """
+
+  def walk(node, path):
+    if not isinstance(node, dict):
+      return None
+    if 'kernel' in node and recipe.quantizes('/'.join(path)):
+      return init_slot(recipe.amax_history_length)
+    children = {key: walk(child, path + (key,)) for key, child in node.items()}
+    return {key: child for key, child in children.items() if child} or None
+
+  return walk(params, ()) or {}
+
+
+def combine(left: PyTree, right: PyTree) -> PyTree:
+  """Joins the cotangents of two micro-batches: amax by max, health by sum."""
+
+  def join(a, b):
+    return {
+        operand: {
+            'amax_history': jnp.maximum(
+                a[operand]['amax_history'], b[operand]['amax_history']
+            ),
+            'scale': a[operand]['scale'],
+            'health': a[operand]['health'] + b[operand]['health'],
+        }
+        for operand in OPERANDS
+    }
+
+  return map_slots(join, left, right)
+
+
+def reduce_over_devices(cotangents: PyTree, axes: Axes) -> PyTree:
+  """Joins the cotangents of all devices (inside `shard_map`)."""
+  return map_slots(
+      lambda slot: {
+          operand: {
+              'amax_history': axes.pmax(slot[operand]['amax_history']),
+              'scale': slot[operand]['scale'],
+              'health': axes.psum(slot[operand]['health']),
+          }
+          for operand in OPERANDS
+      },
+      cotangents,
+  )
+
+
+def _record(entry: PyTree, amax: Array) -> PyTree:
+  history = entry['amax_history']
+  kept = jnp.where(is_recordable(amax), amax, 0.0)
+  return entry | {'amax_history': history.at[0].max(kept)}
+
+
+def observe(state: PyTree, cotangents: PyTree) -> PyTree:
+  """Records what the backward pass saw; scales do not change.
+
+  Args:
+    state: the collection.
+    cotangents: gradient of the loss "with respect to" the collection, joined
+      over micro-batches and devices.
+
+  Returns:
+    The state with `amax_history[0]` raised to the observed amax of inputs and
+    output gradients, and their `health` replaced.
+  """
+
+  def one(slot, cotangent):
+    seen = {
+        operand: _record(
+            slot[operand], cotangent[operand]['amax_history'][0]
+        )
+        | {'health': cotangent[operand]['health']}
+        for operand in ('input', 'output_grad')
+    }
+    return slot | seen
+
+  return map_slots(one, state, cotangents)
+
+
+def _roll_entry(entry: PyTree, dtype, recipe: Recipe) -> PyTree:
+  history = entry['amax_history']
+  amax = jnp.max(history)
+  scale = scale_from_amax(
+      amax,
+      dtype,
+      margin=recipe.margin,
+      power_of_two=recipe.power_of_two_scales,
+  )
+  shifted = jnp.roll(history, 1).at[0].set(0.0)
+  return entry | {
+      # Nothing recorded since the last roll: shifting would only forget.
+      'amax_history': jnp.where(history[0] > 0, shifted, history),
+      'scale': jnp.where(amax > 0, scale, entry['scale']),
+  }
+
+
+def roll(state: PyTree, recipe: Recipe, *, operands: tuple[str, ...]) -> PyTree:
+  """Lets what was observed take effect for the named operands.
+
+  Args:
+    state: the collection.
+    recipe: formats, margin and rounding of the scales.
+    operands: which of `OPERANDS` to roll. Input scales roll once per rollout,
+      after the last mini-batch that consumes it: otherwise later ratios
+      would contain scale jumps.
+  """
+  formats_of = {
+      'input': formats.E4M3,
+      'kernel': formats.E4M3,
+      'output_grad': formats.format_named(recipe.grad_format),
+  }
+
+  def one(slot):
+    rolled = {
+        operand: _roll_entry(slot[operand], formats_of[operand], recipe)
+        for operand in operands
+    }
+    return slot | rolled
+
+  return map_slots(one, state)
+
+
+def observe_kernels(
+    state: PyTree, params: PyTree, recipe: Recipe, axes: Axes
+) -> PyTree:
+  """Records each kernel's amax from its master and rolls the kernel slots.
+
+  The current amax takes part, so a kernel never saturates.
+  """
+
+  def walk(slots, node):
+    if _is_slot(slots):
+      amax = axes.pmax(jnp.max(jnp.abs(node['kernel'].astype(jnp.float32))))
+      return slots | {'kernel': _record(slots['kernel'], amax)}
+    return {key: walk(child, node[key]) for key, child in slots.items()}
+
+  return roll(walk(state, params), recipe, operands=('kernel',))
+
+
+def slot_paths(state: PyTree) -> list[str]:
+  """Returns the paths of all slots, layers in numerical order."""
+  paths = []
+
+  def walk(node, path):
+    if _is_slot(node):
+      paths.append('/'.join(path))
+      return
+    for key, child in node.items():
+      walk(child, path + (key,))
+
+  walk(state, ())
+  return sorted(
+      paths, key=lambda p: [int(s) if s.isdigit() else s
+                            for s in re.split(r'(\d+)', p)]
+  )

@@ -1,0 +1,240 @@
+"""Attention: one tiled routine, one KV order, for training, prefill and decode.
+
+A query row attends the keys `first..last` (inclusive) of its own sequence of
+keys, tile after tile with an online softmax. A tile that is masked in full
+leaves the running maximum, sum and output exactly as they were, so a row's
+result depends only on where its keys fall relative to the tiles: a packed
+segment that starts at a multiple of the tile gets the bits of a cache that
+starts at 0. Rows are query tokens times the heads of a group; a decode step
+pads its few rows to one tile. The backward may use any order.
+
+Layouts: q [B, K, R, H] with R = T * (N / K), keys and values [B, K, S, H].
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jetrl_jax.models import attention_kernel
+from jetrl_jax.models.norm import on_gpu
+from jetrl_jax.typing import Array
+
+_NO_SCORE = -1e30
+
+
+def _scale(head_dim: int) -> float:
+  """Softmax scale in base 2: exp2(x * log2 e) = exp(x)."""
+  return head_dim**-0.5 * math.log2(math.e)
+
+
+def _dot(a, b, contract):
+  batch = ((0, 1), (0, 1))
+  return lax.dot_general(
+      a,
+      b,
+      (contract, batch),
+      precision=lax.Precision.HIGHEST,
+      preferred_element_type=jnp.float32,
+  )
+
+
+def _reference(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
+  """The kernel's arithmetic in plain JAX; what a CPU runs."""
+  batch, kv_heads, rows, head_dim = q_BKRH.shape
+  ones = jnp.ones((batch, kv_heads, tile, 8), jnp.float32)
+
+  def body(i, carry):
+    acc, top, total = carry
+    k_tile = lax.dynamic_slice_in_dim(k_BKSH, i * tile, tile, axis=2)
+    v_tile = lax.dynamic_slice_in_dim(v_BKSH, i * tile, tile, axis=2)
+    scores = _dot(q_BKRH, k_tile, ((3,), (3,))) * _scale(head_dim)
+    key = i * tile + jnp.arange(tile, dtype=jnp.int32)[None, None, :]
+    allowed = (key >= first_BR[:, :, None]) & (key <= last_BR[:, :, None])
+    allowed = allowed[:, None]
+    new_top = jnp.maximum(
+        top, jnp.max(jnp.where(allowed, scores, _NO_SCORE), axis=-1)
+    )
+    decay = jnp.exp2(top - new_top)
+    p = jnp.where(allowed, jnp.exp2(scores - new_top[..., None]), 0.0)
+    # Sums through a dot: its order does not depend on the number of rows.
+    total = total * decay + _dot(p, ones, ((3,), (2,)))[..., 0]
+    value = _dot(p.astype(v_tile.dtype), v_tile, ((3,), (2,)))
+    return acc * decay[..., None] + value, new_top, total
+
+  start = (
+      jnp.zeros(q_BKRH.shape, jnp.float32),
+      jnp.full((batch, kv_heads, rows), _NO_SCORE, jnp.float32),
+      jnp.zeros((batch, kv_heads, rows), jnp.float32),
+  )
+  num_tiles = jnp.max(last_BR) // tile + 1
+  acc, top, total = lax.fori_loop(0, num_tiles, body, start)
+  safe = jnp.where(total > 0, total, 1.0)
+  out = (acc / safe[..., None]).astype(q_BKRH.dtype)
+  return out, top + jnp.log2(safe)
+
+
+def _reference_backward(
+    q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, out, lse, dout
+):
+  """Gradients with the whole score matrix in memory (CPU)."""
+  head_dim = q_BKRH.shape[-1]
+  key = jnp.arange(k_BKSH.shape[2], dtype=jnp.int32)[None, None, :]
+  allowed = (key >= first_BR[:, :, None]) & (key <= last_BR[:, :, None])
+  scores = _dot(q_BKRH, k_BKSH, ((3,), (3,))) * _scale(head_dim)
+  p = jnp.where(allowed[:, None], jnp.exp2(scores - lse[..., None]), 0.0)
+  delta = jnp.sum(
+      out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1, keepdims=True
+  )
+  dp = _dot(dout, v_BKSH, ((3,), (3,)))
+  ds = (p * (dp - delta) * head_dim**-0.5).astype(q_BKRH.dtype)
+  dq = _dot(ds, k_BKSH, ((3,), (2,)))
+  dk = _dot(ds, q_BKRH, ((2,), (2,)))
+  dv = _dot(p.astype(dout.dtype), dout, ((2,), (2,)))
+  return tuple(
+      d.astype(x.dtype) for d, x in ((dq, q_BKRH), (dk, k_BKSH), (dv, v_BKSH))
+  )
+
+
+def _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
+  run = attention_kernel.forward if on_gpu() else _reference
+  return run(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def flash_attention(
+    q_BKRH: Array,
+    k_BKSH: Array,
+    v_BKSH: Array,
+    first_BR: Array,
+    last_BR: Array,
+    tile: int,
+) -> Array:
+  """Softmax attention of every row over its own range of keys.
+
+  Args:
+    q_BKRH: query rows, R a multiple of 16 (of 64 on GPU).
+    k_BKSH: keys, S a multiple of `tile`.
+    v_BKSH: values.
+    first_BR: int32, first key a row may see.
+    last_BR: int32, last key it may see; below `first` for no key at all, which
+      gives exact zeros.
+    tile: keys per step of the online softmax; part of the arithmetic.
+
+  Returns:
+    [B, K, R, H] in q's dtype.
+  """
+  return _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile)[0]
+
+
+def _fwd(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
+  out, lse = _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile)
+  return out, (q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, out, lse)
+
+
+def _bwd(tile, residuals, dout):
+  if on_gpu():
+    grads = attention_kernel.backward(*residuals, dout, tile)
+  else:
+    grads = _reference_backward(*residuals, dout)
+  return (*grads, None, None)
+
+
+flash_attention.defvjp(_fwd, _bwd)
+
+
+def _group_rows(x_MNH: Array, batch: int, kv_heads: int) -> Array:
+  """[B*T, K*G, H] -> [B, K, T*G, H]."""
+  heads, head_dim = x_MNH.shape[1:]
+  group = heads // kv_heads
+  x = x_MNH.reshape(batch, -1, kv_heads, group, head_dim)
+  return x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, head_dim)
+
+
+def _ungroup_rows(x_BKRH: Array, group: int) -> Array:
+  """[B, K, T*G, H] -> [B*T, K*G*H]."""
+  batch, kv_heads, rows, head_dim = x_BKRH.shape
+  x = x_BKRH.reshape(batch, kv_heads, rows // group, group, head_dim)
+  return x.transpose(0, 2, 1, 3, 4).reshape(
+      batch * (rows // group), kv_heads * group * head_dim
+  )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackedAttention:
+  """Causal self-attention within the segments of packed rows.
+
+  Attributes:
+    first_BT: int32, index in the row of the token's segment start.
+    last_BT: int32, the token's own index; -1 on padding.
+    tile: see `flash_attention`; T is a multiple of it.
+  """
+
+  first_BT: Array
+  last_BT: Array
+  tile: int = dataclasses.field(metadata={'static': True})
+
+  def __call__(self, q_MNH, k_MKH, v_MKH, cache):
+    """Returns (o [M, N*H], (k, v) [B, K, T, H]); `cache` must be None."""
+    assert cache is None
+    batch, _ = self.first_BT.shape
+    kv_heads = k_MKH.shape[1]
+    group = q_MNH.shape[1] // kv_heads
+    k_BKSH = _group_rows(k_MKH, batch, kv_heads)
+    v_BKSH = _group_rows(v_MKH, batch, kv_heads)
+    out = flash_attention(
+        _group_rows(q_MNH, batch, kv_heads),
+        k_BKSH,
+        v_BKSH,
+        jnp.repeat(self.first_BT, group, axis=1),
+        jnp.repeat(self.last_BT, group, axis=1),
+        self.tile,
+    )
+    return _ungroup_rows(out, group), (k_BKSH, v_BKSH)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeAttention:
+  """One new token per slot over the slot's cache.
+
+  Attributes:
+    position_B: int32, where the new key and value go; all keys up to it are
+      attended. A position outside the cache (an idle slot) writes nothing.
+    tile: see `flash_attention`; the cache length is a multiple of it.
+  """
+
+  position_B: Array
+  tile: int = dataclasses.field(metadata={'static': True})
+
+  def __call__(self, q_MNH, k_MKH, v_MKH, cache):
+    """Returns (o [B, N*H], the cache with the new key and value)."""
+    keys, values = cache
+    slots, kv_heads = keys.shape[:2]
+    group = q_MNH.shape[1] // kv_heads
+    at = (
+        jnp.arange(slots)[:, None],
+        jnp.arange(kv_heads)[None, :],
+        self.position_B[:, None],
+    )
+    keys = keys.at[at].set(
+        k_MKH.astype(keys.dtype), mode='drop', unique_indices=True
+    )
+    values = values.at[at].set(
+        v_MKH.astype(values.dtype), mode='drop', unique_indices=True
+    )
+    row_tile = attention_kernel.ROW_TILE if on_gpu() else 16
+    pad = -group % row_tile
+    q = jnp.pad(
+        _group_rows(q_MNH, slots, kv_heads), ((0, 0), (0, 0), (0, pad), (0, 0))
+    )
+    last = jnp.minimum(self.position_B, keys.shape[2] - 1)
+    last_BR = jnp.broadcast_to(last[:, None], (slots, group + pad))
+    out = flash_attention(
+        q, keys, values, jnp.zeros_like(last_BR), last_BR, self.tile
+    )
+    return _ungroup_rows(out[:, :, :group], group), (keys, values)

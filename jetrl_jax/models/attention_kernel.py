@@ -1,0 +1,304 @@
+"""The attention kernels for NVIDIA GPUs (Pallas, Triton backend).
+
+Forward: one program per 64 query rows, KV head and sequence, over key tiles in
+ascending order; training, prefill and decode all run this one kernel.
+Backward: two kernels without atomics, so gradients repeat to the bit: dq over
+key tiles, dk and dv over row tiles. `models/attention.py` has the same
+arithmetic in plain JAX.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jetrl_jax.typing import Array
+
+ROW_TILE = 64
+_NO_SCORE = -1e30
+_LOG2E = math.log2(math.e)
+
+
+def _params(interpret: bool, num_warps: int, num_stages: int) -> dict:
+  if interpret:
+    return {'interpret': True}
+  from jax.experimental.pallas import triton  # GPU builds only.
+
+  return {
+      'compiler_params': triton.CompilerParams(
+          num_warps=num_warps, num_stages=num_stages
+      )
+  }
+
+
+def _scores(q, k, first, last, i, tile):
+  """Base-2 scores of one tile and where they are allowed."""
+  scores = jnp.dot(q, k.T, preferred_element_type=jnp.float32)
+  scores = scores * (q.shape[1] ** -0.5 * _LOG2E)
+  key = i * tile + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+  return scores, (key >= first[:, None]) & (key <= last[:, None])
+
+
+def _forward_kernel(
+    q_ref, k_ref, v_ref, first_ref, last_ref, out_ref, lse_ref, *, tile
+):
+  q, first, last = q_ref[...], first_ref[...], last_ref[...]
+  rows, head_dim = q.shape
+
+  def body(i, carry):
+    acc, top, total = carry
+    k = k_ref[pl.ds(i * tile, tile), :]
+    scores, allowed = _scores(q, k, first, last, i, tile)
+    new_top = jnp.maximum(
+        top, jnp.max(jnp.where(allowed, scores, _NO_SCORE), axis=1)
+    )
+    decay = jnp.exp2(top - new_top)
+    p = jnp.where(allowed, jnp.exp2(scores - new_top[:, None]), 0.0)
+    v = v_ref[pl.ds(i * tile, tile), :]
+    value = jnp.dot(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return (
+        acc * decay[:, None] + value,
+        new_top,
+        total * decay + jnp.sum(p, axis=1),
+    )
+
+  acc, top, total = lax.fori_loop(
+      jnp.min(first) // tile,
+      (jnp.max(last) + tile) // tile,
+      body,
+      (
+          jnp.zeros((rows, head_dim), jnp.float32),
+          jnp.full((rows,), _NO_SCORE, jnp.float32),
+          jnp.zeros((rows,), jnp.float32),
+      ),
+  )
+  safe = jnp.where(total > 0, total, 1.0)
+  out_ref[...] = (acc / safe[:, None]).astype(out_ref.dtype)
+  lse_ref[...] = top + jnp.log2(safe)
+
+
+def _rows(head_dim):
+  return pl.BlockSpec(
+      (None, None, ROW_TILE, head_dim), lambda r, h, b: (b, h, r, 0)
+  )
+
+
+def _whole(length, head_dim):
+  return pl.BlockSpec(
+      (None, None, length, head_dim), lambda r, h, b: (b, h, 0, 0)
+  )
+
+
+_ROW_VECTOR = pl.BlockSpec((None, ROW_TILE), lambda r, h, b: (b, r))
+_HEAD_ROW_VECTOR = pl.BlockSpec(
+    (None, None, ROW_TILE), lambda r, h, b: (b, h, r)
+)
+
+
+def forward(
+    q_BKRH: Array,
+    k_BKSH: Array,
+    v_BKSH: Array,
+    first_BR: Array,
+    last_BR: Array,
+    tile: int,
+    *,
+    interpret: bool = False,
+) -> tuple[Array, Array]:
+  """Returns (out [B, K, R, H], base-2 log-sum-exp [B, K, R])."""
+  batch, kv_heads, rows, head_dim = q_BKRH.shape
+  length = k_BKSH.shape[2]
+  return pl.pallas_call(
+      functools.partial(_forward_kernel, tile=tile),
+      grid=(rows // ROW_TILE, kv_heads, batch),
+      in_specs=[
+          _rows(head_dim),
+          _whole(length, head_dim),
+          _whole(length, head_dim),
+          _ROW_VECTOR,
+          _ROW_VECTOR,
+      ],
+      out_specs=[_rows(head_dim), _HEAD_ROW_VECTOR],
+      out_shape=[
+          jax.ShapeDtypeStruct(q_BKRH.shape, q_BKRH.dtype),
+          jax.ShapeDtypeStruct((batch, kv_heads, rows), jnp.float32),
+      ],
+      name='flash_attention',
+      **_params(interpret, num_warps=4, num_stages=3),
+  )(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR)
+
+
+def _dq_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    first_ref,
+    last_ref,
+    lse_ref,
+    delta_ref,
+    dout_ref,
+    dq_ref,
+    *,
+    tile,
+):
+  q, first, last = q_ref[...], first_ref[...], last_ref[...]
+  lse, delta, dout = lse_ref[...], delta_ref[...], dout_ref[...]
+
+  def body(i, dq):
+    k = k_ref[pl.ds(i * tile, tile), :]
+    v = v_ref[pl.ds(i * tile, tile), :]
+    scores, allowed = _scores(q, k, first, last, i, tile)
+    p = jnp.where(allowed, jnp.exp2(scores - lse[:, None]), 0.0)
+    dp = jnp.dot(dout, v.T, preferred_element_type=jnp.float32)
+    ds = (p * (dp - delta[:, None])).astype(k.dtype)
+    return dq + jnp.dot(ds, k, preferred_element_type=jnp.float32)
+
+  dq = lax.fori_loop(
+      jnp.min(first) // tile,
+      (jnp.max(last) + tile) // tile,
+      body,
+      jnp.zeros(q.shape, jnp.float32),
+  )
+  dq_ref[...] = (dq * q.shape[1] ** -0.5).astype(dq_ref.dtype)
+
+
+def _dkv_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    first_ref,
+    last_ref,
+    lse_ref,
+    delta_ref,
+    dout_ref,
+    low_ref,
+    high_ref,
+    dk_ref,
+    dv_ref,
+    *,
+    tile,
+):
+  i = pl.program_id(0)
+  k, v = k_ref[...], v_ref[...]
+
+  def body(j, carry):
+    dk, dv = carry
+    at = pl.ds(j * ROW_TILE, ROW_TILE)
+    q, dout = q_ref[at, :], dout_ref[at, :]
+    scores, allowed = _scores(q, k, first_ref[at], last_ref[at], i, tile)
+    p = jnp.where(allowed, jnp.exp2(scores - lse_ref[at][:, None]), 0.0)
+    dv += jnp.dot(
+        p.astype(dout.dtype).T, dout, preferred_element_type=jnp.float32
+    )
+    dp = jnp.dot(dout, v.T, preferred_element_type=jnp.float32)
+    ds = (p * (dp - delta_ref[at][:, None])).astype(q.dtype)
+    dk += jnp.dot(ds.T, q, preferred_element_type=jnp.float32)
+    return dk, dv
+
+  zeros = jnp.zeros(k.shape, jnp.float32)
+  dk, dv = lax.fori_loop(low_ref[0], high_ref[0], body, (zeros, zeros))
+  dk_ref[...] = (dk * k.shape[1] ** -0.5).astype(dk_ref.dtype)
+  dv_ref[...] = dv.astype(dv_ref.dtype)
+
+
+def _row_tile_range(first_BR, last_BR, num_tiles, tile):
+  """For each key tile, the row tiles [low, high) in which a row attends it."""
+  batch, rows = first_BR.shape
+  start = jnp.arange(num_tiles, dtype=jnp.int32)[None, :, None] * tile
+  attends = (first_BR[:, None, :] < start + tile) & (
+      last_BR[:, None, :] >= start
+  )
+  attends &= (last_BR >= first_BR)[:, None, :]
+  row_tile = jnp.arange(rows, dtype=jnp.int32)[None, None, :] // ROW_TILE
+  low = jnp.min(jnp.where(attends, row_tile, rows), axis=2)
+  high = jnp.max(jnp.where(attends, row_tile + 1, 0), axis=2)
+  del batch
+  return jnp.minimum(low, high), high
+
+
+def backward(
+    q_BKRH: Array,
+    k_BKSH: Array,
+    v_BKSH: Array,
+    first_BR: Array,
+    last_BR: Array,
+    out_BKRH: Array,
+    lse_BKR: Array,
+    dout_BKRH: Array,
+    tile: int,
+    *,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+  """Returns (dq, dk, dv) in the dtypes of (q, k, v)."""
+  batch, kv_heads, rows, head_dim = q_BKRH.shape
+  length = k_BKSH.shape[2]
+  delta = jnp.sum(
+      out_BKRH.astype(jnp.float32) * dout_BKRH.astype(jnp.float32), axis=-1
+  )
+  row, whole = _rows(head_dim), _whole(length, head_dim)
+  dq = pl.pallas_call(
+      functools.partial(_dq_kernel, tile=tile),
+      grid=(rows // ROW_TILE, kv_heads, batch),
+      in_specs=[
+          row,
+          whole,
+          whole,
+          _ROW_VECTOR,
+          _ROW_VECTOR,
+          _HEAD_ROW_VECTOR,
+          _HEAD_ROW_VECTOR,
+          row,
+      ],
+      out_specs=row,
+      out_shape=jax.ShapeDtypeStruct(q_BKRH.shape, q_BKRH.dtype),
+      name='flash_attention_dq',
+      **_params(interpret, num_warps=4, num_stages=2),
+  )(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, lse_BKR, delta, dout_BKRH)
+
+  num_tiles = length // tile
+  low, high = _row_tile_range(first_BR, last_BR, num_tiles, tile)
+  all_rows = _whole(rows, head_dim)
+  vector = pl.BlockSpec((None, rows), lambda s, h, b: (b, 0))
+  head_vector = pl.BlockSpec((None, None, rows), lambda s, h, b: (b, h, 0))
+  keys = pl.BlockSpec(
+      (None, None, tile, head_dim), lambda s, h, b: (b, h, s, 0)
+  )
+  bound = pl.BlockSpec((None, 1), lambda s, h, b: (b, s))
+  dk, dv = pl.pallas_call(
+      functools.partial(_dkv_kernel, tile=tile),
+      grid=(num_tiles, kv_heads, batch),
+      in_specs=[
+          all_rows,
+          keys,
+          keys,
+          vector,
+          vector,
+          head_vector,
+          head_vector,
+          all_rows,
+          bound,
+          bound,
+      ],
+      out_specs=[keys, keys],
+      out_shape=[
+          jax.ShapeDtypeStruct(k_BKSH.shape, k_BKSH.dtype),
+          jax.ShapeDtypeStruct(v_BKSH.shape, v_BKSH.dtype),
+      ],
+      name='flash_attention_dkv',
+      **_params(interpret, num_warps=8, num_stages=2),
+  )(
+      q_BKRH,
+      k_BKSH,
+      v_BKSH,
+      first_BR,
+      last_BR,
+      lse_BKR,
+      delta,
+      dout_BKRH,
+      low,
+      high,
+  )
+  return dq, dk, dv

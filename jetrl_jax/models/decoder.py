@@ -1,0 +1,311 @@
+"""The decoder: tokens to hidden states and logits, for all families.
+
+One Flax module serves training, prefill and decode: what differs is the
+`attend` object it is given (see `models/attention.py`). Rows are flat
+[M, D]. Dots go through the recipe (`fp8/linear.py`); BF16 is the same code with
+another dot.
+
+Every leaf is read twice over: its value from the collection `weights` (what
+`fp8.prepare_weights` made, the arrays that rollout and training share), its
+derivative through the collection `params` (the masters). Without `params`,
+as in the rollout, nothing is differentiable and nothing else changes.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from jetrl_jax.fp8 import QTensor, Recipe, dot
+from jetrl_jax.fp8.slots import COLLECTION
+from jetrl_jax.models import norm, rope
+from jetrl_jax.models.types import ModelConfig
+from jetrl_jax.sharding import Axes, grad_sink
+from jetrl_jax.typing import Array, PyTree
+
+
+@jax.custom_vjp
+def _straight_through(master, compute):
+  """Value of `compute`, cotangent to `master`."""
+  del master
+  return compute
+
+
+_straight_through.defvjp(
+    lambda master, compute: (compute, jnp.zeros((0,), master.dtype)),
+    lambda like, ct: (ct.astype(like.dtype), None),
+)
+
+
+@jax.custom_vjp
+def _lookup(master_VD, compute_VD, tokens_M):
+  """Embedding rows; their cotangents are added up in the master's dtype."""
+  del master_VD
+  return compute_VD[tokens_M]
+
+
+def _lookup_fwd(master_VD, compute_VD, tokens_M):
+  like = jnp.zeros((0, master_VD.shape[0]), master_VD.dtype)
+  return compute_VD[tokens_M], (tokens_M, like)
+
+
+def _lookup_bwd(residuals, ct_MD):
+  tokens_M, like = residuals
+  zeros = jnp.zeros((like.shape[1], ct_MD.shape[1]), like.dtype)
+  return zeros.at[tokens_M].add(ct_MD.astype(like.dtype)), None, None
+
+
+_lookup.defvjp(_lookup_fwd, _lookup_bwd)
+
+
+class Leaf(nn.Module):
+  """Base of modules that own weights; knows how a leaf is read.
+
+  Attributes:
+    recipe: how dots compute.
+    axes: devices over which leaves are split.
+  """
+
+  recipe: Recipe
+  axes: Axes
+
+  def leaf(self, name: str, init, shape: tuple[int, ...]):
+    """Returns (master or its stand-in or None, compute weight)."""
+    if self.is_initializing():
+      master = self.param(name, init, shape, jnp.float32)
+      return master, master.astype(self.recipe.dtype)
+    compute = self.get_variable('weights', name)
+    if isinstance(compute, QTensor):
+      compute = QTensor(
+          values=self.axes.gather(compute.values, shape[0]), scale=compute.scale
+      )
+    else:
+      compute = self.axes.gather(compute, shape[0])
+    if not self.has_variable('params', name):
+      return None, compute
+    master = self.get_variable('params', name)
+    if self.axes.size > 1:
+      master = grad_sink(self.axes, shape, master)
+    return master, compute
+
+  def vector(self, name: str, init, size: int) -> Array:
+    """Returns a small leaf that is used by value (a gain, a bias)."""
+    master, compute = self.leaf(name, init, (size,))
+    return compute if master is None else _straight_through(master, compute)
+
+
+class Linear(Leaf):
+  """y = x W^T + b, W stored [out, in]."""
+
+  in_dim: int
+  out_dim: int
+  use_bias: bool = False
+  init_std: float = 0.02
+
+  @nn.compact
+  def __call__(self, x_MI: Array, row_mask_M: Array, out_dtype=None) -> Array:
+    init = nn.initializers.normal(self.init_std)
+    master, weight = self.leaf('kernel', init, (self.out_dim, self.in_dim))
+    slot = None
+    if isinstance(weight, QTensor):
+      slot = {
+          operand: self.get_variable(COLLECTION, operand)
+          for operand in ('input', 'kernel', 'output_grad')
+      }
+    y_MO = dot(
+        self.recipe,
+        x_MI,
+        master,
+        weight,
+        slot,
+        row_mask_M,
+        out_dtype=out_dtype,
+    )
+    if self.use_bias:
+      bias = self.vector('bias', nn.initializers.zeros, self.out_dim)
+      y_MO = y_MO + bias[None, :]
+    return y_MO
+
+
+class RMSNorm(Leaf):
+  """Root-mean-square norm with a gain."""
+
+  dim: int
+  eps: float
+
+  @nn.compact
+  def __call__(self, x_MD: Array) -> Array:
+    scale = self.vector('scale', nn.initializers.ones, self.dim)
+    return norm.rms_norm(x_MD, scale, self.eps)
+
+
+class Attention(Leaf):
+  """Grouped-query attention with rotary positions."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x_MD, positions_M, row_mask_M, attend, cache):
+    cfg, common = self.config, (self.recipe, self.axes)
+    heads, kv_heads, head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+    rows = x_MD.shape[0]
+    qkv = Linear(
+        *common,
+        in_dim=cfg.model_dim,
+        out_dim=(heads + 2 * kv_heads) * head_dim,
+        use_bias=cfg.qkv_bias,
+        name='qkv',
+    )(x_MD, row_mask_M).reshape(rows, heads + 2 * kv_heads, head_dim)
+    q_MNH, k_MKH, v_MKH = jnp.split(qkv, [heads, heads + kv_heads], axis=1)
+    if cfg.qk_norm:
+      flat = lambda name, x: RMSNorm(
+          *common, dim=head_dim, eps=cfg.norm_eps, name=name
+      )(x.reshape(-1, head_dim)).reshape(x.shape)
+      q_MNH, k_MKH = flat('q_norm', q_MNH), flat('k_norm', k_MKH)
+    frequencies = rope.inverse_frequencies(cfg)
+    q_MNH = rope.rotate(q_MNH, positions_M, frequencies)
+    k_MKH = rope.rotate(k_MKH, positions_M, frequencies)
+    with jax.named_scope('attention'):
+      o_MO, cache = attend(q_MNH, k_MKH, v_MKH, cache)
+    y_MD = Linear(
+        *common, in_dim=heads * head_dim, out_dim=cfg.model_dim, name='o'
+    )(o_MO, row_mask_M)
+    return y_MD, cache
+
+
+class MLP(Leaf):
+  """SwiGLU feed-forward: down(silu(gate) * up)."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x_MD, row_mask_M):
+    cfg, common = self.config, (self.recipe, self.axes)
+    gate_up = Linear(
+        *common, in_dim=cfg.model_dim, out_dim=2 * cfg.ffn_dim, name='gate_up'
+    )(x_MD, row_mask_M)
+    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
+    h_MF = (jax.nn.silu(gate) * up).astype(x_MD.dtype)
+    return Linear(
+        *common, in_dim=cfg.ffn_dim, out_dim=cfg.model_dim, name='down'
+    )(h_MF, row_mask_M)
+
+
+class Block(Leaf):
+  """One transformer layer, pre-norm."""
+
+  config: ModelConfig
+
+  @nn.compact
+  def __call__(self, x_MD, positions_M, row_mask_M, attend, cache):
+    cfg, common = self.config, (self.recipe, self.axes)
+    pre_norm = lambda name: RMSNorm(
+        *common, dim=cfg.model_dim, eps=cfg.norm_eps, name=name
+    )
+    attended, cache = Attention(*common, config=cfg, name='attn')(
+        pre_norm('attn_norm')(x_MD), positions_M, row_mask_M, attend, cache
+    )
+    x_MD = x_MD + attended
+    mlp = MLP(*common, config=cfg, name='mlp')
+    return x_MD + mlp(pre_norm('mlp_norm')(x_MD), row_mask_M), cache
+
+
+class Decoder(Leaf):
+  """The whole model.
+
+  Attributes:
+    config: shapes and family.
+    remat: recompute each block in the backward pass, so that only block inputs
+      stay in memory.
+  """
+
+  config: ModelConfig
+  remat: bool = False
+
+  def setup(self):
+    cfg, common = self.config, (self.recipe, self.axes)
+    self.embed = Embedding(
+        *common, vocab_size=cfg.vocab_size, model_dim=cfg.model_dim
+    )
+    block = nn.remat(Block, prevent_cse=True) if self.remat else Block
+    self.layers = [block(*common, config=cfg) for _ in range(cfg.num_layers)]
+    self.final_norm = RMSNorm(*common, dim=cfg.model_dim, eps=cfg.norm_eps)
+    if not cfg.tied_embeddings:
+      self.lm_head = Linear(
+          *common, in_dim=cfg.model_dim, out_dim=cfg.vocab_size
+      )
+
+  def __call__(self, tokens_M, positions_M, row_mask_M, attend, caches=None):
+    """Runs all blocks.
+
+    Args:
+      tokens_M: int32 token ids, M a multiple of 16.
+      positions_M: int32 positions within their sequences.
+      row_mask_M: float32, 0 on rows that are padding.
+      attend: `PackedAttention` or `DecodeAttention`.
+      caches: per layer (keys, values) for `DecodeAttention`, else None.
+
+    Returns:
+      (hidden [M, D] after the final norm, per layer (keys, values)).
+    """
+    x_MD = self.embed(tokens_M)
+    new_caches = []
+    for i, layer in enumerate(self.layers):
+      cache = None if caches is None else caches[i]
+      x_MD, cache = layer(x_MD, positions_M, row_mask_M, attend, cache)
+      new_caches.append(cache)
+    if self.is_initializing():
+      self.head(x_MD)
+    return self.final_norm(x_MD), new_caches
+
+  def head(self, hidden_MD: Array) -> Array:
+    """Returns float32 logits [M, V] of normed hidden rows.
+
+    float32, because BF16 logits step by 0.06 to 0.125 nat at |logit| 8 to 32.
+    """
+    mask_M = jnp.ones((hidden_MD.shape[0],), jnp.float32)
+    if self.config.tied_embeddings:
+      return self.embed.attend(hidden_MD, mask_M)
+    return self.lm_head(hidden_MD, mask_M, jnp.float32)
+
+
+class Embedding(Leaf):
+  """Token embedding, and the head's kernel when tied."""
+
+  vocab_size: int
+  model_dim: int
+
+  def setup(self):
+    init = nn.initializers.normal(0.02)
+    shape = (self.vocab_size, self.model_dim)
+    self.table = self.leaf('embedding', init, shape)
+
+  def __call__(self, tokens_M: Array) -> Array:
+    master, compute = self.table
+    if master is None:
+      return compute[tokens_M]
+    return _lookup(master, compute, tokens_M)
+
+  def attend(self, hidden_MD: Array, row_mask_M: Array) -> Array:
+    """Logits against the embedding."""
+    master, compute = self.table
+    return dot(
+        self.recipe,
+        hidden_MD,
+        master,
+        compute,
+        None,
+        row_mask_M,
+        out_dtype=jnp.float32,
+    )
+
+
+def variables(weights: PyTree, fp8_state: PyTree, params: PyTree | None = None):
+  """Returns the Flax variable dict of a forward pass.
+
+  Args:
+    weights: compute weights.
+    fp8_state: delayed-scaling slots.
+    params: masters, when a derivative is wanted.
+  """
+  tree = {'weights': weights, COLLECTION: fp8_state}
+  return tree if params is None else tree | {'params': params}
