@@ -525,6 +525,35 @@ def test_a_loop_knows_where_its_carry_comes_from():
   assert feeds == {'add'}
 
 
+def test_what_no_result_needs_does_not_count():
+  def f(x):
+    with jax.named_scope('a'):
+      unused = jnp.log(jnp.abs(x))
+      return jnp.sin(x), unused
+
+  x = jnp.ones((4, 4))
+  assert [n.op for n in graph_of(lambda x: f(x)[0], x).nodes] == ['sin']
+
+  # In a loop too; what only decides when to stop is needed.
+  def loop(x):
+    return lax.while_loop(
+        lambda c: jnp.sum(jnp.cos(c[0])) > 0, lambda c: f(c[0]), (x, x)
+    )[0]
+
+  needed = {n.op for n in graph_of(loop, x).nodes}
+  assert needed == {'sin', 'cos', 'reduce_sum'}
+
+
+def test_what_only_feeds_the_sampler_counts():
+  def greedy(x):
+    with jax.named_scope('head'):
+      logits = jnp.sin(x)
+    with jax.named_scope('sampling'):
+      return jnp.argmax(logits * 2, axis=-1)
+
+  assert [n.path for n in graph_of(greedy, jnp.ones((4, 4))).nodes] == ['head']
+
+
 def test_every_edge_joins_nodes_of_the_graph():
   for graph in (infer_graph(), train_graph()):
     ends = {e.producer for e in graph.edges} | {e.consumer for e in graph.edges}
