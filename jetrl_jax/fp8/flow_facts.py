@@ -47,11 +47,11 @@ class Fact:
   jaxpr, that jaxpr's equation in the outer one, and so on.
 
   Attributes:
-    sources: operations it comes from, through data movement of floats.
-    hidden: operations it depends on through integers, booleans or sampling.
     varying: per axis, False where the value is known to be broadcast along it.
       An axis of length 1 counts as varying unless it was made by a broadcast,
       so that one row decoded looks like one of many rows trained.
+    sources: operations it comes from, through data movement of floats.
+    hidden: operations it depends on through integers, booleans or sampling.
     block: length of the last axis where a reshape split it off, else 0.
   """
 
