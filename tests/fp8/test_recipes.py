@@ -1,0 +1,60 @@
+import dataclasses
+import re
+
+import jax.numpy as jnp
+import pytest
+
+from jetrl_jax.fp8.recipes import Recipe
+
+DOTS = ('attn/qkv', 'attn/o', 'mlp/gate_up', 'mlp/down')
+
+
+@pytest.mark.parametrize(
+    'field, value, message',
+    [
+        ('name', 'fp8', "'fp8'; allowed: ['fp8_delayed', 'bf16']"),
+        ('compute_dtype', 'float16', "'float16'; allowed: bfloat16, float32"),
+        ('grad_format', 'e8m0', "'e8m0'; allowed: ['e4m3', 'e5m2']"),
+        ('amax_history_length', 0, 'is 0; it must be >= 1'),
+        ('margin', 17, 'is 17 bits; allowed: 0 to 16'),
+        ('margin', -1, 'is -1 bits; allowed: 0 to 16'),
+        ('high_precision_layers', ('layers_[0/.*',), "'layers_[0/.*' is no"),
+    ],
+)
+def test_a_wrong_setting_is_refused_with_what_was_found(field, value, message):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    Recipe(**{field: value})
+
+
+@pytest.mark.parametrize('dot', DOTS)
+def test_fp8_delayed_quantises_every_dot_of_a_block_and_bf16_none(dot):
+  assert Recipe().quantizes(f'layers_7/{dot}')
+  assert not Recipe(name='bf16').quantizes(f'layers_7/{dot}')
+
+
+@pytest.mark.parametrize('path', ['lm_head', 'embed', 'embed/embedding'])
+def test_head_and_embedding_are_never_quantised(path):
+  assert not Recipe().quantizes(path)
+
+
+def test_a_layer_pattern_must_match_the_whole_path():
+  # As a prefix, 'layers_1' would also take layers_10 and layers_1/mlp/down.
+  recipe = Recipe(high_precision_layers=('layers_1/mlp/.*', 'layers_1'))
+  assert not recipe.quantizes('layers_1/mlp/down')
+  assert recipe.quantizes('layers_10/mlp/down')
+  assert recipe.quantizes('layers_1/attn/o')
+
+
+def test_equal_recipes_are_equal_keys():
+  # A compiled function is cached by its recipe.
+  assert hash(Recipe(margin=1)) == hash(Recipe(margin=1))
+  assert Recipe(margin=1) != Recipe(margin=2)
+
+
+def test_a_recipe_cannot_change():
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    Recipe().margin = 3
+
+
+def test_the_compute_dtype_is_a_dtype():
+  assert Recipe(compute_dtype='float32').dtype == jnp.float32
