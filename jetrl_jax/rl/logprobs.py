@@ -115,7 +115,8 @@ def temper(logits_MV: Array, temperature) -> Array:
   return jnp.maximum(logits_MV * (1.0 / safe), jnp.finfo(jnp.float32).min)
 
 
-def _pick(z_MV, targets_M):
+def pick(z_MV: Array, targets_M: Array) -> Array:
+  """Returns each row's value at its target."""
   return jnp.take_along_axis(z_MV, targets_M[:, None], axis=1)[:, 0]
 
 
@@ -150,7 +151,7 @@ def target_logprobs(
     with jax.named_scope('head'):
       z_MV = temper(head(hidden), temperature)
       lse_M, mean_M = row_stats(z_MV)
-      return _pick(z_MV, targets) - lse_M, lse_M - mean_M
+      return pick(z_MV, targets) - lse_M, lse_M - mean_M
 
   parts = (
       hidden_MD.reshape(-1, chunk, hidden_MD.shape[1]),

@@ -13,27 +13,6 @@ from jetrl_jax.typing import Array, PyTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prompt:
-  """A tokenised prompt, on the host.
-
-  Attributes:
-    id: address of the prompt in the data set; part of every random key.
-    tokens: int32 [prompt_length], at least one token.
-    text: what was tokenised (chat template applied).
-    answer: the reference answer that the reward compares with.
-    source: name of the data set, e.g. 'gsm8k'.
-    extra: the row's other columns, passed on to custom reward functions.
-  """
-
-  id: int
-  tokens: np.ndarray
-  text: str
-  answer: str
-  source: str
-  extra: dict
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
   """One sampled response, on the host.
 

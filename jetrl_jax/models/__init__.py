@@ -1,0 +1,21 @@
+"""Tokens to logits: one decoder for all families, and Hugging Face files."""
+
+from jetrl_jax.models.attention import DecodeAttention, PackedAttention
+from jetrl_jax.models.decoder import Decoder, variables
+from jetrl_jax.models.hf_config import load_config
+from jetrl_jax.models.hf_export import save_checkpoint
+from jetrl_jax.models.hf_files import resolve_checkpoint
+from jetrl_jax.models.hf_import import load_checkpoint
+from jetrl_jax.models.types import ModelConfig
+
+__all__ = [
+    'DecodeAttention',
+    'Decoder',
+    'ModelConfig',
+    'PackedAttention',
+    'load_checkpoint',
+    'load_config',
+    'resolve_checkpoint',
+    'save_checkpoint',
+    'variables',
+]

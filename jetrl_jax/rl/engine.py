@@ -1,0 +1,472 @@
+"""The rollout engine: slots, caches and sampling over the policy's functions.
+
+A sequence's randomness has the address (seed, step, prompt, sample, token), so
+what it samples does not depend on its slot, on its neighbours or on the number
+of slots. All device work is in a handful of compiled functions; the state is
+donated from call to call.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jetrl_jax import rng, sharding
+from jetrl_jax.compilation import exact_jit
+from jetrl_jax.rl import engine_api, logprobs, sampling
+from jetrl_jax.rl.policy import Policy, PolicyParams
+from jetrl_jax.typing import Array, NpArray, PRNGKey
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+  """Sizes and the sampler.
+
+  Attributes:
+    num_slots: sequences decoded at once; rounded up to a multiple of 16 per
+      device.
+    max_prompt_length: tokens.
+    max_response_length: tokens, the stop token included.
+    stop_ids: token ids that end a response.
+    top_k: 0 is off.
+    top_p: 1 is off.
+    min_p: 0 is off.
+    decode_block: most decode steps per host visit.
+  """
+
+  num_slots: int
+  max_prompt_length: int
+  max_response_length: int
+  stop_ids: tuple[int, ...]
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  decode_block: int = 64
+
+  def __post_init__(self):
+    sampling.check_settings(
+        top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
+    )
+    for name in (
+        'num_slots',
+        'max_prompt_length',
+        'max_response_length',
+        'decode_block',
+    ):
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name} is {getattr(self, name)}; it must be >= 1')
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+  """All slots, on the device. B slots, R = max_response_length.
+
+  Attributes:
+    caches: per layer (keys, values) [B, K, S, H].
+    token: int32 [B], the token to feed next.
+    position: int32 [B], where it goes.
+    address: uint32 [B, 2], (prompt id, sample) of the slot's random keys.
+    emitted: int32 [B], response tokens so far.
+    limit: int32 [B], response tokens after which the slot stops.
+    temperature: float32 [B]; 0 is greedy.
+    active: bool [B].
+    stopped: bool [B], ended by a stop token (and not by its limit).
+    tokens: int32 [B, R], the responses.
+    log_mu: float32 [B, R], nats under the distribution really sampled.
+    logprobs: float32 [B, R], nats under the whole tempered vocabulary.
+  """
+
+  caches: list[tuple[Array, Array]]
+  token: Array
+  position: Array
+  address: Array
+  emitted: Array
+  limit: Array
+  temperature: Array
+  active: Array
+  stopped: Array
+  tokens: Array
+  log_mu: Array
+  logprobs: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefix:
+  """The caches of P prefilled prompts, less their last token.
+
+  Attributes:
+    caches: per layer (keys, values) [P, K, T, H].
+    last_token: int32 [P], fed by the first decode step.
+    length: int32 [P], prompt tokens.
+  """
+
+  caches: list[tuple[Array, Array]]
+  last_token: Array
+  length: Array
+
+
+def _round_up(value: int, multiple: int) -> int:
+  return -(-value // multiple) * multiple
+
+
+class Engine(engine_api.Engine):
+  """Serves rollouts, evaluation and JetStream's orchestrator.
+
+  Args:
+    policy: the functions.
+    config: sizes and the sampler.
+    mesh: devices; slots are split over them.
+  """
+
+  def __init__(self, policy: Policy, config: EngineConfig, mesh: Mesh):
+    self.policy, self.config, self.mesh = policy, config, mesh
+    self._params: PolicyParams | None = None
+    self._base_key = rng.key(0, rng.ROLLOUT, 0)
+    devices = policy.axes.size
+    self.num_slots = _round_up(config.num_slots, 16 * devices)
+    tile = policy.tile
+    self.prompt_buckets = _buckets(config.max_prompt_length, tile)
+    self.cache_length = _round_up(
+        config.max_prompt_length + config.max_response_length, tile
+    )
+    rows = sharding.ROWS
+    self._rows = NamedSharding(mesh, rows)
+    self._whole = NamedSharding(mesh, P())
+    self._compiled: dict[str, Callable] = {}
+    self._insert = exact_jit(_insert, donate_argnums=(0,))
+    self._free = exact_jit(_free, donate_argnums=(0,))
+
+  # --- JetStream's Engine API -------------------------------------------
+
+  def set_params(self, params: PolicyParams) -> None:
+    """Makes `params` what `load_params` returns; an update is an assignment."""
+    self._params = params
+
+  def load_params(self) -> PolicyParams:
+    """Returns the parameters last assigned.
+
+    Raises:
+      ValueError: none were.
+    """
+    if self._params is None:
+      raise ValueError('the engine has no parameters; call set_params first')
+    return self._params
+
+  @property
+  def max_concurrent_decodes(self) -> int:
+    """Number of slots."""
+    return self.num_slots
+
+  @property
+  def max_prefill_length(self) -> int:
+    """Longest prompt, in tokens."""
+    return self.config.max_prompt_length
+
+  def init_decode_state(self) -> DecodeState:
+    """Returns a state with every slot idle."""
+    slots, length = self.num_slots, self.config.max_response_length
+    cache = self.policy.cache_shape(slots, self.cache_length)
+    layers = self.policy.model.num_layers
+
+    def make():
+      full = lambda value, dtype, *tail: jnp.full((slots, *tail), value, dtype)
+      zeros = functools.partial(full, 0)
+      return DecodeState(
+          caches=[
+              (jnp.zeros(cache.shape, cache.dtype),) * 2 for _ in range(layers)
+          ],
+          token=zeros(jnp.int32),
+          position=zeros(jnp.int32),
+          address=zeros(jnp.uint32, 2),
+          emitted=zeros(jnp.int32),
+          limit=zeros(jnp.int32),
+          temperature=zeros(jnp.float32),
+          active=zeros(jnp.bool_),
+          stopped=zeros(jnp.bool_),
+          tokens=zeros(jnp.int32, length),
+          log_mu=zeros(jnp.float32, length),
+          logprobs=zeros(jnp.float32, length),
+      )
+
+    return jax.jit(make, out_shardings=self._rows)()
+
+  def prefill(
+      self, *, params: PolicyParams, padded_tokens: NpArray, true_length: int
+  ) -> Prefix:
+    """See `engine_api.Engine.prefill`."""
+    return self.prefill_batch(params, [np.asarray(padded_tokens)[:true_length]])
+
+  def prefill_batch(
+      self, params: PolicyParams, prompts: list[NpArray], rows: int | None = None
+  ) -> Prefix:
+    """Prefills several prompts at once.
+
+    Args:
+      params: weights and scales.
+      prompts: int32 token ids, 1 to max_prompt_length each.
+      rows: compiled number of prompts; empty rows fill up.
+
+    Returns:
+      A prefix whose row i is `prompts[i]`.
+    """
+    longest = max(len(tokens) for tokens in prompts)
+    if longest > self.config.max_prompt_length or min(map(len, prompts)) < 1:
+      raise ValueError(
+          f'a prompt has {longest} tokens; allowed: 1 to'
+          f' {self.config.max_prompt_length} (max_prompt_length)'
+      )
+    rows = _round_up(max(rows or 1, len(prompts)), self.policy.axes.size)
+    bucket = next(b for b in self.prompt_buckets if b >= longest)
+    tokens_PT = np.zeros((rows, bucket), np.int32)
+    lengths_P = np.zeros((rows,), np.int32)
+    last_P = np.zeros((rows,), np.int32)
+    for i, tokens in enumerate(prompts):
+      # The last token is not prefilled: the first decode step feeds it.
+      tokens_PT[i, : len(tokens) - 1] = tokens[:-1]
+      lengths_P[i], last_P[i] = len(tokens), tokens[-1]
+    put = lambda x: jax.device_put(x, self._rows)
+    caches = self._per_row(params, _prefill, (self.policy,), 2)(
+        params, put(tokens_PT), put(np.maximum(lengths_P - 1, 0))
+    )
+    return Prefix(caches=caches, last_token=put(last_P), length=put(lengths_P))
+
+  def insert(
+      self, prefix: Prefix, decode_state: DecodeState, slot: int
+  ) -> DecodeState:
+    """See `engine_api.Engine.insert`."""
+    return self.bulk_insert(prefix, decode_state, [slot])
+
+  def bulk_insert(
+      self,
+      prefix: Prefix,
+      decode_state: DecodeState,
+      slots: list[int],
+      *,
+      rows: list[int] | None = None,
+      address: NpArray | None = None,
+      limits: list[int] | None = None,
+      temperature: float = 1.0,
+  ) -> DecodeState:
+    """Starts sequences in slots.
+
+    Args:
+      prefix: prefilled prompts.
+      decode_state: donated.
+      slots: slots to start, each once.
+      rows: row of the prefix per slot; by default row 0 for all.
+      address: uint32 [n, 2], (prompt id, sample) per slot; by default (0, slot).
+      limits: most response tokens per slot; by default max_response_length.
+      temperature: of the sampler; 0 is greedy.
+    """
+    count = len(slots)
+    # Padded to powers of two, so that few shapes are compiled; padding points
+    # at a slot that does not exist and is dropped.
+    size = min(1 << max(count - 1, 0).bit_length(), self.num_slots)
+    maximum = self.config.max_response_length
+    padded = lambda values, fill: np.concatenate(
+        [np.asarray(values, np.int32), np.full(size - count, fill, np.int32)]
+    )
+    if address is None:
+      address = np.stack([np.zeros(count, np.uint32), slots], 1)
+    address_N2 = np.zeros((size, 2), np.uint32)
+    address_N2[:count] = address
+    return self._insert(
+        decode_state,
+        prefix,
+        padded(slots, self.num_slots),
+        padded(rows if rows is not None else [0] * count, 0),
+        address_N2,
+        padded(limits if limits is not None else [maximum] * count, 1),
+        np.float32(temperature),
+    )
+
+  def generate(
+      self, params: PolicyParams, decode_state: DecodeState
+  ) -> tuple[DecodeState, engine_api.ResultTokens]:
+    """Takes one step; see `engine_api.Engine.generate`."""
+    was_active = jnp.copy(decode_state.active)
+    state = self.generate_block(params, decode_state, self._base_key, 1)
+    last = jnp.maximum(state.emitted - 1, 0)[:, None]
+    pick = lambda x: jnp.take_along_axis(x, last, axis=1)[:, 0]
+    data = jnp.stack(
+        [pick(state.tokens), was_active.astype(jnp.int32), state.emitted], 1
+    )
+    return state, engine_api.ResultTokens(
+        data=data, log_prob=pick(state.logprobs), log_mu=pick(state.log_mu)
+    )
+
+  def generate_block(
+      self,
+      params: PolicyParams,
+      decode_state: DecodeState,
+      base_key: PRNGKey,
+      steps: int | None = None,
+  ) -> DecodeState:
+    """Takes up to `steps` steps on the device; stops early when all are done.
+
+    Args:
+      params: weights and scales.
+      decode_state: donated.
+      base_key: key with address (seed, step); the rest is folded in per slot.
+      steps: by default decode_block.
+    """
+    count = np.int32(self.config.decode_block if steps is None else steps)
+    run = self._per_row(params, _generate, (self.policy, self.config), 1, (0, 3))
+    return run(params, decode_state, base_key, count)
+
+  def free_resource(self, slot: int, decode_state: DecodeState) -> DecodeState:
+    """Makes a slot idle."""
+    return self._free(decode_state, np.int32(slot))
+
+  # -----------------------------------------------------------------------
+
+  def _per_row(self, params, function, bound, num_rows, tail=None):
+    """Compiles `function(*bound, params, row arrays..., whole arrays...)`."""
+    name = function.__name__
+    if name not in self._compiled:
+      specs = PolicyParams(*(sharding.tree_specs(t, self.mesh) for t in params))
+      whole = () if tail is None else (P(), P())
+      self._compiled[name] = exact_jit(
+          sharding.per_device(
+              functools.partial(function, *bound),
+              self.mesh,
+              (specs, *(sharding.ROWS,) * num_rows, *whole),
+              sharding.ROWS,
+          ),
+          donate_argnums=(1,) if tail is not None else (),
+      )
+    return self._compiled[name]
+
+
+def _buckets(longest: int, tile: int) -> list[int]:
+  """Prompt lengths that are compiled: powers of two times the tile."""
+  buckets, size = [], tile
+  while size < longest:
+    buckets.append(size)
+    size *= 2
+  return [*buckets, _round_up(longest, tile)]
+
+
+def _prefill(policy, params, tokens_PT, lengths_P):
+  return policy.prefill(params, tokens_PT, lengths_P)
+
+
+def _insert(state, prefix, slots_N, rows_N, address_N2, limits_N, temperature):
+  length = prefix.caches[0][0].shape[2]
+  put = lambda old, new: old.at[slots_N].set(new, mode='drop')
+  copy = lambda old, new: old.at[slots_N, :, :length].set(
+      new[rows_N], mode='drop'
+  )
+  none = jnp.zeros(slots_N.shape, jnp.int32)
+  return dataclasses.replace(
+      state,
+      caches=[
+          (copy(keys, new_keys), copy(values, new_values))
+          for (keys, values), (new_keys, new_values) in zip(
+              state.caches, prefix.caches, strict=True
+          )
+      ],
+      token=put(state.token, prefix.last_token[rows_N]),
+      position=put(state.position, prefix.length[rows_N] - 1),
+      address=put(state.address, address_N2),
+      emitted=put(state.emitted, none),
+      limit=put(state.limit, limits_N),
+      temperature=put(
+          state.temperature, jnp.broadcast_to(temperature, slots_N.shape)
+      ),
+      active=put(state.active, none == 0),
+      stopped=put(state.stopped, none != 0),
+  )
+
+
+def _free(state, slot):
+  return dataclasses.replace(state, active=state.active.at[slot].set(False))
+
+
+def _sample(config: EngineConfig, state: DecodeState, z_BV, base_key):
+  """Returns (token, log mu, log pi) of every slot."""
+  with jax.named_scope('head'):
+    lse_B, _ = logprobs.row_stats(z_BV)
+
+  def one(z_V, address, emitted, temperature):
+    key = rng.fold(base_key, address[0], address[1], emitted)
+    mask_V = sampling.truncation_mask(
+        z_V, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p
+    )
+    greedy = temperature <= 0
+    token = sampling.gumbel_argmax(z_V, mask_V, key, greedy=greedy)
+    if mask_V is None:
+      return token, z_V[token], greedy
+    return token, sampling.log_mu(z_V, mask_V, token, greedy=greedy), greedy
+
+  with jax.named_scope('sampling'):
+    token_B, value_B, greedy_B = jax.vmap(one)(
+        z_BV, state.address, state.emitted, state.temperature
+    )
+  with jax.named_scope('head'):
+    logprob_B = logprobs.pick(z_BV, token_B) - lse_B
+  truncates = (
+      config.top_k > 0 or config.top_p < 1 or config.min_p > 0
+  )
+  log_mu_B = value_B if truncates else jnp.where(greedy_B, 0.0, logprob_B)
+  return token_B, log_mu_B, logprob_B
+
+
+def _step(policy, config, params, base_key, state: DecodeState) -> DecodeState:
+  """Feeds, samples and books one token in every active slot."""
+  length = state.caches[0][0].shape[2]
+  z_BV, caches = policy.decode(
+      params,
+      state.token,
+      jnp.where(state.active, state.position, length),
+      state.caches,
+      state.temperature,
+  )
+  token, log_mu, logprob = _sample(config, state, z_BV, base_key)
+  slots = jnp.arange(token.shape[0], dtype=jnp.int32)
+  at = jnp.where(state.active, state.emitted, state.tokens.shape[1])
+  write = lambda buffer, new: buffer.at[slots, at].set(
+      new, mode='drop', unique_indices=True
+  )
+  stop_ids = jnp.asarray(config.stop_ids or (-1,), jnp.int32)
+  is_stop = jnp.any(token[:, None] == stop_ids[None, :], axis=1)
+  emitted = state.emitted + state.active
+  return dataclasses.replace(
+      state,
+      caches=caches,
+      token=jnp.where(state.active, token, state.token),
+      position=state.position + state.active,
+      emitted=emitted,
+      active=state.active & ~is_stop & (emitted < state.limit),
+      stopped=state.stopped | (state.active & is_stop),
+      tokens=write(state.tokens, token),
+      log_mu=write(state.log_mu, log_mu),
+      logprobs=write(state.logprobs, logprob),
+  )
+
+
+def _generate(policy, config, params, state, base_key, steps):
+  # Devices take the same number of steps: weights are gathered inside.
+  any_active = lambda s: policy.axes.pmax(
+      jnp.any(s.active).astype(jnp.int32)
+  )
+
+  def body(carry):
+    i, state, _ = carry
+    state = _step(policy, config, params, base_key, state)
+    return i + 1, state, any_active(state)
+
+  _, state, _ = lax.while_loop(
+      lambda carry: (carry[0] < steps) & (carry[2] > 0),
+      body,
+      (jnp.int32(0), state, any_active(state)),
+  )
+  return state

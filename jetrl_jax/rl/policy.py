@@ -1,0 +1,201 @@
+"""The policy: one decoder and one recipe, as pure functions.
+
+Rollout and training both call these; nothing here is compiled (see
+`compilation.exact_jit`) and nothing here knows whether it runs on one device
+or inside `shard_map` on a part of the rows.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jetrl_jax.fp8 import Recipe
+from jetrl_jax.models.attention import DecodeAttention, PackedAttention
+from jetrl_jax.models.decoder import Decoder, variables
+from jetrl_jax.models.types import ModelConfig
+from jetrl_jax.rl import logprobs
+from jetrl_jax.rl.types import TrainBatch
+from jetrl_jax.sharding import Axes
+from jetrl_jax.typing import Array, PRNGKey, PyTree
+
+
+class PolicyParams(NamedTuple):
+  """All that a forward pass reads.
+
+  Attributes:
+    weights: compute weights, see `fp8.prepare_weights`.
+    fp8_state: delayed-scaling slots, for the activation scales in use.
+  """
+
+  weights: PyTree
+  fp8_state: PyTree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+  """What a forward pass is, apart from its arrays.
+
+  Attributes:
+    model: the decoder's shape.
+    recipe: how its dots compute.
+    axes: devices over which rows and weights are split.
+    tile: attention tile in tokens; packed segments start at multiples of it.
+    logit_chunk_rows: rows whose logits are in memory at once in `score`.
+    remat: recompute each block in the backward pass.
+  """
+
+  model: ModelConfig
+  recipe: Recipe
+  axes: Axes = Axes()
+  tile: int = 64
+  logit_chunk_rows: int = 1024
+  remat: bool = True
+
+  def __post_init__(self):
+    for name in ('tile', 'logit_chunk_rows'):
+      value = getattr(self, name)
+      if value < 16 or value % 16:
+        raise ValueError(f'{name} is {value}; it must be a multiple of 16')
+
+  @property
+  def decoder(self) -> Decoder:
+    """The Flax module."""
+    return Decoder(self.recipe, self.axes, config=self.model, remat=self.remat)
+
+  def init(self, key: PRNGKey) -> PyTree:
+    """Returns random float32 masters: normal(0.02) kernels, unit gains."""
+    tokens = jnp.zeros((self.tile,), jnp.int32)
+    attend = PackedAttention(
+        first_BT=tokens[None],
+        last_BT=jnp.arange(self.tile, dtype=jnp.int32)[None],
+        tile=self.tile,
+    )
+    mask = jnp.ones((self.tile,), jnp.float32)
+    return self.decoder.init(key, tokens, tokens, mask, attend)['params']
+
+  def hidden(
+      self,
+      params: PolicyParams,
+      batch: TrainBatch,
+      masters: PyTree | None = None,
+  ) -> Array:
+    """Returns final hidden states [B*T, D] of packed rows."""
+    index = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None, :]
+    valid = batch.segment_ids > 0
+    attend = PackedAttention(
+        first_BT=jnp.where(valid, index - batch.positions, index),
+        last_BT=jnp.where(valid, index, -1),
+        tile=self.tile,
+    )
+    hidden_MD, _ = self.decoder.apply(
+        variables(params.weights, params.fp8_state, masters),
+        batch.tokens.reshape(-1),
+        batch.positions.reshape(-1),
+        valid.astype(jnp.float32).reshape(-1),
+        attend,
+    )
+    return hidden_MD
+
+  def score(
+      self,
+      params: PolicyParams,
+      batch: TrainBatch,
+      temperature: Array,
+      masters: PyTree | None = None,
+  ) -> tuple[Array, Array]:
+    """Returns each token's log-prob and entropy, [B, T] float32, in nats.
+
+    Aligned with the token: index t holds log pi(token t | tokens before it).
+    Index 0 of a row and the first token of a segment are meaningless; the
+    loss mask is 0 there.
+
+    Args:
+      params: weights and scales.
+      batch: packed rows.
+      temperature: float32 scalar; pi is the tempered softmax over the whole
+        vocabulary.
+      masters: where the derivative goes, when one is wanted.
+    """
+    hidden_MD = self.hidden(params, batch, masters)
+    tree = variables(params.weights, params.fp8_state, masters)
+    targets_BT = jnp.roll(batch.tokens, -1, axis=1)
+    logprobs_M, entropy_M = logprobs.target_logprobs(
+        lambda rows: self.decoder.apply(tree, rows, method='head'),
+        hidden_MD,
+        targets_BT.reshape(-1),
+        temperature,
+        chunk_rows=self.logit_chunk_rows,
+    )
+    shape = batch.tokens.shape
+    return (
+        jnp.roll(logprobs_M.reshape(shape), 1, axis=1),
+        jnp.roll(entropy_M.reshape(shape), 1, axis=1),
+    )
+
+  def prefill(
+      self, params: PolicyParams, tokens_PT: Array, lengths_P: Array
+  ) -> list[tuple[Array, Array]]:
+    """Returns keys and values of prompts, per layer [P, K, T, H].
+
+    Args:
+      params: weights and scales.
+      tokens_PT: int32 prompts, padded at the end; T a multiple of the tile.
+      lengths_P: int32 tokens per prompt; 0 for an empty row.
+    """
+    prompts, length = tokens_PT.shape
+    index = jnp.broadcast_to(
+        jnp.arange(length, dtype=jnp.int32)[None, :], (prompts, length)
+    )
+    valid = index < lengths_P[:, None]
+    attend = PackedAttention(
+        first_BT=jnp.where(valid, 0, index),
+        last_BT=jnp.where(valid, index, -1),
+        tile=self.tile,
+    )
+    _, caches = self.decoder.apply(
+        variables(params.weights, params.fp8_state),
+        tokens_PT.reshape(-1),
+        jnp.where(valid, index, 0).reshape(-1),
+        valid.astype(jnp.float32).reshape(-1),
+        attend,
+    )
+    return caches
+
+  def decode(
+      self,
+      params: PolicyParams,
+      tokens_B: Array,
+      positions_B: Array,
+      caches: list[tuple[Array, Array]],
+      temperature_B: Array,
+  ) -> tuple[Array, list[tuple[Array, Array]]]:
+    """Feeds one token per slot; returns tempered logits [B, V] and the caches.
+
+    Args:
+      params: weights and scales.
+      tokens_B: int32 the token to feed, B a multiple of 16.
+      positions_B: int32 its position; outside the cache for an idle slot.
+      caches: per layer (keys, values) [B, K, S, H].
+      temperature_B: float32; 0 leaves the logits untempered.
+    """
+    tree = variables(params.weights, params.fp8_state)
+    hidden_MD, caches = self.decoder.apply(
+        tree,
+        tokens_B,
+        positions_B,
+        jnp.ones(tokens_B.shape, jnp.float32),
+        DecodeAttention(position_B=positions_B, tile=self.tile),
+        caches,
+    )
+    with jax.named_scope('head'):
+      logits_BV = self.decoder.apply(tree, hidden_MD, method='head')
+      return logprobs.temper(logits_BV, temperature_B[:, None]), caches
+
+  def cache_shape(self, slots: int, length: int) -> jax.ShapeDtypeStruct:
+    """Shape of one layer's keys (and values) for `slots` sequences."""
+    model = self.model
+    return jax.ShapeDtypeStruct(
+        (slots, model.num_kv_heads, length, model.head_dim), self.recipe.dtype
+    )
