@@ -1,0 +1,87 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jetrl_jax.fp8 import slots
+from jetrl_jax.fp8.quantization import QTensor, dequantize
+from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.fp8.weights import prepare_weights
+from jetrl_jax.sharding import Axes
+
+RECIPE = Recipe()
+
+
+def masters(dtype=jnp.float32):
+  keys = jax.random.split(jax.random.key(0), 3)
+  return {
+      'embed': {'embedding': jax.random.normal(keys[0], (8, 4), dtype)},
+      'layers_0': {
+          'mlp': {
+              'down': {'kernel': jax.random.normal(keys[1], (4, 6), dtype)}
+          },
+          'mlp_norm': {'scale': jnp.ones(4, dtype)},
+      },
+      'lm_head': {'kernel': jax.random.normal(keys[2], (8, 4), dtype)},
+  }
+
+
+def prepared(params, recipe=RECIPE):
+  state = slots.init_state(params, recipe)
+  state = slots.observe_kernels(state, params, recipe, Axes())
+  return prepare_weights(params, state, recipe)
+
+
+def is_q(x):
+  return isinstance(x, QTensor)
+
+
+def test_the_weights_have_the_paths_of_the_masters():
+  params = masters()
+  weights = prepared(params)
+  names = lambda tree: [
+      jax.tree_util.keystr(path)
+      for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_q)
+  ]
+  assert names(weights) == names(params)
+
+
+def test_only_kernels_with_a_slot_are_8_bit():
+  weights = prepared(masters())
+  down = weights['layers_0']['mlp']['down']['kernel']
+  assert down.values.dtype == jnp.float8_e4m3fn
+  assert weights['embed']['embedding'].dtype == jnp.bfloat16
+  assert weights['lm_head']['kernel'].dtype == jnp.bfloat16
+  assert weights['layers_0']['mlp_norm']['scale'].dtype == jnp.bfloat16
+
+
+def test_bf16_casts_every_leaf_and_makes_no_qtensor():
+  params = masters()
+  weights = prepared(params, Recipe(name='bf16'))
+  jax.tree.map(
+      lambda w, p: np.testing.assert_array_equal(w, p.astype(jnp.bfloat16)),
+      weights,
+      params,
+  )
+
+
+def test_a_quantised_kernel_is_within_half_a_step_of_its_master():
+  params = masters()
+  q = prepared(params)['layers_0']['mlp']['down']['kernel']
+  master = np.asarray(params['layers_0']['mlp']['down']['kernel'], np.float64)
+  restored = np.asarray(dequantize(q, jnp.float32), np.float64)
+  bound = np.maximum(np.abs(master) * 2.0**-4, float(q.scale) * 2.0**-10)
+  assert np.all(np.abs(master - restored) <= bound)
+
+
+def test_weights_are_a_function_of_masters_and_slots_alone():
+  params = masters()
+  first, second = prepared(params), prepared(params)
+  jax.tree.map(np.testing.assert_array_equal, first, second)
+
+
+def test_bfloat16_masters_give_the_weights_of_their_float32_copies():
+  params = masters(jnp.bfloat16)
+  copies = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+  jax.tree.map(
+      np.testing.assert_array_equal, prepared(params), prepared(copies)
+  )

@@ -1,0 +1,132 @@
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetrl_jax.compilation import exact_jit
+from jetrl_jax.models import norm
+
+EPS = 1e-6
+
+
+@functools.cache
+def _norm(eps=EPS):
+  return exact_jit(lambda x, scale: norm.rms_norm(x, scale, eps))
+
+
+def _rows(rows, dim, dtype=jnp.float32, seed=0):
+  keys = jax.random.split(jax.random.key(seed), 2)
+  x = 3 * jax.random.normal(keys[0], (rows, dim), dtype)
+  return x, 1 + 0.1 * jax.random.normal(keys[1], (dim,), dtype)
+
+
+def _float64(x, scale):
+  x, scale = np.asarray(x, np.float64), np.asarray(scale, np.float64)
+  return x / np.sqrt((x * x).mean(1, keepdims=True) + EPS) * scale
+
+
+def test_the_norm_by_hand():
+  # Mean square of (3, 4) is 12.5; with eps 12.5 the root is 5.
+  x = jnp.tile(jnp.asarray([[3.0, 4.0]]), (16, 1))
+  y = _norm(12.5)(x, jnp.asarray([1.0, 10.0]))
+  np.testing.assert_allclose(y[0], [0.6, 8.0], rtol=4 * 2.0**-24)
+
+
+@pytest.mark.parametrize('dim', [16, 64, 96, 1000])
+def test_the_norm_equals_float64_within_rounding(dim):
+  x, scale = _rows(32, dim)
+  # The sum errs by at most dim 2^-24 relative, its root by half of that; four
+  # more roundings of the result.
+  np.testing.assert_allclose(
+      _norm()(x, scale), _float64(x, scale), rtol=(dim / 2 + 4) * 2.0**-24
+  )
+
+
+def test_a_bfloat16_norm_rounds_twice_before_and_after_the_gain():
+  x, scale = _rows(32, 64, jnp.bfloat16)
+  y = _norm()(x, scale)
+  assert y.dtype == jnp.bfloat16
+  # Half a step is 2^-9 of the next power of two, 2^-8 of the value.
+  expected = _float64(x, scale)
+  np.testing.assert_allclose(
+      np.asarray(y, np.float64), expected, rtol=2 * 2.0**-8 + 2.0**-15
+  )
+  # With the gain 1 there is one rounding only, that of the normed value.
+  plain = _norm()(x, jnp.ones(64, jnp.bfloat16))
+  np.testing.assert_allclose(
+      np.asarray(plain, np.float64),
+      _float64(x, np.ones(64)),
+      rtol=2.0**-8 + 2.0**-17,
+  )
+
+
+def test_zero_rows_give_zeros():
+  assert not np.any(_norm()(jnp.zeros((16, 64)), jnp.ones(64)))
+
+
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize('dim', [16, 64, 896])
+def test_the_bits_of_a_row_do_not_depend_on_the_number_of_rows(dim, dtype):
+  x, scale = _rows(1024, dim, dtype)
+  whole = np.asarray(_norm()(x, scale))
+  for rows in (16, 32, 112):
+    np.testing.assert_array_equal(_norm()(x[:rows], scale), whole[:rows])
+  np.testing.assert_array_equal(_norm()(x[-16:], scale), whole[-16:])
+
+
+def test_the_sum_of_a_row_does_not_depend_on_the_number_of_rows():
+  x = _rows(1024, 1000)[0]
+  total = exact_jit(norm.row_sum)
+  whole = np.asarray(total(x))
+  assert whole.shape == (1024, 1)
+  np.testing.assert_array_equal(total(x[:16]), whole[:16])
+  x64 = np.asarray(x, np.float64)
+  bound = 1000 * 2.0**-24 * np.abs(x64).sum(1)
+  assert np.all(np.abs(whole[:, 0] - x64.sum(1)) <= bound)
+
+
+@pytest.mark.parametrize('dim', [16, 96, 1024])
+def test_the_gpu_kernel_computes_the_same_norm(dim):
+  x, scale = _rows(16, dim)
+  kernel = exact_jit(
+      lambda x, s: norm.rms_norm_kernel(x, s, EPS, interpret=True)
+  )
+  np.testing.assert_allclose(
+      kernel(x, scale), _norm()(x, scale), rtol=(dim + 8) * 2.0**-24
+  )
+
+
+def test_the_gradient_is_that_of_the_plain_formula():
+  x, scale = _rows(16, 64)
+  dy = jax.random.normal(jax.random.key(3), x.shape)
+
+  def plain(x, scale):
+    mean_square = jnp.mean(x * x, axis=1, keepdims=True)
+    return jnp.sum(dy * (x * jax.lax.rsqrt(mean_square + EPS) * scale[None]))
+
+  ours = lambda x, scale: jnp.sum(dy * norm.rms_norm(x, scale, EPS))
+  found = exact_jit(jax.grad(ours, argnums=(0, 1)))(x, scale)
+  expected = exact_jit(jax.grad(plain, argnums=(0, 1)))(x, scale)
+  for a, b in zip(found, expected, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_agrees_with_differences_in_float64():
+  x, scale = _rows(16, 8)
+  dy = jax.random.normal(jax.random.key(3), x.shape)
+  ours = lambda x, scale: jnp.sum(dy * norm.rms_norm(x, scale, EPS))
+  dx, dscale = exact_jit(jax.grad(ours, argnums=(0, 1)))(x, scale)
+  x64, scale64 = np.asarray(x, np.float64), np.asarray(scale, np.float64)
+  loss = lambda x, s: (np.asarray(dy, np.float64) * _float64(x, s)).sum()
+  # The central difference of step h errs by h^2 f'''/6, here about 1e-10.
+  h = 1e-5
+  step = np.zeros_like(x64)
+  step[3, 5] = h
+  slope = (loss(x64 + step, scale64) - loss(x64 - step, scale64)) / (2 * h)
+  np.testing.assert_allclose(dx[3, 5], slope, rtol=1e-4)
+  step = np.zeros_like(scale64)
+  step[5] = h
+  slope = (loss(x64, scale64 + step) - loss(x64, scale64 - step)) / (2 * h)
+  np.testing.assert_allclose(dscale[5], slope, rtol=1e-4)
