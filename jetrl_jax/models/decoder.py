@@ -24,16 +24,21 @@ from jetrl_jax.typing import Array, PyTree
 
 
 @jax.custom_vjp
-def _straight_through(master, compute):
-  """Value of `compute`, cotangent to `master`."""
-  del master
-  return compute
+def _add_bias(y_MO, master_O, bias_O):
+  """y + b; the bias's cotangent is added up in the master's dtype."""
+  del master_O
+  return y_MO + bias_O[None, :]
 
 
-_straight_through.defvjp(
-    lambda master, compute: (compute, jnp.zeros((0,), master.dtype)),
-    lambda like, ct: (ct.astype(like.dtype), None),
-)
+def _add_bias_fwd(y_MO, master_O, bias_O):
+  return _add_bias(y_MO, master_O, bias_O), jnp.zeros((0,), master_O.dtype)
+
+
+def _add_bias_bwd(like, ct_MO):
+  return ct_MO, jnp.sum(ct_MO.astype(like.dtype), axis=0), None
+
+
+_add_bias.defvjp(_add_bias_fwd, _add_bias_bwd)
 
 
 @jax.custom_vjp
@@ -87,11 +92,6 @@ class Leaf(nn.Module):
       master = grad_sink(self.axes, shape, master)
     return master, compute
 
-  def vector(self, name: str, init, size: int) -> Array:
-    """Returns a small leaf that is used by value (a gain, a bias)."""
-    master, compute = self.leaf(name, init, (size,))
-    return compute if master is None else _straight_through(master, compute)
-
 
 class Linear(Leaf):
   """y = x W^T + b, W stored [out, in]."""
@@ -121,8 +121,12 @@ class Linear(Leaf):
         out_dtype=out_dtype,
     )
     if self.use_bias:
-      bias = self.vector('bias', nn.initializers.zeros, self.out_dim)
-      y_MO = y_MO + bias[None, :]
+      master, bias = self.leaf(
+          'bias', nn.initializers.zeros, (self.out_dim,)
+      )
+      if master is None:
+        return y_MO + bias[None, :]
+      return _add_bias(y_MO, master, bias)
     return y_MO
 
 
@@ -134,8 +138,8 @@ class RMSNorm(Leaf):
 
   @nn.compact
   def __call__(self, x_MD: Array) -> Array:
-    scale = self.vector('scale', nn.initializers.ones, self.dim)
-    return norm.rms_norm(x_MD, scale, self.eps)
+    master, scale = self.leaf('scale', nn.initializers.ones, (self.dim,))
+    return norm.rms_norm(x_MD, scale, self.eps, master)
 
 
 class Attention(Leaf):

@@ -77,9 +77,11 @@ def rms_norm_kernel(x_MD, scale_D, eps: float, *, interpret: bool = False):
   )(x_MD, scale_D)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def rms_norm(
-    x_MD: Float[Array, 'M D'], scale_D: Float[Array, ' D'], eps: float
+    x_MD: Float[Array, 'M D'],
+    scale_D: Float[Array, ' D'],
+    eps: float,
+    master_D: Float[Array, ' D'] | None = None,
 ) -> Float[Array, 'M D']:
   """Normalises rows: y = x / sqrt(mean(x^2) + eps) * scale.
 
@@ -90,25 +92,45 @@ def rms_norm(
     x_MD: rows, M a multiple of 16.
     scale_D: gain, in x's dtype.
     eps: added to the mean square.
+    master_D: receives the gain's derivative in its dtype; its values are not
+      read. None where no derivative is wanted.
   """
+  if master_D is None:
+    return _forward(x_MD, scale_D, eps)
+  return _differentiable(x_MD, scale_D, master_D, eps)
+
+
+def _forward(x_MD, scale_D, eps):
   if on_gpu():
     return rms_norm_kernel(x_MD, scale_D, eps)
   x32 = x_MD.astype(jnp.float32)
   return _reference(x_MD, scale_D, eps, row_sum(x32 * x32) / x_MD.shape[1])
 
 
-def _fwd(x_MD, scale_D, eps):
-  return rms_norm(x_MD, scale_D, eps), (x_MD, scale_D)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _differentiable(x_MD, scale_D, master_D, eps):
+  del master_D
+  return _forward(x_MD, scale_D, eps)
+
+
+def _fwd(x_MD, scale_D, master_D, eps):
+  like = jnp.zeros((0,), master_D.dtype)
+  return _forward(x_MD, scale_D, eps), (x_MD, scale_D, like)
 
 
 def _bwd(eps, residuals, dy_MD):
   # The order of the backward's sums is free: no log-prob depends on it.
-  def plain(x_MD, scale_D):
-    x32 = x_MD.astype(jnp.float32)
-    mean_square = jnp.mean(x32 * x32, axis=1, keepdims=True)
-    return _reference(x_MD, scale_D, eps, mean_square)
+  x_MD, scale_D, like = residuals
+  x32, dy32 = x_MD.astype(jnp.float32), dy_MD.astype(jnp.float32)
+  mean_square = jnp.mean(x32 * x32, axis=1, keepdims=True)
+  inverse = lax.rsqrt(mean_square + eps)
+  normed = x32 * inverse
+  rounded = normed.astype(x_MD.dtype).astype(jnp.float32)
+  dscale_D = jnp.sum(dy32 * rounded, axis=0)
+  dnormed = dy32 * scale_D.astype(jnp.float32)[None, :]
+  projection = jnp.mean(dnormed * normed, axis=1, keepdims=True)
+  dx_MD = inverse * (dnormed - normed * projection)
+  return dx_MD.astype(x_MD.dtype), None, dscale_D.astype(like.dtype)
 
-  return jax.vjp(plain, *residuals)[1](dy_MD)
 
-
-rms_norm.defvjp(_fwd, _bwd)
+_differentiable.defvjp(_fwd, _bwd)
