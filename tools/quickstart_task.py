@@ -4,9 +4,13 @@ A problem is a chain of sums, and its answer writes every running total:
 
     question  38+7-9+2=      answer  45 36 38 #### 38
 
-Each step copies the last total, finds the next operand and adds, so a small
-decoder gets some steps right long before it gets all of them right, and a
-longer chain is harder: samples of one problem differ in reward.
+The warm start imitates careless solutions: where a step crosses a ten, a
+carry is forgotten (38+7=35) and a borrow avoided by taking the smaller digit
+from the larger (42-9=47), each with probability `CARELESS`. A decoder that has
+learnt this gets such a step right half of the time and answers about 40% of
+the problems; longer chains are harder, and the samples of one problem differ
+in reward. GRPO sees only whether the last number is right: nothing tells it
+which step to mend.
 
 What a problem may be used for is a property of the problem, not of the draw:
 a hash of its text says 'sft' (the supervised warm start), 'train' (GRPO) or
@@ -25,9 +29,11 @@ Other held-out problems, none of which the repository holds:
 
 import argparse
 import hashlib
+import itertools
 import json
 import pathlib
 import random
+import re
 from collections.abc import Collection
 
 import tokenizers
@@ -38,13 +44,15 @@ SPECIAL_TOKENS = (PAD, EOS, UNKNOWN)
 ALPHABET = ' #+-0123456789='
 # Ten equal parts of all problems: five, four, and one.
 SPLITS = ('sft',) * 5 + ('train',) * 4 + ('heldout',)
-SIZES = {'sft': 6000, 'train': 4000, 'heldout': 256}
+SIZES = {'sft': 8000, 'train': 4000, 'heldout': 256}
 MIN_OPERANDS, MAX_OPERANDS = 3, 6
 # Totals stay in [0, 99], so that none has a sign.
 MAX_TOTAL = 99
-# One digit: 1,700 sums to learn. With two there are 9,900, and the warm start
-# takes several times as long.
+# One digit: 1,700 sums to learn instead of 9,900.
 MAX_OPERAND = 9
+# A step crosses a ten in 45% of the cases, so a step is right with probability
+# 0.55 + 0.45 / 2, and a chain of 2 to 5 steps in 43% of the cases.
+CARELESS = 0.5
 
 # Qwen2 with vocabulary and widths that are multiples of 16, as FP8 dots want.
 MODEL_CONFIG = {
@@ -61,7 +69,9 @@ MODEL_CONFIG = {
     'max_position_embeddings': 128,
     'rope_theta': 10000.0,
     'rms_norm_eps': 1e-6,
-    'initializer_range': 0.02,
+    # 1 / sqrt(hidden_size); the 0.02 of large models learns nothing at first in
+    # a width of 128.
+    'initializer_range': 0.088,
     'tie_word_embeddings': True,
     'torch_dtype': 'float32',
     'bos_token_id': None,
@@ -92,7 +102,7 @@ def draw_question(rng: random.Random) -> str:
 
 
 def solve(question: str) -> str:
-  """Writes the answer to a question.
+  """Writes the right answer to a question.
 
   Args:
     question: what `draw_question` returns.
@@ -100,12 +110,48 @@ def solve(question: str) -> str:
   Returns:
     The running totals after each operation, then '#### ' and the last one.
   """
-  signed = question.removesuffix('=').replace('-', '+-').split('+')
-  total, totals = int(signed[0]), []
-  for operand in signed[1:]:
-    total += int(operand)
-    totals.append(str(total))
-  return ' '.join([*totals, '####', totals[-1]])
+  first, operands = _parse(question)
+  return _format(list(itertools.accumulate(operands, initial=first))[1:])
+
+
+def solve_carelessly(question: str, rng: random.Random) -> str:
+  """Writes an answer with a schoolchild's mistakes in carries and borrows.
+
+  Args:
+    question: what `draw_question` returns.
+    rng: decides for each carry and borrow; advanced.
+
+  Returns:
+    As `solve`; a wrong total is what the next step continues from.
+  """
+  first, operands = _parse(question)
+  while True:
+    totals = [first]
+    for operand in operands:
+      following = totals[-1] + operand
+      crosses_ten = following // 10 != totals[-1] // 10
+      if crosses_ten and rng.random() < CARELESS:
+        following = _misadd(totals[-1], operand)
+      totals.append(following)
+    # A wrong total may lead the rest of the chain out of the range.
+    if all(0 <= total <= MAX_TOTAL for total in totals):
+      return _format(totals[1:])
+
+
+def _misadd(total: int, operand: int) -> int:
+  tens, unit = divmod(total, 10)
+  if operand > 0:
+    return 10 * tens + (unit + operand) % 10
+  return 10 * tens + abs(unit + operand)
+
+
+def _parse(question: str) -> tuple[int, list[int]]:
+  first, *operands = re.findall(r'[+-]?\d+', question)
+  return int(first), [int(operand) for operand in operands]
+
+
+def _format(totals: list[int]) -> str:
+  return ' '.join([*map(str, totals), '####', str(totals[-1])])
 
 
 def split_of(question: str) -> str:
@@ -132,7 +178,8 @@ def make_problems(
     exclude: questions that are not to be drawn.
 
   Returns:
-    By split, rows with the keys 'question' and 'answer'.
+    By split, rows with the keys 'question' and 'answer'. The answers of 'sft'
+    are careless, all others are right.
 
   Raises:
     ValueError: a split's name is unknown.
@@ -149,7 +196,9 @@ def make_problems(
     if question in seen or len(problems.get(split, ())) >= sizes.get(split, 0):
       continue
     seen.add(question)
-    problems[split].append({'question': question, 'answer': solve(question)})
+    careless = split == 'sft'
+    answer = solve_carelessly(question, rng) if careless else solve(question)
+    problems[split].append({'question': question, 'answer': answer})
   return problems
 
 

@@ -32,17 +32,51 @@ def test_a_chain_is_answered_by_its_running_totals():
   assert quickstart_task.solve('38+7-9+2=') == '45 36 38 #### 38'
 
 
-@pytest.mark.parametrize('split', ['sft', 'train', 'heldout'])
-def test_every_shipped_answer_is_right(split):
+def _totals(answer: str) -> list[int]:
+  steps, final = answer.split(' #### ')
+  totals = [int(step) for step in steps.split()]
+  assert int(final) == totals[-1]
+  return totals
+
+
+@pytest.mark.parametrize('split', ['train', 'heldout'])
+def test_every_shipped_answer_to_learn_by_or_be_judged_by_is_right(split):
   for row in _rows(split):
     chain = row['question'].removesuffix('=')
     # Python itself adds up ever longer beginnings of the chain.
     ends = [m.start() for m in re.finditer(r'[+-]|$', chain)][1:]
     totals = [eval(chain[:end]) for end in ends]
     assert all(0 <= total <= 99 for total in totals)
-    steps, final = row['answer'].split(' #### ')
-    assert [int(step) for step in steps.split()] == totals
-    assert int(final) == totals[-1]
+    assert _totals(row['answer']) == totals
+
+
+def test_a_careless_step_is_right_or_has_the_mistake_it_is_known_for():
+  # By hand, in tens and units: 38 + 7 is 3|15, without the carry 35;
+  # 42 - 9 is 4|2 - 9, the smaller digit from the larger 47.
+  mistakes, steps = 0, 0
+  for row in _rows('sft'):
+    chain = re.findall(r'[+-]?\d+', row['question'])
+    before = int(chain[0])
+    for operand, after in zip(chain[1:], _totals(row['answer']), strict=True):
+      steps += 1
+      if after != before + int(operand):
+        mistakes += 1
+        tens, units = str(before).zfill(2)
+        if operand[0] == '+':
+          wrong = tens + str(int(units) + int(operand))[-1]
+        else:
+          wrong = tens + str(int(operand[1:]) - int(units))
+        assert after == int(wrong), row
+      assert 0 <= after <= 99
+      before = after
+  # 45% of the steps cross a ten, and half of those go wrong.
+  assert 0.2 < mistakes / steps < 0.25
+
+
+def test_careless_solutions_answer_two_problems_in_five():
+  rows = _rows('sft')
+  right = [quickstart_task.solve(r['question']) == r['answer'] for r in rows]
+  assert 0.4 < sum(right) / len(rows) < 0.45
 
 
 def test_the_shipped_splits_share_no_question():
