@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8 import formats, health
 from jetrl_jax.fp8.quantization import QTensor, dequantize, quantize
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.typing import Array, PyTree
@@ -50,21 +50,6 @@ def _scaled_dot(a, b, dims, scale, out_dtype, power_of_two):
   return (product * scale).astype(out_dtype)
 
 
-def _health(x, values, scale, row_mask_M) -> tuple[Array, Array]:
-  """Amax of the valid rows, and the five sums of `slots.HEALTH_SIZE`."""
-  x = jnp.where(row_mask_M[:, None] > 0, x.astype(jnp.float32), 0.0)
-  limit = formats.format_max(values.dtype)
-  stored = values.astype(jnp.float32)
-  restored = jnp.where(row_mask_M[:, None] > 0, stored * scale, 0.0)
-  elements = jnp.sum(row_mask_M) * x.shape[1]
-  amax = jnp.max(jnp.abs(x))
-  saturated = jnp.sum((jnp.abs(x) > limit * scale).astype(jnp.float32))
-  flushed = jnp.sum(((x != 0) & (stored == 0)).astype(jnp.float32))
-  signal = jnp.sum(x * x)
-  noise = jnp.sum((x - restored) ** 2)
-  return amax, jnp.stack([elements, saturated, flushed, signal, noise])
-
-
 def _forward(spec, x_MI, weight, slot):
   x8_MI = quantize(x_MI, slot['input']['scale'], formats.E4M3)
   if spec.calibrating:
@@ -92,7 +77,7 @@ def _fp8_dot(spec, x_MI, master_OI, weight, slot, row_mask_M):
 
 def _fp8_dot_fwd(spec, x_MI, master_OI, weight, slot, row_mask_M):
   y_MO, x8_MI = _forward(spec, x_MI, weight, slot)
-  seen = _health(x_MI, x8_MI, slot['input']['scale'], row_mask_M)
+  seen = health.measure(x_MI, x8_MI, slot['input']['scale'], row_mask_M)
   high = x_MI if spec.calibrating else None
   # An empty array carries the dtypes that the cotangents must have.
   like = (jnp.zeros((0,), x_MI.dtype), jnp.zeros((0,), master_OI.dtype))
@@ -102,11 +87,11 @@ def _fp8_dot_fwd(spec, x_MI, master_OI, weight, slot, row_mask_M):
 def _slot_cotangent(slot: PyTree, seen: dict) -> PyTree:
   """Zeros shaped like the slot, with the observations in their places."""
   zeros = jax.tree.map(jnp.zeros_like, slot)
-  for operand, (amax, health) in seen.items():
+  for operand, (amax, sums) in seen.items():
     history = zeros[operand]['amax_history'].at[0].set(amax)
     zeros[operand] = zeros[operand] | {
         'amax_history': history,
-        'health': health,
+        'health': sums,
     }
   return zeros
 
@@ -117,7 +102,7 @@ def _fp8_dot_bwd(spec, residuals, dy_MO):
   scale_g = slot['output_grad']['scale']
   grad_dtype = formats.format_named(spec.grad_dtype)
   dy8_MO = quantize(dy_MO, scale_g, grad_dtype)
-  seen_grad = _health(dy_MO, dy8_MO, scale_g, row_mask_M)
+  seen_grad = health.measure(dy_MO, dy8_MO, scale_g, row_mask_M)
   if spec.calibrating:
     kernel_OI = dequantize(weight, dy_MO.dtype)
     dx_MI = lax.dot_general(

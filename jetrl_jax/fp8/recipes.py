@@ -59,9 +59,10 @@ class Recipe:
           f'compute_dtype is {self.compute_dtype!r}; allowed: bfloat16, float32'
       )
     formats.format_named(self.grad_format)
-    if self.amax_history_length < 1:
+    if self.amax_history_length < 2:
       raise ValueError(
-          f'amax_history_length is {self.amax_history_length}; it must be >= 1'
+          f'amax_history_length is {self.amax_history_length}; it must be >= 2:'
+          ' one entry is in use while another is being filled'
       )
     if not 0 <= self.margin <= 16:
       raise ValueError(f'margin is {self.margin} bits; allowed: 0 to 16')

@@ -20,7 +20,7 @@ import re
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8 import formats, health
 from jetrl_jax.fp8.quantization import is_recordable, scale_from_amax
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.sharding import Axes
@@ -28,7 +28,6 @@ from jetrl_jax.typing import Array, PyTree
 
 COLLECTION = '_overwrite_with_gradient'
 OPERANDS = ('input', 'kernel', 'output_grad')
-HEALTH_SIZE = 5
 
 
 def init_slot(history_length: int) -> PyTree:
@@ -37,7 +36,7 @@ def init_slot(history_length: int) -> PyTree:
       operand: {
           'amax_history': jnp.zeros((history_length,), jnp.float32),
           'scale': jnp.ones((), jnp.float32),
-          'health': jnp.zeros((HEALTH_SIZE,), jnp.float32),
+          'health': jnp.zeros((len(health.SUMS),), jnp.float32),
       }
       for operand in OPERANDS
   }
@@ -194,6 +193,26 @@ def observe_kernels(
     return {key: walk(child, node[key]) for key, child in slots.items()}
 
   return roll(walk(state, params), recipe, operands=('kernel',))
+
+
+def measure_kernels(
+    state: PyTree, params: PyTree, weights: PyTree, axes: Axes
+) -> PyTree:
+  """Records the health of the quantised kernels."""
+
+  def walk(slots, node, quantised):
+    if _is_slot(slots):
+      kernel, q = node['kernel'], quantised['kernel']
+      rows = jnp.ones((kernel.shape[0],), jnp.float32)
+      _, sums = health.measure(kernel, q.values, q.scale, rows)
+      entry = slots['kernel'] | {'health': axes.psum(sums)}
+      return slots | {'kernel': entry}
+    return {
+        key: walk(child, node[key], quantised[key])
+        for key, child in slots.items()
+    }
+
+  return walk(state, params, weights)
 
 
 def slot_paths(state: PyTree) -> list[str]:

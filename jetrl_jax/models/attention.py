@@ -45,7 +45,7 @@ def _dot(a, b, contract):
 def _reference(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
   """The kernel's arithmetic in plain JAX; what a CPU runs."""
   batch, kv_heads, rows, head_dim = q_BKRH.shape
-  ones = jnp.ones((batch, kv_heads, tile, 8), jnp.float32)
+  ones = jnp.ones((batch, kv_heads, 16, tile), jnp.float32)
 
   def body(i, carry):
     acc, top, total = carry
@@ -60,8 +60,9 @@ def _reference(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
     )
     decay = jnp.exp2(top - new_top)
     p = jnp.where(allowed, jnp.exp2(scores - new_top[..., None]), 0.0)
-    # Sums through a dot: its order does not depend on the number of rows.
-    total = total * decay + _dot(p, ones, ((3,), (2,)))[..., 0]
+    # Sums through a dot: its order does not depend on the number of rows, as
+    # long as it has 16 columns (8 of them change it from 96 rows on).
+    total = total * decay + _dot(p, ones, ((3,), (3,)))[..., 0]
     value = _dot(p.astype(v_tile.dtype), v_tile, ((3,), (2,)))
     return acc * decay[..., None] + value, new_top, total
 
@@ -221,12 +222,14 @@ class DecodeAttention:
         jnp.arange(kv_heads)[None, :],
         self.position_B[:, None],
     )
-    keys = keys.at[at].set(
-        k_MKH.astype(keys.dtype), mode='drop', unique_indices=True
-    )
-    values = values.at[at].set(
-        v_MKH.astype(values.dtype), mode='drop', unique_indices=True
-    )
+    # -1 is outside, not the last position.
+    where = {
+        'mode': 'drop',
+        'unique_indices': True,
+        'wrap_negative_indices': False,
+    }
+    keys = keys.at[at].set(k_MKH.astype(keys.dtype), **where)
+    values = values.at[at].set(v_MKH.astype(values.dtype), **where)
     row_tile = attention_kernel.ROW_TILE if on_gpu() else 16
     pad = -group % row_tile
     q = jnp.pad(

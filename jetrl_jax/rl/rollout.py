@@ -8,6 +8,7 @@ the seed and its own address.
 
 import collections
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -19,6 +20,12 @@ from jetrl_jax.rl.types import Completion
 from jetrl_jax.typing import PRNGKey
 
 _PREFILL_ROWS = 16
+
+StopCheck = Callable[[], None]
+
+
+def never_stop() -> None:
+  """The stop check of a rollout that is not interrupted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +48,7 @@ def rollout(
     base_key: PRNGKey,
     weight_version: int,
     limits: np.ndarray | None = None,
+    should_stop: StopCheck = never_stop,
 ) -> list[Completion]:
   """Samples `num_generations` responses to every prompt.
 
@@ -54,6 +62,7 @@ def rollout(
     weight_version: recorded with every token.
     limits: int [P, G], most response tokens of each sample; by default
       max_response_length.
+    should_stop: called at every host visit; raises to abandon the rollout.
 
   Returns:
     P * G completions, prompt by prompt.
@@ -76,7 +85,7 @@ def rollout(
       loop.waiting.append(
           _Job(p * num_generations + g, prompt, g, max(1, min(limit, maximum)))
       )
-  return loop.run()
+  return loop.run(should_stop)
 
 
 class _Loop:
@@ -93,10 +102,11 @@ class _Loop:
     self.running: dict[int, _Job] = {}
     self.done: dict[int, Completion] = {}
 
-  def run(self) -> list[Completion]:
+  def run(self, should_stop: StopCheck) -> list[Completion]:
     """Decodes until every job is done; returns them in order."""
     state = self.engine.init_decode_state()
     while self.waiting or self.ready or self.running:
+      should_stop()
       state = self._refill(state)
       state = self.engine.generate_block(self.params, state, self.base_key)
       self._collect(state)

@@ -1,21 +1,24 @@
 """Builds and restores training states; calibrates a cold start."""
 
 import dataclasses
+import pathlib
 import re
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import traverse_util
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jetrl_jax import fp8, sharding
+from jetrl_jax import checkpoint, fp8, sharding
 from jetrl_jax.compilation import exact_jit
 from jetrl_jax.fp8 import slots
-from jetrl_jax.rl.policy import Policy
-from jetrl_jax.rl.train_step import TrainStep, merge
+from jetrl_jax.rl import packing
+from jetrl_jax.rl.optimizer import OptimizerConfig
+from jetrl_jax.rl.policy import Policy, PolicyParams
+from jetrl_jax.rl.train_step import TrainStep, merge, supervised_loss
 from jetrl_jax.rl.types import TrainBatch, TrainState
 from jetrl_jax.typing import PyTree
 
@@ -127,15 +130,78 @@ def with_weights(
   return dataclasses.replace(state, fp8_state=fp8_state, weights=weights)
 
 
-def calibrate(
+def abstract(
     policy: Policy,
-    state: TrainState,
-    batches: list[TrainBatch],
-    temperature: float,
+    param_shapes: PyTree,
+    optimizer: optax.GradientTransformation,
     mesh: Mesh,
-    loss_function: Callable,
+    frozen_patterns: tuple[str, ...] = (),
 ) -> TrainState:
-  """Fills the input and output-gradient slots from one discarded backward.
+  """Returns the state's shapes, dtypes and shardings, without `weights`."""
+  trainable, frozen = partition(param_shapes, frozen_patterns)
+  state = TrainState(
+      trainable=trainable,
+      frozen=frozen,
+      fp8_state=jax.eval_shape(
+          lambda: slots.init_state(param_shapes, policy.recipe)
+      ),
+      opt_state=jax.eval_shape(optimizer.init, trainable),
+      weights={},
+      opt_step=jax.ShapeDtypeStruct((), jnp.int32),
+  )
+  return jax.tree.map(
+      lambda leaf, where: jax.ShapeDtypeStruct(
+          leaf.shape, leaf.dtype, sharding=where
+      ),
+      state,
+      sharding.tree_shardings(state, mesh),
+  )
+
+
+def without_weights(state: TrainState) -> dict[str, PyTree]:
+  """Returns what a checkpoint holds: all but the compute weights."""
+  return {
+      field.name: getattr(state, field.name)
+      for field in dataclasses.fields(state)
+      if field.name != 'weights'
+  }
+
+
+def reference(
+    folder: pathlib.Path, state: TrainState, *, cold: bool
+) -> PolicyParams:
+  """Returns the reference policy: the run's first weights and scales.
+
+  It has its own copy of the compute weights and of the frozen scales, so that
+  the KL at step 0 is exactly 0. The copy is kept beside the checkpoints.
+
+  Args:
+    folder: where it is kept.
+    state: the state of a cold start, or one of the same shapes.
+    cold: whether `state` is the run's first.
+  """
+  tree = {'weights': state.weights, 'fp8_state': state.fp8_state}
+  if cold:
+    tree = jax.tree.map(jnp.copy, tree)
+    manager = checkpoint.CheckpointManager(folder, keep_latest=1, keep_best=0)
+    manager.save(0, tree, {}, metric=None)
+    manager.close()
+    return PolicyParams(**tree)
+  like = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+      tree,
+  )
+  restored = checkpoint.restore(folder, like)
+  if restored is None:
+    raise ValueError(
+        f'{folder} holds no reference policy, but the run has a KL term and is'
+        ' being resumed; start again in a new workdir'
+    )
+  return PolicyParams(**restored.state)
+
+
+class Calibration:
+  """Fills the slots of a cold start from a discarded backward pass.
 
   The pass computes in the compute dtype with the weights that training will
   use, so that what one layer's empty slot would do to the next is never
@@ -143,32 +209,94 @@ def calibrate(
 
   Args:
     policy: the flow's policy.
-    state: whose slots are filled; kernel slots are filled already.
-    batches: micro-batches of real tokens.
-    temperature: of pi.
     mesh: devices.
-    loss_function: the objective, for the size of its gradients.
+    state: for its shapes.
   """
-  recipe = dataclasses.replace(policy.recipe, calibrating=True)
-  step = TrainStep(
-      dataclasses.replace(policy, recipe=recipe),
-      loss_function,
-      optax.identity(),
-      None,
-      mesh,
-      state,
-  )
-  gradients = step.zero_gradients(state)
-  for batch in batches:
-    gradients, _, _ = step.accumulate(
-        state, gradients, batch, jnp.float32(temperature)
-    )
 
-  def take_effect(fp8_state, cotangents):
+  def __init__(self, policy: Policy, mesh: Mesh, state: TrainState):
+    self._recipe = policy.recipe
+    recipe = dataclasses.replace(policy.recipe, calibrating=True)
+    self._step = TrainStep(
+        dataclasses.replace(policy, recipe=recipe),
+        supervised_loss,
+        optax.identity(),
+        OptimizerConfig(),
+        mesh,
+        state,
+    )
+    self._take_effect = exact_jit(self._observe_and_roll)
+
+  def fill(
+      self, state: TrainState, batches: list[TrainBatch], temperature: float
+  ) -> TrainState:
+    """Returns the state with input and output-gradient slots filled.
+
+    Args:
+      state: its kernel slots are filled already.
+      batches: micro-batches of real tokens; their loss weights give the
+        gradients their size.
+      temperature: of pi.
+    """
+    gradients = self._step.zero_gradients(state)
+    for batch in batches:
+      gradients, _, _ = self._step.accumulate(
+          state, gradients, batch, jnp.float32(temperature)
+      )
+    fp8_state = self._take_effect(state.fp8_state, gradients.fp8)
+    return dataclasses.replace(state, fp8_state=fp8_state)
+
+  def _observe_and_roll(self, fp8_state, cotangents):
     observed = slots.observe(fp8_state, cotangents)
-    return slots.roll(
-        observed, policy.recipe, operands=('input', 'output_grad')
+    rolled = slots.roll(
+        observed, self._recipe, operands=('input', 'output_grad')
+    )
+    # The objective's gradients have another size than this loss's: the scale is
+    # a start, and the first real observation must be able to lower it.
+    return slots.map_slots(
+        lambda slot: slot
+        | {
+            'output_grad': slot['output_grad']
+            | {
+                'amax_history': jnp.zeros_like(
+                    slot['output_grad']['amax_history']
+                )
+            }
+        },
+        rolled,
     )
 
-  fp8_state = exact_jit(take_effect)(state.fp8_state, gradients.fp8)
-  return dataclasses.replace(state, fp8_state=fp8_state)
+
+def likelihood_sequences(
+    token_lists: list[np.ndarray], first_target: list[int]
+) -> list[packing.Sequence]:
+  """Returns sequences for `supervised_loss`, averaged over all targets.
+
+  Args:
+    token_lists: int32 tokens per sequence.
+    first_target: index of each sequence's first token in the loss; token 0
+      never is.
+  """
+  starts = [max(1, start) for start in first_target]
+  targets = sum(
+      max(0, len(tokens) - start)
+      for tokens, start in zip(token_lists, starts, strict=True)
+  )
+  sequences = []
+  for i, (tokens, start) in enumerate(zip(token_lists, starts, strict=True)):
+    zeros = np.zeros(len(tokens), np.float32)
+    mask = (np.arange(len(tokens)) >= start).astype(np.float32)
+    sequences.append(
+        packing.Sequence(
+            tokens=np.asarray(tokens, np.int32),
+            loss_mask=mask,
+            loss_weight=mask / np.float32(max(targets, 1)),
+            advantages=zeros,
+            log_mu=zeros,
+            rollout_logprobs=zeros,
+            old_logprobs=zeros,
+            ref_logprobs=zeros,
+            weight_version=np.zeros(len(tokens), np.int32),
+            origin=i,
+        )
+    )
+  return sequences

@@ -1,0 +1,164 @@
+"""Every default of a run. Other configs start from here and set differences.
+
+Names are those of verl and TRL where these have one. A misspelt name is
+refused, in a config file and on the command line
+(`--config.optim.lr=1e-6`).
+"""
+
+import ml_collections
+from ml_collections import config_dict
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """Returns the defaults, locked against unknown names."""
+  config = ml_collections.ConfigDict()
+  config.seed = 0
+
+  config.model = ml_collections.ConfigDict()
+  # A Hugging Face checkpoint: a folder, or a repo id when online.
+  config.model.path = ''
+  # 'checkpoint', or 'random' for benchmarks (config.json or `shape` suffices).
+  config.model.init = 'checkpoint'
+  # For init='random' without config.json: 'qwen2.5-0.5b', 'qwen2.5-7b',
+  # 'qwen3-8b' or 'llama-3.1-8b'.
+  config.model.shape = ''
+  # dtype of the master weights.
+  config.model.master_dtype = 'float32'
+  # Regular expressions (full match) of masters that do not train, for example
+  # ('embed/.*',).
+  config.model.freeze = ()
+  # Attention tile in tokens, part of the arithmetic. 64 on GPU.
+  config.model.attention_tile = 64
+  # Rows whose [rows, vocabulary] logits are in memory at once.
+  config.model.logit_chunk_rows = 1024
+  # Recompute each block in the backward pass.
+  config.model.remat = True
+
+  config.precision = ml_collections.ConfigDict()
+  # 'fp8_delayed': one FP8 flow; 'bf16': the same code with another dot.
+  config.precision.recipe = 'fp8_delayed'
+  config.precision.compute_dtype = 'bfloat16'
+  # Output gradients in the backward dots: 'e4m3' or 'e5m2'.
+  config.precision.grad_format = 'e4m3'
+  # Rollouts (inputs) or optimiser steps (kernels, gradients) remembered.
+  config.precision.amax_history_length = 16
+  # Head-room of the scales, in bits.
+  config.precision.margin = 0
+  config.precision.power_of_two_scales = True
+  # Regular expressions of dots kept in compute_dtype on both sides, besides
+  # lm_head, embedding, norms and attention: ('layers_0/.*', '.*/mlp/down').
+  config.precision.high_precision_layers = ()
+
+  config.data = ml_collections.ConfigDict()
+  # JSONL, JSON, Parquet, or 'hf:<repo>[:<config>]:<split>'.
+  config.data.train_files = ()
+  config.data.val_files = ()
+  config.data.prompt_key = 'question'
+  config.data.answer_key = 'answer'
+  # Column with the data set's name; by default the file's name.
+  config.data.source_key = ''
+  # Folder with tokenizer.json; by default model.path.
+  config.data.tokenizer = ''
+  # 'chat' (the tokenizer's own template) or a text with '{prompt}'.
+  config.data.template = 'chat'
+  # For 'chat': appended to the last message.
+  config.data.instruction = ''
+  config.data.system = ''
+  config.data.max_prompt_length = 512
+  # Held-out prompts used; 0 is all.
+  config.data.val_max_samples = 0
+
+  # Terms of the score: 'math', 'gsm8k', 'format', or 'package.module.function'
+  # / 'file.py:function' with verl's or TRL's signature.
+  config.reward = ml_collections.ConfigDict()
+  config.reward.functions = ('math',)
+  config.reward.weights = (1.0,)
+  # Keyword arguments by term, as JSON: ('', '{"pattern": "..."}').
+  config.reward.kwargs = ('',)
+  config.reward.num_workers = 2
+  # Wall seconds per answer; the worker is killed past it.
+  config.reward.timeout_s = 5.0
+  config.reward.memory_limit_mb = 2048
+
+  config.rollout = ml_collections.ConfigDict()
+  config.rollout.num_generations = 8
+  config.rollout.temperature = 1.0
+  config.rollout.top_p = 1.0
+  config.rollout.top_k = 0
+  config.rollout.min_p = 0.0
+  config.rollout.max_response_length = 1024
+  # Sequences decoded at once; rounded up to a multiple of 16 per device.
+  config.rollout.num_slots = 128
+  # Most decode steps per host visit.
+  config.rollout.decode_block = 64
+
+  config.algorithm = ml_collections.ConfigDict()
+  config.algorithm.norm_adv_by_std = True
+  config.algorithm.clip_ratio_low = 0.2
+  config.algorithm.clip_ratio_high = 0.2
+  config.algorithm.clip_ratio_c = 3.0
+  # 'token-mean', 'seq-mean-token-mean', 'seq-mean-token-sum',
+  # 'seq-mean-token-sum-norm'; denominators span the mini-batch.
+  config.algorithm.loss_agg_mode = 'token-mean'
+  # For '...-norm'; None is max_response_length.
+  config.algorithm.loss_scale_factor = config_dict.placeholder(float)
+  # 0: no reference copy in memory.
+  config.algorithm.kl_loss_coef = 0.0
+  config.algorithm.kl_loss_type = 'k3'
+  config.algorithm.entropy_coeff = 0.0
+  config.algorithm.mask_truncated_completions = False
+  config.algorithm.ppo_epochs = 1
+  # 'rollout': its log-probs are the training forward's own bits in a unified
+  # flow. 'recompute': by the training forward.
+  config.algorithm.old_logprobs = 'rollout'
+  # 'none' or 'token' (truncated importance sampling against log mu).
+  config.algorithm.rollout_is = 'none'
+  config.algorithm.rollout_is_threshold = 2.0
+
+  config.optim = ml_collections.ConfigDict()
+  config.optim.lr = 1e-6
+  config.optim.betas = (0.9, 0.999)
+  config.optim.eps = 1e-8
+  config.optim.weight_decay = 0.01
+  config.optim.grad_clip = 1.0
+  config.optim.lr_warmup_steps = 0
+  # 'constant', 'cosine' or 'linear', over all optimiser steps of the run.
+  config.optim.lr_decay = 'constant'
+  # Adam's moments: 'fp8' or 'float32'.
+  config.optim.moments = 'fp8'
+
+  config.trainer = ml_collections.ConfigDict()
+  # Prompts per step, prompts per optimiser step, rows per forward/backward.
+  config.trainer.train_batch_size = 32
+  config.trainer.mini_batch_size = 32
+  config.trainer.micro_batch_size = 8
+  config.trainer.total_training_steps = 100
+  # Steps between evaluations (0 never) and checkpoints (0 only at the end).
+  config.trainer.test_freq = 10
+  config.trainer.val_num_generations = 1
+  config.trainer.val_temperature = 0.0
+  config.trainer.save_freq = 20
+  config.trainer.keep_latest = 2
+  config.trainer.keep_best = 1
+  config.trainer.save_rollouts = True
+  # Non-finite updates in a row after which the run stops.
+  config.trainer.max_skipped_updates = 5
+  # The cold start's calibration: prompts, and tokens of its short rollout.
+  config.trainer.calibration_prompts = 16
+  config.trainer.calibration_tokens = 64
+  # Seeded scores and lengths, for speed runs with random weights.
+  config.trainer.synthetic = False
+
+  config.mesh = ml_collections.ConfigDict()
+  config.mesh.data = 1
+  config.mesh.fsdp = 1
+  config.mesh.tensor = 1
+
+  # Supervised warm start (python -m jetrl_jax.sft); unread by main.
+  config.sft = ml_collections.ConfigDict()
+  config.sft.total_training_steps = 1000
+  # Sequences per optimiser step.
+  config.sft.batch_size = 64
+  # Folder of the exported checkpoint.
+  config.sft.output = ''
+  return config.lock()

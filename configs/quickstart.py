@@ -1,0 +1,36 @@
+"""Learns to add up, on two CPU cores in minutes, in the unified FP8 flow.
+
+python -m jetrl_jax.main --config=configs/quickstart.py
+
+Chains of small additions and subtractions with every running total written
+out. Starts from examples/quickstart/checkpoint (see quickstart_sft.py).
+"""
+
+from configs import base
+
+
+def get_config():
+  """Returns the config."""
+  config = base.get_config()
+  folder = 'examples/quickstart'
+  config.model.path = f'{folder}/checkpoint'
+  # Short sequences: a 64-token tile would be mostly padding.
+  config.model.attention_tile = 16
+  config.model.remat = False
+  config.data.train_files = (f'{folder}/train.jsonl',)
+  config.data.val_files = (f'{folder}/heldout.jsonl',)
+  config.data.template = '{prompt}'
+  config.data.max_prompt_length = 32
+  config.reward.functions = ('gsm8k',)
+  config.rollout.num_generations = 8
+  config.rollout.max_response_length = 64
+  config.rollout.num_slots = 128
+  config.optim.lr = 3e-4
+  config.optim.betas = (0.9, 0.98)
+  config.trainer.train_batch_size = 32
+  config.trainer.mini_batch_size = 16
+  config.trainer.micro_batch_size = 64
+  config.trainer.total_training_steps = 40
+  config.trainer.test_freq = 10
+  config.trainer.save_freq = 20
+  return config

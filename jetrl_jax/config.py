@@ -1,0 +1,324 @@
+"""From a ConfigDict to the parts of a run: where the config stops.
+
+The only user of ml_collections. Everything is checked here, before any
+compute: unknown names, values out of range, files that are not there,
+settings that contradict each other.
+"""
+
+import dataclasses
+import difflib
+import functools
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+from jax.sharding import NamedSharding
+
+from jetrl_jax import fp8, models, rng, sharding
+from jetrl_jax.data import (
+    ChatFormat,
+    PlainFormat,
+    PromptDataset,
+    Tokenizer,
+    load_examples,
+)
+from jetrl_jax.models import families, hf_layout
+from jetrl_jax.rewards import RewardPool, RewardSpec
+from jetrl_jax.rl.engine import EngineConfig
+from jetrl_jax.rl.optimizer import OptimizerConfig
+from jetrl_jax.rl.policy import Policy
+from jetrl_jax.rl.settings import AlgorithmConfig, RunConfig
+from jetrl_jax.rl.train_step import LossConfig
+from jetrl_jax.rl.trainer import Parts
+from jetrl_jax.typing import PyTree
+
+SHAPES = {
+    'qwen2.5-0.5b': families.QWEN2_5_0_5B,
+    'qwen2.5-7b': families.QWEN2_5_7B,
+    'qwen3-8b': families.QWEN3_8B,
+    'llama-3.1-8b': families.LLAMA_3_1_8B,
+}
+
+
+def check_names(
+    config: ml_collections.ConfigDict, base: ml_collections.ConfigDict
+) -> None:
+  """Refuses names that the base config does not have.
+
+  Raises:
+    ValueError: naming each unknown name and its nearest neighbour.
+  """
+  known = dict(_flatten(base))
+  for name, _ in _flatten(config):
+    if name not in known:
+      close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+      hint = f'; did you mean {close[0]!r}?' if close else ''
+      raise ValueError(f'unknown config name {name!r}{hint}')
+  missing = set(known) - {name for name, _ in _flatten(config)}
+  if missing:
+    raise ValueError(
+        f'the config lacks {sorted(missing)[:5]}; start from'
+        ' configs/base.py: get_config()'
+    )
+
+
+def _flatten(config, path: str = '') -> Iterator[tuple[str, Any]]:
+  for key, value in config.items():
+    name = f'{path}.{key}' if path else key
+    if isinstance(value, ml_collections.ConfigDict):
+      yield from _flatten(value, name)
+    else:
+      yield name, value
+
+
+def _take(record, section, **more):
+  """Builds a dataclass from the section's entries of the same names."""
+  names = {field.name for field in dataclasses.fields(record)}
+  values = {k: v for k, v in section.items() if k in names}
+  return record(**(values | more))
+
+
+def model_config(section) -> tuple[models.ModelConfig, pathlib.Path | None]:
+  """Returns the decoder's shape and the checkpoint's folder, if there is one."""
+  if section.init not in ('checkpoint', 'random'):
+    raise ValueError(
+        f'model.init is {section.init!r}; allowed: checkpoint, random'
+    )
+  if section.master_dtype not in ('float32', 'bfloat16'):
+    raise ValueError(
+        f'model.master_dtype is {section.master_dtype!r}; allowed: float32,'
+        ' bfloat16'
+    )
+  if section.shape:
+    if section.init == 'checkpoint' or section.path:
+      raise ValueError(
+          'model.shape is for model.init=random without model.path; a'
+          ' checkpoint has a shape of its own'
+      )
+    if section.shape not in SHAPES:
+      raise ValueError(
+          f'model.shape is {section.shape!r}; allowed: {sorted(SHAPES)}'
+      )
+    return SHAPES[section.shape], None
+  if not section.path:
+    raise ValueError(
+        'model.path is empty; give a Hugging Face checkpoint'
+        ' (--config.model.path=...), or model.init=random with model.shape'
+    )
+  folder = models.resolve_checkpoint(section.path)
+  return models.load_config(folder), folder
+
+
+def build_policy(
+    config: ml_collections.ConfigDict,
+) -> tuple[Policy, Any, pathlib.Path | None]:
+  """Returns (policy, mesh, checkpoint folder)."""
+  model, folder = model_config(config.model)
+  mesh = sharding.make_mesh(**config.mesh)
+  precision = dict(config.precision)
+  recipe = fp8.Recipe(
+      name=precision.pop('recipe'),
+      high_precision_layers=tuple(precision.pop('high_precision_layers')),
+      **precision,
+  )
+  policy = Policy(
+      model=model,
+      recipe=recipe,
+      axes=sharding.axes_of(mesh),
+      tile=config.model.attention_tile,
+      logit_chunk_rows=config.model.logit_chunk_rows,
+      remat=config.model.remat,
+  )
+  return policy, mesh, folder
+
+
+def parameters(config, policy: Policy, mesh, folder):
+  """Returns (function that makes the masters, their shapes)."""
+  dtype = config.model.master_dtype
+  rows = hf_layout.layout(policy.model)
+  shapes = {
+      row.path: jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype))
+      for row in rows
+  }
+  shape_tree = hf_layout.build_tree(policy.model, lambda row: shapes[row.path])
+
+  def where(path: str) -> NamedSharding:
+    return NamedSharding(mesh, sharding.leaf_spec(shapes[path].shape, mesh))
+
+  def load() -> PyTree:
+    return models.load_checkpoint(
+        folder, policy.model, dtype=dtype, sharding_of=where
+    )
+
+  def random() -> PyTree:
+    # Leaf by leaf: one program for all would hold the whole tree twice.
+    key = rng.key(config.seed, rng.INIT)
+    leaves = {}
+    for i, (path, leaf) in enumerate(sorted(shapes.items())):
+      make = functools.partial(_random_leaf, path, leaf)
+      leaves[path] = jax.jit(make, out_shardings=where(path))(rng.fold(key, i))
+    return hf_layout.build_tree(policy.model, lambda row: leaves[row.path])
+
+  make = random if config.model.init == 'random' else load
+  return make, shape_tree
+
+
+def _random_leaf(path: str, leaf: jax.ShapeDtypeStruct, key):
+  if path.endswith('/scale'):
+    return jnp.ones(leaf.shape, leaf.dtype)
+  if path.endswith('/bias'):
+    return jnp.zeros(leaf.shape, leaf.dtype)
+  return (0.02 * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
+
+
+def build_tokenizer(config, folder: pathlib.Path | None) -> Tokenizer:
+  """Returns the tokenizer of data.tokenizer, by default of the checkpoint."""
+  source = config.data.tokenizer or folder
+  if not source:
+    raise ValueError(
+        'data.tokenizer is empty and there is no checkpoint; name a folder'
+        ' with tokenizer.json'
+    )
+  return Tokenizer(pathlib.Path(source))
+
+
+def build_dataset(
+    config, files, tokenizer: Tokenizer, limit: int = 0
+) -> PromptDataset:
+  """Returns tokenised prompts, over-long ones left out and counted."""
+  data = config.data
+  examples = load_examples(
+      tuple(files),
+      prompt_key=data.prompt_key,
+      answer_key=data.answer_key,
+      source_key=data.source_key,
+  )
+  examples = examples[:limit] if limit else examples
+  if data.template == 'chat':
+    prompt_format = ChatFormat(system=data.system, instruction=data.instruction)
+  else:
+    prompt_format = PlainFormat(template=data.template)
+  return PromptDataset(
+      examples,
+      tokenizer,
+      prompt_format=prompt_format,
+      max_prompt_length=data.max_prompt_length,
+  )
+
+
+def reward_specs(section) -> list[RewardSpec]:
+  """Returns the terms of the score."""
+  lists = [tuple(section[k]) for k in ('functions', 'weights', 'kwargs')]
+  if len({len(values) for values in lists}) != 1 or not lists[0]:
+    raise ValueError(
+        'reward.functions, reward.weights and reward.kwargs have'
+        f' {[len(v) for v in lists]} entries; they need the same number, at'
+        ' least one'
+    )
+  specs = []
+  for function, weight, kwargs in zip(*lists, strict=True):
+    try:
+      parsed = json.loads(kwargs) if kwargs else {}
+    except json.JSONDecodeError as error:
+      raise ValueError(
+          f'reward.kwargs of {function!r} is no JSON object: {error}'
+      ) from error
+    specs.append(
+        RewardSpec(function=function, weight=float(weight), kwargs=parsed)
+    )
+  return specs
+
+
+def engine_config(config, tokenizer: Tokenizer) -> EngineConfig:
+  """Returns the rollout engine's sizes and sampler."""
+  return _take(
+      EngineConfig,
+      config.rollout,
+      max_prompt_length=config.data.max_prompt_length,
+      # A run with seeded lengths must not stop on its own.
+      stop_ids=() if config.trainer.synthetic else tuple(tokenizer.eos_ids),
+  )
+
+
+def optimizer_config(config, total_steps: int) -> OptimizerConfig:
+  """Returns AdamW's settings; decay runs over `total_steps` updates."""
+  return _take(
+      OptimizerConfig,
+      config.optim,
+      betas=tuple(config.optim.betas),
+      lr_decay_steps=total_steps,
+  )
+
+
+def build(config: ml_collections.ConfigDict) -> Parts:
+  """Builds all parts of a training run.
+
+  Raises:
+    ValueError: anything that cannot work, with the value found, what is
+      allowed and the fix.
+  """
+  policy, mesh, folder = build_policy(config)
+  tokenizer = build_tokenizer(config, folder)
+  specs = reward_specs(config.reward)
+  algorithm = _take(AlgorithmConfig, config.algorithm)
+  run = _take(
+      RunConfig,
+      config.trainer,
+      seed=config.seed,
+      num_generations=config.rollout.num_generations,
+      temperature=config.rollout.temperature,
+  )
+  updates = (
+      run.total_training_steps
+      * algorithm.ppo_epochs
+      * (run.train_batch_size // run.mini_batch_size)
+  )
+  optimizer = optimizer_config(config, updates)
+  loss = _take(LossConfig, config.algorithm)
+  engine = engine_config(config, tokenizer)
+  longest = engine.max_prompt_length + engine.max_response_length
+  if longest > policy.model.max_position:
+    raise ValueError(
+        f'max_prompt_length + max_response_length is {longest}; the model has'
+        f' {policy.model.max_position} positions'
+    )
+  train_set = build_dataset(config, config.data.train_files, tokenizer)
+  if run.train_batch_size > len(train_set):
+    raise ValueError(
+        f'train_batch_size is {run.train_batch_size}; the training data has'
+        f' {len(train_set)} prompts'
+    )
+  val_set = None
+  if config.data.val_files:
+    val_set = build_dataset(
+        config, config.data.val_files, tokenizer, config.data.val_max_samples
+    )
+  make_params, shapes = parameters(config, policy, mesh, folder)
+  return Parts(
+      policy=policy,
+      mesh=mesh,
+      initial_params=make_params,
+      param_shapes=shapes,
+      freeze=tuple(config.model.freeze),
+      engine=engine,
+      loss=loss,
+      algorithm=algorithm,
+      optimizer=optimizer,
+      run=run,
+      tokenizer=tokenizer,
+      train_set=train_set,
+      val_set=val_set,
+      make_rewards=functools.partial(
+          RewardPool,
+          specs,
+          num_workers=config.reward.num_workers,
+          timeout_s=config.reward.timeout_s,
+          memory_limit_mb=config.reward.memory_limit_mb,
+      ),
+      config_text=config.to_json_best_effort(indent=2, sort_keys=True),
+      export_source=folder,
+  )

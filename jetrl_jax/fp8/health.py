@@ -1,0 +1,92 @@
+"""How well the 8-bit formats fit: sums per operand, and their summary."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from jetrl_jax.fp8 import formats
+from jetrl_jax.typing import Array, PyTree
+
+# What the five sums of a slot's `health` are.
+SUMS = ('elements', 'saturated', 'flushed', 'signal', 'noise')
+
+
+def measure(
+    x_MI: Array, values_MI: Array, scale: Array, row_mask_M: Array
+) -> tuple[Array, Array]:
+  """Returns the amax of the valid rows and float32 [5] sums over them.
+
+  Args:
+    x_MI: what was quantised.
+    values_MI: its 8-bit values.
+    scale: x ~ values * scale.
+    row_mask_M: float32, 0 on rows that do not count.
+  """
+  valid = row_mask_M[:, None] > 0
+  x = jnp.where(valid, x_MI.astype(jnp.float32), 0.0)
+  stored = values_MI.astype(jnp.float32)
+  restored = jnp.where(valid, stored * scale, 0.0)
+  limit = formats.format_max(values_MI.dtype) * scale
+  sums = jnp.stack([
+      jnp.sum(row_mask_M) * x.shape[1],
+      jnp.sum((jnp.abs(x) > limit).astype(jnp.float32)),
+      jnp.sum(((x != 0) & (stored == 0)).astype(jnp.float32)),
+      jnp.sum(x * x),
+      jnp.sum((x - restored) ** 2),
+  ])
+  return jnp.max(jnp.abs(x)), sums
+
+
+def summarize(fp8_state: PyTree, paths: list[str]) -> dict[str, dict]:
+  """Returns the health of every slot, for a log (host side).
+
+  Args:
+    fp8_state: the collection, on the host, after the step's rolls.
+    paths: `slots.slot_paths`.
+
+  Returns:
+    path -> operand -> {amax, scale, saturated_frac, flushed_frac, sqnr_db}.
+    Shares are of the elements of valid rows; sqnr_db = 10 log10(signal /
+    noise), None where nothing was lost or nothing was there.
+  """
+  summary = {}
+  for path in paths:
+    slot = fp8_state
+    for key in path.split('/'):
+      slot = slot[key]
+    summary[path] = {
+        operand: _summarize_operand(entry) for operand, entry in slot.items()
+    }
+  return summary
+
+
+def _summarize_operand(entry: PyTree) -> dict[str, float | None]:
+  elements, saturated, flushed, signal, noise = (
+      float(x) for x in np.asarray(entry['health'])
+  )
+  history = np.asarray(entry['amax_history'])
+  count = max(elements, 1.0)
+  return {
+      # Entry 0 is being filled; right after a roll the newest is entry 1.
+      'amax': float(history[0] or history[1]),
+      'scale': float(entry['scale']),
+      'saturated_frac': saturated / count,
+      'flushed_frac': flushed / count,
+      'sqnr_db': (
+          10 * float(np.log10(signal / noise)) if signal > 0 < noise else None
+      ),
+  }
+
+
+def headline(summary: dict[str, dict]) -> dict[str, float]:
+  """Returns the worst slot of each operand, as scalars."""
+  metrics = {}
+  for operand in ('input', 'kernel', 'output_grad'):
+    entries = [slot[operand] for slot in summary.values()]
+    if not entries:
+      continue
+    for name in ('saturated_frac', 'flushed_frac'):
+      metrics[f'fp8/{operand}/{name}/max'] = max(e[name] for e in entries)
+    ratios = [e['sqnr_db'] for e in entries if e['sqnr_db'] is not None]
+    if ratios:
+      metrics[f'fp8/{operand}/sqnr_db/min'] = min(ratios)
+  return metrics

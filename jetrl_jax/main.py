@@ -1,0 +1,82 @@
+"""Trains a policy: python -m jetrl_jax.main --config=configs/quickstart.py."""
+
+import json
+import pathlib
+import sys
+
+import jax
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from jetrl_jax import config as configs
+from jetrl_jax.rl.interrupt import StopRequested
+from jetrl_jax.rl.trainer import Trainer
+
+_CONFIG = config_flags.DEFINE_config_file(
+    'config', None, 'Path of a config file, e.g. configs/quickstart.py.'
+)
+_WORKDIR = flags.DEFINE_string(
+    'workdir',
+    None,
+    'Metrics, checkpoints and rollouts go here; a run that was interrupted'
+    ' there is resumed. By default runs/<name of the config file>.',
+)
+
+
+def main(argv: list[str]) -> None:
+  """Builds the run from its config and trains."""
+  if len(argv) > 1:
+    raise app.UsageError(f'unknown arguments {argv[1:]}')
+  logging.set_verbosity(logging.INFO)
+  name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS['config']))
+  workdir = pathlib.Path(_WORKDIR.value or f'runs/{name.stem}')
+  try:
+    parts = configs.build(_CONFIG.value)
+    trainer = Trainer(parts, workdir)
+    devices = jax.devices()
+    print(
+        f'{parts.policy.recipe.name} on {len(devices)} x'
+        f' {devices[0].device_kind}: {len(parts.train_set)} prompts'
+        f' ({parts.train_set.num_filtered} over-long left out) -> {workdir}'
+    )
+    trainer.train()
+  except StopRequested as stop:
+    print(
+        f'Stopped by {stop}; everything up to here is saved in {workdir}. The'
+        ' same command resumes.'
+    )
+    return
+  except (ValueError, RuntimeError) as error:
+    logging.debug('Traceback:', exc_info=True)
+    sys.exit(f'error: {error}')
+  _summary(workdir)
+
+
+def _summary(workdir: pathlib.Path) -> None:
+  """Prints held-out accuracy before and after, and two completions."""
+  lines = (workdir / 'metrics.jsonl').read_text().splitlines()
+  records = [json.loads(line) for line in lines]
+  evaluated = [r for r in records if any('/acc/mean@' in name for name in r)]
+  if not evaluated:
+    print(f'Done. Metrics are in {workdir}/metrics.jsonl.')
+    return
+  first, last = evaluated[0], evaluated[-1]
+  for name, value in last.items():
+    if '/acc/mean@' in name and not name.endswith('/ci95'):
+      print(f'{name}: {first[name]:.1%} before, {value:.1%} after')
+  mismatch = [r['training/mismatch_token_frac'] for r in records[1:]]
+  print(
+      'Tokens whose rollout and training log-probs differ in any bit:'
+      f' {max(mismatch, default=0.0):.4%} (largest step)'
+  )
+  samples = (workdir / 'samples' / f'{last["step"]:06d}.jsonl').read_text()
+  for line in samples.splitlines()[:2]:
+    sample = json.loads(line)
+    print(f'\n> {sample["prompt"]}\n{sample["response"]}')
+    print(f'(expected {sample["answer"]})')
+  print(f'\nMetrics, checkpoints and the exported policy are in {workdir}.')
+
+
+if __name__ == '__main__':
+  flags.mark_flag_as_required('config')
+  app.run(main)

@@ -1,0 +1,60 @@
+"""The few numbers that matter, while a run is going on.
+
+On a terminal a progress bar with the time left; elsewhere a line per step.
+"""
+
+import sys
+
+from rich import console as rich_console
+from rich import progress
+
+_SHOWN = (
+    ('critic/score/mean', 'score', '.3f'),
+    ('response_length/mean', 'length', '.0f'),
+    ('actor/entropy', 'entropy', '.3f'),
+    ('actor/grad_norm', 'grad', '.2e'),
+    ('training/mismatch_token_frac', 'mismatch', '.2g'),
+    ('timing_s/step', 's/step', '.1f'),
+)
+
+
+class Console:
+  """Shows one line per step.
+
+  Args:
+    total: training steps of the run.
+  """
+
+  def __init__(self, total: int):
+    self._total = total
+    self._console = rich_console.Console(soft_wrap=True)
+    self._bar = None
+    if sys.stdout.isatty():
+      self._bar = progress.Progress(
+          *progress.Progress.get_default_columns(), console=self._console
+      )
+      self._task = self._bar.add_task('training', total=total)
+      self._bar.start()
+
+  def step(self, step: int, metrics: dict) -> None:
+    """Shows a step's numbers."""
+    shown = [
+        f'{label} {metrics[name]:{form}}'
+        for name, label, form in _SHOWN
+        if name in metrics
+    ]
+    shown += [
+        f'{name.removeprefix("val-core/")} {value:.1%}'
+        for name, value in metrics.items()
+        if name.startswith('val-core/') and '/acc/mean@' in name
+        and not name.endswith('/ci95')
+    ]
+    line = f'step {step}/{self._total}  ' + '  '.join(shown)
+    self._console.print(line, markup=False, highlight=False)
+    if self._bar is not None:
+      self._bar.update(self._task, completed=step)
+
+  def close(self) -> None:
+    """Ends the progress bar."""
+    if self._bar is not None:
+      self._bar.stop()

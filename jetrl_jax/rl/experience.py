@@ -1,0 +1,164 @@
+"""From completions to scored, weighted sequences, and their metrics."""
+
+import dataclasses
+
+import numpy as np
+
+from jetrl_jax.data import Prompt, Tokenizer
+from jetrl_jax.rewards import RewardPool, RewardRequest, RewardResult
+from jetrl_jax.rl import advantages, aggregation, packing
+from jetrl_jax.rl.settings import AlgorithmConfig
+from jetrl_jax.rl.types import Completion
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experience:
+  """One rollout with its scores; P prompts, G samples each.
+
+  Attributes:
+    prompts: the P prompts.
+    completions: P * G, prompt by prompt.
+    scores_PG: float64, what the advantages are made of.
+    accuracy_PG: float64 in [0, 1].
+    errors: reward errors by name ('timeout', ...), counted.
+    advantages_PG: float32.
+  """
+
+  prompts: list[Prompt]
+  completions: list[Completion]
+  scores_PG: np.ndarray
+  accuracy_PG: np.ndarray
+  errors: dict[str, int]
+  advantages_PG: np.ndarray
+
+
+def response_text(completion: Completion, tokenizer: Tokenizer) -> str:
+  """Returns a response as text, without its stop token."""
+  tokens = completion.tokens
+  if completion.finish_reason == 'stop':
+    tokens = tokens[:-1]
+  return tokenizer.decode(tokens)
+
+
+def score_completions(
+    prompts: list[Prompt],
+    completions: list[Completion],
+    pool: RewardPool,
+    tokenizer: Tokenizer,
+) -> list[RewardResult]:
+  """Scores completions; order kept."""
+  by_id = {prompt.id: prompt for prompt in prompts}
+  requests = []
+  for completion in completions:
+    prompt = by_id[completion.prompt_id]
+    requests.append(
+        RewardRequest(
+            prompt_text=prompt.text,
+            response_text=response_text(completion, tokenizer),
+            answer=prompt.answer,
+            source=prompt.source,
+            extra=prompt.extra,
+        )
+    )
+  return pool.score(requests)
+
+
+def from_scores(
+    prompts: list[Prompt],
+    completions: list[Completion],
+    scores: np.ndarray,
+    accuracy: np.ndarray,
+    errors: dict[str, int],
+    config: AlgorithmConfig,
+) -> Experience:
+  """Adds group advantages to flat scores [P * G]."""
+  scores_PG = np.asarray(scores, np.float64).reshape(len(prompts), -1)
+  return Experience(
+      prompts=prompts,
+      completions=completions,
+      scores_PG=scores_PG,
+      accuracy_PG=np.asarray(accuracy, np.float64).reshape(scores_PG.shape),
+      errors=errors,
+      advantages_PG=advantages.group_advantages(
+          scores_PG, norm_by_std=config.norm_adv_by_std
+      ),
+  )
+
+
+def mini_batches(
+    experience: Experience,
+    config: AlgorithmConfig,
+    *,
+    mini_batch_size: int,
+    max_response_length: int,
+) -> list[list[packing.Sequence]]:
+  """Splits a rollout by prompts into mini-batches of weighted sequences.
+
+  Args:
+    experience: a scored rollout.
+    config: how losses are aggregated.
+    mini_batch_size: prompts per optimiser step.
+    max_response_length: default of loss_scale_factor.
+
+  Returns:
+    One list of sequences per mini-batch; `origin` is the completion's index.
+  """
+  masked = config.mask_truncated_completions
+  group = experience.scores_PG.shape[1]
+  per_batch = mini_batch_size * group
+  advantages_B = experience.advantages_PG.reshape(-1)
+  batches = []
+  for start in range(0, len(experience.completions), per_batch):
+    indices = range(start, min(start + per_batch, len(advantages_B)))
+    lengths = np.asarray([
+        packing.masked_response_length(
+            experience.completions[i], mask_truncated=masked
+        )
+        for i in indices
+    ])
+    weights_B = aggregation.loss_weights(
+        lengths,
+        config.loss_agg_mode,
+        loss_scale_factor=config.loss_scale_factor or max_response_length,
+    )
+    batches.append([
+        packing.sequence_from_completion(
+            experience.completions[i],
+            advantage=float(advantages_B[i]),
+            loss_weight=float(weight),
+            mask_truncated=masked,
+            origin=i,
+        )
+        for i, weight in zip(indices, weights_B, strict=True)
+    ])
+  return batches
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+  return {
+      f'{name}/mean': float(values.mean()),
+      f'{name}/max': float(values.max()),
+      f'{name}/min': float(values.min()),
+  }
+
+
+def experience_metrics(experience: Experience) -> dict[str, float]:
+  """Returns the reward, advantage and length metrics of a rollout."""
+  completions = experience.completions
+  lengths = np.asarray([len(c.tokens) for c in completions])
+  prompt_lengths = np.asarray([len(p.tokens) for p in experience.prompts])
+  truncated = [c.finish_reason == 'length' for c in completions]
+  mixed = experience.scores_PG.max(axis=1) > experience.scores_PG.min(axis=1)
+  metrics = {
+      'critic/score/mean': float(experience.accuracy_PG.mean()),
+      **_spread('critic/rewards', experience.scores_PG),
+      **_spread('critic/advantages', experience.advantages_PG),
+      'critic/advantages/std': float(experience.advantages_PG.std()),
+      'critic/mixed_group_frac': float(mixed.mean()),
+      **_spread('response_length', lengths),
+      'response_length/clip_ratio': float(np.mean(truncated)),
+      **_spread('prompt_length', prompt_lengths),
+  }
+  for error, count in experience.errors.items():
+    metrics[f'reward/{error}'] = count
+  return metrics

@@ -1,0 +1,135 @@
+"""What a run is set to, apart from model, precision, objective and optimiser.
+
+`config.py` builds these once from the ConfigDict; nothing below it sees the
+ConfigDict.
+"""
+
+import dataclasses
+
+from jetrl_jax.rl import aggregation
+
+
+def _at_least(record, minimum: int, *names: str) -> None:
+  for name in names:
+    value = getattr(record, name)
+    if value < minimum:
+      raise ValueError(f'{name} is {value}; it must be >= {minimum}')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AlgorithmConfig:
+  """From scores to the objective's weights.
+
+  Attributes:
+    norm_adv_by_std: divide group advantages by the group's sample std.
+    loss_agg_mode: one of `aggregation.MODES`; denominators span the mini-batch.
+    loss_scale_factor: divisor of 'seq-mean-token-sum-norm'; by default
+      max_response_length.
+    mask_truncated_completions: take responses that met the length limit out of
+      the loss.
+    ppo_epochs: passes over each rollout.
+    old_logprobs: 'rollout' (they are the training forward's own bits in
+      a unified flow) or 'recompute'.
+  """
+
+  norm_adv_by_std: bool = True
+  loss_agg_mode: str = 'token-mean'
+  loss_scale_factor: float | None = None
+  mask_truncated_completions: bool = False
+  ppo_epochs: int = 1
+  old_logprobs: str = 'rollout'
+
+  def __post_init__(self):
+    _at_least(self, 1, 'ppo_epochs')
+    if self.loss_agg_mode not in aggregation.MODES:
+      raise ValueError(
+          f'loss_agg_mode is {self.loss_agg_mode!r}; allowed:'
+          f' {list(aggregation.MODES)}'
+      )
+    if self.old_logprobs not in ('rollout', 'recompute'):
+      raise ValueError(
+          f'old_logprobs is {self.old_logprobs!r}; allowed: rollout, recompute'
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+  """Sizes, frequencies and limits of a run.
+
+  Attributes:
+    seed: of everything random.
+    total_training_steps: rollouts, each with its updates.
+    train_batch_size: prompts per step.
+    mini_batch_size: prompts per optimiser step.
+    micro_batch_size: rows per forward and backward; a row holds one sequence of
+      full length, or several shorter ones packed.
+    num_generations: samples per prompt.
+    temperature: of the rollout and of pi.
+    test_freq: steps between evaluations; 0 is never. Step 0 is evaluated too.
+    val_num_generations: samples per held-out prompt.
+    val_temperature: 0 is greedy.
+    save_freq: steps between checkpoints; 0 is only at the end.
+    keep_latest: newest checkpoints kept.
+    keep_best: best checkpoints kept besides, by held-out accuracy.
+    save_rollouts: write each step's rollouts to workdir/rollouts.
+    max_skipped_updates: non-finite updates in a row after which the run stops.
+    calibration_prompts: prompts of the cold start's calibration.
+    calibration_tokens: response tokens of its short rollout.
+    synthetic: seeded scores and response lengths instead of rewards and stop
+      tokens: for speed and exactness runs with random weights, which solve
+      nothing and never stop.
+  """
+
+  seed: int
+  total_training_steps: int
+  train_batch_size: int
+  mini_batch_size: int
+  micro_batch_size: int
+  num_generations: int
+  temperature: float
+  test_freq: int
+  val_num_generations: int
+  val_temperature: float
+  save_freq: int
+  keep_latest: int
+  keep_best: int
+  save_rollouts: bool
+  max_skipped_updates: int
+  calibration_prompts: int
+  calibration_tokens: int
+  synthetic: bool
+
+  def __post_init__(self):
+    _at_least(
+        self,
+        1,
+        'total_training_steps',
+        'train_batch_size',
+        'mini_batch_size',
+        'micro_batch_size',
+        'val_num_generations',
+        'keep_latest',
+        'max_skipped_updates',
+        'calibration_prompts',
+        'calibration_tokens',
+    )
+    _at_least(self, 0, 'seed', 'test_freq', 'save_freq', 'keep_best')
+    if self.num_generations < 2:
+      raise ValueError(
+          f'num_generations is {self.num_generations}; a group advantage needs'
+          ' at least 2 samples per prompt'
+      )
+    if not self.temperature > 0:
+      raise ValueError(
+          f'temperature is {self.temperature}; the rollout samples, so it must'
+          ' be > 0 (val_temperature may be 0)'
+      )
+    if self.val_temperature < 0:
+      raise ValueError(
+          f'val_temperature is {self.val_temperature}; it must be >= 0'
+      )
+    if self.train_batch_size % self.mini_batch_size:
+      raise ValueError(
+          f'train_batch_size ({self.train_batch_size} prompts) is not a multiple'
+          f' of mini_batch_size ({self.mini_batch_size} prompts)'
+      )

@@ -1,0 +1,119 @@
+"""Times, throughput and the update's numbers, under METHODS' names."""
+
+import contextlib
+import json
+import pathlib
+import resource
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from jetrl_jax.data import Prompt
+from jetrl_jax.metrics import Mean
+from jetrl_jax.rl.train_step import UpdateInfo
+from jetrl_jax.rl.types import Completion
+
+
+class Timer:
+  """Adds up seconds by phase between two `take`s."""
+
+  def __init__(self):
+    self._seconds: dict[str, float] = {}
+    self._start = time.monotonic()
+
+  @contextlib.contextmanager
+  def __call__(self, phase: str) -> Iterator[None]:
+    """Times a block. The phases end with a copy to the host, so device work
+    is inside."""
+    start = time.monotonic()
+    try:
+      yield
+    finally:
+      spent = time.monotonic() - start
+      self._seconds[phase] = self._seconds.get(phase, 0.0) + spent
+
+  def seconds(self, phase: str) -> float:
+    """Seconds of a phase since the last `take`."""
+    return self._seconds.get(phase, 0.0)
+
+  def elapsed(self) -> float:
+    """Seconds since the last `take`."""
+    return time.monotonic() - self._start
+
+  def take(self) -> dict[str, float]:
+    """Returns 'timing_s/<phase>' and 'timing_s/step', and starts again."""
+    times = {f'timing_s/{k}': v for k, v in self._seconds.items()}
+    times['timing_s/step'] = self.elapsed()
+    self._seconds, self._start = {}, time.monotonic()
+    return times
+
+
+def update_metrics(infos: list[UpdateInfo]) -> dict:
+  """Averages the optimiser steps of one training step."""
+  totals: dict[str, Mean] = {}
+  for info in infos:
+    for name, value in info.metrics.items():
+      totals[name] = totals[name] + value if name in totals else value
+  values = {name: total.value() for name, total in totals.items()}
+  metrics = {name: value for name, value in values.items() if value is not None}
+  applied = [bool(info.applied) for info in infos]
+  metrics |= {
+      'actor/grad_norm': float(np.mean([info.grad_norm for info in infos])),
+      'actor/lr': float(infos[-1].lr),
+      'training/updates': sum(applied),
+      'training/skipped_updates': len(applied) - sum(applied),
+  }
+  changed = _flatten(infos[-1].changed_bytes)
+  if changed:
+    metrics['fp8/changed_weight_bytes/mean'] = float(
+        np.mean(list(changed.values()))
+    )
+    metrics['fp8/changed_weight_bytes/min'] = min(changed.values())
+    metrics['fp8_changed_weight_bytes'] = changed
+  return metrics
+
+
+def _flatten(tree, path: str = '') -> dict[str, float]:
+  if not isinstance(tree, dict):
+    return {path.removesuffix('/kernel'): float(tree)}
+  flat = {}
+  for key, child in tree.items():
+    flat |= _flatten(child, f'{path}/{key}' if path else key)
+  return flat
+
+
+def throughput(
+    completions: list[Completion],
+    prompts: list[Prompt],
+    timer: Timer,
+    num_devices: int,
+) -> dict[str, float]:
+  """Returns perf/: tokens per second and device, and peak memory.
+
+  perf/throughput is (prompt and response tokens of the step) / (seconds of the
+  step x devices); perf/rollout_throughput counts response tokens over the
+  seconds of 'gen'.
+  """
+  responses = sum(len(c.tokens) for c in completions)
+  group = len(completions) // len(prompts)
+  total = responses + group * sum(len(p.tokens) for p in prompts)
+  metrics = {
+      'perf/total_num_tokens': total,
+      'perf/throughput': total / (timer.elapsed() * num_devices),
+      'perf/rollout_throughput': responses / timer.seconds('gen') / num_devices,
+  }
+  stats = jax.local_devices()[0].memory_stats()
+  if stats and 'peak_bytes_in_use' in stats:
+    metrics['perf/max_memory_allocated_gb'] = stats['peak_bytes_in_use'] / 2**30
+  rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  metrics['perf/cpu_memory_used_gb'] = rss / 2**20
+  return metrics
+
+
+def write_samples(folder: pathlib.Path, step: int, samples: list[dict]) -> None:
+  """Writes evaluation samples as JSON lines, replacing an older file."""
+  folder.mkdir(exist_ok=True)
+  lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
+  (folder / f'{step:06d}.jsonl').write_text('\n'.join(lines) + '\n')

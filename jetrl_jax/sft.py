@@ -1,0 +1,132 @@
+"""Supervised warm start: python -m jetrl_jax.sft --config=... .
+
+The same model, precision flow, optimiser and train step as reinforcement
+learning, with the likelihood of written answers as the objective. Writes a
+Hugging Face checkpoint to config.sft.output.
+"""
+
+import dataclasses
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from jetrl_jax import config as configs
+from jetrl_jax import models
+from jetrl_jax.data import Prompt, PromptSampler, Tokenizer
+from jetrl_jax.fp8 import slots
+from jetrl_jax.metrics import MetricWriter
+from jetrl_jax.rl import packing
+from jetrl_jax.rl import state as states
+from jetrl_jax.rl.step_metrics import Timer, update_metrics
+from jetrl_jax.rl.train_step import TrainStep, merge, supervised_loss
+
+_CONFIG = config_flags.DEFINE_config_file(
+    'config', None, 'Path of a config file; its `sft` section is read.'
+)
+_WORKDIR = flags.DEFINE_string('workdir', 'runs/sft', 'metrics.jsonl goes here')
+
+
+def target_tokens(
+    prompt: Prompt, answer_key: str, tokenizer: Tokenizer
+) -> tuple[np.ndarray, int]:
+  """Returns (prompt and written answer and end token, the answer's start)."""
+  answer = tokenizer.encode(
+      str(prompt.extra[answer_key]), add_special_tokens=False
+  )
+  end = np.asarray(tokenizer.eos_ids[:1], np.int32)
+  tokens = np.concatenate([prompt.tokens, answer, end]).astype(np.int32)
+  return tokens, len(prompt.tokens)
+
+
+def train(config, workdir: pathlib.Path) -> None:
+  """Runs the warm start.
+
+  Args:
+    config: ConfigDict, see configs/base.py.
+    workdir: metrics.jsonl goes here.
+
+  Raises:
+    ValueError: see `config.build`; a sequence longer than a row.
+  """
+  if not config.sft.output:
+    raise ValueError('sft.output is empty; name the folder to export to')
+  policy, mesh, folder = configs.build_policy(config)
+  tokenizer = configs.build_tokenizer(config, folder)
+  data = configs.build_dataset(config, config.data.train_files, tokenizer)
+  steps, batch_size = config.sft.total_training_steps, config.sft.batch_size
+  settings = configs.optimizer_config(config, steps)
+  make_params, _ = configs.parameters(config, policy, mesh, folder)
+  optimizer = settings.build()
+  state = states.create(
+      policy, make_params(), optimizer, mesh, tuple(config.model.freeze)
+  )
+  step = TrainStep(policy, supervised_loss, optimizer, settings, mesh, state)
+  longest = config.data.max_prompt_length + config.rollout.max_response_length
+  sampler = PromptSampler(
+      num_prompts=len(data),
+      seed=config.seed,
+      shuffle=True,
+      fingerprint=data.fingerprint,
+  )
+
+  def next_batch() -> list:
+    prompts = [data[i] for i in sampler.next_batch(batch_size)]
+    pairs = [
+        target_tokens(prompt, config.data.answer_key, tokenizer)
+        for prompt in prompts
+    ]
+    return packing.pack(
+        states.likelihood_sequences(*(list(x) for x in zip(*pairs))),
+        row_length=-(-longest // policy.tile) * policy.tile,
+        rows_per_micro_batch=config.trainer.micro_batch_size,
+        tile=policy.tile,
+    ).batches
+
+  if slots.slot_paths(state.fp8_state):
+    calibration = states.Calibration(policy, mesh, state)
+    state = calibration.fill(state, next_batch(), 1.0)
+  gradients = step.zero_gradients(state)
+  writer, timer = MetricWriter(workdir, tensorboard=False), Timer()
+  writer.truncate_after(-1)
+  for i in range(steps):
+    for batch in next_batch():
+      gradients, _, _ = step.accumulate(
+          state, gradients, batch, jnp.float32(1.0)
+      )
+    state, gradients, info = step.apply(state, gradients)
+    state = dataclasses.replace(
+        state, fp8_state=step.roll_inputs(state.fp8_state)
+    )
+    if (i + 1) % 10 == 0 or i + 1 == steps:
+      metrics = update_metrics([jax.device_get(info)]) | timer.take()
+      writer.write(i + 1, metrics)
+      logging.info('step %d/%d loss %.4f', i + 1, steps, metrics['sft/loss'])
+  writer.close()
+  models.save_checkpoint(
+      pathlib.Path(config.sft.output),
+      merge(state.trainable, state.frozen),
+      policy.model,
+      source_folder=folder,
+  )
+  print(f'Wrote {config.sft.output}')
+
+
+def main(argv: list[str]) -> None:
+  """Runs the warm start of the config."""
+  if len(argv) > 1:
+    raise app.UsageError(f'unknown arguments {argv[1:]}')
+  logging.set_verbosity(logging.INFO)
+  try:
+    train(_CONFIG.value, pathlib.Path(_WORKDIR.value))
+  except ValueError as error:
+    sys.exit(f'error: {error}')
+
+
+if __name__ == '__main__':
+  flags.mark_flag_as_required('config')
+  app.run(main)
