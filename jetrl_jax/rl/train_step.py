@@ -182,8 +182,17 @@ def supervised_loss(
   return loss, metrics
 
 
-def _accumulate(policy, loss_function, state, gradients, batch, temperature):
-  """Adds one micro-batch; returns (gradients, log-probs, entropy)."""
+def objective(
+    policy: Policy,
+    loss_function: Any,
+    state: TrainState,
+    batch: TrainBatch,
+    temperature: Array,
+):
+  """Returns the function of (trainable, fp8_state) that is differentiated.
+
+  It returns (loss, (metrics, log-probs, entropy)).
+  """
 
   def loss_of(trainable, fp8_state):
     logprobs_BT, entropy_BT = policy.score(
@@ -195,6 +204,12 @@ def _accumulate(policy, loss_function, state, gradients, batch, temperature):
     loss, metrics = loss_function(batch, logprobs_BT, entropy_BT)
     return loss, (metrics, logprobs_BT, entropy_BT)
 
+  return loss_of
+
+
+def _accumulate(policy, loss_function, state, gradients, batch, temperature):
+  """Adds one micro-batch; returns (gradients, log-probs, entropy)."""
+  loss_of = objective(policy, loss_function, state, batch, temperature)
   (new, new_fp8), (metrics, logprobs_BT, entropy_BT) = jax.grad(
       loss_of, argnums=(0, 1), has_aux=True
   )(state.trainable, state.fp8_state)

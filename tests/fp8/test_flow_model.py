@@ -1,140 +1,42 @@
-"""The precision flow of the real decoder: rollout against training."""
+"""The precision flow of the real policy: rollout against training."""
 
+import dataclasses
 import functools
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-from jetrl_jax.fp8 import Recipe, flow, init_state, prepare_weights
-from jetrl_jax.models.attention import DecodeAttention, PackedAttention
-from jetrl_jax.models.decoder import Decoder, variables
-from jetrl_jax.models.types import ModelConfig
-from jetrl_jax.rl.logprobs import row_stats, target_logprobs, temper
-from jetrl_jax.sharding import Axes
+from jetrl_jax import sharding
+from jetrl_jax.fp8 import Recipe, flow
+from jetrl_jax.rl import flow_check, train_step
+from tests.rl import tiny_run
 
-ROWS, LENGTH, SLOTS, TILE = 2, 32, 16, 16
 FP8 = Recipe()
+LOSS = functools.partial(
+    train_step.policy_loss, train_step.LossConfig(kl_loss_coef=0.1)
+)
 
 
-def config(family):
-  return ModelConfig(
-      family=family,
-      vocab_size=64,
-      num_layers=2,
-      model_dim=32,
-      num_heads=4,
-      num_kv_heads=2,
-      head_dim=16,
-      ffn_dim=48,
-      norm_eps=1e-6,
-      rope_theta=1e4,
-      rope_scaling=None,
-      max_position=64,
-      qkv_bias=family == 'qwen2',
-      qk_norm=family == 'qwen3',
-      tied_embeddings=family == 'qwen2',
-  )
-
-
-def decoder(family, recipe, remat=False):
-  return Decoder(recipe=recipe, axes=Axes(), config=config(family), remat=remat)
-
-
-def packed():
-  index = jnp.broadcast_to(jnp.arange(LENGTH), (ROWS, LENGTH))
-  attend = PackedAttention(
-      first_BT=jnp.zeros((ROWS, LENGTH), jnp.int32), last_BT=index, tile=TILE
-  )
-  tokens = jnp.zeros((ROWS * LENGTH,), jnp.int32)
-  return tokens, index.reshape(-1), jnp.ones(ROWS * LENGTH), attend
-
-
-def trees(family, recipe):
-  """Shapes of masters, slots and compute weights."""
-  model = decoder(family, recipe)
-  params = jax.eval_shape(
-      lambda key, inputs: model.init(key, *inputs)['params'],
-      jax.random.key(0),
-      packed(),
-  )
-  state = jax.eval_shape(lambda p: init_state(p, recipe), params)
-  weights = jax.eval_shape(
-      lambda p, s: prepare_weights(p, s, recipe), params, state
-  )
-  return params, state, weights
+def policy(family, recipe):
+  return tiny_run.policy(recipe, family=family, layers=2)
 
 
 @functools.cache
 def train_graph(family, recipe=FP8):
-  model = decoder(family, recipe, remat=True)
-
-  def loss(params, state, weights, inputs, temperature):
-    tree = variables(weights, state, params)
-    hidden, _ = model.apply(tree, *inputs)
-    logprobs, _ = target_logprobs(
-        lambda x: model.apply(tree, x, method='head'),
-        hidden,
-        inputs[0],
-        temperature,
-        chunk_rows=16,
-    )
-    return jnp.sum(logprobs)
-
-  traced = jax.make_jaxpr(jax.value_and_grad(loss))(
-      *trees(family, recipe), packed(), jnp.float32(1)
-  )
-  return flow.extract(traced)
+  of = policy(family, recipe)
+  return flow_check.train_graph(of, LOSS, tiny_run.state_shapes(of))
 
 
 @functools.cache
 def decode_graph(family, recipe=FP8):
-  model = decoder(family, recipe)
-  _, state, weights = trees(family, recipe)
-
-  def step(tree, temperature, carry):
-    count, key, tokens, positions, caches, _ = carry
-    attend = DecodeAttention(position_B=positions, tile=TILE)
-    hidden, caches = model.apply(
-        tree, tokens, positions, jnp.ones(SLOTS), attend, caches
-    )
-    with jax.named_scope('head'):
-      logits = temper(model.apply(tree, hidden, method='head'), temperature)
-      lse, _ = row_stats(logits)
-    with jax.named_scope('sampling'):
-      key, now = jax.random.split(key)
-      tokens = jax.random.categorical(now, logits).astype(jnp.int32)
-    with jax.named_scope('head'):
-      chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-      logprobs = chosen - lse
-    return count + 1, key, tokens, positions + 1, caches, logprobs
-
-  # Positions are an argument, as in the engine: were they zeros made in here,
-  # rotary embeddings would rightly count as one angle for all rows.
-  def decode(state, weights, tokens, positions, caches, temperature):
-    body = functools.partial(step, variables(weights, state), temperature)
-    key, logprobs = jax.random.key(0), jnp.zeros(SLOTS)
-    carry = 0, key, tokens, positions, caches, logprobs
-    return jax.lax.while_loop(lambda carry: carry[0] < 4, body, carry)
-
-  slots = jnp.zeros(SLOTS, jnp.int32)
-  cache = jax.ShapeDtypeStruct((SLOTS, 2, LENGTH, 16), recipe.dtype)
-  return flow.extract(
-      jax.make_jaxpr(decode)(
-          state, weights, slots, slots, [(cache, cache)] * 2, jnp.float32(1)
-      )
-  )
+  of = policy(family, recipe)
+  config = tiny_run.engine_config(top_k=5, top_p=0.9, min_p=0.01)
+  return flow_check.decode_graph(of, config, tiny_run.state_shapes(of))
 
 
 @functools.cache
 def prefill_graph(family, recipe=FP8):
-  model = decoder(family, recipe)
-  _, state, weights = trees(family, recipe)
-
-  def prefill(state, weights, inputs):
-    return model.apply(variables(weights, state), *inputs)[1]
-
-  return flow.extract(jax.make_jaxpr(prefill)(state, weights, packed()))
+  of = policy(family, recipe)
+  return flow_check.prefill_graph(of, tiny_run.state_shapes(of))
 
 
 @pytest.mark.parametrize('family', ['qwen2', 'qwen3', 'llama'])
@@ -187,3 +89,35 @@ def test_a_difference_planted_on_one_side_is_named(rollout, training, path):
     flow.require_subgraph(
         decode_graph('llama', rollout), train_graph('llama', training)
     )
+
+
+def check(of, state):
+  flow_check.check_flow(of, LOSS, tiny_run.engine_config(), state)
+
+
+def test_the_check_at_start_up_takes_shapes_or_arrays():
+  of = tiny_run.policy()
+  check(of, tiny_run.state_shapes(of))
+  check(of, tiny_run.cold_state(of))
+
+
+def test_the_check_at_start_up_sees_a_device_of_many():
+  of = tiny_run.policy(mesh=sharding.make_mesh(data=2, fsdp=4))
+  check(of, tiny_run.state_shapes(of))
+
+
+def test_the_check_at_start_up_names_what_only_the_rollout_rounds():
+  of = policy('qwen2', FP8)
+  state = tiny_run.state_shapes(of)
+
+  class RoundsLogits(type(of)):
+
+    def decode(self, params, tokens_B, positions_B, caches, temperature_B):
+      logits, caches = super().decode(
+          params, tokens_B, positions_B, caches, temperature_B
+      )
+      return logits.astype('bfloat16').astype('float32'), caches
+
+  fields = {f.name: getattr(of, f.name) for f in dataclasses.fields(of)}
+  with pytest.raises(ValueError, match='convert_element_type .f32. -> bf16'):
+    check(RoundsLogits(**fields), state)
