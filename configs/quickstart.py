@@ -20,17 +20,20 @@ def get_config():
   config.data.train_files = (f'{folder}/train.jsonl',)
   config.data.val_files = (f'{folder}/heldout.jsonl',)
   config.data.template = '{prompt}'
-  config.data.max_prompt_length = 32
+  config.data.max_prompt_length = 16
   config.reward.functions = ('gsm8k',)
   config.rollout.num_generations = 8
-  config.rollout.max_response_length = 64
+  config.rollout.max_response_length = 32
   config.rollout.num_slots = 128
-  config.optim.lr = 3e-4
+  config.optim.lr = 1e-4
+  config.optim.lr_warmup_steps = 10
   config.optim.betas = (0.9, 0.98)
-  config.trainer.train_batch_size = 32
+  config.trainer.train_batch_size = 16
   config.trainer.mini_batch_size = 16
-  config.trainer.micro_batch_size = 64
-  config.trainer.total_training_steps = 40
+  config.trainer.micro_batch_size = 128
+  config.trainer.total_training_steps = 60
+  # FP8 moments are for memory; here they would cost compile time only.
+  config.optim.moments = 'float32'
   config.trainer.test_freq = 10
   config.trainer.save_freq = 20
   return config

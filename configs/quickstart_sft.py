@@ -20,8 +20,8 @@ def get_config():
   config.model.remat = False
   config.data.train_files = (f'{folder}/sft.jsonl',)
   config.data.template = '{prompt}'
-  config.data.max_prompt_length = 32
-  config.rollout.max_response_length = 64
+  config.data.max_prompt_length = 16
+  config.rollout.max_response_length = 32
   config.optim.lr = 2e-3
   config.optim.lr_warmup_steps = 50
   config.optim.lr_decay = 'cosine'

@@ -27,6 +27,9 @@ _GPU = {
     # cuBLASLt's first heuristic instead of the fastest by timing: the latter
     # picks split-K for small row counts only.
     'xla_gpu_autotune_level': 0,
+    # A while loop around the decode step fails to become a CUDA graph
+    # (CUDA_ERROR_INVALID_VALUE when a kernel node is added, jax 0.11.2).
+    'xla_gpu_enable_command_buffer': '',
     # Scatter-adds (the embedding's gradient) in a fixed order.
     'xla_gpu_deterministic_ops': True,
 }
@@ -38,17 +41,23 @@ def compiler_options(backend: str | None = None) -> dict:
   return _EVERYWHERE | {'cpu': _CPU, 'gpu': _GPU, 'cuda': _GPU}[backend]
 
 
-def exact_jit(function, *, donate_argnums=(), static_argnums=()):
+def exact_jit(
+    function, *, donate_argnums=(), static_argnums=(), out_shardings=None
+):
   """`jax.jit` with the pinned options.
 
   Args:
     function: pure function of pytrees.
     donate_argnums: arguments whose buffers the result may reuse.
     static_argnums: hashable arguments that select the program.
+    out_shardings: where results go, a prefix tree; None lets XLA decide. A
+      result that is fed back must name it: the same place under another
+      name compiles the program a second time.
   """
   return jax.jit(
       function,
       donate_argnums=donate_argnums,
       static_argnums=static_argnums,
+      **({} if out_shardings is None else {'out_shardings': out_shardings}),
       compiler_options=compiler_options(),
   )

@@ -9,6 +9,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from jetrl_jax import config as configs
+from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.interrupt import StopRequested
 from jetrl_jax.rl.trainer import Trainer
 
@@ -27,7 +28,7 @@ def main(argv: list[str]) -> None:
   """Builds the run from its config and trains."""
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments {argv[1:]}')
-  logging.set_verbosity(logging.INFO)
+  show_own_sentences()
   name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS['config']))
   workdir = pathlib.Path(_WORKDIR.value or f'runs/{name.stem}')
   try:

@@ -22,6 +22,7 @@ from jetrl_jax.fp8 import slots
 from jetrl_jax.metrics import MetricWriter
 from jetrl_jax.rl import packing
 from jetrl_jax.rl import state as states
+from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.step_metrics import Timer, update_metrics
 from jetrl_jax.rl.train_step import TrainStep, merge, supervised_loss
 
@@ -120,7 +121,7 @@ def main(argv: list[str]) -> None:
   """Runs the warm start of the config."""
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments {argv[1:]}')
-  logging.set_verbosity(logging.INFO)
+  show_own_sentences()
   try:
     train(_CONFIG.value, pathlib.Path(_WORKDIR.value))
   except ValueError as error:

@@ -137,6 +137,15 @@ def tree_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
   )
 
 
+def named(specs: PyTree, mesh: Mesh) -> PyTree:
+  """Returns the NamedSharding of every PartitionSpec of a tree."""
+  return jax.tree.map(
+      lambda spec: NamedSharding(mesh, spec),
+      specs,
+      is_leaf=lambda node: isinstance(node, P),
+  )
+
+
 def per_device(function, mesh: Mesh, in_specs, out_specs):
   """Runs `function` on every device's own part; plain on one device."""
   if math.prod(mesh.shape.values()) == 1:

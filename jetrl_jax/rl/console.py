@@ -5,6 +5,7 @@ On a terminal a progress bar with the time left; elsewhere a line per step.
 
 import sys
 
+from absl import logging
 from rich import console as rich_console
 from rich import progress
 
@@ -16,6 +17,17 @@ _SHOWN = (
     ('training/mismatch_token_frac', 'mismatch', '.2g'),
     ('timing_s/step', 's/step', '.1f'),
 )
+
+
+def show_own_sentences() -> None:
+  """Logs this package's sentences, and of libraries only the warnings.
+
+  Orbax logs some thirty lines per checkpoint at the same level.
+  """
+  logging.set_verbosity(logging.INFO)
+  logging.get_absl_handler().addFilter(
+      lambda record: record.levelno >= 30 or 'jetrl_jax' in record.pathname
+  )
 
 
 class Console:

@@ -139,10 +139,13 @@ class Engine(engine_api.Engine):
     )
     rows = sharding.ROWS
     self._rows = NamedSharding(mesh, rows)
-    self._whole = NamedSharding(mesh, P())
     self._compiled: dict[str, Callable] = {}
-    self._insert = exact_jit(_insert, donate_argnums=(0,))
-    self._free = exact_jit(_free, donate_argnums=(0,))
+    self._insert = exact_jit(
+        _insert, donate_argnums=(0,), out_shardings=self._rows
+    )
+    self._free = exact_jit(
+        _free, donate_argnums=(0,), out_shardings=self._rows
+    )
 
   # --- JetStream's Engine API -------------------------------------------
 
@@ -342,6 +345,7 @@ class Engine(engine_api.Engine):
               sharding.ROWS,
           ),
           donate_argnums=(1,) if tail is not None else (),
+          out_shardings=self._rows,
       )
     return self._compiled[name]
 
@@ -431,11 +435,9 @@ def _step(policy, config, params, base_key, state: DecodeState) -> DecodeState:
       state.temperature,
   )
   token, log_mu, logprob = _sample(config, state, z_BV, base_key)
-  slots = jnp.arange(token.shape[0], dtype=jnp.int32)
-  at = jnp.where(state.active, state.emitted, state.tokens.shape[1])
-  write = lambda buffer, new: buffer.at[slots, at].set(
-      new, mode='drop', unique_indices=True
-  )
+  index_R = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]
+  here_BR = (index_R == state.emitted[:, None]) & state.active[:, None]
+  write = lambda buffer, new: jnp.where(here_BR, new[:, None], buffer)
   stop_ids = jnp.asarray(config.stop_ids or (-1,), jnp.int32)
   is_stop = jnp.any(token[:, None] == stop_ids[None, :], axis=1)
   emitted = state.emitted + state.active

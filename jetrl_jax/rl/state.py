@@ -121,12 +121,12 @@ def with_weights(
       state.frozen,
       state.fp8_state,
   )
-  run = sharding.per_device(
-      make, mesh, tuple(specs), (specs[2], sharding.tree_specs(shapes, mesh))
+  out_specs = (specs[2], sharding.tree_specs(shapes, mesh))
+  run = exact_jit(
+      sharding.per_device(make, mesh, tuple(specs), out_specs),
+      out_shardings=sharding.named(out_specs, mesh),
   )
-  fp8_state, weights = exact_jit(run)(
-      state.trainable, state.frozen, state.fp8_state
-  )
+  fp8_state, weights = run(state.trainable, state.frozen, state.fp8_state)
   return dataclasses.replace(state, fp8_state=fp8_state, weights=weights)
 
 
@@ -214,7 +214,7 @@ class Calibration:
   """
 
   def __init__(self, policy: Policy, mesh: Mesh, state: TrainState):
-    self._recipe = policy.recipe
+    self._recipe, self._mesh = policy.recipe, mesh
     recipe = dataclasses.replace(policy.recipe, calibrating=True)
     self._step = TrainStep(
         dataclasses.replace(policy, recipe=recipe),
@@ -243,6 +243,8 @@ class Calibration:
           state, gradients, batch, jnp.float32(temperature)
       )
     fp8_state = self._take_effect(state.fp8_state, gradients.fp8)
+    where = sharding.tree_shardings(fp8_state, self._mesh)
+    fp8_state = jax.device_put(fp8_state, where)
     return dataclasses.replace(state, fp8_state=fp8_state)
 
   def _observe_and_roll(self, fp8_state, cotangents):

@@ -337,13 +337,18 @@ class TrainStep:
         metrics={n: Mean(sum=P(), weight=P()) for n in self._metric_names},
     )
     rows = sharding.ROWS
-    run = functools.partial(sharding.per_device, mesh=mesh)
-    self.accumulate = exact_jit(
-        run(
-            functools.partial(_accumulate, policy, loss_function),
-            in_specs=(specs, grad_specs, rows, P()),
-            out_specs=(grad_specs, rows, rows),
-        ),
+
+    def compiled(function, in_specs, out_specs, **options):
+      return exact_jit(
+          sharding.per_device(function, mesh, in_specs, out_specs),
+          out_shardings=sharding.named(out_specs, mesh),
+          **options,
+      )
+
+    self.accumulate = compiled(
+        functools.partial(_accumulate, policy, loss_function),
+        (specs, grad_specs, rows, P()),
+        (grad_specs, rows, rows),
         donate_argnums=(1,),
     )
     # Decided on the whole shapes: inside, a split leaf looks smaller.
@@ -351,27 +356,26 @@ class TrainStep:
         lambda leaf: sharding.leaf_spec(leaf.shape, mesh) != P(),
         state.trainable,
     )
-    self.apply = exact_jit(
-        run(
-            functools.partial(_apply, policy, optimizer, config, is_split),
-            in_specs=(specs, grad_specs),
-            out_specs=(specs, grad_specs, P()),
-        ),
+    self.apply = compiled(
+        functools.partial(_apply, policy, optimizer, config, is_split),
+        (specs, grad_specs),
+        (specs, grad_specs, P()),
         donate_argnums=(0, 1),
     )
-    self.score = exact_jit(
-        run(
-            policy.score,
-            in_specs=(PolicyParams(specs.weights, specs.fp8_state), rows, P()),
-            out_specs=(rows, rows),
-        )
+    self.score = compiled(
+        policy.score,
+        (PolicyParams(specs.weights, specs.fp8_state), rows, P()),
+        (rows, rows),
     )
     self.roll_inputs = exact_jit(
         functools.partial(
             slots.roll, recipe=policy.recipe, operands=('input',)
-        )
+        ),
+        out_shardings=sharding.named(specs.fp8_state, mesh),
     )
-    self._zeros = exact_jit(self._make_zeros)
+    self._zeros = exact_jit(
+        self._make_zeros, out_shardings=sharding.named(grad_specs, mesh)
+    )
 
   def zero_gradients(self, state: TrainState) -> Gradients:
     """Returns an empty accumulator, sharded like the masters."""
