@@ -15,7 +15,7 @@ DOTS = ('attn/qkv', 'attn/o', 'mlp/gate_up', 'mlp/down')
         ('name', 'fp8', "'fp8'; allowed: ['fp8_delayed', 'bf16']"),
         ('compute_dtype', 'float16', "'float16'; allowed: bfloat16, float32"),
         ('grad_format', 'e8m0', "'e8m0'; allowed: ['e4m3', 'e5m2']"),
-        ('amax_history_length', 0, 'is 0; it must be >= 1'),
+        ('amax_history_length', 1, 'is 1; it must be >= 2'),
         ('margin', 17, 'is 17 bits; allowed: 0 to 16'),
         ('margin', -1, 'is -1 bits; allowed: 0 to 16'),
         ('high_precision_layers', ('layers_[0/.*',), "'layers_[0/.*' is no"),

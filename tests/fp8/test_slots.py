@@ -169,13 +169,15 @@ def test_health_is_that_of_the_last_step():
 
 def _dot_cotangents():
   """A compiled (rows, output gradients, mask) -> cotangent of the slot."""
-  kernel = jax.random.normal(jax.random.key(1), (24, 32))
+  kernel = np.random.default_rng(1).normal(size=(24, 32)).astype(np.float32)
   params, slot = {'dot': {'kernel': kernel}}, one_slot()
   slot = slots.observe_kernels(slot, params, RECIPE, Axes())
   weight = prepare_weights(params, slot, RECIPE)['dot']['kernel']
 
   def cotangents(x, dy, mask):
-    run = lambda s: linear.dot(RECIPE, x, kernel, weight, s['dot'], mask)
+    def run(state):
+      return linear.dot(RECIPE, x, kernel, weight, state['dot'], mask)
+
     return jax.vjp(run, slot)[1](dy)[0]
 
   return exact_jit(cotangents)
@@ -190,11 +192,13 @@ def test_one_to_sixteen_micro_batches_join_to_what_one_batch_sees():
 
   def seen_by(rows):
     """Rows padded to the compiled shape."""
-    pad = lambda a: jnp.asarray(
-        np.pad(a[rows], ((0, 256 - len(rows)), (0, 0))), jnp.bfloat16
-    )
+
+    def pad(a):
+      a = np.pad(a[rows], ((0, 256 - len(rows)), (0, 0)))
+      return a.astype(jnp.bfloat16)
+
     mask = (np.arange(256) < len(rows)).astype(np.float32)
-    return cotangents(pad(x), pad(dy), jnp.asarray(mask))
+    return cotangents(pad(x), pad(dy), mask)
 
   whole = seen_by(np.arange(256))['dot']
   assert history({'dot': whole}) == [2000, 0, 0, 0]
@@ -229,14 +233,30 @@ def test_joining_does_not_depend_on_the_order():
 
 
 def test_a_kernel_never_saturates_however_it_jumps():
-  state = one_slot()
+  state, rng = one_slot(), np.random.default_rng(0)
   for growth in (1.0, 1e3, 1e-6, 0.0, 1e9, 1e-20, 1e20):
-    kernel = growth * jax.random.normal(jax.random.key(2), (16, 8))
+    kernel = growth * rng.normal(size=(16, 8)).astype(np.float32)
     params = {'dot': {'kernel': kernel}}
     state = slots.observe_kernels(state, params, RECIPE, Axes())
     q = prepare_weights(params, state, RECIPE)['dot']['kernel']
-    assert jnp.max(jnp.abs(kernel)) <= 448 * q.scale
+    assert np.abs(kernel).max() <= 448 * q.scale
     assert state['dot']['kernel']['scale'] == q.scale
+
+
+def test_the_health_of_a_kernel_by_hand():
+  # amax 449 gives scale 2. 449 is stored as 224 (spacing 16): noise 1. 2^-10
+  # becomes 0: noise 2^-20. 16 is exact.
+  params = {'dot': {'kernel': jnp.asarray([[449.0, 2.0**-10], [16.0, 0.0]])}}
+  state = slots.observe_kernels(one_slot(), params, RECIPE, Axes())
+  weights = prepare_weights(params, state, RECIPE)
+  state = slots.measure_kernels(state, params, weights, Axes())
+  noise = 1 + 2.0**-20
+  np.testing.assert_allclose(
+      state['dot']['kernel']['health'],
+      [4, 0, 1, 449**2 + 16**2 + 2.0**-20, noise],
+      rtol=1e-6,
+  )
+  assert not np.any(state['dot']['input']['health'])
 
 
 def test_the_current_kernel_is_on_its_own_scale_at_once():

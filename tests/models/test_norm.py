@@ -16,10 +16,10 @@ def _norm(eps=EPS):
   return exact_jit(lambda x, scale: norm.rms_norm(x, scale, eps))
 
 
-def _rows(rows, dim, dtype=jnp.float32, seed=0):
-  keys = jax.random.split(jax.random.key(seed), 2)
-  x = 3 * jax.random.normal(keys[0], (rows, dim), dtype)
-  return x, 1 + 0.1 * jax.random.normal(keys[1], (dim,), dtype)
+def _rows(rows, dim, dtype=jnp.float32):
+  rng = np.random.default_rng(0)
+  x = 3 * rng.normal(size=(rows, dim))
+  return x.astype(dtype), (1 + 0.1 * rng.normal(size=dim)).astype(dtype)
 
 
 def _float64(x, scale):
@@ -54,7 +54,7 @@ def test_a_bfloat16_norm_rounds_twice_before_and_after_the_gain():
       np.asarray(y, np.float64), expected, rtol=2 * 2.0**-8 + 2.0**-15
   )
   # With the gain 1 there is one rounding only, that of the normed value.
-  plain = _norm()(x, jnp.ones(64, jnp.bfloat16))
+  plain = _norm()(x, np.ones(64, jnp.bfloat16))
   np.testing.assert_allclose(
       np.asarray(plain, np.float64),
       _float64(x, np.ones(64)),
@@ -71,7 +71,7 @@ def test_zero_rows_give_zeros():
 def test_the_bits_of_a_row_do_not_depend_on_the_number_of_rows(dim, dtype):
   x, scale = _rows(1024, dim, dtype)
   whole = np.asarray(_norm()(x, scale))
-  for rows in (16, 32, 112):
+  for rows in (16, 112):
     np.testing.assert_array_equal(_norm()(x[:rows], scale), whole[:rows])
   np.testing.assert_array_equal(_norm()(x[-16:], scale), whole[-16:])
 
@@ -100,13 +100,15 @@ def test_the_gpu_kernel_computes_the_same_norm(dim):
 
 def test_the_gradient_is_that_of_the_plain_formula():
   x, scale = _rows(16, 64)
-  dy = jax.random.normal(jax.random.key(3), x.shape)
+  dy = np.random.default_rng(3).normal(size=x.shape).astype(np.float32)
 
   def plain(x, scale):
     mean_square = jnp.mean(x * x, axis=1, keepdims=True)
     return jnp.sum(dy * (x * jax.lax.rsqrt(mean_square + EPS) * scale[None]))
 
-  ours = lambda x, scale: jnp.sum(dy * norm.rms_norm(x, scale, EPS))
+  def ours(x, scale):
+    return jnp.sum(dy * norm.rms_norm(x, scale, EPS))
+
   found = exact_jit(jax.grad(ours, argnums=(0, 1)))(x, scale)
   expected = exact_jit(jax.grad(plain, argnums=(0, 1)))(x, scale)
   for a, b in zip(found, expected, strict=True):
@@ -115,11 +117,17 @@ def test_the_gradient_is_that_of_the_plain_formula():
 
 def test_the_gradient_agrees_with_differences_in_float64():
   x, scale = _rows(16, 8)
-  dy = jax.random.normal(jax.random.key(3), x.shape)
-  ours = lambda x, scale: jnp.sum(dy * norm.rms_norm(x, scale, EPS))
+  dy = np.random.default_rng(3).normal(size=x.shape).astype(np.float32)
+
+  def ours(x, scale):
+    return jnp.sum(dy * norm.rms_norm(x, scale, EPS))
+
   dx, dscale = exact_jit(jax.grad(ours, argnums=(0, 1)))(x, scale)
   x64, scale64 = np.asarray(x, np.float64), np.asarray(scale, np.float64)
-  loss = lambda x, s: (np.asarray(dy, np.float64) * _float64(x, s)).sum()
+
+  def loss(x, scale):
+    return (dy.astype(np.float64) * _float64(x, scale)).sum()
+
   # The central difference of step h errs by h^2 f'''/6, here about 1e-10.
   h = 1e-5
   step = np.zeros_like(x64)

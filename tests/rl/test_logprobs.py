@@ -20,11 +20,14 @@ def _float64(z):
   return (top + np.log(total))[:, 0], (p * z).sum(1) / total[:, 0]
 
 
-def _inputs(seed=0, rows=ROWS):
-  keys = jax.random.split(jax.random.key(seed), 3)
-  hidden = jax.random.normal(keys[0], (rows, DIM))
-  kernel = jax.random.normal(keys[1], (VOCAB, DIM))
-  return hidden, kernel, jax.random.randint(keys[2], (rows,), 0, VOCAB)
+def _normal(*shape):
+  seed = shape[-1]
+  return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+def _inputs(rows=ROWS):
+  targets = np.random.default_rng(0).integers(0, VOCAB, rows, np.int32)
+  return _normal(rows, DIM), _normal(VOCAB, DIM), targets
 
 
 @functools.cache
@@ -40,24 +43,25 @@ def _logprobs(chunk_rows, grad=False):
 
   if not grad:
     return exact_jit(run)
-  weight = lambda out: sum(
-      jnp.sum(jnp.cos(jnp.arange(o.size)) * o) for o in out
-  )
+
+  def weight(out):
+    return sum(jnp.sum(jnp.cos(jnp.arange(o.size)) * o) for o in out)
+
   return exact_jit(jax.grad(lambda *a: weight(run(*a)), argnums=(0, 1)))
 
 
 def test_the_stats_of_two_logits_by_hand():
   # z = (log 3, 0): total 4, so lse = log 4; mean = 3/4 log 3.
-  z = jnp.tile(jnp.asarray([[np.log(3.0), 0.0]], jnp.float32), (16, 1))
+  z = np.tile(np.asarray([[np.log(3.0), 0.0]], np.float32), (16, 1))
   lse, mean = _stats(z)
   np.testing.assert_allclose(lse, np.log(4), rtol=1e-6)
   np.testing.assert_allclose(mean, 0.75 * np.log(3), rtol=1e-6)
 
 
-@pytest.mark.parametrize('vocab', [7, 200, 1024, 2500])
+@pytest.mark.parametrize('vocab', [7, 1024, 2500])
 @pytest.mark.parametrize('shift', [0.0, 80.0, -80.0])
 def test_log_sum_exp_and_entropy_equal_float64(vocab, shift):
-  z = 3 * jax.random.normal(jax.random.key(vocab), (16, vocab)) + shift
+  z = 3 * _normal(16, vocab) + shift
   lse, mean = _stats(z)
   expected_lse, expected_mean = _float64(z)
   # A float32 sum of V positive terms errs by at most V 2^-24 relative; the
@@ -69,9 +73,9 @@ def test_log_sum_exp_and_entropy_equal_float64(vocab, shift):
   )
 
 
-@pytest.mark.parametrize('vocab', [7, 1000, 1024, 1025, 3000])
+@pytest.mark.parametrize('vocab', [7, 1024, 2500])
 def test_the_gpu_kernel_computes_the_same_stats(vocab):
-  z = 3 * jax.random.normal(jax.random.key(vocab), (16, vocab))
+  z = 3 * _normal(16, vocab)
   kernel = exact_jit(lambda z: logprobs.row_stats_kernel(z, interpret=True))
   for found, reference, exact in zip(
       kernel(z), _stats(z), _float64(z), strict=True
@@ -89,7 +93,8 @@ def test_the_gpu_kernel_does_not_read_past_the_vocabulary():
 
 
 def test_masked_logits_count_as_probability_zero():
-  z = jax.random.normal(jax.random.key(0), (16, 40)).at[:, 20:].set(-jnp.inf)
+  z = _normal(16, 40)
+  z[:, 20:] = -np.inf
   kernel = exact_jit(lambda z: logprobs.row_stats_kernel(z, interpret=True))
   tempered = logprobs.temper(z, jnp.float32(1))
   for found in (_stats(tempered), kernel(tempered)):
@@ -98,17 +103,16 @@ def test_masked_logits_count_as_probability_zero():
 
 
 def test_the_stats_of_a_row_do_not_depend_on_the_number_of_rows():
-  z = 3 * jax.random.normal(jax.random.key(0), (512, 300))
+  z = 3 * _normal(512, 300)
   whole = [np.asarray(a) for a in _stats(z)]
-  for rows in (16, 32, 112):
+  for rows in (16, 112):
     for part, full in zip(_stats(z[:rows]), whole, strict=True):
       np.testing.assert_array_equal(part, full[:rows])
 
 
 def test_the_gradient_of_the_stats_is_that_of_plain_softmax():
-  z = 2 * jax.random.normal(jax.random.key(0), (16, 50))
-  keys = jax.random.split(jax.random.key(1), 2)
-  ct = [jax.random.normal(key, (16,)) for key in keys]
+  z = 2 * _normal(16, 50)
+  ct = _normal(2, 16)
 
   def plain(z):
     logp = jax.nn.log_softmax(z, axis=1)
@@ -183,7 +187,7 @@ def test_the_gradient_is_that_of_plain_log_softmax():
 
 
 def test_the_logits_of_all_rows_are_never_in_memory_at_once():
-  args = (*_inputs(rows=1024), jnp.float32(0.9))
+  args = (*_inputs(rows=1024), np.float32(0.9))
   text = _logprobs(64, True).lower(*args).compile().as_text()
   assert f'[64,{VOCAB}]' in text
   assert f'[1024,{VOCAB}]' not in text and f'[16,64,{VOCAB}]' not in text

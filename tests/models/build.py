@@ -1,0 +1,185 @@
+"""A tiny decoder, run as rollout and as training forward."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jetrl_jax.compilation import exact_jit
+from jetrl_jax.fp8 import (
+    Recipe,
+    init_state,
+    observe_kernels,
+    prepare_weights,
+    slots,
+)
+from jetrl_jax.models.attention import DecodeAttention, PackedAttention
+from jetrl_jax.models.decoder import Decoder, variables
+from jetrl_jax.rl import logprobs
+from jetrl_jax.sharding import Axes
+from tests.models import tiny
+
+TILE = 16
+TEMPERATURE = 0.9
+
+
+@functools.cache
+def decoder(family: str, recipe: Recipe, remat: bool = False) -> Decoder:
+  """2 layers, D 64, 4 heads of 16 on 2 key heads, F 96, V 80."""
+  cfg = tiny.config(
+      family, vocab_size=80, model_dim=64, head_dim=16, ffn_dim=96
+  )
+  return Decoder(recipe=recipe, axes=Axes(), config=cfg, remat=remat)
+
+
+@functools.cache
+def masters(family: str) -> Any:
+  """Parameters with gains, biases and logits that matter."""
+  model = decoder(family, Recipe())
+
+  def init(key, rows, first, last):
+    attend = PackedAttention(first_BT=first, last_BT=last, tile=TILE)
+    return model.init(key, rows, rows, jnp.ones(16), attend)['params']
+
+  rows, line = jnp.zeros(16, jnp.int32), jnp.zeros((1, 16), jnp.int32)
+  shapes = jax.eval_shape(init, jax.random.key(0), rows, line, line)
+  leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
+  made, rng = [], np.random.default_rng(0)
+  for path, leaf in leaves:
+    x = 0.1 * rng.normal(size=leaf.shape).astype(np.float32)
+    gain = 'norm' in jax.tree_util.keystr(path)
+    made.append(jnp.asarray(1 + x if gain else x))
+  return jax.tree.unflatten(tree, made)
+
+
+@dataclasses.dataclass(frozen=True)
+class Trees:
+  """Masters, slots and the compute weights made of them."""
+
+  params: Any
+  state: Any
+  weights: Any
+
+
+@functools.cache
+def trees(family: str, recipe: Recipe) -> Trees:
+  """The trees of `masters(family)` with scales that fit."""
+  params = masters(family)
+  state = init_state(params, recipe)
+  # Inputs reach 7, output gradients of a mean over 768 tokens 0.008.
+  scales = {'input': 2.0**-4, 'output_grad': 2.0**-15}
+  state = slots.map_slots(
+      lambda slot: slot
+      | {o: slot[o] | {'scale': jnp.float32(s)} for o, s in scales.items()},
+      state,
+  )
+
+  @exact_jit
+  def quantise(params, state):
+    state = observe_kernels(state, params, recipe, Axes())
+    return state, prepare_weights(params, state, recipe)
+
+  return Trees(params, *quantise(params, state))
+
+
+def tokens(batch: int, length: int) -> jax.Array:
+  """[B, T] token ids."""
+  return jax.random.randint(jax.random.key(1), (batch, length), 0, 80)
+
+
+def unpacked(tokens_BT: jax.Array) -> tuple[jax.Array, ...]:
+  """(first, last, positions) of rows that are one sequence each."""
+  index = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+  return jnp.zeros_like(index), index, index
+
+
+def forward(model, weights, state, params, tokens_BT, rows, temperature):
+  """Teacher-forced log-probs [B, T] of the next token in each row."""
+  first, last, positions = rows
+  attend = PackedAttention(first_BT=first, last_BT=last, tile=TILE)
+  tree = variables(weights, state, params)
+  mask = (last >= 0).astype(jnp.float32).reshape(-1)
+  hidden, _ = model.apply(
+      tree, tokens_BT.reshape(-1), positions.reshape(-1), mask, attend
+  )
+  found, _ = logprobs.target_logprobs(
+      lambda x: model.apply(tree, x, method='head'),
+      hidden,
+      jnp.roll(tokens_BT, -1, axis=1).reshape(-1),
+      temperature,
+      chunk_rows=256,
+  )
+  return found.reshape(tokens_BT.shape)
+
+
+def decode(model, weights, state, tokens_BT, temperature):
+  """The same log-probs, token by token through a cache."""
+  slots, length = tokens_BT.shape
+  cfg = model.config
+  empty = jnp.zeros(
+      (slots, cfg.num_kv_heads, length, cfg.head_dim), model.recipe.dtype
+  )
+  tree = variables(weights, state)
+
+  def step(caches, now):
+    t, token, following = now
+    position = jnp.full((slots,), t)
+    hidden, caches = model.apply(
+        tree,
+        token,
+        position,
+        jnp.ones(slots),
+        DecodeAttention(position_B=position, tile=TILE),
+        caches,
+    )
+    logits = model.apply(tree, hidden, method='head')
+    z = logprobs.temper(logits, temperature)
+    lse, _ = logprobs.row_stats(z)
+    picked = jnp.take_along_axis(z, following[:, None], axis=1)[:, 0]
+    return caches, picked - lse
+
+  caches = [(empty, empty)] * cfg.num_layers
+  following = jnp.roll(tokens_BT, -1, axis=1)
+  _, found = jax.lax.scan(
+      step, caches, (jnp.arange(length), tokens_BT.T, following.T)
+  )
+  return found.T
+
+
+@functools.cache
+def compiled_forward(family: str, recipe: Recipe):
+  """Compiled `forward` of (weights, state, tokens, rows, temperature)."""
+  model = decoder(family, recipe)
+  return exact_jit(
+      lambda weights, state, *inputs: forward(
+          model, weights, state, None, *inputs
+      )
+  )
+
+
+@functools.cache
+def compiled_decode(family: str, recipe: Recipe):
+  """Compiled `decode` of (weights, state, tokens, temperature)."""
+  return exact_jit(functools.partial(decode, decoder(family, recipe)))
+
+
+@functools.cache
+def compiled_step(family: str, recipe: Recipe, remat: bool = False):
+  """Compiled log-probs and gradients of (params, state), as in training."""
+  model = decoder(family, recipe, remat)
+
+  def step(params, state, weights, tokens_BT, rows, temperature):
+    def loss(params, state):
+      found = forward(
+          model, weights, state, params, tokens_BT, rows, temperature
+      )
+      return -jnp.mean(found), found
+
+    grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
+    (params_grad, slots_seen), found = grad(params, state)
+    return found, params_grad, slots_seen
+
+  return exact_jit(step)
