@@ -25,7 +25,7 @@ def get_config():
   config.rollout.num_generations = 8
   config.rollout.max_response_length = 32
   config.rollout.num_slots = 128
-  config.optim.lr = 1e-4
+  config.optim.lr = 5e-5
   config.optim.lr_warmup_steps = 10
   config.optim.betas = (0.9, 0.98)
   config.trainer.train_batch_size = 16

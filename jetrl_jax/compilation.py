@@ -27,9 +27,6 @@ _GPU = {
     # cuBLASLt's first heuristic instead of the fastest by timing: the latter
     # picks split-K for small row counts only.
     'xla_gpu_autotune_level': 0,
-    # A while loop around the decode step fails to become a CUDA graph
-    # (CUDA_ERROR_INVALID_VALUE when a kernel node is added, jax 0.11.2).
-    'xla_gpu_enable_command_buffer': '',
     # Scatter-adds (the embedding's gradient) in a fixed order.
     'xla_gpu_deterministic_ops': True,
 }

@@ -46,7 +46,7 @@ def summarize(fp8_state: PyTree, paths: list[str]) -> dict[str, dict]:
   Returns:
     path -> operand -> {amax, scale, saturated_frac, flushed_frac, sqnr_db}.
     Shares are of the elements of valid rows; sqnr_db = 10 log10(signal /
-    noise), None where nothing was lost or nothing was there.
+    noise), absent where nothing was lost or nothing was there.
   """
   summary = {}
   for path in paths:
@@ -59,22 +59,22 @@ def summarize(fp8_state: PyTree, paths: list[str]) -> dict[str, dict]:
   return summary
 
 
-def _summarize_operand(entry: PyTree) -> dict[str, float | None]:
+def _summarize_operand(entry: PyTree) -> dict[str, float]:
   elements, saturated, flushed, signal, noise = (
       float(x) for x in np.asarray(entry['health'])
   )
   history = np.asarray(entry['amax_history'])
   count = max(elements, 1.0)
-  return {
+  summary = {
       # Entry 0 is being filled; right after a roll the newest is entry 1.
       'amax': float(history[0] or history[1]),
       'scale': float(entry['scale']),
       'saturated_frac': saturated / count,
       'flushed_frac': flushed / count,
-      'sqnr_db': (
-          10 * float(np.log10(signal / noise)) if signal > 0 < noise else None
-      ),
   }
+  if signal > 0 and noise > 0:
+    summary['sqnr_db'] = 10 * float(np.log10(signal / noise))
+  return summary
 
 
 def headline(summary: dict[str, dict]) -> dict[str, float]:
@@ -86,7 +86,7 @@ def headline(summary: dict[str, dict]) -> dict[str, float]:
       continue
     for name in ('saturated_frac', 'flushed_frac'):
       metrics[f'fp8/{operand}/{name}/max'] = max(e[name] for e in entries)
-    ratios = [e['sqnr_db'] for e in entries if e['sqnr_db'] is not None]
+    ratios = [e['sqnr_db'] for e in entries if 'sqnr_db' in e]
     if ratios:
       metrics[f'fp8/{operand}/sqnr_db/min'] = min(ratios)
   return metrics

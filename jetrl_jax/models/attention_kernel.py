@@ -98,6 +98,13 @@ _HEAD_ROW_VECTOR = pl.BlockSpec(
 )
 
 
+def _pad_rows(x, axis: int, fill=0):
+  """Pads the row axis to whole tiles: a short prompt has fewer rows."""
+  widths = [(0, 0)] * x.ndim
+  widths[axis] = (0, -x.shape[axis] % ROW_TILE)
+  return jnp.pad(x, widths, constant_values=fill)
+
+
 def forward(
     q_BKRH: Array,
     k_BKSH: Array,
@@ -109,9 +116,12 @@ def forward(
     interpret: bool = False,
 ) -> tuple[Array, Array]:
   """Returns (out [B, K, R, H], base-2 log-sum-exp [B, K, R])."""
+  wanted = q_BKRH.shape[2]
+  q_BKRH, first_BR = _pad_rows(q_BKRH, 2), _pad_rows(first_BR, 1)
+  last_BR = _pad_rows(last_BR, 1, fill=-1)
   batch, kv_heads, rows, head_dim = q_BKRH.shape
   length = k_BKSH.shape[2]
-  return pl.pallas_call(
+  out, lse = pl.pallas_call(
       functools.partial(_forward_kernel, tile=tile),
       grid=(rows // ROW_TILE, kv_heads, batch),
       in_specs=[
@@ -129,6 +139,7 @@ def forward(
       name='flash_attention',
       **_params(interpret, num_warps=4, num_stages=3),
   )(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR)
+  return out[:, :, :wanted], lse[:, :, :wanted]
 
 
 def _dq_kernel(
@@ -233,6 +244,12 @@ def backward(
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
   """Returns (dq, dk, dv) in the dtypes of (q, k, v)."""
+  wanted = q_BKRH.shape[2]
+  q_BKRH, out_BKRH, dout_BKRH, lse_BKR = (
+      _pad_rows(x, 2) for x in (q_BKRH, out_BKRH, dout_BKRH, lse_BKR)
+  )
+  first_BR = _pad_rows(first_BR, 1)
+  last_BR = _pad_rows(last_BR, 1, fill=-1)
   batch, kv_heads, rows, head_dim = q_BKRH.shape
   length = k_BKSH.shape[2]
   delta = jnp.sum(
@@ -301,4 +318,4 @@ def backward(
       low,
       high,
   )
-  return dq, dk, dv
+  return dq[:, :, :wanted], dk, dv

@@ -131,6 +131,7 @@ class Trainer:
     self.skipped_in_row = 0
     self.reference: PolicyParams | None = None
     self.last_accuracy: float | None = None
+    self.saved_step: int | None = None
 
   # --- the story ----------------------------------------------------------
 
@@ -409,7 +410,7 @@ class Trainer:
           parts.mesh,
           record=False,
       )
-      step = restored.step
+      step = self.saved_step = restored.step
       self.sampler.restore(restored.host_state['sampler'])
       self.skipped_in_row = restored.host_state['skipped_in_row']
       self.last_accuracy = restored.host_state['accuracy']
@@ -464,8 +465,9 @@ class Trainer:
     return state
 
   def _save(self, step: int, state: TrainState) -> None:
-    if step in self.checkpoints.all_steps():
+    if step == self.saved_step:
       return
+    self.saved_step = step
     with self.timer('save_checkpoint'):
       self.checkpoints.save(
           step,
