@@ -179,6 +179,20 @@ class Run:
       logprobs.append(np.asarray(logprobs_BT))
     return gradients, logprobs
 
+  def score(
+      self,
+      params: TrainState,
+      batch: TrainBatch,
+      temperature: float = TEMPERATURE,
+  ) -> np.ndarray:
+    """Log-probs [B, T] by `TrainStep.score`."""
+    logprobs_BT, _ = self.step.score(
+        PolicyParams(params.weights, params.fp8_state),
+        batch,
+        jnp.float32(temperature),
+    )
+    return np.asarray(logprobs_BT)
+
   def apply(self, params: TrainState, gradients):
     """`TrainStep.apply` that leaves its arguments alive."""
     return self.step.apply(copy(params), copy(gradients))
@@ -282,6 +296,20 @@ def bf16_run() -> Run:
 
 
 @functools.cache
+def two_layer_run(family: str, recipe: str) -> Run:
+  """Two layers, where one layer's rounding reaches the next."""
+  mesh = sharding.make_mesh()
+  of = policy({'fp8': FP8, 'bf16': BF16}[recipe], mesh, family=family, layers=2)
+  run = build(of, mesh, loss=LossConfig(), config=OptimizerConfig(lr=1e-3))
+  if recipe == 'bf16':
+    return run
+  start = state.Calibration(of, mesh, run.start).fill(
+      run.start, calibration_batches(run.rollout()), TEMPERATURE
+  )
+  return dataclasses.replace(run, start=start)
+
+
+@functools.cache
 def completions() -> list[Completion]:
   """What `fp8_run` samples from its start."""
   return fp8_run().rollout()
@@ -313,6 +341,25 @@ def batches(samples: list[Completion]) -> list[TrainBatch]:
   ).batches
 
 
+def one_per_row(samples: list[Completion]) -> list[TrainBatch]:
+  """The same sequences with no neighbours in their rows."""
+  rows = [
+      packing.pack(
+          [s], row_length=LENGTH, rows_per_micro_batch=1, tile=TILE
+      ).batches[0]
+      for s in sequences(samples)
+  ]
+  assert not len(rows) % 8
+  empty = jax.tree.map(np.zeros_like, rows[0])
+  return [
+      jax.tree.map(
+          lambda *leaves: np.concatenate(leaves),
+          *(rows[i : i + 8] + [empty] * (ROWS - 8)),
+      )
+      for i in range(0, len(rows), 8)
+  ]
+
+
 def in_micro_batches(samples: list[Completion], count: int) -> list[TrainBatch]:
   """Spreads the same sequences over `count` micro-batches of [16, 32]."""
   made = []
@@ -337,6 +384,92 @@ def mismatched(
     theirs = np.asarray(batch.rollout_logprobs)[mask].view(np.int32)
     differ, tokens = differ + int((ours != theirs).sum()), tokens + len(ours)
   return differ, tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Update:
+  """One on-policy update.
+
+  Attributes:
+    before: the state that sampled.
+    samples: its completions.
+    batches: the micro-batches.
+    logprobs: by `accumulate`, per micro-batch.
+    scores: by `score`, per micro-batch.
+    gradients: what was applied.
+    info: what `apply` returned.
+    applied: the state behind `apply`.
+    after: the state behind `roll_inputs`.
+  """
+
+  before: TrainState
+  samples: list[Completion]
+  batches: list[TrainBatch]
+  logprobs: list[np.ndarray]
+  scores: list[np.ndarray]
+  gradients: train_step.Gradients
+  info: train_step.UpdateInfo
+  applied: TrainState
+  after: TrainState
+
+
+@functools.cache
+def updates(recipe: str) -> tuple[Update, ...]:
+  """Three updates in a row, each with a new rollout; 'fp8' or 'bf16'."""
+  run = {'fp8': fp8_run, 'bf16': bf16_run}[recipe]()
+  before, made = run.start, []
+  for i in range(3):
+    samples = run.rollout(before, i, weight_version=i)
+    packed = batches(samples)
+    gradients, logprobs = run.accumulate(before, packed)
+    applied, _, info = run.apply(before, gradients)
+    after = dataclasses.replace(
+        applied, fp8_state=run.step.roll_inputs(applied.fp8_state)
+    )
+    made.append(
+        Update(
+            before=before,
+            samples=samples,
+            batches=packed,
+            logprobs=logprobs,
+            scores=[run.score(before, b) for b in packed],
+            gradients=gradients,
+            info=info,
+            applied=applied,
+            after=after,
+        )
+    )
+    before = after
+  return tuple(made)
+
+
+def next_logprobs(
+    run: Run, params: TrainState, tokens: np.ndarray, temperature: float
+) -> np.ndarray:
+  """Log-probs of every token of the vocabulary behind `tokens`, float32."""
+  length = len(tokens) + 1
+  tokens_VT = np.zeros((VOCAB, LENGTH), np.int32)
+  tokens_VT[:, :length] = [[*tokens, v] for v in range(VOCAB)]
+  index = np.broadcast_to(np.arange(LENGTH, dtype=np.int32), tokens_VT.shape)
+  inside = index < length
+  zeros = np.zeros(tokens_VT.shape, np.float32)
+  fields = {f.name: zeros for f in dataclasses.fields(TrainBatch)}
+  fields |= {
+      'tokens': tokens_VT,
+      'positions': np.where(inside, index, 0).astype(np.int32),
+      'segment_ids': inside.astype(np.int32),
+      'weight_version': np.zeros(tokens_VT.shape, np.int32),
+  }
+  whole = TrainBatch(**fields)
+  scores = [
+      run.score(
+          params,
+          jax.tree.map(lambda x, i=i: x[i : i + ROWS], whole),
+          temperature,
+      )
+      for i in range(0, VOCAB, ROWS)
+  ]
+  return np.concatenate(scores)[:, length - 1]
 
 
 def state_shapes(of: Policy) -> TrainState:
