@@ -283,7 +283,12 @@ def _apply(policy, optimizer, config, is_split, state, gradients):
   fp8_state = slots.observe_kernels(fp8_state, params, recipe, axes)
   fp8_state = jax.tree.map(keep, fp8_state, state.fp8_state)
   weights = fp8.prepare_weights(params, fp8_state, recipe)
-  fp8_state = slots.measure_kernels(fp8_state, params, weights, axes)
+  # A skipped step leaves the kernels' health as it was, too.
+  fp8_state = jax.tree.map(
+      keep,
+      slots.measure_kernels(fp8_state, params, weights, axes),
+      fp8_state,
+  )
   one = Mean(sum=jnp.zeros(()), weight=jnp.ones(()))
   metrics = dict(gradients.metrics)
   metrics['actor/pg_loss'] = metrics['actor/pg_loss'] + one
