@@ -264,15 +264,33 @@ def test_a_rollout_can_be_abandoned_between_visits():
 
 
 def test_nothing_is_compiled_twice():
-  tiny_run.updates('fp8')
   run = tiny_run.fp8_run()
-  for compiled in (
-      run.step.accumulate,
-      run.step.apply,
-      run.step.roll_inputs,
-      run.engine._compiled['_generate'],
-  ):
-    assert compiled._cache_size() == 1
+  before, sizes = run.start, []
+  for i in range(2):
+    packed = tiny_run.batches(run.rollout(before, i))
+    gradients, _ = run.accumulate(before, packed)
+    before, gradients, _ = run.apply(before, gradients)
+    # From here on the accumulator is the one that `apply` hands back.
+    run.step.accumulate(
+        before,
+        gradients,
+        packed[0],
+        jax.numpy.float32(tiny_run.TEMPERATURE),
+    )
+    rolled = run.step.roll_inputs(before.fp8_state)
+    before = dataclasses.replace(before, fp8_state=rolled)
+    sizes.append(
+        [
+            compiled._cache_size()
+            for compiled in (
+                run.step.accumulate,
+                run.step.apply,
+                run.step.roll_inputs,
+                run.engine._compiled['_generate'],
+            )
+        ]
+    )
+  assert sizes[0] == sizes[1]
 
 
 @pytest.mark.slow

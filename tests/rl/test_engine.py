@@ -1,0 +1,266 @@
+"""Tests of the engine: JetStream's methods, truncation, settings."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from jetrl_jax import rng, sharding
+from jetrl_jax.data import Prompt
+from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.policy import PolicyParams
+from tests.rl import tiny_run
+
+TOKENS = np.asarray([7, 30, 12, 9, 55], np.int32)
+
+
+def _params(run) -> PolicyParams:
+  return PolicyParams(run.start.weights, run.start.fp8_state)
+
+
+@functools.cache
+def _expected(samples=6):
+  """The same six samples by `rollout`: prompt id 0, sample = slot."""
+  prompt = Prompt(id=0, tokens=TOKENS, text='', answer='', source='', extra={})
+  return tiny_run.fp8_run().rollout(
+      prompts=[prompt],
+      num_generations=samples,
+      temperature=1.0,
+      base_key=rng.key(0, rng.ROLLOUT, 0),
+  )
+
+
+def _prefix(engine, params):
+  return engine.prefill(
+      params=params,
+      padded_tokens=np.pad(TOKENS, (0, 11)),
+      true_length=len(TOKENS),
+  )
+
+
+class _Client:
+  """An orchestrator that knows only JetStream's methods."""
+
+  def __init__(self, run):
+    self.engine, self.params = run.engine, _params(run)
+    self.prefix = _prefix(self.engine, self.params)
+    self.state = self.engine.init_decode_state()
+    self.tokens = {s: [] for s in range(self.engine.max_concurrent_decodes)}
+    self.logprobs = {s: [] for s in self.tokens}
+
+  def generate(self, steps):
+    for _ in range(steps):
+      self.state, result = self.engine.generate(self.params, self.state)
+      for slot, tokens in self.tokens.items():
+        token, valid, length = result.slot(slot)
+        if valid:
+          tokens.append(token)
+          self.logprobs[slot].append(np.asarray(result.log_prob)[slot])
+          assert length == len(tokens)
+          assert result.log_mu[slot] == result.log_prob[slot]
+
+
+def test_the_jetstream_methods_give_the_tokens_of_the_rollout():
+  client = _Client(tiny_run.fp8_run())
+  client.state = client.engine.bulk_insert(
+      client.prefix, client.state, [0, 1, 2]
+  )
+  client.generate(2)
+  # One later, by itself, two steps behind the others.
+  client.state = client.engine.insert(client.prefix, client.state, 5)
+  client.generate(12)
+  for slot in (0, 1, 2, 5):
+    assert client.tokens[slot] == _expected()[slot].tokens.tolist()
+    assert np.array_equal(client.logprobs[slot], _expected()[slot].logprobs)
+  assert not client.tokens[3] and not client.tokens[4]
+
+
+def test_a_freed_slot_stops_and_leaves_the_others_alone():
+  client = _Client(tiny_run.fp8_run())
+  client.state = client.engine.bulk_insert(client.prefix, client.state, [0, 1])
+  client.generate(2)
+  client.state = client.engine.free_resource(0, client.state)
+  client.generate(12)
+  assert client.tokens[0] == _expected()[0].tokens[:2].tolist()
+  assert client.tokens[1] == _expected()[1].tokens.tolist()
+  assert len(_expected()[0].tokens) > 2
+
+
+def test_a_slot_used_again_starts_afresh():
+  client = _Client(tiny_run.fp8_run())
+  for _ in range(2):
+    client.state = client.engine.insert(client.prefix, client.state, 1)
+    client.generate(12)
+    assert client.tokens[1] == _expected()[1].tokens.tolist()
+    client.tokens[1] = []
+
+
+def test_an_update_of_the_parameters_is_an_assignment():
+  run = tiny_run.fp8_run()
+  engine = Engine(run.policy, tiny_run.engine_config(), run.mesh)
+  with pytest.raises(ValueError, match='no parameters; call set_params first'):
+    engine.load_params()
+  params = _params(run)
+  engine.set_params(params)
+  assert engine.load_params() is params
+
+
+def test_the_engine_says_its_sizes():
+  engine = tiny_run.fp8_run().engine
+  assert engine.max_concurrent_decodes == 16
+  assert engine.max_prefill_length == 20
+  assert engine.samples_per_slot == 1
+  assert engine.prompt_buckets == [16, 32]
+  # 20 + 12 tokens in tiles of 16.
+  assert engine.cache_length == 32
+
+
+@pytest.mark.parametrize(('slots', 'rounded'), [(1, 16), (16, 16), (17, 32)])
+def test_slots_are_rounded_up_to_a_dot_s_rows(slots, rounded):
+  config = tiny_run.engine_config(num_slots=slots)
+  of = tiny_run.policy()
+  engine = Engine(of, config, sharding.make_mesh())
+  assert engine.num_slots == rounded
+
+
+def test_slots_are_rounded_up_per_device():
+  mesh = sharding.make_mesh(data=2, fsdp=4)
+  engine = Engine(
+      tiny_run.policy(mesh=mesh), tiny_run.engine_config(num_slots=130), mesh
+  )
+  assert engine.num_slots == 2 * 16 * 8
+
+
+@pytest.mark.parametrize(
+    ('longest', 'buckets'),
+    [(1, [16]), (16, [16]), (17, [16, 32]), (80, [16, 32, 64, 80])],
+)
+def test_prompt_buckets_double_and_end_at_the_longest(longest, buckets):
+  config = tiny_run.engine_config(max_prompt_length=longest)
+  engine = Engine(tiny_run.policy(), config, sharding.make_mesh())
+  assert engine.prompt_buckets == buckets
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'num_slots': 0}, 'num_slots is 0; it must be >= 1'),
+        ({'max_prompt_length': 0}, 'max_prompt_length is 0'),
+        ({'max_response_length': 0}, 'max_response_length is 0'),
+        ({'decode_block': 0}, 'decode_block is 0'),
+        ({'top_k': -2}, 'top_k is -2'),
+        ({'top_p': 0.0}, r'top_p is 0\.0'),
+        ({'min_p': 1.5}, r'min_p is 1\.5'),
+    ],
+)
+def test_sizes_and_samplers_that_cannot_work_are_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    tiny_run.engine_config(**changes)
+
+
+def test_no_stop_ids_means_that_only_limits_stop():
+  run = tiny_run.bf16_run()
+  config = tiny_run.engine_config(stop_ids=())
+  engine = Engine(run.policy, config, run.mesh)
+  found = run.rollout(engine=engine)
+  assert {c.finish_reason for c in found} == {'length'}
+  assert {len(c.tokens) for c in found} == {config.max_response_length}
+
+
+@functools.cache
+def _truncated():
+  """Completions of top-k 12, then top-p 0.9, then min-p 0.1."""
+  run = tiny_run.fp8_run()
+  config = tiny_run.engine_config(top_k=12, top_p=0.9, min_p=0.1)
+  engine = Engine(run.policy, config, run.mesh)
+  samples = run.rollout(engine=engine)
+  greedy = run.rollout(engine=engine, temperature=0.0, num_generations=1)
+  return samples, greedy
+
+
+def test_truncated_log_probs_are_still_those_of_the_whole_vocabulary():
+  samples, _ = _truncated()
+  run = tiny_run.fp8_run()
+  for batch in tiny_run.batches(samples):
+    scored = [run.score(run.start, batch)]
+    assert tiny_run.mismatched([batch], scored)[0] == 0
+
+
+def test_log_mu_is_of_the_truncated_distribution():
+  samples, _ = _truncated()
+  run = tiny_run.fp8_run()
+  sizes = set()
+  for c in samples[:: tiny_run.SAMPLES]:
+    for t in range(min(2, len(c.tokens))):
+      context = np.concatenate([c.prompt_tokens, c.tokens[:t]])
+      logprobs_V = tiny_run.next_logprobs(
+          run, run.start, context, tiny_run.TEMPERATURE
+      ).astype(np.float64)
+      p_V = np.exp(logprobs_V)
+      order = np.argsort(-p_V, kind='stable')[:12]
+      before = np.cumsum(p_V[order]) - p_V[order]
+      order = order[before < 0.9 * p_V[order].sum()]
+      order = order[p_V[order] >= 0.1 * p_V[order[0]]]
+      assert c.tokens[t] in order
+      # Float32 sums of at most 12 terms, of logits below 16.
+      expected = logprobs_V[c.tokens[t]] - np.log(p_V[order].sum())
+      np.testing.assert_allclose(c.log_mu[t], expected, atol=1e-5)
+      assert c.log_mu[t] > c.logprobs[t]
+      sizes.add(len(order))
+  # Some rows were cut by more than top-k.
+  assert min(sizes) < 12
+
+
+def test_greedy_does_not_ask_the_truncation():
+  _, greedy = _truncated()
+  plain = tiny_run.fp8_run().rollout(temperature=0.0, num_generations=1)
+  for a, b in zip(greedy, plain, strict=True):
+    assert a.tokens.tolist() == b.tokens.tolist()
+    np.testing.assert_array_equal(a.logprobs, b.logprobs)
+    assert not a.log_mu.any()
+
+
+def test_generate_block_stops_by_itself_when_all_slots_are_done():
+  run = tiny_run.fp8_run()
+  params = _params(run)
+  state = run.engine.bulk_insert(
+      _prefix(run.engine, params),
+      run.engine.init_decode_state(),
+      [0, 3],
+      limits=[2, 4],
+  )
+  key = rng.key(0, rng.ROLLOUT, 0)
+  state = run.engine.generate_block(params, state, key, 1000)
+  assert not np.asarray(state.active).any()
+  emitted = np.asarray(state.emitted)
+  assert emitted[0] <= 2 and emitted[3] <= 4 and emitted.sum() > 0
+  # Idle slots were fed too, and left no trace.
+  idle = [s for s in range(16) if s not in (0, 3)]
+  assert not np.asarray(state.position)[idle].any()
+  for keys, values in state.caches:
+    assert not np.asarray(keys)[idle].any()
+    assert not np.asarray(values)[idle].any()
+
+
+def test_prefill_leaves_the_last_token_to_the_first_step():
+  run = tiny_run.fp8_run()
+  params = _params(run)
+  one = run.engine.prefill_batch(params, [TOKENS])
+  other = run.engine.prefill_batch(
+      params, [np.concatenate([TOKENS[:-1], [50]]).astype(np.int32)]
+  )
+  tiny_run.assert_same_bits(one.caches, other.caches)
+  assert (int(one.last_token[0]), int(other.last_token[0])) == (55, 50)
+  assert int(one.length[0]) == 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('slots', [48, 64, 128])
+@pytest.mark.parametrize('block', [1, 3, 64])
+def test_any_number_of_slots_and_steps_gives_the_same_bits(slots, block):
+  run = tiny_run.fp8_run()
+  config = tiny_run.engine_config(num_slots=slots, decode_block=block)
+  found = run.rollout(engine=Engine(run.policy, config, run.mesh))
+  for a, b in zip(found, tiny_run.completions(), strict=True):
+    tiny_run.assert_same_bits(dataclasses.asdict(a), dataclasses.asdict(b))
