@@ -1,0 +1,40 @@
+r"""GRPO on GSM8K with Qwen2.5-0.5B-Instruct, on one GPU.
+
+python -m jetrl_jax.main --config=configs/qwen0_5b.py \
+    --config.model.path=Qwen/Qwen2.5-0.5B-Instruct --workdir=runs/qwen0_5b
+
+The smallest real run: tied embeddings, head size 64.
+Expected accuracy and cost: not run yet.
+
+The files below data/ are GSM8K's own, see README, "Data". A speed run without
+a checkpoint replaces model.path by --config.model.init=random
+--config.model.shape=qwen2.5-0.5b --config.data.tokenizer=FOLDER
+--config.trainer.synthetic=True.
+"""
+
+from configs import base
+
+
+def get_config():
+  config = base.get_config()
+  config.data.train_files = ('data/gsm8k_train.jsonl',)
+  config.data.val_files = ('data/gsm8k_test.jsonl',)
+  # The 'math' reward reads \boxed{18} and `#### 18`; GSM8K's solutions end in
+  # the latter.
+  config.data.instruction = (
+      '\nLet\'s think step by step and put the final answer after "####".'
+  )
+  config.data.max_prompt_length = 512
+  config.rollout.max_response_length = 1024
+  config.rollout.num_slots = 256
+  config.rollout.num_generations = 8
+  config.trainer.train_batch_size = 64
+  config.trainer.mini_batch_size = 64
+  config.trainer.micro_batch_size = 16
+  # Masters, gradients and moments in float32 are 12 bytes for each of half a
+  # billion parameters: nothing to save, so no codec between two steps.
+  config.optim.moments = 'float32'
+  config.optim.lr = 1e-6
+  config.trainer.total_training_steps = 200
+  config.trainer.test_freq = 20
+  return config

@@ -1,0 +1,23 @@
+r"""GRPO on GSM8K and MATH with Qwen3-8B, on one GPU of 141 GB.
+
+XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m jetrl_jax.main \
+    --config=configs/qwen3_8b.py --config.model.path=Qwen/Qwen3-8B-Base \
+    --workdir=runs/qwen3_8b
+
+As qwen7b.py but for what the larger caches ask for.
+Expected accuracy and cost: not run yet.
+
+A speed run without a checkpoint replaces model.path by
+--config.model.init=random --config.model.shape=qwen3-8b
+--config.data.tokenizer=FOLDER --config.trainer.synthetic=True.
+"""
+
+from configs import qwen7b
+
+
+def get_config():
+  config = qwen7b.get_config()
+  # 36 layers x 8 KV heads: 4096 tokens x 36 x 4 KiB = 576 MiB a slot, 2.6
+  # times Qwen2.5-7B's; 27 GiB for 48.
+  config.rollout.num_slots = 48
+  return config

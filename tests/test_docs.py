@@ -1,0 +1,131 @@
+"""The documents: what they name exists, and the code they show runs."""
+
+import ast
+import importlib.util
+import pathlib
+import re
+
+import pytest
+
+from configs import base, llama8b, qwen0_5b, qwen3_8b, qwen7b
+from jetrl_jax import config as configs
+from tools import config_reference
+
+_ROOT = pathlib.Path(__file__).parent.parent
+_PAGES = [
+    _ROOT / 'README.md',
+    _ROOT / 'CHANGELOG.md',
+    *sorted((_ROOT / 'docs').glob('*.md')),
+]
+_CONFIGS = sorted((_ROOT / 'configs').glob('*.py'))
+# Lab records show commands too.
+_WITH_COMMANDS = [*_PAGES, *_CONFIGS]
+_LARGE = [
+    (qwen0_5b, 'qwen2.5-0.5b'),
+    (qwen7b, 'qwen2.5-7b'),
+    (qwen3_8b, 'qwen3-8b'),
+    (llama8b, 'llama-3.1-8b'),
+]
+
+
+def _name(path: pathlib.Path) -> str:
+  return path.relative_to(_ROOT).as_posix()
+
+
+def _text(path: pathlib.Path) -> str:
+  return path.read_text(encoding='utf-8')
+
+
+def test_the_table_of_the_configuration_is_that_of_the_base_config():
+  stale = _text(config_reference.OUTPUT) != config_reference.render()
+  assert not stale, 'run: python tools/config_reference.py'
+
+
+@pytest.mark.parametrize('page', _PAGES, ids=_name)
+def test_a_relative_link_leads_to_a_file(page):
+  links = re.findall(r'\]\(([^)#\s]+)', _text(page))
+  local = [link for link in links if '://' not in link]
+  assert not [link for link in local if not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize('path', _WITH_COMMANDS, ids=_name)
+def test_a_command_names_what_exists(path):
+  text, make = _text(path), _text(_ROOT / 'Makefile')
+  targets = set(re.search(r'\.PHONY: (.*)', make).group(1).split())
+  # At the start of a line or of a code span: "make sure" is prose.
+  for words in re.findall(r'(?:^ {4}|`)make ((?:[a-z]+\b ?)+)', text, re.M):
+    assert set(words.split()) <= targets
+  for module in re.findall(r'python -m ([\w.]+)', text):
+    assert importlib.util.find_spec(module) or module == 'pytest', module
+  for file in re.findall(r'python ((?:\w+/)+\w+\.py)', text):
+    assert (_ROOT / file).exists(), file
+  for file in re.findall(r'--config=(configs/\w+\.py)', text):
+    assert (_ROOT / file).exists(), file
+
+
+@pytest.mark.parametrize('path', _WITH_COMMANDS, ids=_name)
+def test_an_override_names_a_value_of_the_config(path):
+  known = set(config_reference.comments(_text(_ROOT / 'configs/base.py')))
+  found = set(re.findall(r'--config\.([\w.]+)=', _text(path)))
+  assert found <= known
+
+
+def test_the_code_of_the_readme_runs(monkeypatch, capsys):
+  code = re.search(r'```python\n(.*?)```', _text(_ROOT / 'README.md'), re.S)
+  monkeypatch.chdir(_ROOT)  # It names the shipped checkpoint by its path.
+  exec(compile(code.group(1), 'README.md', 'exec'), {})  # Asserts equal bits.
+  assert len(capsys.readouterr().out.splitlines()) == 8
+
+
+def _metric_names() -> set[str]:
+  """Metric names in docs/metrics.md, `a/{b,c}` written out."""
+  names = set()
+  for span in re.findall(r'`([^`\s]+)`', _text(_ROOT / 'docs/metrics.md')):
+    before, braces, after = re.fullmatch(
+        r'([^{]*)(\{.*?\})?(.*)', span
+    ).groups()
+    options = braces[1:-1].split(',') if braces else ['']
+    names |= {before + option + after for option in options}
+  return names
+
+
+def test_every_metric_that_the_code_names_is_explained():
+  rooms = r'actor|critic|fp8|perf|prompt_length|response_length|rollout_corr'
+  named = re.compile(rf'(?:{rooms}|sft|timing_s|training)/[\w/]+')
+  found = set()
+  for path in (_ROOT / 'jetrl_jax').rglob('*.py'):
+    for node in ast.walk(ast.parse(_text(path))):
+      if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        found |= {node.value} if named.fullmatch(node.value) else set()
+    timed = re.findall(r"timer\('(\w+)'\)", _text(path))
+    found |= {f'timing_s/{phase}' for phase in timed}
+  assert {'actor/pg_loss', 'timing_s/gen', 'critic/rewards'} <= found
+  explained = _metric_names()
+  missing = {
+      name
+      for name in found - explained
+      # `critic/rewards` is what '/mean' and the like are appended to.
+      if not any(known.startswith(name) for known in explained)
+  }
+  assert not missing
+
+
+@pytest.mark.parametrize(
+    ('module', 'shape'), _LARGE, ids=[shape for _, shape in _LARGE]
+)
+def test_a_large_config_takes_random_weights_of_its_shape(module, shape):
+  config = module.get_config()
+  config.model.init, config.model.shape = 'random', shape
+  configs.check_names(config, base.get_config())
+  policy, _, folder = configs.build_policy(config)
+  assert folder is None and policy.model == configs.SHAPES[shape]
+  rows = config.data.max_prompt_length + config.rollout.max_response_length
+  assert rows % policy.tile == 0 and rows <= policy.model.max_position
+
+
+@pytest.mark.parametrize(
+    'module', [module for module, _ in _LARGE], ids=lambda m: m.__name__
+)
+def test_a_large_config_without_a_checkpoint_says_what_to_give(module):
+  with pytest.raises(ValueError, match=r'--config\.model\.path='):
+    configs.build_policy(module.get_config())
