@@ -51,7 +51,7 @@ def masters(family: str) -> Any:
   for path, leaf in leaves:
     x = 0.1 * rng.normal(size=leaf.shape).astype(np.float32)
     gain = 'norm' in jax.tree_util.keystr(path)
-    made.append(jnp.asarray(1 + x if gain else x))
+    made.append(1 + x if gain else x)
   return jax.tree.unflatten(tree, made)
 
 
@@ -85,15 +85,17 @@ def trees(family: str, recipe: Recipe) -> Trees:
   return Trees(params, *quantise(params, state))
 
 
-def tokens(batch: int, length: int) -> jax.Array:
-  """[B, T] token ids."""
-  return jax.random.randint(jax.random.key(1), (batch, length), 0, 80)
+def tokens(batch: int, length: int) -> np.ndarray:
+  """[B, T] token ids; the first rows do not depend on B."""
+  rng = np.random.default_rng(1)
+  return rng.integers(0, 80, (batch, length), np.int32)
 
 
-def unpacked(tokens_BT: jax.Array) -> tuple[jax.Array, ...]:
+def unpacked(tokens_BT: np.ndarray) -> tuple[np.ndarray, ...]:
   """(first, last, positions) of rows that are one sequence each."""
-  index = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-  return jnp.zeros_like(index), index, index
+  line = np.arange(tokens_BT.shape[1], dtype=np.int32)
+  index = np.broadcast_to(line, tokens_BT.shape)
+  return np.zeros_like(index), index, index
 
 
 def forward(model, weights, state, params, tokens_BT, rows, temperature):

@@ -26,10 +26,13 @@ def _decoded(family, recipe, batch=SLOTS):
 
 
 @functools.cache
-def _stepped(family, recipe, remat=False):
-  """Log-probs, gradients and what slots saw, of a whole training step."""
-  trees, tokens = build.trees(family, recipe), build.tokens(SLOTS, LENGTH)
-  found, grads, seen = build.compiled_step(family, recipe, remat)(
+def _stepped(recipe):
+  """Log-probs, gradients and what slots saw, of a training step of Qwen2.
+
+  Blocks are rematerialised, as in training; `compiled_forward` keeps them.
+  """
+  trees, tokens = build.trees('qwen2', recipe), build.tokens(SLOTS, LENGTH)
+  found, grads, seen = build.compiled_step('qwen2', recipe, remat=True)(
       trees.params,
       trees.state,
       trees.weights,
@@ -53,8 +56,15 @@ def _slot(state, path):
   return jax.tree.map(np.asarray, state)
 
 
-@pytest.mark.parametrize('family', tiny.FAMILIES)
-@pytest.mark.parametrize('recipe', [FP8, BF16], ids=lambda r: r.name)
+@pytest.mark.parametrize(
+    'family, recipe',
+    [
+        *((family, FP8) for family in tiny.FAMILIES),
+        # Qwen2 in BF16 is held to its training step below.
+        ('qwen3', BF16),
+        ('llama', BF16),
+    ],
+)
 def test_decode_has_the_bits_of_the_teacher_forced_forward(family, recipe):
   tokens, decoded = _decoded(family, recipe)
   trees = build.trees(family, recipe)
@@ -68,8 +78,9 @@ def test_decode_has_the_bits_of_the_teacher_forced_forward(family, recipe):
 
 @pytest.mark.parametrize('recipe', [FP8, BF16], ids=lambda r: r.name)
 def test_decode_has_the_bits_of_the_training_step_itself(recipe):
+  # With derivatives, rematerialised blocks and other fusions around.
   np.testing.assert_array_equal(
-      _decoded('qwen2', recipe)[1], _stepped('qwen2', recipe)[0]
+      _decoded('qwen2', recipe)[1], _stepped(recipe)[0]
   )
 
 
@@ -81,23 +92,6 @@ def test_the_number_of_slots_does_not_show():
       trees.weights, trees.state, tokens[:16], TEMPERATURE
   )
   np.testing.assert_array_equal(many[:16], np.asarray(few)[:, :-1])
-
-
-def test_rematerialising_changes_no_log_prob_and_no_observation():
-  kept, kept_grads, kept_seen = _stepped('qwen2', FP8)
-  again, again_grads, again_seen = _stepped('qwen2', FP8, remat=True)
-  np.testing.assert_array_equal(kept, again)
-  for operand in ('input', 'output_grad'):
-    for path in slots.slot_paths(kept_seen):
-      np.testing.assert_array_equal(
-          _slot(kept_seen, path)[operand]['amax_history'],
-          _slot(again_seen, path)[operand]['amax_history'],
-      )
-  for (name, a), (_, b) in zip(
-      _leaves(kept_grads), _leaves(again_grads), strict=True
-  ):
-    scale = np.abs(np.asarray(a)).max()
-    np.testing.assert_allclose(a, b, rtol=0, atol=1e-3 * scale, err_msg=name)
 
 
 def test_packed_rows_have_the_bits_of_rows_alone():
@@ -155,7 +149,7 @@ def test_one_step_in_one_gain_shows_up():
 
 @pytest.mark.parametrize('recipe', [FP8, BF16], ids=lambda r: r.name)
 def test_gradients_reach_every_master_in_its_dtype(recipe):
-  _, grads, _ = _stepped('qwen2', recipe)
+  _, grads, _ = _stepped(recipe)
   masters = _leaves(build.masters('qwen2'))
   assert [name for name, _ in _leaves(grads)] == [name for name, _ in masters]
   for (name, grad), (_, master) in zip(_leaves(grads), masters, strict=True):
@@ -164,7 +158,7 @@ def test_gradients_reach_every_master_in_its_dtype(recipe):
 
 
 def test_every_slot_observes_its_input_and_output_gradient():
-  _, _, seen = _stepped('qwen2', FP8)
+  _, _, seen = _stepped(FP8)
   paths = slots.slot_paths(seen)
   assert len(paths) == 8
   for path in paths:
@@ -177,8 +171,8 @@ def test_every_slot_observes_its_input_and_output_gradient():
 
 
 def test_fp8_gradients_point_where_those_of_bf16_do():
-  _, fp8, _ = _stepped('qwen2', FP8)
-  _, bf16, _ = _stepped('qwen2', BF16)
+  _, fp8, _ = _stepped(FP8)
+  _, bf16, _ = _stepped(BF16)
   for (name, a), (_, b) in zip(_leaves(fp8), _leaves(bf16), strict=True):
     a, b = (np.asarray(x, np.float64).ravel() for x in (a, b))
     cosine = a @ b / np.linalg.norm(a) / np.linalg.norm(b)
@@ -187,7 +181,8 @@ def test_fp8_gradients_point_where_those_of_bf16_do():
 
 def test_the_derivative_does_not_pass_through_the_quantiser():
   # The weights handed over, or made of the masters within the derivative: the
-  # same gradient. A leak would count dW twice, or round it to 8 bits.
+  # same gradient. A leak would count dW twice, or round it to 8 bits. And one
+  # of the two keeps the blocks that the other recomputes.
   trees, tokens = build.trees('qwen2', FP8), build.tokens(SLOTS, LENGTH)
   model = build.decoder('qwen2', FP8)
 
@@ -205,7 +200,7 @@ def test_the_derivative_does_not_pass_through_the_quantiser():
   grads, found = inside(
       trees.params, trees.state, tokens, build.unpacked(tokens), TEMPERATURE
   )
-  expected, expected_grads, _ = _stepped('qwen2', FP8)
+  expected, expected_grads, _ = _stepped(FP8)
   np.testing.assert_array_equal(np.asarray(found)[:, :-1], expected)
   for (name, a), (_, b) in zip(
       _leaves(grads), _leaves(expected_grads), strict=True
