@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -183,6 +184,8 @@ def reference(
   tree = {'weights': state.weights, 'fp8_state': state.fp8_state}
   if cold:
     tree = jax.tree.map(jnp.copy, tree)
+    # Left by a run that was killed before its first checkpoint.
+    shutil.rmtree(folder, ignore_errors=True)
     manager = checkpoint.CheckpointManager(folder, keep_latest=1, keep_best=0)
     manager.save(0, tree, {}, metric=None)
     manager.close()

@@ -5,9 +5,11 @@ reads is in the training state, in the sampler's position or in an address of
 randomness, so a run that is killed and resumed continues to the same bits.
 """
 
+import contextlib
 import dataclasses
 import functools
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +145,11 @@ class Trainer:
       RuntimeError: max_skipped_updates non-finite updates in a row.
     """
     run = self.parts.run
-    with self.parts.make_rewards() as self.pool, self.interrupt:
+    with (
+        self.interrupt,
+        contextlib.closing(self),
+        self.parts.make_rewards() as self.pool,
+    ):
       state, step = self._start()
       position = self.sampler.state()
       try:
@@ -166,8 +172,6 @@ class Trainer:
         self.sampler.restore(position)
         self._save(step, state)
         raise
-      finally:
-        self._close()
     self.state = state
 
   def _train_step(
@@ -335,18 +339,23 @@ class Trainer:
 
   def _metrics(self, exp, scored, infos, state) -> dict:
     """Joins all metrics of a step."""
-    train = np.concatenate([
-        scored[i][len(c.prompt_tokens) :] for i, c in enumerate(exp.completions)
-    ])
+    train = np.concatenate(
+        [
+            scored[i][len(c.prompt_tokens) :]
+            for i, c in enumerate(exp.completions)
+        ]
+    )
     join = lambda name: np.concatenate(
         [getattr(c, name) for c in exp.completions]
     )
-    per_token = np.concatenate([
-        np.full(len(c.tokens), advantage, np.float32)
-        for c, advantage in zip(
-            exp.completions, exp.advantages_PG.reshape(-1), strict=True
-        )
-    ])
+    per_token = np.concatenate(
+        [
+            np.full(len(c.tokens), advantage, np.float32)
+            for c, advantage in zip(
+                exp.completions, exp.advantages_PG.reshape(-1), strict=True
+            )
+        ]
+    )
     metrics = experience.experience_metrics(exp)
     metrics |= mismatch.mismatch_metrics(
         rollout_logprobs=join('logprobs'),
@@ -431,7 +440,11 @@ class Trainer:
     """Builds the state and fills its FP8 slots from prompts and a rollout."""
     parts, run = self.parts, self.parts.run
     state = states.create(
-        parts.policy, parts.initial_params(), optimizer, parts.mesh, parts.freeze
+        parts.policy,
+        parts.initial_params(),
+        optimizer,
+        parts.mesh,
+        parts.freeze,
     )
     if not slots.slot_paths(state.fp8_state):
       return state
@@ -483,9 +496,11 @@ class Trainer:
   def _export(self, state: TrainState) -> None:
     """Writes the trained policy as a Hugging Face checkpoint."""
     folder = self.workdir / 'export'
-    if self.parts.export_source is None or folder.exists():
+    if self.parts.export_source is None:
       return
     with self.timer('export'):
+      # That of a run with fewer steps, which this one has gone on from.
+      shutil.rmtree(folder, ignore_errors=True)
       models.save_checkpoint(
           folder,
           merge(state.trainable, state.frozen),
@@ -515,7 +530,8 @@ class Trainer:
     self.writer.write(step, {'training/global_step': step} | metrics)
     self.console.step(step, metrics)
 
-  def _close(self) -> None:
+  def close(self) -> None:
+    """Waits for the checkpoint, and lets go of the files."""
     self.console.close()
     self.checkpoints.close()
     self.writer.close()

@@ -1,0 +1,200 @@
+"""Whole runs of `tests/tiny_config.py`, in this process and in others.
+
+Compiling is what a run costs: all runs of a test process, and the processes
+they start, share one persistent compilation cache. It returns the executables
+that were compiled, so it cannot change a bit.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+
+from jetrl_jax import checkpoint
+from jetrl_jax import config as configs
+from jetrl_jax.rl import rollout_store
+from jetrl_jax.rl import state as states
+from jetrl_jax.rl.trainer import Trainer
+from tests import tiny_config
+
+ROOT = pathlib.Path(__file__).parent.parent
+# Clocks, and what is divided by them.
+_TIMES = (
+    'perf/throughput',
+    'perf/rollout_throughput',
+    'perf/cpu_memory_used_gb',
+)
+
+
+@functools.cache
+def home() -> pathlib.Path:
+  """The folder with model, data and compilation cache; gone at exit."""
+  folder = pathlib.Path(tempfile.mkdtemp(prefix='jetrl_jax_runs_'))
+  atexit.register(shutil.rmtree, folder, ignore_errors=True)
+  tiny_config.files(folder)
+  return folder
+
+
+@contextlib.contextmanager
+def cached_compilation():
+  """Compiles with the shared cache inside."""
+  settings = {
+      'jax_compilation_cache_dir': str(home() / 'cache'),
+      'jax_persistent_cache_min_compile_time_secs': 0,
+      'jax_persistent_cache_min_entry_size_bytes': -1,
+  }
+  before = {name: getattr(jax.config, name) for name in settings}
+  for name, value in settings.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
+  try:
+    yield
+  finally:
+    for name, value in before.items():
+      jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def config(**changes: Any) -> ml_collections.ConfigDict:
+  """The tiny config with absolute paths; `changes` by dotted name."""
+  made = tiny_config.get_config()
+  paths = {
+      'model.path': made.model.path,
+      'data.train_files': made.data.train_files,
+      'data.val_files': made.data.val_files,
+      'reward.functions': made.reward.functions,
+  }
+  for name, value in paths.items():
+    if isinstance(value, str):
+      paths[name] = str(home() / value)
+    else:
+      paths[name] = tuple(str(home() / v) for v in value)
+  made.update_from_flattened_dict(paths | changes)
+  return made
+
+
+def trainer(
+    workdir: pathlib.Path, changes: dict[str, Any] | None = None
+) -> Trainer:
+  """A trainer of the tiny config; build it inside `cached_compilation`."""
+  return Trainer(configs.build(config(**(changes or {}))), workdir)
+
+
+def start(
+    *arguments: str | os.PathLike, module: str = 'jetrl_jax.main', **options
+) -> subprocess.Popen:
+  """Starts a process of the command line in `home()`."""
+  environment = os.environ | {
+      'PYTHONPATH': str(ROOT),
+      'JAX_PLATFORMS': 'cpu',
+      'JAX_COMPILATION_CACHE_DIR': str(home() / 'cache'),
+      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+      'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+  }
+  return subprocess.Popen(
+      [sys.executable, '-m', module, *map(str, arguments)],
+      cwd=home(),
+      env=environment,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+      **options,
+  )
+
+
+def start_run(workdir: pathlib.Path, *arguments: str) -> subprocess.Popen:
+  """Starts, or resumes, the tiny run in `workdir`."""
+  file = ROOT / 'tests' / 'tiny_config.py'
+  return start(f'--config={file}', f'--workdir={workdir}', *arguments)
+
+
+def records(workdir: pathlib.Path) -> list[dict]:
+  """The lines of metrics.jsonl without clocks."""
+  lines = (workdir / 'metrics.jsonl').read_text().splitlines()
+  return [
+      {
+          name: value
+          for name, value in json.loads(line).items()
+          if not name.startswith('timing_s/') and name not in _TIMES
+      }
+      for line in lines
+  ]
+
+
+def restored(
+    workdir: pathlib.Path,
+    step: int | None = None,
+    changes: dict[str, Any] | None = None,
+) -> checkpoint.Restored:
+  """Reads a checkpoint of a run, by default the newest."""
+  parts = configs.build(config(**(changes or {})))
+  like = states.abstract(
+      parts.policy,
+      parts.param_shapes,
+      parts.optimizer.build(),
+      parts.mesh,
+      parts.freeze,
+  )
+  found = checkpoint.restore(
+      workdir / 'checkpoints', states.without_weights(like), step
+  )
+  assert found is not None
+  return found
+
+
+def digest(tree: Any) -> dict[str, str]:
+  """SHA-256 of every leaf's bytes, by path."""
+  return {
+      jax.tree_util.keystr(path): hashlib.sha256(
+          np.asarray(jax.device_get(leaf)).tobytes()
+      ).hexdigest()
+      for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def outcome(
+    workdir: pathlib.Path, changes: dict[str, Any] | None = None
+) -> dict[str, Any]:
+  """All that a finished run leaves, to be compared with ==.
+
+  Weights, moments, scales and data position of the last checkpoint, the
+  metrics apart from clocks, every rollout, every held-out sample, the export.
+  """
+  last = restored(workdir, changes=changes)
+  rollouts = {}
+  for file in sorted((workdir / 'rollouts').iterdir()):
+    completions, extra = rollout_store.load_rollouts(file)
+    rollouts[file.name] = digest(
+        [extra, *(dataclasses.asdict(c) for c in completions)]
+    )
+  export = {
+      file.name: hashlib.sha256(file.read_bytes()).hexdigest()
+      for file in sorted((workdir / 'export').iterdir())
+  }
+  samples = {
+      file.name: file.read_text()
+      for file in sorted((workdir / 'samples').iterdir())
+  }
+  return {
+      'step': last.step,
+      'state': digest(last.state),
+      'host_state': last.host_state,
+      'records': records(workdir),
+      'rollouts': rollouts,
+      'samples': samples,
+      'export': export,
+  }
