@@ -10,12 +10,14 @@ import difflib
 import functools
 import json
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_collections
+from flax import traverse_util
 from jax.sharding import NamedSharding
 
 from jetrl_jax import fp8, models, rng, sharding
@@ -28,6 +30,7 @@ from jetrl_jax.data import (
 )
 from jetrl_jax.models import families, hf_layout
 from jetrl_jax.rewards import RewardPool, RewardSpec
+from jetrl_jax.rl import state as states
 from jetrl_jax.rl.engine import EngineConfig
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import Policy
@@ -52,18 +55,32 @@ def check_names(
   Raises:
     ValueError: naming each unknown name and its nearest neighbour.
   """
-  known = dict(_flatten(base))
-  for name, _ in _flatten(config):
+  known, found = names(base), names(config)
+  for name in found:
     if name not in known:
-      close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-      hint = f'; did you mean {close[0]!r}?' if close else ''
-      raise ValueError(f'unknown config name {name!r}{hint}')
-  missing = set(known) - {name for name, _ in _flatten(config)}
+      raise ValueError(unknown_name(name, known))
+  missing = [name for name in known if name not in found]
   if missing:
     raise ValueError(
-        f'the config lacks {sorted(missing)[:5]}; start from'
-        ' configs/base.py: get_config()'
+        f'the config lacks {missing[:5]}; start from configs/base.py:'
+        ' get_config()'
     )
+
+
+def names(config: ml_collections.ConfigDict) -> list[str]:
+  """Returns the dotted names of all entries."""
+  return [name for name, _ in _flatten(config)]
+
+
+def unknown_name(name: str, known: list[str]) -> str:
+  """Says that a config name is unknown, and which ones are near."""
+  close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+  hint = f' did you mean {close[0]!r}?' if close else ''
+  section = f'{name.rpartition(".")[0]}.'
+  beside = [k.removeprefix(section) for k in known if k.startswith(section)]
+  if beside:
+    hint += f' {section}* are {", ".join(beside)}'
+  return f'unknown config name {name!r}' + (f';{hint}' if hint else '')
 
 
 def _flatten(config, path: str = '') -> Iterator[tuple[str, Any]]:
@@ -83,7 +100,7 @@ def _take(record, section, **more):
 
 
 def model_config(section) -> tuple[models.ModelConfig, pathlib.Path | None]:
-  """Returns the decoder's shape and the checkpoint's folder, if there is one."""
+  """Returns the decoder's shape and the checkpoint's folder, if any."""
   if section.init not in ('checkpoint', 'random'):
     raise ValueError(
         f'model.init is {section.init!r}; allowed: checkpoint, random'
@@ -254,6 +271,22 @@ def optimizer_config(config, total_steps: int) -> OptimizerConfig:
   )
 
 
+def _check_patterns(policy: Policy, shapes: PyTree, freeze: tuple) -> None:
+  """Refuses patterns that match nothing: they would change nothing."""
+  states.partition(shapes, freeze)
+  dots = [
+      path.removesuffix('/kernel')
+      for path in traverse_util.flatten_dict(shapes, sep='/')
+      if path.endswith('/kernel')
+  ]
+  for pattern in policy.recipe.high_precision_layers:
+    if not any(re.fullmatch(pattern, dot) for dot in dots):
+      raise ValueError(
+          f'precision.high_precision_layers: {pattern!r} matches no dot; they'
+          f' are {dots[:4]} and so on'
+      )
+
+
 def build(config: ml_collections.ConfigDict) -> Parts:
   """Builds all parts of a training run.
 
@@ -298,6 +331,7 @@ def build(config: ml_collections.ConfigDict) -> Parts:
         config, config.data.val_files, tokenizer, config.data.val_max_samples
     )
   make_params, shapes = parameters(config, policy, mesh, folder)
+  _check_patterns(policy, shapes, tuple(config.model.freeze))
   return Parts(
       policy=policy,
       mesh=mesh,

@@ -6,16 +6,14 @@ import sys
 
 import jax
 from absl import app, flags, logging
-from ml_collections import config_flags
 
 from jetrl_jax import config as configs
+from jetrl_jax import config_flag
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.interrupt import StopRequested
 from jetrl_jax.rl.trainer import Trainer
 
-_CONFIG = config_flags.DEFINE_config_file(
-    'config', None, 'Path of a config file, e.g. configs/quickstart.py.'
-)
+_CONFIG = config_flag.define()
 _WORKDIR = flags.DEFINE_string(
     'workdir',
     None,
@@ -29,10 +27,9 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments {argv[1:]}')
   show_own_sentences()
-  name = pathlib.Path(config_flags.get_config_filename(flags.FLAGS['config']))
-  workdir = pathlib.Path(_WORKDIR.value or f'runs/{name.stem}')
+  workdir = pathlib.Path(_WORKDIR.value or f'runs/{config_flag.file().stem}')
   try:
-    parts = configs.build(_CONFIG.value)
+    parts = configs.build(config_flag.load(_CONFIG))
     trainer = Trainer(parts, workdir)
     devices = jax.devices()
     print(
@@ -79,5 +76,4 @@ def _summary(workdir: pathlib.Path) -> None:
 
 
 if __name__ == '__main__':
-  flags.mark_flag_as_required('config')
-  app.run(main)
+  config_flag.run(main)

@@ -13,10 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
-from ml_collections import config_flags
 
 from jetrl_jax import config as configs
-from jetrl_jax import models
+from jetrl_jax import config_flag, models
 from jetrl_jax.data import Prompt, PromptSampler, Tokenizer
 from jetrl_jax.fp8 import slots
 from jetrl_jax.metrics import MetricWriter
@@ -26,9 +25,7 @@ from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.step_metrics import Timer, update_metrics
 from jetrl_jax.rl.train_step import TrainStep, merge, supervised_loss
 
-_CONFIG = config_flags.DEFINE_config_file(
-    'config', None, 'Path of a config file; its `sft` section is read.'
-)
+_CONFIG = config_flag.define()
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/sft', 'metrics.jsonl goes here')
 
 
@@ -123,11 +120,10 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f'unknown arguments {argv[1:]}')
   show_own_sentences()
   try:
-    train(_CONFIG.value, pathlib.Path(_WORKDIR.value))
+    train(config_flag.load(_CONFIG), pathlib.Path(_WORKDIR.value))
   except ValueError as error:
     sys.exit(f'error: {error}')
 
 
 if __name__ == '__main__':
-  flags.mark_flag_as_required('config')
-  app.run(main)
+  config_flag.run(main)

@@ -1,0 +1,111 @@
+"""The command line: --config=FILE, --config.section.name=value, --workdir.
+
+A config file is the user's code and can raise anything; a mistake in it, or in
+a flag, is answered with one sentence that names the place and, for an unknown
+name, the nearest known one. Never with a traceback.
+"""
+
+import pathlib
+import re
+import runpy
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+
+import ml_collections
+from absl import app, flags
+from ml_collections import config_flags
+
+from jetrl_jax import config as configs
+
+
+def define() -> flags.FlagHolder:
+  """Defines --config and its overrides."""
+  return config_flags.DEFINE_config_file(
+      'config', None, 'Path of a config file, e.g. configs/quickstart.py.'
+  )
+
+
+def load(holder: flags.FlagHolder) -> ml_collections.ConfigDict:
+  """Returns the config of the flag, its names checked.
+
+  Raises:
+    ValueError: a name that configs/base.py does not have, or has and the
+      config lacks.
+  """
+  # A folder of the clone; any config file has imported it by now.
+  from configs import base
+
+  configs.check_names(holder.value, base.get_config())
+  return holder.value
+
+
+def file() -> pathlib.Path:
+  """Returns the path of the config file."""
+  return pathlib.Path(config_flags.get_config_filename(flags.FLAGS['config']))
+
+
+def run(main: Callable[[list[str]], None]) -> None:
+  """Parses the command line and calls `main` with what is left of it."""
+  flags.mark_flag_as_required('config')
+  app.run(main, flags_parser=_parse)
+
+
+def _parse(argv: list[str]) -> list[str]:
+  file = _config_file(argv)
+  if file is not None and not file.is_file():
+    sys.exit(f'error: --config={file}: there is no such file')
+  try:
+    return flags.FLAGS(argv)
+  except Exception as error:
+    sys.exit(f'error: {_sentence(argv, error)}')
+
+
+def _sentence(argv: list[str], error: Exception) -> str:
+  """Says what is wrong with the command line or the config file."""
+  file = _config_file(argv)
+  if file is None:
+    return str(error)
+  for cause in _chain(error):
+    frames = traceback.extract_tb(cause.__traceback__)
+    inside = [f for f in frames if _is(file, f.filename)]
+    if inside:
+      return f'{file}:{inside[-1].lineno}: {_of_file(cause, inside[-1].line)}'
+  known = configs.names(runpy.run_path(str(file))['get_config']())
+  for argument in argv:
+    name = re.match(r'--?config\.([\w.]+)', argument)
+    if name and not any(f'{k}.'.startswith(f'{name[1]}.') for k in known):
+      return f'{argument}: {configs.unknown_name(name[1], known)}'
+  return str(error)
+
+
+def _of_file(error: BaseException, line: str | None) -> str:
+  """Says what a line of a config file did wrong."""
+  from configs import base
+
+  assigned = re.match(r'\w+\.([\w.]+)\s*=', line or '')
+  if isinstance(error, AttributeError) and assigned:
+    known = configs.names(base.get_config())
+    if assigned[1] not in known:
+      return configs.unknown_name(assigned[1], known)
+  return f'{type(error).__name__}: {error}'
+
+
+def _config_file(argv: list[str]) -> pathlib.Path | None:
+  """Returns the path behind --config, in either spelling."""
+  for i, argument in enumerate(argv):
+    name, equals, value = argument.partition('=')
+    if name in ('--config', '-config'):
+      rest = argv[i + 1 : i + 2] if not equals else [value]
+      return pathlib.Path(rest[0]) if rest else None
+  return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+  while error is not None:
+    yield error
+    error = error.__cause__ or error.__context__
+
+
+def _is(file: pathlib.Path, name: str) -> bool:
+  return pathlib.Path(name).resolve() == file.resolve()

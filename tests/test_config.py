@@ -1,0 +1,253 @@
+"""Configs: what they build, and what is refused in which words."""
+
+import pathlib
+import re
+import runpy
+
+import ml_collections
+import pytest
+
+from configs import base
+from jetrl_jax import config as configs
+from tests import whole_run
+
+_CONFIGS = sorted((whole_run.ROOT / 'configs').glob('*.py'))
+
+
+def _refused(message: str, **changes) -> None:
+  """Building the tiny config with these changes raises this sentence."""
+  with pytest.raises(ValueError, match=re.escape(message)):
+    configs.build(whole_run.config(**changes))
+
+
+@pytest.mark.parametrize('path', _CONFIGS, ids=lambda p: p.stem)
+def test_a_config_has_the_names_of_base_and_no_others(path):
+  made = runpy.run_path(str(path))['get_config']()
+  configs.check_names(made, base.get_config())
+  assert made.is_locked
+
+
+@pytest.mark.parametrize('path', _CONFIGS, ids=lambda p: p.stem)
+def test_a_config_builds_its_parts(path, monkeypatch):
+  monkeypatch.chdir(whole_run.ROOT)
+  made = runpy.run_path(str(path))['get_config']()
+  if path.stem == 'base':
+    with pytest.raises(ValueError, match='model.path is empty'):
+      configs.build(made)
+    return
+  files = [made.model.path, made.data.tokenizer]
+  files += [*made.data.train_files, *made.data.val_files]
+  absent = [f for f in files if f and not pathlib.Path(f).exists()]
+  if absent:
+    pytest.skip(f'needs {absent[0]}')
+  parts = configs.build(made)
+  assert parts.run.total_training_steps == made.trainer.total_training_steps
+  assert parts.optimizer.lr == made.optim.lr
+  assert parts.loss.clip_ratio_high == made.algorithm.clip_ratio_high
+  assert parts.engine.num_slots == made.rollout.num_slots
+
+
+def test_every_setting_reaches_its_part():
+  parts = configs.build(
+      whole_run.config(
+          **{
+              'seed': 7,
+              'model.freeze': ('embed/.*',),
+              'model.remat': True,
+              'precision.margin': 1,
+              'precision.high_precision_layers': ('.*/mlp/down',),
+              'rollout.temperature': 0.5,
+              'rollout.top_p': 0.9,
+              'algorithm.kl_loss_coef': 0.25,
+              'algorithm.ppo_epochs': 3,
+              'algorithm.rollout_is': 'token',
+              'optim.lr_decay': 'linear',
+              'trainer.mini_batch_size': 2,
+              'data.val_max_samples': 2,
+          }
+      )
+  )
+  assert parts.run.seed == 7 and parts.run.temperature == 0.5
+  assert parts.freeze == ('embed/.*',) and parts.policy.remat
+  assert parts.policy.recipe.margin == 1
+  assert parts.policy.recipe.high_precision_layers == ('.*/mlp/down',)
+  assert parts.engine.top_p == 0.9 and parts.engine.stop_ids == (1,)
+  assert parts.loss.kl_loss_coef == 0.25 and parts.loss.rollout_is == 'token'
+  # 6 steps, 3 epochs, 2 mini-batches.
+  assert parts.optimizer.lr_decay_steps == 36
+  assert len(parts.val_set) == 2 and len(parts.train_set) == 10
+
+
+def test_a_run_with_seeded_lengths_has_no_stop_tokens():
+  parts = configs.build(whole_run.config(**{'trainer.synthetic': True}))
+  assert parts.engine.stop_ids == ()
+
+
+def test_an_unknown_name_is_answered_with_the_nearest():
+  made = base.get_config()
+  with made.unlocked():
+    made.rollout.top_pp = 0.5
+  with pytest.raises(
+      ValueError,
+      match="unknown config name 'rollout.top_pp'; did you mean"
+      " 'rollout.top_p'",
+  ):
+    configs.check_names(made, base.get_config())
+
+
+def test_a_name_near_to_nothing_is_answered_with_its_section():
+  known = ['mesh.data', 'mesh.fsdp', 'optim.lr']
+  assert configs.unknown_name('mesh.zzzzzzzzzzzzzzzz', known) == (
+      "unknown config name 'mesh.zzzzzzzzzzzzzzzz'; mesh.* are data, fsdp"
+  )
+
+
+def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
+  made = ml_collections.ConfigDict({'seed': 1})
+  with pytest.raises(ValueError, match='the config lacks .* start from'):
+    configs.check_names(made, base.get_config())
+
+
+@pytest.mark.parametrize(
+    'changes, message',
+    [
+        ({'model.init': 'zero'}, "model.init is 'zero'; allowed: checkpoint"),
+        (
+            {'model.master_dtype': 'float16'},
+            "model.master_dtype is 'float16'; allowed: float32, bfloat16",
+        ),
+        (
+            {'model.shape': 'qwen2.5-7b'},
+            'model.shape is for model.init=random without model.path',
+        ),
+        (
+            {'model.shape': 'gpt-2', 'model.path': ''},
+            "model.shape is 'gpt-2'; allowed: ['llama-3.1-8b', 'qwen2.5-0.5b',",
+        ),
+        ({'model.path': ''}, 'model.path is empty; give a Hugging Face'),
+        (
+            {'model.path': '', 'model.shape': 'qwen2.5-0.5b'},
+            'data.tokenizer is empty and there is no checkpoint; name a folder',
+        ),
+        ({'mesh.tensor': 2}, 'mesh.tensor is 2; only 1 is supported'),
+        ({'precision.recipe': 'fp4'}, "'fp4'"),
+        ({'precision.grad_format': 'e3m4'}, "'e3m4'"),
+        ({'data.train_files': ()}, 'files is empty; name at least one file'),
+        (
+            {'data.train_files': ('nowhere.jsonl',)},
+            'nowhere.jsonl: there is no such file.',
+        ),
+        ({'data.prompt_key': 'quest'}, "Did you mean 'question'?"),
+        (
+            {'data.max_prompt_length': 2},
+            'none of 10 prompts has at most 2 tokens',
+        ),
+        (
+            {'data.max_prompt_length': 120},
+            'max_prompt_length + max_response_length is 132; the model has 128'
+            ' positions',
+        ),
+        (
+            {'reward.weights': (1.0, 2.0)},
+            'reward.functions, reward.weights and reward.kwargs have [1, 2, 1]'
+            ' entries; they need the same number, at least one',
+        ),
+        (
+            {
+                'reward.functions': (),
+                'reward.weights': (),
+                'reward.kwargs': (),
+            },
+            'have [0, 0, 0] entries',
+        ),
+        ({'reward.kwargs': ('{x',)}, 'is no JSON object'),
+        ({'rollout.num_slots': 0}, 'num_slots is 0; it must be >= 1'),
+        ({'rollout.top_p': 1.5}, 'top_p is 1.5'),
+        (
+            {'rollout.num_generations': 1},
+            'num_generations is 1; a group advantage needs at least 2',
+        ),
+        (
+            {'rollout.temperature': 0.0},
+            'temperature is 0.0; the rollout samples, so it must be > 0',
+        ),
+        (
+            {'algorithm.loss_agg_mode': 'mean'},
+            "loss_agg_mode is 'mean'; allowed: ['token-mean',",
+        ),
+        (
+            {'algorithm.old_logprobs': 'guess'},
+            "old_logprobs is 'guess'; allowed: rollout, recompute",
+        ),
+        ({'algorithm.ppo_epochs': 0}, 'ppo_epochs is 0; it must be >= 1'),
+        (
+            {'algorithm.clip_ratio_low': 1.0},
+            'clip_ratio_low is 1.0; allowed: [0, 1)',
+        ),
+        (
+            {'algorithm.clip_ratio_high': -0.1},
+            'clip_ratio_high is -0.1; allowed: >= 0',
+        ),
+        ({'algorithm.clip_ratio_c': 1.0}, 'clip_ratio_c is 1.0; allowed: > 1'),
+        (
+            {'algorithm.kl_loss_coef': -1.0},
+            'kl_loss_coef is -1.0; allowed: >= 0',
+        ),
+        ({'algorithm.entropy_coeff': -1.0}, 'entropy_coeff is -1.0'),
+        ({'algorithm.kl_loss_type': 'k9'}, "'k9'"),
+        ({'algorithm.rollout_is': 'word'}, "'word'"),
+        ({'optim.lr': 0.0}, 'lr is 0.0; it must be > 0'),
+        ({'optim.betas': (0.9, 1.0)}, 'betas are (0.9, 1.0); allowed: two in'),
+        ({'optim.moments': 'int8'}, "moments is 'int8'; allowed: fp8, float32"),
+        ({'optim.lr_decay': 'exp'}, "lr_decay is 'exp'; allowed: constant"),
+        (
+            {'optim.lr_decay': 'cosine', 'optim.lr_warmup_steps': 6},
+            'lr_decay_steps is 6; cosine decay needs more than lr_warmup_steps'
+            ' (6)',
+        ),
+        (
+            {'trainer.mini_batch_size': 3},
+            'train_batch_size (4 prompts) is not a multiple of mini_batch_size'
+            ' (3 prompts)',
+        ),
+        (
+            {'trainer.train_batch_size': 11, 'trainer.mini_batch_size': 11},
+            'train_batch_size is 11; the training data has 10 prompts',
+        ),
+        ({'trainer.val_temperature': -1.0}, 'val_temperature is -1.0'),
+        ({'trainer.save_freq': -1}, 'save_freq is -1; it must be >= 0'),
+        ({'trainer.keep_latest': 0}, 'keep_latest is 0; it must be >= 1'),
+        (
+            {'trainer.calibration_tokens': 0},
+            'calibration_tokens is 0; it must be >= 1',
+        ),
+        ({'seed': -1}, 'seed is -1; it must be >= 0'),
+        (
+            {'model.freeze': ('lm_head/.*',)},
+            "['lm_head/.*'] match no parameter",
+        ),
+        ({'model.freeze': ('.*',)}, 'matches every parameter'),
+        (
+            {'precision.high_precision_layers': ('layer_0/.*',)},
+            "'layer_0/.*' matches no dot; they are ['layers_0/attn/qkv',",
+        ),
+        ({'model.attention_tile': 0}, 'tile is 0; it must be a multiple of 16'),
+        (
+            {'model.attention_tile': 24},
+            'tile is 24; it must be a multiple of 16',
+        ),
+        ({'model.logit_chunk_rows': 0}, 'logit_chunk_rows is 0'),
+        ({'reward.functions': ('mathh',)}, "'mathh'"),
+        ({'data.template': 'no place'}, '{prompt}'),
+        ({'mesh.data': 1000}, 'mesh data=1000 x fsdp=1 needs 1000 devices'),
+    ],
+    ids=lambda value: ' '.join(value) if isinstance(value, dict) else '',
+)
+def test_a_setting_that_cannot_work_is_refused_before_any_compute(
+    changes, message
+):
+  _refused(message, **changes)
+
+
+def test_a_missing_model_folder_is_named():
+  _refused('nowhere', **{'model.path': str(whole_run.home() / 'nowhere')})
