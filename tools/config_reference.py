@@ -103,7 +103,7 @@ def _table(section: str, values: dict, above: dict[str, str]) -> str:
 def render() -> str:
   """Returns the text of docs/configuration.md."""
   above = comments(inspect.getsource(base))
-  config = base.get_config()
+  config: Any = base.get_config()
   # A ConfigDict has its names in alphabetical order; the file's order explains.
   tables: dict[str, dict[str, Any]] = {'': {}}
   for path in above:
