@@ -1,0 +1,144 @@
+"""The command line: what a run prints, and how it says no."""
+
+import json
+import re
+
+import pytest
+
+from jetrl_jax import models
+from tests import whole_run
+
+_PATIENCE_S = 250
+
+
+def _run(*arguments: str, **options) -> tuple[int, str, str]:
+  process = whole_run.start(*arguments, **options)
+  output, errors = process.communicate(timeout=_PATIENCE_S)
+  return process.returncode, output, errors
+
+
+def _refused(*arguments: str, **options) -> str:
+  """The one line on stderr of a command that does not work."""
+  code, output, errors = _run(*arguments, **options)
+  assert code == 1 and output == ''
+  assert 'Traceback' not in errors
+  assert errors.count('\n') == 1 and errors.startswith('error: ')
+  return errors.removeprefix('error: ').strip()
+
+
+def _file(tmp_path, *lines: str) -> str:
+  """A config file: the tiny one with these lines."""
+  path = tmp_path / 'mine.py'
+  path.write_text(
+      '\n'.join(
+          [
+              'from tests import tiny_config',
+              'def get_config():',
+              '  config = tiny_config.get_config()',
+              *(f'  {line}' for line in lines),
+              '  return config',
+          ]
+      )
+  )
+  return f'--config={path}'
+
+
+_TINY = f'--config={whole_run.ROOT}/tests/tiny_config.py'
+
+
+def test_a_run_shows_before_and_after_and_two_completions(tmp_path):
+  workdir = tmp_path / 'run'
+  code, output, errors = _run(_TINY, f'--workdir={workdir}')
+  assert code == 0, errors
+  assert re.search(
+      r'fp8_delayed on \d+ x cpu: 10 prompts \(0 over-long left out\)', output
+  )
+  assert [f'step {i}/6' in output for i in range(7)] == [True] * 7
+  assert re.search(
+      r'val-core/heldout/acc/mean@1: [0-9.]+% before, [0-9.]+% after', output
+  )
+  assert (
+      'Tokens whose rollout and training log-probs differ in any bit: 0.0000%'
+      in output
+  )
+  heldout = (whole_run.home() / 'tiny/heldout.jsonl').read_text().splitlines()
+  questions = [json.loads(line)['question'] for line in heldout[:2]]
+  assert re.findall('^> (.*)$', output, re.MULTILINE) == questions
+  assert output.count('(expected ') == 2
+  exported = models.load_config(workdir / 'export')
+  assert exported == models.load_config(whole_run.home() / 'tiny/model')
+  config = json.loads((workdir / 'config.json').read_text())
+  assert config['trainer']['total_training_steps'] == 6
+
+
+def test_an_unknown_name_on_the_command_line_gets_the_nearest_one():
+  assert _refused(_TINY, '--config.algorithm.ppo_epoch=2').startswith(
+      "--config.algorithm.ppo_epoch=2: unknown config name 'algorithm.ppo_epoch"
+      "'; did you mean 'algorithm.ppo_epochs'?"
+  )
+
+
+def test_an_unknown_name_in_a_config_file_gets_its_line(tmp_path):
+  said = _refused(_file(tmp_path, 'config.optim.lrr = 1e-5'))
+  assert said.startswith(
+      f"{tmp_path}/mine.py:4: unknown config name 'optim.lrr'; did you mean"
+      " 'optim.lr'?"
+  )
+
+
+@pytest.mark.parametrize(
+    'line, message',
+    [
+        ('config.optim.lr = "fast"', ':4: TypeError: Could not override'),
+        ('nonsense', ":4: NameError: name 'nonsense' is not defined"),
+        ('config.trainer.mini_batch_size = 3', 'is not a multiple of'),
+        ('config.mesh.tensor = 2', 'mesh.tensor is 2; only 1 is supported'),
+        (
+            'config.unlock(); config.optim.momentum = 0.9',
+            "unknown config name 'optim.momentum'",
+        ),
+    ],
+)
+def test_a_mistake_in_a_config_file_is_one_line(tmp_path, line, message):
+  said = _refused(_file(tmp_path, line), f'--workdir={tmp_path}/run')
+  assert message in said
+  assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize(
+    'arguments, message',
+    [
+        (['--config=nowhere.py'], '--config=nowhere.py: there is no such file'),
+        (['--config', 'nowhere.py'], '--config=nowhere.py: there is no such'),
+        ([], 'Flag --config must have a value other than None.'),
+        ([_TINY, '--wordkir=x'], "Unknown command line flag 'wordkir'"),
+        (
+            [_TINY, '--config.optim.lr=fast'],
+            'could not convert string to float',
+        ),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_line(arguments, message):
+  assert message in _refused(*arguments)
+
+
+def test_a_reward_that_raises_stops_the_run_with_its_traceback(tmp_path):
+  rewards = tmp_path / 'rewards.py'
+  rewards.write_text(
+      'def broken(data_source, solution_str, ground_truth):\n'
+      '  return 1 / 0\n'
+  )
+  code, _, errors = _run(
+      _file(tmp_path, f'config.reward.functions = ("{rewards}:broken",)'),
+      f'--workdir={tmp_path}/run',
+  )
+  assert code == 1
+  assert 'error: ' in errors and 'ZeroDivisionError' in errors
+  assert 'main.py' not in errors  # The user's traceback, not ours.
+
+
+def test_the_warm_start_answers_in_the_same_words():
+  said = _refused(_TINY, '--config.sft.outputt=x', module='jetrl_jax.sft')
+  assert "did you mean 'sft.output'?" in said
+  said = _refused(_TINY, module='jetrl_jax.sft')
+  assert said == 'sft.output is empty; name the folder to export to'
