@@ -53,13 +53,15 @@ def test_a_bfloat16_norm_rounds_twice_before_and_after_the_gain():
   np.testing.assert_allclose(
       np.asarray(y, np.float64), expected, rtol=2 * 2.0**-8 + 2.0**-15
   )
-  # With the gain 1 there is one rounding only, that of the normed value.
-  plain = _norm()(x, np.ones(64, jnp.bfloat16))
+  # With the gain 1 there is one rounding only, that of the normed value; the
+  # gain then multiplies what was rounded.
+  plain = np.asarray(_norm()(x, np.ones(64, jnp.bfloat16)))
   np.testing.assert_allclose(
-      np.asarray(plain, np.float64),
+      plain.astype(np.float64),
       _float64(x, np.ones(64)),
       rtol=2.0**-8 + 2.0**-17,
   )
+  np.testing.assert_array_equal(y, plain * scale)
 
 
 def test_zero_rows_give_zeros():
