@@ -95,18 +95,27 @@ class Codec(NamedTuple):
     encode: array to what the optimiser state holds: a tree of arrays with the
       array's axes, the last of any length, no row dependent on another.
     decode: the inverse, up to the codec's error.
+    zeros: a leaf to what `encode` gives for zeros like it, written down and
+      not computed: XLA would fold `encode` of a constant on the host, minutes
+      for one large leaf.
     chunk_values: how many values of a leaf are decoded at a time (at least one
       row); None decodes whole leaves.
   """
 
   encode: Callable[[Array], Any]
   decode: Callable[[Any], Array]
+  zeros: Callable[[Array], Any]
   chunk_values: int | None
 
 
 def identity_codec() -> Codec:
   """Returns the codec that stores moments as they are."""
-  return Codec(encode=lambda x: x, decode=lambda x: x, chunk_values=None)
+  return Codec(
+      encode=lambda x: x,
+      decode=lambda x: x,
+      zeros=jnp.zeros_like,
+      chunk_values=None,
+  )
 
 
 def fp8_codec(group_size: int = 128, chunk_values: int = 2**22) -> Codec:
@@ -154,7 +163,16 @@ def fp8_codec(group_size: int = 128, chunk_values: int = 2**22) -> Codec:
     magnitude = jnp.clip(magnitude, _TINY, _HUGE)
     return _join(jnp.sign(values) * magnitude, encoded.values.shape)
 
-  return Codec(encode=encode, decode=decode, chunk_values=chunk_values)
+  def zeros(x: Array) -> EncodedMoment:
+    groups = -(-x.shape[-1] // group_size) if x.ndim else None
+    shape = (*x.shape[:-1], groups) if x.ndim else ()
+    one = jnp.ones(shape, jnp.float32)
+    values = jnp.zeros(x.shape, formats.E4M3)
+    return EncodedMoment(values=values, scale=one, k=one, c=one)
+
+  return Codec(
+      encode=encode, decode=decode, zeros=zeros, chunk_values=chunk_values
+  )
 
 
 def _split(x: Array, group_size: int) -> Array:
@@ -238,8 +256,8 @@ def scale_by_adam(
     state: Any = exact.init(params)
     return optax.ScaleByAdamState(
         count=state.count,
-        mu=jax.tree.map(codec.encode, state.mu),
-        nu=jax.tree.map(codec.encode, state.nu),
+        mu=jax.tree.map(codec.zeros, state.mu),
+        nu=jax.tree.map(codec.zeros, state.nu),
     )
 
   def step(count, leaves):

@@ -165,8 +165,9 @@ class Trainer:
           self._log(step, metrics | self._timings())
           if run.save_freq and step % run.save_freq == 0:
             self._save(step, state)
-        self._save(step, state)
-        self._export(state)
+        if not run.synthetic:  # Made-up rewards leave nothing worth keeping.
+          self._save(step, state)
+          self._export(state)
       except StopRequested:
         # Raised only where the state still is that of the step's start.
         self.sampler.restore(position)

@@ -353,3 +353,10 @@ def test_groups_stay_on_their_device_when_rows_are_sharded():
     np.testing.assert_array_equal(
         np.asarray(a, np.float32), np.asarray(b, np.float32)
     )
+
+
+@pytest.mark.parametrize('shape', [(), (5,), (3, 130), (2, 3, 256)])
+def test_the_state_of_zeros_is_what_encoding_zeros_gives(shape):
+  codec = adam.fp8_codec()
+  zeros = jnp.zeros(shape, jnp.float32)
+  chex.assert_trees_all_equal(codec.zeros(zeros), codec.encode(zeros))
