@@ -25,10 +25,8 @@ def _cache():
 
 
 @pytest.fixture(scope='module')
-def uninterrupted(tmp_path_factory) -> dict:
-  workdir = tmp_path_factory.mktemp('uninterrupted') / 'run'
-  whole_run.trainer(workdir).train()
-  return whole_run.outcome(workdir)
+def uninterrupted() -> dict:
+  return whole_run.outcome(whole_run.finished())
 
 
 class _AtCheck(Interrupt):
@@ -85,11 +83,16 @@ def test_no_prompt_is_lost_or_repeated_at_an_epochs_edge(
   assert whole_run.outcome(tmp_path) == uninterrupted
 
 
+@pytest.fixture
+def finished(tmp_path) -> pathlib.Path:
+  """A finished run of one's own, to be damaged."""
+  return shutil.copytree(whole_run.finished(), tmp_path / 'run')
+
+
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
-    tmp_path, uninterrupted
+    finished, uninterrupted
 ):
-  whole_run.trainer(tmp_path).train()
-  newest = tmp_path / 'checkpoints' / '6'
+  newest = finished / 'checkpoints' / '6'
   largest = max(
       (p for p in newest.rglob('*') if p.is_file()),
       key=lambda p: p.stat().st_size,
@@ -97,17 +100,27 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
   content = bytearray(largest.read_bytes())
   content[len(content) // 2] ^= 1
   largest.write_bytes(content)
-  shutil.rmtree(tmp_path / 'export')
-  whole_run.trainer(tmp_path).train()
-  assert whole_run.outcome(tmp_path) == uninterrupted
+  shutil.rmtree(finished / 'export')
+  whole_run.trainer(finished).train()
+  assert whole_run.outcome(finished) == uninterrupted
 
 
 def test_a_finished_run_that_is_started_again_changes_nothing(
-    tmp_path, uninterrupted
+    finished, uninterrupted
 ):
-  whole_run.trainer(tmp_path).train()
-  whole_run.trainer(tmp_path).train()
-  assert whole_run.outcome(tmp_path) == uninterrupted
+  whole_run.trainer(finished).train()
+  assert whole_run.outcome(finished) == uninterrupted
+
+
+def test_a_run_made_longer_goes_on_and_exports_its_new_weights(
+    finished, uninterrupted
+):
+  whole_run.trainer(finished, {'trainer.total_training_steps': 7}).train()
+  longer = whole_run.outcome(finished)
+  assert longer['step'] == 7
+  assert longer['records'][:7] == uninterrupted['records']
+  weights = 'model.safetensors'
+  assert longer['export'][weights] != uninterrupted['export'][weights]
 
 
 def _lines(workdir: pathlib.Path) -> int:

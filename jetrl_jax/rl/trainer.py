@@ -185,6 +185,28 @@ class Trainer:
       completions = self._rollout(step, prompts, params, state)
     with self.timer('reward'):
       exp = self._score(step, prompts, completions)
+    self.interrupt.check()  # From here on the state is being changed.
+    state, infos, scored = self.learn(state, exp)
+    self._count_skipped(infos)
+    metrics = self._metrics(exp, scored, infos, state)
+    if self.parts.run.save_rollouts:
+      self._save_rollouts(step, exp)
+    return state, metrics
+
+  def learn(
+      self, state: TrainState, exp: Experience
+  ) -> tuple[TrainState, list[UpdateInfo], dict[int, np.ndarray]]:
+    """Updates on one scored rollout; a function of its arguments alone.
+
+    Args:
+      state: the state whose weights sampled `exp`; donated.
+      exp: a rollout, fresh or read back by `replay.load_experience`.
+
+    Returns:
+      (next state, one UpdateInfo per optimiser step,
+       completion's index -> training forward's log-probs at state's weights).
+    """
+    params = PolicyParams(state.weights, state.fp8_state)
     batches = experience.mini_batches(
         exp,
         self.parts.algorithm,
@@ -193,18 +215,13 @@ class Trainer:
     )
     with self.timer('old_log_prob'):
       batches, scored = self._log_probs_at_rollout_weights(batches, params)
-    self.interrupt.check()  # From here on the state is being changed.
     with self.timer('update_actor'):
       state, infos, first = self._update(state, batches)
     scored |= first
     with self.timer('update_weights'):
       rolled = self.train_step.roll_inputs(state.fp8_state)
       state = dataclasses.replace(state, fp8_state=rolled)
-    self._count_skipped(infos)
-    metrics = self._metrics(exp, scored, infos, state)
-    if self.parts.run.save_rollouts:
-      self._save_rollouts(step, exp)
-    return state, metrics
+    return state, infos, scored
 
   # --- the parts of a step ------------------------------------------------
 

@@ -1,0 +1,320 @@
+"""The loop on the tiny config: what each setting does to whole steps.
+
+What is compiled is shared with the other tests of whole runs, see
+`tests/whole_run.py`; where a test changes a setting that is part of a program
+it says so, because that is what it costs.
+"""
+
+import dataclasses
+import functools
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetrl_jax.rl import aggregation, replay, rollout_store
+from jetrl_jax.rl.interrupt import StopRequested
+from jetrl_jax.rl.train_step import policy_loss
+from jetrl_jax.rl.trainer import Trainer
+from tests import whole_run
+
+
+@pytest.fixture(scope='module', autouse=True)
+def _cache():
+  with whole_run.cached_compilation():
+    yield
+
+
+@pytest.fixture(scope='module')
+def done():
+  """The workdir of a finished run of 6 steps."""
+  return whole_run.finished()
+
+
+@dataclasses.dataclass
+class _Live:
+  """A trainer between steps 4 and 5, its state, and what step 5 learnt from."""
+
+  trainer: Trainer
+  state: object
+  exp: object
+
+  def learn(self, **algorithm):
+    """One update with other algorithm settings; the state stays alive."""
+    parts = self.trainer.parts
+    self.trainer.parts = dataclasses.replace(
+        parts,
+        algorithm=dataclasses.replace(parts.algorithm, **algorithm),
+        run=dataclasses.replace(parts.run, mini_batch_size=2),
+    )
+    try:
+      return self.trainer.learn(jax.tree.map(jnp.copy, self.state), self.exp)
+    finally:
+      self.trainer.parts = parts
+
+
+@pytest.fixture(scope='module')
+def live(done, tmp_path_factory):
+  workdir = tmp_path_factory.mktemp('live') / 'run'
+  shutil.copytree(done, workdir)
+  shutil.rmtree(workdir / 'checkpoints' / '6')
+  trainer = whole_run.trainer(workdir)
+  with trainer.parts.make_rewards() as trainer.pool:
+    state, step = trainer._start()
+    assert step == 4
+    exp = replay.load_experience(
+        workdir / 'rollouts' / '000005.npz',
+        trainer.parts.train_set,
+        trainer.parts.algorithm,
+    )
+    yield _Live(trainer, state, exp)
+  trainer.close()
+
+
+def _same_bits(exp, scored) -> bool:
+  return all(
+      np.array_equal(
+          scored[i][len(c.prompt_tokens) :].view(np.int32),
+          c.logprobs.view(np.int32),
+      )
+      for i, c in enumerate(exp.completions)
+  )
+
+
+def test_rollout_and_training_never_differ_in_a_bit(done):
+  steps = whole_run.records(done)[1:]
+  assert [r['training/mismatch_token_frac'] for r in steps] == [0.0] * 6
+  # The run must have moved for that to mean something.
+  assert min(r['actor/grad_norm'] for r in steps) > 0.01
+  assert min(r['fp8/changed_weight_bytes/mean'] for r in steps) > 0.01
+  assert [r['training/updates'] for r in steps] == [1] * 6
+  assert [r['training/skipped_updates'] for r in steps] == [0] * 6
+
+
+def test_without_a_kl_term_there_is_no_reference(done):
+  assert not (done / 'reference').exists()
+  assert not any('actor/kl_loss' in r for r in whole_run.records(done))
+
+
+def test_evaluation_happens_at_the_start_and_every_test_freq_steps(done):
+  name = 'val-core/heldout/acc/mean@1'
+  records = whole_run.records(done)
+  assert [r['step'] for r in records if name in r] == [0, 3, 6]
+  assert len(list((done / 'samples').iterdir())) == 3
+
+
+def test_evaluating_moves_nothing(live):
+  before = whole_run.digest(live.state)
+  live.trainer._evaluate(9, live.state)
+  assert whole_run.digest(live.state) == before
+
+
+def test_saved_rollouts_replayed_give_the_same_weights(done, live):
+  trainer, state = live.trainer, jax.tree.map(jnp.copy, live.state)
+  for step in (5, 6):
+    exp = replay.load_experience(
+        done / 'rollouts' / f'{step:06d}.npz',
+        trainer.parts.train_set,
+        trainer.parts.algorithm,
+    )
+    state, _, scored = trainer.learn(state, exp)
+    assert _same_bits(exp, scored)
+  saved = whole_run.digest(whole_run.restored(done, 6).state)
+  again = whole_run.digest(
+      {
+          name: getattr(state, name)
+          for name in ('trainable', 'frozen', 'fp8_state', 'opt_state')
+      }
+      | {'opt_step': state.opt_step}
+  )
+  assert again == saved
+
+
+def test_a_replay_under_other_settings_is_refused(done, live):
+  parts = live.trainer.parts
+  path = done / 'rollouts' / '000005.npz'
+  other = dataclasses.replace(parts.algorithm, norm_adv_by_std=False)
+  with pytest.raises(ValueError, match='norm_adv_by_std=False gives; use the'):
+    replay.load_experience(path, parts.train_set, other)
+  with pytest.raises(ValueError, match='which the data lacks; use the run'):
+    replay.load_experience(path, parts.val_set, parts.algorithm)
+
+
+def test_recomputed_old_log_probs_are_the_rollouts_and_so_are_the_weights(live):
+  state, infos, scored = live.learn(old_logprobs='rollout')
+  again, _, scored_again = live.learn(old_logprobs='recompute')
+  assert len(infos) == 2  # Two mini-batches of two prompts.
+  # Also the second mini-batch's, scored before the first update.
+  assert _same_bits(live.exp, scored) and _same_bits(live.exp, scored_again)
+  assert whole_run.digest(again) == whole_run.digest(state)
+
+
+def test_a_second_epoch_updates_again_off_policy(live):
+  once, infos, _ = live.learn()
+  twice, more, scored = live.learn(ppo_epochs=2)
+  assert (len(infos), len(more)) == (2, 4)
+  assert int(twice.opt_step) == int(once.opt_step) + 2
+  kl = [float(info.metrics['actor/ppo_kl'].value()) for info in more]
+  # The first mini-batch is on-policy: its ratio is exactly 1.
+  assert kl[0] == 0.0 and all(value != 0.0 for value in kl[1:])
+  assert _same_bits(live.exp, scored)
+
+
+@pytest.mark.parametrize('mode', aggregation.MODES)
+def test_every_loss_aggregation_updates_on_policy(live, mode):
+  state, infos, scored = live.learn(loss_agg_mode=mode)
+  assert all(bool(info.applied) for info in infos)
+  assert _same_bits(live.exp, scored)
+  moved = whole_run.digest(state.trainable)
+  assert moved != whole_run.digest(live.state.trainable)
+  if mode == 'seq-mean-token-sum-norm':
+    # All weights over 12 instead of over the tokens: another gradient.
+    assert float(infos[0].grad_norm) != float(live.learn()[1][0].grad_norm)
+
+
+def test_truncated_completions_can_be_left_out_of_the_loss(live):
+  _, infos, _ = live.learn()
+  _, masked, scored = live.learn(mask_truncated_completions=True)
+
+  def tokens(updates):
+    return sum(float(u.metrics['actor/entropy'].weight) for u in updates)
+
+  kept = sum(
+      len(c.tokens) for c in live.exp.completions if c.finish_reason == 'stop'
+  )
+  assert tokens(infos) == sum(len(c.tokens) for c in live.exp.completions)
+  assert tokens(masked) == kept
+  # They are compared with the training forward all the same.
+  assert _same_bits(live.exp, scored)
+
+
+def _nan_from(opt_step, config, batch, logprobs_BT, entropy_BT):
+  """The policy loss, NaN once `opt_step` updates were applied."""
+  loss, metrics = policy_loss(config, batch, logprobs_BT, entropy_BT)
+  bad = jnp.max(batch.weight_version) >= opt_step
+  return jnp.where(bad, jnp.nan, 1.0) * loss, metrics
+
+
+def test_updates_that_are_not_finite_are_skipped_counted_and_end_the_run(
+    tmp_path,
+):
+  # Another loss: accumulate compiles once more.
+  changes = {'trainer.max_skipped_updates': 3, 'trainer.test_freq': 0}
+  for stopped_at in (5, 5):  # The second time resumed from step 4.
+    trainer = whole_run.trainer(tmp_path, changes)
+    trainer.loss = functools.partial(_nan_from, 2, trainer.parts.loss)
+    with pytest.raises(
+        RuntimeError,
+        match='3 updates in a row were not finite .gradient norm nan.; the'
+        ' weights are as they were',
+    ):
+      trainer.train()
+    steps = whole_run.records(tmp_path)[1:]
+    assert [r['step'] for r in steps] == list(range(1, stopped_at))
+    assert [r['training/skipped_updates'] for r in steps] == [0, 0, 1, 1]
+    assert [r['training/updates'] for r in steps] == [1, 1, 0, 0]
+    assert 'actor/grad_norm' in steps[2]['nonfinite']
+  before = whole_run.restored(tmp_path, 2, changes)
+  after = whole_run.restored(tmp_path, 4, changes)
+  assert after.host_state['skipped_in_row'] == 2
+  for name in ('trainable', 'opt_state', 'opt_step'):
+    assert whole_run.digest(after.state[name]) == whole_run.digest(
+        before.state[name]
+    )
+  kept = rollout_store.load_rollouts(tmp_path / 'rollouts' / '000004.npz')[0]
+  assert {int(c.weight_version[0]) for c in kept} == {2}
+
+
+def test_the_reference_is_the_start_and_is_there_again_after_a_stop(tmp_path):
+  # The KL term is part of accumulate, and score compiles besides.
+  changes = {
+      'algorithm.kl_loss_coef': 0.1,
+      'trainer.total_training_steps': 3,
+      'trainer.test_freq': 0,
+  }
+
+  class _Killed(BaseException):
+    pass
+
+  def killed(*_):
+    raise _Killed
+
+  trainer = whole_run.trainer(tmp_path / 'whole', changes)
+  # Killed with a reference and no checkpoint yet.
+  trainer._log = killed
+  with pytest.raises(_Killed):
+    trainer.train()
+  assert (tmp_path / 'whole' / 'reference' / '0').exists()
+  assert not trainer.checkpoints.all_steps()
+  whole_run.trainer(tmp_path / 'whole', changes).train()
+  kl = [r.get('actor/kl_loss') for r in whole_run.records(tmp_path / 'whole')]
+  assert kl[:2] == [None, 0.0] and kl[2] > 0 and kl[3] > 0
+
+  stopped = whole_run.trainer(tmp_path / 'stopped', changes)
+  log = stopped._log
+
+  def stop_after_two(step, metrics):
+    log(step, metrics)
+    if step == 2:
+      stopped.interrupt._remember(15, None)
+
+  stopped._log = stop_after_two
+  with pytest.raises(StopRequested):
+    stopped.train()
+  whole_run.trainer(tmp_path / 'stopped', changes).train()
+  assert whole_run.records(tmp_path / 'stopped') == whole_run.records(
+      tmp_path / 'whole'
+  )
+  shutil.rmtree(tmp_path / 'stopped' / 'reference')
+  with pytest.raises(ValueError, match='holds no reference policy'):
+    whole_run.trainer(tmp_path / 'stopped', changes).train()
+
+
+def test_a_bf16_run_with_a_frozen_embedding_and_a_cut_sampler(tmp_path):
+  # Every program compiles once more.
+  changes = {
+      'precision.recipe': 'bf16',
+      'model.freeze': ('embed/.*', '.*/attn_norm/.*'),
+      'rollout.top_p': 0.9,
+      'algorithm.rollout_is': 'token',
+      'trainer.mini_batch_size': 2,
+      'trainer.total_training_steps': 2,
+      'trainer.test_freq': 0,
+  }
+  trainer = whole_run.trainer(tmp_path, changes)
+  frozen = whole_run.digest(trainer.parts.initial_params()['embed'])
+  trainer.train()
+  steps = whole_run.records(tmp_path)[1:]
+  assert [r['training/mismatch_token_frac'] for r in steps] == [0.0, 0.0]
+  assert [r['training/updates'] for r in steps] == [2, 2]
+  assert not any(name.startswith('fp8') for name in steps[0])
+  completions, _ = rollout_store.load_rollouts(
+      tmp_path / 'rollouts' / '000001.npz'
+  )
+  log_mu = np.concatenate([c.log_mu for c in completions])
+  logprobs = np.concatenate([c.logprobs for c in completions])
+  # Cutting the tail makes what is left more likely: mu >= pi.
+  assert (log_mu >= logprobs).all() and (log_mu > logprobs).any()
+  state = trainer.state
+  assert set(state.frozen) == {'embed', 'layers_0'}
+  assert whole_run.digest(state.frozen['embed']) == frozen
+  assert 'embed' not in state.trainable
+
+
+def test_seeded_scores_and_lengths_need_no_rewards_and_no_stops(tmp_path):
+  # No stop tokens: the rollout's loop compiles once more.
+  changes = {
+      'trainer.synthetic': True,
+      'trainer.total_training_steps': 1,
+      'trainer.save_rollouts': False,
+      'data.val_files': (),
+  }
+  whole_run.trainer(tmp_path, changes).train()
+  start, step = whole_run.records(tmp_path)
+  assert start == {'step': 0, 'training/global_step': 0}
+  assert step['training/mismatch_token_frac'] == 0.0
+  assert step['actor/grad_norm'] > 0
+  assert step['response_length/min'] >= 6 and step['response_length/max'] <= 12
+  assert not (tmp_path / 'rollouts').exists()
