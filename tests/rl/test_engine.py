@@ -1,6 +1,5 @@
 """Tests of the engine: JetStream's methods, truncation, settings."""
 
-import dataclasses
 import functools
 
 import numpy as np
@@ -263,4 +262,5 @@ def test_any_number_of_slots_and_steps_gives_the_same_bits(slots, block):
   config = tiny_run.engine_config(num_slots=slots, decode_block=block)
   found = run.rollout(engine=Engine(run.policy, config, run.mesh))
   for a, b in zip(found, tiny_run.completions(), strict=True):
-    tiny_run.assert_same_bits(dataclasses.asdict(a), dataclasses.asdict(b))
+    for name in ('tokens', 'log_mu', 'logprobs'):
+      tiny_run.assert_same_bits(getattr(a, name), getattr(b, name))
