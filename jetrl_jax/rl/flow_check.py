@@ -118,7 +118,8 @@ def _on_one_device(policy: Policy) -> Policy:
   return dataclasses.replace(policy, axes=Axes())
 
 
-def _shape(dtype, *shape: int) -> jax.ShapeDtypeStruct:
+# Any: shapes stand where the records name arrays.
+def _shape(dtype, *shape: int) -> Any:
   return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -134,7 +135,8 @@ def _slots(policy: Policy) -> DecodeState:
   ints, floats = _shape(jnp.int32, _SLOTS), _shape(jnp.float32, _SLOTS)
   flags = _shape(jnp.bool_, _SLOTS)
   written = _shape(jnp.float32, _SLOTS, 2)
-  cache = policy.cache_shape(_SLOTS, policy.tile)
+  shape = policy.cache_shape(_SLOTS, policy.tile)
+  cache = _shape(shape.dtype, *shape.shape)
   return DecodeState(
       caches=[(cache, cache)] * policy.model.num_layers,
       token=ints,
