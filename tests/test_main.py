@@ -89,10 +89,18 @@ def test_an_unknown_name_in_a_config_file_gets_its_line(tmp_path):
 @pytest.mark.parametrize(
     'line, message',
     [
-        ('config.optim.lr = "fast"', ':4: TypeError: Could not override'),
+        pytest.param(
+            'config.optim.lr = "fast"',
+            ':4: TypeError: Could not override',
+            marks=pytest.mark.slow,
+        ),
         ('nonsense', ":4: NameError: name 'nonsense' is not defined"),
         ('config.trainer.mini_batch_size = 3', 'is not a multiple of'),
-        ('config.mesh.tensor = 2', 'mesh.tensor is 2; only 1 is supported'),
+        pytest.param(
+            'config.mesh.tensor = 2',
+            'mesh.tensor is 2; only 1 is supported',
+            marks=pytest.mark.slow,
+        ),
         (
             'config.unlock(); config.optim.momentum = 0.9',
             "unknown config name 'optim.momentum'",
@@ -109,8 +117,16 @@ def test_a_mistake_in_a_config_file_is_one_line(tmp_path, line, message):
     'arguments, message',
     [
         (['--config=nowhere.py'], '--config=nowhere.py: there is no such file'),
-        (['--config', 'nowhere.py'], '--config=nowhere.py: there is no such'),
-        ([], 'Flag --config must have a value other than None.'),
+        pytest.param(
+            ['--config', 'nowhere.py'],
+            '--config=nowhere.py: there is no such file',
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [],
+            'Flag --config must have a value other than None.',
+            marks=pytest.mark.slow,
+        ),
         ([_TINY, '--wordkir=x'], "Unknown command line flag 'wordkir'"),
         (
             [_TINY, '--config.optim.lr=fast'],
@@ -135,6 +151,19 @@ def test_a_reward_that_raises_stops_the_run_with_its_traceback(tmp_path):
   assert code == 1
   assert 'error: ' in errors and 'ZeroDivisionError' in errors
   assert 'main.py' not in errors  # The user's traceback, not ours.
+
+
+def test_a_run_that_diverges_ends_with_the_reason_and_exit_code_1(tmp_path):
+  code, _, errors = _run(
+      _TINY,
+      f'--workdir={tmp_path}/run',
+      '--config.optim.lr=1e30',
+      '--config.trainer.max_skipped_updates=2',
+  )
+  assert code == 1
+  last = errors.splitlines()[-1]
+  assert last.startswith('error: 2 updates in a row were not finite (gradient')
+  assert 'Traceback' not in errors
 
 
 def test_the_warm_start_answers_in_the_same_words():

@@ -7,7 +7,9 @@ it says so, because that is what it costs.
 
 import dataclasses
 import functools
+import os
 import shutil
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -227,49 +229,58 @@ def test_updates_that_are_not_finite_are_skipped_counted_and_end_the_run(
   assert {int(c.weight_version[0]) for c in kept} == {2}
 
 
+class _Killed(BaseException):
+  pass
+
+
+def _until(trainer: Trainer, step: int, then) -> None:
+  """Calls `then` right behind the line of this step."""
+  log = trainer._log
+
+  def stop(at, metrics):
+    log(at, metrics)
+    if at == step:
+      then()
+
+  trainer._log = stop
+
+
 def test_the_reference_is_the_start_and_is_there_again_after_a_stop(tmp_path):
   # The KL term is part of accumulate, and score compiles besides.
   changes = {
       'algorithm.kl_loss_coef': 0.1,
       'trainer.total_training_steps': 3,
       'trainer.test_freq': 0,
+      'data.val_files': (),
   }
 
-  class _Killed(BaseException):
-    pass
-
-  def killed(*_):
+  def kill():
     raise _Killed
 
-  trainer = whole_run.trainer(tmp_path / 'whole', changes)
-  # Killed with a reference and no checkpoint yet.
-  trainer._log = killed
+  # Killed with a reference and no checkpoint yet: it must start again.
+  trainer = whole_run.trainer(tmp_path, changes)
+  _until(trainer, 0, kill)
   with pytest.raises(_Killed):
     trainer.train()
-  assert (tmp_path / 'whole' / 'reference' / '0').exists()
-  assert not trainer.checkpoints.all_steps()
-  whole_run.trainer(tmp_path / 'whole', changes).train()
-  kl = [r.get('actor/kl_loss') for r in whole_run.records(tmp_path / 'whole')]
+  assert (tmp_path / 'reference' / '0').exists()
+  assert not list((tmp_path / 'checkpoints').glob('[0-9]*'))
+
+  trainer = whole_run.trainer(tmp_path, changes)
+  _until(trainer, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+  with pytest.raises(StopRequested):
+    trainer.train()
+  first = whole_run.digest(trainer.reference)
+
+  trainer = whole_run.trainer(tmp_path, changes)
+  trainer.train()
+  assert whole_run.digest(trainer.reference) == first
+  kl = [r.get('actor/kl_loss') for r in whole_run.records(tmp_path)]
+  # On-policy and before any update the policy is the reference to the bit.
   assert kl[:2] == [None, 0.0] and kl[2] > 0 and kl[3] > 0
 
-  stopped = whole_run.trainer(tmp_path / 'stopped', changes)
-  log = stopped._log
-
-  def stop_after_two(step, metrics):
-    log(step, metrics)
-    if step == 2:
-      stopped.interrupt._remember(15, None)
-
-  stopped._log = stop_after_two
-  with pytest.raises(StopRequested):
-    stopped.train()
-  whole_run.trainer(tmp_path / 'stopped', changes).train()
-  assert whole_run.records(tmp_path / 'stopped') == whole_run.records(
-      tmp_path / 'whole'
-  )
-  shutil.rmtree(tmp_path / 'stopped' / 'reference')
+  shutil.rmtree(tmp_path / 'reference')
   with pytest.raises(ValueError, match='holds no reference policy'):
-    whole_run.trainer(tmp_path / 'stopped', changes).train()
+    whole_run.trainer(tmp_path, changes).train()
 
 
 def test_a_bf16_run_with_a_frozen_embedding_and_a_cut_sampler(tmp_path):
