@@ -14,6 +14,7 @@ Layouts: q [B, K, R, H] with R = T * (N / K), keys and values [B, K, S, H].
 import dataclasses
 import functools
 import math
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,10 @@ def _reference(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
     k_tile = lax.dynamic_slice_in_dim(k_BKSH, i * tile, tile, axis=2)
     v_tile = lax.dynamic_slice_in_dim(v_BKSH, i * tile, tile, axis=2)
     scores = _dot(q_BKRH, k_tile, ((3,), (3,))) * _scale(head_dim)
+    # The maximum changes no finite value. Without it the product and the
+    # subtraction below become one multiply-add where the keys are a single
+    # tile, and only there (see `rl/logprobs.py: temper`).
+    scores = jnp.maximum(scores, jnp.finfo(jnp.float32).min)
     key = i * tile + jnp.arange(tile, dtype=jnp.int32)[None, None, :]
     allowed = (key >= first_BR[:, :, None]) & (key <= last_BR[:, :, None])
     allowed = allowed[:, None]
@@ -138,9 +143,9 @@ def _fwd(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
 
 def _bwd(tile, residuals, dout):
   if on_gpu():
-    grads = attention_kernel.backward(*residuals, dout, tile)
+    grads = attention_kernel.backward(*residuals, dout_BKRH=dout, tile=tile)
   else:
-    grads = _reference_backward(*residuals, dout)
+    grads = _reference_backward(*residuals, dout=dout)
   return (*grads, None, None)
 
 
@@ -195,7 +200,7 @@ class PackedAttention:
         jnp.repeat(self.last_BT, group, axis=1),
         self.tile,
     )
-    return _ungroup_rows(out, group), (k_BKSH, v_BKSH)
+    return _ungroup_rows(cast(Array, out), group), (k_BKSH, v_BKSH)
 
 
 @jax.tree_util.register_dataclass
@@ -240,4 +245,5 @@ class DecodeAttention:
     out = flash_attention(
         q, keys, values, jnp.zeros_like(last_BR), last_BR, self.tile
     )
-    return _ungroup_rows(out[:, :, :group], group), (keys, values)
+    out = cast(Array, out)[:, :, :group]
+    return _ungroup_rows(out, group), (keys, values)
