@@ -10,6 +10,8 @@ import dataclasses
 import functools
 import pathlib
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +27,14 @@ from jetrl_jax.rewards import RewardPool
 from jetrl_jax.rl import (
     evaluation,
     experience,
+    flow_check,
     mismatch,
     packing,
     rollout_store,
-    state as states,
     step_metrics,
     synthetic,
 )
+from jetrl_jax.rl import state as states
 from jetrl_jax.rl.console import Console
 from jetrl_jax.rl.engine import Engine, EngineConfig
 from jetrl_jax.rl.experience import Experience
@@ -78,7 +81,7 @@ class Parts:
 
   policy: Policy
   mesh: Mesh
-  initial_params: object
+  initial_params: Callable[[], PyTree]
   param_shapes: PyTree
   freeze: tuple[str, ...]
   engine: EngineConfig
@@ -89,7 +92,7 @@ class Parts:
   tokenizer: Tokenizer
   train_set: PromptDataset
   val_set: PromptDataset | None
-  make_rewards: object
+  make_rewards: Callable[[], RewardPool]
   config_text: str
   export_source: pathlib.Path | None
 
@@ -151,6 +154,10 @@ class Trainer:
         self.parts.make_rewards() as self.pool,
     ):
       state, step = self._start()
+      # Rollout and training must be one precision flow before a token is spent.
+      flow_check.check_flow(
+          self.parts.policy, self.loss, self.parts.engine, state
+      )
       position = self.sampler.state()
       try:
         if step == 0:
@@ -363,9 +370,10 @@ class Trainer:
             for i, c in enumerate(exp.completions)
         ]
     )
-    join = lambda name: np.concatenate(
-        [getattr(c, name) for c in exp.completions]
-    )
+
+    def join(name):
+      return np.concatenate([getattr(c, name) for c in exp.completions])
+
     per_token = np.concatenate(
         [
             np.full(len(c.tokens), advantage, np.float32)
@@ -374,7 +382,7 @@ class Trainer:
             )
         ]
     )
-    metrics = experience.experience_metrics(exp)
+    metrics: dict[str, Any] = experience.experience_metrics(exp)
     metrics |= mismatch.mismatch_metrics(
         rollout_logprobs=join('logprobs'),
         train_logprobs=train,

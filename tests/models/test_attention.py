@@ -305,14 +305,17 @@ def test_keys_of_one_tile_have_the_bits_they_have_in_a_longer_cache():
   # One tile makes the loop's slice a no-op, and other fusions follow.
   tile, rows, head_dim = 16, 32, 32
   rng = np.random.default_rng(0)
-  draw = lambda n: jnp.asarray(
-      rng.normal(size=(16, 2, n, head_dim)), jnp.bfloat16
-  )
+
+  def draw(n):
+    return jnp.asarray(rng.normal(size=(16, 2, n, head_dim)), jnp.bfloat16)
+
+  def longer(x):
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 2 * tile), (0, 0)))
+
   q, k, v = 2 * draw(rows), draw(tile), draw(tile)
   last = np.broadcast_to(np.repeat(np.arange(tile), 2), (16, rows))
   last = last.astype(np.int32)
   run = exact_jit(lambda *args: attention._reference(*args, tile))
-  longer = lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 2 * tile), (0, 0)))
   short = run(q, k, v, np.zeros_like(last), last)
   long = run(q, longer(k), longer(v), np.zeros_like(last), last)
   for a, b in zip(short, long, strict=True):
