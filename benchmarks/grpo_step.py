@@ -49,11 +49,15 @@ _COLUMNS = (
 )
 
 
+def _head() -> str:
+  head = ['git', 'rev-parse', 'HEAD']
+  found = subprocess.run(head, capture_output=True, text=True, check=False)
+  return found.stdout.strip()
+
+
 def environment() -> dict:
   """Returns date, commit, versions, hardware and command."""
-  commit = _COMMIT.value or subprocess.run(
-      ['git', 'rev-parse', 'HEAD'], capture_output=True, text=True, check=False
-  ).stdout.strip()
+  commit = _COMMIT.value or _head()
   device = jax.devices()[0]
   return {
       'date': datetime.date.today().isoformat(),

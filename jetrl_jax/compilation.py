@@ -9,14 +9,16 @@ import jax
 
 # Why each: see docs/design.md, "The precision contract".
 _EVERYWHERE = {
-    # A fusion may otherwise skip a bfloat16 rounding, differently in two graphs.
+    # A fusion may otherwise skip a bfloat16 rounding, differently in two
+    # graphs.
     'xla_allow_excess_precision': False,
 }
 _CPU = {
     # Only single dots may go to YNN: its rows do not depend on the number of
     # rows, while Eigen splits the contraction by it. Its larger fusions compute
     # exp(x - max) with other bits at small shapes, and in jax 0.10.2 and 0.11.2
-    # return garbage for (max, subtract, exp, dot with a constant) in one fusion.
+    # return garbage for (max, subtract, exp, dot with a constant) in one
+    # fusion.
     'xla_cpu_experimental_ynn_fusion_type': (
         'LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT'
     ),

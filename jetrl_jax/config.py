@@ -12,7 +12,7 @@ import json
 import pathlib
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,9 @@ from jetrl_jax.rl.settings import AlgorithmConfig, RunConfig
 from jetrl_jax.rl.train_step import LossConfig
 from jetrl_jax.rl.trainer import Parts
 from jetrl_jax.typing import PyTree
+
+# A ConfigDict or a section of one: its entries have no static types.
+Config: TypeAlias = Any
 
 SHAPES = {
     'qwen2.5-0.5b': families.QWEN2_5_0_5B,
@@ -83,7 +86,7 @@ def unknown_name(name: str, known: list[str]) -> str:
   return f'unknown config name {name!r}' + (f';{hint}' if hint else '')
 
 
-def _flatten(config, path: str = '') -> Iterator[tuple[str, Any]]:
+def _flatten(config: Config, path: str = '') -> Iterator[tuple[str, Any]]:
   for key, value in config.items():
     name = f'{path}.{key}' if path else key
     if isinstance(value, ml_collections.ConfigDict):
@@ -99,7 +102,9 @@ def _take(record, section, **more):
   return record(**(values | more))
 
 
-def model_config(section) -> tuple[models.ModelConfig, pathlib.Path | None]:
+def model_config(
+    section: Config,
+) -> tuple[models.ModelConfig, pathlib.Path | None]:
   """Returns the decoder's shape and the checkpoint's folder, if any."""
   if section.init not in ('checkpoint', 'random'):
     raise ValueError(
@@ -131,7 +136,7 @@ def model_config(section) -> tuple[models.ModelConfig, pathlib.Path | None]:
 
 
 def build_policy(
-    config: ml_collections.ConfigDict,
+    config: Config,
 ) -> tuple[Policy, Any, pathlib.Path | None]:
   """Returns (policy, mesh, checkpoint folder)."""
   model, folder = model_config(config.model)
@@ -153,7 +158,7 @@ def build_policy(
   return policy, mesh, folder
 
 
-def parameters(config, policy: Policy, mesh, folder):
+def parameters(config: Config, policy: Policy, mesh, folder):
   """Returns (function that makes the masters, their shapes)."""
   dtype = config.model.master_dtype
   rows = hf_layout.layout(policy.model)
@@ -192,7 +197,7 @@ def _random_leaf(path: str, leaf: jax.ShapeDtypeStruct, key):
   return (0.02 * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
 
 
-def build_tokenizer(config, folder: pathlib.Path | None) -> Tokenizer:
+def build_tokenizer(config: Config, folder: pathlib.Path | None) -> Tokenizer:
   """Returns the tokenizer of data.tokenizer, by default of the checkpoint."""
   source = config.data.tokenizer or folder
   if not source:
@@ -204,7 +209,7 @@ def build_tokenizer(config, folder: pathlib.Path | None) -> Tokenizer:
 
 
 def build_dataset(
-    config, files, tokenizer: Tokenizer, limit: int = 0
+    config: Config, files, tokenizer: Tokenizer, limit: int = 0
 ) -> PromptDataset:
   """Returns tokenised prompts, over-long ones left out and counted."""
   data = config.data
@@ -227,7 +232,7 @@ def build_dataset(
   )
 
 
-def reward_specs(section) -> list[RewardSpec]:
+def reward_specs(section: Config) -> list[RewardSpec]:
   """Returns the terms of the score."""
   lists = [tuple(section[k]) for k in ('functions', 'weights', 'kwargs')]
   if len({len(values) for values in lists}) != 1 or not lists[0]:
@@ -250,7 +255,7 @@ def reward_specs(section) -> list[RewardSpec]:
   return specs
 
 
-def engine_config(config, tokenizer: Tokenizer) -> EngineConfig:
+def engine_config(config: Config, tokenizer: Tokenizer) -> EngineConfig:
   """Returns the rollout engine's sizes and sampler."""
   return _take(
       EngineConfig,
@@ -261,7 +266,7 @@ def engine_config(config, tokenizer: Tokenizer) -> EngineConfig:
   )
 
 
-def optimizer_config(config, total_steps: int) -> OptimizerConfig:
+def optimizer_config(config: Config, total_steps: int) -> OptimizerConfig:
   """Returns AdamW's settings; decay runs over `total_steps` updates."""
   return _take(
       OptimizerConfig,
@@ -287,7 +292,7 @@ def _check_patterns(policy: Policy, shapes: PyTree, freeze: tuple) -> None:
       )
 
 
-def build(config: ml_collections.ConfigDict) -> Parts:
+def build(config: Config) -> Parts:
   """Builds all parts of a training run.
 
   Raises:

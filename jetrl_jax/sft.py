@@ -79,7 +79,9 @@ def train(config, workdir: pathlib.Path) -> None:
         for prompt in prompts
     ]
     return packing.pack(
-        states.likelihood_sequences(*(list(x) for x in zip(*pairs))),
+        states.likelihood_sequences(
+            *(list(x) for x in zip(*pairs, strict=True))
+        ),
         row_length=-(-longest // policy.tile) * policy.tile,
         rows_per_micro_batch=config.trainer.micro_batch_size,
         tile=policy.tile,

@@ -1,8 +1,13 @@
 """Numbers: formats, scales, the quantised dot and its gradient, recipes."""
 
-from jetrl_jax.fp8.linear import dot
 from jetrl_jax.fp8.formats import E4M3, E5M2
-from jetrl_jax.fp8.quantization import QTensor, dequantize, quantize, scale_from_amax
+from jetrl_jax.fp8.linear import dot
+from jetrl_jax.fp8.quantization import (
+    QTensor,
+    dequantize,
+    quantize,
+    scale_from_amax,
+)
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.fp8.slots import init_state, observe, observe_kernels, roll
 from jetrl_jax.fp8.weights import prepare_weights

@@ -26,13 +26,15 @@ def measure(
   stored = values_MI.astype(jnp.float32)
   restored = jnp.where(valid, stored * scale, 0.0)
   limit = formats.format_max(values_MI.dtype) * scale
-  sums = jnp.stack([
-      jnp.sum(row_mask_M) * x.shape[1],
-      jnp.sum((jnp.abs(x) > limit).astype(jnp.float32)),
-      jnp.sum(((x != 0) & (stored == 0)).astype(jnp.float32)),
-      jnp.sum(x * x),
-      jnp.sum((x - restored) ** 2),
-  ])
+  sums = jnp.stack(
+      [
+          jnp.sum(row_mask_M) * x.shape[1],
+          jnp.sum((jnp.abs(x) > limit).astype(jnp.float32)),
+          jnp.sum(((x != 0) & (stored == 0)).astype(jnp.float32)),
+          jnp.sum(x * x),
+          jnp.sum((x - restored) ** 2),
+      ]
+  )
   return jnp.max(jnp.abs(x)), sums
 
 

@@ -124,9 +124,7 @@ def observe(state: PyTree, cotangents: PyTree) -> PyTree:
 
   def one(slot, cotangent):
     seen = {
-        operand: _record(
-            slot[operand], cotangent[operand]['amax_history'][0]
-        )
+        operand: _record(slot[operand], cotangent[operand]['amax_history'][0])
         | {'health': cotangent[operand]['health']}
         for operand in ('input', 'output_grad')
     }
@@ -228,6 +226,8 @@ def slot_paths(state: PyTree) -> list[str]:
 
   walk(state, ())
   return sorted(
-      paths, key=lambda p: [int(s) if s.isdigit() else s
-                            for s in re.split(r'(\d+)', p)]
+      paths,
+      key=lambda p: [
+          int(s) if s.isdigit() else s for s in re.split(r'(\d+)', p)
+      ],
   )

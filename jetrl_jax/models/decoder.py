@@ -11,6 +11,8 @@ derivative through the collection `params` (the masters). Without `params`,
 as in the rollout, nothing is differentiable and nothing else changes.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -25,7 +27,7 @@ from jetrl_jax.typing import Array, PyTree
 
 @jax.custom_vjp
 def _add_bias(y_MO, master_O, bias_O):
-  """y + b; the bias's cotangent is added up in the master's dtype."""
+  """Adds a bias, whose cotangent is added up in the master's dtype."""
   del master_O
   return y_MO + bias_O[None, :]
 
@@ -73,7 +75,7 @@ class Leaf(nn.Module):
   recipe: Recipe
   axes: Axes
 
-  def leaf(self, name: str, init, shape: tuple[int, ...]):
+  def leaf(self, name: str, init, shape: tuple[int, ...]) -> tuple[Any, Any]:
     """Returns (master or its stand-in or None, compute weight)."""
     if self.is_initializing():
       master = self.param(name, init, shape, jnp.float32)
@@ -103,6 +105,7 @@ class Linear(Leaf):
 
   @nn.compact
   def __call__(self, x_MI: Array, row_mask_M: Array, out_dtype=None) -> Array:
+    """Returns [M, O] in `out_dtype`, by default the recipe's."""
     init = nn.initializers.normal(self.init_std)
     master, weight = self.leaf('kernel', init, (self.out_dim, self.in_dim))
     slot = None
@@ -121,9 +124,7 @@ class Linear(Leaf):
         out_dtype=out_dtype,
     )
     if self.use_bias:
-      master, bias = self.leaf(
-          'bias', nn.initializers.zeros, (self.out_dim,)
-      )
+      master, bias = self.leaf('bias', nn.initializers.zeros, (self.out_dim,))
       if master is None:
         return y_MO + bias[None, :]
       return _add_bias(y_MO, master, bias)
@@ -138,6 +139,7 @@ class RMSNorm(Leaf):
 
   @nn.compact
   def __call__(self, x_MD: Array) -> Array:
+    """Returns the normed rows, [M, D]."""
     master, scale = self.leaf('scale', nn.initializers.ones, (self.dim,))
     return norm.rms_norm(x_MD, scale, self.eps, master)
 
@@ -149,6 +151,7 @@ class Attention(Leaf):
 
   @nn.compact
   def __call__(self, x_MD, positions_M, row_mask_M, attend, cache):
+    """Returns (what the block adds [M, D], keys and values)."""
     cfg, common = self.config, (self.recipe, self.axes)
     heads, kv_heads, head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     rows = x_MD.shape[0]
@@ -161,10 +164,14 @@ class Attention(Leaf):
     )(x_MD, row_mask_M).reshape(rows, heads + 2 * kv_heads, head_dim)
     q_MNH, k_MKH, v_MKH = jnp.split(qkv, [heads, heads + kv_heads], axis=1)
     if cfg.qk_norm:
-      flat = lambda name, x: RMSNorm(
-          *common, dim=head_dim, eps=cfg.norm_eps, name=name
-      )(x.reshape(-1, head_dim)).reshape(x.shape)
-      q_MNH, k_MKH = flat('q_norm', q_MNH), flat('k_norm', k_MKH)
+
+      def per_head(name, x):
+        norm_of_head = RMSNorm(
+            *common, dim=head_dim, eps=cfg.norm_eps, name=name
+        )
+        return norm_of_head(x.reshape(-1, head_dim)).reshape(x.shape)
+
+      q_MNH, k_MKH = per_head('q_norm', q_MNH), per_head('k_norm', k_MKH)
     frequencies = rope.inverse_frequencies(cfg)
     q_MNH = rope.rotate(q_MNH, positions_M, frequencies)
     k_MKH = rope.rotate(k_MKH, positions_M, frequencies)
@@ -183,6 +190,7 @@ class MLP(Leaf):
 
   @nn.compact
   def __call__(self, x_MD, row_mask_M):
+    """Returns what the block adds, [M, D]."""
     cfg, common = self.config, (self.recipe, self.axes)
     gate_up = Linear(
         *common, in_dim=cfg.model_dim, out_dim=2 * cfg.ffn_dim, name='gate_up'
@@ -201,10 +209,12 @@ class Block(Leaf):
 
   @nn.compact
   def __call__(self, x_MD, positions_M, row_mask_M, attend, cache):
+    """Returns (rows [M, D], keys and values)."""
     cfg, common = self.config, (self.recipe, self.axes)
-    pre_norm = lambda name: RMSNorm(
-        *common, dim=cfg.model_dim, eps=cfg.norm_eps, name=name
-    )
+
+    def pre_norm(name):
+      return RMSNorm(*common, dim=cfg.model_dim, eps=cfg.norm_eps, name=name)
+
     attended, cache = Attention(*common, config=cfg, name='attn')(
         pre_norm('attn_norm')(x_MD), positions_M, row_mask_M, attend, cache
     )
@@ -226,6 +236,7 @@ class Decoder(Leaf):
   remat: bool = False
 
   def setup(self):
+    """Makes the modules."""
     cfg, common = self.config, (self.recipe, self.axes)
     self.embed = Embedding(
         *common, vocab_size=cfg.vocab_size, model_dim=cfg.model_dim
@@ -279,11 +290,13 @@ class Embedding(Leaf):
   model_dim: int
 
   def setup(self):
+    """Reads the table once for both uses."""
     init = nn.initializers.normal(0.02)
     shape = (self.vocab_size, self.model_dim)
     self.table = self.leaf('embedding', init, shape)
 
   def __call__(self, tokens_M: Array) -> Array:
+    """Returns the tokens' rows, [M, D]."""
     master, compute = self.table
     if master is None:
       return compute[tokens_M]

@@ -54,7 +54,8 @@ def rotate(
   the compiled function: constant positions would have their cosines folded on
   the host, with other bits.
   """
-  angle = positions_M.astype(jnp.float32)[:, None, None] * frequencies[None, None]
+  positions_M11 = positions_M.astype(jnp.float32)[:, None, None]
+  angle = positions_M11 * frequencies[None, None]
   cos, sin = jnp.cos(angle), jnp.sin(angle)
   first, second = jnp.split(x_MNH.astype(jnp.float32), 2, axis=-1)
   rotated = jnp.concatenate(

@@ -58,7 +58,8 @@ class Console:
     shown += [
         f'{name.removeprefix("val-core/")} {value:.1%}'
         for name, value in metrics.items()
-        if name.startswith('val-core/') and '/acc/mean@' in name
+        if name.startswith('val-core/')
+        and '/acc/mean@' in name
         and not name.endswith('/ci95')
     ]
     line = f'step {step}/{self._total}  ' + '  '.join(shown)

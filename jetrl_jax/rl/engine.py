@@ -143,9 +143,7 @@ class Engine(engine_api.Engine):
     self._insert = exact_jit(
         _insert, donate_argnums=(0,), out_shardings=self._rows
     )
-    self._free = exact_jit(
-        _free, donate_argnums=(0,), out_shardings=self._rows
-    )
+    self._free = exact_jit(_free, donate_argnums=(0,), out_shardings=self._rows)
 
   # --- JetStream's Engine API -------------------------------------------
 
@@ -180,12 +178,15 @@ class Engine(engine_api.Engine):
     layers = self.policy.model.num_layers
 
     def make():
-      full = lambda value, dtype, *tail: jnp.full((slots, *tail), value, dtype)
-      zeros = functools.partial(full, 0)
+      def zeros(dtype, *tail):
+        return jnp.full((slots, *tail), 0, dtype)
+
+      def layer():
+        empty = jnp.zeros(cache.shape, cache.dtype)
+        return empty, empty
+
       return DecodeState(
-          caches=[
-              (jnp.zeros(cache.shape, cache.dtype),) * 2 for _ in range(layers)
-          ],
+          caches=[layer() for _ in range(layers)],
           token=zeros(jnp.int32),
           position=zeros(jnp.int32),
           address=zeros(jnp.uint32, 2),
@@ -208,7 +209,10 @@ class Engine(engine_api.Engine):
     return self.prefill_batch(params, [np.asarray(padded_tokens)[:true_length]])
 
   def prefill_batch(
-      self, params: PolicyParams, prompts: list[NpArray], rows: int | None = None
+      self,
+      params: PolicyParams,
+      prompts: list[NpArray],
+      rows: int | None = None,
   ) -> Prefix:
     """Prefills several prompts at once.
 
@@ -235,7 +239,7 @@ class Engine(engine_api.Engine):
       # The last token is not prefilled: the first decode step feeds it.
       tokens_PT[i, : len(tokens) - 1] = tokens[:-1]
       lengths_P[i], last_P[i] = len(tokens), tokens[-1]
-    put = lambda x: jax.device_put(x, self._rows)
+    put = functools.partial(jax.device_put, device=self._rows)
     caches = self._per_row(params, _prefill, (self.policy,), 2)(
         params, put(tokens_PT), put(np.maximum(lengths_P - 1, 0))
     )
@@ -265,7 +269,8 @@ class Engine(engine_api.Engine):
       decode_state: donated.
       slots: slots to start, each once.
       rows: row of the prefix per slot; by default row 0 for all.
-      address: uint32 [n, 2], (prompt id, sample) per slot; by default (0, slot).
+      address: uint32 [n, 2], (prompt id, sample) per slot; by default
+        (0, slot).
       limits: most response tokens per slot; by default max_response_length.
       temperature: of the sampler; 0 is greedy.
     """
@@ -274,9 +279,11 @@ class Engine(engine_api.Engine):
     # at a slot that does not exist and is dropped.
     size = min(1 << max(count - 1, 0).bit_length(), self.num_slots)
     maximum = self.config.max_response_length
-    padded = lambda values, fill: np.concatenate(
-        [np.asarray(values, np.int32), np.full(size - count, fill, np.int32)]
-    )
+
+    def padded(values, fill):
+      padding = np.full(size - count, fill, np.int32)
+      return np.concatenate([np.asarray(values, np.int32), padding])
+
     if address is None:
       address = np.stack([np.zeros(count, np.uint32), slots], 1)
     address_N2 = np.zeros((size, 2), np.uint32)
@@ -298,7 +305,10 @@ class Engine(engine_api.Engine):
     was_active = jnp.copy(decode_state.active)
     state = self.generate_block(params, decode_state, self._base_key, 1)
     last = jnp.maximum(state.emitted - 1, 0)[:, None]
-    pick = lambda x: jnp.take_along_axis(x, last, axis=1)[:, 0]
+
+    def pick(x):
+      return jnp.take_along_axis(x, last, axis=1)[:, 0]
+
     data = jnp.stack(
         [pick(state.tokens), was_active.astype(jnp.int32), state.emitted], 1
     )
@@ -322,7 +332,8 @@ class Engine(engine_api.Engine):
       steps: by default decode_block.
     """
     count = np.int32(self.config.decode_block if steps is None else steps)
-    run = self._per_row(params, _generate, (self.policy, self.config), 1, (0, 3))
+    bound = (self.policy, self.config)
+    run = self._per_row(params, _generate, bound, 1, (0, 3))
     return run(params, decode_state, base_key, count)
 
   def free_resource(self, slot: int, decode_state: DecodeState) -> DecodeState:
@@ -365,10 +376,13 @@ def _prefill(policy, params, tokens_PT, lengths_P):
 
 def _insert(state, prefix, slots_N, rows_N, address_N2, limits_N, temperature):
   length = prefix.caches[0][0].shape[2]
-  put = lambda old, new: old.at[slots_N].set(new, mode='drop')
-  copy = lambda old, new: old.at[slots_N, :, :length].set(
-      new[rows_N], mode='drop'
-  )
+
+  def put(old, new):
+    return old.at[slots_N].set(new, mode='drop')
+
+  def copy(old, new):
+    return old.at[slots_N, :, :length].set(new[rows_N], mode='drop')
+
   none = jnp.zeros(slots_N.shape, jnp.int32)
   return dataclasses.replace(
       state,
@@ -417,9 +431,7 @@ def _sample(config: EngineConfig, state: DecodeState, z_BV, base_key):
     )
   with jax.named_scope('head'):
     logprob_B = logprobs.pick(z_BV, token_B) - lse_B
-  truncates = (
-      config.top_k > 0 or config.top_p < 1 or config.min_p > 0
-  )
+  truncates = config.top_k > 0 or config.top_p < 1 or config.min_p > 0
   log_mu_B = value_B if truncates else jnp.where(greedy_B, 0.0, logprob_B)
   return token_B, log_mu_B, logprob_B
 
@@ -437,7 +449,10 @@ def _step(policy, config, params, base_key, state: DecodeState) -> DecodeState:
   token, log_mu, logprob = _sample(config, state, z_BV, base_key)
   index_R = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]
   here_BR = (index_R == state.emitted[:, None]) & state.active[:, None]
-  write = lambda buffer, new: jnp.where(here_BR, new[:, None], buffer)
+
+  def write(buffer, new):
+    return jnp.where(here_BR, new[:, None], buffer)
+
   stop_ids = jnp.asarray(config.stop_ids or (-1,), jnp.int32)
   is_stop = jnp.any(token[:, None] == stop_ids[None, :], axis=1)
   emitted = state.emitted + state.active
@@ -457,9 +472,8 @@ def _step(policy, config, params, base_key, state: DecodeState) -> DecodeState:
 
 def _generate(policy, config, params, state, base_key, steps):
   # Devices take the same number of steps: weights are gathered inside.
-  any_active = lambda s: policy.axes.pmax(
-      jnp.any(s.active).astype(jnp.int32)
-  )
+  def any_active(state):
+    return policy.axes.pmax(jnp.any(state.active).astype(jnp.int32))
 
   def body(carry):
     i, state, _ = carry

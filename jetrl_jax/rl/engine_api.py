@@ -77,7 +77,9 @@ class Engine(abc.ABC):
     """Starts one sequence per slot, all from the same prefix."""
 
   @abc.abstractmethod
-  def generate(self, params: Any, decode_state: Any) -> tuple[Any, ResultTokens]:
+  def generate(
+      self, params: Any, decode_state: Any
+  ) -> tuple[Any, ResultTokens]:
     """Takes one step in all active slots."""
 
   @abc.abstractmethod

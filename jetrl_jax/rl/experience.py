@@ -110,27 +110,31 @@ def mini_batches(
   batches = []
   for start in range(0, len(experience.completions), per_batch):
     indices = range(start, min(start + per_batch, len(advantages_B)))
-    lengths = np.asarray([
-        packing.masked_response_length(
-            experience.completions[i], mask_truncated=masked
-        )
-        for i in indices
-    ])
+    lengths = np.asarray(
+        [
+            packing.masked_response_length(
+                experience.completions[i], mask_truncated=masked
+            )
+            for i in indices
+        ]
+    )
     weights_B = aggregation.loss_weights(
         lengths,
         config.loss_agg_mode,
         loss_scale_factor=config.loss_scale_factor or max_response_length,
     )
-    batches.append([
-        packing.sequence_from_completion(
-            experience.completions[i],
-            advantage=float(advantages_B[i]),
-            loss_weight=float(weight),
-            mask_truncated=masked,
-            origin=i,
-        )
-        for i, weight in zip(indices, weights_B, strict=True)
-    ])
+    batches.append(
+        [
+            packing.sequence_from_completion(
+                experience.completions[i],
+                advantage=float(advantages_B[i]),
+                loss_weight=float(weight),
+                mask_truncated=masked,
+                origin=i,
+            )
+            for i, weight in zip(indices, weights_B, strict=True)
+        ]
+    )
   return batches
 
 

@@ -1,6 +1,7 @@
 """SIGTERM and SIGINT: finish or abandon the step, save, leave."""
 
 import signal
+from typing import Any
 
 
 class StopRequested(Exception):
@@ -16,7 +17,7 @@ class Interrupt:
 
   def __init__(self):
     self._signal: int | None = None
-    self._previous: dict[int, object] = {}
+    self._previous: dict[int, Any] = {}
 
   def check(self) -> None:
     """Raises StopRequested if a signal came."""

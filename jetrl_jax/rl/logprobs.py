@@ -110,8 +110,8 @@ def temper(logits_MV: Array, temperature) -> Array:
   """Returns logits / temperature; temperature 0 (greedy) leaves them."""
   safe = jnp.where(temperature > 0, temperature, 1.0)
   # The maximum changes no finite value. Without it the product and the
-  # subtraction of the row's maximum are fused into one multiply-add, which skips
-  # the product's rounding - in some programs and not in others.
+  # subtraction of the row's maximum are fused into one multiply-add, which
+  # skips the product's rounding - in some programs and not in others.
   return jnp.maximum(logits_MV * (1.0 / safe), jnp.finfo(jnp.float32).min)
 
 

@@ -47,9 +47,7 @@ class OptimizerConfig:
           f' {self.lr_warmup_steps}; both must be >= 0'
       )
     if self.moments not in ('fp8', 'float32'):
-      raise ValueError(
-          f'moments is {self.moments!r}; allowed: fp8, float32'
-      )
+      raise ValueError(f'moments is {self.moments!r}; allowed: fp8, float32')
     if self.lr_decay not in ('constant', 'cosine', 'linear'):
       raise ValueError(
           f'lr_decay is {self.lr_decay!r}; allowed: constant, cosine, linear'
@@ -58,8 +56,8 @@ class OptimizerConfig:
         self.lr_decay_steps <= self.lr_warmup_steps
     ):
       raise ValueError(
-          f'lr_decay_steps is {self.lr_decay_steps}; {self.lr_decay} decay needs'
-          f' more than lr_warmup_steps ({self.lr_warmup_steps})'
+          f'lr_decay_steps is {self.lr_decay_steps}; {self.lr_decay} decay'
+          f' needs more than lr_warmup_steps ({self.lr_warmup_steps})'
       )
 
   def learning_rate(self, count):
@@ -77,15 +75,16 @@ class OptimizerConfig:
         decay = optax.constant_schedule(self.lr)
     if not self.lr_warmup_steps:
       return decay
+
     # The first step already moves: step n of warmup runs at (n + 1) / warmup.
-    warmup = lambda count: self.lr * (count + 1) / self.lr_warmup_steps
+    def warmup(count):
+      return self.lr * (count + 1) / self.lr_warmup_steps
+
     return optax.join_schedules([warmup, decay], [self.lr_warmup_steps])
 
   def build(self) -> optax.GradientTransformation:
     """Returns the optax transformation."""
-    codec = (
-        adam.fp8_codec() if self.moments == 'fp8' else adam.identity_codec()
-    )
+    codec = adam.fp8_codec() if self.moments == 'fp8' else adam.identity_codec()
     return adam.adamw(
         self.learning_rate,
         *self.betas,

@@ -6,7 +6,7 @@ or inside `shard_map` on a part of the rows.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,10 @@ class Policy:
     """The Flax module."""
     return Decoder(self.recipe, self.axes, config=self.model, remat=self.remat)
 
+  def _apply(self, tree: PyTree, *args, **kwargs) -> Any:
+    # Flax's own return type counts collections that change; none does here.
+    return self.decoder.apply(tree, *args, **kwargs)
+
   def init(self, key: PRNGKey) -> PyTree:
     """Returns random float32 masters: normal(0.02) kernels, unit gains."""
     tokens = jnp.zeros((self.tile,), jnp.int32)
@@ -89,7 +93,7 @@ class Policy:
         last_BT=jnp.where(valid, index, -1),
         tile=self.tile,
     )
-    hidden_MD, _ = self.decoder.apply(
+    hidden_MD, _ = self._apply(
         variables(params.weights, params.fp8_state, masters),
         batch.tokens.reshape(-1),
         batch.positions.reshape(-1),
@@ -122,7 +126,7 @@ class Policy:
     tree = variables(params.weights, params.fp8_state, masters)
     targets_BT = jnp.roll(batch.tokens, -1, axis=1)
     logprobs_M, entropy_M = logprobs.target_logprobs(
-        lambda rows: self.decoder.apply(tree, rows, method='head'),
+        lambda rows: self._apply(tree, rows, method='head'),
         hidden_MD,
         targets_BT.reshape(-1),
         temperature,
@@ -154,7 +158,7 @@ class Policy:
         last_BT=jnp.where(valid, index, -1),
         tile=self.tile,
     )
-    _, caches = self.decoder.apply(
+    _, caches = self._apply(
         variables(params.weights, params.fp8_state),
         tokens_PT.reshape(-1),
         jnp.where(valid, index, 0).reshape(-1),
@@ -181,7 +185,7 @@ class Policy:
       temperature_B: float32; 0 leaves the logits untempered.
     """
     tree = variables(params.weights, params.fp8_state)
-    hidden_MD, caches = self.decoder.apply(
+    hidden_MD, caches = self._apply(
         tree,
         tokens_B,
         positions_B,
@@ -190,7 +194,7 @@ class Policy:
         caches,
     )
     with jax.named_scope('head'):
-      logits_BV = self.decoder.apply(tree, hidden_MD, method='head')
+      logits_BV = self._apply(tree, hidden_MD, method='head')
       return logprobs.temper(logits_BV, temperature_B[:, None]), caches
 
   def cache_shape(self, slots: int, length: int) -> jax.ShapeDtypeStruct:

@@ -113,9 +113,7 @@ class _Loop:
     return [self.done[i] for i in range(len(self.done))]
 
   def _refill(self, state: DecodeState) -> DecodeState:
-    free = [
-        s for s in range(self.engine.num_slots) if s not in self.running
-    ]
+    free = [s for s in range(self.engine.num_slots) if s not in self.running]
     while len(self.ready) < len(free) and self.waiting:
       self._prefill()
     taken = [self.ready.popleft() for _ in free[: len(self.ready)]]

@@ -130,6 +130,6 @@ class RunConfig:
       )
     if self.train_batch_size % self.mini_batch_size:
       raise ValueError(
-          f'train_batch_size ({self.train_batch_size} prompts) is not a multiple'
-          f' of mini_batch_size ({self.mini_batch_size} prompts)'
+          f'train_batch_size ({self.train_batch_size} prompts) is not a'
+          f' multiple of mini_batch_size ({self.mini_batch_size} prompts)'
       )

@@ -50,9 +50,11 @@ def partition(
   frozen = set().union(*matches.values())
   if len(frozen) == len(flat):
     raise ValueError('model.freeze matches every parameter; nothing to train')
-  build = lambda paths: traverse_util.unflatten_dict(
-      {p: flat[p] for p in flat if p in paths}, sep='/'
-  )
+
+  def build(paths):
+    kept = {p: flat[p] for p in flat if p in paths}
+    return traverse_util.unflatten_dict(kept, sep='/')
+
   return build(set(flat) - frozen), build(frozen)
 
 
@@ -148,7 +150,7 @@ def abstract(
       ),
       opt_state=jax.eval_shape(optimizer.init, trainable),
       weights={},
-      opt_step=jax.ShapeDtypeStruct((), jnp.int32),
+      opt_step=jax.eval_shape(lambda: jnp.zeros((), jnp.int32)),
   )
   return jax.tree.map(
       lambda leaf, where: jax.ShapeDtypeStruct(

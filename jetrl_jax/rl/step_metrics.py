@@ -6,6 +6,7 @@ import pathlib
 import resource
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
@@ -25,8 +26,10 @@ class Timer:
 
   @contextlib.contextmanager
   def __call__(self, phase: str) -> Iterator[None]:
-    """Times a block. The phases end with a copy to the host, so device work
-    is inside."""
+    """Times a block.
+
+    The phases end with a copy to the host, so device work is inside.
+    """
     start = time.monotonic()
     try:
       yield
@@ -57,7 +60,9 @@ def update_metrics(infos: list[UpdateInfo]) -> dict:
     for name, value in info.metrics.items():
       totals[name] = totals[name] + value if name in totals else value
   values = {name: total.value() for name, total in totals.items()}
-  metrics = {name: value for name, value in values.items() if value is not None}
+  metrics: dict[str, Any] = {
+      name: value for name, value in values.items() if value is not None
+  }
   applied = [bool(info.applied) for info in infos]
   metrics |= {
       'actor/grad_norm': float(np.mean([info.grad_norm for info in infos])),

@@ -58,7 +58,9 @@ class LossConfig:
           f'clip_ratio_low is {self.clip_ratio_low}; allowed: [0, 1)'
       )
     if self.clip_ratio_high < 0:
-      raise ValueError(f'clip_ratio_high is {self.clip_ratio_high}; allowed: >= 0')
+      raise ValueError(
+          f'clip_ratio_high is {self.clip_ratio_high}; allowed: >= 0'
+      )
     if self.clip_ratio_c <= 1:
       raise ValueError(f'clip_ratio_c is {self.clip_ratio_c}; allowed: > 1')
     for name in ('kl_loss_coef', 'entropy_coeff'):
@@ -232,12 +234,13 @@ def _global_norm(gradients: PyTree, is_split: PyTree, axes) -> Array:
   squares = jax.tree.map(
       lambda g: jnp.sum(jnp.square(g.astype(jnp.float32))), gradients
   )
-  pairs = zip(
-      jax.tree.leaves(squares), jax.tree.leaves(is_split), strict=True
-  )
+  pairs = zip(jax.tree.leaves(squares), jax.tree.leaves(is_split), strict=True)
   whole, split = jnp.zeros(()), jnp.zeros(())
   for square, splits in pairs:
-    whole, split = (whole, split + square) if splits else (whole + square, split)
+    if splits:
+      split = split + square
+    else:
+      whole = whole + square
   if axes.size > 1:
     # Every device of the data axis holds the same reduced gradient.
     split = axes.psum(split) / axes.data
@@ -268,12 +271,16 @@ def _apply(policy, optimizer, config, is_split, state, gradients):
   shrink = jnp.minimum(1.0, config.grad_clip / (norm + 1e-6))
   shrink = jnp.where(ok, shrink, 0.0)
   clipped = jax.tree.map(
-      lambda g: jnp.where(ok, g * shrink.astype(g.dtype), 0), gradients.trainable
+      lambda g: jnp.where(ok, g * shrink.astype(g.dtype), 0),
+      gradients.trainable,
   )
   updates, opt_state = optimizer.update(
       clipped, state.opt_state, state.trainable
   )
-  keep = lambda new, old: jnp.where(ok, new, old)
+
+  def keep(new, old):
+    return jnp.where(ok, new, old)
+
   trainable = jax.tree.map(
       keep, optax.apply_updates(state.trainable, updates), state.trainable
   )
@@ -339,7 +346,10 @@ class TrainStep:
     grad_specs = Gradients(
         trainable=specs.trainable,
         fp8=specs.fp8_state,
-        metrics={n: Mean(sum=P(), weight=P()) for n in self._metric_names},
+        metrics=jax.tree.map(
+            lambda _: P(),
+            {n: Mean(sum=0.0, weight=0.0) for n in self._metric_names},
+        ),
     )
     rows = sharding.ROWS
 
@@ -387,7 +397,7 @@ class TrainStep:
     return self._zeros(state.trainable, state.fp8_state)
 
   def _make_zeros(self, trainable, fp8_state):
-    scalar = lambda: jnp.zeros((), jnp.float32)
+    scalar = functools.partial(jnp.zeros, (), jnp.float32)
     return Gradients(
         trainable=jax.tree.map(jnp.zeros_like, trainable),
         fp8=jax.tree.map(jnp.zeros_like, fp8_state),
@@ -402,9 +412,10 @@ class TrainStep:
     ints = jax.ShapeDtypeStruct((1, 16), jnp.int32)
     floats = jax.ShapeDtypeStruct((1, 16), jnp.float32)
     integer = ('tokens', 'positions', 'segment_ids', 'weight_version')
-    batch = TrainBatch(**{
+    shapes: dict[str, Any] = {
         field.name: ints if field.name in integer else floats
         for field in dataclasses.fields(TrainBatch)
-    })
+    }
+    batch = TrainBatch(**shapes)
     _, metrics = jax.eval_shape(loss_function, batch, floats, floats)
     return list(metrics)
