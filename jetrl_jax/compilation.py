@@ -7,7 +7,7 @@ Notebooks use it too, so they get the trainer's numbers, whatever XLA_FLAGS say.
 
 import jax
 
-# Why each: see docs/design.md, "The precision contract".
+# Why each: see docs/numerics.md.
 _EVERYWHERE = {
     # A fusion may otherwise skip a bfloat16 rounding, differently in two
     # graphs.
