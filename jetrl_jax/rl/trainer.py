@@ -23,6 +23,7 @@ from jetrl_jax import checkpoint, models, rng
 from jetrl_jax.data import Prompt, PromptDataset, PromptSampler, Tokenizer
 from jetrl_jax.fp8 import health, slots
 from jetrl_jax.metrics import MetricWriter
+from jetrl_jax.models import norm
 from jetrl_jax.rewards import RewardPool
 from jetrl_jax.rl import (
     evaluation,
@@ -158,6 +159,8 @@ class Trainer:
       flow_check.check_flow(
           self.parts.policy, self.loss, self.parts.engine, state
       )
+      if norm.on_gpu():
+        self._say_whether_exact(self.bit_test(state))
       position = self.sampler.state()
       try:
         if step == 0:
@@ -475,25 +478,14 @@ class Trainer:
     if not slots.slot_paths(state.fp8_state):
       return state
     with self.timer('calibration'):
-      count = min(run.calibration_prompts, len(parts.train_set))
-      prompts = [parts.train_set[i] for i in range(count)]
+      prompts = self._calibration_prompts()
       calibration = states.Calibration(parts.policy, parts.mesh, state)
       texts = [prompt.tokens for prompt in prompts]
-      sequences = states.likelihood_sequences(texts, [1] * count)
+      sequences = states.likelihood_sequences(texts, [1] * len(texts))
       state = calibration.fill(
           state, self._pack(sequences).batches, run.temperature
       )
-      completions = rollout(
-          self.engine,
-          PolicyParams(state.weights, state.fp8_state),
-          prompts,
-          num_generations=run.num_generations,
-          temperature=run.temperature,
-          base_key=rng.key(run.seed, rng.CALIBRATION),
-          weight_version=0,
-          limits=np.full((count, run.num_generations), run.calibration_tokens),
-          should_stop=self.interrupt.check,
-      )
+      completions = self._short_rollout(state)
       sequences = states.likelihood_sequences(
           [np.concatenate([c.prompt_tokens, c.tokens]) for c in completions],
           [len(c.prompt_tokens) for c in completions],
@@ -502,6 +494,69 @@ class Trainer:
           state, self._pack(sequences).batches, run.temperature
       )
     return state
+
+  def _calibration_prompts(self) -> list[Prompt]:
+    train_set = self.parts.train_set
+    count = min(self.parts.run.calibration_prompts, len(train_set))
+    return [train_set[i] for i in range(count)]
+
+  def _short_rollout(self, state: TrainState) -> list[Completion]:
+    """Samples the calibration's prompts, calibration_tokens at most."""
+    run, prompts = self.parts.run, self._calibration_prompts()
+    shape = (len(prompts), run.num_generations)
+    return rollout(
+        self.engine,
+        PolicyParams(state.weights, state.fp8_state),
+        prompts,
+        num_generations=run.num_generations,
+        temperature=run.temperature,
+        base_key=rng.key(run.seed, rng.CALIBRATION),
+        weight_version=0,
+        limits=np.full(shape, run.calibration_tokens),
+        should_stop=self.interrupt.check,
+    )
+
+  def bit_test(self, state: TrainState) -> float:
+    """Returns the share of a short rollout's tokens that training differs on.
+
+    The run's own executables at the run's own shapes: what they give on this
+    device and with these library versions is an observation, and this is it.
+    """
+    completions = self._short_rollout(state)
+    batch = [
+        packing.sequence_from_completion(
+            completion,
+            advantage=0.0,
+            loss_weight=0.0,
+            mask_truncated=False,
+            origin=i,
+        )
+        for i, completion in enumerate(completions)
+    ]
+    params = PolicyParams(state.weights, state.fp8_state)
+    scored = self._score_batch(batch, params)
+    return mismatch.mismatch_token_frac(
+        np.concatenate([c.logprobs for c in completions]),
+        np.concatenate(
+            [
+                values[len(c.prompt_tokens) :]
+                for c, values in zip(completions, scored, strict=True)
+            ]
+        ),
+    )
+
+  def _say_whether_exact(self, share: float) -> None:
+    if share == 0:
+      logging.info(
+          'Start-up bit test: rollout and training agree on all tokens'
+      )
+      return
+    logging.warning(
+        'Start-up bit test: %.3f%% of tokens differ between rollout and'
+        ' training on this device; exactness may not be claimed for this run.'
+        ' training/mismatch_token_frac shows it at every step.',
+        100 * share,
+    )
 
   def _save(self, step: int, state: TrainState) -> None:
     if step == self.saved_step:

@@ -113,6 +113,19 @@ def test_evaluating_moves_nothing(live):
   assert whole_run.digest(live.state) == before
 
 
+def test_the_start_up_bit_test_sees_equal_bits_and_a_moved_weight(live):
+  assert live.trainer.bit_test(live.state) == 0.0
+  # The engine samples with other weights than those that are scored.
+  rollout_of = live.trainer._short_rollout
+  moved = jax.tree.map(jnp.copy, live.state)
+  moved.weights['final_norm']['scale'] *= 1.01
+  live.trainer._short_rollout = lambda state: rollout_of(moved)
+  try:
+    assert live.trainer.bit_test(live.state) > 0.5
+  finally:
+    del live.trainer._short_rollout
+
+
 def test_saved_rollouts_replayed_give_the_same_weights(done, live):
   trainer, state = live.trainer, jax.tree.map(jnp.copy, live.state)
   for step in (5, 6):
