@@ -144,6 +144,19 @@ def records(workdir: pathlib.Path) -> list[dict]:
   ]
 
 
+def times(workdir: pathlib.Path) -> list[dict[str, float]]:
+  """The seconds by phase of each line of metrics.jsonl."""
+  lines = (workdir / 'metrics.jsonl').read_text().splitlines()
+  return [
+      {
+          name.removeprefix('timing_s/'): value
+          for name, value in json.loads(line).items()
+          if name.startswith('timing_s/')
+      }
+      for line in lines
+  ]
+
+
 def restored(
     workdir: pathlib.Path,
     step: int | None = None,

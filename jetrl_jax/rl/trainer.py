@@ -28,6 +28,7 @@ from jetrl_jax.rewards import RewardPool
 from jetrl_jax.rl import (
     evaluation,
     experience,
+    flops,
     flow_check,
     mismatch,
     packing,
@@ -193,8 +194,7 @@ class Trainer:
     prompts = self._next_prompts()
     with self.timer('gen'):
       completions = self._rollout(step, prompts, params, state)
-    with self.timer('reward'):
-      exp = self._score(step, prompts, completions)
+    exp = self._score(step, prompts, completions)
     self.interrupt.check()  # From here on the state is being changed.
     state, infos, scored = self.learn(state, exp)
     self._count_skipped(infos)
@@ -217,14 +217,18 @@ class Trainer:
        completion's index -> training forward's log-probs at state's weights).
     """
     params = PolicyParams(state.weights, state.fp8_state)
-    batches = experience.mini_batches(
-        exp,
-        self.parts.algorithm,
-        mini_batch_size=self.parts.run.mini_batch_size,
-        max_response_length=self.parts.engine.max_response_length,
-    )
+    with self.timer('adv'):
+      batches = experience.mini_batches(
+          exp,
+          self.parts.algorithm,
+          mini_batch_size=self.parts.run.mini_batch_size,
+          max_response_length=self.parts.engine.max_response_length,
+      )
     with self.timer('old_log_prob'):
       batches, scored = self._log_probs_at_rollout_weights(batches, params)
+    if self.reference is not None:
+      with self.timer('ref'):
+        batches = [self._with_reference(b, self.reference) for b in batches]
     with self.timer('update_actor'):
       state, infos, first = self._update(state, batches)
     scored |= first
@@ -266,21 +270,23 @@ class Trainer:
       self, step: int, prompts: list[Prompt], completions: list[Completion]
   ) -> Experience:
     run, errors = self.parts.run, {}
-    if run.synthetic:
-      values = synthetic.scores(run.seed, step, prompts, run.num_generations)
-      accuracy = np.zeros_like(values)
-    else:
-      results = experience.score_completions(
-          prompts, completions, self.pool, self.parts.tokenizer
+    with self.timer('reward'):
+      if run.synthetic:
+        values = synthetic.scores(run.seed, step, prompts, run.num_generations)
+        accuracy = np.zeros_like(values)
+      else:
+        results = experience.score_completions(
+            prompts, completions, self.pool, self.parts.tokenizer
+        )
+        values = np.asarray([r.score for r in results])
+        accuracy = np.asarray([r.accuracy for r in results])
+        for result in results:
+          if result.error:
+            errors[result.error] = errors.get(result.error, 0) + 1
+    with self.timer('adv'):
+      return experience.from_scores(
+          prompts, completions, values, accuracy, errors, self.parts.algorithm
       )
-      values = np.asarray([r.score for r in results])
-      accuracy = np.asarray([r.accuracy for r in results])
-      for result in results:
-        if result.error:
-          errors[result.error] = errors.get(result.error, 0) + 1
-    return experience.from_scores(
-        prompts, completions, values, accuracy, errors, self.parts.algorithm
-    )
 
   def _log_probs_at_rollout_weights(self, batches, params):
     """Scores what `accumulate` will not meet at the rollout's weights.
@@ -290,7 +296,7 @@ class Trainer:
     old_logprobs='recompute' all are scored, and that becomes pi_old.
 
     Returns:
-      (batches with old and reference log-probs filled in,
+      (batches with old log-probs filled in,
        origin -> training forward's log-probs at the rollout's weights).
     """
     recompute = self.parts.algorithm.old_logprobs == 'recompute'
@@ -304,14 +310,15 @@ class Trainer:
               dataclasses.replace(s, old_logprobs=v)
               for s, v in zip(batch, values, strict=True)
           ]
-      if self.reference is not None:
-        values = self._score_batch(batch, self.reference)
-        batch = [
-            dataclasses.replace(s, ref_logprobs=v)
-            for s, v in zip(batch, values, strict=True)
-        ]
       filled.append(batch)
     return filled, scored
+
+  def _with_reference(self, batch, reference: PolicyParams):
+    values = self._score_batch(batch, reference)
+    return [
+        dataclasses.replace(s, ref_logprobs=v)
+        for s, v in zip(batch, values, strict=True)
+    ]
 
   def _pack(self, batch: list[packing.Sequence]) -> packing.Packed:
     return packing.pack(
@@ -403,6 +410,13 @@ class Trainer:
       metrics['fp8_health'] = summary
     metrics |= step_metrics.throughput(
         exp.completions, exp.prompts, self.timer, self.parts.policy.axes.size
+    )
+    metrics |= flops.mfu_metrics(
+        self.parts.policy,
+        exp.prompts,
+        exp.completions,
+        self.timer,
+        ppo_epochs=self.parts.algorithm.ppo_epochs,
     )
     return metrics
 

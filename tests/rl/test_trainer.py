@@ -100,6 +100,13 @@ def test_without_a_kl_term_there_is_no_reference(done):
   assert not any('actor/kl_loss' in r for r in whole_run.records(done))
 
 
+def test_each_phase_of_a_step_has_a_time_of_its_own(done):
+  phases = {'gen', 'reward', 'adv', 'old_log_prob', 'update_actor'}
+  for times in whole_run.times(done)[1:]:
+    assert phases <= set(times) and 'ref' not in times
+    assert sum(times.values()) <= 2 * times['step']
+
+
 def test_evaluation_happens_at_the_start_and_every_test_freq_steps(done):
   name = 'val-core/heldout/acc/mean@1'
   records = whole_run.records(done)
@@ -290,6 +297,7 @@ def test_the_reference_is_the_start_and_is_there_again_after_a_stop(tmp_path):
   kl = [r.get('actor/kl_loss') for r in whole_run.records(tmp_path)]
   # On-policy and before any update the policy is the reference to the bit.
   assert kl[:2] == [None, 0.0] and kl[2] > 0 and kl[3] > 0
+  assert all(times['ref'] > 0 for times in whole_run.times(tmp_path)[1:])
 
   shutil.rmtree(tmp_path / 'reference')
   with pytest.raises(ValueError, match='holds no reference policy'):
