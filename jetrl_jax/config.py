@@ -25,6 +25,7 @@ from jetrl_jax.data import (
     ChatFormat,
     PlainFormat,
     PromptDataset,
+    PromptFormat,
     Tokenizer,
     load_examples,
 )
@@ -68,6 +69,20 @@ def check_names(
         f'the config lacks {missing[:5]}; start from configs/base.py:'
         ' get_config()'
     )
+
+
+def read(file: pathlib.Path) -> Config:
+  """Reads the resolved config that a run left in its workdir.
+
+  Raises:
+    ValueError: the file is missing or is no config.
+  """
+  try:
+    return ml_collections.ConfigDict(
+        json.loads(file.read_text(encoding='utf-8'))
+    ).lock()
+  except (OSError, ValueError, TypeError) as error:
+    raise ValueError(f'{file} is not the config of a run: {error}') from error
 
 
 def names(config: ml_collections.ConfigDict) -> list[str]:
@@ -220,16 +235,19 @@ def build_dataset(
       source_key=data.source_key,
   )
   examples = examples[:limit] if limit else examples
-  if data.template == 'chat':
-    prompt_format = ChatFormat(system=data.system, instruction=data.instruction)
-  else:
-    prompt_format = PlainFormat(template=data.template)
   return PromptDataset(
       examples,
       tokenizer,
-      prompt_format=prompt_format,
+      prompt_format=prompt_format(data),
       max_prompt_length=data.max_prompt_length,
   )
+
+
+def prompt_format(section: Config) -> PromptFormat:
+  """Returns how a question becomes the text that the policy sees."""
+  if section.template == 'chat':
+    return ChatFormat(system=section.system, instruction=section.instruction)
+  return PlainFormat(template=section.template)
 
 
 def reward_specs(section: Config) -> list[RewardSpec]:

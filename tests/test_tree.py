@@ -95,7 +95,8 @@ def _text_files() -> list[pathlib.Path]:
         for f in folders
         if f not in _BUILT and (f == '.ci' or not f.startswith('.'))
     ]
-    paths = (pathlib.Path(folder, name) for name in names)
+    # In a git worktree `.git` is a file, and names a path of the machine.
+    paths = (pathlib.Path(folder, name) for name in names if name != '.git')
     files += [p for p in paths if p.suffix in _TEXT]
   return sorted(files)
 

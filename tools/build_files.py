@@ -24,6 +24,7 @@ ORDER = (
     ('data', 'rewards'),
     ('rl',),
     ('config',),
+    ('saved_policy',),
     ('main', 'sft'),
 )
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
