@@ -16,6 +16,7 @@ its history.
 """
 
 import re
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -231,3 +232,28 @@ def slot_paths(state: PyTree) -> list[str]:
           int(s) if s.isdigit() else s for s in re.split(r'(\d+)', p)
       ],
   )
+
+
+def with_scales(
+    state: PyTree, scales: Mapping[str, tuple[float, float]]
+) -> PyTree:
+  """Returns the state with known scales of kernels and inputs in use.
+
+  Histories stay as they are: what was seen is not known. Until something is
+  recorded, `roll` keeps the scales.
+
+  Args:
+    state: the collection.
+    scales: from the path of each slot to the scales of its kernel and input.
+  """
+
+  def walk(node, path):
+    if _is_slot(node):
+      found = zip(('kernel', 'input'), scales['/'.join(path)], strict=True)
+      return node | {
+          operand: node[operand] | {'scale': jnp.float32(scale)}
+          for operand, scale in found
+      }
+    return {key: walk(child, (*path, key)) for key, child in node.items()}
+
+  return walk(state, ())

@@ -5,7 +5,7 @@ from jetrl_jax.models.decoder import Decoder, variables
 from jetrl_jax.models.hf_config import load_config
 from jetrl_jax.models.hf_export import save_checkpoint
 from jetrl_jax.models.hf_files import resolve_checkpoint
-from jetrl_jax.models.hf_import import load_checkpoint
+from jetrl_jax.models.hf_import import load_checkpoint, load_scales
 from jetrl_jax.models.types import ModelConfig
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     'PackedAttention',
     'load_checkpoint',
     'load_config',
+    'load_scales',
     'resolve_checkpoint',
     'save_checkpoint',
     'variables',

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jetrl_jax.models.hf_files import list_names, parse_json, read_inside
+from jetrl_jax.models.hf_quantization import check_section
 from jetrl_jax.models.types import (
     FAMILY_TRAITS,
     Llama3RopeScaling,
@@ -47,7 +48,6 @@ _MUST_BE = (
     ('attention_bias', (False, None)),
     ('mlp_bias', (False, None)),
     ('partial_rotary_factor', (1, None)),
-    ('quantization_config', (None,)),
     ('compression_config', (None,)),
     ('num_experts', (0, None)),
     ('num_local_experts', (0, None)),
@@ -78,6 +78,8 @@ def read_config_json(folder: pathlib.Path) -> dict[str, Any]:
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
   """Says what a config.json describes, in our terms.
 
+  FP8 is not part of the shape: `load_checkpoint` and `load_scales` see it.
+
   Args:
     hf: the parsed file, in the layout of transformers 4 (`rope_theta`,
       `rope_scaling`) or 5 (`rope_parameters`).
@@ -91,6 +93,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
   """
   family = _family(hf)
   _refuse_unsupported(hf)
+  check_section(hf)
   fields = {ours: _required(hf, theirs) for ours, theirs in _FIELDS}
   _refuse_windows(hf, fields['num_layers'])
   theta, scaling = _rope(hf)

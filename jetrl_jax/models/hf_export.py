@@ -5,32 +5,35 @@ beside its place, flushed, and renamed. The same tree, config and source give
 the same bytes.
 """
 
-import json
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
+from jetrl_jax.fp8 import QTensor
 from jetrl_jax.models.hf_config import (
     config_from_hf,
     config_to_hf,
     read_config_json,
 )
 from jetrl_jax.models.hf_files import has_file, list_names, open_inside
-from jetrl_jax.models.hf_layout import (
-    Part,
-    flatten_tree,
-    layout,
-    num_elements,
+from jetrl_jax.models.hf_layout import flatten_tree, layout
+from jetrl_jax.models.hf_quantization import (
+    FP8_DTYPE,
+    KEY,
+    is_dot,
+    quantization_section,
+    scale_names,
 )
-from jetrl_jax.models.safetensors_index import (
-    DTYPES,
-    INDEX_FILE,
-    SINGLE_FILE,
+from jetrl_jax.models.safetensors_write import (
+    Entry,
+    sync,
+    write_json,
+    write_tensors,
 )
 from jetrl_jax.models.types import ModelConfig
 from jetrl_jax.typing import PyTree
@@ -53,9 +56,6 @@ CARRIED_FILES = (
     'chat_template.json',
 )
 
-# A tensor is cast and written in pieces of about this size.
-_PIECE_BYTES = 64 * 2**20
-
 
 def save_checkpoint(
     folder: pathlib.Path,
@@ -65,19 +65,26 @@ def save_checkpoint(
     source_folder: pathlib.Path | None = None,
     dtype: str = 'bfloat16',
     max_shard_bytes: int = 5_000_000_000,
+    input_scales: Mapping[str, Any] | None = None,
 ) -> None:
   """Writes config.json, the safetensors files and the carried files.
 
+  A kernel that is a `QTensor` is written as it is, in FP8 with its scale and
+  that of its input (see `hf_quantization`).
+
   Args:
     folder: where the checkpoint appears; absent or empty so far.
-    params: nested dict of arrays, all addressable from this process.
+    params: nested dict of arrays, all addressable from this process; masters,
+      or compute weights.
     config: their shape.
     source_folder: the checkpoint that training started from; its tokenizer
       files and generation_config.json are copied, and its config.json is
       kept but for the dtype.
-    dtype: of every tensor written, 'bfloat16' or 'float32'.
+    dtype: of every tensor that is not FP8, 'bfloat16' or 'float32'.
     max_shard_bytes: tensor bytes per file, unless one tensor is larger; more
       than one file brings an index.
+    input_scales: from the path of every FP8 dot ('layers_0/attn/qkv') to the
+      scale of its input.
 
   Raises:
     ValueError: the place is taken, the tree does not fit the config, the
@@ -93,14 +100,17 @@ def save_checkpoint(
   leaves = flatten_tree(params)
   _check_leaves(leaves, config)
   hf = _config_json(config, source_folder, dtype)
+  if any(isinstance(leaf, QTensor) for leaf in leaves.values()):
+    hf[KEY] = quantization_section(_high_precision(leaves, config))
 
   partial = folder.with_name(f'.{folder.name}.partial')
   # Left by an export that was killed.
   shutil.rmtree(partial, ignore_errors=True)
   partial.mkdir(parents=True)
   try:
-    _write_tensors(partial, leaves, config, dtype, max_shard_bytes)
-    _write_json(partial / 'config.json', hf)
+    entries = _entries(leaves, config, input_scales or {}, dtype)
+    write_tensors(partial, entries, max_shard_bytes)
+    write_json(partial / 'config.json', hf)
     if source_folder is not None:
       _carry(source_folder, partial)
     _sync_folder(partial)
@@ -113,6 +123,10 @@ def save_checkpoint(
 
 def _check_leaves(leaves: dict[str, Any], config: ModelConfig) -> None:
   shapes = {row.path: row.shape for row in layout(config)}
+  leaves = {
+      path: leaf.values if isinstance(leaf, QTensor) else leaf
+      for path, leaf in leaves.items()
+  }
   wrong = [
       f'{path} is {list(leaves[path].shape)}, not {list(shape)}'
       for path, shape in shapes.items()
@@ -151,114 +165,55 @@ def _config_json(
         f'{source_folder / "config.json"} describes {config_from_hf(hf)}, and '
         f'the parameters are {config}'
     )
+  # The source may be FP8 where the export is not.
+  hf.pop(KEY, None)
   # transformers 4 says torch_dtype, 5 says dtype.
   keys = [key for key in ('torch_dtype', 'dtype') if key in hf]
   return {**hf, **dict.fromkeys(keys or ['torch_dtype'], dtype)}
 
 
-def _write_tensors(
-    folder: pathlib.Path,
+def _high_precision(leaves: dict[str, Any], config: ModelConfig) -> list[str]:
+  """Names the weights of linear modules that are not FP8."""
+  return [
+      part.name
+      for row in layout(config)
+      if is_dot(row) and not isinstance(leaves[row.path], QTensor)
+      for part in row.parts
+  ]
+
+
+def _entries(
     leaves: dict[str, Any],
     config: ModelConfig,
+    input_scales: Mapping[str, Any],
     dtype: str,
-    max_shard_bytes: int,
-) -> None:
-  """Writes model.safetensors, or numbered shards and their index."""
-  # (tensor of theirs, leaf of ours, its first row in the leaf)
-  parts = []
+) -> list[Entry]:
+  """Lists their tensors; the parts of a fused FP8 dot get the same scales."""
+  entries, name = [], _DTYPE_NAMES[dtype]
   for row in layout(config):
-    first = 0
+    leaf, first = leaves[row.path], 0
+    quantized = isinstance(leaf, QTensor)
     for part in row.parts:
-      parts.append((part, leaves[row.path], first))
-      first += part.shape[0]
-  itemsize = DTYPES[_DTYPE_NAMES[dtype]].itemsize
-  shards, filled = [[]], 0
-  for item in parts:
-    num_bytes = num_elements(item[0]) * itemsize
-    if shards[-1] and filled + num_bytes > max_shard_bytes:
-      shards.append([])
-      filled = 0
-    shards[-1].append(item)
-    filled += num_bytes
-  if len(shards) == 1:
-    _write_shard(folder / SINGLE_FILE, shards[0], dtype)
-    return
-  weight_map = {}
-  for number, shard in enumerate(shards, start=1):
-    file = f'model-{number:05d}-of-{len(shards):05d}.safetensors'
-    _write_shard(folder / file, shard, dtype)
-    weight_map.update((part.name, file) for part, _, _ in shard)
-  total = sum(num_elements(part) for part, _, _ in parts)
-  metadata = {'total_parameters': total, 'total_size': total * itemsize}
-  _write_json(
-      folder / INDEX_FILE,
-      {'metadata': metadata, 'weight_map': dict(sorted(weight_map.items()))},
-  )
-
-
-def _write_shard(
-    path: pathlib.Path, shard: list[tuple[Part, Any, int]], dtype: str
-) -> None:
-  name = _DTYPE_NAMES[dtype]
-  # Without this mark transformers 4 refuses the file.
-  header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
-  end = 0
-  for part, _, _ in shard:
-    start, end = end, end + num_elements(part) * DTYPES[name].itemsize
-    header[part.name] = {
-        'dtype': name,
-        'shape': list(part.shape),
-        'data_offsets': [start, end],
-    }
-  text = json.dumps(header, separators=(',', ':')).encode()
-  # The payload starts at a multiple of 8; the format pads with spaces.
-  text += b' ' * (-len(text) % 8)
-  with open(path, 'wb') as file:
-    file.write(len(text).to_bytes(8, 'little'))
-    file.write(text)
-    for part, leaf, first in shard:
-      for piece in _host_pieces(leaf, first, part, DTYPES[name]):
-        bad = piece.size - int(np.count_nonzero(np.isfinite(piece)))
-        if bad:
-          raise ValueError(
-              f'{part.name} holds {bad} values or more that are not finite in '
-              f'{dtype}; nothing was exported'
+      entries.append(
+          Entry(
+              name=part.name,
+              dtype=FP8_DTYPE if quantized else name,
+              shape=part.shape,
+              array=leaf.values if quantized else leaf,
+              first=first,
           )
-        file.write(piece.view(np.uint8).data)
-    _sync(file)
-
-
-def _host_pieces(
-    leaf: Any, first: int, part: Part, target: np.dtype
-) -> Iterator[np.ndarray]:
-  """Fetches one tensor of theirs and casts it piece by piece."""
-  rows = _host_rows(leaf, first, part)
-  step = max(1, _PIECE_BYTES // max(1, rows.nbytes // len(rows)))
-  for start in range(0, len(rows), step):
-    with np.errstate(over='ignore', invalid='ignore'):
-      piece = rows[start : start + step].astype(target)
-    yield np.ascontiguousarray(piece)
-
-
-def _host_rows(leaf: Any, first: int, part: Part) -> np.ndarray:
-  """Fetches the rows of a leaf that make up one tensor of theirs.
-
-  Slices are taken on the devices first: fetching a jax.Array itself would
-  keep its host copy for as long as the array lives, a second model in the end.
-  """
-  last = first + part.shape[0]
-  if not isinstance(leaf, jax.Array):
-    return leaf[first:last]
-  rows = np.empty(part.shape, leaf.dtype)
-  for shard in leaf.addressable_shards:
-    begin, end, _ = shard.index[0].indices(leaf.shape[0])
-    low, high = max(begin, first), min(end, last)
-    if shard.replica_id == 0 and low < high:
-      where = (slice(low - first, high - first), *shard.index[1:])
-      rows[where] = jax.lax.dynamic_slice_in_dim(
-          shard.data, low - begin, high - low, axis=0
       )
-  return rows
+      first += part.shape[0]
+      if quantized:
+        scales = (leaf.scale, input_scales[row.path.removesuffix('/kernel')])
+        for scale_name, scale in zip(
+            scale_names(part.name), scales, strict=True
+        ):
+          array = np.asarray(jax.device_get(scale), np.float32).reshape(1)
+          entries.append(
+              Entry(name=scale_name, dtype='F32', shape=(1,), array=array)
+          )
+  return entries
 
 
 def _carry(source: pathlib.Path, folder: pathlib.Path) -> None:
@@ -266,18 +221,7 @@ def _carry(source: pathlib.Path, folder: pathlib.Path) -> None:
     if has_file(source, name):
       with open_inside(source, name) as file, open(folder / name, 'wb') as out:
         shutil.copyfileobj(file, out)
-        _sync(out)
-
-
-def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-  with open(path, 'wb') as file:
-    file.write((json.dumps(content, indent=2) + '\n').encode())
-    _sync(file)
-
-
-def _sync(file: BinaryIO) -> None:
-  file.flush()
-  os.fsync(file.fileno())
+        sync(out)
 
 
 def _sync_folder(folder: pathlib.Path) -> None:

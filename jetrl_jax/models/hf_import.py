@@ -1,5 +1,8 @@
 """Hugging Face checkpoint to parameter tree, one leaf at a time.
 
+FP8 kernels become masters by values * scale, which the scale's own grid takes
+back to the same bytes (see `load_scales`).
+
 All names, shapes and dtypes are checked before a byte of payload is read. Then
 each leaf is read in pieces into one host array of the target dtype, put on
 its devices and dropped, so that the host never holds more than one leaf.
@@ -13,14 +16,23 @@ from typing import Any
 import jax
 import numpy as np
 
-from jetrl_jax.models.hf_files import list_names
+from jetrl_jax.models.hf_config import read_config_json
+from jetrl_jax.models.hf_files import has_file, list_names
 from jetrl_jax.models.hf_layout import (
     EMBEDDING,
     OUTPUT,
+    Part,
     Row,
     build_tree,
     is_ignored,
     layout,
+)
+from jetrl_jax.models.hf_quantization import (
+    FP8_DTYPE,
+    check_ignored,
+    is_dot,
+    quantized_parts,
+    scale_names,
 )
 from jetrl_jax.models.safetensors_index import (
     DTYPES,
@@ -31,6 +43,8 @@ from jetrl_jax.models.safetensors_index import (
 from jetrl_jax.models.types import ModelConfig
 
 _TARGETS = ('float32', 'bfloat16')
+# What a tensor may be that is not the kernel of a dot.
+_WIDE = tuple(name for name in DTYPES if name != FP8_DTYPE)
 
 
 def load_checkpoint(
@@ -61,6 +75,7 @@ def load_checkpoint(
     raise ValueError(f'dtype {dtype!r}: allowed are {", ".join(_TARGETS)}')
   tensors = read_index(folder)
   check_tensors(tensors, config, folder)
+  _check_quantization(tensors, config, folder)
   target = np.dtype(jax.numpy.dtype(dtype))
   not_finite = {}
 
@@ -80,6 +95,46 @@ def load_checkpoint(
         + (f' and {len(named) - 10} more' if len(named) > 10 else '')
     )
   return tree
+
+
+def load_scales(
+    folder: pathlib.Path, config: ModelConfig
+) -> dict[str, tuple[float, float]]:
+  """Reads the scales of an FP8 checkpoint.
+
+  Args:
+    folder: the checkpoint.
+    config: its shape.
+
+  Returns:
+    From the path of every FP8 dot ('layers_0/attn/qkv') to the scales of its
+    kernel and of its input; empty if the checkpoint is not FP8.
+
+  Raises:
+    ValueError: as `load_checkpoint`; a scale that is not positive and finite;
+      parts of a fused dot with different scales.
+  """
+  tensors = read_index(folder)
+  check_tensors(tensors, config, folder)
+  quantized = _check_quantization(tensors, config, folder)
+  scales, problems = {}, []
+  for row in layout(config):
+    if row.path not in quantized or not quantized[row.path]:
+      continue
+    names = [scale_names(part.name) for part in row.parts]
+    found = {
+        tuple(_read_scale(tensors[name]) for name in pair) for pair in names
+    }
+    if len(found) > 1:
+      problems.append(row.path)
+    scales[row.path.removesuffix('/kernel')] = found.pop()
+  if problems:
+    raise ValueError(
+        f'{folder}: the parts of a fused dot have different scales in'
+        f' {list_names(problems)}; one scale per fused dot is needed to run'
+        ' them as they are. Load it in BF16, or calibrate it anew'
+    )
+  return scales
 
 
 def check_tensors(
@@ -104,7 +159,11 @@ def check_tensors(
         f'{folder}: config.json says {config.num_layers} layers, but the '
         f'files hold only {len(tensors)} tensors'
     )
-  parts = {part.name: part for row in layout(config) for part in row.parts}
+  rows = layout(config)
+  parts = {part.name: part for row in rows for part in row.parts}
+  for part in _fp8_parts(rows, tensors):
+    for name in scale_names(part.name):
+      parts[name] = Part(name=name, shape=(1,))
   if config.tied_embeddings and OUTPUT in tensors:
     parts[OUTPUT] = parts[EMBEDDING]
   found = {n: t for n, t in tensors.items() if not is_ignored(n)}
@@ -114,10 +173,11 @@ def check_tensors(
       for name in both
       if found[name].shape != parts[name].shape
   ]
+  kernels = {p.name for row in rows if is_dot(row) for p in row.parts}
   dtypes = [
       f'{name} is {found[name].dtype}'
       for name in both
-      if found[name].dtype not in DTYPES
+      if found[name].dtype not in (DTYPES if name in kernels else _WIDE)
   ]
   sizes = [
       f'{name} has {tensor.num_bytes} bytes'
@@ -131,7 +191,7 @@ def check_tensors(
           ('missing', [name for name in parts if name not in found]),
           ('unexpected', [name for name in found if name not in parts]),
           ('of the wrong shape', shapes),
-          (f'of a dtype other than {"/".join(DTYPES)}', dtypes),
+          (f'of a dtype other than {"/".join(_WIDE)}', dtypes),
           ('whose size does not fit dtype and shape', sizes),
       )
       if names
@@ -140,6 +200,41 @@ def check_tensors(
     raise ValueError(
         f'{folder}: tensors do not fit the config.json; ' + '; '.join(problems)
     )
+
+
+def _fp8_parts(
+    rows: tuple[Row, ...], tensors: dict[str, StoredTensor]
+) -> list[Part]:
+  return [
+      part
+      for row in rows
+      if is_dot(row)
+      for part in row.parts
+      if part.name in tensors and tensors[part.name].dtype == FP8_DTYPE
+  ]
+
+
+def _check_quantization(
+    tensors: dict[str, StoredTensor], config: ModelConfig, folder: pathlib.Path
+) -> dict[str, bool]:
+  """Returns which dots are FP8, the same by the files and by config.json."""
+  rows = layout(config)
+  quantized = quantized_parts(rows, tensors)
+  # A folder without FP8 may be loaded with a config of another place.
+  if any(quantized.values()) or has_file(folder, 'config.json'):
+    check_ignored(read_config_json(folder), rows, quantized)
+  return quantized
+
+
+def _read_scale(tensor: StoredTensor) -> float:
+  (rows,) = read_rows(tensor)
+  scale = float(rows[0])
+  if not (math.isfinite(scale) and scale > 0):
+    raise ValueError(
+        f'{tensor.folder}: {tensor.name} is {scale}; allowed are positive and'
+        ' finite scales'
+    )
+  return scale
 
 
 def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -156,11 +251,16 @@ def _read_leaf(
   leaf = np.empty(row.shape, target)
   first = 0
   for part in row.parts:
+    scale = None
+    if tensors[part.name].dtype == FP8_DTYPE:
+      scale = np.float32(_read_scale(tensors[scale_names(part.name)[0]]))
     for piece in read_rows(tensors[part.name]):
       rows = leaf[first : first + len(piece)]
       first += len(piece)
       # A number too large for the target becomes infinite, and is counted.
       with np.errstate(over='ignore', invalid='ignore'):
+        if scale is not None:
+          piece = piece.astype(np.float32) * scale
         rows[...] = piece.astype(target)
       bad = rows.size - int(np.count_nonzero(np.isfinite(rows)))
       if bad:

@@ -7,7 +7,6 @@ both sides store kernels [out, in].
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -213,8 +212,3 @@ def flatten_tree(tree: PyTree, prefix: str = '') -> dict[str, Any]:
     else:
       flat[path] = value
   return flat
-
-
-def num_elements(part: Part) -> int:
-  """Numbers in one tensor of theirs."""
-  return math.prod(part.shape)

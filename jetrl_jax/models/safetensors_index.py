@@ -35,6 +35,7 @@ DTYPES = {
     'BF16': np.dtype(ml_dtypes.bfloat16),
     'F16': np.dtype('<f2'),
     'F32': np.dtype('<f4'),
+    'F8_E4M3': np.dtype(ml_dtypes.float8_e4m3fn),
 }
 
 _MAX_RANK = 8
