@@ -8,7 +8,7 @@ donated from call to call.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +74,8 @@ class DecodeState:
     position: int32 [B], where it goes.
     address: uint32 [B, 2], (prompt id, sample) of the slot's random keys.
     emitted: int32 [B], response tokens so far.
+    given: int32 [B], response tokens before this index are not sampled: they
+      are read from `tokens`, where `resume` wrote them.
     limit: int32 [B], response tokens after which the slot stops.
     temperature: float32 [B]; 0 is greedy.
     active: bool [B].
@@ -88,6 +90,7 @@ class DecodeState:
   position: Array
   address: Array
   emitted: Array
+  given: Array
   limit: Array
   temperature: Array
   active: Array
@@ -144,6 +147,12 @@ class Engine(engine_api.Engine):
         _insert, donate_argnums=(0,), out_shardings=self._rows
     )
     self._free = exact_jit(_free, donate_argnums=(0,), out_shardings=self._rows)
+    self._pause = exact_jit(
+        _pause, donate_argnums=(0,), out_shardings=self._rows
+    )
+    self._resume = exact_jit(
+        _resume, donate_argnums=(0,), out_shardings=self._rows
+    )
 
   # --- JetStream's Engine API -------------------------------------------
 
@@ -191,6 +200,7 @@ class Engine(engine_api.Engine):
           position=zeros(jnp.int32),
           address=zeros(jnp.uint32, 2),
           emitted=zeros(jnp.int32),
+          given=zeros(jnp.int32),
           limit=zeros(jnp.int32),
           temperature=zeros(jnp.float32),
           active=zeros(jnp.bool_),
@@ -340,6 +350,57 @@ class Engine(engine_api.Engine):
     """Makes a slot idle."""
     return self._free(decode_state, np.int32(slot))
 
+  # --- turns --------------------------------------------------------------
+
+  def pause(
+      self, decode_state: DecodeState, slots: Sequence[int]
+  ) -> DecodeState:
+    """Stops slots and keeps what they hold, for `resume`."""
+    chosen_B = np.zeros(self.num_slots, bool)
+    chosen_B[list(slots)] = True
+    return self._pause(decode_state, self._put(chosen_B))
+
+  def resume(
+      self,
+      decode_state: DecodeState,
+      kept: Mapping[int, int],
+      given: Mapping[int, NpArray],
+  ) -> DecodeState:
+    """Goes on with slots, from an earlier token if need be.
+
+    The given tokens are fed by the decode step like sampled ones, so that
+    their KV and their log-probs are computed by the same function. Random
+    keys have the token's index as before.
+
+    Args:
+      decode_state: donated.
+      kept: response tokens kept by slot; later ones are forgotten. 0 only in
+        a slot that has taken no step: the prompt's end is not fed again.
+      given: int32 tokens that follow the kept ones by slot, for example an
+        environment's observation; of the same slots. Kept and given tokens
+        must leave room for one more below the slot's limit.
+    """
+    longest = max(map(len, given.values()), default=0)
+    # Powers of two, so that few shapes are compiled.
+    width = min(
+        max(64, 1 << max(longest - 1, 0).bit_length()),
+        self.config.max_response_length,
+    )
+    chosen_B = np.zeros(self.num_slots, bool)
+    kept_B, count_B = np.zeros((2, self.num_slots), np.int32)
+    given_BW = np.zeros((self.num_slots, width), np.int32)
+    for slot, tokens in given.items():
+      chosen_B[slot], kept_B[slot] = True, kept[slot]
+      count_B[slot] = len(tokens)
+      given_BW[slot, : len(tokens)] = tokens
+    put = self._put
+    return self._resume(
+        decode_state, put(chosen_B), put(kept_B), put(given_BW), put(count_B)
+    )
+
+  def _put(self, values: NpArray) -> Array:
+    return jax.device_put(values, self._rows)
+
   # -----------------------------------------------------------------------
 
   def _per_row(self, params, function, bound, num_rows, tail=None):
@@ -396,6 +457,7 @@ def _insert(state, prefix, slots_N, rows_N, address_N2, limits_N, temperature):
       position=put(state.position, prefix.length[rows_N] - 1),
       address=put(state.address, address_N2),
       emitted=put(state.emitted, none),
+      given=put(state.given, none),
       limit=put(state.limit, limits_N),
       temperature=put(
           state.temperature, jnp.broadcast_to(temperature, slots_N.shape)
@@ -409,8 +471,46 @@ def _free(state, slot):
   return dataclasses.replace(state, active=state.active.at[slot].set(False))
 
 
+def _pause(state, chosen_B):
+  return dataclasses.replace(state, active=state.active & ~chosen_B)
+
+
+def _resume(state, chosen_B, kept_B, given_BW, count_B):
+  # From the first given token on: [0, W) in `given_BW`.
+  index_BR = (
+      jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]
+      - kept_B[:, None]
+  )
+  written_BR = (
+      chosen_B[:, None] & (index_BR >= 0) & (index_BR < count_B[:, None])
+  )
+  given_BR = jnp.take_along_axis(
+      given_BW, jnp.clip(index_BR, 0, given_BW.shape[1] - 1), axis=1
+  )
+  # With nothing kept the prompt's last token is the one to feed, still.
+  last_B = _token_at(state.tokens, kept_B - 1)
+  return dataclasses.replace(
+      state,
+      token=jnp.where(chosen_B & (kept_B > 0), last_B, state.token),
+      position=state.position + jnp.where(chosen_B, kept_B - state.emitted, 0),
+      emitted=jnp.where(chosen_B, kept_B, state.emitted),
+      given=jnp.where(chosen_B, kept_B + count_B, state.given),
+      active=state.active | chosen_B,
+      stopped=state.stopped & ~chosen_B,
+      tokens=jnp.where(written_BR, given_BR, state.tokens),
+  )
+
+
+def _token_at(tokens_BR, index_B):
+  index_B1 = jnp.clip(index_B, 0, tokens_BR.shape[1] - 1)[:, None]
+  return jnp.take_along_axis(tokens_BR, index_B1, axis=1)[:, 0]
+
+
 def _sample(config: EngineConfig, state: DecodeState, z_BV, base_key):
-  """Returns (token, log mu, log pi) of every slot."""
+  """Returns (token, log mu, log pi, whether it is given) of every slot.
+
+  A given token was not sampled; log pi stands for its log mu.
+  """
   with jax.named_scope('head'):
     lse_B, _ = logprobs.row_stats(z_BV)
 
@@ -429,11 +529,16 @@ def _sample(config: EngineConfig, state: DecodeState, z_BV, base_key):
     token_B, value_B, greedy_B = jax.vmap(one)(
         z_BV, state.address, state.emitted, state.temperature
     )
+  is_given_B = state.emitted < state.given
+  token_B = jnp.where(
+      is_given_B, _token_at(state.tokens, state.emitted), token_B
+  )
   with jax.named_scope('head'):
     logprob_B = logprobs.pick(z_BV, token_B) - lse_B
   truncates = config.top_k > 0 or config.top_p < 1 or config.min_p > 0
   log_mu_B = value_B if truncates else jnp.where(greedy_B, 0.0, logprob_B)
-  return token_B, log_mu_B, logprob_B
+  log_mu_B = jnp.where(is_given_B, logprob_B, log_mu_B)
+  return token_B, log_mu_B, logprob_B, is_given_B
 
 
 def _step(policy, config, params, base_key, state: DecodeState) -> DecodeState:
@@ -446,7 +551,7 @@ def _step(policy, config, params, base_key, state: DecodeState) -> DecodeState:
       state.caches,
       state.temperature,
   )
-  token, log_mu, logprob = _sample(config, state, z_BV, base_key)
+  token, log_mu, logprob, is_given = _sample(config, state, z_BV, base_key)
   index_R = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]
   here_BR = (index_R == state.emitted[:, None]) & state.active[:, None]
 
@@ -454,7 +559,7 @@ def _step(policy, config, params, base_key, state: DecodeState) -> DecodeState:
     return jnp.where(here_BR, new[:, None], buffer)
 
   stop_ids = jnp.asarray(config.stop_ids or (-1,), jnp.int32)
-  is_stop = jnp.any(token[:, None] == stop_ids[None, :], axis=1)
+  is_stop = jnp.any(token[:, None] == stop_ids[None, :], axis=1) & ~is_given
   emitted = state.emitted + state.active
   return dataclasses.replace(
       state,

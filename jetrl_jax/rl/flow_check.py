@@ -143,6 +143,7 @@ def _slots(policy: Policy) -> DecodeState:
       position=ints,
       address=_shape(jnp.uint32, _SLOTS, 2),
       emitted=ints,
+      given=ints,
       limit=ints,
       temperature=floats,
       active=flags,

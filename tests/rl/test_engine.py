@@ -264,3 +264,78 @@ def test_any_number_of_slots_and_steps_gives_the_same_bits(slots, block):
   for a, b in zip(found, tiny_run.completions(), strict=True):
     for name in ('tokens', 'log_mu', 'logprobs'):
       tiny_run.assert_same_bits(getattr(a, name), getattr(b, name))
+
+
+def _one_slot(run, slot=3):
+  """Sample 0 of `_expected` in a slot, before its first step."""
+  engine, params = run.engine, _params(run)
+  state = engine.bulk_insert(
+      _prefix(engine, params),
+      engine.init_decode_state(),
+      [slot],
+      address=np.asarray([[0, 0]], np.uint32),
+  )
+  return engine, params, state
+
+
+def _holds(state, slot, completion):
+  """Whether a slot holds a completion to the bit and has ended like it."""
+  length = len(completion.tokens)
+  return (
+      int(state.emitted[slot]) == length
+      and not bool(state.active[slot])
+      and bool(state.stopped[slot]) == (completion.finish_reason == 'stop')
+      and all(
+          np.asarray(getattr(state, name))[slot, :length].tobytes()
+          == getattr(completion, name).tobytes()
+          for name in ('tokens', 'log_mu', 'logprobs')
+      )
+  )
+
+
+@pytest.mark.parametrize('kept', [1, 3])
+def test_a_slot_that_goes_on_from_an_earlier_token_samples_the_same(kept):
+  engine, params, state = _one_slot(tiny_run.fp8_run())
+  key = rng.key(0, rng.ROLLOUT, 0)
+  state = engine.generate_block(params, state, key, 5)
+  state = engine.resume(state, {3: kept}, {3: np.zeros(0, np.int32)})
+  assert int(state.emitted[3]) == kept
+  state = engine.generate_block(params, state, key, 12)
+  assert _holds(state, 3, _expected()[0])
+
+
+def test_given_tokens_get_the_log_probs_that_sampled_ones_had():
+  expected = _expected()[0]
+  engine, params, state = _one_slot(tiny_run.fp8_run())
+  key = rng.key(0, rng.ROLLOUT, 0)
+  # Two sampled, two given, the rest sampled.
+  state = engine.generate_block(params, state, key, 2)
+  state = engine.resume(state, {3: 2}, {3: expected.tokens[2:4]})
+  state = engine.generate_block(params, state, key, 12)
+  assert len(expected.tokens) > 5
+  assert _holds(state, 3, expected)
+
+
+def test_other_given_tokens_lead_elsewhere_and_a_given_stop_does_not_stop():
+  engine, params, state = _one_slot(tiny_run.fp8_run())
+  given = np.asarray([1, 40, 2], np.int32)  # 1 and 2 are stop ids.
+  state = engine.resume(state, {3: 0}, {3: given})
+  state = engine.generate_block(params, state, rng.key(0, rng.ROLLOUT, 0), 5)
+  assert int(state.emitted[3]) >= 4
+  assert np.asarray(state.tokens)[3, :3].tolist() == given.tolist()
+  np.testing.assert_array_equal(
+      np.asarray(state.log_mu)[3, :3], np.asarray(state.logprobs)[3, :3]
+  )
+  assert np.asarray(state.tokens)[3, 3] != _expected()[0].tokens[3]
+
+
+def test_a_paused_slot_waits_and_goes_on_where_it_was():
+  engine, params, state = _one_slot(tiny_run.fp8_run())
+  key = rng.key(0, rng.ROLLOUT, 0)
+  state = engine.generate_block(params, state, key, 2)
+  state = engine.pause(state, [3])
+  state = engine.generate_block(params, state, key, 4)
+  assert int(state.emitted[3]) == 2
+  state = engine.resume(state, {3: 2}, {3: np.zeros(0, np.int32)})
+  state = engine.generate_block(params, state, key, 12)
+  assert _holds(state, 3, _expected()[0])
