@@ -52,6 +52,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.data = ml_collections.ConfigDict()
   # JSONL, JSON, Parquet, or 'hf:<repo>[:<config>]:<split>'.
   config.data.train_files = ()
+  # Held-out prompts, in the same formats; () is no evaluation.
   config.data.val_files = ()
   config.data.prompt_key = 'question'
   config.data.answer_key = 'answer'
@@ -68,10 +69,11 @@ def get_config() -> ml_collections.ConfigDict:
   # Held-out prompts used; 0 is all.
   config.data.val_max_samples = 0
 
+  config.reward = ml_collections.ConfigDict()
   # Terms of the score: 'math', 'gsm8k', 'format', or 'package.module.function'
   # / 'file.py:function' with verl's or TRL's signature.
-  config.reward = ml_collections.ConfigDict()
   config.reward.functions = ('math',)
+  # Factor of each term in the sum that is the score.
   config.reward.weights = (1.0,)
   # Keyword arguments by term, as JSON: ('', '{"pattern": "..."}').
   config.reward.kwargs = ('',)
@@ -152,10 +154,13 @@ def get_config() -> ml_collections.ConfigDict:
   config.mesh = ml_collections.ConfigDict()
   config.mesh.data = 1
   config.mesh.fsdp = 1
+  # Dots split over devices; only 1 is supported: a split contraction adds in
+  # another order.
   config.mesh.tensor = 1
 
   # Supervised warm start (python -m jetrl_jax.sft); unread by main.
   config.sft = ml_collections.ConfigDict()
+  # Optimiser steps; the learning rate decays over them.
   config.sft.total_training_steps = 1000
   # Sequences per optimiser step.
   config.sft.batch_size = 64

@@ -193,11 +193,8 @@ class CheckpointManager:
     """
     self.wait()
     step = int(step)
-    metric = None if metric is None else float(metric)
+    metric = _finite(step, metric)
     host_state = _copied(host_state)
-    if metric is not None and not math.isfinite(metric):
-      logging.warning('Step %d has metric %s and cannot be best', step, metric)
-      metric = None
     if step < 0 or step in self.all_steps():
       raise ValueError(
           f'step {step} cannot be saved in {self._directory}: steps are >= 0 '
@@ -222,6 +219,25 @@ class CheckpointManager:
     )
     if not self._asynchronous:
       self.wait()
+
+  def amend(
+      self, step: int, host_state: dict[str, Any], *, metric: float | None
+  ) -> None:
+    """Replaces what was saved beside a step's arrays, atomically.
+
+    Args:
+      step: a step that was saved.
+      host_state: see `save`.
+      metric: see `save`.
+    """
+    self.wait()
+    manifest = dataclasses.replace(
+        self._good()[step],
+        host_state=_copied(host_state),
+        metric=_finite(step, metric),
+    )
+    checkpoint_manifest.write(self._directory / str(step), manifest)
+    self._retire(step)
 
   def check(self) -> None:
     """Raises RuntimeError if the background save has failed; never waits."""
@@ -324,6 +340,16 @@ class CheckpointManager:
         f'checkpoint of step {step} was not saved in {self._directory}: '
         f'{error}; the newest good step is {self.latest_step()}'
     )
+
+
+def _finite(step: int, metric: float | None) -> float | None:
+  """Returns the metric, None where it cannot be compared."""
+  if metric is None:
+    return None
+  if not math.isfinite(metric):
+    logging.warning('Step %d has metric %s and cannot be best', step, metric)
+    return None
+  return float(metric)
 
 
 def _copied(host_state: dict[str, Any]) -> dict[str, Any]:

@@ -34,10 +34,10 @@ from jetrl_jax.rewards import RewardPool, RewardSpec
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.engine import EngineConfig
 from jetrl_jax.rl.optimizer import OptimizerConfig
+from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.settings import AlgorithmConfig, RunConfig
 from jetrl_jax.rl.train_step import LossConfig
-from jetrl_jax.rl.trainer import Parts
 from jetrl_jax.typing import PyTree
 
 # A ConfigDict or a section of one: its entries have no static types.

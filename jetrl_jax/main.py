@@ -7,8 +7,8 @@ import sys
 import jax
 from absl import app, flags, logging
 
+from jetrl_jax import checkpoint, config_flag
 from jetrl_jax import config as configs
-from jetrl_jax import config_flag
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.interrupt import StopRequested
 from jetrl_jax.rl.trainer import Trainer
@@ -39,15 +39,25 @@ def main(argv: list[str]) -> None:
     )
     trainer.train()
   except StopRequested as stop:
-    print(
-        f'Stopped by {stop}; everything up to here is saved in {workdir}. The'
-        ' same command resumes.'
-    )
+    _say_stopped(stop, workdir)
     return
   except (ValueError, RuntimeError) as error:
     logging.debug('Traceback:', exc_info=True)
     sys.exit(f'error: {error}')
   _summary(workdir)
+
+
+def _say_stopped(stop: StopRequested, workdir: pathlib.Path) -> None:
+  if checkpoint.all_steps(workdir / 'checkpoints'):
+    print(
+        f'Stopped by {stop}; everything up to here is saved in {workdir}. The'
+        ' same command resumes.'
+    )
+  else:
+    print(
+        f'Stopped by {stop} during start-up; there was nothing to save yet. The'
+        ' same command starts again.'
+    )
 
 
 def _summary(workdir: pathlib.Path) -> None:

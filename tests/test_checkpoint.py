@@ -86,6 +86,24 @@ def test_every_kind_of_leaf_comes_back_to_the_bit(manager):
   assert restored.skipped == ()
 
 
+def test_what_lies_beside_a_steps_arrays_can_be_amended(manager):
+  state = _state(3)
+  for step in (1, 2, 3, 4):
+    manager.save(step, state, {'pending': 'x'}, metric=None)
+  manager.wait()
+  assert manager.all_steps() == [2, 3, 4]
+  manager.amend(2, {'pending': None}, metric=0.5)
+  restored = checkpoint.restore(manager._directory, _like(state), 2)
+  assert restored is not None and restored.host_state == {'pending': None}
+  _assert_same(restored.state, state)
+  manager.save(5, state, {}, metric=0.25)
+  # Kept for its metric now; step 3 goes in its place.
+  assert manager.best_step() == 2
+  manager.save(6, state, {}, metric=None)
+  manager.wait()
+  assert manager.all_steps() == [2, 4, 5, 6]
+
+
 def test_a_fresh_directory_has_nothing_to_restore(manager, tmp_path):
   assert manager.restore(_like(_state())) is None
   assert manager.latest_step() is None

@@ -119,6 +119,29 @@ def test_a_run_made_longer_goes_on_and_exports_its_new_weights(
   assert longer['export'][weights] != uninterrupted['export'][weights]
 
 
+def test_a_stop_during_an_evaluation_is_at_once_and_changes_no_bit(
+    finished, uninterrupted
+):
+  shutil.rmtree(finished / 'checkpoints' / '6')
+  shutil.rmtree(finished / 'export')
+  for _ in range(2):  # In step 6 itself, and where a resumed run takes it up.
+    trainer = whole_run.trainer(finished)
+    evaluate = trainer._evaluate
+
+    def stop(step, state, evaluate=evaluate):
+      os.kill(os.getpid(), signal.SIGTERM)
+      return evaluate(step, state)
+
+    trainer._evaluate = stop
+    with pytest.raises(StopRequested):
+      trainer.train()
+    # All of step 6 but its evaluation is saved, and it has no line yet.
+    assert [r['step'] for r in whole_run.records(finished)] == list(range(6))
+    assert whole_run.restored(finished).step == 6
+  whole_run.trainer(finished).train()
+  assert whole_run.outcome(finished) == uninterrupted
+
+
 def _lines(workdir: pathlib.Path) -> int:
   path = workdir / 'metrics.jsonl'
   return path.read_bytes().count(b'\n') if path.exists() else 0
@@ -169,14 +192,18 @@ def test_two_hundred_kills_change_no_bit(tmp_path, uninterrupted):
     shutil.rmtree(workdir)
 
 
+def _wait_for_lines(process: subprocess.Popen, workdir, number: int) -> None:
+  end = time.monotonic() + _PATIENCE_S
+  while _lines(workdir) < number:
+    assert process.poll() is None and time.monotonic() < end
+    time.sleep(0.01)
+
+
 def test_sigterm_ends_the_process_well_and_says_what_to_do(
     tmp_path, uninterrupted
 ):
   process = whole_run.start_run(tmp_path)
-  end = time.monotonic() + _PATIENCE_S
-  while _lines(tmp_path) < 2:
-    assert process.poll() is None and time.monotonic() < end
-    time.sleep(0.01)
+  _wait_for_lines(process, tmp_path, 2)
   process.terminate()
   output, errors = process.communicate(timeout=_PATIENCE_S)
   assert process.returncode == 0, errors
@@ -185,3 +212,53 @@ def test_sigterm_ends_the_process_well_and_says_what_to_do(
   assert _lines(tmp_path) < 7
   whole_run.trainer(tmp_path).train()
   assert whole_run.outcome(tmp_path) == uninterrupted
+
+
+def test_ctrl_c_reaches_the_run_and_not_the_workers_that_score(tmp_path):
+  scoring = tmp_path / 'scoring'
+  rewards = tmp_path / 'rewards.py'
+  rewards.write_text(
+      'import pathlib, time\n'
+      'def slow(data_source, solution_str, ground_truth):\n'
+      f'  pathlib.Path({str(scoring)!r}).touch()\n'
+      '  time.sleep(0.2)\n'
+      '  return len(solution_str) / 12\n'
+  )
+  # A terminal sends the signal to the whole group of the command.
+  process = whole_run.start_run(
+      tmp_path / 'run',
+      f"--config.reward.functions=('{rewards}:slow',)",
+      '--config.trainer.test_freq=0',
+      "--config.data.val_files=('tiny/heldout.jsonl',)",
+      '--config.data.val_max_samples=1',
+      start_new_session=True,
+  )
+  # Step 1 is sampled, and its 16 answers are being scored for 3 seconds.
+  _wait_for_lines(process, tmp_path / 'run', 1)
+  scoring.unlink()
+  end = time.monotonic() + _PATIENCE_S
+  while not scoring.exists():
+    assert process.poll() is None and time.monotonic() < end
+    time.sleep(0.01)
+  os.killpg(process.pid, signal.SIGINT)
+  output, errors = process.communicate(timeout=_PATIENCE_S)
+  assert process.returncode == 0, errors
+  assert 'Stopped by SIGINT; everything up to here is saved in' in output
+  assert 'Traceback' not in errors
+  assert _lines(tmp_path / 'run') == 1
+
+
+def test_a_stop_before_the_first_checkpoint_says_that_nothing_is_saved(
+    tmp_path,
+):
+  process = whole_run.start_run(tmp_path)
+  end = time.monotonic() + _PATIENCE_S
+  # Written behind the handlers' installation and before the calibration.
+  while not (tmp_path / 'config.json').exists():
+    assert process.poll() is None and time.monotonic() < end
+    time.sleep(0.01)
+  process.terminate()
+  output, errors = process.communicate(timeout=_PATIENCE_S)
+  assert process.returncode == 0, errors
+  assert 'Stopped by SIGTERM during start-up; there was nothing to' in output
+  assert not list((tmp_path / 'checkpoints').glob('[0-9]*'))

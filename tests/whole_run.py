@@ -125,10 +125,14 @@ def start(
   )
 
 
-def start_run(workdir: pathlib.Path, *arguments: str) -> subprocess.Popen:
+def start_run(
+    workdir: pathlib.Path, *arguments: str, **options
+) -> subprocess.Popen:
   """Starts, or resumes, the tiny run in `workdir`."""
   file = ROOT / 'tests' / 'tiny_config.py'
-  return start(f'--config={file}', f'--workdir={workdir}', *arguments)
+  return start(
+      f'--config={file}', f'--workdir={workdir}', *arguments, **options
+  )
 
 
 def records(workdir: pathlib.Path) -> list[dict]:

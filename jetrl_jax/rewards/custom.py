@@ -152,12 +152,29 @@ def _to_part(value: Any, target: str) -> Part:
       raise RewardFunctionError(
           f"reward {target!r} returned a dict without 'score': {list(value)}."
       )
-    accuracy = float(value['acc']) if 'acc' in value else None
+    accuracy = _number(value['acc'], target) if 'acc' in value else None
     prediction = str(value['pred'] or '') if 'pred' in value else ''
     value = value['score']
   elif isinstance(value, (list, tuple)):
     value = value[0]  # As verl reads it: (score, ...).
-  value = float(value)
-  if not math.isfinite(value):
-    raise RewardFunctionError(f'reward {target!r} returned {value}.')
-  return Part(value=value, accuracy=accuracy, prediction=prediction, error=None)
+  return Part(
+      value=_number(value, target),
+      accuracy=accuracy,
+      prediction=prediction,
+      error=None,
+  )
+
+
+def _number(value: Any, target: str) -> float:
+  """Returns a finite float."""
+  try:
+    number = float(value)
+  except (TypeError, ValueError):
+    number = math.nan
+  if not math.isfinite(number):
+    raise RewardFunctionError(
+        f'reward {target!r} returned {value!r}; a score must be a finite'
+        ' number: return 0.0 for an answer that cannot be judged, or None for'
+        ' a term that does not apply to it.'
+    )
+  return number

@@ -157,8 +157,9 @@ class RewardPool:
       One result per request, in order.
 
     Raises:
-      RewardFunctionError: a custom function raised; the message holds its
-        traceback. A silent 0 would train against the user's mistake.
+      RewardFunctionError: a custom function raised, and the message holds its
+        traceback; or it returned what is no finite number. A silent 0 would
+        train against the user's mistake.
     """
     with self._lock:
       if self._nursery is None:
@@ -178,6 +179,8 @@ class RewardPool:
     results = []
     for index in range(len(requests)):
       reply = batch.replies[index]
+      if 'unusable' in reply:
+        raise RewardFunctionError(reply['unusable'])
       if 'fatal' in reply:
         raise RewardFunctionError(
             f'scoring answer {index} of the batch failed (prompt of'

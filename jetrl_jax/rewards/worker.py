@@ -30,7 +30,12 @@ from collections.abc import Sequence
 from jetrl_jax.rewards import wire
 from jetrl_jax.rewards.functions import WeightedSum, build_term
 from jetrl_jax.rewards.math_answer import warm_up
-from jetrl_jax.rewards.types import RewardRequest, RewardResult, RewardSpec
+from jetrl_jax.rewards.types import (
+    RewardFunctionError,
+    RewardRequest,
+    RewardResult,
+    RewardSpec,
+)
 
 _PR_SET_PDEATHSIG = 1
 _PID_BYTES = 8
@@ -118,6 +123,8 @@ def _score_one(score: WeightedSum, request: RewardRequest) -> dict:
     return dataclasses.asdict(score(request))
   except MemoryError:
     return dataclasses.asdict(failed('memory', score.specs))
+  except RewardFunctionError as error:
+    return {'unusable': str(error)}
   except BaseException:
     # SystemExit too: a function that exits is as broken as one that raises.
     return {'fatal': traceback.format_exc()}

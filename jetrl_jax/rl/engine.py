@@ -233,14 +233,19 @@ class Engine(engine_api.Engine):
 
     Returns:
       A prefix whose row i is `prompts[i]`.
+
+    Raises:
+      ValueError: a prompt is empty or too long.
     """
-    longest = max(len(tokens) for tokens in prompts)
-    if longest > self.config.max_prompt_length or min(map(len, prompts)) < 1:
-      raise ValueError(
-          f'a prompt has {longest} tokens; allowed: 1 to'
-          f' {self.config.max_prompt_length} (max_prompt_length)'
-      )
+    allowed = self.config.max_prompt_length
+    for i, tokens in enumerate(prompts):
+      if not 1 <= len(tokens) <= allowed:
+        raise ValueError(
+            f'prompt {i} of the batch has {len(tokens)} tokens; allowed: 1 to'
+            f' {allowed} (max_prompt_length)'
+        )
     rows = _round_up(max(rows or 1, len(prompts)), self.policy.axes.size)
+    longest = max(map(len, prompts))
     bucket = next(b for b in self.prompt_buckets if b >= longest)
     tokens_PT = np.zeros((rows, bucket), np.int32)
     lengths_P = np.zeros((rows,), np.int32)

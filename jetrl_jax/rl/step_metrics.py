@@ -1,4 +1,4 @@
-"""Times, throughput and the update's numbers, under METHODS' names."""
+"""Joins the numbers of a step: times, throughput, update, mismatch, health."""
 
 import contextlib
 import json
@@ -12,9 +12,13 @@ import jax
 import numpy as np
 
 from jetrl_jax.data import Prompt
+from jetrl_jax.fp8 import health, slots
 from jetrl_jax.metrics import Mean
-from jetrl_jax.rl.train_step import UpdateInfo
+from jetrl_jax.rl import experience, mismatch
+from jetrl_jax.rl.experience import Experience
+from jetrl_jax.rl.train_step import LossConfig, UpdateInfo
 from jetrl_jax.rl.types import Completion
+from jetrl_jax.typing import PyTree
 
 
 class Timer:
@@ -51,6 +55,68 @@ class Timer:
     times['timing_s/step'] = self.elapsed()
     self._seconds, self._start = {}, time.monotonic()
     return times
+
+
+def step_metrics(
+    exp: Experience,
+    scored: dict[int, np.ndarray],
+    infos: list[UpdateInfo],
+    fp8_state: PyTree,
+    *,
+    loss: LossConfig,
+    timer: Timer,
+    num_devices: int,
+) -> dict[str, Any]:
+  """Returns all metrics of a step but those of its evaluation.
+
+  Args:
+    exp: the scored rollout.
+    scored: completion's index -> the training forward's log-probs of prompt
+      and response, at the rollout's weights.
+    infos: one per optimiser step.
+    fp8_state: the slots behind the step, on the host.
+    loss: the objective; its correction caps the importance weights.
+    timer: whose last `take` was the step's start.
+    num_devices: devices that worked.
+  """
+  metrics: dict[str, Any] = experience.experience_metrics(exp)
+  metrics |= _mismatch(exp, scored, loss)
+  metrics |= update_metrics(infos)
+  summary = health.summarize(fp8_state, slots.slot_paths(fp8_state))
+  metrics |= health.headline(summary)
+  if summary:
+    metrics['fp8_health'] = summary
+  metrics |= throughput(exp.completions, exp.prompts, timer, num_devices)
+  return metrics
+
+
+def _mismatch(
+    exp: Experience, scored: dict[int, np.ndarray], loss: LossConfig
+) -> dict[str, float]:
+  """Compares what was sampled with what the training forward computed."""
+  completions = exp.completions
+
+  def join(values):
+    return np.concatenate(list(values))
+
+  train_T = join(
+      scored[i][len(c.prompt_tokens) :] for i, c in enumerate(completions)
+  )
+  advantages_B = exp.advantages_PG.reshape(-1)
+  corrected = loss.rollout_is != 'none'
+  return mismatch.mismatch_metrics(
+      rollout_logprobs=join(c.logprobs for c in completions),
+      train_logprobs=train_T,
+      log_mu=join(c.log_mu for c in completions),
+      log_pi_old=train_T,
+      advantages=join(
+          np.full(len(c.tokens), advantage, np.float32)
+          for c, advantage in zip(completions, advantages_B, strict=True)
+      ),
+      rollout_is_threshold=(
+          loss.rollout_is_threshold if corrected else float('inf')
+      ),
+  )
 
 
 def update_metrics(infos: list[UpdateInfo]) -> dict:

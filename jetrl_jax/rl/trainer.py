@@ -8,95 +8,42 @@ randomness, so a run that is killed and resumed continues to the same bits.
 import contextlib
 import dataclasses
 import functools
+import json
 import pathlib
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jax.sharding import Mesh
 
 from jetrl_jax import checkpoint, models, rng
-from jetrl_jax.data import Prompt, PromptDataset, PromptSampler, Tokenizer
-from jetrl_jax.fp8 import health, slots
+from jetrl_jax.data import Prompt, PromptSampler
 from jetrl_jax.metrics import MetricWriter
 from jetrl_jax.models import norm
-from jetrl_jax.rewards import RewardPool
 from jetrl_jax.rl import (
     evaluation,
     experience,
     flops,
     flow_check,
-    mismatch,
     packing,
     rollout_store,
+    startup,
     step_metrics,
     synthetic,
 )
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.console import Console
-from jetrl_jax.rl.engine import Engine, EngineConfig
+from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.experience import Experience
 from jetrl_jax.rl.interrupt import Interrupt, StopRequested
-from jetrl_jax.rl.optimizer import OptimizerConfig
-from jetrl_jax.rl.policy import Policy, PolicyParams
-from jetrl_jax.rl.rollout import never_stop, rollout
-from jetrl_jax.rl.settings import AlgorithmConfig, RunConfig
+from jetrl_jax.rl.parts import Parts
+from jetrl_jax.rl.policy import PolicyParams
+from jetrl_jax.rl.rollout import rollout
 from jetrl_jax.rl.step_metrics import Timer
-from jetrl_jax.rl.train_step import (
-    LossConfig,
-    TrainStep,
-    UpdateInfo,
-    merge,
-    policy_loss,
-)
+from jetrl_jax.rl.train_step import TrainStep, UpdateInfo, merge, policy_loss
 from jetrl_jax.rl.types import Completion, TrainState
-from jetrl_jax.typing import PyTree
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Parts:
-  """What a run is made of; `config.py` builds it.
-
-  Attributes:
-    policy: decoder and recipe.
-    mesh: devices.
-    initial_params: makes the masters of a cold start, on their devices.
-    param_shapes: their shapes and dtypes.
-    freeze: patterns of masters that do not train.
-    engine: sizes and sampler of the rollout.
-    loss: the objective.
-    algorithm: from scores to weights.
-    optimizer: AdamW and its schedule.
-    run: sizes, frequencies, limits.
-    tokenizer: of the checkpoint.
-    train_set: prompts to learn from.
-    val_set: held-out prompts; None for no evaluation.
-    make_rewards: starts the reward workers.
-    config_text: the resolved config, kept in the workdir.
-    export_source: the checkpoint whose config and tokenizer files the exported
-      one carries on; None for no export.
-  """
-
-  policy: Policy
-  mesh: Mesh
-  initial_params: Callable[[], PyTree]
-  param_shapes: PyTree
-  freeze: tuple[str, ...]
-  engine: EngineConfig
-  loss: LossConfig
-  algorithm: AlgorithmConfig
-  optimizer: OptimizerConfig
-  run: RunConfig
-  tokenizer: Tokenizer
-  train_set: PromptDataset
-  val_set: PromptDataset | None
-  make_rewards: Callable[[], RewardPool]
-  config_text: str
-  export_source: pathlib.Path | None
 
 
 class Trainer:
@@ -129,16 +76,14 @@ class Trainer:
     self.interrupt = Interrupt()
     self.timer = Timer()
     self.console = Console(run.total_training_steps)
-    self.row_length = _round_up(
-        parts.engine.max_prompt_length + parts.engine.max_response_length,
-        parts.policy.tile,
-    )
-    rows = run.micro_batch_size
-    self.rows = _round_up(rows, parts.policy.axes.size)
     self.skipped_in_row = 0
+    # Why the run ends at this step, once it does.
+    self.given_up = ''
     self.reference: PolicyParams | None = None
     self.last_accuracy: float | None = None
     self.saved_step: int | None = None
+    # Metrics of a step that has no line yet.
+    self.pending: dict | None = None
 
   # --- the story ----------------------------------------------------------
 
@@ -156,26 +101,16 @@ class Trainer:
         self.parts.make_rewards() as self.pool,
     ):
       state, step = self._start()
-      # Rollout and training must be one precision flow before a token is spent.
-      flow_check.check_flow(
-          self.parts.policy, self.loss, self.parts.engine, state
-      )
-      if norm.on_gpu():
-        self._say_whether_exact(self.bit_test(state))
+      self._check(state)
       position = self.sampler.state()
       try:
-        if step == 0:
-          self._log(0, self._evaluate(0, state) | self._timings())
+        if self.pending is not None:
+          self._finish(step, state, self.pending)
         while step < run.total_training_steps:
           position = self.sampler.state()
           state, metrics = self._train_step(step, state)
-          step += 1
-          due = run.test_freq and step % run.test_freq == 0
-          if due or (run.test_freq and step == run.total_training_steps):
-            metrics |= self._evaluate(step, state)
-          self._log(step, metrics | self._timings())
-          if run.save_freq and step % run.save_freq == 0:
-            self._save(step, state)
+          step, position = step + 1, self.sampler.state()
+          self._finish(step, state, metrics)
         if not run.synthetic:  # Made-up rewards leave nothing worth keeping.
           self._save(step, state)
           self._export(state)
@@ -202,6 +137,26 @@ class Trainer:
     if self.parts.run.save_rollouts:
       self._save_rollouts(step, exp)
     return state, metrics
+
+  def _finish(self, step: int, state: TrainState, metrics: dict) -> None:
+    """Evaluates where due, writes the step's line, saves where due."""
+    run = self.parts.run
+    due = run.test_freq and step % run.test_freq == 0
+    due = due or (run.test_freq and step == run.total_training_steps)
+    # Saved with the state if the evaluation is given up; then done again.
+    self.pending = metrics
+    if not self.given_up and (step == 0 or due):
+      metrics = metrics | self._evaluate(step, state)
+    self._log(step, metrics | self.timer.take())
+    self.pending = None
+    if self.given_up:
+      raise RuntimeError(self.given_up)
+    if step == self.saved_step:
+      self.checkpoints.amend(
+          step, self._host_state(), metric=self.last_accuracy
+      )
+    elif step and run.save_freq and step % run.save_freq == 0:
+      self._save(step, state)
 
   def learn(
       self, state: TrainState, exp: Experience
@@ -320,16 +275,8 @@ class Trainer:
         for s, v in zip(batch, values, strict=True)
     ]
 
-  def _pack(self, batch: list[packing.Sequence]) -> packing.Packed:
-    return packing.pack(
-        batch,
-        row_length=self.row_length,
-        rows_per_micro_batch=self.rows,
-        tile=self.parts.policy.tile,
-    )
-
   def _score_batch(self, batch, params: PolicyParams) -> list[np.ndarray]:
-    packed = self._pack(batch)
+    packed = self.parts.pack(batch)
     temperature = jnp.float32(self.parts.run.temperature)
     values = [
         self.train_step.score(params, micro, temperature)[0]
@@ -343,7 +290,7 @@ class Trainer:
     temperature = jnp.float32(self.parts.run.temperature)
     for epoch in range(self.parts.algorithm.ppo_epochs):
       for i, batch in enumerate(batches):
-        packed = self._pack(batch)
+        packed = self.parts.pack(batch)
         efficiency.append(packed.efficiency)
         outputs = []
         for micro in packed.batches:
@@ -365,7 +312,7 @@ class Trainer:
     for info in infos:
       self.skipped_in_row = 0 if info.applied else self.skipped_in_row + 1
       if self.skipped_in_row >= self.parts.run.max_skipped_updates:
-        raise RuntimeError(
+        self.given_up = (
             f'{self.skipped_in_row} updates in a row were not finite (gradient'
             f' norm {float(info.grad_norm)}); the weights are as they were'
             ' before them. Look at actor/grad_norm and fp8/ in metrics.jsonl,'
@@ -374,50 +321,24 @@ class Trainer:
 
   def _metrics(self, exp, scored, infos, state) -> dict:
     """Joins all metrics of a step."""
-    train = np.concatenate(
-        [
-            scored[i][len(c.prompt_tokens) :]
-            for i, c in enumerate(exp.completions)
-        ]
-    )
-
-    def join(name):
-      return np.concatenate([getattr(c, name) for c in exp.completions])
-
-    per_token = np.concatenate(
-        [
-            np.full(len(c.tokens), advantage, np.float32)
-            for c, advantage in zip(
-                exp.completions, exp.advantages_PG.reshape(-1), strict=True
-            )
-        ]
-    )
-    metrics: dict[str, Any] = experience.experience_metrics(exp)
-    metrics |= mismatch.mismatch_metrics(
-        rollout_logprobs=join('logprobs'),
-        train_logprobs=train,
-        log_mu=join('log_mu'),
-        log_pi_old=train,
-        advantages=per_token,
-        rollout_is_threshold=self.parts.loss.rollout_is_threshold,
-    )
-    metrics |= step_metrics.update_metrics(infos)
-    metrics['perf/packing_efficiency'] = self.packing_efficiency
-    fp8_state = jax.device_get(state.fp8_state)
-    summary = health.summarize(fp8_state, slots.slot_paths(fp8_state))
-    metrics |= health.headline(summary)
-    if summary:
-      metrics['fp8_health'] = summary
-    metrics |= step_metrics.throughput(
-        exp.completions, exp.prompts, self.timer, self.parts.policy.axes.size
+    policy = self.parts.policy
+    metrics = step_metrics.step_metrics(
+        exp,
+        scored,
+        infos,
+        jax.device_get(state.fp8_state),
+        loss=self.parts.loss,
+        timer=self.timer,
+        num_devices=policy.axes.size,
     )
     metrics |= flops.mfu_metrics(
-        self.parts.policy,
+        policy,
         exp.prompts,
         exp.completions,
         self.timer,
         ppo_epochs=self.parts.algorithm.ppo_epochs,
     )
+    metrics['perf/packing_efficiency'] = self.packing_efficiency
     return metrics
 
   def _evaluate(self, step: int, state: TrainState) -> dict:
@@ -435,8 +356,7 @@ class Trainer:
           temperature=run.val_temperature,
           # The same noise at every step: curves then differ by the policy.
           base_key=rng.key(run.seed, rng.EVALUATION, 0),
-          # Later, the step behind it is not in any checkpoint yet.
-          should_stop=never_stop if step else self.interrupt.check,
+          should_stop=self.interrupt.check,
       )
     self.last_accuracy = evaluation.headline(metrics)
     step_metrics.write_samples(self.workdir / 'samples', step, samples)
@@ -448,129 +368,67 @@ class Trainer:
     """Resumes from the workdir, or calibrates a cold start."""
     parts = self.parts
     (self.workdir / 'config.json').write_text(parts.config_text)
-    optimizer = parts.optimizer.build()
-    like = states.abstract(
-        parts.policy, parts.param_shapes, optimizer, parts.mesh, parts.freeze
-    )
-    restored = self.checkpoints.restore(states.without_weights(like))
-    if restored is None:
-      state, step = self._cold_start(optimizer), 0
+    resumed = startup.resume(parts, self.checkpoints)
+    if resumed is None:
+      with self.timer('calibration'):
+        state = startup.cold_start(parts, self.engine, self.interrupt.check)
+      # Not evaluated yet: step 0 has a line only once that is done.
+      step, self.pending = 0, {}
     else:
-      state = states.with_weights(
-          parts.policy,
-          dataclasses.replace(like, **restored.state),
-          parts.mesh,
-          record=False,
-      )
-      step = self.saved_step = restored.step
-      self.sampler.restore(restored.host_state['sampler'])
-      self.skipped_in_row = restored.host_state['skipped_in_row']
-      self.last_accuracy = restored.host_state['accuracy']
+      state, step = resumed.state, resumed.step
+      self._restore_host_state(resumed.host_state)
+      self.saved_step = step
       logging.info('Resuming from step %d in %s', step, self.workdir)
-    # Step 0 has a line only once its evaluation is through.
-    self.writer.truncate_after(step or -1)
+    self.writer.truncate_after(step if self.pending is None else step - 1)
     self.train_step = TrainStep(
-        parts.policy, self.loss, optimizer, parts.optimizer, parts.mesh, state
+        parts.policy,
+        self.loss,
+        parts.optimizer.build(),
+        parts.optimizer,
+        parts.mesh,
+        state,
     )
     self.gradients = self.train_step.zero_gradients(state)
     if parts.loss.kl_loss_coef:
       self.reference = states.reference(
-          self.workdir / 'reference', state, cold=restored is None
+          self.workdir / 'reference', state, cold=resumed is None
       )
     return state, step
 
-  def _cold_start(self, optimizer) -> TrainState:
-    """Builds the state and fills its FP8 slots from prompts and a rollout."""
-    parts, run = self.parts, self.parts.run
-    state = states.create(
-        parts.policy,
-        parts.initial_params(),
-        optimizer,
-        parts.mesh,
-        parts.freeze,
-    )
-    if not slots.slot_paths(state.fp8_state):
-      return state
-    with self.timer('calibration'):
-      prompts = self._calibration_prompts()
-      calibration = states.Calibration(parts.policy, parts.mesh, state)
-      texts = [prompt.tokens for prompt in prompts]
-      sequences = states.likelihood_sequences(texts, [1] * len(texts))
-      state = calibration.fill(
-          state, self._pack(sequences).batches, run.temperature
+  def _check(self, state: TrainState) -> None:
+    """Compares rollout and training before a token is spent."""
+    parts = self.parts
+    flow_check.check_flow(parts.policy, self.loss, parts.engine, state)
+    if norm.on_gpu():
+      startup.say_whether_exact(
+          startup.bit_test(
+              parts,
+              self.engine,
+              self._score_batch,
+              state,
+              self.interrupt.check,
+          )
       )
-      completions = self._short_rollout(state)
-      sequences = states.likelihood_sequences(
-          [np.concatenate([c.prompt_tokens, c.tokens]) for c in completions],
-          [len(c.prompt_tokens) for c in completions],
-      )
-      state = calibration.fill(
-          state, self._pack(sequences).batches, run.temperature
-      )
-    return state
 
-  def _calibration_prompts(self) -> list[Prompt]:
-    train_set = self.parts.train_set
-    count = min(self.parts.run.calibration_prompts, len(train_set))
-    return [train_set[i] for i in range(count)]
+  def _host_state(self) -> dict[str, Any]:
+    """Returns what a checkpoint holds beside the arrays."""
+    pending = None
+    if self.pending is not None:
+      # As text: the numbers need not be finite.
+      pending = json.dumps(self.pending, default=float)
+    return {
+        'sampler': self.sampler.state(),
+        'skipped_in_row': self.skipped_in_row,
+        'accuracy': self.last_accuracy,
+        'pending': pending,
+    }
 
-  def _short_rollout(self, state: TrainState) -> list[Completion]:
-    """Samples the calibration's prompts, calibration_tokens at most."""
-    run, prompts = self.parts.run, self._calibration_prompts()
-    shape = (len(prompts), run.num_generations)
-    return rollout(
-        self.engine,
-        PolicyParams(state.weights, state.fp8_state),
-        prompts,
-        num_generations=run.num_generations,
-        temperature=run.temperature,
-        base_key=rng.key(run.seed, rng.CALIBRATION),
-        weight_version=0,
-        limits=np.full(shape, run.calibration_tokens),
-        should_stop=self.interrupt.check,
-    )
-
-  def bit_test(self, state: TrainState) -> float:
-    """Returns the share of a short rollout's tokens that training differs on.
-
-    The run's own executables at the run's own shapes: what they give on this
-    device and with these library versions is an observation, and this is it.
-    """
-    completions = self._short_rollout(state)
-    batch = [
-        packing.sequence_from_completion(
-            completion,
-            advantage=0.0,
-            loss_weight=0.0,
-            mask_truncated=False,
-            origin=i,
-        )
-        for i, completion in enumerate(completions)
-    ]
-    params = PolicyParams(state.weights, state.fp8_state)
-    scored = self._score_batch(batch, params)
-    return mismatch.mismatch_token_frac(
-        np.concatenate([c.logprobs for c in completions]),
-        np.concatenate(
-            [
-                values[len(c.prompt_tokens) :]
-                for c, values in zip(completions, scored, strict=True)
-            ]
-        ),
-    )
-
-  def _say_whether_exact(self, share: float) -> None:
-    if share == 0:
-      logging.info(
-          'Start-up bit test: rollout and training agree on all tokens'
-      )
-      return
-    logging.warning(
-        'Start-up bit test: %.3f%% of tokens differ between rollout and'
-        ' training on this device; exactness may not be claimed for this run.'
-        ' training/mismatch_token_frac shows it at every step.',
-        100 * share,
-    )
+  def _restore_host_state(self, saved: dict[str, Any]) -> None:
+    self.sampler.restore(saved['sampler'])
+    self.skipped_in_row = saved['skipped_in_row']
+    self.last_accuracy = saved['accuracy']
+    if saved['pending'] is not None:
+      self.pending = json.loads(saved['pending'])
 
   def _save(self, step: int, state: TrainState) -> None:
     if step == self.saved_step:
@@ -580,11 +438,7 @@ class Trainer:
       self.checkpoints.save(
           step,
           states.without_weights(state),
-          {
-              'sampler': self.sampler.state(),
-              'skipped_in_row': self.skipped_in_row,
-              'accuracy': self.last_accuracy,
-          },
+          self._host_state(),
           metric=self.last_accuracy,
       )
 
@@ -617,9 +471,6 @@ class Trainer:
         },
     )
 
-  def _timings(self) -> dict[str, float]:
-    return self.timer.take()
-
   def _log(self, step: int, metrics: dict) -> None:
     self.checkpoints.check()
     self.writer.write(step, {'training/global_step': step} | metrics)
@@ -630,7 +481,3 @@ class Trainer:
     self.console.close()
     self.checkpoints.close()
     self.writer.close()
-
-
-def _round_up(value: int, multiple: int) -> int:
-  return -(-value // multiple) * multiple

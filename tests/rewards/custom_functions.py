@@ -56,6 +56,14 @@ def not_finite(data_source, solution_str, ground_truth, extra_info=None):
   return float('nan')
 
 
+def infinite(data_source, solution_str, ground_truth, extra_info=None):
+  return {'score': 1.0, 'acc': float('inf')}
+
+
+def words(data_source, solution_str, ground_truth, extra_info=None):
+  return 'very good'
+
+
 def obeys(data_source, solution_str, ground_truth, extra_info=None):
   """Does what the answer says."""
   match solution_str:

@@ -140,6 +140,15 @@ def test_a_worker_killed_while_it_starts_is_replaced(obedient):
   assert [r.score for r in obedient.score([_request('ok')] * 9)] == [1.0] * 9
 
 
+def test_workers_and_their_nursery_ignore_ctrl_c(obedient):
+  (result,) = obedient.score([_request('pid')])
+  os.kill(int(result.score), signal.SIGINT)
+  os.kill(obedient._nursery.pid, signal.SIGINT)
+  (again,) = obedient.score([_request('pid')])
+  assert again.score == result.score
+  assert obedient._nursery.poll() is None
+
+
 def test_a_nursery_killed_from_outside_is_replaced(obedient):
   obedient._nursery.kill()
   results = obedient.score([_request('hang'), _request('ok')])
@@ -151,13 +160,28 @@ def test_a_nursery_killed_from_outside_is_replaced(obedient):
     [
         ('raises', "KeyError: 'no such key'"),
         ('exits', 'SystemExit: 3'),
-        ('not_finite', 'returned nan'),
     ],
 )
 def test_a_users_mistake_stops_the_run_with_its_traceback(name, message):
   with _pool(_custom(name)) as pool:
     with pytest.raises(RewardFunctionError, match=f'(?s){name}.*{message}'):
       pool.score([_request('x')])
+
+
+@pytest.mark.parametrize(
+    'name, returned',
+    [('not_finite', 'nan'), ('infinite', 'inf'), ('words', "'very good'")],
+)
+def test_a_score_that_is_no_finite_number_is_refused_in_one_sentence(
+    name, returned
+):
+  with _pool(_custom(name)) as pool:
+    with pytest.raises(RewardFunctionError) as caught:
+      pool.score([_request('x')])
+  said = str(caught.value)
+  assert f":{name}' returned {returned}; a score must be a finite" in said
+  assert 'return 0.0 for an answer that cannot be judged' in said
+  assert '\n' not in said
 
 
 @pytest.mark.parametrize(

@@ -242,6 +242,17 @@ def test_generate_block_stops_by_itself_when_all_slots_are_done():
     assert not np.asarray(values)[idle].any()
 
 
+@pytest.mark.parametrize('length', [0, 21])
+def test_a_prompt_that_is_empty_or_too_long_is_named(length):
+  run = tiny_run.fp8_run()
+  prompts = [TOKENS, np.zeros((length,), np.int32)]
+  with pytest.raises(
+      ValueError,
+      match=f'prompt 1 of the batch has {length} tokens; allowed: 1 to 20',
+  ):
+    run.engine.prefill_batch(_params(run), prompts)
+
+
 def test_prefill_leaves_the_last_token_to_the_first_step():
   run = tiny_run.fp8_run()
   params = _params(run)

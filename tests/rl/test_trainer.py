@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.rl import aggregation, replay, rollout_store
+from jetrl_jax.rl import aggregation, replay, rollout_store, startup
 from jetrl_jax.rl.interrupt import StopRequested
 from jetrl_jax.rl.train_step import policy_loss
 from jetrl_jax.rl.trainer import Trainer
@@ -120,17 +120,31 @@ def test_evaluating_moves_nothing(live):
   assert whole_run.digest(live.state) == before
 
 
-def test_the_start_up_bit_test_sees_equal_bits_and_a_moved_weight(live):
-  assert live.trainer.bit_test(live.state) == 0.0
+def test_the_start_up_bit_test_sees_equal_bits_and_a_moved_weight(
+    live, monkeypatch
+):
+  trainer, state = live.trainer, live.state
+
+  def differing() -> float:
+    return startup.bit_test(
+        trainer.parts,
+        trainer.engine,
+        trainer._score_batch,
+        state,
+        trainer.interrupt.check,
+    )
+
+  assert differing() == 0.0
   # The engine samples with other weights than those that are scored.
-  rollout_of = live.trainer._short_rollout
-  moved = jax.tree.map(jnp.copy, live.state)
+  rollout_of = startup.short_rollout
+  moved = jax.tree.map(jnp.copy, state)
   moved.weights['final_norm']['scale'] *= 1.01
-  live.trainer._short_rollout = lambda state: rollout_of(moved)
-  try:
-    assert live.trainer.bit_test(live.state) > 0.5
-  finally:
-    del live.trainer._short_rollout
+  monkeypatch.setattr(
+      startup,
+      'short_rollout',
+      lambda parts, engine, _, check: rollout_of(parts, engine, moved, check),
+  )
+  assert differing() > 0.5
 
 
 def test_saved_rollouts_replayed_give_the_same_weights(done, live):
@@ -234,9 +248,10 @@ def test_updates_that_are_not_finite_are_skipped_counted_and_end_the_run(
     ):
       trainer.train()
     steps = whole_run.records(tmp_path)[1:]
-    assert [r['step'] for r in steps] == list(range(1, stopped_at))
-    assert [r['training/skipped_updates'] for r in steps] == [0, 0, 1, 1]
-    assert [r['training/updates'] for r in steps] == [1, 1, 0, 0]
+    # The step that ends the run has its line, too.
+    assert [r['step'] for r in steps] == list(range(1, stopped_at + 1))
+    assert [r['training/skipped_updates'] for r in steps] == [0, 0, 1, 1, 1]
+    assert [r['training/updates'] for r in steps] == [1, 1, 0, 0, 0]
     assert 'actor/grad_norm' in steps[2]['nonfinite']
   before = whole_run.restored(tmp_path, 2, changes)
   after = whole_run.restored(tmp_path, 4, changes)

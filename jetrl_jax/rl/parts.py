@@ -1,0 +1,79 @@
+"""What a run is made of, and the shape of its micro-batches."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+
+from jax.sharding import Mesh
+
+from jetrl_jax.data import PromptDataset, Tokenizer
+from jetrl_jax.rewards import RewardPool
+from jetrl_jax.rl import packing
+from jetrl_jax.rl.engine import EngineConfig
+from jetrl_jax.rl.optimizer import OptimizerConfig
+from jetrl_jax.rl.policy import Policy
+from jetrl_jax.rl.settings import AlgorithmConfig, RunConfig
+from jetrl_jax.rl.train_step import LossConfig
+from jetrl_jax.typing import PyTree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+  """What a run is made of; `config.py` builds it.
+
+  Attributes:
+    policy: decoder and recipe.
+    mesh: devices.
+    initial_params: makes the masters of a cold start, on their devices.
+    param_shapes: their shapes and dtypes.
+    freeze: patterns of masters that do not train.
+    engine: sizes and sampler of the rollout.
+    loss: the objective.
+    algorithm: from scores to weights.
+    optimizer: AdamW and its schedule.
+    run: sizes, frequencies, limits.
+    tokenizer: of the checkpoint.
+    train_set: prompts to learn from.
+    val_set: held-out prompts; None for no evaluation.
+    make_rewards: starts the reward workers.
+    config_text: the resolved config, kept in the workdir.
+    export_source: the checkpoint whose config and tokenizer files the exported
+      one carries on; None for no export.
+  """
+
+  policy: Policy
+  mesh: Mesh
+  initial_params: Callable[[], PyTree]
+  param_shapes: PyTree
+  freeze: tuple[str, ...]
+  engine: EngineConfig
+  loss: LossConfig
+  algorithm: AlgorithmConfig
+  optimizer: OptimizerConfig
+  run: RunConfig
+  tokenizer: Tokenizer
+  train_set: PromptDataset
+  val_set: PromptDataset | None
+  make_rewards: Callable[[], RewardPool]
+  config_text: str
+  export_source: pathlib.Path | None
+
+  def pack(self, sequences: list[packing.Sequence]) -> packing.Packed:
+    """Returns micro-batches of the run's one compiled shape.
+
+    Rows hold one sequence of full length, or several shorter ones; their
+    number is `micro_batch_size`, rounded up to a multiple of the devices.
+    """
+    longest = self.engine.max_prompt_length + self.engine.max_response_length
+    return packing.pack(
+        sequences,
+        row_length=_round_up(longest, self.policy.tile),
+        rows_per_micro_batch=_round_up(
+            self.run.micro_batch_size, self.policy.axes.size
+        ),
+        tile=self.policy.tile,
+    )
+
+
+def _round_up(value: int, multiple: int) -> int:
+  return -(-value // multiple) * multiple

@@ -1,0 +1,189 @@
+"""Start-up: the first state of a run, and what is tried on it.
+
+A state is restored from the workdir, or made from the initial masters and
+calibrated on prompts and a short rollout. On a GPU the same short rollout tells
+whether rollout and training agree to the bit there.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+from absl import logging
+
+from jetrl_jax import checkpoint, rng
+from jetrl_jax.data import Prompt
+from jetrl_jax.fp8 import slots
+from jetrl_jax.rl import mismatch, packing
+from jetrl_jax.rl import state as states
+from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.parts import Parts
+from jetrl_jax.rl.policy import PolicyParams
+from jetrl_jax.rl.rollout import StopCheck, rollout
+from jetrl_jax.rl.types import Completion, TrainState
+
+# Sequences to the training forward's log-probs, see `Trainer._score_batch`.
+Scorer: TypeAlias = Callable[
+    [list[packing.Sequence], PolicyParams], list[np.ndarray]
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resumed:
+  """Where a workdir stands.
+
+  Attributes:
+    state: as it was behind `step`.
+    step: training steps done.
+    host_state: what the trainer saved beside the arrays.
+  """
+
+  state: TrainState
+  step: int
+  host_state: dict[str, Any]
+
+
+def resume(
+    parts: Parts, checkpoints: checkpoint.CheckpointManager
+) -> Resumed | None:
+  """Returns the newest whole checkpoint, None if there is none.
+
+  Raises:
+    ValueError: see `checkpoint.restore`.
+  """
+  like = states.abstract(
+      parts.policy,
+      parts.param_shapes,
+      parts.optimizer.build(),
+      parts.mesh,
+      parts.freeze,
+  )
+  restored = checkpoints.restore(states.without_weights(like))
+  if restored is None:
+    return None
+  state = states.with_weights(
+      parts.policy,
+      dataclasses.replace(like, **restored.state),
+      parts.mesh,
+      record=False,
+  )
+  return Resumed(
+      state=state, step=restored.step, host_state=restored.host_state
+  )
+
+
+def cold_start(
+    parts: Parts, engine: Engine, should_stop: StopCheck
+) -> TrainState:
+  """Builds a state and fills its FP8 slots from prompts and a rollout.
+
+  Args:
+    parts: what the run is made of.
+    engine: samples the short rollout.
+    should_stop: called at its host visits; raises to give up.
+  """
+  state = states.create(
+      parts.policy,
+      parts.initial_params(),
+      parts.optimizer.build(),
+      parts.mesh,
+      parts.freeze,
+  )
+  if not slots.slot_paths(state.fp8_state):
+    return state
+  calibration = states.Calibration(parts.policy, parts.mesh, state)
+
+  def fill(state, tokens, first_target):
+    sequences = states.likelihood_sequences(tokens, first_target)
+    return calibration.fill(
+        state, parts.pack(sequences).batches, parts.run.temperature
+    )
+
+  prompts = _calibration_prompts(parts)
+  state = fill(state, [p.tokens for p in prompts], [1] * len(prompts))
+  completions = short_rollout(parts, engine, state, should_stop)
+  return fill(
+      state,
+      [np.concatenate([c.prompt_tokens, c.tokens]) for c in completions],
+      [len(c.prompt_tokens) for c in completions],
+  )
+
+
+def _calibration_prompts(parts: Parts) -> list[Prompt]:
+  count = min(parts.run.calibration_prompts, len(parts.train_set))
+  return [parts.train_set[i] for i in range(count)]
+
+
+def short_rollout(
+    parts: Parts, engine: Engine, state: TrainState, should_stop: StopCheck
+) -> list[Completion]:
+  """Samples the calibration's prompts, calibration_tokens at most."""
+  run, prompts = parts.run, _calibration_prompts(parts)
+  shape = (len(prompts), run.num_generations)
+  return rollout(
+      engine,
+      PolicyParams(state.weights, state.fp8_state),
+      prompts,
+      num_generations=run.num_generations,
+      temperature=run.temperature,
+      base_key=rng.key(run.seed, rng.CALIBRATION),
+      weight_version=0,
+      limits=np.full(shape, run.calibration_tokens),
+      should_stop=should_stop,
+  )
+
+
+def bit_test(
+    parts: Parts,
+    engine: Engine,
+    score: Scorer,
+    state: TrainState,
+    should_stop: StopCheck,
+) -> float:
+  """Returns the share of a short rollout's tokens that training differs on.
+
+  The run's own executables at the run's own shapes: what they give on this
+  device and with these library versions is an observation, and this is it.
+
+  Args:
+    parts: what the run is made of.
+    engine: samples.
+    score: the training forward.
+    state: the weights both read.
+    should_stop: called at the rollout's host visits; raises to give up.
+  """
+  completions = short_rollout(parts, engine, state, should_stop)
+  batch = [
+      packing.sequence_from_completion(
+          completion,
+          advantage=0.0,
+          loss_weight=0.0,
+          mask_truncated=False,
+          origin=i,
+      )
+      for i, completion in enumerate(completions)
+  ]
+  scored = score(batch, PolicyParams(state.weights, state.fp8_state))
+  return mismatch.mismatch_token_frac(
+      np.concatenate([c.logprobs for c in completions]),
+      np.concatenate(
+          [
+              values[len(c.prompt_tokens) :]
+              for c, values in zip(completions, scored, strict=True)
+          ]
+      ),
+  )
+
+
+def say_whether_exact(share: float) -> None:
+  """Logs what the bit test found."""
+  if share == 0:
+    logging.info('Start-up bit test: rollout and training agree on all tokens')
+    return
+  logging.warning(
+      'Start-up bit test: %.3f%% of tokens differ between rollout and'
+      ' training on this device; exactness may not be claimed for this run.'
+      ' training/mismatch_token_frac shows it at every step.',
+      100 * share,
+  )

@@ -1,0 +1,93 @@
+"""Sums of what quantising lost, and their summary in the log."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetrl_jax.fp8 import formats, health, slots
+from jetrl_jax.fp8.quantization import quantize
+
+
+def _operand(sums, history=(0.0, 3.0), scale=0.5) -> dict:
+  return {
+      'amax_history': np.asarray(history, np.float32),
+      'scale': np.float32(scale),
+      'health': np.asarray(sums, np.float32),
+  }
+
+
+_NOTHING = (0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def _slot(**operands) -> dict:
+  empty = {name: _operand(_NOTHING) for name in slots.OPERANDS}
+  return empty | operands
+
+
+def test_sums_count_what_saturates_and_what_becomes_zero_on_valid_rows():
+  # Scale 1, largest E4M3 448: 500 saturates (lost 52), 2^-11 is below half of
+  # the smallest subnormal 2^-9 and becomes 0, 1 and 0 are kept. The second row
+  # is padding.
+  x = jnp.asarray([[500.0, 2.0**-11, 1.0, 0.0], [900.0, 7.0, 7.0, 7.0]])
+  scale = jnp.float32(1.0)
+  amax, sums = health.measure(
+      x, quantize(x, scale, formats.E4M3), scale, jnp.asarray([1.0, 0.0])
+  )
+  assert float(amax) == 500.0
+  found = dict(zip(health.SUMS, np.asarray(sums).tolist(), strict=True))
+  assert found['elements'] == 4
+  assert found['saturated'] == 1 and found['flushed'] == 1
+  assert found['signal'] == pytest.approx(500.0**2 + 1 + 2.0**-22)
+  assert found['noise'] == pytest.approx(52.0**2 + 2.0**-22)
+
+
+def test_a_summary_has_shares_and_decibels_by_operand():
+  state = {
+      'layers_0': {
+          'mlp': {
+              # 2 of 8 saturate, 1 of 8 is flushed, signal to noise is 1000.
+              'down': _slot(input=_operand((8, 2, 1, 500.0, 0.5)))
+          }
+      }
+  }
+  summary = health.summarize(state, ['layers_0/mlp/down'])
+  assert summary['layers_0/mlp/down']['input'] == {
+      'amax': 3.0,
+      'scale': 0.5,
+      'saturated_frac': 0.25,
+      'flushed_frac': 0.125,
+      'sqnr_db': pytest.approx(30.0),
+  }
+
+
+def test_the_amax_is_the_newest_recorded_one():
+  # Being filled: entry 0. Right after a roll entry 0 is empty.
+  state = {'a': _slot(input=_operand(_NOTHING, history=(2.0, 5.0)))}
+  assert health.summarize(state, ['a'])['a']['input']['amax'] == 2.0
+  assert health.summarize(state, ['a'])['a']['kernel']['amax'] == 3.0
+
+
+def test_what_lost_nothing_or_saw_nothing_has_no_ratio():
+  state = {'a': _slot(input=_operand((8, 0, 0, 1.0, 0.0)))}
+  summary = health.summarize(state, ['a'])['a']
+  assert 'sqnr_db' not in summary['input']  # Nothing was lost.
+  assert 'sqnr_db' not in summary['kernel']  # Nothing was measured.
+  assert summary['kernel']['saturated_frac'] == 0.0
+
+
+def test_the_headline_is_the_worst_slot_of_each_operand():
+  state = {
+      'a': _slot(input=_operand((10, 1, 0, 100.0, 1.0))),
+      'b': _slot(input=_operand((10, 0, 4, 1000.0, 1.0))),
+  }
+  headline = health.headline(health.summarize(state, ['a', 'b']))
+  assert headline['fp8/input/saturated_frac/max'] == pytest.approx(0.1)
+  assert headline['fp8/input/flushed_frac/max'] == pytest.approx(0.4)
+  assert headline['fp8/input/sqnr_db/min'] == pytest.approx(20.0)
+  # The kernels measured nothing: a share of 0, and no ratio.
+  assert headline['fp8/kernel/saturated_frac/max'] == 0.0
+  assert 'fp8/kernel/sqnr_db/min' not in headline
+
+
+def test_without_slots_there_is_no_headline():
+  assert health.headline(health.summarize({}, [])) == {}
