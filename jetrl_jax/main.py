@@ -7,11 +7,11 @@ import sys
 import jax
 from absl import app, flags, logging
 
-from jetrl_jax import checkpoint, config_flag
+from jetrl_jax import checkpoint, config_flag, provenance, report
 from jetrl_jax import config as configs
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.interrupt import StopRequested
-from jetrl_jax.rl.trainer import Trainer
+from jetrl_jax.rl.trainer import Parts, Trainer
 
 _CONFIG = config_flag.define()
 _WORKDIR = flags.DEFINE_string(
@@ -37,6 +37,7 @@ def main(argv: list[str]) -> None:
         f' {devices[0].device_kind}: {len(parts.train_set)} prompts'
         f' ({parts.train_set.num_filtered} over-long left out) -> {workdir}'
     )
+    _record_start(parts, workdir)
     trainer.train()
   except StopRequested as stop:
     _say_stopped(stop, workdir)
@@ -45,6 +46,21 @@ def main(argv: list[str]) -> None:
     logging.debug('Traceback:', exc_info=True)
     sys.exit(f'error: {error}')
   _summary(workdir)
+  try:
+    print(f'Report: {report.write_report([workdir])}')
+  except ValueError as error:  # A full disk; the run itself is safe by now.
+    logging.warning('No report: %s', error)
+
+
+def _record_start(parts: Parts, workdir: pathlib.Path) -> None:
+  """Notes versions, device and prompts of this start in the workdir."""
+  sets = {'train': parts.train_set, 'val': parts.val_set}
+  counts = {}
+  for name, prompts in sets.items():
+    if prompts is not None:
+      counts[f'{name}_prompts'] = len(prompts)
+      counts[f'{name}_left_out'] = prompts.num_filtered
+  provenance.record_start(workdir, **counts)
 
 
 def _say_stopped(stop: StopRequested, workdir: pathlib.Path) -> None:

@@ -67,6 +67,11 @@ def test_a_run_shows_before_and_after_and_two_completions(tmp_path):
   assert output.count('(expected ') == 2
   exported = models.load_config(workdir / 'export')
   assert exported == models.load_config(whole_run.home() / 'tiny/model')
+  report = (workdir / 'report.html').read_text()
+  assert f'Report: {workdir}/report.html' in output
+  assert questions[0] in report and 'The answers to one prompt' in report
+  start = json.loads((workdir / 'starts.jsonl').read_text())
+  assert start['train_prompts'] == 10 and start['train_left_out'] == 0
   config = json.loads((workdir / 'config.json').read_text())
   assert config['trainer']['total_training_steps'] == 6
 

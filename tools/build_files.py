@@ -17,13 +17,13 @@ PACKAGE = ROOT / 'jetrl_jax'
 # Each row may import the rows above it, and no other room of its own row.
 ORDER = (
     ('typing',),
-    ('compilation', 'metrics', 'rng', 'sharding'),
+    ('compilation', 'metrics', 'provenance', 'rng', 'sharding'),
     ('checkpoint',),
     ('fp8',),
     ('models',),
     ('data', 'rewards'),
     ('rl',),
-    ('config',),
+    ('config', 'report'),
     ('saved_policy',),
     ('main', 'sft'),
 )

@@ -1,0 +1,74 @@
+"""Writes a report: python -m jetrl_jax.report WORKDIR [WORKDIR ...].
+
+One HTML file that needs no network: curves, FP8 health, answers, config and
+versions of a run, at any time of its life; of several runs a comparison.
+"""
+
+import contextlib
+import os
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from absl import app, flags
+
+from jetrl_jax import report_data, report_page
+
+FILE = 'report.html'
+_OUT = flags.DEFINE_string(
+    'out',
+    None,
+    'The file to write. By default report.html: of one run in its workdir, of'
+    ' several in the current folder.',
+)
+
+
+def write_report(
+    workdirs: Sequence[str | os.PathLike],
+    out: str | os.PathLike | None = None,
+) -> pathlib.Path:
+  """Writes the report of a run, or the comparison of several.
+
+  Args:
+    workdirs: folders of runs.
+    out: the file; by default report.html, in the workdir of a single run.
+
+  Returns:
+    The file.
+
+  Raises:
+    ValueError: there is nothing to report on (see `report_data.read_run`), or
+      the file cannot be written.
+  """
+  folders = [pathlib.Path(workdir) for workdir in workdirs]
+  if not folders:
+    raise ValueError('name the workdir of a run, or of several to compare')
+  runs = [
+      report_data.read_run(folder, name)
+      for folder, name in zip(folders, report_data.names(folders), strict=True)
+  ]
+  if out is None:
+    out = folders[0] / FILE if len(folders) == 1 else FILE
+  path = pathlib.Path(out)
+  page = report_page.render(runs)
+  temporary = path.with_name(f'{path.name}.tmp')
+  try:
+    temporary.write_text(page, encoding='utf-8')
+    os.replace(temporary, path)
+  except OSError as error:
+    with contextlib.suppress(OSError):
+      temporary.unlink()
+    raise ValueError(f'{path} cannot be written: {error.strerror}') from error
+  return path
+
+
+def main(argv: list[str]) -> None:
+  """Writes the report of the workdirs on the command line."""
+  try:
+    print(f'Wrote {write_report(argv[1:], _OUT.value)}')
+  except ValueError as error:
+    sys.exit(f'error: {error}')
+
+
+if __name__ == '__main__':
+  app.run(main)

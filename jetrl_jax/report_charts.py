@@ -1,0 +1,429 @@
+"""Line and area charts as inline SVG, with the data of their read-outs.
+
+A chart is drawn whole without any script; the script adds a cursor and the
+values under it. Long series are thinned to the smallest and largest value of
+each stretch, so that no spike is lost.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+
+from jetrl_jax.report_text import escape, number, steps_text
+
+# Units of the viewBox; on a narrow phone one is one CSS pixel.
+WIDTH, HEIGHT = 360, 184
+LEFT, RIGHT, TOP, BOTTOM = 52, 350, 10, 162
+_MAX_POINTS = 400
+# Colours that the style sheet has; later lines are dashed.
+_COLORS = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+  """One curve.
+
+  Attributes:
+    label: in the legend.
+    color: 0, 1, ...: which colour of the style sheet.
+    steps: int64 [n].
+    values: float64 [n]; NaN is a gap.
+    low: float64 [n] or None: lower edge of a band around the curve.
+    high: its upper edge; there when `low` is.
+  """
+
+  label: str
+  color: int
+  steps: np.ndarray
+  values: np.ndarray
+  low: np.ndarray | None = None
+  high: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chart:
+  """A drawn chart.
+
+  Attributes:
+    html: the figure.
+    data: what the script reads; JSON values.
+  """
+
+  html: str
+  data: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Axis:
+  """Maps values to places between two edges."""
+
+  low: float
+  high: float
+  start: float
+  end: float
+  log: bool = False
+
+  def place(self, value: float) -> float:
+    """Returns the place, held inside the edges."""
+    if self.log:
+      value = max(value, self.low)
+      share = math.log(value / self.low) / math.log(self.high / self.low)
+    else:
+      share = (value - self.low) / (self.high - self.low)
+    return self.start + min(max(share, 0), 1) * (self.end - self.start)
+
+
+def line_chart(
+    title: str,
+    lines: list[Line],
+    *,
+    unit: str = '',
+    log: bool = False,
+    smooth: bool = False,
+    note: str = '',
+) -> Chart:
+  """Draws curves over steps.
+
+  Args:
+    title: heading.
+    lines: curves with at least one finite value.
+    unit: of all of them, see `report_text.number`.
+    log: use a logarithmic axis where all values are positive and spread over
+      more than a factor of 30.
+    smooth: draw a moving average over each curve of 40 values or more.
+    note: a sentence below.
+  """
+  thin = [thinned(line) for line in lines]
+  x = _step_axis(np.concatenate([line.steps for line in thin]))
+  y = _value_axis(thin, log)
+  notes = [note, _gap_note(lines)]
+  marks = []
+  for line, whole in zip(thin, lines, strict=True):
+    if line.low is not None and line.high is not None:
+      marks.append(_band(line, x, y))
+    window = _window(whole) if smooth else 0
+    style = f'line {_color(line.color)}'
+    faint = ' faint' if window else ''
+    marks.append(f'<path class="{style}{faint}" d="{_path(line, x, y)}"/>')
+    if window:
+      average = thinned(moving_average(whole, window))
+      marks.append(f'<path class="{style}" d="{_path(average, x, y)}"/>')
+      notes.append(f'Bold: mean of {window} steps.')
+  flat = _flat(lines, unit)
+  body = _grid(x, y, unit, flat) + ''.join(marks)
+  data = {
+      'x': [x.low, x.high],
+      'y': [y.low, y.high],
+      'log': y.log,
+      'unit': '%' if unit == '%' else '',
+      'lines': [_readout(line) for line in thin],
+  }
+  labels = [(line.label, _last(line, unit), line.color) for line in lines]
+  at = f'step {max(int(line.steps[-1]) for line in lines)}'
+  if len(lines) == 1 and thin[0].low is not None and thin[0].high is not None:
+    edges = [
+        number(float(e[-1]), data['unit']) for e in (thin[0].low, thin[0].high)
+    ]
+    at += f', {" to ".join(edges)}'
+  notes = list(dict.fromkeys(filter(None, notes)))
+  return Chart(
+      html=figure(_titled(title, unit), at, body, labels, notes), data=data
+  )
+
+
+def area_chart(
+    title: str, layers: list[Line], *, unit: str = '', note: str = ''
+) -> Chart:
+  """Draws layers on top of each other; all have the same steps.
+
+  A few steps that dwarf the others (those that compile) are cut off, and the
+  note says so.
+  """
+  steps = layers[0].steps
+  stacked = np.stack([np.nan_to_num(layer.values) for layer in layers])
+  totals = stacked.sum(axis=0)
+  top, cut = _cut_off(totals)
+  if cut.any():
+    said = ', '.join(
+        f'step {step}: {number(total, unit)}'
+        for step, total in list(zip(steps[cut], totals[cut], strict=True))[:3]
+    )
+    note = f'{note} Cut off: {said}{" ..." if cut.sum() > 3 else ""}.'.strip()
+  steps, stacked = _bucket_means(steps, stacked)
+  x = _step_axis(steps)
+  y = _Axis(low=0.0, high=top, start=BOTTOM, end=TOP)
+  edges = np.cumsum(np.vstack([np.zeros(len(steps)), stacked]), axis=0)
+  marks = []
+  for i, layer in enumerate(layers):
+    upper = _points(steps, edges[i + 1], x, y)
+    lower = _points(steps[::-1], edges[i][::-1], x, y)
+    if len(steps) == 1:  # One step: a bar as wide as the plot.
+      upper = f'{LEFT} {upper.split()[1]} {RIGHT} {upper.split()[1]}'
+      lower = f'{RIGHT} {lower.split()[1]} {LEFT} {lower.split()[1]}'
+    style = f'area {_color(layer.color)}'
+    marks.append(f'<path class="{style}" d="M{upper} {lower}Z"/>')
+  data = {
+      'x': [x.low, x.high],
+      'y': [y.low, y.high],
+      'log': False,
+      'unit': '',
+      'stacked': True,
+      'lines': [
+          {'x': steps.tolist(), 'y': list(map(_short, values))}
+          for values in stacked
+      ],
+  }
+  labels = [(one.label, _last(one, unit), one.color) for one in layers]
+  body = ''.join(marks) + _grid(x, y, unit)
+  at = f'step {steps[-1]}'
+  html = figure(_titled(title, unit), at, body, labels, [note])
+  return Chart(html=html, data=data)
+
+
+def figure(
+    title: str,
+    at: str,
+    body: str,
+    labels: list[tuple[str, str, int]],
+    notes: list[str],
+) -> str:
+  """Returns a card: heading, legend with values, drawing, notes.
+
+  Args:
+    title: heading.
+    at: what the values of the legend are of: the last step.
+    body: SVG.
+    labels: of each curve, its label, last value and colour.
+    notes: sentences below.
+  """
+  legend = ''.join(
+      f'<li><i class="swatch {_color(color)}"></i>{escape(label)}'
+      f' <b>{escape(value)}</b></li>'
+      for label, value, color in labels
+  )
+  below = ''.join(f'<p class="note">{escape(n)}</p>' for n in notes if n)
+  spoken = '; '.join(f'{label}: last {value}' for label, value, _ in labels)
+  return (
+      f'<figure class="card chart"><figcaption><h3>{escape(title)}</h3>'
+      f'<span class="at">{escape(at)}</span><ul>{legend}</ul></figcaption>'
+      f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
+      f' aria-label="{escape(title)}. {escape(spoken)}">{body}'
+      f'<g class="cursor"></g></svg>{below}</figure>'
+  )
+
+
+def thinned(line: Line) -> Line:
+  """Keeps the smallest and the largest value of each stretch of steps."""
+  count = len(line.steps)
+  if count <= _MAX_POINTS:
+    return line
+  kept = {0, count - 1}
+  for part in np.array_split(np.arange(count), _MAX_POINTS // 2):
+    values = line.values[part]
+    if np.isfinite(values).any():
+      kept |= {
+          int(part[np.nanargmin(values)]),
+          int(part[np.nanargmax(values)]),
+      }
+    # A gap stays a gap.
+    kept |= set(part[~np.isfinite(values)][:1].tolist())
+  index = np.asarray(sorted(kept))
+  return dataclasses.replace(
+      line,
+      steps=line.steps[index],
+      values=line.values[index],
+      low=None if line.low is None else line.low[index],
+      high=None if line.high is None else line.high[index],
+  )
+
+
+def moving_average(line: Line, window: int) -> Line:
+  """Returns the centred mean over `window` values, NaN left out."""
+  good = np.isfinite(line.values)
+  ones = np.ones(window)
+  sums = np.convolve(np.where(good, line.values, 0.0), ones, 'same')
+  counts = np.convolve(good.astype(np.float64), ones, 'same')
+  values = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
+  return dataclasses.replace(line, values=values, low=None, high=None)
+
+
+def ticks(low: float, high: float, log: bool) -> list[float]:
+  """Returns three to six round values inside [low, high]."""
+  if log:
+    first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
+    if last - first >= 1:
+      every = (last - first) // 5 + 1
+      return [10.0**e for e in range(first, last + 1, every)]
+    return [low, math.sqrt(low * high), high]
+  rough = (high - low) / 4
+  power = 10.0 ** math.floor(math.log10(rough))
+  step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power >= rough)
+  first = math.ceil(low / step - 1e-9)
+  return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _window(line: Line) -> int:
+  count = len(line.values)
+  return max(3, count // 20) | 1 if count >= 40 else 0
+
+
+def _color(i: int) -> str:
+  return f'c{i % _COLORS}' + (' dashed' if i >= _COLORS else '')
+
+
+def _step_axis(steps: np.ndarray) -> _Axis:
+  low, high = float(steps.min()), float(steps.max())
+  if low == high:
+    low, high = low - 0.5, high + 0.5
+  return _Axis(low=low, high=high, start=LEFT, end=RIGHT)
+
+
+def _value_axis(lines: list[Line], log: bool) -> _Axis:
+  parts = [v for line in lines for v in (line.values, line.low, line.high)]
+  values = np.concatenate([v for v in parts if v is not None])
+  # Room for the sums below; points beyond are held at the edge.
+  values = np.clip(values[np.isfinite(values)], -1e300, 1e300)
+  low, high = float(values.min()), float(values.max())
+
+  def axis(low: float, high: float, log: bool = False) -> _Axis:
+    return _Axis(low=low, high=high, start=BOTTOM, end=TOP, log=log)
+
+  if log and low > 0 and high / low > 30:
+    return axis(low / 1.2, high * 1.2, log=True)
+  if low == high:
+    # A flat line: at the bottom where it is 0, else in the middle.
+    room = abs(low) / 2 or 1.0
+    return axis(low - (room if low else 0), high + room)
+  room = 0.06 * (high - low)
+  # Counts and shares start at 0; a curve far above it does not.
+  if 0 <= low <= 0.5 * high:
+    return axis(0.0, high + room)
+  return axis(low - room, high + room)
+
+
+def _cut_off(totals: np.ndarray) -> tuple[float, np.ndarray]:
+  """Returns the top of the axis, and which steps reach above it."""
+  usual = float(np.quantile(totals, 0.9)) if len(totals) > 4 else 0.0
+  usual = usual or float(np.median(totals))
+  if usual > 0 and totals.max() > 3 * usual:
+    top = 1.3 * float(totals[totals <= 3 * usual].max())
+    return top, totals > top
+  return 1.05 * float(totals.max()) or 1.0, np.zeros(len(totals), bool)
+
+
+def _bucket_means(
+    steps: np.ndarray, stacked: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+  if len(steps) <= _MAX_POINTS:
+    return steps, stacked
+  parts = np.array_split(np.arange(len(steps)), _MAX_POINTS)
+  means = np.stack([stacked[:, part].mean(axis=1) for part in parts], axis=1)
+  return np.asarray([steps[part[-1]] for part in parts]), means
+
+
+def _points(steps, values, x: _Axis, y: _Axis) -> str:
+  return ' '.join(
+      f'{x.place(float(s)):.1f} {y.place(float(v)):.1f}'
+      for s, v in zip(steps, values, strict=True)
+  )
+
+
+def _path(line: Line, x: _Axis, y: _Axis) -> str:
+  """Returns the path's commands; a single point is a short dash."""
+  parts: list[list[str]] = [[]]
+  for step, value in zip(line.steps, line.values, strict=True):
+    if np.isfinite(value):
+      point = f'{x.place(float(step)):.1f} {y.place(float(value)):.1f}'
+      parts[-1].append(point)
+    elif parts[-1]:
+      parts.append([])
+  return ''.join(
+      f'M{"L".join(points)}' if len(points) > 1 else f'M{points[0]}h.1'
+      for points in parts
+      if points
+  )
+
+
+def _band(line: Line, x: _Axis, y: _Axis) -> str:
+  assert line.low is not None and line.high is not None
+  good = np.isfinite(line.low) & np.isfinite(line.high)
+  if good.sum() < 2:
+    return ''
+  upper = _points(line.steps[good], line.high[good], x, y)
+  lower = _points(line.steps[good][::-1], line.low[good][::-1], x, y)
+  return f'<path class="band c{line.color % _COLORS}" d="M{upper} {lower}Z"/>'
+
+
+def _grid(x: _Axis, y: _Axis, unit: str, flat: str = '') -> str:
+  marks = []
+  if flat:
+    marks.append(
+        f'<text class="flat mid" x="{(LEFT + RIGHT) / 2}"'
+        f' y="{TOP + 40}">{escape(flat)}</text>'
+    )
+  values = ticks(y.low, y.high, y.log)
+  if flat:  # Its axis is made up, but for the value itself.
+    values = [0.0 if y.low == 0 else (y.low + y.high) / 2]
+  for value in values:
+    at = f'{y.place(value):.1f}'
+    marks.append(
+        f'<path class="grid-line" d="M{LEFT} {at}H{RIGHT}"/>'
+        f'<text class="tick end" x="{LEFT - 5}" y="{at}" dy="3.5">'
+        f'{escape(number(value, "%" if unit == "%" else ""))}</text>'
+    )
+  return ''.join(marks) + step_labels(x.low, x.high)
+
+
+def step_labels(low: float, high: float) -> str:
+  """Returns the labels of the step axis, which goes from LEFT to RIGHT."""
+  axis = _Axis(low=low, high=high, start=LEFT, end=RIGHT)
+  values = [v for v in ticks(low, high, False) if v == int(v)]
+  y = BOTTOM + 15
+  labels = [f'<text class="tick end" x="{LEFT - 10}" y="{y}">step</text>']
+  for value in values or [low]:
+    x = axis.place(value)
+    labels.append(
+        f'<text class="tick mid" x="{x:.1f}" y="{y}">{value:.0f}</text>'
+    )
+  return ''.join(labels)
+
+
+def _gap_note(lines: list[Line]) -> str:
+  gaps = sum(int((~np.isfinite(line.values)).sum()) for line in lines)
+  return f'{gaps} values were not finite and are left out.' if gaps else ''
+
+
+def _last(line: Line, unit: str) -> str:
+  finite = line.values[np.isfinite(line.values)]
+  unit = '%' if unit == '%' else ''  # Other units are in the title.
+  return number(float(finite[-1]), unit) if finite.size else '–'
+
+
+def _titled(title: str, unit: str) -> str:
+  return f'{title}, {unit}' if unit and unit != '%' else title
+
+
+def _flat(lines: list[Line], unit: str) -> str:
+  """Says it where nothing moves: a flat line looks like a broken plot."""
+  values = np.concatenate([line.values for line in lines])
+  values = values[np.isfinite(values)]
+  if len(values) < 2 or values.min() != values.max():
+    return ''
+  count = steps_text(max(len(line.steps) for line in lines))
+  if values[0] == 0:
+    return f'exactly 0 at all {count}'
+  return f'{number(float(values[0]), unit)} at all {count}'
+
+
+def _readout(line: Line) -> dict[str, list]:
+  data = {'x': line.steps.tolist(), 'y': list(map(_short, line.values))}
+  if line.low is not None and line.high is not None:
+    data['low'] = list(map(_short, line.low))
+    data['high'] = list(map(_short, line.high))
+  return data
+
+
+def _short(value: float) -> float | None:
+  return float(f'{value:.4g}') if np.isfinite(value) else None
