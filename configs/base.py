@@ -95,10 +95,23 @@ def get_config() -> ml_collections.ConfigDict:
   config.rollout.decode_block = 64
 
   config.algorithm = ml_collections.ConfigDict()
+  # 'grpo', 'dr_grpo', 'rloo' or 'reinforce_plus_plus_baseline'; see
+  # docs/algorithms.md for this and all names below.
+  config.algorithm.adv_estimator = 'grpo'
+  # For 'grpo': divide by the group's sample standard deviation.
   config.algorithm.norm_adv_by_std = True
-  config.algorithm.clip_ratio_low = 0.2
-  config.algorithm.clip_ratio_high = 0.2
+  # 'ppo' (token ratios, clipped), 'gspo' (sequence ratios, clipped; wants
+  # loss_agg_mode 'seq-mean-token-mean') or 'cispo' (capped weights).
+  config.algorithm.policy_loss = 'ppo'
+  # Distances of the clip range from 1; None is 0.2 and 0.2 for 'ppo' (DAPO:
+  # 0.2 and 0.28), 3e-4 and 4e-4 for 'gspo'.
+  config.algorithm.clip_ratio_low = config_dict.placeholder(float)
+  config.algorithm.clip_ratio_high = config_dict.placeholder(float)
+  # Dual clip of 'ppo': most loss of a token with a negative advantage, in
+  # units of that advantage.
   config.algorithm.clip_ratio_c = 3.0
+  # Largest weight of 'cispo' (the bound itself, as TRL's epsilon_high).
+  config.algorithm.cispo_cap = 5.0
   # 'token-mean', 'seq-mean-token-mean', 'seq-mean-token-sum',
   # 'seq-mean-token-sum-norm'; denominators span the mini-batch.
   config.algorithm.loss_agg_mode = 'token-mean'
@@ -113,9 +126,20 @@ def get_config() -> ml_collections.ConfigDict:
   # 'rollout': its log-probs are the training forward's own bits in a unified
   # flow. 'recompute': by the training forward.
   config.algorithm.old_logprobs = 'rollout'
-  # 'none' or 'token' (truncated importance sampling against log mu).
+  # Importance weights rho = pi_old / mu against the sampled distribution:
+  # 'none', 'token' (TIS), 'sequence' (TIS of whole answers), 'icepop', 'mis'
+  # (whole answers, dropped above the cap) or 'acr' (TIS and QuRL's clip range).
   config.algorithm.rollout_is = 'none'
-  config.algorithm.rollout_is_threshold = 2.0
+  # Cap C of rho; None is 2 for 'token', 'sequence' and 'acr', 3 for 'mis', 5
+  # for 'icepop'.
+  config.algorithm.rollout_is_threshold = config_dict.placeholder(float)
+  # Lower end of the band that 'icepop' keeps.
+  config.algorithm.rollout_is_threshold_low = 0.5
+  # Rejection of whole answers, beside any rollout_is: 'none' or 'geometric'
+  # (the geometric mean of rho must lie in the band below).
+  config.algorithm.rollout_rs = 'none'
+  config.algorithm.rollout_rs_threshold_low = 0.999
+  config.algorithm.rollout_rs_threshold_high = 1.001
 
   config.optim = ml_collections.ConfigDict()
   config.optim.lr = 1e-6

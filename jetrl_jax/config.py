@@ -31,13 +31,14 @@ from jetrl_jax.data import (
 )
 from jetrl_jax.models import families, hf_layout
 from jetrl_jax.rewards import RewardPool, RewardSpec
+from jetrl_jax.rl import combinations, corrections, losses
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.engine import EngineConfig
+from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.settings import AlgorithmConfig, RunConfig
-from jetrl_jax.rl.train_step import LossConfig
 from jetrl_jax.typing import PyTree
 
 # A ConfigDict or a section of one: its entries have no static types.
@@ -284,6 +285,22 @@ def engine_config(config: Config, tokenizer: Tokenizer) -> EngineConfig:
   )
 
 
+def loss_config(section: Config) -> LossConfig:
+  """Returns the objective; what is None gets the method's own default."""
+  chosen = {}
+  # Unknown names fall through to LossConfig, which refuses them.
+  low, high = losses.DEFAULT_CLIP.get(section.policy_loss, (None, None))
+  cap = corrections.DEFAULT_THRESHOLD.get(section.rollout_is)
+  for name, default in (
+      ('clip_ratio_low', low),
+      ('clip_ratio_high', high),
+      ('rollout_is_threshold', cap),
+  ):
+    if section[name] is None and default is not None:
+      chosen[name] = default
+  return _take(LossConfig, section, **chosen)
+
+
 def optimizer_config(config: Config, total_steps: int) -> OptimizerConfig:
   """Returns AdamW's settings; decay runs over `total_steps` updates."""
   return _take(
@@ -334,8 +351,9 @@ def build(config: Config) -> Parts:
       * (run.train_batch_size // run.mini_batch_size)
   )
   optimizer = optimizer_config(config, updates)
-  loss = _take(LossConfig, config.algorithm)
+  loss = loss_config(config.algorithm)
   engine = engine_config(config, tokenizer)
+  combinations.check(loss, algorithm, engine)
   longest = engine.max_prompt_length + engine.max_response_length
   if longest > policy.model.max_position:
     raise ValueError(

@@ -22,8 +22,9 @@ from jetrl_jax.metrics import MetricWriter
 from jetrl_jax.rl import packing
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.console import show_own_sentences
+from jetrl_jax.rl.objective import supervised_loss
 from jetrl_jax.rl.step_metrics import Timer, update_metrics
-from jetrl_jax.rl.train_step import TrainStep, merge, supervised_loss
+from jetrl_jax.rl.train_step import TrainStep, merge
 
 _CONFIG = config_flag.define()
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/sft', 'metrics.jsonl goes here')

@@ -9,6 +9,7 @@ import pytest
 
 from configs import base
 from jetrl_jax import config as configs
+from jetrl_jax.rl.objective import LossConfig
 from tests import whole_run
 
 _CONFIGS = sorted((whole_run.ROOT / 'configs').glob('*.py'))
@@ -43,7 +44,7 @@ def test_a_config_builds_its_parts(path, monkeypatch):
   parts = configs.build(made)
   assert parts.run.total_training_steps == made.trainer.total_training_steps
   assert parts.optimizer.lr == made.optim.lr
-  assert parts.loss.clip_ratio_high == made.algorithm.clip_ratio_high
+  assert parts.loss.policy_loss == made.algorithm.policy_loss
   assert parts.engine.num_slots == made.rollout.num_slots
 
 
@@ -57,10 +58,12 @@ def test_every_setting_reaches_its_part():
               'precision.margin': 1,
               'precision.high_precision_layers': ('.*/mlp/down',),
               'rollout.temperature': 0.5,
-              'rollout.top_p': 0.9,
+              'rollout.top_k': 5,
               'algorithm.kl_loss_coef': 0.25,
               'algorithm.ppo_epochs': 3,
-              'algorithm.rollout_is': 'token',
+              'algorithm.adv_estimator': 'rloo',
+              'algorithm.policy_loss': 'gspo',
+              'algorithm.loss_agg_mode': 'seq-mean-token-mean',
               'optim.lr_decay': 'linear',
               'trainer.mini_batch_size': 2,
               'data.val_max_samples': 2,
@@ -71,11 +74,31 @@ def test_every_setting_reaches_its_part():
   assert parts.freeze == ('embed/.*',) and parts.policy.remat
   assert parts.policy.recipe.margin == 1
   assert parts.policy.recipe.high_precision_layers == ('.*/mlp/down',)
-  assert parts.engine.top_p == 0.9 and parts.engine.stop_ids == (1,)
-  assert parts.loss.kl_loss_coef == 0.25 and parts.loss.rollout_is == 'token'
+  assert parts.engine.top_k == 5 and parts.engine.stop_ids == (1,)
+  assert parts.loss.kl_loss_coef == 0.25 and parts.loss.policy_loss == 'gspo'
+  assert parts.algorithm.adv_estimator == 'rloo'
   # 6 steps, 3 epochs, 2 mini-batches.
   assert parts.optimizer.lr_decay_steps == 36
   assert len(parts.val_set) == 2 and len(parts.train_set) == 10
+
+
+def test_what_is_none_takes_the_default_of_the_method():
+  def built(**changes):
+    section = base.get_config().algorithm
+    section.update(changes)
+    return configs.loss_config(section)
+
+  assert built() == LossConfig()
+  made = built(policy_loss='gspo', rollout_is='mis')
+  assert (made.clip_ratio_low, made.clip_ratio_high) == (3e-4, 4e-4)
+  assert made.rollout_is_threshold == 3.0
+  made = built(rollout_is='icepop', clip_ratio_high=0.28)
+  assert (made.clip_ratio_low, made.clip_ratio_high) == (0.2, 0.28)
+  assert made.rollout_is_threshold == 5.0
+  with pytest.raises(ValueError, match="policy_loss is 'dpo'"):
+    built(policy_loss='dpo')
+  with pytest.raises(ValueError, match="rollout_is is 'tis'; allowed"):
+    built(rollout_is='tis')
 
 
 def test_a_run_with_seeded_lengths_has_no_stop_tokens():

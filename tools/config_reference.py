@@ -25,10 +25,10 @@ from jetrl_jax.data import (  # noqa: E402
 from jetrl_jax.fp8 import Recipe  # noqa: E402
 from jetrl_jax.rewards import RewardPool  # noqa: E402
 from jetrl_jax.rl.engine import EngineConfig  # noqa: E402
+from jetrl_jax.rl.objective import LossConfig  # noqa: E402
 from jetrl_jax.rl.optimizer import OptimizerConfig  # noqa: E402
 from jetrl_jax.rl.policy import Policy  # noqa: E402
 from jetrl_jax.rl.settings import AlgorithmConfig, RunConfig  # noqa: E402
-from jetrl_jax.rl.train_step import LossConfig  # noqa: E402
 from jetrl_jax.sharding import Axes  # noqa: E402
 
 OUTPUT = ROOT / 'docs' / 'configuration.md'

@@ -9,13 +9,14 @@ from jetrl_jax.rl.aggregation import loss_weights
 from jetrl_jax.rl.engine import Engine, EngineConfig
 from jetrl_jax.rl.flow_check import decode_graph, train_graph
 from jetrl_jax.rl.mismatch import mismatch_metrics
+from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.packing import pack, sequence_from_completion, unpack
 from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.rl.rollout import rollout
 from jetrl_jax.rl.state import Calibration
 from jetrl_jax.rl.state import create as create_state
-from jetrl_jax.rl.train_step import LossConfig, TrainStep, policy_loss
+from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import Completion, TrainBatch, TrainState
 
 __all__ = [

@@ -71,16 +71,25 @@ def from_scores(
     errors: dict[str, int],
     config: AlgorithmConfig,
 ) -> Experience:
-  """Adds group advantages to flat scores [P * G]."""
+  """Adds advantages to flat scores [P * G]."""
   scores_PG = np.asarray(scores, np.float64).reshape(len(prompts), -1)
+  lengths = [
+      packing.masked_response_length(
+          completion, mask_truncated=config.mask_truncated_completions
+      )
+      for completion in completions
+  ]
   return Experience(
       prompts=prompts,
       completions=completions,
       scores_PG=scores_PG,
       accuracy_PG=np.asarray(accuracy, np.float64).reshape(scores_PG.shape),
       errors=errors,
-      advantages_PG=advantages.group_advantages(
-          scores_PG, norm_by_std=config.norm_adv_by_std
+      advantages_PG=advantages.estimate(
+          scores_PG,
+          np.asarray(lengths).reshape(scores_PG.shape),
+          adv_estimator=config.adv_estimator,
+          norm_by_std=config.norm_adv_by_std,
       ),
   )
 

@@ -10,10 +10,10 @@ from jetrl_jax.data import PromptDataset, Tokenizer
 from jetrl_jax.rewards import RewardPool
 from jetrl_jax.rl import packing
 from jetrl_jax.rl.engine import EngineConfig
+from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.settings import AlgorithmConfig, RunConfig
-from jetrl_jax.rl.train_step import LossConfig
 from jetrl_jax.typing import PyTree
 
 

@@ -51,7 +51,8 @@ def load_experience(
   )
   if not np.array_equal(found.advantages_PG.reshape(-1), extra['advantage']):
     raise ValueError(
-        f'the advantages of {path} are others than algorithm.norm_adv_by_std'
-        f"={config.norm_adv_by_std} gives; use the run's own config"
+        f'the advantages of {path} are others than algorithm.adv_estimator='
+        f'{config.adv_estimator} with norm_adv_by_std={config.norm_adv_by_std}'
+        " gives; use the run's own config"
     )
   return found

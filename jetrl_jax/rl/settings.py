@@ -6,7 +6,7 @@ ConfigDict.
 
 import dataclasses
 
-from jetrl_jax.rl import aggregation
+from jetrl_jax.rl import advantages, aggregation
 
 
 def _at_least(record, minimum: int, *names: str) -> None:
@@ -21,7 +21,9 @@ class AlgorithmConfig:
   """From scores to the objective's weights.
 
   Attributes:
-    norm_adv_by_std: divide group advantages by the group's sample std.
+    adv_estimator: one of `advantages.ESTIMATORS`.
+    norm_adv_by_std: for 'grpo': divide group advantages by the group's sample
+      std.
     loss_agg_mode: one of `aggregation.MODES`; denominators span the mini-batch.
     loss_scale_factor: divisor of 'seq-mean-token-sum-norm'; by default
       max_response_length.
@@ -32,6 +34,7 @@ class AlgorithmConfig:
       a unified flow) or 'recompute'.
   """
 
+  adv_estimator: str = 'grpo'
   norm_adv_by_std: bool = True
   loss_agg_mode: str = 'token-mean'
   loss_scale_factor: float | None = None
@@ -41,6 +44,11 @@ class AlgorithmConfig:
 
   def __post_init__(self):
     _at_least(self, 1, 'ppo_epochs')
+    if self.adv_estimator not in advantages.ESTIMATORS:
+      raise ValueError(
+          f'adv_estimator is {self.adv_estimator!r}; allowed:'
+          f' {", ".join(advantages.ESTIMATORS)}'
+      )
     if self.loss_agg_mode not in aggregation.MODES:
       raise ValueError(
           f'loss_agg_mode is {self.loss_agg_mode!r}; allowed:'

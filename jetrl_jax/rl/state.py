@@ -17,9 +17,10 @@ from jetrl_jax import checkpoint, fp8, sharding
 from jetrl_jax.compilation import exact_jit
 from jetrl_jax.fp8 import slots
 from jetrl_jax.rl import packing
+from jetrl_jax.rl.objective import supervised_loss
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import Policy, PolicyParams
-from jetrl_jax.rl.train_step import TrainStep, merge, supervised_loss
+from jetrl_jax.rl.train_step import TrainStep, merge
 from jetrl_jax.rl.types import TrainBatch, TrainState
 from jetrl_jax.typing import PyTree
 

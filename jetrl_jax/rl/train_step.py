@@ -21,55 +21,10 @@ from jax.sharding import PartitionSpec as P
 from jetrl_jax import fp8, sharding
 from jetrl_jax.compilation import exact_jit
 from jetrl_jax.fp8 import QTensor, slots
-from jetrl_jax.metrics import Mean, mean
-from jetrl_jax.rl import corrections, kl, losses
+from jetrl_jax.metrics import Mean
 from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.rl.types import TrainBatch, TrainState
 from jetrl_jax.typing import Array, PyTree
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LossConfig:
-  """The objective per token; `TrainBatch.loss_weight` does the averaging.
-
-  Attributes:
-    clip_ratio_low: lower clip distance.
-    clip_ratio_high: upper clip distance.
-    clip_ratio_c: dual clip.
-    kl_loss_coef: weight of the KL term; 0 is off.
-    kl_loss_type: 'k2', 'k3' or 'low_var_kl'.
-    entropy_coeff: weight of the entropy bonus.
-    rollout_is: 'none' or 'token' (truncated importance sampling).
-    rollout_is_threshold: its cap.
-  """
-
-  clip_ratio_low: float = 0.2
-  clip_ratio_high: float = 0.2
-  clip_ratio_c: float = 3.0
-  kl_loss_coef: float = 0.0
-  kl_loss_type: str = 'k3'
-  entropy_coeff: float = 0.0
-  rollout_is: str = 'none'
-  rollout_is_threshold: float = 2.0
-
-  def __post_init__(self):
-    if not 0 <= self.clip_ratio_low < 1:
-      raise ValueError(
-          f'clip_ratio_low is {self.clip_ratio_low}; allowed: [0, 1)'
-      )
-    if self.clip_ratio_high < 0:
-      raise ValueError(
-          f'clip_ratio_high is {self.clip_ratio_high}; allowed: >= 0'
-      )
-    if self.clip_ratio_c <= 1:
-      raise ValueError(f'clip_ratio_c is {self.clip_ratio_c}; allowed: > 1')
-    for name in ('kl_loss_coef', 'entropy_coeff'):
-      if getattr(self, name) < 0:
-        raise ValueError(f'{name} is {getattr(self, name)}; allowed: >= 0')
-    kl.make_kl_loss(self.kl_loss_type)
-    corrections.make_correction(
-        self.rollout_is, threshold=self.rollout_is_threshold
-    )
 
 
 @jax.tree_util.register_dataclass
@@ -115,73 +70,6 @@ def merge(trainable: PyTree, frozen: PyTree) -> PyTree:
   for key, value in frozen.items():
     merged[key] = merge(merged[key], value) if key in merged else value
   return merged
-
-
-def policy_loss(
-    config: LossConfig,
-    batch: TrainBatch,
-    logprobs_BT: Array,
-    entropy_BT: Array,
-) -> tuple[Array, dict[str, Mean]]:
-  """Returns this micro-batch's part of the objective, and its metrics.
-
-      loss = sum_t weight_t (is_t pg_t + kl_loss_coef kl_t - entropy_coeff H_t)
-
-  Args:
-    config: the objective.
-    batch: one micro-batch.
-    logprobs_BT: log pi, by the training forward.
-    entropy_BT: entropy of pi at each token, in nats.
-  """
-  mask_BT = batch.loss_mask
-  # Masked positions hold numbers that mean nothing; 0 * inf would be NaN.
-  log_ratio_BT = jnp.where(mask_BT > 0, logprobs_BT - batch.old_logprobs, 0.0)
-  pg = jax.vmap(
-      functools.partial(
-          losses.clipped_pg_loss,
-          clip_low=config.clip_ratio_low,
-          clip_high=config.clip_ratio_high,
-          clip_c=config.clip_ratio_c,
-      )
-  )(log_ratio_BT, batch.advantages)
-  correction = corrections.make_correction(
-      config.rollout_is, threshold=config.rollout_is_threshold
-  )
-  weight_BT = jax.vmap(correction)(batch.old_logprobs, batch.log_mu)
-  loss_BT = weight_BT * pg.loss_T
-  metrics = {
-      'actor/entropy': mean(entropy_BT, mask_BT),
-      'actor/pg_clipfrac': mean(pg.clipped_T, mask_BT),
-      'actor/pg_clipfrac_lower': mean(pg.clipped_lower_T, mask_BT),
-      'actor/ppo_kl': mean(-log_ratio_BT, mask_BT),
-  }
-  if config.kl_loss_coef:
-    reference_BT = jnp.where(mask_BT > 0, batch.ref_logprobs, logprobs_BT)
-    kl_BT = jax.vmap(kl.make_kl_loss(config.kl_loss_type))(
-        logprobs_BT, reference_BT
-    )
-    loss_BT = loss_BT + config.kl_loss_coef * kl_BT
-    metrics['actor/kl_loss'] = mean(kl_BT, mask_BT)
-  if config.entropy_coeff:
-    loss_BT = loss_BT - config.entropy_coeff * entropy_BT
-  loss = jnp.sum(jnp.where(mask_BT > 0, batch.loss_weight * loss_BT, 0.0))
-  # A sum over the mini-batch, not an average over tokens: `apply` counts it.
-  metrics['actor/pg_loss'] = Mean(sum=loss, weight=jnp.zeros(()))
-  return loss, metrics
-
-
-def supervised_loss(
-    batch: TrainBatch, logprobs_BT: Array, entropy_BT: Array
-) -> tuple[Array, dict[str, Mean]]:
-  """Returns the weighted negative log-likelihood (supervised warm start)."""
-  mask_BT = batch.loss_mask
-  loss = -jnp.sum(jnp.where(mask_BT > 0, batch.loss_weight * logprobs_BT, 0.0))
-  metrics = {
-      'sft/loss': mean(-logprobs_BT, mask_BT),
-      'actor/entropy': mean(entropy_BT, mask_BT),
-      'actor/pg_loss': Mean(sum=loss, weight=jnp.zeros(())),
-  }
-  return loss, metrics
 
 
 def objective(

@@ -38,11 +38,12 @@ from jetrl_jax.rl.console import Console
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.experience import Experience
 from jetrl_jax.rl.interrupt import Interrupt, StopRequested
+from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import rollout
 from jetrl_jax.rl.step_metrics import Timer
-from jetrl_jax.rl.train_step import TrainStep, UpdateInfo, merge, policy_loss
+from jetrl_jax.rl.train_step import TrainStep, UpdateInfo, merge
 from jetrl_jax.rl.types import Completion, TrainState
 
 

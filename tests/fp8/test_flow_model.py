@@ -7,13 +7,12 @@ import pytest
 
 from jetrl_jax import sharding
 from jetrl_jax.fp8 import Recipe, flow
-from jetrl_jax.rl import flow_check, train_step
+from jetrl_jax.rl import flow_check
+from jetrl_jax.rl.objective import LossConfig, policy_loss
 from tests.rl import tiny_run
 
 FP8 = Recipe()
-LOSS = functools.partial(
-    train_step.policy_loss, train_step.LossConfig(kl_loss_coef=0.1)
-)
+LOSS = functools.partial(policy_loss, LossConfig(kl_loss_coef=0.1))
 
 
 def policy(family, recipe):

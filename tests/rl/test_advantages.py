@@ -79,3 +79,96 @@ def test_a_reward_that_is_not_finite_is_named():
     advantages.group_advantages(
         np.array([[0.0, 1.0], [np.nan, 1.0]]), norm_by_std=True
     )
+
+
+def _estimate(rewards_PG, name, lengths_PG=None):
+  rewards_PG = np.asarray(rewards_PG)
+  if lengths_PG is None:
+    lengths_PG = np.ones(rewards_PG.shape, np.int64)
+  return advantages.estimate(
+      rewards_PG, lengths_PG, adv_estimator=name, norm_by_std=True
+  )
+
+
+def test_dr_grpo_is_grpo_without_the_division():
+  found = _estimate([[1.0, 0.0, 0.5], [2.0, 2.0, 5.0]], 'dr_grpo')
+  np.testing.assert_array_equal(found, [[0.5, -0.5, 0.0], [-1.0, -1.0, 2.0]])
+
+
+def test_rloo_of_three_samples_by_hand():
+  # Others' means: (0 + 0) / 2, (1 + 0) / 2, (1 + 0) / 2.
+  found = _estimate([[1.0, 0.0, 0.0]], 'rloo')
+  np.testing.assert_allclose(found, [[1.0, -0.5, -0.5]], rtol=1e-7)
+
+
+def test_reinforce_plus_plus_baseline_of_three_tokens_by_hand():
+  # Rewards 1 and 0 with one and two tokens: a = 0.5, -0.5, -0.5 by token;
+  # m = -1/6; the squares add up to (2/3)^2 + 2 (1/3)^2 = 2/3, which divided by
+  # N - 1 = 2 gives v = 1/3; A = (2/3) sqrt(3), (-1/3) sqrt(3).
+  found = _estimate(
+      [[1.0, 0.0]], 'reinforce_plus_plus_baseline', np.array([[1, 2]])
+  )
+  np.testing.assert_allclose(
+      found, [[2 / 3 * 3**0.5, -1 / 3 * 3**0.5]], rtol=1e-6
+  )
+
+
+_rewards = st.integers(0, 2**32 - 1).map(
+    lambda seed: np.random.default_rng(seed).normal(size=(3, 4))
+)
+
+
+@given(_rewards)
+def test_rloo_is_dr_grpo_times_g_over_g_minus_one(rewards_PG):
+  np.testing.assert_allclose(
+      _estimate(rewards_PG, 'rloo'),
+      4 / 3 * _estimate(rewards_PG, 'dr_grpo'),
+      rtol=1e-6,
+  )
+
+
+@given(_rewards, st.integers(0, 2**32 - 1))
+def test_whitened_advantages_have_mean_0_and_variance_1_over_tokens(
+    rewards_PG, seed
+):
+  lengths_PG = np.random.default_rng(seed).integers(0, 9, (3, 4))
+  lengths_PG[0, 0] += 2
+  name = 'reinforce_plus_plus_baseline'
+  found = _estimate(rewards_PG, name, lengths_PG)
+  tokens = np.repeat(found.reshape(-1), lengths_PG.reshape(-1))
+  np.testing.assert_allclose(tokens.mean(), 0.0, atol=1e-5)
+  if np.ptp(tokens) > 0:
+    np.testing.assert_allclose(tokens.var(ddof=1), 1.0, rtol=1e-4)
+
+
+@pytest.mark.parametrize('name', advantages.ESTIMATORS)
+def test_rewards_that_are_equal_everywhere_teach_nothing(name):
+  found = _estimate(np.full((2, 3), 0.1), name)
+  np.testing.assert_array_equal(found, np.zeros((2, 3)))
+
+
+@pytest.mark.parametrize('name', advantages.ESTIMATORS)
+def test_a_constant_added_to_a_group_s_rewards_changes_nothing(name):
+  rewards_PG = np.random.default_rng(3).integers(0, 2, (3, 4)).astype(float)
+  np.testing.assert_array_equal(
+      _estimate(rewards_PG, name),
+      _estimate(rewards_PG + np.array([[1.0], [2.0], [-4.0]]), name),
+  )
+
+
+def test_a_rollout_without_tokens_in_the_loss_has_no_advantage():
+  found = _estimate(
+      [[1.0, 0.0]], 'reinforce_plus_plus_baseline', np.array([[0, 1]])
+  )
+  np.testing.assert_array_equal(found, [[0.0, 0.0]])
+
+
+def test_an_unknown_estimator_is_answered_with_the_known_ones():
+  with pytest.raises(ValueError, match="'gae'; allowed are grpo, dr_grpo, rl"):
+    _estimate([[1.0, 0.0]], 'gae')
+
+
+@pytest.mark.parametrize('name', advantages.ESTIMATORS)
+def test_every_estimator_refuses_a_group_of_one(name):
+  with pytest.raises(ValueError, match='num_generations is 1.*at least 2'):
+    _estimate([[1.0], [0.0]], name)

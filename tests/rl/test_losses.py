@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from jetrl_jax.rl import losses
 
@@ -104,3 +106,130 @@ def test_no_gradient_flows_into_the_advantages():
 def test_a_nan_log_ratio_stays_visible():
   found = _loss(jnp.array([jnp.nan]), jnp.array([1.0]))
   assert np.isnan(found.loss_T[0])
+
+
+def test_a_wider_upper_bound_lets_a_token_through():
+  # Ratio 2 at A = 1: clipped at 1.28, or at 1.28 * 1.5 = 1.92, or not at all.
+  log_ratio_T, advantage_T = jnp.log(jnp.full(3, 2.0)), jnp.ones(3)
+  found = _loss(log_ratio_T, advantage_T, widening_T=jnp.array([1.0, 1.5, 2.0]))
+  np.testing.assert_allclose(found.loss_T, [-1.28, -1.92, -2.0], rtol=1e-6)
+  np.testing.assert_array_equal(found.clipped_T, [1, 1, 0])
+  # The lower bound does not move: ratio 0.5 at A = -1 is held at 0.8.
+  found = _loss(
+      jnp.log(jnp.full(3, 0.5)), -advantage_T, widening_T=jnp.full(3, 9.0)
+  )
+  np.testing.assert_allclose(found.loss_T, [0.8, 0.8, 0.8], rtol=1e-6)
+
+
+_gspo = jax.jit(losses.gspo_loss)
+_GSPO_CLIP = {'clip_low': 0.2, 'clip_high': 0.28}
+
+
+def _slope(loss, log_ratio_T):
+  """Gradient of the summed loss with respect to log pi."""
+  return jax.grad(lambda x: loss(x).loss_T.sum())(log_ratio_T)
+
+
+def test_gspo_of_two_answers_by_hand():
+  # One answer with ratios 2, 1 and 1/4: s = (1/2)^(1/3) = 0.7937, held at 0.8
+  # where A < 0; one with ratios 1.5 and 1.5: s = 1.5, held at 1.28 for A > 0.
+  log_ratio_T = jnp.log(jnp.array([1.0, 2.0, 1.0, 0.25, 1.0, 1.5, 1.5]))
+  mask_T = jnp.array([0.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0])
+  ids_T = jnp.array([1, 1, 1, 1, 2, 2, 2])
+
+  def loss(advantage):
+    def of(x):
+      return _gspo(x, jnp.full(7, advantage), mask_T, ids_T, **_GSPO_CLIP)
+
+    return of
+
+  s = 0.5 ** (1 / 3)
+  found = loss(2.0)(log_ratio_T)
+  np.testing.assert_allclose(
+      found.loss_T[1:4], [-2 * s, -2 * s, -2 * s], rtol=1e-6
+  )
+  np.testing.assert_allclose(found.loss_T[5:], [-2.56, -2.56], rtol=1e-6)
+  np.testing.assert_array_equal(found.clipped_T[5:], [1, 1])
+  # Each token of an answer has the same slope, -s A, or none at all.
+  np.testing.assert_allclose(
+      _slope(loss(2.0), log_ratio_T)[jnp.array([1, 2, 3, 5, 6])],
+      [-2 * s, -2 * s, -2 * s, 0, 0],
+      rtol=1e-6,
+  )
+  found = loss(-2.0)(log_ratio_T)
+  np.testing.assert_allclose(found.loss_T[1:4], [1.6, 1.6, 1.6], rtol=1e-6)
+  # No dual clip: 1.5 * 2 stays, as 40 * 2 would.
+  np.testing.assert_allclose(found.loss_T[5:], [3.0, 3.0], rtol=1e-6)
+  far = loss(-2.0)(log_ratio_T.at[5:].set(jnp.log(40.0)))
+  np.testing.assert_allclose(far.loss_T[5:], [80.0, 80.0], rtol=1e-6)
+  assert not far.clipped_lower_T.any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(-1, 1, width=32), st.floats(-2, 2, width=32))
+def test_for_an_answer_of_one_token_gspo_is_ppo(log_ratio, advantage):
+  # PPO's dual clip at c = 1e9 never holds.
+  arguments = jnp.full(2, log_ratio), jnp.full(2, advantage)
+  ids_T = jnp.array([1, 2])
+  found = _gspo(*arguments, jnp.ones(2), ids_T, **_GSPO_CLIP)
+  expected = losses.clipped_pg_loss(*arguments, clip_c=1e9, **_GSPO_CLIP)
+  np.testing.assert_allclose(found.loss_T, expected.loss_T, rtol=1e-6)
+  np.testing.assert_array_equal(found.clipped_T, expected.clipped_T)
+
+
+def test_gspo_with_equal_ratios_in_an_answer_is_ppo():
+  log_ratio_T = jnp.full(6, 0.125)
+  advantage_T = jnp.full(6, 1.5)
+  ids_T = jnp.array([1, 1, 1, 1, 2, 2])
+
+  def gspo(x):
+    return _gspo(x, advantage_T, jnp.ones(6), ids_T, **_GSPO_CLIP)
+
+  def ppo(x):
+    return _loss(x, advantage_T)
+
+  np.testing.assert_allclose(
+      gspo(log_ratio_T).loss_T, ppo(log_ratio_T).loss_T, rtol=1e-6
+  )
+  np.testing.assert_allclose(
+      _slope(gspo, log_ratio_T), _slope(ppo, log_ratio_T), rtol=1e-6
+  )
+
+
+def test_cispo_of_three_tokens_by_hand():
+  # Ratios 1, 8 and 0.1, cap 5: weights 1, 5 and 0.1.
+  log_pi_T = jnp.array([-1.0, -2.0, -3.0])
+  log_old_T = log_pi_T - jnp.log(jnp.array([1.0, 8.0, 0.1]))
+  advantage_T = jnp.array([2.0, 2.0, -2.0])
+
+  def loss(x):
+    return losses.cispo_loss(x, x - log_old_T, advantage_T, cap=5.0)
+
+  found = loss(log_pi_T)
+  np.testing.assert_allclose(found.loss_T, [2.0, 20.0, -0.6], rtol=1e-6)
+  np.testing.assert_array_equal(found.clipped_T, [0, 1, 0])
+  # -w A: the capped token still learns, where PPO's gradient is 0.
+  np.testing.assert_allclose(
+      _slope(loss, log_pi_T), [-2.0, -10.0, 0.2], rtol=1e-6
+  )
+
+
+@pytest.mark.parametrize('loss', ['ppo', 'gspo', 'cispo'])
+def test_on_policy_all_losses_have_the_same_gradient(loss):
+  advantage_T = jnp.asarray(
+      np.random.default_rng(2).normal(size=8), jnp.float32
+  )
+  log_pi_T = jnp.linspace(-3.0, -0.1, 8)
+
+  def of(x):
+    log_ratio_T = x - log_pi_T
+    match loss:
+      case 'gspo':
+        ids_T = jnp.array([1, 1, 1, 2, 2, 3, 3, 3])
+        return _gspo(log_ratio_T, advantage_T, jnp.ones(8), ids_T, **_GSPO_CLIP)
+      case 'cispo':
+        return losses.cispo_loss(x, log_ratio_T, advantage_T, cap=5.0)
+      case _:
+        return _loss(log_ratio_T, advantage_T)
+
+  np.testing.assert_array_equal(_slope(of, log_pi_T), -advantage_T)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jetrl_jax import sharding
+from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.optimizer import OptimizerConfig
-from jetrl_jax.rl.train_step import LossConfig
 from tests.rl import tiny_run
 
 # The others run the same code with another pair of collectives.

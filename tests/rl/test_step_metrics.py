@@ -7,7 +7,7 @@ import pytest
 
 from jetrl_jax.rl import step_metrics
 from jetrl_jax.rl.experience import Experience
-from jetrl_jax.rl.train_step import LossConfig
+from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.types import Completion
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax.rl import train_step
-from jetrl_jax.rl.train_step import LossConfig, policy_loss, supervised_loss
+from jetrl_jax.rl.objective import LossConfig, policy_loss, supervised_loss
 from jetrl_jax.rl.types import TrainBatch
 from tests.rl import tiny_run
 
@@ -59,6 +59,7 @@ def _batch(**fields):
       'advantages': np.asarray([[7, 2, 1, -1]], np.float32),
       'old_logprobs': np.asarray([[0, -1, -2, -1.5]], np.float32),
       'log_mu': np.asarray([[0, -1, -2, -1.5]], np.float32),
+      'segment_ids': np.ones((1, 4), np.int32),
   }
   return TrainBatch(**(made | fields))
 
@@ -164,7 +165,7 @@ def test_the_supervised_loss_is_the_weighted_likelihood():
         ({'kl_loss_coef': -1.0}, r'kl_loss_coef is -1\.0; allowed: >= 0'),
         ({'entropy_coeff': -1.0}, r'entropy_coeff is -1\.0; allowed: >= 0'),
         ({'kl_loss_type': 'k1'}, "use 'k2' or 'k3'"),
-        ({'rollout_is': 'sequence'}, 'sequence'),
+        ({'rollout_is': 'word'}, "'word'; allowed are 'none', 'token'"),
         ({'rollout_is': 'token', 'rollout_is_threshold': 0.0}, 'above 0'),
     ],
 )

@@ -18,7 +18,7 @@ import pytest
 
 from jetrl_jax.rl import aggregation, replay, rollout_store, startup
 from jetrl_jax.rl.interrupt import StopRequested
-from jetrl_jax.rl.train_step import policy_loss
+from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.trainer import Trainer
 from tests import whole_run
 
@@ -325,7 +325,6 @@ def test_a_bf16_run_with_a_frozen_embedding_and_a_cut_sampler(tmp_path):
       'precision.recipe': 'bf16',
       'model.freeze': ('embed/.*', '.*/attn_norm/.*'),
       'rollout.top_p': 0.9,
-      'algorithm.rollout_is': 'token',
       'trainer.mini_batch_size': 2,
       'trainer.total_training_steps': 2,
       'trainer.test_freq': 0,

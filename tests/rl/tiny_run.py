@@ -21,10 +21,11 @@ from jetrl_jax.fp8 import Recipe, slots
 from jetrl_jax.models.types import ModelConfig
 from jetrl_jax.rl import packing, state, train_step
 from jetrl_jax.rl.engine import Engine, EngineConfig
+from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.rl.rollout import rollout
-from jetrl_jax.rl.train_step import LossConfig, TrainStep
+from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import Completion, TrainBatch, TrainState
 
 VOCAB, TILE, ROWS, LENGTH = 64, 16, 16, 32
@@ -230,7 +231,7 @@ def build(
     frozen: see `state.partition`.
     start: a state of another run, to start from the same numbers.
   """
-  objective = functools.partial(train_step.policy_loss, loss)
+  objective = functools.partial(policy_loss, loss)
   optimizer = config.build()
   if start is None:
     start = cold_state(of, mesh, optimizer, frozen)

@@ -1,0 +1,250 @@
+"""The objective: loss, correction and penalties of a micro-batch, and its sum.
+
+The parts are in `losses`, `corrections` and `kl`, unbatched; here they meet
+the mask and `TrainBatch.loss_weight`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jetrl_jax.metrics import Mean, mean
+from jetrl_jax.rl import corrections, kl, losses, segments
+from jetrl_jax.rl.losses import PolicyLoss
+from jetrl_jax.rl.types import TrainBatch
+from jetrl_jax.typing import Array
+
+# What may drop tokens: metrics say how many.
+_REJECTING = ('icepop', 'mis')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossConfig:
+  """The objective per token; `TrainBatch.loss_weight` does the averaging.
+
+  Attributes:
+    policy_loss: 'ppo', 'gspo' or 'cispo', see `losses`.
+    clip_ratio_low: lower clip distance; not for 'cispo'.
+    clip_ratio_high: upper clip distance; not for 'cispo'.
+    clip_ratio_c: dual clip of 'ppo'; the other losses have none.
+    cispo_cap: largest weight of 'cispo'.
+    kl_loss_coef: weight of the KL term; 0 is off.
+    kl_loss_type: 'k2', 'k3' or 'low_var_kl'.
+    entropy_coeff: weight of the entropy bonus.
+    rollout_is: importance weight against log mu: 'none', 'token', 'sequence',
+      'icepop', 'mis' or 'acr', see `corrections`.
+    rollout_is_threshold: its cap C.
+    rollout_is_threshold_low: lower end of IcePop's band.
+    rollout_rs: rejection of whole answers: 'none' or 'geometric'.
+    rollout_rs_threshold_low: lower end of its band.
+    rollout_rs_threshold_high: upper end of its band.
+  """
+
+  policy_loss: str = 'ppo'
+  clip_ratio_low: float = 0.2
+  clip_ratio_high: float = 0.2
+  clip_ratio_c: float = 3.0
+  cispo_cap: float = 5.0
+  kl_loss_coef: float = 0.0
+  kl_loss_type: str = 'k3'
+  entropy_coeff: float = 0.0
+  rollout_is: str = 'none'
+  rollout_is_threshold: float = 2.0
+  rollout_is_threshold_low: float = 0.5
+  rollout_rs: str = 'none'
+  rollout_rs_threshold_low: float = 0.999
+  rollout_rs_threshold_high: float = 1.001
+
+  def __post_init__(self):
+    if self.policy_loss not in losses.DEFAULT_CLIP:
+      raise ValueError(
+          f'policy_loss is {self.policy_loss!r}; allowed are'
+          f' {", ".join(losses.DEFAULT_CLIP)}'
+      )
+    if not 0 <= self.clip_ratio_low < 1:
+      raise ValueError(
+          f'clip_ratio_low is {self.clip_ratio_low}; allowed: [0, 1)'
+      )
+    if self.clip_ratio_high < 0:
+      raise ValueError(
+          f'clip_ratio_high is {self.clip_ratio_high}; allowed: >= 0'
+      )
+    if self.clip_ratio_c <= 1:
+      raise ValueError(f'clip_ratio_c is {self.clip_ratio_c}; allowed: > 1')
+    if not self.cispo_cap >= 1:
+      raise ValueError(
+          f'cispo_cap is {self.cispo_cap}; it bounds the ratio itself, which is'
+          ' 1 on-policy; allowed: >= 1'
+      )
+    for name in ('kl_loss_coef', 'entropy_coeff'):
+      if getattr(self, name) < 0:
+        raise ValueError(f'{name} is {getattr(self, name)}; allowed: >= 0')
+    if self.rollout_is == 'acr' and self.policy_loss != 'ppo':
+      raise ValueError(
+          "rollout_is is 'acr' and policy_loss is"
+          f' {self.policy_loss!r}: ACR widens the upper clip bound of each'
+          " token, which only policy_loss='ppo' has; use rollout_is='token'"
+      )
+    kl.make_kl_loss(self.kl_loss_type)
+    self.correction()
+    self.rejection()
+
+  def correction(self) -> corrections.Correction:
+    """Returns the importance weight."""
+    return corrections.make_correction(
+        self.rollout_is,
+        threshold=self.rollout_is_threshold,
+        low=self.rollout_is_threshold_low,
+    )
+
+  def rejection(self) -> corrections.Correction:
+    """Returns the rejection of whole answers."""
+    return corrections.make_rejection(
+        self.rollout_rs,
+        low=self.rollout_rs_threshold_low,
+        high=self.rollout_rs_threshold_high,
+    )
+
+  @property
+  def reads_mu(self) -> bool:
+    """Whether anything in the objective depends on log mu."""
+    return self.rollout_is != 'none' or self.rollout_rs != 'none'
+
+
+def policy_loss(
+    config: LossConfig,
+    batch: TrainBatch,
+    logprobs_BT: Array,
+    entropy_BT: Array,
+) -> tuple[Array, dict[str, Mean]]:
+  """Returns this micro-batch's part of the objective, and its metrics.
+
+      loss = sum_t weight_t (is_t pg_t + kl_loss_coef kl_t - entropy_coeff H_t)
+
+  Args:
+    config: the objective.
+    batch: one micro-batch.
+    logprobs_BT: log pi, by the training forward.
+    entropy_BT: entropy of pi at each token, in nats.
+  """
+  mask_BT = batch.loss_mask
+  # Masked positions hold numbers that mean nothing; 0 * inf would be NaN.
+  log_ratio_BT = jnp.where(mask_BT > 0, logprobs_BT - batch.old_logprobs, 0.0)
+  log_rho_BT = jnp.where(mask_BT > 0, batch.old_logprobs - batch.log_mu, 0.0)
+  pg = _policy_term(config, batch, logprobs_BT, log_ratio_BT, log_rho_BT)
+  where = (log_rho_BT, mask_BT, batch.segment_ids)
+  weight_BT = jax.vmap(config.correction())(*where)
+  if config.rollout_rs != 'none':
+    weight_BT = weight_BT * jax.vmap(config.rejection())(*where)
+  loss_BT = weight_BT * pg.loss_T
+  metrics = {
+      'actor/entropy': mean(entropy_BT, mask_BT),
+      'actor/pg_clipfrac': mean(pg.clipped_T, mask_BT),
+      'actor/pg_clipfrac_lower': mean(pg.clipped_lower_T, mask_BT),
+      'actor/ppo_kl': mean(-log_ratio_BT, mask_BT),
+  } | _correction_metrics(config, batch, weight_BT)
+  if config.kl_loss_coef:
+    reference_BT = jnp.where(mask_BT > 0, batch.ref_logprobs, logprobs_BT)
+    kl_BT = jax.vmap(kl.make_kl_loss(config.kl_loss_type))(
+        logprobs_BT, reference_BT
+    )
+    loss_BT = loss_BT + config.kl_loss_coef * kl_BT
+    metrics['actor/kl_loss'] = mean(kl_BT, mask_BT)
+  if config.entropy_coeff:
+    loss_BT = loss_BT - config.entropy_coeff * entropy_BT
+  loss = jnp.sum(jnp.where(mask_BT > 0, batch.loss_weight * loss_BT, 0.0))
+  # A sum over the mini-batch, not an average over tokens: `apply` counts it.
+  metrics['actor/pg_loss'] = Mean(sum=loss, weight=jnp.zeros(()))
+  return loss, metrics
+
+
+def _policy_term(
+    config: LossConfig,
+    batch: TrainBatch,
+    logprobs_BT: Array,
+    log_ratio_BT: Array,
+    log_rho_BT: Array,
+) -> PolicyLoss:
+  """Returns the policy loss per token, [B, T], before any correction."""
+  low, high = config.clip_ratio_low, config.clip_ratio_high
+
+  def ppo(log_ratio_T, advantage_T, log_rho_T):
+    widening_T = 1.0
+    if config.rollout_is == 'acr':
+      widening_T = corrections.acr_widening(
+          log_rho_T, threshold=config.rollout_is_threshold
+      )
+    return losses.clipped_pg_loss(
+        log_ratio_T,
+        advantage_T,
+        clip_low=low,
+        clip_high=high,
+        clip_c=config.clip_ratio_c,
+        widening_T=widening_T,
+    )
+
+  def gspo(log_ratio_T, advantage_T, mask_T, segment_ids_T):
+    return losses.gspo_loss(
+        log_ratio_T,
+        advantage_T,
+        mask_T,
+        segment_ids_T,
+        clip_low=low,
+        clip_high=high,
+    )
+
+  def cispo(log_pi_T, log_ratio_T, advantage_T):
+    return losses.cispo_loss(
+        log_pi_T, log_ratio_T, advantage_T, cap=config.cispo_cap
+    )
+
+  match config.policy_loss:
+    case 'gspo':
+      return jax.vmap(gspo)(
+          log_ratio_BT, batch.advantages, batch.loss_mask, batch.segment_ids
+      )
+    case 'cispo':
+      log_pi_BT = jnp.where(batch.loss_mask > 0, logprobs_BT, 0.0)
+      return jax.vmap(cispo)(log_pi_BT, log_ratio_BT, batch.advantages)
+    case _:
+      return jax.vmap(ppo)(log_ratio_BT, batch.advantages, log_rho_BT)
+
+
+def _correction_metrics(
+    config: LossConfig, batch: TrainBatch, weight_BT: Array
+) -> dict[str, Mean]:
+  """Says what the correction weighed and dropped; empty without one."""
+  if not config.reads_mu:
+    return {}
+  mask_BT = batch.loss_mask
+  metrics = {'rollout_corr/rollout_is_applied_mean': mean(weight_BT, mask_BT)}
+  if config.rollout_is in _REJECTING or config.rollout_rs != 'none':
+    dropped_BT = (weight_BT == 0).astype(jnp.float32)
+    length_BT = jax.vmap(segments.segment_sum)(mask_BT, batch.segment_ids)
+    dropped_here_BT = jax.vmap(segments.segment_sum)(
+        dropped_BT * mask_BT, batch.segment_ids
+    )
+    # One over the length at each token: a sequence counts once.
+    once_BT = mask_BT / jnp.maximum(length_BT, 1.0)
+    metrics |= {
+        'rollout_corr/rollout_rs_masked_fraction': mean(dropped_BT, mask_BT),
+        'rollout_corr/rollout_rs_seq_masked_fraction': mean(
+            (dropped_here_BT > 0).astype(jnp.float32), once_BT
+        ),
+    }
+  return metrics
+
+
+def supervised_loss(
+    batch: TrainBatch, logprobs_BT: Array, entropy_BT: Array
+) -> tuple[Array, dict[str, Mean]]:
+  """Returns the weighted negative log-likelihood (supervised warm start)."""
+  mask_BT = batch.loss_mask
+  loss = -jnp.sum(jnp.where(mask_BT > 0, batch.loss_weight * logprobs_BT, 0.0))
+  metrics = {
+      'sft/loss': mean(-logprobs_BT, mask_BT),
+      'actor/entropy': mean(entropy_BT, mask_BT),
+      'actor/pg_loss': Mean(sum=loss, weight=jnp.zeros(())),
+  }
+  return loss, metrics

@@ -1,0 +1,102 @@
+import dataclasses
+
+import pytest
+from absl import logging
+
+from jetrl_jax.rl import combinations
+from jetrl_jax.rl.engine import EngineConfig
+from jetrl_jax.rl.objective import LossConfig
+from jetrl_jax.rl.settings import AlgorithmConfig
+
+ENGINE = EngineConfig(
+    num_slots=16, max_prompt_length=4, max_response_length=8, stop_ids=(1,)
+)
+MU = AlgorithmConfig(old_logprobs='recompute')
+
+
+def _check(loss=None, algorithm=MU, **engine):
+  combinations.check(
+      LossConfig(**(loss or {})),
+      algorithm,
+      dataclasses.replace(ENGINE, **engine),
+  )
+
+
+@pytest.mark.parametrize(
+    'mode', ['token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm']
+)
+def test_gspo_wants_the_mean_of_answers(mode):
+  algorithm = dataclasses.replace(MU, loss_agg_mode=mode)
+  with pytest.raises(ValueError, match="Set loss_agg_mode='seq-mean-token-m"):
+    _check({'policy_loss': 'gspo'}, algorithm)
+
+
+@pytest.mark.parametrize('cut', [{'top_p': 0.9}, {'top_k': 20}, {'min_p': 0.1}])
+@pytest.mark.parametrize(
+    'loss', [{'rollout_is': 'token'}, {'rollout_rs': 'geometric'}]
+)
+def test_a_correction_of_a_cut_sampler_is_refused(cut, loss):
+  ((name, value),) = cut.items()
+  with pytest.raises(ValueError, match=f'the sampler is cut .{name}={value}'):
+    _check(loss, **cut)
+  _check({}, **cut)
+
+
+@pytest.mark.parametrize('name', ['rloo', 'reinforce_plus_plus_baseline'])
+def test_only_grpo_has_a_division_to_leave_out(name):
+  algorithm = dataclasses.replace(MU, adv_estimator=name, norm_adv_by_std=False)
+  with pytest.raises(ValueError, match='only grpo has a division to leave out'):
+    _check(algorithm=algorithm)
+  _check(algorithm=dataclasses.replace(algorithm, adv_estimator='dr_grpo'))
+
+
+_SEQUENCES = dataclasses.replace(MU, loss_agg_mode='seq-mean-token-mean')
+
+
+@pytest.mark.parametrize(
+    ('loss', 'algorithm', 'words'),
+    [
+        ({'policy_loss': 'cispo', 'clip_ratio_high': 0.28}, MU, 'not read'),
+        ({'policy_loss': 'cispo', 'clip_ratio_c': 5.0}, MU, 'not read'),
+        ({'cispo_cap': 3.0}, MU, 'cispo_cap is 3.0, which is not read'),
+        ({'rollout_rs_threshold_high': 1.1}, MU, 'not read'),
+        ({'policy_loss': 'gspo'}, _SEQUENCES, 'nothing will be clipped'),
+        (
+            {'rollout_is': 'token'},
+            AlgorithmConfig(),
+            'rollout_is=token, rollout_rs=none correct nothing with',
+        ),
+    ],
+)
+def test_a_setting_that_nobody_reads_is_named_in_a_warning(
+    loss, algorithm, words, monkeypatch
+):
+  said = []
+  monkeypatch.setattr(
+      logging, 'warning', lambda text, *values: said.append(text % values)
+  )
+  _check(loss, algorithm)
+  assert len(said) == 1 and words in said[0]
+
+
+@pytest.mark.parametrize(
+    ('loss', 'algorithm'),
+    [
+        ({}, AlgorithmConfig()),
+        (
+            {
+                'policy_loss': 'gspo',
+                'clip_ratio_low': 3e-4,
+                'clip_ratio_high': 4e-4,
+                'rollout_is': 'token',
+                'rollout_rs': 'geometric',
+            },
+            _SEQUENCES,
+        ),
+        ({'policy_loss': 'cispo', 'rollout_is': 'mis'}, MU),
+        ({'rollout_is': 'acr', 'clip_ratio_high': 0.28}, MU),
+    ],
+)
+def test_what_the_literature_combines_passes_without_a_word(loss, algorithm):
+  combinations.check(LossConfig(**loss), algorithm, ENGINE)
+  assert not combinations.unread(LossConfig(**loss), algorithm)

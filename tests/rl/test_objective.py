@@ -1,0 +1,227 @@
+"""How loss, correction, rejection and metrics meet in a micro-batch."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetrl_jax.rl import packing
+from jetrl_jax.rl.objective import LossConfig, policy_loss
+
+_METHODS = {
+    'ppo with acr': LossConfig(rollout_is='acr', rollout_is_threshold=1.1),
+    'ppo with icepop and a band': LossConfig(
+        rollout_is='icepop',
+        rollout_is_threshold=1.2,
+        rollout_rs='geometric',
+        rollout_rs_threshold_low=0.9,
+        rollout_rs_threshold_high=1.1,
+    ),
+    'gspo with sequence': LossConfig(policy_loss='gspo', rollout_is='sequence'),
+    'gspo with mis': LossConfig(
+        policy_loss='gspo', rollout_is='mis', rollout_is_threshold=1.1
+    ),
+    'cispo with token': LossConfig(policy_loss='cispo', rollout_is='token'),
+}
+
+
+def _sequences() -> list[packing.Sequence]:
+  """Nine answers of 1 to 9 tokens behind prompts of 1 to 4."""
+  rng = np.random.default_rng(0)
+
+  def one(i: int) -> packing.Sequence:
+    prompt, response = 1 + i % 4, 1 + i
+    length = prompt + response
+    mask = np.repeat([0, 1], [prompt, response]).astype(np.float32)
+
+    def noise(scale):
+      return (mask * scale * rng.normal(size=length)).astype(np.float32)
+
+    old = -mask * np.abs(noise(2.0))
+    return packing.Sequence(
+        tokens=rng.integers(0, 9, length).astype(np.int32),
+        loss_mask=mask,
+        loss_weight=mask / (9 * response),
+        advantages=mask * np.float32(rng.normal()),
+        log_mu=old + noise(0.2),
+        rollout_logprobs=old,
+        old_logprobs=old,
+        ref_logprobs=0 * mask,
+        weight_version=np.zeros(length, np.int32),
+        origin=i,
+    )
+
+  return [one(i) for i in range(9)]
+
+
+def _gradient(config, sequences, row_length):
+  """Returns (loss, gradient per sequence, metrics) of packed sequences."""
+  packed = packing.pack(
+      sequences, row_length=row_length, rows_per_micro_batch=1, tile=4
+  )
+  # log pi is old + noise, the same for a token wherever it is packed.
+  noise = {
+      s.origin: 0.3 * np.random.default_rng(s.origin).normal(size=len(s.tokens))
+      for s in sequences
+  }
+  loss, slopes, metrics = 0.0, [], {}
+
+  @jax.jit
+  def of(logprobs_BT, batch):
+    return policy_loss(config, batch, logprobs_BT, jnp.zeros_like(logprobs_BT))
+
+  for n, batch in enumerate(packed.batches):
+    logprobs_BT = np.array(batch.old_logprobs)
+    for p in packed.placements:
+      if p.batch == n:
+        place = p.row, slice(p.start, p.start + p.length)
+        logprobs_BT[place] += noise[p.origin].astype(np.float32)
+    (part, found), slope_BT = jax.value_and_grad(of, has_aux=True)(
+        jnp.asarray(logprobs_BT), batch
+    )
+    loss += float(part)
+    slopes.append(slope_BT)
+    for name, value in found.items():
+      metrics[name] = metrics[name] + value if name in metrics else value
+  return loss, packing.unpack(slopes, packed), metrics
+
+
+@pytest.mark.parametrize('name', _METHODS)
+def test_packing_changes_no_gradient_and_no_share(name):
+  config, sequences = _METHODS[name], _sequences()
+  whole = _gradient(config, sequences, row_length=96)
+  split = _gradient(config, sequences[::-1], row_length=16)
+  np.testing.assert_allclose(whole[0], split[0], rtol=1e-5)
+  for a, b in zip(whole[1], split[1][::-1], strict=True):
+    np.testing.assert_array_equal(a, b)
+  assert any(slope.any() for slope in whole[1])
+  for key, value in whole[2].items():
+    np.testing.assert_allclose(
+        float(value.sum), float(split[2][key].sum), rtol=1e-5, err_msg=key
+    )
+    # Numbers of tokens, or of sequences.
+    np.testing.assert_allclose(
+        float(value.weight), float(split[2][key].weight), rtol=1e-6
+    )
+
+
+def _three_tokens(**fields) -> packing.Sequence:
+  """Weights 1/2, 1/4, 1/4; advantages 2, 1, -1; log pi_old -1, -2, -1.5."""
+
+  def of(*values):
+    return np.asarray([0, *values], np.float32)
+
+  made = packing.Sequence(
+      tokens=np.arange(4, dtype=np.int32),
+      loss_mask=of(1, 1, 1),
+      loss_weight=of(0.5, 0.25, 0.25),
+      advantages=of(2, 1, -1),
+      log_mu=of(-1, -2, -1.5),
+      rollout_logprobs=of(-1, -2, -1.5),
+      old_logprobs=of(-1, -2, -1.5),
+      ref_logprobs=of(0, 0, 0),
+      weight_version=np.zeros(4, np.int32),
+      origin=0,
+  )
+  return dataclasses.replace(made, **fields)
+
+
+# Ratios pi / pi_old 1, 1.5 and 0.5.
+_LOG_PI = jnp.asarray(
+    [[jnp.nan, -1.0, -2 + math.log(1.5), -1.5 + math.log(0.5)]]
+)
+_OLD = np.asarray([0, -1, -2, -1.5], np.float32)
+
+
+def _loss(config, **fields):
+  batch = packing.pack(
+      [_three_tokens(**fields)],
+      row_length=4,
+      rows_per_micro_batch=1,
+      tile=4,
+  ).batches[0]
+  return policy_loss(config, batch, _LOG_PI, jnp.ones((1, 4)))
+
+
+def _mu(*rho: float) -> np.ndarray:
+  """Makes log mu such that pi_old / mu is rho."""
+  return _OLD - np.log(np.asarray([1, *rho], np.float32))
+
+
+def test_gspo_takes_one_ratio_for_the_answer():
+  # s = (1 * 1.5 * 0.5)^(1/3) = 0.9086 for all: -s (1 + 0.25 - 0.25).
+  loss, _ = _loss(
+      LossConfig(policy_loss='gspo', clip_ratio_low=0.2, clip_ratio_high=0.2)
+  )
+  np.testing.assert_allclose(loss, -(0.75 ** (1 / 3)), rtol=1e-6)
+
+
+def test_cispo_weighs_the_log_prob():
+  # Weights 1, 1.2 (the cap) and 0.5: -(0.5 * 1 * 2 * -1), and so on.
+  loss, metrics = _loss(LossConfig(policy_loss='cispo', cispo_cap=1.2))
+  second, third = -2 + math.log(1.5), -1.5 + math.log(0.5)
+  expected = 1.0 - 0.25 * 1.2 * second + 0.25 * 0.5 * third
+  np.testing.assert_allclose(loss, expected, rtol=1e-6)
+  assert metrics['actor/pg_clipfrac'].value() == pytest.approx(1 / 3)
+
+
+def test_acr_lets_a_token_keep_the_gradient_that_tis_clips():
+  # The second token: r = 1.5, A = 1, rho = 4, C = 2. TIS clips it at 1.2 and
+  # weighs by 2; ACR's bound is 1.2 * 4 / 2 = 2.4, so it is not clipped.
+  rest = -1.0 + 0.2  # First and third token: rho 1, see test_train_step.
+  for name, second, clipped in (('token', 1.2, 2), ('acr', 1.5, 1)):
+    config = LossConfig(rollout_is=name, rollout_is_threshold=2.0)
+    loss, metrics = _loss(config, log_mu=_mu(1, 4, 1))
+    np.testing.assert_allclose(loss, rest - 0.25 * 2 * second, rtol=1e-6)
+    found = metrics['actor/pg_clipfrac'].value()
+    assert found == pytest.approx(clipped / 3)
+    applied = metrics['rollout_corr/rollout_is_applied_mean'].value()
+    assert applied == pytest.approx(4 / 3)
+    assert 'rollout_corr/rollout_rs_masked_fraction' not in metrics
+
+
+def test_what_is_dropped_is_counted_by_token_and_by_answer():
+  config = LossConfig(rollout_is='icepop', rollout_is_threshold=5.0)
+  loss, metrics = _loss(config, log_mu=_mu(1, 8, 2))
+  # The second token is out; the others weigh 1 and 2.
+  np.testing.assert_allclose(loss, -1.0 + 2 * 0.2, rtol=1e-6)
+  dropped = 'rollout_corr/rollout_rs_masked_fraction'
+  assert metrics[dropped].value() == pytest.approx(1 / 3)
+  assert metrics['rollout_corr/rollout_rs_seq_masked_fraction'].value() == 1.0
+  # The geometric mean of 1, 1, 1.002 is within 0.1% of 1; of 1, 1, 1.01 not.
+  config = LossConfig(rollout_rs='geometric')
+  loss, metrics = _loss(config, log_mu=_mu(1, 1, 1.002))
+  np.testing.assert_allclose(loss, -1.1, rtol=1e-6)
+  assert metrics[dropped].value() == 0.0
+  loss, metrics = _loss(config, log_mu=_mu(1, 1, 1.01))
+  assert loss == 0.0 and metrics[dropped].value() == 1.0
+
+
+def test_without_a_correction_log_mu_is_not_read():
+  loss, metrics = _loss(LossConfig(), log_mu=np.full(4, np.nan, np.float32))
+  np.testing.assert_allclose(loss, -1.1, rtol=1e-6)
+  assert not any(name.startswith('rollout_corr') for name in metrics)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'policy_loss': 'dpo'}, "'dpo'; allowed are ppo, gspo, cispo"),
+        ({'cispo_cap': 0.5}, r'cispo_cap is 0\.5; it bounds the ratio itself'),
+        (
+            {'policy_loss': 'gspo', 'rollout_is': 'acr'},
+            'ACR widens the upper clip bound of each token, which only',
+        ),
+        (
+            {'policy_loss': 'cispo', 'rollout_is': 'acr'},
+            "use rollout_is='token'",
+        ),
+        ({'rollout_rs': 'k3'}, "'k3'; allowed are 'none' and 'geometric'"),
+    ],
+)
+def test_objectives_that_make_no_sense_are_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    LossConfig(**changes)
