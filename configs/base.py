@@ -175,6 +175,13 @@ def get_config() -> ml_collections.ConfigDict:
   # Seeded scores and lengths, for speed runs with random weights.
   config.trainer.synthetic = False
 
+  config.logger = ml_collections.ConfigDict()
+  # Weights & Biases, besides metrics.jsonl and TensorBoard; '' is off. Needs
+  # the extra `wandb`; WANDB_MODE=offline works.
+  config.logger.wandb_project = ''
+  # Team or user; '' is the account's own.
+  config.logger.wandb_entity = ''
+
   config.mesh = ml_collections.ConfigDict()
   config.mesh.data = 1
   config.mesh.fsdp = 1

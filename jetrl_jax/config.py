@@ -29,6 +29,7 @@ from jetrl_jax.data import (
     Tokenizer,
     load_examples,
 )
+from jetrl_jax.metrics_wandb import WandbConfig
 from jetrl_jax.models import families, hf_layout
 from jetrl_jax.rewards import RewardPool, RewardSpec
 from jetrl_jax.rl import combinations, corrections, losses
@@ -311,6 +312,17 @@ def optimizer_config(config: Config, total_steps: int) -> OptimizerConfig:
   )
 
 
+def wandb_config(config: Config) -> WandbConfig | None:
+  """Returns where the scalars go besides the workdir, if anywhere."""
+  if not config.logger.wandb_project:
+    return None
+  return WandbConfig(
+      project=config.logger.wandb_project,
+      entity=config.logger.wandb_entity,
+      run_config=json.loads(config.to_json_best_effort()),
+  )
+
+
 def _check_patterns(policy: Policy, shapes: PyTree, freeze: tuple) -> None:
   """Refuses patterns that match nothing: they would change nothing."""
   states.partition(shapes, freeze)
@@ -396,4 +408,5 @@ def build(config: Config) -> Parts:
       ),
       config_text=config.to_json_best_effort(indent=2, sort_keys=True),
       export_source=folder,
+      wandb=wandb_config(config),
   )

@@ -3,7 +3,8 @@
 An average is divided in one place, `Mean.value`, when it is written; until
 then sums and weights only add, so that micro-batches, masks and devices cannot
 change it. `MetricWriter` appends one JSON object per step to `metrics.jsonl`
-and, if asked, the scalars to TensorBoard. Sentences go to absl.logging.
+and, if asked, the scalars to TensorBoard and Weights & Biases. Sentences go to
+absl.logging.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ import jax
 import numpy as np
 from absl import logging
 
+from jetrl_jax.metrics_wandb import WandbConfig, WandbRun
 from jetrl_jax.typing import Array
 
 _RESERVED = ('step', 'nonfinite')
@@ -71,18 +73,28 @@ class MetricWriter:
   interrupted, apart from times.
   """
 
-  def __init__(self, workdir: str | os.PathLike, *, tensorboard: bool):
+  def __init__(
+      self,
+      workdir: str | os.PathLike,
+      *,
+      tensorboard: bool,
+      wandb: WandbConfig | None = None,
+  ):
     """Opens the files and drops a last line that a kill tore.
 
     Args:
       workdir: the run's folder; made if absent.
       tensorboard: whether to write `<workdir>/tensorboard/` too.
+      wandb: where to send the scalars too, if anywhere.
 
     Raises:
-      ValueError: `metrics.jsonl` is damaged elsewhere than at its end.
+      ValueError: `metrics.jsonl` is damaged elsewhere than at its end, or wandb
+        did not start.
     """
     workdir = pathlib.Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
+    # First: it may refuse to start, and no file is open yet.
+    self._wandb = WandbRun(wandb, workdir) if wandb is not None else None
     self._path = workdir / 'metrics.jsonl'
     self._last_step = _repair(self._path)
     self._file = open(self._path, 'ab')
@@ -131,6 +143,8 @@ class MetricWriter:
     self._last_step = step
     if self._events is not None:
       self._events.write_scalars(step, scalars)
+    if self._wandb is not None:
+      self._wandb.write_scalars(step, scalars)
 
   def truncate_after(self, step: int) -> None:
     """Drops the lines of later steps, atomically; -1 drops all.
@@ -160,6 +174,8 @@ class MetricWriter:
     self._file.close()
     if self._events is not None:
       self._events.close()
+    if self._wandb is not None:
+      self._wandb.close()
 
 
 def _repair(path: pathlib.Path) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from jax.sharding import Mesh
 
 from jetrl_jax.data import PromptDataset, Tokenizer
+from jetrl_jax.metrics_wandb import WandbConfig
 from jetrl_jax.rewards import RewardPool
 from jetrl_jax.rl import packing
 from jetrl_jax.rl.engine import EngineConfig
@@ -39,6 +40,7 @@ class Parts:
     config_text: the resolved config, kept in the workdir.
     export_source: the checkpoint whose config and tokenizer files the exported
       one carries on; None for no export.
+    wandb: where the scalars go besides the workdir; None for nowhere.
   """
 
   policy: Policy
@@ -57,6 +59,7 @@ class Parts:
   make_rewards: Callable[[], RewardPool]
   config_text: str
   export_source: pathlib.Path | None
+  wandb: WandbConfig | None
 
   def pack(self, sequences: list[packing.Sequence]) -> packing.Packed:
     """Returns micro-batches of the run's one compiled shape.

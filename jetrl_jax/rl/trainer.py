@@ -73,7 +73,9 @@ class Trainer:
         keep_latest=run.keep_latest,
         keep_best=run.keep_best,
     )
-    self.writer = MetricWriter(self.workdir, tensorboard=True)
+    self.writer = MetricWriter(
+        self.workdir, tensorboard=True, wandb=parts.wandb
+    )
     self.interrupt = Interrupt()
     self.timer = Timer()
     self.console = Console(run.total_training_steps)

@@ -1,0 +1,90 @@
+"""Weights & Biases as another place for a run's scalars; the extra `wandb`.
+
+`metrics.jsonl` stays the record. A run keeps its id in the workdir, so that a
+resumed run continues the same curves.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+import pathlib
+import secrets
+from typing import Any
+
+_ID_FILE = 'wandb_run_id'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+  """Where the scalars go.
+
+  Attributes:
+    project: name of the project.
+    entity: team or user; '' is the account's own.
+    run_config: the run's config, as JSON values, shown beside the curves.
+
+  Raises:
+    ValueError: the package is not installed.
+  """
+
+  project: str
+  entity: str
+  run_config: dict[str, Any]
+
+  def __post_init__(self):
+    if importlib.util.find_spec('wandb') is None:
+      raise ValueError(
+          f'logger.wandb_project is {self.project!r}, and the package wandb is'
+          " not installed: pip install 'jetrl_jax[wandb]', or leave"
+          " logger.wandb_project at ''"
+      )
+
+
+class WandbRun:
+  """One run's scalars on their way to Weights & Biases.
+
+  Steps that a resumed run computes again are already there; they are the same
+  to the bit, times apart, and not sent twice.
+  """
+
+  def __init__(self, config: WandbConfig, workdir: str | os.PathLike):
+    """Starts, or continues, the run of a workdir.
+
+    Args:
+      config: where to.
+      workdir: an existing folder; keeps the run's id and wandb's own files.
+
+    Raises:
+      ValueError: wandb would not start: no key, no network.
+    """
+    wandb = importlib.import_module('wandb')
+    workdir = pathlib.Path(workdir)
+    id_file = workdir / _ID_FILE
+    if not id_file.exists():
+      id_file.write_text(secrets.token_hex(8))
+    try:
+      self._run = wandb.init(
+          project=config.project,
+          entity=config.entity or None,
+          name=workdir.resolve().name,
+          id=id_file.read_text().strip(),
+          resume='allow',
+          dir=str(workdir),
+          config=config.run_config,
+          settings=wandb.Settings(console='off', silent=True),
+      )
+    except wandb.Error as error:
+      raise ValueError(
+          f'wandb did not start: {str(error).rstrip(".")}. Log in (wandb login), or set'
+          " WANDB_MODE=offline, or leave logger.wandb_project at ''"
+      ) from error
+
+  def write_scalars(self, step: int, scalars: dict[str, float]) -> None:
+    """Sends the scalars of a step."""
+    if step >= self._run.step:
+      self._run.log(scalars, step=step)
+
+  def close(self) -> None:
+    """Waits until all is sent (or, offline, written)."""
+    self._run.finish()
