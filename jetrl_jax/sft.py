@@ -17,6 +17,7 @@ from absl import app, flags, logging
 from jetrl_jax import config as configs
 from jetrl_jax import config_flag, models
 from jetrl_jax.data import Prompt, PromptSampler, Tokenizer
+from jetrl_jax.fp8 import slots
 from jetrl_jax.metrics import MetricWriter
 from jetrl_jax.rl import packing
 from jetrl_jax.rl import state as states
@@ -87,7 +88,7 @@ def train(config, workdir: pathlib.Path) -> None:
         tile=policy.tile,
     ).batches
 
-  if policy.recipe.needs_calibration:
+  if slots.slot_paths(state.fp8_state):
     calibration = states.Calibration(policy, mesh, state)
     state = calibration.fill(state, next_batch(), 1.0)
   gradients = step.zero_gradients(state)

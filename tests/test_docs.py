@@ -2,10 +2,17 @@
 
 import ast
 import importlib.util
+import json
+import os
 import pathlib
 import re
+import shlex
+import subprocess
+import sys
+import tomllib
 
 import pytest
+import yaml
 
 from configs import base, llama8b, qwen0_5b, qwen3_8b, qwen7b
 from jetrl_jax import config as configs
@@ -15,6 +22,7 @@ _ROOT = pathlib.Path(__file__).parent.parent
 _PAGES = [
     _ROOT / 'README.md',
     _ROOT / 'CHANGELOG.md',
+    _ROOT / 'CONTRIBUTING.md',
     *sorted((_ROOT / 'docs').glob('*.md')),
 ]
 _CONFIGS = sorted((_ROOT / 'configs').glob('*.py'))
@@ -68,6 +76,101 @@ def test_an_override_names_a_value_of_the_config(path):
   known = set(config_reference.comments(_text(_ROOT / 'configs/base.py')))
   found = set(re.findall(r'--config\.([\w.]+)=', _text(path)))
   assert found <= known
+
+
+def _commands(text: str) -> list[tuple[str, list[str]]]:
+  """Lists (module, arguments) of the commands that have arguments."""
+  found = []
+  joined = re.sub(r'\\\n\s*', ' ', text)
+  for module, rest in re.findall(
+      r'python -m (jetrl_jax[\w.]*)([^`\n]*)', joined
+  ):
+    arguments = shlex.split(rest, comments=True)
+    if any(argument.startswith('-') for argument in arguments):
+      found.append((module, arguments))
+  return found
+
+
+# One process, because importing is what takes time; a child per command,
+# because commands define flags of the same name, and configs define more.
+_PARSE = """
+import importlib, json, os, sys
+import jetrl_jax.config
+from absl import flags
+for module, arguments in json.load(sys.stdin):
+  child = os.fork()
+  if not child:
+    try:
+      importlib.import_module(module)
+      sys.argv = [module, *arguments]  # Where overrides are looked for.
+      flags.FLAGS(sys.argv)
+    except BaseException as error:
+      print(module, arguments, repr(error), flush=True)
+    os._exit(0)
+  os.waitpid(child, 0)
+"""
+
+
+def test_the_flags_of_every_command_parse():
+  commands = [c for path in _WITH_COMMANDS for c in _commands(_text(path))]
+  assert len(commands) > 5
+  done = subprocess.run(
+      [sys.executable, '-W', 'ignore', '-c', _PARSE],
+      input=json.dumps(commands),
+      cwd=_ROOT,
+      env=os.environ | {'PYTHONPATH': str(_ROOT)},
+      capture_output=True,
+      text=True,
+  )
+  assert done.returncode == 0, done.stderr
+  assert not done.stdout
+
+
+@pytest.mark.parametrize('page', ['from_verl', 'from_trl'])
+def test_what_a_foreign_key_becomes_is_a_value_of_the_config(page):
+  known = set(config_reference.comments(_text(_ROOT / 'configs/base.py')))
+  rows = re.findall(
+      r'^\| (.*?) \| (.*?) \| .*\|$', _text(_ROOT / f'docs/{page}.md'), re.M
+  )
+  ours = [
+      re.findall(r'`([^`]+)`', right) for left, right in rows if '`' in left
+  ]
+  assert len(ours) > 30
+  found = {name for names in ours for name in names}
+  assert found <= known, found - known
+
+
+def test_every_page_is_in_the_index():
+  index = _ROOT / 'docs' / 'README.md'
+  pages = {page.name for page in index.parent.glob('*.md')} - {'README.md'}
+  listed = set(re.findall(r'\]\(([\w.]+\.md)\)', _text(index)))
+  assert not pages - listed, 'give the page a row in docs/README.md'
+
+
+def test_the_formatters_of_the_hooks_are_those_of_the_development_environment():
+  hooks = yaml.safe_load(_text(_ROOT / '.pre-commit-config.yaml'))
+  pinned = {
+      requirement
+      for repo in hooks['repos']
+      for hook in repo['hooks']
+      for requirement in hook.get('additional_dependencies', [])
+  }
+  project = tomllib.loads(_text(_ROOT / 'pyproject.toml'))['project']
+  development = project['optional-dependencies']['dev']
+  assert len(pinned) == 2 and pinned <= set(development)
+  assert any(r.startswith('pyright[nodejs]==') for r in development)
+
+
+def test_the_public_checks_run_on_the_oldest_and_the_newest_versions():
+  workflow = yaml.safe_load(_text(_ROOT / '.github/workflows/ci.yml'))
+  check = workflow['jobs']['check']
+  oldest, newest = check['strategy']['matrix']['include']
+  project = tomllib.loads(_text(_ROOT / 'pyproject.toml'))['project']
+  assert project['requires-python'] == f'>={oldest["python"]}'
+  floor = oldest['jax'].replace('==', '>=')
+  assert floor in project['dependencies']
+  assert newest['jax'] == 'jax' and newest['python'] > oldest['python']
+  assert any('make check' in step.get('run', '') for step in check['steps'])
 
 
 def test_the_code_of_the_readme_runs(monkeypatch, capsys):

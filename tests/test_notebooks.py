@@ -8,9 +8,11 @@ import shutil
 
 import jax
 import matplotlib
+import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
-from jetrl_jax import data, models, rl
+from jetrl_jax import models, rl
 from jetrl_jax.fp8 import Recipe
 from tools import notebooks
 
@@ -21,6 +23,29 @@ _ROOMS = ('data', 'fp8', 'models', 'rewards', 'rl')
 _TINY = {
     '01_fp8_by_hand': {'ROWS': 16, 'FEATURES': 32},
     '02_mismatch': {'CHECKPOINT': 'tiny', 'PROMPTS': 4, 'SAMPLES': 4},
+    '03_grpo_from_parts': {
+        'CHECKPOINT': 'tiny',
+        'STEPS': 2,
+        'PROMPTS': 4,
+        'SAMPLES': 4,
+        'HELD_OUT': 4,
+    },
+    '04_bring_your_own': {
+        'CHECKPOINT': 'tiny',
+        'STEPS': 1,
+        'EXTRA': [
+            # As in the notebook before: the same programs.
+            '--config.algorithm.clip_ratio_high=0.28',
+            '--config.data.val_max_samples=8',
+            '--config.rollout.num_generations=4',
+            '--config.rollout.num_slots=16',
+            '--config.trainer.train_batch_size=4',
+            '--config.trainer.mini_batch_size=4',
+            '--config.trainer.micro_batch_size=16',
+            '--config.trainer.calibration_prompts=4',
+            '--config.trainer.calibration_tokens=6',
+        ],
+    },
 }
 
 
@@ -44,16 +69,44 @@ def tiny_checkpoint(tmp_path_factory):
   }
   path.write_text(json.dumps(shape))
   model = models.load_config(folder)
-  weights = rl.Policy(model=model, recipe=Recipe()).init(jax.random.key(0))
+  shapes = jax.eval_shape(
+      rl.Policy(model=model, recipe=Recipe()).init, jax.random.key(0)
+  )
+  rng = np.random.default_rng(0)
+  weights = jax.tree.map(
+      lambda leaf: rng.normal(0.0, 0.1, leaf.shape).astype(np.float32), shapes
+  )
   out = tmp_path_factory.mktemp('export') / 'tiny'
   models.save_checkpoint(out, weights, model, source_folder=folder)
-  assert data.Tokenizer(out).eos_ids
   return out
+
+
+@pytest.fixture(scope='module')
+def shared_programs(tmp_path_factory):
+  """Lets the notebooks share what they compile: it is all they cost."""
+  settings = {
+      # One folder for the processes of pytest-xdist.
+      'jax_compilation_cache_dir': str(
+          tmp_path_factory.getbasetemp().parent / 'programs'
+      ),
+      'jax_persistent_cache_min_compile_time_secs': 0.2,
+      'jax_persistent_cache_min_entry_size_bytes': -1,
+  }
+  before = {name: getattr(jax.config, name) for name in settings}
+  with pytest.MonkeyPatch.context() as patch:
+    for name, value in settings.items():
+      jax.config.update(name, value)
+      patch.setenv(name.upper(), str(value))
+    compilation_cache.reset_cache()
+    yield
+  for name, value in before.items():
+    jax.config.update(name, value)
+  compilation_cache.reset_cache()
 
 
 @pytest.mark.parametrize('path', _PATHS, ids=_id)
 def test_a_notebook_runs_from_its_first_to_its_last_cell(
-    path, tiny_checkpoint, monkeypatch
+    path, tiny_checkpoint, shared_programs, monkeypatch
 ):
   matplotlib.use('Agg')
   monkeypatch.chdir(notebooks.FOLDER)

@@ -4,7 +4,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetrl_jax.fp8 import formats
-from jetrl_jax.fp8.quantization import QTensor, scale_of_elements
 from jetrl_jax.typing import Array, PyTree
 
 # What the five sums of a slot's `health` are.
@@ -12,21 +11,21 @@ SUMS = ('elements', 'saturated', 'flushed', 'signal', 'noise')
 
 
 def measure(
-    x_MI: Array, quantized: QTensor, row_mask_M: Array
+    x_MI: Array, values_MI: Array, scale: Array, row_mask_M: Array
 ) -> tuple[Array, Array]:
   """Returns the amax of the valid rows and float32 [5] sums over them.
 
   Args:
     x_MI: what was quantised.
-    quantized: its 8-bit values and scale.
+    values_MI: its 8-bit values.
+    scale: x ~ values * scale.
     row_mask_M: float32, 0 on rows that do not count.
   """
   valid = row_mask_M[:, None] > 0
   x = jnp.where(valid, x_MI.astype(jnp.float32), 0.0)
-  stored = quantized.values.astype(jnp.float32)
-  scale = scale_of_elements(quantized)
+  stored = values_MI.astype(jnp.float32)
   restored = jnp.where(valid, stored * scale, 0.0)
-  limit = formats.format_max(quantized.values.dtype) * scale
+  limit = formats.format_max(values_MI.dtype) * scale
   sums = jnp.stack(
       [
           jnp.sum(row_mask_M) * x.shape[1],
@@ -36,13 +35,7 @@ def measure(
           jnp.sum((x - restored) ** 2),
       ]
   )
-  return amax_of_rows(x_MI, row_mask_M), sums
-
-
-def amax_of_rows(x_MI: Array, row_mask_M: Array) -> Array:
-  """Returns the amax of the rows that count, float32."""
-  valid = row_mask_M[:, None] > 0
-  return jnp.max(jnp.abs(jnp.where(valid, x_MI.astype(jnp.float32), 0.0)))
+  return jnp.max(jnp.abs(x)), sums
 
 
 def summarize(fp8_state: PyTree, paths: list[str]) -> dict[str, dict]:
@@ -55,8 +48,7 @@ def summarize(fp8_state: PyTree, paths: list[str]) -> dict[str, dict]:
   Returns:
     path -> operand -> {amax, scale, saturated_frac, flushed_frac, sqnr_db}.
     Shares are of the elements of valid rows; sqnr_db = 10 log10(signal /
-    noise), absent where nothing was lost or nothing was there. A dynamic
-    recipe has no `scale` to keep.
+    noise), absent where nothing was lost or nothing was there.
   """
   summary = {}
   for path in paths:
@@ -73,17 +65,12 @@ def _summarize_operand(entry: PyTree) -> dict[str, float]:
   elements, saturated, flushed, signal, noise = (
       float(x) for x in np.asarray(entry['health'])
   )
+  history = np.asarray(entry['amax_history'])
   count = max(elements, 1.0)
-  if 'amax' in entry:
-    summary = {'amax': float(entry['amax'])}
-  else:
-    history = np.asarray(entry['amax_history'])
-    # Entry 0 is being filled; right after a roll the newest is entry 1.
-    summary = {
-        'amax': float(history[0] or history[1]),
-        'scale': float(entry['scale']),
-    }
-  summary |= {
+  summary = {
+      # Entry 0 is being filled; right after a roll the newest is entry 1.
+      'amax': float(history[0] or history[1]),
+      'scale': float(entry['scale']),
       'saturated_frac': saturated / count,
       'flushed_frac': flushed / count,
   }
