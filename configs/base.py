@@ -35,12 +35,15 @@ def get_config() -> ml_collections.ConfigDict:
   config.model.remat = True
 
   config.precision = ml_collections.ConfigDict()
-  # 'fp8_delayed': one FP8 flow; 'bf16': the same code with another dot.
+  # 'fp8_delayed', 'fp8_token', 'fp8_block', 'int8': one 8-bit flow, scales per
+  # tensor, per row and channel, per 128 x 128 block, per row and channel;
+  # 'bf16': the same code with another dot.
   config.precision.recipe = 'fp8_delayed'
   config.precision.compute_dtype = 'bfloat16'
   # Output gradients in the backward dots: 'e4m3' or 'e5m2'.
   config.precision.grad_format = 'e4m3'
-  # Rollouts (inputs) or optimiser steps (kernels, gradients) remembered.
+  # Rollouts (inputs) or optimiser steps (kernels, gradients) remembered, by
+  # 'fp8_delayed'.
   config.precision.amax_history_length = 16
   # Head-room of the scales, in bits.
   config.precision.margin = 0

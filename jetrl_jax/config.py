@@ -324,18 +324,23 @@ def wandb_config(config: Config) -> WandbConfig | None:
 
 
 def _check_patterns(policy: Policy, shapes: PyTree, freeze: tuple) -> None:
-  """Refuses patterns that match nothing: they would change nothing."""
+  """Refuses patterns that match nothing: they would change nothing.
+
+  Also kernels whose shapes the recipe cannot quantise.
+  """
   states.partition(shapes, freeze)
-  dots = [
-      path.removesuffix('/kernel')
-      for path in traverse_util.flatten_dict(shapes, sep='/')
+  dots = {
+      path.removesuffix('/kernel'): leaf.shape
+      for path, leaf in traverse_util.flatten_dict(shapes, sep='/').items()
       if path.endswith('/kernel')
-  ]
+  }
+  for path, shape in dots.items():
+    policy.recipe.check_kernel(path, shape, policy.axes.fsdp)
   for pattern in policy.recipe.high_precision_layers:
     if not any(re.fullmatch(pattern, dot) for dot in dots):
       raise ValueError(
           f'precision.high_precision_layers: {pattern!r} matches no dot; they'
-          f' are {dots[:4]} and so on'
+          f' are {list(dots)[:4]} and so on'
       )
 
 

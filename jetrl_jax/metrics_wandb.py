@@ -76,8 +76,9 @@ class WandbRun:
       )
     except wandb.Error as error:
       raise ValueError(
-          f'wandb did not start: {str(error).rstrip(".")}. Log in (wandb login), or set'
-          " WANDB_MODE=offline, or leave logger.wandb_project at ''"
+          f'wandb did not start: {str(error).rstrip(".")}. Log in (wandb'
+          ' login), or set WANDB_MODE=offline, or leave logger.wandb_project at'
+          " ''"
       ) from error
 
   def write_scalars(self, step: int, scalars: dict[str, float]) -> None:

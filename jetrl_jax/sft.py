@@ -17,7 +17,6 @@ from absl import app, flags, logging
 from jetrl_jax import config as configs
 from jetrl_jax import config_flag, models
 from jetrl_jax.data import Prompt, PromptSampler, Tokenizer
-from jetrl_jax.fp8 import slots
 from jetrl_jax.metrics import MetricWriter
 from jetrl_jax.rl import packing
 from jetrl_jax.rl import state as states
@@ -88,7 +87,7 @@ def train(config, workdir: pathlib.Path) -> None:
         tile=policy.tile,
     ).batches
 
-  if slots.slot_paths(state.fp8_state):
+  if policy.recipe.needs_calibration:
     calibration = states.Calibration(policy, mesh, state)
     state = calibration.fill(state, next_batch(), 1.0)
   gradients = step.zero_gradients(state)

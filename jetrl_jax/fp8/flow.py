@@ -1,9 +1,9 @@
 """Is the rollout's precision flow part of the training forward's?
 
 `extract` (flow_walk.py) reads a jaxpr and keeps what can change a number: dots,
-casts, scale multiplications, reductions, transcendentals, other float
-arithmetic and opaque kernels. Data movement is left out (edges run through it),
-and so are integers, booleans and everything under a scope named 'sampling',
+casts, scale multiplications, reductions, transcendentals, other
+arithmetic and opaque kernels, on floats and INT8. Data movement is left out
+and so are indices, booleans and everything under a scope named 'sampling',
 which cut the flow: the token that was sampled is an input, as it is in
 training. `check_subgraph` then lists what the rollout does and the training
 forward does not: another format, another scale granularity, another place of

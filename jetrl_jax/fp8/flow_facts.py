@@ -50,8 +50,8 @@ class Fact:
     varying: per axis, False where the value is known to be broadcast along it.
       An axis of length 1 counts as varying unless it was made by a broadcast,
       so that one row decoded looks like one of many rows trained.
-    sources: operations it comes from, through data movement of floats.
-    hidden: operations it depends on through integers, booleans or sampling.
+    sources: operations it comes from, through data movement of numbers.
+    hidden: operations it depends on through indices, booleans or sampling.
     block: length of the last axis where a reshape split it off, else 0.
   """
 
@@ -66,9 +66,21 @@ class Fact:
     return self.sources | self.hidden
 
 
-def is_float(aval) -> bool:
-  """True for arrays of floats of any width."""
-  return hasattr(aval, 'dtype') and jnp.issubdtype(aval.dtype, np.floating)
+def is_number(aval) -> bool:
+  """True for arrays of floats of any width, and of INT8.
+
+  Other integers are tokens, positions and indices.
+  """
+  if not hasattr(aval, 'dtype'):
+    return False
+  return jnp.issubdtype(aval.dtype, np.floating) or aval.dtype == np.int8
+
+
+def is_int8_dot(eqn) -> bool:
+  """True for a dot of INT8 numbers, whose result is int32."""
+  return eqn.primitive.name in DOTS and all(
+      hasattr(v.aval, 'dtype') and v.aval.dtype == np.int8 for v in eqn.invars
+  )
 
 
 def all_axes(aval) -> tuple[bool, ...]:
@@ -86,7 +98,7 @@ def fresh(aval) -> Fact:
 
 
 def cut(fact: Fact) -> Fact:
-  """Returns the fact of a value through which no floats flow."""
+  """Returns the fact of a value through which no numbers flow."""
   return dataclasses.replace(fact, sources=frozenset(), hidden=fact.behind)
 
 

@@ -28,6 +28,8 @@ _SHORT = {
     'bfloat16': 'bf16',
     'float8_e4m3fn': 'e4m3',
     'float8_e5m2': 'e5m2',
+    'int8': 'i8',
+    'int32': 'i32',
 }
 
 
@@ -123,9 +125,12 @@ class _Walker:
     for i, eqn in enumerate(jaxpr.eqns):
       inside = scope.enter(str(eqn.source_info.name_stack), i)
       outs = self._equation(eqn, [read(v) for v in eqn.invars], inside)
-      # Integers and booleans cut the flow.
+      # Indices and booleans cut the flow; an INT8 dot's int32 is a number.
+      counts = flow_facts.is_int8_dot(eqn)
       known |= {
-          v: fact if flow_facts.is_float(v.aval) else flow_facts.cut(fact)
+          v: fact
+          if counts or flow_facts.is_number(v.aval)
+          else flow_facts.cut(fact)
           for v, fact in zip(eqn.outvars, outs, strict=True)
       }
     return [read(v) for v in jaxpr.outvars]
@@ -143,7 +148,7 @@ class _Walker:
     called = _called(eqn)
     if called is not None:
       return self.walk(called, facts, scope)
-    if _is_movement(eqn):
+    if _is_movement(eqn, facts):
       return flow_facts.moved(eqn, facts)
     return self._node(eqn, facts, scope)
 
@@ -264,19 +269,22 @@ def _called(eqn) -> Any:
   return None
 
 
-def _is_movement(eqn) -> bool:
+def _is_movement(eqn, facts) -> bool:
   op = eqn.primitive.name
+  if flow_facts.is_int8_dot(eqn):
+    return False
   if (
-      not any(flow_facts.is_float(v.aval) for v in eqn.outvars)
+      not any(flow_facts.is_number(v.aval) for v in eqn.outvars)
       or op in flow_facts.MOVEMENT
   ):
     return True
   if op != 'convert_element_type':
     return False
   given = eqn.invars[0].aval
-  return (
-      not flow_facts.is_float(given) or given.dtype == eqn.outvars[0].aval.dtype
-  )
+  if not flow_facts.is_number(given):
+    # What an INT8 dot added up is rounded here; an index is not.
+    return not facts[0].sources
+  return given.dtype == eqn.outvars[0].aval.dtype
 
 
 def _with_precision(op: str, eqn) -> str:

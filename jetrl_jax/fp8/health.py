@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8.quantization import QTensor, scale_of_elements
 from jetrl_jax.typing import Array, PyTree
 
 # What the five sums of a slot's `health` are.
@@ -11,21 +12,21 @@ SUMS = ('elements', 'saturated', 'flushed', 'signal', 'noise')
 
 
 def measure(
-    x_MI: Array, values_MI: Array, scale: Array, row_mask_M: Array
+    x_MI: Array, quantized: QTensor, row_mask_M: Array
 ) -> tuple[Array, Array]:
   """Returns the amax of the valid rows and float32 [5] sums over them.
 
   Args:
     x_MI: what was quantised.
-    values_MI: its 8-bit values.
-    scale: x ~ values * scale.
+    quantized: its 8-bit values and scale.
     row_mask_M: float32, 0 on rows that do not count.
   """
   valid = row_mask_M[:, None] > 0
   x = jnp.where(valid, x_MI.astype(jnp.float32), 0.0)
-  stored = values_MI.astype(jnp.float32)
+  stored = quantized.values.astype(jnp.float32)
+  scale = scale_of_elements(quantized)
   restored = jnp.where(valid, stored * scale, 0.0)
-  limit = formats.format_max(values_MI.dtype) * scale
+  limit = formats.format_max(quantized.values.dtype) * scale
   sums = jnp.stack(
       [
           jnp.sum(row_mask_M) * x.shape[1],
@@ -35,7 +36,13 @@ def measure(
           jnp.sum((x - restored) ** 2),
       ]
   )
-  return jnp.max(jnp.abs(x)), sums
+  return amax_of_rows(x_MI, row_mask_M), sums
+
+
+def amax_of_rows(x_MI: Array, row_mask_M: Array) -> Array:
+  """Returns the amax of the rows that count, float32."""
+  valid = row_mask_M[:, None] > 0
+  return jnp.max(jnp.abs(jnp.where(valid, x_MI.astype(jnp.float32), 0.0)))
 
 
 def summarize(fp8_state: PyTree, paths: list[str]) -> dict[str, dict]:
@@ -48,7 +55,8 @@ def summarize(fp8_state: PyTree, paths: list[str]) -> dict[str, dict]:
   Returns:
     path -> operand -> {amax, scale, saturated_frac, flushed_frac, sqnr_db}.
     Shares are of the elements of valid rows; sqnr_db = 10 log10(signal /
-    noise), absent where nothing was lost or nothing was there.
+    noise), absent where nothing was lost or nothing was there. A dynamic
+    recipe has no `scale` to keep.
   """
   summary = {}
   for path in paths:
@@ -65,12 +73,17 @@ def _summarize_operand(entry: PyTree) -> dict[str, float]:
   elements, saturated, flushed, signal, noise = (
       float(x) for x in np.asarray(entry['health'])
   )
-  history = np.asarray(entry['amax_history'])
   count = max(elements, 1.0)
-  summary = {
-      # Entry 0 is being filled; right after a roll the newest is entry 1.
-      'amax': float(history[0] or history[1]),
-      'scale': float(entry['scale']),
+  if 'amax' in entry:
+    summary = {'amax': float(entry['amax'])}
+  else:
+    history = np.asarray(entry['amax_history'])
+    # Entry 0 is being filled; right after a roll the newest is entry 1.
+    summary = {
+        'amax': float(history[0] or history[1]),
+        'scale': float(entry['scale']),
+    }
+  summary |= {
       'saturated_frac': saturated / count,
       'flushed_frac': flushed / count,
   }

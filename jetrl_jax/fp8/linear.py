@@ -1,133 +1,146 @@
 """The dot of every linear layer, and its gradient.
 
-    FProp  Y_MO  = X_MI W_OI^T       E4M3 x E4M3
-    DGrad  dX_MI = dY_MO W_OI        grad_format x E4M3 (the same FP8 weights)
-    WGrad  dW_OI = dY_MO^T X_MI      grad_format x E4M3, written in float32
+    FProp  Y_MO  = X_MI W_OI^T
+    DGrad  dX_MI = dY_MO W_OI
+    WGrad  dW_OI = dY_MO^T X_MI, written in float32
 
-The FP8 weight enters as an argument without a derivative; the derivative goes
-to the master, whose values the forward never reads, so dW never has an FP8
+How each is computed is the recipe's: `dot_tensor.py` (fp8_delayed),
+`dot_token.py` (fp8_token, int8), `dot_block.py` (fp8_block), or one dot in the
+compute dtype.
+
+The 8-bit weight enters as an argument without a derivative; the derivative goes
+to the master, whose values the forward never reads, so dW never has an 8-bit
 dtype. What the backward pass observes (amax, health) leaves as the
 cotangent of the slot: this is the only file that may do so, and each slot
 serves one dot. Micro-batches must be differentiated one by one: within one
 `jax.grad` the cotangents of two uses would be added, and an amax is not a sum.
 """
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.fp8 import formats, health
-from jetrl_jax.fp8.quantization import QTensor, dequantize, quantize
+from jetrl_jax.fp8 import dot_block, dot_tensor, dot_token, health
+from jetrl_jax.fp8.products import NT, high_backward
+from jetrl_jax.fp8.quantization import QTensor, dequantize
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.typing import Array, PyTree
 
-# Contract the last dim of both: FP8 GEMMs on Hopper want both operands
-# contraction-minor, which is why kernels are stored [out, in].
-_NT = (((1,), (1,)), ((), ()))
-_NN = (((1,), (0,)), ((), ()))
-_TN = (((0,), (0,)), ((), ()))
+
+def _quantize_input(recipe: Recipe, x_MI: Array, slot: PyTree) -> QTensor:
+  match recipe.name:
+    case 'fp8_delayed':
+      return dot_tensor.quantize_input(x_MI, slot)
+    case 'fp8_token' | 'int8':
+      return dot_token.quantize_input(recipe, x_MI)
+    case 'fp8_block':
+      return dot_block.quantize_input(recipe, x_MI)
+  raise AssertionError(recipe.name)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Spec:
-  grad_dtype: str  # name in formats.FORMATS
-  out_dtype: str
-  power_of_two: bool
-  calibrating: bool
-
-
-def _scaled_dot(a, b, dims, scale, out_dtype, power_of_two):
-  """(a . b) * scale, rounded once to `out_dtype`."""
-  if power_of_two:
-    # A power of two commutes with the rounding, so the GEMM may write the
-    # narrow type: an F32 output costs up to a quarter of its speed.
-    product = lax.dot_general(a, b, dims, preferred_element_type=out_dtype)
-    return product * scale.astype(out_dtype)
-  product = lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
-  return (product * scale).astype(out_dtype)
-
-
-def _forward(spec, x_MI, weight, slot):
-  x8_MI = quantize(x_MI, slot['input']['scale'], formats.E4M3)
-  if spec.calibrating:
+def _forward(recipe, out_dtype, x_MI, weight, slot) -> tuple[Array, QTensor]:
+  """Returns the result, and the rows as they were quantised."""
+  x8 = _quantize_input(recipe, x_MI, slot)
+  if recipe.calibrating:
     kernel_OI = dequantize(weight, x_MI.dtype)
     y_MO = lax.dot_general(
-        x_MI, kernel_OI, _NT, preferred_element_type=spec.out_dtype
+        x_MI, kernel_OI, NT, preferred_element_type=out_dtype
     )
-    return y_MO, x8_MI
-  y_MO = _scaled_dot(
-      x8_MI,
-      weight.values,
-      _NT,
-      slot['input']['scale'] * weight.scale,
-      spec.out_dtype,
-      spec.power_of_two,
-  )
-  return y_MO, x8_MI
+    return y_MO, x8
+  match recipe.name:
+    case 'fp8_delayed':
+      y_MO = dot_tensor.forward(recipe, x8, weight, out_dtype)
+    case 'fp8_token':
+      y_MO = dot_token.forward(recipe, x8, weight, out_dtype)
+    case 'int8':
+      y_MO = dot_token.forward_int8(x8, weight, out_dtype)
+    case 'fp8_block':
+      y_MO = dot_block.forward(recipe, x8, weight, out_dtype)
+    case name:
+      raise AssertionError(name)
+  return y_MO, x8
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fp8_dot(spec, x_MI, master_OI, weight, slot, row_mask_M):
+def _quantize_grad(recipe: Recipe, dy_MO, weight, slot):
+  """Returns (what is quantised of dY, its 8-bit form), as DGrad reads it.
+
+  None for a recipe whose backward does not quantise.
+  """
+  match recipe.name:
+    case 'fp8_delayed':
+      return dy_MO, dot_tensor.quantize_grad(recipe, dy_MO, slot)
+    case 'fp8_token':
+      return dot_token.fold_for_dgrad(recipe, dy_MO, weight)
+    case 'int8':
+      return None
+    case 'fp8_block':
+      return dy_MO, dot_block.quantize_grad(recipe, dy_MO)
+  raise AssertionError(recipe.name)
+
+
+def _backward(recipe, dy_MO, dy8, x8, weight, x_dtype) -> tuple[Array, Array]:
+  match recipe.name:
+    case 'fp8_delayed':
+      return dot_tensor.backward(recipe, dy8, x8, weight, x_dtype)
+    case 'fp8_token':
+      return dot_token.backward(recipe, dy_MO, dy8, x8, weight, x_dtype)
+    case 'int8':
+      return dot_token.backward_int8(dy_MO, x8, weight, x_dtype)
+    case 'fp8_block':
+      return dot_block.backward(recipe, dy_MO, dy8, x8, weight, x_dtype)
+  raise AssertionError(recipe.name)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _fp8_dot(recipe, out_dtype, x_MI, master_OI, weight, slot, row_mask_M):
   del master_OI, row_mask_M
-  return _forward(spec, x_MI, weight, slot)[0]
+  return _forward(recipe, out_dtype, x_MI, weight, slot)[0]
 
 
-def _fp8_dot_fwd(spec, x_MI, master_OI, weight, slot, row_mask_M):
-  y_MO, x8_MI = _forward(spec, x_MI, weight, slot)
-  seen = health.measure(x_MI, x8_MI, slot['input']['scale'], row_mask_M)
-  high = x_MI if spec.calibrating else None
+def _fp8_dot_fwd(recipe, out_dtype, x_MI, master_OI, weight, slot, row_mask_M):
+  y_MO, x8 = _forward(recipe, out_dtype, x_MI, weight, slot)
+  seen = health.measure(x_MI, x8, row_mask_M)
+  high = x_MI if recipe.calibrating else None
   # An empty array carries the dtypes that the cotangents must have.
   like = (jnp.zeros((0,), x_MI.dtype), jnp.zeros((0,), master_OI.dtype))
-  return y_MO, (x8_MI, weight, slot, row_mask_M, seen, high, like)
+  return y_MO, (x8, weight, slot, row_mask_M, seen, high, like)
 
 
 def _slot_cotangent(slot: PyTree, seen: dict) -> PyTree:
   """Zeros shaped like the slot, with the observations in their places."""
   zeros = jax.tree.map(jnp.zeros_like, slot)
   for operand, (amax, sums) in seen.items():
-    history = zeros[operand]['amax_history'].at[0].set(amax)
-    zeros[operand] = zeros[operand] | {
-        'amax_history': history,
-        'health': sums,
-    }
+    entry = zeros[operand]
+    if 'amax' in entry:
+      observed = {'amax': amax}
+    else:
+      observed = {'amax_history': entry['amax_history'].at[0].set(amax)}
+    zeros[operand] = entry | observed | {'health': sums}
   return zeros
 
 
-def _fp8_dot_bwd(spec, residuals, dy_MO):
-  x8_MI, weight, slot, row_mask_M, seen_input, high_x, like = residuals
+def _observed_grad(dy_MO, quantized, row_mask_M):
+  """Returns (amax, health) of the output gradient."""
+  amax = health.amax_of_rows(dy_MO, row_mask_M)
+  if quantized is None:
+    return amax, jnp.zeros((len(health.SUMS),), jnp.float32)
+  return amax, health.measure(*quantized, row_mask_M)[1]
+
+
+def _fp8_dot_bwd(recipe, out_dtype, residuals, dy_MO):
+  del out_dtype
+  x8, weight, slot, row_mask_M, seen_input, high_x, like = residuals
   x_like, master_like = like
-  scale_g = slot['output_grad']['scale']
-  grad_dtype = formats.format_named(spec.grad_dtype)
-  dy8_MO = quantize(dy_MO, scale_g, grad_dtype)
-  seen_grad = health.measure(dy_MO, dy8_MO, scale_g, row_mask_M)
-  if spec.calibrating:
+  quantized = _quantize_grad(recipe, dy_MO, weight, slot)
+  seen_grad = _observed_grad(dy_MO, quantized, row_mask_M)
+  if recipe.calibrating:
     kernel_OI = dequantize(weight, dy_MO.dtype)
-    dx_MI = lax.dot_general(
-        dy_MO, kernel_OI, _NN, preferred_element_type=x_like.dtype
-    )
-    dw_OI = lax.dot_general(
-        dy_MO, high_x, _TN, preferred_element_type=jnp.float32
-    )
+    dx_MI, dw_OI = high_backward(dy_MO, high_x, kernel_OI, x_like.dtype)
   else:
-    dx_MI = _scaled_dot(
-        dy8_MO,
-        weight.values,
-        _NN,
-        scale_g * weight.scale,
-        x_like.dtype,
-        spec.power_of_two,
-    )
-    dw_OI = _scaled_dot(
-        dy8_MO,
-        x8_MI,
-        _TN,
-        scale_g * slot['input']['scale'],
-        jnp.float32,
-        spec.power_of_two,
-    )
+    dy8 = None if quantized is None else quantized[1]
+    dx_MI, dw_OI = _backward(recipe, dy_MO, dy8, x8, weight, x_like.dtype)
   slot_ct = _slot_cotangent(
       slot, {'input': seen_input, 'output_grad': seen_grad}
   )
@@ -140,7 +153,7 @@ _fp8_dot.defvjp(_fp8_dot_fwd, _fp8_dot_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _high_dot(out_dtype, x_MI, master_OI, kernel_OI):
   del master_OI
-  return lax.dot_general(x_MI, kernel_OI, _NT, preferred_element_type=out_dtype)
+  return lax.dot_general(x_MI, kernel_OI, NT, preferred_element_type=out_dtype)
 
 
 def _high_dot_fwd(out_dtype, x_MI, master_OI, kernel_OI):
@@ -158,10 +171,7 @@ def _high_dot_bwd(out_dtype, residuals, dy_MO):
   # Without this cast the logits' float32 cotangent would turn both backward
   # GEMMs of the head into float32 ones.
   dy_MO = dy_MO.astype(x_MI.dtype)
-  dx_MI = lax.dot_general(
-      dy_MO, kernel_OI, _NN, preferred_element_type=x_MI.dtype
-  )
-  dw_OI = lax.dot_general(dy_MO, x_MI, _TN, preferred_element_type=jnp.float32)
+  dx_MI, dw_OI = high_backward(dy_MO, x_MI, kernel_OI, x_MI.dtype)
   return dx_MI, dw_OI.astype(like.dtype), None
 
 
@@ -178,16 +188,17 @@ def dot(
     *,
     out_dtype=None,
 ) -> Array:
-  """Multiplies rows by a kernel, in FP8 when the weight is quantised.
+  """Multiplies rows by a kernel, in 8 bits when the weight is quantised.
 
   Args:
-    recipe: formats of the backward dots.
+    recipe: how a quantised dot computes, forward and backward.
     x_MI: rows in the compute dtype; M must be a multiple of 16 (row results
       would depend on M otherwise).
     master_OI: receives dW in its dtype; its values are not read. None where no
       derivative is wanted (rollout).
     weight: `QTensor` or an array in the compute dtype, [out, in].
-    slot: the dot's scales, for a `QTensor`.
+    slot: the dot's scales and what is observed, for a `QTensor`; a dynamic
+      recipe reads none of it.
     row_mask_M: float32, 0 on padding rows, which the amax must not see.
     out_dtype: dtype of the result, by default that of x.
 
@@ -199,16 +210,8 @@ def dot(
   out_dtype = jnp.dtype(out_dtype or x_MI.dtype).name
   if not isinstance(weight, QTensor):
     if master_OI is None:
-      return lax.dot_general(
-          x_MI, weight, _NT, preferred_element_type=out_dtype
-      )
+      return lax.dot_general(x_MI, weight, NT, preferred_element_type=out_dtype)
     return _high_dot(out_dtype, x_MI, master_OI, weight)
-  spec = _Spec(
-      recipe.grad_format,
-      out_dtype,
-      recipe.power_of_two_scales,
-      recipe.calibrating,
-  )
   if master_OI is None:
-    return _forward(spec, x_MI, weight, slot)[0]
-  return _fp8_dot(spec, x_MI, master_OI, weight, slot, row_mask_M)
+    return _forward(recipe, out_dtype, x_MI, weight, slot)[0]
+  return _fp8_dot(recipe, out_dtype, x_MI, master_OI, weight, slot, row_mask_M)

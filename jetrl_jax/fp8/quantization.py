@@ -1,4 +1,4 @@
-"""Scales and the quantiser.
+"""Scales and the quantisers.
 
 One meaning of `scale` in the whole package: x ~ values * scale. Quantising
 always saturates: JAX's own cast turns 500.0 into NaN in float8_e4m3fn (max
@@ -26,8 +26,12 @@ class QTensor:
   """A quantised tensor: x ~ values * scale.
 
   Attributes:
-    values: float8 array.
-    scale: float32 scalar, positive and finite.
+    values: 8-bit array.
+    scale: float32, positive and finite: a scalar, or of the values' rank, with
+      one entry per group of equal size along each axis. A kernel [O, I] has
+      [] (per tensor), [O, 1] (per output channel) or [O/128, I/128] (per
+      block); rows [M, I] have [], [M, 1] or [M, I/128]. Two dims, so that the
+      table of `sharding.py` splits a kernel's scales as its values.
   """
 
   values: Array
@@ -75,15 +79,76 @@ def quantize(x: Array, scale: Array, dtype) -> Array:
   """Returns the 8-bit values of x / scale, saturated, round to nearest even.
 
   Args:
-    x: float array, finite; NaN stays NaN.
-    scale: float32 scalar, see `scale_from_amax`.
+    x: float array, finite; NaN stays NaN in a float format.
+    scale: float32, a scalar or broadcasting against x, see `scale_from_amax`.
     dtype: the 8-bit format.
   """
   limit = formats.format_max(dtype)
   scaled = x.astype(jnp.float32) * (1.0 / scale)
+  if jnp.issubdtype(dtype, jnp.integer):
+    # The cast of a float to an integer truncates.
+    scaled = lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN)
   return jnp.clip(scaled, -limit, limit).astype(dtype)
+
+
+def quantize_groups(
+    x_MI: Array,
+    dtype,
+    group: tuple[int, int],
+    *,
+    margin: int,
+    power_of_two: bool,
+) -> QTensor:
+  """Quantises a matrix with one scale per group, from the group's own amax.
+
+  Nothing saturates: each scale maps its group's amax into the format. (1, I) is
+  one scale per row, (1, 128) one per 128 values of a row, (128, 128) one per
+  square block, (M, 1) one per column.
+
+  Args:
+    x_MI: finite; a group with NaN is NaN when restored.
+    dtype: the 8-bit format.
+    group: rows and columns of a group; they divide the matrix.
+    margin: head-room in bits.
+    power_of_two: round scales up to powers of two.
+
+  Returns:
+    values [M, I] and scale [M / rows, I / columns].
+  """
+  # Everything below reads the rounded array: the amax of a value that one
+  # program recomputes and another does not would be two different scales.
+  x_MI = lax.optimization_barrier(x_MI)
+  shape, within = [], []
+  for size, step in zip(x_MI.shape, group, strict=True):
+    whole = step == size
+    shape += [size] if whole or step == 1 else [size // step, step]
+    if step > 1:
+      within.append(len(shape) - 1)
+  grouped = x_MI.reshape(shape)
+  amax = jnp.max(
+      jnp.abs(grouped.astype(jnp.float32)), axis=within, keepdims=True
+  )
+  scale = scale_from_amax(amax, dtype, margin=margin, power_of_two=power_of_two)
+  if jnp.issubdtype(dtype, jnp.integer):
+    # An integer cannot say NaN, and a loss that hides one would be applied.
+    scale = jnp.where(jnp.isnan(amax), jnp.float32(jnp.nan), scale)
+  counts = [size // step for size, step in zip(x_MI.shape, group, strict=True)]
+  return QTensor(
+      values=quantize(grouped, scale, dtype).reshape(x_MI.shape),
+      scale=scale.reshape(counts),
+  )
+
+
+def scale_of_elements(q: QTensor) -> Array:
+  """Returns the scale of each value, as an array that broadcasts."""
+  scale = q.scale
+  for axis in range(scale.ndim):
+    times = q.values.shape[axis] // scale.shape[axis]
+    if scale.shape[axis] > 1 and times > 1:
+      scale = jnp.repeat(scale, times, axis=axis)
+  return scale
 
 
 def dequantize(q: QTensor, dtype) -> Array:
   """Returns values * scale in `dtype`."""
-  return (q.values.astype(jnp.float32) * q.scale).astype(dtype)
+  return (q.values.astype(jnp.float32) * scale_of_elements(q)).astype(dtype)

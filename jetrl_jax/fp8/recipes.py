@@ -1,10 +1,20 @@
 """Recipes: what a run quantises, and how.
 
-A recipe is a frozen record. `fp8_delayed` quantises every dot of the blocks
-(qkv, o, gate_up, down) per tensor with delayed scales; `bf16` runs the same
-code with another dot. The language-model head, the embedding, the norms and
-attention stay in high precision in every recipe: the head's dot is taken in
-chunks, and a slot may serve one use only.
+A recipe is a frozen record; its name says how the dots of the blocks (qkv, o,
+gate_up, down) compute:
+
+    name          inputs            kernels        scales    backward
+    fp8_delayed   per tensor        per tensor     delayed   FP8
+    fp8_token     per row           per channel    dynamic   FP8
+    fp8_block     1 x 128 along K   128 x 128      dynamic   FP8
+    int8          per row           per channel    dynamic   compute dtype
+    bf16          not quantised
+
+A dynamic scale comes from the very values that it scales, so there is nothing
+to calibrate; none looks beyond its row, so rollout and training agree. The
+language-model head, the embedding, the norms and attention stay in high
+precision in every recipe: the head's dot is taken in chunks, and a slot may
+serve one use only.
 """
 
 import dataclasses
@@ -14,8 +24,10 @@ import jax.numpy as jnp
 
 from jetrl_jax.fp8 import formats
 
-RECIPES = ('fp8_delayed', 'bf16')
+RECIPES = ('fp8_delayed', 'fp8_token', 'fp8_block', 'int8', 'bf16')
 ALWAYS_HIGH_PRECISION = ('lm_head', 'embed')
+# Side of the blocks of `fp8_block`, and length of its groups.
+BLOCK = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,19 +35,23 @@ class Recipe:
   """How dots compute.
 
   Attributes:
-    name: 'fp8_delayed' or 'bf16'.
+    name: one of `RECIPES`.
     compute_dtype: dtype of activations and of weights that are not quantised,
       'bfloat16' or 'float32'.
     grad_format: format of output gradients in the backward dots, 'e4m3' (the
-      default, as in the paper) or 'e5m2'.
+      default, as in the paper) or 'e5m2'; unread by `int8` and `bf16`.
     amax_history_length: entries of each amax history; one entry is one rollout
       for inputs and one optimiser step for kernels and output gradients.
+      Delayed scales alone have histories.
     margin: head-room of the scales in bits.
     power_of_two_scales: round scales up to powers of two, so that scaling is
       exact and commutes with rounding.
     high_precision_layers: regular expressions, matched in full against a dot's
       path ('layers_0/attn/qkv'), of dots that stay in `compute_dtype` in
       rollout and training alike.
+    min_sqnr_db: dots whose input or kernel keeps less than this many dB of
+      signal over quantisation noise at a cold start join those (see
+      `adaptive.py`); 0 chooses none.
     calibrating: observe amaxes but compute in `compute_dtype` with the
       (de)quantised weights; used once, at a cold start.
   """
@@ -47,6 +63,7 @@ class Recipe:
   margin: int = 0
   power_of_two_scales: bool = True
   high_precision_layers: tuple[str, ...] = ()
+  min_sqnr_db: float = 0.0
   calibrating: bool = False
 
   def __post_init__(self):
@@ -66,6 +83,11 @@ class Recipe:
       )
     if not 0 <= self.margin <= 16:
       raise ValueError(f'margin is {self.margin} bits; allowed: 0 to 16')
+    if not 0 <= self.min_sqnr_db <= 100:
+      raise ValueError(
+          f'min_sqnr_db is {self.min_sqnr_db} dB; allowed: 0 (off) to 100. E4M3'
+          ' keeps about 31 dB of Gaussian values, INT8 per row about 41'
+      )
     for pattern in self.high_precision_layers:
       try:
         re.compile(pattern)
@@ -80,8 +102,51 @@ class Recipe:
     """The compute dtype."""
     return jnp.dtype(self.compute_dtype)
 
+  @property
+  def is_delayed(self) -> bool:
+    """True when scales come from histories, which a cold start must fill."""
+    return self.name == 'fp8_delayed'
+
+  @property
+  def needs_calibration(self) -> bool:
+    """True when a cold start must look at real tokens first."""
+    return self.is_delayed or (self.name != 'bf16' and self.min_sqnr_db > 0)
+
+  def keeping(self, paths: tuple[str, ...]) -> 'Recipe':
+    """Returns the recipe with these dots in high precision as well."""
+    patterns = tuple(re.escape(path) for path in paths)
+    return dataclasses.replace(
+        self, high_precision_layers=self.high_precision_layers + patterns
+    )
+
+  def check_kernel(self, path: str, shape: tuple[int, ...], parts: int = 1):
+    """Refuses a kernel that the recipe cannot quantise.
+
+    Args:
+      path: of the dot.
+      shape: [out, in].
+      parts: devices over which the first dim is split.
+
+    Raises:
+      ValueError: `fp8_block`, and a dim is no multiple of 128.
+    """
+    if self.name != 'fp8_block' or not self.quantizes(path):
+      return
+    out_dim, in_dim = shape
+    split = parts > 1 and out_dim % parts == 0
+    step = BLOCK * parts if split else BLOCK
+    if out_dim % step or in_dim % BLOCK:
+      raise ValueError(
+          f'recipe fp8_block quantises in blocks of {BLOCK} x {BLOCK}, but'
+          f' {path} has [out, in] = [{out_dim}, {in_dim}]; out must be a'
+          f' multiple of {step}'
+          + (f' (its rows are split over fsdp={parts})' if split else '')
+          + f' and in of {BLOCK}. Use fp8_token, or keep this dot in high'
+          ' precision with precision.high_precision_layers'
+      )
+
   def quantizes(self, path: str) -> bool:
-    """True when the dot at `path` runs in FP8."""
+    """True when the dot at `path` runs in 8 bits."""
     if self.name == 'bf16' or path.split('/')[0] in ALWAYS_HIGH_PRECISION:
       return False
     return not any(re.fullmatch(p, path) for p in self.high_precision_layers)

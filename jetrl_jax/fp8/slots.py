@@ -1,4 +1,4 @@
-"""Delayed-scaling state: amax histories, scales and health, per fused dot.
+"""FP8 state: amax histories, scales and health, per fused dot.
 
 The state lives in the Flax collection `_overwrite_with_gradient`. A dot's slot
 is a dict {input, kernel, output_grad} of
@@ -7,6 +7,9 @@ is a dict {input, kernel, output_grad} of
     scale []          in use; changes only in `roll`
     health [5]        sums of the last step: elements, saturated, flushed to
                       zero, signal power, noise power
+
+A dynamic recipe carries nothing from step to step. Its slots are there to be
+looked at only: `amax` [], of the last step, and `health`.
 
 New observations leave `jax.grad` as the cotangents of a slot (see
 `fp8/linear.py`); `combine` joins those of several micro-batches and `observe`
@@ -43,6 +46,17 @@ def init_slot(history_length: int) -> PyTree:
   }
 
 
+def init_dynamic_slot() -> PyTree:
+  """Returns the slot of a dot whose scales come from its own operands."""
+  return {
+      operand: {
+          'amax': jnp.zeros((), jnp.float32),
+          'health': jnp.zeros((len(health.SUMS),), jnp.float32),
+      }
+      for operand in OPERANDS
+  }
+
+
 def _is_slot(node: PyTree) -> bool:
   return isinstance(node, dict) and set(node) == set(OPERANDS)
 
@@ -58,17 +72,26 @@ def init_state(params: PyTree, recipe: Recipe) -> PyTree:
   Args:
     params: nested dict of masters (arrays or shapes).
     recipe: names the layers that stay in high precision.
+
+  Raises:
+    ValueError: a kernel's shape does not fit the recipe.
   """
 
   def walk(node, path):
     if not isinstance(node, dict):
       return None
     if 'kernel' in node and recipe.quantizes('/'.join(path)):
-      return init_slot(recipe.amax_history_length)
+      recipe.check_kernel('/'.join(path), node['kernel'].shape)
+      if recipe.is_delayed:
+        return init_slot(recipe.amax_history_length)
+      return init_dynamic_slot()
     children = {key: walk(child, path + (key,)) for key, child in node.items()}
     return {key: child for key, child in children.items() if child} or None
 
   return walk(params, ()) or {}
+
+
+_JOINED = {'amax_history': jnp.maximum, 'amax': jnp.maximum, 'health': jnp.add}
 
 
 def combine(left: PyTree, right: PyTree) -> PyTree:
@@ -77,11 +100,10 @@ def combine(left: PyTree, right: PyTree) -> PyTree:
   def join(a, b):
     return {
         operand: {
-            'amax_history': jnp.maximum(
-                a[operand]['amax_history'], b[operand]['amax_history']
-            ),
-            'scale': a[operand]['scale'],
-            'health': a[operand]['health'] + b[operand]['health'],
+            name: _JOINED[name](leaf, b[operand][name])
+            if name in _JOINED
+            else leaf
+            for name, leaf in a[operand].items()
         }
         for operand in OPERANDS
     }
@@ -91,12 +113,12 @@ def combine(left: PyTree, right: PyTree) -> PyTree:
 
 def reduce_over_devices(cotangents: PyTree, axes: Axes) -> PyTree:
   """Joins the cotangents of all devices (inside `shard_map`)."""
+  over = {'amax_history': axes.pmax, 'amax': axes.pmax, 'health': axes.psum}
   return map_slots(
       lambda slot: {
           operand: {
-              'amax_history': axes.pmax(slot[operand]['amax_history']),
-              'scale': slot[operand]['scale'],
-              'health': axes.psum(slot[operand]['health']),
+              name: over[name](leaf) if name in over else leaf
+              for name, leaf in slot[operand].items()
           }
           for operand in OPERANDS
       },
@@ -105,9 +127,15 @@ def reduce_over_devices(cotangents: PyTree, axes: Axes) -> PyTree:
 
 
 def _record(entry: PyTree, amax: Array) -> PyTree:
+  if 'amax' in entry:
+    return entry | {'amax': amax}
   history = entry['amax_history']
   kept = jnp.where(is_recordable(amax), amax, 0.0)
   return entry | {'amax_history': history.at[0].max(kept)}
+
+
+def _seen_amax(entry: PyTree) -> Array:
+  return entry['amax'] if 'amax' in entry else entry['amax_history'][0]
 
 
 def observe(state: PyTree, cotangents: PyTree) -> PyTree:
@@ -120,12 +148,12 @@ def observe(state: PyTree, cotangents: PyTree) -> PyTree:
 
   Returns:
     The state with `amax_history[0]` raised to the observed amax of inputs and
-    output gradients, and their `health` replaced.
+    output gradients (`amax` replaced by it), and their `health` replaced.
   """
 
   def one(slot, cotangent):
     seen = {
-        operand: _record(slot[operand], cotangent[operand]['amax_history'][0])
+        operand: _record(slot[operand], _seen_amax(cotangent[operand]))
         | {'health': cotangent[operand]['health']}
         for operand in ('input', 'output_grad')
     }
@@ -135,6 +163,8 @@ def observe(state: PyTree, cotangents: PyTree) -> PyTree:
 
 
 def _roll_entry(entry: PyTree, dtype, recipe: Recipe) -> PyTree:
+  if 'scale' not in entry:
+    return entry
   history = entry['amax_history']
   amax = jnp.max(history)
   scale = scale_from_amax(
@@ -203,7 +233,7 @@ def measure_kernels(
     if _is_slot(slots):
       kernel, q = node['kernel'], quantised['kernel']
       rows = jnp.ones((kernel.shape[0],), jnp.float32)
-      _, sums = health.measure(kernel, q.values, q.scale, rows)
+      _, sums = health.measure(kernel, q, rows)
       entry = slots['kernel'] | {'health': axes.psum(sums)}
       return slots | {'kernel': entry}
     return {
@@ -212,6 +242,31 @@ def measure_kernels(
     }
 
   return walk(state, params, weights)
+
+
+def forget(state: PyTree, *, operand: str) -> PyTree:
+  """Empties an operand's histories; the scales in use stay."""
+
+  def one(slot):
+    entry = slot[operand]
+    if 'amax_history' not in entry:
+      return slot
+    empty = {'amax_history': jnp.zeros_like(entry['amax_history'])}
+    return slot | {operand: entry | empty}
+
+  return map_slots(one, state)
+
+
+def restrict(state: PyTree, recipe: Recipe) -> PyTree:
+  """Returns the slots of the dots that the recipe quantises."""
+
+  def walk(node, path):
+    if _is_slot(node):
+      return node if recipe.quantizes('/'.join(path)) else None
+    kept = {key: walk(child, (*path, key)) for key, child in node.items()}
+    return {key: child for key, child in kept.items() if child} or None
+
+  return walk(state, ()) or {}
 
 
 def slot_paths(state: PyTree) -> list[str]:

@@ -1,9 +1,45 @@
-"""From masters to the compute weights that every forward reads."""
+"""From masters to the compute weights that every forward reads.
 
-from jetrl_jax.fp8 import formats, slots
-from jetrl_jax.fp8.quantization import QTensor, quantize
-from jetrl_jax.fp8.recipes import Recipe
-from jetrl_jax.typing import PyTree
+The one place that decides how a kernel is quantised. Training weights and the
+rollout's are made here, of whatever recipe each side has.
+"""
+
+from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8.quantization import QTensor, quantize, quantize_groups
+from jetrl_jax.fp8.recipes import BLOCK, Recipe
+from jetrl_jax.typing import Array, PyTree
+
+
+def quantize_kernel(kernel_OI: Array, slot: PyTree, recipe: Recipe) -> QTensor:
+  """Returns one kernel in the recipe's format and granularity.
+
+  Args:
+    kernel_OI: master; on several devices this device's rows of it.
+    slot: its scale, for `fp8_delayed`; dynamic recipes do not read it.
+    recipe: a recipe that quantises.
+  """
+
+  def by_groups(dtype, *group: int) -> QTensor:
+    return quantize_groups(
+        kernel_OI,
+        dtype,
+        group,
+        margin=recipe.margin,
+        power_of_two=recipe.power_of_two_scales,
+    )
+
+  match recipe.name:
+    case 'fp8_delayed':
+      scale = slot['kernel']['scale']
+      values = quantize(kernel_OI, scale, formats.E4M3)
+      return QTensor(values=values, scale=scale)
+    case 'fp8_token':
+      return by_groups(formats.E4M3, 1, kernel_OI.shape[1])
+    case 'int8':
+      return by_groups(formats.INT8, 1, kernel_OI.shape[1])
+    case 'fp8_block':
+      return by_groups(formats.E4M3, BLOCK, BLOCK)
+  raise AssertionError(recipe.name)
 
 
 def prepare_weights(params: PyTree, fp8_state: PyTree, recipe: Recipe):
@@ -14,23 +50,29 @@ def prepare_weights(params: PyTree, fp8_state: PyTree, recipe: Recipe):
 
   Args:
     params: nested dict of masters.
-    fp8_state: slots; a kernel with a slot becomes a `QTensor` on its scale.
-    recipe: the compute dtype of all other leaves.
+    fp8_state: slots, for delayed scales; {} does for a dynamic recipe.
+    recipe: which kernels become a `QTensor`, and the dtype of all else.
 
   Returns:
     A nested dict with the paths of `params`.
   """
 
-  def walk(node, state):
+  def walk(node, state, path):
     if not isinstance(node, dict):
       return node.astype(recipe.dtype)
     prepared = {
-        key: walk(child, state.get(key, {})) for key, child in node.items()
+        key: walk(child, state.get(key, {}), (*path, key))
+        for key, child in node.items()
+        if key != 'kernel'
     }
-    if set(state) == set(slots.OPERANDS):
-      scale = state['kernel']['scale']
-      values = quantize(node['kernel'], scale, formats.E4M3)
-      prepared['kernel'] = QTensor(values=values, scale=scale)
+    if 'kernel' in node:
+      kernel = node['kernel']
+      quantised = recipe.quantizes('/'.join(path))
+      prepared['kernel'] = (
+          quantize_kernel(kernel, state, recipe)
+          if quantised
+          else kernel.astype(recipe.dtype)
+      )
     return prepared
 
-  return walk(params, fp8_state)
+  return walk(params, fp8_state, ())

@@ -64,6 +64,18 @@ def _lookup_bwd(residuals, ct_MD):
 _lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
+def gather_quantized(axes: Axes, local: QTensor, full_dim: int) -> QTensor:
+  """Returns the whole of a quantised kernel whose rows may be split.
+
+  Scales per channel or per block are split as the rows that they belong to.
+  """
+  scale = local.scale
+  if scale.ndim:
+    rows = local.values.shape[0] // scale.shape[0]
+    scale = axes.gather(scale, full_dim // rows)
+  return QTensor(values=axes.gather(local.values, full_dim), scale=scale)
+
+
 class Leaf(nn.Module):
   """Base of modules that own weights; knows how a leaf is read.
 
@@ -82,9 +94,7 @@ class Leaf(nn.Module):
       return master, master.astype(self.recipe.dtype)
     compute = self.get_variable('weights', name)
     if isinstance(compute, QTensor):
-      compute = QTensor(
-          values=self.axes.gather(compute.values, shape[0]), scale=compute.scale
-      )
+      compute = gather_quantized(self.axes, compute, shape[0])
     else:
       compute = self.axes.gather(compute, shape[0])
     if not self.has_variable('params', name):

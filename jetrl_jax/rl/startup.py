@@ -14,7 +14,6 @@ from absl import logging
 
 from jetrl_jax import checkpoint, rng
 from jetrl_jax.data import Prompt
-from jetrl_jax.fp8 import slots
 from jetrl_jax.rl import mismatch, packing
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.engine import Engine
@@ -90,7 +89,7 @@ def cold_start(
       parts.mesh,
       parts.freeze,
   )
-  if not slots.slot_paths(state.fp8_state):
+  if not parts.policy.recipe.needs_calibration:
     return state
   calibration = states.Calibration(parts.policy, parts.mesh, state)
 

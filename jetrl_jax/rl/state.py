@@ -260,18 +260,7 @@ class Calibration:
     )
     # The objective's gradients have another size than this loss's: the scale is
     # a start, and the first real observation must be able to lower it.
-    return slots.map_slots(
-        lambda slot: slot
-        | {
-            'output_grad': slot['output_grad']
-            | {
-                'amax_history': jnp.zeros_like(
-                    slot['output_grad']['amax_history']
-                )
-            }
-        },
-        rolled,
-    )
+    return slots.forget(rolled, operand='output_grad')
 
 
 def likelihood_sequences(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,52 @@ def test_every_dot_of_the_blocks_is_in_fp8():
   }
   for name in ('attn/qkv', 'attn/o', 'mlp/gate_up', 'mlp/down'):
     assert dots[f'layers_1/{name}'] == ('e4m3', 'e4m3')
+
+
+# Everything but the last dot in BF16: what differs first is that dot.
+ONLY_DOWN: dict[str, Any] = dict(
+    high_precision_layers=('layers_0/.*', '.*/attn/.*', '.*/gate_up')
+)
+TOKEN, INT8 = Recipe(name='fp8_token'), Recipe(name='int8')
+
+
+@pytest.mark.parametrize('recipe', [TOKEN, INT8], ids=lambda r: r.name)
+def test_dynamic_recipes_are_one_flow_and_named_by_their_granularity(recipe):
+  decode = decode_graph('llama', recipe)
+  flow.require_subgraph(decode, train_graph('llama', recipe))
+  found = {
+      node.signature()
+      for node in decode.nodes
+      if node.path == 'Decoder/layers_1/mlp/down'
+  }
+  assert 'reduce_max (f32) -> f32, per row' in found
+  assert (
+      found
+      >= {
+          'fp8_token': {
+              'convert_element_type (f32) -> e4m3',
+              'dot_general (e4m3, e4m3) -> bf16',
+              'mul (bf16, bf16) -> bf16, per row',
+              'mul (bf16, bf16) -> bf16, per channel',
+          },
+          'int8': {
+              'round (f32) -> f32',
+              'convert_element_type (f32) -> i8',
+              'dot_general (i8, i8) -> i32',
+              'convert_element_type (i32) -> f32',
+              'mul (f32, f32) -> f32, per channel',
+          },
+      }[recipe.name]
+  )
+
+
+def test_int8_under_fp8_is_refused_though_its_numbers_are_integers():
+  differences = flow.check_subgraph(
+      decode_graph('llama', dataclasses.replace(INT8, **ONLY_DOWN)),
+      train_graph('llama', dataclasses.replace(TOKEN, **ONLY_DOWN)),
+  )
+  assert differences[0].node.path == 'Decoder/layers_1/mlp/down'
+  assert any('dot_general (i8, i8) -> i32;' in str(d) for d in differences)
 
 
 def test_fp8_rollout_under_bf16_training_is_refused():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax.fp8 import formats, health, slots
-from jetrl_jax.fp8.quantization import quantize
+from jetrl_jax.fp8.quantization import QTensor, quantize
 
 
 def _operand(sums, history=(0.0, 3.0), scale=0.5) -> dict:
@@ -31,7 +31,9 @@ def test_sums_count_what_saturates_and_what_becomes_zero_on_valid_rows():
   x = jnp.asarray([[500.0, 2.0**-11, 1.0, 0.0], [900.0, 7.0, 7.0, 7.0]])
   scale = jnp.float32(1.0)
   amax, sums = health.measure(
-      x, quantize(x, scale, formats.E4M3), scale, jnp.asarray([1.0, 0.0])
+      x,
+      QTensor(values=quantize(x, scale, formats.E4M3), scale=scale),
+      jnp.asarray([1.0, 0.0]),
   )
   assert float(amax) == 500.0
   found = dict(zip(health.SUMS, np.asarray(sums).tolist(), strict=True))

@@ -12,7 +12,12 @@ DOTS = ('attn/qkv', 'attn/o', 'mlp/gate_up', 'mlp/down')
 @pytest.mark.parametrize(
     'field, value, message',
     [
-        ('name', 'fp8', "'fp8'; allowed: ['fp8_delayed', 'bf16']"),
+        (
+            'name',
+            'fp8',
+            "'fp8'; allowed: ['fp8_delayed', 'fp8_token', 'fp8_block', 'int8',"
+            " 'bf16']",
+        ),
         ('compute_dtype', 'float16', "'float16'; allowed: bfloat16, float32"),
         ('grad_format', 'e8m0', "'e8m0'; allowed: ['e4m3', 'e5m2']"),
         ('amax_history_length', 1, 'is 1; it must be >= 2'),

@@ -24,21 +24,28 @@ from tests.models import tiny
 
 TILE = 16
 TEMPERATURE = 0.9
+FP8 = Recipe()
 
 
 @functools.cache
 def decoder(family: str, recipe: Recipe, remat: bool = False) -> Decoder:
-  """2 layers, D 64, 4 heads of 16 on 2 key heads, F 96, V 80."""
-  cfg = tiny.config(
-      family, vocab_size=80, model_dim=64, head_dim=16, ffn_dim=96
-  )
+  """2 layers, D 64, 4 heads of 16 on 2 key heads, F 96, V 80.
+
+  For blocks of 128: D 128, heads of 32, F 128. Dynamic recipes have 1 layer.
+  """
+  sizes: dict[str, Any] = dict(model_dim=64, head_dim=16, ffn_dim=96)
+  if recipe.name == 'fp8_block':
+    sizes = dict(model_dim=128, head_dim=32, ffn_dim=128)
+  if recipe.name in ('fp8_token', 'fp8_block', 'int8'):
+    sizes['num_layers'] = 1
+  cfg = tiny.config(family, vocab_size=80, **sizes)
   return Decoder(recipe=recipe, axes=Axes(), config=cfg, remat=remat)
 
 
 @functools.cache
-def masters(family: str) -> Any:
+def masters(family: str, recipe: Recipe = FP8) -> Any:
   """Parameters with gains, biases and logits that matter."""
-  model = decoder(family, Recipe())
+  model = decoder(family, recipe)
 
   def init(key, rows, first, last):
     attend = PackedAttention(first_BT=first, last_BT=last, tile=TILE)
@@ -67,15 +74,16 @@ class Trees:
 @functools.cache
 def trees(family: str, recipe: Recipe) -> Trees:
   """The trees of `masters(family)` with scales that fit."""
-  params = masters(family)
+  params = masters(family, recipe)
   state = init_state(params, recipe)
   # Inputs reach 7, output gradients of a mean over 768 tokens 0.008.
   scales = {'input': 2.0**-4, 'output_grad': 2.0**-15}
-  state = slots.map_slots(
-      lambda slot: slot
-      | {o: slot[o] | {'scale': jnp.float32(s)} for o, s in scales.items()},
-      state,
-  )
+  if recipe.is_delayed:
+    state = slots.map_slots(
+        lambda slot: slot
+        | {o: slot[o] | {'scale': jnp.float32(s)} for o, s in scales.items()},
+        state,
+    )
 
   @exact_jit
   def quantise(params, state):

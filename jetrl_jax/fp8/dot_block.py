@@ -1,0 +1,122 @@
+"""`fp8_block`: groups of 128 values, blocks of 128 x 128 weights.
+
+    FProp  Y  = X W^T     X 1 x 128 along I      W 128 x 128
+    DGrad  dX = dY W      dY 1 x 128 along O     W on the same grid
+    WGrad  dW = dY^T X    dY 128 x 1 and X 128 x 1 along the tokens
+
+Every operand has scales that change along the contraction, so each product is
+a sum over groups of 128, scaled one by one and added in order
+(`products.grouped_dot`). That loop is the definition, and what runs on a GPU
+today: it is on the tensor cores, but reads and writes the result once per
+group. A fast kernel would keep it in registers and must give the same bits.
+
+The input is kept for the backward in FP8, as the forward had it. WGrad wants
+it in groups along the tokens: its values are restored and quantised once more.
+With powers of two for scales that loses nothing but values below 2^-15 of
+their group's amax: a value keeps its four significant bits on any such scale.
+
+References:
+  Jet-RL, arXiv:2601.14243, the GEMM table; group sizes and the float32 sum over
+  groups as in DeepSeek-V3, arXiv:2412.19437, section 3.3.
+"""
+
+import jax.numpy as jnp
+
+from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8.products import column_groups, grouped_dot, row_groups
+from jetrl_jax.fp8.quantization import QTensor, dequantize, quantize_groups
+from jetrl_jax.fp8.recipes import BLOCK, Recipe
+from jetrl_jax.typing import Array
+
+
+def _quantize(recipe: Recipe, x, dtype, *group: int) -> QTensor:
+  for size, step in zip(x.shape, group, strict=True):
+    if size % step:
+      raise ValueError(
+          f'recipe fp8_block groups {BLOCK} values, but a dot has an operand of'
+          f' shape {tuple(x.shape)}: {size} is no multiple. Use fp8_token, or'
+          ' name the dot in precision.high_precision_layers'
+      )
+  return quantize_groups(
+      x,
+      dtype,
+      group,
+      margin=recipe.margin,
+      power_of_two=recipe.power_of_two_scales,
+  )
+
+
+def quantize_input(recipe: Recipe, x_MI: Array) -> QTensor:
+  """Returns the rows in groups of 128."""
+  return _quantize(recipe, x_MI, formats.E4M3, 1, BLOCK)
+
+
+def quantize_grad(recipe: Recipe, dy_MO: Array) -> QTensor:
+  """Returns the output gradient's rows in groups of 128."""
+  dtype = formats.format_named(recipe.grad_format)
+  return _quantize(recipe, dy_MO, dtype, 1, BLOCK)
+
+
+def forward(recipe: Recipe, x8: QTensor, weight: QTensor, out_dtype) -> Array:
+  """FProp."""
+  return grouped_dot(
+      row_groups(x8.values, BLOCK),
+      row_groups(weight.values, BLOCK),
+      x8.scale.T[:, :, None],
+      jnp.repeat(weight.scale, BLOCK, axis=0).T[:, None, :],
+      out_dtype,
+      power_of_two=recipe.power_of_two_scales,
+  )
+
+
+def backward(
+    recipe: Recipe,
+    dy_MO: Array,
+    dy8: QTensor,
+    x8: QTensor,
+    weight: QTensor,
+    x_dtype,
+) -> tuple[Array, Array]:
+  """DGrad and WGrad: dX in `x_dtype`, dW in float32.
+
+  Args:
+    recipe: `fp8_block`.
+    dy_MO: output gradient.
+    dy8: what `quantize_grad` made of it.
+    x8: the forward's input.
+    weight: the forward's weight.
+    x_dtype: of dX.
+  """
+  power_of_two = recipe.power_of_two_scales
+  dx_MI = grouped_dot(
+      row_groups(dy8.values, BLOCK),
+      column_groups(weight.values, BLOCK),
+      dy8.scale.T[:, :, None],
+      jnp.repeat(weight.scale, BLOCK, axis=1)[:, None, :],
+      x_dtype,
+      power_of_two=power_of_two,
+  )
+  along_tokens = [
+      _along_tokens(recipe, dy_MO, formats.format_named(recipe.grad_format)),
+      _along_tokens(recipe, dequantize(x8, dy_MO.dtype), formats.E4M3),
+  ]
+  (dy_GOC, dy_scale_GO), (x_GIC, x_scale_GI) = along_tokens
+  dw_OI = grouped_dot(
+      dy_GOC,
+      x_GIC,
+      dy_scale_GO[:, :, None],
+      x_scale_GI[:, None, :],
+      jnp.float32,
+      power_of_two=power_of_two,
+  )
+  return dx_MI, dw_OI
+
+
+def _along_tokens(recipe: Recipe, x_MN: Array, dtype) -> tuple[Array, Array]:
+  """Returns values [M/128, N, 128] and scales [M/128, N].
+
+  Rows of zeros fill the last group up; they add nothing to a product.
+  """
+  missing = -x_MN.shape[0] % BLOCK
+  q = _quantize(recipe, jnp.pad(x_MN, ((0, missing), (0, 0))), dtype, BLOCK, 1)
+  return column_groups(q.values, BLOCK), q.scale

@@ -1,0 +1,111 @@
+"""The dot products of all recipes: which dims, and when scales are applied."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jetrl_jax.typing import Array
+
+# Contract the last dim of both: FP8 GEMMs on Hopper want both operands
+# contraction-minor, which is why kernels are stored [out, in].
+NT = (((1,), (1,)), ((), ()))
+NN = (((1,), (0,)), ((), ()))
+TN = (((0,), (0,)), ((), ()))
+
+
+def scaled_dot(a, b, dims, scales, out_dtype, *, power_of_two: bool) -> Array:
+  """Returns (a . b) * scales, rounded once to `out_dtype`.
+
+  Scales come after the dot, left to right, in rollout and training alike. With
+  powers of two each of those products is exact, so neither their order, nor
+  where in a fusion they are taken, nor a fused multiply-add can change a bit.
+
+  Args:
+    a: 8-bit float, two dims.
+    b: 8-bit float, two dims.
+    dims: `NT`, `NN` or `TN`.
+    scales: float32 scalars, or arrays that broadcast against the result.
+    out_dtype: of the result.
+    power_of_two: the scales are powers of two.
+  """
+  if power_of_two:
+    # A power of two commutes with the rounding, so the GEMM may write the
+    # narrow type: an F32 output costs up to a quarter of its speed.
+    product = lax.dot_general(a, b, dims, preferred_element_type=out_dtype)
+    for scale in scales:
+      product = product * scale.astype(out_dtype)
+    return product
+  product = lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+  return fence(times(product, scales)).astype(out_dtype)
+
+
+def times(product: Array, scales) -> Array:
+  """Returns the product times each scale, from left to right."""
+  for scale in scales:
+    product = product * scale
+  return product
+
+
+def fence(x: Array) -> Array:
+  """Keeps what follows from being fused with the multiplication in x.
+
+  As one multiply-add, an addition would skip the product's rounding, in some
+  programs and not in others. Changes no finite value.
+  """
+  return jnp.maximum(x, jnp.finfo(jnp.float32).min)
+
+
+def high_backward(dy_MO: Array, x_MI: Array, kernel_OI: Array, x_dtype):
+  """Returns (dX in `x_dtype`, dW in float32) of operands in one dtype."""
+  dx_MI = lax.dot_general(dy_MO, kernel_OI, NN, preferred_element_type=x_dtype)
+  dw_OI = lax.dot_general(dy_MO, x_MI, TN, preferred_element_type=jnp.float32)
+  return dx_MI, dw_OI
+
+
+def row_groups(x: Array, size: int) -> Array:
+  """[M, G * size] to [G, M, size]."""
+  return jnp.swapaxes(x.reshape(x.shape[0], -1, size), 0, 1)
+
+
+def column_groups(x: Array, size: int) -> Array:
+  """[G * size, N] to [G, N, size]."""
+  return jnp.swapaxes(x.reshape(-1, size, x.shape[1]), 1, 2)
+
+
+def grouped_dot(
+    a_GMC: Array,
+    b_GNC: Array,
+    scale_a_GM1: Array,
+    scale_b_G1N: Array,
+    out_dtype,
+    *,
+    power_of_two: bool,
+) -> Array:
+  """Adds the scaled products of groups of the contraction, in order.
+
+      y = sum_g (a_g . b_g^T) * scale_a_g * scale_b_g,    g = 0, 1, ...
+
+  Each group's product and their sum are float32; the order of the sum is the
+  order of the groups, on every backend and for every number of rows. This is
+  the definition of `fp8_block`; it reads and writes the sum once per group,
+  which a kernel of its own would keep in registers.
+
+  Args:
+    a_GMC: 8-bit values, C = 128 of the contraction.
+    b_GNC: 8-bit values.
+    scale_a_GM1: float32.
+    scale_b_G1N: float32.
+    out_dtype: of the result [M, N], rounded once.
+    power_of_two: the scales are powers of two.
+  """
+
+  def add(total_MN, group):
+    a, b, scale_a, scale_b = group
+    part = lax.dot_general(a, b, NT, preferred_element_type=jnp.float32)
+    part = times(part, (scale_a, scale_b))
+    return total_MN + (part if power_of_two else fence(part)), None
+
+  start = jnp.zeros((a_GMC.shape[1], b_GNC.shape[1]), jnp.float32)
+  operands = (a_GMC, b_GNC, scale_a_GM1, scale_b_G1N)
+  total_MN, _ = jax.lax.scan(add, start, operands)
+  return total_MN.astype(out_dtype)
