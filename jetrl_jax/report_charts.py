@@ -98,12 +98,13 @@ def line_chart(
   thin = [thinned(line) for line in lines]
   x = _step_axis(np.concatenate([line.steps for line in thin]))
   y = _value_axis(thin, log)
+  flat = _flat(lines, unit)
   notes = [note, _gap_note(lines)]
   marks = []
   for line, whole in zip(thin, lines, strict=True):
     if line.low is not None and line.high is not None:
       marks.append(_band(line, x, y))
-    window = _window(whole) if smooth else 0
+    window = _window(whole) if smooth and not flat else 0
     style = f'line {_color(line.color)}'
     faint = ' faint' if window else ''
     marks.append(f'<path class="{style}{faint}" d="{_path(line, x, y)}"/>')
@@ -111,7 +112,6 @@ def line_chart(
       average = thinned(moving_average(whole, window))
       marks.append(f'<path class="{style}" d="{_path(average, x, y)}"/>')
       notes.append(f'Bold: mean of {window} steps.')
-  flat = _flat(lines, unit)
   body = _grid(x, y, unit, flat) + ''.join(marks)
   data = {
       'x': [x.low, x.high],
@@ -356,16 +356,17 @@ def _band(line: Line, x: _Axis, y: _Axis) -> str:
   return f'<path class="band c{line.color % _COLORS}" d="M{upper} {lower}Z"/>'
 
 
-def _grid(x: _Axis, y: _Axis, unit: str, flat: str = '') -> str:
+def _grid(
+    x: _Axis, y: _Axis, unit: str, flat: tuple[float, str] | None = None
+) -> str:
   marks = []
+  values = ticks(y.low, y.high, y.log)
   if flat:
+    values = [flat[0]]  # The rest of the axis is made up.
     marks.append(
         f'<text class="flat mid" x="{(LEFT + RIGHT) / 2}"'
-        f' y="{TOP + 40}">{escape(flat)}</text>'
+        f' y="{TOP + 40}">{escape(flat[1])}</text>'
     )
-  values = ticks(y.low, y.high, y.log)
-  if flat:  # Its axis is made up, but for the value itself.
-    values = [0.0 if y.low == 0 else (y.low + y.high) / 2]
   for value in values:
     at = f'{y.place(value):.1f}'
     marks.append(
@@ -383,10 +384,10 @@ def step_labels(low: float, high: float) -> str:
   y = BOTTOM + 15
   labels = [f'<text class="tick end" x="{LEFT - 10}" y="{y}">step</text>']
   for value in values or [low]:
-    x = axis.place(value)
-    labels.append(
-        f'<text class="tick mid" x="{x:.1f}" y="{y}">{value:.0f}</text>'
-    )
+    text = f'{value:.0f}'
+    # A long number at the right edge must not be cut.
+    x = min(axis.place(value), WIDTH - 3.3 * len(text))
+    labels.append(f'<text class="tick mid" x="{x:.1f}" y="{y}">{text}</text>')
   return ''.join(labels)
 
 
@@ -405,16 +406,20 @@ def _titled(title: str, unit: str) -> str:
   return f'{title}, {unit}' if unit and unit != '%' else title
 
 
-def _flat(lines: list[Line], unit: str) -> str:
-  """Says it where nothing moves: a flat line looks like a broken plot."""
+def _flat(lines: list[Line], unit: str) -> tuple[float, str] | None:
+  """Returns the value where nothing moves, and a sentence that says so.
+
+  A flat line without it looks like a broken plot.
+  """
   values = np.concatenate([line.values for line in lines])
   values = values[np.isfinite(values)]
   if len(values) < 2 or values.min() != values.max():
-    return ''
+    return None
   count = steps_text(max(len(line.steps) for line in lines))
   if values[0] == 0:
-    return f'exactly 0 at all {count}'
-  return f'{number(float(values[0]), unit)} at all {count}'
+    return 0.0, f'exactly 0 at all {count}'
+  value = float(values[0])
+  return value, f'{number(value, unit)} at all {count}'
 
 
 def _readout(line: Line) -> dict[str, list]:

@@ -106,18 +106,20 @@ def _steps(run: Run) -> Fact:
   last, total = int(run.steps[-1]), run.config.get(
       'trainer.total_training_steps'
   )
-  if not isinstance(total, int) or not run.finite('timing_s/gen').size:
-    return Fact(label='Steps', value=str(last))
-  done = last >= total
   skipped = int(run.finite('training/skipped_updates').sum())
   updates = int(run.finite('training/updates').sum()) + skipped
+  tone = 'bad' if skipped else ''
+  detail = f'{skipped or "none"} of {updates} updates skipped'
+  # A warm start counts other steps than trainer.total_training_steps.
+  if not isinstance(total, int) or not run.finite('timing_s/gen').size:
+    return Fact(label='Steps', value=str(last), detail=detail, tone=tone)
+  done = last >= total
   starts = f' in {steps_text(len(run.starts), "start")}' if run.starts else ''
-  detail = f'{"finished" if done else "not finished"}{starts};'
   return Fact(
       label='Steps',
       value=f'{last} of {total}',
-      detail=f'{detail} {skipped or "none"} of {updates} updates skipped',
-      tone='bad' if skipped or not done else '',
+      detail=f'{"finished" if done else "not finished"}{starts}; {detail}',
+      tone=tone if done else 'bad',
   )
 
 

@@ -85,7 +85,7 @@ def heat_map(
   steps, values, every = _columns(steps, values, worst)
   low, high = _range(values, log)
   image = base64.b64encode(png(levels(values, low, high, log))).decode('ascii')
-  height = min(max(len(dots) * 1.6, 120), BOTTOM - TOP)
+  height = min(max(len(dots) * 1.6, 120), 300)
   body = (
       f'<image href="data:image/png;base64,{image}" x="{LEFT}" y="{TOP}"'
       f' width="{RIGHT - LEFT}" height="{height:.1f}"'
@@ -102,9 +102,10 @@ def heat_map(
     )
   if every > 1:
     notes.append(f'A column is the {worst} of {every} steps.')
+  ends = _ends(low, high, unit)
   legend = (
-      f'<p class="scale"><span>{number(low, unit)}</span><i class="ramp"></i>'
-      f'<span>{number(high, unit)}</span>'
+      f'<p class="scale"><span>{ends[0]}</span><i class="ramp"></i>'
+      f'<span>{ends[1]}</span>'
       + ('<i class="zero"></i><span>0</span>' if (values == 0).any() else '')
       + ('<i class="none"></i><span>none</span>' if _has_gaps(values) else '')
       + '</p>'
@@ -116,9 +117,8 @@ def heat_map(
       f'{legend}<p class="at">last step, {worst}: {number(worst_now, unit)}</p>'
       f'</figcaption><svg viewBox="0 0 360 {TOP + height + 22:.0f}"'
       f' role="img" aria-label="{escape(title)}: {len(dots)} dots by'
-      f' {len(steps)} columns of steps, {number(low, unit)} to'
-      f' {number(high, unit)}">{body}<g class="cursor"></g></svg>{below}'
-      '</figure>'
+      f' {len(steps)} columns of steps, {ends[0]} to {ends[1]}">{body}'
+      f'<g class="cursor"></g></svg>{below}</figure>'
   )
   data = {
       'dots': dots,
@@ -197,6 +197,14 @@ def _range(values: np.ndarray, log: bool) -> tuple[float, float]:
   if low == high:
     return (low / 2, high * 2) if log else (low - 1, high + 1)
   return low, high
+
+
+def _ends(low: float, high: float, unit: str) -> tuple[str, str]:
+  """Returns the ends of the scale, with the digits that tell them apart."""
+  if number(low) != number(high):
+    return number(low, unit), number(high, unit)
+  factor, unit = (100, '%') if unit == '%' else (1, f' {unit}')
+  return f'{factor * low:.6g}{unit}', f'{factor * high:.6g}{unit}'
 
 
 def _has_gaps(values: np.ndarray) -> bool:

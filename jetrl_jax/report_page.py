@@ -79,7 +79,7 @@ def render(runs: list[Run]) -> str:
     page.section('Training answers', report_answers.group_html(run))
     page.section('Skipped and guarded', _guarded(run))
     page.section('Config', _config(run))
-    page.section('Versions', _starts(run))
+    page.section('Versions and checkpoints', _starts(run))
   else:
     title = ' / '.join(run.name for run in runs)
     subtitle = f'{len(runs)} runs'
@@ -227,8 +227,11 @@ def _value(value: Any) -> str:
 
 def _starts(run: Run) -> str:
   """Returns a table of the starts: versions, device, command."""
+  kept = ', '.join(map(str, run.checkpoints)) or 'none'
+  checkpoints = f'<p>Checkpoints in the workdir, by step: {kept}.</p>'
   if not run.starts:
-    return '<p class="missing">Not recorded (no starts.jsonl).</p>'
+    said = '<p class="missing">Versions: not recorded (no starts.jsonl).</p>'
+    return said + checkpoints
   rows = []
   for start in run.starts:
     versions = start.get('versions')
@@ -245,7 +248,7 @@ def _starts(run: Run) -> str:
         ]
     )
   head = ['start', 'device', 'commit', 'versions', 'command']
-  return _table(head, rows, 'keys')
+  return _table(head, rows, 'keys') + checkpoints
 
 
 def _final_numbers(runs: list[Run]) -> str:

@@ -116,7 +116,7 @@ UPDATE = (
         title='KL to the reference',
         curves=(('actor/kl_loss', 'to the reference'),),
         unit='nats',
-        absent='the run has no reference (algorithm.kl_loss_coef is 0)',
+        absent='only with algorithm.kl_loss_coef > 0',
     ),
     Panel(
         title='Gradient norm',
@@ -142,7 +142,7 @@ SPEED = (
             ('perf/mfu/rollout', 'rollout'),
         ),
         unit='%',
-        absent='the peak of this device is not known (a CPU has none here)',
+        absent='only on GPUs whose peak is in the table of rl/flops.py',
     ),
     Panel(
         title='Memory at the peak',
@@ -158,7 +158,7 @@ SPEED = (
         unit='%',
     ),
 )
-_NO_FP8 = 'the run has no FP8 dots (precision.recipe)'
+_NO_FP8 = 'only with FP8 dots, see precision.recipe'
 FP8 = (
     Panel(
         title='Weight bytes changed per step',

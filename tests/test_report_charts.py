@@ -61,6 +61,26 @@ def test_a_flat_curve_says_so_and_is_drawn(values, unit, said):
   assert len({point.split()[1] for point in points}) == 1
 
 
+def test_a_flat_curve_inside_a_band_keeps_its_own_label():
+  values = np.full(50, 576.0)
+  band = {'low': np.full(50, 400.0), 'high': np.full(50, 768.0)}
+  chart = line_chart('t', [_line(values, **band)], unit='tokens', smooth=True)
+  assert '576 tokens at all 50 steps' in chart.html
+  assert re.findall(r'class="tick end"[^>]*>(\w+)<', chart.html) == [
+      '576',
+      'step',
+  ]
+  assert 'Bold' not in chart.html
+
+
+def test_a_long_number_at_the_right_edge_is_not_cut():
+  labels = report_charts.step_labels(0, 200000)
+  places = re.findall(r'mid" x="([0-9.]+)" y="\d+">(\d+)<', labels)
+  assert places[-1][1] == '200000'
+  half = 3.3 * 6
+  assert float(places[-1][0]) + half <= report_charts.WIDTH + 0.1
+
+
 def test_a_curve_that_moves_once_is_not_called_flat():
   values = [0.0] * 59 + [1e-6]
   assert 'exactly 0' not in line_chart('t', [_line(values)]).html
@@ -192,6 +212,12 @@ def test_a_column_of_many_steps_shows_the_worst_of_them():
   lowest = _map(['a', 'b'], -values, worst='min', log=False)
   found, _ = _decoded(_picture(lowest))
   assert (found == found.min()).sum() == 1 and found[1, 100] == found.min()
+
+
+def test_the_ends_of_a_narrow_scale_have_the_digits_that_differ():
+  values = np.asarray([[31.501], [31.549]])
+  heat = _map(['a', 'b'], values, unit='dB', log=False)
+  assert '31.501 dB' in heat.html and '31.549 dB' in heat.html
 
 
 def test_a_long_run_of_a_large_model_is_a_small_picture():

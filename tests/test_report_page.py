@@ -135,8 +135,8 @@ def test_what_was_skipped_or_guarded_is_counted(workdir):
 
 def test_missing_metrics_are_said_to_be_missing(workdir):
   page = _page(workdir)
-  assert 'KL to the reference (the run has no reference' in page
-  assert 'Model FLOPs utilisation (the peak of this device is not' in page
+  assert 'KL to the reference (only with algorithm.kl_loss_coef' in page
+  assert 'Model FLOPs utilisation (only on GPUs whose peak is in' in page
   titles = re.findall(r'<h3>(.*?)</h3>', page)
   assert 'Gradient norm' in titles and 'KL to the reference' not in titles
   assert 'Saturated: kernels: exactly 0 at all 6 steps in all 4 dots.' in page
@@ -163,6 +163,10 @@ def test_versions_and_config_are_there(workdir):
   text = _Elements(_page(workdir)).text
   assert 'jax 9.9.9' in text and 'abc123' in text and 'main.py --config' in text
   assert 'optim.betas[0.9, 0.98]' in text
+  assert 'Checkpoints in the workdir, by step: none.' in text
+  for step in (40, 5):
+    (workdir / f'checkpoints/{step}').mkdir(parents=True)
+  assert 'by step: 5, 40.' in _page(workdir)
 
 
 def test_a_comparison_overlays_runs_and_lists_what_differs(tmp_path):
