@@ -3,6 +3,8 @@ import json
 import pathlib
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jetrl_jax.data import load_examples
 
@@ -184,3 +186,45 @@ def test_a_missing_extra_is_answered_with_the_install_command():
     pytest.skip('the datasets package is installed')
   with pytest.raises(ValueError, match=r'pip install "jetrl_jax\[data\]"'):
     _load('hf:openai/gsm8k:main:test')
+
+
+_TEXT = st.text(
+    st.characters(exclude_characters='#', codec='utf-8'), min_size=1
+)
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text('qa'), inner),
+    max_leaves=8,
+)
+
+
+@given(st.lists(st.tuples(_TEXT, _TEXT), min_size=1, max_size=5))
+def test_rows_of_any_text_come_back_as_they_were_written(
+    tmp_path_factory, rows
+):
+  path = tmp_path_factory.getbasetemp() / 'written.jsonl'
+  examples = _load(_write(path, *({'q': q, 'a': a} for q, a in rows)))
+  assert [(e.prompt, e.answer) for e in examples] == rows
+
+
+@given(_JSON | st.lists(st.fixed_dictionaries({'q': _JSON, 'a': _JSON})))
+def test_any_json_is_rows_or_a_named_mistake(tmp_path_factory, value):
+  path = tmp_path_factory.getbasetemp() / 'any.json'
+  path.write_text(json.dumps(value))
+  _loads_or_names(path)
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_rows_or_a_named_mistake(tmp_path_factory, data):
+  path = tmp_path_factory.getbasetemp() / 'any.jsonl'
+  path.write_bytes(data)
+  _loads_or_names(path)
+
+
+def _loads_or_names(path):
+  try:
+    examples = _load(str(path))
+  except ValueError as error:
+    assert path.name in str(error)
+  else:
+    assert all(e.prompt and e.answer for e in examples)

@@ -1,6 +1,20 @@
+import fractions
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jetrl_jax.rewards import math_answer
+
+# What breaks readers of LaTeX, more often than chance would have it.
+_LATEX = st.lists(
+    st.sampled_from(
+        ['\\boxed', '\\fbox', '####', '{', '}', '\\', '$', '%', ',', '.', '-']
+        + ['\n', ' ', '0', '7', '\\frac', '^', '\u0663']
+    )
+    | st.text(max_size=3),
+    max_size=30,
+).map(''.join)
 
 
 @pytest.mark.parametrize(
@@ -154,3 +168,38 @@ def test_no_text_is_evaluated_while_answers_are_compared(tmp_path, monkeypatch):
   assert not list(tmp_path.iterdir())
   # Afterwards the process's own SymPy is whole again.
   assert sympy.sympify('x + 1').free_symbols
+
+
+@given(_LATEX, st.text('ab12+-= .', max_size=40), st.text('xyz ', max_size=9))
+def test_whatever_stands_before_the_last_box_holds_the_answer(
+    before, inside, after
+):
+  response = f'{before}}}\\boxed{{{inside}}}{after}'
+  # `before` may end in a backslash, which the added brace takes.
+  assert math_answer.extract_answer(response) == inside.strip()
+
+
+@given(_LATEX, _LATEX)
+def test_any_text_is_read_without_an_error(response, reference):
+  answer = math_answer.extract_answer(response)
+  assert len(answer) <= math_answer.MAX_ANSWER_CHARS
+  assert answer in response
+  math_answer.is_refused(answer, reference)
+  number = math_answer.parse_number(answer)
+  assert number is None or isinstance(number[0], fractions.Fraction)
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(0, 999))
+def test_a_number_has_one_value_in_all_its_notations(whole, thousandths):
+  sign = '-' if whole < 0 else ''
+  value = fractions.Fraction(abs(whole)) + fractions.Fraction(thousandths, 1000)
+  value = -value if whole < 0 else value
+  plain = f'{sign}{abs(whole)}.{thousandths:03}'
+  for text in (
+      plain,
+      f'{sign}{abs(whole):,}.{thousandths:03}',
+      f'${plain}$',
+      f' {plain}0.',
+  ):
+    assert math_answer.parse_number(text) == (value, False)
+  assert math_answer.parse_number(f'{plain}\\%') == (value, True)
