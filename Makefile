@@ -8,7 +8,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test soak lint types check format clean
+.PHONY: quickstart test jetstream soak lint types buildifier check format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jetrl_jax.main --config=configs/quickstart.py \
@@ -16,6 +16,11 @@ quickstart: $(VENV)/.installed
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# JetStream's real orchestrator and server over the engine. google-jetstream is
+# added to what .venv has, without the TensorFlow that it does not need here.
+jetstream: $(VENV)/.jetstream/.installed
+	PYTHONPATH=$(VENV)/.jetstream $(BIN)/python -m pytest -m jetstream tests/serve
 
 # The long tests in full: hours, not minutes.
 soak: $(VENV)/.installed-dev
@@ -28,8 +33,17 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# The BUILD files as buildifier writes them; says so where it cannot be had.
+buildifier: | $(VENV)/.created
+	@command -v npm >/dev/null || { echo 'skipped: no npm here'; exit 0; }; \
+	npm install --silent --no-audit --no-fund --prefix $(VENV)/buildifier \
+	  @bazel/buildifier@8.2.1 || \
+	  { echo 'skipped: npm cannot install @bazel/buildifier'; exit 0; }; \
+	$(VENV)/buildifier/node_modules/.bin/buildifier -mode=check -lint=warn \
+	  $$(git ls-files '*BUILD' MODULE.bazel)
+
 # The tests last, so that pytest's summary is the last line.
-check: lint types test
+check: lint types buildifier test
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
@@ -54,6 +68,13 @@ $(VENV)/.created:
 $(VENV)/.installed: pyproject.toml | $(VENV)/.created
 	@echo "Installing jetrl_jax into $(VENV) (about a minute)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.jetstream/.installed: pyproject.toml | $(VENV)/.installed-dev
+	@echo "Installing google-jetstream into $(VENV)/.jetstream"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
+	  --upgrade --target $(VENV)/.jetstream \
+	  google-jetstream==0.2.2 grpcio prometheus-client shortuuid
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.created

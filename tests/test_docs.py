@@ -101,7 +101,8 @@ for module, arguments in json.load(sys.stdin):
   child = os.fork()
   if not child:
     try:
-      importlib.import_module(module)
+      if hasattr(importlib.import_module(module), '__path__'):
+        importlib.import_module(module + '.__main__')
       sys.argv = [module, *arguments]  # Where overrides are looked for.
       flags.FLAGS(sys.argv)
     except BaseException as error:

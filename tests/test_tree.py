@@ -69,10 +69,17 @@ def test_the_build_files_name_exactly_the_rooms_that_are_imported():
       if not path.exists() or path.read_text(encoding='utf-8') != text
   ]
   assert not stale, 'run: python tools/build_files.py'
-  found = {
-      p for f in ('jetrl_jax', 'tests') for p in (_ROOT / f).rglob('BUILD')
-  }
+  folders = ('jetrl_jax', *build_files.CLONE)
+  found = {p for f in folders for p in (_ROOT / f).rglob('BUILD')}
   assert found == set(expected)
+
+
+def test_a_room_is_visible_to_later_rooms_only():
+  labels = build_files._may_import('models')
+  assert {'//jetrl_jax/rl:__pkg__', '//tests:__subpackages__'} <= labels
+  # Its own row, and the row before.
+  assert not {'//jetrl_jax/models:__pkg__', '//jetrl_jax/fp8:__pkg__'} & labels
+  assert not build_files._may_import('serve') & {'//jetrl_jax:__pkg__'}
 
 
 def test_every_room_has_tests():

@@ -108,7 +108,10 @@ def start(
 ) -> subprocess.Popen:
   """Starts a process of the command line in `home()`."""
   environment = os.environ | {
-      'PYTHONPATH': str(ROOT),
+      # Beside what the tests themselves run with.
+      'PYTHONPATH': os.pathsep.join(
+          [str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
+      ),
       'JAX_PLATFORMS': 'cpu',
       'JAX_COMPILATION_CACHE_DIR': str(home() / 'cache'),
       'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',

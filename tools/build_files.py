@@ -3,12 +3,15 @@
 A room is a package of jetrl_jax or a module at its top; a top module whose
 name continues another's (`checkpoint_arrays`) belongs to that room. The order
 of the rooms is `ORDER`, and tests/test_tree.py holds both the imports and the
-BUILD files against it. After a change of imports:
+BUILD files against it. A room is visible to the rooms that may import it, so
+Bazel refuses what the test refuses. After a change of imports:
 
     python tools/build_files.py
 """
 
 import ast
+import dataclasses
+import graphlib
 import pathlib
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -25,32 +28,27 @@ ORDER = (
     ('rl',),
     ('config', 'report'),
     ('saved_policy',),
-    ('main', 'sft'),
+    ('main', 'sft', 'serve'),
 )
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 
+# The folders with Python files beside the package in a clone.
+CLONE = ('benchmarks', 'configs', 'tests', 'tools')
+
+_LOAD = 'load("@rules_python//python:defs.bzl", {names})\n'
 _HEAD = """\
 # Written by tools/build_files.py. Third-party packages are in pyproject.toml.
-load("@rules_python//python:defs.bzl", "py_library")
-
-package(default_visibility = ["//visibility:public"])
 """
 _TESTS = """\
 # Written by tools/build_files.py. pytest runs the tests (make test), not
-# Bazel: the switches are in conftest.py.
-load("@rules_python//python:defs.bzl", "py_library")
-
-py_library(
-    name = "tests",
-    testonly = True,
-    srcs = glob(["**/*.py"]),
+# Bazel: the switches are in tests/conftest.py.
+"""
+_DATA = """\
     data = glob(
         ["**/*"],
+        allow_empty = True,
         exclude = ["**/*.py"],
-    ) + [
-        "//:configs",
-        "//:quickstart_data",
-    ],
+    ){more},
 """
 
 
@@ -103,44 +101,210 @@ def build_files() -> dict[pathlib.Path, str]:
 
   Raises:
     ValueError: a room has no place in `ORDER`.
+    graphlib.CycleError: targets depend on each other in a circle.
   """
-  files, needed = {}, {}
+  files: dict[str, list[pathlib.Path]] = {}
   for path in source_files():
-    room = room_of(path)
-    if room != '__init__':
+    if (room := room_of(path)) != '__init__':
       files.setdefault(room, []).append(path)
-      needed.setdefault(room, set()).update(rooms_imported(path))
-  if unknown := sorted(set(needed) - set(RANK)):
+  if unknown := sorted(set(files) - set(RANK)):
     raise ValueError(
         f'rooms {unknown} have no place in the import order; name them in'
         ' ORDER in tools/build_files.py, or move them into a room'
     )
-  rooms = sorted(needed, key=lambda room: (RANK[room], room))
-  top_targets, texts = [], {}
-  for room in rooms:
-    if (PACKAGE / room).is_dir():
-      target = _target(room, 'glob(["*.py"])', needed[room])
-      texts[PACKAGE / room / 'BUILD'] = f'{_HEAD}\n{target}'
-    else:
-      sources = _list([path.name for path in files[room]])
-      top_targets.append(_target(room, sources, needed[room]))
-  texts[PACKAGE / 'BUILD'] = '\n'.join([_HEAD, *top_targets])
-  labels = _list(sorted(map(_label, rooms)))
-  texts[ROOT / 'tests' / 'BUILD'] = f'{_TESTS}    deps = {labels},\n)\n'
-  return texts
+  rooms = sorted(files, key=lambda room: (RANK[room], room))
+  targets = [t for room in rooms for t in _of_room(room, files[room])]
+  for folder in _clone_folders():
+    targets += _of_clone(folder)
+  tuple(
+      graphlib.TopologicalSorter(
+          {t.label: t.deps for t in targets}
+      ).static_order()
+  )
+  return {
+      folder / 'BUILD': _render([t for t in targets if t.folder == folder])
+      for folder in {t.folder for t in targets}
+  }
 
 
-def _target(room: str, sources: str, deps: set[str]) -> str:
-  text = f'py_library(\n    name = "{room}",\n    srcs = {sources},\n'
-  if deps:
-    text += f'    deps = {_list(sorted(map(_label, deps)))},\n'
-  return text + ')\n'
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Target:
+  """One target of a BUILD file.
+
+  Attributes:
+    folder: of its BUILD file.
+    name: in that file.
+    sources: Python files.
+    deps: labels.
+    visible: labels of the packages that may depend on it; empty for none.
+    data: Bazel's text for its data, if it has any.
+    main: the file that a binary runs; '' for a library.
+    testonly: whether only tests may depend on it.
+  """
+
+  folder: pathlib.Path
+  name: str
+  sources: list[pathlib.Path]
+  deps: frozenset[str]
+  visible: frozenset[str] = frozenset()
+  data: str = ''
+  main: str = ''
+  testonly: bool = False
+
+  @property
+  def label(self) -> str:
+    """The target as others name it."""
+    package = self.folder.relative_to(ROOT).as_posix()
+    short = package.rpartition('/')[2] == self.name
+    return f'//{package}' if short else f'//{package}:{self.name}'
+
+  def render(self) -> str:
+    """Returns the rule, as buildifier formats it."""
+    sources = [
+        path.relative_to(self.folder).as_posix() for path in self.sources
+    ]
+    rule = 'py_binary' if self.main else 'py_library'
+    text = f'{rule}(\n    name = "{self.name}",\n'
+    if self.testonly:
+      text += '    testonly = True,\n'
+    text += f'    srcs = {_list(sources)},\n{self.data}'
+    if self.main and self.main != f'{self.name}.py':
+      text += f'    main = "{self.main}",\n'
+    # A target of one's own package is named by its name alone.
+    own = self.label.partition(':')[0] + ':'
+    deps = [dep.replace(own, ':') for dep in self.deps]
+    if self.visible:
+      text += f'    visibility = {_list(sorted(self.visible, key=_place))},\n'
+    if deps:
+      text += f'    deps = {_list(sorted(deps, key=_place))},\n'
+    return text + ')\n'
+
+
+def _of_room(room: str, files: list[pathlib.Path]) -> list[_Target]:
+  """Returns the library of a room and the commands in it."""
+  is_package = (PACKAGE / room).is_dir()
+  folder = PACKAGE / room if is_package else PACKAGE
+  library = _Target(
+      folder=folder,
+      name=room,
+      sources=files,
+      deps=_deps(files) - {_label(room)},
+      visible=_may_import(room),
+  )
+  commands = [
+      _Target(
+          folder=folder,
+          # `main` is the library; the command is `main_command`.
+          name=f'{room if path.stem == "__main__" else path.stem}_command',
+          sources=[path],
+          deps=frozenset([_label(room)]),
+          main=path.name,
+      )
+      for path in files
+      if "__name__ == '__main__'" in path.read_text(encoding='utf-8')
+  ]
+  return [library, *commands]
+
+
+def _may_import(room: str) -> frozenset[str]:
+  """Labels of the packages whose rooms come later, and of the clone's."""
+  later = {other for other in RANK if RANK[other] > RANK[room]}
+  packages = {
+      f'//jetrl_jax/{other}' if (PACKAGE / other).is_dir() else '//jetrl_jax'
+      for other in later
+  }
+  return frozenset(
+      {f'{package}:__pkg__' for package in packages}
+      | {f'//{folder}:__subpackages__' for folder in CLONE}
+  )
+
+
+def _clone_folders() -> list[pathlib.Path]:
+  """Lists the folders with Python files beside the package."""
+  folders = {p.parent for top in CLONE for p in (ROOT / top).rglob('*.py')}
+  return sorted(folders)
+
+
+def _of_clone(folder: pathlib.Path) -> list[_Target]:
+  """Returns a library; of tests what they share, and the tests."""
+  files = sorted(folder.glob('*.py'))
+  is_test = folder.relative_to(ROOT).parts[0] == 'tests'
+  everywhere = frozenset(['//visibility:public'])
+  if not is_test:
+    deps = _deps(files) - {f'//{folder.name}'}
+    return [
+        _Target(
+            folder=folder,
+            name=folder.name,
+            sources=files,
+            deps=deps,
+            visible=everywhere,
+        )
+    ]
+  tests = [path for path in files if path.name.startswith('test_')]
+  shared = [path for path in files if path not in tests]
+  label = f'//{folder.relative_to(ROOT).as_posix()}:shared'
+  top = {'//tests:shared'} if folder.name != 'tests' else set()
+  made = []
+  if shared:
+    made.append(
+        _Target(
+            folder=folder,
+            name='shared',
+            sources=shared,
+            deps=_deps(shared) - {label},
+            visible=frozenset(['//tests:__subpackages__']),
+            testonly=True,
+        )
+    )
+  if tests:
+    more = '' if top else ' + ["//:examples"]'
+    made.append(
+        _Target(
+            folder=folder,
+            name='tests',
+            sources=tests,
+            deps=_deps(tests) | {label for _ in shared[:1]} | top,
+            data=_DATA.format(more=more),
+            testonly=True,
+        )
+    )
+  return made
+
+
+def _deps(files: list[pathlib.Path]) -> frozenset[str]:
+  """Labels of what the files import of this project."""
+  found = set()
+  for path in files:
+    for name in imports(path):
+      match name:
+        case ('jetrl_jax', part, *_) if _room(part) in RANK:
+          found.add(_label(_room(part)))
+        case ('tests', part, *_) if (ROOT / 'tests' / part).is_dir():
+          found.add(f'//tests/{part}:shared')
+        case ('tests', _, *_):
+          found.add('//tests:shared')
+        case ('benchmarks' | 'configs' | 'tools' as top, *_):
+          found.add(f'//{top}')
+  return frozenset(found)
+
+
+def _render(targets: list[_Target]) -> str:
+  rules = sorted({'py_binary' if t.main else 'py_library' for t in targets})
+  load = _LOAD.format(names=', '.join(f'"{rule}"' for rule in rules))
+  head = _TESTS if targets[0].testonly else _HEAD
+  return '\n'.join([head + load, *(target.render() for target in targets)])
 
 
 def _label(room: str) -> str:
   if (PACKAGE / room).is_dir():
     return f'//jetrl_jax/{room}'
   return f'//jetrl_jax:{room}'
+
+
+def _place(label: str) -> tuple[bool, str]:
+  """Sorts labels as buildifier does: one's own first, ':' before '/'."""
+  return not label.startswith(':'), label.replace(':', ' ')
 
 
 def _list(strings: list[str]) -> str:

@@ -3,11 +3,16 @@
 On a terminal a progress bar with the time left; elsewhere a line per step.
 """
 
+import os
+import pathlib
 import sys
 
 from absl import logging
 from rich import console as rich_console
 from rich import progress
+
+# Not just any path with our name in it: a clone may hold a .venv.
+_PACKAGE = str(pathlib.Path(__file__).parents[1]) + os.sep
 
 _SHOWN = (
     ('critic/score/mean', 'score', '.3f'),
@@ -26,7 +31,9 @@ def show_own_sentences() -> None:
   """
   logging.set_verbosity(logging.INFO)
   logging.get_absl_handler().addFilter(
-      lambda record: record.levelno >= 30 or 'jetrl_jax' in record.pathname
+      lambda record: (
+          record.levelno >= 30 or record.pathname.startswith(_PACKAGE)
+      )
   )
 
 

@@ -1,0 +1,173 @@
+"""What a request may ask for: limits, and how its response is sampled.
+
+JetStream's request has a prompt (text or token ids) and `max_tokens`. The
+sampler's temperature and seed travel as gRPC metadata, which any client can
+send; without them decoding is greedy.
+"""
+
+import dataclasses
+import json
+import math
+import threading
+from collections.abc import Sequence
+
+from jetrl_jax.data import Example, PromptFormat, Tokenizer
+
+# Names of gRPC metadata, which are lower case.
+TEMPERATURE = 'temperature'
+SEED = 'seed'
+# In the metadata that ends a response: 'stop' or 'length'.
+FINISH_REASON = 'finish-reason'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+  """What a server takes.
+
+  Attributes:
+    max_prompt_length: tokens, the template's included.
+    max_tokens: response tokens of one request, the stop token included.
+    queue_size: requests that may wait while all slots are taken.
+    max_message_bytes: size of one gRPC message.
+  """
+
+  max_prompt_length: int
+  max_tokens: int
+  queue_size: int = 64
+  max_message_bytes: int = 1 << 20
+
+  def __post_init__(self):
+    lowest = {
+        'max_prompt_length': 1,
+        'max_tokens': 1,
+        'queue_size': 0,
+        # Below that, not even the refusal of a request fits.
+        'max_message_bytes': 1024,
+    }
+    for name, least in lowest.items():
+      if getattr(self, name) < least:
+        raise ValueError(
+            f'{name} is {getattr(self, name)}; it must be >= {least}'
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+  """How one response is sampled.
+
+  Attributes:
+    max_tokens: response tokens after which it ends, the stop token included.
+    temperature: 0 is greedy.
+    seed: the same seed gives the same tokens, whatever else is being served.
+  """
+
+  max_tokens: int
+  temperature: float = 0.0
+  seed: int = 0
+
+  def to_text(self) -> str:
+    """Returns a text for `from_text`."""
+    return json.dumps(dataclasses.asdict(self))
+
+  @classmethod
+  def from_text(cls, text: str) -> 'Sampling':
+    """Reads what `to_text` wrote."""
+    return cls(**json.loads(text))
+
+
+def sampling_of(
+    max_tokens: int, metadata: Sequence[tuple[str, str]], limits: Limits
+) -> Sampling:
+  """Checks how a response is to be sampled.
+
+  Args:
+    max_tokens: of the request.
+    metadata: of the call, (name, value); other names are ignored.
+    limits: of the server.
+
+  Raises:
+    ValueError: a value is out of range or no number.
+  """
+  if not 1 <= max_tokens <= limits.max_tokens:
+    raise ValueError(
+        f'max_tokens is {max_tokens}; allowed: 1 to {limits.max_tokens}'
+    )
+  given = {k: v for k, v in metadata if k in (TEMPERATURE, SEED)}
+  temperature = _number(float, TEMPERATURE, given.get(TEMPERATURE, '0'))
+  if not (math.isfinite(temperature) and temperature >= 0):
+    raise ValueError(
+        f'temperature is {temperature}; it must be finite and >= 0, 0 is greedy'
+    )
+  seed = _number(int, SEED, given.get(SEED, '0'))
+  if not 0 <= seed < 2**32:
+    raise ValueError(f'seed is {seed}; allowed: 0 to 2^32 - 1')
+  return Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed)
+
+
+def _number(kind, name: str, text: str):
+  try:
+    return kind(text)
+  except ValueError:
+    raise ValueError(f'{name} is {text!r}, which is no number') from None
+
+
+class PromptReader:
+  """Turns the prompt of a request into tokens, within the limits.
+
+  Args:
+    tokenizer: of the policy.
+    prompt_format: what is put around a prompt that comes as text.
+    limits: of the server.
+    vocab_size: rows of the model's embedding.
+  """
+
+  def __init__(
+      self,
+      tokenizer: Tokenizer,
+      prompt_format: PromptFormat,
+      limits: Limits,
+      vocab_size: int,
+  ):
+    self._tokenizer, self._format = tokenizer, prompt_format
+    self._limits, self._vocab_size = limits, vocab_size
+    # A chat template is rendered in a process of its own: one at a time.
+    self._lock = threading.Lock()
+
+  def of_text(self, text: str) -> list[int]:
+    """Returns the tokens of a question in the policy's prompt format.
+
+    Raises:
+      ValueError: the text is empty, cannot be tokenised, or is too long.
+    """
+    if not text:
+      raise ValueError('the prompt is empty; send some text')
+    example = Example(id=0, prompt=text, answer='', source='', extra={})
+    with self._lock:
+      (full,), _ = self._format.apply([example], self._tokenizer)
+    tokens = self._tokenizer.encode(
+        full, add_special_tokens=self._format.add_special_tokens
+    )
+    return self._within_limits(tokens.tolist())
+
+  def of_tokens(self, tokens: Sequence[int]) -> list[int]:
+    """Returns token ids as they are: no template, no special tokens.
+
+    Raises:
+      ValueError: there is none, an id is not in the vocabulary, or there are
+        too many.
+    """
+    outside = [t for t in tokens if not 0 <= t < self._vocab_size]
+    if outside:
+      raise ValueError(
+          f'token ids {outside[:5]} are not in the vocabulary; allowed: 0 to'
+          f' {self._vocab_size - 1}'
+      )
+    return self._within_limits(list(tokens))
+
+  def _within_limits(self, tokens: list[int]) -> list[int]:
+    if not 1 <= len(tokens) <= self._limits.max_prompt_length:
+      raise ValueError(
+          f'the prompt has {len(tokens)} tokens; allowed: 1 to'
+          f' {self._limits.max_prompt_length}'
+      )
+    return tokens

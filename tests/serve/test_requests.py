@@ -1,0 +1,106 @@
+"""What a request may ask for, without JetStream."""
+
+import pathlib
+
+import pytest
+
+from jetrl_jax.data import PlainFormat, Tokenizer
+from jetrl_jax.serve.requests import (
+    Limits,
+    PromptReader,
+    Sampling,
+    sampling_of,
+)
+
+_FOLDER = pathlib.Path(__file__).parents[2] / 'examples/quickstart/checkpoint'
+_LIMITS = Limits(max_prompt_length=4, max_tokens=8)
+
+
+def _reader(template='{prompt}'):
+  tokenizer = Tokenizer(_FOLDER)
+  return PromptReader(tokenizer, PlainFormat(template=template), _LIMITS, 40)
+
+
+def test_without_metadata_decoding_is_greedy():
+  assert sampling_of(8, (), _LIMITS) == Sampling(max_tokens=8)
+  assert Sampling(max_tokens=8).temperature == 0
+
+
+def test_temperature_and_seed_come_from_the_metadata():
+  metadata = (('seed', '4294967295'), ('user-agent', 'x'), ('temperature', '1'))
+  expected = Sampling(max_tokens=1, temperature=1.0, seed=2**32 - 1)
+  assert sampling_of(1, metadata, _LIMITS) == expected
+
+
+def test_sampling_survives_its_text():
+  sampling = Sampling(max_tokens=3, temperature=0.1, seed=7)
+  assert Sampling.from_text(sampling.to_text()) == sampling
+
+
+@pytest.mark.parametrize(
+    ('max_tokens', 'metadata', 'message'),
+    [
+        (0, {}, 'max_tokens is 0; allowed: 1 to 8'),
+        (9, {}, 'max_tokens is 9; allowed: 1 to 8'),
+        (1, {'temperature': 'warm'}, "temperature is 'warm', which is no"),
+        (1, {'temperature': '-1'}, 'temperature is -1.0; it must be finite'),
+        (1, {'temperature': 'nan'}, 'temperature is nan; it must be finite'),
+        (1, {'temperature': 'inf'}, 'temperature is inf; it must be finite'),
+        (1, {'seed': '1.5'}, "seed is '1.5', which is no number"),
+        (1, {'seed': '-1'}, r'seed is -1; allowed: 0 to 2\^32 - 1'),
+        (1, {'seed': str(2**32)}, r'allowed: 0 to 2\^32 - 1'),
+    ],
+)
+def test_a_wrong_setting_is_refused(max_tokens, metadata, message):
+  with pytest.raises(ValueError, match=message):
+    sampling_of(max_tokens, tuple(metadata.items()), _LIMITS)
+
+
+def test_text_is_put_into_the_prompt_format_and_tokens_are_not():
+  reader, tokenizer = _reader('{prompt}='), Tokenizer(_FOLDER)
+  plain = tokenizer.encode('1+2=', add_special_tokens=True).tolist()
+  assert reader.of_text('1+2') == plain
+  assert reader.of_tokens(plain[:2]) == plain[:2]
+
+
+@pytest.mark.parametrize(
+    ('text', 'message'),
+    [
+        ('', 'the prompt is empty; send some text'),
+        ('1+1+1', r'the prompt has 5 tokens; allowed: 1 to 4'),
+        ('\ud800', 'cannot tokenise'),
+    ],
+)
+def test_a_text_that_does_not_fit_is_refused(text, message):
+  with pytest.raises(ValueError, match=message):
+    _reader().of_text(text)
+
+
+@pytest.mark.parametrize(
+    ('tokens', 'message'),
+    [
+        ([], 'the prompt has 0 tokens; allowed: 1 to 4'),
+        ([1] * 5, 'the prompt has 5 tokens; allowed: 1 to 4'),
+        ([1, 40, -1], r'token ids \[40, -1\] are not in the vocabulary; .*39'),
+    ],
+)
+def test_token_ids_that_do_not_fit_are_refused(tokens, message):
+  with pytest.raises(ValueError, match=message):
+    _reader().of_tokens(tokens)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'max_prompt_length': 0}, 'max_prompt_length is 0; it must be >= 1'),
+        ({'max_tokens': 0}, 'max_tokens is 0; it must be >= 1'),
+        ({'queue_size': -1}, 'queue_size is -1; it must be >= 0'),
+        (
+            {'max_message_bytes': 1},
+            'max_message_bytes is 1; it must be',
+        ),
+    ],
+)
+def test_limits_that_let_nothing_through_are_refused(changes, message):
+  with pytest.raises(ValueError, match=message):
+    Limits(**({'max_prompt_length': 1, 'max_tokens': 1} | changes))
