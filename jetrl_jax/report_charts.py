@@ -121,7 +121,8 @@ def line_chart(
       'lines': [_readout(line) for line in thin],
   }
   labels = [(line.label, _last(line, unit), line.color) for line in lines]
-  at = f'step {max(int(line.steps[-1]) for line in lines)}'
+  ends = {int(line.steps[-1]) for line in lines}
+  at = f'step {ends.pop()}' if len(ends) == 1 else 'last steps'
   if len(lines) == 1 and thin[0].low is not None and thin[0].high is not None:
     edges = [
         number(float(e[-1]), data['unit']) for e in (thin[0].low, thin[0].high)

@@ -62,7 +62,7 @@ def _heldout(run: Run, name: str) -> Fact:
   detail += f'; best {number(float(values.max()), "%")} at step {best}'
   return Fact(
       label='Held-out accuracy',
-      value=f'{number(values[0], "%")}\xa0→\xa0{number(values[-1], "%")}',
+      value=f'{number(values[0], "%")} → {number(values[-1], "%")}',
       detail=detail,
       tone='good' if values[-1] > values[0] else 'bad',
   )
@@ -75,7 +75,7 @@ def _reward(run: Run) -> Fact | None:
   few = min(5, max(1, len(values) // 4))
   return Fact(
       label='Reward',
-      value=f'{number(values[:few].mean())}\xa0→\xa0{number(values[-few:].mean())}',
+      value=f'{number(values[:few].mean())} → {number(values[-few:].mean())}',
       detail=f'mean of the first and the last {steps_text(few)}',
   )
 

@@ -201,7 +201,8 @@ def _table(head: list[str], rows: list[list[str]], style: str) -> str:
   )
   top = f'<thead><tr>{top}</tr></thead>' if head else ''
   return (
-      f'<div class="card wide"><table class="{style}">{top}'
+      f'<div class="card wide"><table class="{style}"'
+      f' style="--runs:{len(head) - 1}">{top}'
       f'<tbody>{body}</tbody></table></div>'
   )
 

@@ -259,6 +259,8 @@ def draw(panel: Panel, runs: list[Run]) -> Chart | None:
   if not lines:
     return None
   title, note = panel.title, panel.note
+  if panel.band and all(line.low is None for line in lines):
+    note = ''  # It speaks of the band.
   if compared and len(set(labels)) > 1:
     lines = [
         dataclasses.replace(line, label=f'{line.label} {label}')

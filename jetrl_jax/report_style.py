@@ -49,7 +49,7 @@ nav {
 nav a { text-decoration: none; }
 nav a:hover { text-decoration: underline; }
 .tiles, .grid { display: grid; gap: 12px; }
-.tiles { grid-template-columns: repeat(auto-fit, minmax(175px, 1fr)); }
+.tiles { grid-template-columns: repeat(6, 1fr); }
 .grid {
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr));
 }
@@ -121,6 +121,7 @@ th { font-weight: 600; color: var(--soft); }
 tbody th { font-weight: 500; color: var(--ink); }
 .num { white-space: nowrap; }
 .keys td, .keys th { min-width: 110px; }
+.runs tbody th { min-width: 8em; }
 .runs td { min-width: 120px; white-space: pre-line; }
 .finals td::first-line { font-weight: 600; }
 pre, code { font: 13px/1.45 ui-monospace, Menlo, Consolas, monospace; }
@@ -148,10 +149,20 @@ pre {
 details { margin: 8px 0; }
 summary { cursor: pointer; font-weight: 600; }
 footer { color: var(--soft); font-size: 12.5px; padding: 26px 16px; }
+@media (max-width: 1000px) {
+  .tiles { grid-template-columns: repeat(3, 1fr); }
+}
 @media (max-width: 480px) {
   header, main, nav { padding-left: 10px; padding-right: 10px; }
   .tiles { grid-template-columns: repeat(2, 1fr); gap: 8px; }
   nav { position: static; }
+  /* A row's heading above its cells, which are as many as there are runs. */
+  .runs tr {
+    display: grid; border-bottom: 1px solid var(--edge); padding: 4px 0;
+    grid-template-columns: repeat(var(--runs), minmax(112px, 1fr));
+  }
+  .runs th, .runs td { border: 0; padding: 0 8px 0 0; min-width: 0; }
+  .runs th:first-child { grid-column: 1 / -1; font-weight: 600; }
   .keys thead { display: none; }
   .keys tbody th { font-weight: 600; }
   .keys tr, .keys th, .keys td { display: block; border: 0; padding: 0; }

@@ -182,6 +182,7 @@ def test_a_comparison_overlays_runs_and_lists_what_differs(tmp_path):
   assert '3 of 6\nnot finished' in text and '25% → 55%' in text
   data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.S)[1])
   titles = re.findall(r'class="card chart"><figcaption><h3>(.*?)</h3>', page)
+  assert 'Band: shortest to longest' not in text and 'last steps' in text
   reward = data['charts'][titles.index('Reward')]
   assert [line['x'][-1] for line in reward['lines']] == [6, 3]
   assert data['maps'] == []
