@@ -82,6 +82,7 @@ def run(path: pathlib.Path) -> None:
   nbclient.NotebookClient(
       notebook,
       timeout=_TIMEOUT_S,
+      coalesce_streams=True,
       resources={'metadata': {'path': str(FOLDER)}},
   ).execute()
   for cell in code_cells(notebook):
