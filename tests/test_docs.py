@@ -92,19 +92,25 @@ def _commands(text: str) -> list[tuple[str, list[str]]]:
 
 
 # One process, because importing is what takes time; a child per command,
-# because commands define flags of the same name, and configs define more.
+# because commands define flags of the same name, and configs define more. Each
+# runs as the command would, up to the point where its flags are parsed.
 _PARSE = """
-import importlib, json, os, sys
+import json, os, runpy, sys
 import jetrl_jax.config
-from absl import flags
+from absl import app, flags
+
+def parse_only(main, argv=None, flags_parser=flags.FLAGS):
+  flags_parser(sys.argv)
+  os._exit(0)
+
+app.run = parse_only
 for module, arguments in json.load(sys.stdin):
   child = os.fork()
   if not child:
+    sys.argv = [module, *arguments]
     try:
-      if hasattr(importlib.import_module(module), '__path__'):
-        importlib.import_module(module + '.__main__')
-      sys.argv = [module, *arguments]  # Where overrides are looked for.
-      flags.FLAGS(sys.argv)
+      runpy.run_module(module, run_name='__main__')
+      print(module, 'did not parse flags', flush=True)
     except BaseException as error:
       print(module, arguments, repr(error), flush=True)
     os._exit(0)
