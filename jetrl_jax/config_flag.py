@@ -51,6 +51,18 @@ def run(main: Callable[[list[str]], None]) -> None:
   app.run(main, flags_parser=_parse)
 
 
+def run_plain(main: Callable[[list[str]], None]) -> None:
+  """Does what `run` does for a command without a config file."""
+
+  def parse(argv: list[str]) -> list[str]:
+    try:
+      return flags.FLAGS(argv)
+    except flags.Error as error:
+      sys.exit(f'error: {error}')
+
+  app.run(main, flags_parser=parse)
+
+
 def _parse(argv: list[str]) -> list[str]:
   file = _config_file(argv)
   if file is not None and not file.is_file():

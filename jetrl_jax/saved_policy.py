@@ -1,13 +1,16 @@
 """A trained policy, from where it is kept: a run's workdir or a checkpoint.
 
 A run's workdir gives exactly what the run sampled with: its recipe, and the
-FP8 weights and activation scales of the step. A Hugging Face checkpoint holds
-no activation scales and is read in bfloat16.
+FP8 weights and activation scales of the step. So does an FP8 checkpoint that
+`jetrl_jax.export` wrote. Any other Hugging Face checkpoint holds no activation
+scales and is read in bfloat16.
 """
 
 import dataclasses
 import functools
+import math
 import pathlib
+import re
 
 import jax
 import optax
@@ -16,12 +19,19 @@ from jax.sharding import Mesh, NamedSharding
 from jetrl_jax import checkpoint, fp8, models, sharding
 from jetrl_jax import config as configs
 from jetrl_jax.data import ChatFormat, PlainFormat, PromptFormat, Tokenizer
+from jetrl_jax.fp8 import slots
+from jetrl_jax.models import hf_layout, hf_quantization
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.policy import Policy, PolicyParams
+from jetrl_jax.rl.train_step import merge
+from jetrl_jax.rl.types import TrainState
 
 # For a checkpoint, which does not say; a run knows its own.
 _PROMPT_TOKENS = 1024
 _RESPONSE_TOKENS = 1024
+# The recipe whose input scales are kept; the others need none.
+_DELAYED = 'fp8_delayed'
+_UNCALIBRATED = tuple(r for r in fp8.recipes.RECIPES if r != _DELAYED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,8 +59,33 @@ class SavedPolicy:
   origin: str
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+  """A policy with its masters.
+
+  Attributes:
+    policy: decoder and recipe.
+    mesh: devices.
+    state: masters, compute weights and scales; no optimiser state.
+    config: of the run; None for a checkpoint.
+    folder: the Hugging Face checkpoint behind it; None for a run from random
+      weights of a named shape.
+    calibrated: False where FP8 was asked for and no activation scales are
+      kept: the input scales are still 1.
+    origin: where it came from, in words.
+  """
+
+  policy: Policy
+  mesh: Mesh
+  state: TrainState
+  config: configs.Config | None
+  folder: pathlib.Path | None
+  calibrated: bool
+  origin: str
+
+
 def load(path: str, *, step: int | None = None) -> SavedPolicy:
-  """Loads a policy.
+  """Loads a policy as it was trained, to sample from it.
 
   Args:
     path: a run's workdir, a Hugging Face checkpoint's folder, or its id.
@@ -60,21 +95,75 @@ def load(path: str, *, step: int | None = None) -> SavedPolicy:
     ValueError: the path is neither, or what is there cannot be read; `step`
       was given for a checkpoint that has none, or is not in the workdir.
   """
-  folder = pathlib.Path(path).expanduser()
-  if (folder / 'checkpoints').is_dir():
-    return _of_run(folder, step)
+  found = restore(path, step=step)
+  # Without the masters, which would stay on the device.
+  params = PolicyParams(found.state.weights, found.state.fp8_state)
+  if found.config is not None:
+    data = found.config.data
+    tokenizer = configs.build_tokenizer(found.config, found.folder)
+    prompt_format = configs.prompt_format(data)
+    prompt_tokens = data.max_prompt_length
+    response_tokens = found.config.rollout.max_response_length
+  else:
+    tokenizer = Tokenizer(found.folder)
+    prompt_format = ChatFormat() if tokenizer.chat_template else PlainFormat()
+    longest = found.policy.model.max_position
+    prompt_tokens = min(_PROMPT_TOKENS, longest // 2)
+    response_tokens = min(_RESPONSE_TOKENS, longest - prompt_tokens)
+  return SavedPolicy(
+      policy=found.policy,
+      mesh=found.mesh,
+      params=params,
+      tokenizer=tokenizer,
+      prompt_format=prompt_format,
+      max_prompt_length=prompt_tokens,
+      max_response_length=response_tokens,
+      origin=found.origin,
+  )
+
+
+def is_run(path: str) -> bool:
+  """Whether a path is the workdir of a run."""
+  return (pathlib.Path(path).expanduser() / 'checkpoints').is_dir()
+
+
+def restore(
+    path: str, *, step: int | None = None, recipe: str | None = None
+) -> Restored:
+  """Restores a policy with its masters.
+
+  Args:
+    path: see `load`.
+    step: see `load`.
+    recipe: 'fp8_delayed' or 'bf16'; None is that of the run, and for
+      a checkpoint FP8 if it holds scales.
+
+  Raises:
+    ValueError: see `load`; an unknown recipe.
+  """
+  if recipe is not None and recipe not in fp8.recipes.RECIPES:
+    raise ValueError(
+        f'recipe is {recipe!r}; allowed: {list(fp8.recipes.RECIPES)}'
+    )
+  if is_run(path):
+    return _of_run(pathlib.Path(path).expanduser(), step, recipe)
   if step is not None:
     raise ValueError(
         f'step {step} was asked for, but {path} is no workdir of a run (it has'
         ' no folder checkpoints/); leave the step out'
     )
-  return _of_checkpoint(models.resolve_checkpoint(path))
+  return _of_checkpoint(models.resolve_checkpoint(path), recipe)
 
 
-def _of_run(workdir: pathlib.Path, step: int | None) -> SavedPolicy:
+def _of_run(
+    workdir: pathlib.Path, step: int | None, recipe: str | None
+) -> Restored:
   config = configs.read(workdir / 'config.json')
+  with config.unlocked():
+    if config.mesh.data * config.mesh.fsdp > jax.device_count():
+      # The policy is the same on any number of devices.
+      config.mesh.data = config.mesh.fsdp = 1
   policy, mesh, folder = configs.build_policy(config)
-  tokenizer = configs.build_tokenizer(config, folder)
   _, shapes = configs.parameters(config, policy, mesh, folder)
   # Its schedule is not part of its state: any number of steps will do.
   optimizer = configs.optimizer_config(config, 1).build()
@@ -89,30 +178,42 @@ def _of_run(workdir: pathlib.Path, step: int | None) -> SavedPolicy:
         f'{workdir}/checkpoints holds no step; let the run save one'
         ' (trainer.save_freq)'
     )
-  state = states.with_weights(
-      policy, dataclasses.replace(like, **restored.state), mesh, record=False
-  )
-  return SavedPolicy(
+  found = dataclasses.replace(like, **restored.state | {'opt_state': {}})
+  trained = policy.recipe.name
+  policy = _with_recipe(policy, recipe or trained)
+  calibrated = policy.recipe.name in (trained, *_UNCALIBRATED)
+  if trained == policy.recipe.name:
+    state = states.with_weights(policy, found, mesh, record=False)
+  else:
+    params = merge(found.trainable, found.frozen)
+    state = states.create(policy, params, optax.identity(), mesh)
+  return Restored(
       policy=policy,
       mesh=mesh,
-      params=PolicyParams(state.weights, state.fp8_state),
-      tokenizer=tokenizer,
-      prompt_format=configs.prompt_format(config.data),
-      max_prompt_length=config.data.max_prompt_length,
-      max_response_length=config.rollout.max_response_length,
+      state=state,
+      config=config,
+      folder=folder,
+      calibrated=calibrated,
       origin=f'step {restored.step} of {workdir}',
   )
 
 
-def _of_checkpoint(folder: pathlib.Path) -> SavedPolicy:
+def _with_recipe(policy: Policy, name: str) -> Policy:
+  recipe = dataclasses.replace(policy.recipe, name=name)
+  return dataclasses.replace(policy, recipe=recipe)
+
+
+def _of_checkpoint(folder: pathlib.Path, recipe: str | None) -> Restored:
   model = models.load_config(folder)
   mesh = sharding.make_mesh()
+  wanted = recipe in (None, _DELAYED)
+  scales = models.load_scales(folder, model) if wanted else {}
+  name = recipe or (_DELAYED if scales else 'bf16')
   policy = Policy(
       model=model,
-      recipe=fp8.Recipe(name='bf16'),
+      recipe=_recipe_of(scales, model) if scales else fp8.Recipe(name=name),
       axes=sharding.axes_of(mesh),
   )
-  tokenizer = Tokenizer(folder)
   masters = models.load_checkpoint(
       folder,
       model,
@@ -121,18 +222,41 @@ def _of_checkpoint(folder: pathlib.Path) -> SavedPolicy:
       sharding_of=functools.partial(_whole, mesh),
   )
   state = states.create(policy, masters, optax.identity(), mesh)
-  prompt_tokens = min(_PROMPT_TOKENS, model.max_position // 2)
-  return SavedPolicy(
+  if scales:
+    scaled = slots.with_scales(slots.init_state(masters, policy.recipe), scales)
+    state = states.with_weights(
+        policy,
+        dataclasses.replace(state, fp8_state=scaled),
+        mesh,
+        record=False,
+    )
+  return Restored(
       policy=policy,
       mesh=mesh,
-      params=PolicyParams(state.weights, state.fp8_state),
-      tokenizer=tokenizer,
-      prompt_format=ChatFormat() if tokenizer.chat_template else PlainFormat(),
-      max_prompt_length=prompt_tokens,
-      max_response_length=min(
-          _RESPONSE_TOKENS, model.max_position - prompt_tokens
-      ),
+      state=state,
+      config=None,
+      folder=folder,
+      calibrated=bool(scales) or name in _UNCALIBRATED,
       origin=f'checkpoint {folder}',
+  )
+
+
+def _recipe_of(
+    scales: dict[str, tuple[float, float]], model: models.ModelConfig
+) -> fp8.Recipe:
+  """Returns the recipe that an FP8 checkpoint was made for."""
+  dots = [
+      row.path.removesuffix('/kernel')
+      for row in hf_layout.layout(model)
+      if hf_quantization.is_dot(row)
+  ]
+  flat = [scale for pair in scales.values() for scale in pair]
+  return fp8.Recipe(
+      high_precision_layers=tuple(
+          re.escape(dot) for dot in dots if dot not in scales
+      ),
+      # It decides where the product is rounded.
+      power_of_two_scales=all(math.frexp(scale)[0] == 0.5 for scale in flat),
   )
 
 

@@ -28,7 +28,7 @@ ORDER = (
     ('rl',),
     ('config', 'report'),
     ('saved_policy',),
-    ('main', 'sft', 'serve'),
+    ('evaluate', 'export', 'main', 'sft', 'serve'),
 )
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 

@@ -1,17 +1,57 @@
 """Held-out accuracy, through the same engine and weights as the rollout."""
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 
 from jetrl_jax.data import Prompt, Tokenizer
-from jetrl_jax.rewards import RewardPool
+from jetrl_jax.rewards import RewardPool, RewardResult
 from jetrl_jax.rl import evaluation_metrics, experience
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import StopCheck, rollout
+from jetrl_jax.rl.types import Completion
 from jetrl_jax.typing import PRNGKey
 
 
-def evaluate(
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Graded:
+  """Sampled and scored answers to P prompts, G each.
+
+  Attributes:
+    prompts: the prompts.
+    completions: P * G, prompt by prompt.
+    results: their scores, in the same order.
+    num_generations: G.
+  """
+
+  prompts: list[Prompt]
+  completions: list[Completion]
+  results: list[RewardResult]
+  num_generations: int
+
+  @property
+  def accuracy_PG(self) -> np.ndarray:
+    """float64 [P, G], in [0, 1]."""
+    accuracy = np.asarray([r.accuracy for r in self.results], np.float64)
+    return accuracy.reshape(len(self.prompts), self.num_generations)
+
+  @property
+  def answers(self) -> list[list[str | None]]:
+    """P rows of G extracted answers, None where there is none."""
+    return [
+        [r.prediction or None for r in self.of_prompt(p, self.results)]
+        for p in range(len(self.prompts))
+    ]
+
+  def of_prompt(self, prompt: int, values: list) -> list:
+    """Returns the entries of one prompt."""
+    n = self.num_generations
+    return values[prompt * n : (prompt + 1) * n]
+
+
+def grade(
     engine: Engine,
     params: PolicyParams,
     prompts: list[Prompt],
@@ -22,14 +62,10 @@ def evaluate(
     temperature: float,
     base_key: PRNGKey,
     should_stop: StopCheck,
-) -> tuple[dict[str, float], list[dict]]:
-  """Samples held-out prompts and scores them.
+) -> Graded:
+  """Samples answers and scores them.
 
   Nothing is learnt and no activation scale moves.
-
-  Returns:
-    (metrics by METHODS' names for every data source, samples): a sample is a
-    dict of prompt, response, answer and accuracy, for the reader.
   """
   completions = rollout(
       engine,
@@ -41,30 +77,49 @@ def evaluate(
       weight_version=0,
       should_stop=should_stop,
   )
-  results = experience.score_completions(prompts, completions, pool, tokenizer)
-  shape = (len(prompts), num_generations)
-  accuracy_PG = np.asarray([r.accuracy for r in results]).reshape(shape)
-  answers = [
-      [r.prediction or None for r in results[p * shape[1] : (p + 1) * shape[1]]]
-      for p in range(shape[0])
-  ]
+  return Graded(
+      prompts=prompts,
+      completions=completions,
+      results=experience.score_completions(
+          prompts, completions, pool, tokenizer
+      ),
+      num_generations=num_generations,
+  )
+
+
+def evaluate(
+    engine: Engine,
+    params: PolicyParams,
+    prompts: list[Prompt],
+    pool: RewardPool,
+    tokenizer: Tokenizer,
+    **how: Any,
+) -> tuple[dict[str, float], list[dict]]:
+  """Grades held-out prompts; see `grade`.
+
+  Returns:
+    (metrics by METHODS' names for every data source, samples): a sample is a
+    dict of prompt, response, answer and accuracy, for the reader.
+  """
+  graded = grade(engine, params, prompts, pool, tokenizer, **how)
+  answers = graded.answers
   metrics = {}
   for source in sorted({prompt.source for prompt in prompts}):
     rows = [i for i, prompt in enumerate(prompts) if prompt.source == source]
     metrics |= evaluation_metrics.evaluation_metrics(
-        accuracy_PG[rows], [answers[i] for i in rows], source=source
+        graded.accuracy_PG[rows], [answers[i] for i in rows], source=source
     )
-  samples = [
-      {
-          'prompt': prompt.text,
-          'response': experience.response_text(completion, tokenizer),
-          'answer': prompt.answer,
-          'accuracy': result.accuracy,
-      }
-      for prompt, completion, result in zip(
-          prompts, completions[:: shape[1]], results[:: shape[1]], strict=True
-      )
-  ]
+  samples = []
+  for i, prompt in enumerate(prompts):
+    completion = graded.of_prompt(i, graded.completions)[0]
+    samples.append(
+        {
+            'prompt': prompt.text,
+            'response': experience.response_text(completion, tokenizer),
+            'answer': prompt.answer,
+            'accuracy': graded.of_prompt(i, graded.results)[0].accuracy,
+        }
+    )
   return metrics, samples
 
 

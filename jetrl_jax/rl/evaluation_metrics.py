@@ -128,6 +128,42 @@ def half_width_95(values_P: Float[NpArray, ' P']) -> float:
   return float(Z_95 * values_P.std(ddof=1) / math.sqrt(len(values_P)))
 
 
+def wilson_interval_95(
+    values_P: Float[NpArray, ' P'], samples: int
+) -> tuple[float, float]:
+  """Returns Wilson's 95% interval of a mean over problems.
+
+      n = P p (1 - p) / var(values),   at most P * samples
+      (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
+
+  For values 0 and 1 n is P, and the interval is Wilson's own. Values between,
+  such as a mean over the samples of a problem, vary less than that, and n says
+  how many 0s and 1s would know the mean as well. Never empty: it says what
+  seeing 0 of 20 or 20 of 20 leaves open.
+
+  Args:
+    values_P: one value in [0, 1] per problem.
+    samples: samples behind each value.
+
+  Returns:
+    (low, high), within [0, 1].
+
+  References:
+    Wilson 1927, JASA 22:209; the effective n: Korn and Graubard 1998, Survey
+    Methodology 24:193.
+  """
+  p, variance = float(values_P.mean()), float(values_P.var())
+  n = float(len(values_P))
+  if 0 < p < 1:
+    most = n * samples
+    n = min(n * p * (1 - p) / variance, most) if variance else most
+  z2 = Z_95**2
+  half = Z_95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+  centre, width = p + z2 / (2 * n), 1 + z2 / n
+  low, high = (centre - half) / width, (centre + half) / width
+  return max(0.0, low), min(1.0, high)
+
+
 def evaluation_metrics(
     scores_PG: Shaped[Array | NpArray, 'P G'],
     answers: Answers,

@@ -16,6 +16,7 @@ from jetrl_jax import checkpoint, rng
 from jetrl_jax.data import Prompt
 from jetrl_jax.rl import mismatch, packing
 from jetrl_jax.rl import state as states
+from jetrl_jax.rl.calibration import calibrate
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import PolicyParams
@@ -91,21 +92,16 @@ def cold_start(
   )
   if not parts.policy.recipe.needs_calibration:
     return state
-  calibration = states.Calibration(parts.policy, parts.mesh, state)
-
-  def fill(state, tokens, first_target):
-    sequences = states.likelihood_sequences(tokens, first_target)
-    return calibration.fill(
-        state, parts.pack(sequences).batches, parts.run.temperature
-    )
-
-  prompts = _calibration_prompts(parts)
-  state = fill(state, [p.tokens for p in prompts], [1] * len(prompts))
-  completions = short_rollout(parts, engine, state, should_stop)
-  return fill(
+  return calibrate(
+      engine,
       state,
-      [np.concatenate([c.prompt_tokens, c.tokens]) for c in completions],
-      [len(c.prompt_tokens) for c in completions],
+      _calibration_prompts(parts),
+      rows=parts.run.micro_batch_size,
+      num_generations=parts.run.num_generations,
+      temperature=parts.run.temperature,
+      max_tokens=parts.run.calibration_tokens,
+      base_key=rng.key(parts.run.seed, rng.CALIBRATION),
+      should_stop=should_stop,
   )
 
 

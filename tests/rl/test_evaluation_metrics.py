@@ -120,3 +120,37 @@ def test_no_problems_are_refused():
 def test_answers_of_another_shape_are_refused():
   with pytest.raises(ValueError, match=r'lengths \[2, 3\] in 2 rows'):
     metrics.maj_at_k(np.ones((2, 3)), [['a', 'b', 'c'], ['a', 'b']], 2)
+
+
+def test_wilsons_interval_by_hand():
+  # 8 of 10, z 1.96: centre 0.8 + 0.19208, half 1.96 sqrt(0.016 + 0.009604),
+  # over 1.38416.
+  low, high = metrics.wilson_interval_95(np.array([1.0] * 8 + [0.0] * 2), 1)
+  half = 1.96 * math.sqrt(0.8 * 0.2 / 10 + 1.96**2 / 400)
+  np.testing.assert_allclose(
+      [low, high],
+      [(0.99208 - half) / 1.38416, (0.99208 + half) / 1.38416],
+      rtol=1e-12,
+  )
+  np.testing.assert_allclose([low, high], [0.4902, 0.9433], atol=5e-5)
+
+
+def test_wilsons_interval_is_never_empty():
+  # 0 of 20 leaves z^2 / (20 + z^2) open.
+  low, high = metrics.wilson_interval_95(np.zeros(20), 1)
+  np.testing.assert_allclose(
+      [low, high], [0, 1.96**2 / (20 + 1.96**2)], atol=1e-15
+  )
+  np.testing.assert_allclose(
+      metrics.wilson_interval_95(np.ones(20), 1), [1 - high, 1]
+  )
+
+
+def test_values_between_0_and_1_count_for_more_than_one_each():
+  # Ten problems, each half right: no spread, so all 40 samples count.
+  flat = metrics.wilson_interval_95(np.full(10, 0.5), 4)
+  coins = metrics.wilson_interval_95(np.array([1.0, 0.0] * 20), 1)
+  np.testing.assert_allclose(flat, coins)
+  # 1/4 and 3/4: n = 10 * 0.25 / 0.0625 = 40 as well.
+  spread = metrics.wilson_interval_95(np.array([0.25, 0.75] * 5), 4)
+  np.testing.assert_allclose(spread, coins)

@@ -1,0 +1,145 @@
+"""Measures accuracy: python -m jetrl_jax.evaluate --checkpoint=... --data=... .
+
+A run's checkpoint or a Hugging Face one, on GSM8K, MATH-500 or rows of your
+own, through the engine that samples rollouts. What the run says of prompts and
+rewards holds unless a flag says otherwise. See docs/evaluate.md.
+"""
+
+import json
+import sys
+import time
+
+import jax
+from absl import app, flags, logging
+
+from jetrl_jax import (
+    config_flag,
+    evaluate_report,
+    evaluate_settings,
+    rng,
+)
+from jetrl_jax.data import Prompt
+from jetrl_jax.evaluate_settings import Settings
+from jetrl_jax.rewards import RewardPool
+from jetrl_jax.rl import calibration, evaluation
+from jetrl_jax.rl.console import show_own_sentences
+from jetrl_jax.rl.engine import Engine, EngineConfig
+from jetrl_jax.rl.policy import PolicyParams
+from jetrl_jax.rl.rollout import never_stop
+from jetrl_jax.rl.types import TrainState
+
+_FLAGS = evaluate_settings.define()
+
+# A checkpoint's own calibration, where there is no run to say.
+_CALIBRATION_PROMPTS = 16
+_CALIBRATION_SAMPLES = 4
+_CALIBRATION_TOKENS = 64
+_CALIBRATION_ROWS = 4
+
+
+def evaluate(settings: Settings) -> dict:
+  """Grades a policy and writes what it found.
+
+  Args:
+    settings: see `evaluate_settings.resolve`.
+
+  Returns:
+    What summary.json holds.
+
+  Raises:
+    ValueError: anything that cannot work, with the fix.
+  """
+  found, start = settings.found, time.monotonic()
+  prompts = settings.prompts
+  engine = Engine(found.policy, _engine_config(settings), found.mesh)
+  state = found.state
+  if not found.calibrated:
+    state = _calibrated(engine, state, prompts, settings)
+  logging.info(
+      '%s in %s: %d prompts, %d samples each',
+      found.origin,
+      found.policy.recipe.name,
+      len(prompts),
+      settings.num_generations,
+  )
+  with RewardPool(settings.rewards, **settings.reward_limits) as pool:
+    graded = evaluation.grade(
+        engine,
+        PolicyParams(state.weights, state.fp8_state),
+        prompts,
+        pool,
+        settings.tokenizer,
+        num_generations=settings.num_generations,
+        temperature=settings.temperature,
+        base_key=rng.key(settings.seed, rng.EVALUATION, 0),
+        should_stop=never_stop,
+    )
+  seconds = time.monotonic() - start
+  summary = evaluate_report.summary(graded, settings, seconds)
+  settings.output.mkdir(parents=True, exist_ok=True)
+  with open(settings.output / 'problems.jsonl', 'w', encoding='utf-8') as file:
+    for row in evaluate_report.problems(graded, settings.tokenizer):
+      file.write(json.dumps(row, ensure_ascii=False) + '\n')
+  (settings.output / 'summary.json').write_text(
+      json.dumps(summary, indent=2) + '\n', encoding='utf-8'
+  )
+  return summary
+
+
+def _engine_config(settings: Settings) -> EngineConfig:
+  wanted = len(settings.prompts) * settings.num_generations
+  return EngineConfig(
+      num_slots=min(settings.num_slots, wanted),
+      max_prompt_length=settings.max_prompt_length,
+      max_response_length=settings.max_response_length,
+      stop_ids=tuple(settings.tokenizer.eos_ids),
+      top_k=settings.top_k,
+      top_p=settings.top_p,
+      min_p=settings.min_p,
+  )
+
+
+def _calibrated(
+    engine: Engine,
+    state: TrainState,
+    prompts: list[Prompt],
+    settings: Settings,
+) -> TrainState:
+  """Fills the activation scales as a cold start does, on the first prompts."""
+  first = prompts[:_CALIBRATION_PROMPTS]
+  logging.info(
+      'No activation scales are kept with %s: calibrating on %d prompts',
+      settings.found.origin,
+      len(first),
+  )
+  return calibration.calibrate(
+      engine,
+      state,
+      first,
+      rows=_CALIBRATION_ROWS,
+      num_generations=_CALIBRATION_SAMPLES,
+      temperature=1.0,
+      max_tokens=_CALIBRATION_TOKENS,
+      base_key=rng.key(settings.seed, rng.CALIBRATION),
+  )
+
+
+def main(argv: list[str]) -> None:
+  """Evaluates what the flags say."""
+  if len(argv) > 1:
+    raise app.UsageError(f'unknown arguments {argv[1:]}')
+  show_own_sentences()
+  try:
+    settings = evaluate_settings.resolve(_FLAGS.values())
+    device = jax.devices()[0].device_kind
+    summary = evaluate(settings)
+  except (ValueError, OSError, RuntimeError) as error:
+    logging.debug('Traceback:', exc_info=True)
+    sys.exit(f'error: {error}')
+  print(evaluate_report.table(summary, device))
+  print(f'\n{settings.output}/problems.jsonl, summary.json')
+
+
+if __name__ == '__main__':
+  flags.mark_flags_as_required(['checkpoint', 'data'])
+  config_flag.run_plain(main)

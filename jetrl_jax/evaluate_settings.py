@@ -1,0 +1,279 @@
+"""What an evaluation is set to: flags over the run's config over defaults."""
+
+import dataclasses
+import math
+import pathlib
+from typing import Any
+
+import ml_collections
+from absl import flags
+
+from jetrl_jax import config as configs
+from jetrl_jax import saved_policy
+from jetrl_jax.data import Prompt, Tokenizer
+from jetrl_jax.rewards import RewardSpec
+
+# name -> what it is called at its publisher, and its columns.
+NAMED = {
+    'gsm8k': ('hf:openai/gsm8k:main:test', 'question', 'answer'),
+    'math500': ('hf:HuggingFaceH4/MATH-500:test', 'problem', 'answer'),
+}
+# What a policy is asked for where no run says; the 'math' reward reads it.
+INSTRUCTION = (
+    "\nLet's think step by step and put the final answer within \\boxed{}."
+)
+_PROMPT_TOKENS = 1024
+_RESPONSE_TOKENS = 2048
+_SLOTS = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+  """Everything an evaluation reads.
+
+  Attributes:
+    found: the policy.
+    tokenizer: its tokenizer.
+    prompts: tokenised, over-long ones left out.
+    num_filtered: how many were left out.
+    rewards: terms of the score; accuracy is that of the first that judges.
+    reward_limits: see `RewardPool`.
+    num_generations: samples per problem, k.
+    temperature: 0 is greedy.
+    top_k: 0 is off.
+    top_p: 1 is off.
+    min_p: 0 is off.
+    seed: of the samples.
+    num_slots: sequences decoded at once.
+    max_prompt_length: tokens.
+    max_response_length: tokens.
+    output: folder of the results.
+  """
+
+  found: saved_policy.Restored
+  tokenizer: Tokenizer
+  prompts: list[Prompt]
+  num_filtered: int
+  rewards: list[RewardSpec]
+  reward_limits: dict[str, Any]
+  num_generations: int
+  temperature: float
+  top_k: int
+  top_p: float
+  min_p: float
+  seed: int
+  num_slots: int
+  max_prompt_length: int
+  max_response_length: int
+  output: pathlib.Path
+
+
+class Flags:
+  """The flags of the command."""
+
+  def __init__(self):
+    text, integer, real = (
+        flags.DEFINE_string,
+        flags.DEFINE_integer,
+        flags.DEFINE_float,
+    )
+    self._holders = [
+        text('checkpoint', None, 'Workdir of a run, or a checkpoint or its id'),
+        integer('step', None, "Which of a run's checkpoints; default newest"),
+        text('data', None, f'{", ".join(NAMED)}, or a file of rows'),
+        text('data_file', None, 'File with the rows of a named set, offline'),
+        text('recipe', None, 'bf16 or fp8_delayed; by default as trained'),
+        integer('num_generations', 1, 'Samples per problem, k'),
+        real('temperature', 0.0, '0 is greedy'),
+        integer('top_k', 0, '0 is off'),
+        real('top_p', 1.0, '1 is off'),
+        real('min_p', 0.0, '0 is off'),
+        integer('seed', 0, 'Of the samples'),
+        integer('max_samples', 0, 'Problems used; 0 is all'),
+        integer('max_prompt_length', None, 'Tokens; longer ones are left out'),
+        integer('max_response_length', None, 'Tokens'),
+        integer('num_slots', None, 'Sequences decoded at once'),
+        text('template', None, "'chat', or a text with {prompt}"),
+        text('instruction', None, "Appended to the question, for 'chat'"),
+        text('system', None, "For 'chat'"),
+        text('prompt_key', None, 'Column with the question'),
+        text('answer_key', None, 'Column with the reference answer'),
+        text('reward', None, "'math', 'gsm8k' or 'file.py:function'"),
+        text('output', None, 'Folder of the results'),
+    ]
+
+  def values(self) -> dict[str, Any]:
+    """Returns the parsed flags by name."""
+    return {holder.name: holder.value for holder in self._holders}
+
+
+def define() -> Flags:
+  """Defines the flags."""
+  return Flags()
+
+
+def resolve(values: dict[str, Any]) -> Settings:
+  """Loads the policy and the data, and settles all that no flag says.
+
+  Args:
+    values: of every flag, None where it was not given.
+
+  Raises:
+    ValueError: a value that cannot be, with what is allowed.
+  """
+  _check(values)
+  files, columns = _files(values)
+  found = saved_policy.restore(
+      values['checkpoint'],
+      step=values['step'],
+      recipe=values['recipe'],
+  )
+  tokenizer, known = _tokenizer(found), _known(found, values['data'])
+  given = {k: v for k, v in values.items() if v is not None}
+  if 'template' not in known:
+    chat = bool(tokenizer.chat_template)
+    known['template'] = 'chat' if chat else '{prompt}'
+  settled = known | columns | given
+  lengths = settled['max_prompt_length'], settled['max_response_length']
+  if sum(lengths) > found.policy.model.max_position:
+    raise ValueError(
+        f'max_prompt_length + max_response_length is {sum(lengths)}; the model'
+        f' has {found.policy.model.max_position} positions'
+    )
+  data = {k: settled[k] for k in _DATA}
+  dataset = configs.build_dataset(
+      ml_collections.ConfigDict({'data': data}),
+      files,
+      tokenizer,
+      values['max_samples'],
+  )
+  prompts = list(dataset)
+  if values['data'] in NAMED:
+    name = values['data']
+    prompts = [dataclasses.replace(p, source=name) for p in prompts]
+  rewards, limits = _rewards(found, values['reward'])
+  return Settings(
+      found=found,
+      tokenizer=tokenizer,
+      prompts=prompts,
+      num_filtered=dataset.num_filtered,
+      rewards=rewards,
+      reward_limits=limits,
+      output=_output(values),
+      **{k: settled[k] for k in _KEPT},
+  )
+
+
+_DATA = (
+    'prompt_key',
+    'answer_key',
+    'source_key',
+    'template',
+    'instruction',
+    'system',
+    'max_prompt_length',
+)
+_KEPT = (
+    'num_generations',
+    'temperature',
+    'top_k',
+    'top_p',
+    'min_p',
+    'seed',
+    'num_slots',
+    'max_prompt_length',
+    'max_response_length',
+)
+
+
+def _check(values: dict[str, Any]) -> None:
+  for name, least in (
+      ('num_generations', 1),
+      ('max_samples', 0),
+      ('seed', 0),
+      ('max_prompt_length', 1),
+      ('max_response_length', 1),
+      ('num_slots', 1),
+  ):
+    if values[name] is not None and values[name] < least:
+      raise ValueError(f'--{name} is {values[name]}; it must be >= {least}')
+  temperature = values['temperature']
+  if not (math.isfinite(temperature) and temperature >= 0):
+    raise ValueError(f'--temperature is {temperature}; it must be >= 0')
+  if values['num_generations'] > 1 and temperature == 0:
+    raise ValueError(
+        f'--num_generations={values["num_generations"]} at --temperature=0'
+        ' would sample the same answer each time; give a temperature > 0'
+    )
+
+
+def _files(values: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, str]]:
+  """Returns the files to read, and the columns of a named set."""
+  name, file = values['data'], values['data_file']
+  if name not in NAMED:
+    if file is not None:
+      raise ValueError(
+          f'--data_file is for a named set ({", ".join(NAMED)}), and --data is'
+          f' {name!r}; leave one of the two out'
+      )
+    if ':' not in name and not pathlib.Path(name).is_file():
+      raise ValueError(
+          f'--data={name}: no such file, and no set of that name; allowed:'
+          f' {", ".join(NAMED)}, a .jsonl, .json or .parquet file, or'
+          ' hf:<repo>[:<config>]:<split>'
+      )
+    return (name,), {}
+  source, prompt_key, answer_key = NAMED[name]
+  # What a run calls its columns, and where it keeps sources, is of its files.
+  columns = dict(prompt_key=prompt_key, answer_key=answer_key, source_key='')
+  return (file or source,), columns
+
+
+def _tokenizer(found: saved_policy.Restored) -> Tokenizer:
+  if found.config is not None:
+    return configs.build_tokenizer(found.config, found.folder)
+  return Tokenizer(found.folder)
+
+
+def _known(found: saved_policy.Restored, data: str) -> dict[str, Any]:
+  """Returns what the run says, or the defaults for a checkpoint."""
+  if found.config is not None:
+    section = found.config.data
+    return {k: section[k] for k in _DATA} | {
+        'max_response_length': found.config.rollout.max_response_length,
+        'num_slots': found.config.rollout.num_slots,
+    }
+  longest = found.policy.model.max_position
+  prompt_tokens = min(_PROMPT_TOKENS, longest // 2)
+  return {
+      'prompt_key': 'question',
+      'answer_key': 'answer',
+      'source_key': '',
+      'instruction': INSTRUCTION if data in NAMED else '',
+      'system': '',
+      'max_prompt_length': prompt_tokens,
+      'max_response_length': min(_RESPONSE_TOKENS, longest - prompt_tokens),
+      'num_slots': _SLOTS,
+  }
+
+
+def _rewards(
+    found: saved_policy.Restored, reward: str | None
+) -> tuple[list[RewardSpec], dict[str, Any]]:
+  limits = dict(num_workers=2, timeout_s=5.0, memory_limit_mb=2048)
+  if found.config is not None:
+    section = found.config.reward
+    limits = {name: section[name] for name in limits}
+    if reward is None:
+      return configs.reward_specs(section), limits
+  return [RewardSpec(function=reward or 'math')], limits
+
+
+def _output(values: dict[str, Any]) -> pathlib.Path:
+  if values['output'] is not None:
+    return pathlib.Path(values['output'])
+  name = values['data'].split(':')[-1]
+  stem = pathlib.Path(name).stem
+  if saved_policy.is_run(values['checkpoint']):
+    return pathlib.Path(values['checkpoint']) / 'evaluate' / stem
+  return pathlib.Path('evaluate') / stem

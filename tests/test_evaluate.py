@@ -1,0 +1,128 @@
+"""Evaluations of the tiny run: what they measure, and how they say no."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jetrl_jax import evaluate, evaluate_report, evaluate_settings
+from tests import whole_run
+
+
+@pytest.fixture(autouse=True)
+def _cached():
+  with whole_run.cached_compilation():
+    yield
+
+
+def _values(**changes):
+  """All flags: the run on its held-out problems, and `changes`."""
+  values = dict.fromkeys(flag.name for flag in evaluate._FLAGS._holders)
+  values |= {
+      'checkpoint': str(whole_run.finished()),
+      'data': str(whole_run.home() / 'tiny/heldout.jsonl'),
+      'num_generations': 1,
+      'temperature': 0.0,
+      'top_k': 0,
+      'top_p': 1.0,
+      'min_p': 0.0,
+      'seed': 0,
+      'max_samples': 0,
+  }
+  assert set(changes) <= set(values)
+  return values | changes
+
+
+def _evaluate(**changes):
+  settings = evaluate_settings.resolve(_values(**changes))
+  summary = evaluate.evaluate(settings)
+  lines = (settings.output / 'problems.jsonl').read_text().splitlines()
+  written = json.loads((settings.output / 'summary.json').read_text())
+  assert written == summary
+  return summary, [json.loads(line) for line in lines]
+
+
+def test_a_run_is_measured_as_it_measured_itself(tmp_path):
+  summary, problems = _evaluate(output=str(tmp_path / 'out'))
+  own = whole_run.records(whole_run.finished())[-1]
+  (row,) = summary['sources'].values()
+  assert row['mean@1']['value'] == own['val-core/heldout/acc/mean@1']
+  assert row['problems'] == 6 and summary['recipe'] == 'fp8_delayed'
+  assert summary['scales'] == 'of the checkpoint'
+  assert summary['checkpoint'] == f'step 6 of {whole_run.finished()}'
+  file = whole_run.finished() / 'samples' / '000006.jsonl'
+  samples = [json.loads(line) for line in file.read_text().splitlines()]
+  assert [p['samples'][0]['response'] for p in problems] == [
+      s['response'] for s in samples
+  ]
+
+
+def test_rows_and_summary_of_several_samples_agree(tmp_path):
+  summary, problems = _evaluate(
+      num_generations=4,
+      temperature=1.0,
+      output=str(tmp_path / 'out'),
+  )
+  row = summary['sources']['heldout']
+  for kind in ('mean', 'maj', 'best'):
+    entry = row[f'{kind}@4']
+    value = np.mean([problem[kind] for problem in problems])
+    np.testing.assert_allclose(entry['value'], value, rtol=1e-12)
+    assert 0 <= entry['low'] <= entry['value'] <= entry['high'] <= 1
+  assert row['mean@4']['value'] <= row['best@4']['value']
+  assert [len(problem['samples']) for problem in problems] == [4] * 6
+  responses = {s['response'] for s in problems[0]['samples']}
+  assert len(responses) > 1  # At temperature 1 samples differ.
+  shown = evaluate_report.table(summary, 'cpu')
+  assert 'heldout' in shown and 'best@4' in shown and 'Wilson' in shown
+
+
+def test_a_checkpoint_without_scales_is_calibrated_for_fp8(tmp_path):
+  export = str(whole_run.finished() / 'export')
+  common = dict(
+      checkpoint=export,
+      template='{prompt}',
+      max_prompt_length=16,
+      max_response_length=12,
+      reward=f'{whole_run.home()}/tiny/rewards.py:digits',
+  )
+  summary, _ = _evaluate(
+      recipe='fp8_delayed', output=str(tmp_path / 'fp8'), **common
+  )
+  assert summary['recipe'] == 'fp8_delayed'
+  assert summary['scales'] == 'calibrated on the first prompts'
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        ({'data': 'gsm9k'}, 'no set of that name; allowed: gsm8k, math500'),
+        ({'data_file': 'x.jsonl'}, '--data_file is for a named set'),
+        (
+            {'data': 'gsm8k', 'data_file': 'nowhere.jsonl'},
+            'nowhere.jsonl: there is no such file',
+        ),
+        ({'num_generations': 4}, 'would sample the same answer each time'),
+        ({'num_generations': 0}, '--num_generations is 0; it must be >= 1'),
+        ({'temperature': -1.0}, '--temperature is -1.0; it must be >= 0'),
+        ({'recipe': 'int8'}, "recipe is 'int8'; allowed"),
+        ({'checkpoint': 'nowhere'}, 'no such folder'),
+        ({'step': 5}, 'has no step 5; found'),
+        ({'prompt_key': 'problem'}, 'problem'),
+        ({'max_response_length': 10**6}, 'the model has'),
+        ({'reward': 'maths'}, "reward 'maths' is neither built in"),
+    ],
+)
+def test_a_flag_that_cannot_be_is_one_sentence(changes, message):
+  with pytest.raises(ValueError) as error:
+    evaluate_settings.resolve(_values(**changes))
+  assert message in str(error.value)
+
+
+def test_the_command_says_no_in_one_line():
+  arguments = ('--checkpoint=nowhere', '--data=gsm8k')
+  process = whole_run.start(*arguments, module='jetrl_jax.evaluate')
+  output, errors = process.communicate(timeout=250)
+  assert process.returncode == 1 and output == ''
+  assert errors.startswith('error: ') and errors.count('\n') == 1
+  assert 'no such folder' in errors and 'Traceback' not in errors
