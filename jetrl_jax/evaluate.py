@@ -8,6 +8,7 @@ rewards holds unless a flag says otherwise. See docs/evaluate.md.
 import json
 import sys
 import time
+from typing import Any
 
 import jax
 from absl import app, flags, logging
@@ -19,7 +20,7 @@ from jetrl_jax import (
     rng,
 )
 from jetrl_jax.data import Prompt
-from jetrl_jax.evaluate_settings import Settings
+from jetrl_jax.evaluate_settings import NAMES, Settings
 from jetrl_jax.rewards import RewardPool
 from jetrl_jax.rl import calibration, evaluation
 from jetrl_jax.rl.console import show_own_sentences
@@ -27,8 +28,6 @@ from jetrl_jax.rl.engine import Engine, EngineConfig
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import never_stop
 from jetrl_jax.rl.types import TrainState
-
-_FLAGS = evaluate_settings.define()
 
 # A checkpoint's own calibration, where there is no run to say.
 _CALIBRATION_PROMPTS = 16
@@ -124,13 +123,13 @@ def _calibrated(
   )
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], values: dict[str, Any]) -> None:
   """Evaluates what the flags say."""
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments {argv[1:]}')
   show_own_sentences()
   try:
-    settings = evaluate_settings.resolve(_FLAGS.values())
+    settings = evaluate_settings.resolve(values)
     device = jax.devices()[0].device_kind
     summary = evaluate(settings)
   except (ValueError, OSError, RuntimeError) as error:
@@ -141,5 +140,7 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == '__main__':
-  flags.mark_flags_as_required(['checkpoint', 'data'])
-  config_flag.run_plain(main)
+  evaluate_settings.define_flags()
+  config_flag.run_plain(
+      lambda argv: main(argv, {name: flags.FLAGS[name].value for name in NAMES})
+  )

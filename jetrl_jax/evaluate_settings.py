@@ -68,48 +68,45 @@ class Settings:
   output: pathlib.Path
 
 
-class Flags:
-  """The flags of the command."""
-
-  def __init__(self):
-    text, integer, real = (
-        flags.DEFINE_string,
-        flags.DEFINE_integer,
-        flags.DEFINE_float,
-    )
-    self._holders = [
-        text('checkpoint', None, 'Workdir of a run, or a checkpoint or its id'),
-        integer('step', None, "Which of a run's checkpoints; default newest"),
-        text('data', None, f'{", ".join(NAMED)}, or a file of rows'),
-        text('data_file', None, 'File with the rows of a named set, offline'),
-        text('recipe', None, 'bf16 or fp8_delayed; by default as trained'),
-        integer('num_generations', 1, 'Samples per problem, k'),
-        real('temperature', 0.0, '0 is greedy'),
-        integer('top_k', 0, '0 is off'),
-        real('top_p', 1.0, '1 is off'),
-        real('min_p', 0.0, '0 is off'),
-        integer('seed', 0, 'Of the samples'),
-        integer('max_samples', 0, 'Problems used; 0 is all'),
-        integer('max_prompt_length', None, 'Tokens; longer ones are left out'),
-        integer('max_response_length', None, 'Tokens'),
-        integer('num_slots', None, 'Sequences decoded at once'),
-        text('template', None, "'chat', or a text with {prompt}"),
-        text('instruction', None, "Appended to the question, for 'chat'"),
-        text('system', None, "For 'chat'"),
-        text('prompt_key', None, 'Column with the question'),
-        text('answer_key', None, 'Column with the reference answer'),
-        text('reward', None, "'math', 'gsm8k' or 'file.py:function'"),
-        text('output', None, 'Folder of the results'),
-    ]
-
-  def values(self) -> dict[str, Any]:
-    """Returns the parsed flags by name."""
-    return {holder.name: holder.value for holder in self._holders}
+# The flags: name, how it is defined, default, what it is.
+_FLAGS: tuple[tuple[str, Any, Any, str], ...] = (
+    ('checkpoint', flags.DEFINE_string, None, 'Workdir, checkpoint or its id'),
+    ('step', flags.DEFINE_integer, None, "Which of a run's checkpoints"),
+    ('data', flags.DEFINE_string, None, f'{", ".join(NAMED)}, or a file'),
+    ('data_file', flags.DEFINE_string, None, 'Rows of a named set, offline'),
+    ('recipe', flags.DEFINE_string, None, 'By default as trained'),
+    ('num_generations', flags.DEFINE_integer, 1, 'Samples per problem, k'),
+    ('temperature', flags.DEFINE_float, 0.0, '0 is greedy'),
+    ('top_k', flags.DEFINE_integer, 0, '0 is off'),
+    ('top_p', flags.DEFINE_float, 1.0, '1 is off'),
+    ('min_p', flags.DEFINE_float, 0.0, '0 is off'),
+    ('seed', flags.DEFINE_integer, 0, 'Of the samples'),
+    ('max_samples', flags.DEFINE_integer, 0, 'Problems used; 0 is all'),
+    ('max_prompt_length', flags.DEFINE_integer, None, 'Tokens'),
+    ('max_response_length', flags.DEFINE_integer, None, 'Tokens'),
+    ('num_slots', flags.DEFINE_integer, None, 'Sequences decoded at once'),
+    ('template', flags.DEFINE_string, None, "'chat', or text with {prompt}"),
+    ('instruction', flags.DEFINE_string, None, "Behind it, for 'chat'"),
+    ('system', flags.DEFINE_string, None, "For 'chat'"),
+    ('prompt_key', flags.DEFINE_string, None, 'Column with the question'),
+    ('answer_key', flags.DEFINE_string, None, 'Column with the answer'),
+    ('reward', flags.DEFINE_string, None, "'math', 'gsm8k', 'file.py:name'"),
+    ('output', flags.DEFINE_string, None, 'Folder of the results'),
+)
+NAMES = tuple(name for name, *_ in _FLAGS)
+_REQUIRED = ('checkpoint', 'data')
 
 
-def define() -> Flags:
-  """Defines the flags."""
-  return Flags()
+def define_flags() -> None:
+  """Defines the flags; only where the command is run: they are global."""
+  for name, kind, default, text in _FLAGS:
+    kind(name, default, text)
+  flags.mark_flags_as_required(_REQUIRED)
+
+
+def defaults() -> dict[str, Any]:
+  """Returns the flags' defaults by name; None where the run decides."""
+  return {name: default for name, _, default, _ in _FLAGS}
 
 
 def resolve(values: dict[str, Any]) -> Settings:
@@ -128,12 +125,14 @@ def resolve(values: dict[str, Any]) -> Settings:
       step=values['step'],
       recipe=values['recipe'],
   )
-  tokenizer, known = _tokenizer(found), _known(found, values['data'])
+  tokenizer, known = saved_policy.tokenizer_of(found), _known(
+      found, values['data']
+  )
   given = {k: v for k, v in values.items() if v is not None}
   if 'template' not in known:
     chat = bool(tokenizer.chat_template)
     known['template'] = 'chat' if chat else '{prompt}'
-  settled = known | columns | given
+  settled: dict[str, Any] = known | columns | given
   lengths = settled['max_prompt_length'], settled['max_response_length']
   if sum(lengths) > found.policy.model.max_position:
     raise ValueError(
@@ -227,12 +226,6 @@ def _files(values: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, str]]:
   # What a run calls its columns, and where it keeps sources, is of its files.
   columns = dict(prompt_key=prompt_key, answer_key=answer_key, source_key='')
   return (file or source,), columns
-
-
-def _tokenizer(found: saved_policy.Restored) -> Tokenizer:
-  if found.config is not None:
-    return configs.build_tokenizer(found.config, found.folder)
-  return Tokenizer(found.folder)
 
 
 def _known(found: saved_policy.Restored, data: str) -> dict[str, Any]:

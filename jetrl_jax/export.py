@@ -16,19 +16,6 @@ from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.train_step import merge
 from jetrl_jax.typing import PyTree
 
-_WORKDIR = flags.DEFINE_string('workdir', None, 'Workdir of a run.')
-_STEP = flags.DEFINE_integer(
-    'step', None, 'Which of its checkpoints; by default the newest.'
-)
-_OUT = flags.DEFINE_string('out', None, 'New folder of the checkpoint.')
-_FORMAT = flags.DEFINE_enum(
-    'format',
-    'bf16',
-    ['bf16', 'fp8'],
-    'bf16: the masters, rounded. fp8: the FP8 weights of the run with their'
-    ' scales, in the layout of compressed-tensors.',
-)
-
 
 def export(
     workdir: str, out: pathlib.Path, *, step: int | None, fp8: bool
@@ -91,25 +78,40 @@ def _at(tree: PyTree, path: str) -> PyTree:
   return tree
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], values: flags.FlagValues) -> None:
   """Exports what the flags say."""
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments {argv[1:]}')
   show_own_sentences()
+  out = pathlib.Path(str(values['out'].value))
   try:
     said = export(
-        _WORKDIR.value,
-        pathlib.Path(_OUT.value),
-        step=_STEP.value,
-        fp8=_FORMAT.value == 'fp8',
+        str(values['workdir'].value),
+        out,
+        step=values['step'].value,
+        fp8=values['format'].value == 'fp8',
     )
   except (ValueError, OSError) as error:
     logging.debug('Traceback:', exc_info=True)
     sys.exit(f'error: {error}')
-  size = sum(file.stat().st_size for file in pathlib.Path(_OUT.value).iterdir())
-  print(f'Exported {said} -> {_OUT.value} ({size / 1e6:,.1f} MB)')
+  size = sum(file.stat().st_size for file in out.iterdir())
+  print(f'Exported {said} -> {out} ({size / 1e6:,.1f} MB)')
+
+
+def define_flags() -> None:
+  """Defines the flags; only where the command is run: they are global."""
+  flags.DEFINE_string('workdir', None, 'Workdir of a run.', required=True)
+  flags.DEFINE_string('out', None, 'New folder.', required=True)
+  flags.DEFINE_integer('step', None, 'Which checkpoint; default: the newest.')
+  flags.DEFINE_enum(
+      'format',
+      'bf16',
+      ['bf16', 'fp8'],
+      'bf16: the masters, rounded. fp8: the FP8 weights of the run with their'
+      ' scales, in the layout of compressed-tensors.',
+  )
 
 
 if __name__ == '__main__':
-  flags.mark_flags_as_required(['workdir', 'out'])
-  config_flag.run_plain(main)
+  define_flags()
+  config_flag.run_plain(lambda argv: main(argv, flags.FLAGS))

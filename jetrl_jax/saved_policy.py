@@ -20,6 +20,7 @@ from jetrl_jax import checkpoint, fp8, models, sharding
 from jetrl_jax import config as configs
 from jetrl_jax.data import ChatFormat, PlainFormat, PromptFormat, Tokenizer
 from jetrl_jax.fp8 import slots
+from jetrl_jax.fp8.recipes import RECIPES
 from jetrl_jax.models import hf_layout, hf_quantization
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.policy import Policy, PolicyParams
@@ -31,7 +32,7 @@ _PROMPT_TOKENS = 1024
 _RESPONSE_TOKENS = 1024
 # The recipe whose input scales are kept; the others need none.
 _DELAYED = 'fp8_delayed'
-_UNCALIBRATED = tuple(r for r in fp8.recipes.RECIPES if r != _DELAYED)
+_UNCALIBRATED = tuple(r for r in RECIPES if r != _DELAYED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,14 +99,13 @@ def load(path: str, *, step: int | None = None) -> SavedPolicy:
   found = restore(path, step=step)
   # Without the masters, which would stay on the device.
   params = PolicyParams(found.state.weights, found.state.fp8_state)
+  tokenizer = tokenizer_of(found)
   if found.config is not None:
     data = found.config.data
-    tokenizer = configs.build_tokenizer(found.config, found.folder)
     prompt_format = configs.prompt_format(data)
     prompt_tokens = data.max_prompt_length
     response_tokens = found.config.rollout.max_response_length
   else:
-    tokenizer = Tokenizer(found.folder)
     prompt_format = ChatFormat() if tokenizer.chat_template else PlainFormat()
     longest = found.policy.model.max_position
     prompt_tokens = min(_PROMPT_TOKENS, longest // 2)
@@ -120,6 +120,14 @@ def load(path: str, *, step: int | None = None) -> SavedPolicy:
       max_response_length=response_tokens,
       origin=found.origin,
   )
+
+
+def tokenizer_of(found: Restored) -> Tokenizer:
+  """Returns the policy's tokenizer."""
+  if found.config is not None:
+    return configs.build_tokenizer(found.config, found.folder)
+  assert found.folder is not None  # Without a run there is a checkpoint.
+  return Tokenizer(found.folder)
 
 
 def is_run(path: str) -> bool:
@@ -141,10 +149,8 @@ def restore(
   Raises:
     ValueError: see `load`; an unknown recipe.
   """
-  if recipe is not None and recipe not in fp8.recipes.RECIPES:
-    raise ValueError(
-        f'recipe is {recipe!r}; allowed: {list(fp8.recipes.RECIPES)}'
-    )
+  if recipe is not None and recipe not in RECIPES:
+    raise ValueError(f'recipe is {recipe!r}; allowed: {list(RECIPES)}')
   if is_run(path):
     return _of_run(pathlib.Path(path).expanduser(), step, recipe)
   if step is not None:

@@ -17,17 +17,9 @@ def _cached():
 
 def _values(**changes):
   """All flags: the run on its held-out problems, and `changes`."""
-  values = dict.fromkeys(flag.name for flag in evaluate._FLAGS._holders)
-  values |= {
+  values = evaluate_settings.defaults() | {
       'checkpoint': str(whole_run.finished()),
       'data': str(whole_run.home() / 'tiny/heldout.jsonl'),
-      'num_generations': 1,
-      'temperature': 0.0,
-      'top_k': 0,
-      'top_p': 1.0,
-      'min_p': 0.0,
-      'seed': 0,
-      'max_samples': 0,
   }
   assert set(changes) <= set(values)
   return values | changes
