@@ -20,7 +20,7 @@ from jetrl_jax import (
     rng,
 )
 from jetrl_jax.data import Prompt
-from jetrl_jax.evaluate_settings import NAMES, Settings
+from jetrl_jax.evaluate_settings import NAMES, Settings, define_flags
 from jetrl_jax.rewards import RewardPool
 from jetrl_jax.rl import calibration, evaluation
 from jetrl_jax.rl.console import show_own_sentences
@@ -140,7 +140,7 @@ def main(argv: list[str], values: dict[str, Any]) -> None:
 
 
 if __name__ == '__main__':
-  evaluate_settings.define_flags()
+  define_flags()
   config_flag.run_plain(
       lambda argv: main(argv, {name: flags.FLAGS[name].value for name in NAMES})
   )
