@@ -52,6 +52,10 @@ def get_config() -> ml_collections.ConfigDict:
   # lm_head, embedding, norms and attention: ('layers_0/.*', '.*/mlp/down').
   config.precision.high_precision_layers = ()
 
+  # What keys and values are rounded to, in rollout and training: 'compute' or
+  # 'float8_e4m3fn', which halves the KV cache.
+  config.precision.kv_cache_dtype = 'compute'
+
   config.data = ml_collections.ConfigDict()
   # JSONL, JSON, Parquet, or 'hf:<repo>[:<config>]:<split>'.
   config.data.train_files = ()
@@ -94,6 +98,10 @@ def get_config() -> ml_collections.ConfigDict:
   config.rollout.max_response_length = 1024
   # Sequences decoded at once; rounded up to a multiple of 16 per device.
   config.rollout.num_slots = 128
+  # Tokens that the KV cache holds, all devices together; 0 for every slot at
+  # full length. With fewer, sequences that started last wait for room and are
+  # computed again, to the same bits.
+  config.rollout.kv_cache_tokens = 0
   # Most decode steps per host visit.
   config.rollout.decode_block = 64
 

@@ -159,6 +159,7 @@ def build_policy(
   model, folder = model_config(config.model)
   mesh = sharding.make_mesh(**config.mesh)
   precision = dict(config.precision)
+  kv_cache_dtype = precision.pop('kv_cache_dtype')
   recipe = fp8.Recipe(
       name=precision.pop('recipe'),
       high_precision_layers=tuple(precision.pop('high_precision_layers')),
@@ -171,6 +172,7 @@ def build_policy(
       tile=config.model.attention_tile,
       logit_chunk_rows=config.model.logit_chunk_rows,
       remat=config.model.remat,
+      kv_cache_dtype=kv_cache_dtype,
   )
   return policy, mesh, folder
 

@@ -5,8 +5,12 @@ keys, tile after tile with an online softmax. A tile that is masked in full
 leaves the running maximum, sum and output exactly as they were, so a row's
 result depends only on where its keys fall relative to the tiles: a packed
 segment that starts at a multiple of the tile gets the bits of a cache that
-starts at 0. Rows are query tokens times the heads of a group; a decode step
-pads its few rows to one tile. The backward may use any order.
+starts at 0, and pages that are a multiple of the tile may lie anywhere. Rows
+are query tokens times the heads of a group. The backward may use any order.
+
+Keys and values may be stored in FP8 (`kv_dtype`): then every use, the training
+forward's too, reads what was stored, and the gradient passes straight through.
+The scale is 1, as E4M3 reaches from 2^-9 to 448 by its own exponent.
 
 Layouts: q [B, K, R, H] with R = T * (N / K), keys and values [B, K, S, H].
 """
@@ -20,7 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.models import attention_kernel
+from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8.quantization import quantize
+from jetrl_jax.models import attention_backward, attention_kernel
 from jetrl_jax.models.norm import on_gpu
 from jetrl_jax.typing import Array
 
@@ -46,12 +52,18 @@ def _dot(a, b, contract):
 def _reference(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
   """The kernel's arithmetic in plain JAX; what a CPU runs."""
   batch, kv_heads, rows, head_dim = q_BKRH.shape
-  ones = jnp.ones((batch, kv_heads, 16, tile), jnp.float32)
+  dtype, out_dtype = (
+      attention_kernel.operand_dtype(q_BKRH.dtype, k_BKSH.dtype),
+      q_BKRH.dtype,
+  )
+  q_BKRH = q_BKRH.astype(dtype)
+  ones = jnp.ones((batch, kv_heads, 16, tile), dtype)
 
   def body(i, carry):
     acc, top, total = carry
     k_tile = lax.dynamic_slice_in_dim(k_BKSH, i * tile, tile, axis=2)
     v_tile = lax.dynamic_slice_in_dim(v_BKSH, i * tile, tile, axis=2)
+    k_tile, v_tile = k_tile.astype(dtype), v_tile.astype(dtype)
     scores = _dot(q_BKRH, k_tile, ((3,), (3,))) * _scale(head_dim)
     # The maximum changes no finite value. Without it the product and the
     # subtraction below become one multiply-add where the keys are a single
@@ -67,8 +79,9 @@ def _reference(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
     p = jnp.where(allowed, jnp.exp2(scores - new_top[..., None]), 0.0)
     # Sums through a dot: its order does not depend on the number of rows, as
     # long as it has 16 columns (8 of them change it from 96 rows on).
+    p = p.astype(dtype)
     total = total * decay + _dot(p, ones, ((3,), (3,)))[..., 0]
-    value = _dot(p.astype(v_tile.dtype), v_tile, ((3,), (2,)))
+    value = _dot(p, v_tile, ((3,), (2,)))
     return acc * decay[..., None] + value, new_top, total
 
   start = (
@@ -79,7 +92,7 @@ def _reference(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
   num_tiles = jnp.max(last_BR) // tile + 1
   acc, top, total = lax.fori_loop(0, num_tiles, body, start)
   safe = jnp.where(total > 0, total, 1.0)
-  out = (acc / safe[..., None]).astype(q_BKRH.dtype)
+  out = (acc / safe[..., None]).astype(out_dtype)
   return out, top + jnp.log2(safe)
 
 
@@ -110,7 +123,16 @@ def _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
   return run(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def store(x: Array, kv_dtype) -> Array:
+  """Returns keys or values as they are stored, see `kv_dtype`."""
+  if kv_dtype is None:
+    return x
+  if jnp.dtype(kv_dtype) == formats.E4M3:
+    return quantize(x, jnp.float32(1.0), formats.E4M3)
+  return x.astype(kv_dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def flash_attention(
     q_BKRH: Array,
     k_BKSH: Array,
@@ -118,6 +140,7 @@ def flash_attention(
     first_BR: Array,
     last_BR: Array,
     tile: int,
+    kv_dtype: str | None,
 ) -> Array:
   """Softmax attention of every row over its own range of keys.
 
@@ -129,23 +152,31 @@ def flash_attention(
     last_BR: int32, last key it may see; below `first` for no key at all, which
       gives exact zeros.
     tile: keys per step of the online softmax; part of the arithmetic.
+    kv_dtype: what keys and values are rounded to first; the gradient passes
+      straight through. None leaves them.
 
   Returns:
     [B, K, R, H] in q's dtype.
   """
+  k_BKSH, v_BKSH = store(k_BKSH, kv_dtype), store(v_BKSH, kv_dtype)
   return _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile)[0]
 
 
-def _fwd(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
+def _fwd(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile, kv_dtype):
+  k_BKSH, v_BKSH = store(k_BKSH, kv_dtype), store(v_BKSH, kv_dtype)
   out, lse = _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile)
   return out, (q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, out, lse)
 
 
-def _bwd(tile, residuals, dout):
+def _bwd(tile, kv_dtype, residuals, dout):
+  del kv_dtype
+  q_BKRH, k_BKSH, v_BKSH, *rest = residuals
+  dtype = q_BKRH.dtype
+  operands = (q_BKRH, k_BKSH.astype(dtype), v_BKSH.astype(dtype), *rest)
   if on_gpu():
-    grads = attention_kernel.backward(*residuals, dout_BKRH=dout, tile=tile)
+    grads = attention_backward.backward(*operands, dout_BKRH=dout, tile=tile)
   else:
-    grads = _reference_backward(*residuals, dout=dout)
+    grads = _reference_backward(*operands, dout=dout)
   return (*grads, None, None)
 
 
@@ -178,14 +209,18 @@ class PackedAttention:
     first_BT: int32, index in the row of the token's segment start.
     last_BT: int32, the token's own index; -1 on padding.
     tile: see `flash_attention`; T is a multiple of it.
+    kv_dtype: see `flash_attention`.
   """
 
   first_BT: Array
   last_BT: Array
   tile: int = dataclasses.field(metadata={'static': True})
+  kv_dtype: str | None = dataclasses.field(
+      default=None, metadata={'static': True}
+  )
 
   def __call__(self, q_MNH, k_MKH, v_MKH, cache):
-    """Returns (o [M, N*H], (k, v) [B, K, T, H]); `cache` must be None."""
+    """Returns (o [M, N*H], stored (k, v) [B, K, T, H]); no `cache`."""
     assert cache is None
     batch, _ = self.first_BT.shape
     kv_heads = k_MKH.shape[1]
@@ -199,51 +234,79 @@ class PackedAttention:
         jnp.repeat(self.first_BT, group, axis=1),
         jnp.repeat(self.last_BT, group, axis=1),
         self.tile,
+        self.kv_dtype,
     )
-    return _ungroup_rows(cast(Array, out), group), (k_BKSH, v_BKSH)
+    stored = store(k_BKSH, self.kv_dtype), store(v_BKSH, self.kv_dtype)
+    return _ungroup_rows(cast(Array, out), group), stored
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeAttention:
-  """One new token per slot over the slot's cache.
+  """One new token per slot over the slot's pages.
 
   Attributes:
     position_B: int32, where the new key and value go; all keys up to it are
-      attended. A position outside the cache (an idle slot) writes nothing.
-    tile: see `flash_attention`; the cache length is a multiple of it.
+      attended. -1 for an idle slot, which writes and reads nothing.
+    table_BP: int32, the pages of each slot in order, S tokens each; token t
+      lies in page t // S at t % S. Pages behind the position are not read.
+    tile: see `flash_attention`; S is a multiple of it.
   """
 
   position_B: Array
+  table_BP: Array
   tile: int = dataclasses.field(metadata={'static': True})
 
   def __call__(self, q_MNH, k_MKH, v_MKH, cache):
-    """Returns (o [B, N*H], the cache with the new key and value)."""
-    keys, values = cache
-    slots, kv_heads = keys.shape[:2]
-    group = q_MNH.shape[1] // kv_heads
+    """Returns (o [B, N*H], the pages [P, K, S, H] with the new token)."""
+    keys, values = (
+        self._append(pool, new)
+        for pool, new in zip(cache, (k_MKH, v_MKH), strict=True)
+    )
+    slots, heads, head_dim = q_MNH.shape
+    if on_gpu():
+      out, _ = attention_kernel.decode(
+          q_MNH, keys, values, self.table_BP, self.position_B, self.tile
+      )
+    else:
+      out = self._on_cpu(q_MNH, keys, values)
+    return out.reshape(slots, heads * head_dim), (keys, values)
+
+  def _append(self, pool_PKSH, new_BKH):
+    """Writes the new keys or values, each slot's in a page of its own."""
+    pages, kv_heads, size, _ = pool_PKSH.shape
+    last = jnp.maximum(self.position_B, 0)
+    page_B = jnp.take_along_axis(self.table_BP, (last // size)[:, None], 1)[
+        :, 0
+    ]
     at = (
-        jnp.arange(slots)[:, None],
+        jnp.where(self.position_B >= 0, page_B, pages)[:, None],
         jnp.arange(kv_heads)[None, :],
-        self.position_B[:, None],
+        (last % size)[:, None],
     )
-    # -1 is outside, not the last position.
-    where = {
-        'mode': 'drop',
-        'unique_indices': True,
-        'wrap_negative_indices': False,
-    }
-    keys = keys.at[at].set(k_MKH.astype(keys.dtype), **where)
-    values = values.at[at].set(v_MKH.astype(values.dtype), **where)
-    row_tile = attention_kernel.ROW_TILE if on_gpu() else 16
-    pad = -group % row_tile
-    q = jnp.pad(
-        _group_rows(q_MNH, slots, kv_heads), ((0, 0), (0, 0), (0, pad), (0, 0))
+    return pool_PKSH.at[at].set(
+        store(new_BKH, pool_PKSH.dtype), mode='drop', unique_indices=True
     )
-    last = jnp.minimum(self.position_B, keys.shape[2] - 1)
-    last_BR = jnp.broadcast_to(last[:, None], (slots, group + pad))
-    out = flash_attention(
-        q, keys, values, jnp.zeros_like(last_BR), last_BR, self.tile
+
+  def _on_cpu(self, q_MNH, keys, values):
+    slots, pages = self.table_BP.shape
+    _, kv_heads, size, head_dim = keys.shape
+
+    def gather(pool_PKSH):
+      x = pool_PKSH[self.table_BP].transpose(0, 2, 1, 3, 4)
+      return x.reshape(slots, kv_heads, pages * size, head_dim)
+
+    group = q_MNH.shape[1] // kv_heads
+    rows = attention_kernel.DECODE_ROWS
+    q = q_MNH.reshape(slots, kv_heads, group, head_dim)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, -group % rows), (0, 0)))
+    last_BR = jnp.broadcast_to(self.position_B[:, None], (slots, q.shape[2]))
+    out, _ = _reference(
+        q,
+        gather(keys),
+        gather(values),
+        jnp.zeros_like(last_BR),
+        last_BR,
+        self.tile,
     )
-    out = cast(Array, out)[:, :, :group]
-    return _ungroup_rows(out, group), (keys, values)
+    return out[:, :, :group]

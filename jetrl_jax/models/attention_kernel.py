@@ -1,10 +1,12 @@
-"""The attention kernels for NVIDIA GPUs (Pallas, Triton backend).
+"""The forward attention kernels for NVIDIA GPUs (Pallas, Triton backend).
 
-Forward: one program per 64 query rows, KV head and sequence, over key tiles in
-ascending order; training, prefill and decode all run this one kernel.
-Backward: two kernels without atomics, so gradients repeat to the bit: dq over
-key tiles, dk and dv over row tiles. `models/attention.py` has the same
-arithmetic in plain JAX.
+Both run `_attend_tile` over key tiles in ascending order: `forward` for
+training and prefill, 64 query rows to a program, and `decode`, whose few rows
+make one tile of 16 and whose keys lie in pages. What a row gets is the same in
+both: the dots contract in one order for any number of rows and warps, the row
+maximum has no order, and the row sum is a dot with ones, since a plain sum
+would be split over warps. `models/attention.py` has the arithmetic in plain
+JAX, `attention_backward.py` the gradients.
 """
 
 import functools
@@ -14,19 +16,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
 from jetrl_jax.typing import Array
 
 ROW_TILE = 64
+DECODE_ROWS = 16
+# Columns of the dot with ones: the fewest that a tensor core multiplies.
+_SUM_COLUMNS = 16
 _NO_SCORE = -1e30
 _LOG2E = math.log2(math.e)
 
 
-def _params(interpret: bool, num_warps: int, num_stages: int) -> dict:
+def compiler_params(interpret: bool, num_warps: int, num_stages: int) -> dict:
+  """Returns keywords of `pl.pallas_call`."""
   if interpret:
     return {'interpret': True}
-  from jax.experimental.pallas import triton  # GPU builds only.
-
   return {
       'compiler_params': triton.CompilerParams(
           num_warps=num_warps, num_stages=num_stages
@@ -34,7 +39,16 @@ def _params(interpret: bool, num_warps: int, num_stages: int) -> dict:
   }
 
 
-def _scores(q, k, first, last, i, tile):
+def operand_dtype(query, keys):
+  """Returns the dtype in which queries, keys and values are multiplied.
+
+  FP8 keys and values become float16: it holds them exactly, and Hopper
+  converts them in one instruction, while bfloat16 takes a detour.
+  """
+  return jnp.dtype(jnp.float16 if jnp.dtype(keys).itemsize == 1 else query)
+
+
+def tile_scores(q, k, first, last, i, tile):
   """Base-2 scores of one tile and where they are allowed."""
   scores = jnp.dot(q, k.T, preferred_element_type=jnp.float32)
   scores = scores * (q.shape[1] ** -0.5 * _LOG2E)
@@ -42,66 +56,95 @@ def _scores(q, k, first, last, i, tile):
   return scores, (key >= first[:, None]) & (key <= last[:, None])
 
 
+def _start(rows: int, head_dim: int):
+  return (
+      jnp.zeros((rows, head_dim), jnp.float32),
+      jnp.full((rows,), _NO_SCORE, jnp.float32),
+      jnp.zeros((rows, _SUM_COLUMNS), jnp.float32),
+  )
+
+
+def _attend_tile(q, k, v, first, last, i, tile, carry):
+  """Adds one tile of keys to (output, maximum, sum)."""
+  acc, top, total = carry
+  scores, allowed = tile_scores(q, k, first, last, i, tile)
+  new_top = jnp.maximum(
+      top, jnp.max(jnp.where(allowed, scores, _NO_SCORE), axis=1)
+  )
+  decay = jnp.exp2(top - new_top)
+  p = jnp.where(allowed, jnp.exp2(scores - new_top[:, None]), 0.0)
+  p = p.astype(q.dtype)
+  ones = jnp.ones((tile, _SUM_COLUMNS), q.dtype)
+  value = jnp.dot(p, v, preferred_element_type=jnp.float32)
+  added = jnp.dot(p, ones, preferred_element_type=jnp.float32)
+  return (
+      acc * decay[:, None] + value,
+      new_top,
+      total * decay[:, None] + added,
+  )
+
+
+def _finish(carry):
+  """Returns (output, base-2 log-sum-exp); zeros for a row without keys."""
+  acc, top, total = carry
+  # All columns hold the sum.
+  total = jnp.max(total, axis=1)
+  safe = jnp.where(total > 0, total, 1.0)
+  return acc / safe[:, None], top + jnp.log2(safe)
+
+
 def _forward_kernel(
     q_ref, k_ref, v_ref, first_ref, last_ref, out_ref, lse_ref, *, tile
 ):
-  q, first, last = q_ref[...], first_ref[...], last_ref[...]
-  rows, head_dim = q.shape
+  first, last = first_ref[...], last_ref[...]
+  dtype = operand_dtype(q_ref.dtype, k_ref.dtype)
+  q = q_ref[...].astype(dtype)
 
   def body(i, carry):
-    acc, top, total = carry
-    k = k_ref[pl.ds(i * tile, tile), :]
-    scores, allowed = _scores(q, k, first, last, i, tile)
-    new_top = jnp.maximum(
-        top, jnp.max(jnp.where(allowed, scores, _NO_SCORE), axis=1)
-    )
-    decay = jnp.exp2(top - new_top)
-    p = jnp.where(allowed, jnp.exp2(scores - new_top[:, None]), 0.0)
-    v = v_ref[pl.ds(i * tile, tile), :]
-    value = jnp.dot(p.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return (
-        acc * decay[:, None] + value,
-        new_top,
-        total * decay + jnp.sum(p, axis=1),
-    )
+    at = pl.ds(i * tile, tile)
+    k, v = k_ref[at, :].astype(dtype), v_ref[at, :].astype(dtype)
+    return _attend_tile(q, k, v, first, last, i, tile, carry)
 
-  acc, top, total = lax.fori_loop(
-      jnp.min(first) // tile,
-      (jnp.max(last) + tile) // tile,
-      body,
-      (
-          jnp.zeros((rows, head_dim), jnp.float32),
-          jnp.full((rows,), _NO_SCORE, jnp.float32),
-          jnp.zeros((rows,), jnp.float32),
-      ),
+  out, lse = _finish(
+      lax.fori_loop(
+          jnp.min(first) // tile,
+          (jnp.max(last) + tile) // tile,
+          body,
+          _start(*q.shape),
+      )
   )
-  safe = jnp.where(total > 0, total, 1.0)
-  out_ref[...] = (acc / safe[:, None]).astype(out_ref.dtype)
-  lse_ref[...] = top + jnp.log2(safe)
+  out_ref[...] = out.astype(out_ref.dtype)
+  lse_ref[...] = lse
 
 
-def _rows(head_dim):
+def rows_spec(head_dim: int, row_tile: int) -> pl.BlockSpec:
+  """A tile of query rows of one head and sequence."""
   return pl.BlockSpec(
-      (None, None, ROW_TILE, head_dim), lambda r, h, b: (b, h, r, 0)
+      (None, None, row_tile, head_dim), lambda r, h, b: (b, h, r, 0)
   )
 
 
-def _whole(length, head_dim):
+def whole_spec(length: int, head_dim: int) -> pl.BlockSpec:
+  """All rows of one head and sequence."""
   return pl.BlockSpec(
       (None, None, length, head_dim), lambda r, h, b: (b, h, 0, 0)
   )
 
 
-_ROW_VECTOR = pl.BlockSpec((None, ROW_TILE), lambda r, h, b: (b, r))
-_HEAD_ROW_VECTOR = pl.BlockSpec(
-    (None, None, ROW_TILE), lambda r, h, b: (b, h, r)
-)
+def row_vector_spec(row_tile: int) -> pl.BlockSpec:
+  """A number per query row, the same for all heads."""
+  return pl.BlockSpec((None, row_tile), lambda r, h, b: (b, r))
 
 
-def _pad_rows(x, axis: int, fill=0):
+def head_row_vector_spec(row_tile: int) -> pl.BlockSpec:
+  """A number per query row and head."""
+  return pl.BlockSpec((None, None, row_tile), lambda r, h, b: (b, h, r))
+
+
+def pad_rows(x: Array, axis: int, row_tile: int, fill=0) -> Array:
   """Pads the row axis to whole tiles: a short prompt has fewer rows."""
   widths = [(0, 0)] * x.ndim
-  widths[axis] = (0, -x.shape[axis] % ROW_TILE)
+  widths[axis] = (0, -x.shape[axis] % row_tile)
   return jnp.pad(x, widths, constant_values=fill)
 
 
@@ -117,205 +160,128 @@ def forward(
 ) -> tuple[Array, Array]:
   """Returns (out [B, K, R, H], base-2 log-sum-exp [B, K, R])."""
   wanted = q_BKRH.shape[2]
-  q_BKRH, first_BR = _pad_rows(q_BKRH, 2), _pad_rows(first_BR, 1)
-  last_BR = _pad_rows(last_BR, 1, fill=-1)
+  q_BKRH = pad_rows(q_BKRH, 2, ROW_TILE)
+  first_BR = pad_rows(first_BR, 1, ROW_TILE)
+  last_BR = pad_rows(last_BR, 1, ROW_TILE, fill=-1)
   batch, kv_heads, rows, head_dim = q_BKRH.shape
-  length = k_BKSH.shape[2]
+  keys = whole_spec(k_BKSH.shape[2], head_dim)
   out, lse = pl.pallas_call(
       functools.partial(_forward_kernel, tile=tile),
       grid=(rows // ROW_TILE, kv_heads, batch),
       in_specs=[
-          _rows(head_dim),
-          _whole(length, head_dim),
-          _whole(length, head_dim),
-          _ROW_VECTOR,
-          _ROW_VECTOR,
+          rows_spec(head_dim, ROW_TILE),
+          keys,
+          keys,
+          row_vector_spec(ROW_TILE),
+          row_vector_spec(ROW_TILE),
       ],
-      out_specs=[_rows(head_dim), _HEAD_ROW_VECTOR],
+      out_specs=[
+          rows_spec(head_dim, ROW_TILE),
+          head_row_vector_spec(ROW_TILE),
+      ],
       out_shape=[
           jax.ShapeDtypeStruct(q_BKRH.shape, q_BKRH.dtype),
           jax.ShapeDtypeStruct((batch, kv_heads, rows), jnp.float32),
       ],
       name='flash_attention',
-      **_params(interpret, num_warps=4, num_stages=3),
+      # FP8 keys: with four warps Hopper's wide instruction would contract in
+      # another order than the decode kernel, which has too few rows for it.
+      **compiler_params(
+          interpret,
+          num_warps=2 if k_BKSH.dtype.itemsize == 1 else 4,
+          num_stages=2,
+      ),
   )(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR)
   return out[:, :, :wanted], lse[:, :, :wanted]
 
 
-def _dq_kernel(
-    q_ref,
-    k_ref,
-    v_ref,
-    first_ref,
-    last_ref,
-    lse_ref,
-    delta_ref,
-    dout_ref,
-    dq_ref,
-    *,
-    tile,
+def _decode_kernel(
+    q_ref, k_ref, v_ref, table_ref, last_ref, out_ref, lse_ref, *, tile, group
 ):
-  q, first, last = q_ref[...], first_ref[...], last_ref[...]
-  lse, delta, dout = lse_ref[...], delta_ref[...], dout_ref[...]
+  head, last = pl.program_id(0), last_ref[0]
+  page_size = k_ref.shape[2]
+  per_page = page_size // tile
+  dtype = operand_dtype(q_ref.dtype, k_ref.dtype)
+  mine = pl.ds(head * group, DECODE_ROWS)
+  mask = jnp.arange(DECODE_ROWS) < group
+  q = triton.load(q_ref.at[mine, :], mask=mask[:, None], other=0.0)
+  q = q.astype(dtype)
+  first_R = jnp.zeros((DECODE_ROWS,), jnp.int32)
+  last_R = jnp.full((DECODE_ROWS,), last, jnp.int32)
+  tiles = (last + tile) // tile
 
-  def body(i, dq):
-    k = k_ref[pl.ds(i * tile, tile), :]
-    v = v_ref[pl.ds(i * tile, tile), :]
-    scores, allowed = _scores(q, k, first, last, i, tile)
-    p = jnp.where(allowed, jnp.exp2(scores - lse[:, None]), 0.0)
-    dp = jnp.dot(dout, v.T, preferred_element_type=jnp.float32)
-    ds = (p * (dp - delta[:, None])).astype(k.dtype)
-    return dq + jnp.dot(ds, k, preferred_element_type=jnp.float32)
+  def attend_page(j, carry):
+    page = table_ref[j]
 
-  dq = lax.fori_loop(
-      jnp.min(first) // tile,
-      (jnp.max(last) + tile) // tile,
-      body,
-      jnp.zeros(q.shape, jnp.float32),
+    def body(i, carry):
+      at = pl.ds((i - j * per_page) * tile, tile)
+      k = k_ref[page, head, at, :].astype(dtype)
+      v = v_ref[page, head, at, :].astype(dtype)
+      return _attend_tile(q, k, v, first_R, last_R, i, tile, carry)
+
+    end = jnp.minimum(tiles, (j + 1) * per_page)
+    return lax.fori_loop(j * per_page, end, body, carry)
+
+  out, lse = _finish(
+      lax.fori_loop(
+          0, (last + page_size) // page_size, attend_page, _start(*q.shape)
+      )
   )
-  dq_ref[...] = (dq * q.shape[1] ** -0.5).astype(dq_ref.dtype)
-
-
-def _dkv_kernel(
-    q_ref,
-    k_ref,
-    v_ref,
-    first_ref,
-    last_ref,
-    lse_ref,
-    delta_ref,
-    dout_ref,
-    low_ref,
-    high_ref,
-    dk_ref,
-    dv_ref,
-    *,
-    tile,
-):
-  i = pl.program_id(0)
-  k, v = k_ref[...], v_ref[...]
-
-  def body(j, carry):
-    dk, dv = carry
-    at = pl.ds(j * ROW_TILE, ROW_TILE)
-    q, dout = q_ref[at, :], dout_ref[at, :]
-    scores, allowed = _scores(q, k, first_ref[at], last_ref[at], i, tile)
-    p = jnp.where(allowed, jnp.exp2(scores - lse_ref[at][:, None]), 0.0)
-    dv += jnp.dot(
-        p.astype(dout.dtype).T, dout, preferred_element_type=jnp.float32
-    )
-    dp = jnp.dot(dout, v.T, preferred_element_type=jnp.float32)
-    ds = (p * (dp - delta_ref[at][:, None])).astype(q.dtype)
-    dk += jnp.dot(ds.T, q, preferred_element_type=jnp.float32)
-    return dk, dv
-
-  zeros = jnp.zeros(k.shape, jnp.float32)
-  dk, dv = lax.fori_loop(low_ref[0], high_ref[0], body, (zeros, zeros))
-  dk_ref[...] = (dk * k.shape[1] ** -0.5).astype(dk_ref.dtype)
-  dv_ref[...] = dv.astype(dv_ref.dtype)
-
-
-def _row_tile_range(first_BR, last_BR, num_tiles, tile):
-  """For each key tile, the row tiles [low, high) in which a row attends it."""
-  batch, rows = first_BR.shape
-  start = jnp.arange(num_tiles, dtype=jnp.int32)[None, :, None] * tile
-  attends = (first_BR[:, None, :] < start + tile) & (
-      last_BR[:, None, :] >= start
+  triton.store(
+      out_ref.at[mine, :], out.astype(out_ref.dtype), mask=mask[:, None]
   )
-  attends &= (last_BR >= first_BR)[:, None, :]
-  row_tile = jnp.arange(rows, dtype=jnp.int32)[None, None, :] // ROW_TILE
-  low = jnp.min(jnp.where(attends, row_tile, rows), axis=2)
-  high = jnp.max(jnp.where(attends, row_tile + 1, 0), axis=2)
-  del batch
-  return jnp.minimum(low, high), high
+  triton.store(lse_ref.at[mine], lse, mask=mask)
 
 
-def backward(
-    q_BKRH: Array,
-    k_BKSH: Array,
-    v_BKSH: Array,
-    first_BR: Array,
-    last_BR: Array,
-    out_BKRH: Array,
-    lse_BKR: Array,
-    dout_BKRH: Array,
+def decode(
+    q_BNH: Array,
+    k_PKSH: Array,
+    v_PKSH: Array,
+    table_BP: Array,
+    last_B: Array,
     tile: int,
     *,
     interpret: bool = False,
-) -> tuple[Array, Array, Array]:
-  """Returns (dq, dk, dv) in the dtypes of (q, k, v)."""
-  wanted = q_BKRH.shape[2]
-  q_BKRH, out_BKRH, dout_BKRH, lse_BKR = (
-      _pad_rows(x, 2) for x in (q_BKRH, out_BKRH, dout_BKRH, lse_BKR)
-  )
-  first_BR = _pad_rows(first_BR, 1)
-  last_BR = _pad_rows(last_BR, 1, fill=-1)
-  batch, kv_heads, rows, head_dim = q_BKRH.shape
-  length = k_BKSH.shape[2]
-  delta = jnp.sum(
-      out_BKRH.astype(jnp.float32) * dout_BKRH.astype(jnp.float32), axis=-1
-  )
-  row, whole = _rows(head_dim), _whole(length, head_dim)
-  dq = pl.pallas_call(
-      functools.partial(_dq_kernel, tile=tile),
-      grid=(rows // ROW_TILE, kv_heads, batch),
-      in_specs=[
-          row,
-          whole,
-          whole,
-          _ROW_VECTOR,
-          _ROW_VECTOR,
-          _HEAD_ROW_VECTOR,
-          _HEAD_ROW_VECTOR,
-          row,
-      ],
-      out_specs=row,
-      out_shape=jax.ShapeDtypeStruct(q_BKRH.shape, q_BKRH.dtype),
-      name='flash_attention_dq',
-      **_params(interpret, num_warps=4, num_stages=2),
-  )(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, lse_BKR, delta, dout_BKRH)
+) -> tuple[Array, Array]:
+  """Attends from one query token per slot to the slot's pages.
 
-  num_tiles = length // tile
-  low, high = _row_tile_range(first_BR, last_BR, num_tiles, tile)
-  all_rows = _whole(rows, head_dim)
-  vector = pl.BlockSpec((None, rows), lambda s, h, b: (b, 0))
-  head_vector = pl.BlockSpec((None, None, rows), lambda s, h, b: (b, h, 0))
-  keys = pl.BlockSpec(
-      (None, None, tile, head_dim), lambda s, h, b: (b, h, s, 0)
-  )
-  bound = pl.BlockSpec((None, 1), lambda s, h, b: (b, s))
-  dk, dv = pl.pallas_call(
-      functools.partial(_dkv_kernel, tile=tile),
-      grid=(num_tiles, kv_heads, batch),
+  Args:
+    q_BNH: queries; the heads of a group are neighbours.
+    k_PKSH: pages of keys, S tokens each, a multiple of `tile`.
+    v_PKSH: pages of values.
+    table_BP: int32, the slot's pages in order.
+    last_B: int32, the last key to attend; -1 for none.
+    tile: see `attention.flash_attention`.
+    interpret: run on a CPU, for tests.
+
+  Returns:
+    (out [B, N, H], base-2 log-sum-exp [B, N])
+  """
+  batch, heads, head_dim = q_BNH.shape
+  kv_heads, pages = k_PKSH.shape[1], table_BP.shape[1]
+  group = heads // kv_heads
+  if group > DECODE_ROWS:
+    raise ValueError(
+        f'{group} query heads share a KV head; allowed: at most {DECODE_ROWS}'
+    )
+  # Whole: the pages of a slot lie anywhere.
+  pool = pl.BlockSpec(k_PKSH.shape, lambda h, b: (0, 0, 0, 0))
+  slot = pl.BlockSpec((None, heads, head_dim), lambda h, b: (b, 0, 0))
+  return pl.pallas_call(
+      functools.partial(_decode_kernel, tile=tile, group=group),
+      grid=(kv_heads, batch),
       in_specs=[
-          all_rows,
-          keys,
-          keys,
-          vector,
-          vector,
-          head_vector,
-          head_vector,
-          all_rows,
-          bound,
-          bound,
+          slot,
+          pool,
+          pool,
+          pl.BlockSpec((None, pages), lambda h, b: (b, 0)),
+          pl.BlockSpec((1,), lambda h, b: (b,)),
       ],
-      out_specs=[keys, keys],
+      out_specs=[slot, pl.BlockSpec((None, heads), lambda h, b: (b, 0))],
       out_shape=[
-          jax.ShapeDtypeStruct(k_BKSH.shape, k_BKSH.dtype),
-          jax.ShapeDtypeStruct(v_BKSH.shape, v_BKSH.dtype),
+          jax.ShapeDtypeStruct(q_BNH.shape, q_BNH.dtype),
+          jax.ShapeDtypeStruct((batch, heads), jnp.float32),
       ],
-      name='flash_attention_dkv',
-      **_params(interpret, num_warps=8, num_stages=2),
-  )(
-      q_BKRH,
-      k_BKSH,
-      v_BKSH,
-      first_BR,
-      last_BR,
-      lse_BKR,
-      delta,
-      dout_BKRH,
-      low,
-      high,
-  )
-  return dq[:, :, :wanted], dk, dv
+      name='flash_attention',
+      **compiler_params(interpret, num_warps=1, num_stages=2),
+  )(q_BNH, k_PKSH, v_PKSH, table_BP, last_B)

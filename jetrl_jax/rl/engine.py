@@ -1,9 +1,8 @@
-"""The rollout engine: slots, caches and sampling over the policy's functions.
+"""The rollout engine: slots, pages and sampling over the policy's functions.
 
-A sequence's randomness has the address (seed, step, prompt, sample, token), so
-what it samples does not depend on its slot, on its neighbours or on the number
-of slots. All device work is in a handful of compiled functions; the state is
-donated from call to call.
+All device work is in a handful of compiled functions (`decode_step.py`); the
+state is donated from call to call. Keys and values lie in pages
+(`pages.py`), so that memory follows the lengths that sequences really have.
 """
 
 import dataclasses
@@ -13,111 +12,22 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import rng, sharding
 from jetrl_jax.compilation import exact_jit
-from jetrl_jax.rl import engine_api, logprobs, sampling
+from jetrl_jax.rl import decode_step, engine_api
+from jetrl_jax.rl.decode_step import DecodeState, EngineConfig, Prefix
+from jetrl_jax.rl.pages import PageBook, PagesConfig
 from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.typing import Array, NpArray, PRNGKey
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineConfig:
-  """Sizes and the sampler.
-
-  Attributes:
-    num_slots: sequences decoded at once; rounded up to a multiple of 16 per
-      device.
-    max_prompt_length: tokens.
-    max_response_length: tokens, the stop token included.
-    stop_ids: token ids that end a response.
-    top_k: 0 is off.
-    top_p: 1 is off.
-    min_p: 0 is off.
-    decode_block: most decode steps per host visit.
-  """
-
-  num_slots: int
-  max_prompt_length: int
-  max_response_length: int
-  stop_ids: tuple[int, ...]
-  top_k: int = 0
-  top_p: float = 1.0
-  min_p: float = 0.0
-  decode_block: int = 64
-
-  def __post_init__(self):
-    sampling.check_settings(
-        top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
-    )
-    for name in (
-        'num_slots',
-        'max_prompt_length',
-        'max_response_length',
-        'decode_block',
-    ):
-      if getattr(self, name) < 1:
-        raise ValueError(f'{name} is {getattr(self, name)}; it must be >= 1')
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeState:
-  """All slots, on the device. B slots, R = max_response_length.
-
-  Attributes:
-    caches: per layer (keys, values) [B, K, S, H].
-    token: int32 [B], the token to feed next.
-    position: int32 [B], where it goes.
-    address: uint32 [B, 2], (prompt id, sample) of the slot's random keys.
-    emitted: int32 [B], response tokens so far.
-    given: int32 [B], response tokens before this index are not sampled: they
-      are read from `tokens`, where `resume` wrote them.
-    limit: int32 [B], response tokens after which the slot stops.
-    temperature: float32 [B]; 0 is greedy.
-    active: bool [B].
-    stopped: bool [B], ended by a stop token (and not by its limit).
-    tokens: int32 [B, R], the responses.
-    log_mu: float32 [B, R], nats under the distribution really sampled.
-    logprobs: float32 [B, R], nats under the whole tempered vocabulary.
-  """
-
-  caches: list[tuple[Array, Array]]
-  token: Array
-  position: Array
-  address: Array
-  emitted: Array
-  given: Array
-  limit: Array
-  temperature: Array
-  active: Array
-  stopped: Array
-  tokens: Array
-  log_mu: Array
-  logprobs: Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prefix:
-  """The caches of P prefilled prompts, less their last token.
-
-  Attributes:
-    caches: per layer (keys, values) [P, K, T, H].
-    last_token: int32 [P], fed by the first decode step.
-    length: int32 [P], prompt tokens.
-  """
-
-  caches: list[tuple[Array, Array]]
-  last_token: Array
-  length: Array
-
-
-def _round_up(value: int, multiple: int) -> int:
-  return -(-value // multiple) * multiple
+# Attention tiles per page.
+_PAGE_TILES = 2
+# Tokens, padding included, that are prefilled at once.
+_PREFILL_TOKENS = 16384
+_PREFILL_ROWS = 16
 
 
 class Engine(engine_api.Engine):
@@ -135,24 +45,30 @@ class Engine(engine_api.Engine):
     self._base_key = rng.key(0, rng.ROLLOUT, 0)
     devices = policy.axes.size
     self.num_slots = _round_up(config.num_slots, 16 * devices)
-    tile = policy.tile
-    self.prompt_buckets = _buckets(config.max_prompt_length, tile)
+    self.page_size = _PAGE_TILES * policy.tile
     self.cache_length = _round_up(
-        config.max_prompt_length + config.max_response_length, tile
+        config.max_prompt_length + config.max_response_length, self.page_size
     )
+    # Parked sequences are prefilled with all they have.
+    self.buckets = _buckets(config.max_prompt_length, policy.tile)
+    self.buckets += [
+        size
+        for size in _buckets(self.cache_length, policy.tile)
+        if size > self.buckets[-1]
+    ]
+    self.pages = self._new_book()
     rows = sharding.ROWS
     self._rows = NamedSharding(mesh, rows)
     self._compiled: dict[str, Callable] = {}
-    self._insert = exact_jit(
-        _insert, donate_argnums=(0,), out_shardings=self._rows
-    )
-    self._free = exact_jit(_free, donate_argnums=(0,), out_shardings=self._rows)
-    self._pause = exact_jit(
-        _pause, donate_argnums=(0,), out_shardings=self._rows
-    )
-    self._resume = exact_jit(
-        _resume, donate_argnums=(0,), out_shardings=self._rows
-    )
+
+    def compiled(function):
+      return exact_jit(function, donate_argnums=(0,), out_shardings=self._rows)
+
+    self._insert = compiled(decode_step.insert)
+    self._free = compiled(decode_step.free)
+    self._pause = compiled(decode_step.pause)
+    self._resume = compiled(decode_step.resume)
+    self._fill_pages = compiled(decode_step.fill_pages)
 
   # --- JetStream's Engine API -------------------------------------------
 
@@ -181,9 +97,13 @@ class Engine(engine_api.Engine):
     return self.config.max_prompt_length
 
   def init_decode_state(self) -> DecodeState:
-    """Returns a state with every slot idle."""
+    """Returns a state with every slot idle; the one before it is void."""
+    self.pages = self._new_book()
+    config = self.pages.config
     slots, length = self.num_slots, self.config.max_response_length
-    cache = self.policy.cache_shape(slots, self.cache_length)
+    pool = self.policy.page_shape(
+        config.pages_per_device * config.num_devices, self.page_size
+    )
     layers = self.policy.model.num_layers
 
     def make():
@@ -191,11 +111,14 @@ class Engine(engine_api.Engine):
         return jnp.full((slots, *tail), 0, dtype)
 
       def layer():
-        empty = jnp.zeros(cache.shape, cache.dtype)
+        empty = jnp.zeros(pool.shape, pool.dtype)
         return empty, empty
 
       return DecodeState(
           caches=[layer() for _ in range(layers)],
+          table=zeros(jnp.int32, config.pages_per_slot),
+          parked=zeros(jnp.bool_),
+          prompt=zeros(jnp.int32, self.config.max_prompt_length),
           token=zeros(jnp.int32),
           position=zeros(jnp.int32),
           address=zeros(jnp.uint32, 2),
@@ -237,28 +160,40 @@ class Engine(engine_api.Engine):
     Raises:
       ValueError: a prompt is empty or too long.
     """
-    allowed = self.config.max_prompt_length
+    limit = self.config.max_prompt_length
     for i, tokens in enumerate(prompts):
-      if not 1 <= len(tokens) <= allowed:
+      if not 1 <= len(tokens) <= limit:
         raise ValueError(
             f'prompt {i} of the batch has {len(tokens)} tokens; allowed: 1 to'
-            f' {allowed} (max_prompt_length)'
+            f' {limit} (max_prompt_length)'
         )
     rows = _round_up(max(rows or 1, len(prompts)), self.policy.axes.size)
-    longest = max(map(len, prompts))
-    bucket = next(b for b in self.prompt_buckets if b >= longest)
+    tokens_PT = np.zeros((rows, limit), np.int32)
+    lengths_P, last_P = np.zeros((2, rows), np.int32)
+    for i, tokens in enumerate(prompts):
+      tokens_PT[i, : len(tokens)] = tokens
+      lengths_P[i], last_P[i] = len(tokens), tokens[-1]
+    return Prefix(
+        caches=self._keys_of(params, prompts, rows),
+        tokens=self._put(tokens_PT),
+        last_token=self._put(last_P),
+        length=self._put(lengths_P),
+    )
+
+  def _keys_of(self, params: PolicyParams, sequences: list[NpArray], rows: int):
+    """Returns per layer (keys, values) of all tokens but the last.
+
+    The last is not prefilled: the next decode step feeds it.
+    """
+    longest = max(map(len, sequences))
+    bucket = next(b for b in self.buckets if b >= longest)
     tokens_PT = np.zeros((rows, bucket), np.int32)
     lengths_P = np.zeros((rows,), np.int32)
-    last_P = np.zeros((rows,), np.int32)
-    for i, tokens in enumerate(prompts):
-      # The last token is not prefilled: the first decode step feeds it.
+    for i, tokens in enumerate(sequences):
       tokens_PT[i, : len(tokens) - 1] = tokens[:-1]
-      lengths_P[i], last_P[i] = len(tokens), tokens[-1]
-    put = functools.partial(jax.device_put, device=self._rows)
-    caches = self._per_row(params, _prefill, (self.policy,), 2)(
-        params, put(tokens_PT), put(np.maximum(lengths_P - 1, 0))
-    )
-    return Prefix(caches=caches, last_token=put(last_P), length=put(lengths_P))
+      lengths_P[i] = len(tokens) - 1
+    run = self._per_row(params, decode_step.prefill, (self.policy,), 2)
+    return run(params, self._put(tokens_PT), self._put(lengths_P))
 
   def insert(
       self, prefix: Prefix, decode_state: DecodeState, slot: int
@@ -303,11 +238,20 @@ class Engine(engine_api.Engine):
       address = np.stack([np.zeros(count, np.uint32), slots], 1)
     address_N2 = np.zeros((size, 2), np.uint32)
     address_N2[:count] = address
+    rows = rows if rows is not None else [0] * count
+    lengths_P = np.asarray(prefix.length)
+    for slot, row in zip(slots, rows, strict=True):
+      self.pages.start(slot, int(lengths_P[row]))
+    length = prefix.caches[0][0].shape[2]
+    pages_NJ = self.pages.global_pages(
+        [*slots, *[-1] * (size - count)], self.pages.pages_for(length)
+    )
     return self._insert(
         decode_state,
         prefix,
         padded(slots, self.num_slots),
-        padded(rows if rows is not None else [0] * count, 0),
+        padded(rows, 0),
+        pages_NJ,
         address_N2,
         padded(limits if limits is not None else [maximum] * count, 1),
         np.float32(temperature),
@@ -317,8 +261,9 @@ class Engine(engine_api.Engine):
       self, params: PolicyParams, decode_state: DecodeState
   ) -> tuple[DecodeState, engine_api.ResultTokens]:
     """Takes one step; see `engine_api.Engine.generate`."""
-    was_active = jnp.copy(decode_state.active)
-    state = self.generate_block(params, decode_state, self._base_key, 1)
+    decode_state = self._with_pages(params, decode_state, 1)
+    was_active = decode_state.active & ~decode_state.parked
+    state = self._run_block(params, decode_state, self._base_key, 1)
     last = jnp.maximum(state.emitted - 1, 0)[:, None]
 
     def pick(x):
@@ -346,14 +291,93 @@ class Engine(engine_api.Engine):
       base_key: key with address (seed, step); the rest is folded in per slot.
       steps: by default decode_block.
     """
-    count = np.int32(self.config.decode_block if steps is None else steps)
+    steps = self.config.decode_block if steps is None else steps
+    decode_state = self._with_pages(params, decode_state, steps)
+    return self._run_block(params, decode_state, base_key, steps)
+
+  def _run_block(self, params, state, base_key, steps) -> DecodeState:
     bound = (self.policy, self.config)
-    run = self._per_row(params, _generate, bound, 1, (0, 3))
-    return run(params, decode_state, base_key, count)
+    run = self._per_row(params, decode_step.generate, bound, 1, (0, 3))
+    return run(params, state, base_key, np.int32(steps))
 
   def free_resource(self, slot: int, decode_state: DecodeState) -> DecodeState:
     """Makes a slot idle."""
+    self.release([slot])
     return self._free(decode_state, np.int32(slot))
+
+  # --- pages --------------------------------------------------------------
+
+  def release(self, slots: Sequence[int]) -> None:
+    """Takes back the pages of slots whose sequences are over."""
+    for slot in slots:
+      self.pages.release(slot)
+
+  def _new_book(self) -> PageBook:
+    devices = self.policy.axes.size
+    tokens = self.config.kv_cache_tokens or self.num_slots * self.cache_length
+    return PageBook(
+        PagesConfig(
+            num_slots=self.num_slots,
+            num_devices=devices,
+            pages_per_device=tokens // (self.page_size * devices),
+            page_size=self.page_size,
+            pages_per_slot=self.cache_length // self.page_size,
+        )
+    )
+
+  def _with_pages(self, params, state: DecodeState, steps: int) -> DecodeState:
+    """Makes room for the next steps; parks sequences and brings them back."""
+    active, position, emitted, limit = jax.device_get(
+        (state.active, state.position, state.emitted, state.limit)
+    )
+    wanted = {
+        int(slot): int(position[slot])
+        + min(steps, int(limit[slot] - emitted[slot]))
+        for slot in np.flatnonzero(active)
+    }
+    back = sorted(self.pages.grow(wanted))
+    if back:
+      state = self._compute_again(params, state, back)
+    if not self.pages.changed:
+      return state
+    self.pages.changed = False
+    parked_B = np.zeros(self.num_slots, bool)
+    parked_B[list(self.pages.parked)] = True
+    return dataclasses.replace(
+        state,
+        table=self._put(self.pages.table),
+        parked=self._put(parked_B),
+    )
+
+  def _compute_again(self, params, state, slots: list[int]) -> DecodeState:
+    """Fills the pages of sequences that were parked."""
+    prompt, position, tokens, emitted = jax.device_get(
+        (state.prompt, state.position, state.tokens, state.emitted)
+    )
+    sequences = {
+        slot: np.concatenate(
+            [
+                prompt[slot, : position[slot] - emitted[slot] + 1],
+                tokens[slot, : emitted[slot]],
+            ]
+        )
+        for slot in slots
+    }
+    while slots:
+      longest = max(len(sequences[slot]) for slot in slots)
+      rows = min(max(_PREFILL_TOKENS // longest, 1), _PREFILL_ROWS)
+      now, slots = slots[:rows], slots[rows:]
+      rows = _round_up(rows, self.policy.axes.size)
+      caches = self._keys_of(params, [sequences[s] for s in now], rows)
+      count = self.pages.pages_for(caches[0][0].shape[2])
+      pages_NJ = self.pages.global_pages(
+          [*now, *[-1] * (rows - len(now))], count
+      )
+      filled = self._fill_pages(
+          state.caches, caches, np.arange(rows, dtype=np.int32), pages_NJ
+      )
+      state = dataclasses.replace(state, caches=filled)
+    return state
 
   # --- turns --------------------------------------------------------------
 
@@ -428,7 +452,7 @@ class Engine(engine_api.Engine):
 
 
 def _buckets(longest: int, tile: int) -> list[int]:
-  """Prompt lengths that are compiled: powers of two times the tile."""
+  """Lengths that are compiled: powers of two times the tile."""
   buckets, size = [], tile
   while size < longest:
     buckets.append(size)
@@ -436,163 +460,5 @@ def _buckets(longest: int, tile: int) -> list[int]:
   return [*buckets, _round_up(longest, tile)]
 
 
-def _prefill(policy, params, tokens_PT, lengths_P):
-  return policy.prefill(params, tokens_PT, lengths_P)
-
-
-def _insert(state, prefix, slots_N, rows_N, address_N2, limits_N, temperature):
-  length = prefix.caches[0][0].shape[2]
-
-  def put(old, new):
-    return old.at[slots_N].set(new, mode='drop')
-
-  def copy(old, new):
-    return old.at[slots_N, :, :length].set(new[rows_N], mode='drop')
-
-  none = jnp.zeros(slots_N.shape, jnp.int32)
-  return dataclasses.replace(
-      state,
-      caches=[
-          (copy(keys, new_keys), copy(values, new_values))
-          for (keys, values), (new_keys, new_values) in zip(
-              state.caches, prefix.caches, strict=True
-          )
-      ],
-      token=put(state.token, prefix.last_token[rows_N]),
-      position=put(state.position, prefix.length[rows_N] - 1),
-      address=put(state.address, address_N2),
-      emitted=put(state.emitted, none),
-      given=put(state.given, none),
-      limit=put(state.limit, limits_N),
-      temperature=put(
-          state.temperature, jnp.broadcast_to(temperature, slots_N.shape)
-      ),
-      active=put(state.active, none == 0),
-      stopped=put(state.stopped, none != 0),
-  )
-
-
-def _free(state, slot):
-  return dataclasses.replace(state, active=state.active.at[slot].set(False))
-
-
-def _pause(state, chosen_B):
-  return dataclasses.replace(state, active=state.active & ~chosen_B)
-
-
-def _resume(state, chosen_B, kept_B, given_BW, count_B):
-  # From the first given token on: [0, W) in `given_BW`.
-  index_BR = (
-      jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]
-      - kept_B[:, None]
-  )
-  written_BR = (
-      chosen_B[:, None] & (index_BR >= 0) & (index_BR < count_B[:, None])
-  )
-  given_BR = jnp.take_along_axis(
-      given_BW, jnp.clip(index_BR, 0, given_BW.shape[1] - 1), axis=1
-  )
-  # With nothing kept the prompt's last token is the one to feed, still.
-  last_B = _token_at(state.tokens, kept_B - 1)
-  return dataclasses.replace(
-      state,
-      token=jnp.where(chosen_B & (kept_B > 0), last_B, state.token),
-      position=state.position + jnp.where(chosen_B, kept_B - state.emitted, 0),
-      emitted=jnp.where(chosen_B, kept_B, state.emitted),
-      given=jnp.where(chosen_B, kept_B + count_B, state.given),
-      active=state.active | chosen_B,
-      stopped=state.stopped & ~chosen_B,
-      tokens=jnp.where(written_BR, given_BR, state.tokens),
-  )
-
-
-def _token_at(tokens_BR, index_B):
-  index_B1 = jnp.clip(index_B, 0, tokens_BR.shape[1] - 1)[:, None]
-  return jnp.take_along_axis(tokens_BR, index_B1, axis=1)[:, 0]
-
-
-def _sample(config: EngineConfig, state: DecodeState, z_BV, base_key):
-  """Returns (token, log mu, log pi, whether it is given) of every slot.
-
-  A given token was not sampled; log pi stands for its log mu.
-  """
-  with jax.named_scope('head'):
-    lse_B, _ = logprobs.row_stats(z_BV)
-
-  def one(z_V, address, emitted, temperature):
-    key = rng.fold(base_key, address[0], address[1], emitted)
-    mask_V = sampling.truncation_mask(
-        z_V, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p
-    )
-    greedy = temperature <= 0
-    token = sampling.gumbel_argmax(z_V, mask_V, key, greedy=greedy)
-    if mask_V is None:
-      return token, z_V[token], greedy
-    return token, sampling.log_mu(z_V, mask_V, token, greedy=greedy), greedy
-
-  with jax.named_scope('sampling'):
-    token_B, value_B, greedy_B = jax.vmap(one)(
-        z_BV, state.address, state.emitted, state.temperature
-    )
-  is_given_B = state.emitted < state.given
-  token_B = jnp.where(
-      is_given_B, _token_at(state.tokens, state.emitted), token_B
-  )
-  with jax.named_scope('head'):
-    logprob_B = logprobs.pick(z_BV, token_B) - lse_B
-  truncates = config.top_k > 0 or config.top_p < 1 or config.min_p > 0
-  log_mu_B = value_B if truncates else jnp.where(greedy_B, 0.0, logprob_B)
-  log_mu_B = jnp.where(is_given_B, logprob_B, log_mu_B)
-  return token_B, log_mu_B, logprob_B, is_given_B
-
-
-def _step(policy, config, params, base_key, state: DecodeState) -> DecodeState:
-  """Feeds, samples and books one token in every active slot."""
-  length = state.caches[0][0].shape[2]
-  z_BV, caches = policy.decode(
-      params,
-      state.token,
-      jnp.where(state.active, state.position, length),
-      state.caches,
-      state.temperature,
-  )
-  token, log_mu, logprob, is_given = _sample(config, state, z_BV, base_key)
-  index_R = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]
-  here_BR = (index_R == state.emitted[:, None]) & state.active[:, None]
-
-  def write(buffer, new):
-    return jnp.where(here_BR, new[:, None], buffer)
-
-  stop_ids = jnp.asarray(config.stop_ids or (-1,), jnp.int32)
-  is_stop = jnp.any(token[:, None] == stop_ids[None, :], axis=1) & ~is_given
-  emitted = state.emitted + state.active
-  return dataclasses.replace(
-      state,
-      caches=caches,
-      token=jnp.where(state.active, token, state.token),
-      position=state.position + state.active,
-      emitted=emitted,
-      active=state.active & ~is_stop & (emitted < state.limit),
-      stopped=state.stopped | (state.active & is_stop),
-      tokens=write(state.tokens, token),
-      log_mu=write(state.log_mu, log_mu),
-      logprobs=write(state.logprobs, logprob),
-  )
-
-
-def _generate(policy, config, params, state, base_key, steps):
-  # Devices take the same number of steps: weights are gathered inside.
-  def any_active(state):
-    return policy.axes.pmax(jnp.any(state.active).astype(jnp.int32))
-
-  def body(carry):
-    i, state, _ = carry
-    state = _step(policy, config, params, base_key, state)
-    return i + 1, state, any_active(state)
-
-  _, state, _ = lax.while_loop(
-      lambda carry: (carry[0] < steps) & (carry[2] > 0),
-      body,
-      (jnp.int32(0), state, any_active(state)),
-  )
-  return state
+def _round_up(value: int, multiple: int) -> int:
+  return -(-value // multiple) * multiple

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from jetrl_jax.fp8 import flow
-from jetrl_jax.rl import engine, train_step
-from jetrl_jax.rl.engine import DecodeState, EngineConfig
+from jetrl_jax.rl import decode_step, train_step
+from jetrl_jax.rl.decode_step import DecodeState, EngineConfig
 from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.rl.types import TrainBatch, TrainState
 from jetrl_jax.sharding import Axes
@@ -61,7 +61,7 @@ def decode_graph(
     # another granularity than training's scalar.
     shared = jnp.broadcast_to(temperature, slots.temperature.shape)
     slots = dataclasses.replace(slots, temperature=shared)
-    return engine._step(policy, config, params, base_key, slots)
+    return decode_step.step(policy, config, params, base_key, slots)
 
   key = jax.eval_shape(lambda: jax.random.key(0, impl='threefry2x32'))
   return flow.extract(
@@ -135,10 +135,13 @@ def _slots(policy: Policy) -> DecodeState:
   ints, floats = _shape(jnp.int32, _SLOTS), _shape(jnp.float32, _SLOTS)
   flags = _shape(jnp.bool_, _SLOTS)
   written = _shape(jnp.float32, _SLOTS, 2)
-  shape = policy.cache_shape(_SLOTS, policy.tile)
+  shape = policy.page_shape(_SLOTS, policy.tile)
   cache = _shape(shape.dtype, *shape.shape)
   return DecodeState(
       caches=[(cache, cache)] * policy.model.num_layers,
+      table=_shape(jnp.int32, _SLOTS, 1),
+      parked=flags,
+      prompt=_shape(jnp.int32, _SLOTS, 1),
       token=ints,
       position=ints,
       address=_shape(jnp.uint32, _SLOTS, 2),

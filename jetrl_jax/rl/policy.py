@@ -44,6 +44,8 @@ class Policy:
     tile: attention tile in tokens; packed segments start at multiples of it.
     logit_chunk_rows: rows whose logits are in memory at once in `score`.
     remat: recompute each block in the backward pass.
+    kv_cache_dtype: what keys and values are rounded to, in training too:
+      'compute' (the recipe's dtype) or 'float8_e4m3fn'.
   """
 
   model: ModelConfig
@@ -52,8 +54,14 @@ class Policy:
   tile: int = 64
   logit_chunk_rows: int = 1024
   remat: bool = True
+  kv_cache_dtype: str = 'compute'
 
   def __post_init__(self):
+    if self.kv_cache_dtype not in ('compute', 'float8_e4m3fn'):
+      raise ValueError(
+          f'kv_cache_dtype is {self.kv_cache_dtype!r}; allowed: compute,'
+          ' float8_e4m3fn'
+      )
     for name in ('tile', 'logit_chunk_rows'):
       value = getattr(self, name)
       if value < 16 or value % 16:
@@ -63,6 +71,13 @@ class Policy:
   def decoder(self) -> Decoder:
     """The Flax module."""
     return Decoder(self.recipe, self.axes, config=self.model, remat=self.remat)
+
+  @property
+  def kv_dtype(self) -> str:
+    """Dtype in which keys and values are stored."""
+    if self.kv_cache_dtype == 'compute':
+      return jnp.dtype(self.recipe.dtype).name
+    return self.kv_cache_dtype
 
   def _apply(self, tree: PyTree, *args, **kwargs) -> Any:
     # Flax's own return type counts collections that change; none does here.
@@ -75,6 +90,7 @@ class Policy:
         first_BT=tokens[None],
         last_BT=jnp.arange(self.tile, dtype=jnp.int32)[None],
         tile=self.tile,
+        kv_dtype=self.kv_dtype,
     )
     mask = jnp.ones((self.tile,), jnp.float32)
     return self.decoder.init(key, tokens, tokens, mask, attend)['params']
@@ -92,6 +108,7 @@ class Policy:
         first_BT=jnp.where(valid, index - batch.positions, index),
         last_BT=jnp.where(valid, index, -1),
         tile=self.tile,
+        kv_dtype=self.kv_dtype,
     )
     hidden_MD, _ = self._apply(
         variables(params.weights, params.fp8_state, masters),
@@ -157,6 +174,7 @@ class Policy:
         first_BT=jnp.where(valid, 0, index),
         last_BT=jnp.where(valid, index, -1),
         tile=self.tile,
+        kv_dtype=self.kv_dtype,
     )
     _, caches = self._apply(
         variables(params.weights, params.fp8_state),
@@ -172,6 +190,7 @@ class Policy:
       params: PolicyParams,
       tokens_B: Array,
       positions_B: Array,
+      table_BP: Array,
       caches: list[tuple[Array, Array]],
       temperature_B: Array,
   ) -> tuple[Array, list[tuple[Array, Array]]]:
@@ -180,26 +199,30 @@ class Policy:
     Args:
       params: weights and scales.
       tokens_B: int32 the token to feed, B a multiple of 16.
-      positions_B: int32 its position; outside the cache for an idle slot.
-      caches: per layer (keys, values) [B, K, S, H].
+      positions_B: int32 its position; -1 for an idle slot.
+      table_BP: int32, see `DecodeAttention`.
+      caches: per layer pages of (keys, values), [P, K, S, H].
       temperature_B: float32; 0 leaves the logits untempered.
     """
     tree = variables(params.weights, params.fp8_state)
     hidden_MD, caches = self._apply(
         tree,
         tokens_B,
-        positions_B,
+        jnp.maximum(positions_B, 0),
         jnp.ones(tokens_B.shape, jnp.float32),
-        DecodeAttention(position_B=positions_B, tile=self.tile),
+        DecodeAttention(
+            position_B=positions_B, table_BP=table_BP, tile=self.tile
+        ),
         caches,
     )
     with jax.named_scope('head'):
       logits_BV = self._apply(tree, hidden_MD, method='head')
       return logprobs.temper(logits_BV, temperature_B[:, None]), caches
 
-  def cache_shape(self, slots: int, length: int) -> jax.ShapeDtypeStruct:
-    """Shape of one layer's keys (and values) for `slots` sequences."""
+  def page_shape(self, pages: int, size: int) -> jax.ShapeDtypeStruct:
+    """Shape of one layer's keys (and values): pages of `size` tokens."""
     model = self.model
     return jax.ShapeDtypeStruct(
-        (slots, model.num_kv_heads, length, model.head_dim), self.recipe.dtype
+        (pages, model.num_kv_heads, size, model.head_dim),
+        jnp.dtype(self.kv_dtype),
     )

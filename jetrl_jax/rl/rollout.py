@@ -161,6 +161,7 @@ class _Loop:
     tokens, log_mu, logprobs = jax.device_get(
         (state.tokens, state.log_mu, state.logprobs)
     )
+    self.engine.release(finished)
     for slot in finished:
       job, length = self.running.pop(slot), int(emitted[slot])
       self.done[job.index] = Completion(

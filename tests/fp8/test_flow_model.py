@@ -158,10 +158,8 @@ def test_the_check_at_start_up_names_what_only_the_rollout_rounds():
 
   class RoundsLogits(type(of)):
 
-    def decode(self, params, tokens_B, positions_B, caches, temperature_B):
-      logits, caches = super().decode(
-          params, tokens_B, positions_B, caches, temperature_B
-      )
+    def decode(self, params, *inputs):
+      logits, caches = super().decode(params, *inputs)
       return logits.astype('bfloat16').astype('float32'), caches
 
   fields = {f.name: getattr(of, f.name) for f in dataclasses.fields(of)}

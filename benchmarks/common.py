@@ -1,0 +1,225 @@
+"""What the benchmarks share: random models, timing, profiles, records."""
+
+import collections
+import dataclasses
+import datetime
+import gzip
+import importlib.metadata
+import json
+import pathlib
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import jax
+import numpy as np
+
+from configs import base
+from jetrl_jax import config as configs
+from jetrl_jax.data import Prompt
+from jetrl_jax.rl import state as states
+from jetrl_jax.rl.optimizer import OptimizerConfig
+from jetrl_jax.rl.policy import Policy
+from jetrl_jax.rl.types import TrainState
+
+_PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
+
+
+def _head() -> str:
+  head = ['git', 'rev-parse', 'HEAD']
+  found = subprocess.run(head, capture_output=True, text=True, check=False)
+  return found.stdout.strip()
+
+
+def environment(commit: str = '') -> dict:
+  """Returns date, commit, versions, hardware and command.
+
+  Args:
+    commit: of the code under test, where git is not at hand.
+  """
+  device = jax.devices()[0]
+  return {
+      'date': datetime.date.today().isoformat(),
+      'commit': commit or _head() or 'unknown',
+      'hardware': f'{jax.device_count()} x {device.device_kind}',
+      'versions': {
+          'python': platform.python_version(),
+          **{name: importlib.metadata.version(name) for name in _PACKAGES},
+      },
+      'command': ' '.join(['python', *sys.argv]),
+  }
+
+
+def table(rows: Iterable[dict], columns: Sequence[tuple[str, str, str]]) -> str:
+  """Returns a Markdown table.
+
+  Args:
+    rows: records.
+    columns: (key, label, format); columns that no row has are left out.
+  """
+  rows = list(rows)
+  shown = [c for c in columns if any(c[0] in row for row in rows)]
+  lines = [
+      '| ' + ' | '.join(label for _, label, _ in shown) + ' |',
+      '|' + '---|' * len(shown),
+  ]
+  for row in rows:
+    cells = [
+        format(row[name], form) if name in row else ''
+        for name, _, form in shown
+    ]
+    lines.append('| ' + ' | '.join(cells) + ' |')
+  return '\n'.join(lines)
+
+
+def write(
+    output: str,
+    rows: list[dict],
+    summary: dict,
+    shown: str,
+    commit: str = '',
+) -> None:
+  """Writes `output`.json and `output`.md and prints the table.
+
+  Args:
+    output: path without ending.
+    rows: all that was measured.
+    summary: the ratios.
+    shown: Markdown.
+    commit: see `environment`.
+  """
+  path = pathlib.Path(output)
+  record = environment(commit) | {
+      'name': path.name,
+      'rows': rows,
+      'summary': summary,
+  }
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.with_name(path.name + '.json').write_text(json.dumps(record, indent=1))
+  head = '\n'.join(
+      f'* {key}: {record[key]}'
+      for key in ('date', 'hardware', 'commit', 'versions', 'command')
+  )
+  lines = '\n'.join(f'* {key}: {value}' for key, value in summary.items())
+  path.with_name(path.name + '.md').write_text(
+      f'# {path.name}\n\n{head}\n\n{shown}\n\n{lines}\n'.rstrip() + '\n'
+  )
+  print(shown, lines, sep='\n\n', flush=True)
+
+
+def overrides(variant: str) -> dict:
+  """Returns the config of 'RECIPE' or 'RECIPE+kv8' (FP8 keys and values)."""
+  recipe, _, kv = variant.partition('+')
+  kinds = {'': 'compute', 'kv8': 'float8_e4m3fn'}
+  return {'precision.recipe': recipe, 'precision.kv_cache_dtype': kinds[kv]}
+
+
+def random_policy(
+    shape: str, overrides: dict | None = None, layers: int = 0
+) -> tuple[Policy, jax.sharding.Mesh, Callable]:
+  """Returns (policy, mesh, function that makes random masters).
+
+  Args:
+    shape: see `model.shape`.
+    overrides: dotted config keys to values, on top of `configs/base.py`.
+    layers: of the model's; 0 for all.
+  """
+  config = base.get_config()
+  config.model.init = 'random'
+  config.model.shape = shape
+  config.model.master_dtype = 'bfloat16'
+  config.update_from_flattened_dict(overrides or {})
+  policy, mesh, folder = configs.build_policy(config)
+  if layers:
+    model = dataclasses.replace(policy.model, num_layers=layers)
+    policy = dataclasses.replace(policy, model=model)
+  make, _ = configs.parameters(config, policy, mesh, folder)
+  return policy, mesh, make
+
+
+def random_state(
+    policy: Policy,
+    mesh: jax.sharding.Mesh,
+    params,
+    optimizer: OptimizerConfig | None = None,
+) -> TrainState:
+  """Returns a state over `params`, its activation scales uncalibrated."""
+  optimizer = optimizer or OptimizerConfig(lr=1e-5, moments='fp8')
+  return states.create(policy, params, optimizer.build(), mesh)
+
+
+def random_prompts(count: int, length: int, vocab: int) -> list[Prompt]:
+  """Returns prompts of random tokens."""
+  random = np.random.default_rng(0)
+  tokens = random.integers(0, vocab, (count, length), dtype=np.int32)
+  return [
+      Prompt(
+          id=i, tokens=tokens[i], text='', answer='', source='random', extra={}
+      )
+      for i in range(count)
+  ]
+
+
+def shortened(prompt: Prompt, length: int) -> Prompt:
+  """Returns the prompt's first tokens."""
+  return dataclasses.replace(prompt, tokens=prompt.tokens[:length])
+
+
+def seconds(run: Callable[[], object]) -> float:
+  """Returns the wall time of one call, the device's work included."""
+  start = time.perf_counter()
+  jax.block_until_ready(run())
+  return time.perf_counter() - start
+
+
+def median_seconds(run: Callable[[], object], repeats: int = 5) -> float:
+  """Returns the median wall time of `repeats` calls after one to warm up."""
+  seconds(run)
+  return float(np.median([seconds(run) for _ in range(repeats)]))
+
+
+def peak_gib() -> float | None:
+  """Returns the device's peak memory in GiB, None where it does not tell."""
+  stats = jax.devices()[0].memory_stats()
+  return stats['peak_bytes_in_use'] / 2**30 if stats else None
+
+
+def kernel_times(run: Callable[[], object]) -> dict[str, tuple[float, int]]:
+  """Returns kernel name -> (milliseconds, launches) of one call.
+
+  Args:
+    run: compiled and warm; what is in a CUDA graph is seen as one.
+  """
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.profiler.trace(folder):
+      jax.block_until_ready(run())
+    (path,) = pathlib.Path(folder).rglob('*.trace.json.gz')
+    with gzip.open(path) as file:
+      events = json.load(file)['traceEvents']
+  lanes = {
+      (e['pid'], e['tid'])
+      for e in events
+      if e.get('name') == 'thread_name' and 'Stream' in e['args']['name']
+  }
+  times = collections.defaultdict(lambda: (0.0, 0))
+  for event in events:
+    if event.get('ph') == 'X' and (event['pid'], event['tid']) in lanes:
+      name = re.sub(r'[._]\d+$', '', event['name'])
+      total, count = times[name]
+      times[name] = total + event['dur'] / 1e3, count + 1
+  return dict(times)
+
+
+def show_kernels(times: dict[str, tuple[float, int]], top: int = 40) -> str:
+  """Returns the longest kernels, a line each: ms, launches, name."""
+  ordered = sorted(times.items(), key=lambda item: -item[1][0])
+  whole = sum(ms for ms, _ in times.values())
+  lines = [f'{whole:10.3f} ms in {sum(n for _, n in times.values())} kernels']
+  lines += [
+      f'{ms:10.3f} {n:6d}  {name[:90]}' for name, (ms, n) in ordered[:top]
+  ]
+  return '\n'.join(lines)

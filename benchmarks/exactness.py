@@ -1,0 +1,213 @@
+"""Compares rollout and training forward bit for bit, over sizes and layouts.
+
+    python benchmarks/exactness.py --output=benchmarks/results/NAME \
+      --slots=16,64,128,256 --tokens=2048
+
+A random model samples `--prompts` prompts with seeded lengths. Each slot
+count must give the same tokens and log-probs to the bit (their hash is in the
+table); one engine has a KV pool for a third of its slots, so that sequences
+are parked and computed again. Each packing must give the rollout's log-probs:
+the training forward, and the forward inside `accumulate`.
+"""
+
+import functools
+import gc
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from benchmarks import common
+from jetrl_jax import rng
+from jetrl_jax.rl import mismatch, packing
+from jetrl_jax.rl.engine import Engine, EngineConfig
+from jetrl_jax.rl.optimizer import OptimizerConfig
+from jetrl_jax.rl.policy import PolicyParams
+from jetrl_jax.rl.rollout import rollout
+from jetrl_jax.rl.train_step import LossConfig, TrainStep, policy_loss
+
+_OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
+_COMMIT = flags.DEFINE_string('commit', '', 'Commit under test.')
+_SHAPE = flags.DEFINE_string('shape', 'qwen2.5-7b', 'See model.shape.')
+_LAYERS = flags.DEFINE_integer('layers', 0, 'Of the model; 0 for all.')
+_VARIANTS = flags.DEFINE_list(
+    'variants', ['fp8_delayed', 'bf16'], 'See rollout.py.'
+)
+_PROMPTS = flags.DEFINE_integer('prompts', 32, 'Sequences that are sampled.')
+_TOKENS = flags.DEFINE_integer('tokens', 512, 'Most response tokens.')
+_SLOTS = flags.DEFINE_list('slots', ['16', '64'], 'Slot counts.')
+_PACKINGS = flags.DEFINE_list(
+    'packings', ['1x1', '8x2', '4x4'], 'Rows x multiple of the longest.'
+)
+_SEED = flags.DEFINE_integer('seed', 0, 'Of lengths and samples.')
+_LONGEST_PROMPT = 256
+_COLUMNS = (
+    ('variant', 'variant', ''),
+    ('check', 'check', ''),
+    ('tokens', 'tokens', 'd'),
+    ('unequal', 'unequal', '.3%'),
+    ('max_diff', 'max difference (nats)', '.2g'),
+    ('parked', 'times parked', 'd'),
+    ('hash', 'hash', ''),
+)
+
+
+def _prompts(vocab: int):
+  random = np.random.default_rng(_SEED.value)
+  prompts = common.random_prompts(_PROMPTS.value, _LONGEST_PROMPT, vocab)
+  lengths = random.integers(1, _LONGEST_PROMPT + 1, len(prompts))
+  return [
+      common.shortened(prompt, int(length))
+      for prompt, length in zip(prompts, lengths, strict=True)
+  ]
+
+
+def _joined(completions, name: str) -> np.ndarray:
+  return np.concatenate([getattr(c, name) for c in completions])
+
+
+def sample(policy, mesh, params, slots: int, cache_tokens: int = 0):
+  """Returns (completions, times a sequence was parked)."""
+  engine = Engine(
+      policy,
+      EngineConfig(
+          num_slots=slots,
+          max_prompt_length=_LONGEST_PROMPT,
+          max_response_length=_TOKENS.value,
+          stop_ids=(),
+          kv_cache_tokens=cache_tokens,
+      ),
+      mesh,
+  )
+  prompts = _prompts(policy.model.vocab_size)
+  random = np.random.default_rng(_SEED.value + 1)
+  limits = random.integers(1, _TOKENS.value + 1, (len(prompts), 1))
+  limits[0] = _TOKENS.value
+  completions = rollout(
+      engine,
+      params,
+      prompts,
+      num_generations=1,
+      temperature=1.0,
+      base_key=rng.key(_SEED.value, rng.ROLLOUT, 0),
+      weight_version=0,
+      limits=limits,
+  )
+  return completions, engine.pages.times_parked
+
+
+def packed(completions, layout: str, tile: int):
+  """Returns the sequences, packed as 'rows x multiple' says."""
+  rows, multiple = map(int, layout.split('x'))
+  longest = _LONGEST_PROMPT + _TOKENS.value
+  sequences = [
+      packing.sequence_from_completion(
+          completion,
+          advantage=1.0,
+          loss_weight=1e-4,
+          mask_truncated=False,
+          origin=i,
+      )
+      for i, completion in enumerate(completions)
+  ]
+  return packing.pack(
+      sequences,
+      row_length=-(-longest * multiple // tile) * tile,
+      rows_per_micro_batch=rows,
+      tile=tile,
+  )
+
+
+def compared(variant: str, check: str, completions, values, parked=0) -> dict:
+  """Returns a row: rollout's log-probs against other ones."""
+  ours = _joined(completions, 'logprobs')
+  digest = hashlib.sha256(
+      values.tobytes() + _joined(completions, 'tokens').tobytes()
+  )
+  return {
+      'variant': variant,
+      'check': check,
+      'tokens': int(ours.size),
+      'unequal': float(mismatch.mismatch_token_frac(ours, values)),
+      'max_diff': float(np.abs(ours - values).max()),
+      'parked': parked,
+      'hash': digest.hexdigest()[:8],
+  }
+
+
+def check(variant: str) -> list[dict]:
+  """Returns all rows of one variant."""
+  policy, mesh, make = common.random_policy(
+      _SHAPE.value, common.overrides(variant), _LAYERS.value
+  )
+  config = OptimizerConfig(lr=1e-5, moments='fp8')
+  state = common.random_state(policy, mesh, make(), config)
+  params = PolicyParams(state.weights, state.fp8_state)
+  slot_counts = list(map(int, _SLOTS.value))
+  first, _ = sample(policy, mesh, params, slot_counts[0])
+  rows = []
+  for slots in slot_counts[1:]:
+    other, _ = sample(policy, mesh, params, slots)
+    values = _joined(other, 'logprobs')
+    rows.append(compared(variant, f'{slots} slots', first, values))
+    print(rows[-1], flush=True)
+  few = slot_counts[0] * (_LONGEST_PROMPT + _TOKENS.value) // 3
+  other, parked = sample(policy, mesh, params, slot_counts[0], few)
+  values = _joined(other, 'logprobs')
+  rows.append(compared(variant, 'few pages', first, values, parked))
+  print(rows[-1], flush=True)
+  del other
+  gc.collect()
+  step = TrainStep(
+      policy,
+      functools.partial(policy_loss, LossConfig()),
+      config.build(),
+      config,
+      mesh,
+      state,
+  )
+  gradients = step.zero_gradients(state)
+  for layout in _PACKINGS.value:
+    batches = packed(first, layout, policy.tile)
+    one = jnp.float32(1.0)
+    scored, accumulated = [], []
+    for batch in batches.batches:
+      scored.append(step.score(params, batch, one)[0])
+      gradients, logprobs, _ = step.accumulate(state, gradients, batch, one)
+      accumulated.append(logprobs)
+    for name, values in (('score', scored), ('accumulate', accumulated)):
+      values = packing.unpack(jax.device_get(values), batches)
+      responses = [
+          v[len(c.prompt_tokens) :] for v, c in zip(values, first, strict=True)
+      ]
+      rows.append(
+          compared(
+              variant, f'{name} {layout}', first, np.concatenate(responses)
+          )
+      )
+      print(rows[-1], flush=True)
+  return rows
+
+
+def main(argv: list[str]) -> None:
+  """Checks every variant and writes the table."""
+  del argv
+  rows = []
+  for variant in _VARIANTS.value:
+    rows += check(variant)
+    gc.collect()
+  worst = {
+      f'{variant}: most unequal': max(
+          row['unequal'] for row in rows if row['variant'] == variant
+      )
+      for variant in _VARIANTS.value
+  }
+  common.write(
+      _OUTPUT.value, rows, worst, common.table(rows, _COLUMNS), _COMMIT.value
+  )
+
+
+if __name__ == '__main__':
+  app.run(main)

@@ -1,0 +1,204 @@
+"""Gradients of attention for NVIDIA GPUs (Pallas, Triton backend).
+
+Two kernels without atomics, so gradients repeat to the bit: dq over key tiles,
+dk and dv over row tiles. The order of these sums is free: no log-prob depends
+on it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jetrl_jax.models.attention_kernel import (
+    ROW_TILE,
+    compiler_params,
+    head_row_vector_spec,
+    pad_rows,
+    row_vector_spec,
+    rows_spec,
+    tile_scores,
+    whole_spec,
+)
+from jetrl_jax.typing import Array
+
+
+def _dq_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    first_ref,
+    last_ref,
+    lse_ref,
+    delta_ref,
+    dout_ref,
+    dq_ref,
+    *,
+    tile,
+):
+  q, first, last = q_ref[...], first_ref[...], last_ref[...]
+  lse, delta, dout = lse_ref[...], delta_ref[...], dout_ref[...]
+
+  def body(i, dq):
+    k = k_ref[pl.ds(i * tile, tile), :]
+    v = v_ref[pl.ds(i * tile, tile), :]
+    scores, allowed = tile_scores(q, k, first, last, i, tile)
+    p = jnp.where(allowed, jnp.exp2(scores - lse[:, None]), 0.0)
+    dp = jnp.dot(dout, v.T, preferred_element_type=jnp.float32)
+    ds = (p * (dp - delta[:, None])).astype(k.dtype)
+    return dq + jnp.dot(ds, k, preferred_element_type=jnp.float32)
+
+  dq = lax.fori_loop(
+      jnp.min(first) // tile,
+      (jnp.max(last) + tile) // tile,
+      body,
+      jnp.zeros(q.shape, jnp.float32),
+  )
+  dq_ref[...] = (dq * q.shape[1] ** -0.5).astype(dq_ref.dtype)
+
+
+def _dkv_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    first_ref,
+    last_ref,
+    lse_ref,
+    delta_ref,
+    dout_ref,
+    low_ref,
+    high_ref,
+    dk_ref,
+    dv_ref,
+    *,
+    tile,
+):
+  i = pl.program_id(0)
+  k, v = k_ref[...], v_ref[...]
+
+  def body(j, carry):
+    dk, dv = carry
+    at = pl.ds(j * ROW_TILE, ROW_TILE)
+    q, dout = q_ref[at, :], dout_ref[at, :]
+    scores, allowed = tile_scores(q, k, first_ref[at], last_ref[at], i, tile)
+    p = jnp.where(allowed, jnp.exp2(scores - lse_ref[at][:, None]), 0.0)
+    dv += jnp.dot(
+        p.astype(dout.dtype).T, dout, preferred_element_type=jnp.float32
+    )
+    dp = jnp.dot(dout, v.T, preferred_element_type=jnp.float32)
+    ds = (p * (dp - delta_ref[at][:, None])).astype(q.dtype)
+    dk += jnp.dot(ds.T, q, preferred_element_type=jnp.float32)
+    return dk, dv
+
+  zeros = jnp.zeros(k.shape, jnp.float32)
+  dk, dv = lax.fori_loop(low_ref[0], high_ref[0], body, (zeros, zeros))
+  dk_ref[...] = (dk * k.shape[1] ** -0.5).astype(dk_ref.dtype)
+  dv_ref[...] = dv.astype(dv_ref.dtype)
+
+
+def _row_tile_range(first_BR, last_BR, num_tiles, tile):
+  """For each key tile, the row tiles [low, high) in which a row attends it."""
+  batch, rows = first_BR.shape
+  start = jnp.arange(num_tiles, dtype=jnp.int32)[None, :, None] * tile
+  attends = (first_BR[:, None, :] < start + tile) & (
+      last_BR[:, None, :] >= start
+  )
+  attends &= (last_BR >= first_BR)[:, None, :]
+  row_tile = jnp.arange(rows, dtype=jnp.int32)[None, None, :] // ROW_TILE
+  low = jnp.min(jnp.where(attends, row_tile, rows), axis=2)
+  high = jnp.max(jnp.where(attends, row_tile + 1, 0), axis=2)
+  del batch
+  return jnp.minimum(low, high), high
+
+
+def backward(
+    q_BKRH: Array,
+    k_BKSH: Array,
+    v_BKSH: Array,
+    first_BR: Array,
+    last_BR: Array,
+    out_BKRH: Array,
+    lse_BKR: Array,
+    dout_BKRH: Array,
+    tile: int,
+    *,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+  """Returns (dq, dk, dv) in the dtypes of (q, k, v)."""
+  wanted = q_BKRH.shape[2]
+  q_BKRH, out_BKRH, dout_BKRH, lse_BKR = (
+      pad_rows(x, 2, ROW_TILE) for x in (q_BKRH, out_BKRH, dout_BKRH, lse_BKR)
+  )
+  first_BR = pad_rows(first_BR, 1, ROW_TILE)
+  last_BR = pad_rows(last_BR, 1, ROW_TILE, fill=-1)
+  batch, kv_heads, rows, head_dim = q_BKRH.shape
+  length = k_BKSH.shape[2]
+  delta = jnp.sum(
+      out_BKRH.astype(jnp.float32) * dout_BKRH.astype(jnp.float32), axis=-1
+  )
+  row, whole = rows_spec(head_dim, ROW_TILE), whole_spec(length, head_dim)
+  dq = pl.pallas_call(
+      functools.partial(_dq_kernel, tile=tile),
+      grid=(rows // ROW_TILE, kv_heads, batch),
+      in_specs=[
+          row,
+          whole,
+          whole,
+          row_vector_spec(ROW_TILE),
+          row_vector_spec(ROW_TILE),
+          head_row_vector_spec(ROW_TILE),
+          head_row_vector_spec(ROW_TILE),
+          row,
+      ],
+      out_specs=row,
+      out_shape=jax.ShapeDtypeStruct(q_BKRH.shape, q_BKRH.dtype),
+      name='flash_attention_dq',
+      **compiler_params(interpret, num_warps=4, num_stages=2),
+  )(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, lse_BKR, delta, dout_BKRH)
+
+  num_tiles = length // tile
+  low, high = _row_tile_range(first_BR, last_BR, num_tiles, tile)
+  all_rows = whole_spec(rows, head_dim)
+  vector = pl.BlockSpec((None, rows), lambda s, h, b: (b, 0))
+  head_vector = pl.BlockSpec((None, None, rows), lambda s, h, b: (b, h, 0))
+  keys = pl.BlockSpec(
+      (None, None, tile, head_dim), lambda s, h, b: (b, h, s, 0)
+  )
+  bound = pl.BlockSpec((None, 1), lambda s, h, b: (b, s))
+  dk, dv = pl.pallas_call(
+      functools.partial(_dkv_kernel, tile=tile),
+      grid=(num_tiles, kv_heads, batch),
+      in_specs=[
+          all_rows,
+          keys,
+          keys,
+          vector,
+          vector,
+          head_vector,
+          head_vector,
+          all_rows,
+          bound,
+          bound,
+      ],
+      out_specs=[keys, keys],
+      out_shape=[
+          jax.ShapeDtypeStruct(k_BKSH.shape, k_BKSH.dtype),
+          jax.ShapeDtypeStruct(v_BKSH.shape, v_BKSH.dtype),
+      ],
+      name='flash_attention_dkv',
+      **compiler_params(interpret, num_warps=4, num_stages=2),
+  )(
+      q_BKRH,
+      k_BKSH,
+      v_BKSH,
+      first_BR,
+      last_BR,
+      lse_BKR,
+      delta,
+      dout_BKRH,
+      low,
+      high,
+  )
+  return dq[:, :, :wanted], dk, dv

@@ -1,0 +1,327 @@
+"""The engine's device side: what a decode step and an insert compute.
+
+Pure functions over `DecodeState`; `engine.py` compiles them. A sequence's
+randomness has the address (seed, step, prompt, sample, token), so what it
+samples does not depend on its slot, on its neighbours or on the number of
+slots.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jetrl_jax import rng
+from jetrl_jax.rl import logprobs, sampling
+from jetrl_jax.typing import Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+  """Sizes and the sampler.
+
+  Attributes:
+    num_slots: sequences decoded at once; rounded up to a multiple of 16 per
+      device.
+    max_prompt_length: tokens.
+    max_response_length: tokens, the stop token included.
+    stop_ids: token ids that end a response.
+    top_k: 0 is off.
+    top_p: 1 is off.
+    min_p: 0 is off.
+    decode_block: most decode steps per host visit.
+    kv_cache_tokens: tokens that the KV pools hold, all devices together; 0 for
+      every slot at full length. With fewer, sequences that started last wait.
+  """
+
+  num_slots: int
+  max_prompt_length: int
+  max_response_length: int
+  stop_ids: tuple[int, ...]
+  top_k: int = 0
+  top_p: float = 1.0
+  min_p: float = 0.0
+  decode_block: int = 64
+  kv_cache_tokens: int = 0
+
+  def __post_init__(self):
+    sampling.check_settings(
+        top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
+    )
+    for name in (
+        'num_slots',
+        'max_prompt_length',
+        'max_response_length',
+        'decode_block',
+    ):
+      if getattr(self, name) < 1:
+        raise ValueError(f'{name} is {getattr(self, name)}; it must be >= 1')
+    if self.kv_cache_tokens < 0:
+      raise ValueError(
+          f'kv_cache_tokens is {self.kv_cache_tokens}; allowed: 0 (every slot'
+          ' at full length) and above'
+      )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+  """All slots, on the device. B slots, R = max_response_length.
+
+  T = max_prompt_length.
+
+  Attributes:
+    caches: per layer pages of (keys, values), [P, K, S, H].
+    table: int32 [B, pages per slot], the slot's pages, see `DecodeAttention`.
+    parked: bool [B], waits for pages; it is active and takes no step.
+    prompt: int32 [B, T], to compute the keys again after parking.
+    token: int32 [B], the token to feed next.
+    position: int32 [B], where it goes.
+    address: uint32 [B, 2], (prompt id, sample) of the slot's random keys.
+    emitted: int32 [B], response tokens so far.
+    given: int32 [B], response tokens before this index are not sampled: they
+      are read from `tokens`, where `resume` wrote them.
+    limit: int32 [B], response tokens after which the slot stops.
+    temperature: float32 [B]; 0 is greedy.
+    active: bool [B].
+    stopped: bool [B], ended by a stop token (and not by its limit).
+    tokens: int32 [B, R], the responses.
+    log_mu: float32 [B, R], nats under the distribution really sampled.
+    logprobs: float32 [B, R], nats under the whole tempered vocabulary.
+  """
+
+  caches: list[tuple[Array, Array]]
+  table: Array
+  parked: Array
+  prompt: Array
+  token: Array
+  position: Array
+  address: Array
+  emitted: Array
+  given: Array
+  limit: Array
+  temperature: Array
+  active: Array
+  stopped: Array
+  tokens: Array
+  log_mu: Array
+  logprobs: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prefix:
+  """The caches of P prefilled prompts, less their last token.
+
+  Attributes:
+    caches: per layer (keys, values) [P, K, T, H].
+    tokens: int32 [P, max_prompt_length].
+    last_token: int32 [P], fed by the first decode step.
+    length: int32 [P], prompt tokens.
+  """
+
+  caches: list[tuple[Array, Array]]
+  tokens: Array
+  last_token: Array
+  length: Array
+
+
+def prefill(policy, params, tokens_PT, lengths_P):
+  """Returns the keys and values of prompts, see `Policy.prefill`."""
+  return policy.prefill(params, tokens_PT, lengths_P)
+
+
+def fill_pages(caches, prefix_caches, rows_N, pages_NJ):
+  """Copies prefixes into pages.
+
+  Args:
+    caches: per layer pages of (keys, values), [P, K, S, H].
+    prefix_caches: per layer (keys, values) [Q, K, T, H], T at most J S.
+    rows_N: int32, a row of the prefix per sequence.
+    pages_NJ: int32, the pages it goes to; beyond the last page for none.
+  """
+
+  def copy(pool_PKSH, new_QKTH):
+    size, pages = pool_PKSH.shape[2], pages_NJ.shape[1]
+    rows, kv_heads, length, head_dim = new_QKTH.shape
+    padding = (0, pages * size - length)
+    new = jnp.pad(new_QKTH, ((0, 0), (0, 0), padding, (0, 0)))
+    new = new.reshape(rows, kv_heads, pages, size, head_dim)
+    new = new.transpose(0, 2, 1, 3, 4)[rows_N]
+    return pool_PKSH.at[pages_NJ].set(new, mode='drop', unique_indices=True)
+
+  return [
+      (copy(keys, new_keys), copy(values, new_values))
+      for (keys, values), (new_keys, new_values) in zip(
+          caches, prefix_caches, strict=True
+      )
+  ]
+
+
+def insert(
+    state,
+    prefix,
+    slots_N,
+    rows_N,
+    pages_NJ,
+    address_N2,
+    limits_N,
+    temperature,
+):
+  """Starts sequences; see `Engine.bulk_insert`."""
+
+  def put(old, new):
+    return old.at[slots_N].set(new, mode='drop')
+
+  none = jnp.zeros(slots_N.shape, jnp.int32)
+  return dataclasses.replace(
+      state,
+      caches=fill_pages(state.caches, prefix.caches, rows_N, pages_NJ),
+      prompt=put(state.prompt, prefix.tokens[rows_N]),
+      token=put(state.token, prefix.last_token[rows_N]),
+      position=put(state.position, prefix.length[rows_N] - 1),
+      address=put(state.address, address_N2),
+      emitted=put(state.emitted, none),
+      given=put(state.given, none),
+      limit=put(state.limit, limits_N),
+      temperature=put(
+          state.temperature, jnp.broadcast_to(temperature, slots_N.shape)
+      ),
+      active=put(state.active, none == 0),
+      stopped=put(state.stopped, none != 0),
+  )
+
+
+def free(state, slot):
+  """Makes a slot idle."""
+  return dataclasses.replace(state, active=state.active.at[slot].set(False))
+
+
+def pause(state, chosen_B):
+  """Stops slots; see `Engine.pause`."""
+  return dataclasses.replace(state, active=state.active & ~chosen_B)
+
+
+def resume(state, chosen_B, kept_B, given_BW, count_B):
+  """Goes on with slots; see `Engine.resume`."""
+  # From the first given token on: [0, W) in `given_BW`.
+  index_BR = (
+      jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]
+      - kept_B[:, None]
+  )
+  written_BR = (
+      chosen_B[:, None] & (index_BR >= 0) & (index_BR < count_B[:, None])
+  )
+  given_BR = jnp.take_along_axis(
+      given_BW, jnp.clip(index_BR, 0, given_BW.shape[1] - 1), axis=1
+  )
+  # With nothing kept the prompt's last token is the one to feed, still.
+  last_B = _token_at(state.tokens, kept_B - 1)
+  return dataclasses.replace(
+      state,
+      token=jnp.where(chosen_B & (kept_B > 0), last_B, state.token),
+      position=state.position + jnp.where(chosen_B, kept_B - state.emitted, 0),
+      emitted=jnp.where(chosen_B, kept_B, state.emitted),
+      given=jnp.where(chosen_B, kept_B + count_B, state.given),
+      active=state.active | chosen_B,
+      stopped=state.stopped & ~chosen_B,
+      tokens=jnp.where(written_BR, given_BR, state.tokens),
+  )
+
+
+def _token_at(tokens_BR, index_B):
+  index_B1 = jnp.clip(index_B, 0, tokens_BR.shape[1] - 1)[:, None]
+  return jnp.take_along_axis(tokens_BR, index_B1, axis=1)[:, 0]
+
+
+def sample(config: EngineConfig, state: DecodeState, z_BV, base_key):
+  """Returns (token, log mu, log pi, whether it is given) of every slot.
+
+  A given token was not sampled; log pi stands for its log mu.
+  """
+  with jax.named_scope('head'):
+    lse_B, _ = logprobs.row_stats(z_BV)
+
+  def one(z_V, address, emitted, temperature):
+    key = rng.fold(base_key, address[0], address[1], emitted)
+    mask_V = sampling.truncation_mask(
+        z_V, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p
+    )
+    greedy = temperature <= 0
+    token = sampling.gumbel_argmax(z_V, mask_V, key, greedy=greedy)
+    if mask_V is None:
+      return token, z_V[token], greedy
+    return token, sampling.log_mu(z_V, mask_V, token, greedy=greedy), greedy
+
+  with jax.named_scope('sampling'):
+    token_B, value_B, greedy_B = jax.vmap(one)(
+        z_BV, state.address, state.emitted, state.temperature
+    )
+  is_given_B = state.emitted < state.given
+  token_B = jnp.where(
+      is_given_B, _token_at(state.tokens, state.emitted), token_B
+  )
+  with jax.named_scope('head'):
+    logprob_B = logprobs.pick(z_BV, token_B) - lse_B
+  truncates = config.top_k > 0 or config.top_p < 1 or config.min_p > 0
+  log_mu_B = value_B if truncates else jnp.where(greedy_B, 0.0, logprob_B)
+  log_mu_B = jnp.where(is_given_B, logprob_B, log_mu_B)
+  return token_B, log_mu_B, logprob_B, is_given_B
+
+
+def step(policy, config, params, base_key, state: DecodeState) -> DecodeState:
+  """Feeds, samples and books one token in every active slot."""
+  running = state.active & ~state.parked
+  z_BV, caches = policy.decode(
+      params,
+      state.token,
+      jnp.where(running, state.position, -1),
+      state.table,
+      state.caches,
+      state.temperature,
+  )
+  token, log_mu, logprob, is_given = sample(config, state, z_BV, base_key)
+  index_R = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]
+  here_BR = (index_R == state.emitted[:, None]) & running[:, None]
+
+  def write(buffer, new):
+    return jnp.where(here_BR, new[:, None], buffer)
+
+  stop_ids = jnp.asarray(config.stop_ids or (-1,), jnp.int32)
+  is_stop = jnp.any(token[:, None] == stop_ids[None, :], axis=1) & ~is_given
+  emitted = state.emitted + running
+  return dataclasses.replace(
+      state,
+      caches=caches,
+      token=jnp.where(running, token, state.token),
+      position=state.position + running,
+      emitted=emitted,
+      active=state.active & ~(running & (is_stop | (emitted >= state.limit))),
+      stopped=state.stopped | (running & is_stop),
+      tokens=write(state.tokens, token),
+      log_mu=write(state.log_mu, log_mu),
+      logprobs=write(state.logprobs, logprob),
+  )
+
+
+def generate(policy, config, params, state, base_key, steps):
+  """Takes up to `steps` steps; stops early when nothing runs."""
+
+  # Devices take the same number of steps: weights are gathered inside.
+  def any_active(state):
+    return policy.axes.pmax(
+        jnp.any(state.active & ~state.parked).astype(jnp.int32)
+    )
+
+  def body(carry):
+    i, state, _ = carry
+    state = step(policy, config, params, base_key, state)
+    return i + 1, state, any_active(state)
+
+  _, state, _ = lax.while_loop(
+      lambda carry: (carry[0] < steps) & (carry[2] > 0),
+      body,
+      (jnp.int32(0), state, any_active(state)),
+  )
+  return state
