@@ -23,10 +23,11 @@ from benchmarks import common
 from jetrl_jax import rng
 from jetrl_jax.rl import mismatch, packing
 from jetrl_jax.rl.engine import Engine, EngineConfig
+from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import rollout
-from jetrl_jax.rl.train_step import LossConfig, TrainStep, policy_loss
+from jetrl_jax.rl.train_step import TrainStep
 
 _OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
 _COMMIT = flags.DEFINE_string('commit', '', 'Commit under test.')

@@ -16,8 +16,9 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import common
+from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.optimizer import OptimizerConfig
-from jetrl_jax.rl.train_step import LossConfig, TrainStep, policy_loss
+from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import TrainBatch
 
 _OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
