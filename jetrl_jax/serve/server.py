@@ -126,7 +126,7 @@ def make_engine(
   engine.set_params(saved.params)
   adapter = JetStreamEngine(engine, saved.tokenizer)
   params, state = adapter.load_params(), adapter.init_decode_state()
-  for bucket in engine.prompt_buckets:
+  for bucket in engine.buckets:
     length = min(bucket, limits.max_prompt_length)
     tokens = np.zeros(length, np.int32)
     prefix = adapter.prefill(
