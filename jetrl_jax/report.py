@@ -43,10 +43,14 @@ def write_report(
   folders = [pathlib.Path(workdir) for workdir in workdirs]
   if not folders:
     raise ValueError('name the workdir of a run, or of several to compare')
-  runs = [
-      report_data.read_run(folder, name)
-      for folder, name in zip(folders, report_data.names(folders), strict=True)
-  ]
+  names = report_data.names(folders)
+  try:
+    runs = [
+        report_data.read_run(folder, name)
+        for folder, name in zip(folders, names, strict=True)
+    ]
+  except OSError as error:
+    raise ValueError(f'{error.filename}: {error.strerror}') from error
   if out is None:
     out = folders[0] / FILE if len(folders) == 1 else FILE
   path = pathlib.Path(out)

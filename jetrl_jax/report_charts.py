@@ -209,7 +209,7 @@ def figure(
   return (
       f'<figure class="card chart"><figcaption><h3>{escape(title)}</h3>'
       f'<span class="at">{escape(at)}</span><ul>{legend}</ul></figcaption>'
-      f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img"'
+      f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" tabindex="0" role="img"'
       f' aria-label="{escape(title)}. {escape(spoken)}">{body}'
       f'<g class="cursor"></g></svg>{below}</figure>'
   )

@@ -90,8 +90,9 @@ function show(chart, step) {
   element(chart.cursor, 'line', {x1: x, x2: x, y1: top, y2: bottom});
   chart.at.textContent = 'step ' + shown + band;
 }
-let due = 0;
+let due = 0, current = null;
 function showAll(step) {
+  current = step;
   cancelAnimationFrame(due);
   due = requestAnimationFrame(() => charts.forEach(c => show(c, step)));
 }
@@ -104,6 +105,15 @@ for (const chart of charts) {
   chart.svg.addEventListener('pointermove', move);
   chart.svg.addEventListener('pointerdown', move);
   chart.svg.addEventListener('pointerleave', () => showAll(null));
+  chart.svg.addEventListener('blur', () => showAll(null));
+  chart.svg.addEventListener('keydown', event => {
+    const by = {ArrowLeft: -1, ArrowRight: 1}[event.key];
+    if (!by) return;
+    event.preventDefault();
+    const xs = chart.lines[0].x, last = xs.length - 1;
+    const now = current === null ? last : nearest(xs, current);
+    showAll(xs[Math.min(Math.max(now + by, 0), last)]);
+  });
 }
 
 // A heat map's values are read back from its picture, through the palette.

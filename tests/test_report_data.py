@@ -105,6 +105,16 @@ def test_what_is_no_run_is_refused_in_a_sentence(tmp_path, make, message):
     _read(tmp_path / 'run')
 
 
+def test_a_link_to_nowhere_or_a_folder_in_its_place_is_a_missing_file(workdir):
+  (workdir / 'config.json').unlink()
+  (workdir / 'config.json').symlink_to('config.json')  # It ends nowhere.
+  assert 'No config.json.' in _read(workdir).notes
+  (workdir / 'metrics.jsonl').unlink()
+  (workdir / 'metrics.jsonl').mkdir()
+  with pytest.raises(ValueError, match='holds no metrics.jsonl'):
+    _read(workdir)
+
+
 def test_what_else_is_missing_or_damaged_is_a_note(workdir):
   (workdir / 'config.json').write_text('{')
   (workdir / 'starts.jsonl').unlink()
