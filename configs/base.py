@@ -51,6 +51,12 @@ def get_config() -> ml_collections.ConfigDict:
   # Regular expressions of dots kept in compute_dtype on both sides, besides
   # lm_head, embedding, norms and attention: ('layers_0/.*', '.*/mlp/down').
   config.precision.high_precision_layers = ()
+  # Dots whose input or kernel keeps less than this many dB of signal over
+  # quantisation noise at the cold start join those; 0 chooses none.
+  config.precision.min_sqnr_db = 0.0
+  # Kernels behind norms (qkv, gate_up) are divided by this once, the norms'
+  # gains multiplied by it; undone on export. 1 is off; QuRL uses 1.5.
+  config.precision.invariant_scale = 1.0
 
   # What keys and values are rounded to, in rollout and training: 'compute' or
   # 'float8_e4m3fn', which halves the KV cache.

@@ -30,7 +30,7 @@ from jetrl_jax.data import (
     load_examples,
 )
 from jetrl_jax.metrics_wandb import WandbConfig
-from jetrl_jax.models import families, hf_layout
+from jetrl_jax.models import families, hf_layout, invariant_scaling
 from jetrl_jax.rewards import RewardPool, RewardSpec
 from jetrl_jax.rl import combinations, corrections, losses
 from jetrl_jax.rl import state as states
@@ -160,6 +160,7 @@ def build_policy(
   mesh = sharding.make_mesh(**config.mesh)
   precision = dict(config.precision)
   kv_cache_dtype = precision.pop('kv_cache_dtype')
+  invariant_scaling.check(precision.pop('invariant_scale'))
   recipe = fp8.Recipe(
       name=precision.pop('recipe'),
       high_precision_layers=tuple(precision.pop('high_precision_layers')),
@@ -205,7 +206,11 @@ def parameters(config: Config, policy: Policy, mesh, folder):
     return hf_layout.build_tree(policy.model, lambda row: leaves[row.path])
 
   make = random if config.model.init == 'random' else load
-  return make, shape_tree
+
+  def scaled() -> PyTree:
+    return invariant_scaling.fold(make(), config.precision.invariant_scale)
+
+  return scaled, shape_tree
 
 
 def _random_leaf(path: str, leaf: jax.ShapeDtypeStruct, key):
@@ -331,9 +336,10 @@ def _check_patterns(policy: Policy, shapes: PyTree, freeze: tuple) -> None:
   Also kernels whose shapes the recipe cannot quantise.
   """
   states.partition(shapes, freeze)
+  flat: dict[str, Any] = traverse_util.flatten_dict(shapes, sep='/')
   dots = {
       path.removesuffix('/kernel'): leaf.shape
-      for path, leaf in traverse_util.flatten_dict(shapes, sep='/').items()
+      for path, leaf in flat.items()
       if path.endswith('/kernel')
   }
   for path, shape in dots.items():
@@ -398,6 +404,7 @@ def build(config: Config) -> Parts:
       initial_params=make_params,
       param_shapes=shapes,
       freeze=tuple(config.model.freeze),
+      invariant_scale=config.precision.invariant_scale,
       engine=engine,
       loss=loss,
       algorithm=algorithm,

@@ -12,6 +12,7 @@ from absl import app, flags, logging
 
 from jetrl_jax import config_flag, models, saved_policy
 from jetrl_jax.fp8 import slots
+from jetrl_jax.models import invariant_scaling
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.train_step import merge
 from jetrl_jax.typing import PyTree
@@ -50,7 +51,15 @@ def export(
         f'{found.origin} has no static FP8 scales (precision.recipe is'
         f" {policy.recipe.name!r}, needed is 'fp8_delayed'); use --format=bf16"
     )
-  tree = state.weights if fp8 else merge(state.trainable, state.frozen)
+  if fp8:
+    # Scaled as the run had it: the same function, on the grid it was trained.
+    tree = state.weights
+  else:
+    assert found.config is not None  # It is the workdir of a run.
+    tree = invariant_scaling.unfold(
+        merge(state.trainable, state.frozen),
+        found.config.precision.invariant_scale,
+    )
   models.save_checkpoint(
       out,
       tree,

@@ -22,6 +22,7 @@ from jetrl_jax.data import ChatFormat, PlainFormat, PromptFormat, Tokenizer
 from jetrl_jax.fp8 import slots
 from jetrl_jax.fp8.recipes import RECIPES
 from jetrl_jax.models import hf_layout, hf_quantization
+from jetrl_jax.rl import run_precision
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.rl.train_step import merge
@@ -170,6 +171,9 @@ def _of_run(
       # The policy is the same on any number of devices.
       config.mesh.data = config.mesh.fsdp = 1
   policy, mesh, folder = configs.build_policy(config)
+  policy = run_precision.resolve(
+      workdir, policy, config.precision.invariant_scale
+  )
   _, shapes = configs.parameters(config, policy, mesh, folder)
   # Its schedule is not part of its state: any number of steps will do.
   optimizer = configs.optimizer_config(config, 1).build()

@@ -18,6 +18,7 @@ from jetrl_jax import config as configs
 from jetrl_jax import config_flag, models
 from jetrl_jax.data import Prompt, PromptSampler, Tokenizer
 from jetrl_jax.metrics import MetricWriter
+from jetrl_jax.models import invariant_scaling
 from jetrl_jax.rl import packing
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.console import show_own_sentences
@@ -87,7 +88,7 @@ def train(config, workdir: pathlib.Path) -> None:
         tile=policy.tile,
     ).batches
 
-  if policy.recipe.needs_calibration:
+  if policy.recipe.is_delayed:
     calibration = states.Calibration(policy, mesh, state)
     state = calibration.fill(state, next_batch(), 1.0)
   gradients = step.zero_gradients(state)
@@ -109,7 +110,9 @@ def train(config, workdir: pathlib.Path) -> None:
   writer.close()
   models.save_checkpoint(
       pathlib.Path(config.sft.output),
-      merge(state.trainable, state.frozen),
+      invariant_scaling.unfold(
+          merge(state.trainable, state.frozen), config.precision.invariant_scale
+      ),
       policy.model,
       source_folder=folder,
   )

@@ -29,8 +29,8 @@ from jetrl_jax.fp8.recipes import BLOCK, Recipe
 from jetrl_jax.typing import Array
 
 
-def _quantize(recipe: Recipe, x, dtype, *group: int) -> QTensor:
-  for size, step in zip(x.shape, group, strict=True):
+def _quantize(recipe: Recipe, x, dtype, rows: int, columns: int) -> QTensor:
+  for size, step in zip(x.shape, (rows, columns), strict=True):
     if size % step:
       raise ValueError(
           f'recipe fp8_block groups {BLOCK} values, but a dot has an operand of'
@@ -40,7 +40,7 @@ def _quantize(recipe: Recipe, x, dtype, *group: int) -> QTensor:
   return quantize_groups(
       x,
       dtype,
-      group,
+      (rows, columns),
       margin=recipe.margin,
       power_of_two=recipe.power_of_two_scales,
   )

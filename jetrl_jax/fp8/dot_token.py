@@ -45,11 +45,11 @@ from jetrl_jax.typing import Array
 MAX_INT8_INNER = (2**31 - 1) // 127**2
 
 
-def _quantize(recipe: Recipe, x, dtype, *group: int) -> QTensor:
+def _quantize(recipe: Recipe, x, dtype, rows: int, columns: int) -> QTensor:
   return quantize_groups(
       x,
       dtype,
-      group,
+      (rows, columns),
       margin=recipe.margin,
       power_of_two=recipe.power_of_two_scales,
   )

@@ -126,7 +126,8 @@ def _observed_grad(dy_MO, quantized, row_mask_M):
   amax = health.amax_of_rows(dy_MO, row_mask_M)
   if quantized is None:
     return amax, jnp.zeros((len(health.SUMS),), jnp.float32)
-  return amax, health.measure(*quantized, row_mask_M)[1]
+  high, low = quantized
+  return amax, health.measure(high, low, row_mask_M)[1]
 
 
 def _fp8_dot_bwd(recipe, out_dtype, residuals, dy_MO):

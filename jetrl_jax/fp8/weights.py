@@ -19,11 +19,11 @@ def quantize_kernel(kernel_OI: Array, slot: PyTree, recipe: Recipe) -> QTensor:
     recipe: a recipe that quantises.
   """
 
-  def by_groups(dtype, *group: int) -> QTensor:
+  def by_groups(dtype, rows: int, columns: int) -> QTensor:
     return quantize_groups(
         kernel_OI,
         dtype,
-        group,
+        (rows, columns),
         margin=recipe.margin,
         power_of_two=recipe.power_of_two_scales,
     )

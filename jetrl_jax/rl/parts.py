@@ -28,6 +28,7 @@ class Parts:
     initial_params: makes the masters of a cold start, on their devices.
     param_shapes: their shapes and dtypes.
     freeze: patterns of masters that do not train.
+    invariant_scale: what kernels behind norms were divided by.
     engine: sizes and sampler of the rollout.
     loss: the objective.
     algorithm: from scores to weights.
@@ -48,6 +49,7 @@ class Parts:
   initial_params: Callable[[], PyTree]
   param_shapes: PyTree
   freeze: tuple[str, ...]
+  invariant_scale: float
   engine: EngineConfig
   loss: LossConfig
   algorithm: AlgorithmConfig

@@ -21,7 +21,7 @@ from absl import logging
 from jetrl_jax import checkpoint, models, rng
 from jetrl_jax.data import Prompt, PromptSampler
 from jetrl_jax.metrics import MetricWriter
-from jetrl_jax.models import norm
+from jetrl_jax.models import invariant_scaling, norm
 from jetrl_jax.rl import (
     evaluation,
     experience,
@@ -29,6 +29,7 @@ from jetrl_jax.rl import (
     flow_check,
     packing,
     rollout_store,
+    run_precision,
     startup,
     step_metrics,
     synthetic,
@@ -57,8 +58,13 @@ class Trainer:
   """
 
   def __init__(self, parts: Parts, workdir: str | pathlib.Path):
-    self.parts, self.workdir = parts, pathlib.Path(workdir)
+    self.workdir = pathlib.Path(workdir)
     self.workdir.mkdir(parents=True, exist_ok=True)
+    # A run that has begun keeps the precision it settled on.
+    policy = run_precision.resolve(
+        self.workdir, parts.policy, parts.invariant_scale
+    )
+    self.parts = parts = dataclasses.replace(parts, policy=policy)
     run = parts.run
     self.loss = functools.partial(policy_loss, parts.loss)
     self.engine = Engine(parts.policy, parts.engine, parts.mesh)
@@ -375,6 +381,8 @@ class Trainer:
     if resumed is None:
       with self.timer('calibration'):
         state = startup.cold_start(parts, self.engine, self.interrupt.check)
+        state = self._settle_precision(state)
+        parts = self.parts
       # Not evaluated yet: step 0 has a line only once that is done.
       step, self.pending = 0, {}
     else:
@@ -397,6 +405,18 @@ class Trainer:
           self.workdir / 'reference', state, cold=resumed is None
       )
     return state, step
+
+  def _settle_precision(self, state: TrainState) -> TrainState:
+    """Puts the dots that lose too much into high precision, on both sides."""
+    parts = self.parts
+    settled = run_precision.settle(parts.policy, state, parts.invariant_scale)
+    run_precision.write(self.workdir, settled)
+    policy = run_precision.keeping(parts.policy, settled)
+    if policy is parts.policy:
+      return state
+    self.parts = dataclasses.replace(parts, policy=policy)
+    self.engine = Engine(policy, parts.engine, parts.mesh)
+    return states.restricted(policy, state, parts.mesh)
 
   def _check(self, state: TrainState) -> None:
     """Compares rollout and training before a token is spent."""
@@ -455,7 +475,9 @@ class Trainer:
       shutil.rmtree(folder, ignore_errors=True)
       models.save_checkpoint(
           folder,
-          merge(state.trainable, state.frozen),
+          invariant_scaling.unfold(
+              merge(state.trainable, state.frozen), self.parts.invariant_scale
+          ),
           self.parts.policy.model,
           source_folder=self.parts.export_source,
       )

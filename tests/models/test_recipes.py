@@ -2,11 +2,14 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.fp8 import Recipe
+from jetrl_jax.compilation import exact_jit
+from jetrl_jax.fp8 import Recipe, prepare_weights
+from jetrl_jax.models import invariant_scaling
 from tests.models import build
 
 TEMPERATURE = jnp.float32(build.TEMPERATURE)
@@ -54,3 +57,22 @@ def test_decode_has_those_bits_with_any_scales_and_dtype(
   _assert_same_bits(
       Recipe(name=name, compute_dtype=dtype, power_of_two_scales=power_of_two)
   )
+
+
+@pytest.mark.parametrize('name', ['fp8_token', 'int8'])
+def test_invariant_scaling_by_a_power_of_two_changes_no_bit(name):
+  recipe, tokens = Recipe(name=name), build.tokens(SLOTS, LENGTH)
+  trees = build.trees('qwen2', recipe)
+  params = jax.tree.map(jnp.asarray, trees.params)
+  scaled = invariant_scaling.fold(params, 2.0)
+  weights = exact_jit(lambda p: prepare_weights(p, {}, recipe))(scaled)
+  run = build.compiled_decode('qwen2', recipe)
+  found = run(weights, trees.state, tokens, TEMPERATURE)
+  expected = run(trees.weights, trees.state, tokens, TEMPERATURE)
+  np.testing.assert_array_equal(found, expected)
+  kernels = [t['layers_0']['attn']['qkv'] for t in (weights, trees.weights)]
+  # The same 8-bit values on half the scales.
+  np.testing.assert_array_equal(
+      kernels[0]['kernel'].values, kernels[1]['kernel'].values
+  )
+  assert np.all(2 * kernels[0]['kernel'].scale == kernels[1]['kernel'].scale)

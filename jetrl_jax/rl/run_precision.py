@@ -1,0 +1,144 @@
+"""What a cold start settles about precision, kept in the workdir.
+
+Two things are part of the masters' meaning and not of their values: the factor
+of the invariant scaling, and the dots that were chosen to stay in high
+precision. A resumed run, and whoever reads its checkpoints, must use those
+of its start.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+
+import jax
+from absl import logging
+
+from jetrl_jax import checkpoint
+from jetrl_jax.compilation import exact_jit
+from jetrl_jax.fp8 import adaptive, health, slots
+from jetrl_jax.rl.policy import Policy
+from jetrl_jax.rl.train_step import merge
+from jetrl_jax.rl.types import TrainState
+from jetrl_jax.sharding import Axes
+
+_FILE = 'precision.json'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunPrecision:
+  """What was settled.
+
+  Attributes:
+    invariant_scale: what the masters were folded by, 1 for nothing.
+    min_sqnr_db: the threshold of the choice, 0 for no choice.
+    high_precision: paths of the dots that were chosen, with their dB.
+  """
+
+  invariant_scale: float
+  min_sqnr_db: float
+  high_precision: dict[str, float]
+
+
+def write(workdir: pathlib.Path, settled: RunPrecision) -> None:
+  """Keeps what a cold start settled, before its first checkpoint."""
+  partial = workdir / f'.{_FILE}.partial'
+  text = json.dumps(dataclasses.asdict(settled), indent=1)
+  partial.write_text(text + '\n', encoding='utf-8')
+  os.replace(partial, workdir / _FILE)
+
+
+def read(workdir: pathlib.Path) -> RunPrecision | None:
+  """Returns what the run in `workdir` settled; None before it has.
+
+  A run that has no checkpoint yet starts again from its masters, and settles
+  again.
+
+  Raises:
+    ValueError: the file cannot be read.
+  """
+  file = workdir / _FILE
+  if not checkpoint.all_steps(workdir / 'checkpoints') or not file.exists():
+    return None
+  try:
+    return RunPrecision(**json.loads(file.read_text(encoding='utf-8')))
+  except (OSError, ValueError, TypeError) as error:
+    raise ValueError(
+        f'{file} does not say which precision the run has: {error}'
+    ) from error
+
+
+def resolve(
+    workdir: pathlib.Path, policy: Policy, invariant_scale: float
+) -> Policy:
+  """Returns the policy of the run in `workdir`, if it has begun.
+
+  Args:
+    workdir: of the run.
+    policy: as configured.
+    invariant_scale: as configured.
+
+  Raises:
+    ValueError: the configuration contradicts what the run settled.
+  """
+  settled = read(workdir)
+  if settled is None:
+    return policy
+  found = (invariant_scale, policy.recipe.min_sqnr_db)
+  kept = (settled.invariant_scale, settled.min_sqnr_db)
+  for name, new, old in zip(
+      ('invariant_scale', 'min_sqnr_db'), found, kept, strict=True
+  ):
+    if new != old:
+      raise ValueError(
+          f'precision.{name} is {new}, but the run in {workdir} began with'
+          f' {old}, and its masters belong to that; use {old}, or a new workdir'
+      )
+  return keeping(policy, settled)
+
+
+def keeping(policy: Policy, settled: RunPrecision) -> Policy:
+  """Returns the policy with the chosen dots in high precision."""
+  if not settled.high_precision:
+    return policy
+  recipe = policy.recipe.keeping(tuple(settled.high_precision))
+  return dataclasses.replace(policy, recipe=recipe)
+
+
+def settle(
+    policy: Policy, state: TrainState, invariant_scale: float
+) -> RunPrecision:
+  """Chooses the dots of a calibrated cold start; logs them.
+
+  Args:
+    policy: of the state.
+    state: its input slots hold the health of real tokens.
+    invariant_scale: what its masters were folded by.
+
+  Raises:
+    ValueError: see `adaptive.choose`.
+  """
+  recipe, chosen = policy.recipe, {}
+  if recipe.needs_calibration and recipe.min_sqnr_db:
+    # Whole arrays, outside of shard_map: no collectives.
+    fp8_state = exact_jit(
+        lambda s, p, w: slots.measure_kernels(s, p, w, Axes())
+    )(state.fp8_state, merge(state.trainable, state.frozen), state.weights)
+    summary = health.summarize(
+        jax.device_get(fp8_state), slots.slot_paths(fp8_state)
+    )
+    chosen = adaptive.choose(summary, recipe)
+    logging.info(
+        '%d of %d dots keep less than %g dB and stay in %s, in rollout and'
+        ' training: %s',
+        len(chosen),
+        len(summary),
+        recipe.min_sqnr_db,
+        recipe.compute_dtype,
+        ', '.join(f'{path} ({db:.1f})' for path, db in chosen.items()) or '-',
+    )
+  return RunPrecision(
+      invariant_scale=invariant_scale,
+      min_sqnr_db=recipe.min_sqnr_db,
+      high_precision=chosen,
+  )

@@ -1,0 +1,60 @@
+import re
+
+import pytest
+
+from jetrl_jax.fp8 import Recipe, adaptive, slots
+
+
+def _dot(input_db=None, kernel_db=None, grad_db=1.0):
+  entries = {'input': input_db, 'kernel': kernel_db, 'output_grad': grad_db}
+  return {
+      operand: {'amax': 1.0} | ({} if db is None else {'sqnr_db': db})
+      for operand, db in entries.items()
+  }
+
+
+def test_a_dot_is_chosen_by_the_worse_of_input_and_kernel():
+  summary = {
+      'layers_0/attn/qkv': _dot(31.0, 25.0),
+      'layers_0/attn/o': _dot(29.9, 31.0),
+      'layers_0/mlp/down': _dot(30.0, 31.0),  # Not below.
+      'layers_1/attn/qkv': _dot(31.0),  # Its kernel lost nothing.
+      'layers_1/attn/o': _dot(),
+  }
+  recipe = Recipe(name='fp8_token', min_sqnr_db=30.0)
+  assert adaptive.choose(summary, recipe) == {
+      'layers_0/attn/qkv': 25.0,
+      'layers_0/attn/o': 29.9,
+  }
+
+
+def test_a_threshold_above_every_dot_is_refused():
+  summary = {'a': _dot(31.0, 31.5), 'b': _dot(30.0, 33.0)}
+  message = 'min_sqnr_db is 40.0, and no dot keeps that much with recipe int8'
+  with pytest.raises(ValueError, match=re.escape(message)) as error:
+    adaptive.choose(summary, Recipe(name='int8', min_sqnr_db=40.0))
+  assert 'the best has 31.0 dB' in str(error.value)
+
+
+def test_a_recipe_that_keeps_dots_takes_their_paths_literally():
+  recipe = Recipe(high_precision_layers=('.*/o',)).keeping(('layers_1/a.b',))
+  assert not recipe.quantizes('layers_1/a.b')
+  assert not recipe.quantizes('layers_7/attn/o')
+  assert recipe.quantizes('layers_1/axb') and recipe.quantizes('layers_10/a.b')
+
+
+@pytest.mark.parametrize('name', ['fp8_delayed', 'int8'])
+def test_what_is_kept_has_no_slot_and_the_others_keep_theirs(name):
+  recipe = Recipe(name=name)
+  make = (
+      (lambda: slots.init_slot(4))
+      if recipe.is_delayed
+      else slots.init_dynamic_slot
+  )
+  state = {'layers_0': {'attn': {'o': make(), 'qkv': make()}, 'mlp': make()}}
+  kept = slots.restrict(state, recipe.keeping(('layers_0/attn/o',)))
+  assert slots.slot_paths(kept) == ['layers_0/attn/qkv', 'layers_0/mlp']
+  assert kept['layers_0']['mlp'] is state['layers_0']['mlp']
+  every = recipe.keeping(('layers_0/mlp', 'layers_0/attn/o'))
+  every = every.keeping(('layers_0/attn/qkv',))
+  assert slots.restrict(state, every) == {}
