@@ -95,6 +95,20 @@ def get_config() -> ml_collections.ConfigDict:
   config.reward.timeout_s = 5.0
   config.reward.memory_limit_mb = 2048
 
+  # Turns inside a rollout, see docs/environments.md. The score is then the
+  # environment's own, and reward.* is unread.
+  config.environment = ml_collections.ConfigDict()
+  # 'package.module:Class'; '' is one turn, scored by reward.*.
+  config.environment.name = ''
+  # Keyword arguments of the class, as JSON.
+  config.environment.kwargs = ''
+  # Turns of the policy after which an episode is over.
+  config.environment.max_turns = 8
+  # Wall seconds per call; past it the episode counts 0.
+  config.environment.timeout_s = 10.0
+  # What becomes of an observation; a chat template's turn marks go here.
+  config.environment.observation_template = '{observation}'
+
   config.rollout = ml_collections.ConfigDict()
   config.rollout.num_generations = 8
   config.rollout.temperature = 1.0

@@ -5,13 +5,14 @@ compute: unknown names, values out of range, files that are not there,
 settings that contradict each other.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import json
 import pathlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -35,6 +36,7 @@ from jetrl_jax.rewards import RewardPool, RewardSpec
 from jetrl_jax.rl import combinations, corrections, losses
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.engine import EngineConfig
+from jetrl_jax.rl.environment import EnvironmentConfig, load_environment
 from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.parts import Parts
@@ -282,6 +284,35 @@ def reward_specs(section: Config) -> list[RewardSpec]:
   return specs
 
 
+def environment_config(
+    section: Config, tokenizer: Tokenizer
+) -> EnvironmentConfig | None:
+  """Returns the run's environment, None for turns of one."""
+  if not section.name:
+    return None
+  environment = load_environment(section.name)
+  try:
+    kwargs = json.loads(section.kwargs) if section.kwargs else {}
+    make = functools.partial(environment, **kwargs)
+    make()
+  except (json.JSONDecodeError, TypeError, ValueError) as error:
+    raise ValueError(
+        f'environment {section.name!r} cannot be made with environment.kwargs'
+        f' {section.kwargs!r}: {error}'
+    ) from error
+  return _take(EnvironmentConfig, section, make=make, tokenizer=tokenizer)
+
+
+def _reward_pool(section: Config) -> Callable[[], RewardPool]:
+  return functools.partial(
+      RewardPool,
+      reward_specs(section),
+      num_workers=section.num_workers,
+      timeout_s=section.timeout_s,
+      memory_limit_mb=section.memory_limit_mb,
+  )
+
+
 def engine_config(config: Config, tokenizer: Tokenizer) -> EngineConfig:
   """Returns the rollout engine's sizes and sampler."""
   return _take(
@@ -361,7 +392,7 @@ def build(config: Config) -> Parts:
   """
   policy, mesh, folder = build_policy(config)
   tokenizer = build_tokenizer(config, folder)
-  specs = reward_specs(config.reward)
+  environment = environment_config(config.environment, tokenizer)
   algorithm = _take(AlgorithmConfig, config.algorithm)
   run = _take(
       RunConfig,
@@ -375,6 +406,11 @@ def build(config: Config) -> Parts:
       * algorithm.ppo_epochs
       * (run.train_batch_size // run.mini_batch_size)
   )
+  if environment and run.synthetic:
+    raise ValueError(
+        'trainer.synthetic has no stop tokens, so no turn would end; leave'
+        ' environment.name empty'
+    )
   optimizer = optimizer_config(config, updates)
   loss = loss_config(config.algorithm)
   engine = engine_config(config, tokenizer)
@@ -413,13 +449,11 @@ def build(config: Config) -> Parts:
       tokenizer=tokenizer,
       train_set=train_set,
       val_set=val_set,
-      make_rewards=functools.partial(
-          RewardPool,
-          specs,
-          num_workers=config.reward.num_workers,
-          timeout_s=config.reward.timeout_s,
-          memory_limit_mb=config.reward.memory_limit_mb,
-      ),
+      environment=environment,
+      # An environment scores its own episodes.
+      make_rewards=contextlib.nullcontext
+      if environment
+      else _reward_pool(config.reward),
       config_text=config.to_json_best_effort(indent=2, sort_keys=True),
       export_source=folder,
       wandb=wandb_config(config),

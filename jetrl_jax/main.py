@@ -88,7 +88,10 @@ def _summary(workdir: pathlib.Path) -> None:
   for name, value in last.items():
     if '/acc/mean@' in name and not name.endswith('/ci95'):
       print(f'{name}: {first[name]:.1%} before, {value:.1%} after')
-  mismatch = [r['training/mismatch_token_frac'] for r in records[1:]]
+    if '/reward/mean@' in name and not name.endswith('/ci95'):
+      print(f'{name}: {first[name]:.4f} before, {value:.4f} after')
+  name = 'training/mismatch_token_frac'
+  mismatch = [r[name] for r in records if name in r]
   print(
       'Tokens whose rollout and training log-probs differ in any bit:'
       f' {max(mismatch, default=0.0):.4%} (largest step)'

@@ -83,6 +83,20 @@ def fold(base: PRNGKey, *address: int | Array) -> PRNGKey:
   return base
 
 
+def host_generator(base: PRNGKey, *address: int) -> np.random.Generator:
+  """Makes the generator of one use on the host.
+
+  Args:
+    base: what `key` or `fold` returned.
+    *address: the rest of the address, integers in [0, 2**32).
+
+  Returns:
+    A NumPy generator: PCG64, seeded by the key's two words and the address.
+  """
+  words = np.asarray(jax.random.key_data(base)).tolist()
+  return np.random.default_rng([*words, *address])
+
+
 def _checked(value: int | np.integer, what: str) -> int:
   """Returns a host integer, or says which number cannot be a key's word."""
   try:

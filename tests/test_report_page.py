@@ -210,6 +210,7 @@ def _completion(prompt: int, sample: int, text: str, tokenizer) -> Completion:
       logprobs=zeros,
       weight_version=np.zeros(len(tokens), np.int32),
       finish_reason='length',
+      sampled=np.ones(len(tokens), bool),
   )
 
 

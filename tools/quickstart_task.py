@@ -202,14 +202,17 @@ def make_problems(
   return problems
 
 
-def make_tokenizer() -> tokenizers.Tokenizer:
+def make_tokenizer(alphabet: str = ALPHABET) -> tokenizers.Tokenizer:
   """Builds a tokenizer with one token per character.
+
+  Args:
+    alphabet: the characters; any other becomes unknown.
 
   Returns:
     Ids 0 to 2 are padding, end and unknown; the alphabet follows. No token
     is added to a text: a prompt ends where the answer starts.
   """
-  vocabulary = {t: i for i, t in enumerate((*SPECIAL_TOKENS, *ALPHABET))}
+  vocabulary = {t: i for i, t in enumerate((*SPECIAL_TOKENS, *alphabet))}
   tokenizer = tokenizers.Tokenizer(
       models.WordLevel(vocabulary, unk_token=UNKNOWN)
   )
@@ -220,29 +223,35 @@ def make_tokenizer() -> tokenizers.Tokenizer:
   return tokenizer
 
 
-def write_model_folder(folder: pathlib.Path) -> None:
+def write_model_folder(
+    folder: pathlib.Path,
+    alphabet: str = ALPHABET,
+    model_config: dict = MODEL_CONFIG,
+) -> None:
   """Writes what a Hugging Face checkpoint has besides its weights.
 
   Args:
     folder: created if missing; its files of the same names are replaced.
+    alphabet: of the tokenizer.
+    model_config: what config.json holds.
   """
   folder.mkdir(parents=True, exist_ok=True)
-  make_tokenizer().save(str(folder / 'tokenizer.json'))
+  make_tokenizer(alphabet).save(str(folder / 'tokenizer.json'))
   tokenizer_config = {
       'tokenizer_class': 'PreTrainedTokenizerFast',
       'clean_up_tokenization_spaces': False,
       'eos_token': EOS,
       'pad_token': PAD,
       'unk_token': UNKNOWN,
-      'model_max_length': MODEL_CONFIG['max_position_embeddings'],
+      'model_max_length': model_config['max_position_embeddings'],
   }
   generation_config = {
       'do_sample': True,
       'temperature': 1.0,
-      'eos_token_id': MODEL_CONFIG['eos_token_id'],
-      'pad_token_id': MODEL_CONFIG['pad_token_id'],
+      'eos_token_id': model_config['eos_token_id'],
+      'pad_token_id': model_config['pad_token_id'],
   }
-  _write_json(folder / 'config.json', MODEL_CONFIG)
+  _write_json(folder / 'config.json', model_config)
   _write_json(folder / 'tokenizer_config.json', tokenizer_config)
   _write_json(folder / 'generation_config.json', generation_config)
 

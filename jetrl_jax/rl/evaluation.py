@@ -9,6 +9,7 @@ from jetrl_jax.data import Prompt, Tokenizer
 from jetrl_jax.rewards import RewardPool, RewardResult
 from jetrl_jax.rl import evaluation_metrics, experience
 from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.environment import EnvironmentConfig
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import StopCheck, rollout
 from jetrl_jax.rl.types import Completion
@@ -34,8 +35,16 @@ class Graded:
   @property
   def accuracy_PG(self) -> np.ndarray:
     """float64 [P, G], in [0, 1]."""
-    accuracy = np.asarray([r.accuracy for r in self.results], np.float64)
-    return accuracy.reshape(len(self.prompts), self.num_generations)
+    return self._shaped([r.accuracy for r in self.results])
+
+  @property
+  def reward_PG(self) -> np.ndarray:
+    """float64 [P, G]."""
+    return self._shaped([r.score for r in self.results])
+
+  def _shaped(self, values: list[float]) -> np.ndarray:
+    shape = len(self.prompts), self.num_generations
+    return np.asarray(values, np.float64).reshape(shape)
 
   @property
   def answers(self) -> list[list[str | None]]:
@@ -55,13 +64,14 @@ def grade(
     engine: Engine,
     params: PolicyParams,
     prompts: list[Prompt],
-    pool: RewardPool,
+    pool: RewardPool | None,
     tokenizer: Tokenizer,
     *,
     num_generations: int,
     temperature: float,
     base_key: PRNGKey,
     should_stop: StopCheck,
+    environment: EnvironmentConfig | None = None,
 ) -> Graded:
   """Samples answers and scores them.
 
@@ -76,6 +86,7 @@ def grade(
       base_key=base_key,
       weight_version=0,
       should_stop=should_stop,
+      environment=environment,
   )
   return Graded(
       prompts=prompts,
@@ -91,8 +102,10 @@ def evaluate(
     engine: Engine,
     params: PolicyParams,
     prompts: list[Prompt],
-    pool: RewardPool,
+    pool: RewardPool | None,
     tokenizer: Tokenizer,
+    *,
+    environment: EnvironmentConfig | None = None,
     **how: Any,
 ) -> tuple[dict[str, float], list[dict]]:
   """Grades held-out prompts; see `grade`.
@@ -101,6 +114,7 @@ def evaluate(
     (metrics by METHODS' names for every data source, samples): a sample is a
     dict of prompt, response, answer and accuracy, for the reader.
   """
+  how |= {'environment': environment}
   graded = grade(engine, params, prompts, pool, tokenizer, **how)
   answers = graded.answers
   metrics = {}
@@ -109,6 +123,12 @@ def evaluate(
     metrics |= evaluation_metrics.evaluation_metrics(
         graded.accuracy_PG[rows], [answers[i] for i in rows], source=source
     )
+    if environment is not None:
+      metrics |= evaluation_metrics.reward_metrics(
+          graded.reward_PG[rows], source=source
+      )
+  if environment is not None:  # An episode has no final answer to vote with.
+    metrics = {k: v for k, v in metrics.items() if '/acc/maj@' not in k}
   samples = []
   for i, prompt in enumerate(prompts):
     completion = graded.of_prompt(i, graded.completions)[0]

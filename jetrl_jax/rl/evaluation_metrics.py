@@ -198,6 +198,28 @@ def evaluation_metrics(
   return metrics
 
 
+def reward_metrics(
+    rewards_PG: Shaped[Array | NpArray, 'P G'], *, source: str
+) -> dict[str, float]:
+  """Names the mean reward of one data source, and its interval.
+
+  Args:
+    rewards_PG: rewards of G episodes for each of P problems.
+    source: name of the data set.
+
+  Returns:
+    'val-core/<source>/reward/mean@G' and, for more than one problem, the same
+    with '/ci95', see `half_width_95`.
+  """
+  n = np.shape(rewards_PG)[1]
+  values_P = mean_at_k(rewards_PG, n)
+  key = f'val-core/{source}/reward/mean@{n}'
+  metrics = {key: float(values_P.mean())}
+  if len(values_P) > 1:
+    metrics[f'{key}/ci95'] = half_width_95(values_P)
+  return metrics
+
+
 def _checked(
     scores_PG: Shaped[Array | NpArray, 'P G'], k: int
 ) -> Float[NpArray, 'P G']:

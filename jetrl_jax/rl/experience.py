@@ -1,6 +1,7 @@
 """From completions to scored, weighted sequences, and their metrics."""
 
 import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -35,7 +36,7 @@ class Experience:
 def response_text(completion: Completion, tokenizer: Tokenizer) -> str:
   """Returns a response as text, without its stop token."""
   tokens = completion.tokens
-  if completion.finish_reason == 'stop':
+  if len(tokens) and tokens[-1] in tokenizer.eos_ids:
     tokens = tokens[:-1]
   return tokenizer.decode(tokens)
 
@@ -43,10 +44,13 @@ def response_text(completion: Completion, tokenizer: Tokenizer) -> str:
 def score_completions(
     prompts: list[Prompt],
     completions: list[Completion],
-    pool: RewardPool,
+    pool: RewardPool | None,
     tokenizer: Tokenizer,
 ) -> list[RewardResult]:
-  """Scores completions; order kept."""
+  """Scores completions; order kept. Episodes have been scored already."""
+  if completions[0].episode is not None:
+    return [_episode_result(completion) for completion in completions]
+  assert pool is not None, 'without an environment there is a pool'
   by_id = {prompt.id: prompt for prompt in prompts}
   requests = []
   for completion in completions:
@@ -61,6 +65,32 @@ def score_completions(
         )
     )
   return pool.score(requests)
+
+
+def _episode_result(completion: Completion) -> RewardResult:
+  episode = completion.episode
+  assert episode is not None
+  return RewardResult(
+      score=episode.reward,
+      accuracy=episode.accuracy,
+      parts={},
+      prediction='',
+      error=episode.error,
+  )
+
+
+def join_sampled(
+    completions: list[Completion], values: Iterable[np.ndarray]
+) -> np.ndarray:
+  """Joins per-token values of responses, less those of observations.
+
+  Args:
+    completions: the responses.
+    values: one array [response_length] each.
+  """
+  return np.concatenate(
+      [v[c.sampled] for c, v in zip(completions, values, strict=True)]
+  )
 
 
 def from_scores(
@@ -172,6 +202,22 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
       'response_length/clip_ratio': float(np.mean(truncated)),
       **_spread('prompt_length', prompt_lengths),
   }
+  metrics |= _episode_metrics(completions)
   for error, count in experience.errors.items():
     metrics[f'reward/{error}'] = count
   return metrics
+
+
+def _episode_metrics(completions: list[Completion]) -> dict[str, float]:
+  """Returns what only episodes have: turns and observations."""
+  episodes = [c.episode for c in completions if c.episode is not None]
+  if not episodes:
+    return {}
+  reasons = [c.finish_reason for c in completions]
+  tokens = sum(len(c.tokens) for c in completions)
+  observed = tokens - sum(int(c.sampled.sum()) for c in completions)
+  return {
+      **_spread('num_turns', np.asarray([e.turns for e in episodes])),
+      'environment/observation_frac': observed / max(tokens, 1),
+      'environment/turn_limit_frac': reasons.count('turns') / len(reasons),
+  }

@@ -204,7 +204,7 @@ def sequence_from_completion(
 ) -> Sequence:
   """Builds the training sequence of one sampled response.
 
-  The loss mask is 1 on the response tokens, the stop token included. The old
+  The loss mask is 1 on the sampled tokens, stop tokens included. The old
   log-probs are the rollout's, which in a unified flow are the training
   forward's to the bit; replace the field to recompute them. The reference's
   are 0 until they are computed.
@@ -224,7 +224,7 @@ def sequence_from_completion(
   counted = bool(
       masked_response_length(completion, mask_truncated=mask_truncated)
   )
-  mask = _behind(prompt, np.full(len(response), counted, np.float32))
+  mask = _behind(prompt, (completion.sampled & counted).astype(np.float32))
   return Sequence(
       tokens=np.concatenate([prompt, response]).astype(np.int32),
       loss_mask=mask,
@@ -242,7 +242,7 @@ def sequence_from_completion(
 def masked_response_length(
     completion: Completion, *, mask_truncated: bool
 ) -> int:
-  """Returns the response tokens that count in the loss.
+  """Returns the number of sampled tokens that count in the loss.
 
   Args:
     completion: a response.
@@ -253,7 +253,7 @@ def masked_response_length(
   """
   if mask_truncated and completion.finish_reason == 'length':
     return 0
-  return len(completion.tokens)
+  return int(np.count_nonzero(completion.sampled))
 
 
 def _behind(prompt: NpArray, values: NpArray) -> NpArray:

@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from jax.sharding import Mesh
 
@@ -11,6 +12,7 @@ from jetrl_jax.metrics_wandb import WandbConfig
 from jetrl_jax.rewards import RewardPool
 from jetrl_jax.rl import packing
 from jetrl_jax.rl.engine import EngineConfig
+from jetrl_jax.rl.environment import EnvironmentConfig
 from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import Policy
@@ -37,7 +39,9 @@ class Parts:
     tokenizer: of the checkpoint.
     train_set: prompts to learn from.
     val_set: held-out prompts; None for no evaluation.
-    make_rewards: starts the reward workers.
+    environment: what answers the policy's turns, and scores them; None for
+      responses of one turn, which the reward workers score.
+    make_rewards: starts the reward workers; of None with an environment.
     config_text: the resolved config, kept in the workdir.
     export_source: the checkpoint whose config and tokenizer files the exported
       one carries on; None for no export.
@@ -58,7 +62,8 @@ class Parts:
   tokenizer: Tokenizer
   train_set: PromptDataset
   val_set: PromptDataset | None
-  make_rewards: Callable[[], RewardPool]
+  environment: EnvironmentConfig | None
+  make_rewards: Callable[[], AbstractContextManager[RewardPool | None]]
   config_text: str
   export_source: pathlib.Path | None
   wandb: WandbConfig | None

@@ -3,23 +3,33 @@
 A prompt is prefilled once and inserted into slots for each of its samples; a
 finished slot is refilled at the next host visit. The loop decides only when
 things are computed, never what: a completion is a function of the weights,
-the seed and its own address.
+the seed and its own address. So it is with environments: a turn ends at a token
+that depends on the turn's tokens alone, what was decoded beyond it is
+forgotten, and a slot that waits for its environment holds up no other.
 """
 
 import collections
 import dataclasses
+import threading
+import time
 from collections.abc import Callable
 
 import jax
 import numpy as np
 
+from jetrl_jax import rng
 from jetrl_jax.data import Prompt
 from jetrl_jax.rl.engine import DecodeState, Engine, Prefix
+from jetrl_jax.rl.environment import EnvironmentConfig
+from jetrl_jax.rl.episodes import Episode, StopStrings
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.types import Completion
 from jetrl_jax.typing import PRNGKey
 
 _PREFILL_ROWS = 16
+# Seconds that a host visit waits for environments: all of the quick ones while
+# there is something to decode, and for the first one while there is not.
+_QUICK_S, _IDLE_S = 0.02, 0.1
 
 StopCheck = Callable[[], None]
 
@@ -49,6 +59,7 @@ def rollout(
     weight_version: int,
     limits: np.ndarray | None = None,
     should_stop: StopCheck = never_stop,
+    environment: EnvironmentConfig | None = None,
 ) -> list[Completion]:
   """Samples `num_generations` responses to every prompt.
 
@@ -63,9 +74,10 @@ def rollout(
     limits: int [P, G], most response tokens of each sample; by default
       max_response_length.
     should_stop: called at every host visit; raises to abandon the rollout.
+    environment: what answers the turns; by default a response is one turn.
 
   Returns:
-    P * G completions, prompt by prompt.
+    P * G completions, prompt by prompt; with an environment one per episode.
 
   Raises:
     ValueError: two prompts share an id, or a prompt does not fit.
@@ -77,7 +89,9 @@ def rollout(
         f'prompt ids {twice[:5]} occur twice in one rollout; their samples'
         ' would share random keys'
     )
-  loop = _Loop(engine, params, temperature, base_key, weight_version)
+  loop = _Loop(
+      engine, params, temperature, base_key, weight_version, environment
+  )
   maximum = engine.config.max_response_length
   for p, prompt in enumerate(prompts):
     for g in range(num_generations):
@@ -88,18 +102,56 @@ def rollout(
   return loop.run(should_stop)
 
 
+@dataclasses.dataclass(kw_only=True)
+class _Slot:
+  """What a slot is doing.
+
+  Attributes:
+    job: whose tokens it holds.
+    episode: its environment; None without one.
+    turn: response tokens before the current turn.
+    seen: response tokens looked through for stop strings.
+    tail: see `StopStrings.find`.
+    ended: response tokens of the turn that the environment is looking at; None
+      while the slot decodes.
+    observed: where in the response observations lie, as (start, stop).
+  """
+
+  job: _Job
+  episode: Episode | None = None
+  turn: int = 0
+  seen: int = 0
+  tail: str = ''
+  ended: int | None = None
+  observed: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+
 class _Loop:
   """The host's books of one rollout."""
 
-  def __init__(self, engine, params, temperature, base_key, weight_version):
+  def __init__(
+      self,
+      engine: Engine,
+      params: PolicyParams,
+      temperature: float,
+      base_key: PRNGKey,
+      weight_version: int,
+      environment: EnvironmentConfig | None,
+  ):
     self.engine, self.params, self.temperature = engine, params, temperature
     self.base_key, self.weight_version = base_key, weight_version
+    self.environment = environment
+    self.strings: tuple[str, ...] = ()
+    if environment is not None:
+      self.strings = environment.stop_strings
+      self.finder = StopStrings(self.strings, environment.tokenizer)
+    self.call_ended = threading.Event()
     self.waiting: collections.deque[_Job] = collections.deque()
     # Prefilled and not yet in a slot: (prefix, row, job).
     self.ready: collections.deque[tuple[Prefix, int, _Job]] = (
         collections.deque()
     )
-    self.running: dict[int, _Job] = {}
+    self.running: dict[int, _Slot] = {}
     self.done: dict[int, Completion] = {}
 
   def run(self, should_stop: StopCheck) -> list[Completion]:
@@ -107,9 +159,12 @@ class _Loop:
     state = self.engine.init_decode_state()
     while self.waiting or self.ready or self.running:
       should_stop()
+      state = self._answer(state)  # To the turns that ended in the last visit.
       state = self._refill(state)
-      state = self.engine.generate_block(self.params, state, self.base_key)
-      self._collect(state)
+      state = self._answer(state)  # To the episodes that have just started.
+      if any(slot.ended is None for slot in self.running.values()):
+        state = self.engine.generate_block(self.params, state, self.base_key)
+        state = self._collect(state)
     return [self.done[i] for i in range(len(self.done))]
 
   def _refill(self, state: DecodeState) -> DecodeState:
@@ -131,8 +186,17 @@ class _Loop:
           limits=[job.limit for _, _, job in mine],
           temperature=self.temperature,
       )
-      self.running.update({slot: job for slot, _, job in mine})
+      self.running.update({slot: self._start(job) for slot, _, job in mine})
+    if self.environment is not None and pairs:
+      state = self.engine.pause(state, [slot for slot, _ in pairs])
     return state
+
+  def _start(self, job: _Job) -> _Slot:
+    if self.environment is None:
+      return _Slot(job=job)
+    generator = rng.host_generator(self.base_key, job.prompt.id, job.sample)
+    episode = Episode(self.environment, job.prompt, generator, self.call_ended)
+    return _Slot(job=job, episode=episode, ended=0)
 
   def _prefill(self) -> None:
     """Prefills the next prompts, with all their waiting samples."""
@@ -151,26 +215,109 @@ class _Loop:
     for row, group in enumerate(groups):
       self.ready.extend((prefix, row, job) for job in group)
 
-  def _collect(self, state: DecodeState) -> None:
+  def _collect(self, state: DecodeState) -> DecodeState:
+    """Finds the turns that ended, and hands them to their environments."""
     active, emitted, stopped = jax.device_get(
         (state.active, state.emitted, state.stopped)
     )
-    finished = [slot for slot in self.running if not active[slot]]
-    if not finished:
+    decoding = {i: s for i, s in self.running.items() if s.ended is None}
+    if not self.strings:
+      decoding = {i: s for i, s in decoding.items() if not active[i]}
+    if not decoding:
+      return state
+    tokens = jax.device_get(state.tokens)
+    over, asked = {}, []
+    for i, slot in decoding.items():
+      cut = self._stop_string(slot, tokens[i, : emitted[i]])
+      if cut is None and active[i]:
+        continue
+      slot.ended = int(emitted[i]) if cut is None else cut
+      reason = 'stop' if cut is not None or stopped[i] else 'length'
+      if slot.episode is None or reason == 'length':
+        over[i] = reason
+        continue
+      text_end = slot.ended - (cut is None)  # Without the stop token.
+      slot.episode.step(
+          slot.episode.config.tokenizer.decode(tokens[i, slot.turn : text_end])
+      )
+      asked.append(i)
+    if any(active[i] for i in asked):
+      state = self.engine.pause(state, asked)
+    self._complete(state, over)
+    return state
+
+  def _stop_string(self, slot: _Slot, tokens: np.ndarray) -> int | None:
+    """Returns the response tokens up to the turn's first stop string."""
+    if not self.strings or len(tokens) <= slot.seen:
+      return None
+    found, slot.tail = self.finder.find(tokens[slot.seen :], slot.tail)
+    if found is not None:
+      return slot.seen + found
+    slot.seen = len(tokens)
+    return None
+
+  def _answer(self, state: DecodeState) -> DecodeState:
+    """Goes on with the slots whose environments have answered."""
+    asked = {i: s for i, s in self.running.items() if s.ended is not None}
+    if not asked:
+      return state
+    self._wait(list(asked.values()))
+    over, kept, given = {}, {}, {}
+    for i, slot in asked.items():
+      assert slot.episode is not None and slot.ended is not None
+      answer = slot.episode.poll()
+      if answer is None:
+        continue
+      end = slot.ended + len(answer.observation)
+      if answer.over:
+        over[i] = slot.episode.finish_reason()
+      elif end >= slot.job.limit:
+        over[i] = 'length'
+      else:
+        kept[i], given[i] = slot.ended, answer.observation
+        slot.observed.append((slot.ended, end))
+        slot.turn, slot.seen, slot.tail, slot.ended = end, end, '', None
+    self._complete(state, over)
+    return self.engine.resume(state, kept, given) if kept else state
+
+  def _wait(self, asked: list[_Slot]) -> None:
+    """Gives quick environments time to answer within this visit."""
+    start = time.monotonic()
+    decoding = len(asked) < len(self.running)
+    while True:
+      self.call_ended.clear()
+      pending = [s for s in asked if s.episode and not s.episode.answered()]
+      # Nothing could be computed meanwhile: wait for the first to answer.
+      stuck = not decoding and len(pending) == len(asked)
+      left = start + (_IDLE_S if stuck else _QUICK_S) - time.monotonic()
+      if not pending or left <= 0:
+        return
+      self.call_ended.wait(left)
+
+  def _complete(self, state: DecodeState, over: dict[int, str]) -> None:
+    """Takes finished sequences, by slot and with their reasons, to the host."""
+    if not over:
       return
     tokens, log_mu, logprobs = jax.device_get(
         (state.tokens, state.log_mu, state.logprobs)
     )
-    self.engine.release(finished)
-    for slot in finished:
-      job, length = self.running.pop(slot), int(emitted[slot])
+    self.engine.release(list(over))
+    for i, reason in over.items():
+      slot = self.running.pop(i)
+      assert slot.ended is not None
+      job, length = slot.job, slot.ended
+      sampled = np.ones(length, bool)
+      for start, stop in slot.observed:
+        sampled[start:stop] = False
       self.done[job.index] = Completion(
           prompt_id=job.prompt.id,
           sample=job.sample,
           prompt_tokens=np.asarray(job.prompt.tokens, np.int32),
-          tokens=tokens[slot, :length].copy(),
-          log_mu=log_mu[slot, :length].copy(),
-          logprobs=logprobs[slot, :length].copy(),
+          tokens=tokens[i, :length].copy(),
+          sampled=sampled,
+          log_mu=log_mu[i, :length].copy(),
+          logprobs=logprobs[i, :length].copy(),
           weight_version=np.full(length, self.weight_version, np.int32),
-          finish_reason='stop' if stopped[slot] else 'length',
+          finish_reason=reason,
+          episode=slot.episode and slot.episode.result(),
       )

@@ -18,7 +18,7 @@ import numpy as np
 from jetrl_jax.rl.types import Completion
 
 _EXTRA = 'extra/'
-_FLAT = ('tokens', 'log_mu', 'logprobs', 'weight_version')
+_FLAT = ('tokens', 'log_mu', 'logprobs', 'weight_version', 'sampled')
 
 
 def save_rollouts(
@@ -51,6 +51,7 @@ def save_rollouts(
       'weight_version': _flat(
           [c.weight_version for c in completions], np.int32
       ),
+      'sampled': _flat([c.sampled for c in completions], np.bool_),
       'extra': np.array(list(extra), 'U'),
   }
   columns = {name: _narrow(column) for name, column in columns.items()}
@@ -120,6 +121,7 @@ def _completions(columns: dict[str, np.ndarray]) -> list[Completion]:
   flat = {
       'tokens': columns['tokens'].astype(np.int32),
       'weight_version': columns['weight_version'].astype(np.int32),
+      'sampled': columns['sampled'],
       'logprobs': bits.view(np.float32),
       'log_mu': (bits ^ columns['log_mu_xor_logprob_bits']).view(np.float32),
   }
@@ -133,6 +135,7 @@ def _completions(columns: dict[str, np.ndarray]) -> list[Completion]:
           sample=int(columns['sample'][i]),
           prompt_tokens=prompts[i],
           finish_reason=str(columns['finish_reason'][i]),
+          episode=None,
           **{name: parts[name][i] for name in _FLAT},
       )
       for i in range(len(columns['prompt_id']))
@@ -148,6 +151,7 @@ def _check(completion: Completion) -> None:
       'log_mu': (np.float32, length),
       'logprobs': (np.float32, length),
       'weight_version': (np.int32, length),
+      'sampled': (np.bool_, length),
   }
   for name, (dtype, size) in wanted.items():
     array = vars(completion)[name]

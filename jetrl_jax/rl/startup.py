@@ -126,6 +126,7 @@ def short_rollout(
       weight_version=0,
       limits=np.full(shape, run.calibration_tokens),
       should_stop=should_stop,
+      environment=parts.environment,
   )
 
 

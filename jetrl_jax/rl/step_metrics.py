@@ -1,6 +1,7 @@
 """Joins the numbers of a step: times, throughput, update, mismatch, health."""
 
 import contextlib
+import functools
 import json
 import pathlib
 import resource
@@ -96,10 +97,7 @@ def _mismatch(
 ) -> dict[str, float]:
   """Compares what was sampled with what the training forward computed."""
   completions = exp.completions
-
-  def join(values):
-    return np.concatenate(list(values))
-
+  join = functools.partial(experience.join_sampled, completions)
   train_T = join(
       scored[i][len(c.prompt_tokens) :] for i, c in enumerate(completions)
   )

@@ -228,6 +228,7 @@ class Trainer:
         weight_version=int(state.opt_step),
         limits=limits,
         should_stop=self.interrupt.check,
+        environment=self.parts.environment,
     )
 
   def _score(
@@ -366,6 +367,7 @@ class Trainer:
           # The same noise at every step: curves then differ by the policy.
           base_key=rng.key(run.seed, rng.EVALUATION, 0),
           should_stop=self.interrupt.check,
+          environment=self.parts.environment,
       )
     self.last_accuracy = evaluation.headline(metrics)
     step_metrics.write_samples(self.workdir / 'samples', step, samples)

@@ -13,21 +13,44 @@ from jetrl_jax.typing import Array, PyTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class EpisodeResult:
+  """What an episode in an environment came to.
+
+  Attributes:
+    reward: sum over its turns; 0 if the environment failed.
+    accuracy: the last one the environment gave, else the reward.
+    turns: turns of the policy that the environment was given.
+    error: None, 'environment_raised' or 'environment_timeout'.
+  """
+
+  reward: float
+  accuracy: float
+  turns: int
+  error: str | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-  """One sampled response, on the host.
+  """One sampled response, on the host; with an environment a whole episode.
 
   Attributes:
     prompt_id: `Prompt.id`.
     sample: index of the sample within its group, in [0, G).
     prompt_tokens: int32 [prompt_length].
     tokens: int32 [response_length], the stop token included.
+    sampled: bool [response_length], False on the tokens of observations. Only
+      sampled tokens have a loss and count in metrics of the policy.
     log_mu: float32 [response_length], nats: log-prob under the distribution
-      really sampled (after temperature, top-p, top-k, min-p).
+      really sampled (after temperature, top-p, top-k, min-p); of an
+      observation's tokens a copy of `logprobs`.
     logprobs: float32 [response_length], nats: log-prob under the tempered
       softmax over the whole vocabulary, as the rollout computed it.
     weight_version: int32 [response_length], optimiser steps the weights had
       seen when the token was sampled.
-    finish_reason: 'stop' (a stop token) or 'length'.
+    finish_reason: 'stop' (a stop token; an environment that is done), 'length'
+      (no room for another token), and of episodes also 'turns' (max_turns) or
+      'error' (the environment failed).
+    episode: what the environment said; None without one.
   """
 
   prompt_id: int
@@ -38,6 +61,8 @@ class Completion:
   logprobs: np.ndarray
   weight_version: np.ndarray
   finish_reason: str
+  sampled: np.ndarray
+  episode: EpisodeResult | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -92,6 +92,7 @@ def _metrics(ppo_epochs=1):
       logprobs=logprobs,
       weight_version=tokens,
       finish_reason='length',
+      sampled=np.ones(4, bool),
   )
   timer = Timer()
   for phase in ('gen', 'update_actor'):

@@ -187,13 +187,30 @@ def test_loss_on_the_first_token_is_refused():
     packing.pack([broken], row_length=8, rows_per_micro_batch=1, tile=4)
 
 
+def test_an_observation_s_tokens_carry_no_loss():
+  found = packing.sequence_from_completion(
+      _completion(observed=True),
+      advantage=1.0,
+      loss_weight=0.5,
+      mask_truncated=False,
+      origin=0,
+  )
+  assert found.tokens.tolist() == [11, 12, 21, 22, 2]
+  assert found.loss_mask.tolist() == [0, 0, 1, 0, 1]
+  assert found.loss_weight.tolist() == [0, 0, 0.5, 0, 0.5]
+  counted = packing.masked_response_length(
+      _completion(observed=True), mask_truncated=False
+  )
+  assert counted == 2
+
+
 def test_values_of_another_number_of_micro_batches_are_refused():
   _, packed = _pack([5])
   with pytest.raises(ValueError, match='Values of 0 micro-batches for 1'):
     packing.unpack([], packed)
 
 
-def _completion(finish_reason='stop'):
+def _completion(finish_reason='stop', observed=False):
   return types.Completion(
       prompt_id=3,
       sample=1,
@@ -203,6 +220,7 @@ def _completion(finish_reason='stop'):
       logprobs=np.array([-1.0, -2.0, -3.0], np.float32),
       weight_version=np.array([7, 7, 8], np.int32),
       finish_reason=finish_reason,
+      sampled=np.array([True, observed is False, True]),
   )
 
 

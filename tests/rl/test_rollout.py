@@ -8,7 +8,6 @@ import pytest
 
 from jetrl_jax import rng
 from jetrl_jax.rl import mismatch
-from jetrl_jax.rl.engine import Engine
 from tests.rl import tiny_run
 
 RECIPES = ['fp8', 'bf16']
@@ -74,9 +73,7 @@ def test_a_planted_ulp_shows_as_one_token_of_mismatch():
 
 
 def test_slots_and_steps_per_visit_change_no_bit():
-  run = tiny_run.fp8_run()
-  config = tiny_run.engine_config(num_slots=32, decode_block=1)
-  wide = Engine(run.policy, config, run.mesh)
+  run, wide = tiny_run.fp8_run(), tiny_run.wide_engine()
   assert wide.num_slots == 2 * run.engine.num_slots
   assert_same(run.rollout(engine=wide), tiny_run.completions())
 

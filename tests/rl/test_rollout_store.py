@@ -22,6 +22,7 @@ def _completion(generator, prompt_id, sample, length, truncated):
       logprobs=logprobs,
       weight_version=np.full(length, sample, np.int32),
       finish_reason='stop' if length % 2 else 'length',
+      sampled=np.arange(length) % 3 < 2,
   )
 
 
@@ -84,6 +85,7 @@ def test_special_floats_keep_their_bits(tmp_path):
       logprobs=bits[::-1].copy().view(np.float32),
       weight_version=np.zeros(6, np.int32),
       finish_reason='stop',
+      sampled=np.ones(6, bool),
   )
   save_rollouts(tmp_path / '0.npz', [one], {})
   _assert_same(load_rollouts(tmp_path / '0.npz')[0], [one])

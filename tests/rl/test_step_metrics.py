@@ -23,6 +23,7 @@ def _experience() -> Experience:
           logprobs=np.asarray([log_mu], np.float32),
           weight_version=np.zeros(1, np.int32),
           finish_reason='stop',
+          sampled=np.ones(1, bool),
       )
       for i, log_mu in enumerate((-3.0, -1.0))
   ]

@@ -311,6 +311,14 @@ def two_layer_run(family: str, recipe: str) -> Run:
 
 
 @functools.cache
+def wide_engine() -> Engine:
+  """Twice the slots of `fp8_run`, and a host visit after every step."""
+  run = fp8_run()
+  config = engine_config(num_slots=32, decode_block=1)
+  return Engine(run.policy, config, run.mesh)
+
+
+@functools.cache
 def completions() -> list[Completion]:
   """What `fp8_run` samples from its start."""
   return fp8_run().rollout()

@@ -1,0 +1,189 @@
+"""Runs environments in threads beside the decoding, one per episode.
+
+A call that is slow holds up its own episode alone. Which call ends first
+decides when a slot goes on and never what it says.
+"""
+
+import dataclasses
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from jetrl_jax.data import Prompt, Tokenizer
+from jetrl_jax.rl.environment import EnvironmentConfig, Outcome
+from jetrl_jax.rl.types import EpisodeResult
+
+
+class StopStrings:
+  """Finds the token with which a turn's text first holds a stop string.
+
+  The text is that of the tokens one by one, so that the place depends on the
+  tokens alone and not on how many are looked at in one go.
+
+  Args:
+    strings: what to look for, ASCII.
+    tokenizer: of the tokens.
+  """
+
+  def __init__(self, strings: tuple[str, ...], tokenizer: Tokenizer):
+    self._strings, self._tokenizer = strings, tokenizer
+    self._longest = max(map(len, strings), default=0)
+    self._pieces: dict[int, str] = {}
+
+  def find(self, tokens: np.ndarray, tail: str) -> tuple[int | None, str]:
+    """Looks through the next tokens of a turn.
+
+    Args:
+      tokens: the tokens since the last call.
+      tail: what the last call returned; '' at the start of a turn.
+
+    Returns:
+      (tokens up to and with the one that ends the first stop string, or None;
+       the tail for the next call).
+    """
+    for i, token in enumerate(tokens.tolist() if self._strings else ()):
+      if token not in self._pieces:
+        self._pieces[token] = self._tokenizer.decode(
+            [token], skip_special_tokens=False
+        )
+      tail += self._pieces[token]
+      if any(string in tail for string in self._strings):
+        return i + 1, ''
+      tail = tail[max(0, len(tail) - self._longest + 1) :]
+    return None, tail
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+  """What an environment's call came to.
+
+  Attributes:
+    observation: tokens that follow, int32.
+    over: whether the episode has ended.
+  """
+
+  observation: np.ndarray
+  over: bool
+
+
+class Episode:
+  """The books of one episode, and its calls.
+
+  Args:
+    config: the environment and its limits.
+    prompt: what the episode starts from.
+    rng: of this episode.
+    ended: set whenever a call ends.
+  """
+
+  def __init__(
+      self,
+      config: EnvironmentConfig,
+      prompt: Prompt,
+      rng: np.random.Generator,
+      ended: threading.Event,
+  ):
+    self.config, self._ended = config, ended
+    self.turns, self.reward = 0, 0.0
+    self.accuracy: float | None = None
+    self.error: str | None = None
+    self.over_by_turns = False
+    self._call = _Call(lambda: self._reset(prompt, rng), ended)
+
+  def _reset(self, prompt: Prompt, rng: np.random.Generator) -> Outcome:
+    self._environment = self.config.make()
+    return Outcome(observation=self._environment.reset(prompt, rng))
+
+  def step(self, text: str) -> None:
+    """Hands a turn to the environment; `poll` returns the answer."""
+    self.turns += 1
+    self._call = _Call(lambda: self._environment.step(text), self._ended)
+
+  def answered(self) -> bool:
+    """Whether the last call has ended, or has run out of time."""
+    late = time.monotonic() - self._call.since >= self.config.timeout_s
+    return self._call.done or late
+
+  def finish_reason(self) -> str:
+    """Returns why an episode that is over is over."""
+    if self.error is not None:
+      return 'error'
+    return 'turns' if self.over_by_turns else 'stop'
+
+  def poll(self) -> Answer | None:
+    """Returns the answer to the last call, None while there is none."""
+    call = self._call
+    if not self.answered():
+      return None
+    if not call.done:
+      return self._fail('timeout', f'no answer in {self.config.timeout_s} s')
+    if call.error is not None:
+      return self._fail('raised', f'{type(call.error).__name__}: {call.error}')
+    outcome = call.value
+    if not isinstance(outcome, Outcome):
+      return self._fail('raised', f'step returned {outcome!r}, no Outcome')
+    self.reward += float(outcome.reward)
+    if not math.isfinite(self.reward):
+      return self._fail('raised', f'the rewards add up to {self.reward}')
+    if outcome.accuracy is not None:
+      self.accuracy = float(outcome.accuracy)
+    self.over_by_turns = not outcome.done and (
+        self.turns >= self.config.max_turns
+    )
+    over = outcome.done or self.over_by_turns
+    try:
+      observation = self.config.observation_tokens(
+          '' if over else outcome.observation
+      )
+    except ValueError as error:  # Not valid Unicode.
+      return self._fail('raised', str(error))
+    return Answer(observation=observation, over=over)
+
+  def result(self) -> EpisodeResult:
+    """Returns what the episode came to, 0 if its environment failed."""
+    if self.error is not None:
+      return EpisodeResult(
+          reward=0.0, accuracy=0.0, turns=self.turns, error=self.error
+      )
+    return EpisodeResult(
+        reward=self.reward,
+        accuracy=self.reward if self.accuracy is None else self.accuracy,
+        turns=self.turns,
+        error=None,
+    )
+
+  def _fail(self, kind: str, why: str) -> Answer:
+    logging.log_first_n(
+        logging.WARNING,
+        'An environment failed, and its episode counts 0: %s. Later failures'
+        ' are counted in reward/environment_* only.',
+        1,
+        why,
+    )
+    self.error = f'environment_{kind}'
+    return Answer(observation=np.zeros(0, np.int32), over=True)
+
+
+class _Call:
+  """A function in a thread that nobody waits for when the process ends."""
+
+  def __init__(self, function: Callable[[], Any], ended: threading.Event):
+    self.since, self.done = time.monotonic(), False
+    self.value: Any = None
+    self.error: BaseException | None = None
+    self._function, self._ended = function, ended
+    threading.Thread(target=self._run, daemon=True).start()
+
+  def _run(self) -> None:
+    try:
+      self.value = self._function()
+    # SystemExit too: what an environment raises ends an episode only.
+    except BaseException as error:
+      self.error = error
+    self.done = True
+    self._ended.set()
