@@ -5,7 +5,6 @@ own, through the engine that samples rollouts. What the run says of prompts and
 rewards holds unless a flag says otherwise. See docs/evaluate.md.
 """
 
-import contextlib
 import json
 import sys
 import time
@@ -62,11 +61,7 @@ def evaluate(settings: Settings) -> dict:
       len(prompts),
       settings.num_generations,
   )
-  # An environment scores its own episodes.
-  rewards = contextlib.nullcontext()
-  if settings.environment is None:
-    rewards = RewardPool(settings.rewards, **settings.reward_limits)
-  with rewards as pool:
+  with RewardPool(settings.rewards, **settings.reward_limits) as pool:
     graded = evaluation.grade(
         engine,
         PolicyParams(state.weights, state.fp8_state),
@@ -77,7 +72,6 @@ def evaluate(settings: Settings) -> dict:
         temperature=settings.temperature,
         base_key=rng.key(settings.seed, rng.EVALUATION, 0),
         should_stop=never_stop,
-        environment=settings.environment,
     )
   seconds = time.monotonic() - start
   summary = evaluate_report.summary(graded, settings, seconds)

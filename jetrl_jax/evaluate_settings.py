@@ -12,7 +12,6 @@ from jetrl_jax import config as configs
 from jetrl_jax import saved_policy
 from jetrl_jax.data import Prompt, Tokenizer
 from jetrl_jax.rewards import RewardSpec
-from jetrl_jax.rl.environment import EnvironmentConfig
 
 # name -> what it is called at its publisher, and its columns.
 NAMED = {
@@ -39,7 +38,6 @@ class Settings:
     num_filtered: how many were left out.
     rewards: terms of the score; accuracy is that of the first that judges.
     reward_limits: see `RewardPool`.
-    environment: the run's, which scores its own episodes; None with a reward.
     num_generations: samples per problem, k.
     temperature: 0 is greedy.
     top_k: 0 is off.
@@ -58,7 +56,6 @@ class Settings:
   num_filtered: int
   rewards: list[RewardSpec]
   reward_limits: dict[str, Any]
-  environment: EnvironmentConfig | None
   num_generations: int
   temperature: float
   top_k: int
@@ -154,11 +151,6 @@ def resolve(values: dict[str, Any]) -> Settings:
     name = values['data']
     prompts = [dataclasses.replace(p, source=name) for p in prompts]
   rewards, limits = _rewards(found, values['reward'])
-  environment = None
-  if found.config is not None and values['reward'] is None:
-    environment = configs.environment_config(
-        found.config.environment, tokenizer
-    )
   return Settings(
       found=found,
       tokenizer=tokenizer,
@@ -166,7 +158,6 @@ def resolve(values: dict[str, Any]) -> Settings:
       num_filtered=dataset.num_filtered,
       rewards=rewards,
       reward_limits=limits,
-      environment=environment,
       output=_output(values),
       **{k: settled[k] for k in _KEPT},
   )
@@ -266,6 +257,12 @@ def _rewards(
   if found.config is not None:
     section = found.config.reward
     limits = {name: section[name] for name in limits}
+    if reward is None and found.config.environment.name:
+      raise ValueError(
+          f'the run has the environment {found.config.environment.name!r},'
+          ' whose turns this command does not take; its held-out results are in'
+          " the run's metrics.jsonl, and --reward scores single responses"
+      )
     if reward is None:
       return configs.reward_specs(section), limits
   return [RewardSpec(function=reward or 'math')], limits

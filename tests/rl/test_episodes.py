@@ -135,6 +135,12 @@ def test_slots_and_company_change_no_bit():
   _assert_same_episodes(sum(groups[::-1], []), _episodes())
 
 
+def test_episodes_that_wait_for_pages_have_the_same_bits():
+  engine = tiny_run.small_engine(96)
+  _assert_same_episodes(_rollout(engine=engine), _episodes())
+  assert engine.pages.times_parked and not engine.pages.parked
+
+
 def test_another_step_has_other_randomness_in_the_environment():
   def first(found):
     return [_text(c.tokens[:1]) for c in found if not c.sampled[0]]

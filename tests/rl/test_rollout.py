@@ -310,10 +310,8 @@ def test_every_family_of_two_layers_agrees_over_three_updates(family, recipe):
 @pytest.mark.parametrize('tokens', [32, 96])
 def test_sequences_that_wait_for_pages_have_the_same_bits(tokens):
   # 32 tokens are one page: a sequence at a time; the others are parked.
-  run = tiny_run.fp8_run()
-  config = tiny_run.engine_config(kv_cache_tokens=tokens)
-  engine = Engine(run.policy, config, run.mesh)
-  found = run.rollout(engine=engine)
+  engine = tiny_run.small_engine(tokens)
+  found = tiny_run.fp8_run().rollout(engine=engine)
   for a, b in zip(found, tiny_run.completions(), strict=True):
     for name in ('tokens', 'log_mu', 'logprobs'):
       tiny_run.assert_same_bits(getattr(a, name), getattr(b, name))

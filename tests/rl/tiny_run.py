@@ -319,6 +319,13 @@ def wide_engine() -> Engine:
 
 
 @functools.cache
+def small_engine(tokens: int) -> Engine:
+  """The engine of `fp8_run` with keys and values of fewer tokens."""
+  run = fp8_run()
+  return Engine(run.policy, engine_config(kv_cache_tokens=tokens), run.mesh)
+
+
+@functools.cache
 def completions() -> list[Completion]:
   """What `fp8_run` samples from its start."""
   return fp8_run().rollout()
