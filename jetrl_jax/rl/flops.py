@@ -2,8 +2,8 @@
 
 Counted is what the model asks for, not what is executed: no recomputation, no
 padding, no loss of a masked token. The peak is that of the precision of the
-recipe's dots; with FP8 the output projection and attention still run in
-bfloat16, so that 1 is out of reach.
+recipe's dots; in an 8-bit recipe the output projection and attention still run
+in bfloat16, so that 1 is out of reach.
 """
 
 from collections.abc import Sequence
@@ -11,28 +11,29 @@ from collections.abc import Sequence
 import jax
 
 from jetrl_jax.data import Prompt
+from jetrl_jax.fp8 import Recipe
 from jetrl_jax.models.types import ModelConfig
 from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.step_metrics import Timer
 from jetrl_jax.rl.types import Completion
 
-# name of the device -> dense peak in 1e12 FLOP/s (bfloat16, FP8); None where
-# its tensor cores have no FP8. From NVIDIA's data sheets, which print the
+# name of the device -> dense peak in 1e12 FLOP/s (bfloat16, FP8, INT8); None
+# where its tensor cores have no FP8. From NVIDIA's data sheets, which print the
 # numbers with sparsity: twice these.
-PEAK_TFLOPS: dict[str, tuple[float, float | None]] = {
-    'NVIDIA A100-SXM4-40GB': (312.0, None),
-    'NVIDIA A100-SXM4-80GB': (312.0, None),
-    'NVIDIA A100-PCIE-40GB': (312.0, None),
-    'NVIDIA A100 80GB PCIe': (312.0, None),
-    'NVIDIA L4': (121.0, 242.5),
-    'NVIDIA L40S': (362.0, 733.0),
-    'NVIDIA H100 PCIe': (756.5, 1513.0),
-    'NVIDIA H100 NVL': (835.5, 1671.0),
-    'NVIDIA H100 80GB HBM3': (989.5, 1979.0),
-    'NVIDIA GH200 480GB': (989.5, 1979.0),
-    'NVIDIA H200': (989.5, 1979.0),
-    'NVIDIA H200 NVL': (835.5, 1670.5),
-    'NVIDIA B200': (2250.0, 4500.0),
+PEAK_TFLOPS: dict[str, tuple[float, float | None, float]] = {
+    'NVIDIA A100-SXM4-40GB': (312.0, None, 624.0),
+    'NVIDIA A100-SXM4-80GB': (312.0, None, 624.0),
+    'NVIDIA A100-PCIE-40GB': (312.0, None, 624.0),
+    'NVIDIA A100 80GB PCIe': (312.0, None, 624.0),
+    'NVIDIA L4': (121.0, 242.5, 242.5),
+    'NVIDIA L40S': (362.0, 733.0, 733.0),
+    'NVIDIA H100 PCIe': (756.5, 1513.0, 1513.0),
+    'NVIDIA H100 NVL': (835.5, 1671.0, 1671.0),
+    'NVIDIA H100 80GB HBM3': (989.5, 1979.0, 1979.0),
+    'NVIDIA GH200 480GB': (989.5, 1979.0, 1979.0),
+    'NVIDIA H200': (989.5, 1979.0, 1979.0),
+    'NVIDIA H200 NVL': (835.5, 1670.5, 1670.5),
+    'NVIDIA B200': (2250.0, 4500.0, 4500.0),
 }
 
 
@@ -41,7 +42,7 @@ def peak_flops(device_kind: str, precision: str) -> float | None:
 
   Args:
     device_kind: `jax.Device.device_kind`.
-    precision: 'float8', 'bfloat16', or another dtype's name.
+    precision: 'bfloat16', 'float8', 'int8', or another dtype's name.
 
   Returns:
     None where the table does not know the device, or the device or the table
@@ -49,9 +50,21 @@ def peak_flops(device_kind: str, precision: str) -> float | None:
   """
   if device_kind not in PEAK_TFLOPS:
     return None
-  bfloat16, float8 = PEAK_TFLOPS[device_kind]
-  tera = {'bfloat16': bfloat16, 'float8': float8}.get(precision)
+  bfloat16, float8, int8 = PEAK_TFLOPS[device_kind]
+  peaks = {'bfloat16': bfloat16, 'float8': float8, 'int8': int8}
+  tera = peaks.get(precision)
   return None if tera is None else tera * 1e12
+
+
+def precisions(recipe: Recipe) -> tuple[str, str]:
+  """Returns the precision of a recipe's dots in (forward, backward)."""
+  match recipe.name:
+    case 'bf16':
+      return recipe.compute_dtype, recipe.compute_dtype
+    case 'int8':
+      return 'int8', recipe.compute_dtype
+    case _:
+      return 'float8', 'float8'
 
 
 def matmul_params(model: ModelConfig) -> tuple[int, int]:
@@ -129,6 +142,7 @@ def update_flops(model: ModelConfig, lengths: Sequence[tuple[int, int]]) -> int:
 
 def mfu_metrics(
     policy: Policy,
+    rollout_recipe: Recipe,
     prompts: Sequence[Prompt],
     completions: Sequence[Completion],
     timer: Timer,
@@ -137,10 +151,15 @@ def mfu_metrics(
 ) -> dict[str, float]:
   """Returns perf/mfu/rollout and perf/mfu/actor of a step.
 
-      MFU = model FLOPs / (seconds of the phase x devices x peak)
+      MFU = sum over directions of model FLOPs / peak
+            / (seconds of the phase x devices)
+
+  The rollout is a forward; a third of the update is a forward, two thirds a
+  backward, which may run in another precision.
 
   Args:
-    policy: shape, recipe and devices.
+    policy: shape, recipe of training and devices.
+    rollout_recipe: that of the rollout.
     prompts: the step's.
     completions: the step's.
     timer: holds the seconds of 'gen' and 'update_actor'.
@@ -153,18 +172,31 @@ def mfu_metrics(
     Chowdhery et al. 2022, arXiv:2204.02311, appendix B (6 N + 12 L H Q T per
     token; its attention is not causal, ours counts the causal half).
   """
-  recipe = policy.recipe
-  precision = recipe.compute_dtype if recipe.name == 'bf16' else 'float8'
-  peak = peak_flops(jax.local_devices()[0].device_kind, precision)
-  if peak is None:
-    return {}
   lengths = [(len(c.prompt_tokens), len(c.tokens)) for c in completions]
+  forward, backward = precisions(policy.recipe)
   rollout = rollout_flops(
       policy.model, [len(p.tokens) for p in prompts], lengths
   )
   update = ppo_epochs * update_flops(policy.model, lengths)
-  peak *= policy.axes.size
-  return {
-      'perf/mfu/rollout': rollout / (timer.seconds('gen') * peak),
-      'perf/mfu/actor': update / (timer.seconds('update_actor') * peak),
-  }
+  rollout_s = _ideal_seconds([(rollout, precisions(rollout_recipe)[0])])
+  update_s = _ideal_seconds([(update / 3, forward), (update * 2 / 3, backward)])
+  devices = policy.axes.size
+  metrics = {}
+  if rollout_s is not None:
+    metrics['perf/mfu/rollout'] = rollout_s / timer.seconds('gen') / devices
+  if update_s is not None:
+    spent = timer.seconds('update_actor')
+    metrics['perf/mfu/actor'] = update_s / spent / devices
+  return metrics
+
+
+def _ideal_seconds(work: list[tuple[float, str]]) -> float | None:
+  """Returns the seconds at the peaks of (FLOPs, precision) on one device."""
+  kind = jax.local_devices()[0].device_kind
+  seconds = 0.0
+  for amount, precision in work:
+    peak = peak_flops(kind, precision)
+    if peak is None:
+      return None
+    seconds += amount / peak
+  return seconds

@@ -343,6 +343,7 @@ class Trainer:
     )
     metrics |= flops.mfu_metrics(
         policy,
+        self.engine.policy.recipe,
         exp.prompts,
         exp.completions,
         self.timer,

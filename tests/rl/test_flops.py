@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jetrl_jax.fp8 import Recipe
 from jetrl_jax.models import families
 from jetrl_jax.rl import flops
 from jetrl_jax.rl.step_metrics import Timer
@@ -63,15 +64,15 @@ def test_one_pass_over_a_sequence_costs_the_same_however_it_is_cut():
   assert sum(parts) == whole
 
 
-def test_fp8_doubles_the_peak_where_there_is_fp8():
-  for kind, (bfloat16, float8) in flops.PEAK_TFLOPS.items():
+def test_eight_bits_double_the_peak_where_there_are_dots_of_them():
+  for kind, (bfloat16, float8, int8) in flops.PEAK_TFLOPS.items():
     assert flops.peak_flops(kind, 'bfloat16') == bfloat16 * 1e12
+    assert flops.peak_flops(kind, 'int8') == int8 * 1e12
+    assert int8 == pytest.approx(2 * bfloat16, rel=0.02)
     if float8 is None:
       assert flops.peak_flops(kind, 'float8') is None
     else:
-      assert flops.peak_flops(kind, 'float8') / 1e12 == pytest.approx(
-          2 * bfloat16, rel=0.02
-      )
+      assert flops.peak_flops(kind, 'float8') == int8 * 1e12
 
 
 def test_nothing_is_said_of_a_device_or_dtype_that_the_table_lacks():
@@ -79,7 +80,7 @@ def test_nothing_is_said_of_a_device_or_dtype_that_the_table_lacks():
   assert flops.peak_flops('NVIDIA H200', 'float32') is None
 
 
-def _metrics(ppo_epochs=1):
+def _metrics(recipe=tiny_run.FP8, rollout=tiny_run.FP8, ppo_epochs=1):
   prompt = tiny_run.prompts()[0]
   tokens = np.zeros(4, np.int32)
   logprobs = np.zeros(4, np.float32)
@@ -99,7 +100,12 @@ def _metrics(ppo_epochs=1):
     with timer(phase):
       time.sleep(0.001)
   found = flops.mfu_metrics(
-      tiny_run.policy(), [prompt], [completion], timer, ppo_epochs=ppo_epochs
+      tiny_run.policy(recipe),
+      rollout,
+      [prompt],
+      [completion],
+      timer,
+      ppo_epochs=ppo_epochs,
   )
   return found, timer, (len(prompt.tokens), 4)
 
@@ -108,9 +114,34 @@ def test_a_cpu_run_has_no_mfu():
   assert _metrics()[0] == {}
 
 
-def test_mfu_is_flops_over_seconds_and_peak(monkeypatch):
-  peaks = flops.PEAK_TFLOPS | {jax.local_devices()[0].device_kind: (1e-6, 2e-6)}
+@pytest.fixture
+def known(monkeypatch):
+  """A device of 1, 2 and 4 MFLOP/s in bfloat16, FP8 and INT8."""
+  kind = jax.local_devices()[0].device_kind
+  peaks = flops.PEAK_TFLOPS | {kind: (1e-6, 2e-6, 4e-6)}
   monkeypatch.setattr(flops, 'PEAK_TFLOPS', peaks)
+
+
+def test_each_direction_has_the_peak_of_its_precision(known):
+  # A bf16 rollout; an update whose forward is INT8 and backward bfloat16.
+  int8 = Recipe(name='int8')
+  found, timer, lengths = _metrics(int8, tiny_run.BF16)
+  rollout = flops.rollout_flops(_model(), lengths[:1], [lengths])
+  forward = flops.update_flops(_model(), [lengths]) / 3
+  assert found['perf/mfu/rollout'] == pytest.approx(
+      rollout / timer.seconds('gen') / 1e6
+  )
+  assert found['perf/mfu/actor'] == pytest.approx(
+      (forward / 4e6 + 2 * forward / 1e6) / timer.seconds('update_actor')
+  )
+
+
+def test_a_phase_in_a_precision_without_a_peak_is_left_out(known):
+  recipe = Recipe(name='int8', compute_dtype='float32')
+  assert list(_metrics(recipe, recipe)[0]) == ['perf/mfu/rollout']
+
+
+def test_mfu_is_flops_over_seconds_and_peak(known):
   found, timer, lengths = _metrics(ppo_epochs=3)
   rollout = flops.rollout_flops(_model(), lengths[:1], [lengths])
   assert found == {
