@@ -170,10 +170,17 @@ def _of_run(
     if config.mesh.data * config.mesh.fsdp > jax.device_count():
       # The policy is the same on any number of devices.
       config.mesh.data = config.mesh.fsdp = 1
-  policy, mesh, folder = configs.build_policy(config)
-  policy = run_precision.resolve(
-      workdir, policy, config.precision.invariant_scale
-  )
+  try:
+    policy, mesh, folder = configs.build_policy(config)
+    policy = run_precision.resolve(
+        workdir, policy, config.precision.invariant_scale
+    )
+  except (AttributeError, KeyError) as error:
+    raise ValueError(
+        f'{workdir}/config.json lacks a setting, {error}: another version wrote'
+        ' it. Add the setting with the value that the run had'
+        ' (docs/configuration.md)'
+    ) from error
   _, shapes = configs.parameters(config, policy, mesh, folder)
   # Its schedule is not part of its state: any number of steps will do.
   optimizer = configs.optimizer_config(config, 1).build()

@@ -114,3 +114,12 @@ def test_a_workdir_without_config_or_step_is_refused(tmp_path):
   shutil.copy(whole_run.finished() / 'config.json', tmp_path)
   with pytest.raises(ValueError, match='holds no step; let the run save one'):
     saved_policy.load(str(tmp_path))
+
+
+def test_a_workdir_of_a_version_with_fewer_settings_names_the_setting(tmp_path):
+  (tmp_path / 'checkpoints').mkdir()
+  config = json.loads((whole_run.finished() / 'config.json').read_text())
+  del config['precision']['recipe']
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  with pytest.raises(ValueError, match=r"lacks a setting, 'recipe': another"):
+    saved_policy.load(str(tmp_path))
