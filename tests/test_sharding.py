@@ -11,6 +11,7 @@ from jetrl_jax.compilation import exact_jit
 from jetrl_jax.fp8 import Recipe, init_state, linear, slots
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.weights import prepare_weights
+from jetrl_jax.models.decoder import gather_quantized
 from jetrl_jax.sharding import DATA, FSDP, ROWS, Axes
 
 MESHES = [(1, 8), (2, 4), (8, 1)]
@@ -226,3 +227,31 @@ def test_rows_are_split_over_both_axes_in_order():
   run = sharding.per_device(index, mesh, (ROWS,), ROWS)
   found = exact_jit(run)(np.zeros(8, np.int32))
   assert found.tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+
+
+@pytest.mark.parametrize('name', ['fp8_token', 'fp8_block'])
+def test_scales_are_split_and_gathered_with_the_rows_they_belong_to(name):
+  recipe, mesh = Recipe(name=name), sharding.make_mesh(data=2, fsdp=4)
+  axes, rng = sharding.axes_of(mesh), np.random.default_rng(0)
+  sizes = 10.0 ** rng.uniform(-2, 2, (512, 1))
+  kernel = (rng.normal(size=(512, 128)) * sizes).astype(np.float32)
+  params = {'dot': {'kernel': kernel}}
+  expected = prepare_weights(params, {}, recipe)['dot']['kernel']
+
+  def there_and_back(params):
+    local = prepare_weights(params, {}, recipe)['dot']['kernel']
+    return local, gather_quantized(axes, local, 512)
+
+  specs = sharding.tree_specs(expected, mesh)
+  assert specs.scale == specs.values == P('fsdp')
+  run = sharding.per_device(
+      there_and_back,
+      mesh,
+      (sharding.tree_specs(params, mesh),),
+      (specs, jax.tree.map(lambda _: P(), expected)),
+  )
+  for found in _numpy(exact_jit(run)(params)):
+    np.testing.assert_array_equal(found.scale, expected.scale)
+    np.testing.assert_array_equal(
+        found.values.view(np.uint8), np.asarray(expected.values).view(np.uint8)
+    )
