@@ -65,6 +65,22 @@ LEARNING = (
         smooth=True,
         note='Groups whose scores differ; the others have no advantage.',
     ),
+    Panel(
+        title='Turns per episode',
+        curves=(('num_turns/mean', 'mean'),),
+        band=('num_turns/min', 'num_turns/max'),
+        note='Band: fewest to most.',
+        absent='',
+    ),
+    Panel(
+        title='Environment',
+        curves=(
+            ('environment/observation_frac', 'tokens observed'),
+            ('environment/turn_limit_frac', 'at the turn limit'),
+        ),
+        unit='%',
+        absent='',
+    ),
     Panel(title='Warm-start loss', curves=(('sft/loss', 'loss'),), absent=''),
 )
 FLOW = (

@@ -144,6 +144,13 @@ def test_missing_metrics_are_said_to_be_missing(workdir):
   assert 'Flushed to zero: inputs' in titles
 
 
+def test_turns_are_drawn_only_where_there_is_an_environment(workdir):
+  assert 'Turns per episode' not in _page(workdir)
+  with open(workdir / 'metrics.jsonl', 'a') as file:
+    file.write('{"step": 7, "num_turns/mean": 2.5}\n')
+  assert '<h3>Turns per episode</h3>' in _page(workdir)
+
+
 def test_samples_are_paired_before_and_after(workdir):
   text = _Elements(_page(workdir)).text
   assert (
