@@ -7,7 +7,7 @@ import sys
 import jax
 from absl import app, flags, logging
 
-from jetrl_jax import checkpoint, config_flag, provenance, report
+from jetrl_jax import checkpoint, config_flag, dry_run, provenance, report
 from jetrl_jax import config as configs
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.interrupt import StopRequested
@@ -20,6 +20,17 @@ _WORKDIR = flags.DEFINE_string(
     'Metrics, checkpoints and rollouts go here; a run that was interrupted'
     ' there is resumed. By default runs/<name of the config file>.',
 )
+_DRY_RUN = flags.DEFINE_bool(
+    'dry_run',
+    False,
+    'Check config, data, checkpoint, memory and precision; train nothing.',
+)
+_DRY_RUN_DEVICE = flags.DEFINE_string(
+    'dry_run_device',
+    '',
+    "For --dry_run: the device that the run is meant for, e.g. 'NVIDIA H200';"
+    ' by default the one at hand.',
+)
 
 
 def main(argv: list[str]) -> None:
@@ -30,6 +41,9 @@ def main(argv: list[str]) -> None:
   workdir = pathlib.Path(_WORKDIR.value or f'runs/{config_flag.file().stem}')
   try:
     parts = configs.build(config_flag.load(_CONFIG))
+    if _DRY_RUN.value:
+      problems = dry_run.dry_run(parts, workdir, _DRY_RUN_DEVICE.value)
+      sys.exit(dry_run.report(problems))
     trainer = Trainer(parts, workdir)
     devices = jax.devices()
     print(

@@ -97,7 +97,7 @@ def test_a_checkpoint_without_scales_is_calibrated_for_fp8(tmp_path):
         ({'num_generations': 4}, 'would sample the same answer each time'),
         ({'num_generations': 0}, '--num_generations is 0; it must be >= 1'),
         ({'temperature': -1.0}, '--temperature is -1.0; it must be >= 0'),
-        ({'recipe': 'int8'}, "recipe is 'int8'; allowed"),
+        ({'recipe': 'fp4'}, "recipe is 'fp4'; allowed"),
         ({'checkpoint': 'nowhere'}, 'no such folder'),
         ({'step': 5}, 'has no step 5; found'),
         ({'prompt_key': 'problem'}, 'problem'),

@@ -28,6 +28,7 @@ ORDER = (
     ('rl',),
     ('config', 'report'),
     ('saved_policy',),
+    ('dry_run',),
     ('evaluate', 'export', 'main', 'sft', 'serve'),
 )
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}

@@ -1,0 +1,292 @@
+"""Checks a run without training: main --dry_run.
+
+Builds config, data and checkpoint, traces and compiles what a step runs, and
+says what that needs in memory, time and disk, and how every dot computes.
+Arrays are shapes throughout: no weight is made. See docs/dry_run.md.
+"""
+
+import os
+import pathlib
+import re
+import shutil
+
+import jax
+from absl import logging
+
+from jetrl_jax import (
+    checkpoint,
+    dry_run_estimate,
+    dry_run_memory,
+    dry_run_precision,
+)
+from jetrl_jax.dry_run_estimate import DEVICES, size
+from jetrl_jax.dry_run_memory import Phase, Shapes
+from jetrl_jax.dry_run_precision import Row
+from jetrl_jax.models import hf_import, safetensors_index
+from jetrl_jax.rl import flops
+from jetrl_jax.rl.parts import Parts
+
+# A GPU keeps a part of its memory for itself and for libraries.
+_USABLE = 0.95
+_FP8_CALL = '__cublas$lt$matmul$f8'
+
+
+def dry_run(parts: Parts, workdir: pathlib.Path, device: str = '') -> list[str]:
+  """Prints what a run would do.
+
+  Args:
+    parts: of the run; its config and data are checked by now.
+    workdir: of the run; only looked at.
+    device: name of a device the run is meant for, by default the one at hand.
+      For another one nothing is compiled: memory is estimated from shapes.
+
+  Returns:
+    Why the run cannot work, a sentence each; empty if it can.
+
+  Raises:
+    ValueError: an unknown device; a checkpoint that does not fit its
+      config.json; a rollout that rounds where training does not.
+  """
+  if device and device not in DEVICES:
+    raise ValueError(
+        f'--dry_run_device={device!r}; known are {", ".join(DEVICES)}'
+    )
+  kind = device or jax.devices()[0].device_kind
+  problems = _inputs(parts, workdir)
+  found = dry_run_memory.shapes(parts)
+  rows = dry_run_precision.table(parts)
+  _print_precision(rows)
+  problems += _memory(parts, found, rows, kind, bool(device))
+  _print_cost(parts, found, kind)
+  problems += _print_disk(parts, found, workdir)
+  return problems
+
+
+def _inputs(parts: Parts, workdir: pathlib.Path) -> list[str]:
+  """Says what is read, and whether the checkpoints fit."""
+  data, policy = parts.train_set, parts.policy
+  _title('Inputs')
+  print(
+      f'model       {policy.model.family}, {policy.model.num_params:,} numbers,'
+      f' {policy.model.num_layers} layers; {policy.recipe.name}'
+  )
+  folder = parts.export_source
+  names = safetensors_index.SINGLE_FILE, safetensors_index.INDEX_FILE
+  if folder is not None and any((folder / name).exists() for name in names):
+    tensors = safetensors_index.read_index(folder)
+    hf_import.check_tensors(tensors, policy.model, folder)
+    print(f'checkpoint  {folder}: {len(tensors)} tensors, all as config.json')
+  else:
+    print('checkpoint  none read: random weights')
+  print(f'training    {len(data)} prompts ({data.num_filtered} over-long)')
+  if parts.val_set is not None:
+    val = parts.val_set
+    print(f'held out    {len(val)} prompts ({val.num_filtered} over-long)')
+  with parts.make_rewards():
+    print('rewards     the worker processes start')
+  steps = checkpoint.all_steps(workdir / 'checkpoints')
+  if steps:
+    print(f'workdir     {workdir}: would resume from step {steps[-1]}')
+  else:
+    print(f'workdir     {workdir}: would start at step 0')
+  return []
+
+
+def _print_precision(rows: list[Row]) -> None:
+  _title('Precision of every dot')
+  print(
+      'x [M, in] times W [out, in], both contraction-minor; operands -> result.'
+      ' Read out of the traced functions.\n'
+  )
+  cells: list[tuple[str, ...]] = [
+      ('dot', 'W out x in', 'layers', 'scales', 'rollout', 'training')
+  ]
+  for row in rows:
+    cells.append(
+        (
+            row.name,
+            row.shape or 'Q K^T, P V',
+            str(row.layers),
+            row.granularity,
+            row.rollout,
+            'the same' if row.training == row.rollout else row.training,
+        )
+    )
+  _columns(cells)
+  print('\nBackward (dX; dW):')
+  _columns([(row.name, row.backward) for row in rows if row.backward != '-'])
+
+
+def _memory(
+    parts: Parts, found: Shapes, rows: list[Row], kind: str, other: bool
+) -> list[str]:
+  """Prints ledger and phases; returns why they do not fit."""
+  sizes = dry_run_memory.ledger(parts, found)
+  limit, what = _limit(kind, other)
+  _title(f'Memory per device ({what}: {size(limit)})')
+  _columns([(name, size(count)) for name, count in sizes.items() if count])
+  print()
+  kept = sum(sizes[name] for name in sizes if name not in ('a micro-batch',))
+  programs = {}
+  if other or (jax.default_backend() == 'cpu' and kept > limit):
+    phases = dry_run_memory.estimated_phases(parts, found, sizes)
+    print(
+        'Not compiled: this machine is not the one to train on. What a phase'
+        ' needs besides is estimated from shapes.'
+    )
+  else:
+    phases, programs = dry_run_memory.compiled_phases(parts, found, sizes)
+    print("What a phase needs besides: XLA's account of the compiled program.")
+    if jax.default_backend() == 'cpu':
+      print('This is the CPU program; a GPU allocates otherwise.')
+  _columns(
+      [('phase', 'alive', 'results', 'temporary', 'in all')]
+      + [
+          (
+              phase.name,
+              size(phase.resident + phase.arguments),
+              size(phase.results),
+              size(phase.temporary),
+              size(phase.total),
+          )
+          for phase in phases
+      ]
+  )
+  print()
+  _say_which_run_in_fp8(rows, programs, kind)
+  return _too_large(phases, limit, what)
+
+
+def _too_large(phases: list[Phase], limit: int, what: str) -> list[str]:
+  worst = max(phases, key=lambda phase: phase.total)
+  if worst.total <= limit:
+    return []
+  return [
+      f'{worst.name} needs {size(worst.total)} on each device, and {what} has'
+      f' {size(limit)}. What is large above says what to lower:'
+      ' rollout.num_slots or the lengths (KV caches),'
+      ' trainer.micro_batch_size, model.master_dtype=bfloat16, more devices'
+      ' (mesh.fsdp)'
+  ]
+
+
+def _limit(kind: str, other: bool) -> tuple[int, str]:
+  """Returns (bytes that a device has for the run, what that is)."""
+  if other:
+    total = int(DEVICES[kind][0] * 1e9 * _USABLE)
+    return total, f'{kind}, {_USABLE:.0%} of its memory'
+  stats = jax.local_devices()[0].memory_stats()
+  if stats and 'bytes_limit' in stats:
+    return stats['bytes_limit'], f'{kind}, what XLA may take of it'
+  pages = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  return pages, 'memory of this machine'
+
+
+def _say_which_run_in_fp8(rows: list[Row], programs: dict, kind: str) -> None:
+  """Names the GEMMs that do not run on FP8 tensor cores."""
+  wanted = dry_run_precision.fp8_dots(rows)
+  if not wanted:
+    return
+  if 'NVIDIA' not in kind:
+    print(f'FP8 dots are emulated on {kind}: the same numbers, not the speed.')
+  elif flops.peak_flops(kind, 'float8') is None:
+    print(
+        f'{kind} is not known to have FP8 tensor cores: all dots may be slow.'
+    )
+  elif not programs:
+    print('Which GEMMs run in FP8 is read from programs compiled on the GPU.')
+  else:
+    for name in ('decode', 'accumulate'):
+      missing = not_in_fp8(programs[name].as_text(), wanted)
+      said = ', '.join(missing) or 'none: all dots run on FP8 tensor cores'
+      print(f'GEMMs of {name} not in FP8 on this GPU: {said}')
+
+
+def not_in_fp8(hlo: str, rows: list[Row]) -> list[str]:
+  """Returns the dots for which the compiled program has no FP8 GEMM.
+
+  Args:
+    hlo: text of the compiled program.
+    rows: dots that are meant to run in FP8.
+
+  Returns:
+    Their names, 'layers_*/attn/qkv'.
+  """
+  names = [
+      match[1]
+      for line in hlo.splitlines()
+      if _FP8_CALL in line and (match := re.search(r'op_name="([^"]*)"', line))
+  ]
+  missing = []
+  for row in rows:
+    pattern = re.escape(row.name).replace(r'layers_\*', r'layers_\d+')
+    if not any(re.search(rf'\b{pattern}/', name) for name in names):
+      missing.append(row.name)
+  return missing
+
+
+def _print_cost(parts: Parts, found: Shapes, kind: str) -> None:
+  cost = dry_run_estimate.cost(parts, found, kind)
+  _title('A training step, if every response has full length')
+  print(
+      f'{cost.sequences} sequences of {cost.prompt_tokens:.0f} prompt tokens'
+      f' (mean of the data) and {parts.engine.max_response_length} response'
+      f' tokens: {cost.tokens:,} tokens'
+  )
+  print(
+      f'FLOPs: {cost.rollout_flops:.3g} sampling, {cost.update_flops:.3g}'
+      ' training'
+  )
+  if cost.rollout_s is None or cost.update_s is None:
+    print(f'Seconds: unknown on this device ({kind})')
+    return
+  print(
+      f'Seconds at the roofline of {parts.policy.axes.size} x {kind}:'
+      f' {cost.rollout_s:.1f} sampling, {cost.update_s:.1f} training. No run is'
+      ' faster; launches, rewards and the host come on top.'
+  )
+
+
+def _print_disk(
+    parts: Parts, found: Shapes, workdir: pathlib.Path
+) -> list[str]:
+  _title(f'Written to {workdir}')
+  rows = dry_run_estimate.disk(parts, found)
+  _columns([(name, size(count), how) for name, count, how in rows])
+  print('metrics.jsonl, samples/, config.json and TensorBoard files: small')
+  place = workdir.absolute()
+  while not place.exists():
+    place = place.parent
+  free = shutil.disk_usage(place).free
+  print(f'free there: {size(free)}')
+  needed = sum(count for _, count, _ in rows)
+  if needed <= free:
+    return []
+  return [
+      f'up to {size(needed)} are written to {workdir}, and {size(free)} are'
+      ' free there; name another --workdir, or lower trainer.keep_latest and'
+      ' trainer.keep_best, or set trainer.save_rollouts=False'
+  ]
+
+
+def _title(text: str) -> None:
+  print(f'\n{text}\n{"-" * len(text)}')
+
+
+def _columns(rows: list[tuple[str, ...]]) -> None:
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  for row in rows:
+    cells = [cell.ljust(w) for cell, w in zip(row, widths, strict=True)]
+    print('  '.join(cells).rstrip())
+
+
+def report(problems: list[str]) -> int:
+  """Says whether the run can work; returns the exit code."""
+  logging.flush()
+  if not problems:
+    print('\nThe run can start. Nothing was trained or written.')
+    return 0
+  print('\nThe run cannot work as it is:')
+  for problem in problems:
+    print(f'* {problem}')
+  return 1

@@ -1,0 +1,198 @@
+"""What a step costs at most: tokens, FLOPs, seconds at the roofline, disk."""
+
+import dataclasses
+
+import jax
+import numpy as np
+
+from jetrl_jax.dry_run_memory import Shapes, num_bytes
+from jetrl_jax.rl import flops
+from jetrl_jax.rl.parts import Parts
+
+# name -> (memory in 1e9 bytes, bandwidth in 1e9 bytes/s), from NVIDIA's data
+# sheets; the names and the FLOP/s are those of `flops.PEAK_TFLOPS`.
+DEVICES: dict[str, tuple[float, float]] = {
+    'NVIDIA A100-SXM4-40GB': (40, 1555),
+    'NVIDIA A100-SXM4-80GB': (80, 2039),
+    'NVIDIA A100-PCIE-40GB': (40, 1555),
+    'NVIDIA A100 80GB PCIe': (80, 1935),
+    'NVIDIA L4': (24, 300),
+    'NVIDIA L40S': (48, 864),
+    'NVIDIA H100 PCIe': (80, 2000),
+    'NVIDIA H100 NVL': (94, 3900),
+    'NVIDIA H100 80GB HBM3': (80, 3350),
+    'NVIDIA GH200 480GB': (96, 4000),
+    'NVIDIA H200': (141, 4800),
+    'NVIDIA H200 NVL': (141, 4800),
+    'NVIDIA B200': (180, 7700),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+  """One training step if every response has full length.
+
+  Attributes:
+    sequences: sampled.
+    prompt_tokens: of one prompt, mean over the data.
+    tokens: prompts and responses of all sequences.
+    rollout_flops: model FLOPs of sampling.
+    update_flops: model FLOPs of all forward and backward passes, recomputed
+      blocks and scoring included.
+    rollout_s: seconds at the roofline; None where the device is not known.
+    update_s: likewise.
+  """
+
+  sequences: int
+  prompt_tokens: float
+  tokens: int
+  rollout_flops: float
+  update_flops: float
+  rollout_s: float | None
+  update_s: float | None
+
+
+def cost(parts: Parts, found: Shapes, device: str) -> Cost:
+  """Estimates a step from FLOPs, bytes and the device's data sheet.
+
+      rollout = prefill FLOPs / peak
+                + steps max(bytes of weights and KV / bandwidth, FLOPs / peak)
+      update = FLOPs of the blocks / peak of their precision
+               + FLOPs of head and attention / peak of bfloat16
+
+  No run is faster; launches, collectives, rewards and the host come on top.
+
+  Args:
+    parts: of the run.
+    found: see `dry_run_memory.shapes`.
+    device: name as in `DEVICES`.
+  """
+  run, model = parts.run, parts.policy.model
+  devices = parts.policy.axes.size
+  prompt = float(np.mean([len(p.tokens) for p in parts.train_set]))
+  response = parts.engine.max_response_length
+  sequences = run.train_batch_size * run.num_generations
+  lengths = [(round(prompt), response)] * sequences
+  prompts = [round(prompt)] * run.train_batch_size
+  prefill = flops.rollout_flops(model, prompts, [])
+  decode = flops.rollout_flops(model, [], lengths)
+  blocks, head = flops.matmul_params(model)
+  tokens = sum(map(sum, lengths))
+  attention = sequences * flops.attention_flops(
+      model, 0, round(prompt) + response
+  )
+  # Forward and backward are 6 per parameter, a recomputed forward 2 more.
+  passes = 8 if parts.policy.remat else 6
+  epochs = parts.algorithm.ppo_epochs
+  scored = _scored_share(parts)
+  of_blocks = tokens * blocks * (passes * epochs + 2 * scored)
+  of_rest = tokens * head * (6 * epochs + 2 * scored) + attention * (
+      passes / 2 * epochs + scored
+  )
+  peaks = _peaks(parts, device)
+  rollout_s = update_s = None
+  if peaks is not None and device in DEVICES:
+    quantised, wide = (peak * devices for peak in peaks)
+    bandwidth = DEVICES[device][1] * 1e9 * devices
+    slots = min(found.engine.num_slots, sequences)
+    steps = -(-sequences // slots) * response
+    cache = (
+        2
+        * model.num_layers
+        * num_bytes(
+            jax.ShapeDtypeStruct(
+                (model.num_kv_heads, model.head_dim), parts.policy.recipe.dtype
+            )
+        )
+    )
+    read = num_bytes(found.state.weights) * devices + slots * cache * (
+        prompt + response / 2
+    )
+    rollout_s = prefill / quantised + steps * max(
+        read / bandwidth, decode / (steps * quantised)
+    )
+    update_s = of_blocks / quantised + of_rest / wide
+  return Cost(
+      sequences=sequences,
+      prompt_tokens=prompt,
+      tokens=tokens,
+      rollout_flops=prefill + decode,
+      update_flops=of_blocks + of_rest,
+      rollout_s=rollout_s,
+      update_s=update_s,
+  )
+
+
+def _scored_share(parts: Parts) -> float:
+  """Forward passes over the rollout besides those of the update."""
+  run = parts.run
+  batches = run.train_batch_size // run.mini_batch_size
+  recompute = parts.algorithm.old_logprobs == 'recompute'
+  share = 1.0 if recompute else 1 - 1 / batches
+  return share + (1.0 if parts.loss.kl_loss_coef else 0.0)
+
+
+def _peaks(parts: Parts, device: str) -> tuple[float, float] | None:
+  """Returns (FLOP/s of the quantised dots, of the others) of one device."""
+  recipe = parts.policy.recipe
+  wide = flops.peak_flops(device, recipe.compute_dtype)
+  eight = flops.peak_flops(device, 'float8')
+  blocks = wide if recipe.name == 'bf16' else eight
+  if wide is None or blocks is None:
+    return None
+  return blocks, wide
+
+
+def disk(parts: Parts, found: Shapes) -> list[tuple[str, int, str]]:
+  """Returns (what, bytes, how that comes about) of all that a run writes."""
+  state, run = found.state, parts.run
+  saved = (state.trainable, state.frozen, state.fp8_state, state.opt_state)
+  checkpoint = whole_bytes(saved)
+  # The newest is whole before an older one goes.
+  kept = run.keep_latest + run.keep_best + 1
+  response = parts.engine.max_response_length
+  sequences = run.train_batch_size * run.num_generations
+  # tokens, two log-probs and the version, 4 bytes each.
+  rollout = sequences * (16 * response + 4 * parts.engine.max_prompt_length)
+  rows = [
+      (
+          'checkpoints/',
+          kept * checkpoint,
+          f'{kept} x {size(checkpoint)} at most, one of them being written',
+      )
+  ]
+  if run.save_rollouts:
+    steps = run.total_training_steps
+    rows.append(
+        (
+            'rollouts/',
+            steps * rollout,
+            f'{steps} steps x {size(rollout)} at most',
+        )
+    )
+  if parts.loss.kl_loss_coef:
+    reference = whole_bytes((state.weights, state.fp8_state))
+    rows.append(('reference/', reference, 'weights and scales of step 0'))
+  if parts.export_source is not None and not run.synthetic:
+    rows.append(
+        (
+            'export/',
+            2 * parts.policy.model.num_params,
+            'the policy in bfloat16, at the end',
+        )
+    )
+  return rows
+
+
+def whole_bytes(tree) -> int:
+  """Returns the bytes of a tree of shapes over all devices."""
+  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def size(count: float) -> str:
+  """Writes bytes for people."""
+  for unit in ('B', 'KiB', 'MiB'):
+    if count < 1024:
+      return f'{count:.0f} {unit}' if unit == 'B' else f'{count:.1f} {unit}'
+    count /= 1024
+  return f'{count:,.1f} GiB'

@@ -1,0 +1,310 @@
+"""What a run keeps in memory, and what each phase adds, without running it.
+
+The ledger adds up the bytes of what is alive; it is exact. What a phase needs
+besides is XLA's own account of the compiled program, where it is compiled for
+the device it is meant for, else an estimate.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jetrl_jax import fp8, sharding
+from jetrl_jax.compilation import exact_jit
+from jetrl_jax.rl import engine as engines
+from jetrl_jax.rl import state as states
+from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.objective import policy_loss
+from jetrl_jax.rl.parts import Parts
+from jetrl_jax.rl.policy import PolicyParams
+from jetrl_jax.rl.train_step import Gradients, TrainStep, merge
+from jetrl_jax.rl.types import TrainBatch, TrainState
+from jetrl_jax.typing import PyTree
+
+_PREFILL_ROWS = 16
+_INTEGERS = ('tokens', 'positions', 'segment_ids', 'weight_version')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shapes:
+  """Shapes, dtypes and shardings of all that a run holds; no arrays.
+
+  Attributes:
+    state: with `weights`.
+    gradients: the accumulator.
+    batch: one micro-batch.
+    slots: the engine's decode state.
+    prefix: the caches of one prefill.
+    step: the update's functions, not compiled yet.
+    engine: the rollout's.
+  """
+
+  state: TrainState
+  gradients: Gradients
+  batch: TrainBatch
+  slots: Any
+  prefix: PyTree
+  step: TrainStep
+  engine: Engine
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+  """The memory of one compiled program, bytes per device.
+
+  Attributes:
+    name: of the phase.
+    resident: what is alive and no argument of the program.
+    arguments: of the program.
+    results: that do not take an argument's place.
+    temporary: what the program needs while it runs.
+  """
+
+  name: str
+  resident: int
+  arguments: int
+  results: int
+  temporary: int
+
+  @property
+  def total(self) -> int:
+    """All of it."""
+    return self.resident + self.arguments + self.results + self.temporary
+
+
+def shapes(parts: Parts) -> Shapes:
+  """Returns the shapes of a run."""
+  policy, mesh = parts.policy, parts.mesh
+  optimizer = parts.optimizer.build()
+  state = states.abstract(
+      policy, parts.param_shapes, optimizer, mesh, parts.freeze
+  )
+  weights = jax.eval_shape(
+      lambda t, f, s: fp8.prepare_weights(merge(t, f), s, policy.recipe),
+      state.trainable,
+      state.frozen,
+      state.fp8_state,
+  )
+  state = dataclasses.replace(state, weights=_placed(weights, mesh))
+  loss = functools.partial(policy_loss, parts.loss)
+  step = TrainStep(policy, loss, optimizer, parts.optimizer, mesh, state)
+  gradients = jax.eval_shape(step._make_zeros, state.trainable, state.fp8_state)
+  engine = Engine(policy, parts.engine, mesh)
+  rows, length = batch_shape(parts)
+  by_rows = jax.sharding.NamedSharding(mesh, sharding.ROWS)
+  batch = TrainBatch(
+      **{
+          field.name: _shape(
+              jnp.int32 if field.name in _INTEGERS else jnp.float32,
+              rows,
+              length,
+              sharding=by_rows,
+          )
+          for field in dataclasses.fields(TrainBatch)
+      }
+  )
+  slots = jax.eval_shape(engine.init_decode_state)
+  prompts = -(-_PREFILL_ROWS // policy.axes.size) * policy.axes.size
+  cache = policy.cache_shape(prompts, engine.prompt_buckets[-1])
+  prefix = [(cache, cache)] * policy.model.num_layers
+  return Shapes(
+      state=state,
+      gradients=_placed(gradients, mesh),
+      batch=batch,
+      slots=_rows(slots, by_rows),
+      prefix=_rows(prefix, by_rows),
+      step=step,
+      engine=engine,
+  )
+
+
+def batch_shape(parts: Parts) -> tuple[int, int]:
+  """Returns (rows, tokens per row) of a micro-batch, over all devices."""
+  tile, devices = parts.policy.tile, parts.policy.axes.size
+  longest = parts.engine.max_prompt_length + parts.engine.max_response_length
+  rows = -(-parts.run.micro_batch_size // devices) * devices
+  return rows, -(-longest // tile) * tile
+
+
+def ledger(parts: Parts, found: Shapes) -> dict[str, int]:
+  """Returns the bytes per device of everything that is alive at some time."""
+  state = found.state
+  reference = parts.loss.kl_loss_coef != 0
+  policy_bytes = num_bytes((state.weights, state.fp8_state))
+  return {
+      'master weights': num_bytes((state.trainable, state.frozen)),
+      'Adam moments': num_bytes(state.opt_state),
+      'compute weights': num_bytes(state.weights),
+      'scales and histories': num_bytes(state.fp8_state),
+      'gradients': num_bytes(found.gradients),
+      'reference policy': policy_bytes if reference else 0,
+      'KV caches and slots': num_bytes(found.slots),
+      'prefilled prompts': num_bytes(found.prefix),
+      'a micro-batch': num_bytes(found.batch),
+  }
+
+
+# What the trainer holds all the time.
+_ALWAYS = (
+    'master weights',
+    'Adam moments',
+    'compute weights',
+    'scales and histories',
+    'gradients',
+    'reference policy',
+)
+
+
+def compiled_phases(
+    parts: Parts, found: Shapes, sizes: dict[str, int]
+) -> tuple[list[Phase], dict[str, Any]]:
+  """Compiles the programs of a step, and asks XLA what they need.
+
+  Args:
+    parts: of the run.
+    found: see `shapes`.
+    sizes: see `ledger`.
+
+  Returns:
+    (one phase per program, the compiled programs by the same names).
+  """
+  always = sum(sizes[name] for name in _ALWAYS)
+  programs = {
+      name: lowered.compile() for name, lowered in _lowered(parts, found)
+  }
+  phases = []
+  for name, program in programs.items():
+    memory = program.memory_analysis()
+    if memory is None:
+      raise ValueError(
+          f'XLA has no memory analysis of {name} on this device; give'
+          ' --dry_run_device to estimate it from shapes'
+      )
+    alive = always
+    if name == 'decode':
+      alive += sizes['KV caches and slots'] + sizes['prefilled prompts']
+    elif name == 'prefill':
+      alive += sizes['KV caches and slots']
+    arguments = memory.argument_size_in_bytes
+    phases.append(
+        Phase(
+            name=name,
+            # Arguments are among what is alive, but for a batch of tokens.
+            resident=max(0, alive - arguments),
+            arguments=arguments,
+            results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+            temporary=memory.temp_size_in_bytes,
+        )
+    )
+  return phases, programs
+
+
+def _lowered(parts: Parts, found: Shapes):
+  policy, mesh, state = parts.policy, parts.mesh, found.state
+  params = PolicyParams(state.weights, state.fp8_state)
+  specs = PolicyParams(*(sharding.tree_specs(tree, mesh) for tree in params))
+  rows, scalar = sharding.ROWS, _shape(jnp.float32)
+  by_rows = jax.sharding.NamedSharding(mesh, rows)
+  count = found.prefix[0][0].shape[0]
+  bucket = found.engine.prompt_buckets[-1]
+  prefill = sharding.per_device(policy.prefill, mesh, (specs, rows, rows), rows)
+  yield (
+      'prefill',
+      exact_jit(prefill).lower(
+          params,
+          _shape(jnp.int32, count, bucket, sharding=by_rows),
+          _shape(jnp.int32, count, sharding=by_rows),
+      ),
+  )
+  decode = sharding.per_device(
+      functools.partial(engines._step, policy, parts.engine),
+      mesh,
+      (specs, P(), rows),
+      rows,
+  )
+  key = jax.eval_shape(lambda: jax.random.key(0, impl='threefry2x32'))
+  yield (
+      'decode',
+      exact_jit(decode, donate_argnums=(2,)).lower(params, key, found.slots),
+  )
+  yield (
+      'accumulate',
+      found.step.accumulate.lower(state, found.gradients, found.batch, scalar),
+  )
+  yield 'apply', found.step.apply.lower(state, found.gradients)
+
+
+def estimated_phases(
+    parts: Parts, found: Shapes, sizes: dict[str, int]
+) -> list[Phase]:
+  """Estimates the phases from shapes, where nothing can be compiled.
+
+  accumulate: inputs of all blocks (remat), or all of the blocks' insides;
+    the insides of one block twice over; logits and two copies; the largest
+    gradient of a kernel in float32
+  decode: logits and one copy;  apply: two copies of the largest leaf
+  """
+  policy, model = parts.policy, parts.policy.model
+  width = policy.recipe.dtype.itemsize
+  rows, length = batch_shape(parts)
+  tokens = rows * length // policy.axes.size
+  heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+  # Two norms, qkv, attention's output, gate_up and its product, two residuals.
+  inside = (
+      tokens * width * (4 * model.model_dim + 2 * heads + 3 * model.ffn_dim)
+  )
+  blocks = model.num_layers * (
+      tokens * width * model.model_dim if policy.remat else inside
+  )
+  logits = 3 * 4 * model.vocab_size * min(policy.logit_chunk_rows, tokens)
+  leaves = jax.tree.leaves(found.state.trainable)
+  largest = max(math.prod(leaf.shape) for leaf in leaves)
+  slots = found.engine.num_slots // policy.axes.size
+  always = sum(sizes[name] for name in _ALWAYS)
+  caches = sizes['KV caches and slots'] + sizes['prefilled prompts']
+  return [
+      Phase(name=name, resident=r, arguments=0, results=0, temporary=int(t))
+      for name, r, t in (
+          ('decode', always + caches, 2 * 4 * slots * model.vocab_size),
+          (
+              'accumulate',
+              always + sizes['a micro-batch'],
+              blocks + 2 * inside + logits + 4 * largest,
+          ),
+          ('apply', always, 2 * 4 * largest),
+      )
+  ]
+
+
+def num_bytes(tree: PyTree) -> int:
+  """Returns the bytes of a tree of shapes on one device."""
+  total = 0
+  for leaf in jax.tree.leaves(tree):
+    where = leaf.sharding
+    shape = leaf.shape if where is None else where.shard_shape(leaf.shape)
+    total += math.prod(shape) * jnp.dtype(leaf.dtype).itemsize
+  return total
+
+
+# Any: shapes stand where the records name arrays.
+def _shape(dtype, *shape: int, sharding=None) -> Any:
+  return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _placed(tree: PyTree, mesh) -> Any:
+  return jax.tree.map(
+      lambda leaf, where: _shape(leaf.dtype, *leaf.shape, sharding=where),
+      tree,
+      sharding.tree_shardings(tree, mesh),
+  )
+
+
+def _rows(tree: PyTree, where) -> Any:
+  return jax.tree.map(
+      lambda leaf: _shape(leaf.dtype, *leaf.shape, sharding=where), tree
+  )

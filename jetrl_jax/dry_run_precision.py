@@ -1,0 +1,194 @@
+"""The precision table: every dot, how it computes in rollout and training.
+
+Read out of the functions that the run compiles (see `fp8/flow.py`), not out of
+the settings. Layers that compute alike share a line.
+"""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jetrl_jax import fp8
+from jetrl_jax.fp8 import flow
+from jetrl_jax.models import hf_layout
+from jetrl_jax.rl import flow_check, train_step
+from jetrl_jax.rl import state as states
+from jetrl_jax.rl.objective import policy_loss
+from jetrl_jax.rl.parts import Parts
+from jetrl_jax.rl.train_step import merge
+from jetrl_jax.rl.types import TrainBatch
+from jetrl_jax.sharding import Axes
+
+_INTEGERS = ('tokens', 'positions', 'segment_ids', 'weight_version')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+  """One dot, in all layers that compute it alike.
+
+  Attributes:
+    name: path, the layer's number left out: 'layers_*/attn/qkv'.
+    shape: of the kernel, [out, in]; '' for attention.
+    rollout: formats in decode and prefill.
+    training: formats in the training forward.
+    backward: formats of its two dots in the backward pass.
+    granularity: what a scale is shared by.
+    layers: how many layers.
+  """
+
+  name: str
+  shape: str
+  rollout: str
+  training: str
+  backward: str
+  granularity: str
+  layers: int
+
+
+def table(parts: Parts) -> list[Row]:
+  """Traces decode, prefill and a training step, and lists their dots.
+
+  Raises:
+    ValueError: the rollout rounds where training does not.
+  """
+  total, parts = parts.policy.model.num_layers, _shallow(parts)
+  policy, like = parts.policy, _state(parts)
+  loss = functools.partial(policy_loss, parts.loss)
+  train = flow_check.train_graph(policy, loss, like)
+  decode = flow_check.decode_graph(policy, parts.engine, like)
+  prefill = flow_check.prefill_graph(policy, like)
+  for graph in (decode, prefill):
+    flow.require_subgraph(graph, train)
+  backward = _backward_graph(parts, like)
+  rows: dict[tuple, list[str]] = {}
+  for path, shape in _dots(policy.model):
+    formats = [_formats(graph, path) for graph in (decode, train)]
+    back = _formats(backward, path, backward=True)
+    scales = _granularity(decode, path)
+    name = re.sub(r'layers_\d+', 'layers_*', path)
+    key = (name, shape, *formats, back, scales)
+    rows.setdefault(key, []).append(path)
+  # Where one layer was traced, it stands for all.
+  each = total // parts.policy.model.num_layers
+  return [
+      Row(
+          name=name,
+          shape=shape,
+          rollout=rollout,
+          training=training,
+          backward=back,
+          granularity=scales,
+          layers=len(paths) * each if '*' in name else 1,
+      )
+      for (name, shape, rollout, training, back, scales), paths in rows.items()
+  ]
+
+
+def fp8_dots(rows: list[Row]) -> list[Row]:
+  """Returns the dots whose operands have 8 bits."""
+  return [row for row in rows if re.search(r'e4m3|e5m2', row.rollout)]
+
+
+def _shallow(parts: Parts) -> Parts:
+  """One layer stands for all, where no pattern tells layers apart."""
+  if parts.policy.recipe.high_precision_layers:
+    return parts
+  model = dataclasses.replace(parts.policy.model, num_layers=1)
+  tree = {
+      name: leaf
+      for name, leaf in parts.param_shapes.items()
+      if not name.startswith('layers_') or name == 'layers_0'
+  }
+  return dataclasses.replace(
+      parts,
+      policy=dataclasses.replace(parts.policy, model=model),
+      param_shapes=tree,
+      freeze=(),
+  )
+
+
+def _state(parts: Parts) -> Any:
+  like = states.abstract(
+      parts.policy,
+      parts.param_shapes,
+      parts.optimizer.build(),
+      parts.mesh,
+      parts.freeze,
+  )
+  weights = jax.eval_shape(
+      lambda t, f, s: fp8.prepare_weights(merge(t, f), s, parts.policy.recipe),
+      like.trainable,
+      like.frozen,
+      like.fp8_state,
+  )
+  return dataclasses.replace(like, weights=weights)
+
+
+def _backward_graph(parts: Parts, like: Any) -> flow.FlowGraph:
+  """Returns the flow of a micro-batch's forward and backward."""
+  policy = dataclasses.replace(parts.policy, remat=False, axes=Axes())
+  loss = functools.partial(policy_loss, parts.loss)
+  floats = jax.ShapeDtypeStruct((1, policy.tile), jnp.float32)
+  ints = jax.ShapeDtypeStruct((1, policy.tile), jnp.int32)
+  fields: dict[str, Any] = {
+      field.name: ints if field.name in _INTEGERS else floats
+      for field in dataclasses.fields(TrainBatch)
+  }
+
+  def step(state, batch, temperature):
+    objective = train_step.objective(policy, loss, state, batch, temperature)
+    grad = jax.grad(objective, argnums=(0, 1), has_aux=True)
+    return grad(state.trainable, state.fp8_state)
+
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
+  temperature = jax.ShapeDtypeStruct((), jnp.float32)
+  jaxpr = jax.make_jaxpr(step)(shapes, TrainBatch(**fields), temperature)
+  return flow.extract(jaxpr)
+
+
+def _dots(model) -> list[tuple[str, str]]:
+  """Lists (path, kernel shape) of every dot, in the order of the forward."""
+  dots = []
+  for row in hf_layout.layout(model):
+    if row.path.endswith('/kernel'):
+      path = row.path.removesuffix('/kernel')
+      shape = f'{row.shape[0]} x {row.shape[1]}'
+      dots.append((path, shape))
+      if path.endswith('/qkv'):
+        dots.append((path.removesuffix('qkv') + 'attention', ''))
+  if model.tied_embeddings:
+    dots.append(('embed.attend', f'{model.vocab_size} x {model.model_dim}'))
+  return dots
+
+
+def _under(graph: flow.FlowGraph, path: str):
+  """Yields the operations of a dot: its scopes end with the path."""
+  for node in graph.nodes:
+    if re.search(rf'(^|[/.]){re.escape(path)}$', node.path):
+      yield node
+
+
+def _formats(
+    graph: flow.FlowGraph, path: str, *, backward: bool = False
+) -> str:
+  dots = [
+      f'{" x ".join(node.inputs)} -> {node.outputs[0]}'
+      for node in _under(graph, path)
+      if node.kind in ('dot', 'kernel') and node.backward == backward
+  ]
+  return ', '.join(dict.fromkeys(dots)) or '-'
+
+
+def _granularity(graph: flow.FlowGraph, path: str) -> str:
+  if not re.search('e4m3|e5m2|int8|i8', _formats(graph, path)):
+    return '-'
+  found = [
+      node.granularity
+      for node in _under(graph, path)
+      if node.kind == 'scale' and node.granularity
+  ]
+  return ', '.join(dict.fromkeys(found)) or '-'

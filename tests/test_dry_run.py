@@ -1,0 +1,179 @@
+"""The dry run: what it says is true, and nothing is trained."""
+
+import dataclasses
+import functools
+
+import jax
+import pytest
+
+from jetrl_jax import config as configs
+from jetrl_jax import (
+    dry_run,
+    dry_run_estimate,
+    dry_run_memory,
+    dry_run_precision,
+)
+from jetrl_jax.models import families, hf_layout
+from jetrl_jax.rl import state as states
+from tests import whole_run
+
+_GIB = 2**30
+
+
+@functools.cache
+def _parts(**changes):
+  return configs.build(whole_run.config(**changes))
+
+
+def _of_shape(model):
+  """The tiny run's parts around another model; nothing is allocated."""
+  parts = _parts()
+  tree = hf_layout.build_tree(
+      model, lambda row: jax.ShapeDtypeStruct(row.shape, jax.numpy.float32)
+  )
+  return dataclasses.replace(
+      parts,
+      policy=dataclasses.replace(
+          parts.policy, model=model, tile=64, remat=True
+      ),
+      param_shapes=tree,
+      engine=dataclasses.replace(
+          parts.engine,
+          num_slots=128,
+          max_prompt_length=1024,
+          max_response_length=3072,
+      ),
+      optimizer=dataclasses.replace(parts.optimizer, moments='fp8'),
+      run=dataclasses.replace(parts.run, micro_batch_size=4),
+      export_source=None,
+  )
+
+
+def test_the_ledger_is_what_a_real_state_takes():
+  parts = _parts()
+  found = dry_run_memory.shapes(parts)
+  sizes = dry_run_memory.ledger(parts, found)
+  state = states.create(
+      parts.policy,
+      parts.initial_params(),
+      parts.optimizer.build(),
+      parts.mesh,
+      parts.freeze,
+  )
+
+  def real(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+  assert sizes['master weights'] == real((state.trainable, state.frozen))
+  assert sizes['Adam moments'] == real(state.opt_state)
+  assert sizes['compute weights'] == real(state.weights)
+  assert sizes['scales and histories'] == real(state.fp8_state)
+  gradients = found.step.zero_gradients(state)
+  assert sizes['gradients'] == real(gradients)
+  slots = found.engine.init_decode_state()
+  assert sizes['KV caches and slots'] == real(slots)
+  assert sizes['reference policy'] == 0
+
+
+def test_a_7b_is_added_up_without_being_made():
+  parts = _of_shape(families.QWEN2_5_7B)
+  found = dry_run_memory.shapes(parts)
+  sizes = dry_run_memory.ledger(parts, found)
+  count = families.QWEN2_5_7B.num_params
+  assert sizes['master weights'] == 4 * count
+  # 128 slots x 4096 tokens x 28 layers x keys and values of 4 x 128 in bf16.
+  caches = 128 * 4096 * 28 * 2 * 4 * 128 * 2
+  assert caches <= sizes['KV caches and slots'] < 1.01 * caches
+  # FP8 kernels, and embedding and head in bf16.
+  head = 2 * 152_064 * 3_584
+  blocks = count - head
+  assert sizes['compute weights'] == pytest.approx(blocks + 2 * head, rel=1e-3)
+  phases = dry_run_memory.estimated_phases(parts, found, sizes)
+  worst = max(phase.total for phase in phases)
+  assert 80 * _GIB < worst < 141e9
+
+
+def test_the_table_says_what_computes_in_fp8():
+  rows = {row.name: row for row in dry_run_precision.table(_parts())}
+  qkv = rows['layers_*/attn/qkv']
+  assert qkv.rollout == qkv.training == 'e4m3 x e4m3 -> bf16'
+  assert qkv.granularity == 'per tensor' and qkv.layers == 1
+  # 2 heads and 2 x 1 key and value heads of 16, width 32.
+  assert qkv.shape == '64 x 32'
+  assert 'e4m3 x e4m3 -> f32' in qkv.backward
+  assert rows['embed.attend'].rollout == 'bf16 x bf16 -> f32'
+  eight = [row.name for row in dry_run_precision.fp8_dots([*rows.values()])]
+  assert eight == [
+      'layers_*/attn/qkv',
+      'layers_*/attn/o',
+      'layers_*/mlp/gate_up',
+      'layers_*/mlp/down',
+  ]
+
+
+def _row(name: str) -> dry_run_precision.Row:
+  return dry_run_precision.Row(
+      name=name,
+      shape='',
+      rollout='e4m3 x e4m3 -> bf16',
+      training='',
+      backward='',
+      granularity='per tensor',
+      layers=2,
+  )
+
+
+def test_gemms_without_an_fp8_call_are_named():
+  hlo = '\n'.join(
+      [
+          '%a = custom-call(...), custom_call_target="__cublas$lt$matmul$f8",'
+          ' metadata={op_name="jit(f)/Decoder/layers_11/attn/qkv/dot_general"}',
+          '%b = custom-call(...), custom_call_target="__cublas$lt$matmul",'
+          ' metadata={op_name="jit(f)/Decoder/layers_11/attn/o/dot_general"}',
+      ]
+  )
+  rows = [_row('layers_*/attn/qkv'), _row('layers_*/attn/o')]
+  assert dry_run.not_in_fp8(hlo, rows) == ['layers_*/attn/o']
+
+
+def test_seconds_at_the_roofline_by_hand():
+  parts = _of_shape(families.QWEN2_5_7B)
+  found = dry_run_memory.shapes(parts)
+  cost = dry_run_estimate.cost(parts, found, 'NVIDIA H200')
+  # 4 prompts x 4 samples; one batch of 16 slots, 3072 steps, each of which
+  # reads at least the 8.7e9 bytes of the weights at 4.8e12 bytes/s.
+  assert cost.sequences == 16
+  assert cost.rollout_s > 3072 * 8.6e9 / 4.8e12
+  assert cost.rollout_s < 2 * 3072 * 8.7e9 / 4.8e12
+  unknown = dry_run_estimate.cost(parts, found, 'cpu')
+  assert unknown.rollout_s is None and unknown.update_s is None
+
+
+def test_a_run_that_cannot_fit_is_told_why(tmp_path, capsys):
+  parts = _of_shape(families.QWEN2_5_7B)
+  problems = dry_run.dry_run(parts, tmp_path / 'run', 'NVIDIA L4')
+  assert 'on each device, and NVIDIA L4, 95% of its memory' in problems[0]
+  assert dry_run.report(problems) == 1
+  said = capsys.readouterr().out
+  assert 'The run cannot work as it is' in said and 'Not compiled' in said
+  assert not (tmp_path / 'run').exists()
+  with pytest.raises(ValueError, match="--dry_run_device='L5'; known are"):
+    dry_run.dry_run(parts, tmp_path / 'run', 'L5')
+
+
+def test_a_run_that_fits_is_compiled_and_not_started(tmp_path, capsys):
+  with whole_run.cached_compilation():
+    problems = dry_run.dry_run(_parts(), tmp_path / 'run')
+  assert problems == [] and dry_run.report(problems) == 0
+  said = capsys.readouterr().out
+  for text in (
+      'would start at step 0',
+      "XLA's account of the compiled program",
+      'accumulate',
+      'FP8 dots are emulated on cpu',
+      'unknown on this device (cpu)',
+      'checkpoints/',
+      'Nothing was trained or written.',
+  ):
+    assert text in said
+  assert not (tmp_path / 'run').exists()
