@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import fp8, sharding
 from jetrl_jax.compilation import exact_jit
-from jetrl_jax.rl import engine as engines
+from jetrl_jax.rl import decode_step
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.objective import policy_loss
@@ -110,8 +110,12 @@ def shapes(parts: Parts) -> Shapes:
   )
   slots = jax.eval_shape(engine.init_decode_state)
   prompts = -(-_PREFILL_ROWS // policy.axes.size) * policy.axes.size
-  cache = policy.cache_shape(prompts, engine.prompt_buckets[-1])
-  prefix = [(cache, cache)] * policy.model.num_layers
+  prefix = jax.eval_shape(
+      dataclasses.replace(policy, axes=sharding.Axes()).prefill,
+      _whole(PolicyParams(state.weights, state.fp8_state)),
+      _shape(jnp.int32, prompts, _longest_bucket(engine)),
+      _shape(jnp.int32, prompts),
+  )
   return Shapes(
       state=state,
       gradients=_placed(gradients, mesh),
@@ -210,8 +214,8 @@ def _lowered(parts: Parts, found: Shapes):
   specs = PolicyParams(*(sharding.tree_specs(tree, mesh) for tree in params))
   rows, scalar = sharding.ROWS, _shape(jnp.float32)
   by_rows = jax.sharding.NamedSharding(mesh, rows)
-  count = found.prefix[0][0].shape[0]
-  bucket = found.engine.prompt_buckets[-1]
+  count = jax.tree.leaves(found.prefix)[0].shape[0]
+  bucket = _longest_bucket(found.engine)
   prefill = sharding.per_device(policy.prefill, mesh, (specs, rows, rows), rows)
   yield (
       'prefill',
@@ -222,7 +226,7 @@ def _lowered(parts: Parts, found: Shapes):
       ),
   )
   decode = sharding.per_device(
-      functools.partial(engines._step, policy, parts.engine),
+      functools.partial(decode_step.step, policy, parts.engine),
       mesh,
       (specs, P(), rows),
       rows,
@@ -302,6 +306,15 @@ def _placed(tree: PyTree, mesh) -> Any:
       tree,
       sharding.tree_shardings(tree, mesh),
   )
+
+
+def _longest_bucket(engine: Engine) -> int:
+  longest = engine.config.max_prompt_length
+  return next(size for size in engine.buckets if size >= longest)
+
+
+def _whole(tree: PyTree) -> Any:
+  return jax.tree.map(lambda leaf: _shape(leaf.dtype, *leaf.shape), tree)
 
 
 def _rows(tree: PyTree, where) -> Any:
