@@ -95,8 +95,16 @@ def get_config() -> ml_collections.ConfigDict:
   config.reward.timeout_s = 5.0
   config.reward.memory_limit_mb = 2048
 
+  # Overlong shaping (DAPO): added to the score of long answers, 0 up to
+  # max_response_length - len, then falling to -penalty_factor at the limit.
+  config.reward.overlong_buffer = ml_collections.ConfigDict()
+  config.reward.overlong_buffer.enable = False
+  # Tokens over which the penalty grows.
+  config.reward.overlong_buffer.len = 4096
+  config.reward.overlong_buffer.penalty_factor = 1.0
+
   # Turns inside a rollout, see docs/environments.md. The score is then the
-  # environment's own, and reward.* is unread.
+  # environment's own; of reward.* only overlong_buffer is read.
   config.environment = ml_collections.ConfigDict()
   # 'package.module:Class'; '' is one turn, scored by reward.*.
   config.environment.name = ''
@@ -171,6 +179,14 @@ def get_config() -> ml_collections.ConfigDict:
   config.algorithm.rollout_rs = 'none'
   config.algorithm.rollout_rs_threshold_low = 0.999
   config.algorithm.rollout_rs_threshold_high = 1.001
+
+  # Dynamic sampling (DAPO): draw prompts until train_batch_size groups have
+  # answers of different accuracy; the others teach nothing.
+  config.algorithm.filter_groups = ml_collections.ConfigDict()
+  config.algorithm.filter_groups.enable = False
+  # Generation batches (of train_batch_size prompts) after which a step that is
+  # not full ends the run; 0 goes on until every prompt was met.
+  config.algorithm.filter_groups.max_num_gen_batches = 10
 
   config.optim = ml_collections.ConfigDict()
   config.optim.lr = 1e-6

@@ -41,7 +41,12 @@ from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import Policy
-from jetrl_jax.rl.settings import AlgorithmConfig, RunConfig
+from jetrl_jax.rl.settings import (
+    AlgorithmConfig,
+    FilterGroups,
+    OverlongBuffer,
+    RunConfig,
+)
 from jetrl_jax.typing import PyTree
 
 # A ConfigDict or a section of one: its entries have no static types.
@@ -393,7 +398,16 @@ def build(config: Config) -> Parts:
   policy, mesh, folder = build_policy(config)
   tokenizer = build_tokenizer(config, folder)
   environment = environment_config(config.environment, tokenizer)
-  algorithm = _take(AlgorithmConfig, config.algorithm)
+  algorithm = _take(
+      AlgorithmConfig,
+      config.algorithm,
+      filter_groups=_take(FilterGroups, config.algorithm.filter_groups),
+      overlong_buffer=_take(
+          OverlongBuffer,
+          config.reward.overlong_buffer,
+          max_response_length=config.rollout.max_response_length,
+      ),
+  )
   run = _take(
       RunConfig,
       config.trainer,
@@ -414,7 +428,7 @@ def build(config: Config) -> Parts:
   optimizer = optimizer_config(config, updates)
   loss = loss_config(config.algorithm)
   engine = engine_config(config, tokenizer)
-  combinations.check(loss, algorithm, engine)
+  combinations.check(loss, algorithm, engine, run)
   longest = engine.max_prompt_length + engine.max_response_length
   if longest > policy.model.max_position:
     raise ValueError(

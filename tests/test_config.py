@@ -219,6 +219,24 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
         ({'algorithm.entropy_coeff': -1.0}, 'entropy_coeff is -1.0'),
         ({'algorithm.kl_loss_type': 'k9'}, "'k9'"),
         ({'algorithm.rollout_is': 'word'}, "'word'"),
+        ({'algorithm.adv_estimator': 'gae'}, "'gae'; allowed: grpo, dr_grpo"),
+        (
+            {'algorithm.filter_groups.max_num_gen_batches': -1},
+            'max_num_gen_batches is -1; it must be >= 0',
+        ),
+        (
+            {'reward.overlong_buffer.enable': True},
+            'overlong_buffer.len is 4096; the penalty grows over the last'
+            ' tokens before max_response_length=12',
+        ),
+        (
+            {
+                'reward.overlong_buffer.enable': True,
+                'reward.overlong_buffer.len': 4,
+                'reward.overlong_buffer.penalty_factor': 0.0,
+            },
+            'overlong_buffer.penalty_factor is 0.0; it must be > 0',
+        ),
         ({'optim.lr': 0.0}, 'lr is 0.0; it must be > 0'),
         ({'optim.betas': (0.9, 1.0)}, 'betas are (0.9, 1.0); allowed: two in'),
         ({'optim.moments': 'int8'}, "moments is 'int8'; allowed: fp8, float32"),

@@ -28,7 +28,12 @@ from jetrl_jax.rl.engine import EngineConfig  # noqa: E402
 from jetrl_jax.rl.objective import LossConfig  # noqa: E402
 from jetrl_jax.rl.optimizer import OptimizerConfig  # noqa: E402
 from jetrl_jax.rl.policy import Policy  # noqa: E402
-from jetrl_jax.rl.settings import AlgorithmConfig, RunConfig  # noqa: E402
+from jetrl_jax.rl.settings import (  # noqa: E402
+    AlgorithmConfig,
+    FilterGroups,
+    OverlongBuffer,
+    RunConfig,
+)
 from jetrl_jax.sharding import Axes  # noqa: E402
 
 OUTPUT = ROOT / 'docs' / 'configuration.md'
@@ -41,6 +46,8 @@ _READERS: dict[str, tuple[Any, ...]] = {
     'precision': (Recipe,),
     'rollout': (EngineConfig, RunConfig),
     'algorithm': (LossConfig, AlgorithmConfig),
+    'algorithm.filter_groups': (FilterGroups,),
+    'reward.overlong_buffer': (OverlongBuffer,),
     'optim': (OptimizerConfig,),
     'trainer': (RunConfig,),
     'mesh': (Axes,),

@@ -1,7 +1,7 @@
 """Tokenised prompts, and the order in which a run meets them."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -143,19 +143,28 @@ class PromptSampler:
     at_edge = self._position == len(self._order) and not self._waiting
     return self._epoch + at_edge
 
-  def next_batch(self, size: int) -> list[int]:
+  def next_batch(self, size: int, exclude: Set[int] = frozenset()) -> list[int]:
     """Draws `size` different indices, into the next epoch where one ends.
+
+    Args:
+      size: indices to draw.
+      exclude: indices that the batch must not hold, for example those that the
+        step has met already; met here, they wait for the next batch.
 
     Raises:
       ValueError: `size` is below 1 or above the number of prompts.
     """
-    if not 1 <= size <= len(self._order):
+    left = len(self._order) - len(exclude)
+    if not 1 <= size <= left:
       raise ValueError(
           f'a batch of {size} different prompts cannot be drawn from'
-          f' {len(self._order)}; use 1 to {len(self._order)}.'
+          f' {left}; use 1 to {left}.'
       )
-    batch = self._waiting[:size]
-    waiting = self._waiting[size:]
+    batch: list[int] = []
+    waiting: list[int] = []
+    for index in self._waiting:
+      takes = len(batch) < size and index not in exclude and index not in batch
+      (batch if takes else waiting).append(index)
     while len(batch) < size:
       if self._position == len(self._order):
         self._epoch += 1
@@ -163,7 +172,8 @@ class PromptSampler:
         self._order = self._order_of(self._epoch)
       index = int(self._order[self._position])
       self._position += 1
-      (waiting if index in batch else batch).append(index)
+      waits = index in batch or index in exclude
+      (waiting if waits else batch).append(index)
     self._waiting = waiting
     return batch
 

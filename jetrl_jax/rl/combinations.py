@@ -11,11 +11,14 @@ from absl import logging
 
 from jetrl_jax.rl.engine import EngineConfig
 from jetrl_jax.rl.objective import LossConfig
-from jetrl_jax.rl.settings import AlgorithmConfig
+from jetrl_jax.rl.settings import AlgorithmConfig, RunConfig
 
 
 def check(
-    loss: LossConfig, algorithm: AlgorithmConfig, engine: EngineConfig
+    loss: LossConfig,
+    algorithm: AlgorithmConfig,
+    engine: EngineConfig,
+    run: RunConfig,
 ) -> None:
   """Refuses combinations that make no sense; warns of settings nobody reads.
 
@@ -23,6 +26,7 @@ def check(
     loss: the objective.
     algorithm: from scores to weights.
     engine: the rollout's sampler.
+    run: sizes and whether rewards are made up.
 
   Raises:
     ValueError: saying what contradicts what, and the way out.
@@ -36,6 +40,12 @@ def check(
           ' False: only grpo has a division to leave out; leave'
           ' norm_adv_by_std at True'
       )
+  if run.synthetic and algorithm.filter_groups.enable:
+    raise ValueError(
+        'trainer.synthetic and algorithm.filter_groups.enable are both on:'
+        ' seeded scores judge nothing, so no group would ever have mixed'
+        ' outcomes; switch one of them off'
+    )
   for sentence in unread(loss, algorithm):
     logging.warning('%s', sentence)
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from jetrl_jax.data import Prompt, Tokenizer
 from jetrl_jax.rewards import RewardPool, RewardRequest, RewardResult
-from jetrl_jax.rl import advantages, aggregation, packing
+from jetrl_jax.rl import advantages, aggregation, packing, shaping
 from jetrl_jax.rl.settings import AlgorithmConfig
 from jetrl_jax.rl.types import Completion
 
@@ -19,7 +19,9 @@ class Experience:
   Attributes:
     prompts: the P prompts.
     completions: P * G, prompt by prompt.
-    scores_PG: float64, what the advantages are made of.
+    scores_PG: float64, what the reward functions said.
+    rewards_PG: float64, what the advantages are made of: the scores, with the
+      overlong penalty if there is one.
     accuracy_PG: float64 in [0, 1].
     errors: reward errors by name ('timeout', ...), counted.
     advantages_PG: float32.
@@ -28,6 +30,7 @@ class Experience:
   prompts: list[Prompt]
   completions: list[Completion]
   scores_PG: np.ndarray
+  rewards_PG: np.ndarray
   accuracy_PG: np.ndarray
   errors: dict[str, int]
   advantages_PG: np.ndarray
@@ -109,14 +112,25 @@ def from_scores(
       )
       for completion in completions
   ]
+  rewards_PG = scores_PG
+  if config.overlong_buffer.enable:
+    rewards_PG = scores_PG + shaping.overlong_penalty(
+        np.asarray([len(c.tokens) for c in completions]).reshape(
+            rewards_PG.shape
+        ),
+        max_response_length=config.overlong_buffer.max_response_length,
+        buffer_length=config.overlong_buffer.len,
+        penalty_factor=config.overlong_buffer.penalty_factor,
+    )
   return Experience(
       prompts=prompts,
       completions=completions,
       scores_PG=scores_PG,
+      rewards_PG=rewards_PG,
       accuracy_PG=np.asarray(accuracy, np.float64).reshape(scores_PG.shape),
       errors=errors,
       advantages_PG=advantages.estimate(
-          scores_PG,
+          rewards_PG,
           np.asarray(lengths).reshape(scores_PG.shape),
           adv_estimator=config.adv_estimator,
           norm_by_std=config.norm_adv_by_std,
@@ -191,10 +205,11 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
   lengths = np.asarray([len(c.tokens) for c in completions])
   prompt_lengths = np.asarray([len(p.tokens) for p in experience.prompts])
   truncated = [c.finish_reason == 'length' for c in completions]
-  mixed = experience.scores_PG.max(axis=1) > experience.scores_PG.min(axis=1)
+  rewards_PG = experience.rewards_PG
+  mixed = rewards_PG.max(axis=1) > rewards_PG.min(axis=1)
   metrics = {
       'critic/score/mean': float(experience.accuracy_PG.mean()),
-      **_spread('critic/rewards', experience.scores_PG),
+      **_spread('critic/rewards', rewards_PG),
       **_spread('critic/advantages', experience.advantages_PG),
       'critic/advantages/std': float(experience.advantages_PG.std()),
       'critic/mixed_group_frac': float(mixed.mean()),
@@ -203,6 +218,10 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
       **_spread('prompt_length', prompt_lengths),
   }
   metrics |= _episode_metrics(completions)
+  penalty_PG = rewards_PG - experience.scores_PG
+  if penalty_PG.any():
+    metrics['critic/overlong_penalty/mean'] = float(penalty_PG.mean())
+    metrics['critic/overlong_penalty/frac'] = float((penalty_PG < 0).mean())
   for error, count in experience.errors.items():
     metrics[f'reward/{error}'] = count
   return metrics

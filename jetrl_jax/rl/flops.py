@@ -147,6 +147,7 @@ def mfu_metrics(
     completions: Sequence[Completion],
     timer: Timer,
     *,
+    trained: Sequence[Completion],
     ppo_epochs: int,
 ) -> dict[str, float]:
   """Returns perf/mfu/rollout and perf/mfu/actor of a step.
@@ -160,9 +161,10 @@ def mfu_metrics(
   Args:
     policy: shape, recipe of training and devices.
     rollout_recipe: that of the rollout.
-    prompts: the step's.
-    completions: the step's.
+    prompts: that were sampled.
+    completions: all their answers.
     timer: holds the seconds of 'gen' and 'update_actor'.
+    trained: the answers that were learnt from.
     ppo_epochs: passes of the update over the completions.
 
   Returns:
@@ -177,7 +179,8 @@ def mfu_metrics(
   rollout = rollout_flops(
       policy.model, [len(p.tokens) for p in prompts], lengths
   )
-  update = ppo_epochs * update_flops(policy.model, lengths)
+  seen = [(len(c.prompt_tokens), len(c.tokens)) for c in trained]
+  update = ppo_epochs * update_flops(policy.model, seen)
   rollout_s = _ideal_seconds([(rollout, precisions(rollout_recipe)[0])])
   update_s = _ideal_seconds([(update / 3, forward), (update * 2 / 3, backward)])
   devices = policy.axes.size

@@ -17,6 +17,55 @@ def _at_least(record, minimum: int, *names: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class FilterGroups:
+  """Dynamic sampling, see `dynamic_sampling`.
+
+  Attributes:
+    enable: draw prompts until the batch is full of groups with mixed outcomes.
+    max_num_gen_batches: generation batches of one step after which the run
+      ends; 0 goes on until every prompt was met.
+  """
+
+  enable: bool = False
+  max_num_gen_batches: int = 10
+
+  def __post_init__(self):
+    _at_least(self, 0, 'max_num_gen_batches')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OverlongBuffer:
+  """Overlong shaping, see `shaping`.
+
+  Attributes:
+    enable: whether long answers are punished.
+    len: Lc, tokens before the limit over which the penalty grows.
+    penalty_factor: the largest penalty.
+    max_response_length: Lmax, the rollout's limit in tokens.
+  """
+
+  enable: bool = False
+  len: int = 4096
+  penalty_factor: float = 1.0
+  max_response_length: int = 0
+
+  def __post_init__(self):
+    if not self.enable:
+      return
+    if not 1 <= self.len <= self.max_response_length:
+      raise ValueError(
+          f'overlong_buffer.len is {self.len}; the penalty grows over the last'
+          f' tokens before max_response_length={self.max_response_length}, so'
+          ' it must be in [1, max_response_length] (DAPO: 4096 of 20480)'
+      )
+    if not self.penalty_factor > 0:
+      raise ValueError(
+          f'overlong_buffer.penalty_factor is {self.penalty_factor}; it must be'
+          ' > 0 (DAPO: 1), or set overlong_buffer.enable=False'
+      )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
   """From scores to the objective's weights.
 
@@ -32,6 +81,8 @@ class AlgorithmConfig:
     ppo_epochs: passes over each rollout.
     old_logprobs: 'rollout' (they are the training forward's own bits in
       a unified flow) or 'recompute'.
+    filter_groups: dynamic sampling.
+    overlong_buffer: overlong shaping.
   """
 
   adv_estimator: str = 'grpo'
@@ -41,6 +92,8 @@ class AlgorithmConfig:
   mask_truncated_completions: bool = False
   ppo_epochs: int = 1
   old_logprobs: str = 'rollout'
+  filter_groups: FilterGroups = FilterGroups()
+  overlong_buffer: OverlongBuffer = OverlongBuffer()
 
   def __post_init__(self):
     _at_least(self, 1, 'ppo_epochs')

@@ -66,6 +66,7 @@ def step_metrics(
     fp8_state: PyTree,
     *,
     loss: LossConfig,
+    generated: list[Completion],
     timer: Timer,
     num_devices: int,
 ) -> dict[str, Any]:
@@ -78,6 +79,7 @@ def step_metrics(
     infos: one per optimiser step.
     fp8_state: the slots behind the step, on the host.
     loss: the objective; its correction caps the importance weights.
+    generated: all answers that were sampled, those that were dropped included.
     timer: whose last `take` was the step's start.
     num_devices: devices that worked.
   """
@@ -88,7 +90,9 @@ def step_metrics(
   metrics |= health.headline(summary)
   if summary:
     metrics['fp8_health'] = summary
-  metrics |= throughput(exp.completions, exp.prompts, timer, num_devices)
+  metrics |= throughput(
+      exp.completions, exp.prompts, generated, timer, num_devices
+  )
   return metrics
 
 
@@ -157,22 +161,24 @@ def _flatten(tree, path: str = '') -> dict[str, float]:
 def throughput(
     completions: list[Completion],
     prompts: list[Prompt],
+    generated: list[Completion],
     timer: Timer,
     num_devices: int,
 ) -> dict[str, float]:
   """Returns perf/: tokens per second and device, and peak memory.
 
   perf/throughput is (prompt and response tokens of the step) / (seconds of the
-  step x devices); perf/rollout_throughput counts response tokens over the
-  seconds of 'gen'.
+  step x devices), of what was learnt from; perf/rollout_throughput counts all
+  generated response tokens over the seconds of 'gen'.
   """
   responses = sum(len(c.tokens) for c in completions)
+  sampled = sum(len(c.tokens) for c in generated)
   group = len(completions) // len(prompts)
   total = responses + group * sum(len(p.tokens) for p in prompts)
   metrics = {
       'perf/total_num_tokens': total,
       'perf/throughput': total / (timer.elapsed() * num_devices),
-      'perf/rollout_throughput': responses / timer.seconds('gen') / num_devices,
+      'perf/rollout_throughput': sampled / timer.seconds('gen') / num_devices,
   }
   stats = jax.local_devices()[0].memory_stats()
   if stats and 'peak_bytes_in_use' in stats:

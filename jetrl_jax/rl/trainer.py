@@ -23,6 +23,7 @@ from jetrl_jax.data import Prompt, PromptSampler
 from jetrl_jax.metrics import MetricWriter
 from jetrl_jax.models import invariant_scaling, norm
 from jetrl_jax.rl import (
+    dynamic_sampling,
     evaluation,
     experience,
     flops,
@@ -36,6 +37,7 @@ from jetrl_jax.rl import (
 )
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.console import Console
+from jetrl_jax.rl.dynamic_sampling import Filled, NotEnoughGroupsError
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.experience import Experience
 from jetrl_jax.rl.interrupt import Interrupt, StopRequested
@@ -102,6 +104,8 @@ class Trainer:
     Raises:
       StopRequested: SIGTERM came; a checkpoint was saved.
       RuntimeError: max_skipped_updates non-finite updates in a row.
+      NotEnoughGroupsError: dynamic sampling did not fill a batch; a checkpoint
+        was saved.
     """
     run = self.parts.run
     with (
@@ -123,7 +127,7 @@ class Trainer:
         if not run.synthetic:  # Made-up rewards leave nothing worth keeping.
           self._save(step, state)
           self._export(state)
-      except StopRequested:
+      except (StopRequested, NotEnoughGroupsError):
         # Raised only where the state still is that of the step's start.
         self.sampler.restore(position)
         self._save(step, state)
@@ -135,14 +139,12 @@ class Trainer:
   ) -> tuple[TrainState, dict]:
     """One rollout and its updates; the paper's algorithm box."""
     params = PolicyParams(state.weights, state.fp8_state)
-    prompts = self._next_prompts()
-    with self.timer('gen'):
-      completions = self._rollout(step, prompts, params, state)
-    exp = self._score(step, prompts, completions)
+    sampled = self._sample(step, params, state)
+    exp = sampled.experience
     self.interrupt.check()  # From here on the state is being changed.
     state, infos, scored = self.learn(state, exp)
     self._count_skipped(infos)
-    metrics = self._metrics(exp, scored, infos, state)
+    metrics = self._metrics(sampled, scored, infos, state)
     if self.parts.run.save_rollouts:
       self._save_rollouts(step, exp)
     return state, metrics
@@ -203,9 +205,25 @@ class Trainer:
 
   # --- the parts of a step ------------------------------------------------
 
-  def _next_prompts(self) -> list[Prompt]:
-    indices = self.sampler.next_batch(self.parts.run.train_batch_size)
-    return [self.parts.train_set[i] for i in indices]
+  def _sample(
+      self, step: int, params: PolicyParams, state: TrainState
+  ) -> Filled:
+    """Samples and scores the step's prompts, once or until they teach."""
+    parts, size = self.parts, self.parts.run.train_batch_size
+    met: set[int] = set()
+
+    def generate() -> Experience | None:
+      left = len(parts.train_set) - len(met)
+      if not left:
+        return None
+      indices = self.sampler.next_batch(min(size, left), exclude=met)
+      met.update(indices)
+      prompts = [parts.train_set[i] for i in indices]
+      with self.timer('gen'):
+        completions = self._rollout(step, prompts, params, state)
+      return self._score(step, prompts, completions)
+
+    return dynamic_sampling.fill(generate, groups=size, config=parts.algorithm)
 
   def _rollout(self, step, prompts, params, state):
     run = self.parts.run
@@ -329,24 +347,27 @@ class Trainer:
             ' lower lr, or set precision.recipe=bf16 to rule out FP8.'
         )
 
-  def _metrics(self, exp, scored, infos, state) -> dict:
+  def _metrics(self, sampled: Filled, scored, infos, state) -> dict:
     """Joins all metrics of a step."""
-    policy = self.parts.policy
+    policy, exp = self.parts.policy, sampled.experience
     metrics = step_metrics.step_metrics(
         exp,
         scored,
         infos,
         jax.device_get(state.fp8_state),
         loss=self.parts.loss,
+        generated=sampled.completions,
         timer=self.timer,
         num_devices=policy.axes.size,
     )
+    metrics |= sampled.metrics
     metrics |= flops.mfu_metrics(
         policy,
         self.engine.policy.recipe,
-        exp.prompts,
-        exp.completions,
+        sampled.prompts,
+        sampled.completions,
         self.timer,
+        trained=exp.completions,
         ppo_epochs=self.parts.algorithm.ppo_epochs,
     )
     metrics['perf/packing_efficiency'] = self.packing_efficiency

@@ -156,3 +156,32 @@ def test_a_broken_position_is_refused():
 def test_a_batch_larger_than_the_data_is_refused():
   with pytest.raises(ValueError, match='a batch of 11 different prompts'):
     _sampler(10).next_batch(11)
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_an_excluded_index_waits_and_every_epoch_still_holds_each_once(seed):
+  sampler = _sampler(7, seed=seed)
+  drawn = []
+  for step in range(21):
+    # As in a step that draws two or three times and meets no prompt twice.
+    met = set()
+    for size in (3, 2, 2)[: 2 + step % 2]:
+      batch = sampler.next_batch(size, exclude=met)
+      assert len(set(batch)) == size and not met & set(batch)
+      met.update(batch)
+      drawn += batch
+      # The position can be saved in between.
+      other = _sampler(7, seed=seed)
+      other.restore(json.loads(json.dumps(sampler.state())))
+      sampler = other
+  # 11 * 5 + 10 * 7 draws; of what is left of the last epoch nothing is lost.
+  counts = [drawn.count(i) for i in range(7)]
+  waiting = sampler.state()['waiting']
+  assert max(counts) - min(counts) <= 1 + len(waiting)
+  rest = 7 - sampler.state()['position']
+  assert len(drawn) + len(waiting) + rest == 7 * (sampler.state()['epoch'] + 1)
+
+
+def test_more_prompts_than_are_left_are_refused():
+  with pytest.raises(ValueError, match='3 different prompts cannot be .* 2;'):
+    _sampler(5).next_batch(3, exclude={0, 1, 2})

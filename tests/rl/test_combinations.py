@@ -6,19 +6,40 @@ from absl import logging
 from jetrl_jax.rl import combinations
 from jetrl_jax.rl.engine import EngineConfig
 from jetrl_jax.rl.objective import LossConfig
-from jetrl_jax.rl.settings import AlgorithmConfig
+from jetrl_jax.rl.settings import AlgorithmConfig, FilterGroups, RunConfig
 
 ENGINE = EngineConfig(
     num_slots=16, max_prompt_length=4, max_response_length=8, stop_ids=(1,)
 )
+RUN = RunConfig(
+    seed=0,
+    total_training_steps=1,
+    train_batch_size=4,
+    mini_batch_size=4,
+    micro_batch_size=4,
+    num_generations=4,
+    temperature=1.0,
+    test_freq=0,
+    val_num_generations=1,
+    val_temperature=0.0,
+    save_freq=0,
+    keep_latest=1,
+    keep_best=0,
+    save_rollouts=False,
+    max_skipped_updates=1,
+    calibration_prompts=1,
+    calibration_tokens=1,
+    synthetic=False,
+)
 MU = AlgorithmConfig(old_logprobs='recompute')
 
 
-def _check(loss=None, algorithm=MU, **engine):
+def _check(loss=None, algorithm=MU, run=RUN, **engine):
   combinations.check(
       LossConfig(**(loss or {})),
       algorithm,
       dataclasses.replace(ENGINE, **engine),
+      run,
   )
 
 
@@ -48,6 +69,15 @@ def test_only_grpo_has_a_division_to_leave_out(name):
   with pytest.raises(ValueError, match='only grpo has a division to leave out'):
     _check(algorithm=algorithm)
   _check(algorithm=dataclasses.replace(algorithm, adv_estimator='dr_grpo'))
+
+
+def test_made_up_rewards_cannot_be_filtered_by():
+  algorithm = dataclasses.replace(MU, filter_groups=FilterGroups(enable=True))
+  run = dataclasses.replace(RUN, synthetic=True)
+  with pytest.raises(ValueError, match='seeded scores judge nothing'):
+    _check(algorithm=algorithm, run=run)
+  _check(algorithm=algorithm)
+  _check(run=run)
 
 
 _SEQUENCES = dataclasses.replace(MU, loss_agg_mode='seq-mean-token-mean')
@@ -98,5 +128,5 @@ def test_a_setting_that_nobody_reads_is_named_in_a_warning(
     ],
 )
 def test_what_the_literature_combines_passes_without_a_word(loss, algorithm):
-  combinations.check(LossConfig(**loss), algorithm, ENGINE)
+  combinations.check(LossConfig(**loss), algorithm, ENGINE, RUN)
   assert not combinations.unread(LossConfig(**loss), algorithm)

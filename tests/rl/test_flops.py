@@ -102,9 +102,10 @@ def _metrics(recipe=tiny_run.FP8, rollout=tiny_run.FP8, ppo_epochs=1):
   found = flops.mfu_metrics(
       tiny_run.policy(recipe),
       rollout,
-      [prompt],
-      [completion],
+      [prompt] * 2,
+      [completion] * 2,
       timer,
+      trained=[completion],
       ppo_epochs=ppo_epochs,
   )
   return found, timer, (len(prompt.tokens), 4)
@@ -126,7 +127,7 @@ def test_each_direction_has_the_peak_of_its_precision(known):
   # A bf16 rollout; an update whose forward is INT8 and backward bfloat16.
   int8 = Recipe(name='int8')
   found, timer, lengths = _metrics(int8, tiny_run.BF16)
-  rollout = flops.rollout_flops(_model(), lengths[:1], [lengths])
+  rollout = 2 * flops.rollout_flops(_model(), lengths[:1], [lengths])
   forward = flops.update_flops(_model(), [lengths]) / 3
   assert found['perf/mfu/rollout'] == pytest.approx(
       rollout / timer.seconds('gen') / 1e6
@@ -143,7 +144,8 @@ def test_a_phase_in_a_precision_without_a_peak_is_left_out(known):
 
 def test_mfu_is_flops_over_seconds_and_peak(known):
   found, timer, lengths = _metrics(ppo_epochs=3)
-  rollout = flops.rollout_flops(_model(), lengths[:1], [lengths])
+  # Two answers were sampled, one was learnt from.
+  rollout = 2 * flops.rollout_flops(_model(), lengths[:1], [lengths])
   assert found == {
       'perf/mfu/rollout': pytest.approx(rollout / timer.seconds('gen') / 2e6),
       'perf/mfu/actor': pytest.approx(

@@ -31,6 +31,7 @@ def _experience() -> Experience:
       prompts=[],
       completions=completions,
       scores_PG=np.asarray([[1.0, 0.0]]),
+      rewards_PG=np.asarray([[1.0, 0.0]]),
       accuracy_PG=np.asarray([[1.0, 0.0]]),
       errors={},
       advantages_PG=np.asarray([[1.0, -1.0]]),
