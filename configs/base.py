@@ -13,6 +13,9 @@ def get_config() -> ml_collections.ConfigDict:
   """Returns the defaults, locked against unknown names."""
   config = ml_collections.ConfigDict()
   config.seed = 0
+  # Folder for compiled programs: a second start with the same config compiles
+  # nothing and has the same bits. Several runs may share one. '' is off.
+  config.compile_cache_dir = ''
 
   config.model = ml_collections.ConfigDict()
   # A Hugging Face checkpoint: a folder, or a repo id when online.

@@ -5,7 +5,11 @@ boundary only (a jit with compiler options raises inside another jit or grad).
 Notebooks use it too, so they get the trainer's numbers, whatever XLA_FLAGS say.
 """
 
+import os
+import pathlib
+
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 # Why each: see docs/numerics.md.
 _EVERYWHERE = {
@@ -60,3 +64,37 @@ def exact_jit(
       **({} if out_shardings is None else {'out_shardings': out_shardings}),
       compiler_options=compiler_options(),
   )
+
+
+def keep_compiled(folder: str | os.PathLike) -> None:
+  """Keeps executables in a folder, for later processes to take from there.
+
+  An executable is found again by its program, its compiler options, the
+  library versions and the device, so what is taken is what would have been
+  compiled, to the bit. The folder holds machine code: share it only with
+  people whose programs you would run.
+
+  Args:
+    folder: made if absent; '' leaves everything as it is.
+
+  Raises:
+    ValueError: the folder cannot be made.
+  """
+  if not str(folder):
+    return
+  path = pathlib.Path(folder).expanduser().resolve()
+  try:
+    path.mkdir(parents=True, exist_ok=True)
+  except OSError as error:
+    raise ValueError(
+        f'compile_cache_dir: {path} cannot be made ({error.strerror}); name'
+        " another folder, or '' for none"
+    ) from error
+  jax.config.update('jax_compilation_cache_dir', str(path))
+  # Small programs too: there are hundreds, and together they take seconds.
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
+  jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+  # XLA's own caches hold timings, which may choose other kernels.
+  jax.config.update('jax_persistent_cache_enable_xla_caches', 'none')
+  # JAX looks at the settings once, at its first compilation.
+  compilation_cache.reset_cache()

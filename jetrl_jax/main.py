@@ -7,7 +7,14 @@ import sys
 import jax
 from absl import app, flags, logging
 
-from jetrl_jax import checkpoint, config_flag, dry_run, provenance, report
+from jetrl_jax import (
+    checkpoint,
+    compilation,
+    config_flag,
+    dry_run,
+    provenance,
+    report,
+)
 from jetrl_jax import config as configs
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.interrupt import StopRequested
@@ -40,7 +47,9 @@ def main(argv: list[str]) -> None:
   show_own_sentences()
   workdir = pathlib.Path(_WORKDIR.value or f'runs/{config_flag.file().stem}')
   try:
-    parts = configs.build(config_flag.load(_CONFIG))
+    config: configs.Config = config_flag.load(_CONFIG)
+    compilation.keep_compiled(config.compile_cache_dir)
+    parts = configs.build(config)
     if _DRY_RUN.value:
       problems = dry_run.dry_run(parts, workdir, _DRY_RUN_DEVICE.value)
       sys.exit(dry_run.report(problems))

@@ -16,7 +16,7 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from jetrl_jax import checkpoint, fp8, models, sharding
+from jetrl_jax import checkpoint, compilation, fp8, models, sharding
 from jetrl_jax import config as configs
 from jetrl_jax.data import ChatFormat, PlainFormat, PromptFormat, Tokenizer
 from jetrl_jax.fp8 import slots
@@ -171,6 +171,7 @@ def _of_run(
       # The policy is the same on any number of devices.
       config.mesh.data = config.mesh.fsdp = 1
   try:
+    compilation.keep_compiled(config.compile_cache_dir)
     policy, mesh, folder = configs.build_policy(config)
     policy = run_precision.resolve(
         workdir, policy, config.precision.invariant_scale

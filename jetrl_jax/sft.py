@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 
+from jetrl_jax import compilation, config_flag, models
 from jetrl_jax import config as configs
-from jetrl_jax import config_flag, models
 from jetrl_jax.data import Prompt, PromptSampler, Tokenizer
 from jetrl_jax.metrics import MetricWriter
 from jetrl_jax.models import invariant_scaling
@@ -54,6 +54,7 @@ def train(config, workdir: pathlib.Path) -> None:
   """
   if not config.sft.output:
     raise ValueError('sft.output is empty; name the folder to export to')
+  compilation.keep_compiled(config.compile_cache_dir)
   policy, mesh, folder = configs.build_policy(config)
   tokenizer = configs.build_tokenizer(config, folder)
   data = configs.build_dataset(config, config.data.train_files, tokenizer)

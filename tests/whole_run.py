@@ -56,6 +56,8 @@ def cached_compilation():
       'jax_compilation_cache_dir': str(home() / 'cache'),
       'jax_persistent_cache_min_compile_time_secs': 0,
       'jax_persistent_cache_min_entry_size_bytes': -1,
+      # As `compilation.keep_compiled`: it is part of an entry's name.
+      'jax_persistent_cache_enable_xla_caches': 'none',
   }
   before = {name: getattr(jax.config, name) for name in settings}
   for name, value in settings.items():
@@ -116,6 +118,7 @@ def start(
       'JAX_COMPILATION_CACHE_DIR': str(home() / 'cache'),
       'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
       'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+      'JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES': 'none',
   }
   return subprocess.Popen(
       [sys.executable, '-m', module, *map(str, arguments)],

@@ -1,0 +1,71 @@
+"""The compile cache: a second start compiles nothing and has the same bits."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import pytest
+
+from jetrl_jax import compilation
+from tests import whole_run
+
+# Runs the command and tells how often JAX compiled, and how.
+_COUNTED = """
+import collections, json, runpy, sys
+import jax
+counts = collections.Counter()
+def count(event, *_, **__):
+  counts[event] += 1
+jax.monitoring.register_event_listener(count)
+jax.monitoring.register_event_duration_secs_listener(count)
+try:
+  runpy.run_module('jetrl_jax.main', run_name='__main__', alter_sys=True)
+finally:
+  print('\\n' + json.dumps(counts))
+"""
+_CACHE = '/jax/compilation_cache/'
+
+
+def _run(*arguments: str) -> dict[str, int]:
+  environment = os.environ | {'PYTHONPATH': str(whole_run.ROOT)}
+  done = subprocess.run(
+      [sys.executable, '-c', _COUNTED, *arguments],
+      cwd=whole_run.home(),
+      env=environment,
+      capture_output=True,
+      text=True,
+      check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_second_start_compiles_nothing_and_has_the_same_bits(tmp_path):
+  # The first one compiled in this process, and left what it compiled.
+  first, workdir = whole_run.finished(), tmp_path / 'second'
+  counts = _run(
+      f'--config={whole_run.ROOT}/tests/tiny_config.py',
+      f'--config.compile_cache_dir={whole_run.home()}/cache',
+      f'--workdir={workdir}',
+  )
+  # Every program of the process was asked for in the cache and found there.
+  programs = counts['/jax/core/compile/backend_compile_duration']
+  assert programs > 30
+  assert counts[_CACHE + 'compile_requests_use_cache'] == programs
+  assert counts[_CACHE + 'cache_hits'] == programs
+  assert _CACHE + 'cache_misses' not in counts
+  assert whole_run.outcome(workdir) == whole_run.outcome(first)
+
+
+def test_no_folder_changes_nothing():
+  before = jax.config.jax_compilation_cache_dir
+  compilation.keep_compiled('')
+  assert jax.config.jax_compilation_cache_dir == before
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+  (tmp_path / 'file').write_text('')
+  with pytest.raises(ValueError, match=r"compile_cache_dir: .* or '' for none"):
+    compilation.keep_compiled(tmp_path / 'file' / 'cache')
