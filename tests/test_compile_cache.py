@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -42,21 +43,27 @@ def _run(*arguments: str) -> dict[str, int]:
   return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_second_start_compiles_nothing_and_has_the_same_bits(tmp_path):
-  # The first one compiled in this process, and left what it compiled.
-  first, workdir = whole_run.finished(), tmp_path / 'second'
-  counts = _run(
+def _start(workdir: pathlib.Path) -> dict[str, int]:
+  return _run(
       f'--config={whole_run.ROOT}/tests/tiny_config.py',
       f'--config.compile_cache_dir={whole_run.home()}/cache',
       f'--workdir={workdir}',
   )
+
+
+def test_a_second_start_compiles_nothing_and_has_the_same_bits(tmp_path):
+  # Compiled in this process, with nothing to be had from the cache.
+  compiled = whole_run.finished()
+  # Adds what this process had compiled before it had a cache.
+  _start(tmp_path / 'first')
+  counts = _start(tmp_path / 'second')
   # Every program of the process was asked for in the cache and found there.
   programs = counts['/jax/core/compile/backend_compile_duration']
   assert programs > 30
   assert counts[_CACHE + 'compile_requests_use_cache'] == programs
   assert counts[_CACHE + 'cache_hits'] == programs
   assert _CACHE + 'cache_misses' not in counts
-  assert whole_run.outcome(workdir) == whole_run.outcome(first)
+  assert whole_run.outcome(tmp_path / 'second') == whole_run.outcome(compiled)
 
 
 def test_no_folder_changes_nothing():
