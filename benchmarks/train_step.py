@@ -30,6 +30,7 @@ _SEGMENT = flags.DEFINE_integer('segment', 2048, 'Tokens per segment.')
 _VARIANTS = flags.DEFINE_list(
     'variants', ['fp8_delayed', 'bf16'], 'Recipes, see precision.recipe.'
 )
+_APPLY = flags.DEFINE_bool('apply', True, 'Time the optimiser too.')
 _PROFILE = flags.DEFINE_bool('profile', False, 'Print kernels, time nothing.')
 _COLUMNS = (
     ('variant', 'variant', ''),
@@ -109,21 +110,24 @@ def measure(variant, workload, policy, mesh, make) -> dict:
     print(f'== {variant} {workload}')
     print(f'accumulate {common.median_seconds(accumulate, 2) * 1e3:.1f} ms')
     print(common.show_kernels(common.kernel_times(accumulate)))
+    if not _APPLY.value:
+      return {}
     print(f'apply {common.median_seconds(apply, 2) * 1e3:.1f} ms')
     print(common.show_kernels(common.kernel_times(apply), 15), flush=True)
     return {}
   spent = common.median_seconds(accumulate)
-  applied = common.median_seconds(apply, 3)
+  applied = common.median_seconds(apply, 3) if _APPLY.value else None
   flops = model_flops(policy.model, rows, length, _SEGMENT.value)
-  return {
+  row = {
       'variant': variant,
       'workload': workload,
       'accumulate_ms': spent * 1e3,
-      'apply_ms': applied * 1e3,
-      'update_ms': (spent + applied) * 1e3,
       'tflops': flops / spent / 1e12,
       'peak_gib': common.peak_gib() or 0.0,
   }
+  if applied is not None:
+    row |= {'apply_ms': applied * 1e3, 'update_ms': (spent + applied) * 1e3}
+  return row
 
 
 def main(argv: list[str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from jax import lax
 
 from jetrl_jax.fp8 import QTensor, Recipe, dot
 from jetrl_jax.fp8.slots import COLLECTION
@@ -57,8 +58,40 @@ def _lookup_fwd(master_VD, compute_VD, tokens_M):
 
 def _lookup_bwd(residuals, ct_MD):
   tokens_M, like = residuals
+  ct_MD = ct_MD.astype(like.dtype)
   zeros = jnp.zeros((like.shape[1], ct_MD.shape[1]), like.dtype)
-  return zeros.at[tokens_M].add(ct_MD.astype(like.dtype)), None, None
+  if not norm.on_gpu():
+    return zeros.at[tokens_M].add(ct_MD), None, None
+  tokens_M, sums_MD = sum_equal(tokens_M, ct_MD)
+  dropping = {'mode': 'drop', 'unique_indices': True}
+  return zeros.at[tokens_M].set(sums_MD, **dropping), None, None
+
+
+def sum_equal(tokens_M: Array, rows_MD: Array) -> tuple[Array, Array]:
+  """Adds the rows of equal tokens, always in the same order.
+
+  A scatter-add that repeats to the bit is a sort of all M D numbers on a GPU
+  (92 ms for 32768 x 3584 on an H200); this sorts M tokens and adds in a tree.
+
+  Returns:
+    (each token once, elsewhere a number beyond all tokens, each another; the
+    sums, which belong to the tokens and elsewhere mean nothing)
+  """
+  order_M = jnp.argsort(tokens_M, stable=True)
+  tokens_M, rows_MD = tokens_M[order_M], rows_MD[order_M]
+  differs = tokens_M[1:] != tokens_M[:-1]
+  first_M = jnp.concatenate([jnp.ones((1,), bool), differs])
+  last_M = jnp.concatenate([differs, jnp.ones((1,), bool)])
+
+  def join(left, right):
+    (first_a, a), (first_b, b) = left, right
+    return first_a | first_b, jnp.where(first_b, b, a + b)
+
+  _, sums_MD = lax.associative_scan(join, (first_M[:, None], rows_MD))
+  beyond = jnp.iinfo(jnp.int32).max - jnp.arange(
+      tokens_M.shape[0], dtype=jnp.int32
+  )
+  return jnp.where(last_M, tokens_M, beyond), sums_MD
 
 
 _lookup.defvjp(_lookup_fwd, _lookup_bwd)

@@ -7,6 +7,7 @@ import pytest
 
 from jetrl_jax.compilation import exact_jit
 from jetrl_jax.fp8 import Recipe, prepare_weights, slots
+from jetrl_jax.models import decoder
 from jetrl_jax.models.attention import PackedAttention
 from tests.models import build, tiny
 
@@ -230,3 +231,18 @@ def test_the_modules_make_masters_and_no_slots(family):
       for dot in ('attn/o', 'attn/qkv', 'mlp/down', 'mlp/gate_up')
   ]
   assert len(kernels) == 2 * 4 + (1 if family == 'qwen2' else 2)
+
+
+def test_rows_of_equal_tokens_add_up_once_each():
+  rng = np.random.default_rng(0)
+  tokens = rng.integers(0, 7, 40).astype(np.int32)
+  rows = rng.normal(size=(40, 3)).astype(np.float32)
+  found, sums = decoder.sum_equal(jnp.asarray(tokens), jnp.asarray(rows))
+  found, sums = np.asarray(found), np.asarray(sums)
+  # Beyond the vocabulary each index occurs once: a scatter drops it.
+  assert len(set(found.tolist())) == 40
+  kept = found < 7
+  assert sorted(found[kept].tolist()) == sorted(set(tokens.tolist()))
+  for token, row in zip(found[kept], sums[kept], strict=True):
+    expected = rows[tokens == token].sum(0)
+    np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-6)
