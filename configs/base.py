@@ -16,6 +16,10 @@ def get_config() -> ml_collections.ConfigDict:
   # Folder for compiled programs: a second start with the same config compiles
   # nothing and has the same bits. Several runs may share one. '' is off.
   config.compile_cache_dir = ''
+  # A published flow by name, which sets the precision of both sides and the
+  # correction: 'jetrl', 'bf16', 'fp8_rollout', 'flashrl' or 'qurl'
+  # (docs/flows.md); '' leaves them to the settings below.
+  config.flow = ''
 
   config.model = ml_collections.ConfigDict()
   # A Hugging Face checkpoint: a folder, or a repo id when online.
@@ -42,6 +46,9 @@ def get_config() -> ml_collections.ConfigDict:
   # tensor, per row and channel, per 128 x 128 block, per row and channel;
   # 'bf16': the same code with another dot.
   config.precision.recipe = 'fp8_delayed'
+  # Recipe of a rollout that is not training's (a mixed flow, docs/flows.md);
+  # '' is the same: one unified flow.
+  config.precision.rollout_recipe = ''
   config.precision.compute_dtype = 'bfloat16'
   # Output gradients in the backward dots: 'e4m3' or 'e5m2'.
   config.precision.grad_format = 'e4m3'

@@ -21,7 +21,7 @@ import ml_collections
 from flax import traverse_util
 from jax.sharding import NamedSharding
 
-from jetrl_jax import fp8, models, rng, sharding
+from jetrl_jax import config_flow, fp8, models, rng, sharding
 from jetrl_jax.data import (
     ChatFormat,
     PlainFormat,
@@ -168,6 +168,7 @@ def build_policy(
   precision = dict(config.precision)
   kv_cache_dtype = precision.pop('kv_cache_dtype')
   invariant_scaling.check(precision.pop('invariant_scale'))
+  del precision['rollout_recipe']  # See `rollout_policy`.
   recipe = fp8.Recipe(
       name=precision.pop('recipe'),
       high_precision_layers=tuple(precision.pop('high_precision_layers')),
@@ -183,6 +184,13 @@ def build_policy(
       kv_cache_dtype=kv_cache_dtype,
   )
   return policy, mesh, folder
+
+
+def rollout_policy(config: Config, policy: Policy) -> Policy:
+  """Returns the rollout's policy; `policy` itself in a unified flow."""
+  name = config.precision.rollout_recipe or policy.recipe.name
+  recipe = dataclasses.replace(policy.recipe, name=name)
+  return dataclasses.replace(policy, recipe=recipe)
 
 
 def parameters(config: Config, policy: Policy, mesh, folder):
@@ -395,6 +403,7 @@ def build(config: Config) -> Parts:
     ValueError: anything that cannot work, with the value found, what is
       allowed and the fix.
   """
+  config = config_flow.resolve(config)
   policy, mesh, folder = build_policy(config)
   tokenizer = build_tokenizer(config, folder)
   environment = environment_config(config.environment, tokenizer)
@@ -447,9 +456,12 @@ def build(config: Config) -> Parts:
         config, config.data.val_files, tokenizer, config.data.val_max_samples
     )
   make_params, shapes = parameters(config, policy, mesh, folder)
-  _check_patterns(policy, shapes, tuple(config.model.freeze))
+  sampling = rollout_policy(config, policy)
+  for one in (policy, sampling):
+    _check_patterns(one, shapes, tuple(config.model.freeze))
   return Parts(
       policy=policy,
+      rollout_policy=sampling,
       mesh=mesh,
       initial_params=make_params,
       param_shapes=shapes,

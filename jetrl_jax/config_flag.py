@@ -17,6 +17,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from jetrl_jax import config as configs
+from jetrl_jax import config_flow
 
 
 def define() -> flags.FlagHolder:
@@ -37,7 +38,7 @@ def load(holder: flags.FlagHolder) -> ml_collections.ConfigDict:
   from configs import base
 
   configs.check_names(holder.value, base.get_config())
-  return holder.value
+  return config_flow.resolve(holder.value)
 
 
 def file() -> pathlib.Path:

@@ -55,8 +55,11 @@ def main(argv: list[str]) -> None:
       sys.exit(dry_run.report(problems))
     trainer = Trainer(parts, workdir)
     devices = jax.devices()
+    recipe = parts.policy.recipe.name
+    if parts.is_mixed:
+      recipe += f' training, {parts.rollout_policy.recipe.name} rollout'
     print(
-        f'{parts.policy.recipe.name} on {len(devices)} x'
+        f'{recipe} on {len(devices)} x'
         f' {devices[0].device_kind}: {len(parts.train_set)} prompts'
         f' ({parts.train_set.num_filtered} over-long left out) -> {workdir}'
     )

@@ -22,7 +22,7 @@ from jetrl_jax.data import ChatFormat, PlainFormat, PromptFormat, Tokenizer
 from jetrl_jax.fp8 import slots
 from jetrl_jax.fp8.recipes import RECIPES
 from jetrl_jax.models import hf_layout, hf_quantization
-from jetrl_jax.rl import run_precision
+from jetrl_jax.rl import mixed_flow, run_precision
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.rl.train_step import merge
@@ -185,8 +185,15 @@ def _of_run(
   _, shapes = configs.parameters(config, policy, mesh, folder)
   # Its schedule is not part of its state: any number of steps will do.
   optimizer = configs.optimizer_config(config, 1).build()
+  rollout_policy = configs.rollout_policy(config, policy)
+  is_mixed = rollout_policy != policy
   like = states.abstract(
-      policy, shapes, optimizer, mesh, tuple(config.model.freeze)
+      policy,
+      shapes,
+      optimizer,
+      mesh,
+      tuple(config.model.freeze),
+      rollout_policy.recipe if is_mixed else None,
   )
   restored = checkpoint.restore(
       workdir / 'checkpoints', states.without_weights(like), step
@@ -197,6 +204,9 @@ def _of_run(
         ' (trainer.save_freq)'
     )
   found = dataclasses.replace(like, **restored.state | {'opt_state': {}})
+  if is_mixed and recipe != policy.recipe.name:
+    # What the run sampled with.
+    policy, found = rollout_policy, mixed_flow.as_rollout(found)
   trained = policy.recipe.name
   policy = _with_recipe(policy, recipe or trained)
   calibrated = policy.recipe.name in (trained, *_UNCALIBRATED)

@@ -26,7 +26,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jetrl_jax import checkpoint
 from jetrl_jax import config as configs
-from jetrl_jax.rl import rollout_store
+from jetrl_jax.rl import rollout_store, startup
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.trainer import Trainer
 from tests import tiny_config
@@ -174,13 +174,7 @@ def restored(
 ) -> checkpoint.Restored:
   """Reads a checkpoint of a run, by default the newest."""
   parts = configs.build(config(**(changes or {})))
-  like = states.abstract(
-      parts.policy,
-      parts.param_shapes,
-      parts.optimizer.build(),
-      parts.mesh,
-      parts.freeze,
-  )
+  like = startup.abstract(parts)
   found = checkpoint.restore(
       workdir / 'checkpoints', states.without_weights(like), step
   )

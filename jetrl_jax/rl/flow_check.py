@@ -1,5 +1,6 @@
 """Refuses to start a run whose rollout rounds elsewhere than its training.
 
+A flow that is declared mixed starts, and how its two graphs differ is logged.
 The graphs come from the functions that the run compiles: the engine's decode
 step, its prefill, and the objective as `accumulate` differentiates it. They are
 traced on shapes, so nothing is computed and no memory is taken.
@@ -10,9 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 
 from jetrl_jax.fp8 import flow
-from jetrl_jax.rl import decode_step, train_step
+from jetrl_jax.rl import decode_step, mixed_flow, train_step
 from jetrl_jax.rl.decode_step import DecodeState, EngineConfig
 from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.rl.types import TrainBatch, TrainState
@@ -48,6 +50,61 @@ def check_flow(
   train = train_graph(policy, loss_function, state)
   flow.require_subgraph(decode_graph(policy, config, state), train)
   flow.require_subgraph(prefill_graph(policy, state), train)
+
+
+def report_mixed_flow(
+    policy: Policy,
+    rollout_policy: Policy,
+    loss_function: Any,
+    config: EngineConfig,
+    state: TrainState,
+) -> None:
+  """Says how rollout and training differ in a flow that is meant to be mixed.
+
+  Args:
+    policy: training's functions.
+    rollout_policy: the rollout's functions.
+    loss_function: the objective.
+    config: the engine's sampler.
+    state: with a rollout's side; concrete or of shapes.
+
+  Raises:
+    ValueError: they do not differ: nothing is mixed.
+  """
+  differences = mixed_differences(
+      policy, rollout_policy, loss_function, config, state
+  )
+  names = f'{rollout_policy.recipe.name} rollout, {policy.recipe.name} training'
+  if not differences:
+    raise ValueError(
+        f'the flow is declared mixed ({names}), but the rollout computes what'
+        ' training computes: no dot is quantised on one side only. Look at'
+        ' precision.high_precision_layers, or leave precision.rollout_recipe'
+        ' empty'
+    )
+  # Casts and scales surround the dots: these say it all, layer by layer.
+  dots = [d for d in differences if d.node.kind == 'dot'] or differences
+  logging.info(
+      'Mixed flow (%s): a decode step has %d operations that the training'
+      ' forward has not, in the first layer\n%s',
+      names,
+      len(differences),
+      '\n'.join(f'  {difference}' for difference in dots[:4]),
+  )
+
+
+def mixed_differences(
+    policy: Policy,
+    rollout_policy: Policy,
+    loss_function: Any,
+    config: EngineConfig,
+    state: TrainState,
+) -> list[flow.Difference]:
+  """Returns what a decode step does and training does not, in its order."""
+  return flow.check_subgraph(
+      decode_graph(rollout_policy, config, mixed_flow.as_rollout(state)),
+      train_graph(policy, loss_function, state),
+  )
 
 
 def decode_graph(

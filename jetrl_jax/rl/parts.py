@@ -25,7 +25,9 @@ class Parts:
   """What a run is made of; `config.py` builds it.
 
   Attributes:
-    policy: decoder and recipe.
+    policy: decoder and training's recipe.
+    rollout_policy: the same decoder with the rollout's recipe; equal to
+      `policy` in a unified flow.
     mesh: devices.
     initial_params: makes the masters of a cold start, on their devices.
     param_shapes: their shapes and dtypes.
@@ -49,6 +51,7 @@ class Parts:
   """
 
   policy: Policy
+  rollout_policy: Policy
   mesh: Mesh
   initial_params: Callable[[], PyTree]
   param_shapes: PyTree
@@ -67,6 +70,40 @@ class Parts:
   config_text: str
   export_source: pathlib.Path | None
   wandb: WandbConfig | None
+
+  def __post_init__(self):
+    if self.is_mixed and self.algorithm.old_logprobs == 'rollout':
+      raise ValueError(
+          f'training runs {self.policy.recipe.name!r} and the rollout'
+          f' {self.rollout_policy.recipe.name!r}: in a mixed flow the'
+          " rollout's log-probs are those of another policy, and with"
+          " algorithm.old_logprobs='rollout' no correction could act. Set"
+          " algorithm.old_logprobs='recompute', or leave"
+          ' precision.rollout_recipe empty'
+      )
+
+    if self.is_mixed and self.policy.recipe.min_sqnr_db:
+      raise ValueError(
+          f'precision.min_sqnr_db is {self.policy.recipe.min_sqnr_db} in a'
+          ' mixed flow, whose two sides would choose different dots; set it to'
+          ' 0 and name dots in precision.high_precision_layers'
+      )
+
+  def with_policy(self, policy: Policy) -> 'Parts':
+    """Returns the parts with another policy on both sides of the flow."""
+    recipe = dataclasses.replace(
+        policy.recipe, name=self.rollout_policy.recipe.name
+    )
+    return dataclasses.replace(
+        self,
+        policy=policy,
+        rollout_policy=dataclasses.replace(policy, recipe=recipe),
+    )
+
+  @property
+  def is_mixed(self) -> bool:
+    """Whether the rollout's recipe is another one than training's."""
+    return self.rollout_policy.recipe != self.policy.recipe
 
   def pack(self, sequences: list[packing.Sequence]) -> packing.Packed:
     """Returns micro-batches of the run's one compiled shape.

@@ -6,6 +6,7 @@ whether rollout and training agree to the bit there.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -14,7 +15,7 @@ from absl import logging
 
 from jetrl_jax import checkpoint, rng
 from jetrl_jax.data import Prompt
-from jetrl_jax.rl import mismatch, packing
+from jetrl_jax.rl import mismatch, mixed_flow, packing
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.calibration import calibrate
 from jetrl_jax.rl.engine import Engine
@@ -44,6 +45,18 @@ class Resumed:
   host_state: dict[str, Any]
 
 
+def abstract(parts: Parts) -> TrainState:
+  """Returns the run's state as shapes, without weights."""
+  return states.abstract(
+      parts.policy,
+      parts.param_shapes,
+      parts.optimizer.build(),
+      parts.mesh,
+      parts.freeze,
+      parts.rollout_policy.recipe if parts.is_mixed else None,
+  )
+
+
 def resume(
     parts: Parts, checkpoints: checkpoint.CheckpointManager
 ) -> Resumed | None:
@@ -52,13 +65,7 @@ def resume(
   Raises:
     ValueError: see `checkpoint.restore`.
   """
-  like = states.abstract(
-      parts.policy,
-      parts.param_shapes,
-      parts.optimizer.build(),
-      parts.mesh,
-      parts.freeze,
-  )
+  like = abstract(parts)
   restored = checkpoints.restore(states.without_weights(like))
   if restored is None:
     return None
@@ -68,6 +75,10 @@ def resume(
       parts.mesh,
       record=False,
   )
+  if parts.is_mixed:
+    state = mixed_flow.with_weights(
+        parts.rollout_policy, state, parts.mesh, record=False
+    )
   return Resumed(
       state=state, step=restored.step, host_state=restored.host_state
   )
@@ -90,8 +101,12 @@ def cold_start(
       parts.mesh,
       parts.freeze,
   )
-  if not parts.policy.recipe.needs_calibration:
+  if parts.is_mixed:
+    state = mixed_flow.create(parts.rollout_policy, state, parts.mesh)
+  if not _calibrated(parts):
     return state
+  if parts.is_mixed:
+    return _calibrate_both(parts, engine, state, should_stop)
   return calibrate(
       engine,
       state,
@@ -102,6 +117,43 @@ def cold_start(
       max_tokens=parts.run.calibration_tokens,
       base_key=rng.key(parts.run.seed, rng.CALIBRATION),
       should_stop=should_stop,
+  )
+
+
+def _calibrated(parts: Parts) -> bool:
+  """Whether a recipe must look at real tokens before it can be used."""
+  recipes = (parts.policy.recipe, parts.rollout_policy.recipe)
+  return any(recipe.needs_calibration for recipe in recipes)
+
+
+def _calibrate_both(
+    parts: Parts, engine: Engine, state: TrainState, should_stop: StopCheck
+) -> TrainState:
+  """Fills the slots of both sides of a mixed flow from the same tokens."""
+  fills = []
+  if parts.policy.recipe.needs_calibration:
+    calibration = states.Calibration(parts.policy, parts.mesh, state)
+    fills.append(
+        functools.partial(calibration.fill, temperature=parts.run.temperature)
+    )
+  fills.append(
+      mixed_flow.Requantizer(parts.rollout_policy, parts.mesh, state).calibrate
+  )
+
+  def fill(state, tokens, first_target):
+    sequences = states.likelihood_sequences(tokens, first_target)
+    batches = parts.pack(sequences).batches
+    for one in fills:
+      state = one(state, batches)
+    return state
+
+  prompts = _calibration_prompts(parts)
+  state = fill(state, [p.tokens for p in prompts], [1] * len(prompts))
+  completions = short_rollout(parts, engine, state, should_stop)
+  return fill(
+      state,
+      [np.concatenate([c.prompt_tokens, c.tokens]) for c in completions],
+      [len(c.prompt_tokens) for c in completions],
   )
 
 
@@ -118,7 +170,7 @@ def short_rollout(
   shape = (len(prompts), run.num_generations)
   return rollout(
       engine,
-      PolicyParams(state.weights, state.fp8_state),
+      mixed_flow.rollout_params(state),
       prompts,
       num_generations=run.num_generations,
       temperature=run.temperature,

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import checkpoint, fp8, sharding
 from jetrl_jax.compilation import exact_jit
-from jetrl_jax.fp8 import slots
+from jetrl_jax.fp8 import Recipe, slots
 from jetrl_jax.rl import packing
 from jetrl_jax.rl.objective import supervised_loss
 from jetrl_jax.rl.optimizer import OptimizerConfig
@@ -153,9 +153,25 @@ def abstract(
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     frozen_patterns: tuple[str, ...] = (),
+    rollout_recipe: Recipe | None = None,
 ) -> TrainState:
-  """Returns the state's shapes, dtypes and shardings, without `weights`."""
+  """Returns the state's shapes, dtypes and shardings, without weights.
+
+  Args:
+    policy: its recipe decides what is quantised.
+    param_shapes: of the masters.
+    optimizer: makes the moments.
+    mesh: where the leaves lie.
+    frozen_patterns: see `partition`.
+    rollout_recipe: of a mixed flow's rollout; None in a unified flow.
+  """
   trainable, frozen = partition(param_shapes, frozen_patterns)
+
+  def rollout_slots():
+    if rollout_recipe is None:
+      return {}
+    return slots.init_state(param_shapes, rollout_recipe)
+
   state = TrainState(
       trainable=trainable,
       frozen=frozen,
@@ -165,6 +181,7 @@ def abstract(
       opt_state=jax.eval_shape(optimizer.init, trainable),
       weights={},
       opt_step=jax.eval_shape(lambda: jnp.zeros((), jnp.int32)),
+      rollout_fp8_state=jax.eval_shape(rollout_slots),
   )
   return jax.tree.map(
       lambda leaf, where: jax.ShapeDtypeStruct(
@@ -180,7 +197,7 @@ def without_weights(state: TrainState) -> dict[str, PyTree]:
   return {
       field.name: getattr(state, field.name)
       for field in dataclasses.fields(state)
-      if field.name != 'weights'
+      if field.name not in ('weights', 'rollout_weights')
   }
 
 

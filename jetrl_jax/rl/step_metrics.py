@@ -139,14 +139,44 @@ def update_metrics(infos: list[UpdateInfo]) -> dict:
       'training/updates': sum(applied),
       'training/skipped_updates': len(applied) - sum(applied),
   }
-  changed = _flatten(infos[-1].changed_bytes)
-  if changed:
-    metrics['fp8/changed_weight_bytes/mean'] = float(
-        np.mean(list(changed.values()))
-    )
-    metrics['fp8/changed_weight_bytes/min'] = min(changed.values())
-    metrics['fp8_changed_weight_bytes'] = changed
-  return metrics
+  return metrics | _changed_bytes(infos[-1].changed_bytes)
+
+
+def rollout_health(
+    fp8_state: PyTree, changed: PyTree, *, operands: tuple[str, ...]
+) -> dict[str, Any]:
+  """Returns what `fp8/` tells of training for the rollout of a mixed flow.
+
+  Args:
+    fp8_state: the rollout's slots, on the host.
+    changed: share of its weight bytes that the requantisation changed, nested
+      like the slots; empty if there was none.
+    operands: those that are measured.
+
+  Returns:
+    The names of `fp8/...` under `rollout_fp8/...`.
+  """
+  summary = health.summarize(fp8_state, slots.slot_paths(fp8_state))
+  measured = {
+      name: value
+      for name, value in health.headline(summary).items()
+      if name.split('/')[1] in operands
+  }
+  return {
+      f'rollout_{name}': value
+      for name, value in (measured | _changed_bytes(changed)).items()
+  }
+
+
+def _changed_bytes(shares: PyTree) -> dict[str, Any]:
+  changed = _flatten(shares)
+  if not changed:
+    return {}
+  return {
+      'fp8/changed_weight_bytes/mean': float(np.mean(list(changed.values()))),
+      'fp8/changed_weight_bytes/min': min(changed.values()),
+      'fp8_changed_weight_bytes': changed,
+  }
 
 
 def _flatten(tree, path: str = '') -> dict[str, float]:

@@ -135,8 +135,8 @@ def _global_norm(gradients: PyTree, is_split: PyTree, axes) -> Array:
   return jnp.sqrt(whole + split)
 
 
-def _changed_share(old: PyTree, new: PyTree, axes) -> PyTree:
-  """Share of FP8 weight bytes that differ, per quantised kernel."""
+def changed_share(old: PyTree, new: PyTree, axes) -> PyTree:
+  """Returns the share of 8-bit weight bytes that differ, by kernel."""
 
   def walk(a, b):
     if isinstance(a, QTensor):
@@ -191,12 +191,12 @@ def _apply(policy, optimizer, config, is_split, state, gradients):
       grad_norm=norm,
       lr=jnp.asarray(config.learning_rate(state.opt_step), jnp.float32),
       applied=ok,
-      changed_bytes=_changed_share(state.weights, weights, axes),
+      changed_bytes=changed_share(state.weights, weights, axes),
       metrics=metrics,
   )
-  next_state = TrainState(
+  next_state = dataclasses.replace(
+      state,
       trainable=trainable,
-      frozen=state.frozen,
       fp8_state=fp8_state,
       opt_state=jax.tree.map(keep, opt_state, state.opt_state),
       weights=weights,

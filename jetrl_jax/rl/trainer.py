@@ -28,6 +28,7 @@ from jetrl_jax.rl import (
     experience,
     flops,
     flow_check,
+    mixed_flow,
     packing,
     rollout_store,
     run_precision,
@@ -66,10 +67,10 @@ class Trainer:
     policy = run_precision.resolve(
         self.workdir, parts.policy, parts.invariant_scale
     )
-    self.parts = parts = dataclasses.replace(parts, policy=policy)
+    self.parts = parts = parts.with_policy(policy)
     run = parts.run
     self.loss = functools.partial(policy_loss, parts.loss)
-    self.engine = Engine(parts.policy, parts.engine, parts.mesh)
+    self.engine = Engine(parts.rollout_policy, parts.engine, parts.mesh)
     self.sampler = PromptSampler(
         num_prompts=len(parts.train_set),
         seed=run.seed,
@@ -91,6 +92,7 @@ class Trainer:
     # Why the run ends at this step, once it does.
     self.given_up = ''
     self.reference: PolicyParams | None = None
+    self.requantizer: mixed_flow.Requantizer | None = None
     self.last_accuracy: float | None = None
     self.saved_step: int | None = None
     # Metrics of a step that has no line yet.
@@ -138,8 +140,7 @@ class Trainer:
       self, step: int, state: TrainState
   ) -> tuple[TrainState, dict]:
     """One rollout and its updates; the paper's algorithm box."""
-    params = PolicyParams(state.weights, state.fp8_state)
-    sampled = self._sample(step, params, state)
+    sampled = self._sample(step, state)
     exp = sampled.experience
     self.interrupt.check()  # From here on the state is being changed.
     state, infos, scored = self.learn(state, exp)
@@ -201,13 +202,12 @@ class Trainer:
     with self.timer('update_weights'):
       rolled = self.train_step.roll_inputs(state.fp8_state)
       state = dataclasses.replace(state, fp8_state=rolled)
+      state = self._requantize_rollout(state, batches, infos)
     return state, infos, scored
 
   # --- the parts of a step ------------------------------------------------
 
-  def _sample(
-      self, step: int, params: PolicyParams, state: TrainState
-  ) -> Filled:
+  def _sample(self, step: int, state: TrainState) -> Filled:
     """Samples and scores the step's prompts, once or until they teach."""
     parts, size = self.parts, self.parts.run.train_batch_size
     met: set[int] = set()
@@ -220,12 +220,12 @@ class Trainer:
       met.update(indices)
       prompts = [parts.train_set[i] for i in indices]
       with self.timer('gen'):
-        completions = self._rollout(step, prompts, params, state)
+        completions = self._rollout(step, prompts, state)
       return self._score(step, prompts, completions)
 
     return dynamic_sampling.fill(generate, groups=size, config=parts.algorithm)
 
-  def _rollout(self, step, prompts, params, state):
+  def _rollout(self, step, prompts, state):
     run = self.parts.run
     limits = None
     if run.synthetic:
@@ -238,7 +238,7 @@ class Trainer:
       )
     return rollout(
         self.engine,
-        params,
+        mixed_flow.rollout_params(state),
         prompts,
         num_generations=run.num_generations,
         temperature=run.temperature,
@@ -336,6 +336,17 @@ class Trainer:
     self.packing_efficiency = float(np.mean(efficiency))
     return state, infos, first
 
+  def _requantize_rollout(self, state: TrainState, batches, infos):
+    """Lets the rollout of a mixed flow follow the masters, if they moved."""
+    self.rollout_changed = {}
+    if self.requantizer is None or not any(info.applied for info in infos):
+      return state
+    sequences = [sequence for batch in batches for sequence in batch]
+    state, self.rollout_changed = self.requantizer(
+        state, self.parts.pack(sequences).batches
+    )
+    return state
+
   def _count_skipped(self, infos: list[UpdateInfo]) -> None:
     for info in infos:
       self.skipped_in_row = 0 if info.applied else self.skipped_in_row + 1
@@ -371,6 +382,12 @@ class Trainer:
         ppo_epochs=self.parts.algorithm.ppo_epochs,
     )
     metrics['perf/packing_efficiency'] = self.packing_efficiency
+    if self.requantizer is not None:
+      metrics |= step_metrics.rollout_health(
+          jax.device_get(state.rollout_fp8_state),
+          self.rollout_changed,
+          operands=self.requantizer.measures,
+      )
     return metrics
 
   def _evaluate(self, step: int, state: TrainState) -> dict:
@@ -380,7 +397,7 @@ class Trainer:
     with self.timer('testing'):
       metrics, samples = evaluation.evaluate(
           self.engine,
-          PolicyParams(state.weights, state.fp8_state),
+          mixed_flow.rollout_params(state),
           list(self.parts.val_set),
           self.pool,
           self.parts.tokenizer,
@@ -424,6 +441,10 @@ class Trainer:
         state,
     )
     self.gradients = self.train_step.zero_gradients(state)
+    if parts.is_mixed:
+      self.requantizer = mixed_flow.Requantizer(
+          parts.rollout_policy, parts.mesh, state
+      )
     if parts.loss.kl_loss_coef:
       self.reference = states.reference(
           self.workdir / 'reference', state, cold=resumed is None
@@ -438,13 +459,18 @@ class Trainer:
     policy = run_precision.keeping(parts.policy, settled)
     if policy is parts.policy:
       return state
-    self.parts = dataclasses.replace(parts, policy=policy)
+    self.parts = parts.with_policy(policy)
     self.engine = Engine(policy, parts.engine, parts.mesh)
     return states.restricted(policy, state, parts.mesh)
 
   def _check(self, state: TrainState) -> None:
     """Compares rollout and training before a token is spent."""
     parts = self.parts
+    if parts.is_mixed:
+      flow_check.report_mixed_flow(
+          parts.policy, parts.rollout_policy, self.loss, parts.engine, state
+      )
+      return
     flow_check.check_flow(parts.policy, self.loss, parts.engine, state)
     if norm.on_gpu():
       startup.say_whether_exact(

@@ -116,6 +116,9 @@ class TrainState:
     opt_state: the optax state, over `trainable` alone.
     weights: the compute weights, `prepare_weights(params, fp8_state)`.
     opt_step: int32 scalar, optimiser steps applied (skipped ones not counted).
+    rollout_fp8_state: the rollout's own slots in a mixed flow, see
+      `mixed_flow.py`; empty in a unified one, whose rollout reads `weights`.
+    rollout_weights: the rollout's own compute weights, likewise.
   """
 
   trainable: PyTree
@@ -124,3 +127,5 @@ class TrainState:
   opt_state: PyTree
   weights: PyTree
   opt_step: Array
+  rollout_fp8_state: PyTree = dataclasses.field(default_factory=dict)
+  rollout_weights: PyTree = dataclasses.field(default_factory=dict)

@@ -1,0 +1,70 @@
+"""Flows by name: one override turns a run into a published method.
+
+`flow='flashrl'` stands for a few settings of precision and algorithm. They are
+written into the config before anything is built, so that the config kept in the
+workdir says what was run. A setting that contradicts its flow is refused.
+"""
+
+from typing import Any, TypeAlias
+
+# A ConfigDict: its entries have no static types.
+Config: TypeAlias = Any
+
+
+def _mixed(rollout_recipe: str, rollout_is: str) -> dict[str, Any]:
+  """Trains in BF16, samples in 8 bits, recomputes pi_old for a correction."""
+  return {
+      'precision.recipe': 'bf16',
+      'precision.rollout_recipe': rollout_recipe,
+      'algorithm.old_logprobs': 'recompute',
+      'algorithm.rollout_is': rollout_is,
+  }
+
+
+# What each flow is, and its source: docs/flows.md.
+FLOWS: dict[str, dict[str, Any]] = {
+    'jetrl': {'precision.rollout_recipe': ''},
+    'bf16': {'precision.recipe': 'bf16', 'precision.rollout_recipe': ''},
+    'fp8_rollout': _mixed('fp8_token', 'none'),
+    'flashrl': _mixed('int8', 'token'),
+    'qurl': _mixed('int8', 'acr'),
+}
+# What a mixed flow may sample in, instead of what is named above.
+_ROLLOUT_RECIPES = ('fp8_delayed', 'fp8_token', 'fp8_block', 'int8')
+# The values in configs/base.py: these say nothing of what a user wants.
+UNSET = {
+    'precision.recipe': 'fp8_delayed',
+    'precision.rollout_recipe': '',
+    'algorithm.old_logprobs': 'rollout',
+    'algorithm.rollout_is': 'none',
+}
+
+
+def resolve(config: Config) -> Config:
+  """Returns a copy with the settings of its flow; the same without a flow.
+
+  Raises:
+    ValueError: an unknown flow, or a setting that contradicts it.
+  """
+  if not config.flow:
+    return config
+  if config.flow not in FLOWS:
+    raise ValueError(f'flow is {config.flow!r}; allowed: {", ".join(FLOWS)}')
+  settings = {}
+  for name, value in FLOWS[config.flow].items():
+    section, _, key = name.partition('.')
+    found = config[section][key]
+    if found in (value, UNSET[name]):
+      settings[name] = value
+    elif not (
+        value
+        and name == 'precision.rollout_recipe'
+        and found in _ROLLOUT_RECIPES
+    ):
+      raise ValueError(
+          f'flow={config.flow!r} is a run with {name}={value!r}, and the config'
+          f' has {found!r}; leave one of the two out'
+      )
+  resolved = config.copy_and_resolve_references()
+  resolved.update_from_flattened_dict(settings)
+  return resolved

@@ -1,0 +1,96 @@
+"""Flows by name."""
+
+import pytest
+
+from configs import base
+from jetrl_jax import config as configs
+from jetrl_jax import config_flow
+from tests import whole_run
+
+
+def _resolved(flow: str, **changes):
+  config = base.get_config()
+  config.update_from_flattened_dict({'flow': flow} | changes)
+  return config_flow.resolve(config)
+
+
+@pytest.mark.parametrize(
+    'flow, recipe, rollout, old, correction',
+    [
+        ('', 'fp8_delayed', '', 'rollout', 'none'),
+        ('jetrl', 'fp8_delayed', '', 'rollout', 'none'),
+        ('bf16', 'bf16', '', 'rollout', 'none'),
+        ('fp8_rollout', 'bf16', 'fp8_token', 'recompute', 'none'),
+        ('flashrl', 'bf16', 'int8', 'recompute', 'token'),
+        ('qurl', 'bf16', 'int8', 'recompute', 'acr'),
+    ],
+)
+def test_one_override_is_a_whole_flow(flow, recipe, rollout, old, correction):
+  config = _resolved(flow)
+  assert config.precision.recipe == recipe
+  assert config.precision.rollout_recipe == rollout
+  assert config.algorithm.old_logprobs == old
+  assert config.algorithm.rollout_is == correction
+
+
+@pytest.mark.parametrize('flow', config_flow.FLOWS)
+def test_every_flow_builds_a_run(flow):
+  parts = configs.build(whole_run.config(flow=flow))
+  assert parts.is_mixed == (flow not in ('jetrl', 'bf16'))
+  # What is kept in the workdir says what was run.
+  assert f'"flow": "{flow}"' in parts.config_text
+  assert f'"recipe": "{parts.policy.recipe.name}"' in parts.config_text
+
+
+def test_an_unknown_flow_is_answered_with_those_that_there_are():
+  with pytest.raises(
+      ValueError, match="flow is 'flashlr'; allowed: jetrl, bf16, fp8_rollout"
+  ):
+    _resolved('flashlr')
+
+
+@pytest.mark.parametrize(
+    'flow, name, found, usual',
+    [
+        ('jetrl', 'precision.rollout_recipe', 'bf16', ''),
+        ('flashrl', 'precision.rollout_recipe', 'bf16', 'int8'),
+        ('flashrl', 'algorithm.rollout_is', 'icepop', 'token'),
+        ('bf16', 'precision.recipe', 'int8', 'bf16'),
+    ],
+)
+def test_a_setting_that_contradicts_its_flow_is_refused(
+    flow, name, found, usual
+):
+  with pytest.raises(
+      ValueError,
+      match=f"flow='{flow}' is a run with {name}='{usual}', and the"
+      f" config has '{found}'; leave one of the two out",
+  ):
+    _resolved(flow, **{name: found})
+
+
+def test_the_8_bits_of_a_mixed_flow_are_a_choice():
+  config = _resolved('flashrl', **{'precision.rollout_recipe': 'fp8_token'})
+  assert config.precision.rollout_recipe == 'fp8_token'
+  assert config.algorithm.rollout_is == 'token'
+
+
+def test_a_flow_leaves_the_config_that_it_was_given_alone():
+  config = base.get_config()
+  config.flow = 'flashrl'
+  config_flow.resolve(config)
+  assert config.precision.recipe == 'fp8_delayed'
+
+
+def test_resolving_twice_changes_nothing_more():
+  once = _resolved('flashrl')
+  assert config_flow.resolve(once) == once
+
+
+def test_what_counts_as_unset_are_the_defaults():
+  config = base.get_config().to_dict()
+  for name, value in config_flow.UNSET.items():
+    section, key = name.split('.')
+    assert config[section][key] == value
+  used = {name for flow in config_flow.FLOWS.values() for name in flow}
+  assert used == set(config_flow.UNSET)
