@@ -27,7 +27,7 @@ FLOWS: dict[str, dict[str, Any]] = {
     'bf16': {'precision.recipe': 'bf16', 'precision.rollout_recipe': ''},
     'fp8_rollout': _mixed('fp8_token', 'none'),
     'flashrl': _mixed('int8', 'token'),
-    'qurl': _mixed('int8', 'acr'),
+    'qurl': _mixed('int8', 'acr') | {'precision.invariant_scale': 1.5},
 }
 # What a mixed flow may sample in, instead of what is named above.
 _ROLLOUT_RECIPES = ('fp8_delayed', 'fp8_token', 'fp8_block', 'int8')
@@ -35,6 +35,7 @@ _ROLLOUT_RECIPES = ('fp8_delayed', 'fp8_token', 'fp8_block', 'int8')
 UNSET = {
     'precision.recipe': 'fp8_delayed',
     'precision.rollout_recipe': '',
+    'precision.invariant_scale': 1.0,
     'algorithm.old_logprobs': 'rollout',
     'algorithm.rollout_is': 'none',
 }
