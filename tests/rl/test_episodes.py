@@ -249,6 +249,7 @@ def test_metrics_of_turns_are_there_with_an_environment_only():
             prompts=tiny_run.prompts(),
             completions=completions,
             scores_PG=np.zeros((6, 4)),
+            rewards_PG=np.zeros((6, 4)),
             accuracy_PG=np.zeros((6, 4)),
             errors={},
             advantages_PG=np.zeros((6, 4), np.float32),
