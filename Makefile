@@ -20,7 +20,7 @@ test: $(VENV)/.installed-dev
 # JetStream's real orchestrator and server over the engine. google-jetstream is
 # added to what .venv has, without the TensorFlow that it does not need here.
 jetstream: $(VENV)/.jetstream/.installed
-	PYTHONPATH=$(VENV)/.jetstream $(BIN)/python -m pytest -m jetstream tests/serve
+	PYTHONPATH=$(abspath $(VENV)/.jetstream) $(BIN)/python -m pytest -m jetstream tests/serve
 
 # The long tests in full: hours, not minutes.
 soak: $(VENV)/.installed-dev
