@@ -139,7 +139,10 @@ def test_weights_of_a_restored_state_are_those_it_was_saved_with():
       'fp8_state',
       'opt_state',
       'opt_step',
+      'rollout_fp8_state',
   }
+  # A unified flow has no slots of the rollout's own.
+  assert not saved['rollout_fp8_state']
   empty = dataclasses.replace(update.after, weights={})
   restored = states.with_weights(run.policy, empty, run.mesh, record=False)
   tiny_run.assert_same_bits(restored, update.after)
