@@ -22,9 +22,9 @@ test: $(VENV)/.installed-dev
 jetstream: $(VENV)/.jetstream/.installed
 	PYTHONPATH=$(abspath $(VENV)/.jetstream) $(BIN)/python -m pytest -m jetstream tests/serve
 
-# The long tests in full: hours, not minutes.
+# The long tests in full, with a record of them: hours, not minutes.
 soak: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --run-slow
+	$(BIN)/python -m benchmarks.soak --workers=$(WORKERS) --output=runs/soak
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

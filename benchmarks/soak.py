@@ -1,0 +1,86 @@
+"""The long tests in full, and a record of them.
+
+Every test marked slow, file by file: kills of whole runs and of the saver,
+damaged checkpoints, hostile answers, other meshes and recipes. Hours on two
+cores. The record is written behind every file, so that a run that was cut off
+leaves what it found.
+
+  python -m benchmarks.soak --output=benchmarks/results/soak_cpu
+"""
+
+import pathlib
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+
+from absl import app, flags
+
+from benchmarks import common
+
+_OUTPUT = flags.DEFINE_string('output', '', 'Record to write, no ending.')
+_FILES = flags.DEFINE_list('files', [], 'Test files; all with slow tests.')
+_WORKERS = flags.DEFINE_integer('workers', 2, 'Processes of pytest.')
+
+_ROOT = pathlib.Path(__file__).parents[1]
+_COLUMNS = (
+    ('file', 'file', ''),
+    ('test', 'test', ''),
+    ('outcome', 'outcome', ''),
+    ('seconds', 's', '.0f'),
+)
+
+
+def _slow_files() -> list[str]:
+  found = sorted((_ROOT / 'tests').rglob('test_*.py'))
+  return [
+      str(path.relative_to(_ROOT))
+      for path in found
+      if 'pytest.mark.slow' in path.read_text()
+  ]
+
+
+def _run(file: str) -> list[dict]:
+  """Returns a row for each slow test of a file."""
+  with tempfile.TemporaryDirectory() as folder:
+    report = pathlib.Path(folder) / 'report.xml'
+    options = ['-m', 'slow', '--run-slow', f'--junitxml={report}']
+    options += ['-n', str(_WORKERS.value), '--dist', 'worksteal']
+    subprocess.run(
+        [sys.executable, '-m', 'pytest', '-q', *options, file],
+        cwd=_ROOT,
+        check=False,
+    )
+    cases = list(ElementTree.parse(report).iter('testcase'))
+  return [
+      {
+          'file': file,
+          'test': case.get('name', ''),
+          # Passed: a case without a child that says otherwise.
+          'outcome': next(
+              (c.tag for c in case if c.tag in ('failure', 'error', 'skipped')),
+              'passed',
+          ),
+          'seconds': float(case.get('time', 0)),
+      }
+      for case in cases
+  ]
+
+
+def main(argv: list[str]) -> None:
+  """Runs the files and exits 1 where a test failed."""
+  if argv[1:]:
+    raise app.UsageError(f'unexpected arguments {argv[1:]}')
+  rows = []
+  for file in _FILES.value or _slow_files():
+    rows += _run(file)
+    if _OUTPUT.value:
+      outcomes = [row['outcome'] for row in rows]
+      summary = {kind: outcomes.count(kind) for kind in sorted(set(outcomes))}
+      shown = common.table(rows, _COLUMNS)
+      common.write(_OUTPUT.value, rows, summary, shown)
+  sys.exit(any(row['outcome'] in ('failure', 'error') for row in rows))
+
+
+if __name__ == '__main__':
+  app.run(main)
