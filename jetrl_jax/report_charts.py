@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jetrl_jax.report_text import escape, number, steps_text
+from jetrl_jax.report_text import escape, number, scale, steps_text
 
 # Units of the viewBox; on a narrow phone one is one CSS pixel.
 WIDTH, HEIGHT = 360, 184
@@ -98,13 +98,15 @@ def line_chart(
   thin = [thinned(line) for line in lines]
   x = _step_axis(np.concatenate([line.steps for line in thin]))
   y = _value_axis(thin, log)
-  flat = _flat(lines, unit)
   notes = [note, _gap_note(lines)]
+  # One window for all: averages over different stretches do not compare.
+  longest = max(len(line.steps) for line in lines)
+  width = longest // 10 | 1
   marks = []
   for line, whole in zip(thin, lines, strict=True):
     if line.low is not None and line.high is not None:
       marks.append(_band(line, x, y))
-    window = _window(whole) if smooth and not flat else 0
+    window = width if smooth and len(whole.steps) >= 40 else 0
     style = f'line {_color(line.color)}'
     faint = ' faint' if window else ''
     marks.append(f'<path class="{style}{faint}" d="{_path(line, x, y)}"/>')
@@ -112,7 +114,7 @@ def line_chart(
       average = thinned(moving_average(whole, window))
       marks.append(f'<path class="{style}" d="{_path(average, x, y)}"/>')
       notes.append(f'Bold: mean of {window} steps.')
-  body = _grid(x, y, unit, flat) + ''.join(marks)
+  body = _grid(x, y, unit) + ''.join(marks)
   data = {
       'x': [x.low, x.high],
       'y': [y.low, y.high],
@@ -132,6 +134,23 @@ def line_chart(
   return Chart(
       html=figure(_titled(title, unit), at, body, labels, notes), data=data
   )
+
+
+def still(lines: list[Line], unit: str) -> str:
+  """Returns '5e-5 at all 60 steps' where no curve moves, else ''.
+
+  A sentence says that better than a picture of nothing. A curve with a band is
+  worth drawing: the band moves.
+  """
+  values = np.concatenate([line.values for line in lines])
+  if len(values) < 2 or not (values == values[0]).all():  # A NaN is a gap.
+    return ''
+  if any(line.low is not None for line in lines):
+    return ''
+  counts = {len(line.steps) for line in lines}
+  steps = steps_text(counts.pop()) if len(counts) == 1 else 'steps'
+  value = 'exactly 0' if values[0] == 0 else number(float(values[0]), unit)
+  return f'{value} at all {steps}'
 
 
 def area_chart(
@@ -265,11 +284,6 @@ def ticks(low: float, high: float, log: bool) -> list[float]:
   return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _window(line: Line) -> int:
-  count = len(line.values)
-  return max(3, count // 20) | 1 if count >= 40 else 0
-
-
 def _color(i: int) -> str:
   return f'c{i % _COLORS}' + (' dashed' if i >= _COLORS else '')
 
@@ -357,23 +371,16 @@ def _band(line: Line, x: _Axis, y: _Axis) -> str:
   return f'<path class="band c{line.color % _COLORS}" d="M{upper} {lower}Z"/>'
 
 
-def _grid(
-    x: _Axis, y: _Axis, unit: str, flat: tuple[float, str] | None = None
-) -> str:
+def _grid(x: _Axis, y: _Axis, unit: str) -> str:
   marks = []
   values = ticks(y.low, y.high, y.log)
-  if flat:
-    values = [flat[0]]  # The rest of the axis is made up.
-    marks.append(
-        f'<text class="flat mid" x="{(LEFT + RIGHT) / 2}"'
-        f' y="{TOP + 40}">{escape(flat[1])}</text>'
-    )
-  for value in values:
+  labels = scale(values, '%' if unit == '%' else '')
+  for value, label in zip(values, labels, strict=True):
     at = f'{y.place(value):.1f}'
     marks.append(
         f'<path class="grid-line" d="M{LEFT} {at}H{RIGHT}"/>'
         f'<text class="tick end" x="{LEFT - 5}" y="{at}" dy="3.5">'
-        f'{escape(number(value, "%" if unit == "%" else ""))}</text>'
+        f'{escape(label)}</text>'
     )
   return ''.join(marks) + step_labels(x.low, x.high)
 
@@ -405,22 +412,6 @@ def _last(line: Line, unit: str) -> str:
 
 def _titled(title: str, unit: str) -> str:
   return f'{title}, {unit}' if unit and unit != '%' else title
-
-
-def _flat(lines: list[Line], unit: str) -> tuple[float, str] | None:
-  """Returns the value where nothing moves, and a sentence that says so.
-
-  A flat line without it looks like a broken plot.
-  """
-  values = np.concatenate([line.values for line in lines])
-  values = values[np.isfinite(values)]
-  if len(values) < 2 or values.min() != values.max():
-    return None
-  count = steps_text(max(len(line.steps) for line in lines))
-  if values[0] == 0:
-    return 0.0, f'exactly 0 at all {count}'
-  value = float(values[0])
-  return value, f'{number(value, unit)} at all {count}'
 
 
 def _readout(line: Line) -> dict[str, list]:

@@ -139,7 +139,7 @@ def _times(run: Run) -> list[Fact]:
   speed = run.finite('perf/throughput')
   if speed.size:
     rollout = run.finite('perf/rollout_throughput')
-    detail = 'per second and device, median'
+    detail = 'per device, median of steps'
     if rollout.size:
       detail += f'; rollout {number(float(np.median(rollout)))}'
     for metric, label in (
@@ -150,7 +150,9 @@ def _times(run: Run) -> list[Fact]:
         detail += f'; {label} {number(float(np.median(mfu)), "%")}'
     facts.append(
         Fact(
-            label='Tokens', value=number(float(np.median(speed))), detail=detail
+            label='Speed',
+            value=number(float(np.median(speed)), 'tokens/s'),
+            detail=detail,
         )
     )
   return facts

@@ -16,7 +16,7 @@ import numpy as np
 
 from jetrl_jax.report_charts import BOTTOM, LEFT, RIGHT, TOP, step_labels
 from jetrl_jax.report_data import layer_and_kind
-from jetrl_jax.report_text import escape, number
+from jetrl_jax.report_text import escape, number, scale
 
 _MAX_COLUMNS = 240
 LEVELS = 200
@@ -102,7 +102,7 @@ def heat_map(
     )
   if every > 1:
     notes.append(f'A column is the {worst} of {every} steps.')
-  ends = _ends(low, high, unit)
+  ends = scale([low, high], unit)
   legend = (
       f'<p class="scale"><span>{ends[0]}</span><i class="ramp"></i>'
       f'<span>{ends[1]}</span>'
@@ -197,14 +197,6 @@ def _range(values: np.ndarray, log: bool) -> tuple[float, float]:
   if low == high:
     return (low / 2, high * 2) if log else (low - 1, high + 1)
   return low, high
-
-
-def _ends(low: float, high: float, unit: str) -> tuple[str, str]:
-  """Returns the ends of the scale, with the digits that tell them apart."""
-  if number(low) != number(high):
-    return number(low, unit), number(high, unit)
-  factor, unit = (100, '%') if unit == '%' else (1, f' {unit}')
-  return f'{factor * low:.6g}{unit}', f'{factor * high:.6g}{unit}'
 
 
 def _has_gaps(values: np.ndarray) -> bool:

@@ -30,41 +30,39 @@ class _Page:
     if body:
       self.sections.append((title, body))
 
-  def grid(self, drawn: list[Chart], maps: list[HeatMap]) -> str:
-    """Places charts and heat maps in a grid."""
-    self.charts += drawn
-    self.maps += maps
-    figures = ''.join(x.html for x in [*drawn, *maps])
-    return f'<div class="grid">{figures}</div>' if figures else ''
-
   def panels(
       self,
       wanted: Sequence[Panel],
       runs: list[Run],
       *,
       first: Chart | None = None,
-      maps: list[HeatMap] | None = None,
+      maps: Sequence[HeatMap] = (),
+      facts: Sequence[Fact] = (),
   ) -> str:
-    """Draws panels; those without values become a sentence.
+    """Draws panels; what does not move or is missing becomes a sentence.
 
     Args:
       wanted: the panels.
       runs: one, or several to compare.
       first: a chart before them.
       maps: heat maps behind them.
+      facts: sentences besides.
     """
     drawn = [first] if first is not None else []
-    missing = []
+    still, missing = [], []
     for panel in wanted:
-      chart = panels.draw(panel, runs)
-      if chart is not None:
-        drawn.append(chart)
+      found = panels.draw(panel, runs)
+      if isinstance(found, Fact):
+        still.append(found)
+      elif found is not None:
+        drawn.append(found)
       elif panel.absent:
         missing.append(f'{panel.title} ({panel.absent})')
-    said = f'Not recorded: {"; ".join(missing)}.' if missing else ''
-    return self.grid(drawn, maps or []) + (
-        f'<p class="missing note">{escape(said)}</p>' if said else ''
-    )
+    self.charts += drawn
+    self.maps += maps
+    cards = [figure.html for figure in (*drawn, *maps)]
+    cards.append(_in_words([*still, *facts], missing))
+    return f'<div class="grid">{"".join(cards)}</div>' if any(cards) else ''
 
 
 def render(runs: list[Run]) -> str:
@@ -73,7 +71,7 @@ def render(runs: list[Run]) -> str:
   if len(runs) == 1:
     run = runs[0]
     title, subtitle = run.name, _what(run)
-    top = _tiles(report_facts.headline(run)) + _notes(run)
+    top = _tiles(report_facts.headline(run)) + _notes(run.notes)
     _charts(page, runs)
     page.section('Held-out answers', report_answers.heldout_html(run))
     page.section('Training answers', report_answers.group_html(run))
@@ -83,7 +81,7 @@ def render(runs: list[Run]) -> str:
   else:
     title = ' / '.join(run.name for run in runs)
     subtitle = f'{len(runs)} runs'
-    top = _legend(runs) + ''.join(map(_notes, runs))
+    top = _legend(runs) + ''.join(_notes(r.notes, r.name) for r in runs)
     page.section('Final numbers', _final_numbers(runs))
     page.section('Differences in config', _config_differences(runs))
     _charts(page, runs)
@@ -103,10 +101,8 @@ def _charts(page: _Page, runs: list[Run]) -> None:
     speed += _phase_table(runs)
   page.section('Speed and memory', speed)
   maps, zeros = panels.heat_maps(single) if single else ([], [])
-  worst = () if single else panels.FP8_WORST
-  fp8 = ''.join(f'<p>{escape(sentence)}</p>' for sentence in zeros)
-  fp8 += page.panels([*panels.FP8, *worst], runs, maps=maps)
-  page.section('FP8 health', fp8)
+  fp8 = [*panels.FP8, *(() if single else panels.FP8_WORST)]
+  page.section('FP8 health', page.panels(fp8, runs, maps=maps, facts=zeros))
 
 
 def _document(title: str, subtitle: str, top: str, page: _Page) -> str:
@@ -174,11 +170,22 @@ def _tiles(facts: list[Fact]) -> str:
   return f'<div class="tiles">{tiles}</div>'
 
 
-def _notes(run: Run) -> str:
-  return ''.join(
-      f'<p class="note">{escape(f"{run.name}: {note}")}</p>'
-      for note in run.notes
-  )
+def _in_words(facts: list[Fact], missing: list[str]) -> str:
+  """Returns a card of what needs no picture, or has none."""
+  rows = [
+      f'<p><b>{escape(fact.label)}</b>: {escape(fact.value)}.'
+      f' <span class="note">{escape(fact.detail)}</span></p>'
+      for fact in facts
+  ]
+  if missing:
+    said = f'Not recorded: {"; ".join(missing)}.'
+    rows.append(f'<p class="missing note">{escape(said)}</p>')
+  return f'<div class="card words">{"".join(rows)}</div>' if rows else ''
+
+
+def _notes(notes: list[str], name: str = '') -> str:
+  start = f'{name}: ' if name else ''
+  return ''.join(f'<p class="note">{escape(start + n)}</p>' for n in notes)
 
 
 def _legend(runs: list[Run]) -> str:

@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 
-from jetrl_jax.report_charts import Chart, Line, area_chart, line_chart
+from jetrl_jax.report_charts import Chart, Line, area_chart, line_chart, still
 from jetrl_jax.report_data import Run
-from jetrl_jax.report_facts import heldout_metrics
+from jetrl_jax.report_facts import Fact, heldout_metrics
 from jetrl_jax.report_heat import HeatMap, heat_map
 from jetrl_jax.report_text import duration, steps_text
 
@@ -21,6 +21,8 @@ class Panel:
     band: (lower edge, upper edge) of a band around the first curve: metrics.
     unit, log, smooth, note: see `report_charts.line_chart`.
     absent: when none of the metrics is there: the reason.
+    unless: (metric, name) that the first curve is often equal to; where it is
+      in all runs, a sentence says so instead.
   """
 
   title: str
@@ -31,6 +33,7 @@ class Panel:
   smooth: bool = False
   note: str = ''
   absent: str = 'no line of metrics.jsonl has it'
+  unless: tuple[str, str] | None = None
 
 
 LEARNING = (
@@ -45,6 +48,7 @@ LEARNING = (
         curves=(('critic/score/mean', 'accuracy'),),
         unit='%',
         smooth=True,
+        unless=('critic/rewards/mean', 'the reward'),
     ),
     Panel(
         title='Response length',
@@ -245,11 +249,12 @@ def heldout_panels(runs: list[Run]) -> list[Panel]:
   return panels
 
 
-def draw(panel: Panel, runs: list[Run]) -> Chart | None:
+def draw(panel: Panel, runs: list[Run]) -> Chart | Fact | None:
   """Draws a panel for one run, or its first curve for several.
 
   Returns:
-    None where no run has a finite value of it.
+    A sentence where there is nothing to see; None where no run has a finite
+    value.
   """
   compared = len(runs) > 1
   lines, missing, labels = [], [], []
@@ -286,6 +291,9 @@ def draw(panel: Panel, runs: list[Run]) -> Chart | None:
     title += f' ({labels[0]})'
   if missing and compared:
     note = f'{note} Not in {", ".join(missing)}.'.strip()
+  said = _equal(panel, runs) or still(lines, panel.unit)
+  if said:
+    return Fact(label=title, value=said, detail=note)
   return line_chart(
       title,
       lines,
@@ -294,6 +302,18 @@ def draw(panel: Panel, runs: list[Run]) -> Chart | None:
       smooth=panel.smooth,
       note=note,
   )
+
+
+def _equal(panel: Panel, runs: list[Run]) -> str:
+  """Says that a panel's curve is another one in all runs; else ''."""
+  if panel.unless is None:
+    return ''
+  other, name = panel.unless
+  for run in runs:
+    one, two = run.get(panel.curves[0][0]), run.get(other)
+    if one is None or two is None or not np.array_equal(one.values, two.values):
+      return ''
+  return f'equal to {name}'
 
 
 def _band(
@@ -343,7 +363,7 @@ def time_chart(run: Run) -> Chart | None:
   return area_chart('Time by phase', layers, unit='s', note=note)
 
 
-def heat_maps(run: Run) -> tuple[list[HeatMap], list[str]]:
+def heat_maps(run: Run) -> tuple[list[HeatMap], list[Fact]]:
   """Returns the FP8 health maps, and sentences for those that are all zero."""
   health = run.health
   if health is None:
@@ -361,9 +381,10 @@ def heat_maps(run: Run) -> tuple[list[HeatMap], list[str]]:
     values = health.values[operand, measure]
     good = values[np.isfinite(values)]
     if not good.size:
-      sentences.append(f'{title}: not recorded.')
+      sentences.append(Fact(label=title, value='not recorded'))
     elif not good.any():
-      sentences.append(f'{title}: exactly 0 at all {count}.')
+      said = f'exactly 0 at all {count}'
+      sentences.append(Fact(label=title, value=said))
     else:
       maps.append(
           heat_map(

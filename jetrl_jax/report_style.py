@@ -93,7 +93,6 @@ svg { display: block; width: 100%; height: auto; touch-action: pan-y; }
 .area { fill: var(--s); stroke: var(--card); stroke-width: .6; }
 .grid-line { stroke: var(--grid); stroke-width: 1; fill: none; }
 .tick { font-size: 11px; fill: var(--soft); }
-.flat { font-size: 13px; fill: var(--ink); }
 .end { text-anchor: end; } .mid { text-anchor: middle; }
 .cursor line { stroke: var(--soft); stroke-width: 1; }
 .cursor circle { fill: var(--s); stroke: var(--card); stroke-width: 1.5; }
@@ -146,6 +145,10 @@ pre {
 }
 .chip.good { color: var(--good); background: var(--good-back); }
 .chip.bad { color: var(--bad); background: var(--bad-back); }
+.words { font-size: 14px; align-self: start; }
+.words p { margin: 0 0 6px; }
+.words b { font-weight: 600; }
+.words:only-child { grid-column: 1 / -1; }
 details { margin: 8px 0; }
 summary { cursor: pointer; font-weight: 600; }
 footer { color: var(--soft); font-size: 12.5px; padding: 26px 16px; }

@@ -1,8 +1,10 @@
 """Text that is safe in the report, and numbers that people can read."""
 
 import html
+import itertools
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 # Of a text that a model made, no more than this is shown.
@@ -53,36 +55,52 @@ def script_json(value: Any) -> str:
   return text
 
 
-def number(value: float | None, unit: str = '') -> str:
+def number(value: float | None, unit: str = '', digits: int = 3) -> str:
   """Returns a value of about three digits with its unit.
 
   Args:
     value: None and NaN are a dash.
     unit: '%' for a share in [0, 1]; else appended.
+    digits: significant ones; whole numbers below 1e6 keep all of theirs.
   """
   if value is None or not math.isfinite(value):
     return '–'
   if unit == '%':
-    return f'{_digits(100 * value)}%'
-  return _digits(value) + (f' {unit}' if unit else '')
+    return f'{_digits(100 * value, digits)}%'
+  return _digits(value, digits) + (f' {unit}' if unit else '')
 
 
-def _digits(value: float) -> str:
+def scale(values: Sequence[float], unit: str = '') -> list[str]:
+  """Labels a scale with as many digits as tell its values apart.
+
+  Args:
+    values: in rising order.
+    unit: as in `number`.
+  """
+  gaps = [high - low for low, high in itertools.pairwise(values)]
+  for digits in range(3, 9):
+    errors = [abs(float(f'{v:.{digits}g}') - v) for v in values]
+    if not gaps or max(errors) < 0.05 * min(gaps):
+      break
+  return [number(value, unit, digits) for value in values]
+
+
+def _digits(value: float, digits: int) -> str:
   size = abs(value)
   if value == 0:
     return '0'
   if size >= 1e6 or size < 1e-3:
-    mantissa, exponent = f'{value:.2e}'.split('e')
+    mantissa, exponent = f'{value:.{digits - 1}e}'.split('e')
     return f'{mantissa.rstrip("0").rstrip(".")}e{int(exponent)}'
-  if size >= 100:
+  if size >= 10 ** (digits - 1):
     return f'{value:.0f}'
-  return f'{value:.3g}'
+  return f'{value:.{digits}g}'
 
 
 def duration(seconds: float) -> str:
   """Returns '41 s', '4 min 12 s', '3 h 05 min' or '2 d 04 h'."""
   if seconds < 60:
-    return f'{_digits(round(seconds, 1))} s'
+    return f'{_digits(round(seconds, 1), 3)} s'
   whole = round(seconds)
   if whole < 3600:
     return f'{whole // 60} min {whole % 60:02d} s'

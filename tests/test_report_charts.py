@@ -51,26 +51,28 @@ def test_a_single_value_is_still_seen():
         ([0.0] * 60, '%', 'exactly 0 at all 60 steps'),
         ([5e-5] * 7, '', '5e-5 at all 7 steps'),
         ([1.0] * 7, '%', '100% at all 7 steps'),
+        ([0.0] * 59 + [1e-6], '', ''),
+        ([2.0, np.nan, 2.0], '', ''),
+        ([2.0], '', ''),
     ],
 )
-def test_a_flat_curve_says_so_and_is_drawn(values, unit, said):
-  chart = line_chart('t', [_line(values)], unit=unit)
-  assert said in chart.html
-  points = re.search(r'class="line c0" d="M([^"]*)"', chart.html)[1].split('L')
-  assert len(points) == len(values)
-  assert len({point.split()[1] for point in points}) == 1
+def test_what_never_moves_is_a_sentence(values, unit, said):
+  assert report_charts.still([_line(values)], unit) == said
 
 
-def test_a_flat_curve_inside_a_band_keeps_its_own_label():
+def test_a_level_curve_inside_a_band_is_drawn():
   values = np.full(50, 576.0)
-  band = {'low': np.full(50, 400.0), 'high': np.full(50, 768.0)}
-  chart = line_chart('t', [_line(values, **band)], unit='tokens', smooth=True)
-  assert '576 tokens at all 50 steps' in chart.html
-  assert re.findall(r'class="tick end"[^>]*>(\w+)<', chart.html) == [
-      '576',
-      'step',
-  ]
-  assert 'Bold' not in chart.html
+  band = {'low': np.full(50, 400.0), 'high': np.arange(600.0, 650.0)}
+  lines = [_line(values, **band)]
+  assert not report_charts.still(lines, 'tokens')
+  path = re.search(r'class="line c0" d="M([^"]*)"', line_chart('t', lines).html)
+  assert len({point.split()[1] for point in path[1].split('L')}) == 1
+
+
+def test_curves_at_different_levels_are_drawn():
+  assert not report_charts.still([_line([1.0] * 5), _line([2.0] * 5)], '')
+  lines = [_line([1.0] * 5), _line([1.0] * 4)]
+  assert report_charts.still(lines, 'nats') == '1 nats at all steps'
 
 
 def test_a_long_number_at_the_right_edge_is_not_cut():
@@ -79,11 +81,6 @@ def test_a_long_number_at_the_right_edge_is_not_cut():
   assert places[-1][1] == '200000'
   half = 3.3 * 6
   assert float(places[-1][0]) + half <= report_charts.WIDTH + 0.1
-
-
-def test_a_curve_that_moves_once_is_not_called_flat():
-  values = [0.0] * 59 + [1e-6]
-  assert 'exactly 0' not in line_chart('t', [_line(values)]).html
 
 
 def test_the_axis_is_logarithmic_only_where_that_is_needed_and_possible():
@@ -214,10 +211,18 @@ def test_a_column_of_many_steps_shows_the_worst_of_them():
   assert (found == found.min()).sum() == 1 and found[1, 100] == found.min()
 
 
+def test_curves_of_a_chart_are_smoothed_over_one_window():
+  lines = [_line(np.arange(100.0)), _line(np.arange(60.0)), _line([1.0, 2.0])]
+  chart = line_chart('t', lines, smooth=True)
+  assert chart.html.count('Bold: mean of 11 steps.') == 1
+  assert chart.html.count('class="line c0"') == 3  # Two means, one short.
+  assert chart.html.count('class="line c0 faint"') == 2
+
+
 def test_the_ends_of_a_narrow_scale_have_the_digits_that_differ():
   values = np.asarray([[31.501], [31.549]])
   heat = _map(['a', 'b'], values, unit='dB', log=False)
-  assert '31.501 dB' in heat.html and '31.549 dB' in heat.html
+  assert '>31.5 dB<' in heat.html and '>31.55 dB<' in heat.html
 
 
 def test_a_long_run_of_a_large_model_is_a_small_picture():

@@ -139,8 +139,9 @@ def test_missing_metrics_are_said_to_be_missing(workdir):
   assert 'Model FLOPs utilisation (only on GPUs whose peak is in' in page
   titles = re.findall(r'<h3>(.*?)</h3>', page)
   assert 'Gradient norm' in titles and 'KL to the reference' not in titles
-  assert 'Saturated: kernels: exactly 0 at all 6 steps in all 4 dots.' in page
-  assert 'Signal to noise: kernels: not recorded.' in page
+  text = _Elements(page).text
+  assert 'Saturated: kernels: exactly 0 at all 6 steps in all 4 dots.' in text
+  assert 'Signal to noise: kernels: not recorded.' in text
   assert 'Flushed to zero: inputs' in titles
 
 
@@ -149,6 +150,19 @@ def test_turns_are_drawn_only_where_there_is_an_environment(workdir):
   with open(workdir / 'metrics.jsonl', 'a') as file:
     file.write('{"step": 7, "num_turns/mean": 2.5}\n')
   assert '<h3>Turns per episode</h3>' in _page(workdir)
+
+
+def test_an_accuracy_that_is_the_reward_is_not_drawn_twice(workdir):
+  path = workdir / 'metrics.jsonl'
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  for line in lines[1:]:
+    line['critic/score/mean'] = line['critic/rewards/mean']
+  path.write_text('\n'.join(map(json.dumps, lines)) + '\n')
+  page = _page(workdir)
+  assert 'Training accuracy: equal to the reward.' in _Elements(page).text
+  lines[2]['critic/score/mean'] = 0.5
+  path.write_text('\n'.join(map(json.dumps, lines)) + '\n')
+  assert '<h3>Training accuracy</h3>' in _page(workdir)
 
 
 def test_samples_are_paired_before_and_after(workdir):
@@ -325,6 +339,21 @@ def test_the_command_answers_wrong_input_in_one_line(workdir):
 )
 def test_a_number_has_three_digits_and_its_unit(value, unit, text):
   assert report_text.number(value, unit) == text
+
+
+@pytest.mark.parametrize(
+    ('values', 'unit', 'texts'),
+    [
+        ([0.0, 0.25, 0.5], '%', ['0%', '25%', '50%']),
+        # Steps of 0.025 would read 1.05, 1.07, 1.1, 1.12 with three digits.
+        ([1.05, 1.075, 1.1], '', ['1.05', '1.075', '1.1']),
+        ([31.40, 31.44, 31.48], 'dB', ['31.4 dB', '31.44 dB', '31.48 dB']),
+        ([100000.5, 100001.0], '', ['100000.5', '100001']),
+        ([3.0], '', ['3']),
+    ],
+)
+def test_the_labels_of_a_scale_tell_its_values_apart(values, unit, texts):
+  assert report_text.scale(values, unit) == texts
 
 
 @pytest.mark.parametrize(
