@@ -192,7 +192,9 @@ def main() -> None:
   rows = make_rows(flags.task, flags.seed, SIZES)
   quickstart_task.write_problems(flags.output, rows)
   quickstart_task.write_model_folder(
-      flags.output / 'model_init', ALPHABETS[flags.task], MODEL_CONFIG
+      flags.output / 'model_init',
+      quickstart_task.make_tokenizer(ALPHABETS[flags.task]),
+      MODEL_CONFIG,
   )
 
 

@@ -131,14 +131,15 @@ def solve_carelessly(question: str, rng: random.Random) -> str:
       following = totals[-1] + operand
       crosses_ten = following // 10 != totals[-1] // 10
       if crosses_ten and rng.random() < CARELESS:
-        following = _misadd(totals[-1], operand)
+        following = misadd(totals[-1], operand)
       totals.append(following)
     # A wrong total may lead the rest of the chain out of the range.
     if all(0 <= total <= MAX_TOTAL for total in totals):
       return _format(totals[1:])
 
 
-def _misadd(total: int, operand: int) -> int:
+def misadd(total: int, operand: int) -> int:
+  """Adds as one who forgets a carry, and borrows by swapping digits."""
   tens, unit = divmod(total, 10)
   if operand > 0:
     return 10 * tens + (unit + operand) % 10
@@ -225,18 +226,18 @@ def make_tokenizer(alphabet: str = ALPHABET) -> tokenizers.Tokenizer:
 
 def write_model_folder(
     folder: pathlib.Path,
-    alphabet: str = ALPHABET,
+    tokenizer: tokenizers.Tokenizer,
     model_config: dict = MODEL_CONFIG,
 ) -> None:
   """Writes what a Hugging Face checkpoint has besides its weights.
 
   Args:
     folder: created if missing; its files of the same names are replaced.
-    alphabet: of the tokenizer.
+    tokenizer: of the model.
     model_config: what config.json holds.
   """
   folder.mkdir(parents=True, exist_ok=True)
-  make_tokenizer(alphabet).save(str(folder / 'tokenizer.json'))
+  tokenizer.save(str(folder / 'tokenizer.json'))
   tokenizer_config = {
       'tokenizer_class': 'PreTrainedTokenizerFast',
       'clean_up_tokenization_spaces': False,
@@ -302,7 +303,7 @@ def main() -> None:
   sizes = {split: vars(flags)[split] for split in SIZES}
   exclude = read_questions(flags.exclude) if flags.exclude else set()
   write_problems(flags.output, make_problems(flags.seed, sizes, exclude))
-  write_model_folder(flags.output / 'model_init')
+  write_model_folder(flags.output / 'model_init', make_tokenizer())
 
 
 if __name__ == '__main__':

@@ -17,7 +17,9 @@ ALPHABET = (string.ascii_letters + string.digits)[:57] + '<>{}'
 def tokenizer() -> Tokenizer:
   """One token per character; the end token is id 1."""
   with tempfile.TemporaryDirectory() as folder:
-    quickstart_task.write_model_folder(pathlib.Path(folder), ALPHABET)
+    quickstart_task.write_model_folder(
+        pathlib.Path(folder), quickstart_task.make_tokenizer(ALPHABET)
+    )
     return Tokenizer(folder)
 
 
