@@ -64,11 +64,12 @@ def dry_run(parts: Parts, workdir: pathlib.Path, device: str = '') -> list[str]:
 
 def _inputs(parts: Parts, workdir: pathlib.Path) -> list[str]:
   """Says what is read, and whether the checkpoints fit."""
-  data, policy = parts.train_set, parts.policy
+  data, policy, rollout = parts.train_set, parts.policy, parts.rollout_policy
   _title('Inputs')
   print(
       f'model       {policy.model.family}, {policy.model.num_params:,} numbers,'
       f' {policy.model.num_layers} layers; {policy.recipe.name}'
+      + (f', rollout {rollout.recipe.name}' if parts.is_mixed else '')
   )
   folder = parts.export_source
   names = safetensors_index.SINGLE_FILE, safetensors_index.INDEX_FILE
@@ -184,20 +185,27 @@ def _limit(kind: str, other: bool) -> tuple[int, str]:
 
 def _say_which_run_in_fp8(rows: list[Row], programs: dict, kind: str) -> None:
   """Names the GEMMs that do not run on FP8 tensor cores."""
-  wanted = dry_run_precision.fp8_dots(rows)
-  if not wanted:
+  wanted = {
+      'decode': dry_run_precision.fp8_dots(rows),
+      'accumulate': dry_run_precision.fp8_dots(rows, side='training'),
+  }
+  if not any(wanted.values()):
     return
+  names = dict.fromkeys(row.name for dots in wanted.values() for row in dots)
   if 'NVIDIA' not in kind:
     print(f'FP8 dots are emulated on {kind}: the same numbers, not the speed.')
   elif flops.peak_flops(kind, 'float8') is None:
     print(
-        f'{kind} is not known to have FP8 tensor cores: all dots may be slow.'
+        f'{kind} is not known to have FP8 tensor cores. These GEMMs will'
+        f' not run in FP8: {", ".join(names)}'
     )
   elif not programs:
     print('Which GEMMs run in FP8 is read from programs compiled on the GPU.')
   else:
-    for name in ('decode', 'accumulate'):
-      missing = not_in_fp8(programs[name].as_text(), wanted)
+    for name, dots in wanted.items():
+      if not dots:
+        continue
+      missing = not_in_fp8(programs[name].as_text(), dots)
       said = ', '.join(missing) or 'none: all dots run on FP8 tensor cores'
       print(f'GEMMs of {name} not in FP8 on this GPU: {said}')
 

@@ -3,10 +3,12 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jetrl_jax.dry_run_memory import Shapes, num_bytes
-from jetrl_jax.rl import flops
+from jetrl_jax.rl import flops, mixed_flow
+from jetrl_jax.rl import state as states
 from jetrl_jax.rl.parts import Parts
 
 # name -> (memory in 1e9 bytes, bandwidth in 1e9 bytes/s), from NVIDIA's data
@@ -57,7 +59,7 @@ def cost(parts: Parts, found: Shapes, device: str) -> Cost:
 
       rollout = prefill FLOPs / peak
                 + steps max(bytes of weights and KV / bandwidth, FLOPs / peak)
-      update = FLOPs of the blocks / peak of their precision
+      update = FLOPs of the blocks / peaks of their precisions
                + FLOPs of head and attention / peak of bfloat16
 
   No run is faster; launches, collectives, rewards and the host come on top.
@@ -89,29 +91,28 @@ def cost(parts: Parts, found: Shapes, device: str) -> Cost:
   of_rest = tokens * head * (6 * epochs + 2 * scored) + attention * (
       passes / 2 * epochs + scored
   )
-  peaks = _peaks(parts, device)
   rollout_s = update_s = None
-  if peaks is not None and device in DEVICES:
-    quantised, wide = (peak * devices for peak in peaks)
+  peaks = _peaks(parts, device)
+  if peaks is not None:
+    sampling, forward, backward, wide = (peak * devices for peak in peaks)
     bandwidth = DEVICES[device][1] * 1e9 * devices
     slots = min(found.engine.num_slots, sequences)
     steps = -(-sequences // slots) * response
-    cache = (
-        2
-        * model.num_layers
-        * num_bytes(
-            jax.ShapeDtypeStruct(
-                (model.num_kv_heads, model.head_dim), parts.policy.recipe.dtype
-            )
-        )
-    )
-    read = num_bytes(found.state.weights) * devices + slots * cache * (
+    keys = 2 * model.num_layers * model.num_kv_heads * model.head_dim
+    cache = keys * jnp.dtype(parts.rollout_policy.kv_dtype).itemsize
+    weights = mixed_flow.rollout_params(found.state).weights
+    read = num_bytes(weights) * devices + slots * cache * (
         prompt + response / 2
     )
-    rollout_s = prefill / quantised + steps * max(
-        read / bandwidth, decode / (steps * quantised)
+    rollout_s = prefill / sampling + steps * max(
+        read / bandwidth, decode / (steps * sampling)
     )
-    update_s = of_blocks / quantised + of_rest / wide
+    of_backward = 4 * epochs * tokens * blocks
+    update_s = (
+        (of_blocks - of_backward) / forward
+        + of_backward / backward
+        + of_rest / wide
+    )
   return Cost(
       sequences=sequences,
       prompt_tokens=prompt,
@@ -132,22 +133,31 @@ def _scored_share(parts: Parts) -> float:
   return share + (1.0 if parts.loss.kl_loss_coef else 0.0)
 
 
-def _peaks(parts: Parts, device: str) -> tuple[float, float] | None:
-  """Returns (FLOP/s of the quantised dots, of the others) of one device."""
+def _peaks(
+    parts: Parts, device: str
+) -> tuple[float, float, float, float] | None:
+  """Returns a device's FLOP/s for the blocks and for the rest.
+
+  In order: the blocks' dots in the rollout, in training's forward and in its
+  backward, and head and attention. None if one of them is not known.
+  """
   recipe = parts.policy.recipe
-  wide = flops.peak_flops(device, recipe.compute_dtype)
-  eight = flops.peak_flops(device, 'float8')
-  blocks = wide if recipe.name == 'bf16' else eight
-  if wide is None or blocks is None:
+  names = (
+      flops.precisions(parts.rollout_policy.recipe)[0],
+      *flops.precisions(recipe),
+      recipe.compute_dtype,
+  )
+  peaks = [flops.peak_flops(device, name) for name in names]
+  sampling, forward, backward, wide = peaks
+  if not (sampling and forward and backward and wide):
     return None
-  return blocks, wide
+  return sampling, forward, backward, wide
 
 
 def disk(parts: Parts, found: Shapes) -> list[tuple[str, int, str]]:
   """Returns (what, bytes, how that comes about) of all that a run writes."""
   state, run = found.state, parts.run
-  saved = (state.trainable, state.frozen, state.fp8_state, state.opt_state)
-  checkpoint = whole_bytes(saved)
+  checkpoint = whole_bytes(states.without_weights(state))
   # The newest is whole before an older one goes.
   kept = run.keep_latest + run.keep_best + 1
   response = parts.engine.max_response_length

@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import fp8, sharding
 from jetrl_jax.compilation import exact_jit
-from jetrl_jax.rl import decode_step
-from jetrl_jax.rl import state as states
+from jetrl_jax.rl import decode_step, mixed_flow, startup
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.parts import Parts
@@ -35,7 +34,7 @@ class Shapes:
   """Shapes, dtypes and shardings of all that a run holds; no arrays.
 
   Attributes:
-    state: with `weights`.
+    state: with `weights`, and in a mixed flow with `rollout_weights`.
     gradients: the accumulator.
     batch: one micro-batch.
     slots: the engine's decode state.
@@ -79,22 +78,12 @@ class Phase:
 
 def shapes(parts: Parts) -> Shapes:
   """Returns the shapes of a run."""
-  policy, mesh = parts.policy, parts.mesh
-  optimizer = parts.optimizer.build()
-  state = states.abstract(
-      policy, parts.param_shapes, optimizer, mesh, parts.freeze
-  )
-  weights = jax.eval_shape(
-      lambda t, f, s: fp8.prepare_weights(merge(t, f), s, policy.recipe),
-      state.trainable,
-      state.frozen,
-      state.fp8_state,
-  )
-  state = dataclasses.replace(state, weights=_placed(weights, mesh))
+  policy, mesh, rollout_policy = parts.policy, parts.mesh, parts.rollout_policy
+  state, optimizer = abstract_state(parts), parts.optimizer.build()
   loss = functools.partial(policy_loss, parts.loss)
   step = TrainStep(policy, loss, optimizer, parts.optimizer, mesh, state)
   gradients = jax.eval_shape(step._make_zeros, state.trainable, state.fp8_state)
-  engine = Engine(policy, parts.engine, mesh)
+  engine = Engine(rollout_policy, parts.engine, mesh)
   rows, length = batch_shape(parts)
   by_rows = jax.sharding.NamedSharding(mesh, sharding.ROWS)
   batch = TrainBatch(
@@ -111,8 +100,8 @@ def shapes(parts: Parts) -> Shapes:
   slots = jax.eval_shape(engine.init_decode_state)
   prompts = -(-_PREFILL_ROWS // policy.axes.size) * policy.axes.size
   prefix = jax.eval_shape(
-      dataclasses.replace(policy, axes=sharding.Axes()).prefill,
-      _whole(PolicyParams(state.weights, state.fp8_state)),
+      dataclasses.replace(rollout_policy, axes=sharding.Axes()).prefill,
+      _whole(mixed_flow.rollout_params(state)),
       _shape(jnp.int32, prompts, _longest_bucket(engine)),
       _shape(jnp.int32, prompts),
   )
@@ -125,6 +114,29 @@ def shapes(parts: Parts) -> Shapes:
       step=step,
       engine=engine,
   )
+
+
+def abstract_state(parts: Parts) -> TrainState:
+  """Returns a run's state as shapes, with the weights of both sides."""
+  state = startup.abstract(parts)
+  weights = _compute_weights(parts.policy.recipe, state, parts.mesh)
+  state = dataclasses.replace(state, weights=weights)
+  if not parts.is_mixed:
+    return state
+  side = mixed_flow.as_rollout(state)
+  weights = _compute_weights(parts.rollout_policy.recipe, side, parts.mesh)
+  return dataclasses.replace(state, rollout_weights=weights)
+
+
+def _compute_weights(recipe: fp8.Recipe, state: TrainState, mesh) -> PyTree:
+  """Returns the shapes of the weights that one side of the flow reads."""
+  weights = jax.eval_shape(
+      lambda t, f, s: fp8.prepare_weights(merge(t, f), s, recipe),
+      state.trainable,
+      state.frozen,
+      state.fp8_state,
+  )
+  return _placed(weights, mesh)
 
 
 def batch_shape(parts: Parts) -> tuple[int, int]:
@@ -144,7 +156,10 @@ def ledger(parts: Parts, found: Shapes) -> dict[str, int]:
       'master weights': num_bytes((state.trainable, state.frozen)),
       'Adam moments': num_bytes(state.opt_state),
       'compute weights': num_bytes(state.weights),
-      'scales and histories': num_bytes(state.fp8_state),
+      "the rollout's weights": num_bytes(state.rollout_weights),
+      'scales and histories': num_bytes(
+          (state.fp8_state, state.rollout_fp8_state)
+      ),
       'gradients': num_bytes(found.gradients),
       'reference policy': policy_bytes if reference else 0,
       'KV caches and slots': num_bytes(found.slots),
@@ -158,6 +173,7 @@ _ALWAYS = (
     'master weights',
     'Adam moments',
     'compute weights',
+    "the rollout's weights",
     'scales and histories',
     'gradients',
     'reference policy',
@@ -209,8 +225,8 @@ def compiled_phases(
 
 
 def _lowered(parts: Parts, found: Shapes):
-  policy, mesh, state = parts.policy, parts.mesh, found.state
-  params = PolicyParams(state.weights, state.fp8_state)
+  policy, mesh, state = parts.rollout_policy, parts.mesh, found.state
+  params = mixed_flow.rollout_params(state)
   specs = PolicyParams(*(sharding.tree_specs(tree, mesh) for tree in params))
   rows, scalar = sharding.ROWS, _shape(jnp.float32)
   by_rows = jax.sharding.NamedSharding(mesh, rows)

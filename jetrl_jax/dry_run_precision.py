@@ -12,14 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax import fp8
+from jetrl_jax import dry_run_memory
 from jetrl_jax.fp8 import flow
 from jetrl_jax.models import hf_layout
-from jetrl_jax.rl import flow_check, train_step
-from jetrl_jax.rl import state as states
+from jetrl_jax.rl import flow_check, mixed_flow, train_step
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.parts import Parts
-from jetrl_jax.rl.train_step import merge
 from jetrl_jax.rl.types import TrainBatch
 from jetrl_jax.sharding import Axes
 
@@ -53,22 +51,26 @@ def table(parts: Parts) -> list[Row]:
   """Traces decode, prefill and a training step, and lists their dots.
 
   Raises:
-    ValueError: the rollout rounds where training does not.
+    ValueError: the rollout of a unified flow rounds where training does not.
   """
   total, parts = parts.policy.model.num_layers, _shallow(parts)
-  policy, like = parts.policy, _state(parts)
+  policy, like = parts.policy, dry_run_memory.abstract_state(parts)
   loss = functools.partial(policy_loss, parts.loss)
   train = flow_check.train_graph(policy, loss, like)
-  decode = flow_check.decode_graph(policy, parts.engine, like)
-  prefill = flow_check.prefill_graph(policy, like)
-  for graph in (decode, prefill):
-    flow.require_subgraph(graph, train)
+  side = mixed_flow.as_rollout(like) if parts.is_mixed else like
+  decode = flow_check.decode_graph(parts.rollout_policy, parts.engine, side)
+  if not parts.is_mixed:
+    prefill = flow_check.prefill_graph(policy, like)
+    for graph in (decode, prefill):
+      flow.require_subgraph(graph, train)
   backward = _backward_graph(parts, like)
   rows: dict[tuple, list[str]] = {}
   for path, shape in _dots(policy.model):
     formats = [_formats(graph, path) for graph in (decode, train)]
     back = _formats(backward, path, backward=True)
     scales = _granularity(decode, path)
+    if scales == '-':  # What only training quantises.
+      scales = _granularity(train, path)
     name = re.sub(r'layers_\d+', 'layers_*', path)
     key = (name, shape, *formats, back, scales)
     rows.setdefault(key, []).append(path)
@@ -88,9 +90,15 @@ def table(parts: Parts) -> list[Row]:
   ]
 
 
-def fp8_dots(rows: list[Row]) -> list[Row]:
-  """Returns the dots whose operands have 8 bits."""
-  return [row for row in rows if re.search(r'e4m3|e5m2', row.rollout)]
+def fp8_dots(rows: list[Row], side: str = 'rollout') -> list[Row]:
+  """Returns the dots whose operands are FP8.
+
+  Args:
+    rows: of `table`.
+    side: 'rollout' or 'training', which differ in a mixed flow.
+  """
+  formats = {'rollout': lambda r: r.rollout, 'training': lambda r: r.training}
+  return [row for row in rows if re.search('e4m3|e5m2', formats[side](row))]
 
 
 def _shallow(parts: Parts) -> Parts:
@@ -106,26 +114,10 @@ def _shallow(parts: Parts) -> Parts:
   return dataclasses.replace(
       parts,
       policy=dataclasses.replace(parts.policy, model=model),
+      rollout_policy=dataclasses.replace(parts.rollout_policy, model=model),
       param_shapes=tree,
       freeze=(),
   )
-
-
-def _state(parts: Parts) -> Any:
-  like = states.abstract(
-      parts.policy,
-      parts.param_shapes,
-      parts.optimizer.build(),
-      parts.mesh,
-      parts.freeze,
-  )
-  weights = jax.eval_shape(
-      lambda t, f, s: fp8.prepare_weights(merge(t, f), s, parts.policy.recipe),
-      like.trainable,
-      like.frozen,
-      like.fp8_state,
-  )
-  return dataclasses.replace(like, weights=weights)
 
 
 def _backward_graph(parts: Parts, like: Any) -> flow.FlowGraph:

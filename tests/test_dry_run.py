@@ -8,12 +8,14 @@ import pytest
 
 from jetrl_jax import config as configs
 from jetrl_jax import (
+    config_flow,
     dry_run,
     dry_run_estimate,
     dry_run_memory,
     dry_run_precision,
 )
 from jetrl_jax.models import families, hf_layout
+from jetrl_jax.rl import mixed_flow
 from jetrl_jax.rl import state as states
 from tests import whole_run
 
@@ -33,9 +35,12 @@ def _of_shape(model):
   )
   return dataclasses.replace(
       parts,
-      policy=dataclasses.replace(
-          parts.policy, model=model, tile=64, remat=True
+      policy=(
+          policy := dataclasses.replace(
+              parts.policy, model=model, tile=64, remat=True
+          )
       ),
+      rollout_policy=policy,
       param_shapes=tree,
       engine=dataclasses.replace(
           parts.engine,
@@ -73,6 +78,50 @@ def test_the_ledger_is_what_a_real_state_takes():
   slots = found.engine.init_decode_state()
   assert sizes['KV caches and slots'] == real(slots)
   assert sizes['reference policy'] == 0
+
+
+def _mixed():
+  return configs.build(config_flow.resolve(whole_run.config(flow='flashrl')))
+
+
+def test_the_rollouts_own_weights_of_a_mixed_flow_are_counted():
+  parts = _mixed()
+  found = dry_run_memory.shapes(parts)
+  sizes = dry_run_memory.ledger(parts, found)
+  state = states.create(
+      parts.policy,
+      parts.initial_params(),
+      parts.optimizer.build(),
+      parts.mesh,
+      parts.freeze,
+  )
+  state = mixed_flow.create(parts.rollout_policy, state, parts.mesh)
+
+  def real(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+  assert sizes['compute weights'] == real(state.weights)
+  assert sizes["the rollout's weights"] == real(state.rollout_weights) > 0
+  # Alive in every phase: the rollout keeps them while training runs.
+  alone = sizes | {"the rollout's weights": 0}
+  for with_it, without in zip(
+      dry_run_memory.estimated_phases(parts, found, sizes),
+      dry_run_memory.estimated_phases(parts, found, alone),
+      strict=True,
+  ):
+    added = with_it.resident - without.resident
+    assert added == sizes["the rollout's weights"]
+
+
+def test_the_table_of_a_mixed_flow_has_two_sides():
+  rows = {row.name: row for row in dry_run_precision.table(_mixed())}
+  qkv = rows['layers_*/attn/qkv']
+  assert qkv.rollout == 'i8 x i8 -> i32'
+  assert qkv.training == 'bf16 x bf16 -> bf16'
+  assert 'per channel' in qkv.granularity
+  one_side = [dataclasses.replace(qkv, rollout='e4m3 x e4m3 -> bf16')]
+  assert dry_run_precision.fp8_dots(one_side) == one_side
+  assert dry_run_precision.fp8_dots(one_side, side='training') == []
 
 
 def test_a_7b_is_added_up_without_being_made():
