@@ -78,10 +78,12 @@ def scale(values: Sequence[float], unit: str = '') -> list[str]:
     unit: as in `number`.
   """
   gaps = [high - low for low, high in itertools.pairwise(values)]
-  for digits in range(3, 9):
+  digits = 3
+  while gaps and digits < 9:
     errors = [abs(float(f'{v:.{digits}g}') - v) for v in values]
-    if not gaps or max(errors) < 0.05 * min(gaps):
+    if max(errors) < 0.05 * min(gaps):
       break
+    digits += 1
   return [number(value, unit, digits) for value in values]
 
 
