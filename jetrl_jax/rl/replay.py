@@ -1,6 +1,6 @@
 """A saved rollout, ready for the update again.
 
-With the checkpoint of the step before, `Trainer.learn` on what is read here
+With the checkpoint of the step before, `Learner.learn` on what is read here
 gives the next state to the bit: a step can be taken apart after the fact.
 """
 

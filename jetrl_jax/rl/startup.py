@@ -7,6 +7,7 @@ whether rollout and training agree to the bit there.
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -15,7 +16,14 @@ from absl import logging
 
 from jetrl_jax import checkpoint, rng
 from jetrl_jax.data import Prompt
-from jetrl_jax.rl import mismatch, mixed_flow, packing
+from jetrl_jax.models import norm
+from jetrl_jax.rl import (
+    flow_check,
+    mismatch,
+    mixed_flow,
+    packing,
+    run_precision,
+)
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.calibration import calibrate
 from jetrl_jax.rl.engine import Engine
@@ -24,7 +32,7 @@ from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import StopCheck, rollout
 from jetrl_jax.rl.types import Completion, TrainState
 
-# Sequences to the training forward's log-probs, see `Trainer._score_batch`.
+# Sequences to the training forward's log-probs, see `Learner.score`.
 Scorer: TypeAlias = Callable[
     [list[packing.Sequence], PolicyParams], list[np.ndarray]
 ]
@@ -120,6 +128,24 @@ def cold_start(
   )
 
 
+def settle_precision(
+    parts: Parts, state: TrainState, workdir: pathlib.Path
+) -> tuple[Parts, TrainState]:
+  """Puts the dots that lose too much into high precision, on both sides.
+
+  Args:
+    parts: of the cold start.
+    state: calibrated.
+    workdir: keeps what was settled.
+  """
+  settled = run_precision.settle(parts.policy, state, parts.invariant_scale)
+  run_precision.write(workdir, settled)
+  policy = run_precision.keeping(parts.policy, settled)
+  if policy is parts.policy:
+    return parts, state
+  return parts.with_policy(policy), states.restricted(policy, state, parts.mesh)
+
+
 def _calibrated(parts: Parts) -> bool:
   """Whether a recipe must look at real tokens before it can be used."""
   recipes = (parts.policy.recipe, parts.rollout_policy.recipe)
@@ -180,6 +206,37 @@ def short_rollout(
       should_stop=should_stop,
       environment=parts.environment,
   )
+
+
+def check(
+    parts: Parts,
+    loss: Any,
+    engine: Engine,
+    score: Scorer,
+    state: TrainState,
+    should_stop: StopCheck,
+) -> None:
+  """Compares rollout and training before a token is spent.
+
+  Args:
+    parts: what the run is made of.
+    loss: the objective, see `train_step.TrainStep`.
+    engine: samples.
+    score: the training forward.
+    state: the weights both read.
+    should_stop: called at a rollout's host visits; raises to give up.
+
+  Raises:
+    ValueError: see `flow_check.check_flow`.
+  """
+  if parts.is_mixed:
+    flow_check.report_mixed_flow(
+        parts.policy, parts.rollout_policy, loss, parts.engine, state
+    )
+    return
+  flow_check.check_flow(parts.policy, loss, parts.engine, state)
+  if norm.on_gpu():
+    say_whether_exact(bit_test(parts, engine, score, state, should_stop))
 
 
 def bit_test(

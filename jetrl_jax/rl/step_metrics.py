@@ -2,8 +2,6 @@
 
 import contextlib
 import functools
-import json
-import pathlib
 import resource
 import time
 from collections.abc import Iterator
@@ -216,10 +214,3 @@ def throughput(
   rss = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   metrics['perf/cpu_memory_used_gb'] = rss / 2**20
   return metrics
-
-
-def write_samples(folder: pathlib.Path, step: int, samples: list[dict]) -> None:
-  """Writes evaluation samples as JSON lines, replacing an older file."""
-  folder.mkdir(exist_ok=True)
-  lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
-  (folder / f'{step:06d}.jsonl').write_text('\n'.join(lines) + '\n')

@@ -8,6 +8,7 @@ import pytest
 
 from jetrl_jax.data import Prompt
 from jetrl_jax.rl import dynamic_sampling, experience, replay, rollout_store
+from jetrl_jax.rl.collector import Collector
 from jetrl_jax.rl.dynamic_sampling import NotEnoughGroupsError
 from jetrl_jax.rl.interrupt import StopRequested
 from jetrl_jax.rl.settings import AlgorithmConfig, FilterGroups, OverlongBuffer
@@ -178,9 +179,9 @@ def changes(tmp_path_factory) -> dict:
   }
 
 
-def _stop_at_score(trainer, number: int) -> None:
+def _stop_at_score(monkeypatch, number: int) -> None:
   """Sends a real SIGTERM while the n-th generation batch is scored."""
-  score, calls = trainer._score, []
+  score, calls = Collector.score, []
 
   def stop(*arguments):
     calls.append(arguments)
@@ -188,11 +189,11 @@ def _stop_at_score(trainer, number: int) -> None:
       os.kill(os.getpid(), signal.SIGTERM)
     return score(*arguments)
 
-  trainer._score = stop
+  monkeypatch.setattr(Collector, 'score', stop)
 
 
 def test_a_run_fills_its_batches_and_resumes_to_the_same_bits(
-    tmp_path, changes
+    tmp_path, changes, monkeypatch
 ):
   whole, stopped = tmp_path / 'whole', tmp_path / 'stopped'
   with whole_run.cached_compilation():
@@ -218,8 +219,8 @@ def test_a_run_fills_its_batches_and_resumes_to_the_same_bits(
     # Between the first and the second generation batch of a step.
     first = next(i for i, number in enumerate(batches) if number > 1)
     interrupted = trainer(stopped)
-    _stop_at_score(interrupted, sum(batches[:first]) + 1)
-    with pytest.raises(StopRequested):
+    with monkeypatch.context() as patched, pytest.raises(StopRequested):
+      _stop_at_score(patched, sum(batches[:first]) + 1)
       interrupted.train()
     assert whole_run.restored(stopped, changes=changes).step == first
     trainer(stopped).train()

@@ -88,14 +88,14 @@ def test_a_mixed_run_that_is_stopped_and_resumed_ends_in_the_same_bits(
     tmp_path, fp8_rollout
 ):
   trainer = whole_run.trainer(tmp_path, _FP8_ROLLOUT)
-  rollout = trainer._rollout
+  train_step = trainer._train_step
 
-  def stop(step, prompts, state):
+  def stop(step, state):
     if step == 1:  # Behind the first requantisation.
       os.kill(os.getpid(), signal.SIGTERM)
-    return rollout(step, prompts, state)
+    return train_step(step, state)
 
-  trainer._rollout = stop
+  trainer._train_step = stop
   with pytest.raises(StopRequested):
     trainer.train()
   assert whole_run.restored(tmp_path, changes=_FP8_ROLLOUT).step == 1

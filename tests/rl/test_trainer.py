@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 
 from jetrl_jax.rl import aggregation, replay, rollout_store, startup
+from jetrl_jax.rl.experience import Experience
 from jetrl_jax.rl.interrupt import StopRequested
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.trainer import Trainer
+from jetrl_jax.rl.types import TrainState
 from tests import whole_run
 
 
@@ -40,21 +42,25 @@ class _Live:
   """A trainer between steps 4 and 5, its state, and what step 5 learnt from."""
 
   trainer: Trainer
-  state: object
-  exp: object
+  state: TrainState
+  exp: Experience
 
   def learn(self, **algorithm):
     """One update with other algorithm settings; the state stays alive."""
-    parts = self.trainer.parts
-    self.trainer.parts = dataclasses.replace(
+    learner = self.trainer.learner
+    parts = learner.parts
+    learner.parts = dataclasses.replace(
         parts,
         algorithm=dataclasses.replace(parts.algorithm, **algorithm),
         run=dataclasses.replace(parts.run, mini_batch_size=2),
     )
     try:
-      return self.trainer.learn(jax.tree.map(jnp.copy, self.state), self.exp)
+      state, learnt = learner.learn(
+          jax.tree.map(jnp.copy, self.state), self.exp
+      )
     finally:
-      self.trainer.parts = parts
+      learner.parts = parts
+    return state, learnt.infos, learnt.scored
 
 
 @pytest.fixture(scope='module')
@@ -128,8 +134,8 @@ def test_the_start_up_bit_test_sees_equal_bits_and_a_moved_weight(
   def differing() -> float:
     return startup.bit_test(
         trainer.parts,
-        trainer.engine,
-        trainer._score_batch,
+        trainer.collector.engine,
+        trainer.learner.score,
         state,
         trainer.interrupt.check,
     )
@@ -155,8 +161,8 @@ def test_saved_rollouts_replayed_give_the_same_weights(done, live):
         trainer.parts.train_set,
         trainer.parts.algorithm,
     )
-    state, _, scored = trainer.learn(state, exp)
-    assert _same_bits(exp, scored)
+    state, learnt = trainer.learner.learn(state, exp)
+    assert _same_bits(exp, learnt.scored)
   saved = whole_run.digest(whole_run.restored(done, 6).state)
   again = whole_run.digest(
       {
@@ -270,14 +276,14 @@ class _Killed(BaseException):
 
 def _until(trainer: Trainer, step: int, then) -> None:
   """Calls `then` right behind the line of this step."""
-  log = trainer._log
+  log = trainer.folder.log
 
   def stop(at, metrics):
     log(at, metrics)
     if at == step:
       then()
 
-  trainer._log = stop
+  trainer.folder.log = stop
 
 
 def test_the_reference_is_the_start_and_is_there_again_after_a_stop(tmp_path):
@@ -304,11 +310,11 @@ def test_the_reference_is_the_start_and_is_there_again_after_a_stop(tmp_path):
   _until(trainer, 2, lambda: os.kill(os.getpid(), signal.SIGTERM))
   with pytest.raises(StopRequested):
     trainer.train()
-  first = whole_run.digest(trainer.reference)
+  first = whole_run.digest(trainer.learner.reference)
 
   trainer = whole_run.trainer(tmp_path, changes)
   trainer.train()
-  assert whole_run.digest(trainer.reference) == first
+  assert whole_run.digest(trainer.learner.reference) == first
   kl = [r.get('actor/kl_loss') for r in whole_run.records(tmp_path)]
   # On-policy and before any update the policy is the reference to the bit.
   assert kl[:2] == [None, 0.0] and kl[2] > 0 and kl[3] > 0

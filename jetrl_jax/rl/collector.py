@@ -1,0 +1,149 @@
+"""Prompts drawn, answered by the policy and scored: what a step learns from.
+
+The held-out prompts of an evaluation are answered by the same engine, with the
+same arrays.
+"""
+
+import numpy as np
+
+from jetrl_jax import rng
+from jetrl_jax.data import Prompt, PromptSampler
+from jetrl_jax.rewards import RewardPool
+from jetrl_jax.rl import (
+    dynamic_sampling,
+    evaluation,
+    experience,
+    mixed_flow,
+    synthetic,
+)
+from jetrl_jax.rl.dynamic_sampling import Filled
+from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.experience import Experience
+from jetrl_jax.rl.parts import Parts
+from jetrl_jax.rl.rollout import StopCheck, rollout
+from jetrl_jax.rl.step_metrics import Timer
+from jetrl_jax.rl.types import Completion, TrainState
+
+
+class Collector:
+  """Samples with one engine and scores with one pool of workers.
+
+  Args:
+    parts: what the run is made of.
+    engine: samples; its policy is that of `parts`.
+    sampler: draws the prompts; its position moves.
+    pool: scores; None with an environment.
+    should_stop: called at the rollouts' host visits; raises to give up.
+    timer: gets the phases' seconds.
+  """
+
+  def __init__(
+      self,
+      parts: Parts,
+      engine: Engine,
+      sampler: PromptSampler,
+      pool: RewardPool | None,
+      should_stop: StopCheck,
+      timer: Timer,
+  ):
+    self.engine = engine
+    self._parts = parts
+    self._sampler = sampler
+    self._pool = pool
+    self._should_stop = should_stop
+    self._timer = timer
+
+  def collect(self, step: int, state: TrainState) -> Filled:
+    """Samples and scores the step's prompts, once or until they teach.
+
+    Raises:
+      NotEnoughGroupsError: see `dynamic_sampling.fill`.
+    """
+    parts, size = self._parts, self._parts.run.train_batch_size
+    met: set[int] = set()
+
+    def generate() -> Experience | None:
+      left = len(parts.train_set) - len(met)
+      if not left:
+        return None
+      indices = self._sampler.next_batch(min(size, left), exclude=met)
+      met.update(indices)
+      prompts = [parts.train_set[i] for i in indices]
+      with self._timer('gen'):
+        completions = self.rollout(step, prompts, state)
+      return self.score(step, prompts, completions)
+
+    return dynamic_sampling.fill(generate, groups=size, config=parts.algorithm)
+
+  def rollout(
+      self, step: int, prompts: list[Prompt], state: TrainState
+  ) -> list[Completion]:
+    """Returns num_generations answers to each prompt, prompt by prompt."""
+    run = self._parts.run
+    limits = None
+    if run.synthetic:
+      limits = synthetic.response_limits(
+          run.seed,
+          step,
+          prompts,
+          run.num_generations,
+          self._parts.engine.max_response_length,
+      )
+    return rollout(
+        self.engine,
+        mixed_flow.rollout_params(state),
+        prompts,
+        num_generations=run.num_generations,
+        temperature=run.temperature,
+        base_key=rng.key(run.seed, rng.ROLLOUT, step),
+        weight_version=int(state.opt_step),
+        limits=limits,
+        should_stop=self._should_stop,
+        environment=self._parts.environment,
+    )
+
+  def score(
+      self, step: int, prompts: list[Prompt], completions: list[Completion]
+  ) -> Experience:
+    """Returns the answers with their scores and advantages."""
+    run, errors = self._parts.run, {}
+    with self._timer('reward'):
+      if run.synthetic:
+        values = synthetic.scores(run.seed, step, prompts, run.num_generations)
+        accuracy = np.zeros_like(values)
+      else:
+        results = experience.score_completions(
+            prompts, completions, self._pool, self._parts.tokenizer
+        )
+        values = np.asarray([r.score for r in results])
+        accuracy = np.asarray([r.accuracy for r in results])
+        for result in results:
+          if result.error:
+            errors[result.error] = errors.get(result.error, 0) + 1
+    with self._timer('adv'):
+      return experience.from_scores(
+          prompts, completions, values, accuracy, errors, self._parts.algorithm
+      )
+
+  def evaluate(self, state: TrainState) -> tuple[dict[str, float], list[dict]]:
+    """Returns held-out metrics and the answers; both empty without a val_set.
+
+    Nothing is learnt and no scale moves.
+    """
+    run, parts = self._parts.run, self._parts
+    if parts.val_set is None:
+      return {}, []
+    with self._timer('testing'):
+      return evaluation.evaluate(
+          self.engine,
+          mixed_flow.rollout_params(state),
+          list(parts.val_set),
+          self._pool,
+          parts.tokenizer,
+          num_generations=run.val_num_generations,
+          temperature=run.val_temperature,
+          # The same noise at every step: curves then differ by the policy.
+          base_key=rng.key(run.seed, rng.EVALUATION, 0),
+          should_stop=self._should_stop,
+          environment=parts.environment,
+      )

@@ -1,0 +1,137 @@
+"""The workdir of a run that is going on: all that the loop writes.
+
+config.json          the resolved config
+metrics.jsonl        one line per step (and TensorBoard's files)
+checkpoints/<step>/  states, see `checkpoint.py`
+rollouts/<step>.npz  what a step learnt from, to the bit
+samples/<step>.jsonl held-out answers
+export/              the trained policy as a Hugging Face checkpoint
+"""
+
+import json
+import pathlib
+import shutil
+from typing import Any
+
+from absl import logging
+
+from jetrl_jax import checkpoint, models
+from jetrl_jax.metrics import MetricWriter
+from jetrl_jax.metrics_wandb import WandbConfig
+from jetrl_jax.models import invariant_scaling
+from jetrl_jax.rl import rollout_store
+from jetrl_jax.rl import state as states
+from jetrl_jax.rl.console import Console
+from jetrl_jax.rl.experience import Experience
+from jetrl_jax.rl.parts import Parts
+from jetrl_jax.rl.settings import RunConfig
+from jetrl_jax.rl.train_step import merge
+from jetrl_jax.rl.types import TrainState
+
+
+class RunFolder:
+  """Opens the workdir for one run; close it.
+
+  Args:
+    path: the workdir, which exists.
+    run: retention, and the number of steps.
+    wandb: where the scalars go besides; None for nowhere.
+  """
+
+  def __init__(
+      self, path: pathlib.Path, run: RunConfig, wandb: WandbConfig | None
+  ):
+    self.path = path
+    self.checkpoints = checkpoint.CheckpointManager(
+        path / 'checkpoints',
+        keep_latest=run.keep_latest,
+        keep_best=run.keep_best,
+    )
+    self._writer = MetricWriter(path, tensorboard=True, wandb=wandb)
+    self._console = Console(run.total_training_steps)
+    # The step whose state is the newest checkpoint.
+    self.saved_step: int | None = None
+
+  def write_config(self, text: str) -> None:
+    """Keeps the resolved config."""
+    (self.path / 'config.json').write_text(text)
+
+  def drop_lines_after(self, step: int) -> None:
+    """Forgets the lines of later steps, which will be written again."""
+    self._writer.truncate_after(step)
+
+  def log(self, step: int, metrics: dict[str, Any]) -> None:
+    """Writes the step's line, to the file and to the console.
+
+    Raises:
+      RuntimeError: a checkpoint could not be saved in the background.
+    """
+    self.checkpoints.check()
+    self._writer.write(step, {'training/global_step': step} | metrics)
+    self._console.step(step, metrics)
+
+  def save(
+      self,
+      step: int,
+      state: TrainState,
+      host_state: dict[str, Any],
+      *,
+      metric: float | None,
+  ) -> None:
+    """Saves a step, unless it is saved already."""
+    if step == self.saved_step:
+      return
+    self.saved_step = step
+    self.checkpoints.save(
+        step, states.without_weights(state), host_state, metric=metric
+    )
+
+  def save_rollouts(self, step: int, exp: Experience) -> None:
+    """Writes what a step learns from."""
+    folder = self.path / 'rollouts'
+    folder.mkdir(exist_ok=True)
+    rollout_store.save_rollouts(
+        folder / f'{step:06d}.npz',
+        exp.completions,
+        {
+            'score': exp.scores_PG.reshape(-1),
+            'accuracy': exp.accuracy_PG.reshape(-1),
+            'advantage': exp.advantages_PG.reshape(-1),
+        },
+    )
+
+  def save_samples(self, step: int, samples: list[dict]) -> None:
+    """Writes held-out answers as JSON lines, replacing an older file."""
+    folder = self.path / 'samples'
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
+    (folder / f'{step:06d}.jsonl').write_text('\n'.join(lines) + '\n')
+
+  def export(
+      self, parts: Parts, state: TrainState, source: pathlib.Path
+  ) -> None:
+    """Writes the trained policy as a Hugging Face checkpoint.
+
+    Args:
+      parts: what the run is made of.
+      state: its masters are written, the invariant scaling undone.
+      source: the checkpoint whose config and tokenizer files it carries on.
+    """
+    folder = self.path / 'export'
+    # That of a run with fewer steps, which this one has gone on from.
+    shutil.rmtree(folder, ignore_errors=True)
+    models.save_checkpoint(
+        folder,
+        invariant_scaling.unfold(
+            merge(state.trainable, state.frozen), parts.invariant_scale
+        ),
+        parts.policy.model,
+        source_folder=source,
+    )
+    logging.info('Exported the policy to %s', folder)
+
+  def close(self) -> None:
+    """Waits for the checkpoint, and lets go of the files."""
+    self._console.close()
+    self.checkpoints.close()
+    self._writer.close()
