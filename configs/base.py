@@ -44,7 +44,9 @@ def get_config() -> ml_collections.ConfigDict:
   config.precision = ml_collections.ConfigDict()
   # 'fp8_delayed', 'fp8_token', 'fp8_block', 'int8': one 8-bit flow, scales per
   # tensor, per row and channel, per 128 x 128 block, per row and channel;
-  # 'bf16': the same code with another dot.
+  # 'bf16': the same code with another dot. For experiments, rounded to a grid
+  # and multiplied in compute_dtype: 'fake_e4m3', 'fake_e5m2', 'fake_int6',
+  # 'fake_int5', 'fake_int4', 'fake_int3'.
   config.precision.recipe = 'fp8_delayed'
   # Recipe of a rollout that is not training's (a mixed flow, docs/flows.md);
   # '' is the same: one unified flow.

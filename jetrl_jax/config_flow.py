@@ -7,6 +7,8 @@ workdir says what was run. A setting that contradicts its flow is refused.
 
 from typing import Any, TypeAlias
 
+from jetrl_jax.fp8.recipes import RECIPES
+
 # A ConfigDict: its entries have no static types.
 Config: TypeAlias = Any
 
@@ -30,7 +32,7 @@ FLOWS: dict[str, dict[str, Any]] = {
     'qurl': _mixed('int8', 'acr') | {'precision.invariant_scale': 1.5},
 }
 # What a mixed flow may sample in, instead of what is named above.
-_ROLLOUT_RECIPES = ('fp8_delayed', 'fp8_token', 'fp8_block', 'int8')
+_ROLLOUT_RECIPES = tuple(name for name in RECIPES if name != 'bf16')
 # The values in configs/base.py: these say nothing of what a user wants.
 UNSET = {
     'precision.recipe': 'fp8_delayed',

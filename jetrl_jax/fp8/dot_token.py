@@ -138,7 +138,7 @@ def backward(
   return dx_MI, dw_OI
 
 
-def backward_int8(
+def backward_dequantized(
     dy_MO: Array, x8: QTensor, weight: QTensor, x_dtype
 ) -> tuple[Array, Array]:
   """DGrad and WGrad in dY's dtype, from the dequantised operands."""

@@ -1,4 +1,7 @@
-"""The 8-bit formats and their limits."""
+"""The 8-bit formats and their limits; coarser grids within them."""
+
+import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -13,6 +16,30 @@ _MAX = {
     jnp.dtype(E4M3): 448.0,
     jnp.dtype(E5M2): 57344.0,
     jnp.dtype(INT8): 127.0,
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+  """The values that a format has, times a scale.
+
+  Attributes:
+    dtype: an 8-bit type that holds them.
+    limit: the largest one.
+  """
+
+  dtype: Any
+  limit: float
+
+
+# INT-b has 2^b - 1 values, symmetric around 0.
+FAKE = {
+    'e4m3': Grid(dtype=E4M3, limit=_MAX[jnp.dtype(E4M3)]),
+    'e5m2': Grid(dtype=E5M2, limit=_MAX[jnp.dtype(E5M2)]),
+    'int6': Grid(dtype=INT8, limit=31.0),
+    'int5': Grid(dtype=INT8, limit=15.0),
+    'int4': Grid(dtype=INT8, limit=7.0),
+    'int3': Grid(dtype=INT8, limit=3.0),
 }
 
 

@@ -5,8 +5,8 @@
     WGrad  dW_OI = dY_MO^T X_MI, written in float32
 
 How each is computed is the recipe's: `dot_tensor.py` (fp8_delayed),
-`dot_token.py` (fp8_token, int8), `dot_block.py` (fp8_block), or one dot in the
-compute dtype.
+`dot_token.py` (fp8_token, int8), `dot_block.py` (fp8_block), `dot_fake.py`
+(fake_*), or one dot in the compute dtype.
 
 The 8-bit weight enters as an argument without a derivative; the derivative goes
 to the master, whose values the forward never reads, so dW never has an 8-bit
@@ -22,10 +22,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.fp8 import dot_block, dot_tensor, dot_token, health
+from jetrl_jax.fp8 import dot_block, dot_fake, dot_tensor, dot_token, health
 from jetrl_jax.fp8.products import NT, high_backward
 from jetrl_jax.fp8.quantization import QTensor, dequantize
-from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.fp8.recipes import FAKE_RECIPES, Recipe
 from jetrl_jax.typing import Array, PyTree
 
 
@@ -37,6 +37,8 @@ def _quantize_input(recipe: Recipe, x_MI: Array, slot: PyTree) -> QTensor:
       return dot_token.quantize_input(recipe, x_MI)
     case 'fp8_block':
       return dot_block.quantize_input(recipe, x_MI)
+    case name if name in FAKE_RECIPES:
+      return dot_fake.quantize_rows(recipe, x_MI)
   raise AssertionError(recipe.name)
 
 
@@ -58,6 +60,8 @@ def _forward(recipe, out_dtype, x_MI, weight, slot) -> tuple[Array, QTensor]:
       y_MO = dot_token.forward_int8(x8, weight, out_dtype)
     case 'fp8_block':
       y_MO = dot_block.forward(recipe, x8, weight, out_dtype)
+    case name if name in FAKE_RECIPES:
+      y_MO = dot_fake.forward(recipe, x8, weight, out_dtype)
     case name:
       raise AssertionError(name)
   return y_MO, x8
@@ -73,10 +77,10 @@ def _quantize_grad(recipe: Recipe, dy_MO, weight, slot):
       return dy_MO, dot_tensor.quantize_grad(recipe, dy_MO, slot)
     case 'fp8_token':
       return dot_token.fold_for_dgrad(recipe, dy_MO, weight)
-    case 'int8':
-      return None
     case 'fp8_block':
       return dy_MO, dot_block.quantize_grad(recipe, dy_MO)
+    case name if name == 'int8' or name in FAKE_RECIPES:
+      return None
   raise AssertionError(recipe.name)
 
 
@@ -86,10 +90,10 @@ def _backward(recipe, dy_MO, dy8, x8, weight, x_dtype) -> tuple[Array, Array]:
       return dot_tensor.backward(recipe, dy8, x8, weight, x_dtype)
     case 'fp8_token':
       return dot_token.backward(recipe, dy_MO, dy8, x8, weight, x_dtype)
-    case 'int8':
-      return dot_token.backward_int8(dy_MO, x8, weight, x_dtype)
     case 'fp8_block':
       return dot_block.backward(recipe, dy_MO, dy8, x8, weight, x_dtype)
+    case name if name == 'int8' or name in FAKE_RECIPES:
+      return dot_token.backward_dequantized(dy_MO, x8, weight, x_dtype)
   raise AssertionError(recipe.name)
 
 

@@ -44,11 +44,16 @@ def is_recordable(amax: Array) -> Array:
 
 
 def scale_from_amax(
-    amax: Array, dtype, *, margin: int, power_of_two: bool
+    amax: Array,
+    dtype,
+    *,
+    margin: int,
+    power_of_two: bool,
+    limit: float | None = None,
 ) -> Array:
   """Returns the scale that maps `amax` to the format's maximum.
 
-      scale = 2^margin * amax / format_max,  rounded up to a power of two
+      scale = 2^margin * amax / limit,  rounded up to a power of two
 
   Rounding up keeps `amax` itself from saturating. Powers of two make the
   multiplication by a scale exact, so that it commutes with every rounding.
@@ -58,12 +63,13 @@ def scale_from_amax(
     dtype: the 8-bit format.
     margin: head-room in bits.
     power_of_two: round up to a power of two.
+    limit: largest value of a grid within the format; None is the format's.
 
   Returns:
     float32 scales in [2^-100, 2^100], same shape.
   """
   amax = amax.astype(jnp.float32)
-  factor = jnp.float32(2.0**margin / formats.format_max(dtype))
+  factor = jnp.float32(2.0**margin / (limit or formats.format_max(dtype)))
   scale = jnp.clip(
       jnp.where(is_recordable(amax), amax, 1.0) * factor, _MIN_SCALE, _MAX_SCALE
   )
@@ -98,6 +104,7 @@ def quantize_groups(
     *,
     margin: int,
     power_of_two: bool,
+    limit: float | None = None,
 ) -> QTensor:
   """Quantises a matrix with one scale per group, from the group's own amax.
 
@@ -111,6 +118,7 @@ def quantize_groups(
     group: rows and columns of a group; they divide the matrix.
     margin: head-room in bits.
     power_of_two: round scales up to powers of two.
+    limit: largest value of a grid within the format; None is the format's.
 
   Returns:
     values [M, I] and scale [M / rows, I / columns].
@@ -128,7 +136,9 @@ def quantize_groups(
   amax = jnp.max(
       jnp.abs(grouped.astype(jnp.float32)), axis=within, keepdims=True
   )
-  scale = scale_from_amax(amax, dtype, margin=margin, power_of_two=power_of_two)
+  scale = scale_from_amax(
+      amax, dtype, margin=margin, power_of_two=power_of_two, limit=limit
+  )
   if jnp.issubdtype(dtype, jnp.integer):
     # An integer cannot say NaN, and a loss that hides one would be applied.
     scale = jnp.where(jnp.isnan(amax), jnp.float32(jnp.nan), scale)

@@ -8,6 +8,7 @@ gate_up, down) compute:
     fp8_token     per row           per channel    dynamic   FP8
     fp8_block     1 x 128 along K   128 x 128      dynamic   FP8
     int8          per row           per channel    dynamic   compute dtype
+    fake_*        per row           per channel    dynamic   compute dtype
     bf16          not quantised
 
 A dynamic scale comes from the very values that it scales, so there is nothing
@@ -24,7 +25,10 @@ import jax.numpy as jnp
 
 from jetrl_jax.fp8 import formats
 
-RECIPES = ('fp8_delayed', 'fp8_token', 'fp8_block', 'int8', 'bf16')
+# Fewer bits than tensor cores have, multiplied in the compute dtype.
+FAKE_RECIPES = tuple(f'fake_{name}' for name in formats.FAKE)
+RECIPES = ('fp8_delayed', 'fp8_token', 'fp8_block', 'int8', *FAKE_RECIPES)
+RECIPES += ('bf16',)
 ALWAYS_HIGH_PRECISION = ('lm_head', 'embed')
 # Side of the blocks of `fp8_block`, and length of its groups.
 BLOCK = 128

@@ -4,9 +4,9 @@ The one place that decides how a kernel is quantised. Training weights and the
 rollout's are made here, of whatever recipe each side has.
 """
 
-from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8 import dot_fake, formats
 from jetrl_jax.fp8.quantization import QTensor, quantize, quantize_groups
-from jetrl_jax.fp8.recipes import BLOCK, Recipe
+from jetrl_jax.fp8.recipes import BLOCK, FAKE_RECIPES, Recipe
 from jetrl_jax.typing import Array, PyTree
 
 
@@ -39,6 +39,8 @@ def quantize_kernel(kernel_OI: Array, slot: PyTree, recipe: Recipe) -> QTensor:
       return by_groups(formats.INT8, 1, kernel_OI.shape[1])
     case 'fp8_block':
       return by_groups(formats.E4M3, BLOCK, BLOCK)
+    case name if name in FAKE_RECIPES:
+      return dot_fake.quantize_rows(recipe, kernel_OI)
   raise AssertionError(recipe.name)
 
 

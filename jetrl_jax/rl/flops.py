@@ -12,6 +12,7 @@ import jax
 
 from jetrl_jax.data import Prompt
 from jetrl_jax.fp8 import Recipe
+from jetrl_jax.fp8.recipes import FAKE_RECIPES
 from jetrl_jax.models.types import ModelConfig
 from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.step_metrics import Timer
@@ -63,6 +64,8 @@ def precisions(recipe: Recipe) -> tuple[str, str]:
       return recipe.compute_dtype, recipe.compute_dtype
     case 'int8':
       return 'int8', recipe.compute_dtype
+    case name if name in FAKE_RECIPES:
+      return recipe.compute_dtype, recipe.compute_dtype
     case _:
       return 'float8', 'float8'
 

@@ -64,9 +64,10 @@ ONLY_DOWN: dict[str, Any] = dict(
     high_precision_layers=('layers_0/.*', '.*/attn/.*', '.*/gate_up')
 )
 TOKEN, INT8 = Recipe(name='fp8_token'), Recipe(name='int8')
+INT4 = Recipe(name='fake_int4')
 
 
-@pytest.mark.parametrize('recipe', [TOKEN, INT8], ids=lambda r: r.name)
+@pytest.mark.parametrize('recipe', [TOKEN, INT8, INT4], ids=lambda r: r.name)
 def test_dynamic_recipes_are_one_flow_and_named_by_their_granularity(recipe):
   decode = decode_graph('llama', recipe)
   flow.require_subgraph(decode, train_graph('llama', recipe))
@@ -90,6 +91,14 @@ def test_dynamic_recipes_are_one_flow_and_named_by_their_granularity(recipe):
               'convert_element_type (f32) -> i8',
               'dot_general (i8, i8) -> i32',
               'convert_element_type (i32) -> f32',
+              'mul (f32, f32) -> f32, per channel',
+          },
+          'fake_int4': {
+              'round (f32) -> f32',
+              'convert_element_type (f32) -> i8',
+              'convert_element_type (i8) -> bf16',
+              'dot_general (bf16, bf16) -> f32',
+              'mul (f32, f32) -> f32, per row',
               'mul (f32, f32) -> f32, per channel',
           },
       }[recipe.name]

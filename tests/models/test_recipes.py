@@ -14,7 +14,7 @@ from tests.models import build
 
 TEMPERATURE = jnp.float32(build.TEMPERATURE)
 SLOTS, LENGTH = 16, 48
-NAMES = ('fp8_token', 'fp8_block', 'int8')
+NAMES = ('fp8_token', 'fp8_block', 'int8', 'fake_int4')
 
 
 @functools.cache
