@@ -17,8 +17,9 @@ def get_config() -> ml_collections.ConfigDict:
   # nothing and has the same bits. Several runs may share one. '' is off.
   config.compile_cache_dir = ''
   # A published flow by name, which sets the precision of both sides and the
-  # correction: 'jetrl', 'bf16', 'fp8_rollout', 'flashrl' or 'qurl'
-  # (docs/flows.md); '' leaves them to the settings below.
+  # correction: 'jetrl', 'bf16', 'fp8_rollout', 'flashrl', 'qurl',
+  # 'jetrl_inexact' or 'bf16_inexact' (docs/flows.md); '' leaves them to the
+  # settings below.
   config.flow = ''
 
   config.model = ml_collections.ConfigDict()
@@ -51,6 +52,10 @@ def get_config() -> ml_collections.ConfigDict:
   # Recipe of a rollout that is not training's (a mixed flow, docs/flows.md);
   # '' is the same: one unified flow.
   config.precision.rollout_recipe = ''
+  # Compile with the options that equality to the bit rests on. False leaves
+  # them to XLA (skipped roundings, kernels chosen by timing), as other systems
+  # do, and claims nothing; for comparisons.
+  config.precision.exact = True
   config.precision.compute_dtype = 'bfloat16'
   # Output gradients in the backward dots: 'e4m3' or 'e5m2'.
   config.precision.grad_format = 'e4m3'

@@ -3,6 +3,10 @@
 The building blocks are plain functions; `exact_jit` is applied at the outermost
 boundary only (a jit with compiler options raises inside another jit or grad).
 Notebooks use it too, so they get the trainer's numbers, whatever XLA_FLAGS say.
+
+A run that is to live with the mismatch of other systems
+(`precision.exact=False`) compiles with `inexact_jit` instead, and nothing else
+about it differs. Which of the two, `Policy.jit` knows.
 """
 
 import os
@@ -11,37 +15,52 @@ import pathlib
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
+# Said wherever a run that is compiled with `inexact_jit` says what it is.
+NOT_CLAIMED = 'exactness is not claimed (precision.exact=False)'
+# What numbers would be wrong without, and not only other bits.
+_ALWAYS: dict[str, dict] = {
+    'cpu': {
+        # Only single dots may go to YNN: its rows do not depend on the number
+        # of rows, while Eigen splits the contraction by it. Its larger fusions
+        # compute exp(x - max) with other bits at small shapes, and in jax
+        # 0.10.2 and 0.11.2 return garbage for (max, subtract, exp, dot with a
+        # constant) in one fusion.
+        'xla_cpu_experimental_ynn_fusion_type': (
+            'LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT'
+        ),
+    },
+    'gpu': {},
+}
 # Why each: see docs/numerics.md.
-_EVERYWHERE = {
-    # A fusion may otherwise skip a bfloat16 rounding, differently in two
-    # graphs.
-    'xla_allow_excess_precision': False,
-}
-_CPU = {
-    # Only single dots may go to YNN: its rows do not depend on the number of
-    # rows, while Eigen splits the contraction by it. Its larger fusions compute
-    # exp(x - max) with other bits at small shapes, and in jax 0.10.2 and 0.11.2
-    # return garbage for (max, subtract, exp, dot with a constant) in one
-    # fusion.
-    'xla_cpu_experimental_ynn_fusion_type': (
-        'LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT'
-    ),
-}
-_GPU = {
-    # Triton GEMMs are chosen, and tiled, by timing: other bits per shape.
-    'xla_gpu_enable_triton_gemm': False,
-    # cuBLASLt's first heuristic instead of the fastest by timing: the latter
-    # picks split-K for small row counts only.
-    'xla_gpu_autotune_level': 0,
-    # Scatter-adds (the embedding's gradient) in a fixed order.
-    'xla_gpu_deterministic_ops': True,
+_EXACT: dict[str, dict] = {
+    'cpu': {
+        # A fusion may otherwise skip a bfloat16 rounding, differently in two
+        # graphs.
+        'xla_allow_excess_precision': False,
+    },
+    'gpu': {
+        'xla_allow_excess_precision': False,
+        # Triton GEMMs are chosen, and tiled, by timing: other bits per shape.
+        'xla_gpu_enable_triton_gemm': False,
+        # cuBLASLt's first heuristic instead of the fastest by timing: the
+        # latter picks split-K for small row counts only.
+        'xla_gpu_autotune_level': 0,
+        # Scatter-adds (the embedding's gradient) in a fixed order.
+        'xla_gpu_deterministic_ops': True,
+    },
 }
 
 
-def compiler_options(backend: str | None = None) -> dict:
-  """Returns the options for a backend, by default the one in use."""
+def compiler_options(backend: str | None = None, *, exact: bool = True) -> dict:
+  """Returns the options for a backend, by default the one in use.
+
+  Args:
+    backend: 'cpu', 'gpu' or 'cuda'.
+    exact: False leaves to XLA (and to XLA_FLAGS) what only decides about bits.
+  """
   backend = backend or jax.default_backend()
-  return _EVERYWHERE | {'cpu': _CPU, 'gpu': _GPU, 'cuda': _GPU}[backend]
+  kind = 'gpu' if backend == 'cuda' else backend
+  return _ALWAYS[kind] | (_EXACT[kind] if exact else {})
 
 
 def exact_jit(
@@ -63,6 +82,23 @@ def exact_jit(
       static_argnums=static_argnums,
       **({} if out_shardings is None else {'out_shardings': out_shardings}),
       compiler_options=compiler_options(),
+  )
+
+
+def inexact_jit(
+    function, *, donate_argnums=(), static_argnums=(), out_shardings=None
+):
+  """`exact_jit` with XLA's own choices where these only decide about bits.
+
+  Fusions may skip roundings, kernels are chosen and tiled by timing, Triton
+  GEMMs and operations that do not repeat are allowed.
+  """
+  return jax.jit(
+      function,
+      donate_argnums=donate_argnums,
+      static_argnums=static_argnums,
+      **({} if out_shardings is None else {'out_shardings': out_shardings}),
+      compiler_options=compiler_options(exact=False),
   )
 
 

@@ -167,6 +167,7 @@ def build_policy(
   mesh = sharding.make_mesh(**config.mesh)
   precision = dict(config.precision)
   kv_cache_dtype = precision.pop('kv_cache_dtype')
+  exact = precision.pop('exact')
   invariant_scaling.check(precision.pop('invariant_scale'))
   del precision['rollout_recipe']  # See `rollout_policy`.
   recipe = fp8.Recipe(
@@ -182,6 +183,7 @@ def build_policy(
       logit_chunk_rows=config.model.logit_chunk_rows,
       remat=config.model.remat,
       kv_cache_dtype=kv_cache_dtype,
+      exact=exact,
   )
   return policy, mesh, folder
 

@@ -23,10 +23,19 @@ def _mixed(rollout_recipe: str, rollout_is: str) -> dict[str, Any]:
   }
 
 
+# Compiled as XLA likes it. pi_old is then training's own, as others have it:
+# the rollout's would hide the mismatch in the ratio.
+_INEXACT: dict[str, Any] = {
+    'precision.exact': False,
+    'algorithm.old_logprobs': 'recompute',
+}
 # What each flow is, and its source: docs/flows.md.
 FLOWS: dict[str, dict[str, Any]] = {
     'jetrl': {'precision.rollout_recipe': ''},
     'bf16': {'precision.recipe': 'bf16', 'precision.rollout_recipe': ''},
+    'jetrl_inexact': {'precision.rollout_recipe': ''} | _INEXACT,
+    'bf16_inexact': {'precision.recipe': 'bf16', 'precision.rollout_recipe': ''}
+    | _INEXACT,
     'fp8_rollout': _mixed('fp8_token', 'none'),
     'flashrl': _mixed('int8', 'token'),
     'qurl': _mixed('int8', 'acr') | {'precision.invariant_scale': 1.5},
@@ -38,6 +47,7 @@ UNSET = {
     'precision.recipe': 'fp8_delayed',
     'precision.rollout_recipe': '',
     'precision.invariant_scale': 1.0,
+    'precision.exact': True,
     'algorithm.old_logprobs': 'rollout',
     'algorithm.rollout_is': 'none',
 }

@@ -19,6 +19,7 @@ from jetrl_jax import (
     dry_run_memory,
     dry_run_precision,
 )
+from jetrl_jax.compilation import NOT_CLAIMED
 from jetrl_jax.dry_run_estimate import DEVICES, size
 from jetrl_jax.dry_run_memory import Phase, Shapes
 from jetrl_jax.dry_run_precision import Row
@@ -71,6 +72,8 @@ def _inputs(parts: Parts, workdir: pathlib.Path) -> list[str]:
       f' {policy.model.num_layers} layers; {policy.recipe.name}'
       + (f', rollout {rollout.recipe.name}' if parts.is_mixed else '')
   )
+  if not policy.exact:
+    print(f'compiled    as XLA likes it; {NOT_CLAIMED}')
   folder = parts.export_source
   names = safetensors_index.SINGLE_FILE, safetensors_index.INDEX_FILE
   if folder is not None and any((folder / name).exists() for name in names):

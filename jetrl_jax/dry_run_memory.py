@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import fp8, sharding
-from jetrl_jax.compilation import exact_jit
 from jetrl_jax.rl import decode_step, mixed_flow, startup
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.objective import policy_loss
@@ -235,7 +234,7 @@ def _lowered(parts: Parts, found: Shapes):
   prefill = sharding.per_device(policy.prefill, mesh, (specs, rows, rows), rows)
   yield (
       'prefill',
-      exact_jit(prefill).lower(
+      policy.jit(prefill).lower(
           params,
           _shape(jnp.int32, count, bucket, sharding=by_rows),
           _shape(jnp.int32, count, sharding=by_rows),
@@ -250,7 +249,7 @@ def _lowered(parts: Parts, found: Shapes):
   key = jax.eval_shape(lambda: jax.random.key(0, impl='threefry2x32'))
   yield (
       'decode',
-      exact_jit(decode, donate_argnums=(2,)).lower(params, key, found.slots),
+      policy.jit(decode, donate_argnums=(2,)).lower(params, key, found.slots),
   )
   yield (
       'accumulate',

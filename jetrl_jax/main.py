@@ -58,6 +58,8 @@ def main(argv: list[str]) -> None:
     recipe = parts.policy.recipe.name
     if parts.is_mixed:
       recipe += f' training, {parts.rollout_policy.recipe.name} rollout'
+    if not parts.policy.exact:
+      recipe += f', {compilation.NOT_CLAIMED},'
     print(
         f'{recipe} on {len(devices)} x'
         f' {devices[0].device_kind}: {len(parts.train_set)} prompts'

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from jetrl_jax.compilation import NOT_CLAIMED
 from jetrl_jax.report_data import Run
 from jetrl_jax.report_text import duration, number, steps_text
 
@@ -84,20 +85,24 @@ def _mismatch(run: Run) -> Fact | None:
   values = run.finite(_MISMATCH)
   if not values.size:
     return None
+  claim = ''
+  if run.config.get('precision.exact') is False:
+    claim = f'; {NOT_CLAIMED}'
   if not values.any():
     return Fact(
         label='Mismatch',
         value='0',
         detail='no token of'
         f' {steps_text(len(values))} differed in any bit between rollout and'
-        ' training',
-        tone='good',
+        f' training{claim}',
+        tone='' if claim else 'good',
     )
   return Fact(
       label='Mismatch',
       value=number(float(values.max()), '%'),
       detail='of the tokens of the worst step differ between rollout and'
-      f' training; {int((values > 0).sum())} of {len(values)} steps have some',
+      f' training; {int((values > 0).sum())} of {len(values)} steps have some'
+      f'{claim}',
       tone='bad',
   )
 

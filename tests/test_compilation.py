@@ -120,3 +120,30 @@ def test_the_rows_of_a_float32_dot_do_not_depend_on_their_number(inner):
   whole = np.asarray(run(x, kernel))
   for rows in (16, 112):
     np.testing.assert_array_equal(run(x[:rows], kernel), whole[:rows])
+
+
+def test_an_inexact_function_leaves_bits_to_xla_and_keeps_numbers_right():
+  found = compilation.compiler_options('gpu', exact=False)
+  assert found == {}
+  # YNN's larger fusions do not compute other bits but garbage.
+  found = compilation.compiler_options('cpu', exact=False)
+  assert list(found) == ['xla_cpu_experimental_ynn_fusion_type']
+  z = _logits(GARBAGE_SHAPES[0])
+  np.testing.assert_allclose(
+      compilation.inexact_jit(_partition_function)(z),
+      exact_jit(_partition_function)(z),
+      rtol=GARBAGE_SHAPES[0][1] * 2.0**-24,
+  )
+
+
+def test_an_inexact_function_may_skip_a_bfloat16_rounding():
+  # 1 + 2^-8 ties to 1 in bfloat16, whose steps are 2^-7 there.
+  one = jnp.ones((8,), jnp.bfloat16)
+  small = jnp.full((8,), 2.0**-8, jnp.bfloat16)
+
+  def run(one, small):
+    return (one + small).astype(jnp.float32)
+
+  np.testing.assert_array_equal(exact_jit(run)(one, small), np.ones(8))
+  found = compilation.inexact_jit(run)(one, small)
+  np.testing.assert_array_equal(found, np.full(8, 1 + 2.0**-8))

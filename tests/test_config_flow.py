@@ -20,6 +20,8 @@ def _resolved(flow: str, **changes):
         ('', 'fp8_delayed', '', 'rollout', 'none'),
         ('jetrl', 'fp8_delayed', '', 'rollout', 'none'),
         ('bf16', 'bf16', '', 'rollout', 'none'),
+        ('jetrl_inexact', 'fp8_delayed', '', 'recompute', 'none'),
+        ('bf16_inexact', 'bf16', '', 'recompute', 'none'),
         ('fp8_rollout', 'bf16', 'fp8_token', 'recompute', 'none'),
         ('flashrl', 'bf16', 'int8', 'recompute', 'token'),
         ('qurl', 'bf16', 'int8', 'recompute', 'acr'),
@@ -31,12 +33,15 @@ def test_one_override_is_a_whole_flow(flow, recipe, rollout, old, correction):
   assert config.precision.rollout_recipe == rollout
   assert config.algorithm.old_logprobs == old
   assert config.algorithm.rollout_is == correction
+  assert config.precision.exact == (not flow.endswith('_inexact'))
 
 
 @pytest.mark.parametrize('flow', config_flow.FLOWS)
 def test_every_flow_builds_a_run(flow):
   parts = configs.build(whole_run.config(flow=flow))
-  assert parts.is_mixed == (flow not in ('jetrl', 'bf16'))
+  assert parts.is_mixed == (flow in ('fp8_rollout', 'flashrl', 'qurl'))
+  for policy in (parts.policy, parts.rollout_policy):
+    assert policy.exact == (not flow.endswith('_inexact'))
   # What is kept in the workdir says what was run.
   assert f'"flow": "{flow}"' in parts.config_text
   assert f'"recipe": "{parts.policy.recipe.name}"' in parts.config_text
@@ -44,7 +49,7 @@ def test_every_flow_builds_a_run(flow):
 
 def test_an_unknown_flow_is_answered_with_those_that_there_are():
   with pytest.raises(
-      ValueError, match="flow is 'flashlr'; allowed: jetrl, bf16, fp8_rollout"
+      ValueError, match="flow is 'flashlr'; allowed: jetrl, bf16, jetrl_inexact"
   ):
     _resolved('flashlr')
 

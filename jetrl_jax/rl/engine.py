@@ -16,7 +16,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import rng, sharding
-from jetrl_jax.compilation import exact_jit
 from jetrl_jax.rl import decode_step, engine_api
 from jetrl_jax.rl.decode_step import DecodeState, EngineConfig, Prefix
 from jetrl_jax.rl.pages import PageBook, PagesConfig
@@ -62,7 +61,7 @@ class Engine(engine_api.Engine):
     self._compiled: dict[str, Callable] = {}
 
     def compiled(function):
-      return exact_jit(function, donate_argnums=(0,), out_shardings=self._rows)
+      return policy.jit(function, donate_argnums=(0,), out_shardings=self._rows)
 
     self._insert = compiled(decode_step.insert)
     self._free = compiled(decode_step.free)
@@ -438,7 +437,7 @@ class Engine(engine_api.Engine):
     if name not in self._compiled:
       specs = PolicyParams(*(sharding.tree_specs(t, self.mesh) for t in params))
       whole = () if tail is None else (P(), P())
-      self._compiled[name] = exact_jit(
+      self._compiled[name] = self.policy.jit(
           sharding.per_device(
               functools.partial(function, *bound),
               self.mesh,

@@ -23,7 +23,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import fp8, sharding
-from jetrl_jax.compilation import exact_jit
 from jetrl_jax.fp8 import slots
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.policy import Policy, PolicyParams
@@ -97,7 +96,7 @@ class Requantizer:
     specs = sharding.tree_specs(side, mesh)
 
     def compiled(function, in_specs, out_specs, **options):
-      return exact_jit(
+      return policy.jit(
           sharding.per_device(function, mesh, in_specs, out_specs),
           out_shardings=sharding.named(out_specs, mesh),
           **options,

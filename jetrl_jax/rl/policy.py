@@ -1,7 +1,7 @@
 """The policy: one decoder and one recipe, as pure functions.
 
-Rollout and training both call these; nothing here is compiled (see
-`compilation.exact_jit`) and nothing here knows whether it runs on one device
+Rollout and training both call these; they are plain functions, which `jit`
+compiles at the outermost boundary, and none knows whether it runs on one device
 or inside `shard_map` on a part of the rows.
 """
 
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jetrl_jax.compilation import exact_jit, inexact_jit
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.models.attention import DecodeAttention, PackedAttention
 from jetrl_jax.models.decoder import Decoder, variables
@@ -46,6 +47,8 @@ class Policy:
     remat: recompute each block in the backward pass.
     kv_cache_dtype: what keys and values are rounded to, in training too:
       'compute' (the recipe's dtype) or 'float8_e4m3fn'.
+    exact: compile with the options that equality to the bit rests on; False
+      leaves them to XLA, and no equality is claimed.
   """
 
   model: ModelConfig
@@ -55,6 +58,7 @@ class Policy:
   logit_chunk_rows: int = 1024
   remat: bool = True
   kv_cache_dtype: str = 'compute'
+  exact: bool = True
 
   def __post_init__(self):
     if self.kv_cache_dtype not in ('compute', 'float8_e4m3fn'):
@@ -78,6 +82,11 @@ class Policy:
     if self.kv_cache_dtype == 'compute':
       return jnp.dtype(self.recipe.dtype).name
     return self.kv_cache_dtype
+
+  def jit(self, function, **options):
+    """Compiles what takes part in the flow; `options` as for `exact_jit`."""
+    compiled = exact_jit if self.exact else inexact_jit
+    return compiled(function, **options)
 
   def _apply(self, tree: PyTree, *args, **kwargs) -> Any:
     # Flax's own return type counts collections that change; none does here.

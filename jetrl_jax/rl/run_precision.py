@@ -15,7 +15,6 @@ import jax
 from absl import logging
 
 from jetrl_jax import checkpoint
-from jetrl_jax.compilation import exact_jit
 from jetrl_jax.fp8 import adaptive, health, slots
 from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.train_step import merge
@@ -121,7 +120,7 @@ def settle(
   recipe, chosen = policy.recipe, {}
   if recipe.needs_calibration and recipe.min_sqnr_db:
     # Whole arrays, outside of shard_map: no collectives.
-    fp8_state = exact_jit(
+    fp8_state = policy.jit(
         lambda s, p, w: slots.measure_kernels(s, p, w, Axes())
     )(state.fp8_state, merge(state.trainable, state.frozen), state.weights)
     summary = health.summarize(

@@ -15,6 +15,7 @@ import numpy as np
 from absl import logging
 
 from jetrl_jax import checkpoint, rng
+from jetrl_jax.compilation import NOT_CLAIMED
 from jetrl_jax.data import Prompt
 from jetrl_jax.models import norm
 from jetrl_jax.rl import (
@@ -229,6 +230,8 @@ def check(
   Raises:
     ValueError: see `flow_check.check_flow`.
   """
+  if not parts.policy.exact:
+    logging.warning('This run compiles as XLA likes it: %s', NOT_CLAIMED)
   if parts.is_mixed:
     flow_check.report_mixed_flow(
         parts.policy, parts.rollout_policy, loss, parts.engine, state

@@ -14,7 +14,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import checkpoint, fp8, sharding
-from jetrl_jax.compilation import exact_jit
 from jetrl_jax.fp8 import Recipe, slots
 from jetrl_jax.rl import packing
 from jetrl_jax.rl.objective import supervised_loss
@@ -126,7 +125,7 @@ def with_weights(
       state.fp8_state,
   )
   out_specs = (specs[2], sharding.tree_specs(shapes, mesh))
-  run = exact_jit(
+  run = policy.jit(
       sharding.per_device(make, mesh, tuple(specs), out_specs),
       out_shardings=sharding.named(out_specs, mesh),
   )
@@ -260,7 +259,7 @@ class Calibration:
         mesh,
         state,
     )
-    self._take_effect = exact_jit(self._observe_and_roll)
+    self._take_effect = policy.jit(self._observe_and_roll)
 
   def fill(
       self, state: TrainState, batches: list[TrainBatch], temperature: float

@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import fp8, sharding
-from jetrl_jax.compilation import exact_jit
 from jetrl_jax.fp8 import QTensor, slots
 from jetrl_jax.metrics import Mean
 from jetrl_jax.rl.policy import Policy, PolicyParams
@@ -242,7 +241,7 @@ class TrainStep:
     rows = sharding.ROWS
 
     def compiled(function, in_specs, out_specs, **options):
-      return exact_jit(
+      return policy.jit(
           sharding.per_device(function, mesh, in_specs, out_specs),
           out_shardings=sharding.named(out_specs, mesh),
           **options,
@@ -270,13 +269,13 @@ class TrainStep:
         (PolicyParams(specs.weights, specs.fp8_state), rows, P()),
         (rows, rows),
     )
-    self.roll_inputs = exact_jit(
+    self.roll_inputs = policy.jit(
         functools.partial(
             slots.roll, recipe=policy.recipe, operands=('input',)
         ),
         out_shardings=sharding.named(specs.fp8_state, mesh),
     )
-    self._zeros = exact_jit(
+    self._zeros = policy.jit(
         self._make_zeros, out_shardings=sharding.named(grad_specs, mesh)
     )
 
