@@ -7,7 +7,6 @@ settings that contradict each other.
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import json
 import pathlib
@@ -33,6 +32,7 @@ from jetrl_jax.data import (
 from jetrl_jax.metrics_wandb import WandbConfig
 from jetrl_jax.models import families, hf_layout, invariant_scaling
 from jetrl_jax.rewards import RewardPool, RewardSpec
+from jetrl_jax.rewards.pool import check_limits
 from jetrl_jax.rl import combinations, corrections, losses
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.engine import EngineConfig
@@ -60,26 +60,6 @@ SHAPES = {
 }
 
 
-def check_names(
-    config: ml_collections.ConfigDict, base: ml_collections.ConfigDict
-) -> None:
-  """Refuses names that the base config does not have.
-
-  Raises:
-    ValueError: naming each unknown name and its nearest neighbour.
-  """
-  known, found = names(base), names(config)
-  for name in found:
-    if name not in known:
-      raise ValueError(unknown_name(name, known))
-  missing = [name for name in known if name not in found]
-  if missing:
-    raise ValueError(
-        f'the config lacks {missing[:5]}; start from configs/base.py:'
-        ' get_config()'
-    )
-
-
 def read(file: pathlib.Path) -> Config:
   """Reads the resolved config that a run left in its workdir.
 
@@ -94,36 +74,20 @@ def read(file: pathlib.Path) -> Config:
     raise ValueError(f'{file} is not the config of a run: {error}') from error
 
 
-def names(config: ml_collections.ConfigDict) -> list[str]:
-  """Returns the dotted names of all entries."""
-  return [name for name, _ in _flatten(config)]
-
-
-def unknown_name(name: str, known: list[str]) -> str:
-  """Says that a config name is unknown, and which ones are near."""
-  close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-  hint = f' did you mean {close[0]!r}?' if close else ''
-  section = f'{name.rpartition(".")[0]}.'
-  beside = [k.removeprefix(section) for k in known if k.startswith(section)]
-  if beside:
-    hint += f' {section}* are {", ".join(beside)}'
-  return f'unknown config name {name!r}' + (f';{hint}' if hint else '')
-
-
-def _flatten(config: Config, path: str = '') -> Iterator[tuple[str, Any]]:
-  for key, value in config.items():
-    name = f'{path}.{key}' if path else key
-    if isinstance(value, ml_collections.ConfigDict):
-      yield from _flatten(value, name)
-    else:
-      yield name, value
-
-
 def _take(record, section, **more):
   """Builds a dataclass from the section's entries of the same names."""
   names = {field.name for field in dataclasses.fields(record)}
   values = {k: v for k, v in section.items() if k in names}
   return record(**(values | more))
+
+
+@contextlib.contextmanager
+def _naming(setting: str) -> Iterator[None]:
+  """Puts the setting in front of what is said about its value."""
+  try:
+    yield
+  except ValueError as error:
+    raise ValueError(f'{setting}: {error}') from error
 
 
 def model_config(
@@ -155,8 +119,9 @@ def model_config(
         'model.path is empty; give a Hugging Face checkpoint'
         ' (--config.model.path=...), or model.init=random with model.shape'
     )
-  folder = models.resolve_checkpoint(section.path)
-  return models.load_config(folder), folder
+  with _naming('model.path'):
+    folder = models.resolve_checkpoint(section.path)
+    return models.load_config(folder), folder
 
 
 def build_policy(
@@ -191,7 +156,8 @@ def build_policy(
 def rollout_policy(config: Config, policy: Policy) -> Policy:
   """Returns the rollout's policy; `policy` itself in a unified flow."""
   name = config.precision.rollout_recipe or policy.recipe.name
-  recipe = dataclasses.replace(policy.recipe, name=name)
+  with _naming('precision.rollout_recipe'):
+    recipe = dataclasses.replace(policy.recipe, name=name)
   return dataclasses.replace(policy, recipe=recipe)
 
 
@@ -319,6 +285,7 @@ def environment_config(
 
 
 def _reward_pool(section: Config) -> Callable[[], RewardPool]:
+  check_limits(section.num_workers, section.timeout_s, section.memory_limit_mb)
   return functools.partial(
       RewardPool,
       reward_specs(section),
@@ -446,17 +413,20 @@ def build(config: Config) -> Parts:
         f'max_prompt_length + max_response_length is {longest}; the model has'
         f' {policy.model.max_position} positions'
     )
-  train_set = build_dataset(config, config.data.train_files, tokenizer)
+  with _naming('data.train_files'):
+    train_set = build_dataset(config, config.data.train_files, tokenizer)
   if run.train_batch_size > len(train_set):
     raise ValueError(
         f'train_batch_size is {run.train_batch_size}; the training data has'
         f' {len(train_set)} prompts'
     )
   val_set = None
+  limit = config.data.val_max_samples
+  if limit < 0:
+    raise ValueError(f'data.val_max_samples is {limit}; allowed: 0 (all), > 0')
   if config.data.val_files:
-    val_set = build_dataset(
-        config, config.data.val_files, tokenizer, config.data.val_max_samples
-    )
+    with _naming('data.val_files'):
+      val_set = build_dataset(config, config.data.val_files, tokenizer, limit)
   make_params, shapes = parameters(config, policy, mesh, folder)
   sampling = rollout_policy(config, policy)
   for one in (policy, sampling):

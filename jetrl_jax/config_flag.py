@@ -16,8 +16,7 @@ import ml_collections
 from absl import app, flags
 from ml_collections import config_flags
 
-from jetrl_jax import config as configs
-from jetrl_jax import config_flow
+from jetrl_jax import config_check, config_flow
 
 
 def define() -> flags.FlagHolder:
@@ -37,7 +36,7 @@ def load(holder: flags.FlagHolder) -> ml_collections.ConfigDict:
   # A folder of the clone; any config file has imported it by now.
   from configs import base
 
-  configs.check_names(holder.value, base.get_config())
+  config_check.check(holder.value, base.get_config())
   return config_flow.resolve(holder.value)
 
 
@@ -84,11 +83,11 @@ def _sentence(argv: list[str], error: Exception) -> str:
     inside = [f for f in frames if _is(file, f.filename)]
     if inside:
       return f'{file}:{inside[-1].lineno}: {_of_file(cause, inside[-1].line)}'
-  known = configs.names(runpy.run_path(str(file))['get_config']())
+  known = config_check.names(runpy.run_path(str(file))['get_config']())
   for argument in argv:
     name = re.match(r'--?config\.([\w.]+)', argument)
     if name and not any(f'{k}.'.startswith(f'{name[1]}.') for k in known):
-      return f'{argument}: {configs.unknown_name(name[1], known)}'
+      return f'{argument}: {config_check.unknown_name(name[1], known)}'
   return str(error)
 
 
@@ -98,9 +97,9 @@ def _of_file(error: BaseException, line: str | None) -> str:
 
   assigned = re.match(r'\w+\.([\w.]+)\s*=', line or '')
   if isinstance(error, AttributeError) and assigned:
-    known = configs.names(base.get_config())
+    known = config_check.names(base.get_config())
     if assigned[1] not in known:
-      return configs.unknown_name(assigned[1], known)
+      return config_check.unknown_name(assigned[1], known)
   return f'{type(error).__name__}: {error}'
 
 

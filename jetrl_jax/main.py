@@ -70,7 +70,7 @@ def main(argv: list[str]) -> None:
   except StopRequested as stop:
     _say_stopped(stop, workdir)
     return
-  except (ValueError, RuntimeError) as error:
+  except (ValueError, OSError, RuntimeError) as error:
     logging.debug('Traceback:', exc_info=True)
     sys.exit(f'error: {error}')
   _summary(workdir)

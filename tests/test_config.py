@@ -9,6 +9,7 @@ import pytest
 
 from configs import base
 from jetrl_jax import config as configs
+from jetrl_jax import config_check
 from jetrl_jax.rl.objective import LossConfig
 from tests import whole_run
 
@@ -24,7 +25,7 @@ def _refused(message: str, **changes) -> None:
 @pytest.mark.parametrize('path', _CONFIGS, ids=lambda p: p.stem)
 def test_a_config_has_the_names_of_base_and_no_others(path):
   made = runpy.run_path(str(path))['get_config']()
-  configs.check_names(made, base.get_config())
+  config_check.check(made, base.get_config())
   assert made.is_locked
 
 
@@ -115,12 +116,12 @@ def test_an_unknown_name_is_answered_with_the_nearest():
       match="unknown config name 'rollout.top_pp'; did you mean"
       " 'rollout.top_p'",
   ):
-    configs.check_names(made, base.get_config())
+    config_check.check(made, base.get_config())
 
 
 def test_a_name_near_to_nothing_is_answered_with_its_section():
   known = ['mesh.data', 'mesh.fsdp', 'optim.lr']
-  assert configs.unknown_name('mesh.zzzzzzzzzzzzzzzz', known) == (
+  assert config_check.unknown_name('mesh.zzzzzzzzzzzzzzzz', known) == (
       "unknown config name 'mesh.zzzzzzzzzzzzzzzz'; mesh.* are data, fsdp"
   )
 
@@ -128,7 +129,7 @@ def test_a_name_near_to_nothing_is_answered_with_its_section():
 def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
   made = ml_collections.ConfigDict({'seed': 1})
   with pytest.raises(ValueError, match='the config lacks .* start from'):
-    configs.check_names(made, base.get_config())
+    config_check.check(made, base.get_config())
 
 
 @pytest.mark.parametrize(
@@ -272,10 +273,13 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
             {'precision.high_precision_layers': ('layer_0/.*',)},
             "'layer_0/.*' matches no dot; they are ['layers_0/attn/qkv',",
         ),
-        ({'model.attention_tile': 0}, 'tile is 0; it must be a multiple of 16'),
+        (
+            {'model.attention_tile': 0},
+            'attention_tile is 0; it must be a multiple of 16',
+        ),
         (
             {'model.attention_tile': 24},
-            'tile is 24; it must be a multiple of 16',
+            'attention_tile is 24; it must be a multiple of 16',
         ),
         ({'model.logit_chunk_rows': 0}, 'logit_chunk_rows is 0'),
         ({'reward.functions': ('mathh',)}, "'mathh'"),

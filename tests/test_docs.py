@@ -17,6 +17,7 @@ import yaml
 from benchmarks import plot_speed
 from configs import base, llama8b, qwen0_5b, qwen3_8b, qwen7b
 from jetrl_jax import config as configs
+from jetrl_jax import config_check
 from tools import config_reference
 
 _ROOT = pathlib.Path(__file__).parent.parent
@@ -241,7 +242,7 @@ def test_every_metric_that_the_code_names_is_explained():
 def test_a_large_config_takes_random_weights_of_its_shape(module, shape):
   config = module.get_config()
   config.model.init, config.model.shape = 'random', shape
-  configs.check_names(config, base.get_config())
+  config_check.check(config, base.get_config())
   policy, _, folder = configs.build_policy(config)
   assert folder is None and policy.model == configs.SHAPES[shape]
   rows = config.data.max_prompt_length + config.rollout.max_response_length

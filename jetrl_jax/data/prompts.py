@@ -13,6 +13,7 @@ GSM8K is `prompt_key='question', answer_key='answer'`; MATH is
 import difflib
 import importlib
 import json
+import os
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -76,10 +77,12 @@ def load_examples(
             ' instead.'
         )
       where_of_id[id] = where
-      if _column(row, answer_key, where) in (None, ''):
+      if _column(row, answer_key, f'{where}, answer_key') in (None, ''):
         without_answer.append(where)
         continue
-      source = _text_at(row, source_key, where) if source_key else _stem(file)
+      source = _stem(file)
+      if source_key:
+        source = _text_at(row, source_key, f'{where}, source_key')
       examples.append(
           _to_example(
               row,
@@ -113,10 +116,10 @@ def _to_example(
     id: int,
 ) -> Example:
   """Builds one example and checks the types of its columns."""
-  prompt = _column(row, prompt_key, where)
+  prompt = _column(row, prompt_key, f'{where}, prompt_key')
   if not isinstance(prompt, str):
     prompt = _check_messages(prompt, f'{where}: {prompt_key!r}')
-  answer = _text_at(row, answer_key, where)
+  answer = _text_at(row, answer_key, f'{where}, answer_key')
   if '####' in answer:
     answer = answer.rsplit('####', 1)[1].strip()
   if not prompt or not answer:
@@ -204,7 +207,8 @@ def _read_rows(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
     }
     if path.suffix not in readers:
       raise ValueError(f'{file}: unknown format; allowed: {_FORMATS}.')
-    if not path.is_file():
+    # Not Path.is_file, which raises on a name too long for the file system.
+    if not os.path.isfile(path):
       raise ValueError(f'{file}: there is no such file.')
     rows = readers[path.suffix](path)
   for where, row in rows:

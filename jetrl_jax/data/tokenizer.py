@@ -7,6 +7,7 @@ code of a checkpoint is ever run.
 """
 
 import json
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -42,7 +43,8 @@ class Tokenizer:
     """
     folder = pathlib.Path(folder)
     path = folder / 'tokenizer.json'
-    if not path.is_file():
+    # Not Path.is_file, which raises on a name too long for the file system.
+    if not os.path.isfile(path):
       raise ValueError(
           f'{folder} has no tokenizer.json; point at the local folder of a'
           ' checkpoint that carries its (fast) tokenizer.'

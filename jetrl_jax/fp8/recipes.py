@@ -79,11 +79,14 @@ class Recipe:
       raise ValueError(
           f'compute_dtype is {self.compute_dtype!r}; allowed: bfloat16, float32'
       )
-    formats.format_named(self.grad_format)
-    if self.amax_history_length < 2:
+    if self.grad_format not in ('e4m3', 'e5m2'):
       raise ValueError(
-          f'amax_history_length is {self.amax_history_length}; it must be >= 2:'
-          ' one entry is in use while another is being filled'
+          f'grad_format is {self.grad_format!r}; allowed: e4m3, e5m2'
+      )
+    if not 2 <= self.amax_history_length <= 4096:
+      raise ValueError(
+          f'amax_history_length is {self.amax_history_length}; allowed: 2 (one'
+          ' entry is in use while another is being filled) to 4096'
       )
     if not 0 <= self.margin <= 16:
       raise ValueError(f'margin is {self.margin} bits; allowed: 0 to 16')

@@ -167,9 +167,10 @@ def resolve_checkpoint(path_or_repo_id: str) -> pathlib.Path:
       and not in the local cache, unknown, or no access).
   """
   path = pathlib.Path(path_or_repo_id).expanduser()
-  if path.is_dir():
+  # Not Path.is_dir, which raises on a name too long for the file system.
+  if os.path.isdir(path):
     return path
-  if path.exists() or not _REPO_ID.fullmatch(path_or_repo_id):
+  if os.path.exists(path) or not _REPO_ID.fullmatch(path_or_repo_id):
     raise ValueError(
         f'checkpoint {path_or_repo_id!r}: no such folder; allowed are a local '
         "folder and a Hugging Face id 'organisation/name'"

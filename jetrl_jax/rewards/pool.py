@@ -44,11 +44,29 @@ _NURSERY = (
 )
 
 
+def check_limits(
+    num_workers: int, timeout_s: float, memory_limit_mb: int
+) -> None:
+  """Refuses limits that no pool can keep; see `RewardPool`.
+
+  Raises:
+    ValueError: a limit is out of range.
+  """
+  for name, value, low, high in (
+      ('num_workers', num_workers, 1, 4096),
+      ('timeout_s', timeout_s, 0.01, 86_400),
+      ('memory_limit_mb', memory_limit_mb, 1, 2**31),
+  ):
+    if not low <= value <= high:
+      raise ValueError(f'reward.{name} is {value}; allowed: {low} to {high}')
+
+
 @dataclasses.dataclass(kw_only=True)
 class _Worker:
   """The pool's view of one worker.
 
   Attributes:
+    pid: its number, and that of its process group.
     pidfd: names the process even after its number was given to another.
     sock: to the worker.
     ready: whether it has loaded its terms.
@@ -57,6 +75,7 @@ class _Worker:
     buffer: bytes of replies that have not arrived whole.
   """
 
+  pid: int
   pidfd: int
   sock: socket.socket
   since: float
@@ -67,9 +86,11 @@ class _Worker:
   buffer: bytearray = dataclasses.field(default_factory=bytearray)
 
   def end(self) -> None:
-    """Kills the process and lets go of it."""
+    """Kills the process, and what it started, and lets go of it."""
     with contextlib.suppress(ProcessLookupError):
-      signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+      # While the worker is there, so is its number: no other group is hit.
+      signal.pidfd_send_signal(self.pidfd, 0)
+      os.killpg(self.pid, signal.SIGKILL)
     os.close(self.pidfd)
     self.sock.close()
 
@@ -124,11 +145,7 @@ class RewardPool:
           f'the rewards are {labels}; there must be at least one, and each name'
           ' only once, since parts are reported by name.'
       )
-    if num_workers < 1 or not timeout_s > 0 or memory_limit_mb < 1:
-      raise ValueError(
-          f'num_workers={num_workers}, timeout_s={timeout_s},'
-          f' memory_limit_mb={memory_limit_mb}; all must be positive.'
-      )
+    check_limits(num_workers, timeout_s, memory_limit_mb)
     self._specs = tuple(specs)
     self._num_workers = num_workers
     self._timeout_s = timeout_s
@@ -332,7 +349,10 @@ class RewardPool:
         # the pool.
         mine.settimeout(self._timeout_s)
         return _Worker(
-            pidfd=os.pidfd_open(pid), sock=mine, since=time.monotonic()
+            pid=pid,
+            pidfd=os.pidfd_open(pid),
+            sock=mine,
+            since=time.monotonic(),
         )
       except (EOFError, OSError):
         mine.close()

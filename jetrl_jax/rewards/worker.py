@@ -12,6 +12,7 @@ Workers die with the nursery (a signal from the kernel), the nursery dies with
 the pool (its socket closes, or its parent changes).
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import gc
@@ -73,9 +74,14 @@ def nursery_main(descriptor: int) -> None:
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
+      # A group of its own: what a reward function starts is killed with it.
+      os.setpgid(0, 0)
       control.close()
       _run_worker(descriptors[0], specs, memory_limit_mb, nursery)
     os.close(descriptors[0])
+    with contextlib.suppress(OSError):
+      # Here too, so that the group exists before the pool hears of it.
+      os.setpgid(pid, pid)
     control.sendall(wire.pack(pid.to_bytes(_PID_BYTES, 'little')))
 
 

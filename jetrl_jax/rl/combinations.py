@@ -97,6 +97,7 @@ def unread(loss: LossConfig, algorithm: AlgorithmConfig) -> list[str]:
       'clip_ratio_high': loss.policy_loss != 'cispo',
       'clip_ratio_c': loss.policy_loss == 'ppo',
       'cispo_cap': loss.policy_loss == 'cispo',
+      'rollout_is_threshold': loss.rollout_is != 'none',
       'rollout_is_threshold_low': loss.rollout_is == 'icepop',
       'rollout_rs_threshold_low': loss.rollout_rs == 'geometric',
       'rollout_rs_threshold_high': loss.rollout_rs == 'geometric',

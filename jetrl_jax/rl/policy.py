@@ -66,8 +66,10 @@ class Policy:
           f'kv_cache_dtype is {self.kv_cache_dtype!r}; allowed: compute,'
           ' float8_e4m3fn'
       )
-    for name in ('tile', 'logit_chunk_rows'):
-      value = getattr(self, name)
+    for name, value in (
+        ('attention_tile', self.tile),
+        ('logit_chunk_rows', self.logit_chunk_rows),
+    ):
       if value < 16 or value % 16:
         raise ValueError(f'{name} is {value}; it must be a multiple of 16')
 

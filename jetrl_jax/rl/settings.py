@@ -8,6 +8,10 @@ import dataclasses
 
 from jetrl_jax.rl import advantages, aggregation
 
+# Logits of a thousand over a temperature below this leave float32; above the
+# other, every token is as likely as the next.
+_COLDEST, _HOTTEST = 1e-3, 1e3
+
 
 def _at_least(record, minimum: int, *names: str) -> None:
   for name in names:
@@ -107,6 +111,11 @@ class AlgorithmConfig:
           f'loss_agg_mode is {self.loss_agg_mode!r}; allowed:'
           f' {list(aggregation.MODES)}'
       )
+    if self.loss_scale_factor is not None and not self.loss_scale_factor > 0:
+      raise ValueError(
+          f'loss_scale_factor is {self.loss_scale_factor}; allowed: above 0, or'
+          ' None for max_response_length'
+      )
     if self.old_logprobs not in ('rollout', 'recompute'):
       raise ValueError(
           f'old_logprobs is {self.old_logprobs!r}; allowed: rollout, recompute'
@@ -185,10 +194,13 @@ class RunConfig:
           f'temperature is {self.temperature}; the rollout samples, so it must'
           ' be > 0 (val_temperature may be 0)'
       )
-    if self.val_temperature < 0:
-      raise ValueError(
-          f'val_temperature is {self.val_temperature}; it must be >= 0'
-      )
+    for name in ('temperature', 'val_temperature'):
+      value = getattr(self, name)
+      if value and not _COLDEST <= value <= _HOTTEST:
+        raise ValueError(
+            f'{name} is {value}; allowed: {_COLDEST} to {_HOTTEST}'
+            + (', or 0 for greedy' if name == 'val_temperature' else '')
+        )
     if self.train_batch_size % self.mini_batch_size:
       raise ValueError(
           f'train_batch_size ({self.train_batch_size} prompts) is not a'

@@ -34,9 +34,17 @@ def partition(
     frozen_patterns: matched in full against paths like 'embed/embedding'.
 
   Raises:
-    ValueError: a pattern matches nothing, or everything is frozen.
+    ValueError: a pattern is no regular expression or matches nothing, or
+      everything is frozen.
   """
   flat = traverse_util.flatten_dict(params, sep='/')
+  for pattern in frozen_patterns:
+    try:
+      re.compile(pattern)
+    except re.error as error:
+      raise ValueError(
+          f'model.freeze: {pattern!r} is no regular expression ({error})'
+      ) from error
   matches = {
       pattern: {p for p in flat if re.fullmatch(pattern, p)}
       for pattern in frozen_patterns

@@ -1,6 +1,7 @@
 """Reward functions as users of verl and TRL write them."""
 
 import os
+import subprocess
 import sys
 import time
 
@@ -71,6 +72,14 @@ def obeys(data_source, solution_str, ground_truth, extra_info=None):
       time.sleep(3600)
     case 'crash':
       os.abort()
+    case 'child':
+      # Ignores all that can be ignored, and outlives its parent.
+      script = 'trap "" TERM HUP INT; echo $$ > "$0"; exec sleep 3600'
+      where = data_source
+      subprocess.Popen(['sh', '-c', script, where], start_new_session=False)
+      while not os.path.exists(where) or not open(where).read().strip():
+        time.sleep(0.01)
+      time.sleep(3600)
     case 'memory':
       return float(len(bytearray(10**10)))
     case 'jax':

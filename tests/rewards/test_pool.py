@@ -311,8 +311,21 @@ def test_a_pool_needs_rewards_with_different_names_and_positive_limits():
     _pool('math', 'math')
   with pytest.raises(ValueError, match='at least one'):
     _pool()
-  with pytest.raises(ValueError, match='all must be positive'):
+  with pytest.raises(ValueError, match='reward.timeout_s is 0; allowed: 0.01'):
     _pool('math', timeout_s=0)
+
+
+def test_what_a_reward_function_started_is_killed_with_its_worker(
+    obedient, tmp_path
+):
+  where = tmp_path / 'pid'
+  (result,) = obedient.score([_request('child', source=str(where))])
+  assert result.score == 0 and result.error == 'timeout'
+  child = int(where.read_text())
+  deadline = time.monotonic() + 5
+  while _is_alive(child) and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert not _is_alive(child)
 
 
 def test_a_closed_pool_says_so():
