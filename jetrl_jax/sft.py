@@ -17,8 +17,10 @@ from absl import app, flags, logging
 from jetrl_jax import compilation, config_flag, models
 from jetrl_jax import config as configs
 from jetrl_jax.data import Prompt, PromptSampler, Tokenizer
+from jetrl_jax.data.prompts import column
 from jetrl_jax.metrics import MetricWriter
 from jetrl_jax.models import invariant_scaling
+from jetrl_jax.models.hf_export import check_target
 from jetrl_jax.rl import packing
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.console import show_own_sentences
@@ -35,11 +37,22 @@ def target_tokens(
 ) -> tuple[np.ndarray, int]:
   """Returns (prompt and written answer and end token, the answer's start)."""
   answer = tokenizer.encode(
-      str(prompt.extra[answer_key]), add_special_tokens=False
+      str(column(prompt.extra, answer_key, f'prompt {prompt.id}')),
+      add_special_tokens=False,
   )
   end = np.asarray(tokenizer.eos_ids[:1], np.int32)
   tokens = np.concatenate([prompt.tokens, answer, end]).astype(np.int32)
   return tokens, len(prompt.tokens)
+
+
+def _check(section) -> None:
+  """Refuses now what would only fail after the last step."""
+  if not section.output:
+    raise ValueError('sft.output is empty; name the folder to export to')
+  check_target(pathlib.Path(section.output))
+  for name in ('total_training_steps', 'batch_size'):
+    if section[name] < 1:
+      raise ValueError(f'sft.{name} is {section[name]}; it must be >= 1')
 
 
 def train(config, workdir: pathlib.Path) -> None:
@@ -52,8 +65,7 @@ def train(config, workdir: pathlib.Path) -> None:
   Raises:
     ValueError: see `config.build`; a sequence longer than a row.
   """
-  if not config.sft.output:
-    raise ValueError('sft.output is empty; name the folder to export to')
+  _check(config.sft)
   compilation.keep_compiled(config.compile_cache_dir)
   policy, mesh, folder = configs.build_policy(config)
   tokenizer = configs.build_tokenizer(config, folder)
@@ -127,7 +139,7 @@ def main(argv: list[str]) -> None:
   show_own_sentences()
   try:
     train(config_flag.load(_CONFIG), pathlib.Path(_WORKDIR.value))
-  except ValueError as error:
+  except (ValueError, OSError, RuntimeError) as error:
     sys.exit(f'error: {error}')
 
 

@@ -1,5 +1,7 @@
 """The supervised warm start, on the tiny config."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -48,6 +50,28 @@ def test_the_exported_checkpoint_loads_with_its_tokenizer(trained):
     assert (folder / name).read_bytes() == (source / name).read_bytes()
 
 
+@pytest.mark.parametrize(
+    'name, value, message',
+    [
+        ('output', '', 'sft.output is empty'),
+        ('output', 'taken', 'exists already; export to a new folder'),
+        ('batch_size', 0, 'sft.batch_size is 0; it must be >= 1'),
+        ('total_training_steps', 0, 'sft.total_training_steps is 0'),
+    ],
+)
+def test_what_would_fail_after_the_last_step_is_refused_before_the_first(
+    tmp_path, name, value, message
+):
+  (tmp_path / 'taken').mkdir()
+  (tmp_path / 'taken' / 'config.json').write_text('{}')
+  config = whole_run.config(**{'sft.output': str(tmp_path / 'out')})
+  value = str(tmp_path / value) if value == 'taken' else value
+  setattr(config.sft, name, value)
+  with pytest.raises(ValueError, match=message):
+    sft.train(config, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+
+
 def test_a_written_answer_ends_with_the_end_token():
   config = whole_run.config()
   _, _, folder = sft.configs.build_policy(config)
@@ -57,3 +81,7 @@ def test_a_written_answer_ends_with_the_end_token():
   np.testing.assert_array_equal(tokens[:start], data[0].tokens)
   assert tokens[-1] == tokenizer.eos_ids[0] == 1
   assert tokenizer.decode(tokens[start:-1]) == data[0].extra['answer']
+  # With verl's layout the key has dots.
+  row = dataclasses.replace(data[0], extra={'a': {'b': '12'}})
+  tokens, start = sft.target_tokens(row, 'a.b', tokenizer)
+  assert tokenizer.decode(tokens[start:-1]) == '12'

@@ -77,7 +77,7 @@ def load_examples(
             ' instead.'
         )
       where_of_id[id] = where
-      if _column(row, answer_key, f'{where}, answer_key') in (None, ''):
+      if column(row, answer_key, f'{where}, answer_key') in (None, ''):
         without_answer.append(where)
         continue
       source = _stem(file)
@@ -116,7 +116,7 @@ def _to_example(
     id: int,
 ) -> Example:
   """Builds one example and checks the types of its columns."""
-  prompt = _column(row, prompt_key, f'{where}, prompt_key')
+  prompt = column(row, prompt_key, f'{where}, prompt_key')
   if not isinstance(prompt, str):
     prompt = _check_messages(prompt, f'{where}: {prompt_key!r}')
   answer = _text_at(row, answer_key, f'{where}, answer_key')
@@ -143,8 +143,17 @@ def _check_messages(value: Any, where: str) -> list[Message]:
   )
 
 
-def _column(row: dict[str, Any], key: str, where: str) -> Any:
-  """Looks up `key`, or with dots a field of a nested column."""
+def column(row: dict[str, Any], key: str, where: str) -> Any:
+  """Looks up `key`, or with dots a field of a nested column.
+
+  Args:
+    row: of a data set.
+    key: 'answer', or 'reward_model.ground_truth'.
+    where: the row's place, for the message.
+
+  Raises:
+    ValueError: there is no such column.
+  """
   if key in row:
     return row[key]
   value: Any = row
@@ -161,7 +170,7 @@ def _column(row: dict[str, Any], key: str, where: str) -> Any:
 
 
 def _text_at(row: dict[str, Any], key: str, where: str) -> str:
-  value = _column(row, key, where)
+  value = column(row, key, where)
   if isinstance(value, bool) or not isinstance(value, (str, int, float)):
     raise ValueError(
         f'{where}: {key!r} is {_short(value)}; allowed: a string or a number.'
@@ -170,7 +179,7 @@ def _text_at(row: dict[str, Any], key: str, where: str) -> str:
 
 
 def _id_at(row: dict[str, Any], key: str, where: str) -> int:
-  value = _column(row, key, where)
+  value = column(row, key, where)
   if (
       isinstance(value, bool)
       or not isinstance(value, int)

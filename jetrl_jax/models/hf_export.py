@@ -95,8 +95,7 @@ def save_checkpoint(
   if max_shard_bytes < 1:
     raise ValueError(f'max_shard_bytes {max_shard_bytes}: allowed are >= 1')
   folder = pathlib.Path(os.path.abspath(folder))
-  if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-    raise ValueError(f'{folder} exists already; export to a new folder')
+  check_target(folder)
   leaves = flatten_tree(params)
   _check_leaves(leaves, config)
   hf = _config_json(config, source_folder, dtype)
@@ -119,6 +118,16 @@ def save_checkpoint(
   except BaseException:
     shutil.rmtree(partial, ignore_errors=True)
     raise
+
+
+def check_target(folder: pathlib.Path) -> None:
+  """Refuses a place that is taken; for before the work, too.
+
+  Raises:
+    ValueError: a file, or a folder that is not empty.
+  """
+  if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    raise ValueError(f'{folder} exists already; export to a new folder')
 
 
 def _check_leaves(leaves: dict[str, Any], config: ModelConfig) -> None:

@@ -15,8 +15,7 @@ DOTS = ('attn/qkv', 'attn/o', 'mlp/gate_up', 'mlp/down')
         (
             'name',
             'fp8',
-            "'fp8'; allowed: ['fp8_delayed', 'fp8_token', 'fp8_block', 'int8',"
-            " 'bf16']",
+            "'fp8'; allowed: ['fp8_delayed', 'fp8_token', 'fp8_block', 'int8',",
         ),
         ('compute_dtype', 'float16', "'float16'; allowed: bfloat16, float32"),
         ('grad_format', 'e8m0', "'e8m0'; allowed: e4m3, e5m2"),
