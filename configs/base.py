@@ -227,6 +227,9 @@ def get_config() -> ml_collections.ConfigDict:
   config.trainer.test_freq = 10
   config.trainer.val_num_generations = 1
   config.trainer.val_temperature = 0.0
+  # Recipes in which held-out accuracy is measured besides the rollout's own,
+  # such as ('bf16',); a copy of the compute weights while it is.
+  config.trainer.val_recipes = ()
   config.trainer.save_freq = 20
   config.trainer.keep_latest = 2
   config.trainer.keep_best = 1

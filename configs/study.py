@@ -49,6 +49,7 @@ def get_config():
   # As it samples, which is what is trained, and less coarse than greedy.
   config.trainer.val_temperature = 1.0
   config.trainer.val_num_generations = 2
+  config.trainer.val_recipes = ('bf16',)
   # An arm that is stopped goes on from here.
   config.trainer.save_freq = 20
   config.trainer.keep_latest = 1

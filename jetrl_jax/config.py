@@ -390,6 +390,7 @@ def build(config: Config) -> Parts:
       RunConfig,
       config.trainer,
       seed=config.seed,
+      val_recipes=tuple(config.trainer.val_recipes),
       num_generations=config.rollout.num_generations,
       temperature=config.rollout.temperature,
   )

@@ -20,7 +20,7 @@ from jetrl_jax import checkpoint, compilation, fp8, models, sharding
 from jetrl_jax import config as configs
 from jetrl_jax.data import ChatFormat, PlainFormat, PromptFormat, Tokenizer
 from jetrl_jax.fp8 import slots
-from jetrl_jax.fp8.recipes import RECIPES
+from jetrl_jax.fp8.recipes import RECIPES, UNCALIBRATED
 from jetrl_jax.models import hf_layout, hf_quantization
 from jetrl_jax.rl import mixed_flow, run_precision
 from jetrl_jax.rl import state as states
@@ -33,7 +33,6 @@ _PROMPT_TOKENS = 1024
 _RESPONSE_TOKENS = 1024
 # The recipe whose input scales are kept; the others need none.
 _DELAYED = 'fp8_delayed'
-_UNCALIBRATED = tuple(r for r in RECIPES if r != _DELAYED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,7 +208,7 @@ def _of_run(
     policy, found = rollout_policy, mixed_flow.as_rollout(found)
   trained = policy.recipe.name
   policy = _with_recipe(policy, recipe or trained)
-  calibrated = policy.recipe.name in (trained, *_UNCALIBRATED)
+  calibrated = policy.recipe.name in (trained, *UNCALIBRATED)
   if trained == policy.recipe.name:
     state = states.with_weights(policy, found, mesh, record=False)
   else:
@@ -264,7 +263,7 @@ def _of_checkpoint(folder: pathlib.Path, recipe: str | None) -> Restored:
       state=state,
       config=None,
       folder=folder,
-      calibrated=bool(scales) or name in _UNCALIBRATED,
+      calibrated=bool(scales) or name in UNCALIBRATED,
       origin=f'checkpoint {folder}',
   )
 

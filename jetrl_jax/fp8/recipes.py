@@ -29,6 +29,8 @@ from jetrl_jax.fp8 import formats
 FAKE_RECIPES = tuple(f'fake_{name}' for name in formats.FAKE)
 RECIPES = ('fp8_delayed', 'fp8_token', 'fp8_block', 'int8', *FAKE_RECIPES)
 RECIPES += ('bf16',)
+# Their scales come from the values, so any masters will do.
+UNCALIBRATED = tuple(name for name in RECIPES if name != 'fp8_delayed')
 ALWAYS_HIGH_PRECISION = ('lm_head', 'embed')
 # Side of the blocks of `fp8_block`, and length of its groups.
 BLOCK = 128

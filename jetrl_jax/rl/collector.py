@@ -19,7 +19,9 @@ from jetrl_jax.rl import (
 from jetrl_jax.rl.dynamic_sampling import Filled
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.experience import Experience
+from jetrl_jax.rl.other_precision import OtherPrecision
 from jetrl_jax.rl.parts import Parts
+from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import StopCheck, rollout
 from jetrl_jax.rl.step_metrics import Timer
 from jetrl_jax.rl.types import Completion, TrainState
@@ -52,6 +54,8 @@ class Collector:
     self._pool = pool
     self._should_stop = should_stop
     self._timer = timer
+    # Engines of `val_recipes`, made at the first evaluation.
+    self._others: list[OtherPrecision] = []
 
   def collect(self, step: int, state: TrainState) -> Filled:
     """Samples and scores the step's prompts, once or until they teach.
@@ -128,22 +132,44 @@ class Collector:
   def evaluate(self, state: TrainState) -> tuple[dict[str, float], list[dict]]:
     """Returns held-out metrics and the answers; both empty without a val_set.
 
-    Nothing is learnt and no scale moves.
+    In the rollout's precision, and in each of `val_recipes`; the answers are
+    those of the rollout's. Nothing is learnt and no scale moves.
     """
-    run, parts = self._parts.run, self._parts
+    parts = self._parts
     if parts.val_set is None:
       return {}, []
+    if not self._others:
+      self._others = [
+          OtherPrecision(parts, name, state) for name in parts.run.val_recipes
+      ]
     with self._timer('testing'):
-      return evaluation.evaluate(
-          self.engine,
-          mixed_flow.rollout_params(state),
-          list(parts.val_set),
-          self._pool,
-          parts.tokenizer,
-          num_generations=run.val_num_generations,
-          temperature=run.val_temperature,
-          # The same noise at every step: curves then differ by the policy.
-          base_key=rng.key(run.seed, rng.EVALUATION, 0),
-          should_stop=self._should_stop,
-          environment=parts.environment,
+      metrics, samples = self._evaluate_in(
+          self.engine, mixed_flow.rollout_params(state)
       )
+      found = dict(metrics)
+      for other in self._others:
+        same = other.name == parts.rollout_policy.recipe.name
+        numbers = metrics
+        if not same:
+          numbers, _ = self._evaluate_in(other.engine, other.params(state))
+        found |= other.renamed(numbers)
+    return found, samples
+
+  def _evaluate_in(
+      self, engine: Engine, params: PolicyParams
+  ) -> tuple[dict[str, float], list[dict]]:
+    run, parts = self._parts.run, self._parts
+    assert parts.val_set is not None
+    return evaluation.evaluate(
+        engine,
+        params,
+        list(parts.val_set),
+        self._pool,
+        parts.tokenizer,
+        num_generations=run.val_num_generations,
+        temperature=run.val_temperature,
+        # The same noise at every step: curves then differ by the policy.
+        base_key=rng.key(run.seed, rng.EVALUATION, 0),
+        should_stop=self._should_stop,
+        environment=parts.environment,
+    )

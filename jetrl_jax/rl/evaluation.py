@@ -144,10 +144,15 @@ def evaluate(
 
 
 def headline(metrics: dict[str, float]) -> float:
-  """Returns the mean over sources of mean@k: what "best" means."""
+  """Returns the mean over sources of mean@k: what "best" means.
+
+  In the rollout's precision: `trainer.val_recipes` have names of their own.
+  """
   means = [
       value
       for name, value in metrics.items()
-      if '/acc/mean@' in name and not name.endswith('/ci95')
+      if name.startswith('val-core/')
+      and '/acc/mean@' in name
+      and not name.endswith('/ci95')
   ]
   return float(np.mean(means))

@@ -6,6 +6,7 @@ ConfigDict.
 
 import dataclasses
 
+from jetrl_jax.fp8.recipes import UNCALIBRATED
 from jetrl_jax.rl import advantages, aggregation
 
 # Logits of a thousand over a temperature below this leave float32; above the
@@ -138,6 +139,8 @@ class RunConfig:
     test_freq: steps between evaluations; 0 is never. Step 0 is evaluated too.
     val_num_generations: samples per held-out prompt.
     val_temperature: 0 is greedy.
+    val_recipes: recipes in which held-out accuracy is measured besides the
+      rollout's own.
     save_freq: steps between checkpoints; 0 is only at the end.
     keep_latest: newest checkpoints kept.
     keep_best: best checkpoints kept besides, by held-out accuracy.
@@ -160,6 +163,7 @@ class RunConfig:
   test_freq: int
   val_num_generations: int
   val_temperature: float
+  val_recipes: tuple[str, ...]
   save_freq: int
   keep_latest: int
   keep_best: int
@@ -200,6 +204,12 @@ class RunConfig:
         raise ValueError(
             f'{name} is {value}; allowed: {_COLDEST} to {_HOTTEST}'
             + (', or 0 for greedy' if name == 'val_temperature' else '')
+        )
+    for name in self.val_recipes:
+      if name not in UNCALIBRATED:
+        raise ValueError(
+            f'val_recipes has {name!r}; allowed: {", ".join(UNCALIBRATED)}.'
+            ' Delayed scales belong to the run that observed them'
         )
     if self.train_batch_size % self.mini_batch_size:
       raise ValueError(

@@ -22,6 +22,7 @@ RUN = RunConfig(
     test_freq=0,
     val_num_generations=1,
     val_temperature=0.0,
+    val_recipes=(),
     save_freq=0,
     keep_latest=1,
     keep_best=0,

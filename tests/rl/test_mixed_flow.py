@@ -15,14 +15,19 @@ from jetrl_jax import config as configs
 from jetrl_jax import fp8
 from jetrl_jax.fp8 import Recipe, slots
 from jetrl_jax.rl import flow_check, mixed_flow, objective, train_step
+from jetrl_jax.rl import state as states
 from jetrl_jax.rl.interrupt import StopRequested
+from jetrl_jax.rl.other_precision import OtherPrecision
 from tests import whole_run
 from tests.rl import tiny_run
 
 _CHANGES = {'trainer.total_training_steps': 2, 'trainer.test_freq': 2}
 # Delayed scales, which are a state of the rollout's own.
 _DELAYED = _CHANGES | {'precision.rollout_recipe': 'fp8_delayed'}
-_FP8_ROLLOUT = _DELAYED | {'flow': 'fp8_rollout'}
+_FP8_ROLLOUT = _DELAYED | {
+    'flow': 'fp8_rollout',
+    'trainer.val_recipes': ('bf16',),
+}
 _BF16_ROLLOUT = _CHANGES | {
     'precision.rollout_recipe': 'bf16',
     'algorithm.old_logprobs': 'recompute',
@@ -67,6 +72,34 @@ def test_the_rollouts_weights_follow_the_masters_step_by_step(fp8_rollout):
     assert step['rollout_fp8/input/sqnr_db/min'] > 25
     # Training is BF16, and no gradient is quantised anywhere.
     assert not any(name.startswith(('fp8', 'rollout_fp8/out')) for name in step)
+
+
+def test_held_out_accuracy_is_measured_in_other_recipes_from_step_0_on(
+    fp8_rollout,
+):
+  lines = whole_run.records(fp8_rollout)
+  own = 'val-core/heldout/acc/mean@1'
+  assert [line['step'] for line in lines if own in line] == [0, 2]
+  for line in lines:
+    assert (own in line) == ('val-bf16/heldout/acc/mean@1' in line)
+
+
+def test_other_recipes_are_evaluated_on_the_masters_of_the_state():
+  parts = configs.build(whole_run.config(**_FP8_ROLLOUT))
+  masters = parts.initial_params()
+  optimizer = parts.optimizer.build()
+  state = states.create(parts.policy, masters, optimizer, parts.mesh)
+  high = OtherPrecision(parts, 'bf16', state).params(state)
+  # What the BF16 side of the run reads itself, to the bit.
+  jax.tree.map(np.testing.assert_array_equal, high.weights, state.weights)
+  low = OtherPrecision(parts, 'fake_int4', state).params(state)
+  down = low.weights['layers_0']['mlp']['down']['kernel']
+  assert down.values.dtype == np.int8 and abs(down.values).max() <= 7
+
+
+def test_a_recipe_whose_scales_belong_to_a_run_is_refused_for_evaluation():
+  with pytest.raises(ValueError, match="val_recipes has 'fp8_delayed'; allo"):
+    configs.build(whole_run.config(**{'trainer.val_recipes': ('fp8_delayed',)}))
 
 
 def test_a_checkpoint_has_the_rollouts_scales_and_makes_its_weights_again(

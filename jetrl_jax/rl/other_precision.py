@@ -1,0 +1,66 @@
+"""Held-out accuracy in another recipe than the one that samples.
+
+A policy that learnt under a quantised rollout is exported in high precision,
+and one that learnt in high precision may be served in 8 bits: this is what each
+would be worth there. The masters are quantised by the other recipe for the
+length of an evaluation, and answer the same prompts with the same noise.
+"""
+
+import dataclasses
+
+import jax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jetrl_jax import fp8, sharding
+from jetrl_jax.compilation import exact_jit
+from jetrl_jax.fp8 import slots
+from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.parts import Parts
+from jetrl_jax.rl.policy import PolicyParams
+from jetrl_jax.rl.train_step import merge
+from jetrl_jax.rl.types import TrainState
+
+
+class OtherPrecision:
+  """An engine whose recipe is `name`, and its weights.
+
+  Args:
+    parts: what the run is made of.
+    name: a recipe that needs no calibration.
+    state: an example.
+  """
+
+  def __init__(self, parts: Parts, name: str, state: TrainState):
+    recipe = dataclasses.replace(
+        parts.policy.recipe, name=name, min_sqnr_db=0.0
+    )
+    policy = dataclasses.replace(parts.policy, recipe=recipe)
+    self.name = name
+    self.engine = Engine(policy, parts.engine, parts.mesh)
+
+    def prepare(trainable, frozen):
+      return fp8.prepare_weights(merge(trainable, frozen), {}, recipe)
+
+    shapes = jax.eval_shape(prepare, state.trainable, state.frozen)
+    masters = sharding.tree_specs((state.trainable, state.frozen), parts.mesh)
+    out = sharding.tree_specs(shapes, parts.mesh)
+    self._prepare = exact_jit(
+        sharding.per_device(prepare, parts.mesh, masters, out),
+        out_shardings=sharding.named(out, parts.mesh),
+    )
+    empty = slots.init_state(merge(state.trainable, state.frozen), recipe)
+    self._fp8_state = jax.device_put(empty, NamedSharding(parts.mesh, P()))
+
+  def params(self, state: TrainState) -> PolicyParams:
+    """Returns the state's masters in this recipe."""
+    weights = self._prepare(state.trainable, state.frozen)
+    return PolicyParams(weights, self._fp8_state)
+
+  def renamed(self, metrics: dict[str, float]) -> dict[str, float]:
+    """Returns held-out metrics under this recipe's names."""
+    prefix = 'val-core/'
+    return {
+        f'val-{self.name}/{key.removeprefix(prefix)}': value
+        for key, value in metrics.items()
+    }
