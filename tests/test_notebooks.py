@@ -83,7 +83,13 @@ def tiny_checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def shared_programs(tmp_path_factory):
-  """Lets the notebooks share what they compile: it is all they cost."""
+  """Lets the notebooks share what they compile, and compiles in a hurry.
+
+  Compiling is all they cost. Optimising less changes speed and perhaps the
+  last bits, which other tests look at with the compiler as it is.
+  """
+  unoptimised = 'jax_disable_most_optimizations'
+  jax.config.update(unoptimised, True)
   settings = {
       # One folder for the processes of pytest-xdist.
       'jax_compilation_cache_dir': str(
@@ -97,8 +103,10 @@ def shared_programs(tmp_path_factory):
     for name, value in settings.items():
       jax.config.update(name, value)
       patch.setenv(name.upper(), str(value))
+    patch.setenv(unoptimised.upper(), '1')
     compilation_cache.reset_cache()
     yield
+  jax.config.update(unoptimised, False)
   for name, value in before.items():
     jax.config.update(name, value)
   compilation_cache.reset_cache()
