@@ -27,6 +27,7 @@ _PAGES = [
     _ROOT / 'CONTRIBUTING.md',
     *sorted((_ROOT / 'docs').glob('*.md')),
 ]
+_METRICS = _ROOT / 'docs' / 'metrics.md'
 _CONFIGS = sorted((_ROOT / 'configs').glob('*.py'))
 # Lab records show commands too.
 _WITH_COMMANDS = [*_PAGES, *_CONFIGS]
@@ -208,7 +209,7 @@ def test_the_accuracies_in_the_readme_are_those_of_the_results():
 def _metric_names() -> set[str]:
   """Metric names in docs/metrics.md, `a/{b,c}` written out."""
   names = set()
-  for span in re.findall(r'`([^`\s]+)`', _text(_ROOT / 'docs/metrics.md')):
+  for span in re.findall(r'`([^`\s]+)`', _text(_METRICS)):
     before, braces, after = re.fullmatch(
         r'([^{]*)(\{.*?\})?(.*)', span
     ).groups()
@@ -236,6 +237,29 @@ def test_every_metric_that_the_code_names_is_explained():
       if not any(known.startswith(name) for known in explained)
   }
   assert not missing
+
+
+def test_every_metric_that_runs_have_written_is_explained():
+  files = sorted((_ROOT / 'benchmarks/results').glob('*.jsonl'))
+  lines = [json.loads(x) for file in files for x in _text(file).splitlines()]
+  written = {name for line in lines for name in line} - {'step'}
+  assert len(written) > 60  # Of several kinds of run.
+  as_listed = [
+      (r'^val-core/[^/]+', 'val-core/<source>'),
+      (r'@\d+', '@N'),
+      (r'/ci95$', ''),  # '<any of these>/ci95'
+      (r'^fp8/(?:input|kernel|output_grad)/', 'fp8/<operand>/'),
+  ]
+  for pattern, listed in as_listed:
+    written = {re.sub(pattern, listed, name) for name in written}
+  assert not written - _metric_names()
+
+
+def test_every_metric_in_the_tables_has_words_of_its_own():
+  rows = re.findall(r'^\| (`.*?`.*?) \| (.*?) \|', _text(_METRICS), re.M)
+  assert len(rows) > 60
+  assert not [name for name, words in rows if len(words) < 5]
+  assert len({name for name, _ in rows}) == len(rows)
 
 
 @pytest.mark.parametrize(

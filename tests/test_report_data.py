@@ -165,7 +165,7 @@ _NAMES = st.sampled_from(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(lines=st.lists(st.dictionaries(_NAMES, _VALUES, max_size=6), max_size=4))
 def test_any_json_is_a_report_or_a_sentence(tmp_path_factory, lines):
   folder = tmp_path_factory.mktemp('run')
