@@ -1,12 +1,13 @@
 """Which charts the report has, and how runs become their curves."""
 
 import dataclasses
+import re
 
 import numpy as np
 
 from jetrl_jax.report_charts import Chart, Line, area_chart, line_chart, still
 from jetrl_jax.report_data import Run
-from jetrl_jax.report_facts import Fact, heldout_metrics
+from jetrl_jax.report_facts import Fact
 from jetrl_jax.report_heat import HeatMap, heat_map
 from jetrl_jax.report_text import duration, steps_text
 
@@ -190,6 +191,16 @@ FP8 = (
         note='FP8 bytes that the update moved: 0 would be no learning.',
         absent=_NO_FP8,
     ),
+    Panel(
+        title='Weight bytes changed per step, rollout',
+        curves=(
+            ('rollout_fp8/changed_weight_bytes/mean', 'mean over kernels'),
+            ('rollout_fp8/changed_weight_bytes/min', 'least'),
+        ),
+        unit='%',
+        note='Of the weights that a mixed flow samples with.',
+        absent='',
+    ),
 )
 _OPERANDS = (
     ('input', 'inputs'),
@@ -227,23 +238,28 @@ PHASES = (
 
 
 def heldout_panels(runs: list[Run]) -> list[Panel]:
-  """Returns a panel per data source of the held-out accuracy."""
-  found: dict[str, list[str]] = {}
-  for name in dict.fromkeys(m for run in runs for m in heldout_metrics(run)):
-    source, _, count = name.removeprefix('val-core/').partition('/acc/mean@')
-    found.setdefault(source, []).append(count)
+  """Returns a panel of held-out accuracy per data source and precision."""
+  found: dict[tuple[str, str], list[str]] = {}
+  for name in dict.fromkeys(m for run in runs for m in run.series):
+    match = re.fullmatch(r'val-([^/]+)/(.+)/acc/mean@(.+)', name)
+    if match and '/ci95' not in name:
+      found.setdefault((match[1], match[2]), []).append(match[3])
   panels = []
-  for source, counts in found.items():
+  for (precision, source), counts in found.items():
     # Runs may have taken different numbers of samples.
     kinds = [f'mean@{count}' for count in counts]
     if len(runs) == 1 and counts[0] != '1':
       kinds += [f'{kind}@{counts[0]}' for kind in ('best', 'maj')]
+    elsewhere = '' if precision == 'core' else f', in {precision}'
     panels.append(
         Panel(
-            title=f'Held-out accuracy: {source}',
-            curves=tuple((f'val-core/{source}/acc/{k}', k) for k in kinds),
+            title=f'Held-out accuracy: {source}{elsewhere}',
+            curves=tuple(
+                (f'val-{precision}/{source}/acc/{k}', k) for k in kinds
+            ),
             unit='%',
             note='Band: 95% interval over problems.',
+            absent='',
         )
     )
   return panels

@@ -35,6 +35,7 @@ header { padding-top: 22px; }
 h1 { font-size: 24px; margin: 0; overflow-wrap: anywhere; }
 h2 { font-size: 19px; margin: 34px 0 10px; scroll-margin-top: 52px; }
 h3 { font-size: 14px; margin: 0; font-weight: 600; }
+.grid + h3 { margin: 16px 0 8px; }
 h4 { font-size: 13px; margin: 0 0 4px; font-weight: 600; color: var(--soft); }
 p { margin: 6px 0; }
 a { color: var(--link); }

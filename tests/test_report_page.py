@@ -152,6 +152,21 @@ def test_turns_are_drawn_only_where_there_is_an_environment(workdir):
   assert '<h3>Turns per episode</h3>' in _page(workdir)
 
 
+def test_accuracy_in_another_recipe_is_a_chart_of_its_own(workdir):
+  path = workdir / 'metrics.jsonl'
+  text = re.sub(
+      r'"val-core/heldout/acc/mean@1": ([0-9.]+)',
+      r'"val-core/heldout/acc/mean@1": \1, "val-bf16/heldout/acc/mean@1": 0.5',
+      path.read_text(),
+  )
+  path.write_text(text)
+  page = _page(workdir)
+  assert '<h3>Held-out accuracy: heldout</h3>' in page
+  assert 'Held-out accuracy: heldout, in bf16: 50% at all 3 steps.' in (
+      _Elements(page).text
+  )
+
+
 def test_an_accuracy_that_is_the_reward_is_not_drawn_twice(workdir):
   path = workdir / 'metrics.jsonl'
   lines = [json.loads(line) for line in path.read_text().splitlines()]
