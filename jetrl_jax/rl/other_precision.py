@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import fp8, sharding
-from jetrl_jax.compilation import exact_jit
 from jetrl_jax.fp8 import slots
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.parts import Parts
@@ -45,7 +44,7 @@ class OtherPrecision:
     shapes = jax.eval_shape(prepare, state.trainable, state.frozen)
     masters = sharding.tree_specs((state.trainable, state.frozen), parts.mesh)
     out = sharding.tree_specs(shapes, parts.mesh)
-    self._prepare = exact_jit(
+    self._prepare = policy.jit(
         sharding.per_device(prepare, parts.mesh, masters, out),
         out_shardings=sharding.named(out, parts.mesh),
     )

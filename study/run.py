@@ -1,0 +1,267 @@
+"""Runs arms x seeds of the study, several at a time on one device.
+
+    python -m study.prepare --folder=runs/study
+    python -m study.run --folder=runs/study --arms=2x2,exactness --seeds=1,2,3
+
+Every run is `python -m jetrl_jax.main` in a folder of its own, with a share of
+the device's memory. Runs of one seed are paired: the same checkpoint, order of
+prompts and random keys. Behind --limit_s seconds each running one gets SIGTERM,
+saves and ends; the same command goes on where they stood, and leaves alone what
+is finished. The order is that of --seeds, and of --arms within a seed.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+from study import prepare
+from study.arms import Arm, named
+
+# What a run needs for its last update, evaluation and checkpoint.
+GRACE_S = 60
+# The long answers, in a config of short ones.
+LONG = {
+    'rollout.max_response_length': 2016,
+    'trainer.total_training_steps': 60,
+    # As many tokens per micro-batch as with short ones.
+    'trainer.micro_batch_size': 16,
+}
+TINY = {
+    'model.attention_tile': 16,
+    'data.max_prompt_length': 64,
+    'rollout.max_response_length': 48,
+    'rollout.num_generations': 4,
+    'rollout.num_slots': 16,
+    'trainer.train_batch_size': 4,
+    'trainer.mini_batch_size': 2,
+    'trainer.micro_batch_size': 4,
+    'trainer.total_training_steps': 4,
+    'trainer.test_freq': 2,
+    'trainer.save_freq': 2,
+    'reward.num_workers': 1,
+}
+TINY_LONG = {'rollout.max_response_length': 128}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+  """What is run, and where.
+
+  Attributes:
+    folder: holds task, checkpoint, compiled programs and runs.
+    config: the config file.
+    more: settings of every arm, by config name, as text.
+    is_tiny: sizes for a CPU.
+  """
+
+  folder: pathlib.Path
+  config: str = 'configs/study.py'
+  more: dict[str, str] = dataclasses.field(default_factory=dict)
+  is_tiny: bool = False
+
+  def run_folder(self, arm: Arm, seed: int) -> pathlib.Path:
+    """Returns the workdir of a run."""
+    return self.folder / 'runs' / arm.name / f'seed{seed}'
+
+  def settings(self, arm: Arm, seed: int) -> dict[str, object]:
+    """Returns what differs from the config file, by config name."""
+    found: dict[str, object] = {
+        'seed': seed,
+        'compile_cache_dir': self.folder / 'compiled',
+        'trainer.val_recipes': ('bf16',),
+    }
+    if self.config == Plan.config:
+      checks = prepare.TINY_CHECKS if self.is_tiny else prepare.CHECKS
+      for key, split in (('train_files', 'train'), ('val_files', 'heldout')):
+        file = self.folder / 'task' / f'{split}_{checks[arm.is_long]}.jsonl'
+        found[f'data.{key}'] = (str(file),)
+      found['model.path'] = self.folder / 'checkpoint'
+      found |= TINY if self.is_tiny else {}
+      if arm.is_long:
+        found |= TINY_LONG if self.is_tiny else LONG
+    elif arm.is_long:
+      raise ValueError(
+          f'arm {arm.name!r} has the long answers of {Plan.config}, which'
+          f' --config={self.config} has not'
+      )
+    return found | self.more | arm.settings
+
+  def command(self, arm: Arm, seed: int) -> list[str]:
+    """Returns the command line of a run."""
+    return [
+        sys.executable,
+        '-m',
+        'jetrl_jax.main',
+        f'--config={self.config}',
+        f'--workdir={self.run_folder(arm, seed)}',
+        *(f'--config.{k}={v}' for k, v in self.settings(arm, seed).items()),
+    ]
+
+
+def steps_done(folder: pathlib.Path) -> int:
+  """Returns the last step with a line in a workdir, -1 before the first."""
+  file = folder / 'metrics.jsonl'
+  lines = file.read_text().splitlines() if file.exists() else []
+  steps = [json.loads(line)['step'] for line in lines if line.endswith('}')]
+  return max(steps, default=-1)
+
+
+def is_finished(folder: pathlib.Path) -> bool:
+  """Whether the run in a workdir has done all its steps and its export."""
+  if not (folder / 'export').exists():
+    return False
+  config = json.loads((folder / 'config.json').read_text())
+  return steps_done(folder) >= config['trainer']['total_training_steps']
+
+
+class Runner:
+  """Keeps up to `parallel` runs going.
+
+  Args:
+    plan: what is run.
+    queue: arms and seeds, in order.
+    parallel: runs at a time.
+    deadline: `time.monotonic()` after which all are stopped.
+  """
+
+  def __init__(
+      self,
+      plan: Plan,
+      queue: list[tuple[Arm, int]],
+      *,
+      parallel: int,
+      deadline: float,
+  ):
+    self.plan, self.parallel, self.deadline = plan, parallel, deadline
+    self.queue = [
+        (arm, seed)
+        for arm, seed in queue
+        if not is_finished(plan.run_folder(arm, seed))
+    ]
+    self.running: dict[pathlib.Path, subprocess.Popen] = {}
+    self.failed: list[pathlib.Path] = []
+    self.asked_to_stop = False
+
+  def run(self) -> None:
+    """Runs until the queue is empty, the deadline or a signal."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+      signal.signal(number, self._ask_to_stop)
+    while (self.queue or self.running) and not self._is_over():
+      while self.queue and len(self.running) < self.parallel:
+        self._start(*self.queue.pop(0))
+      self._collect()
+      time.sleep(0.2)
+    self._stop()
+
+  def _ask_to_stop(self, *_) -> None:
+    self.asked_to_stop = True
+
+  def _is_over(self) -> bool:
+    return self.asked_to_stop or time.monotonic() > self.deadline
+
+  def _start(self, arm: Arm, seed: int) -> None:
+    folder = self.plan.run_folder(arm, seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    share = f'{0.9 / self.parallel:.3f}'
+    with open(folder / 'log.txt', 'ab') as log:
+      self.running[folder] = subprocess.Popen(
+          self.plan.command(arm, seed),
+          stdout=log,
+          stderr=subprocess.STDOUT,
+          env=os.environ | {'XLA_PYTHON_CLIENT_MEM_FRACTION': share},
+          # A signal to this command is not one to its runs: it passes it on.
+          start_new_session=True,
+      )
+    print(f'started  {self._name(folder)}', flush=True)
+
+  def _collect(self) -> None:
+    for folder, process in list(self.running.items()):
+      if process.poll() is None:
+        continue
+      del self.running[folder]
+      if process.returncode:
+        self.failed.append(folder)
+      word = 'FAILED  ' if process.returncode else 'ended   '
+      print(
+          f'{word} {self._name(folder)} at step {steps_done(folder)}',
+          flush=True,
+      )
+
+  def _stop(self) -> None:
+    """Lets what is running save and end; kills it behind the grace."""
+    for process in self.running.values():
+      process.send_signal(signal.SIGTERM)
+    end = time.monotonic() + GRACE_S
+    while self.running and time.monotonic() < end:
+      self._collect()
+      time.sleep(0.2)
+    for process in self.running.values():
+      process.kill()
+      process.wait()
+    self._collect()
+
+  def _name(self, folder: pathlib.Path) -> str:
+    return folder.relative_to(self.plan.folder / 'runs').as_posix()
+
+
+def main() -> None:
+  """Runs the command line."""
+  parser = argparse.ArgumentParser(
+      description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+  )
+  parser.add_argument('--folder', type=pathlib.Path, required=True)
+  parser.add_argument('--arms', default='2x2', help='arms and groups, by comma')
+  parser.add_argument('--seeds', default='1,2,3')
+  parser.add_argument('--config', default=Plan.config)
+  parser.add_argument('--parallel', type=int, default=4)
+  parser.add_argument(
+      '--limit_s',
+      type=float,
+      default=float('inf'),
+      help=f'seconds behind which runs are stopped; the end takes up to'
+      f' {GRACE_S} s more',
+  )
+  parser.add_argument(
+      '--set',
+      action='append',
+      default=[],
+      metavar='NAME=VALUE',
+      help='a config setting of every arm',
+  )
+  parser.add_argument('--tiny', action='store_true', help='sizes for a CPU')
+  flags = parser.parse_args()
+  deadline = time.monotonic() + flags.limit_s
+  try:
+    arms = named(flags.arms.split(','))
+    plan = Plan(
+        folder=flags.folder,
+        config=flags.config,
+        more=dict(one.split('=', 1) for one in flags.set),
+        is_tiny=flags.tiny,
+    )
+    seeds = [int(seed) for seed in flags.seeds.split(',')]
+    queue = [(arm, seed) for seed in seeds for arm in arms]
+    for arm, seed in queue:
+      plan.settings(arm, seed)
+  except ValueError as error:
+    sys.exit(f'error: {error}')
+  runner = Runner(plan, queue, parallel=flags.parallel, deadline=deadline)
+  print(f'{len(runner.queue)} of {len(queue)} runs to do', flush=True)
+  runner.run()
+  left = [
+      f'{arm.name}/seed{seed}'
+      for arm, seed in queue
+      if not is_finished(plan.run_folder(arm, seed))
+  ]
+  print(f'{len(left)} of {len(queue)} runs are not finished: {left}')
+  sys.exit(1 if runner.failed else 0)
+
+
+if __name__ == '__main__':
+  main()
