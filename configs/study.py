@@ -3,7 +3,8 @@
 python -m jetrl_jax.main --config=configs/study.py --workdir=runs/study/one
 
 Word problems whose sums the warm start (configs/study_sft.py) gets wrong half
-of the time where they cross a ten. The long answers of the same problems are
+of the time where they cross a ten. study/run.py runs this config in all arms,
+seeds and lengths (docs/study.md). The long answers of the same problems are
 
     --config.data.train_files="('runs/study/task/train_10.jsonl',)"
     --config.data.val_files="('runs/study/task/heldout_10.jsonl',)"

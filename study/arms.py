@@ -5,6 +5,7 @@ one seed, the start, the order of prompts and every random key.
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 # FP8 in every arm: scales per row and channel, from the values themselves.
 # Delayed scales are calibrated at the start, on one or on both sides: an arm
@@ -29,7 +30,7 @@ class Arm:
   name: str
   train: str
   rollout: str
-  settings: dict[str, object]
+  settings: Mapping[str, object]
   is_long: bool = False
 
   @property

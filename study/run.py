@@ -90,7 +90,7 @@ class Plan:
           f'arm {arm.name!r} has the long answers of {Plan.config}, which'
           f' --config={self.config} has not'
       )
-    return found | self.more | arm.settings
+    return {**found, **self.more, **arm.settings}
 
   def command(self, arm: Arm, seed: int) -> list[str]:
     """Returns the command line of a run."""

@@ -34,7 +34,7 @@ ORDER = (
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 
 # The folders with Python files beside the package in a clone.
-CLONE = ('benchmarks', 'configs', 'tests', 'tools')
+CLONE = ('benchmarks', 'configs', 'study', 'tests', 'tools')
 
 _LOAD = 'load("@rules_python//python:defs.bzl", {names})\n'
 _HEAD = """\

@@ -1,0 +1,236 @@
+"""Draws the study's figures and prints its tables from committed metrics.
+
+    python -m study.figures curves --results=FOLDER --arms=2x2 --output=a.png
+    python -m study.figures pairs --results=FOLDER --output=b.png
+    python -m study.figures control --results=FOLDER --output=c.png
+
+FOLDER is what `study.results` wrote. curves: every metric over the steps, a
+line per seed. pairs: differences of final accuracy seed by seed, with 95%
+intervals. control: final accuracy over the measured mismatch, with the range of
+k3 that papers report marked.
+"""
+
+import argparse
+import pathlib
+import statistics as numbers
+
+import matplotlib
+
+matplotlib.use('Agg')
+import matplotlib.pyplot as plt
+from matplotlib.lines import Line2D
+
+from study import statistics
+from study.arms import BITS, PAIRS, named
+from study.results import Run, read
+
+# k3 of dense models in the papers of docs/flows.md.
+REPORTED_K3 = (1e-5, 1e-3)
+_PANELS = (
+    ('held-out accuracy, in the precision of the rollout', 'core', 'linear'),
+    ('held-out accuracy, in BF16', 'bf16', 'linear'),
+    ('accuracy of the training samples', 'critic/score/mean', 'linear'),
+    (
+        'mismatch: mean |log-prob difference| (nats)',
+        'training/rollout_logprob_diff_mean',
+        'symlog',
+    ),
+    ('entropy (nats)', 'actor/entropy', 'linear'),
+    ('share of tokens clipped', 'actor/pg_clipfrac', 'linear'),
+    (
+        'effective sample size (share)',
+        'rollout_corr/rollout_is_eff_sample_size',
+        'linear',
+    ),
+    ('gradient norm', 'actor/grad_norm', 'log'),
+    ('changed 8-bit weight bytes, rollout', 'changed', 'linear'),
+)
+_COLORS = tuple(f'C{i}' for i in range(10))
+
+
+def series(run: Run, name: str) -> list[tuple[int, float]]:
+  """Returns (step, value) of a panel."""
+  if name in ('core', 'bf16'):
+    return run.accuracy(name)
+  if name == 'changed':
+    side = 'rollout_fp8' if run.arm.is_mixed else 'fp8'
+    return run.series(f'{side}/changed_weight_bytes/mean')
+  return run.series(name)
+
+
+def curves(runs: list[Run], output: pathlib.Path) -> None:
+  """Draws nine metrics over the steps; a collapse is a cross."""
+  figure, axes = plt.subplots(3, 3, figsize=(13, 9), layout='constrained')
+  names = list(dict.fromkeys(run.arm.name for run in runs))
+  color = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)}
+  for panel, (title, name, scale) in zip(axes.flat, _PANELS, strict=True):
+    for run in runs:
+      points = series(run, name)
+      if not points:
+        continue  # A BF16 rollout has no 8-bit weights.
+      steps, values = zip(*points, strict=True)
+      panel.plot(steps, values, color=color[run.arm.name], lw=1, alpha=0.8)
+      at = statistics.collapse(values) if name in ('core', 'bf16') else None
+      if at is not None:
+        panel.plot(steps[at], values[at], 'x', color='black', ms=9)
+    if scale == 'symlog':
+      panel.set_yscale('symlog', linthresh=1e-5)
+    else:
+      panel.set_yscale(scale)
+    panel.set_title(title, fontsize=9)
+    panel.grid(alpha=0.3)
+    panel.set_xlabel('step', fontsize=8)
+  handles = [Line2D([], [], color=color[name]) for name in names]
+  figure.legend(handles, names, loc='outside lower center', ncols=6)
+  figure.suptitle(_origin(runs), fontsize=10)
+  figure.savefig(output, dpi=110)
+
+
+def finals(runs: list[Run], arm: str, precision: str) -> dict[int, float]:
+  """Returns final accuracy by seed."""
+  return {
+      run.seed: statistics.final([v for _, v in run.accuracy(precision)])
+      for run in runs
+      if run.arm.name == arm
+  }
+
+
+def pairs(runs: list[Run], output: pathlib.Path) -> None:
+  """Draws and prints the differences of `arms.PAIRS` that were run."""
+  rows = []
+  for ours, others in PAIRS:
+    for precision in ('core', 'bf16'):
+      a, b = (finals(runs, name, precision) for name in (ours, others))
+      if set(a) & set(b):
+        rows.append((ours, others, precision, statistics.paired(a, b)))
+  if not rows:
+    raise ValueError('no two arms of a pair were run with the same seed')
+  figure, panel = plt.subplots(
+      figsize=(9, 1.2 + 0.34 * len(rows)), layout='constrained'
+  )
+  print('| arm | against | evaluated in | difference | 95% | verdict |')
+  print('|---|---|---|---|---|---|')
+  for y, (_, _, precision, found) in enumerate(reversed(rows)):
+    color = '#1b6ca8' if precision == 'core' else '#c8553d'
+    wide = len(found.differences) > 1
+    panel.errorbar(
+        100 * found.mean,
+        y,
+        xerr=100 * found.half_width if wide else None,
+        fmt='D',
+        color=color,
+        capsize=3,
+    )
+    dots = [100 * d for d in found.differences]
+    panel.plot(dots, [y] * len(dots), 'o', mfc='none', color='black', ms=6)
+  for ours, others, precision, found in rows:
+    low, high = (f'{100 * x:+.1f}' for x in found.interval)
+    where = "rollout's" if precision == 'core' else 'BF16'
+    print(
+        f'| {ours} | {others} | {where} | {100 * found.mean:+.1f} |'
+        f' {low} to {high} | {statistics.verdict(found)} |'
+    )
+  margin = 100 * statistics.MARGIN
+  panel.axvspan(-margin, margin, color='gray', alpha=0.15)
+  panel.axvline(0, color='gray', lw=0.8)
+  labels = [
+      f'{a} - {b}, in {"rollout" if p == "core" else "BF16"}'
+      for a, b, p, _ in reversed(rows)
+  ]
+  panel.set_yticks(range(len(rows)), labels, fontsize=8)
+  panel.set_xlabel(
+      'difference of final held-out accuracy (points): circles are seeds,'
+      '\ndiamonds means with 95% t intervals, gray what is called none'
+  )
+  panel.set_title(_origin(runs), fontsize=9)
+  figure.savefig(output, dpi=110)
+
+
+def control(runs: list[Run], output: pathlib.Path) -> None:
+  """Draws final accuracy over mismatch and k3, for the reduced bits."""
+  shown = ('bf16', 'fp8_rollout', 'jetrl')
+  shown += tuple(f'{side}_{b}' for b in BITS for side in ('mixed', 'unified'))
+  runs = [r for r in runs if r.arm.name.removesuffix('_long') in shown]
+  figure, axes = plt.subplots(1, 2, figsize=(12, 4.8), layout='constrained')
+  for panel, name, label in (
+      (axes[0], 'training/rollout_logprob_diff_mean', 'mean |difference|'),
+      (axes[1], 'rollout_corr/k3_kl', 'k3'),
+  ):
+    for run in runs:
+      measured = [value for _, value in run.series(name)]
+      x = numbers.median(measured) if measured else 0.0
+      values = [value for _, value in run.accuracy('core')]
+      panel.plot(
+          max(x, 1e-8),
+          100 * statistics.final(values),
+          's' if run.arm.is_long else 'o',
+          color=_color(run),
+          mfc='none' if not run.arm.is_mixed else _color(run),
+          ms=8,
+      )
+      if statistics.collapse(values) is not None:
+        panel.plot(max(x, 1e-8), 100 * statistics.final(values), 'kx', ms=11)
+    panel.set_xscale('log')
+    panel.set_xlim(3e-9, 10)
+    panel.set_xlabel(
+        f'{label} of rollout and training (nats), median; 0 at 1e-8'
+    )
+    panel.set_ylabel("final held-out accuracy, rollout's precision (%)")
+    panel.grid(alpha=0.3)
+  axes[1].axvspan(*REPORTED_K3, color='gold', alpha=0.25)
+  axes[1].set_title('gold: k3 that papers report of dense models', fontsize=9)
+  axes[0].set_title(_origin(runs), fontsize=9)
+  names = sorted({_format(run) for run in runs}, key=_FORMATS.index)
+  handles = [
+      Line2D([], [], marker='o', ls='', color=_COLORS[_FORMATS.index(name)])
+      for name in names
+  ]
+  handles += [
+      Line2D([], [], marker=marker, ls='', color='black', mfc=face)
+      for marker, face in (('o', 'black'), ('o', 'none'), ('s', 'black'))
+  ]
+  handles += [Line2D([], [], marker='x', ls='', color='black')]
+  words = ['mixed', 'unified (open)', 'long answers (squares)', 'collapsed']
+  figure.legend(handles, [*names, *words], loc='outside lower center', ncols=10)
+  figure.savefig(output, dpi=110)
+
+
+_FORMATS = ('bf16', 'fp8_token', *(f'fake_{bits}' for bits in BITS))
+
+
+def _format(run: Run) -> str:
+  return run.arm.rollout
+
+
+def _color(run: Run):
+  return _COLORS[_FORMATS.index(_format(run))]
+
+
+def _origin(runs: list[Run]) -> str:
+  """Says where the runs ran: a figure is read without its file's name."""
+  devices = sorted({run.about['device'] for run in runs})
+  steps = max(int(run.rows[-1]['step']) for run in runs)
+  return f'{len(runs)} runs of up to {steps} steps on {", ".join(devices)}'
+
+
+def main() -> None:
+  """Runs the command line."""
+  parser = argparse.ArgumentParser(
+      description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+  )
+  parser.add_argument('figure', choices=('curves', 'pairs', 'control'))
+  parser.add_argument('--results', type=pathlib.Path, required=True)
+  parser.add_argument('--arms', default='', help='curves: by default all')
+  parser.add_argument('--output', type=pathlib.Path, required=True)
+  flags = parser.parse_args()
+  runs = read(flags.results)
+  if flags.arms:
+    chosen = {arm.name for arm in named(flags.arms.split(','))}
+    runs = [run for run in runs if run.arm.name in chosen]
+  draw = {'curves': curves, 'pairs': pairs, 'control': control}[flags.figure]
+  draw(runs, flags.output)
+  print(f'Wrote {flags.output}')
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,142 @@
+"""Raw metrics of runs in compact form: written from workdirs, read for figures.
+
+    python -m study.results --folder=runs/study \
+        --output=benchmarks/results/study/NAME
+
+writes a file per run, `<arm>_seed<n>.jsonl.gz`: a line on the run (arm, seed,
+settings, versions, device), then a line per step with the metrics of `KEPT`,
+named as in docs/metrics.md. The same runs give the same bytes.
+"""
+
+import argparse
+import dataclasses
+import gzip
+import json
+import pathlib
+import re
+from typing import Any
+
+from study.arms import ARMS, Arm
+from study.run import is_finished
+
+KEPT = re.compile(
+    r'step|val-[^/]+/[^/]+/acc/mean@\d+|critic/score/mean'
+    r'|response_length/(mean|clip_ratio)'
+    r'|actor/(entropy|grad_norm|pg_clipfrac|pg_clipfrac_lower|ppo_kl|lr)'
+    r'|training/(mismatch_token_frac|rollout_logprob_diff_(mean|max)|updates'
+    r'|skipped_updates|logprob_diff_(positive|negative)_advantage)'
+    r'|rollout_corr/(kl|k3_kl|rollout_is_mean|rollout_is_eff_sample_size)'
+    r'|(rollout_)?fp8/changed_weight_bytes/(mean|min)'
+    r'|timing_s/(step|gen|update_actor|testing)'
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+  """One run.
+
+  Attributes:
+    arm: what was run.
+    seed: of everything random.
+    about: the file's first line.
+    rows: metrics by step, from step 0.
+  """
+
+  arm: Arm
+  seed: int
+  about: dict[str, Any]
+  rows: list[dict[str, float]]
+
+  def series(self, name: str) -> list[tuple[int, float]]:
+    """Returns (step, value) where a metric was measured."""
+    return [
+        (int(row['step']), row[name])
+        for row in self.rows
+        if row.get(name) is not None
+    ]
+
+  def accuracy(self, precision: str = 'core') -> list[tuple[int, float]]:
+    """Returns (step, held-out accuracy).
+
+    Args:
+      precision: 'core', the rollout's own, or a recipe of val_recipes.
+    """
+    first = next((row for row in self.rows if row['step'] == 0), {})
+    (name,) = [n for n in first if n.startswith(f'val-{precision}/')]
+    return self.series(name)
+
+
+def compact(workdir: pathlib.Path, arm: Arm, seed: int) -> list[dict]:
+  """Returns the lines of a run's file.
+
+  Args:
+    workdir: of the run.
+    arm: what was run there.
+    seed: the same.
+  """
+  last = (workdir / 'starts.jsonl').read_text().splitlines()[-1]
+  start = json.loads(last)
+  about = {
+      'arm': arm.name,
+      'seed': seed,
+      'train': arm.train,
+      'rollout': arm.rollout,
+      'settings': {k: str(v) for k, v in arm.settings.items()},
+      'finished': is_finished(workdir),
+      **{key: start[key] for key in ('device', 'versions', 'commit')},
+  }
+  rows = []
+  for line in (workdir / 'metrics.jsonl').read_text().splitlines():
+    row = json.loads(line)
+    rows.append({k: _short(v) for k, v in row.items() if KEPT.fullmatch(k)})
+  return [about, *rows]
+
+
+def _short(value):
+  return float(f'{value:.6g}') if isinstance(value, float) else value
+
+
+def write(path: pathlib.Path, lines: list[dict]) -> None:
+  """Writes JSON lines, compressed; the same lines give the same bytes."""
+  text = ''.join(json.dumps(line) + '\n' for line in lines)
+  path.write_bytes(gzip.compress(text.encode(), mtime=0))
+
+
+def read(folder: pathlib.Path) -> list[Run]:
+  """Reads all runs of a folder, by arm and seed.
+
+  Raises:
+    ValueError: there is none.
+  """
+  runs = []
+  for path in folder.glob('*.jsonl.gz'):
+    text = gzip.decompress(path.read_bytes()).decode()
+    about, *rows = [json.loads(line) for line in text.splitlines()]
+    runs.append(
+        Run(arm=ARMS[about['arm']], seed=about['seed'], about=about, rows=rows)
+    )
+  if not runs:
+    raise ValueError(f'{folder} holds no *.jsonl.gz of study.results')
+  order = list(ARMS)
+  return sorted(runs, key=lambda run: (order.index(run.arm.name), run.seed))
+
+
+def main() -> None:
+  """Runs the command line."""
+  parser = argparse.ArgumentParser(
+      description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+  )
+  parser.add_argument('--folder', type=pathlib.Path, required=True)
+  parser.add_argument('--output', type=pathlib.Path, required=True)
+  flags = parser.parse_args()
+  flags.output.mkdir(parents=True, exist_ok=True)
+  for path in sorted((flags.folder / 'runs').glob('*/seed*/metrics.jsonl')):
+    arm = ARMS[path.parent.parent.name]
+    seed = int(path.parent.name.removeprefix('seed'))
+    lines = compact(path.parent, arm, seed)
+    write(flags.output / f'{arm.name}_seed{seed}.jsonl.gz', lines)
+    print(f'{arm.name} seed {seed}: {len(lines) - 1} lines')
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,112 @@
+"""What is concluded from curves: fixed here before any arm was run.
+
+Final accuracy is the mean of a run's last three evaluations. A run has
+collapsed where three evaluations in a row lie below 80% of the best one so far.
+Arms are compared seed by seed: paired runs share start, prompts and keys, so
+the difference has less noise than either.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+LAST = 3
+COLLAPSE_SHARE, COLLAPSE_COUNT = 0.8, 3
+# Differences of final accuracy that are called none, in [0, 1].
+MARGIN = 0.03
+# Two-sided 95% quantiles of Student's t by degrees of freedom.
+_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+
+def final(values: Sequence[float]) -> float:
+  """Returns the mean of the last three evaluations, or of all if fewer."""
+  last = values[-LAST:]
+  return sum(last) / len(last)
+
+
+def collapse(values: Sequence[float]) -> int | None:
+  """Returns the index of the evaluation at which a run has collapsed.
+
+  That is the third in a row below 80% of the best so far; None if none is.
+  """
+  best, below = 0.0, 0
+  for i, value in enumerate(values):
+    best = max(best, value)
+    below = below + 1 if value < COLLAPSE_SHARE * best else 0
+    if below == COLLAPSE_COUNT:
+      return i
+  return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Paired:
+  """A difference of two arms, seed by seed.
+
+  Attributes:
+    differences: by seed.
+    mean: of them.
+    half_width: of the 95% interval; infinite for one pair.
+  """
+
+  differences: tuple[float, ...]
+  mean: float
+  half_width: float
+
+  @property
+  def interval(self) -> tuple[float, float]:
+    """The 95% confidence interval of the mean."""
+    return self.mean - self.half_width, self.mean + self.half_width
+
+
+def paired(ours: dict[int, float], others: dict[int, float]) -> Paired:
+  """Compares two arms on the seeds that both have.
+
+      mean(d) +- t(n - 1) * std(d) / sqrt(n),    std with n - 1
+
+  Student's interval. With three pairs t is 4.3 and std rests on two degrees of
+  freedom: the interval is wide, can be wide or narrow by chance, and supposes
+  differences that are normal, which a run that collapses among two that do not
+  is not. A bootstrap would look better and be worse: three values have ten
+  different resamples, and it never leaves their range.
+
+  Args:
+    ours: final accuracy by seed.
+    others: the same of what it is compared with.
+
+  Raises:
+    ValueError: no seed in common.
+  """
+  seeds = sorted(set(ours) & set(others))
+  if not seeds:
+    raise ValueError(
+        f'no pair: one arm has the seeds {sorted(ours)}, the other'
+        f' {sorted(others)}'
+    )
+  found = tuple(ours[seed] - others[seed] for seed in seeds)
+  n, mean = len(found), sum(found) / len(found)
+  if n == 1:
+    return Paired(differences=found, mean=mean, half_width=math.inf)
+  variance = sum((d - mean) ** 2 for d in found) / (n - 1)
+  quantile = _T95[min(n - 1, len(_T95)) - 1]
+  half = quantile * math.sqrt(variance / n)
+  return Paired(differences=found, mean=mean, half_width=half)
+
+
+def verdict(difference: Paired) -> str:
+  """Says what an interval allows to say, with the margin fixed beforehand.
+
+  Returns:
+    'worse' or 'better' if the interval lies beyond 0 and its mean beyond the
+    margin; 'no difference' if it lies within the margin; 'inconclusive'
+    otherwise, and always with fewer than three pairs.
+  """
+  low, high = difference.interval
+  if len(difference.differences) < 3:
+    return 'inconclusive'
+  if high < 0 and difference.mean < -MARGIN:
+    return 'worse'
+  if low > 0 and difference.mean > MARGIN:
+    return 'better'
+  if -MARGIN < low and high < MARGIN:
+    return 'no difference'
+  return 'inconclusive'

@@ -1,0 +1,99 @@
+"""The study's arms: what they are, and that nothing else differs."""
+
+import pytest
+
+from configs import study as study_config
+from jetrl_jax import config_flow
+from study.arms import ARMS, BITS, GROUPS, PAIRS, named
+from study.run import Plan
+
+# What an arm may set.
+_MADE_OF = {
+    'flow',
+    'precision.recipe',
+    'precision.rollout_recipe',
+    'precision.exact',
+    'algorithm.old_logprobs',
+}
+
+
+def _resolved(arm):
+  config = study_config.get_config()
+  config.update_from_flattened_dict(dict(arm.settings))
+  return config_flow.resolve(config)
+
+
+def _flat(config, path=''):
+  found = {}
+  for key, value in config.items():
+    name = f'{path}{key}'
+    if hasattr(value, 'items'):
+      found |= _flat(value, f'{name}.')
+    else:
+      found[name] = value
+  return found
+
+
+@pytest.mark.parametrize('arm', ARMS.values(), ids=lambda arm: arm.name)
+def test_an_arm_runs_the_recipes_it_says_and_differs_in_nothing_else(arm):
+  config = _resolved(arm)
+  rollout = config.precision.rollout_recipe or config.precision.recipe
+  assert (config.precision.recipe, rollout) == (arm.train, arm.rollout)
+  assert config.precision.exact == ('inexact' not in arm.name)
+  # Nothing weighs the mismatch, and pi_old is training's own where it exists.
+  assert config.algorithm.rollout_is == 'none'
+  recompute = arm.is_mixed or 'inexact' in arm.name
+  assert (config.algorithm.old_logprobs == 'recompute') == recompute
+  base, made = _flat(study_config.get_config()), _flat(config)
+  assert {k for k in base if base[k] != made[k]} <= _MADE_OF
+
+
+def test_the_two_by_two_has_every_corner_once():
+  corners = {(a.train, a.rollout) for a in named(['2x2'])}
+  assert corners == {
+      (train, rollout)
+      for train in ('bf16', 'fp8_token')
+      for rollout in ('bf16', 'fp8_token')
+  }
+
+
+def test_the_control_has_a_mixed_and_a_unified_arm_of_every_format():
+  names = {arm.name for arm in named(['control', 'control_long'])}
+  for bits in BITS:
+    for side in ('mixed', 'unified'):
+      for length in ('', '_long'):
+        asked = bits != 'int3'  # Only by name.
+        assert (f'{side}_{bits}{length}' in names) == asked
+  assert all(a in ARMS and b in ARMS for a, b in PAIRS)
+
+
+def test_an_unknown_arm_is_answered_with_all_that_there_are():
+  with pytest.raises(ValueError, match="arm 'fp4' is unknown; allowed: 2x2, e"):
+    named(['bf16', 'fp4'])
+  assert [arm.name for arm in named(['jetrl', '2x2'])] == [
+      'jetrl',
+      *(name for name in GROUPS['2x2'] if name != 'jetrl'),
+  ]
+
+
+def test_runs_of_one_seed_differ_in_the_arm_alone(tmp_path):
+  plan = Plan(folder=tmp_path, more={'optim.lr': '1e-5'})
+  for is_long in (False, True):
+    arms = [arm for arm in ARMS.values() if arm.is_long == is_long]
+    shared = [
+        {k: v for k, v in plan.settings(arm, 2).items() if k not in _MADE_OF}
+        for arm in arms
+    ]
+    assert all(settings == shared[0] for settings in shared)
+    assert shared[0]['seed'] == 2 and shared[0]['optim.lr'] == '1e-5'
+
+
+def test_long_answers_are_those_of_the_same_problems(tmp_path):
+  plan = Plan(folder=tmp_path)
+  short, long = (plan.settings(ARMS[n], 1) for n in ('jetrl', 'jetrl_long'))
+  assert str(short['data.val_files']).endswith("heldout_1.jsonl',)")
+  assert str(long['data.val_files']).endswith("heldout_10.jsonl',)")
+  assert long['rollout.max_response_length'] == 2016
+  with pytest.raises(ValueError, match="arm 'jetrl_long' has the long answers"):
+    other = Plan(folder=tmp_path, config='configs/quickstart.py')
+    other.settings(ARMS['jetrl_long'], 1)

@@ -1,0 +1,101 @@
+"""Raw metrics in compact form, and the figures drawn of them."""
+
+import json
+
+import pytest
+
+from study import figures, results
+from study.arms import ARMS
+from study.run import is_finished, steps_done
+
+
+def _workdir(folder, accuracies, mismatch):
+  """A finished run with an evaluation at every step."""
+  (folder / 'export').mkdir(parents=True)
+  config = {'trainer': {'total_training_steps': len(accuracies) - 1}}
+  (folder / 'config.json').write_text(json.dumps(config))
+  start = {'device': 'cpu', 'versions': {}, 'commit': None, 'command': ['x']}
+  (folder / 'starts.jsonl').write_text(json.dumps(start) + '\n')
+  with open(folder / 'metrics.jsonl', 'w') as file:
+    for step, accuracy in enumerate(accuracies):
+      row = {
+          'step': step,
+          'val-core/heldout/acc/mean@1': accuracy,
+          'val-core/heldout/acc/mean@1/ci95': 0.05,
+          'val-bf16/heldout/acc/mean@1': accuracy,
+          'perf/throughput': 1.0,
+      }
+      if step:
+        row |= {
+            'actor/grad_norm': 0.5,
+            'training/rollout_logprob_diff_mean': mismatch,
+            'rollout_corr/k3_kl': mismatch**2,
+        }
+      file.write(json.dumps(row) + '\n')
+
+
+@pytest.fixture(name='written')
+def _written(tmp_path):
+  for arm, accuracy, mismatch in (
+      ('bf16', 0.8, 0.0),
+      ('jetrl', 0.8, 0.0),
+      ('fp8_rollout', 0.2, 0.01),
+  ):
+    for seed in (1, 2):
+      values = [0.4, 0.6, accuracy, accuracy, accuracy]
+      workdir = tmp_path / 'runs' / arm / f'seed{seed}'
+      _workdir(workdir, values, mismatch)
+      lines = results.compact(workdir, ARMS[arm], seed)
+      (tmp_path / 'out').mkdir(exist_ok=True)
+      results.write(tmp_path / 'out' / f'{arm}_seed{seed}.jsonl.gz', lines)
+  return tmp_path
+
+
+def test_a_run_is_read_as_it_was_written_without_what_is_not_kept(written):
+  runs = results.read(written / 'out')
+  assert [(r.arm.name, r.seed) for r in runs] == [
+      ('bf16', 1),
+      ('bf16', 2),
+      ('fp8_rollout', 1),
+      ('fp8_rollout', 2),
+      ('jetrl', 1),
+      ('jetrl', 2),
+  ]
+  mixed = runs[2]
+  assert mixed.accuracy('core')[0] == (0, 0.4)
+  assert mixed.series('actor/grad_norm')[0] == (1, 0.5)
+  kept = {name for row in mixed.rows for name in row}
+  assert not {'perf/throughput', 'val-core/heldout/acc/mean@1/ci95'} & kept
+  assert mixed.about['finished'] and 'command' not in mixed.about
+
+
+def test_the_same_lines_give_the_same_bytes(written):
+  for name in ('a', 'b'):
+    results.write(written / name, [{'step': 1}])
+  assert (written / 'a').read_bytes() == (written / 'b').read_bytes()
+
+
+def test_a_run_is_finished_with_its_last_step_and_its_export(tmp_path):
+  assert steps_done(tmp_path) == -1 and not is_finished(tmp_path)
+  _workdir(tmp_path, [0.1, 0.2, 0.3], 0.0)
+  assert steps_done(tmp_path) == 2 and is_finished(tmp_path)
+  (tmp_path / 'export').rmdir()
+  assert not is_finished(tmp_path)
+
+
+def test_an_empty_folder_is_answered_with_what_it_lacks(tmp_path):
+  with pytest.raises(ValueError, match='holds no .* of study.results'):
+    results.read(tmp_path)
+
+
+def test_every_figure_is_drawn_and_the_table_says_what_is_known(
+    written, capsys
+):
+  runs = results.read(written / 'out')
+  for draw in (figures.curves, figures.pairs, figures.control):
+    draw(runs, written / f'{draw.__name__}.png')
+    assert (written / f'{draw.__name__}.png').stat().st_size > 10_000
+  table = capsys.readouterr().out
+  # Two pairs of the same difference: too few for a verdict.
+  assert "| fp8_rollout | bf16 | rollout's | -60.0 |" in table
+  assert '| -60.0 to -60.0 | inconclusive |' in table

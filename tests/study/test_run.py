@@ -1,0 +1,62 @@
+"""The whole chain on a CPU: task, warm start, arms, results, figures."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from study import results
+
+_ROOT = pathlib.Path(__file__).parents[2]
+
+
+def _command(*arguments, check=True):
+  return subprocess.run(
+      [sys.executable, '-m', *map(str, arguments)],
+      cwd=_ROOT,
+      capture_output=True,
+      text=True,
+      check=check,
+  ).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_arms_are_run_stopped_resumed_and_drawn(tmp_path):
+  _command('study.prepare', f'--folder={tmp_path}', '--tiny')
+  run = ['study.run', f'--folder={tmp_path}', '--tiny', '--seeds=1']
+  run += ['--parallel=2', '--arms=2x2,mixed_int4,unified_int4,jetrl_long']
+  # Stopped in the middle of the first ones; then to the end.
+  assert 'runs are not finished' in _command(*run, '--limit_s=40', check=False)
+  assert '0 of 7 runs are not finished' in _command(*run)
+  assert '0 of 7 runs to do' in _command(*run)
+  out = tmp_path / 'out'
+  _command('study.results', f'--folder={tmp_path}', f'--output={out}')
+  for one in results.read(out):
+    assert [row['step'] for row in one.rows] == [0, 1, 2, 3, 4]
+    shares = {v for _, v in one.series('training/mismatch_token_frac')}
+    # A unified flow of any bits agrees to the bit; a mixed one nowhere near.
+    assert (min(shares) > 0.9) if one.arm.is_mixed else (shares == {0.0})
+  for figure in ('curves', 'pairs', 'control'):
+    _command(
+        'study.figures',
+        figure,
+        f'--results={out}',
+        f'--output={tmp_path / figure}.png',
+    )
+
+
+def test_what_cannot_be_run_is_refused_before_anything_is(tmp_path):
+  done = subprocess.run(
+      [
+          *(sys.executable, '-m', 'study.run', f'--folder={tmp_path}'),
+          '--arms=jetrl_long',
+          '--config=configs/quickstart.py',
+      ],
+      cwd=_ROOT,
+      capture_output=True,
+      text=True,
+  )
+  assert done.returncode == 1 and 'error: arm ' in done.stderr
+  assert not list(tmp_path.iterdir())
