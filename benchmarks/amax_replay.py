@@ -1,6 +1,6 @@
 """Sweeps history length and margin of delayed scaling over a recorded run.
 
-python benchmarks/amax_replay.py runs/quickstart --name=quickstart_cpu
+python -m benchmarks.amax_replay runs/quickstart --name=quickstart_cpu
 
 A run's metrics.jsonl holds the amax that each quantised dot saw at each step
 (`fp8_health`). What another history length or margin would have made of the
@@ -120,7 +120,7 @@ def main() -> None:
   dots = amax['input'].shape[1]
   parts = [
       f'# History and margin replayed: {arguments.name}, {today}',
-      f'`python benchmarks/amax_replay.py {arguments.workdir.name}'
+      f'`python -m benchmarks.amax_replay {arguments.workdir.name}'
       f' --name={arguments.name}` at commit {commit}, jax {jax.__version__}.'
       f' One run, seed {settings["seed"]}, {len(steps)} steps, {dots} dots,'
       f' recorded with history {used["amax_history_length"]} and margin'

@@ -42,6 +42,8 @@ def environment(commit: str = '') -> dict:
     commit: of the code under test, where git is not at hand.
   """
   device = jax.devices()[0]
+  started = sys.modules['__main__'].__spec__
+  program = ['-m', started.name] if started else [sys.argv[0]]
   return {
       'date': datetime.date.today().isoformat(),
       'commit': commit or _head() or 'unknown',
@@ -50,7 +52,7 @@ def environment(commit: str = '') -> dict:
           'python': platform.python_version(),
           **{name: importlib.metadata.version(name) for name in _PACKAGES},
       },
-      'command': ' '.join(['python', *sys.argv]),
+      'command': ' '.join(['python', *program, *sys.argv[1:]]),
   }
 
 

@@ -1,6 +1,6 @@
 """Compares rollout and training forward bit for bit, over sizes and layouts.
 
-    python benchmarks/exactness.py --output=benchmarks/results/NAME \
+    python -m benchmarks.exactness --output=benchmarks/results/NAME \
       --slots=16,64,128,256 --tokens=2048
 
 A random model samples `--prompts` prompts with seeded lengths. Each slot

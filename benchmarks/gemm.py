@@ -1,6 +1,6 @@
 """Times the forward dots of a shape, and compares their rows across M.
 
-    python benchmarks/gemm.py --output=benchmarks/results/NAME
+    python -m benchmarks.gemm --output=benchmarks/results/NAME
 
 For every projection, precision and row count M: TFLOP/s, and whether the
 first 16 rows have the bits that they have at M = 16. Compiled with the pinned

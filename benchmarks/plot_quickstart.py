@@ -1,4 +1,4 @@
-"""Draws the quickstart's curves: python benchmarks/plot_quickstart.py.
+"""Draws the quickstart's curves: python -m benchmarks.plot_quickstart.
 
 Reads benchmarks/results/quickstart_seed*.jsonl and writes docs/quickstart.png.
 """

@@ -1,4 +1,4 @@
-"""Draws what FP8 gives over BF16: python benchmarks/plot_speed.py.
+"""Draws what FP8 gives over BF16: python -m benchmarks.plot_speed.
 
 Reads benchmarks/results/*_qwen7b_h200_2026-11-21.json and writes
 docs/speed.png. Both recipes of a row were measured in one run.

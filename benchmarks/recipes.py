@@ -1,7 +1,7 @@
 """Times the dots of every recipe and measures their error.
 
-    python benchmarks/recipes.py --output=benchmarks/results/NAME
-    python benchmarks/recipes.py --tiny --output=/tmp/NAME     (CPU, seconds)
+    python -m benchmarks.recipes --output=benchmarks/results/NAME
+    python -m benchmarks.recipes --tiny --output=/tmp/NAME     (CPU, seconds)
 
 The dots are those of a Qwen2.5-7B block through `fp8.dot`, compiled as in runs:
 the forward with the rows of a decode step, the forward with those of a

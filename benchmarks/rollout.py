@@ -1,6 +1,6 @@
 """Times the rollout loop of a random model, FP8 beside BF16, in one run.
 
-    python benchmarks/rollout.py --output=benchmarks/results/NAME \
+    python -m benchmarks.rollout --output=benchmarks/results/NAME \
       --workloads=128x128x1x2048,128x32x8x1024
 
 A workload is PROMPT_LENGTH x PROMPTS x SAMPLES x NEW_TOKENS; nothing stops

@@ -1,6 +1,6 @@
 """Times forward, backward and optimiser of a random model, FP8 beside BF16.
 
-    python benchmarks/train_step.py --output=benchmarks/results/NAME \
+    python -m benchmarks.train_step --output=benchmarks/results/NAME \
       --workloads=8x4096,2x16384
 
 A workload is ROWS x TOKENS of one micro-batch; a row holds packed segments

@@ -44,7 +44,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chart:
-  """A drawn chart.
+  """A drawn chart or heat map.
 
   Attributes:
     html: the figure.

@@ -6,15 +6,20 @@ picture and nothing is stored twice.
 """
 
 import base64
-import dataclasses
 import math
 import struct
 import zlib
-from typing import Any
 
 import numpy as np
 
-from jetrl_jax.report_charts import BOTTOM, LEFT, RIGHT, TOP, step_labels
+from jetrl_jax.report_charts import (
+    BOTTOM,
+    LEFT,
+    RIGHT,
+    TOP,
+    Chart,
+    step_labels,
+)
 from jetrl_jax.report_data import layer_and_kind
 from jetrl_jax.report_text import escape, number, scale
 
@@ -27,19 +32,6 @@ _ANCHORS = (
 )
 _KINDS = ('attn/qkv', 'attn/o', 'mlp/gate_up', 'mlp/down')
 ABSENT, ZERO, FIRST = 0, 1, 2
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HeatMap:
-  """A drawn heat map.
-
-  Attributes:
-    html: the figure.
-    data: what the script reads; JSON values.
-  """
-
-  html: str
-  data: dict[str, Any]
 
 
 def ramp() -> list[tuple[int, int, int]]:
@@ -65,7 +57,7 @@ def heat_map(
     log: bool,
     worst: str,
     note: str = '',
-) -> HeatMap:
+) -> Chart:
   """Draws dots by steps, grouped by kind of dot and ordered by layer.
 
   Args:
@@ -129,7 +121,7 @@ def heat_map(
       'unit': unit,
       'box': [LEFT, TOP, RIGHT, TOP + height],
   }
-  return HeatMap(html=html, data=data)
+  return Chart(html=html, data=data)
 
 
 def levels(

@@ -11,7 +11,6 @@ from jetrl_jax import report_panels as panels
 from jetrl_jax.report_charts import Chart
 from jetrl_jax.report_data import Run
 from jetrl_jax.report_facts import Fact
-from jetrl_jax.report_heat import HeatMap
 from jetrl_jax.report_panels import Panel
 from jetrl_jax.report_script import JS
 from jetrl_jax.report_style import CSS
@@ -23,7 +22,7 @@ class _Page:
 
   def __init__(self):
     self.charts: list[Chart] = []
-    self.maps: list[HeatMap] = []
+    self.maps: list[Chart] = []
     self.sections: list[tuple[str, str]] = []
 
   def section(self, title: str, body: str) -> None:
@@ -36,7 +35,7 @@ class _Page:
       runs: list[Run],
       *,
       first: Chart | None = None,
-      maps: Sequence[HeatMap] = (),
+      maps: Sequence[Chart] = (),
       facts: Sequence[Fact] = (),
   ) -> str:
     """Draws panels; what does not move or is missing becomes a sentence.

@@ -8,7 +8,7 @@ import numpy as np
 from jetrl_jax.report_charts import Chart, Line, area_chart, line_chart, still
 from jetrl_jax.report_data import Run
 from jetrl_jax.report_facts import Fact
-from jetrl_jax.report_heat import HeatMap, heat_map
+from jetrl_jax.report_heat import heat_map
 from jetrl_jax.report_text import duration, steps_text
 
 
@@ -379,7 +379,7 @@ def time_chart(run: Run) -> Chart | None:
   return area_chart('Time by phase', layers, unit='s', note=note)
 
 
-def heat_maps(run: Run) -> tuple[list[HeatMap], list[Fact]]:
+def heat_maps(run: Run) -> tuple[list[Chart], list[Fact]]:
   """Returns the FP8 health maps, and sentences for those that are all zero."""
   health = run.health
   if health is None:

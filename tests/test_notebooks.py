@@ -142,7 +142,7 @@ def test_the_outputs_of_a_notebook_are_those_of_its_code(path):
   stale = notebook['metadata'].get('source_sha256') != notebooks.source_hash(
       notebook
   )
-  assert not stale, f'run: python tools/notebooks.py notebooks/{path.name}'
+  assert not stale, f'run: python -m tools.notebooks notebooks/{path.name}'
   outputs = [o for c in notebooks.code_cells(notebook) for o in c['outputs']]
   assert any('image/png' in output.get('data', {}) for output in outputs)
   assert not [o for o in outputs if o['output_type'] == 'error']

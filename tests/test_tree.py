@@ -68,7 +68,7 @@ def test_the_build_files_name_exactly_the_rooms_that_are_imported():
       for path, text in expected.items()
       if not path.exists() or path.read_text(encoding='utf-8') != text
   ]
-  assert not stale, 'run: python tools/build_files.py'
+  assert not stale, 'run: python -m tools.build_files'
   folders = ('jetrl_jax', *build_files.CLONE)
   found = {p for f in folders for p in (_ROOT / f).rglob('BUILD')}
   assert found == set(expected)

@@ -6,7 +6,7 @@ of the rooms is `ORDER`, and tests/test_tree.py holds both the imports and the
 BUILD files against it. A room is visible to the rooms that may import it, so
 Bazel refuses what the test refuses. After a change of imports:
 
-    python tools/build_files.py
+    python -m tools.build_files
 """
 
 import ast

@@ -3,7 +3,7 @@
 A name's meaning is the comment above it there; without one, what the docstring
 of its reader says of it. After a change of either:
 
-    python tools/config_reference.py
+    python -m tools.config_reference
 """
 
 import inspect

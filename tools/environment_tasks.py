@@ -17,9 +17,9 @@ for reinforcement learning to find.
 What a problem may be used for is a hash of its text, as in the quickstart. The
 files of the repository:
 
-    python tools/environment_tasks.py --task=calculator \
+    python -m tools.environment_tasks --task=calculator \
         --output=examples/calculator
-    python tools/environment_tasks.py --task=portfolio \
+    python -m tools.environment_tasks --task=portfolio \
         --output=examples/portfolio
 """
 

@@ -1,6 +1,6 @@
 """Runs the notebooks and writes their outputs beside their code.
 
-python tools/notebooks.py [notebooks/01_fp8_by_hand.ipynb ...]
+python -m tools.notebooks [notebooks/01_fp8_by_hand.ipynb ...]
 
 Needs the extra `notebooks`. What a machine adds (times, paths, versions of the
 kernel) is left out. The hash of the code is kept with the outputs:

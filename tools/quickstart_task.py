@@ -19,11 +19,11 @@ held-out problem to training.
 
 The files of the repository:
 
-    python tools/quickstart_task.py --output=examples/quickstart
+    python -m tools.quickstart_task --output=examples/quickstart
 
 Other held-out problems, none of which the repository holds:
 
-    python tools/quickstart_task.py --output=/tmp/fresh --seed=7 \
+    python -m tools.quickstart_task --output=/tmp/fresh --seed=7 \
         --exclude=examples/quickstart
 """
 
