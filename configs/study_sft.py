@@ -25,15 +25,15 @@ def get_config():
   config.precision.recipe = 'bf16'
   config.data.train_files = ('runs/study/task/sft.jsonl',)
   config.data.template = '{prompt}'
-  config.data.max_prompt_length = 96
-  # 96 + 2016 = 33 attention tiles; the long answers have up to 1925 tokens.
-  config.rollout.max_response_length = 2016
+  config.data.max_prompt_length = 128
+  # 128 + 1984 = 33 attention tiles; the long answers have up to 1950 tokens.
+  config.rollout.max_response_length = 1984
   config.optim.lr = 1e-3
   config.optim.lr_warmup_steps = 100
   config.optim.lr_decay = 'cosine'
   config.optim.betas = (0.9, 0.98)
   config.optim.moments = 'float32'
-  # Rows of 2112 tokens; six short sequences share one.
+  # Rows of 2112 tokens; five short sequences share one.
   config.trainer.micro_batch_size = 16
   config.sft.total_training_steps = 1500
   config.sft.batch_size = 128

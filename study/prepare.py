@@ -30,8 +30,16 @@ TINY_SFT = {
 }
 
 
-def commands(folder: pathlib.Path, *, tiny: bool) -> dict[str, list[str]]:
-  """Returns the two commands, by the folder that each makes."""
+def commands(
+    folder: pathlib.Path, *, tiny: bool, more: dict[str, str]
+) -> dict[str, list[str]]:
+  """Returns the two commands, by the folder that each makes.
+
+  Args:
+    folder: of the study.
+    tiny: sizes for a CPU.
+    more: settings of the warm start, by config name.
+  """
   task = [f'--output={folder / "task"}', *(TINY_TASK if tiny else ())]
   settings = {
       'model.path': folder / 'task' / 'model_init',
@@ -39,6 +47,7 @@ def commands(folder: pathlib.Path, *, tiny: bool) -> dict[str, list[str]]:
       'sft.output': folder / 'checkpoint',
       'compile_cache_dir': folder / 'compiled',
       **(TINY_SFT if tiny else {}),
+      **more,
   }
   flags = [f'--config.{name}={value}' for name, value in settings.items()]
   return {
@@ -59,8 +68,17 @@ def main() -> None:
   )
   parser.add_argument('--folder', type=pathlib.Path, required=True)
   parser.add_argument('--tiny', action='store_true')
+  parser.add_argument(
+      '--set',
+      action='append',
+      default=[],
+      metavar='NAME=VALUE',
+      help='a config setting of the warm start',
+  )
   flags = parser.parse_args()
-  for made, command in commands(flags.folder, tiny=flags.tiny).items():
+  more = dict(one.split('=', 1) for one in flags.set)
+  todo = commands(flags.folder, tiny=flags.tiny, more=more)
+  for made, command in todo.items():
     if not (flags.folder / made).exists():
       done = subprocess.run([sys.executable, '-m', *command])
       if done.returncode:

@@ -27,7 +27,7 @@ from study.arms import Arm, named
 GRACE_S = 60
 # The long answers, in a config of short ones.
 LONG = {
-    'rollout.max_response_length': 2016,
+    'rollout.max_response_length': 1984,
     'trainer.total_training_steps': 60,
     # As many tokens per micro-batch as with short ones.
     'trainer.micro_batch_size': 16,

@@ -93,7 +93,7 @@ def test_long_answers_are_those_of_the_same_problems(tmp_path):
   short, long = (plan.settings(ARMS[n], 1) for n in ('jetrl', 'jetrl_long'))
   assert str(short['data.val_files']).endswith("heldout_1.jsonl',)")
   assert str(long['data.val_files']).endswith("heldout_10.jsonl',)")
-  assert long['rollout.max_response_length'] == 2016
+  assert long['rollout.max_response_length'] == 1984
   with pytest.raises(ValueError, match="arm 'jetrl_long' has the long answers"):
     other = Plan(folder=tmp_path, config='configs/quickstart.py')
     other.settings(ARMS['jetrl_long'], 1)

@@ -24,13 +24,13 @@ _PROBLEM = task.Problem(
 
 def test_a_worked_answer_writes_sums_checks_and_the_number():
   assert task.question(_PROBLEM, 2) == (
-      'Ann has 34 pens, Bob has 8 pens. Bob finds 5 pens. Ann loses 6 pens. How'
-      ' many pens has Ann? Check 2 times.\n'
+      'Ann has 34 pens, Bob has 8 pens. 1. Bob finds 5 pens. 2. Ann loses 6'
+      ' pens. How many pens has Ann? Check 2 times.\n'
   )
   # The second check starts from the second person.
   assert task.solve(_PROBLEM, 2) == (
-      'Bob 8 + 5 = 13. check 1: Ann 34, Bob 13. check 2: Bob 13, Ann 34.'
-      ' Ann 34 - 6 = 28. check 1: Ann 28, Bob 13. check 2: Bob 13, Ann 28.'
+      '1. Bob 8 + 5 = 13. check 1: Ann 34, Bob 13. check 2: Bob 13, Ann 34.'
+      ' 2. Ann 34 - 6 = 28. check 1: Ann 28, Bob 13. check 2: Bob 13, Ann 28.'
       ' #### 28'
   )
 
@@ -39,7 +39,7 @@ def test_a_careless_answer_gets_carries_and_borrows_wrong():
   # 8 + 5 without the carry is 03; 34 - 6 by the smaller digit from the larger
   # is 32.
   assert task.solve(_PROBLEM, 0, 1.0, random.Random(0)) == (
-      'Bob 8 + 5 = 3. Ann 34 - 6 = 32. #### 32'
+      '1. Bob 8 + 5 = 3. 2. Ann 34 - 6 = 32. #### 32'
   )
 
 
@@ -56,7 +56,7 @@ def test_about_256_and_about_2000_tokens_are_reached(tmp_path):
       tmp_path, task.make_tokenizer(), task.MODEL_CONFIG
   )
   tokenizer = Tokenizer(tmp_path)
-  for checks, low, high in ((1, 240, 264), (10, 1800, 2000)):
+  for checks, low, high in ((1, 256, 280), (10, 1850, 1960)):
     rows = task.make_rows('sft', 0, 20, _DIFFICULTY, (checks,))
     lengths = []
     for row in rows:
