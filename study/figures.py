@@ -6,8 +6,9 @@
 
 FOLDER is what `study.results` wrote. curves: every metric over the steps, a
 line per seed. pairs: differences of final accuracy seed by seed, with 95%
-intervals. control: final accuracy over the measured mismatch, with the range of
-k3 that papers report marked.
+intervals, and a table of them. control: final accuracy over the measured
+mismatch, with the range of k3 that papers report marked. Both take finished
+runs only.
 """
 
 import argparse
@@ -69,7 +70,15 @@ def curves(runs: list[Run], output: pathlib.Path) -> None:
       if not points:
         continue  # A BF16 rollout has no 8-bit weights.
       steps, values = zip(*points, strict=True)
-      panel.plot(steps, values, color=color[run.arm.name], lw=1, alpha=0.8)
+      marker = 'o' if name in ('core', 'bf16') else ''
+      panel.plot(
+          *(steps, values),
+          color=color[run.arm.name],
+          marker=marker,
+          ms=3,
+          lw=1,
+          alpha=0.8,
+      )
       at = statistics.collapse(values) if name in ('core', 'bf16') else None
       if at is not None:
         panel.plot(steps[at], values[at], 'x', color='black', ms=9)
@@ -176,6 +185,7 @@ def control(runs: list[Run], output: pathlib.Path) -> None:
         f'{label} of rollout and training (nats), median; 0 at 1e-8'
     )
     panel.set_ylabel("final held-out accuracy, rollout's precision (%)")
+    panel.set_ylim(0, 100)
     panel.grid(alpha=0.3)
   axes[1].axvspan(*REPORTED_K3, color='gold', alpha=0.25)
   axes[1].set_title('gold: k3 that papers report of dense models', fontsize=9)
@@ -227,6 +237,12 @@ def main() -> None:
   if flags.arms:
     chosen = {arm.name for arm in named(flags.arms.split(','))}
     runs = [run for run in runs if run.arm.name in chosen]
+  if flags.figure != 'curves':
+    # A run on its way has no final accuracy, and neither has one that gave up.
+    for run in runs:
+      if not run.about['finished']:
+        print(f'left out, not finished: {run.arm.name} seed {run.seed}')
+    runs = [run for run in runs if run.about['finished']]
   draw = {'curves': curves, 'pairs': pairs, 'control': control}[flags.figure]
   draw(runs, flags.output)
   print(f'Wrote {flags.output}')
