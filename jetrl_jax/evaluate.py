@@ -19,7 +19,6 @@ from jetrl_jax import (
     evaluate_settings,
     rng,
 )
-from jetrl_jax.data import Prompt
 from jetrl_jax.evaluate_settings import NAMES, Settings, define_flags
 from jetrl_jax.rewards import RewardPool
 from jetrl_jax.rl import calibration, evaluation
@@ -27,13 +26,6 @@ from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.engine import Engine, EngineConfig
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import never_stop
-from jetrl_jax.rl.types import TrainState
-
-# A checkpoint's own calibration, where there is no run to say.
-_CALIBRATION_PROMPTS = 16
-_CALIBRATION_SAMPLES = 4
-_CALIBRATION_TOKENS = 64
-_CALIBRATION_ROWS = 4
 
 
 def evaluate(settings: Settings) -> dict:
@@ -53,7 +45,9 @@ def evaluate(settings: Settings) -> dict:
   engine = Engine(found.policy, _engine_config(settings), found.mesh)
   state = found.state
   if not found.calibrated:
-    state = _calibrated(engine, state, prompts, settings)
+    state = calibration.calibrate_checkpoint(
+        engine, state, prompts, origin=found.origin, seed=settings.seed
+    )
   logging.info(
       '%s in %s: %d prompts, %d samples each',
       found.origin,
@@ -95,31 +89,6 @@ def _engine_config(settings: Settings) -> EngineConfig:
       top_k=settings.top_k,
       top_p=settings.top_p,
       min_p=settings.min_p,
-  )
-
-
-def _calibrated(
-    engine: Engine,
-    state: TrainState,
-    prompts: list[Prompt],
-    settings: Settings,
-) -> TrainState:
-  """Fills the activation scales as a cold start does, on the first prompts."""
-  first = prompts[:_CALIBRATION_PROMPTS]
-  logging.info(
-      'No activation scales are kept with %s: calibrating on %d prompts',
-      settings.found.origin,
-      len(first),
-  )
-  return calibration.calibrate(
-      engine,
-      state,
-      first,
-      rows=_CALIBRATION_ROWS,
-      num_generations=_CALIBRATION_SAMPLES,
-      temperature=1.0,
-      max_tokens=_CALIBRATION_TOKENS,
-      base_key=rng.key(settings.seed, rng.CALIBRATION),
   )
 
 

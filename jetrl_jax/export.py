@@ -1,77 +1,209 @@
 """Writes a Hugging Face checkpoint: python -m jetrl_jax.export --workdir=RUN.
 
 In bfloat16, from the masters; or in FP8, the very weights that the run sampled
-and trained with, beside their scales and those of their inputs. See
-docs/export.md.
+and trained with, beside their scales and those of their inputs. What was never
+trained in FP8 - a checkpoint, a run in bfloat16 - is calibrated first, on the
+prompts of a file. See docs/export.md.
 """
 
+import dataclasses
 import pathlib
 import sys
+from typing import Any
 
+import ml_collections
 from absl import app, flags, logging
 
+from jetrl_jax import config as configs
 from jetrl_jax import config_flag, models, saved_policy
+from jetrl_jax.data import Prompt
 from jetrl_jax.fp8 import slots
 from jetrl_jax.models import invariant_scaling
+from jetrl_jax.rl import calibration
 from jetrl_jax.rl.console import show_own_sentences
+from jetrl_jax.rl.engine import Engine, EngineConfig
 from jetrl_jax.rl.train_step import merge
+from jetrl_jax.saved_policy import Restored
 from jetrl_jax.typing import PyTree
 
+_FP8 = 'fp8_delayed'
+# Of the calibration; as many sequences are decoded at once.
+_SLOTS = 16
+_PROMPT_TOKENS = 1024
 
-def export(
-    workdir: str, out: pathlib.Path, *, step: int | None, fp8: bool
-) -> str:
-  """Exports one step of a run.
+# The flags: name, how it is defined, default, what it is.
+_FLAGS: tuple[tuple[str, Any, Any, str], ...] = (
+    ('workdir', flags.DEFINE_string, None, 'Workdir of a run'),
+    ('checkpoint', flags.DEFINE_string, None, 'Or a checkpoint, or its id'),
+    ('out', flags.DEFINE_string, None, 'New folder'),
+    ('step', flags.DEFINE_integer, None, "Which of a run's; or the newest"),
+    ('data', flags.DEFINE_string, None, 'Prompts to calibrate FP8 on'),
+    ('prompt_key', flags.DEFINE_string, None, 'Its column with the question'),
+    ('answer_key', flags.DEFINE_string, None, 'Its column with the answer'),
+    ('template', flags.DEFINE_string, None, "'chat', or text with {prompt}"),
+    ('max_prompt_length', flags.DEFINE_integer, None, 'Tokens'),
+)
+NAMES = (*(name for name, *_ in _FLAGS), 'format')
+
+
+def define_flags() -> None:
+  """Defines the flags; only where the command is run: they are global."""
+  for name, kind, default, text in _FLAGS:
+    kind(name, default, text)
+  flags.DEFINE_enum(
+      'format',
+      'bf16',
+      ['bf16', 'fp8'],
+      'bf16: the masters, rounded. fp8: the FP8 weights of the run with their'
+      ' scales, in the layout of compressed-tensors.',
+  )
+  flags.mark_flag_as_required('out')
+
+
+def defaults() -> dict[str, Any]:
+  """Returns the flags' defaults by name."""
+  return {name: default for name, _, default, _ in _FLAGS} | {'format': 'bf16'}
+
+
+def export(values: dict[str, Any]) -> str:
+  """Exports one step of a run, or a checkpoint in another format.
 
   Args:
-    workdir: of the run.
-    out: the new folder.
-    step: by default the newest good one.
-    fp8: the compute weights and their scales instead of the masters.
+    values: of every flag.
 
   Returns:
     What was exported, in words.
 
   Raises:
-    ValueError: no run or no such step; FP8 asked of a run without FP8; the
-      folder exists.
+    ValueError: no run or no such step; FP8 asked of what has no FP8 scales,
+      without prompts to calibrate on; the folder exists.
   """
-  if not saved_policy.is_run(workdir):
+  path, out = _source(values), pathlib.Path(values['out'])
+  if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    raise ValueError(f'--out={out} exists already; name a new folder')
+  found = saved_policy.restore(path, step=values['step'])
+  calibrated = ''
+  if values['format'] == 'fp8':
+    found, calibrated = _in_fp8(found, path, values)
+    # Scaled as the run had it: the same function, on the grid it was trained.
+    tree = found.state.weights
+    scales = _input_scales(found.state.fp8_state)
+  else:
+    tree, scales = _masters(found), None
+  models.save_checkpoint(
+      out,
+      tree,
+      found.policy.model,
+      source_folder=found.folder,
+      # What the FP8 dots leave has to come back to the bit.
+      dtype=found.policy.recipe.compute_dtype if scales else 'bfloat16',
+      input_scales=scales,
+  )
+  if scales is None:
+    return f'{found.origin} in bfloat16'
+  if found.policy.kv_cache_dtype != 'compute':
+    logging.warning(
+        'The run kept keys and values in %s, which a checkpoint does not say;'
+        ' a reader that should do so needs its own setting',
+        found.policy.kv_cache_dtype,
+    )
+  dots = f'{len(scales)} dots in FP8, each with its two scales'
+  return f'{found.origin}: {dots}{calibrated}'
+
+
+def _source(values: dict[str, Any]) -> str:
+  workdir, folder = values['workdir'], values['checkpoint']
+  if (workdir is None) == (folder is None):
+    raise ValueError(
+        'name what to export, by one of --workdir (of a run) and --checkpoint'
+        ' (a Hugging Face folder or id)'
+    )
+  if workdir is not None and not saved_policy.is_run(workdir):
     raise ValueError(
         f'--workdir={workdir} is no workdir of a run (it has no folder'
         ' checkpoints/)'
     )
-  if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-    raise ValueError(f'--out={out} exists already; name a new folder')
-  found = saved_policy.restore(workdir, step=step)
-  state, policy = found.state, found.policy
-  paths = slots.slot_paths(state.fp8_state)
-  if fp8 and policy.recipe.name != 'fp8_delayed':
+  if folder is not None and saved_policy.is_run(folder):
     raise ValueError(
-        f'{found.origin} has no static FP8 scales (precision.recipe is'
-        f" {policy.recipe.name!r}, needed is 'fp8_delayed'); use --format=bf16"
+        f'--checkpoint={folder} is the workdir of a run; give it as --workdir'
     )
-  if fp8:
-    # Scaled as the run had it: the same function, on the grid it was trained.
-    tree = state.weights
-  else:
-    assert found.config is not None  # It is the workdir of a run.
-    tree = invariant_scaling.unfold(
-        merge(state.trainable, state.frozen),
-        found.config.precision.invariant_scale,
-    )
-  models.save_checkpoint(
-      out,
-      tree,
-      policy.model,
-      source_folder=found.folder,
-      # What the FP8 dots leave has to come back to the bit.
-      dtype=policy.recipe.compute_dtype if fp8 else 'bfloat16',
-      input_scales=_input_scales(state.fp8_state) if fp8 else None,
+  return str(workdir if folder is None else folder)
+
+
+def _masters(found: Restored) -> PyTree:
+  masters = merge(found.state.trainable, found.state.frozen)
+  if found.config is None:
+    return masters
+  return invariant_scaling.unfold(
+      masters, found.config.precision.invariant_scale
   )
-  if not fp8:
-    return f'{found.origin} in bfloat16'
-  return f'{found.origin}: {len(paths)} dots in FP8, each with its two scales'
+
+
+def _in_fp8(
+    found: Restored, path: str, values: dict[str, Any]
+) -> tuple[Restored, str]:
+  """Returns a policy with static scales, and how it came to them."""
+  if found.calibrated and found.policy.recipe.name == _FP8:
+    if values['data'] is not None:
+      raise ValueError(
+          f'{found.origin} has the scales it was trained with; leave --data out'
+      )
+    return found, ''
+  if values['data'] is None:
+    raise ValueError(
+        f'{found.origin} has no static FP8 scales (its recipe is'
+        f' {found.policy.recipe.name!r}, needed is {_FP8!r}); name prompts to'
+        ' calibrate on, --data=FILE.jsonl, or use --format=bf16'
+    )
+  found = saved_policy.restore(path, step=values['step'], recipe=_FP8)
+  prompts = _prompts(found, values)
+  engine = Engine(
+      found.policy,
+      EngineConfig(
+          num_slots=_SLOTS,
+          max_prompt_length=max(len(prompt.tokens) for prompt in prompts),
+          max_response_length=calibration.CHECKPOINT_TOKENS,
+          stop_ids=tuple(saved_policy.tokenizer_of(found).eos_ids),
+      ),
+      found.mesh,
+  )
+  state = calibration.calibrate_checkpoint(
+      engine, found.state, prompts, origin=found.origin
+  )
+  found = dataclasses.replace(found, state=state, calibrated=True)
+  return found, f'; calibrated on {len(prompts)} prompts of {values["data"]}'
+
+
+def _prompts(found: Restored, values: dict[str, Any]) -> list[Prompt]:
+  """Returns the prompts to calibrate on, as the policy knows them."""
+  tokenizer = saved_policy.tokenizer_of(found)
+  chat = bool(tokenizer.chat_template)
+  longest = found.policy.model.max_position - calibration.CHECKPOINT_TOKENS
+  data = {
+      'prompt_key': 'question',
+      'answer_key': 'answer',
+      'source_key': '',
+      'template': 'chat' if chat else '{prompt}',
+      'instruction': '',
+      'system': '',
+      'max_prompt_length': min(_PROMPT_TOKENS, longest),
+  }
+  if found.config is not None:
+    data = {name: found.config.data[name] for name in data}
+  data |= {k: v for k, v in values.items() if k in data and v is not None}
+  if not 1 <= data['max_prompt_length'] <= longest:
+    raise ValueError(
+        f'--max_prompt_length is {data["max_prompt_length"]}; allowed: 1 to'
+        f' {longest}, the positions of the model less those of an answer'
+    )
+  return list(
+      configs.build_dataset(
+          ml_collections.ConfigDict({'data': data}),
+          (values['data'],),
+          tokenizer,
+          calibration.CHECKPOINT_PROMPTS,
+      )
+  )
 
 
 def _input_scales(fp8_state: PyTree) -> dict[str, float]:
@@ -87,40 +219,23 @@ def _at(tree: PyTree, path: str) -> PyTree:
   return tree
 
 
-def main(argv: list[str], values: flags.FlagValues) -> None:
+def main(argv: list[str], values: dict[str, Any]) -> None:
   """Exports what the flags say."""
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments {argv[1:]}')
   show_own_sentences()
-  out = pathlib.Path(str(values['out'].value))
   try:
-    said = export(
-        str(values['workdir'].value),
-        out,
-        step=values['step'].value,
-        fp8=values['format'].value == 'fp8',
-    )
-  except (ValueError, OSError) as error:
+    said = export(values)
+  except (ValueError, OSError, RuntimeError) as error:
     logging.debug('Traceback:', exc_info=True)
     sys.exit(f'error: {error}')
+  out = pathlib.Path(values['out'])
   size = sum(file.stat().st_size for file in out.iterdir())
   print(f'Exported {said} -> {out} ({size / 1e6:,.1f} MB)')
 
 
-def define_flags() -> None:
-  """Defines the flags; only where the command is run: they are global."""
-  flags.DEFINE_string('workdir', None, 'Workdir of a run.', required=True)
-  flags.DEFINE_string('out', None, 'New folder.', required=True)
-  flags.DEFINE_integer('step', None, 'Which checkpoint; default: the newest.')
-  flags.DEFINE_enum(
-      'format',
-      'bf16',
-      ['bf16', 'fp8'],
-      'bf16: the masters, rounded. fp8: the FP8 weights of the run with their'
-      ' scales, in the layout of compressed-tensors.',
-  )
-
-
 if __name__ == '__main__':
   define_flags()
-  config_flag.run_plain(lambda argv: main(argv, flags.FLAGS))
+  config_flag.run_plain(
+      lambda argv: main(argv, {name: flags.FLAGS[name].value for name in NAMES})
+  )

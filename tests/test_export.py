@@ -19,10 +19,17 @@ def _cached():
     yield
 
 
+def _values(folder, **changes):
+  """All flags: the tiny run into `folder`, and `changes`."""
+  values = export.defaults() | {'out': str(folder)}
+  if 'checkpoint' not in changes:
+    values['workdir'] = str(whole_run.finished())
+  assert set(changes) <= set(values)
+  return values | changes
+
+
 def _export(folder, **changes):
-  arguments = {'step': None, 'fp8': False} | changes
-  said = export.export(str(whole_run.finished()), folder, **arguments)
-  return folder, said
+  return folder, export.export(_values(folder, **changes))
 
 
 def _bytes(tree):
@@ -34,7 +41,7 @@ def _bytes(tree):
 
 
 def test_an_fp8_export_comes_back_as_the_runs_own_weights(tmp_path):
-  folder, said = _export(tmp_path / 'x', fp8=True)
+  folder, said = _export(tmp_path / 'x', format='fp8')
   assert said.startswith('step 6 of ') and '4 dots in FP8' in said
   run = saved_policy.restore(str(whole_run.finished()))
   found = saved_policy.restore(str(folder))
@@ -90,9 +97,9 @@ def test_a_run_without_fp8_has_no_fp8_export(tmp_path):
   saver.save(0, states.without_weights(state), {}, metric=None)
   saver.close()
   with pytest.raises(
-      ValueError, match='no static FP8 scales .*use --format=bf16'
+      ValueError, match='no static FP8 scales .* or use --format=bf16'
   ):
-    export.export(str(tmp_path), tmp_path / 'x', step=None, fp8=True)
+    _export(tmp_path / 'x', workdir=str(tmp_path), format='fp8')
   # FP8 can be asked for; what it needs beside the weights is not there.
   found = saved_policy.restore(str(tmp_path), recipe='fp8_delayed')
   assert not found.calibrated
@@ -100,11 +107,61 @@ def test_a_run_without_fp8_has_no_fp8_export(tmp_path):
   assert qkv['input']['scale'] == 1 and qkv['kernel']['scale'] < 0.1
 
 
+def test_a_checkpoint_is_calibrated_for_its_fp8_export(tmp_path):
+  source = whole_run.finished() / 'export'
+  folder, said = _export(
+      tmp_path / 'x',
+      checkpoint=str(source),
+      format='fp8',
+      data=str(whole_run.home() / 'tiny/heldout.jsonl'),
+      template='{prompt}',
+  )
+  assert '4 dots in FP8' in said and 'calibrated on 6 prompts of' in said
+  found = saved_policy.restore(str(folder))
+  assert found.calibrated and found.policy.recipe.name == 'fp8_delayed'
+  qkv = found.state.fp8_state['layers_0']['attn']['qkv']
+  # A normalised row of width 32 has entries around 1; 448 is the largest e4m3.
+  assert 1 / 448 <= qkv['input']['scale'] < 32 / 448
+  masters = models.load_checkpoint(source, found.policy.model, dtype='float32')
+  kernel = found.state.weights['layers_0']['attn']['qkv']['kernel']
+  np.testing.assert_allclose(
+      np.asarray(kernel.values, np.float32) * kernel.scale,
+      np.asarray(masters['layers_0']['attn']['qkv']['kernel']),
+      rtol=2**-4,  # Three bits of mantissa, to nearest.
+      atol=kernel.scale * 2**-10,  # Half of the smallest subnormal.
+  )
+  again, _ = _export(tmp_path / 'y', checkpoint=str(folder), format='fp8')
+  for name in ('model.safetensors', 'config.json'):
+    assert (again / name).read_bytes() == (folder / name).read_bytes()
+
+
 def test_a_wrong_export_is_one_sentence(tmp_path):
-  with pytest.raises(ValueError, match='is no workdir of a run'):
-    export.export(str(tmp_path), tmp_path / 'x', step=None, fp8=False)
-  with pytest.raises(ValueError, match='has no step 5; found'):
-    _export(tmp_path / 'x', step=5)
+  for message, changes in (
+      ('is no workdir of a run', {'workdir': str(tmp_path)}),
+      ('has no step 5; found', {'step': 5}),
+      ('by one of --workdir', {'workdir': None}),
+      ('by one of --workdir', {'checkpoint': 'x', 'workdir': 'x'}),
+      ('give it as --workdir', {'checkpoint': str(whole_run.finished())}),
+      ('leave --data out', {'format': 'fp8', 'data': 'x.jsonl'}),
+      (
+          'no static FP8 scales .*--data=FILE.jsonl',
+          {
+              'checkpoint': str(whole_run.finished() / 'export'),
+              'format': 'fp8',
+          },
+      ),
+      (
+          '--max_prompt_length is 0; allowed: 1 to',
+          {
+              'checkpoint': str(whole_run.finished() / 'export'),
+              'format': 'fp8',
+              'data': 'x.jsonl',
+              'max_prompt_length': 0,
+          },
+      ),
+  ):
+    with pytest.raises(ValueError, match=message):
+      _export(tmp_path / 'x', **changes)
   (tmp_path / 'x').write_text('')
   with pytest.raises(ValueError, match='exists already; name a new folder'):
     _export(tmp_path / 'x')
@@ -115,7 +172,7 @@ def test_a_wrong_export_is_one_sentence(tmp_path):
     [
         (['--workdir=nowhere', '--out=x'], 'nowhere is no workdir of a run'),
         pytest.param(
-            ['--out=x'], '--workdir must have a value', marks=pytest.mark.slow
+            ['--out=x'], 'by one of --workdir', marks=pytest.mark.slow
         ),
         pytest.param(
             ['--workdir=x', '--out=x', '--format=int8'],

@@ -1,7 +1,9 @@
 """Where the activation scales of a cold start come from."""
 
 import numpy as np
+from absl import logging
 
+from jetrl_jax import rng
 from jetrl_jax.data import Prompt
 from jetrl_jax.rl import packing
 from jetrl_jax.rl import state as states
@@ -10,6 +12,47 @@ from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import StopCheck, never_stop, rollout
 from jetrl_jax.rl.types import TrainState
 from jetrl_jax.typing import PRNGKey
+
+# Of a checkpoint, where there is no run to say.
+CHECKPOINT_PROMPTS = 16
+CHECKPOINT_TOKENS = 64
+_CHECKPOINT_SAMPLES = 4
+_CHECKPOINT_ROWS = 4
+
+
+def calibrate_checkpoint(
+    engine: Engine,
+    state: TrainState,
+    prompts: list[Prompt],
+    *,
+    origin: str,
+    seed: int = 0,
+) -> TrainState:
+  """Fills the slots of a policy without a run, as a cold start would.
+
+  Args:
+    engine: see `calibrate`.
+    state: see `calibrate`.
+    prompts: the first `CHECKPOINT_PROMPTS` are used.
+    origin: of the policy, in words.
+    seed: of the short answers that are sampled.
+  """
+  first = prompts[:CHECKPOINT_PROMPTS]
+  logging.info(
+      'No activation scales are kept with %s: calibrating on %d prompts',
+      origin,
+      len(first),
+  )
+  return calibrate(
+      engine,
+      state,
+      first,
+      rows=_CHECKPOINT_ROWS,
+      num_generations=_CHECKPOINT_SAMPLES,
+      temperature=1.0,
+      max_tokens=min(CHECKPOINT_TOKENS, engine.config.max_response_length),
+      base_key=rng.key(seed, rng.CALIBRATION),
+  )
 
 
 def calibrate(
