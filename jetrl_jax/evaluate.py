@@ -6,7 +6,9 @@ rewards holds unless a flag says otherwise. See docs/evaluate.md.
 """
 
 import json
+import pathlib
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -41,6 +43,7 @@ def evaluate(settings: Settings) -> dict:
     ValueError: anything that cannot work, with the fix.
   """
   found, start = settings.found, time.monotonic()
+  _make_output(settings.output)
   prompts = settings.prompts
   engine = Engine(found.policy, _engine_config(settings), found.mesh)
   state = found.state
@@ -69,7 +72,6 @@ def evaluate(settings: Settings) -> dict:
     )
   seconds = time.monotonic() - start
   summary = evaluate_report.summary(graded, settings, seconds)
-  settings.output.mkdir(parents=True, exist_ok=True)
   with open(settings.output / 'problems.jsonl', 'w', encoding='utf-8') as file:
     for row in evaluate_report.problems(graded, settings.tokenizer):
       file.write(json.dumps(row, ensure_ascii=False) + '\n')
@@ -77,6 +79,18 @@ def evaluate(settings: Settings) -> dict:
       json.dumps(summary, indent=2) + '\n', encoding='utf-8'
   )
   return summary
+
+
+def _make_output(folder: pathlib.Path) -> None:
+  """Makes the folder of the results, before anything is sampled for it."""
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+      pass
+  except OSError as error:
+    raise ValueError(
+        f'--output={folder} cannot be written: {error.strerror}'
+    ) from error
 
 
 def _engine_config(settings: Settings) -> EngineConfig:

@@ -11,6 +11,11 @@ from jetrl_jax.evaluate_settings import Settings
 from jetrl_jax.rl import evaluation_metrics, experience
 from jetrl_jax.rl.evaluation import Graded
 
+_INTERVAL = (
+    "95%, Wilson's over problems with the effective sample size; normal where"
+    ' an accuracy is outside [0, 1]'
+)
+
 
 def summary(
     graded: Graded, settings: Settings, seconds: float
@@ -43,7 +48,7 @@ def summary(
       'rewards': [spec.function for spec in settings.rewards],
       'over_long_left_out': settings.num_filtered,
       'sources': sources,
-      'interval': "95%, Wilson's over problems with the effective sample size",
+      'interval': _INTERVAL,
       'seconds': seconds,
       'response_tokens': tokens,
       'jax': jax.__version__,
@@ -86,9 +91,20 @@ def _of_source(graded: Graded, rows: list[int]) -> dict[str, Any]:
   }
 
 
-def _with_interval(values_P: np.ndarray, k: int) -> dict[str, float]:
-  low, high = evaluation_metrics.wilson_interval_95(values_P, k)
-  return {'value': float(values_P.mean()), 'low': low, 'high': high}
+def _with_interval(values_P: np.ndarray, k: int) -> dict[str, float | None]:
+  """Returns the mean over problems, and its 95% interval.
+
+  A reward of one's own may leave [0, 1], where Wilson's interval is not
+  defined: then the normal one, which a single problem does not have.
+  """
+  value = float(values_P.mean())
+  if values_P.min() >= 0 and values_P.max() <= 1:
+    low, high = evaluation_metrics.wilson_interval_95(values_P, k)
+    return {'value': value, 'low': low, 'high': high}
+  if len(values_P) < 2:
+    return {'value': value, 'low': None, 'high': None}
+  half = evaluation_metrics.half_width_95(values_P)
+  return {'value': value, 'low': value - half, 'high': value + half}
 
 
 def problems(graded: Graded, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
@@ -156,5 +172,7 @@ def table(found: dict[str, Any], device: str) -> str:
   return '\n'.join(lines)
 
 
-def _cell(entry: dict[str, float]) -> str:
+def _cell(entry: dict[str, float | None]) -> str:
+  if entry['low'] is None:
+    return f'{entry["value"]:.1%}'
   return f'{entry["value"]:.1%} [{entry["low"]:.1%}, {entry["high"]:.1%}]'

@@ -9,6 +9,7 @@ prompts of a file. See docs/export.md.
 import dataclasses
 import pathlib
 import sys
+import tempfile
 from typing import Any
 
 import ml_collections
@@ -81,6 +82,7 @@ def export(values: dict[str, Any]) -> str:
   path, out = _source(values), pathlib.Path(values['out'])
   if out.exists() and not (out.is_dir() and not any(out.iterdir())):
     raise ValueError(f'--out={out} exists already; name a new folder')
+  _check_place(out)
   found = saved_policy.restore(path, step=values['step'])
   calibrated = ''
   if values['format'] == 'fp8':
@@ -109,6 +111,19 @@ def export(values: dict[str, Any]) -> str:
     )
   dots = f'{len(scales)} dots in FP8, each with its two scales'
   return f'{found.origin}: {dots}{calibrated}'
+
+
+def _check_place(out: pathlib.Path) -> None:
+  """Tries to write beside a new folder, before anything is calibrated."""
+  parent = out.absolute().parent
+  try:
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent):
+      pass
+  except OSError as error:
+    raise ValueError(
+        f'--out={out} cannot be written: {error.strerror}'
+    ) from error
 
 
 def _source(values: dict[str, Any]) -> str:

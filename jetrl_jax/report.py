@@ -74,5 +74,12 @@ def main(argv: list[str]) -> None:
     sys.exit(f'error: {error}')
 
 
+def _parse(argv: list[str]) -> list[str]:
+  try:
+    return flags.FLAGS(argv)
+  except flags.Error as error:
+    sys.exit(f'error: {error}')
+
+
 if __name__ == '__main__':
-  app.run(main)
+  app.run(main, flags_parser=_parse)

@@ -74,8 +74,10 @@ def test_a_checkpoint_without_scales_is_calibrated_for_fp8(tmp_path):
   common = dict(
       checkpoint=export,
       template='{prompt}',
-      max_prompt_length=16,
-      max_response_length=12,
+      # As tests/test_export.py, so the same programs; no prompt is longer.
+      max_prompt_length=13,
+      max_response_length=64,
+      num_slots=16,
       reward=f'{whole_run.home()}/tiny/rewards.py:digits',
   )
   summary, _ = _evaluate(
@@ -83,6 +85,7 @@ def test_a_checkpoint_without_scales_is_calibrated_for_fp8(tmp_path):
   )
   assert summary['recipe'] == 'fp8_delayed'
   assert summary['scales'] == 'calibrated on the first prompts'
+  assert summary['over_long_left_out'] == 0
 
 
 @pytest.mark.parametrize(
@@ -109,6 +112,25 @@ def test_a_flag_that_cannot_be_is_one_sentence(changes, message):
   with pytest.raises(ValueError) as error:
     evaluate_settings.resolve(_values(**changes))
   assert message in str(error.value)
+
+
+def test_an_accuracy_outside_of_0_and_1_has_a_normal_interval():
+  interval = evaluate_report._with_interval(np.array([0.0, 2.0, 4.0]), 1)
+  # Mean 2, standard deviation 2 (of 3 values): 1.96 x 2 / sqrt(3) = 2.263.
+  assert interval['value'] == 2
+  assert interval['low'] == pytest.approx(2 - 2.263, abs=1e-3)
+  assert interval['high'] == pytest.approx(2 + 2.263, abs=1e-3)
+  alone = evaluate_report._with_interval(np.array([-1.0]), 1)
+  assert alone == {'value': -1.0, 'low': None, 'high': None}
+
+
+def test_a_place_for_the_results_is_sought_before_anything_is_sampled(
+    tmp_path, monkeypatch
+):
+  (tmp_path / 'file').write_text('')
+  monkeypatch.delattr(evaluate.evaluation, 'grade')
+  with pytest.raises(ValueError, match='--output=.* cannot be written: Not a'):
+    _evaluate(output=str(tmp_path / 'file' / 'out'))
 
 
 def test_the_command_says_no_in_one_line():

@@ -165,6 +165,8 @@ def test_a_wrong_export_is_one_sentence(tmp_path):
   (tmp_path / 'x').write_text('')
   with pytest.raises(ValueError, match='exists already; name a new folder'):
     _export(tmp_path / 'x')
+  with pytest.raises(ValueError, match='cannot be written: Not a directory'):
+    _export(tmp_path / 'x' / 'y')
 
 
 @pytest.mark.parametrize(
