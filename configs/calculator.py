@@ -8,7 +8,7 @@ from examples/calculator/checkpoint (see calculator_sft.py), which trusts its
 head too often.
 
 Expected: held-out accuracy, sampled, from 17% to 45%, turns per episode from
-2.5 to 3.4, mismatch 0 (benchmarks/results/calculator_cpu_2026-11-21.jsonl; 11
+2.5 to 3.3, mismatch 0 (benchmarks/results/calculator_cpu_2026-11-21.jsonl; 11
 minutes of two cores that twenty other processes shared). What is left are
 third numbers miscopied by so small a decoder. 1e-3 collapses.
 """
