@@ -6,16 +6,24 @@ each stretch, so that no spike is lost.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import numpy as np
 
-from jetrl_jax.report_text import escape, number, scale, steps_text
+from jetrl_jax.report_axes import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Axis,
+    grid,
+    step_axis,
+    value_axis,
+)
+from jetrl_jax.report_text import escape, number, steps_text
 
-# Units of the viewBox; on a narrow phone one is one CSS pixel.
-WIDTH, HEIGHT = 360, 184
-LEFT, RIGHT, TOP, BOTTOM = 52, 350, 10, 162
 _MAX_POINTS = 400
 # Colours that the style sheet has; later lines are dashed.
 _COLORS = 8
@@ -55,26 +63,6 @@ class Chart:
   data: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Axis:
-  """Maps values to places between two edges."""
-
-  low: float
-  high: float
-  start: float
-  end: float
-  log: bool = False
-
-  def place(self, value: float) -> float:
-    """Returns the place, held inside the edges."""
-    if self.log:
-      value = max(value, self.low)
-      share = math.log(value / self.low) / math.log(self.high / self.low)
-    else:
-      share = (value - self.low) / (self.high - self.low)
-    return self.start + min(max(share, 0), 1) * (self.end - self.start)
-
-
 def line_chart(
     title: str,
     lines: list[Line],
@@ -96,8 +84,8 @@ def line_chart(
     note: a sentence below.
   """
   thin = [thinned(line) for line in lines]
-  x = _step_axis(np.concatenate([line.steps for line in thin]))
-  y = _value_axis(thin, log)
+  x = step_axis(np.concatenate([line.steps for line in thin]))
+  y = value_axis(_all_values(thin), log)
   notes = [note, _gap_note(lines)]
   # One window for all: averages over different stretches do not compare.
   longest = max(len(line.steps) for line in lines)
@@ -114,7 +102,7 @@ def line_chart(
       average = thinned(moving_average(whole, window))
       marks.append(f'<path class="{style}" d="{_path(average, x, y)}"/>')
       notes.append(f'Bold: mean of {window} steps.')
-  body = _grid(x, y, unit) + ''.join(marks)
+  body = grid(x, y, unit) + ''.join(marks)
   data = {
       'x': [x.low, x.high],
       'y': [y.low, y.high],
@@ -172,8 +160,8 @@ def area_chart(
     )
     note = f'{note} Cut off: {said}{" ..." if cut.sum() > 3 else ""}.'.strip()
   steps, stacked = _bucket_means(steps, stacked)
-  x = _step_axis(steps)
-  y = _Axis(low=0.0, high=top, start=BOTTOM, end=TOP)
+  x = step_axis(steps)
+  y = Axis(low=0.0, high=top, start=BOTTOM, end=TOP)
   edges = np.cumsum(np.vstack([np.zeros(len(steps)), stacked]), axis=0)
   marks = []
   for i, layer in enumerate(layers):
@@ -196,7 +184,7 @@ def area_chart(
       ],
   }
   labels = [(one.label, _last(one, unit), one.color) for one in layers]
-  body = ''.join(marks) + _grid(x, y, unit)
+  body = ''.join(marks) + grid(x, y, unit)
   at = f'step {steps[-1]}'
   html = figure(_titled(title, unit), at, body, labels, [note])
   return Chart(html=html, data=data)
@@ -269,53 +257,13 @@ def moving_average(line: Line, window: int) -> Line:
   return dataclasses.replace(line, values=values, low=None, high=None)
 
 
-def ticks(low: float, high: float, log: bool) -> list[float]:
-  """Returns three to six round values inside [low, high]."""
-  if log:
-    first, last = math.ceil(math.log10(low)), math.floor(math.log10(high))
-    if last - first >= 1:
-      every = (last - first) // 5 + 1
-      return [10.0**e for e in range(first, last + 1, every)]
-    return [low, math.sqrt(low * high), high]
-  rough = (high - low) / 4
-  power = 10.0 ** math.floor(math.log10(rough))
-  step = next(s * power for s in (1, 2, 2.5, 5, 10) if s * power >= rough)
-  first = math.ceil(low / step - 1e-9)
-  return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
 def _color(i: int) -> str:
   return f'c{i % _COLORS}' + (' dashed' if i >= _COLORS else '')
 
 
-def _step_axis(steps: np.ndarray) -> _Axis:
-  low, high = float(steps.min()), float(steps.max())
-  if low == high:
-    low, high = low - 0.5, high + 0.5
-  return _Axis(low=low, high=high, start=LEFT, end=RIGHT)
-
-
-def _value_axis(lines: list[Line], log: bool) -> _Axis:
+def _all_values(lines: list[Line]) -> np.ndarray:
   parts = [v for line in lines for v in (line.values, line.low, line.high)]
-  values = np.concatenate([v for v in parts if v is not None])
-  # Room for the sums below; points beyond are held at the edge.
-  values = np.clip(values[np.isfinite(values)], -1e300, 1e300)
-  low, high = float(values.min()), float(values.max())
-
-  def axis(low: float, high: float, log: bool = False) -> _Axis:
-    return _Axis(low=low, high=high, start=BOTTOM, end=TOP, log=log)
-
-  if log and low > 0 and high / low > 30:
-    return axis(low / 1.2, high * 1.2, log=True)
-  if low == high:
-    # A flat line: at the bottom where it is 0, else in the middle.
-    room = abs(low) / 2 or 1.0
-    return axis(low - (room if low else 0), high + room)
-  room = 0.06 * (high - low)
-  # Counts and shares start at 0; a curve far above it does not.
-  if 0 <= low <= 0.5 * high:
-    return axis(0.0, high + room)
-  return axis(low - room, high + room)
+  return np.concatenate([v for v in parts if v is not None])
 
 
 def _cut_off(totals: np.ndarray) -> tuple[float, np.ndarray]:
@@ -338,14 +286,14 @@ def _bucket_means(
   return np.asarray([steps[part[-1]] for part in parts]), means
 
 
-def _points(steps, values, x: _Axis, y: _Axis) -> str:
+def _points(steps, values, x: Axis, y: Axis) -> str:
   return ' '.join(
       f'{x.place(float(s)):.1f} {y.place(float(v)):.1f}'
       for s, v in zip(steps, values, strict=True)
   )
 
 
-def _path(line: Line, x: _Axis, y: _Axis) -> str:
+def _path(line: Line, x: Axis, y: Axis) -> str:
   """Returns the path's commands; a single point is a short dash."""
   parts: list[list[str]] = [[]]
   for step, value in zip(line.steps, line.values, strict=True):
@@ -361,7 +309,7 @@ def _path(line: Line, x: _Axis, y: _Axis) -> str:
   )
 
 
-def _band(line: Line, x: _Axis, y: _Axis) -> str:
+def _band(line: Line, x: Axis, y: Axis) -> str:
   assert line.low is not None and line.high is not None
   good = np.isfinite(line.low) & np.isfinite(line.high)
   if good.sum() < 2:
@@ -369,34 +317,6 @@ def _band(line: Line, x: _Axis, y: _Axis) -> str:
   upper = _points(line.steps[good], line.high[good], x, y)
   lower = _points(line.steps[good][::-1], line.low[good][::-1], x, y)
   return f'<path class="band c{line.color % _COLORS}" d="M{upper} {lower}Z"/>'
-
-
-def _grid(x: _Axis, y: _Axis, unit: str) -> str:
-  marks = []
-  values = ticks(y.low, y.high, y.log)
-  labels = scale(values, '%' if unit == '%' else '')
-  for value, label in zip(values, labels, strict=True):
-    at = f'{y.place(value):.1f}'
-    marks.append(
-        f'<path class="grid-line" d="M{LEFT} {at}H{RIGHT}"/>'
-        f'<text class="tick end" x="{LEFT - 5}" y="{at}" dy="3.5">'
-        f'{escape(label)}</text>'
-    )
-  return ''.join(marks) + step_labels(x.low, x.high)
-
-
-def step_labels(low: float, high: float) -> str:
-  """Returns the labels of the step axis, which goes from LEFT to RIGHT."""
-  axis = _Axis(low=low, high=high, start=LEFT, end=RIGHT)
-  values = [v for v in ticks(low, high, False) if v == int(v)]
-  y = BOTTOM + 15
-  labels = [f'<text class="tick end" x="{LEFT - 10}" y="{y}">step</text>']
-  for value in values or [low]:
-    text = f'{value:.0f}'
-    # A long number at the right edge must not be cut.
-    x = min(axis.place(value), WIDTH - 3.3 * len(text))
-    labels.append(f'<text class="tick mid" x="{x:.1f}" y="{y}">{text}</text>')
-  return ''.join(labels)
 
 
 def _gap_note(lines: list[Line]) -> str:

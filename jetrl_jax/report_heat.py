@@ -12,14 +12,8 @@ import zlib
 
 import numpy as np
 
-from jetrl_jax.report_charts import (
-    BOTTOM,
-    LEFT,
-    RIGHT,
-    TOP,
-    Chart,
-    step_labels,
-)
+from jetrl_jax.report_axes import BOTTOM, LEFT, RIGHT, TOP, step_labels
+from jetrl_jax.report_charts import Chart
 from jetrl_jax.report_data import layer_and_kind
 from jetrl_jax.report_text import escape, number, scale
 

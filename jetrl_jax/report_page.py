@@ -6,7 +6,13 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jetrl_jax import report_answers, report_charts, report_facts, report_heat
+from jetrl_jax import (
+    report_answers,
+    report_axes,
+    report_draw,
+    report_facts,
+    report_heat,
+)
 from jetrl_jax import report_panels as panels
 from jetrl_jax.report_charts import Chart
 from jetrl_jax.report_data import Run
@@ -50,7 +56,7 @@ class _Page:
     drawn = [first] if first is not None else []
     still, missing = [], []
     for panel in wanted:
-      found = panels.draw(panel, runs)
+      found = report_draw.draw(panel, runs)
       if isinstance(found, Fact):
         still.append(found)
       elif found is not None:
@@ -94,12 +100,12 @@ def _charts(page: _Page, runs: list[Run]) -> None:
   page.section('Learning', page.panels(learning, runs))
   page.section('One precision flow', page.panels(panels.FLOW, runs))
   page.section('The update', page.panels(panels.UPDATE, runs))
-  time = panels.time_chart(single) if single else None
+  time = report_draw.time_chart(single) if single else None
   speed = page.panels(panels.SPEED, runs, first=time)
   if not single:
     speed += _phase_table(runs)
   page.section('Speed and memory', speed)
-  maps, zeros = panels.heat_maps(single) if single else ([], [])
+  maps, zeros = report_draw.heat_maps(single) if single else ([], [])
   fp8 = [*panels.FP8, *(() if single else panels.FP8_WORST)]
   page.section('FP8 health', page.panels(fp8, runs, maps=maps, facts=zeros))
 
@@ -107,11 +113,11 @@ def _charts(page: _Page, runs: list[Run]) -> None:
 def _document(title: str, subtitle: str, top: str, page: _Page) -> str:
   data = {
       'frame': {
-          'left': report_charts.LEFT,
-          'right': report_charts.RIGHT,
-          'top': report_charts.TOP,
-          'bottom': report_charts.BOTTOM,
-          'width': report_charts.WIDTH,
+          'left': report_axes.LEFT,
+          'right': report_axes.RIGHT,
+          'top': report_axes.TOP,
+          'bottom': report_axes.BOTTOM,
+          'width': report_axes.WIDTH,
       },
       'charts': [chart.data for chart in page.charts],
       'maps': [heat.data for heat in page.maps],

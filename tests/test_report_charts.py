@@ -8,7 +8,7 @@ import zlib
 import numpy as np
 import pytest
 
-from jetrl_jax import report_charts, report_heat
+from jetrl_jax import report_axes, report_charts, report_heat
 from jetrl_jax.report_charts import Line, area_chart, line_chart, thinned
 from tests.report_run import steps_and
 
@@ -76,11 +76,11 @@ def test_curves_at_different_levels_are_drawn():
 
 
 def test_a_long_number_at_the_right_edge_is_not_cut():
-  labels = report_charts.step_labels(0, 200000)
+  labels = report_axes.step_labels(0, 200000)
   places = re.findall(r'mid" x="([0-9.]+)" y="\d+">(\d+)<', labels)
   assert places[-1][1] == '200000'
   half = 3.3 * 6
-  assert float(places[-1][0]) + half <= report_charts.WIDTH + 0.1
+  assert float(places[-1][0]) + half <= report_axes.WIDTH + 0.1
 
 
 def test_the_axis_is_logarithmic_only_where_that_is_needed_and_possible():
@@ -104,7 +104,7 @@ def test_the_axis_is_logarithmic_only_where_that_is_needed_and_possible():
 )
 def test_ticks_are_round_and_inside(low, high, log, expected):
   np.testing.assert_allclose(
-      report_charts.ticks(low, high, log), expected, atol=1e-12
+      report_axes.ticks(low, high, log), expected, atol=1e-12
   )
 
 
