@@ -173,9 +173,13 @@ def get_config() -> ml_collections.ConfigDict:
   config.algorithm.loss_agg_mode = 'token-mean'
   # For '...-norm'; None is max_response_length.
   config.algorithm.loss_scale_factor = config_dict.placeholder(float)
-  # 0: no reference copy in memory.
+  # 0, here and in kl_reward_coef: no reference copy in memory.
   config.algorithm.kl_loss_coef = 0.0
+  # 'k2' or 'k3' (also 'low_var_kl'); k1 is kl_reward_coef's.
   config.algorithm.kl_loss_type = 'k3'
+  # The reward of an answer less this times its KL to the reference: k1, summed
+  # over the answer's tokens, before advantages are computed.
+  config.algorithm.kl_reward_coef = 0.0
   config.algorithm.entropy_coeff = 0.0
   config.algorithm.mask_truncated_completions = False
   config.algorithm.ppo_epochs = 1

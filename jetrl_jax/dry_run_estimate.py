@@ -130,7 +130,7 @@ def _scored_share(parts: Parts) -> float:
   batches = run.train_batch_size // run.mini_batch_size
   recompute = parts.algorithm.old_logprobs == 'recompute'
   share = 1.0 if recompute else 1 - 1 / batches
-  return share + (1.0 if parts.loss.kl_loss_coef else 0.0)
+  return share + (1.0 if parts.needs_reference else 0.0)
 
 
 def _peaks(
@@ -180,7 +180,7 @@ def disk(parts: Parts, found: Shapes) -> list[tuple[str, int, str]]:
             f'{steps} steps x {size(rollout)} at most',
         )
     )
-  if parts.loss.kl_loss_coef:
+  if parts.needs_reference:
     reference = whole_bytes((state.weights, state.fp8_state))
     rows.append(('reference/', reference, 'weights and scales of step 0'))
   if parts.export_source is not None and not run.synthetic:

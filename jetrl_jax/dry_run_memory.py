@@ -149,7 +149,7 @@ def batch_shape(parts: Parts) -> tuple[int, int]:
 def ledger(parts: Parts, found: Shapes) -> dict[str, int]:
   """Returns the bytes per device of everything that is alive at some time."""
   state = found.state
-  reference = parts.loss.kl_loss_coef != 0
+  reference = parts.needs_reference
   policy_bytes = num_bytes((state.weights, state.fp8_state))
   return {
       'master weights': num_bytes((state.trainable, state.frozen)),

@@ -20,8 +20,10 @@ class Experience:
     prompts: the P prompts.
     completions: P * G, prompt by prompt.
     scores_PG: float64, what the reward functions said.
-    rewards_PG: float64, what the advantages are made of: the scores, with the
-      overlong penalty if there is one.
+    overlong_PG: float64, at most 0: the overlong penalty; 0 without one.
+    kl_penalty_PG: float64, see `kl_reward`; 0 without one.
+    rewards_PG: float64, what the advantages are made of: scores_PG +
+      overlong_PG - kl_penalty_PG.
     accuracy_PG: float64 in [0, 1].
     errors: reward errors by name ('timeout', ...), counted.
     advantages_PG: float32.
@@ -30,6 +32,8 @@ class Experience:
   prompts: list[Prompt]
   completions: list[Completion]
   scores_PG: np.ndarray
+  overlong_PG: np.ndarray
+  kl_penalty_PG: np.ndarray
   rewards_PG: np.ndarray
   accuracy_PG: np.ndarray
   errors: dict[str, int]
@@ -106,35 +110,47 @@ def from_scores(
 ) -> Experience:
   """Adds advantages to flat scores [P * G]."""
   scores_PG = np.asarray(scores, np.float64).reshape(len(prompts), -1)
+  overlong_PG = np.zeros_like(scores_PG)
+  if config.overlong_buffer.enable:
+    overlong_PG = shaping.overlong_penalty(
+        np.asarray([len(c.tokens) for c in completions]).reshape(
+            scores_PG.shape
+        ),
+        max_response_length=config.overlong_buffer.max_response_length,
+        buffer_length=config.overlong_buffer.len,
+        penalty_factor=config.overlong_buffer.penalty_factor,
+    )
+  rewards_PG = scores_PG + overlong_PG
+  return Experience(
+      prompts=prompts,
+      completions=completions,
+      scores_PG=scores_PG,
+      overlong_PG=overlong_PG,
+      kl_penalty_PG=np.zeros_like(scores_PG),
+      rewards_PG=rewards_PG,
+      accuracy_PG=np.asarray(accuracy, np.float64).reshape(scores_PG.shape),
+      errors=errors,
+      advantages_PG=estimate_advantages(rewards_PG, completions, config),
+  )
+
+
+def estimate_advantages(
+    rewards_PG: np.ndarray,
+    completions: list[Completion],
+    config: AlgorithmConfig,
+) -> np.ndarray:
+  """Returns the advantages [P, G] of the run's estimator."""
   lengths = [
       packing.masked_response_length(
           completion, mask_truncated=config.mask_truncated_completions
       )
       for completion in completions
   ]
-  rewards_PG = scores_PG
-  if config.overlong_buffer.enable:
-    rewards_PG = scores_PG + shaping.overlong_penalty(
-        np.asarray([len(c.tokens) for c in completions]).reshape(
-            rewards_PG.shape
-        ),
-        max_response_length=config.overlong_buffer.max_response_length,
-        buffer_length=config.overlong_buffer.len,
-        penalty_factor=config.overlong_buffer.penalty_factor,
-    )
-  return Experience(
-      prompts=prompts,
-      completions=completions,
-      scores_PG=scores_PG,
-      rewards_PG=rewards_PG,
-      accuracy_PG=np.asarray(accuracy, np.float64).reshape(scores_PG.shape),
-      errors=errors,
-      advantages_PG=advantages.estimate(
-          rewards_PG,
-          np.asarray(lengths).reshape(scores_PG.shape),
-          adv_estimator=config.adv_estimator,
-          norm_by_std=config.norm_adv_by_std,
-      ),
+  return advantages.estimate(
+      rewards_PG,
+      np.asarray(lengths).reshape(rewards_PG.shape),
+      adv_estimator=config.adv_estimator,
+      norm_by_std=config.norm_adv_by_std,
   )
 
 
@@ -218,10 +234,12 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
       **_spread('prompt_length', prompt_lengths),
   }
   metrics |= _episode_metrics(completions)
-  penalty_PG = rewards_PG - experience.scores_PG
-  if penalty_PG.any():
-    metrics['critic/overlong_penalty/mean'] = float(penalty_PG.mean())
-    metrics['critic/overlong_penalty/frac'] = float((penalty_PG < 0).mean())
+  if experience.kl_penalty_PG.any():
+    metrics['critic/kl_penalty/mean'] = float(experience.kl_penalty_PG.mean())
+  overlong_PG = experience.overlong_PG
+  if overlong_PG.any():
+    metrics['critic/overlong_penalty/mean'] = float(overlong_PG.mean())
+    metrics['critic/overlong_penalty/frac'] = float((overlong_PG < 0).mean())
   for error, count in experience.errors.items():
     metrics[f'reward/{error}'] = count
   return metrics

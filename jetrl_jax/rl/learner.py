@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetrl_jax.rl import experience, mixed_flow, packing
+from jetrl_jax.rl import experience, kl_reward, mixed_flow, packing
 from jetrl_jax.rl.experience import Experience
 from jetrl_jax.rl.packing import Sequence
 from jetrl_jax.rl.parts import Parts
@@ -28,6 +28,8 @@ class Learnt:
   """What a step's updates tell, for its metrics.
 
   Attributes:
+    experience: what was learnt from: `learn`'s, its rewards and advantages
+      less the KL penalty if the reward has one.
     infos: one per optimiser step.
     scored: completion's index -> the training forward's log-probs of prompt
       and response, at the weights that sampled it.
@@ -36,6 +38,7 @@ class Learnt:
       that changed, nested like its slots; empty if it was not requantised.
   """
 
+  experience: Experience
   infos: list[UpdateInfo]
   scored: dict[int, np.ndarray]
   packing_efficiency: float
@@ -101,6 +104,9 @@ class Learner:
     if self.reference is not None:
       with timer('ref'):
         batches = [self._with_reference(b, self.reference) for b in batches]
+    if self.parts.algorithm.kl_reward_coef:
+      with timer('adv'):
+        exp, batches = kl_reward.subtract(exp, batches, self.parts.algorithm)
     with timer('update_actor'):
       state, infos, first, efficiency = self._update(state, batches)
     with timer('update_weights'):
@@ -108,6 +114,7 @@ class Learner:
       state = dataclasses.replace(state, fp8_state=rolled)
       state, changed = self._requantize_rollout(state, batches, infos)
     return state, Learnt(
+        experience=exp,
         infos=infos,
         scored=scored | first,
         packing_efficiency=efficiency,

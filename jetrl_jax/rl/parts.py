@@ -105,6 +105,11 @@ class Parts:
     """Whether the rollout's recipe is another one than training's."""
     return self.rollout_policy.recipe != self.policy.recipe
 
+  @property
+  def needs_reference(self) -> bool:
+    """Whether the policy of the start is kept, for a KL term."""
+    return bool(self.loss.kl_loss_coef or self.algorithm.kl_reward_coef)
+
   def pack(self, sequences: list[packing.Sequence]) -> packing.Packed:
     """Returns micro-batches of the run's one compiled shape.
 

@@ -83,6 +83,8 @@ class AlgorithmConfig:
       max_response_length.
     mask_truncated_completions: take responses that met the length limit out of
       the loss.
+    kl_reward_coef: nats of KL to the reference, summed over an answer, to
+      reward; 0 is off.
     ppo_epochs: passes over each rollout.
     old_logprobs: 'rollout' (they are the training forward's own bits in
       a unified flow) or 'recompute'.
@@ -95,6 +97,7 @@ class AlgorithmConfig:
   loss_agg_mode: str = 'token-mean'
   loss_scale_factor: float | None = None
   mask_truncated_completions: bool = False
+  kl_reward_coef: float = 0.0
   ppo_epochs: int = 1
   old_logprobs: str = 'rollout'
   filter_groups: FilterGroups = FilterGroups()
@@ -102,6 +105,7 @@ class AlgorithmConfig:
 
   def __post_init__(self):
     _at_least(self, 1, 'ppo_epochs')
+    _at_least(self, 0, 'kl_reward_coef')
     if self.adv_estimator not in advantages.ESTIMATORS:
       raise ValueError(
           f'adv_estimator is {self.adv_estimator!r}; allowed:'

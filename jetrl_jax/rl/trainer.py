@@ -162,7 +162,7 @@ class Trainer:
       self, sampled: Filled, learnt: Learnt, state: TrainState
   ) -> dict[str, Any]:
     """Joins all metrics of a step but those of its evaluation."""
-    policy, exp = self.parts.policy, sampled.experience
+    policy, exp = self.parts.policy, learnt.experience
     metrics = step_metrics.step_metrics(
         exp,
         learnt.scored,
@@ -216,7 +216,7 @@ class Trainer:
       logging.info('Resuming from step %d in %s', step, folder.path)
     folder.drop_lines_after(step if self.pending is None else step - 1)
     reference = None
-    if self.parts.loss.kl_loss_coef:
+    if self.parts.needs_reference:
       reference = states.reference(
           folder.path / 'reference', state, cold=resumed is None
       )

@@ -251,6 +251,8 @@ def test_metrics_of_turns_are_there_with_an_environment_only():
             scores_PG=np.zeros((6, 4)),
             rewards_PG=np.zeros((6, 4)),
             accuracy_PG=np.zeros((6, 4)),
+            overlong_PG=np.zeros((6, 4)),
+            kl_penalty_PG=np.zeros((6, 4)),
             errors={},
             advantages_PG=np.zeros((6, 4), np.float32),
         )

@@ -33,6 +33,8 @@ def _experience() -> Experience:
       scores_PG=np.asarray([[1.0, 0.0]]),
       rewards_PG=np.asarray([[1.0, 0.0]]),
       accuracy_PG=np.asarray([[1.0, 0.0]]),
+      overlong_PG=np.zeros((1, 2)),
+      kl_penalty_PG=np.zeros((1, 2)),
       errors={},
       advantages_PG=np.asarray([[1.0, -1.0]]),
   )

@@ -290,6 +290,7 @@ def test_the_reference_is_the_start_and_is_there_again_after_a_stop(tmp_path):
   # The KL term is part of accumulate, and score compiles besides.
   changes = {
       'algorithm.kl_loss_coef': 0.1,
+      'algorithm.kl_reward_coef': 0.01,
       'trainer.total_training_steps': 3,
       'trainer.test_freq': 0,
       'data.val_files': (),
@@ -318,6 +319,8 @@ def test_the_reference_is_the_start_and_is_there_again_after_a_stop(tmp_path):
   kl = [r.get('actor/kl_loss') for r in whole_run.records(tmp_path)]
   # On-policy and before any update the policy is the reference to the bit.
   assert kl[:2] == [None, 0.0] and kl[2] > 0 and kl[3] > 0
+  off = [r.get('critic/kl_penalty/mean') for r in whole_run.records(tmp_path)]
+  assert off[:2] == [None, None] and off[2] and off[3]
   assert all(times['ref'] > 0 for times in whole_run.times(tmp_path)[1:])
 
   shutil.rmtree(tmp_path / 'reference')
