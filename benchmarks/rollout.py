@@ -71,8 +71,8 @@ def measure(engine, params, variant: str, workload: str) -> dict:
 
   run(engine.config.decode_block)
   spent = common.seconds(lambda: len(run(new)))
-  slots, shape = count * samples, engine.policy.page_shape(1, 1)
-  cache = 2 * engine.policy.model.num_layers * shape.size * shape.dtype.itemsize
+  slots, (keys, _) = count * samples, engine.policy.page_shapes(1, 2)
+  cache = engine.policy.model.num_layers * keys.size * keys.dtype.itemsize
   floor = floor_ms(params, slots * (length + new / 2) * cache)
   return {
       'variant': variant,

@@ -10,7 +10,8 @@ are query tokens times the heads of a group. The backward may use any order.
 
 Keys and values may be stored in FP8 (`kv_dtype`): then every use, the training
 forward's too, reads what was stored, and the gradient passes straight through.
-The scale is 1, as E4M3 reaches from 2^-9 to 448 by its own exponent.
+The scale is 1, as E4M3 reaches from 2^-9 to 448 by its own exponent. A cache
+holds FP8 values in pairs (`attention_kernel.pair`).
 
 Layouts: q [B, K, R, H] with R = T * (N / K), keys and values [B, K, S, H].
 """
@@ -132,6 +133,22 @@ def store(x: Array, kv_dtype) -> Array:
   return x.astype(kv_dtype)
 
 
+def store_values(v: Array, kv_dtype) -> Array:
+  """Returns values [..., S, H] as a cache holds them, see `values_shape`."""
+  v = store(v, kv_dtype)
+  return attention_kernel.pair(v) if v.dtype.itemsize == 1 else v
+
+
+def values_shape(keys: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+  """Returns the shape of a cache's values beside keys [..., S, H].
+
+  The same, or for FP8 [..., S/2, H, 2].
+  """
+  if keys.dtype.itemsize > 1:
+    return keys
+  return jax.eval_shape(attention_kernel.pair, keys)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def flash_attention(
     q_BKRH: Array,
@@ -220,7 +237,7 @@ class PackedAttention:
   )
 
   def __call__(self, q_MNH, k_MKH, v_MKH, cache):
-    """Returns (o [M, N*H], stored (k, v) [B, K, T, H]); no `cache`."""
+    """Returns (o [M, N*H], (k, v) of [B, K, T, H] as stored); no `cache`."""
     assert cache is None
     batch, _ = self.first_BT.shape
     kv_heads = k_MKH.shape[1]
@@ -236,7 +253,7 @@ class PackedAttention:
         self.tile,
         self.kv_dtype,
     )
-    stored = store(k_BKSH, self.kv_dtype), store(v_BKSH, self.kv_dtype)
+    stored = store(k_BKSH, self.kv_dtype), store_values(v_BKSH, self.kv_dtype)
     return _ungroup_rows(cast(Array, out), group), stored
 
 
@@ -258,9 +275,10 @@ class DecodeAttention:
   tile: int = dataclasses.field(metadata={'static': True})
 
   def __call__(self, q_MNH, k_MKH, v_MKH, cache):
-    """Returns (o [B, N*H], the pages [P, K, S, H] with the new token)."""
+    """Returns (o [B, N*H], the pages with the new token)."""
+    size = cache[0].shape[2]
     keys, values = (
-        self._append(pool, new)
+        self._append(pool, new, size)
         for pool, new in zip(cache, (k_MKH, v_MKH), strict=True)
     )
     slots, heads, head_dim = q_MNH.shape
@@ -272,9 +290,9 @@ class DecodeAttention:
       out = self._on_cpu(q_MNH, keys, values)
     return out.reshape(slots, heads * head_dim), (keys, values)
 
-  def _append(self, pool_PKSH, new_BKH):
+  def _append(self, pool, new_BKH, size):
     """Writes the new keys or values, each slot's in a page of its own."""
-    pages, kv_heads, size, _ = pool_PKSH.shape
+    pages, kv_heads = pool.shape[:2]
     last = jnp.maximum(self.position_B, 0)
     page_B = jnp.take_along_axis(self.table_BP, (last // size)[:, None], 1)[
         :, 0
@@ -282,15 +300,21 @@ class DecodeAttention:
     at = (
         jnp.where(self.position_B >= 0, page_B, pages)[:, None],
         jnp.arange(kv_heads)[None, :],
-        (last % size)[:, None],
     )
-    return pool_PKSH.at[at].set(
-        store(new_BKH, pool_PKSH.dtype), mode='drop', unique_indices=True
+    token = (last % size)[:, None]
+    if pool.ndim == 5:
+      at += (token // 2, slice(None), token % 2)
+    else:
+      at += (token,)
+    return pool.at[at].set(
+        store(new_BKH, pool.dtype), mode='drop', unique_indices=True
     )
 
   def _on_cpu(self, q_MNH, keys, values):
     slots, pages = self.table_BP.shape
     _, kv_heads, size, head_dim = keys.shape
+    if values.ndim == 5:
+      values = attention_kernel.unpair(values)
 
     def gather(pool_PKSH):
       x = pool_PKSH[self.table_BP].transpose(0, 2, 1, 3, 4)

@@ -44,7 +44,7 @@ def _dq_kernel(
   def body(i, dq):
     k = k_ref[pl.ds(i * tile, tile), :]
     v = v_ref[pl.ds(i * tile, tile), :]
-    scores, allowed = tile_scores(q, k, first, last, i, tile)
+    scores, allowed = tile_scores(q, k, first, last, i * tile)
     p = jnp.where(allowed, jnp.exp2(scores - lse[:, None]), 0.0)
     dp = jnp.dot(dout, v.T, preferred_element_type=jnp.float32)
     ds = (p * (dp - delta[:, None])).astype(k.dtype)
@@ -82,7 +82,7 @@ def _dkv_kernel(
     dk, dv = carry
     at = pl.ds(j * ROW_TILE, ROW_TILE)
     q, dout = q_ref[at, :], dout_ref[at, :]
-    scores, allowed = tile_scores(q, k, first_ref[at], last_ref[at], i, tile)
+    scores, allowed = tile_scores(q, k, first_ref[at], last_ref[at], i * tile)
     p = jnp.where(allowed, jnp.exp2(scores - lse_ref[at][:, None]), 0.0)
     dv += jnp.dot(
         p.astype(dout.dtype).T, dout, preferred_element_type=jnp.float32

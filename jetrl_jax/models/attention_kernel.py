@@ -7,6 +7,11 @@ both: the dots contract in one order for any number of rows and warps, the row
 maximum has no order, and the row sum is a dot with ones, since a plain sum
 would be split over warps. `models/attention.py` has the arithmetic in plain
 JAX, `attention_backward.py` the gradients.
+
+FP8 values lie in pairs: two tokens that follow each other, as one 16-bit word
+per channel. The tensor core wants values with the tokens as rows of its
+operand; shared memory hands out 16-bit words that way and no bytes. A tile's
+even tokens come first then, and its odd ones second, in both kernels.
 """
 
 import functools
@@ -18,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from jetrl_jax.fp8 import formats
 from jetrl_jax.typing import Array
 
 ROW_TILE = 64
@@ -48,11 +54,89 @@ def operand_dtype(query, keys):
   return jnp.dtype(jnp.float16 if jnp.dtype(keys).itemsize == 1 else query)
 
 
-def tile_scores(q, k, first, last, i, tile):
-  """Base-2 scores of one tile and where they are allowed."""
+def pair(values_SH: Array) -> Array:
+  """[..., S, H] to [..., S/2, H, 2]: how FP8 values are stored."""
+  *lead, length, head_dim = values_SH.shape
+  pairs = values_SH.reshape(*lead, length // 2, 2, head_dim)
+  return jnp.swapaxes(pairs, -1, -2)
+
+
+def unpair(pairs: Array) -> Array:
+  """The inverse of `pair`."""
+  *lead, half, head_dim, _ = pairs.shape
+  return jnp.swapaxes(pairs, -1, -2).reshape(*lead, 2 * half, head_dim)
+
+
+def _words(pairs: Array) -> Array:
+  """Pairs as uint16, the earlier token in the low byte."""
+  return lax.bitcast_convert_type(
+      lax.bitcast_convert_type(pairs, jnp.uint8), jnp.uint16
+  )
+
+
+def _rows_of_pairs(keys: Array) -> Array:
+  """[..., S, H] to [..., S/2, 2, H]."""
+  *lead, length, head_dim = keys.shape
+  return keys.reshape(*lead, length // 2, 2, head_dim)
+
+
+# Bytes 0 and 2 of two neighbouring words, or 1 and 3, widened. Left to the
+# compiler it is six instructions more for every four values.
+_WIDEN = """{
+.reg .b32 bytes;
+.reg .b16 wanted, rest;
+prmt.b32 bytes, $1, 0, %s;
+mov.b32 {wanted, rest}, bytes;
+cvt.rn.f16x2.e4m3x2 $0, wanted;
+}"""
+
+
+def _token_of_pair(words, n: int, interpret: bool):
+  """Returns the first (0) or second (1) token's values as float16."""
+  if interpret:
+    byte = (words >> (8 * n)).astype(jnp.uint8)
+    return lax.bitcast_convert_type(byte, formats.E4M3).astype(jnp.float16)
+  (values,) = triton.elementwise_inline_asm(
+      _WIDEN % ('0x0020', '0x0031')[n],
+      args=[words],
+      constraints='=r,r',
+      pack=2,
+      result_shape_dtypes=[jax.ShapeDtypeStruct(words.shape, jnp.float16)],
+  )
+  return values
+
+
+def _load_tile(k_ref, v_ref, lead, i, tile: int, dtype, interpret: bool):
+  """Returns tile `i` as a list of (keys, values): all, or even and odd."""
+  if v_ref.dtype != jnp.uint16:
+    at = (*lead, pl.ds(i * tile, tile), slice(None))
+    return [(k_ref[at].astype(dtype), v_ref[at].astype(dtype))]
+  at = (*lead, pl.ds(i * (tile // 2), tile // 2))
+  words = v_ref[(*at, slice(None))]
+  return [
+      (
+          k_ref[(*at, n, slice(None))].astype(dtype),
+          _token_of_pair(words, n, interpret),
+      )
+      for n in (0, 1)
+  ]
+
+
+def tile_scores(q, k, first, last, start, stride=1):
+  """Base-2 scores of keys and where they are allowed.
+
+  Args:
+    q: query rows.
+    k: keys; row n is key `start + n * stride`.
+    first: first key that each row may see.
+    last: last one.
+    start: number of the first key.
+    stride: tokens from one key to the next.
+  """
   scores = jnp.dot(q, k.T, preferred_element_type=jnp.float32)
   scores = scores * (q.shape[1] ** -0.5 * _LOG2E)
-  key = i * tile + lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+  row = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+  key = start + (row if stride == 1 else row * stride)
   return scores, (key >= first[:, None]) & (key <= last[:, None])
 
 
@@ -64,24 +148,27 @@ def _start(rows: int, head_dim: int):
   )
 
 
-def _attend_tile(q, k, v, first, last, i, tile, carry):
-  """Adds one tile of keys to (output, maximum, sum)."""
+def _attend_tile(q, parts, first, last, start, carry):
+  """Adds a tile of keys, in its parts, to (output, maximum, sum)."""
   acc, top, total = carry
-  scores, allowed = tile_scores(q, k, first, last, i, tile)
-  new_top = jnp.maximum(
-      top, jnp.max(jnp.where(allowed, scores, _NO_SCORE), axis=1)
-  )
+  stride = len(parts)
+  scored = [
+      tile_scores(q, k, first, last, start + n, stride)
+      for n, (k, _) in enumerate(parts)
+  ]
+  new_top = top
+  for scores, allowed in scored:
+    highest = jnp.max(jnp.where(allowed, scores, _NO_SCORE), axis=1)
+    new_top = jnp.maximum(new_top, highest)
   decay = jnp.exp2(top - new_top)
-  p = jnp.where(allowed, jnp.exp2(scores - new_top[:, None]), 0.0)
-  p = p.astype(q.dtype)
-  ones = jnp.ones((tile, _SUM_COLUMNS), q.dtype)
-  value = jnp.dot(p, v, preferred_element_type=jnp.float32)
-  added = jnp.dot(p, ones, preferred_element_type=jnp.float32)
-  return (
-      acc * decay[:, None] + value,
-      new_top,
-      total * decay[:, None] + added,
-  )
+  acc, total = acc * decay[:, None], total * decay[:, None]
+  for (scores, allowed), (_, v) in zip(scored, parts, strict=True):
+    p = jnp.where(allowed, jnp.exp2(scores - new_top[:, None]), 0.0)
+    p = p.astype(q.dtype)
+    ones = jnp.ones((p.shape[1], _SUM_COLUMNS), q.dtype)
+    acc += jnp.dot(p, v, preferred_element_type=jnp.float32)
+    total += jnp.dot(p, ones, preferred_element_type=jnp.float32)
+  return acc, new_top, total
 
 
 def _finish(carry):
@@ -94,16 +181,24 @@ def _finish(carry):
 
 
 def _forward_kernel(
-    q_ref, k_ref, v_ref, first_ref, last_ref, out_ref, lse_ref, *, tile
+    q_ref,
+    k_ref,
+    v_ref,
+    first_ref,
+    last_ref,
+    out_ref,
+    lse_ref,
+    *,
+    tile,
+    interpret,
 ):
   first, last = first_ref[...], last_ref[...]
   dtype = operand_dtype(q_ref.dtype, k_ref.dtype)
   q = q_ref[...].astype(dtype)
 
   def body(i, carry):
-    at = pl.ds(i * tile, tile)
-    k, v = k_ref[at, :].astype(dtype), v_ref[at, :].astype(dtype)
-    return _attend_tile(q, k, v, first, last, i, tile, carry)
+    parts = _load_tile(k_ref, v_ref, (), i, tile, dtype, interpret)
+    return _attend_tile(q, parts, first, last, i * tile, carry)
 
   out, lse = _finish(
       lax.fori_loop(
@@ -124,11 +219,10 @@ def rows_spec(head_dim: int, row_tile: int) -> pl.BlockSpec:
   )
 
 
-def whole_spec(length: int, head_dim: int) -> pl.BlockSpec:
+def whole_spec(*shape: int) -> pl.BlockSpec:
   """All rows of one head and sequence."""
-  return pl.BlockSpec(
-      (None, None, length, head_dim), lambda r, h, b: (b, h, 0, 0)
-  )
+  zeros = (0,) * len(shape)
+  return pl.BlockSpec((None, None, *shape), lambda r, h, b: (b, h, *zeros))
 
 
 def row_vector_spec(row_tile: int) -> pl.BlockSpec:
@@ -164,14 +258,16 @@ def forward(
   first_BR = pad_rows(first_BR, 1, ROW_TILE)
   last_BR = pad_rows(last_BR, 1, ROW_TILE, fill=-1)
   batch, kv_heads, rows, head_dim = q_BKRH.shape
-  keys = whole_spec(k_BKSH.shape[2], head_dim)
+  is_fp8 = k_BKSH.dtype.itemsize == 1
+  if is_fp8:
+    k_BKSH, v_BKSH = _rows_of_pairs(k_BKSH), _words(pair(v_BKSH))
   out, lse = pl.pallas_call(
-      functools.partial(_forward_kernel, tile=tile),
+      functools.partial(_forward_kernel, tile=tile, interpret=interpret),
       grid=(rows // ROW_TILE, kv_heads, batch),
       in_specs=[
           rows_spec(head_dim, ROW_TILE),
-          keys,
-          keys,
+          whole_spec(*k_BKSH.shape[2:]),
+          whole_spec(*v_BKSH.shape[2:]),
           row_vector_spec(ROW_TILE),
           row_vector_spec(ROW_TILE),
       ],
@@ -186,20 +282,26 @@ def forward(
       name='flash_attention',
       # FP8 keys: with four warps Hopper's wide instruction would contract in
       # another order than the decode kernel, which has too few rows for it.
-      **compiler_params(
-          interpret,
-          num_warps=2 if k_BKSH.dtype.itemsize == 1 else 4,
-          num_stages=2,
-      ),
+      **compiler_params(interpret, num_warps=2 if is_fp8 else 4, num_stages=2),
   )(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR)
   return out[:, :, :wanted], lse[:, :, :wanted]
 
 
 def _decode_kernel(
-    q_ref, k_ref, v_ref, table_ref, last_ref, out_ref, lse_ref, *, tile, group
+    q_ref,
+    k_ref,
+    v_ref,
+    table_ref,
+    last_ref,
+    out_ref,
+    lse_ref,
+    *,
+    tile,
+    page_size,
+    group,
+    interpret,
 ):
   head, last = pl.program_id(0), last_ref[0]
-  page_size = k_ref.shape[2]
   per_page = page_size // tile
   dtype = operand_dtype(q_ref.dtype, k_ref.dtype)
   mine = pl.ds(head * group, DECODE_ROWS)
@@ -214,10 +316,11 @@ def _decode_kernel(
     page = table_ref[j]
 
     def body(i, carry):
-      at = pl.ds((i - j * per_page) * tile, tile)
-      k = k_ref[page, head, at, :].astype(dtype)
-      v = v_ref[page, head, at, :].astype(dtype)
-      return _attend_tile(q, k, v, first_R, last_R, i, tile, carry)
+      parts = _load_tile(
+          *(k_ref, v_ref, (page, head), i - j * per_page),
+          *(tile, dtype, interpret),
+      )
+      return _attend_tile(q, parts, first_R, last_R, i * tile, carry)
 
     end = jnp.minimum(tiles, (j + 1) * per_page)
     return lax.fori_loop(j * per_page, end, body, carry)
@@ -236,7 +339,7 @@ def _decode_kernel(
 def decode(
     q_BNH: Array,
     k_PKSH: Array,
-    v_PKSH: Array,
+    values: Array,
     table_BP: Array,
     last_B: Array,
     tile: int,
@@ -248,7 +351,7 @@ def decode(
   Args:
     q_BNH: queries; the heads of a group are neighbours.
     k_PKSH: pages of keys, S tokens each, a multiple of `tile`.
-    v_PKSH: pages of values.
+    values: pages of values [P, K, S, H]; of FP8 `pair`s [P, K, S/2, H, 2].
     table_BP: int32, the slot's pages in order.
     last_B: int32, the last key to attend; -1 for none.
     tile: see `attention.flash_attention`.
@@ -265,15 +368,26 @@ def decode(
         f'{group} query heads share a KV head; allowed: at most {DECODE_ROWS}'
     )
   # Whole: the pages of a slot lie anywhere.
-  pool = pl.BlockSpec(k_PKSH.shape, lambda h, b: (0, 0, 0, 0))
+  page_size = k_PKSH.shape[2]
+  if k_PKSH.dtype.itemsize == 1:
+    k_PKSH, values = _rows_of_pairs(k_PKSH), _words(values)
+  pools = [
+      pl.BlockSpec(pool.shape, lambda h, b, dims=pool.ndim: (0,) * dims)
+      for pool in (k_PKSH, values)
+  ]
   slot = pl.BlockSpec((None, heads, head_dim), lambda h, b: (b, 0, 0))
   return pl.pallas_call(
-      functools.partial(_decode_kernel, tile=tile, group=group),
+      functools.partial(
+          _decode_kernel,
+          tile=tile,
+          page_size=page_size,
+          group=group,
+          interpret=interpret,
+      ),
       grid=(kv_heads, batch),
       in_specs=[
           slot,
-          pool,
-          pool,
+          *pools,
           pl.BlockSpec((None, pages), lambda h, b: (b, 0)),
           pl.BlockSpec((1,), lambda h, b: (b,)),
       ],
@@ -284,4 +398,4 @@ def decode(
       ],
       name='flash_attention',
       **compiler_params(interpret, num_warps=1, num_stages=2),
-  )(q_BNH, k_PKSH, v_PKSH, table_BP, last_B)
+  )(q_BNH, k_PKSH, values, table_BP, last_B)

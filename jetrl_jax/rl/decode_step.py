@@ -72,7 +72,7 @@ class DecodeState:
   T = max_prompt_length.
 
   Attributes:
-    caches: per layer pages of (keys, values), [P, K, S, H].
+    caches: per layer pages of (keys, values), see `Policy.page_shapes`.
     table: int32 [B, pages per slot], the slot's pages, see `DecodeAttention`.
     parked: bool [B], waits for pages; it is active and takes no step.
     prompt: int32 [B, T], to compute the keys again after parking.
@@ -115,7 +115,7 @@ class Prefix:
   """The caches of P prefilled prompts, less their last token.
 
   Attributes:
-    caches: per layer (keys, values) [P, K, T, H].
+    caches: per layer (keys, values), T tokens a row instead of a page.
     tokens: int32 [P, max_prompt_length].
     last_token: int32 [P], fed by the first decode step.
     length: int32 [P], prompt tokens.
@@ -136,20 +136,26 @@ def fill_pages(caches, prefix_caches, rows_N, pages_NJ):
   """Copies prefixes into pages.
 
   Args:
-    caches: per layer pages of (keys, values), [P, K, S, H].
-    prefix_caches: per layer (keys, values) [Q, K, T, H], T at most J S.
+    caches: per layer pages of (keys, values), see `Policy.page_shapes`.
+    prefix_caches: per layer (keys, values) of Q rows, their length at most
+      that of J pages.
     rows_N: int32, a row of the prefix per sequence.
     pages_NJ: int32, the pages it goes to; beyond the last page for none.
   """
 
-  def copy(pool_PKSH, new_QKTH):
-    size, pages = pool_PKSH.shape[2], pages_NJ.shape[1]
-    rows, kv_heads, length, head_dim = new_QKTH.shape
-    padding = (0, pages * size - length)
-    new = jnp.pad(new_QKTH, ((0, 0), (0, 0), padding, (0, 0)))
-    new = new.reshape(rows, kv_heads, pages, size, head_dim)
-    new = new.transpose(0, 2, 1, 3, 4)[rows_N]
-    return pool_PKSH.at[pages_NJ].set(new, mode='drop', unique_indices=True)
+  def copy(pool, new):
+    # Along the third axis: tokens, or pairs of tokens.
+    size, pages = pool.shape[2], pages_NJ.shape[1]
+    rows, kv_heads, length, *rest = new.shape
+    padding = [
+        (0, 0),
+        (0, 0),
+        (0, pages * size - length),
+        *[(0, 0)] * len(rest),
+    ]
+    new = jnp.pad(new, padding).reshape(rows, kv_heads, pages, size, *rest)
+    new = jnp.swapaxes(new, 1, 2)[rows_N]
+    return pool.at[pages_NJ].set(new, mode='drop', unique_indices=True)
 
   return [
       (copy(keys, new_keys), copy(values, new_values))

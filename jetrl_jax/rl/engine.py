@@ -100,7 +100,7 @@ class Engine(engine_api.Engine):
     self.pages = self._new_book()
     config = self.pages.config
     slots, length = self.num_slots, self.config.max_response_length
-    pool = self.policy.page_shape(
+    keys, values = self.policy.page_shapes(
         config.pages_per_device * config.num_devices, self.page_size
     )
     layers = self.policy.model.num_layers
@@ -109,12 +109,14 @@ class Engine(engine_api.Engine):
       def zeros(dtype, *tail):
         return jnp.full((slots, *tail), 0, dtype)
 
-      def layer():
-        empty = jnp.zeros(pool.shape, pool.dtype)
-        return empty, empty
-
       return DecodeState(
-          caches=[layer() for _ in range(layers)],
+          caches=[
+              (
+                  jnp.zeros(keys.shape, keys.dtype),
+                  jnp.zeros(values.shape, values.dtype),
+              )
+              for _ in range(layers)
+          ],
           table=zeros(jnp.int32, config.pages_per_slot),
           parked=zeros(jnp.bool_),
           prompt=zeros(jnp.int32, self.config.max_prompt_length),

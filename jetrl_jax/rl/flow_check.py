@@ -192,10 +192,9 @@ def _slots(policy: Policy) -> DecodeState:
   ints, floats = _shape(jnp.int32, _SLOTS), _shape(jnp.float32, _SLOTS)
   flags = _shape(jnp.bool_, _SLOTS)
   written = _shape(jnp.float32, _SLOTS, 2)
-  shape = policy.page_shape(_SLOTS, policy.tile)
-  cache = _shape(shape.dtype, *shape.shape)
   return DecodeState(
-      caches=[(cache, cache)] * policy.model.num_layers,
+      caches=[policy.page_shapes(_SLOTS, policy.tile)]
+      * policy.model.num_layers,
       table=_shape(jnp.int32, _SLOTS, 1),
       parked=flags,
       prompt=_shape(jnp.int32, _SLOTS, 1),

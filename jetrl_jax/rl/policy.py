@@ -13,7 +13,11 @@ import jax.numpy as jnp
 
 from jetrl_jax.compilation import exact_jit, inexact_jit
 from jetrl_jax.fp8 import Recipe
-from jetrl_jax.models.attention import DecodeAttention, PackedAttention
+from jetrl_jax.models.attention import (
+    DecodeAttention,
+    PackedAttention,
+    values_shape,
+)
 from jetrl_jax.models.decoder import Decoder, variables
 from jetrl_jax.models.types import ModelConfig
 from jetrl_jax.rl import logprobs
@@ -169,7 +173,7 @@ class Policy:
   def prefill(
       self, params: PolicyParams, tokens_PT: Array, lengths_P: Array
   ) -> list[tuple[Array, Array]]:
-    """Returns keys and values of prompts, per layer [P, K, T, H].
+    """Returns keys and values of prompts, per layer, as `page_shapes` has them.
 
     Args:
       params: weights and scales.
@@ -212,7 +216,7 @@ class Policy:
       tokens_B: int32 the token to feed, B a multiple of 16.
       positions_B: int32 its position; -1 for an idle slot.
       table_BP: int32, see `DecodeAttention`.
-      caches: per layer pages of (keys, values), [P, K, S, H].
+      caches: per layer pages of (keys, values), see `page_shapes`.
       temperature_B: float32; 0 leaves the logits untempered.
     """
     tree = variables(params.weights, params.fp8_state)
@@ -230,10 +234,16 @@ class Policy:
       logits_BV = self._apply(tree, hidden_MD, method='head')
       return logprobs.temper(logits_BV, temperature_B[:, None]), caches
 
-  def page_shape(self, pages: int, size: int) -> jax.ShapeDtypeStruct:
-    """Shape of one layer's keys (and values): pages of `size` tokens."""
+  def page_shapes(
+      self, pages: int, size: int
+  ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Shapes of one layer's keys and values in pages of `size` tokens.
+
+    Keys [P, K, S, H]; values the same, or FP8 in pairs [P, K, S/2, H, 2].
+    """
     model = self.model
-    return jax.ShapeDtypeStruct(
+    keys = jax.ShapeDtypeStruct(
         (pages, model.num_kv_heads, size, model.head_dim),
         jnp.dtype(self.kv_dtype),
     )
+    return keys, values_shape(keys)

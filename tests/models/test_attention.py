@@ -209,16 +209,26 @@ def _heads(x_BKRH, group):
 
 # float32 shows what rounding to bfloat16 hides.
 @pytest.mark.parametrize(
-    'group, dtype',
-    [(1, jnp.float32), (2, jnp.float32), (7, jnp.float32), (7, jnp.bfloat16)],
+    'group, dtype, kv_dtype',
+    [
+        (1, jnp.float32, 'float32'),
+        (2, jnp.float32, 'float32'),
+        (7, jnp.float32, 'float32'),
+        (7, jnp.bfloat16, 'bfloat16'),
+        (7, jnp.bfloat16, 'float8_e4m3fn'),
+    ],
 )
-def test_decode_has_the_bits_of_packed_training_at_every_position(group, dtype):
+def test_decode_has_the_bits_of_packed_training_at_every_position(
+    group, dtype, kv_dtype
+):
   slots, length = 16, 48
   q, k, v, _ = _qkv(group, dtype, batch=slots, length=length)
   q, k, v = _heads(q, group), _heads(k, 1), _heads(v, 1)
 
   def train(q, k, v, first, last):
-    attend = PackedAttention(first_BT=first, last_BT=last, tile=TILE)
+    attend = PackedAttention(
+        first_BT=first, last_BT=last, tile=TILE, kv_dtype=kv_dtype
+    )
     return attend(q, k, v, None)
 
   def decode(q, k, v):
@@ -234,8 +244,9 @@ def test_decode_has_the_bits_of_packed_training_at_every_position(group, dtype):
       return cache, out
 
     # One tile more than training has: a cache is as long as the longest.
-    empty = jnp.full((slots, K, length + TILE, H), 9.0, dtype)
-    return jax.lax.scan(step, (empty, empty), jnp.arange(length))
+    empty = jnp.full((slots, K, length + TILE, H), 9.0, kv_dtype)
+    pools = empty, attention.store_values(empty, kv_dtype)
+    return jax.lax.scan(step, pools, jnp.arange(length))
 
   first = jnp.zeros((slots, length), jnp.int32)
   last = jnp.broadcast_to(jnp.arange(length), (slots, length))
@@ -246,10 +257,11 @@ def test_decode_has_the_bits_of_packed_training_at_every_position(group, dtype):
       np.asarray(out).reshape(slots, length, -1),
   )
   # What prefill inserts into a cache is what decode writes.
-  cache = [np.asarray(x) for x in cache]
-  np.testing.assert_array_equal(cache[0][:, :, :length], keys)
-  np.testing.assert_array_equal(cache[1][:, :, :length], values)
-  assert np.all(cache[0][:, :, length:] == 9)
+  for pool, prefix in zip(cache, (keys, values), strict=True):
+    pool, prefix = np.asarray(pool, np.float32), np.asarray(prefix, np.float32)
+    written = prefix.shape[2]
+    np.testing.assert_array_equal(pool[:, :, :written], prefix)
+    assert np.all(pool[:, :, written:] == 9)
 
 
 @functools.cache
@@ -341,7 +353,8 @@ def test_the_decode_kernel_computes_what_the_cpu_form_does(kv_dtype, group):
 
   q = draw(slots, K * group, H)
   pool_shape = slots * pages, K, size, H
-  keys, values = (attention.store(draw(*pool_shape), kv_dtype) for _ in 'kv')
+  keys = attention.store(draw(*pool_shape), kv_dtype)
+  values = attention.store_values(draw(*pool_shape), kv_dtype)
   table = jnp.asarray(rng.permutation(slots * pages).reshape(slots, pages))
   last = jnp.asarray([0, 40, 95, -1], jnp.int32)
   out, _ = attention_kernel.decode(
@@ -356,6 +369,24 @@ def test_the_decode_kernel_computes_what_the_cpu_form_does(kv_dtype, group):
       atol=2.0**-7,
   )
   assert not np.asarray(out[3]).any()
+
+
+def test_the_forward_kernel_reads_fp8_keys_as_the_cpu_form_does():
+  q, k, v, _ = _qkv(dtype=jnp.bfloat16)
+  k, v = (attention.store(x, 'float8_e4m3fn') for x in (k, v))
+  found = attention_kernel.forward(q, k, v, FIRST, LAST, TILE, interpret=True)
+  expected = attention._reference(q, k, v, FIRST, LAST, TILE)
+  for a, b in zip(found, expected, strict=True):
+    np.testing.assert_allclose(
+        np.asarray(a, np.float32), np.asarray(b, np.float32), atol=2.0**-6
+    )
+
+
+def test_values_in_pairs_are_neighbours_in_time():
+  values = jnp.arange(8.0).reshape(4, 2)  # Token t has 2 t and 2 t + 1.
+  pairs = attention_kernel.pair(values)
+  assert pairs.tolist() == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
+  np.testing.assert_array_equal(attention_kernel.unpair(pairs), values)
 
 
 def test_stored_keys_and_values_are_read_by_training_and_decode_alike():

@@ -153,5 +153,6 @@ def test_chunks_of_logit_rows_change_no_bit():
 
 
 def test_pages_hold_keys_or_values_of_one_layer():
-  shape = tiny_run.policy().page_shape(48, 32)
-  assert (shape.shape, shape.dtype) == ((48, 1, 32, 16), jnp.bfloat16)
+  keys, values = tiny_run.policy().page_shapes(48, 32)
+  assert (keys.shape, keys.dtype) == ((48, 1, 32, 16), jnp.bfloat16)
+  assert values == keys

@@ -7,7 +7,10 @@ import numpy as np
 import pytest
 
 from jetrl_jax import rng
+from jetrl_jax.compilation import exact_jit
 from jetrl_jax.rl import mismatch
+from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.policy import PolicyParams
 from tests.rl import tiny_run
 
 RECIPES = ['fp8', 'bf16']
@@ -316,3 +319,24 @@ def test_sequences_that_wait_for_pages_have_the_same_bits(tokens):
     for name in ('tokens', 'log_mu', 'logprobs'):
       tiny_run.assert_same_bits(getattr(a, name), getattr(b, name))
   assert not engine.pages.parked
+
+
+def test_fp8_keys_and_values_agree_in_rollout_and_training():
+  run = tiny_run.fp8_run()
+  of = dataclasses.replace(run.policy, kv_cache_dtype='float8_e4m3fn')
+  # Few pages: sequences are parked, and their values prefilled again.
+  config = tiny_run.engine_config(kv_cache_tokens=96)
+  samples = run.rollout(engine=Engine(of, config, run.mesh))
+  packed = tiny_run.batches(samples)
+  score = exact_jit(of.score)
+  params = PolicyParams(run.start.weights, run.start.fp8_state)
+  temperature = jax.numpy.float32(tiny_run.TEMPERATURE)
+  logprobs = [score(params, batch, temperature)[0] for batch in packed]
+  differ, tokens = tiny_run.mismatched(packed, logprobs)
+  assert (differ, tokens >= 100) == (0, True)
+  # And the rounding is there.
+  finer = tiny_run.completions()
+  assert any(
+      a.logprobs[0] != b.logprobs[0]
+      for a, b in zip(samples, finer, strict=True)
+  )
