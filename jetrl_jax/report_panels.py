@@ -80,6 +80,11 @@ LEARNING = (
         unit='%',
         absent='',
     ),
+    Panel(
+        title='KL taken off the reward',
+        curves=(('critic/kl_penalty/mean', 'mean'),),
+        absent='',
+    ),
     Panel(title='Warm-start loss', curves=(('sft/loss', 'loss'),), absent=''),
 )
 FLOW = (
