@@ -192,9 +192,12 @@ def _slots(policy: Policy) -> DecodeState:
   ints, floats = _shape(jnp.int32, _SLOTS), _shape(jnp.float32, _SLOTS)
   flags = _shape(jnp.bool_, _SLOTS)
   written = _shape(jnp.float32, _SLOTS, 2)
+  keys, values = (
+      _shape(pool.dtype, *pool.shape)
+      for pool in policy.page_shapes(_SLOTS, policy.tile)
+  )
   return DecodeState(
-      caches=[policy.page_shapes(_SLOTS, policy.tile)]
-      * policy.model.num_layers,
+      caches=[(keys, values)] * policy.model.num_layers,
       table=_shape(jnp.int32, _SLOTS, 1),
       parked=flags,
       prompt=_shape(jnp.int32, _SLOTS, 1),
