@@ -8,6 +8,7 @@ Hugging Face checkpoint to config.sft.output.
 import dataclasses
 import pathlib
 import sys
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +26,10 @@ from jetrl_jax.rl import packing
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.objective import supervised_loss
+from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.step_metrics import Timer, update_metrics
 from jetrl_jax.rl.train_step import TrainStep, merge
+from jetrl_jax.rl.types import TrainBatch
 
 _CONFIG = config_flag.define()
 _WORKDIR = flags.DEFINE_string('workdir', 'runs/sft', 'metrics.jsonl goes here')
@@ -55,6 +58,36 @@ def _check(section) -> None:
       raise ValueError(f'sft.{name} is {section[name]}; it must be >= 1')
 
 
+def _batches(
+    config, policy: Policy, tokenizer: Tokenizer
+) -> Callable[[], list[TrainBatch]]:
+  """Returns what draws the next optimiser step's micro-batches."""
+  data = configs.build_dataset(config, config.data.train_files, tokenizer)
+  longest = config.data.max_prompt_length + config.rollout.max_response_length
+  sampler = PromptSampler(
+      num_prompts=len(data),
+      seed=config.seed,
+      shuffle=True,
+      fingerprint=data.fingerprint,
+  )
+
+  def next_batch() -> list[TrainBatch]:
+    pairs = [
+        target_tokens(data[i], config.data.answer_key, tokenizer)
+        for i in sampler.next_batch(config.sft.batch_size)
+    ]
+    return packing.pack(
+        states.likelihood_sequences(
+            *(list(x) for x in zip(*pairs, strict=True))
+        ),
+        row_length=-(-longest // policy.tile) * policy.tile,
+        rows_per_micro_batch=config.trainer.micro_batch_size,
+        tile=policy.tile,
+    ).batches
+
+  return next_batch
+
+
 def train(config, workdir: pathlib.Path) -> None:
   """Runs the warm start.
 
@@ -69,8 +102,9 @@ def train(config, workdir: pathlib.Path) -> None:
   compilation.keep_compiled(config.compile_cache_dir)
   policy, mesh, folder = configs.build_policy(config)
   tokenizer = configs.build_tokenizer(config, folder)
-  data = configs.build_dataset(config, config.data.train_files, tokenizer)
-  steps, batch_size = config.sft.total_training_steps, config.sft.batch_size
+  # Before any weight is loaded: what is wrong with the data shows now.
+  next_batch = _batches(config, policy, tokenizer)
+  steps = config.sft.total_training_steps
   settings = configs.optimizer_config(config, steps)
   make_params, _ = configs.parameters(config, policy, mesh, folder)
   optimizer = settings.build()
@@ -78,29 +112,6 @@ def train(config, workdir: pathlib.Path) -> None:
       policy, make_params(), optimizer, mesh, tuple(config.model.freeze)
   )
   step = TrainStep(policy, supervised_loss, optimizer, settings, mesh, state)
-  longest = config.data.max_prompt_length + config.rollout.max_response_length
-  sampler = PromptSampler(
-      num_prompts=len(data),
-      seed=config.seed,
-      shuffle=True,
-      fingerprint=data.fingerprint,
-  )
-
-  def next_batch() -> list:
-    prompts = [data[i] for i in sampler.next_batch(batch_size)]
-    pairs = [
-        target_tokens(prompt, config.data.answer_key, tokenizer)
-        for prompt in prompts
-    ]
-    return packing.pack(
-        states.likelihood_sequences(
-            *(list(x) for x in zip(*pairs, strict=True))
-        ),
-        row_length=-(-longest // policy.tile) * policy.tile,
-        rows_per_micro_batch=config.trainer.micro_batch_size,
-        tile=policy.tile,
-    ).batches
-
   if policy.recipe.is_delayed:
     calibration = states.Calibration(policy, mesh, state)
     state = calibration.fill(state, next_batch(), 1.0)

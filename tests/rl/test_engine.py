@@ -166,24 +166,22 @@ def test_sizes_and_samplers_that_cannot_work_are_refused(changes, message):
     tiny_run.engine_config(**changes)
 
 
-def test_no_stop_ids_means_that_only_limits_stop():
-  run = tiny_run.bf16_run()
-  config = tiny_run.engine_config(stop_ids=())
-  engine = Engine(run.policy, config, run.mesh)
-  found = run.rollout(engine=engine)
-  assert {c.finish_reason for c in found} == {'length'}
-  assert {len(c.tokens) for c in found} == {config.max_response_length}
-
-
 @functools.cache
 def _truncated():
-  """Completions of top-k 12, then top-p 0.9, then min-p 0.1."""
+  """Completions of top-k 12, then top-p 0.9, then min-p 0.1; no stop ids."""
   run = tiny_run.fp8_run()
-  config = tiny_run.engine_config(top_k=12, top_p=0.9, min_p=0.1)
+  config = tiny_run.engine_config(top_k=12, top_p=0.9, min_p=0.1, stop_ids=())
   engine = Engine(run.policy, config, run.mesh)
   samples = run.rollout(engine=engine)
   greedy = run.rollout(engine=engine, temperature=0.0, num_generations=1)
   return samples, greedy
+
+
+def test_no_stop_ids_means_that_only_limits_stop():
+  longest = tiny_run.engine_config().max_response_length
+  for found in _truncated():
+    assert {c.finish_reason for c in found} == {'length'}
+    assert {len(c.tokens) for c in found} == {longest}
 
 
 def test_truncated_log_probs_are_still_those_of_the_whole_vocabulary():
@@ -223,8 +221,10 @@ def test_greedy_does_not_ask_the_truncation():
   _, greedy = _truncated()
   plain = tiny_run.fp8_run().rollout(temperature=0.0, num_generations=1)
   for a, b in zip(greedy, plain, strict=True):
-    assert a.tokens.tolist() == b.tokens.tolist()
-    np.testing.assert_array_equal(a.logprobs, b.logprobs)
+    # Where the plain one stops, this one goes on: it has no stop ids.
+    length = len(b.tokens)
+    assert a.tokens[:length].tolist() == b.tokens.tolist()
+    np.testing.assert_array_equal(a.logprobs[:length], b.logprobs)
     assert not a.log_mu.any()
 
 
