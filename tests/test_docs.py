@@ -201,9 +201,11 @@ def test_the_speeds_in_a_page_are_those_of_the_results(page):
 
 def test_the_accuracies_in_the_readme_are_those_of_the_results():
   name, shown = 'val-core/heldout/acc/mean@1', []
-  for seed in (1, 2, 3):
-    file = f'benchmarks/results/quickstart_seed{seed}_cpu_2026-11-21.jsonl'
-    lines = [json.loads(line) for line in _text(_ROOT / file).splitlines()]
+  files = sorted((_ROOT / 'benchmarks/results').glob('quickstart_seed*.jsonl'))
+  files += (_ROOT / 'benchmarks/results').glob('unified_quickstart_*.jsonl')
+  assert len(files) == 4
+  for file in files:
+    lines = [json.loads(line) for line in _text(file).splitlines()]
     shown += [f'{100 * lines[i][name]:.1f}%' for i in (0, -1)]
     mismatch = [line.get('training/mismatch_token_frac', 0.0) for line in lines]
     assert not any(mismatch)
@@ -255,6 +257,7 @@ def test_every_metric_that_runs_have_written_is_explained():
       (r'@\d+', '@N'),
       (r'/ci95$', ''),  # '<any of these>/ci95'
       (r'^fp8/(?:input|kernel|output_grad)/', 'fp8/<operand>/'),
+      (r'^rollout_fp8/.*', 'rollout_fp8/...'),
   ]
   for pattern, listed in as_listed:
     written = {re.sub(pattern, listed, name) for name in written}
