@@ -1,0 +1,246 @@
+"""Compiles the decode step or the update for an H200 where there is no GPU.
+
+    pip install jax-cuda13-plugin jax-cuda13-pjrt   # of jax's own version
+    python -m benchmarks.deviceless --program=decode --variant=fp8_delayed
+
+Prints the kernels of the compiled program, each with the time that its bytes
+alone would take, and XLA's memory analysis: enough to see stray transposes,
+what was fused and how many kernels are launched, before time on a device is
+spent. Nothing runs, so it says nothing about speed or bits. --dump=FOLDER
+keeps the PTX, which ptxas and nvdisasm turn into machine code.
+"""
+
+import functools
+import os
+import re
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import common
+from jetrl_jax import compilation, fp8, rng, sharding
+from jetrl_jax.fp8 import slots
+from jetrl_jax.models import hf_layout
+from jetrl_jax.rl import decode_step, train_step
+from jetrl_jax.rl.engine import EngineConfig
+from jetrl_jax.rl.objective import LossConfig, policy_loss
+from jetrl_jax.rl.policy import PolicyParams
+from jetrl_jax.rl.types import TrainBatch, TrainState
+
+_PROGRAM = flags.DEFINE_enum(
+    'program', 'decode', ['decode', 'update'], 'Which.'
+)
+_VARIANT = flags.DEFINE_string('variant', 'fp8_delayed', 'As in rollout.py.')
+_SHAPE = flags.DEFINE_string('shape', 'qwen2.5-7b', 'See model.shape.')
+_LAYERS = flags.DEFINE_integer('layers', 2, 'Of the model.')
+_ROWS = flags.DEFINE_integer('rows', 128, 'Slots, or rows of the micro-batch.')
+_TOKENS = flags.DEFINE_integer('tokens', 2048, 'Of a response, or of a row.')
+_DUMP = flags.DEFINE_string('dump', '', 'Folder for PTX and HLO.')
+_BYTES_PER_US = 4.3e6  # attainable on an H200
+_PAGE = 128
+
+# What XLA would ask the device. An H200, as CUDA describes it.
+_TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000
+  l2_cache_size: 62914560 clock_rate_ghz: 1.98
+  device_memory_size: 150754820096 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+_BYTES = {'bf16': 2, 'f16': 2, 'u16': 2, 's8': 1, 'u8': 1, 'pred': 1}
+_BYTES |= {'f8e4m3fn': 1, 'f8e5m2': 1, 's64': 8, 'u64': 8}
+# Ops that launch nothing.
+_FREE = ('get-tuple-element', 'parameter', 'tuple', 'bitcast', 'constant')
+_OP = re.compile(r'\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)')
+
+
+def _decode(policy, params):
+  """Returns (function, arguments' shapes, donated) of a block of steps."""
+  batch, new = _ROWS.value, _TOKENS.value
+  config = EngineConfig(
+      num_slots=batch,
+      max_prompt_length=_PAGE,
+      max_response_length=new,
+      stop_ids=(),
+  )
+  pages = new // _PAGE + 1
+
+  def shape(dtype, *dims):
+    return jax.ShapeDtypeStruct((batch, *dims), dtype)
+
+  ints, flags_ = shape(jnp.int32), shape(jnp.bool_)
+  floats = shape(jnp.float32, new)
+  pool = policy.page_shapes(batch * pages, _PAGE)
+  state = decode_step.DecodeState(
+      caches=[pool] * policy.model.num_layers,
+      table=shape(jnp.int32, pages),
+      prompt=shape(jnp.int32, _PAGE),
+      address=shape(jnp.uint32, 2),
+      temperature=shape(jnp.float32),
+      tokens=shape(jnp.int32, new),
+      **dict.fromkeys(('parked', 'active', 'stopped'), flags_),
+      **dict.fromkeys(('token', 'position', 'emitted', 'given', 'limit'), ints),
+      **dict.fromkeys(('log_mu', 'logprobs'), floats),
+  )
+  key = jax.eval_shape(lambda: rng.key(0, rng.ROLLOUT, 0))
+  steps = jax.ShapeDtypeStruct((), jnp.int32)
+  run = functools.partial(decode_step.generate, policy, config)
+  return run, (params, state, key, steps), (1,)
+
+
+def _update(policy, params, masters):
+  """Returns (function, arguments' shapes, donated) of one micro-batch."""
+  rows = (_ROWS.value, _TOKENS.value)
+
+  def fields(dtype, *names):
+    return dict.fromkeys(names, jax.ShapeDtypeStruct(rows, dtype))
+
+  batch = TrainBatch(
+      **fields(
+          *(jnp.int32, 'tokens', 'positions', 'segment_ids', 'weight_version')
+      ),
+      **fields(
+          *(jnp.float32, 'loss_mask', 'loss_weight', 'advantages', 'log_mu'),
+          *('rollout_logprobs', 'old_logprobs', 'ref_logprobs'),
+      ),
+  )
+  state = TrainState(
+      trainable=masters,
+      frozen={},
+      fp8_state=params.fp8_state,
+      opt_state=(),
+      weights=params.weights,
+      opt_step=jax.ShapeDtypeStruct((), jnp.int32),
+  )
+  temperature = jax.ShapeDtypeStruct((), jnp.float32)
+  loss = functools.partial(policy_loss, LossConfig())
+
+  def metrics(state, batch, temperature):
+    of = train_step.objective(policy, loss, state, batch, temperature)
+    return of(state.trainable, state.fp8_state)[1][0]
+
+  gradients = train_step.Gradients(
+      trainable=masters,
+      fp8=params.fp8_state,
+      metrics=jax.eval_shape(metrics, state, batch, temperature),
+  )
+  run = functools.partial(train_step._accumulate, policy, loss)
+  return run, (state, gradients, batch, temperature), (1,)
+
+
+def _size(shape: str) -> int:
+  """Bytes of an HLO shape, tuples included."""
+  total = 0
+  for dtype, dims in re.findall(r'(\w+)\[([\d,]*)\]', shape):
+    count = np.prod([int(d) for d in dims.split(',') if d], dtype=np.int64)
+    total += int(count) * _BYTES.get(dtype, 4)
+  return total
+
+
+def kernels(hlo: str) -> list[dict]:
+  """Returns the kernels of the computation that launches most."""
+  parts = re.split(r'\n(?=(?:ENTRY )?%[\w.\-]+ \()', hlo)
+  body = max(parts, key=lambda part: part.count('custom-call'))
+  shapes, rows = {}, []
+  for line in body.splitlines():
+    if not (found := _OP.match(line)):
+      continue
+    name, shape, op, rest = found.groups()
+    shapes[name] = shape
+    if op in _FREE:
+      continue
+    operands = re.findall(r'%([\w.\-]+)', rest.split('), ')[0])
+    moved = _size(shape) + sum(_size(shapes.get(o, '')) for o in operands)
+    source = re.search(r'op_name="([^"]+)"', line)
+    target = re.search(r'custom_call_target="([^"]+)"', line)
+    rows.append(
+        {
+            'kernel': target.group(1) if target else name,
+            'us': moved / _BYTES_PER_US,
+            'shape': shape[:60],
+            'from': source.group(1)[-60:] if source else '',
+        }
+    )
+  return rows
+
+
+def compiled(run, shapes, donated):
+  """Returns the executable for an H200."""
+  device = topologies.get_topology_desc(
+      platform='cuda',
+      topology_name='H200',
+      topology='1x1x1',
+      target_config=_TARGET,
+  ).devices
+  place = NamedSharding(Mesh(np.array(device), ('x',)), P())
+  shapes = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes
+  )
+  made = jax.jit(
+      run,
+      donate_argnums=donated,
+      out_shardings=place,
+      compiler_options=compilation.compiler_options('gpu'),
+  )
+  return made.lower(*shapes).compile()
+
+
+def main(argv: list[str]) -> None:
+  """Compiles and prints."""
+  del argv
+  # Only here: Pallas asks the device at hand which GPU it is.
+  from jax._src.pallas.triton import gpu_info
+
+  if _DUMP.value:
+    os.environ['XLA_FLAGS'] = (
+        f'--xla_dump_to={_DUMP.value} --xla_dump_emitter_re=.*'
+    )
+  policy, _, _ = common.random_policy(
+      _SHAPE.value, common.overrides(_VARIANT.value), _LAYERS.value
+  )
+  masters = hf_layout.build_tree(
+      policy.model, lambda row: jax.ShapeDtypeStruct(row.shape, jnp.bfloat16)
+  )
+  state = jax.eval_shape(lambda p: slots.init_state(p, policy.recipe), masters)
+  weights = jax.eval_shape(
+      lambda p, s: fp8.prepare_weights(p, s, policy.recipe), masters, state
+  )
+  params = PolicyParams(weights, state)
+  sharding.make_mesh()  # The devices at hand are asked before the pretence.
+  h200 = gpu_info._get_gpu_info_impl(gpu_info.GpuVersion.H200)
+  with (
+      mock.patch.object(jax, 'default_backend', lambda: 'gpu'),
+      mock.patch.object(gpu_info, 'get_gpu_info', lambda: h200),
+  ):
+    if _PROGRAM.value == 'decode':
+      program = compiled(*_decode(policy, params))
+    else:
+      program = compiled(*_update(policy, params, masters))
+  rows = kernels(program.as_text())
+  columns = (('us', 'us of bytes', '.1f'), ('kernel', 'kernel', ''))
+  columns += (('shape', 'writes', ''), ('from', 'from', ''))
+  print(common.table(rows, columns))
+  print(
+      f'{len(rows)} kernels, {sum(row["us"] for row in rows):.0f} us of bytes'
+  )
+  print(program.memory_analysis())
+
+
+if __name__ == '__main__':
+  app.run(main)
