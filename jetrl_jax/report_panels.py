@@ -104,12 +104,10 @@ FLOW = (
         log=True,
     ),
     Panel(
-        title='Mismatch: divergence',
-        curves=(
-            ('rollout_corr/kl', 'KL(mu, pi old)'),
-            ('rollout_corr/k3_kl', 'k3'),
-        ),
+        title='Mismatch: KL',
+        curves=(('rollout_corr/kl', 'k1'), ('rollout_corr/k3_kl', 'k3')),
         unit='nats',
+        note='Of mu, what was sampled, from pi old.',
     ),
 )
 UPDATE = (
