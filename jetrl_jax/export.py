@@ -9,7 +9,6 @@ prompts of a file. See docs/export.md.
 import dataclasses
 import pathlib
 import sys
-import tempfile
 from typing import Any
 
 import ml_collections
@@ -20,6 +19,7 @@ from jetrl_jax import config_flag, models, saved_policy
 from jetrl_jax.data import Prompt
 from jetrl_jax.fp8 import slots
 from jetrl_jax.models import invariant_scaling
+from jetrl_jax.models.hf_export import check_target
 from jetrl_jax.rl import calibration
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.engine import Engine, EngineConfig
@@ -80,9 +80,7 @@ def export(values: dict[str, Any]) -> str:
       without prompts to calibrate on; the folder exists.
   """
   path, out = _source(values), pathlib.Path(values['out'])
-  if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-    raise ValueError(f'--out={out} exists already; name a new folder')
-  _check_place(out)
+  check_target(out)
   found = saved_policy.restore(path, step=values['step'])
   calibrated = ''
   if values['format'] == 'fp8':
@@ -111,19 +109,6 @@ def export(values: dict[str, Any]) -> str:
     )
   dots = f'{len(scales)} dots in FP8, each with its two scales'
   return f'{found.origin}: {dots}{calibrated}'
-
-
-def _check_place(out: pathlib.Path) -> None:
-  """Tries to write beside a new folder, before anything is calibrated."""
-  parent = out.absolute().parent
-  try:
-    parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=parent):
-      pass
-  except OSError as error:
-    raise ValueError(
-        f'--out={out} cannot be written: {error.strerror}'
-    ) from error
 
 
 def _source(values: dict[str, Any]) -> str:

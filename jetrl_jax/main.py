@@ -3,6 +3,7 @@
 import json
 import pathlib
 import sys
+import tempfile
 
 import jax
 from absl import app, flags, logging
@@ -53,6 +54,7 @@ def main(argv: list[str]) -> None:
     if _DRY_RUN.value:
       problems = dry_run.dry_run(parts, workdir, _DRY_RUN_DEVICE.value)
       sys.exit(dry_run.report(problems))
+    _check_workdir(workdir)
     trainer = Trainer(parts, workdir)
     devices = jax.devices()
     recipe = parts.policy.recipe.name
@@ -78,6 +80,17 @@ def main(argv: list[str]) -> None:
     print(f'Report: {report.write_report([workdir])}')
   except ValueError as error:  # A full disk; the run itself is safe by now.
     logging.warning('No report: %s', error)
+
+
+def _check_workdir(workdir: pathlib.Path) -> None:
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=workdir):
+      pass
+  except OSError as error:
+    raise ValueError(
+        f'--workdir={workdir} cannot be written: {error.strerror}'
+    ) from error
 
 
 def _record_start(parts: Parts, workdir: pathlib.Path) -> None:

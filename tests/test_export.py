@@ -163,9 +163,9 @@ def test_a_wrong_export_is_one_sentence(tmp_path):
     with pytest.raises(ValueError, match=message):
       _export(tmp_path / 'x', **changes)
   (tmp_path / 'x').write_text('')
-  with pytest.raises(ValueError, match='exists already; name a new folder'):
+  with pytest.raises(ValueError, match='exists already; export to a new'):
     _export(tmp_path / 'x')
-  with pytest.raises(ValueError, match='--out=.* cannot be written: '):
+  with pytest.raises(ValueError, match='x/y cannot be made: '):
     _export(tmp_path / 'x' / 'y')
 
 

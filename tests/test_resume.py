@@ -54,6 +54,17 @@ def _train_until_check(workdir: pathlib.Path, number: int) -> bool:
   return True
 
 
+def test_a_start_that_is_refused_leaves_the_run_as_it_was(tmp_path):
+  workdir = tmp_path / 'run'
+  shutil.copytree(whole_run.finished(), workdir)
+  kept = ('config.json', 'metrics.jsonl', 'precision.json')
+  before = [(workdir / name).read_bytes() for name in kept]
+  trainer = whole_run.trainer(workdir, {'optim.moments': 'fp8'})
+  with pytest.raises(ValueError, match='checkpoint'):
+    trainer.train()
+  assert [(workdir / name).read_bytes() for name in kept] == before
+
+
 def test_a_run_is_stopped_everywhere_and_ends_in_the_same_bits(
     tmp_path, uninterrupted
 ):

@@ -8,6 +8,7 @@ the same bytes.
 import os
 import pathlib
 import shutil
+import tempfile
 from collections.abc import Mapping
 from typing import Any
 
@@ -121,13 +122,20 @@ def save_checkpoint(
 
 
 def check_target(folder: pathlib.Path) -> None:
-  """Refuses a place that is taken; for before the work, too.
+  """Refuses a place that cannot be had; for before the work, too.
 
   Raises:
-    ValueError: a file, or a folder that is not empty.
+    ValueError: a file, a folder that is not empty, or one that cannot be made.
   """
   if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
     raise ValueError(f'{folder} exists already; export to a new folder')
+  parent = folder.absolute().parent
+  try:
+    parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent):
+      pass
+  except OSError as error:
+    raise ValueError(f'{folder} cannot be made: {error.strerror}') from error
 
 
 def _check_leaves(leaves: dict[str, Any], config: ModelConfig) -> None:

@@ -29,6 +29,34 @@ from jetrl_jax.rl.train_step import merge
 from jetrl_jax.rl.types import TrainState
 
 
+def changed_settings(before: str, after: str) -> list[str]:
+  """Lists what differs between two configs, 'optim.lr: 1e-06 -> 2e-06'.
+
+  Args:
+    before: JSON; what is none has no settings to compare.
+    after: JSON.
+  """
+  try:
+    old, new = (_flat(json.loads(text)) for text in (before, after))
+  except ValueError:
+    return []
+  # One of another version may lack a setting.
+  return [
+      f'{name}: {old[name]!r} -> {new[name]!r}'
+      for name in new
+      if name in old and old[name] != new[name]
+  ]
+
+
+def _flat(tree: Any, prefix: str = '') -> dict[str, Any]:
+  if not isinstance(tree, dict):
+    return {prefix: tree}
+  flat = {}
+  for name, value in tree.items():
+    flat |= _flat(value, f'{prefix}.{name}' if prefix else name)
+  return flat
+
+
 class RunFolder:
   """Opens the workdir for one run; close it.
 
@@ -53,8 +81,17 @@ class RunFolder:
     self.saved_step: int | None = None
 
   def write_config(self, text: str) -> None:
-    """Keeps the resolved config."""
-    (self.path / 'config.json').write_text(text)
+    """Keeps the resolved config; says what an earlier start had otherwise."""
+    file = self.path / 'config.json'
+    changed = changed_settings(file.read_text(), text) if file.exists() else []
+    if changed:
+      logging.warning(
+          'Settings differ from those that %s was started with, and hold from'
+          ' here on: %s',
+          self.path,
+          '; '.join(changed),
+      )
+    file.write_text(text)
 
   def drop_lines_after(self, step: int) -> None:
     """Forgets the lines of later steps, which will be written again."""

@@ -197,10 +197,10 @@ class Trainer:
   def _start(self) -> tuple[TrainState, int]:
     """Resumes from the workdir, or calibrates a cold start."""
     folder = self.folder
-    folder.write_config(self.parts.config_text)
     resumed = startup.resume(self.parts, folder.checkpoints)
     engine = self._engine()
     if resumed is None:
+      folder.write_config(self.parts.config_text)
       with self.timer('calibration'):
         state = startup.cold_start(self.parts, engine, self.interrupt.check)
         chosen, state = startup.settle_precision(self.parts, state, folder.path)
@@ -212,6 +212,8 @@ class Trainer:
     else:
       state, step = resumed.state, resumed.step
       self._restore_host_state(resumed.host_state)
+      # Only now: a start that is refused leaves the run's own config behind.
+      folder.write_config(self.parts.config_text)
       folder.saved_step = step
       logging.info('Resuming from step %d in %s', step, folder.path)
     folder.drop_lines_after(step if self.pending is None else step - 1)
