@@ -64,7 +64,12 @@ def compiler_options(backend: str | None = None, *, exact: bool = True) -> dict:
 
 
 def exact_jit(
-    function, *, donate_argnums=(), static_argnums=(), out_shardings=None
+    function,
+    *,
+    donate_argnums=(),
+    static_argnums=(),
+    out_shardings=None,
+    keep_unused=False,
 ):
   """`jax.jit` with the pinned options.
 
@@ -75,11 +80,14 @@ def exact_jit(
     out_shardings: where results go, a prefix tree; None lets XLA decide. A
       result that is fed back must name it: the same place under another
       name compiles the program a second time.
+    keep_unused: arguments whose values nobody reads are passed all the same,
+      so that their buffers can be reused.
   """
   return jax.jit(
       function,
       donate_argnums=donate_argnums,
       static_argnums=static_argnums,
+      keep_unused=keep_unused,
       **({} if out_shardings is None else {'out_shardings': out_shardings}),
       compiler_options=compiler_options(),
   )

@@ -16,11 +16,12 @@ from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import fp8, sharding
 from jetrl_jax.rl import decode_step, mixed_flow, startup
+from jetrl_jax.rl.apply import Gradients, merge
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import PolicyParams
-from jetrl_jax.rl.train_step import Gradients, TrainStep, merge
+from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import TrainBatch, TrainState
 from jetrl_jax.typing import PyTree
 
@@ -220,7 +221,15 @@ def compiled_phases(
             temporary=memory.temp_size_in_bytes,
         )
     )
-  return phases, programs
+  return _largest_of_apply(phases), programs
+
+
+def _largest_of_apply(phases: list[Phase]) -> list[Phase]:
+  """Keeps one of the programs of an optimiser step, which run in turn."""
+  others = [phase for phase in phases if not phase.name.startswith('apply')]
+  parts = [phase for phase in phases if phase.name.startswith('apply')]
+  largest = max(parts, key=lambda phase: phase.total)
+  return [*others, dataclasses.replace(largest, name='apply')]
 
 
 def _lowered(parts: Parts, found: Shapes):
@@ -255,7 +264,8 @@ def _lowered(parts: Parts, found: Shapes):
       'accumulate',
       found.step.accumulate.lower(state, found.gradients, found.batch, scalar),
   )
-  yield 'apply', found.step.apply.lower(state, found.gradients)
+  for name, _, lowered in found.step.apply.lowered(state, found.gradients):
+    yield f'apply: {name}', lowered
 
 
 def estimated_phases(

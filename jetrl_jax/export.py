@@ -21,9 +21,9 @@ from jetrl_jax.fp8 import slots
 from jetrl_jax.models import invariant_scaling
 from jetrl_jax.models.hf_export import check_target
 from jetrl_jax.rl import calibration
+from jetrl_jax.rl.apply import merge
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.engine import Engine, EngineConfig
-from jetrl_jax.rl.train_step import merge
 from jetrl_jax.saved_policy import Restored
 from jetrl_jax.typing import PyTree
 

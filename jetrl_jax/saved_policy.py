@@ -24,8 +24,8 @@ from jetrl_jax.fp8.recipes import RECIPES, UNCALIBRATED
 from jetrl_jax.models import hf_layout, hf_quantization
 from jetrl_jax.rl import mixed_flow, run_precision
 from jetrl_jax.rl import state as states
+from jetrl_jax.rl.apply import merge
 from jetrl_jax.rl.policy import Policy, PolicyParams
-from jetrl_jax.rl.train_step import merge
 from jetrl_jax.rl.types import TrainState
 
 # For a checkpoint, which does not say; a run knows its own.

@@ -24,11 +24,12 @@ from jetrl_jax.models import invariant_scaling
 from jetrl_jax.models.hf_export import check_target
 from jetrl_jax.rl import packing
 from jetrl_jax.rl import state as states
+from jetrl_jax.rl.apply import merge
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.objective import supervised_loss
 from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.step_metrics import Timer, update_metrics
-from jetrl_jax.rl.train_step import TrainStep, merge
+from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import TrainBatch
 
 _CONFIG = config_flag.define()

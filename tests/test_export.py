@@ -9,7 +9,7 @@ import pytest
 from jetrl_jax import checkpoint, export, models, saved_policy
 from jetrl_jax import config as configs
 from jetrl_jax.rl import state as states
-from jetrl_jax.rl.train_step import merge
+from jetrl_jax.rl.apply import merge
 from tests import whole_run
 
 

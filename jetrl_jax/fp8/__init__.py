@@ -10,7 +10,7 @@ from jetrl_jax.fp8.quantization import (
 )
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.fp8.slots import init_state, observe, observe_kernels, roll
-from jetrl_jax.fp8.weights import prepare_weights
+from jetrl_jax.fp8.weights import prepare_weights, renew_weights
 
 __all__ = [
     'E4M3',
@@ -24,6 +24,7 @@ __all__ = [
     'observe_kernels',
     'prepare_weights',
     'quantize',
+    'renew_weights',
     'roll',
     'scale_from_amax',
 ]

@@ -36,13 +36,18 @@ disagree on whether they are. Their root is below 1.1e-19 and invisible beside
 eps. Without them M / m < 2^254, so the lower clamp of k never binds.
 
 Memory: 1 byte a value and 12 a group, 1 + 12/128 = 1.09 bytes a value where the
-last axis is a multiple of 128, against 4 in float32. Large leaves are decoded,
-moved and encoded a few rows at a time: left to itself, XLA keeps the decoded
-moments of all leaves at once, which was 7.5 times the float32 parameters.
+last axis is a multiple of 128, against 4 in float32. While a leaf is moved both
+of its moments lie decoded beside it, 8 bytes a value: one program over all
+leaves keeps those of all of them at once, so `rl/apply.py` runs one program per
+part of the tree.
+
+Time: both powers are exp(log(x) k). x is a ratio to the group's centre, so the
+product is at most 9 in size for encoding, where it is rounded to three bits
+anyway; a library's pow(x, k) carries more bits than that, at several times the
+instructions.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -50,7 +55,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from jetrl_jax.fp8 import formats
 from jetrl_jax.typing import Array, PyTree
@@ -98,14 +102,11 @@ class Codec(NamedTuple):
     zeros: a leaf to what `encode` gives for zeros like it, written down and
       not computed: XLA would fold `encode` of a constant on the host, minutes
       for one large leaf.
-    chunk_values: how many values of a leaf are decoded at a time (at least one
-      row); None decodes whole leaves.
   """
 
   encode: Callable[[Array], Any]
   decode: Callable[[Any], Array]
   zeros: Callable[[Array], Any]
-  chunk_values: int | None
 
 
 def identity_codec() -> Codec:
@@ -114,18 +115,14 @@ def identity_codec() -> Codec:
       encode=lambda x: x,
       decode=lambda x: x,
       zeros=jnp.zeros_like,
-      chunk_values=None,
   )
 
 
-def fp8_codec(group_size: int = 128, chunk_values: int = 2**22) -> Codec:
+def fp8_codec(group_size: int = 128) -> Codec:
   """Returns the codec of the module docstring.
 
   Args:
     group_size: values that share an expansion, at least 1.
-    chunk_values: see `Codec`. The temporaries of an update are about 30 bytes
-      per value of a chunk. Chunks are rows of what the function sees: inside
-      `jax.shard_map` those of a device.
 
   Returns:
     A codec between float arrays of any shape and `EncodedMoment`; it decodes
@@ -158,7 +155,7 @@ def fp8_codec(group_size: int = 128, chunk_values: int = 2**22) -> Codec:
         a.reshape(group_shape)[..., None]
         for a in (encoded.scale, encoded.k, encoded.c)
     )
-    magnitude = jnp.power(jnp.abs(values) * scale, 1.0 / k) * c
+    magnitude = _power(jnp.abs(values) * scale, 1.0 / k) * c
     # What was near an end of float32's range may come back rounded past it.
     magnitude = jnp.clip(magnitude, _TINY, _HUGE)
     return _join(jnp.sign(values) * magnitude, encoded.values.shape)
@@ -170,9 +167,12 @@ def fp8_codec(group_size: int = 128, chunk_values: int = 2**22) -> Codec:
     values = jnp.zeros(x.shape, formats.E4M3)
     return EncodedMoment(values=values, scale=one, k=one, c=one)
 
-  return Codec(
-      encode=encode, decode=decode, zeros=zeros, chunk_values=chunk_values
-  )
+  return Codec(encode=encode, decode=decode, zeros=zeros)
+
+
+def _power(x: Array, exponent: Array) -> Array:
+  """x^exponent for x >= 0 and a positive exponent; 0 stays 0."""
+  return jnp.exp(jnp.log(x) * exponent)
 
 
 def _split(x: Array, group_size: int) -> Array:
@@ -199,11 +199,10 @@ def _encode_groups(x: Array) -> tuple[Array, Array, Array, Array]:
     float8 values like x, and scale, k, c of shape [..., groups].
   """
   magnitude = jnp.abs(x)
-  # A comparison with NaN is false: NaN stays and is seen by whoever decodes.
-  magnitude = jnp.where(magnitude < _TINY, 0.0, magnitude)
   largest = jnp.max(magnitude, axis=-1)
-  smallest = jnp.min(jnp.where(magnitude == 0, jnp.inf, magnitude), axis=-1)
-  empty = largest == 0
+  smallest = jnp.min(jnp.where(magnitude < _TINY, jnp.inf, magnitude), axis=-1)
+  # A comparison with NaN is false: NaN stays and is seen by whoever decodes.
+  empty = largest < _TINY
   largest = jnp.where(empty, 1.0, largest)
   smallest = jnp.where(empty, 1.0, smallest)
   # Both the ratio M / m and the product M m may leave float32's range; the
@@ -217,13 +216,16 @@ def _encode_groups(x: Array) -> tuple[Array, Array, Array, Array]:
   # Compilers turn x / c into x * (1 / c), which is 0 for c near float32's
   # largest value; the root's inverse is harmless.
   root = jnp.sqrt(c)
-  scale = jnp.power(largest / root / root, k) / _FORMAT_MAX
+  scale = _power(largest / root / root, k) / _FORMAT_MAX
   k, c, scale = (jnp.where(empty, 1.0, a) for a in (k, c, scale))
+  # Divided once per group, not per value.
+  inverse, factor = (1.0 / a[..., None] for a in (root, scale))
   # |x| / c is 2^-127 at the very end of the range, which could be flushed.
-  ratio = magnitude / root[..., None] / root[..., None]
-  ratio = jnp.maximum(ratio, _TINY)
-  stored = jnp.power(ratio, k[..., None]) / scale[..., None]
-  stored = jnp.where(magnitude == 0, 0.0, jnp.minimum(stored, _FORMAT_MAX))
+  ratio = jnp.maximum(magnitude * inverse * inverse, _TINY)
+  stored = _power(ratio, k[..., None]) * factor
+  # Not the comparison above, which XLA would write to memory for both uses. A
+  # NaN becomes 0 here and is restored by its group's scale.
+  stored = jnp.where(magnitude >= _TINY, jnp.minimum(stored, _FORMAT_MAX), 0.0)
   return (jnp.sign(x) * stored).astype(formats.E4M3), scale, k, c
 
 
@@ -260,70 +262,27 @@ def scale_by_adam(
         nu=jax.tree.map(codec.zeros, state.nu),
     )
 
-  def step(count, leaves):
-    """Moves a tree of gradients and encoded moments by one Adam step."""
-    updates, mu, nu = leaves
-    # The tree of `updates` says where an encoded leaf begins.
-    state = optax.ScaleByAdamState(
-        count=count,
-        mu=jax.tree.map(lambda _, e: codec.decode(e), updates, mu),
-        nu=jax.tree.map(lambda _, e: codec.decode(e), updates, nu),
-    )
-    moved: Any
-    updates, moved = exact.update(updates, state)
-    mu = jax.tree.map(codec.encode, moved.mu)
-    return updates, mu, jax.tree.map(codec.encode, moved.nu)
-
   def update(updates, state, params=None):
     del params
-    move = functools.partial(step, state.count)
-    if codec.chunk_values is None:
-      # The whole tree at once: optax compiles the division by the bias
-      # correction over the tree, and its bits depend on the tree.
-      updates, mu, nu = move((updates, state.mu, state.nu))
-    else:
-      leaves, tree = jax.tree.flatten(updates)
-      mus, nus = tree.flatten_up_to(state.mu), tree.flatten_up_to(state.nu)
-      moved = [
-          _by_chunks(move, leaf, codec.chunk_values)
-          for leaf in zip(leaves, mus, nus, strict=True)
-      ]
-      updates, mu, nu = (
-          tree.unflatten([leaf[i] for leaf in moved]) for i in range(3)
-      )
-    count = optax.safe_increment(state.count)
-    return updates, optax.ScaleByAdamState(count=count, mu=mu, nu=nu)
+
+    def decoded(moments):
+      # The tree of `updates` says where an encoded leaf begins.
+      return jax.tree.map(lambda _, e: codec.decode(e), updates, moments)
+
+    moved: Any
+    updates, moved = exact.update(
+        updates,
+        optax.ScaleByAdamState(
+            count=state.count, mu=decoded(state.mu), nu=decoded(state.nu)
+        ),
+    )
+    return updates, optax.ScaleByAdamState(
+        count=moved.count,
+        mu=jax.tree.map(codec.encode, moved.mu),
+        nu=jax.tree.map(codec.encode, moved.nu),
+    )
 
   return optax.GradientTransformation(init, update)
-
-
-def _by_chunks(step: Callable, leaf: tuple, chunk_values: int) -> tuple:
-  """Applies `step` to (gradient, mu, nu), a few rows at a time, in place."""
-  # The loop below overwrites the gradient by the update, which is float32.
-  leaf = (leaf[0].astype(jnp.float32), *leaf[1:])
-  shape = leaf[0].shape
-  rows = math.prod(shape[:-1])
-  size = max(1, chunk_values // max(1, shape[-1])) if shape else 1
-  if rows <= size:
-    return step(leaf)
-  flat = jax.tree.map(lambda a: a.reshape(rows, a.shape[-1]), leaf)
-
-  def move(start, size, arrays):
-    part = jax.tree.map(
-        lambda a: lax.dynamic_slice_in_dim(a, start, size), arrays
-    )
-    return jax.tree.map(
-        lambda a, p: lax.dynamic_update_slice_in_dim(a, p, start, 0),
-        arrays,
-        step(part),
-    )
-
-  flat = lax.fori_loop(
-      0, rows // size, lambda i, arrays: move(i * size, size, arrays), flat
-  )
-  if rows % size:
-    flat = move(rows - rows % size, rows % size, flat)
-  return jax.tree.map(lambda a: a.reshape(*shape[:-1], a.shape[-1]), flat)
 
 
 def adamw(

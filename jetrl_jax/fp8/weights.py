@@ -78,3 +78,33 @@ def prepare_weights(params: PyTree, fp8_state: PyTree, recipe: Recipe):
     return prepared
 
   return walk(params, fp8_state, ())
+
+
+def renew_weights(
+    params: PyTree, fp8_state: PyTree, weights: PyTree, recipe: Recipe
+):
+  """Makes compute weights again, of masters or of a part of their tree.
+
+  Args:
+    params: nested dict of masters.
+    fp8_state: slots, see `prepare_weights`.
+    weights: the weights until now. What is a `QTensor` there becomes one: no
+      path is asked for, so that equal parts of a tree share one program.
+    recipe: of `weights`.
+
+  Returns:
+    What `prepare_weights` gives, with the paths of `params`.
+  """
+
+  def walk(node, state, old):
+    if isinstance(old, QTensor):
+      return quantize_kernel(node, state, recipe)
+    if not isinstance(node, dict):
+      return node.astype(recipe.dtype)
+    slot = 'kernel' in node
+    return {
+        key: walk(child, state if slot else state.get(key, {}), old[key])
+        for key, child in node.items()
+    }
+
+  return walk(params, fp8_state, weights)

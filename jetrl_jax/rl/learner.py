@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetrl_jax.rl import experience, kl_reward, mixed_flow, packing
+from jetrl_jax.rl.apply import UpdateInfo
 from jetrl_jax.rl.experience import Experience
 from jetrl_jax.rl.packing import Sequence
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.step_metrics import Timer
-from jetrl_jax.rl.train_step import TrainStep, UpdateInfo
+from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import TrainState
 from jetrl_jax.typing import PyTree
 

@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec as P
 from jetrl_jax import fp8, sharding
 from jetrl_jax.fp8 import slots
 from jetrl_jax.rl import state as states
+from jetrl_jax.rl.apply import changed_share, merge
 from jetrl_jax.rl.policy import Policy, PolicyParams
-from jetrl_jax.rl.train_step import changed_share, merge
 from jetrl_jax.rl.types import TrainBatch, TrainState
 from jetrl_jax.typing import PyTree
 

@@ -14,10 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import fp8, sharding
 from jetrl_jax.fp8 import slots
+from jetrl_jax.rl.apply import merge
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import PolicyParams
-from jetrl_jax.rl.train_step import merge
 from jetrl_jax.rl.types import TrainState
 
 

@@ -21,11 +21,11 @@ from jetrl_jax.metrics_wandb import WandbConfig
 from jetrl_jax.models import invariant_scaling
 from jetrl_jax.rl import rollout_store
 from jetrl_jax.rl import state as states
+from jetrl_jax.rl.apply import merge
 from jetrl_jax.rl.console import Console
 from jetrl_jax.rl.experience import Experience
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.settings import RunConfig
-from jetrl_jax.rl.train_step import merge
 from jetrl_jax.rl.types import TrainState
 
 

@@ -16,8 +16,8 @@ from absl import logging
 
 from jetrl_jax import checkpoint
 from jetrl_jax.fp8 import adaptive, health, slots
+from jetrl_jax.rl.apply import merge
 from jetrl_jax.rl.policy import Policy
-from jetrl_jax.rl.train_step import merge
 from jetrl_jax.rl.types import TrainState
 from jetrl_jax.sharding import Axes
 

@@ -16,10 +16,11 @@ from jax.sharding import PartitionSpec as P
 from jetrl_jax import checkpoint, fp8, sharding
 from jetrl_jax.fp8 import Recipe, slots
 from jetrl_jax.rl import packing
+from jetrl_jax.rl.apply import merge
 from jetrl_jax.rl.objective import supervised_loss
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import Policy, PolicyParams
-from jetrl_jax.rl.train_step import TrainStep, merge
+from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import TrainBatch, TrainState
 from jetrl_jax.typing import PyTree
 

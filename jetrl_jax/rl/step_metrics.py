@@ -14,9 +14,9 @@ from jetrl_jax.data import Prompt
 from jetrl_jax.fp8 import health, slots
 from jetrl_jax.metrics import Mean
 from jetrl_jax.rl import experience, mismatch
+from jetrl_jax.rl.apply import UpdateInfo
 from jetrl_jax.rl.experience import Experience
 from jetrl_jax.rl.objective import LossConfig
-from jetrl_jax.rl.train_step import UpdateInfo
 from jetrl_jax.rl.types import Completion
 from jetrl_jax.typing import PyTree
 

@@ -16,13 +16,14 @@ from absl import logging
 
 from jetrl_jax.data import PromptSampler
 from jetrl_jax.rl import (
-    evaluation,
-    flops,
-    run_precision,
-    startup,
-    step_metrics,
+  evaluation,
+  flops,
+  run_precision,
+  startup,
+  step_metrics,
 )
 from jetrl_jax.rl import state as states
+from jetrl_jax.rl.apply import UpdateInfo
 from jetrl_jax.rl.collector import Collector
 from jetrl_jax.rl.dynamic_sampling import Filled, NotEnoughGroupsError
 from jetrl_jax.rl.engine import Engine
@@ -33,7 +34,6 @@ from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.run_folder import RunFolder
 from jetrl_jax.rl.step_metrics import Timer
-from jetrl_jax.rl.train_step import UpdateInfo
 from jetrl_jax.rl.types import TrainState
 
 

@@ -310,34 +310,6 @@ def test_an_encoded_state_is_a_tree_of_arrays_that_keeps_its_types():
   )
 
 
-def test_large_leaves_are_updated_a_few_rows_at_a_time_with_the_same_result():
-  # 24 x 160: chunks of 2 x 160 divide it, chunks of 7 x 160 leave 3 rows.
-  params = {'kernel': make_params()['kernel']}
-  whole = adam.scale_by_adam(codec=adam.fp8_codec(chunk_values=24 * 160))
-  expected = run(whole, params, 3, True)
-  for rows in (2, 7):
-    codec = adam.fp8_codec(chunk_values=rows * 160)
-    assert_same_bits(
-        run(adam.scale_by_adam(codec=codec), params, 3, True), expected
-    )
-
-
-def test_the_temporaries_of_an_update_do_not_grow_with_the_model():
-  optimizer = adam.scale_by_adam(codec=adam.fp8_codec(chunk_values=2**16))
-
-  def temporaries(leaves):
-    params = [jax.ShapeDtypeStruct((512, 512), jnp.float32)] * leaves
-    state = jax.eval_shape(optimizer.init, params)
-    update = jax.jit(optimizer.update, donate_argnums=(0, 1))
-    compiled = update.lower(params, state).compile()
-    analysis = compiled.memory_analysis()
-    assert analysis is not None
-    return analysis.temp_size_in_bytes
-
-  # One leaf's worth of decoded moments is 2 * 4 * 512 * 512 bytes.
-  assert temporaries(3) - temporaries(1) < 2 * 4 * 512 * 512
-
-
 def test_groups_stay_on_their_device_when_rows_are_sharded():
   mesh = jax.make_mesh(
       (8,), ('fsdp',), axis_types=(jax.sharding.AxisType.Auto,)

@@ -14,10 +14,12 @@ from absl import logging
 from jetrl_jax import config as configs
 from jetrl_jax import fp8
 from jetrl_jax.fp8 import Recipe, slots
-from jetrl_jax.rl import flow_check, mixed_flow, objective, train_step
+from jetrl_jax.rl import apply, flow_check, mixed_flow, objective
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.interrupt import StopRequested
 from jetrl_jax.rl.other_precision import OtherPrecision
+from jetrl_jax.rl.policy import Policy
+from jetrl_jax.rl.types import TrainState
 from tests import whole_run
 from tests.rl import tiny_run
 
@@ -180,7 +182,7 @@ def test_training_may_be_the_quantised_side(tmp_path):
 
 def _mixed_state(
     train: Recipe, rollout: Recipe
-) -> tuple[train_step.Policy, train_step.Policy, train_step.TrainState]:
+) -> tuple[Policy, Policy, TrainState]:
   """Policies and a state of shapes."""
   policies = tiny_run.policy(train), tiny_run.policy(rollout)
   state, side = (tiny_run.state_shapes(policy) for policy in policies)
@@ -296,7 +298,7 @@ def test_requantised_weights_are_those_of_the_masters():
   requantizer = mixed_flow.Requantizer(run.policy, run.mesh, mixed)
   after, changed = requantizer(mixed, tiny_run.batches(tiny_run.completions()))
   expected = fp8.prepare_weights(
-      train_step.merge(moved, after.frozen),
+      apply.merge(moved, after.frozen),
       after.rollout_fp8_state,
       run.policy.recipe,
   )

@@ -284,7 +284,7 @@ def test_nothing_is_compiled_twice():
             compiled._cache_size()
             for compiled in (
                 run.step.accumulate,
-                run.step.apply,
+                *run.step.apply.programs(),
                 run.step.roll_inputs,
                 run.engine._compiled['generate'],
             )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.rl import train_step
+from jetrl_jax.rl import apply
 from jetrl_jax.rl.objective import LossConfig, policy_loss, supervised_loss
 from jetrl_jax.rl.types import TrainBatch
 from tests.rl import tiny_run
@@ -177,7 +177,7 @@ def test_objectives_that_cannot_work_are_refused(changes, message):
 def test_merge_joins_what_partition_split():
   trainable = {'a': {'x': 1}, 'b': {'c': {'y': 2}}}
   frozen = {'b': {'c': {'z': 3}, 'd': 4}, 'e': 5}
-  assert train_step.merge(trainable, frozen) == {
+  assert apply.merge(trainable, frozen) == {
       'a': {'x': 1},
       'b': {'c': {'y': 2, 'z': 3}, 'd': 4},
       'e': 5,

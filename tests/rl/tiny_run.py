@@ -19,7 +19,7 @@ from jetrl_jax import fp8, rng, sharding
 from jetrl_jax.data import Prompt
 from jetrl_jax.fp8 import Recipe, slots
 from jetrl_jax.models.types import ModelConfig
-from jetrl_jax.rl import packing, state, train_step
+from jetrl_jax.rl import apply, packing, state
 from jetrl_jax.rl.engine import Engine, EngineConfig
 from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.optimizer import OptimizerConfig
@@ -423,8 +423,8 @@ class Update:
   batches: list[TrainBatch]
   logprobs: list[np.ndarray]
   scores: list[np.ndarray]
-  gradients: train_step.Gradients
-  info: train_step.UpdateInfo
+  gradients: apply.Gradients
+  info: apply.UpdateInfo
   applied: TrainState
   after: TrainState
 

@@ -1,0 +1,370 @@
+"""One optimiser step: a verdict over all gradients, then a program per part.
+
+A part is what lies under one key of the masters' tree: `embed`, `layers_0`, ...
+Its program clips, moves the masters, encodes the moments, rolls the kernel and
+output-gradient slots and quantises. All layers have the same shapes, so they
+share one compiled program that is called once per layer: a model of 28 layers
+compiles as fast as one of two, and what a program keeps while it runs is one
+part's. Nothing waits for the host between the calls: whether the gradients are
+finite, and by how much they are clipped, stays on the device.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jetrl_jax import fp8, sharding
+from jetrl_jax.compilation import exact_jit
+from jetrl_jax.fp8 import QTensor, slots
+from jetrl_jax.metrics import Mean
+from jetrl_jax.rl.policy import Policy
+from jetrl_jax.rl.types import TrainState
+from jetrl_jax.typing import Array, PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gradients:
+  """What the micro-batches of one mini-batch have added up to.
+
+  Attributes:
+    trainable: gradients of the masters, in their dtypes.
+    fp8: cotangents of the delayed-scaling slots: amax by max, health by sum.
+    metrics: name to `Mean`.
+  """
+
+  trainable: PyTree
+  fp8: PyTree
+  metrics: dict[str, Mean]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateInfo:
+  """What one optimiser step did.
+
+  Attributes:
+    grad_norm: float32, global L2 norm before clipping.
+    lr: float32, learning rate of this step.
+    applied: bool, False when anything was not finite and the step was skipped.
+    changed_bytes: per quantised kernel the share of FP8 weight bytes that
+      changed, nested like the slots.
+    metrics: name to `Mean`, see `Gradients`.
+  """
+
+  grad_norm: Array
+  lr: Array
+  applied: Array
+  changed_bytes: PyTree
+  metrics: dict[str, Mean]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Part:
+  """What one program moves.
+
+  Attributes:
+    trainable: masters below one key.
+    frozen: masters there that do not move.
+    fp8_state: their slots.
+    moments: what the optimiser keeps per master, a list as `_split` makes it.
+    weights: their compute weights.
+  """
+
+  trainable: PyTree
+  frozen: PyTree
+  fp8_state: PyTree
+  moments: list[PyTree]
+  weights: PyTree
+
+
+def merge(trainable: PyTree, frozen: PyTree) -> PyTree:
+  """Joins two nested dicts with disjoint leaves."""
+  merged = dict(trainable)
+  for key, value in frozen.items():
+    merged[key] = merge(merged[key], value) if key in merged else value
+  return merged
+
+
+def _global_norm(gradients: PyTree, is_split: PyTree, axes) -> Array:
+  """L2 norm over all leaves; split leaves add over devices."""
+  squares = jax.tree.map(
+      lambda g: jnp.sum(jnp.square(g.astype(jnp.float32))), gradients
+  )
+  pairs = zip(jax.tree.leaves(squares), jax.tree.leaves(is_split), strict=True)
+  whole, split = jnp.zeros(()), jnp.zeros(())
+  for square, splits in pairs:
+    if splits:
+      split = split + square
+    else:
+      whole = whole + square
+  if axes.size > 1:
+    # Every device of the data axis holds the same reduced gradient.
+    split = axes.psum(split) / axes.data
+  return jnp.sqrt(whole + split)
+
+
+def changed_share(old: PyTree, new: PyTree, axes) -> PyTree:
+  """Returns the share of 8-bit weight bytes that differ, by kernel."""
+
+  def walk(a, b):
+    if isinstance(a, QTensor):
+      differs = jnp.mean((a.values != b.values).astype(jnp.float32))
+      return axes.psum(differs) / axes.size
+    if not isinstance(a, dict):
+      return None
+    children = {key: walk(a[key], b[key]) for key in a}
+    return {k: v for k, v in children.items() if v is not None} or None
+
+  return walk(old, new) or {}
+
+
+def _judge(policy, config, is_split, trainable, metrics, opt_step):
+  """Returns (UpdateInfo without changed bytes, factor, next opt_step)."""
+  norm = _global_norm(trainable, is_split, policy.axes)
+  loss = metrics['actor/pg_loss']
+  ok = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
+  shrink = jnp.minimum(1.0, config.grad_clip / (norm + 1e-6))
+  one = Mean(sum=jnp.zeros(()), weight=jnp.ones(()))
+  info = UpdateInfo(
+      grad_norm=norm,
+      lr=jnp.asarray(config.learning_rate(opt_step), jnp.float32),
+      applied=ok,
+      changed_bytes={},
+      metrics=metrics | {'actor/pg_loss': loss + one},
+  )
+  shrink = jnp.where(ok, shrink, 0.0)
+  return info, shrink, opt_step + ok.astype(jnp.int32)
+
+
+def _move(policy, optimizer, join, part, shared, gradients, cotangents, ruling):
+  """Moves one part; returns (part, shared optimiser state, changed bytes)."""
+  axes, recipe = policy.axes, policy.recipe
+  ok, shrink = ruling
+  clipped = jax.tree.map(
+      lambda g: jnp.where(ok, g * shrink.astype(g.dtype), 0), gradients
+  )
+  updates, opt_state = optimizer.update(
+      clipped, join(part.moments, shared), part.trainable
+  )
+
+  def keep(new, old):
+    return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+
+  moments, next_shared = _split(opt_state, set(part.trainable))
+  trainable = keep(optax.apply_updates(part.trainable, updates), part.trainable)
+  params = merge(trainable, part.frozen)
+  fp8_state = slots.observe(part.fp8_state, cotangents)
+  fp8_state = slots.roll(fp8_state, recipe, operands=('output_grad',))
+  fp8_state = slots.observe_kernels(fp8_state, params, recipe, axes)
+  fp8_state = keep(fp8_state, part.fp8_state)
+  weights = fp8.renew_weights(params, fp8_state, part.weights, recipe)
+  # A skipped step leaves the kernels' health as it was, too.
+  fp8_state = keep(
+      slots.measure_kernels(fp8_state, params, weights, axes), fp8_state
+  )
+  moved = Part(
+      trainable=trainable,
+      frozen=part.frozen,
+      fp8_state=fp8_state,
+      moments=keep(moments, part.moments),
+      weights=weights,
+  )
+  changed = changed_share(part.weights, weights, axes)
+  return moved, keep(next_shared, shared), changed
+
+
+class _Joiner:
+  """Puts together what `_split` took apart, for any part of the tree."""
+
+  def __init__(self, opt_state: PyTree, keys: set[str]):
+    nodes, self._tree = jax.tree.flatten(
+        opt_state, is_leaf=lambda x: _is_masters(x, keys)
+    )
+    self._like = [_is_masters(node, keys) for node in nodes]
+
+  def __call__(self, like: list, rest: list) -> PyTree:
+    masters, others = iter(like), iter(rest)
+    return self._tree.unflatten(
+        [next(masters if of else others) for of in self._like]
+    )
+
+
+def _split(opt_state: PyTree, keys: set[str]) -> tuple[list, list]:
+  """Splits an optimiser's state into trees like the masters, and the rest."""
+  nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: _is_masters(x, keys))
+  like = [node for node in nodes if _is_masters(node, keys)]
+  return like, [node for node in nodes if not _is_masters(node, keys)]
+
+
+def _is_masters(node: PyTree, keys: set[str]) -> bool:
+  return isinstance(node, dict) and set(node) == keys
+
+
+class Apply:
+  """Compiles one optimiser step; called with (state, gradients).
+
+  Both arguments are donated. Returned are the next state, the accumulator
+  emptied, and `UpdateInfo`.
+
+  Args:
+    policy: its recipe and axes.
+    optimizer: moves the trainable masters. Its state may hold trees like the
+      masters and whatever does not depend on them, such as step counts.
+    config: `OptimizerConfig` (learning rate and clip).
+    mesh: devices.
+    state: an example, concrete or of shapes.
+    gradients: shapes of the accumulator.
+  """
+
+  def __init__(
+      self,
+      policy: Policy,
+      optimizer: optax.GradientTransformation,
+      config: Any,
+      mesh: Mesh,
+      state: TrainState,
+      gradients: Gradients,
+  ):
+    self._mesh, self._jit = mesh, policy.jit
+    self._keys = set(state.trainable)
+    self._join = _Joiner(state.opt_state, self._keys)
+    is_split = jax.tree.map(
+        # Decided on the whole shapes: inside, a split leaf looks smaller.
+        lambda leaf: sharding.leaf_spec(leaf.shape, mesh) != P(),
+        state.trainable,
+    )
+    specs = sharding.tree_specs(gradients.trainable, mesh)
+    self._judge = self._compiled(
+        functools.partial(_judge, policy, config, is_split),
+        (specs, P(), P()),
+        (P(), P(), P()),
+    )
+    self._move = functools.partial(_move, policy, optimizer, self._join)
+    self._movers: dict[Any, Any] = {}
+    where = sharding.tree_shardings(gradients, mesh)
+    self._clear = exact_jit(
+        lambda tree: jax.tree.map(jnp.zeros_like, tree),
+        donate_argnums=(0,),
+        out_shardings=where,
+        keep_unused=True,
+    )
+
+  def __call__(self, state: TrainState, gradients: Gradients):
+    """Moves the state; see the class."""
+    info, shrink, opt_step = self._judge(
+        gradients.trainable, gradients.metrics, state.opt_step
+    )
+    parts, changed, shared = {}, {}, _split(state.opt_state, self._keys)[1]
+    next_shared = shared
+    for key, arguments in self._arguments(state, gradients):
+      move = self._mover(arguments)
+      parts[key], next_shared, share = move(
+          arguments[0], shared, *arguments[1:], (info.applied, shrink)
+      )
+      changed |= {key: share} if share else {}
+    next_state = self._joined(state, parts, next_shared, opt_step)
+    info = dataclasses.replace(info, changed_bytes=changed)
+    return next_state, self._clear(gradients), info
+
+  def lowered(self, state: TrainState, gradients: Gradients) -> Iterator:
+    """Yields (name, number of calls, lowered) of every program.
+
+    Args:
+      state: concrete or of shapes, as `gradients`.
+      gradients: the accumulator.
+    """
+    judge = (gradients.trainable, gradients.metrics, state.opt_step)
+    yield 'judge', 1, self._judge.lower(*judge)
+    info, shrink, _ = jax.eval_shape(self._judge, *judge)
+    shared = _split(state.opt_state, self._keys)[1]
+    calls: dict[Any, list] = {}
+    for key, arguments in self._arguments(state, gradients):
+      calls.setdefault(self._mover(arguments), []).append((key, arguments))
+    for move, same in calls.items():
+      key, arguments = same[0]
+      yield (
+          f'move {key}',
+          len(same),
+          move.lower(
+              arguments[0], shared, *arguments[1:], (info.applied, shrink)
+          ),
+      )
+    yield 'clear', 1, self._clear.lower(gradients)
+
+  def programs(self) -> list:
+    """Returns the compiled functions that were called so far."""
+    return [self._judge, *self._movers.values(), self._clear]
+
+  def _arguments(self, state: TrainState, gradients: Gradients) -> Iterator:
+    """Yields (key, (part, gradients, cotangents)) of every part that moves."""
+    moments = _split(state.opt_state, self._keys)[0]
+    for key in state.weights:
+      if key not in state.trainable and key not in state.fp8_state:
+        continue
+      part = Part(
+          trainable=state.trainable.get(key, {}),
+          frozen=state.frozen.get(key, {}),
+          fp8_state=state.fp8_state.get(key, {}),
+          moments=[tree.get(key, {}) for tree in moments],
+          weights=state.weights[key],
+      )
+      yield (
+          key,
+          (
+              part,
+              gradients.trainable.get(key, {}),
+              gradients.fp8.get(key, {}),
+          ),
+      )
+
+  def _mover(self, arguments: tuple):
+    """Returns the program of a part, shared by parts of equal shapes."""
+    leaves, tree = jax.tree.flatten(arguments)
+    signature = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    if signature not in self._movers:
+      part, gradients, cotangents = sharding.tree_specs(arguments, self._mesh)
+      self._movers[signature] = self._compiled(
+          self._move,
+          (part, P(), gradients, cotangents, P()),
+          (part, P(), P()),
+          donate_argnums=(0,),
+      )
+    return self._movers[signature]
+
+  def _joined(self, state, parts, shared, opt_step) -> TrainState:
+    def gathered(field: str, old: PyTree) -> PyTree:
+      return old | {
+          key: getattr(part, field) for key, part in parts.items() if key in old
+      }
+
+    moments = _split(state.opt_state, self._keys)[0]
+    moved = [
+        {key: parts[key].moments[i] for key in tree}
+        for i, tree in enumerate(moments)
+    ]
+    return dataclasses.replace(
+        state,
+        trainable=gathered('trainable', state.trainable),
+        frozen=gathered('frozen', state.frozen),
+        fp8_state=gathered('fp8_state', state.fp8_state),
+        weights=gathered('weights', state.weights),
+        opt_state=self._join(moved, shared),
+        opt_step=opt_step,
+    )
+
+  def _compiled(self, function, in_specs, out_specs, **options):
+    mesh = self._mesh
+    return self._jit(
+        sharding.per_device(function, mesh, in_specs, out_specs),
+        out_shardings=sharding.named(out_specs, mesh),
+        **options,
+    )
