@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
+from absl import flags
 
 from configs import base
 from jetrl_jax import config as configs
@@ -25,6 +26,11 @@ from jetrl_jax.rl import state as states
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.types import TrainState
+
+_TINY = flags.DEFINE_bool(
+    'tiny', False, 'Two layers of 128 instead of the shape: to try a script.'
+)
+BYTES_PER_S = 4.3e12  # attainable on an H200
 
 _PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 
@@ -136,6 +142,18 @@ def random_policy(
   config.model.master_dtype = 'bfloat16'
   config.update_from_flattened_dict(overrides or {})
   policy, mesh, folder = configs.build_policy(config)
+  if _TINY.value:
+    model = dataclasses.replace(
+        policy.model,
+        vocab_size=512,
+        num_layers=2,
+        model_dim=128,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        ffn_dim=256,
+    )
+    policy = dataclasses.replace(policy, model=model)
   if layers:
     model = dataclasses.replace(policy.model, num_layers=layers)
     policy = dataclasses.replace(policy, model=model)
@@ -188,6 +206,21 @@ def peak_gib() -> float | None:
   """Returns the device's peak memory in GiB, None where it does not tell."""
   stats = jax.devices()[0].memory_stats()
   return stats['peak_bytes_in_use'] / 2**30 if stats else None
+
+
+def count_kernels(compiled) -> int:
+  """Returns how many kernels and copies a compiled program starts.
+
+  Counted in XLA's own text. Loops count once, so it is a lower bound where
+  there are any.
+
+  Args:
+    compiled: of `jax.jit(...).lower(...).compile()`.
+  """
+  text = compiled.as_text()
+  entry = text[text.index('ENTRY') :]
+  kinds = 'fusion|copy|custom-call|reduce|convolution|dot|call|while'
+  return len(re.findall(rf' = [^=]*? (?:{kinds})\(', entry))
 
 
 def kernel_times(run: Callable[[], object]) -> dict[str, tuple[float, int]]:

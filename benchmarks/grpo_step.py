@@ -1,21 +1,28 @@
-"""Runs a training config and records what it measured: time, memory, mismatch.
+r"""Whole GRPO steps of the trainer, FP8 beside BF16, with a table by phase.
 
-    python -m benchmarks.grpo_step --config=configs/qwen7b.py \
-      --config.model.init=random --config.model.shape=qwen2.5-7b \
-      --config.trainer.synthetic=True --output=benchmarks/results/NAME
+python -m benchmarks.grpo_step --config=configs/qwen7b.py \
+  --config.model.init=random --config.model.shape=qwen2.5-7b \
+  --config.data.tokenizer=FOLDER --config.trainer.synthetic=True \
+  --workload=32x8x2048x4 --output=benchmarks/results/NAME
 
-The run is the trainer itself, with all its checks. Written are NAME.json (rows
-straight from metrics.jsonl, versions, hardware, command) and NAME.md.
+A workload is PROMPTS x SAMPLES x RESPONSE_TOKENS x MINI_BATCHES of a step; ''
+leaves all four to the config. Every variant is a run of the trainer itself,
+with all its checks, in a temporary workdir. The first step compiles and is left
+out of the means. On a CPU, to try it: --tiny instead of --config.
 """
 
+import gc
 import json
 import pathlib
 import tempfile
 
+import ml_collections
+import numpy as np
 from absl import app, flags
 from ml_collections import config_flags
 
 from benchmarks import common
+from configs import quickstart
 from jetrl_jax import config as configs
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.trainer import Trainer
@@ -25,7 +32,15 @@ _OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
 _COMMIT = flags.DEFINE_string(
     'commit', '', 'Commit under test, where git is not at hand.'
 )
+_WORKLOAD = flags.DEFINE_string('workload', '', 'See above.')
+_STEPS = flags.DEFINE_integer('steps', 3, 'Training steps of each variant.')
+_VARIANTS = flags.DEFINE_list(
+    'variants',
+    ['fp8_delayed', 'bf16'],
+    'Recipes, see precision.recipe; +kv8 with FP8 keys and values.',
+)
 _COLUMNS = (
+    ('variant', 'variant', ''),
     ('step', 'step', '.0f'),
     ('timing_s/gen', 'gen s', '.2f'),
     ('timing_s/old_log_prob', 'score s', '.2f'),
@@ -41,24 +56,111 @@ _COLUMNS = (
     ('critic/advantages/std', 'adv std', '.3f'),
     ('actor/grad_norm', 'grad norm', '.3g'),
 )
+_TIMING = 'timing_s/'
+# Once in several steps, or not a part of one.
+_NOT_PHASES = ('step', 'testing', 'calibration', 'save_checkpoint', 'export')
+
+
+def configured(variant: str) -> ml_collections.ConfigDict:
+  """Returns the config of one variant."""
+  workload = _WORKLOAD.value
+  if flags.FLAGS.tiny:
+    config = quickstart.get_config()
+    workload = workload or '4x4x16x2'
+  else:
+    config = ml_collections.ConfigDict(_CONFIG.value)
+  settings = common.overrides(variant) | {
+      'trainer.total_training_steps': _STEPS.value,
+      'trainer.test_freq': 0,
+      'trainer.save_freq': 0,
+      'data.val_files': (),
+  }
+  if workload:
+    prompts, samples, tokens, batches = map(int, workload.split('x'))
+    if prompts % batches:
+      raise ValueError(
+          f'--workload={workload}: {prompts} prompts are not {batches} equal'
+          ' mini-batches'
+      )
+    settings |= {
+        'trainer.train_batch_size': prompts,
+        'trainer.mini_batch_size': prompts // batches,
+        'rollout.num_generations': samples,
+        'rollout.max_response_length': tokens,
+    }
+  config.update_from_flattened_dict(settings)
+  return config
+
+
+def steps_of(variant: str) -> list[dict]:
+  """Trains one variant and returns its lines of metrics."""
+  with tempfile.TemporaryDirectory() as workdir:
+    Trainer(configs.build(configured(variant)), workdir).train()
+    text = (pathlib.Path(workdir) / 'metrics.jsonl').read_text()
+  rows = [json.loads(line) for line in text.splitlines()]
+  return [{'variant': variant} | row for row in rows if row['step'] > 0]
+
+
+def phases(rows: list[dict]) -> list[dict]:
+  """Returns a row per phase: mean seconds of every variant, and the ratio.
+
+  Args:
+    rows: lines of metrics with their variant, first steps left out.
+  """
+  variants = list(dict.fromkeys(row['variant'] for row in rows))
+
+  def mean(variant: str, name: str) -> float:
+    mine = [r.get(name, 0.0) for r in rows if r['variant'] == variant]
+    return float(np.mean(mine))
+
+  found = {
+      name.removeprefix(_TIMING): [mean(v, name) for v in variants]
+      for row in rows
+      for name in row
+      if name.startswith(_TIMING)
+  }
+  whole = found.pop('step')
+  shown = {k: v for k, v in found.items() if k not in _NOT_PHASES}
+  rest = [t - sum(v[i] for v in shown.values()) for i, t in enumerate(whole)]
+  table = []
+  for name, spent in (shown | {'the rest': rest, 'step': whole}).items():
+    row = {'phase': name} | dict(zip(variants, spent, strict=True))
+    row['share'] = spent[0] / whole[0]
+    if len(spent) > 1 and spent[0] > 0:
+      row['ratio'] = spent[-1] / spent[0]
+    table.append(row)
+  return table
 
 
 def main(argv: list[str]) -> None:
-  """Trains in a temporary workdir and writes the record."""
+  """Trains every variant and writes the record."""
   del argv
+  if not flags.FLAGS.tiny and _CONFIG.value is None:
+    raise app.UsageError('give --config=FILE, or --tiny to try the script')
+  if _STEPS.value < 2:
+    raise app.UsageError('--steps must be 2 or more: the first one compiles')
   show_own_sentences()
-  with tempfile.TemporaryDirectory() as workdir:
-    try:
-      Trainer(configs.build(_CONFIG.value), workdir).train()
-    finally:
-      path = pathlib.Path(workdir) / 'metrics.jsonl'
-      text = path.read_text() if path.exists() else ''
-      rows = [json.loads(line) for line in text.splitlines()]
-      steps = [row for row in rows if row['step'] > 0]
-      shown = common.table(steps, _COLUMNS)
-      common.write(_OUTPUT.value, rows, {}, shown, _COMMIT.value)
+  rows = []
+  for variant in _VARIANTS.value:
+    rows += steps_of(variant)
+    gc.collect()
+  by_phase = phases([row for row in rows if row['step'] > 1])
+  first, last = _VARIANTS.value[0], _VARIANTS.value[-1]
+  columns = [('phase', 'phase', '')]
+  columns += [(v, f'{v} s', '.2f') for v in _VARIANTS.value]
+  columns += [
+      ('share', f'share of {first}', '.0%'),
+      ('ratio', f'{last} / {first}', '.2f'),
+  ]
+  summary = {
+      f'{row["phase"]}: {first} speedup over {last}': round(row['ratio'], 3)
+      for row in by_phase
+      if 'ratio' in row and len(_VARIANTS.value) > 1
+  }
+  shown = f'{common.table(by_phase, columns)}\n\n{common.table(rows, _COLUMNS)}'
+  common.write(_OUTPUT.value, rows, summary, shown, _COMMIT.value)
 
 
 if __name__ == '__main__':
-  flags.mark_flags_as_required(['config', 'output'])
+  flags.mark_flag_as_required('output')
   app.run(main)

@@ -6,8 +6,14 @@
 A workload is PROMPT_LENGTH x PROMPTS x SAMPLES x NEW_TOKENS; nothing stops
 early. What is timed is `jetrl_jax.rl.rollout`, prefill, host visits and both
 log-probs included, second call (the first compiles).
+
+--memory_caps=24,48,141 asks what a smaller device would do: keys and values get
+what a device of so many GB has left beside the weights, and as many slots run
+as then have room at full length. On a CPU, to try it: --tiny
+--workloads=16x8x2x32 --memory_caps=0.002,141.
 """
 
+import dataclasses
 import gc
 
 import jax
@@ -31,16 +37,23 @@ _VARIANTS = flags.DEFINE_list(
     'Recipes, see precision.recipe; +kv8 with FP8 keys and values.',
 )
 _PROFILE = flags.DEFINE_bool('profile', False, 'Print kernels, time nothing.')
+_CAPS = flags.DEFINE_list(
+    'memory_caps', [], 'GB (1e9 bytes) of the device to act as; none for all.'
+)
+_USABLE = 0.95  # of a device's memory, as in a dry run
+_PREFILLED = 16  # prompts whose caches lie beside the slots' at a time
 _COLUMNS = (
     ('variant', 'variant', ''),
     ('workload', 'workload', ''),
+    ('memory_gb', 'as if GB', 'g'),
+    ('slots', 'slots', 'd'),
+    ('kv_tokens', 'KV tokens', 'd'),
     ('ms_per_step', 'ms/step', '.2f'),
     ('tokens_per_s', 'tokens/s', '.0f'),
     ('floor_ms', 'byte floor ms', '.2f'),
     ('of_floor', 'of the floor', '.0%'),
     ('peak_gib', 'peak GiB', '.1f'),
 )
-_BYTES_PER_S = 4.3e12  # attainable on an H200
 
 
 def floor_ms(params: PolicyParams, cache_bytes: float) -> float:
@@ -49,7 +62,36 @@ def floor_ms(params: PolicyParams, cache_bytes: float) -> float:
   if 'lm_head' in weights:
     weights.pop('embed')
   size = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
-  return (size + cache_bytes) / _BYTES_PER_S * 1e3
+  return (size + cache_bytes) / common.BYTES_PER_S * 1e3
+
+
+def token_bytes(policy) -> int:
+  """Returns the bytes of one token's keys and values in all layers."""
+  # Two tokens' keys take what one token's keys and values do.
+  keys, _ = policy.page_shapes(1, 2)
+  return policy.model.num_layers * keys.size * keys.dtype.itemsize
+
+
+def room(engine, params: PolicyParams, cap: float) -> tuple[int, int]:
+  """Returns (slots, tokens of keys and values) of a device with `cap` GB.
+
+  Its memory is 95% of that, less the weights, the caches of one prefill, and
+  two copies of a decode step's logits. As many slots run as have room at full
+  length, in sixteens, so that no sequence waits in the middle.
+
+  Args:
+    engine: with the slots and lengths that are asked for.
+    params: compute weights and scales.
+    cap: 10^9 bytes.
+  """
+  policy, size = engine.policy, token_bytes(engine.policy)
+  free = _USABLE * cap * 1e9
+  free -= sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+  free -= _PREFILLED * engine.buckets[0] * size
+  free -= 2 * 4 * engine.num_slots * policy.model.vocab_size
+  fit = int(max(0, free) / size) // engine.cache_length // 16 * 16
+  slots = min(engine.num_slots, fit)
+  return slots, slots * engine.cache_length
 
 
 def measure(engine, params, variant: str, workload: str) -> dict:
@@ -71,14 +113,19 @@ def measure(engine, params, variant: str, workload: str) -> dict:
 
   run(engine.config.decode_block)
   spent = common.seconds(lambda: len(run(new)))
-  slots, (keys, _) = count * samples, engine.policy.page_shapes(1, 2)
-  cache = engine.policy.model.num_layers * keys.size * keys.dtype.itemsize
+  asked, slots = count * samples, min(count * samples, engine.num_slots)
+  cache = token_bytes(engine.policy)
   floor = floor_ms(params, slots * (length + new / 2) * cache)
+  # Fewer slots than sequences: these take turns.
+  floor *= asked / slots
   return {
       'variant': variant,
       'workload': workload,
+      'slots': engine.num_slots,
+      'kv_tokens': engine.config.kv_cache_tokens
+      or engine.num_slots * engine.cache_length,
       'ms_per_step': spent / new * 1e3,
-      'tokens_per_s': slots * new / spent,
+      'tokens_per_s': asked * new / spent,
       'floor_ms': floor,
       'of_floor': floor / (spent / new * 1e3),
       'peak_gib': common.peak_gib() or 0.0,
@@ -115,27 +162,9 @@ def main(argv: list[str]) -> None:
     params = PolicyParams(state.weights, state.fp8_state)
     del state
     for workload in _WORKLOADS.value:
-      length, count, samples, new = map(int, workload.split('x'))
-      if _PROFILE.value:
-        length, new = length + new // 2, new // 2
-      engine = Engine(
-          policy,
-          EngineConfig(
-              num_slots=count * samples,
-              max_prompt_length=length,
-              max_response_length=new,
-              stop_ids=(),
-          ),
-          mesh,
-      )
-      if _PROFILE.value:
-        print(f'== {variant} {workload}')
-        profile(engine, params)
-      else:
-        rows.append(measure(engine, params, variant, workload))
-        print(rows[-1], flush=True)
-      del engine
-      gc.collect()
+      for cap in map(float, _CAPS.value or ['inf']):
+        rows += _rows(policy, mesh, params, variant, workload, cap)
+        gc.collect()
     del params
     gc.collect()
   if not _PROFILE.value:
@@ -148,15 +177,49 @@ def main(argv: list[str]) -> None:
     )
 
 
+def _rows(policy, mesh, params, variant: str, workload: str, cap: float):
+  """Returns no row (profiles), or one."""
+  length, count, samples, new = map(int, workload.split('x'))
+  if _PROFILE.value:
+    length, new = length + new // 2, new // 2
+  config = EngineConfig(
+      num_slots=count * samples,
+      max_prompt_length=length,
+      max_response_length=new,
+      stop_ids=(),
+  )
+  engine, more = Engine(policy, config, mesh), {}
+  if cap < float('inf'):
+    slots, tokens = room(engine, params, cap)
+    more = {'memory_gb': cap}
+    if not slots:
+      print(f'{variant} {workload}: no room for 16 sequences in {cap:g} GB')
+      none = {'variant': variant, 'workload': workload}
+      return [none | more | {'slots': 0, 'kv_tokens': 0}]
+    config = dataclasses.replace(
+        config, num_slots=slots, kv_cache_tokens=tokens
+    )
+    engine = Engine(policy, config, mesh)
+  if _PROFILE.value:
+    print(f'== {variant} {workload}')
+    profile(engine, params)
+    return []
+  row = measure(engine, params, variant, workload) | more
+  print(row, flush=True)
+  return [row]
+
+
 def _ratios(rows: list[dict]) -> dict:
-  """Speed of every variant over that of the slowest's, per workload."""
+  """Speed of every variant over the slowest's, per workload and memory."""
   ratios = {}
-  for workload in {row['workload'] for row in rows}:
-    mine = [row for row in rows if row['workload'] == workload]
-    base = max(row['ms_per_step'] for row in mine)
-    for row in mine:
-      name = f'{workload} {row["variant"]} speedup over the slowest'
-      ratios[name] = round(base / row['ms_per_step'], 3)
+  ran = [row for row in rows if 'ms_per_step' in row]
+  for row in ran:
+    place = row['workload'], row.get('memory_gb')
+    same = [r for r in ran if (r['workload'], r.get('memory_gb')) == place]
+    base = max(r['ms_per_step'] for r in same)
+    cap = f' {row["memory_gb"]:g} GB' if 'memory_gb' in row else ''
+    name = f'{row["workload"]}{cap} {row["variant"]} speedup over the slowest'
+    ratios[name] = round(base / row['ms_per_step'], 3)
   return ratios
 
 

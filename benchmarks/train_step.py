@@ -4,11 +4,17 @@
       --workloads=8x4096,2x16384
 
 A workload is ROWS x TOKENS of one micro-batch; a row holds packed segments
-of --segment tokens.
+of --segment tokens. With --workloads= (none) the optimiser alone is timed,
+beside the time that its bytes take and the number of its kernels:
+
+    python -m benchmarks.train_step --workloads= --output=...
+
+On a CPU, to try it: --tiny --workloads=2x128 --segment=64.
 """
 
 import functools
 import gc
+import time
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +37,19 @@ _VARIANTS = flags.DEFINE_list(
     'variants', ['fp8_delayed', 'bf16'], 'Recipes, see precision.recipe.'
 )
 _APPLY = flags.DEFINE_bool('apply', True, 'Time the optimiser too.')
-_PROFILE = flags.DEFINE_bool('profile', False, 'Print kernels, time nothing.')
+_MASTERS = flags.DEFINE_string(
+    'master_dtype', 'bfloat16', 'See model.master_dtype.'
+)
+_PROFILE = flags.DEFINE_bool('profile', False, 'Print kernels too.')
 _COLUMNS = (
     ('variant', 'variant', ''),
     ('workload', 'workload', ''),
     ('accumulate_ms', 'forward + backward ms', '.0f'),
-    ('apply_ms', 'optimiser ms', '.0f'),
+    ('apply_ms', 'optimiser ms', '.1f'),
+    ('apply_floor_ms', 'its byte floor ms', '.1f'),
+    ('apply_kernels', 'its kernels', 'd'),
+    ('apply_compile_s', 'its compile s', '.0f'),
+    ('parameters', 'parameters', '.3g'),
     ('update_ms', 'update ms', '.0f'),
     ('tflops', 'model TFLOP/s', '.0f'),
     ('peak_gib', 'peak GiB', '.1f'),
@@ -76,20 +89,50 @@ def model_flops(model, rows: int, length: int, segment: int) -> float:
   return rows * length * (6.0 * weights + keys)
 
 
-def measure(variant, workload, policy, mesh, make) -> dict:
-  """Returns one row; or prints the kernels."""
+def optimizer_bytes(state, gradients) -> int:
+  """Returns the bytes that an optimiser step cannot do without.
+
+  Gradients are read for the norm, read again to move, and emptied; masters and
+  moments are read and written; compute weights are written, and read for the
+  share that changed.
+  """
+
+  def size(tree) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+  moved = size((state.trainable, state.opt_state, state.weights))
+  return 3 * size(gradients.trainable) + 2 * moved
+
+
+def time_optimizer(step, state, gradients) -> dict:
+  """Returns what one row says of the optimiser; takes its arguments over."""
+  floor = optimizer_bytes(state, gradients) / common.BYTES_PER_S
+  start, kernels = time.perf_counter(), 0
+  for _, calls, lowered in step.apply.lowered(state, gradients):
+    kernels += calls * common.count_kernels(lowered.compile())
+  compiled = time.perf_counter() - start
+
+  def apply():
+    nonlocal state, gradients
+    state, gradients, info = step.apply(state, gradients)
+    # All of it: the programs of the last part end after the norm's.
+    return info, state, gradients
+
+  if _PROFILE.value:
+    print(f'apply {common.median_seconds(apply, 2) * 1e3:.1f} ms')
+    print(common.show_kernels(common.kernel_times(apply), 15), flush=True)
+  return {
+      'apply_ms': common.median_seconds(apply, 3) * 1e3,
+      'apply_floor_ms': floor * 1e3,
+      'apply_kernels': kernels,
+      'apply_compile_s': compiled,
+      'parameters': sum(p.size for p in jax.tree.leaves(state.trainable)),
+  }
+
+
+def time_accumulate(step, state, gradients, policy, workload: str):
+  """Returns (what one row says of forward and backward, gradients)."""
   rows, length = map(int, workload.split('x'))
-  config = OptimizerConfig(lr=1e-5, moments='fp8')
-  state = common.random_state(policy, mesh, make(), config)
-  step = TrainStep(
-      policy,
-      functools.partial(policy_loss, LossConfig()),
-      config.build(),
-      config,
-      mesh,
-      state,
-  )
-  gradients = step.zero_gradients(state)
   vocab = policy.model.vocab_size
   batch = jax.device_put(random_batch(rows, length, _SEGMENT.value, vocab))
   temperature = jnp.float32(1.0)
@@ -101,33 +144,50 @@ def measure(variant, workload, policy, mesh, make) -> dict:
     )
     return logprobs
 
-  def apply():
-    nonlocal state, gradients
-    state, gradients, info = step.apply(state, gradients)
-    return info.grad_norm
-
   if _PROFILE.value:
-    print(f'== {variant} {workload}')
     print(f'accumulate {common.median_seconds(accumulate, 2) * 1e3:.1f} ms')
     print(common.show_kernels(common.kernel_times(accumulate)))
-    if not _APPLY.value:
-      return {}
-    print(f'apply {common.median_seconds(apply, 2) * 1e3:.1f} ms')
-    print(common.show_kernels(common.kernel_times(apply), 15), flush=True)
-    return {}
   spent = common.median_seconds(accumulate)
-  applied = common.median_seconds(apply, 3) if _APPLY.value else None
   flops = model_flops(policy.model, rows, length, _SEGMENT.value)
-  row = {
-      'variant': variant,
-      'workload': workload,
-      'accumulate_ms': spent * 1e3,
-      'tflops': flops / spent / 1e12,
-      'peak_gib': common.peak_gib() or 0.0,
-  }
-  if applied is not None:
-    row |= {'apply_ms': applied * 1e3, 'update_ms': (spent + applied) * 1e3}
-  return row
+  row = {'accumulate_ms': spent * 1e3, 'tflops': flops / spent / 1e12}
+  return row, gradients
+
+
+def measure(variant, workload, policy, mesh, make) -> dict:
+  """Returns one row; with --profile also prints the kernels."""
+  config = OptimizerConfig(lr=1e-5, moments='fp8')
+  state = common.random_state(policy, mesh, make(), config)
+  step = TrainStep(
+      policy,
+      functools.partial(policy_loss, LossConfig()),
+      config.build(),
+      config,
+      mesh,
+      state,
+  )
+  gradients = step.zero_gradients(state)
+  row = {'variant': variant, 'workload': workload or 'optimiser alone'}
+  if _PROFILE.value:
+    print(f'== {variant} {workload}')
+  if workload:
+    timed, gradients = time_accumulate(step, state, gradients, policy, workload)
+    row |= timed
+  if _APPLY.value:
+    row |= time_optimizer(step, state, gradients)
+    if workload:
+      row['update_ms'] = row['accumulate_ms'] + row['apply_ms']
+  return row | {'peak_gib': common.peak_gib() or 0.0}
+
+
+def ratios(measured: list[dict]) -> dict:
+  """Returns each variant's speed over the slowest's, per workload."""
+  found = {}
+  for key in ('accumulate_ms', 'apply_ms', 'update_ms'):
+    for row in (r for r in measured if key in r):
+      same = [r[key] for r in measured if r['workload'] == row['workload']]
+      name = f'{row["workload"]} {row["variant"]} {key[:-3]}'
+      found[f'{name} speedup over the slowest'] = round(max(same) / row[key], 3)
+  return found
 
 
 def main(argv: list[str]) -> None:
@@ -135,25 +195,20 @@ def main(argv: list[str]) -> None:
   del argv
   measured = []
   for variant in _VARIANTS.value:
+    settings = common.overrides(variant)
+    settings['model.master_dtype'] = _MASTERS.value
     policy, mesh, make = common.random_policy(
-        _SHAPE.value, common.overrides(variant), _LAYERS.value
+        _SHAPE.value, settings, _LAYERS.value
     )
-    for workload in _WORKLOADS.value:
+    for workload in _WORKLOADS.value or ['']:
       row = measure(variant, workload, policy, mesh, make)
       print(row, flush=True)
       measured.append(row)
       gc.collect()
-  if not _PROFILE.value:
-    ratios = {}
-    for workload in _WORKLOADS.value:
-      mine = [row for row in measured if row['workload'] == workload]
-      base = max(row['accumulate_ms'] for row in mine)
-      for row in mine:
-        name = f'{workload} {row["variant"]} speedup over the slowest'
-        ratios[name] = round(base / row['accumulate_ms'], 3)
-    shown = common.table(measured, _COLUMNS)
-    common.write(_OUTPUT.value, measured, ratios, shown, _COMMIT.value)
+  shown = common.table(measured, _COLUMNS)
+  common.write(_OUTPUT.value, measured, ratios(measured), shown, _COMMIT.value)
 
 
 if __name__ == '__main__':
+  flags.mark_flag_as_required('output')
   app.run(main)
