@@ -28,6 +28,7 @@ from jetrl_jax import compilation, fp8, rng, sharding
 from jetrl_jax.fp8 import slots
 from jetrl_jax.models import hf_layout
 from jetrl_jax.rl import decode_step, train_step
+from jetrl_jax.rl.apply import Gradients
 from jetrl_jax.rl.engine import EngineConfig
 from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.policy import PolicyParams
@@ -135,7 +136,7 @@ def _update(policy, params, masters):
     of = train_step.objective(policy, loss, state, batch, temperature)
     return of(state.trainable, state.fp8_state)[1][0]
 
-  gradients = train_step.Gradients(
+  gradients = Gradients(
       trainable=masters,
       fp8=params.fp8_state,
       metrics=jax.eval_shape(metrics, state, batch, temperature),
