@@ -29,7 +29,7 @@ ORDER = (
     ('config', 'report'),
     ('saved_policy',),
     ('dry_run',),
-    ('evaluate', 'export', 'main', 'sft', 'serve'),
+    ('evaluate', 'export', 'main', 'mismatch', 'sft', 'serve'),
 )
 RANK = {room: rank for rank, rooms in enumerate(ORDER) for room in rooms}
 

@@ -134,6 +134,23 @@ class Learner:
     ]
     return packing.unpack(values, packed)
 
+  def score_in_update(
+      self, batch: list[Sequence], state: TrainState
+  ) -> list[np.ndarray]:
+    """Returns `score`'s log-probs as the update computes them; learns nothing.
+
+    In a run that is exact they are the same bits.
+    """
+    packed = self.parts.pack(batch)
+    temperature, values = jnp.float32(self.parts.run.temperature), []
+    for micro in packed.batches:
+      self._gradients, logprobs, _ = self._train_step.accumulate(
+          state, self._gradients, micro, temperature
+      )
+      values.append(logprobs)
+    self._gradients = self._train_step.zero_gradients(state)
+    return packing.unpack(values, packed)
+
   def _log_probs_at_rollout_weights(
       self, batches: list[list[Sequence]], params: PolicyParams
   ) -> tuple[list[list[Sequence]], dict[int, np.ndarray]]:

@@ -75,7 +75,34 @@ def resume(
     ValueError: see `checkpoint.restore`.
   """
   like = abstract(parts)
-  restored = checkpoints.restore(states.without_weights(like))
+  return _resumed(
+      parts, like, checkpoints.restore(states.without_weights(like))
+  )
+
+
+def read(
+    parts: Parts, workdir: pathlib.Path, step: int | None = None
+) -> Resumed | None:
+  """Does what `resume` does, beside a run that may be going on there.
+
+  Args:
+    parts: of the run, with the precision that it settled on.
+    workdir: only read.
+    step: of its checkpoints, by default the newest good one.
+
+  Raises:
+    ValueError: see `checkpoint.restore`.
+  """
+  like = abstract(parts)
+  restored = checkpoint.restore(
+      workdir / 'checkpoints', states.without_weights(like), step
+  )
+  return _resumed(parts, like, restored)
+
+
+def _resumed(
+    parts: Parts, like: TrainState, restored: checkpoint.Restored | None
+) -> Resumed | None:
   if restored is None:
     return None
   state = states.with_weights(

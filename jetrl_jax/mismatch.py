@@ -1,0 +1,175 @@
+"""Splits a run's mismatch by cause: python -m jetrl_jax.mismatch --config=... .
+
+Takes one step of the run, in memory: from a cold start, or with --workdir from
+the newest checkpoint of a run, which is only read. See docs/mismatch.md.
+"""
+
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Mapping
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+
+from jetrl_jax import (
+    compilation,
+    config_flag,
+    mismatch_split,
+    mismatch_start,
+    provenance,
+)
+from jetrl_jax import config as configs
+from jetrl_jax.mismatch_split import Row, Split
+from jetrl_jax.mismatch_start import Start
+from jetrl_jax.rl.console import show_own_sentences
+
+NAMES = ('workdir', 'output')
+# Heading, metric and format; every metric is one of `rl/mismatch.py`.
+_COLUMNS = (
+    ('unequal', 'training/mismatch_token_frac', '.3%'),
+    ('size, mean', 'training/rollout_logprob_diff_mean', '.2e'),
+    ('size, max', 'training/rollout_logprob_diff_max', '.2e'),
+    ('mean', 'rollout_corr/kl', '+.2e'),
+    ('k3', 'rollout_corr/k3_kl', '.2e'),
+    ('ESS', 'rollout_corr/rollout_is_eff_sample_size', '.5f'),
+    ('exp size', 'training/token_mult_prob_error', '.5f'),
+)
+
+
+def table(rows: list[Row]) -> str:
+  """Returns rows as Markdown whose columns are aligned."""
+  cells = [['cause', *(head for head, *_ in _COLUMNS), 'compared']]
+  for row in rows:
+    values = [format(row.metrics[name], form) for _, name, form in _COLUMNS]
+    cells.append([row.name, *values, row.compared])
+  widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+  lines = [
+      '| ' + ' | '.join(map(str.ljust, line, widths)) + ' |' for line in cells
+  ]
+  lines.insert(1, '|' + '|'.join('-' * (width + 2) for width in widths) + '|')
+  return '\n'.join(lines)
+
+
+def describe(start: Start, found: Split) -> str:
+  """Returns everything that was found, as Markdown."""
+  parts, infos = start.parts, found.learnt.infos
+  recipe, sampling = parts.policy.recipe.name, parts.rollout_policy.recipe.name
+  claim = '' if parts.policy.exact else f'; {compilation.NOT_CLAIMED}'
+  applied = sum(bool(info.applied) for info in infos)
+  changed = jax.tree.leaves([info.changed_bytes for info in infos])
+  moved = (
+      f', {min(map(float, changed)):.2%} to {max(map(float, changed)):.2%} of a'
+      " kernel's 8-bit bytes changed"
+      if changed
+      else ''
+  )
+  return '\n'.join(
+      [
+          f'{found.tokens} sampled tokens of {found.sequences} responses, from'
+          f' {start.origin}, {recipe} training and {sampling} rollout{claim}.',
+          '',
+          'Differences of two log-probs of the same token, in nats. size is the'
+          ' absolute difference, mean the signed one, exp size the mean of its'
+          ' exponential, ESS the effective sample size of the ratios.',
+          '',
+          table([*found.causes, *found.totals]),
+          '',
+          'Token by token, the first four causes add up to "this step" and all'
+          f' five to "one step late"; largest rest {found.rest:.1e} nats. So do'
+          ' their means; the other columns do not add up.',
+          f'The step: {applied} of {len(infos)} updates applied, learning rate'
+          f' {float(infos[-1].lr):.1e}, gradient norm'
+          f' {float(infos[-1].grad_norm):.1e}{moved}.',
+          '',
+          'The same tokens in other shapes (not part of the sums):',
+          '',
+          table(found.shapes),
+      ]
+  )
+
+
+def as_json(start: Start, found: Split) -> dict:
+  """Returns what --output keeps."""
+  rows = [*found.causes, *found.totals, *found.shapes]
+  return {
+      'origin': start.origin,
+      'training': start.parts.policy.recipe.name,
+      'rollout': start.parts.rollout_policy.recipe.name,
+      'exact': start.parts.policy.exact,
+      'tokens': found.tokens,
+      'rest': found.rest,
+      'versions': provenance.versions(),
+      'device': jax.devices()[0].device_kind,
+      'rows': [
+          {'name': row.name, 'compared': row.compared} | row.metrics
+          for row in rows
+      ],
+  }
+
+
+def run(
+    config: configs.Config,
+    workdir: pathlib.Path | None,
+    output: pathlib.Path | None,
+) -> str:
+  """Takes the step and returns what to print.
+
+  Args:
+    config: of the run.
+    workdir: see `mismatch_start.start`.
+    output: JSON file of the rows; None for none.
+
+  Raises:
+    ValueError: anything that cannot work, with the fix.
+  """
+  if output is not None and not output.parent.is_dir():
+    raise ValueError(f'--output={output}: there is no folder {output.parent}')
+  compilation.keep_compiled(config.compile_cache_dir)
+  with mismatch_start.start(configs.build(config), workdir) as start:
+    found = mismatch_split.split(start)
+  if output is not None:
+    text = json.dumps(as_json(start, found), indent=1, default=np.float64.item)
+    output.write_text(text + '\n', encoding='utf-8')
+  return describe(start, found)
+
+
+def main(
+    argv: list[str],
+    load: Callable[[], configs.Config],
+    values: Mapping[str, str | None],
+) -> None:
+  """Splits what the flags say."""
+  if len(argv) > 1:
+    raise app.UsageError(f'unknown arguments {argv[1:]}')
+  show_own_sentences()
+  workdir, output = (
+      pathlib.Path(path).expanduser() if (path := values[name]) else None
+      for name in NAMES
+  )
+  try:
+    print(run(load(), workdir, output))
+  except (ValueError, OSError, RuntimeError) as error:
+    logging.debug('Traceback:', exc_info=True)
+    sys.exit(f'error: {error}')
+
+
+def define_flags() -> flags.FlagHolder:
+  """Defines the flags; only where the command is run: they are global."""
+  flags.DEFINE_string(
+      'workdir', None, 'Workdir of a run to go on from; only read.'
+  )
+  flags.DEFINE_string('output', None, 'JSON file of the rows.')
+  return config_flag.define()
+
+
+if __name__ == '__main__':
+  _CONFIG = define_flags()
+  config_flag.run(
+      lambda argv: main(
+          argv,
+          lambda: config_flag.load(_CONFIG),
+          {name: flags.FLAGS[name].value for name in NAMES},
+      )
+  )

@@ -1,0 +1,115 @@
+"""Where a run stands before its next step; nothing of the run is changed."""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import tempfile
+from collections.abc import Iterator
+
+from jetrl_jax import checkpoint
+from jetrl_jax.data import PromptSampler
+from jetrl_jax.rl import run_precision, startup
+from jetrl_jax.rl.collector import Collector
+from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.learner import Learner
+from jetrl_jax.rl.objective import policy_loss
+from jetrl_jax.rl.parts import Parts
+from jetrl_jax.rl.rollout import never_stop
+from jetrl_jax.rl.step_metrics import Timer
+from jetrl_jax.rl.types import TrainState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+  """What the next step would be taken with.
+
+  Attributes:
+    parts: with the precision that the run settled on.
+    engine: of the rollout.
+    collector: samples and scores.
+    learner: updates.
+    state: before the step.
+    step: training steps done.
+    origin: where the state came from, in words.
+  """
+
+  parts: Parts
+  engine: Engine
+  collector: Collector
+  learner: Learner
+  state: TrainState
+  step: int
+  origin: str
+
+
+@contextlib.contextmanager
+def start(parts: Parts, workdir: pathlib.Path | None) -> Iterator[Start]:
+  """Starts as `main` would, with the reward workers alive inside.
+
+  Args:
+    parts: what the run is made of.
+    workdir: of a run, whose newest checkpoint is gone on from; None for a cold
+      start.
+
+  Raises:
+    ValueError: the workdir holds no checkpoint, or one of another config.
+  """
+  sampler = PromptSampler(
+      num_prompts=len(parts.train_set),
+      seed=parts.run.seed,
+      shuffle=True,
+      fingerprint=parts.train_set.fingerprint,
+  )
+  if workdir is None:
+    parts, engine, state = _cold(parts)
+    step, origin = 0, 'a cold start'
+  else:
+    parts, resumed = _resumed(parts, workdir)
+    state, step = resumed.state, resumed.step
+    sampler.restore(resumed.host_state['sampler'])
+    engine = Engine(parts.rollout_policy, parts.engine, parts.mesh)
+    origin = f'step {step} of {workdir}'
+  timer = Timer()
+  with parts.make_rewards() as pool:
+    yield Start(
+        parts=parts,
+        engine=engine,
+        collector=Collector(parts, engine, sampler, pool, never_stop, timer),
+        learner=Learner(
+            parts,
+            functools.partial(policy_loss, parts.loss),
+            state,
+            None,
+            timer,
+        ),
+        state=state,
+        step=step,
+        origin=origin,
+    )
+
+
+def _cold(parts: Parts) -> tuple[Parts, Engine, TrainState]:
+  engine = Engine(parts.rollout_policy, parts.engine, parts.mesh)
+  state = startup.cold_start(parts, engine, never_stop)
+  with tempfile.TemporaryDirectory() as folder:  # Keeps what was settled.
+    chosen, state = startup.settle_precision(parts, state, pathlib.Path(folder))
+  if chosen is not parts:
+    engine = Engine(chosen.rollout_policy, chosen.engine, chosen.mesh)
+  return chosen, engine, state
+
+
+def _resumed(
+    parts: Parts, workdir: pathlib.Path
+) -> tuple[Parts, startup.Resumed]:
+  if not checkpoint.all_steps(workdir / 'checkpoints'):
+    raise ValueError(
+        f'--workdir={workdir}: there is no checkpoint of a run; name the'
+        ' workdir of one that has saved a step, or leave it out for a cold'
+        ' start'
+    )
+  policy = run_precision.resolve(workdir, parts.policy, parts.invariant_scale)
+  parts = parts.with_policy(policy)
+  resumed = startup.read(parts, workdir)
+  assert resumed is not None  # There are steps.
+  return parts, resumed

@@ -1,0 +1,91 @@
+"""Decodes responses that are there already: the rollout's numbers, again.
+
+Every token is given and none is sampled, and each goes through the decode step
+that a sampled one goes through. So the same tokens can be decoded in other
+slots, by other weights or in another recipe, and their log-probs compared.
+"""
+
+import jax
+import numpy as np
+
+from jetrl_jax import rng
+from jetrl_jax.rl.engine import DecodeState, Engine
+from jetrl_jax.rl.policy import PolicyParams
+from jetrl_jax.rl.types import Completion
+
+# As a rollout prefills them.
+_PREFILL_ROWS = 16
+
+
+def forced_logprobs(
+    engine: Engine,
+    params: PolicyParams,
+    completions: list[Completion],
+    *,
+    temperature: float,
+) -> list[np.ndarray]:
+  """Returns the decode step's log-probs of responses, observations included.
+
+  Args:
+    engine: its sizes bound prompts and responses, its slots are decoded
+      at once.
+    params: weights and scales, of the engine's recipe.
+    completions: whose tokens are fed.
+    temperature: of pi, above 0.
+
+  Returns:
+    Per completion float32 [response_length], nats, under the tempered softmax
+    over the whole vocabulary.
+  """
+  found, key = [], rng.key(0, rng.ROLLOUT, 0)  # Nothing is sampled with it.
+  for start in range(0, len(completions), engine.num_slots):
+    chunk = completions[start : start + engine.num_slots]
+    state = begin(engine, params, chunk, temperature=temperature)
+    while np.any(jax.device_get(state.active)):
+      state = engine.generate_block(params, state, key)
+    logprobs = jax.device_get(state.logprobs)
+    found += [
+        logprobs[slot, : len(completion.tokens)].copy()
+        for slot, completion in enumerate(chunk)
+    ]
+  return found
+
+
+def begin(
+    engine: Engine,
+    params: PolicyParams,
+    completions: list[Completion],
+    *,
+    temperature: float,
+) -> DecodeState:
+  """Returns a state in which slot i is about to decode completion i.
+
+  Args:
+    engine: with at least as many slots.
+    params: see `forced_logprobs`.
+    completions: at most one per slot.
+    temperature: of pi.
+  """
+  state = engine.init_decode_state()
+  groups: dict[int, list[int]] = {}
+  for slot, completion in enumerate(completions):
+    groups.setdefault(completion.prompt_id, []).append(slot)
+  same_prompt = list(groups.values())
+  for first in range(0, len(same_prompt), _PREFILL_ROWS):
+    some = same_prompt[first : first + _PREFILL_ROWS]
+    prefix = engine.prefill_batch(
+        params,
+        [completions[slots[0]].prompt_tokens for slots in some],
+        rows=_PREFILL_ROWS,
+    )
+    pairs = [(slot, row) for row, slots in enumerate(some) for slot in slots]
+    state = engine.bulk_insert(
+        prefix,
+        state,
+        [slot for slot, _ in pairs],
+        rows=[row for _, row in pairs],
+        limits=[len(completions[slot].tokens) for slot, _ in pairs],
+        temperature=temperature,
+    )
+  tokens = {slot: c.tokens for slot, c in enumerate(completions)}
+  return engine.resume(state, dict.fromkeys(tokens, 0), tokens)
