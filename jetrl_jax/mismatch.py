@@ -1,31 +1,36 @@
 """Splits a run's mismatch by cause: python -m jetrl_jax.mismatch --config=... .
 
 Takes one step of the run, in memory: from a cold start, or with --workdir from
-the newest checkpoint of a run, which is only read. See docs/mismatch.md.
+the newest checkpoint of a run, which is only read. With --bisect it names the
+first layer and op in which rollout and training differ. See docs/mismatch.md.
 """
 
+import dataclasses
+import datetime
 import json
 import pathlib
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
-import numpy as np
 from absl import app, flags, logging
 
 from jetrl_jax import (
     compilation,
     config_flag,
+    mismatch_bisect,
     mismatch_split,
     mismatch_start,
     provenance,
 )
 from jetrl_jax import config as configs
+from jetrl_jax.mismatch_bisect import Found
 from jetrl_jax.mismatch_split import Row, Split
 from jetrl_jax.mismatch_start import Start
 from jetrl_jax.rl.console import show_own_sentences
 
-NAMES = ('workdir', 'output')
+NAMES = ('workdir', 'output', 'bisect')
 # Heading, metric and format; every metric is one of `rl/mismatch.py`.
 _COLUMNS = (
     ('unequal', 'training/mismatch_token_frac', '.3%'),
@@ -54,9 +59,7 @@ def table(rows: list[Row]) -> str:
 
 def describe(start: Start, found: Split) -> str:
   """Returns everything that was found, as Markdown."""
-  parts, infos = start.parts, found.learnt.infos
-  recipe, sampling = parts.policy.recipe.name, parts.rollout_policy.recipe.name
-  claim = '' if parts.policy.exact else f'; {compilation.NOT_CLAIMED}'
+  infos = found.learnt.infos
   applied = sum(bool(info.applied) for info in infos)
   changed = jax.tree.leaves([info.changed_bytes for info in infos])
   moved = (
@@ -68,7 +71,7 @@ def describe(start: Start, found: Split) -> str:
   return '\n'.join(
       [
           f'{found.tokens} sampled tokens of {found.sequences} responses, from'
-          f' {start.origin}, {recipe} training and {sampling} rollout{claim}.',
+          f' {_what(start)}.',
           '',
           'Differences of two log-probs of the same token, in nats. size is the'
           ' absolute difference, mean the signed one, exp size the mean of its'
@@ -90,29 +93,79 @@ def describe(start: Start, found: Split) -> str:
   )
 
 
-def as_json(start: Start, found: Split) -> dict:
+def _what(start: Start) -> str:
+  parts = start.parts
+  claim = '' if parts.policy.exact else f'; {compilation.NOT_CLAIMED}'
+  return (
+      f'{start.origin}, {parts.policy.recipe.name} training and'
+      f' {parts.rollout_policy.recipe.name} rollout{claim}'
+  )
+
+
+def describe_bisection(start: Start, found: Found) -> str:
+  """Returns what a bisection found, op by op."""
+  width = max(len(row.op) for row in found.rows)
+  lines = [
+      f'{found.tokens} response tokens of {found.sequences} responses, from'
+      f' {_what(start)}.',
+      '',
+      f'{"op":{width}}     unequal of elements    largest difference',
+  ]
+  for row in found.rows:
+    lines.append(
+        f'{row.op:{width}}  {row.unequal:10} of {row.elements:<10}'
+        + (f'  {row.largest:.3g}, first at {row.where}' if row.unequal else '')
+    )
+  rollout, training = found.disturbed
+  if rollout or training:
+    lines += [
+        '',
+        'The taps changed the programs: with them, one op at a time, up to'
+        f" {rollout} of the tokens have other log-probs than the rollout's and"
+        f" {training} others than the training forward's. What is named here"
+        ' may be a difference of the tapped programs alone.',
+    ]
+  else:
+    how = ', one op at a time' if found.one_by_one else ''
+    lines += [
+        '',
+        f'With the taps{how} both sides have the log-probs that they have'
+        ' without, on all of these tokens.',
+    ]
+  first = found.first
+  if first is None:
+    lines.append('No op differs in any bit.')
+  else:
+    lines.append(
+        f'First difference: {first.op}, {first.unequal} of {first.elements}'
+        f' elements, at most {first.largest:.3g}; {first.where}.'
+    )
+  return '\n'.join(lines)
+
+
+def as_json(start: Start, rows: list[dict], **facts: Any) -> str:
   """Returns what --output keeps."""
-  rows = [*found.causes, *found.totals, *found.shapes]
-  return {
+  record = {
+      'date': datetime.date.today().isoformat(),
+      'hardware': f'{jax.device_count()} x {jax.devices()[0].device_kind}',
+      'commit': provenance.commit(pathlib.Path(__file__).parent),
+      'versions': provenance.versions(),
+      'command': ' '.join(['python -m jetrl_jax.mismatch', *sys.argv[1:]]),
       'origin': start.origin,
       'training': start.parts.policy.recipe.name,
       'rollout': start.parts.rollout_policy.recipe.name,
       'exact': start.parts.policy.exact,
-      'tokens': found.tokens,
-      'rest': found.rest,
-      'versions': provenance.versions(),
-      'device': jax.devices()[0].device_kind,
-      'rows': [
-          {'name': row.name, 'compared': row.compared} | row.metrics
-          for row in rows
-      ],
+      **facts,
+      'rows': rows,
   }
+  return json.dumps(record, indent=1) + '\n'
 
 
 def run(
     config: configs.Config,
     workdir: pathlib.Path | None,
     output: pathlib.Path | None,
+    bisect: bool = False,
 ) -> str:
   """Takes the step and returns what to print.
 
@@ -120,6 +173,7 @@ def run(
     config: of the run.
     workdir: see `mismatch_start.start`.
     output: JSON file of the rows; None for none.
+    bisect: name the first op that differs, instead of the causes.
 
   Raises:
     ValueError: anything that cannot work, with the fix.
@@ -128,17 +182,29 @@ def run(
     raise ValueError(f'--output={output}: there is no folder {output.parent}')
   compilation.keep_compiled(config.compile_cache_dir)
   with mismatch_start.start(configs.build(config), workdir) as start:
-    found = mismatch_split.split(start)
+    if bisect:
+      found = mismatch_bisect.bisect(start)
+      said = describe_bisection(start, found)
+      rows = [dataclasses.asdict(row) for row in found.rows]
+      facts: dict[str, Any] = {'disturbed': found.disturbed}
+    else:
+      found = mismatch_split.split(start)
+      said = describe(start, found)
+      rows = [
+          {'name': row.name, 'compared': row.compared} | row.metrics
+          for row in (*found.causes, *found.totals, *found.shapes)
+      ]
+      facts = {'rest': found.rest}
   if output is not None:
-    text = json.dumps(as_json(start, found), indent=1, default=np.float64.item)
-    output.write_text(text + '\n', encoding='utf-8')
-  return describe(start, found)
+    text = as_json(start, rows, tokens=found.tokens, **facts)
+    output.write_text(text, encoding='utf-8')
+  return said
 
 
 def main(
     argv: list[str],
     load: Callable[[], configs.Config],
-    values: Mapping[str, str | None],
+    values: Mapping[str, Any],
 ) -> None:
   """Splits what the flags say."""
   if len(argv) > 1:
@@ -146,10 +212,10 @@ def main(
   show_own_sentences()
   workdir, output = (
       pathlib.Path(path).expanduser() if (path := values[name]) else None
-      for name in NAMES
+      for name in ('workdir', 'output')
   )
   try:
-    print(run(load(), workdir, output))
+    print(run(load(), workdir, output, values['bisect']))
   except (ValueError, OSError, RuntimeError) as error:
     logging.debug('Traceback:', exc_info=True)
     sys.exit(f'error: {error}')
@@ -161,6 +227,9 @@ def define_flags() -> flags.FlagHolder:
       'workdir', None, 'Workdir of a run to go on from; only read.'
   )
   flags.DEFINE_string('output', None, 'JSON file of the rows.')
+  flags.DEFINE_bool(
+      'bisect', False, 'Name the first layer and op that differ instead.'
+  )
   return config_flag.define()
 
 

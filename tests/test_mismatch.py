@@ -95,7 +95,7 @@ def test_a_run_that_is_looked_at_is_left_alone(found):
 
 
 def _error(changes=None, **values) -> str:
-  given = dict.fromkeys(mismatch.NAMES) | values
+  given: dict = dict.fromkeys(mismatch.NAMES) | values
   with pytest.raises(SystemExit) as caught:
     mismatch.main(
         ['mismatch'], lambda: whole_run.config(**changes or {}), given
@@ -124,7 +124,7 @@ def test_a_run_of_another_recipe_is_refused():
 @pytest.mark.slow
 def test_a_mixed_flow_differs_by_its_quantisation_and_its_truncation():
   config = whole_run.config(
-      **{'flow': 'fp8_rollout', 'rollout.top_p': 0.9, 'optim.lr': 0.0}
+      **{'flow': 'fp8_rollout', 'rollout.top_p': 0.9, 'optim.lr': 1e-12}
   )
   with (
       whole_run.cached_compilation(),

@@ -9,6 +9,10 @@ Every leaf is read twice over: its value from the collection `weights` (what
 `fp8.prepare_weights` made, the arrays that rollout and training share), its
 derivative through the collection `params` (the masters). Without `params`,
 as in the rollout, nothing is differentiable and nothing else changes.
+
+Values on the way can be looked at: `tap` shows them in the collection `TAPS`
+to a caller that makes it mutable (`mismatch_taps.py`). To all others they are
+no part of the program.
 """
 
 from typing import Any
@@ -24,6 +28,8 @@ from jetrl_jax.models import norm, rope
 from jetrl_jax.models.types import ModelConfig
 from jetrl_jax.sharding import Axes, grad_sink
 from jetrl_jax.typing import Array, PyTree
+
+TAPS = 'taps'
 
 
 @jax.custom_vjp
@@ -120,6 +126,11 @@ class Leaf(nn.Module):
   recipe: Recipe
   axes: Axes
 
+  def tap(self, name: str, value: Array) -> Array:
+    """Shows a value under the module's path and returns it."""
+    self.sow(TAPS, name, value, lambda _, new: new, lambda: value)
+    return value
+
   def leaf(self, name: str, init, shape: tuple[int, ...]) -> tuple[Any, Any]:
     """Returns (master or its stand-in or None, compute weight)."""
     if self.is_initializing():
@@ -169,9 +180,10 @@ class Linear(Leaf):
     if self.use_bias:
       master, bias = self.leaf('bias', nn.initializers.zeros, (self.out_dim,))
       if master is None:
-        return y_MO + bias[None, :]
-      return _add_bias(y_MO, master, bias)
-    return y_MO
+        y_MO = y_MO + bias[None, :]
+      else:
+        y_MO = _add_bias(y_MO, master, bias)
+    return self.tap('out', y_MO)
 
 
 class RMSNorm(Leaf):
@@ -184,7 +196,7 @@ class RMSNorm(Leaf):
   def __call__(self, x_MD: Array) -> Array:
     """Returns the normed rows, [M, D]."""
     master, scale = self.leaf('scale', nn.initializers.ones, (self.dim,))
-    return norm.rms_norm(x_MD, scale, self.eps, master)
+    return self.tap('out', norm.rms_norm(x_MD, scale, self.eps, master))
 
 
 class Attention(Leaf):
@@ -216,10 +228,11 @@ class Attention(Leaf):
 
       q_MNH, k_MKH = per_head('q_norm', q_MNH), per_head('k_norm', k_MKH)
     frequencies = rope.inverse_frequencies(cfg)
-    q_MNH = rope.rotate(q_MNH, positions_M, frequencies)
-    k_MKH = rope.rotate(k_MKH, positions_M, frequencies)
+    q_MNH = self.tap('rope_q', rope.rotate(q_MNH, positions_M, frequencies))
+    k_MKH = self.tap('rope_k', rope.rotate(k_MKH, positions_M, frequencies))
     with jax.named_scope('attention'):
       o_MO, cache = attend(q_MNH, k_MKH, v_MKH, cache)
+      self.tap('attention', o_MO)
     y_MD = Linear(
         *common, in_dim=heads * head_dim, out_dim=cfg.model_dim, name='o'
     )(o_MO, row_mask_M)
@@ -239,7 +252,7 @@ class MLP(Leaf):
         *common, in_dim=cfg.model_dim, out_dim=2 * cfg.ffn_dim, name='gate_up'
     )(x_MD, row_mask_M)
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
-    h_MF = (jax.nn.silu(gate) * up).astype(x_MD.dtype)
+    h_MF = self.tap('swiglu', (jax.nn.silu(gate) * up).astype(x_MD.dtype))
     return Linear(
         *common, in_dim=cfg.ffn_dim, out_dim=cfg.model_dim, name='down'
     )(h_MF, row_mask_M)
@@ -261,9 +274,10 @@ class Block(Leaf):
     attended, cache = Attention(*common, config=cfg, name='attn')(
         pre_norm('attn_norm')(x_MD), positions_M, row_mask_M, attend, cache
     )
-    x_MD = x_MD + attended
+    x_MD = self.tap('attn_sum', x_MD + attended)
     mlp = MLP(*common, config=cfg, name='mlp')
-    return x_MD + mlp(pre_norm('mlp_norm')(x_MD), row_mask_M), cache
+    x_MD = x_MD + mlp(pre_norm('mlp_norm')(x_MD), row_mask_M)
+    return self.tap('mlp_sum', x_MD), cache
 
 
 class Decoder(Leaf):
@@ -342,8 +356,8 @@ class Embedding(Leaf):
     """Returns the tokens' rows, [M, D]."""
     master, compute = self.table
     if master is None:
-      return compute[tokens_M]
-    return _lookup(master, compute, tokens_M)
+      return self.tap('out', compute[tokens_M])
+    return self.tap('out', _lookup(master, compute, tokens_M))
 
   def attend(self, hidden_MD: Array, row_mask_M: Array) -> Array:
     """Logits against the embedding."""

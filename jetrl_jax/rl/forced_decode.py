@@ -14,7 +14,7 @@ from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.types import Completion
 
 # As a rollout prefills them.
-_PREFILL_ROWS = 16
+PREFILL_ROWS = 16
 
 
 def forced_logprobs(
@@ -71,12 +71,12 @@ def begin(
   for slot, completion in enumerate(completions):
     groups.setdefault(completion.prompt_id, []).append(slot)
   same_prompt = list(groups.values())
-  for first in range(0, len(same_prompt), _PREFILL_ROWS):
-    some = same_prompt[first : first + _PREFILL_ROWS]
+  for first in range(0, len(same_prompt), PREFILL_ROWS):
+    some = same_prompt[first : first + PREFILL_ROWS]
     prefix = engine.prefill_batch(
         params,
         [completions[slots[0]].prompt_tokens for slots in some],
-        rows=_PREFILL_ROWS,
+        rows=PREFILL_ROWS,
     )
     pairs = [(slot, row) for row, slots in enumerate(some) for slot in slots]
     state = engine.bulk_insert(

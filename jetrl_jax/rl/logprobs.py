@@ -144,7 +144,8 @@ def target_logprobs(
     temperature: Float[Array, ''],
     *,
     chunk_rows: int,
-) -> tuple[Float[Array, ' M'], Float[Array, ' M']]:
+    show: bool = False,
+) -> tuple[Array, ...]:
   """Returns each target's log-prob and the entropy at its row, in nats.
 
       log pi(y) = z_y - logsumexp(z),    z = logits / temperature
@@ -155,6 +156,11 @@ def target_logprobs(
     targets_M: int32 token ids.
     temperature: float32 scalar, an argument of the compiled function.
     chunk_rows: rows whose logits are in memory at once; a multiple of 16.
+    show: return the tempered logits [M, V] and their log-sum-exp [M] as well,
+      to look at; all logits are then in memory.
+
+  Returns:
+    (log-probs [M], entropies [M]), float32, and what `show` adds.
   """
   rows = hidden_MD.shape[0]
   chunk = min(chunk_rows, rows)
@@ -168,14 +174,14 @@ def target_logprobs(
     with jax.named_scope('head'):
       z_MV = temper(head(hidden), temperature)
       lse_M, mean_M = row_stats(z_MV)
-      return pick(z_MV, targets) - lse_M, lse_M - mean_M
+      found = pick(z_MV, targets) - lse_M, lse_M - mean_M
+      return (*found, z_MV, lse_M) if show else found
 
   parts = (
       hidden_MD.reshape(-1, chunk, hidden_MD.shape[1]),
       targets_M.reshape(-1, chunk),
   )
   if parts[0].shape[0] == 1:
-    logprobs, entropy = one((parts[0][0], parts[1][0]))
-  else:
-    logprobs, entropy = lax.map(one, parts)
-  return logprobs.reshape(-1)[:rows], entropy.reshape(-1)[:rows]
+    return tuple(x[:rows] for x in one((parts[0][0], parts[1][0])))
+  found = lax.map(one, parts)
+  return tuple(x.reshape(-1, *x.shape[2:])[:rows] for x in found)

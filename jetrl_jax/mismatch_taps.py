@@ -1,0 +1,159 @@
+"""The run's own functions, with values on the way among their outputs.
+
+An output more is another program: XLA may fuse around it in another way. So
+whoever looks at a tapped value also compares the log-probs of the tapped
+program with those of the run's (see `mismatch_bisect.py`).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+
+from jetrl_jax.fp8 import slots
+from jetrl_jax.models.decoder import TAPS, variables
+from jetrl_jax.rl import decode_step, logprobs, train_step
+from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.policy import Policy
+from jetrl_jax.rl.types import TrainBatch, TrainState
+from jetrl_jax.typing import Array, PyTree
+
+# Of the head; all other taps have the paths of `models/decoder.py`.
+LOGITS, LOGSUMEXP = 'logits', 'logsumexp'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TappedPolicy(Policy):
+  """A policy that leaves what it computes on the way.
+
+  Attributes:
+    wanted: paths of taps; all others are not computed for their own sake.
+    seen: what the function that is being traced has left, until `take`.
+  """
+
+  wanted: tuple[str, ...]
+  seen: dict[str, Array] = dataclasses.field(
+      default_factory=dict, compare=False
+  )
+
+  def take(self) -> dict[str, Array]:
+    """Returns what was left; within the same trace."""
+    taken = dict(self.seen)
+    self.seen.clear()
+    return taken
+
+  def leave(self, name: str, value: Array) -> None:
+    """Keeps a value for `take`, if it is wanted."""
+    if name in self.wanted:
+      self.seen[name] = value
+
+  def _apply(self, tree: PyTree, *args, **kwargs) -> Any:
+    if kwargs.get('method') == 'head':  # Inside of the loop over chunks.
+      return super()._apply(tree, *args, **kwargs)
+    found, shown = self.decoder.apply(tree, *args, mutable=[TAPS], **kwargs)
+    taps: dict[str, Any] = traverse_util.flatten_dict(
+        shown.get(TAPS, {}), sep='/'
+    )
+    for path, value in taps.items():
+      # A row per token, of whatever shape it is.
+      self.leave(path, value.reshape(args[0].shape[0], -1))
+    return found
+
+  def score(self, params, batch, temperature, masters=None):
+    """See `Policy.score`."""
+    if LOGITS not in self.wanted and LOGSUMEXP not in self.wanted:
+      return super().score(params, batch, temperature, masters)
+    hidden_MD = self.hidden(params, batch, masters)
+    tree = variables(params.weights, params.fp8_state, masters)
+    found = logprobs.target_logprobs(
+        lambda rows: self._apply(tree, rows, method='head'),
+        hidden_MD,
+        jnp.roll(batch.tokens, -1, axis=1).reshape(-1),
+        temperature,
+        chunk_rows=self.logit_chunk_rows,
+        show=True,
+    )
+    self.leave(LOGITS, found[2])
+    self.leave(LOGSUMEXP, found[3][:, None])
+    shape = batch.tokens.shape
+    rolled = [jnp.roll(x.reshape(shape), 1, axis=1) for x in found[:2]]
+    return rolled[0], rolled[1]
+
+  def decode(self, *args, **kwargs):
+    """See `Policy.decode`."""
+    z_BV, caches = super().decode(*args, **kwargs)
+    self.leave(LOGITS, z_BV)
+    # The same expression as the sampler's, which the compiler joins with it.
+    self.leave(LOGSUMEXP, logprobs.row_stats(z_BV)[0][:, None])
+    return z_BV, caches
+
+
+def tapped(policy: Policy, wanted: tuple[str, ...]) -> TappedPolicy:
+  """Returns the policy with taps."""
+  fields = {
+      field.name: getattr(policy, field.name)
+      for field in dataclasses.fields(policy)
+  }
+  return TappedPolicy(**fields, wanted=wanted)
+
+
+def _prefill(policy: TappedPolicy, params, tokens_PT, lengths_P):
+  caches = policy.prefill(params, tokens_PT, lengths_P)
+  return caches, policy.take()
+
+
+def _step(policy: TappedPolicy, config, params, state, base_key, steps):
+  del steps  # One, outside of the loop over steps.
+  state = decode_step.step(policy, config, params, base_key, state)
+  return state, policy.take()
+
+
+class TappedEngine(Engine):
+  """An engine whose prefill and single steps leave their taps in `seen`.
+
+  Its policy is a `TappedPolicy`. `generate_block` must be asked for one step.
+  """
+
+  def __init__(self, policy: TappedPolicy, config, mesh):
+    super().__init__(policy, config, mesh)
+    self.seen: list[dict[str, Array]] = []
+
+  def _per_row(self, params, function, bound, num_rows, tail=None):
+    with_taps = {decode_step.prefill: _prefill, decode_step.generate: _step}
+    run = super()._per_row(params, with_taps[function], bound, num_rows, tail)
+
+    def call(*args):
+      found, taps = run(*args)
+      self.seen.append(taps)
+      return found
+
+    return call
+
+
+def tapped_update(
+    policy: TappedPolicy,
+    loss_function: Any,
+    state: TrainState,
+    batch: TrainBatch,
+    temperature: Array,
+) -> tuple[Any, Array, dict[str, Array]]:
+  """Returns (gradients, log-probs [B, T], taps) of one micro-batch.
+
+  What `accumulate` differentiates. The gradients are among the outputs so that
+  the backward pass, which shapes the program, is not dead code.
+  """
+
+  def leaving(batch, logprobs_BT, entropy_BT):
+    loss, _ = loss_function(batch, logprobs_BT, entropy_BT)
+    return loss, policy.take()
+
+  gradients, (taps, logprobs_BT, _) = jax.grad(
+      train_step.objective(policy, leaving, state, batch, temperature),
+      argnums=(0, 1),
+      has_aux=True,
+  )(state.trainable, state.fp8_state)
+  trainable, fp8_state = gradients
+  reduced = slots.reduce_over_devices(fp8_state, policy.axes)
+  return (trainable, reduced), logprobs_BT, taps

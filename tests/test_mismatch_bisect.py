@@ -1,0 +1,176 @@
+"""The first layer and op in which rollout and training differ."""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetrl_jax.fp8 import QTensor
+from jetrl_jax.mismatch_bisect import Bisector, Placed, bits, ops, windows
+from jetrl_jax.rl import packing
+from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.forced_decode import forced_logprobs
+from jetrl_jax.rl.policy import PolicyParams
+from tests.rl import tiny_run
+
+
+@functools.cache
+def _run():
+  return tiny_run.two_layer_run('qwen2', 'fp8')
+
+
+@functools.cache
+def _case():
+  """(bisector, completions, first micro-batch, placements, trained)."""
+  run = _run()
+  completions = run.rollout()
+  packed = packing.pack(
+      tiny_run.sequences(completions),
+      row_length=tiny_run.LENGTH,
+      rows_per_micro_batch=tiny_run.ROWS,
+      tile=tiny_run.TILE,
+  )
+  _, logprobs = run.accumulate(run.start, packed.batches)
+  trained = packing.unpack(logprobs, packed)
+  bisector = Bisector(
+      run.policy,
+      run.policy,
+      run.engine.config,
+      run.loss,
+      run.mesh,
+      run.start,
+  )
+  return bisector, completions, packed, trained
+
+
+def _find(weights=None, engine=None, bisector=None, moved_logprobs=0.0):
+  """Bisects with other weights, or another engine, on the rollout's side."""
+  run = _run()
+  own, completions, packed, trained = _case()
+  params = PolicyParams(weights or run.start.weights, run.start.fp8_state)
+  if weights or engine:
+    forced = forced_logprobs(
+        engine or run.engine,
+        params,
+        completions,
+        temperature=tiny_run.TEMPERATURE,
+    )
+    completions = [
+        dataclasses.replace(c, logprobs=logprobs)
+        for c, logprobs in zip(completions, forced, strict=True)
+    ]
+  placed = [
+      Placed(
+          completion=completions[p.origin],
+          place=p,
+          trained=values + np.float32(moved_logprobs),
+      )
+      for p, values in zip(packed.placements, trained, strict=True)
+      if p.batch == 0
+  ]
+  return (bisector or own).find(
+      run.start, params, packed.batches[0], placed, tiny_run.TEMPERATURE
+  )
+
+
+def _planted(path: str):
+  """The weights with one other value in one leaf."""
+  names, weights = path.split('/'), dict(_run().start.weights)
+  node = weights
+  for name in names[:-1]:
+    node[name] = dict(node[name])
+    node = node[name]
+  leaf = node[names[-1]]
+  if isinstance(leaf, QTensor):
+    # The first value's sign: no other op has it among its inputs.
+    values = leaf.values.at[0, 0].set(-leaf.values[0, 0])
+    assert np.any(bits(np.asarray(values)) != bits(np.asarray(leaf.values)))
+    node[names[-1]] = dataclasses.replace(leaf, values=values)
+  else:
+    node[names[-1]] = leaf.at[..., 0].multiply(jnp.asarray(1.5, leaf.dtype))
+  return weights
+
+
+def test_the_ops_are_those_of_the_forward_in_its_order():
+  found = ops(tiny_run.model('qwen3', layers=2))
+  assert found[:4] == [
+      'embed/out',
+      'layers_0/attn_norm/out',
+      'layers_0/attn/qkv/out',
+      'layers_0/attn/q_norm/out',
+  ]
+  assert found[-4:] == ['final_norm/out', 'logits', 'logsumexp', 'logprob']
+  assert len(found) == 1 + 2 * 14 + 4
+  assert len(ops(tiny_run.model('qwen2', layers=2))) == 1 + 2 * 12 + 4
+
+
+def test_windows_hold_every_op_once_and_few_layers_each():
+  model = tiny_run.model('qwen2', layers=6)
+  found = windows(model)
+  assert [op for window in found for op in window] == ops(model)
+  # Four layers, then two with the head.
+  assert [len(window) for window in found] == [1 + 4 * 12, 2 * 12 + 4]
+
+
+def test_an_exact_run_agrees_in_every_op_and_the_taps_disturb_nothing():
+  found = _find()
+  assert found.first is None
+  assert [row.op for row in found.rows] == [
+      op.removesuffix('/out') for op in ops(_run().policy.model)
+  ]
+  assert all(row.elements for row in found.rows)
+  assert found.disturbed == (0, 0) and not found.one_by_one
+
+
+@pytest.mark.parametrize(
+    'leaf, op',
+    [
+        ('layers_0/attn/qkv/kernel', 'layers_0/attn/qkv'),
+        ('layers_1/attn_norm/scale', 'layers_1/attn_norm'),
+        ('layers_1/attn/o/kernel', 'layers_1/attn/o'),
+        ('layers_1/mlp_norm/scale', 'layers_1/mlp_norm'),
+        ('layers_1/mlp/gate_up/kernel', 'layers_1/mlp/gate_up'),
+        ('layers_1/mlp/down/kernel', 'layers_1/mlp/down'),
+        ('final_norm/scale', 'final_norm'),
+    ],
+)
+def test_one_other_weight_is_named_by_its_layer_and_op(leaf, op):
+  found = _find(_planted(leaf))
+  assert found.first is not None and found.first.op == op
+  # One row or column: one of the op's channels, in some of its tokens.
+  tokens = found.rows[0].elements // _run().policy.model.model_dim
+  assert 0 < found.first.unequal
+  if not leaf.endswith('down/kernel'):
+    assert found.first.unequal <= tokens
+  assert found.first.largest > 0
+  assert 'sample ' in found.first.where
+  assert found.disturbed == (0, 0)
+
+
+@pytest.mark.slow
+def test_another_order_of_keys_is_named_as_attention():
+  run = _run()
+  policy = dataclasses.replace(run.policy, tile=32)
+  engine = Engine(policy, run.engine.config, run.mesh)
+  bisector = Bisector(
+      run.policy,
+      policy,
+      run.engine.config,
+      run.loss,
+      run.mesh,
+      run.start,
+  )
+  found = _find(engine=engine, bisector=bisector)
+  assert found.first is not None
+  assert found.first.op.endswith('/attn/attention')
+
+
+@pytest.mark.slow
+def test_programs_that_the_taps_changed_are_looked_at_one_by_one():
+  # As if the run's own program had had other log-probs.
+  found = _find(moved_logprobs=0.5)
+  assert found.one_by_one
+  rollout, training = found.disturbed
+  assert rollout == 0 and training == found.tokens
