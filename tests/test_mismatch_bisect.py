@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.fp8 import QTensor
-from jetrl_jax.mismatch_bisect import Bisector, Placed, bits, ops, windows
+from jetrl_jax.mismatch_bisect import Bisector, Placed, ops, windows
 from jetrl_jax.rl import packing
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.forced_decode import forced_logprobs
@@ -18,7 +17,7 @@ from tests.rl import tiny_run
 
 @functools.cache
 def _run():
-  return tiny_run.two_layer_run('qwen2', 'fp8')
+  return tiny_run.two_layer_run('qwen2', 'bf16')
 
 
 @functools.cache
@@ -83,14 +82,13 @@ def _planted(path: str):
     node[name] = dict(node[name])
     node = node[name]
   leaf = node[names[-1]]
-  if isinstance(leaf, QTensor):
-    # The first value's sign: no other op has it among its inputs.
-    values = leaf.values.at[0, 0].set(-leaf.values[0, 0])
-    assert np.any(bits(np.asarray(values)) != bits(np.asarray(leaf.values)))
-    node[names[-1]] = dataclasses.replace(leaf, values=values)
-  else:
-    node[names[-1]] = leaf.at[..., 0].multiply(jnp.asarray(1.5, leaf.dtype))
+  first = (0,) * leaf.ndim
+  node[names[-1]] = leaf.at[first].multiply(jnp.asarray(1.5, leaf.dtype))
   return weights
+
+
+def _slow(leaf: str, op: str):
+  return pytest.param(leaf, op, marks=pytest.mark.slow)
 
 
 def test_the_ops_are_those_of_the_forward_in_its_order():
@@ -127,23 +125,22 @@ def test_an_exact_run_agrees_in_every_op_and_the_taps_disturb_nothing():
 @pytest.mark.parametrize(
     'leaf, op',
     [
-        ('layers_0/attn/qkv/kernel', 'layers_0/attn/qkv'),
-        ('layers_1/attn_norm/scale', 'layers_1/attn_norm'),
-        ('layers_1/attn/o/kernel', 'layers_1/attn/o'),
-        ('layers_1/mlp_norm/scale', 'layers_1/mlp_norm'),
+        ('layers_0/attn/o/kernel', 'layers_0/attn/o'),
         ('layers_1/mlp/gate_up/kernel', 'layers_1/mlp/gate_up'),
-        ('layers_1/mlp/down/kernel', 'layers_1/mlp/down'),
-        ('final_norm/scale', 'final_norm'),
+        _slow('layers_0/attn/qkv/kernel', 'layers_0/attn/qkv'),
+        _slow('layers_1/attn_norm/scale', 'layers_1/attn_norm'),
+        _slow('layers_1/mlp_norm/scale', 'layers_1/mlp_norm'),
+        _slow('layers_1/mlp/down/kernel', 'layers_1/mlp/down'),
+        _slow('final_norm/scale', 'final_norm'),
     ],
 )
 def test_one_other_weight_is_named_by_its_layer_and_op(leaf, op):
   found = _find(_planted(leaf))
   assert found.first is not None and found.first.op == op
-  # One row or column: one of the op's channels, in some of its tokens.
+  # One number of one channel: at most one element per token.
   tokens = found.rows[0].elements // _run().policy.model.model_dim
   assert 0 < found.first.unequal
-  if not leaf.endswith('down/kernel'):
-    assert found.first.unequal <= tokens
+  assert found.first.unequal <= tokens
   assert found.first.largest > 0
   assert 'sample ' in found.first.where
   assert found.disturbed == (0, 0)
