@@ -295,7 +295,7 @@ class Bisector:
         _unequal(theirs[LOGPROB], [s.theirs for s in chosen]),
     )
     return [
-        _compared(op, ours[op], theirs[op], chosen) for op in wanted
+        compare_op(op, ours[op], theirs[op], chosen) for op in wanted
     ], disturbed
 
   def _programs(self, wanted: tuple[str, ...]) -> tuple[TappedEngine, Any]:
@@ -421,12 +421,21 @@ def _unequal(ours: list[np.ndarray], theirs: list[np.ndarray]) -> int:
   return sum(int(np.sum(bits(a.ravel()) != bits(b))) for a, b in pairs)
 
 
-def _compared(
+def compare_op(
     op: str,
     ours: list[np.ndarray],
     theirs: list[np.ndarray],
     chosen: list[Placed],
 ) -> Compared:
+  """Compares an op's values bit for bit.
+
+  Args:
+    op: its path.
+    ours: the rollout's values per sequence, [tokens, width]; of the head from
+      the last prompt token on.
+    theirs: the training forward's, of the same shapes and dtypes.
+    chosen: the sequences.
+  """
   unequal, elements, largest, where = 0, 0, 0.0, ''
   for a, b, s in zip(ours, theirs, chosen, strict=True):
     assert a.shape == b.shape and a.dtype == b.dtype, (op, a.shape, b.shape)
@@ -435,7 +444,7 @@ def _compared(
     if not differs.any():
       continue
     wide = np.abs(a.astype(np.float64) - b.astype(np.float64))
-    largest = max(largest, float(wide.max()))
+    largest = float(np.maximum(largest, wide[differs].max()))
     if not where:
       where = _where(op, int(np.argmax(differs.any(axis=1))), s.completion)
   return Compared(

@@ -7,11 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.mismatch_bisect import Bisector, Placed, ops, windows
+from jetrl_jax.mismatch_bisect import (
+    Bisector,
+    Placed,
+    compare_op,
+    ops,
+    windows,
+)
 from jetrl_jax.rl import packing
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.forced_decode import forced_logprobs
 from jetrl_jax.rl.policy import PolicyParams
+from jetrl_jax.rl.types import Completion
 from tests.rl import tiny_run
 
 
@@ -87,10 +94,6 @@ def _planted(path: str):
   return weights
 
 
-def _slow(leaf: str, op: str):
-  return pytest.param(leaf, op, marks=pytest.mark.slow)
-
-
 def test_the_ops_are_those_of_the_forward_in_its_order():
   found = ops(tiny_run.model('qwen3', layers=2))
   assert found[:4] == [
@@ -112,6 +115,62 @@ def test_windows_hold_every_op_once_and_few_layers_each():
   assert [len(window) for window in found] == [1 + 4 * 12, 2 * 12 + 4]
 
 
+def _by_hand(prompt: int, response: int) -> Placed:
+  zeros = np.zeros(response, np.float32)
+  completion = Completion(
+      prompt_id=7,
+      sample=2,
+      prompt_tokens=np.zeros(prompt, np.int32),
+      tokens=np.zeros(response, np.int32),
+      log_mu=zeros,
+      logprobs=zeros,
+      weight_version=np.zeros(response, np.int32),
+      finish_reason='stop',
+      sampled=zeros == 0,
+  )
+  length = prompt + response
+  place = packing.Placement(batch=0, row=0, start=0, length=length, origin=0)
+  trained = np.zeros(length, np.float32)
+  return Placed(completion=completion, place=place, trained=trained)
+
+
+def test_elements_are_compared_by_their_bits():
+  # Three prompt tokens and three sampled ones: five are fed, two in prefill.
+  ours = np.zeros((5, 4), np.float32)
+  theirs = ours.copy()
+  theirs[1, 2], theirs[3, 0], theirs[4, 1] = -0.0, 0.5, -2
+  theirs[4, 3] = ours[4, 3] = np.nan
+  found = compare_op(
+      'layers_3/mlp/down/out', [ours], [theirs], [_by_hand(3, 3)]
+  )
+  assert (found.op, found.unequal, found.elements) == (
+      'layers_3/mlp/down',
+      3,
+      20,
+  )
+  assert found.largest == 2
+  assert found.where == 'prompt 7, sample 2, position 1 (prefill)'
+
+
+def test_the_head_is_that_of_the_decode_step():
+  # Its first row is the last prompt token's, at position 2.
+  ours, theirs = np.zeros((2, 3, 8), np.float32)
+  theirs[1, 5] = 1
+  found = compare_op('logits', [ours], [theirs], [_by_hand(3, 3)])
+  assert found.where == 'prompt 7, sample 2, position 3 (decode)'
+  assert compare_op('logits', [ours], [ours], [_by_hand(3, 3)]).where == ''
+
+
+def test_a_response_knows_its_first_token_that_differs():
+  same = _by_hand(3, 4)
+  assert same.agrees
+  trained = same.trained.copy()
+  trained[3 + 2 :] = 1e-30
+  other = dataclasses.replace(same, trained=trained)
+  assert not other.agrees and other.first_unequal == 2
+
+
+@pytest.mark.slow
 def test_an_exact_run_agrees_in_every_op_and_the_taps_disturb_nothing():
   found = _find()
   assert found.first is None
@@ -122,16 +181,17 @@ def test_an_exact_run_agrees_in_every_op_and_the_taps_disturb_nothing():
   assert found.disturbed == (0, 0) and not found.one_by_one
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     'leaf, op',
     [
+        ('layers_0/attn/qkv/kernel', 'layers_0/attn/qkv'),
         ('layers_0/attn/o/kernel', 'layers_0/attn/o'),
+        ('layers_1/attn_norm/scale', 'layers_1/attn_norm'),
+        ('layers_1/mlp_norm/scale', 'layers_1/mlp_norm'),
         ('layers_1/mlp/gate_up/kernel', 'layers_1/mlp/gate_up'),
-        _slow('layers_0/attn/qkv/kernel', 'layers_0/attn/qkv'),
-        _slow('layers_1/attn_norm/scale', 'layers_1/attn_norm'),
-        _slow('layers_1/mlp_norm/scale', 'layers_1/mlp_norm'),
-        _slow('layers_1/mlp/down/kernel', 'layers_1/mlp/down'),
-        _slow('final_norm/scale', 'final_norm'),
+        ('layers_1/mlp/down/kernel', 'layers_1/mlp/down'),
+        ('final_norm/scale', 'final_norm'),
     ],
 )
 def test_one_other_weight_is_named_by_its_layer_and_op(leaf, op):
