@@ -128,7 +128,8 @@ class Leaf(nn.Module):
 
   def tap(self, name: str, value: Array) -> Array:
     """Shows a value under the module's path and returns it."""
-    self.sow(TAPS, name, value, lambda _, new: new, lambda: value)
+    if not self.is_initializing():  # Everything is mutable then.
+      self.sow(TAPS, name, value, lambda _, new: new, lambda: value)
     return value
 
   def leaf(self, name: str, init, shape: tuple[int, ...]) -> tuple[Any, Any]:
