@@ -7,7 +7,8 @@ Every run is `python -m jetrl_jax.main` in a folder of its own, with a share of
 the device's memory. Runs of one seed are paired: the same checkpoint, order of
 prompts and random keys. Behind --limit_s seconds each running one gets SIGTERM,
 saves and ends; the same command goes on where they stood, and leaves alone what
-is finished. The order is that of --seeds, and of --arms within a seed.
+is finished, whatever its settings were: other settings want another folder. The
+order is that of --seeds, and of --arms within a seed.
 """
 
 import argparse
