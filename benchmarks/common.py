@@ -27,8 +27,8 @@ from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.types import TrainState
 
-_TINY = flags.DEFINE_bool(
-    'tiny', False, 'Two layers of 128 instead of the shape: to try a script.'
+TINY = flags.DEFINE_bool(
+    'tiny', False, 'Small shapes: to try a script on a CPU.'
 )
 BYTES_PER_S = 4.3e12  # attainable on an H200
 
@@ -142,7 +142,7 @@ def random_policy(
   config.model.master_dtype = 'bfloat16'
   config.update_from_flattened_dict(overrides or {})
   policy, mesh, folder = configs.build_policy(config)
-  if _TINY.value:
+  if TINY.value:
     model = dataclasses.replace(
         policy.model,
         vocab_size=512,

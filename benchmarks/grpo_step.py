@@ -64,7 +64,7 @@ _NOT_PHASES = ('step', 'testing', 'calibration', 'save_checkpoint', 'export')
 def configured(variant: str) -> ml_collections.ConfigDict:
   """Returns the config of one variant."""
   workload = _WORKLOAD.value
-  if flags.FLAGS.tiny:
+  if common.TINY.value:
     config = quickstart.get_config()
     workload = workload or '4x4x16x2'
   else:
@@ -135,7 +135,7 @@ def phases(rows: list[dict]) -> list[dict]:
 def main(argv: list[str]) -> None:
   """Trains every variant and writes the record."""
   del argv
-  if not flags.FLAGS.tiny and _CONFIG.value is None:
+  if not common.TINY.value and _CONFIG.value is None:
     raise app.UsageError('give --config=FILE, or --tiny to try the script')
   if _STEPS.value < 2:
     raise app.UsageError('--steps must be 2 or more: the first one compiles')

@@ -28,7 +28,6 @@ from jetrl_jax.fp8.recipes import RECIPES
 from jetrl_jax.sharding import Axes
 
 _OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
-_TINY = flags.DEFINE_bool('tiny', False, 'Small shapes, for a CPU.')
 _RECIPES = flags.DEFINE_list('recipes', list(RECIPES), 'Recipes to measure.')
 _REPEATS = flags.DEFINE_integer('repeats', 20, 'Dots per timing.')
 _COMMIT = flags.DEFINE_string(
@@ -228,8 +227,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main(argv: list[str]) -> None:
   """Measures every recipe at every dot and writes the record."""
   del argv
-  shapes = _SHAPES_TINY if _TINY.value else _SHAPES_7B
-  sizes = _ROWS_TINY if _TINY.value else _ROWS_7B
+  shapes = _SHAPES_TINY if common.TINY.value else _SHAPES_7B
+  sizes = _ROWS_TINY if common.TINY.value else _ROWS_7B
   rows = []
   for layer, (in_dim, out_dim) in shapes.items():
     for name in _RECIPES.value:
