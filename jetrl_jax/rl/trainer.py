@@ -16,11 +16,11 @@ from absl import logging
 
 from jetrl_jax.data import PromptSampler
 from jetrl_jax.rl import (
-  evaluation,
-  flops,
-  run_precision,
-  startup,
-  step_metrics,
+    evaluation,
+    flops,
+    run_precision,
+    startup,
+    step_metrics,
 )
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.apply import UpdateInfo
