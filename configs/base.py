@@ -246,6 +246,28 @@ def get_config() -> ml_collections.ConfigDict:
   # Seeded scores and lengths, for speed runs with random weights.
   config.trainer.synthetic = False
 
+  # What to do when numbers leave their bounds (docs/guard.md).
+  config.guard = ml_collections.ConfigDict()
+  config.guard.enable = False
+  # Bounds. Share of tokens whose log-prob differs in any bit between rollout
+  # and training: 0 holds a unified flow to its promise, 1 is no bound.
+  config.guard.max_mismatch_token_frac = 1.0
+  # Largest difference of two such log-probs, in nats; None is no bound.
+  config.guard.max_logprob_diff = config_dict.placeholder(float)
+  # Estimate (k3) of the KL divergence between the sampled policy and the
+  # trained one, in nats; exactly 0 in a unified flow without top-p or top-k.
+  config.guard.max_k3 = 0.01
+  # Share of the elements of any operand of any 8-bit dot that saturate, and
+  # that are flushed to zero; 1 is no bound.
+  config.guard.max_saturated_frac = 0.01
+  config.guard.max_flushed_frac = 0.5
+  # Steps in a row over a bound before an action; those before only warn.
+  config.guard.patience = 2
+  # Tried in this order, where they can help; () only warns.
+  config.guard.actions = ('recalibrate', 'high_precision', 'rollback')
+  # Rollbacks of one run; where another would be due, the run ends.
+  config.guard.max_rollbacks = 3
+
   config.logger = ml_collections.ConfigDict()
   # Weights & Biases, besides metrics.jsonl and TensorBoard; '' is off. Needs
   # the extra `wandb`; WANDB_MODE=offline works.

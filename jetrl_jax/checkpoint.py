@@ -18,6 +18,7 @@ import math
 import os
 import pathlib
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -60,14 +61,17 @@ def all_steps(directory: str | os.PathLike) -> list[int]:
 
 
 def restore(
-    directory: str | os.PathLike, like: PyTree, step: int | None = None
+    directory: str | os.PathLike,
+    like: PyTree | Callable[[dict[str, Any]], PyTree],
+    step: int | None = None,
 ) -> Restored | None:
   """Restores the newest good step (or one step), verified to the byte.
 
   Args:
     directory: where a `CheckpointManager` saved. Only read.
     like: pytree of `jax.ShapeDtypeStruct` with sharding, or of arrays: the
-      structure, shapes, dtypes and shardings to return.
+      structure, shapes, dtypes and shardings to return. Or a function that
+      gives it from the host state, where it depends on the step.
     step: which step; None means the newest one that is not corrupt.
 
   Returns:
@@ -98,6 +102,8 @@ def restore(
           'Checkpoint of step %d is corrupt and skipped: %s', candidate, error
       )
       continue
+    if callable(like):
+      like = like(manifest.host_state)
     return Restored(
         step=candidate,
         state=checkpoint_arrays.load(folder, manifest, like),
@@ -156,6 +162,8 @@ class CheckpointManager:
     self._keep_latest = keep_latest
     self._keep_best = keep_best
     self._asynchronous = asynchronous
+    # Steps that stay besides; whoever needs them sets it.
+    self.pinned: frozenset[int] = frozenset()
     self._corrupt: set[int] = set()
     self._pending: concurrent.futures.Future | None = None
     self._worker = concurrent.futures.ThreadPoolExecutor(1, 'checkpoint')
@@ -272,7 +280,11 @@ class CheckpointManager:
     ranked = checkpoint_folder.ranked(self._good())
     return ranked[0] if ranked else None
 
-  def restore(self, like: PyTree, step: int | None = None) -> Restored | None:
+  def restore(
+      self,
+      like: PyTree | Callable[[dict[str, Any]], PyTree],
+      step: int | None = None,
+  ) -> Restored | None:
     """Restores like the module's `restore` and remembers what was corrupt."""
     self.wait()
     restored = restore(self._directory, like, step)
@@ -329,6 +341,7 @@ class CheckpointManager:
     good = self._good()
     keep = {newest, *sorted(good)[-self._keep_latest :]}
     keep |= set(checkpoint_folder.ranked(good)[: self._keep_best])
+    keep |= self.pinned
     for step in sorted(set(good) - keep):
       # Renamed first: a half deleted step must not look like a corrupt one.
       doomed = self._directory / f'{_DELETING}{step}'

@@ -44,6 +44,7 @@ from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.settings import (
     AlgorithmConfig,
     FilterGroups,
+    GuardConfig,
     OverlongBuffer,
     RunConfig,
 )
@@ -405,9 +406,11 @@ def build(config: Config) -> Parts:
         ' environment.name empty'
     )
   optimizer = optimizer_config(config, updates)
+  guard = _take(GuardConfig, config.guard, actions=tuple(config.guard.actions))
   loss = loss_config(config.algorithm)
   engine = engine_config(config, tokenizer)
   combinations.check(loss, algorithm, engine, run)
+  combinations.check_guard(guard, loss, algorithm, run)
   longest = engine.max_prompt_length + engine.max_response_length
   if longest > policy.model.max_position:
     raise ValueError(
@@ -445,6 +448,7 @@ def build(config: Config) -> Parts:
       algorithm=algorithm,
       optimizer=optimizer,
       run=run,
+      guard=guard,
       tokenizer=tokenizer,
       train_set=train_set,
       val_set=val_set,

@@ -16,7 +16,7 @@ from jetrl_jax.rl.learner import Learner
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.rollout import never_stop
-from jetrl_jax.rl.step_metrics import Timer
+from jetrl_jax.rl.timer import Timer
 from jetrl_jax.rl.types import TrainState
 
 
@@ -112,4 +112,4 @@ def _resumed(
   parts = parts.with_policy(policy)
   resumed = startup.read(parts, workdir)
   assert resumed is not None  # There are steps.
-  return parts, resumed
+  return resumed.parts, resumed

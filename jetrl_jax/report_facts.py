@@ -188,6 +188,7 @@ def guarded(run: Run) -> list[tuple[str, str, str]]:
           ' refused.',
       )
   )
+  rows += _guard(run)
   rows += _left_out(run)
   cut = run.finite('response_length/clip_ratio')
   if cut.size:
@@ -228,6 +229,31 @@ def guarded(run: Run) -> list[tuple[str, str, str]]:
       )
   )
   return rows
+
+
+def _guard(run: Run) -> list[tuple[str, str, str]]:
+  """Tells what the guard saw and did; nothing of a run without one."""
+  over = run.finite('guard/over')
+  if not over.size:
+    return []
+  actions = [
+      f'{name} {run.finite(metric).sum():.0f}{_where(run, metric)}'
+      for name in ('recalibrate', 'high_precision', 'rollback')
+      if run.finite(metric := f'guard/{name}').size
+  ]
+  return [
+      (
+          'Steps over a bound of the guard',
+          f'{(over > 0).sum()}' + _where(run, 'guard/over'),
+          'Warned of; guard.patience of them in a row are acted on.',
+      ),
+      (
+          'Actions of the guard',
+          ', '.join(actions) or '0',
+          'Decided behind these steps, done before the next; high_precision'
+          ' counts dots, which guard_dots in metrics.jsonl names.',
+      ),
+  ]
 
 
 def _where(run: Run, metric: str) -> str:

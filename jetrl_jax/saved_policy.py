@@ -11,6 +11,7 @@ import functools
 import math
 import pathlib
 import re
+from typing import Any
 
 import jax
 import optax
@@ -22,7 +23,7 @@ from jetrl_jax.data import ChatFormat, PlainFormat, PromptFormat, Tokenizer
 from jetrl_jax.fp8 import slots
 from jetrl_jax.fp8.recipes import RECIPES, UNCALIBRATED
 from jetrl_jax.models import hf_layout, hf_quantization
-from jetrl_jax.rl import mixed_flow, run_precision
+from jetrl_jax.rl import guard_state, mixed_flow, run_precision
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.apply import merge
 from jetrl_jax.rl.policy import Policy, PolicyParams
@@ -184,26 +185,33 @@ def _of_run(
   _, shapes = configs.parameters(config, policy, mesh, folder)
   # Its schedule is not part of its state: any number of steps will do.
   optimizer = configs.optimizer_config(config, 1).build()
-  rollout_policy = configs.rollout_policy(config, policy)
-  is_mixed = rollout_policy != policy
-  like = states.abstract(
-      policy,
-      shapes,
-      optimizer,
-      mesh,
-      tuple(config.model.freeze),
-      rollout_policy.recipe if is_mixed else None,
-  )
+
+  def like(host_state: dict[str, Any]) -> TrainState:
+    trained, sampling = _sides(host_state, policy, config)
+    return states.abstract(
+        trained,
+        shapes,
+        optimizer,
+        mesh,
+        tuple(config.model.freeze),
+        sampling.recipe if sampling != trained else None,
+    )
+
   restored = checkpoint.restore(
-      workdir / 'checkpoints', states.without_weights(like), step
+      workdir / 'checkpoints',
+      lambda host_state: states.without_weights(like(host_state)),
+      step,
   )
   if restored is None:
     raise ValueError(
         f'{workdir}/checkpoints holds no step; let the run save one'
         ' (trainer.save_freq)'
     )
-  found = dataclasses.replace(like, **restored.state | {'opt_state': {}})
-  if is_mixed and recipe != policy.recipe.name:
+  found = dataclasses.replace(
+      like(restored.host_state), **restored.state | {'opt_state': {}}
+  )
+  policy, rollout_policy = _sides(restored.host_state, policy, config)
+  if rollout_policy != policy and recipe != policy.recipe.name:
     # What the run sampled with.
     policy, found = rollout_policy, mixed_flow.as_rollout(found)
   trained = policy.recipe.name
@@ -223,6 +231,21 @@ def _of_run(
       calibrated=calibrated,
       origin=f'step {restored.step} of {workdir}',
   )
+
+
+def _sides(
+    host_state: dict[str, Any], policy: Policy, config: configs.Config
+) -> tuple[Policy, Policy]:
+  """Returns training's policy and the rollout's, at one checkpoint.
+
+  Args:
+    host_state: of the checkpoint.
+    policy: that the run's start settled.
+    config: of the run.
+  """
+  dots = guard_state.of_checkpoint(host_state).high_precision
+  policy = dataclasses.replace(policy, recipe=policy.recipe.keeping(dots))
+  return policy, configs.rollout_policy(config, policy)
 
 
 def _with_recipe(policy: Policy, name: str) -> Policy:

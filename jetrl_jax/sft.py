@@ -28,7 +28,8 @@ from jetrl_jax.rl.apply import merge
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.objective import supervised_loss
 from jetrl_jax.rl.policy import Policy
-from jetrl_jax.rl.step_metrics import Timer, update_metrics
+from jetrl_jax.rl.step_metrics import update_metrics
+from jetrl_jax.rl.timer import Timer
 from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import TrainBatch
 

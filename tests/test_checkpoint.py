@@ -182,6 +182,33 @@ def test_the_newest_and_the_best_steps_stay(tmp_path):
   manager.close()
 
 
+def test_pinned_steps_stay_until_they_are_let_go(tmp_path):
+  manager = CheckpointManager(tmp_path, keep_latest=1, keep_best=0)
+  manager.pinned = frozenset({1})
+  for step in (1, 2, 3):
+    manager.save(step, {'x': jnp.int32(step)}, {}, metric=None)
+  manager.wait()
+  assert manager.all_steps() == [1, 3]
+  manager.pinned = frozenset()
+  manager.save(4, {'x': jnp.int32(4)}, {}, metric=None)
+  manager.wait()
+  assert manager.all_steps() == [4]
+  manager.close()
+
+
+def test_what_is_wanted_may_depend_on_the_host_state(tmp_path):
+  manager = CheckpointManager(tmp_path, keep_latest=2, keep_best=0)
+  for step, name in enumerate('ab'):
+    manager.save(step, {name: jnp.int32(7)}, {'name': name}, metric=None)
+
+  def like(host_state):
+    return {host_state['name']: _like(jnp.int32(0))}
+
+  assert manager.restore(like).state == {'b': 7}
+  assert manager.restore(like, 0).state == {'a': 7}
+  manager.close()
+
+
 def test_a_synchronous_save_is_done_when_it_returns(tmp_path):
   manager = CheckpointManager(
       tmp_path, keep_latest=1, keep_best=0, asynchronous=False

@@ -133,6 +133,17 @@ def test_what_was_skipped_or_guarded_is_counted(workdir):
   assert '12.5% (last step 12.5%)They are in the loss' in text
 
 
+def test_what_the_guard_saw_and_did_is_told_where_there_was_one(workdir):
+  assert 'of the guard' not in _page(workdir)
+  with open(workdir / 'metrics.jsonl', 'a') as file:
+    for step, more in ((7, {'guard/high_precision': 3}), (8, {})):
+      line = {'step': step, 'guard/over': 8 - step} | more
+      file.write(json.dumps(line) + '\n')
+  text = _Elements(_page(workdir)).text
+  assert 'Steps over a bound of the guard1 (steps 7)' in text
+  assert 'Actions of the guardhigh_precision 3 (steps 7)' in text
+
+
 def test_missing_metrics_are_said_to_be_missing(workdir):
   page = _page(workdir)
   assert 'KL to the reference (only with algorithm.kl_loss_coef' in page

@@ -26,7 +26,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jetrl_jax import checkpoint
 from jetrl_jax import config as configs
-from jetrl_jax.rl import rollout_store, startup
+from jetrl_jax.rl import guard_state, rollout_store, startup
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.trainer import Trainer
 from tests import tiny_config
@@ -174,10 +174,12 @@ def restored(
 ) -> checkpoint.Restored:
   """Reads a checkpoint of a run, by default the newest."""
   parts = configs.build(config(**(changes or {})))
-  like = startup.abstract(parts)
-  found = checkpoint.restore(
-      workdir / 'checkpoints', states.without_weights(like), step
-  )
+
+  def like(host_state):
+    kept = guard_state.of_checkpoint(host_state).high_precision
+    return states.without_weights(startup.abstract(parts.keeping(kept)))
+
+  found = checkpoint.restore(workdir / 'checkpoints', like, step)
   assert found is not None
   return found
 

@@ -31,6 +31,7 @@ from jetrl_jax.rl.policy import Policy  # noqa: E402
 from jetrl_jax.rl.settings import (  # noqa: E402
     AlgorithmConfig,
     FilterGroups,
+    GuardConfig,
     OverlongBuffer,
     RunConfig,
 )
@@ -50,6 +51,7 @@ _READERS: dict[str, tuple[Any, ...]] = {
     'reward.overlong_buffer': (OverlongBuffer,),
     'optim': (OptimizerConfig,),
     'trainer': (RunConfig,),
+    'guard': (GuardConfig,),
     'mesh': (Axes,),
 }
 _HEAD = """\

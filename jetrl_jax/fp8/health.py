@@ -93,10 +93,10 @@ def _summarize_operand(entry: PyTree) -> dict[str, float]:
 
 
 def headline(summary: dict[str, dict]) -> dict[str, float]:
-  """Returns the worst slot of each operand, as scalars."""
+  """Returns the worst slot of each operand it has, as scalars."""
   metrics = {}
   for operand in ('input', 'kernel', 'output_grad'):
-    entries = [slot[operand] for slot in summary.values()]
+    entries = [slot[operand] for slot in summary.values() if operand in slot]
     if not entries:
       continue
     for name in ('saturated_frac', 'flushed_frac'):

@@ -1,16 +1,19 @@
 """Where the activation scales of a cold start come from."""
 
+import functools
+
 import numpy as np
 from absl import logging
 
 from jetrl_jax import rng
 from jetrl_jax.data import Prompt
-from jetrl_jax.rl import packing
+from jetrl_jax.rl import mixed_flow, packing
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import StopCheck, never_stop, rollout
-from jetrl_jax.rl.types import TrainState
+from jetrl_jax.rl.types import Completion, TrainState
 from jetrl_jax.typing import PRNGKey
 
 # Of a checkpoint, where there is no run to say.
@@ -108,6 +111,91 @@ def calibrate(
       limits=np.full((len(prompts), num_generations), max_tokens),
       should_stop=should_stop,
   )
+  return fill(
+      state,
+      [np.concatenate([c.prompt_tokens, c.tokens]) for c in completions],
+      [len(c.prompt_tokens) for c in completions],
+  )
+
+
+def calibrate_run(
+    parts: Parts, engine: Engine, state: TrainState, should_stop: StopCheck
+) -> TrainState:
+  """Fills the FP8 slots of a run, on all its sides, where a recipe has any.
+
+  Args:
+    parts: what the run is made of.
+    engine: samples the short rollout; its policy is that of `parts`.
+    state: its kernel slots are filled already.
+    should_stop: called at the rollout's host visits; raises to give up.
+  """
+  recipes = (parts.policy.recipe, parts.rollout_policy.recipe)
+  if not any(recipe.needs_calibration for recipe in recipes):
+    return state
+  if parts.is_mixed:
+    return _calibrate_both(parts, engine, state, should_stop)
+  return calibrate(
+      engine,
+      state,
+      _calibration_prompts(parts),
+      rows=parts.run.micro_batch_size,
+      num_generations=parts.run.num_generations,
+      temperature=parts.run.temperature,
+      max_tokens=parts.run.calibration_tokens,
+      base_key=rng.key(parts.run.seed, rng.CALIBRATION),
+      should_stop=should_stop,
+  )
+
+
+def short_rollout(
+    parts: Parts, engine: Engine, state: TrainState, should_stop: StopCheck
+) -> list[Completion]:
+  """Samples the calibration's prompts, calibration_tokens at most."""
+  run, prompts = parts.run, _calibration_prompts(parts)
+  shape = (len(prompts), run.num_generations)
+  return rollout(
+      engine,
+      mixed_flow.rollout_params(state),
+      prompts,
+      num_generations=run.num_generations,
+      temperature=run.temperature,
+      base_key=rng.key(run.seed, rng.CALIBRATION),
+      weight_version=0,
+      limits=np.full(shape, run.calibration_tokens),
+      should_stop=should_stop,
+      environment=parts.environment,
+  )
+
+
+def _calibration_prompts(parts: Parts) -> list[Prompt]:
+  count = min(parts.run.calibration_prompts, len(parts.train_set))
+  return [parts.train_set[i] for i in range(count)]
+
+
+def _calibrate_both(
+    parts: Parts, engine: Engine, state: TrainState, should_stop: StopCheck
+) -> TrainState:
+  """Fills the slots of both sides of a mixed flow from the same tokens."""
+  fills = []
+  if parts.policy.recipe.needs_calibration:
+    calibration = states.Calibration(parts.policy, parts.mesh, state)
+    fills.append(
+        functools.partial(calibration.fill, temperature=parts.run.temperature)
+    )
+  fills.append(
+      mixed_flow.Requantizer(parts.rollout_policy, parts.mesh, state).calibrate
+  )
+
+  def fill(state, tokens, first_target):
+    sequences = states.likelihood_sequences(tokens, first_target)
+    batches = parts.pack(sequences).batches
+    for one in fills:
+      state = one(state, batches)
+    return state
+
+  prompts = _calibration_prompts(parts)
+  state = fill(state, [p.tokens for p in prompts], [1] * len(prompts))
+  completions = short_rollout(parts, engine, state, should_stop)
   return fill(
       state,
       [np.concatenate([c.prompt_tokens, c.tokens]) for c in completions],

@@ -23,7 +23,7 @@ from jetrl_jax.rl.other_precision import OtherPrecision
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import StopCheck, rollout
-from jetrl_jax.rl.step_metrics import Timer
+from jetrl_jax.rl.timer import Timer
 from jetrl_jax.rl.types import Completion, TrainState
 
 

@@ -11,7 +11,7 @@ from absl import logging
 
 from jetrl_jax.rl.engine import EngineConfig
 from jetrl_jax.rl.objective import LossConfig
-from jetrl_jax.rl.settings import AlgorithmConfig, RunConfig
+from jetrl_jax.rl.settings import AlgorithmConfig, GuardConfig, RunConfig
 
 
 def check(
@@ -48,6 +48,48 @@ def check(
     )
   for sentence in unread(loss, algorithm):
     logging.warning('%s', sentence)
+
+
+def check_guard(
+    guard: GuardConfig,
+    loss: LossConfig,
+    algorithm: AlgorithmConfig,
+    run: RunConfig,
+) -> None:
+  """Refuses actions of the guard that could not be carried out.
+
+  Raises:
+    ValueError: saying which, why, and the way out.
+  """
+  if not guard.enable:
+    return
+  if 'rollback' in guard.actions and not run.save_freq:
+    raise ValueError(
+        f'guard.actions is {list(guard.actions)} and trainer.save_freq is 0:'
+        ' there would be no checkpoint to go back to; set trainer.save_freq, or'
+        ' leave rollback out'
+    )
+  updates = algorithm.ppo_epochs * (run.train_batch_size // run.mini_batch_size)
+  if 'rollback' in guard.actions and (
+      guard.patience * updates >= run.max_skipped_updates
+  ):
+    raise ValueError(
+        f'trainer.max_skipped_updates is {run.max_skipped_updates}: weights'
+        f' that are not finite would end the run before guard.patience'
+        f'={guard.patience} steps of {updates} updates are over and the guard'
+        f' rolls back; set it above {guard.patience * updates}, or leave'
+        ' rollback out'
+    )
+  if 'high_precision' in guard.actions and (
+      loss.kl_loss_coef or algorithm.kl_reward_coef
+  ):
+    raise ValueError(
+        f'guard.actions is {list(guard.actions)}, kl_loss_coef is'
+        f' {loss.kl_loss_coef} and kl_reward_coef is'
+        f' {algorithm.kl_reward_coef}: the reference policy would stay in the'
+        ' precision of the start while the policy leaves it; leave'
+        ' high_precision out, or set both to 0'
+    )
 
 
 def _check_sequence_loss(loss: LossConfig, algorithm: AlgorithmConfig) -> None:

@@ -20,6 +20,7 @@ _SHOWN = (
     ('actor/entropy', 'entropy', '.3f'),
     ('actor/grad_norm', 'grad', '.2e'),
     ('training/mismatch_token_frac', 'mismatch', '.2g'),
+    ('guard/over', 'over bounds', '.0f'),
     ('timing_s/step', 's/step', '.1f'),
 )
 

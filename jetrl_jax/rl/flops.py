@@ -15,7 +15,7 @@ from jetrl_jax.fp8 import Recipe
 from jetrl_jax.fp8.recipes import FAKE_RECIPES
 from jetrl_jax.models.types import ModelConfig
 from jetrl_jax.rl.policy import Policy
-from jetrl_jax.rl.step_metrics import Timer
+from jetrl_jax.rl.timer import Timer
 from jetrl_jax.rl.types import Completion
 
 # name of the device -> dense peak in 1e12 FLOP/s (bfloat16, FP8, INT8); None

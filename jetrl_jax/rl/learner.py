@@ -18,7 +18,7 @@ from jetrl_jax.rl.experience import Experience
 from jetrl_jax.rl.packing import Sequence
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import PolicyParams
-from jetrl_jax.rl.step_metrics import Timer
+from jetrl_jax.rl.timer import Timer
 from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import TrainState
 from jetrl_jax.typing import PyTree
@@ -77,9 +77,9 @@ class Learner:
         state,
     )
     self._gradients = self._train_step.zero_gradients(state)
-    self.requantizer: mixed_flow.Requantizer | None = None
+    self._requantizer: mixed_flow.Requantizer | None = None
     if parts.is_mixed:
-      self.requantizer = mixed_flow.Requantizer(
+      self._requantizer = mixed_flow.Requantizer(
           parts.rollout_policy, parts.mesh, state
       )
 
@@ -225,7 +225,7 @@ class Learner:
       infos: list[UpdateInfo],
   ) -> tuple[TrainState, Any]:
     """Lets the rollout of a mixed flow follow the masters, if they moved."""
-    if self.requantizer is None or not any(info.applied for info in infos):
+    if self._requantizer is None or not any(info.applied for info in infos):
       return state, {}
     sequences = [sequence for batch in batches for sequence in batch]
-    return self.requantizer(state, self.parts.pack(sequences).batches)
+    return self._requantizer(state, self.parts.pack(sequences).batches)

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import fp8, sharding
-from jetrl_jax.fp8 import slots
+from jetrl_jax.fp8 import Recipe, slots
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.apply import changed_share, merge
 from jetrl_jax.rl.policy import Policy, PolicyParams
@@ -74,6 +74,11 @@ def with_weights(
   )
 
 
+def measured_operands(recipe: Recipe) -> tuple[str, ...]:
+  """Returns the operands whose health the rollout's slots hold."""
+  return ('input', 'kernel') if recipe.is_delayed else ('kernel',)
+
+
 class Requantizer:
   """Keeps the rollout's weights and scales where the masters are.
 
@@ -91,8 +96,6 @@ class Requantizer:
     )
     side = as_rollout(state)
     self._observes = policy.recipe.is_delayed
-    # Operands whose health the rollout's slots hold.
-    self.measures = ('input', 'kernel') if self._observes else ('kernel',)
     specs = sharding.tree_specs(side, mesh)
 
     def compiled(function, in_specs, out_specs, **options):

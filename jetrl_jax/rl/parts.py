@@ -16,7 +16,7 @@ from jetrl_jax.rl.environment import EnvironmentConfig
 from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import Policy
-from jetrl_jax.rl.settings import AlgorithmConfig, RunConfig
+from jetrl_jax.rl.settings import AlgorithmConfig, GuardConfig, RunConfig
 from jetrl_jax.typing import PyTree
 
 
@@ -38,6 +38,7 @@ class Parts:
     algorithm: from scores to weights.
     optimizer: AdamW and its schedule.
     run: sizes, frequencies, limits.
+    guard: bounds, and what happens where they are exceeded.
     tokenizer: of the checkpoint.
     train_set: prompts to learn from.
     val_set: held-out prompts; None for no evaluation.
@@ -62,6 +63,7 @@ class Parts:
   algorithm: AlgorithmConfig
   optimizer: OptimizerConfig
   run: RunConfig
+  guard: GuardConfig
   tokenizer: Tokenizer
   train_set: PromptDataset
   val_set: PromptDataset | None
@@ -99,6 +101,17 @@ class Parts:
         policy=policy,
         rollout_policy=dataclasses.replace(policy, recipe=recipe),
     )
+
+  def keeping(self, dots: tuple[str, ...]) -> 'Parts':
+    """Returns the parts with these dots in high precision as well.
+
+    Args:
+      dots: their paths; () for the parts as they are.
+    """
+    if not dots:
+      return self
+    recipe = self.policy.recipe.keeping(dots)
+    return self.with_policy(dataclasses.replace(self.policy, recipe=recipe))
 
   @property
   def is_mixed(self) -> bool:

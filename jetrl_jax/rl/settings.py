@@ -127,6 +127,69 @@ class AlgorithmConfig:
       )
 
 
+# In the order of what they cost.
+GUARD_ACTIONS = ('recalibrate', 'high_precision', 'rollback')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+  """What is bounded and what may be done about it, see `guard`.
+
+  Attributes:
+    enable: whether there is a guard.
+    max_mismatch_token_frac: of `training/mismatch_token_frac`; 0 holds a
+      unified flow to the bit, 1 is no bound.
+    max_logprob_diff: of `training/rollout_logprob_diff_max`, in nats; None is
+      no bound.
+    max_k3: of `rollout_corr/k3_kl`, in nats.
+    max_saturated_frac: of the share of elements that saturate, in any operand
+      of any dot; 1 is no bound.
+    max_flushed_frac: of the share that is flushed to zero, likewise.
+    patience: steps in a row over a bound before an action; and steps in a row
+      within all bounds after which scales may be measured anew again.
+    actions: those that are allowed, of `GUARD_ACTIONS`; () only warns.
+    max_rollbacks: of one run; where another would be due, the run ends.
+  """
+
+  enable: bool = False
+  max_mismatch_token_frac: float = 1.0
+  max_logprob_diff: float | None = None
+  max_k3: float = 0.01
+  max_saturated_frac: float = 0.01
+  max_flushed_frac: float = 0.5
+  patience: int = 2
+  actions: tuple[str, ...] = GUARD_ACTIONS
+  max_rollbacks: int = 3
+
+  def __post_init__(self):
+    for name in (
+        'max_mismatch_token_frac',
+        'max_saturated_frac',
+        'max_flushed_frac',
+    ):
+      value = getattr(self, name)
+      if not 0 <= value <= 1:
+        raise ValueError(
+            f'guard.{name} is {value}; it bounds a share and must be in [0, 1],'
+            ' where 1 is no bound'
+        )
+    for name in ('max_logprob_diff', 'max_k3'):
+      value = getattr(self, name)
+      if value is not None and not value >= 0:
+        raise ValueError(f'guard.{name} is {value} nats; it must be >= 0')
+    known = [name for name in GUARD_ACTIONS if name in self.actions]
+    if sorted(known) != sorted(self.actions):
+      raise ValueError(
+          f'guard.actions is {self.actions}; allowed: each at most once of'
+          f' {list(GUARD_ACTIONS)}, or () to warn only'
+      )
+    for name in ('patience', 'max_rollbacks'):
+      if getattr(self, name) < 1:
+        raise ValueError(
+            f'guard.{name} is {getattr(self, name)}; it must be >= 1'
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunConfig:
   """Sizes, frequencies and limits of a run.

@@ -1,10 +1,7 @@
 """Joins the numbers of a step: times, throughput, update, mismatch, health."""
 
-import contextlib
 import functools
 import resource
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,85 +10,77 @@ import numpy as np
 from jetrl_jax.data import Prompt
 from jetrl_jax.fp8 import health, slots
 from jetrl_jax.metrics import Mean
-from jetrl_jax.rl import experience, mismatch
+from jetrl_jax.rl import experience, flops, mismatch, mixed_flow
 from jetrl_jax.rl.apply import UpdateInfo
+from jetrl_jax.rl.dynamic_sampling import Filled
 from jetrl_jax.rl.experience import Experience
+from jetrl_jax.rl.learner import Learnt
 from jetrl_jax.rl.objective import LossConfig
-from jetrl_jax.rl.types import Completion
+from jetrl_jax.rl.parts import Parts
+from jetrl_jax.rl.timer import Timer
+from jetrl_jax.rl.types import Completion, TrainState
 from jetrl_jax.typing import PyTree
 
 
-class Timer:
-  """Adds up seconds by phase between two `take`s."""
-
-  def __init__(self):
-    self._seconds: dict[str, float] = {}
-    self._start = time.monotonic()
-
-  @contextlib.contextmanager
-  def __call__(self, phase: str) -> Iterator[None]:
-    """Times a block.
-
-    The phases end with a copy to the host, so device work is inside.
-    """
-    start = time.monotonic()
-    try:
-      yield
-    finally:
-      spent = time.monotonic() - start
-      self._seconds[phase] = self._seconds.get(phase, 0.0) + spent
-
-  def seconds(self, phase: str) -> float:
-    """Seconds of a phase since the last `take`."""
-    return self._seconds.get(phase, 0.0)
-
-  def elapsed(self) -> float:
-    """Seconds since the last `take`."""
-    return time.monotonic() - self._start
-
-  def take(self) -> dict[str, float]:
-    """Returns 'timing_s/<phase>' and 'timing_s/step', and starts again."""
-    times = {f'timing_s/{k}': v for k, v in self._seconds.items()}
-    times['timing_s/step'] = self.elapsed()
-    self._seconds, self._start = {}, time.monotonic()
-    return times
-
-
 def step_metrics(
-    exp: Experience,
-    scored: dict[int, np.ndarray],
-    infos: list[UpdateInfo],
-    fp8_state: PyTree,
-    *,
-    loss: LossConfig,
-    generated: list[Completion],
+    parts: Parts,
+    sampled: Filled,
+    learnt: Learnt,
+    state: TrainState,
     timer: Timer,
-    num_devices: int,
 ) -> dict[str, Any]:
   """Returns all metrics of a step but those of its evaluation.
 
   Args:
-    exp: the scored rollout.
-    scored: completion's index -> the training forward's log-probs of prompt
-      and response, at the rollout's weights.
-    infos: one per optimiser step.
-    fp8_state: the slots behind the step, on the host.
-    loss: the objective; its correction caps the importance weights.
-    generated: all answers that were sampled, those that were dropped included.
+    parts: what the run is made of.
+    sampled: what was sampled for the step.
+    learnt: what its updates tell.
+    state: behind them.
     timer: whose last `take` was the step's start.
-    num_devices: devices that worked.
   """
+  exp, policy = learnt.experience, parts.policy
   metrics: dict[str, Any] = experience.experience_metrics(exp)
-  metrics |= _mismatch(exp, scored, loss)
-  metrics |= update_metrics(infos)
-  summary = health.summarize(fp8_state, slots.slot_paths(fp8_state))
-  metrics |= health.headline(summary)
-  if summary:
-    metrics['fp8_health'] = summary
+  metrics |= sampled.metrics
+  metrics |= _mismatch(exp, learnt.scored, parts.loss)
+  metrics |= update_metrics(learnt.infos)
+  metrics |= _health(state.fp8_state, slots.OPERANDS)
   metrics |= throughput(
-      exp.completions, exp.prompts, generated, timer, num_devices
+      exp.completions,
+      exp.prompts,
+      sampled.completions,
+      timer,
+      policy.axes.size,
   )
+  metrics |= flops.mfu_metrics(
+      policy,
+      parts.rollout_policy.recipe,
+      sampled.prompts,
+      sampled.completions,
+      timer,
+      trained=exp.completions,
+      ppo_epochs=parts.algorithm.ppo_epochs,
+  )
+  metrics['perf/packing_efficiency'] = learnt.packing_efficiency
+  if parts.is_mixed:
+    rollout = _health(
+        state.rollout_fp8_state,
+        mixed_flow.measured_operands(parts.rollout_policy.recipe),
+    ) | _changed_bytes(learnt.rollout_changed)
+    metrics |= {f'rollout_{name}': value for name, value in rollout.items()}
   return metrics
+
+
+def _health(fp8_state: PyTree, operands: tuple[str, ...]) -> dict[str, Any]:
+  """Returns `fp8/...` and `fp8_health` of the operands that are measured."""
+  fp8_state = jax.device_get(fp8_state)
+  summary = {
+      path: {operand: entries[operand] for operand in operands}
+      for path, entries in health.summarize(
+          fp8_state, slots.slot_paths(fp8_state)
+      ).items()
+  }
+  metrics: dict[str, Any] = health.headline(summary)
+  return metrics | ({'fp8_health': summary} if summary else {})
 
 
 def _mismatch(
@@ -138,32 +127,6 @@ def update_metrics(infos: list[UpdateInfo]) -> dict:
       'training/skipped_updates': len(applied) - sum(applied),
   }
   return metrics | _changed_bytes(infos[-1].changed_bytes)
-
-
-def rollout_health(
-    fp8_state: PyTree, changed: PyTree, *, operands: tuple[str, ...]
-) -> dict[str, Any]:
-  """Returns what `fp8/` tells of training for the rollout of a mixed flow.
-
-  Args:
-    fp8_state: the rollout's slots, on the host.
-    changed: share of its weight bytes that the requantisation changed, nested
-      like the slots; empty if there was none.
-    operands: those that are measured.
-
-  Returns:
-    The names of `fp8/...` under `rollout_fp8/...`.
-  """
-  summary = health.summarize(fp8_state, slots.slot_paths(fp8_state))
-  measured = {
-      name: value
-      for name, value in health.headline(summary).items()
-      if name.split('/')[1] in operands
-  }
-  return {
-      f'rollout_{name}': value
-      for name, value in (measured | _changed_bytes(changed)).items()
-  }
 
 
 def _changed_bytes(shares: PyTree) -> dict[str, Any]:

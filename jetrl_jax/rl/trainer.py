@@ -11,29 +11,31 @@ import json
 import pathlib
 from typing import Any
 
-import jax
 from absl import logging
 
 from jetrl_jax.data import PromptSampler
 from jetrl_jax.rl import (
     evaluation,
-    flops,
+    guard_actions,
+    guard_state,
     run_precision,
+    start_check,
     startup,
     step_metrics,
 )
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.apply import UpdateInfo
 from jetrl_jax.rl.collector import Collector
-from jetrl_jax.rl.dynamic_sampling import Filled, NotEnoughGroupsError
+from jetrl_jax.rl.dynamic_sampling import NotEnoughGroupsError
 from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.guard_state import GuardState
 from jetrl_jax.rl.interrupt import Interrupt, StopRequested
-from jetrl_jax.rl.learner import Learner, Learnt
+from jetrl_jax.rl.learner import Learner
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.run_folder import RunFolder
-from jetrl_jax.rl.step_metrics import Timer
+from jetrl_jax.rl.timer import Timer
 from jetrl_jax.rl.types import TrainState
 
 
@@ -63,6 +65,7 @@ class Trainer:
     self.interrupt = Interrupt()
     self.timer = Timer()
     self.skipped_in_row = 0
+    self.guard = GuardState()
     # Why the run ends at this step, once it does.
     self.given_up = ''
     self.last_accuracy: float | None = None
@@ -76,7 +79,8 @@ class Trainer:
 
     Raises:
       StopRequested: SIGTERM came; a checkpoint was saved.
-      RuntimeError: max_skipped_updates non-finite updates in a row.
+      RuntimeError: max_skipped_updates non-finite updates in a row, or the
+        guard has rolled the run back max_rollbacks times.
       NotEnoughGroupsError: dynamic sampling did not fill a batch; a checkpoint
         was saved.
     """
@@ -94,6 +98,7 @@ class Trainer:
           self._finish(step, state, self.pending)
         while step < run.total_training_steps:
           position = self.sampler.state()
+          state = self._act(state)
           state, metrics = self._train_step(step, state)
           step, position = step + 1, self.sampler.state()
           self._finish(step, state, metrics)
@@ -115,7 +120,10 @@ class Trainer:
     self.interrupt.check()  # From here on the state is being changed.
     state, learnt = self.learner.learn(state, sampled.experience)
     self._count_skipped(learnt.infos)
-    metrics = self._metrics(sampled, learnt, state)
+    metrics = step_metrics.step_metrics(
+        self.parts, sampled, learnt, state, self.timer
+    )
+    metrics |= self._watch(step + 1, metrics)
     if self.parts.run.save_rollouts:
       self.folder.save_rollouts(step + 1, sampled.experience)
     return state, metrics
@@ -158,58 +166,77 @@ class Trainer:
             ' lower lr, or set precision.recipe=bf16 to rule out FP8.'
         )
 
-  def _metrics(
-      self, sampled: Filled, learnt: Learnt, state: TrainState
-  ) -> dict[str, Any]:
-    """Joins all metrics of a step but those of its evaluation."""
-    policy, exp = self.parts.policy, learnt.experience
-    metrics = step_metrics.step_metrics(
-        exp,
-        learnt.scored,
-        learnt.infos,
-        jax.device_get(state.fp8_state),
-        loss=self.parts.loss,
-        generated=sampled.completions,
-        timer=self.timer,
-        num_devices=policy.axes.size,
-    )
-    metrics |= sampled.metrics
-    metrics |= flops.mfu_metrics(
-        policy,
-        self.parts.rollout_policy.recipe,
-        sampled.prompts,
-        sampled.completions,
-        self.timer,
-        trained=exp.completions,
-        ppo_epochs=self.parts.algorithm.ppo_epochs,
-    )
-    metrics['perf/packing_efficiency'] = learnt.packing_efficiency
-    if self.learner.requantizer is not None:
-      metrics |= step_metrics.rollout_health(
-          jax.device_get(state.rollout_fp8_state),
-          learnt.rollout_changed,
-          operands=self.learner.requantizer.measures,
+  def _watch(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
+    """Lets the guard decide what the step's metrics ask for."""
+    if not self.parts.guard.enable:
+      return {}
+    decision = guard_actions.decide(self.parts, self.guard, step, metrics)
+    self._remember(decision.state)
+    if decision.breaches:
+      logging.warning('Step %d: %s', step, decision.sentence())
+    if decision.exhausted:
+      self.given_up = decision.sentence()
+    return decision.metrics()
+
+  def _act(self, state: TrainState) -> TrainState:
+    """Does what the guard decided behind the last step, if anything.
+
+    A stop leaves it undone: it is saved with the step and done after a resume.
+    """
+    action = self.guard.due
+    if action is None:
+      return state
+    done = self.guard.done()
+    with self.timer('guard'):
+      engine, reference = self.collector.engine, self.learner.reference
+      # Its accumulators would be in the way of those of a calibration.
+      del self.learner
+      self.parts, state = guard_actions.act(
+          action,
+          self.base,
+          self.parts,
+          engine,
+          state,
+          self.folder.checkpoints,
+          self.interrupt.check,
       )
-    return metrics
+      if action.name == 'high_precision':
+        engine = self._engine()
+      self._assemble(engine, state, reference)
+      if action.name == 'high_precision':
+        self._check(state)
+    if action.name == 'rollback':
+      self.skipped_in_row = 0
+    self._remember(done)
+    return state
+
+  def _remember(self, state: GuardState) -> None:
+    self.guard = state
+    # Retention must not take what a rollback may need.
+    self.folder.checkpoints.pinned = frozenset({state.good, state.candidate})
 
   # --- start, save --------------------------------------------------------
 
   def _start(self) -> tuple[TrainState, int]:
     """Resumes from the workdir, or calibrates a cold start."""
     folder = self.folder
-    resumed = startup.resume(self.parts, folder.checkpoints)
-    engine = self._engine()
+    # In the precision of the cold start, before any action of the guard.
+    self.base = self.parts
+    resumed = startup.resume(self.base, folder.checkpoints)
     if resumed is None:
       folder.write_config(self.parts.config_text)
+      engine = self._engine()
       with self.timer('calibration'):
         state = startup.cold_start(self.parts, engine, self.interrupt.check)
         chosen, state = startup.settle_precision(self.parts, state, folder.path)
       if chosen is not self.parts:
-        self.parts = chosen
+        self.parts = self.base = chosen
         engine = self._engine()
       # Not evaluated yet: step 0 has a line only once that is done.
       step, self.pending = 0, {}
     else:
+      self.parts = resumed.parts
+      engine = self._engine()
       state, step = resumed.state, resumed.step
       self._restore_host_state(resumed.host_state)
       # Only now: a start that is refused leaves the run's own config behind.
@@ -245,7 +272,7 @@ class Trainer:
 
   def _check(self, state: TrainState) -> None:
     """Compares rollout and training before a token is spent."""
-    startup.check(
+    start_check.check(
         self.parts,
         self.loss,
         self.collector.engine,
@@ -260,17 +287,21 @@ class Trainer:
     if self.pending is not None:
       # As text: the numbers need not be finite.
       pending = json.dumps(self.pending, default=float)
-    return {
+    saved = {
         'sampler': self.sampler.state(),
         'skipped_in_row': self.skipped_in_row,
         'accuracy': self.last_accuracy,
         'pending': pending,
     }
+    if self.guard != GuardState():
+      saved['guard'] = self.guard.to_json()
+    return saved
 
   def _restore_host_state(self, saved: dict[str, Any]) -> None:
     self.sampler.restore(saved['sampler'])
     self.skipped_in_row = saved['skipped_in_row']
     self.last_accuracy = saved['accuracy']
+    self._remember(guard_state.of_checkpoint(saved))
     if saved['pending'] is not None:
       self.pending = json.loads(saved['pending'])
 

@@ -6,7 +6,12 @@ from absl import logging
 from jetrl_jax.rl import combinations
 from jetrl_jax.rl.engine import EngineConfig
 from jetrl_jax.rl.objective import LossConfig
-from jetrl_jax.rl.settings import AlgorithmConfig, FilterGroups, RunConfig
+from jetrl_jax.rl.settings import (
+    AlgorithmConfig,
+    FilterGroups,
+    GuardConfig,
+    RunConfig,
+)
 
 ENGINE = EngineConfig(
     num_slots=16, max_prompt_length=4, max_response_length=8, stop_ids=(1,)
@@ -131,3 +136,26 @@ def test_a_setting_that_nobody_reads_is_named_in_a_warning(
 def test_what_the_literature_combines_passes_without_a_word(loss, algorithm):
   combinations.check(LossConfig(**loss), algorithm, ENGINE, RUN)
   assert not combinations.unread(LossConfig(**loss), algorithm)
+
+
+def test_a_guard_that_could_not_act_is_refused():
+  on, off = GuardConfig(enable=True), GuardConfig()
+  saving = dataclasses.replace(RUN, save_freq=1, max_skipped_updates=3)
+
+  def check(guard=on, loss=None, algorithm=MU, run=saving):
+    loss = LossConfig(**(loss or {}))
+    combinations.check_guard(guard, loss, algorithm, run)
+
+  check()
+  kl = {'kl_loss_coef': 0.1}
+  check(off, kl, run=RUN)
+  with pytest.raises(ValueError, match='no checkpoint to go back to; set tra'):
+    check(run=RUN)
+  # Two steps of one update each: the second would end the run.
+  with pytest.raises(ValueError, match='max_skipped_updates is 2: .* above 2,'):
+    check(run=dataclasses.replace(saving, max_skipped_updates=2))
+  with pytest.raises(ValueError, match='2 steps of 2 updates are .* above 4,'):
+    check(algorithm=dataclasses.replace(MU, ppo_epochs=2))
+  with pytest.raises(ValueError, match='reference policy would stay in the'):
+    check(loss=kl)
+  check(dataclasses.replace(on, actions=('recalibrate',)), kl, run=RUN)

@@ -10,7 +10,7 @@ import pytest
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.models import families
 from jetrl_jax.rl import flops
-from jetrl_jax.rl.step_metrics import Timer
+from jetrl_jax.rl.timer import Timer
 from jetrl_jax.rl.types import Completion
 from tests.rl import tiny_run
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.rl import aggregation, replay, rollout_store, startup
+from jetrl_jax.rl import aggregation, replay, rollout_store, start_check
 from jetrl_jax.rl.experience import Experience
 from jetrl_jax.rl.interrupt import StopRequested
 from jetrl_jax.rl.objective import policy_loss
@@ -132,7 +132,7 @@ def test_the_start_up_bit_test_sees_equal_bits_and_a_moved_weight(
   trainer, state = live.trainer, live.state
 
   def differing() -> float:
-    return startup.bit_test(
+    return start_check.bit_test(
         trainer.parts,
         trainer.collector.engine,
         trainer.learner.score,
@@ -142,11 +142,11 @@ def test_the_start_up_bit_test_sees_equal_bits_and_a_moved_weight(
 
   assert differing() == 0.0
   # The engine samples with other weights than those that are scored.
-  rollout_of = startup.short_rollout
+  rollout_of = start_check.short_rollout
   moved = jax.tree.map(jnp.copy, state)
   moved.weights['final_norm']['scale'] *= 1.01
   monkeypatch.setattr(
-      startup,
+      start_check,
       'short_rollout',
       lambda parts, engine, _, check: rollout_of(parts, engine, moved, check),
   )
