@@ -1,7 +1,6 @@
 """Every setting of configs/base.py with values that it cannot have."""
 
 import math
-import random
 import re
 
 import pytest
@@ -68,7 +67,6 @@ def test_a_whole_number_may_stand_for_a_float_and_a_list_for_a_tuple():
 
 
 def test_whatever_a_setting_is_a_run_is_built_or_refused_in_a_sentence():
-  rng = random.Random(0)
   cases = [
       (name, value)
       for name in _NAMES
@@ -76,7 +74,7 @@ def test_whatever_a_setting_is_a_run_is_built_or_refused_in_a_sentence():
       for value in _ODD[_type_of(name)]
   ]
   refused = 0
-  for name, value in rng.sample(cases, 60):
+  for name, value in cases:
     config = _with(whole_run.config(), name, value)
     try:
       config_check.check(config, _BASE)
@@ -84,4 +82,4 @@ def test_whatever_a_setting_is_a_run_is_built_or_refused_in_a_sentence():
     except ValueError as error:
       assert name.rpartition('.')[2] in str(error), (name, value)
       refused += 1
-  assert refused > 20
+  assert refused > 400

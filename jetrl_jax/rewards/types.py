@@ -35,7 +35,7 @@ class RewardSpec:
       if not re.fullmatch(r'.+[.:][A-Za-z_]\w*', self.function):
         raise ValueError(
             f'reward {self.function!r} is neither built in'
-            f' ({", ".join(BUILT_IN)}) nor a path; write'
+            f' ({", ".join(BUILT_IN)}) nor a path; write other functions as'
             " 'package.module.function' or 'path/to/file.py:function'."
         )
       return

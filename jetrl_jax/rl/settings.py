@@ -61,7 +61,8 @@ class OverlongBuffer:
       raise ValueError(
           f'overlong_buffer.len is {self.len}; the penalty grows over the last'
           f' tokens before max_response_length={self.max_response_length}, so'
-          ' it must be in [1, max_response_length] (DAPO: 4096 of 20480)'
+          ' it must be in [1, max_response_length] (DAPO: 4096 of 20480), or'
+          ' set overlong_buffer.enable=False'
       )
     if not self.penalty_factor > 0:
       raise ValueError(
