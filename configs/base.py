@@ -220,6 +220,9 @@ def get_config() -> ml_collections.ConfigDict:
   config.optim.lr_decay = 'constant'
   # Adam's moments: 'fp8' or 'float32'.
   config.optim.moments = 'fp8'
+  # How bfloat16 masters (model.master_dtype) are rounded: 'nearest', which
+  # loses small updates, or 'stochastic', which keeps their mean.
+  config.optim.master_rounding = 'nearest'
 
   config.trainer = ml_collections.ConfigDict()
   # Prompts per step, prompts per optimiser step, rows per forward/backward.

@@ -325,12 +325,21 @@ def loss_config(section: Config) -> LossConfig:
 
 def optimizer_config(config: Config, total_steps: int) -> OptimizerConfig:
   """Returns AdamW's settings; decay runs over `total_steps` updates."""
-  return _take(
+  settings = _take(
       OptimizerConfig,
       config.optim,
       betas=tuple(config.optim.betas),
       lr_decay_steps=total_steps,
+      seed=config.seed,
   )
+  dtype = config.model.master_dtype
+  if settings.master_rounding != 'nearest' and dtype != 'bfloat16':
+    raise ValueError(
+        f'optim.master_rounding is {settings.master_rounding!r} and'
+        f' model.master_dtype {dtype}, which is never rounded; set'
+        " model.master_dtype='bfloat16', or optim.master_rounding='nearest'"
+    )
+  return settings
 
 
 def wandb_config(config: Config) -> WandbConfig | None:

@@ -73,6 +73,10 @@ class Axes:
     """Maximum over all devices."""
     return lax.pmax(x, (DATA, FSDP)) if self.size > 1 else x
 
+  def first_row(self, local_rows: int) -> int | Array:
+    """Index of this device's first row in a leaf that is split."""
+    return lax.axis_index(FSDP) * local_rows if self.fsdp > 1 else 0
+
   def gather(self, x: Array, full_dim: int) -> Array:
     """Returns the whole of a leaf whose first dim may be split over fsdp."""
     if x.ndim == 0 or x.shape[0] == full_dim:

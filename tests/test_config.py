@@ -243,6 +243,11 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
         ({'optim.moments': 'int8'}, "moments is 'int8'; allowed: fp8, float32"),
         ({'optim.lr_decay': 'exp'}, "lr_decay is 'exp'; allowed: constant"),
         (
+            {'optim.master_rounding': 'stochastic'},
+            "optim.master_rounding is 'stochastic' and model.master_dtype"
+            ' float32, which is never rounded; set',
+        ),
+        (
             {'optim.lr_decay': 'cosine', 'optim.lr_warmup_steps': 6},
             'lr_decay_steps is 6; cosine decay needs more than lr_warmup_steps'
             ' (6)',

@@ -109,12 +109,15 @@ class Codec(NamedTuple):
   zeros: Callable[[Array], Any]
 
 
-def identity_codec() -> Codec:
-  """Returns the codec that stores moments as they are."""
+def float32_codec() -> Codec:
+  """Returns the codec that stores moments in float32, whatever the leaf is.
+
+  In bfloat16 a second moment would never fall: 0.999 of it rounds back to it.
+  """
   return Codec(
-      encode=lambda x: x,
+      encode=lambda x: x.astype(jnp.float32),
       decode=lambda x: x,
-      zeros=jnp.zeros_like,
+      zeros=lambda x: jnp.zeros_like(x, jnp.float32),
   )
 
 
@@ -238,9 +241,9 @@ def scale_by_adam(
       update = mu / (1 - b1^t) / (sqrt(nu / (1 - b2^t)) + eps)
 
   The arithmetic is that of `optax.scale_by_adam`, on decoded moments; with
-  `identity_codec()` the two are equal to the bit. The update is computed from
-  the moments before they are encoded, so the codec's error enters one step
-  later.
+  `float32_codec()` and float32 leaves the two are equal to the bit. The update
+  is computed from the moments before they are encoded, so the codec's error
+  enters one step later.
 
   Args:
     b1: decay of the first moment, in [0, 1).
@@ -297,7 +300,8 @@ def adamw(
 ) -> optax.GradientTransformationExtraArgs:
   """Returns AdamW: Adam, plus decayed weights, times -learning_rate.
 
-  Composed as `optax.adamw` is; with `identity_codec()` equal to it to the bit.
+  Composed as `optax.adamw` is; equal to it to the bit with `float32_codec()`
+  and float32 parameters.
 
   Args:
     learning_rate: a number, or a function of the step counted from 0.

@@ -7,6 +7,10 @@ share one compiled program that is called once per layer: a model of 28 layers
 compiles as fast as one of two, and what a program keeps while it runs is one
 part's. Nothing waits for the host between the calls: whether the gradients are
 finite, and by how much they are clipped, stays on the device.
+
+The arithmetic is float32 whatever the masters' dtype: gradients and masters are
+widened in the kernels that read them, and what is stored is rounded once, to
+the nearest or at random (`rounding.py`).
 """
 
 import dataclasses
@@ -20,10 +24,11 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jetrl_jax import fp8, sharding
+from jetrl_jax import fp8, rng, sharding
 from jetrl_jax.compilation import exact_jit
 from jetrl_jax.fp8 import QTensor, slots
 from jetrl_jax.metrics import Mean
+from jetrl_jax.rl import rounding
 from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.types import TrainState
 from jetrl_jax.typing import Array, PyTree
@@ -127,8 +132,8 @@ def changed_share(old: PyTree, new: PyTree, axes) -> PyTree:
   return walk(old, new) or {}
 
 
-def _judge(policy, config, is_split, trainable, metrics, opt_step):
-  """Returns (UpdateInfo without changed bytes, factor, next opt_step)."""
+def _judge(policy, config, is_split, trainable, metrics, opt_step, root):
+  """Returns (UpdateInfo without changed bytes, clip, next step, words)."""
   norm = _global_norm(trainable, is_split, policy.axes)
   loss = metrics['actor/pg_loss']
   ok = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
@@ -142,25 +147,45 @@ def _judge(policy, config, is_split, trainable, metrics, opt_step):
       metrics=metrics | {'actor/pg_loss': loss + one},
   )
   shrink = jnp.where(ok, shrink, 0.0)
-  return info, shrink, opt_step + ok.astype(jnp.int32)
+  words = {} if root is None else rounding.words(root, opt_step, trainable)
+  return info, shrink, opt_step + ok.astype(jnp.int32), words
 
 
-def _move(policy, optimizer, join, part, shared, gradients, cotangents, ruling):
+def _widened(tree: PyTree) -> PyTree:
+  return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+
+def _move(
+    policy,
+    optimizer,
+    join,
+    is_split,
+    part,
+    shared,
+    gradients,
+    cotangents,
+    ruling,
+):
   """Moves one part; returns (part, shared optimiser state, changed bytes)."""
   axes, recipe = policy.axes, policy.recipe
-  ok, shrink = ruling
+  ok, shrink, words = ruling
   clipped = jax.tree.map(
-      lambda g: jnp.where(ok, g * shrink.astype(g.dtype), 0), gradients
+      lambda g: jnp.where(ok, g * shrink, 0), _widened(gradients)
   )
+  masters = _widened(part.trainable)
   updates, opt_state = optimizer.update(
-      clipped, join(part.moments, shared), part.trainable
+      clipped, join(part.moments, shared), masters
   )
 
   def keep(new, old):
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
   moments, next_shared = _split(opt_state, set(part.trainable))
-  trainable = keep(optax.apply_updates(part.trainable, updates), part.trainable)
+  moved = optax.apply_updates(masters, updates)
+  trainable = keep(
+      rounding.stored(moved, part.trainable, is_split, words, axes),
+      part.trainable,
+  )
   params = merge(trainable, part.frozen)
   fp8_state = slots.observe(part.fp8_state, cotangents)
   fp8_state = slots.roll(fp8_state, recipe, operands=('output_grad',))
@@ -171,7 +196,7 @@ def _move(policy, optimizer, join, part, shared, gradients, cotangents, ruling):
   fp8_state = keep(
       slots.measure_kernels(fp8_state, params, weights, axes), fp8_state
   )
-  moved = Part(
+  next_part = Part(
       trainable=trainable,
       frozen=part.frozen,
       fp8_state=fp8_state,
@@ -179,7 +204,7 @@ def _move(policy, optimizer, join, part, shared, gradients, cotangents, ruling):
       weights=weights,
   )
   changed = changed_share(part.weights, weights, axes)
-  return moved, keep(next_shared, shared), changed
+  return next_part, keep(next_shared, shared), changed
 
 
 class _Joiner:
@@ -219,7 +244,7 @@ class Apply:
     policy: its recipe and axes.
     optimizer: moves the trainable masters. Its state may hold trees like the
       masters and whatever does not depend on them, such as step counts.
-    config: `OptimizerConfig` (learning rate and clip).
+    config: `OptimizerConfig` (learning rate, clip and rounding).
     mesh: devices.
     state: an example, concrete or of shapes.
     gradients: shapes of the accumulator.
@@ -237,16 +262,14 @@ class Apply:
     self._mesh, self._jit = mesh, policy.jit
     self._keys = set(state.trainable)
     self._join = _Joiner(state.opt_state, self._keys)
-    is_split = jax.tree.map(
-        # Decided on the whole shapes: inside, a split leaf looks smaller.
-        lambda leaf: sharding.leaf_spec(leaf.shape, mesh) != P(),
-        state.trainable,
-    )
+    self._root = None
+    if config.master_rounding == 'stochastic':
+      self._root = rng.key(config.seed, rng.ROUNDING)
     specs = sharding.tree_specs(gradients.trainable, mesh)
     self._judge = self._compiled(
-        functools.partial(_judge, policy, config, is_split),
-        (specs, P(), P()),
-        (P(), P(), P()),
+        functools.partial(_judge, policy, config, self._splits(state)),
+        (specs, P(), P(), P()),
+        (P(), P(), P(), P()),
     )
     self._move = functools.partial(_move, policy, optimizer, self._join)
     self._movers: dict[Any, Any] = {}
@@ -260,15 +283,16 @@ class Apply:
 
   def __call__(self, state: TrainState, gradients: Gradients):
     """Moves the state; see the class."""
-    info, shrink, opt_step = self._judge(
-        gradients.trainable, gradients.metrics, state.opt_step
+    info, shrink, opt_step, words = self._judge(
+        gradients.trainable, gradients.metrics, state.opt_step, self._root
     )
     parts, changed, shared = {}, {}, _split(state.opt_state, self._keys)[1]
     next_shared = shared
     for key, arguments in self._arguments(state, gradients):
       move = self._mover(arguments)
+      ruling = (info.applied, shrink, words.get(key, {}))
       parts[key], next_shared, share = move(
-          arguments[0], shared, *arguments[1:], (info.applied, shrink)
+          arguments[0], shared, *arguments[1:], ruling
       )
       changed |= {key: share} if share else {}
     next_state = self._joined(state, parts, next_shared, opt_step)
@@ -282,21 +306,25 @@ class Apply:
       state: concrete or of shapes, as `gradients`.
       gradients: the accumulator.
     """
-    judge = (gradients.trainable, gradients.metrics, state.opt_step)
+    judge = (
+        gradients.trainable,
+        gradients.metrics,
+        state.opt_step,
+        self._root,
+    )
     yield 'judge', 1, self._judge.lower(*judge)
-    info, shrink, _ = jax.eval_shape(self._judge, *judge)
+    info, shrink, _, words = jax.eval_shape(self._judge, *judge)
     shared = _split(state.opt_state, self._keys)[1]
     calls: dict[Any, list] = {}
     for key, arguments in self._arguments(state, gradients):
       calls.setdefault(self._mover(arguments), []).append((key, arguments))
     for move, same in calls.items():
       key, arguments = same[0]
+      ruling = (info.applied, shrink, words.get(key, {}))
       yield (
           f'move {key}',
           len(same),
-          move.lower(
-              arguments[0], shared, *arguments[1:], (info.applied, shrink)
-          ),
+          move.lower(arguments[0], shared, *arguments[1:], ruling),
       )
     yield 'clear', 1, self._clear.lower(gradients)
 
@@ -332,13 +360,22 @@ class Apply:
     signature = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     if signature not in self._movers:
       part, gradients, cotangents = sharding.tree_specs(arguments, self._mesh)
+      is_split = self._splits(arguments[0])
       self._movers[signature] = self._compiled(
-          self._move,
+          functools.partial(self._move, is_split),
           (part, P(), gradients, cotangents, P()),
           (part, P(), P()),
           donate_argnums=(0,),
       )
     return self._movers[signature]
+
+  def _splits(self, of: TrainState | Part) -> PyTree:
+    """Returns which masters are split over devices, as a tree of bools."""
+    return jax.tree.map(
+        # Decided on the whole shapes: inside, a split leaf looks smaller.
+        lambda leaf: sharding.leaf_spec(leaf.shape, self._mesh) != P(),
+        of.trainable,
+    )
 
   def _joined(self, state, parts, shared, opt_step) -> TrainState:
     def gathered(field: str, old: PyTree) -> PyTree:

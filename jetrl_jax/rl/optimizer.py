@@ -23,6 +23,9 @@ class OptimizerConfig:
     lr_decay_steps: optimiser steps until the decay's end, warmup included;
       unread for 'constant'.
     moments: 'fp8' (COAT's expanded E4M3 groups) or 'float32'.
+    master_rounding: how a moved bfloat16 master is rounded: 'nearest' or
+      'stochastic' (see `rounding.py`). Float32 masters are not.
+    seed: of the random bits of 'stochastic'.
   """
 
   lr: float = 1e-6
@@ -34,6 +37,8 @@ class OptimizerConfig:
   lr_decay: str = 'constant'
   lr_decay_steps: int = 0
   moments: str = 'fp8'
+  master_rounding: str = 'nearest'
+  seed: int = 0
 
   def __post_init__(self):
     for name in ('lr', 'eps', 'grad_clip'):
@@ -48,6 +53,11 @@ class OptimizerConfig:
       )
     if self.moments not in ('fp8', 'float32'):
       raise ValueError(f'moments is {self.moments!r}; allowed: fp8, float32')
+    if self.master_rounding not in ('nearest', 'stochastic'):
+      raise ValueError(
+          f'master_rounding is {self.master_rounding!r}; allowed: nearest,'
+          ' stochastic'
+      )
     if self.lr_decay not in ('constant', 'cosine', 'linear'):
       raise ValueError(
           f'lr_decay is {self.lr_decay!r}; allowed: constant, cosine, linear'
@@ -84,7 +94,7 @@ class OptimizerConfig:
 
   def build(self) -> optax.GradientTransformation:
     """Returns the optax transformation."""
-    codec = adam.fp8_codec() if self.moments == 'fp8' else adam.identity_codec()
+    codec = adam.fp8_codec() if self.moments == 'fp8' else adam.float32_codec()
     return adam.adamw(
         self.learning_rate,
         *self.betas,

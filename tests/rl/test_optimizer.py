@@ -67,6 +67,10 @@ def test_the_learning_rate_is_the_same_traced_or_not():
         ({'weight_decay': -0.1}, r'weight_decay is -0\.1.*must be >= 0'),
         ({'lr_warmup_steps': -1}, 'lr_warmup_steps is -1; both must be >= 0'),
         ({'moments': 'int8'}, "moments is 'int8'; allowed: fp8, float32"),
+        (
+            {'master_rounding': 'up'},
+            "master_rounding is 'up'; allowed: nearest, stochastic",
+        ),
         ({'lr_decay': 'step'}, "'step'; allowed: constant, cosine, linear"),
         (
             {'lr_decay': 'linear', 'lr_warmup_steps': 5, 'lr_decay_steps': 5},
@@ -162,3 +166,10 @@ def test_fp8_moments_take_a_quarter_of_the_memory():
 
   # 1 + 12 / 128 bytes a value against 4.
   assert size('fp8') / size('float32') == pytest.approx(1.09375 / 4, rel=1e-3)
+
+
+def test_moments_of_bfloat16_masters_are_float32_too():
+  # In bfloat16 0.999 times a second moment rounds back to it.
+  params = {'w': jnp.zeros((2, 4), jnp.bfloat16)}
+  adam = OptimizerConfig(moments='float32').build().init(params)[0]
+  assert (adam.mu['w'].dtype, adam.nu['w'].dtype) == (jnp.float32, jnp.float32)

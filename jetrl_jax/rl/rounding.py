@@ -1,0 +1,167 @@
+"""Bfloat16 masters, rounded up or down at random instead of to the nearest.
+
+A bfloat16 has 8 significant bits. An update below half of its last one, 2^-9 of
+the value, is lost when the sum is rounded to the nearest, and it is lost again
+at every step: with a small learning rate most masters never move. Rounded at
+random, up with the probability of the part that is cut off,
+
+    x between neighbours a < b:   b with probability (x - a) / (b - a), else a,
+
+the mean of what is stored is x, so small updates add up over the steps as in
+float32, with the noise of a random walk on top.
+
+Worked example: a master of 1.0 in bfloat16, whose neighbour above is 1 + 2^-7,
+and an update of 2^-10. The nearest is 1.0, forever. At random the master moves
+by 2^-7 once in eight steps, 2^-10 a step.
+
+The random bits have an address and no state. One threefry key per optimiser
+step and parameter is the key of a permutation of 32-bit words, and an element's
+bits are the upper half of what its index in the whole parameter is sent to.
+They are the same after a resume, on any mesh and however parameters are grouped
+into programs; and they are about ten integer instructions in the kernel that
+moves the masters anyway, where threefry would take a hundred per element.
+"""
+
+import itertools
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jetrl_jax import rng
+from jetrl_jax.sharding import Axes
+from jetrl_jax.typing import Array, PRNGKey, PyTree
+
+_DROPPED_BITS = 16  # of a float32, to make it a bfloat16
+_LARGEST = 0x7F7F  # the bits of the largest finite bfloat16
+
+
+def words(root: PRNGKey, opt_step: Array, masters: PyTree) -> dict[str, Array]:
+  """Returns the key of each master at an optimiser step.
+
+  Args:
+    root: `rng.key(seed, rng.ROUNDING)`.
+    opt_step: int32, counted from 0.
+    masters: nested dict.
+
+  Returns:
+    By key of the outermost dict: uint32 [its leaves, 2].
+  """
+  paths = {
+      part: [
+          '/'.join([part, *(entry.key for entry in path)])
+          for path, _ in jax.tree.leaves_with_path(tree)
+      ]
+      for part, tree in masters.items()
+  }
+  # One program of a few kernels for all masters, not a few in each part.
+  addresses = [zlib.crc32(p.encode()) for p in itertools.chain(*paths.values())]
+  step_key = rng.fold(root, opt_step)
+  keys = jax.vmap(lambda address: rng.fold(step_key, address))(
+      jnp.asarray(addresses, jnp.uint32)
+  )
+  ends = np.cumsum([len(names) for names in paths.values()])[:-1]
+  split = jnp.split(jax.random.key_data(keys), ends)
+  return dict(zip(paths, split, strict=True))
+
+
+def stored(
+    moved: PyTree,
+    like: PyTree,
+    is_split: PyTree,
+    part: Array | dict,
+    axes: Axes,
+) -> PyTree:
+  """Returns moved masters in the dtype in which they are stored.
+
+  Args:
+    moved: float32, what one part of the tree moved to.
+    like: the masters it moved from.
+    is_split: tree of whether each device holds rows of its own.
+    part: the part's `words`, by which it is rounded at random; {} rounds to
+      the nearest.
+    axes: of the mesh.
+  """
+  if isinstance(part, dict):
+    return jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), moved, like)
+  leaves, tree = jax.tree.flatten(moved)
+  rounded = []
+  for leaf, split, key in zip(
+      leaves, jax.tree.leaves(is_split), part, strict=True
+  ):
+    first = axes.first_row(leaf.shape[0]) if split else 0
+    rounded.append(
+        stochastic_bfloat16(leaf, element_bits(key, leaf.shape, first))
+    )
+  return tree.unflatten(rounded)
+
+
+def element_bits(
+    key: Array, shape: tuple[int, ...], first_row: int | Array = 0
+) -> Array:
+  """Returns random bits for the elements of a parameter, or of some rows.
+
+      bits_i = mix(mix(i xor key[0]) xor key[1]) >> 16
+
+  where i is the element's index in the whole parameter, in row-major order. As
+  `mix` is a permutation, no two of the first 2^32 elements get the same word.
+
+  Args:
+    key: uint32 [2], see `words`.
+    shape: of the rows at hand; its first axis is the one that is split.
+    first_row: index of the first of them in the whole parameter.
+
+  Returns:
+    uint32 in [0, 2^16), of `shape`.
+  """
+  index, stride = jnp.zeros(shape, jnp.uint32), 1
+  for axis in reversed(range(len(shape))):
+    along = lax.broadcasted_iota(jnp.uint32, shape, axis)
+    if axis == 0:
+      along = along + jnp.asarray(first_row, jnp.uint32)
+    index = index + along * jnp.uint32(stride % 2**32)
+    stride *= shape[axis]
+  return _mix(_mix(index ^ key[0]) ^ key[1]) >> _DROPPED_BITS
+
+
+def _mix(x: Array) -> Array:
+  """A permutation of the 32-bit words: every output bit depends on all of x.
+
+  References:
+    Wellons 2018, "Prospecting for Hash Functions" (lowbias32).
+  """
+  x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+  x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+  return x ^ (x >> 16)
+
+
+def stochastic_bfloat16(x: Array, bits: Array) -> Array:
+  """Rounds float32 to a neighbouring bfloat16, by chance and without bias.
+
+  The lower 16 bits of a float32 are the part that is cut off, in 2^-16 of the
+  step to the next bfloat16, whatever the sign and also among subnormals. Adding
+  a number in [0, 2^16) carries into the upper half with just that probability.
+
+  Args:
+    x: float32.
+    bits: uint32 in [0, 2^16), uniform and independent of x.
+
+  Returns:
+    bfloat16, of mean x over `bits`. What bfloat16 holds stays itself, infinity
+    and NaN too. Finite values stay finite: those beyond the largest bfloat16
+    become it, the only ones that are not unbiased.
+
+  References:
+    Gupta et al. 2015, arXiv:1502.02551, section 3; Zamirai et al. 2020,
+    arXiv:2010.06192, for masters in bfloat16.
+  """
+  word = lax.bitcast_convert_type(x, jnp.uint32)
+  upper = (word + bits) >> _DROPPED_BITS
+  # The carry out of the largest exponent's last mantissa would be infinity.
+  overflows = (upper & 0x7FFF) > _LARGEST
+  upper = jnp.where(overflows, word >> _DROPPED_BITS, upper)
+  rounded = lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
+  # A carry would make NaN anything, -0 among others.
+  return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
