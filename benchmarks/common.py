@@ -20,7 +20,7 @@ import numpy as np
 from absl import flags
 
 from configs import base
-from jetrl_jax import config as configs
+from jetrl_jax import config_model
 from jetrl_jax.data import Prompt
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.optimizer import OptimizerConfig
@@ -141,7 +141,7 @@ def random_policy(
   config.model.shape = shape
   config.model.master_dtype = 'bfloat16'
   config.update_from_flattened_dict(overrides or {})
-  policy, mesh, folder = configs.build_policy(config)
+  policy, mesh, folder = config_model.build_policy(config)
   if TINY.value:
     model = dataclasses.replace(
         policy.model,
@@ -157,7 +157,7 @@ def random_policy(
   if layers:
     model = dataclasses.replace(policy.model, num_layers=layers)
     policy = dataclasses.replace(policy, model=model)
-  make, _ = configs.parameters(config, policy, mesh, folder)
+  make, _ = config_model.parameters(config, policy, mesh, folder)
   return policy, mesh, make
 
 

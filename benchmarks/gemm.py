@@ -13,7 +13,7 @@ from absl import app, flags
 
 from benchmarks import common
 from jetrl_jax.compilation import exact_jit
-from jetrl_jax.config import SHAPES
+from jetrl_jax.config_model import SHAPES
 from jetrl_jax.fp8 import QTensor, Recipe, dot
 
 _OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')

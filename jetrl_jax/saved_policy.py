@@ -17,7 +17,14 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from jetrl_jax import checkpoint, compilation, fp8, models, sharding
+from jetrl_jax import (
+    checkpoint,
+    compilation,
+    config_model,
+    fp8,
+    models,
+    sharding,
+)
 from jetrl_jax import config as configs
 from jetrl_jax.data import ChatFormat, PlainFormat, PromptFormat, Tokenizer
 from jetrl_jax.fp8 import slots
@@ -172,7 +179,7 @@ def _of_run(
       config.mesh.data = config.mesh.fsdp = 1
   try:
     compilation.keep_compiled(config.compile_cache_dir)
-    policy, mesh, folder = configs.build_policy(config)
+    policy, mesh, folder = config_model.build_policy(config)
     policy = run_precision.resolve(
         workdir, policy, config.precision.invariant_scale
     )
@@ -182,7 +189,7 @@ def _of_run(
         ' it. Add the setting with the value that the run had'
         ' (docs/configuration.md)'
     ) from error
-  _, shapes = configs.parameters(config, policy, mesh, folder)
+  _, shapes = config_model.parameters(config, policy, mesh, folder)
   # Its schedule is not part of its state: any number of steps will do.
   optimizer = configs.optimizer_config(config, 1).build()
 
@@ -245,7 +252,7 @@ def _sides(
   """
   dots = guard_state.of_checkpoint(host_state).high_precision
   policy = dataclasses.replace(policy, recipe=policy.recipe.keeping(dots))
-  return policy, configs.rollout_policy(config, policy)
+  return policy, config_model.rollout_policy(config, policy)
 
 
 def _with_recipe(policy: Policy, name: str) -> Policy:

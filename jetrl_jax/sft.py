@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 
-from jetrl_jax import compilation, config_flag, models
+from jetrl_jax import compilation, config_flag, config_model, models
 from jetrl_jax import config as configs
 from jetrl_jax.data import Prompt, PromptSampler, Tokenizer
 from jetrl_jax.data.prompts import column
@@ -102,13 +102,13 @@ def train(config, workdir: pathlib.Path) -> None:
   """
   _check(config.sft)
   compilation.keep_compiled(config.compile_cache_dir)
-  policy, mesh, folder = configs.build_policy(config)
+  policy, mesh, folder = config_model.build_policy(config)
   tokenizer = configs.build_tokenizer(config, folder)
   # Before any weight is loaded: what is wrong with the data shows now.
   next_batch = _batches(config, policy, tokenizer)
   steps = config.sft.total_training_steps
   settings = configs.optimizer_config(config, steps)
-  make_params, _ = configs.parameters(config, policy, mesh, folder)
+  make_params, _ = config_model.parameters(config, policy, mesh, folder)
   optimizer = settings.build()
   state = states.create(
       policy, make_params(), optimizer, mesh, tuple(config.model.freeze)

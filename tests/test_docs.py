@@ -16,8 +16,7 @@ import yaml
 
 from benchmarks import plot_speed
 from configs import base, llama8b, qwen0_5b, qwen3_8b, qwen7b
-from jetrl_jax import config as configs
-from jetrl_jax import config_check
+from jetrl_jax import config_check, config_model
 from tools import config_reference
 
 _ROOT = pathlib.Path(__file__).parent.parent
@@ -278,8 +277,8 @@ def test_a_large_config_takes_random_weights_of_its_shape(module, shape):
   config = module.get_config()
   config.model.init, config.model.shape = 'random', shape
   config_check.check(config, base.get_config())
-  policy, _, folder = configs.build_policy(config)
-  assert folder is None and policy.model == configs.SHAPES[shape]
+  policy, _, folder = config_model.build_policy(config)
+  assert folder is None and policy.model == config_model.SHAPES[shape]
   rows = config.data.max_prompt_length + config.rollout.max_response_length
   assert rows % policy.tile == 0 and rows <= policy.model.max_position
 
@@ -289,4 +288,4 @@ def test_a_large_config_takes_random_weights_of_its_shape(module, shape):
 )
 def test_a_large_config_without_a_checkpoint_says_what_to_give(module):
   with pytest.raises(ValueError, match=r'--config\.model\.path='):
-    configs.build_policy(module.get_config())
+    config_model.build_policy(module.get_config())

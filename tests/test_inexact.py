@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax import compilation
-from jetrl_jax import config as configs
+from jetrl_jax import compilation, config_model
 from jetrl_jax.report_data import read_run
 from jetrl_jax.report_facts import headline
 from tests import whole_run
@@ -22,7 +21,7 @@ def _sum(one, small):
 def test_a_policy_compiles_as_its_run_claims():
   one = jnp.ones((8,), jnp.bfloat16)
   small = jnp.full((8,), 2.0**-8, jnp.bfloat16)
-  policy, _, _ = configs.build_policy(whole_run.config())
+  policy, _, _ = config_model.build_policy(whole_run.config())
   # A tie, which the rounding to bfloat16 takes down to 1.
   assert policy.jit(_sum)(one, small)[0] == 1
   policy = dataclasses.replace(policy, exact=False)

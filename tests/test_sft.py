@@ -74,7 +74,7 @@ def test_what_would_fail_after_the_last_step_is_refused_before_the_first(
 
 def test_a_written_answer_ends_with_the_end_token():
   config = whole_run.config()
-  _, _, folder = sft.configs.build_policy(config)
+  _, _, folder = sft.config_model.build_policy(config)
   tokenizer = sft.configs.build_tokenizer(config, folder)
   data = sft.configs.build_dataset(config, config.data.train_files, tokenizer)
   tokens, start = sft.target_tokens(data[0], 'answer', tokenizer)

@@ -1,0 +1,175 @@
+"""From a config to the policy: the decoder, its precision and its weights."""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import traverse_util
+from jax.sharding import NamedSharding
+
+from jetrl_jax import fp8, models, rng, sharding
+from jetrl_jax.models import families, hf_layout, invariant_scaling
+from jetrl_jax.rl import state as states
+from jetrl_jax.rl.policy import Policy
+from jetrl_jax.typing import PyTree
+
+# A ConfigDict or a section of one: its entries have no static types.
+Config: TypeAlias = Any
+
+SHAPES = {
+    'qwen2.5-0.5b': families.QWEN2_5_0_5B,
+    'qwen2.5-7b': families.QWEN2_5_7B,
+    'qwen3-8b': families.QWEN3_8B,
+    'llama-3.1-8b': families.LLAMA_3_1_8B,
+}
+
+
+@contextlib.contextmanager
+def naming(setting: str) -> Iterator[None]:
+  """Puts the setting in front of what is said about its value."""
+  try:
+    yield
+  except ValueError as error:
+    raise ValueError(f'{setting}: {error}') from error
+
+
+def model_config(
+    section: Config,
+) -> tuple[models.ModelConfig, pathlib.Path | None]:
+  """Returns the decoder's shape and the checkpoint's folder, if any."""
+  if section.init not in ('checkpoint', 'random'):
+    raise ValueError(
+        f'model.init is {section.init!r}; allowed: checkpoint, random'
+    )
+  if section.master_dtype not in ('float32', 'bfloat16'):
+    raise ValueError(
+        f'model.master_dtype is {section.master_dtype!r}; allowed: float32,'
+        ' bfloat16'
+    )
+  if section.shape:
+    if section.init == 'checkpoint' or section.path:
+      raise ValueError(
+          'model.shape is for model.init=random without model.path; a'
+          ' checkpoint has a shape of its own'
+      )
+    if section.shape not in SHAPES:
+      raise ValueError(
+          f'model.shape is {section.shape!r}; allowed: {sorted(SHAPES)}'
+      )
+    return SHAPES[section.shape], None
+  if not section.path:
+    raise ValueError(
+        'model.path is empty; give a Hugging Face checkpoint'
+        ' (--config.model.path=...), or model.init=random with model.shape'
+    )
+  with naming('model.path'):
+    folder = models.resolve_checkpoint(section.path)
+    return models.load_config(folder), folder
+
+
+def build_policy(
+    config: Config,
+) -> tuple[Policy, Any, pathlib.Path | None]:
+  """Returns (policy, mesh, checkpoint folder)."""
+  model, folder = model_config(config.model)
+  mesh = sharding.make_mesh(**config.mesh)
+  precision = dict(config.precision)
+  kv_cache_dtype = precision.pop('kv_cache_dtype')
+  exact = precision.pop('exact')
+  invariant_scaling.check(precision.pop('invariant_scale'))
+  del precision['rollout_recipe']  # See `rollout_policy`.
+  recipe = fp8.Recipe(
+      name=precision.pop('recipe'),
+      high_precision_layers=tuple(precision.pop('high_precision_layers')),
+      **precision,
+  )
+  policy = Policy(
+      model=model,
+      recipe=recipe,
+      axes=sharding.axes_of(mesh),
+      tile=config.model.attention_tile,
+      logit_chunk_rows=config.model.logit_chunk_rows,
+      remat=config.model.remat,
+      kv_cache_dtype=kv_cache_dtype,
+      exact=exact,
+  )
+  return policy, mesh, folder
+
+
+def rollout_policy(config: Config, policy: Policy) -> Policy:
+  """Returns the rollout's policy; `policy` itself in a unified flow."""
+  name = config.precision.rollout_recipe or policy.recipe.name
+  with naming('precision.rollout_recipe'):
+    recipe = dataclasses.replace(policy.recipe, name=name)
+  return dataclasses.replace(policy, recipe=recipe)
+
+
+def parameters(config: Config, policy: Policy, mesh, folder):
+  """Returns (function that makes the masters, their shapes)."""
+  dtype = config.model.master_dtype
+  rows = hf_layout.layout(policy.model)
+  shapes = {
+      row.path: jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype))
+      for row in rows
+  }
+  shape_tree = hf_layout.build_tree(policy.model, lambda row: shapes[row.path])
+
+  def where(path: str) -> NamedSharding:
+    return NamedSharding(mesh, sharding.leaf_spec(shapes[path].shape, mesh))
+
+  def load() -> PyTree:
+    return models.load_checkpoint(
+        folder, policy.model, dtype=dtype, sharding_of=where
+    )
+
+  def random() -> PyTree:
+    # Leaf by leaf: one program for all would hold the whole tree twice.
+    key = rng.key(config.seed, rng.INIT)
+    leaves = {}
+    for i, (path, leaf) in enumerate(sorted(shapes.items())):
+      make = functools.partial(_random_leaf, path, leaf)
+      leaves[path] = jax.jit(make, out_shardings=where(path))(rng.fold(key, i))
+    return hf_layout.build_tree(policy.model, lambda row: leaves[row.path])
+
+  make = random if config.model.init == 'random' else load
+
+  def scaled() -> PyTree:
+    return invariant_scaling.fold(make(), config.precision.invariant_scale)
+
+  return scaled, shape_tree
+
+
+def _random_leaf(path: str, leaf: jax.ShapeDtypeStruct, key):
+  if path.endswith('/scale'):
+    return jnp.ones(leaf.shape, leaf.dtype)
+  if path.endswith('/bias'):
+    return jnp.zeros(leaf.shape, leaf.dtype)
+  return (0.02 * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
+
+
+def check_patterns(policy: Policy, shapes: PyTree, freeze: tuple) -> None:
+  """Refuses patterns that match nothing: they would change nothing.
+
+  Also kernels whose shapes the recipe cannot quantise.
+  """
+  states.partition(shapes, freeze)
+  flat: dict[str, Any] = traverse_util.flatten_dict(shapes, sep='/')
+  dots = {
+      path.removesuffix('/kernel'): leaf.shape
+      for path, leaf in flat.items()
+      if path.endswith('/kernel')
+  }
+  for path, shape in dots.items():
+    policy.recipe.check_kernel(path, shape, policy.axes.fsdp)
+  for pattern in policy.recipe.high_precision_layers:
+    if not any(re.fullmatch(pattern, dot) for dot in dots):
+      raise ValueError(
+          f'precision.high_precision_layers: {pattern!r} matches no dot; they'
+          f' are {list(dots)[:4]} and so on'
+      )
