@@ -25,7 +25,7 @@ from jetrl_jax import (
     provenance,
 )
 from jetrl_jax import config as configs
-from jetrl_jax.mismatch_bisect import Found
+from jetrl_jax.mismatch_compare import Found
 from jetrl_jax.mismatch_split import Row, Split
 from jetrl_jax.mismatch_start import Start
 from jetrl_jax.rl.console import show_own_sentences

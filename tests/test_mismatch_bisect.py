@@ -7,13 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.mismatch_bisect import (
-    Bisector,
-    Placed,
-    compare_op,
-    ops,
-    windows,
-)
+from jetrl_jax.mismatch_bisect import Bisector
+from jetrl_jax.mismatch_compare import Placed, compare_op, ops, windows
 from jetrl_jax.rl import packing
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.forced_decode import forced_logprobs
@@ -225,6 +220,7 @@ def test_another_order_of_keys_is_named_as_attention():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # Two programs per op.
 def test_programs_that_the_taps_changed_are_looked_at_one_by_one():
   # As if the run's own program had had other log-probs.
   found = _find(moved_logprobs=0.5)
