@@ -20,6 +20,8 @@ from jetrl_jax.typing import PyTree
 
 # Files of this size let several threads hash, where Orbax would write 2 GB.
 _DATA_FILE_BYTES = 256 * 2**20
+# Of another model every leaf differs, and the first few say it.
+_PROBLEMS_SHOWN = 10
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
@@ -121,7 +123,11 @@ def _check_leaves(
     if leaf.sharding is None:
       problems.append(f'{name} is wanted without a sharding')
   if problems:
+    shown = problems[:_PROBLEMS_SHOWN]
+    if more := len(problems) - len(shown):
+      shown.append(f'and {more} more')
     raise ValueError(
-        f'the checkpoint {folder} is of another model or optimiser:\n  '
-        + '\n  '.join(problems)
+        f'the checkpoint {folder} is of another model or optimiser; use another'
+        ' folder, or the settings that it was made with:\n  '
+        + '\n  '.join(shown)
     )

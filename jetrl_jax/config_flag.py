@@ -48,7 +48,7 @@ def file() -> pathlib.Path:
 def run(main: Callable[[list[str]], None]) -> None:
   """Parses the command line and calls `main` with what is left of it."""
   flags.mark_flag_as_required('config')
-  app.run(main, flags_parser=_parse)
+  app.run(_in_one_sentence(main), flags_parser=_parse)
 
 
 def run_plain(main: Callable[[list[str]], None]) -> None:
@@ -58,9 +58,34 @@ def run_plain(main: Callable[[list[str]], None]) -> None:
     try:
       return flags.FLAGS(argv)
     except flags.Error as error:
+      sys.exit(f'error: {said(error)}')
+
+  app.run(_in_one_sentence(main), flags_parser=parse)
+
+
+def said(error: Exception) -> str:
+  """Says what absl found wrong; a flag left out with what it is for."""
+  left_out = re.findall(r'Flag --(\w+) must have a value', str(error))
+  if not left_out:
+    return str(error)
+  helps = {
+      name: (flags.FLAGS[name].help or '').rstrip('.') for name in left_out
+  }
+  return '; '.join(f'--{name} is missing ({helps[name]})' for name in helps)
+
+
+def _in_one_sentence(
+    main: Callable[[list[str]], None],
+) -> Callable[[list[str]], None]:
+  """Answers a usage error with its sentence, not with a page of flags."""
+
+  def call(argv: list[str]) -> None:
+    try:
+      main(argv)
+    except app.UsageError as error:
       sys.exit(f'error: {error}')
 
-  app.run(main, flags_parser=parse)
+  return call
 
 
 def _parse(argv: list[str]) -> list[str]:
@@ -77,7 +102,7 @@ def _sentence(argv: list[str], error: Exception) -> str:
   """Says what is wrong with the command line or the config file."""
   file = _config_file(argv)
   if file is None:
-    return str(error)
+    return said(error)
   for cause in _chain(error):
     frames = traceback.extract_tb(cause.__traceback__)
     inside = [f for f in frames if _is(file, f.filename)]

@@ -49,6 +49,7 @@ def main(argv: list[str]) -> None:
   workdir = pathlib.Path(_WORKDIR.value or f'runs/{config_flag.file().stem}')
   try:
     config: configs.Config = config_flag.load(_CONFIG)
+    _check_purpose(config)
     compilation.keep_compiled(config.compile_cache_dir)
     parts = configs.build(config)
     if _DRY_RUN.value:
@@ -80,6 +81,16 @@ def main(argv: list[str]) -> None:
     print(f'Report: {report.write_report([workdir])}')
   except ValueError as error:  # A full disk; the run itself is safe by now.
     logging.warning('No report: %s', error)
+
+
+def _check_purpose(config: configs.Config) -> None:
+  """Refuses a warm start's config, which would train from random weights."""
+  if config.sft.output:
+    raise ValueError(
+        f'sft.output is {config.sft.output!r}: {config_flag.file()} is the'
+        ' config of a warm start, python -m jetrl_jax.sft --config=...; for'
+        " GRPO leave it ''"
+    )
 
 
 def _check_workdir(workdir: pathlib.Path) -> None:

@@ -10,6 +10,7 @@ import datetime
 import json
 import pathlib
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -178,8 +179,8 @@ def run(
   Raises:
     ValueError: anything that cannot work, with the fix.
   """
-  if output is not None and not output.parent.is_dir():
-    raise ValueError(f'--output={output}: there is no folder {output.parent}')
+  if output is not None:
+    _check_output(output)
   compilation.keep_compiled(config.compile_cache_dir)
   with mismatch_start.start(configs.build(config), workdir) as start:
     if bisect:
@@ -199,6 +200,21 @@ def run(
     text = as_json(start, rows, tokens=found.tokens, **facts)
     output.write_text(text, encoding='utf-8')
   return said
+
+
+def _check_output(output: pathlib.Path) -> None:
+  """Refuses a file that could not be written behind minutes of compute."""
+  if not output.parent.is_dir():
+    raise ValueError(f'--output={output}: there is no folder {output.parent}')
+  if output.is_dir():
+    raise ValueError(f'--output={output} is a folder; name a file')
+  try:
+    with tempfile.TemporaryFile(dir=output.parent):
+      pass
+  except OSError as error:
+    raise ValueError(
+        f'--output={output} cannot be written: {error.strerror}'
+    ) from error
 
 
 def main(

@@ -234,6 +234,14 @@ def test_leaves_that_differ_are_listed_by_name(manager):
       '  c is not wanted',
       '  a/b is saved as float32[2, 3], wanted as bfloat16[3, 2]',
   ]
+  many = {f'new_{i:02}': jnp.ones(1) for i in range(20)}
+  with pytest.raises(ValueError, match='use another folder') as error:
+    manager.restore(_like(many))
+  # 20 not saved, 2 not wanted.
+  assert str(error.value).splitlines()[10:] == [
+      '  new_09 is not saved',
+      '  and 12 more',
+  ]
   like = {'a': {'b': jax.ShapeDtypeStruct((2, 3), 'float32')}}
   with pytest.raises(ValueError, match='a/b is wanted without a sharding'):
     manager.restore(like)

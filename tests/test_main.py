@@ -129,10 +129,20 @@ def test_a_mistake_in_a_config_file_is_one_line(tmp_path, line, message):
         ),
         pytest.param(
             [],
-            'Flag --config must have a value other than None.',
+            '--config is missing (Path of a config file, e.g. configs/',
             marks=pytest.mark.slow,
         ),
         ([_TINY, '--wordkir=x'], "Unknown command line flag 'wordkir'"),
+        pytest.param(
+            [_TINY, 'runs/x'],
+            "unknown arguments ['runs/x']",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [_TINY, '--config.sft.output=x'],
+            'is the config of a warm start, python -m jetrl_jax.sft',
+            marks=pytest.mark.slow,
+        ),
         (
             [_TINY, '--config.optim.lr=fast'],
             'could not convert string to float',

@@ -112,6 +112,9 @@ def test_a_workdir_without_a_checkpoint_is_one_sentence(tmp_path):
 
 def test_a_result_without_a_folder_is_refused_before_anything_runs(tmp_path):
   assert 'there is no folder' in _error(output=str(tmp_path / 'no' / 'x.json'))
+  assert 'is a folder; name a file' in _error(output=str(tmp_path))
+  if pathlib.Path('/proc/self').exists():
+    assert 'cannot be written' in _error(output='/proc/self/x.json')
 
 
 def test_a_run_of_another_recipe_is_refused():

@@ -67,7 +67,7 @@ def load_examples(
   where_of_id: dict[int, str] = {}
   without_answer: list[str] = []
   for file in files:
-    count = len(examples)
+    count, rows = len(examples), len(where_of_id)
     for where, row in _read_rows(file):
       id = _id_at(row, id_key, where) if id_key else len(where_of_id)
       if id in where_of_id:
@@ -94,7 +94,12 @@ def load_examples(
           )
       )
     if len(examples) == count:
-      raise ValueError(f'{file} has no rows with a {answer_key!r}.')
+      empty = len(where_of_id) == rows
+      raise ValueError(
+          f'{file} has no rows.'
+          if empty
+          else f'{file}: {answer_key!r} is empty in every row.'
+      )
   if without_answer:
     logging.warning(
         'Left out %d of %d rows whose %r is empty, the first at %s.',

@@ -69,6 +69,10 @@ async def _wait(value: Any) -> Any:
 def _load(target: str) -> Callable[..., Any]:
   """Imports 'package.module.function' or 'path/to/file.py:function'."""
   where, name = target.rsplit(':' if ':' in target else '.', 1)
+  if where.endswith('.py') and not pathlib.Path(where).is_file():
+    raise RewardFunctionError(
+        f'reward {target!r}: there is no file {pathlib.Path(where).absolute()}.'
+    )
   try:
     module = (
         _import_file(where)
@@ -76,10 +80,14 @@ def _load(target: str) -> Callable[..., Any]:
         else (importlib.import_module(where))
     )
   except Exception as error:
-    raise RewardFunctionError(
+    message = (
         f'reward {target!r}: importing {where!r} failed with'
         f' {type(error).__name__}: {error}'
-    ) from error
+    )
+    if isinstance(error, ModuleNotFoundError) and _is_above(error.name, where):
+      # Nothing of the user's has run.
+      raise RewardFunctionError(message) from None
+    raise RewardFunctionError(message) from error
   if not callable(vars(module).get(name)):
     functions = sorted(k for k, v in vars(module).items() if callable(v))
     raise RewardFunctionError(
@@ -89,9 +97,11 @@ def _load(target: str) -> Callable[..., Any]:
   return vars(module)[name]
 
 
+def _is_above(package: str | None, module: str) -> bool:
+  return f'{module}.'.startswith(f'{package}.')
+
+
 def _import_file(path: str) -> Any:
-  if not pathlib.Path(path).is_file():
-    raise FileNotFoundError(f'there is no file {path}')
   # The path is part of the name: two files may both be called reward.py.
   digest = hashlib.sha256(path.encode()).hexdigest()[:8]
   name = f'{pathlib.Path(path).stem}_{digest}'

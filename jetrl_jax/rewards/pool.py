@@ -269,9 +269,7 @@ class RewardPool:
       reply = json.loads(message)
       if not worker.ready:
         if 'fatal' in reply:
-          raise RewardFunctionError(
-              f'a reward function could not be loaded:\n{reply["fatal"]}'
-          )
+          raise RewardFunctionError(reply['fatal'])
         worker.ready = True
         self._failed_starts = 0
         continue
@@ -348,12 +346,16 @@ class RewardPool:
         # A worker hangs up by ending; one that stops reading must not hold
         # the pool.
         mine.settimeout(self._timeout_s)
-        return _Worker(
+        worker = _Worker(
             pid=pid,
             pidfd=os.pidfd_open(pid),
             sock=mine,
             since=time.monotonic(),
         )
+        with contextlib.suppress(OSError):
+          # One that was killed meanwhile is found by `_wait`.
+          mine.sendall(wire.pack(b'go'))
+        return worker
       except (EOFError, OSError):
         mine.close()
         if last_try:

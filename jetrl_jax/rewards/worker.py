@@ -96,6 +96,9 @@ def _run_worker(
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _die_with(nursery)
     with socket.socket(fileno=descriptor) as sock:
+      # Nobody waits for this process, so once it has ended its number names
+      # nothing; the pool must have taken hold of it before it can fail.
+      wire.receive(sock)
       _work(sock, specs, memory_limit_mb)
   except (EOFError, OSError):
     pass  # The pool is gone or has dropped this worker.
@@ -111,8 +114,12 @@ def _work(
   """Loads the terms, then answers batches until the pool hangs up."""
   try:
     score = WeightedSum(specs=specs, terms=[build_term(spec) for spec in specs])
-  except BaseException:
-    _send(sock, {'fatal': traceback.format_exc()})
+  except BaseException as error:
+    said = f'a reward function could not be loaded:\n{traceback.format_exc()}'
+    if isinstance(error, RewardFunctionError) and error.__cause__ is None:
+      # Only what the user's own module raised needs the lines it came from.
+      said = str(error)
+    _send(sock, {'fatal': said})
     return
   _limit_memory(memory_limit_mb)
   _send(sock, {'ready': True})

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from absl import app, flags
 
+from jetrl_jax import config_flag
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.serve.requests import Limits
 
@@ -159,7 +160,7 @@ def _parse(argv: list[str]) -> list[str]:
   try:
     return flags.FLAGS(argv)
   except flags.Error as error:
-    _refuse(str(error))
+    _refuse(config_flag.said(error))
 
 
 if __name__ == '__main__':

@@ -133,7 +133,7 @@ def test_rows_without_an_answer_are_left_out_and_counted(tmp_path, caplog):
   assert [(e.id, e.prompt) for e in examples] == [(1, 'y')]
   assert "Left out 2 of 3 rows whose 'a' is empty" in caplog.text
   path = _write(tmp_path / 'd.jsonl', rows[0])
-  with pytest.raises(ValueError, match="has no rows with a 'a'"):
+  with pytest.raises(ValueError, match="'a' is empty in every row"):
     _load(path)
 
 
@@ -156,7 +156,7 @@ def test_an_id_must_fit_a_random_key(tmp_path, bad):
 def test_files_that_cannot_be_read_are_refused(tmp_path):
   empty = tmp_path / 'empty.jsonl'
   empty.write_text('\n')
-  with pytest.raises(ValueError, match='empty.jsonl has no rows with'):
+  with pytest.raises(ValueError, match='empty.jsonl has no rows.'):
     _load(str(empty))
   with pytest.raises(ValueError, match='there is no such file'):
     _load(str(tmp_path / 'none.jsonl'))

@@ -197,8 +197,28 @@ def test_a_score_that_is_no_finite_number_is_refused_in_one_sentence(
 def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(
     target, message
 ):
-  with pytest.raises(RewardFunctionError, match=message):
+  with pytest.raises(RewardFunctionError, match=message) as caught:
     _pool(target)
+  assert '\n' not in str(caught.value)
+
+
+def test_an_error_in_the_users_module_is_shown_with_its_lines(tmp_path):
+  file = tmp_path / 'broken.py'
+  file.write_text('import no_such_package\n')
+  with pytest.raises(RewardFunctionError, match='(?s)Traceback.*broken.py'):
+    _pool(f'{file}:f')
+
+
+def test_a_worker_that_fails_at_once_is_heard_on_a_slow_machine(monkeypatch):
+  pidfd_open = os.pidfd_open
+
+  def late(pid):
+    time.sleep(0.5)  # Longer than a worker takes to find no file.
+    return pidfd_open(pid)
+
+  monkeypatch.setattr(os, 'pidfd_open', late)
+  with pytest.raises(RewardFunctionError, match='there is no file'):
+    _pool('/no/such/file.py:f')
 
 
 def test_verls_signature_is_accepted_unchanged():
