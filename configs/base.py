@@ -69,7 +69,8 @@ def get_config() -> ml_collections.ConfigDict:
   # lm_head, embedding, norms and attention: ('layers_0/.*', '.*/mlp/down').
   config.precision.high_precision_layers = ()
   # Dots whose input or kernel keeps less than this many dB of signal over
-  # quantisation noise at the cold start join those; 0 chooses none.
+  # quantisation noise at the cold start join those; 0 chooses none. In a mixed
+  # flow a side that quantises is enough to choose, and both sides keep.
   config.precision.min_sqnr_db = 0.0
   # Kernels behind norms (qkv, gate_up) are divided by this once, the norms'
   # gains multiplied by it; undone on export. 1 is off; QuRL uses 1.5.

@@ -24,7 +24,7 @@ from jetrl_jax.dry_run_estimate import DEVICES, size
 from jetrl_jax.dry_run_memory import Phase, Shapes
 from jetrl_jax.dry_run_precision import Row
 from jetrl_jax.models import hf_import, safetensors_index
-from jetrl_jax.rl import flops
+from jetrl_jax.rl import flops, run_precision
 from jetrl_jax.rl.parts import Parts
 
 # A GPU keeps a part of its memory for itself and for libraries.
@@ -46,17 +46,22 @@ def dry_run(parts: Parts, workdir: pathlib.Path, device: str = '') -> list[str]:
 
   Raises:
     ValueError: an unknown device; a checkpoint that does not fit its
-      config.json; a rollout that rounds where training does not.
+      config.json; a rollout that rounds where training does not; another
+      precision than the run in `workdir` began with.
   """
   if device and device not in DEVICES:
     raise ValueError(
         f'--dry_run_device={device!r}; known are {", ".join(DEVICES)}'
     )
   kind = device or jax.devices()[0].device_kind
+  # A run that has begun keeps the dots that it settled on.
+  policy = run_precision.resolve(workdir, parts.policy, parts.invariant_scale)
+  parts = parts.with_policy(policy)
   problems = _inputs(parts, workdir)
   found = dry_run_memory.shapes(parts)
   rows = dry_run_precision.table(parts)
   _print_precision(rows)
+  print(run_precision.told(workdir, policy.recipe), end='')
   problems += _memory(parts, found, rows, kind, bool(device))
   _print_cost(parts, found, kind)
   problems += _print_disk(parts, found, workdir)

@@ -28,7 +28,7 @@ from jetrl_jax.rl.apply import merge
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.objective import supervised_loss
 from jetrl_jax.rl.policy import Policy
-from jetrl_jax.rl.step_metrics import update_metrics
+from jetrl_jax.rl.step_metrics import not_finite, update_metrics
 from jetrl_jax.rl.timer import Timer
 from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import TrainBatch
@@ -50,14 +50,18 @@ def target_tokens(
   return tokens, len(prompt.tokens)
 
 
-def _check(section) -> None:
+def _check(config) -> None:
   """Refuses now what would only fail after the last step."""
+  section = config.sft
   if not section.output:
     raise ValueError('sft.output is empty; name the folder to export to')
   check_target(pathlib.Path(section.output))
   for name in ('total_training_steps', 'batch_size'):
     if section[name] < 1:
       raise ValueError(f'sft.{name} is {section[name]}; it must be >= 1')
+  limit = config.trainer.max_skipped_updates
+  if limit < 1:
+    raise ValueError(f'trainer.max_skipped_updates is {limit}; it must be >= 1')
 
 
 def _batches(
@@ -99,8 +103,10 @@ def train(config, workdir: pathlib.Path) -> None:
 
   Raises:
     ValueError: see `config.build`; a sequence longer than a row.
+    RuntimeError: every update was skipped as not finite, or
+      trainer.max_skipped_updates of them in a row; nothing was exported.
   """
-  _check(config.sft)
+  _check(config)
   compilation.keep_compiled(config.compile_cache_dir)
   policy, mesh, folder = config_model.build_policy(config)
   tokenizer = configs.build_tokenizer(config, folder)
@@ -120,6 +126,7 @@ def train(config, workdir: pathlib.Path) -> None:
   gradients = step.zero_gradients(state)
   writer, timer = MetricWriter(workdir, tensorboard=False), Timer()
   writer.truncate_after(-1)
+  infos, skipped = [], 0
   for i in range(steps):
     for batch in next_batch():
       gradients, _, _ = step.accumulate(
@@ -129,10 +136,18 @@ def train(config, workdir: pathlib.Path) -> None:
     state = dataclasses.replace(
         state, fp8_state=step.roll_inputs(state.fp8_state)
     )
+    infos.append(info)
     if (i + 1) % 10 == 0 or i + 1 == steps:
-      metrics = update_metrics([jax.device_get(info)]) | timer.take()
+      infos = jax.device_get(infos)
+      metrics = update_metrics(infos) | timer.take()
       writer.write(i + 1, metrics)
       logging.info('step %d/%d loss %.4f', i + 1, steps, metrics['sft/loss'])
+      for info in infos:
+        skipped = 0 if info.applied else skipped + 1
+      if skipped >= min(config.trainer.max_skipped_updates, steps):
+        writer.close()
+        raise RuntimeError(f'{not_finite(skipped, info)} Nothing was exported.')
+      infos = []
   writer.close()
   models.save_checkpoint(
       pathlib.Path(config.sft.output),

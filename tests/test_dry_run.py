@@ -90,6 +90,14 @@ def _mixed():
   return configs.build(config_flow.resolve(whole_run.config(flow='flashrl')))
 
 
+def test_dots_that_a_mixed_run_chose_are_the_same_on_both_sides():
+  parts = _mixed().keeping(('layers_0/mlp/down',))
+  rows = {row.name: row for row in dry_run_precision.table(parts)}
+  down, qkv = rows['layers_*/mlp/down'], rows['layers_*/attn/qkv']
+  assert down.rollout == down.training == 'bf16 x bf16 -> bf16'
+  assert qkv.rollout != qkv.training == 'bf16 x bf16 -> bf16'
+
+
 def test_the_rollouts_own_weights_of_a_mixed_flow_are_counted():
   parts = _mixed()
   found = dry_run_memory.shapes(parts)

@@ -72,6 +72,42 @@ def test_what_would_fail_after_the_last_step_is_refused_before_the_first(
   assert not (tmp_path / 'run').exists()
 
 
+@pytest.mark.parametrize('steps, skipped', [(2, 2), (120, 10)])
+def test_a_warm_start_that_is_never_finite_exports_nothing(
+    tmp_path, trained, steps, skipped
+):
+  source = trained[1]
+  shape = models.load_config(source)
+  params = models.load_checkpoint(source, shape, dtype='float32')
+  # A finite checkpoint; what is normalised to 1 and more becomes infinite.
+  gain = params['final_norm']['scale']
+  params['final_norm']['scale'] = gain * 0 + 3e38
+  broken = tmp_path / 'broken'
+  models.save_checkpoint(broken, params, shape, source_folder=source)
+  config = whole_run.config(
+      **{
+          'model.path': str(broken),
+          'model.init': 'checkpoint',
+          'sft.total_training_steps': steps,
+          'sft.batch_size': 10,
+          'sft.output': str(tmp_path / 'out'),
+          'rollout.max_response_length': 32,
+          'optim.lr': 5e-3,
+      }
+  )
+  with whole_run.cached_compilation():
+    with pytest.raises(
+        RuntimeError,
+        match=f'^{skipped} updates in a row were not finite .gradient norm nan'
+        '.*rule out FP8. Nothing was exported.$',
+    ):
+      sft.train(config, tmp_path / 'run')
+  (record,) = whole_run.records(tmp_path / 'run')
+  assert record['training/skipped_updates'] == skipped == record['step']
+  assert record['training/updates'] == 0
+  assert not (tmp_path / 'out').exists()
+
+
 def test_a_written_answer_ends_with_the_end_token():
   config = whole_run.config()
   _, _, folder = sft.config_model.build_policy(config)

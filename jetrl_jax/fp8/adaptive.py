@@ -4,42 +4,48 @@
 
 of a dot's input, over real tokens, and of its kernel. A dot of which either
 lies below the threshold computes in the compute dtype, in rollout and training
-alike. The choice is made once, at a cold start, and kept with the run: a dot
-that changed sides later would change the policy between two steps.
+alike. In a mixed flow both sides are asked that quantise at all, and the worse
+answer counts: a dot in 8 bits on one side alone would be another mixed flow.
+The choice is made once, at a cold start, and kept with the run: a dot that
+changed sides later would change the policy between two steps.
 
 The output gradient takes no part: no log-prob depends on it.
 """
 
+import math
 from collections.abc import Mapping
+from typing import TypeAlias
 
-from jetrl_jax.fp8.recipes import Recipe
+# What `health.summarize` returns of a calibrated state.
+Summary: TypeAlias = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 # What the forward quantises.
 _OPERANDS = ('input', 'kernel')
 
 
 def choose(
-    summary: Mapping[str, Mapping[str, Mapping[str, float]]], recipe: Recipe
+    summaries: Mapping[str, Summary], min_sqnr_db: float
 ) -> dict[str, float]:
-  """Returns the dots below the recipe's threshold, and their dB.
+  """Returns the dots below a threshold, and the fewest dB they keep.
 
   Args:
-    summary: `health.summarize` of a calibrated state.
-    recipe: its `min_sqnr_db`.
+    summaries: of each side of the flow that quantises, by its recipe's name.
+    min_sqnr_db: the threshold.
 
   Raises:
     ValueError: every dot lies below it: that is the recipe 'bf16'.
   """
-  ratios = {path: _worst(operands) for path, operands in summary.items()}
+  ratios: dict[str, float] = {}
+  for summary in summaries.values():
+    for path, operands in summary.items():
+      ratios[path] = min(_worst(operands), ratios.get(path, math.inf))
   chosen = {
-      path: ratio
-      for path, ratio in ratios.items()
-      if ratio < recipe.min_sqnr_db
+      path: ratio for path, ratio in ratios.items() if ratio < min_sqnr_db
   }
   if ratios and len(chosen) == len(ratios):
     raise ValueError(
-        f'precision.min_sqnr_db is {recipe.min_sqnr_db}, and no dot keeps that'
-        f' much with recipe {recipe.name} (the best has'
+        f'precision.min_sqnr_db is {min_sqnr_db}, and no dot keeps that'
+        f' much with recipe {" and ".join(summaries)} (the best has'
         f' {max(ratios.values()):.1f} dB): lower it, or use recipe bf16'
     )
   return chosen

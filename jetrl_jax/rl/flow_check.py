@@ -58,6 +58,8 @@ def report_mixed_flow(
     loss_function: Any,
     config: EngineConfig,
     state: TrainState,
+    *,
+    moved: tuple[str, ...] = (),
 ) -> None:
   """Says how rollout and training differ in a flow that is meant to be mixed.
 
@@ -67,14 +69,24 @@ def report_mixed_flow(
     loss_function: the objective.
     config: the engine's sampler.
     state: with a rollout's side; concrete or of shapes.
+    moved: dots that the guard has put into high precision on both sides.
 
   Raises:
-    ValueError: they do not differ: nothing is mixed.
+    ValueError: they do not differ, and not because of the guard: nothing is
+      mixed.
   """
   differences = mixed_differences(
       policy, rollout_policy, loss_function, config, state
   )
   names = f'{rollout_policy.recipe.name} rollout, {policy.recipe.name} training'
+  if not differences and moved:
+    logging.info(
+        'Mixed flow (%s): no dot is left that is quantised on one side only;'
+        ' the guard has put into high precision: %s',
+        names,
+        ', '.join(moved),
+    )
+    return
   if not differences:
     raise ValueError(
         f'the flow is declared mixed ({names}), but the rollout computes what'

@@ -231,8 +231,9 @@ def _noisiest(metrics: Mapping[str, Any]) -> tuple[str, ...]:
       for health in _HEALTH
       if health in metrics
       for dot, operands in metrics[health].items()
-      # What the forward quantises: no log-prob depends on gradients.
-      for entry in (operands['input'], operands['kernel'])
-      if 'sqnr_db' in entry
+      # What the forward quantises: no log-prob depends on gradients. Of a
+      # rollout with dynamic scales only the kernels are measured.
+      for operand, entry in operands.items()
+      if operand != 'output_grad' and 'sqnr_db' in entry
   ]
   return (min(ratios)[1],) if ratios else ()

@@ -75,7 +75,7 @@ def act(
       return parts, recalibrated(parts, engine, state, should_stop)
     case 'high_precision':
       parts = parts.keeping(action.dots)
-      return parts, restricted(parts, state)
+      return parts, startup.restricted(parts, state)
     case _:
       return parts, rolled_back(parts, base, state, checkpoints, action.step)
 
@@ -106,26 +106,6 @@ def recalibrated(
   return calibration.calibrate_run(parts, engine, state, should_stop)
 
 
-def restricted(parts: Parts, state: TrainState) -> TrainState:
-  """Returns the state for parts that quantise fewer dots, on both sides.
-
-  Args:
-    parts: quantise some of the dots that the state's do.
-    state: all but the slots and weights of the others stay.
-  """
-  rollout_slots = state.rollout_fp8_state
-  state = states.restricted(parts.policy, state, parts.mesh)
-  if not parts.is_mixed:
-    return state
-  recipe = parts.rollout_policy.recipe
-  state = dataclasses.replace(
-      state, rollout_fp8_state=slots.restrict(rollout_slots, recipe)
-  )
-  return mixed_flow.with_weights(
-      parts.rollout_policy, state, parts.mesh, record=False
-  )
-
-
 def rolled_back(
     parts: Parts,
     base: Parts,
@@ -151,4 +131,4 @@ def rolled_back(
   assert resumed is not None
   if resumed.parts.policy == parts.policy:
     return resumed.state
-  return restricted(parts, resumed.state)
+  return startup.restricted(parts, resumed.state)

@@ -10,7 +10,7 @@ The rollout has no backward pass, so its delayed scales cannot leave one as
 observations. What its inputs were is seen by running its recipe once more over
 the step's own sequences: row by row the same numbers as those it sampled with,
 so the scales move as they would in a unified flow. A dynamic recipe has nothing
-to remember, and is spared the pass.
+to remember, and is spared the pass but at a cold start that chooses dots.
 """
 
 import dataclasses
@@ -74,6 +74,19 @@ def with_weights(
   )
 
 
+def restricted(policy: Policy, state: TrainState, mesh: Mesh) -> TrainState:
+  """Drops the slots of dots that the rollout no longer quantises.
+
+  Args:
+    policy: the rollout's; quantises some of the dots that the state's does.
+    state: the rollout's other slots stay, its weights are made again.
+    mesh: devices.
+  """
+  kept = slots.restrict(state.rollout_fp8_state, policy.recipe)
+  state = dataclasses.replace(state, rollout_fp8_state=kept)
+  return with_weights(policy, state, mesh, record=False)
+
+
 def measured_operands(recipe: Recipe) -> tuple[str, ...]:
   """Returns the operands whose health the rollout's slots hold."""
   return ('input', 'kernel') if recipe.is_delayed else ('kernel',)
@@ -95,7 +108,7 @@ class Requantizer:
         policy, recipe=dataclasses.replace(policy.recipe, calibrating=True)
     )
     side = as_rollout(state)
-    self._observes = policy.recipe.is_delayed
+    self._recipe = policy.recipe
     specs = sharding.tree_specs(side, mesh)
 
     def compiled(function, in_specs, out_specs, **options):
@@ -136,6 +149,8 @@ class Requantizer:
       state: its rollout's kernel slots are filled already.
       batches: micro-batches of real tokens.
     """
+    if not self._recipe.needs_calibration:
+      return state
     return self._observe(self._seen_calibrating, state, batches)
 
   def __call__(
@@ -151,7 +166,8 @@ class Requantizer:
     Returns:
       (state, share of 8-bit weight bytes that changed, nested like the slots).
     """
-    state = self._observe(self._seen, state, batches)
+    if self._recipe.is_delayed:
+      state = self._observe(self._seen, state, batches)
     fp8_state, weights, changed = self._requantize(
         state.trainable,
         state.frozen,
@@ -164,8 +180,6 @@ class Requantizer:
     return state, jax.device_get(changed)
 
   def _observe(self, seen_in, state, batches) -> TrainState:
-    if not self._observes:
-      return state
     seen = None
     for batch in batches:
       new = seen_in(as_rollout(state), batch)

@@ -84,13 +84,6 @@ class Parts:
           ' precision.rollout_recipe empty'
       )
 
-    if self.is_mixed and self.policy.recipe.min_sqnr_db:
-      raise ValueError(
-          f'precision.min_sqnr_db is {self.policy.recipe.min_sqnr_db} in a'
-          ' mixed flow, whose two sides would choose different dots; set it to'
-          ' 0 and name dots in precision.high_precision_layers'
-      )
-
   def with_policy(self, policy: Policy) -> 'Parts':
     """Returns the parts with another policy on both sides of the flow."""
     recipe = dataclasses.replace(

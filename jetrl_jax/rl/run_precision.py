@@ -15,7 +15,7 @@ import jax
 from absl import logging
 
 from jetrl_jax import checkpoint
-from jetrl_jax.fp8 import adaptive, health, slots
+from jetrl_jax.fp8 import Recipe, adaptive, health, slots
 from jetrl_jax.rl.apply import merge
 from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.types import TrainState
@@ -96,6 +96,26 @@ def resolve(
   return keeping(policy, settled)
 
 
+def told(workdir: pathlib.Path, recipe: Recipe) -> str:
+  """Returns which dots min_sqnr_db chose, in words; '' where it is off.
+
+  Args:
+    workdir: of a run, which may not have begun.
+    recipe: training's.
+  """
+  if not recipe.min_sqnr_db:
+    return ''
+  name, settled = f'precision.min_sqnr_db={recipe.min_sqnr_db:g}', read(workdir)
+  if settled is None:
+    return (
+        f'\n{name}: dots that keep less at the cold start stay in'
+        f' {recipe.compute_dtype} on both sides; which ones is not known yet\n'
+    )
+  chosen = settled.high_precision.items()
+  named = ', '.join(f'{dot} ({db:.1f} dB)' for dot, db in chosen) or 'none'
+  return f'\n{name} chose at the cold start: {named}\n'
+
+
 def keeping(policy: Policy, settled: RunPrecision) -> Policy:
   """Returns the policy with the chosen dots in high precision."""
   if not settled.high_precision:
@@ -105,34 +125,33 @@ def keeping(policy: Policy, settled: RunPrecision) -> Policy:
 
 
 def settle(
-    policy: Policy, state: TrainState, invariant_scale: float
+    sides: list[tuple[Policy, TrainState]], invariant_scale: float
 ) -> RunPrecision:
   """Chooses the dots of a calibrated cold start; logs them.
 
   Args:
-    policy: of the state.
-    state: its input slots hold the health of real tokens.
-    invariant_scale: what its masters were folded by.
+    sides: training's policy and state and, in a mixed flow, the rollout's. The
+      input slots hold the health of real tokens.
+    invariant_scale: what the masters were folded by.
 
   Raises:
     ValueError: see `adaptive.choose`.
   """
-  recipe, chosen = policy.recipe, {}
-  if recipe.needs_calibration and recipe.min_sqnr_db:
-    # Whole arrays, outside of shard_map: no collectives.
-    fp8_state = policy.jit(
-        lambda s, p, w: slots.measure_kernels(s, p, w, Axes())
-    )(state.fp8_state, merge(state.trainable, state.frozen), state.weights)
-    summary = health.summarize(
-        jax.device_get(fp8_state), slots.slot_paths(fp8_state)
-    )
-    chosen = adaptive.choose(summary, recipe)
+  recipe, chosen = sides[0][0].recipe, {}
+  if recipe.min_sqnr_db:
+    summaries = {
+        policy.recipe.name: _summary(policy, state)
+        for policy, state in sides
+        if policy.recipe.needs_calibration
+    }
+    chosen = adaptive.choose(summaries, recipe.min_sqnr_db)
     logging.info(
-        '%d of %d dots keep less than %g dB and stay in %s, in rollout and'
+        '%d of %d dots keep less than %g dB (%s) and stay in %s, in rollout and'
         ' training: %s',
         len(chosen),
-        len(summary),
+        max(map(len, summaries.values()), default=0),
         recipe.min_sqnr_db,
+        ' or '.join(summaries) or 'nothing is quantised',
         recipe.compute_dtype,
         ', '.join(f'{path} ({db:.1f})' for path, db in chosen.items()) or '-',
     )
@@ -140,4 +159,15 @@ def settle(
       invariant_scale=invariant_scale,
       min_sqnr_db=recipe.min_sqnr_db,
       high_precision=chosen,
+  )
+
+
+def _summary(policy: Policy, state: TrainState) -> adaptive.Summary:
+  """Returns the health of one side's inputs and kernels."""
+  # Whole arrays, outside of shard_map: no collectives.
+  fp8_state = policy.jit(
+      lambda s, p, w: slots.measure_kernels(s, p, w, Axes())
+  )(state.fp8_state, merge(state.trainable, state.frozen), state.weights)
+  return health.summarize(
+      jax.device_get(fp8_state), slots.slot_paths(fp8_state)
   )

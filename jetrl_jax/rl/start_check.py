@@ -33,6 +33,7 @@ def check(
     score: Scorer,
     state: TrainState,
     should_stop: StopCheck,
+    moved: tuple[str, ...],
 ) -> None:
   """Compares rollout and training before a token is spent.
 
@@ -43,15 +44,21 @@ def check(
     score: the training forward.
     state: the weights both read.
     should_stop: called at a rollout's host visits; raises to give up.
+    moved: dots that the guard has put into high precision.
 
   Raises:
-    ValueError: see `flow_check.check_flow`.
+    ValueError: see `flow_check.check_flow` and `report_mixed_flow`.
   """
   if not parts.policy.exact:
     logging.warning('This run compiles as XLA likes it: %s', NOT_CLAIMED)
   if parts.is_mixed:
     flow_check.report_mixed_flow(
-        parts.policy, parts.rollout_policy, loss, parts.engine, state
+        parts.policy,
+        parts.rollout_policy,
+        loss,
+        parts.engine,
+        state,
+        moved=moved,
     )
     return
   flow_check.check_flow(parts.policy, loss, parts.engine, state)

@@ -150,9 +150,26 @@ def settle_precision(
     state: calibrated.
     workdir: keeps what was settled.
   """
-  settled = run_precision.settle(parts.policy, state, parts.invariant_scale)
+  sides = [(parts.policy, state)]
+  if parts.is_mixed:
+    sides.append((parts.rollout_policy, mixed_flow.as_rollout(state)))
+  settled = run_precision.settle(sides, parts.invariant_scale)
   run_precision.write(workdir, settled)
   policy = run_precision.keeping(parts.policy, settled)
   if policy is parts.policy:
     return parts, state
-  return parts.with_policy(policy), states.restricted(policy, state, parts.mesh)
+  parts = parts.with_policy(policy)
+  return parts, restricted(parts, state)
+
+
+def restricted(parts: Parts, state: TrainState) -> TrainState:
+  """Returns the state for parts that quantise fewer dots, on both sides.
+
+  Args:
+    parts: quantise some of the dots that the state's do.
+    state: all but the slots and weights of the others stay.
+  """
+  state = states.restricted(parts.policy, state, parts.mesh)
+  if not parts.is_mixed:
+    return state
+  return mixed_flow.restricted(parts.rollout_policy, state, parts.mesh)

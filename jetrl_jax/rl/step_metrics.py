@@ -129,6 +129,21 @@ def update_metrics(infos: list[UpdateInfo]) -> dict:
   return metrics | _changed_bytes(infos[-1].changed_bytes)
 
 
+def not_finite(count: int, last: UpdateInfo) -> str:
+  """Returns why a run ends whose updates are skipped one after the other.
+
+  Args:
+    count: how many in a row.
+    last: of them.
+  """
+  return (
+      f'{count} updates in a row were not finite (gradient norm'
+      f' {float(last.grad_norm)}); the weights are as they were before them.'
+      ' Look at actor/grad_norm and fp8/ in metrics.jsonl, lower lr, or set'
+      ' precision.recipe=bf16 to rule out FP8.'
+  )
+
+
 def _changed_bytes(shares: PyTree) -> dict[str, Any]:
   changed = _flatten(shares)
   if not changed:

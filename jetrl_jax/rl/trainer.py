@@ -91,7 +91,7 @@ class Trainer:
         self.parts.make_rewards() as self.pool,
     ):
       state, step = self._start()
-      self._check(state)
+      self._check(state, self.guard)
       position = self.sampler.state()
       try:
         if self.pending is not None:
@@ -159,12 +159,7 @@ class Trainer:
     for info in infos:
       self.skipped_in_row = 0 if info.applied else self.skipped_in_row + 1
       if self.skipped_in_row >= self.parts.run.max_skipped_updates:
-        self.given_up = (
-            f'{self.skipped_in_row} updates in a row were not finite (gradient'
-            f' norm {float(info.grad_norm)}); the weights are as they were'
-            ' before them. Look at actor/grad_norm and fp8/ in metrics.jsonl,'
-            ' lower lr, or set precision.recipe=bf16 to rule out FP8.'
-        )
+        self.given_up = step_metrics.not_finite(self.skipped_in_row, info)
 
   def _watch(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
     """Lets the guard decide what the step's metrics ask for."""
@@ -204,7 +199,7 @@ class Trainer:
         engine = self._engine()
       self._assemble(engine, state, reference)
       if action.name == 'high_precision':
-        self._check(state)
+        self._check(state, done)
     if action.name == 'rollback':
       self.skipped_in_row = 0
     self._remember(done)
@@ -270,7 +265,7 @@ class Trainer:
     )
     self.learner = Learner(self.parts, self.loss, state, reference, self.timer)
 
-  def _check(self, state: TrainState) -> None:
+  def _check(self, state: TrainState, guard: GuardState) -> None:
     """Compares rollout and training before a token is spent."""
     start_check.check(
         self.parts,
@@ -279,6 +274,7 @@ class Trainer:
         self.learner.score,
         state,
         self.interrupt.check,
+        guard.high_precision,
     )
 
   def _host_state(self) -> dict[str, Any]:

@@ -21,18 +21,28 @@ def test_a_dot_is_chosen_by_the_worse_of_input_and_kernel():
       'layers_1/attn/qkv': _dot(31.0),  # Its kernel lost nothing.
       'layers_1/attn/o': _dot(),
   }
-  recipe = Recipe(name='fp8_token', min_sqnr_db=30.0)
-  assert adaptive.choose(summary, recipe) == {
+  assert adaptive.choose({'fp8_token': summary}, 30.0) == {
       'layers_0/attn/qkv': 25.0,
       'layers_0/attn/o': 29.9,
   }
+
+
+def test_a_dot_of_a_mixed_flow_is_chosen_by_the_worse_of_its_two_sides():
+  training = {'qkv': _dot(31.0, 31.0), 'o': _dot(29.0, 31.0), 'up': _dot(31.0)}
+  rollout = {'qkv': _dot(20.0, 40.0), 'o': _dot(41.0, 41.0), 'up': _dot()}
+  sides = {'fp8_delayed': training, 'int8': rollout}
+  assert adaptive.choose(sides, 30.0) == {'qkv': 20.0, 'o': 29.0}
+  # No dot is left that both sides would keep: 31 dB is the best.
+  message = 'no dot keeps that much with recipe fp8_delayed and int8 (the best'
+  with pytest.raises(ValueError, match=re.escape(message) + ' has 31.0 dB'):
+    adaptive.choose(sides, 35.0)
 
 
 def test_a_threshold_above_every_dot_is_refused():
   summary = {'a': _dot(31.0, 31.5), 'b': _dot(30.0, 33.0)}
   message = 'min_sqnr_db is 40.0, and no dot keeps that much with recipe int8'
   with pytest.raises(ValueError, match=re.escape(message)) as error:
-    adaptive.choose(summary, Recipe(name='int8', min_sqnr_db=40.0))
+    adaptive.choose({'int8': summary}, 40.0)
   assert 'the best has 31.0 dB' in str(error.value)
 
 

@@ -179,6 +179,29 @@ def test_a_mixed_flow_gives_up_the_rollouts_noisiest_dot_for_its_mismatch():
   assert only.state.due == Action(name='high_precision', dots=('o',))
   # Of a unified flow no rounding is to blame.
   assert _actions([apart], config=config) == [None]
+  # Delayed scales are measured anew first: a bad one shows as noise, too.
+  assert _actions([apart] * 2, config=config, is_mixed=True) == [
+      'recalibrate',
+      'high_precision',
+  ]
+
+
+def test_a_rollout_with_dynamic_scales_is_judged_by_its_kernels():
+  # As `mixed_flow.measured_operands` has it; training is BF16 and has no dots.
+  apart = _metrics(k3=0.02)
+  del apart['fp8_health']
+  apart['rollout_fp8_health'] = {
+      'o': {'kernel': _operand(sqnr=40.0)},
+      'qkv': {'kernel': _operand(sqnr=38.0)},
+  }
+  config = GuardConfig(enable=True, patience=1)
+  (only,), _ = _run([apart], config, has_histories=False, is_mixed=True)
+  assert only.state.due == Action(name='high_precision', dots=('qkv',))
+  # Nothing in 8 bits is left, so precision cannot help.
+  del apart['rollout_fp8_health']
+  steps = [GOOD] * 3 + [apart]
+  found = _actions(steps, config=config, has_histories=False, is_mixed=True)
+  assert found == [None] * 3 + ['rollback']
 
 
 def test_actions_that_are_not_allowed_are_not_taken():

@@ -195,10 +195,17 @@ def _mixed_state(
 _LOSS = functools.partial(objective.policy_loss, objective.LossConfig())
 
 
-def _report(train: Recipe, rollout: Recipe) -> None:
+def _report(
+    train: Recipe, rollout: Recipe, moved: tuple[str, ...] = ()
+) -> None:
   policy, rollout_policy, state = _mixed_state(train, rollout)
   flow_check.report_mixed_flow(
-      policy, rollout_policy, _LOSS, tiny_run.engine_config(), state
+      policy,
+      rollout_policy,
+      _LOSS,
+      tiny_run.engine_config(),
+      state,
+      moved=moved,
   )
 
 
@@ -236,6 +243,8 @@ def test_a_mixed_flow_that_quantises_nothing_is_refused():
   everything = dataclasses.replace(tiny_run.FP8, high_precision_layers=('.*',))
   with pytest.raises(ValueError, match='no dot is quantised on one side only'):
     _report(tiny_run.BF16, everything)
+  # Unless it is the guard that has left nothing to quantise.
+  _report(tiny_run.BF16, everything, moved=('layers_0/mlp/down',))
 
 
 def test_a_copied_pi_old_is_refused_where_it_would_undo_every_correction():
@@ -280,6 +289,29 @@ def test_observing_sees_what_the_rollouts_own_recipe_feeds_its_dots():
     )
     assert not np.any(ours['output_grad']['amax_history'])
     assert np.any(theirs['output_grad']['amax_history'])
+
+
+def test_a_rollout_with_dynamic_scales_is_measured_where_dots_are_chosen():
+  run = tiny_run.fp8_run()
+  batches = tiny_run.batches(tiny_run.completions())
+  tokens = sum(int((np.asarray(b.segment_ids) > 0).sum()) for b in batches)
+  for threshold in (0.0, 30.0):
+    recipe = Recipe(name='int8', min_sqnr_db=threshold)
+    policy = tiny_run.policy(recipe, run.mesh)
+    state = mixed_flow.create(policy, run.start, run.mesh)
+    requantizer = mixed_flow.Requantizer(policy, run.mesh, state)
+    seen = requantizer.calibrate(state, batches)
+    if not threshold:
+      assert seen is state
+      continue
+    for path in slots.slot_paths(state.rollout_fp8_state):
+      elements, *_, signal, noise = _at(seen.rollout_fp8_state, path)['input'][
+          'health'
+      ]
+      width = _at(state.trainable, path)['kernel'].shape[1]
+      assert elements == tokens * width
+      assert 30 < 10 * np.log10(signal / noise) < 50
+    tiny_run.assert_same_bits(seen.rollout_weights, state.rollout_weights)
 
 
 def _at(tree, path: str):

@@ -4,13 +4,16 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jetrl_jax import checkpoint, sharding
+from jetrl_jax import config as configs
 from jetrl_jax.fp8 import QTensor, Recipe, slots
-from jetrl_jax.rl import run_precision
+from jetrl_jax.rl import mixed_flow, run_precision, startup
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.run_precision import RunPrecision
+from tests import whole_run
 from tests.rl import tiny_run
 
 TOKEN = Recipe(name='fp8_token', min_sqnr_db=30.0)
@@ -40,6 +43,12 @@ def test_a_run_that_has_begun_keeps_the_dots_it_settled_on(tmp_path):
   resumed = run_precision.resolve(tmp_path, of, 1.5)
   assert not resumed.recipe.quantizes(DOWN)
   assert resumed.recipe.quantizes('layers_0/attn/qkv')
+  # What a dry run says, before and after.
+  assert 'not known yet' in run_precision.told(tmp_path / 'new', TOKEN)
+  assert run_precision.told(tmp_path, TOKEN).strip() == (
+      f'precision.min_sqnr_db=30 chose at the cold start: {DOWN} (12.5 dB)'
+  )
+  assert run_precision.told(tmp_path, Recipe(name='bf16')) == ''
   # Another factor would be undone on export that was never put in.
   with pytest.raises(ValueError, match='invariant_scale is 1.0, but .* 1.5'):
     run_precision.resolve(tmp_path, of, 1.0)
@@ -71,7 +80,7 @@ def test_the_choice_is_made_from_inputs_and_kernels_and_takes_effect():
     # 35 dB everywhere, but for the input of one dot: 10 log10(1 / 0.1).
     noise = 0.1 if path == DOWN else 10**-3.5
     state = _with_health(state, path, 'input', [9, 0, 0, 1, noise])
-  settled = run_precision.settle(of, state, 1.0)
+  settled = run_precision.settle([(of, state)], 1.0)
   assert settled.high_precision == {DOWN: pytest.approx(10.0, abs=1e-5)}
   assert json.loads(json.dumps(dataclasses.asdict(settled)))
   of = run_precision.keeping(of, settled)
@@ -88,9 +97,47 @@ def test_the_choice_is_made_from_inputs_and_kernels_and_takes_effect():
   )
 
 
+def test_what_the_rollout_loses_is_in_high_precision_on_both_sides(tmp_path):
+  changes = {'flow': 'flashrl', 'precision.min_sqnr_db': 30.0}
+  parts = configs.build(whole_run.config(**changes))
+  state = mixed_flow.create(
+      parts.rollout_policy,
+      states.create(
+          parts.policy, parts.initial_params(), optax.identity(), parts.mesh
+      ),
+      parts.mesh,
+  )
+  side = mixed_flow.as_rollout(state)
+  for path in slots.slot_paths(side.fp8_state):
+    noise = 0.1 if path == DOWN else 10**-3.5
+    side = _with_health(side, path, 'input', [9, 0, 0, 1, noise])
+  state = dataclasses.replace(state, rollout_fp8_state=side.fp8_state)
+  chosen, state = startup.settle_precision(parts, state, tmp_path)
+  _begun(tmp_path)
+  # BF16 training has no dot to lose: the choice is the INT8 rollout's.
+  settled = run_precision.read(tmp_path)
+  assert settled is not None
+  assert settled.high_precision == {DOWN: pytest.approx(10.0, abs=1e-5)}
+  assert chosen.rollout_policy.recipe.quantizes('layers_0/attn/qkv')
+  for policy in (chosen.policy, chosen.rollout_policy):
+    assert not policy.recipe.quantizes(DOWN)
+  assert DOWN not in slots.slot_paths(state.rollout_fp8_state)
+  kernels = [
+      weights['layers_0']['mlp']['down']['kernel']
+      for weights in (state.weights, state.rollout_weights)
+  ]
+  assert kernels[1].dtype == jnp.bfloat16
+  np.testing.assert_array_equal(*kernels)
+  # A resumed run has the same two sides.
+  policy = run_precision.resolve(tmp_path, parts.policy, 1.0)
+  resumed = parts.with_policy(policy)
+  assert resumed.policy == chosen.policy
+  assert resumed.rollout_policy == chosen.rollout_policy
+
+
 def test_without_a_threshold_nothing_is_chosen_or_measured():
   of = tiny_run.policy(Recipe(name='bf16'))
-  settled = run_precision.settle(of, tiny_run.state_shapes(of), 2.0)
+  settled = run_precision.settle([(of, tiny_run.state_shapes(of))], 2.0)
   assert settled == RunPrecision(
       invariant_scale=2.0, min_sqnr_db=0.0, high_precision={}
   )
