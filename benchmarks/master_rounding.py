@@ -57,7 +57,7 @@ def asked(config: OptimizerConfig, before, state: TrainState) -> np.ndarray:
   adam = state.opt_state[0]
   count = int(state.opt_step)
   b1, b2 = config.betas
-  rate = float(config.learning_rate(count - 1))
+  rate = float(np.asarray(config.learning_rate(count - 1)))
 
   def leaf(p, mu, nu):
     p, mu, nu = (np.asarray(a, np.float64) for a in (p, mu, nu))
@@ -104,7 +104,7 @@ class Observed(Trainer):
 
   def _evaluate(self, step, state):
     metrics = super()._evaluate(step, state)
-    self.accuracies.append(self.last_accuracy)
+    self.accuracies.append(self.last_accuracy or 0.0)
     return metrics
 
 

@@ -28,7 +28,7 @@ def get_config() -> ml_collections.ConfigDict:
   # 'checkpoint', or 'random' for benchmarks (config.json or `shape` suffices).
   config.model.init = 'checkpoint'
   # For init='random' without config.json: 'qwen2.5-0.5b', 'qwen2.5-7b',
-  # 'qwen3-8b' or 'llama-3.1-8b'.
+  # 'qwen2.5-14b', 'qwen3-8b' or 'llama-3.1-8b'.
   config.model.shape = ''
   # dtype of the master weights.
   config.model.master_dtype = 'float32'

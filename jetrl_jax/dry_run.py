@@ -161,6 +161,12 @@ def _memory(
           for phase in phases
       ]
   )
+  print(
+      "\nOf accumulate's temporary memory, from shapes"
+      + (':' if not programs else ' (XLA may have them in the same place):')
+  )
+  needs = dry_run_memory.accumulate_needs(parts, found)
+  _columns([(name, size(count)) for name, count in needs.items()])
   print()
   _say_which_run_in_fp8(rows, programs, kind)
   return _too_large(phases, limit, what)

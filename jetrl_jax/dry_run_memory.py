@@ -268,15 +268,16 @@ def _lowered(parts: Parts, found: Shapes):
     yield f'apply: {name}', lowered
 
 
-def estimated_phases(
-    parts: Parts, found: Shapes, sizes: dict[str, int]
-) -> list[Phase]:
-  """Estimates the phases from shapes, where nothing can be compiled.
+def accumulate_needs(parts: Parts, found: Shapes) -> dict[str, int]:
+  """Returns what a forward and backward need besides, bytes by name.
 
-  accumulate: inputs of all blocks (remat), or all of the blocks' insides;
-    the insides of one block twice over; logits and two copies; the largest
-    gradient of a kernel in float32
-  decode: logits and one copy;  apply: two copies of the largest leaf
+  The sizes are those of the shapes; how many of each are alive at once is what
+  the compiler decides, and estimated: the backward of one block has its
+  insides and their gradients, the head its logits, their gradient and a copy.
+
+  Args:
+    parts: of the run.
+    found: see `shapes`.
   """
   policy, model = parts.policy, parts.policy.model
   width = policy.recipe.dtype.itemsize
@@ -287,25 +288,48 @@ def estimated_phases(
   inside = (
       tokens * width * (4 * model.model_dim + 2 * heads + 3 * model.ffn_dim)
   )
-  blocks = model.num_layers * (
-      tokens * width * model.model_dim if policy.remat else inside
-  )
-  logits = 3 * 4 * model.vocab_size * min(policy.logit_chunk_rows, tokens)
+  chunk = min(policy.logit_chunk_rows, tokens)
+  kept = 'inputs' if policy.remat else 'insides'
+  block = tokens * width * model.model_dim if policy.remat else inside
+  return {
+      f'activations: {kept} of {model.num_layers} blocks': (
+          model.num_layers * block
+      ),
+      'activations: insides of one block, twice': 2 * inside,
+      f'logits: {chunk} rows in float32, three times': (
+          3 * 4 * model.vocab_size * chunk
+      ),
+      'largest gradient, in float32': 4 * _largest_master(found),
+  }
+
+
+def _largest_master(found: Shapes) -> int:
   leaves = jax.tree.leaves(found.state.trainable)
-  largest = max(math.prod(leaf.shape) for leaf in leaves)
+  return max(math.prod(leaf.shape) for leaf in leaves)
+
+
+def estimated_phases(
+    parts: Parts, found: Shapes, sizes: dict[str, int]
+) -> list[Phase]:
+  """Estimates the phases from shapes, where nothing can be compiled.
+
+  accumulate: see `accumulate_needs`;  decode: logits and one copy;
+  apply: two copies of the largest leaf
+  """
+  policy = parts.policy
   slots = found.engine.num_slots // policy.axes.size
   always = sum(sizes[name] for name in _ALWAYS)
   caches = sizes['KV caches and slots'] + sizes['prefilled prompts']
   return [
-      Phase(name=name, resident=r, arguments=0, results=0, temporary=int(t))
+      Phase(name=name, resident=r, arguments=0, results=0, temporary=t)
       for name, r, t in (
-          ('decode', always + caches, 2 * 4 * slots * model.vocab_size),
+          ('decode', always + caches, 2 * 4 * slots * policy.model.vocab_size),
           (
               'accumulate',
               always + sizes['a micro-batch'],
-              blocks + 2 * inside + logits + 4 * largest,
+              sum(accumulate_needs(parts, found).values()),
           ),
-          ('apply', always, 2 * 4 * largest),
+          ('apply', always, 2 * 4 * _largest_master(found)),
       )
   ]
 

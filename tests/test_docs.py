@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from benchmarks import plot_speed
-from configs import base, llama8b, qwen0_5b, qwen3_8b, qwen7b
+from configs import base, llama8b, qwen0_5b, qwen3_8b, qwen7b, qwen14b
 from jetrl_jax import config_check, config_model
 from tools import config_reference
 
@@ -33,6 +33,7 @@ _WITH_COMMANDS = [*_PAGES, *_CONFIGS]
 _LARGE = [
     (qwen0_5b, 'qwen2.5-0.5b'),
     (qwen7b, 'qwen2.5-7b'),
+    (qwen14b, 'qwen2.5-14b'),
     (qwen3_8b, 'qwen3-8b'),
     (llama8b, 'llama-3.1-8b'),
 ]

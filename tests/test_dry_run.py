@@ -146,6 +146,16 @@ def test_a_7b_is_added_up_without_being_made():
   phases = dry_run_memory.estimated_phases(parts, found, sizes)
   worst = max(phase.total for phase in phases)
   assert 80 * _GIB < worst < 141e9
+  needs = dry_run_memory.accumulate_needs(parts, found)
+  assert [*needs.values()] == [
+      # Of 4 x 4096 tokens the inputs of 28 blocks in bf16.
+      28 * 4 * 4096 * 3_584 * 2,
+      # Norms and residuals 4 x 3584, queries and attention's output 28 heads
+      # each, keys and values 4 twice over, three times the MLP's width.
+      2 * 4 * 4096 * 2 * (4 * 3_584 + 2 * 36 * 128 + 3 * 18_944),
+      3 * 4 * parts.policy.logit_chunk_rows * 152_064,
+      4 * 152_064 * 3_584,
+  ]
 
 
 def test_the_table_says_what_computes_in_fp8():
@@ -223,7 +233,9 @@ def test_a_run_that_fits_is_compiled_and_not_started(tmp_path, capsys):
   for text in (
       'would start at step 0',
       "XLA's account of the compiled program",
-      'accumulate',
+      "Of accumulate's temporary memory, from shapes",
+      'activations: i',
+      'logits: ',
       'FP8 dots are emulated on cpu',
       'unknown on this device (cpu)',
       'checkpoints/',

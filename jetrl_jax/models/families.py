@@ -41,6 +41,24 @@ QWEN2_5_7B = ModelConfig(
     tied_embeddings=False,
 )
 
+QWEN2_5_14B = ModelConfig(
+    family='qwen2',
+    vocab_size=152_064,
+    num_layers=48,
+    model_dim=5_120,
+    num_heads=40,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_dim=13_824,
+    norm_eps=1e-5,
+    rope_theta=1_000_000.0,
+    rope_scaling=None,
+    max_position=131_072,
+    qkv_bias=True,
+    qk_norm=False,
+    tied_embeddings=False,
+)
+
 QWEN3_8B = ModelConfig(
     family='qwen3',
     vocab_size=151_936,

@@ -15,6 +15,7 @@ from tests.models import tiny
         # to, embeddings included, tied ones once.
         (families.QWEN2_5_0_5B, 494_032_768),
         (families.QWEN2_5_7B, 7_615_616_512),
+        (families.QWEN2_5_14B, 14_770_033_664),
         (families.QWEN3_8B, 8_190_735_360),
         (families.LLAMA_3_1_8B, 8_030_261_248),
     ],

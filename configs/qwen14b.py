@@ -1,0 +1,33 @@
+r"""GRPO on GSM8K and MATH with Qwen2.5-14B, on one GPU of 141 GB.
+
+XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m jetrl_jax.main \
+    --config=configs/qwen14b.py --config.model.path=Qwen/Qwen2.5-14B \
+    --workdir=runs/qwen14b
+
+As qwen7b.py but for what twice the parameters ask for: masters in bfloat16,
+rounded at random, and a bound on the KV cache.
+Expected accuracy and cost: never run on a GPU. That it fits is what `--dry_run
+--dry_run_device='NVIDIA H200'` adds up from shapes (docs/performance.md).
+
+A speed run without a checkpoint replaces model.path by
+--config.model.init=random --config.model.shape=qwen2.5-14b
+--config.data.tokenizer=FOLDER --config.trainer.synthetic=True.
+"""
+
+from configs import qwen7b
+
+
+def get_config():
+  config = qwen7b.get_config()
+  # Bytes per parameter: masters 2, gradients 2, moments 2.2, FP8 weights 1; in
+  # float32 the first two would take 55 GiB more, which is not there.
+  config.model.master_dtype = 'bfloat16'
+  # To the nearest, an update of 1e-6 is lost on every master above 5e-4.
+  config.optim.master_rounding = 'stochastic'
+  # 48 layers x 8 KV heads: 4096 tokens x 48 x 4 KiB = 768 MiB a sequence of
+  # full length. Room for 20 of those, 15 GiB; 64 shorter ones share it, and
+  # what does not fit waits. That leaves 6 GiB: what the estimate does not know
+  # came to 2 GiB where it was compared with a run (docs/dry_run.md).
+  config.rollout.num_slots = 64
+  config.rollout.kv_cache_tokens = 81_920
+  return config
