@@ -59,13 +59,17 @@ def test_no_element_wise_instruction_is_handed_to_ynn(shape):
 
 
 def test_a_bfloat16_rounding_is_never_skipped():
-  # (1 + 2^-8) ties to 1; the difference of 2^-8 lives in float32 only.
-  x = jnp.asarray([1.0], jnp.float32)
-  small = jnp.asarray([2.0**-8], jnp.float32)
-  run = exact_jit(
-      lambda x, small: (x + small).astype(jnp.bfloat16).astype(jnp.float32) - x
-  )
-  assert run(x, small)[0] == 0
+  # (1 + 2^-8) ties to 1 in bfloat16; the 2^-8 lives in float32 only. A sum of
+  # bfloat16 that float32 reads, as a norm reads the residual stream.
+  one = jnp.ones((8,), jnp.bfloat16)
+  small = jnp.full((8,), 2.0**-8, jnp.bfloat16)
+
+  def excess(one, small):
+    return jnp.sum((one + small).astype(jnp.float32)) - 8
+
+  assert exact_jit(excess)(one, small) == 0
+  # The same program without the option skips all eight roundings.
+  assert jax.jit(excess)(one, small) == 8 * 2.0**-8
 
 
 def test_the_options_of_a_gpu_pin_its_kernels():
