@@ -7,14 +7,19 @@ import pathlib
 import tempfile
 from collections.abc import Iterator
 
+import jax
+import jax.numpy as jnp
+
 from jetrl_jax import checkpoint
 from jetrl_jax.data import PromptSampler
 from jetrl_jax.rl import run_precision, startup
+from jetrl_jax.rl import state as states
 from jetrl_jax.rl.collector import Collector
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.learner import Learner
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.parts import Parts
+from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import never_stop
 from jetrl_jax.rl.timer import Timer
 from jetrl_jax.rl.types import TrainState
@@ -80,13 +85,32 @@ def start(parts: Parts, workdir: pathlib.Path | None) -> Iterator[Start]:
             parts,
             functools.partial(policy_loss, parts.loss),
             state,
-            None,
+            reference_of(parts, state, workdir),
             timer,
         ),
         state=state,
         step=step,
         origin=origin,
     )
+
+
+def reference_of(
+    parts: Parts, state: TrainState, workdir: pathlib.Path | None
+) -> PolicyParams | None:
+  """Returns what a KL term holds the next update to; None without one.
+
+  Args:
+    parts: what the run is made of.
+    state: of a cold start, or of the checkpoint.
+    workdir: of the run, which keeps its reference; None for a cold start.
+  """
+  if not parts.needs_reference:
+    return None
+  if workdir is not None:
+    return states.reference(workdir / 'reference', state, cold=False)
+  # A copy: the step donates the state.
+  weights, fp8_state = jax.tree.map(jnp.copy, (state.weights, state.fp8_state))
+  return PolicyParams(weights, fp8_state)
 
 
 def _cold(parts: Parts) -> tuple[Parts, Engine, TrainState]:

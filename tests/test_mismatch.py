@@ -4,11 +4,14 @@ import json
 import math
 import pathlib
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jetrl_jax import config as configs
 from jetrl_jax import mismatch, mismatch_split, mismatch_start
+from jetrl_jax.rl import state as states
+from jetrl_jax.rl.types import TrainState
 from tests import whole_run
 
 _NAMES = [('one', ''), ('two', ''), ('stale', '')]
@@ -31,6 +34,30 @@ def _files(folder: pathlib.Path):
       for file in folder.rglob('*')
       if file.is_file()
   }
+
+
+def test_the_step_of_a_run_with_a_kl_term_meets_its_reference(tmp_path):
+  without, parts = (
+      configs.build(whole_run.config(**{'algorithm.kl_reward_coef': coef}))
+      for coef in (0.0, 0.1)
+  )
+  state = TrainState(
+      trainable={},
+      frozen={},
+      fp8_state={},
+      opt_state=(),
+      weights={'x': jnp.arange(3.0)},
+      opt_step=jnp.int32(0),
+  )
+  assert mismatch_start.reference_of(without, state, None) is None
+  first = states.reference(tmp_path / 'reference', state, cold=True)
+  cold = mismatch_start.reference_of(parts, state, None)
+  state.weights['x'].delete()  # As the step does.
+  state.weights['x'] = jnp.full(3, 7.0)
+  resumed = mismatch_start.reference_of(parts, state, tmp_path)
+  for found in (cold, resumed):
+    assert found is not None
+    np.testing.assert_array_equal(found.weights['x'], first.weights['x'])
 
 
 def test_the_links_of_a_chain_add_up_by_hand():

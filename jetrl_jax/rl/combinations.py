@@ -121,7 +121,7 @@ def _check_correction(loss: LossConfig, engine: EngineConfig) -> None:
     raise ValueError(
         f'rollout_is is {loss.rollout_is!r}, rollout_rs {loss.rollout_rs!r} and'
         f' the sampler is cut ({", ".join(truncated)}): mu is then normalised'
-        ' over fewer tokens than pi_old, and rho = pi_old / mu is at most 1 for'
+        ' over fewer tokens than pi_old, and rho = pi_old / mu too small at'
         ' every token. Sample with top_p=1, top_k=0, min_p=0, or set'
         " rollout_is='none' and rollout_rs='none'"
     )
