@@ -1,4 +1,4 @@
-"""Compiles the decode step or the update for an H200 where there is no GPU.
+"""Compiles decode step, update or optimiser for an H200 where there is no GPU.
 
     pip install jax-cuda13-plugin jax-cuda13-pjrt   # of jax's own version
     python -m benchmarks.deviceless --program=decode --variant=fp8_delayed
@@ -18,6 +18,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from absl import app, flags
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
@@ -26,16 +27,21 @@ from jax.sharding import PartitionSpec as P
 from benchmarks import common
 from jetrl_jax import compilation, fp8, rng, sharding
 from jetrl_jax.fp8 import slots
+from jetrl_jax.metrics import Mean
 from jetrl_jax.models import hf_layout
 from jetrl_jax.rl import decode_step, train_step
-from jetrl_jax.rl.apply import Gradients
+from jetrl_jax.rl.apply import Apply, Gradients
 from jetrl_jax.rl.engine import EngineConfig
 from jetrl_jax.rl.objective import LossConfig, policy_loss
+from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.types import TrainBatch, TrainState
 
 _PROGRAM = flags.DEFINE_enum(
-    'program', 'decode', ['decode', 'update'], 'Which.'
+    'program', 'decode', ['decode', 'update', 'apply'], 'Which.'
+)
+_ROUNDING = flags.DEFINE_enum(
+    'rounding', 'nearest', ['nearest', 'stochastic'], 'Of bfloat16 masters.'
 )
 _VARIANT = flags.DEFINE_string('variant', 'fp8_delayed', 'As in rollout.py.')
 _SHAPE = flags.DEFINE_string('shape', 'qwen2.5-7b', 'See model.shape.')
@@ -121,14 +127,7 @@ def _update(policy, params, masters):
           *('rollout_logprobs', 'old_logprobs', 'ref_logprobs'),
       ),
   )
-  state = TrainState(
-      trainable=masters,
-      frozen={},
-      fp8_state=params.fp8_state,
-      opt_state=(),
-      weights=params.weights,
-      opt_step=jax.ShapeDtypeStruct((), jnp.int32),
-  )
+  state = _state(params, masters, optax.identity())
   temperature = jax.ShapeDtypeStruct((), jnp.float32)
   loss = functools.partial(policy_loss, LossConfig())
 
@@ -145,6 +144,58 @@ def _update(policy, params, masters):
   return run, (state, gradients, batch, temperature), (1,)
 
 
+def _state(params, masters, optimizer) -> TrainState:
+  """Returns a state's shapes."""
+  return TrainState(
+      trainable=masters,
+      frozen={},
+      fp8_state=params.fp8_state,
+      opt_state=jax.eval_shape(optimizer.init, masters),
+      weights=params.weights,
+      opt_step=jax.ShapeDtypeStruct((), jnp.int32),
+  )
+
+
+def _apply(policy, params, masters) -> None:
+  """Prints what the programs of an optimiser step launch, move and keep."""
+  config = OptimizerConfig(master_rounding=_ROUNDING.value)
+  optimizer = config.build()
+  mesh = Mesh(
+      np.array(_devices()).reshape(1, 1, 1),
+      (sharding.DATA, sharding.FSDP, sharding.TENSOR),
+  )
+  scalar = jax.ShapeDtypeStruct((), jnp.float32)
+  gradients = Gradients(
+      trainable=masters,
+      fp8=params.fp8_state,
+      metrics={'actor/pg_loss': Mean(sum=scalar, weight=scalar)},
+  )
+  state, gradients = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(
+          x.shape, x.dtype, sharding=NamedSharding(mesh, P())
+      ),
+      (_state(params, masters, optimizer), gradients),
+  )
+  step = Apply(policy, optimizer, config, mesh, state, gradients)
+  rows = []
+  for name, calls, lowered in step.lowered(state, gradients):
+    program = lowered.compile()
+    found = kernels(program.as_text(), 'ENTRY')
+    rows.append(
+        {
+            'program': name,
+            'calls': calls,
+            'kernels': len(found),
+            'us': sum(row['us'] for row in found),
+            'mb': program.memory_analysis().temp_size_in_bytes / 1e6,
+        }
+    )
+  columns = (('program', 'program', ''), ('calls', 'calls', ''))
+  columns += (('kernels', 'kernels', ''), ('us', 'us of bytes', '.1f'))
+  columns += (('mb', 'temporary MB', '.1f'),)
+  print(common.table(rows, columns))
+
+
 def _size(shape: str) -> int:
   """Bytes of an HLO shape, tuples included."""
   total = 0
@@ -154,10 +205,10 @@ def _size(shape: str) -> int:
   return total
 
 
-def kernels(hlo: str) -> list[dict]:
-  """Returns the kernels of the computation that launches most."""
+def kernels(hlo: str, of: str = 'custom-call') -> list[dict]:
+  """Returns the kernels of the computation that has most of something."""
   parts = re.split(r'\n(?=(?:ENTRY )?%[\w.\-]+ \()', hlo)
-  body = max(parts, key=lambda part: part.count('custom-call'))
+  body = max(parts, key=lambda part: part.count(of))
   shapes, rows = {}, []
   for line in body.splitlines():
     if not (found := _OP.match(line)):
@@ -181,15 +232,19 @@ def kernels(hlo: str) -> list[dict]:
   return rows
 
 
-def compiled(run, shapes, donated):
-  """Returns the executable for an H200."""
-  device = topologies.get_topology_desc(
+def _devices():
+  """Returns the one H200 that is not there."""
+  return topologies.get_topology_desc(
       platform='cuda',
       topology_name='H200',
       topology='1x1x1',
       target_config=_TARGET,
   ).devices
-  place = NamedSharding(Mesh(np.array(device), ('x',)), P())
+
+
+def compiled(run, shapes, donated):
+  """Returns the executable for an H200."""
+  place = NamedSharding(Mesh(np.array(_devices()), ('x',)), P())
   shapes = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes
   )
@@ -229,6 +284,9 @@ def main(argv: list[str]) -> None:
       mock.patch.object(jax, 'default_backend', lambda: 'gpu'),
       mock.patch.object(gpu_info, 'get_gpu_info', lambda: h200),
   ):
+    if _PROGRAM.value == 'apply':
+      _apply(policy, params, masters)
+      return
     if _PROGRAM.value == 'decode':
       program = compiled(*_decode(policy, params))
     else:
