@@ -43,9 +43,11 @@ class _AtCheck(Interrupt):
     super().check()
 
 
-def _train_until_check(workdir: pathlib.Path, number: int) -> bool:
+def _train_until_check(
+    workdir: pathlib.Path, number: int, changes: dict | None = None
+) -> bool:
   """Returns whether the run was through before the n-th check."""
-  trainer = whole_run.trainer(workdir)
+  trainer = whole_run.trainer(workdir, changes)
   trainer.interrupt = _AtCheck(number)
   try:
     trainer.train()
@@ -74,6 +76,21 @@ def test_a_run_is_stopped_everywhere_and_ends_in_the_same_bits(
     assert not _train_until_check(tmp_path, number), number
   assert _train_until_check(tmp_path, 10**6)
   assert whole_run.outcome(tmp_path) == uninterrupted
+
+
+@pytest.mark.slow
+def test_masters_rounded_at_random_continue_to_the_same_bits(tmp_path):
+  changes = {
+      'model.master_dtype': 'bfloat16',
+      'optim.master_rounding': 'stochastic',
+  }
+  whole, parts = tmp_path / 'whole', tmp_path / 'parts'
+  assert _train_until_check(whole, 10**6, changes)
+  for number in (9, 8):
+    assert not _train_until_check(parts, number, changes), number
+  assert _train_until_check(parts, 10**6, changes)
+  found, expected = (whole_run.outcome(w, changes) for w in (parts, whole))
+  assert found == expected
 
 
 def test_no_prompt_is_lost_or_repeated_at_an_epochs_edge():
