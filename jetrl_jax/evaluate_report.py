@@ -146,8 +146,9 @@ def table(found: dict[str, Any], device: str) -> str:
   k = found['num_generations']
   lines = [
       f'{found["checkpoint"]}, {found["recipe"]} (scales: {found["scales"]})',
-      f'{k} samples per problem at temperature {found["temperature"]:g}, seed'
-      f' {found["seed"]}; {device}, jax {found["jax"]}',
+      f'{k} {"samples" if k > 1 else "sample"} per problem at temperature'
+      f' {found["temperature"]:g}, seed {found["seed"]}; {device}, jax'
+      f' {found["jax"]}',
       '',
   ]
   names = [f'{kind}@{k}' for kind in ('mean', 'maj', 'best')]

@@ -49,7 +49,12 @@ def main(argv: list[str]) -> None:
   except grpc.RpcError as error:
     # A call that failed is an RpcError and a Call; the stubs know the former.
     call: grpc.Call = error  # pyright: ignore[reportAssignmentType]
-    _refuse(f'{call.code().name}: {call.details()}')
+    hint = (
+        f'; does python -m jetrl_jax.serve run at {_ADDRESS.value} (--address)?'
+        if call.code() is grpc.StatusCode.UNAVAILABLE
+        else ''
+    )
+    _refuse(f'{call.code().name}: {call.details()}{hint}')
   print(f'\n({client.finish_reason})', file=sys.stderr)
 
 

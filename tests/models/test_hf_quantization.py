@@ -45,9 +45,36 @@ def _save(folder, family: str, recipe: Recipe):
       folder,
       trees.weights,
       build.decoder(family, recipe).config,
+      dtype=recipe.compute_dtype,
       input_scales={path: pair[1] for path, pair in scales.items()},
   )
   return trees, scales
+
+
+@pytest.mark.parametrize('family', tiny.FAMILIES)
+def test_transformers_computes_an_export_on_the_same_grid(tmp_path, family):
+  torch = pytest.importorskip('torch')
+  transformers = pytest.importorskip('transformers')
+  pytest.importorskip('compressed_tensors')
+  recipe = Recipe(compute_dtype='float32')
+  trees, _ = _save(tmp_path / 'x', family, recipe)
+  tokens_BT = build.tokens(2, 32)
+  ours = build.compiled_forward(family, recipe)(
+      trees.weights, trees.state, tokens_BT, build.unpacked(tokens_BT), 1.0
+  )
+  model, loading = transformers.AutoModelForCausalLM.from_pretrained(
+      tmp_path / 'x',
+      dtype='float32',
+      attn_implementation='eager',
+      output_loading_info=True,
+  )
+  assert not any(loading.values())
+  tokens = torch.tensor(tokens_BT).long()
+  with torch.no_grad():
+    logprobs = model(tokens).logits.log_softmax(-1)
+  theirs = logprobs[:, :-1].gather(-1, tokens[:, 1:, None])[..., 0].numpy()
+  # A value rounded to another point of the grid would show at 1e-3.
+  assert np.abs(np.asarray(ours)[:, :-1] - theirs).max() < 1e-5
 
 
 @pytest.fixture(scope='module')
