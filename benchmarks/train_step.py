@@ -40,6 +40,9 @@ _APPLY = flags.DEFINE_bool('apply', True, 'Time the optimiser too.')
 _MASTERS = flags.DEFINE_string(
     'master_dtype', 'bfloat16', 'See model.master_dtype.'
 )
+_ROUNDING = flags.DEFINE_string(
+    'master_rounding', 'nearest', 'See optim.master_rounding.'
+)
 _PROFILE = flags.DEFINE_bool('profile', False, 'Print kernels too.')
 _COLUMNS = (
     ('variant', 'variant', ''),
@@ -155,7 +158,9 @@ def time_accumulate(step, state, gradients, policy, workload: str):
 
 def measure(variant, workload, policy, mesh, make) -> dict:
   """Returns one row; with --profile also prints the kernels."""
-  config = OptimizerConfig(lr=1e-5, moments='fp8')
+  config = OptimizerConfig(
+      lr=1e-5, moments='fp8', master_rounding=_ROUNDING.value
+  )
   state = common.random_state(policy, mesh, make(), config)
   step = TrainStep(
       policy,

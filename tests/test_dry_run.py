@@ -7,6 +7,7 @@ import math
 import jax
 import pytest
 
+from configs import qwen14b
 from jetrl_jax import config as configs
 from jetrl_jax import (
     config_flow,
@@ -156,6 +157,37 @@ def test_a_7b_is_added_up_without_being_made():
       3 * 4 * parts.policy.logit_chunk_rows * 152_064,
       4 * 152_064 * 3_584,
   ]
+
+
+@pytest.mark.slow
+def test_the_14b_config_fits_its_gpu_by_shapes_and_not_in_float32():
+  tiny = whole_run.config()
+  config = qwen14b.get_config()
+  config.update_from_flattened_dict(
+      {
+          'model.init': 'random',
+          'model.shape': 'qwen2.5-14b',
+          'data.tokenizer': tiny.model.path,
+          'data.train_files': tiny.data.train_files,
+          'data.val_files': (),
+          **{f'data.{k}': tiny.data[k] for k in ('prompt_key', 'answer_key')},
+          'data.template': '{prompt}',
+          'trainer.train_batch_size': 8,
+      }
+  )
+
+  def worst(config):
+    parts = configs.build(config)
+    found = dry_run_memory.shapes(parts)
+    sizes = dry_run_memory.ledger(parts, found)
+    phases = dry_run_memory.estimated_phases(parts, found, sizes)
+    return max(phase.total for phase in phases)
+
+  # As `--dry_run` does it: 95% of 141e9 bytes. Room is left, see the config.
+  assert 110 * _GIB < worst(config) < 0.95 * 141e9 - 5 * _GIB
+  config.model.master_dtype = 'float32'
+  config.optim.master_rounding = 'nearest'
+  assert worst(config) > 141e9
 
 
 def test_the_table_says_what_computes_in_fp8():

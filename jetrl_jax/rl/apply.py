@@ -264,6 +264,7 @@ class Apply:
     self._join = _Joiner(state.opt_state, self._keys)
     self._root = None
     if config.master_rounding == 'stochastic':
+      rounding.check(state.trainable)
       self._root = rng.key(config.seed, rng.ROUNDING)
     specs = sharding.tree_specs(gradients.trainable, mesh)
     self._judge = self._compiled(

@@ -38,6 +38,20 @@ _DROPPED_BITS = 16  # of a float32, to make it a bfloat16
 _LARGEST = 0x7F7F  # the bits of the largest finite bfloat16
 
 
+def check(masters: PyTree) -> None:
+  """Refuses masters that are not to be rounded.
+
+  Raises:
+    ValueError: a master is not bfloat16.
+  """
+  found = {leaf.dtype.name for leaf in jax.tree.leaves(masters)}
+  if found - {'bfloat16'}:
+    raise ValueError(
+        "master_rounding is 'stochastic' and masters are"
+        f' {", ".join(sorted(found))}; allowed: bfloat16'
+    )
+
+
 def words(root: PRNGKey, opt_step: Array, masters: PyTree) -> dict[str, Array]:
   """Returns the key of each master at an optimiser step.
 

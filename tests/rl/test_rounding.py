@@ -221,3 +221,10 @@ def test_the_bits_are_the_states_and_not_the_process():
   # As a resumed run does: from the second state, by a step of its own.
   again, _, _ = apply(jax.device_put(states[1]), gradients())
   tiny_run.assert_same_bits(jax.device_get(again), states[2])
+
+
+def test_masters_in_float32_are_refused():
+  with pytest.raises(
+      ValueError, match='are bfloat16, float32; allowed: bfloat16'
+  ):
+    rounding.check({'w': jnp.ones((2,)), 'v': jnp.ones((2,), jnp.bfloat16)})
