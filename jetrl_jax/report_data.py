@@ -65,6 +65,7 @@ class Run:
     checkpoints: steps that have a folder.
     nonfinite: metric -> lines in which it was not finite.
     notes: sentences on what is missing or was dropped.
+    chosen: dots that the cold start put into high precision, with their dB.
   """
 
   name: str
@@ -78,6 +79,7 @@ class Run:
   checkpoints: list[int]
   nonfinite: dict[str, int]
   notes: list[str]
+  chosen: dict[str, float] = dataclasses.field(default_factory=dict)
 
   def get(self, metric: str) -> Series | None:
     """Returns a metric, None where no line has it."""
@@ -126,6 +128,7 @@ def read_run(folder: pathlib.Path, name: str) -> Run:
           str(metric) for line in lines for metric in _list(line, 'nonfinite')
       ),
       notes=notes,
+      chosen=_chosen(folder / 'precision.json', notes),
   )
 
 
@@ -309,6 +312,17 @@ def _config(path: pathlib.Path, notes: list[str]) -> dict[str, Any]:
 
   walk(config, '')
   return flat
+
+
+def _chosen(path: pathlib.Path, notes: list[str]) -> dict[str, float]:
+  """Returns the dots that min_sqnr_db chose, see `rl/run_precision.py`."""
+  if not path.is_file():
+    return {}
+  settled = _parse(path.read_bytes())
+  if not isinstance(settled, dict) or 'high_precision' not in settled:
+    notes.append('precision.json is damaged and left out.')
+    return {}
+  return settled['high_precision']
 
 
 def _read_objects(path: pathlib.Path, notes: list[str]) -> list[dict]:

@@ -188,6 +188,7 @@ def guarded(run: Run) -> list[tuple[str, str, str]]:
           ' refused.',
       )
   )
+  rows += _chosen(run)
   rows += _guard(run)
   rows += _left_out(run)
   cut = run.finite('response_length/clip_ratio')
@@ -229,6 +230,22 @@ def guarded(run: Run) -> list[tuple[str, str, str]]:
       )
   )
   return rows
+
+
+def _chosen(run: Run) -> list[tuple[str, str, str]]:
+  """Names the dots that min_sqnr_db chose; nothing of a run without it."""
+  least = run.config.get('precision.min_sqnr_db')
+  if not least:
+    return []
+  named = (f'{dot} ({db:.1f} dB)' for dot, db in run.chosen.items())
+  return [
+      (
+          'Dots kept in high precision',
+          ', '.join(named) or '0',
+          'On both sides: an input or a kernel kept less than'
+          f' precision.min_sqnr_db={least:g} at the cold start.',
+      )
+  ]
 
 
 def _guard(run: Run) -> list[tuple[str, str, str]]:

@@ -133,6 +133,18 @@ def test_what_was_skipped_or_guarded_is_counted(workdir):
   assert '12.5% (last step 12.5%)They are in the loss' in text
 
 
+def test_the_dots_that_a_cold_start_chose_are_named(tmp_path):
+  folder = tmp_path / 'run'
+  report_run.write(folder, config={'precision': {'min_sqnr_db': 30.0}})
+  assert 'Dots kept in high precision0On' in _Elements(_page(folder)).text
+  settled = {'high_precision': {'layers_0/mlp/down': 12.34}}
+  (folder / 'precision.json').write_text(json.dumps(settled))
+  text = _Elements(_page(folder)).text
+  assert 'Dots kept in high precisionlayers_0/mlp/down (12.3 dB)On' in text
+  (folder / 'precision.json').write_text('{')
+  assert 'precision.json is damaged' in _page(folder)
+
+
 def test_what_the_guard_saw_and_did_is_told_where_there_was_one(workdir):
   assert 'of the guard' not in _page(workdir)
   with open(workdir / 'metrics.jsonl', 'a') as file:
