@@ -72,7 +72,9 @@ def test_what_would_fail_after_the_last_step_is_refused_before_the_first(
   assert not (tmp_path / 'run').exists()
 
 
-@pytest.mark.parametrize('steps, skipped', [(2, 2), (120, 10)])
+@pytest.mark.parametrize(
+    'steps, skipped', [(2, 2), pytest.param(120, 10, marks=pytest.mark.slow)]
+)
 def test_a_warm_start_that_is_never_finite_exports_nothing(
     tmp_path, trained, steps, skipped
 ):

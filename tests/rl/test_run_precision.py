@@ -1,5 +1,4 @@
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from jetrl_jax import checkpoint, sharding
+from jetrl_jax import checkpoint
 from jetrl_jax import config as configs
 from jetrl_jax.fp8 import QTensor, Recipe, slots
 from jetrl_jax.rl import mixed_flow, run_precision, startup
@@ -17,7 +16,7 @@ from tests import whole_run
 from tests.rl import tiny_run
 
 TOKEN = Recipe(name='fp8_token', min_sqnr_db=30.0)
-DOWN = 'layers_0/mlp/down'
+OUT, DOWN = 'layers_0/attn/o', 'layers_0/mlp/down'
 SETTLED = RunPrecision(
     invariant_scale=1.5, min_sqnr_db=30.0, high_precision={DOWN: 12.5}
 )
@@ -60,74 +59,72 @@ def test_a_run_that_has_begun_keeps_the_dots_it_settled_on(tmp_path):
     run_precision.resolve(tmp_path, of, 1.5)
 
 
-def _with_health(state, path, operand, sums):
-  """The state with the health of one operand set by hand."""
+def _with_health(fp8_state, decibels):
+  """The slots with dB of every dot's input set by hand; 35 if not named."""
 
-  def walk(node, rest):
-    if not rest:
-      entry = node[operand] | {'health': jnp.asarray(sums, jnp.float32)}
-      return node | {operand: entry}
-    return node | {rest[0]: walk(node[rest[0]], rest[1:])}
+  def walk(node, path):
+    if set(node) == set(slots.OPERANDS):
+      noise = 10 ** (-decibels.get(path, 35.0) / 10)
+      sums = jnp.asarray([9, 0, 0, 1, noise], jnp.float32)
+      return node | {'input': node['input'] | {'health': sums}}
+    return {
+        key: walk(child, f'{path}/{key}' if path else key)
+        for key, child in node.items()
+    }
 
-  fp8_state = walk(state.fp8_state, path.split('/'))
-  return dataclasses.replace(state, fp8_state=fp8_state)
-
-
-def test_the_choice_is_made_from_inputs_and_kernels_and_takes_effect():
-  of = tiny_run.policy(TOKEN)
-  state = tiny_run.cold_state(of)
-  for path in slots.slot_paths(state.fp8_state):
-    # 35 dB everywhere, but for the input of one dot: 10 log10(1 / 0.1).
-    noise = 0.1 if path == DOWN else 10**-3.5
-    state = _with_health(state, path, 'input', [9, 0, 0, 1, noise])
-  settled = run_precision.settle([(of, state)], 1.0)
-  assert settled.high_precision == {DOWN: pytest.approx(10.0, abs=1e-5)}
-  assert json.loads(json.dumps(dataclasses.asdict(settled)))
-  of = run_precision.keeping(of, settled)
-  kept = states.restricted(of, state, sharding.make_mesh())
-  down = kept.weights['layers_0']['mlp']['down']['kernel']
-  assert down.dtype == jnp.bfloat16
-  assert DOWN not in slots.slot_paths(kept.fp8_state)
-  qkv = kept.weights['layers_0']['attn']['qkv']['kernel']
-  assert isinstance(qkv, QTensor)
-  jax.tree.map(
-      np.testing.assert_array_equal,
-      qkv,
-      state.weights['layers_0']['attn']['qkv']['kernel'],
-  )
+  return walk(fp8_state, '')
 
 
-def test_what_the_rollout_loses_is_in_high_precision_on_both_sides(tmp_path):
-  changes = {'flow': 'flashrl', 'precision.min_sqnr_db': 30.0}
+def test_what_either_side_loses_is_in_high_precision_on_both(tmp_path):
+  changes = {
+      'precision.recipe': 'fp8_token',
+      'precision.rollout_recipe': 'int8',
+      'precision.min_sqnr_db': 30.0,
+      'algorithm.old_logprobs': 'recompute',
+  }
   parts = configs.build(whole_run.config(**changes))
-  state = mixed_flow.create(
+  start = mixed_flow.create(
       parts.rollout_policy,
       states.create(
           parts.policy, parts.initial_params(), optax.identity(), parts.mesh
       ),
       parts.mesh,
   )
-  side = mixed_flow.as_rollout(state)
-  for path in slots.slot_paths(side.fp8_state):
-    noise = 0.1 if path == DOWN else 10**-3.5
-    side = _with_health(side, path, 'input', [9, 0, 0, 1, noise])
-  state = dataclasses.replace(state, rollout_fp8_state=side.fp8_state)
-  chosen, state = startup.settle_precision(parts, state, tmp_path)
+  start = dataclasses.replace(
+      start,
+      fp8_state=_with_health(start.fp8_state, {OUT: 25.0}),
+      rollout_fp8_state=_with_health(start.rollout_fp8_state, {DOWN: 10.0}),
+  )
+  chosen, state = startup.settle_precision(parts, start, tmp_path)
   _begun(tmp_path)
-  # BF16 training has no dot to lose: the choice is the INT8 rollout's.
   settled = run_precision.read(tmp_path)
   assert settled is not None
-  assert settled.high_precision == {DOWN: pytest.approx(10.0, abs=1e-5)}
-  assert chosen.rollout_policy.recipe.quantizes('layers_0/attn/qkv')
-  for policy in (chosen.policy, chosen.rollout_policy):
+  about = {OUT: 25.0, DOWN: 10.0}
+  assert settled.high_precision == pytest.approx(about, abs=1e-5)
+  for policy, fp8_state in (
+      (chosen.policy, state.fp8_state),
+      (chosen.rollout_policy, state.rollout_fp8_state),
+  ):
+    left = ['layers_0/attn/qkv', 'layers_0/mlp/gate_up']
+    assert slots.slot_paths(fp8_state) == left
     assert not policy.recipe.quantizes(DOWN)
-  assert DOWN not in slots.slot_paths(state.rollout_fp8_state)
-  kernels = [
-      weights['layers_0']['mlp']['down']['kernel']
-      for weights in (state.weights, state.rollout_weights)
+  layers = [
+      weights['layers_0'] for weights in (state.weights, state.rollout_weights)
   ]
-  assert kernels[1].dtype == jnp.bfloat16
-  np.testing.assert_array_equal(*kernels)
+  down = [layer['mlp']['down']['kernel'] for layer in layers]
+  assert down[1].dtype == jnp.bfloat16
+  np.testing.assert_array_equal(*down)
+  # What still is quantised has not moved.
+  for layer, before in zip(
+      layers, (start.weights, start.rollout_weights), strict=True
+  ):
+    qkv = layer['attn']['qkv']['kernel']
+    assert isinstance(qkv, QTensor)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        qkv,
+        before['layers_0']['attn']['qkv']['kernel'],
+    )
   # A resumed run has the same two sides.
   policy = run_precision.resolve(tmp_path, parts.policy, 1.0)
   resumed = parts.with_policy(policy)
