@@ -13,7 +13,7 @@ from jetrl_jax import config_check
 from jetrl_jax.rl.objective import LossConfig
 from tests import whole_run
 
-_CONFIGS = sorted((whole_run.ROOT / 'configs').glob('*.py'))
+_CONFIGS = sorted((whole_run.ROOT / 'configs').glob('[!_]*.py'))
 
 
 def _refused(message: str, **changes) -> None:

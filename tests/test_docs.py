@@ -27,7 +27,7 @@ _PAGES = [
     *sorted((_ROOT / 'docs').glob('*.md')),
 ]
 _METRICS = _ROOT / 'docs' / 'metrics.md'
-_CONFIGS = sorted((_ROOT / 'configs').glob('*.py'))
+_CONFIGS = sorted((_ROOT / 'configs').glob('[!_]*.py'))
 # Lab records show commands too.
 _WITH_COMMANDS = [*_PAGES, *_CONFIGS]
 _LARGE = [

@@ -108,6 +108,13 @@ def _text_files() -> list[pathlib.Path]:
   return sorted(files)
 
 
+def test_a_folder_of_the_clone_is_found_before_a_package_of_its_name():
+  # google-jetstream installs a package `benchmarks`; one without __init__.py,
+  # wherever it lies, is looked for last.
+  for folder in build_files.CLONE:
+    assert (_ROOT / folder / '__init__.py').is_file(), folder
+
+
 def test_no_file_holds_a_path_of_somebodys_machine():
   # `/(?:` keeps this file from finding itself.
   path_of_a_machine = re.compile(r'(?<![\w.])/(?:work|root|home|Users)/')

@@ -1,0 +1,1 @@
+"""Measurements, one command each; docs/performance.md lists them."""

@@ -1,0 +1,1 @@
+"""Configurations of runs, each a lab record; `base` has all values."""

@@ -1,0 +1,1 @@
+"""An experiment made of the commands; docs/study.md is its design."""

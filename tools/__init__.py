@@ -1,0 +1,1 @@
+"""What writes the files that are committed; one command each."""
