@@ -28,7 +28,7 @@ from jetrl_jax import fp8, rng, sharding
 from jetrl_jax.compilation import exact_jit
 from jetrl_jax.fp8 import QTensor, slots
 from jetrl_jax.metrics import Mean
-from jetrl_jax.rl import rounding
+from jetrl_jax.rl import opt_parts, rounding
 from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.types import TrainState
 from jetrl_jax.typing import Array, PyTree
@@ -80,7 +80,8 @@ class Part:
     trainable: masters below one key.
     frozen: masters there that do not move.
     fp8_state: their slots.
-    moments: what the optimiser keeps per master, a list as `_split` makes it.
+    moments: what the optimiser keeps per master, a list as `opt_parts.split`
+      makes it.
     weights: their compute weights.
   """
 
@@ -180,7 +181,7 @@ def _move(
   def keep(new, old):
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
-  moments, next_shared = _split(opt_state, set(part.trainable))
+  moments, next_shared = opt_parts.split(opt_state, set(part.trainable))
   moved = optax.apply_updates(masters, updates)
   trainable = keep(
       rounding.stored(moved, part.trainable, is_split, words, axes),
@@ -205,33 +206,6 @@ def _move(
   )
   changed = changed_share(part.weights, weights, axes)
   return next_part, keep(next_shared, shared), changed
-
-
-class _Joiner:
-  """Puts together what `_split` took apart, for any part of the tree."""
-
-  def __init__(self, opt_state: PyTree, keys: set[str]):
-    nodes, self._tree = jax.tree.flatten(
-        opt_state, is_leaf=lambda x: _is_masters(x, keys)
-    )
-    self._like = [_is_masters(node, keys) for node in nodes]
-
-  def __call__(self, like: list, rest: list) -> PyTree:
-    masters, others = iter(like), iter(rest)
-    return self._tree.unflatten(
-        [next(masters if of else others) for of in self._like]
-    )
-
-
-def _split(opt_state: PyTree, keys: set[str]) -> tuple[list, list]:
-  """Splits an optimiser's state into trees like the masters, and the rest."""
-  nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: _is_masters(x, keys))
-  like = [node for node in nodes if _is_masters(node, keys)]
-  return like, [node for node in nodes if not _is_masters(node, keys)]
-
-
-def _is_masters(node: PyTree, keys: set[str]) -> bool:
-  return isinstance(node, dict) and set(node) == keys
 
 
 class Apply:
@@ -261,7 +235,7 @@ class Apply:
   ):
     self._mesh, self._jit = mesh, policy.jit
     self._keys = set(state.trainable)
-    self._join = _Joiner(state.opt_state, self._keys)
+    self._join = opt_parts.Joiner(state.opt_state, self._keys)
     self._root = None
     if config.master_rounding == 'stochastic':
       rounding.check(state.trainable)
@@ -287,7 +261,11 @@ class Apply:
     info, shrink, opt_step, words = self._judge(
         gradients.trainable, gradients.metrics, state.opt_step, self._root
     )
-    parts, changed, shared = {}, {}, _split(state.opt_state, self._keys)[1]
+    parts, changed, shared = (
+        {},
+        {},
+        opt_parts.split(state.opt_state, self._keys)[1],
+    )
     next_shared = shared
     for key, arguments in self._arguments(state, gradients):
       move = self._mover(arguments)
@@ -315,7 +293,7 @@ class Apply:
     )
     yield 'judge', 1, self._judge.lower(*judge)
     info, shrink, _, words = jax.eval_shape(self._judge, *judge)
-    shared = _split(state.opt_state, self._keys)[1]
+    shared = opt_parts.split(state.opt_state, self._keys)[1]
     calls: dict[Any, list] = {}
     for key, arguments in self._arguments(state, gradients):
       calls.setdefault(self._mover(arguments), []).append((key, arguments))
@@ -335,7 +313,7 @@ class Apply:
 
   def _arguments(self, state: TrainState, gradients: Gradients) -> Iterator:
     """Yields (key, (part, gradients, cotangents)) of every part that moves."""
-    moments = _split(state.opt_state, self._keys)[0]
+    moments = opt_parts.split(state.opt_state, self._keys)[0]
     for key in state.weights:
       if key not in state.trainable and key not in state.fp8_state:
         continue
@@ -384,7 +362,7 @@ class Apply:
           key: getattr(part, field) for key, part in parts.items() if key in old
       }
 
-    moments = _split(state.opt_state, self._keys)[0]
+    moments = opt_parts.split(state.opt_state, self._keys)[0]
     moved = [
         {key: parts[key].moments[i] for key in tree}
         for i, tree in enumerate(moments)
