@@ -5,6 +5,7 @@ a flag, is answered with one sentence that names the place and, for an unknown
 name, the nearest known one. Never with a traceback.
 """
 
+import os
 import pathlib
 import re
 import runpy
@@ -118,10 +119,12 @@ def _sentence(argv: list[str], error: Exception) -> str:
 
 def _of_file(error: BaseException, line: str | None) -> str:
   """Says what a line of a config file did wrong."""
-  from configs import base
-
+  if isinstance(error, ModuleNotFoundError) and error.name == 'configs':
+    return f'there is no folder configs/ in {os.getcwd()}; start in the clone'
   assigned = re.match(r'\w+\.([\w.]+)\s*=', line or '')
   if isinstance(error, AttributeError) and assigned:
+    from configs import base
+
     known = config_check.names(base.get_config())
     if assigned[1] not in known:
       return config_check.unknown_name(assigned[1], known)

@@ -99,6 +99,12 @@ def test_an_unknown_name_in_a_config_file_gets_its_line(tmp_path):
             ':4: TypeError: Could not override',
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            # As in a folder that is not the clone.
+            'import sys; sys.modules["configs"] = None; from configs import x',
+            ':4: there is no folder configs/ in ',
+            marks=pytest.mark.slow,
+        ),
         ('nonsense', ":4: NameError: name 'nonsense' is not defined"),
         ('config.trainer.mini_batch_size = 3', 'is not a multiple of'),
         pytest.param(
