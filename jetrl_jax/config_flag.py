@@ -10,6 +10,7 @@ import pathlib
 import re
 import runpy
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 
@@ -44,6 +45,22 @@ def load(holder: flags.FlagHolder) -> ml_collections.ConfigDict:
 def file() -> pathlib.Path:
   """Returns the path of the config file."""
   return pathlib.Path(config_flags.get_config_filename(flags.FLAGS['config']))
+
+
+def make_folder(flag: str, folder: pathlib.Path) -> None:
+  """Makes the folder that a flag names, before anything is computed for it.
+
+  Raises:
+    ValueError: nothing can be written there.
+  """
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+      pass
+  except OSError as error:
+    raise ValueError(
+        f'--{flag}={folder} cannot be written: {error.strerror}'
+    ) from error
 
 
 def run(main: Callable[[list[str]], None]) -> None:

@@ -6,9 +6,7 @@ rewards holds unless a flag says otherwise. See docs/evaluate.md.
 """
 
 import json
-import pathlib
 import sys
-import tempfile
 import time
 from typing import Any
 
@@ -43,7 +41,7 @@ def evaluate(settings: Settings) -> dict:
     ValueError: anything that cannot work, with the fix.
   """
   found, start = settings.found, time.monotonic()
-  _make_output(settings.output)
+  config_flag.make_folder('output', settings.output)
   prompts = settings.prompts
   engine = Engine(found.policy, _engine_config(settings), found.mesh)
   state = found.state
@@ -79,18 +77,6 @@ def evaluate(settings: Settings) -> dict:
       json.dumps(summary, indent=2) + '\n', encoding='utf-8'
   )
   return summary
-
-
-def _make_output(folder: pathlib.Path) -> None:
-  """Makes the folder of the results, before anything is sampled for it."""
-  try:
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-      pass
-  except OSError as error:
-    raise ValueError(
-        f'--output={folder} cannot be written: {error.strerror}'
-    ) from error
 
 
 def _engine_config(settings: Settings) -> EngineConfig:

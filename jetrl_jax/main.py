@@ -3,7 +3,6 @@
 import json
 import pathlib
 import sys
-import tempfile
 
 import jax
 from absl import app, flags, logging
@@ -55,7 +54,7 @@ def main(argv: list[str]) -> None:
     if _DRY_RUN.value:
       problems = dry_run.dry_run(parts, workdir, _DRY_RUN_DEVICE.value)
       sys.exit(dry_run.report(problems))
-    _check_workdir(workdir)
+    config_flag.make_folder('workdir', workdir)
     trainer = Trainer(parts, workdir)
     devices = jax.devices()
     recipe = parts.policy.recipe.name
@@ -91,17 +90,6 @@ def _check_purpose(config: configs.Config) -> None:
         ' config of a warm start, python -m jetrl_jax.sft --config=...; for'
         " GRPO leave it ''"
     )
-
-
-def _check_workdir(workdir: pathlib.Path) -> None:
-  try:
-    workdir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=workdir):
-      pass
-  except OSError as error:
-    raise ValueError(
-        f'--workdir={workdir} cannot be written: {error.strerror}'
-    ) from error
 
 
 def _record_start(parts: Parts, workdir: pathlib.Path) -> None:

@@ -112,6 +112,7 @@ def train(config, workdir: pathlib.Path) -> None:
   tokenizer = configs.build_tokenizer(config, folder)
   # Before any weight is loaded: what is wrong with the data shows now.
   next_batch = _batches(config, policy, tokenizer)
+  config_flag.make_folder('workdir', workdir)
   steps = config.sft.total_training_steps
   settings = configs.optimizer_config(config, steps)
   make_params, _ = config_model.parameters(config, policy, mesh, folder)

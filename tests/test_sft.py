@@ -72,6 +72,13 @@ def test_what_would_fail_after_the_last_step_is_refused_before_the_first(
   assert not (tmp_path / 'run').exists()
 
 
+def test_a_workdir_that_cannot_be_written_is_named_before_any_weight(tmp_path):
+  (tmp_path / 'file').touch()
+  config = whole_run.config(**{'sft.output': str(tmp_path / 'out')})
+  with pytest.raises(ValueError, match='--workdir=.*file cannot be written'):
+    sft.train(config, tmp_path / 'file')
+
+
 @pytest.mark.parametrize(
     'steps, skipped', [(2, 2), pytest.param(120, 10, marks=pytest.mark.slow)]
 )
