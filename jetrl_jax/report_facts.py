@@ -85,9 +85,12 @@ def _mismatch(run: Run) -> Fact | None:
   values = run.finite(_MISMATCH)
   if not values.size:
     return None
-  claim = ''
+  claim, is_meant = '', False
+  sampled = run.config.get('precision.rollout_recipe')
+  if sampled and sampled != run.config.get('precision.recipe'):
+    claim, is_meant = '; the flow is meant to be mixed', True
   if run.config.get('precision.exact') is False:
-    claim = f'; {NOT_CLAIMED}'
+    claim, is_meant = f'; {NOT_CLAIMED}', True
   if not values.any():
     return Fact(
         label='Mismatch',
@@ -103,7 +106,7 @@ def _mismatch(run: Run) -> Fact | None:
       detail='of the tokens of the worst step differ between rollout and'
       f' training; {int((values > 0).sum())} of {len(values)} steps have some'
       f'{claim}',
-      tone='bad',
+      tone='' if is_meant else 'bad',
   )
 
 

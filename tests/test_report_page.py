@@ -125,6 +125,18 @@ def test_a_run_that_differs_says_so_in_the_headline(workdir):
   assert 'no token of' not in text
 
 
+def test_a_mismatch_that_the_flow_is_made_of_is_no_alarm(tmp_path):
+  for recipe, tone in (('', 'bad'), ('int8', '')):
+    folder = tmp_path / f'run{recipe}'
+    config = {'precision': {'recipe': 'bf16', 'rollout_recipe': recipe}}
+    report_run.write(folder, config=config)
+    with open(folder / 'metrics.jsonl', 'a') as file:
+      file.write('{"step": 7, "training/mismatch_token_frac": 0.25}\n')
+    page = _page(folder)
+    assert f'<div class="tile {tone}"><div class="label">Mismatch' in page
+    assert ('meant to be mixed' in page) == bool(recipe)
+
+
 def test_what_was_skipped_or_guarded_is_counted(workdir):
   text = _Elements(_page(workdir)).text
   assert 'Updates skipped1 (steps 4)' in text
