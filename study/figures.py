@@ -5,10 +5,10 @@
     python -m study.figures control --results=FOLDER --output=c.png
 
 FOLDER is what `study.results` wrote. curves: every metric over the steps, a
-line per seed. pairs: differences of final accuracy seed by seed, with 95%
-intervals, and a table of them. control: final accuracy over the measured
-mismatch, with the range of k3 that papers report marked. Both take finished
-runs only.
+line per seed, and a table of the arms. pairs: differences of final accuracy
+seed by seed, with 95% intervals, and a table of them. control: final accuracy
+over the measured mismatch, with the range of k3 that papers report marked. Both
+take finished runs only.
 """
 
 import argparse
@@ -102,6 +102,35 @@ def finals(runs: list[Run], arm: str, precision: str) -> dict[int, float]:
       for run in runs
       if run.arm.name == arm
   }
+
+
+def print_arms(runs: list[Run]) -> None:
+  """Prints a row per arm of finished runs, final accuracies by seed."""
+  print(
+      "| arm | start | final, rollout's precision (%) | final, BF16 (%) | most"
+      ' tokens that differ | k3, median (largest) | smallest effective sample'
+      ' size | tokens clipped |'
+  )
+  print('|---|---|---|---|---|---|---|---|')
+  for name in dict.fromkeys(run.arm.name for run in runs):
+    of = [run for run in runs if run.arm.name == name]
+
+    def values(metric, of=of):
+      return [value for run in of for _, value in run.series(metric)]
+
+    def final(precision, name=name):
+      found = finals(runs, name, precision).values()
+      return ', '.join(f'{100 * value:.1f}' for value in found)
+
+    start = numbers.mean(run.accuracy()[0][1] for run in of)
+    k3 = values('rollout_corr/k3_kl')
+    print(
+        f'| `{name}` | {start:.1%} | {final("core")} | {final("bf16")} |'
+        f' {max(values("training/mismatch_token_frac")):.0%} |'
+        f' {numbers.median(k3):.1e} ({max(k3):.1e}) |'
+        f' {min(values("rollout_corr/rollout_is_eff_sample_size")):.2f} |'
+        f' {numbers.mean(values("actor/pg_clipfrac")):.2%} |'
+    )
 
 
 def pairs(runs: list[Run], output: pathlib.Path) -> None:
@@ -243,6 +272,8 @@ def main() -> None:
       if not run.about['finished']:
         print(f'left out, not finished: {run.arm.name} seed {run.seed}')
     runs = [run for run in runs if run.about['finished']]
+  else:
+    print_arms([run for run in runs if run.about['finished']])
   draw = {'curves': curves, 'pairs': pairs, 'control': control}[flags.figure]
   draw(runs, flags.output)
   print(f'Wrote {flags.output}')

@@ -30,6 +30,9 @@ def _workdir(folder, accuracies, mismatch):
             'actor/grad_norm': 0.5,
             'training/rollout_logprob_diff_mean': mismatch,
             'rollout_corr/k3_kl': mismatch**2,
+            'rollout_corr/rollout_is_eff_sample_size': 1 - mismatch * step,
+            'training/mismatch_token_frac': float(mismatch > 0),
+            'actor/pg_clipfrac': 0.001 * step,
         }
       file.write(json.dumps(row) + '\n')
 
@@ -95,7 +98,11 @@ def test_every_figure_is_drawn_and_the_table_says_what_is_known(
   for draw in (figures.curves, figures.pairs, figures.control):
     draw(runs, written / f'{draw.__name__}.png')
     assert (written / f'{draw.__name__}.png').stat().st_size > 10_000
+  figures.print_arms(runs)
   table = capsys.readouterr().out
   # Two pairs of the same difference: too few for a verdict.
   assert "| fp8_rollout | bf16 | rollout's | -60.0 |" in table
   assert '| -60.0 to -60.0 | inconclusive |' in table
+  # Of four steps: the least of 1 - 0.01 step, and the mean of 0.001 step.
+  row = '| `fp8_rollout` | 40.0% | 20.0, 20.0 | 20.0, 20.0 | 100% |'
+  assert f'{row} 1.0e-04 (1.0e-04) | 0.96 | 0.25% |' in table
