@@ -51,6 +51,11 @@ _EXACT: dict[str, dict] = {
 }
 
 
+def on_gpu() -> bool:
+  """True when kernels compile for a GPU."""
+  return jax.default_backend() in ('gpu', 'cuda')
+
+
 def compiler_options(backend: str | None = None, *, exact: bool = True) -> dict:
   """Returns the options for a backend, by default the one in use.
 

@@ -1,5 +1,7 @@
 """How well the 8-bit formats fit: sums per operand, and their summary."""
 
+from typing import TypeAlias
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -11,9 +13,17 @@ from jetrl_jax.typing import Array, PyTree
 SUMS = ('elements', 'saturated', 'flushed', 'signal', 'noise')
 
 
-def measure(
-    x_MI: Array, quantized: QTensor, row_mask_M: Array
-) -> tuple[Array, Array]:
+# (amax, sums) of an operand.
+Seen: TypeAlias = tuple[Array, Array]
+
+
+def with_elements(lost: Array, x_MI: Array, row_mask_M: Array) -> Array:
+  """Returns the float32 [5] sums, given all but the first."""
+  elements = jnp.sum(row_mask_M) * x_MI.shape[1]
+  return jnp.concatenate([elements[None], lost])
+
+
+def measure(x_MI: Array, quantized: QTensor, row_mask_M: Array) -> Seen:
   """Returns the amax of the valid rows and float32 [5] sums over them.
 
   Args:
@@ -27,15 +37,15 @@ def measure(
   scale = scale_of_elements(quantized)
   restored = jnp.where(valid, stored * scale, 0.0)
   limit = formats.format_max(quantized.values.dtype) * scale
-  sums = jnp.stack(
+  lost = jnp.stack(
       [
-          jnp.sum(row_mask_M) * x.shape[1],
           jnp.sum((jnp.abs(x) > limit).astype(jnp.float32)),
           jnp.sum(((x != 0) & (stored == 0)).astype(jnp.float32)),
           jnp.sum(x * x),
           jnp.sum((x - restored) ** 2),
       ]
   )
+  sums = with_elements(lost, x_MI, row_mask_M)
   return amax_of_rows(x_MI, row_mask_M), sums
 
 

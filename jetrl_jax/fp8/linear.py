@@ -67,33 +67,47 @@ def _forward(recipe, out_dtype, x_MI, weight, slot) -> tuple[Array, QTensor]:
   return y_MO, x8
 
 
-def _quantize_grad(recipe: Recipe, dy_MO, weight, slot):
-  """Returns (what is quantised of dY, its 8-bit form), as DGrad reads it.
+def _keep_input(recipe, x_MI, x8, row_mask_M) -> tuple[QTensor, health.Seen]:
+  """Returns (the rows as the backward reads them, what they show)."""
+  if recipe.name == 'fp8_delayed':
+    return dot_tensor.turn_input(x_MI, x8, row_mask_M)
+  return x8, health.measure(x_MI, x8, row_mask_M)
 
-  None for a recipe whose backward does not quantise.
+
+def _quantize_grad(recipe: Recipe, dy_MO, weight, slot, row_mask_M):
+  """Returns (dY as the backward reads it, what it shows).
+
+  The first is None for a recipe whose backward does not quantise.
   """
   match recipe.name:
     case 'fp8_delayed':
-      return dy_MO, dot_tensor.quantize_grad(recipe, dy_MO, slot)
+      return dot_tensor.quantize_grad(recipe, dy_MO, slot, row_mask_M)
     case 'fp8_token':
-      return dot_token.fold_for_dgrad(recipe, dy_MO, weight)
+      high, dy8 = dot_token.fold_for_dgrad(recipe, dy_MO, weight)
     case 'fp8_block':
-      return dy_MO, dot_block.quantize_grad(recipe, dy_MO)
+      high, dy8 = dy_MO, dot_block.quantize_grad(recipe, dy_MO)
     case name if name == 'int8' or name in FAKE_RECIPES:
-      return None
-  raise AssertionError(recipe.name)
+      nothing = jnp.zeros((len(health.SUMS),), jnp.float32)
+      return None, (health.amax_of_rows(dy_MO, row_mask_M), nothing)
+    case name:
+      raise AssertionError(name)
+  # The amax is that of dY, also where what is quantised has W's scales in it.
+  _, sums = health.measure(high, dy8, row_mask_M)
+  return dy8, (health.amax_of_rows(dy_MO, row_mask_M), sums)
 
 
-def _backward(recipe, dy_MO, dy8, x8, weight, x_dtype) -> tuple[Array, Array]:
+def _backward(
+    recipe, dy_MO, dy8, kept_x, weight, x_dtype
+) -> tuple[Array, Array]:
   match recipe.name:
     case 'fp8_delayed':
-      return dot_tensor.backward(recipe, dy8, x8, weight, x_dtype)
+      return dot_tensor.backward(recipe, dy8, kept_x, weight, x_dtype)
     case 'fp8_token':
-      return dot_token.backward(recipe, dy_MO, dy8, x8, weight, x_dtype)
+      return dot_token.backward(recipe, dy_MO, dy8, kept_x, weight, x_dtype)
     case 'fp8_block':
-      return dot_block.backward(recipe, dy_MO, dy8, x8, weight, x_dtype)
+      return dot_block.backward(recipe, dy_MO, dy8, kept_x, weight, x_dtype)
     case name if name == 'int8' or name in FAKE_RECIPES:
-      return dot_token.backward_dequantized(dy_MO, x8, weight, x_dtype)
+      return dot_token.backward_dequantized(dy_MO, kept_x, weight, x_dtype)
   raise AssertionError(recipe.name)
 
 
@@ -105,11 +119,11 @@ def _fp8_dot(recipe, out_dtype, x_MI, master_OI, weight, slot, row_mask_M):
 
 def _fp8_dot_fwd(recipe, out_dtype, x_MI, master_OI, weight, slot, row_mask_M):
   y_MO, x8 = _forward(recipe, out_dtype, x_MI, weight, slot)
-  seen = health.measure(x_MI, x8, row_mask_M)
+  kept, seen = _keep_input(recipe, x_MI, x8, row_mask_M)
   high = x_MI if recipe.calibrating else None
   # An empty array carries the dtypes that the cotangents must have.
   like = (jnp.zeros((0,), x_MI.dtype), jnp.zeros((0,), master_OI.dtype))
-  return y_MO, (x8, weight, slot, row_mask_M, seen, high, like)
+  return y_MO, (kept, weight, slot, row_mask_M, seen, high, like)
 
 
 def _slot_cotangent(slot: PyTree, seen: dict) -> PyTree:
@@ -125,27 +139,16 @@ def _slot_cotangent(slot: PyTree, seen: dict) -> PyTree:
   return zeros
 
 
-def _observed_grad(dy_MO, quantized, row_mask_M):
-  """Returns (amax, health) of the output gradient."""
-  amax = health.amax_of_rows(dy_MO, row_mask_M)
-  if quantized is None:
-    return amax, jnp.zeros((len(health.SUMS),), jnp.float32)
-  high, low = quantized
-  return amax, health.measure(high, low, row_mask_M)[1]
-
-
 def _fp8_dot_bwd(recipe, out_dtype, residuals, dy_MO):
   del out_dtype
-  x8, weight, slot, row_mask_M, seen_input, high_x, like = residuals
+  kept_x, weight, slot, row_mask_M, seen_input, high_x, like = residuals
   x_like, master_like = like
-  quantized = _quantize_grad(recipe, dy_MO, weight, slot)
-  seen_grad = _observed_grad(dy_MO, quantized, row_mask_M)
+  dy8, seen_grad = _quantize_grad(recipe, dy_MO, weight, slot, row_mask_M)
   if recipe.calibrating:
     kernel_OI = dequantize(weight, dy_MO.dtype)
     dx_MI, dw_OI = high_backward(dy_MO, high_x, kernel_OI, x_like.dtype)
   else:
-    dy8 = None if quantized is None else quantized[1]
-    dx_MI, dw_OI = _backward(recipe, dy_MO, dy8, x8, weight, x_like.dtype)
+    dx_MI, dw_OI = _backward(recipe, dy_MO, dy8, kept_x, weight, x_like.dtype)
   slot_ct = _slot_cotangent(
       slot, {'input': seen_input, 'output_grad': seen_grad}
   )

@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.quantization import quantize
 from jetrl_jax.models import attention_backward, attention_kernel
-from jetrl_jax.models.norm import on_gpu
 from jetrl_jax.typing import Array
 
 _NO_SCORE = -1e30

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
+from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import QTensor, Recipe, dot
 from jetrl_jax.fp8.slots import COLLECTION
 from jetrl_jax.models import norm, rope
@@ -66,7 +67,7 @@ def _lookup_bwd(residuals, ct_MD):
   tokens_M, like = residuals
   ct_MD = ct_MD.astype(like.dtype)
   zeros = jnp.zeros((like.shape[1], ct_MD.shape[1]), like.dtype)
-  if not norm.on_gpu():
+  if not on_gpu():
     return zeros.at[tokens_M].add(ct_MD), None, None
   tokens_M, sums_MD = sum_equal(tokens_M, ct_MD)
   dropping = {'mode': 'drop', 'unique_indices': True}

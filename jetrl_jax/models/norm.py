@@ -14,14 +14,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jetrl_jax.compilation import on_gpu
 from jetrl_jax.typing import Array, Float
 
 _MAX_CHUNK = 512
-
-
-def on_gpu() -> bool:
-  """True when kernels compile for a GPU."""
-  return jax.default_backend() in ('gpu', 'cuda')
 
 
 def row_sum(x_MD: Float[Array, 'M D']) -> Float[Array, 'M 1']:

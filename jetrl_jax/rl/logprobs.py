@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jetrl_jax.models.norm import on_gpu, row_sum
+from jetrl_jax.compilation import on_gpu
+from jetrl_jax.models.norm import row_sum
 from jetrl_jax.typing import Array, Float, Int
 
 _CHUNK = 1024

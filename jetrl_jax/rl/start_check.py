@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from absl import logging
 
-from jetrl_jax.compilation import NOT_CLAIMED
-from jetrl_jax.models import norm
+from jetrl_jax.compilation import NOT_CLAIMED, on_gpu
 from jetrl_jax.rl import flow_check, mismatch, packing
 from jetrl_jax.rl.calibration import short_rollout
 from jetrl_jax.rl.engine import Engine
@@ -62,7 +61,7 @@ def check(
     )
     return
   flow_check.check_flow(parts.policy, loss, parts.engine, state)
-  if norm.on_gpu():
+  if on_gpu():
     say_whether_exact(bit_test(parts, engine, score, state, should_stop))
 
 
