@@ -13,7 +13,6 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from absl import app, flags
 from jax import lax
 
@@ -76,13 +75,12 @@ def _variants(what: str) -> dict:
 def _compare(name: str, found, wanted) -> None:
   for ours, theirs in zip(found, wanted, strict=True):
     if ours.dtype.itemsize == 1:
-      ours, theirs = (
-          np.asarray(lax.bitcast_convert_type(x, jnp.uint8))
-          for x in (ours, theirs)
+      as_bytes = functools.partial(
+          lax.bitcast_convert_type, new_dtype=jnp.uint8
       )
-      is_equal = np.array_equal(ours, theirs)
+      is_equal = jnp.array_equal(as_bytes(ours), as_bytes(theirs))
     else:
-      is_equal = np.allclose(ours, theirs, rtol=1e-4)
+      is_equal = jnp.allclose(ours, theirs, rtol=1e-4)
     if not is_equal:
       raise AssertionError(f'{name}: {ours} is not {theirs}')
 
@@ -90,9 +88,10 @@ def _compare(name: str, found, wanted) -> None:
 def _measure(what: str, shape: str) -> list[dict]:
   """Checks and times every variant on one shape."""
   dims = tuple(int(size) for size in shape.split('x'))
-  random = np.random.default_rng(0)
-  spread = np.exp(random.standard_normal(dims, np.float32) * 2)
-  x = jnp.asarray(random.standard_normal(dims, np.float32) * spread)
+  first, second = jax.random.split(jax.random.key(0))
+  x = jax.random.normal(first, dims) * jnp.exp(
+      2 * jax.random.normal(second, dims)
+  )
   scale = jnp.float32(2.0**-4)
   x = (
       quantize(x, scale, formats.E4M3)
@@ -101,14 +100,14 @@ def _measure(what: str, shape: str) -> list[dict]:
   )
   arguments = x, scale, jnp.ones((dims[0],), jnp.float32)
   by_xla = exact_jit(functools.partial(_by_xla, what))
-  wanted = jax.device_get(by_xla(*arguments))
+  wanted = by_xla(*arguments)
   variants = {'XLA': by_xla} | {
       name: exact_jit(functools.partial(_by_kernel, what, **options))
       for name, options in _variants(what).items()
   }
   floor, rows = _BYTES[what] * x.size / common.BYTES_PER_S, []
   for name, run in variants.items():
-    _compare(f'{what} {shape} {name}', jax.device_get(run(*arguments)), wanted)
+    _compare(f'{what} {shape} {name}', run(*arguments), wanted)
     spent = common.median_seconds(functools.partial(run, *arguments))
     row = {'what': what, 'shape': shape, 'variant': name}
     rows.append(row | {'us': spent * 1e6, 'of_floor': floor / spent})

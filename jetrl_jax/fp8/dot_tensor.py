@@ -79,8 +79,10 @@ def quantize_grad(
   return both, (out.amax, health.with_elements(out.lost, dy_MO, row_mask_M))
 
 
-def forward(recipe: Recipe, x8: QTensor, weight: QTensor, out_dtype) -> Array:
-  """FProp."""
+def forward(
+    recipe: Recipe, x8: QTensor, weight: QTensor, out_dtype, *, late: bool
+) -> Array:
+  """FProp; for `late` see `scaled_dot`."""
   return scaled_dot(
       x8.values,
       weight.values,
@@ -88,6 +90,7 @@ def forward(recipe: Recipe, x8: QTensor, weight: QTensor, out_dtype) -> Array:
       (x8.scale * weight.scale,),
       out_dtype,
       power_of_two=recipe.power_of_two_scales,
+      late=late,
   )
 
 

@@ -16,6 +16,7 @@ serves one dot. Micro-batches must be differentiated one by one: within one
 `jax.grad` the cotangents of two uses would be added, and an amax is not a sum.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -42,9 +43,28 @@ def _quantize_input(recipe: Recipe, x_MI: Array, slot: PyTree) -> QTensor:
   raise AssertionError(recipe.name)
 
 
-def _forward(recipe, out_dtype, x_MI, weight, slot) -> tuple[Array, QTensor]:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _How:
+  """What is known of a dot when it is traced.
+
+  Attributes:
+    recipe: how it computes.
+    out_dtype: name of the result's dtype.
+    late: see `scaled_dot`.
+  """
+
+  recipe: Recipe
+  out_dtype: str
+  late: bool
+
+
+def _forward(how, x_MI, low_MI, weight, slot) -> tuple[Array, QTensor]:
   """Returns the result, and the rows as they were quantised."""
-  x8 = _quantize_input(recipe, x_MI, slot)
+  recipe, out_dtype = how.recipe, how.out_dtype
+  if low_MI is None:
+    x8 = _quantize_input(recipe, x_MI, slot)
+  else:
+    x8 = QTensor(values=low_MI, scale=slot['input']['scale'])
   if recipe.calibrating:
     kernel_OI = dequantize(weight, x_MI.dtype)
     y_MO = lax.dot_general(
@@ -53,7 +73,7 @@ def _forward(recipe, out_dtype, x_MI, weight, slot) -> tuple[Array, QTensor]:
     return y_MO, x8
   match recipe.name:
     case 'fp8_delayed':
-      y_MO = dot_tensor.forward(recipe, x8, weight, out_dtype)
+      y_MO = dot_tensor.forward(recipe, x8, weight, out_dtype, late=how.late)
     case 'fp8_token':
       y_MO = dot_token.forward(recipe, x8, weight, out_dtype)
     case 'int8':
@@ -111,14 +131,15 @@ def _backward(
   raise AssertionError(recipe.name)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _fp8_dot(recipe, out_dtype, x_MI, master_OI, weight, slot, row_mask_M):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fp8_dot(how, x_MI, low_MI, master_OI, weight, slot, row_mask_M):
   del master_OI, row_mask_M
-  return _forward(recipe, out_dtype, x_MI, weight, slot)[0]
+  return _forward(how, x_MI, low_MI, weight, slot)[0]
 
 
-def _fp8_dot_fwd(recipe, out_dtype, x_MI, master_OI, weight, slot, row_mask_M):
-  y_MO, x8 = _forward(recipe, out_dtype, x_MI, weight, slot)
+def _fp8_dot_fwd(how, x_MI, low_MI, master_OI, weight, slot, row_mask_M):
+  recipe = how.recipe
+  y_MO, x8 = _forward(how, x_MI, low_MI, weight, slot)
   kept, seen = _keep_input(recipe, x_MI, x8, row_mask_M)
   high = x_MI if recipe.calibrating else None
   # An empty array carries the dtypes that the cotangents must have.
@@ -139,8 +160,8 @@ def _slot_cotangent(slot: PyTree, seen: dict) -> PyTree:
   return zeros
 
 
-def _fp8_dot_bwd(recipe, out_dtype, residuals, dy_MO):
-  del out_dtype
+def _fp8_dot_bwd(how, residuals, dy_MO):
+  recipe = how.recipe
   kept_x, weight, slot, row_mask_M, seen_input, high_x, like = residuals
   x_like, master_like = like
   dy8, seen_grad = _quantize_grad(recipe, dy_MO, weight, slot, row_mask_M)
@@ -152,7 +173,7 @@ def _fp8_dot_bwd(recipe, out_dtype, residuals, dy_MO):
   slot_ct = _slot_cotangent(
       slot, {'input': seen_input, 'output_grad': seen_grad}
   )
-  return dx_MI, dw_OI.astype(master_like.dtype), None, slot_ct, None
+  return dx_MI, None, dw_OI.astype(master_like.dtype), None, slot_ct, None
 
 
 _fp8_dot.defvjp(_fp8_dot_fwd, _fp8_dot_bwd)
@@ -195,6 +216,8 @@ def dot(
     row_mask_M: Array,
     *,
     out_dtype=None,
+    low_MI: Array | None = None,
+    late_scale: bool = False,
 ) -> Array:
   """Multiplies rows by a kernel, in 8 bits when the weight is quantised.
 
@@ -209,6 +232,9 @@ def dot(
       recipe reads none of it.
     row_mask_M: float32, 0 on padding rows, which the amax must not see.
     out_dtype: dtype of the result, by default that of x.
+    low_MI: x quantised already, on the slot's scale, by what made x.
+    late_scale: the result is not only added to a residual, see
+      `products.scaled_dot`.
 
   Returns:
     y_MO.
@@ -220,6 +246,7 @@ def dot(
     if master_OI is None:
       return lax.dot_general(x_MI, weight, NT, preferred_element_type=out_dtype)
     return _high_dot(out_dtype, x_MI, master_OI, weight)
+  how = _How(recipe=recipe, out_dtype=out_dtype, late=late_scale)
   if master_OI is None:
-    return _forward(recipe, out_dtype, x_MI, weight, slot)[0]
-  return _fp8_dot(recipe, out_dtype, x_MI, master_OI, weight, slot, row_mask_M)
+    return _forward(how, x_MI, low_MI, weight, slot)[0]
+  return _fp8_dot(how, x_MI, low_MI, master_OI, weight, slot, row_mask_M)

@@ -13,7 +13,9 @@ NN = (((1,), (0,)), ((), ()))
 TN = (((0,), (0,)), ((), ()))
 
 
-def scaled_dot(a, b, dims, scales, out_dtype, *, power_of_two: bool) -> Array:
+def scaled_dot(
+    a, b, dims, scales, out_dtype, *, power_of_two: bool, late: bool = False
+) -> Array:
   """Returns (a . b) * scales, rounded once to `out_dtype`.
 
   Scales come after the dot, left to right, in rollout and training alike. With
@@ -27,11 +29,16 @@ def scaled_dot(a, b, dims, scales, out_dtype, *, power_of_two: bool) -> Array:
     scales: float32 scalars, or arrays that broadcast against the result.
     out_dtype: of the result.
     power_of_two: the scales are powers of two.
+    late: leave powers of two to the operation that follows. XLA takes a scale
+      into the GEMM, and for that starts a kernel that multiplies the scales;
+      but only from there the GEMM adds a residual as well.
   """
   if power_of_two:
     # A power of two commutes with the rounding, so the GEMM may write the
     # narrow type: an F32 output costs up to a quarter of its speed.
     product = lax.dot_general(a, b, dims, preferred_element_type=out_dtype)
+    if late:
+      return times(product.astype(jnp.float32), scales).astype(out_dtype)
     for scale in scales:
       product = product * scale.astype(out_dtype)
     return product

@@ -344,6 +344,8 @@ def decode(
     last_B: Array,
     tile: int,
     *,
+    num_warps: int = 1,
+    num_stages: int = 2,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
   """Attends from one query token per slot to the slot's pages.
@@ -355,6 +357,8 @@ def decode(
     table_BP: int32, the slot's pages in order.
     last_B: int32, the last key to attend; -1 for none.
     tile: see `attention.flash_attention`.
+    num_warps: of a program.
+    num_stages: tiles on their way at a time.
     interpret: run on a CPU, for tests.
 
   Returns:
@@ -397,5 +401,5 @@ def decode(
           jax.ShapeDtypeStruct((batch, heads), jnp.float32),
       ],
       name='flash_attention',
-      **compiler_params(interpret, num_warps=1, num_stages=2),
+      **compiler_params(interpret, num_warps, num_stages),
   )(q_BNH, k_PKSH, values, table_BP, last_B)

@@ -152,16 +152,26 @@ class Leaf(nn.Module):
 
 
 class Linear(Leaf):
-  """y = x W^T + b, W stored [out, in]."""
+  """y = x W^T + b, W stored [out, in]; `late_scale` as in `fp8.dot`."""
 
   in_dim: int
   out_dim: int
   use_bias: bool = False
+  late_scale: bool = False
   init_std: float = 0.02
 
   @nn.compact
-  def __call__(self, x_MI: Array, row_mask_M: Array, out_dtype=None) -> Array:
-    """Returns [M, O] in `out_dtype`, by default the recipe's."""
+  def __call__(
+      self, x_MI: Array, row_mask_M: Array, out_dtype=None, low_MI=None
+  ) -> Array:
+    """Returns [M, O].
+
+    Args:
+      x_MI: rows.
+      row_mask_M: float32, 0 on rows that are padding.
+      out_dtype: of the result, by default the recipe's.
+      low_MI: the rows' FP8 values, see `norm.rms_norm`.
+    """
     init = nn.initializers.normal(self.init_std)
     master, weight = self.leaf('kernel', init, (self.out_dim, self.in_dim))
     slot = None
@@ -178,6 +188,8 @@ class Linear(Leaf):
         slot,
         row_mask_M,
         out_dtype=out_dtype,
+        low_MI=low_MI,
+        late_scale=self.late_scale,
     )
     if self.use_bias:
       master, bias = self.leaf('bias', nn.initializers.zeros, (self.out_dim,))
@@ -195,10 +207,11 @@ class RMSNorm(Leaf):
   eps: float
 
   @nn.compact
-  def __call__(self, x_MD: Array) -> Array:
-    """Returns the normed rows, [M, D]."""
+  def __call__(self, x_MD: Array, step=None) -> tuple[Array, Array | None]:
+    """Returns (normed rows [M, D], their FP8 values), see `norm.rms_norm`."""
     master, scale = self.leaf('scale', nn.initializers.ones, (self.dim,))
-    return self.tap('out', norm.rms_norm(x_MD, scale, self.eps, master))
+    y_MD, low_MD = norm.rms_norm(x_MD, scale, self.eps, master, step)
+    return self.tap('out', y_MD), low_MD
 
 
 class Attention(Leaf):
@@ -207,7 +220,7 @@ class Attention(Leaf):
   config: ModelConfig
 
   @nn.compact
-  def __call__(self, x_MD, positions_M, row_mask_M, attend, cache):
+  def __call__(self, x_MD, low_MD, positions_M, row_mask_M, attend, cache):
     """Returns (what the block adds [M, D], keys and values)."""
     cfg, common = self.config, (self.recipe, self.axes)
     heads, kv_heads, head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
@@ -217,8 +230,10 @@ class Attention(Leaf):
         in_dim=cfg.model_dim,
         out_dim=(heads + 2 * kv_heads) * head_dim,
         use_bias=cfg.qkv_bias,
+        late_scale=True,
         name='qkv',
-    )(x_MD, row_mask_M).reshape(rows, heads + 2 * kv_heads, head_dim)
+    )(x_MD, row_mask_M, low_MI=low_MD)
+    qkv = qkv.reshape(rows, heads + 2 * kv_heads, head_dim)
     q_MNH, k_MKH, v_MKH = jnp.split(qkv, [heads, heads + kv_heads], axis=1)
     if cfg.qk_norm:
 
@@ -226,7 +241,7 @@ class Attention(Leaf):
         norm_of_head = RMSNorm(
             *common, dim=head_dim, eps=cfg.norm_eps, name=name
         )
-        return norm_of_head(x.reshape(-1, head_dim)).reshape(x.shape)
+        return norm_of_head(x.reshape(-1, head_dim))[0].reshape(x.shape)
 
       q_MNH, k_MKH = per_head('q_norm', q_MNH), per_head('k_norm', k_MKH)
     frequencies = rope.inverse_frequencies(cfg)
@@ -247,12 +262,16 @@ class MLP(Leaf):
   config: ModelConfig
 
   @nn.compact
-  def __call__(self, x_MD, row_mask_M):
+  def __call__(self, x_MD, low_MD, row_mask_M):
     """Returns what the block adds, [M, D]."""
     cfg, common = self.config, (self.recipe, self.axes)
     gate_up = Linear(
-        *common, in_dim=cfg.model_dim, out_dim=2 * cfg.ffn_dim, name='gate_up'
-    )(x_MD, row_mask_M)
+        *common,
+        in_dim=cfg.model_dim,
+        out_dim=2 * cfg.ffn_dim,
+        late_scale=True,
+        name='gate_up',
+    )(x_MD, row_mask_M, low_MI=low_MD)
     gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
     h_MF = self.tap('swiglu', (jax.nn.silu(gate) * up).astype(x_MD.dtype))
     return Linear(
@@ -270,16 +289,27 @@ class Block(Leaf):
     """Returns (rows [M, D], keys and values)."""
     cfg, common = self.config, (self.recipe, self.axes)
 
-    def pre_norm(name):
-      return RMSNorm(*common, dim=cfg.model_dim, eps=cfg.norm_eps, name=name)
+    def normed(name, part, dot):
+      norm_of_part = RMSNorm(
+          *common, dim=cfg.model_dim, eps=cfg.norm_eps, name=name
+      )
+      return norm_of_part(x_MD, self._step(part, dot))
 
     attended, cache = Attention(*common, config=cfg, name='attn')(
-        pre_norm('attn_norm')(x_MD), positions_M, row_mask_M, attend, cache
+        *normed('attn_norm', 'attn', 'qkv'),
+        *(positions_M, row_mask_M, attend, cache),
     )
     x_MD = self.tap('attn_sum', x_MD + attended)
     mlp = MLP(*common, config=cfg, name='mlp')
-    x_MD = x_MD + mlp(pre_norm('mlp_norm')(x_MD), row_mask_M)
+    x_MD = x_MD + mlp(*normed('mlp_norm', 'mlp', 'gate_up'), row_mask_M)
     return self.tap('mlp_sum', x_MD), cache
+
+  def _step(self, part: str, dot: str) -> Array | None:
+    """Returns the scale on which a dot quantises its rows, if that is known."""
+    if self.is_initializing() or not self.recipe.is_delayed:
+      return None
+    slots = self.get_variable(COLLECTION, part, {})
+    return slots[dot]['input']['scale'] if dot in slots else None
 
 
 class Decoder(Leaf):
@@ -329,7 +359,7 @@ class Decoder(Leaf):
       new_caches.append(cache)
     if self.is_initializing():
       self.head(x_MD)
-    return self.final_norm(x_MD), new_caches
+    return self.final_norm(x_MD)[0], new_caches
 
   def head(self, hidden_MD: Array) -> Array:
     """Returns float32 logits [M, V] of normed hidden rows.

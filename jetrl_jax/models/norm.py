@@ -15,6 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jetrl_jax.compilation import on_gpu
+from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8.quantization import quantize
 from jetrl_jax.typing import Array, Float
 
 _MAX_CHUNK = 512
@@ -38,17 +40,21 @@ def _reference(x_MD, scale_D, eps, mean_square_M1):
   return normed.astype(x_MD.dtype) * scale_D[None, :]
 
 
-def _kernel(x_ref, scale_ref, out_ref, *, eps: float, chunk: int):
+def _kernel(x_ref, scale_ref, *refs, eps: float, chunk: int, quantizes: bool):
+  """One row, in registers from its first reading on."""
+  step_ref, out_ref, low_ref = refs if quantizes else (None, *refs, None)
   dim = x_ref.shape[0]
+  chunks = [pl.ds(i * chunk, chunk) for i in range(dim // chunk)]
+  parts = [x_ref[at].astype(jnp.float32) for at in chunks]
   total = jnp.zeros((chunk,), jnp.float32)
-  for i in range(dim // chunk):
-    part = x_ref[pl.ds(i * chunk, chunk)].astype(jnp.float32)
+  for part in parts:
     total += part * part
   inverse = lax.rsqrt(jnp.sum(total) / dim + eps)
-  for i in range(dim // chunk):
-    at = pl.ds(i * chunk, chunk)
-    normed = x_ref[at].astype(jnp.float32) * inverse
-    out_ref[at] = normed.astype(out_ref.dtype) * scale_ref[at]
+  for at, part in zip(chunks, parts, strict=True):
+    out = (part * inverse).astype(out_ref.dtype) * scale_ref[at]
+    out_ref[at] = out
+    if step_ref is not None and low_ref is not None:
+      low_ref[at] = quantize(out, step_ref[0], formats.E4M3)
 
 
 def _chunk(dim: int) -> int:
@@ -56,21 +62,38 @@ def _chunk(dim: int) -> int:
   return min(dim & -dim, _MAX_CHUNK)
 
 
-def rms_norm_kernel(x_MD, scale_D, eps: float, *, interpret: bool = False):
-  """The GPU form: one program per row, the sum in chunks of fixed size."""
-  dim = x_MD.shape[1]
-  return pl.pallas_call(
-      functools.partial(_kernel, eps=eps, chunk=_chunk(dim)),
+def rms_norm_kernel(
+    x_MD, scale_D, eps: float, step=None, *, interpret: bool = False
+):
+  """The GPU form: one program per row, the sum in chunks of fixed size.
+
+  Returns:
+    (normed rows, the same quantised on the scale `step`, or None without it)
+  """
+  dim, steps = x_MD.shape[1], [] if step is None else [step.reshape(1)]
+  quantizes = len(steps)
+  row = pl.BlockSpec((None, dim), lambda i: (i, 0))
+  one = pl.BlockSpec((1,), lambda i: (0,))
+  low = jax.ShapeDtypeStruct(x_MD.shape, formats.E4M3)
+  out = pl.pallas_call(
+      functools.partial(
+          _kernel, eps=eps, chunk=_chunk(dim), quantizes=bool(steps)
+      ),
       grid=(x_MD.shape[0],),
       in_specs=[
-          pl.BlockSpec((None, dim), lambda i: (i, 0)),
+          row,
           pl.BlockSpec((dim,), lambda i: (0,)),
+          *[one] * quantizes,
       ],
-      out_specs=pl.BlockSpec((None, dim), lambda i: (i, 0)),
-      out_shape=jax.ShapeDtypeStruct(x_MD.shape, x_MD.dtype),
+      out_specs=[row] * (1 + quantizes),
+      out_shape=[
+          jax.ShapeDtypeStruct(x_MD.shape, x_MD.dtype),
+          *[low] * quantizes,
+      ],
       interpret=interpret,
       name='rms_norm',
-  )(x_MD, scale_D)
+  )(x_MD, scale_D, *steps)
+  return out[0], out[1] if quantizes else None
 
 
 def rms_norm(
@@ -78,7 +101,8 @@ def rms_norm(
     scale_D: Float[Array, ' D'],
     eps: float,
     master_D: Float[Array, ' D'] | None = None,
-) -> Float[Array, 'M D']:
+    step: Float[Array, ''] | None = None,
+) -> tuple[Float[Array, 'M D'], Array | None]:
   """Normalises rows: y = x / sqrt(mean(x^2) + eps) * scale.
 
   Statistics in float32; the normalised value is rounded to x's dtype before
@@ -90,33 +114,40 @@ def rms_norm(
     eps: added to the mean square.
     master_D: receives the gain's derivative in its dtype; its values are not
       read. None where no derivative is wanted.
+    step: scale on which an FP8 dot will quantise y, where that is known.
+
+  Returns:
+    (y, its E4M3 values on the scale `step`; None without it, and on a CPU,
+    where the dot quantises as well)
   """
   if master_D is None:
-    return _forward(x_MD, scale_D, eps)
-  return _differentiable(x_MD, scale_D, master_D, eps)
+    return _forward(x_MD, scale_D, step, eps)
+  return _differentiable(x_MD, scale_D, master_D, step, eps)
 
 
-def _forward(x_MD, scale_D, eps):
+def _forward(x_MD, scale_D, step, eps):
   if on_gpu():
-    return rms_norm_kernel(x_MD, scale_D, eps)
+    return rms_norm_kernel(x_MD, scale_D, eps, step)
   x32 = x_MD.astype(jnp.float32)
-  return _reference(x_MD, scale_D, eps, row_sum(x32 * x32) / x_MD.shape[1])
+  mean_square = row_sum(x32 * x32) / x_MD.shape[1]
+  return _reference(x_MD, scale_D, eps, mean_square), None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _differentiable(x_MD, scale_D, master_D, eps):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _differentiable(x_MD, scale_D, master_D, step, eps):
   del master_D
-  return _forward(x_MD, scale_D, eps)
+  return _forward(x_MD, scale_D, step, eps)
 
 
-def _fwd(x_MD, scale_D, master_D, eps):
+def _fwd(x_MD, scale_D, master_D, step, eps):
   like = jnp.zeros((0,), master_D.dtype)
-  return _forward(x_MD, scale_D, eps), (x_MD, scale_D, like)
+  return _forward(x_MD, scale_D, step, eps), (x_MD, scale_D, like)
 
 
-def _bwd(eps, residuals, dy_MD):
+def _bwd(eps, residuals, cotangents):
   # The order of the backward's sums is free: no log-prob depends on it.
   x_MD, scale_D, like = residuals
+  dy_MD, _ = cotangents
   x32, dy32 = x_MD.astype(jnp.float32), dy_MD.astype(jnp.float32)
   mean_square = jnp.mean(x32 * x32, axis=1, keepdims=True)
   inverse = lax.rsqrt(mean_square + eps)
@@ -126,7 +157,7 @@ def _bwd(eps, residuals, dy_MD):
   dnormed = dy32 * scale_D.astype(jnp.float32)[None, :]
   projection = jnp.mean(dnormed * normed, axis=1, keepdims=True)
   dx_MD = inverse * (dnormed - normed * projection)
-  return dx_MD.astype(x_MD.dtype), None, dscale_D.astype(like.dtype)
+  return dx_MD.astype(x_MD.dtype), None, dscale_D.astype(like.dtype), None
 
 
 _differentiable.defvjp(_fwd, _bwd)

@@ -12,12 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
 
 from jetrl_jax.compilation import on_gpu
 from jetrl_jax.models.norm import row_sum
 from jetrl_jax.typing import Array, Float, Int
 
-_CHUNK = 1024
+# Logits that a program reads at a time: as many as its 16 warps have room for,
+# since the next ones are asked for only when these have arrived.
+_CHUNK = 8192
 
 
 def _stats_kernel(z_ref, lse_ref, mean_ref, *, vocab: int):
@@ -54,14 +57,17 @@ def row_stats_kernel(z_MV, *, interpret: bool = False):
     z_MV = jnp.pad(z_MV, ((0, 0), (0, padded - vocab)))
   out = jax.ShapeDtypeStruct((rows,), jnp.float32)
   one = pl.BlockSpec((None,), lambda i: (i,))
+  options = {'interpret': True}
+  if not interpret:
+    options = {'compiler_params': triton.CompilerParams(num_warps=16)}
   return pl.pallas_call(
       functools.partial(_stats_kernel, vocab=vocab),
       grid=(rows,),
       in_specs=[pl.BlockSpec((None, z_MV.shape[1]), lambda i: (i, 0))],
       out_specs=[one, one],
       out_shape=[out, out],
-      interpret=interpret,
       name='row_stats',
+      **options,
   )(z_MV)
 
 

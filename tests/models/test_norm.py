@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from jetrl_jax.compilation import exact_jit
+from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8.quantization import quantize
 from jetrl_jax.models import norm
 
 EPS = 1e-6
@@ -13,7 +15,7 @@ EPS = 1e-6
 
 @functools.cache
 def _norm(eps=EPS):
-  return exact_jit(lambda x, scale: norm.rms_norm(x, scale, eps))
+  return exact_jit(lambda x, scale: norm.rms_norm(x, scale, eps)[0])
 
 
 def _rows(rows, dim, dtype=jnp.float32):
@@ -93,7 +95,7 @@ def test_the_sum_of_a_row_does_not_depend_on_the_number_of_rows():
 def test_the_gpu_kernel_computes_the_same_norm(dim):
   x, scale = _rows(16, dim)
   kernel = exact_jit(
-      lambda x, s: norm.rms_norm_kernel(x, s, EPS, interpret=True)
+      lambda x, s: norm.rms_norm_kernel(x, s, EPS, interpret=True)[0]
   )
   np.testing.assert_allclose(
       kernel(x, scale), _norm()(x, scale), rtol=(dim + 8) * 2.0**-24
@@ -109,7 +111,7 @@ def test_the_gradient_is_that_of_the_plain_formula():
     return jnp.sum(dy * (x * jax.lax.rsqrt(mean_square + EPS) * scale[None]))
 
   def ours(x, scale):
-    return jnp.sum(dy * norm.rms_norm(x, scale, EPS))
+    return jnp.sum(dy * norm.rms_norm(x, scale, EPS)[0])
 
   found = exact_jit(jax.grad(ours, argnums=(0, 1)))(x, scale)
   expected = exact_jit(jax.grad(plain, argnums=(0, 1)))(x, scale)
@@ -122,7 +124,7 @@ def test_the_gradient_agrees_with_differences_in_float64():
   dy = np.random.default_rng(3).normal(size=x.shape).astype(np.float32)
 
   def ours(x, scale):
-    return jnp.sum(dy * norm.rms_norm(x, scale, EPS))
+    return jnp.sum(dy * norm.rms_norm(x, scale, EPS)[0])
 
   dx, dscale = exact_jit(jax.grad(ours, argnums=(0, 1)))(x, scale)
   x64, scale64 = np.asarray(x, np.float64), np.asarray(scale, np.float64)
@@ -140,3 +142,16 @@ def test_the_gradient_agrees_with_differences_in_float64():
   step[5] = h
   slope = (loss(x64, scale64 + step) - loss(x64, scale64 - step)) / (2 * h)
   np.testing.assert_allclose(dscale[5], slope, rtol=1e-4)
+
+
+@pytest.mark.parametrize('dim', [96, 1024])
+def test_the_gpu_kernel_quantises_what_it_normed(dim):
+  x, scale = _rows(16, dim, jnp.bfloat16)
+  step = jnp.float32(2.0**-6)  # 448 / 64: some values saturate
+  kernel = exact_jit(
+      lambda x, s: norm.rms_norm_kernel(8 * x, s, EPS, step, interpret=True)
+  )
+  high, low = kernel(x, 8 * scale)
+  wanted = quantize(high, step, formats.E4M3)
+  np.testing.assert_array_equal(low.view(jnp.uint8), wanted.view(jnp.uint8))
+  assert np.any(np.abs(np.asarray(low, np.float32)) == 448.0)

@@ -1,0 +1,169 @@
+"""Times attention, and compares decode with the training forward bit for bit.
+
+    python -m benchmarks.attention --output=benchmarks/results/NAME
+
+Decode: one query token in every slot over --keys keys in pages, with keys and
+values in BF16 and in FP8, for several numbers of warps and stages of a program.
+Each variant's rows are compared with those of the training kernel. Training:
+forward and backward of packed rows. On a CPU, to try it: --tiny.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from benchmarks import common
+from jetrl_jax.compilation import exact_jit, on_gpu
+from jetrl_jax.models import attention, attention_kernel
+
+_OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
+_COMMIT = flags.DEFINE_string('commit', '', 'Commit under test.')
+_SLOTS = flags.DEFINE_integer('slots', 128, 'Slots of decode.')
+_KEYS = flags.DEFINE_integer('keys', 1152, 'Keys of a slot, whole pages.')
+_PAGE, _TILE = 128, 64
+_KV_HEADS, _GROUP, _HEAD_DIM = 4, 7, 128
+# Rows x tokens x segment of packed training rows.
+_TRAIN = (8, 4096, 2048)
+_PROGRAMS = ((1, 2), (1, 3), (2, 2), (2, 3), (2, 4), (4, 2), (4, 3))
+_KINDS = {'bfloat16': None, 'float8_e4m3fn': 'float8_e4m3fn'}
+_COLUMNS = (
+    ('what', 'what', ''),
+    ('kv', 'keys and values', ''),
+    ('variant', 'variant', ''),
+    ('us', 'us', '.1f'),
+    ('of_floor', 'of the byte floor', '.0%'),
+    ('tflops', 'TFLOP/s', '.0f'),
+    ('unequal', 'values unlike training', '.4%'),
+)
+
+
+def _normal(seed: int, *shape: int):
+  key = jax.random.key(seed)
+  return jax.random.normal(key, shape, jnp.float32).astype(jnp.bfloat16)
+
+
+def _in_pages(x_BKSH, paired: bool):
+  """[B, K, S, H] to pages, those of a slot one after the other."""
+  slots, kv_heads, keys, head_dim = x_BKSH.shape
+  pages = x_BKSH.reshape(slots, kv_heads, keys // _PAGE, _PAGE, head_dim)
+  pages = jnp.swapaxes(pages, 1, 2).reshape(-1, kv_heads, _PAGE, head_dim)
+  return attention_kernel.pair(pages) if paired else pages
+
+
+def decode_rows(kind: str) -> list[dict]:
+  """Returns a row per program of the decode kernel."""
+  slots, keys = (
+      (4, 2 * _PAGE) if common.TINY.value else (_SLOTS.value, _KEYS.value)
+  )
+  interpret = {} if on_gpu() else {'interpret': True}
+  q = _normal(0, slots, _KV_HEADS, _GROUP, _HEAD_DIM)
+  k, v = (
+      attention.store(
+          _normal(i, slots, _KV_HEADS, keys, _HEAD_DIM), _KINDS[kind]
+      )
+      for i in (1, 2)
+  )
+  last_B = jnp.full((slots,), keys - 1, jnp.int32)
+  ends = jnp.broadcast_to(last_B[:, None], (slots, _GROUP))
+  train = exact_jit(
+      lambda *args: attention_kernel.forward(*args, _TILE, **interpret)[0]
+  )
+  wanted = np.asarray(train(q, k, v, jnp.zeros_like(ends), ends))
+  paired = k.dtype.itemsize == 1
+  operands = (
+      q.reshape(slots, _KV_HEADS * _GROUP, _HEAD_DIM),
+      _in_pages(k, False),
+      _in_pages(v, paired),
+      jnp.arange(slots * keys // _PAGE, dtype=jnp.int32).reshape(slots, -1),
+      last_B,
+  )
+  floor, rows = (k.nbytes + v.nbytes) / common.BYTES_PER_S, []
+  for warps, stages in _PROGRAMS if on_gpu() else ((1, 2),):
+    run = exact_jit(
+        functools.partial(
+            _many, tile=_TILE, num_warps=warps, num_stages=stages, **interpret
+        )
+    )
+    found = np.asarray(run(*operands)[0]).reshape(wanted.shape)
+    spent = common.median_seconds(functools.partial(run, *operands)) / _REPEATS
+    rows.append(
+        {
+            'what': f'decode, {slots} x {keys} keys',
+            'kv': kind,
+            'variant': f'{warps} warps, {stages} stages',
+            'us': spent * 1e6,
+            'of_floor': floor / spent,
+            'unequal': float(np.mean(found != wanted)),
+        }
+    )
+    print(rows[-1], flush=True)
+  return rows
+
+
+_REPEATS = 28  # as many as a 7B has layers, so that launching does not count
+
+
+def _many(q, k, v, table, last, **options):
+  """Attends again and again, each time with what came out as queries."""
+  out = first = attention_kernel.decode(q, k, v, table, last, **options)[0]
+  for _ in range(_REPEATS - 1):
+    out = attention_kernel.decode(out, k, v, table, last, **options)[0]
+  return first, out
+
+
+def train_rows(kind: str) -> list[dict]:
+  """Returns a row for the forward and one for both passes."""
+  batch, tokens, segment = (1, 256, 128) if common.TINY.value else _TRAIN
+  rows = tokens * _GROUP
+  q = _normal(0, batch, _KV_HEADS, rows, _HEAD_DIM)
+  k, v = (_normal(i, batch, _KV_HEADS, tokens, _HEAD_DIM) for i in (1, 2))
+  index = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), (batch, tokens))
+  last = jnp.repeat(index, _GROUP, axis=1)
+  first = last // segment * segment
+
+  def forward(q, k, v):
+    return attention.flash_attention(q, k, v, first, last, _TILE, _KINDS[kind])
+
+  def both(q, k, v):
+    out, back = jax.vjp(forward, q, k, v)
+    return back(out)
+
+  # Two products of a causal triangle; the backward pass has five.
+  flops = 2 * 2 * batch * _KV_HEADS * rows * _HEAD_DIM * segment / 2
+  found = []
+  for name, function, factor in (('forward', forward, 1), ('both', both, 3.5)):
+    run = functools.partial(exact_jit(function), q, k, v)
+    spent = common.median_seconds(run)
+    found.append(
+        {
+            'what': f'training, {batch} x {tokens}, segments of {segment}',
+            'kv': kind,
+            'variant': name,
+            'us': spent * 1e6,
+            'tflops': factor * flops / spent / 1e12,
+        }
+    )
+    print(found[-1], flush=True)
+  return found
+
+
+def main(argv: list[str]) -> None:
+  """Measures everything."""
+  del argv
+  rows = [row for kind in _KINDS for row in decode_rows(kind)]
+  rows += [row for kind in _KINDS for row in train_rows(kind)]
+  summary = {}
+  for kind in _KINDS:
+    exact = [r for r in rows if r['kv'] == kind and r.get('unequal') == 0]
+    best = min(exact, key=lambda row: row['us'], default={'variant': 'none'})
+    summary[f'fastest exact decode, {kind}'] = best['variant']
+  shown = common.table(rows, _COLUMNS)
+  common.write(_OUTPUT.value, rows, summary, shown, _COMMIT.value)
+
+
+if __name__ == '__main__':
+  flags.mark_flag_as_required('output')
+  app.run(main)
