@@ -142,7 +142,7 @@ def fp8_codec(group_size: int = 128) -> Codec:
 
   def encode(x: Array) -> EncodedMoment:
     groups = _split(x.astype(jnp.float32), group_size)
-    values, scale, k, c = _encode_groups(groups)
+    values, scale, k, c = encode_groups(groups)
     group_shape = (*x.shape[:-1], groups.shape[-2]) if x.ndim else ()
     return EncodedMoment(
         values=_join(values, x.shape),
@@ -155,13 +155,9 @@ def fp8_codec(group_size: int = 128) -> Codec:
     values = _split(encoded.values.astype(jnp.float32), group_size)
     group_shape = values.shape[:-1]
     scale, k, c = (
-        a.reshape(group_shape)[..., None]
-        for a in (encoded.scale, encoded.k, encoded.c)
+        a.reshape(group_shape) for a in (encoded.scale, encoded.k, encoded.c)
     )
-    magnitude = _power(jnp.abs(values) * scale, 1.0 / k) * c
-    # What was near an end of float32's range may come back rounded past it.
-    magnitude = jnp.clip(magnitude, _TINY, _HUGE)
-    return _join(jnp.sign(values) * magnitude, encoded.values.shape)
+    return _join(decode_groups(values, scale, k, c), encoded.values.shape)
 
   def zeros(x: Array) -> EncodedMoment:
     groups = -(-x.shape[-1] // group_size) if x.ndim else None
@@ -173,7 +169,7 @@ def fp8_codec(group_size: int = 128) -> Codec:
   return Codec(encode=encode, decode=decode, zeros=zeros)
 
 
-def _power(x: Array, exponent: Array) -> Array:
+def power(x: Array, exponent: Array) -> Array:
   """x^exponent for x >= 0 and a positive exponent; 0 stays 0."""
   return jnp.exp(jnp.log(x) * exponent)
 
@@ -193,10 +189,32 @@ def _join(groups: Array, shape: tuple[int, ...]) -> Array:
   return rows[..., : shape[-1] if shape else 1].reshape(shape)
 
 
-def _encode_groups(x: Array) -> tuple[Array, Array, Array, Array]:
+def decode_groups(
+    values: Array, scale: Array, k: Array, c: Array, power=power
+) -> Array:
+  """Decodes [..., groups, group_size]; the inverse of `encode_groups`.
+
+  Args:
+    values: what was stored, widened to float32.
+    scale: float32 [..., groups], as k and c.
+    k: exponents.
+    c: centres.
+    power: raises to a power; a kernel brings its own.
+  """
+  magnitude = power(jnp.abs(values) * scale[..., None], (1.0 / k)[..., None])
+  # What was near an end of float32's range may come back rounded past it.
+  magnitude = jnp.clip(magnitude * c[..., None], _TINY, _HUGE)
+  return jnp.sign(values) * magnitude
+
+
+def encode_groups(x: Array, power=power) -> tuple[Array, Array, Array, Array]:
   """Encodes float32 [..., groups, group_size].
 
   Zeros, and so the padding, take no part in the minimum.
+
+  Args:
+    x: decoded values.
+    power: raises to a power; a kernel brings its own.
 
   Returns:
     float8 values like x, and scale, k, c of shape [..., groups].
@@ -219,13 +237,13 @@ def _encode_groups(x: Array) -> tuple[Array, Array, Array, Array]:
   # Compilers turn x / c into x * (1 / c), which is 0 for c near float32's
   # largest value; the root's inverse is harmless.
   root = jnp.sqrt(c)
-  scale = _power(largest / root / root, k) / _FORMAT_MAX
+  scale = power(largest / root / root, k) / _FORMAT_MAX
   k, c, scale = (jnp.where(empty, 1.0, a) for a in (k, c, scale))
   # Divided once per group, not per value.
   inverse, factor = (1.0 / a[..., None] for a in (root, scale))
   # |x| / c is 2^-127 at the very end of the range, which could be flushed.
   ratio = jnp.maximum(magnitude * inverse * inverse, _TINY)
-  stored = _power(ratio, k[..., None]) * factor
+  stored = power(ratio, k[..., None]) * factor
   # Not the comparison above, which XLA would write to memory for both uses. A
   # NaN becomes 0 here and is restored by its group's scale.
   stored = jnp.where(magnitude >= _TINY, jnp.minimum(stored, _FORMAT_MAX), 0.0)
@@ -288,6 +306,41 @@ def scale_by_adam(
   return optax.GradientTransformation(init, update)
 
 
+class AdamW(optax.GradientTransformationExtraArgs):
+  """What `adamw` returns: a transformation that can be asked for its numbers.
+
+  Attributes:
+    learning_rate: as given to `adamw`, and so are all others.
+    b1: decay of the first moment.
+    b2: decay of the second moment.
+    eps: added to the root.
+    weight_decay: of the leaves in `mask`.
+    mask: where weights decay.
+  """
+
+  learning_rate: optax.ScalarOrSchedule
+  b1: float
+  b2: float
+  eps: float
+  weight_decay: float
+  mask: Any | Callable[[PyTree], Any] | None
+
+  def rates(self, state: PyTree) -> tuple[Array, Array, Array]:
+    """Returns the learning rate and both moments' inverse bias corrections.
+
+    Args:
+      state: before the step that they are for.
+    """
+    adam, _, schedule = state
+    rate = self.learning_rate
+    if callable(rate):
+      rate = rate(schedule.count)
+    count = optax.safe_increment(adam.count)
+    rates = rate, 1.0 / (1.0 - self.b1**count), 1.0 / (1.0 - self.b2**count)
+    rate, first, second = (jnp.asarray(x, jnp.float32) for x in rates)
+    return rate, first, second
+
+
 def adamw(
     learning_rate: optax.ScalarOrSchedule,
     b1: float = 0.9,
@@ -297,7 +350,7 @@ def adamw(
     mask: Any | Callable[[PyTree], Any] | None = None,
     *,
     codec: Codec,
-) -> optax.GradientTransformationExtraArgs:
+) -> AdamW:
   """Returns AdamW: Adam, plus decayed weights, times -learning_rate.
 
   Composed as `optax.adamw` is; equal to it to the bit with `float32_codec()`
@@ -316,8 +369,14 @@ def adamw(
   References:
     Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
   """
-  return optax.chain(
-      scale_by_adam(b1, b2, eps, codec=codec),
-      optax.add_decayed_weights(weight_decay, mask),
-      optax.scale_by_learning_rate(learning_rate),
+  made = AdamW(
+      *optax.chain(
+          scale_by_adam(b1, b2, eps, codec=codec),
+          optax.add_decayed_weights(weight_decay, mask),
+          optax.scale_by_learning_rate(learning_rate),
+      )
   )
+  made.learning_rate, made.mask = learning_rate, mask
+  made.b1, made.b2, made.eps = b1, b2, eps
+  made.weight_decay = weight_decay
+  return made

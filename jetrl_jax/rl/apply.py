@@ -25,10 +25,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import fp8, rng, sharding
-from jetrl_jax.compilation import exact_jit
+from jetrl_jax.compilation import exact_jit, on_gpu
 from jetrl_jax.fp8 import QTensor, slots
 from jetrl_jax.metrics import Mean
-from jetrl_jax.rl import opt_parts, rounding
+from jetrl_jax.rl import adam_kernel, opt_parts, rounding
 from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.types import TrainState
 from jetrl_jax.typing import Array, PyTree
@@ -156,6 +156,24 @@ def _widened(tree: PyTree) -> PyTree:
   return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
 
 
+def _optimised(
+    optimizer, join, axes, is_split, part, shared, gradients, ruling
+):
+  """Returns moved masters, moments and shared state, whatever the ruling."""
+  ok, shrink, words = ruling
+  clipped = jax.tree.map(
+      lambda g: jnp.where(ok, g * shrink, 0), _widened(gradients)
+  )
+  masters = _widened(part.trainable)
+  updates, opt_state = optimizer.update(
+      clipped, join(part.moments, shared), masters
+  )
+  moments, next_shared = opt_parts.split(opt_state, set(part.trainable))
+  moved = optax.apply_updates(masters, updates)
+  trainable = rounding.stored(moved, part.trainable, is_split, words, axes)
+  return trainable, moments, next_shared
+
+
 def _move(
     policy,
     optimizer,
@@ -169,24 +187,29 @@ def _move(
 ):
   """Moves one part; returns (part, shared optimiser state, changed bytes)."""
   axes, recipe = policy.axes, policy.recipe
-  ok, shrink, words = ruling
-  clipped = jax.tree.map(
-      lambda g: jnp.where(ok, g * shrink, 0), _widened(gradients)
-  )
-  masters = _widened(part.trainable)
-  updates, opt_state = optimizer.update(
-      clipped, join(part.moments, shared), masters
-  )
+  ok = ruling[0]
 
   def keep(new, old):
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
-  moments, next_shared = opt_parts.split(opt_state, set(part.trainable))
-  moved = optax.apply_updates(masters, updates)
-  trainable = keep(
-      rounding.stored(moved, part.trainable, is_split, words, axes),
-      part.trainable,
-  )
+  if on_gpu() and adam_kernel.fits(
+      optimizer, part.trainable, gradients, part.moments
+  ):
+    trainable, moments, next_shared = adam_kernel.move_part(
+        optimizer,
+        join,
+        axes,
+        is_split,
+        (part.trainable, part.moments, shared),
+        gradients,
+        ruling,
+    )
+  else:
+    trainable, moments, next_shared = _optimised(
+        optimizer, join, axes, is_split, part, shared, gradients, ruling
+    )
+    trainable = keep(trainable, part.trainable)
+    moments = keep(moments, part.moments)
   params = merge(trainable, part.frozen)
   fp8_state = slots.observe(part.fp8_state, cotangents)
   fp8_state = slots.roll(fp8_state, recipe, operands=('output_grad',))
@@ -201,7 +224,7 @@ def _move(
       trainable=trainable,
       frozen=part.frozen,
       fp8_state=fp8_state,
-      moments=keep(moments, part.moments),
+      moments=moments,
       weights=weights,
   )
   changed = changed_share(part.weights, weights, axes)

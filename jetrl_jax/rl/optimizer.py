@@ -92,7 +92,7 @@ class OptimizerConfig:
 
     return optax.join_schedules([warmup, decay], [self.lr_warmup_steps])
 
-  def build(self) -> optax.GradientTransformation:
+  def build(self) -> adam.AdamW:
     """Returns the optax transformation."""
     codec = adam.fp8_codec() if self.moments == 'fp8' else adam.float32_codec()
     return adam.adamw(

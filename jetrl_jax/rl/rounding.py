@@ -137,7 +137,18 @@ def element_bits(
       along = along + jnp.asarray(first_row, jnp.uint32)
     index = index + along * jnp.uint32(stride % 2**32)
     stride *= shape[axis]
-  return _mix(_mix(index ^ key[0]) ^ key[1]) >> _DROPPED_BITS
+  return bits_of(index, key[0], key[1])
+
+
+def bits_of(index: Array, first_word: Array, second_word: Array) -> Array:
+  """Returns the random bits of elements, given a key's two words.
+
+  Args:
+    index: uint32, in the whole parameter, modulo 2^32.
+    first_word: uint32 [], of the parameter's key.
+    second_word: uint32 [].
+  """
+  return _mix(_mix(index ^ first_word) ^ second_word) >> _DROPPED_BITS
 
 
 def _mix(x: Array) -> Array:

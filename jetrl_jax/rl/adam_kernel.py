@@ -1,0 +1,319 @@
+"""One kernel that decodes, moves and encodes a leaf (Pallas, Triton backend).
+
+AdamW with moments in 8 bits reads a gradient, a master and two encoded moments
+and writes the last three. XLA makes four passes of it, as an encoding needs its
+group's extremes: it writes the moved moments in float32, reads them for the
+extremes and reads them to encode. Here a group of 128 values stays in registers
+from the read to the write: with bfloat16 masters 10.4 bytes a value.
+
+The arithmetic is that of `fp8/adam.py`, with its own `encode_groups` and
+`decode_groups`. Three things differ in the last bits: bias corrections are
+multiplied by their inverse; exp and log have base 2 and are the device's own
+instructions, of 22 bits, for what is rounded to 4; and the compiler contracts
+products and sums as it likes. Masters and moments change where they lie.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from jetrl_jax.fp8 import adam
+from jetrl_jax.rl import opt_parts, rounding
+from jetrl_jax.sharding import Axes
+from jetrl_jax.typing import Array, PyTree
+
+GROUP = 128  # values of a moment that share an expansion
+_MOST_GROUPS = 16  # of a program
+_LEAST_GROUPS = 4
+_GROUPS_PER_WARP = 4  # 16 values a thread
+
+
+def _groups_of_program(shape: tuple[int, ...]) -> int:
+  """Largest power of two that divides the groups, at most `_MOST_GROUPS`."""
+  groups = math.prod(shape) // GROUP
+  return min(groups & -groups, _MOST_GROUPS)
+
+
+def fits(
+    optimizer: Any, masters: PyTree, gradients: PyTree, moments: list[PyTree]
+) -> bool:
+  """Whether the kernel can move a part of the model.
+
+  Args:
+    optimizer: any; only `adam.adamw` is known to be AdamW.
+    masters: the part's.
+    gradients: of `masters`.
+    moments: see `move_part`.
+  """
+  leaves, tree = jax.tree.flatten(masters)
+  if not isinstance(optimizer, adam.AdamW) or not leaves or len(moments) != 2:
+    return False
+  all_fit = (
+      _fits(*leaf)
+      for leaf in zip(
+          leaves,
+          tree.flatten_up_to(gradients),
+          *(tree.flatten_up_to(moment) for moment in moments),
+          strict=True,
+      )
+  )
+  return all(all_fit)
+
+
+def _fits(master: Array, gradient: Array, *moments: PyTree) -> bool:
+  """Whether the kernel can move a leaf: whole groups, and some to share."""
+  shape = master.shape
+  if not shape or shape[-1] % GROUP or not 0 < math.prod(shape) < 2**31:
+    return False
+  groups = (*shape[:-1], shape[-1] // GROUP)
+  return (
+      _groups_of_program(shape) >= _LEAST_GROUPS
+      and all(
+          a.dtype in (jnp.float32, jnp.bfloat16) for a in (master, gradient)
+      )
+      and all(
+          isinstance(moment, adam.EncodedMoment) and moment.c.shape == groups
+          for moment in moments
+      )
+  )
+
+
+def _instruction(name: str, x: Array) -> Array:
+  [result] = triton.elementwise_inline_asm(
+      f'{name} $0, $1;',
+      args=[x],
+      constraints='=f,f',
+      pack=1,
+      result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+  )
+  return result
+
+
+def _fast_power(x: Array, exponent: Array) -> Array:
+  """`adam.power` in two instructions and a product.
+
+  Both are off by at most 2^-22 of the logarithm, which is below 9 in size for
+  all that is stored and 127 for all that is restored: 2^-15 of a value, where
+  E4M3 holds 2^-4.
+  """
+  log = _instruction('lg2.approx.ftz.f32', x)
+  return _instruction('ex2.approx.ftz.f32', log * exponent)
+
+
+def _kept(ok: Array, new: Array, old: Array) -> Array:
+  """Chooses among arrays, of 8-bit floats too."""
+  if new.dtype == jnp.float32:
+    return jnp.where(ok, new, old)
+  bytes_of = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.uint8)
+  chosen = jnp.where(ok, bytes_of(new), bytes_of(old))
+  return lax.bitcast_convert_type(chosen, new.dtype)
+
+
+def _rounded(x: Array, words_ref, dtype) -> Array:
+  """Rounds what one program moved, to the nearest without words."""
+  if words_ref is None:
+    return x.astype(dtype)
+  rows, columns = x.shape
+  first = words_ref[2] + (pl.program_id(0) * (rows * columns)).astype(
+      jnp.uint32
+  )
+  index = lax.broadcasted_iota(jnp.uint32, x.shape, 0) * jnp.uint32(columns)
+  index += lax.broadcasted_iota(jnp.uint32, x.shape, 1) + first
+  bits = rounding.bits_of(index, words_ref[0], words_ref[1])
+  return rounding.stochastic_bfloat16(x, bits)
+
+
+def _kernel(*refs, b1, b2, eps, decay, at_random, power):
+  """Moves a few groups of one leaf; see `move`."""
+  numbers_ref, *refs = refs
+  words_ref, *refs = refs if at_random else (None, *refs)
+  gradient_ref, master_ref, *refs = refs
+  moment_refs = refs[:4], refs[4:8]
+  master_out, *outs = refs[8:]
+  moment_outs = outs[:4], outs[4:]
+  ok, shrink, rate, inverse1, inverse2 = (numbers_ref[i] for i in range(5))
+  ok = ok > 0
+  g = gradient_ref[...].astype(jnp.float32) * shrink
+  master = master_ref[...].astype(jnp.float32)
+  old = [[ref[...] for ref in refs] for refs in moment_refs]
+  mu, nu = (
+      adam.decode_groups(values.astype(jnp.float32), scale, k, c, power)
+      for values, scale, k, c in old
+  )
+  mu = (1 - b1) * g + b1 * mu
+  nu = (1 - b2) * (g * g) + b2 * nu
+  update = (mu * inverse1) / (jnp.sqrt(nu * inverse2) + eps)
+  if decay:
+    update = update + decay * master
+  moved = jnp.where(ok, master - rate * update, master)
+  # What is a bfloat16 already stays, also when it is rounded at random.
+  master_out[...] = _rounded(moved, words_ref, master_out.dtype)
+  for moment, before, out in zip((mu, nu), old, moment_outs, strict=True):
+    for new, was, ref in zip(
+        adam.encode_groups(moment, power), before, out, strict=True
+    ):
+      ref[...] = _kept(ok, new, was)
+
+
+def move(
+    master: Array,
+    gradient: Array,
+    mu: adam.EncodedMoment,
+    nu: adam.EncodedMoment,
+    numbers: Array,
+    words: Array | None,
+    *,
+    b1: float,
+    b2: float,
+    eps: float,
+    decay: float,
+    interpret: bool = False,
+) -> tuple[Array, adam.EncodedMoment, adam.EncodedMoment]:
+  """Returns one leaf and its moments after a step; needs what `fits`.
+
+  Args:
+    master: of any shape.
+    gradient: of that shape.
+    mu: first moment.
+    nu: second moment.
+    numbers: float32 [8]: 1 or, for a step that is skipped, 0; factor of the
+      gradient; learning rate; inverse bias correction of both moments;
+      the rest is not read.
+    words: uint32 [4], a bfloat16 master's key and the index of its first
+      element here and padding, to round at random; None rounds to the nearest.
+    b1: decay of the first moment.
+    b2: decay of the second moment.
+    eps: added to the root.
+    decay: weight decay of this leaf.
+    interpret: run on a CPU, for tests.
+  """
+  rows = _groups_of_program(master.shape)
+  groups = master.size // GROUP
+  whole = pl.BlockSpec((rows, GROUP), lambda i: (i, 0))
+  each = pl.BlockSpec((rows,), lambda i: (i,))
+  small = [numbers] if words is None else [numbers, words]
+  moments = [
+      a for moment in (mu, nu) for a in (moment.values, *_numbers_of(moment))
+  ]
+  moved = [master, *moments]
+  arguments = [
+      a.reshape(-1, GROUP) if a.shape == master.shape else a.reshape(-1)
+      for a in (gradient, *moved)
+  ]
+  specs = [whole, whole, *[whole, each, each, each] * 2]
+  first = len(small) + 1
+  out = pl.pallas_call(
+      functools.partial(
+          _kernel,
+          b1=b1,
+          b2=b2,
+          eps=eps,
+          decay=decay,
+          at_random=words is not None,
+          power=adam.power if interpret else _fast_power,
+      ),
+      grid=(groups // rows,),
+      in_specs=[
+          *[pl.BlockSpec(a.shape, lambda i: (0,)) for a in small],
+          *specs,
+      ],
+      out_specs=specs[1:],
+      out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments[1:]],
+      input_output_aliases={first + i: i for i in range(len(moved))},
+      name='adam',
+      **_options(interpret, max(rows // _GROUPS_PER_WARP, 1)),
+  )(*small, *arguments)
+  out = [a.reshape(b.shape) for a, b in zip(out, moved, strict=True)]
+  return out[0], _moment(*out[1:5]), _moment(*out[5:])
+
+
+def _options(interpret: bool, num_warps: int) -> dict:
+  if interpret:
+    return {'interpret': True}
+  return {'compiler_params': triton.CompilerParams(num_warps=num_warps)}
+
+
+def _moment(values, scale, k, c) -> adam.EncodedMoment:
+  return adam.EncodedMoment(values=values, scale=scale, k=k, c=c)
+
+
+def _numbers_of(moment: adam.EncodedMoment) -> tuple[Array, Array, Array]:
+  return moment.scale, moment.k, moment.c
+
+
+def move_part(
+    optimizer: adam.AdamW,
+    join: Any,
+    axes: Axes,
+    is_split: PyTree,
+    part: tuple[PyTree, list[PyTree], list],
+    gradients: PyTree,
+    ruling: tuple[Array, Array, Array | dict],
+    interpret: bool = False,
+) -> tuple[PyTree, list[PyTree], list]:
+  """Moves a part of the model that `fits`, unless the step is skipped.
+
+  Args:
+    optimizer: what `adam.adamw` returned.
+    join: an `opt_parts.Joiner` of its state.
+    axes: of the mesh.
+    is_split: tree of whether each device holds rows of its own.
+    part: masters, [first moments, second moments] and what the optimiser keeps
+      that is not like the masters.
+    gradients: like the masters, before clipping.
+    ruling: whether the step counts, the gradients' factor and the words of
+      `rounding.words` for this part, {} to round to the nearest.
+    interpret: run on a CPU, for tests.
+
+  Returns:
+    What `part` becomes, but for the shared state of a skipped step: that is as
+    if it counted.
+  """
+  masters, moments, shared = part
+  ok, shrink, words = ruling
+  # Two empty moments: what is left of the state is the shared.
+  state = join([{}, {}], shared)
+  numbers = [ok.astype(jnp.float32), shrink, *optimizer.rates(state)]
+  numbers = jnp.pad(jnp.stack(numbers), (0, 8 - len(numbers)))
+  _, state = optimizer.update({}, state, {})
+  mask = optimizer.mask(masters) if callable(optimizer.mask) else optimizer.mask
+  if mask is None:
+    mask = jax.tree.map(lambda _: True, masters)
+  leaves, tree = jax.tree.flatten(masters)
+  like = [tree.flatten_up_to(t) for t in (gradients, *moments, is_split, mask)]
+  moved = []
+  for i, (leaf, gradient, mu, nu, split, decays) in enumerate(
+      zip(leaves, *like, strict=True)
+  ):
+    leaf_words = None
+    if not isinstance(words, dict):
+      first = axes.first_row(leaf.shape[0]) if split else 0
+      start = jnp.asarray(first, jnp.uint32) * jnp.uint32(
+          leaf.size // leaf.shape[0] % 2**32
+      )
+      leaf_words = jnp.stack([*words[i], start, jnp.uint32(0)])
+    moved.append(
+        move(
+            leaf,
+            gradient,
+            mu,
+            nu,
+            numbers,
+            leaf_words,
+            b1=optimizer.b1,
+            b2=optimizer.b2,
+            eps=optimizer.eps,
+            decay=optimizer.weight_decay if decays else 0.0,
+            interpret=interpret,
+        )
+    )
+  trainable, *moments = (
+      tree.unflatten(column) for column in zip(*moved, strict=True)
+  )
+  return trainable, moments, opt_parts.split(state, set())[1]

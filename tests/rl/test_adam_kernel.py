@@ -1,0 +1,216 @@
+"""The kernel that moves a leaf, against the programs that XLA makes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jetrl_jax import rng, sharding
+from jetrl_jax.fp8 import adam
+from jetrl_jax.rl import adam_kernel, apply, opt_parts, rounding
+from jetrl_jax.rl.optimizer import OptimizerConfig
+
+_AXES = sharding.Axes()
+_SPLIT = {'kernel': False, 'bias': False}
+
+
+class _Both:
+  """One part of a model, moved by the kernel and by XLA."""
+
+  def __init__(self, dtype, at_random: bool):
+    self.optimizer = OptimizerConfig(
+        lr=1e-2, weight_decay=0.5, lr_warmup_steps=4
+    ).build()
+    self.at_random = at_random
+    masters = {
+        'kernel': self._normal(0, (16, 256), dtype),
+        'bias': self._normal(1, (512,), dtype),
+    }
+    state = self.optimizer.init(masters)
+    keys = set(masters)
+    self.join = opt_parts.Joiner(state, keys)
+    self.start = masters, *opt_parts.split(state, keys)
+
+  def _normal(self, seed: int, shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+  def gradients(self, step: int):
+    """Over twelve powers of two, and some zeros."""
+    random, dtype = np.random.default_rng(step + 7), self.start[0]['bias'].dtype
+    kernel = random.normal(size=(16, 256))
+    kernel *= np.exp2(random.normal(size=kernel.shape) * 4)
+    kernel[:, ::5] = kernel[3] = 0.0
+    return {
+        'kernel': jnp.asarray(kernel, dtype),
+        'bias': self._normal(step, (512,), dtype),
+    }
+
+  def ruling(self, step: int, ok: bool = True):
+    words = {}
+    if self.at_random:
+      root = rng.key(3, rng.ROUNDING)
+      words = rounding.words(root, jnp.int32(step), {'part': self.start[0]})[
+          'part'
+      ]
+    return jnp.asarray(ok), jnp.float32(0.5 if ok else 0.0), words
+
+  @functools.cached_property
+  def kernel(self):
+    return jax.jit(
+        lambda part, gradients, ruling: adam_kernel.move_part(
+            self.optimizer,
+            self.join,
+            _AXES,
+            _SPLIT,
+            part,
+            gradients,
+            ruling,
+            interpret=True,
+        )
+    )
+
+  @functools.cached_property
+  def reference(self):
+    def run(part, gradients, ruling):
+      masters, moments, shared = part
+      of = apply.Part(
+          trainable=masters,
+          frozen={},
+          fp8_state={},
+          moments=moments,
+          weights={},
+      )
+      return apply._optimised(
+          self.optimizer,
+          self.join,
+          _AXES,
+          _SPLIT,
+          of,
+          shared,
+          gradients,
+          ruling,
+      )
+
+    return jax.jit(run)
+
+
+@functools.cache
+def _both(dtype: str, at_random: bool) -> _Both:
+  return _Both(jnp.dtype(dtype), at_random)
+
+
+@jax.jit
+def _decoded(moments):
+  def is_moment(node):
+    return isinstance(node, adam.EncodedMoment)
+
+  decode = adam.fp8_codec().decode
+  return jax.tree.map(decode, moments, is_leaf=is_moment)
+
+
+def _differing(a, b) -> float:
+  return float(np.mean(np.asarray(a) != np.asarray(b)))
+
+
+@pytest.mark.parametrize(
+    'dtype, at_random',
+    [('float32', False), ('bfloat16', False), ('bfloat16', True)],
+)
+def test_a_step_of_the_kernel_is_a_step_of_xla(dtype, at_random):
+  both = _both(dtype, at_random)
+  part = both.start
+  for step in range(3):
+    arguments = both.gradients(step), both.ruling(step)
+    ours, theirs = both.kernel(part, *arguments), both.reference(
+        part, *arguments
+    )
+    # The kernel multiplies by the inverse of the bias corrections, and either
+    # compiler may contract: a float32 is off by a few of its last bits, and
+    # now and then that carries over a rounding to 8 or 16 bits.
+    for a, b in zip(*map(jax.tree.leaves, (ours[0], theirs[0])), strict=True):
+      assert a.dtype == b.dtype
+      if dtype == 'float32':
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+      else:
+        a32, b32 = (np.asarray(x).astype(np.float32) for x in (a, b))
+        assert _differing(a, b) < 0.002
+        np.testing.assert_allclose(a32, b32, rtol=2**-7)
+    for a, b in zip(*map(jax.tree.leaves, (ours[1], theirs[1])), strict=True):
+      if a.dtype == jnp.float32:
+        np.testing.assert_allclose(a, b, rtol=1e-4)
+      else:
+        assert _differing(a, b) < 0.002
+    decoded = [
+        map(np.asarray, jax.tree.leaves(_decoded(m)))
+        for m in (ours[1], theirs[1])
+    ]
+    for a, b in zip(*decoded, strict=True):
+      # One step of E4M3's 3 bits, of the power 1/k that a group needs.
+      assert np.mean(np.abs(a - b) > 1e-4 * np.abs(b)) < 0.002
+      np.testing.assert_array_equal(np.sign(a), np.sign(b))
+    assert [int(n) for n in ours[2]] == [int(n) for n in theirs[2]]
+    part = theirs
+  # It did move, and not only by the weights' decay.
+  assert _differing(part[0]['kernel'], both.start[0]['kernel']) > 0.2
+
+
+@pytest.mark.parametrize('at_random', [False, True])
+def test_a_skipped_step_changes_nothing_whatever_the_gradients(at_random):
+  both = _both('bfloat16', at_random)
+  moved = both.kernel(both.start, both.gradients(0), both.ruling(0))
+  broken = jax.tree.map(
+      lambda g: g.at[0].set(jnp.nan).at[-1].set(jnp.inf), both.gradients(1)
+  )
+  kept = both.kernel(moved, broken, both.ruling(1, ok=False))
+  for a, b in zip(*map(jax.tree.leaves, (kept[:2], moved[:2])), strict=True):
+    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_rows_on_another_device_are_moved_as_in_the_whole():
+  both = _both('bfloat16', True)
+  mesh = sharding.make_mesh(fsdp=2)
+  # Groups, rounding and all: a device has rows of its own of the matrix.
+  split = {'kernel': True, 'bias': False}
+  arguments = both.start, both.gradients(0), both.ruling(0)
+  specs = tuple(sharding.tree_specs(a, mesh) for a in arguments[:2])
+
+  def run(part, gradients, ruling):
+    return adam_kernel.move_part(
+        both.optimizer,
+        both.join,
+        sharding.axes_of(mesh),
+        split,
+        part,
+        gradients,
+        ruling,
+        interpret=True,
+    )
+
+  halves = jax.jit(
+      sharding.per_device(run, mesh, (*specs, P()), specs[0]),
+  )(*arguments)
+  whole = both.kernel(*arguments)
+  for a, b in zip(*map(jax.tree.leaves, (halves, whole)), strict=True):
+    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_what_is_not_whole_groups_or_not_our_adam_does_not_fit():
+  def fits(shape, optimizer=None, codec='fp8', dtype=jnp.bfloat16):
+    masters = {'w': jax.ShapeDtypeStruct(shape, dtype)}
+    optimizer = optimizer or OptimizerConfig(moments=codec).build()
+    state = jax.eval_shape(optimizer.init, masters)
+    moments, _ = opt_parts.split(state, {'w'})
+    return adam_kernel.fits(optimizer, masters, masters, moments)
+
+  assert fits((4, 128)) and fits((3584,)) and fits((3584, 18944))
+  assert fits((4, 128), dtype=jnp.float32)
+  assert not fits((4, 64)) and not fits((3, 128)) and not fits((4, 192))
+  assert not fits((4, 128), codec='float32')
+  assert not fits((4, 128), dtype=jnp.float16)
+  assert not fits((4, 128), optax.adamw(1e-3))
+  # A size whose flat index leaves 32 bits.
+  assert not fits((2**20, 2048))
