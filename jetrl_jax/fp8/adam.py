@@ -60,7 +60,7 @@ from jetrl_jax.fp8 import formats
 from jetrl_jax.typing import Array, PyTree
 
 _FORMAT_MAX = formats.format_max(formats.E4M3)
-_TINY = float(jnp.finfo(jnp.float32).tiny)
+TINY = float(jnp.finfo(jnp.float32).tiny)
 _HUGE = float(jnp.finfo(jnp.float32).max)
 # The range that a group is expanded or compressed to, in bits: E4M3 from
 # 2 / 448 to 448.
@@ -142,7 +142,7 @@ def fp8_codec(group_size: int = 128) -> Codec:
 
   def encode(x: Array) -> EncodedMoment:
     groups = _split(x.astype(jnp.float32), group_size)
-    values, scale, k, c = encode_groups(groups)
+    values, scale, k, c = _encode_groups(groups)
     group_shape = (*x.shape[:-1], groups.shape[-2]) if x.ndim else ()
     return EncodedMoment(
         values=_join(values, x.shape),
@@ -155,9 +155,13 @@ def fp8_codec(group_size: int = 128) -> Codec:
     values = _split(encoded.values.astype(jnp.float32), group_size)
     group_shape = values.shape[:-1]
     scale, k, c = (
-        a.reshape(group_shape) for a in (encoded.scale, encoded.k, encoded.c)
+        a.reshape(group_shape)[..., None]
+        for a in (encoded.scale, encoded.k, encoded.c)
     )
-    return _join(decode_groups(values, scale, k, c), encoded.values.shape)
+    magnitude = _power(jnp.abs(values) * scale, 1.0 / k) * c
+    # What was near an end of float32's range may come back rounded past it.
+    magnitude = jnp.clip(magnitude, TINY, _HUGE)
+    return _join(jnp.sign(values) * magnitude, encoded.values.shape)
 
   def zeros(x: Array) -> EncodedMoment:
     groups = -(-x.shape[-1] // group_size) if x.ndim else None
@@ -169,7 +173,7 @@ def fp8_codec(group_size: int = 128) -> Codec:
   return Codec(encode=encode, decode=decode, zeros=zeros)
 
 
-def power(x: Array, exponent: Array) -> Array:
+def _power(x: Array, exponent: Array) -> Array:
   """x^exponent for x >= 0 and a positive exponent; 0 stays 0."""
   return jnp.exp(jnp.log(x) * exponent)
 
@@ -189,46 +193,23 @@ def _join(groups: Array, shape: tuple[int, ...]) -> Array:
   return rows[..., : shape[-1] if shape else 1].reshape(shape)
 
 
-def decode_groups(
-    values: Array, scale: Array, k: Array, c: Array, power=power
-) -> Array:
-  """Decodes [..., groups, group_size]; the inverse of `encode_groups`.
+def expansion(
+    largest: Array, smallest: Array, log2: Callable[[Array], Array] = jnp.log2
+) -> tuple[Array, Array, Array]:
+  """Returns (scale, k, c) of groups, by the formulas of the module.
 
   Args:
-    values: what was stored, widened to float32.
-    scale: float32 [..., groups], as k and c.
-    k: exponents.
-    c: centres.
-    power: raises to a power; a kernel brings its own.
+    largest: float32, of the group's magnitudes.
+    smallest: of those that are not below `TINY`; anything where all are.
+    log2: of two numbers whose difference is rounded.
   """
-  magnitude = power(jnp.abs(values) * scale[..., None], (1.0 / k)[..., None])
-  # What was near an end of float32's range may come back rounded past it.
-  magnitude = jnp.clip(magnitude * c[..., None], _TINY, _HUGE)
-  return jnp.sign(values) * magnitude
-
-
-def encode_groups(x: Array, power=power) -> tuple[Array, Array, Array, Array]:
-  """Encodes float32 [..., groups, group_size].
-
-  Zeros, and so the padding, take no part in the minimum.
-
-  Args:
-    x: decoded values.
-    power: raises to a power; a kernel brings its own.
-
-  Returns:
-    float8 values like x, and scale, k, c of shape [..., groups].
-  """
-  magnitude = jnp.abs(x)
-  largest = jnp.max(magnitude, axis=-1)
-  smallest = jnp.min(jnp.where(magnitude < _TINY, jnp.inf, magnitude), axis=-1)
   # A comparison with NaN is false: NaN stays and is seen by whoever decodes.
-  empty = largest < _TINY
+  empty = largest < TINY
   largest = jnp.where(empty, 1.0, largest)
   smallest = jnp.where(empty, 1.0, smallest)
   # Both the ratio M / m and the product M m may leave float32's range; the
   # logarithms and the roots do not. The clip is for roots rounded outwards.
-  range_bits = jnp.log2(largest) - jnp.log2(smallest)
+  range_bits = log2(largest) - log2(smallest)
   c = jnp.clip(jnp.sqrt(largest) * jnp.sqrt(smallest), smallest, largest)
   # range_bits is 0 where all magnitudes are equal: the floor under it is where
   # k reaches its upper clamp.
@@ -237,16 +218,31 @@ def encode_groups(x: Array, power=power) -> tuple[Array, Array, Array, Array]:
   # Compilers turn x / c into x * (1 / c), which is 0 for c near float32's
   # largest value; the root's inverse is harmless.
   root = jnp.sqrt(c)
-  scale = power(largest / root / root, k) / _FORMAT_MAX
-  k, c, scale = (jnp.where(empty, 1.0, a) for a in (k, c, scale))
+  scale = _power(largest / root / root, k) / _FORMAT_MAX
+  scale, k, c = (jnp.where(empty, 1.0, a) for a in (scale, k, c))
+  return scale, k, c
+
+
+def _encode_groups(x: Array) -> tuple[Array, Array, Array, Array]:
+  """Encodes float32 [..., groups, group_size].
+
+  Zeros, and so the padding, take no part in the minimum.
+
+  Returns:
+    float8 values like x, and scale, k, c of shape [..., groups].
+  """
+  magnitude = jnp.abs(x)
+  largest = jnp.max(magnitude, axis=-1)
+  smallest = jnp.min(jnp.where(magnitude < TINY, jnp.inf, magnitude), axis=-1)
+  scale, k, c = expansion(largest, smallest)
   # Divided once per group, not per value.
-  inverse, factor = (1.0 / a[..., None] for a in (root, scale))
+  inverse, factor = (1.0 / a[..., None] for a in (jnp.sqrt(c), scale))
   # |x| / c is 2^-127 at the very end of the range, which could be flushed.
-  ratio = jnp.maximum(magnitude * inverse * inverse, _TINY)
-  stored = power(ratio, k[..., None]) * factor
+  ratio = jnp.maximum(magnitude * inverse * inverse, TINY)
+  stored = _power(ratio, k[..., None]) * factor
   # Not the comparison above, which XLA would write to memory for both uses. A
   # NaN becomes 0 here and is restored by its group's scale.
-  stored = jnp.where(magnitude >= _TINY, jnp.minimum(stored, _FORMAT_MAX), 0.0)
+  stored = jnp.where(magnitude >= TINY, jnp.minimum(stored, _FORMAT_MAX), 0.0)
   return (jnp.sign(x) * stored).astype(formats.E4M3), scale, k, c
 
 

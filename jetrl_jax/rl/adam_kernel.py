@@ -6,15 +6,23 @@ group's extremes: it writes the moved moments in float32, reads them for the
 extremes and reads them to encode. Here a group of 128 values stays in registers
 from the read to the write: with bfloat16 masters 10.4 bytes a value.
 
-The arithmetic is that of `fp8/adam.py`, with its own `encode_groups` and
-`decode_groups`. Three things differ in the last bits: bias corrections are
-multiplied by their inverse; exp and log have base 2 and are the device's own
-instructions, of 22 bits, for what is rounded to 4; and the compiler contracts
-products and sums as it likes. Masters and moments change where they lie.
+The formulas are those of `fp8/adam.py`, and so is what is stored. They are
+written for few instructions, as these and not the bytes are the limit:
+logarithm, power of two, root and inverse are the device's own, good for 22 bits
+where 4 are stored; bias corrections are multiplied by their inverse; what decays
+a moment, its centre, and what is the same for a group are joined per group. So
+float32 numbers differ from XLA's by a few of their last bits, and one stored
+value in some hundreds by a step. Groups that span more than 2^252 lose their
+smallest values, which are below float32's normal range then.
+
+Masters and moments change where they lie, and a step that is skipped writes
+nothing.
 """
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,7 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jetrl_jax.fp8 import adam
+from jetrl_jax.fp8 import adam, formats
 from jetrl_jax.rl import opt_parts, rounding
 from jetrl_jax.sharding import Axes
 from jetrl_jax.typing import Array, PyTree
@@ -84,81 +92,118 @@ def _fits(master: Array, gradient: Array, *moments: PyTree) -> bool:
   )
 
 
-def _instruction(name: str, x: Array) -> Array:
-  [result] = triton.elementwise_inline_asm(
-      f'{name} $0, $1;',
-      args=[x],
-      constraints='=f,f',
-      pack=1,
-      result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-  )
-  return result
+def _instruction(name: str):
+  """Returns a function of float32 arrays: one instruction of the device."""
+
+  def call(x: Array) -> Array:
+    [result] = triton.elementwise_inline_asm(
+        f'{name} $0, $1;',
+        args=[x],
+        constraints='=f,f',
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result
+
+  return call
 
 
-def _fast_power(x: Array, exponent: Array) -> Array:
-  """`adam.power` in two instructions and a product.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Maths:
+  """How four functions are computed.
 
-  Both are off by at most 2^-22 of the logarithm, which is below 9 in size for
-  all that is stored and 127 for all that is restored: 2^-15 of a value, where
-  E4M3 holds 2^-4.
+  Attributes:
+    log2: logarithm of what is not negative; of 0 minus infinity.
+    exp2: power of two.
+    sqrt: root of what is not negative.
+    inverse: of a positive number.
   """
-  log = _instruction('lg2.approx.ftz.f32', x)
-  return _instruction('ex2.approx.ftz.f32', log * exponent)
+
+  log2: Callable[[Array], Array]
+  exp2: Callable[[Array], Array]
+  sqrt: Callable[[Array], Array]
+  inverse: Callable[[Array], Array]
 
 
-def _kept(ok: Array, new: Array, old: Array) -> Array:
-  """Chooses among arrays, of 8-bit floats too."""
-  if new.dtype == jnp.float32:
-    return jnp.where(ok, new, old)
-  bytes_of = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.uint8)
-  chosen = jnp.where(ok, bytes_of(new), bytes_of(old))
-  return lax.bitcast_convert_type(chosen, new.dtype)
+# Off by 2^-22 of the result or so; the logarithm between 1/2 and 2 by 2^-22.
+_FAST = _Maths(
+    log2=_instruction('lg2.approx.ftz.f32'),
+    exp2=_instruction('ex2.approx.ftz.f32'),
+    sqrt=_instruction('sqrt.approx.ftz.f32'),
+    inverse=_instruction('rcp.approx.ftz.f32'),
+)
+_PLAIN = _Maths(
+    log2=jnp.log2, exp2=jnp.exp2, sqrt=jnp.sqrt, inverse=lambda x: 1.0 / x
+)
 
 
-def _rounded(x: Array, words_ref, dtype) -> Array:
-  """Rounds what one program moved, to the nearest without words."""
+def _with_sign(magnitude: Array, like: Array) -> Array:
+  """Gives float32 magnitudes the signs of others, in one instruction."""
+  bits = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.uint32)
+  word = bits(magnitude) | (bits(like) & jnp.uint32(0x80000000))
+  return lax.bitcast_convert_type(word, jnp.float32)
+
+
+def _decoded(refs, decay: float, maths: _Maths, signed: bool) -> Array:
+  """Returns decayed values of the groups that four references hold."""
+  values = refs[0][...].astype(jnp.float32)
+  scale, k, c = (ref[...] for ref in refs[1:])
+  log = maths.log2(jnp.abs(values) * scale[:, None])
+  magnitude = maths.exp2(log * (1.0 / k)[:, None]) * (decay * c)[:, None]
+  return _with_sign(magnitude, values) if signed else magnitude
+
+
+def _encode(x: Array, refs, maths: _Maths, signed: bool) -> None:
+  """Writes encoded groups; values below float32's normal range become 0."""
+  magnitude = jnp.abs(x) if signed else x
+  largest = jnp.max(magnitude, axis=1)
+  counts = jnp.where(magnitude < adam.TINY, jnp.inf, magnitude)
+  scale, k, c = adam.expansion(largest, jnp.min(counts, axis=1), maths.log2)
+  # In powers of two, the division by the scale is a subtraction.
+  shift, inverse = -maths.log2(scale), 1.0 / c
+  log = maths.log2(magnitude * inverse[:, None])
+  stored = maths.exp2(log * k[:, None] + shift[:, None])
+  stored = _with_sign(stored, x) if signed else stored
+  new = stored.astype(formats.E4M3), scale, k, c
+  for ref, array in zip(refs, new, strict=True):
+    ref[...] = array
+
+
+def _rounded(x: Array, block: Array, words_ref, dtype) -> Array:
+  """Rounds what program `block` moved, to the nearest without words."""
   if words_ref is None:
     return x.astype(dtype)
-  rows, columns = x.shape
-  first = words_ref[2] + (pl.program_id(0) * (rows * columns)).astype(
-      jnp.uint32
-  )
-  index = lax.broadcasted_iota(jnp.uint32, x.shape, 0) * jnp.uint32(columns)
-  index += lax.broadcasted_iota(jnp.uint32, x.shape, 1) + first
+  index = lax.broadcasted_iota(jnp.uint32, x.shape, 0) * jnp.uint32(GROUP)
+  index += lax.broadcasted_iota(jnp.uint32, x.shape, 1)
+  index += words_ref[2] + block.astype(jnp.uint32) * jnp.uint32(x.size)
   bits = rounding.bits_of(index, words_ref[0], words_ref[1])
   return rounding.stochastic_bfloat16(x, bits)
 
 
-def _kernel(*refs, b1, b2, eps, decay, at_random, power):
+def _kernel(*refs, b1, b2, eps, decay, at_random, maths):
   """Moves a few groups of one leaf; see `move`."""
   numbers_ref, *refs = refs
   words_ref, *refs = refs if at_random else (None, *refs)
   gradient_ref, master_ref, *refs = refs
-  moment_refs = refs[:4], refs[4:8]
-  master_out, *outs = refs[8:]
-  moment_outs = outs[:4], outs[4:]
+  mu_refs, nu_refs, (master_out, *outs) = refs[:4], refs[4:8], refs[8:]
   ok, shrink, rate, inverse1, inverse2 = (numbers_ref[i] for i in range(5))
-  ok = ok > 0
-  g = gradient_ref[...].astype(jnp.float32) * shrink
-  master = master_ref[...].astype(jnp.float32)
-  old = [[ref[...] for ref in refs] for refs in moment_refs]
-  mu, nu = (
-      adam.decode_groups(values.astype(jnp.float32), scale, k, c, power)
-      for values, scale, k, c in old
-  )
-  mu = (1 - b1) * g + b1 * mu
-  nu = (1 - b2) * (g * g) + b2 * nu
-  update = (mu * inverse1) / (jnp.sqrt(nu * inverse2) + eps)
-  if decay:
-    update = update + decay * master
-  moved = jnp.where(ok, master - rate * update, master)
-  # What is a bfloat16 already stays, also when it is rounded at random.
-  master_out[...] = _rounded(moved, words_ref, master_out.dtype)
-  for moment, before, out in zip((mu, nu), old, moment_outs, strict=True):
-    for new, was, ref in zip(
-        adam.encode_groups(moment, power), before, out, strict=True
-    ):
-      ref[...] = _kept(ok, new, was)
+  block = pl.program_id(0)
+
+  # What is not written stays: outputs lie where the inputs do.
+  @pl.when(ok > 0)
+  def _():
+    g = gradient_ref[...].astype(jnp.float32) * shrink
+    master = master_ref[...].astype(jnp.float32)
+    mu = (1 - b1) * g + _decoded(mu_refs, b1, maths, signed=True)
+    nu = (1 - b2) * (g * g) + _decoded(nu_refs, b2, maths, signed=False)
+    root = maths.sqrt(nu) * jnp.sqrt(inverse2) + eps
+    update = mu * maths.inverse(root) * inverse1
+    if decay:
+      update = update + decay * master
+    moved = master - rate * update
+    master_out[...] = _rounded(moved, block, words_ref, master_out.dtype)
+    _encode(mu, outs[:4], maths, signed=True)
+    _encode(nu, outs[4:], maths, signed=False)
 
 
 def move(
@@ -216,7 +261,7 @@ def move(
           eps=eps,
           decay=decay,
           at_random=words is not None,
-          power=adam.power if interpret else _fast_power,
+          maths=_PLAIN if interpret else _FAST,
       ),
       grid=(groups // rows,),
       in_specs=[
