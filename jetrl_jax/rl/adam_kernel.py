@@ -9,11 +9,10 @@ from the read to the write: with bfloat16 masters 10.4 bytes a value.
 The formulas are those of `fp8/adam.py`, and so is what is stored. They are
 written for few instructions, as these and not the bytes are the limit:
 logarithm, power of two, root and inverse are the device's own, good for 22 bits
-where 4 are stored; bias corrections are multiplied by their inverse; what decays
-a moment, its centre, and what is the same for a group are joined per group. So
-float32 numbers differ from XLA's by a few of their last bits, and one stored
-value in some hundreds by a step. Groups that span more than 2^252 lose their
-smallest values, which are below float32's normal range then.
+where 4 are stored; bias corrections are multiplied by their inverse; what is
+the same for a group is joined per group. So float32 numbers differ from XLA's
+by a few of their last bits, and fewer than one stored value in five hundred by
+a step. A group that spans 2^252 or more loses its smallest values.
 
 Masters and moments change where they lie, and a step that is skipped writes
 nothing.
