@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import fp8, rng, sharding
 from jetrl_jax.compilation import exact_jit, on_gpu
-from jetrl_jax.fp8 import QTensor, slots
+from jetrl_jax.fp8 import QTensor, renewal, slots
 from jetrl_jax.metrics import Mean
 from jetrl_jax.rl import adam_kernel, opt_parts, rounding
 from jetrl_jax.rl.policy import Policy
@@ -215,11 +215,16 @@ def _move(
   fp8_state = slots.roll(fp8_state, recipe, operands=('output_grad',))
   fp8_state = slots.observe_kernels(fp8_state, params, recipe, axes)
   fp8_state = keep(fp8_state, part.fp8_state)
-  weights = fp8.renew_weights(params, fp8_state, part.weights, recipe)
+  if on_gpu() and renewal.fits(params, part.weights, recipe):
+    weights, measured, changed = renewal.renew(
+        params, fp8_state, part.weights, recipe, axes
+    )
+  else:
+    weights = fp8.renew_weights(params, fp8_state, part.weights, recipe)
+    measured = slots.measure_kernels(fp8_state, params, weights, axes)
+    changed = changed_share(part.weights, weights, axes)
   # A skipped step leaves the kernels' health as it was, too.
-  fp8_state = keep(
-      slots.measure_kernels(fp8_state, params, weights, axes), fp8_state
-  )
+  fp8_state = keep(measured, fp8_state)
   next_part = Part(
       trainable=trainable,
       frozen=part.frozen,
@@ -227,7 +232,6 @@ def _move(
       moments=moments,
       weights=weights,
   )
-  changed = changed_share(part.weights, weights, axes)
   return next_part, keep(next_shared, shared), changed
 
 

@@ -1,0 +1,98 @@
+"""The kernel that quantises moved masters, against the three XLA programs."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetrl_jax import fp8
+from jetrl_jax.fp8 import renewal, slots
+from jetrl_jax.fp8.quantization import QTensor
+from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.rl.apply import changed_share
+from jetrl_jax.sharding import Axes
+
+_RECIPE = Recipe(name='fp8_delayed', high_precision_layers=('head',))
+
+
+def _part(seed: int, dtype):
+  random = np.random.default_rng(seed)
+
+  def make(*shape):
+    spread = np.exp(3 * random.standard_normal(shape))
+    return jnp.asarray(random.standard_normal(shape) * spread, dtype)
+
+  return {
+      'mlp': {'up': {'kernel': make(48, 256), 'bias': make(48)}},
+      'out': {'kernel': make(64, 128)},
+      'head': {'kernel': make(8, 128)},
+      'norm': make(128),
+  }
+
+
+@pytest.mark.parametrize(
+    'dtype, power_of_two', [(jnp.float32, False), (jnp.bfloat16, True)]
+)
+def test_one_pass_gives_the_weights_the_health_and_what_changed(
+    dtype, power_of_two
+):
+  recipe = dataclasses.replace(_RECIPE, power_of_two_scales=power_of_two)
+  before, params = _part(0, dtype), _part(1, dtype)
+  # The scales stay those of `before`: the largest of eight times more saturate.
+  params = jax.tree.map(lambda x: 8 * x, params)
+  # Half of the values of one kernel do not move.
+  params['out']['kernel'] = (
+      params['out']['kernel'].at[::2].set(before['out']['kernel'][::2])
+  )
+
+  @jax.jit
+  def prepare(before):
+    state = slots.init_state(before, recipe)
+    state = slots.observe_kernels(state, before, recipe, Axes())
+    return state, fp8.prepare_weights(before, state, recipe)
+
+  @jax.jit
+  def reference(params, state, weights):
+    wanted = fp8.renew_weights(params, state, weights, recipe)
+    measured = slots.measure_kernels(state, params, wanted, Axes())
+    return wanted, measured, changed_share(weights, wanted, Axes())
+
+  @jax.jit
+  def kernel(params, state, weights):
+    return renewal.renew(params, state, weights, recipe, Axes(), interpret=True)
+
+  state, weights = prepare(before)
+  assert renewal.fits(params, weights, recipe)
+  renewed, seen, changed = kernel(params, state, weights)
+  wanted, measured, shares = reference(params, state, weights)
+  assert jax.tree.structure(renewed) == jax.tree.structure(wanted)
+  for a, b in zip(*map(jax.tree.leaves, (renewed, wanted)), strict=True):
+    assert a.dtype == b.dtype and a.shape == b.shape
+    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+  assert jax.tree.structure(seen) == jax.tree.structure(measured)
+  for a, b in zip(*map(jax.tree.leaves, (seen, measured)), strict=True):
+    # Counts are exact; powers are added in another order.
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+  health = seen['mlp']['up']['kernel']['health']
+  assert health[0] == 48 * 256 and health[1] > 0 and health[2] > 0
+  assert jax.tree.structure(changed) == jax.tree.structure(shares)
+  for a, b in zip(*map(jax.tree.leaves, (changed, shares)), strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+  assert 0.2 < changed['out']['kernel'] <= 0.5
+
+
+def test_only_whole_rows_of_delayed_scales_fit():
+  def fits(shape, recipe=_RECIPE):
+    master = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    values: Any = jax.ShapeDtypeStruct(shape, jnp.float8_e4m3fn)
+    scale: Any = jax.ShapeDtypeStruct((), jnp.float32)
+    old = QTensor(values=values, scale=scale)
+    params = {'kernel': master, 'bias': jax.ShapeDtypeStruct((3,), jnp.float32)}
+    return renewal.fits(params, {'kernel': old, 'bias': params['bias']}, recipe)
+
+  assert fits((3584, 18944)) and fits((8, 128))
+  assert not fits((4, 128)) and not fits((8, 100)) and not fits((2**20, 2048))
+  assert not fits((128, 128), Recipe(name='fp8_token'))
