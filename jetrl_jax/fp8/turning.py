@@ -80,7 +80,7 @@ def _turn_kernel(x_ref, out_ref):
     out_ref[:, c, :] = word.T
 
 
-def turn(x_MN: Array, *, num_warps: int = 4, interpret: bool = False) -> Array:
+def turn(x_MN: Array, *, num_warps: int = 2, interpret: bool = False) -> Array:
   """Returns the transpose of an 8-bit matrix whose shape `fits`."""
   rows, columns = x_MN.shape
   bytes_MN = lax.bitcast_convert_type(x_MN, jnp.uint8)
@@ -139,8 +139,8 @@ def quantize_and_turn(
     dtype,
     *,
     straight: bool,
-    width: int = TILE,
-    num_warps: int = 8,
+    width: int = 64,
+    num_warps: int = 4,
     interpret: bool = False,
 ) -> Turned:
   """Quantises a matrix, turns it round and sees what was lost, in one pass.

@@ -15,10 +15,13 @@ from jax.experimental import pallas as pl
 from jetrl_jax.models.attention_kernel import (
     ROW_TILE,
     compiler_params,
+    for_tiles,
     head_row_vector_spec,
     pad_rows,
+    power_of_2,
     row_vector_spec,
     rows_spec,
+    scores_of,
     tile_scores,
     whole_spec,
 )
@@ -37,25 +40,24 @@ def _dq_kernel(
     dq_ref,
     *,
     tile,
+    interpret,
 ):
   q, first, last = q_ref[...], first_ref[...], last_ref[...]
   lse, delta, dout = lse_ref[...], delta_ref[...], dout_ref[...]
 
-  def body(i, dq):
+  def body(i, dq, masked):
     k = k_ref[pl.ds(i * tile, tile), :]
     v = v_ref[pl.ds(i * tile, tile), :]
-    scores, allowed = tile_scores(q, k, first, last, i * tile)
-    p = jnp.where(allowed, jnp.exp2(scores - lse[:, None]), 0.0)
+    if masked:
+      scores, allowed = tile_scores(q, k, first, last, i * tile)
+      p = jnp.where(allowed, power_of_2(scores - lse[:, None], interpret), 0.0)
+    else:
+      p = power_of_2(scores_of(q, k) - lse[:, None], interpret)
     dp = jnp.dot(dout, v.T, preferred_element_type=jnp.float32)
     ds = (p * (dp - delta[:, None])).astype(k.dtype)
     return dq + jnp.dot(ds, k, preferred_element_type=jnp.float32)
 
-  dq = lax.fori_loop(
-      jnp.min(first) // tile,
-      (jnp.max(last) + tile) // tile,
-      body,
-      jnp.zeros(q.shape, jnp.float32),
-  )
+  dq = for_tiles(first, last, tile, body, jnp.zeros(q.shape, jnp.float32))
   dq_ref[...] = (dq * q.shape[1] ** -0.5).astype(dq_ref.dtype)
 
 
@@ -68,22 +70,27 @@ def _dkv_kernel(
     lse_ref,
     delta_ref,
     dout_ref,
-    low_ref,
-    high_ref,
+    bounds_ref,
     dk_ref,
     dv_ref,
     *,
     tile,
+    interpret,
 ):
   i = pl.program_id(0)
   k, v = k_ref[...], v_ref[...]
 
-  def body(j, carry):
+  def body(j, carry, masked):
     dk, dv = carry
     at = pl.ds(j * ROW_TILE, ROW_TILE)
     q, dout = q_ref[at, :], dout_ref[at, :]
-    scores, allowed = tile_scores(q, k, first_ref[at], last_ref[at], i * tile)
-    p = jnp.where(allowed, jnp.exp2(scores - lse_ref[at][:, None]), 0.0)
+    if masked:
+      span = first_ref[at], last_ref[at]
+      scores, allowed = tile_scores(q, k, *span, i * tile)
+      p = power_of_2(scores - lse_ref[at][:, None], interpret)
+      p = jnp.where(allowed, p, 0.0)
+    else:
+      p = power_of_2(scores_of(q, k) - lse_ref[at][:, None], interpret)
     dv += jnp.dot(
         p.astype(dout.dtype).T, dout, preferred_element_type=jnp.float32
     )
@@ -92,25 +99,44 @@ def _dkv_kernel(
     dk += jnp.dot(ds.T, q, preferred_element_type=jnp.float32)
     return dk, dv
 
-  zeros = jnp.zeros(k.shape, jnp.float32)
-  dk, dv = lax.fori_loop(low_ref[0], high_ref[0], body, (zeros, zeros))
+  carry = (jnp.zeros(k.shape, jnp.float32),) * 2
+  for n, masked in enumerate((True, False, True)):
+    step = functools.partial(body, masked=masked)
+    carry = lax.fori_loop(bounds_ref[n], bounds_ref[n + 1], step, carry)
+  dk, dv = carry
   dk_ref[...] = (dk * k.shape[1] ** -0.5).astype(dk_ref.dtype)
   dv_ref[...] = dv.astype(dv_ref.dtype)
 
 
-def _row_tile_range(first_BR, last_BR, num_tiles, tile):
-  """For each key tile, the row tiles [low, high) in which a row attends it."""
-  batch, rows = first_BR.shape
+def _row_tiles(first_BR, last_BR, num_tiles, tile):
+  """Returns the row tiles that attend each key tile, int32 [B, key tiles, 4].
+
+  Of [low, inner, inner_end, high), those from `inner` on see the whole key tile
+  with all their rows; there may be none.
+  """
   start = jnp.arange(num_tiles, dtype=jnp.int32)[None, :, None] * tile
-  attends = (first_BR[:, None, :] < start + tile) & (
-      last_BR[:, None, :] >= start
-  )
-  attends &= (last_BR >= first_BR)[:, None, :]
-  row_tile = jnp.arange(rows, dtype=jnp.int32)[None, None, :] // ROW_TILE
-  low = jnp.min(jnp.where(attends, row_tile, rows), axis=2)
-  high = jnp.max(jnp.where(attends, row_tile + 1, 0), axis=2)
-  del batch
-  return jnp.minimum(low, high), high
+  first, last = first_BR[:, None, :], last_BR[:, None, :]
+  attends = (first < start + tile) & (last >= start) & (last >= first)
+  sees_all = (first <= start) & (last >= start + tile - 1)
+
+  def by_tile(x, join):
+    return join(x.reshape(*x.shape[:2], -1, ROW_TILE), axis=3)
+
+  def ends(found):
+    index = jnp.arange(found.shape[2], dtype=jnp.int32)[None, None, :]
+    low = jnp.min(jnp.where(found, index, found.shape[2]), axis=2)
+    high = jnp.max(jnp.where(found, index + 1, 0), axis=2)
+    return jnp.minimum(low, high), high
+
+  low, high = ends(by_tile(attends, jnp.any))
+  full = by_tile(sees_all, jnp.all)
+  inner, inner_end = ends(full)
+  # One stretch without a gap, or none.
+  is_whole = jnp.sum(full, axis=2, dtype=jnp.int32) == inner_end - inner
+  is_whole &= inner_end > inner
+  inner = jnp.where(is_whole, inner, high)
+  inner_end = jnp.where(is_whole, inner_end, high)
+  return jnp.stack([low, inner, inner_end, high], axis=2)
 
 
 def backward(
@@ -140,7 +166,7 @@ def backward(
   )
   row, whole = rows_spec(head_dim, ROW_TILE), whole_spec(length, head_dim)
   dq = pl.pallas_call(
-      functools.partial(_dq_kernel, tile=tile),
+      functools.partial(_dq_kernel, tile=tile, interpret=interpret),
       grid=(rows // ROW_TILE, kv_heads, batch),
       in_specs=[
           row,
@@ -159,16 +185,15 @@ def backward(
   )(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, lse_BKR, delta, dout_BKRH)
 
   num_tiles = length // tile
-  low, high = _row_tile_range(first_BR, last_BR, num_tiles, tile)
+  bounds = _row_tiles(first_BR, last_BR, num_tiles, tile)
   all_rows = whole_spec(rows, head_dim)
   vector = pl.BlockSpec((None, rows), lambda s, h, b: (b, 0))
   head_vector = pl.BlockSpec((None, None, rows), lambda s, h, b: (b, h, 0))
   keys = pl.BlockSpec(
       (None, None, tile, head_dim), lambda s, h, b: (b, h, s, 0)
   )
-  bound = pl.BlockSpec((None, 1), lambda s, h, b: (b, s))
   dk, dv = pl.pallas_call(
-      functools.partial(_dkv_kernel, tile=tile),
+      functools.partial(_dkv_kernel, tile=tile, interpret=interpret),
       grid=(num_tiles, kv_heads, batch),
       in_specs=[
           all_rows,
@@ -179,8 +204,7 @@ def backward(
           head_vector,
           head_vector,
           all_rows,
-          bound,
-          bound,
+          pl.BlockSpec((None, None, 4), lambda s, h, b: (b, s, 0)),
       ],
       out_specs=[keys, keys],
       out_shape=[
@@ -198,7 +222,6 @@ def backward(
       lse_BKR,
       delta,
       dout_BKRH,
-      low,
-      high,
+      bounds,
   )
   return dq[:, :, :wanted], dk, dv

@@ -122,6 +122,30 @@ def _load_tile(k_ref, v_ref, lead, i, tile: int, dtype, interpret: bool):
   ]
 
 
+def power_of_2(x, interpret: bool):
+  """Returns 2^x, and 0 below 2^-126.
+
+  A result that small has no part in a sum with 1 in it; to keep it costs three
+  instructions a score more.
+  """
+  if interpret:
+    return jnp.exp2(x)
+  (result,) = triton.elementwise_inline_asm(
+      'ex2.approx.ftz.f32 $0, $1;',
+      args=[x],
+      constraints='=f,f',
+      pack=1,
+      result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
+  )
+  return result
+
+
+def scores_of(q, k):
+  """Base-2 scores of query rows (first axis) and keys."""
+  scores = jnp.dot(q, k.T, preferred_element_type=jnp.float32)
+  return scores * (q.shape[1] ** -0.5 * _LOG2E)
+
+
 def tile_scores(q, k, first, last, start, stride=1):
   """Base-2 scores of keys and where they are allowed.
 
@@ -133,8 +157,7 @@ def tile_scores(q, k, first, last, start, stride=1):
     start: number of the first key.
     stride: tokens from one key to the next.
   """
-  scores = jnp.dot(q, k.T, preferred_element_type=jnp.float32)
-  scores = scores * (q.shape[1] ** -0.5 * _LOG2E)
+  scores = scores_of(q, k)
   row = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
   key = start + (row if stride == 1 else row * stride)
   return scores, (key >= first[:, None]) & (key <= last[:, None])
@@ -148,22 +171,55 @@ def _start(rows: int, head_dim: int):
   )
 
 
-def _attend_tile(q, parts, first, last, start, carry):
-  """Adds a tile of keys, in its parts, to (output, maximum, sum)."""
+def for_tiles(first, last, tile: int, body, carry):
+  """Runs `body(i, carry, masked)` over the key tiles that some row sees.
+
+  Not `masked` where every row sees the whole tile: what is masked there is
+  nothing, so a row's bits are the same either way.
+  """
+  begin, end = jnp.min(first) // tile, (jnp.max(last) + tile) // tile
+  inner = jnp.minimum((jnp.max(first) + tile - 1) // tile, end)
+  inner_end = jnp.maximum((jnp.min(last) + 1) // tile, inner)
+  masked = functools.partial(body, masked=True)
+  carry = lax.fori_loop(begin, inner, masked, carry)
+  carry = lax.fori_loop(
+      inner, inner_end, functools.partial(body, masked=False), carry
+  )
+  return lax.fori_loop(inner_end, end, masked, carry)
+
+
+def _attend_tile(q, parts, span, start, carry, interpret: bool):
+  """Adds a tile of keys, in its parts, to (output, maximum, sum).
+
+  Args:
+    q: query rows.
+    parts: (keys, values), every len(parts)-th key of the tile.
+    span: (first, last) key that each row may see; None where all see all.
+    start: number of the tile's first key.
+    carry: (output, maximum, sum) so far.
+    interpret: see `power_of_2`.
+  """
   acc, top, total = carry
-  stride = len(parts)
-  scored = [
-      tile_scores(q, k, first, last, start + n, stride)
-      for n, (k, _) in enumerate(parts)
-  ]
+  if span is None:
+    scored = [(scores_of(q, k), None) for k, _ in parts]
+  else:
+    scored = [
+        tile_scores(q, k, *span, start + n, len(parts))
+        for n, (k, _) in enumerate(parts)
+    ]
+
+  def where(allowed, x, other):
+    return x if allowed is None else jnp.where(allowed, x, other)
+
   new_top = top
   for scores, allowed in scored:
-    highest = jnp.max(jnp.where(allowed, scores, _NO_SCORE), axis=1)
+    highest = jnp.max(where(allowed, scores, _NO_SCORE), axis=1)
     new_top = jnp.maximum(new_top, highest)
-  decay = jnp.exp2(top - new_top)
+  decay = power_of_2(top - new_top, interpret)
   acc, total = acc * decay[:, None], total * decay[:, None]
   for (scores, allowed), (_, v) in zip(scored, parts, strict=True):
-    p = jnp.where(allowed, jnp.exp2(scores - new_top[:, None]), 0.0)
+    p = power_of_2(scores - new_top[:, None], interpret)
+    p = where(allowed, p, 0.0)
     p = p.astype(q.dtype)
     ones = jnp.ones((p.shape[1], _SUM_COLUMNS), q.dtype)
     acc += jnp.dot(p, v, preferred_element_type=jnp.float32)
@@ -196,18 +252,12 @@ def _forward_kernel(
   dtype = operand_dtype(q_ref.dtype, k_ref.dtype)
   q = q_ref[...].astype(dtype)
 
-  def body(i, carry):
+  def body(i, carry, masked):
     parts = _load_tile(k_ref, v_ref, (), i, tile, dtype, interpret)
-    return _attend_tile(q, parts, first, last, i * tile, carry)
+    span = (first, last) if masked else None
+    return _attend_tile(q, parts, span, i * tile, carry, interpret)
 
-  out, lse = _finish(
-      lax.fori_loop(
-          jnp.min(first) // tile,
-          (jnp.max(last) + tile) // tile,
-          body,
-          _start(*q.shape),
-      )
-  )
+  out, lse = _finish(for_tiles(first, last, tile, body, _start(*q.shape)))
   out_ref[...] = out.astype(out_ref.dtype)
   lse_ref[...] = lse
 
@@ -310,26 +360,30 @@ def _decode_kernel(
   q = q.astype(dtype)
   first_R = jnp.zeros((DECODE_ROWS,), jnp.int32)
   last_R = jnp.full((DECODE_ROWS,), last, jnp.int32)
-  tiles = (last + tile) // tile
+  # All tiles but the last one, which may end within.
+  whole = (last + 1) // tile
+
+  def attend(i, carry, page, j, span):
+    parts = _load_tile(
+        *(k_ref, v_ref, (page, head), i - j * per_page),
+        *(tile, dtype, interpret),
+    )
+    return _attend_tile(q, parts, span, i * tile, carry, interpret)
 
   def attend_page(j, carry):
-    page = table_ref[j]
-
-    def body(i, carry):
-      parts = _load_tile(
-          *(k_ref, v_ref, (page, head), i - j * per_page),
-          *(tile, dtype, interpret),
-      )
-      return _attend_tile(q, parts, first_R, last_R, i * tile, carry)
-
-    end = jnp.minimum(tiles, (j + 1) * per_page)
+    body = functools.partial(attend, page=table_ref[j], j=j, span=None)
+    end = jnp.minimum(whole, (j + 1) * per_page)
     return lax.fori_loop(j * per_page, end, body, carry)
 
-  out, lse = _finish(
-      lax.fori_loop(
-          0, (last + page_size) // page_size, attend_page, _start(*q.shape)
-      )
+  carry = lax.fori_loop(
+      0, (whole + per_page - 1) // per_page, attend_page, _start(*q.shape)
   )
+  j = whole // per_page
+  rest = (last + tile) // tile
+  # Only then the page exists.
+  page = table_ref[jnp.where(rest > whole, j, 0)]
+  body = functools.partial(attend, page=page, j=j, span=(first_R, last_R))
+  out, lse = _finish(lax.fori_loop(whole, rest, body, carry))
   triton.store(
       out_ref.at[mine, :], out.astype(out_ref.dtype), mask=mask[:, None]
   )

@@ -18,9 +18,9 @@ from jetrl_jax.compilation import on_gpu
 from jetrl_jax.models.norm import row_sum
 from jetrl_jax.typing import Array, Float, Int
 
-# Logits that a program reads at a time: as many as its 16 warps have room for,
+# Logits that a program reads at a time: as many as its 8 warps have room for,
 # since the next ones are asked for only when these have arrived.
-_CHUNK = 8192
+_CHUNK = 4096
 
 
 def _stats_kernel(z_ref, lse_ref, mean_ref, *, vocab: int):
@@ -59,7 +59,7 @@ def row_stats_kernel(z_MV, *, interpret: bool = False):
   one = pl.BlockSpec((None,), lambda i: (i,))
   options = {'interpret': True}
   if not interpret:
-    options = {'compiler_params': triton.CompilerParams(num_warps=16)}
+    options = {'compiler_params': triton.CompilerParams(num_warps=8)}
   return pl.pallas_call(
       functools.partial(_stats_kernel, vocab=vocab),
       grid=(rows,),

@@ -125,6 +125,27 @@ def test_the_gpu_kernels_compute_what_the_cpu_form_does(dtype):
     )
 
 
+def test_tiles_that_all_rows_see_are_computed_without_a_mask():
+  # Three row tiles of 64; the second row's segments start at 0 and 96.
+  rows = [_rows([0], [192], 192), _rows([0, 96], [96, 96], 192)]
+  first, last = (np.stack(a) for a in zip(*rows, strict=True))
+  bounds = np.asarray(attention_backward._row_tiles(first, last, 12, TILE))
+  # Key tile 0 is attended by row tiles 0, 1, 2 and seen whole by 1 and 2;
+  # tile 7 (keys 112 to 127) by 1, 2 and 2; tile 11 by 2, and by no rows whole.
+  assert bounds[0, [0, 7, 11]].tolist() == [
+      [0, 1, 3, 3],
+      [1, 2, 3, 3],
+      [2, 3, 3, 3],
+  ]
+  # The second segment's first tile is behind row tile 1's first rows.
+  assert bounds[1, 6].tolist() == [1, 2, 3, 3]
+  q, k, v, dout = _qkv(length=192)
+  kernel, plain = _kernel_and_plain()(q, k, v, dout, first, last)
+  for found, expected in zip(kernel, plain, strict=True):
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5 * scale)
+
+
 def test_gradients_are_those_of_dense_attention():
   q, k, v, dout = _qkv()
 
