@@ -8,12 +8,16 @@ python -m benchmarks.grpo_step --config=configs/qwen7b.py \
 A workload is PROMPTS x SAMPLES x RESPONSE_TOKENS x MINI_BATCHES of a step; ''
 leaves all four to the config. Every variant is a run of the trainer itself,
 with all its checks, in a temporary workdir. The first step compiles and is left
-out of the means. On a CPU, to try it: --tiny instead of --config.
+out of the means. With --side_by_side each variant has a process and a GPU of its
+own, all at the same time. On a CPU, to try it: --tiny instead of --config.
 """
 
 import gc
 import json
+import os
 import pathlib
+import subprocess
+import sys
 import tempfile
 
 import ml_collections
@@ -38,6 +42,9 @@ _VARIANTS = flags.DEFINE_list(
     'variants',
     ['fp8_delayed', 'bf16'],
     'Recipes, see precision.recipe; +kv8 with FP8 keys and values.',
+)
+_SIDE_BY_SIDE = flags.DEFINE_bool(
+    'side_by_side', False, 'Each variant on the GPU of its number.'
 )
 _COLUMNS = (
     ('variant', 'variant', ''),
@@ -101,6 +108,28 @@ def steps_of(variant: str) -> list[dict]:
   return [{'variant': variant} | row for row in rows if row['step'] > 0]
 
 
+def side_by_side() -> list[dict]:
+  """Trains every variant in a process of its own and returns all lines."""
+  ours = ('--variants', '--output', '--side_by_side', '--noside_by_side')
+  given = [a for a in sys.argv[1:] if a.partition('=')[0] not in ours]
+  rows = []
+  with tempfile.TemporaryDirectory() as folder:
+    running = []
+    for i, variant in enumerate(_VARIANTS.value):
+      path = pathlib.Path(folder) / str(i)
+      own = [f'--variants={variant}', f'--output={path}']
+      process = subprocess.Popen(
+          [sys.executable, '-m', 'benchmarks.grpo_step', *given, *own],
+          env=os.environ | {'CUDA_VISIBLE_DEVICES': str(i)},
+      )
+      running.append((process, path.with_name(path.name + '.json')))
+    for process, record in running:
+      if process.wait():
+        raise SystemExit(f'{process.args} ended with {process.returncode}')
+      rows += json.loads(record.read_text())['rows']
+  return rows
+
+
 def phases(rows: list[dict]) -> list[dict]:
   """Returns a row per phase: mean seconds of every variant, and the ratio.
 
@@ -140,8 +169,8 @@ def main(argv: list[str]) -> None:
   if _STEPS.value < 2:
     raise app.UsageError('--steps must be 2 or more: the first one compiles')
   show_own_sentences()
-  rows = []
-  for variant in _VARIANTS.value:
+  rows = side_by_side() if _SIDE_BY_SIDE.value else []
+  for variant in () if _SIDE_BY_SIDE.value else _VARIANTS.value:
     rows += steps_of(variant)
     gc.collect()
   by_phase = phases([row for row in rows if row['step'] > 1])
