@@ -184,7 +184,8 @@ def _kernel(*refs, b1, b2, eps, decay, at_random, maths):
   numbers_ref, *refs = refs
   words_ref, *refs = refs if at_random else (None, *refs)
   gradient_ref, master_ref, *refs = refs
-  mu_refs, nu_refs, (master_out, *outs) = refs[:4], refs[4:8], refs[8:]
+  mu_refs, nu_refs, refs = refs[:4], refs[4:8], refs[8:]
+  master_out, *outs, amax_out = refs
   ok, shrink, rate, inverse1, inverse2 = (numbers_ref[i] for i in range(5))
   block = pl.program_id(0)
 
@@ -200,7 +201,9 @@ def _kernel(*refs, b1, b2, eps, decay, at_random, maths):
     if decay:
       update = update + decay * master
     moved = master - rate * update
-    master_out[...] = _rounded(moved, block, words_ref, master_out.dtype)
+    stored = _rounded(moved, block, words_ref, master_out.dtype)
+    master_out[...] = stored
+    amax_out[...] = jnp.max(jnp.abs(stored.astype(jnp.float32)))
     _encode(mu, outs[:4], maths, signed=True)
     _encode(nu, outs[4:], maths, signed=False)
 
@@ -218,8 +221,10 @@ def move(
     eps: float,
     decay: float,
     interpret: bool = False,
-) -> tuple[Array, adam.EncodedMoment, adam.EncodedMoment]:
-  """Returns one leaf and its moments after a step; needs what `fits`.
+) -> tuple[Array, adam.EncodedMoment, adam.EncodedMoment, Array]:
+  """Returns one leaf, its moments and its amax after a step.
+
+  It must be one that `fits`. The amax of a step that is skipped is anything.
 
   Args:
     master: of any shape.
@@ -267,14 +272,18 @@ def move(
           *[pl.BlockSpec(a.shape, lambda i: (0,)) for a in small],
           *specs,
       ],
-      out_specs=specs[1:],
-      out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments[1:]],
+      out_specs=[*specs[1:], pl.BlockSpec((None,), lambda i: (i,))],
+      out_shape=[
+          *[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arguments[1:]],
+          jax.ShapeDtypeStruct((groups // rows,), jnp.float32),
+      ],
       input_output_aliases={first + i: i for i in range(len(moved))},
       name='adam',
       **_options(interpret, max(rows // _GROUPS_PER_WARP, 1)),
   )(*small, *arguments)
+  *out, amax = out
   out = [a.reshape(b.shape) for a, b in zip(out, moved, strict=True)]
-  return out[0], _moment(*out[1:5]), _moment(*out[5:])
+  return out[0], _moment(*out[1:5]), _moment(*out[5:]), jnp.max(amax)
 
 
 def _options(interpret: bool, num_warps: int) -> dict:
@@ -300,7 +309,7 @@ def move_part(
     gradients: PyTree,
     ruling: tuple[Array, Array, Array | dict],
     interpret: bool = False,
-) -> tuple[PyTree, list[PyTree], list]:
+) -> tuple[PyTree, list[PyTree], list, PyTree]:
   """Moves a part of the model that `fits`, unless the step is skipped.
 
   Args:
@@ -317,7 +326,7 @@ def move_part(
 
   Returns:
     What `part` becomes, but for the shared state of a skipped step: that is as
-    if it counted.
+    if it counted. And the amax of each moved master, see `move`.
   """
   masters, moments, shared = part
   ok, shrink, words = ruling
@@ -357,7 +366,7 @@ def move_part(
             interpret=interpret,
         )
     )
-  trainable, *moments = (
+  trainable, mu, nu, amax = (
       tree.unflatten(column) for column in zip(*moved, strict=True)
   )
-  return trainable, moments, opt_parts.split(state, set())[1]
+  return trainable, [mu, nu], opt_parts.split(state, set())[1], amax

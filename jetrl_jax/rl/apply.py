@@ -195,7 +195,7 @@ def _move(
   if on_gpu() and adam_kernel.fits(
       optimizer, part.trainable, gradients, part.moments
   ):
-    trainable, moments, next_shared = adam_kernel.move_part(
+    trainable, moments, next_shared, largest = adam_kernel.move_part(
         optimizer,
         join,
         axes,
@@ -210,10 +210,14 @@ def _move(
     )
     trainable = keep(trainable, part.trainable)
     moments = keep(moments, part.moments)
+    largest = trainable
   params = merge(trainable, part.frozen)
   fp8_state = slots.observe(part.fp8_state, cotangents)
   fp8_state = slots.roll(fp8_state, recipe, operands=('output_grad',))
-  fp8_state = slots.observe_kernels(fp8_state, params, recipe, axes)
+  # The amax of an amax is itself.
+  fp8_state = slots.observe_kernels(
+      fp8_state, merge(largest, part.frozen), recipe, axes
+  )
   fp8_state = keep(fp8_state, part.fp8_state)
   if on_gpu() and renewal.fits(params, part.weights, recipe):
     weights, measured, changed = renewal.renew(

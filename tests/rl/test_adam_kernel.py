@@ -10,9 +10,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import rng, sharding
-from jetrl_jax.fp8 import adam
-from jetrl_jax.rl import adam_kernel, apply, opt_parts, rounding
+from jetrl_jax.fp8 import adam, renewal
+from jetrl_jax.metrics import Mean
+from jetrl_jax.rl import adam_kernel, apply, opt_parts, rounding, state
+from jetrl_jax.rl.apply import Gradients
 from jetrl_jax.rl.optimizer import OptimizerConfig
+from tests.rl import tiny_run
 
 _AXES = sharding.Axes()
 _SPLIT = {'kernel': False, 'bias': False}
@@ -118,7 +121,11 @@ def _differing(a, b) -> float:
 
 @pytest.mark.parametrize(
     'dtype, at_random',
-    [('float32', False), ('bfloat16', False), ('bfloat16', True)],
+    [
+        ('float32', False),
+        pytest.param('bfloat16', False, marks=pytest.mark.slow),
+        ('bfloat16', True),
+    ],
 )
 def test_a_step_of_the_kernel_is_a_step_of_xla(dtype, at_random):
   both = _both(dtype, at_random)
@@ -152,16 +159,19 @@ def test_a_step_of_the_kernel_is_a_step_of_xla(dtype, at_random):
       # One step of E4M3's 3 bits, of the power 1/k that a group needs.
       assert np.mean(np.abs(a - b) > 1e-4 * np.abs(b)) < 0.002
       np.testing.assert_array_equal(np.sign(a), np.sign(b))
+    for amax, moved in zip(
+        *map(jax.tree.leaves, (ours[3], ours[0])), strict=True
+    ):
+      assert amax == jnp.max(jnp.abs(moved.astype(jnp.float32)))
     assert [int(n) for n in ours[2]] == [int(n) for n in theirs[2]]
     part = theirs
   # It did move, and not only by the weights' decay.
   assert _differing(part[0]['kernel'], both.start[0]['kernel']) > 0.2
 
 
-@pytest.mark.parametrize('at_random', [False, True])
-def test_a_skipped_step_changes_nothing_whatever_the_gradients(at_random):
-  both = _both('bfloat16', at_random)
-  moved = both.kernel(both.start, both.gradients(0), both.ruling(0))
+def test_a_skipped_step_changes_nothing_whatever_the_gradients():
+  both = _both('bfloat16', True)
+  moved = both.kernel(both.start, both.gradients(0), both.ruling(0))[:3]
   broken = jax.tree.map(
       lambda g: g.at[0].set(jnp.nan).at[-1].set(jnp.inf), both.gradients(1)
   )
@@ -188,12 +198,12 @@ def test_rows_on_another_device_are_moved_as_in_the_whole():
         gradients,
         ruling,
         interpret=True,
-    )
+    )[:3]
 
   halves = jax.jit(
       sharding.per_device(run, mesh, (*specs, P()), specs[0]),
   )(*arguments)
-  whole = both.kernel(*arguments)
+  whole = both.kernel(*arguments)[:3]
   for a, b in zip(*map(jax.tree.leaves, (halves, whole)), strict=True):
     assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
@@ -214,3 +224,79 @@ def test_what_is_not_whole_groups_or_not_our_adam_does_not_fit():
   assert not fits((4, 128), optax.adamw(1e-3))
   # A size whose flat index leaves 32 bits.
   assert not fits((2**20, 2048))
+
+
+def _applied(mesh, steps: int):
+  """States after each of some optimiser steps of two equal FP8 parts."""
+  policy = tiny_run.policy(tiny_run.FP8, mesh)
+  config = OptimizerConfig(lr=1e-2, master_rounding='stochastic', grad_clip=1e9)
+
+  def placed(seed: int):
+    random = np.random.default_rng(seed)
+
+    def make(*shape):
+      return jnp.asarray(random.normal(size=shape), jnp.bfloat16)
+
+    leaves = {
+        f'layers_{i}': {
+            'mlp': {'up': {'kernel': make(32, 512), 'bias': make(512)}},
+            'norm': make(512),
+        }
+        for i in range(2)
+    }
+    return jax.device_put(leaves, sharding.tree_shardings(leaves, mesh))
+
+  optimizer = config.build()
+  moving = state.create(policy, placed(0), optimizer, mesh)
+  assert moving.fp8_state
+  states, apply_step = [], None
+  for step in range(steps):
+    loss = Mean(sum=jnp.zeros(()), weight=jnp.zeros(()))
+    gradients = placed(step + 1)
+    if step == 1:
+      gradients['layers_1']['norm'] = gradients['layers_1']['norm'] * jnp.inf
+    made = Gradients(
+        trainable=gradients,
+        fp8=jax.tree.map(lambda a: a + 1, moving.fp8_state),
+        metrics={'actor/pg_loss': loss},
+    )
+    apply_step = apply_step or apply.Apply(
+        policy, optimizer, config, mesh, moving, made
+    )
+    moving, _, info = apply_step(tiny_run.copy(moving), made)
+    assert bool(info.applied) == (step != 1)
+    states.append(jax.device_get((moving, info.changed_bytes)))
+  return states
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('fsdp', [1, 2])
+def test_a_step_of_all_kernels_is_a_step_of_xla(monkeypatch, fsdp):
+  mesh = sharding.make_mesh(fsdp=fsdp)
+  theirs = _applied(mesh, 3)
+  calls = []
+
+  def counted(function):
+    def run(*arguments):
+      calls.append(function)
+      return function(*arguments, interpret=True)
+
+    return run
+
+  monkeypatch.setattr(apply, 'on_gpu', lambda: True)
+  monkeypatch.setattr(adam_kernel, 'move_part', counted(adam_kernel.move_part))
+  monkeypatch.setattr(renewal, 'renew', counted(renewal.renew))
+  ours = _applied(mesh, 3)
+  # One program for both parts.
+  assert len(calls) == 2
+  for (a, changed), (b, wanted) in zip(ours, theirs, strict=True):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
+      x, y = (np.asarray(z).astype(np.float32) for z in (x, y))
+      # As in the test above, but three steps of it.
+      assert np.mean(np.abs(x - y) > 1e-3 * np.abs(y)) < 0.01
+    for x, y in zip(*map(jax.tree.leaves, (changed, wanted)), strict=True):
+      np.testing.assert_allclose(x, y, atol=2e-3)
+  # The step that was skipped left everything as it was.
+  first, second = (jax.tree.map(lambda x: x.tobytes(), s) for s, _ in ours[:2])
+  assert first == second
