@@ -8,8 +8,8 @@ python -m benchmarks.grpo_step --config=configs/qwen7b.py \
 A workload is PROMPTS x SAMPLES x RESPONSE_TOKENS x MINI_BATCHES of a step; ''
 leaves all four to the config. Every variant is a run of the trainer itself,
 with all its checks, in a temporary workdir. The first step compiles and is left
-out of the means. With --side_by_side each variant has a process and a GPU of its
-own, all at the same time. On a CPU, to try it: --tiny instead of --config.
+out of the means. With --side_by_side each variant has a process and a GPU of
+its own, all at the same time. On a CPU, to try it: --tiny instead of --config.
 """
 
 import gc
