@@ -203,8 +203,9 @@ def _attend_tile(q, parts, span, start, carry, interpret: bool):
   if span is None:
     scored = [(scores_of(q, k), None) for k, _ in parts]
   else:
+    first, last = span
     scored = [
-        tile_scores(q, k, *span, start + n, len(parts))
+        tile_scores(q, k, first, last, start + n, len(parts))
         for n, (k, _) in enumerate(parts)
     ]
 

@@ -57,9 +57,6 @@ def row_stats_kernel(z_MV, *, interpret: bool = False):
     z_MV = jnp.pad(z_MV, ((0, 0), (0, padded - vocab)))
   out = jax.ShapeDtypeStruct((rows,), jnp.float32)
   one = pl.BlockSpec((None,), lambda i: (i,))
-  options = {'interpret': True}
-  if not interpret:
-    options = {'compiler_params': triton.CompilerParams(num_warps=8)}
   return pl.pallas_call(
       functools.partial(_stats_kernel, vocab=vocab),
       grid=(rows,),
@@ -67,7 +64,8 @@ def row_stats_kernel(z_MV, *, interpret: bool = False):
       out_specs=[one, one],
       out_shape=[out, out],
       name='row_stats',
-      **options,
+      interpret=interpret,
+      compiler_params=None if interpret else triton.CompilerParams(num_warps=8),
   )(z_MV)
 
 
