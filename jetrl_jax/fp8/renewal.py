@@ -67,6 +67,8 @@ def _options(interpret: bool, num_warps: int) -> dict:
 
 def _kernel(master_ref, old_ref, scales_ref, out_ref, sums_ref):
   scale, inverse = scales_ref[0], scales_ref[1]
+  # Before anything is written: the new values go where these are.
+  old = old_ref[...].astype(jnp.float32)
   x = master_ref[...].astype(jnp.float32)
   low = jnp.clip(x * inverse, -_LIMIT, _LIMIT).astype(formats.E4M3)
   out_ref[...] = low
@@ -78,7 +80,7 @@ def _kernel(master_ref, old_ref, scales_ref, out_ref, sums_ref):
       x * x,
       error * error,
       # As floats: the two zeros are equal.
-      old_ref[...].astype(jnp.float32) != stored,
+      old != stored,
   )
   for i, values in enumerate(seen):
     sums_ref[i] = jnp.sum(values.astype(jnp.float32))

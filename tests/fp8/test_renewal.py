@@ -96,3 +96,30 @@ def test_only_whole_rows_of_delayed_scales_fit():
   assert fits((3584, 18944)) and fits((8, 128))
   assert not fits((4, 128)) and not fits((8, 100)) and not fits((2**20, 2048))
   assert not fits((128, 128), Recipe(name='fp8_token'))
+
+
+def test_old_values_are_read_before_new_ones_are_written_in_their_place():
+  # On a GPU both are one array; interpreted, the kernel has two.
+  arguments = (
+      jnp.ones((64, 128), jnp.bfloat16),
+      jnp.ones((64, 128), fp8.E4M3),
+      jnp.float32(1),
+  )
+  traced = jax.make_jaxpr(
+      lambda *a: renewal.renew_kernel(*a, interpret=True)
+  )(*arguments)
+  (call,) = [e for e in traced.eqns if e.primitive.name == 'pallas_call']
+  ((given, made),) = call.params['input_output_aliases']
+  body = call.params['jaxpr']
+  old, new = body.invars[given], body.invars[len(call.invars) + made]
+  read = [
+      i
+      for i, e in enumerate(body.eqns)
+      if e.primitive.name == 'get' and e.invars[0] is old
+  ]
+  written = [
+      i
+      for i, e in enumerate(body.eqns)
+      if e.primitive.name == 'swap' and e.invars[0] is new
+  ]
+  assert read and written and max(read) < min(written)
