@@ -1,7 +1,7 @@
 """Draws what FP8 gives over BF16: python -m benchmarks.plot_speed.
 
-Reads benchmarks/results/*_qwen7b_h200_2026-11-21.json and writes
-docs/speed.png. Both recipes of a row were measured in one run.
+Reads benchmarks/results/*_qwen7b_h200_2026-11-21.json and writes docs/speed.png
+and docs/step.png. Both recipes of a row were measured in one run.
 """
 
 import json
@@ -15,6 +15,13 @@ _RUN = 'qwen7b_h200_2026-11-21'
 _AIM = 1.6
 # Rows of the single dots drawn: a micro-batch of 8 x 4096 tokens.
 _ROWS = 32768
+# Phases of a step that are drawn; what is left of it is the rest.
+_PHASES = {
+    'gen': 'rollout',
+    'old_log_prob': 'score',
+    'update_actor': 'update',
+}
+_COLORS = ('#1b6ca8', '#8fb8d8', '#c8553d', '#b9c6d3')
 
 
 def speedups() -> dict[str, tuple[float, float]]:
@@ -25,10 +32,14 @@ def speedups() -> dict[str, tuple[float, float]]:
       if row['workload'] == '128x128x1x2048'
   }
   update = {row['variant']: row['accumulate_ms'] for row in _rows('train_step')}
+  phases = seconds_by_phase()
   found = {
       'decode, 128 x 2048 tokens': (decode['bf16'], decode['fp8_delayed']),
       'the same, FP8 KV cache': (decode['bf16'], decode['fp8_delayed+kv8']),
       'forward + backward, 8 x 4096': (update['bf16'], update['fp8_delayed']),
+      'a whole step, 32 x 8 answers': tuple(
+          1000 * sum(phases[name].values()) for name in ('bf16', 'fp8_delayed')
+      ),
   }
   dots = {
       (row['projection'], row['recipe']): row['us'] / 1000
@@ -41,15 +52,60 @@ def speedups() -> dict[str, tuple[float, float]]:
   return found
 
 
+def seconds_by_phase() -> dict[str, dict[str, float]]:
+  """Returns variant -> phase -> mean seconds of whole steps but the first."""
+  steps: dict[str, list[dict]] = {}
+  for row in _rows('grpo_step_32x8x2048'):
+    if row['step'] > 1:
+      steps.setdefault(row['variant'], []).append(row)
+  found = {}
+  for variant, rows in steps.items():
+
+    def mean(name, rows=rows):
+      return sum(row[f'timing_s/{name}'] for row in rows) / len(rows)
+
+    spent = {label: mean(name) for name, label in _PHASES.items()}
+    found[variant] = spent | {'rest': mean('step') - sum(spent.values())}
+  return found
+
+
 def _rows(theme: str) -> list[dict]:
   path = _RESULTS / f'{theme}_{_RUN}.json'
   return json.loads(path.read_text(encoding='utf-8'))['rows']
 
 
+def draw_phases() -> None:
+  """Draws where a step's time goes, a bar per recipe."""
+  figure, axes = plt.subplots(figsize=(7, 1.9), layout='constrained')
+  found = seconds_by_phase()
+  for place, (variant, spent) in enumerate(reversed(found.items())):
+    left = 0.0
+    for (label, value), color in zip(spent.items(), _COLORS, strict=True):
+      axes.barh(place, value, left=left, color=color, height=0.65)
+      if value > 3:
+        said = f'{label}\n{value:.1f} s'
+        middle = left + value / 2
+        ink = 'black' if color in _COLORS[1::2] else 'white'
+        axes.text(
+            middle, place, said, ha='center', va='center', color=ink, fontsize=9
+        )
+      left += value
+    axes.text(left + 1, place, f'{left:.1f} s', va='center', weight='bold')
+    axes.text(-1, place, variant, va='center', ha='right')
+  axes.set_yticks([])
+  axes.set_xlim(0, 110)
+  axes.set_xlabel(
+      'seconds of a GRPO step: 32 prompts x 8 answers to 2048 tokens'
+  )
+  axes.spines[['top', 'right', 'left']].set_visible(False)
+  figure.savefig('docs/step.png', dpi=130)
+
+
 def main() -> None:
   """Draws a bar per measurement."""
+  draw_phases()
   found = speedups()
-  figure, axes = plt.subplots(figsize=(7, 3.6), layout='constrained')
+  figure, axes = plt.subplots(figsize=(7, 4.0), layout='constrained')
   for place, (name, (slow, fast)) in enumerate(found.items()):
     single = name.startswith('one dot')
     ink = 'black' if single else 'white'

@@ -10,10 +10,9 @@ seeds and lengths (docs/study.md). The long answers of the same problems are
     --config.data.val_files="('runs/study/task/heldout_10.jsonl',)"
     --config.rollout.max_response_length=1984
 
-Expected (computed, not measured): about 1.2 s per step of 256 answers of 270
-tokens on one H200 - 280 decode steps at 1 ms (a decode step of so small a model
-waits for launches) and two updates of 0.1 s, and evaluations of 0.6 s -
-so 3 minutes for 100 steps with compilation; about 4 s per step of 1900 tokens.
+Measured on one H200: 79 s for 100 steps of short answers with start-up and
+compilation, alone (`jetrl`, commit d79ae0f); in all six arms of docs/study.md the
+share of right answers goes from 0.31 to 0.88-0.93.
 """
 
 from configs import base

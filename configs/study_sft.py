@@ -5,12 +5,9 @@ python -m jetrl_jax.sft --config=configs/study_sft.py
 
 Trains a 17M-parameter Qwen2-shaped decoder on careless solutions of both
 lengths (tools/study_task.py) and writes runs/study/checkpoint, 33 MiB in
-bfloat16. If the model learns what it is shown, 36% of its answers are right, at
-either length; reinforcement learning is to start at 20-60%. In BF16, so that no
-arm of the study starts in a precision that favours it.
-
-Expected (computed, not measured): 95k tokens per step, 1.4e13 FLOPs; at 100
-TFLOP/s 0.15 s per step and 4 minutes in all.
+bfloat16. Of what it is shown 36% is right; on one H200 it took 174 s, compilation
+included, and then answered 31% (short) and 32% (long answers) rightly. In BF16, so
+that no arm of the study starts in a precision that favours it.
 """
 
 from configs import base
