@@ -30,7 +30,10 @@ def get_config():
   config.rollout.num_generations = 8
   config.trainer.train_batch_size = 64
   config.trainer.mini_batch_size = 64
+  # 16 x 1536 tokens in one row: one of 1536 holds a single sequence of more
+  # than 768, and padding.
   config.trainer.micro_batch_size = 16
+  config.trainer.packed_rows = 1
   # Masters, gradients and moments in float32 are 12 bytes for each of half a
   # billion parameters: nothing to save, so no codec between two steps.
   config.optim.moments = 'float32'

@@ -41,8 +41,10 @@ def get_config():
   config.trainer.train_batch_size = 32
   # Four optimiser steps per rollout; from the second on the ratio is not 1.
   config.trainer.mini_batch_size = 8
-  # Rows of 4096 tokens, several responses packed into each.
+  # 4 x 4096 tokens in one row: one of 4096 holds a single sequence of more than
+  # 2048, and padding.
   config.trainer.micro_batch_size = 4
+  config.trainer.packed_rows = 1
   config.optim.lr = 1e-6
   config.optim.moments = 'fp8'
   config.trainer.total_training_steps = 200

@@ -84,7 +84,7 @@ def shapes(parts: Parts) -> Shapes:
   step = TrainStep(policy, loss, optimizer, parts.optimizer, mesh, state)
   gradients = jax.eval_shape(step._make_zeros, state.trainable, state.fp8_state)
   engine = Engine(rollout_policy, parts.engine, mesh)
-  rows, length = batch_shape(parts)
+  rows, length = parts.batch_shape
   by_rows = jax.sharding.NamedSharding(mesh, sharding.ROWS)
   batch = TrainBatch(
       **{
@@ -137,14 +137,6 @@ def _compute_weights(recipe: fp8.Recipe, state: TrainState, mesh) -> PyTree:
       state.fp8_state,
   )
   return _placed(weights, mesh)
-
-
-def batch_shape(parts: Parts) -> tuple[int, int]:
-  """Returns (rows, tokens per row) of a micro-batch, over all devices."""
-  tile, devices = parts.policy.tile, parts.policy.axes.size
-  longest = parts.engine.max_prompt_length + parts.engine.max_response_length
-  rows = -(-parts.run.micro_batch_size // devices) * devices
-  return rows, -(-longest // tile) * tile
 
 
 def ledger(parts: Parts, found: Shapes) -> dict[str, int]:
@@ -281,7 +273,7 @@ def accumulate_needs(parts: Parts, found: Shapes) -> dict[str, int]:
   """
   policy, model = parts.policy, parts.policy.model
   width = policy.recipe.dtype.itemsize
-  rows, length = batch_shape(parts)
+  rows, length = parts.batch_shape
   tokens = rows * length // policy.axes.size
   heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
   # Two norms, qkv, attention's output, gate_up and its product, two residuals.

@@ -28,6 +28,7 @@ from jetrl_jax.rl.apply import merge
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.objective import supervised_loss
 from jetrl_jax.rl.policy import Policy
+from jetrl_jax.rl.settings import check_packed_rows
 from jetrl_jax.rl.step_metrics import not_finite, update_metrics
 from jetrl_jax.rl.timer import Timer
 from jetrl_jax.rl.train_step import TrainStep
@@ -59,9 +60,11 @@ def _check(config) -> None:
   for name in ('total_training_steps', 'batch_size'):
     if section[name] < 1:
       raise ValueError(f'sft.{name} is {section[name]}; it must be >= 1')
-  limit = config.trainer.max_skipped_updates
-  if limit < 1:
-    raise ValueError(f'trainer.max_skipped_updates is {limit}; it must be >= 1')
+  for name in ('max_skipped_updates', 'micro_batch_size'):
+    value = config.trainer[name]
+    if value < 1:
+      raise ValueError(f'trainer.{name} is {value}; it must be >= 1')
+  check_packed_rows(config.trainer.packed_rows, config.trainer.micro_batch_size)
 
 
 def _batches(
@@ -69,7 +72,13 @@ def _batches(
 ) -> Callable[[], list[TrainBatch]]:
   """Returns what draws the next optimiser step's micro-batches."""
   data = configs.build_dataset(config, config.data.train_files, tokenizer)
-  longest = config.data.max_prompt_length + config.rollout.max_response_length
+  rows, row_length = packing.batch_shape(
+      config.data.max_prompt_length + config.rollout.max_response_length,
+      micro_batch_size=config.trainer.micro_batch_size,
+      packed_rows=config.trainer.packed_rows,
+      tile=policy.tile,
+      devices=policy.axes.size,
+  )
   sampler = PromptSampler(
       num_prompts=len(data),
       seed=config.seed,
@@ -86,8 +95,8 @@ def _batches(
         states.likelihood_sequences(
             *(list(x) for x in zip(*pairs, strict=True))
         ),
-        row_length=-(-longest // policy.tile) * policy.tile,
-        rows_per_micro_batch=config.trainer.micro_batch_size,
+        row_length=row_length,
+        rows_per_micro_batch=rows,
         tile=policy.tile,
     ).batches
 

@@ -159,6 +159,16 @@ def test_a_7b_is_added_up_without_being_made():
   ]
 
 
+def test_fewer_and_longer_rows_take_the_same_memory_but_for_their_shape():
+  parts, found = _seven_b()
+  run = dataclasses.replace(parts.run, packed_rows=1)
+  longer = dataclasses.replace(parts, run=run)
+  assert parts.batch_shape == (4, 4096) == found.batch.tokens.shape
+  assert longer.batch_shape == (1, 16384)
+  needs = dry_run_memory.accumulate_needs
+  assert needs(longer, found) == needs(parts, found)
+
+
 @pytest.mark.slow
 def test_the_14b_config_fits_its_gpu_by_shapes_and_not_in_float32():
   tiny = whole_run.config()

@@ -57,6 +57,8 @@ def test_the_exported_checkpoint_loads_with_its_tokenizer(trained):
         ('output', 'taken', 'exists already; export to a new folder'),
         ('batch_size', 0, 'sft.batch_size is 0; it must be >= 1'),
         ('total_training_steps', 0, 'sft.total_training_steps is 0'),
+        ('micro_batch_size', 0, 'trainer.micro_batch_size is 0; it must be'),
+        ('packed_rows', 5, 'packed_rows is 5; allowed: .* .16., such as 1'),
     ],
 )
 def test_what_would_fail_after_the_last_step_is_refused_before_the_first(
@@ -66,7 +68,7 @@ def test_what_would_fail_after_the_last_step_is_refused_before_the_first(
   (tmp_path / 'taken' / 'config.json').write_text('{}')
   config = whole_run.config(**{'sft.output': str(tmp_path / 'out')})
   value = str(tmp_path / value) if value == 'taken' else value
-  setattr(config.sft, name, value)
+  setattr(config.sft if name in config.sft else config.trainer, name, value)
   with pytest.raises(ValueError, match=message):
     sft.train(config, tmp_path / 'run')
   assert not (tmp_path / 'run').exists()

@@ -46,14 +46,21 @@ def calibrate_checkpoint(
       origin,
       len(first),
   )
+  policy, config = engine.policy, engine.config
   return calibrate(
       engine,
       state,
       first,
-      rows=_CHECKPOINT_ROWS,
+      shape=packing.batch_shape(
+          config.max_prompt_length + config.max_response_length,
+          micro_batch_size=_CHECKPOINT_ROWS,
+          packed_rows=0,
+          tile=policy.tile,
+          devices=policy.axes.size,
+      ),
       num_generations=_CHECKPOINT_SAMPLES,
       temperature=1.0,
-      max_tokens=min(CHECKPOINT_TOKENS, engine.config.max_response_length),
+      max_tokens=min(CHECKPOINT_TOKENS, config.max_response_length),
       base_key=rng.key(seed, rng.CALIBRATION),
   )
 
@@ -63,7 +70,7 @@ def calibrate(
     state: TrainState,
     prompts: list[Prompt],
     *,
-    rows: int,
+    shape: tuple[int, int],
     num_generations: int,
     temperature: float,
     max_tokens: int,
@@ -76,7 +83,7 @@ def calibrate(
     engine: samples the rollout; its policy and mesh are the state's.
     state: its kernel slots are filled already, see `states.create`.
     prompts: what the policy will meet.
-    rows: packed rows per backward pass.
+    shape: (rows, tokens per row) of a micro-batch.
     num_generations: samples per prompt of the rollout.
     temperature: of the rollout and of pi.
     max_tokens: most response tokens of each sample.
@@ -86,15 +93,14 @@ def calibrate(
   Returns:
     The state with input and output-gradient scales in use.
   """
-  policy, config = engine.policy, engine.config
+  policy, (rows, row_length) = engine.policy, shape
   calibration = states.Calibration(policy, engine.mesh, state)
-  longest = config.max_prompt_length + config.max_response_length
 
   def fill(state, tokens, first_target):
     packed = packing.pack(
         states.likelihood_sequences(tokens, first_target),
-        row_length=-(-longest // policy.tile) * policy.tile,
-        rows_per_micro_batch=-(-rows // policy.axes.size) * policy.axes.size,
+        row_length=row_length,
+        rows_per_micro_batch=rows,
         tile=policy.tile,
     )
     return calibration.fill(state, packed.batches, temperature)
@@ -138,7 +144,7 @@ def calibrate_run(
       engine,
       state,
       _calibration_prompts(parts),
-      rows=parts.run.micro_batch_size,
+      shape=parts.batch_shape,
       num_generations=parts.run.num_generations,
       temperature=parts.run.temperature,
       max_tokens=parts.run.calibration_tokens,

@@ -100,6 +100,35 @@ class Packed:
   efficiency: float
 
 
+def batch_shape(
+    longest: int,
+    *,
+    micro_batch_size: int,
+    packed_rows: int,
+    tile: int,
+    devices: int,
+) -> tuple[int, int]:
+  """Returns (rows, row_length) of a micro-batch, over all devices.
+
+      rows = packed_rows or micro_batch_size, up to a multiple of the devices
+      row_length = longest, up to the tile, times micro_batch_size / packed_rows
+
+  Example:
+    8 sequences of 2304 tokens in 1 row are (1, 18432) on one device, and on
+    four devices (4, 18432): the rows that are added are as long.
+
+  Args:
+    longest: tokens of a sequence of full length.
+    micro_batch_size: sequences of full length in a micro-batch.
+    packed_rows: rows they lie in, a divisor of their number; 0 for one each.
+    tile: tokens, see `pack`.
+    devices: that share the rows.
+  """
+  rows = packed_rows or micro_batch_size
+  per_row = micro_batch_size // rows
+  return _round_up(rows, devices), _round_up(longest, tile) * per_row
+
+
 def pack(
     sequences: SequenceOf[Sequence],
     *,
@@ -259,6 +288,10 @@ def masked_response_length(
 def _behind(prompt: NpArray, values: NpArray) -> NpArray:
   """Puts zeros for the prompt in front of the response's values."""
   return np.concatenate([np.zeros(len(prompt), values.dtype), values])
+
+
+def _round_up(value: int, multiple: int) -> int:
+  return -(-value // multiple) * multiple
 
 
 def _check(sequence: Sequence, row_length: int) -> None:

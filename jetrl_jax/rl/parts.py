@@ -116,22 +116,23 @@ class Parts:
     """Whether the policy of the start is kept, for a KL term."""
     return bool(self.loss.kl_loss_coef or self.algorithm.kl_reward_coef)
 
-  def pack(self, sequences: list[packing.Sequence]) -> packing.Packed:
-    """Returns micro-batches of the run's one compiled shape.
-
-    Rows hold one sequence of full length, or several shorter ones; their
-    number is `micro_batch_size`, rounded up to a multiple of the devices.
-    """
-    longest = self.engine.max_prompt_length + self.engine.max_response_length
-    return packing.pack(
-        sequences,
-        row_length=_round_up(longest, self.policy.tile),
-        rows_per_micro_batch=_round_up(
-            self.run.micro_batch_size, self.policy.axes.size
-        ),
+  @property
+  def batch_shape(self) -> tuple[int, int]:
+    """(rows, tokens per row) of a micro-batch, see `packing.batch_shape`."""
+    return packing.batch_shape(
+        self.engine.max_prompt_length + self.engine.max_response_length,
+        micro_batch_size=self.run.micro_batch_size,
+        packed_rows=self.run.packed_rows,
         tile=self.policy.tile,
+        devices=self.policy.axes.size,
     )
 
-
-def _round_up(value: int, multiple: int) -> int:
-  return -(-value // multiple) * multiple
+  def pack(self, sequences: list[packing.Sequence]) -> packing.Packed:
+    """Returns micro-batches of the run's one compiled shape."""
+    rows, row_length = self.batch_shape
+    return packing.pack(
+        sequences,
+        row_length=row_length,
+        rows_per_micro_batch=rows,
+        tile=self.policy.tile,
+    )

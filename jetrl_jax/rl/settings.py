@@ -21,6 +21,19 @@ def _at_least(record, minimum: int, *names: str) -> None:
       raise ValueError(f'{name} is {value}; it must be >= {minimum}')
 
 
+def check_packed_rows(packed_rows: int, micro_batch_size: int) -> None:
+  """Checks `RunConfig.packed_rows`.
+
+  Raises:
+    ValueError: the sequences of a micro-batch do not share its rows evenly.
+  """
+  if packed_rows and (packed_rows < 0 or micro_batch_size % packed_rows):
+    raise ValueError(
+        f'packed_rows is {packed_rows}; allowed: 0 for micro_batch_size, or a'
+        f' divisor of micro_batch_size ({micro_batch_size}), such as 1'
+    )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilterGroups:
   """Dynamic sampling, see `dynamic_sampling`.
@@ -202,6 +215,7 @@ class RunConfig:
     mini_batch_size: prompts per optimiser step.
     micro_batch_size: rows per forward and backward; a row holds one sequence of
       full length, or several shorter ones packed.
+    packed_rows: rows instead, of the same tokens in all; 0 is micro_batch_size.
     num_generations: samples per prompt.
     temperature: of the rollout and of pi.
     test_freq: steps between evaluations; 0 is never. Step 0 is evaluated too.
@@ -226,6 +240,7 @@ class RunConfig:
   train_batch_size: int
   mini_batch_size: int
   micro_batch_size: int
+  packed_rows: int
   num_generations: int
   temperature: float
   test_freq: int
@@ -256,6 +271,7 @@ class RunConfig:
         'calibration_tokens',
     )
     _at_least(self, 0, 'seed', 'test_freq', 'save_freq', 'keep_best')
+    check_packed_rows(self.packed_rows, self.micro_batch_size)
     if self.num_generations < 2:
       raise ValueError(
           f'num_generations is {self.num_generations}; a group advantage needs'

@@ -22,6 +22,7 @@ RUN = RunConfig(
     train_batch_size=4,
     mini_batch_size=4,
     micro_batch_size=4,
+    packed_rows=0,
     num_generations=4,
     temperature=1.0,
     test_freq=0,

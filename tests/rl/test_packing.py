@@ -114,6 +114,45 @@ def test_the_last_micro_batch_is_filled_with_empty_rows():
   assert packed.efficiency == 48 / 64
 
 
+@pytest.mark.parametrize(
+    'packed_rows, devices, shape',
+    [
+        # 2100 tokens are 33 tiles of 64, so 2112.
+        (0, 1, (6, 2112)),
+        (6, 1, (6, 2112)),
+        (1, 1, (1, 12672)),
+        (2, 1, (2, 6336)),
+        # Rows that four devices cannot share evenly are made up, as long.
+        (0, 4, (8, 2112)),
+        (2, 4, (4, 6336)),
+    ],
+)
+def test_the_shape_of_a_micro_batch_by_hand(packed_rows, devices, shape):
+  found = packing.batch_shape(
+      2100,
+      micro_batch_size=6,
+      packed_rows=packed_rows,
+      tile=64,
+      devices=devices,
+  )
+  assert found == shape
+
+
+def test_sequences_above_half_the_limit_pack_closer_in_longer_rows():
+  # 32 x 8 short prompts with responses of 1029 to 2046 tokens.
+  random = np.random.default_rng(0)
+  lengths = random.integers(50, 100, 256) + random.integers(1029, 2047, 256)
+  efficiency = {}
+  for packed_rows in (0, 1):
+    rows, length = packing.batch_shape(
+        2304, micro_batch_size=8, packed_rows=packed_rows, tile=64, devices=1
+    )
+    efficiency[packed_rows] = _pack(lengths, length, rows, 64)[1].efficiency
+  # Two do not fit into a row of 2304: 256 rows, 32 micro-batches of 8.
+  assert efficiency[0] == lengths.sum() / (256 * 2304) < 0.72
+  assert efficiency[1] > 0.92
+
+
 def test_no_sequences_give_no_micro_batch():
   _, packed = _pack([])
   assert packed.batches == []

@@ -45,14 +45,18 @@ class _Live:
   state: TrainState
   exp: Experience
 
-  def learn(self, **algorithm):
-    """One update with other algorithm settings; the state stays alive."""
+  def learn(self, packed_rows=0, mini_batch_size=2, **algorithm):
+    """One update with other settings; the state stays alive."""
     learner = self.trainer.learner
     parts = learner.parts
     learner.parts = dataclasses.replace(
         parts,
         algorithm=dataclasses.replace(parts.algorithm, **algorithm),
-        run=dataclasses.replace(parts.run, mini_batch_size=2),
+        run=dataclasses.replace(
+            parts.run,
+            mini_batch_size=mini_batch_size,
+            packed_rows=packed_rows,
+        ),
     )
     try:
       state, learnt = learner.learn(
@@ -191,6 +195,15 @@ def test_recomputed_old_log_probs_are_the_rollouts_and_so_are_the_weights(live):
   # Also the second mini-batch's, scored before the first update.
   assert _same_bits(live.exp, scored) and _same_bits(live.exp, scored_again)
   assert whole_run.digest(again) == whole_run.digest(state)
+
+
+def test_fewer_and_longer_rows_change_no_bit_of_a_log_prob(live):
+  # `accumulate` compiles once more.
+  _, (info,), scored = live.learn(packed_rows=1, mini_batch_size=4)
+  assert _same_bits(live.exp, scored)
+  # The same gradient but for the order of its sums.
+  _, (expected,), _ = live.learn(mini_batch_size=4)
+  np.testing.assert_allclose(info.grad_norm, expected.grad_norm, rtol=1e-4)
 
 
 def test_a_second_epoch_updates_again_off_policy(live):
