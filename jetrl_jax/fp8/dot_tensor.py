@@ -5,8 +5,8 @@
     WGrad  dW_OI = dY_MO^T X_MI      grad_format x E4M3, written in float32
 
 No amax is taken on the way: the only recipe whose quantiser can be fused with
-whatever produces its operand. The backward reads X, dY and W turned round, so
-that each of its GEMMs contracts the last dims (`turning.py`).
+whatever produces its operand. On a GPU the backward reads X, dY and W turned
+round, so that each of its GEMMs contracts the last dims (`turning.py`).
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import formats, health, turning
-from jetrl_jax.fp8.products import NT, scaled_dot
+from jetrl_jax.fp8.products import NN, NT, TN, scaled_dot
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.typing import Array, PyTree
@@ -30,27 +30,29 @@ def quantize_input(x_MI: Array, slot: PyTree) -> QTensor:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BothWays:
-  """An output gradient on one scale: [M, O] for DGrad, [O, M] for WGrad."""
+class OutputGrad:
+  """An output gradient on one scale.
+
+  Attributes:
+    straight: [M, O], for DGrad.
+    turned_OM: 8-bit values for WGrad, where operands are turned round.
+  """
 
   straight: QTensor
-  turned: QTensor
+  turned_OM: Array | None
 
 
-def _turn(x: Array) -> Array:
-  """Returns the transpose of an 8-bit matrix."""
-  if on_gpu() and turning.fits(x.shape):
-    return turning.turn(x)
-  return x.T
+def _turns(rows: int, weight: QTensor) -> bool:
+  """Whether the backward reads its operands turned round."""
+  return on_gpu() and turning.fits((rows, *weight.values.shape))
 
 
-def turn_input(
-    x_MI: Array, x8: QTensor, row_mask_M: Array
+def keep_input(
+    x_MI: Array, x8: QTensor, weight: QTensor, row_mask_M: Array
 ) -> tuple[QTensor, health.Seen]:
-  """Returns the forward's rows turned round [I, M], and what they show."""
-  if not (on_gpu() and turning.fits(x_MI.shape)):
-    turned = QTensor(values=x8.values.T, scale=x8.scale)
-    return turned, health.measure(x_MI, x8, row_mask_M)
+  """Returns the rows as WGrad reads them, and what they show."""
+  if not _turns(x_MI.shape[0], weight):
+    return x8, health.measure(x_MI, x8, row_mask_M)
   out = turning.quantize_and_turn(
       x_MI, x8.scale, row_mask_M, formats.E4M3, straight=False
   )
@@ -59,24 +61,26 @@ def turn_input(
 
 
 def quantize_grad(
-    recipe: Recipe, dy_MO: Array, slot: PyTree, row_mask_M: Array
-) -> tuple[BothWays, health.Seen]:
+    recipe: Recipe,
+    dy_MO: Array,
+    weight: QTensor,
+    slot: PyTree,
+    row_mask_M: Array,
+) -> tuple[OutputGrad, health.Seen]:
   """Returns the output gradient on the slot's scale, and what it shows."""
   scale = slot['output_grad']['scale']
   dtype = formats.format_named(recipe.grad_format)
-  if not (on_gpu() and turning.fits(dy_MO.shape)):
+  if not _turns(dy_MO.shape[0], weight):
     dy8 = QTensor(values=quantize(dy_MO, scale, dtype), scale=scale)
-    turned = QTensor(values=dy8.values.T, scale=scale)
     seen = health.measure(dy_MO, dy8, row_mask_M)
-    return BothWays(straight=dy8, turned=turned), seen
+    return OutputGrad(straight=dy8, turned_OM=None), seen
   out = turning.quantize_and_turn(
       dy_MO, scale, row_mask_M, dtype, straight=True
   )
   assert out.straight_MN is not None
   straight = QTensor(values=out.straight_MN, scale=scale)
-  turned = QTensor(values=out.turned_NM, scale=scale)
-  both = BothWays(straight=straight, turned=turned)
-  return both, (out.amax, health.with_elements(out.lost, dy_MO, row_mask_M))
+  seen = out.amax, health.with_elements(out.lost, dy_MO, row_mask_M)
+  return OutputGrad(straight=straight, turned_OM=out.turned_NM), seen
 
 
 def forward(
@@ -95,23 +99,33 @@ def forward(
 
 
 def backward(
-    recipe: Recipe, dy8: BothWays, x8_IM: QTensor, weight: QTensor, x_dtype
+    recipe: Recipe, dy8: OutputGrad, x8: QTensor, weight: QTensor, x_dtype
 ) -> tuple[Array, Array]:
-  """DGrad and WGrad: dX in `x_dtype`, dW in float32."""
+  """DGrad and WGrad: dX in `x_dtype`, dW in float32.
+
+  Args:
+    recipe: `fp8_delayed`.
+    dy8: what `quantize_grad` gave.
+    x8: what `keep_input` gave.
+    weight: the forward's.
+    x_dtype: of dX.
+  """
   power_of_two = recipe.power_of_two_scales
+  if dy8.turned_OM is None:
+    dgrad = dy8.straight.values, weight.values, NN
+    wgrad = dy8.straight.values, x8.values, TN
+  else:
+    dgrad = dy8.straight.values, turning.turn(weight.values), NT
+    wgrad = dy8.turned_OM, x8.values, NT
   dx_MI = scaled_dot(
-      dy8.straight.values,
-      _turn(weight.values),
-      NT,
+      *dgrad,
       (dy8.straight.scale * weight.scale,),
       x_dtype,
       power_of_two=power_of_two,
   )
   dw_OI = scaled_dot(
-      dy8.turned.values,
-      x8_IM.values,
-      NT,
-      (dy8.turned.scale * x8_IM.scale,),
+      *wgrad,
+      (dy8.straight.scale * x8.scale,),
       jnp.float32,
       power_of_two=power_of_two,
   )

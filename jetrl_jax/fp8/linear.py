@@ -87,10 +87,12 @@ def _forward(how, x_MI, low_MI, weight, slot) -> tuple[Array, QTensor]:
   return y_MO, x8
 
 
-def _keep_input(recipe, x_MI, x8, row_mask_M) -> tuple[QTensor, health.Seen]:
+def _keep_input(
+    recipe, x_MI, x8, weight, row_mask_M
+) -> tuple[QTensor, health.Seen]:
   """Returns (the rows as the backward reads them, what they show)."""
   if recipe.name == 'fp8_delayed':
-    return dot_tensor.turn_input(x_MI, x8, row_mask_M)
+    return dot_tensor.keep_input(x_MI, x8, weight, row_mask_M)
   return x8, health.measure(x_MI, x8, row_mask_M)
 
 
@@ -101,7 +103,7 @@ def _quantize_grad(recipe: Recipe, dy_MO, weight, slot, row_mask_M):
   """
   match recipe.name:
     case 'fp8_delayed':
-      return dot_tensor.quantize_grad(recipe, dy_MO, slot, row_mask_M)
+      return dot_tensor.quantize_grad(recipe, dy_MO, weight, slot, row_mask_M)
     case 'fp8_token':
       high, dy8 = dot_token.fold_for_dgrad(recipe, dy_MO, weight)
     case 'fp8_block':
@@ -140,7 +142,7 @@ def _fp8_dot(how, x_MI, low_MI, master_OI, weight, slot, row_mask_M):
 def _fp8_dot_fwd(how, x_MI, low_MI, master_OI, weight, slot, row_mask_M):
   recipe = how.recipe
   y_MO, x8 = _forward(how, x_MI, low_MI, weight, slot)
-  kept, seen = _keep_input(recipe, x_MI, x8, row_mask_M)
+  kept, seen = _keep_input(recipe, x_MI, x8, weight, row_mask_M)
   high = x_MI if recipe.calibrating else None
   # An empty array carries the dtypes that the cotangents must have.
   like = (jnp.zeros((0,), x_MI.dtype), jnp.zeros((0,), master_OI.dtype))
