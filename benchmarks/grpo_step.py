@@ -7,18 +7,19 @@ python -m benchmarks.grpo_step --config=configs/qwen7b.py \
 
 A workload is PROMPTS x SAMPLES x RESPONSE_TOKENS x MINI_BATCHES of a step; ''
 leaves all four to the config. Every variant is a run of the trainer itself,
-with all its checks, in a temporary workdir. The first step compiles and is left
-out of the means. With --side_by_side each variant has a process and a GPU of
-its own, all at the same time. On a CPU, to try it: --tiny instead of --config.
+with all its checks, in a process and a temporary workdir of its own. The first
+step compiles and is left out of the means. With --side_by_side all run at the
+same time, each on the GPU of its number; behind --limit_s seconds what is done
+by then is written. On a CPU, to try it: --tiny instead of --config.
 """
 
-import gc
 import json
 import os
 import pathlib
 import subprocess
 import sys
 import tempfile
+import time
 
 import ml_collections
 import numpy as np
@@ -42,6 +43,12 @@ _VARIANTS = flags.DEFINE_list(
     'variants',
     ['fp8_delayed', 'bf16'],
     'Recipes, see precision.recipe; +kv8 with FP8 keys and values.',
+)
+_LIMIT = flags.DEFINE_float(
+    'limit_s', float('inf'), 'Seconds after which what is done is written.'
+)
+_WORKDIR = flags.DEFINE_string(
+    'workdir', None, 'Only train the one variant there.'
 )
 _SIDE_BY_SIDE = flags.DEFINE_bool(
     'side_by_side', False, 'Each variant on the GPU of its number.'
@@ -99,34 +106,47 @@ def configured(variant: str) -> ml_collections.ConfigDict:
   return config
 
 
-def steps_of(variant: str) -> list[dict]:
-  """Trains one variant and returns its lines of metrics."""
-  with tempfile.TemporaryDirectory() as workdir:
-    Trainer(configs.build(configured(variant)), workdir).train()
-    text = (pathlib.Path(workdir) / 'metrics.jsonl').read_text()
-  rows = [json.loads(line) for line in text.splitlines()]
+def start(variant: str, workdir: pathlib.Path, gpu: int | None):
+  """Starts the process that trains one variant."""
+  own = [f'--variants={variant}', f'--workdir={workdir}']
+  device = {} if gpu is None else {'CUDA_VISIBLE_DEVICES': str(gpu)}
+  return subprocess.Popen(
+      # The later of two flags of one name holds.
+      [sys.executable, '-m', 'benchmarks.grpo_step', *sys.argv[1:], *own],
+      env=os.environ | device,
+  )
+
+
+def lines_of(variant: str, workdir: pathlib.Path) -> list[dict]:
+  """Returns the steps that a variant has written, with its name."""
+  path = workdir / 'metrics.jsonl'
+  text = path.read_text() if path.exists() else ''
+  rows = [json.loads(x) for x in text.splitlines() if x.endswith('}')]
   return [{'variant': variant} | row for row in rows if row['step'] > 0]
 
 
-def side_by_side() -> list[dict]:
-  """Trains every variant in a process of its own and returns all lines."""
-  ours = ('--variants', '--output', '--side_by_side', '--noside_by_side')
-  given = [a for a in sys.argv[1:] if a.partition('=')[0] not in ours]
-  rows = []
+def trained() -> list[dict]:
+  """Trains every variant in a process of its own, up to the time limit."""
+  end, rows = time.monotonic() + _LIMIT.value, []
+  everyone = list(enumerate(_VARIANTS.value))
+  one_by_one = [[pair] for pair in everyone]
   with tempfile.TemporaryDirectory() as folder:
-    running = []
-    for i, variant in enumerate(_VARIANTS.value):
-      path = pathlib.Path(folder) / str(i)
-      own = [f'--variants={variant}', f'--output={path}']
-      process = subprocess.Popen(
-          [sys.executable, '-m', 'benchmarks.grpo_step', *given, *own],
-          env=os.environ | {'CUDA_VISIBLE_DEVICES': str(i)},
-      )
-      running.append((process, path.with_name(path.name + '.json')))
-    for process, record in running:
-      if process.wait():
-        raise SystemExit(f'{process.args} ended with {process.returncode}')
-      rows += json.loads(record.read_text())['rows']
+    for together in [everyone] if _SIDE_BY_SIDE.value else one_by_one:
+      running = []
+      for i, variant in together:
+        workdir = pathlib.Path(folder) / str(i)
+        gpu = i if _SIDE_BY_SIDE.value else None
+        running.append((variant, workdir, start(variant, workdir, gpu)))
+      for variant, workdir, process in running:
+        try:
+          code = process.wait(max(end - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+          code = 0
+          process.kill()
+          process.wait()
+        if code:
+          raise SystemExit(f'{variant} ended with {code}')
+        rows += lines_of(variant, workdir)
   return rows
 
 
@@ -168,15 +188,21 @@ def main(argv: list[str]) -> None:
     raise app.UsageError('give --config=FILE, or --tiny to try the script')
   if _STEPS.value < 2:
     raise app.UsageError('--steps must be 2 or more: the first one compiles')
-  show_own_sentences()
-  rows = side_by_side() if _SIDE_BY_SIDE.value else []
-  for variant in () if _SIDE_BY_SIDE.value else _VARIANTS.value:
-    rows += steps_of(variant)
-    gc.collect()
-  by_phase = phases([row for row in rows if row['step'] > 1])
-  first, last = _VARIANTS.value[0], _VARIANTS.value[-1]
+  workdir = _WORKDIR.value
+  if workdir:
+    show_own_sentences()
+    (variant,) = _VARIANTS.value
+    Trainer(configs.build(configured(variant)), workdir).train()
+    return
+  rows = trained()
+  later = [row for row in rows if row['step'] > 1]
+  if not later:
+    raise SystemExit('no variant was done with its second step')
+  by_phase = phases(later)
+  variants = list(dict.fromkeys(row['variant'] for row in later))
+  first, last = variants[0], variants[-1]
   columns = [('phase', 'phase', '')]
-  columns += [(v, f'{v} s', '.2f') for v in _VARIANTS.value]
+  columns += [(v, f'{v} s', '.2f') for v in variants]
   columns += [
       ('share', f'share of {first}', '.0%'),
       ('ratio', f'{last} / {first}', '.2f'),
@@ -184,7 +210,10 @@ def main(argv: list[str]) -> None:
   summary = {
       f'{row["phase"]}: {first} speedup over {last}': round(row['ratio'], 3)
       for row in by_phase
-      if 'ratio' in row and len(_VARIANTS.value) > 1
+      if 'ratio' in row and len(variants) > 1
+  }
+  summary |= {
+      f'{v}: steps': sum(row['variant'] == v for row in rows) for v in variants
   }
   shown = f'{common.table(by_phase, columns)}\n\n{common.table(rows, _COLUMNS)}'
   common.write(_OUTPUT.value, rows, summary, shown, _COMMIT.value)

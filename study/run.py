@@ -4,11 +4,12 @@
     python -m study.run --folder=runs/study --arms=2x2,exactness --seeds=1,2,3
 
 Every run is `python -m jetrl_jax.main` in a folder of its own, with a share of
-the device's memory. Runs of one seed are paired: the same checkpoint, order of
-prompts and random keys. Behind --limit_s seconds each running one gets SIGTERM,
-saves and ends; the same command goes on where they stood, and leaves alone what
-is finished, whatever its settings were: other settings want another folder. The
-order is that of --seeds, and of --arms within a seed.
+the device's memory; --gpus=0,1 spreads them over several devices. Runs of one
+seed are paired: the same checkpoint, order of prompts and random keys. Behind
+--limit_s seconds each running one gets SIGTERM, saves and ends; the same
+command goes on where they stood, and leaves alone what is finished, whatever
+its settings were: other settings want another folder. The order is that of
+--seeds, and of --arms within a seed.
 """
 
 import argparse
@@ -127,8 +128,9 @@ class Runner:
   Args:
     plan: what is run.
     queue: arms and seeds, in order.
-    parallel: runs at a time.
+    parallel: runs at a time, on each device.
     deadline: `time.monotonic()` after which all are stopped.
+    gpus: numbers of the devices to use; none for the one that a run finds.
   """
 
   def __init__(
@@ -138,14 +140,17 @@ class Runner:
       *,
       parallel: int,
       deadline: float,
+      gpus: tuple[str, ...] = (),
   ):
     self.plan, self.parallel, self.deadline = plan, parallel, deadline
+    self.gpus = gpus
     self.queue = [
         (arm, seed)
         for arm, seed in queue
         if not is_finished(plan.run_folder(arm, seed))
     ]
     self.running: dict[pathlib.Path, subprocess.Popen] = {}
+    self.gpu_of: dict[pathlib.Path, str] = {}
     self.failed: list[pathlib.Path] = []
     self.asked_to_stop = False
 
@@ -154,7 +159,7 @@ class Runner:
     for number in (signal.SIGTERM, signal.SIGINT):
       signal.signal(number, self._ask_to_stop)
     while (self.queue or self.running) and not self._is_over():
-      while self.queue and len(self.running) < self.parallel:
+      while self.queue and len(self.running) < self._most_at_a_time():
         self._start(*self.queue.pop(0))
       self._collect()
       time.sleep(0.2)
@@ -166,16 +171,27 @@ class Runner:
   def _is_over(self) -> bool:
     return self.asked_to_stop or time.monotonic() > self.deadline
 
+  def _most_at_a_time(self) -> int:
+    return self.parallel * max(len(self.gpus), 1)
+
+  def free_gpu(self) -> str:
+    """Returns the device with the fewest runs, of equal ones the first."""
+    used = [self.gpu_of[folder] for folder in self.running]
+    return min(self.gpus, key=used.count)
+
   def _start(self, arm: Arm, seed: int) -> None:
     folder = self.plan.run_folder(arm, seed)
     folder.mkdir(parents=True, exist_ok=True)
-    share = f'{0.9 / self.parallel:.3f}'
+    more = {'XLA_PYTHON_CLIENT_MEM_FRACTION': f'{0.9 / self.parallel:.3f}'}
+    if self.gpus:
+      self.gpu_of[folder] = self.free_gpu()
+      more['CUDA_VISIBLE_DEVICES'] = self.gpu_of[folder]
     with open(folder / 'log.txt', 'ab') as log:
       self.running[folder] = subprocess.Popen(
           self.plan.command(arm, seed),
           stdout=log,
           stderr=subprocess.STDOUT,
-          env=os.environ | {'XLA_PYTHON_CLIENT_MEM_FRACTION': share},
+          env=os.environ | more,
           # A signal to this command is not one to its runs: it passes it on.
           start_new_session=True,
       )
@@ -220,7 +236,12 @@ def main() -> None:
   parser.add_argument('--arms', default='2x2', help='arms and groups, by comma')
   parser.add_argument('--seeds', default='1,2,3')
   parser.add_argument('--config', default=Plan.config)
-  parser.add_argument('--parallel', type=int, default=4)
+  parser.add_argument(
+      '--parallel', type=int, default=4, help='runs at a time on a device'
+  )
+  parser.add_argument(
+      '--gpus', default='', help='numbers of several devices, by comma'
+  )
   parser.add_argument(
       '--limit_s',
       type=float,
@@ -252,7 +273,13 @@ def main() -> None:
       plan.settings(arm, seed)
   except ValueError as error:
     sys.exit(f'error: {error}')
-  runner = Runner(plan, queue, parallel=flags.parallel, deadline=deadline)
+  runner = Runner(
+      plan,
+      queue,
+      parallel=flags.parallel,
+      deadline=deadline,
+      gpus=tuple(flags.gpus.split(',')) if flags.gpus else (),
+  )
   print(f'{len(runner.queue)} of {len(queue)} runs to do', flush=True)
   runner.run()
   left = [

@@ -105,9 +105,9 @@ def test_old_values_are_read_before_new_ones_are_written_in_their_place():
       jnp.ones((64, 128), fp8.E4M3),
       jnp.float32(1),
   )
-  traced = jax.make_jaxpr(
-      lambda *a: renewal.renew_kernel(*a, interpret=True)
-  )(*arguments)
+  traced = jax.make_jaxpr(lambda *a: renewal.renew_kernel(*a, interpret=True))(
+      *arguments
+  )
   (call,) = [e for e in traced.eqns if e.primitive.name == 'pallas_call']
   ((given, made),) = call.params['input_output_aliases']
   body = call.params['jaxpr']

@@ -3,10 +3,11 @@
 import pathlib
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 
-from study import results
+from study import results, run
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -60,3 +61,17 @@ def test_what_cannot_be_run_is_refused_before_anything_is(tmp_path):
   )
   assert done.returncode == 1 and 'error: arm ' in done.stderr
   assert not list(tmp_path.iterdir())
+
+
+def test_a_run_goes_to_the_device_with_the_fewest_runs():
+  plan = run.Plan(folder=pathlib.Path('nowhere'))
+  runner = run.Runner(plan, [], parallel=2, deadline=0.0, gpus=('0', '1'))
+  folders = [pathlib.Path(name) for name in 'abc']
+  chosen = []
+  for folder in folders:
+    chosen.append(runner.free_gpu())
+    runner.gpu_of[folder] = chosen[-1]
+    runner.running[folder] = mock.Mock()
+  assert chosen == ['0', '1', '0']
+  del runner.running[folders[0]], runner.running[folders[2]]
+  assert runner.free_gpu() == '0'
