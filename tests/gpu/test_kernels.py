@@ -1,0 +1,214 @@
+"""Kernels as a GPU runs them, against plain JAX: pytest --run-gpu tests/gpu.
+
+Their formulas are tested on a CPU beside the code that uses them, interpreted.
+What only a GPU has: conversions and functions of its instruction set, tensor
+cores' order of addition, one array under two names, warps.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetrl_jax import fp8
+from jetrl_jax.compilation import exact_jit, on_gpu
+from jetrl_jax.fp8 import formats, health, renewal, slots, turning
+from jetrl_jax.fp8.quantization import QTensor, quantize
+from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.models import (
+    attention,
+    attention_backward,
+    attention_kernel,
+    norm,
+)
+from jetrl_jax.rl import adam_kernel, logprobs
+from jetrl_jax.rl.apply import changed_share
+from jetrl_jax.sharding import Axes
+
+pytestmark = pytest.mark.gpu
+
+# So that the tests themselves can be tried where there is no GPU.
+_HOW = {} if on_gpu() else {'interpret': True}
+_TILE = 64
+
+
+def _normal(seed: int, *shape: int, dtype=jnp.bfloat16, spread: float = 0.0):
+  random = np.random.default_rng(seed)
+  values = random.standard_normal(shape)
+  values *= np.exp(spread * random.standard_normal(shape))
+  return jnp.asarray(values, dtype)
+
+
+def _bytes(x) -> np.ndarray:
+  return np.atleast_1d(np.asarray(x)).view(np.uint8)
+
+
+@pytest.mark.parametrize('dim', [896, 3584])
+def test_a_norm_has_the_bits_of_its_row_alone_and_quantises_as_xla_does(dim):
+  x, gain = _normal(0, 256, dim, spread=1.0), _normal(1, dim)
+  step = jnp.float32(2.0**-7)
+  kernel = exact_jit(
+      lambda x: norm.rms_norm_kernel(x, gain, 1e-6, step, **_HOW)
+  )
+  high, low = kernel(x)
+  few, few_low = kernel(x[:16])
+  assert np.array_equal(_bytes(few), _bytes(high[:16]))
+  assert np.array_equal(_bytes(few_low), _bytes(low[:16]))
+  wanted = exact_jit(lambda y: quantize(y, step, formats.E4M3))(high)
+  assert np.array_equal(_bytes(low), _bytes(wanted))
+  wide = np.asarray(x, np.float64)
+  mean_square = np.mean(wide * wide, axis=1, keepdims=True)
+  exact = wide / np.sqrt(mean_square + 1e-6) * np.asarray(gain, np.float64)
+  # Two roundings to bfloat16.
+  np.testing.assert_allclose(np.asarray(high, np.float64), exact, rtol=2.0**-7)
+
+
+def test_a_log_sum_exp_has_the_bits_of_its_row_alone():
+  z = _normal(0, 128, 152064, dtype=jnp.float32) * 5
+  kernel = exact_jit(lambda z: logprobs.row_stats_kernel(z, **_HOW))
+  lse, mean = kernel(z)
+  few, few_mean = kernel(z[:16])
+  assert np.array_equal(few, lse[:16]) and np.array_equal(few_mean, mean[:16])
+  wide = np.asarray(z, np.float64)
+  exact = np.log(np.sum(np.exp(wide), axis=1))
+  np.testing.assert_allclose(lse, exact, rtol=1e-6)
+
+
+@pytest.mark.parametrize('dtype', [formats.E4M3, formats.E5M2])
+def test_one_pass_turns_round_what_xla_quantises(dtype):
+  x = _normal(0, 1024, 640, spread=4.0)
+  scale, mask_M = jnp.float32(0.25), jnp.asarray(np.arange(1024) % 7 != 0, 'f4')
+  valid = jnp.where(mask_M[:, None] > 0, x, 0)
+  wanted = exact_jit(lambda x: quantize(x, scale, dtype))(valid)
+  out = exact_jit(
+      lambda x: tuple(
+          jax.tree.leaves(
+              vars(
+                  turning.quantize_and_turn(
+                      x, scale, mask_M, dtype, straight=True, **_HOW
+                  )
+              )
+          )
+      )
+  )(x)
+  amax, lost, straight, turned = out
+  assert np.array_equal(_bytes(straight), _bytes(wanted))
+  assert np.array_equal(_bytes(turned), _bytes(wanted).T)
+  seen, sums = health.measure(x, QTensor(values=wanted, scale=scale), mask_M)
+  assert amax == seen and np.array_equal(lost[:2], sums[1:3])
+  np.testing.assert_allclose(lost[2:], sums[3:], rtol=1e-5)
+  turn = exact_jit(functools.partial(turning.turn, **_HOW))
+  assert np.array_equal(_bytes(turn(wanted)), _bytes(wanted).T)
+
+
+@pytest.mark.parametrize('kind', [None, 'float8_e4m3fn'])
+@pytest.mark.parametrize('last', [0, 63, 64, 200, 511])
+def test_decode_has_the_bits_of_the_training_forward(kind, last):
+  slots_, heads, group, keys, page = 4, 2, 7, 512, 128
+  q = _normal(0, slots_, heads, group, 128)
+  k, v = (
+      attention.store(_normal(i, slots_, heads, keys, 128), kind)
+      for i in (1, 2)
+  )
+  ends = jnp.full((slots_, group), last, jnp.int32)
+  forward = exact_jit(lambda *a: attention_kernel.forward(*a, _TILE, **_HOW)[0])
+  wanted = forward(q, k, v, jnp.zeros_like(ends), ends)
+
+  def pages(x):
+    x = x.reshape(slots_, heads, keys // page, page, 128)
+    return jnp.swapaxes(x, 1, 2).reshape(-1, heads, page, 128)
+
+  values = attention_kernel.pair(pages(v)) if kind else pages(v)
+  table = jnp.arange(slots_ * keys // page, dtype=jnp.int32)
+  decode = exact_jit(lambda *a: attention_kernel.decode(*a, _TILE, **_HOW)[0])
+  found = decode(
+      q.reshape(slots_, heads * group, 128),
+      pages(k),
+      values,
+      table.reshape(slots_, -1),
+      jnp.full((slots_,), last, jnp.int32),
+  )
+  assert np.array_equal(_bytes(found.reshape(wanted.shape)), _bytes(wanted))
+
+
+def test_attention_and_its_gradients_are_those_of_the_plain_form():
+  tokens, group = 384, 2
+  q, dout = (_normal(i, 1, 2, tokens * group, 128) for i in (0, 3))
+  k, v = (_normal(i, 1, 2, tokens, 128) for i in (1, 2))
+  # Two segments, the second from the third tile on.
+  index = np.arange(tokens, dtype=np.int32)
+  first = np.repeat(np.where(index < 128, 0, 128), group)[None].astype(np.int32)
+  last = np.repeat(index, group)[None]
+  wide = [x.astype(jnp.float32) for x in (q, k, v)]
+  out, lse = attention._reference(*wide, first, last, _TILE)
+  plain = attention._reference_backward(
+      *wide, first, last, out, lse, dout.astype(jnp.float32)
+  )
+  kernel_out, kernel_lse = attention_kernel.forward(
+      q, k, v, first, last, _TILE, **_HOW
+  )
+  grads = attention_backward.backward(
+      *(q, k, v, first, last, kernel_out, kernel_lse, dout), _TILE, **_HOW
+  )
+  for found, wanted in zip((kernel_out, *grads), (out, *plain), strict=True):
+    error = np.asarray(found, np.float64) - np.asarray(wanted, np.float64)
+    # bfloat16 weights and results.
+    assert np.linalg.norm(error) < 2.0**-7 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+def test_a_kernel_is_requantised_in_place_as_xla_does_it(dtype):
+  recipe = Recipe(name='fp8_delayed')
+  before = {'out': {'kernel': _normal(0, 512, 640, dtype=dtype, spread=3.0)}}
+  # Every second row moves.
+  moved = jax.tree.map(lambda x: x.at[::2].multiply(1.5), before)
+  state = slots.observe_kernels(
+      slots.init_state(before, recipe), before, recipe, Axes()
+  )
+  old = fp8.prepare_weights(before, state, recipe)
+  wanted = jax.jit(lambda p, s, o: fp8.renew_weights(p, s, o, recipe))(
+      moved, state, old
+  )
+  share = changed_share(old, wanted, Axes())['out']['kernel']
+  renew = jax.jit(
+      lambda p, s, o: renewal.renew(p, s, o, recipe, Axes(), **_HOW),
+      donate_argnums=(2,),
+  )
+  new, _, changed = renew(moved, state, jax.tree.map(jnp.copy, old))
+  found, expected = new['out']['kernel'], wanted['out']['kernel']
+  assert np.array_equal(_bytes(found.values), _bytes(expected.values))
+  np.testing.assert_allclose(changed['out']['kernel'], share, rtol=1e-6)
+  assert 0.1 < share <= 0.5
+
+
+@pytest.mark.parametrize('at_random', [False, True])
+def test_the_optimisers_kernel_moves_as_xla_does(at_random):
+  from tests.rl import test_adam_kernel as cpu
+
+  both = cpu._Both(jnp.dtype('bfloat16'), at_random)
+  kernel = jax.jit(
+      lambda part, gradients, ruling: adam_kernel.move_part(
+          *(both.optimizer, both.join, cpu._AXES, cpu._SPLIT),
+          *(part, gradients, ruling),
+          **_HOW,
+      )
+  )
+  part = both.start
+  for step in range(3):
+    arguments = part, both.gradients(step), both.ruling(step)
+    found, again = kernel(*arguments), kernel(*arguments)
+    wanted = both.reference(*arguments)
+    for a, b in zip(*map(jax.tree.leaves, (found, again)), strict=True):
+      assert np.array_equal(_bytes(a), _bytes(b))
+    pairs = zip(
+        jax.tree.leaves((found[0], cpu._decoded(found[1]))),
+        jax.tree.leaves((wanted[0], cpu._decoded(wanted[1]))),
+        strict=True,
+    )
+    for a, b in pairs:
+      a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+      # One stored value in five hundred may be its neighbour.
+      assert np.mean(np.abs(a - b) > 1e-3 * np.abs(b) + 1e-12) < 2e-3
+    part = wanted
