@@ -14,6 +14,7 @@ import pathlib
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
+from jax.experimental.pallas import triton
 
 # Said wherever a run that is compiled with `inexact_jit` says what it is.
 NOT_CLAIMED = 'exactness is not claimed (precision.exact=False)'
@@ -54,6 +55,25 @@ _EXACT: dict[str, dict] = {
 def on_gpu() -> bool:
   """True when kernels compile for a GPU."""
   return jax.default_backend() in ('gpu', 'cuda')
+
+
+def kernel_options(
+    interpret: bool, num_warps: int, num_stages: int | None = None
+) -> dict:
+  """Returns keywords of `pl.pallas_call`.
+
+  Args:
+    interpret: run on a CPU, for tests.
+    num_warps: of a program.
+    num_stages: of its loops' loads; None is Triton's own number.
+  """
+  if interpret:
+    return {'interpret': True}
+  return {
+      'compiler_params': triton.CompilerParams(
+          num_warps=num_warps, num_stages=num_stages
+      )
+  }
 
 
 def compiler_options(backend: str | None = None, *, exact: bool = True) -> dict:

@@ -14,8 +14,8 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
+from jetrl_jax.compilation import kernel_options
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
@@ -57,12 +57,6 @@ def fits(params: PyTree, weights: PyTree, recipe: Recipe) -> bool:
     )
 
   return walk(params, weights)
-
-
-def _options(interpret: bool, num_warps: int) -> dict:
-  if interpret:
-    return {'interpret': True}
-  return {'compiler_params': triton.CompilerParams(num_warps=num_warps)}
 
 
 def _kernel(master_ref, old_ref, scales_ref, out_ref, sums_ref):
@@ -121,7 +115,7 @@ def renew_kernel(
       ],
       input_output_aliases={1: 0},
       name='renew_kernel',
-      **_options(interpret, num_warps),
+      **kernel_options(interpret, num_warps),
   )(
       master_OI.reshape(-1, _ROW),
       old_OI.reshape(-1, _ROW),

@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
+from jetrl_jax.compilation import kernel_options
 from jetrl_jax.fp8 import formats
 from jetrl_jax.typing import Array
 
@@ -50,12 +50,6 @@ class Turned:
 def fits(shape: tuple[int, ...]) -> bool:
   """Whether a matrix has whole tiles only."""
   return all(size % TILE == 0 for size in shape)
-
-
-def _options(interpret: bool, num_warps: int) -> dict:
-  if interpret:
-    return {'interpret': True}
-  return {'compiler_params': triton.CompilerParams(num_warps=num_warps)}
 
 
 def _byte(values):
@@ -94,7 +88,7 @@ def turn(x_MN: Array, *, num_warps: int = 2, interpret: bool = False) -> Array:
       out_specs=pl.BlockSpec((_WORDS, 4, _WORDS), lambda j, i: (j, 0, i)),
       out_shape=jax.ShapeDtypeStruct((columns // 4, 4, rows // 4), jnp.uint32),
       name='turn',
-      **_options(interpret, num_warps),
+      **kernel_options(interpret, num_warps),
   )(words)
   return _as_bytes(out.reshape(columns, rows // 4), x_MN.dtype)
 
@@ -191,7 +185,7 @@ def quantize_and_turn(
           *numbers,
       ],
       name='quantize_and_turn',
-      **_options(interpret, num_warps),
+      **kernel_options(interpret, num_warps),
   )(
       x_MN.reshape(quarters),
       row_mask_M.reshape(rows // 4, 4),

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jetrl_jax.compilation import kernel_options
 from jetrl_jax.models.attention_kernel import (
     ROW_TILE,
-    compiler_params,
     for_tiles,
     head_row_vector_spec,
     pad_rows,
@@ -181,7 +181,7 @@ def backward(
       out_specs=row,
       out_shape=jax.ShapeDtypeStruct(q_BKRH.shape, q_BKRH.dtype),
       name='flash_attention_dq',
-      **compiler_params(interpret, num_warps=4, num_stages=2),
+      **kernel_options(interpret, num_warps=4, num_stages=2),
   )(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, lse_BKR, delta, dout_BKRH)
 
   num_tiles = length // tile
@@ -212,7 +212,7 @@ def backward(
           jax.ShapeDtypeStruct(v_BKSH.shape, v_BKSH.dtype),
       ],
       name='flash_attention_dkv',
-      **compiler_params(interpret, num_warps=4, num_stages=2),
+      **kernel_options(interpret, num_warps=4, num_stages=2),
   )(
       q_BKRH,
       k_BKSH,

@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from jetrl_jax.compilation import kernel_options
 from jetrl_jax.fp8 import formats
 from jetrl_jax.typing import Array
 
@@ -32,17 +33,6 @@ DECODE_ROWS = 16
 _SUM_COLUMNS = 16
 _NO_SCORE = -1e30
 _LOG2E = math.log2(math.e)
-
-
-def compiler_params(interpret: bool, num_warps: int, num_stages: int) -> dict:
-  """Returns keywords of `pl.pallas_call`."""
-  if interpret:
-    return {'interpret': True}
-  return {
-      'compiler_params': triton.CompilerParams(
-          num_warps=num_warps, num_stages=num_stages
-      )
-  }
 
 
 def operand_dtype(query, keys):
@@ -333,7 +323,7 @@ def forward(
       name='flash_attention',
       # FP8 keys: with four warps Hopper's wide instruction would contract in
       # another order than the decode kernel, which has too few rows for it.
-      **compiler_params(interpret, num_warps=2 if is_fp8 else 4, num_stages=2),
+      **kernel_options(interpret, num_warps=2 if is_fp8 else 4, num_stages=2),
   )(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR)
   return out[:, :, :wanted], lse[:, :, :wanted]
 
@@ -456,5 +446,5 @@ def decode(
           jax.ShapeDtypeStruct((batch, heads), jnp.float32),
       ],
       name='flash_attention',
-      **compiler_params(interpret, num_warps, num_stages),
+      **kernel_options(interpret, num_warps, num_stages),
   )(q_BNH, k_PKSH, values, table_BP, last_B)

@@ -30,6 +30,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from jetrl_jax.compilation import kernel_options
 from jetrl_jax.fp8 import adam, formats
 from jetrl_jax.rl import opt_parts, rounding
 from jetrl_jax.sharding import Axes
@@ -279,17 +280,11 @@ def move(
       ],
       input_output_aliases={first + i: i for i in range(len(moved))},
       name='adam',
-      **_options(interpret, max(rows // _GROUPS_PER_WARP, 1)),
+      **kernel_options(interpret, max(rows // _GROUPS_PER_WARP, 1)),
   )(*small, *arguments)
   *out, amax = out
   out = [a.reshape(b.shape) for a, b in zip(out, moved, strict=True)]
   return out[0], _moment(*out[1:5]), _moment(*out[5:]), jnp.max(amax)
-
-
-def _options(interpret: bool, num_warps: int) -> dict:
-  if interpret:
-    return {'interpret': True}
-  return {'compiler_params': triton.CompilerParams(num_warps=num_warps)}
 
 
 def _moment(values, scale, k, c) -> adam.EncodedMoment:

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from jetrl_jax.compilation import on_gpu
+from jetrl_jax.compilation import kernel_options, on_gpu
 from jetrl_jax.models.norm import row_sum
 from jetrl_jax.typing import Array, Float, Int
 
@@ -64,8 +63,7 @@ def row_stats_kernel(z_MV, *, interpret: bool = False):
       out_specs=[one, one],
       out_shape=[out, out],
       name='row_stats',
-      interpret=interpret,
-      compiler_params=None if interpret else triton.CompilerParams(num_warps=8),
+      **kernel_options(interpret, num_warps=8),
   )(z_MV)
 
 
