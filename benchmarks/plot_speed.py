@@ -1,7 +1,8 @@
 """Draws what FP8 gives over BF16: python -m benchmarks.plot_speed.
 
 Reads benchmarks/results/*_qwen7b_h200_2026-11-21.json and writes docs/speed.png
-and docs/step.png. Both recipes of a row were measured in one run.
+and docs/step.png. Both recipes of a row were measured in one run; those of
+whole steps side by side, on two GPUs of a host.
 """
 
 import json

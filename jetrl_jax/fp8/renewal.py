@@ -85,7 +85,6 @@ def renew_kernel(
     old_OI: Array,
     scale: Array,
     *,
-    num_warps: int = 4,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
   """Quantises a kernel to E4M3 in the place of its old values.
@@ -94,7 +93,6 @@ def renew_kernel(
     master_OI: float32 or bfloat16; needs what `fits`.
     old_OI: float8_e4m3fn.
     scale: float32 scalar.
-    num_warps: of a program.
     interpret: run on a CPU, for tests.
 
   Returns:
@@ -115,7 +113,7 @@ def renew_kernel(
       ],
       input_output_aliases={1: 0},
       name='renew_kernel',
-      **kernel_options(interpret, num_warps),
+      **kernel_options(interpret, num_warps=4),
   )(
       master_OI.reshape(-1, _ROW),
       old_OI.reshape(-1, _ROW),

@@ -24,7 +24,7 @@ from jetrl_jax.compilation import kernel_options
 from jetrl_jax.fp8 import formats
 from jetrl_jax.typing import Array
 
-TILE = 128  # rows and columns of a program
+TILE = 128  # what both dims are multiples of; rows of a program
 _WORDS = TILE // 4
 # A tile's two counts share one number.
 _COUNT = 1 << 16
