@@ -7,8 +7,9 @@ python -m benchmarks.grpo_step --config=configs/qwen7b.py \
 
 A workload is PROMPTS x SAMPLES x RESPONSE_TOKENS x MINI_BATCHES of a step; ''
 leaves all four to the config. Every variant is a run of the trainer itself,
-with all its checks, in a process and a temporary workdir of its own. The first
-step compiles and is left out of the means. With --side_by_side all run at the
+with all its checks, in a process and a temporary workdir of its own. Of the
+phases the table shows medians without the first step, which compiles; a later
+one may too, when its prompts are longer. With --side_by_side all run at the
 same time, each on the GPU of its number; behind --limit_s seconds what is done
 by then is written. On a CPU, to try it: --tiny instead of --config.
 """
@@ -125,9 +126,13 @@ def lines_of(variant: str, workdir: pathlib.Path) -> list[dict]:
   return [{'variant': variant} | row for row in rows if row['step'] > 0]
 
 
-def trained() -> list[dict]:
-  """Trains every variant in a process of its own, up to the time limit."""
-  end, rows = time.monotonic() + _LIMIT.value, []
+def trained() -> tuple[list[dict], list[str]]:
+  """Trains every variant in a process of its own, up to the time limit.
+
+  Returns:
+    the lines of all variants' steps, and the variants that failed
+  """
+  end, rows, failed = time.monotonic() + _LIMIT.value, [], []
   everyone = list(enumerate(_VARIANTS.value))
   one_by_one = [[pair] for pair in everyone]
   with tempfile.TemporaryDirectory() as folder:
@@ -145,25 +150,25 @@ def trained() -> list[dict]:
           process.kill()
           process.wait()
         if code:
-          raise SystemExit(f'{variant} ended with {code}')
+          failed.append(f'{variant} ended with {code}')
         rows += lines_of(variant, workdir)
-  return rows
+  return rows, failed
 
 
 def phases(rows: list[dict]) -> list[dict]:
-  """Returns a row per phase: mean seconds of every variant, and the ratio.
+  """Returns a row per phase: median seconds of every variant, and the ratio.
 
   Args:
     rows: lines of metrics with their variant, first steps left out.
   """
   variants = list(dict.fromkeys(row['variant'] for row in rows))
 
-  def mean(variant: str, name: str) -> float:
+  def median(variant: str, name: str) -> float:
     mine = [r.get(name, 0.0) for r in rows if r['variant'] == variant]
-    return float(np.mean(mine))
+    return float(np.median(mine))
 
   found = {
-      name.removeprefix(_TIMING): [mean(v, name) for v in variants]
+      name.removeprefix(_TIMING): [median(v, name) for v in variants]
       for row in rows
       for name in row
       if name.startswith(_TIMING)
@@ -194,10 +199,10 @@ def main(argv: list[str]) -> None:
     (variant,) = _VARIANTS.value
     Trainer(configs.build(configured(variant)), workdir).train()
     return
-  rows = trained()
+  rows, failed = trained()
   later = [row for row in rows if row['step'] > 1]
   if not later:
-    raise SystemExit('no variant was done with its second step')
+    raise SystemExit(f'no variant was done with its second step {failed}')
   by_phase = phases(later)
   variants = list(dict.fromkeys(row['variant'] for row in later))
   first, last = variants[0], variants[-1]
@@ -217,6 +222,8 @@ def main(argv: list[str]) -> None:
   }
   shown = f'{common.table(by_phase, columns)}\n\n{common.table(rows, _COLUMNS)}'
   common.write(_OUTPUT.value, rows, summary, shown, _COMMIT.value)
+  if failed:
+    raise SystemExit('; '.join(failed))
 
 
 if __name__ == '__main__':
