@@ -5,7 +5,8 @@
 Decode: one query token in every slot over --keys keys in pages, with keys and
 values in BF16 and in FP8, for several numbers of warps and stages of a program.
 Each variant's rows are compared with those of the training kernel. Training:
-forward and backward of packed rows. On a CPU, to try it: --tiny.
+the forward of packed rows for several programs, each compared with the first
+one, and both passes. On a CPU, to try it: --tiny.
 """
 
 import functools
@@ -27,7 +28,16 @@ _PAGE, _TILE = 128, 64
 _KV_HEADS, _GROUP, _HEAD_DIM = 4, 7, 128
 # Rows x tokens x segment of packed training rows.
 _TRAIN = (8, 4096, 2048)
-_PROGRAMS = ((1, 2), (1, 3), (2, 2), (2, 3), (2, 4), (4, 2), (4, 3))
+# Warps and stages of decode; rows, warps and stages of the training forward.
+_DECODE_PROGRAMS = ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (4, 2))
+_FORWARD_PROGRAMS = (
+    (64, 4, 2),
+    (64, 4, 3),
+    (64, 4, 4),
+    (128, 8, 2),
+    (128, 8, 3),
+    (128, 4, 2),
+)
 _KINDS = {'bfloat16': None, 'float8_e4m3fn': 'float8_e4m3fn'}
 _COLUMNS = (
     ('what', 'what', ''),
@@ -81,7 +91,7 @@ def decode_rows(kind: str) -> list[dict]:
       last_B,
   )
   floor, rows = (k.nbytes + v.nbytes) / common.BYTES_PER_S, []
-  for warps, stages in _PROGRAMS if on_gpu() else ((1, 2),):
+  for warps, stages in _DECODE_PROGRAMS if on_gpu() else ((1, 2),):
     run = exact_jit(
         functools.partial(
             _many, tile=_TILE, num_warps=warps, num_stages=stages, **interpret
@@ -133,9 +143,10 @@ def train_rows(kind: str) -> list[dict]:
 
   # Two products of a causal triangle; the backward pass has five.
   flops = 2 * 2 * batch * _KV_HEADS * rows * _HEAD_DIM * segment / 2
-  found = []
-  for name, function, factor in (('forward', forward, 1), ('both', both, 3.5)):
-    run = functools.partial(exact_jit(function), q, k, v)
+  interpret = {} if on_gpu() else {'interpret': True}
+  found, wanted = [], None
+
+  def add(name, run, factor, **more):
     spent = common.median_seconds(run)
     found.append(
         {
@@ -145,8 +156,31 @@ def train_rows(kind: str) -> list[dict]:
             'us': spent * 1e6,
             'tflops': factor * flops / spent / 1e12,
         }
+        | more
     )
     print(found[-1], flush=True)
+
+  stored = [attention.store(x, _KINDS[kind]) for x in (k, v)]
+  for row_tile, warps, stages in (
+      _FORWARD_PROGRAMS if on_gpu() else ((64, 4, 2),)
+  ):
+    options = {
+        'row_tile': row_tile,
+        'num_warps': warps,
+        'num_stages': stages,
+    }
+    program = functools.partial(
+        attention_kernel.forward, tile=_TILE, **options, **interpret
+    )
+    run = functools.partial(exact_jit(program), q, *stored, first, last)
+    out = np.asarray(run()[0])
+    wanted = out if wanted is None else wanted
+    add(
+        f'forward, {row_tile} rows, {warps} warps, {stages} stages',
+        *(run, 1),
+        unequal=float(np.mean(out != wanted)),
+    )
+  add('forward and backward', functools.partial(exact_jit(both), q, k, v), 3.5)
   return found
 
 
@@ -157,9 +191,16 @@ def main(argv: list[str]) -> None:
   rows += [row for kind in _KINDS for row in train_rows(kind)]
   summary = {}
   for kind in _KINDS:
-    exact = [r for r in rows if r['kv'] == kind and r.get('unequal') == 0]
-    best = min(exact, key=lambda row: row['us'], default={'variant': 'none'})
-    summary[f'fastest exact decode, {kind}'] = best['variant']
+    for what in ('decode', 'training'):
+      exact = [
+          row
+          for row in rows
+          if row['kv'] == kind
+          and row['what'].startswith(what)
+          and row.get('unequal') == 0
+      ]
+      best = min(exact, key=lambda row: row['us'], default={'variant': 'none'})
+      summary[f'fastest exact {what}, {kind}'] = best['variant']
   shown = common.table(rows, _COLUMNS)
   common.write(_OUTPUT.value, rows, summary, shown, _COMMIT.value)
 

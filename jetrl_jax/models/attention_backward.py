@@ -49,7 +49,9 @@ def _dq_kernel(
     k = k_ref[pl.ds(i * tile, tile), :]
     v = v_ref[pl.ds(i * tile, tile), :]
     if masked:
-      scores, allowed = tile_scores(q, k, first, last, i * tile)
+      scores, allowed = tile_scores(
+          q, k, first, last, lambda row: i * tile + row
+      )
       p = jnp.where(allowed, power_of_2(scores - lse[:, None], interpret), 0.0)
     else:
       p = power_of_2(scores_of(q, k) - lse[:, None], interpret)
@@ -86,7 +88,7 @@ def _dkv_kernel(
     q, dout = q_ref[at, :], dout_ref[at, :]
     if masked:
       span = first_ref[at], last_ref[at]
-      scores, allowed = tile_scores(q, k, *span, i * tile)
+      scores, allowed = tile_scores(q, k, *span, lambda row: i * tile + row)
       p = power_of_2(scores - lse_ref[at][:, None], interpret)
       p = jnp.where(allowed, p, 0.0)
     else:

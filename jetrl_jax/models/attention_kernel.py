@@ -10,8 +10,11 @@ JAX, `attention_backward.py` the gradients.
 
 FP8 values lie in pairs: two tokens that follow each other, as one 16-bit word
 per channel. The tensor core wants values with the tokens as rows of its
-operand; shared memory hands out 16-bit words that way and no bytes. A tile's
-even tokens come first then, and its odd ones second, in both kernels.
+operand; shared memory hands out 16-bit words that way and no bytes. So a tile's
+even tokens come first in decode, and its odd ones second; and since a thread
+widens four neighbouring channels of a key at once, of every 32 channels the
+first two of each four come first. `forward` gets keys and values that are
+widened already, and laid out in just that order (`_as_decoded`).
 """
 
 import functools
@@ -70,6 +73,21 @@ def _rows_of_pairs(keys: Array) -> Array:
   return keys.reshape(*lead, length // 2, 2, head_dim)
 
 
+def _channels_as_decoded(x: Array, dtype) -> Array:
+  """Queries or keys [..., H], widened, in decode's order of channels."""
+  x = x.astype(dtype)
+  if x.shape[-1] % 32:  # Too few for an instruction to take so many at once.
+    return x
+  fours = x.reshape(*x.shape[:-1], -1, 8, 2, 2)
+  return jnp.swapaxes(fours, -3, -2).reshape(x.shape)
+
+
+def _tokens_as_decoded(x: Array, tile: int, dtype) -> Array:
+  """Keys or values [..., S, H], widened, even tokens of a tile first."""
+  pairs = x.astype(dtype).reshape(*x.shape[:-2], -1, tile // 2, 2, x.shape[-1])
+  return jnp.swapaxes(pairs, -3, -2).reshape(x.shape)
+
+
 # Bytes 0 and 2 of two neighbouring words, or 1 and 3, widened. Left to the
 # compiler it is six instructions more for every four values.
 _WIDEN = """{
@@ -96,17 +114,29 @@ def _token_of_pair(words, n: int, interpret: bool):
   return values
 
 
-def _load_tile(k_ref, v_ref, lead, i, tile: int, dtype, interpret: bool):
-  """Returns tile `i` as a list of (keys, values): all, or even and odd."""
+def _load_tile(k_ref, v_ref, lead, i, start, tile: int, dtype, interpret: bool):
+  """Returns what `_attend_tile` takes: the tile whole, or even and odd tokens.
+
+  Args:
+    k_ref: keys.
+    v_ref: values, or words of two.
+    lead: indices before that of the token.
+    i: tile there.
+    start: number of its first key.
+    tile: tokens.
+    dtype: of the products.
+    interpret: see `power_of_2`.
+  """
   if v_ref.dtype != jnp.uint16:
     at = (*lead, pl.ds(i * tile, tile), slice(None))
-    return [(k_ref[at].astype(dtype), v_ref[at].astype(dtype))]
+    return [(k_ref[at], v_ref[at], lambda row: start + row)]
   at = (*lead, pl.ds(i * (tile // 2), tile // 2))
   words = v_ref[(*at, slice(None))]
   return [
       (
           k_ref[(*at, n, slice(None))].astype(dtype),
           _token_of_pair(words, n, interpret),
+          lambda row, n=n: start + n + 2 * row,
       )
       for n in (0, 1)
   ]
@@ -136,20 +166,18 @@ def scores_of(q, k):
   return scores * (q.shape[1] ** -0.5 * _LOG2E)
 
 
-def tile_scores(q, k, first, last, start, stride=1):
+def tile_scores(q, k, first, last, keys):
   """Base-2 scores of keys and where they are allowed.
 
   Args:
     q: query rows.
-    k: keys; row n is key `start + n * stride`.
+    k: keys.
     first: first key that each row may see.
     last: last one.
-    start: number of the first key.
-    stride: tokens from one key to the next.
+    keys: function from the row of `k`, an array of them, to the key's number.
   """
   scores = scores_of(q, k)
-  row = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-  key = start + (row if stride == 1 else row * stride)
+  key = keys(lax.broadcasted_iota(jnp.int32, scores.shape, 1))
   return scores, (key >= first[:, None]) & (key <= last[:, None])
 
 
@@ -178,26 +206,21 @@ def for_tiles(first, last, tile: int, body, carry):
   return lax.fori_loop(inner_end, end, masked, carry)
 
 
-def _attend_tile(q, parts, span, start, carry, interpret: bool):
+def _attend_tile(q, parts, span, carry, interpret: bool):
   """Adds a tile of keys, in its parts, to (output, maximum, sum).
 
   Args:
     q: query rows.
-    parts: (keys, values), every len(parts)-th key of the tile.
+    parts: (keys, values, keys' numbers as in `tile_scores`).
     span: (first, last) key that each row may see; None where all see all.
-    start: number of the tile's first key.
     carry: (output, maximum, sum) so far.
     interpret: see `power_of_2`.
   """
   acc, top, total = carry
   if span is None:
-    scored = [(scores_of(q, k), None) for k, _ in parts]
+    scored = [(scores_of(q, k), None) for k, _, _ in parts]
   else:
-    first, last = span
-    scored = [
-        tile_scores(q, k, first, last, start + n, len(parts))
-        for n, (k, _) in enumerate(parts)
-    ]
+    scored = [tile_scores(q, k, *span, keys) for k, _, keys in parts]
 
   def where(allowed, x, other):
     return x if allowed is None else jnp.where(allowed, x, other)
@@ -208,7 +231,7 @@ def _attend_tile(q, parts, span, start, carry, interpret: bool):
     new_top = jnp.maximum(new_top, highest)
   decay = power_of_2(top - new_top, interpret)
   acc, total = acc * decay[:, None], total * decay[:, None]
-  for (scores, allowed), (_, v) in zip(scored, parts, strict=True):
+  for (scores, allowed), (_, v, _) in zip(scored, parts, strict=True):
     p = power_of_2(scores - new_top[:, None], interpret)
     p = where(allowed, p, 0.0)
     p = p.astype(q.dtype)
@@ -237,16 +260,22 @@ def _forward_kernel(
     lse_ref,
     *,
     tile,
+    even_first,
     interpret,
 ):
-  first, last = first_ref[...], last_ref[...]
-  dtype = operand_dtype(q_ref.dtype, k_ref.dtype)
-  q = q_ref[...].astype(dtype)
+  q, first, last = q_ref[...], first_ref[...], last_ref[...]
 
   def body(i, carry, masked):
-    parts = _load_tile(k_ref, v_ref, (), i, tile, dtype, interpret)
+    at = (pl.ds(i * tile, tile), slice(None))
+
+    def keys(row):
+      if even_first:
+        row = jnp.where(row < tile // 2, 2 * row, 2 * row - tile + 1)
+      return i * tile + row
+
     span = (first, last) if masked else None
-    return _attend_tile(q, parts, span, i * tile, carry, interpret)
+    parts = [(k_ref[at], v_ref[at], keys)]
+    return _attend_tile(q, parts, span, carry, interpret)
 
   out, lse = _finish(for_tiles(first, last, tile, body, _start(*q.shape)))
   out_ref[...] = out.astype(out_ref.dtype)
@@ -291,39 +320,62 @@ def forward(
     last_BR: Array,
     tile: int,
     *,
+    row_tile: int = ROW_TILE,
+    num_warps: int = 4,
+    num_stages: int = 2,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-  """Returns (out [B, K, R, H], base-2 log-sum-exp [B, K, R])."""
-  wanted = q_BKRH.shape[2]
-  q_BKRH = pad_rows(q_BKRH, 2, ROW_TILE)
-  first_BR = pad_rows(first_BR, 1, ROW_TILE)
-  last_BR = pad_rows(last_BR, 1, ROW_TILE, fill=-1)
+  """Attends from packed rows to the keys of their sequences.
+
+  Args:
+    q_BKRH: query rows.
+    k_BKSH: keys, S a multiple of `tile`.
+    v_BKSH: values.
+    first_BR: int32, first key that a row may see.
+    last_BR: int32, last one.
+    tile: see `attention.flash_attention`.
+    row_tile: rows of a program.
+    num_warps: of a program.
+    num_stages: tiles on their way at a time.
+    interpret: run on a CPU, for tests.
+
+  Returns:
+    (out [B, K, R, H], base-2 log-sum-exp [B, K, R])
+  """
+  wanted, out_dtype = q_BKRH.shape[2], q_BKRH.dtype
+  even_first = k_BKSH.dtype.itemsize == 1
+  if even_first:
+    dtype = operand_dtype(out_dtype, k_BKSH.dtype)
+    q_BKRH = _channels_as_decoded(q_BKRH, dtype)
+    k_BKSH = _channels_as_decoded(k_BKSH, dtype)
+    k_BKSH = _tokens_as_decoded(k_BKSH, tile, dtype)
+    v_BKSH = _tokens_as_decoded(v_BKSH, tile, dtype)
+  q_BKRH = pad_rows(q_BKRH, 2, row_tile)
+  first_BR = pad_rows(first_BR, 1, row_tile)
+  last_BR = pad_rows(last_BR, 1, row_tile, fill=-1)
   batch, kv_heads, rows, head_dim = q_BKRH.shape
-  is_fp8 = k_BKSH.dtype.itemsize == 1
-  if is_fp8:
-    k_BKSH, v_BKSH = _rows_of_pairs(k_BKSH), _words(pair(v_BKSH))
   out, lse = pl.pallas_call(
-      functools.partial(_forward_kernel, tile=tile, interpret=interpret),
-      grid=(rows // ROW_TILE, kv_heads, batch),
+      functools.partial(
+          _forward_kernel, tile=tile, even_first=even_first, interpret=interpret
+      ),
+      grid=(rows // row_tile, kv_heads, batch),
       in_specs=[
-          rows_spec(head_dim, ROW_TILE),
+          rows_spec(head_dim, row_tile),
           whole_spec(*k_BKSH.shape[2:]),
           whole_spec(*v_BKSH.shape[2:]),
-          row_vector_spec(ROW_TILE),
-          row_vector_spec(ROW_TILE),
+          row_vector_spec(row_tile),
+          row_vector_spec(row_tile),
       ],
       out_specs=[
-          rows_spec(head_dim, ROW_TILE),
-          head_row_vector_spec(ROW_TILE),
+          rows_spec(head_dim, row_tile),
+          head_row_vector_spec(row_tile),
       ],
       out_shape=[
-          jax.ShapeDtypeStruct(q_BKRH.shape, q_BKRH.dtype),
+          jax.ShapeDtypeStruct(q_BKRH.shape, out_dtype),
           jax.ShapeDtypeStruct((batch, kv_heads, rows), jnp.float32),
       ],
       name='flash_attention',
-      # FP8 keys: with four warps Hopper's wide instruction would contract in
-      # another order than the decode kernel, which has too few rows for it.
-      **kernel_options(interpret, num_warps=2 if is_fp8 else 4, num_stages=2),
+      **kernel_options(interpret, num_warps, num_stages),
   )(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR)
   return out[:, :, :wanted], lse[:, :, :wanted]
 
@@ -343,7 +395,7 @@ def _decode_kernel(
     interpret,
 ):
   head, last = pl.program_id(0), last_ref[0]
-  per_page = page_size // tile
+  per_page = jnp.int32(page_size // tile)
   dtype = operand_dtype(q_ref.dtype, k_ref.dtype)
   mine = pl.ds(head * group, DECODE_ROWS)
   mask = jnp.arange(DECODE_ROWS) < group
@@ -351,30 +403,25 @@ def _decode_kernel(
   q = q.astype(dtype)
   first_R = jnp.zeros((DECODE_ROWS,), jnp.int32)
   last_R = jnp.full((DECODE_ROWS,), last, jnp.int32)
-  # All tiles but the last one, which may end within.
-  whole = (last + 1) // tile
 
-  def attend(i, carry, page, j, span):
+  def attend(i, carry, span):
+    *carry, page = carry
+    # A tile ahead: the loads of keys that are on their way need it.
+    ahead = table_ref[lax.div(jnp.minimum(i + 1, last // tile), per_page)]
     parts = _load_tile(
-        *(k_ref, v_ref, (page, head), i - j * per_page),
+        *(k_ref, v_ref, (page, head), lax.rem(i, per_page), i * tile),
         *(tile, dtype, interpret),
     )
-    return _attend_tile(q, parts, span, i * tile, carry, interpret)
+    return *_attend_tile(q, parts, span, carry, interpret), ahead
 
-  def attend_page(j, carry):
-    body = functools.partial(attend, page=table_ref[j], j=j, span=None)
-    end = jnp.minimum(whole, (j + 1) * per_page)
-    return lax.fori_loop(j * per_page, end, body, carry)
-
-  carry = lax.fori_loop(
-      0, (whole + per_page - 1) // per_page, attend_page, _start(*q.shape)
-  )
-  j = whole // per_page
-  rest = (last + tile) // tile
-  # Only then the page exists.
-  page = table_ref[jnp.where(rest > whole, j, 0)]
-  body = functools.partial(attend, page=page, j=j, span=(first_R, last_R))
-  out, lse = _finish(lax.fori_loop(whole, rest, body, carry))
+  # All tiles but the last one, which may end within.
+  whole = (last + 1) // tile
+  carry = (*_start(*q.shape), table_ref[0])
+  body = functools.partial(attend, span=None)
+  carry = lax.fori_loop(0, whole, body, carry)
+  body = functools.partial(attend, span=(first_R, last_R))
+  *carry, _ = lax.fori_loop(whole, (last + tile) // tile, body, carry)
+  out, lse = _finish(carry)
   triton.store(
       out_ref.at[mine, :], out.astype(out_ref.dtype), mask=mask[:, None]
   )
