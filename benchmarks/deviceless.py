@@ -48,6 +48,7 @@ _SHAPE = flags.DEFINE_string('shape', 'qwen2.5-7b', 'See model.shape.')
 _LAYERS = flags.DEFINE_integer('layers', 2, 'Of the model.')
 _ROWS = flags.DEFINE_integer('rows', 128, 'Slots, or rows of the micro-batch.')
 _TOKENS = flags.DEFINE_integer('tokens', 2048, 'Of a response, or of a row.')
+_REMAT = flags.DEFINE_string('remat', 'full', 'See model.remat.')
 _DUMP = flags.DEFINE_string('dump', '', 'Folder for PTX and HLO.')
 _BYTES_PER_US = 4.3e6  # attainable on an H200
 _PAGE = 128
@@ -267,9 +268,8 @@ def main(argv: list[str]) -> None:
     os.environ['XLA_FLAGS'] = (
         f'--xla_dump_to={_DUMP.value} --xla_dump_emitter_re=.*'
     )
-  policy, _, _ = common.random_policy(
-      _SHAPE.value, common.overrides(_VARIANT.value), _LAYERS.value
-  )
+  settings = common.overrides(_VARIANT.value) | {'model.remat': _REMAT.value}
+  policy, _, _ = common.random_policy(_SHAPE.value, settings, _LAYERS.value)
   masters = hf_layout.build_tree(
       policy.model, lambda row: jax.ShapeDtypeStruct(row.shape, jnp.bfloat16)
   )

@@ -14,6 +14,7 @@ On a CPU, to try it: --tiny --workloads=2x128 --segment=64.
 
 import functools
 import gc
+import itertools
 import time
 
 import jax
@@ -36,6 +37,9 @@ _SEGMENT = flags.DEFINE_integer('segment', 2048, 'Tokens per segment.')
 _VARIANTS = flags.DEFINE_list(
     'variants', ['fp8_delayed', 'bf16'], 'Recipes, see precision.recipe.'
 )
+_REMAT = flags.DEFINE_list(
+    'remat', ['full'], 'See model.remat; several are timed side by side.'
+)
 _APPLY = flags.DEFINE_bool('apply', True, 'Time the optimiser too.')
 _MASTERS = flags.DEFINE_string(
     'master_dtype', 'bfloat16', 'See model.master_dtype.'
@@ -47,6 +51,7 @@ _PROFILE = flags.DEFINE_bool('profile', False, 'Print kernels too.')
 _COLUMNS = (
     ('variant', 'variant', ''),
     ('workload', 'workload', ''),
+    ('remat', 'remat', ''),
     ('accumulate_ms', 'forward + backward ms', '.0f'),
     ('apply_ms', 'optimiser ms', '.1f'),
     ('apply_floor_ms', 'its byte floor ms', '.1f'),
@@ -171,9 +176,13 @@ def measure(variant, workload, policy, mesh, make) -> dict:
       state,
   )
   gradients = step.zero_gradients(state)
-  row = {'variant': variant, 'workload': workload or 'optimiser alone'}
+  row = {
+      'variant': variant,
+      'workload': workload or 'optimiser alone',
+      'remat': policy.remat,
+  }
   if _PROFILE.value:
-    print(f'== {variant} {workload}')
+    print(f'== {variant} {workload} {policy.remat}')
   if workload:
     timed, gradients = time_accumulate(step, state, gradients, policy, workload)
     row |= timed
@@ -190,7 +199,7 @@ def ratios(measured: list[dict]) -> dict:
   for key in ('accumulate_ms', 'apply_ms', 'update_ms'):
     for row in (r for r in measured if key in r):
       same = [r[key] for r in measured if r['workload'] == row['workload']]
-      name = f'{row["workload"]} {row["variant"]} {key[:-3]}'
+      name = f'{row["workload"]} {row["variant"]} {row["remat"]} {key[:-3]}'
       found[f'{name} speedup over the slowest'] = round(max(same) / row[key], 3)
   return found
 
@@ -199,9 +208,10 @@ def main(argv: list[str]) -> None:
   """Runs every variant on every workload."""
   del argv
   measured = []
-  for variant in _VARIANTS.value:
+  for variant, remat in itertools.product(_VARIANTS.value, _REMAT.value):
     settings = common.overrides(variant)
     settings['model.master_dtype'] = _MASTERS.value
+    settings['model.remat'] = remat
     policy, mesh, make = common.random_policy(
         _SHAPE.value, settings, _LAYERS.value
     )

@@ -39,8 +39,9 @@ def get_config() -> ml_collections.ConfigDict:
   config.model.attention_tile = 64
   # Rows whose [rows, vocabulary] logits are in memory at once.
   config.model.logit_chunk_rows = 1024
-  # Recompute each block in the backward pass.
-  config.model.remat = True
+  # What of a block the backward pass computes again: 'none', 'selective' (its
+  # norms and MLP; what attention made stays in memory) or 'full' (all of it).
+  config.model.remat = 'full'
 
   config.precision = ml_collections.ConfigDict()
   # 'fp8_delayed', 'fp8_token', 'fp8_block', 'int8': one 8-bit flow, scales per

@@ -22,7 +22,7 @@ def get_config():
   config.model.path = f'{folder}/checkpoint'
   # Short sequences: a 64-token tile would be mostly padding.
   config.model.attention_tile = 16
-  config.model.remat = False
+  config.model.remat = 'none'
   config.data.train_files = (f'{folder}/train.jsonl',)
   config.data.val_files = (f'{folder}/heldout.jsonl',)
   config.data.template = '{prompt}'

@@ -17,7 +17,7 @@ def get_config():
   config.model.path = f'{folder}/model_init'
   config.model.init = 'random'
   config.model.attention_tile = 16
-  config.model.remat = False
+  config.model.remat = 'none'
   # Float32 throughout: on a CPU the fastest, and the policy is quantised anyway
   # when reinforcement learning starts.
   config.precision.recipe = 'bf16'

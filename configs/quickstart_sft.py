@@ -18,7 +18,7 @@ def get_config():
   config.model.path = f'{folder}/model_init'
   config.model.init = 'random'
   config.model.attention_tile = 16
-  config.model.remat = False
+  config.model.remat = 'none'
   config.data.train_files = (f'{folder}/sft.jsonl',)
   config.data.template = '{prompt}'
   config.data.max_prompt_length = 16

@@ -24,6 +24,7 @@ def get_config():
   config.model.master_dtype = 'bfloat16'
   # To the nearest, an update of 1e-6 is lost on every master above 5e-4.
   config.optim.master_rounding = 'stochastic'
+  config.model.remat = 'full'  # The rest is taken, see below.
   # 48 layers x 8 KV heads: 4096 tokens x 48 x 4 KiB = 768 MiB a sequence of
   # full length. Room for 20 of those, 15 GiB; 64 shorter ones share it, and
   # what does not fit waits. That leaves 6 GiB: what the estimate does not know

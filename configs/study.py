@@ -23,7 +23,7 @@ def get_config():
   config = base.get_config()
   folder = 'runs/study'
   config.model.path = f'{folder}/checkpoint'
-  config.model.remat = False
+  config.model.remat = 'none'
   config.data.train_files = (f'{folder}/task/train_1.jsonl',)
   config.data.val_files = (f'{folder}/task/heldout_1.jsonl',)
   config.data.template = '{prompt}'

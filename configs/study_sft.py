@@ -19,7 +19,7 @@ def get_config():
   config = base.get_config()
   config.model.path = 'runs/study/task/model_init'
   config.model.init = 'random'
-  config.model.remat = False
+  config.model.remat = 'none'
   config.precision.recipe = 'bf16'
   config.data.train_files = ('runs/study/task/sft.jsonl',)
   config.data.template = '{prompt}'

@@ -10,6 +10,7 @@ from jetrl_jax.dry_run_memory import Shapes, num_bytes
 from jetrl_jax.rl import flops, mixed_flow
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.parts import Parts
+from jetrl_jax.rl.policy import Policy
 
 # name -> (memory in 1e9 bytes, bandwidth in 1e9 bytes/s), from NVIDIA's data
 # sheets; the names and the FLOP/s are those of `flops.PEAK_TFLOPS`.
@@ -84,12 +85,12 @@ def cost(parts: Parts, found: Shapes, device: str) -> Cost:
       model, 0, round(prompt) + response
   )
   # Forward and backward are 6 per parameter, a recomputed forward 2 more.
-  passes = 8 if parts.policy.remat else 6
+  again, attention_passes = _recomputed(parts.policy)
   epochs = parts.algorithm.ppo_epochs
   scored = _scored_share(parts)
-  of_blocks = tokens * blocks * (passes * epochs + 2 * scored)
+  of_blocks = tokens * (blocks * (6 * epochs + 2 * scored) + again * 2 * epochs)
   of_rest = tokens * head * (6 * epochs + 2 * scored) + attention * (
-      passes / 2 * epochs + scored
+      (3 + attention_passes) * epochs + scored
   )
   rollout_s = update_s = None
   peaks = _peaks(parts, device)
@@ -122,6 +123,24 @@ def cost(parts: Parts, found: Shapes, device: str) -> Cost:
       rollout_s=rollout_s,
       update_s=update_s,
   )
+
+
+def _recomputed(policy: Policy) -> tuple[int, int]:
+  """Returns what a backward computes again, see `models/remat.py`.
+
+  Returns:
+    (numbers in the kernels of the blocks' dots, passes of attention)
+  """
+  model = policy.model
+  blocks, _ = flops.matmul_params(model)
+  one_of_mlp = model.num_layers * model.model_dim * model.ffn_dim
+  match policy.remat:
+    case 'none':
+      return 0, 0
+    case 'selective':
+      return 2 * one_of_mlp, 0
+    case _:
+      return blocks - one_of_mlp, 1
 
 
 def _scored_share(parts: Parts) -> float:

@@ -20,7 +20,7 @@ from jetrl_jax.rl.apply import Gradients, merge
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.parts import Parts
-from jetrl_jax.rl.policy import PolicyParams
+from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import TrainBatch, TrainState
 from jetrl_jax.typing import PyTree
@@ -281,8 +281,13 @@ def accumulate_needs(parts: Parts, found: Shapes) -> dict[str, int]:
       tokens * width * (4 * model.model_dim + 2 * heads + 3 * model.ffn_dim)
   )
   chunk = min(policy.logit_chunk_rows, tokens)
-  kept = 'inputs' if policy.remat else 'insides'
-  block = tokens * width * model.model_dim if policy.remat else inside
+  match policy.remat:
+    case 'none':
+      kept, block = 'insides', inside
+    case 'selective':
+      kept, block = 'inputs and attention', tokens * _kept_of_token(policy)
+    case _:
+      kept, block = 'inputs', tokens * width * model.model_dim
   return {
       f'activations: {kept} of {model.num_layers} blocks': (
           model.num_layers * block
@@ -293,6 +298,23 @@ def accumulate_needs(parts: Parts, found: Shapes) -> dict[str, int]:
       ),
       'largest gradient, in float32': 4 * _largest_master(found),
   }
+
+
+def _kept_of_token(policy: Policy) -> int:
+  """Returns the bytes per block and token that 'selective' keeps.
+
+  The block's input and the sum behind attention; queries and attention's
+  output, keys and values as stored, and a float32 log-sum-exp per head; where
+  heads are normed, queries and keys before that as well.
+  """
+  model, width = policy.model, policy.recipe.dtype.itemsize
+  queries = model.num_heads * model.head_dim
+  keys = model.num_kv_heads * model.head_dim
+  rows = 2 * (model.model_dim + queries)
+  if model.qk_norm:
+    rows += queries + keys
+  stored = 2 * keys * jnp.dtype(policy.kv_dtype).itemsize
+  return width * rows + stored + 4 * model.num_heads
 
 
 def _largest_master(found: Shapes) -> int:

@@ -122,7 +122,7 @@ def _shallow(parts: Parts) -> Parts:
 
 def _backward_graph(parts: Parts, like: Any) -> flow.FlowGraph:
   """Returns the flow of a micro-batch's forward and backward."""
-  policy = dataclasses.replace(parts.policy, remat=False, axes=Axes())
+  policy = dataclasses.replace(parts.policy, remat='none', axes=Axes())
   loss = functools.partial(policy_loss, parts.loss)
   floats = jax.ShapeDtypeStruct((1, policy.tile), jnp.float32)
   ints = jax.ShapeDtypeStruct((1, policy.tile), jnp.int32)

@@ -55,7 +55,7 @@ def test_every_setting_reaches_its_part():
           **{
               'seed': 7,
               'model.freeze': ('embed/.*',),
-              'model.remat': True,
+              'model.remat': 'selective',
               'precision.margin': 1,
               'precision.high_precision_layers': ('.*/mlp/down',),
               'rollout.temperature': 0.5,
@@ -72,7 +72,7 @@ def test_every_setting_reaches_its_part():
       )
   )
   assert parts.run.seed == 7 and parts.run.temperature == 0.5
-  assert parts.freeze == ('embed/.*',) and parts.policy.remat
+  assert parts.freeze == ('embed/.*',) and parts.policy.remat == 'selective'
   assert parts.policy.recipe.margin == 1
   assert parts.policy.recipe.high_precision_layers == ('.*/mlp/down',)
   assert parts.engine.top_k == 5 and parts.engine.stop_ids == (1,)
@@ -294,6 +294,10 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
             'attention_tile is 24; it must be a multiple of 16',
         ),
         ({'model.logit_chunk_rows': 0}, 'logit_chunk_rows is 0'),
+        (
+            {'model.remat': 'True'},
+            "remat is 'True'; allowed: none, selective, full",
+        ),
         ({'reward.functions': ('mathh',)}, "'mathh'"),
         ({'data.template': 'no place'}, '{prompt}'),
         ({'mesh.data': 1000}, 'mesh data=1000 x fsdp=1 needs 1000 devices'),

@@ -44,7 +44,7 @@ def _of_shape(model):
       parts,
       policy=(
           policy := dataclasses.replace(
-              parts.policy, model=model, tile=64, remat=True
+              parts.policy, model=model, tile=64, remat='full'
           )
       ),
       rollout_policy=policy,
@@ -157,6 +157,49 @@ def test_a_7b_is_added_up_without_being_made():
       3 * 4 * parts.policy.logit_chunk_rows * 152_064,
       4 * 152_064 * 3_584,
   ]
+
+
+def test_what_selective_keeps_of_a_token_by_hand():
+  parts, found = _seven_b()
+
+  def kept(**changes):
+    policy = dataclasses.replace(parts.policy, remat='selective', **changes)
+    needs = dry_run_memory.accumulate_needs(
+        dataclasses.replace(parts, policy=policy), found
+    )
+    return needs['activations: inputs and attention of 28 blocks']
+
+  # Two rows of 3584, queries and output of 28 heads, keys and values of 4, all
+  # of 128 in bf16; a float32 per head. XLA for an H200 takes 505.2e6 more with
+  # each layer, and with FP8 keys and values 488.4e6.
+  a_token = 2 * (2 * 3_584 + 2 * 28 * 128 + 2 * 4 * 128) + 4 * 28
+  assert kept() == 28 * 4 * 4096 * a_token
+  assert kept() / 28 == pytest.approx(505.2e6, rel=1e-3)
+  low = kept(kv_cache_dtype='float8_e4m3fn')
+  assert low / 28 == pytest.approx(488.4e6, rel=1e-3)
+  # Qwen3's norms of heads read queries and keys as they were before.
+  normed = dataclasses.replace(
+      parts.policy.model, family='qwen3', qkv_bias=False, qk_norm=True
+  )
+  assert kept(model=normed) - kept() == 28 * 4 * 4096 * 2 * (28 + 4) * 128
+
+
+def test_the_flops_of_an_update_are_those_of_its_remat():
+  parts, found = _seven_b()
+
+  def flops_of(remat):
+    policy = dataclasses.replace(parts.policy, remat=remat)
+    changed = dataclasses.replace(parts, policy=policy)
+    return dry_run_estimate.cost(changed, found, 'cpu').update_flops
+
+  tokens = dry_run_estimate.cost(parts, found, 'cpu').tokens
+  none, selective, full = map(flops_of, ('none', 'selective', 'full'))
+  # gate_up again; with 'full' also qkv, o and attention, 28 layers of each.
+  assert selective - none == 28 * 2 * tokens * 2 * 3_584 * 18_944
+  of_attention = 28 * 2 * tokens * 3_584 * (36 + 28) * 128
+  assert full - selective > of_attention
+  # Prompts and answers of 3090 tokens or less: scores and sums, half of them.
+  assert full - selective < of_attention + 28 * 2 * tokens * 28 * 128 * 3_100
 
 
 def test_fewer_and_longer_rows_take_the_same_memory_but_for_their_shape():

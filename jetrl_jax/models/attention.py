@@ -28,7 +28,7 @@ from jax import lax
 from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.quantization import quantize
-from jetrl_jax.models import attention_backward, attention_kernel
+from jetrl_jax.models import attention_backward, attention_kernel, remat
 from jetrl_jax.typing import Array
 
 _NO_SCORE = -1e30
@@ -182,6 +182,9 @@ def flash_attention(
 def _fwd(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile, kv_dtype):
   k_BKSH, v_BKSH = store(k_BKSH, kv_dtype), store(v_BKSH, kv_dtype)
   out, lse = _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile)
+  q_BKRH, k_BKSH, v_BKSH, out, lse = remat.keep(
+      (q_BKRH, k_BKSH, v_BKSH, out, lse)
+  )
   return out, (q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, out, lse)
 
 

@@ -25,7 +25,7 @@ from jax import lax
 from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import QTensor, Recipe, dot
 from jetrl_jax.fp8.slots import COLLECTION
-from jetrl_jax.models import norm, rope
+from jetrl_jax.models import norm, remat, rope
 from jetrl_jax.models.types import ModelConfig
 from jetrl_jax.sharding import Axes, grad_sink
 from jetrl_jax.typing import Array, PyTree
@@ -241,7 +241,8 @@ class Attention(Leaf):
         norm_of_head = RMSNorm(
             *common, dim=head_dim, eps=cfg.norm_eps, name=name
         )
-        return norm_of_head(x.reshape(-1, head_dim))[0].reshape(x.shape)
+        rows = remat.keep(x).reshape(-1, head_dim)  # The norm's backward does.
+        return norm_of_head(rows)[0].reshape(x.shape)
 
       q_MNH, k_MKH = per_head('q_norm', q_MNH), per_head('k_norm', k_MKH)
     frequencies = rope.inverse_frequencies(cfg)
@@ -299,7 +300,7 @@ class Block(Leaf):
         *normed('attn_norm', 'attn', 'qkv'),
         *(positions_M, row_mask_M, attend, cache),
     )
-    x_MD = self.tap('attn_sum', x_MD + attended)
+    x_MD = remat.keep(self.tap('attn_sum', x_MD + attended))
     mlp = MLP(*common, config=cfg, name='mlp')
     x_MD = x_MD + mlp(*normed('mlp_norm', 'mlp', 'gate_up'), row_mask_M)
     return self.tap('mlp_sum', x_MD), cache
@@ -317,12 +318,11 @@ class Decoder(Leaf):
 
   Attributes:
     config: shapes and family.
-    remat: recompute each block in the backward pass, so that only block inputs
-      stay in memory.
+    remat: what the backward pass computes again, see `remat.py`.
   """
 
   config: ModelConfig
-  remat: bool = False
+  remat: str = 'none'
 
   def setup(self):
     """Makes the modules."""
@@ -330,7 +330,7 @@ class Decoder(Leaf):
     self.embed = Embedding(
         *common, vocab_size=cfg.vocab_size, model_dim=cfg.model_dim
     )
-    block = nn.remat(Block, prevent_cse=True) if self.remat else Block
+    block = remat.wrap(Block, self.remat)
     self.layers = [block(*common, config=cfg) for _ in range(cfg.num_layers)]
     self.final_norm = RMSNorm(*common, dim=cfg.model_dim, eps=cfg.norm_eps)
     if not cfg.tied_embeddings:

@@ -154,7 +154,7 @@ def train_graph(
 ) -> flow.FlowGraph:
   """Returns the flow of one micro-batch's forward, under differentiation."""
   # Recomputing the blocks repeats the forward, and costs time here.
-  policy = dataclasses.replace(_on_one_device(policy), remat=False)
+  policy = dataclasses.replace(_on_one_device(policy), remat='none')
   batch = TrainBatch(
       **{
           field.name: _shape(

@@ -103,7 +103,7 @@ class Requantizer:
 
   def __init__(self, policy: Policy, mesh: Mesh, state: TrainState):
     # Without a backward pass there is nothing to recompute for.
-    policy = dataclasses.replace(policy, remat=False)
+    policy = dataclasses.replace(policy, remat='none')
     calibrating = dataclasses.replace(
         policy, recipe=dataclasses.replace(policy.recipe, calibrating=True)
     )

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jetrl_jax.compilation import exact_jit, inexact_jit
 from jetrl_jax.fp8 import Recipe
+from jetrl_jax.models import remat
 from jetrl_jax.models.attention import (
     DecodeAttention,
     PackedAttention,
@@ -48,7 +49,8 @@ class Policy:
     axes: devices over which rows and weights are split.
     tile: attention tile in tokens; packed segments start at multiples of it.
     logit_chunk_rows: rows whose logits are in memory at once in `score`.
-    remat: recompute each block in the backward pass.
+    remat: what of a block the backward pass computes again: 'none',
+      'selective' (norms and MLP) or 'full' (the block).
     kv_cache_dtype: what keys and values are rounded to, in training too:
       'compute' (the recipe's dtype) or 'float8_e4m3fn'.
     exact: compile with the options that equality to the bit rests on; False
@@ -60,7 +62,7 @@ class Policy:
   axes: Axes = Axes()
   tile: int = 64
   logit_chunk_rows: int = 1024
-  remat: bool = True
+  remat: str = 'full'
   kv_cache_dtype: str = 'compute'
   exact: bool = True
 
@@ -70,6 +72,7 @@ class Policy:
           f'kv_cache_dtype is {self.kv_cache_dtype!r}; allowed: compute,'
           ' float8_e4m3fn'
       )
+    remat.check(self.remat)
     for name, value in (
         ('attention_tile', self.tile),
         ('logit_chunk_rows', self.logit_chunk_rows),

@@ -28,7 +28,7 @@ FP8 = Recipe()
 
 
 @functools.cache
-def decoder(family: str, recipe: Recipe, remat: bool = False) -> Decoder:
+def decoder(family: str, recipe: Recipe, remat: str = 'none') -> Decoder:
   """2 layers, D 64, 4 heads of 16 on 2 key heads, F 96, V 80.
 
   For blocks of 128: D 128, heads of 32, F 128. Dynamic recipes have 1 layer.
@@ -181,7 +181,7 @@ def compiled_decode(family: str, recipe: Recipe):
 
 
 @functools.cache
-def compiled_step(family: str, recipe: Recipe, remat: bool = False):
+def compiled_step(family: str, recipe: Recipe, remat: str = 'none'):
   """Compiled log-probs and gradients of (params, state), as in training."""
   model = decoder(family, recipe, remat)
 

@@ -33,7 +33,7 @@ def _stepped(recipe):
   Blocks are rematerialised, as in training; `compiled_forward` keeps them.
   """
   trees, tokens = build.trees('qwen2', recipe), build.tokens(SLOTS, LENGTH)
-  found, grads, seen = build.compiled_step('qwen2', recipe, remat=True)(
+  found, grads, seen = build.compiled_step('qwen2', recipe, remat='full')(
       trees.params,
       trees.state,
       trees.weights,

@@ -21,7 +21,7 @@ NAMES = ('fp8_token', 'fp8_block', 'int8', 'fake_int4')
 def _stepped(recipe):
   """Log-probs, gradients and what slots saw, of a training step of Qwen2."""
   trees, tokens = build.trees('qwen2', recipe), build.tokens(SLOTS, LENGTH)
-  found, grads, seen = build.compiled_step('qwen2', recipe, remat=True)(
+  found, grads, seen = build.compiled_step('qwen2', recipe, remat='selective')(
       trees.params,
       trees.state,
       trees.weights,

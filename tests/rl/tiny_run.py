@@ -491,7 +491,7 @@ def next_logprobs(
 def state_shapes(of: Policy) -> TrainState:
   """A state of shapes: nothing is computed."""
   params = jax.eval_shape(
-      dataclasses.replace(of, remat=False).init, jax.random.key(0)
+      dataclasses.replace(of, remat='none').init, jax.random.key(0)
   )
   fp8_state = jax.eval_shape(lambda p: slots.init_state(p, of.recipe), params)
   return TrainState(

@@ -1,0 +1,53 @@
+"""What of a block waits in memory for its backward, and what is computed again.
+
+    none       everything waits
+    selective  what attention's backward reads and the residual stream behind
+               attention wait; norms, quantising and the MLP's first half are
+               computed again
+    full       only the block's input waits
+
+The MLP's last dot is never computed again: no backward reads its result.
+Names as Megatron has them; 'selective' is other there, where it is the
+attention core that is computed again, which a fused kernel has no need of.
+
+References:
+  Korthikanti et al. 2022, arXiv:2205.05198, section 5 (selective activation
+  recomputation).
+"""
+
+import jax
+from flax import linen as nn
+from jax import ad_checkpoint
+
+MODES = ('none', 'selective', 'full')
+_KEPT = 'kept'
+
+
+def check(mode: str) -> None:
+  """Refuses what is no mode.
+
+  Raises:
+    ValueError: that.
+  """
+  if mode not in MODES:
+    raise ValueError(f'remat is {mode!r}; allowed: {", ".join(MODES)}')
+
+
+def keep(tree):
+  """Marks arrays that 'selective' does not compute again.
+
+  Everything that the backward reads of them must be made of the result: what
+  is made of the argument has the argument computed again.
+  """
+  return ad_checkpoint.checkpoint_name(tree, _KEPT)
+
+
+def wrap(block: type[nn.Module], mode: str) -> type[nn.Module]:
+  """Returns the module, recomputed in its backward as the mode says."""
+  check(mode)
+  if mode == 'none':
+    return block
+  policy = None
+  if mode == 'selective':
+    policy = jax.checkpoint_policies.save_only_these_names(_KEPT)
+  return nn.remat(block, prevent_cse=True, policy=policy)
