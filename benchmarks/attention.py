@@ -94,7 +94,7 @@ def decode_rows(kind: str) -> list[dict]:
   for warps, stages in _DECODE_PROGRAMS if on_gpu() else ((1, 2),):
     run = exact_jit(
         functools.partial(
-            _many, tile=_TILE, num_warps=warps, num_stages=stages, **interpret
+            _many, tile=_TILE, program=(warps, stages), **interpret
         )
     )
     found = np.asarray(run(*operands)[0]).reshape(wanted.shape)
@@ -161,22 +161,15 @@ def train_rows(kind: str) -> list[dict]:
     print(found[-1], flush=True)
 
   stored = [attention.store(x, _KINDS[kind]) for x in (k, v)]
-  for row_tile, warps, stages in (
-      _FORWARD_PROGRAMS if on_gpu() else ((64, 4, 2),)
-  ):
-    options = {
-        'row_tile': row_tile,
-        'num_warps': warps,
-        'num_stages': stages,
-    }
+  for shape in _FORWARD_PROGRAMS if on_gpu() else ((64, 4, 2),):
     program = functools.partial(
-        attention_kernel.forward, tile=_TILE, **options, **interpret
+        attention_kernel.forward, tile=_TILE, program=shape, **interpret
     )
     run = functools.partial(exact_jit(program), q, *stored, first, last)
     out = np.asarray(run()[0])
     wanted = out if wanted is None else wanted
     add(
-        f'forward, {row_tile} rows, {warps} warps, {stages} stages',
+        'forward, {} rows, {} warps, {} stages'.format(*shape),
         *(run, 1),
         unequal=float(np.mean(out != wanted)),
     )

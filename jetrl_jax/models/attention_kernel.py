@@ -320,9 +320,7 @@ def forward(
     last_BR: Array,
     tile: int,
     *,
-    row_tile: int = ROW_TILE,
-    num_warps: int = 4,
-    num_stages: int = 2,
+    program: tuple[int, int, int] | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
   """Attends from packed rows to the keys of their sequences.
@@ -334,9 +332,8 @@ def forward(
     first_BR: int32, first key that a row may see.
     last_BR: int32, last one.
     tile: see `attention.flash_attention`.
-    row_tile: rows of a program.
-    num_warps: of a program.
-    num_stages: tiles on their way at a time.
+    program: its rows, warps, and tiles on their way at a time; None for the
+      fastest. All give the same bits.
     interpret: run on a CPU, for tests.
 
   Returns:
@@ -344,6 +341,9 @@ def forward(
   """
   wanted, out_dtype = q_BKRH.shape[2], q_BKRH.dtype
   even_first = k_BKSH.dtype.itemsize == 1
+  row_tile, num_warps, num_stages = program or (
+      (64, 4, 2) if even_first else (128, 8, 3)
+  )
   if even_first:
     dtype = operand_dtype(out_dtype, k_BKSH.dtype)
     q_BKRH = _channels_as_decoded(q_BKRH, dtype)
@@ -428,6 +428,18 @@ def _decode_kernel(
   triton.store(lse_ref.at[mine], lse, mask=mask)
 
 
+def _stages(programs: int, is_fp8: bool) -> int:
+  """Returns how many tiles of decode are best on their way at a time.
+
+  Up to four programs to a multiprocessor of an H200 run at the same time,
+  whatever they hold; of more, as many as its shared memory has room for.
+  """
+  few = programs <= 4 * 132
+  if is_fp8:
+    return 4 if few else 2
+  return 2 if few else 3
+
+
 def decode(
     q_BNH: Array,
     k_PKSH: Array,
@@ -436,8 +448,7 @@ def decode(
     last_B: Array,
     tile: int,
     *,
-    num_warps: int = 1,
-    num_stages: int = 2,
+    program: tuple[int, int] | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
   """Attends from one query token per slot to the slot's pages.
@@ -449,8 +460,8 @@ def decode(
     table_BP: int32, the slot's pages in order.
     last_B: int32, the last key to attend; -1 for none.
     tile: see `attention.flash_attention`.
-    num_warps: of a program.
-    num_stages: tiles on their way at a time.
+    program: its warps, and tiles on their way at a time; None for the fastest.
+      All give the same bits.
     interpret: run on a CPU, for tests.
 
   Returns:
@@ -465,7 +476,9 @@ def decode(
     )
   # Whole: the pages of a slot lie anywhere.
   page_size = k_PKSH.shape[2]
-  if k_PKSH.dtype.itemsize == 1:
+  is_fp8 = k_PKSH.dtype.itemsize == 1
+  num_warps, num_stages = program or (1, _stages(kv_heads * batch, is_fp8))
+  if is_fp8:
     k_PKSH, values = _rows_of_pairs(k_PKSH), _words(values)
   pools = [
       pl.BlockSpec(pool.shape, lambda h, b, dims=pool.ndim: (0,) * dims)
