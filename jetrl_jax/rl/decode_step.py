@@ -7,6 +7,7 @@ slots.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -249,29 +250,35 @@ def sample(config: EngineConfig, state: DecodeState, z_BV, base_key):
   with jax.named_scope('head'):
     lse_B, _ = logprobs.row_stats(z_BV)
 
-  def one(z_V, address, emitted, temperature):
-    key = rng.fold(base_key, address[0], address[1], emitted)
-    mask_V = sampling.truncation_mask(
-        z_V, top_k=config.top_k, top_p=config.top_p, min_p=config.min_p
-    )
-    greedy = temperature <= 0
-    token = sampling.gumbel_argmax(z_V, mask_V, key, greedy=greedy)
-    if mask_V is None:
-      return token, z_V[token], greedy
-    return token, sampling.log_mu(z_V, mask_V, token, greedy=greedy), greedy
+  greedy_B = state.temperature <= 0
+  limits = {
+      'top_k': config.top_k,
+      'top_p': config.top_p,
+      'min_p': config.min_p,
+  }
+
+  def key_of(address, emitted):
+    return rng.fold(base_key, address[0], address[1], emitted)
 
   with jax.named_scope('sampling'):
-    token_B, value_B, greedy_B = jax.vmap(one)(
-        z_BV, state.address, state.emitted, state.temperature
+    mask_BV = jax.vmap(functools.partial(sampling.truncation_mask, **limits))(
+        z_BV
     )
+    keys_B = jax.vmap(key_of)(state.address, state.emitted)
+    token_B = sampling.draw(z_BV, mask_BV, keys_B, greedy_B=greedy_B)
   is_given_B = state.emitted < state.given
   token_B = jnp.where(
       is_given_B, _token_at(state.tokens, state.emitted), token_B
   )
   with jax.named_scope('head'):
     logprob_B = logprobs.pick(z_BV, token_B) - lse_B
-  truncates = config.top_k > 0 or config.top_p < 1 or config.min_p > 0
-  log_mu_B = value_B if truncates else jnp.where(greedy_B, 0.0, logprob_B)
+  if mask_BV is None:
+    log_mu_B = jnp.where(greedy_B, 0.0, logprob_B)
+  else:
+    with jax.named_scope('sampling'):
+      log_mu_B = jax.vmap(sampling.log_mu)(
+          z_BV, mask_BV, token_B, greedy=greedy_B
+      )
   log_mu_B = jnp.where(is_given_B, logprob_B, log_mu_B)
   return token_B, log_mu_B, logprob_B, is_given_B
 

@@ -1,9 +1,9 @@
-"""Draws one token of one row from tempered logits, and knows its probability.
+"""Draws a token from each row of tempered logits, and knows its probability.
 
-All functions are for one row and are vmapped by the decode step. Logits are
-float32 and already divided by the temperature (greedy rows: by 1). The policy
-pi is the softmax of all of them; truncation gives another distribution, mu,
-and the token is drawn from that.
+All functions but `draw` are for one row. Logits are float32 and already divided
+by the temperature (greedy rows: by 1). The policy pi is the softmax of all of
+them; truncation gives another distribution, mu, and the token is drawn from
+that.
 
 What a row gets depends on its own logits and key alone: the sums run in a
 fixed tree of additions (`lax.associative_scan`), which the compiler cannot
@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jetrl_jax.compilation import on_gpu
+from jetrl_jax.rl import sampling_kernel
 from jetrl_jax.typing import Array, Bool, Float, Int, PRNGKey
 
 
@@ -140,6 +142,37 @@ def gumbel_argmax(
   noise_V = jax.random.gumbel(key, z_V.shape, jnp.float32, mode='high')
   noisy_V = jnp.where(greedy, z_V, z_V + noise_V)
   return jnp.argmax(noisy_V).astype(jnp.int32)
+
+
+def draw(
+    z_BV: Float[Array, 'B V'],
+    mask_BV: Bool[Array, 'B V'] | None,
+    keys_B: PRNGKey,
+    *,
+    greedy_B: Bool[Array, ' B'],
+) -> Int[Array, ' B']:
+  """Draws a token for every row, see `gumbel_argmax`.
+
+  On a GPU whole rows (no mask) get their noise from another generator, see
+  `sampling_kernel.py`.
+
+  Args:
+    z_BV: tempered logits, float32.
+    mask_BV: tokens that may be drawn; None for all.
+    keys_B: the rows' keys.
+    greedy_B: rows at temperature 0.
+
+  Returns:
+    int32 token ids.
+  """
+  if mask_BV is None and on_gpu():
+    return sampling_kernel.draw(z_BV, jax.random.key_data(keys_B), greedy_B)
+
+  def one(z_V, mask_V, key, greedy):
+    return gumbel_argmax(z_V, mask_V, key, greedy=greedy)
+
+  axes = (0, None if mask_BV is None else 0, 0, 0)
+  return jax.vmap(one, in_axes=axes)(z_BV, mask_BV, keys_B, greedy_B)
 
 
 def log_mu(

@@ -23,7 +23,7 @@ from jetrl_jax.models import (
     attention_kernel,
     norm,
 )
-from jetrl_jax.rl import adam_kernel, logprobs
+from jetrl_jax.rl import adam_kernel, logprobs, sampling_kernel
 from jetrl_jax.rl.apply import changed_share
 from jetrl_jax.sharding import Axes
 
@@ -74,6 +74,23 @@ def test_a_log_sum_exp_has_the_bits_of_its_row_alone():
   wide = np.asarray(z, np.float64)
   exact = np.log(np.sum(np.exp(wide), axis=1))
   np.testing.assert_allclose(lse, exact, rtol=1e-6)
+
+
+def test_rows_draw_their_tokens_alone_and_with_their_probabilities():
+  rows, vocab = (20000, 5000) if on_gpu() else (64, 5000)
+  tokens, logits = np.array([0, 1500, 4095, 4096, 4999]), np.arange(5) / 2
+  z = jnp.full((rows, vocab), -100.0).at[:, tokens].set(logits)
+  keys = jax.random.bits(jax.random.key(0), (rows, 2), jnp.uint32)
+  greedy = jnp.zeros((rows,), bool).at[3].set(True)
+  draw = exact_jit(lambda *a: sampling_kernel.draw(*a, **_HOW))
+  found = np.asarray(draw(z, keys, greedy))
+  few = [x[:16] for x in (z, keys, greedy)]
+  assert np.array_equal(draw(*few), found[:16]) and found[3] == 4999
+  seen = np.array([np.sum(found == token) for token in tokens])
+  expected = rows * np.exp(logits) / np.exp(logits).sum()
+  # 99.9% quantile of chi-square with 4 degrees of freedom.
+  assert seen.sum() == rows
+  assert ((seen - expected) ** 2 / expected).sum() < 18.47
 
 
 @pytest.mark.parametrize('dtype', [formats.E4M3, formats.E5M2])

@@ -1,0 +1,105 @@
+"""The noise of `sampling_kernel.py`, interpreted; tests/gpu has it on a GPU."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetrl_jax.rl import sampling_kernel
+
+# 99.9% quantile of chi-square with 4 degrees of freedom.
+_CHI2_999 = 18.47
+
+
+def _draw(z_BV, seed=0, greedy=False):
+  rows = len(z_BV)
+  keys = np.random.default_rng(seed).integers(2**32, size=(rows, 2))
+  draw = jax.jit(functools.partial(sampling_kernel.draw, interpret=True))
+  found = draw(
+      jnp.asarray(z_BV, jnp.float32),
+      jnp.asarray(keys, jnp.uint32),
+      jnp.full((rows,), greedy),
+  )
+  return np.asarray(found)
+
+
+@pytest.mark.parametrize(
+    ('counter', 'key', 'expected'),
+    [
+        ((0,) * 4, (0, 0), '6627e8d5 e169c58d bc57ac4c 9b00dbd8'),
+        (
+            (2**32 - 1,) * 4,
+            (2**32 - 1,) * 2,
+            '408f276d 41c83b0e a20bc7c6 6d5451fd',
+        ),
+        (
+            (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+            (0xA4093822, 0x299F31D0),
+            'd16cfe09 94fdcceb 5001e420 24126ea1',
+        ),
+    ],
+)
+def test_philox_gives_the_words_of_its_reference(counter, key, expected):
+  # The three vectors for philox4x32-10 that Random123 is published with.
+  words = sampling_kernel.philox(
+      [jnp.uint32(x) for x in counter], [jnp.uint32(x) for x in key], True
+  )
+  assert ' '.join(f'{int(word):08x}' for word in words) == expected
+
+
+def test_noise_is_that_of_the_formula_from_the_smallest_bits_to_the_largest():
+  bits = [0, 1, 2, 1000, 2**25, 2**26, 2**27, 2**31, 2**32 - 2**14]
+  found = sampling_kernel.gumbel(jnp.asarray(bits, jnp.uint32), True)
+  wanted = [-math.log(-math.log1p(-(x // 2 + 0.5) / 2**31)) for x in bits]
+  np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6)
+  assert wanted[0] > 22 and np.isfinite(
+      sampling_kernel.gumbel(jnp.uint32(2**32 - 1), True)
+  )
+
+
+def test_drawn_frequencies_pass_a_chi_square_test_over_several_chunks():
+  # Five tokens of different quarters and chunks; the others are out of reach.
+  vocabulary, count = sampling_kernel.CHUNK + 100, 400
+  tokens = np.array([0, 1500, 2048, 4095, vocabulary - 1])
+  logits = np.array([0.0, 1.0, -1.0, 2.0, 0.5])
+  z_V = np.full(vocabulary, -200.0)
+  z_V[tokens] = logits
+  seen = _draw(np.tile(z_V, (count, 1)))
+  counts = np.array([np.sum(seen == token) for token in tokens])
+  assert counts.sum() == count
+  expected = count * np.exp(logits) / np.exp(logits).sum()
+  assert ((counts - expected) ** 2 / expected).sum() < _CHI2_999
+
+
+def test_neighbouring_tokens_have_noise_of_their_own():
+  # All four words of many counters, and two keys.
+  zeros, lanes = jnp.zeros(4096, jnp.uint32), jnp.arange(4096, dtype=jnp.uint32)
+  noise = np.concatenate(
+      [
+          sampling_kernel.gumbel(word, True)
+          for key in (1, 2)
+          for word in sampling_kernel.philox(
+              (lanes, zeros, zeros, zeros),
+              (jnp.uint32(key), jnp.uint32(0)),
+              True,
+          )
+      ]
+  ).reshape(8, 4096)
+  # Mean: Euler's constant; variance: pi^2 / 6.
+  assert abs(noise.mean() - 0.5772) < 0.03
+  assert abs(noise.var() - math.pi**2 / 6) < 0.1
+  correlated = np.corrcoef(noise) - np.eye(8)
+  assert np.abs(correlated).max() < 0.07
+  assert (
+      abs(np.corrcoef(noise[:, 1:].ravel(), noise[:, :-1].ravel())[0, 1]) < 0.03
+  )
+
+
+def test_a_greedy_row_takes_the_first_most_probable_token():
+  z_V = np.zeros(5000)
+  z_V[[70, 4200]] = 1.0
+  assert _draw([z_V] * 3, greedy=True).tolist() == [70] * 3
+  assert set(_draw([30 * z_V] * 20).tolist()) == {70, 4200}
