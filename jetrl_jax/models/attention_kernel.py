@@ -220,7 +220,8 @@ def _attend_tile(q, parts, span, carry, interpret: bool):
   if span is None:
     scored = [(scores_of(q, k), None) for k, _, _ in parts]
   else:
-    scored = [tile_scores(q, k, *span, keys) for k, _, keys in parts]
+    first, last = span
+    scored = [tile_scores(q, k, first, last, keys) for k, _, keys in parts]
 
   def where(allowed, x, other):
     return x if allowed is None else jnp.where(allowed, x, other)
