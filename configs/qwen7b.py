@@ -33,10 +33,13 @@ def get_config():
   )
   config.data.max_prompt_length = 1024
   config.rollout.max_response_length = 3072
-  # BF16 caches of whole length for every slot: 4096 tokens x 28 layers x
-  # 2 KiB = 224 MiB a slot, 28 GiB for 128. The other large tenants are, in
-  # bytes per parameter, masters 4, gradients 4, moments 2.2, FP8 weights 1.
-  config.rollout.num_slots = 128
+  # A slot for every answer of a step, so that no second wave waits for the
+  # longest of the first. BF16 caches of 2048 tokens each on average: 28 layers
+  # x 2 KiB = 56 KiB a token, 28 GiB in all; where answers are longer, those
+  # that started last wait. The other large tenants are, in bytes per
+  # parameter, masters 4, gradients 4, moments 2.2, FP8 weights 1.
+  config.rollout.num_slots = 256
+  config.rollout.kv_cache_tokens = 256 * 2048
   config.rollout.num_generations = 8
   config.trainer.train_batch_size = 32
   # Four optimiser steps per rollout; from the second on the ratio is not 1.
