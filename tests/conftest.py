@@ -2,6 +2,8 @@
 
 import os
 import pathlib
+import shutil
+import tempfile
 
 import hypothesis
 import pytest
@@ -29,7 +31,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-  """Sets the platform, then hooks the type checker; JAX reads both once."""
+  """Sets the platform, then hooks the type checker; JAX reads them once."""
   if not config.getoption('--run-gpu'):
     os.environ['JAX_PLATFORMS'] = 'cpu'
     # For the sharded tests. One-device tests use the first of the eight.
@@ -39,12 +41,41 @@ def pytest_configure(config):
             '--xla_force_host_platform_device_count=8',
         ]
     ).strip()
+  _share_compiled(config)
   _hook_type_checker()
 
   import jax
 
   # A vector that silently broadcasts against a matrix is a wrong loss.
   jax.config.update('jax_numpy_rank_promotion', 'raise')
+
+
+def _share_compiled(config):
+  """Lets every process of one test run take what another has compiled.
+
+  Compiling is what the tests cost. The workers of pytest-xdist meet the same
+  programs, and so do the commands that tests start; the settings are those of
+  `compilation.keep_compiled`, and reach all of them through the environment.
+  An executable is taken only by a program, options and devices equal to those
+  that it was compiled for, so this changes no bit. The folder is empty when a
+  run starts, and gone when it ends.
+  """
+  # A process that is killed while it writes leaves a part of an executable,
+  # and so does one that still writes: JAX says so and compiles.
+  config.addinivalue_line(
+      'filterwarnings',
+      'ignore:Error reading persistent compilation cache entry',
+  )
+  if hasattr(config, 'workerinput'):  # Has the environment of the first one.
+    return
+  folder = tempfile.mkdtemp(prefix='jetrl_jax_compiled_')
+  config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+  os.environ |= {
+      'JAX_COMPILATION_CACHE_DIR': folder,
+      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+      'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
+      'JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES': 'none',
+  }
 
 
 def _hook_type_checker():

@@ -46,15 +46,15 @@ def _run(*arguments: str) -> dict[str, int]:
 def _start(workdir: pathlib.Path) -> dict[str, int]:
   return _run(
       f'--config={whole_run.ROOT}/tests/tiny_config.py',
-      f'--config.compile_cache_dir={whole_run.home()}/cache',
+      f'--config.compile_cache_dir={os.environ["JAX_COMPILATION_CACHE_DIR"]}',
       f'--workdir={workdir}',
   )
 
 
 def test_a_second_start_compiles_nothing_and_has_the_same_bits(tmp_path):
-  # Compiled in this process, with nothing to be had from the cache.
+  # Compiled in this process, or if another test came first, by that one.
   compiled = whole_run.finished()
-  # Adds what this process had compiled before it had a cache.
+  # Adds what only a process of the command compiles.
   _start(tmp_path / 'first')
   counts = _start(tmp_path / 'second')
   # Every program of the process was asked for in the cache and found there.

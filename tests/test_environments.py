@@ -20,8 +20,7 @@ _CHANGES = {
 @functools.cache
 def _finished():
   workdir = whole_run.home() / 'environment'
-  with whole_run.cached_compilation():
-    whole_run.trainer(workdir, _CHANGES).train()
+  whole_run.trainer(workdir, _CHANGES).train()
   return workdir
 
 
@@ -51,10 +50,9 @@ def test_samples_show_the_observations_too():
 
 
 def test_a_resumed_run_has_the_episodes_of_an_uninterrupted_one(tmp_path):
-  with whole_run.cached_compilation():
-    for steps in (1, 2):
-      changes = _CHANGES | {'trainer.total_training_steps': steps}
-      whole_run.trainer(tmp_path, changes).train()
+  for steps in (1, 2):
+    changes = _CHANGES | {'trainer.total_training_steps': steps}
+    whole_run.trainer(tmp_path, changes).train()
   found = whole_run.outcome(tmp_path, _CHANGES)
   expected = whole_run.outcome(_finished(), _CHANGES)
   for name in ('state', 'host_state', 'rollouts', 'export'):

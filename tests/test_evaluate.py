@@ -9,12 +9,6 @@ from jetrl_jax import evaluate, evaluate_report, evaluate_settings
 from tests import whole_run
 
 
-@pytest.fixture(autouse=True)
-def _cached():
-  with whole_run.cached_compilation():
-    yield
-
-
 def _values(**changes):
   """All flags: the run on its held-out problems, and `changes`."""
   values = evaluate_settings.defaults() | {

@@ -13,12 +13,6 @@ from jetrl_jax.rl.apply import merge
 from tests import whole_run
 
 
-@pytest.fixture(autouse=True)
-def _cached():
-  with whole_run.cached_compilation():
-    yield
-
-
 def _values(folder, **changes):
   """All flags: the tiny run into `folder`, and `changes`."""
   values = export.defaults() | {'out': str(folder)}

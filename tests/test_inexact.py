@@ -37,7 +37,7 @@ def test_an_inexact_run_trains_and_says_that_it_claims_nothing(
       'data.val_files': (),
       'trainer.total_training_steps': 1,
   }
-  with whole_run.cached_compilation(), caplog.at_level(logging.WARNING):
+  with caplog.at_level(logging.WARNING):
     whole_run.trainer(tmp_path, config).train()
   assert compilation.NOT_CLAIMED in caplog.text
   records = whole_run.records(tmp_path)

@@ -23,8 +23,7 @@ def found(tmp_path_factory):
   workdir = whole_run.finished()
   output = tmp_path_factory.mktemp('mismatch') / 'rows.json'
   before = _files(workdir)
-  with whole_run.cached_compilation():
-    printed = mismatch.run(whole_run.config(), workdir, output)
+  printed = mismatch.run(whole_run.config(), workdir, output)
   return printed, json.loads(output.read_text()), before, _files(workdir)
 
 
@@ -156,10 +155,7 @@ def test_a_mixed_flow_differs_by_its_quantisation_and_its_truncation():
   config = whole_run.config(
       **{'flow': 'fp8_rollout', 'rollout.top_p': 0.9, 'optim.lr': 1e-12}
   )
-  with (
-      whole_run.cached_compilation(),
-      mismatch_start.start(configs.build(config), None) as start,
-  ):
+  with mismatch_start.start(configs.build(config), None) as start:
     split = mismatch_split.split(start)
   share = {
       row.name: row.metrics['training/mismatch_token_frac']

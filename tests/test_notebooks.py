@@ -10,7 +10,6 @@ import jax
 import matplotlib
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from jetrl_jax import models, rl
 from jetrl_jax.fp8 import Recipe
@@ -82,39 +81,23 @@ def tiny_checkpoint(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def shared_programs(tmp_path_factory):
-  """Lets the notebooks share what they compile, and compiles in a hurry.
+def in_a_hurry():
+  """Compiles with few optimisations: compiling is all that notebooks cost.
 
-  Compiling is all they cost. Optimising less changes speed and perhaps the
-  last bits, which other tests look at with the compiler as it is.
+  This changes speed and perhaps the last bits, which other tests look at with
+  the compiler as it is.
   """
   unoptimised = 'jax_disable_most_optimizations'
   jax.config.update(unoptimised, True)
-  settings = {
-      # One folder for the processes of pytest-xdist.
-      'jax_compilation_cache_dir': str(
-          tmp_path_factory.getbasetemp().parent / 'programs'
-      ),
-      'jax_persistent_cache_min_compile_time_secs': 0.2,
-      'jax_persistent_cache_min_entry_size_bytes': -1,
-  }
-  before = {name: getattr(jax.config, name) for name in settings}
   with pytest.MonkeyPatch.context() as patch:
-    for name, value in settings.items():
-      jax.config.update(name, value)
-      patch.setenv(name.upper(), str(value))
     patch.setenv(unoptimised.upper(), '1')
-    compilation_cache.reset_cache()
     yield
   jax.config.update(unoptimised, False)
-  for name, value in before.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
 
 
 @pytest.mark.parametrize('path', _PATHS, ids=_id)
 def test_a_notebook_runs_from_its_first_to_its_last_cell(
-    path, tiny_checkpoint, shared_programs, monkeypatch
+    path, tiny_checkpoint, in_a_hurry, monkeypatch
 ):
   matplotlib.use('Agg')
   monkeypatch.chdir(notebooks.FOLDER)

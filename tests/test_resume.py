@@ -18,12 +18,6 @@ from tests import whole_run
 _PATIENCE_S = 200
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _cache():
-  with whole_run.cached_compilation():
-    yield
-
-
 @pytest.fixture(scope='module')
 def uninterrupted() -> dict:
   return whole_run.outcome(whole_run.finished())

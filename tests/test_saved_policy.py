@@ -15,12 +15,6 @@ from jetrl_jax.rl.rollout import rollout
 from tests import whole_run
 
 
-@pytest.fixture(autouse=True)
-def _cached():
-  with whole_run.cached_compilation():
-    yield
-
-
 def _greedy(found: saved_policy.SavedPolicy, questions: list[str]):
   """Answers to questions, as held-out evaluation samples them."""
   texts, _ = found.prompt_format.apply(

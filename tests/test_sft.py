@@ -23,8 +23,7 @@ def trained(tmp_path_factory):
           'optim.lr': 5e-3,
       }
   )
-  with whole_run.cached_compilation():
-    sft.train(config, folder / 'run')
+  sft.train(config, folder / 'run')
   return folder / 'run', folder / 'out'
 
 
@@ -106,13 +105,12 @@ def test_a_warm_start_that_is_never_finite_exports_nothing(
           'optim.lr': 5e-3,
       }
   )
-  with whole_run.cached_compilation():
-    with pytest.raises(
-        RuntimeError,
-        match=f'^{skipped} updates in a row were not finite .gradient norm nan'
-        '.*rule out FP8. Nothing was exported.$',
-    ):
-      sft.train(config, tmp_path / 'run')
+  with pytest.raises(
+      RuntimeError,
+      match=f'^{skipped} updates in a row were not finite .gradient norm nan'
+      '.*rule out FP8. Nothing was exported.$',
+  ):
+    sft.train(config, tmp_path / 'run')
   (record,) = whole_run.records(tmp_path / 'run')
   assert record['training/skipped_updates'] == skipped == record['step']
   assert record['training/updates'] == 0

@@ -1,12 +1,9 @@
 """Whole runs of `tests/tiny_config.py`, in this process and in others.
 
-Compiling is what a run costs: all runs of a test process, and the processes
-they start, share one persistent compilation cache. It returns the executables
-that were compiled, so it cannot change a bit.
+Compiling is what a run costs: see `_share_compiled` in tests/conftest.py.
 """
 
 import atexit
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -22,7 +19,6 @@ from typing import Any
 import jax
 import ml_collections
 import numpy as np
-from jax.experimental.compilation_cache import compilation_cache
 
 from jetrl_jax import checkpoint
 from jetrl_jax import config as configs
@@ -42,33 +38,11 @@ _TIMES = (
 
 @functools.cache
 def home() -> pathlib.Path:
-  """The folder with model, data and compilation cache; gone at exit."""
+  """The folder with model and data; gone at exit."""
   folder = pathlib.Path(tempfile.mkdtemp(prefix='jetrl_jax_runs_'))
   atexit.register(shutil.rmtree, folder, ignore_errors=True)
   tiny_config.files(folder)
   return folder
-
-
-@contextlib.contextmanager
-def cached_compilation():
-  """Compiles with the shared cache inside."""
-  settings = {
-      'jax_compilation_cache_dir': str(home() / 'cache'),
-      'jax_persistent_cache_min_compile_time_secs': 0,
-      'jax_persistent_cache_min_entry_size_bytes': -1,
-      # As `compilation.keep_compiled`: it is part of an entry's name.
-      'jax_persistent_cache_enable_xla_caches': 'none',
-  }
-  before = {name: getattr(jax.config, name) for name in settings}
-  for name, value in settings.items():
-    jax.config.update(name, value)
-  compilation_cache.reset_cache()
-  try:
-    yield
-  finally:
-    for name, value in before.items():
-      jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 def config(**changes: Any) -> ml_collections.ConfigDict:
@@ -92,7 +66,7 @@ def config(**changes: Any) -> ml_collections.ConfigDict:
 def trainer(
     workdir: pathlib.Path, changes: dict[str, Any] | None = None
 ) -> Trainer:
-  """A trainer of the tiny config; build it inside `cached_compilation`."""
+  """A trainer of the tiny config."""
   return Trainer(configs.build(config(**(changes or {}))), workdir)
 
 
@@ -100,8 +74,7 @@ def trainer(
 def finished() -> pathlib.Path:
   """The workdir of one uninterrupted run of the tiny config; only read it."""
   workdir = home() / 'finished'
-  with cached_compilation():
-    trainer(workdir).train()
+  trainer(workdir).train()
   return workdir
 
 
@@ -115,10 +88,6 @@ def start(
           [str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
       ),
       'JAX_PLATFORMS': 'cpu',
-      'JAX_COMPILATION_CACHE_DIR': str(home() / 'cache'),
-      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
-      'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
-      'JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES': 'none',
   }
   return subprocess.Popen(
       [sys.executable, '-m', module, *map(str, arguments)],

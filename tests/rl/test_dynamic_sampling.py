@@ -196,34 +196,33 @@ def test_a_run_fills_its_batches_and_resumes_to_the_same_bits(
     tmp_path, changes, monkeypatch
 ):
   whole, stopped = tmp_path / 'whole', tmp_path / 'stopped'
-  with whole_run.cached_compilation():
-    trainer = functools.partial(whole_run.trainer, changes=changes)
-    whole_trainer = trainer(whole)
-    whole_trainer.train()
-    steps = whole_run.records(whole)[1:]
-    batches = [r['training/num_gen_batches'] for r in steps]
-    assert max(batches) > 1
-    for record, number in zip(steps, batches, strict=True):
-      assert record['training/mismatch_token_frac'] == 0.0
-      assert record['critic/score/mean'] not in (0.0, 1.0)
-      dropped = record['training/filter_groups/dropped_frac']
-      assert (dropped > 0) == (number > 1)
-    for file in sorted((whole / 'rollouts').iterdir()):
-      completions, extra = rollout_store.load_rollouts(file)
-      assert len({c.prompt_id for c in completions}) == 4
-      accuracy_PG = extra['accuracy'].reshape(4, 4)
-      assert dynamic_sampling.mixed_groups(accuracy_PG).all()
-      parts = whole_trainer.parts
-      exp = replay.load_experience(file, parts.train_set, parts.algorithm)
-      assert (exp.rewards_PG <= exp.scores_PG).all()
-    # Between the first and the second generation batch of a step.
-    first = next(i for i, number in enumerate(batches) if number > 1)
-    interrupted = trainer(stopped)
-    with monkeypatch.context() as patched, pytest.raises(StopRequested):
-      _stop_at_score(patched, sum(batches[:first]) + 1)
-      interrupted.train()
-    assert whole_run.restored(stopped, changes=changes).step == first
-    trainer(stopped).train()
+  trainer = functools.partial(whole_run.trainer, changes=changes)
+  whole_trainer = trainer(whole)
+  whole_trainer.train()
+  steps = whole_run.records(whole)[1:]
+  batches = [r['training/num_gen_batches'] for r in steps]
+  assert max(batches) > 1
+  for record, number in zip(steps, batches, strict=True):
+    assert record['training/mismatch_token_frac'] == 0.0
+    assert record['critic/score/mean'] not in (0.0, 1.0)
+    dropped = record['training/filter_groups/dropped_frac']
+    assert (dropped > 0) == (number > 1)
+  for file in sorted((whole / 'rollouts').iterdir()):
+    completions, extra = rollout_store.load_rollouts(file)
+    assert len({c.prompt_id for c in completions}) == 4
+    accuracy_PG = extra['accuracy'].reshape(4, 4)
+    assert dynamic_sampling.mixed_groups(accuracy_PG).all()
+    parts = whole_trainer.parts
+    exp = replay.load_experience(file, parts.train_set, parts.algorithm)
+    assert (exp.rewards_PG <= exp.scores_PG).all()
+  # Between the first and the second generation batch of a step.
+  first = next(i for i, number in enumerate(batches) if number > 1)
+  interrupted = trainer(stopped)
+  with monkeypatch.context() as patched, pytest.raises(StopRequested):
+    _stop_at_score(patched, sum(batches[:first]) + 1)
+    interrupted.train()
+  assert whole_run.restored(stopped, changes=changes).step == first
+  trainer(stopped).train()
   assert whole_run.outcome(stopped, changes) == whole_run.outcome(
       whole, changes
   )
@@ -238,12 +237,11 @@ def test_a_run_that_finds_no_lessons_ends_behind_a_checkpoint(
       '  return 1.0\n'
   )
   changes = changes | {'reward.functions': (f'{path}:all_right',)}
-  with whole_run.cached_compilation():
-    trainer = whole_run.trainer(tmp_path / 'run', changes)
-    with pytest.raises(
-        NotEnoughGroupsError, match=r'0 of 4 .* 3 gen.* .10 groups: 10 all rig'
-    ):
-      trainer.train()
-    # The position is that of the step's start, not behind ten prompts.
-    found = whole_run.restored(tmp_path / 'run', changes=changes)
+  trainer = whole_run.trainer(tmp_path / 'run', changes)
+  with pytest.raises(
+      NotEnoughGroupsError, match=r'0 of 4 .* 3 gen.* .10 groups: 10 all rig'
+  ):
+    trainer.train()
+  # The position is that of the step's start, not behind ten prompts.
+  found = whole_run.restored(tmp_path / 'run', changes=changes)
   assert found.step == 0 and found.host_state['sampler']['position'] == 0

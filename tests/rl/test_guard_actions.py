@@ -99,12 +99,6 @@ def _trainer(workdir) -> _Faulty:
   return _Faulty(configs.build(whole_run.config(**CHANGES)), workdir)
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _cache():
-  with whole_run.cached_compilation():
-    yield
-
-
 @pytest.fixture(scope='module')
 def guarded(tmp_path_factory):
   workdir = tmp_path_factory.mktemp('guarded') / 'run'

@@ -118,12 +118,6 @@ def _trainer(workdir, changes) -> _Copied:
   return trainer
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _cache():
-  with whole_run.cached_compilation():
-    yield
-
-
 def _run(tmp_path_factory, changes, copied_in):
   workdir = tmp_path_factory.mktemp('mixed') / 'run'
   trainer = _trainer(workdir, changes)

@@ -36,12 +36,6 @@ _BF16_ROLLOUT = _CHANGES | {
 }
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _cache():
-  with whole_run.cached_compilation():
-    yield
-
-
 @pytest.fixture(scope='module')
 def fp8_rollout(tmp_path_factory):
   """A finished run that trains in BF16 and samples in FP8."""

@@ -25,12 +25,6 @@ from jetrl_jax.rl.types import TrainState
 from tests import whole_run
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _cache():
-  with whole_run.cached_compilation():
-    yield
-
-
 @pytest.fixture(scope='module')
 def done():
   """The workdir of a finished run of 6 steps."""

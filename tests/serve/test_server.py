@@ -36,12 +36,6 @@ from tests import whole_run
 from tests.serve import served
 
 
-@pytest.fixture(scope='module', autouse=True)
-def _cached():
-  with whole_run.cached_compilation():
-    yield
-
-
 @contextlib.contextmanager
 def _serving(saved, limits):
   server = servers.start(
