@@ -14,6 +14,7 @@ from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.rl.apply import changed_share
 from jetrl_jax.sharding import Axes
+from tests.hurry import hurried_jit
 
 _RECIPE = Recipe(name='fp8_delayed', high_precision_layers=('head',))
 
@@ -60,7 +61,7 @@ def test_one_pass_gives_the_weights_the_health_and_what_changed(
     measured = slots.measure_kernels(state, params, wanted, Axes())
     return wanted, measured, changed_share(weights, wanted, Axes())
 
-  @jax.jit
+  @hurried_jit
   def kernel(params, state, weights):
     return renewal.renew(params, state, weights, recipe, Axes(), interpret=True)
 

@@ -4,6 +4,7 @@ import pytest
 
 from jetrl_jax.fp8 import formats, health, turning
 from jetrl_jax.fp8.quantization import QTensor, quantize
+from tests.hurry import hurried_jit
 
 
 def _bytes(x):
@@ -19,6 +20,16 @@ def matrix():
   return jnp.asarray(values, jnp.bfloat16)
 
 
+def _turned(matrix, scale, mask_M, dtype, **options):
+  @hurried_jit
+  def run(*args):
+    return vars(
+        turning.quantize_and_turn(*args, dtype, **options, interpret=True)
+    )
+
+  return turning.Turned(**run(matrix, scale, mask_M))
+
+
 @pytest.mark.parametrize('dtype', [formats.E4M3, formats.E5M2])
 @pytest.mark.parametrize('width', [64, 128])
 def test_one_pass_gives_what_quantising_transposing_and_measuring_give(
@@ -28,9 +39,7 @@ def test_one_pass_gives_what_quantising_transposing_and_measuring_give(
   mask_M = jnp.asarray(np.arange(256) % 7 != 0, jnp.float32)
   valid = jnp.where(mask_M[:, None] > 0, matrix, 0)
   wanted = quantize(valid, scale, dtype)
-  out = turning.quantize_and_turn(
-      matrix, scale, mask_M, dtype, straight=True, width=width, interpret=True
-  )
+  out = _turned(matrix, scale, mask_M, dtype, straight=True, width=width)
   assert np.array_equal(_bytes(out.straight_MN), _bytes(wanted))
   assert np.array_equal(_bytes(out.turned_NM), _bytes(wanted).T)
   amax, sums = health.measure(
@@ -44,9 +53,7 @@ def test_one_pass_gives_what_quantising_transposing_and_measuring_give(
 
 def test_values_that_are_not_asked_for_are_not_written(matrix):
   ones = jnp.ones((256,), jnp.float32)
-  out = turning.quantize_and_turn(
-      matrix, jnp.float32(1), ones, formats.E4M3, straight=False, interpret=True
-  )
+  out = _turned(matrix, jnp.float32(1), ones, formats.E4M3, straight=False)
   assert out.straight_MN is None
 
 

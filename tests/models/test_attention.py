@@ -8,6 +8,7 @@ import pytest
 from jetrl_jax.compilation import exact_jit
 from jetrl_jax.models import attention, attention_backward, attention_kernel
 from jetrl_jax.models.attention import DecodeAttention, PackedAttention
+from tests.hurry import hurried_jit
 
 B, K, S, H, TILE = 2, 2, 64, 16, 16
 
@@ -81,7 +82,7 @@ def _kernel_and_plain():
     plain = *residuals[-2:], *attention._bwd(TILE, None, residuals, dout)[:3]
     return (out, lse, *grads), plain
 
-  return exact_jit(both)
+  return hurried_jit(both)
 
 
 def test_two_keys_by_hand():
@@ -378,11 +379,16 @@ def test_the_decode_kernel_computes_what_the_cpu_form_does(kv_dtype, group):
   values = attention.store_values(draw(*pool_shape), kv_dtype)
   table = jnp.asarray(rng.permutation(slots * pages).reshape(slots, pages))
   last = jnp.asarray([0, 40, 95, -1], jnp.int32)
-  out, _ = attention_kernel.decode(
-      q, keys, values, table, last, TILE, interpret=True
-  )
-  attend = DecodeAttention(position_B=last, table_BP=table, tile=TILE)
-  plain = attend._on_cpu(q, keys, values)
+
+  @hurried_jit
+  def both(q, keys, values, table, last):
+    out, _ = attention_kernel.decode(
+        q, keys, values, table, last, TILE, interpret=True
+    )
+    attend = DecodeAttention(position_B=last, table_BP=table, tile=TILE)
+    return out, attend._on_cpu(q, keys, values)
+
+  out, plain = both(q, keys, values, table, last)
   np.testing.assert_allclose(
       np.asarray(out, np.float32).reshape(slots, K, group, H),
       np.asarray(plain, np.float32),
@@ -395,8 +401,13 @@ def test_the_decode_kernel_computes_what_the_cpu_form_does(kv_dtype, group):
 def test_the_forward_kernel_reads_fp8_keys_as_the_cpu_form_does():
   q, k, v, _ = _qkv(dtype=jnp.bfloat16)
   k, v = (attention.store(x, 'float8_e4m3fn') for x in (k, v))
-  found = attention_kernel.forward(q, k, v, FIRST, LAST, TILE, interpret=True)
-  expected = attention._reference(q, k, v, FIRST, LAST, TILE)
+
+  @hurried_jit
+  def both(*args):
+    found = attention_kernel.forward(*args, TILE, interpret=True)
+    return found, attention._reference(*args, TILE)
+
+  found, expected = both(q, k, v, FIRST, LAST)
   for a, b in zip(found, expected, strict=True):
     np.testing.assert_allclose(
         np.asarray(a, np.float32), np.asarray(b, np.float32), atol=2.0**-6
@@ -424,14 +435,19 @@ def test_stored_keys_and_values_are_read_by_training_and_decode_alike():
       x.astype(jnp.bfloat16)
       for x in (attention.store(x, 'float8_e4m3fn') for x in (k, v))
   )
-  out, pull = jax.vjp(lambda *a: run(*a, 'float8_e4m3fn'), q, k, v)
-  same, pull_same = jax.vjp(lambda *a: run(*a, None), q, *rounded)
+
+  def both(kv_dtype, *args):
+    out, pull = jax.vjp(lambda *a: run(*a, kv_dtype), *args)
+    return out, pull(dout)
+
+  out, grads = hurried_jit(functools.partial(both, 'float8_e4m3fn'))(q, k, v)
+  same, same_grads = hurried_jit(functools.partial(both, None))(q, *rounded)
   # The products are taken in float16 there.
   np.testing.assert_allclose(
       np.asarray(out, np.float32), np.asarray(same, np.float32), atol=2.0**-6
   )
   # Straight through: gradients as if the rounded ones had been given.
-  for a, b in zip(pull(dout), pull_same(dout), strict=True):
+  for a, b in zip(grads, same_grads, strict=True):
     assert a.dtype == jnp.bfloat16
     np.testing.assert_allclose(
         np.asarray(a, np.float32), np.asarray(b, np.float32), atol=0.1

@@ -122,7 +122,7 @@ def _differing(a, b) -> float:
 @pytest.mark.parametrize(
     'dtype, at_random',
     [
-        ('float32', False),
+        pytest.param('float32', False, marks=pytest.mark.slow),
         pytest.param('bfloat16', False, marks=pytest.mark.slow),
         ('bfloat16', True),
     ],
