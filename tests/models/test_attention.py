@@ -234,7 +234,7 @@ def _heads(x_BKRH, group):
     'group, dtype, kv_dtype',
     [
         (1, jnp.float32, 'float32'),
-        (2, jnp.float32, 'float32'),
+        pytest.param(2, jnp.float32, 'float32', marks=pytest.mark.slow),
         (7, jnp.float32, 'float32'),
         (7, jnp.bfloat16, 'bfloat16'),
         (7, jnp.bfloat16, 'float8_e4m3fn'),

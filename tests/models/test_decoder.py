@@ -63,7 +63,7 @@ def _slot(state, path):
         *((family, FP8) for family in tiny.FAMILIES),
         # Qwen2 in BF16 is held to its training step below.
         ('qwen3', BF16),
-        ('llama', BF16),
+        pytest.param('llama', BF16, marks=pytest.mark.slow),
     ],
 )
 def test_decode_has_the_bits_of_the_teacher_forced_forward(family, recipe):

@@ -42,7 +42,16 @@ def _assert_same_bits(recipe):
   assert decoded.std() > 0.05 and np.all(decoded < 0)
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize(
+    'name',
+    [
+        'fp8_token',
+        'fp8_block',
+        # The scales of fp8_token, of other values.
+        pytest.param('int8', marks=pytest.mark.slow),
+        'fake_int4',
+    ],
+)
 def test_decode_has_the_bits_of_the_training_step(name):
   _assert_same_bits(Recipe(name=name))
 
