@@ -7,6 +7,7 @@ whole steps side by side, on two GPUs of a host.
 
 import json
 import pathlib
+import statistics
 
 import matplotlib.pyplot as plt
 
@@ -27,16 +28,19 @@ _COLORS = ('#1b6ca8', '#8fb8d8', '#c8553d', '#b9c6d3')
 
 def speedups() -> dict[str, tuple[float, float]]:
   """Returns name -> (milliseconds in BF16, in FP8)."""
-  decode = {
-      row['variant']: row['ms_per_step']
-      for row in _rows('rollout')
-      if row['workload'] == '128x128x1x2048'
-  }
+  decode, cached = (
+      {
+          row['variant']: row['ms_per_step']
+          for row in _rows(theme)
+          if row['workload'] == '128x128x1x2048'
+      }
+      for theme in ('rollout', 'rollout_kv8')
+  )
   update = {row['variant']: row['accumulate_ms'] for row in _rows('train_step')}
   phases = seconds_by_phase()
   found = {
       'decode, 128 x 2048 tokens': (decode['bf16'], decode['fp8_delayed']),
-      'the same, FP8 KV cache': (decode['bf16'], decode['fp8_delayed+kv8']),
+      'the same, FP8 KV cache': (cached['bf16'], cached['fp8_delayed+kv8']),
       'forward + backward, 8 x 4096': (update['bf16'], update['fp8_delayed']),
       'a whole step, 32 x 8 answers': tuple(
           1000 * sum(phases[name].values()) for name in ('bf16', 'fp8_delayed')
@@ -54,19 +58,24 @@ def speedups() -> dict[str, tuple[float, float]]:
 
 
 def seconds_by_phase() -> dict[str, dict[str, float]]:
-  """Returns variant -> phase -> mean seconds of whole steps but the first."""
+  """Returns variant -> phase -> median seconds of whole steps but the first.
+
+  Of variants with three of them: the second may compile, too.
+  """
   steps: dict[str, list[dict]] = {}
   for row in _rows('grpo_step_32x8x2048'):
     if row['step'] > 1:
       steps.setdefault(row['variant'], []).append(row)
   found = {}
   for variant, rows in steps.items():
+    if len(rows) < 3:
+      continue
 
-    def mean(name, rows=rows):
-      return sum(row[f'timing_s/{name}'] for row in rows) / len(rows)
+    def median(name, rows=rows):
+      return statistics.median(row[f'timing_s/{name}'] for row in rows)
 
-    spent = {label: mean(name) for name, label in _PHASES.items()}
-    found[variant] = spent | {'rest': mean('step') - sum(spent.values())}
+    spent = {label: median(name) for name, label in _PHASES.items()}
+    found[variant] = spent | {'rest': median('step') - sum(spent.values())}
   return found
 
 
@@ -94,7 +103,7 @@ def draw_phases() -> None:
     axes.text(left + 1, place, f'{left:.1f} s', va='center', weight='bold')
     axes.text(-1, place, variant, va='center', ha='right')
   axes.set_yticks([])
-  axes.set_xlim(0, 110)
+  axes.set_xlim(0, 90)
   axes.set_xlabel(
       'seconds of a GRPO step: 32 prompts x 8 answers to 2048 tokens'
   )

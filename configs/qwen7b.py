@@ -6,8 +6,8 @@ XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m jetrl_jax.main \
 
 Follows Jet-RL (arXiv:2601.14243): GSM8K + MATH in one FP8 flow, with 3072
 response tokens where the paper has 8192.
-Expected accuracy: not run yet. A step with random weights, 256 answers of 1029
-to 2046 tokens and rows of one sequence took 72 s on an H200, exact
+Expected accuracy: not run yet. A step with random weights and 256 answers of
+1029 to 2046 tokens took 55 s on an H200, exact
 (benchmarks/results/grpo_step_32x8x2048_qwen7b_h200_2026-11-21.md).
 
 The files below data/: see README, "Data". A speed run without a checkpoint
@@ -48,8 +48,6 @@ def get_config():
   # 2048, and padding.
   config.trainer.micro_batch_size = 4
   config.trainer.packed_rows = 1
-  # 30 KB a token and layer instead of 7: 13 GiB, which decode's caches leave.
-  config.model.remat = 'selective'
   config.optim.lr = 1e-6
   config.optim.moments = 'fp8'
   config.trainer.total_training_steps = 200

@@ -24,6 +24,8 @@ DOTS = frozenset(
 )
 CASTS = frozenset(['convert_element_type', 'reduce_precision'])
 KERNELS = frozenset(['pallas_call', 'ffi_call', 'custom_call'])
+# Compiled functions that count as one kernel, with what lays out its operands.
+KERNEL_CALLS = frozenset(['flash_attention'])
 REDUCTIONS = frozenset(
     'cumlogsumexp cummax cummin cumprod cumsum pmax pmin psum psum_invariant'
     ' reduce reduce_max reduce_min reduce_prod reduce_scatter reduce_sum'
@@ -74,6 +76,13 @@ def is_number(aval) -> bool:
   if not hasattr(aval, 'dtype'):
     return False
   return jnp.issubdtype(aval.dtype, np.floating) or aval.dtype == np.int8
+
+
+def is_kernel(eqn) -> bool:
+  """True for an operation whose inside is not looked at."""
+  op = eqn.primitive.name
+  called = op in ('jit', 'pjit') and eqn.params['name'] in KERNEL_CALLS
+  return called or op in KERNELS
 
 
 def is_int8_dot(eqn) -> bool:
@@ -170,7 +179,7 @@ def varying_axes(eqn, facts) -> tuple[bool, ...]:
   op, params = eqn.primitive.name, eqn.params
   aval = eqn.outvars[0].aval
   everything = all_axes(aval)
-  if not facts or op in DOTS | KERNELS:
+  if not facts or op in DOTS or is_kernel(eqn):
     return everything
   first = facts[0].varying
   if op == 'broadcast_in_dim':

@@ -213,7 +213,7 @@ class _Walker:
     names = scope.names
     varying = flow_facts.varying_axes(eqn, facts)
     granularity = ''
-    if op in flow_facts.KERNELS:
+    if flow_facts.is_kernel(eqn):
       op = str(eqn.params.get('name') or eqn.params.get('target_name') or op)
       # A Pallas kernel is a scope of its own name too.
       names = names[:-1] if names[-1:] == (op,) else names
@@ -259,7 +259,7 @@ def _count_reshaped(outer, inner) -> int:
 
 def _called(eqn) -> Any:
   """Returns the jaxpr that a call-like equation runs, or None."""
-  if eqn.primitive.name in flow_facts.KERNELS | flow_facts.REDUCTIONS:
+  if flow_facts.is_kernel(eqn) or eqn.primitive.name in flow_facts.REDUCTIONS:
     return None
   for name in _CALLS:
     jaxpr = eqn.params.get(name)
@@ -298,10 +298,11 @@ def _with_precision(op: str, eqn) -> str:
 
 def _kind(eqn, granularity: str) -> str:
   op = eqn.primitive.name
+  if flow_facts.is_kernel(eqn):
+    return 'kernel'
   kinds = {
       'dot': flow_facts.DOTS,
       'cast': flow_facts.CASTS,
-      'kernel': flow_facts.KERNELS,
       'reduction': flow_facts.REDUCTIONS,
       'transcendental': flow_facts.TRANSCENDENTALS,
   }

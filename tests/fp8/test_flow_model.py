@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import pytest
 
 from jetrl_jax import sharding
@@ -174,3 +175,25 @@ def test_the_check_at_start_up_names_what_only_the_rollout_rounds():
   fields = {f.name: getattr(of, f.name) for f in dataclasses.fields(of)}
   with pytest.raises(ValueError, match='convert_element_type .f32. -> bf16'):
     check(RoundsLogits(**fields), state)
+
+
+@pytest.mark.parametrize('kv_cache_dtype', ['compute', 'float8_e4m3fn'])
+@pytest.mark.parametrize(
+    'recipe', [FP8, Recipe(name='bf16')], ids=['fp8', 'bf16']
+)
+def test_what_a_gpu_runs_is_one_flow(recipe, kv_cache_dtype, monkeypatch):
+  of = dataclasses.replace(
+      policy('qwen2', recipe), kv_cache_dtype=kv_cache_dtype
+  )
+  state = tiny_run.state_shapes(of)
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  check(of, state)
+  kernels = {
+      node.inputs[:3]
+      for node in flow_check.decode_graph(
+          of, tiny_run.engine_config(), state
+      ).nodes
+      if node.op == 'flash_attention'
+  }
+  stored = 'bf16' if kv_cache_dtype == 'compute' else 'e4m3'
+  assert kernels == {('bf16', stored, stored)}
