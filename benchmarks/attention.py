@@ -18,7 +18,7 @@ from absl import app, flags
 
 from benchmarks import common
 from jetrl_jax.compilation import exact_jit, on_gpu
-from jetrl_jax.models import attention, attention_kernel
+from jetrl_jax.models import attention, attention_decode, attention_kernel
 
 _OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
 _COMMIT = flags.DEFINE_string('commit', '', 'Commit under test.')
@@ -118,9 +118,9 @@ _REPEATS = 28  # as many as a 7B has layers, so that launching does not count
 
 def _many(q, k, v, table, last, **options):
   """Attends again and again, each time with what came out as queries."""
-  out = first = attention_kernel.decode(q, k, v, table, last, **options)[0]
+  out = first = attention_decode.decode(q, k, v, table, last, **options)[0]
   for _ in range(_REPEATS - 1):
-    out = attention_kernel.decode(out, k, v, table, last, **options)[0]
+    out = attention_decode.decode(out, k, v, table, last, **options)[0]
   return first, out
 
 

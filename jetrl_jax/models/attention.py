@@ -28,7 +28,12 @@ from jax import lax
 from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.quantization import quantize
-from jetrl_jax.models import attention_backward, attention_kernel, remat
+from jetrl_jax.models import (
+    attention_backward,
+    attention_decode,
+    attention_kernel,
+    remat,
+)
 from jetrl_jax.typing import Array
 
 _NO_SCORE = -1e30
@@ -286,7 +291,7 @@ class DecodeAttention:
     )
     slots, heads, head_dim = q_MNH.shape
     if on_gpu():
-      out, _ = attention_kernel.decode(
+      out, _ = attention_decode.decode(
           q_MNH, keys, values, self.table_BP, self.position_B, self.tile
       )
     else:
@@ -324,7 +329,7 @@ class DecodeAttention:
       return x.reshape(slots, kv_heads, pages * size, head_dim)
 
     group = q_MNH.shape[1] // kv_heads
-    rows = attention_kernel.DECODE_ROWS
+    rows = attention_decode.DECODE_ROWS
     q = q_MNH.reshape(slots, kv_heads, group, head_dim)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, -group % rows), (0, 0)))
     last_BR = jnp.broadcast_to(self.position_B[:, None], (slots, q.shape[2]))

@@ -20,6 +20,7 @@ from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.models import (
     attention,
     attention_backward,
+    attention_decode,
     attention_kernel,
     norm,
 )
@@ -139,7 +140,7 @@ def test_decode_has_the_bits_of_the_training_forward(kind, last):
 
   values = attention_kernel.pair(pages(v)) if kind else pages(v)
   table = jnp.arange(slots_ * keys // page, dtype=jnp.int32)
-  decode = exact_jit(lambda *a: attention_kernel.decode(*a, _TILE, **_HOW)[0])
+  decode = exact_jit(lambda *a: attention_decode.decode(*a, _TILE, **_HOW)[0])
   found = decode(
       q.reshape(slots_, heads * group, 128),
       pages(k),

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from jetrl_jax.compilation import exact_jit
-from jetrl_jax.models import attention, attention_backward, attention_kernel
+from jetrl_jax.models import (
+    attention,
+    attention_backward,
+    attention_decode,
+    attention_kernel,
+)
 from jetrl_jax.models.attention import DecodeAttention, PackedAttention
 from tests.hurry import hurried_jit
 
@@ -382,7 +387,7 @@ def test_the_decode_kernel_computes_what_the_cpu_form_does(kv_dtype, group):
 
   @hurried_jit
   def both(q, keys, values, table, last):
-    out, _ = attention_kernel.decode(
+    out, _ = attention_decode.decode(
         q, keys, values, table, last, TILE, interpret=True
     )
     attend = DecodeAttention(position_B=last, table_BP=table, tile=TILE)
