@@ -169,4 +169,6 @@ def draw(
       **kernel_options(interpret, num_warps=4),
   )(z_BV, keys_B2, greedy_B.astype(jnp.float32))
   first_B1 = jnp.argmax(best_BC, axis=1)[:, None]
-  return jnp.take_along_axis(token_BC, first_B1, axis=1)[:, 0]
+  token_B = jnp.take_along_axis(token_BC, first_B1, axis=1)[:, 0]
+  # Of NaN none is the largest.
+  return jnp.minimum(token_B, vocab - 1)

@@ -103,3 +103,9 @@ def test_a_greedy_row_takes_the_first_most_probable_token():
   z_V[[70, 4200]] = 1.0
   assert _draw([z_V] * 3, greedy=True).tolist() == [70] * 3
   assert set(_draw([30 * z_V] * 20).tolist()) == {70, 4200}
+
+
+def test_a_row_that_is_not_finite_still_gives_a_token():
+  z_BV = np.zeros((2, 50))
+  z_BV[1] = np.nan
+  assert (_draw(z_BV) < 50).all()
