@@ -230,7 +230,7 @@ def control(runs: list[Run], output: pathlib.Path) -> None:
   ]
   handles += [Line2D([], [], marker='x', ls='', color='black')]
   words = ['mixed', 'unified (open)', 'long answers (squares)', 'collapsed']
-  figure.legend(handles, [*names, *words], loc='outside lower center', ncols=10)
+  figure.legend(handles, [*names, *words], loc='outside lower center', ncols=6)
   figure.savefig(output, dpi=110)
 
 
