@@ -1,24 +1,27 @@
 """The noise of `sampling_kernel.py`, interpreted; tests/gpu has it on a GPU."""
 
-import functools
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jetrl_jax.rl import sampling_kernel
+from tests.hurry import hurried_jit
 
 # 99.9% quantile of chi-square with 4 degrees of freedom.
 _CHI2_999 = 18.47
 
 
+@hurried_jit
+def _kernel(z_BV, keys_B2, greedy_B):
+  return sampling_kernel.draw(z_BV, keys_B2, greedy_B, interpret=True)
+
+
 def _draw(z_BV, seed=0, greedy=False):
   rows = len(z_BV)
   keys = np.random.default_rng(seed).integers(2**32, size=(rows, 2))
-  draw = jax.jit(functools.partial(sampling_kernel.draw, interpret=True))
-  found = draw(
+  found = _kernel(
       jnp.asarray(z_BV, jnp.float32),
       jnp.asarray(keys, jnp.uint32),
       jnp.full((rows,), greedy),
