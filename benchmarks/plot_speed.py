@@ -2,7 +2,7 @@
 
 Reads benchmarks/results/*_qwen7b_h200_2026-11-21.json and writes docs/speed.png
 and docs/step.png. Both recipes of a row were measured in one run; those of
-whole steps side by side, on two GPUs of a host.
+whole steps side by side, on GPUs of one host.
 """
 
 import json

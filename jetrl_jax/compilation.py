@@ -76,6 +76,26 @@ def kernel_options(
   }
 
 
+def instruction(name: str):
+  """Returns a function of float32 arrays: one instruction of the device.
+
+  Args:
+    name: in PTX, with its type, for example 'ex2.approx.ftz.f32'.
+  """
+
+  def call(x):
+    [result] = triton.elementwise_inline_asm(
+        f'{name} $0, $1;',
+        args=[x],
+        constraints='=f,f',
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result
+
+  return call
+
+
 def compiler_options(backend: str | None = None, *, exact: bool = True) -> dict:
   """Returns the options for a backend, by default the one in use.
 

@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from jetrl_jax.compilation import kernel_options
+from jetrl_jax.compilation import instruction, kernel_options
 from jetrl_jax.typing import Array
 
 ROW_TILE = 64
@@ -76,14 +75,7 @@ def power_of_2(x, interpret: bool):
   """
   if interpret:
     return jnp.exp2(x)
-  (result,) = triton.elementwise_inline_asm(
-      'ex2.approx.ftz.f32 $0, $1;',
-      args=[x],
-      constraints='=f,f',
-      pack=1,
-      result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
-  )
-  return result
+  return instruction('ex2.approx.ftz.f32')(x)
 
 
 def scores_of(q, k):

@@ -28,9 +28,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from jetrl_jax.compilation import kernel_options
+from jetrl_jax.compilation import instruction, kernel_options
 from jetrl_jax.fp8 import adam, formats
 from jetrl_jax.rl import opt_parts, rounding
 from jetrl_jax.sharding import Axes
@@ -92,22 +91,6 @@ def _fits(master: Array, gradient: Array, *moments: PyTree) -> bool:
   )
 
 
-def _instruction(name: str):
-  """Returns a function of float32 arrays: one instruction of the device."""
-
-  def call(x: Array) -> Array:
-    [result] = triton.elementwise_inline_asm(
-        f'{name} $0, $1;',
-        args=[x],
-        constraints='=f,f',
-        pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-    )
-    return result
-
-  return call
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Maths:
   """How four functions are computed.
@@ -127,10 +110,10 @@ class _Maths:
 
 # Off by 2^-22 of the result or so; the logarithm between 1/2 and 2 by 2^-22.
 _FAST = _Maths(
-    log2=_instruction('lg2.approx.ftz.f32'),
-    exp2=_instruction('ex2.approx.ftz.f32'),
-    sqrt=_instruction('sqrt.approx.ftz.f32'),
-    inverse=_instruction('rcp.approx.ftz.f32'),
+    log2=instruction('lg2.approx.ftz.f32'),
+    exp2=instruction('ex2.approx.ftz.f32'),
+    sqrt=instruction('sqrt.approx.ftz.f32'),
+    inverse=instruction('rcp.approx.ftz.f32'),
 )
 _PLAIN = _Maths(
     log2=jnp.log2, exp2=jnp.exp2, sqrt=jnp.sqrt, inverse=lambda x: 1.0 / x

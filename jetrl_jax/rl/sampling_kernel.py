@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jetrl_jax.compilation import kernel_options
+from jetrl_jax.compilation import instruction, kernel_options
 from jetrl_jax.typing import Array
 
 # Tokens of a program: a lane draws for four of them, a quarter apart.
@@ -77,14 +77,7 @@ def _log(x, interpret: bool):
   """Natural logarithm, on a GPU to 2^-22."""
   if interpret:
     return jnp.log(x)
-  (found,) = triton.elementwise_inline_asm(
-      'lg2.approx.ftz.f32 $0, $1;',
-      args=[x],
-      constraints='=f,f',
-      pack=1,
-      result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, jnp.float32)],
-  )
-  return found * math.log(2.0)
+  return instruction('lg2.approx.ftz.f32')(x) * math.log(2.0)
 
 
 def gumbel(bits, interpret: bool):

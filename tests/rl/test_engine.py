@@ -1,12 +1,15 @@
 """Tests of the engine: JetStream's methods, truncation, settings."""
 
 import functools
+import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jetrl_jax import rng, sharding
 from jetrl_jax.data import Prompt
+from jetrl_jax.rl import decode_step
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.policy import PolicyParams
 from tests.rl import tiny_run
@@ -215,6 +218,23 @@ def test_log_mu_is_of_the_truncated_distribution():
       sizes.add(len(order))
   # Some rows were cut by more than top-k.
   assert min(sizes) < 12
+
+
+def test_a_top_k_of_the_whole_vocabulary_leaves_log_mu_the_policys():
+  z_BV = np.random.default_rng(0).normal(size=(16, 30)).astype(np.float32)
+  count = jnp.zeros(16, jnp.int32)
+  state = types.SimpleNamespace(
+      address=jnp.zeros((16, 2), jnp.uint32),
+      emitted=count,
+      given=count,
+      tokens=jnp.zeros((16, 4), jnp.int32),
+      temperature=jnp.ones(16),
+  )
+  config = tiny_run.engine_config(top_k=30)
+  _, log_mu, logprob, _ = decode_step.sample(
+      config, state, jnp.asarray(z_BV), rng.key(0, rng.ROLLOUT, 0)
+  )
+  np.testing.assert_array_equal(log_mu, logprob)
 
 
 def test_greedy_does_not_ask_the_truncation():
