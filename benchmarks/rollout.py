@@ -165,16 +165,12 @@ def main(argv: list[str]) -> None:
       for cap in map(float, _CAPS.value or ['inf']):
         rows += _rows(policy, mesh, params, variant, workload, cap)
         gc.collect()
+        if rows:
+          # After each: a later one may run into a time limit.
+          shown = common.table(rows, _COLUMNS)
+          common.write(_OUTPUT.value, rows, _ratios(rows), shown, _COMMIT.value)
     del params
     gc.collect()
-  if not _PROFILE.value:
-    common.write(
-        _OUTPUT.value,
-        rows,
-        _ratios(rows),
-        common.table(rows, _COLUMNS),
-        _COMMIT.value,
-    )
 
 
 def _rows(policy, mesh, params, variant: str, workload: str, cap: float):
@@ -204,9 +200,7 @@ def _rows(policy, mesh, params, variant: str, workload: str, cap: float):
     print(f'== {variant} {workload}')
     profile(engine, params)
     return []
-  row = measure(engine, params, variant, workload) | more
-  print(row, flush=True)
-  return [row]
+  return [measure(engine, params, variant, workload) | more]
 
 
 def _ratios(rows: list[dict]) -> dict:

@@ -217,11 +217,13 @@ def main(argv: list[str]) -> None:
     )
     for workload in _WORKLOADS.value or ['']:
       row = measure(variant, workload, policy, mesh, make)
-      print(row, flush=True)
       measured.append(row)
+      shown = common.table(measured, _COLUMNS)
+      # After each: a later one may run into a time limit.
+      common.write(
+          _OUTPUT.value, measured, ratios(measured), shown, _COMMIT.value
+      )
       gc.collect()
-  shown = common.table(measured, _COLUMNS)
-  common.write(_OUTPUT.value, measured, ratios(measured), shown, _COMMIT.value)
 
 
 if __name__ == '__main__':
