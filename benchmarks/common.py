@@ -120,10 +120,21 @@ def write(
 
 
 def overrides(variant: str) -> dict:
-  """Returns the config of 'RECIPE' or 'RECIPE+kv8' (FP8 keys and values)."""
-  recipe, _, kv = variant.partition('+')
-  kinds = {'': 'compute', 'kv8': 'float8_e4m3fn'}
-  return {'precision.recipe': recipe, 'precision.kv_cache_dtype': kinds[kv]}
+  """Returns the config of 'RECIPE', or 'RECIPE+OPTION', or with more options.
+
+  Args:
+    variant: options are 'kv8' (FP8 keys and values) and 'selective' (see
+      `model.remat`).
+  """
+  options = {
+      'kv8': {'precision.kv_cache_dtype': 'float8_e4m3fn'},
+      'selective': {'model.remat': 'selective'},
+  }
+  recipe, *chosen = variant.split('+')
+  settings = {'precision.recipe': recipe, 'precision.kv_cache_dtype': 'compute'}
+  for option in chosen:
+    settings |= options[option]
+  return settings
 
 
 def random_policy(

@@ -43,7 +43,7 @@ _STEPS = flags.DEFINE_integer('steps', 3, 'Training steps of each variant.')
 _VARIANTS = flags.DEFINE_list(
     'variants',
     ['fp8_delayed', 'bf16'],
-    'Recipes, see precision.recipe; +kv8 with FP8 keys and values.',
+    'Recipes, see precision.recipe; options: see `common.overrides`.',
 )
 _LIMIT = flags.DEFINE_float(
     'limit_s', float('inf'), 'Seconds after which what is done is written.'

@@ -40,6 +40,9 @@ _VARIANTS = flags.DEFINE_list(
 _REMAT = flags.DEFINE_list(
     'remat', ['full'], 'See model.remat; several are timed side by side.'
 )
+_CHUNK = flags.DEFINE_integer(
+    'logit_chunk_rows', 1024, 'See model.logit_chunk_rows.'
+)
 _APPLY = flags.DEFINE_bool('apply', True, 'Time the optimiser too.')
 _MASTERS = flags.DEFINE_string(
     'master_dtype', 'bfloat16', 'See model.master_dtype.'
@@ -212,6 +215,7 @@ def main(argv: list[str]) -> None:
     settings = common.overrides(variant)
     settings['model.master_dtype'] = _MASTERS.value
     settings['model.remat'] = remat
+    settings['model.logit_chunk_rows'] = _CHUNK.value
     policy, mesh, make = common.random_policy(
         _SHAPE.value, settings, _LAYERS.value
     )

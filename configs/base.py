@@ -37,7 +37,8 @@ def get_config() -> ml_collections.ConfigDict:
   config.model.freeze = ()
   # Attention tile in tokens, part of the arithmetic. 64 on GPU.
   config.model.attention_tile = 64
-  # Rows whose [rows, vocabulary] logits are in memory at once.
+  # Most rows whose [rows, vocabulary] logits are in memory at once. With fewer
+  # the gradient of lm_head is read and written more often.
   config.model.logit_chunk_rows = 1024
   # What of a block the backward pass computes again: 'none', 'selective' (its
   # norms and MLP; what attention made stays in memory) or 'full' (all of it).

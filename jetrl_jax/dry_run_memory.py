@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import fp8, sharding
-from jetrl_jax.rl import decode_step, mixed_flow, startup
+from jetrl_jax.rl import decode_step, logprobs, mixed_flow, startup
 from jetrl_jax.rl.apply import Gradients, merge
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.objective import policy_loss
@@ -280,7 +280,7 @@ def accumulate_needs(parts: Parts, found: Shapes) -> dict[str, int]:
   inside = (
       tokens * width * (4 * model.model_dim + 2 * heads + 3 * model.ffn_dim)
   )
-  chunk = min(policy.logit_chunk_rows, tokens)
+  chunk = logprobs.chunk_of(tokens, policy.logit_chunk_rows)
   match policy.remat:
     case 'none':
       kept, block = 'insides', inside

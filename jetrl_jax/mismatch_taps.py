@@ -83,11 +83,11 @@ class TappedPolicy(Policy):
 
   def decode(self, *args, **kwargs):
     """See `Policy.decode`."""
-    z_BV, caches = super().decode(*args, **kwargs)
-    self.leave(LOGITS, z_BV)
-    # The same expression as the sampler's, which the compiler joins with it.
-    self.leave(LOGSUMEXP, logprobs.row_stats(z_BV)[0][:, None])
-    return z_BV, caches
+    logits_BV, lse_B, caches = super().decode(*args, **kwargs)
+    *_, inverse_B = args
+    self.leave(LOGITS, logprobs.temper(logits_BV, inverse_B[:, None]))
+    self.leave(LOGSUMEXP, lse_B[:, None])
+    return logits_BV, lse_B, caches
 
 
 def tapped(policy: Policy, wanted: tuple[str, ...]) -> TappedPolicy:

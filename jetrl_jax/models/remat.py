@@ -21,6 +21,7 @@ from jax import ad_checkpoint
 
 MODES = ('none', 'selective', 'full')
 _KEPT = 'kept'
+_BUT_KEPT = jax.checkpoint_policies.save_only_these_names(_KEPT)
 
 
 def check(mode: str) -> None:
@@ -42,12 +43,15 @@ def keep(tree):
   return ad_checkpoint.checkpoint_name(tree, _KEPT)
 
 
+def all_but_kept(function):
+  """Returns the function, whose backward computes again what is not marked."""
+  return jax.checkpoint(function, policy=_BUT_KEPT)
+
+
 def wrap(block: type[nn.Module], mode: str) -> type[nn.Module]:
   """Returns the module, recomputed in its backward as the mode says."""
   check(mode)
   if mode == 'none':
     return block
-  policy = None
-  if mode == 'selective':
-    policy = jax.checkpoint_policies.save_only_these_names(_KEPT)
+  policy = _BUT_KEPT if mode == 'selective' else None
   return nn.remat(block, prevent_cse=True, policy=policy)

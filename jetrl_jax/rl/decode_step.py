@@ -242,14 +242,18 @@ def _token_at(tokens_BR, index_B):
   return jnp.take_along_axis(tokens_BR, index_B1, axis=1)[:, 0]
 
 
-def sample(config: EngineConfig, state: DecodeState, z_BV, base_key):
+def sample(
+    config: EngineConfig,
+    state: DecodeState,
+    logits_BV,
+    inverse_B,
+    lse_B,
+    base_key,
+):
   """Returns (token, log mu, log pi, whether it is given) of every slot.
 
   A given token was not sampled; log pi stands for its log mu.
   """
-  with jax.named_scope('head'):
-    lse_B, _ = logprobs.row_stats(z_BV)
-
   greedy_B = state.temperature <= 0
   limits = {
       'top_k': config.top_k,
@@ -261,17 +265,22 @@ def sample(config: EngineConfig, state: DecodeState, z_BV, base_key):
     return rng.fold(base_key, address[0], address[1], emitted)
 
   with jax.named_scope('sampling'):
+    # Where nothing reads it no program makes it.
+    z_BV = logprobs.temper(logits_BV, inverse_B[:, None])
     mask_BV = jax.vmap(functools.partial(sampling.truncation_mask, **limits))(
         z_BV
     )
     keys_B = jax.vmap(key_of)(state.address, state.emitted)
-    token_B = sampling.draw(z_BV, mask_BV, keys_B, greedy_B=greedy_B)
+    token_B = sampling.draw(
+        logits_BV, inverse_B, mask_BV, keys_B, greedy_B=greedy_B
+    )
   is_given_B = state.emitted < state.given
   token_B = jnp.where(
       is_given_B, _token_at(state.tokens, state.emitted), token_B
   )
   with jax.named_scope('head'):
-    logprob_B = logprobs.pick(z_BV, token_B) - lse_B
+    picked_B = logprobs.pick(logits_BV, token_B)
+    logprob_B = logprobs.temper(picked_B, inverse_B) - lse_B
   if mask_BV is None:
     log_mu_B = jnp.where(greedy_B, 0.0, logprob_B)
   else:
@@ -286,15 +295,18 @@ def sample(config: EngineConfig, state: DecodeState, z_BV, base_key):
 def step(policy, config, params, base_key, state: DecodeState) -> DecodeState:
   """Feeds, samples and books one token in every active slot."""
   running = state.active & ~state.parked
-  z_BV, caches = policy.decode(
+  inverse_B = logprobs.inverse_temperature(state.temperature)
+  logits_BV, lse_B, caches = policy.decode(
       params,
       state.token,
       jnp.where(running, state.position, -1),
       state.table,
       state.caches,
-      state.temperature,
+      inverse_B,
   )
-  token, log_mu, logprob, is_given = sample(config, state, z_BV, base_key)
+  token, log_mu, logprob, is_given = sample(
+      config, state, logits_BV, inverse_B, lse_B, base_key
+  )
   index_R = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]
   here_BR = (index_R == state.emitted[:, None]) & running[:, None]
 

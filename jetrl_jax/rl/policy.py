@@ -210,9 +210,9 @@ class Policy:
       positions_B: Array,
       table_BP: Array,
       caches: list[tuple[Array, Array]],
-      temperature_B: Array,
-  ) -> tuple[Array, list[tuple[Array, Array]]]:
-    """Feeds one token per slot; returns tempered logits [B, V] and the caches.
+      inverse_B: Array,
+  ) -> tuple[Array, Array, list[tuple[Array, Array]]]:
+    """Feeds one token per slot.
 
     Args:
       params: weights and scales.
@@ -220,7 +220,10 @@ class Policy:
       positions_B: int32 its position; -1 for an idle slot.
       table_BP: int32, see `DecodeAttention`.
       caches: per layer pages of (keys, values), see `page_shapes`.
-      temperature_B: float32; 0 leaves the logits untempered.
+      inverse_B: float32, see `logprobs.inverse_temperature`.
+
+    Returns:
+      (float32 logits [B, V], the log-sum-exp [B] of the tempered ones, caches)
     """
     tree = variables(params.weights, params.fp8_state)
     hidden_MD, caches = self._apply(
@@ -235,7 +238,8 @@ class Policy:
     )
     with jax.named_scope('head'):
       logits_BV = self._apply(tree, hidden_MD, method='head')
-      return logprobs.temper(logits_BV, temperature_B[:, None]), caches
+      lse_B, _ = logprobs.row_stats(logits_BV, inverse_B)
+    return logits_BV, lse_B, caches
 
   def page_shapes(
       self, pages: int, size: int

@@ -1,9 +1,9 @@
-"""Draws a token from each row of tempered logits, and knows its probability.
+"""Draws a token from each row of logits, and knows its probability.
 
-All functions but `draw` are for one row. Logits are float32 and already divided
-by the temperature (greedy rows: by 1). The policy pi is the softmax of all of
-them; truncation gives another distribution, mu, and the token is drawn from
-that.
+All functions but `draw` are for one row. Logits are float32, and z are those
+divided by the temperature (greedy rows: by 1). The policy pi is the softmax of
+all of them; truncation gives another distribution, mu, and the token is drawn
+from that.
 
 What a row gets depends on its own logits and key alone: the sums run in a
 fixed tree of additions (`lax.associative_scan`), which the compiler cannot
@@ -18,6 +18,7 @@ from jax import lax
 
 from jetrl_jax.compilation import on_gpu
 from jetrl_jax.rl import sampling_kernel
+from jetrl_jax.rl.logprobs import temper
 from jetrl_jax.typing import Array, Bool, Float, Int, PRNGKey
 
 
@@ -145,7 +146,8 @@ def gumbel_argmax(
 
 
 def draw(
-    z_BV: Float[Array, 'B V'],
+    logits_BV: Float[Array, 'B V'],
+    inverse_B: Float[Array, ' B'],
     mask_BV: Bool[Array, 'B V'] | None,
     keys_B: PRNGKey,
     *,
@@ -157,7 +159,8 @@ def draw(
   `sampling_kernel.py`.
 
   Args:
-    z_BV: tempered logits, float32.
+    logits_BV: float32.
+    inverse_B: float32, see `logprobs.inverse_temperature`.
     mask_BV: tokens that may be drawn; None for all.
     keys_B: the rows' keys.
     greedy_B: rows at temperature 0.
@@ -166,11 +169,13 @@ def draw(
     int32 token ids.
   """
   if mask_BV is None and on_gpu():
-    return sampling_kernel.draw(z_BV, jax.random.key_data(keys_B), greedy_B)
+    key_data_B2 = jax.random.key_data(keys_B)
+    return sampling_kernel.draw(logits_BV, inverse_B, key_data_B2, greedy_B)
 
   def one(z_V, mask_V, key, greedy):
     return gumbel_argmax(z_V, mask_V, key, greedy=greedy)
 
+  z_BV = temper(logits_BV, inverse_B[:, None])
   axes = (0, None if mask_BV is None else 0, 0, 0)
   return jax.vmap(one, in_axes=axes)(z_BV, mask_BV, keys_B, greedy_B)
 

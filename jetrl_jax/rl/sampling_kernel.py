@@ -98,7 +98,15 @@ def gumbel(bits, interpret: bool):
 
 
 def _draw_kernel(
-    z_ref, key_ref, greedy_ref, best_ref, token_ref, *, vocab: int, interpret
+    logits_ref,
+    inverse_ref,
+    key_ref,
+    greedy_ref,
+    best_ref,
+    token_ref,
+    *,
+    vocab: int,
+    interpret: bool,
 ):
   """The largest noisy logit of a row's chunk, and whose it is."""
   chunk = pl.program_id(1)
@@ -111,12 +119,12 @@ def _draw_kernel(
   token = jnp.full((_LANES,), vocab, jnp.int32)
   for quarter, bits in enumerate(words):
     at = chunk * CHUNK + quarter * _LANES + lanes
-    z = triton.load(
-        z_ref.at[pl.ds(chunk * CHUNK + quarter * _LANES, _LANES)],
+    logits = triton.load(
+        logits_ref.at[pl.ds(chunk * CHUNK + quarter * _LANES, _LANES)],
         mask=at < vocab,
         other=-jnp.inf,
     )
-    noisy = z + amplitude * gumbel(bits, interpret)
+    noisy = logits * inverse_ref[0] + amplitude * gumbel(bits, interpret)
     # Of equal values the lowest token: it comes first.
     token = jnp.where(noisy > best, at, token)
     best = jnp.maximum(best, noisy)
@@ -126,12 +134,18 @@ def _draw_kernel(
 
 
 def draw(
-    z_BV: Array, keys_B2: Array, greedy_B: Array, *, interpret: bool = False
+    logits_BV: Array,
+    inverse_B: Array,
+    keys_B2: Array,
+    greedy_B: Array,
+    *,
+    interpret: bool = False,
 ) -> Array:
   """Draws a token from the softmax of every row, see `sampling.draw`.
 
   Args:
-    z_BV: float32 tempered logits.
+    logits_BV: float32.
+    inverse_B: float32, what a row's logits are multiplied by.
     keys_B2: uint32, a key per row.
     greedy_B: True for the most probable token.
     interpret: run on a CPU, for tests.
@@ -139,17 +153,18 @@ def draw(
   Returns:
     int32 [B]; of equal noisy logits the lowest token.
   """
-  rows, vocab = z_BV.shape
+  rows, vocab = logits_BV.shape
   chunks = pl.cdiv(vocab, CHUNK)
   if interpret:
     tail = ((0, 0), (0, chunks * CHUNK - vocab))
-    z_BV = jnp.pad(z_BV, tail, constant_values=-jnp.inf)
+    logits_BV = jnp.pad(logits_BV, tail, constant_values=-jnp.inf)
   number = pl.BlockSpec((None, None), lambda b, c: (b, c))
   best_BC, token_BC = pl.pallas_call(
       functools.partial(_draw_kernel, vocab=vocab, interpret=interpret),
       grid=(rows, chunks),
       in_specs=[
-          pl.BlockSpec((None, z_BV.shape[1]), lambda b, c: (b, 0)),
+          pl.BlockSpec((None, logits_BV.shape[1]), lambda b, c: (b, 0)),
+          pl.BlockSpec((1,), lambda b, c: (b,)),
           pl.BlockSpec((None, 2), lambda b, c: (b, 0)),
           pl.BlockSpec((1,), lambda b, c: (b,)),
       ],
@@ -160,7 +175,7 @@ def draw(
       ],
       name='draw',
       **kernel_options(interpret, num_warps=4),
-  )(z_BV, keys_B2, greedy_B.astype(jnp.float32))
+  )(logits_BV, inverse_B, keys_B2, greedy_B.astype(jnp.float32))
   first_B1 = jnp.argmax(best_BC, axis=1)[:, None]
   token_B = jnp.take_along_axis(token_BC, first_B1, axis=1)[:, 0]
   # Of NaN none is the largest.

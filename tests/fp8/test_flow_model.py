@@ -169,8 +169,8 @@ def test_the_check_at_start_up_names_what_only_the_rollout_rounds():
   class RoundsLogits(type(of)):
 
     def decode(self, params, *inputs):
-      logits, caches = super().decode(params, *inputs)
-      return logits.astype('bfloat16').astype('float32'), caches
+      logits, *rest = super().decode(params, *inputs)
+      return logits.astype('bfloat16').astype('float32'), *rest
 
   fields = {f.name: getattr(of, f.name) for f in dataclasses.fields(of)}
   with pytest.raises(ValueError, match='convert_element_type .f32. -> bf16'):

@@ -24,7 +24,7 @@ from jetrl_jax.models import (
     attention_kernel,
     norm,
 )
-from jetrl_jax.rl import adam_kernel, logprobs, sampling_kernel
+from jetrl_jax.rl import adam_kernel, sampling_kernel, stats_kernel
 from jetrl_jax.rl.apply import changed_share
 from jetrl_jax.sharding import Axes
 
@@ -68,9 +68,10 @@ def test_a_norm_has_the_bits_of_its_row_alone_and_quantises_as_xla_does(dim):
 
 def test_a_log_sum_exp_has_the_bits_of_its_row_alone():
   z = _normal(0, 128, 152064, dtype=jnp.float32) * 5
-  kernel = exact_jit(lambda z: logprobs.row_stats_kernel(z, **_HOW))
-  lse, mean = kernel(z)
-  few, few_mean = kernel(z[:16])
+  inverse = jnp.full((128,), 0.5)
+  kernel = exact_jit(lambda *a: stats_kernel.row_stats(*a, **_HOW))
+  lse, mean = kernel(2 * z, inverse)
+  few, few_mean = kernel(2 * z[:16], inverse[:16])
   assert np.array_equal(few, lse[:16]) and np.array_equal(few_mean, mean[:16])
   wide = np.asarray(z, np.float64)
   exact = np.log(np.sum(np.exp(wide), axis=1))
@@ -84,8 +85,9 @@ def test_rows_draw_their_tokens_alone_and_with_their_probabilities():
   keys = jax.random.bits(jax.random.key(0), (rows, 2), jnp.uint32)
   greedy = jnp.zeros((rows,), bool).at[3].set(True)
   draw = exact_jit(lambda *a: sampling_kernel.draw(*a, **_HOW))
-  found = np.asarray(draw(z, keys, greedy))
-  few = [x[:16] for x in (z, keys, greedy)]
+  arguments = 2 * z, jnp.full((rows,), 0.5), keys, greedy
+  found = np.asarray(draw(*arguments))
+  few = [x[:16] for x in arguments]
   assert np.array_equal(draw(*few), found[:16]) and found[3] == 4999
   seen = np.array([np.sum(found == token) for token in tokens])
   expected = rows * np.exp(logits) / np.exp(logits).sum()

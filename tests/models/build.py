@@ -150,10 +150,10 @@ def decode(model, weights, state, tokens_BT, temperature):
         caches,
     )
     logits = model.apply(tree, hidden, method='head')
-    z = logprobs.temper(logits, temperature)
-    lse, _ = logprobs.row_stats(z)
-    picked = jnp.take_along_axis(z, following[:, None], axis=1)[:, 0]
-    return caches, picked - lse
+    inverse = logprobs.inverse_temperature(temperature)
+    lse, _ = logprobs.row_stats(logits, jnp.broadcast_to(inverse, (slots,)))
+    picked = logprobs.pick(logits, following)
+    return caches, logprobs.temper(picked, inverse) - lse
 
   caches = [(empty, empty)] * cfg.num_layers
   following = jnp.roll(tokens_BT, -1, axis=1)

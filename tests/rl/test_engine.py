@@ -3,13 +3,15 @@
 import functools
 import types
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jetrl_jax import rng, sharding
+from jetrl_jax.compilation import exact_jit
 from jetrl_jax.data import Prompt
-from jetrl_jax.rl import decode_step
+from jetrl_jax.rl import decode_step, logprobs
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.policy import PolicyParams
 from tests.rl import tiny_run
@@ -221,7 +223,9 @@ def test_log_mu_is_of_the_truncated_distribution():
 
 
 def test_a_top_k_of_the_whole_vocabulary_leaves_log_mu_the_policys():
-  z_BV = np.random.default_rng(0).normal(size=(16, 30)).astype(np.float32)
+  logits_BV = jax.random.normal(jax.random.key(0), (16, 30))
+  inverse_B = jnp.ones(16)
+  lse_B, _ = exact_jit(logprobs.row_stats)(logits_BV, inverse_B)
   count = jnp.zeros(16, jnp.int32)
   state = types.SimpleNamespace(
       address=jnp.zeros((16, 2), jnp.uint32),
@@ -231,8 +235,9 @@ def test_a_top_k_of_the_whole_vocabulary_leaves_log_mu_the_policys():
       temperature=jnp.ones(16),
   )
   config = tiny_run.engine_config(top_k=30)
+  key = rng.key(0, rng.ROLLOUT, 0)
   _, log_mu, logprob, _ = decode_step.sample(
-      config, state, jnp.asarray(z_BV), rng.key(0, rng.ROLLOUT, 0)
+      config, state, logits_BV, inverse_B, lse_B, key
   )
   np.testing.assert_array_equal(log_mu, logprob)
 

@@ -6,10 +6,21 @@ import numpy as np
 import pytest
 
 from jetrl_jax.compilation import exact_jit
-from jetrl_jax.rl import logprobs
+from jetrl_jax.rl import logprobs, stats_kernel
 
-_stats = exact_jit(logprobs.row_stats)
+_jitted = exact_jit(logprobs.row_stats)
+_interpreted = exact_jit(
+    functools.partial(stats_kernel.row_stats, interpret=True)
+)
 ROWS, DIM, VOCAB = 96, 32, 200
+
+
+def _stats(z, inverse=1.0):
+  return _jitted(z, np.full(len(z), inverse, np.float32))
+
+
+def _kernel(z, inverse=1.0):
+  return _interpreted(z, np.full(len(z), inverse, np.float32))
 
 
 def _float64(z):
@@ -73,12 +84,15 @@ def test_log_sum_exp_and_entropy_equal_float64(vocab, shift):
   )
 
 
-@pytest.mark.parametrize('vocab', [7, 1024, 2500])
-def test_the_gpu_kernel_computes_the_same_stats(vocab):
-  z = 3 * _normal(16, vocab)
-  kernel = exact_jit(lambda z: logprobs.row_stats_kernel(z, interpret=True))
+@pytest.mark.parametrize('inverse', [1.0, 1.25])
+@pytest.mark.parametrize('vocab', [7, stats_kernel.CHUNK, 10000])
+def test_the_gpu_kernel_computes_the_same_stats(vocab, inverse):
+  logits = 3 * _normal(16, vocab)
   for found, reference, exact in zip(
-      kernel(z), _stats(z), _float64(z), strict=True
+      _kernel(logits, inverse),
+      _stats(logits, inverse),
+      _float64(logits * np.float64(inverse)),
+      strict=True,
   ):
     np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(found, reference, rtol=1e-5, atol=1e-6)
@@ -86,18 +100,16 @@ def test_the_gpu_kernel_computes_the_same_stats(vocab):
 
 def test_the_gpu_kernel_does_not_read_past_the_vocabulary():
   # The tail of the last chunk counts as -inf, also for a row below zero.
-  z = jnp.full((16, 1025), -50.0)
-  lse, mean = logprobs.row_stats_kernel(z, interpret=True)
-  np.testing.assert_allclose(lse, -50 + np.log(1025), rtol=1e-6)
+  vocab = stats_kernel.CHUNK + 1
+  lse, mean = _kernel(np.full((16, vocab), -50.0, np.float32))
+  np.testing.assert_allclose(lse, -50 + np.log(vocab), rtol=1e-6)
   np.testing.assert_allclose(mean, -50, rtol=1e-6)
 
 
 def test_masked_logits_count_as_probability_zero():
   z = _normal(16, 40)
   z[:, 20:] = -np.inf
-  kernel = exact_jit(lambda z: logprobs.row_stats_kernel(z, interpret=True))
-  tempered = logprobs.temper(z, jnp.float32(1))
-  for found in (_stats(tempered), kernel(tempered)):
+  for found in (_stats(z), _kernel(z)):
     for a, b in zip(found, _float64(z[:, :20]), strict=True):
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
@@ -111,33 +123,36 @@ def test_the_stats_of_a_row_do_not_depend_on_the_number_of_rows():
 
 
 def test_the_gradient_of_the_stats_is_that_of_plain_softmax():
-  z = 2 * _normal(16, 50)
+  logits, inverse = 2 * _normal(16, 50), np.float32(1.25)
   ct = _normal(2, 16)
 
-  def plain(z):
+  def plain(logits):
+    z = logits * inverse
     logp = jax.nn.log_softmax(z, axis=1)
     lse = jax.nn.logsumexp(z, axis=1)
     return ct[0] @ lse + ct[1] @ jnp.sum(jnp.exp(logp) * z, axis=1)
 
-  def ours(z):
-    lse, mean = logprobs.row_stats(z)
+  def ours(logits):
+    lse, mean = logprobs.row_stats(logits, jnp.full((16,), inverse))
     return ct[0] @ lse + ct[1] @ mean
 
   np.testing.assert_allclose(
-      exact_jit(jax.grad(ours))(z), exact_jit(jax.grad(plain))(z), atol=2e-6
+      exact_jit(jax.grad(ours))(logits),
+      exact_jit(jax.grad(plain))(logits),
+      atol=2e-6,
   )
 
 
 def test_tempering_divides_and_zero_leaves_the_logits():
   z = jnp.asarray([[1.0, -2.0, 3.0]])
-  half = logprobs.temper(z, jnp.float32(0.5))
-  np.testing.assert_array_equal(half, [[2, -4, 6]])
-  np.testing.assert_array_equal(logprobs.temper(z, jnp.float32(0)), z)
+  for temperature, expected in ((0.5, [[2, -4, 6]]), (0.0, z)):
+    inverse = logprobs.inverse_temperature(jnp.float32(temperature))
+    np.testing.assert_array_equal(logprobs.temper(z, inverse), expected)
 
 
 def test_tempering_keeps_infinite_logits_finite():
   # 0 times an infinite logit would be NaN in the weighted mean.
-  low = logprobs.temper(jnp.asarray([[-jnp.inf, 0.0]]), jnp.float32(0.9))
+  low = logprobs.temper(jnp.asarray([[-jnp.inf, 0.0]]), jnp.float32(1.1))
   assert np.isfinite(np.asarray(low)).all()
 
 
@@ -166,6 +181,20 @@ def test_chunks_have_the_bits_of_the_whole(chunk_rows):
   ):
     assert part.shape == (ROWS,)
     np.testing.assert_array_equal(part, whole)
+
+
+@pytest.mark.parametrize(
+    ('rows', 'most', 'expected'),
+    [
+        (96, 64, 64),  # Two chunks, in steps of 64.
+        (96, 80, 48),  # Two, in steps of 16.
+        (96, 16, 16),
+        (96, 1024, 96),
+        (18432, 4096, 3712),  # Five of 3686.4, in steps of 128.
+    ],
+)
+def test_chunks_are_as_equal_as_their_steps_allow(rows, most, expected):
+  assert logprobs.chunk_of(rows, most) == expected
 
 
 def test_the_gradient_is_that_of_plain_log_softmax():

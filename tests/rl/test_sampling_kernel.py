@@ -14,15 +14,16 @@ _CHI2_999 = 18.47
 
 
 @hurried_jit
-def _kernel(z_BV, keys_B2, greedy_B):
-  return sampling_kernel.draw(z_BV, keys_B2, greedy_B, interpret=True)
+def _kernel(*args):
+  return sampling_kernel.draw(*args, interpret=True)
 
 
-def _draw(z_BV, seed=0, greedy=False):
-  rows = len(z_BV)
+def _draw(logits_BV, seed=0, greedy=False, inverse=1.0):
+  rows = len(logits_BV)
   keys = np.random.default_rng(seed).integers(2**32, size=(rows, 2))
   found = _kernel(
-      jnp.asarray(z_BV, jnp.float32),
+      jnp.asarray(logits_BV, jnp.float32),
+      jnp.full((rows,), inverse, jnp.float32),
       jnp.asarray(keys, jnp.uint32),
       jnp.full((rows,), greedy),
   )
@@ -68,9 +69,10 @@ def test_drawn_frequencies_pass_a_chi_square_test_over_several_chunks():
   vocabulary, count = sampling_kernel.CHUNK + 100, 400
   tokens = np.array([0, 1500, 2048, 4095, vocabulary - 1])
   logits = np.array([0.0, 1.0, -1.0, 2.0, 0.5])
-  z_V = np.full(vocabulary, -200.0)
-  z_V[tokens] = logits
-  seen = _draw(np.tile(z_V, (count, 1)))
+  # Twice the logits at temperature 2 are drawn like the logits.
+  doubled_V = np.full(vocabulary, -400.0)
+  doubled_V[tokens] = 2 * logits
+  seen = _draw(np.tile(doubled_V, (count, 1)), inverse=0.5)
   counts = np.array([np.sum(seen == token) for token in tokens])
   assert counts.sum() == count
   expected = count * np.exp(logits) / np.exp(logits).sum()
