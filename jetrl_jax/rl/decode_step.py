@@ -330,6 +330,38 @@ def step(policy, config, params, base_key, state: DecodeState) -> DecodeState:
   )
 
 
+def generate_few(policy, config, params, state, slots_N, base_key, steps):
+  """`generate` for some slots, as rows of a smaller state; others do nothing.
+
+  Their pages stay where they are: a slot's table says so.
+
+  Args:
+    policy: the functions.
+    config: the engine's.
+    params: weights and scales.
+    state: all slots.
+    slots_N: int32, each slot once; N a multiple of 16.
+    base_key: see `sample`.
+    steps: at most.
+  """
+
+  def of_slots(state):
+    fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
+    del fields['caches']
+    return fields
+
+  all_B = of_slots(state)
+  some_N = jax.tree.map(lambda x: x[slots_N], all_B)
+  few = dataclasses.replace(state, **some_N)
+  few = generate(policy, config, params, few, base_key, steps)
+  back_B = jax.tree.map(
+      lambda x, y: x.at[slots_N].set(y, unique_indices=True),
+      all_B,
+      of_slots(few),
+  )
+  return dataclasses.replace(few, **back_B)
+
+
 def generate(policy, config, params, state, base_key, steps):
   """Takes up to `steps` steps; stops early when nothing runs."""
 

@@ -27,6 +27,10 @@ _PAGE_TILES = 2
 # Tokens, padding included, that are prefilled at once.
 _PREFILL_TOKENS = 16384
 _PREFILL_ROWS = 16
+# When a quarter of the slots or less are at work, a program for a quarter of
+# them takes over: the tail of a rollout of long answers. The program must be
+# compiled, which answers below so many tokens would not pay for.
+_QUARTER, _LONG = 4, 1024
 
 
 class Engine(engine_api.Engine):
@@ -262,7 +266,7 @@ class Engine(engine_api.Engine):
       self, params: PolicyParams, decode_state: DecodeState
   ) -> tuple[DecodeState, engine_api.ResultTokens]:
     """Takes one step; see `engine_api.Engine.generate`."""
-    decode_state = self._with_pages(params, decode_state, 1)
+    decode_state, _ = self._with_pages(params, decode_state, 1)
     was_active = decode_state.active & ~decode_state.parked
     state = self._run_block(params, decode_state, self._base_key, 1)
     last = jnp.maximum(state.emitted - 1, 0)[:, None]
@@ -293,8 +297,31 @@ class Engine(engine_api.Engine):
       steps: by default decode_block.
     """
     steps = self.config.decode_block if steps is None else steps
-    decode_state = self._with_pages(params, decode_state, steps)
-    return self._run_block(params, decode_state, base_key, steps)
+    decode_state, running_B = self._with_pages(params, decode_state, steps)
+    few = self._few(running_B)
+    if few is None:
+      return self._run_block(params, decode_state, base_key, steps)
+    bound = (self.policy, self.config)
+    run = self._per_row(params, decode_step.generate_few, bound, 2, (0, 3))
+    return run(params, decode_state, self._put(few), base_key, np.int32(steps))
+
+  def _few(self, running_B: NpArray) -> NpArray | None:
+    """Returns a quarter of each device's slots, if no other one runs.
+
+    Int32, by number on their device, the same count for each.
+    """
+    devices = self.policy.axes.size
+    running_DB = running_B.reshape(devices, -1)
+    size = _round_up(-(-running_DB.shape[1] // _QUARTER), 16)
+    if (
+        self.config.max_response_length < _LONG
+        or size >= running_DB.shape[1]
+        or running_DB.sum(1).max() > size
+    ):
+      return None
+    # Running ones first.
+    order_DB = np.argsort(~running_DB, axis=1, kind='stable')
+    return order_DB[:, :size].reshape(-1).astype(np.int32)
 
   def _run_block(self, params, state, base_key, steps) -> DecodeState:
     bound = (self.policy, self.config)
@@ -326,8 +353,14 @@ class Engine(engine_api.Engine):
         )
     )
 
-  def _with_pages(self, params, state: DecodeState, steps: int) -> DecodeState:
-    """Makes room for the next steps; parks sequences and brings them back."""
+  def _with_pages(
+      self, params, state: DecodeState, steps: int
+  ) -> tuple[DecodeState, NpArray]:
+    """Makes room for the next steps; parks sequences and brings them back.
+
+    Returns:
+      (state, bool [B], the slots that will take a step)
+    """
     active, position, emitted, limit = jax.device_get(
         (state.active, state.position, state.emitted, state.limit)
     )
@@ -339,16 +372,16 @@ class Engine(engine_api.Engine):
     back = sorted(self.pages.grow(wanted))
     if back:
       state = self._compute_again(params, state, back)
-    if not self.pages.changed:
-      return state
-    self.pages.changed = False
     parked_B = np.zeros(self.num_slots, bool)
     parked_B[list(self.pages.parked)] = True
-    return dataclasses.replace(
-        state,
-        table=self._put(self.pages.table),
-        parked=self._put(parked_B),
-    )
+    if self.pages.changed:
+      self.pages.changed = False
+      state = dataclasses.replace(
+          state,
+          table=self._put(self.pages.table),
+          parked=self._put(parked_B),
+      )
+    return state, active & ~parked_B
 
   def _compute_again(self, params, state, slots: list[int]) -> DecodeState:
     """Fills the pages of sequences that were parked."""

@@ -12,6 +12,7 @@ from jetrl_jax import rng, sharding
 from jetrl_jax.compilation import exact_jit
 from jetrl_jax.data import Prompt
 from jetrl_jax.rl import decode_step, logprobs
+from jetrl_jax.rl import engine as engine_module
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.policy import PolicyParams
 from tests.rl import tiny_run
@@ -384,3 +385,31 @@ def test_a_paused_slot_waits_and_goes_on_where_it_was():
   state = engine.resume(state, {3: 2}, {3: np.zeros(0, np.int32)})
   state = engine.generate_block(params, state, key, 12)
   assert _holds(state, 3, _expected()[0])
+
+
+def test_the_tail_of_a_rollout_goes_on_in_a_quarter_of_the_slots(monkeypatch):
+  monkeypatch.setattr(engine_module, '_LONG', 1)
+  run = tiny_run.fp8_run()
+  config = tiny_run.engine_config(num_slots=64, decode_block=2)
+  engine = Engine(run.policy, config, run.mesh)
+  chosen, few = [], engine._few
+
+  def looked_at(running_B):
+    slots_N = few(running_B)
+    chosen.append((int(running_B.sum()), slots_N))
+    return slots_N
+
+  monkeypatch.setattr(engine, '_few', looked_at)
+  # Of 24 sequences 20 end with their second token at the latest.
+  limits = np.full((6, tiny_run.SAMPLES), 2)
+  limits[[0, 1, 3, 5], [0, 3, 1, 2]] = 12
+  found = run.rollout(engine=engine, limits=limits)
+  for a, b in zip(found, tiny_run.completions(), strict=True):
+    length = len(a.tokens)
+    assert a.tokens.tolist() == b.tokens[:length].tolist()
+    np.testing.assert_array_equal(a.logprobs, b.logprobs[:length])
+    np.testing.assert_array_equal(a.log_mu, b.log_mu[:length])
+  assert chosen[0] == (24, None)
+  assert len(chosen) > 2 and all(
+      n <= 4 and len(slots_N) == 16 for n, slots_N in chosen[1:]
+  )

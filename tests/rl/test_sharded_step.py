@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from jetrl_jax import sharding
+from jetrl_jax.rl import engine as engine_module
+from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from tests.rl import tiny_run
@@ -80,6 +82,23 @@ def test_a_rollout_on_eight_devices_has_the_bits_of_one(mesh):
       np.testing.assert_array_equal(
           tiny_run.bits(getattr(a, name)), tiny_run.bits(getattr(b, name))
       )
+
+
+@pytest.mark.slow
+@on_meshes
+def test_the_tail_of_a_rollout_has_the_bits_of_one_device(mesh, monkeypatch):
+  monkeypatch.setattr(engine_module, '_LONG', 1)
+  run = _run(mesh)
+  config = tiny_run.engine_config(num_slots=8 * 32, decode_block=2)
+  engine = Engine(run.policy, config, run.mesh)
+  limits = np.full((6, tiny_run.SAMPLES), 2)
+  limits[::2, 1] = 12
+  found = run.rollout(engine=engine, limits=limits)
+  for a, b in zip(found, tiny_run.completions(), strict=True):
+    length = len(a.tokens)
+    assert a.tokens.tolist() == b.tokens[:length].tolist()
+    np.testing.assert_array_equal(a.logprobs, b.logprobs[:length])
+  assert 'generate_few' in engine._compiled
 
 
 @on_meshes
