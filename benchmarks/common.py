@@ -123,12 +123,13 @@ def overrides(variant: str) -> dict:
   """Returns the config of 'RECIPE', or 'RECIPE+OPTION', or with more options.
 
   Args:
-    variant: options are 'kv8' (FP8 keys and values) and 'selective' (see
-      `model.remat`).
+    variant: options are 'kv8' (FP8 keys and values), 'selective' (see
+      `model.remat`) and 'inexact' (see `precision.exact`).
   """
   options = {
       'kv8': {'precision.kv_cache_dtype': 'float8_e4m3fn'},
       'selective': {'model.remat': 'selective'},
+      'inexact': {'precision.exact': False},
   }
   recipe, *chosen = variant.split('+')
   settings = {'precision.recipe': recipe, 'precision.kv_cache_dtype': 'compute'}
