@@ -52,11 +52,13 @@ class Engine(engine_api.Engine):
     self.cache_length = _round_up(
         config.max_prompt_length + config.max_response_length, self.page_size
     )
+    # A program for each: of prompts few, as none should be compiled in the
+    # middle of a run, and computing some padding is cheap.
+    self.buckets = _buckets(config.max_prompt_length, policy.tile, 4)
     # Parked sequences are prefilled with all they have.
-    self.buckets = _buckets(config.max_prompt_length, policy.tile)
     self.buckets += [
         size
-        for size in _buckets(self.cache_length, policy.tile)
+        for size in _buckets(self.cache_length, policy.tile, 2)
         if size > self.buckets[-1]
     ]
     self.pages = self._new_book()
@@ -485,12 +487,12 @@ class Engine(engine_api.Engine):
     return self._compiled[name]
 
 
-def _buckets(longest: int, tile: int) -> list[int]:
-  """Lengths that are compiled: powers of two times the tile."""
+def _buckets(longest: int, tile: int, factor: int) -> list[int]:
+  """Lengths that are compiled: powers of a factor times the tile."""
   buckets, size = [], tile
   while size < longest:
     buckets.append(size)
-    size *= 2
+    size *= factor
   return [*buckets, _round_up(longest, tile)]
 
 

@@ -144,10 +144,10 @@ def test_slots_are_rounded_up_per_device():
         (1, [16, 32]),
         (16, [16, 32]),
         (17, [16, 32]),
-        (80, [16, 32, 64, 80, 96]),
+        (80, [16, 64, 80, 96]),
     ],
 )
-def test_buckets_double_and_end_at_the_longest_prompt_and_sequence(
+def test_prompts_have_few_buckets_up_to_the_longest_and_sequences_more(
     longest, buckets
 ):
   config = tiny_run.engine_config(max_prompt_length=longest)
