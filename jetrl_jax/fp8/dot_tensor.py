@@ -22,10 +22,12 @@ from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.typing import Array, PyTree
 
 
-def quantize_input(x_MI: Array, slot: PyTree) -> QTensor:
-  """Returns the rows on the slot's scale."""
+def quantize_input(x_MI: Array, low_MI: Array | None, slot: PyTree) -> QTensor:
+  """Returns the rows on the slot's scale; their values may be known."""
   scale = slot['input']['scale']
-  return QTensor(values=quantize(x_MI, scale, formats.E4M3), scale=scale)
+  if low_MI is None:
+    low_MI = quantize(x_MI, scale, formats.E4M3)
+  return QTensor(values=low_MI, scale=scale)
 
 
 @jax.tree_util.register_dataclass
@@ -53,11 +55,26 @@ def keep_input(
   """Returns the rows as WGrad reads them, and what they show."""
   if not _turns(x_MI.shape[0], weight):
     return x8, health.measure(x_MI, x8, row_mask_M)
+  return turn_input(x_MI, x8.scale, row_mask_M)
+
+
+def turn_input(
+    x_MI: Array, scale: Array, row_mask_M: Array
+) -> tuple[QTensor, health.Seen]:
+  """`keep_input` where operands are turned round."""
   out = turning.quantize_and_turn(
-      x_MI, x8.scale, row_mask_M, formats.E4M3, straight=False
+      x_MI, scale, row_mask_M, formats.E4M3, straight=False
   )
-  seen = out.amax, health.with_elements(out.lost, x_MI, row_mask_M)
-  return QTensor(values=out.turned_NM, scale=x8.scale), seen
+  return as_input(out, scale, row_mask_M)
+
+
+def as_input(
+    out: turning.Turned, scale: Array, row_mask_M: Array
+) -> tuple[QTensor, health.Seen]:
+  """Returns what `keep_input` does, of rows that a kernel turned round."""
+  columns = out.turned_NM.shape[0]
+  seen = out.amax, health.with_elements(out.lost, columns, row_mask_M)
+  return QTensor(values=out.turned_NM, scale=scale), seen
 
 
 def quantize_grad(
@@ -77,10 +94,17 @@ def quantize_grad(
   out = turning.quantize_and_turn(
       dy_MO, scale, row_mask_M, dtype, straight=True
   )
+  return as_grad(out, scale, row_mask_M)
+
+
+def as_grad(
+    out: turning.Turned, scale: Array, row_mask_M: Array
+) -> tuple[OutputGrad, health.Seen]:
+  """Returns what `quantize_grad` does, of what a kernel turned round."""
   assert out.straight_MN is not None
+  turned, seen = as_input(out, scale, row_mask_M)
   straight = QTensor(values=out.straight_MN, scale=scale)
-  seen = out.amax, health.with_elements(out.lost, dy_MO, row_mask_M)
-  return OutputGrad(straight=straight, turned_OM=out.turned_NM), seen
+  return OutputGrad(straight=straight, turned_OM=turned.values), seen
 
 
 def forward(
@@ -98,35 +122,41 @@ def forward(
   )
 
 
-def backward(
-    recipe: Recipe, dy8: OutputGrad, x8: QTensor, weight: QTensor, x_dtype
-) -> tuple[Array, Array]:
-  """DGrad and WGrad: dX in `x_dtype`, dW in float32.
+def dgrad(recipe: Recipe, dy8: OutputGrad, weight: QTensor, x_dtype) -> Array:
+  """Returns dX in `x_dtype`.
 
   Args:
     recipe: `fp8_delayed`.
     dy8: what `quantize_grad` gave.
-    x8: what `keep_input` gave.
     weight: the forward's.
     x_dtype: of dX.
   """
-  power_of_two = recipe.power_of_two_scales
-  if dy8.turned_OM is None:
-    dgrad = dy8.straight.values, weight.values, NN
-    wgrad = dy8.straight.values, x8.values, TN
-  else:
-    dgrad = dy8.straight.values, turning.turn(weight.values), NT
-    wgrad = dy8.turned_OM, x8.values, NT
-  dx_MI = scaled_dot(
-      *dgrad,
+  operands = dy8.straight.values, weight.values, NN
+  if dy8.turned_OM is not None:
+    operands = dy8.straight.values, turning.turn(weight.values), NT
+  return scaled_dot(
+      *operands,
       (dy8.straight.scale * weight.scale,),
       x_dtype,
-      power_of_two=power_of_two,
+      power_of_two=recipe.power_of_two_scales,
   )
-  dw_OI = scaled_dot(
-      *wgrad,
+
+
+def wgrad(recipe: Recipe, dy8: OutputGrad, x8: QTensor) -> Array:
+  """Returns dW in float32; `x8` is what `keep_input` gave."""
+  operands = dy8.straight.values, x8.values, TN
+  if dy8.turned_OM is not None:
+    operands = dy8.turned_OM, x8.values, NT
+  return scaled_dot(
+      *operands,
       (dy8.straight.scale * x8.scale,),
       jnp.float32,
-      power_of_two=power_of_two,
+      power_of_two=recipe.power_of_two_scales,
   )
-  return dx_MI, dw_OI
+
+
+def backward(
+    recipe: Recipe, dy8: OutputGrad, x8: QTensor, weight: QTensor, x_dtype
+) -> tuple[Array, Array]:
+  """Returns (dX, dW), see `dgrad` and `wgrad`."""
+  return dgrad(recipe, dy8, weight, x_dtype), wgrad(recipe, dy8, x8)

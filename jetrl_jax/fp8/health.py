@@ -17,9 +17,9 @@ SUMS = ('elements', 'saturated', 'flushed', 'signal', 'noise')
 Seen: TypeAlias = tuple[Array, Array]
 
 
-def with_elements(lost: Array, x_MI: Array, row_mask_M: Array) -> Array:
+def with_elements(lost: Array, columns: int, row_mask_M: Array) -> Array:
   """Returns the float32 [5] sums, given all but the first."""
-  elements = jnp.sum(row_mask_M) * x_MI.shape[1]
+  elements = jnp.sum(row_mask_M) * columns
   return jnp.concatenate([elements[None], lost])
 
 
@@ -45,7 +45,7 @@ def measure(x_MI: Array, quantized: QTensor, row_mask_M: Array) -> Seen:
           jnp.sum((x - restored) ** 2),
       ]
   )
-  sums = with_elements(lost, x_MI, row_mask_M)
+  sums = with_elements(lost, x_MI.shape[1], row_mask_M)
   return amax_of_rows(x_MI, row_mask_M), sums
 
 

@@ -11,8 +11,8 @@ How each is computed is the recipe's: `dot_tensor.py` (fp8_delayed),
 The 8-bit weight enters as an argument without a derivative; the derivative goes
 to the master, whose values the forward never reads, so dW never has an 8-bit
 dtype. What the backward pass observes (amax, health) leaves as the
-cotangent of the slot: this is the only file that may do so, and each slot
-serves one dot. Micro-batches must be differentiated one by one: within one
+cotangent of the slot, which only `slot_cotangent` makes, and each slot serves
+one dot. Micro-batches must be differentiated one by one: within one
 `jax.grad` the cotangents of two uses would be added, and an amax is not a sum.
 """
 
@@ -30,10 +30,10 @@ from jetrl_jax.fp8.recipes import FAKE_RECIPES, Recipe
 from jetrl_jax.typing import Array, PyTree
 
 
-def _quantize_input(recipe: Recipe, x_MI: Array, slot: PyTree) -> QTensor:
+def _quantize_input(recipe: Recipe, x_MI, low_MI, slot: PyTree) -> QTensor:
   match recipe.name:
     case 'fp8_delayed':
-      return dot_tensor.quantize_input(x_MI, slot)
+      return dot_tensor.quantize_input(x_MI, low_MI, slot)
     case 'fp8_token' | 'int8':
       return dot_token.quantize_input(recipe, x_MI)
     case 'fp8_block':
@@ -61,10 +61,7 @@ class _How:
 def _forward(how, x_MI, low_MI, weight, slot) -> tuple[Array, QTensor]:
   """Returns the result, and the rows as they were quantised."""
   recipe, out_dtype = how.recipe, how.out_dtype
-  if low_MI is None:
-    x8 = _quantize_input(recipe, x_MI, slot)
-  else:
-    x8 = QTensor(values=low_MI, scale=slot['input']['scale'])
+  x8 = _quantize_input(recipe, x_MI, low_MI, slot)
   if recipe.calibrating:
     kernel_OI = dequantize(weight, x_MI.dtype)
     y_MO = lax.dot_general(
@@ -149,7 +146,7 @@ def _fp8_dot_fwd(how, x_MI, low_MI, master_OI, weight, slot, row_mask_M):
   return y_MO, (kept, weight, slot, row_mask_M, seen, high, like)
 
 
-def _slot_cotangent(slot: PyTree, seen: dict) -> PyTree:
+def slot_cotangent(slot: PyTree, seen: dict) -> PyTree:
   """Zeros shaped like the slot, with the observations in their places."""
   zeros = jax.tree.map(jnp.zeros_like, slot)
   for operand, (amax, sums) in seen.items():
@@ -172,7 +169,7 @@ def _fp8_dot_bwd(how, residuals, dy_MO):
     dx_MI, dw_OI = high_backward(dy_MO, high_x, kernel_OI, x_like.dtype)
   else:
     dx_MI, dw_OI = _backward(recipe, dy_MO, dy8, kept_x, weight, x_like.dtype)
-  slot_ct = _slot_cotangent(
+  slot_ct = slot_cotangent(
       slot, {'input': seen_input, 'output_grad': seen_grad}
   )
   return dx_MI, None, dw_OI.astype(master_like.dtype), None, slot_ct, None
@@ -234,7 +231,8 @@ def dot(
       recipe reads none of it.
     row_mask_M: float32, 0 on padding rows, which the amax must not see.
     out_dtype: dtype of the result, by default that of x.
-    low_MI: x quantised already, on the slot's scale, by what made x.
+    low_MI: x quantised already, on the slot's scale, by what made x; for
+      delayed scales alone.
     late_scale: the result is not only added to a residual, see
       `products.scaled_dot`.
 

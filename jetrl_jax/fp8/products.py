@@ -38,12 +38,17 @@ def scaled_dot(
     # narrow type: an F32 output costs up to a quarter of its speed.
     product = lax.dot_general(a, b, dims, preferred_element_type=out_dtype)
     if late:
-      return times(product.astype(jnp.float32), scales).astype(out_dtype)
+      return scale_late(product, scales)
     for scale in scales:
       product = product * scale.astype(out_dtype)
     return product
   product = lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
   return fence(times(product, scales)).astype(out_dtype)
+
+
+def scale_late(product: Array, scales) -> Array:
+  """Returns a dot's product times powers of two, in its dtype."""
+  return times(product.astype(jnp.float32), scales).astype(product.dtype)
 
 
 def times(product: Array, scales) -> Array:

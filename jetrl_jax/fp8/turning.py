@@ -14,6 +14,7 @@ depends on them.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from jetrl_jax.fp8 import formats
 from jetrl_jax.typing import Array
 
 TILE = 128  # what both dims are multiples of; rows of a program
-_WORDS = TILE // 4
+WORDS = TILE // 4
 # A tile's two counts share one number.
 _COUNT = 1 << 16
 
@@ -52,12 +53,12 @@ def fits(shape: tuple[int, ...]) -> bool:
   return all(size % TILE == 0 for size in shape)
 
 
-def _byte(values):
+def byte(values: Array) -> Array:
   """8-bit values as words with the byte at the bottom."""
   return lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint32)
 
 
-def _as_bytes(words_NR: Array, dtype) -> Array:
+def as_values(words_NR: Array, dtype) -> Array:
   """[N, M/4] words to [N, M] values."""
   columns, words = words_NR.shape
   values = lax.bitcast_convert_type(words_NR, jnp.uint8)
@@ -84,46 +85,112 @@ def turn(x_MN: Array, *, num_warps: int = 2, interpret: bool = False) -> Array:
   out = pl.pallas_call(
       _turn_kernel,
       grid=(columns // TILE, rows // TILE),
-      in_specs=[pl.BlockSpec((_WORDS, 4, _WORDS), lambda j, i: (i, 0, j))],
-      out_specs=pl.BlockSpec((_WORDS, 4, _WORDS), lambda j, i: (j, 0, i)),
+      in_specs=[pl.BlockSpec((WORDS, 4, WORDS), lambda j, i: (i, 0, j))],
+      out_specs=pl.BlockSpec((WORDS, 4, WORDS), lambda j, i: (j, 0, i)),
       out_shape=jax.ShapeDtypeStruct((columns // 4, 4, rows // 4), jnp.uint32),
       name='turn',
       **kernel_options(interpret, num_warps),
   )(words)
-  return _as_bytes(out.reshape(columns, rows // 4), x_MN.dtype)
+  return as_values(out.reshape(columns, rows // 4), x_MN.dtype)
 
 
-def _quantize_kernel(
-    x_ref, mask_ref, scale_ref, *outs, dtype, limit: float, straight: bool
-):
-  """A tile: its 8-bit values both ways round, and four sums of it."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+  """The values of an 8-bit format on a scale, inside a kernel.
+
+  Attributes:
+    dtype: the format, a float.
+    limit: its largest value.
+    scale: float32 scalar.
+    inverse: of the scale.
+    largest: limit * scale.
+  """
+
+  dtype: Any
+  limit: float
+  scale: Array
+  inverse: Array
+  largest: Array
+
+  @classmethod
+  def of(cls, scale: Array, dtype) -> 'Grid':
+    """Returns it; before the loop over rows, as stores fence loads."""
+    limit = formats.format_max(dtype)
+    return cls(
+        dtype=dtype,
+        limit=limit,
+        scale=scale,
+        inverse=1.0 / scale,
+        largest=limit * scale,
+    )
+
+  def look(self, x: Array) -> tuple[Array, tuple[Array, ...]]:
+    """Returns (8-bit values of float32 x, what `gather` makes sums of)."""
+    low = jnp.clip(x * self.inverse, -self.limit, self.limit).astype(self.dtype)
+    stored = low.astype(jnp.float32)
+    error, size = x - stored * self.scale, jnp.abs(x)
+    count = (size > self.largest).astype(jnp.int32)
+    count += ((x != 0) & (stored == 0)).astype(jnp.int32) * _COUNT
+    return low, (size, count, x * x, error * error)
+
+
+# How each of the four numbers of `Grid.look` goes together.
+_REDUCE = (jnp.max, jnp.sum, jnp.sum, jnp.sum)
+_JOIN = (jnp.maximum, jnp.add, jnp.add, jnp.add)
+NUMBERS = (jnp.float32, jnp.int32, jnp.float32, jnp.float32)
+
+
+def no_sums(shape: tuple[int, ...]) -> list[Array]:
+  """Returns what `gather` starts with."""
+  return [jnp.zeros(shape, kind) for kind in NUMBERS]
+
+
+def gather(sums: list[Array], seen: tuple[Array, ...]) -> list[Array]:
+  """Adds what `Grid.look` saw; a sum is of one value, or of a run of a row."""
+  rows, columns = sums[0].shape
+  return [
+      join(total, _fold(reduce, part, (rows, columns)))
+      for total, part, reduce, join in zip(
+          sums, seen, _REDUCE, _JOIN, strict=True
+      )
+  ]
+
+
+def _fold(reduce, part: Array, shape: tuple[int, int]) -> Array:
+  if part.shape == shape:
+    return part
+  return reduce(part.reshape(*shape, part.shape[1] // shape[1]), axis=2)
+
+
+def write_sums(refs, sums: list[Array]) -> None:
+  """Writes a tile's four numbers."""
+  for ref, reduce, total in zip(refs, _REDUCE, sums, strict=True):
+    ref[...] = reduce(total)
+
+
+def lost_of(counts: Array, signal: Array, noise: Array) -> Array:
+  """Returns `Turned.lost` of the numbers of all tiles."""
+  parts = counts % _COUNT, counts // _COUNT, signal, noise
+  return jnp.stack([jnp.sum(part.astype(jnp.float32)) for part in parts])
+
+
+def _quantize_kernel(x_ref, mask_ref, scale_ref, *outs, dtype, straight: bool):
+  """A tile: its 8-bit values both ways round, and four numbers of it."""
   straight_ref, *outs = outs if straight else (None, *outs)
-  turned_ref, amax_ref, counts_ref, signal_ref, noise_ref = outs
-  scale = scale_ref[0]
-  inverse, largest = 1.0 / scale, limit * scale
-  shape = (_WORDS, x_ref.shape[2])
-  word = jnp.zeros(shape, jnp.uint32)
-  amax, signal, noise = (jnp.zeros(shape, jnp.float32) for _ in range(3))
-  counts = jnp.zeros(shape, jnp.int32)
+  turned_ref, *sums_refs = outs
+  shape = (WORDS, x_ref.shape[2])
+  word, sums = jnp.zeros(shape, jnp.uint32), no_sums(shape)
+  grid = Grid.of(scale_ref[0], dtype)
   for k in range(4):
     x = x_ref[:, k, :].astype(jnp.float32)
     x = jnp.where(mask_ref[:, k][:, None] > 0, x, 0.0)
-    low = jnp.clip(x * inverse, -limit, limit).astype(dtype)
+    low, seen = grid.look(x)
     if straight_ref is not None:
       straight_ref[:, k, :] = low
-    word |= _byte(low) << (8 * k)
-    stored = low.astype(jnp.float32)
-    error = x - stored * scale
-    amax = jnp.maximum(amax, jnp.abs(x))
-    signal += x * x
-    noise += error * error
-    counts += (jnp.abs(x) > largest).astype(jnp.int32)
-    counts += ((x != 0) & (stored == 0)).astype(jnp.int32) * _COUNT
+    word |= byte(low) << (8 * k)
+    sums = gather(sums, seen)
   turned_ref[...] = word.T
-  amax_ref[...] = jnp.max(amax)
-  counts_ref[...] = jnp.sum(counts)
-  signal_ref[...] = jnp.sum(signal)
-  noise_ref[...] = jnp.sum(noise)
+  write_sums(sums_refs, sums)
 
 
 def quantize_and_turn(
@@ -154,29 +221,21 @@ def quantize_and_turn(
   """
   rows, columns = x_MN.shape
   grid = columns // width, rows // TILE
-  rows_spec = pl.BlockSpec((_WORDS, 4, width), lambda j, i: (i, 0, j))
+  rows_spec = pl.BlockSpec((WORDS, 4, width), lambda j, i: (i, 0, j))
   number = pl.BlockSpec((None, None), lambda j, i: (i, j))
-  numbers = [
-      jax.ShapeDtypeStruct(grid[::-1], kind)
-      for kind in (jnp.float32, jnp.int32, jnp.float32, jnp.float32)
-  ]
+  numbers = [jax.ShapeDtypeStruct(grid[::-1], kind) for kind in NUMBERS]
   quarters = rows // 4, 4, columns
   out = pl.pallas_call(
-      functools.partial(
-          _quantize_kernel,
-          dtype=dtype,
-          limit=formats.format_max(dtype),
-          straight=straight,
-      ),
+      functools.partial(_quantize_kernel, dtype=dtype, straight=straight),
       grid=grid,
       in_specs=[
           rows_spec,
-          pl.BlockSpec((_WORDS, 4), lambda j, i: (i, 0)),
+          pl.BlockSpec((WORDS, 4), lambda j, i: (i, 0)),
           pl.BlockSpec((1,), lambda j, i: (0,)),
       ],
       out_specs=[
           *[rows_spec] * straight,
-          pl.BlockSpec((width, _WORDS), lambda j, i: (j, i)),
+          pl.BlockSpec((width, WORDS), lambda j, i: (j, i)),
           *[number] * 4,
       ],
       out_shape=[
@@ -192,12 +251,10 @@ def quantize_and_turn(
       scale.reshape(1),
   )
   values = out[0].reshape(rows, columns) if straight else None
-  turned_NR, amax, counts, signal, noise = out[straight:]
-  saturated, flushed = counts % _COUNT, counts // _COUNT
-  lost = (saturated, flushed, signal, noise)
+  turned_NR, amax, *rest = out[straight:]
   return Turned(
       straight_MN=values,
-      turned_NM=_as_bytes(turned_NR, dtype),
+      turned_NM=as_values(turned_NR, dtype),
       amax=jnp.max(amax),
-      lost=jnp.stack([jnp.sum(part.astype(jnp.float32)) for part in lost]),
+      lost=lost_of(*rest),
   )

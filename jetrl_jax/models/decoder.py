@@ -23,7 +23,7 @@ from flax import linen as nn
 from jax import lax
 
 from jetrl_jax.compilation import on_gpu
-from jetrl_jax.fp8 import QTensor, Recipe, dot
+from jetrl_jax.fp8 import QTensor, Recipe, dot, gated
 from jetrl_jax.fp8.slots import COLLECTION
 from jetrl_jax.models import norm, remat, rope
 from jetrl_jax.models.types import ModelConfig
@@ -160,6 +160,21 @@ class Linear(Leaf):
   late_scale: bool = False
   init_std: float = 0.02
 
+  def operands(self) -> tuple[Any, Any, PyTree | None]:
+    """Returns (master or None, weight, slot), see `fp8.dot`."""
+    init = nn.initializers.normal(self.init_std)
+    master, weight = self.leaf('kernel', init, (self.out_dim, self.in_dim))
+    if not isinstance(weight, QTensor):
+      return master, weight, None
+    return (
+        master,
+        weight,
+        {
+            operand: self.get_variable(COLLECTION, operand)
+            for operand in ('input', 'kernel', 'output_grad')
+        },
+    )
+
   @nn.compact
   def __call__(
       self, x_MI: Array, row_mask_M: Array, out_dtype=None, low_MI=None
@@ -172,20 +187,10 @@ class Linear(Leaf):
       out_dtype: of the result, by default the recipe's.
       low_MI: the rows' FP8 values, see `norm.rms_norm`.
     """
-    init = nn.initializers.normal(self.init_std)
-    master, weight = self.leaf('kernel', init, (self.out_dim, self.in_dim))
-    slot = None
-    if isinstance(weight, QTensor):
-      slot = {
-          operand: self.get_variable(COLLECTION, operand)
-          for operand in ('input', 'kernel', 'output_grad')
-      }
     y_MO = dot(
         self.recipe,
         x_MI,
-        master,
-        weight,
-        slot,
+        *self.operands(),
         row_mask_M,
         out_dtype=out_dtype,
         low_MI=low_MI,
@@ -272,12 +277,28 @@ class MLP(Leaf):
         out_dim=2 * cfg.ffn_dim,
         late_scale=True,
         name='gate_up',
-    )(x_MD, row_mask_M, low_MI=low_MD)
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=1)
-    h_MF = self.tap('swiglu', (jax.nn.silu(gate) * up).astype(x_MD.dtype))
-    return Linear(
+    )
+    down = Linear(
         *common, in_dim=cfg.ffn_dim, out_dim=cfg.model_dim, name='down'
-    )(h_MF, row_mask_M)
+    )
+    if self._has_one_backward(x_MD.shape[0]):
+      operands = gate_up.operands(), down.operands()
+      return gated.mlp(self.recipe, x_MD, low_MD, *operands, row_mask_M)
+    y_MG = gate_up(x_MD, row_mask_M, low_MI=low_MD)
+    h_MF = self.tap('swiglu', gated.swiglu(y_MG, x_MD.dtype))
+    return down(h_MF, row_mask_M)
+
+  def _has_one_backward(self, rows: int) -> bool:
+    """Whether both dots are differentiated as one; nothing shows inside."""
+    cfg, names = self.config, ('gate_up', 'down')
+    if self.is_initializing() or self.is_mutable_collection(TAPS):
+      return False
+    kernels = [self.get_variable('weights', name)['kernel'] for name in names]
+    return (
+        gated.fits(self.recipe, (rows, cfg.model_dim, cfg.ffn_dim))
+        and all(isinstance(kernel, QTensor) for kernel in kernels)
+        and all(self.has_variable('params', name) for name in names)
+    )
 
 
 class Block(Leaf):

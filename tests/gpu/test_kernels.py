@@ -14,7 +14,14 @@ import pytest
 
 from jetrl_jax import fp8
 from jetrl_jax.compilation import exact_jit, on_gpu
-from jetrl_jax.fp8 import formats, health, renewal, slots, turning
+from jetrl_jax.fp8 import (
+    formats,
+    health,
+    renewal,
+    slots,
+    swiglu_kernel,
+    turning,
+)
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.models import (
@@ -121,6 +128,24 @@ def test_one_pass_turns_round_what_xla_quantises(dtype):
   np.testing.assert_allclose(lost[2:], sums[3:], rtol=1e-5)
   turn = exact_jit(functools.partial(turning.turn, **_HOW))
   assert np.array_equal(_bytes(turn(wanted)), _bytes(wanted).T)
+
+
+@pytest.mark.parametrize('dtype', [formats.E4M3, formats.E5M2])
+def test_swiglus_backward_has_the_bytes_of_xlas(dtype):
+  from tests.fp8 import test_swiglu_kernel as cpu
+
+  arguments = cpu.operands(2048 if on_gpu() else 128, 384)
+  wanted = exact_jit(lambda *args: cpu.plain(*args, dtype))(*arguments)
+  kernel = exact_jit(
+      lambda *args: [
+          vars(part) for part in swiglu_kernel.backward(*args, dtype, **_HOW)
+      ]
+  )
+  found, again = kernel(*arguments), kernel(*arguments)
+  for a, b in zip(*map(jax.tree.leaves, (found, again)), strict=True):
+    assert np.array_equal(_bytes(a), _bytes(b))
+  # Exp and the reciprocal are the device's own.
+  cpu.assert_like(found, wanted, others=2e-3)
 
 
 @pytest.mark.parametrize('kind', [None, 'float8_e4m3fn'])

@@ -1,0 +1,132 @@
+"""gate_up, SwiGLU and down with one backward, for `fp8_delayed` on a GPU.
+
+    y_MG = x W1^T,  h_MF = silu(gate) * up,  z_MD = h W2^T
+
+The gradient of y reaches gate_up's dot in 8 bits, both ways round, which the
+cotangent of a bfloat16 array cannot be; so one derivative holds both dots. What
+is computed is what `linear.py` and XLA's derivative of SwiGLU compute, by
+the same functions; only what lies between the dots is one kernel
+(`swiglu_kernel.py`) instead of four, and h is not kept for the backward.
+"""
+
+import functools
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jetrl_jax.compilation import on_gpu
+from jetrl_jax.fp8 import dot_tensor, formats, linear, swiglu_kernel, turning
+from jetrl_jax.fp8.products import NT, scale_late
+from jetrl_jax.fp8.quantization import QTensor
+from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.typing import Array, PyTree
+
+# (master [O, I], weight, slot) as `linear.dot` takes them.
+Operands: TypeAlias = tuple[Array, QTensor, PyTree]
+
+
+def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
+  """Whether two quantised dots and SwiGLU have a kernel for their backward.
+
+  Args:
+    recipe: how they compute.
+    dims: rows, and the dims of both kernels.
+  """
+  is_fp8 = recipe.is_delayed and not recipe.calibrating
+  # The kernel scales the first dot's product as late as the forward does.
+  return (
+      is_fp8 and recipe.power_of_two_scales and on_gpu() and turning.fits(dims)
+  )
+
+
+def swiglu(y_MG: Array, dtype) -> Array:
+  """Returns silu(gate) * up of gate|up, in `dtype`."""
+  gate, up = jnp.split(y_MG.astype(jnp.float32), 2, axis=1)
+  return (jax.nn.silu(gate) * up).astype(dtype)
+
+
+def _forward(recipe, x_MD, low_MD, gate_up, down, row_mask_M):
+  """Returns (the result, the first dot's product before it is scaled)."""
+  (_, weight, slot), (_, down_weight, down_slot) = gate_up, down
+  # The scopes that the modules would give.
+  with jax.named_scope('gate_up'):
+    x8 = dot_tensor.quantize_input(x_MD, low_MD, slot)
+    product_MG = lax.dot_general(
+        x8.values, weight.values, NT, preferred_element_type=x_MD.dtype
+    )
+    y_MG = scale_late(product_MG, (x8.scale * weight.scale,))
+  h_MF = swiglu(y_MG, x_MD.dtype)
+  with jax.named_scope('down'):
+    z_MD = linear.dot(recipe, h_MF, None, down_weight, down_slot, row_mask_M)
+  return z_MD, product_MG
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def mlp(
+    recipe: Recipe,
+    x_MD: Array,
+    low_MD: Array | None,
+    gate_up: Operands,
+    down: Operands,
+    row_mask_M: Array,
+) -> Array:
+  """Returns down(silu(gate) * up), [M, D].
+
+  Args:
+    recipe: `fp8_delayed`; `fits`.
+    x_MD: rows in the compute dtype.
+    low_MD: x quantised already, as in `linear.dot`.
+    gate_up: of the first dot; gate's rows come before up's.
+    down: of the second dot.
+    row_mask_M: float32, 0 on padding rows.
+  """
+  return _forward(recipe, x_MD, low_MD, gate_up, down, row_mask_M)[0]
+
+
+def _mlp_fwd(recipe, x_MD, low_MD, gate_up, down, row_mask_M):
+  z_MD, product_MG = _forward(recipe, x_MD, low_MD, gate_up, down, row_mask_M)
+  scale = gate_up[2]['input']['scale']
+  with jax.named_scope('gate_up'):
+    kept, seen = dot_tensor.turn_input(x_MD, scale, row_mask_M)
+  # Empty arrays carry the dtypes that the cotangents must have.
+  likes = [jnp.zeros((0,), a.dtype) for a in (x_MD, gate_up[0], down[0])]
+  dots = gate_up[1:], down[1:]
+  return z_MD, (kept, seen, product_MG, dots, row_mask_M, likes)
+
+
+def _mlp_bwd(recipe, residuals, dz_MD):
+  kept_x, seen_x, product_MG, dots, row_mask_M, likes = residuals
+  (weight, slot), (down_weight, down_slot) = dots
+  x_like, master_like, down_like = likes
+  with jax.named_scope('down'):
+    dz8, seen_dz = dot_tensor.quantize_grad(
+        recipe, dz_MD, down_weight, down_slot, row_mask_M
+    )
+    dh_MF = dot_tensor.dgrad(recipe, dz8, down_weight, x_like.dtype)
+  h_scale, dy_scale = down_slot['input']['scale'], slot['output_grad']['scale']
+  h_turned, dy_turned = swiglu_kernel.backward(
+      product_MG,
+      dh_MF,
+      jnp.stack([kept_x.scale * weight.scale, h_scale, dy_scale]),
+      row_mask_M,
+      formats.format_named(recipe.grad_format),
+  )
+  h8, seen_h = dot_tensor.as_input(h_turned, h_scale, row_mask_M)
+  dy8, seen_dy = dot_tensor.as_grad(dy_turned, dy_scale, row_mask_M)
+  with jax.named_scope('down'):
+    dw_down = dot_tensor.wgrad(recipe, dz8, h8).astype(down_like.dtype)
+  with jax.named_scope('gate_up'):
+    dx_MD, dw = dot_tensor.backward(recipe, dy8, kept_x, weight, x_like.dtype)
+  slot_ct = linear.slot_cotangent(
+      slot, {'input': seen_x, 'output_grad': seen_dy}
+  )
+  down_slot_ct = linear.slot_cotangent(
+      down_slot, {'input': seen_h, 'output_grad': seen_dz}
+  )
+  gate_up_ct = dw.astype(master_like.dtype), None, slot_ct
+  return dx_MD, None, gate_up_ct, (dw_down, None, down_slot_ct), None
+
+
+mlp.defvjp(_mlp_fwd, _mlp_bwd)

@@ -1,0 +1,173 @@
+"""SwiGLU's backward and the quantisers around it, in one pass (Pallas, Triton).
+
+    h = silu(gate) * up          what down's WGrad reads
+    dgate = dh * up * silu'(gate), dup = dh * silu(gate)
+                                 what gate_up's DGrad and WGrad read
+
+gate|up and dh are read once in the compute dtype, 6 bytes a value of h; h
+leaves turned round, dgate|dup both ways round, all in 8 bits, 5 bytes. As
+XLA writes and reads them between its kernels and those of `turning.py` it is
+26. Everything is rounded as there: h, dgate and dup to the compute dtype, then
+to 8 bits. No log-prob depends on this file, so exp is the device's own.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jetrl_jax.compilation import instruction, kernel_options
+from jetrl_jax.fp8 import formats, turning
+from jetrl_jax.fp8.turning import TILE, WORDS, Turned
+from jetrl_jax.typing import Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Maths:
+  """How two functions are computed: exp2, and 1 / x of a positive x."""
+
+  exp2: Callable[[Array], Array]
+  inverse: Callable[[Array], Array]
+
+
+_FAST = _Maths(
+    exp2=instruction('ex2.approx.ftz.f32'),
+    inverse=instruction('rcp.approx.ftz.f32'),
+)
+_PLAIN = _Maths(exp2=jnp.exp2, inverse=lambda x: 1.0 / x)
+
+
+def _swiglu(maths: _Maths, gate, up, dh) -> tuple[Array, Array, Array]:
+  """Returns (h, dgate, dup), all float32, as XLA differentiates silu."""
+  sigmoid = maths.inverse(1.0 + maths.exp2(gate * -math.log2(math.e)))
+  silu = gate * sigmoid
+  dsilu = dh * up
+  dgate = dsilu * sigmoid + dsilu * gate * (1.0 - sigmoid) * sigmoid
+  return silu * up, dgate, dh * silu
+
+
+def _kernel(
+    product_ref, dh_ref, mask_ref, scales_ref, *outs, maths, dtype, run
+):
+  """A tile of gate, of up and of dh."""
+  straight_ref, h_turned_ref, dy_turned_ref, *sums_refs = outs
+  shape = (WORDS, dh_ref.shape[2])
+  words = [jnp.zeros(shape, jnp.uint32) for _ in range(3)]
+  few = (WORDS, shape[1] // run)
+  h_sums, dy_sums = turning.no_sums(few), turning.no_sums(few)
+  y_scale = scales_ref[0]
+  h_grid = turning.Grid.of(scales_ref[1], formats.E4M3)
+  dy_grid = turning.Grid.of(scales_ref[2], dtype)
+  for k in range(4):
+    is_valid = mask_ref[:, k][:, None] > 0
+    gate, up = (
+        product_ref[:, k, half, :].astype(jnp.float32) * y_scale
+        for half in range(2)
+    )
+    made = _swiglu(maths, gate, up, dh_ref[:, k, :].astype(jnp.float32))
+    # The rounding that the compute dtype would have been.
+    h, dgate, dup = (
+        jnp.where(is_valid, x.astype(dh_ref.dtype).astype(jnp.float32), 0.0)
+        for x in made
+    )
+    h_low, seen = h_grid.look(h)
+    h_sums = turning.gather(h_sums, seen)
+    words[0] |= turning.byte(h_low) << (8 * k)
+    for half, x in enumerate((dgate, dup)):
+      low, seen = dy_grid.look(x)
+      dy_sums = turning.gather(dy_sums, seen)
+      straight_ref[:, k, half, :] = low
+      words[1 + half] |= turning.byte(low) << (8 * k)
+  h_turned_ref[...] = words[0].T
+  for half in range(2):
+    dy_turned_ref[half] = words[1 + half].T
+  turning.write_sums(sums_refs[:4], h_sums)
+  turning.write_sums(sums_refs[4:], dy_sums)
+
+
+def backward(
+    product_MG: Array,
+    dh_MF: Array,
+    scales: Array,
+    row_mask_M: Array,
+    dtype,
+    *,
+    width: int = 32,
+    num_warps: int = 4,
+    interpret: bool = False,
+) -> tuple[Turned, Turned]:
+  """Returns (h turned round, the gradient of gate|up both ways round).
+
+  Rows that do not count are quantised as zeros, as `quantize_and_turn` does.
+
+  Args:
+    product_MG: gate|up before it is scaled, bfloat16 or float32, G = 2 F.
+    dh_MF: the gradient of h, of the same dtype; its shape `fits`.
+    scales: float32 [3], of gate|up (a power of two), of h's 8-bit values (E4M3
+      as in the forward) and of those of the gradient.
+    row_mask_M: float32, 0 on rows that do not count.
+    dtype: 8-bit format of the gradient, a float.
+    width: columns of a program, of each half; 64 at most, as counts share a
+      number.
+    num_warps: of a program.
+    interpret: run on a CPU, for tests.
+  """
+  rows, columns = dh_MF.shape
+  quarters, grid = (rows // 4, 4), (columns // width, rows // TILE)
+  both = pl.BlockSpec((WORDS, 4, 2, width), lambda j, i: (i, 0, 0, j))
+  number = pl.BlockSpec((None, None), lambda j, i: (i, j))
+  numbers = [jax.ShapeDtypeStruct(grid[::-1], kind) for kind in turning.NUMBERS]
+  words = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.uint32)
+  straight, h_turned, dy_turned, *sums = pl.pallas_call(
+      functools.partial(
+          _kernel,
+          maths=_PLAIN if interpret else _FAST,
+          dtype=dtype,
+          # What a thread holds of a row is added up before it joins the sums,
+          # which then take an eighth of the registers.
+          run=min(8, width // num_warps),
+      ),
+      grid=grid,
+      in_specs=[
+          both,
+          pl.BlockSpec((WORDS, 4, width), lambda j, i: (i, 0, j)),
+          pl.BlockSpec((WORDS, 4), lambda j, i: (i, 0)),
+          pl.BlockSpec((3,), lambda j, i: (0,)),
+      ],
+      out_specs=[
+          both,
+          pl.BlockSpec((width, WORDS), lambda j, i: (j, i)),
+          pl.BlockSpec((2, width, WORDS), lambda j, i: (0, j, i)),
+          *[number] * 8,
+      ],
+      out_shape=[
+          jax.ShapeDtypeStruct((*quarters, 2, columns), dtype),
+          words((columns, rows // 4)),
+          words((2, columns, rows // 4)),
+          *numbers * 2,
+      ],
+      name='swiglu_backward',
+      **kernel_options(interpret, num_warps),
+  )(
+      product_MG.reshape(*quarters, 2, columns),
+      dh_MF.reshape(*quarters, columns),
+      row_mask_M.reshape(quarters),
+      scales,
+  )
+  h = Turned(
+      straight_MN=None,
+      turned_NM=turning.as_values(h_turned, formats.E4M3),
+      amax=jnp.max(sums[0]),
+      lost=turning.lost_of(*sums[1:4]),
+  )
+  dy = Turned(
+      straight_MN=straight.reshape(rows, 2 * columns),
+      turned_NM=turning.as_values(dy_turned.reshape(2 * columns, -1), dtype),
+      amax=jnp.max(sums[4]),
+      lost=turning.lost_of(*sums[5:]),
+  )
+  return h, dy

@@ -1,0 +1,221 @@
+"""gate_up, SwiGLU and down with one derivative, against one for each."""
+
+import collections
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetrl_jax import fp8
+from jetrl_jax.fp8 import (
+    Recipe,
+    dot_tensor,
+    flow,
+    gated,
+    health,
+    swiglu_kernel,
+    turning,
+)
+from jetrl_jax.fp8.quantization import QTensor, quantize
+from jetrl_jax.models import remat
+from jetrl_jax.models.decoder import MLP, TAPS, variables
+from jetrl_jax.sharding import Axes
+from tests.hurry import hurried_jit
+from tests.models import tiny
+
+ROWS, DIM, INNER = 256, 128, 256
+_PADDING = 9
+FP8 = Recipe()
+
+
+def _quantize_and_turn(x, scale, mask, dtype, *, straight):
+  """As the kernel, which test_turning.py compares with this."""
+  values = quantize(jnp.where(mask[:, None] > 0, x, 0), scale, dtype)
+  amax, sums = health.measure(x, QTensor(values=values, scale=scale), mask)
+  return turning.Turned(
+      straight_MN=values if straight else None,
+      turned_NM=values.T,
+      amax=amax,
+      lost=sums[1:],
+  )
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+  """The path of a GPU, its new kernel interpreted."""
+  for module in (dot_tensor, gated):
+    monkeypatch.setattr(module, 'on_gpu', lambda: True)
+  monkeypatch.setattr(turning, 'turn', jnp.transpose)
+  monkeypatch.setattr(turning, 'quantize_and_turn', _quantize_and_turn)
+  kernel = functools.partial(swiglu_kernel.backward, interpret=True)
+  monkeypatch.setattr(swiglu_kernel, 'backward', kernel)
+
+
+class Inside(nn.Module):
+  """An MLP as a block holds it."""
+
+  recipe: Recipe
+  mode: str = 'none'
+
+  @nn.compact
+  def __call__(self, x_MD, mask_M):
+    config = tiny.config(model_dim=DIM, ffn_dim=INNER)
+    module = remat.wrap(MLP, self.mode)
+    mlp = module(self.recipe, Axes(), config, name='mlp')
+    return mlp(x_MD, None, mask_M)
+
+
+@functools.cache
+def _trees(recipe=FP8):
+  """(params, slots, weights, x, mask, a cotangent of the result)."""
+  random = np.random.default_rng(0)
+
+  def make(*shape):
+    return jnp.asarray(random.standard_normal(shape), jnp.float32)
+
+  params = {
+      'mlp': {
+          'gate_up': {'kernel': make(2 * INNER, DIM) / 8},
+          'down': {'kernel': make(DIM, INNER) / 8},
+      }
+  }
+  state = fp8.init_state(params, recipe)
+  # h and the gradient of gate|up go beyond 14, the limit.
+  for name, size, grad_size in (
+      ('gate_up', 2.0**-6, 2.0**-5),
+      ('down', 2.0**-5, 2.0**-6),
+  ):
+    slot = state['mlp'][name]
+    slot['input']['scale'] = jnp.float32(size)
+    slot['output_grad']['scale'] = jnp.float32(grad_size)
+  state = fp8.observe_kernels(state, params, recipe, Axes())
+  weights = fp8.prepare_weights(params, state, recipe)
+  x, dz = (make(ROWS, DIM).astype(jnp.bfloat16) for _ in range(2))
+  # Padding has no gradient: on a GPU such rows are turned round as zeros.
+  mask = (jnp.arange(ROWS) >= _PADDING) * 1.0
+  dz = jnp.where(mask[:, None] > 0, dz, 0)
+  return params, state, weights, x, mask, dz
+
+
+def _result(recipe, mode, params, state, weights, x, mask):
+  tree = variables(weights, state, params)
+  return Inside(recipe, mode).apply(tree, x, mask)
+
+
+def _both(recipe, mode, params, state, weights, x, mask, dz):
+  """Returns the result and the cotangents of (params, slots, x)."""
+
+  def run(params, state, x):
+    return _result(recipe, mode, params, state, weights, x, mask)
+
+  z, pull = jax.vjp(run, params, state, x)
+  return z, *pull(dz)
+
+
+def _assert_equal(found, wanted):
+  """Bits of the result, and all else but for the order of sums."""
+  assert np.array_equal(found[0], wanted[0])
+  pairs = zip(
+      jax.tree_util.tree_leaves_with_path(wanted[1:]),
+      jax.tree.leaves(found[1:]),
+      strict=True,
+  )
+  for (path, leaf), other in pairs:
+    leaf, other = (np.asarray(a, np.float64) for a in (leaf, other))
+    atol = 1e-6 * np.abs(leaf).max(initial=0)
+    name = jax.tree_util.keystr(path)
+    np.testing.assert_allclose(other, leaf, 1e-5, atol, err_msg=name)
+
+
+def _computed(mode):
+  return hurried_jit(functools.partial(_both, FP8, mode))(*_trees())
+
+
+def test_both_dots_have_the_gradients_and_observations_of_each_alone(
+    as_on_gpu, monkeypatch
+):
+  found = _computed('none')
+  monkeypatch.undo()
+  _assert_equal(found, _computed('none'))
+  for name, operand in (('down', 'input'), ('gate_up', 'output_grad')):
+    sums = found[2]['mlp'][name][operand]['health']
+    # Padding is in no sum; of the rest some is lost at both ends.
+    assert sums[0] % (ROWS - _PADDING) == 0
+    assert np.all(sums[1:3] > 0) and sums[3] > 100 * sums[4] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mode', remat.MODES)
+def test_what_is_computed_again_changes_no_gradient(as_on_gpu, mode):
+  _assert_equal(_computed(mode), _computed('full'))
+
+
+def _equations(jaxpr):
+  """Yields the equations of a jaxpr and of those inside, but of no kernel."""
+  for eqn in jaxpr.eqns:
+    yield eqn
+    if eqn.primitive.name == 'pallas_call':
+      continue
+    for inner in jax.tree.leaves(
+        list(eqn.params.values()), is_leaf=lambda x: hasattr(x, 'eqns')
+    ):
+      inner = getattr(inner, 'jaxpr', inner)
+      if hasattr(inner, 'eqns'):
+        yield from _equations(inner)
+
+
+@pytest.mark.parametrize('mode, times', [('none', 1), ('full', 2)])
+def test_only_the_first_dot_is_computed_again(as_on_gpu, mode, times):
+  run = functools.partial(_both, FP8, mode)
+  found = collections.Counter()
+  for eqn in _equations(jax.make_jaxpr(run)(*_trees()).jaxpr):
+    name = eqn.primitive.name
+    if name == 'dot_general':
+      found[eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape] += 1
+    found[name] += name == 'pallas_call'
+  rows, gate_up, inner = (ROWS, DIM), (ROWS, 2 * INNER), (ROWS, INNER)
+  assert found[rows, gate_up] == times
+  assert found[inner, rows] == found[rows, inner] == found[gate_up, rows] == 1
+  assert found['pallas_call'] == 1
+
+
+def test_the_rollout_is_part_of_the_forward_that_has_this_derivative(as_on_gpu):
+  params, state, weights, x, mask, dz = _trees()
+  train = jax.make_jaxpr(functools.partial(_both, FP8, 'full'))(*_trees())
+  forward = functools.partial(_result, FP8, 'none', None)
+  rollout = jax.make_jaxpr(forward)(state, weights, x, mask)
+  train, rollout = flow.extract(train), flow.extract(rollout)
+  assert any(node.op == 'swiglu_backward' for node in train.nodes)
+  flow.require_subgraph(rollout, train)
+  dots = {n.path: n.inputs for n in rollout.nodes if n.kind == 'dot'}
+  assert len(dots) == 2 and set(dots.values()) == {('e4m3', 'e4m3')}
+
+
+def test_what_is_looked_at_is_still_there(as_on_gpu):
+  params, state, weights, x, mask, _ = _trees()
+  tree = variables(weights, state, params)
+  _, shown = jax.eval_shape(
+      lambda: Inside(FP8).apply(tree, x, mask, mutable=[TAPS])
+  )
+  assert shown[TAPS]['mlp']['swiglu'].shape == (ROWS, INNER)
+
+
+def test_only_calibrated_fp8_in_whole_tiles_has_the_kernel(as_on_gpu):
+  dims = ROWS, DIM, INNER
+  assert gated.fits(FP8, dims)
+  assert not gated.fits(FP8, (ROWS, DIM, 192))
+  for changes in (
+      {'calibrating': True},
+      {'power_of_two_scales': False},
+      {'name': 'fp8_token'},
+      {'name': 'bf16'},
+  ):
+    assert not gated.fits(dataclasses.replace(FP8, **changes), dims)
+
+
+def test_without_a_gpu_there_is_no_kernel():
+  assert not gated.fits(FP8, (ROWS, DIM, INNER))
