@@ -8,8 +8,7 @@ pass needs W, x and dY turned round (`jetrl_jax/fp8/turning.py`). `turn` takes
 was lost, the second keeps the values as they came, too. `swiglu` is all that
 lies between down's DGrad and gate_up's (`swiglu_kernel.py`; the shape is that
 of gate|up), beside XLA alone and XLA with the kernels of `gradient` and
-`input`.
-Each variant is compared with XLA's bytes before it is timed.
+`input`. Each variant is compared with XLA's bytes before it is timed.
 """
 
 import functools
@@ -42,7 +41,7 @@ _COLUMNS = (
 # Bytes read and written per value.
 _BYTES = {'turn': 2, 'input': 3, 'gradient': 4, 'swiglu': 5.5}
 _PROGRAMS = ((128, 4), (128, 8), (128, 16), (64, 4), (64, 8))
-_SWIGLU_PROGRAMS = ((32, 4), (32, 8), (64, 8), (32, 2), (64, 16))
+_SWIGLU_PROGRAMS = ((32, 4), (32, 8), (64, 8), (64, 16))
 # Bytes that may be a neighbour: exp is the device's own, and h and the
 # gradients are rounded twice.
 _OTHERS = 1e-3

@@ -13,6 +13,7 @@ import os
 import pathlib
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.pallas import triton
 
@@ -80,14 +81,17 @@ def instruction(name: str):
   """Returns a function of float32 arrays: one instruction of the device.
 
   Args:
-    name: in PTX, with its type, for example 'ex2.approx.ftz.f32'.
+    name: in PTX, with its type, for example 'ex2.approx.ftz.f32'. Operands
+      after the first may be scalars.
   """
 
-  def call(x):
+  def call(x, *more):
+    args = [x, *(jnp.broadcast_to(jnp.float32(y), x.shape) for y in more)]
+    operands = ', '.join(f'${i}' for i in range(len(args) + 1))
     [result] = triton.elementwise_inline_asm(
-        f'{name} $0, $1;',
-        args=[x],
-        constraints='=f,f',
+        f'{name} {operands};',
+        args=args,
+        constraints='=f' + ',f' * len(args),
         pack=1,
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
     )

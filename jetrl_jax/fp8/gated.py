@@ -34,11 +34,11 @@ def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
     recipe: how they compute.
     dims: rows, and the dims of both kernels.
   """
+  # The kernel scales the first dot's product as late as the forward does, and
+  # counts by the distance between bfloat16 values.
+  is_exact = recipe.power_of_two_scales and recipe.compute_dtype == 'bfloat16'
   is_fp8 = recipe.is_delayed and not recipe.calibrating
-  # The kernel scales the first dot's product as late as the forward does.
-  return (
-      is_fp8 and recipe.power_of_two_scales and on_gpu() and turning.fits(dims)
-  )
+  return is_fp8 and is_exact and on_gpu() and turning.fits(dims)
 
 
 def swiglu(y_MG: Array, dtype) -> Array:

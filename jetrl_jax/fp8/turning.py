@@ -14,7 +14,7 @@ depends on them.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from jetrl_jax.typing import Array
 TILE = 128  # what both dims are multiples of; rows of a program
 WORDS = TILE // 4
 # A tile's two counts share one number.
-_COUNT = 1 << 16
+FLUSHED = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class Grid:
   largest: Array
 
   @classmethod
-  def of(cls, scale: Array, dtype) -> 'Grid':
+  def of(cls, scale: Array, dtype, **more) -> Self:
     """Returns it; before the loop over rows, as stores fence loads."""
     limit = formats.format_max(dtype)
     return cls(
@@ -122,16 +122,31 @@ class Grid:
         scale=scale,
         inverse=1.0 / scale,
         largest=limit * scale,
+        **more,
     )
 
   def look(self, x: Array) -> tuple[Array, tuple[Array, ...]]:
     """Returns (8-bit values of float32 x, what `gather` makes sums of)."""
-    low = jnp.clip(x * self.inverse, -self.limit, self.limit).astype(self.dtype)
+    scaled = x * self.inverse
+    low = self.cast(scaled)
     stored = low.astype(jnp.float32)
-    error, size = x - stored * self.scale, jnp.abs(x)
-    count = (size > self.largest).astype(jnp.int32)
-    count += ((x != 0) & (stored == 0)).astype(jnp.int32) * _COUNT
-    return low, (size, count, x * x, error * error)
+    error = self.error(x, stored)
+    count = self.count(x, scaled, stored)
+    return low, (jnp.abs(x), count, x * x, error * error)
+
+  def cast(self, scaled: Array) -> Array:
+    """Returns the 8-bit values."""
+    return jnp.clip(scaled, -self.limit, self.limit).astype(self.dtype)
+
+  def error(self, x: Array, stored: Array) -> Array:
+    """Returns what is lost."""
+    return x - stored * self.scale
+
+  def count(self, x: Array, scaled: Array, stored: Array) -> Array:
+    """Returns 1 for each value that saturated, `FLUSHED` for one flushed."""
+    del scaled
+    count = (jnp.abs(x) > self.largest).astype(jnp.int32)
+    return count + ((x != 0) & (stored == 0)).astype(jnp.int32) * FLUSHED
 
 
 # How each of the four numbers of `Grid.look` goes together.
@@ -140,9 +155,9 @@ _JOIN = (jnp.maximum, jnp.add, jnp.add, jnp.add)
 NUMBERS = (jnp.float32, jnp.int32, jnp.float32, jnp.float32)
 
 
-def no_sums(shape: tuple[int, ...]) -> list[Array]:
+def no_sums(shape: tuple[int, ...], kinds=NUMBERS) -> list[Array]:
   """Returns what `gather` starts with."""
-  return [jnp.zeros(shape, kind) for kind in NUMBERS]
+  return [jnp.zeros(shape, kind) for kind in kinds]
 
 
 def gather(sums: list[Array], seen: tuple[Array, ...]) -> list[Array]:
@@ -165,12 +180,12 @@ def _fold(reduce, part: Array, shape: tuple[int, int]) -> Array:
 def write_sums(refs, sums: list[Array]) -> None:
   """Writes a tile's four numbers."""
   for ref, reduce, total in zip(refs, _REDUCE, sums, strict=True):
-    ref[...] = reduce(total)
+    ref[...] = reduce(total.astype(ref.dtype))
 
 
 def lost_of(counts: Array, signal: Array, noise: Array) -> Array:
   """Returns `Turned.lost` of the numbers of all tiles."""
-  parts = counts % _COUNT, counts // _COUNT, signal, noise
+  parts = counts % FLUSHED, counts // FLUSHED, signal, noise
   return jnp.stack([jnp.sum(part.astype(jnp.float32)) for part in parts])
 
 

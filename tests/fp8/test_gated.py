@@ -211,6 +211,7 @@ def test_only_calibrated_fp8_in_whole_tiles_has_the_kernel(as_on_gpu):
   for changes in (
       {'calibrating': True},
       {'power_of_two_scales': False},
+      {'compute_dtype': 'float32'},
       {'name': 'fp8_token'},
       {'name': 'bf16'},
   ):
