@@ -31,8 +31,8 @@ def get_config():
   config.data.instruction = (
       "\nLet's think step by step and put the final answer within \\boxed{}."
   )
-  # 4096 x 152064 float32 logits are 2.5 GB.
-  config.model.logit_chunk_rows = 4096
+  # 2048 x 152064 float32 logits are 1.2 GB.
+  config.model.logit_chunk_rows = 2048
   config.data.max_prompt_length = 1024
   config.rollout.max_response_length = 3072
   # A slot for every answer of a step, so that no second wave waits for the
