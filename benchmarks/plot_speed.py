@@ -43,7 +43,7 @@ def speedups() -> dict[str, tuple[float, float]]:
       'the same, FP8 KV cache': (cached['bf16'], cached['fp8_delayed+kv8']),
       'forward + backward, 8 x 4096': (update['bf16'], update['fp8_delayed']),
       'a whole step, 32 x 8 answers': tuple(
-          1000 * sum(phases[name].values()) for name in ('bf16', 'fp8_delayed')
+          1000 * sum(phases[name].values()) for name in ('BF16', 'FP8')
       ),
   }
   dots = {
@@ -58,24 +58,20 @@ def speedups() -> dict[str, tuple[float, float]]:
 
 
 def seconds_by_phase() -> dict[str, dict[str, float]]:
-  """Returns variant -> phase -> median seconds of whole steps but the first.
-
-  Of variants with three of them: the second may compile, too.
-  """
+  """Returns name -> phase -> median seconds of whole steps but the first."""
   steps: dict[str, list[dict]] = {}
   for row in _rows('grpo_step_32x8x2048'):
     if row['step'] > 1:
-      steps.setdefault(row['variant'], []).append(row)
+      name = 'BF16' if row['variant'] == 'bf16' else 'FP8'
+      steps.setdefault(name, []).append(row)
   found = {}
-  for variant, rows in steps.items():
-    if len(rows) < 3:
-      continue
+  for name, rows in steps.items():
 
-    def median(name, rows=rows):
-      return statistics.median(row[f'timing_s/{name}'] for row in rows)
+    def median(phase, rows=rows):
+      return statistics.median(row[f'timing_s/{phase}'] for row in rows)
 
-    spent = {label: median(name) for name, label in _PHASES.items()}
-    found[variant] = spent | {'rest': median('step') - sum(spent.values())}
+    spent = {label: median(phase) for phase, label in _PHASES.items()}
+    found[name] = spent | {'rest': median('step') - sum(spent.values())}
   return found
 
 
@@ -88,7 +84,7 @@ def draw_phases() -> None:
   """Draws where a step's time goes, a bar per recipe."""
   figure, axes = plt.subplots(figsize=(7, 1.9), layout='constrained')
   found = seconds_by_phase()
-  for place, (variant, spent) in enumerate(reversed(found.items())):
+  for place, (name, spent) in enumerate(reversed(found.items())):
     left = 0.0
     for (label, value), color in zip(spent.items(), _COLORS, strict=True):
       axes.barh(place, value, left=left, color=color, height=0.65)
@@ -101,7 +97,7 @@ def draw_phases() -> None:
         )
       left += value
     axes.text(left + 1, place, f'{left:.1f} s', va='center', weight='bold')
-    axes.text(-1, place, variant, va='center', ha='right')
+    axes.text(-1, place, name, va='center', ha='right')
   axes.set_yticks([])
   axes.set_xlim(0, 90)
   axes.set_xlabel(
