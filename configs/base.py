@@ -254,6 +254,10 @@ def get_config() -> ml_collections.ConfigDict:
   # The cold start's calibration: prompts, and tokens of its short rollout.
   config.trainer.calibration_prompts = 16
   config.trainer.calibration_tokens = 64
+  # Tokens whose rollout log-probs are compared with the training forward's:
+  # 'all' takes a forward pass over the later mini-batches, 'first' is the
+  # step's first mini-batch alone, whose update computes them anyway.
+  config.trainer.measure_mismatch = 'all'
   # Seeded scores and lengths, for speed runs with random weights.
   config.trainer.synthetic = False
 

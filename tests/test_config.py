@@ -265,6 +265,10 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
         ({'trainer.packed_rows': -1}, 'packed_rows is -1; allowed: 0 for'),
         ({'trainer.packed_rows': 32}, 'packed_rows is 32; allowed: 0 for'),
         (
+            {'trainer.measure_mismatch': 'none'},
+            "measure_mismatch is 'none'; allowed: 'all', or 'first'",
+        ),
+        (
             {'trainer.train_batch_size': 11, 'trainer.mini_batch_size': 11},
             'train_batch_size is 11; the training data has 10 prompts',
         ),

@@ -33,7 +33,8 @@ class Learnt:
       less the KL penalty if the reward has one.
     infos: one per optimiser step.
     scored: completion's index -> the training forward's log-probs of prompt
-      and response, at the weights that sampled it.
+      and response, at the weights that sampled it; of the first mini-batch
+      alone with measure_mismatch='first'.
     packing_efficiency: mean share of the micro-batches' tokens that are real.
     rollout_changed: of a mixed flow: share of the rollout's 8-bit weight bytes
       that changed, nested like its slots; empty if it was not requantised.
@@ -157,17 +158,19 @@ class Learner:
     """Scores what `accumulate` will not meet at the rollout's weights.
 
     The first mini-batch of the first epoch is compared with what `accumulate`
-    itself returns; the later ones with `score`, before any update. With
-    old_logprobs='recompute' all are scored, and that becomes pi_old.
+    itself returns; the later ones with `score`, before any update, unless
+    measure_mismatch='first' leaves them out. With old_logprobs='recompute' all
+    are scored, and that becomes pi_old.
 
     Returns:
       (batches with old log-probs filled in,
        origin -> training forward's log-probs at the rollout's weights).
     """
     recompute = self.parts.algorithm.old_logprobs == 'recompute'
+    later = self.parts.run.measure_mismatch == 'all'
     filled, scored = [], {}
     for i, batch in enumerate(batches):
-      if recompute or i > 0:
+      if recompute or (later and i > 0):
         values = self.score(batch, params)
         scored |= {s.origin: v for s, v in zip(batch, values, strict=True)}
         if recompute:

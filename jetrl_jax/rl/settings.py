@@ -230,6 +230,9 @@ class RunConfig:
     max_skipped_updates: non-finite updates in a row after which the run stops.
     calibration_prompts: prompts of the cold start's calibration.
     calibration_tokens: response tokens of its short rollout.
+    measure_mismatch: tokens whose rollout log-probs are compared with the
+      training forward's: 'all', or 'first' for those of a step's first
+      mini-batch, whose update computes them anyway.
     synthetic: seeded scores and response lengths instead of rewards and stop
       tokens: for speed and exactness runs with random weights, which solve
       nothing and never stop.
@@ -254,6 +257,7 @@ class RunConfig:
   max_skipped_updates: int
   calibration_prompts: int
   calibration_tokens: int
+  measure_mismatch: str
   synthetic: bool
 
   def __post_init__(self):
@@ -272,6 +276,11 @@ class RunConfig:
     )
     _at_least(self, 0, 'seed', 'test_freq', 'save_freq', 'keep_best')
     check_packed_rows(self.packed_rows, self.micro_batch_size)
+    if self.measure_mismatch not in ('all', 'first'):
+      raise ValueError(
+          f"measure_mismatch is {self.measure_mismatch!r}; allowed: 'all', or"
+          " 'first' for the first mini-batch of a step"
+      )
     if self.num_generations < 2:
       raise ValueError(
           f'num_generations is {self.num_generations}; a group advantage needs'

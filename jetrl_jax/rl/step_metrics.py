@@ -87,12 +87,14 @@ def _mismatch(
     exp: Experience, scored: dict[int, np.ndarray], loss: LossConfig
 ) -> dict[str, float]:
   """Compares what was sampled with what the training forward computed."""
-  completions = exp.completions
+  chosen = sorted(scored)
+  completions = [exp.completions[i] for i in chosen]
   join = functools.partial(experience.join_sampled, completions)
   train_T = join(
-      scored[i][len(c.prompt_tokens) :] for i, c in enumerate(completions)
+      scored[i][len(c.prompt_tokens) :]
+      for i, c in zip(chosen, completions, strict=True)
   )
-  advantages_B = exp.advantages_PG.reshape(-1)
+  advantages_B = exp.advantages_PG.reshape(-1)[chosen]
   corrected = loss.rollout_is != 'none'
   return mismatch.mismatch_metrics(
       rollout_logprobs=join(c.logprobs for c in completions),

@@ -36,6 +36,7 @@ RUN = RunConfig(
     max_skipped_updates=1,
     calibration_prompts=1,
     calibration_tokens=1,
+    measure_mismatch='all',
     synthetic=False,
 )
 MU = AlgorithmConfig(old_logprobs='recompute')
@@ -160,3 +161,10 @@ def test_a_guard_that_could_not_act_is_refused():
   with pytest.raises(ValueError, match='reference policy would stay in the'):
     check(loss=kl)
   check(dataclasses.replace(on, actions=('recalibrate',)), kl, run=RUN)
+
+
+def test_recomputed_log_probs_leave_no_token_unmeasured():
+  run = dataclasses.replace(RUN, measure_mismatch='first')
+  with pytest.raises(ValueError, match="'recompute', which computes the log-p"):
+    _check(run=run)
+  _check(algorithm=AlgorithmConfig(), run=run)

@@ -58,3 +58,7 @@ def test_importance_weights_are_capped_only_where_the_run_caps_them(
   metrics = step_metrics._mismatch(exp, scored, loss)
   assert metrics['rollout_corr/rollout_is_mean'] == pytest.approx(mean)
   assert metrics['training/mismatch_token_frac'] == 0.5
+  # Of what was scored: -1 was sampled with -3 and with -1.
+  for i, frac in ((0, 1.0), (1, 0.0)):
+    alone = step_metrics._mismatch(exp, {i: scored[i]}, loss)
+    assert alone['training/mismatch_token_frac'] == frac

@@ -39,7 +39,13 @@ class _Live:
   state: TrainState
   exp: Experience
 
-  def learn(self, packed_rows=0, mini_batch_size=2, **algorithm):
+  def learn(
+      self,
+      packed_rows=0,
+      mini_batch_size=2,
+      measure_mismatch='all',
+      **algorithm,
+  ):
     """One update with other settings; the state stays alive."""
     learner = self.trainer.learner
     parts = learner.parts
@@ -50,6 +56,7 @@ class _Live:
             parts.run,
             mini_batch_size=mini_batch_size,
             packed_rows=packed_rows,
+            measure_mismatch=measure_mismatch,
         ),
     )
     try:
@@ -189,6 +196,16 @@ def test_recomputed_old_log_probs_are_the_rollouts_and_so_are_the_weights(live):
   # Also the second mini-batch's, scored before the first update.
   assert _same_bits(live.exp, scored) and _same_bits(live.exp, scored_again)
   assert whole_run.digest(again) == whole_run.digest(state)
+
+
+def test_what_is_not_measured_changes_no_weight(live):
+  expected, _, all_scored = live.learn()
+  state, _, scored = live.learn(measure_mismatch='first')
+  assert whole_run.digest(state) == whole_run.digest(expected)
+  # Of two mini-batches the first, as its update computes it.
+  assert len(scored) == len(all_scored) // 2
+  for i, values in scored.items():
+    np.testing.assert_array_equal(values, all_scored[i])
 
 
 def test_fewer_and_longer_rows_change_no_bit_of_a_log_prob(live):
