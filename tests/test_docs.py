@@ -203,7 +203,7 @@ def test_the_accuracies_in_the_readme_are_those_of_the_results():
   name, shown = 'val-core/heldout/acc/mean@1', []
   files = sorted((_ROOT / 'benchmarks/results').glob('quickstart_seed*.jsonl'))
   files += (_ROOT / 'benchmarks/results').glob('unified_quickstart_*.jsonl')
-  assert len(files) == 5
+  assert len(files) == 6
   for file in files:
     lines = [json.loads(line) for line in _text(file).splitlines()]
     shown += [f'{100 * lines[i][name]:.1f}%' for i in (0, -1)]
