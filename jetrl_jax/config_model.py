@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from absl import logging
 from flax import traverse_util
 from jax.sharding import NamedSharding
 
@@ -104,10 +105,23 @@ def build_policy(
 
 
 def rollout_policy(config: Config, policy: Policy) -> Policy:
-  """Returns the rollout's policy; `policy` itself in a unified flow."""
+  """Returns the rollout's policy; `policy` itself in a unified flow.
+
+  Warns where a choice of dots to keep in high precision is set and no dot is
+  quantised.
+  """
   name = config.precision.rollout_recipe or policy.recipe.name
   with naming('precision.rollout_recipe'):
     recipe = dataclasses.replace(policy.recipe, name=name)
+  if {name, policy.recipe.name} == {'bf16'}:
+    for field in ('high_precision_layers', 'min_sqnr_db'):
+      if value := config.precision[field]:
+        logging.warning(
+            'precision.%s is %s, which is not read: with the recipe bf16 no dot'
+            ' is quantised',
+            field,
+            value,
+        )
   return dataclasses.replace(policy, recipe=recipe)
 
 

@@ -1,5 +1,7 @@
 """Flows by name."""
 
+import logging
+
 import pytest
 
 from configs import base
@@ -99,3 +101,26 @@ def test_what_counts_as_unset_are_the_defaults():
     assert config[section][key] == value
   used = {name for flow in config_flow.FLOWS.values() for name in flow}
   assert used == set(config_flow.UNSET)
+
+
+@pytest.mark.parametrize(
+    ('changes', 'warned'),
+    [
+        ({'flow': 'bf16', 'precision.min_sqnr_db': 20.0}, 'min_sqnr_db is 20'),
+        (
+            {
+                'flow': 'bf16',
+                'precision.high_precision_layers': ('layers_0/.*',),
+            },
+            'high_precision_layers is',
+        ),
+        ({'flow': 'fp8_rollout', 'precision.min_sqnr_db': 20.0}, ''),
+    ],
+)
+def test_a_choice_of_dots_that_nothing_reads_is_warned_of(
+    changes, warned, caplog
+):
+  with caplog.at_level(logging.WARNING):
+    configs.build(whole_run.config(**changes))
+  assert ('which is not read' in caplog.text) == bool(warned)
+  assert warned in caplog.text
