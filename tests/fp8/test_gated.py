@@ -9,14 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from jetrl_jax import fp8
+from jetrl_jax import fp8, sharding
 from jetrl_jax.fp8 import (
     Recipe,
     dot_tensor,
     flow,
     gated,
     health,
+    slots,
     swiglu_kernel,
     turning,
 )
@@ -220,3 +223,25 @@ def test_only_calibrated_fp8_in_whole_tiles_has_the_kernel(as_on_gpu):
 
 def test_without_a_gpu_there_is_no_kernel():
   assert not gated.fits(FP8, (ROWS, DIM, INNER))
+
+
+@pytest.mark.slow
+def test_devices_with_rows_of_their_own_have_the_gradients_of_one(as_on_gpu):
+  axes = Axes(data=2)
+  devices = np.asarray(jax.devices()[:2]).reshape(2, 1, 1)
+  mesh = Mesh(devices, (sharding.DATA, sharding.FSDP, sharding.TENSOR))
+
+  def run(*args):
+    z, params_ct, slots_ct, dx = _both(FP8, 'full', *args)
+    return (
+        z,
+        axes.psum(params_ct),
+        slots.reduce_over_devices(slots_ct, axes),
+        dx,
+    )
+
+  rows = sharding.ROWS
+  split = sharding.per_device(
+      run, mesh, (P(), P(), P(), rows, rows, rows), (rows, P(), P(), rows)
+  )
+  _assert_equal(hurried_jit(split)(*_trees()), _computed('full'))
