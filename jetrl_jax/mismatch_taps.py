@@ -81,10 +81,11 @@ class TappedPolicy(Policy):
     rolled = [jnp.roll(x.reshape(shape), 1, axis=1) for x in found[:2]]
     return rolled[0], rolled[1]
 
-  def decode(self, *args, **kwargs):
+  def decode(self, params, tokens_B, positions_B, table_BP, caches, inverse_B):
     """See `Policy.decode`."""
-    logits_BV, lse_B, caches = super().decode(*args, **kwargs)
-    *_, inverse_B = args
+    logits_BV, lse_B, caches = super().decode(
+        params, tokens_B, positions_B, table_BP, caches, inverse_B
+    )
     self.leave(LOGITS, logprobs.temper(logits_BV, inverse_B[:, None]))
     self.leave(LOGSUMEXP, lse_B[:, None])
     return logits_BV, lse_B, caches

@@ -73,7 +73,7 @@ def _token_of_pair(words, n: int, interpret: bool):
 
 
 def _load_tile(k_ref, v_ref, lead, i, start, tile: int, dtype, interpret: bool):
-  """Returns what `_attend_tile` takes: the tile whole, or even and odd tokens.
+  """Returns what `attend_tile` takes: the tile whole, or even and odd tokens.
 
   Args:
     k_ref: keys.

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jetrl_jax import rng, sharding
 from jetrl_jax.rl import decode_step, engine_api
 from jetrl_jax.rl.decode_step import DecodeState, EngineConfig, Prefix
+from jetrl_jax.rl.engine_sizes import buckets, few_slots, round_up
 from jetrl_jax.rl.pages import PageBook, PagesConfig
 from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.typing import Array, NpArray, PRNGKey
@@ -27,10 +28,6 @@ _PAGE_TILES = 2
 # Tokens, padding included, that are prefilled at once.
 _PREFILL_TOKENS = 16384
 _PREFILL_ROWS = 16
-# When a quarter of the slots or less are at work, a program for a quarter of
-# them takes over: the tail of a rollout of long answers. The program must be
-# compiled, which answers below so many tokens would not pay for.
-_QUARTER, _LONG = 4, 1024
 
 
 class Engine(engine_api.Engine):
@@ -47,18 +44,18 @@ class Engine(engine_api.Engine):
     self._params: PolicyParams | None = None
     self._base_key = rng.key(0, rng.ROLLOUT, 0)
     devices = policy.axes.size
-    self.num_slots = _round_up(config.num_slots, 16 * devices)
+    self.num_slots = round_up(config.num_slots, 16 * devices)
     self.page_size = _PAGE_TILES * policy.tile
-    self.cache_length = _round_up(
+    self.cache_length = round_up(
         config.max_prompt_length + config.max_response_length, self.page_size
     )
     # A program for each: of prompts few, as none should be compiled in the
     # middle of a run, and computing some padding is cheap.
-    self.buckets = _buckets(config.max_prompt_length, policy.tile, 4)
+    self.buckets = buckets(config.max_prompt_length, policy.tile, 4)
     # Parked sequences are prefilled with all they have.
     self.buckets += [
         size
-        for size in _buckets(self.cache_length, policy.tile, 2)
+        for size in buckets(self.cache_length, policy.tile, 2)
         if size > self.buckets[-1]
     ]
     self.pages = self._new_book()
@@ -174,7 +171,7 @@ class Engine(engine_api.Engine):
             f'prompt {i} of the batch has {len(tokens)} tokens; allowed: 1 to'
             f' {limit} (max_prompt_length)'
         )
-    rows = _round_up(max(rows or 1, len(prompts)), self.policy.axes.size)
+    rows = round_up(max(rows or 1, len(prompts)), self.policy.axes.size)
     tokens_PT = np.zeros((rows, limit), np.int32)
     lengths_P, last_P = np.zeros((2, rows), np.int32)
     for i, tokens in enumerate(prompts):
@@ -300,35 +297,19 @@ class Engine(engine_api.Engine):
     """
     steps = self.config.decode_block if steps is None else steps
     decode_state, running_B = self._with_pages(params, decode_state, steps)
-    few = self._few(running_B)
+    few = few_slots(
+        running_B, self.policy.axes.size, self.config.max_response_length
+    )
+    return self._run_block(params, decode_state, base_key, steps, few)
+
+  def _run_block(self, params, state, base_key, steps, few=None):
+    """Decodes; of `few` slots only, see `few_slots`."""
+    bound, steps = (self.policy, self.config), np.int32(steps)
     if few is None:
-      return self._run_block(params, decode_state, base_key, steps)
-    bound = (self.policy, self.config)
+      run = self._per_row(params, decode_step.generate, bound, 1, (0, 3))
+      return run(params, state, base_key, steps)
     run = self._per_row(params, decode_step.generate_few, bound, 2, (0, 3))
-    return run(params, decode_state, self._put(few), base_key, np.int32(steps))
-
-  def _few(self, running_B: NpArray) -> NpArray | None:
-    """Returns a quarter of each device's slots, if no other one runs.
-
-    Int32, by number on their device, the same count for each.
-    """
-    devices = self.policy.axes.size
-    running_DB = running_B.reshape(devices, -1)
-    size = _round_up(-(-running_DB.shape[1] // _QUARTER), 16)
-    if (
-        self.config.max_response_length < _LONG
-        or size >= running_DB.shape[1]
-        or running_DB.sum(1).max() > size
-    ):
-      return None
-    # Running ones first.
-    order_DB = np.argsort(~running_DB, axis=1, kind='stable')
-    return order_DB[:, :size].reshape(-1).astype(np.int32)
-
-  def _run_block(self, params, state, base_key, steps) -> DecodeState:
-    bound = (self.policy, self.config)
-    run = self._per_row(params, decode_step.generate, bound, 1, (0, 3))
-    return run(params, state, base_key, np.int32(steps))
+    return run(params, state, self._put(few), base_key, steps)
 
   def free_resource(self, slot: int, decode_state: DecodeState) -> DecodeState:
     """Makes a slot idle."""
@@ -403,7 +384,7 @@ class Engine(engine_api.Engine):
       longest = max(len(sequences[slot]) for slot in slots)
       rows = min(max(_PREFILL_TOKENS // longest, 1), _PREFILL_ROWS)
       now, slots = slots[:rows], slots[rows:]
-      rows = _round_up(rows, self.policy.axes.size)
+      rows = round_up(rows, self.policy.axes.size)
       caches = self._keys_of(params, [sequences[s] for s in now], rows)
       count = self.pages.pages_for(caches[0][0].shape[2])
       pages_NJ = self.pages.global_pages(
@@ -485,16 +466,3 @@ class Engine(engine_api.Engine):
           out_shardings=self._rows,
       )
     return self._compiled[name]
-
-
-def _buckets(longest: int, tile: int, factor: int) -> list[int]:
-  """Lengths that are compiled: powers of a factor times the tile."""
-  buckets, size = [], tile
-  while size < longest:
-    buckets.append(size)
-    size *= factor
-  return [*buckets, _round_up(longest, tile)]
-
-
-def _round_up(value: int, multiple: int) -> int:
-  return -(-value // multiple) * multiple

@@ -11,8 +11,7 @@ import pytest
 from jetrl_jax import rng, sharding
 from jetrl_jax.compilation import exact_jit
 from jetrl_jax.data import Prompt
-from jetrl_jax.rl import decode_step, logprobs
-from jetrl_jax.rl import engine as engine_module
+from jetrl_jax.rl import decode_step, engine_sizes, logprobs
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.policy import PolicyParams
 from tests.rl import tiny_run
@@ -387,29 +386,37 @@ def test_a_paused_slot_waits_and_goes_on_where_it_was():
   assert _holds(state, 3, _expected()[0])
 
 
+@pytest.mark.parametrize(
+    ('running', 'devices', 'expected'),
+    [
+        # 16 of 64 slots: the running ones, and the first idle ones.
+        ([40, 3], 1, [3, 40, *range(3), *range(4, 15)]),
+        (range(16), 1, list(range(16))),
+        (range(17), 1, None),
+        # Two devices with 32 slots each, by their numbers there; one is full.
+        ([33], 2, [*range(16), 1, 0, *range(2, 16)]),
+        (range(17), 2, None),
+    ],
+)
+def test_a_quarter_of_the_slots_has_all_that_run(running, devices, expected):
+  running_B = np.isin(np.arange(64), list(running))
+  found = engine_sizes.few_slots(running_B, devices, 1024)
+  assert expected == (None if found is None else found.tolist())
+  assert engine_sizes.few_slots(running_B, devices, 1023) is None
+
+
 def test_the_tail_of_a_rollout_goes_on_in_a_quarter_of_the_slots(monkeypatch):
-  monkeypatch.setattr(engine_module, '_LONG', 1)
+  monkeypatch.setattr(engine_sizes, 'LONG', 1)
   run = tiny_run.fp8_run()
   config = tiny_run.engine_config(num_slots=64, decode_block=2)
   engine = Engine(run.policy, config, run.mesh)
-  chosen, few = [], engine._few
-
-  def looked_at(running_B):
-    slots_N = few(running_B)
-    chosen.append((int(running_B.sum()), slots_N))
-    return slots_N
-
-  monkeypatch.setattr(engine, '_few', looked_at)
   # Of 24 sequences 20 end with their second token at the latest.
   limits = np.full((6, tiny_run.SAMPLES), 2)
   limits[[0, 1, 3, 5], [0, 3, 1, 2]] = 12
   found = run.rollout(engine=engine, limits=limits)
+  assert 'generate_few' in engine._compiled
   for a, b in zip(found, tiny_run.completions(), strict=True):
     length = len(a.tokens)
     assert a.tokens.tolist() == b.tokens[:length].tolist()
     np.testing.assert_array_equal(a.logprobs, b.logprobs[:length])
     np.testing.assert_array_equal(a.log_mu, b.log_mu[:length])
-  assert chosen[0] == (24, None)
-  assert len(chosen) > 2 and all(
-      n <= 4 and len(slots_N) == 16 for n, slots_N in chosen[1:]
-  )

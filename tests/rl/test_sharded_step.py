@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax import sharding
-from jetrl_jax.rl import engine as engine_module
+from jetrl_jax.rl import engine_sizes
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.optimizer import OptimizerConfig
@@ -87,7 +87,7 @@ def test_a_rollout_on_eight_devices_has_the_bits_of_one(mesh):
 @pytest.mark.slow
 @on_meshes
 def test_the_tail_of_a_rollout_has_the_bits_of_one_device(mesh, monkeypatch):
-  monkeypatch.setattr(engine_module, '_LONG', 1)
+  monkeypatch.setattr(engine_sizes, 'LONG', 1)
   run = _run(mesh)
   config = tiny_run.engine_config(num_slots=8 * 32, decode_block=2)
   engine = Engine(run.policy, config, run.mesh)

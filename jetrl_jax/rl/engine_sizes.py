@@ -1,0 +1,62 @@
+"""The sizes that the engine compiles programs for: rows, lengths, few slots.
+
+What is asked for is rounded up to one of few sizes. No number that a sequence
+gets depends on which.
+"""
+
+import numpy as np
+
+from jetrl_jax.typing import NpArray
+
+# When a quarter of the slots or less are at work, a program for a quarter of
+# them takes over: the tail of a rollout of long answers. The program must be
+# compiled, which answers below so many tokens would not pay for.
+QUARTER, LONG = 4, 1024
+
+
+def round_up(value: int, multiple: int) -> int:
+  """Returns the least multiple that is not below the value."""
+  return -(-value // multiple) * multiple
+
+
+def buckets(longest: int, tile: int, factor: int) -> list[int]:
+  """Returns lengths in tokens: powers of `factor` times the tile, and the end.
+
+  Args:
+    longest: tokens; the last bucket is this, up to the tile.
+    tile: see `attention.flash_attention`.
+    factor: between neighbours.
+  """
+  found, size = [], tile
+  while size < longest:
+    found.append(size)
+    size *= factor
+  return [*found, round_up(longest, tile)]
+
+
+def few_slots(
+    running_B: NpArray, devices: int, max_response_length: int
+) -> NpArray | None:
+  """Returns a quarter of each device's slots, if no other one runs.
+
+  Args:
+    running_B: bool, slots that will take a step; a device holds neighbours.
+    devices: over which the slots are split.
+    max_response_length: tokens.
+
+  Returns:
+    int32, slots by their number on their device, equally many of each; None
+    where all slots are to go on.
+  """
+  running_DB = running_B.reshape(devices, -1)
+  slots = running_DB.shape[1]
+  size = round_up(-(-slots // QUARTER), 16)
+  if (
+      max_response_length < LONG
+      or size >= slots
+      or running_DB.sum(1).max() > size
+  ):
+    return None
+  # Running ones first.
+  order_DB = np.argsort(~running_DB, axis=1, kind='stable')
+  return order_DB[:, :size].reshape(-1).astype(np.int32)
