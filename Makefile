@@ -18,9 +18,10 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # JetStream's real orchestrator and server over the engine. google-jetstream is
-# added to what .venv has, without the TensorFlow that it does not need here.
+# added to what .venv has, without the TensorFlow that it does not need here. A
+# thread of JetStream's that fails kills the process: what it says is shown.
 jetstream: $(VENV)/.jetstream/.installed
-	PYTHONPATH=$(abspath $(VENV)/.jetstream) $(BIN)/python -m pytest -m jetstream tests/serve
+	PYTHONPATH=$(abspath $(VENV)/.jetstream) $(BIN)/python -m pytest -m jetstream --capture=no tests/serve
 
 # The long tests in full, with a record of them: hours, not minutes.
 soak: $(VENV)/.installed-dev

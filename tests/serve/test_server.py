@@ -8,12 +8,15 @@ import concurrent.futures
 import contextlib
 import json
 import logging
+import os
+import queue
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 
 import pytest
 
@@ -26,6 +29,7 @@ import jax
 from jetrl_jax.serve import server as servers
 from jetrl_jax.serve.client import Client
 from jetrl_jax.serve.engine import JetStreamEngine, JetStreamTokenizer
+from jetrl_jax.serve.orchestrator import Driver
 from jetrl_jax.serve.shim import (
     engine_api,
     jetstream_pb2,
@@ -173,8 +177,10 @@ def test_jetstream_s_own_driver_and_service_run_our_engine_unchanged():
     return await asyncio.gather(*map(decode, questions))
 
   questions = _questions(18)
-  found = asyncio.run(decode_all(questions))
-  driver.stop()
+  # The driver's threads answer into the event loop, and die when it is closed.
+  with asyncio.Runner() as runner:
+    found = runner.run(decode_all(questions))
+    driver.stop()
   completions = served.expected(
       saved, served.LIMITS, [_tokens(q) for q in questions]
   )
@@ -184,6 +190,56 @@ def test_jetstream_s_own_driver_and_service_run_our_engine_unchanged():
     # ASCII: each token is whole characters.
     text = ''.join(sample.text for sample in samples)
     assert text == saved.tokenizer.decode(completion.tokens)
+
+
+class _LateSlots(queue.Queue):
+  """Free slots: one that a response frees shows when the next is put back.
+
+  The thread that generates puts a slot back when no request waits for it. So
+  the last response always ends after that thread has seen a slot in use.
+  """
+
+  def __init__(self, size):
+    super().__init__(size)
+    self.freed, self.count = [], 0
+
+  def put(self, item, block=True, timeout=None):
+    thread = threading.current_thread().name
+    if thread.startswith('detokenize'):
+      self.freed.append(item)
+      return
+    super().put(item, block, timeout)
+    while thread.startswith('generate') and self.freed:
+      super().put(self.freed.pop(), block=False)
+      self.count += 1
+
+
+class _LateDriver(Driver):
+  late: list[_LateSlots]
+
+  @property
+  def _generate_slots(self):
+    return self.late
+
+  @_generate_slots.setter
+  def _generate_slots(self, queues):
+    self.late = [_LateSlots(each.maxsize) for each in queues]
+
+
+def test_a_last_response_that_ends_at_any_moment_ends_nothing_else(monkeypatch):
+  deaths = []
+  system = types.SimpleNamespace(
+      getpid=os.getpid, kill=lambda *a: deaths.append(a)
+  )
+  monkeypatch.setattr(orchestrator, 'os', system)
+  monkeypatch.setattr(servers, 'Driver', _LateDriver)
+  with _serving(served.trained(), served.LIMITS) as client:
+    (slots,) = client.server._driver.late
+    for count, question in enumerate(_questions(3)):
+      assert len(client.decode(question, max_tokens=4).tokens) == 4
+      _wait_until(lambda seen=count: slots.count > seen)
+      time.sleep(0.2)  # Otherwise a failure would wait for its next response.
+      assert deaths == []
 
 
 # --- wrong requests -------------------------------------------------------
