@@ -13,6 +13,7 @@ keeps the PTX, which ptxas and nvdisasm turn into machine code.
 import functools
 import os
 import re
+import time
 from unittest import mock
 
 import jax
@@ -29,13 +30,13 @@ from jetrl_jax import compilation, fp8, rng, sharding
 from jetrl_jax.fp8 import slots
 from jetrl_jax.metrics import Mean
 from jetrl_jax.models import hf_layout
-from jetrl_jax.rl import decode_step, train_step
+from jetrl_jax.rl import decode_step, flow_check, train_step
 from jetrl_jax.rl.apply import Apply, Gradients
 from jetrl_jax.rl.engine import EngineConfig
 from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import PolicyParams
-from jetrl_jax.rl.types import TrainBatch, TrainState
+from jetrl_jax.rl.types import TrainState
 
 _PROGRAM = flags.DEFINE_enum(
     'program', 'decode', ['decode', 'update', 'apply'], 'Which.'
@@ -114,20 +115,7 @@ def _decode(policy, params):
 
 def _update(policy, params, masters):
   """Returns (function, arguments' shapes, donated) of one micro-batch."""
-  rows = (_ROWS.value, _TOKENS.value)
-
-  def fields(dtype, *names):
-    return dict.fromkeys(names, jax.ShapeDtypeStruct(rows, dtype))
-
-  batch = TrainBatch(
-      **fields(
-          *(jnp.int32, 'tokens', 'positions', 'segment_ids', 'weight_version')
-      ),
-      **fields(
-          *(jnp.float32, 'loss_mask', 'loss_weight', 'advantages', 'log_mu'),
-          *('rollout_logprobs', 'old_logprobs', 'ref_logprobs'),
-      ),
-  )
+  batch = flow_check.batch_shapes(_ROWS.value, _TOKENS.value)
   state = _state(params, masters, optax.identity())
   temperature = jax.ShapeDtypeStruct((), jnp.float32)
   loss = functools.partial(policy_loss, LossConfig())
@@ -244,7 +232,7 @@ def _devices():
 
 
 def compiled(run, shapes, donated):
-  """Returns the executable for an H200."""
+  """Returns the executable for an H200; prints how long it took."""
   place = NamedSharding(Mesh(np.array(_devices()), ('x',)), P())
   shapes = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes
@@ -255,7 +243,17 @@ def compiled(run, shapes, donated):
       out_shardings=place,
       compiler_options=compilation.compiler_options('gpu'),
   )
-  return made.lower(*shapes).compile()
+  start = time.monotonic()
+  traced = made.trace(*shapes)
+  middle = time.monotonic()
+  lowered = traced.lower()
+  end = time.monotonic()
+  program = lowered.compile()
+  print(
+      f'traced in {middle - start:.1f} s, lowered in {end - middle:.1f} s,'
+      f' compiled in {time.monotonic() - end:.1f} s'
+  )
+  return program
 
 
 def main(argv: list[str]) -> None:

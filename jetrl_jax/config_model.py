@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import re
 from collections.abc import Iterator
@@ -144,12 +143,16 @@ def parameters(config: Config, policy: Policy, mesh, folder):
     )
 
   def random() -> PyTree:
-    # Leaf by leaf: one program for all would hold the whole tree twice.
+    # Leaf by leaf: one program for all would hold the whole tree twice. Leaves
+    # of a kind and a shape share theirs.
     key = rng.key(config.seed, rng.INIT)
     leaves = {}
     for i, (path, leaf) in enumerate(sorted(shapes.items())):
-      make = functools.partial(_random_leaf, path, leaf)
-      leaves[path] = jax.jit(make, out_shardings=where(path))(rng.fold(key, i))
+      made = jax.jit(
+          _random_leaf, static_argnums=(0, 1, 2), out_shardings=where(path)
+      )
+      kind = path.rpartition('/')[2]
+      leaves[path] = made(kind, leaf.shape, leaf.dtype, rng.fold(key, i))
     return hf_layout.build_tree(policy.model, lambda row: leaves[row.path])
 
   make = random if config.model.init == 'random' else load
@@ -160,12 +163,12 @@ def parameters(config: Config, policy: Policy, mesh, folder):
   return scaled, shape_tree
 
 
-def _random_leaf(path: str, leaf: jax.ShapeDtypeStruct, key):
-  if path.endswith('/scale'):
-    return jnp.ones(leaf.shape, leaf.dtype)
-  if path.endswith('/bias'):
-    return jnp.zeros(leaf.shape, leaf.dtype)
-  return (0.02 * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
+def _random_leaf(kind: str, shape: tuple[int, ...], dtype, key):
+  if kind == 'scale':
+    return jnp.ones(shape, dtype)
+  if kind == 'bias':
+    return jnp.zeros(shape, dtype)
+  return (0.02 * jax.random.normal(key, shape)).astype(dtype)
 
 
 def check_patterns(policy: Policy, shapes: PyTree, freeze: tuple) -> None:

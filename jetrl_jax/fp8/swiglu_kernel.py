@@ -20,7 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jetrl_jax.compilation import instruction, kernel_options
+from jetrl_jax.compilation import (
+    instruction,
+    kernel_options,
+    lowered_once,
+)
 from jetrl_jax.fp8 import formats, turning
 from jetrl_jax.fp8.turning import TILE, WORDS, Turned
 from jetrl_jax.typing import Array
@@ -144,6 +148,7 @@ def _kernel(
   turning.write_sums(sums_refs[4:], dy_sums)
 
 
+@lowered_once('dtype', 'width', 'num_warps', 'interpret')
 def backward(
     product_MG: Array,
     dh_MF: Array,

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jetrl_jax.compilation import kernel_options
+from jetrl_jax.compilation import kernel_options, lowered_once
 from jetrl_jax.fp8 import formats
 from jetrl_jax.typing import Array
 
@@ -31,6 +31,7 @@ WORDS = TILE // 4
 FLUSHED = 1 << 16
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turned:
   """What one pass over a matrix gives.
@@ -75,6 +76,7 @@ def _turn_kernel(x_ref, out_ref):
     out_ref[:, c, :] = word.T
 
 
+@lowered_once('num_warps', 'interpret')
 def turn(x_MN: Array, *, num_warps: int = 2, interpret: bool = False) -> Array:
   """Returns the transpose of an 8-bit matrix whose shape `fits`."""
   rows, columns = x_MN.shape
@@ -208,6 +210,7 @@ def _quantize_kernel(x_ref, mask_ref, scale_ref, *outs, dtype, straight: bool):
   write_sums(sums_refs, sums)
 
 
+@lowered_once('dtype', 'straight', 'width', 'num_warps', 'interpret')
 def quantize_and_turn(
     x_MN: Array,
     scale: Array,

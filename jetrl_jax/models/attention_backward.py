@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jetrl_jax.compilation import kernel_options
+from jetrl_jax.compilation import kernel_options, lowered_once
 from jetrl_jax.models.attention_kernel import (
     ROW_TILE,
     for_tiles,
@@ -141,6 +141,7 @@ def _row_tiles(first_BR, last_BR, num_tiles, tile):
   return jnp.stack([low, inner, inner_end, high], axis=2)
 
 
+@lowered_once('tile', 'interpret')
 def backward(
     q_BKRH: Array,
     k_BKSH: Array,

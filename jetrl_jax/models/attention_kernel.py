@@ -20,7 +20,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jetrl_jax.compilation import instruction, kernel_options
+from jetrl_jax.compilation import (
+    instruction,
+    kernel_options,
+    lowered_once,
+)
 from jetrl_jax.typing import Array
 
 ROW_TILE = 64
@@ -211,7 +215,7 @@ def one_kernel(*static: str):
 
   def wrap(function):
     function.__name__ = 'flash_attention'
-    return jax.jit(function, static_argnames=static)
+    return lowered_once(*static)(function)
 
   return wrap
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jetrl_jax.compilation import on_gpu
+from jetrl_jax.compilation import lowered_once, on_gpu
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.quantization import quantize
 from jetrl_jax.typing import Array, Float
@@ -62,6 +62,7 @@ def _chunk(dim: int) -> int:
   return min(dim & -dim, _MAX_CHUNK)
 
 
+@lowered_once('eps', 'interpret')
 def rms_norm_kernel(
     x_MD, scale_D, eps: float, step=None, *, interpret: bool = False
 ):

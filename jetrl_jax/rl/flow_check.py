@@ -155,16 +155,7 @@ def train_graph(
   """Returns the flow of one micro-batch's forward, under differentiation."""
   # Recomputing the blocks repeats the forward, and costs time here.
   policy = dataclasses.replace(_on_one_device(policy), remat='none')
-  batch = TrainBatch(
-      **{
-          field.name: _shape(
-              jnp.int32 if field.name in _INTEGERS else jnp.float32,
-              1,
-              policy.tile,
-          )
-          for field in dataclasses.fields(TrainBatch)
-      }
-  )
+  batch = batch_shapes(1, policy.tile)
 
   def forward(state, batch, temperature):
     # Differentiated, so that what is traced are the forward rules; the
@@ -180,6 +171,17 @@ def train_graph(
   shapes = _shapes_of(state)
   return flow.extract(
       jax.make_jaxpr(forward)(shapes, batch, _shape(jnp.float32))
+  )
+
+
+def batch_shapes(rows: int, tokens: int) -> TrainBatch:
+  """Returns a micro-batch of shapes."""
+  fields = {
+      field.name: jnp.int32 if field.name in _INTEGERS else jnp.float32
+      for field in dataclasses.fields(TrainBatch)
+  }
+  return TrainBatch(
+      **{name: _shape(dtype, rows, tokens) for name, dtype in fields.items()}
   )
 
 

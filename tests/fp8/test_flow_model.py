@@ -1,5 +1,6 @@
 """The precision flow of the real policy: rollout against training."""
 
+import collections
 import dataclasses
 import functools
 from typing import Any
@@ -9,8 +10,9 @@ import pytest
 
 from jetrl_jax import sharding
 from jetrl_jax.fp8 import Recipe, flow
-from jetrl_jax.rl import flow_check
+from jetrl_jax.rl import flow_check, train_step
 from jetrl_jax.rl.objective import LossConfig, policy_loss
+from tests.models import build
 from tests.rl import tiny_run
 
 FP8 = Recipe()
@@ -197,3 +199,38 @@ def test_what_a_gpu_runs_is_one_flow(recipe, kv_cache_dtype, monkeypatch):
   }
   stored = 'bf16' if kv_cache_dtype == 'compute' else 'e4m3'
   assert kernels == {('bf16', stored, stored)}
+
+
+def _kernels(layers: int) -> dict[str, int]:
+  """Returns how many kernels of each name a GPU's update is made of."""
+  of = tiny_run.policy(family='qwen3', layers=layers)
+  # Whole tiles of everything, for which all kernels are.
+  sizes = dict(model_dim=128, ffn_dim=128, vocab_size=128)
+  of = dataclasses.replace(
+      of, model=dataclasses.replace(of.model, **sizes), tile=128, remat='full'
+  )
+  state = tiny_run.state_shapes(of)
+
+  def update(state, batch, temperature):
+    of_leaves = train_step.objective(of, LOSS, state, batch, temperature)
+    return jax.grad(of_leaves, argnums=(0, 1), has_aux=True)(
+        state.trainable, state.fp8_state
+    )
+
+  update = jax.make_jaxpr(update)(
+      state,
+      flow_check.batch_shapes(1, of.tile),
+      jax.ShapeDtypeStruct((), 'float32'),
+  )
+  found = collections.defaultdict(set)
+  for eqn in build.equations(update.jaxpr):
+    if eqn.primitive.name == 'pallas_call':
+      found[str(eqn.params['name'])].add(id(eqn.params['jaxpr']))
+  return {name: len(kernels) for name, kernels in found.items()}
+
+
+def test_no_kernel_is_made_again_for_another_layer(monkeypatch):
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  two = _kernels(layers=2)
+  assert {'rms_norm', 'turn', 'swiglu_backward', 'flash_attention'} <= {*two}
+  assert _kernels(layers=3) == two

@@ -197,3 +197,15 @@ def compiled_step(family: str, recipe: Recipe, remat: str = 'none'):
     return found, params_grad, slots_seen
 
   return exact_jit(step)
+
+
+def equations(jaxpr):
+  """Yields the equations of a jaxpr and of those inside, each once."""
+  for eqn in jaxpr.eqns:
+    yield eqn
+    for inner in jax.tree.leaves(
+        list(eqn.params.values()), is_leaf=lambda x: hasattr(x, 'eqns')
+    ):
+      inner = getattr(inner, 'jaxpr', inner)
+      if hasattr(inner, 'eqns'):
+        yield from equations(inner)

@@ -48,18 +48,6 @@ def _gradients(family, recipe, mode, kv_dtype=None):
   )
 
 
-def _equations(jaxpr):
-  """Yields the equations of a jaxpr and of those inside, each once."""
-  for eqn in jaxpr.eqns:
-    yield eqn
-    for inner in jax.tree.leaves(
-        list(eqn.params.values()), is_leaf=lambda x: hasattr(x, 'eqns')
-    ):
-      inner = getattr(inner, 'jaxpr', inner)
-      if hasattr(inner, 'eqns'):
-        yield from _equations(inner)
-
-
 def _forwards(family, recipe, mode) -> dict[str, int]:
   """Returns how often a gradient computes each forward of a block."""
   run, arguments = _gradients(family, recipe, mode)
@@ -71,7 +59,7 @@ def _forwards(family, recipe, mode) -> dict[str, int]:
   }
   assert len(names) == 4
   found = collections.Counter(dict.fromkeys(names.values(), 0))
-  for eqn in _equations(jax.make_jaxpr(run)(*arguments).jaxpr):
+  for eqn in build.equations(jax.make_jaxpr(run)(*arguments).jaxpr):
     if eqn.primitive.name == 'dot_general':
       # DGrad and WGrad contract other dims.
       kernel = eqn.invars[1].aval.shape
