@@ -30,13 +30,14 @@ from jetrl_jax import compilation, fp8, rng, sharding
 from jetrl_jax.fp8 import slots
 from jetrl_jax.metrics import Mean
 from jetrl_jax.models import hf_layout
-from jetrl_jax.rl import decode_step, flow_check, train_step
+from jetrl_jax.rl import decode_step, train_step
 from jetrl_jax.rl.apply import Apply, Gradients
 from jetrl_jax.rl.engine import EngineConfig
 from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.optimizer import OptimizerConfig
+from jetrl_jax.rl.pages import PagesConfig
 from jetrl_jax.rl.policy import PolicyParams
-from jetrl_jax.rl.types import TrainState
+from jetrl_jax.rl.types import TrainBatch, TrainState
 
 _PROGRAM = flags.DEFINE_enum(
     'program', 'decode', ['decode', 'update', 'apply'], 'Which.'
@@ -88,25 +89,15 @@ def _decode(policy, params):
       max_response_length=new,
       stop_ids=(),
   )
-  pages = new // _PAGE + 1
-
-  def shape(dtype, *dims):
-    return jax.ShapeDtypeStruct((batch, *dims), dtype)
-
-  ints, flags_ = shape(jnp.int32), shape(jnp.bool_)
-  floats = shape(jnp.float32, new)
-  pool = policy.page_shapes(batch * pages, _PAGE)
-  state = decode_step.DecodeState(
-      caches=[pool] * policy.model.num_layers,
-      table=shape(jnp.int32, pages),
-      prompt=shape(jnp.int32, _PAGE),
-      address=shape(jnp.uint32, 2),
-      temperature=shape(jnp.float32),
-      tokens=shape(jnp.int32, new),
-      **dict.fromkeys(('parked', 'active', 'stopped'), flags_),
-      **dict.fromkeys(('token', 'position', 'emitted', 'given', 'limit'), ints),
-      **dict.fromkeys(('log_mu', 'logprobs'), floats),
+  per_slot = new // _PAGE + 1
+  pages = PagesConfig(
+      num_slots=batch,
+      num_devices=1,
+      pages_per_device=batch * per_slot,
+      page_size=_PAGE,
+      pages_per_slot=per_slot,
   )
+  state = jax.eval_shape(lambda: decode_step.idle(policy, config, pages))
   key = jax.eval_shape(lambda: rng.key(0, rng.ROLLOUT, 0))
   steps = jax.ShapeDtypeStruct((), jnp.int32)
   run = functools.partial(decode_step.generate, policy, config)
@@ -115,7 +106,7 @@ def _decode(policy, params):
 
 def _update(policy, params, masters):
   """Returns (function, arguments' shapes, donated) of one micro-batch."""
-  batch = flow_check.batch_shapes(_ROWS.value, _TOKENS.value)
+  batch = TrainBatch.of_shapes(_ROWS.value, _TOKENS.value)
   state = _state(params, masters, optax.identity())
   temperature = jax.ShapeDtypeStruct((), jnp.float32)
   loss = functools.partial(policy_loss, LossConfig())

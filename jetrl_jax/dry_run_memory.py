@@ -26,7 +26,6 @@ from jetrl_jax.rl.types import TrainBatch, TrainState
 from jetrl_jax.typing import PyTree
 
 _PREFILL_ROWS = 16
-_INTEGERS = ('tokens', 'positions', 'segment_ids', 'weight_version')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,17 +85,7 @@ def shapes(parts: Parts) -> Shapes:
   engine = Engine(rollout_policy, parts.engine, mesh)
   rows, length = parts.batch_shape
   by_rows = jax.sharding.NamedSharding(mesh, sharding.ROWS)
-  batch = TrainBatch(
-      **{
-          field.name: _shape(
-              jnp.int32 if field.name in _INTEGERS else jnp.float32,
-              rows,
-              length,
-              sharding=by_rows,
-          )
-          for field in dataclasses.fields(TrainBatch)
-      }
-  )
+  batch = _rows(TrainBatch.of_shapes(rows, length), by_rows)
   slots = jax.eval_shape(engine.init_decode_state)
   prompts = -(-_PREFILL_ROWS // policy.axes.size) * policy.axes.size
   prefix = jax.eval_shape(

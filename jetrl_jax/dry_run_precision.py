@@ -21,8 +21,6 @@ from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.types import TrainBatch
 from jetrl_jax.sharding import Axes
 
-_INTEGERS = ('tokens', 'positions', 'segment_ids', 'weight_version')
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
@@ -124,12 +122,6 @@ def _backward_graph(parts: Parts, like: Any) -> flow.FlowGraph:
   """Returns the flow of a micro-batch's forward and backward."""
   policy = dataclasses.replace(parts.policy, remat='none', axes=Axes())
   loss = functools.partial(policy_loss, parts.loss)
-  floats = jax.ShapeDtypeStruct((1, policy.tile), jnp.float32)
-  ints = jax.ShapeDtypeStruct((1, policy.tile), jnp.int32)
-  fields: dict[str, Any] = {
-      field.name: ints if field.name in _INTEGERS else floats
-      for field in dataclasses.fields(TrainBatch)
-  }
 
   def step(state, batch, temperature):
     objective = train_step.objective(policy, loss, state, batch, temperature)
@@ -138,8 +130,8 @@ def _backward_graph(parts: Parts, like: Any) -> flow.FlowGraph:
 
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), like)
   temperature = jax.ShapeDtypeStruct((), jnp.float32)
-  jaxpr = jax.make_jaxpr(step)(shapes, TrainBatch(**fields), temperature)
-  return flow.extract(jaxpr)
+  batch = TrainBatch.of_shapes(1, policy.tile)
+  return flow.extract(jax.make_jaxpr(step)(shapes, batch, temperature))
 
 
 def _dots(model) -> list[tuple[str, str]]:

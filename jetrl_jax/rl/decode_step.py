@@ -15,6 +15,7 @@ from jax import lax
 
 from jetrl_jax import rng
 from jetrl_jax.rl import logprobs, sampling
+from jetrl_jax.rl.pages import PagesConfig
 from jetrl_jax.typing import Array
 
 
@@ -126,6 +127,42 @@ class Prefix:
   tokens: Array
   last_token: Array
   length: Array
+
+
+def idle(policy, config: EngineConfig, pages: PagesConfig) -> DecodeState:
+  """Returns a state in which every slot is idle."""
+  length = config.max_response_length
+  keys, values = policy.page_shapes(
+      pages.pages_per_device * pages.num_devices, pages.page_size
+  )
+
+  def zeros(dtype, *tail):
+    return jnp.zeros((pages.num_slots, *tail), dtype)
+
+  return DecodeState(
+      caches=[
+          (
+              jnp.zeros(keys.shape, keys.dtype),
+              jnp.zeros(values.shape, values.dtype),
+          )
+          for _ in range(policy.model.num_layers)
+      ],
+      table=zeros(jnp.int32, pages.pages_per_slot),
+      parked=zeros(jnp.bool_),
+      prompt=zeros(jnp.int32, config.max_prompt_length),
+      token=zeros(jnp.int32),
+      position=zeros(jnp.int32),
+      address=zeros(jnp.uint32, 2),
+      emitted=zeros(jnp.int32),
+      given=zeros(jnp.int32),
+      limit=zeros(jnp.int32),
+      temperature=zeros(jnp.float32),
+      active=zeros(jnp.bool_),
+      stopped=zeros(jnp.bool_),
+      tokens=zeros(jnp.int32, length),
+      log_mu=zeros(jnp.float32, length),
+      logprobs=zeros(jnp.float32, length),
+  )
 
 
 def prefill(policy, params, tokens_PT, lengths_P):

@@ -66,6 +66,11 @@ class Engine(engine_api.Engine):
     def compiled(function):
       return policy.jit(function, donate_argnums=(0,), out_shardings=self._rows)
 
+    # Without a reference to the engine, which holds parameters.
+    idle = functools.partial(
+        decode_step.idle, policy, config, self.pages.config
+    )
+    self._idle = jax.jit(idle, out_shardings=self._rows)
     self._insert = compiled(decode_step.insert)
     self._free = compiled(decode_step.free)
     self._pause = compiled(decode_step.pause)
@@ -101,43 +106,7 @@ class Engine(engine_api.Engine):
   def init_decode_state(self) -> DecodeState:
     """Returns a state with every slot idle; the one before it is void."""
     self.pages = self._new_book()
-    config = self.pages.config
-    slots, length = self.num_slots, self.config.max_response_length
-    keys, values = self.policy.page_shapes(
-        config.pages_per_device * config.num_devices, self.page_size
-    )
-    layers = self.policy.model.num_layers
-
-    def make():
-      def zeros(dtype, *tail):
-        return jnp.full((slots, *tail), 0, dtype)
-
-      return DecodeState(
-          caches=[
-              (
-                  jnp.zeros(keys.shape, keys.dtype),
-                  jnp.zeros(values.shape, values.dtype),
-              )
-              for _ in range(layers)
-          ],
-          table=zeros(jnp.int32, config.pages_per_slot),
-          parked=zeros(jnp.bool_),
-          prompt=zeros(jnp.int32, self.config.max_prompt_length),
-          token=zeros(jnp.int32),
-          position=zeros(jnp.int32),
-          address=zeros(jnp.uint32, 2),
-          emitted=zeros(jnp.int32),
-          given=zeros(jnp.int32),
-          limit=zeros(jnp.int32),
-          temperature=zeros(jnp.float32),
-          active=zeros(jnp.bool_),
-          stopped=zeros(jnp.bool_),
-          tokens=zeros(jnp.int32, length),
-          log_mu=zeros(jnp.float32, length),
-          logprobs=zeros(jnp.float32, length),
-      )
-
-    return jax.jit(make, out_shardings=self._rows)()
+    return self._idle()
 
   def prefill(
       self, *, params: PolicyParams, padded_tokens: NpArray, true_length: int

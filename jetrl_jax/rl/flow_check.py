@@ -16,13 +16,13 @@ from absl import logging
 from jetrl_jax.fp8 import flow
 from jetrl_jax.rl import decode_step, mixed_flow, train_step
 from jetrl_jax.rl.decode_step import DecodeState, EngineConfig
+from jetrl_jax.rl.pages import PagesConfig
 from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.rl.types import TrainBatch, TrainState
 from jetrl_jax.sharding import Axes
 
 # Rows are interchangeable in the graph: the fewest that the dots allow.
 _SLOTS = 16
-_INTEGERS = ('tokens', 'positions', 'segment_ids', 'weight_version')
 
 
 def check_flow(
@@ -155,7 +155,7 @@ def train_graph(
   """Returns the flow of one micro-batch's forward, under differentiation."""
   # Recomputing the blocks repeats the forward, and costs time here.
   policy = dataclasses.replace(_on_one_device(policy), remat='none')
-  batch = batch_shapes(1, policy.tile)
+  batch = TrainBatch.of_shapes(1, policy.tile)
 
   def forward(state, batch, temperature):
     # Differentiated, so that what is traced are the forward rules; the
@@ -171,17 +171,6 @@ def train_graph(
   shapes = _shapes_of(state)
   return flow.extract(
       jax.make_jaxpr(forward)(shapes, batch, _shape(jnp.float32))
-  )
-
-
-def batch_shapes(rows: int, tokens: int) -> TrainBatch:
-  """Returns a micro-batch of shapes."""
-  fields = {
-      field.name: jnp.int32 if field.name in _INTEGERS else jnp.float32
-      for field in dataclasses.fields(TrainBatch)
-  }
-  return TrainBatch(
-      **{name: _shape(dtype, rows, tokens) for name, dtype in fields.items()}
   )
 
 
@@ -203,28 +192,15 @@ def _params(state: TrainState) -> PolicyParams:
 
 
 def _slots(policy: Policy) -> DecodeState:
-  ints, floats = _shape(jnp.int32, _SLOTS), _shape(jnp.float32, _SLOTS)
-  flags = _shape(jnp.bool_, _SLOTS)
-  written = _shape(jnp.float32, _SLOTS, 2)
-  keys, values = (
-      _shape(pool.dtype, *pool.shape)
-      for pool in policy.page_shapes(_SLOTS, policy.tile)
+  """A state of the engine, as small as it can be."""
+  config = EngineConfig(
+      num_slots=_SLOTS, max_prompt_length=1, max_response_length=2, stop_ids=()
   )
-  return DecodeState(
-      caches=[(keys, values)] * policy.model.num_layers,
-      table=_shape(jnp.int32, _SLOTS, 1),
-      parked=flags,
-      prompt=_shape(jnp.int32, _SLOTS, 1),
-      token=ints,
-      position=ints,
-      address=_shape(jnp.uint32, _SLOTS, 2),
-      emitted=ints,
-      given=ints,
-      limit=ints,
-      temperature=floats,
-      active=flags,
-      stopped=flags,
-      tokens=_shape(jnp.int32, _SLOTS, 2),
-      log_mu=written,
-      logprobs=written,
+  pages = PagesConfig(
+      num_slots=_SLOTS,
+      num_devices=1,
+      pages_per_device=_SLOTS,
+      page_size=policy.tile,
+      pages_per_slot=1,
   )
+  return jax.eval_shape(lambda: decode_step.idle(policy, config, pages))

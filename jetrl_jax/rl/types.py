@@ -5,6 +5,7 @@ on a pytree dataclass breaks under `jax.tree.map`.
 """
 
 import dataclasses
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -102,6 +103,18 @@ class TrainBatch:
   old_logprobs: Array
   ref_logprobs: Array
   weight_version: Array
+
+  @classmethod
+  def of_shapes(cls, rows: int, tokens: int) -> Self:
+    """Returns a micro-batch without numbers, for what is only traced."""
+    integers = ('tokens', 'positions', 'segment_ids', 'weight_version')
+    shapes: dict[str, Any] = {
+        field.name: jax.ShapeDtypeStruct(
+            (rows, tokens), np.int32 if field.name in integers else np.float32
+        )
+        for field in dataclasses.fields(cls)
+    }
+    return cls(**shapes)
 
 
 @jax.tree_util.register_dataclass

@@ -12,6 +12,7 @@ from jetrl_jax import sharding
 from jetrl_jax.fp8 import Recipe, flow
 from jetrl_jax.rl import flow_check, train_step
 from jetrl_jax.rl.objective import LossConfig, policy_loss
+from jetrl_jax.rl.types import TrainBatch
 from tests.models import build
 from tests.rl import tiny_run
 
@@ -219,7 +220,7 @@ def _kernels(layers: int) -> dict[str, int]:
 
   update = jax.make_jaxpr(update)(
       state,
-      flow_check.batch_shapes(1, of.tile),
+      TrainBatch.of_shapes(1, of.tile),
       jax.ShapeDtypeStruct((), 'float32'),
   )
   found = collections.defaultdict(set)
