@@ -198,9 +198,9 @@ class Engine(engine_api.Engine):
       temperature: of the sampler; 0 is greedy.
     """
     count = len(slots)
-    # Padded to powers of two, so that few shapes are compiled; padding points
+    # Padded to few sizes, so that few programs are compiled; padding points
     # at a slot that does not exist and is dropped.
-    size = min(1 << max(count - 1, 0).bit_length(), self.num_slots)
+    size = next(s for s in buckets(self.num_slots, 1, 4) if s >= count)
     maximum = self.config.max_response_length
 
     def padded(values, fill):

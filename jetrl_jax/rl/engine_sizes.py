@@ -20,11 +20,11 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def buckets(longest: int, tile: int, factor: int) -> list[int]:
-  """Returns lengths in tokens: powers of `factor` times the tile, and the end.
+  """Returns sizes: powers of `factor` times the tile, and the end.
 
   Args:
-    longest: tokens; the last bucket is this, up to the tile.
-    tile: see `attention.flash_attention`.
+    longest: tokens or sequences; the last size is this, up to the tile.
+    tile: the least; of tokens, see `attention.flash_attention`.
     factor: between neighbours.
   """
   found, size = [], tile
