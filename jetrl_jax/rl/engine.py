@@ -66,7 +66,8 @@ class Engine(engine_api.Engine):
     def compiled(function):
       return policy.jit(function, donate_argnums=(0,), out_shardings=self._rows)
 
-    # Without a reference to the engine, which holds parameters.
+    # Without a reference to the engine, which holds parameters. Zeros need no
+    # pinned options, with which the dry run could not ask for its shapes.
     idle = functools.partial(
         decode_step.idle, policy, config, self.pages.config
     )

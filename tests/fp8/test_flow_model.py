@@ -218,13 +218,13 @@ def _kernels(layers: int) -> dict[str, int]:
         state.trainable, state.fp8_state
     )
 
-  update = jax.make_jaxpr(update)(
+  traced = jax.make_jaxpr(update)(
       state,
       TrainBatch.of_shapes(1, of.tile),
       jax.ShapeDtypeStruct((), 'float32'),
   )
   found = collections.defaultdict(set)
-  for eqn in build.equations(update.jaxpr):
+  for eqn in build.equations(traced.jaxpr):
     if eqn.primitive.name == 'pallas_call':
       found[str(eqn.params['name'])].add(id(eqn.params['jaxpr']))
   return {name: len(kernels) for name, kernels in found.items()}
