@@ -92,12 +92,13 @@ class TappedPolicy(Policy):
 
 
 def tapped(policy: Policy, wanted: tuple[str, ...]) -> TappedPolicy:
-  """Returns the policy with taps."""
+  """Returns the policy with taps; of fused kernels nothing would be seen."""
   fields = {
       field.name: getattr(policy, field.name)
       for field in dataclasses.fields(policy)
   }
-  return TappedPolicy(**fields, wanted=wanted)
+  made = TappedPolicy(**fields, wanted=wanted)
+  return dataclasses.replace(made, fused=False)
 
 
 def _prefill(policy: TappedPolicy, params, tokens_PT, lengths_P):

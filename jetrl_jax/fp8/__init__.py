@@ -1,7 +1,8 @@
 """Numbers: formats, scales, the quantised dot and its gradient, recipes."""
 
 from jetrl_jax.fp8.formats import E4M3, E5M2
-from jetrl_jax.fp8.linear import dot
+from jetrl_jax.fp8.linear import dot, unscaled_dot
+from jetrl_jax.fp8.products import Unscaled
 from jetrl_jax.fp8.quantization import (
     QTensor,
     dequantize,
@@ -17,6 +18,7 @@ __all__ = [
     'E5M2',
     'QTensor',
     'Recipe',
+    'Unscaled',
     'dequantize',
     'dot',
     'init_state',
@@ -27,4 +29,5 @@ __all__ = [
     'renew_weights',
     'roll',
     'scale_from_amax',
+    'unscaled_dot',
 ]

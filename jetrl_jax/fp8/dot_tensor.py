@@ -13,10 +13,11 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import formats, health, turning
-from jetrl_jax.fp8.products import NN, NT, TN, scaled_dot
+from jetrl_jax.fp8.products import NN, NT, TN, Unscaled, scaled_dot
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.typing import Array, PyTree
@@ -120,6 +121,14 @@ def forward(
       power_of_two=recipe.power_of_two_scales,
       late=late,
   )
+
+
+def unscaled(x8: QTensor, weight: QTensor, dtype) -> Unscaled:
+  """Returns FProp's product in `dtype`; of scales that are powers of two."""
+  values_MO = lax.dot_general(
+      x8.values, weight.values, NT, preferred_element_type=dtype
+  )
+  return Unscaled(values_MO=values_MO, scales=(x8.scale, weight.scale))
 
 
 def dgrad(recipe: Recipe, dy8: OutputGrad, weight: QTensor, x_dtype) -> Array:

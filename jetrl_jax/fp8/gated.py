@@ -14,11 +14,10 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import dot_tensor, formats, linear, swiglu_kernel, turning
-from jetrl_jax.fp8.products import NT, scale_late
+from jetrl_jax.fp8.products import scale_late
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.typing import Array, PyTree
@@ -53,14 +52,12 @@ def _forward(recipe, x_MD, low_MD, gate_up, down, row_mask_M):
   # The scopes that the modules would give.
   with jax.named_scope('gate_up'):
     x8 = dot_tensor.quantize_input(x_MD, low_MD, slot)
-    product_MG = lax.dot_general(
-        x8.values, weight.values, NT, preferred_element_type=x_MD.dtype
-    )
-    y_MG = scale_late(product_MG, (x8.scale * weight.scale,))
+    product = dot_tensor.unscaled(x8, weight, x_MD.dtype)
+    y_MG = scale_late(product.values_MO, (x8.scale * weight.scale,))
   h_MF = swiglu(y_MG, x_MD.dtype)
   with jax.named_scope('down'):
     z_MD = linear.dot(recipe, h_MF, None, down_weight, down_slot, row_mask_M)
-  return z_MD, product_MG
+  return z_MD, product.values_MO
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

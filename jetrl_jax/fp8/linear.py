@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jetrl_jax.fp8 import dot_block, dot_fake, dot_tensor, dot_token, health
-from jetrl_jax.fp8.products import NT, high_backward
+from jetrl_jax.fp8.products import NT, Unscaled, high_backward
 from jetrl_jax.fp8.quantization import QTensor, dequantize
 from jetrl_jax.fp8.recipes import FAKE_RECIPES, Recipe
 from jetrl_jax.typing import Array, PyTree
@@ -250,3 +250,35 @@ def dot(
   if master_OI is None:
     return _forward(how, x_MI, low_MI, weight, slot)[0]
   return _fp8_dot(how, x_MI, low_MI, master_OI, weight, slot, row_mask_M)
+
+
+def unscaled_dot(
+    recipe: Recipe,
+    x_MI: Array,
+    weight: QTensor | Array,
+    slot: PyTree | None,
+    *,
+    dtype,
+    low_MI: Array | None = None,
+) -> Unscaled | None:
+  """Multiplies rows by a kernel and leaves the scales to who reads the result.
+
+  Without a derivative. The values are those that `dot` scales.
+
+  Args:
+    recipe: as for `dot`.
+    x_MI: as for `dot`.
+    weight: as for `dot`.
+    slot: as for `dot`.
+    dtype: of the product.
+    low_MI: as for `dot`.
+
+  Returns:
+    The product; None where it has not a few power-of-two scales.
+  """
+  is_exact = recipe.is_delayed and recipe.power_of_two_scales
+  if not (isinstance(weight, QTensor) and is_exact) or recipe.calibrating:
+    return None
+  assert slot is not None
+  x8 = dot_tensor.quantize_input(x_MI, low_MI, slot)
+  return dot_tensor.unscaled(x8, weight, dtype)

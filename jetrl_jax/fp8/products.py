@@ -1,5 +1,7 @@
 """The dot products of all recipes: which dims, and when scales are applied."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +13,23 @@ from jetrl_jax.typing import Array
 NT = (((1,), (1,)), ((), ()))
 NN = (((1,), (0,)), ((), ()))
 TN = (((0,), (0,)), ((), ()))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unscaled:
+  """A dot's product, for a kernel that scales it as it reads it.
+
+  Attributes:
+    values_MO: the product.
+    scales: float32 scalars, powers of two; their product is still to be
+      multiplied. Apart, as XLA would start a kernel to multiply them.
+    bias_O: still to be added to the scaled values.
+  """
+
+  values_MO: Array
+  scales: tuple[Array, ...] = ()
+  bias_O: Array | None = None
 
 
 def scaled_dot(

@@ -26,9 +26,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jetrl_jax.compilation import on_gpu
-from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8 import Unscaled, formats
 from jetrl_jax.fp8.quantization import quantize
 from jetrl_jax.models import (
+    append_kernel,
     attention_backward,
     attention_decode,
     attention_kernel,
@@ -244,6 +245,8 @@ class PackedAttention:
       default=None, metadata={'static': True}
   )
 
+  fuses = False
+
   def __call__(self, q_MNH, k_MKH, v_MKH, cache):
     """Returns (o [M, N*H], (k, v) of [B, K, T, H] as stored); no `cache`."""
     assert cache is None
@@ -276,11 +279,48 @@ class DecodeAttention:
     table_BP: int32, the pages of each slot in order, S tokens each; token t
       lies in page t // S at t % S. Pages behind the position are not read.
     tile: see `flash_attention`; S is a multiple of it.
+    fused: on a GPU, join with attention what lies around it.
   """
 
   position_B: Array
   table_BP: Array
   tile: int = dataclasses.field(metadata={'static': True})
+  fused: bool = dataclasses.field(default=False, metadata={'static': True})
+
+  @property
+  def fuses(self) -> bool:
+    """Whether `append_and_attend` is to be called."""
+    return self.fused and on_gpu()
+
+  def append_and_attend(
+      self,
+      qkv: Unscaled,
+      rotation: tuple[Array, Array],
+      cache: tuple[Array, Array],
+      step: Array | None,
+  ):
+    """Does what lies between the dots of qkv and o, in two kernels.
+
+    Args:
+      qkv: see `append_kernel.rotate_and_append`.
+      rotation: see `rope.rotation`.
+      cache: pages of keys and values.
+      step: scale on which the o dot quantises its rows, if that is known.
+
+    Returns:
+      (o [B, N*H], its FP8 values or None, the pages with the new token)
+    """
+    q_BNH, keys, values = append_kernel.rotate_and_append(
+        qkv, *rotation, self.position_B, self.table_BP, *cache
+    )
+    out, _, low = attention_decode.decode(
+        *(q_BNH, keys, values, self.table_BP, self.position_B),
+        self.tile,
+        step,
+    )
+    flat = q_BNH.shape[0], -1
+    low = None if low is None else low.reshape(flat)
+    return out.reshape(flat), low, (keys, values)
 
   def __call__(self, q_MNH, k_MKH, v_MKH, cache):
     """Returns (o [B, N*H], the pages with the new token)."""
@@ -291,7 +331,7 @@ class DecodeAttention:
     )
     slots, heads, head_dim = q_MNH.shape
     if on_gpu():
-      out, _ = attention_decode.decode(
+      out, _, _ = attention_decode.decode(
           q_MNH, keys, values, self.table_BP, self.position_B, self.tile
       )
     else:

@@ -15,6 +15,7 @@ to a caller that makes it mutable (`mismatch_taps.py`). To all others they are
 no part of the program.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from flax import linen as nn
 from jax import lax
 
 from jetrl_jax.compilation import on_gpu
-from jetrl_jax.fp8 import QTensor, Recipe, dot, gated
+from jetrl_jax.fp8 import QTensor, Recipe, Unscaled, dot, gated, unscaled_dot
 from jetrl_jax.fp8.slots import COLLECTION
 from jetrl_jax.models import norm, remat, rope
 from jetrl_jax.models.types import ModelConfig
@@ -204,6 +205,26 @@ class Linear(Leaf):
         y_MO = _add_bias(y_MO, master, bias)
     return self.tap('out', y_MO)
 
+  def unscaled(self, x_MI: Array, dtype, low_MI=None) -> Unscaled | None:
+    """Returns `fp8.unscaled_dot` with the bias, without a derivative."""
+    _, weight, slot = self.operands()
+    product = unscaled_dot(
+        self.recipe, x_MI, weight, slot, dtype=dtype, low_MI=low_MI
+    )
+    if product is None or not self.use_bias:
+      return product
+    _, bias_O = self.leaf('bias', nn.initializers.zeros, (self.out_dim,))
+    return dataclasses.replace(product, bias_O=bias_O)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sum:
+  """The residual stream before a block's last product is added to it."""
+
+  x_MD: Array
+  product: Unscaled
+
 
 class RMSNorm(Leaf):
   """Root-mean-square norm with a gain."""
@@ -212,11 +233,39 @@ class RMSNorm(Leaf):
   eps: float
 
   @nn.compact
-  def __call__(self, x_MD: Array, step=None) -> tuple[Array, Array | None]:
-    """Returns (normed rows [M, D], their FP8 values), see `norm.rms_norm`."""
+  def __call__(
+      self, x_MD: Array | Sum, step=None
+  ) -> tuple[Array, Array, Array | None]:
+    """Returns (rows, normed, their FP8 values [M, D]), see `norm.rms_norm`."""
     master, scale = self.leaf('scale', nn.initializers.ones, (self.dim,))
+    if isinstance(x_MD, Sum):
+      return norm.rms_norm_kernel(
+          x_MD.x_MD, scale, self.eps, step, x_MD.product
+      )
     y_MD, low_MD = norm.rms_norm(x_MD, scale, self.eps, master, step)
-    return self.tap('out', y_MD), low_MD
+    return x_MD, self.tap('out', y_MD), low_MD
+
+
+def _step(leaf: Leaf, *path: str) -> Array | None:
+  """Returns the scale on which a dot quantises its rows, if that is known."""
+  if leaf.is_initializing() or not leaf.recipe.is_delayed:
+    return None
+  slots = leaf.get_variable(COLLECTION, path[0], {})
+  for name in path[1:]:
+    slots = slots.get(name, {})
+  return slots['input']['scale'] if slots else None
+
+
+def _added(
+    dot: Linear, fused: bool, x_MI, row_mask_M, low_MI=None
+) -> Array | Unscaled:
+  """Returns what a dot adds to the residual stream."""
+  if fused:
+    # In float32, as a GEMM that adds a residual has it.
+    product = dot.unscaled(x_MI, jnp.float32, low_MI)
+    if product is not None:
+      return product
+  return dot(x_MI, row_mask_M, low_MI=low_MI)
 
 
 class Attention(Leaf):
@@ -226,18 +275,32 @@ class Attention(Leaf):
 
   @nn.compact
   def __call__(self, x_MD, low_MD, positions_M, row_mask_M, attend, cache):
-    """Returns (what the block adds [M, D], keys and values)."""
+    """Returns (what the block adds, keys and values), see `Block`."""
     cfg, common = self.config, (self.recipe, self.axes)
     heads, kv_heads, head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
     rows = x_MD.shape[0]
-    qkv = Linear(
+    qkv_dot = Linear(
         *common,
         in_dim=cfg.model_dim,
         out_dim=(heads + 2 * kv_heads) * head_dim,
         use_bias=cfg.qkv_bias,
         late_scale=True,
         name='qkv',
-    )(x_MD, row_mask_M, low_MI=low_MD)
+    )
+    o_dot = Linear(
+        *common, in_dim=heads * head_dim, out_dim=cfg.model_dim, name='o'
+    )
+    rotation = rope.rotation(positions_M, rope.inverse_frequencies(cfg))
+    if attend.fuses and not cfg.qk_norm:
+      qkv = qkv_dot.unscaled(x_MD, x_MD.dtype, low_MD)
+      if qkv is None:
+        qkv = Unscaled(values_MO=qkv_dot(x_MD, row_mask_M, low_MI=low_MD))
+      with jax.named_scope('attention'):
+        o_MO, low_MO, cache = attend.append_and_attend(
+            qkv, rotation, cache, _step(self, 'o')
+        )
+      return _added(o_dot, True, o_MO, row_mask_M, low_MO), cache
+    qkv = qkv_dot(x_MD, row_mask_M, low_MI=low_MD)
     qkv = qkv.reshape(rows, heads + 2 * kv_heads, head_dim)
     q_MNH, k_MKH, v_MKH = jnp.split(qkv, [heads, heads + kv_heads], axis=1)
     if cfg.qk_norm:
@@ -247,19 +310,15 @@ class Attention(Leaf):
             *common, dim=head_dim, eps=cfg.norm_eps, name=name
         )
         rows = remat.keep(x).reshape(-1, head_dim)  # The norm's backward does.
-        return norm_of_head(rows)[0].reshape(x.shape)
+        return norm_of_head(rows)[1].reshape(x.shape)
 
       q_MNH, k_MKH = per_head('q_norm', q_MNH), per_head('k_norm', k_MKH)
-    frequencies = rope.inverse_frequencies(cfg)
-    q_MNH = self.tap('rope_q', rope.rotate(q_MNH, positions_M, frequencies))
-    k_MKH = self.tap('rope_k', rope.rotate(k_MKH, positions_M, frequencies))
+    q_MNH = self.tap('rope_q', rope.rotate(q_MNH, *rotation))
+    k_MKH = self.tap('rope_k', rope.rotate(k_MKH, *rotation))
     with jax.named_scope('attention'):
       o_MO, cache = attend(q_MNH, k_MKH, v_MKH, cache)
       self.tap('attention', o_MO)
-    y_MD = Linear(
-        *common, in_dim=heads * head_dim, out_dim=cfg.model_dim, name='o'
-    )(o_MO, row_mask_M)
-    return y_MD, cache
+    return _added(o_dot, attend.fuses, o_MO, row_mask_M), cache
 
 
 class MLP(Leaf):
@@ -268,8 +327,8 @@ class MLP(Leaf):
   config: ModelConfig
 
   @nn.compact
-  def __call__(self, x_MD, low_MD, row_mask_M):
-    """Returns what the block adds, [M, D]."""
+  def __call__(self, x_MD, low_MD, row_mask_M, fused=False):
+    """Returns what the block adds, see `Block`."""
     cfg, common = self.config, (self.recipe, self.axes)
     gate_up = Linear(
         *common,
@@ -286,7 +345,7 @@ class MLP(Leaf):
       return gated.mlp(self.recipe, x_MD, low_MD, *operands, row_mask_M)
     y_MG = gate_up(x_MD, row_mask_M, low_MI=low_MD)
     h_MF = self.tap('swiglu', gated.swiglu(y_MG, x_MD.dtype))
-    return down(h_MF, row_mask_M)
+    return _added(down, fused, h_MF, row_mask_M)
 
   def _has_one_backward(self, rows: int) -> bool:
     """Whether both dots are differentiated as one; nothing shows inside."""
@@ -302,36 +361,40 @@ class MLP(Leaf):
 
 
 class Block(Leaf):
-  """One transformer layer, pre-norm."""
+  """One transformer layer, pre-norm.
+
+  What attention and MLP add is an array, or in a fused decode step an
+  `Unscaled`, which the norm that follows adds.
+  """
 
   config: ModelConfig
 
   @nn.compact
   def __call__(self, x_MD, positions_M, row_mask_M, attend, cache):
-    """Returns (rows [M, D], keys and values)."""
+    """Returns (rows [M, D] or their `Sum`, keys and values)."""
     cfg, common = self.config, (self.recipe, self.axes)
 
-    def normed(name, part, dot):
+    def normed(name, x_MD, *dot):
       norm_of_part = RMSNorm(
           *common, dim=cfg.model_dim, eps=cfg.norm_eps, name=name
       )
-      return norm_of_part(x_MD, self._step(part, dot))
+      return norm_of_part(x_MD, _step(self, *dot))
 
+    def plus(name, x_MD, added):
+      if isinstance(added, Unscaled):
+        return Sum(x_MD, added)
+      return self.tap(name, x_MD + added)
+
+    x_MD, y_MD, low_MD = normed('attn_norm', x_MD, 'attn', 'qkv')
     attended, cache = Attention(*common, config=cfg, name='attn')(
-        *normed('attn_norm', 'attn', 'qkv'),
-        *(positions_M, row_mask_M, attend, cache),
+        y_MD, low_MD, positions_M, row_mask_M, attend, cache
     )
-    x_MD = remat.keep(self.tap('attn_sum', x_MD + attended))
-    mlp = MLP(*common, config=cfg, name='mlp')
-    x_MD = x_MD + mlp(*normed('mlp_norm', 'mlp', 'gate_up'), row_mask_M)
-    return self.tap('mlp_sum', x_MD), cache
-
-  def _step(self, part: str, dot: str) -> Array | None:
-    """Returns the scale on which a dot quantises its rows, if that is known."""
-    if self.is_initializing() or not self.recipe.is_delayed:
-      return None
-    slots = self.get_variable(COLLECTION, part, {})
-    return slots[dot]['input']['scale'] if dot in slots else None
+    x_MD = remat.keep(plus('attn_sum', x_MD, attended))
+    x_MD, y_MD, low_MD = normed('mlp_norm', x_MD, 'mlp', 'gate_up')
+    added = MLP(*common, config=cfg, name='mlp')(
+        y_MD, low_MD, row_mask_M, attend.fuses
+    )
+    return plus('mlp_sum', x_MD, added), cache
 
 
 class Decoder(Leaf):
@@ -380,7 +443,7 @@ class Decoder(Leaf):
       new_caches.append(cache)
     if self.is_initializing():
       self.head(x_MD)
-    return self.final_norm(x_MD)[0], new_caches
+    return self.final_norm(x_MD)[1], new_caches
 
   def head(self, hidden_MD: Array) -> Array:
     """Returns float32 logits [M, V] of normed hidden rows.

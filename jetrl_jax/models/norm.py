@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 
 from jetrl_jax.compilation import lowered_once, on_gpu
 from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8.products import Unscaled, times
 from jetrl_jax.fp8.quantization import quantize
 from jetrl_jax.typing import Array, Float
 
@@ -40,18 +41,35 @@ def _reference(x_MD, scale_D, eps, mean_square_M1):
   return normed.astype(x_MD.dtype) * scale_D[None, :]
 
 
-def _kernel(x_ref, scale_ref, *refs, eps: float, chunk: int, quantizes: bool):
+def _kernel(*refs, eps: float, chunk: int, num_scales: int, sums, quantizes):
   """One row, in registers from its first reading on."""
-  step_ref, out_ref, low_ref = refs if quantizes else (None, *refs, None)
+  x_ref, gain_ref, *refs = refs
+  product_ref, step_ref, sum_ref, low_ref = (None,) * 4
+  if sums:
+    product_ref, *refs = refs
+  scale_refs, refs = refs[:num_scales], refs[num_scales:]
+  if quantizes:
+    step_ref, *refs, low_ref = refs
+  if sums:
+    sum_ref, *refs = refs
+  (out_ref,) = refs
   dim = x_ref.shape[0]
   chunks = [pl.ds(i * chunk, chunk) for i in range(dim // chunk)]
-  parts = [x_ref[at].astype(jnp.float32) for at in chunks]
+  parts = []
+  for at in chunks:
+    part = x_ref[at].astype(jnp.float32)
+    if product_ref is not None and sum_ref is not None:
+      # As a GEMM adds a residual: scaled and added in float32, rounded once.
+      scaled = times(product_ref[at], [scale[0] for scale in scale_refs])
+      sum_ref[at] = (part + scaled).astype(sum_ref.dtype)
+      part = (part + scaled).astype(sum_ref.dtype).astype(jnp.float32)
+    parts.append(part)
   total = jnp.zeros((chunk,), jnp.float32)
   for part in parts:
     total += part * part
   inverse = lax.rsqrt(jnp.sum(total) / dim + eps)
   for at, part in zip(chunks, parts, strict=True):
-    out = (part * inverse).astype(out_ref.dtype) * scale_ref[at]
+    out = (part * inverse).astype(out_ref.dtype) * gain_ref[at]
     out_ref[at] = out
     if step_ref is not None and low_ref is not None:
       low_ref[at] = quantize(out, step_ref[0], formats.E4M3)
@@ -64,37 +82,63 @@ def _chunk(dim: int) -> int:
 
 @lowered_once('eps', 'interpret')
 def rms_norm_kernel(
-    x_MD, scale_D, eps: float, step=None, *, interpret: bool = False
+    x_MD,
+    scale_D,
+    eps: float,
+    step=None,
+    added: Unscaled | None = None,
+    *,
+    interpret: bool = False,
 ):
   """The GPU form: one program per row, the sum in chunks of fixed size.
 
+  Args:
+    x_MD: rows.
+    scale_D: gain.
+    eps: added to the mean square.
+    step: scale on which the result is quantised as well.
+    added: a float32 product that is added to the rows first.
+    interpret: run on a CPU, for tests.
+
   Returns:
-    (normed rows, the same quantised on the scale `step`, or None without it)
+    (the rows, with what is added; normed; the same quantised, None without a
+    step)
   """
-  dim, steps = x_MD.shape[1], [] if step is None else [step.reshape(1)]
-  quantizes = len(steps)
+  dim = x_MD.shape[1]
   row = pl.BlockSpec((None, dim), lambda i: (i, 0))
+  whole = pl.BlockSpec((dim,), lambda i: (0,))
   one = pl.BlockSpec((1,), lambda i: (0,))
-  low = jax.ShapeDtypeStruct(x_MD.shape, formats.E4M3)
+  operands, specs = [x_MD, scale_D], [row, whole]
+  like = jax.ShapeDtypeStruct(x_MD.shape, x_MD.dtype)
+  shapes, num_scales = [like], 0
+  if added is not None:
+    assert added.bias_O is None
+    num_scales = len(added.scales)
+    operands += [added.values_MO, *(s.reshape(1) for s in added.scales)]
+    specs += [row, *[one] * num_scales]
+    shapes.append(like)
+  if step is not None:
+    operands, specs = [*operands, step.reshape(1)], [*specs, one]
+    shapes.append(jax.ShapeDtypeStruct(x_MD.shape, formats.E4M3))
   out = pl.pallas_call(
       functools.partial(
-          _kernel, eps=eps, chunk=_chunk(dim), quantizes=bool(steps)
+          _kernel,
+          eps=eps,
+          chunk=_chunk(dim),
+          num_scales=num_scales,
+          sums=added is not None,
+          quantizes=step is not None,
       ),
       grid=(x_MD.shape[0],),
-      in_specs=[
-          row,
-          pl.BlockSpec((dim,), lambda i: (0,)),
-          *[one] * quantizes,
-      ],
-      out_specs=[row] * (1 + quantizes),
-      out_shape=[
-          jax.ShapeDtypeStruct(x_MD.shape, x_MD.dtype),
-          *[low] * quantizes,
-      ],
+      in_specs=specs,
+      out_specs=[row] * len(shapes),
+      out_shape=shapes,
       interpret=interpret,
       name='rms_norm',
-  )(x_MD, scale_D, *steps)
-  return out[0], out[1] if quantizes else None
+  )(*operands)
+  rows = [x_MD] if added is None else []
+  sum_MD, normed_MD, *low = [*rows, *out]
+  return sum_MD, normed_MD, low[0] if low else None
 
 
 def rms_norm(
@@ -128,7 +172,7 @@ def rms_norm(
 
 def _forward(x_MD, scale_D, step, eps):
   if on_gpu():
-    return rms_norm_kernel(x_MD, scale_D, eps, step)
+    return rms_norm_kernel(x_MD, scale_D, eps, step)[1:]
   x32 = x_MD.astype(jnp.float32)
   mean_square = row_sum(x32 * x32) / x_MD.shape[1]
   return _reference(x_MD, scale_D, eps, mean_square), None

@@ -53,6 +53,8 @@ class Policy:
       'selective' (norms and MLP) or 'full' (the block).
     kv_cache_dtype: what keys and values are rounded to, in training too:
       'compute' (the recipe's dtype) or 'float8_e4m3fn'.
+    fused: decode with kernels that join what training computes one by one,
+      where there are such (on a GPU); the same bits.
     exact: compile with the options that equality to the bit rests on; False
       leaves them to XLA, and no equality is claimed.
   """
@@ -64,6 +66,7 @@ class Policy:
   logit_chunk_rows: int = 1024
   remat: str = 'full'
   kv_cache_dtype: str = 'compute'
+  fused: bool = True
   exact: bool = True
 
   def __post_init__(self):
@@ -232,7 +235,10 @@ class Policy:
         jnp.maximum(positions_B, 0),
         jnp.ones(tokens_B.shape, jnp.float32),
         DecodeAttention(
-            position_B=positions_B, table_BP=table_BP, tile=self.tile
+            position_B=positions_B,
+            table_BP=table_BP,
+            tile=self.tile,
+            fused=self.fused,
         ),
         caches,
     )

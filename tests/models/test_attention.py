@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax.compilation import exact_jit
+from jetrl_jax.fp8 import formats, quantize
 from jetrl_jax.models import (
     attention,
     attention_backward,
@@ -387,13 +388,16 @@ def test_the_decode_kernel_computes_what_the_cpu_form_does(kv_dtype, group):
 
   @hurried_jit
   def both(q, keys, values, table, last):
-    out, _ = attention_decode.decode(
-        q, keys, values, table, last, TILE, interpret=True
+    out, _, low = attention_decode.decode(
+        q, keys, values, table, last, TILE, step, interpret=True
     )
     attend = DecodeAttention(position_B=last, table_BP=table, tile=TILE)
-    return out, attend._on_cpu(q, keys, values)
+    return out, low, attend._on_cpu(q, keys, values)
 
-  out, plain = both(q, keys, values, table, last)
+  step = jnp.float32(2.0**-9)  # 448 / 512: some saturate.
+  out, low, plain = both(q, keys, values, table, last)
+  wanted = quantize(out, step, formats.E4M3)
+  np.testing.assert_array_equal(low.view(jnp.uint8), wanted.view(jnp.uint8))
   np.testing.assert_allclose(
       np.asarray(out, np.float32).reshape(slots, K, group, H),
       np.asarray(plain, np.float32),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax.compilation import exact_jit
-from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8 import Unscaled, formats
 from jetrl_jax.fp8.quantization import quantize
 from jetrl_jax.models import norm
 
@@ -95,7 +95,7 @@ def test_the_sum_of_a_row_does_not_depend_on_the_number_of_rows():
 def test_the_gpu_kernel_computes_the_same_norm(dim):
   x, scale = _rows(16, dim)
   kernel = exact_jit(
-      lambda x, s: norm.rms_norm_kernel(x, s, EPS, interpret=True)[0]
+      lambda x, s: norm.rms_norm_kernel(x, s, EPS, interpret=True)[1]
   )
   np.testing.assert_allclose(
       kernel(x, scale), _norm()(x, scale), rtol=(dim + 8) * 2.0**-24
@@ -149,9 +149,33 @@ def test_the_gpu_kernel_quantises_what_it_normed(dim):
   x, scale = _rows(16, dim, jnp.bfloat16)
   step = jnp.float32(2.0**-6)  # 448 / 64: some values saturate
   kernel = exact_jit(
-      lambda x, s: norm.rms_norm_kernel(8 * x, s, EPS, step, interpret=True)
+      lambda x, s: norm.rms_norm_kernel(8 * x, s, EPS, step, interpret=True)[1:]
   )
   high, low = kernel(x, 8 * scale)
   wanted = quantize(high, step, formats.E4M3)
   np.testing.assert_array_equal(low.view(jnp.uint8), wanted.view(jnp.uint8))
   assert np.any(np.abs(np.asarray(low, np.float32)) == 448.0)
+
+
+@pytest.mark.parametrize('scales', [(), (2.0**-3,), (2.0**-9, 2.0**4)])
+def test_the_gpu_kernel_norms_what_a_gemm_would_have_added(scales):
+  x, gain = _rows(16, 96, jnp.bfloat16)
+  product, _ = _rows(16, 96)
+  product = 5 * product[::-1]
+  added = Unscaled(
+      values_MO=jnp.asarray(product), scales=tuple(map(jnp.float32, scales))
+  )
+  step = jnp.float32(2.0**-6)
+
+  @exact_jit
+  def kernel(x, gain, added=None):
+    return norm.rms_norm_kernel(x, gain, EPS, step, added, interpret=True)
+
+  found = kernel(x, gain, added)
+  exact = np.asarray(x, np.float64) + np.asarray(product, np.float64) * np.prod(
+      scales
+  )
+  wanted = exact.astype(np.float32).astype(jnp.bfloat16)
+  np.testing.assert_array_equal(found[0], wanted)
+  for a, b in zip(found, kernel(wanted, gain), strict=True):
+    np.testing.assert_array_equal(a.view(jnp.uint8), b.view(jnp.uint8))

@@ -8,7 +8,10 @@ from jetrl_jax.models import rope
 from jetrl_jax.models.types import Llama3RopeScaling
 from tests.models import tiny
 
-_rotate = exact_jit(rope.rotate)
+
+@exact_jit
+def _rotate(x, positions, frequencies):
+  return rope.rotate(x, *rope.rotation(positions, frequencies))
 
 
 def _normal(*shape):

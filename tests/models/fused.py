@@ -1,0 +1,75 @@
+"""A few steps of decode, as a rollout runs them and as training computes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jetrl_jax import fp8
+from jetrl_jax.compilation import exact_jit
+from jetrl_jax.fp8 import Recipe, slots
+from jetrl_jax.models.types import ModelConfig
+from jetrl_jax.rl.policy import Policy, PolicyParams
+from jetrl_jax.sharding import Axes
+
+
+def policy(model: ModelConfig, recipe: str, kv: str) -> Policy:
+  """A policy with tiles of 64."""
+  return Policy(model=model, recipe=Recipe(name=recipe), kv_cache_dtype=kv)
+
+
+def params(policy: Policy) -> PolicyParams:
+  """Random weights with biases and gains that matter."""
+  shapes = jax.eval_shape(policy.init, jax.random.key(0))
+  leaves, tree = jax.tree_util.tree_flatten_with_path(shapes)
+
+  def make(i, path, shape):
+    spread = 1.0 if 'bias' in jax.tree_util.keystr(path) else 0.05
+    x = spread * jax.random.normal(jax.random.key(i), shape)
+    return 1 + x if 'norm' in jax.tree_util.keystr(path) else x
+
+  @exact_jit
+  def prepared():
+    masters = jax.tree.unflatten(
+        tree, [make(i, p, leaf.shape) for i, (p, leaf) in enumerate(leaves)]
+    )
+    state = fp8.init_state(masters, policy.recipe)
+    if policy.recipe.is_delayed:
+      state = slots.map_slots(
+          lambda slot: slot
+          | {'input': slot['input'] | {'scale': jnp.float32(2.0**-4)}},
+          state,
+      )
+    state = fp8.observe_kernels(state, masters, policy.recipe, Axes())
+    weights = fp8.prepare_weights(masters, state, policy.recipe)
+    return PolicyParams(weights, state)
+
+  return prepared()
+
+
+def steps(policy: Policy, params: PolicyParams, *, fused: bool, rows: int):
+  """Logits and caches after each of three steps; slot 1 is idle."""
+  policy = dataclasses.replace(policy, fused=fused)
+  random = np.random.default_rng(0)
+  pages, size = 2 * rows, 128
+  table = random.permutation(pages).reshape(rows, 2).astype(np.int32)
+  start = random.integers(0, 2 * size - 3, rows).astype(np.int32)
+  start[1] = -9
+  shapes = policy.page_shapes(pages, size)
+  caches = [
+      tuple(
+          jnp.asarray(random.normal(size=s.shape), jnp.bfloat16).astype(s.dtype)
+          for s in shapes
+      )
+      for _ in range(policy.model.num_layers)
+  ]
+  step = exact_jit(policy.decode)
+  found = []
+  for i in range(3):
+    tokens = random.integers(0, policy.model.vocab_size, rows, np.int32)
+    logits, _, caches = step(
+        *(params, tokens, start + i, table, caches), jnp.ones(rows)
+    )
+    found.append((logits, caches))
+  return found

@@ -1,0 +1,49 @@
+"""The kernels of a fused decode step are put together as the step is."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jetrl_jax.models import (
+    append_kernel,
+    attention,
+    attention_decode,
+    norm,
+)
+from tests.models import fused, tiny
+
+
+@pytest.mark.parametrize(
+    'recipe, kv',
+    [
+        ('fp8_delayed', 'float8_e4m3fn'),
+        ('fp8_delayed', 'compute'),
+        ('fp8_token', 'compute'),
+        ('bf16', 'compute'),
+    ],
+)
+def test_a_fused_step_is_the_step(monkeypatch, recipe, kv):
+  for module, name in (
+      (append_kernel, 'rotate_and_append'),
+      (attention_decode, 'decode'),
+      (norm, 'rms_norm_kernel'),
+  ):
+    kernel = functools.partial(getattr(module, name), interpret=True)
+    monkeypatch.setattr(module, name, kernel)
+  for module in (attention, norm):
+    monkeypatch.setattr(module, 'on_gpu', lambda: True)
+  sizes = dict(model_dim=64, head_dim=16, ffn_dim=96, vocab_size=80)
+  policy = fused.policy(tiny.config('qwen2', **sizes), recipe, kv)
+  params = fused.params(policy)
+  joined, apart = (
+      fused.steps(policy, params, fused=f, rows=16) for f in (True, False)
+  )
+  for a, b in zip(jax.tree.leaves(joined), jax.tree.leaves(apart), strict=True):
+    a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+    if recipe == 'fp8_delayed':
+      # A CPU rounds a product before it adds it to the residual stream.
+      assert np.mean(np.abs(a - b)) <= 0.04 * np.mean(np.abs(b))
+    else:
+      np.testing.assert_array_equal(a, b)
