@@ -55,24 +55,30 @@ def _kernel(*refs, eps: float, chunk: int, num_scales: int, sums, quantizes):
   (out_ref,) = refs
   dim = x_ref.shape[0]
   chunks = [pl.ds(i * chunk, chunk) for i in range(dim // chunk)]
-  parts = []
-  for at in chunks:
-    part = x_ref[at].astype(jnp.float32)
-    if product_ref is not None and sum_ref is not None:
-      # As a GEMM adds a residual: scaled and added in float32, rounded once.
-      scaled = times(product_ref[at], [scale[0] for scale in scale_refs])
-      sum_ref[at] = (part + scaled).astype(sum_ref.dtype)
-      part = (part + scaled).astype(sum_ref.dtype).astype(jnp.float32)
-    parts.append(part)
+  # All that is read is on its way before the first write: a compiler does not
+  # know that they are not the same place.
+  step = None if step_ref is None else step_ref[0]
+  rows, gains = [x_ref[at] for at in chunks], [gain_ref[at] for at in chunks]
+  if product_ref is not None and sum_ref is not None:
+    products = [product_ref[at] for at in chunks]
+    scales = [scale[0] for scale in scale_refs]
+    # As a GEMM adds a residual: scaled and added in float32, rounded once.
+    rows = [
+        (row.astype(jnp.float32) + times(product, scales)).astype(row.dtype)
+        for row, product in zip(rows, products, strict=True)
+    ]
+  parts = [row.astype(jnp.float32) for row in rows]
   total = jnp.zeros((chunk,), jnp.float32)
   for part in parts:
     total += part * part
   inverse = lax.rsqrt(jnp.sum(total) / dim + eps)
-  for at, part in zip(chunks, parts, strict=True):
-    out = (part * inverse).astype(out_ref.dtype) * gain_ref[at]
+  for at, row, part, gain in zip(chunks, rows, parts, gains, strict=True):
+    if sum_ref is not None:
+      sum_ref[at] = row
+    out = (part * inverse).astype(out_ref.dtype) * gain
     out_ref[at] = out
-    if step_ref is not None and low_ref is not None:
-      low_ref[at] = quantize(out, step_ref[0], formats.E4M3)
+    if step is not None and low_ref is not None:
+      low_ref[at] = quantize(out, step, formats.E4M3)
 
 
 def _chunk(dim: int) -> int:
