@@ -17,7 +17,14 @@ from jax import lax
 
 from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import formats, health, turning
-from jetrl_jax.fp8.products import NN, NT, TN, Unscaled, scaled_dot
+from jetrl_jax.fp8.products import (
+    BATCHED_NT,
+    NN,
+    NT,
+    TN,
+    Unscaled,
+    scaled_dot,
+)
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.typing import Array, PyTree
@@ -124,11 +131,17 @@ def forward(
 
 
 def unscaled(x8: QTensor, weight: QTensor, dtype) -> Unscaled:
-  """Returns FProp's product in `dtype`; of scales that are powers of two."""
-  values_MO = lax.dot_general(
-      x8.values, weight.values, NT, preferred_element_type=dtype
-  )
-  return Unscaled(values_MO=values_MO, scales=(x8.scale, weight.scale))
+  """Returns FProp's product in `dtype`; of scales that are powers of two.
+
+  Of n copies of the rows [n, M, I] it is that of n parts of the kernel's rows,
+  [n, M, O / n]: the same values, from a GEMM that for few rows may be tiled
+  better.
+  """
+  x, w, dims = x8.values, weight.values, NT
+  if x.ndim == 3:
+    w, dims = w.reshape(x.shape[0], -1, w.shape[1]), BATCHED_NT
+  values = lax.dot_general(x, w, dims, preferred_element_type=dtype)
+  return Unscaled(values=values, scales=(x8.scale, weight.scale))
 
 
 def dgrad(recipe: Recipe, dy8: OutputGrad, weight: QTensor, x_dtype) -> Array:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import dot_tensor, formats, linear, swiglu_kernel, turning
-from jetrl_jax.fp8.products import scale_late
+from jetrl_jax.fp8.products import Unscaled, scale_late
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.typing import Array, PyTree
@@ -42,7 +42,18 @@ def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
 
 def swiglu(y_MG: Array, dtype) -> Array:
   """Returns silu(gate) * up of gate|up, in `dtype`."""
-  gate, up = jnp.split(y_MG.astype(jnp.float32), 2, axis=1)
+  return _swiglu(*jnp.split(y_MG, 2, axis=1), dtype)
+
+
+def swiglu_of_parts(product: Unscaled, dtype) -> Array:
+  """The same of a product in two parts, gate and up."""
+  return _swiglu(
+      *(scale_late(y, product.scales) for y in product.values), dtype
+  )
+
+
+def _swiglu(gate_MF, up_MF, dtype):
+  gate, up = gate_MF.astype(jnp.float32), up_MF.astype(jnp.float32)
   return (jax.nn.silu(gate) * up).astype(dtype)
 
 
@@ -53,11 +64,11 @@ def _forward(recipe, x_MD, low_MD, gate_up, down, row_mask_M):
   with jax.named_scope('gate_up'):
     x8 = dot_tensor.quantize_input(x_MD, low_MD, slot)
     product = dot_tensor.unscaled(x8, weight, x_MD.dtype)
-    y_MG = scale_late(product.values_MO, (x8.scale * weight.scale,))
+    y_MG = scale_late(product.values, (x8.scale * weight.scale,))
   h_MF = swiglu(y_MG, x_MD.dtype)
   with jax.named_scope('down'):
     z_MD = linear.dot(recipe, h_MF, None, down_weight, down_slot, row_mask_M)
-  return z_MD, product.values_MO
+  return z_MD, product.values
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -13,6 +13,7 @@ from jetrl_jax.typing import Array
 NT = (((1,), (1,)), ((), ()))
 NN = (((1,), (0,)), ((), ()))
 TN = (((0,), (0,)), ((), ()))
+BATCHED_NT = (((2,), (2,)), ((0,), (0,)))
 
 
 @jax.tree_util.register_dataclass
@@ -21,13 +22,13 @@ class Unscaled:
   """A dot's product, for a kernel that scales it as it reads it.
 
   Attributes:
-    values_MO: the product.
+    values: the product [M, O], or in n parts [n, M, O / n].
     scales: float32 scalars, powers of two; their product is still to be
       multiplied. Apart, as XLA would start a kernel to multiply them.
     bias_O: still to be added to the scaled values.
   """
 
-  values_MO: Array
+  values: Array
   scales: tuple[Array, ...] = ()
   bias_O: Array | None = None
 

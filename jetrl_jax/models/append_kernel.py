@@ -104,7 +104,7 @@ def rotate_and_append(
   """
   batch, half = cos_BF.shape
   kv_heads, head_dim = k_PKSH.shape[1], 2 * half
-  all_heads = qkv.values_MO.shape[1] // head_dim
+  all_heads = qkv.values.shape[1] // head_dim
   heads = all_heads - 2 * kv_heads
   common = math.gcd(heads, kv_heads)
   group = min(common & -common, _MAX_HEADS)
@@ -115,7 +115,7 @@ def rotate_and_append(
   def whole(*shape):
     return pl.BlockSpec(shape, lambda h, b: (0,) * len(shape))
 
-  operands = [qkv.values_MO.reshape(batch, all_heads, head_dim)]
+  operands = [qkv.values.reshape(batch, all_heads, head_dim)]
   specs = [of_slot(all_heads, head_dim)]
   operands += [scale.reshape(1) for scale in qkv.scales]
   specs += [whole(1)] * len(qkv.scales)
@@ -126,7 +126,7 @@ def rotate_and_append(
   specs += [of_slot(half)] * 2
   specs += [pl.BlockSpec((1,), lambda h, b: (b,)), of_slot(table_BP.shape[1])]
   pools = [whole(*k_PKSH.shape), whole(*values.shape)]
-  q_BNH = jax.ShapeDtypeStruct((batch, heads, head_dim), qkv.values_MO.dtype)
+  q_BNH = jax.ShapeDtypeStruct((batch, heads, head_dim), qkv.values.dtype)
   return pl.pallas_call(
       functools.partial(
           _kernel,

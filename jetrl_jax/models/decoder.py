@@ -234,13 +234,16 @@ class RMSNorm(Leaf):
 
   @nn.compact
   def __call__(
-      self, x_MD: Array | Sum, step=None
+      self, x_MD: Array | Sum, step=None, copies: int = 1
   ) -> tuple[Array, Array, Array | None]:
-    """Returns (rows, normed, their FP8 values [M, D]), see `norm.rms_norm`."""
+    """Returns (rows, normed, their FP8 values [M, D]), see `norm.rms_norm`.
+
+    Of a `Sum` there may be copies of the FP8 values, [copies, M, D].
+    """
     master, scale = self.leaf('scale', nn.initializers.ones, (self.dim,))
     if isinstance(x_MD, Sum):
       return norm.rms_norm_kernel(
-          x_MD.x_MD, scale, self.eps, step, x_MD.product
+          x_MD.x_MD, scale, self.eps, step, x_MD.product, copies=copies
       )
     y_MD, low_MD = norm.rms_norm(x_MD, scale, self.eps, master, step)
     return x_MD, self.tap('out', y_MD), low_MD
@@ -294,7 +297,7 @@ class Attention(Leaf):
     if attend.fuses and not cfg.qk_norm:
       qkv = qkv_dot.unscaled(x_MD, x_MD.dtype, low_MD)
       if qkv is None:
-        qkv = Unscaled(values_MO=qkv_dot(x_MD, row_mask_M, low_MI=low_MD))
+        qkv = Unscaled(values=qkv_dot(x_MD, row_mask_M, low_MI=low_MD))
       with jax.named_scope('attention'):
         o_MO, low_MO, cache = attend.append_and_attend(
             qkv, rotation, cache, _step(self, 'o')
@@ -343,8 +346,12 @@ class MLP(Leaf):
     if self._has_one_backward(x_MD.shape[0]):
       operands = gate_up.operands(), down.operands()
       return gated.mlp(self.recipe, x_MD, low_MD, *operands, row_mask_M)
-    y_MG = gate_up(x_MD, row_mask_M, low_MI=low_MD)
-    h_MF = self.tap('swiglu', gated.swiglu(y_MG, x_MD.dtype))
+    if low_MD is not None and low_MD.ndim == 3:
+      product = gate_up.unscaled(x_MD, x_MD.dtype, low_MD)
+      h_MF = gated.swiglu_of_parts(product, x_MD.dtype)
+    else:
+      y_MG = gate_up(x_MD, row_mask_M, low_MI=low_MD)
+      h_MF = self.tap('swiglu', gated.swiglu(y_MG, x_MD.dtype))
     return _added(down, fused, h_MF, row_mask_M)
 
   def _has_one_backward(self, rows: int) -> bool:
@@ -374,11 +381,11 @@ class Block(Leaf):
     """Returns (rows [M, D] or their `Sum`, keys and values)."""
     cfg, common = self.config, (self.recipe, self.axes)
 
-    def normed(name, x_MD, *dot):
+    def normed(name, x_MD, *dot, copies=1):
       norm_of_part = RMSNorm(
           *common, dim=cfg.model_dim, eps=cfg.norm_eps, name=name
       )
-      return norm_of_part(x_MD, _step(self, *dot))
+      return norm_of_part(x_MD, _step(self, *dot), copies)
 
     def plus(name, x_MD, added):
       if isinstance(added, Unscaled):
@@ -390,7 +397,8 @@ class Block(Leaf):
         y_MD, low_MD, positions_M, row_mask_M, attend, cache
     )
     x_MD = remat.keep(plus('attn_sum', x_MD, attended))
-    x_MD, y_MD, low_MD = normed('mlp_norm', x_MD, 'mlp', 'gate_up')
+    # Of few rows, gate and up are faster as two parts of a dot.
+    x_MD, y_MD, low_MD = normed('mlp_norm', x_MD, 'mlp', 'gate_up', copies=2)
     added = MLP(*common, config=cfg, name='mlp')(
         y_MD, low_MD, row_mask_M, attend.fuses
     )

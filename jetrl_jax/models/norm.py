@@ -78,7 +78,9 @@ def _kernel(*refs, eps: float, chunk: int, num_scales: int, sums, quantizes):
     out = (part * inverse).astype(out_ref.dtype) * gain
     out_ref[at] = out
     if step is not None and low_ref is not None:
-      low_ref[at] = quantize(out, step, formats.E4M3)
+      low = quantize(out, step, formats.E4M3)
+      for copy in range(low_ref.shape[0]):
+        low_ref[copy, at] = low
 
 
 def _chunk(dim: int) -> int:
@@ -86,7 +88,7 @@ def _chunk(dim: int) -> int:
   return min(dim & -dim, _MAX_CHUNK)
 
 
-@lowered_once('eps', 'interpret')
+@lowered_once('eps', 'copies', 'interpret')
 def rms_norm_kernel(
     x_MD,
     scale_D,
@@ -94,6 +96,7 @@ def rms_norm_kernel(
     step=None,
     added: Unscaled | None = None,
     *,
+    copies: int = 1,
     interpret: bool = False,
 ):
   """The GPU form: one program per row, the sum in chunks of fixed size.
@@ -104,6 +107,7 @@ def rms_norm_kernel(
     eps: added to the mean square.
     step: scale on which the result is quantised as well.
     added: a float32 product that is added to the rows first.
+    copies: of what is quantised, [copies, M, D]; of one [M, D].
     interpret: run on a CPU, for tests.
 
   Returns:
@@ -116,16 +120,18 @@ def rms_norm_kernel(
   one = pl.BlockSpec((1,), lambda i: (0,))
   operands, specs = [x_MD, scale_D], [row, whole]
   like = jax.ShapeDtypeStruct(x_MD.shape, x_MD.dtype)
-  shapes, num_scales = [like], 0
+  shapes, outs, num_scales = [like], [row], 0
   if added is not None:
     assert added.bias_O is None
     num_scales = len(added.scales)
-    operands += [added.values_MO, *(s.reshape(1) for s in added.scales)]
+    operands += [added.values, *(s.reshape(1) for s in added.scales)]
     specs += [row, *[one] * num_scales]
     shapes.append(like)
+    outs.append(row)
   if step is not None:
     operands, specs = [*operands, step.reshape(1)], [*specs, one]
-    shapes.append(jax.ShapeDtypeStruct(x_MD.shape, formats.E4M3))
+    shapes.append(jax.ShapeDtypeStruct((copies, *x_MD.shape), formats.E4M3))
+    outs.append(pl.BlockSpec((copies, None, dim), lambda i: (0, i, 0)))
   out = pl.pallas_call(
       functools.partial(
           _kernel,
@@ -137,14 +143,16 @@ def rms_norm_kernel(
       ),
       grid=(x_MD.shape[0],),
       in_specs=specs,
-      out_specs=[row] * len(shapes),
+      out_specs=outs,
       out_shape=shapes,
       interpret=interpret,
       name='rms_norm',
   )(*operands)
-  rows = [x_MD] if added is None else []
-  sum_MD, normed_MD, *low = [*rows, *out]
-  return sum_MD, normed_MD, low[0] if low else None
+  unchanged = [x_MD] if added is None else []
+  sum_MD, normed_MD, *low = [*unchanged, *out]
+  if not low:
+    return sum_MD, normed_MD, None
+  return sum_MD, normed_MD, low[0] if copies > 1 else jnp.squeeze(low[0], 0)
 
 
 def rms_norm(

@@ -20,7 +20,7 @@ def _arguments(kv_dtype, scales, has_bias):
 
   width = (N + 2 * K) * H
   qkv = Unscaled(
-      values_MO=draw(SLOTS, width) * 8,
+      values=draw(SLOTS, width) * 8,
       scales=tuple(map(jnp.float32, scales)),
       bias_O=draw(width) if has_bias else None,
   )
@@ -55,7 +55,7 @@ def test_one_kernel_does_what_xla_does_in_three(kv_dtype, scales, has_bias):
 
   @exact_jit
   def plain(qkv, position, table, keys, values):
-    y = qkv.values_MO.astype(jnp.float32)
+    y = qkv.values.astype(jnp.float32)
     for scale in qkv.scales:
       y = y * scale
     y = y.astype(jnp.bfloat16)

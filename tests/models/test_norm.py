@@ -163,7 +163,7 @@ def test_the_gpu_kernel_norms_what_a_gemm_would_have_added(scales):
   product, _ = _rows(16, 96)
   product = 5 * product[::-1]
   added = Unscaled(
-      values_MO=jnp.asarray(product), scales=tuple(map(jnp.float32, scales))
+      values=jnp.asarray(product), scales=tuple(map(jnp.float32, scales))
   )
   step = jnp.float32(2.0**-6)
 
