@@ -42,7 +42,8 @@ def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
 
 def swiglu(y_MG: Array, dtype) -> Array:
   """Returns silu(gate) * up of gate|up, in `dtype`."""
-  return _swiglu(*jnp.split(y_MG, 2, axis=1), dtype)
+  gate_MF, up_MF = jnp.split(y_MG, 2, axis=1)
+  return _swiglu(gate_MF, up_MF, dtype)
 
 
 def swiglu_of_parts(product: Unscaled, dtype) -> Array:

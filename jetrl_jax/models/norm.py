@@ -14,13 +14,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jetrl_jax.compilation import lowered_once, on_gpu
+from jetrl_jax.compilation import kernel_options, lowered_once, on_gpu
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.products import Unscaled, times
 from jetrl_jax.fp8.quantization import quantize
 from jetrl_jax.typing import Array, Float
 
 _MAX_CHUNK = 512
+_WARPS = 8
 
 
 def row_sum(x_MD: Float[Array, 'M D']) -> Float[Array, 'M 1']:
@@ -145,8 +146,8 @@ def rms_norm_kernel(
       in_specs=specs,
       out_specs=outs,
       out_shape=shapes,
-      interpret=interpret,
       name='rms_norm',
+      **kernel_options(interpret, _WARPS),
   )(*operands)
   unchanged = [x_MD] if added is None else []
   sum_MD, normed_MD, *low = [*unchanged, *out]
