@@ -42,20 +42,14 @@ def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
 
 def swiglu(y_MG: Array, dtype) -> Array:
   """Returns silu(gate) * up of gate|up, in `dtype`."""
-  gate_MF, up_MF = jnp.split(y_MG, 2, axis=1)
-  return _swiglu(gate_MF, up_MF, dtype)
+  gate, up = jnp.split(y_MG.astype(jnp.float32), 2, axis=1)
+  return (jax.nn.silu(gate) * up).astype(dtype)
 
 
 def swiglu_of_parts(product: Unscaled, dtype) -> Array:
-  """The same of a product in two parts, gate and up."""
-  return _swiglu(
-      *(scale_late(y, product.scales) for y in product.values), dtype
-  )
-
-
-def _swiglu(gate_MF, up_MF, dtype):
-  gate, up = gate_MF.astype(jnp.float32), up_MF.astype(jnp.float32)
-  return (jax.nn.silu(gate) * up).astype(dtype)
+  """The same of a product [2, M, F]."""
+  y_2MF = scale_late(product.values, product.scales).astype(jnp.float32)
+  return (jax.nn.silu(y_2MF[0]) * y_2MF[1]).astype(dtype)
 
 
 def _forward(recipe, x_MD, low_MD, gate_up, down, row_mask_M):

@@ -72,9 +72,7 @@ def _token_of_pair(words, n: int, interpret: bool):
   return values
 
 
-def _load_tile(
-    k_ref, v_ref, lead, i, start, channels, tile: int, dtype, interpret: bool
-):
+def _load_tile(k_ref, v_ref, lead, i, start, tile: int, dtype, interpret: bool):
   """Returns what `attend_tile` takes: the tile whole, or even and odd tokens.
 
   Args:
@@ -83,17 +81,15 @@ def _load_tile(
     lead: indices before that of the token.
     i: tile there.
     start: number of its first key.
-    channels: of the values.
     tile: tokens.
     dtype: of the products.
     interpret: see `power_of_2`.
   """
   if v_ref.dtype != jnp.uint16:
-    at = (*lead, pl.ds(i * tile, tile))
-    keys, values = k_ref[(*at, slice(None))], v_ref[(*at, channels)]
-    return [(keys, values, lambda row: start + row)]
+    at = (*lead, pl.ds(i * tile, tile), slice(None))
+    return [(k_ref[at], v_ref[at], lambda row: start + row)]
   at = (*lead, pl.ds(i * (tile // 2), tile // 2))
-  words = v_ref[(*at, channels)]
+  words = v_ref[(*at, slice(None))]
   return [
       (
           k_ref[(*at, n, slice(None))].astype(dtype),
@@ -114,16 +110,13 @@ def _decode_kernel(
     tile,
     page_size,
     group,
-    parts,
     interpret,
 ):
   step_ref, low_ref = None, None
   if len(refs) == 4:
     step_ref, *refs, low_ref = refs
   out_ref, lse_ref = refs
-  head, last = pl.program_id(0) // parts, last_ref[0]
-  width = v_ref.shape[-1] // parts
-  channels = pl.ds((pl.program_id(0) % parts) * width, width)
+  head, last = pl.program_id(0), last_ref[0]
   per_page = jnp.int32(page_size // tile)
   dtype = operand_dtype(q_ref.dtype, k_ref.dtype)
   mine = pl.ds(head * group, DECODE_ROWS)
@@ -137,26 +130,26 @@ def _decode_kernel(
     *carry, page = carry
     # A tile ahead: the loads of keys that are on their way need it.
     ahead = table_ref[lax.div(jnp.minimum(i + 1, last // tile), per_page)]
-    loaded = _load_tile(
+    parts = _load_tile(
         *(k_ref, v_ref, (page, head), lax.rem(i, per_page), i * tile),
-        *(channels, tile, dtype, interpret),
+        *(tile, dtype, interpret),
     )
-    return *attend_tile(q, loaded, span, carry, interpret), ahead
+    return *attend_tile(q, parts, span, carry, interpret), ahead
 
   # All tiles but the last one, which may end within.
   whole = (last + 1) // tile
-  carry = (*start(q.shape[0], width), table_ref[0])
+  carry = (*start(*q.shape), table_ref[0])
   body = functools.partial(attend, span=None)
   carry = lax.fori_loop(0, whole, body, carry)
   body = functools.partial(attend, span=(first_R, last_R))
   *carry, _ = lax.fori_loop(whole, (last + tile) // tile, body, carry)
   out, lse = finish(carry)
   out = out.astype(out_ref.dtype)
-  triton.store(out_ref.at[mine, channels], out, mask=mask[:, None])
+  triton.store(out_ref.at[mine, :], out, mask=mask[:, None])
   triton.store(lse_ref.at[mine], lse, mask=mask)
   if step_ref is not None and low_ref is not None:
     low = quantize(out, step_ref[0], formats.E4M3)
-    triton.store(low_ref.at[mine, channels], low, mask=mask[:, None])
+    triton.store(low_ref.at[mine, :], low, mask=mask[:, None])
 
 
 def _stages(programs: int, is_fp8: bool) -> int:
@@ -167,7 +160,7 @@ def _stages(programs: int, is_fp8: bool) -> int:
   """
   few = programs <= 4 * 132
   if is_fp8:
-    return 4 if few else 2
+    return 3 if few else 2
   return 2 if few else 3
 
 
@@ -181,7 +174,7 @@ def decode(
     tile: int,
     step: Array | None = None,
     *,
-    program: tuple[int, int, int] | None = None,
+    program: tuple[int, int] | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array | None]:
   """Attends from one query token per slot to the slot's pages.
@@ -194,9 +187,8 @@ def decode(
     last_B: int32, the last key to attend; -1 for none.
     tile: see `attention.flash_attention`.
     step: scale on which the result is quantised as well.
-    program: its warps, tiles on their way at a time, and programs that share
-      a head, of which each computes all scores and some channels of the output;
-      None for the fastest. All give the same bits.
+    program: its warps, and tiles on their way at a time; None for the fastest.
+      All give the same bits.
     interpret: run on a CPU, for tests.
 
   Returns:
@@ -212,10 +204,7 @@ def decode(
   # Whole: the pages of a slot lie anywhere.
   page_size = k_PKSH.shape[2]
   is_fp8 = k_PKSH.dtype.itemsize == 1
-  num_warps, num_stages, parts = program or (
-      *(1, _stages(kv_heads * batch, is_fp8)),
-      1,
-  )
+  num_warps, num_stages = program or (1, _stages(kv_heads * batch, is_fp8))
   if is_fp8:
     k_PKSH, values = _rows_of_pairs(k_PKSH), _words(values)
   pools = [
@@ -231,10 +220,9 @@ def decode(
           tile=tile,
           page_size=page_size,
           group=group,
-          parts=parts,
           interpret=interpret,
       ),
-      grid=(kv_heads * parts, batch),
+      grid=(kv_heads, batch),
       in_specs=[
           slot,
           *pools,

@@ -8,7 +8,8 @@ import pytest
 
 from jetrl_jax.compilation import exact_jit
 from jetrl_jax.fp8 import linear, slots
-from jetrl_jax.fp8.quantization import QTensor, dequantize
+from jetrl_jax.fp8.products import scale_late
+from jetrl_jax.fp8.quantization import QTensor, dequantize, quantize
 from jetrl_jax.fp8.recipes import Recipe
 
 ROWS, INNER, OUTER = 32, 48, 24
@@ -335,3 +336,42 @@ def test_the_bits_of_a_row_do_not_depend_on_the_number_of_rows(kind, inner):
   whole = np.asarray(forward(x, weight, slot))
   for rows in (np.s_[:16], np.s_[-16:], np.s_[:112]):
     np.testing.assert_array_equal(forward(x[rows], weight, slot), whole[rows])
+
+
+def test_an_unscaled_product_is_what_the_dot_scales():
+  recipe, slot = Recipe(), make_slot()
+  x, _, weight, _ = operands()
+  args = recipe, x, None, weight, slot, np.ones(ROWS, np.float32)
+  wanted = exact_jit(lambda: linear.dot(*args, late_scale=True))()
+
+  @functools.partial(exact_jit, static_argnums=0)
+  def found(copies):
+    low = quantize(x, slot['input']['scale'], jnp.float8_e4m3fn)
+    product = linear.unscaled_dot(
+        recipe,
+        x,
+        weight,
+        slot,
+        dtype=jnp.bfloat16,
+        low_MI=jnp.stack([low] * copies) if copies else None,
+    )
+    assert product is not None
+    return scale_late(product.values, product.scales)
+
+  whole, parts = found(0), found(2)
+  np.testing.assert_array_equal(whole, wanted)
+  np.testing.assert_array_equal(jnp.concatenate([*parts], axis=1), wanted)
+
+
+@pytest.mark.parametrize(
+    'recipe',
+    [
+        Recipe(name='fp8_token'),
+        Recipe(power_of_two_scales=False),
+        Recipe(calibrating=True),
+    ],
+)
+def test_scales_that_no_kernel_could_take_are_applied_by_the_dot(recipe):
+  x, _, weight, _ = operands()
+  found = linear.unscaled_dot(recipe, x, weight, make_slot(), dtype=jnp.float32)
+  assert found is None

@@ -167,9 +167,10 @@ def test_the_gpu_kernel_norms_what_a_gemm_would_have_added(scales):
   )
   step = jnp.float32(2.0**-6)
 
-  @exact_jit
-  def kernel(x, gain, added=None):
-    return norm.rms_norm_kernel(x, gain, EPS, step, added, interpret=True)
+  def kernel(x, gain, added=None, copies=1):
+    return norm.rms_norm_kernel(
+        x, gain, EPS, step, added, copies=copies, interpret=True
+    )
 
   found = kernel(x, gain, added)
   exact = np.asarray(x, np.float64) + np.asarray(product, np.float64) * np.prod(
@@ -179,3 +180,9 @@ def test_the_gpu_kernel_norms_what_a_gemm_would_have_added(scales):
   np.testing.assert_array_equal(found[0], wanted)
   for a, b in zip(found, kernel(wanted, gain), strict=True):
     np.testing.assert_array_equal(a.view(jnp.uint8), b.view(jnp.uint8))
+  twice = kernel(x, gain, added, copies=2)[2]
+  assert twice.shape == (2, *x.shape)
+  for copy in twice:
+    np.testing.assert_array_equal(
+        copy.view(jnp.uint8), found[2].view(jnp.uint8)
+    )
