@@ -1,7 +1,7 @@
 """Draws what FP8 gives over BF16: python -m benchmarks.plot_speed.
 
-Reads benchmarks/results/*_qwen7b_h200_2026-11-21.json and writes docs/speed.png
-and docs/step.png. Both recipes of a row were measured in one run; those of
+Reads the newest benchmarks/results/THEME_qwen7b_h200_DATE.json of each theme and
+writes docs/speed.png and docs/step.png. Both recipes of a row were measured in one run; those of
 whole steps side by side, on GPUs of one host.
 """
 
@@ -12,7 +12,6 @@ import statistics
 import matplotlib.pyplot as plt
 
 _RESULTS = pathlib.Path(__file__).parent / 'results'
-_RUN = 'qwen7b_h200_2026-11-21'
 # What the project set out for, for decode and update.
 _AIM = 1.6
 # Rows of the single dots drawn: a micro-batch of 8 x 4096 tokens.
@@ -76,7 +75,7 @@ def seconds_by_phase() -> dict[str, dict[str, float]]:
 
 
 def _rows(theme: str) -> list[dict]:
-  path = _RESULTS / f'{theme}_{_RUN}.json'
+  path = max(_RESULTS.glob(f'{theme}_qwen7b_h200_*.json'))
   return json.loads(path.read_text(encoding='utf-8'))['rows']
 
 
