@@ -1,8 +1,8 @@
 """Draws what FP8 gives over BF16: python -m benchmarks.plot_speed.
 
-Reads the newest benchmarks/results/THEME_qwen7b_h200_DATE.json of each theme and
-writes docs/speed.png and docs/step.png. Both recipes of a row were measured in one run; those of
-whole steps side by side, on GPUs of one host.
+Reads of each theme the newest benchmarks/results/THEME_qwen7b_h200_DATE.json
+and writes docs/speed.png and docs/step.png. Both recipes of a row were measured
+in one run; those of whole steps side by side, on GPUs of one host.
 """
 
 import json

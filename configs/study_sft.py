@@ -7,9 +7,9 @@ Trains a 17M-parameter Qwen2-shaped decoder on careless solutions of both
 lengths (tools/study_task.py) and writes runs/study/checkpoint, 33 MiB in
 bfloat16. Of what it is shown 36% is right; on one H200 it took 174 s,
 compilation included, and then answered 31% (short) and 32% (long answers)
-rightly; another time, with other last bits, 7% (docs/study.md): a last loss above
-0.005 wants more steps. In BF16, so that no arm of the study starts in a precision
-that favours it.
+rightly; another time, with other last bits, 7% (docs/study.md): a last loss
+above 0.005 wants more steps. In BF16, so that no arm of the study starts in a
+precision that favours it.
 """
 
 from configs import base
