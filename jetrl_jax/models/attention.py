@@ -245,7 +245,7 @@ class PackedAttention:
       default=None, metadata={'static': True}
   )
 
-  fuses = False
+  fuses = False  # See `DecodeAttention`.
 
   def __call__(self, q_MNH, k_MKH, v_MKH, cache):
     """Returns (o [M, N*H], (k, v) of [B, K, T, H] as stored); no `cache`."""

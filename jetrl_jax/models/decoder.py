@@ -346,10 +346,9 @@ class MLP(Leaf):
     if self._has_one_backward(x_MD.shape[0]):
       operands = gate_up.operands(), down.operands()
       return gated.mlp(self.recipe, x_MD, low_MD, *operands, row_mask_M)
-    product = None
     if low_MD is not None and low_MD.ndim == 3:
       product = gate_up.unscaled(x_MD, x_MD.dtype, low_MD)
-    if product is not None:
+      assert product is not None  # A norm makes copies for such dots alone.
       h_MF = gated.swiglu_of_parts(product, x_MD.dtype)
     else:
       y_MG = gate_up(x_MD, row_mask_M, low_MI=low_MD)
