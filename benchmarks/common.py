@@ -138,6 +138,18 @@ def overrides(variant: str) -> dict:
   return settings
 
 
+def projections(model) -> dict[str, tuple[int, int]]:
+  """Returns name -> (in, out) of a model's dots, by its `ModelConfig`."""
+  d, f, h = model.model_dim, model.ffn_dim, model.head_dim
+  return {
+      'qkv': (d, (model.num_heads + 2 * model.num_kv_heads) * h),
+      'o': (model.num_heads * h, d),
+      'gate_up': (d, 2 * f),
+      'down': (f, d),
+      'lm_head': (d, model.vocab_size),
+  }
+
+
 def random_policy(
     shape: str, overrides: dict | None = None, layers: int = 0
 ) -> tuple[Policy, jax.sharding.Mesh, Callable]:

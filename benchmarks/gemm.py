@@ -34,18 +34,6 @@ _COLUMNS = (
 )
 
 
-def projections(model) -> dict[str, tuple[int, int]]:
-  """Returns name -> (in, out)."""
-  d, f, h = model.model_dim, model.ffn_dim, model.head_dim
-  return {
-      'qkv': (d, (model.num_heads + 2 * model.num_kv_heads) * h),
-      'o': (model.num_heads * h, d),
-      'gate_up': (d, 2 * f),
-      'down': (f, d),
-      'lm_head': (d, model.vocab_size),
-  }
-
-
 def _operands(name, size, rows):
   in_dim, out_dim = size
   key = jax.random.key(len(name))
@@ -116,7 +104,7 @@ def main(argv: list[str]) -> None:
   """Measures every projection in both recipes."""
   del argv
   rows = []
-  for name, size in projections(SHAPES[_SHAPE.value]).items():
+  for name, size in common.projections(SHAPES[_SHAPE.value]).items():
     for recipe in ('fp8_delayed', 'bf16'):
       if name != 'lm_head' or recipe == 'bf16':
         rows += measure(name, size, Recipe(name=recipe))

@@ -1,0 +1,180 @@
+"""Times what a decode step's dots could be: forms, and who chooses their tiles.
+
+    python -m benchmarks.gemm_forms --output=benchmarks/results/NAME
+
+For each projection and few rows M: the dot as it is, with its algorithm chosen
+by timing (Triton among them or not), with a float32 result, with its columns or
+its contraction in parts of a batch. And for many rows what a contraction in two
+parts would cost training. Beside it, whether the bits are those of many rows.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+from jax import lax
+
+from benchmarks import common
+from jetrl_jax.compilation import compiler_options
+from jetrl_jax.config_model import SHAPES
+from jetrl_jax.fp8 import E4M3
+from jetrl_jax.fp8.products import BATCHED_NT, NT
+
+_OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
+_COMMIT = flags.DEFINE_string('commit', '', 'Commit under test.')
+_SHAPE = flags.DEFINE_enum(
+    'shape', 'qwen2.5-7b', sorted(SHAPES), 'See model.shape.'
+)
+_ROWS = flags.DEFINE_list('rows', ['64', '128', '256'], 'M of decode.')
+_MANY = flags.DEFINE_integer('many', 8192, 'M to compare bits with.')
+# Weights that are read in turn, so that none waits in the L2 cache.
+_WEIGHTS_BYTES = 4e8
+_LOOPS = 20
+_COLUMNS = (
+    ('projection', 'projection', ''),
+    ('dtype', 'dtype', ''),
+    ('rows', 'M', 'd'),
+    ('form', 'form', ''),
+    ('us', 'us', '.1f'),
+    ('equal', 'equal to many rows', ''),
+)
+
+
+def one(dtype):
+  """Returns the dot with a result of `dtype`."""
+  return lambda x, w: lax.dot_general(x, w, NT, preferred_element_type=dtype)
+
+
+def columns(parts: int):
+  """Returns the dot whose columns are parts of a batch."""
+
+  def run(x, w):
+    x = jnp.broadcast_to(x[None], (parts, *x.shape))
+    w = w.reshape(parts, -1, w.shape[1])
+    y = lax.dot_general(x, w, BATCHED_NT, preferred_element_type=jnp.bfloat16)
+    return jnp.concatenate([*y], axis=1)
+
+  return run
+
+
+def contraction(parts: int):
+  """Returns the dot whose contraction is in parts of a batch, and added."""
+
+  def run(x, w):
+    x, w = (a.reshape(a.shape[0], parts, -1) for a in (x, w))
+    y = lax.dot_general(
+        x, w, (((2,), (2,)), ((1,), (1,))), preferred_element_type=jnp.float32
+    )
+    return sum(y[1:], y[0]).astype(jnp.bfloat16)
+
+  return run
+
+
+def forms(name: str) -> dict:
+  """Returns name -> (function, compiler options)."""
+  pinned = compiler_options()
+  found = {
+      'as it is': (one(jnp.bfloat16), pinned),
+      'float32 result': (one(jnp.float32), pinned),
+  }
+  if name == 'gate_up':
+    found['columns in 2'] = (columns(2), pinned)
+  if name in ('o', 'down'):
+    found['contraction in 2'] = (contraction(2), pinned)
+  if jax.default_backend() != 'cpu':
+    timed = pinned | {'xla_gpu_autotune_level': 4}
+    triton = timed | {'xla_gpu_enable_triton_gemm': True}
+    found['chosen by timing'] = (one(jnp.bfloat16), timed)
+    found['the same, Triton too'] = (one(jnp.bfloat16), triton)
+  return found
+
+
+def microseconds(run, options, x_2MI, weights) -> float:
+  """Returns the time of one dot, in a loop on the device."""
+
+  def body(i, carry, x_2MI, weights):
+    del carry
+    x = lax.dynamic_index_in_dim(x_2MI, i % 2, keepdims=False)
+    return [run(x, w) for w in weights]
+
+  @functools.partial(jax.jit, compiler_options=options)
+  def loop(x_2MI, weights):
+    start = [jnp.zeros_like(run(x_2MI[0], w)) for w in weights]
+    step = functools.partial(body, x_2MI=x_2MI, weights=weights)
+    return lax.fori_loop(0, _LOOPS, step, start)
+
+  spent = common.median_seconds(lambda: loop(x_2MI, weights))
+  return spent / _LOOPS / len(weights) * 1e6
+
+
+def measure(name: str, size: tuple[int, int], dtype) -> list[dict]:
+  """Returns a row per number of rows and form."""
+  in_dim, out_dim = size
+  count = max(1, round(_WEIGHTS_BYTES / in_dim / out_dim / dtype.itemsize))
+  count = 1 if common.TINY.value else count
+
+  @functools.partial(jax.jit, static_argnums=1)
+  def draw(key, shape):
+    return jax.random.normal(key, shape, jnp.bfloat16).astype(dtype)
+
+  weights = [draw(jax.random.key(i), (out_dim, in_dim)) for i in range(count)]
+  many, found = draw(jax.random.key(count), (_MANY.value, in_dim)), []
+  for rows in map(int, _ROWS.value):
+    x_2MI = jnp.stack([many[:rows], many[-rows:]])
+    for form, (run, options) in forms(name).items():
+      compiled = jax.jit(run, compiler_options=options)
+      # What timing chooses for few rows is compared with the pinned choice.
+      whole = jax.jit(run, compiler_options=compiler_options())
+      few, wanted = compiled(many[:rows], weights[0]), whole(many, weights[0])
+      found.append(
+          {
+              'projection': name,
+              'dtype': dtype.name,
+              'rows': rows,
+              'form': form,
+              'us': microseconds(run, options, x_2MI, weights),
+              'equal': str(bool(jnp.all(few == wanted[:rows]))),
+          }
+      )
+  if name == 'down':
+    x_2MI = jnp.stack([many, many[::-1]])
+    for form in ('as it is', 'contraction in 2'):
+      run, options = forms(name)[form]
+      spent = microseconds(run, options, x_2MI, weights[:2])
+      found.append(
+          {
+              'projection': name,
+              'dtype': dtype.name,
+              'rows': _MANY.value,
+              'form': form,
+              'us': spent,
+              'equal': '',
+          }
+      )
+  return found
+
+
+def main(argv: list[str]) -> None:
+  """Measures every projection but the head in FP8 and BF16."""
+  del argv
+  rows = []
+  for dtype in (jnp.dtype(E4M3), jnp.dtype(jnp.bfloat16)):
+    for name, size in common.projections(SHAPES[_SHAPE.value]).items():
+      if name == 'lm_head':
+        continue
+      if common.TINY.value:
+        size = (256, 512)
+      rows += measure(name, size, dtype)
+      common.write(
+          _OUTPUT.value,
+          rows,
+          {},
+          common.table(rows, _COLUMNS),
+          _COMMIT.value,
+      )
+
+
+if __name__ == '__main__':
+  flags.mark_flag_as_required('output')
+  app.run(main)
