@@ -6,6 +6,7 @@ import pytest
 
 from jetrl_jax.compilation import on_gpu
 from jetrl_jax.config_model import SHAPES
+from jetrl_jax.fp8 import Recipe
 from tests.models import fused, tiny
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +26,9 @@ def test_a_fused_step_has_the_bits_of_the_step(recipe, kv, rows):
   if not on_gpu():  # To try the test itself.
     config = tiny.config('qwen2', model_dim=64, head_dim=16, ffn_dim=96)
   sizes = dict(num_layers=2, vocab_size=1024)
-  policy = fused.policy(type(config)(**vars(config) | sizes), recipe, kv)
+  policy = fused.policy(
+      type(config)(**vars(config) | sizes), Recipe(name=recipe), kv
+  )
   params = fused.params(policy)
   joined, apart = (
       fused.steps(policy, params, fused=f, rows=rows) for f in (True, False)

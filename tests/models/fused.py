@@ -14,9 +14,9 @@ from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.sharding import Axes
 
 
-def policy(model: ModelConfig, recipe: str, kv: str) -> Policy:
+def policy(model: ModelConfig, recipe: Recipe, kv: str) -> Policy:
   """A policy with tiles of 64."""
-  return Policy(model=model, recipe=Recipe(name=recipe), kv_cache_dtype=kv)
+  return Policy(model=model, recipe=recipe, kv_cache_dtype=kv)
 
 
 def params(policy: Policy) -> PolicyParams:
