@@ -70,6 +70,8 @@ def row_stats(
   if interpret:
     logits_MV = jnp.pad(logits_MV, ((0, 0), (0, chunks * CHUNK - vocab)))
   number = pl.BlockSpec((None, None), lambda m, c: (m, c))
+  # Joined as a power of two of them, of which the last are not read.
+  padded = pl.next_power_of_2(chunks)
   parts = pl.pallas_call(
       functools.partial(_chunk_kernel, vocab=vocab),
       grid=(rows, chunks),
@@ -78,20 +80,16 @@ def row_stats(
           pl.BlockSpec((1,), lambda m, c: (m,)),
       ],
       out_specs=[number] * 3,
-      out_shape=[jax.ShapeDtypeStruct((rows, chunks), jnp.float32)] * 3,
+      out_shape=[jax.ShapeDtypeStruct((rows, padded), jnp.float32)] * 3,
       name='row_stats',
       **kernel_options(interpret, num_warps=4),
   )(logits_MV, inverse_M)
-  if interpret:
-    tail = pl.next_power_of_2(chunks) - chunks
-    parts = [jnp.pad(part, ((0, 0), (0, tail))) for part in parts]
   one = pl.BlockSpec((None,), lambda m: (m,))
   return tuple(
       pl.pallas_call(
           functools.partial(_join_kernel, chunks=chunks),
           grid=(rows,),
-          in_specs=[pl.BlockSpec((None, parts[0].shape[1]), lambda m: (m, 0))]
-          * 3,
+          in_specs=[pl.BlockSpec((None, padded), lambda m: (m, 0))] * 3,
           out_specs=[one, one],
           out_shape=[jax.ShapeDtypeStruct((rows,), jnp.float32)] * 2,
           name='join_row_stats',
