@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from jetrl_jax.fp8 import slots
-from jetrl_jax.models.decoder import TAPS, variables
+from jetrl_jax.models.decoder import variables
+from jetrl_jax.models.layers import TAPS
 from jetrl_jax.rl import decode_step, logprobs, train_step
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.policy import Policy

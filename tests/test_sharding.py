@@ -11,7 +11,7 @@ from jetrl_jax.compilation import exact_jit
 from jetrl_jax.fp8 import Recipe, init_state, linear, slots
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.weights import prepare_weights
-from jetrl_jax.models.decoder import gather_quantized
+from jetrl_jax.models.layers import gather_quantized
 from jetrl_jax.sharding import DATA, FSDP, ROWS, Axes
 
 MESHES = [(1, 8), (2, 4), (8, 1)]

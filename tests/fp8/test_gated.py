@@ -25,7 +25,8 @@ from jetrl_jax.fp8 import (
 )
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from jetrl_jax.models import remat
-from jetrl_jax.models.decoder import MLP, TAPS, variables
+from jetrl_jax.models.decoder import MLP, variables
+from jetrl_jax.models.layers import TAPS
 from jetrl_jax.sharding import Axes
 from tests.hurry import hurried_jit
 from tests.models import tiny

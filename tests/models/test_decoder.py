@@ -7,7 +7,7 @@ import pytest
 
 from jetrl_jax.compilation import exact_jit
 from jetrl_jax.fp8 import Recipe, prepare_weights, slots
-from jetrl_jax.models import decoder
+from jetrl_jax.models import layers
 from jetrl_jax.models.attention import PackedAttention
 from tests.models import build, tiny
 
@@ -237,7 +237,7 @@ def test_rows_of_equal_tokens_add_up_once_each():
   rng = np.random.default_rng(0)
   tokens = rng.integers(0, 7, 40).astype(np.int32)
   rows = rng.normal(size=(40, 3)).astype(np.float32)
-  found, sums = map(np.asarray, exact_jit(decoder.sum_equal)(tokens, rows))
+  found, sums = map(np.asarray, exact_jit(layers.sum_equal)(tokens, rows))
   # Beyond the vocabulary each index occurs once: a scatter drops it.
   assert len(set(found.tolist())) == 40
   kept = found < 7

@@ -1,0 +1,276 @@
+"""What owns weights: dots, norms, the embedding, for rows [M, D].
+
+Every leaf is read twice over: its value from the collection `weights` (what
+`fp8.prepare_weights` made, the arrays that rollout and training share), its
+derivative through the collection `params` (the masters). Without `params`,
+as in the rollout, nothing is differentiable and nothing else changes.
+
+Values on the way can be looked at: `tap` shows them in the collection `TAPS`
+to a caller that makes it mutable (`mismatch_taps.py`). To all others they are
+no part of the program.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import lax
+
+from jetrl_jax.compilation import on_gpu
+from jetrl_jax.fp8 import QTensor, Recipe, Unscaled, dot, unscaled_dot
+from jetrl_jax.fp8.slots import COLLECTION
+from jetrl_jax.models import norm
+from jetrl_jax.sharding import Axes, grad_sink
+from jetrl_jax.typing import Array, PyTree
+
+TAPS = 'taps'
+
+
+@jax.custom_vjp
+def _add_bias(y_MO, master_O, bias_O):
+  """Adds a bias, whose cotangent is added up in the master's dtype."""
+  del master_O
+  return y_MO + bias_O[None, :]
+
+
+def _add_bias_fwd(y_MO, master_O, bias_O):
+  return _add_bias(y_MO, master_O, bias_O), jnp.zeros((0,), master_O.dtype)
+
+
+def _add_bias_bwd(like, ct_MO):
+  return ct_MO, jnp.sum(ct_MO.astype(like.dtype), axis=0), None
+
+
+_add_bias.defvjp(_add_bias_fwd, _add_bias_bwd)
+
+
+@jax.custom_vjp
+def _lookup(master_VD, compute_VD, tokens_M):
+  """Embedding rows; their cotangents are added up in the master's dtype."""
+  del master_VD
+  return compute_VD[tokens_M]
+
+
+def _lookup_fwd(master_VD, compute_VD, tokens_M):
+  like = jnp.zeros((0, master_VD.shape[0]), master_VD.dtype)
+  return compute_VD[tokens_M], (tokens_M, like)
+
+
+def _lookup_bwd(residuals, ct_MD):
+  tokens_M, like = residuals
+  ct_MD = ct_MD.astype(like.dtype)
+  zeros = jnp.zeros((like.shape[1], ct_MD.shape[1]), like.dtype)
+  if not on_gpu():
+    return zeros.at[tokens_M].add(ct_MD), None, None
+  tokens_M, sums_MD = sum_equal(tokens_M, ct_MD)
+  dropping = {'mode': 'drop', 'unique_indices': True}
+  return zeros.at[tokens_M].set(sums_MD, **dropping), None, None
+
+
+def sum_equal(tokens_M: Array, rows_MD: Array) -> tuple[Array, Array]:
+  """Adds the rows of equal tokens, always in the same order.
+
+  A scatter-add that repeats to the bit is a sort of all M D numbers on a GPU
+  (92 ms for 32768 x 3584 on an H200); this sorts M tokens and adds in a tree.
+
+  Returns:
+    (each token once, elsewhere a number beyond all tokens, each another; the
+    sums, which belong to the tokens and elsewhere mean nothing)
+  """
+  order_M = jnp.argsort(tokens_M, stable=True)
+  tokens_M, rows_MD = tokens_M[order_M], rows_MD[order_M]
+  differs = tokens_M[1:] != tokens_M[:-1]
+  first_M = jnp.concatenate([jnp.ones((1,), bool), differs])
+  last_M = jnp.concatenate([differs, jnp.ones((1,), bool)])
+
+  def join(left, right):
+    (first_a, a), (first_b, b) = left, right
+    return first_a | first_b, jnp.where(first_b, b, a + b)
+
+  _, sums_MD = lax.associative_scan(join, (first_M[:, None], rows_MD))
+  beyond = jnp.iinfo(jnp.int32).max - jnp.arange(
+      tokens_M.shape[0], dtype=jnp.int32
+  )
+  return jnp.where(last_M, tokens_M, beyond), sums_MD
+
+
+_lookup.defvjp(_lookup_fwd, _lookup_bwd)
+
+
+def gather_quantized(axes: Axes, local: QTensor, full_dim: int) -> QTensor:
+  """Returns the whole of a quantised kernel whose rows may be split.
+
+  Scales per channel or per block are split as the rows that they belong to.
+  """
+  scale = local.scale
+  if scale.ndim:
+    rows = local.values.shape[0] // scale.shape[0]
+    scale = axes.gather(scale, full_dim // rows)
+  return QTensor(values=axes.gather(local.values, full_dim), scale=scale)
+
+
+class Leaf(nn.Module):
+  """Base of modules that own weights; knows how a leaf is read.
+
+  Attributes:
+    recipe: how dots compute.
+    axes: devices over which leaves are split.
+  """
+
+  recipe: Recipe
+  axes: Axes
+
+  def tap(self, name: str, value: Array) -> Array:
+    """Shows a value under the module's path and returns it."""
+    if not self.is_initializing():  # Everything is mutable then.
+      self.sow(TAPS, name, value, lambda _, new: new, lambda: value)
+    return value
+
+  def leaf(self, name: str, init, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Returns (master or its stand-in or None, compute weight)."""
+    if self.is_initializing():
+      master = self.param(name, init, shape, jnp.float32)
+      return master, master.astype(self.recipe.dtype)
+    compute = self.get_variable('weights', name)
+    if isinstance(compute, QTensor):
+      compute = gather_quantized(self.axes, compute, shape[0])
+    else:
+      compute = self.axes.gather(compute, shape[0])
+    if not self.has_variable('params', name):
+      return None, compute
+    master = self.get_variable('params', name)
+    if self.axes.size > 1:
+      master = grad_sink(self.axes, shape, master)
+    return master, compute
+
+
+class Linear(Leaf):
+  """y = x W^T + b, W stored [out, in]; `late_scale` as in `fp8.dot`."""
+
+  in_dim: int
+  out_dim: int
+  use_bias: bool = False
+  late_scale: bool = False
+  init_std: float = 0.02
+
+  def operands(self) -> tuple[Any, Any, PyTree | None]:
+    """Returns (master or None, weight, slot), see `fp8.dot`."""
+    init = nn.initializers.normal(self.init_std)
+    master, weight = self.leaf('kernel', init, (self.out_dim, self.in_dim))
+    if not isinstance(weight, QTensor):
+      return master, weight, None
+    return (
+        master,
+        weight,
+        {
+            operand: self.get_variable(COLLECTION, operand)
+            for operand in ('input', 'kernel', 'output_grad')
+        },
+    )
+
+  @nn.compact
+  def __call__(
+      self, x_MI: Array, row_mask_M: Array, out_dtype=None, low_MI=None
+  ) -> Array:
+    """Returns [M, O].
+
+    Args:
+      x_MI: rows.
+      row_mask_M: float32, 0 on rows that are padding.
+      out_dtype: of the result, by default the recipe's.
+      low_MI: the rows' FP8 values, see `norm.rms_norm`.
+    """
+    y_MO = dot(
+        self.recipe,
+        x_MI,
+        *self.operands(),
+        row_mask_M,
+        out_dtype=out_dtype,
+        low_MI=low_MI,
+        late_scale=self.late_scale,
+    )
+    if self.use_bias:
+      master, bias = self.leaf('bias', nn.initializers.zeros, (self.out_dim,))
+      if master is None:
+        y_MO = y_MO + bias[None, :]
+      else:
+        y_MO = _add_bias(y_MO, master, bias)
+    return self.tap('out', y_MO)
+
+  def unscaled(self, x_MI: Array, dtype, low_MI=None) -> Unscaled | None:
+    """Returns `fp8.unscaled_dot` with the bias, without a derivative."""
+    _, weight, slot = self.operands()
+    product = unscaled_dot(
+        self.recipe, x_MI, weight, slot, dtype=dtype, low_MI=low_MI
+    )
+    if product is None or not self.use_bias:
+      return product
+    _, bias_O = self.leaf('bias', nn.initializers.zeros, (self.out_dim,))
+    return dataclasses.replace(product, bias_O=bias_O)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sum:
+  """The residual stream before a block's last product is added to it."""
+
+  x_MD: Array
+  product: Unscaled
+
+
+class RMSNorm(Leaf):
+  """Root-mean-square norm with a gain."""
+
+  dim: int
+  eps: float
+
+  @nn.compact
+  def __call__(
+      self, x_MD: Array | Sum, step=None, copies: int = 1
+  ) -> tuple[Array, Array, Array | None]:
+    """Returns (rows, normed, their FP8 values [M, D]), see `norm.rms_norm`.
+
+    Of a `Sum` there may be copies of the FP8 values, [copies, M, D].
+    """
+    master, scale = self.leaf('scale', nn.initializers.ones, (self.dim,))
+    if isinstance(x_MD, Sum):
+      return norm.rms_norm_kernel(
+          x_MD.x_MD, scale, self.eps, step, x_MD.product, copies=copies
+      )
+    y_MD, low_MD = norm.rms_norm(x_MD, scale, self.eps, master, step)
+    return x_MD, self.tap('out', y_MD), low_MD
+
+
+class Embedding(Leaf):
+  """Token embedding, and the head's kernel when tied."""
+
+  vocab_size: int
+  model_dim: int
+
+  def setup(self):
+    """Reads the table once for both uses."""
+    init = nn.initializers.normal(0.02)
+    shape = (self.vocab_size, self.model_dim)
+    self.table = self.leaf('embedding', init, shape)
+
+  def __call__(self, tokens_M: Array) -> Array:
+    """Returns the tokens' rows, [M, D]."""
+    master, compute = self.table
+    if master is None:
+      return self.tap('out', compute[tokens_M])
+    return self.tap('out', _lookup(master, compute, tokens_M))
+
+  def attend(self, hidden_MD: Array, row_mask_M: Array) -> Array:
+    """Logits against the embedding."""
+    master, compute = self.table
+    return dot(
+        self.recipe,
+        hidden_MD,
+        master,
+        compute,
+        None,
+        row_mask_M,
+        out_dtype=jnp.float32,
+    )
