@@ -33,6 +33,7 @@ from jetrl_jax.models import hf_layout
 from jetrl_jax.rl import decode_step, train_step
 from jetrl_jax.rl.apply import Apply, Gradients
 from jetrl_jax.rl.engine import EngineConfig
+from jetrl_jax.rl.engine_sizes import IN_A_ROW
 from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.pages import PagesConfig
@@ -100,7 +101,7 @@ def _decode(policy, params):
   state = jax.eval_shape(lambda: decode_step.idle(policy, config, pages))
   key = jax.eval_shape(lambda: rng.key(0, rng.ROLLOUT, 0))
   steps = jax.ShapeDtypeStruct((), jnp.int32)
-  run = functools.partial(decode_step.generate, policy, config)
+  run = functools.partial(decode_step.generate, policy, config, IN_A_ROW)
   return run, (params, state, key, steps), (1,)
 
 

@@ -20,7 +20,7 @@ from jax import lax
 
 from benchmarks import common
 from jetrl_jax.compilation import exact_jit, on_gpu
-from jetrl_jax.fp8 import formats, gated, health, swiglu_kernel, turning
+from jetrl_jax.fp8 import formats, health, swiglu, swiglu_kernel, turning
 from jetrl_jax.fp8.products import scale_late
 from jetrl_jax.fp8.quantization import QTensor, quantize
 
@@ -79,7 +79,7 @@ def _swiglu(quantised, product, dh, scales, mask_M):
     mask_M: float32.
   """
   y = scale_late(product, (scales[0],))
-  h, pull = jax.vjp(lambda y: gated.swiglu(y, y.dtype), y)
+  h, pull = jax.vjp(lambda y: swiglu.plain(y), y)
   # Arrays in memory, as what made and what reads them are kernels.
   h, dy = lax.optimization_barrier((h, pull(dh)[0]))
   return (

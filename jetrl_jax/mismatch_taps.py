@@ -107,8 +107,10 @@ def _prefill(policy: TappedPolicy, params, tokens_PT, lengths_P):
   return caches, policy.take()
 
 
-def _step(policy: TappedPolicy, config, params, state, base_key, steps):
-  del steps  # One, outside of the loop over steps.
+def _step(
+    policy: TappedPolicy, config, in_a_row, params, state, base_key, steps
+):
+  del in_a_row, steps  # One, outside of the loop over steps.
   state = decode_step.step(policy, config, params, base_key, state)
   return state, policy.take()
 

@@ -1,12 +1,12 @@
-"""gate_up, SwiGLU and down with one backward, for `fp8_delayed` on a GPU.
+"""gate_up, SwiGLU and down as one, for `fp8_delayed` on a GPU.
 
     y_MG = x W1^T,  h_MF = silu(gate) * up,  z_MD = h W2^T
 
-The gradient of y reaches gate_up's dot in 8 bits, both ways round, which the
-cotangent of a bfloat16 array cannot be; so one derivative holds both dots. What
-is computed is what `linear.py` and XLA's derivative of SwiGLU compute, by
-the same functions; only what lies between the dots is one kernel
-(`swiglu_kernel.py`) instead of four, and h is not kept for the backward.
+h exists in 8 bits only (`swiglu.py`). The gradient of y reaches gate_up's dot
+in 8 bits, both ways round, which the cotangent of a bfloat16 array cannot be;
+so one derivative holds both dots. What is computed is what `linear.py` and
+XLA's derivative of SwiGLU compute, by the same functions; only what lies
+between the dots is one kernel (`swiglu_kernel.py`) instead of four.
 """
 
 import functools
@@ -16,22 +16,29 @@ import jax
 import jax.numpy as jnp
 
 from jetrl_jax.compilation import on_gpu
-from jetrl_jax.fp8 import dot_tensor, formats, linear, swiglu_kernel, turning
-from jetrl_jax.fp8.products import Unscaled, scale_late
+from jetrl_jax.fp8 import (
+    dot_tensor,
+    formats,
+    linear,
+    swiglu,
+    swiglu_kernel,
+    turning,
+)
+from jetrl_jax.fp8.products import Unscaled
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.typing import Array, PyTree
 
-# (master [O, I], weight, slot) as `linear.dot` takes them.
-Operands: TypeAlias = tuple[Array, QTensor, PyTree]
+# (master [O, I] or None, weight, slot) as `linear.dot` takes them.
+Operands: TypeAlias = tuple[Array | None, QTensor, PyTree]
 
 
 def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
-  """Whether two quantised dots and SwiGLU have a kernel for their backward.
+  """Whether two quantised dots and SwiGLU are one; for all numbers of rows.
 
   Args:
     recipe: how they compute.
-    dims: rows, and the dims of both kernels.
+    dims: of both kernels.
   """
   # The kernel scales the first dot's product as late as the forward does, and
   # counts by the distance between bfloat16 values.
@@ -40,33 +47,35 @@ def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
   return is_fp8 and is_exact and on_gpu() and turning.fits(dims)
 
 
-def swiglu(y_MG: Array, dtype) -> Array:
-  """Returns silu(gate) * up of gate|up, in `dtype`."""
-  gate, up = jnp.split(y_MG.astype(jnp.float32), 2, axis=1)
-  return (jax.nn.silu(gate) * up).astype(dtype)
+def hidden(
+    x_MD: Array, low_MD: Array | None, gate_up: Operands, down: Operands
+) -> tuple[QTensor, Unscaled]:
+  """Returns (h as down reads it, gate|up before it is scaled).
 
-
-def swiglu_of_parts(product: Unscaled, dtype) -> Array:
-  """The same of a product [2, M, F]."""
-  y_2MF = scale_late(product.values, product.scales).astype(jnp.float32)
-  return (jax.nn.silu(y_2MF[0]) * y_2MF[1]).astype(dtype)
-
-
-def _forward(recipe, x_MD, low_MD, gate_up, down, row_mask_M):
-  """Returns (the result, the first dot's product before it is scaled)."""
-  (_, weight, slot), (_, down_weight, down_slot) = gate_up, down
-  # The scopes that the modules would give.
+  Args:
+    x_MD: rows in the compute dtype.
+    low_MD: x quantised already, as in `linear.dot`; of two copies [2, M, D]
+      the product is in two parts.
+    gate_up: of the first dot; gate's rows come before up's.
+    down: of the second dot.
+  """
+  (_, weight, slot), (_, _, down_slot) = gate_up, down
+  # The scope that the module would give.
   with jax.named_scope('gate_up'):
     x8 = dot_tensor.quantize_input(x_MD, low_MD, slot)
     product = dot_tensor.unscaled(x8, weight, x_MD.dtype)
-    y_MG = scale_late(product.values, (x8.scale * weight.scale,))
-  h_MF = swiglu(y_MG, x_MD.dtype)
+  step = down_slot['input']['scale']
+  h8 = QTensor(values=swiglu.swiglu_of(product, step), scale=step)
+  return h8, product
+
+
+def _forward(recipe, x_MD, low_MD, gate_up, down):
+  h8, product = hidden(x_MD, low_MD, gate_up, down)
   with jax.named_scope('down'):
-    z_MD = linear.dot(recipe, h_MF, None, down_weight, down_slot, row_mask_M)
+    z_MD = dot_tensor.forward(recipe, h8, down[1], x_MD.dtype, late=False)
   return z_MD, product.values
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def mlp(
     recipe: Recipe,
     x_MD: Array,
@@ -82,14 +91,45 @@ def mlp(
     x_MD: rows in the compute dtype.
     low_MD: x quantised already, as in `linear.dot`.
     gate_up: of the first dot; gate's rows come before up's.
-    down: of the second dot.
+    down: of the second dot; both have masters, or none and no derivative.
     row_mask_M: float32, 0 on padding rows.
   """
-  return _forward(recipe, x_MD, low_MD, gate_up, down, row_mask_M)[0]
+  if gate_up[0] is None:
+    return _forward(recipe, x_MD, low_MD, gate_up, down)[0]
+  rows = x_MD.shape[0]
+  # Kernels of the backward have whole tiles; these rows count as padding.
+  x_MD, low_MD, row_mask_M = (
+      None if x is None else _whole_tiles(x) for x in (x_MD, low_MD, row_mask_M)
+  )
+  z_MD = _differentiable(recipe, x_MD, low_MD, gate_up, down, row_mask_M)
+  return z_MD[:rows]
+
+
+def _whole_tiles(x: Array) -> Array:
+  """Adds rows of zeros up to whole tiles."""
+  missing = -x.shape[0] % turning.TILE
+  if not missing:
+    return x
+  return jnp.concatenate([x, jnp.zeros((missing, *x.shape[1:]), x.dtype)])
+
+
+def unscaled_mlp(
+    x_MD: Array, low_MD: Array | None, gate_up: Operands, down: Operands
+) -> Unscaled:
+  """The same before its last scales, in float32; without a derivative."""
+  h8, _ = hidden(x_MD, low_MD, gate_up, down)
+  with jax.named_scope('down'):
+    return dot_tensor.unscaled(h8, down[1], jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(recipe, x_MD, low_MD, gate_up, down, row_mask_M):
+  del row_mask_M
+  return _forward(recipe, x_MD, low_MD, gate_up, down)[0]
 
 
 def _mlp_fwd(recipe, x_MD, low_MD, gate_up, down, row_mask_M):
-  z_MD, product_MG = _forward(recipe, x_MD, low_MD, gate_up, down, row_mask_M)
+  z_MD, product_MG = _forward(recipe, x_MD, low_MD, gate_up, down)
   scale = gate_up[2]['input']['scale']
   with jax.named_scope('gate_up'):
     kept, seen = dot_tensor.turn_input(x_MD, scale, row_mask_M)
@@ -132,4 +172,4 @@ def _mlp_bwd(recipe, residuals, dz_MD):
   return dx_MD, None, gate_up_ct, (dw_down, None, down_slot_ct), None
 
 
-mlp.defvjp(_mlp_fwd, _mlp_bwd)
+_differentiable.defvjp(_mlp_fwd, _mlp_bwd)

@@ -8,12 +8,11 @@ gate|up and dh are read once in the compute dtype, 6 bytes a value of h; h
 leaves turned round, dgate|dup both ways round, all in 8 bits, 5 bytes. As
 XLA writes and reads them between its kernels and those of `turning.py` it is
 26. Everything is rounded as there: h, dgate and dup to the compute dtype, then
-to 8 bits. No log-prob depends on this file, so exp is the device's own.
+to 8 bits. h has the operations of the forward (`swiglu.py`), and so its bits.
 """
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 
 import jax
@@ -25,7 +24,7 @@ from jetrl_jax.compilation import (
     kernel_options,
     lowered_once,
 )
-from jetrl_jax.fp8 import formats, turning
+from jetrl_jax.fp8 import formats, swiglu, turning
 from jetrl_jax.fp8.turning import TILE, WORDS, Turned
 from jetrl_jax.typing import Array
 
@@ -35,30 +34,26 @@ class _Maths:
   """How some functions are computed.
 
   Attributes:
-    exp2: power of two.
-    inverse: of a positive number.
+    sigmoid: see `swiglu.sigmoid`.
     multiply_add: x y + z.
     share: x y + z, but 0 below 0 and 1 above 1.
     saturates: whether a cast to 8 bits does.
   """
 
-  exp2: Callable[[Array], Array]
-  inverse: Callable[[Array], Array]
+  sigmoid: Callable[[Array], Array]
   multiply_add: Callable[..., Array]
   share: Callable[..., Array]
   saturates: bool
 
 
 _FAST = _Maths(
-    exp2=instruction('ex2.approx.ftz.f32'),
-    inverse=instruction('rcp.approx.ftz.f32'),
+    sigmoid=functools.partial(swiglu.sigmoid, interpret=False),
     multiply_add=instruction('fma.rn.f32'),
     share=instruction('fma.rn.sat.f32'),
     saturates=True,
 )
 _PLAIN = _Maths(
-    exp2=jnp.exp2,
-    inverse=lambda x: 1.0 / x,
+    sigmoid=functools.partial(swiglu.sigmoid, interpret=True),
     multiply_add=lambda x, y, z: x * y + z,
     share=lambda x, y, z: jnp.clip(x * y + z, 0.0, 1.0),
     saturates=False,
@@ -102,7 +97,7 @@ class _Grid(turning.Grid):
 
 def _swiglu(maths: _Maths, gate, up, dh) -> tuple[Array, Array, Array]:
   """Returns (h, dgate, dup), all float32, as XLA differentiates silu."""
-  sigmoid = maths.inverse(1.0 + maths.exp2(gate * -math.log2(math.e)))
+  sigmoid = maths.sigmoid(gate)
   silu = gate * sigmoid
   dsilu = dh * up
   dgate = dsilu * sigmoid + dsilu * gate * (1.0 - sigmoid) * sigmoid

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jetrl_jax.fp8 import QTensor, Unscaled, gated
+from jetrl_jax.fp8 import QTensor, Unscaled, gated, swiglu
 from jetrl_jax.fp8.slots import COLLECTION
 from jetrl_jax.models import remat, rope
 from jetrl_jax.models.layers import (
@@ -121,28 +121,28 @@ class MLP(Leaf):
     down = Linear(
         *common, in_dim=cfg.ffn_dim, out_dim=cfg.model_dim, name='down'
     )
-    if self._has_one_backward(x_MD.shape[0]):
+    if self._is_one():
       operands = gate_up.operands(), down.operands()
+      if fused:
+        return gated.unscaled_mlp(x_MD, low_MD, *operands)
       return gated.mlp(self.recipe, x_MD, low_MD, *operands, row_mask_M)
     if low_MD is not None and low_MD.ndim == 3:
       product = gate_up.unscaled(x_MD, x_MD.dtype, low_MD)
       assert product is not None  # A norm makes copies for such dots alone.
-      h_MF = gated.swiglu_of_parts(product, x_MD.dtype)
+      h_MF = swiglu.swiglu_of_parts(product)
     else:
       y_MG = gate_up(x_MD, row_mask_M, low_MI=low_MD)
-      h_MF = self.tap('swiglu', gated.swiglu(y_MG, x_MD.dtype))
+      h_MF = self.tap('swiglu', swiglu.swiglu(y_MG))
     return _added(down, fused, h_MF, row_mask_M)
 
-  def _has_one_backward(self, rows: int) -> bool:
-    """Whether both dots are differentiated as one; nothing shows inside."""
+  def _is_one(self) -> bool:
+    """Whether both dots are computed as one; nothing shows inside."""
     cfg, names = self.config, ('gate_up', 'down')
     if self.is_initializing() or self.is_mutable_collection(TAPS):
       return False
     kernels = [self.get_variable('weights', name)['kernel'] for name in names]
-    return (
-        gated.fits(self.recipe, (rows, cfg.model_dim, cfg.ffn_dim))
-        and all(isinstance(kernel, QTensor) for kernel in kernels)
-        and all(self.has_variable('params', name) for name in names)
+    return gated.fits(self.recipe, (cfg.model_dim, cfg.ffn_dim)) and all(
+        isinstance(kernel, QTensor) for kernel in kernels
     )
 
 

@@ -367,7 +367,9 @@ def step(policy, config, params, base_key, state: DecodeState) -> DecodeState:
   )
 
 
-def generate_few(policy, config, params, state, slots_N, base_key, steps):
+def generate_few(
+    policy, config, in_a_row, params, state, slots_N, base_key, steps
+):
   """`generate` for some slots, as rows of a smaller state; others do nothing.
 
   Their pages stay where they are: a slot's table says so.
@@ -375,6 +377,7 @@ def generate_few(policy, config, params, state, slots_N, base_key, steps):
   Args:
     policy: the functions.
     config: the engine's.
+    in_a_row: see `generate`.
     params: weights and scales.
     state: all slots.
     slots_N: int32, each slot once; N a multiple of 16.
@@ -390,7 +393,7 @@ def generate_few(policy, config, params, state, slots_N, base_key, steps):
   all_B = of_slots(state)
   some_N = jax.tree.map(lambda x: x[slots_N], all_B)
   few = dataclasses.replace(state, **some_N)
-  few = generate(policy, config, params, few, base_key, steps)
+  few = generate(policy, config, in_a_row, params, few, base_key, steps)
   back_B = jax.tree.map(
       lambda x, y: x.at[slots_N].set(y, unique_indices=True),
       all_B,
@@ -399,8 +402,19 @@ def generate_few(policy, config, params, state, slots_N, base_key, steps):
   return dataclasses.replace(few, **back_B)
 
 
-def generate(policy, config, params, state, base_key, steps):
-  """Takes up to `steps` steps; stops early when nothing runs."""
+def generate(policy, config, in_a_row, params, state, base_key, steps):
+  """Takes up to `steps` steps; stops early when nothing runs.
+
+  Args:
+    policy: the functions.
+    config: the engine's.
+    in_a_row: steps after which it is asked whether a slot still runs. On a GPU
+      the host reads the answer while the device waits, and sends the next step.
+    params: weights and scales.
+    state: all slots.
+    base_key: see `sample`.
+    steps: at most, a multiple of `in_a_row`.
+  """
 
   # Devices take the same number of steps: weights are gathered inside.
   def any_active(state):
@@ -408,10 +422,13 @@ def generate(policy, config, params, state, base_key, steps):
         jnp.any(state.active & ~state.parked).astype(jnp.int32)
     )
 
+  def one(_, state):
+    return step(policy, config, params, base_key, state)
+
   def body(carry):
     i, state, _ = carry
-    state = step(policy, config, params, base_key, state)
-    return i + 1, state, any_active(state)
+    state = lax.fori_loop(0, in_a_row, one, state)
+    return i + in_a_row, state, any_active(state)
 
   _, state, _ = lax.while_loop(
       lambda carry: (carry[0] < steps) & (carry[2] > 0),

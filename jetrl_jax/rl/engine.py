@@ -18,7 +18,12 @@ from jax.sharding import PartitionSpec as P
 from jetrl_jax import rng, sharding
 from jetrl_jax.rl import decode_step, engine_api
 from jetrl_jax.rl.decode_step import DecodeState, EngineConfig, Prefix
-from jetrl_jax.rl.engine_sizes import buckets, few_slots, round_up
+from jetrl_jax.rl.engine_sizes import (
+    buckets,
+    few_slots,
+    round_up,
+    steps_in_a_row,
+)
 from jetrl_jax.rl.pages import PageBook, PagesConfig
 from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.typing import Array, NpArray, PRNGKey
@@ -61,7 +66,7 @@ class Engine(engine_api.Engine):
     self.pages = self._new_book()
     rows = sharding.ROWS
     self._rows = NamedSharding(mesh, rows)
-    self._compiled: dict[str, Callable] = {}
+    self._compiled: dict[tuple, Callable] = {}
 
     def compiled(function):
       return policy.jit(function, donate_argnums=(0,), out_shardings=self._rows)
@@ -274,7 +279,8 @@ class Engine(engine_api.Engine):
 
   def _run_block(self, params, state, base_key, steps, few=None):
     """Decodes; of `few` slots only, see `few_slots`."""
-    bound, steps = (self.policy, self.config), np.int32(steps)
+    bound = self.policy, self.config, steps_in_a_row(steps)
+    steps = np.int32(steps)
     if few is None:
       run = self._per_row(params, decode_step.generate, bound, 1, (0, 3))
       return run(params, state, base_key, steps)
@@ -421,7 +427,7 @@ class Engine(engine_api.Engine):
 
   def _per_row(self, params, function, bound, num_rows, tail=None):
     """Compiles `function(*bound, params, row arrays..., whole arrays...)`."""
-    name = function.__name__
+    name = function.__name__, bound
     if name not in self._compiled:
       specs = PolicyParams(*(sharding.tree_specs(t, self.mesh) for t in params))
       whole = () if tail is None else (P(), P())

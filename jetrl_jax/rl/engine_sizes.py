@@ -6,12 +6,15 @@ gets depends on which.
 
 import numpy as np
 
+from jetrl_jax.compilation import on_gpu
 from jetrl_jax.typing import NpArray
 
 # When a quarter of the slots or less are at work, a program for a quarter of
 # them takes over: the tail of a rollout of long answers. The program must be
 # compiled, which answers below so many tokens would not pay for.
 QUARTER, LONG = 4, 1024
+# Steps that a GPU takes without asking whether a slot still runs.
+IN_A_ROW = 8
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -32,6 +35,12 @@ def buckets(longest: int, tile: int, factor: int) -> list[int]:
     found.append(size)
     size *= factor
   return [*found, round_up(longest, tile)]
+
+
+def steps_in_a_row(steps: int) -> int:
+  """Returns how many of the steps are taken at a time, see `generate`."""
+  # A CPU asks itself, and a step that nobody wanted costs what others do.
+  return IN_A_ROW if on_gpu() and steps % IN_A_ROW == 0 else 1
 
 
 def few_slots(

@@ -20,6 +20,7 @@ from jetrl_jax.fp8 import (
     gated,
     health,
     slots,
+    swiglu,
     swiglu_kernel,
     turning,
 )
@@ -50,13 +51,14 @@ def _quantize_and_turn(x, scale, mask, dtype, *, straight):
 
 @pytest.fixture
 def as_on_gpu(monkeypatch):
-  """The path of a GPU, its new kernel interpreted."""
-  for module in (dot_tensor, gated):
+  """The path of a GPU, its new kernels interpreted."""
+  for module in (dot_tensor, gated, swiglu):
     monkeypatch.setattr(module, 'on_gpu', lambda: True)
   monkeypatch.setattr(turning, 'turn', jnp.transpose)
   monkeypatch.setattr(turning, 'quantize_and_turn', _quantize_and_turn)
-  kernel = functools.partial(swiglu_kernel.backward, interpret=True)
-  monkeypatch.setattr(swiglu_kernel, 'backward', kernel)
+  for module, name in ((swiglu, 'swiglu_of'), (swiglu_kernel, 'backward')):
+    kernel = functools.partial(getattr(module, name), interpret=True)
+    monkeypatch.setattr(module, name, kernel)
 
 
 class Inside(nn.Module):
@@ -152,6 +154,22 @@ def test_both_dots_have_the_gradients_and_observations_of_each_alone(
     assert np.all(sums[1:3] > 0) and sums[3] > 100 * sums[4] > 0
 
 
+def test_rows_that_fill_no_tile_have_what_they_have_in_one(as_on_gpu):
+  params, state, weights, x, mask, dz = _trees()
+  run = hurried_jit(functools.partial(_both, FP8, 'none'))
+  some = slice(0, ROWS - 48)
+  masked = mask.at[some.stop :].set(0)
+  whole = run(
+      *(params, state, weights, x, masked),
+      jnp.where(masked[:, None] > 0, dz, 0),
+  )
+  z, *cotangents, dx = run(
+      *(params, state, weights, x[some], mask[some], dz[some])
+  )
+  assert np.array_equal(z, whole[0][some])
+  _assert_equal((z, *cotangents, dx), (z, *whole[1:-1], whole[-1][some]))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('mode', remat.MODES)
 def test_what_is_computed_again_changes_no_gradient(as_on_gpu, mode):
@@ -184,7 +202,7 @@ def test_only_the_first_dot_is_computed_again(as_on_gpu, mode, times):
   rows, gate_up, inner = (ROWS, DIM), (ROWS, 2 * INNER), (ROWS, INNER)
   assert found[rows, gate_up] == times
   assert found[inner, rows] == found[rows, inner] == found[gate_up, rows] == 1
-  assert found['pallas_call'] == 1
+  assert found['pallas_call'] == 2  # SwiGLU and its backward, once each.
 
 
 def test_the_rollout_is_part_of_the_forward_that_has_this_derivative(as_on_gpu):
@@ -209,9 +227,9 @@ def test_what_is_looked_at_is_still_there(as_on_gpu):
 
 
 def test_only_calibrated_fp8_in_whole_tiles_has_the_kernel(as_on_gpu):
-  dims = ROWS, DIM, INNER
+  dims = DIM, INNER
   assert gated.fits(FP8, dims)
-  assert not gated.fits(FP8, (ROWS, DIM, 192))
+  assert not gated.fits(FP8, (DIM, 192))
   for changes in (
       {'calibrating': True},
       {'power_of_two_scales': False},
@@ -223,7 +241,7 @@ def test_only_calibrated_fp8_in_whole_tiles_has_the_kernel(as_on_gpu):
 
 
 def test_without_a_gpu_there_is_no_kernel():
-  assert not gated.fits(FP8, (ROWS, DIM, INNER))
+  assert not gated.fits(FP8, (DIM, INNER))
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.fp8 import formats, gated, health, swiglu_kernel
+from jetrl_jax.fp8 import formats, health, swiglu, swiglu_kernel
 from jetrl_jax.fp8.products import scale_late
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from tests.hurry import hurried_jit
@@ -35,7 +35,7 @@ def operands(rows: int, columns: int):
 def plain(product, dh, scales, mask, dtype):
   """By XLA: (8-bit values, amax and sums) of h and of the gradient."""
   y = scale_late(product, (scales[0],))
-  h, pull = jax.vjp(lambda y: gated.swiglu(y, y.dtype), y)
+  h, pull = jax.vjp(lambda y: swiglu.plain(y), y)
   pairs = (h, scales[1], formats.E4M3), (pull(dh)[0], scales[2], dtype)
   found = []
   for x, scale, kind in pairs:

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jetrl_jax.fp8 import Recipe
+from jetrl_jax.fp8 import Recipe, gated, swiglu
 from jetrl_jax.models import (
     append_kernel,
     attention,
@@ -26,33 +26,36 @@ SOME = Recipe(
 
 
 @pytest.mark.parametrize(
-    'recipe, kv, family',
+    'recipe, kv, family, dim',
     [
-        (FP8, 'float8_e4m3fn', 'qwen2'),
-        (FP8, 'compute', 'qwen3'),
-        (SOME, 'float8_e4m3fn', 'llama'),
-        (Recipe(name='bf16'), 'compute', 'qwen2'),
+        (FP8, 'float8_e4m3fn', 'qwen2', 64),
+        (FP8, 'compute', 'qwen3', 64),
+        # Where the MLP's two dots are one.
+        (FP8, 'compute', 'qwen2', 128),
+        (SOME, 'float8_e4m3fn', 'llama', 128),
+        (Recipe(name='bf16'), 'compute', 'qwen2', 64),
         pytest.param(
-            *(Recipe(power_of_two_scales=False), 'compute', 'qwen2'),
+            *(Recipe(power_of_two_scales=False), 'compute', 'qwen2', 64),
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *(Recipe(name='fp8_token'), 'compute', 'qwen2'),
+            *(Recipe(name='fp8_token'), 'compute', 'qwen2', 64),
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_a_fused_step_is_the_step(monkeypatch, recipe, kv, family):
+def test_a_fused_step_is_the_step(monkeypatch, recipe, kv, family, dim):
   for module, name in (
       (append_kernel, 'rotate_and_append'),
       (attention_decode, 'decode'),
       (norm, 'rms_norm_kernel'),
+      (swiglu, 'swiglu_of'),
   ):
     kernel = functools.partial(getattr(module, name), interpret=True)
     monkeypatch.setattr(module, name, kernel)
-  for module in (attention, norm):
+  for module in (attention, gated, norm, swiglu):
     monkeypatch.setattr(module, 'on_gpu', lambda: True)
-  sizes = dict(model_dim=64, head_dim=16, ffn_dim=96, vocab_size=80)
+  sizes = dict(model_dim=dim, head_dim=16, ffn_dim=2 * dim, vocab_size=80)
   policy = fused.policy(tiny.config(family, **sizes), recipe, kv)
   params = fused.params(policy)
   joined, apart = (
@@ -62,6 +65,6 @@ def test_a_fused_step_is_the_step(monkeypatch, recipe, kv, family):
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
     if recipe in (FP8, SOME):
       # A CPU rounds a product before it adds it to the residual stream.
-      assert np.mean(np.abs(a - b)) <= 0.04 * np.mean(np.abs(b))
+      assert np.mean(np.abs(a - b)) <= 0.06 * np.mean(np.abs(b))
     else:
       np.testing.assert_array_equal(a, b)

@@ -1,0 +1,147 @@
+"""SwiGLU, h = silu(gate) * up, on a GPU as a kernel (Pallas, Triton).
+
+XLA spends 38 instructions on a value that it scales, gates and quantises: more
+time than the bytes take, in a decode step as in training. The kernel has 15:
+exp2 and the reciprocal are the device's own, gate|up is scaled by a power of
+two without another rounding, and the cast to 8 bits is what saturates. Rollout
+and training both call it, so they agree; `swiglu_kernel.py` computes h in the
+same operations.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jetrl_jax.compilation import (
+    instruction,
+    kernel_options,
+    lowered_once,
+    on_gpu,
+)
+from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8.products import Unscaled, scale_late
+from jetrl_jax.typing import Array
+
+# Columns of a program at most, and its values.
+_COLUMNS, _VALUES = 512, 2048
+_WARPS = 4
+
+
+def sigmoid(gate: Array, interpret: bool) -> Array:
+  """Returns 1 / (1 + exp(-gate)) of float32 values inside a kernel."""
+  power = gate * -math.log2(math.e)
+  if interpret:
+    return 1.0 / (1.0 + jnp.exp2(power))
+  total = 1.0 + instruction('ex2.approx.ftz.f32')(power)
+  return instruction('rcp.approx.ftz.f32')(total)
+
+
+def _kernel(
+    gate_ref, up_ref, *refs, num_scales: int, quantizes: bool, interpret: bool
+):
+  """A tile of gate and of up."""
+  *numbers, out_ref = refs
+  numbers = [ref[0] for ref in numbers]
+  scale = math.prod(numbers[:num_scales])
+  gate, up = (ref[...].astype(jnp.float32) for ref in (gate_ref, up_ref))
+  if num_scales:
+    gate, up = gate * scale, up * scale
+  h = (gate * sigmoid(gate, interpret) * up).astype(gate_ref.dtype)
+  if quantizes:
+    h = h.astype(jnp.float32) * (1.0 / numbers[-1])
+    if interpret:  # On a GPU the cast does.
+      limit = formats.format_max(formats.E4M3)
+      h = jnp.clip(h, -limit, limit)
+  out_ref[...] = h.astype(out_ref.dtype)
+
+
+@lowered_once('interpret')
+def swiglu_of(
+    product: Unscaled, step: Array | None = None, *, interpret: bool = False
+) -> Array:
+  """Returns h [M, F] of gate|up before it is scaled; without a derivative.
+
+  Args:
+    product: [M, 2 F], or in two parts [2, M, F]; its scales are powers of two.
+    step: scale on which h is quantised; None for h in the product's dtype.
+    interpret: run the kernel on a CPU, for tests.
+  """
+  values, scales = product.values, product.scales
+  is_split = values.ndim == 3
+  if not is_split:
+    values = values.reshape(values.shape[0], 2, -1)
+  rows, columns = values.shape[1 if is_split else 0], values.shape[2]
+  width = min(columns & -columns, _COLUMNS)
+  height = min(rows & -rows, _VALUES // width)
+
+  def half(k: int):
+    if is_split:
+      return pl.BlockSpec((None, height, width), lambda i, j: (k, i, j))
+    return pl.BlockSpec((height, None, width), lambda i, j: (i, k, j))
+
+  numbers = [*scales, *([] if step is None else [step])]
+  return pl.pallas_call(
+      functools.partial(
+          _kernel,
+          num_scales=len(scales),
+          quantizes=step is not None,
+          interpret=interpret,
+      ),
+      grid=(rows // height, columns // width),
+      in_specs=[
+          half(0),
+          half(1),
+          *[pl.BlockSpec((1,), lambda i, j: (0,))] * len(numbers),
+      ],
+      out_specs=pl.BlockSpec((height, width), lambda i, j: (i, j)),
+      out_shape=jax.ShapeDtypeStruct(
+          (rows, columns), values.dtype if step is None else formats.E4M3
+      ),
+      name='swiglu',
+      **kernel_options(interpret, _WARPS),
+  )(values, values, *(number.reshape(1) for number in numbers))
+
+
+def plain(y_MG: Array) -> Array:
+  """Returns silu(gate) * up of gate|up, by XLA."""
+  gate, up = jnp.split(y_MG.astype(jnp.float32), 2, axis=1)
+  return (jax.nn.silu(gate) * up).astype(y_MG.dtype)
+
+
+@jax.custom_vjp
+def _by_kernel(y_MG: Array) -> Array:
+  return swiglu_of(Unscaled(values=y_MG))
+
+
+def _by_kernel_fwd(y_MG):
+  return _by_kernel(y_MG), y_MG
+
+
+def _by_kernel_bwd(y_MG, dh_MF):
+  # Not of the kernel's exp2, which no gradient needs.
+  return jax.vjp(plain, y_MG)[1](dh_MF)
+
+
+_by_kernel.defvjp(_by_kernel_fwd, _by_kernel_bwd)
+
+
+def swiglu(y_MG: Array) -> Array:
+  """Returns silu(gate) * up of gate|up, rounded once to its dtype."""
+  return _by_kernel(y_MG) if _has_kernel(y_MG.shape[1] // 2) else plain(y_MG)
+
+
+def swiglu_of_parts(product: Unscaled) -> Array:
+  """The same of a product [2, M, F]."""
+  if _has_kernel(product.values.shape[2]):
+    return swiglu_of(product)
+  return plain(
+      jnp.concatenate([*scale_late(product.values, product.scales)], axis=1)
+  )
+
+
+def _has_kernel(columns: int) -> bool:
+  """Whether h has a kernel; not for how many rows, which must not matter."""
+  return on_gpu() and columns % 16 == 0
