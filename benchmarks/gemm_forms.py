@@ -18,7 +18,6 @@ from jax import lax
 from benchmarks import common
 from jetrl_jax.compilation import compiler_options
 from jetrl_jax.config_model import SHAPES
-from jetrl_jax.fp8 import E4M3
 from jetrl_jax.fp8.products import BATCHED_NT, NT
 
 _OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
@@ -27,6 +26,10 @@ _SHAPE = flags.DEFINE_enum(
     'shape', 'qwen2.5-7b', sorted(SHAPES), 'See model.shape.'
 )
 _ROWS = flags.DEFINE_list('rows', ['64', '128', '256'], 'M of decode.')
+_PROJECTIONS = flags.DEFINE_list(
+    'projections', ['qkv', 'o', 'gate_up', 'down'], 'Which dots.'
+)
+_DTYPES = flags.DEFINE_list('dtypes', ['float8_e4m3fn', 'bfloat16'], 'Of them.')
 _MANY = flags.DEFINE_integer('many', 8192, 'M to compare bits with.')
 # Weights that are read in turn, so that none waits in the L2 cache.
 _WEIGHTS_BYTES = 4e8
@@ -47,13 +50,14 @@ def one(dtype):
 
 
 def columns(parts: int):
-  """Returns the dot whose columns are parts of a batch."""
+  """Returns the dot whose columns are parts of a batch, [parts, M, O]."""
 
   def run(x, w):
     x = jnp.broadcast_to(x[None], (parts, *x.shape))
     w = w.reshape(parts, -1, w.shape[1])
-    y = lax.dot_general(x, w, BATCHED_NT, preferred_element_type=jnp.bfloat16)
-    return jnp.concatenate([*y], axis=1)
+    return lax.dot_general(
+        x, w, BATCHED_NT, preferred_element_type=jnp.bfloat16
+    )
 
   return run
 
@@ -78,8 +82,8 @@ def forms(name: str) -> dict:
       'as it is': (one(jnp.bfloat16), pinned),
       'float32 result': (one(jnp.float32), pinned),
   }
-  if name == 'gate_up':
-    found['columns in 2'] = (columns(2), pinned)
+  for parts in (2, 4, 8) if name in ('o', 'down') else (2,):
+    found[f'columns in {parts}'] = (columns(parts), pinned)
   if name in ('o', 'down'):
     found['contraction in 2'] = (contraction(2), pinned)
   if jax.default_backend() != 'cpu':
@@ -88,6 +92,11 @@ def forms(name: str) -> dict:
     found['chosen by timing'] = (one(jnp.bfloat16), timed)
     found['the same, Triton too'] = (one(jnp.bfloat16), triton)
   return found
+
+
+def _joined(y):
+  """Returns the columns of a dot, also of one in parts of a batch."""
+  return y if y.ndim == 2 else jnp.concatenate([*y], axis=1)
 
 
 def microseconds(run, options, x_2MI, weights) -> float:
@@ -126,7 +135,10 @@ def measure(name: str, size: tuple[int, int], dtype) -> list[dict]:
       compiled = jax.jit(run, compiler_options=options)
       # What timing chooses for few rows is compared with the pinned choice.
       whole = jax.jit(run, compiler_options=compiler_options())
-      few, wanted = compiled(many[:rows], weights[0]), whole(many, weights[0])
+      few, wanted = (
+          _joined(call(x, weights[0]))
+          for call, x in ((compiled, many[:rows]), (whole, many))
+      )
       found.append(
           {
               'projection': name,
@@ -159,9 +171,9 @@ def main(argv: list[str]) -> None:
   """Measures every projection but the head in FP8 and BF16."""
   del argv
   rows = []
-  for dtype in (jnp.dtype(E4M3), jnp.dtype(jnp.bfloat16)):
+  for dtype in map(jnp.dtype, _DTYPES.value):
     for name, size in common.projections(SHAPES[_SHAPE.value]).items():
-      if name == 'lm_head':
+      if name not in _PROJECTIONS.value:
         continue
       if common.TINY.value:
         size = (256, 512)
