@@ -148,6 +148,13 @@ def test_swiglus_backward_has_the_bytes_of_xlas(dtype):
   cpu.assert_like(found, wanted, others=2e-3)
 
 
+def test_swiglu_has_one_result_in_all_forms():
+  from tests.fp8 import test_swiglu as cpu
+
+  rows = 2048 if on_gpu() else 128
+  cpu.check(cpu.in_all_forms(rows, 4736, **_HOW))
+
+
 @pytest.mark.parametrize('kind', [None, 'float8_e4m3fn'])
 @pytest.mark.parametrize('last', [0, 63, 64, 200, 511])
 def test_decode_has_the_bits_of_the_training_forward(kind, last):
