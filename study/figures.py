@@ -1,14 +1,14 @@
 """Draws the study's figures and prints its tables from committed metrics.
 
-    python -m study.figures curves --results=FOLDER --arms=2x2 --output=a.png
-    python -m study.figures pairs --results=FOLDER --output=b.png
-    python -m study.figures control --results=FOLDER --output=c.png
+    python -m study.figures curves --results FOLDER --arms=2x2 --output=a.png
+    python -m study.figures pairs --results FOLDER --output=b.png
+    python -m study.figures control --results FOLDER MORE --output=c.png
 
-FOLDER is what `study.results` wrote. curves: every metric over the steps, a
-line per seed, and a table of the arms. pairs: differences of final accuracy
-seed by seed, with 95% intervals, and a table of them. control: final accuracy
-over the measured mismatch, with the range of k3 that papers report marked. Both
-take finished runs only.
+FOLDER is what `study.results` wrote; the runs of several are drawn together.
+curves: every metric over the steps, a line per seed, and a table of the arms.
+pairs: differences of final accuracy seed by seed, with 95% intervals, and a
+table of them. control: final accuracy over the measured mismatch, with the
+range of k3 that papers report marked. Both take finished runs only.
 """
 
 import argparse
@@ -258,11 +258,11 @@ def main() -> None:
       description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
   parser.add_argument('figure', choices=('curves', 'pairs', 'control'))
-  parser.add_argument('--results', type=pathlib.Path, required=True)
+  parser.add_argument('--results', type=pathlib.Path, required=True, nargs='+')
   parser.add_argument('--arms', default='', help='curves: by default all')
   parser.add_argument('--output', type=pathlib.Path, required=True)
   flags = parser.parse_args()
-  runs = read(flags.results)
+  runs = read(*flags.results)
   if flags.arms:
     chosen = {arm.name for arm in named(flags.arms.split(','))}
     runs = [run for run in runs if run.arm.name in chosen]

@@ -102,23 +102,30 @@ def write(path: pathlib.Path, lines: list[dict]) -> None:
   path.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
-def read(folder: pathlib.Path) -> list[Run]:
-  """Reads all runs of a folder, by arm and seed.
+def read(*folders: pathlib.Path) -> list[Run]:
+  """Reads all runs of some folders, by arm and seed.
 
   Raises:
-    ValueError: there is none.
+    ValueError: a folder has none, or two have the same arm and seed.
   """
-  runs = []
-  for path in folder.glob('*.jsonl.gz'):
-    text = gzip.decompress(path.read_bytes()).decode()
-    about, *rows = [json.loads(line) for line in text.splitlines()]
-    runs.append(
-        Run(arm=ARMS[about['arm']], seed=about['seed'], about=about, rows=rows)
-    )
-  if not runs:
-    raise ValueError(f'{folder} holds no *.jsonl.gz of study.results')
+  found: dict[tuple[int, int], Run] = {}
   order = list(ARMS)
-  return sorted(runs, key=lambda run: (order.index(run.arm.name), run.seed))
+  for folder in folders:
+    paths = sorted(folder.glob('*.jsonl.gz'))
+    if not paths:
+      raise ValueError(f'{folder} holds no *.jsonl.gz of study.results')
+    for path in paths:
+      text = gzip.decompress(path.read_bytes()).decode()
+      about, *rows = [json.loads(line) for line in text.splitlines()]
+      arm, seed = ARMS[about['arm']], about['seed']
+      key = order.index(arm.name), seed
+      if key in found:
+        raise ValueError(
+            f'{path} is a second run of {arm.name}, seed {seed}; give folders'
+            ' without the same runs'
+        )
+      found[key] = Run(arm=arm, seed=seed, about=about, rows=rows)
+  return [found[key] for key in sorted(found)]
 
 
 def main() -> None:

@@ -91,6 +91,18 @@ def test_an_empty_folder_is_answered_with_what_it_lacks(tmp_path):
     results.read(tmp_path)
 
 
+def test_folders_add_up_but_not_the_same_run_twice(written, tmp_path):
+  both = written / 'out', tmp_path / 'more'
+  both[1].mkdir()
+  for path in both[0].glob('*seed2*'):
+    path.rename(both[1] / path.name)
+  runs = results.read(*both)
+  assert [r.seed for r in runs] == [r.seed for r in results.read(*both[::-1])]
+  assert {run.seed for run in runs} == {1, 2}
+  with pytest.raises(ValueError, match='a second run of'):
+    results.read(both[0], both[0])
+
+
 def test_every_figure_is_drawn_and_the_table_says_what_is_known(
     written, capsys
 ):
