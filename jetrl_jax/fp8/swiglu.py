@@ -27,7 +27,7 @@ from jetrl_jax.typing import Array
 
 # Columns of a program at most, and its values.
 _COLUMNS, _VALUES = 512, 2048
-_WARPS = 4
+_WARPS = 8
 
 
 def sigmoid(gate: Array, interpret: bool) -> Array:

@@ -308,19 +308,21 @@ class DecodeAttention:
       step: scale on which the o dot quantises its rows, if that is known.
 
     Returns:
-      (o [B, N*H], its FP8 values or None, the pages with the new token)
+      (o [B, N*H], its FP8 values or None, the pages with the new token). Where
+      the FP8 values are known o is not: something of its shape and dtype.
     """
     q_BNH, keys, values = append_kernel.rotate_and_append(
         qkv, *rotation, self.position_B, self.table_BP, *cache
     )
-    out, _, low = attention_decode.decode(
+    out, _ = attention_decode.decode(
         *(q_BNH, keys, values, self.table_BP, self.position_B),
         self.tile,
         step,
     )
-    flat = q_BNH.shape[0], -1
-    low = None if low is None else low.reshape(flat)
-    return out.reshape(flat), low, (keys, values)
+    q_BO, out = (x.reshape(x.shape[0], -1) for x in (q_BNH, out))
+    if step is None:
+      return out, None, (keys, values)
+    return q_BO, out, (keys, values)
 
   def __call__(self, q_MNH, k_MKH, v_MKH, cache):
     """Returns (o [B, N*H], the pages with the new token)."""
@@ -331,7 +333,7 @@ class DecodeAttention:
     )
     slots, heads, head_dim = q_MNH.shape
     if on_gpu():
-      out, _, _ = attention_decode.decode(
+      out, _ = attention_decode.decode(
           q_MNH, keys, values, self.table_BP, self.position_B, self.tile
       )
     else:

@@ -112,10 +112,7 @@ def _decode_kernel(
     group,
     interpret,
 ):
-  step_ref, low_ref = None, None
-  if len(refs) == 4:
-    step_ref, *refs, low_ref = refs
-  out_ref, lse_ref = refs
+  *steps, out_ref, lse_ref = refs
   head, last = pl.program_id(0), last_ref[0]
   per_page = jnp.int32(page_size // tile)
   dtype = operand_dtype(q_ref.dtype, k_ref.dtype)
@@ -144,12 +141,11 @@ def _decode_kernel(
   body = functools.partial(attend, span=(first_R, last_R))
   *carry, _ = lax.fori_loop(whole, (last + tile) // tile, body, carry)
   out, lse = finish(carry)
-  out = out.astype(out_ref.dtype)
+  out = out.astype(q_ref.dtype)
+  for step_ref in steps:
+    out = quantize(out, step_ref[0], formats.E4M3)
   triton.store(out_ref.at[mine, :], out, mask=mask[:, None])
   triton.store(lse_ref.at[mine], lse, mask=mask)
-  if step_ref is not None and low_ref is not None:
-    low = quantize(out, step_ref[0], formats.E4M3)
-    triton.store(low_ref.at[mine, :], low, mask=mask[:, None])
 
 
 def _stages(programs: int, is_fp8: bool) -> int:
@@ -176,7 +172,7 @@ def decode(
     *,
     program: tuple[int, int] | None = None,
     interpret: bool = False,
-) -> tuple[Array, Array, Array | None]:
+) -> tuple[Array, Array]:
   """Attends from one query token per slot to the slot's pages.
 
   Args:
@@ -186,13 +182,13 @@ def decode(
     table_BP: int32, the slot's pages in order.
     last_B: int32, the last key to attend; -1 for none.
     tile: see `attention.flash_attention`.
-    step: scale on which the result is quantised as well.
+    step: scale on which the result is quantised to E4M3; None to leave it.
     program: its warps, and tiles on their way at a time; None for the fastest.
       All give the same bits.
     interpret: run on a CPU, for tests.
 
   Returns:
-    (out [B, N, H], base-2 log-sum-exp [B, N], out in E4M3 or None)
+    (out [B, N, H], base-2 log-sum-exp [B, N])
   """
   batch, heads, head_dim = q_BNH.shape
   kv_heads, pages = k_PKSH.shape[1], table_BP.shape[1]
@@ -212,9 +208,8 @@ def decode(
       for pool in (k_PKSH, values)
   ]
   slot = pl.BlockSpec((None, heads, head_dim), lambda h, b: (b, 0, 0))
-  quantizes = 0 if step is None else 1
   steps = [] if step is None else [step.reshape(1)]
-  out = pl.pallas_call(
+  return pl.pallas_call(
       functools.partial(
           _decode_kernel,
           tile=tile,
@@ -228,19 +223,15 @@ def decode(
           *pools,
           pl.BlockSpec((None, pages), lambda h, b: (b, 0)),
           pl.BlockSpec((1,), lambda h, b: (b,)),
-          *[pl.BlockSpec((1,), lambda h, b: (0,))] * quantizes,
+          *[pl.BlockSpec((1,), lambda h, b: (0,))] * len(steps),
       ],
-      out_specs=[
-          slot,
-          pl.BlockSpec((None, heads), lambda h, b: (b, 0)),
-          *[slot] * quantizes,
-      ],
+      out_specs=[slot, pl.BlockSpec((None, heads), lambda h, b: (b, 0))],
       out_shape=[
-          jax.ShapeDtypeStruct(q_BNH.shape, q_BNH.dtype),
+          jax.ShapeDtypeStruct(
+              q_BNH.shape, formats.E4M3 if steps else q_BNH.dtype
+          ),
           jax.ShapeDtypeStruct((batch, heads), jnp.float32),
-          *[jax.ShapeDtypeStruct(q_BNH.shape, formats.E4M3)] * quantizes,
       ],
       name='flash_attention',
       **kernel_options(interpret, num_warps, num_stages),
   )(q_BNH, k_PKSH, values, table_BP, last_B, *steps)
-  return out[0], out[1], out[2] if quantizes else None

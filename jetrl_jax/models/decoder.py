@@ -31,10 +31,17 @@ def _step(leaf: Leaf, *path: str) -> Array | None:
   """Returns the scale on which a dot quantises its rows, if that is known."""
   if leaf.is_initializing() or not leaf.recipe.is_delayed:
     return None
-  slots = leaf.get_variable(COLLECTION, path[0], {})
+  slots, weights = (
+      leaf.get_variable(name, path[0], {}) for name in (COLLECTION, 'weights')
+  )
   for name in path[1:]:
-    slots = slots.get(name, {})
-  return slots['input']['scale'] if slots else None
+    slots, weights = slots.get(name, {}), weights[name]
+  return slots['input']['scale'] if _is_quantised(weights) else None
+
+
+def _is_quantised(weights: PyTree) -> bool:
+  """Whether the kernel of a dot is in 8 bits."""
+  return isinstance(weights['kernel'], QTensor)
 
 
 def _added(
@@ -140,9 +147,8 @@ class MLP(Leaf):
     cfg, names = self.config, ('gate_up', 'down')
     if self.is_initializing() or self.is_mutable_collection(TAPS):
       return False
-    kernels = [self.get_variable('weights', name)['kernel'] for name in names]
     return gated.fits(self.recipe, (cfg.model_dim, cfg.ffn_dim)) and all(
-        isinstance(kernel, QTensor) for kernel in kernels
+        _is_quantised(self.get_variable('weights', name)) for name in names
     )
 
 

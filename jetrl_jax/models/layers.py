@@ -232,13 +232,15 @@ class RMSNorm(Leaf):
   ) -> tuple[Array, Array, Array | None]:
     """Returns (rows, normed, their FP8 values [M, D]), see `norm.rms_norm`.
 
-    Of a `Sum` there may be copies of the FP8 values, [copies, M, D].
+    Of a `Sum` there may be copies of the FP8 values, [copies, M, D]; where they
+    are known, `normed` is not: the rows stand in for its shape and dtype.
     """
     master, scale = self.leaf('scale', nn.initializers.ones, (self.dim,))
     if isinstance(x_MD, Sum):
-      return norm.rms_norm_kernel(
+      rows_MD, y_MD, low_MD = norm.rms_norm_kernel(
           x_MD.x_MD, scale, self.eps, step, x_MD.product, copies=copies
       )
+      return rows_MD, rows_MD if y_MD is None else y_MD, low_MD
     y_MD, low_MD = norm.rms_norm(x_MD, scale, self.eps, master, step)
     return x_MD, self.tap('out', y_MD), low_MD
 

@@ -53,7 +53,7 @@ def _kernel(*refs, eps: float, chunk: int, num_scales: int, sums, quantizes):
     step_ref, *refs, low_ref = refs
   if sums:
     sum_ref, *refs = refs
-  (out_ref,) = refs
+  out_ref = refs[0] if refs else None
   dim = x_ref.shape[0]
   chunks = [pl.ds(i * chunk, chunk) for i in range(dim // chunk)]
   # All that is read is on its way before the first write: a compiler does not
@@ -76,8 +76,9 @@ def _kernel(*refs, eps: float, chunk: int, num_scales: int, sums, quantizes):
   for at, row, part, gain in zip(chunks, rows, parts, gains, strict=True):
     if sum_ref is not None:
       sum_ref[at] = row
-    out = (part * inverse).astype(out_ref.dtype) * gain
-    out_ref[at] = out
+    out = (part * inverse).astype(row.dtype) * gain
+    if out_ref is not None:
+      out_ref[at] = out
     if step is not None and low_ref is not None:
       low = quantize(out, step, formats.E4M3)
       for copy in range(low_ref.shape[0]):
@@ -112,8 +113,8 @@ def rms_norm_kernel(
     interpret: run on a CPU, for tests.
 
   Returns:
-    (the rows, with what is added; normed; the same quantised, None without a
-    step)
+    (the rows, with what is added; normed, None where it is quantised and
+    something was added; the same quantised, None without a step)
   """
   dim = x_MD.shape[1]
   row = pl.BlockSpec((None, dim), lambda i: (i, 0))
@@ -121,14 +122,17 @@ def rms_norm_kernel(
   one = pl.BlockSpec((1,), lambda i: (0,))
   operands, specs = [x_MD, scale_D], [row, whole]
   like = jax.ShapeDtypeStruct(x_MD.shape, x_MD.dtype)
-  shapes, outs, num_scales = [like], [row], 0
+  num_scales = 0
+  # A decode step, which adds, has no use for both forms of the result.
+  writes = added is None or step is None
+  shapes, outs = ([like], [row]) if writes else ([], [])
   if added is not None:
     assert added.bias_O is None
     num_scales = len(added.scales)
     operands += [added.values, *(s.reshape(1) for s in added.scales)]
     specs += [row, *[one] * num_scales]
-    shapes.append(like)
-    outs.append(row)
+    shapes.insert(0, like)
+    outs.insert(0, row)
   if step is not None:
     operands, specs = [*operands, step.reshape(1)], [*specs, one]
     shapes.append(jax.ShapeDtypeStruct((copies, *x_MD.shape), formats.E4M3))
@@ -149,11 +153,13 @@ def rms_norm_kernel(
       name='rms_norm',
       **kernel_options(interpret, _WARPS),
   )(*operands)
-  unchanged = [x_MD] if added is None else []
-  sum_MD, normed_MD, *low = [*unchanged, *out]
-  if not low:
+  found = iter(out)
+  sum_MD = x_MD if added is None else next(found)
+  normed_MD = next(found) if writes else None
+  if step is None:
     return sum_MD, normed_MD, None
-  return sum_MD, normed_MD, low[0] if copies > 1 else jnp.squeeze(low[0], 0)
+  low = next(found)
+  return sum_MD, normed_MD, low if copies > 1 else jnp.squeeze(low, 0)
 
 
 def rms_norm(

@@ -388,8 +388,11 @@ def test_the_decode_kernel_computes_what_the_cpu_form_does(kv_dtype, group):
 
   @hurried_jit
   def both(q, keys, values, table, last):
-    out, _, low = attention_decode.decode(
-        q, keys, values, table, last, TILE, step, interpret=True
+    out, low = (
+        attention_decode.decode(
+            q, keys, values, table, last, TILE, on, interpret=True
+        )[0]
+        for on in (None, step)
     )
     attend = DecodeAttention(position_B=last, table_BP=table, tile=TILE)
     return out, low, attend._on_cpu(q, keys, values)
