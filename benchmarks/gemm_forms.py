@@ -82,7 +82,7 @@ def forms(name: str) -> dict:
       'as it is': (one(jnp.bfloat16), pinned),
       'float32 result': (one(jnp.float32), pinned),
   }
-  for parts in (2, 4, 8) if name in ('o', 'down') else (2,):
+  for parts in (2,) if name == 'qkv' else (2, 4, 8):
     found[f'columns in {parts}'] = (columns(parts), pinned)
   if name in ('o', 'down'):
     found['contraction in 2'] = (contraction(2), pinned)

@@ -276,6 +276,22 @@ def test_generate_block_stops_by_itself_when_all_slots_are_done():
     assert not np.delete(np.asarray(values), used, 0).any()
 
 
+def test_steps_in_a_row_sample_what_single_ones_do(monkeypatch):
+  run = tiny_run.fp8_run()
+  monkeypatch.setattr(engine_sizes, 'on_gpu', lambda: True)
+  # Of a block of 12 every step is asked for, of one of 16 every eighth.
+  for block, in_a_row in ((12, 1), (16, engine_sizes.IN_A_ROW)):
+    config = tiny_run.engine_config(decode_block=block)
+    engine = Engine(run.policy, config, run.mesh)
+    found = run.rollout(engine=engine)
+    (bound,) = [b for name, b in engine._compiled if name == 'generate']
+    assert bound[-1] == in_a_row
+    for a, b in zip(found, tiny_run.completions(), strict=True):
+      assert a.tokens.tolist() == b.tokens.tolist()
+      np.testing.assert_array_equal(a.logprobs, b.logprobs)
+      np.testing.assert_array_equal(a.log_mu, b.log_mu)
+
+
 @pytest.mark.parametrize('length', [0, 21])
 def test_a_prompt_that_is_empty_or_too_long_is_named(length):
   run = tiny_run.fp8_run()
@@ -414,7 +430,7 @@ def test_the_tail_of_a_rollout_goes_on_in_a_quarter_of_the_slots(monkeypatch):
   limits = np.full((6, tiny_run.SAMPLES), 2)
   limits[[0, 1, 3, 5], [0, 3, 1, 2]] = 12
   found = run.rollout(engine=engine, limits=limits)
-  assert 'generate_few' in engine._compiled
+  assert 'generate_few' in {name for name, _ in engine._compiled}
   for a, b in zip(found, tiny_run.completions(), strict=True):
     length = len(a.tokens)
     assert a.tokens.tolist() == b.tokens[:length].tolist()
