@@ -10,7 +10,7 @@ between the dots is one kernel (`swiglu_kernel.py`) instead of four.
 """
 
 import functools
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -98,11 +98,11 @@ def mlp(
     return _forward(recipe, x_MD, low_MD, gate_up, down)[0]
   rows = x_MD.shape[0]
   # Kernels of the backward have whole tiles; these rows count as padding.
-  x_MD, low_MD, row_mask_M = (
-      None if x is None else _whole_tiles(x) for x in (x_MD, low_MD, row_mask_M)
-  )
+  x_MD, row_mask_M = _whole_tiles(x_MD), _whole_tiles(row_mask_M)
+  if low_MD is not None:
+    low_MD = _whole_tiles(low_MD)
   z_MD = _differentiable(recipe, x_MD, low_MD, gate_up, down, row_mask_M)
-  return z_MD[:rows]
+  return cast(Array, z_MD)[:rows]
 
 
 def _whole_tiles(x: Array) -> Array:
@@ -123,7 +123,7 @@ def unscaled_mlp(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(recipe, x_MD, low_MD, gate_up, down, row_mask_M):
+def _differentiable(recipe, x_MD, low_MD, gate_up, down, row_mask_M) -> Array:
   del row_mask_M
   return _forward(recipe, x_MD, low_MD, gate_up, down)[0]
 
