@@ -48,7 +48,14 @@ def params(policy: Policy) -> PolicyParams:
   return prepared()
 
 
-def steps(policy: Policy, params: PolicyParams, *, fused: bool, rows: int):
+def steps(
+    policy: Policy,
+    params: PolicyParams,
+    *,
+    fused: bool,
+    rows: int,
+    jit=exact_jit,
+):
   """Logits and caches after each of three steps; slot 1 is idle."""
   policy = dataclasses.replace(policy, fused=fused)
   random = np.random.default_rng(0)
@@ -64,7 +71,7 @@ def steps(policy: Policy, params: PolicyParams, *, fused: bool, rows: int):
       )
       for _ in range(policy.model.num_layers)
   ]
-  step = exact_jit(policy.decode)
+  step = jit(policy.decode)
   found = []
   for i in range(3):
     tokens = random.integers(0, policy.model.vocab_size, rows, np.int32)
