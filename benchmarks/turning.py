@@ -6,7 +6,7 @@ An FP8 GEMM on Hopper wants both operands contraction-minor, so the backward
 pass needs W, x and dY turned round (`jetrl_jax/fp8/turning.py`). `turn` takes
 8-bit values; `input` and `gradient` quantise bfloat16 on the way and see what
 was lost, the second keeps the values as they came, too. `swiglu` is all that
-lies between down's DGrad and gate_up's (`swiglu_kernel.py`; the shape is that
+lies between down's DGrad and gate_up's (`swiglu_backward.py`; the shape is that
 of gate|up), beside XLA alone and XLA with the kernels of `gradient` and
 `input`. Each variant is compared with XLA's bytes before it is timed.
 """
@@ -20,7 +20,7 @@ from jax import lax
 
 from benchmarks import common
 from jetrl_jax.compilation import exact_jit, on_gpu
-from jetrl_jax.fp8 import formats, health, swiglu, swiglu_kernel, turning
+from jetrl_jax.fp8 import formats, health, swiglu, swiglu_backward, turning
 from jetrl_jax.fp8.products import scale_late
 from jetrl_jax.fp8.quantization import QTensor, quantize
 
@@ -69,7 +69,7 @@ def _by_kernel(what: str, x, scale, mask_M, **options):
 
 
 def _swiglu(quantised, product, dh, scales, mask_M):
-  """By XLA: what `swiglu_kernel.backward` gives; `quantised` makes the parts.
+  """By XLA: what `swiglu_backward.backward` gives; `quantised` makes the parts.
 
   Args:
     quantised: of (x, scale, mask, whether straight as well), see `_by_xla`.
@@ -90,7 +90,7 @@ def _swiglu(quantised, product, dh, scales, mask_M):
 
 def _swiglu_by_kernel(product, dh, scales, mask_M, **options):
   """As `_swiglu`."""
-  h, dy = swiglu_kernel.backward(
+  h, dy = swiglu_backward.backward(
       product, dh, scales, mask_M, formats.E4M3, **options
   )
   return (

@@ -6,7 +6,7 @@ h exists in 8 bits only (`swiglu.py`). The gradient of y reaches gate_up's dot
 in 8 bits, both ways round, which the cotangent of a bfloat16 array cannot be;
 so one derivative holds both dots. What is computed is what `linear.py` and
 XLA's derivative of SwiGLU compute, by the same functions; only what lies
-between the dots is one kernel (`swiglu_kernel.py`) instead of four.
+between the dots is one kernel (`swiglu_backward.py`) instead of four.
 """
 
 import functools
@@ -21,7 +21,7 @@ from jetrl_jax.fp8 import (
     formats,
     linear,
     swiglu,
-    swiglu_kernel,
+    swiglu_backward,
     turning,
 )
 from jetrl_jax.fp8.products import Unscaled
@@ -149,7 +149,7 @@ def _mlp_bwd(recipe, residuals, dz_MD):
     )
     dh_MF = dot_tensor.dgrad(recipe, dz8, down_weight, x_like.dtype)
   h_scale, dy_scale = down_slot['input']['scale'], slot['output_grad']['scale']
-  h_turned, dy_turned = swiglu_kernel.backward(
+  h_turned, dy_turned = swiglu_backward.backward(
       product_MG,
       dh_MF,
       jnp.stack([kept_x.scale * weight.scale, h_scale, dy_scale]),

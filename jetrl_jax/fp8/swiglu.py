@@ -4,7 +4,7 @@ XLA spends 38 instructions on a value that it scales, gates and quantises: more
 time than the bytes take, in a decode step as in training. The kernel has 15:
 exp2 and the reciprocal are the device's own, gate|up is scaled by a power of
 two without another rounding, and the cast to 8 bits is what saturates. Rollout
-and training both call it, so they agree; `swiglu_kernel.py` computes h in the
+and training both call it, so they agree; `swiglu_backward.py` computes h in the
 same operations.
 """
 

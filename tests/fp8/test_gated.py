@@ -21,7 +21,7 @@ from jetrl_jax.fp8 import (
     health,
     slots,
     swiglu,
-    swiglu_kernel,
+    swiglu_backward,
     turning,
 )
 from jetrl_jax.fp8.quantization import QTensor, quantize
@@ -56,7 +56,7 @@ def as_on_gpu(monkeypatch):
     monkeypatch.setattr(module, 'on_gpu', lambda: True)
   monkeypatch.setattr(turning, 'turn', jnp.transpose)
   monkeypatch.setattr(turning, 'quantize_and_turn', _quantize_and_turn)
-  for module, name in ((swiglu, 'swiglu_of'), (swiglu_kernel, 'backward')):
+  for module, name in ((swiglu, 'swiglu_of'), (swiglu_backward, 'backward')):
     kernel = functools.partial(getattr(module, name), interpret=True)
     monkeypatch.setattr(module, name, kernel)
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jetrl_jax.compilation import exact_jit, on_gpu
-from jetrl_jax.fp8 import formats, swiglu, swiglu_kernel
+from jetrl_jax.fp8 import formats, swiglu, swiglu_backward
 from jetrl_jax.fp8.products import Unscaled, scale_late
 from jetrl_jax.fp8.quantization import quantize
-from tests.fp8.test_swiglu_kernel import operands
+from tests.fp8.test_swiglu_backward import operands
 
 ROWS, COLUMNS = 128, 384
 
@@ -31,7 +31,7 @@ def in_all_forms(rows: int, columns: int, **how):
     whole = Unscaled(values=product, scales=pair)
     few = Unscaled(values=product[:16], scales=pair)
     y = scale_late(product, pair)
-    back, _ = swiglu_kernel.backward(
+    back, _ = swiglu_backward.backward(
         product, dh, scales, mask, formats.E4M3, **how
     )
     return {

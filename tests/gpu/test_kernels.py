@@ -19,7 +19,7 @@ from jetrl_jax.fp8 import (
     health,
     renewal,
     slots,
-    swiglu_kernel,
+    swiglu_backward,
     turning,
 )
 from jetrl_jax.fp8.quantization import QTensor, quantize
@@ -132,13 +132,13 @@ def test_one_pass_turns_round_what_xla_quantises(dtype):
 
 @pytest.mark.parametrize('dtype', [formats.E4M3, formats.E5M2])
 def test_swiglus_backward_has_the_bytes_of_xlas(dtype):
-  from tests.fp8 import test_swiglu_kernel as cpu
+  from tests.fp8 import test_swiglu_backward as cpu
 
   arguments = cpu.operands(2048 if on_gpu() else 128, 384)
   wanted = exact_jit(lambda *args: cpu.plain(*args, dtype))(*arguments)
   kernel = exact_jit(
       lambda *args: [
-          vars(part) for part in swiglu_kernel.backward(*args, dtype, **_HOW)
+          vars(part) for part in swiglu_backward.backward(*args, dtype, **_HOW)
       ]
   )
   found, again = kernel(*arguments), kernel(*arguments)

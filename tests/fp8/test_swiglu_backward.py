@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.fp8 import formats, health, swiglu, swiglu_kernel
+from jetrl_jax.fp8 import formats, health, swiglu, swiglu_backward
 from jetrl_jax.fp8.products import scale_late
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from tests.hurry import hurried_jit
@@ -72,7 +72,7 @@ def test_one_pass_gives_what_xla_differentiates_quantises_and_turns(dtype):
 
   @hurried_jit
   def by_kernel(*args):
-    found = swiglu_kernel.backward(*args, dtype, interpret=True)
+    found = swiglu_backward.backward(*args, dtype, interpret=True)
     return [vars(part) for part in found]
 
   wanted = hurried_jit(lambda *args: plain(*args, dtype))(*arguments)
