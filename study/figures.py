@@ -259,7 +259,7 @@ def main() -> None:
   )
   parser.add_argument('figure', choices=('curves', 'pairs', 'control'))
   parser.add_argument('--results', type=pathlib.Path, required=True, nargs='+')
-  parser.add_argument('--arms', default='', help='curves: by default all')
+  parser.add_argument('--arms', default='', help='by default all')
   parser.add_argument('--output', type=pathlib.Path, required=True)
   flags = parser.parse_args()
   runs = read(*flags.results)
