@@ -150,7 +150,7 @@ def get_config() -> ml_collections.ConfigDict:
   # full length. With fewer, sequences that started last wait for room and are
   # computed again, to the same bits.
   config.rollout.kv_cache_tokens = 0
-  # Most decode steps per host visit.
+  # Most decode steps per host visit; a multiple of 8 is faster on a GPU.
   config.rollout.decode_block = 64
 
   config.algorithm = ml_collections.ConfigDict()

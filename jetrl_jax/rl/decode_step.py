@@ -32,7 +32,7 @@ class EngineConfig:
     top_k: 0 is off.
     top_p: 1 is off.
     min_p: 0 is off.
-    decode_block: most decode steps per host visit.
+    decode_block: most decode steps per host visit, see `steps_in_a_row`.
     kv_cache_tokens: tokens that the KV pools hold, all devices together; 0 for
       every slot at full length. With fewer, sequences that started last wait.
   """
