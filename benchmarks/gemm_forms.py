@@ -26,9 +26,8 @@ _SHAPE = flags.DEFINE_enum(
     'shape', 'qwen2.5-7b', sorted(SHAPES), 'See model.shape.'
 )
 _ROWS = flags.DEFINE_list('rows', ['64', '128', '256'], 'M of decode.')
-_PROJECTIONS = flags.DEFINE_list(
-    'projections', ['qkv', 'o', 'gate_up', 'down'], 'Which dots.'
-)
+_NAMES = ('qkv', 'o', 'gate_up', 'down')
+_PROJECTIONS = flags.DEFINE_list('projections', list(_NAMES), 'Which dots.')
 _DTYPES = flags.DEFINE_list('dtypes', ['float8_e4m3fn', 'bfloat16'], 'Of them.')
 _MANY = flags.DEFINE_integer('many', 8192, 'M to compare bits with.')
 # Weights that are read in turn, so that none waits in the L2 cache.
@@ -168,7 +167,7 @@ def measure(name: str, size: tuple[int, int], dtype) -> list[dict]:
 
 
 def main(argv: list[str]) -> None:
-  """Measures every projection but the head in FP8 and BF16."""
+  """Measures the projections that are asked for, in their dtypes."""
   del argv
   rows = []
   for dtype in map(jnp.dtype, _DTYPES.value):
@@ -186,6 +185,12 @@ def main(argv: list[str]) -> None:
           _COMMIT.value,
       )
 
+
+flags.register_validator(
+    _PROJECTIONS,
+    lambda names: set(names) <= set(_NAMES),
+    message=f'must be some of {", ".join(_NAMES)}',
+)
 
 if __name__ == '__main__':
   flags.mark_flag_as_required('output')

@@ -79,7 +79,7 @@ def _swiglu(quantised, product, dh, scales, mask_M):
     mask_M: float32.
   """
   y = scale_late(product, (scales[0],))
-  h, pull = jax.vjp(lambda y: swiglu.plain(y), y)
+  h, pull = jax.vjp(swiglu.plain, y)
   # Arrays in memory, as what made and what reads them are kernels.
   h, dy = lax.optimization_barrier((h, pull(dh)[0]))
   return (

@@ -136,7 +136,7 @@ class MLP(Leaf):
     if low_MD is not None and low_MD.ndim == 3:
       product = gate_up.unscaled(x_MD, x_MD.dtype, low_MD)
       assert product is not None  # A norm makes copies for such dots alone.
-      h_MF = swiglu.swiglu_of_parts(product)
+      h_MF = swiglu.swiglu_of(product)
     else:
       y_MG = gate_up(x_MD, row_mask_M, low_MI=low_MD)
       h_MF = self.tap('swiglu', swiglu.swiglu(y_MG))

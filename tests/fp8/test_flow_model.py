@@ -180,26 +180,39 @@ def test_the_check_at_start_up_names_what_only_the_rollout_rounds():
     check(RoundsLogits(**fields), state)
 
 
+# Inputs and outputs of SwiGLU's kernel. Of whole tiles, the MLP's dots are one.
+_SCALED = ('bf16', 'bf16', 'f32', 'f32', 'f32'), ('e4m3',)
+_PLAIN = ('bf16', 'bf16'), ('bf16',)
+
+
 @pytest.mark.parametrize('kv_cache_dtype', ['compute', 'float8_e4m3fn'])
 @pytest.mark.parametrize(
-    'recipe', [FP8, Recipe(name='bf16')], ids=['fp8', 'bf16']
+    'recipe, dim, swiglu',
+    [
+        (FP8, 64, _PLAIN),
+        (FP8, 128, _SCALED),
+        (Recipe(high_precision_layers=('.*/down',)), 128, _PLAIN),
+        (Recipe(name='bf16'), 128, _PLAIN),
+    ],
+    ids=['fp8', 'fp8-tiles', 'fp8-some', 'bf16'],
 )
-def test_what_a_gpu_runs_is_one_flow(recipe, kv_cache_dtype, monkeypatch):
+def test_what_a_gpu_runs_is_one_flow(
+    recipe, dim, swiglu, kv_cache_dtype, monkeypatch
+):
+  of = policy('qwen2', recipe)
   of = dataclasses.replace(
-      policy('qwen2', recipe), kv_cache_dtype=kv_cache_dtype
+      of,
+      kv_cache_dtype=kv_cache_dtype,
+      model=dataclasses.replace(of.model, model_dim=dim, ffn_dim=2 * dim),
   )
   state = tiny_run.state_shapes(of)
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
   check(of, state)
-  kernels = {
-      node.inputs[:3]
-      for node in flow_check.decode_graph(
-          of, tiny_run.engine_config(), state
-      ).nodes
-      if node.op == 'flash_attention'
-  }
+  nodes = flow_check.decode_graph(of, tiny_run.engine_config(), state).nodes
+  kernels = {n.inputs[:3] for n in nodes if n.op == 'flash_attention'}
   stored = 'bf16' if kv_cache_dtype == 'compute' else 'e4m3'
   assert kernels == {('bf16', stored, stored)}
+  assert {(n.inputs, n.outputs) for n in nodes if n.op == 'swiglu'} == {swiglu}
 
 
 def _kernels(layers: int) -> dict[str, int]:

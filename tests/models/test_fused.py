@@ -66,7 +66,9 @@ def test_a_fused_step_is_the_step(monkeypatch, recipe, kv, family, dim):
   for a, b in zip(jax.tree.leaves(joined), jax.tree.leaves(apart), strict=True):
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
     if recipe in (FP8, SOME):
-      # A CPU rounds a product before it adds it to the residual stream.
-      assert np.mean(np.abs(a - b)) <= 0.06 * np.mean(np.abs(b))
+      # A CPU rounds a product before it adds it to the residual stream, of
+      # which a wider decoder has more.
+      share = 0.04 if dim == 64 else 0.06
+      assert np.mean(np.abs(a - b)) <= share * np.mean(np.abs(b))
     else:
       np.testing.assert_array_equal(a, b)
