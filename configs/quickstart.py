@@ -5,9 +5,10 @@ python -m jetrl_jax.main --config=configs/quickstart.py
 Chains of small additions and subtractions with every running total written
 out. Starts from examples/quickstart/checkpoint (see quickstart_sft.py).
 
-Expected: held-out accuracy from 42% to 85-89%, mismatch 0, two to three minutes
-on two cores of a server (benchmarks/results/quickstart_seed*_cpu_2026-11-21.jsonl,
-seeds 1 to 3). At lr 1e-4 the curve is noisier; 3e-4 collapses.
+Expected: held-out accuracy from 42% to 85-89%, mismatch 0, two to three
+minutes on two cores of a server, seeds 1 to 3
+(benchmarks/results/quickstart_seed*_cpu_2026-11-21.jsonl). At lr 1e-4 the curve
+is noisier; 3e-4 collapses.
 """
 
 from configs import base
