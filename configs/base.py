@@ -260,6 +260,9 @@ def get_config() -> ml_collections.ConfigDict:
   config.trainer.measure_mismatch = 'all'
   # Seeded scores and lengths, for speed runs with random weights.
   config.trainer.synthetic = False
+  # Of the lengths: 'uniform' between half of the longest and the longest, or
+  # 'long_tail', an eighth of the longest on average and a few of all lengths.
+  config.trainer.synthetic_lengths = 'uniform'
 
   # What to do when numbers leave their bounds (docs/guard.md).
   config.guard = ml_collections.ConfigDict()

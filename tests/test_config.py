@@ -269,6 +269,10 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
             "measure_mismatch is 'none'; allowed: 'all', or 'first'",
         ),
         (
+            {'trainer.synthetic_lengths': 'normal'},
+            "synthetic_lengths is 'normal'; allowed: uniform, long_tail",
+        ),
+        (
             {'trainer.train_batch_size': 11, 'trainer.mini_batch_size': 11},
             'train_batch_size is 11; the training data has 10 prompts',
         ),

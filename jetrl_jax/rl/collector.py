@@ -92,6 +92,7 @@ class Collector:
           prompts,
           run.num_generations,
           self._parts.engine.max_response_length,
+          run.synthetic_lengths,
       )
     return rollout(
         self.engine,

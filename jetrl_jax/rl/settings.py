@@ -7,7 +7,7 @@ ConfigDict.
 import dataclasses
 
 from jetrl_jax.fp8.recipes import UNCALIBRATED
-from jetrl_jax.rl import advantages, aggregation
+from jetrl_jax.rl import advantages, aggregation, synthetic
 
 # Logits of a thousand over a temperature below this leave float32; above the
 # other, every token is as likely as the next.
@@ -236,6 +236,7 @@ class RunConfig:
     synthetic: seeded scores and response lengths instead of rewards and stop
       tokens: for speed and exactness runs with random weights, which solve
       nothing and never stop.
+    synthetic_lengths: how those lengths are spread, see `synthetic.LENGTHS`.
   """
 
   seed: int
@@ -259,6 +260,7 @@ class RunConfig:
   calibration_tokens: int
   measure_mismatch: str
   synthetic: bool
+  synthetic_lengths: str
 
   def __post_init__(self):
     _at_least(
@@ -280,6 +282,11 @@ class RunConfig:
       raise ValueError(
           f"measure_mismatch is {self.measure_mismatch!r}; allowed: 'all', or"
           " 'first' for the first mini-batch of a step"
+      )
+    if self.synthetic_lengths not in synthetic.LENGTHS:
+      raise ValueError(
+          f'synthetic_lengths is {self.synthetic_lengths!r}; allowed:'
+          f' {", ".join(synthetic.LENGTHS)}'
       )
     if self.num_generations < 2:
       raise ValueError(

@@ -15,14 +15,38 @@ def _uniform(seed: int, step: int, prompt: Prompt, samples: int, what: int):
   return np.random.Generator(bits).random(samples)
 
 
+# Shares of the longest response, of numbers that are uniform in [0, 1):
+# 'uniform' from a half to the whole; 'long_tail' exponential with a mean of an
+# eighth, where 256 responses have a longest of three quarters.
+LENGTHS = {
+    'uniform': lambda u: 0.5 + 0.5 * u,
+    'long_tail': lambda u: np.minimum(-np.log1p(-u) / 8, 1.0),
+}
+
+
 def response_limits(
-    seed: int, step: int, prompts: list[Prompt], samples: int, maximum: int
+    seed: int,
+    step: int,
+    prompts: list[Prompt],
+    samples: int,
+    maximum: int,
+    lengths: str,
 ) -> np.ndarray:
-  """Returns int [P, G] response lengths, uniform in [maximum / 2, maximum]."""
+  """Returns int [P, G] response lengths from 1 to maximum.
+
+  Args:
+    seed: of the run.
+    step: of the run.
+    prompts: P of them.
+    samples: G of each.
+    maximum: longest response.
+    lengths: how they are spread, one of `LENGTHS`.
+  """
   uniform_PG = np.stack(
       [_uniform(seed, step, prompt, samples, 0) for prompt in prompts]
   )
-  return np.maximum(1, np.ceil((0.5 + 0.5 * uniform_PG) * maximum)).astype(int)
+  shares_PG = LENGTHS[lengths](uniform_PG)
+  return np.maximum(1, np.ceil(shares_PG * maximum)).astype(int)
 
 
 def scores(

@@ -38,6 +38,7 @@ RUN = RunConfig(
     calibration_tokens=1,
     measure_mismatch='all',
     synthetic=False,
+    synthetic_lengths='uniform',
 )
 MU = AlgorithmConfig(old_logprobs='recompute')
 
