@@ -5,10 +5,9 @@
     WGrad  dW = dY^T X    dY 128 x 1 and X 128 x 1 along the tokens
 
 Every operand has scales that change along the contraction, so each product is
-a sum over groups of 128, scaled one by one and added in order
-(`products.grouped_dot`). That loop is the definition, and what runs on a GPU
-today: it is on the tensor cores, but reads and writes the result once per
-group. A fast kernel would keep it in registers and must give the same bits.
+a sum over groups of 128, scaled one by one and added in order:
+`products.grouped_dot`, on a GPU `block_kernel.py`. Both want their operands
+contraction-minor, so DGrad turns W round, and WGrad both of its operands.
 
 The input is kept for the backward in FP8, as the forward had it. WGrad wants
 it in groups along the tokens: its values are restored and quantised once more.
@@ -22,8 +21,9 @@ References:
 
 import jax.numpy as jnp
 
-from jetrl_jax.fp8 import formats
-from jetrl_jax.fp8.products import column_groups, grouped_dot, row_groups
+from jetrl_jax.compilation import on_gpu
+from jetrl_jax.fp8 import block_kernel, formats, turning
+from jetrl_jax.fp8.products import grouped_dot
 from jetrl_jax.fp8.quantization import QTensor, dequantize, quantize_groups
 from jetrl_jax.fp8.recipes import BLOCK, Recipe
 from jetrl_jax.typing import Array
@@ -57,16 +57,28 @@ def quantize_grad(recipe: Recipe, dy_MO: Array) -> QTensor:
   return _quantize(recipe, dy_MO, dtype, 1, BLOCK)
 
 
-def forward(recipe: Recipe, x8: QTensor, weight: QTensor, out_dtype) -> Array:
-  """FProp."""
-  return grouped_dot(
-      row_groups(x8.values, BLOCK),
-      row_groups(weight.values, BLOCK),
-      x8.scale.T[:, :, None],
-      jnp.repeat(weight.scale, BLOCK, axis=0).T[:, None, :],
+def _product(recipe: Recipe, a: QTensor, b: QTensor, out_dtype) -> Array:
+  """Returns a . b^T of operands [M, K] and [N, K] in groups along K."""
+  multiply = block_kernel.block_dot if on_gpu() else grouped_dot
+  return multiply(
+      a.values,
+      a.scale,
+      b.values,
+      b.scale,
       out_dtype,
       power_of_two=recipe.power_of_two_scales,
   )
+
+
+def _turned(x: QTensor) -> QTensor:
+  """Returns the transpose, with its scales."""
+  values = turning.turn(x.values) if on_gpu() else x.values.T
+  return QTensor(values=values, scale=x.scale.T)
+
+
+def forward(recipe: Recipe, x8: QTensor, weight: QTensor, out_dtype) -> Array:
+  """FProp."""
+  return _product(recipe, x8, weight, out_dtype)
 
 
 def backward(
@@ -87,36 +99,22 @@ def backward(
     weight: the forward's weight.
     x_dtype: of dX.
   """
-  power_of_two = recipe.power_of_two_scales
-  dx_MI = grouped_dot(
-      row_groups(dy8.values, BLOCK),
-      column_groups(weight.values, BLOCK),
-      dy8.scale.T[:, :, None],
-      jnp.repeat(weight.scale, BLOCK, axis=1)[:, None, :],
-      x_dtype,
-      power_of_two=power_of_two,
-  )
-  along_tokens = [
-      _along_tokens(recipe, dy_MO, formats.format_named(recipe.grad_format)),
+  dx_MI = _product(recipe, dy8, _turned(weight), x_dtype)
+  grad_format = formats.format_named(recipe.grad_format)
+  dw_OI = _product(
+      recipe,
+      _along_tokens(recipe, dy_MO, grad_format),
       _along_tokens(recipe, dequantize(x8, dy_MO.dtype), formats.E4M3),
-  ]
-  (dy_GOC, dy_scale_GO), (x_GIC, x_scale_GI) = along_tokens
-  dw_OI = grouped_dot(
-      dy_GOC,
-      x_GIC,
-      dy_scale_GO[:, :, None],
-      x_scale_GI[:, None, :],
       jnp.float32,
-      power_of_two=power_of_two,
   )
   return dx_MI, dw_OI
 
 
-def _along_tokens(recipe: Recipe, x_MN: Array, dtype) -> tuple[Array, Array]:
-  """Returns values [M/128, N, 128] and scales [M/128, N].
+def _along_tokens(recipe: Recipe, x_MN: Array, dtype) -> QTensor:
+  """Returns the columns as rows [N, M], in groups of 128 tokens.
 
   Rows of zeros fill the last group up; they add nothing to a product.
   """
   missing = -x_MN.shape[0] % BLOCK
-  q = _quantize(recipe, jnp.pad(x_MN, ((0, missing), (0, 0))), dtype, BLOCK, 1)
-  return column_groups(q.values, BLOCK), q.scale
+  x_MN = jnp.pad(x_MN, ((0, missing), (0, 0)))
+  return _turned(_quantize(recipe, x_MN, dtype, BLOCK, 1))

@@ -94,21 +94,11 @@ def high_backward(dy_MO: Array, x_MI: Array, kernel_OI: Array, x_dtype):
   return dx_MI, dw_OI
 
 
-def row_groups(x: Array, size: int) -> Array:
-  """[M, G * size] to [G, M, size]."""
-  return jnp.swapaxes(x.reshape(x.shape[0], -1, size), 0, 1)
-
-
-def column_groups(x: Array, size: int) -> Array:
-  """[G * size, N] to [G, N, size]."""
-  return jnp.swapaxes(x.reshape(-1, size, x.shape[1]), 1, 2)
-
-
 def grouped_dot(
-    a_GMC: Array,
-    b_GNC: Array,
-    scale_a_GM1: Array,
-    scale_b_G1N: Array,
+    a_MK: Array,
+    scale_a_MG: Array,
+    b_NK: Array,
+    scale_b_NG: Array,
     out_dtype,
     *,
     power_of_two: bool,
@@ -118,15 +108,14 @@ def grouped_dot(
       y = sum_g (a_g . b_g^T) * scale_a_g * scale_b_g,    g = 0, 1, ...
 
   Each group's product and their sum are float32; the order of the sum is the
-  order of the groups, on every backend and for every number of rows. This is
-  the definition of `fp8_block`; it reads and writes the sum once per group,
-  which a kernel of its own would keep in registers.
+  order of the groups, for every number of rows. This is the definition of
+  `fp8_block`; `block_kernel.block_dot` keeps the sum in registers.
 
   Args:
-    a_GMC: 8-bit values, C = 128 of the contraction.
-    b_GNC: 8-bit values.
-    scale_a_GM1: float32.
-    scale_b_G1N: float32.
+    a_MK: 8-bit values.
+    scale_a_MG: float32, of each row's G groups.
+    b_NK: 8-bit values.
+    scale_b_NG: as a's, or of a block of rows at a time [N / block, G].
     out_dtype: of the result [M, N], rounded once.
     power_of_two: the scales are powers of two.
   """
@@ -134,10 +123,17 @@ def grouped_dot(
   def add(total_MN, group):
     a, b, scale_a, scale_b = group
     part = lax.dot_general(a, b, NT, preferred_element_type=jnp.float32)
-    part = times(part, (scale_a, scale_b))
+    part = times(part, (scale_a[:, None], scale_b[None, :]))
     return total_MN + (part if power_of_two else fence(part)), None
 
-  start = jnp.zeros((a_GMC.shape[1], b_GNC.shape[1]), jnp.float32)
-  operands = (a_GMC, b_GNC, scale_a_GM1, scale_b_G1N)
-  total_MN, _ = jax.lax.scan(add, start, operands)
+  (rows, columns), groups = (a_MK.shape[0], b_NK.shape[0]), scale_a_MG.shape[1]
+  block = columns // scale_b_NG.shape[0]
+  a_GMC, b_GNC = (
+      jnp.swapaxes(x.reshape(x.shape[0], groups, -1), 0, 1)
+      for x in (a_MK, b_NK)
+  )
+  scale_b_GN = jnp.repeat(scale_b_NG, block, axis=0).T
+  start = jnp.zeros((rows, columns), jnp.float32)
+  operands = (a_GMC, b_GNC, scale_a_MG.T, scale_b_GN)
+  total_MN, _ = lax.scan(add, start, operands)
   return total_MN.astype(out_dtype)

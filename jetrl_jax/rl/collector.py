@@ -4,6 +4,8 @@ The held-out prompts of an evaluation are answered by the same engine, with the
 same arrays.
 """
 
+import dataclasses
+
 import numpy as np
 
 from jetrl_jax import rng
@@ -65,9 +67,11 @@ class Collector:
     """
     parts, size = self._parts, self._parts.run.train_batch_size
     met: set[int] = set()
+    preempted = 0
 
     def generate() -> Experience | None:
       left = len(parts.train_set) - len(met)
+      nonlocal preempted
       if not left:
         return None
       indices = self._sampler.next_batch(min(size, left), exclude=met)
@@ -75,9 +79,14 @@ class Collector:
       prompts = [parts.train_set[i] for i in indices]
       with self._timer('gen'):
         completions = self.rollout(step, prompts, state)
+      preempted += self.engine.pages.times_parked
       return self.score(step, prompts, completions)
 
-    return dynamic_sampling.fill(generate, groups=size, config=parts.algorithm)
+    filled = dynamic_sampling.fill(
+        generate, groups=size, config=parts.algorithm
+    )
+    metrics = filled.metrics | {'rollout/num_preempted': preempted}
+    return dataclasses.replace(filled, metrics=metrics)
 
   def rollout(
       self, step: int, prompts: list[Prompt], state: TrainState

@@ -164,8 +164,7 @@ class Engine(engine_api.Engine):
 
     The last is not prefilled: the next decode step feeds it.
     """
-    longest = max(map(len, sequences))
-    bucket = next(b for b in self.buckets if b >= longest)
+    bucket = self._bucket(max(map(len, sequences)))
     tokens_PT = np.zeros((rows, bucket), np.int32)
     lengths_P = np.zeros((rows,), np.int32)
     for i, tokens in enumerate(sequences):
@@ -173,6 +172,10 @@ class Engine(engine_api.Engine):
       lengths_P[i] = len(tokens) - 1
     run = self._per_row(params, decode_step.prefill, (self.policy,), 2)
     return run(params, self._put(tokens_PT), self._put(lengths_P))
+
+  def _bucket(self, longest: int) -> int:
+    """Returns the length to which a batch of such sequences is padded."""
+    return next(b for b in self.buckets if b >= longest)
 
   def insert(
       self, prefix: Prefix, decode_state: DecodeState, slot: int
@@ -357,8 +360,9 @@ class Engine(engine_api.Engine):
         for slot in slots
     }
     while slots:
-      longest = max(len(sequences[slot]) for slot in slots)
-      rows = min(max(_PREFILL_TOKENS // longest, 1), _PREFILL_ROWS)
+      # By the bucket, not by the longest: a new shape is a new program.
+      bucket = self._bucket(max(len(sequences[slot]) for slot in slots))
+      rows = min(max(_PREFILL_TOKENS // bucket, 1), _PREFILL_ROWS)
       now, slots = slots[:rows], slots[rows:]
       rows = round_up(rows, self.policy.axes.size)
       caches = self._keys_of(params, [sequences[s] for s in now], rows)

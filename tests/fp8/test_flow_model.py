@@ -192,9 +192,10 @@ _PLAIN = ('bf16', 'bf16'), ('bf16',)
         (FP8, 64, _PLAIN),
         (FP8, 128, _SCALED),
         (Recipe(high_precision_layers=('.*/down',)), 128, _PLAIN),
+        (Recipe(name='fp8_block'), 128, _PLAIN),
         (Recipe(name='bf16'), 128, _PLAIN),
     ],
-    ids=['fp8', 'fp8-tiles', 'fp8-some', 'bf16'],
+    ids=['fp8', 'fp8-tiles', 'fp8-some', 'block', 'bf16'],
 )
 def test_what_a_gpu_runs_is_one_flow(
     recipe, dim, swiglu, kv_cache_dtype, monkeypatch
@@ -203,7 +204,9 @@ def test_what_a_gpu_runs_is_one_flow(
   of = dataclasses.replace(
       of,
       kv_cache_dtype=kv_cache_dtype,
-      model=dataclasses.replace(of.model, model_dim=dim, ffn_dim=2 * dim),
+      model=dataclasses.replace(
+          of.model, model_dim=dim, head_dim=dim // 2, ffn_dim=2 * dim
+      ),
   )
   state = tiny_run.state_shapes(of)
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')

@@ -8,7 +8,7 @@ import pytest
 
 from jetrl_jax import rng
 from jetrl_jax.compilation import exact_jit
-from jetrl_jax.rl import mismatch
+from jetrl_jax.rl import decode_step, mismatch
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.policy import PolicyParams
 from tests.rl import tiny_run
@@ -318,6 +318,24 @@ def test_sequences_that_wait_for_pages_have_the_same_bits(tokens):
     for name in ('tokens', 'log_mu', 'logprobs'):
       tiny_run.assert_same_bits(getattr(a, name), getattr(b, name))
   assert not engine.pages.parked
+
+
+def test_what_waited_is_computed_again_in_one_shape_a_length(monkeypatch):
+  # A shape is a program, and on a GPU each takes seconds to compile.
+  monkeypatch.setattr('jetrl_jax.rl.engine._PREFILL_TOKENS', 64)
+  engine, shapes = tiny_run.small_engine(96), []
+  prefill = decode_step.prefill
+
+  def recorded(policy, params, tokens_PT, lengths_P):
+    shapes.append(tokens_PT.shape)
+    return prefill(policy, params, tokens_PT, lengths_P)
+
+  monkeypatch.setattr(decode_step, 'prefill', recorded)
+  monkeypatch.setattr(engine, '_compiled', {})
+  tiny_run.fp8_run().rollout(engine=engine)
+  # Traced once each: prompts by sixteen, what waited in 64 tokens or so.
+  lengths = [length for rows, length in shapes if rows < 16]
+  assert lengths and len(lengths) == len(set(lengths))
 
 
 def test_fp8_keys_and_values_agree_in_rollout_and_training():

@@ -383,8 +383,9 @@ def test_a_bf16_run_with_a_frozen_embedding_and_a_cut_sampler(tmp_path):
 
 
 def test_seeded_scores_and_lengths_need_no_rewards_and_no_stops(tmp_path):
-  # No stop tokens: the rollout's loop compiles once more.
+  # No stop tokens: the rollout's loop compiles once more. And few pages.
   changes = {
+      'rollout.kv_cache_tokens': 96,
       'trainer.synthetic': True,
       'trainer.total_training_steps': 1,
       'trainer.save_rollouts': False,
@@ -395,5 +396,6 @@ def test_seeded_scores_and_lengths_need_no_rewards_and_no_stops(tmp_path):
   assert start == {'step': 0, 'training/global_step': 0}
   assert step['training/mismatch_token_frac'] == 0.0
   assert step['actor/grad_norm'] > 0
+  assert step['rollout/num_preempted'] > 0
   assert step['response_length/min'] >= 6 and step['response_length/max'] <= 12
   assert not (tmp_path / 'rollouts').exists()

@@ -1,0 +1,155 @@
+"""The product of `fp8_block` on a GPU, as a kernel (Pallas, Triton).
+
+    y = sum_g (a_g . b_g^T) * scale_a_g * scale_b_g,    g = 0, 1, ...
+
+A group's 128 products are four of Hopper's FP8 instructions, added by the
+tensor core; its scaled sum is added in float32 to a total that stays in
+registers. `products.grouped_dot` is the same in plain JAX. A row's bits do not
+depend on the other rows, nor on the tiles, so a decode step and a training step
+may have tiles of their own.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.triton import dialect
+from jax._src.pallas.triton import lowering
+from jax.experimental import pallas as pl
+from jax.extend import core
+
+from jetrl_jax.compilation import instruction, kernel_options, lowered_once
+from jetrl_jax.fp8.products import fence
+from jetrl_jax.fp8.recipes import BLOCK
+from jetrl_jax.typing import Array
+
+# Rows of a and b in a program, its warps and the stages of its loads.
+_MANY = 128, 128, 8, 3
+_FEW = 64, 64, 4, 4
+_FEW_ROWS = 512
+# Programs that follow each other take as many tiles of a to each one of b.
+_NEIGHBOURS = 8
+
+# Pallas' own dot asks Triton for sums that are never less than float32's, for
+# which Triton widens FP8 to float16, at half of the speed. What it has for the
+# tensor core's own sums, Pallas has no word for.
+_fp8_dot_p = core.Primitive('fp8_dot')
+
+
+@_fp8_dot_p.def_abstract_eval
+def _shape_of_dot(a, b, start):
+  del a, b
+  return start
+
+
+@lowering.register_lowering(_fp8_dot_p)
+def _lower_dot(ctx, a, b, start):
+  del ctx
+  turned = dialect.trans(b, (1, 0))
+  return dialect.dot(a, turned, start, max_num_imprecise_acc=BLOCK)
+
+
+def _dot(a_MC: Array, b_NC: Array, interpret: bool) -> Array:
+  """Returns a group's product, float32 [M, N]."""
+  if interpret:
+    a_MC, b_NC = a_MC.astype(jnp.float32), b_NC.astype(jnp.float32)
+    return jnp.dot(a_MC, b_NC.T, preferred_element_type=jnp.float32)
+  start = jnp.zeros((a_MC.shape[0], b_NC.shape[0]), jnp.float32)
+  return _fp8_dot_p.bind(a_MC, b_NC, start)
+
+
+def _rounded_product(x: Array, y: Array, interpret: bool) -> Array:
+  """Returns x * y, which no addition behind it takes in without rounding."""
+  if interpret:
+    return fence(x * y)
+  return instruction('mul.rn.f32')(x, jnp.broadcast_to(y, x.shape))
+
+
+def _kernel(
+    a_ref, b_ref, scale_a_ref, scale_b_ref, out_ref, *, exact, interpret
+):
+  """A tile of the result."""
+  groups = scale_a_ref.shape[0]
+
+  def scales(g):
+    scale_b = scale_b_ref[g, :][None, :]
+    return scale_a_ref[g, :][:, None], scale_b
+
+  def body(g, carry):
+    total, scale_a, scale_b = carry
+    columns = pl.ds(g * BLOCK, BLOCK)
+    part = _dot(a_ref[:, columns], b_ref[:, columns], interpret)
+    # The next group's are on their way meanwhile.
+    ahead = scales(jnp.minimum(g + 1, groups - 1))
+    if exact:  # Powers of two may be multiplied first, or within the sum.
+      return total + part * (scale_a * scale_b), *ahead
+    part = _rounded_product(part * scale_a, scale_b, interpret)
+    return total + part, *ahead
+
+  start = jnp.zeros(out_ref.shape, jnp.float32)
+  total, *_ = lax.fori_loop(0, groups, body, (start, *scales(0)))
+  out_ref[...] = total.astype(out_ref.dtype)
+
+
+@lowered_once('out_dtype', 'power_of_two', 'few', 'interpret')
+def block_dot(
+    a_MK: Array,
+    scale_a_MG: Array,
+    b_NK: Array,
+    scale_b_NG: Array,
+    out_dtype,
+    *,
+    power_of_two: bool,
+    few: bool | None = None,
+    interpret: bool = False,
+) -> Array:
+  """Returns a . b^T [M, N], summed in groups of 128 that have scales.
+
+  Args:
+    a_MK: 8-bit floats; K is a multiple of 128.
+    scale_a_MG: float32, of each row's K / 128 groups.
+    b_NK: as a; N is a multiple of 128.
+    scale_b_NG: as a's, or of 128 rows at a time [N / 128, G].
+    out_dtype: of the result, rounded once.
+    power_of_two: the scales are powers of two.
+    few: tiles for few rows; None as the number of rows says.
+    interpret: run the kernel on a CPU, for tests.
+  """
+  (rows, inner), columns = a_MK.shape, b_NK.shape[0]
+  groups = inner // BLOCK
+  few = rows <= _FEW_ROWS if few is None else few
+  height, width, num_warps, num_stages = _FEW if few else _MANY
+  missing = -rows % height
+  if missing:
+    a_MK, scale_a_MG = (
+        jnp.pad(x, ((0, missing), (0, 0))) for x in (a_MK, scale_a_MG)
+    )
+  tiles = (rows + missing) // height
+  near = math.gcd(tiles, _NEIGHBOURS)
+  of_blocks = scale_b_NG.shape[0] < columns
+
+  def row_tile(r, j, q):
+    del j
+    return q * near + r
+
+  out = pl.pallas_call(
+      functools.partial(_kernel, exact=power_of_two, interpret=interpret),
+      grid=(near, columns // width, tiles // near),
+      in_specs=[
+          pl.BlockSpec((height, inner), lambda *at: (row_tile(*at), 0)),
+          pl.BlockSpec((width, inner), lambda r, j, q: (j, 0)),
+          pl.BlockSpec((groups, height), lambda *at: (0, row_tile(*at))),
+          pl.BlockSpec((groups, 1), lambda r, j, q: (0, j * width // BLOCK))
+          if of_blocks
+          else pl.BlockSpec((groups, width), lambda r, j, q: (0, j)),
+      ],
+      out_specs=pl.BlockSpec(
+          (height, width), lambda *at: (row_tile(*at), at[1])
+      ),
+      out_shape=jax.ShapeDtypeStruct((rows + missing, columns), out_dtype),
+      name='block_dot',
+      **kernel_options(interpret, num_warps, num_stages),
+  )(a_MK, b_NK, scale_a_MG.T, scale_b_NG.T)
+  return out[:rows]
