@@ -3,8 +3,8 @@
     python -m benchmarks.gemm_forms --output=benchmarks/results/NAME
 
 For each projection and few rows M: the dot as it is, with its algorithm chosen
-by timing (Triton among them or not), with a float32 result, with its columns or
-its contraction in parts of a batch. And for many rows what a contraction in two
+by timing (Triton among them or not), with a float32 result, with the result
+turned round, with its columns or its contraction in parts of a batch. And for many rows what a contraction in two
 parts would cost training. Beside it, whether the bits are those of many rows.
 """
 
@@ -39,6 +39,8 @@ _COLUMNS = (
     ('rows', 'M', 'd'),
     ('form', 'form', ''),
     ('us', 'us', '.1f'),
+    ('kernel_us', 'its kernel us', '.1f'),
+    ('kernel', 'kernel', ''),
     ('equal', 'equal to many rows', ''),
 )
 
@@ -46,6 +48,11 @@ _COLUMNS = (
 def one(dtype):
   """Returns the dot with a result of `dtype`."""
   return lambda x, w: lax.dot_general(x, w, NT, preferred_element_type=dtype)
+
+
+def turned(x, w):
+  """Returns the dot with its result turned round, [O, M]."""
+  return lax.dot_general(w, x, NT, preferred_element_type=jnp.bfloat16)
 
 
 def columns(parts: int):
@@ -80,26 +87,28 @@ def forms(name: str) -> dict:
   found = {
       'as it is': (one(jnp.bfloat16), pinned),
       'float32 result': (one(jnp.float32), pinned),
+      'turned round': (turned, pinned),
   }
   for parts in (2,) if name == 'qkv' else (2, 4, 8):
     found[f'columns in {parts}'] = (columns(parts), pinned)
   if name in ('o', 'down'):
     found['contraction in 2'] = (contraction(2), pinned)
   if jax.default_backend() != 'cpu':
-    timed = pinned | {'xla_gpu_autotune_level': 4}
-    triton = timed | {'xla_gpu_enable_triton_gemm': True}
-    found['chosen by timing'] = (one(jnp.bfloat16), timed)
+    chosen = pinned | {'xla_gpu_autotune_level': 4}
+    triton = chosen | {'xla_gpu_enable_triton_gemm': True}
+    found['chosen by timing'] = (one(jnp.bfloat16), chosen)
     found['the same, Triton too'] = (one(jnp.bfloat16), triton)
   return found
 
 
-def _joined(y):
-  """Returns the columns of a dot, also of one in parts of a batch."""
-  return y if y.ndim == 2 else jnp.concatenate([*y], axis=1)
+def _joined(y, rows: int):
+  """Returns the result of a dot [M, O], also of one in parts or turned."""
+  y = y if y.ndim == 2 else jnp.concatenate([*y], axis=1)
+  return y if y.shape[0] == rows else y.T
 
 
-def microseconds(run, options, x_2MI, weights) -> float:
-  """Returns the time of one dot, in a loop on the device."""
+def timed(run, options, x_2MI, weights) -> dict:
+  """Returns the time of one dot in a loop, and what its kernel took of it."""
 
   def body(i, carry, x_2MI, weights):
     del carry
@@ -113,7 +122,12 @@ def microseconds(run, options, x_2MI, weights) -> float:
     return lax.fori_loop(0, _LOOPS, step, start)
 
   spent = common.median_seconds(lambda: loop(x_2MI, weights))
-  return spent / _LOOPS / len(weights) * 1e6
+  found = {'us': spent / _LOOPS / len(weights) * 1e6}
+  kernels = common.kernel_times(lambda: loop(x_2MI, weights))
+  if kernels:
+    name, (ms, count) = max(kernels.items(), key=lambda item: item[1][0])
+    found |= {'kernel_us': ms / count * 1e3, 'kernel': name}
+  return found
 
 
 def measure(name: str, size: tuple[int, int], dtype) -> list[dict]:
@@ -135,7 +149,7 @@ def measure(name: str, size: tuple[int, int], dtype) -> list[dict]:
       # What timing chooses for few rows is compared with the pinned choice.
       whole = jax.jit(run, compiler_options=compiler_options())
       few, wanted = (
-          _joined(call(x, weights[0]))
+          _joined(call(x, weights[0]), len(x))
           for call, x in ((compiled, many[:rows]), (whole, many))
       )
       found.append(
@@ -144,24 +158,23 @@ def measure(name: str, size: tuple[int, int], dtype) -> list[dict]:
               'dtype': dtype.name,
               'rows': rows,
               'form': form,
-              'us': microseconds(run, options, x_2MI, weights),
               'equal': str(bool(jnp.all(few == wanted[:rows]))),
           }
+          | timed(run, options, x_2MI, weights)
       )
   if name == 'down':
     x_2MI = jnp.stack([many, many[::-1]])
     for form in ('as it is', 'contraction in 2'):
       run, options = forms(name)[form]
-      spent = microseconds(run, options, x_2MI, weights[:2])
       found.append(
           {
               'projection': name,
               'dtype': dtype.name,
               'rows': _MANY.value,
               'form': form,
-              'us': spent,
               'equal': '',
           }
+          | timed(run, options, x_2MI, weights[:2])
       )
   return found
 
