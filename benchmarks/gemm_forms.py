@@ -4,8 +4,10 @@
 
 For each projection and few rows M: the dot as it is, with its algorithm chosen
 by timing (Triton among them or not), with a float32 result, with the result
-turned round, with its columns or its contraction in parts of a batch. And for many rows what a contraction in two
-parts would cost training. Beside it, whether the bits are those of many rows.
+turned round, with its columns or its contraction in parts of a batch. And for
+many rows what a contraction in two parts would cost training. Beside it,
+whether the bits are those of many rows, and what the kernel itself takes: a
+dot of few rows in the loop waits for the host.
 """
 
 import functools

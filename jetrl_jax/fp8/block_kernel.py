@@ -25,8 +25,9 @@ from jetrl_jax.fp8.products import fence
 from jetrl_jax.fp8.recipes import BLOCK
 from jetrl_jax.typing import Array
 
-# Rows of a and b in a program, its warps and the stages of its loads.
-_MANY = 128, 128, 8, 3
+# Rows of a and b in a program, its warps and the stages of its loads. On an
+# H200, 8192 x 37888 x 3584: 860 TFLOP/s, and 490 with 128 rows of a.
+_MANY = 64, 128, 4, 3
 _FEW = 64, 64, 4, 4
 _FEW_ROWS = 512
 # Programs that follow each other take as many tiles of a to each one of b.
