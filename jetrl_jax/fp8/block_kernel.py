@@ -15,12 +15,10 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.triton import dialect
-from jax._src.pallas.triton import lowering
 from jax.experimental import pallas as pl
-from jax.extend import core
 
 from jetrl_jax.compilation import instruction, kernel_options, lowered_once
+from jetrl_jax.fp8.hopper_dot import hopper_dot
 from jetrl_jax.fp8.products import fence
 from jetrl_jax.fp8.recipes import BLOCK
 from jetrl_jax.typing import Array
@@ -32,33 +30,6 @@ _FEW = 64, 64, 4, 4
 _FEW_ROWS = 512
 # Programs that follow each other take as many tiles of a to each one of b.
 _NEIGHBOURS = 8
-
-# Pallas' own dot asks Triton for sums that are never less than float32's, for
-# which Triton widens FP8 to float16, at half of the speed. What it has for the
-# tensor core's own sums, Pallas has no word for.
-_fp8_dot_p = core.Primitive('fp8_dot')
-
-
-@_fp8_dot_p.def_abstract_eval
-def _shape_of_dot(a, b, start):
-  del a, b
-  return start
-
-
-@lowering.register_lowering(_fp8_dot_p)
-def _lower_dot(ctx, a, b, start):
-  del ctx
-  turned = dialect.trans(b, (1, 0))
-  return dialect.dot(a, turned, start, max_num_imprecise_acc=BLOCK)
-
-
-def _dot(a_MC: Array, b_NC: Array, interpret: bool) -> Array:
-  """Returns a group's product, float32 [M, N]."""
-  if interpret:
-    a_MC, b_NC = a_MC.astype(jnp.float32), b_NC.astype(jnp.float32)
-    return jnp.dot(a_MC, b_NC.T, preferred_element_type=jnp.float32)
-  start = jnp.zeros((a_MC.shape[0], b_NC.shape[0]), jnp.float32)
-  return _fp8_dot_p.bind(a_MC, b_NC, start)
 
 
 def _rounded_product(x: Array, y: Array, interpret: bool) -> Array:
@@ -81,7 +52,7 @@ def _kernel(
   def body(g, carry):
     total, scale_a, scale_b = carry
     columns = pl.ds(g * BLOCK, BLOCK)
-    part = _dot(a_ref[:, columns], b_ref[:, columns], interpret)
+    part = hopper_dot(a_ref[:, columns], b_ref[:, columns], interpret=interpret)
     # The next group's are on their way meanwhile.
     ahead = scales(jnp.minimum(g + 1, groups - 1))
     if exact:  # Powers of two may be multiplied first, or within the sum.

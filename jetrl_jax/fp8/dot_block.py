@@ -7,7 +7,8 @@
 Every operand has scales that change along the contraction, so each product is
 a sum over groups of 128, scaled one by one and added in order:
 `products.grouped_dot`, on a GPU `block_kernel.py`. Both want their operands
-contraction-minor, so DGrad turns W round, and WGrad both of its operands.
+contraction-minor, so DGrad turns W round, and WGrad both of its operands
+(`block_turning.py`).
 
 The input is kept for the backward in FP8, as the forward had it. WGrad wants
 it in groups along the tokens: its values are restored and quantised once more.
@@ -19,10 +20,13 @@ References:
   groups as in DeepSeek-V3, arXiv:2412.19437, section 3.3.
 """
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 
 from jetrl_jax.compilation import on_gpu
-from jetrl_jax.fp8 import block_kernel, formats, turning
+from jetrl_jax.fp8 import block_kernel, block_turning, formats, health, turning
 from jetrl_jax.fp8.products import grouped_dot
 from jetrl_jax.fp8.quantization import QTensor, dequantize, quantize_groups
 from jetrl_jax.fp8.recipes import BLOCK, Recipe
@@ -41,8 +45,7 @@ def _quantize(recipe: Recipe, x, dtype, rows: int, columns: int) -> QTensor:
       x,
       dtype,
       (rows, columns),
-      margin=recipe.margin,
-      power_of_two=recipe.power_of_two_scales,
+      **_scaling(recipe),
   )
 
 
@@ -51,10 +54,47 @@ def quantize_input(recipe: Recipe, x_MI: Array) -> QTensor:
   return _quantize(recipe, x_MI, formats.E4M3, 1, BLOCK)
 
 
-def quantize_grad(recipe: Recipe, dy_MO: Array) -> QTensor:
-  """Returns the output gradient's rows in groups of 128."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputGrad:
+  """An output gradient in both groupings.
+
+  Attributes:
+    straight: [M, O] in groups along the channels, for DGrad.
+    turned: [O, M] in groups along the tokens, for WGrad.
+  """
+
+  straight: QTensor
+  turned: QTensor
+
+
+def quantize_grad(
+    recipe: Recipe, dy_MO: Array, row_mask_M: Array
+) -> tuple[OutputGrad, health.Seen]:
+  """Returns the output gradient as the backward reads it, what it shows."""
   dtype = formats.format_named(recipe.grad_format)
-  return _quantize(recipe, dy_MO, dtype, 1, BLOCK)
+  if _has_kernels(dy_MO.shape):
+    straight, turned, amax, lost = block_turning.quantize_both_ways(
+        dy_MO, row_mask_M, dtype, **_scaling(recipe)
+    )
+    seen = amax, health.with_elements(lost, dy_MO.shape[1], row_mask_M)
+  else:
+    straight = _quantize(recipe, dy_MO, dtype, 1, BLOCK)
+    turned = _along_tokens(recipe, dy_MO, dtype)
+    seen = health.measure(dy_MO, straight, row_mask_M)
+  return OutputGrad(straight=straight, turned=turned), seen
+
+
+def _has_kernels(shape: tuple[int, ...]) -> bool:
+  """Whether an operand of the backward is made by a kernel."""
+  return on_gpu() and turning.fits(shape)
+
+
+def _scaling(recipe: Recipe) -> dict:
+  return {
+      'margin': recipe.margin,
+      'power_of_two': recipe.power_of_two_scales,
+  }
 
 
 def _product(recipe: Recipe, a: QTensor, b: QTensor, out_dtype) -> Array:
@@ -82,32 +122,23 @@ def forward(recipe: Recipe, x8: QTensor, weight: QTensor, out_dtype) -> Array:
 
 
 def backward(
-    recipe: Recipe,
-    dy_MO: Array,
-    dy8: QTensor,
-    x8: QTensor,
-    weight: QTensor,
-    x_dtype,
+    recipe: Recipe, dy8: OutputGrad, x8: QTensor, weight: QTensor, x_dtype
 ) -> tuple[Array, Array]:
   """DGrad and WGrad: dX in `x_dtype`, dW in float32.
 
   Args:
     recipe: `fp8_block`.
-    dy_MO: output gradient.
-    dy8: what `quantize_grad` made of it.
+    dy8: what `quantize_grad` made of the output gradient.
     x8: the forward's input.
     weight: the forward's weight.
     x_dtype: of dX.
   """
-  dx_MI = _product(recipe, dy8, _turned(weight), x_dtype)
-  grad_format = formats.format_named(recipe.grad_format)
-  dw_OI = _product(
-      recipe,
-      _along_tokens(recipe, dy_MO, grad_format),
-      _along_tokens(recipe, dequantize(x8, dy_MO.dtype), formats.E4M3),
-      jnp.float32,
-  )
-  return dx_MI, dw_OI
+  dx_MI = _product(recipe, dy8.straight, _turned(weight), x_dtype)
+  if _has_kernels(x8.values.shape):
+    x_IM = block_turning.regroup_and_turn(x8, **_scaling(recipe))
+  else:
+    x_IM = _along_tokens(recipe, dequantize(x8, x_dtype), formats.E4M3)
+  return dx_MI, _product(recipe, dy8.turned, x_IM, jnp.float32)
 
 
 def _along_tokens(recipe: Recipe, x_MN: Array, dtype) -> QTensor:

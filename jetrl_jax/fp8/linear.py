@@ -104,7 +104,7 @@ def _quantize_grad(recipe: Recipe, dy_MO, weight, slot, row_mask_M):
     case 'fp8_token':
       high, dy8 = dot_token.fold_for_dgrad(recipe, dy_MO, weight)
     case 'fp8_block':
-      high, dy8 = dy_MO, dot_block.quantize_grad(recipe, dy_MO)
+      return dot_block.quantize_grad(recipe, dy_MO, row_mask_M)
     case name if name == 'int8' or name in FAKE_RECIPES:
       nothing = jnp.zeros((len(health.SUMS),), jnp.float32)
       return None, (health.amax_of_rows(dy_MO, row_mask_M), nothing)
@@ -124,7 +124,7 @@ def _backward(
     case 'fp8_token':
       return dot_token.backward(recipe, dy_MO, dy8, kept_x, weight, x_dtype)
     case 'fp8_block':
-      return dot_block.backward(recipe, dy_MO, dy8, kept_x, weight, x_dtype)
+      return dot_block.backward(recipe, dy8, kept_x, weight, x_dtype)
     case name if name == 'int8' or name in FAKE_RECIPES:
       return dot_token.backward_dequantized(dy_MO, kept_x, weight, x_dtype)
   raise AssertionError(recipe.name)

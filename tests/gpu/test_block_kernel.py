@@ -7,11 +7,12 @@ import pytest
 
 from jetrl_jax import fp8
 from jetrl_jax.compilation import exact_jit, on_gpu
-from jetrl_jax.fp8 import formats, slots
+from jetrl_jax.fp8 import block_turning, formats, slots
 from jetrl_jax.fp8.block_kernel import block_dot
 from jetrl_jax.fp8.products import grouped_dot
 from jetrl_jax.fp8.quantization import quantize_groups
 from jetrl_jax.fp8.recipes import Recipe
+from tests.fp8 import block
 
 pytestmark = pytest.mark.gpu
 
@@ -85,9 +86,23 @@ def test_a_row_has_its_bits_with_any_number_of_rows(power_of_two):
   assert np.array_equal(product(_MANY, few=True), whole)
 
 
-def test_a_dot_and_its_gradients_are_those_of_float32_within_the_format():
+@pytest.mark.parametrize('dtype', [formats.E4M3, formats.E5M2])
+def test_the_backwards_operands_are_those_of_xlas_passes(dtype):
+  how = dict(margin=0, power_of_two=True)
+  x = block.matrix(1024, 640).astype(jnp.bfloat16)
+  mask_M = jnp.asarray(np.arange(1024) % 5 != 0, 'f4')
+  found = block_turning.quantize_both_ways(x, mask_M, dtype, **how, **_HOW)
+  block.assert_both_ways(found, x, mask_M, dtype, how)
+  x8 = _quantized(x, (1, 128))
+  found = block_turning.regroup_and_turn(x8, **how, **_HOW)
+  block.assert_regrouped(found, x8, how)
+
+
+# Whole tiles, whose operands kernels make, and others.
+@pytest.mark.parametrize('rows', [1024, 1040])
+def test_a_dot_and_its_gradients_are_those_of_float32_within_the_format(rows):
   recipe = Recipe(name='fp8_block')
-  x, dy = _normal(0, 1040, _INNER), _normal(1, 1040, _OUTER)
+  x, dy = _normal(0, rows, _INNER), _normal(1, rows, _OUTER)
   master = _normal(2, _OUTER, _INNER)
   params = {'dot': {'kernel': master}}
   state = slots.init_state(params, recipe)

@@ -1,0 +1,47 @@
+"""A dot of 8-bit floats inside a Pallas kernel, by Hopper's own instruction.
+
+Pallas asks Triton for dots whose sums lose nothing of float32, and for that
+Triton widens FP8 to float16, at half of the tensor core's speed. To allow it
+the tensor core's own sums, as cuBLAS does, takes an attribute of Triton's dot
+that Pallas has no argument for. So this is an operation of our own, and the one
+file that uses parts of JAX that are not public: what adds an operation to
+Pallas' Triton backend. `tests/fp8/test_block_kernel.py` lowers it in every
+version of JAX that is tested.
+"""
+
+import jax.numpy as jnp
+from jax._src.pallas.triton import lowering
+from jax.extend import core
+from jaxlib.triton import dialect
+
+from jetrl_jax.typing import Array
+
+_dot_p = core.Primitive('hopper_dot')
+
+
+@_dot_p.def_abstract_eval
+def _shape(a, b, start, *, inner):
+  del a, b, inner
+  return start
+
+
+@lowering.register_lowering(_dot_p)
+def _lower(ctx, a, b, start, *, inner):
+  del ctx
+  turned = dialect.trans(b, (1, 0))
+  return dialect.dot(a, turned, start, max_num_imprecise_acc=inner)
+
+
+def hopper_dot(a_MC: Array, b_NC: Array, *, interpret: bool) -> Array:
+  """Returns a . b^T, float32 [M, N], added in order by the tensor core.
+
+  Args:
+    a_MC: E4M3 or E5M2; M is a multiple of 64 and of 16 per warp.
+    b_NC: E4M3 or E5M2.
+    interpret: the kernel runs on a CPU, for tests.
+  """
+  if interpret:
+    a_MC, b_NC = a_MC.astype(jnp.float32), b_NC.astype(jnp.float32)
+    return jnp.dot(a_MC, b_NC.T, preferred_element_type=jnp.float32)
+  start = jnp.zeros((a_MC.shape[0], b_NC.shape[0]), jnp.float32)
+  return _dot_p.bind(a_MC, b_NC, start, inner=a_MC.shape[1])
