@@ -13,7 +13,9 @@ from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import Policy
 
 # name -> (memory in 1e9 bytes, bandwidth in 1e9 bytes/s), from NVIDIA's data
-# sheets; the names and the FLOP/s are those of `flops.PEAK_TFLOPS`.
+# sheets, which round memory down; that of an H200 and an H100 with HBM3 is what
+# nvidia-smi says of one, 143771 and 81559 MiB. The names and the FLOP/s are
+# those of `flops.PEAK_TFLOPS`.
 DEVICES: dict[str, tuple[float, float]] = {
     'NVIDIA A100-SXM4-40GB': (40, 1555),
     'NVIDIA A100-SXM4-80GB': (80, 2039),
@@ -23,9 +25,9 @@ DEVICES: dict[str, tuple[float, float]] = {
     'NVIDIA L40S': (48, 864),
     'NVIDIA H100 PCIe': (80, 2000),
     'NVIDIA H100 NVL': (94, 3900),
-    'NVIDIA H100 80GB HBM3': (80, 3350),
+    'NVIDIA H100 80GB HBM3': (85.5, 3350),
     'NVIDIA GH200 480GB': (96, 4000),
-    'NVIDIA H200': (141, 4800),
+    'NVIDIA H200': (150.7, 4800),
     'NVIDIA H200 NVL': (141, 4800),
     'NVIDIA B200': (180, 7700),
 }
