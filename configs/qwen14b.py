@@ -29,8 +29,8 @@ def get_config():
   config.model.remat = 'full'  # The rest is taken, see below.
   # 48 layers x 8 KV heads: 4096 tokens x 48 x 4 KiB = 768 MiB a sequence of
   # full length. Room for 20 of those, 15 GiB; 64 shorter ones share it, and
-  # what does not fit waits. By the estimate that leaves 14 GiB, of which a run
-  # took 8 (docs/dry_run.md).
+  # what does not fit waits. By the estimate that leaves 12 GiB, of which a run
+  # took 6 (docs/dry_run.md).
   config.rollout.num_slots = 64
   config.rollout.kv_cache_tokens = 81_920
   return config

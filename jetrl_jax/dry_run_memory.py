@@ -37,7 +37,7 @@ class Shapes:
     gradients: the accumulator.
     batch: one micro-batch.
     slots: the engine's decode state.
-    prefix: the caches of one prefill.
+    prefix: the caches of the largest prefill.
     step: the update's functions, not compiled yet.
     engine: the rollout's.
   """
@@ -87,12 +87,12 @@ def shapes(parts: Parts) -> Shapes:
   by_rows = jax.sharding.NamedSharding(mesh, sharding.ROWS)
   batch = _rows(TrainBatch.of_shapes(rows, length), by_rows)
   slots = jax.eval_shape(engine.init_decode_state)
-  prompts = -(-_PREFILL_ROWS // policy.axes.size) * policy.axes.size
+  count, length = _largest_prefill(engine)
   prefix = jax.eval_shape(
       dataclasses.replace(rollout_policy, axes=sharding.Axes()).prefill,
       _whole(mixed_flow.rollout_params(state)),
-      _shape(jnp.int32, prompts, _longest_bucket(engine)),
-      _shape(jnp.int32, prompts),
+      _shape(jnp.int32, count, length),
+      _shape(jnp.int32, count),
   )
   return Shapes(
       state=state,
@@ -219,8 +219,7 @@ def _lowered(parts: Parts, found: Shapes):
   specs = PolicyParams(*(sharding.tree_specs(tree, mesh) for tree in params))
   rows, scalar = sharding.ROWS, _shape(jnp.float32)
   by_rows = jax.sharding.NamedSharding(mesh, rows)
-  count = jax.tree.leaves(found.prefix)[0].shape[0]
-  bucket = _longest_bucket(found.engine)
+  count, bucket = _largest_prefill(found.engine)
   prefill = sharding.per_device(policy.prefill, mesh, (specs, rows, rows), rows)
   yield (
       'prefill',
@@ -264,11 +263,7 @@ def accumulate_needs(parts: Parts, found: Shapes) -> dict[str, int]:
   width = policy.recipe.dtype.itemsize
   rows, length = parts.batch_shape
   tokens = rows * length // policy.axes.size
-  heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-  # Two norms, qkv, attention's output, gate_up and its product, two residuals.
-  inside = (
-      tokens * width * (4 * model.model_dim + 2 * heads + 3 * model.ffn_dim)
-  )
+  inside = tokens * _inside_of_token(policy)
   chunk = logprobs.chunk_of(tokens, policy.logit_chunk_rows)
   match policy.remat:
     case 'none':
@@ -287,6 +282,17 @@ def accumulate_needs(parts: Parts, found: Shapes) -> dict[str, int]:
       ),
       'largest gradient, in float32': 4 * _largest_master(found),
   }
+
+
+def _inside_of_token(policy: Policy) -> int:
+  """Returns the bytes per token of what a block computes.
+
+  Two norms, qkv, attention's output, gate_up and its product, two residuals.
+  """
+  model = policy.model
+  heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+  numbers = 4 * model.model_dim + 2 * heads + 3 * model.ffn_dim
+  return policy.recipe.dtype.itemsize * numbers
 
 
 def _kept_of_token(policy: Policy) -> int:
@@ -316,16 +322,23 @@ def estimated_phases(
 ) -> list[Phase]:
   """Estimates the phases from shapes, where nothing can be compiled.
 
-  accumulate: see `accumulate_needs`;  decode: logits and one copy;
-  apply: two copies of the largest leaf
+  prefill: a block's insides;  decode: logits and one copy;
+  accumulate: see `accumulate_needs`;  apply: two copies of the largest leaf
   """
   policy = parts.policy
+  rows, length = _largest_prefill(found.engine)
+  prefilled = rows * length // policy.axes.size
   slots = found.engine.num_slots // policy.axes.size
   always = sum(sizes[name] for name in _ALWAYS)
   caches = sizes['KV caches and slots'] + sizes['prefilled prompts']
   return [
       Phase(name=name, resident=r, arguments=0, results=0, temporary=t)
       for name, r, t in (
+          (
+              'prefill',
+              always + caches,
+              prefilled * _inside_of_token(parts.rollout_policy),
+          ),
           ('decode', always + caches, 2 * 4 * slots * policy.model.vocab_size),
           (
               'accumulate',
@@ -360,9 +373,23 @@ def _placed(tree: PyTree, mesh) -> Any:
   )
 
 
-def _longest_bucket(engine: Engine) -> int:
-  longest = engine.config.max_prompt_length
-  return next(size for size in engine.buckets if size >= longest)
+def _largest_prefill(engine: Engine) -> tuple[int, int]:
+  """Returns (rows, tokens of each) of the largest prefill of a rollout.
+
+  That of the longest prompts, or where keys and values have no room for all
+  slots at full length, of sequences that were parked, with all they have.
+  """
+  longest, config = engine.config.max_prompt_length, engine.pages.config
+  found = [
+      (_PREFILL_ROWS, next(b for b in engine.buckets if b >= longest)),
+  ]
+  if config.pages_per_device * config.num_devices < (
+      config.num_slots * config.pages_per_slot
+  ):
+    found += [(engine.rows_again(b), b) for b in engine.buckets]
+  rows, tokens = max(found, key=math.prod)
+  devices = engine.policy.axes.size
+  return -(-rows // devices) * devices, tokens
 
 
 def _whole(tree: PyTree) -> Any:

@@ -173,6 +173,10 @@ class Engine(engine_api.Engine):
     run = self._per_row(params, decode_step.prefill, (self.policy,), 2)
     return run(params, self._put(tokens_PT), self._put(lengths_P))
 
+  def rows_again(self, bucket: int) -> int:
+    """Returns how many parked sequences of a length are prefilled at a time."""
+    return min(max(_PREFILL_TOKENS // bucket, 1), _PREFILL_ROWS)
+
   def _bucket(self, longest: int) -> int:
     """Returns the length to which a batch of such sequences is padded."""
     return next(b for b in self.buckets if b >= longest)
@@ -362,7 +366,7 @@ class Engine(engine_api.Engine):
     while slots:
       # By the bucket, not by the longest: a new shape is a new program.
       bucket = self._bucket(max(len(sequences[slot]) for slot in slots))
-      rows = min(max(_PREFILL_TOKENS // bucket, 1), _PREFILL_ROWS)
+      rows = self.rows_again(bucket)
       now, slots = slots[:rows], slots[rows:]
       rows = round_up(rows, self.policy.axes.size)
       caches = self._keys_of(params, [sequences[s] for s in now], rows)

@@ -168,28 +168,42 @@ class _Loop:
     return [self.done[i] for i in range(len(self.done))]
 
   def _refill(self, state: DecodeState) -> DecodeState:
-    free = [s for s in range(self.engine.num_slots) if s not in self.running]
-    while len(self.ready) < len(free) and self.waiting:
-      self._prefill()
-    taken = [self.ready.popleft() for _ in free[: len(self.ready)]]
-    pairs = list(zip(free, taken, strict=False))
-    for prefix in {id(p): p for p, _, _ in taken}.values():
-      mine = [(s, row, job) for s, (p, row, job) in pairs if p is prefix]
-      state = self.engine.bulk_insert(
-          prefix,
-          state,
-          [slot for slot, _, _ in mine],
-          rows=[row for _, row, _ in mine],
-          address=np.asarray(
-              [(job.prompt.id, job.sample) for _, _, job in mine], np.uint32
-          ),
-          limits=[job.limit for _, _, job in mine],
-          temperature=self.temperature,
-      )
-      self.running.update({slot: self._start(job) for slot, _, job in mine})
-    if self.environment is not None and pairs:
-      state = self.engine.pause(state, [slot for slot, _ in pairs])
+    free = collections.deque(
+        s for s in range(self.engine.num_slots) if s not in self.running
+    )
+    started: list[int] = []
+    while free and (self.ready or self.waiting):
+      # Inserted before the next prefill: the caches of one are alive at a time.
+      if not self.ready:
+        self._prefill()
+      state, slots = self._insert(state, free)
+      started += slots
+    if self.environment is not None and started:
+      state = self.engine.pause(state, started)
     return state
+
+  def _insert(
+      self, state: DecodeState, free: collections.deque[int]
+  ) -> tuple[DecodeState, list[int]]:
+    """Starts what is ready of one prefill; returns the slots it took too."""
+    prefix, mine = self.ready[0][0], []
+    while free and self.ready and self.ready[0][0] is prefix:
+      _, row, job = self.ready.popleft()
+      mine.append((free.popleft(), row, job))
+    slots = [slot for slot, _, _ in mine]
+    state = self.engine.bulk_insert(
+        prefix,
+        state,
+        slots,
+        rows=[row for _, row, _ in mine],
+        address=np.asarray(
+            [(job.prompt.id, job.sample) for _, _, job in mine], np.uint32
+        ),
+        limits=[job.limit for _, _, job in mine],
+        temperature=self.temperature,
+    )
+    self.running.update({slot: self._start(job) for slot, _, job in mine})
+    return state, slots
 
   def _start(self, job: _Job) -> _Slot:
     if self.environment is None:

@@ -1,6 +1,9 @@
 """Tests of the rollout: the same bits as training, whatever the batching."""
 
+import copy
 import dataclasses
+import importlib
+import itertools
 
 import jax
 import numpy as np
@@ -318,6 +321,29 @@ def test_sequences_that_wait_for_pages_have_the_same_bits(tokens):
     for name in ('tokens', 'log_mu', 'logprobs'):
       tiny_run.assert_same_bits(getattr(a, name), getattr(b, name))
   assert not engine.pages.parked
+
+
+def test_the_caches_of_one_prefill_are_alive_at_a_time(monkeypatch):
+  # By its name in `sys.modules`: the room has a function of that name.
+  module = importlib.import_module('jetrl_jax.rl.rollout')
+  monkeypatch.setattr(module, '_PREFILL_ROWS', 2)
+  engine, events = copy.copy(tiny_run.fp8_run().engine), []
+
+  def recorder(name):
+    call = getattr(engine, name)
+
+    def recorded(*args, **kwargs):
+      events.append(name)
+      return call(*args, **kwargs)
+
+    return recorded
+
+  for name in ('prefill_batch', 'bulk_insert'):
+    monkeypatch.setattr(engine, name, recorder(name))
+  tiny_run.fp8_run().rollout(engine=engine)
+  assert events.count('prefill_batch') >= 2
+  for before, after in itertools.pairwise(events):
+    assert (before, after) != ('prefill_batch', 'prefill_batch')
 
 
 def test_what_waited_is_computed_again_in_one_shape_a_length(monkeypatch):
