@@ -41,12 +41,7 @@ def _quantize(recipe: Recipe, x, dtype, rows: int, columns: int) -> QTensor:
           f' shape {tuple(x.shape)}: {size} is no multiple. Use fp8_token, or'
           ' name the dot in precision.high_precision_layers'
       )
-  return quantize_groups(
-      x,
-      dtype,
-      (rows, columns),
-      **_scaling(recipe),
-  )
+  return quantize_groups(x, dtype, (rows, columns), **_scaling(recipe))
 
 
 def quantize_input(recipe: Recipe, x_MI: Array) -> QTensor:

@@ -9,27 +9,36 @@ Pallas' Triton backend. `tests/fp8/test_block_kernel.py` lowers it in every
 version of JAX that is tested.
 """
 
+import functools
+
 import jax.numpy as jnp
-from jax._src.pallas.triton import lowering
 from jax.extend import core
-from jaxlib.triton import dialect
 
 from jetrl_jax.typing import Array
 
-_dot_p = core.Primitive('hopper_dot')
 
+@functools.cache
+def _primitive() -> core.Primitive:
+  """Returns the operation (a, b, start) -> start + a . b^T."""
+  # Here, so that nothing else breaks where a version of JAX has moved them.
+  from jax._src.pallas.triton import lowering
+  from jaxlib.triton import dialect
 
-@_dot_p.def_abstract_eval
-def _shape(a, b, start, *, inner):
-  del a, b, inner
-  return start
+  dot_p = core.Primitive('hopper_dot')
 
+  @dot_p.def_abstract_eval
+  def shape(a, b, start, *, inner):
+    del a, b, inner
+    return start
 
-@lowering.register_lowering(_dot_p)
-def _lower(ctx, a, b, start, *, inner):
-  del ctx
-  turned = dialect.trans(b, (1, 0))
-  return dialect.dot(a, turned, start, max_num_imprecise_acc=inner)
+  @lowering.register_lowering(dot_p)
+  def lower(ctx, a, b, start, *, inner):
+    del ctx
+    turned = dialect.trans(b, (1, 0))
+    return dialect.dot(a, turned, start, max_num_imprecise_acc=inner)
+
+  del shape, lower
+  return dot_p
 
 
 def hopper_dot(a_MC: Array, b_NC: Array, *, interpret: bool) -> Array:
@@ -44,4 +53,4 @@ def hopper_dot(a_MC: Array, b_NC: Array, *, interpret: bool) -> Array:
     a_MC, b_NC = a_MC.astype(jnp.float32), b_NC.astype(jnp.float32)
     return jnp.dot(a_MC, b_NC.T, preferred_element_type=jnp.float32)
   start = jnp.zeros((a_MC.shape[0], b_NC.shape[0]), jnp.float32)
-  return _dot_p.bind(a_MC, b_NC, start, inner=a_MC.shape[1])
+  return _primitive().bind(a_MC, b_NC, start, inner=a_MC.shape[1])
