@@ -87,7 +87,7 @@ def shapes(parts: Parts) -> Shapes:
   by_rows = jax.sharding.NamedSharding(mesh, sharding.ROWS)
   batch = _rows(TrainBatch.of_shapes(rows, length), by_rows)
   slots = jax.eval_shape(engine.init_decode_state)
-  count, length = _largest_prefill(engine)
+  count, length = largest_prefill(engine)
   prefix = jax.eval_shape(
       dataclasses.replace(rollout_policy, axes=sharding.Axes()).prefill,
       _whole(mixed_flow.rollout_params(state)),
@@ -219,7 +219,7 @@ def _lowered(parts: Parts, found: Shapes):
   specs = PolicyParams(*(sharding.tree_specs(tree, mesh) for tree in params))
   rows, scalar = sharding.ROWS, _shape(jnp.float32)
   by_rows = jax.sharding.NamedSharding(mesh, rows)
-  count, bucket = _largest_prefill(found.engine)
+  count, bucket = largest_prefill(found.engine)
   prefill = sharding.per_device(policy.prefill, mesh, (specs, rows, rows), rows)
   yield (
       'prefill',
@@ -326,7 +326,7 @@ def estimated_phases(
   accumulate: see `accumulate_needs`;  apply: two copies of the largest leaf
   """
   policy = parts.policy
-  rows, length = _largest_prefill(found.engine)
+  rows, length = largest_prefill(found.engine)
   prefilled = rows * length // policy.axes.size
   slots = found.engine.num_slots // policy.axes.size
   always = sum(sizes[name] for name in _ALWAYS)
@@ -373,7 +373,7 @@ def _placed(tree: PyTree, mesh) -> Any:
   )
 
 
-def _largest_prefill(engine: Engine) -> tuple[int, int]:
+def largest_prefill(engine: Engine) -> tuple[int, int]:
   """Returns (rows, tokens of each) of the largest prefill of a rollout.
 
   That of the longest prompts, or where keys and values have no room for all

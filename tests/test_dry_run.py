@@ -18,6 +18,7 @@ from jetrl_jax import (
 )
 from jetrl_jax.models import families, hf_layout
 from jetrl_jax.rl import state as states
+from jetrl_jax.rl.engine import Engine
 from tests import whole_run
 
 _GIB = 2**30
@@ -162,10 +163,9 @@ def test_a_7b_is_added_up_without_being_made():
 def test_the_largest_prefill_is_of_prompts_or_of_what_waited():
   def largest(**changes):
     parts, _ = _seven_b()
-    engine = dataclasses.replace(parts.engine, **changes)
-    found = dry_run_memory.shapes(dataclasses.replace(parts, engine=engine))
-    keys, _ = found.prefix[0]
-    return keys.shape[0], keys.shape[2]
+    config = dataclasses.replace(parts.engine, **changes)
+    engine = Engine(parts.rollout_policy, config, parts.mesh)
+    return dry_run_memory.largest_prefill(engine)
 
   # Sixteen of the longest prompts at a time; 16384 tokens of parked ones.
   assert largest(max_prompt_length=256) == (16, 256)
