@@ -64,6 +64,7 @@ _COLUMNS = (
     ('perf/rollout_throughput', 'rollout tok/s', '.0f'),
     ('perf/throughput', 'tok/s', '.0f'),
     ('perf/max_memory_allocated_gb', 'peak GiB', '.1f'),
+    ('rollout/num_preempted', 'parked', '.0f'),
     ('perf/total_num_tokens', 'tokens', '.0f'),
     ('training/mismatch_token_frac', 'mismatch', '.2g'),
     ('training/rollout_logprob_diff_max', 'max diff', '.2g'),

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 FP8 = 'fp8_token'
 # The positive control's formats, and one more should INT4 not fail.
 BITS = ('e4m3', 'e5m2', 'int6', 'int4', 'int3')
+# What may weigh INT4's mismatch, see `algorithm.rollout_is`.
+CORRECTIONS = ('token', 'icepop', 'mis', 'acr')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,17 +78,31 @@ _CONTROL = tuple(
 )
 
 
+def _corrected(rollout_is: str) -> Arm:
+  """The mixed arm of INT4 with its mismatch weighed."""
+  arm = _mixed('', 'bf16', 'fake_int4')
+  settings = {k: v for k, v in arm.settings.items() if k != 'flow'}
+  settings['algorithm.rollout_is'] = rollout_is
+  return dataclasses.replace(
+      arm, name=f'mixed_int4_{rollout_is}', settings=settings
+  )
+
+
+_CORRECTIONS = tuple(map(_corrected, CORRECTIONS))
+
+
 def _long(arm: Arm) -> Arm:
   return dataclasses.replace(arm, name=f'{arm.name}_long', is_long=True)
 
 
-_SHORT = (*_TWO_BY_TWO, *_EXACTNESS, *_CONTROL)
+_SHORT = (*_TWO_BY_TWO, *_EXACTNESS, *_CONTROL, *_CORRECTIONS)
 ARMS = {arm.name: arm for arm in (*_SHORT, *map(_long, _SHORT))}
 GROUPS = {
     '2x2': tuple(arm.name for arm in _TWO_BY_TWO),
     'exactness': tuple(arm.name for arm in _EXACTNESS),
     # INT3 only if asked for by name.
     'control': tuple(a.name for a in _CONTROL if not a.name.endswith('int3')),
+    'corrections': tuple(arm.name for arm in _CORRECTIONS),
 }
 GROUPS |= {
     f'{group}_long': tuple(f'{name}_long' for name in names)
@@ -101,6 +117,11 @@ PAIRS = (
     ('jetrl', 'jetrl_inexact'),
     ('bf16', 'bf16_inexact'),
     *((f'mixed_{bits}', f'unified_{bits}') for bits in BITS),
+    *(
+        (f'mixed_int4_{kind}', other)
+        for other in ('mixed_int4', 'unified_int4')
+        for kind in CORRECTIONS
+    ),
 )
 PAIRS += tuple((f'{a}_long', f'{b}_long') for a, b in PAIRS)
 

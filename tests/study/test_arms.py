@@ -4,7 +4,7 @@ import pytest
 
 from configs import study as study_config
 from jetrl_jax import config_flow
-from study.arms import ARMS, BITS, GROUPS, PAIRS, named
+from study.arms import ARMS, BITS, CORRECTIONS, GROUPS, PAIRS, named
 from study.run import Plan
 
 # What an arm may set.
@@ -14,6 +14,7 @@ _MADE_OF = {
     'precision.rollout_recipe',
     'precision.exact',
     'algorithm.old_logprobs',
+    'algorithm.rollout_is',
 }
 
 
@@ -40,8 +41,10 @@ def test_an_arm_runs_the_recipes_it_says_and_differs_in_nothing_else(arm):
   rollout = config.precision.rollout_recipe or config.precision.recipe
   assert (config.precision.recipe, rollout) == (arm.train, arm.rollout)
   assert config.precision.exact == ('inexact' not in arm.name)
-  # Nothing weighs the mismatch, and pi_old is training's own where it exists.
-  assert config.algorithm.rollout_is == 'none'
+  # Nothing weighs the mismatch but in the arms that say so, and pi_old is
+  # training's own where it exists.
+  kinds = [kind for kind in CORRECTIONS if f'_{kind}' in arm.name]
+  assert [config.algorithm.rollout_is] == (kinds or ['none'])
   recompute = arm.is_mixed or 'inexact' in arm.name
   assert (config.algorithm.old_logprobs == 'recompute') == recompute
   base, made = _flat(study_config.get_config()), _flat(config)
