@@ -73,6 +73,16 @@ class Axes:
     """Maximum over all devices."""
     return lax.pmax(x, (DATA, FSDP)) if self.size > 1 else x
 
+  def index(self) -> int | Array:
+    """This device's number among those over which rows are split."""
+    return lax.axis_index((DATA, FSDP)) if self.size > 1 else 0
+
+  def gather_rows(self, x: PyTree) -> PyTree:
+    """Returns the rows of all devices."""
+    if self.size == 1:
+      return x
+    return lax.all_gather(x, (DATA, FSDP), axis=0, tiled=True)
+
   def first_row(self, local_rows: int) -> int | Array:
     """Index of this device's first row in a leaf that is split."""
     return lax.axis_index(FSDP) * local_rows if self.fsdp > 1 else 0

@@ -170,18 +170,41 @@ def prefill(policy, params, tokens_PT, lengths_P):
   return policy.prefill(params, tokens_PT, lengths_P)
 
 
-def fill_pages(caches, prefix_caches, rows_N, pages_NJ):
+# Beyond all slots and pages, for what lies on another device.
+_ELSEWHERE = 1 << 30
+
+
+def _here(axes, numbers, count):
+  """Returns numbers of slots or pages as this device counts its own.
+
+  Those of others become numbers beyond `count`, each its own as before, so that
+  a scatter drops them.
+  """
+  if axes.size == 1:
+    return numbers
+  numbers = numbers - axes.index() * count
+  return jnp.where(numbers < 0, numbers + _ELSEWHERE, numbers)
+
+
+def fill_pages(axes, caches, prefix_caches, rows_N, pages_NJ):
   """Copies prefixes into pages.
 
+  On several devices each copies what lies on it; a sequence's prefix may come
+  from any.
+
   Args:
+    axes: devices over which all rows, slots and pages are split.
     caches: per layer pages of (keys, values), see `Policy.page_shapes`.
     prefix_caches: per layer (keys, values) of Q rows, their length at most
       that of J pages.
-    rows_N: int32, a row of the prefix per sequence.
-    pages_NJ: int32, the pages it goes to; beyond the last page for none.
+    rows_N: int32, a row of the prefix per sequence, of all devices.
+    pages_NJ: int32, the pages it goes to, of all devices; beyond the last page
+      for none.
   """
+  pages_NJ = _here(axes, pages_NJ, caches[0][0].shape[0])
 
   def copy(pool, new):
+    new = axes.gather_rows(new)
     # Along the third axis: tokens, or pairs of tokens.
     size, pages = pool.shape[2], pages_NJ.shape[1]
     rows, kv_heads, length, *rest = new.shape
@@ -204,6 +227,7 @@ def fill_pages(caches, prefix_caches, rows_N, pages_NJ):
 
 
 def insert(
+    axes,
     state,
     prefix,
     slots_N,
@@ -213,7 +237,11 @@ def insert(
     limits_N,
     temperature,
 ):
-  """Starts sequences; see `Engine.bulk_insert`."""
+  """Starts sequences; see `Engine.bulk_insert` and `fill_pages`."""
+  slots_N = _here(axes, slots_N, state.active.shape[0])
+  tokens, last_token, length = axes.gather_rows(
+      (prefix.tokens, prefix.last_token, prefix.length)
+  )
 
   def put(old, new):
     return old.at[slots_N].set(new, mode='drop')
@@ -221,10 +249,10 @@ def insert(
   none = jnp.zeros(slots_N.shape, jnp.int32)
   return dataclasses.replace(
       state,
-      caches=fill_pages(state.caches, prefix.caches, rows_N, pages_NJ),
-      prompt=put(state.prompt, prefix.tokens[rows_N]),
-      token=put(state.token, prefix.last_token[rows_N]),
-      position=put(state.position, prefix.length[rows_N] - 1),
+      caches=fill_pages(axes, state.caches, prefix.caches, rows_N, pages_NJ),
+      prompt=put(state.prompt, tokens[rows_N]),
+      token=put(state.token, last_token[rows_N]),
+      position=put(state.position, length[rows_N] - 1),
       address=put(state.address, address_N2),
       emitted=put(state.emitted, none),
       given=put(state.given, none),

@@ -68,7 +68,10 @@ class Engine(engine_api.Engine):
     self._rows = NamedSharding(mesh, rows)
     self._compiled: dict[tuple, Callable] = {}
 
-    def compiled(function):
+    def compiled(function, *specs):
+      if specs:  # Its own part on each device, not as XLA would split it.
+        function = functools.partial(function, policy.axes)
+        function = sharding.per_device(function, mesh, specs, rows)
       return policy.jit(function, donate_argnums=(0,), out_shardings=self._rows)
 
     # Without a reference to the engine, which holds parameters. Zeros need no
@@ -77,11 +80,11 @@ class Engine(engine_api.Engine):
         decode_step.idle, policy, config, self.pages.config
     )
     self._idle = jax.jit(idle, out_shardings=self._rows)
-    self._insert = compiled(decode_step.insert)
+    self._insert = compiled(decode_step.insert, rows, rows, *[P()] * 6)
     self._free = compiled(decode_step.free)
     self._pause = compiled(decode_step.pause)
     self._resume = compiled(decode_step.resume)
-    self._fill_pages = compiled(decode_step.fill_pages)
+    self._fill_pages = compiled(decode_step.fill_pages, rows, rows, P(), P())
 
   # --- JetStream's Engine API -------------------------------------------
 
