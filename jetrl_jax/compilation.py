@@ -53,6 +53,15 @@ _EXACT: dict[str, dict] = {
     },
 }
 
+# For a backward pass on several devices. XLA would hide the wait for sums over
+# devices behind other work: it goes down the whole chain of layers first and
+# keeps all that the weights' gradients are made of. Compiled for two H200, a
+# layer of a 7B and 9216 tokens then takes 1.8 GB, and 0.3 in order.
+_IN_ORDER: dict[str, dict] = {
+    'cpu': {},
+    'gpu': {'xla_gpu_enable_latency_hiding_scheduler': False},
+}
+
 
 def on_gpu() -> bool:
   """True when kernels compile for a GPU."""
@@ -113,16 +122,21 @@ def instruction(name: str):
   return call
 
 
-def compiler_options(backend: str | None = None, *, exact: bool = True) -> dict:
+def compiler_options(
+    backend: str | None = None, *, exact: bool = True, in_order: bool = False
+) -> dict:
   """Returns the options for a backend, by default the one in use.
 
   Args:
     backend: 'cpu', 'gpu' or 'cuda'.
     exact: False leaves to XLA (and to XLA_FLAGS) what only decides about bits.
+    in_order: nothing is moved to hide a wait for other devices, which takes
+      the least memory.
   """
   backend = backend or jax.default_backend()
   kind = 'gpu' if backend == 'cuda' else backend
-  return _ALWAYS[kind] | (_EXACT[kind] if exact else {})
+  found = _ALWAYS[kind] | (_EXACT[kind] if exact else {})
+  return found | (_IN_ORDER[kind] if in_order else {})
 
 
 def exact_jit(
@@ -132,6 +146,7 @@ def exact_jit(
     static_argnums=(),
     out_shardings=None,
     keep_unused=False,
+    in_order=False,
 ):
   """`jax.jit` with the pinned options.
 
@@ -144,6 +159,7 @@ def exact_jit(
       name compiles the program a second time.
     keep_unused: arguments whose values nobody reads are passed all the same,
       so that their buffers can be reused.
+    in_order: see `compiler_options`.
   """
   return jax.jit(
       function,
@@ -151,12 +167,17 @@ def exact_jit(
       static_argnums=static_argnums,
       keep_unused=keep_unused,
       **({} if out_shardings is None else {'out_shardings': out_shardings}),
-      compiler_options=compiler_options(),
+      compiler_options=compiler_options(in_order=in_order),
   )
 
 
 def inexact_jit(
-    function, *, donate_argnums=(), static_argnums=(), out_shardings=None
+    function,
+    *,
+    donate_argnums=(),
+    static_argnums=(),
+    out_shardings=None,
+    in_order=False,
 ):
   """`exact_jit` with XLA's own choices where these only decide about bits.
 
@@ -168,7 +189,7 @@ def inexact_jit(
       donate_argnums=donate_argnums,
       static_argnums=static_argnums,
       **({} if out_shardings is None else {'out_shardings': out_shardings}),
-      compiler_options=compiler_options(exact=False),
+      compiler_options=compiler_options(exact=False, in_order=in_order),
   )
 
 

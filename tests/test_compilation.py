@@ -81,6 +81,16 @@ def test_the_options_of_a_gpu_pin_its_kernels():
   assert options['xla_allow_excess_precision'] is False
 
 
+def test_in_order_changes_what_a_gpu_may_move_and_nothing_else():
+  for exact in (True, False):
+    plain, in_order = (
+        compilation.compiler_options('gpu', exact=exact, in_order=in_order)
+        for in_order in (False, True)
+    )
+    name = 'xla_gpu_enable_latency_hiding_scheduler'
+    assert in_order == plain | {name: False} != plain
+
+
 def test_the_options_are_those_of_the_backend_in_use():
   here = compilation.compiler_options()
   assert here == compilation.compiler_options('cpu')

@@ -119,6 +119,7 @@ class TrainStep:
         (specs, grad_specs, rows, P()),
         (grad_specs, rows, rows),
         donate_argnums=(1,),
+        in_order=policy.axes.size > 1,
     )
     self.score = compiled(
         policy.score,
