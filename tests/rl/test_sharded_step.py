@@ -84,6 +84,20 @@ def test_a_rollout_on_eight_devices_has_the_bits_of_one(mesh):
       )
 
 
+def test_what_is_computed_again_on_eight_devices_has_the_bits_of_one():
+  run = _run((2, 4))
+  # The 24 sequences lie on two devices, which have room for two each.
+  config = tiny_run.engine_config(kv_cache_tokens=8 * 64)
+  engine = Engine(run.policy, config, run.mesh)
+  found = run.rollout(engine=engine)
+  assert engine.pages.times_parked > 0
+  for a, b in zip(found, tiny_run.completions(), strict=True):
+    assert a.tokens.tolist() == b.tokens.tolist()
+    np.testing.assert_array_equal(
+        tiny_run.bits(a.logprobs), tiny_run.bits(b.logprobs)
+    )
+
+
 @pytest.mark.slow
 @on_meshes
 def test_the_tail_of_a_rollout_has_the_bits_of_one_device(mesh, monkeypatch):
