@@ -7,9 +7,11 @@ Prints the kernels of the compiled program, each with the time that its bytes
 alone would take, and XLA's memory analysis: enough to see stray transposes,
 what was fused and how many kernels are launched, before time on a device is
 spent. Nothing runs, so it says nothing about speed or bits. --dump=FOLDER
-keeps the PTX, which ptxas and nvdisasm turn into machine code.
+keeps the PTX, which ptxas and nvdisasm turn into machine code. An update may be
+one of several devices: --data=2.
 """
 
+import dataclasses
 import functools
 import os
 import re
@@ -30,7 +32,7 @@ from jetrl_jax import compilation, fp8, rng, sharding
 from jetrl_jax.fp8 import slots
 from jetrl_jax.metrics import Mean
 from jetrl_jax.models import hf_layout
-from jetrl_jax.rl import decode_step, train_step
+from jetrl_jax.rl import decode_step
 from jetrl_jax.rl.apply import Apply, Gradients
 from jetrl_jax.rl.engine import EngineConfig
 from jetrl_jax.rl.engine_sizes import IN_A_ROW
@@ -38,6 +40,8 @@ from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.pages import PagesConfig
 from jetrl_jax.rl.policy import PolicyParams
+from jetrl_jax.rl.state import Calibration
+from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import TrainBatch, TrainState
 
 _PROGRAM = flags.DEFINE_enum(
@@ -52,6 +56,17 @@ _LAYERS = flags.DEFINE_integer('layers', 2, 'Of the model.')
 _ROWS = flags.DEFINE_integer('rows', 128, 'Slots, or rows of the micro-batch.')
 _TOKENS = flags.DEFINE_integer('tokens', 2048, 'Of a response, or of a row.')
 _REMAT = flags.DEFINE_string('remat', 'full', 'See model.remat.')
+_MASTERS = flags.DEFINE_enum(
+    'masters', 'bfloat16', ['bfloat16', 'float32'], 'Their dtype.'
+)
+_DATA = flags.DEFINE_integer('data', 1, 'See mesh.data; of an update.')
+_FSDP = flags.DEFINE_integer('fsdp', 1, 'See mesh.fsdp; of an update.')
+_CALIBRATES = flags.DEFINE_bool(
+    'calibrates', False, "A cold start's backward pass as the update."
+)
+_XLA_ORDER = flags.DEFINE_bool(
+    'xla_order', False, 'Of several devices: as XLA hides waits by itself.'
+)
 _DUMP = flags.DEFINE_string('dump', '', 'Folder for PTX and HLO.')
 _BYTES_PER_US = 4.3e6  # attainable on an H200
 _PAGE = 128
@@ -82,7 +97,7 @@ _OP = re.compile(r'\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)')
 
 
 def _decode(policy, params):
-  """Returns (function, arguments' shapes, donated) of a block of steps."""
+  """Returns the traced block of decode steps."""
   batch, new = _ROWS.value, _TOKENS.value
   config = EngineConfig(
       num_slots=batch,
@@ -102,27 +117,41 @@ def _decode(policy, params):
   key = jax.eval_shape(lambda: rng.key(0, rng.ROLLOUT, 0))
   steps = jax.ShapeDtypeStruct((), jnp.int32)
   run = functools.partial(decode_step.generate, policy, config, IN_A_ROW)
-  return run, (params, state, key, steps), (1,)
+  place = NamedSharding(_mesh(), P())
+  shapes = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+      (params, state, key, steps),
+  )
+  made = compilation.exact_jit(run, donate_argnums=(1,), out_shardings=place)
+  return made.trace(*shapes)
 
 
 def _update(policy, params, masters):
-  """Returns (function, arguments' shapes, donated) of one micro-batch."""
-  batch = TrainBatch.of_shapes(_ROWS.value, _TOKENS.value)
+  """Returns the traced pass over one micro-batch."""
+  mesh = _mesh(_DATA.value, _FSDP.value)
+  policy = dataclasses.replace(policy, axes=sharding.axes_of(mesh))
+
+  def at(leaf, where):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
   state = _state(params, masters, optax.identity())
-  temperature = jax.ShapeDtypeStruct((), jnp.float32)
-  loss = functools.partial(policy_loss, LossConfig())
-
-  def metrics(state, batch, temperature):
-    of = train_step.objective(policy, loss, state, batch, temperature)
-    return of(state.trainable, state.fp8_state)[1][0]
-
-  gradients = Gradients(
-      trainable=masters,
-      fp8=params.fp8_state,
-      metrics=jax.eval_shape(metrics, state, batch, temperature),
+  state = jax.tree.map(at, state, sharding.tree_shardings(state, mesh))
+  rows = NamedSharding(mesh, sharding.ROWS)
+  batch = TrainBatch.of_shapes(_ROWS.value, _TOKENS.value)
+  batch = jax.tree.map(lambda leaf: at(leaf, rows), batch)
+  if _CALIBRATES.value:
+    step = Calibration(policy, mesh, state).step
+  else:
+    loss = functools.partial(policy_loss, LossConfig())
+    step = TrainStep(
+        policy, loss, optax.identity(), OptimizerConfig(), mesh, state
+    )
+  temperature = at(jnp.zeros(()), NamedSharding(mesh, P()))
+  gradients = step.gradient_shapes(state)
+  gradients = jax.tree.map(
+      at, gradients, sharding.tree_shardings(gradients, mesh)
   )
-  run = functools.partial(train_step._accumulate, policy, loss)
-  return run, (state, gradients, batch, temperature), (1,)
+  return step.accumulate.trace(state, gradients, batch, temperature)
 
 
 def _state(params, masters, optimizer) -> TrainState:
@@ -141,10 +170,7 @@ def _apply(policy, params, masters) -> None:
   """Prints what the programs of an optimiser step launch, move and keep."""
   config = OptimizerConfig(master_rounding=_ROUNDING.value)
   optimizer = config.build()
-  mesh = Mesh(
-      np.array(_devices()).reshape(1, 1, 1),
-      (sharding.DATA, sharding.FSDP, sharding.TENSOR),
-  )
+  mesh = _mesh()
   scalar = jax.ShapeDtypeStruct((), jnp.float32)
   gradients = Gradients(
       trainable=masters,
@@ -213,30 +239,24 @@ def kernels(hlo: str, of: str = 'custom-call') -> list[dict]:
   return rows
 
 
-def _devices():
-  """Returns the one H200 that is not there."""
-  return topologies.get_topology_desc(
+def _mesh(data: int = 1, fsdp: int = 1) -> Mesh:
+  """Returns H200s that are not there."""
+  devices = topologies.get_topology_desc(
       platform='cuda',
       topology_name='H200',
-      topology='1x1x1',
+      topology=f'1x1x{data * fsdp}',
       target_config=_TARGET,
   ).devices
+  return Mesh(
+      np.array(devices).reshape(data, fsdp, 1),
+      (sharding.DATA, sharding.FSDP, sharding.TENSOR),
+  )
 
 
-def compiled(run, shapes, donated):
-  """Returns the executable for an H200; prints how long it took."""
-  place = NamedSharding(Mesh(np.array(_devices()), ('x',)), P())
-  shapes = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes
-  )
-  made = jax.jit(
-      run,
-      donate_argnums=donated,
-      out_shardings=place,
-      compiler_options=compilation.compiler_options('gpu'),
-  )
+def compiled(trace):
+  """Returns the executable of what is traced; prints how long it took."""
   start = time.monotonic()
-  traced = made.trace(*shapes)
+  traced = trace()
   middle = time.monotonic()
   lowered = traced.lower()
   end = time.monotonic()
@@ -261,7 +281,7 @@ def main(argv: list[str]) -> None:
   settings = common.overrides(_VARIANT.value) | {'model.remat': _REMAT.value}
   policy, _, _ = common.random_policy(_SHAPE.value, settings, _LAYERS.value)
   masters = hf_layout.build_tree(
-      policy.model, lambda row: jax.ShapeDtypeStruct(row.shape, jnp.bfloat16)
+      policy.model, lambda row: jax.ShapeDtypeStruct(row.shape, _MASTERS.value)
   )
   state = jax.eval_shape(lambda p: slots.init_state(p, policy.recipe), masters)
   weights = jax.eval_shape(
@@ -270,7 +290,9 @@ def main(argv: list[str]) -> None:
   params = PolicyParams(weights, state)
   sharding.make_mesh()  # The devices at hand are asked before the pretence.
   h200 = gpu_info._get_gpu_info_impl(gpu_info.GpuVersion.H200)
+  order = {'gpu': {}} if _XLA_ORDER.value else {}
   with (
+      mock.patch.dict(compilation._IN_ORDER, order),
       mock.patch.object(jax, 'default_backend', lambda: 'gpu'),
       mock.patch.object(gpu_info, 'get_gpu_info', lambda: h200),
   ):
@@ -278,9 +300,9 @@ def main(argv: list[str]) -> None:
       _apply(policy, params, masters)
       return
     if _PROGRAM.value == 'decode':
-      program = compiled(*_decode(policy, params))
+      program = compiled(lambda: _decode(policy, params))
     else:
-      program = compiled(*_update(policy, params, masters))
+      program = compiled(lambda: _update(policy, params, masters))
   rows = kernels(program.as_text())
   columns = (('us', 'us of bytes', '.1f'), ('kernel', 'kernel', ''))
   columns += (('shape', 'writes', ''), ('from', 'from', ''))

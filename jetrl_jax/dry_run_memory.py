@@ -81,7 +81,6 @@ def shapes(parts: Parts) -> Shapes:
   state, optimizer = abstract_state(parts), parts.optimizer.build()
   loss = functools.partial(policy_loss, parts.loss)
   step = TrainStep(policy, loss, optimizer, parts.optimizer, mesh, state)
-  gradients = jax.eval_shape(step._make_zeros, state.trainable, state.fp8_state)
   engine = Engine(rollout_policy, parts.engine, mesh)
   rows, length = parts.batch_shape
   by_rows = jax.sharding.NamedSharding(mesh, sharding.ROWS)
@@ -96,7 +95,7 @@ def shapes(parts: Parts) -> Shapes:
   )
   return Shapes(
       state=state,
-      gradients=_placed(gradients, mesh),
+      gradients=_placed(step.gradient_shapes(state), mesh),
       batch=batch,
       slots=_rows(slots, by_rows),
       prefix=_rows(prefix, by_rows),

@@ -260,7 +260,7 @@ class Calibration:
   def __init__(self, policy: Policy, mesh: Mesh, state: TrainState):
     self._recipe, self._mesh = policy.recipe, mesh
     recipe = dataclasses.replace(policy.recipe, calibrating=True)
-    self._step = TrainStep(
+    self.step = TrainStep(
         dataclasses.replace(policy, recipe=recipe),
         supervised_loss,
         optax.identity(),
@@ -281,9 +281,9 @@ class Calibration:
         gradients their size.
       temperature: of pi.
     """
-    gradients = self._step.zero_gradients(state)
+    gradients = self.step.zero_gradients(state)
     for batch in batches:
-      gradients, _, _ = self._step.accumulate(
+      gradients, _, _ = self.step.accumulate(
           state, gradients, batch, jnp.float32(temperature)
       )
     fp8_state = self._take_effect(state.fp8_state, gradients.fp8)

@@ -135,12 +135,17 @@ class TrainStep:
     self._zeros = policy.jit(
         self._make_zeros, out_shardings=sharding.named(grad_specs, mesh)
     )
-    zeros = jax.eval_shape(self._make_zeros, state.trainable, state.fp8_state)
-    self.apply = Apply(policy, optimizer, config, mesh, state, zeros)
+    self.apply = Apply(
+        policy, optimizer, config, mesh, state, self.gradient_shapes(state)
+    )
 
   def zero_gradients(self, state: TrainState) -> Gradients:
     """Returns an empty accumulator, sharded like the masters."""
     return self._zeros(state.trainable, state.fp8_state)
+
+  def gradient_shapes(self, state: TrainState) -> Gradients:
+    """Returns the shapes of an accumulator."""
+    return jax.eval_shape(self._make_zeros, state.trainable, state.fp8_state)
 
   def _make_zeros(self, trainable, fp8_state):
     scalar = functools.partial(jnp.zeros, (), jnp.float32)
