@@ -151,7 +151,8 @@ def whitened_advantages(
     REINFORCE++ with baseline: Hu 2025, arXiv:2501.03262, section 3.2. The
     tokens and the 1e-8 are verl's (`masked_whiten`).
 
-  Differs from verl: a batch with fewer than two tokens gives 0, not an error.
+  Differs from verl: a batch with fewer than two tokens gives 0, not an error;
+  tokens that a rejection drops count here, which verl leaves out.
   """
   centred_PG = _centred(_checked(rewards_PG))
   lengths_PG = np.asarray(lengths_PG, np.float64)

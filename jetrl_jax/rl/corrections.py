@@ -10,7 +10,8 @@ the rollout no correction can act.
 
 Every correction has the same signature once its settings are bound
 (`Correction`). A token that is rejected keeps its place in the denominators of
-`loss_agg_mode`, as in TRL; verl's `rollout_rs` takes it out of the mask.
+`loss_agg_mode`, as in TRL and verl's default trainer; verl drops it from the KL
+and entropy terms as well.
 """
 
 import functools
@@ -199,7 +200,8 @@ def mis(
     Weights in [0, C], one number per sequence.
 
   References:
-    As `sequence_tis`. verl: Seq-MIS; TRL: sequence_mask, its default.
+    As `sequence_tis`. verl: rollout_is=sequence with bounds (its preset Seq-MIS
+    has a lower one, too); TRL: sequence_mask, its default.
   """
   rho_T = _sequence_ratio(log_rho_T, mask_T, segment_ids_T)
   return jnp.where(rho_T <= threshold, rho_T, 0.0)

@@ -76,11 +76,11 @@ def fill(
 
   Returns:
     Without the filter, all groups. With it the first `groups` mixed ones; a
-    surplus of the last batch is dropped, as in verl.
+    surplus of the last batch is dropped, as in verl's DAPO recipe.
 
   Raises:
     NotEnoughGroupsError: max_num_gen_batches did not fill the batch, or the
-      prompts ran out. (verl raises too; going on with fewer groups would change
+      prompts ran out. (That recipe raises too; going on with fewer groups would change
       the size of the mini-batches without a word.)
   """
   if not config.filter_groups.enable:
