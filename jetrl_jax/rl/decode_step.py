@@ -18,6 +18,9 @@ from jetrl_jax.rl import logprobs, sampling
 from jetrl_jax.rl.pages import PagesConfig
 from jetrl_jax.typing import Array
 
+# Beyond all slots and pages, for what lies on another device.
+_ELSEWHERE = 1 << 30
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -168,10 +171,6 @@ def idle(policy, config: EngineConfig, pages: PagesConfig) -> DecodeState:
 def prefill(policy, params, tokens_PT, lengths_P):
   """Returns the keys and values of prompts, see `Policy.prefill`."""
   return policy.prefill(params, tokens_PT, lengths_P)
-
-
-# Beyond all slots and pages, for what lies on another device.
-_ELSEWHERE = 1 << 30
 
 
 def _here(axes, numbers, count):

@@ -80,8 +80,8 @@ def fill(
 
   Raises:
     NotEnoughGroupsError: max_num_gen_batches did not fill the batch, or the
-      prompts ran out. (That recipe raises too; going on with fewer groups would change
-      the size of the mini-batches without a word.)
+      prompts ran out. (That recipe raises too; going on with fewer groups
+      would change the size of the mini-batches without a word.)
   """
   if not config.filter_groups.enable:
     only = generate()
