@@ -32,7 +32,7 @@ from jetrl_jax import compilation, fp8, rng, sharding
 from jetrl_jax.fp8 import slots
 from jetrl_jax.metrics import Mean
 from jetrl_jax.models import hf_layout
-from jetrl_jax.rl import decode_step
+from jetrl_jax.rl import decode_slots, decode_step
 from jetrl_jax.rl.apply import Apply, Gradients
 from jetrl_jax.rl.engine import EngineConfig
 from jetrl_jax.rl.engine_sizes import IN_A_ROW
@@ -113,7 +113,7 @@ def _decode(policy, params):
       page_size=_PAGE,
       pages_per_slot=per_slot,
   )
-  state = jax.eval_shape(lambda: decode_step.idle(policy, config, pages))
+  state = jax.eval_shape(lambda: decode_slots.idle(policy, config, pages))
   key = jax.eval_shape(lambda: rng.key(0, rng.ROLLOUT, 0))
   steps = jax.ShapeDtypeStruct((), jnp.int32)
   run = functools.partial(decode_step.generate, policy, config, IN_A_ROW)

@@ -37,7 +37,7 @@ from jetrl_jax.mismatch_taps import (
     tapped_update,
 )
 from jetrl_jax.rl import experience, forced_decode, mixed_flow
-from jetrl_jax.rl.decode_step import EngineConfig
+from jetrl_jax.rl.decode_slots import EngineConfig
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.rl.types import Completion, TrainBatch, TrainState

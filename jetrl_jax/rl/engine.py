@@ -1,8 +1,9 @@
 """The rollout engine: slots, pages and sampling over the policy's functions.
 
-All device work is in a handful of compiled functions (`decode_step.py`); the
-state is donated from call to call. Keys and values lie in pages
-(`pages.py`), so that memory follows the lengths that sequences really have.
+All device work is in a handful of compiled functions (`decode_step.py`,
+`decode_slots.py`); the state is donated from call to call. Keys and values lie
+in pages (`pages.py`), so that memory follows the lengths that sequences really
+have.
 """
 
 import dataclasses
@@ -16,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import rng, sharding
-from jetrl_jax.rl import decode_step, engine_api
-from jetrl_jax.rl.decode_step import DecodeState, EngineConfig, Prefix
+from jetrl_jax.rl import decode_slots, decode_step, engine_api
+from jetrl_jax.rl.decode_slots import DecodeState, EngineConfig, Prefix
 from jetrl_jax.rl.engine_sizes import (
     buckets,
     few_slots,
@@ -77,14 +78,14 @@ class Engine(engine_api.Engine):
     # Without a reference to the engine, which holds parameters. Zeros need no
     # pinned options, with which the dry run could not ask for its shapes.
     idle = functools.partial(
-        decode_step.idle, policy, config, self.pages.config
+        decode_slots.idle, policy, config, self.pages.config
     )
     self._idle = jax.jit(idle, out_shardings=self._rows)
-    self._insert = compiled(decode_step.insert, rows, rows, *[P()] * 6)
-    self._free = compiled(decode_step.free)
-    self._pause = compiled(decode_step.pause)
-    self._resume = compiled(decode_step.resume)
-    self._fill_pages = compiled(decode_step.fill_pages, rows, rows, P(), P())
+    self._insert = compiled(decode_slots.insert, rows, rows, *[P()] * 6)
+    self._free = compiled(decode_slots.free)
+    self._pause = compiled(decode_slots.pause)
+    self._resume = compiled(decode_slots.resume)
+    self._fill_pages = compiled(decode_slots.fill_pages, rows, rows, P(), P())
 
   # --- JetStream's Engine API -------------------------------------------
 

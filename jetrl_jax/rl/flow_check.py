@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from absl import logging
 
 from jetrl_jax.fp8 import flow
-from jetrl_jax.rl import decode_step, mixed_flow, train_step
-from jetrl_jax.rl.decode_step import DecodeState, EngineConfig
+from jetrl_jax.rl import decode_slots, decode_step, mixed_flow, train_step
+from jetrl_jax.rl.decode_slots import DecodeState, EngineConfig
 from jetrl_jax.rl.pages import PagesConfig
 from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.rl.types import TrainBatch, TrainState
@@ -204,4 +204,4 @@ def _slots(policy: Policy) -> DecodeState:
       page_size=policy.tile,
       pages_per_slot=1,
   )
-  return jax.eval_shape(lambda: decode_step.idle(policy, config, pages))
+  return jax.eval_shape(lambda: decode_slots.idle(policy, config, pages))
