@@ -123,11 +123,13 @@ def overrides(variant: str) -> dict:
   """Returns the config of 'RECIPE', or 'RECIPE+OPTION', or with more options.
 
   Args:
-    variant: options are 'kv8' (FP8 keys and values), 'selective' (see
-      `model.remat`) and 'inexact' (see `precision.exact`).
+    variant: options are 'kv8' (FP8 keys and values), 'head8' (see
+      `precision.quantize_lm_head`), 'selective' (see `model.remat`) and
+      'inexact' (see `precision.exact`).
   """
   options = {
       'kv8': {'precision.kv_cache_dtype': 'float8_e4m3fn'},
+      'head8': {'precision.quantize_lm_head': True},
       'selective': {'model.remat': 'selective'},
       'inexact': {'precision.exact': False},
   }

@@ -22,7 +22,7 @@ _SHAPE = flags.DEFINE_enum(
     'shape', 'qwen2.5-7b', sorted(SHAPES), 'See model.shape.'
 )
 _ROWS = flags.DEFINE_list(
-    'rows', ['16', '128', '1024', '4096', '8192', '16384', '32768'], 'M.'
+    'rows', ['16', '128', '1024', '2048', '4096', '8192', '16384', '32768'], 'M.'
 )
 _COLUMNS = (
     ('projection', 'projection', ''),
@@ -54,7 +54,7 @@ def measure(name: str, size: tuple[int, int], recipe: Recipe) -> list[dict]:
   """Returns a row per M."""
   head = name == 'lm_head'
   slot = None
-  if recipe.name != 'bf16' and not head:
+  if recipe.name != 'bf16':
     slot = {key: _entry() for key in ('input', 'kernel', 'output_grad')}
 
   def run(x_MI, weight):
@@ -70,7 +70,7 @@ def measure(name: str, size: tuple[int, int], recipe: Recipe) -> list[dict]:
 
   run, measured, few = exact_jit(run), [], None
   # The rows of the largest M; smaller ones are its first rows.
-  most = 1024 if head else max(map(int, _ROWS.value))
+  most = 2048 if head else max(map(int, _ROWS.value))
   x_MI, weight = _operands(name, size, most)
   if slot is not None:
     scale = jnp.float32(2.0**-12)
@@ -106,8 +106,7 @@ def main(argv: list[str]) -> None:
   rows = []
   for name, size in common.projections(SHAPES[_SHAPE.value]).items():
     for recipe in ('fp8_delayed', 'bf16'):
-      if name != 'lm_head' or recipe == 'bf16':
-        rows += measure(name, size, Recipe(name=recipe))
+      rows += measure(name, size, Recipe(name=recipe))
   unequal = [
       f'{r["projection"]} {r["recipe"]} M={r["rows"]}'
       for r in rows

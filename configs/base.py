@@ -70,6 +70,9 @@ def get_config() -> ml_collections.ConfigDict:
   # Regular expressions of dots kept in compute_dtype on both sides, besides
   # lm_head, embedding, norms and attention: ('layers_0/.*', '.*/mlp/down').
   config.precision.high_precision_layers = ()
+  # lm_head is quantised like the dots of the blocks, on both sides and in its
+  # gradients. Not for tied embeddings.
+  config.precision.quantize_lm_head = False
   # Dots whose input or kernel keeps less than this many dB of signal over
   # quantisation noise at the cold start join those; 0 chooses none. In a mixed
   # flow a side that quantises is enough to choose, and both sides keep.

@@ -90,6 +90,12 @@ def build_policy(
       high_precision_layers=tuple(precision.pop('high_precision_layers')),
       **precision,
   )
+  if recipe.quantize_lm_head and model.tied_embeddings:
+    raise ValueError(
+        'precision.quantize_lm_head is True, but the model has tied'
+        ' embeddings: its head is the embedding, which stays in'
+        ' precision.compute_dtype. Set it to False'
+    )
   policy = Policy(
       model=model,
       recipe=recipe,
@@ -113,7 +119,7 @@ def rollout_policy(config: Config, policy: Policy) -> Policy:
   with naming('precision.rollout_recipe'):
     recipe = dataclasses.replace(policy.recipe, name=name)
   if {name, policy.recipe.name} == {'bf16'}:
-    for field in ('high_precision_layers', 'min_sqnr_db'):
+    for field in ('high_precision_layers', 'quantize_lm_head', 'min_sqnr_db'):
       if value := config.precision[field]:
         logging.warning(
             'precision.%s is %s, which is not read: with the recipe bf16 no dot'

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetrl_jax.dry_run_memory import Shapes, num_bytes
+from jetrl_jax.fp8.recipes import LM_HEAD
 from jetrl_jax.rl import flops, mixed_flow
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.parts import Parts
@@ -62,8 +63,9 @@ def cost(parts: Parts, found: Shapes, device: str) -> Cost:
 
       rollout = prefill FLOPs / peak
                 + steps max(bytes of weights and KV / bandwidth, FLOPs / peak)
-      update = FLOPs of the blocks / peaks of their precisions
-               + FLOPs of head and attention / peak of bfloat16
+      update = FLOPs of the recipe's dots / peaks of their precisions
+               + FLOPs of attention, and of a head that is none of them,
+                 / peak of bfloat16
 
   No run is faster; launches, collectives, rewards and the host come on top.
 
@@ -81,7 +83,9 @@ def cost(parts: Parts, found: Shapes, device: str) -> Cost:
   prompts = [round(prompt)] * run.train_batch_size
   prefill = flops.rollout_flops(model, prompts, [])
   decode = flops.rollout_flops(model, [], lengths)
-  blocks, head = flops.matmul_params(model)
+  dots, head = flops.matmul_params(model)
+  if parts.policy.recipe.quantizes(LM_HEAD):
+    dots, head = dots + head, 0
   tokens = sum(map(sum, lengths))
   attention = sequences * flops.attention_flops(
       model, 0, round(prompt) + response
@@ -90,7 +94,7 @@ def cost(parts: Parts, found: Shapes, device: str) -> Cost:
   again, attention_passes = _recomputed(parts.policy)
   epochs = parts.algorithm.ppo_epochs
   scored = _scored_share(parts)
-  of_blocks = tokens * (blocks * (6 * epochs + 2 * scored) + again * 2 * epochs)
+  of_dots = tokens * (dots * (6 * epochs + 2 * scored) + again * 2 * epochs)
   of_rest = tokens * head * (6 * epochs + 2 * scored) + attention * (
       (3 + attention_passes) * epochs + scored
   )
@@ -110,9 +114,9 @@ def cost(parts: Parts, found: Shapes, device: str) -> Cost:
     rollout_s = prefill / sampling + steps * max(
         read / bandwidth, decode / (steps * sampling)
     )
-    of_backward = 4 * epochs * tokens * blocks
+    of_backward = 4 * epochs * tokens * dots
     update_s = (
-        (of_blocks - of_backward) / forward
+        (of_dots - of_backward) / forward
         + of_backward / backward
         + of_rest / wide
     )
@@ -121,7 +125,7 @@ def cost(parts: Parts, found: Shapes, device: str) -> Cost:
       prompt_tokens=prompt,
       tokens=tokens,
       rollout_flops=prefill + decode,
-      update_flops=of_blocks + of_rest,
+      update_flops=of_dots + of_rest,
       rollout_s=rollout_s,
       update_s=update_s,
   )
@@ -157,10 +161,10 @@ def _scored_share(parts: Parts) -> float:
 def _peaks(
     parts: Parts, device: str
 ) -> tuple[float, float, float, float] | None:
-  """Returns a device's FLOP/s for the blocks and for the rest.
+  """Returns a device's FLOP/s for the recipe's dots and for the rest.
 
-  In order: the blocks' dots in the rollout, in training's forward and in its
-  backward, and head and attention. None if one of them is not known.
+  In order: those dots in the rollout, in training's forward and in its
+  backward, and the rest. None if one of them is not known.
   """
   recipe = parts.policy.recipe
   names = (

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from flax import traverse_util
 
 from jetrl_jax.fp8 import slots
-from jetrl_jax.models.decoder import variables
 from jetrl_jax.models.layers import TAPS
 from jetrl_jax.rl import decode_step, logprobs, train_step
 from jetrl_jax.rl.engine import Engine
@@ -66,21 +65,12 @@ class TappedPolicy(Policy):
     """See `Policy.score`."""
     if LOGITS not in self.wanted and LOGSUMEXP not in self.wanted:
       return super().score(params, batch, temperature, masters)
-    hidden_MD = self.hidden(params, batch, masters)
-    tree = variables(params.weights, params.fp8_state, masters)
-    found = logprobs.target_logprobs(
-        lambda rows: self._apply(tree, rows, method='head'),
-        hidden_MD,
-        jnp.roll(batch.tokens, -1, axis=1).reshape(-1),
-        temperature,
-        chunk_rows=self.logit_chunk_rows,
-        show=True,
+    logprobs_BT, entropy_BT, logits_MV, lse_M = self.target_logprobs(
+        params, batch, temperature, masters, show=True
     )
-    self.leave(LOGITS, found[2])
-    self.leave(LOGSUMEXP, found[3][:, None])
-    shape = batch.tokens.shape
-    rolled = [jnp.roll(x.reshape(shape), 1, axis=1) for x in found[:2]]
-    return rolled[0], rolled[1]
+    self.leave(LOGITS, logits_MV)
+    self.leave(LOGSUMEXP, lse_M[:, None])
+    return logprobs_BT, entropy_BT
 
   def decode(self, params, tokens_B, positions_B, table_BP, caches, inverse_B):
     """See `Policy.decode`."""

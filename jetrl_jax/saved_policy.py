@@ -28,7 +28,7 @@ from jetrl_jax import (
 from jetrl_jax import config as configs
 from jetrl_jax.data import ChatFormat, PlainFormat, PromptFormat, Tokenizer
 from jetrl_jax.fp8 import slots
-from jetrl_jax.fp8.recipes import RECIPES, UNCALIBRATED
+from jetrl_jax.fp8.recipes import LM_HEAD, RECIPES, UNCALIBRATED
 from jetrl_jax.models import hf_layout, hf_quantization
 from jetrl_jax.rl import guard_state, mixed_flow, run_precision
 from jetrl_jax.rl import state as states
@@ -310,8 +310,11 @@ def _recipe_of(
   flat = [scale for pair in scales.values() for scale in pair]
   return fp8.Recipe(
       high_precision_layers=tuple(
-          re.escape(dot) for dot in dots if dot not in scales
+          re.escape(dot)
+          for dot in dots
+          if dot not in scales and dot != LM_HEAD
       ),
+      quantize_lm_head=LM_HEAD in scales,
       # It decides where the product is rounded.
       power_of_two_scales=all(math.frexp(scale)[0] == 0.5 for scale in flat),
   )

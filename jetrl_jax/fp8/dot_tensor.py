@@ -2,7 +2,7 @@
 
     FProp  Y_MO  = X_MI W_OI^T       E4M3 x E4M3
     DGrad  dX_MI = dY_MO W_OI        grad_format x E4M3 (the same FP8 weights)
-    WGrad  dW_OI = dY_MO^T X_MI      grad_format x E4M3, written in float32
+    WGrad  dW_OI = dY_MO^T X_MI      grad_format x E4M3, in the master's dtype
 
 No amax is taken on the way: the only recipe whose quantiser can be fused with
 whatever produces its operand. On a GPU the backward reads X, dY and W turned
@@ -164,21 +164,27 @@ def dgrad(recipe: Recipe, dy8: OutputGrad, weight: QTensor, x_dtype) -> Array:
   )
 
 
-def wgrad(recipe: Recipe, dy8: OutputGrad, x8: QTensor) -> Array:
-  """Returns dW in float32; `x8` is what `keep_input` gave."""
+def wgrad(recipe: Recipe, dy8: OutputGrad, x8: QTensor, w_dtype) -> Array:
+  """Returns dW in the master's dtype; `x8` is what `keep_input` gave."""
   operands = dy8.straight.values, x8.values, TN
   if dy8.turned_OM is not None:
     operands = dy8.turned_OM, x8.values, NT
   return scaled_dot(
       *operands,
       (dy8.straight.scale * x8.scale,),
-      jnp.float32,
+      w_dtype,
       power_of_two=recipe.power_of_two_scales,
   )
 
 
 def backward(
-    recipe: Recipe, dy8: OutputGrad, x8: QTensor, weight: QTensor, x_dtype
+    recipe: Recipe,
+    dy8: OutputGrad,
+    x8: QTensor,
+    weight: QTensor,
+    x_dtype,
+    w_dtype,
 ) -> tuple[Array, Array]:
   """Returns (dX, dW), see `dgrad` and `wgrad`."""
-  return dgrad(recipe, dy8, weight, x_dtype), wgrad(recipe, dy8, x8)
+  dx_MI = dgrad(recipe, dy8, weight, x_dtype)
+  return dx_MI, wgrad(recipe, dy8, x8, w_dtype)

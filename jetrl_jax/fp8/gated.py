@@ -159,17 +159,18 @@ def _mlp_bwd(recipe, residuals, dz_MD):
   h8, seen_h = dot_tensor.as_input(h_turned, h_scale, row_mask_M)
   dy8, seen_dy = dot_tensor.as_grad(dy_turned, dy_scale, row_mask_M)
   with jax.named_scope('down'):
-    dw_down = dot_tensor.wgrad(recipe, dz8, h8).astype(down_like.dtype)
+    dw_down = dot_tensor.wgrad(recipe, dz8, h8, down_like.dtype)
   with jax.named_scope('gate_up'):
-    dx_MD, dw = dot_tensor.backward(recipe, dy8, kept_x, weight, x_like.dtype)
+    dx_MD, dw = dot_tensor.backward(
+        recipe, dy8, kept_x, weight, x_like.dtype, master_like.dtype
+    )
   slot_ct = linear.slot_cotangent(
       slot, {'input': seen_x, 'output_grad': seen_dy}
   )
   down_slot_ct = linear.slot_cotangent(
       down_slot, {'input': seen_h, 'output_grad': seen_dz}
   )
-  gate_up_ct = dw.astype(master_like.dtype), None, slot_ct
-  return dx_MD, None, gate_up_ct, (dw_down, None, down_slot_ct), None
+  return dx_MD, None, (dw, None, slot_ct), (dw_down, None, down_slot_ct), None
 
 
 _differentiable.defvjp(_mlp_fwd, _mlp_bwd)

@@ -2,7 +2,7 @@
 
     FProp  Y_MO  = X_MI W_OI^T
     DGrad  dX_MI = dY_MO W_OI
-    WGrad  dW_OI = dY_MO^T X_MI, written in float32
+    WGrad  dW_OI = dY_MO^T X_MI
 
 How each is computed is the recipe's: `dot_tensor.py` (fp8_delayed),
 `dot_token.py` (fp8_token, int8), `dot_block.py` (fp8_block), `dot_fake.py`
@@ -116,11 +116,11 @@ def _quantize_grad(recipe: Recipe, dy_MO, weight, slot, row_mask_M):
 
 
 def _backward(
-    recipe, dy_MO, dy8, kept_x, weight, x_dtype
+    recipe, dy_MO, dy8, kept_x, weight, x_dtype, w_dtype
 ) -> tuple[Array, Array]:
   match recipe.name:
     case 'fp8_delayed':
-      return dot_tensor.backward(recipe, dy8, kept_x, weight, x_dtype)
+      return dot_tensor.backward(recipe, dy8, kept_x, weight, x_dtype, w_dtype)
     case 'fp8_token':
       return dot_token.backward(recipe, dy_MO, dy8, kept_x, weight, x_dtype)
     case 'fp8_block':
@@ -163,12 +163,16 @@ def _fp8_dot_bwd(how, residuals, dy_MO):
   recipe = how.recipe
   kept_x, weight, slot, row_mask_M, seen_input, high_x, like = residuals
   x_like, master_like = like
+  # The logits' cotangent is float32, twice what its operands need.
+  dy_MO = dy_MO.astype(x_like.dtype)
   dy8, seen_grad = _quantize_grad(recipe, dy_MO, weight, slot, row_mask_M)
   if recipe.calibrating:
     kernel_OI = dequantize(weight, dy_MO.dtype)
     dx_MI, dw_OI = high_backward(dy_MO, high_x, kernel_OI, x_like.dtype)
   else:
-    dx_MI, dw_OI = _backward(recipe, dy_MO, dy8, kept_x, weight, x_like.dtype)
+    dx_MI, dw_OI = _backward(
+        recipe, dy_MO, dy8, kept_x, weight, x_like.dtype, master_like.dtype
+    )
   slot_ct = slot_cotangent(
       slot, {'input': seen_input, 'output_grad': seen_grad}
   )

@@ -13,9 +13,8 @@ gate_up, down) compute:
 
 A dynamic scale comes from the very values that it scales, so there is nothing
 to calibrate; none looks beyond its row, so rollout and training agree. The
-language-model head, the embedding, the norms and attention stay in high
-precision in every recipe: the head's dot is taken in chunks, and a slot may
-serve one use only.
+embedding, the norms and attention stay in high precision in every recipe, and
+the language-model head unless `quantize_lm_head` says otherwise.
 """
 
 import dataclasses
@@ -31,7 +30,7 @@ RECIPES = ('fp8_delayed', 'fp8_token', 'fp8_block', 'int8', *FAKE_RECIPES)
 RECIPES += ('bf16',)
 # Their scales come from the values, so any masters will do.
 UNCALIBRATED = tuple(name for name in RECIPES if name != 'fp8_delayed')
-ALWAYS_HIGH_PRECISION = ('lm_head', 'embed')
+LM_HEAD = 'lm_head'
 # Side of the blocks of `fp8_block`, and length of its groups.
 BLOCK = 128
 
@@ -55,6 +54,8 @@ class Recipe:
     high_precision_layers: regular expressions, matched in full against a dot's
       path ('layers_0/attn/qkv'), of dots that stay in `compute_dtype` in
       rollout and training alike.
+    quantize_lm_head: the language-model head is one of the recipe's dots; not
+      for tied embeddings, whose table is both.
     min_sqnr_db: dots whose input or kernel keeps less than this many dB of
       signal over quantisation noise at a cold start join those (see
       `adaptive.py`); 0 chooses none.
@@ -69,6 +70,7 @@ class Recipe:
   margin: int = 0
   power_of_two_scales: bool = True
   high_precision_layers: tuple[str, ...] = ()
+  quantize_lm_head: bool = False
   min_sqnr_db: float = 0.0
   calibrating: bool = False
 
@@ -156,6 +158,8 @@ class Recipe:
 
   def quantizes(self, path: str) -> bool:
     """True when the dot at `path` runs in 8 bits."""
-    if self.name == 'bf16' or path.split('/')[0] in ALWAYS_HIGH_PRECISION:
+    if self.name == 'bf16' or path.split('/')[0] == 'embed':
+      return False
+    if path == LM_HEAD and not self.quantize_lm_head:
       return False
     return not any(re.fullmatch(p, path) for p in self.high_precision_layers)

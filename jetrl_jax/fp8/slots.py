@@ -18,6 +18,7 @@ non-finite amax is ever recorded, so a layer that the loss does not reach keeps
 its history.
 """
 
+import functools
 import re
 from collections.abc import Mapping
 
@@ -91,39 +92,65 @@ def init_state(params: PyTree, recipe: Recipe) -> PyTree:
   return walk(params, ()) or {}
 
 
-_JOINED = {'amax_history': jnp.maximum, 'amax': jnp.maximum, 'health': jnp.add}
+def _join(functions, state: PyTree, *others: PyTree, unnamed=None) -> PyTree:
+  """Applies a function by name to the entries of all slots."""
 
+  def of_slot(slot, *others):
+    def of_entry(operand, name, leaf):
+      function = functions.get(name, unnamed)
+      if function is None:
+        return leaf
+      return function(leaf, *(other[operand][name] for other in others))
 
-def combine(left: PyTree, right: PyTree) -> PyTree:
-  """Joins the cotangents of two micro-batches: amax by max, health by sum."""
-
-  def join(a, b):
     return {
         operand: {
-            name: _JOINED[name](leaf, b[operand][name])
-            if name in _JOINED
-            else leaf
-            for name, leaf in a[operand].items()
+            name: of_entry(operand, name, leaf)
+            for name, leaf in slot[operand].items()
         }
         for operand in OPERANDS
     }
 
-  return map_slots(join, left, right)
+  return map_slots(of_slot, state, *others)
+
+
+def combine(left: PyTree, right: PyTree) -> PyTree:
+  """Joins the cotangents of two micro-batches: amax by max, health by sum."""
+  joined = {
+      'amax_history': jnp.maximum,
+      'amax': jnp.maximum,
+      'health': jnp.add,
+  }
+  return _join(joined, left, right)
 
 
 def reduce_over_devices(cotangents: PyTree, axes: Axes) -> PyTree:
   """Joins the cotangents of all devices (inside `shard_map`)."""
   over = {'amax_history': axes.pmax, 'amax': axes.pmax, 'health': axes.psum}
-  return map_slots(
-      lambda slot: {
-          operand: {
-              name: over[name](leaf) if name in over else leaf
-              for name, leaf in slot[operand].items()
-          }
-          for operand in OPERANDS
-      },
-      cotangents,
-  )
+  return _join(over, cotangents)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def spread(state: PyTree, uses: int) -> PyTree:
+  """Returns the slots `uses` times over, along a new first dim.
+
+  For a dot that is taken in pieces within one `jax.grad`: what its uses
+  observe is joined as that of micro-batches.
+  """
+  return jax.tree.map(lambda x: jnp.broadcast_to(x, (uses, *x.shape)), state)
+
+
+def _spread_fwd(state, uses):
+  return spread(state, uses), None
+
+
+def _spread_bwd(uses, _, cotangents):
+  del uses
+  largest, total = (functools.partial(f, axis=0) for f in (jnp.max, jnp.sum))
+  over = {'amax_history': largest, 'amax': largest, 'health': total}
+  return (_join(over, cotangents, unnamed=lambda unseen: unseen[0]),)
+
+
+spread.defvjp(_spread_fwd, _spread_bwd)
 
 
 def _record(entry: PyTree, amax: Array) -> PyTree:

@@ -235,18 +235,17 @@ class Decoder(Leaf):
       x_MD, cache = layer(x_MD, positions_M, row_mask_M, attend, cache)
       new_caches.append(cache)
     if self.is_initializing():
-      self.head(x_MD)
+      self.head(x_MD, row_mask_M)
     return self.final_norm(x_MD)[1], new_caches
 
-  def head(self, hidden_MD: Array) -> Array:
+  def head(self, hidden_MD: Array, row_mask_M: Array) -> Array:
     """Returns float32 logits [M, V] of normed hidden rows.
 
     float32, because BF16 logits step by 0.06 to 0.125 nat at |logit| 8 to 32.
     """
-    mask_M = jnp.ones((hidden_MD.shape[0],), jnp.float32)
     if self.config.tied_embeddings:
-      return self.embed.attend(hidden_MD, mask_M)
-    return self.lm_head(hidden_MD, mask_M, jnp.float32)
+      return self.embed.attend(hidden_MD, row_mask_M)
+    return self.lm_head(hidden_MD, row_mask_M, jnp.float32)
 
 
 def variables(weights: PyTree, fp8_state: PyTree, params: PyTree | None = None):

@@ -22,7 +22,7 @@ from jetrl_jax.models.hf_config import (
     read_config_json,
 )
 from jetrl_jax.models.hf_files import has_file, list_names, open_inside
-from jetrl_jax.models.hf_layout import flatten_tree, layout
+from jetrl_jax.models.hf_layout import OUTPUT, flatten_tree, layout
 from jetrl_jax.models.hf_quantization import (
     FP8_DTYPE,
     KEY,
@@ -191,12 +191,15 @@ def _config_json(
 
 def _high_precision(leaves: dict[str, Any], config: ModelConfig) -> list[str]:
   """Names the weights of linear modules that are not FP8."""
-  return [
+  names = [
       part.name
       for row in layout(config)
       if is_dot(row) and not isinstance(leaves[row.path], QTensor)
       for part in row.parts
   ]
+  # transformers counts the head among the linear modules even where it is the
+  # embedding.
+  return [*names, OUTPUT] if config.tied_embeddings else names
 
 
 def _entries(

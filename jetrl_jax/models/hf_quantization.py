@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jetrl_jax.models.hf_files import list_names
-from jetrl_jax.models.hf_layout import OUTPUT, Row
+from jetrl_jax.models.hf_layout import Row
 from jetrl_jax.models.safetensors_index import StoredTensor
 
 KEY = 'quantization_config'
@@ -43,7 +43,7 @@ _ABSENT = {'symmetric': True, 'dynamic': False, 'strategy': 'tensor'}
 
 def is_dot(row: Row) -> bool:
   """Whether a leaf is a kernel that a recipe may quantise."""
-  return row.path.endswith('/kernel') and row.parts[0].name != OUTPUT
+  return row.path.endswith('/kernel')
 
 
 def scale_names(part_name: str) -> tuple[str, str]:
@@ -71,9 +71,7 @@ def quantization_section(high_precision: Iterable[str]) -> dict[str, Any]:
               'output_activations': None,
           }
       },
-      # transformers counts the head among the linear modules even where it is
-      # the embedding.
-      'ignore': list(dict.fromkeys([*modules, 'lm_head'])),
+      'ignore': modules,
       'kv_cache_scheme': None,
   }
 

@@ -2,8 +2,8 @@
 
 Counted is what the model asks for, not what is executed: no recomputation, no
 padding, no loss of a masked token. The peak is that of the precision of the
-recipe's dots; in an 8-bit recipe the output projection and attention still run
-in bfloat16, so that 1 is out of reach.
+recipe's dots; in an 8-bit recipe attention, and most often the output
+projection, still run in bfloat16, so that 1 is out of reach.
 """
 
 from collections.abc import Sequence

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jetrl_jax.compilation import on_gpu
+from jetrl_jax.fp8 import slots
 from jetrl_jax.models import remat
 from jetrl_jax.models.norm import row_sum
 from jetrl_jax.rl import stats_kernel
-from jetrl_jax.typing import Array, Float, Int
+from jetrl_jax.typing import Array, Float, Int, PyTree
 
 
 def inverse_temperature(temperature) -> Array:
@@ -118,6 +119,8 @@ def target_logprobs(
     temperature: Float[Array, ''],
     *,
     chunk_rows: int,
+    row_mask_M: Float[Array, ' M'],
+    fp8_state: PyTree,
     show: bool = False,
 ) -> tuple[Array, ...]:
   """Returns each target's log-prob and the entropy at its row, in nats.
@@ -125,11 +128,14 @@ def target_logprobs(
       log pi(y) = z_y - logsumexp(z),    z = logits / temperature
 
   Args:
-    head: hidden rows [m, D] to float32 logits [m, V]; differentiated through.
+    head: (hidden rows [m, D], their mask [m], slots) to float32 logits [m, V];
+      differentiated through.
     hidden_MD: final hidden states.
     targets_M: int32 token ids.
     temperature: float32 scalar, an argument of the compiled function.
     chunk_rows: most rows whose logits are in memory at once; a multiple of 16.
+    row_mask_M: float32, 0 on rows that are padding.
+    fp8_state: the head's slot under its name; {} for one in high precision.
     show: return the tempered logits [M, V] and their log-sum-exp [M] as well,
       to look at; all logits are then in memory.
 
@@ -141,24 +147,28 @@ def target_logprobs(
   pad = -rows % chunk
   hidden_MD = jnp.pad(hidden_MD, ((0, pad), (0, 0)))
   targets_M = jnp.pad(targets_M, (0, pad))
+  row_mask_M = jnp.pad(row_mask_M, (0, pad))
 
   inverse = inverse_temperature(temperature)
 
   @remat.all_but_kept
   def one(args):
-    hidden, targets = args
+    hidden, targets, mask, state = args
     with jax.named_scope('head'):
-      logits_MV = head(hidden)
+      logits_MV = head(hidden, mask, state)
       lse_M, mean_M = row_stats(logits_MV, jnp.broadcast_to(inverse, (chunk,)))
       z_M = temper(pick(logits_MV, targets), inverse)
       found = z_M - lse_M, lse_M - mean_M
       return (*found, temper(logits_MV, inverse), lse_M) if show else found
 
+  if chunk == hidden_MD.shape[0]:
+    whole = one((hidden_MD, targets_M, row_mask_M, fp8_state))
+    return tuple(x[:rows] for x in whole)
   parts = (
       hidden_MD.reshape(-1, chunk, hidden_MD.shape[1]),
       targets_M.reshape(-1, chunk),
+      row_mask_M.reshape(-1, chunk),
   )
-  if parts[0].shape[0] == 1:
-    return tuple(x[:rows] for x in one((parts[0][0], parts[1][0])))
-  found = lax.map(one, parts)
+  uses = parts[0].shape[0]
+  found = lax.map(one, (*parts, slots.spread(fp8_state, uses)))
   return tuple(x.reshape(-1, *x.shape[2:])[:rows] for x in found)

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import fp8, sharding
 from jetrl_jax.fp8 import Recipe, slots
+from jetrl_jax.fp8.recipes import LM_HEAD
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.apply import changed_share, merge
 from jetrl_jax.rl.policy import Policy, PolicyParams
@@ -193,15 +194,16 @@ def _inputs_seen(policy: Policy, side: TrainState, batch: TrainBatch) -> PyTree:
   masters: Any = merge(side.trainable, side.frozen)
 
   def forward(fp8_state):
-    # To the last block: the head is never quantised.
     params = PolicyParams(side.weights, fp8_state)
+    if LM_HEAD in fp8_state:
+      return jnp.sum(policy.score(params, batch, jnp.float32(1), masters)[0])
     return jnp.sum(policy.hidden(params, batch, masters).astype(jnp.float32))
 
   seen = slots.reduce_over_devices(
       jax.grad(forward)(side.fp8_state), policy.axes
   )
-  # Of a sum of hidden states, which nobody asked for. Unread, the whole
-  # backward pass is dead code and is not compiled.
+  # Of a sum that nobody asked for. Unread, the whole backward pass is dead code
+  # and is not compiled.
   return slots.map_slots(
       lambda slot: slot
       | {'output_grad': jax.tree.map(jnp.zeros_like, slot['output_grad'])},

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jetrl_jax.compilation import exact_jit, inexact_jit
 from jetrl_jax.fp8 import Recipe
+from jetrl_jax.fp8.recipes import LM_HEAD
 from jetrl_jax.models import remat
 from jetrl_jax.models.attention import (
     DecodeAttention,
@@ -160,20 +161,44 @@ class Policy:
         vocabulary.
       masters: where the derivative goes, when one is wanted.
     """
+    logprobs_BT, entropy_BT, *_ = self.target_logprobs(
+        params, batch, temperature, masters
+    )
+    return logprobs_BT, entropy_BT
+
+  def target_logprobs(
+      self,
+      params: PolicyParams,
+      batch: TrainBatch,
+      temperature: Array,
+      masters: PyTree | None,
+      *,
+      show: bool = False,
+  ) -> tuple[Array, ...]:
+    """`score`, and what `logprobs.target_logprobs` shows."""
     hidden_MD = self.hidden(params, batch, masters)
-    tree = variables(params.weights, params.fp8_state, masters)
+    weights, state = params
+
+    def head(rows_MD, mask_M, slot):
+      tree = variables(weights, state | slot, masters)
+      return self._apply(tree, rows_MD, mask_M, method='head')
+
     targets_BT = jnp.roll(batch.tokens, -1, axis=1)
-    logprobs_M, entropy_M = logprobs.target_logprobs(
-        lambda rows: self._apply(tree, rows, method='head'),
+    logprobs_M, entropy_M, *shown = logprobs.target_logprobs(
+        head,
         hidden_MD,
         targets_BT.reshape(-1),
         temperature,
         chunk_rows=self.logit_chunk_rows,
+        row_mask_M=(batch.segment_ids > 0).astype(jnp.float32).reshape(-1),
+        fp8_state={LM_HEAD: state[LM_HEAD]} if LM_HEAD in state else {},
+        show=show,
     )
     shape = batch.tokens.shape
     return (
         jnp.roll(logprobs_M.reshape(shape), 1, axis=1),
         jnp.roll(entropy_M.reshape(shape), 1, axis=1),
+        *shown,
     )
 
   def prefill(
@@ -229,11 +254,12 @@ class Policy:
       (float32 logits [B, V], the log-sum-exp [B] of the tempered ones, caches)
     """
     tree = variables(params.weights, params.fp8_state)
+    mask_B = jnp.ones(tokens_B.shape, jnp.float32)
     hidden_MD, caches = self._apply(
         tree,
         tokens_B,
         jnp.maximum(positions_B, 0),
-        jnp.ones(tokens_B.shape, jnp.float32),
+        mask_B,
         DecodeAttention(
             position_B=positions_B,
             table_BP=table_BP,
@@ -243,7 +269,7 @@ class Policy:
         caches,
     )
     with jax.named_scope('head'):
-      logits_BV = self._apply(tree, hidden_MD, method='head')
+      logits_BV = self._apply(tree, hidden_MD, mask_B, method='head')
       lse_B, _ = logprobs.row_stats(logits_BV, inverse_B)
     return logits_BV, lse_B, caches
 

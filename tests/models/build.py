@@ -116,11 +116,13 @@ def forward(model, weights, state, params, tokens_BT, rows, temperature):
       tree, tokens_BT.reshape(-1), positions.reshape(-1), mask, attend
   )
   found, _ = logprobs.target_logprobs(
-      lambda x: model.apply(tree, x, method='head'),
+      lambda *rows: model.apply(tree, *rows[:2], method='head'),
       hidden,
       jnp.roll(tokens_BT, -1, axis=1).reshape(-1),
       temperature,
       chunk_rows=256,
+      row_mask_M=mask,
+      fp8_state={},
   )
   return found.reshape(tokens_BT.shape)
 
@@ -149,7 +151,7 @@ def decode(model, weights, state, tokens_BT, temperature):
         ),
         caches,
     )
-    logits = model.apply(tree, hidden, method='head')
+    logits = model.apply(tree, hidden, jnp.ones(slots), method='head')
     inverse = logprobs.inverse_temperature(temperature)
     lse, _ = logprobs.row_stats(logits, jnp.broadcast_to(inverse, (slots,)))
     picked = logprobs.pick(logits, following)

@@ -45,11 +45,13 @@ def _inputs(rows=ROWS):
 def _logprobs(chunk_rows, grad=False):
   def run(hidden, kernel, targets, temperature):
     return logprobs.target_logprobs(
-        lambda x: x @ kernel.T,
+        lambda x, *_: x @ kernel.T,
         hidden,
         targets,
         temperature,
         chunk_rows=chunk_rows,
+        row_mask_M=jnp.ones(hidden.shape[0]),
+        fp8_state={},
     )
 
   if not grad:
