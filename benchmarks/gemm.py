@@ -22,7 +22,9 @@ _SHAPE = flags.DEFINE_enum(
     'shape', 'qwen2.5-7b', sorted(SHAPES), 'See model.shape.'
 )
 _ROWS = flags.DEFINE_list(
-    'rows', ['16', '128', '1024', '2048', '4096', '8192', '16384', '32768'], 'M.'
+    'rows',
+    ['16', '128', '1024', '2048', '4096', '8192', '16384', '32768'],
+    'M.',
 )
 _COLUMNS = (
     ('projection', 'projection', ''),

@@ -70,7 +70,7 @@ def get_config() -> ml_collections.ConfigDict:
   # Regular expressions of dots kept in compute_dtype on both sides, besides
   # lm_head, embedding, norms and attention: ('layers_0/.*', '.*/mlp/down').
   config.precision.high_precision_layers = ()
-  # lm_head is quantised like the dots of the blocks, on both sides and in its
+  # Quantise lm_head too, as the dots of the blocks are, on both sides and in its
   # gradients. Not for tied embeddings.
   config.precision.quantize_lm_head = False
   # Dots whose input or kernel keeps less than this many dB of signal over

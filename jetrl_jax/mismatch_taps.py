@@ -9,7 +9,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import traverse_util
 
 from jetrl_jax.fp8 import slots

@@ -310,9 +310,7 @@ def _recipe_of(
   flat = [scale for pair in scales.values() for scale in pair]
   return fp8.Recipe(
       high_precision_layers=tuple(
-          re.escape(dot)
-          for dot in dots
-          if dot not in scales and dot != LM_HEAD
+          re.escape(dot) for dot in dots if dot not in scales and dot != LM_HEAD
       ),
       quantize_lm_head=LM_HEAD in scales,
       # It decides where the product is rounded.

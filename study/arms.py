@@ -7,9 +7,10 @@ one seed, the start, the order of prompts and every random key.
 import dataclasses
 from collections.abc import Mapping
 
-# FP8 in every arm: scales per row and channel, from the values themselves.
-# Delayed scales are calibrated at the start, on one or on both sides: an arm
-# would differ from another by more than what it is named after.
+# FP8 in every arm but those of `head`: scales per row and channel, from the
+# values themselves. Delayed scales are calibrated at the start, on one or on
+# both sides: an arm would differ from another by more than what it is named
+# after.
 FP8 = 'fp8_token'
 # The positive control's formats, and one more should INT4 not fail.
 BITS = ('e4m3', 'e5m2', 'int6', 'int4', 'int3')
@@ -68,6 +69,17 @@ _EXACTNESS = (
     _unified('bf16_inexact', 'bf16', 'bf16_inexact'),
     _unified('jetrl_inexact', FP8, 'jetrl_inexact'),
 )
+# The recipe to use, whose scales a head would share. For untied embeddings,
+# see `study/untie.py`.
+_DELAYED = _unified('delayed', 'fp8_delayed')
+_HEAD = (
+    _DELAYED,
+    dataclasses.replace(
+        _DELAYED,
+        name='delayed_head8',
+        settings={**_DELAYED.settings, 'precision.quantize_lm_head': True},
+    ),
+)
 _CONTROL = tuple(
     arm
     for bits in BITS
@@ -95,7 +107,7 @@ def _long(arm: Arm) -> Arm:
   return dataclasses.replace(arm, name=f'{arm.name}_long', is_long=True)
 
 
-_SHORT = (*_TWO_BY_TWO, *_EXACTNESS, *_CONTROL, *_CORRECTIONS)
+_SHORT = (*_TWO_BY_TWO, *_EXACTNESS, *_HEAD, *_CONTROL, *_CORRECTIONS)
 ARMS = {arm.name: arm for arm in (*_SHORT, *map(_long, _SHORT))}
 GROUPS = {
     '2x2': tuple(arm.name for arm in _TWO_BY_TWO),
@@ -103,6 +115,7 @@ GROUPS = {
     # INT3 only if asked for by name.
     'control': tuple(a.name for a in _CONTROL if not a.name.endswith('int3')),
     'corrections': tuple(arm.name for arm in _CORRECTIONS),
+    'head': ('bf16', *(arm.name for arm in _HEAD)),
 }
 GROUPS |= {
     f'{group}_long': tuple(f'{name}_long' for name in names)
@@ -116,6 +129,9 @@ PAIRS = (
     ('jetrl', 'fp8_rollout'),
     ('jetrl', 'jetrl_inexact'),
     ('bf16', 'bf16_inexact'),
+    ('delayed', 'bf16'),
+    ('delayed_head8', 'bf16'),
+    ('delayed_head8', 'delayed'),
     *((f'mixed_{bits}', f'unified_{bits}') for bits in BITS),
     *(
         (f'mixed_int4_{kind}', other)

@@ -12,7 +12,6 @@ round, so that each of its GEMMs contracts the last dims (`turning.py`).
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from jetrl_jax.compilation import on_gpu
