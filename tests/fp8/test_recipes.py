@@ -37,8 +37,12 @@ def test_fp8_delayed_quantises_every_dot_of_a_block_and_bf16_none(dot):
 
 
 @pytest.mark.parametrize('path', ['lm_head', 'embed', 'embed/embedding'])
-def test_head_and_embedding_are_never_quantised(path):
+def test_head_and_embedding_are_not_quantised_unless_asked_for(path):
   assert not Recipe().quantizes(path)
+  asked = Recipe(quantize_lm_head=True)
+  assert asked.quantizes(path) == (path == 'lm_head')
+  kept = dataclasses.replace(asked, high_precision_layers=('lm_head',))
+  assert not kept.quantizes(path)
 
 
 def test_a_layer_pattern_must_match_the_whole_path():

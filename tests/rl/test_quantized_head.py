@@ -22,9 +22,9 @@ HEAD = Recipe(quantize_lm_head=True)
 
 
 @functools.cache
-def _run(name: str) -> tiny_run.Run:
-  """A cold run with an untied FP8 head, calibrated where there are scales."""
-  mesh = sharding.make_mesh()
+def _run(name: str, devices: tuple[int, int] = (1, 1)) -> tiny_run.Run:
+  """A run with an untied FP8 head, calibrated where there are scales."""
+  mesh = sharding.make_mesh(data=devices[0], fsdp=devices[1])
   recipe = dataclasses.replace(HEAD, name=name)
   policy = tiny_run.policy(recipe, mesh, family='llama')
   run = tiny_run.build(
@@ -40,9 +40,13 @@ def _run(name: str) -> tiny_run.Run:
   return dataclasses.replace(run, start=start)
 
 
-@pytest.mark.parametrize('name', ['fp8_delayed', 'fp8_token'])
-def test_training_computes_the_log_probs_of_the_rollout_to_the_bit(name):
-  run = _run(name)
+@pytest.mark.parametrize(
+    ('name', 'devices'), [('fp8_delayed', (1, 1)), ('fp8_token', (2, 2))]
+)
+def test_training_computes_the_log_probs_of_the_rollout_to_the_bit(
+    name, devices
+):
+  run = _run(name, devices)
   before = run.start
   assert isinstance(before.weights['lm_head']['kernel'], QTensor)
   for i in range(2):

@@ -13,6 +13,7 @@ _MADE_OF = {
     'precision.recipe',
     'precision.rollout_recipe',
     'precision.exact',
+    'precision.quantize_lm_head',
     'algorithm.old_logprobs',
     'algorithm.rollout_is',
 }
@@ -41,6 +42,7 @@ def test_an_arm_runs_the_recipes_it_says_and_differs_in_nothing_else(arm):
   rollout = config.precision.rollout_recipe or config.precision.recipe
   assert (config.precision.recipe, rollout) == (arm.train, arm.rollout)
   assert config.precision.exact == ('inexact' not in arm.name)
+  assert config.precision.quantize_lm_head == ('head8' in arm.name)
   # Nothing weighs the mismatch but in the arms that say so, and pi_old is
   # training's own where it exists.
   kinds = [kind for kind in CORRECTIONS if f'_{kind}' in arm.name]
