@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jetrl_jax import saved_policy
 from jetrl_jax.compilation import exact_jit
 from jetrl_jax.fp8 import QTensor, Recipe, init_state, prepare_weights, slots
 from jetrl_jax.models import load_checkpoint, load_config, load_scales
@@ -90,6 +91,7 @@ def exported(tmp_path_factory):
         ('qwen2', Recipe()),
         ('qwen3', Recipe(power_of_two_scales=False)),
         ('llama', Recipe(high_precision_layers=('layers_0/.*', '.*/mlp/down'))),
+        ('llama', Recipe(quantize_lm_head=True)),
     ],
 )
 def test_what_comes_back_is_the_same_bytes_and_scales(tmp_path, family, recipe):
@@ -149,6 +151,18 @@ def test_the_config_names_what_is_not_fp8(tmp_path):
       *(f'model.layers.0.mlp.{p}_proj' for p in ('gate', 'up', 'down')),
       'lm_head',
   ]
+
+
+def test_a_head_in_fp8_is_a_module_like_others(tmp_path):
+  recipe = Recipe(quantize_lm_head=True)
+  _, scales = _save(tmp_path / 'x', 'llama', recipe)
+  hf = json.loads((tmp_path / 'x/config.json').read_text())
+  assert hf['quantization_config']['ignore'] == []
+  stored = tiny.tensors_of(tmp_path / 'x/model.safetensors')
+  assert stored['lm_head.weight'][0] == 'F8_E4M3'
+  assert stored['lm_head.weight_scale'] == _scale(scales['lm_head'][0])
+  restored = saved_policy.restore(str(tmp_path / 'x'))
+  assert restored.policy.recipe == recipe
 
 
 def test_a_bfloat16_export_of_an_fp8_checkpoint_is_no_fp8_checkpoint(
