@@ -33,14 +33,11 @@ def our_logits(folder, tokens_BT):
       first_BT=jnp.zeros_like(position_BT), last_BT=position_BT, tile=16
   )
   tree = variables(prepare_weights(params, {}, recipe), {})
+  mask_M = jnp.ones(rows * length)
   hidden_MD, _ = decoder.apply(
-      tree,
-      tokens_BT.reshape(-1),
-      position_BT.reshape(-1),
-      jnp.ones(rows * length),
-      attend,
+      tree, tokens_BT.reshape(-1), position_BT.reshape(-1), mask_M, attend
   )
-  logits = decoder.apply(tree, hidden_MD, method=Decoder.head)
+  logits = decoder.apply(tree, hidden_MD, mask_M, method=Decoder.head)
   return np.asarray(logits).reshape(rows, length, -1)
 
 
