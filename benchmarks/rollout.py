@@ -34,7 +34,7 @@ _WORKLOADS = flags.DEFINE_list('workloads', ['128x128x1x2048'], 'See above.')
 _VARIANTS = flags.DEFINE_list(
     'variants',
     ['fp8_delayed', 'fp8_delayed+kv8', 'bf16'],
-    'Recipes, see precision.recipe; +kv8 with FP8 keys and values.',
+    'Recipes, see precision.recipe; options: see `common.overrides`.',
 )
 _PROFILE = flags.DEFINE_bool('profile', False, 'Print kernels, time nothing.')
 _CAPS = flags.DEFINE_list(
