@@ -33,17 +33,19 @@ def speedups() -> dict[str, tuple[float, float]]:
           for row in _rows(theme)
           if row['workload'] == '128x128x1x2048'
       }
-      for theme in ('rollout', 'rollout_kv8')
+      for theme in ('rollout', 'rollout_head8')
   )
-  update = {row['variant']: row['accumulate_ms'] for row in _rows('train_step')}
-  phases = seconds_by_phase()
+  update = {
+      row['variant']: row['accumulate_ms'] for row in _rows('train_step_head8')
+  }
   found = {
       'decode, 128 x 2048 tokens': (decode['bf16'], decode['fp8_delayed']),
       'the same, FP8 KV cache': (cached['bf16'], cached['fp8_delayed+kv8']),
+      'and FP8 head': (cached['bf16'], cached['fp8_delayed+kv8+head8']),
       'forward + backward, 8 x 4096': (update['bf16'], update['fp8_delayed']),
-      'a whole step, 32 x 8 answers': tuple(
-          1000 * sum(phases[name].values()) for name in ('BF16', 'FP8')
-      ),
+      'with FP8 head': (update['bf16'], update['fp8_delayed+head8']),
+      'a whole step, 32 x 8 answers': _of_step('grpo_step_32x8x2048'),
+      'a whole step, FP8 head': _of_step('grpo_step_head8'),
   }
   dots = {
       (row['projection'], row['recipe']): row['us'] / 1000
@@ -56,10 +58,16 @@ def speedups() -> dict[str, tuple[float, float]]:
   return found
 
 
-def seconds_by_phase() -> dict[str, dict[str, float]]:
+def _of_step(theme: str) -> tuple[float, float]:
+  phases = seconds_by_phase(theme)
+  bf16, fp8 = (1000 * sum(phases[name].values()) for name in ('BF16', 'FP8'))
+  return bf16, fp8
+
+
+def seconds_by_phase(theme: str) -> dict[str, dict[str, float]]:
   """Returns name -> phase -> median seconds of whole steps but the first."""
   steps: dict[str, list[dict]] = {}
-  for row in _rows('grpo_step_32x8x2048'):
+  for row in _rows(theme):
     if row['step'] > 1:
       name = 'BF16' if row['variant'] == 'bf16' else 'FP8'
       steps.setdefault(name, []).append(row)
@@ -82,7 +90,7 @@ def _rows(theme: str) -> list[dict]:
 def draw_phases() -> None:
   """Draws where a step's time goes, a bar per recipe."""
   figure, axes = plt.subplots(figsize=(7, 1.9), layout='constrained')
-  found = seconds_by_phase()
+  found = seconds_by_phase('grpo_step_head8')
   for place, (name, spent) in enumerate(reversed(found.items())):
     left = 0.0
     for (label, value), color in zip(spent.items(), _COLORS, strict=True):
@@ -100,7 +108,7 @@ def draw_phases() -> None:
   axes.set_yticks([])
   axes.set_xlim(0, 90)
   axes.set_xlabel(
-      'seconds of a GRPO step: 32 prompts x 8 answers to 2048 tokens'
+      'seconds of a GRPO step: 32 x 8 answers to 2048 tokens (FP8: head too)'
   )
   axes.spines[['top', 'right', 'left']].set_visible(False)
   figure.savefig('docs/step.png', dpi=130)
@@ -110,7 +118,7 @@ def main() -> None:
   """Draws a bar per measurement."""
   draw_phases()
   found = speedups()
-  figure, axes = plt.subplots(figsize=(7, 4.0), layout='constrained')
+  figure, axes = plt.subplots(figsize=(7, 4.8), layout='constrained')
   for place, (name, (slow, fast)) in enumerate(found.items()):
     single = name.startswith('one dot')
     ink = 'black' if single else 'white'
@@ -127,7 +135,7 @@ def main() -> None:
   axes.axvline(1.0, color='black', lw=1, ls=':')
   # Behind the bars, whose numbers it would cross.
   line = dict(color='#c8553d', lw=1.5, ls='--', zorder=0)
-  axes.plot([_AIM, _AIM], [-0.5, 2.5], **line)
+  axes.plot([_AIM, _AIM], [-0.5, 4.5], **line)
   axes.text(_AIM + 0.02, 0, f'aimed at: {_AIM}x', color='#c8553d', va='center')
   axes.set_xlim(0, 2)
   axes.set_xlabel(f'times as fast as BF16 (one dot: at {_ROWS:,} rows)')

@@ -68,10 +68,10 @@ def get_config() -> ml_collections.ConfigDict:
   config.precision.margin = 0
   config.precision.power_of_two_scales = True
   # Regular expressions of dots kept in compute_dtype on both sides, besides
-  # lm_head, embedding, norms and attention: ('layers_0/.*', '.*/mlp/down').
+  # embedding, norms and attention: ('layers_0/.*', '.*/mlp/down').
   config.precision.high_precision_layers = ()
-  # Quantise lm_head too, as the dots of the blocks are, on both sides and in its
-  # gradients. Not for tied embeddings.
+  # Whether lm_head is quantised as the dots of the blocks are, on both sides and
+  # in its gradients (docs/tuning.md). Not for tied embeddings.
   config.precision.quantize_lm_head = False
   # Dots whose input or kernel keeps less than this many dB of signal over
   # quantisation noise at the cold start join those; 0 chooses none. In a mixed

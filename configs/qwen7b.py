@@ -9,7 +9,9 @@ response tokens where the paper has 8192.
 Expected accuracy: not run yet. A step with random weights and 256 answers of
 1025 to 2048 tokens took 43.6 s on an H200 with
 --config.precision.kv_cache_dtype=float8_e4m3fn --config.model.remat=selective,
-exact (benchmarks/results/grpo_step_32x8x2048_qwen7b_h200_2026-11-22.md).
+exact (benchmarks/results/grpo_step_32x8x2048_qwen7b_h200_2026-11-22.md), and
+41.3 s with --config.precision.quantize_lm_head=True
+(benchmarks/results/grpo_step_head8_qwen7b_h200_2026-11-22.md).
 
 The files below data/: see README, "Data". A speed run without a checkpoint
 replaces model.path by --config.model.init=random

@@ -120,7 +120,7 @@ def rollout_policy(config: Config, policy: Policy) -> Policy:
     recipe = dataclasses.replace(policy.recipe, name=name)
   if {name, policy.recipe.name} == {'bf16'}:
     for field in ('high_precision_layers', 'quantize_lm_head', 'min_sqnr_db'):
-      if value := config.precision[field]:
+      if value := getattr(policy.recipe, field):
         logging.warning(
             'precision.%s is %s, which is not read: with the recipe bf16 no dot'
             ' is quantised',

@@ -18,6 +18,7 @@ from jetrl_jax import config as configs
 from jetrl_jax import config_flag, models, saved_policy
 from jetrl_jax.data import Prompt
 from jetrl_jax.fp8 import slots
+from jetrl_jax.fp8.recipes import LM_HEAD
 from jetrl_jax.models import invariant_scaling
 from jetrl_jax.models.hf_export import check_target
 from jetrl_jax.rl import calibration
@@ -106,6 +107,11 @@ def export(values: dict[str, Any]) -> str:
         'The run kept keys and values in %s, which a checkpoint does not say;'
         ' a reader that should do so needs its own setting',
         found.policy.kv_cache_dtype,
+    )
+  if LM_HEAD in scales:
+    logging.warning(
+        'The head is in FP8 too; old versions of vLLM and SGLang do not read'
+        ' its scales (docs/export.md)'
     )
   dots = f'{len(scales)} dots in FP8, each with its two scales'
   return f'{found.origin}: {dots}{calibrated}'

@@ -80,7 +80,7 @@ def heat_map(
   shift = TOP + height - BOTTOM
   edges = (float(steps[0]) - every / 2, float(steps[-1]) + every / 2)
   body += f'<g transform="translate(0 {shift:.1f})">{step_labels(*edges)}</g>'
-  layers = {layer_and_kind(dot)[0] for dot in dots}
+  layers = {layer_and_kind(dot)[0] for dot in dots} - {-1}  # The head's.
   notes = [note]
   if len(layers) > 1:
     notes.append(

@@ -1,21 +1,22 @@
 """Copies a checkpoint and gives it a head of its own, equal to the embedding.
 
-    python -m study.untie runs/study/checkpoint runs/study/untied
-
-The same function, to the bit, until it is trained. For the arms that quantise
-the head, which tied embeddings do not allow:
-
+    python -m study.prepare --folder=runs/head
+    python -m study.untie runs/head/checkpoint runs/head/untied
     python -m study.run --folder=runs/head --arms=head --seeds=1,2,3,4 \
-        --set=model.path=runs/study/untied
+        --set=model.path=runs/head/untied
+
+For the arms that quantise the head, which tied embeddings do not allow. Until
+it is trained it is the same function.
 """
 
 import argparse
 import dataclasses
+import json
 import pathlib
 import shutil
+import tempfile
 
 from jetrl_jax import models
-from jetrl_jax.models.hf_export import CARRIED_FILES
 
 
 def untie(source: pathlib.Path, target: pathlib.Path) -> None:
@@ -34,10 +35,16 @@ def untie(source: pathlib.Path, target: pathlib.Path) -> None:
   params = models.load_checkpoint(source, config, dtype='bfloat16')
   params |= {'lm_head': {'kernel': params['embed']['embedding']}}
   untied = dataclasses.replace(config, tied_embeddings=False)
-  models.save_checkpoint(target, params, untied)
-  for name in CARRIED_FILES:
-    if (source / name).exists():
-      shutil.copy(source / name, target)
+  with tempfile.TemporaryDirectory() as folder:
+    # What config.json says besides, and the tokenizer, come along.
+    like = pathlib.Path(folder) / 'like'
+    shutil.copytree(
+        source, like, ignore=shutil.ignore_patterns('*.safetensors*')
+    )
+    hf = json.loads((like / 'config.json').read_text())
+    hf['tie_word_embeddings'] = False
+    (like / 'config.json').write_text(json.dumps(hf))
+    models.save_checkpoint(target, params, untied, source_folder=like)
 
 
 def main() -> None:

@@ -17,9 +17,9 @@ is quantised, once per direction; powers of two fold exactly:
     WGrad  dW_oi = (sum_m q(dY_mo sx_m) x8_mi) * s_o      s: per column
 
 so DGrad and WGrad read the 8-bit weight and input of the forward, and nothing
-is quantised twice. WGrad's scales see all tokens of a micro-batch: gradients
-depend on the split into micro-batches, within the format's rounding; the
-forward does not.
+is quantised twice. WGrad's scales see all tokens of a micro-batch, or of one of
+the head's chunks: gradients depend on the split, within the format's rounding;
+the forward does not.
 
 Backward of `int8`: in the compute dtype, from the dequantised operands.
 """

@@ -1,12 +1,14 @@
 """How well the 8-bit formats fit: sums per operand, and their summary."""
 
-from typing import TypeAlias
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.quantization import QTensor, scale_of_elements
+from jetrl_jax.fp8.recipes import LM_HEAD
 from jetrl_jax.typing import Array, PyTree
 
 # What the five sums of a slot's `health` are.
@@ -102,15 +104,33 @@ def _summarize_operand(entry: PyTree) -> dict[str, float]:
   return summary
 
 
+def shares(
+    summary: Mapping[str, Any], name: str
+) -> Iterator[tuple[str, str, float]]:
+  """Yields (dot, operand, share) of all that says something.
+
+  The logits' gradient does not, of what is flushed: it is a softmax, most of
+  whose entries are next to nothing, and none of its length.
+
+  Args:
+    summary: of `summarize`.
+    name: 'saturated_frac' or 'flushed_frac'.
+  """
+  for dot, operands in summary.items():
+    for operand, entry in operands.items():
+      if (name, dot, operand) != ('flushed_frac', LM_HEAD, 'output_grad'):
+        yield dot, operand, entry[name]
+
+
 def headline(summary: dict[str, dict]) -> dict[str, float]:
   """Returns the worst slot of each operand it has, as scalars."""
   metrics = {}
   for operand in ('input', 'kernel', 'output_grad'):
-    entries = [slot[operand] for slot in summary.values() if operand in slot]
-    if not entries:
-      continue
     for name in ('saturated_frac', 'flushed_frac'):
-      metrics[f'fp8/{operand}/{name}/max'] = max(e[name] for e in entries)
+      found = [share for _, of, share in shares(summary, name) if of == operand]
+      if found:
+        metrics[f'fp8/{operand}/{name}/max'] = max(found)
+    entries = [slot[operand] for slot in summary.values() if operand in slot]
     ratios = [e['sqnr_db'] for e in entries if 'sqnr_db' in e]
     if ratios:
       metrics[f'fp8/{operand}/sqnr_db/min'] = min(ratios)

@@ -13,7 +13,8 @@ to the master, whose values the forward never reads, so dW never has an 8-bit
 dtype. What the backward pass observes (amax, health) leaves as the
 cotangent of the slot, which only `slot_cotangent` makes, and each slot serves
 one dot. Micro-batches must be differentiated one by one: within one
-`jax.grad` the cotangents of two uses would be added, and an amax is not a sum.
+`jax.grad` the cotangents of two uses would be added, and an amax is not a sum
+(the head, which is taken in chunks, has `slots.spread` for it).
 """
 
 import dataclasses

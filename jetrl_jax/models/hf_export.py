@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jetrl_jax.fp8 import QTensor
+from jetrl_jax.fp8.recipes import LM_HEAD
 from jetrl_jax.models.hf_config import (
     config_from_hf,
     config_to_hf,
@@ -101,7 +102,10 @@ def save_checkpoint(
   _check_leaves(leaves, config)
   hf = _config_json(config, source_folder, dtype)
   if any(isinstance(leaf, QTensor) for leaf in leaves.values()):
-    hf[KEY] = quantization_section(_high_precision(leaves, config))
+    hf[KEY] = quantization_section(
+        _high_precision(leaves, config),
+        with_head=isinstance(leaves.get(f'{LM_HEAD}/kernel'), QTensor),
+    )
 
   partial = folder.with_name(f'.{folder.name}.partial')
   # Left by an export that was killed.

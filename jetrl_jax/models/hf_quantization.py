@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jetrl_jax.models.hf_files import list_names
-from jetrl_jax.models.hf_layout import Row
+from jetrl_jax.models.hf_layout import OUTPUT, Row
 from jetrl_jax.models.safetensors_index import StoredTensor
 
 KEY = 'quantization_config'
@@ -30,6 +30,10 @@ INPUT_SCALE = 'input_scale'
 
 _METHOD = 'compressed-tensors'
 _FORMATS = ('float-quantized', 'naive-quantized')
+_LINEAR = 'Linear'
+# vLLM and SGLang count the head among the linear modules only where it is
+# named.
+_HEAD = 're:.*lm_head$'
 # What weights and inputs must say, and what absent keys mean.
 _TENSOR = {
     'num_bits': 8,
@@ -52,11 +56,14 @@ def scale_names(part_name: str) -> tuple[str, str]:
   return f'{module}.{WEIGHT_SCALE}', f'{module}.{INPUT_SCALE}'
 
 
-def quantization_section(high_precision: Iterable[str]) -> dict[str, Any]:
+def quantization_section(
+    high_precision: Iterable[str], *, with_head: bool
+) -> dict[str, Any]:
   """Returns what config.json says of an FP8 checkpoint.
 
   Args:
     high_precision: names of the weights of linear modules that are not FP8.
+    with_head: the head is FP8.
   """
   modules = [name.removesuffix('.weight') for name in high_precision]
   return {
@@ -65,7 +72,7 @@ def quantization_section(high_precision: Iterable[str]) -> dict[str, Any]:
       'quantization_status': 'compressed',
       'config_groups': {
           'group_0': {
-              'targets': ['Linear'],
+              'targets': [_LINEAR, _HEAD] if with_head else [_LINEAR],
               'weights': dict(_TENSOR),
               'input_activations': dict(_TENSOR),
               'output_activations': None,
@@ -114,7 +121,7 @@ def _problems(section: Any):
     yield 'config_groups has not exactly one group'
     return
   (group,) = groups.values()
-  if _at(group, 'targets') != ['Linear']:
+  if _at(group, 'targets') not in ([_LINEAR], [_LINEAR, _HEAD]):
     yield f'targets {_at(group, "targets")!r}'
   if _at(group, 'output_activations') is not None:
     yield 'output_activations is set'
@@ -194,6 +201,8 @@ def check_ignored(
       if row.path in quantized
       for part in row.parts
       if quantized[row.path] == _is_ignored(part.name, ignore)
+      # A head that is not FP8 need not be named.
+      and (quantized[row.path] or part.name != OUTPUT)
   ]
   if wrong:
     raise ValueError(

@@ -6,8 +6,8 @@ The kernels that read a norm's output (qkv, gate_up) are divided by s once,
 before training, and the norm's gain is multiplied by it. In exact arithmetic
 the model stays the same function. What changes is training: with the same
 learning rate an update is s times as large beside its kernel, and moves more
-of the quantised values. Biases are added after the dot and stay; o, down and
-the head do not follow a norm (or are not quantised) and stay, too.
+of the quantised values. Biases are added after the dot and stay; o and down do
+not follow a norm and stay, too, and so does the head, quantised or not.
 
 With a power of two for s the model is the same to the bit in every recipe whose
 scales are powers of two. With another s, gains and kernels are rounded once

@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from jetrl_jax.fp8 import health
 from jetrl_jax.rl.guard_state import Action, GuardState
 from jetrl_jax.rl.settings import GuardConfig
 
@@ -111,33 +112,33 @@ def breaches(
       for name, bound in bounds.items()
       if not metrics[name] <= bound
   ]
-  for health in _HEALTH:
+  for name in _HEALTH:
     for share, bound in (
         ('saturated_frac', config.max_saturated_frac),
         ('flushed_frac', config.max_flushed_frac),
     ):
-      if health in metrics:
-        found += _dots_over(health, metrics[health], share, bound)
+      if name in metrics:
+        found += _dots_over(name, metrics[name], share, bound)
   return tuple(found)
 
 
 def _dots_over(
-    health: str, summary: Mapping[str, Any], share: str, bound: float
+    name: str, summary: Mapping[str, Any], share: str, bound: float
 ) -> list[Breach]:
   """Returns a breach if any operand of any dot is over the bound."""
-  worst = {
-      dot: max(entry[share] for entry in operands.values())
-      for dot, operands in summary.items()
-  }
+  found: dict[str, list[float]] = {}
+  for dot, _, value in health.shares(summary, share):
+    found.setdefault(dot, []).append(value)
+  worst = {dot: max(values) for dot, values in found.items()}
   dots = sorted(
       (dot for dot, value in worst.items() if not value <= bound),
       key=lambda dot: (-worst[dot], dot),
   )
   if not dots:
     return []
-  name = f'{health.removesuffix("_health")} {share}'
+  metric = f'{name.removesuffix("_health")} {share}'
   return [
-      Breach(metric=name, value=worst[dots[0]], bound=bound, dots=tuple(dots))
+      Breach(metric=metric, value=worst[dots[0]], bound=bound, dots=tuple(dots))
   ]
 
 

@@ -157,7 +157,12 @@ def test_a_head_in_fp8_is_a_module_like_others(tmp_path):
   recipe = Recipe(quantize_lm_head=True)
   _, scales = _save(tmp_path / 'x', 'llama', recipe)
   hf = json.loads((tmp_path / 'x/config.json').read_text())
-  assert hf['quantization_config']['ignore'] == []
+  section = hf['quantization_config']
+  (group,) = section['config_groups'].values()
+  assert (section['ignore'], group['targets']) == (
+      [],
+      ['Linear', 're:.*lm_head$'],
+  )
   stored = tiny.tensors_of(tmp_path / 'x/model.safetensors')
   assert stored['lm_head.weight'][0] == 'F8_E4M3'
   assert stored['lm_head.weight_scale'] == _scale(scales['lm_head'][0])
