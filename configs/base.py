@@ -70,7 +70,7 @@ def get_config() -> ml_collections.ConfigDict:
   # Regular expressions of dots kept in compute_dtype on both sides, besides
   # embedding, norms and attention: ('layers_0/.*', '.*/mlp/down').
   config.precision.high_precision_layers = ()
-  # Whether lm_head is quantised as the dots of the blocks are, on both sides and
+  # Whether lm_head is quantised like the dots of the blocks, on both sides and
   # in its gradients (docs/tuning.md). Not for tied embeddings.
   config.precision.quantize_lm_head = False
   # Dots whose input or kernel keeps less than this many dB of signal over

@@ -185,6 +185,12 @@ def _map(dots, values, **changes):
   )
 
 
+def test_the_head_is_no_layer():
+  dots = ['lm_head', 'layers_0/attn/o', 'layers_1/attn/o']
+  heat = _map(dots, np.full((3, 4), 0.1))
+  assert 'In each block layer 0 on top, 1 below.' in heat.html
+
+
 def _picture(heat) -> bytes:
   return base64.b64decode(re.search(r'base64,([^"]*)"', heat.html)[1])
 

@@ -91,5 +91,19 @@ def test_the_headline_is_the_worst_slot_of_each_operand():
   assert 'fp8/kernel/sqnr_db/min' not in headline
 
 
+def test_what_the_logits_gradient_flushes_is_no_headline():
+  # A softmax: most of it is next to nothing.
+  tail = _slot(output_grad=_operand((10, 1, 9, 100.0, 1.0)))
+  block = _slot(output_grad=_operand((10, 0, 2, 100.0, 1.0)))
+  state = {'lm_head': tail, 'layers_0': {'attn': {'o': block}}}
+  summary = health.summarize(state, ['lm_head', 'layers_0/attn/o'])
+  assert summary['lm_head']['output_grad']['flushed_frac'] == 0.9
+  headline = health.headline(summary)
+  assert headline['fp8/output_grad/flushed_frac/max'] == 0.2
+  assert headline['fp8/output_grad/saturated_frac/max'] == 0.1
+  alone = health.headline({'lm_head': summary['lm_head']})
+  assert 'fp8/output_grad/flushed_frac/max' not in alone
+
+
 def test_without_slots_there_is_no_headline():
   assert health.headline(health.summarize({}, [])) == {}

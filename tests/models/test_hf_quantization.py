@@ -195,6 +195,12 @@ def _change_section(folder, change) -> None:
   path.write_text(json.dumps(hf))
 
 
+def test_a_head_that_is_not_fp8_need_not_be_named(tmp_path):
+  _, scales = _save(tmp_path / 'x', 'llama', Recipe())
+  _change_section(tmp_path / 'x', lambda s: s['ignore'].remove('lm_head'))
+  assert load_scales(tmp_path / 'x', load_config(tmp_path / 'x')) == scales
+
+
 @pytest.mark.parametrize(
     ('change', 'message'),
     [

@@ -134,6 +134,16 @@ def test_scales_that_every_use_measures_are_not_measured_anew():
   assert second.state.due == Action(name='high_precision', dots=('qkv', 'o'))
 
 
+def test_the_tail_of_the_logits_is_no_breach():
+  metrics = _metrics()
+  head = {'input': _operand(), 'output_grad': _operand(flushed=0.97)}
+  metrics['fp8_health'] |= {'lm_head': head}
+  assert not guard.breaches(CONFIG, metrics)
+  head['input'] = _operand(flushed=0.97)
+  (breach,) = guard.breaches(CONFIG, metrics)
+  assert breach.dots == ('lm_head',)
+
+
 def test_what_is_not_finite_is_answered_by_a_rollback_alone():
   steps = [GOOD] * 3 + [NAN] * 2
   assert _actions(steps) == [None] * 4 + ['rollback']
