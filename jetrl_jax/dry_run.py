@@ -122,7 +122,7 @@ def _print_precision(rows: list[Row]) -> None:
         )
     )
   _columns(cells)
-  print('\nBackward (dX; dW):')
+  print('\nBackward (dX, dW; of lm_head also its logits, again):')
   _columns([(row.name, row.backward) for row in rows if row.backward != '-'])
 
 

@@ -14,7 +14,7 @@ from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.forced_decode import forced_logprobs
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.types import Completion
-from tests.rl import tiny_run
+from tests.rl import tiny_run, tiny_updates
 
 
 @functools.cache
@@ -28,7 +28,7 @@ def _case():
   run = _run()
   completions = run.rollout()
   packed = packing.pack(
-      tiny_run.sequences(completions),
+      tiny_updates.sequences(completions),
       row_length=tiny_run.LENGTH,
       rows_per_micro_batch=tiny_run.ROWS,
       tile=tiny_run.TILE,

@@ -14,7 +14,7 @@ from jetrl_jax.data import Prompt
 from jetrl_jax.rl import decode_step, engine_sizes, logprobs
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.policy import PolicyParams
-from tests.rl import tiny_run
+from tests.rl import tiny_run, tiny_updates
 
 TOKENS = np.asarray([7, 30, 12, 9, 55], np.int32)
 
@@ -192,9 +192,9 @@ def test_no_stop_ids_means_that_only_limits_stop():
 def test_truncated_log_probs_are_still_those_of_the_whole_vocabulary():
   samples, _ = _truncated()
   run = tiny_run.fp8_run()
-  for batch in tiny_run.batches(samples):
+  for batch in tiny_updates.batches(samples):
     scored = [run.score(run.start, batch)]
-    assert tiny_run.mismatched([batch], scored)[0] == 0
+    assert tiny_updates.mismatched([batch], scored)[0] == 0
 
 
 def test_log_mu_is_of_the_truncated_distribution():
@@ -204,7 +204,7 @@ def test_log_mu_is_of_the_truncated_distribution():
   for c in samples[:: tiny_run.SAMPLES]:
     for t in range(min(2, len(c.tokens))):
       context = np.concatenate([c.prompt_tokens, c.tokens[:t]])
-      logprobs_V = tiny_run.next_logprobs(
+      logprobs_V = tiny_updates.next_logprobs(
           run, run.start, context, tiny_run.TEMPERATURE
       ).astype(np.float64)
       p_V = np.exp(logprobs_V)

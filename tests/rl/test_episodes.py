@@ -11,7 +11,7 @@ import pytest
 from jetrl_jax.rl import experience
 from jetrl_jax.rl.environment import EnvironmentConfig, Outcome
 from jetrl_jax.rl.episodes import StopStrings
-from tests.rl import scripted, tiny_run
+from tests.rl import scripted, tiny_run, tiny_updates
 from tests.rl.test_rollout import assert_same
 
 CAPITALS = frozenset(scripted.Letters.stop_strings)
@@ -95,7 +95,7 @@ def test_a_reward_is_the_sum_over_turns_of_what_the_policy_wrote():
 def test_observations_have_no_loss_and_count_in_no_length():
   samples = _episodes()
   for sequence, completion in zip(
-      tiny_run.sequences(samples), samples, strict=True
+      tiny_updates.sequences(samples), samples, strict=True
   ):
     mask = sequence.loss_mask[len(completion.prompt_tokens) :]
     assert mask.tolist() == completion.sampled.astype(float).tolist()
@@ -105,15 +105,15 @@ def test_observations_have_no_loss_and_count_in_no_length():
 
 def test_rollout_and_training_agree_on_every_token_of_every_turn():
   run, samples = tiny_run.fp8_run(), _episodes()
-  batches = tiny_run.batches(samples)
+  batches = tiny_updates.batches(samples)
   _, logprobs = run.accumulate(run.start, batches)
-  assert tiny_run.mismatched(batches, logprobs)[0] == 0
+  assert tiny_updates.mismatched(batches, logprobs)[0] == 0
   # On the given tokens too, which the mask leaves out.
   everywhere = [
       dataclasses.replace(b, loss_mask=(b.rollout_logprobs != 0).astype('f4'))
       for b in batches
   ]
-  differ, tokens = tiny_run.mismatched(everywhere, logprobs)
+  differ, tokens = tiny_updates.mismatched(everywhere, logprobs)
   assert (differ, tokens) == (0, sum(len(c.tokens) for c in samples))
 
 

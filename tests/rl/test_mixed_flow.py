@@ -21,7 +21,7 @@ from jetrl_jax.rl.other_precision import OtherPrecision
 from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.types import TrainState
 from tests import whole_run
-from tests.rl import tiny_run
+from tests.rl import tiny_run, tiny_updates
 
 _CHANGES = {'trainer.total_training_steps': 2, 'trainer.test_freq': 2}
 # Delayed scales, which are a state of the rollout's own.
@@ -271,7 +271,7 @@ def test_observing_sees_what_the_rollouts_own_recipe_feeds_its_dots():
       rollout_weights=side.weights,
   )
   requantizer = mixed_flow.Requantizer(run.policy, run.mesh, mixed)
-  batches = tiny_run.batches(tiny_run.completions())
+  batches = tiny_updates.batches(tiny_run.completions())
   seen = [requantizer._seen(mixed_flow.as_rollout(mixed), b) for b in batches]
   # What the training forward of the same recipe observes, backward and all.
   gradients, _ = run.accumulate(side, batches)
@@ -287,7 +287,7 @@ def test_observing_sees_what_the_rollouts_own_recipe_feeds_its_dots():
 
 def test_a_rollout_with_dynamic_scales_is_measured_where_dots_are_chosen():
   run = tiny_run.fp8_run()
-  batches = tiny_run.batches(tiny_run.completions())
+  batches = tiny_updates.batches(tiny_run.completions())
   tokens = sum(int((np.asarray(b.segment_ids) > 0).sum()) for b in batches)
   plain, choosing = (
       tiny_run.policy(Recipe(name='int8', min_sqnr_db=least), run.mesh)
@@ -320,7 +320,9 @@ def test_requantised_weights_are_those_of_the_masters():
   moved = jax.tree.map(lambda x: x * 1.5, mixed.trainable)
   mixed = dataclasses.replace(mixed, trainable=moved)
   requantizer = mixed_flow.Requantizer(run.policy, run.mesh, mixed)
-  after, changed = requantizer(mixed, tiny_run.batches(tiny_run.completions()))
+  after, changed = requantizer(
+      mixed, tiny_updates.batches(tiny_run.completions())
+  )
   expected = fp8.prepare_weights(
       apply.merge(moved, after.frozen),
       after.rollout_fp8_state,

@@ -11,7 +11,7 @@ from jetrl_jax import rng
 from jetrl_jax.compilation import exact_jit
 from jetrl_jax.rl import packing
 from jetrl_jax.rl.policy import PolicyParams
-from tests.rl import tiny_run
+from tests.rl import tiny_run, tiny_updates
 
 
 @pytest.mark.parametrize('name', ['tile', 'logit_chunk_rows'])
@@ -59,13 +59,15 @@ def test_random_masters_are_a_function_of_the_key():
 
 def test_packed_sequences_get_the_bits_of_rows_of_their_own():
   run, samples = tiny_run.fp8_run(), tiny_run.completions()
-  packed, alone = tiny_run.batches(samples), tiny_run.one_per_row(samples)
+  packed, alone = tiny_updates.batches(samples), tiny_updates.one_per_row(
+      samples
+  )
   # Neighbours there, none here.
   assert max(b.segment_ids.max() for b in packed) > 1
   assert max(b.segment_ids.max() for b in alone) == 1
   for batches in (packed, alone):
     scores = [run.score(run.start, b) for b in batches]
-    differ, tokens = tiny_run.mismatched(batches, scores)
+    differ, tokens = tiny_updates.mismatched(batches, scores)
     assert (differ, tokens > 100) == (0, True)
 
 
@@ -122,7 +124,9 @@ def test_log_probs_of_the_vocabulary_add_up_to_one():
   run = tiny_run.bf16_run()
   context = np.asarray([5, 6, 7], np.int32)
   for temperature in (0.5, 1.0, 2.0):
-    logprobs_V = tiny_run.next_logprobs(run, run.start, context, temperature)
+    logprobs_V = tiny_updates.next_logprobs(
+        run, run.start, context, temperature
+    )
     total = np.exp(logprobs_V.astype(np.float64)).sum()
     assert abs(total - 1) < 1e-5
 
@@ -131,7 +135,7 @@ def test_temperature_divides_the_logits():
   run = tiny_run.bf16_run()
   context = np.asarray([5, 6, 7], np.int32)
   cold, warm = (
-      tiny_run.next_logprobs(run, run.start, context, t).astype(np.float64)
+      tiny_updates.next_logprobs(run, run.start, context, t).astype(np.float64)
       for t in (0.5, 1.0)
   )
   # Differences of log-probs are differences of logits.
@@ -140,7 +144,7 @@ def test_temperature_divides_the_logits():
 
 def test_chunks_of_logit_rows_change_no_bit():
   run = tiny_run.fp8_run()
-  batch = tiny_run.batches(tiny_run.completions())[0]
+  batch = tiny_updates.batches(tiny_run.completions())[0]
   # All 512 rows at once, and 192 at a time, which leaves a rest of 128.
   for rows in (1024, 192):
     of = dataclasses.replace(run.policy, logit_chunk_rows=rows)
@@ -149,7 +153,7 @@ def test_chunks_of_logit_rows_change_no_bit():
         batch,
         jnp.float32(tiny_run.TEMPERATURE),
     )
-    assert tiny_run.mismatched([batch], [logprobs_BT])[0] == 0
+    assert tiny_updates.mismatched([batch], [logprobs_BT])[0] == 0
 
 
 def test_pages_hold_keys_or_values_of_one_layer():

@@ -16,7 +16,7 @@ from jetrl_jax.rl import state
 from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import PolicyParams
-from tests.rl import tiny_run
+from tests.rl import tiny_run, tiny_updates
 
 HEAD = Recipe(quantize_lm_head=True)
 
@@ -51,16 +51,16 @@ def test_training_computes_the_log_probs_of_the_rollout_to_the_bit(
   assert isinstance(before.weights['lm_head']['kernel'], QTensor)
   for i in range(2):
     samples = run.rollout(before, i)
-    packed = tiny_run.batches(samples)
+    packed = tiny_updates.batches(samples)
     gradients, found = run.accumulate(before, packed)
-    differ, tokens = tiny_run.mismatched(packed, found)
+    differ, tokens = tiny_updates.mismatched(packed, found)
     assert (differ, tokens > 100) == (0, True)
     before, _, _ = run.apply(before, gradients)
 
 
 def test_chunks_of_rows_show_what_one_piece_shows():
   run = _run('fp8_delayed')
-  batch = jax.tree.map(jnp.asarray, tiny_run.batches(run.rollout())[0])
+  batch = jax.tree.map(jnp.asarray, tiny_updates.batches(run.rollout())[0])
   one_piece = dataclasses.replace(run.policy, logit_chunk_rows=1024)
   assert batch.tokens.size > run.policy.logit_chunk_rows
 

@@ -14,7 +14,7 @@ from jetrl_jax.compilation import exact_jit
 from jetrl_jax.rl import decode_step, mismatch
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.policy import PolicyParams
-from tests.rl import tiny_run
+from tests.rl import tiny_run, tiny_updates
 
 RECIPES = ['fp8', 'bf16']
 
@@ -34,16 +34,16 @@ def assert_same(found, expected):
 def test_rollout_score_and_accumulate_agree_to_the_bit_over_three_updates(
     recipe,
 ):
-  for update in tiny_run.updates(recipe):
-    differ, tokens = tiny_run.mismatched(update.batches, update.logprobs)
+  for update in tiny_updates.updates(recipe):
+    differ, tokens = tiny_updates.mismatched(update.batches, update.logprobs)
     assert (differ, tokens >= 100) == (0, True)
-    differ, _ = tiny_run.mismatched(update.batches, update.scores)
+    differ, _ = tiny_updates.mismatched(update.batches, update.scores)
     assert differ == 0
 
 
 @pytest.mark.parametrize('recipe', RECIPES)
 def test_the_weights_that_agree_do_change(recipe):
-  for update in tiny_run.updates(recipe):
+  for update in tiny_updates.updates(recipe):
     before = jax.tree.leaves(update.before.weights['layers_0'])
     after = jax.tree.leaves(update.after.weights['layers_0'])
     for old, new in zip(before, after, strict=True):
@@ -53,7 +53,7 @@ def test_the_weights_that_agree_do_change(recipe):
 
 
 def test_the_share_of_changed_bytes_is_what_the_update_reports():
-  for update in tiny_run.updates('fp8'):
+  for update in tiny_updates.updates('fp8'):
     reported = update.info.changed_bytes['layers_0']['mlp']['down']['kernel']
     old, new = (
         s.weights['layers_0']['mlp']['down']['kernel'].values
@@ -65,7 +65,7 @@ def test_the_share_of_changed_bytes_is_what_the_update_reports():
 
 
 def test_a_planted_ulp_shows_as_one_token_of_mismatch():
-  update = tiny_run.updates('fp8')[0]
+  update = tiny_updates.updates('fp8')[0]
   mask = [b.loss_mask > 0 for b in update.batches]
   rollout = np.concatenate(
       [b.rollout_logprobs[m] for b, m in zip(update.batches, mask, strict=True)]
@@ -113,7 +113,7 @@ def test_fewer_samples_are_the_first_of_more():
 def test_a_prompt_of_one_token_is_answered_by_the_model():
   run, (completion, *_) = tiny_run.fp8_run(), tiny_run.completions()
   assert len(completion.prompt_tokens) == 1
-  logprobs_V = tiny_run.next_logprobs(
+  logprobs_V = tiny_updates.next_logprobs(
       run, run.start, completion.prompt_tokens, tiny_run.TEMPERATURE
   )
   # The vocabulary's probabilities add up to 1; float32 sums of 64 terms.
@@ -166,7 +166,7 @@ def test_sampled_frequencies_are_those_of_the_policy():
   )
   tokens = np.asarray([c.tokens[0] for c in found])
   p_V = np.exp(
-      tiny_run.next_logprobs(
+      tiny_updates.next_logprobs(
           run, run.start, prompt.tokens, tiny_run.TEMPERATURE
       ).astype(np.float64)
   )
@@ -233,7 +233,7 @@ def test_greedy_takes_the_most_probable_token_whatever_the_key():
     for t in range(3):
       context = np.concatenate([c.prompt_tokens, c.tokens[:t]])
       # Greedy rows are not tempered: log pi is that of temperature 1.
-      logprobs_V = tiny_run.next_logprobs(run, run.start, context, 1.0)
+      logprobs_V = tiny_updates.next_logprobs(run, run.start, context, 1.0)
       assert c.tokens[t] == np.argmax(logprobs_V)
       assert c.logprobs[t] == logprobs_V[c.tokens[t]]
 
@@ -280,7 +280,7 @@ def test_nothing_is_compiled_twice():
   before = run.start
   for i in range(2):
     programs.clear()
-    packed = tiny_run.batches(run.rollout(before, i))
+    packed = tiny_updates.batches(run.rollout(before, i))
     gradients, _ = run.accumulate(before, packed)
     before, gradients, _ = run.apply(before, gradients)
     # From here on the accumulator is the one that `apply` hands back.
@@ -302,9 +302,9 @@ def test_every_family_of_two_layers_agrees_over_three_updates(family, recipe):
   run = tiny_run.two_layer_run(family, recipe)
   before = run.start
   for i in range(3):
-    packed = tiny_run.batches(run.rollout(before, i))
+    packed = tiny_updates.batches(run.rollout(before, i))
     gradients, logprobs = run.accumulate(before, packed)
-    differ, tokens = tiny_run.mismatched(packed, logprobs)
+    differ, tokens = tiny_updates.mismatched(packed, logprobs)
     assert (differ, tokens >= 100) == (0, True)
     before, _, info = run.apply(before, gradients)
     assert bool(info.applied)
@@ -370,12 +370,12 @@ def test_fp8_keys_and_values_agree_in_rollout_and_training():
   # Few pages: sequences are parked, and their values prefilled again.
   config = tiny_run.engine_config(kv_cache_tokens=96)
   samples = run.rollout(engine=Engine(of, config, run.mesh))
-  packed = tiny_run.batches(samples)
+  packed = tiny_updates.batches(samples)
   score = exact_jit(of.score)
   params = PolicyParams(run.start.weights, run.start.fp8_state)
   temperature = jax.numpy.float32(tiny_run.TEMPERATURE)
   logprobs = [score(params, batch, temperature)[0] for batch in packed]
-  differ, tokens = tiny_run.mismatched(packed, logprobs)
+  differ, tokens = tiny_updates.mismatched(packed, logprobs)
   assert (differ, tokens >= 100) == (0, True)
   # And the rounding is there.
   finer = tiny_run.completions()

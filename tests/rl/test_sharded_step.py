@@ -12,7 +12,7 @@ from jetrl_jax.rl import engine_sizes
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.optimizer import OptimizerConfig
-from tests.rl import tiny_run
+from tests.rl import tiny_run, tiny_updates
 
 # The others run the same code with another pair of collectives.
 MESHES = [
@@ -39,14 +39,14 @@ def _run(mesh):
 @functools.cache
 def _update(mesh):
   """(gradients, log-probs, state, info) of the first update."""
-  run, batches = _run(mesh), tiny_run.updates('fp8')[0].batches
+  run, batches = _run(mesh), tiny_updates.updates('fp8')[0].batches
   gradients, logprobs = run.accumulate(run.start, batches)
   state, emptied, info = run.apply(run.start, gradients)
   return gradients, logprobs, state, info, emptied
 
 
 def _expected():
-  return tiny_run.updates('fp8')[0]
+  return tiny_updates.updates('fp8')[0]
 
 
 def _pairs(found, expected):
@@ -192,9 +192,9 @@ def test_rollout_and_training_agree_on_eight_devices_after_an_update(mesh):
   run, state = _run(mesh), _update(mesh)[2]
   rolled = run.step.roll_inputs(state.fp8_state)
   state = dataclasses.replace(state, fp8_state=rolled)
-  batches = tiny_run.batches(run.rollout(state, 1))
+  batches = tiny_updates.batches(run.rollout(state, 1))
   _, logprobs = run.accumulate(state, batches)
-  differ, tokens = tiny_run.mismatched(batches, logprobs)
+  differ, tokens = tiny_updates.mismatched(batches, logprobs)
   assert (differ, tokens > 100) == (0, True)
   # The results of one update are the arguments of the next, where they lie.
   for compiled in (run.step.accumulate, *run.step.apply.programs()):

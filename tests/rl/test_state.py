@@ -12,7 +12,7 @@ from jetrl_jax.fp8 import slots
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import PolicyParams
-from tests.rl import tiny_run
+from tests.rl import tiny_run, tiny_updates
 
 PARAMS = {
     'embed': {'embedding': 0},
@@ -116,7 +116,7 @@ def test_calibration_is_a_function_of_its_batches():
 
 
 def test_a_calibrated_step_saturates_nothing_and_flushes_little():
-  update, *_ = tiny_run.updates('fp8')
+  update, *_ = tiny_updates.updates('fp8')
   for slot in _slot_list(update.applied):
     for operand in ('input', 'kernel'):
       elements, saturated, flushed, signal, noise = np.asarray(
@@ -131,7 +131,7 @@ def test_a_calibrated_step_saturates_nothing_and_flushes_little():
 
 
 def test_weights_of_a_restored_state_are_those_it_was_saved_with():
-  run, (update, *_) = tiny_run.fp8_run(), tiny_run.updates('fp8')
+  run, (update, *_) = tiny_run.fp8_run(), tiny_updates.updates('fp8')
   saved = states.without_weights(update.after)
   assert set(saved) == {
       'trainable',
@@ -166,7 +166,7 @@ def test_the_abstract_state_is_what_create_makes():
 
 
 def test_the_reference_outlives_the_run_and_its_updates(tmp_path):
-  first, *_, last = tiny_run.updates('fp8')
+  first, *_, last = tiny_updates.updates('fp8')
   made = states.reference(tmp_path / 'reference', first.before, cold=True)
   tiny_run.assert_same_bits(
       made, PolicyParams(first.before.weights, first.before.fp8_state)

@@ -12,7 +12,7 @@ import pytest
 from jetrl_jax.rl import apply
 from jetrl_jax.rl.objective import LossConfig, policy_loss, supervised_loss
 from jetrl_jax.rl.types import TrainBatch
-from tests.rl import tiny_run
+from tests.rl import tiny_run, tiny_updates
 
 
 def _leaves(tree):
@@ -23,7 +23,7 @@ def _leaves(tree):
 def _whole():
   """Gradients of all samples in the fewest micro-batches."""
   run = tiny_run.fp8_run()
-  return run.accumulate(run.start, tiny_run.batches(tiny_run.completions()))
+  return run.accumulate(run.start, tiny_updates.batches(tiny_run.completions()))
 
 
 def _assert_close(found, expected):
@@ -190,17 +190,19 @@ def test_merge_joins_what_partition_split():
 
 def test_accumulate_twice_gives_the_same_bits():
   run = tiny_run.fp8_run()
-  again = run.accumulate(run.start, tiny_run.batches(tiny_run.completions()))
+  again = run.accumulate(
+      run.start, tiny_updates.batches(tiny_run.completions())
+  )
   tiny_run.assert_same_bits(again, _whole())
 
 
 @pytest.mark.parametrize('count', [1, 2, 4, 8, 16])
 def test_any_number_of_micro_batches_gives_the_same_gradients(count):
   run = tiny_run.fp8_run()
-  packed = tiny_run.in_micro_batches(tiny_run.completions(), count)
+  packed = tiny_updates.in_micro_batches(tiny_run.completions(), count)
   assert len(packed) >= count
   gradients, logprobs = run.accumulate(run.start, packed)
-  assert tiny_run.mismatched(packed, logprobs)[0] == 0
+  assert tiny_updates.mismatched(packed, logprobs)[0] == 0
   _assert_close(gradients.trainable, _whole()[0].trainable)
   _assert_same_amaxes(gradients.fp8, _whole()[0].fp8)
   for name, metric in gradients.metrics.items():
@@ -212,7 +214,7 @@ def test_any_number_of_micro_batches_gives_the_same_gradients(count):
 def test_packing_changes_no_gradient_and_no_amax():
   run = tiny_run.fp8_run()
   gradients, _ = run.accumulate(
-      run.start, tiny_run.one_per_row(tiny_run.completions())
+      run.start, tiny_updates.one_per_row(tiny_run.completions())
   )
   _assert_close(gradients.trainable, _whole()[0].trainable)
   _assert_same_amaxes(gradients.fp8, _whole()[0].fp8)
@@ -220,7 +222,7 @@ def test_packing_changes_no_gradient_and_no_amax():
 
 def test_a_micro_batch_of_padding_adds_nothing():
   run = tiny_run.fp8_run()
-  packed = tiny_run.batches(tiny_run.completions())
+  packed = tiny_updates.batches(tiny_run.completions())
   empty = jax.tree.map(np.zeros_like, packed[0])
   gradients, _ = run.accumulate(run.start, [*packed, empty])
   tiny_run.assert_same_bits(gradients, _whole()[0])
@@ -229,7 +231,7 @@ def test_a_micro_batch_of_padding_adds_nothing():
 def test_numbers_outside_the_loss_mask_have_no_influence():
   run = tiny_run.fp8_run()
   garbage = []
-  for batch in tiny_run.batches(tiny_run.completions()):
+  for batch in tiny_updates.batches(tiny_run.completions()):
     outside = batch.loss_mask == 0
     fields = {
         name: np.where(outside, np.float32(junk), getattr(batch, name))
@@ -245,13 +247,13 @@ def test_numbers_outside_the_loss_mask_have_no_influence():
     fields['tokens'] = np.where(batch.segment_ids == 0, 33, batch.tokens)
     garbage.append(dataclasses.replace(batch, **fields))
   gradients, logprobs = run.accumulate(run.start, garbage)
-  assert tiny_run.mismatched(garbage, logprobs)[0] == 0
+  assert tiny_updates.mismatched(garbage, logprobs)[0] == 0
   tiny_run.assert_same_bits(gradients, _whole()[0])
 
 
 @pytest.mark.parametrize('recipe', ['fp8', 'bf16'])
 def test_on_policy_the_ratio_is_exactly_one(recipe):
-  for update in tiny_run.updates(recipe):
+  for update in tiny_updates.updates(recipe):
     metrics = {k: v.value() for k, v in update.info.metrics.items()}
     assert metrics['actor/ppo_kl'] == 0.0
     assert metrics['actor/pg_clipfrac'] == 0.0
@@ -259,7 +261,7 @@ def test_on_policy_the_ratio_is_exactly_one(recipe):
 
 
 def test_the_policy_loss_at_ratio_one_is_the_mean_advantage():
-  update = tiny_run.updates('fp8')[0]
+  update = tiny_updates.updates('fp8')[0]
   expected = -sum(
       float((b.loss_weight * b.advantages).sum(dtype=np.float64))
       for b in update.batches
@@ -269,7 +271,7 @@ def test_the_policy_loss_at_ratio_one_is_the_mean_advantage():
 
 
 def test_the_kl_to_an_equal_reference_is_exactly_zero_and_then_is_not():
-  run, (update, *_) = tiny_run.fp8_run(), tiny_run.updates('fp8')
+  run, (update, *_) = tiny_run.fp8_run(), tiny_updates.updates('fp8')
 
   def against(state):
     return [
@@ -286,7 +288,7 @@ def test_the_kl_to_an_equal_reference_is_exactly_zero_and_then_is_not():
 
 
 def test_an_update_makes_good_tokens_likelier():
-  run, (update, *_) = tiny_run.fp8_run(), tiny_run.updates('fp8')
+  run, (update, *_) = tiny_run.fp8_run(), tiny_updates.updates('fp8')
   gain = 0.0
   for batch, before in zip(update.batches, update.scores, strict=True):
     after = run.score(update.after, batch)
@@ -404,7 +406,7 @@ def test_output_gradient_scales_move_in_apply():
 
 
 def test_kernels_never_saturate_after_an_update():
-  for update in tiny_run.updates('fp8'):
+  for update in tiny_updates.updates('fp8'):
     state = update.after
     masters = state.trainable['layers_0']
     for (name, dot), scale in _slots(state, 'kernel', 'scale').items():
@@ -428,7 +430,7 @@ def _poison_leaf(tree, value):
 def test_a_gradient_that_is_not_finite_changes_nothing(recipe, value):
   run, (update, *_) = (
       {'fp8': tiny_run.fp8_run, 'bf16': tiny_run.bf16_run}[recipe](),
-      tiny_run.updates(recipe),
+      tiny_updates.updates(recipe),
   )
   gradients = dataclasses.replace(
       update.gradients,
@@ -449,7 +451,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(recipe, value):
 @pytest.mark.parametrize('value', [np.nan, np.inf])
 def test_a_loss_that_is_not_finite_changes_nothing(value):
   run = tiny_run.fp8_run()
-  batch = tiny_run.batches(tiny_run.completions())[0]
+  batch = tiny_updates.batches(tiny_run.completions())[0]
   place = tuple(np.argwhere(batch.loss_mask > 0)[3])
   advantages = batch.advantages.copy()
   advantages[place] = value
@@ -476,7 +478,7 @@ def test_a_loss_alone_that_is_not_finite_is_enough():
 
 
 def test_frozen_masters_stay_and_have_no_moments():
-  first, *_, last = tiny_run.updates('bf16')
+  first, *_, last = tiny_updates.updates('bf16')
   assert list(first.before.frozen) == ['embed']
   tiny_run.assert_same_bits(last.after.frozen, first.before.frozen)
   tiny_run.assert_same_bits(
@@ -494,7 +496,7 @@ def test_frozen_masters_stay_and_have_no_moments():
 
 @pytest.mark.parametrize('factor', [1e-2, 1.0, 1e3])
 def test_the_clip_bounds_the_global_norm_and_leaves_small_ones(factor):
-  run, (update, *_) = tiny_run.bf16_run(), tiny_run.updates('bf16')
+  run, (update, *_) = tiny_run.bf16_run(), tiny_updates.updates('bf16')
   gradients = jax.tree.map(lambda x: x * factor, update.gradients.trainable)
   state, _, info = run.apply(
       run.start, dataclasses.replace(update.gradients, trainable=gradients)
@@ -514,7 +516,7 @@ def test_the_clip_bounds_the_global_norm_and_leaves_small_ones(factor):
 
 
 def test_the_weights_are_quantised_from_the_masters_once():
-  for update in tiny_run.updates('fp8'):
+  for update in tiny_updates.updates('fp8'):
     state = update.after
     masters = state.trainable['layers_0']
     for (name, dot), scale in _slots(state, 'kernel', 'scale').items():
@@ -530,7 +532,7 @@ def test_the_weights_are_quantised_from_the_masters_once():
 @pytest.mark.parametrize('rows', [1, 2, 4, 8, 32])
 def test_micro_batches_of_another_shape_give_the_same_gradients(rows):
   run = tiny_run.fp8_run()
-  packed = tiny_run.batches(tiny_run.completions())
+  packed = tiny_updates.batches(tiny_run.completions())
   cut = [
       jax.tree.map(lambda x, b=batch, i=i: x[i : i + rows], batch)
       for batch in packed
@@ -539,6 +541,6 @@ def test_micro_batches_of_another_shape_give_the_same_gradients(rows):
   if rows > tiny_run.ROWS:
     cut = [jax.tree.map(lambda *x: np.concatenate(x), *packed)]
   gradients, logprobs = run.accumulate(run.start, cut)
-  assert tiny_run.mismatched(cut, logprobs)[0] == 0
+  assert tiny_updates.mismatched(cut, logprobs)[0] == 0
   _assert_close(gradients.trainable, _whole()[0].trainable)
   _assert_same_amaxes(gradients.fp8, _whole()[0].fp8)
