@@ -306,7 +306,8 @@ def build(config: Config) -> Parts:
     )
   make_params, shapes = config_model.parameters(config, policy, mesh, folder)
   sampling = config_model.rollout_policy(config, policy)
-  for one in (policy, sampling):
+  evaluating = [config_model.renamed(policy, name) for name in run.val_recipes]
+  for one in (policy, sampling, *evaluating):
     config_model.check_patterns(one, shapes, tuple(config.model.freeze))
   return Parts(
       policy=policy,

@@ -117,7 +117,7 @@ def rollout_policy(config: Config, policy: Policy) -> Policy:
   """
   name = config.precision.rollout_recipe or policy.recipe.name
   with naming('precision.rollout_recipe'):
-    recipe = dataclasses.replace(policy.recipe, name=name)
+    sampling = renamed(policy, name)
   if {name, policy.recipe.name} == {'bf16'}:
     for field in ('high_precision_layers', 'quantize_lm_head', 'min_sqnr_db'):
       if value := getattr(policy.recipe, field):
@@ -127,6 +127,12 @@ def rollout_policy(config: Config, policy: Policy) -> Policy:
             field,
             value,
         )
+  return sampling
+
+
+def renamed(policy: Policy, name: str) -> Policy:
+  """Returns the policy in another recipe, all else of its recipe the same."""
+  recipe = dataclasses.replace(policy.recipe, name=name)
   return dataclasses.replace(policy, recipe=recipe)
 
 

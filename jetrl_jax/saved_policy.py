@@ -222,7 +222,7 @@ def _of_run(
     # What the run sampled with.
     policy, found = rollout_policy, mixed_flow.as_rollout(found)
   trained = policy.recipe.name
-  policy = _with_recipe(policy, recipe or trained)
+  policy = config_model.renamed(policy, recipe or trained)
   calibrated = policy.recipe.name in (trained, *UNCALIBRATED)
   if trained == policy.recipe.name:
     state = states.with_weights(policy, found, mesh, record=False)
@@ -253,11 +253,6 @@ def _sides(
   dots = guard_state.of_checkpoint(host_state).high_precision
   policy = dataclasses.replace(policy, recipe=policy.recipe.keeping(dots))
   return policy, config_model.rollout_policy(config, policy)
-
-
-def _with_recipe(policy: Policy, name: str) -> Policy:
-  recipe = dataclasses.replace(policy.recipe, name=name)
-  return dataclasses.replace(policy, recipe=recipe)
 
 
 def _of_checkpoint(folder: pathlib.Path, recipe: str | None) -> Restored:

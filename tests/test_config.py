@@ -294,6 +294,10 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
             "'layer_0/.*' matches no dot; they are ['layers_0/attn/qkv',",
         ),
         (
+            {'trainer.val_recipes': ('fp8_block',)},
+            'recipe fp8_block quantises in blocks of 128 x 128, but',
+        ),
+        (
             {'precision.quantize_lm_head': True},
             'quantize_lm_head is True, but the model has tied embeddings',
         ),
