@@ -41,7 +41,11 @@ def _run(name: str, devices: tuple[int, int] = (1, 1)) -> tiny_run.Run:
 
 
 @pytest.mark.parametrize(
-    ('name', 'devices'), [('fp8_delayed', (1, 1)), ('fp8_token', (2, 2))]
+    ('name', 'devices'),
+    [
+        ('fp8_delayed', (1, 1)),
+        pytest.param('fp8_token', (2, 2), marks=pytest.mark.slow),
+    ],
 )
 def test_training_computes_the_log_probs_of_the_rollout_to_the_bit(
     name, devices
@@ -105,10 +109,10 @@ def test_spread_slots_join_amaxes_by_max_and_sums_by_sum():
 def test_fp8_gradients_of_peaked_rows_of_152064_tokens_keep_their_direction():
   # Logits of a language model: a few tokens hold nearly everything, so that
   # most of the row's gradient is below E4M3's smallest value on one scale.
-  rows, vocab, width = 16, 152064, 64
+  rows, vocab, width = 16, 152064, 16
   rng = np.random.default_rng(0)
   hidden = jnp.asarray(rng.normal(size=(rows, width)), jnp.bfloat16)
-  kernel = jnp.asarray(0.5 * rng.normal(size=(vocab, width)), jnp.bfloat16)
+  kernel = jnp.asarray(rng.normal(size=(vocab, width)), jnp.bfloat16)
   targets = jnp.argmax(hidden @ kernel.T, axis=1)
 
   def entry(x):
@@ -129,7 +133,7 @@ def test_fp8_gradients_of_peaked_rows_of_152064_tokens_keep_their_direction():
       picked = jnp.take_along_axis(logits, targets[:, None], axis=1)
       return jnp.mean(jax.nn.logsumexp(logits, axis=1) - picked[:, 0])
 
-    return jax.grad(loss, argnums=(0, 1))(hidden, kernel)
+    return exact_jit(jax.grad(loss, argnums=(0, 1)))(hidden, kernel)
 
   slot = slots.init_slot(4)
   for operand, scale in (
