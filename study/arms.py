@@ -69,8 +69,8 @@ _EXACTNESS = (
     _unified('bf16_inexact', 'bf16', 'bf16_inexact'),
     _unified('jetrl_inexact', FP8, 'jetrl_inexact'),
 )
-# The recipe to use, whose scales a head would share. For untied embeddings,
-# see `study/untie.py`.
+# The product's default recipe, and the same with its head in FP8: for untied
+# embeddings, see `study/untie.py`.
 _DELAYED = _unified('delayed', 'fp8_delayed')
 _HEAD = (
     _DELAYED,

@@ -175,7 +175,19 @@ class Policy:
       *,
       show: bool = False,
   ) -> tuple[Array, ...]:
-    """`score`, and what `logprobs.target_logprobs` shows."""
+    """`score`, with logits to look at.
+
+    Args:
+      params: as for `score`.
+      batch: as for `score`.
+      temperature: as for `score`.
+      masters: as for `score`.
+      show: see `logprobs.target_logprobs`.
+
+    Returns:
+      (log-probs [B, T], entropies [B, T]), and with `show` the tempered logits
+      [B*T, V] and their log-sum-exp [B*T], whose row t predicts token t + 1.
+    """
     hidden_MD = self.hidden(params, batch, masters)
     weights, state = params
 
