@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import common
 from jetrl_jax import compilation, fp8, rng, sharding
-from jetrl_jax.fp8 import slots
+from jetrl_jax.fp8 import gate_up_kernel, slots
 from jetrl_jax.metrics import Mean
 from jetrl_jax.models import hf_layout
 from jetrl_jax.rl import decode_slots, decode_step
@@ -294,6 +294,7 @@ def main(argv: list[str]) -> None:
   with (
       mock.patch.dict(compilation._IN_ORDER, order),
       mock.patch.object(jax, 'default_backend', lambda: 'gpu'),
+      mock.patch.object(gate_up_kernel, 'on_hopper', lambda: True),
       mock.patch.object(gpu_info, 'get_gpu_info', lambda: h200),
   ):
     if _PROGRAM.value == 'apply':

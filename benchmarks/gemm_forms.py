@@ -4,10 +4,12 @@
 
 For each projection and few rows M: the dot as it is, with its algorithm chosen
 by timing (Triton among them or not), with a float32 result, with the result
-turned round, with its columns or its contraction in parts of a batch. And for
-many rows what a contraction in two parts would cost training. Beside it,
-whether the bits are those of many rows, and what the kernel itself takes: a
-dot of few rows in the loop waits for the host.
+turned round, with its columns or its contraction in parts of a batch; gate_up
+also with SwiGLU behind it, as two kernels and as one (which is for 64 and 128
+rows of FP8; otherwise it is the two again). And for many rows what a
+contraction in two parts would cost training. Beside it, whether the bits are
+those of many rows, and what the largest kernel itself takes: a dot of few rows
+in the loop waits for the host.
 """
 
 import functools
@@ -18,9 +20,11 @@ from absl import app, flags
 from jax import lax
 
 from benchmarks import common
-from jetrl_jax.compilation import compiler_options
+from jetrl_jax.compilation import compiler_options, on_gpu
 from jetrl_jax.config_model import SHAPES
-from jetrl_jax.fp8.products import BATCHED_NT, NT
+from jetrl_jax.fp8 import gate_up_kernel, swiglu
+from jetrl_jax.fp8.products import BATCHED_NT, NT, Unscaled
+from jetrl_jax.fp8.quantization import QTensor
 
 _OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
 _COMMIT = flags.DEFINE_string('commit', '', 'Commit under test.')
@@ -28,8 +32,10 @@ _SHAPE = flags.DEFINE_enum(
     'shape', 'qwen2.5-7b', sorted(SHAPES), 'See model.shape.'
 )
 _ROWS = flags.DEFINE_list('rows', ['64', '128', '256'], 'M of decode.')
+_HOW = {} if on_gpu() else {'interpret': True}
 _NAMES = ('qkv', 'o', 'gate_up', 'down')
 _PROJECTIONS = flags.DEFINE_list('projections', list(_NAMES), 'Which dots.')
+_FORMS = flags.DEFINE_list('forms', [], 'Which of them; none for all.')
 _DTYPES = flags.DEFINE_list('dtypes', ['float8_e4m3fn', 'bfloat16'], 'Of them.')
 _MANY = flags.DEFINE_integer('many', 8192, 'M to compare bits with.')
 # Weights that are read in turn, so that none waits in the L2 cache.
@@ -83,6 +89,27 @@ def contraction(parts: int):
   return run
 
 
+def with_swiglu(as_one: bool):
+  """Returns gate_up and SwiGLU, on scales of FP8; `as_one` where that fits."""
+
+  def run(x, w):
+    size, is_fp8 = w.shape[0] // 2, x.dtype.itemsize == 1
+    scales = [jnp.float32(2.0**power) for power in (-3, -2, -1)]
+    dims = w.shape[1], size
+    if as_one and is_fp8 and gate_up_kernel.fits(len(x), dims):
+      x8, w8 = (
+          QTensor(values=values, scale=scale)
+          for values, scale in zip((x, w), scales[:2], strict=True)
+      )
+      return gate_up_kernel.hidden(x8, w8, scales[2], **_HOW).values
+    product = Unscaled(
+        values=columns(2)(x, w), scales=tuple(scales[:2]) if is_fp8 else ()
+    )
+    return swiglu.swiglu_of(product, scales[2] if is_fp8 else None, **_HOW)
+
+  return run
+
+
 def forms(name: str) -> dict:
   """Returns name -> (function, compiler options)."""
   pinned = compiler_options()
@@ -93,6 +120,9 @@ def forms(name: str) -> dict:
   }
   for parts in (2,) if name == 'qkv' else (2, 4, 8):
     found[f'columns in {parts}'] = (columns(parts), pinned)
+  if name == 'gate_up':
+    found['and SwiGLU'] = (with_swiglu(as_one=False), pinned)
+    found['and SwiGLU as one'] = (with_swiglu(as_one=True), pinned)
   if name in ('o', 'down'):
     found['contraction in 2'] = (contraction(2), pinned)
   if jax.default_backend() != 'cpu':
@@ -147,6 +177,8 @@ def measure(name: str, size: tuple[int, int], dtype) -> list[dict]:
   for rows in map(int, _ROWS.value):
     x_2MI = jnp.stack([many[:rows], many[-rows:]])
     for form, (run, options) in forms(name).items():
+      if _FORMS.value and form not in _FORMS.value:
+        continue
       compiled = jax.jit(run, compiler_options=options)
       # What timing chooses for few rows is compared with the pinned choice.
       whole = jax.jit(run, compiler_options=compiler_options())
@@ -164,7 +196,7 @@ def measure(name: str, size: tuple[int, int], dtype) -> list[dict]:
           }
           | timed(run, options, x_2MI, weights)
       )
-  if name == 'down':
+  if name == 'down' and not _FORMS.value:
     x_2MI = jnp.stack([many, many[::-1]])
     for form in ('as it is', 'contraction in 2'):
       run, options = forms(name)[form]

@@ -44,6 +44,7 @@ def _kernel(
 ):
   """A tile of the result."""
   groups = scale_a_ref.shape[0]
+  zeros = jnp.zeros(out_ref.shape, jnp.float32)
 
   def scales(g):
     scale_b = scale_b_ref[g, :][None, :]
@@ -52,7 +53,8 @@ def _kernel(
   def body(g, carry):
     total, scale_a, scale_b = carry
     columns = pl.ds(g * BLOCK, BLOCK)
-    part = hopper_dot(a_ref[:, columns], b_ref[:, columns], interpret=interpret)
+    a, b = a_ref[:, columns], b_ref[:, columns]
+    part = hopper_dot(a, b, zeros, interpret=interpret)
     # The next group's are on their way meanwhile.
     ahead = scales(jnp.minimum(g + 1, groups - 1))
     if exact:  # Powers of two may be multiplied first, or within the sum.
@@ -60,8 +62,7 @@ def _kernel(
     part = _rounded_product(part * scale_a, scale_b, interpret)
     return total + part, *ahead
 
-  start = jnp.zeros(out_ref.shape, jnp.float32)
-  total, *_ = lax.fori_loop(0, groups, body, (start, *scales(0)))
+  total, *_ = lax.fori_loop(0, groups, body, (zeros, *scales(0)))
   out_ref[...] = total.astype(out_ref.dtype)
 
 

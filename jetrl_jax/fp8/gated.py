@@ -19,6 +19,7 @@ from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import (
     dot_tensor,
     formats,
+    gate_up_kernel,
     linear,
     swiglu,
     swiglu_backward,
@@ -117,7 +118,13 @@ def unscaled_mlp(
     x_MD: Array, low_MD: Array | None, gate_up: Operands, down: Operands
 ) -> Unscaled:
   """The same before its last scales, in float32; without a derivative."""
-  h8, _ = hidden(x_MD, low_MD, gate_up, down)
+  (_, weight, slot), (_, down_weight, down_slot) = gate_up, down
+  if gate_up_kernel.fits(len(x_MD), down_weight.values.shape):
+    with jax.named_scope('gate_up'):
+      x8 = dot_tensor.quantize_input(x_MD, low_MD, slot)
+      h8 = gate_up_kernel.hidden(x8, weight, down_slot['input']['scale'])
+  else:
+    h8, _ = hidden(x_MD, low_MD, gate_up, down)
   with jax.named_scope('down'):
     return dot_tensor.unscaled(h8, down[1], jnp.float32)
 

@@ -16,10 +16,13 @@ from jax.extend import core
 
 from jetrl_jax.typing import Array
 
+# Of products that the tensor core may add before float32 takes the sum.
+_ANY_NUMBER = 2**30
+
 
 @functools.cache
 def _primitive() -> core.Primitive:
-  """Returns the operation (a, b, start) -> start + a . b^T."""
+  """Returns the operation (a, b, start) -> start + a . b^T, see below."""
   # Here, so that nothing else breaks where a version of JAX has moved them.
   from jax._src.pallas.triton import lowering
   from jaxlib.triton import dialect
@@ -27,30 +30,33 @@ def _primitive() -> core.Primitive:
   dot_p = core.Primitive('hopper_dot')
 
   @dot_p.def_abstract_eval
-  def shape(a, b, start, *, inner):
-    del a, b, inner
+  def shape(a, b, start):
+    del a, b
     return start
 
   @lowering.register_lowering(dot_p)
-  def lower(ctx, a, b, start, *, inner):
+  def lower(ctx, a, b, start):
     del ctx
     turned = dialect.trans(b, (1, 0))
-    return dialect.dot(a, turned, start, max_num_imprecise_acc=inner)
+    return dialect.dot(a, turned, start, max_num_imprecise_acc=_ANY_NUMBER)
 
   del shape, lower
   return dot_p
 
 
-def hopper_dot(a_MC: Array, b_NC: Array, *, interpret: bool) -> Array:
-  """Returns a . b^T, float32 [M, N], added in order by the tensor core.
+def hopper_dot(
+    a_MC: Array, b_NC: Array, start_MN: Array, *, interpret: bool
+) -> Array:
+  """Returns start + a . b^T, float32, added in order by the tensor core.
 
   Args:
     a_MC: E4M3 or E5M2; M is a multiple of 64 and of 16 per warp.
-    b_NC: E4M3 or E5M2.
+    b_NC: E4M3 or E5M2; N is a multiple of 16.
+    start_MN: float32, what the products are added to.
     interpret: the kernel runs on a CPU, for tests.
   """
   if interpret:
     a_MC, b_NC = a_MC.astype(jnp.float32), b_NC.astype(jnp.float32)
-    return jnp.dot(a_MC, b_NC.T, preferred_element_type=jnp.float32)
-  start = jnp.zeros((a_MC.shape[0], b_NC.shape[0]), jnp.float32)
-  return _primitive().bind(a_MC, b_NC, start, inner=a_MC.shape[1])
+    product = jnp.dot(a_MC, b_NC.T, preferred_element_type=jnp.float32)
+    return start_MN + product
+  return _primitive().bind(a_MC, b_NC, start_MN)

@@ -10,6 +10,7 @@ same operations.
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -39,23 +40,43 @@ def sigmoid(gate: Array, interpret: bool) -> Array:
   return instruction('rcp.approx.ftz.f32')(total)
 
 
-def _kernel(
-    gate_ref, up_ref, *refs, num_scales: int, quantizes: bool, interpret: bool
-):
+def hidden(
+    gate: Array,
+    up: Array,
+    scales: Sequence[Array],
+    step: Array | None,
+    interpret: bool,
+) -> Array:
+  """Returns silu(gate) * up inside a kernel.
+
+  Args:
+    gate: before it is scaled, in the dtype to which the result is rounded.
+    up: as gate.
+    scales: powers of two, whose product scales both.
+    step: scale on which the result is quantised; None for the dtype of gate.
+    interpret: the kernel runs on a CPU.
+  """
+  dtype = gate.dtype
+  gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+  if scales:
+    scale = math.prod(scales)
+    gate, up = gate * scale, up * scale
+  h = (gate * sigmoid(gate, interpret) * up).astype(dtype)
+  if step is None:
+    return h
+  h = h.astype(jnp.float32) * (1.0 / step)
+  if interpret:  # On a GPU the cast does.
+    limit = formats.format_max(formats.E4M3)
+    h = jnp.clip(h, -limit, limit)
+  return h.astype(formats.E4M3)
+
+
+def _kernel(gate_ref, up_ref, *refs, quantizes: bool, interpret: bool):
   """A tile of gate and of up."""
   *numbers, out_ref = refs
   numbers = [ref[0] for ref in numbers]
-  scale = math.prod(numbers[:num_scales])
-  gate, up = (ref[...].astype(jnp.float32) for ref in (gate_ref, up_ref))
-  if num_scales:
-    gate, up = gate * scale, up * scale
-  h = (gate * sigmoid(gate, interpret) * up).astype(gate_ref.dtype)
-  if quantizes:
-    h = h.astype(jnp.float32) * (1.0 / numbers[-1])
-    if interpret:  # On a GPU the cast does.
-      limit = formats.format_max(formats.E4M3)
-      h = jnp.clip(h, -limit, limit)
-  out_ref[...] = h.astype(out_ref.dtype)
+  step = numbers.pop() if quantizes else None
+  out_ref[...] = hidden(gate_ref[...], up_ref[...], numbers, step, interpret)
 
 
 @lowered_once('interpret')
@@ -86,7 +107,6 @@ def swiglu_of(
   return pl.pallas_call(
       functools.partial(
           _kernel,
-          num_scales=len(scales),
           quantizes=step is not None,
           interpret=interpret,
       ),

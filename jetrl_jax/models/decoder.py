@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jetrl_jax.fp8 import QTensor, Unscaled, gated, swiglu
+from jetrl_jax.fp8 import QTensor, Unscaled, gate_up_kernel, gated, swiglu
 from jetrl_jax.fp8.slots import COLLECTION
 from jetrl_jax.models import remat, rope
 from jetrl_jax.models.layers import (
@@ -142,6 +142,13 @@ class MLP(Leaf):
       h_MF = self.tap('swiglu', swiglu.swiglu(y_MG))
     return _added(down, fused, h_MF, row_mask_M)
 
+  def copies(self, rows: int) -> int:
+    """Returns how many copies of its FP8 rows a fused decode step reads."""
+    # A dot of few rows is faster in two parts, gate and up, and a kernel that
+    # makes both at once is faster still.
+    dims = self.config.model_dim, self.config.ffn_dim
+    return 1 if self._is_one() and gate_up_kernel.fits(rows, dims) else 2
+
   def _is_one(self) -> bool:
     """Whether both dots are computed as one; nothing shows inside."""
     cfg, names = self.config, ('gate_up', 'down')
@@ -182,11 +189,11 @@ class Block(Leaf):
         y_MD, low_MD, positions_M, row_mask_M, attend, cache
     )
     x_MD = remat.keep(plus('attn_sum', x_MD, attended))
-    # Of few rows, gate and up are faster as two parts of a dot.
-    x_MD, y_MD, low_MD = normed('mlp_norm', x_MD, 'mlp', 'gate_up', copies=2)
-    added = MLP(*common, config=cfg, name='mlp')(
-        y_MD, low_MD, row_mask_M, attend.fuses
+    mlp = MLP(*common, config=cfg, name='mlp')
+    x_MD, y_MD, low_MD = normed(
+        'mlp_norm', x_MD, 'mlp', 'gate_up', copies=mlp.copies(len(positions_M))
     )
+    added = mlp(y_MD, low_MD, row_mask_M, attend.fuses)
     return plus('mlp_sum', x_MD, added), cache
 
 

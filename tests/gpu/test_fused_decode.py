@@ -12,7 +12,8 @@ from tests.models import fused, tiny
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize('rows', [16, 128])
+# Of 64 and 128 rows gate_up and SwiGLU are one kernel.
+@pytest.mark.parametrize('rows', [16, 64, 128])
 @pytest.mark.parametrize(
     'recipe, kv',
     [

@@ -14,8 +14,10 @@ import pytest
 
 from jetrl_jax import fp8
 from jetrl_jax.compilation import exact_jit, on_gpu
+from jetrl_jax.config_model import SHAPES
 from jetrl_jax.fp8 import (
     formats,
+    gate_up_kernel,
     health,
     renewal,
     slots,
@@ -153,6 +155,22 @@ def test_swiglu_has_one_result_in_all_forms():
 
   rows = 2048 if on_gpu() else 128
   cpu.check(cpu.in_all_forms(rows, 4736, **_HOW))
+
+
+@pytest.mark.parametrize('rows', gate_up_kernel.ROWS)
+@pytest.mark.parametrize(
+    'shape', ['qwen2.5-0.5b', 'qwen2.5-7b', 'qwen2.5-14b', 'llama-3.1-8b']
+)
+def test_gate_up_with_swiglu_has_the_bits_of_many_rows(shape, rows):
+  from tests.fp8 import test_gate_up_kernel as cpu
+
+  dims = SHAPES[shape].model_dim, SHAPES[shape].ffn_dim
+  dims = dims if on_gpu() else (256, 304)
+  many, weight, step = cpu.operands(1024, *dims, whole=not on_gpu())
+  few = QTensor(values=many.values[-rows:], scale=many.scale)
+  found = gate_up_kernel.hidden(few, weight, step, **_HOW)
+  wanted = cpu.apart(many, weight, step, tuple(_HOW))[-rows:]
+  assert np.array_equal(_bytes(found.values), _bytes(wanted))
 
 
 @pytest.mark.parametrize('kind', [None, 'float8_e4m3fn'])

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jetrl_jax.fp8 import Recipe, gated, swiglu
+from jetrl_jax.fp8 import Recipe, gate_up_kernel, gated, swiglu
 from jetrl_jax.models import (
     append_kernel,
     attention,
@@ -27,28 +27,34 @@ SOME = Recipe(
 
 
 @pytest.mark.parametrize(
-    'recipe, kv, family, dim',
+    'recipe, kv, family, dim, rows_of_one',
     [
-        (FP8, 'float8_e4m3fn', 'qwen2', 64),
-        (FP8, 'compute', 'qwen3', 64),
-        # Where the MLP's two dots are one.
-        (FP8, 'compute', 'qwen2', 128),
-        (SOME, 'float8_e4m3fn', 'llama', 128),
-        (Recipe(name='bf16'), 'compute', 'qwen2', 64),
+        (FP8, 'float8_e4m3fn', 'qwen2', 64, ()),
+        (FP8, 'compute', 'qwen3', 64, ()),
+        # Where the MLP's two dots are one, and gate_up is with SwiGLU.
+        (FP8, 'compute', 'qwen2', 128, ()),
+        (FP8, 'compute', 'qwen2', 128, (16,)),
+        (SOME, 'float8_e4m3fn', 'llama', 128, (16,)),
+        (Recipe(name='bf16'), 'compute', 'qwen2', 64, ()),
         pytest.param(
-            *(Recipe(power_of_two_scales=False), 'compute', 'qwen2', 64),
+            *(Recipe(power_of_two_scales=False), 'compute', 'qwen2', 64, ()),
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            *(Recipe(name='fp8_token'), 'compute', 'qwen2', 64),
+            *(Recipe(name='fp8_token'), 'compute', 'qwen2', 64, ()),
             marks=pytest.mark.slow,
         ),
     ],
 )
-def test_a_fused_step_is_the_step(monkeypatch, recipe, kv, family, dim):
+def test_a_fused_step_is_the_step(
+    monkeypatch, recipe, kv, family, dim, rows_of_one
+):
+  monkeypatch.setattr(gate_up_kernel, 'ROWS', rows_of_one)
+  monkeypatch.setattr(gate_up_kernel, 'on_hopper', lambda: True)
   for module, name in (
       (append_kernel, 'rotate_and_append'),
       (attention_decode, 'decode'),
+      (gate_up_kernel, 'hidden'),
       (norm, 'rms_norm_kernel'),
       (swiglu, 'swiglu_of'),
   ):
