@@ -20,7 +20,7 @@ from jetrl_jax.rl.apply import Gradients, merge
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.parts import Parts
-from jetrl_jax.rl.policy import Policy, PolicyParams
+from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import TrainBatch, TrainState
 from jetrl_jax.typing import PyTree
@@ -84,7 +84,7 @@ def shapes(parts: Parts) -> Shapes:
   engine = Engine(rollout_policy, parts.engine, mesh)
   rows, length = parts.batch_shape
   by_rows = jax.sharding.NamedSharding(mesh, sharding.ROWS)
-  batch = _rows(TrainBatch.of_shapes(rows, length), by_rows)
+  batch = _at(TrainBatch.of_shapes(rows, length), by_rows)
   slots = jax.eval_shape(engine.init_decode_state)
   count, length = largest_prefill(engine)
   prefix = jax.eval_shape(
@@ -97,8 +97,8 @@ def shapes(parts: Parts) -> Shapes:
       state=state,
       gradients=_placed(step.gradient_shapes(state), mesh),
       batch=batch,
-      slots=_rows(slots, by_rows),
-      prefix=_rows(prefix, by_rows),
+      slots=_at(slots, by_rows),
+      prefix=_at(prefix, by_rows),
       step=step,
       engine=engine,
   )
@@ -131,6 +131,7 @@ def ledger(parts: Parts, found: Shapes) -> dict[str, int]:
   """Returns the bytes per device of everything that is alive at some time."""
   state = found.state
   reference = parts.needs_reference
+  is_split = parts.rollout_policy.axes.fsdp > 1
   policy_bytes = num_bytes((state.weights, state.fp8_state))
   return {
       'master weights': num_bytes((state.trainable, state.frozen)),
@@ -142,12 +143,15 @@ def ledger(parts: Parts, found: Shapes) -> dict[str, int]:
       ),
       'gradients': num_bytes(found.gradients),
       'reference policy': policy_bytes if reference else 0,
+      _WHOLE: num_bytes(_everywhere(parts, state)) if is_split else 0,
       'KV caches and slots': num_bytes(found.slots),
       'prefilled prompts': num_bytes(found.prefix),
       'a micro-batch': num_bytes(found.batch),
   }
 
 
+# What a rollout holds besides; nothing where weights are not split.
+_WHOLE = 'weights of a rollout, whole'
 # What the trainer holds all the time.
 _ALWAYS = (
     'master weights',
@@ -186,10 +190,10 @@ def compiled_phases(
           ' --dry_run_device to estimate it from shapes'
       )
     alive = always
+    if name in ('prefill', 'decode'):
+      alive += sizes[_WHOLE] + sizes['KV caches and slots']
     if name == 'decode':
-      alive += sizes['KV caches and slots'] + sizes['prefilled prompts']
-    elif name == 'prefill':
-      alive += sizes['KV caches and slots']
+      alive += sizes['prefilled prompts']
     arguments = memory.argument_size_in_bytes
     phases.append(
         Phase(
@@ -214,12 +218,11 @@ def _largest_of_apply(phases: list[Phase]) -> list[Phase]:
 
 def _lowered(parts: Parts, found: Shapes):
   policy, mesh, state = parts.rollout_policy, parts.mesh, found.state
-  params = mixed_flow.rollout_params(state)
-  specs = PolicyParams(*(sharding.tree_specs(tree, mesh) for tree in params))
+  params = _everywhere(parts, state)
   rows, scalar = sharding.ROWS, _shape(jnp.float32)
   by_rows = jax.sharding.NamedSharding(mesh, rows)
   count, bucket = largest_prefill(found.engine)
-  prefill = sharding.per_device(policy.prefill, mesh, (specs, rows, rows), rows)
+  prefill = sharding.per_device(policy.prefill, mesh, (P(), rows, rows), rows)
   yield (
       'prefill',
       policy.jit(prefill).lower(
@@ -231,7 +234,7 @@ def _lowered(parts: Parts, found: Shapes):
   decode = sharding.per_device(
       functools.partial(decode_step.step, policy, parts.engine),
       mesh,
-      (specs, P(), rows),
+      (P(), P(), rows),
       rows,
   )
   key = jax.eval_shape(lambda: jax.random.key(0, impl='threefry2x32'))
@@ -330,6 +333,7 @@ def estimated_phases(
   slots = found.engine.num_slots // policy.axes.size
   always = sum(sizes[name] for name in _ALWAYS)
   caches = sizes['KV caches and slots'] + sizes['prefilled prompts']
+  caches += sizes[_WHOLE]
   return [
       Phase(name=name, resident=r, arguments=0, results=0, temporary=t)
       for name, r, t in (
@@ -395,7 +399,13 @@ def _whole(tree: PyTree) -> Any:
   return jax.tree.map(lambda leaf: _shape(leaf.dtype, *leaf.shape), tree)
 
 
-def _rows(tree: PyTree, where) -> Any:
+def _everywhere(parts: Parts, state: TrainState) -> Any:
+  """Returns what a rollout reads, all of it on every device."""
+  params = mixed_flow.rollout_params(state)
+  return _at(params, jax.sharding.NamedSharding(parts.mesh, P()))
+
+
+def _at(tree: PyTree, where) -> Any:
   return jax.tree.map(
       lambda leaf: _shape(leaf.dtype, *leaf.shape, sharding=where), tree
   )

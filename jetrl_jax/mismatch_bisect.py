@@ -210,6 +210,7 @@ def _decoded(
 ) -> _Values:
   """Returns what prefill and decode compute on the way."""
   completions = [s.completion for s in chosen]
+  params = engine.whole(params)
   engine.seen.clear()
   state = forced_decode.begin(
       engine, params, completions, temperature=temperature

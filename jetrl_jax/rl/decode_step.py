@@ -160,11 +160,9 @@ def generate(policy, config, in_a_row, params, state, base_key, steps):
     steps: at most, a multiple of `in_a_row`.
   """
 
-  # Devices take the same number of steps: weights are gathered inside.
+  # Each device by itself: weights are whole, so nothing here asks another.
   def any_active(state):
-    return policy.axes.pmax(
-        jnp.any(state.active & ~state.parked).astype(jnp.int32)
-    )
+    return jnp.any(state.active & ~state.parked)
 
   def one(_, state):
     return step(policy, config, params, base_key, state)
@@ -175,7 +173,7 @@ def generate(policy, config, in_a_row, params, state, base_key, steps):
     return i + in_a_row, state, any_active(state)
 
   _, state, _ = lax.while_loop(
-      lambda carry: (carry[0] < steps) & (carry[2] > 0),
+      lambda carry: (carry[0] < steps) & carry[2],
       body,
       (jnp.int32(0), state, any_active(state)),
   )

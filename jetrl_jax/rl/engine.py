@@ -81,17 +81,31 @@ class Engine(engine_api.Engine):
         decode_slots.idle, policy, config, self.pages.config
     )
     self._idle = jax.jit(idle, out_shardings=self._rows)
+    # By the devices: `jax.device_put` would go through the host.
+    self._everywhere = jax.jit(
+        lambda params: params, out_shardings=NamedSharding(mesh, P())
+    )
     self._insert = compiled(decode_slots.insert, rows, rows, *[P()] * 6)
     self._free = compiled(decode_slots.free)
     self._pause = compiled(decode_slots.pause)
     self._resume = compiled(decode_slots.resume)
     self._fill_pages = compiled(decode_slots.fill_pages, rows, rows, P(), P())
 
+  def whole(self, params: PolicyParams) -> PolicyParams:
+    """Returns the parameters with all of each on every device.
+
+    Every function takes parameters as training holds them, split over fsdp,
+    too; but each call then gathers them again.
+    """
+    if self.policy.axes.fsdp == 1:
+      return params
+    return self._everywhere(params)
+
   # --- JetStream's Engine API -------------------------------------------
 
   def set_params(self, params: PolicyParams) -> None:
     """Makes `params` what `load_params` returns; an update is an assignment."""
-    self._params = params
+    self._params = self.whole(params)
 
   def load_params(self) -> PolicyParams:
     """Returns the parameters last assigned.
@@ -441,13 +455,12 @@ class Engine(engine_api.Engine):
     """Compiles `function(*bound, params, row arrays..., whole arrays...)`."""
     name = function.__name__, bound
     if name not in self._compiled:
-      specs = PolicyParams(*(sharding.tree_specs(t, self.mesh) for t in params))
       whole = () if tail is None else (P(), P())
       self._compiled[name] = self.policy.jit(
           sharding.per_device(
               functools.partial(function, *bound),
               self.mesh,
-              (specs, *(sharding.ROWS,) * num_rows, *whole),
+              (P(), *(sharding.ROWS,) * num_rows, *whole),
               sharding.ROWS,
           ),
           donate_argnums=(1,) if tail is not None else (),

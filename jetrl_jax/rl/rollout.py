@@ -89,6 +89,8 @@ def rollout(
         f'prompt ids {twice[:5]} occur twice in one rollout; their samples'
         ' would share random keys'
     )
+  # Gathered once, and not in every decode step.
+  params = engine.whole(params)
   loop = _Loop(
       engine, params, temperature, base_key, weight_version, environment
   )

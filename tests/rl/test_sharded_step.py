@@ -6,12 +6,14 @@ import functools
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from jetrl_jax import sharding
-from jetrl_jax.rl import engine_sizes
+from jetrl_jax import rng, sharding
+from jetrl_jax.rl import decode_step, engine_sizes
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.optimizer import OptimizerConfig
+from jetrl_jax.rl.policy import PolicyParams
 from tests.rl import tiny_run, tiny_updates
 
 # The others run the same code with another pair of collectives.
@@ -69,6 +71,29 @@ def test_weights_lie_in_parts_on_the_devices(mesh):
     assert kernel.sharding.shard_shape(kernel.shape) == (32 // fsdp, 64)
     moment = tree.opt_state[0].mu['layers_0']['mlp']['down']['kernel'].values
     assert moment.sharding.shard_shape(moment.shape) == (32 // fsdp, 64)
+
+
+def test_a_rollout_has_whole_weights_and_its_devices_ask_no_other():
+  run = _run((2, 4))
+  engine, policy = run.engine, run.policy
+  params = engine.whole(PolicyParams(run.start.weights, run.start.fp8_state))
+  engine.set_params(PolicyParams(run.start.weights, run.start.fp8_state))
+  for tree in (params, engine.load_params()):
+    for leaf in jax.tree.leaves(tree):
+      assert leaf.sharding.is_fully_replicated
+  rows, bound = sharding.ROWS, (policy, engine.config, 2)
+  generate = sharding.per_device(
+      functools.partial(decode_step.generate, *bound),
+      run.mesh,
+      (P(), rows, P(), P()),
+      rows,
+  )
+  state = jax.eval_shape(engine.init_decode_state)
+  args = params, state, rng.key(0, rng.ROLLOUT, 0), np.int32(4)
+  text = jax.jit(generate).lower(*args).as_text()
+  assert 'stablehlo.while' in text
+  for name in ('all_gather', 'all_reduce', 'collective', 'reduce_scatter'):
+    assert f'stablehlo.{name}' not in text
 
 
 @on_meshes
