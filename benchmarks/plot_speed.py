@@ -33,7 +33,7 @@ def speedups() -> dict[str, tuple[float, float]]:
           for row in _rows(theme)
           if row['workload'] == '128x128x1x2048'
       }
-      for theme in ('rollout', 'rollout_head8')
+      for theme in ('rollout', 'rollout_gate_up')
   )
   update = {
       row['variant']: row['accumulate_ms'] for row in _rows('train_step_head8')
