@@ -70,7 +70,8 @@ def on_gpu() -> bool:
 
 def on_hopper() -> bool:
   """True when kernels compile for a GPU of the Hopper generation."""
-  return on_gpu() and jax.devices()[0].compute_capability == '9.0'
+  capability = getattr(jax.devices()[0], 'compute_capability', None)
+  return on_gpu() and capability == '9.0'
 
 
 def kernel_options(
