@@ -171,7 +171,7 @@ def test_cispo_weighs_the_log_prob():
 def test_acr_lets_a_token_keep_the_gradient_that_tis_clips():
   # The second token: r = 1.5, A = 1, rho = 4, C = 2. TIS clips it at 1.2 and
   # weighs by 2; ACR's bound is 1.2 * 4 / 2 = 2.4, so it is not clipped.
-  rest = -1.0 + 0.2  # First and third token: rho 1, see test_train_step.
+  rest = -1.0 + 0.2  # First and third token: rho 1, see test_objective_by_hand.
   for name, second, clipped in (('token', 1.2, 2), ('acr', 1.5, 1)):
     config = LossConfig(rollout_is=name, rollout_is_threshold=2.0)
     loss, metrics = _loss(config, log_mu=_mu(1, 4, 1))

@@ -108,6 +108,11 @@ def bits(x) -> np.ndarray:
   return x.reshape(-1).view(np.uint8)
 
 
+def leaves(tree: Any) -> list[np.ndarray]:
+  """The tree's arrays."""
+  return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
 def assert_same_bits(found: Any, expected: Any) -> None:
   """Two trees of equal structure, shapes, dtypes and bits."""
   found_leaves = jax.tree_util.tree_leaves_with_path(found)

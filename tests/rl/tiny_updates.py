@@ -70,6 +70,13 @@ def in_micro_batches(samples: list[Completion], count: int) -> list[TrainBatch]:
   return made
 
 
+@functools.cache
+def whole() -> tuple[apply.Gradients, list[np.ndarray]]:
+  """What `accumulate` makes of all samples in the fewest micro-batches."""
+  run = tiny_run.fp8_run()
+  return run.accumulate(run.start, batches(tiny_run.completions()))
+
+
 def mismatched(
     packed: list[TrainBatch], logprobs: list[np.ndarray]
 ) -> tuple[int, int]:
