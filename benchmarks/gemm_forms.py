@@ -5,11 +5,10 @@
 For each projection and few rows M: the dot as it is, with its algorithm chosen
 by timing (Triton among them or not), with a float32 result, with the result
 turned round, with its columns or its contraction in parts of a batch; gate_up
-also with SwiGLU behind it, as two kernels and as one (which is for 64 and 128
-rows of FP8; otherwise it is the two again). And for many rows what a
-contraction in two parts would cost training. Beside it, whether the bits are
-those of many rows, and what the largest kernel itself takes: a dot of few rows
-in the loop waits for the host.
+also with SwiGLU behind it, as two kernels and, where it fits, as one. And for
+many rows what a contraction in two parts would cost training. Beside it,
+whether the bits are those of many rows, and what the largest kernel itself
+takes: a dot of few rows in the loop waits for the host.
 """
 
 import functools
@@ -32,10 +31,19 @@ _SHAPE = flags.DEFINE_enum(
     'shape', 'qwen2.5-7b', sorted(SHAPES), 'See model.shape.'
 )
 _ROWS = flags.DEFINE_list('rows', ['64', '128', '256'], 'M of decode.')
-_HOW = {} if on_gpu() else {'interpret': True}
 _NAMES = ('qkv', 'o', 'gate_up', 'down')
 _PROJECTIONS = flags.DEFINE_list('projections', list(_NAMES), 'Which dots.')
-_FORMS = flags.DEFINE_list('forms', [], 'Which of them; none for all.')
+_FORMS = flags.DEFINE_multi_enum(
+    'form',
+    [],
+    [
+        *('as it is', 'float32 result', 'turned round'),
+        *(f'columns in {parts}' for parts in (2, 4, 8)),
+        *('contraction in 2', 'and SwiGLU', 'and SwiGLU as one'),
+        *('chosen by timing', 'the same, Triton too'),
+    ],
+    'Which of them, may be repeated; none for all.',
+)
 _DTYPES = flags.DEFINE_list('dtypes', ['float8_e4m3fn', 'bfloat16'], 'Of them.')
 _MANY = flags.DEFINE_integer('many', 8192, 'M to compare bits with.')
 # Weights that are read in turn, so that none waits in the L2 cache.
@@ -90,28 +98,27 @@ def contraction(parts: int):
 
 
 def with_swiglu(as_one: bool):
-  """Returns gate_up and SwiGLU, on scales of FP8; `as_one` where that fits."""
+  """Returns gate_up and SwiGLU, on scales of FP8; few rows perhaps `as_one`."""
 
   def run(x, w):
-    size, is_fp8 = w.shape[0] // 2, x.dtype.itemsize == 1
+    is_fp8, how = x.dtype.itemsize == 1, {'interpret': not on_gpu()}
     scales = [jnp.float32(2.0**power) for power in (-3, -2, -1)]
-    dims = w.shape[1], size
-    if as_one and is_fp8 and gate_up_kernel.fits(len(x), dims):
+    if as_one and len(x) in gate_up_kernel.ROWS:  # Not the many beside them.
       x8, w8 = (
           QTensor(values=values, scale=scale)
           for values, scale in zip((x, w), scales[:2], strict=True)
       )
-      return gate_up_kernel.hidden(x8, w8, scales[2], **_HOW).values
+      return gate_up_kernel.hidden(x8, w8, scales[2], **how).values
     product = Unscaled(
         values=columns(2)(x, w), scales=tuple(scales[:2]) if is_fp8 else ()
     )
-    return swiglu.swiglu_of(product, scales[2] if is_fp8 else None, **_HOW)
+    return swiglu.swiglu_of(product, scales[2] if is_fp8 else None, **how)
 
   return run
 
 
-def forms(name: str) -> dict:
-  """Returns name -> (function, compiler options)."""
+def forms(name: str, rows: int, size: tuple[int, int], dtype) -> dict:
+  """Returns name -> (function, compiler options) of those asked for."""
   pinned = compiler_options()
   found = {
       'as it is': (one(jnp.bfloat16), pinned),
@@ -122,7 +129,9 @@ def forms(name: str) -> dict:
     found[f'columns in {parts}'] = (columns(parts), pinned)
   if name == 'gate_up':
     found['and SwiGLU'] = (with_swiglu(as_one=False), pinned)
-    found['and SwiGLU as one'] = (with_swiglu(as_one=True), pinned)
+    dims = size[0], size[1] // 2
+    if dtype.itemsize == 1 and gate_up_kernel.fits(rows, dims):
+      found['and SwiGLU as one'] = (with_swiglu(as_one=True), pinned)
   if name in ('o', 'down'):
     found['contraction in 2'] = (contraction(2), pinned)
   if jax.default_backend() != 'cpu':
@@ -130,7 +139,8 @@ def forms(name: str) -> dict:
     triton = chosen | {'xla_gpu_enable_triton_gemm': True}
     found['chosen by timing'] = (one(jnp.bfloat16), chosen)
     found['the same, Triton too'] = (one(jnp.bfloat16), triton)
-  return found
+  wanted = _FORMS.value or found
+  return {form: run for form, run in found.items() if form in wanted}
 
 
 def _joined(y, rows: int):
@@ -176,9 +186,7 @@ def measure(name: str, size: tuple[int, int], dtype) -> list[dict]:
   many, found = draw(jax.random.key(count), (_MANY.value, in_dim)), []
   for rows in map(int, _ROWS.value):
     x_2MI = jnp.stack([many[:rows], many[-rows:]])
-    for form, (run, options) in forms(name).items():
-      if _FORMS.value and form not in _FORMS.value:
-        continue
+    for form, (run, options) in forms(name, rows, size, dtype).items():
       compiled = jax.jit(run, compiler_options=options)
       # What timing chooses for few rows is compared with the pinned choice.
       whole = jax.jit(run, compiler_options=compiler_options())
@@ -199,7 +207,7 @@ def measure(name: str, size: tuple[int, int], dtype) -> list[dict]:
   if name == 'down' and not _FORMS.value:
     x_2MI = jnp.stack([many, many[::-1]])
     for form in ('as it is', 'contraction in 2'):
-      run, options = forms(name)[form]
+      run, options = forms(name, _MANY.value, size, dtype)[form]
       found.append(
           {
               'projection': name,

@@ -114,9 +114,9 @@ class TappedEngine(Engine):
     super().__init__(policy, config, mesh)
     self.seen: list[dict[str, Array]] = []
 
-  def _per_row(self, params, function, bound, num_rows, tail=None):
+  def _per_row(self, function, bound, num_rows, whole=0):
     with_taps = {decode_step.prefill: _prefill, decode_step.generate: _step}
-    run = super()._per_row(params, with_taps[function], bound, num_rows, tail)
+    run = super()._per_row(with_taps[function], bound, num_rows, whole)
 
     def call(*args):
       found, taps = run(*args)

@@ -2,8 +2,9 @@
 
 Every function of the policy runs in `shard_map`: each device runs the
 one-device program on its own rows. Weights are sharded over `fsdp` along their
-first dim and gathered where they are used, after quantisation, so that FP8
-bytes travel; the cotangent of a gathered weight is reduce-scattered.
+first dim and gathered after quantisation, so that FP8 bytes travel: where they
+are used, and for a rollout once, before it (`rl/engine.py`). The cotangent of a
+gathered weight is reduce-scattered.
 """
 
 import dataclasses

@@ -19,6 +19,7 @@ from jetrl_jax import (
 from jetrl_jax.models import families, hf_layout
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.policy import PolicyParams
 from tests import whole_run
 
 _GIB = 2**30
@@ -86,6 +87,35 @@ def test_the_ledger_is_what_a_real_state_takes():
   slots = found.engine.init_decode_state()
   assert sizes['KV caches and slots'] == real(slots)
   assert sizes['reference policy'] == 0
+
+
+def test_what_a_rollout_gathers_is_counted_while_it_is_there():
+  parts = configs.build(whole_run.config(**{'mesh.fsdp': 2}))
+  found = dry_run_memory.shapes(parts)
+  sizes = dry_run_memory.ledger(parts, found)
+  state = states.create(
+      parts.policy,
+      parts.initial_params(),
+      parts.optimizer.build(),
+      parts.mesh,
+      parts.freeze,
+  )
+  whole = found.engine.whole(PolicyParams(state.weights, state.fp8_state))
+  name, device = 'weights of a rollout, whole', jax.devices()[0]
+  assert sizes[name] == sum(
+      shard.data.nbytes
+      for leaf in jax.tree.leaves(whole)
+      for shard in leaf.addressable_shards
+      if shard.device == device
+  )
+  assert sizes[name] > sizes['compute weights'] + sizes['scales and histories']
+  for phase, without in zip(
+      dry_run_memory.estimated_phases(parts, found, sizes),
+      dry_run_memory.estimated_phases(parts, found, sizes | {name: 0}),
+      strict=True,
+  ):
+    is_there = phase.name in ('prefill', 'decode')
+    assert phase.total - without.total == (sizes[name] if is_there else 0)
 
 
 def _mixed():

@@ -8,7 +8,7 @@ rows and the same of up's, and h leaves in 8 bits: neither gate|up nor another
 kernel is between. The tensor core adds a row's products in order, four of its
 instructions to 128 bytes of a row, as cuBLAS has it add them for every number
 of rows; so the bits are those of the dot and of `swiglu.swiglu_of`, which are
-faster for more rows (docs/performance.md).
+faster for more rows (docs/performance_log.md).
 """
 
 import functools
@@ -41,13 +41,16 @@ def width_of(columns: int) -> int:
   Multiprocessors finish together if each has one program, or each as many; but
   a third part (see `_parts`) costs more than some that have none.
   """
-  units = -(-columns // _UNIT)
-  count = getattr(jax.devices()[0], 'core_count', _MULTIPROCESSORS)
+  units, count = -(-columns // _UNIT), _core_count()
   programs = -(-units // (_MOST // _UNIT * count)) * count
   each = -(-units // programs)
   while each.bit_count() > 2:
     each += 1
   return each * _UNIT
+
+
+def _core_count() -> int:
+  return getattr(jax.devices()[0], 'core_count', _MULTIPROCESSORS)
 
 
 def _parts(width: int) -> list[tuple[int, int]]:
@@ -89,7 +92,9 @@ def _kernel(x_ref, w_ref, *refs, width: int, interpret: bool):
 
 
 def fits(rows: int, dims: tuple[int, ...]) -> bool:
-  """Whether the kernel can be used, and is faster.
+  """Whether the kernel can be used, and is faster (docs/performance_log.md).
+
+  Not where some multiprocessors would have a second program: all wait for it.
 
   Args:
     rows: of x.
@@ -97,8 +102,9 @@ def fits(rows: int, dims: tuple[int, ...]) -> bool:
   """
   dim, columns = dims
   whole = dim % _CHUNK == 0 and columns % _UNIT == 0
-  has_rows = rows in ROWS and columns >= width_of(columns)
-  return on_hopper() and whole and has_rows
+  width = width_of(columns)
+  one_round = width <= columns <= width * _core_count()
+  return on_hopper() and whole and rows in ROWS and one_round
 
 
 @lowered_once('interpret')

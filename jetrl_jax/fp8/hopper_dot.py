@@ -50,7 +50,7 @@ def hopper_dot(
   """Returns start + a . b^T, float32, added in order by the tensor core.
 
   Args:
-    a_MC: E4M3 or E5M2; M is a multiple of 64 and of 16 per warp.
+    a_MC: E4M3 or E5M2; M is a multiple of 64.
     b_NC: E4M3 or E5M2; N is a multiple of 16.
     start_MN: float32, what the products are added to.
     interpret: the kernel runs on a CPU, for tests.

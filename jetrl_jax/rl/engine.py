@@ -94,8 +94,8 @@ class Engine(engine_api.Engine):
   def whole(self, params: PolicyParams) -> PolicyParams:
     """Returns the parameters with all of each on every device.
 
-    Every function takes parameters as training holds them, split over fsdp,
-    too; but each call then gathers them again.
+    Other functions take parameters that are split over fsdp, as training holds
+    them, too, and gather them in every call.
     """
     if self.policy.axes.fsdp == 1:
       return params
@@ -104,7 +104,7 @@ class Engine(engine_api.Engine):
   # --- JetStream's Engine API -------------------------------------------
 
   def set_params(self, params: PolicyParams) -> None:
-    """Makes `params` what `load_params` returns; an update is an assignment."""
+    """Makes `params`, `whole`, what `load_params` returns."""
     self._params = self.whole(params)
 
   def load_params(self) -> PolicyParams:
@@ -188,7 +188,7 @@ class Engine(engine_api.Engine):
     for i, tokens in enumerate(sequences):
       tokens_PT[i, : len(tokens) - 1] = tokens[:-1]
       lengths_P[i] = len(tokens) - 1
-    run = self._per_row(params, decode_step.prefill, (self.policy,), 2)
+    run = self._per_row(decode_step.prefill, (self.policy,), 2)
     return run(params, self._put(tokens_PT), self._put(lengths_P))
 
   def rows_again(self, bucket: int) -> int:
@@ -307,9 +307,9 @@ class Engine(engine_api.Engine):
     bound = self.policy, self.config, steps_in_a_row(steps)
     steps = np.int32(steps)
     if few is None:
-      run = self._per_row(params, decode_step.generate, bound, 1, (0, 3))
+      run = self._per_row(decode_step.generate, bound, 1, whole=2)
       return run(params, state, base_key, steps)
-    run = self._per_row(params, decode_step.generate_few, bound, 2, (0, 3))
+    run = self._per_row(decode_step.generate_few, bound, 2, whole=2)
     return run(params, state, self._put(few), base_key, steps)
 
   def free_resource(self, slot: int, decode_state: DecodeState) -> DecodeState:
@@ -451,19 +451,21 @@ class Engine(engine_api.Engine):
 
   # -----------------------------------------------------------------------
 
-  def _per_row(self, params, function, bound, num_rows, tail=None):
-    """Compiles `function(*bound, params, row arrays..., whole arrays...)`."""
+  def _per_row(self, function, bound, num_rows, whole=0):
+    """Compiles `function(*bound, params, row arrays..., whole arrays...)`.
+
+    With whole arrays, which steps have, the first row array is donated.
+    """
     name = function.__name__, bound
     if name not in self._compiled:
-      whole = () if tail is None else (P(), P())
       self._compiled[name] = self.policy.jit(
           sharding.per_device(
               functools.partial(function, *bound),
               self.mesh,
-              (P(), *(sharding.ROWS,) * num_rows, *whole),
+              (P(), *(sharding.ROWS,) * num_rows, *(P(),) * whole),
               sharding.ROWS,
           ),
-          donate_argnums=(1,) if tail is not None else (),
+          donate_argnums=(1,) if whole else (),
           out_shardings=self._rows,
       )
     return self._compiled[name]

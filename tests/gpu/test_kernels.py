@@ -158,9 +158,7 @@ def test_swiglu_has_one_result_in_all_forms():
 
 
 @pytest.mark.parametrize('rows', gate_up_kernel.ROWS)
-@pytest.mark.parametrize(
-    'shape', ['qwen2.5-0.5b', 'qwen2.5-7b', 'qwen2.5-14b', 'llama-3.1-8b']
-)
+@pytest.mark.parametrize('shape', sorted(SHAPES))
 def test_gate_up_with_swiglu_has_the_bits_of_many_rows(shape, rows):
   from tests.fp8 import test_gate_up_kernel as cpu
 

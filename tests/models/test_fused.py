@@ -1,6 +1,7 @@
 """The kernels of a fused decode step are put together as the step is."""
 
 import functools
+from unittest import mock
 
 import jax
 import numpy as np
@@ -34,7 +35,7 @@ SOME = Recipe(
         # Where the MLP's two dots are one, and gate_up is with SwiGLU.
         (FP8, 'compute', 'qwen2', 128, ()),
         (FP8, 'compute', 'qwen2', 128, (16,)),
-        (SOME, 'float8_e4m3fn', 'llama', 128, (16,)),
+        (SOME, 'float8_e4m3fn', 'llama', 128, ()),
         (Recipe(name='bf16'), 'compute', 'qwen2', 64, ()),
         pytest.param(
             *(Recipe(power_of_two_scales=False), 'compute', 'qwen2', 64, ()),
@@ -51,6 +52,8 @@ def test_a_fused_step_is_the_step(
 ):
   monkeypatch.setattr(gate_up_kernel, 'ROWS', rows_of_one)
   monkeypatch.setattr(gate_up_kernel, 'on_hopper', lambda: True)
+  one_kernel = mock.Mock(wraps=gate_up_kernel.hidden)
+  monkeypatch.setattr(gate_up_kernel, 'hidden', one_kernel)
   for module, name in (
       (append_kernel, 'rotate_and_append'),
       (attention_decode, 'decode'),
@@ -69,6 +72,7 @@ def test_a_fused_step_is_the_step(
       fused.steps(policy, params, fused=f, rows=16, jit=hurried_jit)
       for f in (True, False)
   )
+  assert one_kernel.called == bool(rows_of_one)
   for a, b in zip(jax.tree.leaves(joined), jax.tree.leaves(apart), strict=True):
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
     if recipe in (FP8, SOME):

@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import rng, sharding
-from jetrl_jax.rl import decode_step, engine_sizes
+from jetrl_jax.rl import engine_sizes, forced_decode
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.optimizer import OptimizerConfig
@@ -73,27 +73,45 @@ def test_weights_lie_in_parts_on_the_devices(mesh):
     assert moment.sharding.shard_shape(moment.shape) == (32 // fsdp, 64)
 
 
-def test_a_rollout_has_whole_weights_and_its_devices_ask_no_other():
+@pytest.mark.parametrize('of', ['rollout', 'forced_logprobs'])
+def test_weights_are_gathered_once_and_no_step_asks_another_device(
+    monkeypatch, of
+):
   run = _run((2, 4))
-  engine, policy = run.engine, run.policy
-  params = engine.whole(PolicyParams(run.start.weights, run.start.fp8_state))
-  engine.set_params(PolicyParams(run.start.weights, run.start.fp8_state))
-  for tree in (params, engine.load_params()):
-    for leaf in jax.tree.leaves(tree):
-      assert leaf.sharding.is_fully_replicated
-  rows, bound = sharding.ROWS, (policy, engine.config, 2)
-  generate = sharding.per_device(
-      functools.partial(decode_step.generate, *bound),
-      run.mesh,
-      (P(), rows, P(), P()),
-      rows,
+  engine, start = run.engine, run.start
+  split = PolicyParams(start.weights, start.fp8_state)
+  used = []
+  for name in ('_keys_of', '_run_block'):
+    called = getattr(engine, name)
+
+    def recorded(params, *args, called=called):
+      used.append(params)
+      return called(params, *args)
+
+    monkeypatch.setattr(engine, name, recorded)
+  if of == 'rollout':
+    run.rollout()
+  else:
+    forced_decode.forced_logprobs(
+        engine, split, tiny_run.completions(), temperature=1.0
+    )
+  assert len(used) > 2
+  for leaf in jax.tree.leaves(used):
+    assert leaf.sharding.is_fully_replicated
+  generate = next(
+      step for (name, _), step in engine._compiled.items() if name == 'generate'
   )
-  state = jax.eval_shape(engine.init_decode_state)
-  args = params, state, rng.key(0, rng.ROLLOUT, 0), np.int32(4)
-  text = jax.jit(generate).lower(*args).as_text()
-  assert 'stablehlo.while' in text
-  for name in ('all_gather', 'all_reduce', 'collective', 'reduce_scatter'):
-    assert f'stablehlo.{name}' not in text
+  state, key = engine.init_decode_state(), rng.key(0, rng.ROLLOUT, 0)
+
+  def collectives(params):
+    lowered = generate.lower(params, state, key, np.int32(8))
+    text = lowered.compile().as_text()
+    assert ' while(' in text
+    return set(re.findall(r'all-gather|all-reduce|permute|to-all', text))
+
+  assert not collectives(used[0])
+  if of == 'rollout':  # They would be seen.
+    assert collectives(split) == {'all-gather'}
 
 
 @on_meshes
