@@ -179,7 +179,8 @@ def get_config() -> ml_collections.ConfigDict:
   config.algorithm.loss_agg_mode = 'token-mean'
   # For '...-norm'; None is max_response_length.
   config.algorithm.loss_scale_factor = config_dict.placeholder(float)
-  # 0, here and in kl_reward_coef: no reference copy in memory.
+  # Weight of the KL loss; if this and kl_reward_coef are 0, no reference copy
+  # is kept.
   config.algorithm.kl_loss_coef = 0.0
   # 'k2' or 'k3' (also 'low_var_kl'); k1 is kl_reward_coef's.
   config.algorithm.kl_loss_type = 'k3'
@@ -231,7 +232,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.optim.master_rounding = 'nearest'
 
   config.trainer = ml_collections.ConfigDict()
-  # Prompts per step, prompts per optimiser step, rows per forward/backward.
+  # Prompts per step.
   config.trainer.train_batch_size = 32
   config.trainer.mini_batch_size = 32
   config.trainer.micro_batch_size = 8
@@ -278,9 +279,10 @@ def get_config() -> ml_collections.ConfigDict:
   # Estimate (k3) of the KL divergence between the sampled policy and the
   # trained one, in nats; exactly 0 in a unified flow without top-p or top-k.
   config.guard.max_k3 = 0.01
-  # Share of the elements of any operand of any 8-bit dot that saturate, and
-  # that are flushed to zero; 1 is no bound.
+  # Largest share of the elements of any operand of any 8-bit dot that saturate;
+  # 1 is no bound.
   config.guard.max_saturated_frac = 0.01
+  # Largest share of them that are flushed to zero; 1 is no bound.
   config.guard.max_flushed_frac = 0.5
   # Steps in a row over a bound before an action; those before only warn.
   config.guard.patience = 2

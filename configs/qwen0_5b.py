@@ -6,7 +6,7 @@ python -m jetrl_jax.main --config=configs/qwen0_5b.py \
 The smallest real run: tied embeddings, head size 64.
 Expected accuracy and cost: not run yet.
 
-The files below data/ are GSM8K's own, see README, "Data". A speed run without
+The files below data/ are GSM8K's own, see docs/data.md. A speed run without
 a checkpoint replaces model.path by --config.model.init=random
 --config.model.shape=qwen2.5-0.5b --config.data.tokenizer=FOLDER
 --config.trainer.synthetic=True.

@@ -13,7 +13,7 @@ exact (benchmarks/results/grpo_step_32x8x2048_qwen7b_h200_2026-11-22.md), and
 41.3 s with --config.precision.quantize_lm_head=True
 (benchmarks/results/grpo_step_head8_qwen7b_h200_2026-11-22.md).
 
-The files below data/: see README, "Data". A speed run without a checkpoint
+The files below data/: see docs/data.md. A speed run without a checkpoint
 replaces model.path by --config.model.init=random
 --config.model.shape=qwen2.5-7b --config.data.tokenizer=FOLDER
 --config.trainer.synthetic=True.

@@ -1,0 +1,77 @@
+"""Writes the four files that the configs of real models read.
+
+    python -m tools.math_data --output=data
+
+GSM8K, and MATH less the 500 problems of MATH-500, which are held out: from the
+Hugging Face hub (the extra `data`, online). All become rows of `question` and
+`answer`, since one pair of keys serves all files of a run; of a GSM8K solution
+the answer is what follows `####`. Other copies, files too:
+
+    python -m tools.math_data --output=data \
+        --math_train=math.jsonl,problem,answer
+"""
+
+import argparse
+import json
+import pathlib
+
+from jetrl_jax.data import load_examples
+
+# Name -> source, column of the question, column of the answer.
+SOURCES = {
+    'gsm8k_train': 'hf:openai/gsm8k:main:train,question,answer',
+    'gsm8k_test': 'hf:openai/gsm8k:main:test,question,answer',
+    'math_train': 'hf:nlile/hendrycks-MATH-benchmark:train,problem,answer',
+    'math500': 'hf:HuggingFaceH4/MATH-500:test,problem,answer',
+}
+
+
+def rows(source: str) -> list[dict[str, str]]:
+  """Returns a source's problems in the layout of the configs.
+
+  Args:
+    source: 'FILE,QUESTION,ANSWER': what `data.train_files` may name, and its
+      columns.
+
+  Raises:
+    ValueError: the source is not of that form, or cannot be read.
+  """
+  parts = source.rsplit(',', 2)
+  if len(parts) != 3 or not all(parts):
+    raise ValueError(
+        f'a source is {source!r}; write FILE,QUESTION,ANSWER, for example'
+        ' math.jsonl,problem,answer'
+    )
+  file, question, answer = parts
+  examples = load_examples([file], prompt_key=question, answer_key=answer)
+  return [{'question': e.prompt, 'answer': e.answer} for e in examples]
+
+
+def write(path: pathlib.Path, problems: list[dict[str, str]]) -> None:
+  """Writes a JSON object per line."""
+  lines = [json.dumps(row, ensure_ascii=False) + '\n' for row in problems]
+  path.write_text(''.join(lines), encoding='utf-8')
+
+
+def main() -> None:
+  """Reads all four, then writes them."""
+  parser = argparse.ArgumentParser(
+      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('--output', type=pathlib.Path, required=True)
+  for name, source in SOURCES.items():
+    parser.add_argument(f'--{name}', default=source, help=f'default: {source}')
+  arguments = vars(parser.parse_args())
+  output = arguments.pop('output')
+  found = {name: rows(source) for name, source in arguments.items()}
+  held_out = {row['question'] for row in found['math500']}
+  math = found['math_train']
+  found['math_train'] = [r for r in math if r['question'] not in held_out]
+  output.mkdir(parents=True, exist_ok=True)
+  for name, problems in found.items():
+    write(output / f'{name}.jsonl', problems)
+    print(f'{output / name}.jsonl: {len(problems)} problems')
+
+
+if __name__ == '__main__':
+  main()
