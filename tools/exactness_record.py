@@ -19,40 +19,50 @@ _HEAD = """\
 
 <!-- Written by tools/exactness_record.py from benchmarks/results/. -->
 
-Every comparison to the bit of rollout and training on a GPU that was written down, newest first: shapes of real models, random weights,
-real prompts. jax 0.11.2. What equality rests on, and what was found on the way: [numerics.md](numerics.md). No library promises it, so a run on a GPU
-compares a short rollout with the training forward at start-up and warns where they differ.
+Every comparison to the bit of rollout and training on a GPU that was written
+down, newest first: shapes of real models, random weights, real prompts, jax
+0.11.2. What equality rests on, and what was found on the way:
+[numerics.md](numerics.md). No library promises it, so a run on a GPU compares a
+short rollout with the training forward at start-up and warns where they differ.
 
-`+kv8` is an FP8 KV cache, `+head8` a head in FP8, `+selective` what the backward pass keeps (`model.remat`). Commits 0c6678e, ad09459 and
-635249e came into the history as one with others: 60fa72f and df087be.
+`+kv8` is an FP8 KV cache, `+head8` a head in FP8, `+selective` what the
+backward pass keeps (`model.remat`). Commits 0c6678e, ad09459 and 635249e came
+into the history as one with others: 60fa72f and df087be.
 """
 _STEPS = """
 ## Whole steps
 
-Rollout, log-probs, several updates, and again with the moved weights. Every response token's log-prob of the rollout is compared with the one
-that the update computes. "Parked": how often a sequence gave up its pages and was computed again.
+Rollout, log-probs, several updates, and again with the moved weights. Every
+response token's log-prob of the rollout is compared with the one that the
+update computes. "Parked": how often a sequence gave up its pages and was
+computed again.
 
-| device | model, variant | steps | longest answer | parked | share of tokens unequal | at |
-|---|---|---|---|---|---|---|
 """
 _CHECKS = """
 ## Slots, packings, parked sequences
 
-One rollout in some number of slots; the same answers in other numbers of them, in a pool so small that sequences are parked, and by the training
-forward (`score`) and the update (`accumulate`) packed in several ways (`4x3`: 4 rows, each of 3 times the longest sequence's length). "Times" is how many such comparisons there were.
+One rollout in some number of slots; the same answers in other numbers of them,
+in a pool so small that sequences are parked, and by the training forward
+(`score`) and the update (`accumulate`) packed in several ways (`4x3`: 4 rows,
+each of 3 times the longest sequence's length). "Times": how many comparisons
+those are.
 
-| device | model, variant | compared with | tokens | times | share of tokens unequal | at |
-|---|---|---|---|---|---|---|
 """
 _TAIL = """
 ## Without rows of their own
 
-* The quickstart in `fp8_delayed`, `fp8_block` and `int8`, with dynamic sampling, and both multi-turn examples: no unequal token in whole runs on an H200
-  ([flows](../benchmarks/results/flows_quickstart_h200_2026-11-22.md)). `fp8_block` was a loop over groups then; as the kernel that it is now: none either
-  ([30 steps](../benchmarks/results/block_quickstart_h200_2026-11-22.md)).
-* The quickstart over two GPUs, eight steps with `mesh.fsdp=2` and eight with `mesh.data=2`: none ([steps](../benchmarks/results/mesh_quickstart_h200_2026-11-22.md)).
-* An early version of the `bf16` path differed at the 7B's width with more than 4096 rows; why was not found.
+* The quickstart in `fp8_delayed`, `fp8_block` and `int8`, with dynamic
+  sampling, and both multi-turn examples: no unequal token in whole runs on an
+  H200 ([flows]({results}/flows_quickstart_h200_2026-11-22.md)). `fp8_block` was
+  a loop over groups then; as the kernel that it is now: none either ([30
+  steps]({results}/block_quickstart_h200_2026-11-22.md)).
+* The quickstart over two GPUs, eight steps with `mesh.fsdp=2` and eight with
+  `mesh.data=2`: none ([steps]({results}/mesh_quickstart_h200_2026-11-22.md)).
+* An early version of the `bf16` path differed at the 7B's width with more than
+  4096 rows; why was not found.
 """
+_LINKED = '../benchmarks/results'
+_UNEQUAL = 'share of tokens unequal'
 _MODELS = {'qwen7b': '7B', 'qwen14b': '14B'}
 
 
@@ -72,19 +82,28 @@ def _by_variant(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
   return found
 
 
+def _line(*cells: str) -> str:
+  return f'| {" | ".join(cells)} |\n'
+
+
+def _table(*columns: str) -> str:
+  columns = 'device', 'model, variant', *columns, _UNEQUAL, 'at'
+  return _line(*columns) + _line(*['---'] * len(columns)).replace(' ', '')
+
+
 def _row(path: pathlib.Path, result, variant: str, *cells: str) -> str:
   model = next(name for key, name in _MODELS.items() if key in path.name)
-  device = re.search('H[12]00', result['hardware'])[0]
+  device = 'H100' if 'H100' in result['hardware'] else 'H200'
   mesh = re.findall(r'--config\.(mesh\.\w+=(\d+))', result['command'])
   for _, size in mesh:
     device = f'{size} x {device}'
   where = ', '.join([model, *(f'`{x}`' for x in [variant, *dict(mesh)])])
-  link = f'[{result["commit"]}](../benchmarks/results/{path.stem}.md)'
-  return f'| {" | ".join([device, where, *cells, link])} |\n'
+  link = f'[{result["commit"]}]({_LINKED}/{path.stem}.md)'
+  return _line(device, where, *cells, link)
 
 
 def _steps() -> str:
-  lines = []
+  lines = [_table('steps', 'longest answer', 'parked')]
   for path, result in _results('grpo_step'):
     for variant, rows in _by_variant(result).items():
       rows = [row for row in rows if 'training/mismatch_token_frac' in row]
@@ -99,14 +118,13 @@ def _steps() -> str:
 
 
 def _checks() -> str:
-  lines = []
+  lines = [_table('compared with', 'tokens', 'times')]
   for path, result in _results('exactness'):
     for variant, rows in _by_variant(result).items():
       parked = sum(row.get('parked') or 0 for row in rows)
-      names = [row['check'] for row in rows]
-      names = [f'{n} ({parked} parked)' if n == 'few pages' else n for n in names]
+      names = ', '.join(row['check'] for row in rows)
       cells = (
-          ', '.join(names),
+          names.replace('few pages', f'few pages ({parked} parked)'),
           str(max(row['tokens'] for row in rows)),
           str(len(rows)),
           f'{max(row["unequal"] for row in rows):.3g}',
@@ -117,7 +135,8 @@ def _checks() -> str:
 
 def render() -> str:
   """Returns the page."""
-  return _HEAD + _STEPS + _steps() + _CHECKS + _checks() + _TAIL
+  tail = _TAIL.format(results=_LINKED)
+  return _HEAD + _STEPS + _steps() + _CHECKS + _checks() + tail
 
 
 if __name__ == '__main__':

@@ -44,7 +44,14 @@ def rows(source: str) -> list[dict[str, str]]:
     )
   file, question, answer = parts
   examples = load_examples([file], prompt_key=question, answer_key=answer)
-  return [{'question': e.prompt, 'answer': e.answer} for e in examples]
+  problems = []
+  for example in examples:
+    if not isinstance(example.prompt, str):
+      raise ValueError(
+          f'{file}: column {question!r} holds messages; allowed here: a text'
+      )
+    problems.append({'question': example.prompt, 'answer': example.answer})
+  return problems
 
 
 def write(path: pathlib.Path, problems: list[dict[str, str]]) -> None:
