@@ -56,16 +56,15 @@ def main(argv: list[str]) -> None:
       sys.exit(dry_run.report(problems))
     config_flag.make_folder('workdir', workdir)
     trainer = Trainer(parts, workdir)
-    devices = jax.devices()
     recipe = parts.policy.recipe.name
     if parts.is_mixed:
       recipe += f' training, {parts.rollout_policy.recipe.name} rollout'
     if not parts.policy.exact:
       recipe += f', {compilation.NOT_CLAIMED},'
     print(
-        f'{recipe} on {len(devices)} x'
-        f' {devices[0].device_kind}: {len(parts.train_set)} prompts'
-        f' ({parts.train_set.num_filtered} over-long left out) -> {workdir}'
+        f'{recipe} on {_devices(parts.mesh.size)}: {len(parts.train_set)}'
+        f' prompts ({parts.train_set.num_filtered} over-long left out)'
+        f' -> {workdir}'
     )
     _record_start(parts, workdir)
     trainer.train()
@@ -92,6 +91,18 @@ def _check_purpose(config: configs.Config) -> None:
     )
 
 
+def _devices(used: int) -> str:
+  """Names the devices, and those left idle, which nothing else would tell."""
+  found = jax.devices()
+  kind = found[0].device_kind
+  if used == len(found):
+    return f'{used} x {kind}'
+  return (
+      f'{used} of {len(found)} x {kind} (--config.mesh.data={len(found)} takes'
+      ' all)'
+  )
+
+
 def _record_start(parts: Parts, workdir: pathlib.Path) -> None:
   """Notes versions, device and prompts of this start in the workdir."""
   sets = {'train': parts.train_set, 'val': parts.val_set}
@@ -100,7 +111,7 @@ def _record_start(parts: Parts, workdir: pathlib.Path) -> None:
     if prompts is not None:
       counts[f'{name}_prompts'] = len(prompts)
       counts[f'{name}_left_out'] = prompts.num_filtered
-  provenance.record_start(workdir, **counts)
+  provenance.record_start(workdir, parts.mesh.size, **counts)
 
 
 def _say_stopped(stop: StopRequested, workdir: pathlib.Path) -> None:

@@ -29,26 +29,28 @@ _PACKAGES = (
 _SOURCE = pathlib.Path(__file__).parent
 
 
-def record_start(workdir: str | os.PathLike, **facts: Any) -> dict[str, Any]:
+def record_start(
+    workdir: str | os.PathLike, num_devices: int, **facts: Any
+) -> dict[str, Any]:
   """Appends a line on this process to `<workdir>/starts.jsonl`.
 
   Args:
     workdir: the run's folder; it exists.
+    num_devices: those that the run uses.
     **facts: more of what this start knows, as JSON values: prompts counted.
 
   Returns:
     The line: `time` (UTC), `command`, `versions`, `commit` (None outside of a
-    clone; '+' at its end when files differ from it), `device` and
-    `num_devices`, and the facts.
+    clone; '+' at its end when files differ from it), `device`, `num_devices`
+    and the facts.
   """
-  devices = jax.devices()
   record = {
       'time': datetime.datetime.now(datetime.UTC).isoformat('T', 'seconds'),
       'command': [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
       'versions': versions(),
       'commit': commit(_SOURCE),
-      'device': devices[0].device_kind,
-      'num_devices': len(devices),
+      'device': jax.devices()[0].device_kind,
+      'num_devices': num_devices,
       **facts,
   }
   path = pathlib.Path(workdir) / FILE

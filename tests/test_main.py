@@ -50,8 +50,10 @@ def test_a_run_shows_before_and_after_and_two_completions(tmp_path):
   workdir = tmp_path / 'run'
   code, output, errors = _run(_TINY, f'--workdir={workdir}')
   assert code == 0, errors
-  assert re.search(
-      r'fp8_delayed on \d+ x cpu: 10 prompts \(0 over-long left out\)', output
+  assert (
+      # The tests have eight virtual devices; by default a run takes one.
+      'fp8_delayed on 1 of 8 x cpu (--config.mesh.data=8 takes all): 10 prompts'
+      ' (0 over-long left out)' in output
   )
   assert [f'step {i}/6' in output for i in range(7)] == [True] * 7
   assert re.search(
@@ -72,6 +74,7 @@ def test_a_run_shows_before_and_after_and_two_completions(tmp_path):
   assert questions[0] in report and 'The answers to one prompt' in report
   start = json.loads((workdir / 'starts.jsonl').read_text())
   assert start['train_prompts'] == 10 and start['train_left_out'] == 0
+  assert start['num_devices'] == 1
   config = json.loads((workdir / 'config.json').read_text())
   assert config['trainer']['total_training_steps'] == 6
 

@@ -9,18 +9,19 @@ from jetrl_jax import provenance
 
 
 def test_each_start_appends_a_line(tmp_path):
-  first = provenance.record_start(tmp_path, train_prompts=3)
-  provenance.record_start(tmp_path, train_prompts=4)
+  first = provenance.record_start(tmp_path, 2, train_prompts=3)
+  provenance.record_start(tmp_path, 2, train_prompts=4)
   lines = (tmp_path / 'starts.jsonl').read_text().splitlines()
   assert [json.loads(line)['train_prompts'] for line in lines] == [3, 4]
   assert json.loads(lines[0]) == first
   assert first['versions']['jax'] == jax.__version__
   assert first['device'] == jax.devices()[0].device_kind
+  assert first['num_devices'] == 2
 
 
 def test_a_line_that_a_kill_tore_is_not_continued(tmp_path):
   (tmp_path / 'starts.jsonl').write_text('{"time": "20')
-  provenance.record_start(tmp_path)
+  provenance.record_start(tmp_path, 1)
   lines = (tmp_path / 'starts.jsonl').read_text().splitlines()
   assert len(lines) == 2 and 'versions' in json.loads(lines[1])
 
