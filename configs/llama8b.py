@@ -7,7 +7,8 @@ XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m jetrl_jax.main \
 
 As qwen7b.py but for what the larger caches ask for. The base model's tokenizer
 has no chat template: with it, set data.template to a text with '{prompt}'.
-Expected accuracy and cost: not run yet.
+Expected accuracy and cost: not run yet. `--dry_run
+--dry_run_device='NVIDIA H200'` adds up 120.8 GiB from shapes (docs/dry_run.md).
 
 A speed run without a checkpoint replaces model.path by
 --config.model.init=random --config.model.shape=llama-3.1-8b
@@ -19,7 +20,9 @@ from configs import qwen7b
 
 def get_config():
   config = qwen7b.get_config()
-  # 32 layers x 8 KV heads: 4096 tokens x 32 x 4 KiB = 512 MiB a slot, 32 GiB
-  # for 64.
-  config.rollout.num_slots = 64
+  # 32 layers x 8 KV heads x 4 KiB = 128 KiB a token: 32 GiB for 128 answers of
+  # 2048 tokens on average. With precision.kv_cache_dtype='float8_e4m3fn' it is
+  # half, and 256 fit.
+  config.rollout.num_slots = 128
+  config.rollout.kv_cache_tokens = 128 * 2048
   return config

@@ -326,7 +326,8 @@ class Engine(engine_api.Engine):
 
   def _new_book(self) -> PageBook:
     devices = self.policy.axes.size
-    tokens = self.config.kv_cache_tokens or self.num_slots * self.cache_length
+    full = self.num_slots * self.cache_length  # More would never be filled.
+    tokens = min(self.config.kv_cache_tokens or full, full)
     return PageBook(
         PagesConfig(
             num_slots=self.num_slots,
