@@ -22,7 +22,7 @@ def get_config():
   config = qwen7b.get_config()
   # 32 layers x 8 KV heads x 4 KiB = 128 KiB a token: 32 GiB for 128 answers of
   # 2048 tokens on average. With precision.kv_cache_dtype='float8_e4m3fn' it is
-  # half, and 256 fit.
+  # half.
   config.rollout.num_slots = 128
   config.rollout.kv_cache_tokens = 128 * 2048
   return config

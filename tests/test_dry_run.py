@@ -294,8 +294,8 @@ _H200 = 0.95e9 * dry_run_estimate.DEVICES['NVIDIA H200'][0]
 
 @pytest.mark.parametrize('module', _LARGE, ids=_LARGE.values())
 def test_a_large_config_fits_its_gpu_by_shapes(module):
-  # Room is left: the estimate does not know what a library keeps.
-  assert _largest_phase(module) < _H200 - 5 * _GIB
+  # Room is left: of a 14B a run took 6 GiB more than the estimate.
+  assert _largest_phase(module) < _H200 - 10 * _GIB
 
 
 @pytest.mark.slow
