@@ -70,17 +70,22 @@ def _of_shape(model):
   )
 
 
-def test_the_ledger_is_what_a_real_state_takes():
-  parts = _parts()
-  found = dry_run_memory.shapes(parts)
-  sizes = dry_run_memory.ledger(parts, found)
-  state = states.create(
+def _state(parts):
+  """Returns the state of a cold start."""
+  return states.create(
       parts.policy,
       parts.initial_params(),
       parts.optimizer.build(),
       parts.mesh,
       parts.freeze,
   )
+
+
+def test_the_ledger_is_what_a_real_state_takes():
+  parts = _parts()
+  found = dry_run_memory.shapes(parts)
+  sizes = dry_run_memory.ledger(parts, found)
+  state = _state(parts)
 
   def real(tree):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
@@ -100,13 +105,7 @@ def test_what_a_rollout_gathers_is_counted_while_it_is_there():
   parts = configs.build(whole_run.config(**{'mesh.fsdp': 2}))
   found = dry_run_memory.shapes(parts)
   sizes = dry_run_memory.ledger(parts, found)
-  state = states.create(
-      parts.policy,
-      parts.initial_params(),
-      parts.optimizer.build(),
-      parts.mesh,
-      parts.freeze,
-  )
+  state = _state(parts)
   whole = found.engine.whole(PolicyParams(state.weights, state.fp8_state))
   name, device = 'weights of a rollout, whole', jax.devices()[0]
   assert sizes[name] == sum(
