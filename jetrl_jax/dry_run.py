@@ -24,7 +24,7 @@ from jetrl_jax.dry_run_estimate import DEVICES, size
 from jetrl_jax.dry_run_memory import Phase, Shapes
 from jetrl_jax.dry_run_precision import Row
 from jetrl_jax.models import hf_import, safetensors_index
-from jetrl_jax.rl import flops, run_precision
+from jetrl_jax.rl import flops, fp8_support, run_precision
 from jetrl_jax.rl.parts import Parts
 
 # A GPU keeps a part of its memory for itself and for libraries.
@@ -58,6 +58,10 @@ def dry_run(parts: Parts, workdir: pathlib.Path, device: str = '') -> list[str]:
   policy = run_precision.resolve(workdir, parts.policy, parts.invariant_scale)
   parts = parts.with_policy(policy)
   problems = _inputs(parts, workdir)
+  if missing := fp8_support.why_not(
+      [parts.policy, parts.rollout_policy], parts.optimizer.moments, device
+  ):
+    problems.append(missing)
   found = dry_run_memory.shapes(parts)
   rows = dry_run_precision.table(parts)
   _print_precision(rows)

@@ -12,6 +12,7 @@ from jetrl_jax import config as configs
 from jetrl_jax import saved_policy
 from jetrl_jax.data import Prompt, Tokenizer
 from jetrl_jax.rewards import RewardSpec
+from jetrl_jax.rl import fp8_support
 
 # name -> what it is called at its publisher, and its columns.
 NAMED = {
@@ -125,6 +126,7 @@ def resolve(values: dict[str, Any]) -> Settings:
       step=values['step'],
       recipe=values['recipe'],
   )
+  fp8_support.check([found.policy])
   tokenizer, known = saved_policy.tokenizer_of(found), _known(
       found, values['data']
   )

@@ -30,7 +30,7 @@ from jetrl_jax.data import ChatFormat, PlainFormat, PromptFormat, Tokenizer
 from jetrl_jax.fp8 import slots
 from jetrl_jax.fp8.recipes import LM_HEAD, RECIPES, UNCALIBRATED
 from jetrl_jax.models import hf_layout, hf_quantization
-from jetrl_jax.rl import guard_state, mixed_flow, run_precision
+from jetrl_jax.rl import fp8_support, guard_state, mixed_flow, run_precision
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.apply import merge
 from jetrl_jax.rl.policy import Policy, PolicyParams
@@ -105,6 +105,7 @@ def load(path: str, *, step: int | None = None) -> SavedPolicy:
       was given for a checkpoint that has none, or is not in the workdir.
   """
   found = restore(path, step=step)
+  fp8_support.check([found.policy])
   # Without the masters, which would stay on the device.
   params = PolicyParams(found.state.weights, found.state.fp8_state)
   tokenizer = tokenizer_of(found)

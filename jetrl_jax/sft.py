@@ -22,7 +22,7 @@ from jetrl_jax.data.prompts import column
 from jetrl_jax.metrics import MetricWriter
 from jetrl_jax.models import invariant_scaling
 from jetrl_jax.models.hf_export import check_target
-from jetrl_jax.rl import packing
+from jetrl_jax.rl import fp8_support, packing
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.apply import merge
 from jetrl_jax.rl.console import show_own_sentences
@@ -118,6 +118,7 @@ def train(config, workdir: pathlib.Path) -> None:
   _check(config)
   compilation.keep_compiled(config.compile_cache_dir)
   policy, mesh, folder = config_model.build_policy(config)
+  fp8_support.check([policy], config.optim.moments)
   tokenizer = configs.build_tokenizer(config, folder)
   # Before any weight is loaded: what is wrong with the data shows now.
   next_batch = _batches(config, policy, tokenizer)

@@ -16,6 +16,7 @@ from absl import logging
 from jetrl_jax.data import PromptSampler
 from jetrl_jax.rl import (
     evaluation,
+    fp8_support,
     guard_actions,
     guard_state,
     run_precision,
@@ -49,6 +50,9 @@ class Trainer:
   """
 
   def __init__(self, parts: Parts, workdir: str | pathlib.Path):
+    fp8_support.check(
+        [parts.policy, parts.rollout_policy], parts.optimizer.moments
+    )
     workdir = pathlib.Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     # A run that has begun keeps the precision it settled on.

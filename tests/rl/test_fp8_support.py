@@ -1,0 +1,60 @@
+"""A GPU without 8-bit floats is named before a kernel fails to compile."""
+
+import dataclasses
+import types
+
+import jax
+import pytest
+
+from jetrl_jax.fp8 import Recipe
+from jetrl_jax.rl import fp8_support
+from tests.rl import tiny_run
+
+_FP8, _BF16, _FAKE = (
+    tiny_run.policy(recipe)
+    for recipe in (Recipe(), tiny_run.BF16, Recipe(name='fake_e4m3'))
+)
+
+
+def _of(monkeypatch, capability: str):
+  device = types.SimpleNamespace(
+      device_kind='NVIDIA A100-SXM4-80GB', compute_capability=capability
+  )
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  monkeypatch.setattr(jax, 'devices', lambda: [device])
+
+
+@pytest.mark.parametrize('capability', ['8.0', '8.6', '7.5', 'gfx942'])
+def test_all_that_asks_for_fp8_is_named_with_its_fix(monkeypatch, capability):
+  _of(monkeypatch, capability)
+  cached = dataclasses.replace(_BF16, kv_cache_dtype='float8_e4m3fn')
+  with pytest.raises(ValueError) as caught:
+    fp8_support.check([_FP8, cached], 'fp8')
+  assert str(caught.value) == (
+      "the recipe 'fp8_delayed', precision.kv_cache_dtype='float8_e4m3fn',"
+      " optim.moments='fp8' need 8-bit floats, which NVIDIA A100-SXM4-80GB"
+      f' (compute capability {capability}) has not; allowed are GPUs of compute'
+      ' capability 8.9 and above (Ada, Hopper). Set precision.recipe=bf16,'
+      ' precision.kv_cache_dtype=compute, optim.moments=float32'
+  )
+
+
+@pytest.mark.parametrize('capability', ['8.9', '9.0', '10.0', '12.0'])
+def test_newer_ones_have_it(monkeypatch, capability):
+  _of(monkeypatch, capability)
+  fp8_support.check([_FP8], 'fp8')
+
+
+def test_bf16_and_fake_bits_need_none(monkeypatch):
+  _of(monkeypatch, '8.0')
+  fp8_support.check([_BF16, _FAKE], 'float32')
+
+
+def test_a_cpu_computes_them_by_xla():
+  fp8_support.check([_FP8], 'fp8')
+
+
+def test_a_named_device_is_looked_up():
+  assert fp8_support.why_not([_FP8], device='NVIDIA H200') is None
+  problem = fp8_support.why_not([_FP8], device='NVIDIA A100-SXM4-80GB')
+  assert problem and 'needs 8-bit floats, which NVIDIA A100' in problem
