@@ -124,14 +124,15 @@ def overrides(variant: str) -> dict:
 
   Args:
     variant: options are 'kv8' (FP8 keys and values), 'head8' (see
-      `precision.quantize_lm_head`), 'selective' (see `model.remat`) and
-      'inexact' (see `precision.exact`).
+      `precision.quantize_lm_head`), 'selective' (see `model.remat`),
+      'inexact' (see `precision.exact`) and 'tile32' (`model.attention_tile`).
   """
   options = {
       'kv8': {'precision.kv_cache_dtype': 'float8_e4m3fn'},
       'head8': {'precision.quantize_lm_head': True},
       'selective': {'model.remat': 'selective'},
       'inexact': {'precision.exact': False},
+      'tile32': {'model.attention_tile': 32},
   }
   recipe, *chosen = variant.split('+')
   settings = {'precision.recipe': recipe, 'precision.kv_cache_dtype': 'compute'}

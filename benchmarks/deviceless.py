@@ -1,4 +1,4 @@
-"""Compiles decode step, update or optimiser for an H200 where there is no GPU.
+"""Compiles decode step, update or optimiser for a GPU that is not there.
 
     pip install jax-cuda13-plugin jax-cuda13-pjrt   # of jax's own version
     python -m benchmarks.deviceless --program=decode --variant=fp8_delayed
@@ -8,7 +8,8 @@ alone would take, and XLA's memory analysis: enough to see stray transposes,
 what was fused and how many kernels are launched, before time on a device is
 spent. Nothing runs, so it says nothing about speed or bits. --dump=FOLDER
 keeps the PTX, which ptxas and nvdisasm turn into machine code. An update may be
-one of several devices: --data=2.
+one of several devices: --data=2. --gpu names other GPUs than an H200: whether
+our kernels compile there, and find room in their shared memory.
 """
 
 import dataclasses
@@ -67,28 +68,90 @@ _CALIBRATES = flags.DEFINE_bool(
 _XLA_ORDER = flags.DEFINE_bool(
     'xla_order', False, 'Of several devices: as XLA hides waits by itself.'
 )
+_MOMENTS = flags.DEFINE_enum(
+    'moments', 'fp8', ['fp8', 'float32'], 'See optim.moments.'
+)
 _DUMP = flags.DEFINE_string('dump', '', 'Folder for PTX and HLO.')
 _BYTES_PER_US = 4.3e6  # attainable on an H200
 _PAGE = 128
 
-# What XLA would ask the device. An H200, as CUDA describes it.
-_TARGET = """
-gpu_device_info {
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Gpu:
+  """What XLA would ask a device, as CUDA describes it; L2 and shared in KiB."""
+
+  capability: tuple[int, int]
+  cores: int
+  shared: int
+  l2: int
+  gigabytes: float
+  bandwidth: float
+  ghz: float
+
+  def target(self, name: str) -> str:
+    """Returns the description that XLA reads."""
+    return f"""
+gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  shared_memory_per_block: 49152
+  shared_memory_per_core: {(self.shared + 1) * 1024}
+  threads_per_core_limit: 2048 core_count: {self.cores} fpus_per_core: 128
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 memory_bandwidth: 4800000000000
-  l2_cache_size: 62914560 clock_rate_ghz: 1.98
-  device_memory_size: 150754820096 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 }
+  block_dim_limit_z: 65535 memory_bandwidth: {self.bandwidth * 1e9:.0f}
+  l2_cache_size: {self.l2 * 1024} clock_rate_ghz: {self.ghz}
+  device_memory_size: {self.gigabytes * 1e9:.0f}
+  shared_memory_per_block_optin: {self.shared * 1024}
+  cuda_compute_capability {{
+    major: {self.capability[0]} minor: {self.capability[1]}
+  }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
+}}
 platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-runtime_version { major: 13 minor: 0 patch: 0 }
-device_description_str: "NVIDIA H200"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 13 minor: 0 patch: 0 }}
+device_description_str: "NVIDIA {name}"
 """
+
+
+_GPUS = {
+    'H200': _Gpu(
+        capability=(9, 0),
+        cores=132,
+        shared=227,
+        l2=61440,
+        gigabytes=150.75482,
+        bandwidth=4800,
+        ghz=1.98,
+    ),
+    'A100': _Gpu(
+        capability=(8, 0),
+        cores=108,
+        shared=163,
+        l2=40960,
+        gigabytes=85,
+        bandwidth=2039,
+        ghz=1.41,
+    ),
+    'L40': _Gpu(
+        capability=(8, 9),
+        cores=142,
+        shared=99,
+        l2=98304,
+        gigabytes=48,
+        bandwidth=864,
+        ghz=2.49,
+    ),
+    'B200': _Gpu(
+        capability=(10, 0),
+        cores=148,
+        shared=227,
+        l2=129536,
+        gigabytes=191,
+        bandwidth=7700,
+        ghz=1.96,
+    ),
+}
+_GPU = flags.DEFINE_enum('gpu', 'H200', list(_GPUS), 'Which.')
 _BYTES = {'bf16': 2, 'f16': 2, 'u16': 2, 's8': 1, 'u8': 1, 'pred': 1}
 _BYTES |= {'f8e4m3fn': 1, 'f8e5m2': 1, 's64': 8, 'u64': 8}
 # Ops that launch nothing.
@@ -168,7 +231,9 @@ def _state(params, masters, optimizer) -> TrainState:
 
 def _apply(policy, params, masters) -> None:
   """Prints what the programs of an optimiser step launch, move and keep."""
-  config = OptimizerConfig(master_rounding=_ROUNDING.value)
+  config = OptimizerConfig(
+      master_rounding=_ROUNDING.value, moments=_MOMENTS.value
+  )
   optimizer = config.build()
   mesh = _mesh()
   scalar = jax.ShapeDtypeStruct((), jnp.float32)
@@ -240,12 +305,12 @@ def kernels(hlo: str, of: str = 'custom-call') -> list[dict]:
 
 
 def _mesh(data: int = 1, fsdp: int = 1) -> Mesh:
-  """Returns H200s that are not there."""
+  """Returns GPUs that are not there."""
   devices = topologies.get_topology_desc(
       platform='cuda',
-      topology_name='H200',
+      topology_name=_GPU.value,
       topology=f'1x1x{data * fsdp}',
-      target_config=_TARGET,
+      target_config=_GPUS[_GPU.value].target(_GPU.value),
   ).devices
   return Mesh(
       np.array(devices).reshape(data, fsdp, 1),
@@ -289,13 +354,15 @@ def main(argv: list[str]) -> None:
   )
   params = PolicyParams(weights, state)
   sharding.make_mesh()  # The devices at hand are asked before the pretence.
-  h200 = gpu_info._get_gpu_info_impl(gpu_info.GpuVersion.H200)
+  version = gpu_info.GpuVersion[_GPU.value]
+  info = gpu_info._get_gpu_info_impl(version)
+  is_hopper = _GPUS[_GPU.value].capability == (9, 0)
   order = {'gpu': {}} if _XLA_ORDER.value else {}
   with (
       mock.patch.dict(compilation._IN_ORDER, order),
       mock.patch.object(jax, 'default_backend', lambda: 'gpu'),
-      mock.patch.object(gate_up_kernel, 'on_hopper', lambda: True),
-      mock.patch.object(gpu_info, 'get_gpu_info', lambda: h200),
+      mock.patch.object(gate_up_kernel, 'on_hopper', lambda: is_hopper),
+      mock.patch.object(gpu_info, 'get_gpu_info', lambda: info),
   ):
     if _PROGRAM.value == 'apply':
       _apply(policy, params, masters)
