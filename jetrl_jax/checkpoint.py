@@ -14,6 +14,7 @@ partial or resharding-by-shape restores.
 import concurrent.futures
 import dataclasses
 import json
+import logging as std_logging
 import math
 import os
 import pathlib
@@ -36,6 +37,9 @@ from jetrl_jax.typing import PyTree
 _SAVING = '.saving.'
 _DELETING = '.deleting.'
 _CORRUPT = 'corrupt.'
+# Orbax's threads log a traceback of each exception that they keep for
+# `wait_until_finished`, which raises it again.
+_KEEPS_EXCEPTIONS = ('futures/future.py', 'checkpointers/async_checkpointer.py')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,6 +174,7 @@ class CheckpointManager:
     self._orbax = ocp.AsyncCheckpointer(
         ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
     )
+    logging.get_absl_logger().addFilter(_is_news)
     for path in self._directory.iterdir():
       if path.name.startswith((_SAVING, _DELETING)):
         logging.info('Removing %s, left over by an earlier run', path)
@@ -353,6 +358,16 @@ class CheckpointManager:
         f'checkpoint of step {step} was not saved in {self._directory}: '
         f'{error}; the newest good step is {self.latest_step()}'
     )
+
+
+def _is_news(record: std_logging.LogRecord) -> bool:
+  """Says whether a record is none of an exception that Orbax raises later.
+
+  A full disk is one sentence of ours; Orbax's three tracebacks would bury it.
+  """
+  path = pathlib.PurePath(record.pathname).as_posix()
+  is_kept = '/orbax/checkpoint/' in path and path.endswith(_KEEPS_EXCEPTIONS)
+  return not (is_kept and record.exc_info)
 
 
 def _finite(step: int, metric: float | None) -> float | None:

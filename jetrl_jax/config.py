@@ -27,7 +27,7 @@ from jetrl_jax.data import (
 from jetrl_jax.metrics_wandb import WandbConfig
 from jetrl_jax.rewards import RewardPool, RewardSpec
 from jetrl_jax.rewards.pool import check_limits
-from jetrl_jax.rl import combinations, corrections, losses
+from jetrl_jax.rl import combinations, corrections, engine_sizes, losses
 from jetrl_jax.rl.engine import EngineConfig
 from jetrl_jax.rl.environment import EnvironmentConfig, load_environment
 from jetrl_jax.rl.objective import LossConfig
@@ -133,16 +133,24 @@ def reward_specs(section: Config) -> list[RewardSpec]:
     )
   specs = []
   for function, weight, kwargs in zip(*lists, strict=True):
-    try:
-      parsed = json.loads(kwargs) if kwargs else {}
-    except json.JSONDecodeError as error:
-      raise ValueError(
-          f'reward.kwargs of {function!r} is no JSON object: {error}'
-      ) from error
+    parsed = _json_object(kwargs, f'reward.kwargs of {function!r}')
     specs.append(
         RewardSpec(function=function, weight=float(weight), kwargs=parsed)
     )
   return specs
+
+
+def _json_object(text: str, what: str) -> dict[str, Any]:
+  """Returns keyword arguments; '' is none."""
+  try:
+    parsed = json.loads(text) if text else {}
+  except json.JSONDecodeError as error:
+    raise ValueError(f'{what} is no JSON object: {error}') from error
+  if not isinstance(parsed, dict):
+    raise ValueError(
+        f'{what} is {text!r}; allowed: a JSON object, such as \'{{"name": 1}}\''
+    )
+  return parsed
 
 
 def environment_config(
@@ -152,11 +160,11 @@ def environment_config(
   if not section.name:
     return None
   environment = load_environment(section.name)
+  kwargs = _json_object(section.kwargs, 'environment.kwargs')
   try:
-    kwargs = json.loads(section.kwargs) if section.kwargs else {}
     make = functools.partial(environment, **kwargs)
     make()
-  except (json.JSONDecodeError, TypeError, ValueError) as error:
+  except (TypeError, ValueError) as error:
     raise ValueError(
         f'environment {section.name!r} cannot be made with environment.kwargs'
         f' {section.kwargs!r}: {error}'
@@ -298,6 +306,7 @@ def build(config: Config) -> Parts:
   combinations.check(loss, algorithm, engine, run)
   combinations.check_guard(guard, loss, algorithm, run)
   _check_fits(policy, engine, environment, run)
+  engine_sizes.pages(engine, policy.axes.size, policy.tile)
   train_set, val_set = _datasets(config, tokenizer)
   if run.train_batch_size > len(train_set):
     raise ValueError(
@@ -306,9 +315,14 @@ def build(config: Config) -> Parts:
     )
   make_params, shapes = config_model.parameters(config, policy, mesh, folder)
   sampling = config_model.rollout_policy(config, policy)
-  evaluating = [config_model.renamed(policy, name) for name in run.val_recipes]
-  for one in (policy, sampling, *evaluating):
-    config_model.check_patterns(one, shapes, tuple(config.model.freeze))
+  policies = [('precision.recipe', policy)]
+  policies.append(('precision.rollout_recipe', sampling))
+  for name in run.val_recipes:
+    one = config_model.renamed(policy, name)
+    policies.append(('trainer.val_recipes', one))
+  for setting, one in policies:
+    with config_model.naming(setting):
+      config_model.check_patterns(one, shapes, tuple(config.model.freeze))
   return Parts(
       policy=policy,
       rollout_policy=sampling,

@@ -20,12 +20,19 @@ from ml_collections import config_flags
 
 from jetrl_jax import config_check, config_flow
 
+# --help shows the flags of the command's own module: what is defined here
+# counts as its caller's.
+flags.disclaim_key_flags()
+
 
 def define() -> flags.FlagHolder:
   """Defines --config and its overrides."""
-  return config_flags.DEFINE_config_file(
+  holder = config_flags.DEFINE_config_file(
       'config', None, 'Path of a config file, e.g. configs/quickstart.py.'
   )
+  # ml_collections counts it as its own.
+  flags.declare_key_flag('config')
+  return holder
 
 
 def load(holder: flags.FlagHolder) -> ml_collections.ConfigDict:

@@ -20,6 +20,7 @@ from jetrl_jax import (
     rng,
 )
 from jetrl_jax.evaluate_settings import NAMES, Settings, define_flags
+from jetrl_jax.files import replace_text
 from jetrl_jax.rewards import RewardPool
 from jetrl_jax.rl import calibration, evaluation
 from jetrl_jax.rl.console import show_own_sentences
@@ -70,11 +71,11 @@ def evaluate(settings: Settings) -> dict:
     )
   seconds = time.monotonic() - start
   summary = evaluate_report.summary(graded, settings, seconds)
-  with open(settings.output / 'problems.jsonl', 'w', encoding='utf-8') as file:
-    for row in evaluate_report.problems(graded, settings.tokenizer):
-      file.write(json.dumps(row, ensure_ascii=False) + '\n')
-  (settings.output / 'summary.json').write_text(
-      json.dumps(summary, indent=2) + '\n', encoding='utf-8'
+  rows = evaluate_report.problems(graded, settings.tokenizer)
+  lines = [json.dumps(row, ensure_ascii=False) + '\n' for row in rows]
+  replace_text(settings.output / 'problems.jsonl', ''.join(lines))
+  replace_text(
+      settings.output / 'summary.json', json.dumps(summary, indent=2) + '\n'
   )
   return summary
 

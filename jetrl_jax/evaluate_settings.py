@@ -14,6 +14,10 @@ from jetrl_jax.data import Prompt, Tokenizer
 from jetrl_jax.rewards import RewardSpec
 from jetrl_jax.rl import fp8_support
 
+# --help shows the flags of the command's own module: what is defined here
+# counts as its caller's.
+flags.disclaim_key_flags()
+
 # name -> what it is called at its publisher, and its columns.
 NAMED = {
     'gsm8k': ('hf:openai/gsm8k:main:test', 'question', 'answer'),

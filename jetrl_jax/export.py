@@ -80,7 +80,7 @@ def export(values: dict[str, Any]) -> str:
     ValueError: no run or no such step; FP8 asked of what has no FP8 scales,
       without prompts to calibrate on; the folder exists.
   """
-  path, out = _source(values), pathlib.Path(values['out'])
+  path, out = _source(values), pathlib.Path(values['out']).expanduser()
   check_target(out)
   found = saved_policy.restore(path, step=values['step'])
   calibrated = ''
@@ -235,7 +235,7 @@ def main(argv: list[str], values: dict[str, Any]) -> None:
   except (ValueError, OSError, RuntimeError) as error:
     logging.debug('Traceback:', exc_info=True)
     sys.exit(f'error: {error}')
-  out = pathlib.Path(values['out'])
+  out = pathlib.Path(values['out']).expanduser()
   size = sum(file.stat().st_size for file in out.iterdir())
   print(f'Exported {said} -> {out} ({size / 1e6:,.1f} MB)')
 

@@ -45,7 +45,9 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments {argv[1:]}')
   show_own_sentences()
-  workdir = pathlib.Path(_WORKDIR.value or f'runs/{config_flag.file().stem}')
+  workdir = pathlib.Path(
+      _WORKDIR.value or f'runs/{config_flag.file().stem}'
+  ).expanduser()
   try:
     config: configs.Config = config_flag.load(_CONFIG)
     _check_purpose(config)
@@ -66,8 +68,7 @@ def main(argv: list[str]) -> None:
         f' prompts ({parts.train_set.num_filtered} over-long left out)'
         f' -> {workdir}'
     )
-    _record_start(parts, workdir)
-    trainer.train()
+    trainer.train(started=lambda: _record_start(parts, workdir))
   except StopRequested as stop:
     _say_stopped(stop, workdir)
     return

@@ -40,7 +40,7 @@ def write_report(
     ValueError: there is nothing to report on (see `report_data.read_run`), or
       the file cannot be written.
   """
-  folders = [pathlib.Path(workdir) for workdir in workdirs]
+  folders = [pathlib.Path(workdir).expanduser() for workdir in workdirs]
   if not folders:
     raise ValueError('name the workdir of a run, or of several to compare')
   names = report_data.names(folders)
@@ -53,7 +53,7 @@ def write_report(
     raise ValueError(f'{error.filename}: {error.strerror}') from error
   if out is None:
     out = folders[0] / FILE if len(folders) == 1 else FILE
-  path = pathlib.Path(out)
+  path = pathlib.Path(out).expanduser()
   page = report_page.render(runs)
   temporary = path.with_name(f'{path.name}.tmp')
   try:

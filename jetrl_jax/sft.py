@@ -35,7 +35,12 @@ from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import TrainBatch
 
 _CONFIG = config_flag.define()
-_WORKDIR = flags.DEFINE_string('workdir', 'runs/sft', 'metrics.jsonl goes here')
+_WORKDIR = flags.DEFINE_string(
+    'workdir',
+    None,
+    'metrics.jsonl goes here; that of an earlier warm start is replaced. By'
+    ' default runs/<name of the config file>.',
+)
 
 
 def target_tokens(
@@ -65,6 +70,19 @@ def _check(config) -> None:
     if value < 1:
       raise ValueError(f'trainer.{name} is {value}; it must be >= 1')
   check_packed_rows(config.trainer.packed_rows, config.trainer.micro_batch_size)
+
+
+def _check_workdir(workdir: pathlib.Path) -> None:
+  """Refuses the workdir of a run, whose metrics would be lost."""
+  if (workdir / 'checkpoints').exists():
+    raise ValueError(
+        f'--workdir={workdir} holds checkpoints/, of a run of jetrl_jax.main,'
+        ' whose metrics.jsonl a warm start would replace; name another folder'
+    )
+  config_flag.make_folder('workdir', workdir)
+  file = workdir / 'metrics.jsonl'
+  if file.exists() and file.stat().st_size:
+    logging.warning('%s, of an earlier warm start, is replaced', file)
 
 
 def _batches(
@@ -108,10 +126,11 @@ def train(config, workdir: pathlib.Path) -> None:
 
   Args:
     config: ConfigDict, see configs/base.py.
-    workdir: metrics.jsonl goes here.
+    workdir: metrics.jsonl goes here, in place of an earlier warm start's.
 
   Raises:
-    ValueError: see `config.build`; a sequence longer than a row.
+    ValueError: see `config.build`; a sequence longer than a row; the workdir
+      is that of a run of main.
     RuntimeError: every update was skipped as not finite, or
       trainer.max_skipped_updates of them in a row; nothing was exported.
   """
@@ -122,7 +141,7 @@ def train(config, workdir: pathlib.Path) -> None:
   tokenizer = configs.build_tokenizer(config, folder)
   # Before any weight is loaded: what is wrong with the data shows now.
   next_batch = _batches(config, policy, tokenizer)
-  config_flag.make_folder('workdir', workdir)
+  _check_workdir(workdir)
   steps = config.sft.total_training_steps
   settings = configs.optimizer_config(config, steps)
   make_params, _ = config_model.parameters(config, policy, mesh, folder)
@@ -176,8 +195,9 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments {argv[1:]}')
   show_own_sentences()
+  workdir = pathlib.Path(_WORKDIR.value or f'runs/{config_flag.file().stem}')
   try:
-    train(config_flag.load(_CONFIG), pathlib.Path(_WORKDIR.value))
+    train(config_flag.load(_CONFIG), workdir.expanduser())
   except (ValueError, OSError, RuntimeError) as error:
     sys.exit(f'error: {error}')
 

@@ -43,7 +43,10 @@ def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
   if need > len(have):
     raise ValueError(
         f'mesh data={data} x fsdp={fsdp} needs {need} devices; found'
-        f' {len(have)} ({have[0].platform})'
+        f' {len(have)} ({have[0].platform}). Lower mesh.data or mesh.fsdp; for'
+        ' a dry run, JAX_PLATFORMS=cpu'
+        f' XLA_FLAGS=--xla_force_host_platform_device_count={need} makes a CPU'
+        f' count as {need}.'
     )
   grid = np.asarray(have[:need]).reshape(data, fsdp, tensor)
   return Mesh(grid, (DATA, FSDP, TENSOR))

@@ -14,6 +14,7 @@ range of k3 that papers report marked. Both take finished runs only.
 import argparse
 import pathlib
 import statistics as numbers
+import sys
 
 import matplotlib
 
@@ -262,6 +263,14 @@ def main() -> None:
   parser.add_argument('--arms', default='', help='by default all')
   parser.add_argument('--output', type=pathlib.Path, required=True)
   flags = parser.parse_args()
+  try:
+    _draw(flags)
+  except (ValueError, OSError) as error:
+    sys.exit(f'error: {error}')
+  print(f'Wrote {flags.output}')
+
+
+def _draw(flags: argparse.Namespace) -> None:
   runs = read(*flags.results)
   if flags.arms:
     chosen = {arm.name for arm in named(flags.arms.split(','))}
@@ -274,9 +283,13 @@ def main() -> None:
     runs = [run for run in runs if run.about['finished']]
   else:
     print_arms([run for run in runs if run.about['finished']])
+  if not runs:
+    raise ValueError(
+        f'--results has no run to draw of --arms={flags.arms or "(all)"};'
+        ' python -m study.run goes on with unfinished ones'
+    )
   draw = {'curves': curves, 'pairs': pairs, 'control': control}[flags.figure]
   draw(runs, flags.output)
-  print(f'Wrote {flags.output}')
 
 
 if __name__ == '__main__':

@@ -14,6 +14,7 @@ import gzip
 import json
 import pathlib
 import re
+import sys
 from typing import Any
 
 from study.arms import ARMS, Arm
@@ -113,7 +114,10 @@ def read(*folders: pathlib.Path) -> list[Run]:
   for folder in folders:
     paths = sorted(folder.glob('*.jsonl.gz'))
     if not paths:
-      raise ValueError(f'{folder} holds no *.jsonl.gz of study.results')
+      raise ValueError(
+          f'{folder} holds no *.jsonl.gz of study.results; run python -m'
+          f' study.results --folder=... --output={folder} first'
+      )
     for path in paths:
       text = gzip.decompress(path.read_bytes()).decode()
       about, *rows = [json.loads(line) for line in text.splitlines()]
@@ -136,8 +140,14 @@ def main() -> None:
   parser.add_argument('--folder', type=pathlib.Path, required=True)
   parser.add_argument('--output', type=pathlib.Path, required=True)
   flags = parser.parse_args()
+  paths = sorted((flags.folder / 'runs').glob('*/seed*/metrics.jsonl'))
+  if not paths:
+    sys.exit(
+        f'error: {flags.folder} holds no runs/*/seed*/metrics.jsonl of'
+        f' study.run; run python -m study.run --folder={flags.folder} first'
+    )
   flags.output.mkdir(parents=True, exist_ok=True)
-  for path in sorted((flags.folder / 'runs').glob('*/seed*/metrics.jsonl')):
+  for path in paths:
     arm = ARMS[path.parent.parent.name]
     seed = int(path.parent.name.removeprefix('seed'))
     lines = compact(path.parent, arm, seed)

@@ -94,6 +94,30 @@ class Plan:
       )
     return {**found, **self.more, **arm.settings}
 
+  def check(self) -> None:
+    """Refuses what every run would fail of.
+
+    Raises:
+      ValueError: the config file, the task or the checkpoint is missing.
+    """
+    if not pathlib.Path(self.config).is_file():
+      raise ValueError(
+          f'--config={self.config}: there is no such file in'
+          f' {pathlib.Path.cwd()}; name one that is there, such as'
+          f' {Plan.config} of the clone'
+      )
+    if self.config != Plan.config:
+      return
+    for made, setting in (
+        ('task', 'data.train_files'),
+        ('checkpoint', 'model.path'),
+    ):
+      if setting not in self.more and not (self.folder / made).exists():
+        raise ValueError(
+            f'{self.folder} holds no {made}; run python -m study.prepare'
+            f' --folder={self.folder}{" --tiny" * self.is_tiny} first'
+        )
+
   def command(self, arm: Arm, seed: int) -> list[str]:
     """Returns the command line of a run."""
     return [
@@ -204,11 +228,12 @@ class Runner:
       del self.running[folder]
       if process.returncode:
         self.failed.append(folder)
-      word = 'FAILED  ' if process.returncode else 'ended   '
-      print(
-          f'{word} {self._name(folder)} at step {steps_done(folder)}',
-          flush=True,
-      )
+      step = steps_done(folder)
+      at = 'before step 0' if step < 0 else f'at step {step}'
+      word, why = 'ended   ', ''
+      if process.returncode:
+        word, why = 'FAILED  ', f'; see {folder / "log.txt"}'
+      print(f'{word} {self._name(folder)} {at}{why}', flush=True)
 
   def _stop(self) -> None:
     """Lets what is running save and end; kills it behind the grace."""
@@ -225,6 +250,20 @@ class Runner:
 
   def _name(self, folder: pathlib.Path) -> str:
     return folder.relative_to(self.plan.folder / 'runs').as_posix()
+
+
+def parse_seeds(text: str) -> list[int]:
+  """Returns the numbers of --seeds.
+
+  Raises:
+    ValueError: one is no number.
+  """
+  try:
+    return [int(seed) for seed in text.split(',')]
+  except ValueError as error:
+    raise ValueError(
+        f'--seeds={text} must be whole numbers by comma, such as 1,2,3'
+    ) from error
 
 
 def main() -> None:
@@ -267,10 +306,11 @@ def main() -> None:
         more=dict(one.split('=', 1) for one in flags.set),
         is_tiny=flags.tiny,
     )
-    seeds = [int(seed) for seed in flags.seeds.split(',')]
+    seeds = parse_seeds(flags.seeds)
     queue = [(arm, seed) for seed in seeds for arm in arms]
     for arm, seed in queue:
       plan.settings(arm, seed)
+    plan.check()
   except ValueError as error:
     sys.exit(f'error: {error}')
   runner = Runner(

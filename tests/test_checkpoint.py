@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from absl import logging as absl_logging
 
 from jetrl_jax import checkpoint, rng
 from jetrl_jax.checkpoint import CheckpointManager
@@ -325,7 +326,7 @@ def test_leftovers_of_a_killed_run_are_cleared_and_nothing_else(tmp_path):
   assert {p.name for p in tmp_path.iterdir()} == {'notes', '8', '.lock'}
 
 
-def test_a_failed_write_is_reported_and_leaves_the_good_steps(manager):
+def test_a_failed_write_is_reported_and_leaves_the_good_steps(manager, caplog):
   state = {'x': jnp.asarray(np.random.default_rng(0).normal(size=(300, 300)))}
   manager.save(0, state, {'n': 0}, metric=None)
   manager.wait()
@@ -337,6 +338,8 @@ def test_a_failed_write_is_reported_and_leaves_the_good_steps(manager):
     with pytest.raises(RuntimeError, match='step 1 was not saved') as error:
       manager.wait()
     assert 'newest good step is 0' in str(error.value)
+    # Nobody has to look for that sentence between Orbax's tracebacks.
+    assert 'Traceback' not in caplog.text
     # The next save tells too, and check() without waiting.
     manager.save(2, state, {'n': 2}, metric=None)
     with pytest.raises(RuntimeError, match='step 2 was not saved'):
@@ -356,6 +359,25 @@ def test_a_failed_write_is_reported_and_leaves_the_good_steps(manager):
   manager.save(5, state, {'n': 5}, metric=None)
   manager.wait()
   assert manager.all_steps() == [0, 5]
+
+
+def test_only_exceptions_that_orbax_raises_later_are_not_logged(
+    manager, caplog
+):
+  del manager  # It sets the filter.
+  logger = absl_logging.get_absl_logger()
+  failed = (OSError, OSError('full'), None)
+  kept = '/x/orbax/checkpoint/_src/futures/future.py'
+
+  def log(path, name, exc_info):
+    record = logger.makeRecord('absl', 40, path, 1, name, (), exc_info)
+    logger.handle(record)
+
+  log(kept, 'kept and raised', failed)
+  log(kept, 'no exception', None)
+  log('/x/orbax/checkpoint/_src/path/deleter.py', 'not kept', failed)
+  log('/x/futures/future.py', 'not of Orbax', failed)
+  assert caplog.messages == ['no exception', 'not kept', 'not of Orbax']
 
 
 def test_a_corrupt_newest_step_gives_the_one_before_and_is_replaced(tmp_path):

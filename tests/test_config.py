@@ -185,6 +185,13 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
             'have [0, 0, 0] entries',
         ),
         ({'reward.kwargs': ('{x',)}, 'is no JSON object'),
+        ({'reward.kwargs': ('3',)}, "is '3'; allowed: a JSON object, such as"),
+        ({'reward.kwargs': ('null',)}, "is 'null'; allowed: a JSON object"),
+        ({'rollout.kv_cache_tokens': 1}, 'Raise kv_cache_tokens to at least'),
+        (
+            {'trainer.val_recipes': ('fp8_block',)},
+            'trainer.val_recipes: recipe fp8_block quantises in blocks',
+        ),
         ({'rollout.num_slots': 0}, 'num_slots is 0; it must be >= 1'),
         ({'rollout.top_p': 1.5}, 'top_p is 1.5'),
         (
@@ -249,8 +256,8 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
         ),
         (
             {'optim.lr_decay': 'cosine', 'optim.lr_warmup_steps': 6},
-            'lr_decay_steps is 6; cosine decay needs more than lr_warmup_steps'
-            ' (6)',
+            "the run has 6 optimiser steps, and optim.lr_decay is 'cosine',"
+            ' which needs more than optim.lr_warmup_steps (6): lower it',
         ),
         (
             {'trainer.mini_batch_size': 3},

@@ -46,6 +46,19 @@ def _file(tmp_path, *lines: str) -> str:
 _TINY = f'--config={whole_run.ROOT}/tests/tiny_config.py'
 
 
+@pytest.mark.parametrize(
+    'module, own',
+    [
+        ('jetrl_jax.sft', ['config', 'workdir']),
+        ('jetrl_jax.evaluate', ['checkpoint', 'data', 'recipe']),
+    ],
+)
+def test_help_lists_the_flags_of_a_command(module, own):
+  _, output, _ = _run('--help', module=module)
+  listed = re.findall(r'^  --(?:\[no\])?(\w+):', output, re.MULTILINE)
+  assert set(own) <= set(listed)
+
+
 def test_a_run_shows_before_and_after_and_two_completions(tmp_path):
   workdir = tmp_path / 'run'
   code, output, errors = _run(_TINY, f'--workdir={workdir}')

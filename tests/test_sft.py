@@ -1,6 +1,8 @@
 """The supervised warm start, on the tiny config."""
 
 import dataclasses
+import pathlib
+from unittest import mock
 
 import jax
 import numpy as np
@@ -78,6 +80,44 @@ def test_a_workdir_that_cannot_be_written_is_named_before_any_weight(tmp_path):
   config = whole_run.config(**{'sft.output': str(tmp_path / 'out')})
   with pytest.raises(ValueError, match='--workdir=.*file cannot be written'):
     sft.train(config, tmp_path / 'file')
+
+
+def test_a_run_s_metrics_are_kept_and_a_warm_start_s_replaced_with_a_warning(
+    tmp_path, monkeypatch, caplog
+):
+  config = whole_run.config(**{'sft.output': str(tmp_path / 'out')})
+  metrics = tmp_path / 'run' / 'metrics.jsonl'
+  (tmp_path / 'run' / 'checkpoints').mkdir(parents=True)
+  metrics.write_text('{"step": 1}\n')
+
+  def loading(*_):
+    raise StopIteration
+
+  monkeypatch.setattr(sft.config_model, 'parameters', loading)
+  with pytest.raises(ValueError, match='holds checkpoints/, of a run of.*name'):
+    sft.train(config, tmp_path / 'run')
+  assert metrics.read_text() == '{"step": 1}\n'
+  (tmp_path / 'run' / 'checkpoints').rmdir()
+  with pytest.raises(StopIteration):
+    sft.train(config, tmp_path / 'run')
+  assert f'{metrics}, of an earlier warm start, is replaced' in caplog.text
+
+
+@pytest.mark.parametrize(
+    'given, workdir',
+    [(None, 'runs/mine_sft'), ('~/a', pathlib.Path.home() / 'a')],
+)
+def test_the_workdir_is_named_after_the_config_file(
+    monkeypatch, given, workdir
+):
+  train = mock.Mock()
+  monkeypatch.setattr(sft, 'train', train)
+  monkeypatch.setattr(sft, '_WORKDIR', mock.Mock(value=given))
+  monkeypatch.setattr(sft, 'show_own_sentences', lambda: None)
+  for name, value in (('load', None), ('file', pathlib.Path('c/mine_sft.py'))):
+    monkeypatch.setattr(sft.config_flag, name, lambda *_, value=value: value)
+  sft.main(['sft'])
+  train.assert_called_once_with(None, pathlib.Path(workdir))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,11 @@ def test_the_tensor_axis_is_refused_with_the_reason():
 
 
 def test_too_few_devices_are_counted():
-  message = 'mesh data=4 x fsdp=4 needs 16 devices; found 8 (cpu)'
+  message = (
+      'mesh data=4 x fsdp=4 needs 16 devices; found 8 (cpu). Lower mesh.data or'
+      ' mesh.fsdp; for a dry run, JAX_PLATFORMS=cpu'
+      ' XLA_FLAGS=--xla_force_host_platform_device_count=16 makes'
+  )
   with pytest.raises(ValueError, match=re.escape(message)):
     sharding.make_mesh(data=4, fsdp=4)
 

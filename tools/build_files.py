@@ -20,7 +20,7 @@ PACKAGE = ROOT / 'jetrl_jax'
 # Each row may import the rows above it, and no other room of its own row.
 ORDER = (
     ('typing',),
-    ('compilation', 'metrics', 'provenance', 'rng', 'sharding'),
+    ('compilation', 'files', 'metrics', 'provenance', 'rng', 'sharding'),
     ('checkpoint',),
     ('fp8',),
     ('models',),

@@ -14,6 +14,7 @@ the answer is what follows `####`. Other copies, files too:
 import argparse
 import json
 import pathlib
+import sys
 
 from jetrl_jax.data import load_examples
 
@@ -54,6 +55,28 @@ def rows(source: str) -> list[dict[str, str]]:
   return problems
 
 
+def gather(sources: dict[str, str]) -> dict[str, list[dict[str, str]]]:
+  """Reads all four; MATH without the problems that are held out.
+
+  Args:
+    sources: what `rows` takes, by the names of `SOURCES`.
+
+  Raises:
+    ValueError: a source cannot be read, or nothing is left of MATH.
+  """
+  found = {name: rows(source) for name, source in sources.items()}
+  held_out = {row['question'] for row in found['math500']}
+  math = found['math_train']
+  found['math_train'] = [r for r in math if r['question'] not in held_out]
+  if not found['math_train']:
+    raise ValueError(
+        f'math_train: all {len(math)} problems of {sources["math_train"]!r} are'
+        f' held out, in math500, {sources["math500"]!r}; at least one must be'
+        ' left to train on: give --math_train or --math500 another file'
+    )
+  return found
+
+
 def write(path: pathlib.Path, problems: list[dict[str, str]]) -> None:
   """Writes a JSON object per line."""
   lines = [json.dumps(row, ensure_ascii=False) + '\n' for row in problems]
@@ -70,14 +93,14 @@ def main() -> None:
     parser.add_argument(f'--{name}', default=source, help=f'default: {source}')
   arguments = vars(parser.parse_args())
   output = arguments.pop('output')
-  found = {name: rows(source) for name, source in arguments.items()}
-  held_out = {row['question'] for row in found['math500']}
-  math = found['math_train']
-  found['math_train'] = [r for r in math if r['question'] not in held_out]
-  output.mkdir(parents=True, exist_ok=True)
-  for name, problems in found.items():
-    write(output / f'{name}.jsonl', problems)
-    print(f'{output / name}.jsonl: {len(problems)} problems')
+  try:
+    found = gather(arguments)
+    output.mkdir(parents=True, exist_ok=True)
+    for name, problems in found.items():
+      write(output / f'{name}.jsonl', problems)
+      print(f'{output / name}.jsonl: {len(problems)} problems')
+  except (ValueError, OSError) as error:
+    sys.exit(f'error: {error}')
 
 
 if __name__ == '__main__':

@@ -34,6 +34,7 @@ import json
 import pathlib
 import random
 import re
+import sys
 from collections.abc import Collection
 
 import tokenizers
@@ -273,10 +274,20 @@ def write_problems(
 
 
 def read_questions(folder: pathlib.Path) -> set[str]:
-  """Reads the questions of every JSONL file in a folder."""
+  """Reads the questions of every JSONL file in a folder.
+
+  Raises:
+    ValueError: there is no such file, so that nothing would be left out.
+  """
+  paths = sorted(folder.glob('*.jsonl'))
+  if not paths:
+    raise ValueError(
+        f'{folder} holds no *.jsonl file; name a folder with the problems to'
+        ' leave out, for example examples/quickstart'
+    )
   return {
       json.loads(line)['question']
-      for path in sorted(folder.glob('*.jsonl'))
+      for path in paths
       for line in path.read_text(encoding='utf-8').splitlines()
   }
 
@@ -301,9 +312,12 @@ def main() -> None:
   )
   flags = parser.parse_args()
   sizes = {split: vars(flags)[split] for split in SIZES}
-  exclude = read_questions(flags.exclude) if flags.exclude else set()
-  write_problems(flags.output, make_problems(flags.seed, sizes, exclude))
-  write_model_folder(flags.output / 'model_init', make_tokenizer())
+  try:
+    exclude = read_questions(flags.exclude) if flags.exclude else set()
+    write_problems(flags.output, make_problems(flags.seed, sizes, exclude))
+    write_model_folder(flags.output / 'model_init', make_tokenizer())
+  except (ValueError, OSError) as error:
+    sys.exit(f'error: {error}')
 
 
 if __name__ == '__main__':

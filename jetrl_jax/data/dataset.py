@@ -37,16 +37,21 @@ class PromptDataset:
       max_prompt_length: longest prompt kept, in tokens, template included.
 
     Raises:
-      ValueError: the template fails, a prompt has no token, or none is short
-        enough.
+      ValueError: the template fails, a prompt cannot be tokenised or has no
+        token, or none is short enough.
     """
     texts, originals = prompt_format.apply(examples, tokenizer)
     self._prompts: list[Prompt] = []
     shortest = None
     for example, text, original in zip(examples, texts, originals, strict=True):
-      tokens = tokenizer.encode(
-          text, add_special_tokens=prompt_format.add_special_tokens
-      )
+      try:
+        tokens = tokenizer.encode(
+            text, add_special_tokens=prompt_format.add_special_tokens
+        )
+      except ValueError as error:
+        raise ValueError(
+            f'prompt {example.id} ({example.source}): {error}'
+        ) from error
       if not len(tokens):
         raise ValueError(
             f'prompt {example.id} ({example.source}) has no token; a response'

@@ -124,6 +124,7 @@ def _to_example(
   prompt = column(row, prompt_key, f'{where}, prompt_key')
   if not isinstance(prompt, str):
     prompt = _check_messages(prompt, f'{where}: {prompt_key!r}')
+  _check_unicode(prompt, f'{where}: {prompt_key!r}')
   answer = _text_at(row, answer_key, f'{where}, answer_key')
   if '####' in answer:
     answer = answer.rsplit('####', 1)[1].strip()
@@ -146,6 +147,26 @@ def _check_messages(value: Any, where: str) -> list[Message]:
       f'{where} is {_short(value)}; allowed: a string, or a list of'
       " {'role': ..., 'content': ...} with text in both."
   )
+
+
+def _check_unicode(prompt: str | list[Message], where: str) -> None:
+  """Refuses half a character, which JSON can hold and no tokenizer takes."""
+  texts = [prompt] if isinstance(prompt, str) else [*_texts(prompt)]
+  for text in texts:
+    try:
+      text.encode('utf-8')
+    except UnicodeEncodeError as error:
+      raise ValueError(
+          f'{where} has {text[error.start]!r} at character {error.start}, half'
+          ' of a surrogate pair; allowed: valid Unicode. Write the whole'
+          ' character, or leave it out.'
+      ) from error
+
+
+def _texts(messages: list[Message]) -> Iterator[str]:
+  for message in messages:
+    yield message['role']
+    yield message['content']
 
 
 def column(row: dict[str, Any], key: str, where: str) -> Any:

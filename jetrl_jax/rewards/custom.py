@@ -49,6 +49,12 @@ def load_custom(spec: RewardSpec) -> Callable[[RewardRequest], Part]:
         " extra_info) or TRL's (prompts, completions, **kwargs)."
     )
   takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+  unknown = [name for name in spec.kwargs if name not in parameters]
+  if unknown and not takes_any:
+    raise RewardFunctionError(
+        f'reward {spec.function!r} is given {unknown} (kwargs); it has the'
+        f' parameters {list(parameters)}.'
+    )
 
   def term(request: RewardRequest) -> Part:
     given = {**arguments(request), **spec.kwargs}
@@ -179,12 +185,21 @@ def _number(value: Any, target: str) -> float:
   """Returns a finite float."""
   try:
     number = float(value)
-  except (TypeError, ValueError):
+  except (TypeError, ValueError, OverflowError):
     number = math.nan
   if not math.isfinite(number):
     raise RewardFunctionError(
-        f'reward {target!r} returned {value!r}; a score must be a finite'
+        f'reward {target!r} returned {_shown(value)}; a score must be a finite'
         ' number: return 0.0 for an answer that cannot be judged, or None for'
         ' a term that does not apply to it.'
     )
   return number
+
+
+def _shown(value: Any) -> str:
+  """Returns a value's text, cut where it is long."""
+  try:
+    text = repr(value)
+  except ValueError:  # Python writes no int of more than 4,300 digits.
+    text = f'a number too large to write ({type(value).__name__})'
+  return text if len(text) <= 80 else text[:77] + '...'

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from multiprocessing import connection
 from typing import Any
 
+from absl import logging
+
 from jetrl_jax.rewards import wire
 from jetrl_jax.rewards.types import (
     RewardFunctionError,
@@ -152,6 +154,8 @@ class RewardPool:
     self._memory_limit_mb = memory_limit_mb
     self._lock = threading.Lock()
     self._failed_starts = 0
+    # Kinds of errors that were warned about.
+    self._warned: set[str] = set()
     self._workers: list[_Worker] = []
     self._nursery: subprocess.Popen[bytes] | None = None
     try:
@@ -204,6 +208,7 @@ class RewardPool:
             f' {requests[index].source!r}):\n{reply["fatal"]}'
         )
       results.append(RewardResult(**reply))
+    self._warn_once(results)
     return results
 
   def close(self) -> None:
@@ -220,6 +225,33 @@ class RewardPool:
   def __exit__(self, *_: object) -> None:
     """Ends all processes."""
     self.close()
+
+  def _warn_once(self, results: Sequence[RewardResult]) -> None:
+    """Says of each kind of broken limit, once, that answers count 0 for it.
+
+    Where all of them do, the run trains on zeros, and no score tells.
+    """
+    limits = {
+        'timeout': f'the limit is reward.timeout_s={self._timeout_s} seconds',
+        'memory': (
+            f'the limit is reward.memory_limit_mb={self._memory_limit_mb} MiB'
+        ),
+        'crash': 'the limit is two dead workers for one answer',
+    }
+    for error in dict.fromkeys(result.error for result in results):
+      if error not in limits or error in self._warned:
+        continue
+      self._warned.add(error)
+      count = sum(result.error == error for result in results)
+      logging.warning(
+          '%d of %d rewards ended with %r and count 0; %s. Said once: those of'
+          ' training steps are counted as reward/%s in metrics.jsonl.',
+          count,
+          len(results),
+          error,
+          limits[error],
+          error,
+      )
 
   def _hand_out(self, batch: _Batch) -> None:
     """Gives every idle worker some of what waits."""

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import rng, sharding
-from jetrl_jax.rl import decode_slots, decode_step, engine_api
+from jetrl_jax.rl import decode_slots, decode_step, engine_api, engine_sizes
 from jetrl_jax.rl.decode_slots import DecodeState, EngineConfig, Prefix
 from jetrl_jax.rl.engine_sizes import (
     buckets,
@@ -25,12 +25,10 @@ from jetrl_jax.rl.engine_sizes import (
     round_up,
     steps_in_a_row,
 )
-from jetrl_jax.rl.pages import PageBook, PagesConfig
+from jetrl_jax.rl.pages import PageBook
 from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.typing import Array, NpArray, PRNGKey
 
-# Attention tiles per page.
-_PAGE_TILES = 2
 # Tokens, padding included, that are prefilled at once.
 _PREFILL_TOKENS = 16384
 _PREFILL_ROWS = 16
@@ -49,12 +47,9 @@ class Engine(engine_api.Engine):
     self.policy, self.config, self.mesh = policy, config, mesh
     self._params: PolicyParams | None = None
     self._base_key = rng.key(0, rng.ROLLOUT, 0)
-    devices = policy.axes.size
-    self.num_slots = round_up(config.num_slots, 16 * devices)
-    self.page_size = _PAGE_TILES * policy.tile
-    self.cache_length = round_up(
-        config.max_prompt_length + config.max_response_length, self.page_size
-    )
+    sizes = engine_sizes.pages(config, policy.axes.size, policy.tile)
+    self.num_slots, self.page_size = sizes.num_slots, sizes.page_size
+    self.cache_length = sizes.pages_per_slot * sizes.page_size
     # A program for each: of prompts few, as none should be compiled in the
     # middle of a run, and computing some padding is cheap.
     self.buckets = buckets(config.max_prompt_length, policy.tile, 4)
@@ -64,7 +59,7 @@ class Engine(engine_api.Engine):
         for size in buckets(self.cache_length, policy.tile, 2)
         if size > self.buckets[-1]
     ]
-    self.pages = self._new_book()
+    self.pages = PageBook(sizes)
     rows = sharding.ROWS
     self._rows = NamedSharding(mesh, rows)
     self._compiled: dict[tuple, Callable] = {}
@@ -129,7 +124,7 @@ class Engine(engine_api.Engine):
 
   def init_decode_state(self) -> DecodeState:
     """Returns a state with every slot idle; the one before it is void."""
-    self.pages = self._new_book()
+    self.pages = PageBook(self.pages.config)
     return self._idle()
 
   def prefill(
@@ -323,20 +318,6 @@ class Engine(engine_api.Engine):
     """Takes back the pages of slots whose sequences are over."""
     for slot in slots:
       self.pages.release(slot)
-
-  def _new_book(self) -> PageBook:
-    devices = self.policy.axes.size
-    full = self.num_slots * self.cache_length  # More would never be filled.
-    tokens = min(self.config.kv_cache_tokens or full, full)
-    return PageBook(
-        PagesConfig(
-            num_slots=self.num_slots,
-            num_devices=devices,
-            pages_per_device=tokens // (self.page_size * devices),
-            page_size=self.page_size,
-            pages_per_slot=self.cache_length // self.page_size,
-        )
-    )
 
   def _with_pages(
       self, params, state: DecodeState, steps: int

@@ -7,12 +7,16 @@ gets depends on which.
 import numpy as np
 
 from jetrl_jax.compilation import on_gpu
+from jetrl_jax.rl.decode_slots import EngineConfig
+from jetrl_jax.rl.pages import PagesConfig
 from jetrl_jax.typing import NpArray
 
 # When a quarter of the slots or less are at work, a program for a quarter of
 # them takes over: the tail of a rollout of long answers. The program must be
 # compiled, which answers below so many tokens would not pay for.
 QUARTER, LONG = 4, 1024
+# Attention tiles per page.
+_PAGE_TILES = 2
 # Steps that a GPU takes without asking whether a slot still runs.
 IN_A_ROW = 8
 
@@ -20,6 +24,32 @@ IN_A_ROW = 8
 def round_up(value: int, multiple: int) -> int:
   """Returns the least multiple that is not below the value."""
   return -(-value // multiple) * multiple
+
+
+def pages(config: EngineConfig, devices: int, tile: int) -> PagesConfig:
+  """Returns slots and pages of an engine.
+
+  Args:
+    config: what is asked for.
+    devices: over which the slots are split.
+    tile: see `attention.flash_attention`.
+
+  Raises:
+    ValueError: kv_cache_tokens hold no sequence of full length.
+  """
+  num_slots = round_up(config.num_slots, 16 * devices)
+  page_size = _PAGE_TILES * tile
+  longest = config.max_prompt_length + config.max_response_length
+  length = round_up(longest, page_size)
+  full = num_slots * length  # More would never be filled.
+  tokens = min(config.kv_cache_tokens or full, full)
+  return PagesConfig(
+      num_slots=num_slots,
+      num_devices=devices,
+      pages_per_device=tokens // (page_size * devices),
+      page_size=page_size,
+      pages_per_slot=length // page_size,
+  )
 
 
 def buckets(longest: int, tile: int, factor: int) -> list[int]:

@@ -66,8 +66,10 @@ class OptimizerConfig:
         self.lr_decay_steps <= self.lr_warmup_steps
     ):
       raise ValueError(
-          f'lr_decay_steps is {self.lr_decay_steps}; {self.lr_decay} decay'
-          f' needs more than lr_warmup_steps ({self.lr_warmup_steps})'
+          f'the run has {self.lr_decay_steps} optimiser steps, and'
+          f' optim.lr_decay is {self.lr_decay!r}, which needs more than'
+          f' optim.lr_warmup_steps ({self.lr_warmup_steps}): lower it, or set'
+          " optim.lr_decay='constant'"
       )
 
   def learning_rate(self, count):

@@ -9,6 +9,7 @@ export/              the trained policy as a Hugging Face checkpoint
 """
 
 import json
+import os
 import pathlib
 import shutil
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 from absl import logging
 
 from jetrl_jax import checkpoint, models
+from jetrl_jax.files import replace_text
 from jetrl_jax.metrics import MetricWriter
 from jetrl_jax.metrics_wandb import WandbConfig
 from jetrl_jax.models import invariant_scaling
@@ -27,6 +29,8 @@ from jetrl_jax.rl.experience import Experience
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.settings import RunConfig
 from jetrl_jax.rl.types import TrainState
+
+EXPORT = 'export'
 
 
 def changed_settings(before: str, after: str) -> list[str]:
@@ -91,7 +95,30 @@ class RunFolder:
           self.path,
           '; '.join(changed),
       )
-    file.write_text(text)
+    replace_text(file, text)
+
+  def begin(self, text: str) -> None:
+    """Keeps the config of a cold start, and aside what an earlier run wrote.
+
+    Args:
+      text: the resolved config.
+    """
+    lines = self.path / 'metrics.jsonl'
+    rows = lines.read_bytes().splitlines() if lines.exists() else []
+    if len(rows) > 1:  # More than the line of step 0.
+      aside = self.path / 'metrics_before.jsonl'
+      count = 1
+      while aside.exists():
+        count += 1
+        aside = self.path / f'metrics_before_{count}.jsonl'
+      shutil.copyfile(lines, aside)
+      logging.warning(
+          'There is no checkpoint in %s to go on from, so the run begins anew;'
+          ' the lines of the earlier one are kept in %s',
+          self.path,
+          aside.name,
+      )
+    self.write_config(text)
 
   def drop_lines_after(self, step: int) -> None:
     """Forgets the lines of later steps, which will be written again."""
@@ -154,17 +181,19 @@ class RunFolder:
       state: its masters are written, the invariant scaling undone.
       source: the checkpoint whose config and tokenizer files it carries on.
     """
-    folder = self.path / 'export'
-    # That of a run with fewer steps, which this one has gone on from.
-    shutil.rmtree(folder, ignore_errors=True)
+    folder, partial = self.path / EXPORT, self.path / f'.{EXPORT}.partial'
+    shutil.rmtree(partial, ignore_errors=True)
     models.save_checkpoint(
-        folder,
+        partial,
         invariant_scaling.unfold(
             merge(state.trainable, state.frozen), parts.invariant_scale
         ),
         parts.policy.model,
         source_folder=source,
     )
+    # That of a run with fewer steps, which this one has gone on from.
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(partial, folder)
     logging.info('Exported the policy to %s', folder)
 
   def close(self) -> None:

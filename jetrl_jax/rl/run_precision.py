@@ -8,13 +8,13 @@ of its start.
 
 import dataclasses
 import json
-import os
 import pathlib
 
 import jax
 from absl import logging
 
 from jetrl_jax import checkpoint
+from jetrl_jax.files import replace_text
 from jetrl_jax.fp8 import Recipe, adaptive, health, slots
 from jetrl_jax.rl.apply import merge
 from jetrl_jax.rl.policy import Policy
@@ -41,10 +41,8 @@ class RunPrecision:
 
 def write(workdir: pathlib.Path, settled: RunPrecision) -> None:
   """Keeps what a cold start settled, before its first checkpoint."""
-  partial = workdir / f'.{_FILE}.partial'
   text = json.dumps(dataclasses.asdict(settled), indent=1)
-  partial.write_text(text + '\n', encoding='utf-8')
-  os.replace(partial, workdir / _FILE)
+  replace_text(workdir / _FILE, text + '\n')
 
 
 def read(workdir: pathlib.Path) -> RunPrecision | None:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 from absl import logging
@@ -35,7 +36,7 @@ from jetrl_jax.rl.learner import Learner
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import PolicyParams
-from jetrl_jax.rl.run_folder import RunFolder
+from jetrl_jax.rl.run_folder import EXPORT, RunFolder
 from jetrl_jax.rl.timer import Timer
 from jetrl_jax.rl.types import TrainState
 
@@ -54,6 +55,12 @@ class Trainer:
         [parts.policy, parts.rollout_policy], parts.optimizer.moments
     )
     workdir = pathlib.Path(workdir)
+    source, export = parts.export_source, workdir / EXPORT
+    if source is not None and source.resolve() == export.resolve():
+      raise ValueError(
+          f'model.path is {source}, which the export of this run will replace:'
+          ' name another --workdir, or copy the checkpoint'
+      )
     workdir.mkdir(parents=True, exist_ok=True)
     # A run that has begun keeps the precision it settled on.
     policy = run_precision.resolve(workdir, parts.policy, parts.invariant_scale)
@@ -78,8 +85,11 @@ class Trainer:
 
   # --- the story ----------------------------------------------------------
 
-  def train(self) -> None:
+  def train(self, started: Callable[[], None] = lambda: None) -> None:
     """Runs to total_training_steps, from where the workdir stands.
+
+    Args:
+      started: called once the run is known to go on: not refused.
 
     Raises:
       StopRequested: SIGTERM came; a checkpoint was saved.
@@ -96,6 +106,7 @@ class Trainer:
     ):
       state, step = self._start()
       self._check(state, self.guard)
+      started()
       position = self.sampler.state()
       try:
         if self.pending is not None:
@@ -211,8 +222,9 @@ class Trainer:
 
   def _remember(self, state: GuardState) -> None:
     self.guard = state
-    # Retention must not take what a rollback may need.
-    self.folder.checkpoints.pinned = frozenset({state.good, state.candidate})
+    # Retention must not take what a rollback may need; 0 is none.
+    needed = {state.good, state.candidate} - {0}
+    self.folder.checkpoints.pinned = frozenset(needed)
 
   # --- start, save --------------------------------------------------------
 
@@ -223,7 +235,7 @@ class Trainer:
     self.base = self.parts
     resumed = startup.resume(self.base, folder.checkpoints)
     if resumed is None:
-      folder.write_config(self.parts.config_text)
+      folder.begin(self.parts.config_text)
       engine = self._engine()
       with self.timer('calibration'):
         state = startup.cold_start(self.parts, engine, self.interrupt.check)

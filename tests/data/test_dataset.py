@@ -61,6 +61,11 @@ def test_a_chat_prompt_carries_its_conversation_and_no_second_bos(tmp_path):
   assert data[0].extra['prompt'] == [{'role': 'user', 'content': 'abc'}]
 
 
+def test_a_prompt_that_cannot_be_tokenised_is_named(tmp_path):
+  with pytest.raises(ValueError, match=r'prompt 1 \(s\): cannot tokenise'):
+    _dataset(tmp_path, 'abc', 'a\ud800')
+
+
 def test_no_prompt_left_is_refused_with_the_shortest_length(tmp_path):
   with pytest.raises(ValueError, match=r'at most 2 .*the shortest has 4\)'):
     _dataset(tmp_path, 'abc', 'abcde', length=2)

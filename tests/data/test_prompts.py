@@ -115,6 +115,11 @@ def test_a_missing_column_lists_the_columns_and_the_nearest(tmp_path):
         ({'q': 3, 'a': '1'}, "'q' is 3; allowed: a string, or a list of"),
         ({'q': [{'role': 'user'}], 'a': '1'}, 'with text in both'),
         ({'q': '', 'a': '1'}, "'q' is empty"),
+        ({'q': 'x\ud800', 'a': '1'}, r"'q' has '\ud800' at character 1, half"),
+        (
+            {'q': [{'role': 'user', 'content': '\udfff'}], 'a': '1'},
+            r"'q' has '\udfff' at character 0, half",
+        ),
         ({'q': 'x', 'a': 'so ####'}, "'a' is empty"),
         ([1, 2], 'a row must be an object'),
     ],

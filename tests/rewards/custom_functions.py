@@ -61,6 +61,14 @@ def infinite(data_source, solution_str, ground_truth, extra_info=None):
   return {'score': 1.0, 'acc': float('inf')}
 
 
+def huge(data_source, solution_str, ground_truth, extra_info=None):
+  return 10**400
+
+
+def unwritable(data_source, solution_str, ground_truth, extra_info=None):
+  return 10**5000
+
+
 def words(data_source, solution_str, ground_truth, extra_info=None):
   return 'very good'
 

@@ -121,6 +121,27 @@ def test_answers_that_crash_or_need_too_much_memory_count_zero(obedient):
   assert [r.score for r in results] == [0, 0, 1]
 
 
+def test_the_first_answer_that_breaks_a_limit_warns_and_no_other(caplog):
+  broken = [_request(x) for x in ('hang', 'crash', 'memory', 'ok', 'crash')]
+  with _pool(_custom('obeys'), num_workers=2) as pool:
+    pool.score([_request('ok')])
+    assert not caplog.messages
+    pool.score(broken)
+    pool.score(broken)
+  rest = (
+      'Said once: those of training steps are counted as reward/{} in'
+      ' metrics.jsonl.'
+  )
+  assert caplog.messages == [
+      "1 of 5 rewards ended with 'timeout' and count 0; the limit is"
+      f' reward.timeout_s=0.5 seconds. {rest.format("timeout")}',
+      "2 of 5 rewards ended with 'crash' and count 0; the limit is two dead"
+      f' workers for one answer. {rest.format("crash")}',
+      "1 of 5 rewards ended with 'memory' and count 0; the limit is"
+      f' reward.memory_limit_mb=512 MiB. {rest.format("memory")}',
+  ]
+
+
 def test_a_worker_has_no_jax(obedient):
   (result,) = obedient.score([_request('jax')])
   assert result.score == 0.0
@@ -174,7 +195,14 @@ def test_a_users_mistake_stops_the_run_with_its_traceback(name, message):
 
 @pytest.mark.parametrize(
     'name, returned',
-    [('not_finite', 'nan'), ('infinite', 'inf'), ('words', "'very good'")],
+    [
+        ('not_finite', 'nan'),
+        ('infinite', 'inf'),
+        ('words', "'very good'"),
+        # 10**400, cut at 80 characters, and what repr refuses.
+        ('huge', '1' + 76 * '0' + '...'),
+        ('unwritable', 'a number too large to write (int)'),
+    ],
 )
 def test_a_score_that_is_no_finite_number_is_refused_in_one_sentence(
     name, returned
@@ -186,6 +214,11 @@ def test_a_score_that_is_no_finite_number_is_refused_in_one_sentence(
   assert f":{name}' returned {returned}; a score must be a finite" in said
   assert 'return 0.0 for an answer that cannot be judged' in said
   assert '\n' not in said
+
+
+def test_a_keyword_that_the_function_lacks_is_refused_at_the_start():
+  with pytest.raises(RewardFunctionError, match=r"is given \['nope'\]"):
+    _pool(_custom('obeys', kwargs={'nope': 1}))
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def test_the_learning_rate_is_the_same_traced_or_not():
         ({'lr_decay': 'step'}, "'step'; allowed: constant, cosine, linear"),
         (
             {'lr_decay': 'linear', 'lr_warmup_steps': 5, 'lr_decay_steps': 5},
-            r'lr_decay_steps is 5; linear decay needs more than'
-            r' lr_warmup_steps \(5\)',
+            r"has 5 optimiser steps, and optim.lr_decay is 'linear', which"
+            r' needs more than optim.lr_warmup_steps \(5\)',
         ),
     ],
 )

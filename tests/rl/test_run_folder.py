@@ -1,6 +1,12 @@
-"""What a workdir says of the starts before this one."""
+"""What a workdir says of the starts before this one, and keeps of them."""
+
+import json
+import shutil
+
+import pytest
 
 from jetrl_jax.rl.run_folder import changed_settings
+from tests import whole_run
 
 
 def test_settings_that_differ_from_an_earlier_start_are_named():
@@ -12,3 +18,29 @@ def test_settings_that_differ_from_an_earlier_start_are_named():
   ]
   assert changed_settings(after, after) == []
   assert changed_settings('{"optim": ', after) == []
+
+
+def test_without_its_checkpoints_a_run_begins_anew_and_keeps_the_old_lines(
+    tmp_path, caplog
+):
+  workdir = tmp_path / 'run'
+  shutil.copytree(whole_run.finished(), workdir)
+  shutil.rmtree(workdir / 'checkpoints')
+  old = (workdir / 'metrics.jsonl').read_bytes()
+  changes = {'trainer.total_training_steps': 1}
+  whole_run.trainer(workdir, changes).train()
+  assert (workdir / 'metrics_before.jsonl').read_bytes() == old
+  assert 'the lines of the earlier one are kept in metrics_be' in caplog.text
+  steps = (workdir / 'metrics.jsonl').read_text().splitlines()
+  assert [json.loads(line)['step'] for line in steps] == [0, 1]
+
+
+def test_a_run_does_not_start_from_the_export_that_it_would_replace(tmp_path):
+  workdir = tmp_path / 'run'
+  shutil.copytree(whole_run.finished(), workdir)
+  config = (workdir / 'config.json').read_bytes()
+  export = workdir / 'export'
+  with pytest.raises(ValueError, match='which the export of this run will'):
+    whole_run.trainer(workdir, {'model.path': str(export)})
+  assert (workdir / 'config.json').read_bytes() == config
+  assert (export / 'config.json').exists()

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from study import results, run
+from study import figures, results, run
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -61,6 +61,53 @@ def test_what_cannot_be_run_is_refused_before_anything_is(tmp_path):
   )
   assert done.returncode == 1 and 'error: arm ' in done.stderr
   assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    'module, arguments, message',
+    [
+        (run, ['--seeds=x'], '--seeds=x must be whole numbers by comma'),
+        (run, ['--seeds=1'], 'holds no task; run python -m study.prepare'),
+        (run, ['--config=nowhere.py'], '--config=nowhere.py: there is no such'),
+        (results, ['--output=out'], 'holds no runs/*/seed*/metrics.jsonl'),
+        (
+            figures,
+            ['curves', '--results=nowhere', '--output=a.png'],
+            'nowhere holds no *.jsonl.gz of study.results; run python -m',
+        ),
+    ],
+)
+def test_what_is_missing_is_one_sentence(
+    tmp_path, monkeypatch, module, arguments, message
+):
+  folder = [] if module is figures else [f'--folder={tmp_path}']
+  monkeypatch.setattr(sys, 'argv', ['x', *arguments, *folder])
+  with pytest.raises(SystemExit) as refused:
+    module.main()
+  # A text as exit code: printed on stderr, and 1.
+  said = str(refused.value.code)
+  assert said.startswith('error: ') and message in said and '\n' not in said
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_warm_start_that_is_missing_is_refused_unless_it_is_elsewhere(
+    tmp_path,
+):
+  (tmp_path / 'task').mkdir()
+  with pytest.raises(ValueError, match='no checkpoint; .*--tiny first'):
+    run.Plan(folder=tmp_path, is_tiny=True).check()
+  run.Plan(folder=tmp_path, more={'model.path': 'elsewhere'}).check()
+  run.Plan(folder=tmp_path, config='configs/quickstart.py').check()
+
+
+def test_a_failed_run_is_named_with_its_log(tmp_path, capsys):
+  runner = run.Runner(run.Plan(folder=tmp_path), [], parallel=1, deadline=0.0)
+  folder = tmp_path / 'runs' / 'jetrl' / 'seed2'
+  runner.running[folder] = mock.Mock(returncode=1)
+  runner._collect()
+  assert capsys.readouterr().out == (
+      f'FAILED   jetrl/seed2 before step 0; see {folder}/log.txt\n'
+  )
 
 
 def test_a_run_goes_to_the_device_with_the_fewest_runs():

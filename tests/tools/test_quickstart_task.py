@@ -171,3 +171,18 @@ def test_the_command_writes_the_shipped_files_again(tmp_path):
   for path in written:
     shipped = _SHIPPED / path.relative_to(tmp_path)
     assert path.read_bytes() == shipped.read_bytes(), shipped.name
+
+
+def test_a_folder_without_problems_to_exclude_is_refused(tmp_path):
+  script = _ROOT / 'tools' / 'quickstart_task.py'
+  output, exclude = tmp_path / 'output', tmp_path / 'absent'
+  command = [sys.executable, str(script), f'--output={output}']
+  ended = subprocess.run(
+      [*command, f'--exclude={exclude}'], capture_output=True, text=True
+  )
+  assert ended.returncode == 1
+  assert ended.stderr == (
+      f'error: {exclude} holds no *.jsonl file; name a folder with the problems'
+      ' to leave out, for example examples/quickstart\n'
+  )
+  assert not output.exists()

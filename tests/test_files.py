@@ -1,0 +1,16 @@
+"""Files that are replaced whole or not at all."""
+
+import pytest
+
+from jetrl_jax.files import replace_text
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path):
+  path = tmp_path / 'config.json'
+  replace_text(path, 'old')
+  with pytest.raises(UnicodeEncodeError):
+    replace_text(path, 'new ' * 10_000 + '\ud800')
+  assert path.read_text() == 'old'
+  replace_text(path, 'new')
+  assert path.read_text() == 'new'
+  assert [file.name for file in tmp_path.iterdir()] == ['config.json']
