@@ -20,6 +20,8 @@ from ml_collections import config_flags
 
 from jetrl_jax import config_check, config_flow
 
+# What a shell says of a command that SIGINT ended.
+_STOPPED = 130
 # --help shows the flags of the command's own module: what is defined here
 # counts as its caller's.
 flags.disclaim_key_flags()
@@ -102,13 +104,20 @@ def said(error: Exception) -> str:
 def _in_one_sentence(
     main: Callable[[list[str]], None],
 ) -> Callable[[list[str]], None]:
-  """Answers a usage error with its sentence, not with a page of flags."""
+  """Answers a usage error with its sentence, not with a page of flags.
+
+  And Ctrl-C where nobody waits for it: while a command starts, or in one that
+  saves nothing on the way.
+  """
 
   def call(argv: list[str]) -> None:
     try:
       main(argv)
     except app.UsageError as error:
       sys.exit(f'error: {error}')
+    except KeyboardInterrupt:
+      print('Stopped by SIGINT; what was not saved is lost.', file=sys.stderr)
+      sys.exit(_STOPPED)
 
   return call
 

@@ -4,8 +4,9 @@ import json
 import re
 
 import pytest
+from absl import app
 
-from jetrl_jax import models
+from jetrl_jax import config_flag, models
 from tests import whole_run
 
 _PATIENCE_S = 250
@@ -208,3 +209,20 @@ def test_the_warm_start_answers_in_the_same_words():
   assert "did you mean 'sft.output'?" in said
   said = _refused(_TINY, module='jetrl_jax.sft')
   assert said == 'sft.output is empty; name the folder to export to'
+
+
+def test_ctrl_c_before_there_is_anything_to_save_is_a_sentence(
+    monkeypatch, capsys
+):
+
+  def interrupted(argv):
+    raise KeyboardInterrupt
+
+  # As absl calls it.
+  monkeypatch.setattr(app, 'run', lambda main, **_: main([]))
+  with pytest.raises(SystemExit) as stopped:
+    config_flag.run_plain(interrupted)
+  assert stopped.value.code == 130
+  assert capsys.readouterr().err == (
+      'Stopped by SIGINT; what was not saved is lost.\n'
+  )
