@@ -62,7 +62,8 @@ def test_a_resumed_run_has_the_episodes_of_an_uninterrupted_one(tmp_path):
 @pytest.mark.parametrize(
     ('changes', 'sentence'),
     [
-        ({'environment.kwargs': '{"turns": '}, 'cannot be made'),
+        ({'environment.kwargs': '{"turns": '}, 'kwargs is no JSON object'),
+        ({'environment.kwargs': '[1]'}, r"kwargs is '\[1\]'; allowed: a JSON"),
         ({'environment.kwargs': '{"moves": 2}'}, "argument 'moves'"),
         ({'environment.max_turns': 0}, 'max_turns is 0'),
         ({'environment.name': 'tests.rl.scripted'}, 'package.module:Class'),
