@@ -17,6 +17,7 @@ import functools
 import os
 import re
 import time
+from typing import NamedTuple
 from unittest import mock
 
 import jax
@@ -76,16 +77,15 @@ _BYTES_PER_US = 4.3e6  # attainable on an H200
 _PAGE = 128
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Gpu:
-  """What XLA would ask a device, as CUDA describes it; L2 and shared in KiB."""
+class _Gpu(NamedTuple):
+  """What XLA would ask a device, as CUDA describes it."""
 
   capability: tuple[int, int]
   cores: int
-  shared: int
-  l2: int
+  shared: int  # KiB that a block may have
+  l2: int  # KiB
   gigabytes: float
-  bandwidth: float
+  bandwidth: float  # 1e9 bytes/s
   ghz: float
 
   def target(self, name: str) -> str:
@@ -114,42 +114,10 @@ device_description_str: "NVIDIA {name}"
 
 
 _GPUS = {
-    'H200': _Gpu(
-        capability=(9, 0),
-        cores=132,
-        shared=227,
-        l2=61440,
-        gigabytes=150.75482,
-        bandwidth=4800,
-        ghz=1.98,
-    ),
-    'A100': _Gpu(
-        capability=(8, 0),
-        cores=108,
-        shared=163,
-        l2=40960,
-        gigabytes=85,
-        bandwidth=2039,
-        ghz=1.41,
-    ),
-    'L40': _Gpu(
-        capability=(8, 9),
-        cores=142,
-        shared=99,
-        l2=98304,
-        gigabytes=48,
-        bandwidth=864,
-        ghz=2.49,
-    ),
-    'B200': _Gpu(
-        capability=(10, 0),
-        cores=148,
-        shared=227,
-        l2=129536,
-        gigabytes=191,
-        bandwidth=7700,
-        ghz=1.96,
-    ),
+    'H200': _Gpu((9, 0), 132, 227, 61440, 150.75482, 4800, 1.98),
+    'A100': _Gpu((8, 0), 108, 163, 40960, 85, 2039, 1.41),
+    'L40': _Gpu((8, 9), 142, 99, 98304, 48, 864, 2.49),
+    'B200': _Gpu((10, 0), 148, 227, 129536, 191, 7700, 1.96),
 }
 _GPU = flags.DEFINE_enum('gpu', 'H200', list(_GPUS), 'Which.')
 _BYTES = {'bf16': 2, 'f16': 2, 'u16': 2, 's8': 1, 'u8': 1, 'pred': 1}

@@ -315,6 +315,7 @@ def build(config: Config) -> Parts:
     )
   make_params, shapes = config_model.parameters(config, policy, mesh, folder)
   sampling = config_model.rollout_policy(config, policy)
+  config_model.check_patterns(policy, shapes, tuple(config.model.freeze))
   policies = [('precision.recipe', policy)]
   policies.append(('precision.rollout_recipe', sampling))
   for name in run.val_recipes:
@@ -322,7 +323,7 @@ def build(config: Config) -> Parts:
     policies.append(('trainer.val_recipes', one))
   for setting, one in policies:
     with config_model.naming(setting):
-      config_model.check_patterns(one, shapes, tuple(config.model.freeze))
+      config_model.check_kernels(one, shapes)
   return Parts(
       policy=policy,
       rollout_policy=sampling,

@@ -184,22 +184,28 @@ def _random_leaf(kind: str, shape: tuple[int, ...], dtype, key):
 
 
 def check_patterns(policy: Policy, shapes: PyTree, freeze: tuple) -> None:
-  """Refuses patterns that match nothing: they would change nothing.
-
-  Also kernels whose shapes the recipe cannot quantise.
-  """
+  """Refuses patterns that match nothing: they would change nothing."""
   states.partition(shapes, freeze)
-  flat: dict[str, Any] = traverse_util.flatten_dict(shapes, sep='/')
-  dots = {
-      path.removesuffix('/kernel'): leaf.shape
-      for path, leaf in flat.items()
-      if path.endswith('/kernel')
-  }
-  for path, shape in dots.items():
-    policy.recipe.check_kernel(path, shape, policy.axes.fsdp)
+  dots = _dots(shapes)
   for pattern in policy.recipe.high_precision_layers:
     if not any(re.fullmatch(pattern, dot) for dot in dots):
       raise ValueError(
           f'precision.high_precision_layers: {pattern!r} matches no dot; they'
           f' are {list(dots)[:4]} and so on'
       )
+
+
+def check_kernels(policy: Policy, shapes: PyTree) -> None:
+  """Refuses kernels whose shapes the recipe cannot quantise."""
+  for path, shape in _dots(shapes).items():
+    policy.recipe.check_kernel(path, shape, policy.axes.fsdp)
+
+
+def _dots(shapes: PyTree) -> dict[str, tuple[int, ...]]:
+  """Returns the kernels' shapes by the paths of their dots."""
+  flat: dict[str, Any] = traverse_util.flatten_dict(shapes, sep='/')
+  return {
+      path.removesuffix('/kernel'): leaf.shape
+      for path, leaf in flat.items()
+      if path.endswith('/kernel')
+  }

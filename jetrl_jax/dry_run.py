@@ -58,9 +58,7 @@ def dry_run(parts: Parts, workdir: pathlib.Path, device: str = '') -> list[str]:
   policy = run_precision.resolve(workdir, parts.policy, parts.invariant_scale)
   parts = parts.with_policy(policy)
   problems = _inputs(parts, workdir)
-  if missing := fp8_support.why_not(
-      [parts.policy, parts.rollout_policy], parts.optimizer.moments, device
-  ):
+  if missing := fp8_support.of_run(parts, device):
     problems.append(missing)
   found = dry_run_memory.shapes(parts)
   rows = dry_run_precision.table(parts)

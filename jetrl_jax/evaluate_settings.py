@@ -130,7 +130,7 @@ def resolve(values: dict[str, Any]) -> Settings:
       step=values['step'],
       recipe=values['recipe'],
   )
-  fp8_support.check([found.policy])
+  fp8_support.check({'--recipe': found.policy})
   tokenizer, known = saved_policy.tokenizer_of(found), _known(
       found, values['data']
   )

@@ -98,10 +98,8 @@ def _devices(used: int) -> str:
   kind = found[0].device_kind
   if used == len(found):
     return f'{used} x {kind}'
-  return (
-      f'{used} of {len(found)} x {kind} (--config.mesh.data={len(found)} takes'
-      ' all)'
-  )
+  take_more = '--config.mesh.data and .fsdp take more'
+  return f'{used} of {len(found)} x {kind} ({take_more})'
 
 
 def _record_start(parts: Parts, workdir: pathlib.Path) -> None:

@@ -105,7 +105,7 @@ def load(path: str, *, step: int | None = None) -> SavedPolicy:
       was given for a checkpoint that has none, or is not in the workdir.
   """
   found = restore(path, step=step)
-  fp8_support.check([found.policy])
+  fp8_support.check({'precision.recipe': found.policy})
   # Without the masters, which would stay on the device.
   params = PolicyParams(found.state.weights, found.state.fp8_state)
   tokenizer = tokenizer_of(found)

@@ -137,7 +137,7 @@ def train(config, workdir: pathlib.Path) -> None:
   _check(config)
   compilation.keep_compiled(config.compile_cache_dir)
   policy, mesh, folder = config_model.build_policy(config)
-  fp8_support.check([policy], config.optim.moments)
+  fp8_support.check({'precision.recipe': policy}, config.optim.moments)
   tokenizer = configs.build_tokenizer(config, folder)
   # Before any weight is loaded: what is wrong with the data shows now.
   next_batch = _batches(config, policy, tokenizer)

@@ -66,8 +66,8 @@ def test_a_run_shows_before_and_after_and_two_completions(tmp_path):
   assert code == 0, errors
   assert (
       # The tests have eight virtual devices; by default a run takes one.
-      'fp8_delayed on 1 of 8 x cpu (--config.mesh.data=8 takes all): 10 prompts'
-      ' (0 over-long left out)' in output
+      'fp8_delayed on 1 of 8 x cpu (--config.mesh.data and .fsdp take more):'
+      ' 10 prompts (0 over-long left out)' in output
   )
   assert [f'step {i}/6' in output for i in range(7)] == [True] * 7
   assert re.search(

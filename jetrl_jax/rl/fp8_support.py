@@ -4,12 +4,13 @@ On a GPU without them kernels of ours do not compile, and it is the compiler
 that would say so, in its own words, after the weights have been loaded.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import jax
 
 from jetrl_jax.compilation import on_gpu
 from jetrl_jax.rl import flops
+from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import Policy
 
 # Ada; Hopper has 9.0.
@@ -17,19 +18,19 @@ _FIRST = (8, 9)
 
 
 def why_not(
-    policies: Iterable[Policy], moments: str = 'float32', device: str = ''
+    policies: Mapping[str, Policy], moments: str = 'float32', device: str = ''
 ) -> str | None:
   """Returns why a device cannot run these, in a sentence; None if it can.
 
   Args:
-    policies: recipes and caches in use.
+    policies: in use, by the setting that names the recipe.
     moments: see `OptimizerConfig`.
     device: a name of `flops.PEAK_TFLOPS`; '' for the one at hand.
   """
   asked = {}
-  for policy in policies:
+  for setting, policy in policies.items():
     if 'float8' in flops.precisions(policy.recipe):
-      asked[f'the recipe {policy.recipe.name!r}'] = 'precision.recipe=bf16'
+      asked[f'{setting}={policy.recipe.name!r}'] = f'{setting}=bf16'
     if policy.kv_cache_dtype.startswith('float8'):
       asked[f'precision.kv_cache_dtype={policy.kv_cache_dtype!r}'] = (
           'precision.kv_cache_dtype=compute'
@@ -48,7 +49,15 @@ def why_not(
   )
 
 
-def check(policies: Iterable[Policy], moments: str = 'float32') -> None:
+def of_run(parts: Parts, device: str = '') -> str | None:
+  """Returns `why_not` of a run's training and rollout."""
+  policies = {'precision.recipe': parts.policy}
+  if parts.is_mixed:
+    policies['precision.rollout_recipe'] = parts.rollout_policy
+  return why_not(policies, parts.optimizer.moments, device)
+
+
+def check(policies: Mapping[str, Policy], moments: str = 'float32') -> None:
   """Refuses what the device at hand cannot run.
 
   Raises:

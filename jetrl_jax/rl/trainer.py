@@ -51,9 +51,8 @@ class Trainer:
   """
 
   def __init__(self, parts: Parts, workdir: str | pathlib.Path):
-    fp8_support.check(
-        [parts.policy, parts.rollout_policy], parts.optimizer.moments
-    )
+    if problem := fp8_support.of_run(parts):
+      raise ValueError(problem)
     workdir = pathlib.Path(workdir)
     source, export = parts.export_source, workdir / EXPORT
     if source is not None and source.resolve() == export.resolve():
