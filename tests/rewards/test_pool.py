@@ -1,3 +1,5 @@
+"""Workers and their limits: what hangs, dies or takes too much."""
+
 import os
 import pathlib
 import signal
@@ -9,66 +11,36 @@ import pytest
 
 from jetrl_jax.rewards import (
     RewardFunctionError,
-    RewardPool,
-    RewardRequest,
     RewardSpec,
 )
 from tests.rewards.hostile import HOSTILE
+from tests.rewards.pools import LIMIT, custom, new_pool, request
 
-FUNCTIONS = pathlib.Path(__file__).parent / 'custom_functions.py'
-LIMIT = 0.5
 # What the pool may add: a kill, and this machine's scheduler.
 SLACK = 0.25
 # A killed worker's successor, and the good answers, on a busy machine.
 START = 0.5
 
 
-def _pool(*functions, num_workers=1, timeout_s=LIMIT):
-  specs = [
-      f if isinstance(f, RewardSpec) else RewardSpec(function=f)
-      for f in functions
-  ]
-  return RewardPool(
-      specs,
-      num_workers=num_workers,
-      timeout_s=timeout_s,
-      memory_limit_mb=512,
-  )
-
-
-def _custom(name, **kwargs):
-  return RewardSpec(function=f'{FUNCTIONS}:{name}', **kwargs)
-
-
-def _request(response, answer='18', *, prompt='Q', source='s', **extra):
-  return RewardRequest(
-      prompt_text=prompt,
-      response_text=response,
-      answer=answer,
-      source=source,
-      extra=extra,
-  )
-
-
 @pytest.fixture(name='pool', scope='module')
 def _math_pool():
-  with _pool('math') as pool:
+  with new_pool('math') as pool:
     yield pool
 
 
 @pytest.fixture(name='obedient', scope='module')
 def _obedient_pool():
-  with _pool(_custom('obeys'), num_workers=2) as pool:
+  with new_pool(custom('obeys'), num_workers=2) as pool:
     yield pool
 
 
 def test_results_come_in_order_with_score_accuracy_and_prediction(pool):
   results = pool.score(
       [
-          _request(r'\boxed{17}'),
-          _request(r'\boxed{\frac{36}{2}}'),
-          _request('#### 18'),
-          _request('I do not know.'),
+          request(r'\boxed{17}'),
+          request(r'\boxed{\frac{36}{2}}'),
+          request('#### 18'),
+          request('I do not know.'),
       ]
   )
   assert [r.score for r in results] == [0, 1, 1, 0]
@@ -81,10 +53,10 @@ def test_results_come_in_order_with_score_accuracy_and_prediction(pool):
 
 
 def test_every_hostile_answer_is_bounded_and_worth_nothing(pool):
-  good = _request(r'\boxed{18}')
+  good = request(r'\boxed{18}')
   for name, response in HOSTILE.items():
     start = time.monotonic()
-    first, hostile, last = pool.score([good, _request(response), good])
+    first, hostile, last = pool.score([good, request(response), good])
     seconds = time.monotonic() - start
     assert hostile.score == 0, name
     assert first.score == last.score == 1, name
@@ -94,18 +66,18 @@ def test_every_hostile_answer_is_bounded_and_worth_nothing(pool):
 
 def test_some_hostile_answers_are_stopped_by_the_clock_alone(pool):
   # So that the test above is not about rules only.
-  (result,) = pool.score([_request(HOSTILE['power of a sum'])])
+  (result,) = pool.score([request(HOSTILE['power of a sum'])])
   assert result.error == 'timeout'
 
 
 def test_the_result_does_not_depend_on_the_number_of_workers():
-  requests = [_request(f'#### {i}', str(i % 3)) for i in range(100)]
-  with _pool('gsm8k') as one, _pool('gsm8k', num_workers=3) as three:
+  requests = [request(f'#### {i}', str(i % 3)) for i in range(100)]
+  with new_pool('gsm8k') as one, new_pool('gsm8k', num_workers=3) as three:
     assert one.score(requests) == three.score(requests)
 
 
 def test_an_answer_that_hangs_takes_no_other_with_it(obedient):
-  requests = [_request('hang' if i == 5 else 'ok') for i in range(40)]
+  requests = [request('hang' if i == 5 else 'ok') for i in range(40)]
   start = time.monotonic()
   results = obedient.score(requests)
   seconds = time.monotonic() - start
@@ -116,15 +88,15 @@ def test_an_answer_that_hangs_takes_no_other_with_it(obedient):
 
 
 def test_answers_that_crash_or_need_too_much_memory_count_zero(obedient):
-  results = obedient.score([_request(x) for x in ('crash', 'memory', 'ok')])
+  results = obedient.score([request(x) for x in ('crash', 'memory', 'ok')])
   assert [r.error for r in results] == ['crash', 'memory', None]
   assert [r.score for r in results] == [0, 0, 1]
 
 
 def test_the_first_answer_that_breaks_a_limit_warns_and_no_other(caplog):
-  broken = [_request(x) for x in ('hang', 'crash', 'memory', 'ok', 'crash')]
-  with _pool(_custom('obeys'), num_workers=2) as pool:
-    pool.score([_request('ok')])
+  broken = [request(x) for x in ('hang', 'crash', 'memory', 'ok', 'crash')]
+  with new_pool(custom('obeys'), num_workers=2) as pool:
+    pool.score([request('ok')])
     assert not caplog.messages
     pool.score(broken)
     pool.score(broken)
@@ -143,15 +115,15 @@ def test_the_first_answer_that_breaks_a_limit_warns_and_no_other(caplog):
 
 
 def test_a_worker_has_no_jax(obedient):
-  (result,) = obedient.score([_request('jax')])
+  (result,) = obedient.score([request('jax')])
   assert result.score == 0.0
 
 
 def test_a_worker_killed_from_outside_is_replaced(obedient):
-  (result,) = obedient.score([_request('pid')])
+  (result,) = obedient.score([request('pid')])
   assert result.error is None  # The number 0 would be our own group's.
   os.kill(int(result.score), signal.SIGKILL)
-  assert [r.score for r in obedient.score([_request('ok')] * 9)] == [1.0] * 9
+  assert [r.score for r in obedient.score([request('ok')] * 9)] == [1.0] * 9
 
 
 def test_a_worker_killed_while_it_starts_is_replaced(obedient):
@@ -159,91 +131,25 @@ def test_a_worker_killed_while_it_starts_is_replaced(obedient):
   starting = obedient._fork()
   obedient._workers.append(starting)
   signal.pidfd_send_signal(starting.pidfd, signal.SIGKILL)
-  assert [r.score for r in obedient.score([_request('ok')] * 9)] == [1.0] * 9
+  assert [r.score for r in obedient.score([request('ok')] * 9)] == [1.0] * 9
 
 
 def test_workers_and_their_nursery_ignore_ctrl_c():
   # One worker, and time: another worker's number would say nothing.
-  with _pool(_custom('obeys'), timeout_s=60.0) as pool:
-    (result,) = pool.score([_request('pid')])
+  with new_pool(custom('obeys'), timeout_s=60.0) as pool:
+    (result,) = pool.score([request('pid')])
     assert result.error is None
     os.kill(int(result.score), signal.SIGINT)
     os.kill(pool._nursery.pid, signal.SIGINT)
-    (again,) = pool.score([_request('pid')])
+    (again,) = pool.score([request('pid')])
     assert again.score == result.score
     assert pool._nursery.poll() is None
 
 
 def test_a_nursery_killed_from_outside_is_replaced(obedient):
   obedient._nursery.kill()
-  results = obedient.score([_request('hang'), _request('ok')])
+  results = obedient.score([request('hang'), request('ok')])
   assert [r.score for r in results] == [0.0, 1.0]
-
-
-@pytest.mark.parametrize(
-    'name, message',
-    [
-        ('raises', "KeyError: 'no such key'"),
-        ('exits', 'SystemExit: 3'),
-    ],
-)
-def test_a_users_mistake_stops_the_run_with_its_traceback(name, message):
-  with _pool(_custom(name)) as pool:
-    with pytest.raises(RewardFunctionError, match=f'(?s){name}.*{message}'):
-      pool.score([_request('x')])
-
-
-@pytest.mark.parametrize(
-    'name, returned',
-    [
-        ('not_finite', 'nan'),
-        ('infinite', 'inf'),
-        ('words', "'very good'"),
-        # 10**400, cut at 80 characters, and what repr refuses.
-        ('huge', '1' + 76 * '0' + '...'),
-        ('unwritable', 'a number too large to write (int)'),
-    ],
-)
-def test_a_score_that_is_no_finite_number_is_refused_in_one_sentence(
-    name, returned
-):
-  with _pool(_custom(name)) as pool:
-    with pytest.raises(RewardFunctionError) as caught:
-      pool.score([_request('x')])
-  said = str(caught.value)
-  assert f":{name}' returned {returned}; a score must be a finite" in said
-  assert 'return 0.0 for an answer that cannot be judged' in said
-  assert '\n' not in said
-
-
-def test_a_keyword_that_the_function_lacks_is_refused_at_the_start():
-  with pytest.raises(RewardFunctionError, match=r"is given \['nope'\]"):
-    _pool(_custom('obeys', kwargs={'nope': 1}))
-
-
-@pytest.mark.parametrize(
-    'target, message',
-    [
-        (f'{FUNCTIONS}:nothing', "has no function 'nothing'; it has"),
-        (f'{FUNCTIONS}:other', r"has the parameters \['a', 'b'\]; allowed"),
-        ('/no/such/file.py:f', 'there is no file /no/such/file.py'),
-        ('no_such_module.f', "No module named 'no_such_module'"),
-        (f'{FUNCTIONS.with_name("aborts_on_import.py")}:f', "with 'crash'"),
-    ],
-)
-def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(
-    target, message
-):
-  with pytest.raises(RewardFunctionError, match=message) as caught:
-    _pool(target)
-  assert '\n' not in str(caught.value)
-
-
-def test_an_error_in_the_users_module_is_shown_with_its_lines(tmp_path):
-  file = tmp_path / 'broken.py'
-  file.write_text('import no_such_package\n')
-  with pytest.raises(RewardFunctionError, match='(?s)Traceback.*broken.py'):
-    _pool(f'{file}:f')
 
 
 def test_a_worker_that_fails_at_once_is_heard_on_a_slow_machine(monkeypatch):
@@ -255,93 +161,13 @@ def test_a_worker_that_fails_at_once_is_heard_on_a_slow_machine(monkeypatch):
 
   monkeypatch.setattr(os, 'pidfd_open', late)
   with pytest.raises(RewardFunctionError, match='there is no file'):
-    _pool('/no/such/file.py:f')
-
-
-def test_verls_signature_is_accepted_unchanged():
-  with _pool(
-      _custom('compute_score'),
-      _custom('with_kwargs', kwargs={'penalty': -0.5}),
-      _custom('sees_extra_info', weight=10.0),
-  ) as pool:
-    (result,) = pool.score(
-        [_request('is 18 !', extra_info={'index': 7}, other=1)]
-    )
-  # 1 + 7 characters * -0.5 + 10 * 7.
-  assert result.score == 1 - 3.5 + 70
-  assert result.parts == {
-      'compute_score': 1.0,
-      'with_kwargs': -3.5,
-      'sees_extra_info': 7.0,
-  }
-  # 'acc' of the first function that gives one.
-  assert result.accuracy == 0.0
-  assert result.prediction == '!'
-
-
-def test_trls_signature_is_accepted_unchanged():
-  chat = [{'role': 'user', 'content': 'Q'}]
-  with _pool(
-      _custom('has_bold_text'),
-      _custom('trl_columns'),
-      _custom('trl_not_applicable', weight=100.0),
-      _custom('trl_async'),
-  ) as pool:
-    (result,) = pool.score([_chat(chat)])
-  # One message in the conversation: trl_columns says 1.
-  assert result.parts == {
-      'has_bold_text': 1.0,
-      'trl_columns': 1.0,
-      'trl_async': 0.25,
-  }
-  assert result.score == 2.25
-
-
-def _chat(messages):
-  return RewardRequest(
-      prompt_text='<|user|>Q',
-      response_text='a **b**',
-      answer='18',
-      source='s',
-      extra={'prompt': messages, 'level': 3},
-  )
-
-
-def test_a_dotted_path_names_a_function():
-  with _pool('tests.rewards.custom_functions.compute_score') as pool:
-    assert pool.score([_request('18')])[0].score == 1.0
-
-
-def test_built_in_rewards_add_up_by_weight():
-  specs = [
-      RewardSpec(function='gsm8k'),
-      RewardSpec(
-          function='format',
-          weight=0.25,
-          kwargs={'pattern': r'^<think>.*</think>'},
-      ),
-  ]
-  with _pool(*specs) as pool:
-    results = pool.score(
-        [
-            _request('<think>\n</think>\n#### 18'),
-            _request('<think></think> #### 17'),
-            _request('#### $18.00'),
-            # Strict: words on the line, or a box, are not the format.
-            _request('#### 18 dollars'),
-            _request(r'\boxed{18}'),
-        ]
-    )
-    assert [r.score for r in results] == [1.25, 0.25, 1.0, 0.0, 0.0]
-    assert [r.accuracy for r in results] == [1, 0, 1, 0, 0]
-    with pytest.raises(RewardFunctionError, match="'x'; use 'math' for it"):
-      pool.score([_request('#### 1', 'x')])
+    new_pool('/no/such/file.py:f')
 
 
 def test_a_pattern_that_backtracks_for_ever_is_bounded():
   spec = RewardSpec(function='format', kwargs={'pattern': '^(a+)+$'})
-  with _pool(spec) as pool:
-    results = pool.score([_request('a' * 60 + 'b'), _request('aa')])
+  with new_pool(spec) as pool:
+    results = pool.score([request('a' * 60 + 'b'), request('aa')])
   assert [r.error for r in results] == ['timeout', None]
 
 
@@ -365,18 +191,18 @@ def test_a_wrong_setting_is_refused_before_anything_starts(kwargs, message):
 
 def test_a_pool_needs_rewards_with_different_names_and_positive_limits():
   with pytest.raises(ValueError, match='each name only once'):
-    _pool('math', 'math')
+    new_pool('math', 'math')
   with pytest.raises(ValueError, match='at least one'):
-    _pool()
+    new_pool()
   with pytest.raises(ValueError, match='reward.timeout_s is 0; allowed: 0.01'):
-    _pool('math', timeout_s=0)
+    new_pool('math', timeout_s=0)
 
 
 def test_what_a_reward_function_started_is_killed_with_its_worker(
     obedient, tmp_path
 ):
   where = tmp_path / 'pid'
-  (result,) = obedient.score([_request('child', source=str(where))])
+  (result,) = obedient.score([request('child', source=str(where))])
   assert result.score == 0 and result.error == 'timeout'
   child = int(where.read_text())
   deadline = time.monotonic() + 5
@@ -386,24 +212,24 @@ def test_what_a_reward_function_started_is_killed_with_its_worker(
 
 
 def test_a_closed_pool_says_so():
-  pool = _pool(_custom('obeys'))
+  pool = new_pool(custom('obeys'))
   pool.close()
   with pytest.raises(ValueError, match='is closed'):
-    pool.score([_request('x')])
+    pool.score([request('x')])
 
 
 def test_all_processes_die_with_the_trainer():
   # The trainer is killed while one worker hangs and one idles.
   script = (
       'import threading, time\n'
-      'from tests.rewards.test_pool import _custom, _pool, _request\n'
-      'pool = _pool(_custom("obeys"), num_workers=2, timeout_s=60)\n'
+      'from tests.rewards.pools import custom, new_pool, request\n'
+      'pool = new_pool(custom("obeys"), num_workers=2, timeout_s=60)\n'
       'pids = [w.pidfd for w in pool._workers]\n'
       'def pid(fd):\n'
       '  with open(f"/proc/self/fdinfo/{fd}") as info:\n'
       '    return [l.split()[1] for l in info if l.startswith("Pid")][0]\n'
       'print(pool._nursery.pid, *map(pid, pids), flush=True)\n'
-      'pool.score([_request("hang")])\n'
+      'pool.score([request("hang")])\n'
   )
   if sys.platform != 'linux':
     pytest.skip('processes are told of a death by Linux alone')
@@ -434,7 +260,7 @@ def _is_alive(pid):
 
 def test_good_answers_are_scored_fast(pool):
   requests = [
-      _request(f'2 * {i}\n#### {2 * i}', str(2 * i)) for i in range(2000)
+      request(f'2 * {i}\n#### {2 * i}', str(2 * i)) for i in range(2000)
   ]
   start = time.monotonic()
   results = pool.score(requests)
@@ -450,11 +276,11 @@ def test_good_answers_are_scored_fast(pool):
 def test_ten_thousand_hostile_answers_stall_nothing():
   responses = list(HOSTILE.values())
   worst = 0.0
-  with _pool('math', num_workers=2, timeout_s=1.0) as pool:
+  with new_pool('math', num_workers=2, timeout_s=1.0) as pool:
     for i in range(10_000):
       batch = [
-          _request(r'\boxed{18}'),
-          _request(responses[i % len(responses)], str(i)),
+          request(r'\boxed{18}'),
+          request(responses[i % len(responses)], str(i)),
       ]
       start = time.monotonic()
       good, hostile = pool.score(batch)
