@@ -2,11 +2,11 @@
 
     python -m benchmarks.attention --output=benchmarks/results/NAME
 
-Decode: one query token in every slot over --keys keys in pages, with keys and
-values in BF16 and in FP8, for several numbers of warps and stages of a program.
-Each variant's rows are compared with those of the training kernel. Training:
-the forward of packed rows for several programs, each compared with the first
-one, and both passes. On a CPU, to try it: --tiny.
+Decode: one query token in every slot over its keys in pages, with keys and
+values in BF16 and in FP8, for several numbers of warps and stages of a program,
+and split over programs. Each variant's rows are compared with those of the
+training kernel. Training: the forward of packed rows for several programs, each
+compared with the first one, and both passes. On a CPU, to try it: --tiny.
 """
 
 import functools
@@ -19,17 +19,31 @@ from absl import app, flags
 from benchmarks import common
 from jetrl_jax.compilation import exact_jit, on_gpu
 from jetrl_jax.models import attention, attention_decode, attention_kernel
+from jetrl_jax.models.attention_split import Split
 
 _OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
 _COMMIT = flags.DEFINE_string('commit', '', 'Commit under test.')
-_SLOTS = flags.DEFINE_integer('slots', 128, 'Slots of decode.')
-_KEYS = flags.DEFINE_integer('keys', 1152, 'Keys of a slot, whole pages.')
+_DECODE = flags.DEFINE_list(
+    'decode', ['128x1152', '64x1152', '16x8192'], 'SLOTSxKEYS, whole pages.'
+)
+_TRAINING = flags.DEFINE_bool('training', True, 'Measure training too.')
+_KINDS = flags.DEFINE_list(
+    'kinds', ['bfloat16', 'float8_e4m3fn'], 'Of keys and values.'
+)
 _PAGE, _TILE = 128, 64
 _KV_HEADS, _GROUP, _HEAD_DIM = 4, 7, 128
 # Rows x tokens x segment of packed training rows.
 _TRAIN = (8, 4096, 2048)
-# Warps and stages of decode; rows, warps and stages of the training forward.
-_DECODE_PROGRAMS = ((1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (4, 2))
+# Warps and stages of decode, and splits: chunks of keys, channels of a
+# program, stages. Rows, warps and stages of the training forward.
+_DECODE_PROGRAMS = ((1, 2), (1, 3), (2, 3))
+_SPLITS = (
+    Split(16, 16, 6),
+    Split(16, 16, 4),
+    Split(16, 32, 6),
+    Split(16, 64, 4),
+    Split(8, 16, 6),
+)
 _FORWARD_PROGRAMS = (
     (64, 4, 2),
     (64, 4, 3),
@@ -38,7 +52,7 @@ _FORWARD_PROGRAMS = (
     (128, 8, 3),
     (128, 4, 2),
 )
-_KINDS = {'bfloat16': None, 'float8_e4m3fn': 'float8_e4m3fn'}
+_KV_DTYPE = {'bfloat16': None, 'float8_e4m3fn': 'float8_e4m3fn'}
 _COLUMNS = (
     ('what', 'what', ''),
     ('kv', 'keys and values', ''),
@@ -63,16 +77,24 @@ def _in_pages(x_BKSH, paired: bool):
   return attention_kernel.pair(pages) if paired else pages
 
 
-def decode_rows(kind: str) -> list[dict]:
+def _named(program) -> str:
+  if isinstance(program, Split):
+    return 'split: ' + ', '.join(
+        f'{n} {x}' for n, x in program._asdict().items()
+    )
+  return '{} warps, {} stages'.format(*program)
+
+
+def decode_rows(kind: str, workload: str) -> list[dict]:
   """Returns a row per program of the decode kernel."""
   slots, keys = (
-      (4, 2 * _PAGE) if common.TINY.value else (_SLOTS.value, _KEYS.value)
+      (4, 2 * _PAGE) if common.TINY.value else map(int, workload.split('x'))
   )
   interpret = {} if on_gpu() else {'interpret': True}
   q = _normal(0, slots, _KV_HEADS, _GROUP, _HEAD_DIM)
   k, v = (
       attention.store(
-          _normal(i, slots, _KV_HEADS, keys, _HEAD_DIM), _KINDS[kind]
+          _normal(i, slots, _KV_HEADS, keys, _HEAD_DIM), _KV_DTYPE[kind]
       )
       for i in (1, 2)
   )
@@ -91,11 +113,10 @@ def decode_rows(kind: str) -> list[dict]:
       last_B,
   )
   floor, rows = (k.nbytes + v.nbytes) / common.BYTES_PER_S, []
-  for warps, stages in _DECODE_PROGRAMS if on_gpu() else ((1, 2),):
+  programs = (*_DECODE_PROGRAMS, *_SPLITS) if on_gpu() else ((1, 2), _SPLITS[0])
+  for program in programs:
     run = exact_jit(
-        functools.partial(
-            _many, tile=_TILE, program=(warps, stages), **interpret
-        )
+        functools.partial(_many, tile=_TILE, program=program, **interpret)
     )
     found = np.asarray(run(*operands)[0]).reshape(wanted.shape)
     spent = common.median_seconds(functools.partial(run, *operands)) / _REPEATS
@@ -103,7 +124,7 @@ def decode_rows(kind: str) -> list[dict]:
         {
             'what': f'decode, {slots} x {keys} keys',
             'kv': kind,
-            'variant': f'{warps} warps, {stages} stages',
+            'variant': _named(program),
             'us': spent * 1e6,
             'of_floor': floor / spent,
             'unequal': float(np.mean(found != wanted)),
@@ -118,9 +139,9 @@ _REPEATS = 28  # as many as a 7B has layers, so that launching does not count
 
 def _many(q, k, v, table, last, **options):
   """Attends again and again, each time with what came out as queries."""
-  out = first = attention_decode.decode(q, k, v, table, last, **options)[0]
+  out = first = attention_decode.decode(q, k, v, table, last, **options)
   for _ in range(_REPEATS - 1):
-    out = attention_decode.decode(out, k, v, table, last, **options)[0]
+    out = attention_decode.decode(out, k, v, table, last, **options)
   return first, out
 
 
@@ -135,7 +156,9 @@ def train_rows(kind: str) -> list[dict]:
   first = last // segment * segment
 
   def forward(q, k, v):
-    return attention.flash_attention(q, k, v, first, last, _TILE, _KINDS[kind])
+    return attention.flash_attention(
+        q, k, v, first, last, _TILE, _KV_DTYPE[kind]
+    )
 
   def both(q, k, v):
     out, back = jax.vjp(forward, q, k, v)
@@ -160,7 +183,7 @@ def train_rows(kind: str) -> list[dict]:
     )
     print(found[-1], flush=True)
 
-  stored = [attention.store(x, _KINDS[kind]) for x in (k, v)]
+  stored = [attention.store(x, _KV_DTYPE[kind]) for x in (k, v)]
   for shape in _FORWARD_PROGRAMS if on_gpu() else ((64, 4, 2),):
     program = functools.partial(
         attention_kernel.forward, tile=_TILE, program=shape, **interpret
@@ -180,16 +203,22 @@ def train_rows(kind: str) -> list[dict]:
 def main(argv: list[str]) -> None:
   """Measures everything."""
   del argv
-  rows = [row for kind in _KINDS for row in decode_rows(kind)]
-  rows += [row for kind in _KINDS for row in train_rows(kind)]
+  workloads = _DECODE.value[:1] if common.TINY.value else _DECODE.value
+  rows = [
+      row
+      for kind in _KINDS.value
+      for workload in workloads
+      for row in decode_rows(kind, workload)
+  ]
+  if _TRAINING.value:
+    rows += [row for kind in _KINDS.value for row in train_rows(kind)]
   summary = {}
-  for kind in _KINDS:
-    for what in ('decode', 'training'):
+  for kind in _KINDS.value:
+    for what in dict.fromkeys(row['what'] for row in rows):
       exact = [
           row
           for row in rows
-          if row['kv'] == kind
-          and row['what'].startswith(what)
+          if (row['kv'], row['what']) == (kind, what)
           and row.get('unequal') == 0
       ]
       best = min(exact, key=lambda row: row['us'], default={'variant': 'none'})

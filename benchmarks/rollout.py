@@ -5,7 +5,9 @@
 
 A workload is PROMPT_LENGTH x PROMPTS x SAMPLES x NEW_TOKENS; nothing stops
 early. What is timed is `jetrl_jax.rl.rollout`, prefill, host visits and both
-log-probs included, second call (the first compiles).
+log-probs included, second call (the first compiles). A step is one of the
+longest answer's: with --lengths=long_tail most are far shorter, and with
+--kv_tokens, where they do not all fit at once, some wait.
 
 --memory_caps=24,48,141 asks what a smaller device would do: keys and values get
 what a device of so many GB has left beside the weights, and as many slots run
@@ -22,6 +24,7 @@ from absl import app, flags
 
 from benchmarks import common
 from jetrl_jax import rng
+from jetrl_jax.rl import synthetic
 from jetrl_jax.rl.engine import Engine, EngineConfig
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import rollout
@@ -39,6 +42,15 @@ _VARIANTS = flags.DEFINE_list(
 _PROFILE = flags.DEFINE_bool('profile', False, 'Print kernels, time nothing.')
 _CAPS = flags.DEFINE_list(
     'memory_caps', [], 'GB (1e9 bytes) of the device to act as; none for all.'
+)
+_LENGTHS = flags.DEFINE_enum(
+    'lengths',
+    'full',
+    ['full', *synthetic.LENGTHS],
+    'Of the answers; see `trainer.synthetic_lengths`.',
+)
+_KV_TOKENS = flags.DEFINE_integer(
+    'kv_tokens', 0, 'See rollout.kv_cache_tokens; 0 for all slots full.'
 )
 _USABLE = 0.95  # of a device's memory, as in a dry run
 _PREFILLED = 16  # prompts whose caches lie beside the slots' at a time
@@ -98,8 +110,16 @@ def measure(engine, params, variant: str, workload: str) -> dict:
   """Returns one row."""
   length, count, samples, new = map(int, workload.split('x'))
   prompts = common.random_prompts(count, length, engine.policy.model.vocab_size)
+  if _LENGTHS.value == 'full':
+    tokens_PG = np.full((count, samples), new)
+    few = engine.config.decode_block
+  else:
+    tokens_PG = synthetic.response_limits(
+        0, 1, prompts, samples, new, _LENGTHS.value
+    )
+    few = new // 4  # Enough for some to wait, and for a tail in few slots.
 
-  def run(tokens):
+  def run(limits):
     return rollout(
         engine,
         params,
@@ -108,26 +128,27 @@ def measure(engine, params, variant: str, workload: str) -> dict:
         temperature=1.0,
         base_key=rng.key(0, rng.ROLLOUT, 0),
         weight_version=0,
-        limits=np.full((count, samples), tokens),
+        limits=limits,
     )
 
-  run(engine.config.decode_block)
-  spent = common.seconds(lambda: len(run(new)))
-  asked, slots = count * samples, min(count * samples, engine.num_slots)
-  cache = token_bytes(engine.policy)
-  floor = floor_ms(params, slots * (length + new / 2) * cache)
+  run(np.minimum(tokens_PG, few))
+  spent = common.seconds(lambda: len(run(tokens_PG)))
+  longest, total = int(tokens_PG.max()), int(tokens_PG.sum())
   # Fewer slots than sequences: these take turns.
-  floor *= asked / slots
+  steps = max(longest, total / min(count * samples, engine.num_slots))
+  cache = (tokens_PG * (length + tokens_PG / 2)).sum()
+  cache *= token_bytes(engine.policy)
+  floor = floor_ms(params, cache / steps) * steps / longest
   return {
       'variant': variant,
       'workload': workload,
       'slots': engine.num_slots,
       'kv_tokens': engine.config.kv_cache_tokens
       or engine.num_slots * engine.cache_length,
-      'ms_per_step': spent / new * 1e3,
-      'tokens_per_s': asked * new / spent,
+      'ms_per_step': spent / longest * 1e3,
+      'tokens_per_s': total / spent,
       'floor_ms': floor,
-      'of_floor': floor / (spent / new * 1e3),
+      'of_floor': floor / (spent / longest * 1e3),
       'peak_gib': common.peak_gib() or 0.0,
   }
 
@@ -145,6 +166,7 @@ def profile(engine, params) -> None:
     state = engine.generate_block(params, state, key, 16)
     return state.tokens
 
+  steps()  # Compiles.
   spent = common.seconds(steps)
   print(f'{spent / 16 * 1e3:.3f} ms/step at {engine.config.max_prompt_length}')
   print(common.show_kernels(common.kernel_times(steps)), flush=True)
@@ -182,6 +204,7 @@ def _rows(policy, mesh, params, variant: str, workload: str, cap: float):
       num_slots=count * samples,
       max_prompt_length=length,
       max_response_length=new,
+      kv_cache_tokens=_KV_TOKENS.value,
       stop_ids=(),
   )
   engine, more = Engine(policy, config, mesh), {}

@@ -33,6 +33,7 @@ from jetrl_jax.models import (
     attention_backward,
     attention_decode,
     attention_kernel,
+    attention_pages,
     remat,
 )
 from jetrl_jax.typing import Array
@@ -314,7 +315,7 @@ class DecodeAttention:
     q_BNH, keys, values = append_kernel.rotate_and_append(
         qkv, *rotation, self.position_B, self.table_BP, *cache
     )
-    out, _ = attention_decode.decode(
+    out = attention_decode.decode(
         *(q_BNH, keys, values, self.table_BP, self.position_B),
         self.tile,
         step,
@@ -333,7 +334,7 @@ class DecodeAttention:
     )
     slots, heads, head_dim = q_MNH.shape
     if on_gpu():
-      out, _ = attention_decode.decode(
+      out = attention_decode.decode(
           q_MNH, keys, values, self.table_BP, self.position_B, self.tile
       )
     else:
@@ -371,7 +372,7 @@ class DecodeAttention:
       return x.reshape(slots, kv_heads, pages * size, head_dim)
 
     group = q_MNH.shape[1] // kv_heads
-    rows = attention_decode.DECODE_ROWS
+    rows = attention_pages.DECODE_ROWS
     q = q_MNH.reshape(slots, kv_heads, group, head_dim)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, -group % rows), (0, 0)))
     last_BR = jnp.broadcast_to(self.position_B[:, None], (slots, q.shape[2]))

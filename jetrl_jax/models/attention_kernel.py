@@ -88,26 +88,35 @@ def scores_of(q, k):
   return scores * (q.shape[1] ** -0.5 * _LOG2E)
 
 
-def tile_scores(q, k, first, last, keys):
-  """Base-2 scores of keys and where they are allowed.
+def allowed_keys(shape: tuple[int, ...], first, last, keys):
+  """Returns which keys each row may see.
 
   Args:
-    q: query rows.
-    k: keys.
+    shape: (rows, keys).
     first: first key that each row may see.
     last: last one.
-    keys: function from the row of `k`, an array of them, to the key's number.
+    keys: function from a key's place, an array of them, to its number.
   """
+  key = keys(lax.broadcasted_iota(jnp.int32, shape, 1))
+  return (key >= first[:, None]) & (key <= last[:, None])
+
+
+def tile_scores(q, k, first, last, keys):
+  """Base-2 scores of query rows and keys, and `allowed_keys`."""
   scores = scores_of(q, k)
-  key = keys(lax.broadcasted_iota(jnp.int32, scores.shape, 1))
-  return scores, (key >= first[:, None]) & (key <= last[:, None])
+  return scores, allowed_keys(scores.shape, first, last, keys)
+
+
+def no_scores(rows: int):
+  """Returns the maximum before the first tile."""
+  return jnp.full((rows,), _NO_SCORE, jnp.float32)
 
 
 def start(rows: int, head_dim: int):
   """Returns (output, maximum, sum) before the first tile."""
   return (
       jnp.zeros((rows, head_dim), jnp.float32),
-      jnp.full((rows,), _NO_SCORE, jnp.float32),
+      no_scores(rows),
       jnp.zeros((rows, _SUM_COLUMNS), jnp.float32),
   )
 
@@ -129,12 +138,43 @@ def for_tiles(first, last, tile: int, body, carry):
   return lax.fori_loop(inner_end, end, masked, carry)
 
 
+def highest(scores, seen):
+  """Returns each row's highest score of those `seen`; None for all."""
+  if seen is not None:
+    scores = jnp.where(seen, scores, _NO_SCORE)
+  return jnp.max(scores, axis=1)
+
+
+def weights_of(scores, top, seen, dtype, interpret: bool):
+  """Returns what values are multiplied with, 0 where not `seen`."""
+  p = power_of_2(scores - top[:, None], interpret)
+  if seen is not None:
+    p = jnp.where(seen, p, 0.0)
+  return p.astype(dtype)
+
+
+def add_weighed(sums, decay, parts):
+  """Adds a tile to (output, sum).
+
+  Args:
+    sums: so far.
+    decay: what they are multiplied with first, of every row.
+    parts: (weights, values) of the tile's parts.
+  """
+  acc, total = (x * decay[:, None] for x in sums)
+  for p, v in parts:
+    ones = jnp.ones((p.shape[1], _SUM_COLUMNS), p.dtype)
+    acc += jnp.dot(p, v, preferred_element_type=jnp.float32)
+    total += jnp.dot(p, ones, preferred_element_type=jnp.float32)
+  return acc, total
+
+
 def attend_tile(q, parts, span, carry, interpret: bool):
   """Adds a tile of keys, in its parts, to (output, maximum, sum).
 
   Args:
     q: query rows.
-    parts: (keys, values, keys' numbers as in `tile_scores`).
+    parts: (keys, values, keys' numbers as in `allowed_keys`).
     span: (first, last) key that each row may see; None where all see all.
     carry: (output, maximum, sum) so far.
     interpret: see `power_of_2`.
@@ -145,33 +185,32 @@ def attend_tile(q, parts, span, carry, interpret: bool):
   else:
     first, last = span
     scored = [tile_scores(q, k, first, last, keys) for k, _, keys in parts]
-
-  def where(allowed, x, other):
-    return x if allowed is None else jnp.where(allowed, x, other)
-
   new_top = top
-  for scores, allowed in scored:
-    highest = jnp.max(where(allowed, scores, _NO_SCORE), axis=1)
-    new_top = jnp.maximum(new_top, highest)
+  for scores, seen in scored:
+    new_top = jnp.maximum(new_top, highest(scores, seen))
   decay = power_of_2(top - new_top, interpret)
-  acc, total = acc * decay[:, None], total * decay[:, None]
-  for (scores, allowed), (_, v, _) in zip(scored, parts, strict=True):
-    p = power_of_2(scores - new_top[:, None], interpret)
-    p = where(allowed, p, 0.0)
-    p = p.astype(q.dtype)
-    ones = jnp.ones((p.shape[1], _SUM_COLUMNS), q.dtype)
-    acc += jnp.dot(p, v, preferred_element_type=jnp.float32)
-    total += jnp.dot(p, ones, preferred_element_type=jnp.float32)
+  # Each when its turn comes: weights of two parts are many registers.
+  weighed = (
+      (weights_of(scores, new_top, seen, q.dtype, interpret), v)
+      for (scores, seen), (_, v, _) in zip(scored, parts, strict=True)
+  )
+  acc, total = add_weighed((acc, total), decay, weighed)
   return acc, new_top, total
 
 
-def finish(carry):
-  """Returns (output, base-2 log-sum-exp); zeros for a row without keys."""
-  acc, top, total = carry
+def divided(acc, total):
+  """Returns (output, sum); zeros and 1 for a row without keys."""
   # All columns hold the sum.
   total = jnp.max(total, axis=1)
   safe = jnp.where(total > 0, total, 1.0)
-  return acc / safe[:, None], top + jnp.log2(safe)
+  return acc / safe[:, None], safe
+
+
+def finish(carry):
+  """Returns (output, base-2 log-sum-exp)."""
+  acc, top, total = carry
+  out, safe = divided(acc, total)
+  return out, top + jnp.log2(safe)
 
 
 def _forward_kernel(

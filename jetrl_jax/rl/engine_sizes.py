@@ -11,10 +11,10 @@ from jetrl_jax.rl.decode_slots import EngineConfig
 from jetrl_jax.rl.pages import PagesConfig
 from jetrl_jax.typing import NpArray
 
-# When a quarter of the slots or less are at work, a program for a quarter of
-# them takes over: the tail of a rollout of long answers. The program must be
-# compiled, which answers below so many tokens would not pay for.
-QUARTER, LONG = 4, 1024
+# (share, tokens): when one slot in so many or less is at work, a program for as
+# many takes over, the tail of a rollout of long answers. It must be compiled,
+# which answers below so many tokens would not pay for. Fewest slots first.
+TAILS = (16, 8192), (4, 1024)
 # Attention tiles per page.
 _PAGE_TILES = 2
 # Steps that a GPU takes without asking whether a slot still runs.
@@ -76,7 +76,7 @@ def steps_in_a_row(steps: int) -> int:
 def few_slots(
     running_B: NpArray, devices: int, max_response_length: int
 ) -> NpArray | None:
-  """Returns a quarter of each device's slots, if no other one runs.
+  """Returns some of each device's slots, if no other one runs.
 
   Args:
     running_B: bool, slots that will take a step; a device holds neighbours.
@@ -84,18 +84,15 @@ def few_slots(
     max_response_length: tokens.
 
   Returns:
-    int32, slots by their number on their device, equally many of each; None
-    where all slots are to go on.
+    int32, slots by their number on their device, equally many of each, see
+    `TAILS`; None where all slots are to go on.
   """
   running_DB = running_B.reshape(devices, -1)
-  slots = running_DB.shape[1]
-  size = round_up(-(-slots // QUARTER), 16)
-  if (
-      max_response_length < LONG
-      or size >= slots
-      or running_DB.sum(1).max() > size
-  ):
-    return None
-  # Running ones first.
-  order_DB = np.argsort(~running_DB, axis=1, kind='stable')
-  return order_DB[:, :size].reshape(-1).astype(np.int32)
+  slots, most = running_DB.shape[1], running_DB.sum(1).max()
+  for share, tokens in TAILS:
+    size = round_up(-(-slots // share), 16)
+    if max_response_length >= tokens and most <= size < slots:
+      # Running ones first.
+      order_DB = np.argsort(~running_DB, axis=1, kind='stable')
+      return order_DB[:, :size].reshape(-1).astype(np.int32)
+  return None

@@ -33,6 +33,7 @@ from jetrl_jax.models import (
     attention_kernel,
     norm,
 )
+from jetrl_jax.models.attention_split import Split
 from jetrl_jax.rl import adam_kernel, sampling_kernel, stats_kernel
 from jetrl_jax.rl.apply import changed_share
 from jetrl_jax.sharding import Axes
@@ -173,7 +174,8 @@ def test_gate_up_with_swiglu_has_the_bits_of_many_rows(shape, rows):
 
 @pytest.mark.parametrize('kind', [None, 'float8_e4m3fn'])
 @pytest.mark.parametrize('last', [0, 63, 64, 200, 511])
-def test_decode_has_the_bits_of_the_training_forward(kind, last):
+@pytest.mark.parametrize('program', [(1, 3), Split(4, 16, 4), Split(16, 64, 2)])
+def test_decode_has_the_bits_of_the_training_forward(kind, last, program):
   slots_, heads, group, keys, page = 4, 2, 7, 512, 128
   q = _normal(0, slots_, heads, group, 128)
   k, v = (
@@ -190,7 +192,9 @@ def test_decode_has_the_bits_of_the_training_forward(kind, last):
 
   values = attention_kernel.pair(pages(v)) if kind else pages(v)
   table = jnp.arange(slots_ * keys // page, dtype=jnp.int32)
-  decode = exact_jit(lambda *a: attention_decode.decode(*a, _TILE, **_HOW)[0])
+  decode = exact_jit(
+      lambda *a: attention_decode.decode(*a, _TILE, program=program, **_HOW)
+  )
   found = decode(
       q.reshape(slots_, heads * group, 128),
       pages(k),

@@ -15,6 +15,7 @@ from jetrl_jax.models import (
     attention_kernel,
 )
 from jetrl_jax.models.attention import DecodeAttention, PackedAttention
+from jetrl_jax.models.attention_split import Split
 from tests.hurry import hurried_jit
 from tests.models import attention_inputs as inputs
 from tests.models.attention_inputs import FIRST, LAST, TILE, H, K
@@ -162,9 +163,16 @@ def test_keys_of_one_tile_have_the_bits_they_have_in_a_longer_cache():
     )
 
 
+# Of more programs than there are tiles some have nothing to do.
+@pytest.mark.parametrize(
+    'program',
+    [(1, 2), Split(chunks=2, channels=16, stages=2), Split(16, 32, 2)],
+)
 @pytest.mark.parametrize('kv_dtype', ['bfloat16', 'float8_e4m3fn'])
 @pytest.mark.parametrize('group', [1, 3])
-def test_the_decode_kernel_computes_what_the_cpu_form_does(kv_dtype, group):
+def test_the_decode_kernel_computes_what_the_cpu_form_does(
+    program, kv_dtype, group
+):
   slots, pages, size = 4, 3, 32
   rng = np.random.default_rng(0)
 
@@ -182,8 +190,10 @@ def test_the_decode_kernel_computes_what_the_cpu_form_does(kv_dtype, group):
   def both(q, keys, values, table, last):
     out, low = (
         attention_decode.decode(
-            q, keys, values, table, last, TILE, on, interpret=True
-        )[0]
+            *(q, keys, values, table, last, TILE, on),
+            program=program,
+            interpret=True,
+        )
         for on in (None, step)
     )
     attend = DecodeAttention(position_B=last, table_BP=table, tile=TILE)

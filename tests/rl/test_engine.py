@@ -421,8 +421,17 @@ def test_a_quarter_of_the_slots_has_all_that_run(running, devices, expected):
   assert engine_sizes.few_slots(running_B, devices, 1023) is None
 
 
+def test_a_sixteenth_of_the_slots_has_the_last_of_long_answers():
+  running_B = np.isin(np.arange(512), [7, 500])
+  found = [
+      len(engine_sizes.few_slots(running_B, 1, longest))
+      for longest in (8191, 8192)
+  ]
+  assert found == [128, 32]
+
+
 def test_the_tail_of_a_rollout_goes_on_in_a_quarter_of_the_slots(monkeypatch):
-  monkeypatch.setattr(engine_sizes, 'LONG', 1)
+  monkeypatch.setattr(engine_sizes, 'TAILS', ((4, 1),))
   run = tiny_run.fp8_run()
   config = tiny_run.engine_config(num_slots=64, decode_block=2)
   engine = Engine(run.policy, config, run.mesh)

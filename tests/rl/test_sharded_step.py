@@ -144,7 +144,7 @@ def test_what_is_computed_again_on_eight_devices_has_the_bits_of_one():
 @pytest.mark.slow
 @on_meshes
 def test_the_tail_of_a_rollout_has_the_bits_of_one_device(mesh, monkeypatch):
-  monkeypatch.setattr(engine_sizes, 'LONG', 1)
+  monkeypatch.setattr(engine_sizes, 'TAILS', ((4, 1),))
   run = _run(mesh)
   config = tiny_run.engine_config(num_slots=8 * 32, decode_block=2)
   engine = Engine(run.policy, config, run.mesh)
