@@ -63,7 +63,12 @@ _TAIL = """
 """
 _LINKED = '../benchmarks/results'
 _UNEQUAL = 'share of tokens unequal'
-_MODELS = {'qwen7b': '7B', 'qwen14b': '14B'}
+_MODELS = {
+    'qwen7b': '7B',
+    'qwen14b': '14B',
+    'qwen3_8b': 'Qwen3-8B',
+    'llama8b': 'Llama-3.1-8B',
+}
 
 
 def _results(theme: str) -> list[tuple[pathlib.Path, dict[str, Any]]]:
