@@ -24,6 +24,10 @@ _DATA_FILE_BYTES = 256 * 2**20
 _PROBLEMS_SHOWN = 10
 
 
+class OtherStateError(ValueError):
+  """What is saved differs from what is wanted in name, shape or dtype."""
+
+
 def named_leaves(tree: PyTree) -> dict[str, Any]:
   """Maps 'a/b/0' to the leaf at that path, in the order of the tree."""
   named = {}
@@ -126,7 +130,7 @@ def _check_leaves(
     shown = problems[:_PROBLEMS_SHOWN]
     if more := len(problems) - len(shown):
       shown.append(f'and {more} more')
-    raise ValueError(
+    raise OtherStateError(
         f'the checkpoint {folder} is of another model or optimiser; use another'
         ' folder, or the settings that it was made with:\n  '
         + '\n  '.join(shown)

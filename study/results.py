@@ -74,9 +74,17 @@ def compact(workdir: pathlib.Path, arm: Arm, seed: int) -> list[dict]:
     workdir: of the run.
     arm: what was run there.
     seed: the same.
+
+  Raises:
+    ValueError: it says nothing about its device and versions.
   """
-  last = (workdir / 'starts.jsonl').read_text().splitlines()[-1]
-  start = json.loads(last)
+  starts = workdir / 'starts.jsonl'
+  if not starts.exists():
+    raise ValueError(
+        f'{workdir} has metrics.jsonl and no starts.jsonl, which names device'
+        ' and versions; copy both from the workdir of the run'
+    )
+  start = json.loads(starts.read_text().splitlines()[-1])
   about = {
       'arm': arm.name,
       'seed': seed,
@@ -150,7 +158,10 @@ def main() -> None:
   for path in paths:
     arm = ARMS[path.parent.parent.name]
     seed = int(path.parent.name.removeprefix('seed'))
-    lines = compact(path.parent, arm, seed)
+    try:
+      lines = compact(path.parent, arm, seed)
+    except ValueError as error:
+      sys.exit(f'error: {error}')
     write(flags.output / f'{arm.name}_seed{seed}.jsonl.gz', lines)
     print(f'{arm.name} seed {seed}: {len(lines) - 1} lines')
 

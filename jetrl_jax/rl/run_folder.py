@@ -84,18 +84,21 @@ class RunFolder:
     # The step whose state is the newest checkpoint.
     self.saved_step: int | None = None
 
+  def changed(self, text: str) -> list[str]:
+    """Returns what an earlier start had otherwise, see `changed_settings`."""
+    file = self.path / 'config.json'
+    return changed_settings(file.read_text(), text) if file.exists() else []
+
   def write_config(self, text: str) -> None:
     """Keeps the resolved config; says what an earlier start had otherwise."""
-    file = self.path / 'config.json'
-    changed = changed_settings(file.read_text(), text) if file.exists() else []
-    if changed:
+    if changed := self.changed(text):
       logging.warning(
           'Settings differ from those that %s was started with, and hold from'
           ' here on: %s',
           self.path,
           '; '.join(changed),
       )
-    replace_text(file, text)
+    replace_text(self.path / 'config.json', text)
 
   def begin(self, text: str) -> None:
     """Keeps the config of a cold start, and aside what an earlier run wrote.

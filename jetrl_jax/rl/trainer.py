@@ -14,6 +14,7 @@ from typing import Any
 
 from absl import logging
 
+from jetrl_jax.checkpoint_arrays import OtherStateError
 from jetrl_jax.data import PromptSampler
 from jetrl_jax.rl import (
     evaluation,
@@ -232,7 +233,18 @@ class Trainer:
     folder = self.folder
     # In the precision of the cold start, before any action of the guard.
     self.base = self.parts
-    resumed = startup.resume(self.base, folder.checkpoints)
+    try:
+      resumed = startup.resume(self.base, folder.checkpoints)
+    except OtherStateError as error:
+      changed = folder.changed(self.parts.config_text)
+      if not changed:
+        raise
+      raise ValueError(
+          f'{folder.path} cannot go on: its checkpoints hold another state than'
+          f' these settings have. Changed are: {"; ".join(changed)}. Set back'
+          ' what is of the model, its precision or the optimiser, or name'
+          ' another --workdir'
+      ) from error
     if resumed is None:
       folder.begin(self.parts.config_text)
       engine = self._engine()

@@ -86,6 +86,11 @@ def test_a_run_is_finished_with_its_last_step_and_its_export(tmp_path):
   assert not is_finished(tmp_path)
 
 
+def test_a_run_without_its_starts_is_refused_by_name(tmp_path):
+  with pytest.raises(ValueError, match='no starts.jsonl, which names device'):
+    results.compact(tmp_path, ARMS['jetrl'], seed=0)
+
+
 def test_an_empty_folder_is_answered_with_what_it_lacks(tmp_path):
   with pytest.raises(ValueError, match='holds no .* of study.results'):
     results.read(tmp_path)

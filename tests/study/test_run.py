@@ -67,6 +67,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is(tmp_path):
     'module, arguments, message',
     [
         (run, ['--seeds=x'], '--seeds=x must be whole numbers by comma'),
+        (run, ['--set=optim.lr'], '--set=optim.lr must be NAME=VALUE'),
         (run, ['--seeds=1'], 'holds no task; run python -m study.prepare'),
         (run, ['--config=nowhere.py'], '--config=nowhere.py: there is no such'),
         (results, ['--output=out'], 'holds no runs/*/seed*/metrics.jsonl'),
