@@ -4,6 +4,7 @@ On a GPU without them kernels of ours do not compile, and it is the compiler
 that would say so, in its own words, after the weights have been loaded.
 """
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -15,6 +16,8 @@ from jetrl_jax.rl.policy import Policy
 
 # Ada; Hopper has 9.0.
 _FIRST = (8, 9)
+# Recipes that only held-out accuracy is measured in: a run can do without.
+_EVALUATED = 'trainer.val_recipes'
 
 
 def why_not(
@@ -30,7 +33,8 @@ def why_not(
   asked = {}
   for setting, policy in policies.items():
     if 'float8' in flops.precisions(policy.recipe):
-      asked[f'{setting}={policy.recipe.name!r}'] = f'{setting}=bf16'
+      fix = '()' if setting == _EVALUATED else 'bf16'
+      asked[f'{setting}={policy.recipe.name!r}'] = f'{setting}={fix}'
     if policy.kv_cache_dtype.startswith('float8'):
       asked[f'precision.kv_cache_dtype={policy.kv_cache_dtype!r}'] = (
           'precision.kv_cache_dtype=compute'
@@ -50,10 +54,14 @@ def why_not(
 
 
 def of_run(parts: Parts, device: str = '') -> str | None:
-  """Returns `why_not` of a run's training and rollout."""
+  """Returns `why_not` of a run's training, rollout and evaluations."""
   policies = {'precision.recipe': parts.policy}
   if parts.is_mixed:
     policies['precision.rollout_recipe'] = parts.rollout_policy
+  for name in parts.run.val_recipes:
+    recipe = dataclasses.replace(parts.policy.recipe, name=name)
+    if 'float8' in flops.precisions(recipe):
+      policies[_EVALUATED] = dataclasses.replace(parts.policy, recipe=recipe)
   return why_not(policies, parts.optimizer.moments, device)
 
 

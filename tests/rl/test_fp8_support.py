@@ -77,3 +77,16 @@ def test_the_rollout_of_a_mixed_flow_is_named_by_its_own_setting():
   assert problem
   assert problem.startswith("precision.rollout_recipe='fp8_token' needs 8-bit")
   assert problem.endswith('Set precision.rollout_recipe=bf16')
+
+
+def test_recipes_of_evaluations_count_too():
+  changes = {
+      'precision.recipe': 'bf16',
+      'trainer.val_recipes': ('int8', 'fp8_token'),
+      'optim.moments': 'float32',
+  }
+  parts = configs.build(whole_run.config(**changes))
+  problem = fp8_support.of_run(parts, 'NVIDIA A100-SXM4-80GB')
+  assert problem
+  assert problem.startswith("trainer.val_recipes='fp8_token' needs 8-bit")
+  assert problem.endswith('Set trainer.val_recipes=()')
