@@ -53,9 +53,10 @@ def read(file: pathlib.Path) -> Config:
     ValueError: the file is missing or is no config.
   """
   try:
-    return ml_collections.ConfigDict(
-        json.loads(file.read_text(encoding='utf-8'))
-    ).lock()
+    content = json.loads(file.read_text(encoding='utf-8'))
+    if not isinstance(content, dict):
+      raise ValueError(f'it holds a {type(content).__name__}, no object')
+    return ml_collections.ConfigDict(content).lock()
   except (OSError, ValueError, TypeError) as error:
     raise ValueError(f'{file} is not the config of a run: {error}') from error
 

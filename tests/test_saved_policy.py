@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jetrl_jax import config as configs
 from jetrl_jax import rng, saved_policy
 from jetrl_jax.data import Example, Prompt
 from jetrl_jax.rl import experience
@@ -108,6 +109,12 @@ def test_a_workdir_without_config_or_step_is_refused(tmp_path):
   shutil.copy(whole_run.finished() / 'config.json', tmp_path)
   with pytest.raises(ValueError, match='holds no step; let the run save one'):
     saved_policy.load(str(tmp_path))
+
+
+def test_a_config_that_is_no_object_is_refused(tmp_path):
+  (tmp_path / 'config.json').write_text('[]')
+  with pytest.raises(ValueError, match='it holds a list, no object'):
+    configs.read(tmp_path / 'config.json')
 
 
 def test_a_workdir_of_a_version_with_fewer_settings_names_the_setting(tmp_path):

@@ -11,7 +11,7 @@ from jetrl_jax.rl import advantages, aggregation, synthetic
 
 # Logits of a thousand over a temperature below this leave float32; above the
 # other, every token is as likely as the next.
-_COLDEST, _HOTTEST = 1e-3, 1e3
+COLDEST, HOTTEST = 1e-3, 1e3
 
 
 def _at_least(record, minimum: int, *names: str) -> None:
@@ -300,9 +300,9 @@ class RunConfig:
       )
     for name in ('temperature', 'val_temperature'):
       value = getattr(self, name)
-      if value and not _COLDEST <= value <= _HOTTEST:
+      if value and not COLDEST <= value <= HOTTEST:
         raise ValueError(
-            f'{name} is {value}; allowed: {_COLDEST} to {_HOTTEST}'
+            f'{name} is {value}; allowed: {COLDEST} to {HOTTEST}'
             + (', or 0 for greedy' if name == 'val_temperature' else '')
         )
     for name in self.val_recipes:

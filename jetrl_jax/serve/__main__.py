@@ -102,7 +102,7 @@ def _serve() -> None:
       max_prompt_length=_or(_MAX_PROMPT_LENGTH.value, saved.max_prompt_length),
       max_tokens=_or(_MAX_TOKENS.value, saved.max_response_length),
       queue_size=_QUEUE_SIZE.value,
-      max_message_bytes=_MAX_MESSAGE_KIB.value << 10,
+      max_message_kib=_MAX_MESSAGE_KIB.value,
   )
   if asked.is_set():
     return
@@ -114,6 +114,9 @@ def _serve() -> None:
       port=_PORT.value,
       grace_s=_GRACE_S.value,
   )
+  if asked.is_set():  # While it compiled.
+    server.stop()
+    return
   print(
       f'Serving {saved.origin} ({saved.policy.recipe.name}) on'
       f' {_HOST.value}:{server.port}: prompts to {limits.max_prompt_length}'
@@ -132,6 +135,10 @@ def _or(value: int | None, default: int) -> int:
 
 def _check_port(host: str, port: int) -> None:
   """Refuses an address that cannot be had, before a checkpoint is loaded."""
+  if not host:
+    raise ValueError(
+        '--host is empty; give an address, such as 127.0.0.1 or 0.0.0.0'
+    )
   try:
     family = socket.AF_INET6 if ':' in host else socket.AF_INET
     with socket.socket(family) as probe:

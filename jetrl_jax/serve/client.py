@@ -92,15 +92,22 @@ class Client(contextlib.AbstractContextManager):
       seed: the same seed gives the same tokens.
 
     Raises:
+      ValueError: a number does not fit in 32 bits.
       grpc.RpcError: the server refuses the request or cannot be reached.
     """
     kind = self._proto.DecodeRequest
-    if isinstance(prompt, str):
-      content = {'text_content': kind.TextContent(text=prompt)}
-    else:
-      content = {'token_content': kind.TokenContent(token_ids=prompt)}
+    try:
+      if isinstance(prompt, str):
+        content = {'text_content': kind.TextContent(text=prompt)}
+      else:
+        content = {'token_content': kind.TokenContent(token_ids=prompt)}
+      request = kind(max_tokens=max_tokens, **content)
+    except ValueError as error:
+      raise ValueError(
+          f'max_tokens or a token id does not fit in 32 bits ({error})'
+      ) from error
     call = self._stub.Decode(
-        kind(max_tokens=max_tokens, **content),
+        request,
         metadata=((TEMPERATURE, str(temperature)), (SEED, str(seed))),
         timeout=self._timeout_s,
     )

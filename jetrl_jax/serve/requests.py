@@ -7,17 +7,19 @@ send; without them decoding is greedy.
 
 import dataclasses
 import json
-import math
 import threading
 from collections.abc import Sequence
 
 from jetrl_jax.data import Example, PromptFormat, Tokenizer
+from jetrl_jax.rl.settings import COLDEST, HOTTEST
 
 # Names of gRPC metadata, which are lower case.
 TEMPERATURE = 'temperature'
 SEED = 'seed'
 # In the metadata that ends a response: 'stop' or 'length'.
 FINISH_REASON = 'finish-reason'
+# What the messages and gRPC's options hold.
+_INT32 = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,26 +30,26 @@ class Limits:
     max_prompt_length: tokens, the template's included.
     max_tokens: response tokens of one request, the stop token included.
     queue_size: requests that may wait while all slots are taken.
-    max_message_bytes: size of one gRPC message.
+    max_message_kib: size of one gRPC message.
   """
 
   max_prompt_length: int
   max_tokens: int
   queue_size: int = 64
-  max_message_bytes: int = 1 << 20
+  max_message_kib: int = 1024
 
   def __post_init__(self):
-    lowest = {
-        'max_prompt_length': 1,
-        'max_tokens': 1,
-        'queue_size': 0,
+    allowed = {
+        'max_prompt_length': (1, _INT32),
+        'max_tokens': (1, _INT32),
+        'queue_size': (0, _INT32),
         # Below that, not even the refusal of a request fits.
-        'max_message_bytes': 1024,
+        'max_message_kib': (1, _INT32 >> 10),
     }
-    for name, least in lowest.items():
-      if getattr(self, name) < least:
+    for name, (least, most) in allowed.items():
+      if not least <= getattr(self, name) <= most:
         raise ValueError(
-            f'{name} is {getattr(self, name)}; it must be >= {least}'
+            f'{name} is {getattr(self, name)}; allowed: {least} to {most}'
         )
 
 
@@ -94,9 +96,10 @@ def sampling_of(
     )
   given = {k: v for k, v in metadata if k in (TEMPERATURE, SEED)}
   temperature = _number(float, TEMPERATURE, given.get(TEMPERATURE, '0'))
-  if not (math.isfinite(temperature) and temperature >= 0):
+  if temperature and not COLDEST <= temperature <= HOTTEST:
     raise ValueError(
-        f'temperature is {temperature}; it must be finite and >= 0, 0 is greedy'
+        f'temperature is {temperature}; allowed: {COLDEST} to {HOTTEST}, or 0'
+        ' for greedy'
     )
   seed = _number(int, SEED, given.get(SEED, '0'))
   if not 0 <= seed < 2**32:

@@ -62,7 +62,7 @@ class Server(server_lib.JetStreamServer):
       self._grpc_server = grpc.aio.server(
           self._executor,
           options=[
-              ('grpc.max_receive_message_length', limits.max_message_bytes),
+              ('grpc.max_receive_message_length', limits.max_message_kib << 10),
               # Otherwise a second server takes half of the first one's calls.
               ('grpc.so_reuseport', 0),
           ],
@@ -70,13 +70,20 @@ class Server(server_lib.JetStreamServer):
       jetstream_pb2_grpc.add_OrchestratorServicer_to_server(
           orchestrator, self._grpc_server
       )
-      return self._grpc_server.add_insecure_port(f'{host}:{port}')
+      bracketed = ':' in host and not host.startswith('[')
+      name = f'[{host}]' if bracketed else host
+      return self._grpc_server.add_insecure_port(f'{name}:{port}')
 
     try:
       self.port = self._await(bind())
-    except RuntimeError as error:
-      self._end()
-      raise ValueError(f'cannot listen on {host}:{port}: {error}') from error
+    except BaseException as error:
+      self._end()  # Threads of the driver would keep the process.
+      if isinstance(error, RuntimeError):
+        raise ValueError(
+            f'cannot listen on {host}:{port} ({error}); give another host or'
+            ' port'
+        ) from error
+      raise
 
   def stop(self) -> None:
     """Takes no more calls, lets the running ones end, stops all threads."""

@@ -68,6 +68,9 @@ def test_a_port_in_use_and_a_missing_folder_are_refused():
   assert 'no such folder' in found
   found = _refused(_CHECKPOINT, '--port=0', '--max_tokens=100000')
   assert 'max_prompt_length + max_tokens is' in found
+  found = _refused(_CHECKPOINT, '--port=0', f'--max_message_kib={2**21}')
+  assert found.startswith('max_message_kib is 2097152; allowed')
+  assert _refused(_CHECKPOINT, '--host=').startswith('--host is empty')
   found = _refused(
       '--prompt=1', '--address=127.0.0.1:1', module='jetrl_jax.serve.ask'
   )
