@@ -139,9 +139,9 @@ _REPEATS = 28  # as many as a 7B has layers, so that launching does not count
 
 def _many(q, k, v, table, last, **options):
   """Attends again and again, each time with what came out as queries."""
-  out = first = attention_decode.decode(q, k, v, table, last, **options)
+  out = first = attention_decode.decode(q, k, v, table, last, **options)[0]
   for _ in range(_REPEATS - 1):
-    out = attention_decode.decode(out, k, v, table, last, **options)
+    out = attention_decode.decode(out, k, v, table, last, **options)[0]
   return first, out
 
 

@@ -315,7 +315,7 @@ class DecodeAttention:
     q_BNH, keys, values = append_kernel.rotate_and_append(
         qkv, *rotation, self.position_B, self.table_BP, *cache
     )
-    out = attention_decode.decode(
+    out, _ = attention_decode.decode(
         *(q_BNH, keys, values, self.table_BP, self.position_B),
         self.tile,
         step,
@@ -334,7 +334,7 @@ class DecodeAttention:
     )
     slots, heads, head_dim = q_MNH.shape
     if on_gpu():
-      out = attention_decode.decode(
+      out, _ = attention_decode.decode(
           q_MNH, keys, values, self.table_BP, self.position_B, self.tile
       )
     else:

@@ -40,7 +40,7 @@ def _decode_kernel(
     group,
     interpret,
 ):
-  *steps, out_ref = refs
+  *steps, out_ref, lse_ref = refs
   head, last = pl.program_id(0), last_ref[0]
   per_page = jnp.int32(page_size // tile)
   dtype = operand_dtype(q_ref.dtype, k_ref.dtype)
@@ -65,11 +65,13 @@ def _decode_kernel(
   carry = lax.fori_loop(0, whole, body, carry)
   body = functools.partial(attend, span=(first_R, last_R))
   *carry, _ = lax.fori_loop(whole, (last + tile) // tile, body, carry)
-  out = finish(carry)[0].astype(q_ref.dtype)
+  out, lse = finish(carry)
+  out = out.astype(q_ref.dtype)
   for step_ref in steps:
     out = quantize(out, step_ref[0], formats.E4M3)
   mine = pl.ds(head * group, pages.DECODE_ROWS)
   triton.store(out_ref.at[mine, :], out, mask=mask[:, None])
+  triton.store(lse_ref.at[mine], lse, mask=mask)
 
 
 def _best(programs: int, is_fp8: bool) -> tuple[int, int]:
@@ -98,7 +100,7 @@ def decode(
     *,
     program: tuple[int, int] | attention_split.Split | None = None,
     interpret: bool = False,
-) -> Array:
+) -> tuple[Array, Array]:
   """Attends from one query token per slot to the slot's pages.
 
   Args:
@@ -114,7 +116,7 @@ def decode(
     interpret: run on a CPU, for tests.
 
   Returns:
-    [B, N, H], in q's dtype or E4M3
+    (out [B, N, H] in q's dtype or E4M3, base-2 log-sum-exp [B, N])
   """
   batch, kv_heads = q_BNH.shape[0], k_PKSH.shape[1]
   is_fp8 = k_PKSH.dtype.itemsize == 1
@@ -143,10 +145,16 @@ def decode(
           pl.BlockSpec((1,), lambda h, b: (b,)),
           *[pl.BlockSpec((1,), lambda h, b: (0,))] * len(steps),
       ],
-      out_specs=slot,
-      out_shape=jax.ShapeDtypeStruct(
-          q_BNH.shape, formats.E4M3 if steps else q_BNH.dtype
-      ),
+      out_specs=[
+          slot,
+          pl.BlockSpec((None, q_BNH.shape[1]), lambda h, b: (b, 0)),
+      ],
+      out_shape=[
+          jax.ShapeDtypeStruct(
+              q_BNH.shape, formats.E4M3 if steps else q_BNH.dtype
+          ),
+          jax.ShapeDtypeStruct(q_BNH.shape[:2], jnp.float32),
+      ],
       name='flash_attention',
       **kernel_options(interpret, num_warps, num_stages),
   )(*operands, *steps)

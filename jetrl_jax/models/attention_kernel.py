@@ -198,19 +198,13 @@ def attend_tile(q, parts, span, carry, interpret: bool):
   return acc, new_top, total
 
 
-def divided(acc, total):
-  """Returns (output, sum); zeros and 1 for a row without keys."""
+def finish(carry):
+  """Returns (output, base-2 log-sum-exp); zeros for a row without keys."""
+  acc, top, total = carry
   # All columns hold the sum.
   total = jnp.max(total, axis=1)
   safe = jnp.where(total > 0, total, 1.0)
-  return acc / safe[:, None], safe
-
-
-def finish(carry):
-  """Returns (output, base-2 log-sum-exp)."""
-  acc, top, total = carry
-  out, safe = divided(acc, total)
-  return out, top + jnp.log2(safe)
+  return acc / safe[:, None], top + jnp.log2(safe)
 
 
 def _forward_kernel(

@@ -24,7 +24,7 @@ from jetrl_jax.models import attention_pages as pages
 from jetrl_jax.models.attention_kernel import (
     add_weighed,
     allowed_keys,
-    divided,
+    finish,
     highest,
     no_scores,
     operand_dtype,
@@ -132,6 +132,16 @@ def _scores_kernel(
   triton.store(chunk_top_ref.at[pl.program_id(2), mine], top, mask=mask)
 
 
+def _highest_of(chunk_top_ref, chunks, mine, mask):
+  """Returns each row's highest score in some chunks."""
+  tops = triton.load(
+      chunk_top_ref.at[:, mine],
+      mask=chunks[:, None] & mask[None, :],
+      other=no_scores(1)[0],
+  )
+  return jnp.max(tops, axis=0)
+
+
 def _weights_kernel(
     scores_ref,
     top_ref,
@@ -151,12 +161,7 @@ def _weights_kernel(
   mine = pl.ds(pl.program_id(0) * group, _ROWS)
   mask = jnp.arange(_ROWS) < group
   earlier = jnp.arange(split.chunks) < chunk
-  tops = triton.load(
-      chunk_top_ref.at[:, mine],
-      mask=earlier[:, None] & mask[None, :],
-      other=no_scores(1)[0],
-  )
-  before = jnp.max(tops, axis=0)
+  before = _highest_of(chunk_top_ref, earlier, mine, mask)
 
   def body(i, old):
     top = triton.load(top_ref.at[i, mine], mask=mask, other=0.0)
@@ -178,6 +183,7 @@ def _weights_kernel(
 def _sums_kernel(
     weights_ref,
     decay_ref,
+    chunk_top_ref,
     v_ref,
     table_ref,
     last_ref,
@@ -189,8 +195,8 @@ def _sums_kernel(
     dtype,
     interpret,
 ):
-  """Some channels of the output."""
-  *steps, out_ref = refs
+  """Some channels of the output; of the first, the log-sum-exp too."""
+  *steps, out_ref, lse_ref = refs
   head, last = pl.program_id(0), last_ref[0]
   per_page = jnp.int32(page_size // tile)
   channels = pl.ds(pl.program_id(2) * split.channels, split.channels)
@@ -222,10 +228,14 @@ def _sums_kernel(
       body,
       (acc, total, table_ref[0], decay_of(0)),
   )
-  out = divided(acc, total)[0].astype(dtype)
+  every = jnp.full((split.chunks,), True)
+  out, lse = finish((acc, _highest_of(chunk_top_ref, every, mine, mask), total))
+  out = out.astype(dtype)
   for step_ref in steps:
     out = quantize(out, step_ref[0], formats.E4M3)
   triton.store(out_ref.at[mine, channels], out, mask=mask[:, None])
+  is_first = pl.program_id(2) == 0
+  triton.store(lse_ref.at[mine], lse, mask=mask & is_first)
 
 
 def decode(
@@ -241,7 +251,7 @@ def decode(
     page_size: int,
     group: int,
     interpret: bool,
-) -> Array:
+) -> tuple[Array, Array]:
   """See `attention_decode.decode`.
 
   Args:
@@ -319,20 +329,21 @@ def decode(
   )
   scales = [] if step is None else [step.reshape(1)]
   out_dtype = q_BNH.dtype if step is None else formats.E4M3
-  [out] = call(
+  out, lse = call(
       _sums_kernel,
       head_dim // split.channels,
       [
           *((weights, of_keys), (decay, of_tiles)),
+          (chunk_top, of_slot(split.chunks, heads)),
           (v_pool, pages.whole(v_pool)),
           *(table, last),
           *[(x, pl.BlockSpec((1,), lambda h, b, _: (0,))) for x in scales],
       ],
-      [((heads, head_dim), out_dtype)],
+      [((heads, head_dim), out_dtype), ((heads,), jnp.float32)],
       'attention_sums',
       split.stages,
       page_size=page_size,
       dtype=q_BNH.dtype,
       interpret=interpret,
   )
-  return out
+  return out, lse

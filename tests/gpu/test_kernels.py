@@ -193,7 +193,7 @@ def test_decode_has_the_bits_of_the_training_forward(kind, last, program):
   values = attention_kernel.pair(pages(v)) if kind else pages(v)
   table = jnp.arange(slots_ * keys // page, dtype=jnp.int32)
   decode = exact_jit(
-      lambda *a: attention_decode.decode(*a, _TILE, program=program, **_HOW)
+      lambda *a: attention_decode.decode(*a, _TILE, program=program, **_HOW)[0]
   )
   found = decode(
       q.reshape(slots_, heads * group, 128),

@@ -193,7 +193,7 @@ def test_the_decode_kernel_computes_what_the_cpu_form_does(
             *(q, keys, values, table, last, TILE, on),
             program=program,
             interpret=True,
-        )
+        )[0]
         for on in (None, step)
     )
     attend = DecodeAttention(position_B=last, table_BP=table, tile=TILE)
@@ -210,6 +210,29 @@ def test_the_decode_kernel_computes_what_the_cpu_form_does(
       atol=2.0**-7,
   )
   assert not np.asarray(out[3]).any()
+
+
+def test_a_split_kernel_has_the_log_sum_exp_of_the_whole_one():
+  slots, pages, size = 3, 3, 32
+  q = jax.random.normal(jax.random.key(0), (slots, K, H), jnp.bfloat16)
+  keys, values = (
+      jax.random.normal(jax.random.key(i), (slots * pages, K, size, H))
+      for i in (1, 2)
+  )
+  pools = keys.astype(jnp.bfloat16), values.astype(jnp.bfloat16)
+  table = jnp.arange(slots * pages).reshape(slots, pages)
+  last = jnp.asarray([95, 40, -1], jnp.int32)
+
+  @hurried_jit
+  def both(*args):
+    return [
+        attention_decode.decode(*args, TILE, program=program, interpret=True)[1]
+        for program in ((1, 2), Split(chunks=4, channels=16, stages=2))
+    ]
+
+  whole, split = both(q, *pools, table, last)
+  np.testing.assert_allclose(split, whole, rtol=1e-6)
+  assert np.all(np.asarray(whole[:2]) > 0) and np.all(whole[2] < -1e29)
 
 
 def test_the_forward_kernel_reads_fp8_keys_as_the_cpu_form_does():
