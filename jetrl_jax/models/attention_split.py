@@ -1,7 +1,7 @@
 """Decode's attention of few slots, as three kernels (Pallas, Triton backend).
 
 A program of `attention_decode.py` goes through a slot's keys tile after tile,
-1.5 us each on an H200, whatever else the GPU does. Where few slots are left,
+1.3 us each on an H200, whatever else the GPU does. Where few slots are left,
 with the longest sequences of a rollout, that is most of a step. But only two
 things have an order: the maximum, which is as well taken of parts, and the sums
 over keys, channel by channel. So many programs compute scores, then weights,
@@ -56,7 +56,8 @@ class Split(NamedTuple):
 
 
 # Above so many programs of `attention_decode.py`, one to a slot's KV head, that
-# is faster: one for each multiprocessor of an H200.
+# is taken to be faster: one for each multiprocessor of an H200. Measured: with
+# 64 the split is, with 256 it is not (docs/performance_log.md).
 _FEW = 132
 
 
@@ -110,13 +111,11 @@ def _scores_kernel(
   mine = pl.ds(head * group, _ROWS)
   begin, end = _my_tiles(last, split, tile)
 
-  page_of = functools.partial(
-      pages.page_of, table_ref, last=last, sizes=(tile, page_size)
-  )
+  sizes = tile, page_size
 
   def body(i, carry):
     page, top = carry
-    ahead = page_of(i + 1)
+    ahead = pages.page_of(table_ref, i + 1, last, sizes)
     at = (page, head), lax.rem(i, per_page), tile
     keys = pages.load_keys(k_ref, *at, dtype)
     places = _places(len(keys), i, tile)
@@ -128,7 +127,8 @@ def _scores_kernel(
     triton.store(top_ref.at[i, mine], top, mask=mask)
     return ahead, top
 
-  _, top = lax.fori_loop(begin, end, body, (page_of(begin), no_scores(_ROWS)))
+  page = pages.page_of(table_ref, begin, last, sizes)
+  _, top = lax.fori_loop(begin, end, body, (page, no_scores(_ROWS)))
   triton.store(chunk_top_ref.at[pl.program_id(2), mine], top, mask=mask)
 
 

@@ -92,7 +92,7 @@ class Client(contextlib.AbstractContextManager):
       seed: the same seed gives the same tokens.
 
     Raises:
-      ValueError: a number does not fit in 32 bits.
+      ValueError: a number does not fit in 32 bits, or the text is no Unicode.
       grpc.RpcError: the server refuses the request or cannot be reached.
     """
     kind = self._proto.DecodeRequest
@@ -104,7 +104,8 @@ class Client(contextlib.AbstractContextManager):
       request = kind(max_tokens=max_tokens, **content)
     except ValueError as error:
       raise ValueError(
-          f'max_tokens or a token id does not fit in 32 bits ({error})'
+          f'the request cannot be sent: {error}. max_tokens and token ids are'
+          ' integers of 32 bits, text is Unicode'
       ) from error
     call = self._stub.Decode(
         request,
