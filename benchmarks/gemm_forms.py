@@ -5,7 +5,8 @@
 For each projection and few rows M: the dot as it is, with its algorithm chosen
 by timing (Triton among them or not), with a float32 result, with the result
 turned round, with its columns or its contraction in parts of a batch; gate_up
-also with SwiGLU behind it, as two kernels and, where it fits, as one. And for
+also with SwiGLU behind it, as two kernels and, where it fits, as one. FP8 dots
+on Hopper also in Pallas' other form for GPUs (`mosaic_dots.py`). And for
 many rows what a contraction in two parts would cost training. Beside it,
 whether the bits are those of many rows, and what the largest kernel itself
 takes: a dot of few rows in the loop waits for the host.
@@ -18,10 +19,10 @@ import jax.numpy as jnp
 from absl import app, flags
 from jax import lax
 
-from benchmarks import common
-from jetrl_jax.compilation import compiler_options, on_gpu
+from benchmarks import common, mosaic_dots
+from jetrl_jax.compilation import compiler_options, on_gpu, on_hopper
 from jetrl_jax.config_model import SHAPES
-from jetrl_jax.fp8 import gate_up_kernel, swiglu
+from jetrl_jax.fp8 import formats, gate_up_kernel, swiglu
 from jetrl_jax.fp8.products import BATCHED_NT, NT, Unscaled
 from jetrl_jax.fp8.quantization import QTensor
 
@@ -41,6 +42,7 @@ _FORMS = flags.DEFINE_multi_enum(
         *(f'columns in {parts}' for parts in (2, 4, 8)),
         *('contraction in 2', 'and SwiGLU', 'and SwiGLU as one'),
         *('chosen by timing', 'the same, Triton too'),
+        *('Mosaic', 'and SwiGLU by Mosaic'),
     ],
     'Which of them, may be repeated; none for all.',
 )
@@ -49,6 +51,8 @@ _MANY = flags.DEFINE_integer('many', 8192, 'M to compare bits with.')
 # Weights that are read in turn, so that none waits in the L2 cache.
 _WEIGHTS_BYTES = 4e8
 _LOOPS = 20
+# Scales of x, of the weight and of h, where there are any.
+_SCALES = 2.0**-3, 2.0**-2, 2.0**-1
 _COLUMNS = (
     ('projection', 'projection', ''),
     ('dtype', 'dtype', ''),
@@ -102,7 +106,7 @@ def with_swiglu(as_one: bool):
 
   def run(x, w):
     is_fp8, how = x.dtype.itemsize == 1, {'interpret': not on_gpu()}
-    scales = [jnp.float32(2.0**power) for power in (-3, -2, -1)]
+    scales = [jnp.float32(scale) for scale in _SCALES]
     if as_one and len(x) in gate_up_kernel.ROWS:  # Not the many beside them.
       x8, w8 = (
           QTensor(values=values, scale=scale)
@@ -113,6 +117,29 @@ def with_swiglu(as_one: bool):
         values=columns(2)(x, w), scales=tuple(scales[:2]) if is_fp8 else ()
     )
     return swiglu.swiglu_of(product, scales[2] if is_fp8 else None, **how)
+
+  return run
+
+
+def by_mosaic(program: mosaic_dots.Program):
+  """Returns the dot as a kernel of Pallas' Mosaic form."""
+
+  def run(x, w):
+    out = mosaic_dots.dots(x, w[None], program, lambda y: y, jnp.float32)
+    return out.astype(jnp.bfloat16)
+
+  return run
+
+
+def with_swiglu_by_mosaic(program: mosaic_dots.Program):
+  """Returns gate_up and SwiGLU as such a kernel."""
+  finish = functools.partial(
+      mosaic_dots.swiglu, scales=_SCALES[:2], step=_SCALES[2]
+  )
+
+  def run(x, w):
+    w = w.reshape(2, -1, w.shape[1])
+    return mosaic_dots.dots(x, w, program, finish, formats.E4M3)
 
   return run
 
@@ -132,6 +159,13 @@ def forms(name: str, rows: int, size: tuple[int, int], dtype) -> dict:
     dims = size[0], size[1] // 2
     if dtype.itemsize == 1 and gate_up_kernel.fits(rows, dims):
       found['and SwiGLU as one'] = (with_swiglu(as_one=True), pinned)
+  program = mosaic_dots.PROGRAMS[name].get(rows)
+  if program and dtype.itemsize == 1 and on_hopper():
+    if name == 'gate_up':
+      run = with_swiglu_by_mosaic(program)
+      found['and SwiGLU by Mosaic'] = (run, pinned)
+    else:
+      found['Mosaic'] = (by_mosaic(program), pinned)
   if name in ('o', 'down'):
     found['contraction in 2'] = (contraction(2), pinned)
   if jax.default_backend() != 'cpu':
