@@ -10,9 +10,11 @@ GSM8K is `prompt_key='question', answer_key='answer'`; MATH is
 `prompt_key='problem', answer_key='answer'`.
 """
 
+import decimal
 import difflib
 import importlib
 import json
+import math
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -77,7 +79,7 @@ def load_examples(
             ' instead.'
         )
       where_of_id[id] = where
-      if column(row, answer_key, f'{where}, answer_key') in (None, ''):
+      if _is_empty(column(row, answer_key, f'{where}, answer_key')):
         without_answer.append(where)
         continue
       source = _stem(file)
@@ -126,6 +128,7 @@ def _to_example(
     prompt = _check_messages(prompt, f'{where}: {prompt_key!r}')
   _check_unicode(prompt, f'{where}: {prompt_key!r}')
   answer = _text_at(row, answer_key, f'{where}, answer_key')
+  _check_unicode(answer, f'{where}: {answer_key!r}')
   if '####' in answer:
     answer = answer.rsplit('####', 1)[1].strip()
   if not prompt or not answer:
@@ -149,9 +152,9 @@ def _check_messages(value: Any, where: str) -> list[Message]:
   )
 
 
-def _check_unicode(prompt: str | list[Message], where: str) -> None:
-  """Refuses half a character, which JSON can hold and no tokenizer takes."""
-  texts = [prompt] if isinstance(prompt, str) else [*_texts(prompt)]
+def _check_unicode(text: str | list[Message], where: str) -> None:
+  """Refuses half a character: no tokenizer takes it, and no file."""
+  texts = [text] if isinstance(text, str) else [*_texts(text)]
   for text in texts:
     try:
       text.encode('utf-8')
@@ -201,7 +204,16 @@ def _text_at(row: dict[str, Any], key: str, where: str) -> str:
     raise ValueError(
         f'{where}: {key!r} is {_short(value)}; allowed: a string or a number.'
     )
+  if isinstance(value, float):  # Without an exponent, which is no answer.
+    return format(decimal.Decimal(repr(value)), 'f')
   return str(value)
+
+
+def _is_empty(value: Any) -> bool:
+  """Whether a column holds no answer; JSON has NaN for none."""
+  if isinstance(value, float):
+    return not math.isfinite(value)
+  return value is None or (isinstance(value, str) and not value.strip())
 
 
 def _id_at(row: dict[str, Any], key: str, where: str) -> int:

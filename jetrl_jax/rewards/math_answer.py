@@ -1,7 +1,8 @@
 r"""Is the final answer of a response the reference answer?
 
 A response's answer is what its last `\boxed{...}` holds, else what follows its
-last `####`. Numbers and equal texts are decided here, exactly; everything else
+last `####`. Numbers, fractions and equal texts are decided here, exactly, a
+sentence's full stop and words behind a number left out; everything else
 goes to math-verify, which parses LaTeX with a grammar and compares with SymPy.
 
 The text comes from a model under optimisation, so it is treated as hostile:
@@ -34,8 +35,29 @@ _MAX_POWERS = 24
 _ROUNDING = fractions.Fraction(1, 10**6)
 
 _NUMBER = re.compile(
-    r'(?P<sign>[+-]?)(?P<whole>\d{1,3}(?:,\d{3})+|\d+)?(?P<decimals>\.\d+)?'
-    r'(?P<percent>%?)',
+    r'(?P<sign>[+-]?)'
+    r'(?P<whole>\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)?'
+    r'(?P<decimals>\.\d+)?(?P<percent>%?)',
+    re.ASCII,
+)
+_COUNTED = re.compile(
+    r'(?P<number>[+-]?\\?\$?[\d.,]*\d)(?P<words>(?:[ -][a-z]{2,})+)',
+    re.ASCII | re.IGNORECASE,
+)
+# '18 dollars' is 18; with one of these words a number is another.
+_FACTORS = frozenset(
+    'pi percent dozen dozens hundred thousand million billion trillion half'
+    ' halves third thirds quarter quarters fourth fourths fifth fifths sixth'
+    ' sixths seventh sevenths eighth eighths ninth ninths tenth tenths'
+    ' hundredth hundredths thousandth thousandths squared cubed factorial'
+    ' sqrt'.split()
+)
+# What ends a sentence, and LaTeX's spaces.
+_END = re.compile(r'(?:\\[,;:! ]|[,;:\s]|(?<!\.)(?<!\\right)\.)+$')
+_TEXT = re.compile(r'\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*\{([^{}]*)\}')
+_MIXED = re.compile(
+    r'(?P<sign>-?)(?P<whole>\d{1,9})(?: (?P<a>\d{1,9})/(?P<b>\d{1,9})'
+    r'|\\[dt]?frac\{(?P<p>\d{1,9})\}\{(?P<q>\d{1,9})\})',
     re.ASCII,
 )
 # What SymPy's parser makes of a number or a name before it would evaluate it.
@@ -136,11 +158,12 @@ def parse_number(text: str) -> tuple[fractions.Fraction, bool] | None:
   """
   if len(text) > 100:
     return None
-  text = re.sub(r'\\[ !,;]|[\\$\s]', '', text.replace('{,}', ',')).rstrip('.')
-  match = _NUMBER.fullmatch(text)
+  text = text.replace('{,}', ',').replace('\\!', '')
+  text = re.sub(r'\\[ ,;]', ' ', text).replace('\\', '').replace('$', '')
+  match = _NUMBER.fullmatch(_compact(text).rstrip('.'))
   if match is None or not (match['whole'] or match['decimals']):
     return None
-  whole = (match['whole'] or '0').replace(',', '')
+  whole = re.sub('[, ]', '', match['whole'] or '0')
   value = fractions.Fraction(f'{match["sign"]}{whole}{match["decimals"] or ""}')
   return value, bool(match['percent'])
 
@@ -171,6 +194,12 @@ def is_right(answer: str, reference: str) -> bool:
     Whether they are the same number, text or mathematical object. False where
     math-verify fails.
   """
+  answer, reference = _plainly(answer), _plainly(reference)
+  # Beside a bare number only: elsewhere words may be the answer.
+  if parse_number(reference):
+    answer = _uncounted(answer)
+  elif parse_number(answer):
+    reference = _uncounted(reference)
   decided = _compare_plain(answer, reference)
   if decided is not None:
     return decided
@@ -207,11 +236,45 @@ def warm_up() -> None:
     is_right(text, r'\sqrt{7}+z')
 
 
+def _compact(text: str) -> str:
+  """Removes spaces, but not between digits: '1 1/2' is not '11/2'."""
+  return re.sub(r'(?<!\d) | (?!\d)', '', ' '.join(text.split()))
+
+
+def _unwrapped(text: str) -> str:
+  r"""Removes \text{} and its kin around what they hold."""
+  return _TEXT.sub(r'\1', text)
+
+
+def _plainly(text: str) -> str:
+  """Returns an answer without a sentence's end, mixed numbers as fractions."""
+  text = _END.sub('', text.strip().replace('°', r'^\circ'))
+  if len(text) > 1 and text[0] == text[-1] == '$' and text.count('$') == 2:
+    text = _END.sub('', text[1:-1].strip())
+  match = _MIXED.fullmatch(_compact(text))
+  if match is None:
+    return text
+  whole = int(match['whole'])
+  p, q = int(match['a'] or match['p']), int(match['b'] or match['q'])
+  if p >= q:
+    return text
+  return rf'{match["sign"]}\frac{{{whole * q + p}}}{{{q}}}'
+
+
+def _uncounted(text: str) -> str:
+  """Removes the words behind a number that tell what was counted."""
+  match = _COUNTED.fullmatch(' '.join(_unwrapped(text).split()))
+  if match is None:
+    return text
+  words = re.split('[ -]', match['words'].lower())
+  return match['number'] if _FACTORS.isdisjoint(words) else text
+
+
 def _compare_plain(answer: str, reference: str) -> bool | None:
   """Compares texts and numbers; None leaves the case to math-verify."""
   if not answer:
     return False
-  if ''.join(answer.split()) == ''.join(reference.split()):
+  if _compact(_unwrapped(answer)) == _compact(_unwrapped(reference)):
     return True
   left, right = parse_number(answer), parse_number(reference)
   if left is not None and right is not None:
@@ -230,7 +293,7 @@ def _compare_plain(answer: str, reference: str) -> bool | None:
 
 
 def _parse_fraction(text: str) -> fractions.Fraction | None:
-  match = _FRACTION.fullmatch(text.replace(' ', '').strip('$'))
+  match = _FRACTION.fullmatch(_compact(text).strip('$'))
   if match is None or len(text) > 100:
     return None
   p, q = int(match['p'] or match['a']), int(match['q'] or match['b'])

@@ -121,6 +121,7 @@ def test_a_missing_column_lists_the_columns_and_the_nearest(tmp_path):
             r"'q' has '\udfff' at character 0, half",
         ),
         ({'q': 'x', 'a': 'so ####'}, "'a' is empty"),
+        ({'q': 'x', 'a': '1\ud800'}, r"'a' has '\ud800' at character 1, half"),
         ([1, 2], 'a row must be an object'),
     ],
 )
@@ -132,14 +133,22 @@ def test_a_wrongly_typed_row_is_refused_by_place(tmp_path, row, message):
 
 
 def test_rows_without_an_answer_are_left_out_and_counted(tmp_path, caplog):
-  rows = [{'q': 'x', 'a': None}, {'q': 'y', 'a': 2}, {'q': 'z', 'a': ''}]
+  rows = [{'q': 'x', 'a': None}, {'q': 'y', 'a': 2}, {'q': 'z', 'a': ' \n'}]
+  rows.append({'q': 'w', 'a': float('nan')})
   path = _write(tmp_path / 'd.jsonl', *rows)
   examples = _load(path)
   assert [(e.id, e.prompt) for e in examples] == [(1, 'y')]
-  assert "Left out 2 of 3 rows whose 'a' is empty" in caplog.text
+  assert "Left out 3 of 4 rows whose 'a' is empty" in caplog.text
   path = _write(tmp_path / 'd.jsonl', rows[0])
   with pytest.raises(ValueError, match="'a' is empty in every row"):
     _load(path)
+
+
+def test_a_number_is_read_without_an_exponent(tmp_path):
+  rows = [{'q': 'x', 'a': a} for a in (5e-05, 1e20, 18.0, -3)]
+  examples = _load(_write(tmp_path / 'd.jsonl', *rows))
+  answers = ['0.00005', '1' + '0' * 20, '18.0', '-3']
+  assert [e.answer for e in examples] == answers
 
 
 def test_a_repeated_id_names_both_places(tmp_path):

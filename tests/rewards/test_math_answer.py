@@ -62,7 +62,8 @@ def test_plain_numbers_are_read_exactly(text, value, percent):
 
 
 @pytest.mark.parametrize(
-    'text', ['', '.', '-', '1,23', '1.2.3', '1e5', 'x', '٣', '1' * 101, '1/2']
+    'text',
+    ['', '.', '-', '1,23', '1.2.3', '1e5', 'x', '٣', '1' * 101, '1/2', '7 2'],
 )
 def test_other_texts_are_not_plain_numbers(text):
   assert math_answer.parse_number(text) is None
@@ -88,6 +89,18 @@ def test_other_texts_are_not_plain_numbers(text):
         (r'18 \text{ cm}', '18'),
         (r'\{2,1\}', r'\{1,2\}'),
         (r'90^\circ', '90'),
+        ('90°', '90'),
+        ('1 1/2', r'\frac{3}{2}'),
+        (r'-1\frac{1}{2}', '-1.5'),
+        ('1 000', '1000'),
+        (r'10,\!000', '10000'),
+        (r'-\frac{5}{3}', r'-\frac{5}{3}.'),
+        ('$3/4$.', r'\frac{3}{4}'),
+        ('October 30', r'\text{October 30}'),
+        ('A, B', r'\text{A,B}'),
+        ('18 dollars', '18'),
+        ('$18.00 each day.', '18'),
+        ('18', '18 people'),
         # The reference's own form is allowed, however costly.
         (r'2^{2008} - 2', '2^{2008}-2'),
     ],
@@ -109,6 +122,11 @@ def test_equal_answers_are_right(answer, reference):
         (r'\frac{1}{0}', '1'),
         (r'\frac{1}', '1'),
         (r'\sqrt{2}', '1.414'),
+        ('1 1/2', '11/2'),
+        ('3 1/2', '31/2'),
+        ('7 2', '72'),
+        ('18 million', '18'),
+        ('18 or 19', '18'),
     ],
 )
 def test_other_answers_are_wrong(answer, reference):
