@@ -1,10 +1,12 @@
-"""Warm start of the calculator example's checkpoint.
+r"""Warm start of the calculator example's checkpoint.
 
-nice python -m jetrl_jax.sft --config=configs/calculator_sft.py
+nice python -m jetrl_jax.sft --config=configs/calculator_sft.py \
+    --config.sft.output=runs/calculator_warm
 
 Trains a 0.14M-parameter Qwen2-shaped decoder from scratch on the careless
 solutions of examples/calculator/sft.jsonl (never on held-out problems) and
-writes examples/calculator/checkpoint.
+writes its checkpoint. The committed one, examples/calculator/checkpoint, was
+made so.
 """
 
 from configs import base

@@ -1,10 +1,11 @@
-"""Warm start of the portfolio example's checkpoint.
+r"""Warm start of the portfolio example's checkpoint.
 
-nice python -m jetrl_jax.sft --config=configs/portfolio_sft.py
+nice python -m jetrl_jax.sft --config=configs/portfolio_sft.py \
+    --config.sft.output=runs/portfolio_warm
 
 Trains a 0.14M-parameter Qwen2-shaped decoder from scratch on the random orders
-of examples/portfolio/sft.jsonl (never on held-out markets) and writes
-examples/portfolio/checkpoint.
+of examples/portfolio/sft.jsonl (never on held-out markets) and writes its
+checkpoint. The committed one, examples/portfolio/checkpoint, was made so.
 """
 
 from configs import base

@@ -1,11 +1,12 @@
-"""Warm start of the quickstart's checkpoint.
+r"""Warm start of the quickstart's checkpoint.
 
-python -m jetrl_jax.sft --config=configs/quickstart_sft.py
+python -m jetrl_jax.sft --config=configs/quickstart_sft.py \
+    --config.sft.output=runs/quickstart_warm
 
 Trains a 0.8M-parameter Qwen2-shaped decoder from scratch on the written sums of
-examples/quickstart/sft.jsonl (never on held-out problems) and writes
-examples/quickstart/checkpoint. The committed checkpoint was made by this
-command on one H100 (45 s; 1500 steps, loss 0.07).
+examples/quickstart/sft.jsonl (never on held-out problems) and writes its
+checkpoint. The committed one, examples/quickstart/checkpoint, was made so on one
+H100 (45 s; 1500 steps, loss 0.07).
 """
 
 from configs import base
