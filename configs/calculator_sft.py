@@ -1,12 +1,11 @@
-r"""Warm start of the calculator example's checkpoint.
+"""Warm start of the calculator example's checkpoint.
 
-nice python -m jetrl_jax.sft --config=configs/calculator_sft.py \
-    --config.sft.output=runs/calculator_warm
+nice python -m jetrl_jax.sft --config=configs/calculator_sft.py
 
 Trains a 0.14M-parameter Qwen2-shaped decoder from scratch on the careless
 solutions of examples/calculator/sft.jsonl (never on held-out problems) and
-writes its checkpoint. The committed one, examples/calculator/checkpoint, was
-made so.
+writes runs/calculator_warm/checkpoint. The committed one,
+examples/calculator/checkpoint, was made so.
 """
 
 from configs import base
@@ -36,5 +35,5 @@ def get_config():
   config.trainer.micro_batch_size = 64
   config.sft.total_training_steps = 800
   config.sft.batch_size = 64
-  config.sft.output = f'{folder}/checkpoint'
+  config.sft.output = 'runs/calculator_warm/checkpoint'
   return config

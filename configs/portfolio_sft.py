@@ -1,11 +1,11 @@
-r"""Warm start of the portfolio example's checkpoint.
+"""Warm start of the portfolio example's checkpoint.
 
-nice python -m jetrl_jax.sft --config=configs/portfolio_sft.py \
-    --config.sft.output=runs/portfolio_warm
+nice python -m jetrl_jax.sft --config=configs/portfolio_sft.py
 
 Trains a 0.14M-parameter Qwen2-shaped decoder from scratch on the random orders
-of examples/portfolio/sft.jsonl (never on held-out markets) and writes its
-checkpoint. The committed one, examples/portfolio/checkpoint, was made so.
+of examples/portfolio/sft.jsonl (never on held-out markets) and writes
+runs/portfolio_warm/checkpoint. The committed one,
+examples/portfolio/checkpoint, was made so.
 """
 
 from configs import base
@@ -35,5 +35,5 @@ def get_config():
   config.trainer.micro_batch_size = 64
   config.sft.total_training_steps = 300
   config.sft.batch_size = 64
-  config.sft.output = f'{folder}/checkpoint'
+  config.sft.output = 'runs/portfolio_warm/checkpoint'
   return config

@@ -1,12 +1,12 @@
-r"""Warm start of the quickstart's checkpoint.
+"""Warm start of the quickstart's checkpoint.
 
-python -m jetrl_jax.sft --config=configs/quickstart_sft.py \
-    --config.sft.output=runs/quickstart_warm
+python -m jetrl_jax.sft --config=configs/quickstart_sft.py
 
 Trains a 0.8M-parameter Qwen2-shaped decoder from scratch on the written sums of
-examples/quickstart/sft.jsonl (never on held-out problems) and writes its
-checkpoint. The committed one, examples/quickstart/checkpoint, was made so on one
-H100 (45 s; 1500 steps, loss 0.07).
+examples/quickstart/sft.jsonl (never on held-out problems) and writes
+runs/quickstart_warm/checkpoint. The committed one,
+examples/quickstart/checkpoint, was made so on one H100 (45 s; 1500 steps, loss
+0.07).
 """
 
 from configs import base
@@ -32,5 +32,5 @@ def get_config():
   config.trainer.micro_batch_size = 64
   config.sft.total_training_steps = 1500
   config.sft.batch_size = 128
-  config.sft.output = f'{folder}/checkpoint'
+  config.sft.output = 'runs/quickstart_warm/checkpoint'
   return config
