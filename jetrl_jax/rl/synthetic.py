@@ -11,7 +11,9 @@ from jetrl_jax.data import Prompt
 
 
 def _uniform(seed: int, step: int, prompt: Prompt, samples: int, what: int):
-  bits = np.random.Philox(key=[seed, step], counter=[prompt.id, what, 0, 0])
+  # Drawing counts the first word up, one for every four numbers: a prompt's id
+  # there would give it the numbers that the prompt before it ends with.
+  bits = np.random.Philox(key=[seed, step], counter=[0, 0, what, prompt.id])
   return np.random.Generator(bits).random(samples)
 
 

@@ -1,4 +1,4 @@
-"""Lengths of made-up answers: where they lie, and that they have an address."""
+"""Made-up lengths and scores: where they lie, and that they have an address."""
 
 import numpy as np
 import pytest
@@ -39,3 +39,9 @@ def test_a_length_depends_on_prompt_and_step_alone():
   many = _lengths(PROMPTS, 'long_tail')
   np.testing.assert_array_equal(many[5:7], _lengths(PROMPTS[5:7], 'long_tail'))
   assert (many != _lengths(PROMPTS, 'long_tail', step=2)).any()
+
+
+@pytest.mark.parametrize('samples', [4, 5, 16])
+def test_no_two_answers_of_a_step_share_a_number(samples):
+  scores = synthetic.scores(3, 1, PROMPTS, samples)
+  assert len(np.unique(scores)) == scores.size
