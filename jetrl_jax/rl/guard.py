@@ -94,7 +94,8 @@ def breaches(
 ) -> tuple[Breach, ...]:
   """Returns the bounds that the metrics of a step exceed.
 
-  A value that is not finite is over every bound.
+  A value that is not finite is over every bound; one that was not measured (no
+  token was sampled, so none was compared) is over none.
   """
   found = [
       Breach(metric=name, value=metrics[name], bound=math.inf)
@@ -110,7 +111,7 @@ def breaches(
   found += [
       Breach(metric=name, value=metrics[name], bound=bound)
       for name, bound in bounds.items()
-      if not metrics[name] <= bound
+      if name in metrics and not metrics[name] <= bound
   ]
   for name in _HEALTH:
     for share, bound in (

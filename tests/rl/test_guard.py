@@ -96,6 +96,15 @@ def test_a_bound_that_is_met_is_not_exceeded():
   assert guard.breaches(CONFIG, GOOD) == ()
 
 
+def test_a_step_that_compared_no_token_is_held_to_the_other_bounds():
+  config = dataclasses.replace(CONFIG, max_logprob_diff=0.0)
+  none = {
+      name: SATURATED[name] for name in ('actor/grad_norm', 'fp8_health')
+  }
+  (breach,) = guard.breaches(config, none)
+  assert breach.metric == 'fp8 saturated_frac'
+
+
 def test_scales_come_first_then_precision_and_last_the_checkpoint():
   # `down` gets better scales, then leaves FP8; what is over then has no dot.
   steps = [GOOD] * 3 + [SATURATED] * 4 + [_metrics(mismatch=0.1)] * 2
