@@ -106,8 +106,10 @@ class Episode:
 
   def answered(self) -> bool:
     """Whether the last call has ended, or has run out of time."""
-    late = time.monotonic() - self._call.since >= self.config.timeout_s
-    return self._call.done or late
+    return self._call.done or self._late()
+
+  def _late(self) -> bool:
+    return self._call.seconds() >= self.config.timeout_s
 
   def finish_reason(self) -> str:
     """Returns why an episode that is over is over."""
@@ -120,7 +122,8 @@ class Episode:
     call = self._call
     if not self.answered():
       return None
-    if not call.done:
+    # By its own clock: what counts must not depend on when somebody looks.
+    if self._late():
       return self._fail('timeout', f'no answer in {self.config.timeout_s} s')
     if call.error is not None:
       return self._fail('raised', f'{type(call.error).__name__}: {call.error}')
@@ -176,6 +179,7 @@ class _Call:
     self.since, self.done = time.monotonic(), False
     self.value: Any = None
     self.error: BaseException | None = None
+    self._ended_at = math.inf
     self._function, self._ended = function, ended
     threading.Thread(target=self._run, daemon=True).start()
 
@@ -185,5 +189,10 @@ class _Call:
     # SystemExit too: what an environment raises ends an episode only.
     except BaseException as error:
       self.error = error
+    self._ended_at = time.monotonic()
     self.done = True
     self._ended.set()
+
+  def seconds(self) -> float:
+    """Returns how long the call took, or has taken so far."""
+    return min(self._ended_at, time.monotonic()) - self.since

@@ -4,13 +4,14 @@ import copy
 import dataclasses
 import functools
 import threading
+import time
 
 import numpy as np
 import pytest
 
 from jetrl_jax.rl import experience
 from jetrl_jax.rl.environment import EnvironmentConfig, Outcome
-from jetrl_jax.rl.episodes import StopStrings
+from jetrl_jax.rl.episodes import Episode, StopStrings
 from tests.rl import scripted, tiny_run, tiny_updates
 from tests.rl.test_rollout import assert_same
 
@@ -221,6 +222,26 @@ def test_an_environment_that_fails_costs_its_own_episode_and_is_counted():
   results = experience.score_completions([], found, None, None)
   assert [r.error for r in results] == [c.episode.error for c in found]
   assert [r.score for r in results] == [c.episode.reward for c in found]
+
+
+def test_a_call_that_took_too_long_fails_however_late_it_is_looked_at():
+  class Slow(scripted.Letters):
+
+    def reset(self, prompt, rng):
+      time.sleep(seconds)
+      return ''
+
+  prompt, rng = tiny_run.prompts()[0], np.random.default_rng(0)
+  for seconds, limit, error in (
+      (0.1, 0.05, 'environment_timeout'),
+      (0.0, 5.0, None),
+  ):
+    ended = threading.Event()
+    episode = Episode(_config(Slow, timeout_s=limit), prompt, rng, ended)
+    assert ended.wait(30)
+    answer = episode.poll()
+    assert answer is not None and answer.over == (error is not None)
+    assert episode.result().error == error
 
 
 def test_a_waiting_environment_holds_up_no_other_episode():
