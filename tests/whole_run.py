@@ -184,7 +184,8 @@ def outcome(
   }
   samples = {
       file.name: file.read_text()
-      for file in sorted((workdir / 'samples').iterdir())
+      # None without an evaluation.
+      for file in sorted((workdir / 'samples').glob('*'))
   }
   return {
       'step': last.step,

@@ -218,7 +218,8 @@ class RunConfig:
     packed_rows: rows instead, of the same tokens in all; 0 is micro_batch_size.
     num_generations: samples per prompt.
     temperature: of the rollout and of pi.
-    test_freq: steps between evaluations; 0 is never. Step 0 is evaluated too.
+    test_freq: steps between evaluations, which step 0 and the last have too; 0
+      is never.
     val_num_generations: samples per held-out prompt.
     val_temperature: 0 is greedy.
     val_recipes: recipes in which held-out accuracy is measured besides the

@@ -146,11 +146,11 @@ class Trainer:
   def _finish(self, step: int, state: TrainState, metrics: dict) -> None:
     """Evaluates where due, writes the step's line, saves where due."""
     run = self.parts.run
-    due = run.test_freq and step % run.test_freq == 0
-    due = due or (run.test_freq and step == run.total_training_steps)
+    last = step == run.total_training_steps
+    due = run.test_freq and (last or step % run.test_freq == 0)
     # Saved with the state if the evaluation is given up; then done again.
     self.pending = metrics
-    if not self.given_up and (step == 0 or due):
+    if due and not self.given_up:
       metrics = metrics | self._evaluate(step, state)
     self.folder.log(step, metrics | self.timer.take())
     self.pending = None

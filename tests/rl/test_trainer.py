@@ -125,6 +125,15 @@ def test_evaluation_happens_at_the_start_and_every_test_freq_steps(done):
   assert len(list((done / 'samples').iterdir())) == 3
 
 
+def test_a_test_freq_of_0_never_evaluates(tmp_path):
+  changes = {'trainer.test_freq': 0, 'trainer.total_training_steps': 1}
+  whole_run.trainer(tmp_path, changes).train()
+  start, step = whole_run.records(tmp_path)
+  assert start == {'step': 0, 'training/global_step': 0}
+  assert not any(name.startswith('val-') for name in step)
+  assert not (tmp_path / 'samples').exists()
+
+
 def test_evaluating_moves_nothing(live):
   before = whole_run.digest(live.state)
   live.trainer._evaluate(9, live.state)
