@@ -104,7 +104,7 @@ class Observed(Trainer):
 
   def _evaluate(self, step, state):
     metrics = super()._evaluate(step, state)
-    self.accuracies.append(self.last_accuracy or 0.0)
+    self.accuracies.append(self.accuracy or 0.0)
     return metrics
 
 

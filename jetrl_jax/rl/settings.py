@@ -226,7 +226,8 @@ class RunConfig:
       rollout's own.
     save_freq: steps between checkpoints; 0 is only at the end.
     keep_latest: newest checkpoints kept.
-    keep_best: best checkpoints kept besides, by held-out accuracy.
+    keep_best: best checkpoints kept besides, by held-out accuracy, of the steps
+      that were evaluated.
     save_rollouts: write each step's rollouts to workdir/rollouts.
     max_skipped_updates: non-finite updates in a row after which the run stops.
     calibration_prompts: prompts of the cold start's calibration.

@@ -79,7 +79,8 @@ class Trainer:
     self.guard = GuardState()
     # Why the run ends at this step, once it does.
     self.given_up = ''
-    self.last_accuracy: float | None = None
+    # Held-out, of the state at hand; None until that is evaluated.
+    self.accuracy: float | None = None
     # Metrics of a step that has no line yet.
     self.pending: dict | None = None
 
@@ -133,6 +134,7 @@ class Trainer:
     """One rollout and its updates; the paper's algorithm box."""
     sampled = self.collector.collect(step, state)
     self.interrupt.check()  # From here on the state is being changed.
+    self.accuracy = None
     state, learnt = self.learner.learn(state, sampled.experience)
     self._count_skipped(learnt.infos)
     metrics = step_metrics.step_metrics(
@@ -158,7 +160,7 @@ class Trainer:
       raise RuntimeError(self.given_up)
     if step == self.folder.saved_step:
       self.folder.checkpoints.amend(
-          step, self._host_state(), metric=self.last_accuracy
+          step, self._host_state(), metric=self.accuracy
       )
     elif step and run.save_freq and step % run.save_freq == 0:
       self._save(step, state)
@@ -166,7 +168,7 @@ class Trainer:
   def _evaluate(self, step: int, state: TrainState) -> dict:
     metrics, samples = self.collector.evaluate(state)
     if metrics:
-      self.last_accuracy = evaluation.headline(metrics)
+      self.accuracy = evaluation.headline(metrics)
       self.folder.save_samples(step, samples)
     return metrics
 
@@ -210,6 +212,7 @@ class Trainer:
           self.folder.checkpoints,
           self.interrupt.check,
       )
+      self.accuracy = None
       if action.name == 'high_precision':
         engine = self._engine()
       self._assemble(engine, state, reference)
@@ -313,7 +316,6 @@ class Trainer:
     saved = {
         'sampler': self.sampler.state(),
         'skipped_in_row': self.skipped_in_row,
-        'accuracy': self.last_accuracy,
         'pending': pending,
     }
     if self.guard != GuardState():
@@ -323,16 +325,13 @@ class Trainer:
   def _restore_host_state(self, saved: dict[str, Any]) -> None:
     self.sampler.restore(saved['sampler'])
     self.skipped_in_row = saved['skipped_in_row']
-    self.last_accuracy = saved['accuracy']
     self._remember(guard_state.of_checkpoint(saved))
     if saved['pending'] is not None:
       self.pending = json.loads(saved['pending'])
 
   def _save(self, step: int, state: TrainState) -> None:
     with self.timer('save_checkpoint'):
-      self.folder.save(
-          step, state, self._host_state(), metric=self.last_accuracy
-      )
+      self.folder.save(step, state, self._host_state(), metric=self.accuracy)
 
   def _export(self, state: TrainState) -> None:
     """Writes the trained policy, if it came from a checkpoint."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jetrl_jax import checkpoint_folder
 from jetrl_jax.rl import aggregation, replay, rollout_store, start_check
 from jetrl_jax.rl.experience import Experience
 from jetrl_jax.rl.interrupt import StopRequested
@@ -317,6 +318,32 @@ def _until(trainer: Trainer, step: int, then) -> None:
       then()
 
   trainer.folder.log = stop
+
+
+def _saved_accuracies(workdir) -> dict[int, float | None]:
+  found = checkpoint_folder.manifests(workdir / 'checkpoints')
+  return {step: found[step].metric for step in sorted(found)}
+
+
+def test_a_checkpoint_has_the_accuracy_of_its_own_step_or_none(tmp_path):
+  changes = {
+      'trainer.total_training_steps': 4,
+      'trainer.test_freq': 2,
+      'trainer.keep_latest': 1,
+  }
+  trainer = whole_run.trainer(tmp_path, changes)
+  # Saved at the stop, and not evaluated.
+  _until(trainer, 3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+  with pytest.raises(StopRequested):
+    trainer.train()
+  name = 'val-core/heldout/acc/mean@1'
+  second = whole_run.records(tmp_path)[2][name]
+  # The newest and the best.
+  assert _saved_accuracies(tmp_path) == {2: second, 3: None}
+  whole_run.trainer(tmp_path, changes).train()
+  fourth = whole_run.records(tmp_path)[4][name]
+  kept = _saved_accuracies(tmp_path)
+  assert kept == ({2: second} if second > fourth else {}) | {4: fourth}
 
 
 def test_the_reference_is_the_start_and_is_there_again_after_a_stop(tmp_path):
