@@ -224,7 +224,13 @@ def test_an_environment_that_fails_costs_its_own_episode_and_is_counted():
   assert [r.score for r in results] == [c.episode.reward for c in found]
 
 
-def test_a_call_that_took_too_long_fails_however_late_it_is_looked_at():
+@pytest.mark.parametrize(
+    'seconds, limit, error',
+    [(0.1, 0.05, 'environment_timeout'), (0.0, 5.0, None)],
+)
+def test_a_call_that_took_too_long_fails_however_late_it_is_looked_at(
+    seconds, limit, error
+):
   class Slow(scripted.Letters):
 
     def reset(self, prompt, rng):
@@ -232,16 +238,12 @@ def test_a_call_that_took_too_long_fails_however_late_it_is_looked_at():
       return ''
 
   prompt, rng = tiny_run.prompts()[0], np.random.default_rng(0)
-  for seconds, limit, error in (
-      (0.1, 0.05, 'environment_timeout'),
-      (0.0, 5.0, None),
-  ):
-    ended = threading.Event()
-    episode = Episode(_config(Slow, timeout_s=limit), prompt, rng, ended)
-    assert ended.wait(30)
-    answer = episode.poll()
-    assert answer is not None and answer.over == (error is not None)
-    assert episode.result().error == error
+  ended = threading.Event()
+  episode = Episode(_config(Slow, timeout_s=limit), prompt, rng, ended)
+  assert ended.wait(30)
+  answer = episode.poll()
+  assert answer is not None and answer.over == (error is not None)
+  assert episode.result().error == error
 
 
 def test_a_waiting_environment_holds_up_no_other_episode():

@@ -98,9 +98,7 @@ def test_a_bound_that_is_met_is_not_exceeded():
 
 def test_a_step_that_compared_no_token_is_held_to_the_other_bounds():
   config = dataclasses.replace(CONFIG, max_logprob_diff=0.0)
-  none = {
-      name: SATURATED[name] for name in ('actor/grad_norm', 'fp8_health')
-  }
+  none = {name: SATURATED[name] for name in ('actor/grad_norm', 'fp8_health')}
   (breach,) = guard.breaches(config, none)
   assert breach.metric == 'fp8 saturated_frac'
 
