@@ -6,6 +6,7 @@ randomness, so a run that is killed and resumed continues to the same bits.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import pathlib
@@ -325,7 +326,17 @@ class Trainer:
   def _restore_host_state(self, saved: dict[str, Any]) -> None:
     self.sampler.restore(saved['sampler'])
     self.skipped_in_row = saved['skipped_in_row']
-    self._remember(guard_state.of_checkpoint(saved))
+    guarded = guard_state.of_checkpoint(saved)
+    config = self.parts.guard
+    allowed = config.actions if config.enable else ()
+    if guarded.due is not None and guarded.due.name not in allowed:
+      logging.warning(
+          'The guard had decided on %s, which guard.enable and guard.actions no'
+          ' longer allow: it is left undone',
+          guarded.due.name,
+      )
+      guarded = dataclasses.replace(guarded, due=None)
+    self._remember(guarded)
     if saved['pending'] is not None:
       self.pending = json.loads(saved['pending'])
 

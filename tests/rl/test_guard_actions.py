@@ -4,6 +4,7 @@ The faults are functions of the step, so a run that is killed and resumed meets
 them again.
 """
 
+import dataclasses
 import os
 import pathlib
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from jetrl_jax import config as configs
 from jetrl_jax import saved_policy
 from jetrl_jax.fp8 import slots
+from jetrl_jax.rl.guard_state import Action, GuardState
 from jetrl_jax.rl.interrupt import StopRequested
 from jetrl_jax.rl.trainer import Trainer
 from tests import whole_run
@@ -173,6 +175,32 @@ def test_a_guarded_run_that_is_killed_ends_in_the_same_bits(guarded):
   assert whole_run.outcome(killed, CHANGES) == whole_run.outcome(
       guarded, CHANGES
   )
+
+
+@pytest.mark.parametrize(
+    'changes',
+    [
+        {},
+        {'guard.enable': False},
+        {'guard.actions': ('recalibrate', 'high_precision')},
+    ],
+)
+def test_an_action_that_a_resume_no_longer_allows_is_left_undone(
+    tmp_path, caplog, changes
+):
+  trainer = whole_run.trainer(tmp_path, CHANGES | changes)
+  decided = GuardState(
+      high_precision=(DOWN,), good=2, due=Action(name='rollback', step=2)
+  )
+  saved = trainer._host_state() | {'guard': decided.to_json()}
+  trainer._restore_host_state(saved)
+  trainer.close()
+  if not changes:
+    assert trainer.guard == decided and not caplog.text
+    return
+  # The dots that it moved are how the state is.
+  assert trainer.guard == dataclasses.replace(decided, due=None)
+  assert 'The guard had decided on rollback, which guard.enable' in caplog.text
 
 
 @pytest.mark.slow
