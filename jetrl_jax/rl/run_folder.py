@@ -101,7 +101,9 @@ class RunFolder:
     replace_text(self.path / 'config.json', text)
 
   def begin(self, text: str) -> None:
-    """Keeps the config of a cold start, and aside what an earlier run wrote.
+    """Keeps the config of a cold start, and aside the lines of an earlier run.
+
+    Its samples and rollouts stay until those of the same steps replace them.
 
     Args:
       text: the resolved config.
@@ -122,10 +124,22 @@ class RunFolder:
           aside.name,
       )
     self.write_config(text)
+    self._writer.truncate_after(-1)
 
-  def drop_lines_after(self, step: int) -> None:
-    """Forgets the lines of later steps, which will be written again."""
-    self._writer.truncate_after(step)
+  def drop_after(self, step: int, *, is_whole: bool) -> None:
+    """Forgets what will be written again: all that later steps left.
+
+    Args:
+      step: the one whose state the run goes on from.
+      is_whole: whether it was evaluated where due, and has its line. Otherwise
+        both are done again; what it learnt from stays.
+    """
+    last = step if is_whole else step - 1
+    self._writer.truncate_after(last)
+    for files, kept in (('samples/*.jsonl', last), ('rollouts/*.npz', step)):
+      for file in self.path.glob(files):
+        if file.stem.isdecimal() and int(file.stem) > kept:
+          file.unlink()
 
   def log(self, step: int, metrics: dict[str, Any]) -> None:
     """Writes the step's line, to the file and to the console.

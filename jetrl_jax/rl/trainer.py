@@ -268,8 +268,8 @@ class Trainer:
       # Only now: a start that is refused leaves the run's own config behind.
       folder.write_config(self.parts.config_text)
       folder.saved_step = step
+      folder.drop_after(step, is_whole=self.pending is None)
       logging.info('Resuming from step %d in %s', step, folder.path)
-    folder.drop_lines_after(step if self.pending is None else step - 1)
     reference = None
     if self.parts.needs_reference:
       reference = states.reference(

@@ -30,9 +30,33 @@ def test_without_its_checkpoints_a_run_begins_anew_and_keeps_the_old_lines(
   changes = {'trainer.total_training_steps': 1}
   whole_run.trainer(workdir, changes).train()
   assert (workdir / 'metrics_before.jsonl').read_bytes() == old
+  # What it learnt from cannot be made again.
+  assert (workdir / 'rollouts' / '000006.npz').exists()
   assert 'the lines of the earlier one are kept in metrics_be' in caplog.text
   steps = (workdir / 'metrics.jsonl').read_text().splitlines()
   assert [json.loads(line)['step'] for line in steps] == [0, 1]
+
+
+def test_a_resume_forgets_what_later_steps_left(tmp_path):
+  workdir = tmp_path / 'run'
+  shutil.copytree(whole_run.finished(), workdir)
+  (workdir / 'samples' / 'mine.jsonl').touch()
+  trainer = whole_run.trainer(workdir)
+
+  def left() -> tuple[list[str], list[str], list[int]]:
+    return (
+        sorted(p.stem for p in (workdir / 'samples').iterdir()),
+        sorted(p.stem for p in (workdir / 'rollouts').iterdir()),
+        [record['step'] for record in whole_run.records(workdir)],
+    )
+
+  six = [f'{step:06d}' for step in range(1, 7)]
+  trainer.folder.drop_after(4, is_whole=True)
+  assert left() == (['000000', '000003', 'mine'], six[:4], [0, 1, 2, 3, 4])
+  # Step 3 is updated, and has still to be evaluated.
+  trainer.folder.drop_after(3, is_whole=False)
+  assert left() == (['000000', 'mine'], six[:3], [0, 1, 2])
+  trainer.close()
 
 
 def test_a_run_does_not_start_from_the_export_that_it_would_replace(tmp_path):

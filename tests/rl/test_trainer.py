@@ -79,7 +79,7 @@ def live(done, tmp_path_factory):
     state, step = trainer._start()
     assert step == 4
     exp = replay.load_experience(
-        workdir / 'rollouts' / '000005.npz',
+        done / 'rollouts' / '000005.npz',
         trainer.parts.train_set,
         trainer.parts.algorithm,
     )
