@@ -169,7 +169,9 @@ def _to_part(value: Any, target: str) -> Part:
           f"reward {target!r} returned a dict without 'score': {list(value)}."
       )
     accuracy = _number(value['acc'], target) if 'acc' in value else None
-    prediction = str(value['pred'] or '') if 'pred' in value else ''
+    found = value.get('pred')
+    # 0 and False are answers, too.
+    prediction = '' if found is None else str(found)
     value = value['score']
   elif isinstance(value, (list, tuple)):
     value = value[0]  # As verl reads it: (score, ...).

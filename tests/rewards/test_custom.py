@@ -97,6 +97,12 @@ def test_verls_signature_is_accepted_unchanged():
   assert result.prediction == '!'
 
 
+def test_a_prediction_of_zero_is_an_answer_and_none_is_none():
+  with new_pool(custom('predicts')) as pool:
+    results = pool.score([request('zero'), request('nothing')])
+  assert [result.prediction for result in results] == ['0', '']
+
+
 def test_trls_signature_is_accepted_unchanged():
   chat = [{'role': 'user', 'content': 'Q'}]
   with new_pool(
