@@ -10,6 +10,7 @@ little to answer anything.
 
 import argparse
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -61,6 +62,20 @@ def commands(
   }
 
 
+def parse_settings(pairs: list[str]) -> dict[str, str]:
+  """Returns name -> value of --set.
+
+  Raises:
+    ValueError: one has no name or no value.
+  """
+  for pair in pairs:
+    if not re.fullmatch(r'[^=]+=.*', pair):
+      raise ValueError(
+          f'--set={pair} must be NAME=VALUE, such as --set=optim.lr=1e-5'
+      )
+  return dict(pair.split('=', 1) for pair in pairs)
+
+
 def main() -> None:
   """Runs the command line."""
   parser = argparse.ArgumentParser(
@@ -76,7 +91,10 @@ def main() -> None:
       help='a config setting of the warm start',
   )
   flags = parser.parse_args()
-  more = dict(one.split('=', 1) for one in flags.set)
+  try:
+    more = parse_settings(flags.set)
+  except ValueError as error:
+    sys.exit(f'error: {error}')
   todo = commands(flags.folder, tiny=flags.tiny, more=more)
   for made, command in todo.items():
     if not (flags.folder / made).exists():

@@ -17,7 +17,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import re
 import signal
 import subprocess
 import sys
@@ -267,20 +266,6 @@ def parse_seeds(text: str) -> list[int]:
     ) from error
 
 
-def parse_settings(pairs: list[str]) -> dict[str, str]:
-  """Returns name -> value of --set.
-
-  Raises:
-    ValueError: one has no name or no value.
-  """
-  for pair in pairs:
-    if not re.fullmatch(r'[^=]+=.*', pair):
-      raise ValueError(
-          f'--set={pair} must be NAME=VALUE, such as --set=optim.lr=1e-5'
-      )
-  return dict(pair.split('=', 1) for pair in pairs)
-
-
 def main() -> None:
   """Runs the command line."""
   parser = argparse.ArgumentParser(
@@ -318,7 +303,7 @@ def main() -> None:
     plan = Plan(
         folder=flags.folder,
         config=flags.config,
-        more=parse_settings(flags.set),
+        more=prepare.parse_settings(flags.set),
         is_tiny=flags.tiny,
     )
     seeds = parse_seeds(flags.seeds)

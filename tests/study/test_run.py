@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from study import figures, results, run
+from study import figures, prepare, results, run
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -68,6 +68,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is(tmp_path):
     [
         (run, ['--seeds=x'], '--seeds=x must be whole numbers by comma'),
         (run, ['--set=optim.lr'], '--set=optim.lr must be NAME=VALUE'),
+        (prepare, ['--set=foo'], '--set=foo must be NAME=VALUE, such as --set'),
         (run, ['--seeds=1'], 'holds no task; run python -m study.prepare'),
         (run, ['--config=nowhere.py'], '--config=nowhere.py: there is no such'),
         (results, ['--output=out'], 'holds no runs/*/seed*/metrics.jsonl'),
