@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -76,7 +77,7 @@ def build_tokenizer(config: Config, folder: pathlib.Path | None) -> Tokenizer:
         'data.tokenizer is empty and there is no checkpoint; name a folder'
         ' with tokenizer.json'
     )
-  return Tokenizer(pathlib.Path(source))
+  return Tokenizer(pathlib.Path(source).expanduser())
 
 
 def build_dataset(
@@ -85,7 +86,7 @@ def build_dataset(
   """Returns tokenised prompts, over-long ones left out and counted."""
   data = config.data
   examples = load_examples(
-      tuple(files),
+      [os.path.expanduser(file) for file in files],
       prompt_key=data.prompt_key,
       answer_key=data.answer_key,
       source_key=data.source_key,

@@ -221,7 +221,7 @@ def _files(values: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, str]]:
           f'--data_file is for a named set ({", ".join(NAMED)}), and --data is'
           f' {name!r}; leave one of the two out'
       )
-    if ':' not in name and not pathlib.Path(name).is_file():
+    if ':' not in name and not pathlib.Path(name).expanduser().is_file():
       raise ValueError(
           f'--data={name}: no such file, and no set of that name; allowed:'
           f' {", ".join(NAMED)}, a .jsonl, .json or .parquet file, or'
@@ -276,9 +276,9 @@ def _rewards(
 
 def _output(values: dict[str, Any]) -> pathlib.Path:
   if values['output'] is not None:
-    return pathlib.Path(values['output'])
+    return pathlib.Path(values['output']).expanduser()
   name = values['data'].split(':')[-1]
   stem = pathlib.Path(name).stem
   if saved_policy.is_run(values['checkpoint']):
-    return pathlib.Path(values['checkpoint']) / 'evaluate' / stem
+    return pathlib.Path(values['checkpoint']).expanduser() / 'evaluate' / stem
   return pathlib.Path('evaluate') / stem

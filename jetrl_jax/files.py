@@ -1,7 +1,12 @@
-"""Text files that are written whole or not at all."""
+"""Paths as a user writes them; text files written whole or not at all."""
 
 import os
 import pathlib
+
+
+def user_path(text: str) -> pathlib.Path:
+  """Returns the path; ~ is the home folder, which a shell leaves in --x=~/y."""
+  return pathlib.Path(text).expanduser()
 
 
 def replace_text(path: pathlib.Path, text: str) -> None:

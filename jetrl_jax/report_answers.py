@@ -170,8 +170,9 @@ def _tokenizer_folder(run: Run) -> pathlib.Path:
       run.config.get('model.path'),
   ]
   for name in names:
-    if name and (pathlib.Path(name) / 'tokenizer.json').is_file():
-      return pathlib.Path(name)
+    folder = pathlib.Path(name).expanduser() if name else None
+    if folder is not None and (folder / 'tokenizer.json').is_file():
+      return folder
   raise ValueError(
       'the tokenizer is not in export/, data.tokenizer or model.path, seen from'
       ' here'

@@ -61,7 +61,7 @@ def _check(config) -> None:
   section = config.sft
   if not section.output:
     raise ValueError('sft.output is empty; name the folder to export to')
-  check_target(pathlib.Path(section.output))
+  check_target(pathlib.Path(section.output).expanduser())
   for name in ('total_training_steps', 'batch_size'):
     if section[name] < 1:
       raise ValueError(f'sft.{name} is {section[name]}; it must be >= 1')
@@ -179,15 +179,16 @@ def train(config, workdir: pathlib.Path) -> None:
         raise RuntimeError(f'{not_finite(skipped, info)} Nothing was exported.')
       infos = []
   writer.close()
+  output = pathlib.Path(config.sft.output).expanduser()
   models.save_checkpoint(
-      pathlib.Path(config.sft.output),
+      output,
       invariant_scaling.unfold(
           merge(state.trainable, state.frozen), config.precision.invariant_scale
       ),
       policy.model,
       source_folder=folder,
   )
-  print(f'Wrote {config.sft.output}')
+  print(f'Wrote {output}')
 
 
 def main(argv: list[str]) -> None:

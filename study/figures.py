@@ -22,6 +22,7 @@ matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 
+from jetrl_jax.files import user_path
 from study import statistics
 from study.arms import BITS, PAIRS, named
 from study.results import Run, read
@@ -259,9 +260,9 @@ def main() -> None:
       description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
   parser.add_argument('figure', choices=('curves', 'pairs', 'control'))
-  parser.add_argument('--results', type=pathlib.Path, required=True, nargs='+')
+  parser.add_argument('--results', type=user_path, required=True, nargs='+')
   parser.add_argument('--arms', default='', help='by default all')
-  parser.add_argument('--output', type=pathlib.Path, required=True)
+  parser.add_argument('--output', type=user_path, required=True)
   flags = parser.parse_args()
   try:
     _draw(flags)

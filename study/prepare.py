@@ -14,6 +14,8 @@ import re
 import subprocess
 import sys
 
+from jetrl_jax.files import user_path
+
 # Lengths of the tiny task, in checks: about 45 and 110 tokens.
 TINY_CHECKS = (0, 2)
 CHECKS = (1, 10)
@@ -81,7 +83,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
-  parser.add_argument('--folder', type=pathlib.Path, required=True)
+  parser.add_argument('--folder', type=user_path, required=True)
   parser.add_argument('--tiny', action='store_true')
   parser.add_argument(
       '--set',

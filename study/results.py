@@ -17,6 +17,7 @@ import re
 import sys
 from typing import Any
 
+from jetrl_jax.files import user_path
 from study.arms import ARMS, Arm
 from study.run import is_finished
 
@@ -145,8 +146,8 @@ def main() -> None:
   parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
-  parser.add_argument('--folder', type=pathlib.Path, required=True)
-  parser.add_argument('--output', type=pathlib.Path, required=True)
+  parser.add_argument('--folder', type=user_path, required=True)
+  parser.add_argument('--output', type=user_path, required=True)
   flags = parser.parse_args()
   paths = sorted((flags.folder / 'runs').glob('*/seed*/metrics.jsonl'))
   if not paths:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import time
 
+from jetrl_jax.files import user_path
 from study import prepare
 from study.arms import Arm, named
 
@@ -271,7 +272,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
-  parser.add_argument('--folder', type=pathlib.Path, required=True)
+  parser.add_argument('--folder', type=user_path, required=True)
   parser.add_argument('--arms', default='2x2', help='arms and groups, by comma')
   parser.add_argument('--seeds', default='1,2,3')
   parser.add_argument('--config', default=Plan.config)

@@ -107,6 +107,21 @@ def test_a_run_with_seeded_lengths_has_no_stop_tokens():
   assert parts.engine.stop_ids == ()
 
 
+def test_paths_with_a_tilde_are_in_the_home_folder(monkeypatch):
+  made = whole_run.config(
+      **{
+          'data.tokenizer': '~/tiny/model',
+          'data.train_files': ('~/tiny/train.jsonl',),
+          'reward.functions': ('~/tiny/rewards.py:digits',),
+      }
+  )
+  monkeypatch.setenv('HOME', str(whole_run.home()))
+  parts = configs.build(made)
+  assert len(parts.train_set) == 10
+  with parts.make_rewards():
+    pass  # Its workers find the function.
+
+
 def test_an_unknown_name_is_answered_with_the_nearest():
   made = base.get_config()
   with made.unlocked():

@@ -118,6 +118,23 @@ def test_an_accuracy_outside_of_0_and_1_has_a_normal_interval():
   assert alone == {'value': -1.0, 'low': None, 'high': None}
 
 
+def test_a_path_with_a_tilde_is_read_and_written_in_the_home_folder(
+    tmp_path, monkeypatch
+):
+  monkeypatch.setenv('HOME', str(whole_run.home()))
+  monkeypatch.chdir(tmp_path)
+  home = dict(
+      checkpoint=f'~/{whole_run.finished().name}',
+      data='~/tiny/heldout.jsonl',
+      reward='~/tiny/rewards.py:digits',
+  )
+  settings = evaluate_settings.resolve(_values(**home))
+  assert settings.output == whole_run.finished() / 'evaluate' / 'heldout'
+  assert len(settings.prompts) == 6
+  settings = evaluate_settings.resolve(_values(**home, output='~/out'))
+  assert settings.output == whole_run.home() / 'out'
+
+
 def test_a_place_for_the_results_is_sought_before_anything_is_sampled(
     tmp_path, monkeypatch
 ):

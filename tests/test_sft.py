@@ -55,6 +55,7 @@ def test_the_exported_checkpoint_loads_with_its_tokenizer(trained):
     'name, value, message',
     [
         ('output', '', 'sft.output is empty'),
+        ('output', '~/taken', 'taken exists already; export to a new folder'),
         ('output', 'taken', 'exists already; export to a new folder'),
         ('batch_size', 0, 'sft.batch_size is 0; it must be >= 1'),
         ('total_training_steps', 0, 'sft.total_training_steps is 0'),
@@ -63,8 +64,9 @@ def test_the_exported_checkpoint_loads_with_its_tokenizer(trained):
     ],
 )
 def test_what_would_fail_after_the_last_step_is_refused_before_the_first(
-    tmp_path, name, value, message
+    tmp_path, monkeypatch, name, value, message
 ):
+  monkeypatch.setenv('HOME', str(tmp_path))
   (tmp_path / 'taken').mkdir()
   (tmp_path / 'taken' / 'config.json').write_text('{}')
   config = whole_run.config(**{'sft.output': str(tmp_path / 'out')})

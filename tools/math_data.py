@@ -17,6 +17,7 @@ import pathlib
 import sys
 
 from jetrl_jax.data import load_examples
+from jetrl_jax.files import user_path
 
 # Name -> source, column of the question, column of the answer.
 SOURCES = {
@@ -88,7 +89,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument('--output', type=pathlib.Path, required=True)
+  parser.add_argument('--output', type=user_path, required=True)
   for name, source in SOURCES.items():
     parser.add_argument(f'--{name}', default=source, help=f'default: {source}')
   arguments = vars(parser.parse_args())

@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import inspect
 import math
+import os
 import pathlib
 import sys
 from collections.abc import Callable, Mapping
@@ -75,6 +76,7 @@ async def _wait(value: Any) -> Any:
 def _load(target: str) -> Callable[..., Any]:
   """Imports 'package.module.function' or 'path/to/file.py:function'."""
   where, name = target.rsplit(':' if ':' in target else '.', 1)
+  where = os.path.expanduser(where)
   if where.endswith('.py') and not pathlib.Path(where).is_file():
     raise RewardFunctionError(
         f'reward {target!r}: there is no file {pathlib.Path(where).absolute()}.'
