@@ -2,8 +2,9 @@
 
 A run's workdir gives exactly what the run sampled with: its recipe, and the
 FP8 weights and activation scales of the step. So does an FP8 checkpoint that
-`jetrl_jax.export` wrote. Any other Hugging Face checkpoint holds no activation
-scales and is read in bfloat16.
+`jetrl_jax.export` wrote, computed in the dtype of what is not FP8 there. Any
+other Hugging Face checkpoint holds no activation scales and is read in
+bfloat16.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from jetrl_jax import config as configs
 from jetrl_jax.data import ChatFormat, PlainFormat, PromptFormat, Tokenizer
 from jetrl_jax.fp8 import slots
 from jetrl_jax.fp8.recipes import LM_HEAD, RECIPES, UNCALIBRATED
-from jetrl_jax.models import hf_layout, hf_quantization
+from jetrl_jax.models import hf_layout, hf_quantization, safetensors_index
 from jetrl_jax.rl import fp8_support, guard_state, mixed_flow, run_precision
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.apply import merge
@@ -261,17 +262,18 @@ def _of_checkpoint(folder: pathlib.Path, recipe: str | None) -> Restored:
   mesh = sharding.make_mesh()
   wanted = recipe in (None, _DELAYED)
   scales = models.load_scales(folder, model) if wanted else {}
-  name = recipe or (_DELAYED if scales else 'bf16')
+  name, dtype = recipe or (_DELAYED if scales else 'bf16'), _dtype_of(folder)
+  plain = fp8.Recipe(name=name, compute_dtype=dtype)
   policy = Policy(
       model=model,
-      recipe=_recipe_of(scales, model) if scales else fp8.Recipe(name=name),
+      recipe=_recipe_of(scales, model, dtype) if scales else plain,
       axes=sharding.axes_of(mesh),
   )
   masters = models.load_checkpoint(
       folder,
       model,
       # What the recipe computes in; float32 masters would round to the same.
-      dtype='bfloat16',
+      dtype=dtype,
       sharding_of=functools.partial(_whole, mesh),
   )
   state = states.create(policy, masters, optax.identity(), mesh)
@@ -294,8 +296,24 @@ def _of_checkpoint(folder: pathlib.Path, recipe: str | None) -> Restored:
   )
 
 
+def _dtype_of(folder: pathlib.Path) -> str:
+  """Returns the dtype that a checkpoint is computed in.
+
+  That of the run for an FP8 export, where embedding and norms have it.
+  """
+  others, is_fp8 = set(), False
+  for name, tensor in safetensors_index.read_index(folder).items():
+    if tensor.dtype == hf_quantization.FP8_DTYPE:
+      is_fp8 = True
+    elif not hf_quantization.is_scale(name):
+      others.add(tensor.dtype)
+  return 'float32' if is_fp8 and others == {'F32'} else 'bfloat16'
+
+
 def _recipe_of(
-    scales: dict[str, tuple[float, float]], model: models.ModelConfig
+    scales: dict[str, tuple[float, float]],
+    model: models.ModelConfig,
+    dtype: str,
 ) -> fp8.Recipe:
   """Returns the recipe that an FP8 checkpoint was made for."""
   dots = [
@@ -305,6 +323,7 @@ def _recipe_of(
   ]
   flat = [scale for pair in scales.values() for scale in pair]
   return fp8.Recipe(
+      compute_dtype=dtype,
       high_precision_layers=tuple(
           re.escape(dot) for dot in dots if dot not in scales and dot != LM_HEAD
       ),

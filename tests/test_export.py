@@ -52,6 +52,22 @@ def test_an_fp8_export_comes_back_as_the_runs_own_weights(tmp_path):
       assert again['kernel']['scale'] == slot['kernel']['scale']
 
 
+def test_an_fp8_export_of_a_float32_run_comes_back_in_float32(tmp_path):
+  config = {'precision.compute_dtype': 'float32'}
+  run = saved_policy.restore(str(_of_start(tmp_path / 'run', **config)))
+  folder, _ = _export(
+      tmp_path / 'x', workdir=str(tmp_path / 'run'), format='fp8'
+  )
+  found = saved_policy.restore(str(folder))
+  assert found.policy.recipe.compute_dtype == 'float32'
+  embedding = found.state.weights['embed']['embedding']
+  assert embedding.dtype == np.float32
+  assert _bytes(found.state.weights) == _bytes(run.state.weights)
+  again, _ = _export(tmp_path / 'y', checkpoint=str(folder), format='fp8')
+  for name in ('model.safetensors', 'config.json'):
+    assert (again / name).read_bytes() == (folder / name).read_bytes()
+
+
 def test_a_bfloat16_export_is_what_the_run_itself_exported(tmp_path):
   folder, said = _export(tmp_path / 'x')
   assert said.endswith('in bfloat16')
@@ -75,8 +91,10 @@ def test_an_older_step_can_be_exported(tmp_path):
   assert _bytes(params) != _bytes(merge(newest.trainable, newest.frozen))
 
 
-def test_a_run_without_fp8_has_no_fp8_export(tmp_path):
-  parts = configs.build(whole_run.config(**{'precision.recipe': 'bf16'}))
+def _of_start(workdir, **changes):
+  """The workdir of a run that has saved its step 0 and not learnt."""
+  workdir.mkdir(exist_ok=True)
+  parts = configs.build(whole_run.config(**changes))
   state = states.create(
       parts.policy,
       parts.initial_params(),
@@ -84,12 +102,17 @@ def test_a_run_without_fp8_has_no_fp8_export(tmp_path):
       parts.mesh,
       parts.freeze,
   )
-  (tmp_path / 'config.json').write_text(parts.config_text)
+  (workdir / 'config.json').write_text(parts.config_text)
   saver = checkpoint.CheckpointManager(
-      tmp_path / 'checkpoints', keep_latest=1, keep_best=0
+      workdir / 'checkpoints', keep_latest=1, keep_best=0
   )
   saver.save(0, states.without_weights(state), {}, metric=None)
   saver.close()
+  return workdir
+
+
+def test_a_run_without_fp8_has_no_fp8_export(tmp_path):
+  _of_start(tmp_path, **{'precision.recipe': 'bf16'})
   with pytest.raises(
       ValueError, match='no static FP8 scales .* or use --format=bf16'
   ):

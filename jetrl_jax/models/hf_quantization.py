@@ -56,6 +56,11 @@ def scale_names(part_name: str) -> tuple[str, str]:
   return f'{module}.{WEIGHT_SCALE}', f'{module}.{INPUT_SCALE}'
 
 
+def is_scale(name: str) -> bool:
+  """Whether a tensor's name is that of a scale, see `scale_names`."""
+  return name.endswith((f'.{WEIGHT_SCALE}', f'.{INPUT_SCALE}'))
+
+
 def quantization_section(
     high_precision: Iterable[str], *, with_head: bool
 ) -> dict[str, Any]:
