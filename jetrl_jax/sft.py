@@ -90,6 +90,10 @@ def _batches(
 ) -> Callable[[], list[TrainBatch]]:
   """Returns what draws the next optimiser step's micro-batches."""
   data = configs.build_dataset(config, config.data.train_files, tokenizer)
+  targets = [
+      target_tokens(prompt, config.data.answer_key, tokenizer)
+      for prompt in data
+  ]
   rows, row_length = packing.batch_shape(
       config.data.max_prompt_length + config.rollout.max_response_length,
       micro_batch_size=config.trainer.micro_batch_size,
@@ -97,6 +101,7 @@ def _batches(
       tile=policy.tile,
       devices=policy.axes.size,
   )
+  _check_lengths(config, list(data), targets, row_length)
   sampler = PromptSampler(
       num_prompts=len(data),
       seed=config.seed,
@@ -105,10 +110,7 @@ def _batches(
   )
 
   def next_batch() -> list[TrainBatch]:
-    pairs = [
-        target_tokens(data[i], config.data.answer_key, tokenizer)
-        for i in sampler.next_batch(config.sft.batch_size)
-    ]
+    pairs = [targets[i] for i in sampler.next_batch(config.sft.batch_size)]
     return packing.pack(
         states.likelihood_sequences(
             *(list(x) for x in zip(*pairs, strict=True))
@@ -121,6 +123,29 @@ def _batches(
   return next_batch
 
 
+def _check_lengths(
+    config,
+    prompts: list[Prompt],
+    targets: list[tuple[np.ndarray, int]],
+    row_length: int,
+) -> None:
+  """Refuses now the written answer that would end a later step."""
+  lengths = [len(tokens) for tokens, _ in targets]
+  longest = int(np.argmax(lengths))
+  if lengths[longest] <= row_length:
+    return
+  prompt, (tokens, start) = prompts[longest], targets[longest]
+  enough = len(tokens) - config.data.max_prompt_length
+  raise ValueError(
+      f'{sum(n > row_length for n in lengths)} of {len(prompts)} prompts are'
+      f' too long with their written answers; the longest is prompt {prompt.id}'
+      f' ({prompt.source}), with {start} + {len(tokens) - start} tokens (the'
+      f' end token among them), and there is room for {row_length}. Raise'
+      f' rollout.max_response_length from {config.rollout.max_response_length}'
+      f' to {enough} or more, or leave those prompts out of data.train_files'
+  )
+
+
 def train(config, workdir: pathlib.Path) -> None:
   """Runs the warm start.
 
@@ -129,8 +154,8 @@ def train(config, workdir: pathlib.Path) -> None:
     workdir: metrics.jsonl goes here, in place of an earlier warm start's.
 
   Raises:
-    ValueError: see `config.build`; a sequence longer than a row; the workdir
-      is that of a run of main.
+    ValueError: see `config.build`; a written answer too long for a row; the
+      workdir is that of a run of main.
     RuntimeError: every update was skipped as not finite, or
       trainer.max_skipped_updates of them in a row; nothing was exported.
   """

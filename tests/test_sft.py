@@ -1,6 +1,7 @@
 """The supervised warm start, on the tiny config."""
 
 import dataclasses
+import json
 import pathlib
 from unittest import mock
 
@@ -77,9 +78,44 @@ def test_what_would_fail_after_the_last_step_is_refused_before_the_first(
   assert not (tmp_path / 'run').exists()
 
 
+def test_an_answer_that_is_too_long_is_named_before_any_weight(
+    tmp_path, monkeypatch
+):
+  rows = [{'question': '1+1=', 'answer': '2'}, {'question': '1+2='}]
+  rows[1]['answer'] = 30 * '3'
+  file = tmp_path / 'written.jsonl'
+  file.write_text('\n'.join(map(json.dumps, rows)))
+  config = whole_run.config(
+      **{
+          'data.train_files': (str(file),),
+          'sft.output': str(tmp_path / 'out'),
+          'sft.batch_size': 1,
+      }
+  )
+  monkeypatch.delattr(sft.config_model, 'parameters')
+  # Rows of 16 + 12 tokens, up to the tile of 16; the answer has 30 and its end.
+  with pytest.raises(ValueError) as refused:
+    sft.train(config, tmp_path / 'run')
+  assert str(refused.value) == (
+      '1 of 2 prompts are too long with their written answers; the longest is'
+      ' prompt 1 (written), with 4 + 31 tokens (the end token among them), and'
+      ' there is room for 32. Raise rollout.max_response_length from 12 to 19'
+      ' or more, or leave those prompts out of data.train_files'
+  )
+  assert not (tmp_path / 'run').exists()
+  config.rollout.max_response_length = 19
+  with pytest.raises(AttributeError, match='parameters'):
+    sft.train(config, tmp_path / 'run')
+
+
 def test_a_workdir_that_cannot_be_written_is_named_before_any_weight(tmp_path):
   (tmp_path / 'file').touch()
-  config = whole_run.config(**{'sft.output': str(tmp_path / 'out')})
+  config = whole_run.config(
+      **{
+          'sft.output': str(tmp_path / 'out'),
+          'rollout.max_response_length': 32,
+      }
+  )
   with pytest.raises(ValueError, match='--workdir=.*file cannot be written'):
     sft.train(config, tmp_path / 'file')
 
@@ -87,7 +123,12 @@ def test_a_workdir_that_cannot_be_written_is_named_before_any_weight(tmp_path):
 def test_a_run_s_metrics_are_kept_and_a_warm_start_s_replaced_with_a_warning(
     tmp_path, monkeypatch, caplog
 ):
-  config = whole_run.config(**{'sft.output': str(tmp_path / 'out')})
+  config = whole_run.config(
+      **{
+          'sft.output': str(tmp_path / 'out'),
+          'rollout.max_response_length': 32,
+      }
+  )
   metrics = tmp_path / 'run' / 'metrics.jsonl'
   (tmp_path / 'run' / 'checkpoints').mkdir(parents=True)
   metrics.write_text('{"step": 1}\n')
