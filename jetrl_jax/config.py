@@ -8,13 +8,15 @@ settings that contradict each other.
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import ml_collections
+import numpy as np
 
 from jetrl_jax import config_flow, config_model
 from jetrl_jax.data import (
@@ -98,6 +100,37 @@ def build_dataset(
       prompt_format=prompt_format(data),
       max_prompt_length=data.max_prompt_length,
   )
+
+
+def check_ids(
+    tokenizer: Tokenizer, token_lists: Iterable[np.ndarray], vocab_size: int
+) -> None:
+  """Refuses a tokenizer whose ids in use the model's embedding lacks.
+
+  A gather would take the last row for each of them, without a word. Of the
+  vocabulary only what is used counts: a toy tokenizer dry-runs a large model.
+
+  Args:
+    tokenizer: of the run.
+    token_lists: all that is fed: prompts, or prompts with their answers.
+    vocab_size: rows of the model's embedding.
+
+  Raises:
+    ValueError: an id of a prompt, of a stop token or of padding is too large.
+  """
+  used = {
+      'the data': max(int(tokens.max()) for tokens in token_lists),
+      'a stop token': max(tokenizer.eos_ids),
+      'the padding token': tokenizer.pad_id,
+  }
+  for what, largest in used.items():
+    if largest >= vocab_size:
+      raise ValueError(
+          f'the tokenizer of {tokenizer.folder} gives {what} the id {largest};'
+          f" allowed: 0 to {vocab_size - 1}, the rows of the model's embedding."
+          ' Name the tokenizer that belongs to the model (data.tokenizer; the'
+          " checkpoint's own where that is empty)"
+      )
 
 
 def _datasets(
@@ -310,6 +343,9 @@ def build(config: Config) -> Parts:
   _check_fits(policy, engine, environment, run)
   engine_sizes.pages(engine, policy.axes.size, policy.tile)
   train_set, val_set = _datasets(config, tokenizer)
+  prompts = itertools.chain(train_set, val_set or ())
+  vocab_size = policy.model.vocab_size
+  check_ids(tokenizer, (prompt.tokens for prompt in prompts), vocab_size)
   if run.train_batch_size > len(train_set):
     raise ValueError(
         f'train_batch_size is {run.train_batch_size}; the training data has'

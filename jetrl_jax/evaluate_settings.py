@@ -153,6 +153,9 @@ def resolve(values: dict[str, Any]) -> Settings:
       values['max_samples'],
   )
   prompts = list(dataset)
+  configs.check_ids(
+      tokenizer, (p.tokens for p in prompts), found.policy.model.vocab_size
+  )
   if values['data'] in NAMED:
     name = values['data']
     prompts = [dataclasses.replace(p, source=name) for p in prompts]

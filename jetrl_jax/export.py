@@ -202,7 +202,7 @@ def _prompts(found: Restored, values: dict[str, Any]) -> list[Prompt]:
         f'--max_prompt_length is {data["max_prompt_length"]}; allowed: 1 to'
         f' {longest}, the positions of the model less those of an answer'
     )
-  return list(
+  prompts = list(
       configs.build_dataset(
           ml_collections.ConfigDict({'data': data}),
           (values['data'],),
@@ -210,6 +210,10 @@ def _prompts(found: Restored, values: dict[str, Any]) -> list[Prompt]:
           calibration.CHECKPOINT_PROMPTS,
       )
   )
+  configs.check_ids(
+      tokenizer, (p.tokens for p in prompts), found.policy.model.vocab_size
+  )
+  return prompts
 
 
 def _input_scales(fp8_state: PyTree) -> dict[str, float]:

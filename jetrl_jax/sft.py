@@ -94,6 +94,8 @@ def _batches(
       target_tokens(prompt, config.data.answer_key, tokenizer)
       for prompt in data
   ]
+  all_tokens = (tokens for tokens, _ in targets)
+  configs.check_ids(tokenizer, all_tokens, policy.model.vocab_size)
   rows, row_length = packing.batch_shape(
       config.data.max_prompt_length + config.rollout.max_response_length,
       micro_batch_size=config.trainer.micro_batch_size,

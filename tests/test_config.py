@@ -107,6 +107,30 @@ def test_a_run_with_seeded_lengths_has_no_stop_tokens():
   assert parts.engine.stop_ids == ()
 
 
+@pytest.mark.parametrize(
+    'shifted, message',
+    [
+        ('7', 'gives the data the id 114; allowed: 0 to 31, the rows'),
+        ('<eos>', 'gives a stop token the id 101; allowed: 0 to 31'),
+        ('<pad>', 'gives the padding token the id 100; allowed: 0 to 31'),
+    ],
+)
+def test_an_id_in_use_that_the_embedding_lacks_is_refused(
+    tmp_path, shifted, message
+):
+  whole_run.shift_ids(tmp_path, shifted)
+  _refused(
+      f'the tokenizer of {tmp_path} {message}',
+      **{'data.tokenizer': str(tmp_path)},
+  )
+
+
+def test_an_id_that_nothing_uses_may_be_beyond_the_embedding(tmp_path):
+  whole_run.shift_ids(tmp_path, '<unk>')
+  parts = configs.build(whole_run.config(**{'data.tokenizer': str(tmp_path)}))
+  assert parts.tokenizer.vocab_size == 103 > parts.policy.model.vocab_size
+
+
 def test_paths_with_a_tilde_are_in_the_home_folder(monkeypatch):
   made = whole_run.config(
       **{

@@ -1,6 +1,7 @@
 """Evaluations of the tiny run: what they measure, and how they say no."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -133,6 +134,16 @@ def test_a_path_with_a_tilde_is_read_and_written_in_the_home_folder(
   assert len(settings.prompts) == 6
   settings = evaluate_settings.resolve(_values(**home, output='~/out'))
   assert settings.output == whole_run.home() / 'out'
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+  folder = tmp_path / 'x'
+  shutil.copytree(whole_run.finished() / 'export', folder)
+  whole_run.shift_ids(folder, '=')
+  with pytest.raises(ValueError, match='gives the data the id 117; allowed'):
+    evaluate_settings.resolve(
+        _values(checkpoint=str(folder), template='{prompt}')
+    )
 
 
 def test_a_place_for_the_results_is_sought_before_anything_is_sampled(

@@ -1,6 +1,7 @@
 """Exports of a run: what loads again, and how the command says no."""
 
 import hashlib
+import shutil
 
 import jax
 import numpy as np
@@ -150,6 +151,20 @@ def test_a_checkpoint_is_calibrated_for_its_fp8_export(tmp_path):
   again, _ = _export(tmp_path / 'y', checkpoint=str(folder), format='fp8')
   for name in ('model.safetensors', 'config.json'):
     assert (again / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_prompts_of_another_models_tokenizer_calibrate_nothing(tmp_path):
+  source = tmp_path / 'x'
+  shutil.copytree(whole_run.finished() / 'export', source)
+  whole_run.shift_ids(source, '=')
+  with pytest.raises(ValueError, match='gives the data the id 117; allowed'):
+    _export(
+        tmp_path / 'y',
+        checkpoint=str(source),
+        format='fp8',
+        data=str(whole_run.home() / 'tiny/heldout.jsonl'),
+        template='{prompt}',
+    )
 
 
 def test_a_wrong_export_is_one_sentence(tmp_path):

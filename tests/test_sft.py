@@ -108,6 +108,24 @@ def test_an_answer_that_is_too_long_is_named_before_any_weight(
     sft.train(config, tmp_path / 'run')
 
 
+def test_an_id_of_a_written_answer_that_the_embedding_lacks_is_refused(
+    tmp_path,
+):
+  # Of the answers' alone: no question has one.
+  whole_run.shift_ids(tmp_path, '#')
+  config = whole_run.config(
+      **{
+          'data.tokenizer': str(tmp_path),
+          'sft.output': str(tmp_path / 'out'),
+          'rollout.max_response_length': 32,
+      }
+  )
+  sft.configs.build(config)
+  with pytest.raises(ValueError, match='gives the data the id 104; allowed'):
+    sft.train(config, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+
+
 def test_a_workdir_that_cannot_be_written_is_named_before_any_weight(tmp_path):
   (tmp_path / 'file').touch()
   config = whole_run.config(

@@ -78,6 +78,19 @@ def finished() -> pathlib.Path:
   return workdir
 
 
+def shift_ids(folder: pathlib.Path, token: str) -> None:
+  """Writes the tiny tokenizer to `folder`, this token's id 100 higher."""
+  for name in ('tokenizer.json', 'tokenizer_config.json'):
+    shutil.copy(home() / tiny_config.FOLDER / 'model' / name, folder)
+  path = folder / 'tokenizer.json'
+  content = json.loads(path.read_text())
+  content['model']['vocab'][token] += 100
+  for added in content['added_tokens']:
+    if added['content'] == token:
+      added['id'] += 100
+  path.write_text(json.dumps(content))
+
+
 def start(
     *arguments: str | os.PathLike, module: str = 'jetrl_jax.main', **options
 ) -> subprocess.Popen:

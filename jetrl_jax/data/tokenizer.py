@@ -22,6 +22,7 @@ class Tokenizer:
   """Text to ids and back.
 
   Attributes:
+    folder: where the files are.
     eos_ids: ids that end a response, at least one. Those of
       generation_config.json (else config.json) first, then the tokenizer's
       own, since a model may stop with either.
@@ -41,7 +42,7 @@ class Tokenizer:
       ValueError: tokenizer.json is missing or broken, no file names an
         end-of-text token, or a named token is not in the vocabulary.
     """
-    folder = pathlib.Path(folder)
+    self.folder = folder = pathlib.Path(folder)
     path = folder / 'tokenizer.json'
     # Not Path.is_file, which raises on a name too long for the file system.
     if not os.path.isfile(path):
