@@ -15,12 +15,19 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import fp8, sharding
-from jetrl_jax.rl import decode_step, logprobs, mixed_flow, startup
+from jetrl_jax.fp8 import slots
+from jetrl_jax.rl import (
+    decode_step,
+    logprobs,
+    mixed_flow,
+    other_precision,
+    startup,
+)
 from jetrl_jax.rl.apply import Gradients, merge
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.parts import Parts
-from jetrl_jax.rl.policy import Policy
+from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import TrainBatch, TrainState
 from jetrl_jax.typing import PyTree
@@ -127,11 +134,35 @@ def _compute_weights(recipe: fp8.Recipe, state: TrainState, mesh) -> PyTree:
   return _placed(weights, mesh)
 
 
+def _evaluated_in(parts: Parts, state: TrainState) -> list[PolicyParams]:
+  """Returns the shapes that evaluations in `val_recipes` make, one each."""
+  if parts.val_set is None or not parts.run.test_freq:
+    return []
+  found, state = [], dataclasses.replace(state, fp8_state={})
+  for name in parts.run.val_recipes:
+    if name == parts.rollout_policy.recipe.name:
+      continue  # What samples is there already.
+    recipe = other_precision.recipe_of(parts, name)
+    kept = jax.eval_shape(
+        lambda t, f, recipe=recipe: slots.init_state(merge(t, f), recipe),
+        state.trainable,
+        state.frozen,
+    )
+    weights = _compute_weights(recipe, state, parts.mesh)
+    found.append(PolicyParams(weights, kept))
+  return found
+
+
 def ledger(parts: Parts, found: Shapes) -> dict[str, int]:
   """Returns the bytes per device of everything that is alive at some time."""
   state = found.state
   reference = parts.needs_reference
   is_split = parts.rollout_policy.axes.fsdp > 1
+
+  def whole(params: PolicyParams) -> int:
+    return num_bytes(_everywhere(parts, params)) if is_split else 0
+
+  others = _evaluated_in(parts, state)
   policy_bytes = num_bytes((state.weights, state.fp8_state))
   return {
       'master weights': num_bytes((state.trainable, state.frozen)),
@@ -143,7 +174,8 @@ def ledger(parts: Parts, found: Shapes) -> dict[str, int]:
       ),
       'gradients': num_bytes(found.gradients),
       'reference policy': policy_bytes if reference else 0,
-      _WHOLE: num_bytes(_everywhere(parts, state)) if is_split else 0,
+      _WHOLE: whole(mixed_flow.rollout_params(state)),
+      _OTHER: max((num_bytes(one) + whole(one) for one in others), default=0),
       'KV caches and slots': num_bytes(found.slots),
       'prefilled prompts': num_bytes(found.prefix),
       'a micro-batch': num_bytes(found.batch),
@@ -152,6 +184,8 @@ def ledger(parts: Parts, found: Shapes) -> dict[str, int]:
 
 # What a rollout holds besides; nothing where weights are not split.
 _WHOLE = 'weights of a rollout, whole'
+# What an evaluation in one of `val_recipes` holds in its place.
+_OTHER = 'weights of an evaluation'
 # What the trainer holds all the time.
 _ALWAYS = (
     'master weights',
@@ -191,7 +225,7 @@ def compiled_phases(
       )
     alive = always
     if name in ('prefill', 'decode'):
-      alive += sizes[_WHOLE] + sizes['KV caches and slots']
+      alive += _rollout_weights(sizes) + sizes['KV caches and slots']
     if name == 'decode':
       alive += sizes['prefilled prompts']
     arguments = memory.argument_size_in_bytes
@@ -208,6 +242,11 @@ def compiled_phases(
   return _largest_of_apply(phases), programs
 
 
+def _rollout_weights(sizes: dict[str, int]) -> int:
+  """Returns what rollout or evaluation holds besides, which take turns."""
+  return max(sizes[_WHOLE], sizes[_OTHER])
+
+
 def _largest_of_apply(phases: list[Phase]) -> list[Phase]:
   """Keeps one of the programs of an optimiser step, which run in turn."""
   others = [phase for phase in phases if not phase.name.startswith('apply')]
@@ -218,7 +257,7 @@ def _largest_of_apply(phases: list[Phase]) -> list[Phase]:
 
 def _lowered(parts: Parts, found: Shapes):
   policy, mesh, state = parts.rollout_policy, parts.mesh, found.state
-  params = _everywhere(parts, state)
+  params = _everywhere(parts, mixed_flow.rollout_params(state))
   rows, scalar = sharding.ROWS, _shape(jnp.float32)
   by_rows = jax.sharding.NamedSharding(mesh, rows)
   count, bucket = largest_prefill(found.engine)
@@ -333,7 +372,7 @@ def estimated_phases(
   slots = found.engine.num_slots // policy.axes.size
   always = sum(sizes[name] for name in _ALWAYS)
   caches = sizes['KV caches and slots'] + sizes['prefilled prompts']
-  caches += sizes[_WHOLE]
+  caches += _rollout_weights(sizes)
   return [
       Phase(name=name, resident=r, arguments=0, results=0, temporary=t)
       for name, r, t in (
@@ -399,9 +438,8 @@ def _whole(tree: PyTree) -> Any:
   return jax.tree.map(lambda leaf: _shape(leaf.dtype, *leaf.shape), tree)
 
 
-def _everywhere(parts: Parts, state: TrainState) -> Any:
+def _everywhere(parts: Parts, params: PolicyParams) -> Any:
   """Returns what a rollout reads, all of it on every device."""
-  params = mixed_flow.rollout_params(state)
   return _at(params, jax.sharding.NamedSharding(parts.mesh, P()))
 
 

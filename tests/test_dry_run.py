@@ -19,6 +19,7 @@ from jetrl_jax import (
 from jetrl_jax.models import families, hf_layout
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.other_precision import OtherPrecision
 from jetrl_jax.rl.policy import PolicyParams
 from tests import whole_run
 
@@ -122,6 +123,43 @@ def test_what_a_rollout_gathers_is_counted_while_it_is_there():
   ):
     is_there = phase.name in ('prefill', 'decode')
     assert phase.total - without.total == (sizes[name] if is_there else 0)
+
+
+@pytest.mark.parametrize('fsdp', [1, 2])
+def test_an_evaluation_in_another_recipe_has_weights_of_its_own(fsdp):
+  # One at a time; that of bf16 is the larger one.
+  recipes = ('fp8_token', 'bf16')
+  parts = configs.build(
+      whole_run.config(**{'mesh.fsdp': fsdp, 'trainer.val_recipes': recipes})
+  )
+  found = dry_run_memory.shapes(parts)
+  sizes = dry_run_memory.ledger(parts, found)
+  state, device = _state(parts), jax.devices()[0]
+  other = OtherPrecision(parts, 'bf16', state)
+  params = other.params(state)
+  alive = {id(leaf): leaf for leaf in jax.tree.leaves(params)}
+  alive |= {
+      id(leaf): leaf for leaf in jax.tree.leaves(other.engine.whole(params))
+  }
+  name = 'weights of an evaluation'
+  assert sizes[name] == sum(
+      shard.data.nbytes
+      for leaf in alive.values()
+      for shard in leaf.addressable_shards
+      if shard.device == device
+  )
+  added = sizes[name] - sizes['weights of a rollout, whole']
+  for phase, without in zip(
+      dry_run_memory.estimated_phases(parts, found, sizes),
+      dry_run_memory.estimated_phases(parts, found, sizes | {name: 0}),
+      strict=True,
+  ):
+    is_there = phase.name in ('prefill', 'decode')
+    assert phase.total - without.total == (added if is_there else 0)
+  never = dataclasses.replace(parts.run, test_freq=0)
+  for changes in ({'val_set': None}, {'run': never}):
+    without = dataclasses.replace(parts, **changes)
+    assert dry_run_memory.ledger(without, found)[name] == 0
 
 
 def _mixed():

@@ -21,6 +21,11 @@ from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.types import TrainState
 
 
+def recipe_of(parts: Parts, name: str) -> fp8.Recipe:
+  """Returns the recipe `name` with all else as the run has it."""
+  return dataclasses.replace(parts.policy.recipe, name=name, min_sqnr_db=0.0)
+
+
 class OtherPrecision:
   """An engine whose recipe is `name`, and its weights.
 
@@ -31,9 +36,7 @@ class OtherPrecision:
   """
 
   def __init__(self, parts: Parts, name: str, state: TrainState):
-    recipe = dataclasses.replace(
-        parts.policy.recipe, name=name, min_sqnr_db=0.0
-    )
+    recipe = recipe_of(parts, name)
     policy = dataclasses.replace(parts.policy, recipe=recipe)
     self.name = name
     self.engine = Engine(policy, parts.engine, parts.mesh)
