@@ -96,6 +96,7 @@ def export(values: dict[str, Any]) -> str:
       tree,
       found.policy.model,
       source_folder=found.folder,
+      tokenizer_folder=saved_policy.tokenizer_folder(found),
       # What the FP8 dots leave has to come back to the bit.
       dtype=found.policy.recipe.compute_dtype if scales else 'bfloat16',
       input_scales=scales,

@@ -140,6 +140,13 @@ def tokenizer_of(found: Restored) -> Tokenizer:
   return Tokenizer(found.folder)
 
 
+def tokenizer_folder(found: Restored) -> pathlib.Path | None:
+  """Returns where an export takes the tokenizer's files from, if anywhere."""
+  if found.config is not None and found.config.data.tokenizer:
+    return tokenizer_of(found).folder
+  return found.folder
+
+
 def is_run(path: str) -> bool:
   """Whether a path is the workdir of a run."""
   return (pathlib.Path(path).expanduser() / 'checkpoints').is_dir()

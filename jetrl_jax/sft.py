@@ -214,6 +214,7 @@ def train(config, workdir: pathlib.Path) -> None:
       ),
       policy.model,
       source_folder=folder,
+      tokenizer_folder=tokenizer.folder,
   )
   print(f'Wrote {output}')
 

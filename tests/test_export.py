@@ -9,6 +9,7 @@ import pytest
 
 from jetrl_jax import checkpoint, export, models, saved_policy
 from jetrl_jax import config as configs
+from jetrl_jax.data import Tokenizer
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.apply import merge
 from tests import whole_run
@@ -80,6 +81,23 @@ def test_a_bfloat16_export_is_what_the_run_itself_exported(tmp_path):
         for path in (file, own / file.name)
     ]
     assert digests[0] == digests[1], file.name
+
+
+def test_the_tokenizer_of_an_export_is_that_of_the_run(tmp_path):
+  own = tmp_path / 'own'
+  own.mkdir()
+  # Another end and a chat template; no file names the end's id.
+  shutil.copy(whole_run.home() / 'tiny/model/tokenizer.json', own)
+  (own / 'tokenizer_config.json').write_text('{"eos_token": "<unk>"}')
+  (own / 'chat_template.jinja').write_text('{{ messages[0]["content"] }}')
+  run = _of_start(tmp_path / 'run', **{'data.tokenizer': str(own)})
+  folder, _ = _export(tmp_path / 'x', workdir=str(run))
+  carried = {path.name for path in folder.iterdir()}
+  files = {path.name for path in own.iterdir()}
+  assert carried == {*files, 'config.json', 'model.safetensors'}
+  for name in files:
+    assert (folder / name).read_bytes() == (own / name).read_bytes()
+  assert Tokenizer(folder).eos_ids == Tokenizer(own).eos_ids == (2,)
 
 
 def test_an_older_step_can_be_exported(tmp_path):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+import shutil
 from unittest import mock
 
 import jax
@@ -17,8 +18,12 @@ from tests import whole_run
 def trained(tmp_path_factory):
   """(workdir, exported folder) of 120 steps on ten sums."""
   folder = tmp_path_factory.mktemp('sft')
+  # Of its own, with a template that the model's has not.
+  own = shutil.copytree(whole_run.home() / 'tiny/model', folder / 'own')
+  (own / 'chat_template.jinja').write_text('{{ messages[0]["content"] }}')
   config = whole_run.config(
       **{
+          'data.tokenizer': str(own),
           'sft.total_training_steps': 120,
           'sft.batch_size': 10,
           'sft.output': str(folder / 'out'),
@@ -48,8 +53,13 @@ def test_the_exported_checkpoint_loads_with_its_tokenizer(trained):
   assert shape == models.load_config(source)
   params = models.load_checkpoint(folder, shape, dtype='float32')
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
-  for name in ('tokenizer.json', 'generation_config.json'):
-    assert (folder / name).read_bytes() == (source / name).read_bytes()
+  own = folder.parent / 'own'
+  for name in (
+      'tokenizer.json',
+      'generation_config.json',
+      'chat_template.jinja',
+  ):
+    assert (folder / name).read_bytes() == (own / name).read_bytes()
 
 
 @pytest.mark.parametrize(

@@ -59,12 +59,17 @@ CARRIED_FILES = (
 )
 
 
+# What config.json says of the tokenizer.
+_TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
+
+
 def save_checkpoint(
     folder: pathlib.Path,
     params: PyTree,
     config: ModelConfig,
     *,
     source_folder: pathlib.Path | None = None,
+    tokenizer_folder: pathlib.Path | None = None,
     dtype: str = 'bfloat16',
     max_shard_bytes: int = 5_000_000_000,
     input_scales: Mapping[str, Any] | None = None,
@@ -79,9 +84,11 @@ def save_checkpoint(
     params: nested dict of arrays, all addressable from this process; masters,
       or compute weights.
     config: their shape.
-    source_folder: the checkpoint that training started from; its tokenizer
-      files and generation_config.json are copied, and its config.json is
-      kept but for the dtype.
+    source_folder: the checkpoint that training started from; its config.json
+      is kept but for the dtype.
+    tokenizer_folder: whose tokenizer files and generation_config.json are
+      copied, by default the source's. Where it is another, config.json has its
+      ids of special tokens.
     dtype: of every tensor that is not FP8, 'bfloat16' or 'float32'.
     max_shard_bytes: tensor bytes per file, unless one tensor is larger; more
       than one file brings an index.
@@ -100,7 +107,10 @@ def save_checkpoint(
   check_target(folder)
   leaves = flatten_tree(params)
   _check_leaves(leaves, config)
+  tokenizer_folder = tokenizer_folder or source_folder
   hf = _config_json(config, source_folder, dtype)
+  if tokenizer_folder is not None and tokenizer_folder != source_folder:
+    hf = _with_ids_of(tokenizer_folder, hf)
   if any(isinstance(leaf, QTensor) for leaf in leaves.values()):
     hf[KEY] = quantization_section(
         _high_precision(leaves, config),
@@ -115,8 +125,8 @@ def save_checkpoint(
     entries = _entries(leaves, config, input_scales or {}, dtype)
     write_tensors(partial, entries, max_shard_bytes)
     write_json(partial / 'config.json', hf)
-    if source_folder is not None:
-      _carry(source_folder, partial)
+    if tokenizer_folder is not None:
+      _carry(tokenizer_folder, partial)
     _sync_folder(partial)
     os.rename(partial, folder)
     _sync_folder(folder.parent)
@@ -191,6 +201,18 @@ def _config_json(
   # transformers 4 says torch_dtype, 5 says dtype.
   keys = [key for key in ('torch_dtype', 'dtype') if key in hf]
   return {**hf, **dict.fromkeys(keys or ['torch_dtype'], dtype)}
+
+
+def _with_ids_of(folder: pathlib.Path, hf: dict[str, Any]) -> dict[str, Any]:
+  """Returns config.json with a tokenizer's own ids, where it says them.
+
+  An end that the source names may be any token of another vocabulary.
+  """
+  said = read_config_json(folder) if has_file(folder, 'config.json') else {}
+  return {
+      **{key: value for key, value in hf.items() if key not in _TOKEN_IDS},
+      **{key: said[key] for key in _TOKEN_IDS if key in said},
+  }
 
 
 def _high_precision(leaves: dict[str, Any], config: ModelConfig) -> list[str]:
