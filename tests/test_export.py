@@ -90,14 +90,17 @@ def test_the_tokenizer_of_an_export_is_that_of_the_run(tmp_path):
   shutil.copy(whole_run.home() / 'tiny/model/tokenizer.json', own)
   (own / 'tokenizer_config.json').write_text('{"eos_token": "<unk>"}')
   (own / 'chat_template.jinja').write_text('{{ messages[0]["content"] }}')
-  run = _of_start(tmp_path / 'run', **{'data.tokenizer': str(own)})
-  folder, _ = _export(tmp_path / 'x', workdir=str(run))
-  carried = {path.name for path in folder.iterdir()}
+  settings = {'data.tokenizer': str(own), 'trainer.total_training_steps': 1}
+  run = tmp_path / 'run'
+  whole_run.trainer(run, settings | {'trainer.test_freq': 0}).train()
+  exported, _ = _export(tmp_path / 'x', workdir=str(run))
   files = {path.name for path in own.iterdir()}
-  assert carried == {*files, 'config.json', 'model.safetensors'}
-  for name in files:
-    assert (folder / name).read_bytes() == (own / name).read_bytes()
-  assert Tokenizer(folder).eos_ids == Tokenizer(own).eos_ids == (2,)
+  for folder in (exported, run / 'export'):
+    carried = {path.name for path in folder.iterdir()}
+    assert carried == {*files, 'config.json', 'model.safetensors'}
+    for name in files:
+      assert (folder / name).read_bytes() == (own / name).read_bytes()
+    assert Tokenizer(folder).eos_ids == Tokenizer(own).eos_ids == (2,)
 
 
 def test_an_older_step_can_be_exported(tmp_path):

@@ -39,15 +39,15 @@ class Parts:
     optimizer: AdamW and its schedule.
     run: sizes, frequencies, limits.
     guard: bounds, and what happens where they are exceeded.
-    tokenizer: of the checkpoint.
+    tokenizer: of the checkpoint, or another that the config names.
     train_set: prompts to learn from.
     val_set: held-out prompts; None for no evaluation.
     environment: what answers the policy's turns, and scores them; None for
       responses of one turn, which the reward workers score.
     make_rewards: starts the reward workers; of None with an environment.
     config_text: the resolved config, kept in the workdir.
-    export_source: the checkpoint whose config and tokenizer files the exported
-      one carries on; None for no export.
+    export_source: the checkpoint whose config the exported one carries on; None
+      for no export.
     wandb: where the scalars go besides the workdir; None for nowhere.
   """
 

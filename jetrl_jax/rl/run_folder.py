@@ -196,7 +196,7 @@ class RunFolder:
     Args:
       parts: what the run is made of.
       state: its masters are written, the invariant scaling undone.
-      source: the checkpoint whose config and tokenizer files it carries on.
+      source: the checkpoint whose config it carries on.
     """
     folder, partial = self.path / EXPORT, self.path / f'.{EXPORT}.partial'
     shutil.rmtree(partial, ignore_errors=True)
@@ -207,6 +207,7 @@ class RunFolder:
         ),
         parts.policy.model,
         source_folder=source,
+        tokenizer_folder=parts.tokenizer.folder,
     )
     # That of a run with fewer steps, which this one has gone on from.
     shutil.rmtree(folder, ignore_errors=True)
