@@ -250,9 +250,11 @@ def thinned(line: Line) -> Line:
 def moving_average(line: Line, window: int) -> Line:
   """Returns the centred mean over `window` values, NaN left out."""
   good = np.isfinite(line.values)
+  # Not convolve's 'same', which is as long as the window where that is longer.
+  centred = slice(window // 2, window // 2 + len(good))
   ones = np.ones(window)
-  sums = np.convolve(np.where(good, line.values, 0.0), ones, 'same')
-  counts = np.convolve(good.astype(np.float64), ones, 'same')
+  sums = np.convolve(np.where(good, line.values, 0.0), ones)[centred]
+  counts = np.convolve(good.astype(np.float64), ones)[centred]
   values = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
   return dataclasses.replace(line, values=values, low=None, high=None)
 

@@ -91,11 +91,12 @@ def _mismatch(run: Run) -> Fact | None:
     claim, is_meant = '; the flow is meant to be mixed', True
   if run.config.get('precision.exact') is False:
     claim, is_meant = f'; {NOT_CLAIMED}', True
+  part = ' of the first mini-batch' if _compares_some(run) else ''
   if not values.any():
     return Fact(
         label='Mismatch',
         value='0',
-        detail='no token of'
+        detail=f'no token{part} of'
         f' {steps_text(len(values))} differed in any bit between rollout and'
         f' training{claim}',
         tone='' if claim else 'good',
@@ -103,11 +104,18 @@ def _mismatch(run: Run) -> Fact | None:
   return Fact(
       label='Mismatch',
       value=number(float(values.max()), '%'),
-      detail='of the tokens of the worst step differ between rollout and'
-      f' training; {int((values > 0).sum())} of {len(values)} steps have some'
+      detail=f'of the tokens{part} of the worst step differ between rollout'
+      f' and training; {int((values > 0).sum())} of {len(values)} steps have some'
       f'{claim}',
       tone='' if is_meant else 'bad',
   )
+
+
+def _compares_some(run: Run) -> bool:
+  """Whether `trainer.measure_mismatch` left most of a step out."""
+  sizes = ('trainer.mini_batch_size', 'trainer.train_batch_size')
+  of_first = run.config.get('trainer.measure_mismatch') == 'first'
+  return of_first and len({run.config.get(name) for name in sizes}) > 1
 
 
 def _steps(run: Run) -> Fact:

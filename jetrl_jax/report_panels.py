@@ -92,7 +92,8 @@ FLOW = (
         title='Mismatch: tokens that differ',
         curves=(('training/mismatch_token_frac', 'share of tokens'),),
         unit='%',
-        note='Rollout and training log-prob of a token, in any bit.',
+        note='Rollout and training log-prob of a token, in any bit; with'
+        " trainer.measure_mismatch='first' of the first mini-batch.",
     ),
     Panel(
         title='Mismatch: size',

@@ -70,6 +70,23 @@ def test_an_fp8_export_of_a_float32_run_comes_back_in_float32(tmp_path):
     assert (again / name).read_bytes() == (folder / name).read_bytes()
 
 
+def test_a_mixed_run_is_exported_with_the_scales_of_its_training(tmp_path):
+  config = {
+      'precision.rollout_recipe': 'fp8_token',
+      'algorithm.old_logprobs': 'recompute',
+      'trainer.total_training_steps': 1,
+      'trainer.test_freq': 0,
+  }
+  whole_run.trainer(tmp_path / 'run', config).train()
+  path = str(tmp_path / 'run')
+  with pytest.raises(ValueError, match='leave --data out'):
+    _export(tmp_path / 'x', workdir=path, format='fp8', data='x.jsonl')
+  folder, _ = _export(tmp_path / 'x', workdir=path, format='fp8')
+  run = saved_policy.restore(path, recipe='fp8_delayed')
+  found = saved_policy.restore(str(folder))
+  assert _bytes(found.state.weights) == _bytes(run.state.weights)
+
+
 def test_a_bfloat16_export_is_what_the_run_itself_exported(tmp_path):
   folder, said = _export(tmp_path / 'x')
   assert said.endswith('in bfloat16')

@@ -112,6 +112,9 @@ def test_a_moving_average_is_centred_and_leaves_gaps_out():
   # At the ends over two values; beside the gap over what is there.
   average = report_charts.moving_average(_line([1, 2, 6, np.nan, 4]), 3)
   np.testing.assert_allclose(average.values, [1.5, 3, 4, 5, 4])
+  # A short run beside a long one, whose window is wider than the run.
+  average = report_charts.moving_average(_line([1, 2, 6]), 7)
+  np.testing.assert_allclose(average.values, [3, 3, 3])
 
 
 def test_areas_add_up_and_a_step_that_compiles_is_cut_off():

@@ -116,6 +116,14 @@ def test_the_headline_says_before_and_after(workdir):
   assert '24 s' in text and '2 s per step (median)' in text
 
 
+def test_the_headline_claims_what_was_compared(tmp_path):
+  sizes = {'train_batch_size': 6, 'mini_batch_size': 3}
+  config = {'trainer': sizes | {'measure_mismatch': 'first'}}
+  report_run.write(tmp_path / 'run', config=config)
+  text = _Elements(_page(tmp_path / 'run')).text.replace('\xa0', ' ')
+  assert 'no token of the first mini-batch of 6 steps differed' in text
+
+
 def test_a_run_that_differs_says_so_in_the_headline(workdir):
   with open(workdir / 'metrics.jsonl', 'a') as file:
     file.write('{"step": 7, "training/mismatch_token_frac": 0.25}\n')
