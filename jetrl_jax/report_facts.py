@@ -105,8 +105,8 @@ def _mismatch(run: Run) -> Fact | None:
       label='Mismatch',
       value=number(float(values.max()), '%'),
       detail=f'of the tokens{part} of the worst step differ between rollout'
-      f' and training; {int((values > 0).sum())} of {len(values)} steps have some'
-      f'{claim}',
+      f' and training; {int((values > 0).sum())} of {len(values)} steps have'
+      f' some{claim}',
       tone='' if is_meant else 'bad',
   )
 
