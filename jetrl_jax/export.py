@@ -150,10 +150,9 @@ def _in_fp8(
     found: Restored, path: str, values: dict[str, Any]
 ) -> tuple[Restored, str]:
   """Returns a policy with static scales, and how it came to them."""
-  config = found.config
-  if config is not None and config.precision.recipe == _FP8:
-    if found.policy.recipe.name != _FP8:  # What samples a mixed flow.
-      found = saved_policy.restore(path, step=values['step'], recipe=_FP8)
+  trained = found.config and found.config.precision.recipe
+  if trained == _FP8 != found.policy.recipe.name:  # What a mixed flow samples.
+    found = saved_policy.restore(path, step=values['step'], recipe=_FP8)
   if found.calibrated and found.policy.recipe.name == _FP8:
     if values['data'] is not None:
       raise ValueError(

@@ -152,9 +152,9 @@ def _check_messages(value: Any, where: str) -> list[Message]:
   )
 
 
-def _check_unicode(text: str | list[Message], where: str) -> None:
+def _check_unicode(content: str | list[Message], where: str) -> None:
   """Refuses half a character: no tokenizer takes it, and no file."""
-  texts = [text] if isinstance(text, str) else [*_texts(text)]
+  texts = [content] if isinstance(content, str) else [*_texts(content)]
   for text in texts:
     try:
       text.encode('utf-8')
