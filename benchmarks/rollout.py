@@ -7,7 +7,8 @@ A workload is PROMPT_LENGTH x PROMPTS x SAMPLES x NEW_TOKENS; nothing stops
 early. What is timed is `jetrl_jax.rl.rollout`, prefill, host visits and both
 log-probs included, second call (the first compiles). A step is one of the
 longest answer's: with --lengths=long_tail most are far shorter, and with
---kv_tokens, where they do not all fit at once, some wait.
+--kv_tokens, where they do not all fit at once, some wait. The columns of decode
+alone are without the prefill: of such a rollout, less one that ends early.
 
 --memory_caps=24,48,141 asks what a smaller device would do: keys and values get
 what a device of so many GB has left beside the weights, and as many slots run
@@ -64,6 +65,8 @@ _COLUMNS = (
     ('tokens_per_s', 'tokens/s', '.0f'),
     ('floor_ms', 'byte floor ms', '.2f'),
     ('of_floor', 'of the floor', '.0%'),
+    ('decode_ms', 'decode alone, ms/step', '.2f'),
+    ('decode_of_floor', 'of its floor', '.1%'),
     ('peak_gib', 'peak GiB', '.1f'),
 )
 
@@ -131,15 +134,24 @@ def measure(engine, params, variant: str, workload: str) -> dict:
         limits=limits,
     )
 
-  run(np.minimum(tokens_PG, few))
+  early_PG = np.minimum(tokens_PG, few)
+  run(early_PG)
+  first = common.seconds(lambda: len(run(early_PG)))
   spent = common.seconds(lambda: len(run(tokens_PG)))
   longest, total = int(tokens_PG.max()), int(tokens_PG.sum())
+  at_once = min(count * samples, engine.num_slots)
   # Fewer slots than sequences: these take turns.
-  steps = max(longest, total / min(count * samples, engine.num_slots))
+  steps = max(longest, total / at_once)
   cache = (tokens_PG * (length + tokens_PG / 2)).sum()
   cache *= token_bytes(engine.policy)
   floor = floor_ms(params, cache / steps) * steps / longest
-  return {
+  decode, waits = {}, at_once < count * samples or _KV_TOKENS.value
+  if _LENGTHS.value == 'full' and not waits and few < new:
+    mean = at_once * (length + (few + new) / 2) * token_bytes(engine.policy)
+    ms = (spent - first) / (new - few) * 1e3
+    share = floor_ms(params, mean) / ms
+    decode = {'decode_ms': ms, 'decode_of_floor': share}
+  return decode | {
       'variant': variant,
       'workload': workload,
       'slots': engine.num_slots,
