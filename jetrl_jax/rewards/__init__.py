@@ -1,6 +1,6 @@
 """Text to a score, in processes that can be killed."""
 
-from jetrl_jax.rewards.pool import RewardPool
+from jetrl_jax.rewards.pool import RewardPool, Scoring
 from jetrl_jax.rewards.types import (
     RewardFunctionError,
     RewardRequest,
@@ -14,4 +14,5 @@ __all__ = [
     'RewardRequest',
     'RewardResult',
     'RewardSpec',
+    'Scoring',
 ]

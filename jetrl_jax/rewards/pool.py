@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
 
@@ -97,21 +97,57 @@ class _Worker:
     self.sock.close()
 
 
-@dataclasses.dataclass(kw_only=True)
-class _Batch:
-  """The answers of one call of `score`.
+@dataclasses.dataclass
+class Scoring:
+  """Answers that are scored together, added one by one.
 
   Attributes:
+    pool: whose workers score them.
     requests: the answers.
     waiting: indices that no worker has.
     replies: what came of an answer, by index.
     crashed: indices whose worker died once.
   """
 
-  requests: Sequence[RewardRequest]
-  waiting: collections.deque[int]
+  pool: 'RewardPool'
+  requests: list[RewardRequest] = dataclasses.field(default_factory=list)
+  waiting: collections.deque[int] = dataclasses.field(
+      default_factory=collections.deque
+  )
   replies: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
   crashed: set[int] = dataclasses.field(default_factory=set)
+
+  def add(self, requests: Sequence[RewardRequest]) -> None:
+    """Adds answers; `poll` or `results` gives them to workers."""
+    first = len(self.requests)
+    self.requests.extend(requests)
+    self.waiting.extend(range(first, len(self.requests)))
+
+  def poll(self) -> None:
+    """Gives workers what waits and takes what they have; waits for nothing."""
+    self.pool.serve(self, wait=False)
+
+  def results(self) -> list[RewardResult]:
+    """Returns one result per answer, in order, when all are scored.
+
+    Raises:
+      RewardFunctionError: see `RewardPool.score`.
+    """
+    while len(self.replies) < len(self.requests):
+      self.pool.serve(self, wait=True)
+    results = []
+    for index, request in enumerate(self.requests):
+      reply = self.replies[index]
+      if 'unusable' in reply:
+        raise RewardFunctionError(reply['unusable'])
+      if 'fatal' in reply:
+        raise RewardFunctionError(
+            f'scoring answer {index} of the batch failed (prompt of'
+            f' {request.source!r}):\n{reply["fatal"]}'
+        )
+      results.append(RewardResult(**reply))
+    self.pool.warn_once(results)
+    return results
 
 
 class RewardPool:
@@ -160,10 +196,9 @@ class RewardPool:
     self._nursery: subprocess.Popen[bytes] | None = None
     try:
       self._start_nursery()
-      nothing = _Batch(requests=[], waiting=collections.deque())
+      nothing = Scoring(self)
       while not self._workers or not all(w.ready for w in self._workers):
-        self._hand_out(nothing)
-        self._wait(nothing)
+        self.serve(nothing, wait=True)
     except BaseException:
       self.close()
       raise
@@ -182,34 +217,36 @@ class RewardPool:
         traceback; or it returned what is no finite number. A silent 0 would
         train against the user's mistake.
     """
+    with self.scoring() as scoring:
+      scoring.add(requests)
+      return scoring.results()
+
+  @contextlib.contextmanager
+  def scoring(self) -> Iterator[Scoring]:
+    """Scores answers while the caller makes more of them.
+
+    Workers have no answer when it ends: those still under way are given up.
+
+    Raises:
+      ValueError: the pool is closed.
+    """
     with self._lock:
       if self._nursery is None:
         raise ValueError('the reward pool is closed.')
-      batch = _Batch(
-          requests=requests, waiting=collections.deque(range(len(requests)))
-      )
       try:
-        while len(batch.replies) < len(requests):
-          self._hand_out(batch)
-          self._wait(batch)
-      except BaseException:
-        # Answers still under way would be taken for those of the next batch.
+        yield Scoring(self)
+      finally:
+        # They would be taken for answers of the next batch.
         for worker in [w for w in self._workers if w.assigned]:
           self._drop(worker)
-        raise
-    results = []
-    for index in range(len(requests)):
-      reply = batch.replies[index]
-      if 'unusable' in reply:
-        raise RewardFunctionError(reply['unusable'])
-      if 'fatal' in reply:
-        raise RewardFunctionError(
-            f'scoring answer {index} of the batch failed (prompt of'
-            f' {requests[index].source!r}):\n{reply["fatal"]}'
-        )
-      results.append(RewardResult(**reply))
-    self._warn_once(results)
-    return results
+
+  def serve(self, batch: Scoring, *, wait: bool) -> None:
+    """Hands out what waits; takes what came, or waits for it or a time limit.
+
+    For `Scoring`.
+    """
+    self._hand_out(batch)
+    self._take(batch, wait=wait)
 
   def close(self) -> None:
     """Ends all processes. The pool cannot be used afterwards."""
@@ -226,10 +263,11 @@ class RewardPool:
     """Ends all processes."""
     self.close()
 
-  def _warn_once(self, results: Sequence[RewardResult]) -> None:
+  def warn_once(self, results: Sequence[RewardResult]) -> None:
     """Says of each kind of broken limit, once, that answers count 0 for it.
 
-    Where all of them do, the run trains on zeros, and no score tells.
+    Where all of them do, the run trains on zeros, and no score tells. For
+    `Scoring`.
     """
     limits = {
         'timeout': f'the limit is reward.timeout_s={self._timeout_s} seconds',
@@ -253,7 +291,7 @@ class RewardPool:
           error,
       )
 
-  def _hand_out(self, batch: _Batch) -> None:
+  def _hand_out(self, batch: Scoring) -> None:
     """Gives every idle worker some of what waits."""
     while len(self._workers) < self._num_workers:
       self._workers.append(self._fork())
@@ -266,20 +304,22 @@ class RewardPool:
       worker.assigned.extend(indices)
       message = pickle.dumps([(i, batch.requests[i]) for i in indices])
       with contextlib.suppress(OSError):
-        # A worker that does not read, or has died, is found by `_wait`.
+        # A worker that does not read, or has died, is found by `_take`.
         worker.sock.sendall(wire.pack(message))
       worker.since = time.monotonic()
 
-  def _wait(self, batch: _Batch) -> None:
-    """Waits for replies or the next time limit, and acts on either."""
+  def _take(self, batch: Scoring, *, wait: bool) -> None:
+    """Acts on replies and time limits; may `wait` for the next of them."""
     busy = [w for w in self._workers if w.assigned or not w.ready]
+    if not busy:
+      return
     next_limit = min(self._limit(w) for w in busy)
-    patience = max(0.0, next_limit - time.monotonic())
+    patience = max(0.0, next_limit - time.monotonic()) if wait else 0.0
     arrived = connection.wait([w.sock for w in busy], patience)
     for worker in busy:
       if worker.sock in arrived and not self._read(worker, batch):
         self._give_up(worker, 'crash', batch)
-    # Only now the clock: what arrived in time counts, however late this
+    # Only now the clock: what was ready in time counts, however late this
     # process came to read it.
     now = time.monotonic()
     for worker in [w for w in busy if w in self._workers]:
@@ -290,7 +330,7 @@ class RewardPool:
     allowed = self._timeout_s if worker.ready else _START_SECONDS
     return worker.since + allowed
 
-  def _read(self, worker: _Worker, batch: _Batch) -> bool:
+  def _read(self, worker: _Worker, batch: Scoring) -> bool:
     """Takes what a worker sent; False when the worker is gone."""
     try:
       data = worker.sock.recv(1 << 20)
@@ -305,14 +345,17 @@ class RewardPool:
         worker.ready = True
         self._failed_starts = 0
         continue
-      index = reply.pop('index')
-      worker.since = reply.pop('at')
+      index, at = reply.pop('index'), reply.pop('at')
       assert index == worker.assigned[0], (index, worker.assigned)
+      if at - worker.since > self._timeout_s:
+        # As if it had been looked at in time.
+        reply = dataclasses.asdict(failed('timeout', self._specs))
+      worker.since = at
       worker.assigned.popleft()
       batch.replies[index] = reply
     return bool(data)
 
-  def _give_up(self, worker: _Worker, error: str, batch: _Batch) -> None:
+  def _give_up(self, worker: _Worker, error: str, batch: Scoring) -> None:
     """Ends a worker; its current answer counts 0, its others wait again.
 
     A crash is tried once more: a worker also dies when the machine runs out of
@@ -385,7 +428,7 @@ class RewardPool:
             since=time.monotonic(),
         )
         with contextlib.suppress(OSError):
-          # One that was killed meanwhile is found by `_wait`.
+          # One that was killed meanwhile is found by `_take`.
           mine.sendall(wire.pack(b'go'))
         return worker
       except (EOFError, OSError):

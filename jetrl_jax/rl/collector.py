@@ -25,6 +25,7 @@ from jetrl_jax.rl.other_precision import OtherPrecision
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import StopCheck, rollout
+from jetrl_jax.rl.scoring import Scorer, scorer
 from jetrl_jax.rl.timer import Timer
 from jetrl_jax.rl.types import Completion, TrainState
 
@@ -77,10 +78,12 @@ class Collector:
       indices = self._sampler.next_batch(min(size, left), exclude=met)
       met.update(indices)
       prompts = [parts.train_set[i] for i in indices]
-      with self._timer('gen'):
-        completions = self.rollout(step, prompts, state)
-      preempted += self.engine.pages.times_parked
-      return self.score(step, prompts, completions)
+      pool = None if parts.run.synthetic else self._pool
+      with scorer(prompts, pool, parts.tokenizer) as scores:
+        with self._timer('gen'):
+          completions = self.rollout(step, prompts, state, scores)
+        preempted += self.engine.pages.times_parked
+        return self.score(step, prompts, completions, scores)
 
     filled = dynamic_sampling.fill(
         generate, groups=size, config=parts.algorithm
@@ -89,9 +92,12 @@ class Collector:
     return dataclasses.replace(filled, metrics=metrics)
 
   def rollout(
-      self, step: int, prompts: list[Prompt], state: TrainState
+      self, step: int, prompts: list[Prompt], state: TrainState, scores: Scorer
   ) -> list[Completion]:
-    """Returns num_generations answers to each prompt, prompt by prompt."""
+    """Returns num_generations answers to each prompt, prompt by prompt.
+
+    Each goes to `scores` as soon as it has ended.
+    """
     run = self._parts.run
     limits = None
     if run.synthetic:
@@ -112,12 +118,17 @@ class Collector:
         base_key=rng.key(run.seed, rng.ROLLOUT, step),
         weight_version=int(state.opt_step),
         limits=limits,
-        should_stop=self._should_stop,
+        should_stop=scores.at_visits(self._should_stop),
+        on_end=scores.add,
         environment=self._parts.environment,
     )
 
   def score(
-      self, step: int, prompts: list[Prompt], completions: list[Completion]
+      self,
+      step: int,
+      prompts: list[Prompt],
+      completions: list[Completion],
+      scores: Scorer,
   ) -> Experience:
     """Returns the answers with their scores and advantages."""
     run, errors = self._parts.run, {}
@@ -126,9 +137,7 @@ class Collector:
         values = synthetic.scores(run.seed, step, prompts, run.num_generations)
         accuracy = np.zeros_like(values)
       else:
-        results = experience.score_completions(
-            prompts, completions, self._pool, self._parts.tokenizer
-        )
+        results = scores.results(completions)
         values = np.asarray([r.score for r in results])
         accuracy = np.asarray([r.accuracy for r in results])
         for result in results:

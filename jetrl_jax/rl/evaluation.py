@@ -12,6 +12,7 @@ from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.environment import EnvironmentConfig
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import StopCheck, rollout
+from jetrl_jax.rl.scoring import scorer
 from jetrl_jax.rl.types import Completion
 from jetrl_jax.typing import PRNGKey
 
@@ -77,23 +78,24 @@ def grade(
 
   Nothing is learnt and no activation scale moves.
   """
-  completions = rollout(
-      engine,
-      params,
-      prompts,
-      num_generations=num_generations,
-      temperature=temperature,
-      base_key=base_key,
-      weight_version=0,
-      should_stop=should_stop,
-      environment=environment,
-  )
+  with scorer(prompts, pool, tokenizer) as scores:
+    completions = rollout(
+        engine,
+        params,
+        prompts,
+        num_generations=num_generations,
+        temperature=temperature,
+        base_key=base_key,
+        weight_version=0,
+        should_stop=scores.at_visits(should_stop),
+        on_end=scores.add,
+        environment=environment,
+    )
+    results = scores.results(completions)
   return Graded(
       prompts=prompts,
       completions=completions,
-      results=experience.score_completions(
-          prompts, completions, pool, tokenizer
-      ),
+      results=results,
       num_generations=num_generations,
   )
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 import numpy as np
 
 from jetrl_jax.data import Prompt, Tokenizer
-from jetrl_jax.rewards import RewardPool, RewardRequest, RewardResult
 from jetrl_jax.rl import advantages, aggregation, packing, shaping
 from jetrl_jax.rl.settings import AlgorithmConfig
 from jetrl_jax.rl.types import Completion
@@ -46,44 +45,6 @@ def response_text(completion: Completion, tokenizer: Tokenizer) -> str:
   if len(tokens) and tokens[-1] in tokenizer.eos_ids:
     tokens = tokens[:-1]
   return tokenizer.decode(tokens)
-
-
-def score_completions(
-    prompts: list[Prompt],
-    completions: list[Completion],
-    pool: RewardPool | None,
-    tokenizer: Tokenizer,
-) -> list[RewardResult]:
-  """Scores completions; order kept. Episodes have been scored already."""
-  if completions[0].episode is not None:
-    return [_episode_result(completion) for completion in completions]
-  assert pool is not None, 'without an environment there is a pool'
-  by_id = {prompt.id: prompt for prompt in prompts}
-  requests = []
-  for completion in completions:
-    prompt = by_id[completion.prompt_id]
-    requests.append(
-        RewardRequest(
-            prompt_text=prompt.text,
-            response_text=response_text(completion, tokenizer),
-            answer=prompt.answer,
-            source=prompt.source,
-            extra=prompt.extra,
-        )
-    )
-  return pool.score(requests)
-
-
-def _episode_result(completion: Completion) -> RewardResult:
-  episode = completion.episode
-  assert episode is not None
-  return RewardResult(
-      score=episode.reward,
-      accuracy=episode.accuracy,
-      parts={},
-      prediction='',
-      error=episode.error,
-  )
 
 
 def join_sampled(

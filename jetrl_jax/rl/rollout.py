@@ -59,6 +59,7 @@ def rollout(
     weight_version: int,
     limits: np.ndarray | None = None,
     should_stop: StopCheck = never_stop,
+    on_end: Callable[[Completion], None] | None = None,
     environment: EnvironmentConfig | None = None,
 ) -> list[Completion]:
   """Samples `num_generations` responses to every prompt.
@@ -74,6 +75,7 @@ def rollout(
     limits: int [P, G], most response tokens of each sample; by default
       max_response_length.
     should_stop: called at every host visit; raises to abandon the rollout.
+    on_end: called with each completion as soon as it is there.
     environment: what answers the turns; by default a response is one turn.
 
   Returns:
@@ -92,7 +94,7 @@ def rollout(
   # Gathered once, and not in every decode step.
   params = engine.whole(params)
   loop = _Loop(
-      engine, params, temperature, base_key, weight_version, environment
+      engine, params, temperature, base_key, weight_version, environment, on_end
   )
   maximum = engine.config.max_response_length
   for p, prompt in enumerate(prompts):
@@ -139,7 +141,9 @@ class _Loop:
       base_key: PRNGKey,
       weight_version: int,
       environment: EnvironmentConfig | None,
+      on_end: Callable[[Completion], None] | None,
   ):
+    self.on_end = on_end
     self.engine, self.params, self.temperature = engine, params, temperature
     self.base_key, self.weight_version = base_key, weight_version
     self.environment = environment
@@ -325,7 +329,7 @@ class _Loop:
       sampled = np.ones(length, bool)
       for start, stop in slot.observed:
         sampled[start:stop] = False
-      self.done[job.index] = Completion(
+      completion = Completion(
           prompt_id=job.prompt.id,
           sample=job.sample,
           prompt_tokens=np.asarray(job.prompt.tokens, np.int32),
@@ -337,3 +341,6 @@ class _Loop:
           finish_reason=reason,
           episode=slot.episode and slot.episode.result(),
       )
+      self.done[job.index] = completion
+      if self.on_end is not None:
+        self.on_end(completion)

@@ -82,6 +82,8 @@ def obeys(data_source, solution_str, ground_truth, extra_info=None):
   match solution_str:
     case 'hang':
       time.sleep(3600)
+    case 'late':
+      time.sleep(0.6)  # Longer than pools.LIMIT.
     case 'crash':
       os.abort()
     case 'child':

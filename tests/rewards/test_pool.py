@@ -87,6 +87,31 @@ def test_an_answer_that_hangs_takes_no_other_with_it(obedient):
   assert LIMIT <= seconds < LIMIT + SLACK + START
 
 
+def test_answers_are_scored_while_others_are_made(obedient):
+  with obedient.scoring() as scoring:
+    scoring.add([request('ok'), request('late')])
+    scoring.poll()
+    # Both have answered when they are next looked at, one of them too late.
+    time.sleep(LIMIT + 0.3)
+    scoring.poll()
+    scoring.add([request('pid')])
+    deadline = time.monotonic() + 5
+    while len(scoring.replies) < 3 and time.monotonic() < deadline:
+      scoring.poll()
+      time.sleep(0.01)
+    results = scoring.results()
+  assert [r.error for r in results] == [None, 'timeout', None]
+  assert results[2].score > 1
+
+
+def test_what_is_under_way_when_the_scoring_ends_is_given_up(obedient):
+  with pytest.raises(KeyError), obedient.scoring() as scoring:
+    scoring.add([request('hang')])
+    scoring.poll()
+    raise KeyError
+  assert [r.score for r in obedient.score([request('ok')] * 9)] == [1.0] * 9
+
+
 def test_answers_that_crash_or_need_too_much_memory_count_zero(obedient):
   results = obedient.score([request(x) for x in ('crash', 'memory', 'ok')])
   assert [r.error for r in results] == ['crash', 'memory', None]

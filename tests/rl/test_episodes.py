@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from jetrl_jax.rl import experience
+from jetrl_jax.rl import experience, scoring
 from jetrl_jax.rl.environment import EnvironmentConfig, Outcome
 from jetrl_jax.rl.episodes import Episode, StopStrings
 from tests.rl import scripted, tiny_run, tiny_updates
@@ -219,7 +219,7 @@ def test_an_environment_that_fails_costs_its_own_episode_and_is_counted():
       assert c.episode.reward == c.episode.accuracy == 0.0
   whole = [c for c in _episodes() if c.prompt_id == 53]
   _assert_same_episodes(expected[53], whole)
-  results = experience.score_completions([], found, None, None)
+  results = scoring.Scorer([], None, None).results(found)
   assert [r.error for r in results] == [c.episode.error for c in found]
   assert [r.score for r in results] == [c.episode.reward for c in found]
 

@@ -194,7 +194,10 @@ def test_a_limit_cuts_a_response_and_changes_none_of_its_tokens():
   expected = tiny_run.completions()
   shape = (len(tiny_run.prompts()), tiny_run.SAMPLES)
   limits = np.arange(np.prod(shape)).reshape(shape) % 14
-  found = tiny_run.fp8_run().rollout(limits=limits)
+  ended = []
+  found = tiny_run.fp8_run().rollout(limits=limits, on_end=ended.append)
+  assert sorted(map(id, ended)) == sorted(map(id, found))
+  assert len(ended[0].tokens) < len(ended[-1].tokens)
   for c, whole, limit in zip(found, expected, limits.reshape(-1), strict=True):
     # 0 is read as 1, and 13 as max_response_length.
     length = min(max(limit, 1), len(whole.tokens))
