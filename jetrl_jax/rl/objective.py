@@ -145,9 +145,9 @@ def policy_loss(
       'actor/ppo_kl': mean(-log_ratio_BT, mask_BT),
   } | _correction_metrics(config, batch, weight_BT)
   if config.kl_loss_coef:
-    reference_BT = jnp.where(mask_BT > 0, batch.ref_logprobs, logprobs_BT)
     kl_BT = jax.vmap(kl.make_kl_loss(config.kl_loss_type))(
-        logprobs_BT, reference_BT
+        jnp.where(mask_BT > 0, logprobs_BT, 0.0),
+        jnp.where(mask_BT > 0, batch.ref_logprobs, 0.0),
     )
     loss_BT = loss_BT + config.kl_loss_coef * kl_BT
     metrics['actor/kl_loss'] = mean(kl_BT, mask_BT)

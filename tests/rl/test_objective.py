@@ -136,14 +136,14 @@ _LOG_PI = jnp.asarray(
 _OLD = np.asarray([0, -1, -2, -1.5], np.float32)
 
 
-def _loss(config, **fields):
+def _loss(config, log_pi=_LOG_PI, **fields):
   batch = packing.pack(
       [_three_tokens(**fields)],
       row_length=4,
       rows_per_micro_batch=1,
       tile=4,
   ).batches[0]
-  return policy_loss(config, batch, _LOG_PI, jnp.ones((1, 4)))
+  return policy_loss(config, batch, log_pi, jnp.ones((1, 4)))
 
 
 def _mu(*rho: float) -> np.ndarray:
@@ -204,6 +204,12 @@ def test_without_a_correction_log_mu_is_not_read():
   loss, metrics = _loss(LossConfig(), log_mu=np.full(4, np.nan, np.float32))
   np.testing.assert_allclose(loss, -1.1, rtol=1e-6)
   assert not any(name.startswith('rollout_corr') for name in metrics)
+
+
+def test_what_is_masked_gives_no_gradient_whatever_it_holds():
+  config = LossConfig(kl_loss_coef=0.1, entropy_coeff=0.1)
+  slopes_BT = jax.grad(lambda x: _loss(config, log_pi=x)[0])(_LOG_PI)
+  assert slopes_BT[0, 0] == 0 and slopes_BT[0, 1:].all()
 
 
 @pytest.mark.parametrize(
