@@ -74,9 +74,11 @@ def _of_source(graded: Graded, rows: list[int]) -> dict[str, Any]:
   errors = sorted({r.error for r in results if r.error})
   values = {
       f'mean@{k}': evaluation_metrics.mean_at_k(accuracy_PG, k),
-      f'maj@{k}': evaluation_metrics.maj_at_k(accuracy_PG, answers, k),
       f'best@{k}': evaluation_metrics.best_at_k(accuracy_PG, k),
   }
+  if evaluation_metrics.any_votes(answers):
+    votes_P = evaluation_metrics.maj_at_k(accuracy_PG, answers, k)
+    values[f'maj@{k}'] = votes_P
   return {
       'problems': len(rows),
       **{name: _with_interval(v, k) for name, v in values.items()},
@@ -110,9 +112,10 @@ def _with_interval(values_P: np.ndarray, k: int) -> dict[str, float | None]:
 def problems(graded: Graded, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
   """Yields a row per problem, with all its answers."""
   k, answers = graded.num_generations, graded.answers
+  votes = evaluation_metrics.any_votes(answers)
   for i, prompt in enumerate(graded.prompts):
     accuracy_PG = graded.accuracy_PG[i : i + 1]
-    votes = evaluation_metrics.maj_at_k(accuracy_PG, [answers[i]], k)
+    maj_P = evaluation_metrics.maj_at_k(accuracy_PG, [answers[i]], k)
     samples = zip(
         graded.of_prompt(i, graded.completions),
         graded.of_prompt(i, graded.results),
@@ -124,7 +127,7 @@ def problems(graded: Graded, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
         'prompt': prompt.text,
         'answer': prompt.answer,
         'mean': float(accuracy_PG.mean()),
-        'maj': float(votes[0]),
+        'maj': float(maj_P[0]) if votes else None,
         'best': float(accuracy_PG.max()),
         'samples': [
             {
@@ -155,7 +158,7 @@ def table(found: dict[str, Any], device: str) -> str:
   head = ''.join(f'{name:>24}' for name in names)
   lines.append(f'{"":<14}{"problems":>9}{head}{"length":>8}{"cut off":>9}')
   for source, row in found['sources'].items():
-    cells = ''.join(f'{_cell(row[name]):>24}' for name in names)
+    cells = ''.join(f'{_cell(row.get(name)):>24}' for name in names)
     lines.append(
         f'{source:<14}{row["problems"]:>9}{cells}'
         f'{row["response_length_mean"]:>8.0f}{row["truncated"]:>9.1%}'
@@ -173,7 +176,9 @@ def table(found: dict[str, Any], device: str) -> str:
   return '\n'.join(lines)
 
 
-def _cell(entry: dict[str, float | None]) -> str:
+def _cell(entry: dict[str, float | None] | None) -> str:
+  if entry is None:  # No reward read an answer to vote with.
+    return '-'
   if entry['low'] is None:
     return f'{entry["value"]:.1%}'
   return f'{entry["value"]:.1%} [{entry["low"]:.1%}, {entry["high"]:.1%}]'

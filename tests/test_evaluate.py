@@ -51,7 +51,9 @@ def test_rows_and_summary_of_several_samples_agree(tmp_path):
       output=str(tmp_path / 'out'),
   )
   row = summary['sources']['heldout']
-  for kind in ('mean', 'maj', 'best'):
+  # The tiny run's reward reads no answer: there is nothing to vote with.
+  assert 'maj@4' not in row and problems[0]['maj'] is None
+  for kind in ('mean', 'best'):
     entry = row[f'{kind}@4']
     value = np.mean([problem[kind] for problem in problems])
     np.testing.assert_allclose(entry['value'], value, rtol=1e-12)

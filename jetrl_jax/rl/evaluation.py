@@ -129,8 +129,6 @@ def evaluate(
       metrics |= evaluation_metrics.reward_metrics(
           graded.reward_PG[rows], source=source
       )
-  if environment is not None:  # An episode has no final answer to vote with.
-    metrics = {k: v for k, v in metrics.items() if '/acc/maj@' not in k}
   samples = []
   for i, prompt in enumerate(prompts):
     completion = graded.of_prompt(i, graded.completions)[0]

@@ -112,6 +112,15 @@ def maj_at_k(
   return voted_P
 
 
+def any_votes(answers: Answers) -> bool:
+  """Says whether there is anything to vote with.
+
+  A reward that reads no answer out of a response leaves none, and a majority
+  of nothing was not measured: it is not 0.
+  """
+  return any(answer is not None for row in answers for answer in row)
+
+
 def half_width_95(values_P: Float[NpArray, ' P']) -> float:
   """Returns half the width of the normal 95% interval of a mean over problems.
 
@@ -179,18 +188,18 @@ def evaluation_metrics(
 
   Returns:
     'val-core/<source>/acc/mean@G' and so on, each with a second entry
-    '<name>/ci95', see `half_width_95`; that one is left out for one problem.
+    '<name>/ci95', see `half_width_95`; that one is left out for one problem,
+    and maj@G where no sample has an answer.
 
   Raises:
     ValueError: no problems, or shapes that do not fit.
   """
   n = np.shape(scores_PG)[1]
+  found = {'mean': mean_at_k(scores_PG, n), 'best': best_at_k(scores_PG, n)}
+  if any_votes(answers):
+    found['maj'] = maj_at_k(scores_PG, answers, n)
   metrics = {}
-  for name, values_P in (
-      ('mean', mean_at_k(scores_PG, n)),
-      ('best', best_at_k(scores_PG, n)),
-      ('maj', maj_at_k(scores_PG, answers, n)),
-  ):
+  for name, values_P in found.items():
     key = f'val-core/{source}/acc/{name}@{n}'
     metrics[key] = float(values_P.mean())
     if len(values_P) > 1:

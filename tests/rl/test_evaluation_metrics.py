@@ -101,6 +101,15 @@ def test_the_names_are_those_of_val_core():
   assert found['val-core/gsm8k/acc/best@2/ci95'] == 0.0
 
 
+def test_without_any_answer_there_is_no_majority():
+  # As rewards of one's own leave it, that only return a number.
+  found = metrics.evaluation_metrics(
+      np.ones((2, 2)), [[None, None], [None, None]], source='x'
+  )
+  assert not any('/maj@' in name for name in found)
+  assert found['val-core/x/acc/mean@2'] == 1.0
+
+
 def test_one_problem_has_no_interval():
   found = metrics.evaluation_metrics(np.ones((1, 1)), [['7']], source='x')
   assert not any(name.endswith('ci95') for name in found)
