@@ -140,7 +140,6 @@ def gspo_loss(
   mean_T = segments.segment_mean(
       jax.lax.stop_gradient(log_ratio_T), mask_T, segment_ids_T
   )
-  mean_T = jnp.clip(mean_T, -MAX_LOG_RATIO, MAX_LOG_RATIO)
   # Exactly 0, with the gradient of log pi.
   own_T = log_ratio_T - jax.lax.stop_gradient(log_ratio_T)
   advantage_T = jax.lax.stop_gradient(advantage_T)

@@ -94,6 +94,17 @@ def test_a_huge_log_ratio_gives_finite_loss_and_no_gradient():
     value, slope_T = jax.value_and_grad(total)(huge_T, advantage)
     assert np.isfinite(value)
     np.testing.assert_array_equal(slope_T, np.zeros(4))
+  # Each an answer of its own.
+  gspo = functools.partial(
+      losses.gspo_loss,
+      advantage_T=jnp.array([-1.0, 1.0, -1.0, 1.0]),
+      mask_T=jnp.ones(4),
+      segment_ids_T=jnp.arange(1, 5),
+      clip_low=0.2,
+      clip_high=0.28,
+  )
+  assert np.isfinite(gspo(huge_T).loss_T).all()
+  np.testing.assert_array_equal(_slope(gspo, huge_T), np.zeros(4))
 
 
 def test_no_gradient_flows_into_the_advantages():
