@@ -193,18 +193,19 @@ def _roll_entry(entry: PyTree, dtype, recipe: Recipe) -> PyTree:
   if 'scale' not in entry:
     return entry
   history = entry['amax_history']
-  amax = jnp.max(history)
   scale = scale_from_amax(
-      amax,
+      jnp.max(history),
       dtype,
       margin=recipe.margin,
       power_of_two=recipe.power_of_two_scales,
   )
   shifted = jnp.roll(history, 1).at[0].set(0.0)
+  # Nothing recorded since the last roll: shifting would only forget, and the
+  # oldest of those that the scale is made of is forgotten already.
+  recorded = history[0] > 0
   return entry | {
-      # Nothing recorded since the last roll: shifting would only forget.
-      'amax_history': jnp.where(history[0] > 0, shifted, history),
-      'scale': jnp.where(amax > 0, scale, entry['scale']),
+      'amax_history': jnp.where(recorded, shifted, history),
+      'scale': jnp.where(recorded, scale, entry['scale']),
   }
 
 

@@ -150,6 +150,12 @@ def test_a_layer_that_was_not_reached_keeps_its_history():
     state = slots.roll(state, RECIPE, operands=slots.OPERANDS)
   assert history(state) == [0, 1000, 0, 0]
   assert state['dot']['input']['scale'] == 4
+  # Also where the amax that the scale is made of has left the history.
+  for _ in range(3):
+    state = slots.observe(state, seen(1.0, 1.0))
+    state = slots.roll(state, RECIPE, operands=slots.OPERANDS)
+  assert history(state) == [0, 1, 1, 1]
+  assert_equal_trees(slots.roll(state, RECIPE, operands=slots.OPERANDS), state)
 
 
 def test_observing_changes_inputs_and_output_gradients_only():
