@@ -66,9 +66,9 @@ def summarize(fp8_state: PyTree, paths: list[str]) -> dict[str, dict]:
 
   Returns:
     path -> operand -> {amax, scale, saturated_frac, flushed_frac, sqnr_db}.
-    Shares are of the elements of valid rows; sqnr_db = 10 log10(signal /
-    noise), absent where nothing was lost or nothing was there. A dynamic
-    recipe has no `scale` to keep.
+    Shares are of the elements of valid rows, absent where none was quantised;
+    sqnr_db = 10 log10(signal / noise), absent where nothing was lost or nothing
+    was there. A dynamic recipe has no `scale` to keep.
   """
   summary = {}
   for path in paths:
@@ -85,7 +85,6 @@ def _summarize_operand(entry: PyTree) -> dict[str, float]:
   elements, saturated, flushed, signal, noise = (
       float(x) for x in np.asarray(entry['health'])
   )
-  count = max(elements, 1.0)
   if 'amax' in entry:
     summary = {'amax': float(entry['amax'])}
   else:
@@ -95,10 +94,11 @@ def _summarize_operand(entry: PyTree) -> dict[str, float]:
         'amax': float(history[0] or history[1]),
         'scale': float(entry['scale']),
     }
-  summary |= {
-      'saturated_frac': saturated / count,
-      'flushed_frac': flushed / count,
-  }
+  if elements:
+    summary |= {
+        'saturated_frac': saturated / elements,
+        'flushed_frac': flushed / elements,
+    }
   if signal > 0 and noise > 0:
     summary['sqnr_db'] = 10 * float(np.log10(signal / noise))
   return summary
@@ -107,7 +107,7 @@ def _summarize_operand(entry: PyTree) -> dict[str, float]:
 def shares(
     summary: Mapping[str, Any], name: str
 ) -> Iterator[tuple[str, str, float]]:
-  """Yields (dot, operand, share) of all that says something.
+  """Yields (dot, operand, share) of all that was measured and says something.
 
   The logits' gradient does not, of what is flushed: it is a softmax, most of
   whose entries are next to nothing, and none of its length.
@@ -118,7 +118,8 @@ def shares(
   """
   for dot, operands in summary.items():
     for operand, entry in operands.items():
-      if (name, dot, operand) != ('flushed_frac', LM_HEAD, 'output_grad'):
+      tail = (name, dot, operand) == ('flushed_frac', LM_HEAD, 'output_grad')
+      if name in entry and not tail:
         yield dot, operand, entry[name]
 
 

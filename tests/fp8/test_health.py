@@ -74,7 +74,7 @@ def test_what_lost_nothing_or_saw_nothing_has_no_ratio():
   summary = health.summarize(state, ['a'])['a']
   assert 'sqnr_db' not in summary['input']  # Nothing was lost.
   assert 'sqnr_db' not in summary['kernel']  # Nothing was measured.
-  assert summary['kernel']['saturated_frac'] == 0.0
+  assert 'saturated_frac' not in summary['kernel']
 
 
 def test_the_headline_is_the_worst_slot_of_each_operand():
@@ -86,9 +86,9 @@ def test_the_headline_is_the_worst_slot_of_each_operand():
   assert headline['fp8/input/saturated_frac/max'] == pytest.approx(0.1)
   assert headline['fp8/input/flushed_frac/max'] == pytest.approx(0.4)
   assert headline['fp8/input/sqnr_db/min'] == pytest.approx(20.0)
-  # The kernels measured nothing: a share of 0, and no ratio.
-  assert headline['fp8/kernel/saturated_frac/max'] == 0.0
-  assert 'fp8/kernel/sqnr_db/min' not in headline
+  # No kernel was measured: nothing is said of them, not 0. So it is with the
+  # output gradients of recipes that do not quantise them, such as INT8.
+  assert not any(name.startswith('fp8/kernel/') for name in headline)
 
 
 def test_what_the_logits_gradient_flushes_is_no_headline():
