@@ -2,10 +2,12 @@
 
 import functools
 import json
+from unittest import mock
 
 import pytest
 
 from jetrl_jax import config as configs
+from jetrl_jax.rl import calibration
 from tests import whole_run
 
 _CHANGES = {
@@ -20,7 +22,13 @@ _CHANGES = {
 @functools.cache
 def _finished():
   workdir = whole_run.home() / 'environment'
-  whole_run.trainer(workdir, _CHANGES).train()
+  with mock.patch.object(
+      calibration, 'rollout', wraps=calibration.rollout
+  ) as sampled:
+    whole_run.trainer(workdir, _CHANGES).train()
+  # Scales are measured on what the policy will read: observations, too.
+  assert sampled.called
+  assert all(call.kwargs['environment'] for call in sampled.mock_calls)
   return workdir
 
 

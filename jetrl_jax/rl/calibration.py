@@ -10,6 +10,7 @@ from jetrl_jax.data import Prompt
 from jetrl_jax.rl import mixed_flow, packing
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.environment import EnvironmentConfig
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import StopCheck, never_stop, rollout
@@ -76,6 +77,7 @@ def calibrate(
     max_tokens: int,
     base_key: PRNGKey,
     should_stop: StopCheck = never_stop,
+    environment: EnvironmentConfig | None = None,
 ) -> TrainState:
   """Fills the FP8 slots from prompts, then from a short rollout on them.
 
@@ -89,6 +91,7 @@ def calibrate(
     max_tokens: most response tokens of each sample.
     base_key: key with address (seed, stream).
     should_stop: called at the rollout's host visits; raises to give up.
+    environment: whose turns the rollout takes, if any.
 
   Returns:
     The state with input and output-gradient scales in use.
@@ -116,6 +119,7 @@ def calibrate(
       weight_version=0,
       limits=np.full((len(prompts), num_generations), max_tokens),
       should_stop=should_stop,
+      environment=environment,
   )
   return fill(
       state,
@@ -150,6 +154,7 @@ def calibrate_run(
       max_tokens=parts.run.calibration_tokens,
       base_key=rng.key(parts.run.seed, rng.CALIBRATION),
       should_stop=should_stop,
+      environment=parts.environment,
   )
 
 
