@@ -97,7 +97,7 @@ class Recipe:
     if not 0 <= self.min_sqnr_db <= 100:
       raise ValueError(
           f'min_sqnr_db is {self.min_sqnr_db} dB; allowed: 0 (off) to 100. E4M3'
-          ' keeps about 31 dB of Gaussian values, INT8 per row about 41'
+          ' keeps about 31 dB of Gaussian values, INT8 per row 36 to 40'
       )
     for pattern in self.high_precision_layers:
       try:
