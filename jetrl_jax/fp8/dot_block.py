@@ -12,7 +12,7 @@ contraction-minor, so DGrad turns W round, and WGrad both of its operands
 
 The input is kept for the backward in FP8, as the forward had it. WGrad wants
 it in groups along the tokens: its values are restored and quantised once more.
-With powers of two for scales that loses nothing but values below 2^-15 of
+With powers of two for scales that loses nothing but values below 2^-13 of
 their group's amax: a value keeps its four significant bits on any such scale.
 
 References:
