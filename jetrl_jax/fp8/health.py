@@ -38,7 +38,8 @@ def measure(x_MI: Array, quantized: QTensor, row_mask_M: Array) -> Seen:
   stored = quantized.values.astype(jnp.float32)
   scale = scale_of_elements(quantized)
   restored = jnp.where(valid, stored * scale, 0.0)
-  limit = formats.format_max(quantized.values.dtype) * scale
+  # A scale made of its group's amax may hold it up to three roundings only.
+  limit = formats.format_max(quantized.values.dtype) * scale * (1 + 2.0**-22)
   lost = jnp.stack(
       [
           jnp.sum((jnp.abs(x) > limit).astype(jnp.float32)),

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax.fp8 import formats, health, slots
-from jetrl_jax.fp8.quantization import QTensor, quantize
+from jetrl_jax.fp8.quantization import QTensor, quantize, quantize_groups
 
 
 def _operand(sums, history=(0.0, 3.0), scale=0.5) -> dict:
@@ -41,6 +41,14 @@ def test_sums_count_what_saturates_and_what_becomes_zero_on_valid_rows():
   assert found['saturated'] == 1 and found['flushed'] == 1
   assert found['signal'] == pytest.approx(500.0**2 + 1 + 2.0**-22)
   assert found['noise'] == pytest.approx(52.0**2 + 2.0**-22)
+
+
+def test_what_a_scale_was_made_of_is_not_saturated():
+  # 127 times a scale that is no power of two is rounded below half the amaxes.
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(512, 16)), jnp.float32)
+  q = quantize_groups(x, formats.INT8, (1, 16), margin=0, power_of_two=False)
+  _, sums = health.measure(x, q, jnp.ones(512))
+  assert sums[health.SUMS.index('saturated')] == 0
 
 
 def test_a_summary_has_shares_and_decibels_by_operand():
