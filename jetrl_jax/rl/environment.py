@@ -118,7 +118,14 @@ class EnvironmentConfig:
           f'observation_template is {self.observation_template!r}; it must'
           " hold '{observation}'"
       )
-    for string in self.stop_strings:
+    strings = self.make().stop_strings
+    if not isinstance(strings, (tuple, list)):
+      # The letters of a text would each end a turn.
+      raise ValueError(
+          f'stop_strings is {strings!r}; allowed: a tuple of texts, such as'
+          " ('</tool>',)"
+      )
+    for string in strings:
       # A character beyond ASCII may be cut between two tokens.
       if not (isinstance(string, str) and string and string.isascii()):
         raise ValueError(
