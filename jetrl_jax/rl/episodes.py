@@ -8,6 +8,7 @@ import dataclasses
 import math
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,7 @@ class Episode:
     prompt: what the episode starts from.
     rng: of this episode.
     ended: set whenever a call ends.
+    vocab_size: rows of the model's embedding.
   """
 
   def __init__(
@@ -87,22 +89,51 @@ class Episode:
       prompt: Prompt,
       rng: np.random.Generator,
       ended: threading.Event,
+      vocab_size: int,
   ):
     self.config, self._ended = config, ended
+    self._vocab_size = vocab_size
     self.turns, self.reward = 0, 0.0
     self.accuracy: float | None = None
     self.error: str | None = None
     self.over_by_turns = False
-    self._call = _Call(lambda: self._reset(prompt, rng), ended)
+    self._call = _Call(lambda: self._read(self._reset(prompt, rng)), ended)
 
   def _reset(self, prompt: Prompt, rng: np.random.Generator) -> Outcome:
     self._environment = self.config.make()
     return Outcome(observation=self._environment.reset(prompt, rng))
 
+  def _read(self, outcome: Any) -> tuple[Outcome, np.ndarray]:
+    """Returns an outcome in plain types, and its observation's tokens.
+
+    In the call's thread: what odd values raise, and the time that a huge
+    observation takes, are the environment's own.
+    """
+    if not isinstance(outcome, Outcome):
+      raise ValueError(f'step returned {outcome!r}, no Outcome')
+    accuracy = outcome.accuracy
+    outcome = Outcome(
+        observation=outcome.observation,
+        reward=float(outcome.reward),
+        done=bool(outcome.done),
+        accuracy=None if accuracy is None else float(accuracy),
+    )
+    over = outcome.done or self.turns >= self.config.max_turns
+    tokens = self.config.observation_tokens('' if over else outcome.observation)
+    # A gather would take the embedding's last row, without a word.
+    if len(tokens) and (largest := int(tokens.max())) >= self._vocab_size:
+      raise ValueError(
+          f'the observation has the token id {largest}; allowed: 0 to'
+          f" {self._vocab_size - 1}, the rows of the model's embedding"
+      )
+    return outcome, tokens
+
   def step(self, text: str) -> None:
     """Hands a turn to the environment; `poll` returns the answer."""
     self.turns += 1
-    self._call = _Call(lambda: self._environment.step(text), self._ended)
+    self._call = _Call(
+        lambda: self._read(self._environment.step(text)), self._ended
+    )
 
   def answered(self) -> bool:
     """Whether the last call has ended, or has run out of time."""
@@ -126,25 +157,19 @@ class Episode:
     if self._late():
       return self._fail('timeout', f'no answer in {self.config.timeout_s} s')
     if call.error is not None:
-      return self._fail('raised', f'{type(call.error).__name__}: {call.error}')
-    outcome = call.value
-    if not isinstance(outcome, Outcome):
-      return self._fail('raised', f'step returned {outcome!r}, no Outcome')
-    self.reward += float(outcome.reward)
+      # Not str(error), which is the environment's code as well.
+      said = traceback.format_exception_only(call.error)
+      return self._fail('raised', ''.join(said).strip())
+    outcome, observation = call.value
+    self.reward += outcome.reward
     if not math.isfinite(self.reward):
       return self._fail('raised', f'the rewards add up to {self.reward}')
     if outcome.accuracy is not None:
-      self.accuracy = float(outcome.accuracy)
+      self.accuracy = outcome.accuracy
     self.over_by_turns = not outcome.done and (
         self.turns >= self.config.max_turns
     )
     over = outcome.done or self.over_by_turns
-    try:
-      observation = self.config.observation_tokens(
-          '' if over else outcome.observation
-      )
-    except ValueError as error:  # Not valid Unicode.
-      return self._fail('raised', str(error))
     return Answer(observation=observation, over=over)
 
   def result(self) -> EpisodeResult:

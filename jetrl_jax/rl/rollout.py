@@ -215,7 +215,13 @@ class _Loop:
     if self.environment is None:
       return _Slot(job=job)
     generator = rng.host_generator(self.base_key, job.prompt.id, job.sample)
-    episode = Episode(self.environment, job.prompt, generator, self.call_ended)
+    episode = Episode(
+        self.environment,
+        job.prompt,
+        generator,
+        self.call_ended,
+        self.engine.policy.model.vocab_size,
+    )
     return _Slot(job=job, episode=episode, ended=0)
 
   def _prefill(self) -> None:

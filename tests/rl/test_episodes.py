@@ -239,11 +239,62 @@ def test_a_call_that_took_too_long_fails_however_late_it_is_looked_at(
 
   prompt, rng = tiny_run.prompts()[0], np.random.default_rng(0)
   ended = threading.Event()
-  episode = Episode(_config(Slow, timeout_s=limit), prompt, rng, ended)
+  config = _config(Slow, timeout_s=limit)
+  episode = Episode(config, prompt, rng, ended, tiny_run.VOCAB)
   assert ended.wait(30)
   answer = episode.poll()
   assert answer is not None and answer.over == (error is not None)
   assert episode.result().error == error
+
+
+class Unprintable(Exception):
+
+  def __str__(self):
+    raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    'answer',
+    [
+        lambda: Outcome(done=np.zeros(2, bool)),
+        lambda: Outcome(accuracy=np.ones(1)),
+        lambda: Outcome(observation='\ud800'),
+        lambda: Outcome(observation='y'),
+        lambda: (_ for _ in ()).throw(Unprintable()),
+    ],
+)
+def test_whatever_an_environment_says_fails_at_most_its_episode(answer):
+  class Odd(scripted.Letters):
+
+    def step(self, text):
+      return answer()
+
+  prompt, rng = tiny_run.prompts()[0], np.random.default_rng(0)
+  ended = threading.Event()
+  # All observations but 'y' and later letters fit the model.
+  (vocab_size,) = scripted.tokenizer().encode('y', add_special_tokens=False)
+  episode = Episode(_config(Odd), prompt, rng, ended, int(vocab_size))
+  assert ended.wait(30) and episode.poll() is not None
+  ended.clear()
+  episode.step('a')
+  assert ended.wait(30)
+  found = episode.poll()
+  assert found is not None and found.over
+  assert episode.result().error == 'environment_raised'
+
+
+def test_a_huge_observation_takes_its_own_time_and_no_other(monkeypatch):
+  config, threads = _config(max_turns=2), set()
+  encode = config.tokenizer.encode
+
+  def slow(text, **how):
+    threads.add(threading.current_thread())
+    return encode(text, **how)
+
+  monkeypatch.setattr(config.tokenizer, 'encode', slow)
+  found = tiny_run.fp8_run().rollout(environment=config)
+  assert threads and threading.main_thread() not in threads
+  assert len(found) == len(_episodes())
 
 
 def test_a_waiting_environment_holds_up_no_other_episode():
