@@ -1,7 +1,6 @@
 """What an evaluation is set to: flags over the run's config over defaults."""
 
 import dataclasses
-import math
 import pathlib
 from typing import Any
 
@@ -13,6 +12,7 @@ from jetrl_jax import saved_policy
 from jetrl_jax.data import Prompt, Tokenizer
 from jetrl_jax.rewards import RewardSpec
 from jetrl_jax.rl import fp8_support
+from jetrl_jax.rl.settings import COLDEST, HOTTEST
 
 # --help shows the flags of the command's own module: what is defined here
 # counts as its caller's.
@@ -206,8 +206,11 @@ def _check(values: dict[str, Any]) -> None:
     if values[name] is not None and values[name] < least:
       raise ValueError(f'--{name} is {values[name]}; it must be >= {least}')
   temperature = values['temperature']
-  if not (math.isfinite(temperature) and temperature >= 0):
-    raise ValueError(f'--temperature is {temperature}; it must be >= 0')
+  if temperature and not COLDEST <= temperature <= HOTTEST:
+    raise ValueError(
+        f'--temperature is {temperature}; allowed: {COLDEST} to {HOTTEST}, or 0'
+        ' for greedy'
+    )
   if values['num_generations'] > 1 and temperature == 0:
     raise ValueError(
         f'--num_generations={values["num_generations"]} at --temperature=0'

@@ -96,7 +96,12 @@ def test_a_checkpoint_without_scales_is_calibrated_for_fp8(tmp_path):
         ),
         ({'num_generations': 4}, 'would sample the same answer each time'),
         ({'num_generations': 0}, '--num_generations is 0; it must be >= 1'),
-        ({'temperature': -1.0}, '--temperature is -1.0; it must be >= 0'),
+        ({'temperature': -1.0}, '--temperature is -1.0; allowed: 0.001 to'),
+        # In float32 this is 0, and all samples would be the greedy one.
+        (
+            {'temperature': 1e-46, 'num_generations': 4},
+            '--temperature is 1e-46; allowed: 0.001 to 1000.0, or 0',
+        ),
         ({'recipe': 'fp4'}, "recipe is 'fp4'; allowed"),
         ({'checkpoint': 'nowhere'}, 'no such folder'),
         ({'step': 5}, 'has no step 5; found'),
