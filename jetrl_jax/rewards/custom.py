@@ -174,6 +174,9 @@ def _to_part(value: Any, target: str) -> Part:
     found = value.get('pred')
     # 0 and False are answers, too.
     prediction = '' if found is None else str(found)
+    # Half of a surrogate pair, as json.loads may find in an answer, could not
+    # be written to a file.
+    prediction = prediction.encode('utf-8', 'replace').decode()
     value = value['score']
   elif isinstance(value, (list, tuple)):
     value = value[0]  # As verl reads it: (score, ...).

@@ -16,7 +16,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def predicts(data_source, solution_str, ground_truth, extra_info=None):
-  return {'score': 1.0, 'acc': 1.0, 'pred': {'zero': 0}.get(solution_str)}
+  predictions = {'zero': 0, 'half': '\ud83d'}
+  return {'score': 1.0, 'acc': 1.0, 'pred': predictions.get(solution_str)}
 
 
 def with_kwargs(

@@ -97,10 +97,10 @@ def test_verls_signature_is_accepted_unchanged():
   assert result.prediction == '!'
 
 
-def test_a_prediction_of_zero_is_an_answer_and_none_is_none():
+def test_a_prediction_is_any_value_as_a_text_that_can_be_written():
   with new_pool(custom('predicts')) as pool:
-    results = pool.score([request('zero'), request('nothing')])
-  assert [result.prediction for result in results] == ['0', '']
+    results = pool.score([request(r) for r in ('zero', 'nothing', 'half')])
+  assert [result.prediction for result in results] == ['0', '', '?']
 
 
 def test_trls_signature_is_accepted_unchanged():
