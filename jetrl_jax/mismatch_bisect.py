@@ -216,7 +216,7 @@ def _decoded(
       engine, params, completions, temperature=temperature
   )
   found = _of_prefill(engine, completions)
-  while np.any(jax.device_get(state.active)):
+  while forced_decode.running(engine, state):
     before = jax.device_get(state.emitted)
     state = engine.generate_block(params, state, rng.key(0, rng.ROLLOUT, 0), 1)
     # A parked sequence takes no step.

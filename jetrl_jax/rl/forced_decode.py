@@ -42,7 +42,7 @@ def forced_logprobs(
   for start in range(0, len(completions), engine.num_slots):
     chunk = completions[start : start + engine.num_slots]
     state = begin(engine, params, chunk, temperature=temperature)
-    while np.any(jax.device_get(state.active)):
+    while running(engine, state):
       state = engine.generate_block(params, state, key)
     logprobs = jax.device_get(state.logprobs)
     found += [
@@ -50,6 +50,16 @@ def forced_logprobs(
         for slot, completion in enumerate(chunk)
     ]
   return found
+
+
+def running(engine: Engine, state: DecodeState) -> bool:
+  """Returns whether a slot decodes on; takes back the pages of the others.
+
+  Without them a sequence that is parked would wait for ever.
+  """
+  active_B = jax.device_get(state.active)
+  engine.release(np.flatnonzero(~active_B).tolist())
+  return bool(active_B.any())
 
 
 def begin(
@@ -85,7 +95,8 @@ def begin(
         state,
         [slot for slot, _ in pairs],
         rows=[row for _, row in pairs],
-        limits=[len(completions[slot].tokens) for slot, _ in pairs],
+        # Of an empty response, too, a step is taken, which needs its page.
+        limits=[max(1, len(completions[slot].tokens)) for slot, _ in pairs],
         temperature=temperature,
     )
   tokens = {slot: c.tokens for slot, c in enumerate(completions)}
