@@ -49,9 +49,8 @@ def nursery_main(descriptor: int) -> None:
     descriptor: number of an inherited stream socket to the pool.
   """
   parent = os.getppid()
-  # Ctrl-C is the trainer's to handle; children are never waited for.
+  # Ctrl-C is the trainer's to handle.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
-  signal.signal(signal.SIGCHLD, signal.SIG_IGN)
   control = socket.socket(fileno=descriptor)
   specs, memory_limit_mb = pickle.loads(wire.receive(control))
   if any(spec.function == 'math' for spec in specs):
@@ -72,6 +71,11 @@ def nursery_main(descriptor: int) -> None:
       return
     nursery = os.getpid()
     sys.stdout.flush()
+    # Only now: until a worker that died is waited for, the pool can find what
+    # it left behind by its number.
+    with contextlib.suppress(ChildProcessError):
+      while os.waitpid(-1, os.WNOHANG)[0]:
+        pass
     pid = os.fork()
     if pid == 0:
       # A group of its own: what a reward function starts is killed with it.
@@ -93,11 +97,10 @@ def _run_worker(
 ) -> None:
   """Runs one worker in the forked process and never returns."""
   try:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _die_with(nursery)
     with socket.socket(fileno=descriptor) as sock:
-      # Nobody waits for this process, so once it has ended its number names
-      # nothing; the pool must have taken hold of it before it can fail.
+      # Once it has ended and the nursery forks again, its number names nothing;
+      # the pool must have taken hold of it before it can fail.
       wire.receive(sock)
       _work(sock, specs, memory_limit_mb)
   except (EOFError, OSError):

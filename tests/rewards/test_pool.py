@@ -223,12 +223,15 @@ def test_a_pool_needs_rewards_with_different_names_and_positive_limits():
     new_pool('math', timeout_s=0)
 
 
+@pytest.mark.parametrize(
+    ('answer', 'error'), [('child', 'timeout'), ('orphan', 'crash')]
+)
 def test_what_a_reward_function_started_is_killed_with_its_worker(
-    obedient, tmp_path
+    obedient, tmp_path, answer, error
 ):
   where = tmp_path / 'pid'
-  (result,) = obedient.score([request('child', source=str(where))])
-  assert result.score == 0 and result.error == 'timeout'
+  (result,) = obedient.score([request(answer, source=str(where))])
+  assert result.score == 0 and result.error == error
   child = int(where.read_text())
   deadline = time.monotonic() + 5
   while _is_alive(child) and time.monotonic() < deadline:
