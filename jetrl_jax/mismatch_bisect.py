@@ -56,7 +56,7 @@ def bisect(start: Start) -> Found:
     start: its state is only read.
   """
   parts, state = start.parts, start.state
-  exp = start.collector.collect(start.step, state).experience
+  exp = start.rollout()
   cases: list[tuple[TrainBatch, list[Placed]]] = []
   for batch in experience.mini_batches(
       exp,

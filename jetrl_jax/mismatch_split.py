@@ -88,7 +88,7 @@ def split(start: Start) -> Split:
     start: its state is donated.
   """
   parts, state = start.parts, start.state
-  exp = start.collector.collect(start.step, state).experience
+  exp = start.rollout()
   batches = experience.mini_batches(
       exp,
       parts.algorithm,

@@ -16,6 +16,7 @@ from jetrl_jax.rl import run_precision, startup
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.collector import Collector
 from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.experience import Experience
 from jetrl_jax.rl.learner import Learner
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.parts import Parts
@@ -46,6 +47,21 @@ class Start:
   state: TrainState
   step: int
   origin: str
+
+  def rollout(self) -> Experience:
+    """Samples and scores the next step's prompts.
+
+    Raises:
+      ValueError: no token was sampled, so there is nothing to compare.
+    """
+    found = self.collector.collect(self.step, self.state).experience
+    if not any(c.sampled.any() for c in found.completions):
+      raise ValueError(
+          'the policy sampled no token in this step: the environment failed, or'
+          ' its first observation left no room, in every episode. See the'
+          ' warning above, or raise rollout.max_response_length'
+      )
+    return found
 
 
 @contextlib.contextmanager

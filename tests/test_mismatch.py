@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import types
 
 import jax.numpy as jnp
 import numpy as np
@@ -57,6 +58,21 @@ def test_the_step_of_a_run_with_a_kl_term_meets_its_reference(tmp_path):
   for found in (cold, resumed):
     assert found is not None
     np.testing.assert_array_equal(found.weights['x'], first.weights['x'])
+
+
+def test_a_step_without_a_sampled_token_has_nothing_to_compare():
+  # All that an environment that fails in every `reset` leaves.
+  nothing = types.SimpleNamespace(sampled=np.zeros(0, bool))
+  exp = types.SimpleNamespace(completions=[nothing])
+  start = types.SimpleNamespace(
+      collector=types.SimpleNamespace(
+          collect=lambda step, state: types.SimpleNamespace(experience=exp)
+      ),
+      step=0,
+      state=None,
+  )
+  with pytest.raises(ValueError, match='the policy sampled no token'):
+    mismatch_start.Start.rollout(start)
 
 
 def test_the_links_of_a_chain_add_up_by_hand():
