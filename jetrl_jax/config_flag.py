@@ -142,7 +142,15 @@ def _sentence(argv: list[str], error: Exception) -> str:
     inside = [f for f in frames if _is(file, f.filename)]
     if inside:
       return f'{file}:{inside[-1].lineno}: {_of_file(cause, inside[-1].line)}'
-  known = config_check.names(runpy.run_path(str(file))['get_config']())
+  try:
+    known = config_check.names(runpy.run_path(str(file))['get_config']())
+  except SyntaxError as wrong:  # No frame is inside: no line has run.
+    return f'{file}:{wrong.lineno}: {type(wrong).__name__}: {wrong.msg}'
+  except (AttributeError, KeyError, TypeError):
+    return (
+        f'{file} has no function get_config(), without parameters, that returns'
+        ' a config; configs/quickstart.py shows one'
+    )
   for argument in argv:
     name = re.match(r'--?config\.([\w.]+)', argument)
     if name and not any(f'{k}.'.startswith(f'{name[1]}.') for k in known):

@@ -4,7 +4,8 @@ import json
 import re
 
 import pytest
-from absl import app
+from absl import app, flags
+from ml_collections import config_flags
 
 from jetrl_jax import config_flag, models
 from tests import whole_run
@@ -139,6 +140,26 @@ def test_a_mistake_in_a_config_file_is_one_line(tmp_path, line, message):
   said = _refused(_file(tmp_path, line), f'--workdir={tmp_path}/run')
   assert message in said
   assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize(
+    'text, message',
+    [
+        ('\ndef get_config(:', ':2: SyntaxError: invalid syntax'),
+        ('def config():\n  pass', ' has no function get_config()'),
+        ('def get_config():\n  pass', ' has no function get_config()'),
+    ],
+)
+def test_a_file_that_is_no_config_is_one_line(tmp_path, text, message):
+  path = tmp_path / 'mine.py'
+  path.write_text(text)
+  flag = f'--config={path}'
+  values = flags.FlagValues()
+  config_flags.DEFINE_config_file('config', flag_values=values)
+  with pytest.raises(Exception) as caught:
+    values(['main', flag, '--config.seed=1'])
+  said = config_flag._sentence([flag], caught.value)
+  assert said.startswith(f'{path}{message}')
 
 
 @pytest.mark.parametrize(
