@@ -9,12 +9,14 @@ code of a checkpoint is ever run.
 import json
 import os
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tokenizers
 
+_FLAGS = ('lstrip', 'normalized', 'rstrip', 'single_word', 'special')
 _SPECIAL = ('bos_token', 'eos_token', 'pad_token', 'unk_token')
 
 
@@ -61,8 +63,9 @@ class Tokenizer:
     # on the batch, or are lost.
     self._tokenizer.no_truncation()
     self._tokenizer.no_padding()
-    self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
     config = _read_object(folder / 'tokenizer_config.json')
+    self._add_listed_tokens(config.get('added_tokens_decoder') or {}, folder)
+    self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
     self.special_tokens = {
         name: _content(config[name], folder)
         for name in _SPECIAL
@@ -103,6 +106,35 @@ class Tokenizer:
     return self._tokenizer.decode(
         [int(i) for i in ids], skip_special_tokens=skip_special_tokens
     )
+
+  def _add_listed_tokens(self, listed: Any, folder: pathlib.Path) -> None:
+    """Adds tokens that tokenizer_config.json alone lists, as transformers does.
+
+    Without them a '<think>' of the template would be three tokens, and no
+    longer the one that the model knows.
+    """
+    where = f'{folder / "tokenizer_config.json"}: added_tokens_decoder'
+    if not isinstance(listed, dict) or not all(
+        re.fullmatch(r'\d{1,9}', id, re.ASCII) and isinstance(token, dict)
+        for id, token in listed.items()
+    ):
+      raise ValueError(f'{where} must map ids to objects.')
+    known = self._tokenizer.get_added_tokens_decoder().values()
+    texts = {token.content for token in known}
+    for id in sorted(listed, key=int):
+      token = listed[id]
+      text = _content(token, folder)
+      if text in texts:
+        continue
+      flags = {k: token[k] for k in _FLAGS if isinstance(token.get(k), bool)}
+      self._tokenizer.add_tokens([tokenizers.AddedToken(text, **flags)])
+      found = self._tokenizer.token_to_id(text)
+      if found != int(id):
+        raise ValueError(
+            f'{where} gives {text!r} the id {id}, and added to tokenizer.json,'
+            f' which lacks it, it has the id {found}; use the tokenizer.json'
+            ' that belongs to this tokenizer_config.json.'
+        )
 
   def _end_ids(self, folder: pathlib.Path) -> tuple[int, ...]:
     """Collects the ids that end a response, see the class docstring."""

@@ -58,6 +58,20 @@ def test_the_special_tokens_of_the_file_are_added_on_request_alone(tmp_path):
   assert tokenizer.decode(ids, skip_special_tokens=False) == 'a<|end|>'
 
 
+def test_a_token_that_tokenizer_config_alone_lists_is_one_id(tmp_path):
+  listed = {
+      '259': {'content': '<think>', 'special': False},
+      '260': {'content': '<|x|>', 'special': True},
+      '256': {'content': '<|end|>', 'special': True},
+  }
+  config = {'eos_token': '<|end|>', 'added_tokens_decoder': listed}
+  tokenizer = Tokenizer(write_tokenizer(tmp_path, config=config))
+  ids = tokenizer.encode('<think><|x|><|end|>', add_special_tokens=False)
+  assert ids.tolist() == [259, 260, 256]
+  assert tokenizer.decode(ids) == '<think>'
+  assert tokenizer.vocab_size == 261
+
+
 def test_several_end_ids_are_kept_and_the_tokenizers_own_is_added(tmp_path):
   write_tokenizer(tmp_path, generation={'eos_token_id': [257, 258]})
   tokenizer = Tokenizer(tmp_path)
@@ -137,6 +151,17 @@ def test_a_lone_surrogate_is_a_value_error(tmp_path):
             'tokenizer_config.json',
             '{"eos_token": "<|end|>", "chat_template": 3}',
             'chat_template must be a text',
+        ),
+        (
+            'tokenizer_config.json',
+            '{"added_tokens_decoder": {"300": {"content": "<t>"}}}',
+            "gives '<t>' the id 300, and added to tokenizer.json, which lacks"
+            ' it, it has the id 259',
+        ),
+        (
+            'tokenizer_config.json',
+            '{"added_tokens_decoder": {"x": {"content": "<t>"}}}',
+            'added_tokens_decoder must map ids to objects',
         ),
         (
             'generation_config.json',
