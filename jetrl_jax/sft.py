@@ -51,7 +51,7 @@ def target_tokens(
       str(column(prompt.extra, answer_key, f'prompt {prompt.id}')),
       add_special_tokens=False,
   )
-  end = np.asarray(tokenizer.eos_ids[:1], np.int32)
+  end = [tokenizer.eos_id]
   tokens = np.concatenate([prompt.tokens, answer, end]).astype(np.int32)
   return tokens, len(prompt.tokens)
 

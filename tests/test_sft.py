@@ -12,6 +12,7 @@ import pytest
 
 from jetrl_jax import models, sft
 from tests import whole_run
+from tests.data.small import write_tokenizer
 
 
 @pytest.fixture(scope='module')
@@ -228,7 +229,7 @@ def test_a_warm_start_that_is_never_finite_exports_nothing(
   assert not (tmp_path / 'out').exists()
 
 
-def test_a_written_answer_ends_with_the_end_token():
+def test_a_written_answer_ends_with_the_end_token(tmp_path):
   config = whole_run.config()
   _, _, folder = sft.config_model.build_policy(config)
   tokenizer = sft.configs.build_tokenizer(config, folder)
@@ -241,3 +242,8 @@ def test_a_written_answer_ends_with_the_end_token():
   row = dataclasses.replace(data[0], extra={'a': {'b': '12'}})
   tokens, start = sft.target_tokens(row, 'a.b', tokenizer)
   assert tokenizer.decode(tokens[start:-1]) == '12'
+  # Llama 3's generation_config.json begins with the end of a document; what
+  # ends a turn is the tokenizer's own.
+  write_tokenizer(tmp_path, generation={'eos_token_id': [257, 256]})
+  tokens, _ = sft.target_tokens(row, 'a.b', sft.Tokenizer(tmp_path))
+  assert tokens[-1] == 256

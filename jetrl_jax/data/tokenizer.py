@@ -28,6 +28,9 @@ class Tokenizer:
     eos_ids: ids that end a response, at least one. Those of
       generation_config.json (else config.json) first, then the tokenizer's
       own, since a model may stop with either.
+    eos_id: the one that ends a written answer: the tokenizer's own, where it
+      names one. Llama 3's generation_config.json begins with another, the end
+      of a document, which no turn of its chats ends with.
     pad_id: id of the padding token; `eos_ids[0]` where none is named.
     vocab_size: largest id + 1. A model's embedding may have more rows.
     chat_template: Jinja source, '' where the folder has none.
@@ -73,6 +76,8 @@ class Tokenizer:
     }
     self.chat_template = _chat_template(folder, config)
     self.eos_ids = self._end_ids(folder)
+    eos = self.special_tokens.get('eos_token')
+    self.eos_id = self.eos_ids[0] if eos is None else self._id_of(eos, folder)
     pad = self.special_tokens.get('pad_token')
     self.pad_id = self.eos_ids[0] if pad is None else self._id_of(pad, folder)
 

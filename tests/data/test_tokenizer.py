@@ -76,6 +76,7 @@ def test_several_end_ids_are_kept_and_the_tokenizers_own_is_added(tmp_path):
   write_tokenizer(tmp_path, generation={'eos_token_id': [257, 258]})
   tokenizer = Tokenizer(tmp_path)
   assert tokenizer.eos_ids == (257, 258, 256)
+  assert tokenizer.eos_id == 256
   assert tokenizer.vocab_size == 259
   assert tokenizer.pad_id == 257
 
@@ -84,6 +85,7 @@ def test_config_json_is_read_where_there_is_no_generation_config(tmp_path):
   write_tokenizer(tmp_path, config={}, config_json='{"eos_token_id": 258}')
   tokenizer = Tokenizer(tmp_path)
   assert tokenizer.eos_ids == (258,)
+  assert tokenizer.eos_id == 258
   # No padding token named: the end token serves.
   assert tokenizer.pad_id == 258
   assert tokenizer.chat_template == ''
