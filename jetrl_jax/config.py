@@ -28,6 +28,7 @@ from jetrl_jax.data import (
     load_examples,
 )
 from jetrl_jax.metrics_wandb import WandbConfig
+from jetrl_jax.models.hf_export import check_carried
 from jetrl_jax.rewards import RewardPool, RewardSpec
 from jetrl_jax.rewards.pool import check_limits
 from jetrl_jax.rl import combinations, corrections, engine_sizes, losses
@@ -319,6 +320,8 @@ def build(config: Config) -> Parts:
   config = config_flow.resolve(config)
   policy, mesh, folder = config_model.build_policy(config)
   tokenizer = build_tokenizer(config, folder)
+  if folder is not None:  # The run will end with an export.
+    check_carried(tokenizer.folder)
   environment = environment_config(config.environment, tokenizer)
   algorithm = algorithm_config(config)
   run = _take(

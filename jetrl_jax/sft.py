@@ -21,7 +21,7 @@ from jetrl_jax.data import Prompt, PromptSampler, Tokenizer
 from jetrl_jax.data.prompts import column
 from jetrl_jax.metrics import MetricWriter
 from jetrl_jax.models import invariant_scaling
-from jetrl_jax.models.hf_export import check_target
+from jetrl_jax.models.hf_export import check_carried, check_target
 from jetrl_jax.rl import fp8_support, packing
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.apply import merge
@@ -166,6 +166,7 @@ def train(config, workdir: pathlib.Path) -> None:
   policy, mesh, folder = config_model.build_policy(config)
   fp8_support.check({'precision.recipe': policy}, config.optim.moments)
   tokenizer = configs.build_tokenizer(config, folder)
+  check_carried(tokenizer.folder)
   # Before any weight is loaded: what is wrong with the data shows now.
   next_batch = _batches(config, policy, tokenizer)
   _check_workdir(workdir)

@@ -3,6 +3,7 @@
 import pathlib
 import re
 import runpy
+import shutil
 
 import ml_collections
 import pytest
@@ -374,3 +375,13 @@ def test_a_setting_that_cannot_work_is_refused_before_any_compute(
 
 def test_a_missing_model_folder_is_named():
   _refused('nowhere', **{'model.path': str(whole_run.home() / 'nowhere')})
+
+
+def test_a_tokenizer_that_the_last_export_cannot_copy_is_refused(tmp_path):
+  own = shutil.copytree(whole_run.home() / 'tiny/model', tmp_path / 'own')
+  (own / 'tokenizer.json').rename(tmp_path / 'tokenizer.json')
+  (own / 'tokenizer.json').symlink_to(tmp_path / 'tokenizer.json')
+  _refused(
+      'own/tokenizer.json: the link leads outside of the folder; put the file',
+      **{'data.tokenizer': str(own)},
+  )

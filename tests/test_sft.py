@@ -229,6 +229,17 @@ def test_a_warm_start_that_is_never_finite_exports_nothing(
   assert not (tmp_path / 'out').exists()
 
 
+def test_a_tokenizer_that_could_not_be_exported_is_refused_first(tmp_path):
+  write_tokenizer(tmp_path)
+  (tmp_path / 'merges.txt').symlink_to('/dev/null')
+  config = whole_run.config(
+      **{'data.tokenizer': str(tmp_path), 'sft.output': str(tmp_path / 'out')}
+  )
+  with pytest.raises(ValueError, match='merges.txt: the link leads outside'):
+    sft.train(config, tmp_path / 'run')
+  assert not (tmp_path / 'run').exists()
+
+
 def test_a_written_answer_ends_with_the_end_token(tmp_path):
   config = whole_run.config()
   _, _, folder = sft.config_model.build_policy(config)

@@ -152,6 +152,17 @@ def check_target(folder: pathlib.Path) -> None:
     raise ValueError(f'{folder} cannot be made: {error.strerror}') from error
 
 
+def check_carried(folder: pathlib.Path) -> None:
+  """Refuses a tokenizer's folder that cannot be copied; for before the work.
+
+  Raises:
+    ValueError: a file to carry is no readable file of the folder itself.
+  """
+  for name in CARRIED_FILES:
+    if has_file(folder, name):
+      open_inside(folder, name).close()
+
+
 def _check_leaves(leaves: dict[str, Any], config: ModelConfig) -> None:
   shapes = {row.path: row.shape for row in layout(config)}
   leaves = {

@@ -128,7 +128,10 @@ def open_inside(folder: pathlib.Path, name: str) -> io.FileIO:
   except (OSError, RuntimeError) as error:
     raise ValueError(f'{folder / name}: cannot be read: {error}') from None
   if not any(target.is_relative_to(allowed) for allowed in roots):
-    raise ValueError(f'{folder / name}: the link leads outside of the folder')
+    raise ValueError(
+        f'{folder / name}: the link leads outside of the folder; put the file'
+        ' itself there'
+    )
   try:
     # Non-blocking, or a named pipe would hold the reader for ever.
     fd = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
