@@ -21,6 +21,9 @@ from jetrl_jax.data.types import Example, Message
 _SCRIPT = pathlib.Path(__file__).with_name('render_process.py')
 _MEMORY_BYTES = 2**30
 _MAX_CHARS = 1_000_000
+# Conversations per process: the memory is for the template, and must not depend
+# on the size of the data.
+_AT_ONCE = 10_000
 # The clock: start of the process, then a share per conversation. Qwen's and
 # Llama's templates take about 0.05 ms each.
 _BASE_SECONDS = 10.0
@@ -47,7 +50,8 @@ def render_chat(
     variables: further names the template may use: the special tokens, and
       settings of its own such as Qwen3's `enable_thinking`.
     add_generation_prompt: whether to end with the opening of an answer.
-    base_seconds: time limit in seconds, to which 10 ms per text are added.
+    base_seconds: time limit in seconds, to which 10 ms per text are added; of
+      each process, which takes 10,000 conversations.
 
   Returns:
     One text per conversation.
@@ -56,6 +60,17 @@ def render_chat(
     ValueError: the template is malformed, raises, refuses the conversation,
       or passes a limit of time, memory or output.
   """
+  if len(conversations) > _AT_ONCE:
+    texts = []
+    for first in range(0, len(conversations), _AT_ONCE):
+      texts += render_chat(
+          template,
+          conversations[first : first + _AT_ONCE],
+          variables=variables,
+          add_generation_prompt=add_generation_prompt,
+          base_seconds=base_seconds,
+      )
+    return texts
   seconds = base_seconds + _SECONDS_PER_TEXT * len(conversations)
   job = {
       'template': template,

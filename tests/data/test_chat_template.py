@@ -8,6 +8,7 @@ from jetrl_jax.data import (
     Example,
     PlainFormat,
     Tokenizer,
+    chat_template,
     render_chat,
 )
 from tests.data.small import write_tokenizer
@@ -118,6 +119,16 @@ def test_a_template_that_never_ends_is_killed(template):
   with pytest.raises(ValueError, match='did not finish within 1.0 s'):
     render_chat(template, [HELLO], variables={}, base_seconds=1.0)
   assert time.monotonic() - start < 5
+
+
+def test_the_memory_limit_is_not_one_of_the_size_of_the_data(monkeypatch):
+  monkeypatch.setattr(chat_template, '_MEMORY_BYTES', 2**26)
+  monkeypatch.setattr(chat_template, '_AT_ONCE', 100)
+  chat = [{'role': 'user', 'content': 'x'}]
+  texts = render_chat(
+      '{{ messages[0].content * 200000 }}', [chat] * 300, variables={}
+  )
+  assert texts == ['x' * 200_000] * 300
 
 
 def test_the_chat_format_adds_system_and_instruction(tmp_path):
