@@ -145,13 +145,19 @@ def _trl_arguments(request: RewardRequest) -> dict[str, Any]:
 
 
 def _itself(value: Any, target: str) -> Any:
-  del target
-  return value
+  """A verl function answers with the score; without a `return`, with None."""
+  return _number(value, target) if value is None else value
 
 
 def _first(value: Any, target: str) -> Any:
   """A TRL function answers with one number per completion."""
-  values = list(value)
+  try:
+    values = list(value)
+  except TypeError:
+    raise RewardFunctionError(
+        f'reward {target!r} returned {_shown(value)}; a function of completions'
+        ' must return a list with a number for each.'
+    ) from None
   if len(values) != 1:
     raise RewardFunctionError(
         f'reward {target!r} returned {len(values)} values for 1 completion.'
@@ -197,8 +203,8 @@ def _number(value: Any, target: str) -> float:
   if not math.isfinite(number):
     raise RewardFunctionError(
         f'reward {target!r} returned {_shown(value)}; a score must be a finite'
-        ' number: return 0.0 for an answer that cannot be judged, or None for'
-        ' a term that does not apply to it.'
+        ' number: return 0.0 for an answer that cannot be judged (where a term'
+        " does not apply, a function with TRL's arguments may return [None])."
     )
   return number
 

@@ -108,3 +108,13 @@ def obeys(data_source, solution_str, ground_truth, extra_info=None):
 
 def other(a, b):
   return 0.0
+
+
+def forgets(data_source, solution_str, ground_truth, extra_info=None):
+  """Returns a score for right answers alone."""
+  if solution_str == ground_truth:
+    return 1.0
+
+
+def bare(completions, **kwargs):
+  return 1.0

@@ -29,6 +29,7 @@ def test_a_users_mistake_stops_the_run_with_its_traceback(name, message):
         ('not_finite', 'nan'),
         ('infinite', 'inf'),
         ('words', "'very good'"),
+        ('forgets', 'None'),
         # 10**400, cut at 80 characters, and what repr refuses.
         ('huge', '1' + 76 * '0' + '...'),
         ('unwritable', 'a number too large to write (int)'),
@@ -44,6 +45,12 @@ def test_a_score_that_is_no_finite_number_is_refused_in_one_sentence(
   assert f":{name}' returned {returned}; a score must be a finite" in said
   assert 'return 0.0 for an answer that cannot be judged' in said
   assert '\n' not in said
+
+
+def test_a_function_of_completions_that_returns_no_list_is_told_so():
+  with new_pool(custom('bare')) as pool:
+    with pytest.raises(RewardFunctionError, match='returned 1.0; a fun'):
+      pool.score([request('x')])
 
 
 def test_a_keyword_that_the_function_lacks_is_refused_at_the_start():
