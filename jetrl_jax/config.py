@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import os
 import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
@@ -27,6 +26,7 @@ from jetrl_jax.data import (
     Tokenizer,
     load_examples,
 )
+from jetrl_jax.files import user_path
 from jetrl_jax.metrics_wandb import WandbConfig
 from jetrl_jax.models.hf_export import check_carried
 from jetrl_jax.rewards import RewardPool, RewardSpec
@@ -80,7 +80,7 @@ def build_tokenizer(config: Config, folder: pathlib.Path | None) -> Tokenizer:
         'data.tokenizer is empty and there is no checkpoint; name a folder'
         ' with tokenizer.json'
     )
-  return Tokenizer(pathlib.Path(source).expanduser())
+  return Tokenizer(user_path(source))
 
 
 def build_dataset(
@@ -89,7 +89,7 @@ def build_dataset(
   """Returns tokenised prompts, over-long ones left out and counted."""
   data = config.data
   examples = load_examples(
-      [os.path.expanduser(file) for file in files],
+      files,
       prompt_key=data.prompt_key,
       answer_key=data.answer_key,
       source_key=data.source_key,

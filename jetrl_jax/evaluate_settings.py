@@ -10,6 +10,7 @@ from absl import flags
 from jetrl_jax import config as configs
 from jetrl_jax import saved_policy
 from jetrl_jax.data import Prompt, Tokenizer
+from jetrl_jax.files import user_path
 from jetrl_jax.rewards import RewardSpec
 from jetrl_jax.rl import fp8_support
 from jetrl_jax.rl.settings import COLDEST, HOTTEST
@@ -227,7 +228,7 @@ def _files(values: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, str]]:
           f'--data_file is for a named set ({", ".join(NAMED)}), and --data is'
           f' {name!r}; leave one of the two out'
       )
-    if ':' not in name and not pathlib.Path(name).expanduser().is_file():
+    if ':' not in name and not user_path(name).is_file():
       raise ValueError(
           f'--data={name}: no such file, and no set of that name; allowed:'
           f' {", ".join(NAMED)}, a .jsonl, .json or .parquet file, or'
@@ -282,9 +283,9 @@ def _rewards(
 
 def _output(values: dict[str, Any]) -> pathlib.Path:
   if values['output'] is not None:
-    return pathlib.Path(values['output']).expanduser()
+    return user_path(values['output'])
   name = values['data'].split(':')[-1]
   stem = pathlib.Path(name).stem
   if saved_policy.is_run(values['checkpoint']):
-    return pathlib.Path(values['checkpoint']).expanduser() / 'evaluate' / stem
+    return user_path(values['checkpoint']) / 'evaluate' / stem
   return pathlib.Path('evaluate') / stem

@@ -7,7 +7,6 @@ prompts of a file. See docs/export.md.
 """
 
 import dataclasses
-import pathlib
 import sys
 from typing import Any
 
@@ -17,6 +16,7 @@ from absl import app, flags, logging
 from jetrl_jax import config as configs
 from jetrl_jax import config_flag, models, saved_policy
 from jetrl_jax.data import Prompt
+from jetrl_jax.files import user_path
 from jetrl_jax.fp8 import slots
 from jetrl_jax.fp8.recipes import LM_HEAD
 from jetrl_jax.models import invariant_scaling
@@ -80,7 +80,7 @@ def export(values: dict[str, Any]) -> str:
     ValueError: no run or no such step; FP8 asked of what has no FP8 scales,
       without prompts to calibrate on; the folder exists.
   """
-  path, out = _source(values), pathlib.Path(values['out']).expanduser()
+  path, out = _source(values), user_path(values['out'])
   check_target(out)
   found = saved_policy.restore(path, step=values['step'])
   calibrated = ''
@@ -243,7 +243,7 @@ def main(argv: list[str], values: dict[str, Any]) -> None:
   except (ValueError, OSError, RuntimeError) as error:
     logging.debug('Traceback:', exc_info=True)
     sys.exit(f'error: {error}')
-  out = pathlib.Path(values['out']).expanduser()
+  out = user_path(values['out'])
   size = sum(file.stat().st_size for file in out.iterdir())
   print(f'Exported {said} -> {out} ({size / 1e6:,.1f} MB)')
 

@@ -4,9 +4,18 @@ import os
 import pathlib
 
 
-def user_path(text: str) -> pathlib.Path:
-  """Returns the path; ~ is the home folder, which a shell leaves in --x=~/y."""
-  return pathlib.Path(text).expanduser()
+def user_path(text: str | os.PathLike[str]) -> pathlib.Path:
+  """Returns the path; ~ is the home folder, which a shell leaves in --x=~/y.
+
+  Raises:
+    ValueError: there is no such home, as for a mistyped ~runs/y.
+  """
+  try:
+    return pathlib.Path(text).expanduser()
+  except RuntimeError:
+    raise ValueError(
+        f'{text}: there is no such home folder; your own begins with ~/'
+    ) from None
 
 
 def replace_text(path: pathlib.Path, text: str) -> None:

@@ -16,6 +16,7 @@ from jetrl_jax import (
     report,
 )
 from jetrl_jax import config as configs
+from jetrl_jax.files import user_path
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.interrupt import StopRequested
 from jetrl_jax.rl.trainer import Parts, Trainer
@@ -45,9 +46,10 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments {argv[1:]}')
   show_own_sentences()
-  workdir = pathlib.Path(
-      _WORKDIR.value or f'runs/{config_flag.file().stem}'
-  ).expanduser()
+  try:
+    workdir = user_path(_WORKDIR.value or f'runs/{config_flag.file().stem}')
+  except ValueError as error:
+    sys.exit(f'error: {error}')
   try:
     config: configs.Config = config_flag.load(_CONFIG)
     _check_purpose(config)

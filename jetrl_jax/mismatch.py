@@ -26,6 +26,7 @@ from jetrl_jax import (
     provenance,
 )
 from jetrl_jax import config as configs
+from jetrl_jax.files import user_path
 from jetrl_jax.mismatch_compare import Found
 from jetrl_jax.mismatch_split import Row, Split
 from jetrl_jax.mismatch_start import Start
@@ -226,11 +227,11 @@ def main(
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments {argv[1:]}')
   show_own_sentences()
-  workdir, output = (
-      pathlib.Path(path).expanduser() if (path := values[name]) else None
-      for name in ('workdir', 'output')
-  )
   try:
+    workdir, output = (
+        user_path(path) if (path := values[name]) else None
+        for name in ('workdir', 'output')
+    )
     print(run(load(), workdir, output, values['bisect']))
   except (ValueError, OSError, RuntimeError) as error:
     logging.debug('Traceback:', exc_info=True)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from jetrl_jax import report_data, report_page
+from jetrl_jax.files import user_path
 
 FILE = 'report.html'
 _OUT = flags.DEFINE_string(
@@ -40,7 +41,7 @@ def write_report(
     ValueError: there is nothing to report on (see `report_data.read_run`), or
       the file cannot be written.
   """
-  folders = [pathlib.Path(workdir).expanduser() for workdir in workdirs]
+  folders = [user_path(workdir) for workdir in workdirs]
   if not folders:
     raise ValueError('name the workdir of a run, or of several to compare')
   names = report_data.names(folders)
@@ -53,7 +54,7 @@ def write_report(
     raise ValueError(f'{error.filename}: {error.strerror}') from error
   if out is None:
     out = folders[0] / FILE if len(folders) == 1 else FILE
-  path = pathlib.Path(out).expanduser()
+  path = user_path(out)
   page = report_page.render(runs)
   temporary = path.with_name(f'{path.name}.tmp')
   try:

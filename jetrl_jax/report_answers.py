@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from jetrl_jax.data import Tokenizer
+from jetrl_jax.files import user_path
 from jetrl_jax.report_data import Run
 from jetrl_jax.report_text import clipped, escape, number
 from jetrl_jax.rl import experience, rollout_store
@@ -170,7 +171,7 @@ def _tokenizer_folder(run: Run) -> pathlib.Path:
       run.config.get('model.path'),
   ]
   for name in names:
-    folder = pathlib.Path(name).expanduser() if name else None
+    folder = user_path(name) if name else None
     if folder is not None and (folder / 'tokenizer.json').is_file():
       return folder
   raise ValueError(

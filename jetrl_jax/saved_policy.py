@@ -28,6 +28,7 @@ from jetrl_jax import (
 )
 from jetrl_jax import config as configs
 from jetrl_jax.data import ChatFormat, PlainFormat, PromptFormat, Tokenizer
+from jetrl_jax.files import user_path
 from jetrl_jax.fp8 import slots
 from jetrl_jax.fp8.recipes import LM_HEAD, RECIPES, UNCALIBRATED
 from jetrl_jax.models import hf_layout, hf_quantization, safetensors_index
@@ -149,7 +150,7 @@ def tokenizer_folder(found: Restored) -> pathlib.Path | None:
 
 def is_run(path: str) -> bool:
   """Whether a path is the workdir of a run."""
-  return (pathlib.Path(path).expanduser() / 'checkpoints').is_dir()
+  return (user_path(path) / 'checkpoints').is_dir()
 
 
 def restore(
@@ -169,7 +170,7 @@ def restore(
   if recipe is not None and recipe not in RECIPES:
     raise ValueError(f'recipe is {recipe!r}; allowed: {list(RECIPES)}')
   if is_run(path):
-    return _of_run(pathlib.Path(path).expanduser(), step, recipe)
+    return _of_run(user_path(path), step, recipe)
   if step is not None:
     raise ValueError(
         f'step {step} was asked for, but {path} is no workdir of a run (it has'

@@ -19,6 +19,7 @@ from jetrl_jax import compilation, config_flag, config_model, models
 from jetrl_jax import config as configs
 from jetrl_jax.data import Prompt, PromptSampler, Tokenizer
 from jetrl_jax.data.prompts import column
+from jetrl_jax.files import user_path
 from jetrl_jax.metrics import MetricWriter
 from jetrl_jax.models import invariant_scaling
 from jetrl_jax.models.hf_export import check_carried, check_target
@@ -61,7 +62,7 @@ def _check(config) -> None:
   section = config.sft
   if not section.output:
     raise ValueError('sft.output is empty; name the folder to export to')
-  check_target(pathlib.Path(section.output).expanduser())
+  check_target(user_path(section.output))
   for name in ('total_training_steps', 'batch_size'):
     if section[name] < 1:
       raise ValueError(f'sft.{name} is {section[name]}; it must be >= 1')
@@ -207,7 +208,7 @@ def train(config, workdir: pathlib.Path) -> None:
         raise RuntimeError(f'{not_finite(skipped, info)} Nothing was exported.')
       infos = []
   writer.close()
-  output = pathlib.Path(config.sft.output).expanduser()
+  output = user_path(config.sft.output)
   models.save_checkpoint(
       output,
       invariant_scaling.unfold(
@@ -225,9 +226,9 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     raise app.UsageError(f'unknown arguments {argv[1:]}')
   show_own_sentences()
-  workdir = pathlib.Path(_WORKDIR.value or f'runs/{config_flag.file().stem}')
   try:
-    train(config_flag.load(_CONFIG), workdir.expanduser())
+    workdir = user_path(_WORKDIR.value or f'runs/{config_flag.file().stem}')
+    train(config_flag.load(_CONFIG), workdir)
   except (ValueError, OSError, RuntimeError) as error:
     sys.exit(f'error: {error}')
 

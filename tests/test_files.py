@@ -21,3 +21,5 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
 def test_a_path_that_a_shell_left_as_it_is_begins_in_the_home_folder():
   assert user_path('~/runs') == pathlib.Path.home() / 'runs'
   assert user_path('runs') == pathlib.Path('runs')
+  with pytest.raises(ValueError, match='^~runs/x: there is no such home'):
+    user_path('~runs/x')

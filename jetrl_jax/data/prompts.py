@@ -23,6 +23,7 @@ from typing import Any
 from absl import logging
 
 from jetrl_jax.data.types import Example, Message
+from jetrl_jax.files import user_path
 
 _FORMATS = '.jsonl, .json, .parquet or hf:<repo>[:<config>]:<split>'
 # The id is folded into 32-bit random keys.
@@ -246,7 +247,7 @@ def _read_rows(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
   if file.startswith('hf:'):
     rows = _read_hugging_face(file)
   else:
-    path = pathlib.Path(file)
+    path = user_path(file)
     readers = {
         '.jsonl': _read_jsonl,
         '.json': _read_json,
@@ -287,7 +288,7 @@ def _read_json(path: pathlib.Path) -> Iterator[tuple[str, Any]]:
 
 def _parse_json(data: bytes, where: str) -> Any:
   try:
-    return json.loads(data.decode('utf-8'))
+    return json.loads(data.decode('utf-8-sig'))
   except (ValueError, RecursionError) as error:
     raise ValueError(f'{where}: not valid JSON in UTF-8: {error}') from error
 

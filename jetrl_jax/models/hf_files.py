@@ -15,6 +15,8 @@ import stat
 from collections.abc import Iterable
 from typing import Any
 
+from jetrl_jax.files import user_path
+
 # The limit that the safetensors library puts on its own header.
 MAX_JSON_BYTES = 100_000_000
 
@@ -169,7 +171,7 @@ def resolve_checkpoint(path_or_repo_id: str) -> pathlib.Path:
     ValueError: neither a folder nor an id, or the id cannot be had (offline
       and not in the local cache, unknown, or no access).
   """
-  path = pathlib.Path(path_or_repo_id).expanduser()
+  path = user_path(path_or_repo_id)
   # Not Path.is_dir, which raises on a name too long for the file system.
   if os.path.isdir(path):
     return path

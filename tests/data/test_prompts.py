@@ -167,6 +167,16 @@ def test_an_id_must_fit_a_random_key(tmp_path, bad):
     _load(path, id_key='n')
 
 
+def test_a_file_may_be_in_the_home_folder_and_begin_with_a_mark(
+    monkeypatch, tmp_path
+):
+  monkeypatch.setenv('HOME', str(tmp_path))
+  # Some editors write a byte order mark, which is no JSON.
+  (tmp_path / 'd.jsonl').write_text('\ufeff{"q": "x", "a": "1"}\n')
+  (example,) = _load('~/d.jsonl')
+  assert (example.prompt, example.source) == ('x', 'd')
+
+
 def test_files_that_cannot_be_read_are_refused(tmp_path):
   empty = tmp_path / 'empty.jsonl'
   empty.write_text('\n')
