@@ -30,6 +30,7 @@ from jetrl_jax.files import user_path
 from jetrl_jax.metrics_wandb import WandbConfig
 from jetrl_jax.models.hf_export import check_carried
 from jetrl_jax.rewards import RewardPool, RewardSpec
+from jetrl_jax.rewards.functions import check_references
 from jetrl_jax.rewards.pool import check_limits
 from jetrl_jax.rl import combinations, corrections, engine_sizes, losses
 from jetrl_jax.rl.engine import EngineConfig
@@ -354,6 +355,10 @@ def build(config: Config) -> Parts:
         f'train_batch_size is {run.train_batch_size}; the training data has'
         f' {len(train_set)} prompts'
     )
+  if not environment and not run.synthetic:
+    prompts = itertools.chain(train_set, val_set or ())
+    references = ((prompt.answer, prompt.source) for prompt in prompts)
+    check_references(reward_specs(config.reward), references)
   make_params, shapes = config_model.parameters(config, policy, mesh, folder)
   sampling = config_model.rollout_policy(config, policy)
   config_model.check_patterns(policy, shapes, tuple(config.model.freeze))

@@ -12,6 +12,7 @@ from jetrl_jax import saved_policy
 from jetrl_jax.data import Prompt, Tokenizer
 from jetrl_jax.files import user_path
 from jetrl_jax.rewards import RewardSpec
+from jetrl_jax.rewards.functions import check_references
 from jetrl_jax.rl import fp8_support
 from jetrl_jax.rl.settings import COLDEST, HOTTEST
 
@@ -161,6 +162,7 @@ def resolve(values: dict[str, Any]) -> Settings:
     name = values['data']
     prompts = [dataclasses.replace(p, source=name) for p in prompts]
   rewards, limits = _rewards(found, values['reward'])
+  check_references(rewards, ((p.answer, p.source) for p in prompts))
   return Settings(
       found=found,
       tokenizer=tokenizer,

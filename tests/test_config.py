@@ -385,3 +385,12 @@ def test_a_tokenizer_that_the_last_export_cannot_copy_is_refused(tmp_path):
       'own/tokenizer.json: the link leads outside of the folder; put the file',
       **{'data.tokenizer': str(own)},
   )
+
+
+def test_a_reference_that_gsm8k_cannot_compare_is_refused(tmp_path):
+  path = tmp_path / 'd.jsonl'
+  path.write_text('{"question": "1+1=", "answer": "two"}\n')
+  change = {'data.val_files': (str(path),), 'reward.functions': ('gsm8k',)}
+  _refused("of a prompt of 'd' is 'two'; use 'math' for it.", **change)
+  change['reward.functions'] = ('math',)
+  configs.build(whole_run.config(**change))

@@ -5,14 +5,16 @@ time: it runs in the workers of `rewards/pool.py`.
 """
 
 import dataclasses
+import fractions
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from jetrl_jax.rewards import math_answer
 from jetrl_jax.rewards.custom import load_custom
 from jetrl_jax.rewards.types import (
     Part,
+    RewardFunctionError,
     RewardRequest,
     RewardResult,
     RewardSpec,
@@ -41,15 +43,37 @@ def gsm8k(request: RewardRequest) -> Part:
   """
   answer = math_answer.after_marks(request.response_text)
   number = math_answer.parse_number(answer)
-  expected = math_answer.parse_number(request.answer)
-  if expected is None:
-    raise ValueError(
-        f"reward 'gsm8k' compares numbers, and the reference answer of a prompt"
-        f" of {request.source!r} is {request.answer!r}; use 'math' for it."
-    )
+  expected = _expected(request.answer, request.source)
   right = float(number is not None and number == expected)
   prediction = request.answer if right else _vote(answer)
   return Part(value=right, accuracy=right, prediction=prediction, error=None)
+
+
+def _expected(answer: str, source: str) -> tuple[fractions.Fraction, bool]:
+  number = math_answer.parse_number(answer)
+  if number is None:
+    raise RewardFunctionError(
+        f"reward 'gsm8k' compares numbers, and the reference answer of a prompt"
+        f" of {source!r} is {answer!r}; use 'math' for it."
+    )
+  return number
+
+
+def check_references(
+    specs: Sequence[RewardSpec], references: Iterable[tuple[str, str]]
+) -> None:
+  """Refuses now the reference answer that would end a later step.
+
+  Args:
+    specs: the terms of the score.
+    references: answer and source of each prompt.
+
+  Raises:
+    RewardFunctionError: 'gsm8k' is a term, and an answer is no number.
+  """
+  if any(spec.function == 'gsm8k' for spec in specs):
+    for answer, source in references:
+      _expected(answer, source)
 
 
 def _vote(answer: str) -> str:
