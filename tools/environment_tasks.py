@@ -24,11 +24,11 @@ files of the repository:
 """
 
 import argparse
-import pathlib
 import random
 from collections.abc import Callable
 from typing import Any
 
+from jetrl_jax.files import user_path
 from tools import quickstart_task
 
 SIZES = {'sft': 6000, 'train': 2000, 'heldout': 256}
@@ -186,7 +186,7 @@ def main() -> None:
       description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
   parser.add_argument('--task', choices=sorted(TASKS), required=True)
-  parser.add_argument('--output', type=pathlib.Path, required=True)
+  parser.add_argument('--output', type=user_path, required=True)
   parser.add_argument('--seed', type=int, default=0)
   flags = parser.parse_args()
   rows = make_rows(flags.task, flags.seed, SIZES)

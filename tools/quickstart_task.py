@@ -40,6 +40,8 @@ from collections.abc import Collection
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from jetrl_jax.files import user_path
+
 PAD, EOS, UNKNOWN = '<pad>', '<eos>', '<unk>'
 SPECIAL_TOKENS = (PAD, EOS, UNKNOWN)
 ALPHABET = ' #+-0123456789='
@@ -301,13 +303,13 @@ def main() -> None:
   parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
-  parser.add_argument('--output', type=pathlib.Path, required=True)
+  parser.add_argument('--output', type=user_path, required=True)
   parser.add_argument('--seed', type=int, default=0)
   for split, size in SIZES.items():
     parser.add_argument(f'--{split}', type=int, default=size, metavar='ROWS')
   parser.add_argument(
       '--exclude',
-      type=pathlib.Path,
+      type=user_path,
       help='a folder of JSONL files whose questions are not drawn',
   )
   flags = parser.parse_args()

@@ -40,7 +40,6 @@ heldout_1, heldout_10, and model_init: what a checkpoint has besides weights.
 
 import argparse
 import dataclasses
-import pathlib
 import random
 import re
 from collections.abc import Iterator
@@ -48,6 +47,7 @@ from collections.abc import Iterator
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from jetrl_jax.files import user_path
 from tools import quickstart_task
 from tools.quickstart_task import MAX_TOTAL, SPECIAL_TOKENS, UNKNOWN
 
@@ -302,7 +302,7 @@ def make_rows(
     )
   rows = []
   for problem, rng in problems_of(split, seed, difficulty):
-    if len(rows) == size:
+    if len(rows) >= size:
       return rows
     count = checks[len(rows) % len(checks)]
     if split == 'sft':
@@ -349,7 +349,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
-  parser.add_argument('--output', type=pathlib.Path, required=True)
+  parser.add_argument('--output', type=user_path, required=True)
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument(
       '--checks',

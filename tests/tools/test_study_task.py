@@ -148,3 +148,12 @@ def test_a_difficulty_that_cannot_be_drawn_is_refused(arguments, message):
 def test_an_unknown_split_is_refused():
   with pytest.raises(ValueError, match='allowed: one of'):
     task.make_rows('test', 0, 1, _DIFFICULTY, (1,))
+
+
+@pytest.mark.parametrize('tool', [task, quickstart_task])
+def test_the_command_writes_to_the_home_folder(monkeypatch, tmp_path, tool):
+  monkeypatch.setenv('HOME', str(tmp_path))
+  few = ['tool', '--sft=-1', '--train=1', '--heldout=1']
+  monkeypatch.setattr('sys.argv', [*few, '--output=~/task'])
+  tool.main()
+  assert (tmp_path / 'task/model_init/tokenizer.json').is_file()
