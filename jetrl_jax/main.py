@@ -17,7 +17,7 @@ from jetrl_jax import (
 )
 from jetrl_jax import config as configs
 from jetrl_jax.files import user_path
-from jetrl_jax.rl.console import show_own_sentences
+from jetrl_jax.rl.console import before_and_after, show_own_sentences
 from jetrl_jax.rl.interrupt import StopRequested
 from jetrl_jax.rl.trainer import Parts, Trainer
 
@@ -137,11 +137,8 @@ def _summary(workdir: pathlib.Path) -> None:
     print(f'Done. Metrics are in {workdir}/metrics.jsonl.')
     return
   first, last = evaluated[0], evaluated[-1]
-  for name, value in last.items():
-    if '/acc/mean@' in name and not name.endswith('/ci95'):
-      print(f'{name}: {first[name]:.1%} before, {value:.1%} after')
-    if '/reward/mean@' in name and not name.endswith('/ci95'):
-      print(f'{name}: {first[name]:.4f} before, {value:.4f} after')
+  for line in before_and_after(first, last):
+    print(line)
   name = 'training/mismatch_token_frac'
   mismatch = [r[name] for r in records if name in r]
   print(

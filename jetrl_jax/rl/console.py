@@ -38,6 +38,23 @@ def show_own_sentences() -> None:
   )
 
 
+def before_and_after(first: dict, last: dict) -> list[str]:
+  """Returns a line per held-out accuracy and mean reward of the last.
+
+  Args:
+    first: metrics of a run's first evaluation; a resume may have changed what
+      is measured since then.
+    last: of its last one.
+  """
+  lines = []
+  for name, value in last.items():
+    for measure, form in (('/acc/mean@', '.1%'), ('/reward/mean@', '.4f')):
+      if measure in name and not name.endswith('/ci95'):
+        before = f'{first[name]:{form}} before, ' if name in first else ''
+        lines.append(f'{name}: {before}{value:{form}} after')
+  return lines
+
+
 class Console:
   """Shows one line per step.
 
