@@ -237,8 +237,11 @@ class Trainer:
     folder = self.folder
     # In the precision of the cold start, before any action of the guard.
     self.base = self.parts
+    reference = None
     try:
       resumed = startup.resume(self.base, folder.checkpoints)
+      if resumed is not None:
+        reference = self._reference(resumed.state, cold=False)
     except OtherStateError as error:
       changed = folder.changed(self.parts.config_text)
       if not changed:
@@ -260,6 +263,7 @@ class Trainer:
         engine = self._engine()
       # Not evaluated yet: step 0 has a line only once that is done.
       step, self.pending = 0, {}
+      reference = self._reference(state, cold=True)
     else:
       self.parts = resumed.parts
       engine = self._engine()
@@ -270,13 +274,13 @@ class Trainer:
       folder.saved_step = step
       folder.drop_after(step, is_whole=self.pending is None)
       logging.info('Resuming from step %d in %s', step, folder.path)
-    reference = None
-    if self.parts.needs_reference:
-      reference = states.reference(
-          folder.path / 'reference', state, cold=resumed is None
-      )
     self._assemble(engine, state, reference)
     return state, step
+
+  def _reference(self, state: TrainState, *, cold: bool) -> PolicyParams | None:
+    if not self.parts.needs_reference:
+      return None
+    return states.reference(self.folder.path / 'reference', state, cold=cold)
 
   def _engine(self) -> Engine:
     parts = self.parts

@@ -384,8 +384,11 @@ def test_the_reference_is_the_start_and_is_there_again_after_a_stop(tmp_path):
   assert all(times['ref'] > 0 for times in whole_run.times(tmp_path)[1:])
 
   shutil.rmtree(tmp_path / 'reference')
+  config = (tmp_path / 'config.json').read_bytes()
   with pytest.raises(ValueError, match='holds no reference policy'):
-    whole_run.trainer(tmp_path, changes).train()
+    whole_run.trainer(tmp_path, changes | {'optim.lr': 1.0}).train()
+  # Refused, it leaves the run's own behind.
+  assert (tmp_path / 'config.json').read_bytes() == config
 
 
 def test_a_bf16_run_with_a_frozen_embedding_and_a_cut_sampler(tmp_path):
