@@ -200,8 +200,10 @@ def _of_run(
         ' (docs/configuration.md)'
     ) from error
   _, shapes = config_model.parameters(config, policy, mesh, folder)
-  # Its schedule is not part of its state: any number of steps will do.
-  optimizer = configs.optimizer_config(config, 1).build()
+  # Its schedule is not part of its state: any number of steps behind the
+  # warmup will do.
+  steps = config.optim.lr_warmup_steps + 1
+  optimizer = configs.optimizer_config(config, steps).build()
 
   def like(host_state: dict[str, Any]) -> TrainState:
     trained, sampling = _sides(host_state, policy, config)

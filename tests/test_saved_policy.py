@@ -79,6 +79,14 @@ def test_an_older_step_can_be_named():
   assert any((np.asarray(a) != b).any() for a, b in zip(old, new, strict=True))
 
 
+def test_a_run_whose_learning_rate_warms_up_and_decays_is_read(tmp_path):
+  workdir = shutil.copytree(whole_run.finished(), tmp_path / 'run')
+  config = json.loads((workdir / 'config.json').read_text())
+  config['optim'] |= {'lr_decay': 'cosine', 'lr_warmup_steps': 2}
+  (workdir / 'config.json').write_text(json.dumps(config))
+  assert saved_policy.restore(str(workdir)).origin == f'step 6 of {workdir}'
+
+
 def test_a_hugging_face_folder_is_read_in_bfloat16():
   found = saved_policy.load(str(whole_run.finished() / 'export'))
   assert found.policy.recipe.name == 'bf16'
