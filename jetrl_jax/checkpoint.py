@@ -123,6 +123,32 @@ def restore(
   return None
 
 
+def compare(
+    directory: str | os.PathLike, like: Callable[[dict[str, Any]], PyTree]
+) -> dict[str, Any]:
+  """Refuses what `restore` would, by the newest manifest; reads no array.
+
+  Args:
+    directory: holds a step, see `all_steps`.
+    like: see `restore`.
+
+  Returns:
+    That step's host state.
+
+  Raises:
+    ValueError: the saved leaves differ from `like` (lists them).
+  """
+  manifests = checkpoint_folder.manifests(pathlib.Path(directory))
+  step = max(manifests)
+  host_state = manifests[step].host_state
+  checkpoint_arrays.check_leaves(
+      pathlib.Path(directory, str(step)),
+      manifests[step].leaves,
+      checkpoint_arrays.named_leaves(like(host_state)),
+  )
+  return host_state
+
+
 class CheckpointManager:
   """Saves steps in the background and keeps the newest and the best.
 

@@ -79,7 +79,7 @@ def _nested(named: dict[str, Any]) -> dict[str, Any]:
 def load(folder: pathlib.Path, manifest: Manifest, like: PyTree) -> PyTree:
   """Reads the arrays of a verified step into the structure of `like`."""
   wanted = named_leaves(like)
-  _check_leaves(folder, manifest.leaves, wanted)
+  check_leaves(folder, manifest.leaves, wanted)
   abstract = {
       name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
       for name, leaf in wanted.items()
@@ -108,7 +108,7 @@ def load(folder: pathlib.Path, manifest: Manifest, like: PyTree) -> PyTree:
   return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
-def _check_leaves(
+def check_leaves(
     folder: pathlib.Path,
     saved: dict[str, tuple[str, tuple[int, ...]]],
     wanted: dict[str, Any],

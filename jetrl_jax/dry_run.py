@@ -24,7 +24,7 @@ from jetrl_jax.dry_run_estimate import DEVICES, size
 from jetrl_jax.dry_run_memory import Phase, Shapes
 from jetrl_jax.dry_run_precision import Row
 from jetrl_jax.models import hf_import, safetensors_index
-from jetrl_jax.rl import flops, fp8_support, run_precision
+from jetrl_jax.rl import flops, fp8_support, run_precision, startup
 from jetrl_jax.rl.parts import Parts
 
 # A GPU keeps a part of its memory for itself and for libraries.
@@ -98,6 +98,10 @@ def _inputs(parts: Parts, workdir: pathlib.Path) -> list[str]:
   steps = checkpoint.all_steps(workdir / 'checkpoints')
   if steps:
     print(f'workdir     {workdir}: would resume from step {steps[-1]}')
+    try:
+      startup.check_resume(parts, workdir)
+    except ValueError as error:
+      return [f'the run in {workdir} cannot go on: {error}']
   else:
     print(f'workdir     {workdir}: would start at step 0')
   return []

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from jetrl_jax import checkpoint
-from jetrl_jax.data import PromptSampler
 from jetrl_jax.rl import run_precision, startup
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.collector import Collector
@@ -76,12 +75,7 @@ def start(parts: Parts, workdir: pathlib.Path | None) -> Iterator[Start]:
   Raises:
     ValueError: the workdir holds no checkpoint, or one of another config.
   """
-  sampler = PromptSampler(
-      num_prompts=len(parts.train_set),
-      seed=parts.run.seed,
-      shuffle=True,
-      fingerprint=parts.train_set.fingerprint,
-  )
+  sampler = parts.prompt_sampler()
   if workdir is None:
     parts, engine, state = _cold(parts)
     step, origin = 0, 'a cold start'

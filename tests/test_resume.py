@@ -1,8 +1,11 @@
 """Killed at any moment and resumed, a run continues to the same bits."""
 
+import contextlib
+import dataclasses
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -10,6 +13,8 @@ import time
 
 import pytest
 
+from jetrl_jax import config as configs
+from jetrl_jax import dry_run
 from jetrl_jax.rl import rollout_store
 from jetrl_jax.rl.interrupt import Interrupt, StopRequested
 from tests import whole_run
@@ -60,6 +65,21 @@ def test_a_start_that_is_refused_leaves_the_run_as_it_was(tmp_path):
   with pytest.raises(ValueError, match="optim.moments: 'float32' -> 'fp8'"):
     trainer.train()
   assert [(workdir / name).read_bytes() for name in kept] == before
+
+
+def test_a_dry_run_refuses_what_a_resume_would():
+  workdir = whole_run.finished()
+  for changes, message in (
+      ({}, None),
+      ({'optim.moments': 'fp8'}, 'opt_state/.* is not saved'),
+      ({'seed': 1}, 'the saved data position has seed=0, this run has 1'),
+      ({'algorithm.kl_loss_coef': 0.1}, 'holds no reference policy'),
+  ):
+    parts = configs.build(whole_run.config(**changes))
+    parts = dataclasses.replace(parts, make_rewards=contextlib.nullcontext)
+    problems = dry_run._inputs(parts, workdir)
+    assert len(problems) == (message is not None)
+    assert all(re.search(message, problem) for problem in problems)
 
 
 def test_a_run_is_stopped_everywhere_and_ends_in_the_same_bits(

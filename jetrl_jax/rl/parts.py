@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 
 from jax.sharding import Mesh
 
-from jetrl_jax.data import PromptDataset, Tokenizer
+from jetrl_jax.data import PromptDataset, PromptSampler, Tokenizer
 from jetrl_jax.metrics_wandb import WandbConfig
 from jetrl_jax.rewards import RewardPool
 from jetrl_jax.rl import packing
@@ -125,6 +125,15 @@ class Parts:
         packed_rows=self.run.packed_rows,
         tile=self.policy.tile,
         devices=self.policy.axes.size,
+    )
+
+  def prompt_sampler(self) -> PromptSampler:
+    """Returns what draws the prompts, at the first of them."""
+    return PromptSampler(
+        num_prompts=len(self.train_set),
+        seed=self.run.seed,
+        shuffle=True,
+        fingerprint=self.train_set.fingerprint,
     )
 
   def pack(self, sequences: list[packing.Sequence]) -> packing.Packed:

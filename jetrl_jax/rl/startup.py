@@ -83,6 +83,23 @@ def read(
   return _resumed(parts, restored)
 
 
+def check_resume(parts: Parts, workdir: pathlib.Path) -> None:
+  """Refuses what a resume would refuse; reads no array.
+
+  Args:
+    parts: in the precision that the cold start settled.
+    workdir: with a step, only read.
+
+  Raises:
+    ValueError: the newest step's arrays or its position in the data are others
+      than these parts have; a KL term has no reference.
+  """
+  saved = checkpoint.compare(workdir / 'checkpoints', _like(parts))
+  parts.prompt_sampler().restore(saved['sampler'])
+  if parts.needs_reference:
+    states.check_reference(workdir / 'reference')
+
+
 def _at(parts: Parts, host_state: dict[str, Any]) -> Parts:
   """Returns the parts in the precision of a checkpoint."""
   return parts.keeping(guard_state.of_checkpoint(host_state).high_precision)

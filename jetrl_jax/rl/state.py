@@ -235,13 +235,19 @@ def reference(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
       tree,
   )
+  check_reference(folder)
   restored = checkpoint.restore(folder, like)
-  if restored is None:
+  assert restored is not None  # There is a step.
+  return PolicyParams(**restored.state)
+
+
+def check_reference(folder: pathlib.Path) -> None:
+  """Refuses a resume whose KL term has nothing to hold the policy to."""
+  if not (folder / '0').exists():
     raise ValueError(
         f'{folder} holds no reference policy, but the run has a KL term and is'
         ' being resumed; start again in a new workdir'
     )
-  return PolicyParams(**restored.state)
 
 
 class Calibration:

@@ -16,7 +16,6 @@ from typing import Any
 from absl import logging
 
 from jetrl_jax.checkpoint_arrays import OtherStateError
-from jetrl_jax.data import PromptSampler
 from jetrl_jax.rl import (
     evaluation,
     fp8_support,
@@ -67,12 +66,7 @@ class Trainer:
     policy = run_precision.resolve(workdir, parts.policy, parts.invariant_scale)
     self.parts = parts.with_policy(policy)
     self.loss = functools.partial(policy_loss, parts.loss)
-    self.sampler = PromptSampler(
-        num_prompts=len(parts.train_set),
-        seed=parts.run.seed,
-        shuffle=True,
-        fingerprint=parts.train_set.fingerprint,
-    )
+    self.sampler = parts.prompt_sampler()
     self.folder = RunFolder(workdir, parts.run, parts.wandb)
     self.interrupt = Interrupt()
     self.timer = Timer()
