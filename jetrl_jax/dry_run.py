@@ -286,14 +286,22 @@ def _print_disk(
   while not place.exists():
     place = place.parent
   free = shutil.disk_usage(place).free
-  print(f'free there: {size(free)}')
+  # What an earlier start wrote goes, or is part of what will be there.
+  held = sum(
+      file.stat().st_size
+      for name, _, _ in rows
+      for file in (workdir / name).rglob('*')
+      if file.is_file()
+  )
+  more = f', besides {size(held)} in these folders already' if held else ''
+  print(f'free there: {size(free)}{more}')
   needed = sum(count for _, count, _ in rows)
-  if needed <= free:
+  if needed <= free + held:
     return []
   return [
       f'up to {size(needed)} are written to {workdir}, and {size(free)} are'
-      ' free there; name another --workdir, or lower trainer.keep_latest and'
-      ' trainer.keep_best, or set trainer.save_rollouts=False'
+      f' free there{more}; name another --workdir, or lower trainer.keep_latest'
+      ' and trainer.keep_best, or set trainer.save_rollouts=False'
   ]
 
 

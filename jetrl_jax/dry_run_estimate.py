@@ -183,8 +183,9 @@ def disk(parts: Parts, found: Shapes) -> list[tuple[str, int, str]]:
   """Returns (what, bytes, how that comes about) of all that a run writes."""
   state, run = found.state, parts.run
   checkpoint = whole_bytes(states.without_weights(state))
-  # The newest is whole before an older one goes.
-  kept = run.keep_latest + run.keep_best + 1
+  # The newest is whole before an older one goes; a guard may roll back to one
+  # that is neither new nor the best.
+  kept = run.keep_latest + run.keep_best + parts.guard.enable + 1
   response = parts.engine.max_response_length
   sequences = run.train_batch_size * run.num_generations
   # tokens, two log-probs and the version, 4 bytes each.

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from unittest import mock
 
 import jax
 import pytest
@@ -21,6 +22,7 @@ from jetrl_jax.rl import state as states
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.other_precision import OtherPrecision
 from jetrl_jax.rl.policy import PolicyParams
+from jetrl_jax.rl.settings import GuardConfig
 from tests import whole_run
 
 _GIB = 2**30
@@ -427,6 +429,22 @@ def test_a_run_that_cannot_fit_is_told_why(tmp_path, capsys):
   assert not (tmp_path / 'run').exists()
   with pytest.raises(ValueError, match="--dry_run_device='L5'; known are"):
     dry_run.dry_run(parts, tmp_path / 'run', 'L5')
+
+
+def test_a_begun_run_has_room_in_what_it_wrote(tmp_path, monkeypatch):
+  parts, found = _seven_b()
+  needed = sum(count for _, count, _ in dry_run_estimate.disk(parts, found))
+  free = mock.Mock(free=needed - 2**30)
+  monkeypatch.setattr(dry_run.shutil, 'disk_usage', lambda place: free)
+  (problem,) = dry_run._print_disk(parts, found, tmp_path)
+  assert problem.startswith('up to ') and 'already' not in problem
+  (tmp_path / 'checkpoints' / '20').mkdir(parents=True)
+  with open(tmp_path / 'checkpoints' / '20' / 'state', 'wb') as file:
+    file.truncate(2**30)  # Of holes alone.
+  assert dry_run._print_disk(parts, found, tmp_path) == []
+  guarded = dataclasses.replace(parts, guard=GuardConfig(enable=True))
+  (problem,) = dry_run._print_disk(guarded, found, tmp_path)
+  assert 'besides 1.0 GiB in these folders already' in problem
 
 
 def test_a_run_that_fits_is_compiled_and_not_started(tmp_path, capsys):
