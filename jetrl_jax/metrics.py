@@ -168,6 +168,8 @@ class MetricWriter:
     self._file = open(self._path, 'ab')
     if self._events is not None:
       self._events.purge_from(step + 1)
+    if self._wandb is not None and step < 0:
+      self._wandb.begin_anew()
 
   def close(self) -> None:
     """Closes the files; what was written is durable already."""

@@ -45,7 +45,8 @@ class WandbRun:
   """One run's scalars on their way to Weights & Biases.
 
   Steps that a resumed run computes again are already there; they are the same
-  to the bit, times apart, and not sent twice.
+  to the bit, times apart, and not sent twice. (Under changed settings they are
+  not the same, and what was sent of them first stays.)
   """
 
   def __init__(self, config: WandbConfig, workdir: str | os.PathLike):
@@ -58,20 +59,23 @@ class WandbRun:
     Raises:
       ValueError: wandb would not start: no key, no network.
     """
+    self._config, self._workdir = config, pathlib.Path(workdir)
+    self._run = self._start()
+
+  def _start(self) -> Any:
     wandb = importlib.import_module('wandb')
-    workdir = pathlib.Path(workdir)
-    id_file = workdir / _ID_FILE
+    id_file = self._workdir / _ID_FILE
     if not id_file.exists():
       id_file.write_text(secrets.token_hex(8))
     try:
-      self._run = wandb.init(
-          project=config.project,
-          entity=config.entity or None,
-          name=workdir.resolve().name,
+      return wandb.init(
+          project=self._config.project,
+          entity=self._config.entity or None,
+          name=self._workdir.resolve().name,
           id=id_file.read_text().strip(),
           resume='allow',
-          dir=str(workdir),
-          config=config.run_config,
+          dir=str(self._workdir),
+          config=self._config.run_config,
           settings=wandb.Settings(console='off', silent=True),
       )
     except wandb.Error as error:
@@ -80,6 +84,13 @@ class WandbRun:
           ' login), or set WANDB_MODE=offline, or leave logger.wandb_project at'
           " ''"
       ) from error
+
+  def begin_anew(self) -> None:
+    """Leaves a run that has steps for another one: none of them comes back."""
+    if self._run.step:
+      self._run.finish()
+      (self._workdir / _ID_FILE).unlink()
+      self._run = self._start()
 
   def write_scalars(self, step: int, scalars: dict[str, float]) -> None:
     """Sends the scalars of a step."""

@@ -100,6 +100,21 @@ def test_a_resumed_run_continues_its_curves_and_sends_no_step_twice(
   assert run.sent == [(step, {'a': step}) for step in range(4)]
 
 
+def test_a_run_that_begins_anew_sends_its_steps_to_a_run_of_its_own(
+    server, tmp_path
+):
+  for attempt in (1, 2):
+    writer = _writer(tmp_path)
+    writer.truncate_after(-1)
+    for step in range(attempt):
+      writer.write(step, {'attempt': attempt})
+    writer.close()
+  assert [[step for step, _ in run.sent] for run in server.runs.values()] == [
+      [0],
+      [0, 1],
+  ]
+
+
 def test_without_a_project_wandb_is_not_imported(server, tmp_path):
   MetricWriter(tmp_path, tensorboard=False).close()
   assert server.runs == {} and not (tmp_path / 'wandb_run_id').exists()
