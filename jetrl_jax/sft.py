@@ -91,6 +91,11 @@ def _batches(
 ) -> Callable[[], list[TrainBatch]]:
   """Returns what draws the next optimiser step's micro-batches."""
   data = configs.build_dataset(config, config.data.train_files, tokenizer)
+  if config.sft.batch_size > len(data):
+    raise ValueError(
+        f'sft.batch_size is {config.sft.batch_size}; the training data has'
+        f' {len(data)} prompts'
+    )
   targets = [
       target_tokens(prompt, config.data.answer_key, tokenizer)
       for prompt in data

@@ -70,6 +70,7 @@ def test_the_exported_checkpoint_loads_with_its_tokenizer(trained):
         ('output', '~/taken', 'taken exists already; export to a new folder'),
         ('output', 'taken', 'exists already; export to a new folder'),
         ('batch_size', 0, 'sft.batch_size is 0; it must be >= 1'),
+        ('batch_size', 11, 'sft.batch_size is 11; the training data has 10'),
         ('total_training_steps', 0, 'sft.total_training_steps is 0'),
         ('micro_batch_size', 0, 'trainer.micro_batch_size is 0; it must be'),
         ('packed_rows', 5, 'packed_rows is 5; allowed: .* .16., such as 1'),
