@@ -40,6 +40,7 @@ def get_config():
   config.trainer.save_freq = 2
   config.trainer.calibration_prompts = 4
   config.trainer.calibration_tokens = 6
+  config.sft.batch_size = 10
   return config
 
 
