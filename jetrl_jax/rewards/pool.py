@@ -3,8 +3,9 @@
 A time limit inside a process does not hold: a signal handler runs between
 byte codes, and one power of big integers is one byte code. So the pool's own
 process watches: a worker that has not answered when the limit is over gets
-SIGKILL, the answer counts 0, a new worker takes the rest of the batch. What a
-worker reports per answer tells when the clock of the next one starts.
+SIGKILL, the answer counts 0, a new worker takes the rest of the batch. Answers
+that came are judged by the seconds that their worker reports, so that a score
+does not depend on how often this process finds the time to look.
 """
 
 import collections
@@ -72,7 +73,8 @@ class _Worker:
     pidfd: names the process even after its number was given to another.
     sock: to the worker.
     ready: whether it has loaded its terms.
-    since: when it was started or its current answer began, monotonic seconds.
+    since: when it was started, last given answers or last heard of, monotonic
+      seconds.
     assigned: indices of the answers it has, the current one first.
     buffer: bytes of replies that have not arrived whole.
   """
@@ -241,12 +243,12 @@ class RewardPool:
           self._drop(worker)
 
   def serve(self, batch: Scoring, *, wait: bool) -> None:
-    """Hands out what waits; takes what came, or waits for it or a time limit.
+    """Takes what came, or waits for it or a time limit; hands out what waits.
 
-    For `Scoring`.
+    In this order a worker that is done has answers again. For `Scoring`.
     """
-    self._hand_out(batch)
     self._take(batch, wait=wait)
+    self._hand_out(batch)
 
   def close(self) -> None:
     """Ends all processes. The pool cannot be used afterwards."""
@@ -310,19 +312,21 @@ class RewardPool:
 
   def _take(self, batch: Scoring, *, wait: bool) -> None:
     """Acts on replies and time limits; may `wait` for the next of them."""
-    busy = [w for w in self._workers if w.assigned or not w.ready]
-    if not busy:
-      return
-    next_limit = min(self._limit(w) for w in busy)
-    patience = max(0.0, next_limit - time.monotonic()) if wait else 0.0
-    arrived = connection.wait([w.sock for w in busy], patience)
-    for worker in busy:
+    limits = [
+        self._limit(w) for w in self._workers if w.assigned or not w.ready
+    ]
+    patience = 0.0
+    if wait and limits:
+      patience = max(0.0, min(limits) - time.monotonic())
+    # Idle ones too: an answer given to a dead worker counts as crashed once.
+    arrived = connection.wait([w.sock for w in self._workers], patience)
+    for worker in list(self._workers):
       if worker.sock in arrived and not self._read(worker, batch):
         self._give_up(worker, 'crash', batch)
     # Only now the clock: what was ready in time counts, however late this
     # process came to read it.
     now = time.monotonic()
-    for worker in [w for w in busy if w in self._workers]:
+    for worker in list(self._workers):
       if (worker.assigned or not worker.ready) and now >= self._limit(worker):
         self._give_up(worker, 'timeout', batch)
 
@@ -337,6 +341,10 @@ class RewardPool:
     except OSError:
       return False
     worker.buffer += data
+    if data:
+      # It may have waited until now for room to send, or may have died: more
+      # than what was read is known at the next look.
+      worker.since = time.monotonic()
     while (message := wire.take(worker.buffer)) is not None:
       reply = json.loads(message)
       if not worker.ready:
@@ -345,12 +353,11 @@ class RewardPool:
         worker.ready = True
         self._failed_starts = 0
         continue
-      index, at = reply.pop('index'), reply.pop('at')
+      index, seconds = reply.pop('index'), reply.pop('seconds')
       assert index == worker.assigned[0], (index, worker.assigned)
-      if at - worker.since > self._timeout_s:
+      if seconds > self._timeout_s:
         # As if it had been looked at in time.
         reply = dataclasses.asdict(failed('timeout', self._specs))
-      worker.since = at
       worker.assigned.popleft()
       batch.replies[index] = reply
     return bool(data)

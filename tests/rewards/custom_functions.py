@@ -118,3 +118,11 @@ def forgets(data_source, solution_str, ground_truth, extra_info=None):
 
 def bare(completions, **kwargs):
   return 1.0
+
+
+def repeats(data_source, solution_str, ground_truth, extra_info=None):
+  """Predicts the whole answer; dies at the first 'die', if there is a file."""
+  if solution_str == 'die' and os.path.exists(data_source):
+    os.remove(data_source)
+    os.abort()
+  return {'score': 1.0, 'acc': 1.0, 'pred': solution_str}

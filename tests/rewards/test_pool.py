@@ -12,6 +12,7 @@ import pytest
 from jetrl_jax.rewards import (
     RewardFunctionError,
     RewardSpec,
+    Scoring,
 )
 from tests.rewards.hostile import HOSTILE
 from tests.rewards.pools import LIMIT, custom, new_pool, request
@@ -104,6 +105,39 @@ def test_answers_are_scored_while_others_are_made(obedient):
   assert results[2].score > 1
 
 
+def test_how_rarely_the_pool_looks_changes_no_score(tmp_path):
+  file = tmp_path / 'once'
+  file.touch()
+  long = request('x' * 32_000)  # A few of them fill the socket.
+  dies = request('die', source=str(file))
+  with new_pool(custom('repeats')) as pool, pool.scoring() as scoring:
+    for requests in ([long] * 24, [request('ok'), dies] * 2):
+      scoring.add(requests)
+      scoring.poll()
+      time.sleep(LIMIT + 0.1)
+      scoring.poll()
+      results = scoring.results()
+  assert not file.exists()
+  assert all(r.error is None and r.score == 1.0 for r in results)
+
+
+def test_a_worker_that_is_done_has_answers_again_after_a_look(obedient):
+  with obedient.scoring() as scoring:
+    _start_all(obedient)
+    scoring.add([request('ok')] * 64)
+    scoring.poll()
+    time.sleep(0.2)
+    scoring.poll()
+    assert len(scoring.replies) > 20
+    assert all(worker.assigned for worker in obedient._workers)
+
+
+def _start_all(pool):
+  nothing = Scoring(pool)
+  while len(pool._workers) < 2 or not all(w.ready for w in pool._workers):
+    pool.serve(nothing, wait=True)
+
+
 def test_what_is_under_way_when_the_scoring_ends_is_given_up(obedient):
   with pytest.raises(KeyError), obedient.scoring() as scoring:
     scoring.add([request('hang')])
@@ -175,6 +209,10 @@ def test_a_nursery_killed_from_outside_is_replaced(obedient):
   obedient._nursery.kill()
   results = obedient.score([request('hang'), request('ok')])
   assert [r.score for r in results] == [0.0, 1.0]
+  _start_all(obedient)
+  obedient._nursery.kill()
+  time.sleep(0.2)  # No answer is given to the dead, which would count.
+  assert [r.score for r in obedient.score([request('ok')])] == [1.0]
 
 
 def test_a_worker_that_fails_at_once_is_heard_on_a_slow_machine(monkeypatch):
