@@ -152,12 +152,13 @@ def _itself(value: Any, target: str) -> Any:
 def _first(value: Any, target: str) -> Any:
   """A TRL function answers with one number per completion."""
   try:
-    values = list(value)
+    iterator = iter(value)
   except TypeError:
     raise RewardFunctionError(
         f'reward {target!r} returned {_shown(value)}; a function of completions'
         ' must return a list with a number for each.'
     ) from None
+  values = list(iterator)  # What a generator raises is the user's own.
   if len(values) != 1:
     raise RewardFunctionError(
         f'reward {target!r} returned {len(values)} values for 1 completion.'

@@ -126,3 +126,7 @@ def repeats(data_source, solution_str, ground_truth, extra_info=None):
     os.remove(data_source)
     os.abort()
   return {'score': 1.0, 'acc': 1.0, 'pred': solution_str}
+
+
+def lazy(completions, **kwargs):
+  return (len(c) + 'words' for c in completions)

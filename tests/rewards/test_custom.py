@@ -51,6 +51,9 @@ def test_a_function_of_completions_that_returns_no_list_is_told_so():
   with new_pool(custom('bare')) as pool:
     with pytest.raises(RewardFunctionError, match='returned 1.0; a fun'):
       pool.score([request('x')])
+  with new_pool(custom('lazy')) as pool:  # A mistake within is not the list's.
+    with pytest.raises(RewardFunctionError, match='unsupported operand'):
+      pool.score([request('x')])
 
 
 def test_a_keyword_that_the_function_lacks_is_refused_at_the_start():
