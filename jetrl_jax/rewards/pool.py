@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from typing import Any
 
@@ -129,13 +129,19 @@ class Scoring:
     """Gives workers what waits and takes what they have; waits for nothing."""
     self.pool.serve(self, wait=False)
 
-  def results(self) -> list[RewardResult]:
+  def results(
+      self, should_stop: Callable[[], None] = lambda: None
+  ) -> list[RewardResult]:
     """Returns one result per answer, in order, when all are scored.
+
+    Args:
+      should_stop: called after each reply or time limit; raises to give up.
 
     Raises:
       RewardFunctionError: see `RewardPool.score`.
     """
     while len(self.replies) < len(self.requests):
+      should_stop()
       self.pool.serve(self, wait=True)
     results = []
     for index, request in enumerate(self.requests):

@@ -79,7 +79,7 @@ class Collector:
       met.update(indices)
       prompts = [parts.train_set[i] for i in indices]
       pool = None if parts.run.synthetic else self._pool
-      with scorer(prompts, pool, parts.tokenizer) as scores:
+      with scorer(prompts, pool, parts.tokenizer, self._should_stop) as scores:
         with self._timer('gen'):
           completions = self.rollout(step, prompts, state, scores)
         preempted += self.engine.pages.times_parked
@@ -118,7 +118,7 @@ class Collector:
         base_key=rng.key(run.seed, rng.ROLLOUT, step),
         weight_version=int(state.opt_step),
         limits=limits,
-        should_stop=scores.at_visits(self._should_stop),
+        should_stop=scores.visit,
         on_end=scores.add,
         environment=self._parts.environment,
     )

@@ -78,7 +78,7 @@ def grade(
 
   Nothing is learnt and no activation scale moves.
   """
-  with scorer(prompts, pool, tokenizer) as scores:
+  with scorer(prompts, pool, tokenizer, should_stop) as scores:
     completions = rollout(
         engine,
         params,
@@ -87,7 +87,7 @@ def grade(
         temperature=temperature,
         base_key=base_key,
         weight_version=0,
-        should_stop=scores.at_visits(should_stop),
+        should_stop=scores.visit,
         on_end=scores.add,
         environment=environment,
     )

@@ -11,7 +11,7 @@ from jetrl_jax.rewards import (
     Scoring,
 )
 from jetrl_jax.rl.experience import response_text
-from jetrl_jax.rl.rollout import StopCheck
+from jetrl_jax.rl.rollout import StopCheck, never_stop
 from jetrl_jax.rl.types import Completion
 
 
@@ -22,6 +22,8 @@ class Scorer:
     prompts: what is answered.
     tokenizer: of the answers.
     scoring: of a pool; None for episodes, which have been scored already.
+    should_stop: called at `visit` and while results are waited for; raises to
+      give up.
   """
 
   def __init__(
@@ -29,10 +31,12 @@ class Scorer:
       prompts: list[Prompt],
       tokenizer: Tokenizer,
       scoring: Scoring | None,
+      should_stop: StopCheck = never_stop,
   ):
     self._prompts = {prompt.id: prompt for prompt in prompts}
     self._tokenizer = tokenizer
     self._scoring = scoring
+    self._should_stop = should_stop
     # By (prompt id, sample), in the order in which they ended.
     self._ended: list[tuple[int, int]] = []
 
@@ -51,15 +55,11 @@ class Scorer:
     self._scoring.add([request])
     self._ended.append((completion.prompt_id, completion.sample))
 
-  def at_visits(self, should_stop: StopCheck) -> StopCheck:
-    """Returns a stop check that keeps the pool's workers busy."""
-
-    def visit() -> None:
-      should_stop()
-      if self._scoring is not None:
-        self._scoring.poll()
-
-    return visit
+  def visit(self) -> None:
+    """Keeps the pool's workers busy: the rollout's stop check."""
+    self._should_stop()
+    if self._scoring is not None:
+      self._scoring.poll()
 
   def results(self, completions: list[Completion]) -> list[RewardResult]:
     """Returns the scores in the completions' order, when all are there.
@@ -69,7 +69,8 @@ class Scorer:
     """
     if self._scoring is None:
       return [_of_episode(completion) for completion in completions]
-    found = dict(zip(self._ended, self._scoring.results(), strict=True))
+    results = self._scoring.results(self._should_stop)
+    found = dict(zip(self._ended, results, strict=True))
     return [found[c.prompt_id, c.sample] for c in completions]
 
 
@@ -87,7 +88,10 @@ def _of_episode(completion: Completion) -> RewardResult:
 
 @contextlib.contextmanager
 def scorer(
-    prompts: list[Prompt], pool: RewardPool | None, tokenizer: Tokenizer
+    prompts: list[Prompt],
+    pool: RewardPool | None,
+    tokenizer: Tokenizer,
+    should_stop: StopCheck = never_stop,
 ) -> Iterator[Scorer]:
   """Scores one rollout; leaving early gives up what is under way.
 
@@ -95,9 +99,10 @@ def scorer(
     prompts: what is answered.
     pool: scores; None for episodes.
     tokenizer: of the answers.
+    should_stop: see `Scorer`.
   """
   if pool is None:
-    yield Scorer(prompts, tokenizer, None)
+    yield Scorer(prompts, tokenizer, None, should_stop)
     return
   with pool.scoring() as scoring:
-    yield Scorer(prompts, tokenizer, scoring)
+    yield Scorer(prompts, tokenizer, scoring, should_stop)

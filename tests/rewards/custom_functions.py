@@ -130,3 +130,8 @@ def repeats(data_source, solution_str, ground_truth, extra_info=None):
 
 def lazy(completions, **kwargs):
   return (len(c) + 'words' for c in completions)
+
+
+def sleeps(data_source, solution_str, ground_truth, extra_info=None):
+  time.sleep(0.4)
+  return 1.0
