@@ -342,15 +342,18 @@ class RewardPool:
 
   def _read(self, worker: _Worker, batch: Scoring) -> bool:
     """Takes what a worker sent; False when the worker is gone."""
-    try:
-      data = worker.sock.recv(1 << 20)
-    except OSError:
-      return False
-    worker.buffer += data
-    if data:
-      # It may have waited until now for room to send, or may have died: more
-      # than what was read is known at the next look.
-      worker.since = time.monotonic()
+    alive = True
+    # To the end: once the nursery forks again, what a dead worker started can
+    # no longer be named.
+    while alive and connection.wait([worker.sock], 0):
+      try:
+        data = worker.sock.recv(1 << 20)
+      except OSError:
+        data = b''
+      worker.buffer += data
+      alive = bool(data)
+    # It may have waited until now for room to send.
+    worker.since = time.monotonic()
     while (message := wire.take(worker.buffer)) is not None:
       reply = json.loads(message)
       if not worker.ready:
@@ -366,7 +369,7 @@ class RewardPool:
         reply = dataclasses.asdict(failed('timeout', self._specs))
       worker.assigned.popleft()
       batch.replies[index] = reply
-    return bool(data)
+    return alive
 
   def _give_up(self, worker: _Worker, error: str, batch: Scoring) -> None:
     """Ends a worker; its current answer counts 0, its others wait again.

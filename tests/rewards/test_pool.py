@@ -277,6 +277,23 @@ def test_what_a_reward_function_started_is_killed_with_its_worker(
   assert not _is_alive(child)
 
 
+def test_what_a_dead_worker_started_ends_though_another_is_replaced(
+    obedient, tmp_path
+):
+  where = tmp_path / 'pid'
+  answers = ['ok', 'orphan', 'hang', *['ok'] * 5]  # Two for the first worker.
+  with obedient.scoring() as scoring:
+    _start_all(obedient)
+    scoring.add([request(answer, source=str(where)) for answer in answers])
+    scoring.poll()
+    time.sleep(LIMIT + 0.2)
+    scoring.poll()
+  deadline = time.monotonic() + 0.5
+  while _is_alive(where.read_text().strip()) and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert not _is_alive(where.read_text().strip())
+
+
 def test_a_closed_pool_says_so():
   pool = new_pool(custom('obeys'))
   pool.close()
