@@ -26,6 +26,7 @@ from jetrl_jax.dry_run_precision import Row
 from jetrl_jax.models import hf_import, safetensors_index
 from jetrl_jax.rl import flops, fp8_support, run_precision, startup
 from jetrl_jax.rl.parts import Parts
+from jetrl_jax.rl.run_folder import EXPORT
 
 # A GPU keeps a part of its memory for itself and for libraries.
 _USABLE = 0.95
@@ -286,10 +287,12 @@ def _print_disk(
   while not place.exists():
     place = place.parent
   free = shutil.disk_usage(place).free
-  # What an earlier start wrote goes, or is part of what will be there.
+  # What an earlier start wrote goes, or is part of what will be there. But its
+  # export goes only when the new one is whole.
   held = sum(
       file.stat().st_size
       for name, _, _ in rows
+      if name != f'{EXPORT}/'
       for file in (workdir / name).rglob('*')
       if file.is_file()
   )

@@ -433,14 +433,19 @@ def test_a_run_that_cannot_fit_is_told_why(tmp_path, capsys):
 
 def test_a_begun_run_has_room_in_what_it_wrote(tmp_path, monkeypatch):
   parts, found = _seven_b()
+  parts = dataclasses.replace(parts, export_source=tmp_path)
   needed = sum(count for _, count, _ in dry_run_estimate.disk(parts, found))
   free = mock.Mock(free=needed - 2**30)
   monkeypatch.setattr(dry_run.shutil, 'disk_usage', lambda place: free)
   (problem,) = dry_run._print_disk(parts, found, tmp_path)
-  assert problem.startswith('up to ') and 'already' not in problem
-  (tmp_path / 'checkpoints' / '20').mkdir(parents=True)
-  with open(tmp_path / 'checkpoints' / '20' / 'state', 'wb') as file:
-    file.truncate(2**30)  # Of holes alone.
+  assert problem.startswith('up to ')
+  for name in ('export/model', 'checkpoints/20/state'):
+    (problem,) = dry_run._print_disk(parts, found, tmp_path)
+    # An earlier export is there until the new one is whole.
+    assert 'already' not in problem
+    (tmp_path / name).parent.mkdir(parents=True)
+    with open(tmp_path / name, 'wb') as file:
+      file.truncate(2**30)  # Of holes alone.
   assert dry_run._print_disk(parts, found, tmp_path) == []
   guarded = dataclasses.replace(parts, guard=GuardConfig(enable=True))
   (problem,) = dry_run._print_disk(guarded, found, tmp_path)
