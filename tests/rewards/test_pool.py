@@ -126,10 +126,10 @@ def test_a_worker_that_is_done_has_answers_again_after_a_look(obedient):
     _start_all(obedient)
     scoring.add([request('ok')] * 64)
     scoring.poll()
-    time.sleep(0.2)
-    scoring.poll()
-    assert len(scoring.replies) > 20
-    assert all(worker.assigned for worker in obedient._workers)
+    while scoring.waiting:
+      assert all(w.assigned for w in obedient._workers if w.ready)
+      time.sleep(0.02)
+      scoring.poll()
 
 
 def _start_all(pool):
@@ -288,7 +288,7 @@ def test_what_a_dead_worker_started_ends_though_another_is_replaced(
     scoring.poll()
     time.sleep(LIMIT + 0.2)
     scoring.poll()
-  deadline = time.monotonic() + 0.5
+  deadline = time.monotonic() + 5
   while _is_alive(where.read_text().strip()) and time.monotonic() < deadline:
     time.sleep(0.01)
   assert not _is_alive(where.read_text().strip())
