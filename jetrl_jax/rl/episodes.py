@@ -47,16 +47,25 @@ class StopStrings:
       (tokens up to and with the one that ends the first stop string, or None;
        the tail for the next call).
     """
-    for i, token in enumerate(tokens.tolist() if self._strings else ()):
-      if token not in self._pieces:
-        self._pieces[token] = self._tokenizer.decode(
-            [token], skip_special_tokens=False
-        )
-      tail += self._pieces[token]
-      if any(string in tail for string in self._strings):
-        return i + 1, ''
-      tail = tail[max(0, len(tail) - self._longest + 1) :]
-    return None, tail
+    if not self._strings:
+      return None, tail
+    pieces = [self._piece(token) for token in tokens.tolist()]
+    text = tail + ''.join(pieces)
+    # All at once: token by token only where there is one to be found.
+    if any(string in text for string in self._strings):
+      text = tail
+      for i, piece in enumerate(pieces):
+        text += piece
+        if any(string in text for string in self._strings):
+          return i + 1, ''
+    return None, text[max(0, len(text) - self._longest + 1) :]
+
+  def _piece(self, token: int) -> str:
+    if token not in self._pieces:
+      self._pieces[token] = self._tokenizer.decode(
+          [token], skip_special_tokens=False
+      )
+    return self._pieces[token]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
