@@ -43,11 +43,12 @@ class PromptDataset:
     texts, originals = prompt_format.apply(examples, tokenizer)
     self._prompts: list[Prompt] = []
     shortest = None
+    encoded = tokenizer.encode_all(
+        texts, add_special_tokens=prompt_format.add_special_tokens
+    )
     for example, text, original in zip(examples, texts, originals, strict=True):
       try:
-        tokens = tokenizer.encode(
-            text, add_special_tokens=prompt_format.add_special_tokens
-        )
+        tokens = next(encoded)
       except ValueError as error:
         raise ValueError(
             f'prompt {example.id} ({example.source}): {error}'

@@ -10,7 +10,7 @@ import json
 import os
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,8 @@ import tokenizers
 
 _FLAGS = ('lstrip', 'normalized', 'rstrip', 'single_word', 'special')
 _SPECIAL = ('bos_token', 'eos_token', 'pad_token', 'unk_token')
+# Texts per call: what the package keeps of each, offsets and masks, is large.
+_AT_ONCE = 1000
 
 
 class Tokenizer:
@@ -103,13 +105,35 @@ class Tokenizer:
       raise ValueError(f'cannot tokenise {text[:80]!r}: {error}') from error
     return np.asarray(ids, np.int32)
 
+  def encode_all(
+      self, texts: Sequence[str], *, add_special_tokens: bool
+  ) -> Iterator[np.ndarray]:
+    """Yields the ids of each text as `encode` returns them, on all cores.
+
+    Raises:
+      ValueError: when it is the turn of a text that is not valid Unicode.
+    """
+    for first in range(0, len(texts), _AT_ONCE):
+      some = list(texts[first : first + _AT_ONCE])
+      try:
+        found = self._tokenizer.encode_batch_fast(
+            some, add_special_tokens=add_special_tokens
+        )
+      except (UnicodeEncodeError, TypeError):
+        # One of them; which, the others being good, is found one by one.
+        for text in some:
+          yield self.encode(text, add_special_tokens=add_special_tokens)
+      else:
+        for encoding in found:
+          yield np.asarray(encoding.ids, np.int32)
+
   def decode(
       self, ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = True
   ) -> str:
     """Turns ids into text; ids outside the vocabulary become nothing."""
-    # int() because the package takes no numpy integers.
+    # Python's integers, because the package takes no numpy ones.
     return self._tokenizer.decode(
-        [int(i) for i in ids], skip_special_tokens=skip_special_tokens
+        np.asarray(ids).tolist(), skip_special_tokens=skip_special_tokens
     )
 
   def _add_listed_tokens(self, listed: Any, folder: pathlib.Path) -> None:

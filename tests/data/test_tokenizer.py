@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax.data import Tokenizer
+from jetrl_jax.data import tokenizer as tokenizer_module
 from tests.data.small import TEMPLATE, write_tokenizer
 
 # Qwen's own vocabulary is 7 MB and not in the repository; set this folder up
@@ -184,3 +185,14 @@ def test_a_broken_file_is_named(tmp_path, name, text, message):
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
   with pytest.raises(ValueError, match='has no tokenizer.json'):
     Tokenizer(tmp_path)
+
+
+def test_many_texts_have_the_ids_of_each(tmp_path, monkeypatch):
+  monkeypatch.setattr(tokenizer_module, '_AT_ONCE', 2)
+  tokenizer = Tokenizer(write_tokenizer(tmp_path))
+  texts = ['abc', '', 'a<|end|>b', 'é', 'xyz']
+  for special in (False, True):
+    one = [tokenizer.encode(t, add_special_tokens=special) for t in texts]
+    many = [*tokenizer.encode_all(texts, add_special_tokens=special)]
+    assert [x.tolist() for x in many] == [x.tolist() for x in one]
+    assert {x.dtype for x in many} == {np.dtype(np.int32)}
