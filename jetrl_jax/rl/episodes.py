@@ -148,6 +148,11 @@ class Episode:
     """Whether the last call has ended, or has run out of time."""
     return self._call.done or self._late()
 
+  @property
+  def asked_at(self) -> float:
+    """When the last call began, monotonic seconds."""
+    return self._call.since
+
   def _late(self) -> bool:
     return self._call.seconds() >= self.config.timeout_s
 

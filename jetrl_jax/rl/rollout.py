@@ -27,8 +27,9 @@ from jetrl_jax.rl.types import Completion
 from jetrl_jax.typing import PRNGKey
 
 _PREFILL_ROWS = 16
-# Seconds that a host visit waits for environments: all of the quick ones while
-# there is something to decode, and for the first one while there is not.
+# Seconds that a host visit waits for environments: for each from when it was
+# asked while there is something to decode, and for the first one while there is
+# not.
 _QUICK_S, _IDLE_S = 0.02, 0.1
 
 StopCheck = Callable[[], None]
@@ -313,10 +314,15 @@ class _Loop:
     while True:
       self.call_ended.clear()
       pending = [s for s in asked if s.episode and not s.episode.answered()]
+      if not pending:
+        return
       # Nothing could be computed meanwhile: wait for the first to answer.
       stuck = not decoding and len(pending) == len(asked)
-      left = start + (_IDLE_S if stuck else _QUICK_S) - time.monotonic()
-      if not pending or left <= 0:
+      # One that was slow in an earlier visit holds up no later one.
+      newest = max(s.episode.asked_at for s in pending if s.episode)
+      end = start + _IDLE_S if stuck else newest + _QUICK_S
+      left = end - time.monotonic()
+      if left <= 0:
         return
       self.call_ended.wait(left)
 
