@@ -76,7 +76,7 @@ def rollout(
     limits: int [P, G], most response tokens of each sample; by default
       max_response_length.
     should_stop: called at every host visit; raises to abandon the rollout.
-    on_end: called with each completion as soon as it is there.
+    on_end: called with each completion soon after its end, in that order.
     environment: what answers the turns; by default a response is one turn.
 
   Returns:
@@ -160,6 +160,8 @@ class _Loop:
     )
     self.running: dict[int, _Slot] = {}
     self.done: dict[int, Completion] = {}
+    # What `on_end` has not been told of.
+    self.untold: list[Completion] = []
 
   def run(self, should_stop: StopCheck) -> list[Completion]:
     """Decodes until every job is done; returns them in order."""
@@ -171,7 +173,9 @@ class _Loop:
       state = self._answer(state)  # To the episodes that have just started.
       if any(slot.ended is None for slot in self.running.values()):
         state = self.engine.generate_block(self.params, state, self.base_key)
+        self._tell()  # While the device decodes.
         state = self._collect(state)
+    self._tell()
     return [self.done[i] for i in range(len(self.done))]
 
   def _refill(self, state: DecodeState) -> DecodeState:
@@ -252,7 +256,10 @@ class _Loop:
       decoding = {i: s for i, s in decoding.items() if not active[i]}
     if not decoding:
       return state
-    tokens = jax.device_get(state.tokens)
+    # Turns are read by an environment and its stop strings alone.
+    tokens = np.zeros((len(active), 0), np.int32)
+    if self.environment is not None:
+      tokens = jax.device_get(state.tokens)
     over, asked = {}, []
     for i, slot in decoding.items():
       cut = self._stop_string(slot, tokens[i, : emitted[i]])
@@ -330,9 +337,7 @@ class _Loop:
     """Takes finished sequences, by slot and with their reasons, to the host."""
     if not over:
       return
-    tokens, log_mu, logprobs = jax.device_get(
-        (state.tokens, state.log_mu, state.logprobs)
-    )
+    responses = self.engine.responses(state, list(over))
     self.engine.release(list(over))
     for i, reason in over.items():
       slot = self.running.pop(i)
@@ -341,18 +346,25 @@ class _Loop:
       sampled = np.ones(length, bool)
       for start, stop in slot.observed:
         sampled[start:stop] = False
+      tokens, log_mu, logprobs = responses[i]
       completion = Completion(
           prompt_id=job.prompt.id,
           sample=job.sample,
           prompt_tokens=np.asarray(job.prompt.tokens, np.int32),
-          tokens=tokens[i, :length].copy(),
+          tokens=tokens[:length].copy(),
           sampled=sampled,
-          log_mu=log_mu[i, :length].copy(),
-          logprobs=logprobs[i, :length].copy(),
+          log_mu=log_mu[:length].copy(),
+          logprobs=logprobs[:length].copy(),
           weight_version=np.full(length, self.weight_version, np.int32),
           finish_reason=reason,
           episode=slot.episode and slot.episode.result(),
       )
       self.done[job.index] = completion
-      if self.on_end is not None:
+      self.untold.append(completion)
+
+  def _tell(self) -> None:
+    """Hands over what has ended; making text of tokens takes time."""
+    ended, self.untold = self.untold, []
+    if self.on_end is not None:
+      for completion in ended:
         self.on_end(completion)

@@ -1,5 +1,6 @@
 """Tests of the engine: JetStream's methods, truncation, settings."""
 
+import dataclasses
 import functools
 import types
 
@@ -135,6 +136,32 @@ def test_slots_are_rounded_up_per_device():
       tiny_run.policy(mesh=mesh), tiny_run.engine_config(num_slots=130), mesh
   )
   assert engine.num_slots == 2 * 16 * 8
+
+
+@pytest.mark.parametrize('devices', [1, 2])
+def test_the_responses_of_any_slots_come_to_the_host_as_they_are(devices):
+  mesh = sharding.make_mesh(data=devices)
+  engine = Engine(
+      tiny_run.policy(mesh=mesh), tiny_run.engine_config(num_slots=64), mesh
+  )
+  state = engine.init_decode_state()
+  bits = np.random.default_rng(0).integers(
+      -(2**31), 2**31, (3, *state.tokens.shape), np.int32
+  )
+  tokens, log_mu, logprobs = bits[0], *bits[1:].view(np.float32)
+  state = dataclasses.replace(
+      state,
+      tokens=jax.device_put(tokens, state.tokens.sharding),
+      log_mu=jax.device_put(log_mu, state.log_mu.sharding),
+      logprobs=jax.device_put(logprobs, state.logprobs.sharding),
+  )
+  # More of one device than go at once.
+  for slots in ([3], [63, 0], [*range(40, 60), 1]):
+    found = engine.responses(state, slots)
+    assert sorted(found) == sorted(slots)
+    for slot, arrays in found.items():
+      for array, row in zip(arrays, bits[:, slot], strict=True):
+        np.testing.assert_array_equal(array.view(np.int32), row)
 
 
 @pytest.mark.parametrize(
