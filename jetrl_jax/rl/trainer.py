@@ -5,6 +5,7 @@ reads is in the training state, in the sampler's position or in an address of
 randomness, so a run that is killed and resumed continues to the same bits.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -31,6 +32,7 @@ from jetrl_jax.rl.apply import UpdateInfo
 from jetrl_jax.rl.collector import Collector
 from jetrl_jax.rl.dynamic_sampling import NotEnoughGroupsError
 from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.experience import Experience
 from jetrl_jax.rl.guard_state import GuardState
 from jetrl_jax.rl.interrupt import Interrupt, StopRequested
 from jetrl_jax.rl.learner import Learner
@@ -130,15 +132,21 @@ class Trainer:
     sampled = self.collector.collect(step, state)
     self.interrupt.check()  # From here on the state is being changed.
     self.accuracy = None
-    state, learnt = self.learner.learn(state, sampled.experience)
+    # Compressed while the device learns from it.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+      saved = pool.submit(self._save_rollouts, step + 1, sampled.experience)
+      state, learnt = self.learner.learn(state, sampled.experience)
+    saved.result()
     self._count_skipped(learnt.infos)
     metrics = step_metrics.step_metrics(
         self.parts, sampled, learnt, state, self.timer
     )
     metrics |= self._watch(step + 1, metrics)
-    if self.parts.run.save_rollouts:
-      self.folder.save_rollouts(step + 1, sampled.experience)
     return state, metrics
+
+  def _save_rollouts(self, step: int, exp: Experience) -> None:
+    if self.parts.run.save_rollouts:
+      self.folder.save_rollouts(step, exp)
 
   def _finish(self, step: int, state: TrainState, metrics: dict) -> None:
     """Evaluates where due, writes the step's line, saves where due."""
