@@ -7,6 +7,7 @@ are not there yet: a note says so) and strict where something is damaged.
 import collections
 import dataclasses
 import json
+import math
 import pathlib
 import re
 from typing import Any
@@ -244,7 +245,7 @@ def _number(value: Any) -> float | None:
     value = float(value)
   except OverflowError:
     return float('nan')
-  return value if np.isfinite(value) else float('nan')
+  return value if math.isfinite(value) else math.nan
 
 
 def _series(lines: list[dict]) -> dict[str, Series]:
