@@ -1,6 +1,7 @@
 """Held-out accuracy, through the same engine and weights as the rollout."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -33,12 +34,12 @@ class Graded:
   results: list[RewardResult]
   num_generations: int
 
-  @property
+  @functools.cached_property
   def accuracy_PG(self) -> np.ndarray:
     """float64 [P, G], in [0, 1]."""
     return self._shaped([r.accuracy for r in self.results])
 
-  @property
+  @functools.cached_property
   def reward_PG(self) -> np.ndarray:
     """float64 [P, G]."""
     return self._shaped([r.score for r in self.results])
@@ -47,7 +48,7 @@ class Graded:
     shape = len(self.prompts), self.num_generations
     return np.asarray(values, np.float64).reshape(shape)
 
-  @property
+  @functools.cached_property
   def answers(self) -> list[list[str | None]]:
     """P rows of G extracted answers, None where there is none."""
     return [
