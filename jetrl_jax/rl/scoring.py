@@ -41,7 +41,7 @@ class Scorer:
     self._ended: list[tuple[int, int]] = []
 
   def add(self, completion: Completion) -> None:
-    """Takes an answer that has ended."""
+    """Takes an answer that has ended; a worker may begin with it at once."""
     if self._scoring is None:
       return
     prompt = self._prompts[completion.prompt_id]
@@ -53,6 +53,7 @@ class Scorer:
         extra=prompt.extra,
     )
     self._scoring.add([request])
+    self._scoring.poll()
     self._ended.append((completion.prompt_id, completion.sample))
 
   def visit(self) -> None:
