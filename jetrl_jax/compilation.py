@@ -18,6 +18,9 @@ import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.pallas import triton
 
+# Pallas' Triton backend counts the values of an array of up to 4 GiB in 32 bits
+# with a sign. 8-bit values beyond this one would lie in front of their array.
+MOST_VALUES = 2**31
 # Said wherever a run that is compiled with `inexact_jit` says what it is.
 NOT_CLAIMED = 'exactness is not claimed (precision.exact=False)'
 # What numbers would be wrong without, and not only other bits.
@@ -91,6 +94,20 @@ def kernel_options(
           num_warps=num_warps, num_stages=num_stages
       )
   }
+
+
+def row_slices(rows: int, columns: int, multiple: int = 1) -> list[slice]:
+  """Returns what a kernel may take at a time of an 8-bit matrix's rows.
+
+  Args:
+    rows: of the matrix.
+    columns: of the matrix.
+    multiple: of rows in each slice but the last.
+  """
+  step = max(MOST_VALUES // columns // multiple, 1) * multiple
+  if step >= rows:
+    return [slice(None)]
+  return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
 
 
 def lowered_once(*static: str):

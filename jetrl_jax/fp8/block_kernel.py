@@ -17,7 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jetrl_jax.compilation import instruction, kernel_options, lowered_once
+from jetrl_jax.compilation import (
+    instruction,
+    kernel_options,
+    lowered_once,
+    row_slices,
+)
 from jetrl_jax.fp8.hopper_dot import hopper_dot
 from jetrl_jax.fp8.products import fence
 from jetrl_jax.fp8.recipes import BLOCK
@@ -90,6 +95,33 @@ def block_dot(
     few: tiles for few rows; None as the number of rows says.
     interpret: run the kernel on a CPU, for tests.
   """
+  run = functools.partial(
+      _dot_of_rows,
+      out_dtype=out_dtype,
+      power_of_two=power_of_two,
+      few=few,
+      interpret=interpret,
+  )
+  of_a, of_b = (row_slices(*x.shape, BLOCK) for x in (a_MK, b_NK))
+  # No weight has as many rows: of scales there is one for each.
+  parts = [
+      [run(a_MK[i], scale_a_MG[i], b_NK[j], scale_b_NG[j]) for j in of_b]
+      for i in of_a
+  ]
+  return jnp.concatenate([jnp.concatenate(row, axis=1) for row in parts])
+
+
+def _dot_of_rows(
+    a_MK,
+    scale_a_MG,
+    b_NK,
+    scale_b_NG,
+    *,
+    out_dtype,
+    power_of_two: bool,
+    few: bool | None,
+    interpret: bool,
+) -> Array:
   (rows, inner), columns = a_MK.shape, b_NK.shape[0]
   groups = inner // BLOCK
   few = rows <= _FEW_ROWS if few is None else few

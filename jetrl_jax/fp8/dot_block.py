@@ -21,11 +21,12 @@ References:
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax.compilation import on_gpu
+from jetrl_jax.compilation import MOST_VALUES, on_gpu
 from jetrl_jax.fp8 import block_kernel, block_turning, formats, health, turning
 from jetrl_jax.fp8.products import grouped_dot
 from jetrl_jax.fp8.quantization import QTensor, dequantize, quantize_groups
@@ -82,7 +83,8 @@ def quantize_grad(
 
 def _has_kernels(shape: tuple[int, ...]) -> bool:
   """Whether an operand of the backward is made by a kernel."""
-  return on_gpu() and turning.fits(shape)
+  size = math.prod(shape)
+  return on_gpu() and turning.fits(shape) and size <= MOST_VALUES
 
 
 def _scaling(recipe: Recipe) -> dict:

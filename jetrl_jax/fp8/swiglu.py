@@ -21,6 +21,7 @@ from jetrl_jax.compilation import (
     kernel_options,
     lowered_once,
     on_gpu,
+    row_slices,
 )
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.products import Unscaled
@@ -90,7 +91,15 @@ def swiglu_of(
     step: scale on which h is quantised; None for h in the product's dtype.
     interpret: run the kernel on a CPU, for tests.
   """
-  values, scales = product.values, product.scales
+  rows = product.values.shape[-2]
+  parts = [
+      _rows_of(product.values[..., at, :], product.scales, step, interpret)
+      for at in row_slices(rows, product.values.size // 2 // rows)
+  ]
+  return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _rows_of(values: Array, scales, step, interpret: bool) -> Array:
   is_split = values.ndim == 3
   if not is_split:
     values = values.reshape(values.shape[0], 2, -1)

@@ -23,6 +23,7 @@ from jetrl_jax.compilation import (
     instruction,
     kernel_options,
     lowered_once,
+    row_slices,
 )
 from jetrl_jax.fp8 import formats, swiglu, turning
 from jetrl_jax.fp8.turning import TILE, WORDS, Turned
@@ -171,6 +172,32 @@ def backward(
     num_warps: of a program.
     interpret: run on a CPU, for tests.
   """
+  run = functools.partial(
+      _of_rows,
+      dtype=dtype,
+      width=width,
+      num_warps=num_warps,
+      interpret=interpret,
+  )
+  parts = [
+      run(product_MG[at], dh_MF[at], scales, row_mask_M[at])
+      for at in row_slices(*product_MG.shape, TILE)
+  ]
+  h, dy = zip(*parts, strict=True)
+  return turning.join(h), turning.join(dy)
+
+
+def _of_rows(
+    product_MG,
+    dh_MF,
+    scales,
+    row_mask_M,
+    *,
+    dtype,
+    width: int,
+    num_warps: int,
+    interpret: bool,
+) -> tuple[Turned, Turned]:
   rows, columns = dh_MF.shape
   quarters, grid = (rows // 4, 4), (columns // width, rows // TILE)
   both = pl.BlockSpec((WORDS, 4, 2, width), lambda j, i: (i, 0, 0, j))

@@ -14,6 +14,7 @@ depends on them.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jetrl_jax.compilation import kernel_options, lowered_once
+from jetrl_jax.compilation import kernel_options, lowered_once, row_slices
 from jetrl_jax.fp8 import formats
 from jetrl_jax.typing import Array
 
@@ -47,6 +48,19 @@ class Turned:
   turned_NM: Array
   amax: Array
   lost: Array
+
+
+def join(parts: Sequence[Turned]) -> Turned:
+  """Returns what was made of a matrix's rows in parts, as of all of them."""
+  if len(parts) == 1:
+    return parts[0]
+  straight = [part.straight_MN for part in parts]
+  return Turned(
+      straight_MN=None if straight[0] is None else jnp.concatenate(straight),
+      turned_NM=jnp.concatenate([part.turned_NM for part in parts], axis=1),
+      amax=jnp.max(jnp.stack([part.amax for part in parts])),
+      lost=jnp.sum(jnp.stack([part.lost for part in parts]), axis=0),
+  )
 
 
 def fits(shape: tuple[int, ...]) -> bool:
@@ -237,6 +251,29 @@ def quantize_and_turn(
     num_warps: of a program.
     interpret: run on a CPU, for tests.
   """
+  run = functools.partial(
+      _quantized_rows,
+      dtype=dtype,
+      straight=straight,
+      width=width,
+      num_warps=num_warps,
+      interpret=interpret,
+  )
+  slices = row_slices(*x_MN.shape, TILE)
+  return join([run(x_MN[at], scale, row_mask_M[at]) for at in slices])
+
+
+def _quantized_rows(
+    x_MN,
+    scale,
+    row_mask_M,
+    *,
+    dtype,
+    straight: bool,
+    width: int,
+    num_warps: int,
+    interpret: bool,
+) -> Turned:
   rows, columns = x_MN.shape
   grid = columns // width, rows // TILE
   rows_spec = pl.BlockSpec((WORDS, 4, width), lambda j, i: (i, 0, j))

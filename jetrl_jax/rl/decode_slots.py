@@ -9,6 +9,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jetrl_jax.compilation import MOST_VALUES
 from jetrl_jax.rl import sampling
 from jetrl_jax.rl.pages import PagesConfig
 from jetrl_jax.typing import Array
@@ -133,6 +134,14 @@ def idle(policy, config: EngineConfig, pages: PagesConfig) -> DecodeState:
   keys, values = policy.page_shapes(
       pages.pages_per_device * pages.num_devices, pages.page_size
   )
+  tokens = pages.pages_per_device * pages.page_size
+  most = MOST_VALUES // (keys.shape[1] * keys.shape[3])
+  if keys.dtype.itemsize == 1 and tokens > most:
+    raise ValueError(
+        f'FP8 caches hold {tokens} tokens on each device; kernels reach {most}'
+        f' of this model. Set kv_cache_tokens to {most * pages.num_devices} or'
+        ' less'
+    )
 
   def zeros(dtype, *tail):
     return jnp.zeros((pages.num_slots, *tail), dtype)

@@ -3,7 +3,12 @@
 import numpy as np
 import pytest
 
+from jetrl_jax.fp8 import Recipe
+from jetrl_jax.rl import decode_slots
 from jetrl_jax.rl.pages import PageBook, PagesConfig
+from jetrl_jax.rl.policy import Policy
+from tests.models import tiny
+from tests.rl import tiny_run
 
 
 def _book(pages=4, devices=1, slots=4, per_slot=4):
@@ -119,3 +124,19 @@ def test_pages_that_a_slot_does_not_hold_point_nowhere():
 def test_a_pool_smaller_than_one_sequence_is_refused():
   with pytest.raises(ValueError, match='Raise kv_cache_tokens to at least 64'):
     _book(pages=3, devices=2)
+
+
+def test_fp8_keys_that_a_kernel_cannot_count_are_refused():
+  # Two heads of two channels: 2^29 tokens are 2^31 values.
+  policy = Policy(
+      model=tiny.config(), recipe=Recipe(), kv_cache_dtype='float8_e4m3fn'
+  )
+  sizes = PagesConfig(
+      num_slots=32,
+      num_devices=2,
+      pages_per_device=2**22 + 1,
+      page_size=128,
+      pages_per_slot=4,
+  )
+  with pytest.raises(ValueError, match=f'kv_cache_tokens to {2**30} or less'):
+    decode_slots.idle(policy, tiny_run.engine_config(), sizes)
