@@ -157,8 +157,12 @@ def _by_kernel_bwd(y_MG, dh_MF):
 _by_kernel.defvjp(_by_kernel_fwd, _by_kernel_bwd)
 
 
+def has_kernel(columns: int) -> bool:
+  """Whether h of so many columns is the kernel's; for all numbers of rows."""
+  return on_gpu() and columns % 16 == 0
+
+
 def swiglu(y_MG: Array) -> Array:
   """Returns silu(gate) * up of gate|up [M, 2 F], rounded once to its dtype."""
-  # Whether there is a kernel must not depend on the number of rows.
-  has_kernel = on_gpu() and y_MG.shape[1] % 32 == 0
-  return _by_kernel(y_MG) if has_kernel else plain(y_MG)
+  by_kernel = has_kernel(y_MG.shape[1] // 2)
+  return _by_kernel(y_MG) if by_kernel else plain(y_MG)

@@ -147,7 +147,10 @@ class MLP(Leaf):
     # A dot of few rows is faster in two parts, gate and up, and a kernel that
     # makes both at once is faster still.
     dims = self.config.model_dim, self.config.ffn_dim
-    return 1 if self._is_one() and gate_up_kernel.fits(rows, dims) else 2
+    if self._is_one():
+      return 1 if gate_up_kernel.fits(rows, dims) else 2
+    # Two parts have SwiGLU's kernel; training must have it as well.
+    return 2 if swiglu.has_kernel(self.config.ffn_dim) else 1
 
   def _is_one(self) -> bool:
     """Whether both dots are computed as one; nothing shows inside."""

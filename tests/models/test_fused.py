@@ -1,5 +1,6 @@
 """The kernels of a fused decode step are put together as the step is."""
 
+import dataclasses
 import functools
 from unittest import mock
 
@@ -25,6 +26,31 @@ SOME = Recipe(
         'layers_1/(attn/qkv|mlp/gate_up)',
     )
 )
+
+
+@pytest.mark.parametrize('ffn_dim', [128, 120])
+def test_a_fused_step_has_the_swiglu_of_the_step(monkeypatch, ffn_dim):
+  # A kernel for some widths, XLA for others: never one here and one there.
+  kernel = mock.Mock(wraps=swiglu.swiglu_of)
+  monkeypatch.setattr(swiglu, 'swiglu_of', kernel)
+  for module in (attention, gated, norm, swiglu):
+    monkeypatch.setattr(module, 'on_gpu', lambda: True)
+  sizes = dict(model_dim=64, head_dim=16, ffn_dim=ffn_dim, vocab_size=80)
+  policy = fused.policy(tiny.config('qwen2', **sizes), FP8, 'compute')
+  monkeypatch.setattr(fused, 'exact_jit', lambda f: f)
+  params = jax.eval_shape(lambda: fused.params(policy))
+  rows, caches = jax.ShapeDtypeStruct((16,), 'i4'), policy.page_shapes(16, 64)
+  calls = []
+  for is_fused in (True, False):
+    one = dataclasses.replace(policy, fused=is_fused)
+    table = jax.ShapeDtypeStruct((16, 2), 'i4')
+    inverse = jax.ShapeDtypeStruct((16,), 'f4')
+    jax.eval_shape(
+        one.decode, params, rows, rows, table, [caches] * 2, inverse
+    )
+    calls.append(kernel.called)
+    kernel.reset_mock()
+  assert calls == [ffn_dim == 128] * 2
 
 
 @pytest.mark.parametrize(
