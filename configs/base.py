@@ -35,7 +35,8 @@ def get_config() -> ml_collections.ConfigDict:
   # Regular expressions (full match) of masters that do not train, for example
   # ('embed/.*',).
   config.model.freeze = ()
-  # Attention tile in tokens, part of the arithmetic. 64 on GPU.
+  # Attention tile in tokens, part of the arithmetic: a multiple of 16, on a GPU
+  # a power of two.
   config.model.attention_tile = 64
   # Most rows whose [rows, vocabulary] logits are in memory at once. With fewer
   # the gradient of lm_head is read and written more often.

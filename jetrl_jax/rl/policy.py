@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax.compilation import exact_jit, inexact_jit
+from jetrl_jax.compilation import exact_jit, inexact_jit, on_gpu
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.fp8.recipes import LM_HEAD
 from jetrl_jax.models import remat
@@ -83,6 +83,15 @@ class Policy:
     ):
       if value < 16 or value % 16:
         raise ValueError(f'{name} is {value}; it must be a multiple of 16')
+    # A kernel would say so after the weights have been loaded.
+    for name, value in (
+        ('attention_tile', self.tile),
+        ('head_dim', self.model.head_dim),
+    ):
+      if on_gpu() and value.bit_count() > 1:
+        raise ValueError(
+            f'{name} is {value}; on a GPU attention computes in powers of two'
+        )
 
   @property
   def decoder(self) -> Decoder:

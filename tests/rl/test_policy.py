@@ -21,6 +21,15 @@ def test_sizes_that_no_dot_can_take_are_refused(name, value):
     dataclasses.replace(tiny_run.policy(), **{name: value})
 
 
+def test_sizes_that_no_gpu_kernel_can_take_are_refused_there(monkeypatch):
+  policy = tiny_run.policy()
+  model = dataclasses.replace(policy.model, head_dim=80)
+  monkeypatch.setattr('jetrl_jax.rl.policy.on_gpu', lambda: True)
+  for odd, said in (({'model': model}, 'head_dim is 80'), ({'tile': 48}, '48')):
+    with pytest.raises(ValueError, match=f'{said}; on a GPU .* powers of two'):
+      dataclasses.replace(policy, **odd)
+
+
 def test_random_masters_have_the_paths_and_shapes_of_the_tree():
   shapes = jax.eval_shape(
       tiny_run.policy(family='qwen3').init, jax.random.key(0)
