@@ -102,7 +102,7 @@ def block_dot(
       few=few,
       interpret=interpret,
   )
-  of_a, of_b = (row_slices(*x.shape, BLOCK) for x in (a_MK, b_NK))
+  of_a, of_b = (row_slices(*x.shape, multiple=BLOCK) for x in (a_MK, b_NK))
   # No weight has as many rows: of scales there is one for each.
   parts = [
       [run(a_MK[i], scale_a_MG[i], b_NK[j], scale_b_NG[j]) for j in of_b]

@@ -181,7 +181,7 @@ def backward(
   )
   parts = [
       run(product_MG[at], dh_MF[at], scales, row_mask_M[at])
-      for at in row_slices(*product_MG.shape, TILE)
+      for at in row_slices(*product_MG.shape, multiple=TILE)
   ]
   h, dy = zip(*parts, strict=True)
   return turning.join(h), turning.join(dy)

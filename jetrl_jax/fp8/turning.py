@@ -54,9 +54,9 @@ def join(parts: Sequence[Turned]) -> Turned:
   """Returns what was made of a matrix's rows in parts, as of all of them."""
   if len(parts) == 1:
     return parts[0]
-  straight = [part.straight_MN for part in parts]
+  straight = [p.straight_MN for p in parts if p.straight_MN is not None]
   return Turned(
-      straight_MN=None if straight[0] is None else jnp.concatenate(straight),
+      straight_MN=jnp.concatenate(straight) if straight else None,
       turned_NM=jnp.concatenate([part.turned_NM for part in parts], axis=1),
       amax=jnp.max(jnp.stack([part.amax for part in parts])),
       lost=jnp.sum(jnp.stack([part.lost for part in parts]), axis=0),
@@ -259,7 +259,7 @@ def quantize_and_turn(
       num_warps=num_warps,
       interpret=interpret,
   )
-  slices = row_slices(*x_MN.shape, TILE)
+  slices = row_slices(*x_MN.shape, multiple=TILE)
   return join([run(x_MN[at], scale, row_mask_M[at]) for at in slices])
 
 
