@@ -268,11 +268,6 @@ def free(state, slot):
   return dataclasses.replace(state, active=state.active.at[slot].set(False))
 
 
-def responses(tokens_BR, log_mu_BR, logprobs_BR, slots_K):
-  """Returns what some slots hold; see `Engine.responses`."""
-  return tokens_BR[slots_K], log_mu_BR[slots_K], logprobs_BR[slots_K]
-
-
 def pause(state, chosen_B):
   """Stops slots; see `Engine.pause`."""
   return dataclasses.replace(state, active=state.active & ~chosen_B)

@@ -27,13 +27,12 @@ from jetrl_jax.rl.engine_sizes import (
 )
 from jetrl_jax.rl.pages import PageBook
 from jetrl_jax.rl.policy import Policy, PolicyParams
+from jetrl_jax.rl.responses import Responses
 from jetrl_jax.typing import Array, NpArray, PRNGKey
 
 # Tokens, padding included, that are prefilled at once.
 _PREFILL_TOKENS = 16384
 _PREFILL_ROWS = 16
-# Responses that each device sends to the host at once.
-_RESPONSE_ROWS = 16
 
 
 class Engine(engine_api.Engine):
@@ -82,10 +81,7 @@ class Engine(engine_api.Engine):
     self._everywhere = jax.jit(
         lambda params: params, out_shardings=NamedSharding(mesh, P())
     )
-    self._responses = jax.jit(
-        sharding.per_device(decode_slots.responses, mesh, (rows,) * 4, rows),
-        out_shardings=self._rows,
-    )
+    self.responses = Responses(mesh, self.num_slots // policy.axes.size)
     self._insert = compiled(decode_slots.insert, rows, rows, *[P()] * 6)
     self._free = compiled(decode_slots.free)
     self._pause = compiled(decode_slots.pause)
@@ -317,41 +313,6 @@ class Engine(engine_api.Engine):
     """Makes a slot idle."""
     self.release([slot])
     return self._free(decode_state, np.int32(slot))
-
-  def responses(
-      self, state: DecodeState, slots: Sequence[int]
-  ) -> dict[int, tuple[NpArray, NpArray, NpArray]]:
-    """Takes (tokens, log mu, log pi) of some slots to the host.
-
-    A few at a time, as a visit seldom needs more, and in one shape: those of
-    256 slots with 16384 tokens are 48 MiB, for which the device would wait.
-    """
-    devices = self.policy.axes.size
-    per_device = self.num_slots // devices
-    left: list[list[int]] = [[] for _ in range(devices)]
-    for slot in slots:
-      left[slot // per_device].append(slot)
-    found = {}
-    while any(left):
-      # A slot by its number on its device; what is padding nobody reads.
-      local_DK = np.zeros((devices, _RESPONSE_ROWS), np.int32)
-      row: dict[int, int] = {}
-      for d, mine in enumerate(left):
-        for k, slot in enumerate(mine[:_RESPONSE_ROWS]):
-          local_DK[d, k] = slot % per_device
-          row[slot] = d * _RESPONSE_ROWS + k
-        del mine[:_RESPONSE_ROWS]
-      tokens, log_mu, logprobs = jax.device_get(
-          self._responses(
-              state.tokens,
-              state.log_mu,
-              state.logprobs,
-              self._put(local_DK.reshape(-1)),
-          )
-      )
-      for slot, i in row.items():
-        found[slot] = tokens[i], log_mu[i], logprobs[i]
-    return found
 
   # --- pages --------------------------------------------------------------
 

@@ -286,6 +286,8 @@ def test_what_a_dead_worker_started_ends_though_another_is_replaced(
     _start_all(obedient)
     scoring.add([request(answer, source=str(where)) for answer in answers])
     scoring.poll()
+    while not (where.exists() and where.read_text().strip()):
+      time.sleep(0.01)
     time.sleep(LIMIT + 0.2)
     scoring.poll()
   deadline = time.monotonic() + 5

@@ -58,4 +58,4 @@ def test_a_stop_is_heard_while_the_last_answers_are_scored():
         for completion in completions:
           scores.add(completion)
         scores.results(completions)
-    assert time.monotonic() < start + 1.0
+  assert len(scores._scoring.replies) < 4
