@@ -264,7 +264,7 @@ class Apply:
       state: TrainState,
       gradients: Gradients,
   ):
-    self._mesh, self._jit = mesh, policy.jit
+    self._policy, self._mesh = policy, mesh
     self._keys = set(state.trainable)
     self._join = opt_parts.Joiner(state.opt_state, self._keys)
     self._root = None
@@ -272,8 +272,9 @@ class Apply:
       rounding.check(state.trainable)
       self._root = rng.key(config.seed, rng.ROUNDING)
     specs = sharding.tree_specs(gradients.trainable, mesh)
-    self._judge = self._compiled(
+    self._judge = policy.jit_per_device(
         functools.partial(_judge, policy, config, self._splits(state)),
+        mesh,
         (specs, P(), P(), P()),
         (P(), P(), P(), P()),
     )
@@ -371,8 +372,9 @@ class Apply:
     if signature not in self._movers:
       part, gradients, cotangents = sharding.tree_specs(arguments, self._mesh)
       is_split = self._splits(arguments[0])
-      self._movers[signature] = self._compiled(
+      self._movers[signature] = self._policy.jit_per_device(
           functools.partial(self._move, is_split),
+          self._mesh,
           (part, P(), gradients, cotangents, P()),
           (part, P(), P()),
           donate_argnums=(0,),
@@ -406,12 +408,4 @@ class Apply:
         weights=gathered('weights', state.weights),
         opt_state=self._join(moved, shared),
         opt_step=opt_step,
-    )
-
-  def _compiled(self, function, in_specs, out_specs, **options):
-    mesh = self._mesh
-    return self._jit(
-        sharding.per_device(function, mesh, in_specs, out_specs),
-        out_shardings=sharding.named(out_specs, mesh),
-        **options,
     )

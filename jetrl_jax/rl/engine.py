@@ -65,11 +65,15 @@ class Engine(engine_api.Engine):
     self._rows = NamedSharding(mesh, rows)
     self._compiled: dict[tuple, Callable] = {}
 
-    def compiled(function, *specs):
-      if specs:  # Its own part on each device, not as XLA would split it.
-        function = functools.partial(function, policy.axes)
-        function = sharding.per_device(function, mesh, specs, rows)
+    def compiled(function):
       return policy.jit(function, donate_argnums=(0,), out_shardings=self._rows)
+
+    def filling(function, *specs):
+      # Its own part on each device, not as XLA would split it.
+      function = functools.partial(function, policy.axes)
+      return policy.jit_per_device(
+          function, mesh, specs, rows, donate_argnums=(0,)
+      )
 
     # Without a reference to the engine, which holds parameters. Zeros need no
     # pinned options, with which the dry run could not ask for its shapes.
@@ -82,11 +86,11 @@ class Engine(engine_api.Engine):
         lambda params: params, out_shardings=NamedSharding(mesh, P())
     )
     self.responses = Responses(mesh, self.num_slots // policy.axes.size)
-    self._insert = compiled(decode_slots.insert, rows, rows, *[P()] * 6)
+    self._insert = filling(decode_slots.insert, rows, rows, *[P()] * 6)
     self._free = compiled(decode_slots.free)
     self._pause = compiled(decode_slots.pause)
     self._resume = compiled(decode_slots.resume)
-    self._fill_pages = compiled(decode_slots.fill_pages, rows, rows, P(), P())
+    self._fill_pages = filling(decode_slots.fill_pages, rows, rows, P(), P())
 
   def whole(self, params: PolicyParams) -> PolicyParams:
     """Returns the parameters with all of each on every device.
@@ -442,14 +446,11 @@ class Engine(engine_api.Engine):
     """
     name = function.__name__, bound
     if name not in self._compiled:
-      self._compiled[name] = self.policy.jit(
-          sharding.per_device(
-              functools.partial(function, *bound),
-              self.mesh,
-              (P(), *(sharding.ROWS,) * num_rows, *(P(),) * whole),
-              sharding.ROWS,
-          ),
+      self._compiled[name] = self.policy.jit_per_device(
+          functools.partial(function, *bound),
+          self.mesh,
+          (P(), *(sharding.ROWS,) * num_rows, *(P(),) * whole),
+          sharding.ROWS,
           donate_argnums=(1,) if whole else (),
-          out_shardings=self._rows,
       )
     return self._compiled[name]

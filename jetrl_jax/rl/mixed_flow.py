@@ -112,30 +112,25 @@ class Requantizer:
     self._recipe = policy.recipe
     specs = sharding.tree_specs(side, mesh)
 
-    def compiled(function, in_specs, out_specs, **options):
-      return policy.jit(
-          sharding.per_device(function, mesh, in_specs, out_specs),
-          out_shardings=sharding.named(out_specs, mesh),
-          **options,
-      )
-
     def observing(policy):
-      return compiled(
+      return policy.jit_per_device(
           functools.partial(_inputs_seen, policy),
+          mesh,
           (specs, sharding.ROWS),
           specs.fp8_state,
       )
 
-    self._seen, self._seen_calibrating = observing(policy), observing(
-        calibrating
-    )
-    self._record = compiled(
+    self._seen = observing(policy)
+    self._seen_calibrating = observing(calibrating)
+    self._record = policy.jit_per_device(
         functools.partial(_record, policy),
+        mesh,
         (specs.fp8_state, specs.fp8_state),
         specs.fp8_state,
     )
-    self._requantize = compiled(
+    self._requantize = policy.jit_per_device(
         functools.partial(_requantize, policy),
+        mesh,
         (specs.trainable, specs.frozen, specs.fp8_state, specs.weights),
         (specs.fp8_state, specs.weights, P()),
         donate_argnums=(2, 3),

@@ -47,10 +47,7 @@ class OtherPrecision:
     shapes = jax.eval_shape(prepare, state.trainable, state.frozen)
     masters = sharding.tree_specs((state.trainable, state.frozen), parts.mesh)
     out = sharding.tree_specs(shapes, parts.mesh)
-    self._prepare = policy.jit(
-        sharding.per_device(prepare, parts.mesh, masters, out),
-        out_shardings=sharding.named(out, parts.mesh),
-    )
+    self._prepare = policy.jit_per_device(prepare, parts.mesh, masters, out)
     empty = slots.init_state(merge(state.trainable, state.frozen), recipe)
     self._fp8_state = jax.device_put(empty, NamedSharding(parts.mesh, P()))
 

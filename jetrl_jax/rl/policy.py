@@ -10,7 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from jetrl_jax import sharding
 from jetrl_jax.compilation import exact_jit, inexact_jit, on_gpu
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.fp8.recipes import LM_HEAD
@@ -109,6 +111,16 @@ class Policy:
     """Compiles what takes part in the flow; `options` as for `exact_jit`."""
     compiled = exact_jit if self.exact else inexact_jit
     return compiled(function, **options)
+
+  def jit_per_device(
+      self, function, mesh: Mesh, in_specs, out_specs, **options
+  ):
+    """Compiles what each device computes of its own part of the arguments."""
+    return self.jit(
+        sharding.per_device(function, mesh, in_specs, out_specs),
+        out_shardings=sharding.named(out_specs, mesh),
+        **options,
+    )
 
   def _apply(self, tree: PyTree, *args, **kwargs) -> Any:
     # Flax's own return type counts collections that change; none does here.

@@ -134,10 +134,7 @@ def with_weights(
       state.fp8_state,
   )
   out_specs = (specs[2], sharding.tree_specs(shapes, mesh))
-  run = policy.jit(
-      sharding.per_device(make, mesh, tuple(specs), out_specs),
-      out_shardings=sharding.named(out_specs, mesh),
-  )
+  run = policy.jit_per_device(make, mesh, tuple(specs), out_specs)
   fp8_state, weights = run(state.trainable, state.frozen, state.fp8_state)
   return dataclasses.replace(state, fp8_state=fp8_state, weights=weights)
 

@@ -106,23 +106,17 @@ class TrainStep:
         ),
     )
     rows = sharding.ROWS
-
-    def compiled(function, in_specs, out_specs, **options):
-      return policy.jit(
-          sharding.per_device(function, mesh, in_specs, out_specs),
-          out_shardings=sharding.named(out_specs, mesh),
-          **options,
-      )
-
-    self.accumulate = compiled(
+    self.accumulate = policy.jit_per_device(
         functools.partial(_accumulate, policy, loss_function),
+        mesh,
         (specs, grad_specs, rows, P()),
         (grad_specs, rows, rows),
         donate_argnums=(1,),
         in_order=policy.axes.size > 1,
     )
-    self.score = compiled(
+    self.score = policy.jit_per_device(
         policy.score,
+        mesh,
         (PolicyParams(specs.weights, specs.fp8_state), rows, P()),
         (rows, rows),
     )
