@@ -29,6 +29,7 @@ from jetrl_jax.compilation import exact_jit, on_gpu
 from jetrl_jax.fp8 import QTensor, renewal, slots
 from jetrl_jax.metrics import Mean
 from jetrl_jax.rl import adam_kernel, opt_parts, rounding
+from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.types import TrainState
 from jetrl_jax.typing import Array, PyTree
@@ -249,7 +250,7 @@ class Apply:
     policy: its recipe and axes.
     optimizer: moves the trainable masters. Its state may hold trees like the
       masters and whatever does not depend on them, such as step counts.
-    config: `OptimizerConfig` (learning rate, clip and rounding).
+    config: learning rate, clip and rounding.
     mesh: devices.
     state: an example, concrete or of shapes.
     gradients: shapes of the accumulator.
@@ -259,7 +260,7 @@ class Apply:
       self,
       policy: Policy,
       optimizer: optax.GradientTransformation,
-      config: Any,
+      config: OptimizerConfig,
       mesh: Mesh,
       state: TrainState,
       gradients: Gradients,
@@ -291,22 +292,16 @@ class Apply:
   def __call__(self, state: TrainState, gradients: Gradients):
     """Moves the state; see the class."""
     info, shrink, opt_step, words = self._judge(
-        gradients.trainable, gradients.metrics, state.opt_step, self._root
+        *self._to_judge(state, gradients)
     )
-    parts, changed, shared = (
-        {},
-        {},
-        opt_parts.split(state.opt_state, self._keys)[1],
-    )
-    next_shared = shared
-    for key, arguments in self._arguments(state, gradients):
-      move = self._mover(arguments)
-      ruling = (info.applied, shrink, words.get(key, {}))
-      parts[key], next_shared, share = move(
-          arguments[0], shared, *arguments[1:], ruling
-      )
+    parts, shared, changed = {}, [], {}
+    for key, move, arguments in self._moves(
+        state, gradients, info, shrink, words
+    ):
+      # Each gives the same shared state.
+      parts[key], shared, share = move(*arguments)
       changed |= {key: share} if share else {}
-    next_state = self._joined(state, parts, next_shared, opt_step)
+    next_state = self._joined(state, parts, shared, opt_step)
     info = dataclasses.replace(info, changed_bytes=changed)
     return next_state, self._clear(gradients), info
 
@@ -317,35 +312,41 @@ class Apply:
       state: concrete or of shapes, as `gradients`.
       gradients: the accumulator.
     """
-    judge = (
-        gradients.trainable,
-        gradients.metrics,
-        state.opt_step,
-        self._root,
-    )
+    judge = self._to_judge(state, gradients)
     yield 'judge', 1, self._judge.lower(*judge)
     info, shrink, _, words = jax.eval_shape(self._judge, *judge)
-    shared = opt_parts.split(state.opt_state, self._keys)[1]
     calls: dict[Any, list] = {}
-    for key, arguments in self._arguments(state, gradients):
-      calls.setdefault(self._mover(arguments), []).append((key, arguments))
+    for key, move, arguments in self._moves(
+        state, gradients, info, shrink, words
+    ):
+      calls.setdefault(move, []).append((key, arguments))
     for move, same in calls.items():
       key, arguments = same[0]
-      ruling = (info.applied, shrink, words.get(key, {}))
-      yield (
-          f'move {key}',
-          len(same),
-          move.lower(arguments[0], shared, *arguments[1:], ruling),
-      )
+      yield f'move {key}', len(same), move.lower(*arguments)
     yield 'clear', 1, self._clear.lower(gradients)
 
   def programs(self) -> list:
     """Returns the compiled functions that were called so far."""
     return [self._judge, *self._movers.values(), self._clear]
 
-  def _arguments(self, state: TrainState, gradients: Gradients) -> Iterator:
-    """Yields (key, (part, gradients, cotangents)) of every part that moves."""
-    moments = opt_parts.split(state.opt_state, self._keys)[0]
+  def _to_judge(self, state: TrainState, gradients: Gradients) -> tuple:
+    return (
+        gradients.trainable,
+        gradients.metrics,
+        state.opt_step,
+        self._root,
+    )
+
+  def _moves(
+      self,
+      state: TrainState,
+      gradients: Gradients,
+      info: UpdateInfo,
+      shrink: Array,
+      words: dict[str, Array],
+  ) -> Iterator:
+    """Yields (key, program, its arguments) of every part that moves."""
+    moments, shared = opt_parts.split(state.opt_state, self._keys)
     for key in state.weights:
       if key not in state.trainable and key not in state.fp8_state:
         continue
@@ -356,27 +357,22 @@ class Apply:
           moments=[tree.get(key, {}) for tree in moments],
           weights=state.weights[key],
       )
-      yield (
-          key,
-          (
-              part,
-              gradients.trainable.get(key, {}),
-              gradients.fp8.get(key, {}),
-          ),
-      )
+      found = gradients.trainable.get(key, {}), gradients.fp8.get(key, {})
+      ruling = info.applied, shrink, words.get(key, {})
+      yield key, self._mover(part, *found), (part, shared, *found, ruling)
 
-  def _mover(self, arguments: tuple):
+  def _mover(self, part: Part, gradients: PyTree, cotangents: PyTree):
     """Returns the program of a part, shared by parts of equal shapes."""
+    arguments = part, gradients, cotangents
     leaves, tree = jax.tree.flatten(arguments)
     signature = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     if signature not in self._movers:
-      part, gradients, cotangents = sharding.tree_specs(arguments, self._mesh)
-      is_split = self._splits(arguments[0])
+      specs = sharding.tree_specs(arguments, self._mesh)
       self._movers[signature] = self._policy.jit_per_device(
-          functools.partial(self._move, is_split),
+          functools.partial(self._move, self._splits(part)),
           self._mesh,
-          (part, P(), gradients, cotangents, P()),
-          (part, P(), P()),
+          (specs[0], P(), *specs[1:], P()),
+          (specs[0], P(), P()),
           donate_argnums=(0,),
       )
     return self._movers[signature]

@@ -8,7 +8,6 @@ are differentiated one by one, so that amaxes combine by max (see
 returns it as it was.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -20,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import sharding
 from jetrl_jax.fp8 import slots
-from jetrl_jax.metrics import Mean
 from jetrl_jax.rl.apply import Apply, Gradients, merge
+from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.rl.types import TrainBatch, TrainState
 from jetrl_jax.typing import Array
@@ -80,7 +79,7 @@ class TrainStep:
     loss_function: (batch, log-probs, entropy) to (loss, metrics), for example
       `functools.partial(policy_loss, LossConfig())`.
     optimizer: moves the trainable masters.
-    config: `OptimizerConfig` (learning rate and clip).
+    config: learning rate, clip and rounding.
     mesh: devices.
     state: an example, concrete or of shapes.
   """
@@ -90,20 +89,19 @@ class TrainStep:
       policy: Policy,
       loss_function: Any,
       optimizer: optax.GradientTransformation,
-      config: Any,
+      config: OptimizerConfig,
       mesh: Mesh,
       state: TrainState,
   ):
-    self.policy, self.mesh = policy, mesh
     specs = sharding.tree_specs(state, mesh)
-    self._metric_names = self._names_of(loss_function, state)
+    # What the loss reports, found without computing anything.
+    batch = TrainBatch.of_shapes(1, 16)
+    floats = jax.ShapeDtypeStruct((1, 16), jnp.float32)
+    _, self._metrics = jax.eval_shape(loss_function, batch, floats, floats)
     grad_specs = Gradients(
         trainable=specs.trainable,
         fp8=specs.fp8_state,
-        metrics=jax.tree.map(
-            lambda _: P(),
-            {n: Mean(sum=0.0, weight=0.0) for n in self._metric_names},
-        ),
+        metrics=jax.tree.map(lambda _: P(), self._metrics),
     )
     rows = sharding.ROWS
     self.accumulate = policy.jit_per_device(
@@ -142,25 +140,10 @@ class TrainStep:
     return jax.eval_shape(self._make_zeros, state.trainable, state.fp8_state)
 
   def _make_zeros(self, trainable, fp8_state):
-    scalar = functools.partial(jnp.zeros, (), jnp.float32)
     return Gradients(
         trainable=jax.tree.map(jnp.zeros_like, trainable),
         fp8=jax.tree.map(jnp.zeros_like, fp8_state),
-        metrics={
-            n: Mean(sum=scalar(), weight=scalar()) for n in self._metric_names
-        },
+        metrics=jax.tree.map(
+            lambda _: jnp.zeros((), jnp.float32), self._metrics
+        ),
     )
-
-  def _names_of(self, loss_function, state) -> list[str]:
-    """Metric names the loss reports, found without computing anything."""
-    del state
-    ints = jax.ShapeDtypeStruct((1, 16), jnp.int32)
-    floats = jax.ShapeDtypeStruct((1, 16), jnp.float32)
-    integer = ('tokens', 'positions', 'segment_ids', 'weight_version')
-    shapes: dict[str, Any] = {
-        field.name: ints if field.name in integer else floats
-        for field in dataclasses.fields(TrainBatch)
-    }
-    batch = TrainBatch(**shapes)
-    _, metrics = jax.eval_shape(loss_function, batch, floats, floats)
-    return list(metrics)
