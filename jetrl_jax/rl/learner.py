@@ -15,13 +15,13 @@ import numpy as np
 from jetrl_jax.rl import experience, kl_reward, mixed_flow, packing
 from jetrl_jax.rl.apply import UpdateInfo
 from jetrl_jax.rl.experience import Experience
-from jetrl_jax.rl.packing import Sequence
+from jetrl_jax.rl.packing import Packed, Sequence
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.timer import Timer
 from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import TrainState
-from jetrl_jax.typing import PyTree
+from jetrl_jax.typing import Array, NpArray, PyTree
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,12 @@ class Learner:
       batches, scored = self._log_probs_at_rollout_weights(batches, params)
     if self.reference is not None:
       with timer('ref'):
-        batches = [self._with_reference(b, self.reference) for b in batches]
+        batches = [
+            _with_field(
+                batch, 'ref_logprobs', self.score(batch, self.reference)
+            )
+            for batch in batches
+        ]
     if self.parts.algorithm.kl_reward_coef:
       with timer('adv'):
         exp, batches = kl_reward.subtract(exp, batches, self.parts.algorithm)
@@ -143,14 +148,19 @@ class Learner:
     In a run that is exact they are the same bits.
     """
     packed = self.parts.pack(batch)
+    values = self._accumulate(state, packed)
+    self._gradients = self._train_step.zero_gradients(state)
+    return packing.unpack(values, packed)
+
+  def _accumulate(self, state: TrainState, packed: Packed) -> list[Array]:
+    """Adds up the gradients of a mini-batch; returns its log-probs [B, T]."""
     temperature, values = jnp.float32(self.parts.run.temperature), []
     for micro in packed.batches:
       self._gradients, logprobs, _ = self._train_step.accumulate(
           state, self._gradients, micro, temperature
       )
       values.append(logprobs)
-    self._gradients = self._train_step.zero_gradients(state)
-    return packing.unpack(values, packed)
+    return values
 
   def _log_probs_at_rollout_weights(
       self, batches: list[list[Sequence]], params: PolicyParams
@@ -174,21 +184,9 @@ class Learner:
         values = self.score(batch, params)
         scored |= {s.origin: v for s, v in zip(batch, values, strict=True)}
         if recompute:
-          batch = [
-              dataclasses.replace(s, old_logprobs=v)
-              for s, v in zip(batch, values, strict=True)
-          ]
+          batch = _with_field(batch, 'old_logprobs', values)
       filled.append(batch)
     return filled, scored
-
-  def _with_reference(
-      self, batch: list[Sequence], reference: PolicyParams
-  ) -> list[Sequence]:
-    values = self.score(batch, reference)
-    return [
-        dataclasses.replace(s, ref_logprobs=v)
-        for s, v in zip(batch, values, strict=True)
-    ]
 
   def _update(
       self, state: TrainState, batches: list[list[Sequence]]
@@ -201,17 +199,11 @@ class Learner:
        mean share of the micro-batches' tokens that are real).
     """
     infos, first, efficiency = [], {}, []
-    temperature = jnp.float32(self.parts.run.temperature)
     for epoch in range(self.parts.algorithm.ppo_epochs):
       for i, batch in enumerate(batches):
         packed = self.parts.pack(batch)
         efficiency.append(packed.efficiency)
-        outputs = []
-        for micro in packed.batches:
-          self._gradients, logprobs, _ = self._train_step.accumulate(
-              state, self._gradients, micro, temperature
-          )
-          outputs.append(logprobs)
+        outputs = self._accumulate(state, packed)
         if epoch == i == 0:
           values = packing.unpack(outputs, packed)
           first = {s.origin: v for s, v in zip(batch, values, strict=True)}
@@ -232,3 +224,12 @@ class Learner:
       return state, {}
     sequences = [sequence for batch in batches for sequence in batch]
     return self._requantizer(state, self.parts.pack(sequences).batches)
+
+
+def _with_field(
+    batch: list[Sequence], name: str, values: list[NpArray]
+) -> list[Sequence]:
+  return [
+      dataclasses.replace(sequence, **{name: value})
+      for sequence, value in zip(batch, values, strict=True)
+  ]
