@@ -1,6 +1,7 @@
 """Where the activation scales of a cold start come from."""
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 from absl import logging
@@ -10,12 +11,10 @@ from jetrl_jax.data import Prompt
 from jetrl_jax.rl import mixed_flow, packing
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.engine import Engine
-from jetrl_jax.rl.environment import EnvironmentConfig
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import PolicyParams
-from jetrl_jax.rl.rollout import StopCheck, never_stop, rollout
+from jetrl_jax.rl.rollout import StopCheck, rollout
 from jetrl_jax.rl.types import Completion, TrainState
-from jetrl_jax.typing import PRNGKey
 
 # Of a checkpoint, where there is no run to say.
 CHECKPOINT_PROMPTS = 16
@@ -35,8 +34,8 @@ def calibrate_checkpoint(
   """Fills the slots of a policy without a run, as a cold start would.
 
   Args:
-    engine: see `calibrate`.
-    state: see `calibrate`.
+    engine: samples; its policy and mesh are the state's.
+    state: its kernel slots are filled already, see `states.create`.
     prompts: the first `CHECKPOINT_PROMPTS` are used.
     origin: of the policy, in words.
     seed: of the short answers that are sampled.
@@ -48,84 +47,38 @@ def calibrate_checkpoint(
       len(first),
   )
   policy, config = engine.policy, engine.config
-  return calibrate(
-      engine,
-      state,
-      first,
-      shape=packing.batch_shape(
-          config.max_prompt_length + config.max_response_length,
-          micro_batch_size=_CHECKPOINT_ROWS,
-          packed_rows=0,
-          tile=policy.tile,
-          devices=policy.axes.size,
-      ),
-      num_generations=_CHECKPOINT_SAMPLES,
-      temperature=1.0,
-      max_tokens=min(CHECKPOINT_TOKENS, config.max_response_length),
-      base_key=rng.key(seed, rng.CALIBRATION),
+  rows, row_length = packing.batch_shape(
+      config.max_prompt_length + config.max_response_length,
+      micro_batch_size=_CHECKPOINT_ROWS,
+      packed_rows=0,
+      tile=policy.tile,
+      devices=policy.axes.size,
   )
-
-
-def calibrate(
-    engine: Engine,
-    state: TrainState,
-    prompts: list[Prompt],
-    *,
-    shape: tuple[int, int],
-    num_generations: int,
-    temperature: float,
-    max_tokens: int,
-    base_key: PRNGKey,
-    should_stop: StopCheck = never_stop,
-    environment: EnvironmentConfig | None = None,
-) -> TrainState:
-  """Fills the FP8 slots from prompts, then from a short rollout on them.
-
-  Args:
-    engine: samples the rollout; its policy and mesh are the state's.
-    state: its kernel slots are filled already, see `states.create`.
-    prompts: what the policy will meet.
-    shape: (rows, tokens per row) of a micro-batch.
-    num_generations: samples per prompt of the rollout.
-    temperature: of the rollout and of pi.
-    max_tokens: most response tokens of each sample.
-    base_key: key with address (seed, stream).
-    should_stop: called at the rollout's host visits; raises to give up.
-    environment: whose turns the rollout takes, if any.
-
-  Returns:
-    The state with input and output-gradient scales in use.
-  """
-  policy, (rows, row_length) = engine.policy, shape
   calibration = states.Calibration(policy, engine.mesh, state)
 
-  def fill(state, tokens, first_target):
+  def fill(state, sequences):
     packed = packing.pack(
-        states.likelihood_sequences(tokens, first_target),
+        sequences,
         row_length=row_length,
         rows_per_micro_batch=rows,
         tile=policy.tile,
     )
-    return calibration.fill(state, packed.batches, temperature)
+    return calibration.fill(state, packed.batches, temperature=1.0)
 
-  state = fill(state, [p.tokens for p in prompts], [1] * len(prompts))
-  completions = rollout(
-      engine,
-      PolicyParams(state.weights, state.fp8_state),
-      prompts,
-      num_generations=num_generations,
-      temperature=temperature,
-      base_key=base_key,
-      weight_version=0,
-      limits=np.full((len(prompts), num_generations), max_tokens),
-      should_stop=should_stop,
-      environment=environment,
-  )
-  return fill(
-      state,
-      [np.concatenate([c.prompt_tokens, c.tokens]) for c in completions],
-      [len(c.prompt_tokens) for c in completions],
-  )
+  def sample(state):
+    most = min(CHECKPOINT_TOKENS, config.max_response_length)
+    return rollout(
+        engine,
+        PolicyParams(state.weights, state.fp8_state),
+        first,
+        num_generations=_CHECKPOINT_SAMPLES,
+        temperature=1.0,
+        base_key=rng.key(seed, rng.CALIBRATION),
+        weight_version=0,
+        limits=np.full((len(first), _CHECKPOINT_SAMPLES), most),
+    )
+
+  return _filled(state, first, fill, sample)
 
 
 def calibrate_run(
@@ -142,20 +95,29 @@ def calibrate_run(
   recipes = (parts.policy.recipe, parts.rollout_policy.recipe)
   if not any(recipe.needs_calibration for recipe in recipes):
     return state
+  fills = []
+  if parts.policy.recipe.needs_calibration:
+    calibration = states.Calibration(parts.policy, parts.mesh, state)
+    fills.append(
+        functools.partial(calibration.fill, temperature=parts.run.temperature)
+    )
   if parts.is_mixed:
-    return _calibrate_both(parts, engine, state, should_stop)
-  return calibrate(
-      engine,
-      state,
-      _calibration_prompts(parts),
-      shape=parts.batch_shape,
-      num_generations=parts.run.num_generations,
-      temperature=parts.run.temperature,
-      max_tokens=parts.run.calibration_tokens,
-      base_key=rng.key(parts.run.seed, rng.CALIBRATION),
-      should_stop=should_stop,
-      environment=parts.environment,
-  )
+    fills.append(
+        mixed_flow.Requantizer(
+            parts.rollout_policy, parts.mesh, state
+        ).calibrate
+    )
+
+  def fill(state, sequences):
+    batches = parts.pack(sequences).batches
+    for one in fills:
+      state = one(state, batches)
+    return state
+
+  def sample(state):
+    return short_rollout(parts, engine, state, should_stop)
+
+  return _filled(state, _calibration_prompts(parts), fill, sample)
 
 
 def short_rollout(
@@ -183,32 +145,27 @@ def _calibration_prompts(parts: Parts) -> list[Prompt]:
   return [parts.train_set[i] for i in range(count)]
 
 
-def _calibrate_both(
-    parts: Parts, engine: Engine, state: TrainState, should_stop: StopCheck
+def _filled(
+    state: TrainState,
+    prompts: list[Prompt],
+    fill: Callable[[TrainState, list[packing.Sequence]], TrainState],
+    sample: Callable[[TrainState], list[Completion]],
 ) -> TrainState:
-  """Fills the slots of both sides of a mixed flow from the same tokens."""
-  fills = []
-  if parts.policy.recipe.needs_calibration:
-    calibration = states.Calibration(parts.policy, parts.mesh, state)
-    fills.append(
-        functools.partial(calibration.fill, temperature=parts.run.temperature)
-    )
-  fills.append(
-      mixed_flow.Requantizer(parts.rollout_policy, parts.mesh, state).calibrate
+  """Fills slots from prompts, then from answers to them.
+
+  Args:
+    state: its kernel slots are filled already.
+    prompts: what the policy will meet.
+    fill: measures sequences.
+    sample: answers the prompts, with the scales that those gave.
+  """
+  sequences = states.likelihood_sequences(
+      [p.tokens for p in prompts], [1] * len(prompts)
   )
-
-  def fill(state, tokens, first_target):
-    sequences = states.likelihood_sequences(tokens, first_target)
-    batches = parts.pack(sequences).batches
-    for one in fills:
-      state = one(state, batches)
-    return state
-
-  prompts = _calibration_prompts(parts)
-  state = fill(state, [p.tokens for p in prompts], [1] * len(prompts))
-  completions = short_rollout(parts, engine, state, should_stop)
-  return fill(
-      state,
+  state = fill(state, sequences)
+  completions = sample(state)
+  sequences = states.likelihood_sequences(
       [np.concatenate([c.prompt_tokens, c.tokens]) for c in completions],
       [len(c.prompt_tokens) for c in completions],
   )
+  return fill(state, sequences)
