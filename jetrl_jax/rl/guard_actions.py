@@ -13,8 +13,7 @@ import jax
 
 from jetrl_jax import checkpoint
 from jetrl_jax.fp8 import slots
-from jetrl_jax.rl import calibration, guard, mixed_flow, startup
-from jetrl_jax.rl import state as states
+from jetrl_jax.rl import calibration, guard, startup
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.guard import Decision
 from jetrl_jax.rl.guard_state import Action, GuardState
@@ -98,11 +97,7 @@ def recalibrated(
   state = dataclasses.replace(
       state, fp8_state=fp8_state, rollout_fp8_state=rollout_fp8_state
   )
-  state = states.with_weights(parts.policy, state, parts.mesh, record=True)
-  if parts.is_mixed:
-    state = mixed_flow.with_weights(
-        parts.rollout_policy, state, parts.mesh, record=True
-    )
+  state = startup.with_weights(parts, state, record=True)
   return calibration.calibrate_run(parts, engine, state, should_stop)
 
 

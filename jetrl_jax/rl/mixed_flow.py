@@ -75,19 +75,6 @@ def with_weights(
   )
 
 
-def restricted(policy: Policy, state: TrainState, mesh: Mesh) -> TrainState:
-  """Drops the slots of dots that the rollout no longer quantises.
-
-  Args:
-    policy: the rollout's; quantises some of the dots that the state's does.
-    state: the rollout's other slots stay, its weights are made again.
-    mesh: devices.
-  """
-  kept = slots.restrict(state.rollout_fp8_state, policy.recipe)
-  state = dataclasses.replace(state, rollout_fp8_state=kept)
-  return with_weights(policy, state, mesh, record=False)
-
-
 def measured_operands(recipe: Recipe) -> tuple[str, ...]:
   """Returns the operands whose health the rollout's slots hold."""
   return ('input', 'kernel') if recipe.is_delayed else ('kernel',)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jetrl_jax import checkpoint
+from jetrl_jax.fp8 import slots
 from jetrl_jax.rl import calibration, guard_state, mixed_flow, run_precision
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.engine import Engine
@@ -117,21 +118,30 @@ def _resumed(
   if restored is None:
     return None
   parts = _at(parts, restored.host_state)
-  state = states.with_weights(
-      parts.policy,
-      dataclasses.replace(abstract(parts), **restored.state),
-      parts.mesh,
-      record=False,
-  )
-  if parts.is_mixed:
-    state = mixed_flow.with_weights(
-        parts.rollout_policy, state, parts.mesh, record=False
-    )
+  state = dataclasses.replace(abstract(parts), **restored.state)
   return Resumed(
       parts=parts,
-      state=state,
+      state=with_weights(parts, state, record=False),
       step=restored.step,
       host_state=restored.host_state,
+  )
+
+
+def with_weights(
+    parts: Parts, state: TrainState, *, record: bool
+) -> TrainState:
+  """Returns the state with the weights of both sides made from its masters.
+
+  Args:
+    parts: what the run is made of.
+    state: whose weights are replaced.
+    record: see `states.with_weights`.
+  """
+  state = states.with_weights(parts.policy, state, parts.mesh, record=record)
+  if not parts.is_mixed:
+    return state
+  return mixed_flow.with_weights(
+      parts.rollout_policy, state, parts.mesh, record=record
   )
 
 
@@ -186,7 +196,11 @@ def restricted(parts: Parts, state: TrainState) -> TrainState:
     parts: quantise some of the dots that the state's do.
     state: all but the slots and weights of the others stay.
   """
-  state = states.restricted(parts.policy, state, parts.mesh)
-  if not parts.is_mixed:
-    return state
-  return mixed_flow.restricted(parts.rollout_policy, state, parts.mesh)
+  state = dataclasses.replace(
+      state,
+      fp8_state=slots.restrict(state.fp8_state, parts.policy.recipe),
+      rollout_fp8_state=slots.restrict(
+          state.rollout_fp8_state, parts.rollout_policy.recipe
+      ),
+  )
+  return with_weights(parts, state, record=False)

@@ -139,19 +139,6 @@ def with_weights(
   return dataclasses.replace(state, fp8_state=fp8_state, weights=weights)
 
 
-def restricted(policy: Policy, state: TrainState, mesh: Mesh) -> TrainState:
-  """Returns the state for a recipe that quantises fewer dots.
-
-  Args:
-    policy: its recipe quantises some of the dots that the state's does.
-    state: slots and weights of the others stay what they are.
-    mesh: devices.
-  """
-  fp8_state = slots.restrict(state.fp8_state, policy.recipe)
-  state = dataclasses.replace(state, fp8_state=fp8_state)
-  return with_weights(policy, state, mesh, record=False)
-
-
 def abstract(
     policy: Policy,
     param_shapes: PyTree,
