@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import traverse_util
 
-from jetrl_jax.data import Prompt
 from jetrl_jax.fp8 import health, slots
 from jetrl_jax.metrics import Mean
 from jetrl_jax.rl import experience, flops, mismatch, mixed_flow
@@ -46,7 +46,6 @@ def step_metrics(
   metrics |= _health(state.fp8_state, slots.OPERANDS)
   metrics |= throughput(
       exp.completions,
-      exp.prompts,
       sampled.completions,
       timer,
       policy.axes.size,
@@ -147,7 +146,10 @@ def not_finite(count: int, last: UpdateInfo) -> str:
 
 
 def _changed_bytes(shares: PyTree) -> dict[str, Any]:
-  changed = _flatten(shares)
+  changed = {
+      path.removesuffix('/kernel'): float(share)
+      for path, share in traverse_util.flatten_dict(shares, sep='/').items()
+  }
   if not changed:
     return {}
   return {
@@ -157,18 +159,8 @@ def _changed_bytes(shares: PyTree) -> dict[str, Any]:
   }
 
 
-def _flatten(tree, path: str = '') -> dict[str, float]:
-  if not isinstance(tree, dict):
-    return {path.removesuffix('/kernel'): float(tree)}
-  flat = {}
-  for key, child in tree.items():
-    flat |= _flatten(child, f'{path}/{key}' if path else key)
-  return flat
-
-
 def throughput(
     completions: list[Completion],
-    prompts: list[Prompt],
     generated: list[Completion],
     timer: Timer,
     num_devices: int,
@@ -179,10 +171,8 @@ def throughput(
   step x devices), of what was learnt from; perf/rollout_throughput counts all
   generated response tokens over the seconds of 'gen'.
   """
-  responses = sum(len(c.tokens) for c in completions)
+  total = sum(len(c.prompt_tokens) + len(c.tokens) for c in completions)
   sampled = sum(len(c.tokens) for c in generated)
-  group = len(completions) // len(prompts)
-  total = responses + group * sum(len(p.tokens) for p in prompts)
   metrics = {
       'perf/total_num_tokens': total,
       'perf/throughput': total / (timer.elapsed() * num_devices),
