@@ -4,6 +4,7 @@ The held-out prompts of an evaluation are answered by the same engine, with the
 same arrays.
 """
 
+import collections
 import dataclasses
 
 import numpy as np
@@ -71,8 +72,8 @@ class Collector:
     preempted = 0
 
     def generate() -> Experience | None:
-      left = len(parts.train_set) - len(met)
       nonlocal preempted
+      left = len(parts.train_set) - len(met)
       if not left:
         return None
       indices = self._sampler.next_batch(min(size, left), exclude=met)
@@ -131,7 +132,7 @@ class Collector:
       scores: Scorer,
   ) -> Experience:
     """Returns the answers with their scores and advantages."""
-    run, errors = self._parts.run, {}
+    run, errors = self._parts.run, collections.Counter[str]()
     with self._timer('reward'):
       if run.synthetic:
         values = synthetic.scores(run.seed, step, prompts, run.num_generations)
@@ -140,9 +141,7 @@ class Collector:
         results = scores.results(completions)
         values = np.asarray([r.score for r in results])
         accuracy = np.asarray([r.accuracy for r in results])
-        for result in results:
-          if result.error:
-            errors[result.error] = errors.get(result.error, 0) + 1
+        errors.update(r.error for r in results if r.error)
     with self._timer('adv'):
       return experience.from_scores(
           prompts, completions, values, accuracy, errors, self._parts.algorithm
@@ -167,9 +166,8 @@ class Collector:
       )
       found = dict(metrics)
       for other in self._others:
-        same = other.name == parts.rollout_policy.recipe.name
         numbers = metrics
-        if not same:
+        if other.name != parts.rollout_policy.recipe.name:
           numbers, _ = self._evaluate_in(other.engine, other.params(state))
         found |= other.renamed(numbers)
     return found, samples

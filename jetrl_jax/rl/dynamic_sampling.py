@@ -11,6 +11,7 @@ and would be the same ones again. The groups that are kept are those that were
 drawn first, so a step is a function of the state and the sampler's position.
 """
 
+import collections
 import dataclasses
 from collections.abc import Callable
 
@@ -106,10 +107,9 @@ def fill(
       for batch in batches
       for p in np.flatnonzero(mixed_groups(batch.accuracy_PG))
   ][:groups]
-  errors: dict[str, int] = {}
+  errors = collections.Counter[str]()
   for batch in batches:
-    for name, count in batch.errors.items():
-      errors[name] = errors.get(name, 0) + count
+    errors.update(batch.errors)
   made = experience.from_scores(
       [batch.prompts[p] for batch, p in kept],
       [c for batch, p in kept for c in _group(batch, p)],
