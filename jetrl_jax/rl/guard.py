@@ -230,9 +230,9 @@ def _noisiest(metrics: Mapping[str, Any]) -> tuple[str, ...]:
   """Returns the dot with the least signal over quantisation noise, if any."""
   ratios = [
       (entry['sqnr_db'], dot)
-      for health in _HEALTH
-      if health in metrics
-      for dot, operands in metrics[health].items()
+      for name in _HEALTH
+      if name in metrics
+      for dot, operands in metrics[name].items()
       # What the forward quantises: no log-prob depends on gradients. Of a
       # rollout with dynamic scales only the kernels are measured.
       for operand, entry in operands.items()

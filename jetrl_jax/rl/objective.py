@@ -5,6 +5,7 @@ the mask and `TrainBatch.loss_weight`.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -184,27 +185,14 @@ def _policy_term(
         widening_T=widening_T,
     )
 
-  def gspo(log_ratio_T, advantage_T, mask_T, segment_ids_T):
-    return losses.gspo_loss(
-        log_ratio_T,
-        advantage_T,
-        mask_T,
-        segment_ids_T,
-        clip_low=low,
-        clip_high=high,
-    )
-
-  def cispo(log_pi_T, log_ratio_T, advantage_T):
-    return losses.cispo_loss(
-        log_pi_T, log_ratio_T, advantage_T, cap=config.cispo_cap
-    )
-
   match config.policy_loss:
     case 'gspo':
+      gspo = functools.partial(losses.gspo_loss, clip_low=low, clip_high=high)
       return jax.vmap(gspo)(
           log_ratio_BT, batch.advantages, batch.loss_mask, batch.segment_ids
       )
     case 'cispo':
+      cispo = functools.partial(losses.cispo_loss, cap=config.cispo_cap)
       log_pi_BT = jnp.where(batch.loss_mask > 0, logprobs_BT, 0.0)
       return jax.vmap(cispo)(log_pi_BT, log_ratio_BT, batch.advantages)
     case _:

@@ -169,10 +169,8 @@ class RunFolder:
 
   def save_rollouts(self, step: int, exp: Experience) -> None:
     """Writes what a step learns from."""
-    folder = self.path / 'rollouts'
-    folder.mkdir(exist_ok=True)
     rollout_store.save_rollouts(
-        folder / f'{step:06d}.npz',
+        self.path / 'rollouts' / f'{step:06d}.npz',
         exp.completions,
         {
             'score': exp.scores_PG.reshape(-1),

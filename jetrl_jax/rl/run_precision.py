@@ -81,10 +81,9 @@ def resolve(
   settled = read(workdir)
   if settled is None:
     return policy
-  found = (invariant_scale, policy.recipe.min_sqnr_db)
-  kept = (settled.invariant_scale, settled.min_sqnr_db)
-  for name, new, old in zip(
-      ('invariant_scale', 'min_sqnr_db'), found, kept, strict=True
+  for name, new, old in (
+      ('invariant_scale', invariant_scale, settled.invariant_scale),
+      ('min_sqnr_db', policy.recipe.min_sqnr_db, settled.min_sqnr_db),
   ):
     if new != old:
       raise ValueError(
