@@ -12,12 +12,7 @@ import collections
 import contextlib
 import dataclasses
 import json
-import os
 import pickle
-import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,6 +22,7 @@ from typing import Any
 from absl import logging
 
 from jetrl_jax.rewards import wire
+from jetrl_jax.rewards.nursery import Nursery, Worker
 from jetrl_jax.rewards.types import (
     RewardFunctionError,
     RewardRequest,
@@ -41,10 +37,6 @@ _BATCH = 16
 _START_SECONDS = 120.0
 # In a row. One may be the kernel's doing, out of memory; these are the user's.
 _MAX_FAILED_STARTS = 3
-_NURSERY = (
-    'import sys; from jetrl_jax.rewards import worker;'
-    ' worker.nursery_main(int(sys.argv[1]))'
-)
 
 
 def check_limits(
@@ -62,41 +54,6 @@ def check_limits(
   ):
     if not low <= value <= high:
       raise ValueError(f'reward.{name} is {value}; allowed: {low} to {high}')
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Worker:
-  """The pool's view of one worker.
-
-  Attributes:
-    pid: its number, and that of its process group.
-    pidfd: names the process even after its number was given to another.
-    sock: to the worker.
-    ready: whether it has loaded its terms.
-    since: when it was started, last given answers or last heard of, monotonic
-      seconds.
-    assigned: indices of the answers it has, the current one first.
-    buffer: bytes of replies that have not arrived whole.
-  """
-
-  pid: int
-  pidfd: int
-  sock: socket.socket
-  since: float
-  ready: bool = False
-  assigned: collections.deque[int] = dataclasses.field(
-      default_factory=collections.deque
-  )
-  buffer: bytearray = dataclasses.field(default_factory=bytearray)
-
-  def end(self) -> None:
-    """Kills the process, and what it started, and lets go of it."""
-    with contextlib.suppress(ProcessLookupError):
-      # While the worker is there, so is its number: no other group is hit.
-      signal.pidfd_send_signal(self.pidfd, 0)
-      os.killpg(self.pid, signal.SIGKILL)
-    os.close(self.pidfd)
-    self.sock.close()
 
 
 @dataclasses.dataclass
@@ -200,10 +157,10 @@ class RewardPool:
     self._failed_starts = 0
     # Kinds of errors that were warned about.
     self._warned: set[str] = set()
-    self._workers: list[_Worker] = []
-    self._nursery: subprocess.Popen[bytes] | None = None
+    self._workers: list[Worker] = []
+    self._nursery: Nursery | None = None
     try:
-      self._start_nursery()
+      self._nursery = Nursery(self._specs, memory_limit_mb, timeout_s)
       nothing = Scoring(self)
       while not self._workers or not all(w.ready for w in self._workers):
         self.serve(nothing, wait=True)
@@ -261,7 +218,9 @@ class RewardPool:
     for worker in self._workers:
       worker.end()
     self._workers = []
-    self._end_nursery()
+    if self._nursery is not None:
+      self._nursery.end()
+      self._nursery = None
 
   def __enter__(self) -> 'RewardPool':
     """Returns the pool."""
@@ -301,8 +260,9 @@ class RewardPool:
 
   def _hand_out(self, batch: Scoring) -> None:
     """Gives every idle worker some of what waits."""
+    assert self._nursery is not None
     while len(self._workers) < self._num_workers:
-      self._workers.append(self._fork())
+      self._workers.append(self._nursery.fork())
     for worker in self._workers:
       if not batch.waiting or not worker.ready or worker.assigned:
         continue
@@ -336,11 +296,11 @@ class RewardPool:
       if (worker.assigned or not worker.ready) and now >= self._limit(worker):
         self._give_up(worker, 'timeout', batch)
 
-  def _limit(self, worker: _Worker) -> float:
+  def _limit(self, worker: Worker) -> float:
     allowed = self._timeout_s if worker.ready else _START_SECONDS
     return worker.since + allowed
 
-  def _read(self, worker: _Worker, batch: Scoring) -> bool:
+  def _read(self, worker: Worker, batch: Scoring) -> bool:
     """Takes what a worker sent; False when the worker is gone."""
     alive = True
     # To the end: once the nursery forks again, what a dead worker started can
@@ -371,7 +331,7 @@ class RewardPool:
       batch.replies[index] = reply
     return alive
 
-  def _give_up(self, worker: _Worker, error: str, batch: Scoring) -> None:
+  def _give_up(self, worker: Worker, error: str, batch: Scoring) -> None:
     """Ends a worker; its current answer counts 0, its others wait again.
 
     A crash is tried once more: a worker also dies when the machine runs out of
@@ -397,83 +357,6 @@ class RewardPool:
       batch.replies[index] = dataclasses.asdict(failed(error, self._specs))
     batch.waiting.extendleft(reversed(worker.assigned))
 
-  def _drop(self, worker: _Worker) -> None:
+  def _drop(self, worker: Worker) -> None:
     self._workers.remove(worker)
     worker.end()
-
-  def _start_nursery(self) -> None:
-    """Starts the interpreter that workers are forked from."""
-    self._control, theirs = socket.socketpair()
-    with theirs:
-      self._nursery = subprocess.Popen(
-          [
-              *(sys.executable, '-c', _NURSERY),
-              str(theirs.fileno()),
-          ],
-          stdin=subprocess.DEVNULL,
-          pass_fds=[theirs.fileno()],
-          env=_worker_environment(),
-          # Ctrl-C in the terminal reaches the trainer alone.
-          start_new_session=True,
-      )
-    settings = pickle.dumps((self._specs, self._memory_limit_mb))
-    try:
-      self._control.sendall(wire.pack(settings))
-      wire.receive(self._control)
-    except (EOFError, OSError) as error:
-      raise RuntimeError(
-          'the process that starts reward workers ended while it loaded; its'
-          ' message is above.'
-      ) from error
-
-  def _fork(self) -> _Worker:
-    """Asks the nursery for a worker; starts another nursery if it died."""
-    for last_try in (False, True):
-      mine, theirs = socket.socketpair()
-      try:
-        with theirs:
-          socket.send_fds(self._control, [b'f'], [theirs.fileno()])
-        pid = int.from_bytes(wire.receive(self._control), 'little')
-        # A worker hangs up by ending; one that stops reading must not hold
-        # the pool.
-        mine.settimeout(self._timeout_s)
-        worker = _Worker(
-            pid=pid,
-            pidfd=os.pidfd_open(pid),
-            sock=mine,
-            since=time.monotonic(),
-        )
-        with contextlib.suppress(OSError):
-          # One that was killed meanwhile is found by `_take`.
-          mine.sendall(wire.pack(b'go'))
-        return worker
-      except (EOFError, OSError):
-        mine.close()
-        if last_try:
-          raise
-        self._end_nursery()
-        self._start_nursery()
-    raise AssertionError('the last try returns or raises')
-
-  def _end_nursery(self) -> None:
-    if self._nursery is not None:
-      self._control.close()
-      self._nursery.kill()
-      self._nursery.wait()
-      self._nursery = None
-
-
-def _worker_environment() -> dict[str, str]:
-  """Returns the environment in which rewards are computed."""
-  return {
-      **os.environ,
-      # What this process can import, a user's dotted path included.
-      'PYTHONPATH': os.pathsep.join(p or os.getcwd() for p in sys.path),
-      # SymPy walks sets; their order must not differ from run to run.
-      'PYTHONHASHSEED': '0',
-      # The cores belong to the pool's processes, not to threads in them.
-      'OMP_NUM_THREADS': '1',
-      'PYTHONUNBUFFERED': '1',
-      # A reward that imports jax must not take the accelerator's memory.
-      'JAX_PLATFORMS': 'cpu',
-  }

@@ -187,7 +187,7 @@ def test_a_worker_killed_from_outside_is_replaced(obedient):
 
 def test_a_worker_killed_while_it_starts_is_replaced(obedient):
   obedient._drop(obedient._workers[0])
-  starting = obedient._fork()
+  starting = obedient._nursery.fork()
   obedient._workers.append(starting)
   signal.pidfd_send_signal(starting.pidfd, signal.SIGKILL)
   assert [r.score for r in obedient.score([request('ok')] * 9)] == [1.0] * 9
@@ -199,18 +199,18 @@ def test_workers_and_their_nursery_ignore_ctrl_c():
     (result,) = pool.score([request('pid')])
     assert result.error is None
     os.kill(int(result.score), signal.SIGINT)
-    os.kill(pool._nursery.pid, signal.SIGINT)
+    os.kill(pool._nursery.process.pid, signal.SIGINT)
     (again,) = pool.score([request('pid')])
     assert again.score == result.score
-    assert pool._nursery.poll() is None
+    assert pool._nursery.process.poll() is None
 
 
 def test_a_nursery_killed_from_outside_is_replaced(obedient):
-  obedient._nursery.kill()
+  obedient._nursery.process.kill()
   results = obedient.score([request('hang'), request('ok')])
   assert [r.score for r in results] == [0.0, 1.0]
   _start_all(obedient)
-  obedient._nursery.kill()
+  obedient._nursery.process.kill()
   time.sleep(0.2)  # No answer is given to the dead, which would count.
   assert [r.score for r in obedient.score([request('ok')])] == [1.0]
 
@@ -313,7 +313,7 @@ def test_all_processes_die_with_the_trainer():
       'def pid(fd):\n'
       '  with open(f"/proc/self/fdinfo/{fd}") as info:\n'
       '    return [l.split()[1] for l in info if l.startswith("Pid")][0]\n'
-      'print(pool._nursery.pid, *map(pid, pids), flush=True)\n'
+      'print(pool._nursery.process.pid, *map(pid, pids), flush=True)\n'
       'pool.score([request("hang")])\n'
   )
   if sys.platform != 'linux':
