@@ -25,14 +25,13 @@ from jetrl_jax.rl import (
 )
 from jetrl_jax.rl.apply import Gradients, merge
 from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.engine_sizes import PREFILL_ROWS
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import TrainBatch, TrainState
 from jetrl_jax.typing import PyTree
-
-_PREFILL_ROWS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -423,7 +422,7 @@ def largest_prefill(engine: Engine) -> tuple[int, int]:
   """
   longest, config = engine.config.max_prompt_length, engine.pages.config
   found = [
-      (_PREFILL_ROWS, next(b for b in engine.buckets if b >= longest)),
+      (PREFILL_ROWS, next(b for b in engine.buckets if b >= longest)),
   ]
   if config.pages_per_device * config.num_devices < (
       config.num_slots * config.pages_per_slot

@@ -38,6 +38,7 @@ from jetrl_jax.mismatch_taps import (
 )
 from jetrl_jax.rl import experience, forced_decode, mixed_flow
 from jetrl_jax.rl.decode_slots import EngineConfig
+from jetrl_jax.rl.engine_sizes import PREFILL_ROWS
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.rl.types import Completion, TrainBatch, TrainState
@@ -242,14 +243,12 @@ def _of_prefill(
   """Takes the rows of each prompt out of what the prefills left."""
   found: dict[str, list[list[np.ndarray]]] = {}
   devices = engine.policy.axes.size
-  rows = -(-forced_decode.PREFILL_ROWS // devices) * devices
+  rows = -(-PREFILL_ROWS // devices) * devices
   seen = jax.device_get(engine.seen)
   # As `forced_decode.begin` groups them.
   prompts = list(dict.fromkeys(c.prompt_id for c in completions))
   for i, completion in enumerate(completions):
-    call, row = divmod(
-        prompts.index(completion.prompt_id), forced_decode.PREFILL_ROWS
-    )
+    call, row = divmod(prompts.index(completion.prompt_id), PREFILL_ROWS)
     for op, value in seen[call].items():
       bucket = value.shape[0] // rows
       # The last prompt token is fed by the first decode step.

@@ -20,6 +20,7 @@ from jetrl_jax import rng, sharding
 from jetrl_jax.rl import decode_slots, decode_step, engine_api, engine_sizes
 from jetrl_jax.rl.decode_slots import DecodeState, EngineConfig, Prefix
 from jetrl_jax.rl.engine_sizes import (
+    PREFILL_ROWS,
     buckets,
     few_slots,
     round_up,
@@ -32,7 +33,6 @@ from jetrl_jax.typing import Array, NpArray, PRNGKey
 
 # Tokens, padding included, that are prefilled at once.
 _PREFILL_TOKENS = 16384
-_PREFILL_ROWS = 16
 
 
 class Engine(engine_api.Engine):
@@ -194,7 +194,7 @@ class Engine(engine_api.Engine):
 
   def rows_again(self, bucket: int) -> int:
     """Returns how many parked sequences of a length are prefilled at a time."""
-    return min(max(_PREFILL_TOKENS // bucket, 1), _PREFILL_ROWS)
+    return min(max(_PREFILL_TOKENS // bucket, 1), PREFILL_ROWS)
 
   def _bucket(self, longest: int) -> int:
     """Returns the length to which a batch of such sequences is padded."""

@@ -15,6 +15,8 @@ from jetrl_jax.typing import NpArray
 # many takes over, the tail of a rollout of long answers. It must be compiled,
 # which answers below so many tokens would not pay for. Fewest slots first.
 TAILS = (16, 8192), (4, 1024)
+# Prompts per prefill, empty rows included; of parked sequences the most.
+PREFILL_ROWS = 16
 # Attention tiles per page.
 _PAGE_TILES = 2
 # Steps that a GPU takes without asking whether a slot still runs.

@@ -10,11 +10,9 @@ import numpy as np
 
 from jetrl_jax import rng
 from jetrl_jax.rl.engine import DecodeState, Engine
+from jetrl_jax.rl.engine_sizes import PREFILL_ROWS
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.types import Completion
-
-# As a rollout prefills them.
-PREFILL_ROWS = 16
 
 
 def forced_logprobs(

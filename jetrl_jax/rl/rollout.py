@@ -20,13 +20,13 @@ import numpy as np
 from jetrl_jax import rng
 from jetrl_jax.data import Prompt
 from jetrl_jax.rl.engine import DecodeState, Engine, Prefix
+from jetrl_jax.rl.engine_sizes import PREFILL_ROWS
 from jetrl_jax.rl.environment import EnvironmentConfig
 from jetrl_jax.rl.episodes import Episode, StopStrings
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.types import Completion
 from jetrl_jax.typing import PRNGKey
 
-_PREFILL_ROWS = 16
 # Seconds that a host visit waits for environments: for each from when it was
 # asked while there is something to decode, and for the first one while there is
 # not.
@@ -234,14 +234,14 @@ class _Loop:
     jobs: dict[int, list[_Job]] = {}
     while self.waiting:
       job = self.waiting[0]
-      if job.prompt.id not in jobs and len(jobs) == _PREFILL_ROWS:
+      if job.prompt.id not in jobs and len(jobs) == PREFILL_ROWS:
         break
       jobs.setdefault(job.prompt.id, []).append(self.waiting.popleft())
     groups = list(jobs.values())
     prefix = self.engine.prefill_batch(
         self.params,
         [group[0].prompt.tokens for group in groups],
-        rows=_PREFILL_ROWS,
+        rows=PREFILL_ROWS,
     )
     for row, group in enumerate(groups):
       self.ready.extend((prefix, row, job) for job in group)

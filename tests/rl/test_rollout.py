@@ -329,7 +329,7 @@ def test_sequences_that_wait_for_pages_have_the_same_bits(tokens):
 def test_the_caches_of_one_prefill_are_alive_at_a_time(monkeypatch):
   # By its name in `sys.modules`: the room has a function of that name.
   module = importlib.import_module('jetrl_jax.rl.rollout')
-  monkeypatch.setattr(module, '_PREFILL_ROWS', 2)
+  monkeypatch.setattr(module, 'PREFILL_ROWS', 2)
   engine, events = copy.copy(tiny_run.fp8_run().engine), []
 
   def recorder(name):
