@@ -20,7 +20,7 @@ from jetrl_jax.rl.rollout import StopCheck
 from jetrl_jax.rl.types import TrainState
 
 # Sequences to the training forward's log-probs, see `Learner.score`.
-Scorer: TypeAlias = Callable[
+Score: TypeAlias = Callable[
     [list[packing.Sequence], PolicyParams], list[np.ndarray]
 ]
 
@@ -29,7 +29,7 @@ def check(
     parts: Parts,
     loss: Any,
     engine: Engine,
-    score: Scorer,
+    score: Score,
     state: TrainState,
     should_stop: StopCheck,
     moved: tuple[str, ...],
@@ -68,7 +68,7 @@ def check(
 def bit_test(
     parts: Parts,
     engine: Engine,
-    score: Scorer,
+    score: Score,
     state: TrainState,
     should_stop: StopCheck,
 ) -> float:
