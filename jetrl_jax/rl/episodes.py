@@ -47,8 +47,6 @@ class StopStrings:
       (tokens up to and with the one that ends the first stop string, or None;
        the tail for the next call).
     """
-    if not self._strings:
-      return None, tail
     pieces = [self._piece(token) for token in tokens.tolist()]
     text = tail + ''.join(pieces)
     # All at once: token by token only where there is one to be found.
@@ -112,8 +110,8 @@ class Episode:
     self._environment = self.config.make()
     return Outcome(observation=self._environment.reset(prompt, rng))
 
-  def _read(self, outcome: Any) -> tuple[Outcome, np.ndarray]:
-    """Returns an outcome in plain types, and its observation's tokens.
+  def _read(self, outcome: Any) -> tuple[Outcome, Answer]:
+    """Returns an outcome in plain types, and the answer that it is.
 
     In the call's thread: what odd values raise, and the time that a huge
     observation takes, are the environment's own.
@@ -135,7 +133,7 @@ class Episode:
           f'the observation has the token id {largest}; allowed: 0 to'
           f" {self._vocab_size - 1}, the rows of the model's embedding"
       )
-    return outcome, tokens
+    return outcome, Answer(observation=tokens, over=over)
 
   def step(self, text: str) -> None:
     """Hands a turn to the environment; `poll` returns the answer."""
@@ -174,17 +172,14 @@ class Episode:
       # Not str(error), which is the environment's code as well.
       said = traceback.format_exception_only(call.error)
       return self._fail('raised', ''.join(said).strip())
-    outcome, observation = call.value
+    outcome, answer = call.value
     self.reward += outcome.reward
     if not math.isfinite(self.reward):
       return self._fail('raised', f'the rewards add up to {self.reward}')
     if outcome.accuracy is not None:
       self.accuracy = outcome.accuracy
-    self.over_by_turns = not outcome.done and (
-        self.turns >= self.config.max_turns
-    )
-    over = outcome.done or self.over_by_turns
-    return Answer(observation=observation, over=over)
+    self.over_by_turns = answer.over and not outcome.done
+    return answer
 
   def result(self) -> EpisodeResult:
     """Returns what the episode came to, 0 if its environment failed."""

@@ -101,17 +101,24 @@ def estimate_advantages(
     config: AlgorithmConfig,
 ) -> np.ndarray:
   """Returns the advantages [P, G] of the run's estimator."""
-  lengths = [
-      packing.masked_response_length(
-          completion, mask_truncated=config.mask_truncated_completions
-      )
-      for completion in completions
-  ]
   return advantages.estimate(
       rewards_PG,
-      np.asarray(lengths).reshape(rewards_PG.shape),
+      _counted_lengths(completions, config).reshape(rewards_PG.shape),
       adv_estimator=config.adv_estimator,
       norm_by_std=config.norm_adv_by_std,
+  )
+
+
+def _counted_lengths(
+    completions: list[Completion], config: AlgorithmConfig
+) -> np.ndarray:
+  """Returns the tokens in each response's loss mask."""
+  masked = config.mask_truncated_completions
+  return np.asarray(
+      [
+          packing.masked_response_length(completion, mask_truncated=masked)
+          for completion in completions
+      ]
   )
 
 
@@ -133,23 +140,14 @@ def mini_batches(
   Returns:
     One list of sequences per mini-batch; `origin` is the completion's index.
   """
-  masked = config.mask_truncated_completions
-  group = experience.scores_PG.shape[1]
-  per_batch = mini_batch_size * group
+  per_batch = mini_batch_size * experience.scores_PG.shape[1]
+  lengths_B = _counted_lengths(experience.completions, config)
   advantages_B = experience.advantages_PG.reshape(-1)
   batches = []
-  for start in range(0, len(experience.completions), per_batch):
-    indices = range(start, min(start + per_batch, len(advantages_B)))
-    lengths = np.asarray(
-        [
-            packing.masked_response_length(
-                experience.completions[i], mask_truncated=masked
-            )
-            for i in indices
-        ]
-    )
+  for start in range(0, len(lengths_B), per_batch):
+    indices = range(len(lengths_B))[start : start + per_batch]
     weights_B = aggregation.loss_weights(
-        lengths,
+        lengths_B[start : start + per_batch],
         config.loss_agg_mode,
         loss_scale_factor=config.loss_scale_factor or max_response_length,
     )
@@ -159,7 +157,7 @@ def mini_batches(
                 experience.completions[i],
                 advantage=float(advantages_B[i]),
                 loss_weight=float(weight),
-                mask_truncated=masked,
+                mask_truncated=config.mask_truncated_completions,
                 origin=i,
             )
             for i, weight in zip(indices, weights_B, strict=True)
