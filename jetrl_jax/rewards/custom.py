@@ -77,16 +77,14 @@ def _load(target: str) -> Callable[..., Any]:
   """Imports 'package.module.function' or 'path/to/file.py:function'."""
   where, name = target.rsplit(':' if ':' in target else '.', 1)
   where = os.path.expanduser(where)
-  if where.endswith('.py') and not pathlib.Path(where).is_file():
+  is_file = where.endswith('.py')
+  if is_file and not pathlib.Path(where).is_file():
     raise RewardFunctionError(
         f'reward {target!r}: there is no file {pathlib.Path(where).absolute()}.'
     )
   try:
-    module = (
-        _import_file(where)
-        if where.endswith('.py')
-        else (importlib.import_module(where))
-    )
+    load = _import_file if is_file else importlib.import_module
+    module = load(where)
   except Exception as error:
     message = (
         f'reward {target!r}: importing {where!r} failed with'

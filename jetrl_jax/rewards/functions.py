@@ -28,11 +28,7 @@ def math(request: RewardRequest) -> Part:
   answer = math_answer.extract_answer(request.response_text)
   if math_answer.is_refused(answer, request.answer):
     return Part(value=0.0, accuracy=0.0, prediction='', error='refused')
-  right = float(math_answer.is_right(answer, request.answer))
-  # Votes are counted over texts: a right answer is named as the reference
-  # writes it, so that 1/2 and 0.5 vote for the same.
-  prediction = request.answer if right else _vote(answer)
-  return Part(value=right, accuracy=right, prediction=prediction, error=None)
+  return _judged(request, answer, math_answer.is_right(answer, request.answer))
 
 
 def gsm8k(request: RewardRequest) -> Part:
@@ -44,9 +40,15 @@ def gsm8k(request: RewardRequest) -> Part:
   answer = math_answer.after_marks(request.response_text)
   number = math_answer.parse_number(answer)
   expected = _expected(request.answer, request.source)
-  right = float(number is not None and number == expected)
+  return _judged(request, answer, number == expected)
+
+
+def _judged(request: RewardRequest, answer: str, right: bool) -> Part:
+  # Votes are counted over texts: a right answer is named as the reference
+  # writes it, so that 1/2 and 0.5 vote for the same.
   prediction = request.answer if right else _vote(answer)
-  return Part(value=right, accuracy=right, prediction=prediction, error=None)
+  value = float(right)
+  return Part(value=value, accuracy=value, prediction=prediction, error=None)
 
 
 def _expected(answer: str, source: str) -> tuple[fractions.Fraction, bool]:
@@ -125,19 +127,16 @@ class WeightedSum:
   def __call__(self, request: RewardRequest) -> RewardResult:
     """Scores one answer; a term's error does not hide the other terms."""
     parts = [term(request) for term in self.terms]
+    values = [
+        (spec, part.value)
+        for spec, part in zip(self.specs, parts, strict=True)
+        if part.value is not None
+    ]
     known = [p.accuracy for p in parts if p.accuracy is not None]
     return RewardResult(
-        score=sum(
-            spec.weight * part.value
-            for spec, part in zip(self.specs, parts, strict=True)
-            if part.value is not None
-        ),
+        score=sum(spec.weight * value for spec, value in values),
         accuracy=known[0] if known else (parts[0].value or 0.0),
-        parts={
-            spec.label: part.value
-            for spec, part in zip(self.specs, parts, strict=True)
-            if part.value is not None
-        },
+        parts={spec.label: value for spec, value in values},
         prediction=next((p.prediction for p in parts if p.prediction), ''),
         error=next((p.error for p in parts if p.error), None),
     )
