@@ -179,6 +179,10 @@ def _limit_memory(megabytes: int) -> None:
     with open('/proc/self/statm', encoding='ascii') as pages:
       mapped = int(pages.read().split()[0]) * resource.getpagesize()
   limit = mapped + megabytes * 2**20
+  # Where all processes have a limit already (ulimit -v) it cannot be raised.
+  _, most = resource.getrlimit(resource.RLIMIT_AS)
+  if most != resource.RLIM_INFINITY:
+    limit = min(limit, most)
   resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
   # A crashing worker would write its core into the user's folder.
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -173,6 +173,21 @@ def test_the_first_answer_that_breaks_a_limit_warns_and_no_other(caplog):
   ]
 
 
+def test_a_worker_keeps_an_address_space_that_is_limited_already():
+  script = (
+      'import resource\n'
+      'from jetrl_jax.rewards import worker\n'
+      'resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))\n'
+      'for megabytes in (2**15, 2**13):\n'
+      '  worker._limit_memory(megabytes)\n'
+      '  print(resource.getrlimit(resource.RLIMIT_AS)[0] == 2**34)\n'
+  )
+  found = subprocess.run(
+      [sys.executable, '-c', script], capture_output=True, text=True, check=True
+  )
+  assert found.stdout.split() == ['True', 'False']
+
+
 def test_a_worker_has_no_jax(obedient):
   (result,) = obedient.score([request('jax')])
   assert result.score == 0.0
