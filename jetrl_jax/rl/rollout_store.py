@@ -18,7 +18,14 @@ import numpy as np
 from jetrl_jax.rl.types import Completion
 
 _EXTRA = 'extra/'
-_FLAT = ('tokens', 'log_mu', 'logprobs', 'weight_version', 'sampled')
+# What a completion has per response token.
+_DTYPES: dict[str, type] = {
+    'tokens': np.int32,
+    'weight_version': np.int32,
+    'sampled': np.bool_,
+    'log_mu': np.float32,
+    'logprobs': np.float32,
+}
 
 
 def save_rollouts(
@@ -40,6 +47,11 @@ def save_rollouts(
   """
   for completion in completions:
     _check(completion)
+  flat = {
+      name: _flat([vars(c)[name] for c in completions], dtype)
+      for name, dtype in _DTYPES.items()
+  }
+  bits, mu_bits = (flat.pop(n).view(np.uint32) for n in ('logprobs', 'log_mu'))
   columns = {
       'prompt_id': np.array([c.prompt_id for c in completions], np.int64),
       'sample': np.array([c.sample for c in completions], np.int64),
@@ -47,16 +59,10 @@ def save_rollouts(
       'prompt_ends': _ends([c.prompt_tokens for c in completions]),
       'ends': _ends([c.tokens for c in completions]),
       'prompt_tokens': _flat([c.prompt_tokens for c in completions], np.int32),
-      'tokens': _flat([c.tokens for c in completions], np.int32),
-      'weight_version': _flat(
-          [c.weight_version for c in completions], np.int32
-      ),
-      'sampled': _flat([c.sampled for c in completions], np.bool_),
+      **flat,
       'extra': np.array(list(extra), 'U'),
   }
   columns = {name: _narrow(column) for name, column in columns.items()}
-  bits = _flat([c.logprobs for c in completions], np.float32).view(np.uint32)
-  mu_bits = _flat([c.log_mu for c in completions], np.float32).view(np.uint32)
   columns |= {'logprob_bits': bits, 'log_mu_xor_logprob_bits': bits ^ mu_bits}
   for name, array in extra.items():
     array = np.asarray(array)
@@ -125,7 +131,7 @@ def _completions(columns: dict[str, np.ndarray]) -> list[Completion]:
       'logprobs': bits.view(np.float32),
       'log_mu': (bits ^ columns['log_mu_xor_logprob_bits']).view(np.float32),
   }
-  parts = {name: _split(flat[name], columns['ends']) for name in _FLAT}
+  parts = {name: _split(flat[name], columns['ends']) for name in _DTYPES}
   prompts = _split(
       columns['prompt_tokens'].astype(np.int32), columns['prompt_ends']
   )
@@ -136,7 +142,7 @@ def _completions(columns: dict[str, np.ndarray]) -> list[Completion]:
           prompt_tokens=prompts[i],
           finish_reason=str(columns['finish_reason'][i]),
           episode=None,
-          **{name: parts[name][i] for name in _FLAT},
+          **{name: arrays[i] for name, arrays in parts.items()},
       )
       for i in range(len(columns['prompt_id']))
   ]
@@ -145,14 +151,8 @@ def _completions(columns: dict[str, np.ndarray]) -> list[Completion]:
 def _check(completion: Completion) -> None:
   """Refuses arrays that would come back as something else."""
   length = len(completion.tokens)
-  wanted = {
-      'prompt_tokens': (np.int32, len(completion.prompt_tokens)),
-      'tokens': (np.int32, length),
-      'log_mu': (np.float32, length),
-      'logprobs': (np.float32, length),
-      'weight_version': (np.int32, length),
-      'sampled': (np.bool_, length),
-  }
+  wanted = {'prompt_tokens': (np.int32, len(completion.prompt_tokens))}
+  wanted |= {name: (dtype, length) for name, dtype in _DTYPES.items()}
   for name, (dtype, size) in wanted.items():
     array = vars(completion)[name]
     if array.dtype != dtype or array.shape != (size,):
