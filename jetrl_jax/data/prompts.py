@@ -155,7 +155,9 @@ def _check_messages(value: Any, where: str) -> list[Message]:
 
 def _check_unicode(content: str | list[Message], where: str) -> None:
   """Refuses half a character: no tokenizer takes it, and no file."""
-  texts = [content] if isinstance(content, str) else [*_texts(content)]
+  texts = [content]
+  if not isinstance(content, str):
+    texts = [text for m in content for text in (m['role'], m['content'])]
   for text in texts:
     try:
       text.encode('utf-8')
@@ -165,12 +167,6 @@ def _check_unicode(content: str | list[Message], where: str) -> None:
           ' of a surrogate pair; allowed: valid Unicode. Write the whole'
           ' character, or leave it out.'
       ) from error
-
-
-def _texts(messages: list[Message]) -> Iterator[str]:
-  for message in messages:
-    yield message['role']
-    yield message['content']
 
 
 def column(row: dict[str, Any], key: str, where: str) -> Any:

@@ -69,7 +69,7 @@ class Tokenizer:
     self._tokenizer.no_truncation()
     self._tokenizer.no_padding()
     config = _read_object(folder / 'tokenizer_config.json')
-    self._add_listed_tokens(config.get('added_tokens_decoder') or {}, folder)
+    self._add_listed_tokens(config.get('added_tokens_decoder') or {})
     self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
     self.special_tokens = {
         name: _content(config[name], folder)
@@ -77,11 +77,11 @@ class Tokenizer:
         if config.get(name) is not None
     }
     self.chat_template = _chat_template(folder, config)
-    self.eos_ids = self._end_ids(folder)
+    self.eos_ids = self._end_ids()
     eos = self.special_tokens.get('eos_token')
-    self.eos_id = self.eos_ids[0] if eos is None else self._id_of(eos, folder)
+    self.eos_id = self.eos_ids[0] if eos is None else self._id_of(eos)
     pad = self.special_tokens.get('pad_token')
-    self.pad_id = self.eos_ids[0] if pad is None else self._id_of(pad, folder)
+    self.pad_id = self.eos_ids[0] if pad is None else self._id_of(pad)
 
   def encode(self, text: str, *, add_special_tokens: bool) -> np.ndarray:
     """Turns text into ids.
@@ -136,13 +136,13 @@ class Tokenizer:
         np.asarray(ids).tolist(), skip_special_tokens=skip_special_tokens
     )
 
-  def _add_listed_tokens(self, listed: Any, folder: pathlib.Path) -> None:
+  def _add_listed_tokens(self, listed: Any) -> None:
     """Adds tokens that tokenizer_config.json alone lists, as transformers does.
 
     Without them a '<think>' of the template would be three tokens, and no
     longer the one that the model knows.
     """
-    where = f'{folder / "tokenizer_config.json"}: added_tokens_decoder'
+    where = f'{self.folder / "tokenizer_config.json"}: added_tokens_decoder'
     if not isinstance(listed, dict) or not all(
         re.fullmatch(r'\d{1,9}', id, re.ASCII) and isinstance(token, dict)
         for id, token in listed.items()
@@ -152,7 +152,7 @@ class Tokenizer:
     texts = {token.content for token in known}
     for id in sorted(listed, key=int):
       token = listed[id]
-      text = _content(token, folder)
+      text = _content(token, self.folder)
       if text in texts:
         continue
       flags = {k: token[k] for k in _FLAGS if isinstance(token.get(k), bool)}
@@ -165,8 +165,9 @@ class Tokenizer:
             ' that belongs to this tokenizer_config.json.'
         )
 
-  def _end_ids(self, folder: pathlib.Path) -> tuple[int, ...]:
+  def _end_ids(self) -> tuple[int, ...]:
     """Collects the ids that end a response, see the class docstring."""
+    folder = self.folder
     ids: list[int] = []
     for name in ('generation_config.json', 'config.json'):
       value = _read_object(folder / name).get('eos_token_id')
@@ -181,7 +182,7 @@ class Tokenizer:
           )
         break
     if 'eos_token' in self.special_tokens:
-      ids = [*ids, self._id_of(self.special_tokens['eos_token'], folder)]
+      ids = [*ids, self._id_of(self.special_tokens['eos_token'])]
     if not ids:
       raise ValueError(
           f'{folder} names no end-of-text token; give eos_token in'
@@ -189,11 +190,11 @@ class Tokenizer:
       )
     return tuple(dict.fromkeys(ids))
 
-  def _id_of(self, token: str, folder: pathlib.Path) -> int:
+  def _id_of(self, token: str) -> int:
     found = self._tokenizer.token_to_id(token)
     if found is None:
       raise ValueError(
-          f'{folder / "tokenizer_config.json"} names the token {token!r},'
+          f'{self.folder / "tokenizer_config.json"} names the token {token!r},'
           ' which is not in the vocabulary of tokenizer.json.'
       )
     return found
