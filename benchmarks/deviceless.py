@@ -36,13 +36,13 @@ from jetrl_jax.metrics import Mean
 from jetrl_jax.models import hf_layout
 from jetrl_jax.rl import decode_slots, decode_step
 from jetrl_jax.rl.apply import Apply, Gradients
+from jetrl_jax.rl.calibration import Calibration
 from jetrl_jax.rl.engine import EngineConfig
 from jetrl_jax.rl.engine_sizes import IN_A_ROW
 from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.pages import PagesConfig
 from jetrl_jax.rl.policy import PolicyParams
-from jetrl_jax.rl.state import Calibration
 from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import TrainBatch, TrainState
 

@@ -26,6 +26,7 @@ from jetrl_jax.models.hf_export import check_carried, check_target
 from jetrl_jax.rl import fp8_support, packing
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.apply import merge
+from jetrl_jax.rl.calibration import Calibration, likelihood_sequences
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.objective import supervised_loss
 from jetrl_jax.rl.policy import Policy
@@ -120,9 +121,7 @@ def _batches(
   def next_batch() -> list[TrainBatch]:
     pairs = [targets[i] for i in sampler.next_batch(config.sft.batch_size)]
     return packing.pack(
-        states.likelihood_sequences(
-            *(list(x) for x in zip(*pairs, strict=True))
-        ),
+        likelihood_sequences(*(list(x) for x in zip(*pairs, strict=True))),
         row_length=row_length,
         rows_per_micro_batch=rows,
         tile=policy.tile,
@@ -185,7 +184,7 @@ def train(config, workdir: pathlib.Path) -> None:
   )
   step = TrainStep(policy, supervised_loss, optimizer, settings, mesh, state)
   if policy.recipe.is_delayed:
-    calibration = states.Calibration(policy, mesh, state)
+    calibration = Calibration(policy, mesh, state)
     state = calibration.fill(state, next_batch(), 1.0)
   gradients = step.zero_gradients(state)
   writer, timer = MetricWriter(workdir, tensorboard=False), Timer()

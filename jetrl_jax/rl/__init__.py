@@ -6,6 +6,7 @@ The names below are what a notebook needs; `trainer.py` makes a run of them.
 
 from jetrl_jax.rl.advantages import group_advantages
 from jetrl_jax.rl.aggregation import loss_weights
+from jetrl_jax.rl.calibration import Calibration
 from jetrl_jax.rl.engine import Engine, EngineConfig
 from jetrl_jax.rl.flow_check import decode_graph, train_graph
 from jetrl_jax.rl.mismatch import mismatch_metrics
@@ -14,7 +15,6 @@ from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.packing import pack, sequence_from_completion, unpack
 from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.rl.rollout import rollout
-from jetrl_jax.rl.state import Calibration
 from jetrl_jax.rl.state import create as create_state
 from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import Completion, TrainBatch, TrainState

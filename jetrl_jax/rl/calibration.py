@@ -1,26 +1,127 @@
 """Where the activation scales of a cold start come from."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
+import jax.numpy as jnp
 import numpy as np
+import optax
 from absl import logging
+from jax.sharding import Mesh
 
-from jetrl_jax import rng
+from jetrl_jax import rng, sharding
 from jetrl_jax.data import Prompt
+from jetrl_jax.fp8 import slots
 from jetrl_jax.rl import mixed_flow, packing
-from jetrl_jax.rl import state as states
 from jetrl_jax.rl.engine import Engine
+from jetrl_jax.rl.objective import supervised_loss
+from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.parts import Parts
-from jetrl_jax.rl.policy import PolicyParams
+from jetrl_jax.rl.policy import Policy, PolicyParams
 from jetrl_jax.rl.rollout import StopCheck, rollout
-from jetrl_jax.rl.types import Completion, TrainState
+from jetrl_jax.rl.train_step import TrainStep
+from jetrl_jax.rl.types import Completion, TrainBatch, TrainState
 
 # Of a checkpoint, where there is no run to say.
 CHECKPOINT_PROMPTS = 16
 CHECKPOINT_TOKENS = 64
 _CHECKPOINT_SAMPLES = 4
 _CHECKPOINT_ROWS = 4
+
+
+class Calibration:
+  """Fills the slots of a cold start from a discarded backward pass.
+
+  The pass computes in the compute dtype with the weights that training will
+  use, so that what one layer's empty slot would do to the next is never
+  measured. Nothing but the slots changes.
+
+  Args:
+    policy: the flow's policy.
+    mesh: devices.
+    state: for its shapes.
+  """
+
+  def __init__(self, policy: Policy, mesh: Mesh, state: TrainState):
+    self._recipe = policy.recipe
+    recipe = dataclasses.replace(policy.recipe, calibrating=True)
+    self.step = TrainStep(
+        dataclasses.replace(policy, recipe=recipe),
+        supervised_loss,
+        optax.identity(),
+        OptimizerConfig(),
+        mesh,
+        state,
+    )
+    self._take_effect = policy.jit(
+        self._observe_and_roll,
+        out_shardings=sharding.tree_shardings(state.fp8_state, mesh),
+    )
+
+  def fill(
+      self, state: TrainState, batches: list[TrainBatch], temperature: float
+  ) -> TrainState:
+    """Returns the state with input and output-gradient slots filled.
+
+    Args:
+      state: its kernel slots are filled already.
+      batches: micro-batches of real tokens; their loss weights give the
+        gradients their size.
+      temperature: of pi.
+    """
+    gradients = self.step.zero_gradients(state)
+    for batch in batches:
+      gradients, _, _ = self.step.accumulate(
+          state, gradients, batch, jnp.float32(temperature)
+      )
+    fp8_state = self._take_effect(state.fp8_state, gradients.fp8)
+    return dataclasses.replace(state, fp8_state=fp8_state)
+
+  def _observe_and_roll(self, fp8_state, cotangents):
+    observed = slots.observe(fp8_state, cotangents)
+    rolled = slots.roll(
+        observed, self._recipe, operands=('input', 'output_grad')
+    )
+    # The objective's gradients have another size than this loss's: the scale is
+    # a start, and the first real observation must be able to lower it.
+    return slots.forget(rolled, operand='output_grad')
+
+
+def likelihood_sequences(
+    token_lists: list[np.ndarray], first_target: list[int]
+) -> list[packing.Sequence]:
+  """Returns sequences for `supervised_loss`, averaged over all targets.
+
+  Args:
+    token_lists: int32 tokens per sequence.
+    first_target: index of each sequence's first token in the loss; token 0
+      never is.
+  """
+  starts = [max(1, start) for start in first_target]
+  targets = sum(
+      max(0, len(tokens) - start)
+      for tokens, start in zip(token_lists, starts, strict=True)
+  )
+  sequences = []
+  for i, (tokens, start) in enumerate(zip(token_lists, starts, strict=True)):
+    zeros = np.zeros(len(tokens), np.float32)
+    mask = (np.arange(len(tokens)) >= start).astype(np.float32)
+    sequences.append(
+        packing.Sequence(
+            tokens=np.asarray(tokens, np.int32),
+            loss_mask=mask,
+            loss_weight=mask / np.float32(max(targets, 1)),
+            advantages=zeros,
+            log_mu=zeros,
+            rollout_logprobs=zeros,
+            old_logprobs=zeros,
+            ref_logprobs=zeros,
+            weight_version=np.zeros(len(tokens), np.int32),
+            origin=i,
+        )
+    )
+  return sequences
 
 
 def calibrate_checkpoint(
@@ -54,7 +155,7 @@ def calibrate_checkpoint(
       tile=policy.tile,
       devices=policy.axes.size,
   )
-  calibration = states.Calibration(policy, engine.mesh, state)
+  calibration = Calibration(policy, engine.mesh, state)
 
   def fill(state, sequences):
     packed = packing.pack(
@@ -97,7 +198,7 @@ def calibrate_run(
     return state
   fills = []
   if parts.policy.recipe.needs_calibration:
-    calibration = states.Calibration(parts.policy, parts.mesh, state)
+    calibration = Calibration(parts.policy, parts.mesh, state)
     fills.append(
         functools.partial(calibration.fill, temperature=parts.run.temperature)
     )
@@ -159,12 +260,12 @@ def _filled(
     fill: measures sequences.
     sample: answers the prompts, with the scales that those gave.
   """
-  sequences = states.likelihood_sequences(
+  sequences = likelihood_sequences(
       [p.tokens for p in prompts], [1] * len(prompts)
   )
   state = fill(state, sequences)
   completions = sample(state)
-  sequences = states.likelihood_sequences(
+  sequences = likelihood_sequences(
       [np.concatenate([c.prompt_tokens, c.tokens]) for c in completions],
       [len(c.prompt_tokens) for c in completions],
   )

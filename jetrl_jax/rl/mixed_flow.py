@@ -126,7 +126,7 @@ class Requantizer:
   def calibrate(
       self, state: TrainState, batches: list[TrainBatch]
   ) -> TrainState:
-    """Fills the input slots of a cold start, as `states.Calibration` does.
+    """Fills the input slots of a cold start, as `Calibration` does.
 
     Args:
       state: its rollout's kernel slots are filled already.

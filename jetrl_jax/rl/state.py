@@ -1,4 +1,4 @@
-"""Builds and restores training states; calibrates a cold start."""
+"""Builds and restores training states."""
 
 import dataclasses
 import pathlib
@@ -7,7 +7,6 @@ import shutil
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import traverse_util
 from jax.sharding import Mesh, NamedSharding
@@ -15,13 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import checkpoint, fp8, sharding
 from jetrl_jax.fp8 import Recipe, slots
-from jetrl_jax.rl import packing
 from jetrl_jax.rl.apply import merge
-from jetrl_jax.rl.objective import supervised_loss
-from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import Policy, PolicyParams
-from jetrl_jax.rl.train_step import TrainStep
-from jetrl_jax.rl.types import TrainBatch, TrainState
+from jetrl_jax.rl.types import TrainState
 from jetrl_jax.typing import PyTree
 
 
@@ -232,96 +227,3 @@ def check_reference(folder: pathlib.Path) -> None:
         f'{folder} holds no reference policy, but the run has a KL term and is'
         ' being resumed; start again in a new workdir'
     )
-
-
-class Calibration:
-  """Fills the slots of a cold start from a discarded backward pass.
-
-  The pass computes in the compute dtype with the weights that training will
-  use, so that what one layer's empty slot would do to the next is never
-  measured. Nothing but the slots changes.
-
-  Args:
-    policy: the flow's policy.
-    mesh: devices.
-    state: for its shapes.
-  """
-
-  def __init__(self, policy: Policy, mesh: Mesh, state: TrainState):
-    self._recipe, self._mesh = policy.recipe, mesh
-    recipe = dataclasses.replace(policy.recipe, calibrating=True)
-    self.step = TrainStep(
-        dataclasses.replace(policy, recipe=recipe),
-        supervised_loss,
-        optax.identity(),
-        OptimizerConfig(),
-        mesh,
-        state,
-    )
-    self._take_effect = policy.jit(self._observe_and_roll)
-
-  def fill(
-      self, state: TrainState, batches: list[TrainBatch], temperature: float
-  ) -> TrainState:
-    """Returns the state with input and output-gradient slots filled.
-
-    Args:
-      state: its kernel slots are filled already.
-      batches: micro-batches of real tokens; their loss weights give the
-        gradients their size.
-      temperature: of pi.
-    """
-    gradients = self.step.zero_gradients(state)
-    for batch in batches:
-      gradients, _, _ = self.step.accumulate(
-          state, gradients, batch, jnp.float32(temperature)
-      )
-    fp8_state = self._take_effect(state.fp8_state, gradients.fp8)
-    where = sharding.tree_shardings(fp8_state, self._mesh)
-    fp8_state = jax.device_put(fp8_state, where)
-    return dataclasses.replace(state, fp8_state=fp8_state)
-
-  def _observe_and_roll(self, fp8_state, cotangents):
-    observed = slots.observe(fp8_state, cotangents)
-    rolled = slots.roll(
-        observed, self._recipe, operands=('input', 'output_grad')
-    )
-    # The objective's gradients have another size than this loss's: the scale is
-    # a start, and the first real observation must be able to lower it.
-    return slots.forget(rolled, operand='output_grad')
-
-
-def likelihood_sequences(
-    token_lists: list[np.ndarray], first_target: list[int]
-) -> list[packing.Sequence]:
-  """Returns sequences for `supervised_loss`, averaged over all targets.
-
-  Args:
-    token_lists: int32 tokens per sequence.
-    first_target: index of each sequence's first token in the loss; token 0
-      never is.
-  """
-  starts = [max(1, start) for start in first_target]
-  targets = sum(
-      max(0, len(tokens) - start)
-      for tokens, start in zip(token_lists, starts, strict=True)
-  )
-  sequences = []
-  for i, (tokens, start) in enumerate(zip(token_lists, starts, strict=True)):
-    zeros = np.zeros(len(tokens), np.float32)
-    mask = (np.arange(len(tokens)) >= start).astype(np.float32)
-    sequences.append(
-        packing.Sequence(
-            tokens=np.asarray(tokens, np.int32),
-            loss_mask=mask,
-            loss_weight=mask / np.float32(max(targets, 1)),
-            advantages=zeros,
-            log_mu=zeros,
-            rollout_logprobs=zeros,
-            old_logprobs=zeros,
-            ref_logprobs=zeros,
-            weight_version=np.zeros(len(tokens), np.int32),
-            origin=i,
-        )
-    )
-  return sequences

@@ -12,7 +12,7 @@ from jetrl_jax import sharding
 from jetrl_jax.compilation import exact_jit
 from jetrl_jax.fp8 import QTensor, Recipe, formats, linear, slots
 from jetrl_jax.fp8.quantization import quantize, scale_from_amax
-from jetrl_jax.rl import state
+from jetrl_jax.rl.calibration import Calibration
 from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import PolicyParams
@@ -32,7 +32,7 @@ def _run(name: str, devices: tuple[int, int] = (1, 1)) -> tiny_run.Run:
   )
   if not recipe.is_delayed:
     return run
-  start = state.Calibration(policy, mesh, run.start).fill(
+  start = Calibration(policy, mesh, run.start).fill(
       run.start,
       tiny_run.calibration_batches(run.rollout()),
       tiny_run.TEMPERATURE,

@@ -20,6 +20,7 @@ from jetrl_jax.data import Prompt
 from jetrl_jax.fp8 import Recipe, slots
 from jetrl_jax.models.types import ModelConfig
 from jetrl_jax.rl import packing, state
+from jetrl_jax.rl.calibration import Calibration, likelihood_sequences
 from jetrl_jax.rl.engine import Engine, EngineConfig
 from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.optimizer import OptimizerConfig
@@ -255,9 +256,9 @@ def build(
 
 
 def calibration_batches(samples: list[Completion]) -> list[TrainBatch]:
-  """Micro-batches for `state.Calibration`, as the trainer makes them."""
+  """Micro-batches for `Calibration`, as the trainer makes them."""
   return packing.pack(
-      state.likelihood_sequences(
+      likelihood_sequences(
           [np.concatenate([c.prompt_tokens, c.tokens]) for c in samples],
           [len(c.prompt_tokens) for c in samples],
       ),
@@ -268,7 +269,7 @@ def calibration_batches(samples: list[Completion]) -> list[TrainBatch]:
 
 
 @functools.cache
-def cold_fp8_run() -> tuple[Run, state.Calibration, list[Completion]]:
+def cold_fp8_run() -> tuple[Run, Calibration, list[Completion]]:
   """The run before calibration, and what it is calibrated with."""
   mesh = sharding.make_mesh()
   run = build(
@@ -277,7 +278,7 @@ def cold_fp8_run() -> tuple[Run, state.Calibration, list[Completion]]:
       loss=LossConfig(kl_loss_coef=0.01),
       config=OptimizerConfig(lr=1e-3),
   )
-  return run, state.Calibration(run.policy, mesh, run.start), run.rollout()
+  return run, Calibration(run.policy, mesh, run.start), run.rollout()
 
 
 @functools.cache
@@ -309,7 +310,7 @@ def two_layer_run(family: str, recipe: str) -> Run:
   run = build(of, mesh, loss=LossConfig(), config=OptimizerConfig(lr=1e-3))
   if recipe == 'bf16':
     return run
-  start = state.Calibration(of, mesh, run.start).fill(
+  start = Calibration(of, mesh, run.start).fill(
       run.start, calibration_batches(run.rollout()), TEMPERATURE
   )
   return dataclasses.replace(run, start=start)
