@@ -146,9 +146,9 @@ def not_finite(count: int, last: UpdateInfo) -> str:
 
 
 def _changed_bytes(shares: PyTree) -> dict[str, Any]:
+  flat: dict[str, Any] = traverse_util.flatten_dict(shares, sep='/')
   changed = {
-      path.removesuffix('/kernel'): float(share)
-      for path, share in traverse_util.flatten_dict(shares, sep='/').items()
+      path.removesuffix('/kernel'): float(share) for path, share in flat.items()
   }
   if not changed:
     return {}
