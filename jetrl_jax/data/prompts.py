@@ -155,8 +155,9 @@ def _check_messages(value: Any, where: str) -> list[Message]:
 
 def _check_unicode(content: str | list[Message], where: str) -> None:
   """Refuses half a character: no tokenizer takes it, and no file."""
-  texts = [content]
-  if not isinstance(content, str):
+  if isinstance(content, str):
+    texts = [content]
+  else:
     texts = [text for m in content for text in (m['role'], m['content'])]
   for text in texts:
     try:
