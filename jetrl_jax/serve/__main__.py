@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from absl import app, flags
 
-from jetrl_jax import config_flag
+from jetrl_jax import config_flag, saved_policy
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.serve.requests import Limits
 
@@ -80,8 +80,7 @@ def main(argv: list[str]) -> None:
 
 def _serve() -> None:
   """Builds the server, and waits for a signal."""
-  # After the flags: importing JAX and JetStream takes seconds.
-  from jetrl_jax import saved_policy
+  # Not at the top: where JetStream is not installed `main` says so.
   from jetrl_jax.serve import server as servers
 
   _check_port(_HOST.value, _PORT.value)

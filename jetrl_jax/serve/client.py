@@ -1,6 +1,7 @@
 """A client: it speaks JetStream's protocol, so it works with any such server.
 
-The sampler's settings and the reason of the end are this project's.
+The sampler's settings and the reason of the end are this project's. Nothing
+else of it is imported here, so that a question does not wait for JAX.
 """
 
 import contextlib
@@ -9,8 +10,11 @@ import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jetrl_jax.serve.requests import FINISH_REASON, SEED, TEMPERATURE
-
+# Names of gRPC metadata, which are lower case.
+TEMPERATURE = 'temperature'
+SEED = 'seed'
+# In the metadata that ends a response: 'stop' or 'length'.
+FINISH_REASON = 'finish-reason'
 _PROTOCOL = 'jetstream.core.proto.jetstream'
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 
 from jetrl_jax.data import Tokenizer
+from jetrl_jax.serve.client import FINISH_REASON
 from jetrl_jax.serve.engine import JetStreamEngine, PromptTokens
 from jetrl_jax.serve.requests import (
-    FINISH_REASON,
     Limits,
     PromptReader,
     Sampling,

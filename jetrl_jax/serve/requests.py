@@ -12,12 +12,8 @@ from collections.abc import Sequence
 
 from jetrl_jax.data import Example, PromptFormat, Tokenizer
 from jetrl_jax.rl.settings import COLDEST, HOTTEST
+from jetrl_jax.serve.client import SEED, TEMPERATURE
 
-# Names of gRPC metadata, which are lower case.
-TEMPERATURE = 'temperature'
-SEED = 'seed'
-# In the metadata that ends a response: 'stop' or 'length'.
-FINISH_REASON = 'finish-reason'
 # What the messages and gRPC's options hold.
 _INT32 = 2**31 - 1
 

@@ -43,6 +43,11 @@ def test_a_client_without_a_prompt_is_refused():
   assert '--prompt must have a value' in found.replace('Flag ', '')
 
 
+def test_a_client_does_not_wait_for_jax():
+  script = 'import sys, jetrl_jax.serve.ask; sys.exit("jax" in sys.modules)'
+  subprocess.run([sys.executable, '-c', script], cwd=_ROOT, check=True)
+
+
 @pytest.mark.skipif(_INSTALLED, reason='google-jetstream is installed')
 @pytest.mark.parametrize(
     ('module', 'argument'),
