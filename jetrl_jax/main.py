@@ -145,8 +145,9 @@ def _summary(workdir: pathlib.Path) -> None:
       'Tokens whose rollout and training log-probs differ in any bit:'
       f' {max(mismatch, default=0.0):.4%} (largest step)'
   )
-  samples = (workdir / 'samples' / f'{last["step"]:06d}.jsonl').read_text()
-  for line in samples.splitlines()[:2]:
+  file = workdir / 'samples' / f'{last["step"]:06d}.jsonl'
+  # Not `splitlines`, which takes characters of an answer for line ends, too.
+  for line in file.read_text(encoding='utf-8').rstrip('\n').split('\n')[:2]:
     sample = json.loads(line)
     print(f'\n> {sample["prompt"]}\n{sample["response"]}')
     print(f'(expected {sample["answer"]})')

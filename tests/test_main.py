@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 from absl import app, flags
@@ -59,6 +61,29 @@ def test_help_lists_the_flags_of_a_command(module, own):
   _, output, _ = _run('--help', module=module)
   listed = re.findall(r'^  --(?:\[no\])?(\w+):', output, re.MULTILINE)
   assert set(own) <= set(listed)
+
+
+def test_the_last_words_hold_an_answer_with_any_character(tmp_path):
+  odd = 'a\u2028b\x85c'
+  line = {'step': 0, 'val-core/x/acc/mean@1': 0.5}
+  (tmp_path / 'metrics.jsonl').write_text(json.dumps(line) + '\n')
+  sample = {'prompt': 'Q', 'response': odd, 'answer': '7', 'accuracy': 0.0}
+  (tmp_path / 'samples').mkdir()
+  (tmp_path / 'samples/000000.jsonl').write_text(
+      json.dumps(sample, ensure_ascii=False) + '\n', encoding='utf-8'
+  )
+  script = (
+      'import pathlib, sys; from jetrl_jax import main;'
+      ' main._summary(pathlib.Path(sys.argv[1]))'
+  )
+  found = subprocess.run(
+      [sys.executable, '-X', 'utf8', '-c', script, tmp_path],
+      cwd=whole_run.ROOT,
+      stdout=subprocess.PIPE,
+      encoding='utf-8',
+      check=True,
+  )
+  assert f'\n> Q\n{odd}\n(expected 7)\n' in found.stdout
 
 
 def test_a_run_shows_before_and_after_and_two_completions(tmp_path):

@@ -184,7 +184,8 @@ class RunFolder:
     folder = self.path / 'samples'
     folder.mkdir(exist_ok=True)
     lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
-    (folder / f'{step:06d}.jsonl').write_text('\n'.join(lines) + '\n')
+    file = folder / f'{step:06d}.jsonl'
+    file.write_text('\n'.join(lines) + '\n', encoding='utf-8')
 
   def export(
       self, parts: Parts, state: TrainState, source: pathlib.Path
