@@ -154,21 +154,17 @@ def abstract(
   """
   trainable, frozen = partition(param_shapes, frozen_patterns)
 
-  def rollout_slots():
-    if rollout_recipe is None:
-      return {}
-    return slots.init_state(param_shapes, rollout_recipe)
+  def slots_of(recipe):
+    return jax.eval_shape(lambda: slots.init_state(param_shapes, recipe))
 
   state = TrainState(
       trainable=trainable,
       frozen=frozen,
-      fp8_state=jax.eval_shape(
-          lambda: slots.init_state(param_shapes, policy.recipe)
-      ),
+      fp8_state=slots_of(policy.recipe),
       opt_state=jax.eval_shape(optimizer.init, trainable),
       weights={},
       opt_step=jax.eval_shape(lambda: jnp.zeros((), jnp.int32)),
-      rollout_fp8_state=jax.eval_shape(rollout_slots),
+      rollout_fp8_state=slots_of(rollout_recipe) if rollout_recipe else {},
   )
   return jax.tree.map(
       lambda leaf, where: jax.ShapeDtypeStruct(
