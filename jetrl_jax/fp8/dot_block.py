@@ -42,7 +42,7 @@ def _quantize(recipe: Recipe, x, dtype, rows: int, columns: int) -> QTensor:
           f' shape {tuple(x.shape)}: {size} is no multiple. Use fp8_token, or'
           ' name the dot in precision.high_precision_layers'
       )
-  return quantize_groups(x, dtype, (rows, columns), **_scaling(recipe))
+  return quantize_groups(x, dtype, (rows, columns), **recipe.scaling)
 
 
 def quantize_input(recipe: Recipe, x_MI: Array) -> QTensor:
@@ -68,10 +68,10 @@ def quantize_grad(
     recipe: Recipe, dy_MO: Array, row_mask_M: Array
 ) -> tuple[OutputGrad, health.Seen]:
   """Returns the output gradient as the backward reads it, what it shows."""
-  dtype = formats.format_named(recipe.grad_format)
+  dtype = recipe.grad_dtype
   if _has_kernels(dy_MO.shape):
     straight, turned, amax, lost = block_turning.quantize_both_ways(
-        dy_MO, row_mask_M, dtype, **_scaling(recipe)
+        dy_MO, row_mask_M, dtype, **recipe.scaling
     )
     seen = amax, health.with_elements(lost, dy_MO.shape[1], row_mask_M)
   else:
@@ -85,13 +85,6 @@ def _has_kernels(shape: tuple[int, ...]) -> bool:
   """Whether an operand of the backward is made by a kernel."""
   size = math.prod(shape)
   return on_gpu() and turning.fits(shape) and size <= MOST_VALUES
-
-
-def _scaling(recipe: Recipe) -> dict:
-  return {
-      'margin': recipe.margin,
-      'power_of_two': recipe.power_of_two_scales,
-  }
 
 
 def _product(recipe: Recipe, a: QTensor, b: QTensor, out_dtype) -> Array:
@@ -132,7 +125,7 @@ def backward(
   """
   dx_MI = _product(recipe, dy8.straight, _turned(weight), x_dtype)
   if _has_kernels(x8.values.shape):
-    x_IM = block_turning.regroup_and_turn(x8, **_scaling(recipe))
+    x_IM = block_turning.regroup_and_turn(x8, **recipe.scaling)
   else:
     x_IM = _along_tokens(recipe, dequantize(x8, x_dtype), formats.E4M3)
   return dx_MI, _product(recipe, dy8.turned, x_IM, jnp.float32)

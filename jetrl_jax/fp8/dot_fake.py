@@ -34,9 +34,8 @@ def quantize_rows(recipe: Recipe, x_MI: Array) -> QTensor:
       x_MI,
       grid.dtype,
       (1, x_MI.shape[1]),
-      margin=recipe.margin,
-      power_of_two=recipe.power_of_two_scales,
       limit=grid.limit,
+      **recipe.scaling,
   )
 
 

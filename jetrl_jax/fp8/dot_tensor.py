@@ -93,7 +93,7 @@ def quantize_grad(
 ) -> tuple[OutputGrad, health.Seen]:
   """Returns the output gradient on the slot's scale, and what it shows."""
   scale = slot['output_grad']['scale']
-  dtype = formats.format_named(recipe.grad_format)
+  dtype = recipe.grad_dtype
   if not _turns(dy_MO.shape[0], weight):
     dy8 = QTensor(values=quantize(dy_MO, scale, dtype), scale=scale)
     seen = health.measure(dy_MO, dy8, row_mask_M)

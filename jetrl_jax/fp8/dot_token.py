@@ -27,7 +27,7 @@ Backward of `int8`: in the compute dtype, from the dequantised operands.
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8 import formats, health
 from jetrl_jax.fp8.products import (
     NN,
     NT,
@@ -45,20 +45,15 @@ from jetrl_jax.typing import Array
 MAX_INT8_INNER = (2**31 - 1) // 127**2
 
 
-def _quantize(recipe: Recipe, x, dtype, rows: int, columns: int) -> QTensor:
-  return quantize_groups(
-      x,
-      dtype,
-      (rows, columns),
-      margin=recipe.margin,
-      power_of_two=recipe.power_of_two_scales,
-  )
+def quantize_rows(recipe: Recipe, x_MI: Array) -> QTensor:
+  """Returns the rows, each on a scale of its own.
 
-
-def quantize_input(recipe: Recipe, x_MI: Array) -> QTensor:
-  """Returns the rows, each on a scale of its own."""
+  Args:
+    recipe: `fp8_token` or `int8`.
+    x_MI: rows of the input, or the output channels of a kernel.
+  """
   dtype = formats.INT8 if recipe.name == 'int8' else formats.E4M3
-  return _quantize(recipe, x_MI, dtype, 1, x_MI.shape[1])
+  return quantize_groups(x_MI, dtype, (1, x_MI.shape[1]), **recipe.scaling)
 
 
 def forward(recipe: Recipe, x8: QTensor, weight: QTensor, out_dtype) -> Array:
@@ -90,11 +85,18 @@ def forward_int8(x8: QTensor, weight: QTensor, out_dtype) -> Array:
   return fence(product).astype(out_dtype)
 
 
-def fold_for_dgrad(recipe: Recipe, dy_MO: Array, weight: QTensor):
-  """Returns (dY times W's scales in float32, the same quantised per row)."""
+def quantize_grad(
+    recipe: Recipe, dy_MO: Array, weight: QTensor, row_mask_M: Array
+) -> tuple[QTensor, health.Seen]:
+  """Returns dY with W's scales folded in, as DGrad reads it; what it shows.
+
+  The amax is that of dY itself.
+  """
   folded = dy_MO.astype(jnp.float32) * weight.scale.reshape(1, -1)
-  dtype = formats.format_named(recipe.grad_format)
-  return folded, _quantize(recipe, folded, dtype, 1, folded.shape[1])
+  group = 1, folded.shape[1]
+  dy8 = quantize_groups(folded, recipe.grad_dtype, group, **recipe.scaling)
+  _, sums = health.measure(folded, dy8, row_mask_M)
+  return dy8, (health.amax_of_rows(dy_MO, row_mask_M), sums)
 
 
 def backward(
@@ -110,7 +112,7 @@ def backward(
   Args:
     recipe: `fp8_token`.
     dy_MO: output gradient.
-    dy8: what `fold_for_dgrad` made of it.
+    dy8: what `quantize_grad` made of it.
     x8: the forward's input.
     weight: the forward's weight.
     x_dtype: of dX.
@@ -125,8 +127,9 @@ def backward(
       power_of_two=power_of_two,
   )
   folded = dy_MO.astype(jnp.float32) * x8.scale
-  dtype = formats.format_named(recipe.grad_format)
-  by_column = _quantize(recipe, folded, dtype, folded.shape[0], 1)
+  by_column = quantize_groups(
+      folded, recipe.grad_dtype, (folded.shape[0], 1), **recipe.scaling
+  )
   dw_OI = scaled_dot(
       by_column.values,
       x8.values,

@@ -46,16 +46,3 @@ FAKE = {
 def format_max(dtype) -> float:
   """Returns the largest value of an 8-bit format that quantising gives."""
   return _MAX[jnp.dtype(dtype)]
-
-
-def format_named(name: str):
-  """Returns the dtype called `name`.
-
-  Raises:
-    ValueError: `name` is none of the formats.
-  """
-  if name not in FORMATS:
-    raise ValueError(
-        f'unknown 8-bit format {name!r}; allowed: {sorted(FORMATS)}'
-    )
-  return FORMATS[name]

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import (
     dot_tensor,
-    formats,
     gate_up_kernel,
     linear,
     swiglu,
@@ -161,7 +160,7 @@ def _mlp_bwd(recipe, residuals, dz_MD):
       dh_MF,
       jnp.stack([kept_x.scale * weight.scale, h_scale, dy_scale]),
       row_mask_M,
-      formats.format_named(recipe.grad_format),
+      recipe.grad_dtype,
   )
   h8, seen_h = dot_tensor.as_input(h_turned, h_scale, row_mask_M)
   dy8, seen_dy = dot_tensor.as_grad(dy_turned, dy_scale, row_mask_M)

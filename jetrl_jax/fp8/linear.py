@@ -36,7 +36,7 @@ def _quantize_input(recipe: Recipe, x_MI, low_MI, slot: PyTree) -> QTensor:
     case 'fp8_delayed':
       return dot_tensor.quantize_input(x_MI, low_MI, slot)
     case 'fp8_token' | 'int8':
-      return dot_token.quantize_input(recipe, x_MI)
+      return dot_token.quantize_rows(recipe, x_MI)
     case 'fp8_block':
       return dot_block.quantize_input(recipe, x_MI)
     case name if name in FAKE_RECIPES:
@@ -89,7 +89,7 @@ def _keep_input(
     recipe, x_MI, x8, weight, row_mask_M
 ) -> tuple[QTensor, health.Seen]:
   """Returns (the rows as the backward reads them, what they show)."""
-  if recipe.name == 'fp8_delayed':
+  if recipe.is_delayed:
     return dot_tensor.keep_input(x_MI, x8, weight, row_mask_M)
   return x8, health.measure(x_MI, x8, row_mask_M)
 
@@ -103,17 +103,13 @@ def _quantize_grad(recipe: Recipe, dy_MO, weight, slot, row_mask_M):
     case 'fp8_delayed':
       return dot_tensor.quantize_grad(recipe, dy_MO, weight, slot, row_mask_M)
     case 'fp8_token':
-      high, dy8 = dot_token.fold_for_dgrad(recipe, dy_MO, weight)
+      return dot_token.quantize_grad(recipe, dy_MO, weight, row_mask_M)
     case 'fp8_block':
       return dot_block.quantize_grad(recipe, dy_MO, row_mask_M)
     case name if name == 'int8' or name in FAKE_RECIPES:
       nothing = jnp.zeros((len(health.SUMS),), jnp.float32)
       return None, (health.amax_of_rows(dy_MO, row_mask_M), nothing)
-    case name:
-      raise AssertionError(name)
-  # The amax is that of dY, also where what is quantised has W's scales in it.
-  _, sums = health.measure(high, dy8, row_mask_M)
-  return dy8, (health.amax_of_rows(dy_MO, row_mask_M), sums)
+  raise AssertionError(recipe.name)
 
 
 def _backward(

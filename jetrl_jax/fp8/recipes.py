@@ -44,7 +44,8 @@ class Recipe:
     compute_dtype: dtype of activations and of weights that are not quantised,
       'bfloat16' or 'float32'.
     grad_format: format of output gradients in the backward dots, 'e4m3' (the
-      default, as in the paper) or 'e5m2'; unread by `int8` and `bf16`.
+      default, as in the paper) or 'e5m2'; unread where the backward is in the
+      compute dtype.
     amax_history_length: entries of each amax history; one entry is one rollout
       for inputs and one optimiser step for kernels and output gradients.
       Delayed scales alone have histories.
@@ -83,9 +84,10 @@ class Recipe:
       raise ValueError(
           f'compute_dtype is {self.compute_dtype!r}; allowed: bfloat16, float32'
       )
-    if self.grad_format not in ('e4m3', 'e5m2'):
+    if self.grad_format not in formats.FORMATS:
       raise ValueError(
-          f'grad_format is {self.grad_format!r}; allowed: e4m3, e5m2'
+          f'grad_format is {self.grad_format!r}; allowed:'
+          f' {", ".join(formats.FORMATS)}'
       )
     if not 2 <= self.amax_history_length <= 4096:
       raise ValueError(
@@ -112,6 +114,16 @@ class Recipe:
   def dtype(self):
     """The compute dtype."""
     return jnp.dtype(self.compute_dtype)
+
+  @property
+  def grad_dtype(self):
+    """The 8-bit format of output gradients."""
+    return formats.FORMATS[self.grad_format]
+
+  @property
+  def scaling(self) -> dict:
+    """How a scale is made of an amax, see `scale_from_amax`."""
+    return {'margin': self.margin, 'power_of_two': self.power_of_two_scales}
 
   @property
   def is_delayed(self) -> bool:

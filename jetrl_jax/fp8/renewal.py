@@ -43,7 +43,7 @@ def fits(params: PyTree, weights: PyTree, recipe: Recipe) -> bool:
     weights: theirs until now.
     recipe: of `weights`.
   """
-  if recipe.name != 'fp8_delayed':
+  if not recipe.is_delayed:
     return False
 
   def walk(node, old) -> bool:

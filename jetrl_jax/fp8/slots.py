@@ -193,12 +193,7 @@ def _roll_entry(entry: PyTree, dtype, recipe: Recipe) -> PyTree:
   if 'scale' not in entry:
     return entry
   history = entry['amax_history']
-  scale = scale_from_amax(
-      jnp.max(history),
-      dtype,
-      margin=recipe.margin,
-      power_of_two=recipe.power_of_two_scales,
-  )
+  scale = scale_from_amax(jnp.max(history), dtype, **recipe.scaling)
   shifted = jnp.roll(history, 1).at[0].set(0.0)
   # Nothing recorded since the last roll: shifting would only forget, and the
   # oldest of those that the scale is made of is forgotten already.
@@ -222,7 +217,7 @@ def roll(state: PyTree, recipe: Recipe, *, operands: tuple[str, ...]) -> PyTree:
   formats_of = {
       'input': formats.E4M3,
       'kernel': formats.E4M3,
-      'output_grad': formats.format_named(recipe.grad_format),
+      'output_grad': recipe.grad_dtype,
   }
 
   def one(slot):

@@ -4,7 +4,7 @@ The one place that decides how a kernel is quantised. Training weights and the
 rollout's are made here, of whatever recipe each side has.
 """
 
-from jetrl_jax.fp8 import dot_fake, formats
+from jetrl_jax.fp8 import dot_fake, dot_token, formats
 from jetrl_jax.fp8.quantization import QTensor, quantize, quantize_groups
 from jetrl_jax.fp8.recipes import BLOCK, FAKE_RECIPES, Recipe
 from jetrl_jax.typing import Array, PyTree
@@ -18,27 +18,16 @@ def quantize_kernel(kernel_OI: Array, slot: PyTree, recipe: Recipe) -> QTensor:
     slot: its scale, for `fp8_delayed`; dynamic recipes do not read it.
     recipe: a recipe that quantises.
   """
-
-  def by_groups(dtype, rows: int, columns: int) -> QTensor:
-    return quantize_groups(
-        kernel_OI,
-        dtype,
-        (rows, columns),
-        margin=recipe.margin,
-        power_of_two=recipe.power_of_two_scales,
-    )
-
   match recipe.name:
     case 'fp8_delayed':
       scale = slot['kernel']['scale']
       values = quantize(kernel_OI, scale, formats.E4M3)
       return QTensor(values=values, scale=scale)
-    case 'fp8_token':
-      return by_groups(formats.E4M3, 1, kernel_OI.shape[1])
-    case 'int8':
-      return by_groups(formats.INT8, 1, kernel_OI.shape[1])
+    case 'fp8_token' | 'int8':
+      return dot_token.quantize_rows(recipe, kernel_OI)
     case 'fp8_block':
-      return by_groups(formats.E4M3, BLOCK, BLOCK)
+      block = BLOCK, BLOCK
+      return quantize_groups(kernel_OI, formats.E4M3, block, **recipe.scaling)
     case name if name in FAKE_RECIPES:
       return dot_fake.quantize_rows(recipe, kernel_OI)
   raise AssertionError(recipe.name)
