@@ -18,7 +18,6 @@ Layouts: q [B, K, R, H] with R = T * (N / K), keys and values [B, K, S, H].
 
 import dataclasses
 import functools
-import math
 from typing import cast
 
 import jax
@@ -36,14 +35,8 @@ from jetrl_jax.models import (
     attention_pages,
     remat,
 )
+from jetrl_jax.models.attention_kernel import NO_SCORE, softmax_scale
 from jetrl_jax.typing import Array
-
-_NO_SCORE = -1e30
-
-
-def _scale(head_dim: int) -> float:
-  """Softmax scale in base 2: exp2(x * log2 e) = exp(x)."""
-  return head_dim**-0.5 * math.log2(math.e)
 
 
 def _dot(a, b, contract):
@@ -60,10 +53,8 @@ def _dot(a, b, contract):
 def _reference(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
   """The kernel's arithmetic in plain JAX; what a CPU runs."""
   batch, kv_heads, rows, head_dim = q_BKRH.shape
-  dtype, out_dtype = (
-      attention_kernel.operand_dtype(q_BKRH.dtype, k_BKSH.dtype),
-      q_BKRH.dtype,
-  )
+  out_dtype = q_BKRH.dtype
+  dtype = attention_kernel.operand_dtype(out_dtype, k_BKSH.dtype)
   q_BKRH = q_BKRH.astype(dtype)
   ones = jnp.ones((batch, kv_heads, 16, tile), dtype)
 
@@ -72,7 +63,7 @@ def _reference(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
     k_tile = lax.dynamic_slice_in_dim(k_BKSH, i * tile, tile, axis=2)
     v_tile = lax.dynamic_slice_in_dim(v_BKSH, i * tile, tile, axis=2)
     k_tile, v_tile = k_tile.astype(dtype), v_tile.astype(dtype)
-    scores = _dot(q_BKRH, k_tile, ((3,), (3,))) * _scale(head_dim)
+    scores = _dot(q_BKRH, k_tile, ((3,), (3,))) * softmax_scale(head_dim)
     # The maximum changes no finite value. Without it the product and the
     # subtraction below become one multiply-add where the keys are a single
     # tile, and only there (see `rl/logprobs.py: temper`).
@@ -80,9 +71,8 @@ def _reference(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
     key = i * tile + jnp.arange(tile, dtype=jnp.int32)[None, None, :]
     allowed = (key >= first_BR[:, :, None]) & (key <= last_BR[:, :, None])
     allowed = allowed[:, None]
-    new_top = jnp.maximum(
-        top, jnp.max(jnp.where(allowed, scores, _NO_SCORE), axis=-1)
-    )
+    seen = jnp.where(allowed, scores, NO_SCORE)
+    new_top = jnp.maximum(top, jnp.max(seen, axis=-1))
     decay = jnp.exp2(top - new_top)
     p = jnp.where(allowed, jnp.exp2(scores - new_top[..., None]), 0.0)
     # Sums through a dot: its order does not depend on the number of rows, as
@@ -94,7 +84,7 @@ def _reference(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
 
   start = (
       jnp.zeros(q_BKRH.shape, jnp.float32),
-      jnp.full((batch, kv_heads, rows), _NO_SCORE, jnp.float32),
+      jnp.full((batch, kv_heads, rows), NO_SCORE, jnp.float32),
       jnp.zeros((batch, kv_heads, rows), jnp.float32),
   )
   num_tiles = jnp.max(last_BR) // tile + 1
@@ -111,7 +101,7 @@ def _reference_backward(
   head_dim = q_BKRH.shape[-1]
   key = jnp.arange(k_BKSH.shape[2], dtype=jnp.int32)[None, None, :]
   allowed = (key >= first_BR[:, :, None]) & (key <= last_BR[:, :, None])
-  scores = _dot(q_BKRH, k_BKSH, ((3,), (3,))) * _scale(head_dim)
+  scores = _dot(q_BKRH, k_BKSH, ((3,), (3,))) * softmax_scale(head_dim)
   p = jnp.where(allowed[:, None], jnp.exp2(scores - lse[..., None]), 0.0)
   delta = jnp.sum(
       out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1, keepdims=True
@@ -169,7 +159,7 @@ def flash_attention(
   """Softmax attention of every row over its own range of keys.
 
   Args:
-    q_BKRH: query rows, R a multiple of 16 (of 64 on GPU).
+    q_BKRH: query rows, R a multiple of 16.
     k_BKSH: keys, S a multiple of `tile`.
     v_BKSH: values.
     first_BR: int32, first key a row may see.

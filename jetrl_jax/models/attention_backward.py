@@ -18,11 +18,10 @@ from jetrl_jax.models.attention_kernel import (
     for_tiles,
     head_row_vector_spec,
     pad_rows,
-    power_of_2,
     row_vector_spec,
     rows_spec,
-    scores_of,
     tile_scores,
+    weights_of,
     whole_spec,
 )
 from jetrl_jax.typing import Array
@@ -48,13 +47,9 @@ def _dq_kernel(
   def body(i, dq, masked):
     k = k_ref[pl.ds(i * tile, tile), :]
     v = v_ref[pl.ds(i * tile, tile), :]
-    if masked:
-      scores, allowed = tile_scores(
-          q, k, first, last, lambda row: i * tile + row
-      )
-      p = jnp.where(allowed, power_of_2(scores - lse[:, None], interpret), 0.0)
-    else:
-      p = power_of_2(scores_of(q, k) - lse[:, None], interpret)
+    span = (first, last) if masked else None
+    scores, seen = tile_scores(q, k, span, lambda row: i * tile + row)
+    p = weights_of(scores, lse, seen, jnp.float32, interpret)
     dp = jnp.dot(dout, v.T, preferred_element_type=jnp.float32)
     ds = (p * (dp - delta[:, None])).astype(k.dtype)
     return dq + jnp.dot(ds, k, preferred_element_type=jnp.float32)
@@ -86,13 +81,9 @@ def _dkv_kernel(
     dk, dv = carry
     at = pl.ds(j * ROW_TILE, ROW_TILE)
     q, dout = q_ref[at, :], dout_ref[at, :]
-    if masked:
-      span = first_ref[at], last_ref[at]
-      scores, allowed = tile_scores(q, k, *span, lambda row: i * tile + row)
-      p = power_of_2(scores - lse_ref[at][:, None], interpret)
-      p = jnp.where(allowed, p, 0.0)
-    else:
-      p = power_of_2(scores_of(q, k) - lse_ref[at][:, None], interpret)
+    span = (first_ref[at], last_ref[at]) if masked else None
+    scores, seen = tile_scores(q, k, span, lambda row: i * tile + row)
+    p = weights_of(scores, lse_ref[at], seen, jnp.float32, interpret)
     dv += jnp.dot(
         p.astype(dout.dtype).T, dout, preferred_element_type=jnp.float32
     )
@@ -155,7 +146,11 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-  """Returns (dq, dk, dv) in the dtypes of (q, k, v)."""
+  """Returns (dq, dk, dv) in the dtypes of (q, k, v).
+
+  Arguments are those of `attention_kernel.forward`, its two results and the
+  cotangent of the first.
+  """
   wanted = q_BKRH.shape[2]
   q_BKRH, out_BKRH, dout_BKRH, lse_BKR = (
       pad_rows(x, 2, ROW_TILE) for x in (q_BKRH, out_BKRH, dout_BKRH, lse_BKR)

@@ -30,8 +30,12 @@ from jetrl_jax.typing import Array
 ROW_TILE = 64
 # Columns of the dot with ones: the fewest that a tensor core multiplies.
 _SUM_COLUMNS = 16
-_NO_SCORE = -1e30
-_LOG2E = math.log2(math.e)
+NO_SCORE = -1e30
+
+
+def softmax_scale(head_dim: int) -> float:
+  """Returns the softmax scale in base 2: exp2(x * log2 e) = exp(x)."""
+  return head_dim**-0.5 * math.log2(math.e)
 
 
 def operand_dtype(query, keys):
@@ -85,7 +89,7 @@ def power_of_2(x, interpret: bool):
 def scores_of(q, k):
   """Base-2 scores of query rows (first axis) and keys."""
   scores = jnp.dot(q, k.T, preferred_element_type=jnp.float32)
-  return scores * (q.shape[1] ** -0.5 * _LOG2E)
+  return scores * softmax_scale(q.shape[1])
 
 
 def allowed_keys(shape: tuple[int, ...], first, last, keys):
@@ -101,15 +105,24 @@ def allowed_keys(shape: tuple[int, ...], first, last, keys):
   return (key >= first[:, None]) & (key <= last[:, None])
 
 
-def tile_scores(q, k, first, last, keys):
-  """Base-2 scores of query rows and keys, and `allowed_keys`."""
+def tile_scores(q, k, span, keys):
+  """Returns (base-2 scores of query rows and keys, which of them are seen).
+
+  Args:
+    q: query rows.
+    k: keys.
+    span: (first, last) key that each row may see; None where all see all, and
+      then so is the second result.
+    keys: see `allowed_keys`.
+  """
   scores = scores_of(q, k)
-  return scores, allowed_keys(scores.shape, first, last, keys)
+  seen = None if span is None else allowed_keys(scores.shape, *span, keys)
+  return scores, seen
 
 
 def no_scores(rows: int):
   """Returns the maximum before the first tile."""
-  return jnp.full((rows,), _NO_SCORE, jnp.float32)
+  return jnp.full((rows,), NO_SCORE, jnp.float32)
 
 
 def start(rows: int, head_dim: int):
@@ -141,7 +154,7 @@ def for_tiles(first, last, tile: int, body, carry):
 def highest(scores, seen):
   """Returns each row's highest score of those `seen`; None for all."""
   if seen is not None:
-    scores = jnp.where(seen, scores, _NO_SCORE)
+    scores = jnp.where(seen, scores, NO_SCORE)
   return jnp.max(scores, axis=1)
 
 
@@ -175,16 +188,12 @@ def attend_tile(q, parts, span, carry, interpret: bool):
   Args:
     q: query rows.
     parts: (keys, values, keys' numbers as in `allowed_keys`).
-    span: (first, last) key that each row may see; None where all see all.
+    span: see `tile_scores`.
     carry: (output, maximum, sum) so far.
     interpret: see `power_of_2`.
   """
   acc, top, total = carry
-  if span is None:
-    scored = [(scores_of(q, k), None) for k, _, _ in parts]
-  else:
-    first, last = span
-    scored = [tile_scores(q, k, first, last, keys) for k, _, keys in parts]
+  scored = [tile_scores(q, k, span, keys) for k, _, keys in parts]
   new_top = top
   for scores, seen in scored:
     new_top = jnp.maximum(new_top, highest(scores, seen))
