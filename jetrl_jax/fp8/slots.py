@@ -67,6 +67,18 @@ def map_slots(function, *states: PyTree) -> PyTree:
   return jax.tree.map(function, *states, is_leaf=_is_slot)
 
 
+def _map_beside(function, state: PyTree, *trees: PyTree, path=()) -> PyTree:
+  """Applies `function(path, slot, *nodes)`; the trees' nodes at its path."""
+  if _is_slot(state):
+    return function('/'.join(path), state, *trees)
+  return {
+      key: _map_beside(
+          function, child, *(tree[key] for tree in trees), path=(*path, key)
+      )
+      for key, child in state.items()
+  }
+
+
 def init_state(params: PyTree, recipe: Recipe) -> PyTree:
   """Returns empty slots for every kernel that the recipe quantises.
 
@@ -92,41 +104,26 @@ def init_state(params: PyTree, recipe: Recipe) -> PyTree:
   return walk(params, ()) or {}
 
 
-def _join(functions, state: PyTree, *others: PyTree, unnamed=None) -> PyTree:
-  """Applies a function by name to the entries of all slots."""
+def _join(
+    largest, total, *states: PyTree, unseen=lambda scale, *_: scale
+) -> PyTree:
+  """Joins what was seen: amaxes by `largest`, health by `total`."""
+  by_name = {'amax_history': largest, 'amax': largest, 'health': total}
 
-  def of_slot(slot, *others):
-    def of_entry(operand, name, leaf):
-      function = functions.get(name, unnamed)
-      if function is None:
-        return leaf
-      return function(leaf, *(other[operand][name] for other in others))
+  def of_entry(path, *leaves):
+    return by_name.get(path[-1].key, unseen)(*leaves)
 
-    return {
-        operand: {
-            name: of_entry(operand, name, leaf)
-            for name, leaf in slot[operand].items()
-        }
-        for operand in OPERANDS
-    }
-
-  return map_slots(of_slot, state, *others)
+  return jax.tree_util.tree_map_with_path(of_entry, *states)
 
 
 def combine(left: PyTree, right: PyTree) -> PyTree:
   """Joins the cotangents of two micro-batches: amax by max, health by sum."""
-  joined = {
-      'amax_history': jnp.maximum,
-      'amax': jnp.maximum,
-      'health': jnp.add,
-  }
-  return _join(joined, left, right)
+  return _join(jnp.maximum, jnp.add, left, right)
 
 
 def reduce_over_devices(cotangents: PyTree, axes: Axes) -> PyTree:
   """Joins the cotangents of all devices (inside `shard_map`)."""
-  over = {'amax_history': axes.pmax, 'amax': axes.pmax, 'health': axes.psum}
-  return _join(over, cotangents)
+  return _join(axes.pmax, axes.psum, cotangents)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -146,8 +143,7 @@ def _spread_fwd(state, uses):
 def _spread_bwd(uses, _, cotangents):
   del uses
   largest, total = (functools.partial(f, axis=0) for f in (jnp.max, jnp.sum))
-  over = {'amax_history': largest, 'amax': largest, 'health': total}
-  return (_join(over, cotangents, unnamed=lambda unseen: unseen[0]),)
+  return (_join(largest, total, cotangents, unseen=lambda scale: scale[0]),)
 
 
 spread.defvjp(_spread_fwd, _spread_bwd)
@@ -238,13 +234,12 @@ def observe_kernels(
   The current amax takes part, so a kernel never saturates.
   """
 
-  def walk(slots, node):
-    if _is_slot(slots):
-      amax = axes.pmax(jnp.max(jnp.abs(node['kernel'].astype(jnp.float32))))
-      return slots | {'kernel': _record(slots['kernel'], amax)}
-    return {key: walk(child, node[key]) for key, child in slots.items()}
+  def record(_, slot, node):
+    amax = axes.pmax(jnp.max(jnp.abs(node['kernel'].astype(jnp.float32))))
+    return slot | {'kernel': _record(slot['kernel'], amax)}
 
-  return roll(walk(state, params), recipe, operands=('kernel',))
+  state = _map_beside(record, state, params)
+  return roll(state, recipe, operands=('kernel',))
 
 
 def measure_kernels(
@@ -252,19 +247,13 @@ def measure_kernels(
 ) -> PyTree:
   """Records the health of the quantised kernels."""
 
-  def walk(slots, node, quantised):
-    if _is_slot(slots):
-      kernel, q = node['kernel'], quantised['kernel']
-      rows = jnp.ones((kernel.shape[0],), jnp.float32)
-      _, sums = health.measure(kernel, q, rows)
-      entry = slots['kernel'] | {'health': axes.psum(sums)}
-      return slots | {'kernel': entry}
-    return {
-        key: walk(child, node[key], quantised[key])
-        for key, child in slots.items()
-    }
+  def measure(_, slot, node, quantised):
+    kernel = node['kernel']
+    rows = jnp.ones((kernel.shape[0],), jnp.float32)
+    _, sums = health.measure(kernel, quantised['kernel'], rows)
+    return slot | {'kernel': slot['kernel'] | {'health': axes.psum(sums)}}
 
-  return walk(state, params, weights)
+  return _map_beside(measure, state, params, weights)
 
 
 def forget(state: PyTree, *, operand: str) -> PyTree:
@@ -295,15 +284,7 @@ def restrict(state: PyTree, recipe: Recipe) -> PyTree:
 def slot_paths(state: PyTree) -> list[str]:
   """Returns the paths of all slots, layers in numerical order."""
   paths = []
-
-  def walk(node, path):
-    if _is_slot(node):
-      paths.append('/'.join(path))
-      return
-    for key, child in node.items():
-      walk(child, path + (key,))
-
-  walk(state, ())
+  _map_beside(lambda path, _: paths.append(path), state)
   return sorted(
       paths,
       key=lambda p: [
@@ -325,13 +306,11 @@ def with_scales(
     scales: from the path of each slot to the scales of its kernel and input.
   """
 
-  def walk(node, path):
-    if _is_slot(node):
-      found = zip(('kernel', 'input'), scales['/'.join(path)], strict=True)
-      return node | {
-          operand: node[operand] | {'scale': jnp.float32(scale)}
-          for operand, scale in found
-      }
-    return {key: walk(child, (*path, key)) for key, child in node.items()}
+  def put(path, slot):
+    found = zip(('kernel', 'input'), scales[path], strict=True)
+    return slot | {
+        operand: slot[operand] | {'scale': jnp.float32(scale)}
+        for operand, scale in found
+    }
 
-  return walk(state, ())
+  return _map_beside(put, state)

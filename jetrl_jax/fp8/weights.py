@@ -51,20 +51,13 @@ def prepare_weights(params: PyTree, fp8_state: PyTree, recipe: Recipe):
   def walk(node, state, path):
     if not isinstance(node, dict):
       return node.astype(recipe.dtype)
-    prepared = {
-        key: walk(child, state.get(key, {}), (*path, key))
+    quantises = 'kernel' in node and recipe.quantizes('/'.join(path))
+    return {
+        key: quantize_kernel(child, state, recipe)
+        if quantises and key == 'kernel'
+        else walk(child, state.get(key, {}), (*path, key))
         for key, child in node.items()
-        if key != 'kernel'
     }
-    if 'kernel' in node:
-      kernel = node['kernel']
-      quantised = recipe.quantizes('/'.join(path))
-      prepared['kernel'] = (
-          quantize_kernel(kernel, state, recipe)
-          if quantised
-          else kernel.astype(recipe.dtype)
-      )
-    return prepared
 
   return walk(params, fp8_state, ())
 
