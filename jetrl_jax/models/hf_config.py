@@ -99,7 +99,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
   theta, scaling = _rope(hf)
   qkv_bias, qk_norm = FAMILY_TRAITS[family]
   if family == 'llama':
-    kv_heads = _optional(hf, 'num_key_value_heads', None)
+    kv_heads = hf.get('num_key_value_heads')
   else:
     kv_heads = _required(hf, 'num_key_value_heads')
   return ModelConfig(
@@ -110,7 +110,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
       rope_scaling=scaling,
       qkv_bias=qkv_bias,
       qk_norm=qk_norm,
-      tied_embeddings=_optional(hf, 'tie_word_embeddings', False),
+      tied_embeddings=hf.get('tie_word_embeddings', False),
       **fields,
   )
 
@@ -169,7 +169,7 @@ def _family(hf: Mapping[str, Any]) -> str:
         f'of {allowed}'
     )
   family = _ARCHITECTURES[found[0]]
-  model_type = _optional(hf, 'model_type', family)
+  model_type = hf.get('model_type', family)
   if model_type != family:
     raise ValueError(
         f'config.json: model_type {model_type!r} does not go with '
@@ -192,7 +192,7 @@ def _refuse_unsupported(hf: Mapping[str, Any]) -> None:
 
 
 def _refuse_windows(hf: Mapping[str, Any], num_layers: Any) -> None:
-  types = _optional(hf, 'layer_types', None)
+  types = hf.get('layer_types')
   if types is not None:
     if not isinstance(types, list):
       raise ValueError('config.json: layer_types: allowed are null and a list')
@@ -203,11 +203,11 @@ def _refuse_windows(hf: Mapping[str, Any], num_layers: Any) -> None:
           "'full_attention'"
       )
     return
-  first = _optional(hf, 'max_window_layers', _MAX_WINDOW_LAYERS)
+  first = hf.get('max_window_layers', _MAX_WINDOW_LAYERS)
   ints = isinstance(first, int) and isinstance(num_layers, int)
   if (
-      _optional(hf, 'use_sliding_window', False)
-      and _optional(hf, 'sliding_window', 4_096) is not None
+      hf.get('use_sliding_window', False)
+      and hf.get('sliding_window', 4_096) is not None
       and not (ints and first >= num_layers)
   ):
     raise ValueError(
@@ -218,7 +218,7 @@ def _refuse_windows(hf: Mapping[str, Any], num_layers: Any) -> None:
 
 def _head_dim(hf: Mapping[str, Any], family: str) -> Any:
   absent = _QWEN3_HEAD_DIM if family == 'qwen3' else None
-  found = _optional(hf, 'head_dim', absent)
+  found = hf.get('head_dim', absent)
   if found is not None:
     return found
   dim = _required(hf, 'hidden_size')
@@ -241,7 +241,7 @@ def _rope(hf: Mapping[str, Any]) -> tuple[Any, Llama3RopeScaling | None]:
   thetas = [hf['rope_theta']] if 'rope_theta' in hf else []
   scalings = []
   for key in ('rope_scaling', 'rope_parameters'):
-    found = _optional(hf, key, None)
+    found = hf.get(key)
     if found is None:
       continue
     if not isinstance(found, dict):
@@ -262,10 +262,10 @@ def _rope(hf: Mapping[str, Any]) -> tuple[Any, Llama3RopeScaling | None]:
 def _scaling(
     found: dict[str, Any], key: str, hf: Mapping[str, Any]
 ) -> Llama3RopeScaling | None:
-  kind = found['rope_type'] if 'rope_type' in found else None
+  kind = found.get('rope_type')
   if kind is None:
     # The key's older name; with neither, transformers 5 means 'default'.
-    kind = found['type'] if 'type' in found else 'default'
+    kind = found.get('type', 'default')
   if kind not in ('default', 'llama3') or any(
       isinstance(value, dict) for value in found.values()
   ):
@@ -285,7 +285,7 @@ def _scaling(
   if absent:
     raise ValueError(f'config.json: {key} lacks {list_names(absent)}')
   original = 'original_max_position_embeddings'
-  if _optional(hf, original, found[original]) != found[original]:
+  if hf.get(original, found[original]) != found[original]:
     # transformers prefers the outer one; a file that says both is unclear.
     raise ValueError(f'config.json: {key} and the file disagree on {original}')
   return Llama3RopeScaling(
@@ -306,7 +306,3 @@ def _required(hf: Mapping[str, Any], key: str) -> Any:
   if key not in hf:
     raise ValueError(f'config.json: {key!r} is missing')
   return hf[key]
-
-
-def _optional(hf: Mapping[str, Any], key: str, absent: Any) -> Any:
-  return hf[key] if key in hf else absent

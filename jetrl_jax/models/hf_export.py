@@ -22,7 +22,7 @@ from jetrl_jax.models.hf_config import (
     config_to_hf,
     read_config_json,
 )
-from jetrl_jax.models.hf_files import has_file, list_names, open_inside
+from jetrl_jax.models.hf_files import has_file, list_problems, open_inside
 from jetrl_jax.models.hf_layout import OUTPUT, flatten_tree, layout
 from jetrl_jax.models.hf_quantization import (
     FP8_DTYPE,
@@ -179,20 +179,16 @@ def _check_leaves(leaves: dict[str, Any], config: ModelConfig) -> None:
       for path, leaf in leaves.items()
       if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
   ]
-  problems = [
-      f'{len(names)} {what}: {list_names(names)}'
-      for what, names in (
-          ('missing', [path for path in shapes if path not in leaves]),
-          ('unexpected', [path for path in leaves if path not in shapes]),
-          ('of the wrong shape', wrong),
-          ('partly on other hosts', far),
-      )
-      if names
-  ]
+  problems = list_problems(
+      {
+          'missing': [path for path in shapes if path not in leaves],
+          'unexpected': [path for path in leaves if path not in shapes],
+          'of the wrong shape': wrong,
+          'partly on other hosts': far,
+      }
+  )
   if problems:
-    raise ValueError(
-        'the parameters do not fit the config; ' + '; '.join(problems)
-    )
+    raise ValueError(f'the parameters do not fit the config; {problems}')
 
 
 def _config_json(

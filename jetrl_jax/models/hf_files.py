@@ -12,7 +12,7 @@ import os
 import pathlib
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jetrl_jax.files import user_path
@@ -44,6 +44,19 @@ def list_names(names: Iterable[Any], cap: int = 10) -> str:
   text = ', '.join(n if len(n) <= 200 else n[:200] + '...' for n in shown)
   more = len(names) - cap
   return f'{text} and {more} more' if more > 0 else text
+
+
+def list_problems(found: Mapping[str, Sequence[Any]]) -> str:
+  """Joins what is wrong for an error message: 'N kind: names; ...', or ''.
+
+  Args:
+    found: names by the kind of trouble that they are in.
+  """
+  return '; '.join(
+      f'{len(names)} {kind}: {list_names(names)}'
+      for kind, names in found.items()
+      if names
+  )
 
 
 def parse_json(data: bytes, what: str) -> Any:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from jetrl_jax.models.hf_config import read_config_json
-from jetrl_jax.models.hf_files import has_file, list_names
+from jetrl_jax.models.hf_files import has_file, list_names, list_problems
 from jetrl_jax.models.hf_layout import (
     EMBEDDING,
     OUTPUT,
@@ -119,7 +119,7 @@ def load_scales(
   quantized = _check_quantization(tensors, config, folder)
   scales, problems = {}, []
   for row in layout(config):
-    if row.path not in quantized or not quantized[row.path]:
+    if not quantized.get(row.path):
       continue
     names = [scale_names(part.name) for part in row.parts]
     found = {
@@ -185,20 +185,18 @@ def check_tensors(
       if tensor.dtype in DTYPES
       and tensor.num_bytes != _num_bytes(tensor.dtype, tensor.shape)
   ]
-  problems = [
-      f'{len(names)} {what}: {list_names(names)}'
-      for what, names in (
-          ('missing', [name for name in parts if name not in found]),
-          ('unexpected', [name for name in found if name not in parts]),
-          ('of the wrong shape', shapes),
-          (f'of a dtype other than {"/".join(_WIDE)}', dtypes),
-          ('whose size does not fit dtype and shape', sizes),
-      )
-      if names
-  ]
+  problems = list_problems(
+      {
+          'missing': [name for name in parts if name not in found],
+          'unexpected': [name for name in found if name not in parts],
+          'of the wrong shape': shapes,
+          f'of a dtype other than {"/".join(_WIDE)}': dtypes,
+          'whose size does not fit dtype and shape': sizes,
+      }
+  )
   if problems:
     raise ValueError(
-        f'{folder}: tensors do not fit the config.json; ' + '; '.join(problems)
+        f'{folder}: tensors do not fit the config.json; {problems}'
     )
 
 
@@ -264,7 +262,7 @@ def _read_leaf(
         rows[...] = piece.astype(target)
       bad = rows.size - int(np.count_nonzero(np.isfinite(rows)))
       if bad:
-        not_finite[part.name] = not_finite.setdefault(part.name, 0) + bad
+        not_finite[part.name] = not_finite.get(part.name, 0) + bad
   return leaf
 
 

@@ -97,7 +97,7 @@ def check_section(hf: Mapping[str, Any]) -> None:
   Raises:
     ValueError: names what differs and what is allowed.
   """
-  section = hf[KEY] if KEY in hf else None
+  section = hf.get(KEY)
   if section is None:
     return
   problems = list(_problems(section))
@@ -139,7 +139,7 @@ def _problems(section: Any):
 
 
 def _at(node: Any, key: str) -> Any:
-  return node[key] if isinstance(node, dict) and key in node else None
+  return node.get(key) if isinstance(node, dict) else None
 
 
 def quantized_parts(
@@ -187,7 +187,7 @@ def check_ignored(
   Raises:
     ValueError: names the modules.
   """
-  section = hf[KEY] if KEY in hf else None
+  section = hf.get(KEY)
   if section is None and any(quantized.values()):
     raise ValueError(
         f'config.json: {KEY} is missing, but {sum(quantized.values())} dots are'

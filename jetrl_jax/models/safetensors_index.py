@@ -22,6 +22,7 @@ from jetrl_jax.models.hf_files import (
     MAX_JSON_BYTES,
     has_file,
     list_names,
+    list_problems,
     open_inside,
     parse_json,
     read_inside,
@@ -92,32 +93,31 @@ def read_index(folder: pathlib.Path) -> dict[str, StoredTensor]:
         f'{folder}: holds both {SINGLE_FILE} and an {INDEX_FILE} that does not '
         'name it; remove the one that is out of date'
     )
-  tensors, problems = {}, []
+  tensors, twice = {}, []
   for file in files:
     for name, tensor in read_header(folder, file).items():
       if name in tensors:
-        problems.append(f'{name} (in {tensors[name].file} and {file})')
+        twice.append(f'{name} (in {tensors[name].file} and {file})')
       tensors[name] = tensor
-  if problems:
-    raise ValueError(f'{folder}: duplicated tensors: {list_names(problems)}')
-  absent = [n for n in weight_map if n not in tensors]
-  unlisted = [n for n in tensors if n not in weight_map]
+  if twice:
+    raise ValueError(f'{folder}: duplicated tensors: {list_names(twice)}')
   elsewhere = [
       f'{n} (in {tensors[n].file}, not {file})'
       for n, file in weight_map.items()
       if n in tensors and tensors[n].file != file
   ]
-  for what, names in (
-      ('missing from the files', absent),
-      ('in the files and not in the index', unlisted),
-      ('in another file than the index says', elsewhere),
-  ):
-    if names:
-      problems.append(f'{len(names)} {what}: {list_names(names)}')
+  problems = list_problems(
+      {
+          'missing from the files': [n for n in weight_map if n not in tensors],
+          'in the files and not in the index': [
+              n for n in tensors if n not in weight_map
+          ],
+          'in another file than the index says': elsewhere,
+      }
+  )
   if problems:
     raise ValueError(
-        f'{folder / INDEX_FILE} does not describe its files; tensors '
-        + '; '.join(problems)
+        f'{folder / INDEX_FILE} does not describe its files; tensors {problems}'
     )
   return tensors
 
@@ -194,7 +194,7 @@ def read_rows(
 def _weight_map(folder: pathlib.Path) -> dict[str, str]:
   where = folder / INDEX_FILE
   index = parse_json(read_inside(folder, INDEX_FILE), str(where))
-  found = index['weight_map'] if _has(index, 'weight_map') else None
+  found = index.get('weight_map') if isinstance(index, dict) else None
   if not isinstance(found, dict) or not found:
     raise ValueError(f'{where}: no weight_map from tensor names to files')
   wrong = [
@@ -208,10 +208,6 @@ def _weight_map(folder: pathlib.Path) -> dict[str, str]:
         'safetensors files of the folder itself'
     )
   return found
-
-
-def _has(value: Any, key: str) -> bool:
-  return isinstance(value, dict) and key in value
 
 
 def _entry(
