@@ -50,8 +50,7 @@ class Difference:
   def __str__(self) -> str:
     train = '; '.join(self.train) or f'no {self.node.op} there'
     return (
-        f'{self.node.path or "(no scope)"}: the rollout has {self.infer};'
-        f' training has {train}'
+        f'{self.node.place}: the rollout has {self.infer}; training has {train}'
     )
 
 
@@ -88,14 +87,13 @@ def _node_difference(node, g_infer, g_train) -> Difference:
 
 
 def _edge_difference(edge, g_train) -> Difference:
-  def source(e):
-    return f'{e.producer} ({e.dtype})'
-
   return Difference(
       node=edge.consumer,
-      infer=f'{edge.consumer.signature()}, fed by {source(edge)}',
+      infer=(
+          f'{edge.consumer.signature()}, fed by {edge.producer} ({edge.dtype})'
+      ),
       train=tuple(
-          f'it fed by {source(e)}'
+          f'it fed by {e.producer} ({e.dtype})'
           for e in g_train.edges
           if e.consumer == edge.consumer
       ),

@@ -35,6 +35,11 @@ class FlowNode:
   granularity: str
   backward: bool
 
+  @property
+  def place(self) -> str:
+    """The path, for people."""
+    return self.path or '(no scope)'
+
   def signature(self) -> str:
     """Returns the node without its path, for people."""
     formats = f'({", ".join(self.inputs)}) -> {", ".join(self.outputs)}'
@@ -43,7 +48,7 @@ class FlowNode:
     return ', '.join(word for word in words if word)
 
   def __str__(self) -> str:
-    return f'{self.path or "(no scope)"}: {self.signature()}'
+    return f'{self.place}: {self.signature()}'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)
@@ -61,11 +66,7 @@ class FlowEdge:
   dtype: str
 
   def __str__(self) -> str:
-    return (
-        f'{self.producer.path or "(no scope)"}: {self.producer.signature()}'
-        f' --{self.dtype}--> {self.consumer.path or "(no scope)"}:'
-        f' {self.consumer.signature()}'
-    )
+    return f'{self.producer} --{self.dtype}--> {self.consumer}'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,8 +91,8 @@ class FlowGraph:
   def to_text(self) -> str:
     """Returns a listing, layer by layer."""
     lines = [f'{len(self.nodes)} operations, {len(self.edges)} edges']
-    for path, nodes in self.by_path().items():
-      lines.append(path or '(no scope)')
+    for nodes in self.by_path().values():
+      lines.append(nodes[0].place)
       lines += [f'  {node.kind:<15} {node.signature()}' for node in nodes]
     return '\n'.join(lines) + '\n'
 
