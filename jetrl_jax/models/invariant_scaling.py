@@ -17,7 +17,6 @@ References:
   QuRL, arXiv:2602.13953, update-aware quantisation; s = 1.5 there.
 """
 
-import functools
 import re
 
 import jax
@@ -66,7 +65,7 @@ def unfold(params: PyTree, scale: float) -> PyTree:
   return _rescale(params, 1.0 / scale, donate=False)
 
 
-def _times(factor: float, x: Array) -> Array:
+def _times(x: Array, factor: Array) -> Array:
   return (x.astype('float32') * factor).astype(x.dtype)
 
 
@@ -76,14 +75,11 @@ def _rescale(params: PyTree, scale: float, *, donate: bool) -> PyTree:
   factors = {}
   for gain, kernel in _PAIRS.items():
     factors |= {gain: scale, kernel: 1.0 / scale}
+  # Leaf by leaf: two whole trees need not fit. Layers share their programs.
+  times = jax.jit(_times, donate_argnums=(0,) if donate else ())
   flat = traverse_util.flatten_dict(params, sep='/')
   for path in flat:
     layer = re.fullmatch(r'layers_\d+/(.*)', path)
     if layer and layer[1] in factors:
-      # Leaf by leaf: two whole trees need not fit.
-      times = jax.jit(
-          functools.partial(_times, factors[layer[1]]),
-          donate_argnums=(0,) if donate else (),
-      )
-      flat[path] = times(flat[path])
+      flat[path] = times(flat[path], factors[layer[1]])
   return traverse_util.unflatten_dict(flat, sep='/')

@@ -62,6 +62,19 @@ def test_the_paper_s_factor_is_undone_but_for_one_rounding():
     )
 
 
+def test_all_layers_are_scaled_by_the_same_programs(monkeypatch):
+  traced, times = [], invariant_scaling._times
+
+  def counted(*args):
+    traced.append(args)
+    return times(*args)
+
+  monkeypatch.setattr(invariant_scaling, '_times', counted)
+  invariant_scaling.fold(_params(), 1.5)
+  # Two layers of two gains, which have one shape, and two kernels.
+  assert len(traced) == 3
+
+
 @pytest.mark.parametrize('scale', [0.0, -1.5, 65.0, float('nan')])
 def test_a_factor_that_cannot_be_meant_is_refused(scale):
   message = f'precision.invariant_scale is {scale}; allowed: 1/64 to 64'
