@@ -164,9 +164,7 @@ def fp8_codec(group_size: int = 128) -> Codec:
     return _join(jnp.sign(values) * magnitude, encoded.values.shape)
 
   def zeros(x: Array) -> EncodedMoment:
-    groups = -(-x.shape[-1] // group_size) if x.ndim else None
-    shape = (*x.shape[:-1], groups) if x.ndim else ()
-    one = jnp.ones(shape, jnp.float32)
+    one = jnp.ones_like(jax.eval_shape(encode, x).scale)
     values = jnp.zeros(x.shape, formats.E4M3)
     return EncodedMoment(values=values, scale=one, k=one, c=one)
 

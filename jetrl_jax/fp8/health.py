@@ -14,7 +14,6 @@ from jetrl_jax.typing import Array, PyTree
 # What the five sums of a slot's `health` are.
 SUMS = ('elements', 'saturated', 'flushed', 'signal', 'noise')
 
-
 # (amax, sums) of an operand.
 Seen: TypeAlias = tuple[Array, Array]
 

@@ -20,12 +20,14 @@ from jax import lax
 
 from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import QTensor, Recipe, Unscaled, dot, unscaled_dot
-from jetrl_jax.fp8.slots import COLLECTION
+from jetrl_jax.fp8.slots import COLLECTION, OPERANDS
 from jetrl_jax.models import norm
 from jetrl_jax.sharding import Axes, grad_sink
 from jetrl_jax.typing import Array, PyTree
 
 TAPS = 'taps'
+# Of kernels and embeddings.
+_INIT = nn.initializers.normal(0.02)
 
 
 @jax.custom_vjp
@@ -153,22 +155,14 @@ class Linear(Leaf):
   out_dim: int
   use_bias: bool = False
   late_scale: bool = False
-  init_std: float = 0.02
 
   def operands(self) -> tuple[Any, Any, PyTree | None]:
     """Returns (master or None, weight, slot), see `fp8.dot`."""
-    init = nn.initializers.normal(self.init_std)
-    master, weight = self.leaf('kernel', init, (self.out_dim, self.in_dim))
+    master, weight = self.leaf('kernel', _INIT, (self.out_dim, self.in_dim))
     if not isinstance(weight, QTensor):
       return master, weight, None
-    return (
-        master,
-        weight,
-        {
-            operand: self.get_variable(COLLECTION, operand)
-            for operand in ('input', 'kernel', 'output_grad')
-        },
-    )
+    slot = {name: self.get_variable(COLLECTION, name) for name in OPERANDS}
+    return master, weight, slot
 
   @nn.compact
   def __call__(
@@ -253,9 +247,8 @@ class Embedding(Leaf):
 
   def setup(self):
     """Reads the table once for both uses."""
-    init = nn.initializers.normal(0.02)
     shape = (self.vocab_size, self.model_dim)
-    self.table = self.leaf('embedding', init, shape)
+    self.table = self.leaf('embedding', _INIT, shape)
 
   def __call__(self, tokens_M: Array) -> Array:
     """Returns the tokens' rows, [M, D]."""

@@ -36,12 +36,6 @@ def row_sum(x_MD: Float[Array, 'M D']) -> Float[Array, 'M 1']:
   )[:, :1]
 
 
-def _reference(x_MD, scale_D, eps, mean_square_M1):
-  x32 = x_MD.astype(jnp.float32)
-  normed = x32 * lax.rsqrt(mean_square_M1 + eps)
-  return normed.astype(x_MD.dtype) * scale_D[None, :]
-
-
 def _kernel(*refs, eps: float, chunk: int, num_scales: int, sums, quantizes):
   """One row, in registers from its first reading on."""
   x_ref, gain_ref, *refs = refs
@@ -195,8 +189,9 @@ def _forward(x_MD, scale_D, step, eps):
   if on_gpu():
     return rms_norm_kernel(x_MD, scale_D, eps, step)[1:]
   x32 = x_MD.astype(jnp.float32)
-  mean_square = row_sum(x32 * x32) / x_MD.shape[1]
-  return _reference(x_MD, scale_D, eps, mean_square), None
+  mean_square_M1 = row_sum(x32 * x32) / x_MD.shape[1]
+  normed = x32 * lax.rsqrt(mean_square_M1 + eps)
+  return normed.astype(x_MD.dtype) * scale_D[None, :], None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
