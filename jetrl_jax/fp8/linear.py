@@ -186,12 +186,8 @@ def _high_dot(out_dtype, x_MI, master_OI, kernel_OI):
 
 
 def _high_dot_fwd(out_dtype, x_MI, master_OI, kernel_OI):
-  like = jnp.zeros((0,), master_OI.dtype)
-  return _high_dot(out_dtype, x_MI, master_OI, kernel_OI), (
-      x_MI,
-      kernel_OI,
-      like,
-  )
+  residuals = x_MI, kernel_OI, jnp.zeros((0,), master_OI.dtype)
+  return _high_dot(out_dtype, x_MI, master_OI, kernel_OI), residuals
 
 
 def _high_dot_bwd(out_dtype, residuals, dy_MO):

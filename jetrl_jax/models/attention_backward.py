@@ -162,25 +162,24 @@ def backward(
   delta = jnp.sum(
       out_BKRH.astype(jnp.float32) * dout_BKRH.astype(jnp.float32), axis=-1
   )
+  operands = (q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR)
+  operands += (lse_BKR, delta, dout_BKRH)
+
   row, whole = rows_spec(head_dim, ROW_TILE), whole_spec(length, head_dim)
   dq = pl.pallas_call(
       functools.partial(_dq_kernel, tile=tile, interpret=interpret),
       grid=(rows // ROW_TILE, kv_heads, batch),
       in_specs=[
-          row,
-          whole,
-          whole,
-          row_vector_spec(ROW_TILE),
-          row_vector_spec(ROW_TILE),
-          head_row_vector_spec(ROW_TILE),
-          head_row_vector_spec(ROW_TILE),
+          *(row, whole, whole),
+          *[row_vector_spec(ROW_TILE)] * 2,
+          *[head_row_vector_spec(ROW_TILE)] * 2,
           row,
       ],
       out_specs=row,
       out_shape=jax.ShapeDtypeStruct(q_BKRH.shape, q_BKRH.dtype),
       name='flash_attention_dq',
       **kernel_options(interpret, num_warps=4, num_stages=2),
-  )(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, lse_BKR, delta, dout_BKRH)
+  )(*operands)
 
   num_tiles = length // tile
   bounds = _row_tiles(first_BR, last_BR, num_tiles, tile)
@@ -194,13 +193,9 @@ def backward(
       functools.partial(_dkv_kernel, tile=tile, interpret=interpret),
       grid=(num_tiles, kv_heads, batch),
       in_specs=[
-          all_rows,
-          keys,
-          keys,
-          vector,
-          vector,
-          head_vector,
-          head_vector,
+          *(all_rows, keys, keys),
+          *[vector] * 2,
+          *[head_vector] * 2,
           all_rows,
           pl.BlockSpec((None, None, 4), lambda s, h, b: (b, s, 0)),
       ],
@@ -211,15 +206,5 @@ def backward(
       ],
       name='flash_attention_dkv',
       **kernel_options(interpret, num_warps=4, num_stages=2),
-  )(
-      q_BKRH,
-      k_BKSH,
-      v_BKSH,
-      first_BR,
-      last_BR,
-      lse_BKR,
-      delta,
-      dout_BKRH,
-      bounds,
-  )
+  )(*operands, bounds)
   return dq[:, :, :wanted], dk, dv

@@ -115,22 +115,24 @@ def rms_norm_kernel(
   whole = pl.BlockSpec((dim,), lambda i: (0,))
   one = pl.BlockSpec((1,), lambda i: (0,))
   operands, specs = [x_MD, scale_D], [row, whole]
-  like = jax.ShapeDtypeStruct(x_MD.shape, x_MD.dtype)
+  rows = jax.ShapeDtypeStruct(x_MD.shape, x_MD.dtype), row
+  results = []
   num_scales = 0
-  # A decode step, which adds, has no use for both forms of the result.
-  writes = added is None or step is None
-  shapes, outs = ([like], [row]) if writes else ([], [])
   if added is not None:
     assert added.bias_O is None
     num_scales = len(added.scales)
     operands += [added.values, *(s.reshape(1) for s in added.scales)]
     specs += [row, *[one] * num_scales]
-    shapes.insert(0, like)
-    outs.insert(0, row)
+    results.append(rows)
+  # A decode step, which adds, has no use for both forms of the result.
+  writes = added is None or step is None
+  if writes:
+    results.append(rows)
   if step is not None:
     operands, specs = [*operands, step.reshape(1)], [*specs, one]
-    shapes.append(jax.ShapeDtypeStruct((copies, *x_MD.shape), formats.E4M3))
-    outs.append(pl.BlockSpec((copies, None, dim), lambda i: (0, i, 0)))
+    shape = jax.ShapeDtypeStruct((copies, *x_MD.shape), formats.E4M3)
+    spec = pl.BlockSpec((copies, None, dim), lambda i: (0, i, 0))
+    results.append((shape, spec))
   out = pl.pallas_call(
       functools.partial(
           _kernel,
@@ -142,8 +144,8 @@ def rms_norm_kernel(
       ),
       grid=(x_MD.shape[0],),
       in_specs=specs,
-      out_specs=outs,
-      out_shape=shapes,
+      out_specs=[spec for _, spec in results],
+      out_shape=[shape for shape, _ in results],
       name='rms_norm',
       **kernel_options(interpret, _WARPS),
   )(*operands)
