@@ -16,7 +16,7 @@ References:
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jetrl_jax.models.hf_files import list_names
@@ -43,6 +43,11 @@ _TENSOR = {
     'dynamic': False,
 }
 _ABSENT = {'symmetric': True, 'dynamic': False, 'strategy': 'tensor'}
+
+# Of a pattern in `ignore`. Python tries all ways to match: with repeated groups
+# or many choices a stranger's pattern has no end.
+_PATTERN_CHARACTERS, _PATTERN_CHOICES = 200, 4
+_CHOICE, _REPEATED_GROUP = re.compile(r'[*+?{|]'), re.compile(r'\)[*+?{]')
 
 
 def is_dot(row: Row) -> bool:
@@ -200,12 +205,13 @@ def check_ignored(
       isinstance(name, str) for name in ignore
   ):
     raise ValueError(f'config.json: {KEY}.ignore is not a list of names')
+  is_ignored = _matcher(ignore)
   wrong = [
       part.name
       for row in rows
       if row.path in quantized
       for part in row.parts
-      if quantized[row.path] == _is_ignored(part.name, ignore)
+      if quantized[row.path] == is_ignored(part.name.removesuffix('.weight'))
       # A head that is not FP8 need not be named.
       and (quantized[row.path] or part.name != OUTPUT)
   ]
@@ -216,18 +222,28 @@ def check_ignored(
     )
 
 
-def _is_ignored(part_name: str, ignore: list[str]) -> bool:
-  module = part_name.removesuffix('.weight')
-  for name in ignore:
-    if name == module:
-      return True
-    if name.startswith('re:'):
-      try:
-        if re.match(name[3:], module):
-          return True
-      except re.error as error:
-        raise ValueError(
-            f'config.json: {KEY}.ignore: {name!r:.200} is no regular expression'
-            f' ({error})'
-        ) from error
-  return False
+def _matcher(ignore: list[str]) -> Callable[[str], bool]:
+  """Returns whether a module is named, or matched from its beginning."""
+  names = {name for name in ignore if not name.startswith('re:')}
+  patterns = [_pattern(name[3:]) for name in ignore if name.startswith('re:')]
+  return lambda module: (
+      module in names or any(pattern.match(module) for pattern in patterns)
+  )
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+  where = f'config.json: {KEY}.ignore: {text!r:.200}'
+  if (
+      len(text) > _PATTERN_CHARACTERS
+      or len(_CHOICE.findall(text)) > _PATTERN_CHOICES
+      or _REPEATED_GROUP.search(text)
+  ):
+    raise ValueError(
+        f'{where} could take for ever to match; allowed are'
+        f' {_PATTERN_CHARACTERS} characters and {_PATTERN_CHOICES} of * + ? {{'
+        ' |, none behind a group. Name the modules instead'
+    )
+  try:
+    return re.compile(text)
+  except (re.error, OverflowError) as error:
+    raise ValueError(f'{where} is no regular expression ({error})') from error

@@ -248,6 +248,25 @@ def test_an_ignore_list_that_the_files_deny_is_refused(folder, change):
     load_checkpoint(folder, config, dtype='float32')
 
 
+@pytest.mark.parametrize(
+    ('pattern', 'message'),
+    [
+        ('[', 'is no regular expression'),
+        ('a{99999999999}', 'is no regular expression'),
+        ('(' * 5000 + ')' * 5000, 'could take for ever'),
+        ('(|)' * 30 + '!', 'could take for ever'),
+        # Two ways for each of a name's characters, and none of them matches.
+        (r'(.|\w)+!', 'could take for ever'),
+    ],
+)
+def test_patterns_that_break_or_have_no_end_are_refused(
+    folder, pattern, message
+):
+  _change_section(folder, lambda s: s['ignore'].append(f're:{pattern}'))
+  with pytest.raises(ValueError, match=f'ignore: .*{message}'):
+    load_checkpoint(folder, load_config(folder), dtype='float32')
+
+
 def test_fp8_tensors_without_a_section_are_refused(folder):
   path = folder / 'config.json'
   hf = json.loads(path.read_text())
