@@ -28,7 +28,7 @@ from jetrl_jax.fp8 import formats
 FAKE_RECIPES = tuple(f'fake_{name}' for name in formats.FAKE)
 RECIPES = ('fp8_delayed', 'fp8_token', 'fp8_block', 'int8', *FAKE_RECIPES)
 RECIPES += ('bf16',)
-# Their scales come from the values, so any masters will do.
+# Their scales come from the values, if they have any: all masters will do.
 UNCALIBRATED = tuple(name for name in RECIPES if name != 'fp8_delayed')
 LM_HEAD = 'lm_head'
 # Side of the blocks of `fp8_block`, and length of its groups.
@@ -58,8 +58,8 @@ class Recipe:
     quantize_lm_head: the language-model head is one of the recipe's dots; not
       for tied embeddings, whose table is both.
     min_sqnr_db: dots whose input or kernel keeps less than this many dB of
-      signal over quantisation noise at a cold start join those (see
-      `adaptive.py`); 0 chooses none.
+      signal over quantisation noise at a cold start stay in `compute_dtype`
+      too (see `adaptive.py`); 0 chooses none.
     calibrating: observe amaxes but compute in `compute_dtype` with the
       (de)quantised weights; used once, at a cold start.
   """

@@ -21,7 +21,7 @@ _IF_NORM = 'qk_norm'
 _IF_UNTIED = 'untied'
 
 # Our path, their names, the shape of each in letters, when. Letters are those
-# of typing.py, and Q = N H (all query heads), K = K H (all key heads).
+# of typing.py, and n = N H (all query heads), k = K H (all key heads).
 _TABLE = (
     ('embed/embedding', ('model.embed_tokens.weight',), ('VD',), _ALWAYS),
     (
@@ -37,7 +37,7 @@ _TABLE = (
             'model.layers.{i}.self_attn.k_proj.weight',
             'model.layers.{i}.self_attn.v_proj.weight',
         ),
-        ('QD', 'KD', 'KD'),
+        ('nD', 'kD', 'kD'),
         _ALWAYS,
     ),
     (
@@ -47,7 +47,7 @@ _TABLE = (
             'model.layers.{i}.self_attn.k_proj.bias',
             'model.layers.{i}.self_attn.v_proj.bias',
         ),
-        ('Q', 'K', 'K'),
+        ('n', 'k', 'k'),
         _IF_BIAS,
     ),
     (
@@ -65,7 +65,7 @@ _TABLE = (
     (
         'layers_{i}/attn/o/kernel',
         ('model.layers.{i}.self_attn.o_proj.weight',),
-        ('DQ',),
+        ('Dn',),
         _ALWAYS,
     ),
     (
@@ -149,8 +149,8 @@ def layout(config: ModelConfig) -> tuple[Row, ...]:
       'D': config.model_dim,
       'H': config.head_dim,
       'F': config.ffn_dim,
-      'Q': config.num_heads * config.head_dim,
-      'K': config.num_kv_heads * config.head_dim,
+      'n': config.num_heads * config.head_dim,
+      'k': config.num_kv_heads * config.head_dim,
   }
   wanted = {
       _ALWAYS: True,
