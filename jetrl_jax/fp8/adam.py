@@ -26,10 +26,10 @@ scale = 2^(12 * 11/16) / 448 = 2^8.25 / 448 = 0.6796. m is stored as
 Error of one encoding. With u = |q| before rounding, E4M3 changes u by a factor
 1 + d, |d| <= max(2^-4, 2^-10 / u) (half a step of the normal range, half a step
 of the subnormal one), hence the value by (1 + d)^(1/k). A group that spans
-2^16 has k = 1: at most 6% above the smallest 2^-7, and 22% at u = 1/224.
-Wider groups pay with coarser steps. An element moves relative to the largest
-of its group only by whole steps; a common decay of the group is followed
-exactly, by the scale.
+2^16 has k = 1: at most 6% for u from 2^-6 on, and 22% at u = 1/224, below which
+none is. Wider groups pay with coarser steps. An element moves relative to the
+largest of its group only by whole steps; a common decay of the group is
+followed exactly, by the scale.
 
 Values below float32's smallest normal, 2^-126, count as 0, because backends
 disagree on whether they are. Their root is below 1.1e-19 and invisible beside
