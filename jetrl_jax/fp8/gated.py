@@ -42,9 +42,8 @@ def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
   """
   # The kernel scales the first dot's product as late as the forward does, and
   # counts by the distance between bfloat16 values.
-  is_exact = recipe.power_of_two_scales and recipe.compute_dtype == 'bfloat16'
-  is_fp8 = recipe.is_delayed and not recipe.calibrating
-  return is_fp8 and is_exact and on_gpu() and turning.fits(dims)
+  computes = recipe.may_scale_late and recipe.compute_dtype == 'bfloat16'
+  return computes and on_gpu() and turning.fits(dims)
 
 
 def hidden(

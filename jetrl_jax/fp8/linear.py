@@ -271,10 +271,9 @@ def unscaled_dot(
     low_MI: as for `dot`.
 
   Returns:
-    The product; None where it has not a few power-of-two scales.
+    The product; None where the recipe does not allow it.
   """
-  is_exact = recipe.is_delayed and recipe.power_of_two_scales
-  if not (isinstance(weight, QTensor) and is_exact) or recipe.calibrating:
+  if not (isinstance(weight, QTensor) and recipe.may_scale_late):
     return None
   assert slot is not None
   x8 = dot_tensor.quantize_input(x_MI, low_MI, slot)

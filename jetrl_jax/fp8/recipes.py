@@ -131,6 +131,12 @@ class Recipe:
     return self.name == 'fp8_delayed'
 
   @property
+  def may_scale_late(self) -> bool:
+    """True when whoever reads a product may scale it, to the same bits."""
+    is_exact = self.is_delayed and self.power_of_two_scales
+    return is_exact and not self.calibrating
+
+  @property
   def needs_calibration(self) -> bool:
     """True when a cold start must look at real tokens first."""
     return self.is_delayed or (self.name != 'bf16' and self.min_sqnr_db > 0)
