@@ -93,12 +93,13 @@ class Attention(Leaf):
     q_MNH, k_MKH, v_MKH = jnp.split(qkv, [heads, heads + kv_heads], axis=1)
     if cfg.qk_norm:
 
-      def per_head(name, x):
+      def per_head(name, x_MNH):
         norm_of_head = RMSNorm(
             *common, dim=head_dim, eps=cfg.norm_eps, name=name
         )
-        rows = remat.keep(x).reshape(-1, head_dim)  # The norm's backward does.
-        return norm_of_head(rows)[1].reshape(x.shape)
+        # The norm's backward reads its rows.
+        heads_MH = remat.keep(x_MNH).reshape(-1, head_dim)
+        return norm_of_head(heads_MH)[1].reshape(x_MNH.shape)
 
       q_MNH, k_MKH = per_head('q_norm', q_MNH), per_head('k_norm', k_MKH)
     q_MNH = self.tap('rope_q', rope.rotate(q_MNH, *rotation))
