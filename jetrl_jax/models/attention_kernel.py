@@ -116,8 +116,10 @@ def tile_scores(q, k, span, keys):
     keys: see `allowed_keys`.
   """
   scores = scores_of(q, k)
-  seen = None if span is None else allowed_keys(scores.shape, *span, keys)
-  return scores, seen
+  if span is None:
+    return scores, None
+  first, last = span
+  return scores, allowed_keys(scores.shape, first, last, keys)
 
 
 def no_scores(rows: int):
