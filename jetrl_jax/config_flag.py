@@ -13,12 +13,18 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import ml_collections
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from jetrl_jax import config_check, config_flow
+from jetrl_jax.rl.console import show_own_sentences
+
+# Flags of a command without a config file: name, how it is defined, default,
+# what it is.
+Table: TypeAlias = tuple[tuple[str, Callable, Any, str], ...]
 
 # What a shell says of a command that SIGINT ended.
 _STOPPED = 130
@@ -27,17 +33,16 @@ _STOPPED = 130
 flags.disclaim_key_flags()
 
 
-def define() -> flags.FlagHolder:
+def define() -> None:
   """Defines --config and its overrides."""
-  holder = config_flags.DEFINE_config_file(
+  config_flags.DEFINE_config_file(
       'config', None, 'Path of a config file, e.g. configs/quickstart.py.'
   )
   # ml_collections counts it as its own.
   flags.declare_key_flag('config')
-  return holder
 
 
-def load(holder: flags.FlagHolder) -> ml_collections.ConfigDict:
+def load() -> ml_collections.ConfigDict:
   """Returns the config of the flag, its names checked.
 
   Raises:
@@ -47,8 +52,9 @@ def load(holder: flags.FlagHolder) -> ml_collections.ConfigDict:
   # A folder of the clone; any config file has imported it by now.
   from configs import base
 
-  config_check.check(holder.value, base.get_config())
-  return config_flow.resolve(holder.value)
+  config = flags.FLAGS['config'].value
+  config_check.check(config, base.get_config())
+  return config_flow.resolve(config)
 
 
 def file() -> pathlib.Path:
@@ -72,14 +78,25 @@ def make_folder(flag: str, folder: pathlib.Path) -> None:
     ) from error
 
 
-def run(main: Callable[[list[str]], None]) -> None:
-  """Parses the command line and calls `main` with what is left of it."""
+def run(main: Callable[[], None]) -> None:
+  """Parses the command line and calls `main`."""
   flags.mark_flag_as_required('config')
   app.run(_in_one_sentence(main), flags_parser=_parse)
 
 
-def run_plain(main: Callable[[list[str]], None]) -> None:
-  """Does what `run` does for a command without a config file."""
+def run_plain(
+    main: Callable[[dict[str, Any]], None], table: Table, required: list[str]
+) -> None:
+  """Does what `run` does for a command without a config file.
+
+  Args:
+    main: is called with the value of every flag by name.
+    table: its flags; they are defined here, because they are global.
+    required: names of those that have to be given.
+  """
+  for name, define_one, default, text in table:
+    define_one(name, default, text)
+  flags.mark_flags_as_required(required)
 
   def parse(argv: list[str]) -> list[str]:
     try:
@@ -87,7 +104,10 @@ def run_plain(main: Callable[[list[str]], None]) -> None:
     except flags.Error as error:
       sys.exit(f'error: {said(error)}')
 
-  app.run(_in_one_sentence(main), flags_parser=parse)
+  def call() -> None:
+    main({name: flags.FLAGS[name].value for name, *_ in table})
+
+  app.run(_in_one_sentence(call), flags_parser=parse)
 
 
 def said(error: Exception) -> str:
@@ -101,19 +121,21 @@ def said(error: Exception) -> str:
   return '; '.join(f'--{name} is missing ({helps[name]})' for name in helps)
 
 
-def _in_one_sentence(
-    main: Callable[[list[str]], None],
-) -> Callable[[list[str]], None]:
-  """Answers a usage error with its sentence, not with a page of flags.
+def _in_one_sentence(main: Callable[[], None]) -> Callable[[list[str]], None]:
+  """Answers what a user can cause with one sentence.
 
   And Ctrl-C where nobody waits for it: while a command starts, or in one that
   saves nothing on the way.
   """
 
   def call(argv: list[str]) -> None:
+    if len(argv) > 1:
+      sys.exit(f'error: unknown arguments {argv[1:]}')
+    show_own_sentences()
     try:
-      main(argv)
-    except app.UsageError as error:
+      main()
+    except (ValueError, OSError, RuntimeError) as error:
+      logging.debug('Traceback:', exc_info=True)
       sys.exit(f'error: {error}')
     except KeyboardInterrupt:
       print('Stopped by SIGINT; what was not saved is lost.', file=sys.stderr)

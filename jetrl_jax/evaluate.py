@@ -6,24 +6,17 @@ rewards holds unless a flag says otherwise. See docs/evaluate.md.
 """
 
 import json
-import sys
 import time
 from typing import Any
 
 import jax
-from absl import app, flags, logging
+from absl import logging
 
-from jetrl_jax import (
-    config_flag,
-    evaluate_report,
-    evaluate_settings,
-    rng,
-)
-from jetrl_jax.evaluate_settings import NAMES, Settings, define_flags
+from jetrl_jax import config_flag, evaluate_report, evaluate_settings, rng
+from jetrl_jax.evaluate_settings import Settings
 from jetrl_jax.files import replace_text
 from jetrl_jax.rewards import RewardPool
 from jetrl_jax.rl import calibration, evaluation
-from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.engine import Engine, EngineConfig
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import never_stop
@@ -93,24 +86,14 @@ def _engine_config(settings: Settings) -> EngineConfig:
   )
 
 
-def main(argv: list[str], values: dict[str, Any]) -> None:
+def main(values: dict[str, Any]) -> None:
   """Evaluates what the flags say."""
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments {argv[1:]}')
-  show_own_sentences()
-  try:
-    settings = evaluate_settings.resolve(values)
-    device = jax.devices()[0].device_kind
-    summary = evaluate(settings)
-  except (ValueError, OSError, RuntimeError) as error:
-    logging.debug('Traceback:', exc_info=True)
-    sys.exit(f'error: {error}')
+  settings = evaluate_settings.resolve(values)
+  summary = evaluate(settings)
+  device = jax.devices()[0].device_kind
   print(evaluate_report.table(summary, device))
   print(f'\n{settings.output}/problems.jsonl, summary.json')
 
 
 if __name__ == '__main__':
-  define_flags()
-  config_flag.run_plain(
-      lambda argv: main(argv, {name: flags.FLAGS[name].value for name in NAMES})
-  )
+  config_flag.run_plain(main, evaluate_settings.FLAGS, ['checkpoint', 'data'])

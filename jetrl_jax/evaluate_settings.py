@@ -8,17 +8,13 @@ import ml_collections
 from absl import flags
 
 from jetrl_jax import config as configs
-from jetrl_jax import saved_policy
+from jetrl_jax import config_flag, saved_policy
 from jetrl_jax.data import Prompt, Tokenizer
 from jetrl_jax.files import user_path
 from jetrl_jax.rewards import RewardSpec
 from jetrl_jax.rewards.functions import check_references
 from jetrl_jax.rl import fp8_support
 from jetrl_jax.rl.settings import COLDEST, HOTTEST
-
-# --help shows the flags of the command's own module: what is defined here
-# counts as its caller's.
-flags.disclaim_key_flags()
 
 # name -> what it is called at its publisher, and its columns.
 NAMED = {
@@ -75,8 +71,8 @@ class Settings:
   output: pathlib.Path
 
 
-# The flags: name, how it is defined, default, what it is.
-_FLAGS: tuple[tuple[str, Any, Any, str], ...] = (
+# A default of None: the run decides.
+FLAGS: config_flag.Table = (
     ('checkpoint', flags.DEFINE_string, None, 'Workdir, checkpoint or its id'),
     ('step', flags.DEFINE_integer, None, "Which of a run's checkpoints"),
     ('data', flags.DEFINE_string, None, f'{", ".join(NAMED)}, or a file'),
@@ -100,20 +96,6 @@ _FLAGS: tuple[tuple[str, Any, Any, str], ...] = (
     ('reward', flags.DEFINE_string, None, "'math', 'gsm8k', 'file.py:name'"),
     ('output', flags.DEFINE_string, None, 'Folder of the results'),
 )
-NAMES = tuple(name for name, *_ in _FLAGS)
-_REQUIRED = ('checkpoint', 'data')
-
-
-def define_flags() -> None:
-  """Defines the flags; only where the command is run: they are global."""
-  for name, kind, default, text in _FLAGS:
-    kind(name, default, text)
-  flags.mark_flags_as_required(_REQUIRED)
-
-
-def defaults() -> dict[str, Any]:
-  """Returns the flags' defaults by name; None where the run decides."""
-  return {name: default for name, _, default, _ in _FLAGS}
 
 
 def resolve(values: dict[str, Any]) -> Settings:

@@ -7,11 +7,10 @@ prompts of a file. See docs/export.md.
 """
 
 import dataclasses
-import sys
 from typing import Any
 
 import ml_collections
-from absl import app, flags, logging
+from absl import flags, logging
 
 from jetrl_jax import config as configs
 from jetrl_jax import config_flag, models, saved_policy
@@ -23,7 +22,6 @@ from jetrl_jax.models import invariant_scaling
 from jetrl_jax.models.hf_export import check_target
 from jetrl_jax.rl import calibration
 from jetrl_jax.rl.apply import merge
-from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.engine import Engine, EngineConfig
 from jetrl_jax.saved_policy import Restored
 from jetrl_jax.typing import PyTree
@@ -33,8 +31,7 @@ _FP8 = 'fp8_delayed'
 _SLOTS = 16
 _PROMPT_TOKENS = 1024
 
-# The flags: name, how it is defined, default, what it is.
-_FLAGS: tuple[tuple[str, Any, Any, str], ...] = (
+FLAGS: config_flag.Table = (
     ('workdir', flags.DEFINE_string, None, 'Workdir of a run'),
     ('checkpoint', flags.DEFINE_string, None, 'Or a checkpoint, or its id'),
     ('out', flags.DEFINE_string, None, 'New folder'),
@@ -44,27 +41,16 @@ _FLAGS: tuple[tuple[str, Any, Any, str], ...] = (
     ('answer_key', flags.DEFINE_string, None, 'Its column with the answer'),
     ('template', flags.DEFINE_string, None, "'chat', or text with {prompt}"),
     ('max_prompt_length', flags.DEFINE_integer, None, 'Tokens'),
+    (
+        'format',
+        lambda name, default, text: flags.DEFINE_enum(
+            name, default, ['bf16', 'fp8'], text
+        ),
+        'bf16',
+        'bf16: the masters, rounded. fp8: the FP8 weights of the run with their'
+        ' scales, in the layout of compressed-tensors.',
+    ),
 )
-NAMES = (*(name for name, *_ in _FLAGS), 'format')
-
-
-def define_flags() -> None:
-  """Defines the flags; only where the command is run: they are global."""
-  for name, kind, default, text in _FLAGS:
-    kind(name, default, text)
-  flags.DEFINE_enum(
-      'format',
-      'bf16',
-      ['bf16', 'fp8'],
-      'bf16: the masters, rounded. fp8: the FP8 weights of the run with their'
-      ' scales, in the layout of compressed-tensors.',
-  )
-  flags.mark_flag_as_required('out')
-
-
-def defaults() -> dict[str, Any]:
-  """Returns the flags' defaults by name."""
-  return {name: default for name, _, default, _ in _FLAGS} | {'format': 'bf16'}
 
 
 def export(values: dict[str, Any]) -> str:
@@ -233,23 +219,13 @@ def _at(tree: PyTree, path: str) -> PyTree:
   return tree
 
 
-def main(argv: list[str], values: dict[str, Any]) -> None:
+def main(values: dict[str, Any]) -> None:
   """Exports what the flags say."""
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments {argv[1:]}')
-  show_own_sentences()
-  try:
-    said = export(values)
-  except (ValueError, OSError, RuntimeError) as error:
-    logging.debug('Traceback:', exc_info=True)
-    sys.exit(f'error: {error}')
+  said = export(values)
   out = user_path(values['out'])
   size = sum(file.stat().st_size for file in out.iterdir())
   print(f'Exported {said} -> {out} ({size / 1e6:,.1f} MB)')
 
 
 if __name__ == '__main__':
-  define_flags()
-  config_flag.run_plain(
-      lambda argv: main(argv, {name: flags.FLAGS[name].value for name in NAMES})
-  )
+  config_flag.run_plain(main, FLAGS, ['out'])

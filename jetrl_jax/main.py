@@ -5,7 +5,7 @@ import pathlib
 import sys
 
 import jax
-from absl import app, flags, logging
+from absl import flags, logging
 
 from jetrl_jax import (
     checkpoint,
@@ -17,11 +17,11 @@ from jetrl_jax import (
 )
 from jetrl_jax import config as configs
 from jetrl_jax.files import user_path
-from jetrl_jax.rl.console import before_and_after, show_own_sentences
+from jetrl_jax.rl.console import before_and_after
 from jetrl_jax.rl.interrupt import StopRequested
 from jetrl_jax.rl.trainer import Parts, Trainer
 
-_CONFIG = config_flag.define()
+config_flag.define()
 _WORKDIR = flags.DEFINE_string(
     'workdir',
     None,
@@ -41,42 +41,33 @@ _DRY_RUN_DEVICE = flags.DEFINE_string(
 )
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Builds the run from its config and trains."""
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments {argv[1:]}')
-  show_own_sentences()
+  workdir = user_path(_WORKDIR.value or f'runs/{config_flag.file().stem}')
+  config: configs.Config = config_flag.load()
+  _check_purpose(config)
+  compilation.keep_compiled(config.compile_cache_dir)
+  parts = configs.build(config)
+  if _DRY_RUN.value:
+    problems = dry_run.dry_run(parts, workdir, _DRY_RUN_DEVICE.value)
+    sys.exit(dry_run.report(problems))
+  config_flag.make_folder('workdir', workdir)
+  trainer = Trainer(parts, workdir)
+  recipe = parts.policy.recipe.name
+  if parts.is_mixed:
+    recipe += f' training, {parts.rollout_policy.recipe.name} rollout'
+  if not parts.policy.exact:
+    recipe += f', {compilation.NOT_CLAIMED},'
+  print(
+      f'{recipe} on {_devices(parts.mesh.size)}: {len(parts.train_set)}'
+      f' prompts ({parts.train_set.num_filtered} over-long left out)'
+      f' -> {workdir}'
+  )
   try:
-    workdir = user_path(_WORKDIR.value or f'runs/{config_flag.file().stem}')
-  except ValueError as error:
-    sys.exit(f'error: {error}')
-  try:
-    config: configs.Config = config_flag.load(_CONFIG)
-    _check_purpose(config)
-    compilation.keep_compiled(config.compile_cache_dir)
-    parts = configs.build(config)
-    if _DRY_RUN.value:
-      problems = dry_run.dry_run(parts, workdir, _DRY_RUN_DEVICE.value)
-      sys.exit(dry_run.report(problems))
-    config_flag.make_folder('workdir', workdir)
-    trainer = Trainer(parts, workdir)
-    recipe = parts.policy.recipe.name
-    if parts.is_mixed:
-      recipe += f' training, {parts.rollout_policy.recipe.name} rollout'
-    if not parts.policy.exact:
-      recipe += f', {compilation.NOT_CLAIMED},'
-    print(
-        f'{recipe} on {_devices(parts.mesh.size)}: {len(parts.train_set)}'
-        f' prompts ({parts.train_set.num_filtered} over-long left out)'
-        f' -> {workdir}'
-    )
     trainer.train(started=lambda: _record_start(parts, workdir))
   except StopRequested as stop:
     _say_stopped(stop, workdir)
     return
-  except (ValueError, OSError, RuntimeError) as error:
-    logging.debug('Traceback:', exc_info=True)
-    sys.exit(f'error: {error}')
   _summary(workdir)
   try:
     print(f'Report: {report.write_report([workdir])}')

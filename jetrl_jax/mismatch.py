@@ -11,11 +11,10 @@ import json
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from absl import app, flags, logging
+from absl import flags
 
 from jetrl_jax import (
     compilation,
@@ -30,9 +29,7 @@ from jetrl_jax.files import user_path
 from jetrl_jax.mismatch_compare import Found
 from jetrl_jax.mismatch_split import Row, Split
 from jetrl_jax.mismatch_start import Start
-from jetrl_jax.rl.console import show_own_sentences
 
-NAMES = ('workdir', 'output', 'bisect')
 # Heading, metric and format; every metric is one of `rl/mismatch.py`.
 _COLUMNS = (
     ('unequal', 'training/mismatch_token_frac', '.3%'),
@@ -218,27 +215,17 @@ def _check_output(output: pathlib.Path) -> None:
     ) from error
 
 
-def main(
-    argv: list[str],
-    load: Callable[[], configs.Config],
-    values: Mapping[str, Any],
-) -> None:
+def main() -> None:
   """Splits what the flags say."""
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments {argv[1:]}')
-  show_own_sentences()
-  try:
-    workdir, output = (
-        user_path(path) if (path := values[name]) else None
-        for name in ('workdir', 'output')
-    )
-    print(run(load(), workdir, output, values['bisect']))
-  except (ValueError, OSError, RuntimeError) as error:
-    logging.debug('Traceback:', exc_info=True)
-    sys.exit(f'error: {error}')
+  values = flags.FLAGS
+  workdir, output = (
+      user_path(path) if path else None
+      for path in (values.workdir, values.output)
+  )
+  print(run(config_flag.load(), workdir, output, values.bisect))
 
 
-def define_flags() -> flags.FlagHolder:
+def define_flags() -> None:
   """Defines the flags; only where the command is run: they are global."""
   flags.DEFINE_string(
       'workdir', None, 'Workdir of a run to go on from; only read.'
@@ -247,15 +234,9 @@ def define_flags() -> flags.FlagHolder:
   flags.DEFINE_bool(
       'bisect', False, 'Name the first layer and op that differ instead.'
   )
-  return config_flag.define()
+  config_flag.define()
 
 
 if __name__ == '__main__':
-  _CONFIG = define_flags()
-  config_flag.run(
-      lambda argv: main(
-          argv,
-          lambda: config_flag.load(_CONFIG),
-          {name: flags.FLAGS[name].value for name in NAMES},
-      )
-  )
+  define_flags()
+  config_flag.run(main)

@@ -7,13 +7,12 @@ Hugging Face checkpoint to config.sft.output.
 
 import dataclasses
 import pathlib
-import sys
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 
 from jetrl_jax import compilation, config_flag, config_model, models
 from jetrl_jax import config as configs
@@ -27,7 +26,6 @@ from jetrl_jax.rl import fp8_support, packing
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.apply import merge
 from jetrl_jax.rl.calibration import Calibration, likelihood_sequences
-from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.objective import supervised_loss
 from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.settings import check_packed_rows
@@ -36,7 +34,7 @@ from jetrl_jax.rl.timer import Timer
 from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import TrainBatch
 
-_CONFIG = config_flag.define()
+config_flag.define()
 _WORKDIR = flags.DEFINE_string(
     'workdir',
     None,
@@ -225,16 +223,10 @@ def train(config, workdir: pathlib.Path) -> None:
   print(f'Wrote {output}')
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
   """Runs the warm start of the config."""
-  if len(argv) > 1:
-    raise app.UsageError(f'unknown arguments {argv[1:]}')
-  show_own_sentences()
-  try:
-    workdir = user_path(_WORKDIR.value or f'runs/{config_flag.file().stem}')
-    train(config_flag.load(_CONFIG), workdir)
-  except (ValueError, OSError, RuntimeError) as error:
-    sys.exit(f'error: {error}')
+  workdir = user_path(_WORKDIR.value or f'runs/{config_flag.file().stem}')
+  train(config_flag.load(), workdir)
 
 
 if __name__ == '__main__':

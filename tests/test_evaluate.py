@@ -12,10 +12,9 @@ from tests import whole_run
 
 def _values(**changes):
   """All flags: the run on its held-out problems, and `changes`."""
-  values = evaluate_settings.defaults() | {
-      'checkpoint': str(whole_run.finished()),
-      'data': str(whole_run.home() / 'tiny/heldout.jsonl'),
-  }
+  values = {name: default for name, _, default, _ in evaluate_settings.FLAGS}
+  values['checkpoint'] = str(whole_run.finished())
+  values['data'] = str(whole_run.home() / 'tiny/heldout.jsonl')
   assert set(changes) <= set(values)
   return values | changes
 

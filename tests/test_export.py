@@ -17,7 +17,8 @@ from tests import whole_run
 
 def _values(folder, **changes):
   """All flags: the tiny run into `folder`, and `changes`."""
-  values = export.defaults() | {'out': str(folder)}
+  values = {name: default for name, _, default, _ in export.FLAGS}
+  values['out'] = str(folder)
   if 'checkpoint' not in changes:
     values['workdir'] = str(whole_run.finished())
   assert set(changes) <= set(values)

@@ -261,13 +261,14 @@ def test_ctrl_c_before_there_is_anything_to_save_is_a_sentence(
     monkeypatch, capsys
 ):
 
-  def interrupted(argv):
+  def interrupted():
     raise KeyboardInterrupt
 
   # As absl calls it.
   monkeypatch.setattr(app, 'run', lambda main, **_: main([]))
+  monkeypatch.setattr(flags, 'mark_flag_as_required', lambda name: None)
   with pytest.raises(SystemExit) as stopped:
-    config_flag.run_plain(interrupted)
+    config_flag.run(interrupted)
   assert stopped.value.code == 130
   assert capsys.readouterr().err == (
       'Stopped by SIGINT; what was not saved is lost.\n'

@@ -136,34 +136,30 @@ def test_a_run_that_is_looked_at_is_left_alone(found):
   assert found[2] == found[3]
 
 
-def _error(changes=None, **values) -> str:
-  given: dict = dict.fromkeys(mismatch.NAMES) | values
-  with pytest.raises(SystemExit) as caught:
-    mismatch.main(
-        ['mismatch'], lambda: whole_run.config(**changes or {}), given
-    )
+def _error(workdir=None, output=None) -> str:
+  with pytest.raises(ValueError) as caught:
+    mismatch.run(whole_run.config(), workdir, output)
   return str(caught.value)
 
 
 def test_a_workdir_without_a_checkpoint_is_one_sentence(tmp_path):
-  assert 'there is no checkpoint of a run; name' in _error(
-      workdir=str(tmp_path)
-  )
+  assert 'there is no checkpoint of a run; name' in _error(workdir=tmp_path)
   assert not list(tmp_path.iterdir())
 
 
 def test_a_result_without_a_folder_is_refused_before_anything_runs(tmp_path):
-  assert 'there is no folder' in _error(output=str(tmp_path / 'no' / 'x.json'))
-  assert 'is a folder; name a file' in _error(output=str(tmp_path))
+  assert 'there is no folder' in _error(output=tmp_path / 'no' / 'x.json')
+  assert 'is a folder; name a file' in _error(output=tmp_path)
   if pathlib.Path('/proc/self').exists():
-    assert 'cannot be written' in _error(output='/proc/self/x.json')
+    assert 'cannot be written' in _error(
+        output=pathlib.Path('/proc/self/x.json')
+    )
 
 
 def test_a_run_of_another_recipe_is_refused():
-  error = _error(
-      {'precision.recipe': 'bf16'}, workdir=str(whole_run.finished())
-  )
-  assert error.startswith('error: ')
+  with pytest.raises(ValueError):
+    config = whole_run.config(**{'precision.recipe': 'bf16'})
+    mismatch.run(config, whole_run.finished(), None)
 
 
 @pytest.mark.slow

@@ -186,10 +186,9 @@ def test_the_workdir_is_named_after_the_config_file(
   train = mock.Mock()
   monkeypatch.setattr(sft, 'train', train)
   monkeypatch.setattr(sft, '_WORKDIR', mock.Mock(value=given))
-  monkeypatch.setattr(sft, 'show_own_sentences', lambda: None)
   for name, value in (('load', None), ('file', pathlib.Path('c/mine_sft.py'))):
     monkeypatch.setattr(sft.config_flag, name, lambda *_, value=value: value)
-  sft.main(['sft'])
+  sft.main()
   train.assert_called_once_with(None, pathlib.Path(workdir))
 
 
