@@ -40,15 +40,14 @@ def check(
         f'the config lacks {missing[:5]}; start from configs/base.py:'
         ' get_config()'
     )
-  defaults = dict(_flatten(base))
-  types = dict(_types(base))
-  for name, value in _flatten(config):
-    _check_value(name, value, defaults[name], types[name])
+  defaults = {name: (value, kind) for name, value, kind in _flatten(base)}
+  for name, value, _ in _flatten(config):
+    _check_value(name, value, *defaults[name])
 
 
 def names(config: ml_collections.ConfigDict) -> list[str]:
   """Returns the dotted names of all entries."""
-  return [name for name, _ in _flatten(config)]
+  return [name for name, *_ in _flatten(config)]
 
 
 def unknown_name(name: str, known: list[str]) -> str:
@@ -64,25 +63,13 @@ def unknown_name(name: str, known: list[str]) -> str:
 
 def _flatten(
     config: ml_collections.ConfigDict, path: str = ''
-) -> Iterator[tuple[str, Any]]:
+) -> Iterator[tuple[str, Any, type]]:
+  """Yields name, value and type of each entry; a placeholder has one too."""
   for key, value in config.items():
-    name = f'{path}.{key}' if path else key
     if isinstance(value, ml_collections.ConfigDict):
-      yield from _flatten(value, name)
+      yield from _flatten(value, f'{path}{key}.')
     else:
-      yield name, value
-
-
-def _types(
-    config: ml_collections.ConfigDict, path: str = ''
-) -> Iterator[tuple[str, type]]:
-  """Yields the type of each entry, also of one whose default is None."""
-  for key, value in config.items():
-    name = f'{path}.{key}' if path else key
-    if isinstance(value, ml_collections.ConfigDict):
-      yield from _types(value, name)
-    else:
-      yield name, config.get_type(key)
+      yield f'{path}{key}', value, config.get_type(key)
 
 
 def _check_value(name: str, value: Any, default: Any, kind: type) -> None:
@@ -103,9 +90,8 @@ def _check_value(name: str, value: Any, default: Any, kind: type) -> None:
 
 
 def _check_one(name: str, value: Any, kind: type, like: str) -> None:
-  allowed = {float: (int, float)}
   # bool is an int to Python, and never meant as one.
-  fits = isinstance(value, allowed[kind] if kind in allowed else kind)
+  fits = isinstance(value, (int, float) if kind is float else kind)
   if not fits or (kind is not bool and isinstance(value, bool)):
     raise ValueError(
         f'{name} is {value!r:.100}; allowed: a value of type {kind.__name__},'
