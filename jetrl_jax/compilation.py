@@ -11,12 +11,13 @@ about it differs. Which of the two, `Policy.jit` knows.
 
 import functools
 import os
-import pathlib
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.pallas import triton
+
+from jetrl_jax.files import user_path
 
 # Pallas' Triton backend counts the values of an array of up to 4 GiB in 32 bits
 # with a sign. 8-bit values beyond this one would lie in front of their array.
@@ -228,11 +229,11 @@ def keep_compiled(folder: str | os.PathLike) -> None:
     folder: made if absent; '' leaves everything as it is.
 
   Raises:
-    ValueError: the folder cannot be made.
+    ValueError: the folder cannot be made, or its ~ is nobody's home.
   """
   if not str(folder):
     return
-  path = pathlib.Path(folder).expanduser().resolve()
+  path = user_path(folder).resolve()
   try:
     path.mkdir(parents=True, exist_ok=True)
   except OSError as error:

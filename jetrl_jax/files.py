@@ -25,5 +25,8 @@ def replace_text(path: pathlib.Path, text: str) -> None:
     OSError: it cannot be written.
   """
   partial = path.with_name(f'.{path.name}.partial')
-  partial.write_text(text, encoding='utf-8')
-  os.replace(partial, path)
+  try:
+    partial.write_text(text, encoding='utf-8')
+    os.replace(partial, path)
+  finally:
+    partial.unlink(missing_ok=True)

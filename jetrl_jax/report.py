@@ -4,7 +4,6 @@ One HTML file that needs no network: curves, FP8 health, answers, config and
 versions of a run, at any time of its life; of several runs a comparison.
 """
 
-import contextlib
 import os
 import pathlib
 import sys
@@ -13,7 +12,7 @@ from collections.abc import Sequence
 from absl import app, flags
 
 from jetrl_jax import report_data, report_page
-from jetrl_jax.files import user_path
+from jetrl_jax.files import replace_text, user_path
 
 FILE = 'report.html'
 _OUT = flags.DEFINE_string(
@@ -56,13 +55,9 @@ def write_report(
     out = folders[0] / FILE if len(folders) == 1 else FILE
   path = user_path(out)
   page = report_page.render(runs)
-  temporary = path.with_name(f'{path.name}.tmp')
   try:
-    temporary.write_text(page, encoding='utf-8')
-    os.replace(temporary, path)
+    replace_text(path, page)
   except OSError as error:
-    with contextlib.suppress(OSError):
-      temporary.unlink()
     raise ValueError(f'{path} cannot be written: {error.strerror}') from error
   return path
 

@@ -76,3 +76,5 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
   (tmp_path / 'file').write_text('')
   with pytest.raises(ValueError, match=r"compile_cache_dir: .* or '' for none"):
     compilation.keep_compiled(tmp_path / 'file' / 'cache')
+  with pytest.raises(ValueError, match='^~runs/x: there is no such home'):
+    compilation.keep_compiled('~runs/x')

@@ -19,8 +19,8 @@ PACKAGE = ROOT / 'jetrl_jax'
 
 # Each row may import the rows above it, and no other room of its own row.
 ORDER = (
-    ('typing',),
-    ('compilation', 'files', 'metrics', 'provenance', 'rng', 'sharding'),
+    ('files', 'typing'),
+    ('compilation', 'metrics', 'provenance', 'rng', 'sharding'),
     ('checkpoint',),
     ('fp8',),
     ('models',),
