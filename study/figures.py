@@ -14,7 +14,6 @@ range of k3 that papers report marked. Both take finished runs only.
 import argparse
 import pathlib
 import statistics as numbers
-import sys
 
 import matplotlib
 
@@ -26,6 +25,7 @@ from jetrl_jax.files import user_path
 from study import statistics
 from study.arms import BITS, PAIRS, named
 from study.results import Run, read
+from tools import command
 
 # k3 of dense models in the papers of docs/flows.md.
 REPORTED_K3 = (1e-5, 1e-3)
@@ -254,6 +254,7 @@ def _origin(runs: list[Run]) -> str:
   return f'{len(runs)} runs of up to {steps} steps on {", ".join(devices)}'
 
 
+@command.in_one_sentence
 def main() -> None:
   """Runs the command line."""
   parser = argparse.ArgumentParser(
@@ -264,14 +265,6 @@ def main() -> None:
   parser.add_argument('--arms', default='', help='by default all')
   parser.add_argument('--output', type=user_path, required=True)
   flags = parser.parse_args()
-  try:
-    _draw(flags)
-  except (ValueError, OSError) as error:
-    sys.exit(f'error: {error}')
-  print(f'Wrote {flags.output}')
-
-
-def _draw(flags: argparse.Namespace) -> None:
   runs = read(*flags.results)
   if flags.arms:
     chosen = {arm.name for arm in named(flags.arms.split(','))}
@@ -291,6 +284,7 @@ def _draw(flags: argparse.Namespace) -> None:
     )
   draw = {'curves': curves, 'pairs': pairs, 'control': control}[flags.figure]
   draw(runs, flags.output)
+  print(f'Wrote {flags.output}')
 
 
 if __name__ == '__main__':

@@ -15,6 +15,7 @@ import subprocess
 import sys
 
 from jetrl_jax.files import user_path
+from tools import command
 
 # Lengths of the tiny task, in checks: about 45 and 110 tokens.
 TINY_CHECKS = (0, 2)
@@ -78,6 +79,7 @@ def parse_settings(pairs: list[str]) -> dict[str, str]:
   return dict(pair.split('=', 1) for pair in pairs)
 
 
+@command.in_one_sentence
 def main() -> None:
   """Runs the command line."""
   parser = argparse.ArgumentParser(
@@ -93,16 +95,13 @@ def main() -> None:
       help='a config setting of the warm start',
   )
   flags = parser.parse_args()
-  try:
-    more = parse_settings(flags.set)
-  except ValueError as error:
-    sys.exit(f'error: {error}')
+  more = parse_settings(flags.set)
   todo = commands(flags.folder, tiny=flags.tiny, more=more)
-  for made, command in todo.items():
+  for made, (module, *arguments) in todo.items():
     if not (flags.folder / made).exists():
-      done = subprocess.run([sys.executable, '-m', *command])
+      done = subprocess.run([sys.executable, '-m', module, *arguments])
       if done.returncode:
-        sys.exit(f'error: {command[0]} did not make {flags.folder / made}')
+        sys.exit(f'error: {module} did not make {flags.folder / made}')
 
 
 if __name__ == '__main__':

@@ -14,12 +14,12 @@ import gzip
 import json
 import pathlib
 import re
-import sys
 from typing import Any
 
 from jetrl_jax.files import user_path
 from study.arms import ARMS, Arm
-from study.run import is_finished
+from study.run import is_finished, read_metrics
+from tools import command
 
 KEPT = re.compile(
     r'step|val-[^/]+/[^/]+/acc/mean@\d+|critic/score/mean'
@@ -62,10 +62,19 @@ class Run:
 
     Args:
       precision: 'core', the rollout's own, or a recipe of val_recipes.
+
+    Raises:
+      ValueError: it was not measured, or on several files.
     """
     first = next((row for row in self.rows if row['step'] == 0), {})
-    (name,) = [n for n in first if n.startswith(f'val-{precision}/')]
-    return self.series(name)
+    names = [n for n in first if n.startswith(f'val-{precision}/')]
+    if len(names) != 1:
+      raise ValueError(
+          f'{self.arm.name} seed {self.seed} has {len(names)} held-out'
+          f' accuracies in {precision!r} at step 0, and needs one: give one'
+          ' file as data.val_files, and a recipe in trainer.val_recipes'
+      )
+    return self.series(names[0])
 
 
 def compact(workdir: pathlib.Path, arm: Arm, seed: int) -> list[dict]:
@@ -95,10 +104,10 @@ def compact(workdir: pathlib.Path, arm: Arm, seed: int) -> list[dict]:
       'finished': is_finished(workdir),
       **{key: start[key] for key in ('device', 'versions', 'commit')},
   }
-  rows = []
-  for line in (workdir / 'metrics.jsonl').read_text().splitlines():
-    row = json.loads(line)
-    rows.append({k: _short(v) for k, v in row.items() if KEPT.fullmatch(k)})
+  rows = [
+      {k: _short(v) for k, v in row.items() if KEPT.fullmatch(k)}
+      for row in read_metrics(workdir)
+  ]
   return [about, *rows]
 
 
@@ -141,6 +150,7 @@ def read(*folders: pathlib.Path) -> list[Run]:
   return [found[key] for key in sorted(found)]
 
 
+@command.in_one_sentence
 def main() -> None:
   """Runs the command line."""
   parser = argparse.ArgumentParser(
@@ -151,20 +161,21 @@ def main() -> None:
   flags = parser.parse_args()
   paths = sorted((flags.folder / 'runs').glob('*/seed*/metrics.jsonl'))
   if not paths:
-    sys.exit(
-        f'error: {flags.folder} holds no runs/*/seed*/metrics.jsonl of'
+    raise ValueError(
+        f'{flags.folder} holds no runs/*/seed*/metrics.jsonl of'
         f' study.run; run python -m study.run --folder={flags.folder} first'
     )
   flags.output.mkdir(parents=True, exist_ok=True)
   for path in paths:
-    arm = ARMS[path.parent.parent.name]
-    seed = int(path.parent.name.removeprefix('seed'))
-    try:
-      lines = compact(path.parent, arm, seed)
-    except ValueError as error:
-      sys.exit(f'error: {error}')
-    write(flags.output / f'{arm.name}_seed{seed}.jsonl.gz', lines)
-    print(f'{arm.name} seed {seed}: {len(lines) - 1} lines')
+    name, seed = path.parts[-3], path.parts[-2].removeprefix('seed')
+    if name not in ARMS or not seed.isdecimal():
+      raise ValueError(
+          f'{path.parent} is no run of study.run, whose folders are'
+          ' runs/ARM/seedN; move it away'
+      )
+    lines = compact(path.parent, ARMS[name], int(seed))
+    write(flags.output / f'{name}_seed{seed}.jsonl.gz', lines)
+    print(f'{name} seed {seed}: {len(lines) - 1} lines')
 
 
 if __name__ == '__main__':

@@ -25,6 +25,7 @@ import time
 from jetrl_jax.files import user_path
 from study import prepare
 from study.arms import Arm, named
+from tools import command
 
 # What a run needs for its last update, evaluation and checkpoint.
 GRACE_S = 60
@@ -131,12 +132,16 @@ class Plan:
     ]
 
 
+def read_metrics(folder: pathlib.Path) -> list[dict]:
+  """Returns the lines of a workdir; one that is not whole yet is left out."""
+  file = folder / 'metrics.jsonl'
+  text = file.read_text(encoding='utf-8') if file.exists() else ''
+  return [json.loads(line) for line in text.split('\n')[:-1]]
+
+
 def steps_done(folder: pathlib.Path) -> int:
   """Returns the last step with a line in a workdir, -1 before the first."""
-  file = folder / 'metrics.jsonl'
-  lines = file.read_text().splitlines() if file.exists() else []
-  steps = [json.loads(line)['step'] for line in lines if line.endswith('}')]
-  return max(steps, default=-1)
+  return max((row['step'] for row in read_metrics(folder)), default=-1)
 
 
 def is_finished(folder: pathlib.Path) -> bool:
@@ -183,12 +188,14 @@ class Runner:
     """Runs until the queue is empty, the deadline or a signal."""
     for number in (signal.SIGTERM, signal.SIGINT):
       signal.signal(number, self._ask_to_stop)
-    while (self.queue or self.running) and not self._is_over():
-      while self.queue and len(self.running) < self._most_at_a_time():
-        self._start(*self.queue.pop(0))
-      self._collect()
-      time.sleep(0.2)
-    self._stop()
+    try:
+      while (self.queue or self.running) and not self._is_over():
+        while self.queue and len(self.running) < self._most_at_a_time():
+          self._start(*self.queue.pop(0))
+        self._collect()
+        time.sleep(0.2)
+    finally:
+      self._stop()
 
   def _ask_to_stop(self, *_) -> None:
     self.asked_to_stop = True
@@ -253,20 +260,7 @@ class Runner:
     return folder.relative_to(self.plan.folder / 'runs').as_posix()
 
 
-def parse_seeds(text: str) -> list[int]:
-  """Returns the numbers of --seeds.
-
-  Raises:
-    ValueError: one is no number.
-  """
-  try:
-    return [int(seed) for seed in text.split(',')]
-  except ValueError as error:
-    raise ValueError(
-        f'--seeds={text} must be whole numbers by comma, such as 1,2,3'
-    ) from error
-
-
+@command.in_one_sentence
 def main() -> None:
   """Runs the command line."""
   parser = argparse.ArgumentParser(
@@ -299,21 +293,20 @@ def main() -> None:
   parser.add_argument('--tiny', action='store_true', help='sizes for a CPU')
   flags = parser.parse_args()
   deadline = time.monotonic() + flags.limit_s
-  try:
-    arms = named(flags.arms.split(','))
-    plan = Plan(
-        folder=flags.folder,
-        config=flags.config,
-        more=prepare.parse_settings(flags.set),
-        is_tiny=flags.tiny,
-    )
-    seeds = parse_seeds(flags.seeds)
-    queue = [(arm, seed) for seed in seeds for arm in arms]
-    for arm, seed in queue:
-      plan.settings(arm, seed)
-    plan.check()
-  except ValueError as error:
-    sys.exit(f'error: {error}')
+  if flags.parallel < 1:
+    raise ValueError(f'--parallel={flags.parallel}; it must be >= 1')
+  arms = named(flags.arms.split(','))
+  plan = Plan(
+      folder=flags.folder,
+      config=flags.config,
+      more=prepare.parse_settings(flags.set),
+      is_tiny=flags.tiny,
+  )
+  seeds = command.whole_numbers('seeds', flags.seeds)
+  queue = [(arm, seed) for seed in seeds for arm in arms]
+  for arm, seed in queue:
+    plan.settings(arm, seed)
+  plan.check()
   runner = Runner(
       plan,
       queue,

@@ -17,6 +17,8 @@ import shutil
 import tempfile
 
 from jetrl_jax import models
+from jetrl_jax.files import user_path
+from tools import command
 
 
 def untie(source: pathlib.Path, target: pathlib.Path) -> None:
@@ -47,13 +49,14 @@ def untie(source: pathlib.Path, target: pathlib.Path) -> None:
     models.save_checkpoint(target, params, untied, source_folder=like)
 
 
+@command.in_one_sentence
 def main() -> None:
   """Runs the command line."""
   parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
-  parser.add_argument('source', type=pathlib.Path)
-  parser.add_argument('target', type=pathlib.Path)
+  parser.add_argument('source', type=user_path)
+  parser.add_argument('target', type=user_path)
   flags = parser.parse_args()
   untie(flags.source, flags.target)
 

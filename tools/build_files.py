@@ -285,7 +285,7 @@ def _deps(files: list[pathlib.Path]) -> frozenset[str]:
           found.add(f'//tests/{part}:shared')
         case ('tests', _, *_):
           found.add('//tests:shared')
-        case ('benchmarks' | 'configs' | 'tools' as top, *_):
+        case ('benchmarks' | 'configs' | 'study' | 'tools' as top, *_):
           found.add(f'//{top}')
   return frozenset(found)
 

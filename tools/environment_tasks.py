@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jetrl_jax.files import user_path
-from tools import quickstart_task
+from tools import command, quickstart_task
 
 SIZES = {'sft': 6000, 'train': 2000, 'heldout': 256}
 MENTAL = 0.4
@@ -180,6 +180,7 @@ def make_rows(
   return rows
 
 
+@command.in_one_sentence
 def main() -> None:
   """Runs the command line."""
   parser = argparse.ArgumentParser(

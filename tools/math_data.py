@@ -14,10 +14,10 @@ the answer is what follows `####`. Other copies, files too:
 import argparse
 import json
 import pathlib
-import sys
 
 from jetrl_jax.data import load_examples
 from jetrl_jax.files import user_path
+from tools import command
 
 # Name -> source, column of the question, column of the answer.
 SOURCES = {
@@ -84,6 +84,7 @@ def write(path: pathlib.Path, problems: list[dict[str, str]]) -> None:
   path.write_text(''.join(lines), encoding='utf-8')
 
 
+@command.in_one_sentence
 def main() -> None:
   """Reads all four, then writes them."""
   parser = argparse.ArgumentParser(
@@ -94,14 +95,11 @@ def main() -> None:
     parser.add_argument(f'--{name}', default=source, help=f'default: {source}')
   arguments = vars(parser.parse_args())
   output = arguments.pop('output')
-  try:
-    found = gather(arguments)
-    output.mkdir(parents=True, exist_ok=True)
-    for name, problems in found.items():
-      write(output / f'{name}.jsonl', problems)
-      print(f'{output / name}.jsonl: {len(problems)} problems')
-  except (ValueError, OSError) as error:
-    sys.exit(f'error: {error}')
+  found = gather(arguments)
+  output.mkdir(parents=True, exist_ok=True)
+  for name, problems in found.items():
+    write(output / f'{name}.jsonl', problems)
+    print(f'{output / name}.jsonl: {len(problems)} problems')
 
 
 if __name__ == '__main__':

@@ -34,13 +34,13 @@ import json
 import pathlib
 import random
 import re
-import sys
 from collections.abc import Collection
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jetrl_jax.files import user_path
+from tools import command
 
 PAD, EOS, UNKNOWN = '<pad>', '<eos>', '<unk>'
 SPECIAL_TOKENS = (PAD, EOS, UNKNOWN)
@@ -298,6 +298,7 @@ def _write_json(path: pathlib.Path, value: dict) -> None:
   path.write_text(json.dumps(value, indent=2) + '\n', encoding='utf-8')
 
 
+@command.in_one_sentence
 def main() -> None:
   """Runs the command line."""
   parser = argparse.ArgumentParser(
@@ -314,12 +315,9 @@ def main() -> None:
   )
   flags = parser.parse_args()
   sizes = {split: vars(flags)[split] for split in SIZES}
-  try:
-    exclude = read_questions(flags.exclude) if flags.exclude else set()
-    write_problems(flags.output, make_problems(flags.seed, sizes, exclude))
-    write_model_folder(flags.output / 'model_init', make_tokenizer())
-  except (ValueError, OSError) as error:
-    sys.exit(f'error: {error}')
+  exclude = read_questions(flags.exclude) if flags.exclude else set()
+  write_problems(flags.output, make_problems(flags.seed, sizes, exclude))
+  write_model_folder(flags.output / 'model_init', make_tokenizer())
 
 
 if __name__ == '__main__':

@@ -48,7 +48,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jetrl_jax.files import user_path
-from tools import quickstart_task
+from tools import command, quickstart_task
 from tools.quickstart_task import MAX_TOTAL, SPECIAL_TOKENS, UNKNOWN
 
 NAMES = (
@@ -344,6 +344,7 @@ def make_tokenizer() -> tokenizers.Tokenizer:
   return tokenizer
 
 
+@command.in_one_sentence
 def main() -> None:
   """Runs the command line."""
   parser = argparse.ArgumentParser(
@@ -353,8 +354,7 @@ def main() -> None:
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument(
       '--checks',
-      type=lambda text: tuple(int(n) for n in text.split(',')),
-      default=(1, 1, 1, 10),
+      default='1,1,1,10',
       help='lengths, in turn; train and held-out files are written for each',
   )
   for field in dataclasses.fields(Difficulty):
@@ -368,9 +368,10 @@ def main() -> None:
   difficulty = Difficulty(
       **{f.name: flags[f.name] for f in dataclasses.fields(Difficulty)}
   )
-  files = {'sft': ('sft', flags['checks'])}
+  checks = command.whole_numbers('checks', flags['checks'])
+  files = {'sft': ('sft', checks)}
   for split in ('train', 'heldout'):
-    for count in sorted(set(flags['checks'])):
+    for count in sorted(set(checks)):
       files[f'{split}_{count}'] = (split, (count,))
   quickstart_task.write_problems(
       flags['output'],

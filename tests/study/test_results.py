@@ -91,6 +91,29 @@ def test_a_run_without_its_starts_is_refused_by_name(tmp_path):
     results.compact(tmp_path, ARMS['jetrl'], seed=0)
 
 
+def test_a_line_that_is_being_written_is_left_out(tmp_path):
+  _workdir(tmp_path, [0.1, 0.2, 0.3], 0.0)
+  with open(tmp_path / 'metrics.jsonl', 'a') as file:
+    file.write('{"step": 3, "fp8_health": {"layers_0/attn/qkv": {}')
+  assert steps_done(tmp_path) == 2
+  assert len(results.compact(tmp_path, ARMS['jetrl'], seed=0)) == 1 + 3
+
+
+def test_a_folder_that_is_no_run_of_the_study_is_named(written, monkeypatch):
+  runs, output = written / 'runs', written / 'again'
+  (runs / 'jetrl').rename(runs / 'mine')
+  argv = ['x', f'--folder={written}', f'--output={output}']
+  monkeypatch.setattr('sys.argv', argv)
+  with pytest.raises(SystemExit, match='runs/mine/seed1 is no run of st'):
+    results.main()
+
+
+def test_a_run_that_was_not_evaluated_in_a_precision_says_so(written):
+  run = results.read(written / 'out')[0]
+  with pytest.raises(ValueError, match="bf16 seed 1 has 0 .* in 'int8'.*needs"):
+    run.accuracy('int8')
+
+
 def test_an_empty_folder_is_answered_with_what_it_lacks(tmp_path):
   with pytest.raises(ValueError, match='holds no .* of study.results'):
     results.read(tmp_path)

@@ -67,6 +67,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is(tmp_path):
     'module, arguments, message',
     [
         (run, ['--seeds=x'], '--seeds=x must be whole numbers by comma'),
+        (run, ['--parallel=0'], '--parallel=0; it must be >= 1'),
         (run, ['--set=optim.lr'], '--set=optim.lr must be NAME=VALUE'),
         (prepare, ['--set=foo'], '--set=foo must be NAME=VALUE, such as --set'),
         (run, ['--seeds=1'], 'holds no task; run python -m study.prepare'),
