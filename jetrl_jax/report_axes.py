@@ -81,7 +81,7 @@ def grid(x: Axis, y: Axis, unit: str) -> str:
   """Returns the lines and labels of both axes."""
   marks = []
   values = ticks(y.low, y.high, y.log)
-  labels = scale(values, '%' if unit == '%' else '')
+  labels = scale(values, unit)
   for value, label in zip(values, labels, strict=True):
     at = f'{y.place(value):.1f}'
     marks.append(

@@ -38,16 +38,14 @@ class Line:
     color: 0, 1, ...: which colour of the style sheet.
     steps: int64 [n].
     values: float64 [n]; NaN is a gap.
-    low: float64 [n] or None: lower edge of a band around the curve.
-    high: its upper edge; there when `low` is.
+    band: float64 [2, n]: lower and upper edge of a band around the curve.
   """
 
   label: str
   color: int
   steps: np.ndarray
   values: np.ndarray
-  low: np.ndarray | None = None
-  high: np.ndarray | None = None
+  band: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,8 +90,7 @@ def line_chart(
   width = longest // 10 | 1
   marks = []
   for line, whole in zip(thin, lines, strict=True):
-    if line.low is not None and line.high is not None:
-      marks.append(_band(line, x, y))
+    marks.append(_band(line, x, y))
     window = width if smooth and len(whole.steps) >= 40 else 0
     style = f'line {_color(line.color)}'
     faint = ' faint' if window else ''
@@ -102,22 +99,20 @@ def line_chart(
       average = thinned(moving_average(whole, window))
       marks.append(f'<path class="{style}" d="{_path(average, x, y)}"/>')
       notes.append(f'Bold: mean of {window} steps.')
-  body = grid(x, y, unit) + ''.join(marks)
+  shown = _beside_numbers(unit)
+  body = grid(x, y, shown) + ''.join(marks)
   data = {
       'x': [x.low, x.high],
       'y': [y.low, y.high],
       'log': y.log,
-      'unit': '%' if unit == '%' else '',
+      'unit': shown,
       'lines': [_readout(line) for line in thin],
   }
-  labels = [(line.label, _last(line, unit), line.color) for line in lines]
+  labels = [(line.label, _last(line, shown), line.color) for line in lines]
   ends = {int(line.steps[-1]) for line in lines}
   at = f'step {ends.pop()}' if len(ends) == 1 else 'last steps'
-  if len(lines) == 1 and thin[0].low is not None and thin[0].high is not None:
-    edges = [
-        number(float(e[-1]), data['unit']) for e in (thin[0].low, thin[0].high)
-    ]
-    at += f', {" to ".join(edges)}'
+  if len(lines) == 1 and (band := thin[0].band) is not None:
+    at += f', {" to ".join(number(float(e), shown) for e in band[:, -1])}'
   notes = list(dict.fromkeys(filter(None, notes)))
   return Chart(
       html=figure(_titled(title, unit), at, body, labels, notes), data=data
@@ -133,7 +128,7 @@ def still(lines: list[Line], unit: str) -> str:
   values = np.concatenate([line.values for line in lines])
   if len(values) < 2 or not (values == values[0]).all():  # A NaN is a gap.
     return ''
-  if any(line.low is not None for line in lines):
+  if any(line.band is not None for line in lines):
     return ''
   counts = {len(line.steps) for line in lines}
   steps = steps_text(counts.pop()) if len(counts) == 1 else 'steps'
@@ -172,19 +167,20 @@ def area_chart(
       lower = f'{RIGHT} {lower.split()[1]} {LEFT} {lower.split()[1]}'
     style = f'area {_color(layer.color)}'
     marks.append(f'<path class="{style}" d="M{upper} {lower}Z"/>')
+  shown = _beside_numbers(unit)
   data = {
       'x': [x.low, x.high],
       'y': [y.low, y.high],
       'log': False,
-      'unit': '',
+      'unit': shown,
       'stacked': True,
       'lines': [
           {'x': steps.tolist(), 'y': list(map(_short, values))}
           for values in stacked
       ],
   }
-  labels = [(one.label, _last(one, unit), one.color) for one in layers]
-  body = ''.join(marks) + grid(x, y, unit)
+  labels = [(one.label, _last(one, shown), one.color) for one in layers]
+  body = ''.join(marks) + grid(x, y, shown)
   at = f'step {steps[-1]}'
   html = figure(_titled(title, unit), at, body, labels, [note])
   return Chart(html=html, data=data)
@@ -242,8 +238,7 @@ def thinned(line: Line) -> Line:
       line,
       steps=line.steps[index],
       values=line.values[index],
-      low=None if line.low is None else line.low[index],
-      high=None if line.high is None else line.high[index],
+      band=None if line.band is None else line.band[:, index],
   )
 
 
@@ -256,7 +251,7 @@ def moving_average(line: Line, window: int) -> Line:
   sums = np.convolve(np.where(good, line.values, 0.0), ones)[centred]
   counts = np.convolve(good.astype(np.float64), ones)[centred]
   values = np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-  return dataclasses.replace(line, values=values, low=None, high=None)
+  return dataclasses.replace(line, values=values, band=None)
 
 
 def _color(i: int) -> str:
@@ -264,8 +259,8 @@ def _color(i: int) -> str:
 
 
 def _all_values(lines: list[Line]) -> np.ndarray:
-  parts = [v for line in lines for v in (line.values, line.low, line.high)]
-  return np.concatenate([v for v in parts if v is not None])
+  bands = [line.band.ravel() for line in lines if line.band is not None]
+  return np.concatenate([*(line.values for line in lines), *bands])
 
 
 def _cut_off(totals: np.ndarray) -> tuple[float, np.ndarray]:
@@ -312,12 +307,14 @@ def _path(line: Line, x: Axis, y: Axis) -> str:
 
 
 def _band(line: Line, x: Axis, y: Axis) -> str:
-  assert line.low is not None and line.high is not None
-  good = np.isfinite(line.low) & np.isfinite(line.high)
+  if line.band is None:
+    return ''
+  good = np.isfinite(line.band).all(axis=0)
   if good.sum() < 2:
     return ''
-  upper = _points(line.steps[good], line.high[good], x, y)
-  lower = _points(line.steps[good][::-1], line.low[good][::-1], x, y)
+  steps, (low, high) = line.steps[good], line.band[:, good]
+  upper = _points(steps, high, x, y)
+  lower = _points(steps[::-1], low[::-1], x, y)
   return f'<path class="band c{line.color % _COLORS}" d="M{upper} {lower}Z"/>'
 
 
@@ -328,8 +325,12 @@ def _gap_note(lines: list[Line]) -> str:
 
 def _last(line: Line, unit: str) -> str:
   finite = line.values[np.isfinite(line.values)]
-  unit = '%' if unit == '%' else ''  # Other units are in the title.
   return number(float(finite[-1]), unit) if finite.size else '–'
+
+
+def _beside_numbers(unit: str) -> str:
+  """Returns the unit if it is '%'; any other is in the title."""
+  return unit if unit == '%' else ''
 
 
 def _titled(title: str, unit: str) -> str:
@@ -338,9 +339,8 @@ def _titled(title: str, unit: str) -> str:
 
 def _readout(line: Line) -> dict[str, list]:
   data = {'x': line.steps.tolist(), 'y': list(map(_short, line.values))}
-  if line.low is not None and line.high is not None:
-    data['low'] = list(map(_short, line.low))
-    data['high'] = list(map(_short, line.high))
+  if line.band is not None:
+    data['low'], data['high'] = (list(map(_short, e)) for e in line.band)
   return data
 
 

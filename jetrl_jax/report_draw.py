@@ -28,7 +28,6 @@ def draw(panel: Panel, runs: list[Run]) -> Chart | Fact | None:
     # One curve per run of a comparison: the first that it has.
     for metric, label in curves[:1] if compared else curves:
       series = run.series[metric]
-      low, high = _band(run, panel, metric, compared)
       labels.append(label)
       lines.append(
           Line(
@@ -36,14 +35,13 @@ def draw(panel: Panel, runs: list[Run]) -> Chart | Fact | None:
               color=i if compared else panel.curves.index((metric, label)),
               steps=series.steps,
               values=series.values,
-              low=low,
-              high=high,
+              band=_band(run, panel, metric, compared),
           )
       )
   if not lines:
     return None
   title, note = panel.title, panel.note
-  if panel.band and all(line.low is None for line in lines):
+  if panel.band and all(line.band is None for line in lines):
     note = ''  # It speaks of the band.
   if compared and len(set(labels)) > 1:
     lines = [
@@ -81,19 +79,18 @@ def _equal(panel: Panel, runs: list[Run]) -> str:
 
 def _band(
     run: Run, panel: Panel, metric: str, compared: bool
-) -> tuple[np.ndarray | None, np.ndarray | None]:
-  """Returns the edges of the band around a curve, if it has one."""
+) -> np.ndarray | None:
+  """Returns the edges of the band around a curve, if it has one: [2, n]."""
   series, half = run.series[metric], run.get(f'{metric}/ci95')
   if half is not None and np.array_equal(half.steps, series.steps):
     low, high = series.values - half.values, series.values + half.values
-    return np.maximum(low, 0.0), np.minimum(high, 1.0)
+    return np.stack([np.maximum(low, 0.0), np.minimum(high, 1.0)])
   # Bands from the smallest to the largest hide each other.
   if panel.band and metric == panel.curves[0][0] and not compared:
     edges = [run.get(name) for name in panel.band]
     if all(e and np.array_equal(e.steps, series.steps) for e in edges):
-      low, high = (e.values for e in edges if e)
-      return low, high
-  return None, None
+      return np.stack([e.values for e in edges if e])
+  return None
 
 
 def time_chart(run: Run) -> Chart | None:

@@ -50,7 +50,6 @@ def heat_map(
     unit: str,
     log: bool,
     worst: str,
-    note: str = '',
 ) -> Chart:
   """Draws dots by steps, grouped by kind of dot and ordered by layer.
 
@@ -62,7 +61,6 @@ def heat_map(
     unit: see `report_text.number`.
     log: levels are logarithmic; zeros have a colour of their own.
     worst: 'max' or 'min': what stands for several steps that share a column.
-    note: a sentence below.
   """
   order = sorted(range(len(dots)), key=lambda i: _place(dots[i]))
   dots = [dots[i] for i in order]
@@ -81,23 +79,23 @@ def heat_map(
   edges = (float(steps[0]) - every / 2, float(steps[-1]) + every / 2)
   body += f'<g transform="translate(0 {shift:.1f})">{step_labels(*edges)}</g>'
   layers = {layer_and_kind(dot)[0] for dot in dots} - {-1}  # The head's.
-  notes = [note]
+  notes = []
   if len(layers) > 1:
     notes.append(
         f'In each block layer {min(layers)} on top, {max(layers)} below.'
     )
   if every > 1:
     notes.append(f'A column is the {worst} of {every} steps.')
-  ends = scale([low, high], unit)
+  ends, has_gaps = scale([low, high], unit), not np.isfinite(values).all()
   legend = (
       f'<p class="scale"><span>{ends[0]}</span><i class="ramp"></i>'
       f'<span>{ends[1]}</span>'
       + ('<i class="zero"></i><span>0</span>' if (values == 0).any() else '')
-      + ('<i class="none"></i><span>none</span>' if _has_gaps(values) else '')
+      + ('<i class="none"></i><span>none</span>' if has_gaps else '')
       + '</p>'
   )
   worst_now = getattr(np, worst)(last) if last.size else None
-  below = ''.join(f'<p class="note">{escape(n)}</p>' for n in notes if n)
+  below = ''.join(f'<p class="note">{escape(n)}</p>' for n in notes)
   html = (
       f'<figure class="card heat"><figcaption><h3>{escape(title)}</h3>'
       f'{legend}<p class="at">last step, {worst}: {number(worst_now, unit)}</p>'
@@ -183,10 +181,6 @@ def _range(values: np.ndarray, log: bool) -> tuple[float, float]:
   if low == high:
     return (low / 2, high * 2) if log else (low - 1, high + 1)
   return low, high
-
-
-def _has_gaps(values: np.ndarray) -> bool:
-  return bool((~np.isfinite(values)).any())
 
 
 def _place(dot: str) -> tuple:

@@ -62,8 +62,8 @@ def test_what_never_moves_is_a_sentence(values, unit, said):
 
 def test_a_level_curve_inside_a_band_is_drawn():
   values = np.full(50, 576.0)
-  band = {'low': np.full(50, 400.0), 'high': np.arange(600.0, 650.0)}
-  lines = [_line(values, **band)]
+  band = np.stack([np.full(50, 400.0), np.arange(600.0, 650.0)])
+  lines = [_line(values, band=band)]
   assert not report_charts.still(lines, 'tokens')
   path = re.search(r'class="line c0" d="M([^"]*)"', line_chart('t', lines).html)
   assert len({point.split()[1] for point in path[1].split('L')}) == 1
