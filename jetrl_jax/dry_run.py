@@ -114,21 +114,19 @@ def _print_precision(rows: list[Row]) -> None:
       'x [M, in] times W [out, in], both contraction-minor; operands -> result.'
       ' Read out of the traced functions.\n'
   )
-  cells: list[tuple[str, ...]] = [
-      ('dot', 'W out x in', 'layers', 'scales', 'rollout', 'training')
+  head = ('dot', 'W out x in', 'layers', 'scales', 'rollout', 'training')
+  cells = [
+      (
+          row.name,
+          row.shape or 'Q K^T, P V',
+          str(row.layers),
+          row.granularity,
+          row.rollout,
+          'the same' if row.training == row.rollout else row.training,
+      )
+      for row in rows
   ]
-  for row in rows:
-    cells.append(
-        (
-            row.name,
-            row.shape or 'Q K^T, P V',
-            str(row.layers),
-            row.granularity,
-            row.rollout,
-            'the same' if row.training == row.rollout else row.training,
-        )
-    )
-  _columns(cells)
+  _columns([head, *cells])
   print('\nBackward (dX, dW; of lm_head also its logits, again):')
   _columns([(row.name, row.backward) for row in rows if row.backward != '-'])
 
@@ -142,7 +140,7 @@ def _memory(
   _title(f'Memory per device ({what}: {size(limit)})')
   _columns([(name, size(count)) for name, count in sizes.items() if count])
   print()
-  kept = sum(sizes[name] for name in sizes if name not in ('a micro-batch',))
+  kept = sum(sizes.values()) - sizes['a micro-batch']
   programs = {}
   if other or (jax.default_backend() == 'cpu' and kept > limit):
     phases = dry_run_memory.estimated_phases(parts, found, sizes)

@@ -95,7 +95,7 @@ def shapes(parts: Parts) -> Shapes:
   count, length = largest_prefill(engine)
   prefix = jax.eval_shape(
       dataclasses.replace(rollout_policy, axes=sharding.Axes()).prefill,
-      _whole(mixed_flow.rollout_params(state)),
+      _at(mixed_flow.rollout_params(state), None),
       _shape(jnp.int32, count, length),
       _shape(jnp.int32, count),
   )
@@ -431,10 +431,6 @@ def largest_prefill(engine: Engine) -> tuple[int, int]:
   rows, tokens = max(found, key=math.prod)
   devices = engine.policy.axes.size
   return -(-rows // devices) * devices, tokens
-
-
-def _whole(tree: PyTree) -> Any:
-  return jax.tree.map(lambda leaf: _shape(leaf.dtype, *leaf.shape), tree)
 
 
 def _everywhere(parts: Parts, params: PolicyParams) -> Any:

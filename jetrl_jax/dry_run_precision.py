@@ -4,6 +4,7 @@ Read out of the functions that the run compiles (see `fp8/flow.py`), not out of
 the settings. Layers that compute alike share a line.
 """
 
+import collections
 import dataclasses
 import functools
 import re
@@ -62,29 +63,27 @@ def table(parts: Parts) -> list[Row]:
     for graph in (decode, prefill):
       flow.require_subgraph(graph, train)
   backward = _backward_graph(parts, like)
-  rows: dict[tuple, list[str]] = {}
+  rows = []
   for path, shape in _dots(policy.model):
-    formats = [_formats(graph, path) for graph in (decode, train)]
-    back = _formats(backward, path, backward=True)
     scales = _granularity(decode, path)
     if scales == '-':  # What only training quantises.
       scales = _granularity(train, path)
     name = re.sub(r'layers_\d+', 'layers_*', path)
-    key = (name, shape, *formats, back, scales)
-    rows.setdefault(key, []).append(path)
-  # Where one layer was traced, it stands for all.
-  each = total // parts.policy.model.num_layers
+    rows.append(
+        Row(
+            name=name,
+            shape=shape,
+            rollout=_formats(decode, path),
+            training=_formats(train, path),
+            backward=_formats(backward, path, backward=True),
+            granularity=scales,
+            # Where one layer was traced, it stands for all.
+            layers=total // policy.model.num_layers if '*' in name else 1,
+        )
+    )
   return [
-      Row(
-          name=name,
-          shape=shape,
-          rollout=rollout,
-          training=training,
-          backward=back,
-          granularity=scales,
-          layers=len(paths) * each if '*' in name else 1,
-      )
-      for (name, shape, rollout, training, back, scales), paths in rows.items()
+      dataclasses.replace(row, layers=alike * row.layers)
+      for row, alike in collections.Counter(rows).items()
   ]
 
 
@@ -95,8 +94,11 @@ def fp8_dots(rows: list[Row], side: str = 'rollout') -> list[Row]:
     rows: of `table`.
     side: 'rollout' or 'training', which differ in a mixed flow.
   """
-  formats = {'rollout': lambda r: r.rollout, 'training': lambda r: r.training}
-  return [row for row in rows if re.search('e4m3|e5m2', formats[side](row))]
+
+  def formats(row: Row) -> str:
+    return row.rollout if side == 'rollout' else row.training
+
+  return [row for row in rows if re.search('e4m3|e5m2', formats(row))]
 
 
 def _shallow(parts: Parts) -> Parts:

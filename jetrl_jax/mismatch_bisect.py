@@ -144,14 +144,11 @@ class Bisector:
         for op in window:
           some, one = self._compare((op,), *arguments)
           found += some
-          changed = (max(changed[0], one[0]), max(changed[1], one[1]))
+          changed = _most(changed, one)
           if some[0].unequal:
             break
       rows += found
-      disturbed = (
-          max(disturbed[0], changed[0]),
-          max(disturbed[1], changed[1]),
-      )
+      disturbed = _most(disturbed, changed)
       if any(row.unequal for row in found):
         break
     return Found(
@@ -292,6 +289,10 @@ def _trained(
 @jax.jit
 def _take(taps, index):
   return jax.tree.map(lambda x: x[index], taps)
+
+
+def _most(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+  return max(one[0], other[0]), max(one[1], other[1])
 
 
 def _unequal(ours: list[np.ndarray], theirs: list[np.ndarray]) -> int:

@@ -29,7 +29,7 @@ from jetrl_jax import sharding
 from jetrl_jax.mismatch_start import Start
 from jetrl_jax.rl import experience, mismatch, mixed_flow, packing
 from jetrl_jax.rl.engine import Engine
-from jetrl_jax.rl.experience import Experience
+from jetrl_jax.rl.experience import Experience, join_sampled
 from jetrl_jax.rl.forced_decode import forced_logprobs
 from jetrl_jax.rl.learner import Learnt
 from jetrl_jax.rl.packing import Sequence
@@ -106,13 +106,22 @@ def split(start: Start) -> Split:
   shapes += _in_other_packings(scorer, exp, parts.policy, params, trained)
   state, learnt = start.learner.learn(state, exp)
   late = _in_update(start, batches, state)
+  answers = exp.completions
   points = [
-      _joined(exp.completions, [c.log_mu for c in exp.completions]),
-      _joined(exp.completions, [c.logprobs for c in exp.completions]),
-      *(_responses(exp.completions, s) for s in (packed, trained, updated)),
-      _responses(exp.completions, late),
+      join_sampled(answers, [c.log_mu for c in answers]),
+      join_sampled(answers, [c.logprobs for c in answers]),
+      *(_responses(answers, s) for s in (packed, trained, updated, late)),
   ]
-  return _rows(parts, exp, points, shapes, learnt)
+  causes, totals, rest = add_up(_causes(parts), points, _advantages(exp))
+  return Split(
+      tokens=points[0].size,
+      sequences=len(answers),
+      causes=causes,
+      totals=totals,
+      rest=rest,
+      shapes=shapes,
+      learnt=learnt,
+  )
 
 
 def _in_update(
@@ -126,25 +135,6 @@ def _in_update(
           batch, start.learner.score_in_update(batch, state), strict=True
       )
   }
-
-
-def _rows(
-    parts: Parts,
-    exp: Experience,
-    points: list[np.ndarray],
-    shapes: list[Row],
-    learnt: Learnt,
-) -> Split:
-  causes, totals, rest = add_up(_causes(parts), points, _advantages(exp))
-  return Split(
-      tokens=points[0].size,
-      sequences=len(exp.completions),
-      causes=causes,
-      totals=totals,
-      rest=rest,
-      shapes=shapes,
-      learnt=learnt,
-  )
 
 
 def add_up(
@@ -229,7 +219,7 @@ class _Scorer:
       rows: the run's rows of a micro-batch are divided by this.
       length: the run's row length is multiplied by this.
     """
-    mesh, found = self._parts.mesh, {}
+    parts, mesh, found = self._parts, self._parts.mesh, {}
     if policy not in self._compiled:
       specs = PolicyParams(*(sharding.tree_specs(t, mesh) for t in params))
       by_row = sharding.ROWS
@@ -240,11 +230,16 @@ class _Scorer:
           (by_row, by_row),
       )
       self._compiled[policy] = policy.jit(run)
-    temperature = jnp.float32(self._parts.run.temperature)
+    temperature = jnp.float32(parts.run.temperature)
+    run_rows, run_length = parts.batch_shape
+    devices = parts.policy.axes.size
     for batch in self._batches:
-      packed = self._parts.pack(batch)
-      if rows != 1 or length != 1:
-        packed = self._repacked(batch, packed, rows, length)
+      packed = packing.pack(
+          batch,
+          row_length=run_length * length,
+          rows_per_micro_batch=-(-run_rows // (rows * devices)) * devices,
+          tile=parts.policy.tile,
+      )
       values = [
           self._compiled[policy](params, micro, temperature)[0]
           for micro in packed.batches
@@ -253,23 +248,13 @@ class _Scorer:
       found |= {s.origin: v for s, v in zip(batch, unpacked, strict=True)}
     return found
 
-  def _repacked(self, batch, packed, rows: int, length: int) -> packing.Packed:
-    old_rows, old_length = packed.batches[0].tokens.shape
-    devices = self._parts.policy.axes.size
-    return packing.pack(
-        batch,
-        row_length=old_length * length,
-        rows_per_micro_batch=-(-old_rows // (rows * devices)) * devices,
-        tile=self._parts.policy.tile,
-    )
-
 
 def _in_other_slots(
     start: Start, exp: Experience, params: PolicyParams
 ) -> list[Row]:
   """Decodes the rollout's tokens again, in fewer and in more slots."""
   parts, completions = start.parts, exp.completions
-  ours = _joined(completions, [c.logprobs for c in completions])
+  ours = join_sampled(completions, [c.logprobs for c in completions])
   fewest, rows = 16 * parts.policy.axes.size, []
   slots = start.engine.num_slots
   for count in dict.fromkeys((slots, fewest, 2 * slots)):
@@ -285,7 +270,7 @@ def _in_other_slots(
             'slots',
             f'the rollout ({slots} slots) and the same tokens in {count}',
             ours,
-            _joined(completions, again),
+            join_sampled(completions, again),
             _advantages(exp),
         )
     )
@@ -333,21 +318,15 @@ def _row(name, compared, one, other, advantages) -> Row:
 
 
 def _responses(completions: list[Completion], scored: _Scored) -> np.ndarray:
-  return _joined(
+  return join_sampled(
       completions,
       [scored[i][len(c.prompt_tokens) :] for i, c in enumerate(completions)],
   )
 
 
-def _joined(
-    completions: list[Completion], values: list[np.ndarray]
-) -> np.ndarray:
-  return experience.join_sampled(completions, values)
-
-
 def _advantages(exp: Experience) -> np.ndarray:
   flat = exp.advantages_PG.reshape(-1)
-  return _joined(
+  return join_sampled(
       exp.completions,
       [
           np.full(len(c.tokens), a, np.float32)
