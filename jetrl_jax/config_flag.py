@@ -52,7 +52,7 @@ def load() -> ml_collections.ConfigDict:
   # A folder of the clone; any config file has imported it by now.
   from configs import base
 
-  config = flags.FLAGS['config'].value
+  config: Any = flags.FLAGS['config'].value
   config_check.check(config, base.get_config())
   return config_flow.resolve(config)
 
