@@ -14,15 +14,23 @@ import argparse
 import datetime
 import json
 import pathlib
-import subprocess
 
 import jax
 import numpy as np
 
-from jetrl_jax import fp8
+from benchmarks import common
+from jetrl_jax import fp8, provenance
 
 _RESULTS = pathlib.Path(__file__).parent / 'results'
 _HISTORIES, _MARGINS = (2, 4, 8, 16), (0, 1, 2)
+_COLUMNS = (
+    ('history', 'history', ''),
+    ('margin', 'margin', ''),
+    ('saturated', 'dots that saturated', '.1%'),
+    ('worst_bits_over', 'worst, bits over', '.2f'),
+    ('mean_bits_unused', 'bits unused, mean', '.2f'),
+    ('scale_changes', 'scales that changed', '.1%'),
+)
 _FORMAT_MAX = 448.0  # E4M3, for inputs and, by default, output gradients.
 
 
@@ -79,21 +87,6 @@ def sweep(amax_TD: np.ndarray) -> list[dict]:
   return rows
 
 
-def _table(rows: list[dict]) -> str:
-  lines = [
-      '| history | margin | dots that saturated | worst, bits over'
-      ' | bits unused, mean | scales that changed |',
-      '|---|---|---|---|---|---|',
-  ]
-  lines += [
-      f'| {r["history"]} | {r["margin"]} | {r["saturated"]:.1%}'
-      f' | {r["worst_bits_over"]:.2f} | {r["mean_bits_unused"]:.2f}'
-      f' | {r["scale_changes"]:.1%} |'
-      for r in rows
-  ]
-  return '\n'.join(lines)
-
-
 def main() -> None:
   """Writes the sweep of one workdir."""
   parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
@@ -110,12 +103,7 @@ def main() -> None:
   )
   # The record is rounded in the sixth digit, a power of two is not.
   agree = float(np.mean(replayed == scale['input'][max(_HISTORIES) - 1 :]))
-  commit = subprocess.run(
-      ['git', 'rev-parse', '--short', 'HEAD'],
-      capture_output=True,
-      text=True,
-      check=False,
-  ).stdout.strip()
+  commit = provenance.commit()
   today = datetime.date.today().isoformat()
   dots = amax['input'].shape[1]
   parts = [
@@ -136,7 +124,7 @@ def main() -> None:
   results = {}
   for operand, series in amax.items():
     results[operand] = sweep(series)
-    parts += [f'## {operand}', _table(results[operand])]
+    parts += [f'## {operand}', common.table(results[operand], _COLUMNS)]
   base = _RESULTS / f'amax_replay_{arguments.name}_{today}'
   base.with_suffix('.md').write_text('\n\n'.join(parts) + '\n')
   series = {

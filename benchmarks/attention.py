@@ -14,15 +14,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from benchmarks import common
 from jetrl_jax.compilation import exact_jit, on_gpu
 from jetrl_jax.models import attention, attention_decode, attention_kernel
 from jetrl_jax.models.attention_split import Split
 
-_OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
-_COMMIT = flags.DEFINE_string('commit', '', 'Commit under test.')
 _DECODE = flags.DEFINE_list(
     'decode', ['128x1152', '64x1152', '16x8192'], 'SLOTSxKEYS, whole pages.'
 )
@@ -224,9 +222,8 @@ def main(argv: list[str]) -> None:
       best = min(exact, key=lambda row: row['us'], default={'variant': 'none'})
       summary[f'fastest exact {what}, {kind}'] = best['variant']
   shown = common.table(rows, _COLUMNS)
-  common.write(_OUTPUT.value, rows, summary, shown, _COMMIT.value)
+  common.write(rows, summary, shown)
 
 
 if __name__ == '__main__':
-  flags.mark_flag_as_required('output')
-  app.run(main)
+  common.run(main)

@@ -4,12 +4,9 @@ import collections
 import dataclasses
 import datetime
 import gzip
-import importlib.metadata
 import json
 import pathlib
-import platform
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,47 +14,47 @@ from collections.abc import Callable, Iterable, Sequence
 
 import jax
 import numpy as np
-from absl import flags
+from absl import app, flags
 
 from configs import base
-from jetrl_jax import config_model
+from jetrl_jax import config_model, provenance
 from jetrl_jax.data import Prompt
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.policy import Policy
 from jetrl_jax.rl.types import TrainState
 
+# --help shows what is defined here with a script's own flags, see `run`.
+flags.disclaim_key_flags()
+
+OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
+COMMIT = flags.DEFINE_string(
+    'commit', '', 'Commit under test, where git is not at hand.'
+)
 TINY = flags.DEFINE_bool(
     'tiny', False, 'Small shapes: to try a script on a CPU.'
 )
 BYTES_PER_S = 4.3e12  # attainable on an H200
 
-_PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
+
+def run(main: Callable[[list[str]], None]) -> None:
+  """Runs a script that ends with `write`."""
+  for name in ('output', 'commit', 'tiny'):
+    flags.declare_key_flag(name)
+  flags.mark_flag_as_required('output')
+  app.run(main)
 
 
-def _head() -> str:
-  head = ['git', 'rev-parse', 'HEAD']
-  found = subprocess.run(head, capture_output=True, text=True, check=False)
-  return found.stdout.strip()
-
-
-def environment(commit: str = '') -> dict:
-  """Returns date, commit, versions, hardware and command.
-
-  Args:
-    commit: of the code under test, where git is not at hand.
-  """
+def environment() -> dict:
+  """Returns date, commit, versions, hardware and command."""
   device = jax.devices()[0]
   started = sys.modules['__main__'].__spec__
   program = ['-m', started.name] if started else [sys.argv[0]]
   return {
       'date': datetime.date.today().isoformat(),
-      'commit': commit or _head() or 'unknown',
+      'commit': COMMIT.value or provenance.commit() or 'unknown',
       'hardware': f'{jax.device_count()} x {device.device_kind}',
-      'versions': {
-          'python': platform.python_version(),
-          **{name: importlib.metadata.version(name) for name in _PACKAGES},
-      },
+      'versions': provenance.versions(),
       'command': ' '.join(['python', *program, *sys.argv[1:]]),
   }
 
@@ -84,24 +81,16 @@ def table(rows: Iterable[dict], columns: Sequence[tuple[str, str, str]]) -> str:
   return '\n'.join(lines)
 
 
-def write(
-    output: str,
-    rows: list[dict],
-    summary: dict,
-    shown: str,
-    commit: str = '',
-) -> None:
-  """Writes `output`.json and `output`.md and prints the table.
+def write(rows: list[dict], summary: dict, shown: str) -> None:
+  """Writes OUTPUT.json and OUTPUT.md and prints the table.
 
   Args:
-    output: path without ending.
     rows: all that was measured.
     summary: the ratios.
     shown: Markdown.
-    commit: see `environment`.
   """
-  path = pathlib.Path(output)
-  record = environment(commit) | {
+  path = pathlib.Path(OUTPUT.value)
+  record = environment() | {
       'name': path.name,
       'rows': rows,
       'summary': summary,

@@ -73,7 +73,6 @@ _MOMENTS = flags.DEFINE_enum(
     'moments', 'fp8', ['fp8', 'float32'], 'See optim.moments.'
 )
 _DUMP = flags.DEFINE_string('dump', '', 'Folder for PTX and HLO.')
-_BYTES_PER_US = 4.3e6  # attainable on an H200
 _PAGE = 128
 
 
@@ -264,7 +263,7 @@ def kernels(hlo: str, of: str = 'custom-call') -> list[dict]:
     rows.append(
         {
             'kernel': target.group(1) if target else name,
-            'us': moved / _BYTES_PER_US,
+            'us': moved / common.BYTES_PER_S * 1e6,
             'shape': shape[:60],
             'from': source.group(1)[-60:] if source else '',
         }

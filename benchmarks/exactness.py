@@ -17,7 +17,7 @@ import hashlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from benchmarks import common
 from jetrl_jax import rng
@@ -29,8 +29,6 @@ from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import rollout
 from jetrl_jax.rl.train_step import TrainStep
 
-_OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
-_COMMIT = flags.DEFINE_string('commit', '', 'Commit under test.')
 _SHAPE = flags.DEFINE_string('shape', 'qwen2.5-7b', 'See model.shape.')
 _LAYERS = flags.DEFINE_integer('layers', 0, 'Of the model; 0 for all.')
 _VARIANTS = flags.DEFINE_list(
@@ -206,10 +204,8 @@ def main(argv: list[str]) -> None:
         for name in dict.fromkeys(row['variant'] for row in rows)
     }
     # After each variant: a later one may run into a time limit.
-    common.write(
-        _OUTPUT.value, rows, worst, common.table(rows, _COLUMNS), _COMMIT.value
-    )
+    common.write(rows, worst, common.table(rows, _COLUMNS))
 
 
 if __name__ == '__main__':
-  app.run(main)
+  common.run(main)

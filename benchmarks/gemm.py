@@ -9,15 +9,13 @@ options (`compilation.exact_jit`), as rollout and training are.
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 
 from benchmarks import common
 from jetrl_jax.compilation import exact_jit
 from jetrl_jax.config_model import SHAPES
 from jetrl_jax.fp8 import QTensor, Recipe, dot
 
-_OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
-_COMMIT = flags.DEFINE_string('commit', '', 'Commit under test.')
 _SHAPE = flags.DEFINE_enum(
     'shape', 'qwen2.5-7b', sorted(SHAPES), 'See model.shape.'
 )
@@ -115,13 +113,11 @@ def main(argv: list[str]) -> None:
       if r['equal_to_16_rows'] != 'True'
   ]
   common.write(
-      _OUTPUT.value,
       rows,
       {'rows that differ from M = 16': unequal},
       common.table(rows, _COLUMNS),
-      _COMMIT.value,
   )
 
 
 if __name__ == '__main__':
-  app.run(main)
+  common.run(main)

@@ -16,7 +16,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 from jax import lax
 
 from benchmarks import common, mosaic_dots
@@ -26,8 +26,6 @@ from jetrl_jax.fp8 import formats, gate_up_kernel, swiglu
 from jetrl_jax.fp8.products import BATCHED_NT, NT, Unscaled
 from jetrl_jax.fp8.quantization import QTensor
 
-_OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
-_COMMIT = flags.DEFINE_string('commit', '', 'Commit under test.')
 _SHAPE = flags.DEFINE_enum(
     'shape', 'qwen2.5-7b', sorted(SHAPES), 'See model.shape.'
 )
@@ -266,13 +264,7 @@ def main(argv: list[str]) -> None:
       if common.TINY.value:
         size = (256, 512)
       rows += measure(name, size, dtype)
-      common.write(
-          _OUTPUT.value,
-          rows,
-          {},
-          common.table(rows, _COLUMNS),
-          _COMMIT.value,
-      )
+      common.write(rows, {}, common.table(rows, _COLUMNS))
 
 
 flags.register_validator(
@@ -282,5 +274,4 @@ flags.register_validator(
 )
 
 if __name__ == '__main__':
-  flags.mark_flag_as_required('output')
-  app.run(main)
+  common.run(main)

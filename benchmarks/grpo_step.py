@@ -34,10 +34,6 @@ from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.trainer import Trainer
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Config file.')
-_OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
-_COMMIT = flags.DEFINE_string(
-    'commit', '', 'Commit under test, where git is not at hand.'
-)
 _WORKLOAD = flags.DEFINE_string('workload', '', 'See above.')
 _STEPS = flags.DEFINE_integer('steps', 3, 'Training steps of each variant.')
 _VARIANTS = flags.DEFINE_list(
@@ -222,11 +218,10 @@ def main(argv: list[str]) -> None:
       f'{v}: steps': sum(row['variant'] == v for row in rows) for v in variants
   }
   shown = f'{common.table(by_phase, columns)}\n\n{common.table(rows, _COLUMNS)}'
-  common.write(_OUTPUT.value, rows, summary, shown, _COMMIT.value)
+  common.write(rows, summary, shown)
   if failed:
     raise SystemExit('; '.join(failed))
 
 
 if __name__ == '__main__':
-  flags.mark_flag_as_required('output')
-  app.run(main)
+  common.run(main)

@@ -13,14 +13,13 @@ scales come from the amaxes of these very values.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from benchmarks import common
 from jetrl_jax.compilation import exact_jit
 from jetrl_jax.fp8 import QTensor, Recipe, dot, formats, slots
 from jetrl_jax.fp8.quantization import quantize, scale_from_amax
 
-_OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
 _ROWS = flags.DEFINE_integer('rows', 64, 'Hidden rows.')
 _WIDTH = flags.DEFINE_integer('width', 256, 'Of a hidden row.')
 _VOCAB = flags.DEFINE_integer('vocab', 152064, 'Tokens.')
@@ -144,8 +143,8 @@ def main(argv: list[str]) -> None:
   rows = [row for s in _SHARPNESS.value for row in measure(float(s))]
   worst = min(row['kernel_cosine'] for row in rows if row['head'] == 'FP8')
   summary = {'smallest cosine of dW in FP8': worst}
-  common.write(_OUTPUT.value, rows, summary, common.table(rows, _COLUMNS))
+  common.write(rows, summary, common.table(rows, _COLUMNS))
 
 
 if __name__ == '__main__':
-  app.run(main)
+  common.run(main)

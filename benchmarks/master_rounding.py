@@ -15,7 +15,7 @@ import tempfile
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from benchmarks import common
 from configs import quickstart
@@ -24,7 +24,6 @@ from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.trainer import Trainer
 from jetrl_jax.rl.types import TrainState
 
-_OUTPUT = flags.DEFINE_string('output', '', 'Path without ending.')
 _STEPS = flags.DEFINE_integer('steps', 40, 'Of each run.')
 _SEEDS = flags.DEFINE_integer('seeds', 1, 'Runs per kind: seeds 1, 2, ...')
 _KINDS = {
@@ -162,10 +161,8 @@ def main(argv: list[str]) -> None:
   for kind in _KINDS:
     found = [row['accuracy'] for row in rows if row['kind'] == kind]
     summary[f'accuracy, {kind}'] = round(float(np.mean(found)), 4)
-  shown = common.table(rows, _COLUMNS)
-  if _OUTPUT.value:
-    common.write(_OUTPUT.value, rows, summary, shown)
+  common.write(rows, summary, common.table(rows, _COLUMNS))
 
 
 if __name__ == '__main__':
-  app.run(main)
+  common.run(main)

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 from jax import lax
 
 from benchmarks import common
@@ -27,12 +27,8 @@ from jetrl_jax.fp8 import Recipe, slots
 from jetrl_jax.fp8.recipes import RECIPES
 from jetrl_jax.sharding import Axes
 
-_OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
 _RECIPES = flags.DEFINE_list('recipes', list(RECIPES), 'Recipes to measure.')
 _REPEATS = flags.DEFINE_integer('repeats', 20, 'Dots per timing.')
-_COMMIT = flags.DEFINE_string(
-    'commit', '', 'Commit under test, where git is not at hand.'
-)
 
 # name -> (in, out)
 _SHAPES_7B = {
@@ -240,10 +236,8 @@ def main(argv: list[str]) -> None:
         row = at | {'failed': str(error).splitlines()[0][:200]}
       rows.append(row)
       print(table([row]).splitlines()[-1], flush=True)
-  shown = table(rows)
-  common.write(_OUTPUT.value, rows, {}, shown, _COMMIT.value)
+  common.write(rows, {}, table(rows))
 
 
 if __name__ == '__main__':
-  flags.mark_flag_as_required('output')
-  app.run(main)
+  common.run(main)

@@ -21,7 +21,7 @@ import gc
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from benchmarks import common
 from jetrl_jax import rng
@@ -30,8 +30,6 @@ from jetrl_jax.rl.engine import Engine, EngineConfig
 from jetrl_jax.rl.policy import PolicyParams
 from jetrl_jax.rl.rollout import rollout
 
-_OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
-_COMMIT = flags.DEFINE_string('commit', '', 'Commit under test.')
 _SHAPE = flags.DEFINE_string('shape', 'qwen2.5-7b', 'See model.shape.')
 _LAYERS = flags.DEFINE_integer('layers', 0, 'Of the model; 0 for all.')
 _WORKLOADS = flags.DEFINE_list('workloads', ['128x128x1x2048'], 'See above.')
@@ -202,7 +200,7 @@ def main(argv: list[str]) -> None:
         if rows:
           # After each: a later one may run into a time limit.
           shown = common.table(rows, _COLUMNS)
-          common.write(_OUTPUT.value, rows, _ratios(rows), shown, _COMMIT.value)
+          common.write(rows, _ratios(rows), shown)
     del params
     gc.collect()
 
@@ -253,4 +251,4 @@ def _ratios(rows: list[dict]) -> dict:
 
 
 if __name__ == '__main__':
-  app.run(main)
+  common.run(main)

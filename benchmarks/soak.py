@@ -18,7 +18,6 @@ from absl import app, flags
 
 from benchmarks import common
 
-_OUTPUT = flags.DEFINE_string('output', '', 'Record to write, no ending.')
 _FILES = flags.DEFINE_list('files', [], 'Test files; all with slow tests.')
 _WORKERS = flags.DEFINE_integer('workers', 2, 'Processes of pytest.')
 
@@ -74,13 +73,11 @@ def main(argv: list[str]) -> None:
   rows = []
   for file in _FILES.value or _slow_files():
     rows += _run(file)
-    if _OUTPUT.value:
-      outcomes = [row['outcome'] for row in rows]
-      summary = {kind: outcomes.count(kind) for kind in sorted(set(outcomes))}
-      shown = common.table(rows, _COLUMNS)
-      common.write(_OUTPUT.value, rows, summary, shown)
+    outcomes = [row['outcome'] for row in rows]
+    summary = {kind: outcomes.count(kind) for kind in sorted(set(outcomes))}
+    common.write(rows, summary, common.table(rows, _COLUMNS))
   sys.exit(any(row['outcome'] in ('failure', 'error') for row in rows))
 
 
 if __name__ == '__main__':
-  app.run(main)
+  common.run(main)

@@ -20,7 +20,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from benchmarks import common
 from jetrl_jax.rl.objective import LossConfig, policy_loss
@@ -28,8 +28,6 @@ from jetrl_jax.rl.optimizer import OptimizerConfig
 from jetrl_jax.rl.train_step import TrainStep
 from jetrl_jax.rl.types import TrainBatch
 
-_OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
-_COMMIT = flags.DEFINE_string('commit', '', 'Commit under test.')
 _SHAPE = flags.DEFINE_string('shape', 'qwen2.5-7b', 'See model.shape.')
 _LAYERS = flags.DEFINE_integer('layers', 0, 'Of the model; 0 for all.')
 _WORKLOADS = flags.DEFINE_list('workloads', ['8x4096'], 'See above.')
@@ -224,12 +222,9 @@ def main(argv: list[str]) -> None:
       measured.append(row)
       shown = common.table(measured, _COLUMNS)
       # After each: a later one may run into a time limit.
-      common.write(
-          _OUTPUT.value, measured, ratios(measured), shown, _COMMIT.value
-      )
+      common.write(measured, ratios(measured), shown)
       gc.collect()
 
 
 if __name__ == '__main__':
-  flags.mark_flag_as_required('output')
-  app.run(main)
+  common.run(main)

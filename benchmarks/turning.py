@@ -15,7 +15,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 from jax import lax
 
 from benchmarks import common
@@ -24,8 +24,6 @@ from jetrl_jax.fp8 import formats, health, swiglu, swiglu_backward, turning
 from jetrl_jax.fp8.products import scale_late
 from jetrl_jax.fp8.quantization import QTensor, quantize
 
-_OUTPUT = flags.DEFINE_string('output', None, 'Result path without ending.')
-_COMMIT = flags.DEFINE_string('commit', '', 'Commit under test.')
 _SHAPES = flags.DEFINE_list(
     'shapes',
     ['32768x3584', '32768x18944', '32768x37888'],
@@ -198,9 +196,8 @@ def main(argv: list[str]) -> None:
     mine = [r['us'] for r in rows if (r['what'], r['variant']) == (what, name)]
     summary[f'{what}, {name}: all shapes, us'] = round(sum(mine))
   shown = common.table(rows, _COLUMNS)
-  common.write(_OUTPUT.value, rows, summary, shown, _COMMIT.value)
+  common.write(rows, summary, shown)
 
 
 if __name__ == '__main__':
-  flags.mark_flag_as_required('output')
-  app.run(main)
+  common.run(main)

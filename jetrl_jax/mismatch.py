@@ -147,7 +147,7 @@ def as_json(start: Start, rows: list[dict], **facts: Any) -> str:
   record = {
       'date': datetime.date.today().isoformat(),
       'hardware': f'{jax.device_count()} x {jax.devices()[0].device_kind}',
-      'commit': provenance.commit(pathlib.Path(__file__).parent),
+      'commit': provenance.commit(),
       'versions': provenance.versions(),
       'command': ' '.join(['python -m jetrl_jax.mismatch', *sys.argv[1:]]),
       'origin': start.origin,

@@ -48,7 +48,7 @@ def record_start(
       'time': datetime.datetime.now(datetime.UTC).isoformat('T', 'seconds'),
       'command': [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
       'versions': versions(),
-      'commit': commit(_SOURCE),
+      'commit': commit(),
       'device': jax.devices()[0].device_kind,
       'num_devices': num_devices,
       **facts,
@@ -72,11 +72,11 @@ def versions() -> dict[str, str]:
   return found
 
 
-def commit(source: pathlib.Path) -> str | None:
+def commit(source: pathlib.Path = _SOURCE) -> str | None:
   """Returns the git commit of the clone that `source` lies in.
 
   Args:
-    source: the package's folder.
+    source: the package's folder; another one only in tests.
 
   Returns:
     The hash, with '+' where tracked files differ from it; None where the
