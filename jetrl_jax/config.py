@@ -8,7 +8,6 @@ settings that contradict each other.
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterable
@@ -85,22 +84,21 @@ def build_tokenizer(config: Config, folder: pathlib.Path | None) -> Tokenizer:
 
 
 def build_dataset(
-    config: Config, files, tokenizer: Tokenizer, limit: int = 0
+    section: Config, files, tokenizer: Tokenizer, limit: int = 0
 ) -> PromptDataset:
   """Returns tokenised prompts, over-long ones left out and counted."""
-  data = config.data
   examples = load_examples(
       files,
-      prompt_key=data.prompt_key,
-      answer_key=data.answer_key,
-      source_key=data.source_key,
+      prompt_key=section.prompt_key,
+      answer_key=section.answer_key,
+      source_key=section.source_key,
   )
   examples = examples[:limit] if limit else examples
   return PromptDataset(
       examples,
       tokenizer,
-      prompt_format=prompt_format(data),
-      max_prompt_length=data.max_prompt_length,
+      prompt_format=prompt_format(section),
+      max_prompt_length=section.max_prompt_length,
   )
 
 
@@ -136,19 +134,19 @@ def check_ids(
 
 
 def _datasets(
-    config: Config, tokenizer: Tokenizer
+    section: Config, tokenizer: Tokenizer
 ) -> tuple[PromptDataset, PromptDataset | None]:
   """Returns the prompts to learn from, and those held out, if any."""
   with config_model.naming('data.train_files'):
-    train_set = build_dataset(config, config.data.train_files, tokenizer)
-  limit = config.data.val_max_samples
+    train_set = build_dataset(section, section.train_files, tokenizer)
+  limit = section.val_max_samples
   if limit < 0:
     raise ValueError(f'data.val_max_samples is {limit}; allowed: 0 (all), > 0')
-  if not config.data.val_files:
+  if not section.val_files:
     return train_set, None
   with config_model.naming('data.val_files'):
     return train_set, build_dataset(
-        config, config.data.val_files, tokenizer, limit
+        section, section.val_files, tokenizer, limit
     )
 
 
@@ -346,8 +344,8 @@ def build(config: Config) -> Parts:
   combinations.check_guard(guard, loss, algorithm, run)
   _check_fits(policy, engine, environment, run)
   engine_sizes.pages(engine, policy.axes.size, policy.tile)
-  train_set, val_set = _datasets(config, tokenizer)
-  prompts = itertools.chain(train_set, val_set or ())
+  train_set, val_set = _datasets(config.data, tokenizer)
+  prompts = [*train_set, *(val_set or ())]
   vocab_size = policy.model.vocab_size
   check_ids(tokenizer, (prompt.tokens for prompt in prompts), vocab_size)
   if run.train_batch_size > len(train_set):
@@ -356,18 +354,19 @@ def build(config: Config) -> Parts:
         f' {len(train_set)} prompts'
     )
   if not environment and not run.synthetic:
-    prompts = itertools.chain(train_set, val_set or ())
     references = ((prompt.answer, prompt.source) for prompt in prompts)
     check_references(reward_specs(config.reward), references)
   make_params, shapes = config_model.parameters(config, policy, mesh, folder)
   sampling = config_model.rollout_policy(config, policy)
   config_model.check_patterns(policy, shapes, tuple(config.model.freeze))
-  policies = [('precision.recipe', policy)]
-  policies.append(('precision.rollout_recipe', sampling))
-  for name in run.val_recipes:
-    one = config_model.renamed(policy, name)
-    policies.append(('trainer.val_recipes', one))
-  for setting, one in policies:
+  for setting, one in (
+      ('precision.recipe', policy),
+      ('precision.rollout_recipe', sampling),
+      *(
+          ('trainer.val_recipes', config_model.renamed(policy, name))
+          for name in run.val_recipes
+      ),
+  ):
     with config_model.naming(setting):
       config_model.check_kernels(one, shapes)
   return Parts(

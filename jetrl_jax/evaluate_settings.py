@@ -115,9 +115,8 @@ def resolve(values: dict[str, Any]) -> Settings:
       recipe=values['recipe'],
   )
   fp8_support.check({'--recipe': found.policy})
-  tokenizer, known = saved_policy.tokenizer_of(found), _known(
-      found, values['data']
-  )
+  tokenizer = saved_policy.tokenizer_of(found)
+  known = _known(found, values['data'])
   given = {k: v for k, v in values.items() if v is not None}
   if 'template' not in known:
     chat = bool(tokenizer.chat_template)
@@ -131,7 +130,7 @@ def resolve(values: dict[str, Any]) -> Settings:
     )
   data = {k: settled[k] for k in _DATA}
   dataset = configs.build_dataset(
-      ml_collections.ConfigDict({'data': data}),
+      ml_collections.ConfigDict(data),
       files,
       tokenizer,
       values['max_samples'],

@@ -194,7 +194,7 @@ def _prompts(found: Restored, values: dict[str, Any]) -> list[Prompt]:
     )
   prompts = list(
       configs.build_dataset(
-          ml_collections.ConfigDict({'data': data}),
+          ml_collections.ConfigDict(data),
           (values['data'],),
           tokenizer,
           calibration.CHECKPOINT_PROMPTS,

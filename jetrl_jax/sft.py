@@ -89,7 +89,7 @@ def _batches(
     config, policy: Policy, tokenizer: Tokenizer
 ) -> Callable[[], list[TrainBatch]]:
   """Returns what draws the next optimiser step's micro-batches."""
-  data = configs.build_dataset(config, config.data.train_files, tokenizer)
+  data = configs.build_dataset(config.data, config.data.train_files, tokenizer)
   if config.sft.batch_size > len(data):
     raise ValueError(
         f'sft.batch_size is {config.sft.batch_size}; the training data has'
