@@ -162,7 +162,6 @@ class CheckpointManager:
       *,
       keep_latest: int,
       keep_best: int,
-      asynchronous: bool = True,
   ):
     """Opens or makes the directory and clears what a killed run left half done.
 
@@ -170,7 +169,6 @@ class CheckpointManager:
       directory: absolute or relative path; made if absent.
       keep_latest: how many of the newest steps stay, at least 1.
       keep_best: how many of the steps with the highest metric stay besides.
-      asynchronous: whether `save` returns before the files are written.
 
     Raises:
       ValueError: a count is out of range, another process saves here, or
@@ -191,7 +189,6 @@ class CheckpointManager:
     self._lock = checkpoint_folder.lock(self._directory)
     self._keep_latest = keep_latest
     self._keep_best = keep_best
-    self._asynchronous = asynchronous
     # Steps that stay besides; whoever needs them sets it.
     self.pinned: frozenset[int] = frozenset()
     self._corrupt: set[int] = set()
@@ -256,8 +253,6 @@ class CheckpointManager:
     self._pending = self._worker.submit(
         self._commit, temporary, step, metric, host_state, leaves
     )
-    if not self._asynchronous:
-      self.wait()
 
   def amend(
       self, step: int, host_state: dict[str, Any], *, metric: float | None
@@ -301,15 +296,6 @@ class CheckpointManager:
   def all_steps(self) -> list[int]:
     """Lists the steps that exist and were not found corrupt, ascending."""
     return sorted(self._good())
-
-  def latest_step(self) -> int | None:
-    """Returns the newest step, None if there is none."""
-    return max(self._good(), default=None)
-
-  def best_step(self) -> int | None:
-    """Returns the step with the highest metric, the newer one of equals."""
-    ranked = checkpoint_folder.ranked(self._good())
-    return ranked[0] if ranked else None
 
   def restore(
       self,
@@ -382,7 +368,7 @@ class CheckpointManager:
   def _failure(self, step: int, error: Exception) -> RuntimeError:
     return RuntimeError(
         f'checkpoint of step {step} was not saved in {self._directory}: '
-        f'{error}; the newest good step is {self.latest_step()}'
+        f'{error}; the newest good step is {max(self._good(), default=None)}'
     )
 
 

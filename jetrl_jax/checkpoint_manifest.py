@@ -35,7 +35,7 @@ class Manifest:
 
   Attributes:
     step: the step that was saved; also the folder's name.
-    metric: what `best_step` compares, higher is better; None when not measured.
+    metric: what `keep_best` compares, higher is better; None when not measured.
     host_state: the JSON object given to `save`.
     leaves: name of every array leaf -> (dtype, shape).
     files: path below `state/` -> (bytes, hexadecimal SHA-256).

@@ -99,7 +99,6 @@ def test_what_lies_beside_a_steps_arrays_can_be_amended(manager):
   _assert_same(restored.state, state)
   manager.save(5, state, {}, metric=0.25)
   # Kept for its metric now; step 3 goes in its place.
-  assert manager.best_step() == 2
   manager.save(6, state, {}, metric=None)
   manager.wait()
   assert manager.all_steps() == [2, 4, 5, 6]
@@ -107,8 +106,7 @@ def test_what_lies_beside_a_steps_arrays_can_be_amended(manager):
 
 def test_a_fresh_directory_has_nothing_to_restore(manager, tmp_path):
   assert manager.restore(_like(_state())) is None
-  assert manager.latest_step() is None
-  assert manager.best_step() is None
+  assert manager.all_steps() == []
   assert checkpoint.restore(tmp_path / 'absent', _like(_state())) is None
 
 
@@ -174,8 +172,6 @@ def test_the_newest_and_the_best_steps_stay(tmp_path):
     manager.save(step, {'x': jnp.int32(step)}, {}, metric=metric)
   manager.wait()
   assert manager.all_steps() == [1, 4, 5, 6]
-  assert manager.best_step() == 1
-  assert manager.latest_step() == 6
   folders = {path.name for path in tmp_path.iterdir()}
   assert folders == {'1', '4', '5', '6', '.lock'}
   like = {'x': _like(jnp.int32(0))}
@@ -207,15 +203,6 @@ def test_what_is_wanted_may_depend_on_the_host_state(tmp_path):
 
   assert manager.restore(like).state == {'b': 7}
   assert manager.restore(like, 0).state == {'a': 7}
-  manager.close()
-
-
-def test_a_synchronous_save_is_done_when_it_returns(tmp_path):
-  manager = CheckpointManager(
-      tmp_path, keep_latest=1, keep_best=0, asynchronous=False
-  )
-  manager.save(0, {'x': jnp.ones(3)}, {}, metric=None)
-  assert checkpoint.all_steps(tmp_path) == [0]
   manager.close()
 
 
