@@ -8,32 +8,15 @@ runs/portfolio_warm/checkpoint. The committed one,
 examples/portfolio/checkpoint, was made so.
 """
 
-from configs import base
+from configs import calculator_sft
 
 
 def get_config():
-  """Returns the config."""
-  config = base.get_config()
+  """Returns the config: that of the calculator's, on other files."""
+  config = calculator_sft.get_config()
   folder = 'examples/portfolio'
   config.model.path = f'{folder}/model_init'
-  config.model.init = 'random'
-  config.model.attention_tile = 16
-  config.model.remat = 'none'
-  # Float32 throughout: on a CPU the fastest, and the policy is quantised anyway
-  # when reinforcement learning starts.
-  config.precision.recipe = 'bf16'
-  config.precision.compute_dtype = 'float32'
   config.data.train_files = (f'{folder}/sft.jsonl',)
-  config.data.template = '{prompt}'
-  config.data.max_prompt_length = 16
-  config.rollout.max_response_length = 48
-  config.optim.lr = 3e-3
-  config.optim.lr_warmup_steps = 50
-  config.optim.lr_decay = 'cosine'
-  config.optim.betas = (0.9, 0.98)
-  config.optim.moments = 'float32'
-  config.trainer.micro_batch_size = 64
   config.sft.total_training_steps = 300
-  config.sft.batch_size = 64
   config.sft.output = 'runs/portfolio_warm/checkpoint'
   return config
