@@ -92,7 +92,7 @@ def line_chart(
   for line, whole in zip(thin, lines, strict=True):
     marks.append(_band(line, x, y))
     window = width if smooth and len(whole.steps) >= 40 else 0
-    style = f'line {_color(line.color)}'
+    style = f'line {color_class(line.color)}'
     faint = ' faint' if window else ''
     marks.append(f'<path class="{style}{faint}" d="{_path(line, x, y)}"/>')
     if window:
@@ -165,7 +165,7 @@ def area_chart(
     if len(steps) == 1:  # One step: a bar as wide as the plot.
       upper = f'{LEFT} {upper.split()[1]} {RIGHT} {upper.split()[1]}'
       lower = f'{RIGHT} {lower.split()[1]} {LEFT} {lower.split()[1]}'
-    style = f'area {_color(layer.color)}'
+    style = f'area {color_class(layer.color)}'
     marks.append(f'<path class="{style}" d="M{upper} {lower}Z"/>')
   shown = _beside_numbers(unit)
   data = {
@@ -203,7 +203,7 @@ def figure(
     notes: sentences below.
   """
   legend = ''.join(
-      f'<li><i class="swatch {_color(color)}"></i>{escape(label)}'
+      f'<li><i class="swatch {color_class(color)}"></i>{escape(label)}'
       f' <b>{escape(value)}</b></li>'
       for label, value, color in labels
   )
@@ -254,7 +254,8 @@ def moving_average(line: Line, window: int) -> Line:
   return dataclasses.replace(line, values=values, band=None)
 
 
-def _color(i: int) -> str:
+def color_class(i: int) -> str:
+  """Returns the classes of a curve's colour in the style sheet."""
   return f'c{i % _COLORS}' + (' dashed' if i >= _COLORS else '')
 
 

@@ -319,11 +319,11 @@ def _chosen(path: pathlib.Path, notes: list[str]) -> dict[str, float]:
   """Returns the dots that min_sqnr_db chose, see `rl/run_precision.py`."""
   if not path.is_file():
     return {}
-  settled = _parse(path.read_bytes())
-  if not isinstance(settled, dict) or 'high_precision' not in settled:
+  chosen = _dict(_parse(path.read_bytes())).get('high_precision')
+  if not isinstance(chosen, dict) or None in map(_number, chosen.values()):
     notes.append('precision.json is damaged and left out.')
     return {}
-  return settled['high_precision']
+  return chosen
 
 
 def _read_objects(path: pathlib.Path, notes: list[str]) -> list[dict]:

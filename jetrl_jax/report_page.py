@@ -14,7 +14,7 @@ from jetrl_jax import (
     report_heat,
 )
 from jetrl_jax import report_panels as panels
-from jetrl_jax.report_charts import Chart
+from jetrl_jax.report_charts import Chart, color_class
 from jetrl_jax.report_data import Run
 from jetrl_jax.report_facts import Fact
 from jetrl_jax.report_panels import Panel
@@ -195,8 +195,7 @@ def _notes(notes: list[str], name: str = '') -> str:
 
 def _legend(runs: list[Run]) -> str:
   items = ''.join(
-      f'<li><i class="swatch c{i % 8}{" dashed" if i >= 8 else ""}"></i>'
-      f'{escape(run.name)}</li>'
+      f'<li><i class="swatch {color_class(i)}"></i>' f'{escape(run.name)}</li>'
       for i, run in enumerate(runs)
   )
   return f'<figcaption><ul>{items}</ul></figcaption>'

@@ -161,8 +161,10 @@ def test_the_dots_that_a_cold_start_chose_are_named(tmp_path):
   (folder / 'precision.json').write_text(json.dumps(settled))
   text = _Elements(_page(folder)).text
   assert 'Dots kept in high precisionlayers_0/mlp/down (12.3 dB)On' in text
-  (folder / 'precision.json').write_text('{')
-  assert 'precision.json is damaged' in _page(folder)
+  for chosen in ('', '3', '{"lm_head": ""}'):
+    damaged = f'{{"high_precision": {chosen}}}'
+    (folder / 'precision.json').write_text(damaged)
+    assert 'precision.json is damaged' in _page(folder)
 
 
 def test_what_the_guard_saw_and_did_is_told_where_there_was_one(workdir):
