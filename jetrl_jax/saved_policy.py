@@ -8,7 +8,6 @@ bfloat16.
 """
 
 import dataclasses
-import functools
 import math
 import pathlib
 import re
@@ -16,6 +15,7 @@ from typing import Any
 
 import jax
 import optax
+from absl import logging
 from jax.sharding import Mesh, NamedSharding
 
 from jetrl_jax import (
@@ -183,27 +183,28 @@ def _of_run(
     workdir: pathlib.Path, step: int | None, recipe: str | None
 ) -> Restored:
   config = configs.read(workdir / 'config.json')
-  with config.unlocked():
-    if config.mesh.data * config.mesh.fsdp > jax.device_count():
-      # The policy is the same on any number of devices.
-      config.mesh.data = config.mesh.fsdp = 1
   try:
-    compilation.keep_compiled(config.compile_cache_dir)
+    with config.unlocked():
+      if config.mesh.data * config.mesh.fsdp > jax.device_count():
+        # The policy is the same on any number of devices.
+        config.mesh.data = config.mesh.fsdp = 1
+    _keep_compiled(config.compile_cache_dir)
     policy, mesh, folder = config_model.build_policy(config)
     policy = run_precision.resolve(
         workdir, policy, config.precision.invariant_scale
     )
+    _, shapes = config_model.parameters(config, policy, mesh, folder)
+    freeze = tuple(config.model.freeze)
+    # Its schedule is not part of its state: any number of steps behind the
+    # warmup will do.
+    steps = config.optim.lr_warmup_steps + 1
+    optimizer = configs.optimizer_config(config, steps).build()
   except (AttributeError, KeyError) as error:
     raise ValueError(
         f'{workdir}/config.json lacks a setting, {error}: another version wrote'
         ' it. Add the setting with the value that the run had'
         ' (docs/configuration.md)'
     ) from error
-  _, shapes = config_model.parameters(config, policy, mesh, folder)
-  # Its schedule is not part of its state: any number of steps behind the
-  # warmup will do.
-  steps = config.optim.lr_warmup_steps + 1
-  optimizer = configs.optimizer_config(config, steps).build()
 
   def like(host_state: dict[str, Any]) -> TrainState:
     trained, sampling = _sides(host_state, policy, config)
@@ -212,7 +213,7 @@ def _of_run(
         shapes,
         optimizer,
         mesh,
-        tuple(config.model.freeze),
+        freeze,
         sampling.recipe if sampling != trained else None,
     )
 
@@ -252,6 +253,14 @@ def _of_run(
   )
 
 
+def _keep_compiled(folder: str) -> None:
+  """Uses the run's compiled programs, if it is on the machine that has them."""
+  try:
+    compilation.keep_compiled(folder)
+  except ValueError as error:
+    logging.warning('Compiled programs are not kept: %s', error)
+
+
 def _sides(
     host_state: dict[str, Any], policy: Policy, config: configs.Config
 ) -> tuple[Policy, Policy]:
@@ -284,7 +293,7 @@ def _of_checkpoint(folder: pathlib.Path, recipe: str | None) -> Restored:
       model,
       # What the recipe computes in; float32 masters would round to the same.
       dtype=dtype,
-      sharding_of=functools.partial(_whole, mesh),
+      sharding_of=lambda _: NamedSharding(mesh, jax.sharding.PartitionSpec()),
   )
   state = states.create(policy, masters, optax.identity(), mesh)
   if scales:
@@ -341,8 +350,3 @@ def _recipe_of(
       # It decides where the product is rounded.
       power_of_two_scales=all(math.frexp(scale)[0] == 0.5 for scale in flat),
   )
-
-
-def _whole(mesh: Mesh, path: str) -> NamedSharding:
-  del path
-  return NamedSharding(mesh, jax.sharding.PartitionSpec())

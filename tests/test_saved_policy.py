@@ -125,10 +125,33 @@ def test_a_config_that_is_no_object_is_refused(tmp_path):
     configs.read(tmp_path / 'config.json')
 
 
-def test_a_workdir_of_a_version_with_fewer_settings_names_the_setting(tmp_path):
+@pytest.mark.parametrize(
+    'section, name',
+    [
+        ('precision', 'recipe'),
+        ('mesh', 'fsdp'),
+        ('model', 'freeze'),
+        ('optim', 'lr_warmup_steps'),
+    ],
+)
+def test_a_workdir_of_a_version_with_fewer_settings_names_the_setting(
+    tmp_path, section, name
+):
   (tmp_path / 'checkpoints').mkdir()
   config = json.loads((whole_run.finished() / 'config.json').read_text())
-  del config['precision']['recipe']
+  del config[section][name]
   (tmp_path / 'config.json').write_text(json.dumps(config))
-  with pytest.raises(ValueError, match=r"lacks a setting, 'recipe': another"):
+  with pytest.raises(ValueError, match=f"lacks a setting.*'{name}'.*another"):
     saved_policy.load(str(tmp_path))
+
+
+def test_a_run_from_elsewhere_loads_without_its_compiled_programs(
+    tmp_path, caplog
+):
+  shutil.copytree(whole_run.finished(), tmp_path / 'run')
+  file = tmp_path / 'run' / 'config.json'
+  config = json.loads(file.read_text())
+  config['compile_cache_dir'] = f'{file}/cache'
+  file.write_text(json.dumps(config))
+  assert saved_policy.load(str(tmp_path / 'run')).origin.startswith('step 6 of')
+  assert 'Compiled programs are not kept: compile_cache_dir: ' in caplog.text
