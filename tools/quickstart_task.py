@@ -39,6 +39,7 @@ from collections.abc import Collection
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from jetrl_jax.data import load_examples
 from jetrl_jax.files import user_path
 from tools import command
 
@@ -279,7 +280,8 @@ def read_questions(folder: pathlib.Path) -> set[str]:
   """Reads the questions of every JSONL file in a folder.
 
   Raises:
-    ValueError: there is no such file, so that nothing would be left out.
+    ValueError: there is no such file, so that nothing would be left out; or
+      one has other rows.
   """
   paths = sorted(folder.glob('*.jsonl'))
   if not paths:
@@ -287,11 +289,10 @@ def read_questions(folder: pathlib.Path) -> set[str]:
         f'{folder} holds no *.jsonl file; name a folder with the problems to'
         ' leave out, for example examples/quickstart'
     )
-  return {
-      json.loads(line)['question']
-      for path in paths
-      for line in path.read_text(encoding='utf-8').splitlines()
-  }
+  # Their answers are not looked at: no row may be left out for one.
+  key = 'question'
+  rows = load_examples(list(map(str, paths)), prompt_key=key, answer_key=key)
+  return {str(row.prompt) for row in rows}
 
 
 def _write_json(path: pathlib.Path, value: dict) -> None:

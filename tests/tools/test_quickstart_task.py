@@ -162,10 +162,8 @@ def test_the_longest_problem_fits_the_model(problems):
 
 
 def test_the_command_writes_the_shipped_files_again(tmp_path):
-  script = _ROOT / 'tools' / 'quickstart_task.py'
-  subprocess.run(
-      [sys.executable, str(script), f'--output={tmp_path}'], check=True
-  )
+  command = [sys.executable, '-m', 'tools.quickstart_task']
+  subprocess.run([*command, f'--output={tmp_path}'], cwd=_ROOT, check=True)
   written = [p for p in tmp_path.rglob('*') if p.is_file()]
   assert len(written) == 7
   for path in written:
@@ -173,16 +171,25 @@ def test_the_command_writes_the_shipped_files_again(tmp_path):
     assert path.read_bytes() == shipped.read_bytes(), shipped.name
 
 
-def test_a_folder_without_problems_to_exclude_is_refused(tmp_path):
-  script = _ROOT / 'tools' / 'quickstart_task.py'
-  output, exclude = tmp_path / 'output', tmp_path / 'absent'
-  command = [sys.executable, str(script), f'--output={output}']
-  ended = subprocess.run(
-      [*command, f'--exclude={exclude}'], capture_output=True, text=True
-  )
-  assert ended.returncode == 1
-  assert ended.stderr == (
-      f'error: {exclude} holds no *.jsonl file; name a folder with the problems'
-      ' to leave out, for example examples/quickstart\n'
-  )
+@pytest.mark.parametrize(
+    'text, message',
+    [
+        ('', 'exclude holds no *.jsonl file; name a folder with the problems'),
+        ('{"problem": "1+1="}\n', "a.jsonl:1, answer_key: no column 'quest"),
+        ('{"question"\n', 'exclude/a.jsonl:1: not valid JSON'),
+    ],
+)
+def test_a_folder_without_problems_to_exclude_is_refused(
+    tmp_path, monkeypatch, text, message
+):
+  output, exclude = tmp_path / 'output', tmp_path / 'exclude'
+  exclude.mkdir()
+  if text:
+    (exclude / 'a.jsonl').write_text(text)
+  argv = ['x', f'--output={output}', f'--exclude={exclude}']
+  monkeypatch.setattr('sys.argv', argv)
+  with pytest.raises(SystemExit) as refused:
+    quickstart_task.main()
+  said = str(refused.value.code)
+  assert said.startswith('error: ') and message in said
   assert not output.exists()
