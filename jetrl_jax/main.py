@@ -44,6 +44,8 @@ _DRY_RUN_DEVICE = flags.DEFINE_string(
 def main() -> None:
   """Builds the run from its config and trains."""
   workdir = user_path(_WORKDIR.value or f'runs/{config_flag.file().stem}')
+  if _DRY_RUN_DEVICE.value and not _DRY_RUN.value:
+    raise ValueError('--dry_run_device trains nothing: give --dry_run with it')
   config: configs.Config = config_flag.load()
   _check_purpose(config)
   compilation.keep_compiled(config.compile_cache_dir)

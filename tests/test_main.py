@@ -208,6 +208,11 @@ def test_a_file_that_is_no_config_is_one_line(tmp_path, text, message):
             marks=pytest.mark.slow,
         ),
         pytest.param(
+            [_TINY, '--dry_run_device=NVIDIA H200'],
+            '--dry_run_device trains nothing: give --dry_run with it',
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             [_TINY, '--config.sft.output=x'],
             'is the config of a warm start, python -m jetrl_jax.sft',
             marks=pytest.mark.slow,
