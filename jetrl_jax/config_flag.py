@@ -98,16 +98,10 @@ def run_plain(
     define_one(name, default, text)
   flags.mark_flags_as_required(required)
 
-  def parse(argv: list[str]) -> list[str]:
-    try:
-      return flags.FLAGS(argv)
-    except flags.Error as error:
-      sys.exit(f'error: {said(error)}')
-
   def call() -> None:
     main({name: flags.FLAGS[name].value for name, *_ in table})
 
-  app.run(_in_one_sentence(call), flags_parser=parse)
+  app.run(_in_one_sentence(call), flags_parser=_parse)
 
 
 def said(error: Exception) -> str:
@@ -145,18 +139,19 @@ def _in_one_sentence(main: Callable[[], None]) -> Callable[[list[str]], None]:
 
 
 def _parse(argv: list[str]) -> list[str]:
-  file = _config_file(argv)
+  file = _config_file(argv) if 'config' in flags.FLAGS else None
   if file is not None and not file.is_file():
     sys.exit(f'error: --config={file}: there is no such file')
   try:
     return flags.FLAGS(argv)
   except Exception as error:
-    sys.exit(f'error: {_sentence(argv, error)}')
+    sys.exit(f'error: {_sentence(argv, file, error)}')
 
 
-def _sentence(argv: list[str], error: Exception) -> str:
+def _sentence(
+    argv: list[str], file: pathlib.Path | None, error: Exception
+) -> str:
   """Says what is wrong with the command line or the config file."""
-  file = _config_file(argv)
   if file is None:
     return said(error)
   for cause in _chain(error):

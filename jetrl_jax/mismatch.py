@@ -10,7 +10,6 @@ import datetime
 import json
 import pathlib
 import sys
-import tempfile
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from jetrl_jax import (
     provenance,
 )
 from jetrl_jax import config as configs
-from jetrl_jax.files import user_path
+from jetrl_jax.files import replace_text, user_path
 from jetrl_jax.mismatch_compare import Found
 from jetrl_jax.mismatch_split import Row, Split
 from jetrl_jax.mismatch_start import Start
@@ -196,7 +195,7 @@ def run(
       facts = {'rest': found.rest}
   if output is not None:
     text = as_json(start, rows, tokens=found.tokens, **facts)
-    output.write_text(text, encoding='utf-8')
+    replace_text(output, text)
   return said
 
 
@@ -206,13 +205,7 @@ def _check_output(output: pathlib.Path) -> None:
     raise ValueError(f'--output={output}: there is no folder {output.parent}')
   if output.is_dir():
     raise ValueError(f'--output={output} is a folder; name a file')
-  try:
-    with tempfile.TemporaryFile(dir=output.parent):
-      pass
-  except OSError as error:
-    raise ValueError(
-        f'--output={output} cannot be written: {error.strerror}'
-    ) from error
+  config_flag.make_folder('output', output.parent)
 
 
 def main() -> None:

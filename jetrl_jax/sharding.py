@@ -150,9 +150,7 @@ def tree_specs(tree: PyTree, mesh: Mesh) -> PyTree:
 
 def tree_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
   """Returns the NamedSharding of every leaf of a state tree."""
-  return jax.tree.map(
-      lambda leaf: NamedSharding(mesh, leaf_spec(leaf.shape, mesh)), tree
-  )
+  return named(tree_specs(tree, mesh), mesh)
 
 
 def named(specs: PyTree, mesh: Mesh) -> PyTree:

@@ -183,7 +183,7 @@ def test_a_file_that_is_no_config_is_one_line(tmp_path, text, message):
   config_flags.DEFINE_config_file('config', flag_values=values)
   with pytest.raises(Exception) as caught:
     values(['main', flag, '--config.seed=1'])
-  said = config_flag._sentence([flag], caught.value)
+  said = config_flag._sentence([flag], path, caught.value)
   assert said.startswith(f'{path}{message}')
 
 
