@@ -221,7 +221,7 @@ def control(runs: list[Run], output: pathlib.Path) -> None:
   axes[1].axvspan(*REPORTED_K3, color='gold', alpha=0.25)
   axes[1].set_title('gold: k3 that papers report of dense models', fontsize=9)
   axes[0].set_title(_origin(runs), fontsize=9)
-  names = sorted({_format(run) for run in runs}, key=_FORMATS.index)
+  names = sorted({run.arm.rollout for run in runs}, key=_FORMATS.index)
   handles = [
       Line2D([], [], marker='o', ls='', color=_COLORS[_FORMATS.index(name)])
       for name in names
@@ -239,12 +239,8 @@ def control(runs: list[Run], output: pathlib.Path) -> None:
 _FORMATS = ('bf16', 'fp8_token', *(f'fake_{bits}' for bits in BITS))
 
 
-def _format(run: Run) -> str:
-  return run.arm.rollout
-
-
-def _color(run: Run):
-  return _COLORS[_FORMATS.index(_format(run))]
+def _color(run: Run) -> str:
+  return _COLORS[_FORMATS.index(run.arm.rollout)]
 
 
 def _origin(runs: list[Run]) -> str:

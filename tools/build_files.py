@@ -117,11 +117,7 @@ def build_files() -> dict[pathlib.Path, str]:
   targets = [t for room in rooms for t in _of_room(room, files[room])]
   for folder in _clone_folders():
     targets += _of_clone(folder)
-  tuple(
-      graphlib.TopologicalSorter(
-          {t.label: t.deps for t in targets}
-      ).static_order()
-  )
+  graphlib.TopologicalSorter({t.label: t.deps for t in targets}).prepare()
   return {
       folder / 'BUILD': _render([t for t in targets if t.folder == folder])
       for folder in {t.folder for t in targets}

@@ -9,35 +9,26 @@ of its reader says of it. After a change of either:
 import inspect
 import pathlib
 import re
-import sys
 from typing import Any
 
-ROOT = pathlib.Path(__file__).parent.parent
-if __name__ == '__main__':
-  sys.path.insert(0, str(ROOT))
-
-from configs import base  # noqa: E402  The clone need not be installed.
-from jetrl_jax.data import (  # noqa: E402
-    ChatFormat,
-    PromptDataset,
-    load_examples,
-)
-from jetrl_jax.fp8 import Recipe  # noqa: E402
-from jetrl_jax.rewards import RewardPool  # noqa: E402
-from jetrl_jax.rl.engine import EngineConfig  # noqa: E402
-from jetrl_jax.rl.objective import LossConfig  # noqa: E402
-from jetrl_jax.rl.optimizer import OptimizerConfig  # noqa: E402
-from jetrl_jax.rl.policy import Policy  # noqa: E402
-from jetrl_jax.rl.settings import (  # noqa: E402
+from configs import base
+from jetrl_jax.data import ChatFormat, PromptDataset, load_examples
+from jetrl_jax.fp8 import Recipe
+from jetrl_jax.rewards import RewardPool
+from jetrl_jax.rl.engine import EngineConfig
+from jetrl_jax.rl.objective import LossConfig
+from jetrl_jax.rl.optimizer import OptimizerConfig
+from jetrl_jax.rl.policy import Policy
+from jetrl_jax.rl.settings import (
     AlgorithmConfig,
     FilterGroups,
     GuardConfig,
     OverlongBuffer,
     RunConfig,
 )
-from jetrl_jax.sharding import Axes  # noqa: E402
+from jetrl_jax.sharding import Axes
 
-OUTPUT = ROOT / 'docs' / 'configuration.md'
+OUTPUT = pathlib.Path(__file__).parent.parent / 'docs' / 'configuration.md'
 # Who reads a section's values; the first that documents a name is quoted.
 _READERS: dict[str, tuple[Any, ...]] = {
     '': (RunConfig,),
