@@ -102,6 +102,30 @@ def build_dataset(
   )
 
 
+def data_section(
+    config: Config | None, tokenizer: Tokenizer, max_prompt_length: int
+) -> Config:
+  """Returns the settings of `data.*` that say how rows become prompts.
+
+  Args:
+    config: of the run that made a policy; None for a checkpoint.
+    tokenizer: the policy's.
+    max_prompt_length: for a checkpoint, which says none of them.
+  """
+  section = {
+      'prompt_key': 'question',
+      'answer_key': 'answer',
+      'source_key': '',
+      'template': 'chat' if tokenizer.chat_template else '{prompt}',
+      'instruction': '',
+      'system': '',
+      'max_prompt_length': max_prompt_length,
+  }
+  if config is not None:
+    section = {name: config.data[name] for name in section}
+  return ml_collections.ConfigDict(section)
+
+
 def check_ids(
     tokenizer: Tokenizer, token_lists: Iterable[np.ndarray], vocab_size: int
 ) -> None:

@@ -4,7 +4,6 @@ import dataclasses
 import pathlib
 from typing import Any
 
-import ml_collections
 from absl import flags
 
 from jetrl_jax import config as configs
@@ -116,21 +115,18 @@ def resolve(values: dict[str, Any]) -> Settings:
   )
   fp8_support.check({'--recipe': found.policy})
   tokenizer = saved_policy.tokenizer_of(found)
-  known = _known(found, values['data'])
+  section, known = _known(found, tokenizer, values['data'])
   given = {k: v for k, v in values.items() if v is not None}
-  if 'template' not in known:
-    chat = bool(tokenizer.chat_template)
-    known['template'] = 'chat' if chat else '{prompt}'
-  settled: dict[str, Any] = known | columns | given
+  settled: dict[str, Any] = {**section, **known, **columns, **given}
   lengths = settled['max_prompt_length'], settled['max_response_length']
   if sum(lengths) > found.policy.model.max_position:
     raise ValueError(
         f'max_prompt_length + max_response_length is {sum(lengths)}; the model'
         f' has {found.policy.model.max_position} positions'
     )
-  data = {k: settled[k] for k in _DATA}
+  section.update({k: settled[k] for k in section})
   dataset = configs.build_dataset(
-      ml_collections.ConfigDict(data),
+      section,
       files,
       tokenizer,
       values['max_samples'],
@@ -156,15 +152,6 @@ def resolve(values: dict[str, Any]) -> Settings:
   )
 
 
-_DATA = (
-    'prompt_key',
-    'answer_key',
-    'source_key',
-    'template',
-    'instruction',
-    'system',
-    'max_prompt_length',
-)
 _KEPT = (
     'num_generations',
     'temperature',
@@ -224,24 +211,22 @@ def _files(values: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, str]]:
   return (file or source,), columns
 
 
-def _known(found: saved_policy.Restored, data: str) -> dict[str, Any]:
-  """Returns what the run says, or the defaults for a checkpoint."""
-  if found.config is not None:
-    section = found.config.data
-    return {k: section[k] for k in _DATA} | {
-        'max_response_length': found.config.rollout.max_response_length,
-        'num_slots': found.config.rollout.num_slots,
-    }
+def _known(
+    found: saved_policy.Restored, tokenizer: Tokenizer, data: str
+) -> tuple[configs.Config, dict[str, Any]]:
+  """Returns settings of the data and of the rollout: the run's, or defaults."""
   longest = found.policy.model.max_position
-  prompt_tokens = min(_PROMPT_TOKENS, longest // 2)
-  return {
-      'prompt_key': 'question',
-      'answer_key': 'answer',
-      'source_key': '',
-      'instruction': INSTRUCTION if data in NAMED else '',
-      'system': '',
-      'max_prompt_length': prompt_tokens,
-      'max_response_length': min(_RESPONSE_TOKENS, longest - prompt_tokens),
+  most = min(_PROMPT_TOKENS, longest // 2)
+  section = configs.data_section(found.config, tokenizer, most)
+  if found.config is not None:
+    rollout = found.config.rollout
+    return section, {
+        k: rollout[k] for k in ('max_response_length', 'num_slots')
+    }
+  if data in NAMED:
+    section.instruction = INSTRUCTION
+  return section, {
+      'max_response_length': min(_RESPONSE_TOKENS, longest - most),
       'num_slots': _SLOTS,
   }
 

@@ -9,7 +9,6 @@ prompts of a file. See docs/export.md.
 import dataclasses
 from typing import Any
 
-import ml_collections
 from absl import flags, logging
 
 from jetrl_jax import config as configs
@@ -173,28 +172,19 @@ def _in_fp8(
 def _prompts(found: Restored, values: dict[str, Any]) -> list[Prompt]:
   """Returns the prompts to calibrate on, as the policy knows them."""
   tokenizer = saved_policy.tokenizer_of(found)
-  chat = bool(tokenizer.chat_template)
   longest = found.policy.model.max_position - calibration.CHECKPOINT_TOKENS
-  data = {
-      'prompt_key': 'question',
-      'answer_key': 'answer',
-      'source_key': '',
-      'template': 'chat' if chat else '{prompt}',
-      'instruction': '',
-      'system': '',
-      'max_prompt_length': min(_PROMPT_TOKENS, longest),
-  }
-  if found.config is not None:
-    data = {name: found.config.data[name] for name in data}
-  data |= {k: v for k, v in values.items() if k in data and v is not None}
-  if not 1 <= data['max_prompt_length'] <= longest:
+  most = min(_PROMPT_TOKENS, longest)
+  section = configs.data_section(found.config, tokenizer, most)
+  given = {k: v for k, v in values.items() if k in section and v is not None}
+  section.update(given)
+  if not 1 <= section.max_prompt_length <= longest:
     raise ValueError(
-        f'--max_prompt_length is {data["max_prompt_length"]}; allowed: 1 to'
+        f'--max_prompt_length is {section.max_prompt_length}; allowed: 1 to'
         f' {longest}, the positions of the model less those of an answer'
     )
   prompts = list(
       configs.build_dataset(
-          ml_collections.ConfigDict(data),
+          section,
           (values['data'],),
           tokenizer,
           calibration.CHECKPOINT_PROMPTS,

@@ -27,7 +27,7 @@ from jetrl_jax import (
     sharding,
 )
 from jetrl_jax import config as configs
-from jetrl_jax.data import ChatFormat, PlainFormat, PromptFormat, Tokenizer
+from jetrl_jax.data import PromptFormat, Tokenizer
 from jetrl_jax.files import user_path
 from jetrl_jax.fp8 import slots
 from jetrl_jax.fp8.recipes import LM_HEAD, RECIPES, UNCALIBRATED
@@ -111,23 +111,19 @@ def load(path: str, *, step: int | None = None) -> SavedPolicy:
   # Without the masters, which would stay on the device.
   params = PolicyParams(found.state.weights, found.state.fp8_state)
   tokenizer = tokenizer_of(found)
+  longest = found.policy.model.max_position
+  most = min(_PROMPT_TOKENS, longest // 2)
+  section = configs.data_section(found.config, tokenizer, most)
+  response_tokens = min(_RESPONSE_TOKENS, longest - section.max_prompt_length)
   if found.config is not None:
-    data = found.config.data
-    prompt_format = configs.prompt_format(data)
-    prompt_tokens = data.max_prompt_length
     response_tokens = found.config.rollout.max_response_length
-  else:
-    prompt_format = ChatFormat() if tokenizer.chat_template else PlainFormat()
-    longest = found.policy.model.max_position
-    prompt_tokens = min(_PROMPT_TOKENS, longest // 2)
-    response_tokens = min(_RESPONSE_TOKENS, longest - prompt_tokens)
   return SavedPolicy(
       policy=found.policy,
       mesh=found.mesh,
       params=params,
       tokenizer=tokenizer,
-      prompt_format=prompt_format,
-      max_prompt_length=prompt_tokens,
+      prompt_format=configs.prompt_format(section),
+      max_prompt_length=section.max_prompt_length,
       max_response_length=response_tokens,
       origin=found.origin,
   )
