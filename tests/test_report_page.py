@@ -365,7 +365,7 @@ def test_the_report_is_written_whole_beside_the_metrics(workdir):
   path = report.write_report([workdir])
   assert path == workdir / 'report.html'
   assert path.read_text().endswith('</html>\n')
-  assert not list(workdir.glob('*.partial'))
+  assert not list(workdir.glob('.*.partial'))
 
 
 def test_a_file_that_cannot_be_written_is_a_sentence(workdir):
