@@ -12,6 +12,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import socket
 import time
 from typing import Any
@@ -24,6 +25,8 @@ from jetrl_jax.metrics_wandb import WandbConfig, WandbRun
 from jetrl_jax.typing import Array
 
 _RESERVED = ('step', 'nonfinite')
+# How `MetricWriter.write` begins a line.
+_BEGIN = re.compile(rb'\{"step": (\d{1,18})[,}]')
 
 
 @jax.tree_util.register_dataclass
@@ -153,18 +156,15 @@ class MetricWriter:
       step: the last step to keep: the one the run resumes from.
     """
     self._file.close()
-    kept = [
-        line
-        for line in self._path.read_bytes().splitlines(keepends=True)
-        if json.loads(line)['step'] <= step
-    ]
-    temporary = self._path.with_suffix('.jsonl.tmp')
-    with open(temporary, 'wb') as file:
-      file.writelines(kept)
-      file.flush()
-      os.fsync(file.fileno())
-    os.rename(temporary, self._path)
-    self._last_step = json.loads(kept[-1])['step'] if kept else -1
+    self._last_step, kept = -1, 0
+    with open(self._path, 'rb') as file:
+      for line in file:
+        found = _step(line, whole=False)
+        if found is None or found > step:
+          break
+        self._last_step, kept = found, kept + len(line)
+    # One system call, and no room on the disk: all of them go, or none.
+    os.truncate(self._path, kept)
     self._file = open(self._path, 'ab')
     if self._events is not None:
       self._events.purge_from(step + 1)
@@ -184,26 +184,41 @@ def _repair(path: pathlib.Path) -> int:
   """Cuts a torn last line off; returns the last step, -1 if there is none."""
   if not path.exists():
     return -1
-  content = path.read_bytes()
-  lines = content.splitlines(keepends=True)
   last_step, good = -1, 0
-  for number, line in enumerate(lines, start=1):
-    step = None
-    try:
-      step = json.loads(line)['step']
-    except (ValueError, KeyError, TypeError):
-      pass
-    if isinstance(step, int) and line.endswith(b'\n'):
-      last_step, good = step, good + len(line)
-    elif number < len(lines):
-      raise ValueError(
-          f'{path} line {number} is no metrics line: {line[:60]!r}; mend it or '
-          'move the file away'
-      )
-    else:
-      logging.warning('%s: dropped a torn last line', path)
-      os.truncate(path, good)
+  with open(path, 'rb') as file:
+    for number, line in enumerate(file, start=1):
+      is_last = not file.peek(1)
+      step = _step(line, whole=is_last)
+      if step is not None:
+        last_step, good = step, good + len(line)
+      elif is_last:
+        logging.warning('%s: dropped a torn last line', path)
+        os.truncate(path, good)
+      else:
+        raise ValueError(
+            f'{path} line {number} is no metrics line: {line[:60]!r}; mend it'
+            ' or move the file away'
+        )
   return last_step
+
+
+def _step(line: bytes, *, whole: bool) -> int | None:
+  """Returns the step of a line of metrics.jsonl, None if it is no such line.
+
+  Args:
+    line: with its end.
+    whole: whether all of it is parsed, or its two ends are looked at: a long
+      run of a large model has hundreds of megabytes.
+  """
+  if not line.endswith(b'\n'):
+    return None
+  if not whole and line.endswith(b'}\n') and (begin := _BEGIN.match(line)):
+    return int(begin[1])
+  try:
+    step = json.loads(line)['step']
+  except (ValueError, KeyError, TypeError):
+    return None
+  return step if isinstance(step, int) else None
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -175,6 +175,24 @@ def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path):
   assert run('parts', range(8), -1) == whole
 
 
+def test_a_resume_parses_the_last_line_alone(tmp_path, monkeypatch):
+  writer = MetricWriter(tmp_path, tensorboard=False)
+  for step in range(20):
+    writer.write(step, {'nested': {'a': [step]}})
+  writer.close()
+  parsed = []
+  parse = json.loads
+  monkeypatch.setattr(json, 'loads', lambda x: parsed.append(x) or parse(x))
+  # The lines of ten thousand steps took 20 seconds.
+  writer = MetricWriter(tmp_path, tensorboard=False)
+  writer.truncate_after(9)
+  assert len(parsed) == 1
+  monkeypatch.undo()
+  writer.write(10, {'nested': {}})
+  writer.close()
+  assert [line['step'] for line in _lines(tmp_path)] == list(range(11))
+
+
 def test_a_killed_process_leaves_whole_lines(tmp_path):
   code = (
       'import itertools, sys; from jetrl_jax.metrics import MetricWriter\n'
