@@ -1,5 +1,6 @@
 """Trains a policy: python -m jetrl_jax.main --config=configs/quickstart.py."""
 
+import itertools
 import json
 import pathlib
 import sys
@@ -70,11 +71,12 @@ def main() -> None:
   except StopRequested as stop:
     _say_stopped(stop, workdir)
     return
-  _summary(workdir)
-  try:
-    print(f'Report: {report.write_report([workdir])}')
-  except ValueError as error:  # A full disk; the run itself is safe by now.
-    logging.warning('No report: %s', error)
+  for tell in (_summary, _report):
+    try:
+      tell(workdir)
+    # A full disk, a file that was lost: the run itself is safe by now.
+    except (OSError, ValueError) as error:
+      logging.warning('The run is done, but not all is told of it: %s', error)
 
 
 def _check_purpose(config: configs.Config) -> None:
@@ -123,28 +125,37 @@ def _say_stopped(stop: StopRequested, workdir: pathlib.Path) -> None:
 
 def _summary(workdir: pathlib.Path) -> None:
   """Prints held-out accuracy before and after, and two completions."""
-  lines = (workdir / 'metrics.jsonl').read_text().splitlines()
-  records = [json.loads(line) for line in lines]
-  evaluated = [r for r in records if any('/acc/mean@' in name for name in r)]
-  if not evaluated:
+  first, last, mismatch = {}, {}, 0.0
+  name = 'training/mismatch_token_frac'
+  # One by one: as dicts the lines of a long run would be gigabytes.
+  with open(workdir / 'metrics.jsonl', encoding='utf-8') as lines:
+    for record in map(json.loads, lines):
+      if name in record:
+        mismatch = max(mismatch, record[name])
+      if any('/acc/mean@' in measure for measure in record):
+        first, last = first or record, record
+  if not last:
     print(f'Done. Metrics are in {workdir}/metrics.jsonl.')
     return
-  first, last = evaluated[0], evaluated[-1]
   for line in before_and_after(first, last):
     print(line)
-  name = 'training/mismatch_token_frac'
-  mismatch = [r[name] for r in records if name in r]
   print(
       'Tokens whose rollout and training log-probs differ in any bit:'
-      f' {max(mismatch, default=0.0):.4%} (largest step)'
+      f' {mismatch:.4%} (largest step)'
   )
+  # Not splitlines: an answer may hold what only Unicode takes for a line's end.
   file = workdir / 'samples' / f'{last["step"]:06d}.jsonl'
-  # Not `splitlines`, which takes characters of an answer for line ends, too.
-  for line in file.read_text(encoding='utf-8').rstrip('\n').split('\n')[:2]:
+  with open(file, encoding='utf-8') as samples:
+    two = list(itertools.islice(samples, 2))
+  for line in two:
     sample = json.loads(line)
     print(f'\n> {sample["prompt"]}\n{sample["response"]}')
     print(f'(expected {sample["answer"]})')
   print(f'\nMetrics, checkpoints and the exported policy are in {workdir}.')
+
+
+def _report(workdir: pathlib.Path) -> None:
+  print(f'Report: {report.write_report([workdir])}')
 
 
 if __name__ == '__main__':

@@ -2,8 +2,7 @@
 
 import json
 import re
-import subprocess
-import sys
+import shutil
 
 import pytest
 from absl import app, flags
@@ -63,29 +62,6 @@ def test_help_lists_the_flags_of_a_command(module, own):
   assert set(own) <= set(listed)
 
 
-def test_the_last_words_hold_an_answer_with_any_character(tmp_path):
-  odd = 'a\u2028b\x85c'
-  line = {'step': 0, 'val-core/x/acc/mean@1': 0.5}
-  (tmp_path / 'metrics.jsonl').write_text(json.dumps(line) + '\n')
-  sample = {'prompt': 'Q', 'response': odd, 'answer': '7', 'accuracy': 0.0}
-  (tmp_path / 'samples').mkdir()
-  (tmp_path / 'samples/000000.jsonl').write_text(
-      json.dumps(sample, ensure_ascii=False) + '\n', encoding='utf-8'
-  )
-  script = (
-      'import pathlib, sys; from jetrl_jax import main;'
-      ' main._summary(pathlib.Path(sys.argv[1]))'
-  )
-  found = subprocess.run(
-      [sys.executable, '-X', 'utf8', '-c', script, tmp_path],
-      cwd=whole_run.ROOT,
-      stdout=subprocess.PIPE,
-      encoding='utf-8',
-      check=True,
-  )
-  assert f'\n> Q\n{odd}\n(expected 7)\n' in found.stdout
-
-
 def test_a_run_shows_before_and_after_and_two_completions(tmp_path):
   workdir = tmp_path / 'run'
   code, output, errors = _run(_TINY, f'--workdir={workdir}')
@@ -117,6 +93,26 @@ def test_a_run_shows_before_and_after_and_two_completions(tmp_path):
   assert start['num_devices'] == 1
   config = json.loads((workdir / 'config.json').read_text())
   assert config['trainer']['total_training_steps'] == 6
+
+
+def test_what_is_told_at_the_end_takes_any_answer_and_a_lost_file(tmp_path):
+  workdir = tmp_path / 'run'
+  shutil.copytree(whole_run.finished(), workdir)
+  file = workdir / 'samples' / '000006.jsonl'
+  sample, *others = file.read_text().split('\n')
+  # Unicode's own ends of a line, which JSON lets stand as they are.
+  answer = 'one\u2028two\x85three'
+  changed = json.loads(sample) | {'response': answer}
+  lines = [json.dumps(changed, ensure_ascii=False), *others]
+  file.write_text('\n'.join(lines), encoding='utf-8')
+  code, output, errors = _run(_TINY, f'--workdir={workdir}')
+  assert code == 0 and 'Traceback' not in errors
+  assert answer in output and output.count('(expected ') == 2
+  file.unlink()
+  code, output, errors = _run(_TINY, f'--workdir={workdir}')
+  assert code == 0 and 'Traceback' not in errors
+  assert 'not all is told of it' in errors and '000006.jsonl' in errors
+  assert f'Report: {workdir}/report.html' in output
 
 
 def test_an_unknown_name_on_the_command_line_gets_the_nearest_one():
