@@ -12,6 +12,8 @@ import pathlib
 import secrets
 from typing import Any
 
+from jetrl_jax.files import replace_text
+
 _ID_FILE = 'wandb_run_id'
 
 
@@ -66,7 +68,7 @@ class WandbRun:
     wandb = importlib.import_module('wandb')
     id_file = self._workdir / _ID_FILE
     if not id_file.exists():
-      id_file.write_text(secrets.token_hex(8))
+      replace_text(id_file, secrets.token_hex(8))
     try:
       return wandb.init(
           project=self._config.project,

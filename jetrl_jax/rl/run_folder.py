@@ -184,8 +184,7 @@ class RunFolder:
     folder = self.path / 'samples'
     folder.mkdir(exist_ok=True)
     lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
-    file = folder / f'{step:06d}.jsonl'
-    file.write_text('\n'.join(lines) + '\n', encoding='utf-8')
+    replace_text(folder / f'{step:06d}.jsonl', '\n'.join(lines) + '\n')
 
   def export(
       self, parts: Parts, state: TrainState, source: pathlib.Path
