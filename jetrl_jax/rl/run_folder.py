@@ -33,7 +33,7 @@ from jetrl_jax.rl.types import TrainState
 EXPORT = 'export'
 
 
-def changed_settings(before: str, after: str) -> list[str]:
+def changed_settings(before: str | bytes, after: str) -> list[str]:
   """Lists what differs between two configs, 'optim.lr: 1e-06 -> 2e-06'.
 
   Args:
@@ -87,7 +87,7 @@ class RunFolder:
   def changed(self, text: str) -> list[str]:
     """Returns what an earlier start had otherwise, see `changed_settings`."""
     file = self.path / 'config.json'
-    return changed_settings(file.read_text(), text) if file.exists() else []
+    return changed_settings(file.read_bytes(), text) if file.exists() else []
 
   def write_config(self, text: str) -> None:
     """Keeps the resolved config; says what an earlier start had otherwise."""

@@ -20,6 +20,14 @@ def test_settings_that_differ_from_an_earlier_start_are_named():
   assert changed_settings('{"optim": ', after) == []
 
 
+def test_a_config_json_that_is_no_text_keeps_no_run_from_going_on(tmp_path):
+  folder = whole_run.trainer(tmp_path).folder
+  (tmp_path / 'config.json').write_bytes(b'{"seed": "\x80"}')
+  folder.write_config('{"seed": 1}')
+  assert (tmp_path / 'config.json').read_text() == '{"seed": 1}'
+  folder.close()
+
+
 def test_without_its_checkpoints_a_run_begins_anew_and_keeps_the_old_lines(
     tmp_path, caplog
 ):
