@@ -197,7 +197,8 @@ class CheckpointManager:
     self._orbax = ocp.AsyncCheckpointer(
         ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=True)
     )
-    logging.get_absl_logger().addFilter(_is_news)
+    for logger in (logging.get_absl_logger(), std_logging.getLogger('asyncio')):
+      logger.addFilter(_is_news)
     for path in self._directory.iterdir():
       if path.name.startswith((_SAVING, _DELETING)):
         logging.info('Removing %s, left over by an earlier run', path)
@@ -375,8 +376,11 @@ class CheckpointManager:
 def _is_news(record: std_logging.LogRecord) -> bool:
   """Says whether a record is none of an exception that Orbax raises later.
 
-  A full disk is one sentence of ours; Orbax's three tracebacks would bury it.
+  A full disk is one sentence of ours; Orbax's three tracebacks would bury it,
+  and so would asyncio's lines on each array that Orbax no longer waits for.
   """
+  if record.name == 'asyncio':
+    return f'/{_SAVING}' not in record.getMessage()
   path = pathlib.PurePath(record.pathname).as_posix()
   is_kept = '/orbax/checkpoint/' in path and path.endswith(_KEEPS_EXCEPTIONS)
   return not (is_kept and record.exc_info)

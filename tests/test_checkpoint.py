@@ -1,6 +1,7 @@
 """Tests of saving, finding, restoring and retiring checkpoints."""
 
 import collections
+import logging
 import os
 import resource
 import shutil
@@ -365,6 +366,16 @@ def test_only_exceptions_that_orbax_raises_later_are_not_logged(
   log('/x/orbax/checkpoint/_src/path/deleter.py', 'not kept', failed)
   log('/x/futures/future.py', 'not of Orbax', failed)
   assert caplog.messages == ['no exception', 'not kept', 'not of Orbax']
+
+
+def test_asyncio_is_silent_of_arrays_that_a_failed_save_left(manager, caplog):
+  del manager  # It sets the filter.
+  text = 'Future exception was never retrieved\nfuture: <Future %r>'
+  logger = logging.getLogger('asyncio')
+  logger.error(text, ValueError('Error writing "/run/.saving.6/state/d/5c3"'))
+  logger.error(text, ValueError('of somebody else'))
+  [message] = caplog.messages
+  assert 'of somebody else' in message
 
 
 def test_a_corrupt_newest_step_gives_the_one_before_and_is_replaced(tmp_path):
