@@ -1,5 +1,6 @@
 """Paths as a user writes them; text files written whole or not at all."""
 
+import contextlib
 import os
 import pathlib
 
@@ -29,4 +30,6 @@ def replace_text(path: pathlib.Path, text: str) -> None:
     partial.write_text(text, encoding='utf-8')
     os.replace(partial, path)
   finally:
-    partial.unlink(missing_ok=True)
+    # Half a file is left where it failed: a full disk has no room for it.
+    with contextlib.suppress(OSError):
+      partial.unlink()

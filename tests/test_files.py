@@ -12,6 +12,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
   replace_text(path, 'old')
   with pytest.raises(UnicodeEncodeError):
     replace_text(path, 'new ' * 10_000 + '\ud800')
+  assert [file.name for file in tmp_path.iterdir()] == ['config.json']
   assert path.read_text() == 'old'
   assert [file.name for file in tmp_path.iterdir()] == ['config.json']
   replace_text(path, 'new')

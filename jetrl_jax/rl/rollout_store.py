@@ -6,6 +6,7 @@ is rounded. mu and pi often agree on a token; `log_mu` is stored as the bits in
 which it differs from `logprobs`, which then compress to nothing.
 """
 
+import contextlib
 import os
 import pathlib
 import struct
@@ -75,11 +76,17 @@ def save_rollouts(
   path = pathlib.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
   temporary = path.with_name(f'{path.name}.tmp')
-  with open(temporary, 'wb') as file:
-    np.savez_compressed(file, allow_pickle=False, **columns)
-    file.flush()
-    os.fsync(file.fileno())
-  os.rename(temporary, path)
+  try:
+    with open(temporary, 'wb') as file:
+      np.savez_compressed(file, allow_pickle=False, **columns)
+      file.flush()
+      os.fsync(file.fileno())
+    os.rename(temporary, path)
+  except BaseException:
+    # Half a file: a full disk has no room for it.
+    with contextlib.suppress(OSError):
+      temporary.unlink()
+    raise
 
 
 def load_rollouts(

@@ -1,6 +1,7 @@
 """Tests of the rollout files."""
 
 import dataclasses
+import resource
 
 import numpy as np
 import pytest
@@ -128,6 +129,24 @@ def test_arrays_that_would_change_are_refused(tmp_path):
     with pytest.raises(ValueError, match='extra array rewards is .* length 1'):
       save_rollouts(path, [one], {'rewards': array})
   assert not path.exists()
+
+
+def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path):
+  generator = np.random.default_rng(0)
+  path = tmp_path / '1.npz'
+  save_rollouts(path, [_completion(generator, 1, 0, 9, False)], {})
+  old = path.read_bytes()
+  longer = [_completion(generator, i, 0, 1000, False) for i in range(9)]
+  _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+  # What a full disk looks like.
+  resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+  try:
+    with pytest.raises(OSError, match='File too large'):
+      save_rollouts(path, longer, {})
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+  assert [file.name for file in tmp_path.iterdir()] == ['1.npz']
+  assert path.read_bytes() == old
 
 
 def test_a_damaged_or_absent_file_is_said_to_be_so(tmp_path):
