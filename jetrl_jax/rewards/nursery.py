@@ -36,6 +36,7 @@ class Worker:
     since: when it was started, last given answers or last heard of, monotonic
       seconds.
     assigned: indices of the answers it has, the current one first.
+    is_used: whether it has scored an answer.
     buffer: bytes of replies that have not arrived whole.
   """
 
@@ -44,6 +45,7 @@ class Worker:
   sock: socket.socket
   since: float
   ready: bool = False
+  is_used: bool = False
   assigned: collections.deque[int] = dataclasses.field(
       default_factory=collections.deque
   )

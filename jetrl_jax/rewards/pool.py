@@ -327,6 +327,13 @@ class RewardPool:
       if seconds > self._timeout_s:
         # As if it had been looked at in time.
         reply = dataclasses.asdict(failed('timeout', self._specs))
+      elif reply.get('error') == 'memory' and worker.is_used:
+        # What earlier answers left in the worker may have filled it, and would
+        # every later answer's.
+        self._drop(worker)
+        batch.waiting.extendleft(reversed(worker.assigned))
+        return True
+      worker.is_used = True
       worker.assigned.popleft()
       batch.replies[index] = reply
     return alive

@@ -78,6 +78,15 @@ def words(data_source, solution_str, ground_truth, extra_info=None):
   return 'very good'
 
 
+_KEPT = []
+
+
+def keeps(data_source, solution_str, ground_truth, extra_info=None):
+  """Never lets go of what an answer took: as many bytes as it says."""
+  _KEPT.append(bytes(int(solution_str)))  # Of pages that nobody touches.
+  return 1.0
+
+
 def obeys(data_source, solution_str, ground_truth, extra_info=None):
   """Does what the answer says."""
   match solution_str:

@@ -152,6 +152,16 @@ def test_answers_that_crash_or_need_too_much_memory_count_zero(obedient):
   assert [r.score for r in results] == [0, 0, 1]
 
 
+def test_a_worker_that_earlier_answers_have_filled_is_replaced():
+  # Room for five of a hundred megabytes, and never for the last.
+  requests = [*[request('100_000_000')] * 12, request('1_000_000_000')]
+  with new_pool(custom('keeps'), num_workers=2) as pool:
+    for _ in range(2):
+      *kept, large = pool.score(requests)
+      assert [result.error for result in kept] == [None] * 12
+      assert large.error == 'memory'
+
+
 def test_the_first_answer_that_breaks_a_limit_warns_and_no_other(caplog):
   broken = [request(x) for x in ('hang', 'crash', 'memory', 'ok', 'crash')]
   with new_pool(custom('obeys'), num_workers=2) as pool:
