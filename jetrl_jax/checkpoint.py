@@ -39,7 +39,11 @@ _DELETING = '.deleting.'
 _CORRUPT = 'corrupt.'
 # Orbax's threads log a traceback of each exception that they keep for
 # `wait_until_finished`, which raises it again.
-_KEEPS_EXCEPTIONS = ('futures/future.py', 'checkpointers/async_checkpointer.py')
+_KEEPS_EXCEPTIONS = (
+    'futures/future.py',
+    'checkpointers/async_checkpointer.py',
+    'metadata/checkpoint.py',
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -363,6 +363,7 @@ def test_only_exceptions_that_orbax_raises_later_are_not_logged(
 
   log(kept, 'kept and raised', failed)
   log(kept, 'no exception', None)
+  log('/x/orbax/checkpoint/_src/metadata/checkpoint.py', 'written', failed)
   log('/x/orbax/checkpoint/_src/path/deleter.py', 'not kept', failed)
   log('/x/futures/future.py', 'not of Orbax', failed)
   assert caplog.messages == ['no exception', 'not kept', 'not of Orbax']
