@@ -14,7 +14,9 @@ def get_config() -> ml_collections.ConfigDict:
   config = ml_collections.ConfigDict()
   config.seed = 0
   # Folder for compiled programs: a second start with the same config compiles
-  # nothing and has the same bits. Several runs may share one. '' is off.
+  # nothing and has the same bits. Several runs may share one. What a kill or a
+  # full disk tore there is compiled at each start, with a warning, until the
+  # folder is deleted. '' is off.
   config.compile_cache_dir = ''
   # A published flow by name, which sets the precision of both sides and the
   # correction: 'jetrl', 'bf16', 'fp8_rollout', 'flashrl', 'qurl',
