@@ -27,6 +27,8 @@ from jetrl_jax.typing import Array
 _RESERVED = ('step', 'nonfinite')
 # How `MetricWriter.write` begins a line.
 _BEGIN = re.compile(rb'\{"step": (\d{1,18})[,}]')
+# The seconds in the name of an `_EventFile`.
+_EVENTS = re.compile(r'events\.out\.tfevents\.(\d+\.\d+)\.')
 
 
 @jax.tree_util.register_dataclass
@@ -272,9 +274,12 @@ class _EventFile:
     self._event_pb2: Any = event_pb2
     self._summary_pb2: Any = summary_pb2
     folder.mkdir(parents=True, exist_ok=True)
-    # TensorBoard reads a folder's files in the order of their names.
+    # TensorBoard reads a folder's files in the order of their names. The clock
+    # may have been set back since the last start, or be another machine's.
+    earlier = [_EVENTS.match(path.name) for path in folder.iterdir()]
+    begins = [float(found[1]) + 1e-3 for found in earlier if found]
     name = (
-        f'events.out.tfevents.{time.time_ns() / 1e9:020.9f}.'
+        f'events.out.tfevents.{max([time.time_ns() / 1e9, *begins]):020.9f}.'
         f'{socket.gethostname()}.{os.getpid()}'
     )
     # RecordWriter rather than EventFileWriter: the latter's thread swallows

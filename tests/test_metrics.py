@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -219,13 +220,18 @@ def test_a_killed_process_leaves_whole_lines(tmp_path):
   assert steps[-1] >= (int(told[-1]) if told else 20)
 
 
-def test_tensorboard_shows_the_scalars_of_a_resumed_run_once(tmp_path):
+@pytest.mark.parametrize('clock_s', [0, -3600])
+def test_tensorboard_shows_the_scalars_of_a_resumed_run_once(
+    tmp_path, monkeypatch, clock_s
+):
   from tensorboard.backend.event_processing import event_accumulator
 
   writer = MetricWriter(tmp_path, tensorboard=True)
   for step in range(5):
     writer.write(step, {'loss': -1.0, 'n': 3, 'fp8': {'layers_0': 1.0}})
   writer.close()
+  now_ns = time.time_ns() + clock_s * 10**9
+  monkeypatch.setattr(time, 'time_ns', lambda: now_ns)
   writer = MetricWriter(tmp_path, tensorboard=True)
   writer.truncate_after(2)
   writer.write(3, {'loss': 1e300, 'big': 2**70})
