@@ -102,7 +102,9 @@ def read(folder: pathlib.Path) -> Manifest:
     body, digest = content['body'], content['sha256']
     damaged = digest != _body_digest(body)
   except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-    raise CorruptError(f'{path} cannot be read: {error!r}') from error
+    # Not the repr, which of a byte that is no text holds the whole file.
+    why = f'{type(error).__name__}: {error}'
+    raise CorruptError(f'{path} cannot be read: {why}') from error
   if damaged:
     raise CorruptError(f'{path} differs from its own SHA-256')
   if body['format'] != _FORMAT:

@@ -433,3 +433,8 @@ def test_corruption_is_named_by_file_and_step(tmp_path, caplog):
   )
   with pytest.raises(ValueError, match='no good checkpoint'):
     checkpoint.restore(tmp_path, like, step=3)
+  # In a sentence, whatever the size of the file.
+  (tmp_path / '1' / 'manifest.json').write_bytes(b'x' * 9999 + b'\x80')
+  with pytest.raises(ValueError, match="1/manifest.json .* can't decode") as e:
+    checkpoint.restore(tmp_path, like, step=1)
+  assert len(str(e.value)) < 1000
