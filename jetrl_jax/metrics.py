@@ -75,7 +75,7 @@ class MetricWriter:
 
   A line is durable when `write` returns. A resumed run calls `truncate_after`
   with its checkpoint's step, and ends with the file of a run that was never
-  interrupted, apart from times.
+  interrupted, apart from times. `last_step` is the last line's, -1 without one.
   """
 
   def __init__(
@@ -93,15 +93,15 @@ class MetricWriter:
       wandb: where to send the scalars too, if anywhere.
 
     Raises:
-      ValueError: `metrics.jsonl` is damaged elsewhere than at its end, or wandb
-        did not start.
+      ValueError: a line of `metrics.jsonl` that is not its last one begins or
+        ends as none does, or wandb did not start.
     """
     workdir = pathlib.Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     # First: it may refuse to start, and no file is open yet.
     self._wandb = WandbRun(wandb, workdir) if wandb is not None else None
     self._path = workdir / 'metrics.jsonl'
-    self._last_step = _repair(self._path)
+    self.last_step = _repair(self._path)
     self._file = open(self._path, 'ab')
     self._events = _EventFile(workdir / 'tensorboard') if tensorboard else None
 
@@ -120,9 +120,9 @@ class MetricWriter:
         value is none of these.
     """
     step = int(step)
-    if step <= self._last_step:
+    if step <= self.last_step:
       raise ValueError(
-          f'step {step} does not follow step {self._last_step} of '
+          f'step {step} does not follow step {self.last_step} of '
           f'{self._path}; write a step once, or truncate_after({step - 1})'
       )
     for name in _RESERVED:
@@ -145,7 +145,7 @@ class MetricWriter:
     self._file.write(text.encode())
     self._file.flush()
     os.fsync(self._file.fileno())
-    self._last_step = step
+    self.last_step = step
     if self._events is not None:
       self._events.write_scalars(step, scalars)
     if self._wandb is not None:
@@ -158,13 +158,13 @@ class MetricWriter:
       step: the last step to keep: the one the run resumes from.
     """
     self._file.close()
-    self._last_step, kept = -1, 0
+    self.last_step, kept = -1, 0
     with open(self._path, 'rb') as file:
       for line in file:
         found = _step(line, whole=False)
         if found is None or found > step:
           break
-        self._last_step, kept = found, kept + len(line)
+        self.last_step, kept = found, kept + len(line)
     # One system call, and no room on the disk: all of them go, or none.
     os.truncate(self._path, kept)
     self._file = open(self._path, 'ab')

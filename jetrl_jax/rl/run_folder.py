@@ -136,6 +136,14 @@ class RunFolder:
     """
     last = step if is_whole else step - 1
     self._writer.truncate_after(last)
+    if self._writer.last_step < last:
+      logging.warning(
+          'metrics.jsonl in %s has lost the lines of steps %d to %d; the run'
+          ' goes on without them',
+          self.path,
+          self._writer.last_step + 1,
+          last,
+      )
     for files, kept in (('samples/*.jsonl', last), ('rollouts/*.npz', step)):
       for file in self.path.glob(files):
         if file.stem.isdecimal() and int(file.stem) > kept:

@@ -1,6 +1,7 @@
 """What a workdir says of the starts before this one, and keeps of them."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -65,6 +66,22 @@ def test_a_resume_forgets_what_later_steps_left(tmp_path):
   trainer.folder.drop_after(3, is_whole=False)
   assert left() == (['000000', 'mine'], six[:3], [0, 1, 2])
   trainer.close()
+
+
+def test_lines_that_were_lost_are_told_of(tmp_path, caplog):
+  workdir = tmp_path / 'run'
+  shutil.copytree(whole_run.finished(), workdir)
+  file = workdir / 'metrics.jsonl'
+  lines = file.read_bytes().splitlines(keepends=True)
+  told = {}
+  for kept in (7, 4, 0):
+    file.write_bytes(b''.join(lines[:kept]))
+    trainer = whole_run.trainer(workdir)
+    caplog.clear()
+    trainer.folder.drop_after(6, is_whole=True)
+    trainer.close()
+    told[kept] = re.findall('lost the lines of steps (.+);', caplog.text)
+  assert told == {7: [], 4: ['4 to 6'], 0: ['0 to 6']}
 
 
 def test_a_run_does_not_start_from_the_export_that_it_would_replace(tmp_path):
