@@ -155,7 +155,6 @@ def whitened_advantages(
   tokens that a rejection drops count here, which verl leaves out.
   """
   centred_PG = _centred(_checked(rewards_PG))
-  lengths_PG = np.asarray(lengths_PG, np.float64)
   assert lengths_PG.shape == centred_PG.shape, (
       lengths_PG.shape,
       centred_PG.shape,

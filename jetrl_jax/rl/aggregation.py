@@ -67,7 +67,7 @@ def loss_weights(
   if (lengths_B < 0).any():
     raise ValueError(f'A response length is {lengths_B.min()}, below 0.')
   # An empty mask has weight 0, so the divisor that stands in is never seen.
-  safe_B = np.maximum(lengths_B, 1).astype(np.float64)
+  safe_B = np.maximum(lengths_B, 1)
   count = max(len(lengths_B), 1)
   match mode:
     case 'token-mean':
