@@ -77,7 +77,7 @@ def test_a_group_of_one_is_refused():
 def test_a_reward_that_is_not_finite_is_named():
   with pytest.raises(ValueError, match='prompt 1, sample 0 is nan'):
     advantages.group_advantages(
-        np.array([[0.0, 1.0], [np.nan, 1.0]]), norm_by_std=True
+        np.array([[0.0, 1.0], [np.nan, 1.0], [0.0, np.inf]]), norm_by_std=True
     )
 
 
@@ -113,6 +113,13 @@ def test_reinforce_plus_plus_baseline_of_three_tokens_by_hand():
   )
 
 
+def test_whitening_needs_two_tokens_and_adds_its_epsilon_to_the_variance():
+  # Deviations of +-d, a token each: v = 2 d^2, A = d / sqrt(2 d^2 + 1e-8).
+  for d, expected in ((0.5, 0.5**0.5), (1e-4, 1 / 3**0.5)):
+    found = _estimate([[2 * d, 0.0]], 'reinforce_plus_plus_baseline')
+    np.testing.assert_allclose(found, [[expected, -expected]], rtol=1e-6)
+
+
 _rewards = st.integers(0, 2**32 - 1).map(
     lambda seed: np.random.default_rng(seed).normal(size=(3, 4))
 )
@@ -145,6 +152,7 @@ def test_whitened_advantages_have_mean_0_and_variance_1_over_tokens(
 def test_rewards_that_are_equal_everywhere_teach_nothing(name):
   found = _estimate(np.full((2, 3), 0.1), name)
   np.testing.assert_array_equal(found, np.zeros((2, 3)))
+  assert found.dtype == np.float32
 
 
 @pytest.mark.parametrize('name', advantages.ESTIMATORS)

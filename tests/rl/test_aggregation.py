@@ -84,6 +84,19 @@ def test_the_normalised_sum_needs_its_factor(factor):
     )
 
 
+def test_a_factor_below_one_is_taken():
+  found = aggregation.loss_weights(
+      [3, 1], 'seq-mean-token-sum-norm', loss_scale_factor=0.5
+  )
+  np.testing.assert_array_equal(found, [1.0, 1.0])
+
+
+@pytest.mark.parametrize('mode', aggregation.MODES)
+def test_no_sequence_has_no_weight(mode):
+  found = aggregation.loss_weights([], mode, loss_scale_factor=8)
+  assert found.shape == (0,)
+
+
 def test_an_unknown_mode_is_answered_with_the_known_ones():
   with pytest.raises(ValueError, match="'mean'; allowed are token-mean, seq"):
     aggregation.loss_weights([3], 'mean', loss_scale_factor=None)

@@ -46,6 +46,7 @@ def test_every_branch_by_hand():
   np.testing.assert_allclose(found.loss_T, loss_T, rtol=1e-6)
   np.testing.assert_array_equal(found.clipped_T, clipped_T)
   np.testing.assert_array_equal(found.clipped_lower_T, lower_T)
+  assert all(x.dtype == jnp.float32 for x in found)
   slope = jax.grad(lambda x: _loss(x, jnp.asarray(advantage_T)).loss_T.sum())
   np.testing.assert_allclose(slope(log_ratio_T), slope_T, rtol=1e-6)
 
@@ -107,13 +108,6 @@ def test_a_huge_log_ratio_gives_finite_loss_and_no_gradient():
   np.testing.assert_array_equal(_slope(gspo, huge_T), np.zeros(4))
 
 
-def test_no_gradient_flows_into_the_advantages():
-  slope_T = jax.grad(lambda a: _loss(jnp.full(3, 0.1), a).loss_T.sum())(
-      jnp.array([1.0, -1.0, 2.0])
-  )
-  np.testing.assert_array_equal(slope_T, np.zeros(3))
-
-
 def test_a_nan_log_ratio_stays_visible():
   found = _loss(jnp.array([jnp.nan]), jnp.array([1.0]))
   assert np.isnan(found.loss_T[0])
@@ -141,6 +135,19 @@ def _slope(loss, log_ratio_T):
   return jax.grad(lambda x: loss(x).loss_T.sum())(log_ratio_T)
 
 
+def test_no_gradient_flows_into_the_advantages():
+  x_T = jnp.full(3, 0.1)
+  for loss in (
+      lambda a: _loss(x_T, a),
+      lambda a: _gspo(x_T, a, jnp.ones(3), jnp.array([1, 1, 2]), **_GSPO_CLIP),
+      lambda a: losses.cispo_loss(x_T, x_T, a, cap=5.0),
+  ):
+    slope_T = jax.grad(lambda a, loss=loss: loss(a).loss_T.sum())(
+        jnp.array([1.0, -1.0, 2.0])
+    )
+    np.testing.assert_array_equal(slope_T, np.zeros(3))
+
+
 def test_gspo_of_two_answers_by_hand():
   # One answer with ratios 2, 1 and 1/4: s = (1/2)^(1/3) = 0.7937, held at 0.8
   # where A < 0; one with ratios 1.5 and 1.5: s = 1.5, held at 1.28 for A > 0.
@@ -161,6 +168,7 @@ def test_gspo_of_two_answers_by_hand():
   )
   np.testing.assert_allclose(found.loss_T[5:], [-2.56, -2.56], rtol=1e-6)
   np.testing.assert_array_equal(found.clipped_T[5:], [1, 1])
+  assert all(x.dtype == jnp.float32 for x in found)
   # Each token of an answer has the same slope, -s A, or none at all.
   np.testing.assert_allclose(
       _slope(loss(2.0), log_ratio_T)[jnp.array([1, 2, 3, 5, 6])],
@@ -219,6 +227,7 @@ def test_cispo_of_three_tokens_by_hand():
   found = loss(log_pi_T)
   np.testing.assert_allclose(found.loss_T, [2.0, 20.0, -0.6], rtol=1e-6)
   np.testing.assert_array_equal(found.clipped_T, [0, 1, 0])
+  assert all(x.dtype == jnp.float32 for x in found)
   # -w A: the capped token still learns, where PPO's gradient is 0.
   np.testing.assert_allclose(
       _slope(loss, log_pi_T), [-2.0, -10.0, 0.2], rtol=1e-6

@@ -12,8 +12,8 @@ _penalty = functools.partial(
 
 
 def test_the_penalty_is_0_then_a_line_then_minus_1():
-  found = _penalty(np.array([[1, 4, 5, 6, 7, 8]]), penalty_factor=1.0)
-  np.testing.assert_array_equal(found, [[0, 0, -0.25, -0.5, -0.75, -1.0]])
+  found = _penalty(np.array([[1, 4, 5, 6, 7, 8, 9]]), penalty_factor=1.0)
+  np.testing.assert_array_equal(found, [[0, 0, -0.25, -0.5, -0.75, -1, -1]])
   assert not np.signbit(found[0, :2]).any()
 
 
