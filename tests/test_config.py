@@ -97,6 +97,8 @@ def test_what_is_none_takes_the_default_of_the_method():
   made = built(rollout_is='icepop', clip_ratio_high=0.28)
   assert (made.clip_ratio_low, made.clip_ratio_high) == (0.2, 0.28)
   assert made.rollout_is_threshold == 5.0
+  for name in ('token', 'sequence', 'acr'):
+    assert built(rollout_is=name).rollout_is_threshold == 2.0
   with pytest.raises(ValueError, match="policy_loss is 'dpo'"):
     built(policy_loss='dpo')
   with pytest.raises(ValueError, match="rollout_is is 'tis'; allowed"):

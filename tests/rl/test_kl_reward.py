@@ -90,6 +90,18 @@ def test_a_policy_that_is_the_reference_loses_nothing():
   np.testing.assert_array_equal(after.rewards_PG, exp.rewards_PG)
 
 
+def test_a_token_that_the_reference_would_hardly_have_drawn_costs_20_nats():
+  config = AlgorithmConfig(kl_reward_coef=0.5)
+  exp, batches, _, _ = _subtracted(kl_reward_coef=0.5)
+  batches = [
+      [dataclasses.replace(s, ref_logprobs=s.old_logprobs - 99) for s in batch]
+      for batch in batches
+  ]
+  after, _ = kl_reward.subtract(exp, batches, config)
+  # Two sampled tokens in each answer.
+  np.testing.assert_array_equal(after.kl_penalty_PG, [[20.0, 20.0]])
+
+
 def test_nothing_but_advantages_changes_in_the_sequences():
   _, batches, _, after = _subtracted(kl_reward_coef=0.1)
   for old, new in zip(batches[0], after[0], strict=True):

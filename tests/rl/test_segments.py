@@ -25,6 +25,9 @@ def test_every_token_gets_the_sum_of_its_own_segment():
       jnp.array([1.0, 2.0, 4.0, 9.0, 8.0]), jnp.array([1, 1, 1, 0, 2])
   )
   np.testing.assert_array_equal(found, [7.0, 7.0, 7.0, 0.0, 8.0])
+  # As many segments as there are tokens.
+  found = segments.segment_sum(jnp.array([1.0, 2.0, 4.0]), jnp.arange(1, 4))
+  np.testing.assert_array_equal(found, [1.0, 2.0, 4.0])
 
 
 @settings(max_examples=30, deadline=None)
@@ -51,7 +54,8 @@ def test_a_sum_has_the_same_bits_wherever_the_sequence_lies(seed, lengths):
 
 
 def test_a_mean_counts_the_masked_tokens_alone_and_reads_no_others():
-  values_T = jnp.array([jnp.nan, 1.0, 3.0, jnp.inf, 5.0])
-  mask_T = jnp.array([0.0, 1.0, 1.0, 0.0, 0.0])
-  found = segments.segment_mean(values_T, mask_T, jnp.array([1, 1, 1, 2, 2]))
-  np.testing.assert_array_equal(found, [2.0, 2.0, 2.0, 0.0, 0.0])
+  values_T = jnp.array([jnp.nan, 1.0, 3.0, jnp.inf, 5.0, 6.0, jnp.nan])
+  mask_T = jnp.array([0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0])
+  ids_T = jnp.array([1, 1, 1, 2, 2, 3, 3])
+  found = segments.segment_mean(values_T, mask_T, ids_T)
+  np.testing.assert_array_equal(found, [2.0, 2.0, 2.0, 0.0, 0.0, 6.0, 6.0])
