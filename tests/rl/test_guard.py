@@ -122,6 +122,10 @@ def test_scales_come_first_then_precision_and_last_the_checkpoint():
       'guard/rollback': 1,
       'guard/rollback_to': 2,
   }
+  assert decisions[-1].sentence() == (
+      'guard: training/mismatch_token_frac is 0.1, bound 0: back to the'
+      ' checkpoint of step 2'
+  )
 
 
 def test_scales_are_measured_anew_once_until_the_run_has_been_well():
@@ -131,6 +135,15 @@ def test_scales_are_measured_anew_once_until_the_run_has_been_well():
       None,
       None,
       'recalibrate',
+  ]
+
+
+def test_what_is_done_about_a_dot_does_not_bring_back_the_first_action():
+  once = dataclasses.replace(CONFIG, patience=1)
+  assert _actions([SATURATED] * 3, config=once) == [
+      'recalibrate',
+      'high_precision',
+      'high_precision',
   ]
 
 

@@ -289,6 +289,8 @@ def test_only_response_tokens_carry_loss():
   assert set(expected) == set(_FIELDS)
   for name, values in expected.items():
     np.testing.assert_array_equal(getattr(found, name), values, err_msg=name)
+    ids = name in ('tokens', 'weight_version')
+    assert getattr(found, name).dtype == (np.int32 if ids else np.float32)
   assert found.origin == 9
 
 
