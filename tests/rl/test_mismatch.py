@@ -83,17 +83,17 @@ def test_log_prob_and_probability_differences_by_hand():
 
 
 def test_off_policy_metrics_by_hand():
-  # x = log mu - log pi_old = ln 2, -ln 2: w = 1/2, 2.
+  # x = log mu - log pi_old = 2 ln 2, -ln 2: w = 1/4, 2.
   old = np.array([-3.0, -3.0])
-  found = _metrics(old, mu=old + np.log([2.0, 0.5]), old=old)
+  found = _metrics(old, mu=old + np.log([4.0, 0.5]), old=old)
   expected = {
-      'rollout_corr/kl': 0.0,
-      # k3: 1/2 - 1 + ln 2 and 2 - 1 - ln 2, together 1/2
-      'rollout_corr/k3_kl': 0.25,
-      'rollout_corr/rollout_is_mean': 1.25,
-      # 1 / mean(0.4^2, 1.6^2) = 1 / 1.36
-      'rollout_corr/rollout_is_eff_sample_size': 1 / 1.36,
-      'training/token_mult_prob_error': 2.0,
+      'rollout_corr/kl': np.log(2) / 2,
+      # k3: 1/4 - 1 + 2 ln 2 and 2 - 1 - ln 2, together 1/4 + ln 2
+      'rollout_corr/k3_kl': 0.125 + np.log(2) / 2,
+      'rollout_corr/rollout_is_mean': 1.125,
+      # w / mean(w) = 2/9, 16/9; 1 / mean(4/81, 256/81) = 81 / 130
+      'rollout_corr/rollout_is_eff_sample_size': 81 / 130,
+      'training/token_mult_prob_error': 3.0,
   }
   for name, value in expected.items():
     np.testing.assert_allclose(
@@ -134,6 +134,9 @@ def test_what_is_not_finite_shows_and_does_not_raise():
   assert found[_FRAC] == 0.5
   far = _metrics([-1.0], old=[-1e5])
   assert np.isfinite(list(far.values())).all()
+  np.testing.assert_allclose(
+      far['training/token_mult_prob_error'], np.exp(20.0), rtol=1e-12
+  )
 
 
 def test_device_arrays_give_the_same_numbers():
