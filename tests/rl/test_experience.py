@@ -139,7 +139,7 @@ def test_the_constant_divisor_is_the_longest_response_by_default(
       loss_agg_mode='seq-mean-token-sum-norm',
       loss_scale_factor=factor,
   )
-  ((one, _), *_) = experience.mini_batches(
+  (one, _), *_ = experience.mini_batches(
       _experience(config), config, mini_batch_size=1, max_response_length=4
   )
   # Two sequences times the divisor.

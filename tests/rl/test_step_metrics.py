@@ -5,9 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jetrl_jax.data import Prompt
+from jetrl_jax.metrics import Mean
 from jetrl_jax.rl import step_metrics
+from jetrl_jax.rl.apply import UpdateInfo
 from jetrl_jax.rl.experience import Experience
 from jetrl_jax.rl.objective import LossConfig
+from jetrl_jax.rl.timer import Timer
 from jetrl_jax.rl.types import Completion
 
 
@@ -62,3 +66,71 @@ def test_importance_weights_are_capped_only_where_the_run_caps_them(
   for i, frac in ((0, 1.0), (1, 0.0)):
     alone = step_metrics._mismatch(exp, {i: scored[i]}, loss)
     assert alone['training/mismatch_token_frac'] == frac
+
+
+def _update(norm, lr, applied, changed, **metrics):
+  return UpdateInfo(
+      grad_norm=np.float32(norm),
+      lr=np.float32(lr),
+      applied=np.asarray(applied),
+      changed_bytes=changed,
+      metrics=metrics,
+  )
+
+
+def test_the_numbers_of_two_updates_by_hand():
+  changed = {'layers_0': {'attn': {'o': {'kernel': np.float32(0.5)}}}}
+  found = step_metrics.update_metrics(
+      [
+          # Averages by tokens: 3 tokens of 2 and 1 of 6.
+          _update(1.0, 0.25, True, {}, kl=Mean(sum=6.0, weight=3.0)),
+          _update(
+              3.0,
+              0.5,
+              False,
+              changed | {'lm_head': {'kernel': np.float32(0.25)}},
+              kl=Mean(sum=6.0, weight=1.0),
+              none=Mean(sum=0.0, weight=0.0),
+          ),
+      ]
+  )
+  assert found == {
+      'kl': 3.0,
+      'actor/grad_norm': 2.0,
+      'actor/lr': 0.5,
+      'training/updates': 1,
+      'training/skipped_updates': 1,
+      'fp8/changed_weight_bytes/mean': 0.375,
+      'fp8/changed_weight_bytes/min': 0.25,
+      'fp8_changed_weight_bytes': {'layers_0/attn/o': 0.5, 'lm_head': 0.25},
+  }
+
+
+class _Timer(Timer):
+  """A step of 10 seconds, 4 of them spent generating."""
+
+  def elapsed(self) -> float:
+    return 10.0
+
+  def seconds(self, phase: str) -> float:
+    return {'gen': 4.0}[phase]
+
+
+def test_throughput_counts_what_was_learnt_and_what_was_generated():
+  kept = _experience().completions
+  prompt = Prompt(
+      id=0,
+      tokens=np.asarray([5, 6], np.int32),
+      text='',
+      answer='',
+      source='',
+      extra={},
+  )
+  # Dynamic sampling drew three times as many answers as it kept.
+  found = step_metrics.throughput(kept, [prompt], 3 * kept, _Timer(), 2)
+  # Two answers of one token, each behind two prompt tokens.
+  assert found['perf/total_num_tokens'] == 6
+  assert found['perf/throughput'] == 6 / 10 / 2
+  assert found['perf/rollout_throughput'] == 6 / 4 / 2
+  # In GiB: this process holds libraries of some hundred MiB.
+  assert 0.1 < found['perf/cpu_memory_used_gb'] < 100
