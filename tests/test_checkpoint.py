@@ -207,6 +207,33 @@ def test_what_is_wanted_may_depend_on_the_host_state(tmp_path):
   manager.close()
 
 
+def test_all_of_a_step_is_on_the_disk_before_it_exists(tmp_path, monkeypatch):
+  fsync, rename, synced, not_synced = os.fsync, os.rename, set(), []
+
+  def watched_fsync(descriptor):
+    fsync(descriptor)
+    synced.add(os.fstat(descriptor).st_ino)
+
+  def watched_rename(source, target):
+    if target == tmp_path / '3':
+      everything = (source, *source.rglob('*'))
+      assert len(everything) > 4
+      not_synced.append(
+          [p for p in everything if p.stat().st_ino not in synced]
+      )
+      synced.clear()
+    rename(source, target)
+
+  monkeypatch.setattr(os, 'fsync', watched_fsync)
+  monkeypatch.setattr(os, 'rename', watched_rename)
+  manager = CheckpointManager(tmp_path, keep_latest=1, keep_best=0)
+  manager.save(3, {'x': jnp.arange(5)}, {}, metric=None)
+  manager.close()
+  assert not_synced == [[]]
+  # And so is its name, behind that.
+  assert tmp_path.stat().st_ino in synced
+
+
 def test_leaves_that_differ_are_listed_by_name(manager):
   manager.save(
       0, {'a': {'b': jnp.ones((2, 3))}, 'c': jnp.int32(0)}, {}, metric=None
