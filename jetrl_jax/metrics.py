@@ -168,6 +168,7 @@ class MetricWriter:
     # One system call, and no room on the disk: all of them go, or none.
     os.truncate(self._path, kept)
     self._file = open(self._path, 'ab')
+    os.fsync(self._file.fileno())
     if self._events is not None:
       self._events.purge_from(step + 1)
     if self._wandb is not None and step < 0:

@@ -194,6 +194,24 @@ def test_a_resume_parses_the_last_line_alone(tmp_path, monkeypatch):
   assert [line['step'] for line in _lines(tmp_path)] == list(range(11))
 
 
+def test_what_was_written_is_on_the_disk(tmp_path, monkeypatch):
+  fsync, synced = os.fsync, []
+
+  def watched(descriptor):
+    fsync(descriptor)
+    synced.append(os.fstat(descriptor).st_size)
+
+  monkeypatch.setattr(os, 'fsync', watched)
+  path = tmp_path / 'metrics.jsonl'
+  writer = MetricWriter(tmp_path, tensorboard=False)
+  for step in range(2):
+    writer.write(step, {'a': 1})
+    assert synced[-1] == path.stat().st_size and len(synced) == step + 1
+  writer.truncate_after(0)
+  assert synced[2:] == [path.stat().st_size]
+  writer.close()
+
+
 def test_a_killed_process_leaves_whole_lines(tmp_path):
   code = (
       'import itertools, sys; from jetrl_jax.metrics import MetricWriter\n'

@@ -1,6 +1,8 @@
 """From completions to weighted sequences, and their metrics, by hand."""
 
 import dataclasses
+import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,6 +112,26 @@ def test_the_metrics_of_episodes_by_hand():
   assert (found['num_turns/min'], found['num_turns/max']) == (1, 6)
   assert found['environment/observation_frac'] == 2 / 16
   assert found['environment/turn_limit_frac'] == 1 / 6
+
+
+def test_a_response_is_read_without_its_stop_token():
+  tokenizer: Any = types.SimpleNamespace(
+      eos_ids=(2, 9), decode=lambda tokens: tokens.tolist()
+  )
+  completion = _completions()[0]
+  for tokens, text in (
+      ([7, 2], [7]),
+      ([7, 8], [7, 8]),
+      ([2, 7], [2, 7]),
+      # One token ends an answer; what stands before it is its own.
+      ([9, 2], [9]),
+      ([2], []),
+      ([], []),
+  ):
+    completion = dataclasses.replace(
+        completion, tokens=np.asarray(tokens, np.int32)
+    )
+    assert experience.response_text(completion, tokenizer) == text
 
 
 def test_mini_batches_are_whole_groups_with_weights_of_their_own():

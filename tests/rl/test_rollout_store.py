@@ -1,6 +1,7 @@
 """Tests of the rollout files."""
 
 import dataclasses
+import os
 import resource
 
 import numpy as np
@@ -110,6 +111,21 @@ def test_the_same_rollouts_give_the_same_bytes(tmp_path):
   assert (tmp_path / 'a').read_bytes() == (tmp_path / 'b').read_bytes()
   # And no temporary stays beside them.
   assert sorted(p.name for p in tmp_path.iterdir()) == ['a', 'b']
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+  fsync, synced, path = os.fsync, [], tmp_path / '3.npz'
+
+  def watched(descriptor):
+    assert not path.exists()
+    fsync(descriptor)
+    synced.append(os.fstat(descriptor).st_size)
+
+  monkeypatch.setattr(os, 'fsync', watched)
+  one = _completion(np.random.default_rng(0), 0, 0, 3, truncated=False)
+  save_rollouts(path, [one], {})
+  assert synced == [path.stat().st_size]
+  assert list(tmp_path.iterdir()) == [path]
 
 
 def test_arrays_that_would_change_are_refused(tmp_path):
