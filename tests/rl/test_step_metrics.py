@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax.data import Prompt
+from jetrl_jax.fp8 import slots
 from jetrl_jax.metrics import Mean
 from jetrl_jax.rl import step_metrics
 from jetrl_jax.rl.apply import UpdateInfo
@@ -104,6 +105,12 @@ def test_the_numbers_of_two_updates_by_hand():
       'fp8/changed_weight_bytes/min': 0.25,
       'fp8_changed_weight_bytes': {'layers_0/attn/o': 0.5, 'lm_head': 0.25},
   }
+
+
+def test_without_fp8_there_is_no_word_of_it():
+  assert step_metrics._health({}, slots.OPERANDS) == {}
+  found = step_metrics.update_metrics([_update(1.0, 0.25, True, {})])
+  assert not any(name.startswith('fp8') for name in found)
 
 
 class _Timer(Timer):

@@ -107,6 +107,43 @@ def test_rollout_and_training_never_differ_in_a_bit(done):
   assert [r['training/skipped_updates'] for r in steps] == [0] * 6
 
 
+def test_the_line_of_a_step_has_every_number_of_such_a_run(done):
+  # Less times, and what is divided by them.
+  spread = {'max', 'mean', 'min'}
+  several = {
+      'actor': {'entropy', 'grad_norm', 'lr', 'pg_loss', 'ppo_kl'}
+      | {'pg_clipfrac', 'pg_clipfrac_lower'},
+      'critic': {'mixed_group_frac', 'score/mean'},
+      'critic/advantages': spread | {'std'},
+      'critic/rewards': spread,
+      'fp8/changed_weight_bytes': {'mean', 'min'},
+      'perf': {'packing_efficiency', 'total_num_tokens'},
+      'prompt_length': spread,
+      'response_length': spread | {'clip_ratio'},
+      'rollout': {'num_preempted'},
+      'rollout_corr': {'k3_kl', 'kl', 'rollout_is_mean'}
+      | {'rollout_is_eff_sample_size'},
+      'training': {'global_step', 'mismatch_token_frac', 'skipped_updates'}
+      | {'token_mult_prob_error', 'updates'}
+      | {f'logprob_diff_{sign}_advantage' for sign in ('negative', 'positive')}
+      | {
+          f'rollout_{x}_diff_{of}'
+          for x in ('logprob', 'probs')
+          for of in ('max', 'mean')
+      },
+  } | {
+      f'fp8/{operand}': {'saturated_frac/max', 'flushed_frac/max'}
+      | {'sqnr_db/min'}
+      for operand in ('input', 'kernel', 'output_grad')
+  }
+  expected = {
+      f'{room}/{name}' for room, names in several.items() for name in names
+  }
+  expected |= {'step', 'fp8_health', 'fp8_changed_weight_bytes'}
+  for record in whole_run.records(done)[1:]:
+    assert {name for name in record if not name.startswith('val-')} == expected
+
+
 def test_without_a_kl_term_there_is_no_reference(done):
   assert not (done / 'reference').exists()
   assert not any('actor/kl_loss' in r for r in whole_run.records(done))
