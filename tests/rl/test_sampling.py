@@ -90,6 +90,13 @@ def test_top_k_keeps_k_tokens_and_of_ties_the_lower_ids():
   assert _mask([1.0, 2.0, 1.0, 1.0], top_k=2) == [True, True, False, False]
   assert _mask([0.0, -0.0, 0.0, -1.0], top_k=2) == [True, True, False, False]
   assert _mask([-0.0, 0.0, -0.0, 0.0], top_k=1) == [True, False, False, False]
+  assert _mask([0.0, 1.0, 0.5, -1.0], top_k=2) == [False, True, True, False]
+
+
+def test_top_k_alone_keeps_what_is_too_small_to_add_to_the_mass():
+  # In float32 1 + exp(-100) is 1, the whole mass.
+  found = _mask([0.0, -200.0, -100.0, -300.0], top_k=3)
+  assert found == [True, True, True, False]
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_p():
@@ -189,6 +196,20 @@ def test_a_greedy_row_takes_the_first_most_probable_token():
   z_V = jnp.array([0.0, 1.0, 1.0, -2.0])
   np.testing.assert_array_equal(_draw(z_V, None, 50, greedy=True), np.ones(50))
   assert set(_draw(z_V, None, 50).tolist()) == {0, 1, 2}
+
+
+def test_greedy_rows_of_a_batch_take_no_noise():
+  logits_BV = jnp.tile(jnp.array([0.0, 0.5, 0.25]), (32, 1))
+  greedy_B = jnp.arange(32) % 2 == 0
+  found = sampling.draw(
+      logits_BV,
+      jnp.ones(32),
+      None,
+      jax.random.split(jax.random.key(0), 32),
+      greedy_B=greedy_B,
+  )
+  assert set(found[greedy_B].tolist()) == {1}
+  assert set(found[~greedy_B].tolist()) == {0, 1, 2}
 
 
 def test_a_row_draws_the_same_token_in_any_batch():
