@@ -175,6 +175,12 @@ def test_a_tiny_amax_gives_a_scale_that_can_be_inverted(amax):
   assert np.all(np.isfinite(q)) and q[1] == 0
 
 
+def test_scales_end_at_the_powers_of_two_that_bound_them():
+  for power_of_two in (True, False):
+    found = _scale_of(E4M3, power_of_two)(jnp.float32([1e-30, 3e38]))
+    assert found.tolist() == [2.0**-100, 2.0**100]
+
+
 @pytest.mark.parametrize('dtype', FORMATS)
 def test_a_scale_maps_the_amax_into_the_upper_half_of_the_format(dtype):
   limit = format_max(dtype)
