@@ -153,6 +153,8 @@ def test_wilsons_interval_is_never_empty():
   np.testing.assert_allclose(
       metrics.wilson_interval_95(np.ones(20), 1), [1 - high, 1]
   )
+  # Four samples of each that all fail are no 80 problems.
+  assert metrics.wilson_interval_95(np.zeros(20), 4) == (low, high)
 
 
 def test_values_between_0_and_1_count_for_more_than_one_each():
@@ -163,3 +165,6 @@ def test_values_between_0_and_1_count_for_more_than_one_each():
   # 1/4 and 3/4: n = 10 * 0.25 / 0.0625 = 40 as well.
   spread = metrics.wilson_interval_95(np.array([0.25, 0.75] * 5), 4)
   np.testing.assert_allclose(spread, coins)
+  # Nearly flat: n would be 10 * 0.25 / 0.0125 = 200, of 40 samples.
+  near = metrics.wilson_interval_95(np.array([0.5] * 8 + [0.25, 0.75]), 4)
+  np.testing.assert_allclose(near, coins)
