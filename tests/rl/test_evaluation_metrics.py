@@ -115,6 +115,17 @@ def test_one_problem_has_no_interval():
   assert not any(name.endswith('ci95') for name in found)
 
 
+def test_the_mean_reward_of_episodes_by_hand():
+  # Means 1/2 and 5/2: std(ddof=1) = sqrt(2), and 1.96 sqrt(2) / sqrt(2).
+  found = metrics.reward_metrics(np.array([[1, 0], [3, 2]]), source='game')
+  assert found == {
+      'val-core/game/reward/mean@2': 1.5,
+      'val-core/game/reward/mean@2/ci95': pytest.approx(1.96),
+  }
+  one = metrics.reward_metrics(np.array([[1, 0]]), source='game')
+  assert one == {'val-core/game/reward/mean@2': 0.5}
+
+
 @pytest.mark.parametrize('k', [0, 5])
 def test_k_outside_the_number_of_samples_is_refused(k):
   with pytest.raises(ValueError, match=r'with 4 samples .* in \[1, 4\]'):
