@@ -114,7 +114,7 @@ def test_the_same_rollouts_give_the_same_bytes(tmp_path):
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
-  fsync, synced, path = os.fsync, [], tmp_path / '3.npz'
+  fsync, synced, path = os.fsync, [], tmp_path / 'rollouts' / '3.npz'
 
   def watched(descriptor):
     assert not path.exists()
@@ -125,7 +125,7 @@ def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
   one = _completion(np.random.default_rng(0), 0, 0, 3, truncated=False)
   save_rollouts(path, [one], {})
   assert synced == [path.stat().st_size]
-  assert list(tmp_path.iterdir()) == [path]
+  assert list(path.parent.iterdir()) == [path]
 
 
 def test_arrays_that_would_change_are_refused(tmp_path):
@@ -188,3 +188,27 @@ def test_a_damaged_or_absent_file_is_said_to_be_so(tmp_path):
     # A flip in the archive's dates and flags: the content is the same.
     _assert_same(found, [one])
     assert extra['rewards'].tolist() == [1.0]
+
+
+def test_a_file_with_objects_in_it_is_refused_and_runs_nothing(tmp_path):
+  class Hostile:
+
+    def __reduce__(self):
+      return os.mkdir, (str(tmp_path / 'ran'),)
+
+  path = tmp_path / '0.npz'
+  np.savez(path, extra=np.array([Hostile()], object))
+  with pytest.raises(ValueError, match='allow_pickle=False'):
+    load_rollouts(path)
+  assert not (tmp_path / 'ran').exists()
+
+
+def test_a_member_is_compared_with_its_crc_before_it_is_read(tmp_path):
+  path = tmp_path / '0.npz'
+  np.savez(path, extra=np.zeros(3))
+  # An array's header without its end: not all that raises is an OSError.
+  content = path.read_bytes()
+  assert content.count(b"'shape': (3,), }") == 1
+  path.write_bytes(content.replace(b'(3,), }', b'(3,(, }'))
+  with pytest.raises(ValueError, match='extra.npy differs from its CRC'):
+    load_rollouts(path)
