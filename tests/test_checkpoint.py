@@ -1,6 +1,7 @@
 """Tests of saving, finding, restoring and retiring checkpoints."""
 
 import collections
+import json
 import logging
 import os
 import resource
@@ -205,6 +206,35 @@ def test_what_is_wanted_may_depend_on_the_host_state(tmp_path):
   assert manager.restore(like).state == {'b': 7}
   assert manager.restore(like, 0).state == {'a': 7}
   manager.close()
+
+
+def test_what_would_not_be_restored_shows_in_the_newest_manifest(manager):
+  for step, size in ((1, 3), (2, 4)):
+    manager.save(
+        step, {'x': jnp.zeros(size)}, {'size': size, 'step': step}, metric=None
+    )
+  manager.wait()
+
+  def like(host_state):
+    return _like({'x': jnp.zeros(host_state['size'])})
+
+  found = checkpoint.compare(manager._directory, like)
+  assert found == {'size': 4, 'step': 2}
+  with pytest.raises(ValueError, match=r'x is saved as float32\[4\], wanted'):
+    checkpoint.compare(manager._directory, lambda _: _like({'x': jnp.zeros(3)}))
+
+
+def test_a_manifest_has_the_format_that_later_versions_look_for(manager):
+  manager.save(1, {'x': jnp.zeros(3)}, {}, metric=None)
+  manager.wait()
+  text = (manager._directory / '1' / 'manifest.json').read_text()
+  assert json.loads(text)['body']['format'] == 1
+
+
+def test_one_process_saves(tmp_path, monkeypatch):
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  with pytest.raises(ValueError, match='saved by one process, found 2'):
+    CheckpointManager(tmp_path, keep_latest=1, keep_best=0)
 
 
 def test_all_of_a_step_is_on_the_disk_before_it_exists(tmp_path, monkeypatch):
