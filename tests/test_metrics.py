@@ -53,11 +53,12 @@ def test_what_has_no_weight_cannot_poison_an_average():
 
 def test_a_line_has_the_step_first_and_the_names_in_order(tmp_path):
   writer = MetricWriter(tmp_path, tensorboard=False)
-  writer.write(0, {'critic/score/mean': 0.5, 'actor/lr': 1e-6})
+  writer.write(0, {'critic/score/mean': 0.5, 'n': np.int32(7), 'lr': 1e-6})
   assert (tmp_path / 'metrics.jsonl').read_text() == (
-      '{"step": 0, "critic/score/mean": 0.5, "actor/lr": 1e-06}\n'
+      '{"step": 0, "critic/score/mean": 0.5, "n": 7, "lr": 1e-06}\n'
   )
   writer.close()
+  assert not (tmp_path / 'tensorboard').exists()
 
 
 def test_every_kind_of_number_is_written_as_a_python_number(tmp_path):
@@ -192,6 +193,20 @@ def test_a_resume_parses_the_last_line_alone(tmp_path, monkeypatch):
   writer.write(10, {'nested': {}})
   writer.close()
   assert [line['step'] for line in _lines(tmp_path)] == list(range(11))
+
+
+def test_a_step_that_was_kept_is_not_written_again(tmp_path):
+  # A kill tore the first line of all: there is none, and step 0 comes next.
+  (tmp_path / 'metrics.jsonl').write_text('{"step"')
+  writer = MetricWriter(tmp_path, tensorboard=False)
+  for step in range(3):
+    writer.write(step, {})
+  writer.truncate_after(1)
+  with pytest.raises(ValueError, match='step 1 does not follow step 1'):
+    writer.write(1, {})
+  writer.write(2, {})
+  writer.close()
+  assert [line['step'] for line in _lines(tmp_path)] == [0, 1, 2]
 
 
 def test_what_was_written_is_on_the_disk(tmp_path, monkeypatch):

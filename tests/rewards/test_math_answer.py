@@ -33,6 +33,7 @@ _LATEX = st.lists(
         ('\\boxed{3}\n#### Check', '3'),
         ('nothing', ''),
         ('####', ''),
+        ('#### 5', '5'),
         # Cut off by the length limit: not an earlier box instead.
         (r'\boxed{1} \boxed{2', ''),
         (r'\boxed 5', ''),
