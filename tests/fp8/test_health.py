@@ -26,9 +26,9 @@ def _slot(**operands) -> dict:
 
 def test_sums_count_what_saturates_and_what_becomes_zero_on_valid_rows():
   # Scale 1, largest E4M3 448: 500 saturates (lost 52), 2^-11 is below half of
-  # the smallest subnormal 2^-9 and becomes 0, 1 and 0 are kept. The second row
-  # is padding.
-  x = jnp.asarray([[500.0, 2.0**-11, 1.0, 0.0], [900.0, 7.0, 7.0, 7.0]])
+  # the smallest subnormal 2^-9 and becomes 0, 1 and the two 0 are kept. The
+  # second row is padding.
+  x = jnp.asarray([[500.0, 2.0**-11, 1.0, 0.0, 0.0], [900.0, *[7.0] * 4]])
   scale = jnp.float32(1.0)
   amax, sums = health.measure(
       x,
@@ -37,7 +37,7 @@ def test_sums_count_what_saturates_and_what_becomes_zero_on_valid_rows():
   )
   assert float(amax) == 500.0
   found = dict(zip(health.SUMS, np.asarray(sums).tolist(), strict=True))
-  assert found['elements'] == 4
+  assert found['elements'] == 5
   assert found['saturated'] == 1 and found['flushed'] == 1
   assert found['signal'] == pytest.approx(500.0**2 + 1 + 2.0**-22)
   assert found['noise'] == pytest.approx(52.0**2 + 2.0**-22)
