@@ -150,7 +150,8 @@ def _summary(workdir: pathlib.Path) -> None:
   for line in two:
     sample = json.loads(line)
     print(f'\n> {sample["prompt"]}\n{sample["response"]}')
-    print(f'(expected {sample["answer"]})')
+    if sample['answer']:
+      print(f'(expected {sample["answer"]})')
   print(f'\nMetrics, checkpoints and the exported policy are in {workdir}.')
 
 

@@ -80,11 +80,12 @@ def _sample(sample: dict, answers: list[tuple[int, dict]]) -> str:
       f'<pre>{clipped(answer.get("response", ""))}</pre></div>'
       for step, answer in answers
   )
+  expected = sample.get('answer', '')
+  note = f'<p class="note">expected: {clipped(expected)}</p>'
   return (
       f'<article class="sample"><pre class="prompt">'
       f'{clipped(sample.get("prompt", ""))}</pre><div class="pair">{columns}'
-      f'</div><p class="note">expected: {clipped(sample.get("answer", ""))}</p>'
-      '</article>'
+      f'</div>{note if expected else ""}</article>'
   )
 
 

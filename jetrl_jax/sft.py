@@ -62,6 +62,11 @@ def _check(config) -> None:
   if not section.output:
     raise ValueError('sft.output is empty; name the folder to export to')
   check_target(user_path(section.output))
+  if not config.data.answer_key:
+    raise ValueError(
+        "data.answer_key is ''; a warm start trains on written answers: name"
+        ' their column'
+    )
   for name in ('total_training_steps', 'batch_size'):
     if section[name] < 1:
       raise ValueError(f'sft.{name} is {section[name]}; it must be >= 1')

@@ -396,3 +396,16 @@ def test_a_reference_that_gsm8k_cannot_compare_is_refused(tmp_path):
   _refused("of a prompt of 'd' is 'two'; use 'math' for it.", **change)
   change['reward.functions'] = ('math',)
   configs.build(whole_run.config(**change))
+
+
+def test_a_reward_that_compares_wants_references(tmp_path):
+  path = tmp_path / 'd.jsonl'
+  path.write_text('{"question": "1+1="}\n')
+  change = {'data.train_files': (str(path),), 'data.answer_key': ''}
+  change |= {'trainer.train_batch_size': 1, 'trainer.mini_batch_size': 1}
+  change['reward.functions'] = ('math',)
+  _refused("reward 'math' compares with a reference answer, and", **change)
+  change['reward.functions'] = ('format',)
+  change['reward.kwargs'] = ('{"pattern": "2"}',)
+  parts = configs.build(whole_run.config(**change))
+  assert [prompt.answer for prompt in parts.train_set] == ['']

@@ -11,7 +11,13 @@ import subprocess
 import numpy as np
 import pytest
 
-from jetrl_jax import report, report_data, report_page, report_text
+from jetrl_jax import (
+    report,
+    report_answers,
+    report_data,
+    report_page,
+    report_text,
+)
 from jetrl_jax.data import Tokenizer
 from jetrl_jax.report_data import Health, Run, Series
 from jetrl_jax.report_script import JS
@@ -232,6 +238,14 @@ def test_samples_are_paired_before_and_after(workdir):
       ' 1 became wrong, 1 stayed right.' in text
   )
   assert 'step 0 wrong, 0an answer 0 of step 0step 6 right, 1' in text
+
+
+def test_a_sample_without_a_reference_expects_nothing():
+  sample = {'prompt': 'x', 'response': 'y', 'accuracy': 1.0, 'answer': '7'}
+  shown = report_answers._sample(sample, [(6, sample)])
+  assert '<p class="note">expected: 7</p>' in shown
+  sample['answer'] = ''
+  assert 'expected' not in report_answers._sample(sample, [(6, sample)])
 
 
 def test_a_long_answer_is_cut_with_a_sentence():

@@ -69,6 +69,7 @@ def test_the_exported_checkpoint_loads_with_its_tokenizer(trained):
         ('output', '', 'sft.output is empty'),
         ('output', '~/taken', 'taken exists already; export to a new folder'),
         ('output', 'taken', 'exists already; export to a new folder'),
+        ('answer_key', '', "data.answer_key is ''; a warm start trains on"),
         ('batch_size', 0, 'sft.batch_size is 0; it must be >= 1'),
         ('batch_size', 11, 'sft.batch_size is 11; the training data has 10'),
         ('total_training_steps', 0, 'sft.total_training_steps is 0'),
@@ -84,7 +85,8 @@ def test_what_would_fail_after_the_last_step_is_refused_before_the_first(
   (tmp_path / 'taken' / 'config.json').write_text('{}')
   config = whole_run.config(**{'sft.output': str(tmp_path / 'out')})
   value = str(tmp_path / value) if value == 'taken' else value
-  setattr(config.sft if name in config.sft else config.trainer, name, value)
+  sections = (config.sft, config.data, config.trainer)
+  setattr(next(s for s in sections if name in s), name, value)
   with pytest.raises(ValueError, match=message):
     sft.train(config, tmp_path / 'run')
   assert not (tmp_path / 'run').exists()

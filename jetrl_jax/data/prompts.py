@@ -44,8 +44,8 @@ def load_examples(
     files: paths ending in .jsonl, .json (a list of rows) or .parquet, or
       'hf:<repo>:<split>' / 'hf:<repo>:<config>:<split>' (online only).
     prompt_key: column with the question or the list of chat messages.
-    answer_key: column with the reference answer. A GSM8K solution is cut to
-      what follows its last '####'.
+    answer_key: column with the reference answer; '' where there is none. A
+      GSM8K solution is cut to what follows its last '####'.
     source_key: column that names the data set; '' takes the file's stem or
       the repository's name.
     id_key: column with a unique integer; '' numbers the rows from 0 over all
@@ -80,7 +80,7 @@ def load_examples(
             ' instead.'
         )
       where_of_id[id] = where
-      if _is_empty(column(row, answer_key, f'{where}, answer_key')):
+      if answer_key and _lacks_answer(row, answer_key, where):
         without_answer.append(where)
         continue
       source = _stem(file)
@@ -128,11 +128,13 @@ def _to_example(
   if not isinstance(prompt, str):
     prompt = _check_messages(prompt, f'{where}: {prompt_key!r}')
   _check_unicode(prompt, f'{where}: {prompt_key!r}')
-  answer = _text_at(row, answer_key, f'{where}, answer_key')
+  answer = ''
+  if answer_key:
+    answer = _text_at(row, answer_key, f'{where}, answer_key')
   _check_unicode(answer, f'{where}: {answer_key!r}')
   if '####' in answer:
     answer = answer.rsplit('####', 1)[1].strip()
-  if not prompt or not answer:
+  if not prompt or (answer_key and not answer):
     empty = answer_key if prompt else prompt_key
     raise ValueError(f'{where}: {empty!r} is empty.')
   return Example(id=id, prompt=prompt, answer=answer, source=source, extra=row)
@@ -207,8 +209,14 @@ def _text_at(row: dict[str, Any], key: str, where: str) -> str:
   return str(value)
 
 
-def _is_empty(value: Any) -> bool:
-  """Whether a column holds no answer; JSON has NaN for none."""
+def _lacks_answer(row: dict[str, Any], answer_key: str, where: str) -> bool:
+  """Whether the column of answers holds none; JSON has NaN for that."""
+  try:
+    value = column(row, answer_key, f'{where}, answer_key')
+  except ValueError as error:
+    raise ValueError(
+        f"{error} Where rows have no reference answer, set answer_key to ''."
+    ) from error
   if isinstance(value, float):
     return not math.isfinite(value)
   return value is None or (isinstance(value, str) and not value.strip())

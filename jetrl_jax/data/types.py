@@ -16,7 +16,8 @@ class Example:
   Attributes:
     id: address of the row in the run's data, unique, in [0, 2^31).
     prompt: the question, or a conversation to be continued.
-    answer: the reference answer; for a GSM8K solution what follows '####'.
+    answer: the reference answer, '' where there is none; for a GSM8K solution
+      what follows '####'.
     source: name of the data set, e.g. 'gsm8k'.
     extra: all columns of the row, unchanged, under their own names.
   """
@@ -36,7 +37,8 @@ class Prompt:
     id: address of the prompt in the data set; part of every random key.
     tokens: int32 [prompt_length], at least one token.
     text: what was tokenised (template applied).
-    answer: the reference answer that the reward compares with.
+    answer: the reference answer that the reward compares with, '' where there
+      is none.
     source: name of the data set, e.g. 'gsm8k'.
     extra: the row's columns, for custom reward functions; 'prompt' is the
       conversation (a chat template) or the text (a plain template).

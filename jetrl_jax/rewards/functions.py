@@ -71,10 +71,18 @@ def check_references(
     references: answer and source of each prompt.
 
   Raises:
-    RewardFunctionError: 'gsm8k' is a term, and an answer is no number.
+    RewardFunctionError: 'math' or 'gsm8k' is a term, and there is no answer;
+      'gsm8k' is, and an answer is no number.
   """
-  if any(spec.function == 'gsm8k' for spec in specs):
-    for answer, source in references:
+  compares = {'math', 'gsm8k'} & {spec.function for spec in specs}
+  for answer, source in references if compares else ():
+    if not answer:
+      raise RewardFunctionError(
+          f'reward {min(compares)!r} compares with a reference answer, and the'
+          f" prompts of {source!r} have none (answer_key is ''); name their"
+          ' column, or a reward that needs none.'
+      )
+    if 'gsm8k' in compares:
       _expected(answer, source)
 
 

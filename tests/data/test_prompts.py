@@ -144,6 +144,19 @@ def test_rows_without_an_answer_are_left_out_and_counted(tmp_path, caplog):
     _load(path)
 
 
+def test_rows_need_no_answer_where_no_column_of_answers_is_named(tmp_path):
+  chat = [{'role': 'user', 'content': 'y'}]
+  rows = [{'q': 'x'}, {'q': chat, 'a': '1'}]
+  path = _write(tmp_path / 'd.jsonl', *rows)
+  examples = _load(path, answer_key='')
+  assert [(e.prompt, e.answer) for e in examples] == [('x', ''), (chat, '')]
+  with pytest.raises(ValueError, match="'q' is empty"):
+    _load(_write(tmp_path / 'd.jsonl', {'q': ''}), answer_key='')
+  path = _write(tmp_path / 'd.jsonl', rows[0])
+  with pytest.raises(ValueError, match=r"\['q'\]\. .* set answer_key to ''\."):
+    _load(path)
+
+
 def test_a_number_is_read_without_an_exponent(tmp_path):
   rows = [{'q': 'x', 'a': a} for a in (5e-05, 1e20, 18.0, -3)]
   examples = _load(_write(tmp_path / 'd.jsonl', *rows))
