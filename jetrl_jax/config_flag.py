@@ -123,8 +123,7 @@ def _in_one_sentence(main: Callable[[], None]) -> Callable[[list[str]], None]:
   """
 
   def call(argv: list[str]) -> None:
-    if len(argv) > 1:
-      sys.exit(f'error: unknown arguments {argv[1:]}')
+    del argv  # Nothing is left of it.
     show_own_sentences()
     try:
       main()
@@ -143,9 +142,15 @@ def _parse(argv: list[str]) -> list[str]:
   if file is not None and not file.is_file():
     sys.exit(f'error: --config={file}: there is no such file')
   try:
-    return flags.FLAGS(argv)
+    left = flags.FLAGS(argv)[1:]
   except Exception as error:
     sys.exit(f'error: {_sentence(argv, file, error)}')
+  if left:
+    config: Any = flags.FLAGS['config'].value if file is not None else None
+    known = config_check.names(config) if config is not None else []
+    hint = _as_override(left[0], known)
+    sys.exit(f'error: unknown arguments {left}{hint}')
+  return argv[:1]
 
 
 def _sentence(
@@ -172,7 +177,23 @@ def _sentence(
     name = re.match(r'--?config\.([\w.]+)', argument)
     if name and not any(f'{k}.'.startswith(f'{name[1]}.') for k in known):
       return f'{argument}: {config_check.unknown_name(name[1], known)}'
-  return str(error)
+    unknown = isinstance(error, flags.UnrecognizedFlagError)
+    if unknown and argument.lstrip('-').partition('=')[0] == error.flagname:
+      return f'{error}{_as_override(argument, known)}'
+  return str(error).replace(
+      "('Non-boolean argument to boolean flag', ", '(allowed: True, False; not '
+  )
+
+
+def _as_override(argument: str, known: list[str]) -> str:
+  """Names the override that `name=value`, Hydra's and verl's way, may mean."""
+  name, equals, value = argument.lstrip('-+').partition('=')
+  last = name.rpartition('.')[2]
+  near = [k for k in known if k.rpartition('.')[2] == last]
+  if not equals or not near:
+    return ''
+  meant = name if name in near else near[0]
+  return f'; did you mean --config.{meant}={value}?'
 
 
 def _of_file(error: BaseException, line: str | None) -> str:

@@ -184,6 +184,21 @@ def test_a_file_that_is_no_config_is_one_line(tmp_path, text, message):
 
 
 @pytest.mark.parametrize(
+    'argument, meant',
+    [
+        ('optim.lr=2', '; did you mean --config.optim.lr=2?'),
+        ('+actor.optim.lr=2', '; did you mean --config.optim.lr=2?'),
+        ('trainer.lr=2', '; did you mean --config.optim.lr=2?'),
+        ('--learning_rate=2', ''),
+        ('lr', ''),
+    ],
+)
+def test_a_name_of_another_library_is_led_to_ours(argument, meant):
+  known = ['sft.rate', 'optim.lr']
+  assert config_flag._as_override(argument, known) == meant
+
+
+@pytest.mark.parametrize(
     'arguments, message',
     [
         (['--config=nowhere.py'], '--config=nowhere.py: there is no such file'),
@@ -199,9 +214,18 @@ def test_a_file_that_is_no_config_is_one_line(tmp_path, text, message):
         ),
         ([_TINY, '--wordkir=x'], "Unknown command line flag 'wordkir'"),
         pytest.param(
-            [_TINY, 'runs/x'],
-            "unknown arguments ['runs/x']",
+            [_TINY, '--lr=2'],
+            "Unknown command line flag 'lr'; did you mean --config.optim.lr=2?",
             marks=pytest.mark.slow,
+        ),
+        (
+            [_TINY, '--config.trainer.synthetic=yes'],
+            "synthetic=yes: (allowed: True, False; not 'yes')",
+        ),
+        (
+            [_TINY, 'optim.lr=2e-5'],
+            "unknown arguments ['optim.lr=2e-5']; did you mean"
+            ' --config.optim.lr=2e-5?',
         ),
         pytest.param(
             [_TINY, '--dry_run_device=NVIDIA H200'],
