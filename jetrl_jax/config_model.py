@@ -71,6 +71,13 @@ def model_config(
     )
   with naming('model.path'):
     folder = models.resolve_checkpoint(section.path)
+    if (folder / 'checkpoints').is_dir() and (
+        folder / 'metrics.jsonl'
+    ).exists():
+      raise ValueError(
+          f'{folder} is the workdir of a run; its policy is'
+          f' {folder / "export"}, or what python -m jetrl_jax.export writes of it'
+      )
     return models.load_config(folder), folder
 
 

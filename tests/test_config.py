@@ -379,6 +379,17 @@ def test_a_missing_model_folder_is_named():
   _refused('nowhere', **{'model.path': str(whole_run.home() / 'nowhere')})
 
 
+def test_a_workdir_in_the_place_of_a_checkpoint_is_led_to_its_export(tmp_path):
+  (tmp_path / 'checkpoints').mkdir()
+  (tmp_path / 'metrics.jsonl').touch()
+  (tmp_path / 'config.json').write_text('{"seed": 0}')
+  _refused(
+      f'model.path: {tmp_path} is the workdir of a run; its policy is'
+      f' {tmp_path}/export, or what python -m jetrl_jax.export writes',
+      **{'model.path': str(tmp_path)},
+  )
+
+
 def test_a_tokenizer_that_the_last_export_cannot_copy_is_refused(tmp_path):
   own = shutil.copytree(whole_run.home() / 'tiny/model', tmp_path / 'own')
   (own / 'tokenizer.json').rename(tmp_path / 'tokenizer.json')
