@@ -76,7 +76,7 @@ def model_config(
     ).exists():
       raise ValueError(
           f'{folder} is the workdir of a run; its policy is'
-          f' {folder / "export"}, or what python -m jetrl_jax.export writes of it'
+          f' {folder / "export"}, or what python -m jetrl_jax.export writes'
       )
     return models.load_config(folder), folder
 

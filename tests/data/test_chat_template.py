@@ -44,6 +44,11 @@ def test_a_setting_of_the_template_reaches_it():
   )
 
 
+def test_a_setting_may_be_a_line_at_the_top_of_the_template():
+  own = '{% set enable_thinking = false %}\n' + QWEN3
+  assert _render(own) == _render(QWEN3, enable_thinking=False)
+
+
 def test_without_a_generation_prompt_the_text_ends_with_the_last_message():
   (text,) = render_chat(
       QWEN3, [HELLO], variables={}, add_generation_prompt=False
