@@ -161,6 +161,12 @@ def load_environment(name: str) -> Callable[..., Environment]:
     raise ValueError(
         f"environment.name is {name!r}; write 'package.module:Class'"
     )
+  if where.endswith('.py'):
+    module = where.removesuffix('.py').replace('/', '.').strip('.')
+    raise ValueError(
+        f'environment.name is {name!r}, with a file; name its module as from'
+        f" the folder where you start, '{module}:{what}'"
+    )
   try:
     module = importlib.import_module(where)
   except Exception as error:

@@ -31,6 +31,7 @@ def test_a_class_is_found_by_its_dotted_path():
     ('name', 'sentence'),
     [
         ('tests.rl.scripted.Letters', "write 'package.module:Class'"),
+        ('games/mine.py:Game', "where you start, 'games.mine:Game'"),
         ('tests.rl.nowhere:Letters', 'failed with ModuleNotFoundError'),
         ('tests.rl.scripted:Absent', "it has ['Digits', 'Letters']"),
         ('tests.rl.scripted:tokenizer', "no class 'tokenizer'"),
