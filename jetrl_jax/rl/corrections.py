@@ -308,8 +308,10 @@ def make_correction(
             ' it must be at least 0 and below that (usual: 0.5 and 5.0).'
         )
       return functools.partial(icepop, low=low, threshold=threshold)
-    case _:
+    case 'none':
       return no_correction
+    case name:  # No correction in its place would not be noticed.
+      raise NotImplementedError(f'rollout_is {name!r} has no case here')
 
 
 def make_rejection(rollout_rs: str, *, low: float, high: float) -> Correction:

@@ -195,8 +195,10 @@ def _policy_term(
       cispo = functools.partial(losses.cispo_loss, cap=config.cispo_cap)
       log_pi_BT = jnp.where(batch.loss_mask > 0, logprobs_BT, 0.0)
       return jax.vmap(cispo)(log_pi_BT, log_ratio_BT, batch.advantages)
-    case _:
+    case 'ppo':
       return jax.vmap(ppo)(log_ratio_BT, batch.advantages, log_rho_BT)
+    case name:  # Another loss in its place would not be noticed.
+      raise NotImplementedError(f'policy_loss {name!r} has no case here')
 
 
 def _correction_metrics(

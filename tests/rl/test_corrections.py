@@ -212,3 +212,9 @@ def test_an_icepop_band_without_width_is_refused(low):
 def test_a_rejection_band_without_one_is_refused(band):
   with pytest.raises(ValueError, match='the band must be finite, above 0 and'):
     corrections.make_rejection('geometric', low=band[0], high=band[1])
+
+
+def test_a_new_correction_without_a_case_is_not_none(monkeypatch):
+  monkeypatch.setitem(corrections.DEFAULT_THRESHOLD, 'mine', 2.0)
+  with pytest.raises(NotImplementedError, match="'mine' has no case here"):
+    corrections.make_correction('mine', threshold=2.0, low=0.5)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jetrl_jax.rl import losses
 from jetrl_jax.rl.objective import LossConfig, policy_loss, supervised_loss
 from jetrl_jax.rl.types import TrainBatch
 
@@ -90,6 +91,13 @@ def test_the_correction_multiplies_the_policy_term_alone():
   np.testing.assert_allclose(loss, 2 * -1.1 - 0.01, rtol=1e-5)
   loss, _ = policy_loss(LossConfig(), batch, LOGPROBS, ENTROPY)
   np.testing.assert_allclose(loss, -1.1, rtol=1e-5)
+
+
+def test_a_new_loss_without_a_case_is_no_ppo(monkeypatch):
+  monkeypatch.setitem(losses.DEFAULT_CLIP, 'mine', (0.2, 0.2))
+  config = LossConfig(policy_loss='mine')
+  with pytest.raises(NotImplementedError, match="'mine' has no case here"):
+    policy_loss(config, _batch(), LOGPROBS, ENTROPY)
 
 
 def test_no_gradient_reaches_a_masked_token_even_from_nan():
