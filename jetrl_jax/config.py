@@ -375,7 +375,8 @@ def build(config: Config) -> Parts:
   if run.train_batch_size > len(train_set):
     raise ValueError(
         f'train_batch_size is {run.train_batch_size}; the training data has'
-        f' {len(train_set)} prompts'
+        f' {len(train_set)} prompts; lower it, and mini_batch_size with it, or'
+        ' add rows'
     )
   if not environment and not run.synthetic:
     references = ((prompt.answer, prompt.source) for prompt in prompts)
