@@ -323,7 +323,7 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
         ),
         (
             {'trainer.train_batch_size': 11, 'trainer.mini_batch_size': 11},
-            'train_batch_size is 11; the training data has 10 prompts; lower it',
+            'train_batch_size is 11; the training data has 10 prompts; lower',
         ),
         ({'trainer.val_temperature': -1.0}, 'val_temperature is -1.0'),
         ({'trainer.save_freq': -1}, 'save_freq is -1; it must be >= 0'),
