@@ -146,8 +146,7 @@ def _parse(argv: list[str]) -> list[str]:
   except Exception as error:
     sys.exit(f'error: {_sentence(argv, file, error)}')
   if left:
-    config: Any = flags.FLAGS['config'].value if file is not None else None
-    known = config_check.names(config) if config is not None else []
+    known = config_check.names(flags.FLAGS.config) if file else []
     hint = _as_override(left[0], known)
     sys.exit(f'error: unknown arguments {left}{hint}')
   return argv[:1]
