@@ -12,8 +12,6 @@ import pathlib
 import secrets
 from typing import Any
 
-from jetrl_jax.files import replace_text
-
 _ID_FILE = 'wandb_run_id'
 
 
@@ -67,8 +65,9 @@ class WandbRun:
   def _start(self) -> Any:
     wandb = importlib.import_module('wandb')
     id_file = self._workdir / _ID_FILE
-    if not id_file.exists():
-      replace_text(id_file, secrets.token_hex(8))
+    # A full disk leaves it empty.
+    if not id_file.exists() or not id_file.stat().st_size:
+      id_file.write_text(secrets.token_hex(8))
     try:
       return wandb.init(
           project=self._config.project,

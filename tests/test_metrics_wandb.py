@@ -66,6 +66,14 @@ def _writer(workdir, **changes) -> MetricWriter:
   )
 
 
+def test_an_id_that_a_full_disk_left_empty_is_made_again(server, tmp_path):
+  (tmp_path / 'wandb_run_id').touch()
+  for _ in range(2):
+    _writer(tmp_path).close()
+  [run_id] = server.runs
+  assert len(run_id) == 16
+
+
 def test_scalars_are_sent_under_their_step_and_nested_values_are_not(
     server, tmp_path
 ):
