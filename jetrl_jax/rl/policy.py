@@ -22,6 +22,7 @@ from jetrl_jax.models.attention import (
     PackedAttention,
     values_shape,
 )
+from jetrl_jax.models.attention_pages import DECODE_ROWS
 from jetrl_jax.models.decoder import Decoder, variables
 from jetrl_jax.models.types import ModelConfig
 from jetrl_jax.rl import logprobs
@@ -94,6 +95,12 @@ class Policy:
         raise ValueError(
             f'{name} is {value}; on a GPU attention computes in powers of two'
         )
+    group = self.model.num_heads // self.model.num_kv_heads
+    if on_gpu() and group > DECODE_ROWS:
+      raise ValueError(
+          f'{group} query heads share a KV head; on a GPU attention takes at'
+          f' most {DECODE_ROWS}'
+      )
 
   @property
   def decoder(self) -> Decoder:

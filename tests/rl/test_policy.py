@@ -28,6 +28,9 @@ def test_sizes_that_no_gpu_kernel_can_take_are_refused_there(monkeypatch):
   for odd, said in (({'model': model}, 'head_dim is 80'), ({'tile': 48}, '48')):
     with pytest.raises(ValueError, match=f'{said}; on a GPU .* powers of two'):
       dataclasses.replace(policy, **odd)
+  model = dataclasses.replace(policy.model, num_heads=34, num_kv_heads=2)
+  with pytest.raises(ValueError, match='17 query heads .* at most 16'):
+    dataclasses.replace(policy, model=model)
 
 
 def test_random_masters_have_the_paths_and_shapes_of_the_tree():
