@@ -5,7 +5,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jetrl_jax.data import Prompt
 from jetrl_jax.fp8 import slots
 from jetrl_jax.metrics import Mean
 from jetrl_jax.rl import step_metrics
@@ -125,16 +124,8 @@ class _Timer(Timer):
 
 def test_throughput_counts_what_was_learnt_and_what_was_generated():
   kept = _experience().completions
-  prompt = Prompt(
-      id=0,
-      tokens=np.asarray([5, 6], np.int32),
-      text='',
-      answer='',
-      source='',
-      extra={},
-  )
   # Dynamic sampling drew three times as many answers as it kept.
-  found = step_metrics.throughput(kept, [prompt], 3 * kept, _Timer(), 2)
+  found = step_metrics.throughput(kept, 3 * kept, _Timer(), 2)
   # Two answers of one token, each behind two prompt tokens.
   assert found['perf/total_num_tokens'] == 6
   assert found['perf/throughput'] == 6 / 10 / 2
