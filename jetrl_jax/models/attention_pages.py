@@ -89,7 +89,7 @@ def page_of(table_ref, i, last, sizes: tuple[int, int]):
     sizes: (tile, page), in tokens.
   """
   tile, page_size = sizes
-  i = jnp.minimum(i, last // tile)
+  i = jnp.minimum(i, lax.div(last, jnp.int32(tile)))
   return table_ref[lax.div(i, jnp.int32(page_size // tile))]
 
 

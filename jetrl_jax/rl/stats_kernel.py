@@ -51,8 +51,10 @@ def _join_kernel(
   row_top = jnp.max(top)
   scale = jnp.exp(top - row_top)
   row_total = jnp.sum(load(total_ref, 0.0) * scale)
+  # A chunk that counts for nothing may have an infinite sum.
+  weighted = jnp.where(scale > 0.0, load(weighted_ref, 0.0) * scale, 0.0)
   lse_ref[...] = row_top + jnp.log(row_total)
-  mean_ref[...] = jnp.sum(load(weighted_ref, 0.0) * scale) / row_total
+  mean_ref[...] = jnp.sum(weighted) / row_total
 
 
 def row_stats(

@@ -108,11 +108,12 @@ def test_the_gpu_kernel_does_not_read_past_the_vocabulary():
   np.testing.assert_allclose(mean, -50, rtol=1e-6)
 
 
-def test_masked_logits_count_as_probability_zero():
-  z = _normal(16, 40)
-  z[:, 20:] = -np.inf
+@pytest.mark.parametrize('vocab', [40, 2 * stats_kernel.CHUNK])
+def test_masked_logits_count_as_probability_zero(vocab):
+  z = _normal(16, vocab)
+  z[:, vocab // 2 :] = -np.inf  # A whole chunk of the larger.
   for found in (_stats(z), _kernel(z)):
-    for a, b in zip(found, _float64(z[:, :20]), strict=True):
+    for a, b in zip(found, _float64(z[:, : vocab // 2]), strict=True):
       np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
