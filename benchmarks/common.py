@@ -17,7 +17,7 @@ import numpy as np
 from absl import app, flags
 
 from configs import base
-from jetrl_jax import config_model, provenance
+from jetrl_jax import config_model, device_memory, provenance
 from jetrl_jax.data import Prompt
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.optimizer import OptimizerConfig
@@ -42,6 +42,7 @@ def run(main: Callable[[list[str]], None]) -> None:
   for name in ('output', 'commit', 'tiny'):
     flags.declare_key_flag(name)
   flags.mark_flag_as_required('output')
+  device_memory.take_most()
   app.run(main)
 
 

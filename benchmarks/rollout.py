@@ -24,7 +24,7 @@ import numpy as np
 from absl import flags
 
 from benchmarks import common
-from jetrl_jax import rng
+from jetrl_jax import device_memory, rng
 from jetrl_jax.rl import synthetic
 from jetrl_jax.rl.engine import Engine, EngineConfig
 from jetrl_jax.rl.policy import PolicyParams
@@ -51,7 +51,6 @@ _LENGTHS = flags.DEFINE_enum(
 _KV_TOKENS = flags.DEFINE_integer(
     'kv_tokens', 0, 'See rollout.kv_cache_tokens; 0 for all slots full.'
 )
-_USABLE = 0.95  # of a device's memory, as in a dry run
 _PREFILLED = 16  # prompts whose caches lie beside the slots' at a time
 _COLUMNS = (
     ('variant', 'variant', ''),
@@ -98,7 +97,7 @@ def room(engine, params: PolicyParams, cap: float) -> tuple[int, int]:
     cap: 10^9 bytes.
   """
   policy, size = engine.policy, token_bytes(engine.policy)
-  free = _USABLE * cap * 1e9
+  free = device_memory.USABLE * cap * 1e9
   free -= sum(leaf.nbytes for leaf in jax.tree.leaves(params))
   free -= _PREFILLED * engine.buckets[0] * size
   free -= 2 * 4 * engine.num_slots * policy.model.vocab_size

@@ -1,7 +1,6 @@
 r"""GRPO on GSM8K and MATH with Llama-3.1-8B-Instruct, on one GPU of 141 GB.
 
-XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m jetrl_jax.main \
-    --config=configs/llama8b.py \
+python -m jetrl_jax.main --config=configs/llama8b.py \
     --config.model.path=meta-llama/Llama-3.1-8B-Instruct \
     --workdir=runs/llama8b
 

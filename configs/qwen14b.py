@@ -1,8 +1,7 @@
 r"""GRPO on GSM8K and MATH with Qwen2.5-14B, on one GPU of 141 GB.
 
-XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m jetrl_jax.main \
-    --config=configs/qwen14b.py --config.model.path=Qwen/Qwen2.5-14B \
-    --workdir=runs/qwen14b
+python -m jetrl_jax.main --config=configs/qwen14b.py \
+    --config.model.path=Qwen/Qwen2.5-14B --workdir=runs/qwen14b
 
 As qwen7b.py but for what twice the parameters ask for: masters in bfloat16,
 rounded at random, and a bound on the KV cache.

@@ -1,8 +1,7 @@
 r"""GRPO on GSM8K and MATH with Qwen3-8B, on one GPU of 141 GB.
 
-XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m jetrl_jax.main \
-    --config=configs/qwen3_8b.py --config.model.path=Qwen/Qwen3-8B-Base \
-    --workdir=runs/qwen3_8b
+python -m jetrl_jax.main --config=configs/qwen3_8b.py \
+    --config.model.path=Qwen/Qwen3-8B-Base --workdir=runs/qwen3_8b
 
 As qwen7b.py but for what the larger caches ask for.
 Expected accuracy: not run yet. A step with random weights and 64 answers of

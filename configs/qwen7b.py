@@ -1,8 +1,7 @@
 r"""GRPO on GSM8K and MATH with Qwen2.5-7B, on one GPU of 141 GB.
 
-XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 python -m jetrl_jax.main \
-    --config=configs/qwen7b.py --config.model.path=Qwen/Qwen2.5-7B \
-    --workdir=runs/qwen7b
+python -m jetrl_jax.main --config=configs/qwen7b.py \
+    --config.model.path=Qwen/Qwen2.5-7B --workdir=runs/qwen7b
 
 Follows Jet-RL (arXiv:2601.14243): GSM8K + MATH in one FP8 flow, with 3072
 response tokens where the paper has 8192.

@@ -19,7 +19,7 @@ import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from jetrl_jax import config_check, config_flow
+from jetrl_jax import config_check, config_flow, device_memory
 from jetrl_jax.rl.console import show_own_sentences
 
 # Flags of a command without a config file: name, how it is defined, default,
@@ -125,11 +125,12 @@ def _in_one_sentence(main: Callable[[], None]) -> Callable[[list[str]], None]:
   def call(argv: list[str]) -> None:
     del argv  # Nothing is left of it.
     show_own_sentences()
+    device_memory.take_most()
     try:
       main()
     except (ValueError, OSError, RuntimeError) as error:
       logging.debug('Traceback:', exc_info=True)
-      sys.exit(f'error: {error}')
+      sys.exit(f'error: {device_memory.explained(error)}')
     except KeyboardInterrupt:
       print('Stopped by SIGINT; what was not saved is lost.', file=sys.stderr)
       sys.exit(_STOPPED)

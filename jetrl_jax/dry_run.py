@@ -15,6 +15,7 @@ from absl import logging
 
 from jetrl_jax import (
     checkpoint,
+    device_memory,
     dry_run_estimate,
     dry_run_memory,
     dry_run_precision,
@@ -28,8 +29,6 @@ from jetrl_jax.rl import flops, fp8_support, run_precision, startup
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.run_folder import EXPORT
 
-# A GPU keeps a part of its memory for itself and for libraries.
-_USABLE = 0.95
 _FP8_CALL = '__cublas$lt$matmul$f8'
 
 
@@ -193,8 +192,8 @@ def _too_large(phases: list[Phase], limit: int, what: str) -> list[str]:
 def _limit(kind: str, other: bool) -> tuple[int, str]:
   """Returns (bytes that a device has for the run, what that is)."""
   if other:
-    total = int(DEVICES[kind][0] * 1e9 * _USABLE)
-    return total, f'{kind}, {_USABLE:.0%} of its memory'
+    total = int(DEVICES[kind][0] * 1e9 * device_memory.USABLE)
+    return total, f'{kind}, {device_memory.USABLE:.0%} of its memory'
   stats = jax.local_devices()[0].memory_stats()
   if stats and 'bytes_limit' in stats:
     return stats['bytes_limit'], f'{kind}, what XLA may take of it'

@@ -20,7 +20,14 @@ PACKAGE = ROOT / 'jetrl_jax'
 # Each row may import the rows above it, and no other room of its own row.
 ORDER = (
     ('files', 'typing'),
-    ('compilation', 'metrics', 'provenance', 'rng', 'sharding'),
+    (
+        'compilation',
+        'device_memory',
+        'metrics',
+        'provenance',
+        'rng',
+        'sharding',
+    ),
     ('checkpoint',),
     ('fp8',),
     ('models',),

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from absl import app, flags
 
-from jetrl_jax import config_flag, saved_policy
+from jetrl_jax import config_flag, device_memory, saved_policy
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.serve.requests import Limits
 
@@ -96,6 +96,7 @@ def _serve() -> None:
 
   for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, stop)
+  device_memory.take_most()
   saved = saved_policy.load(_CHECKPOINT.value, step=_STEP.value)
   limits = Limits(
       max_prompt_length=_or(_MAX_PROMPT_LENGTH.value, saved.max_prompt_length),
