@@ -50,6 +50,16 @@ def _dot(a, b, contract):
   )
 
 
+def _weighted(p, v_tile):
+  """Returns p v, of a row the same bits in any number of rows."""
+  if v_tile.dtype != jnp.float32:
+    return _dot(p, v_tile, ((3,), (2,)))
+  # Of 32 channels XLA adds up fewer than 64 rows in another way than more,
+  # unless both operands are contraction-minor.
+  v_turned = lax.optimization_barrier(jnp.swapaxes(v_tile, 2, 3))
+  return _dot(p, v_turned, ((3,), (3,)))
+
+
 def _reference(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
   """The kernel's arithmetic in plain JAX; what a CPU runs."""
   batch, kv_heads, rows, head_dim = q_BKRH.shape
@@ -79,8 +89,7 @@ def _reference(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
     # long as it has 16 columns (8 of them change it from 96 rows on).
     p = p.astype(dtype)
     total = total * decay + _dot(p, ones, ((3,), (3,)))[..., 0]
-    value = _dot(p, v_tile, ((3,), (2,)))
-    return acc * decay[..., None] + value, new_top, total
+    return acc * decay[..., None] + _weighted(p, v_tile), new_top, total
 
   start = (
       jnp.zeros(q_BKRH.shape, jnp.float32),

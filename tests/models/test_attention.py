@@ -150,6 +150,17 @@ def test_segments_do_not_see_each_other_nor_the_future():
     assert not np.any(np.asarray(grads[4])[1, :, 16:32])
 
 
+@pytest.mark.parametrize('head_dim', [16, 32, 128])
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+def test_a_row_has_the_bits_that_it_has_among_more_rows(dtype, head_dim):
+  rng = np.random.default_rng(0)
+  q, k, v = rng.normal(size=(3, 1, 1, 64, head_dim)).astype(dtype)
+  first, last = np.zeros((1, 64), np.int32), np.arange(64, dtype=np.int32)[None]
+  whole = inputs.flash()(q, k, v, first, last)
+  few = inputs.flash()(q[:, :, 48:], k, v, first[:, 48:], last[:, 48:])
+  np.testing.assert_array_equal(whole[:, :, 48:], few)
+
+
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
 def test_a_segment_packed_at_a_tile_has_the_bits_of_one_alone(dtype):
   q, k, v, _ = inputs.qkv(dtype=dtype)

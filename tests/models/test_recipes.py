@@ -61,12 +61,8 @@ def test_decode_has_the_bits_of_the_training_step(name):
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
 @pytest.mark.parametrize('name', NAMES)
 def test_decode_has_those_bits_with_any_scales_and_dtype(
-    name, dtype, power_of_two, request
+    name, dtype, power_of_two
 ):
-  if (name, dtype, power_of_two) == ('fp8_block', 'float32', False):
-    # docs/numerics.md, "Where scales come from".
-    known = pytest.mark.xfail(reason='last bits differ', strict=True)
-    request.node.add_marker(known)
   _assert_same_bits(
       Recipe(name=name, compute_dtype=dtype, power_of_two_scales=power_of_two)
   )
