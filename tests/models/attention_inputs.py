@@ -61,6 +61,8 @@ def dense64(q, k, v, first, last):
 
 
 @functools.cache
-def flash():
+def flash(kv_dtype=None):
   """Compiled: `attention.flash_attention` on the CPU."""
-  return exact_jit(lambda *args: attention.flash_attention(*args, TILE, None))
+  return exact_jit(
+      lambda *args: attention.flash_attention(*args, TILE, kv_dtype)
+  )
