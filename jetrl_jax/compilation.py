@@ -201,6 +201,7 @@ def inexact_jit(
     donate_argnums=(),
     static_argnums=(),
     out_shardings=None,
+    keep_unused=False,
     in_order=False,
 ):
   """`exact_jit` with XLA's own choices where these only decide about bits.
@@ -212,6 +213,7 @@ def inexact_jit(
       function,
       donate_argnums=donate_argnums,
       static_argnums=static_argnums,
+      keep_unused=keep_unused,
       **({} if out_shardings is None else {'out_shardings': out_shardings}),
       compiler_options=compiler_options(exact=False, in_order=in_order),
   )

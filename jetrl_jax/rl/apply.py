@@ -374,6 +374,9 @@ class Apply:
           (specs[0], P(), *specs[1:], P()),
           (specs[0], P(), P()),
           donate_argnums=(0,),
+          # Weights that are only replaced would stay in memory beside the new
+          # ones for as long as anybody holds the state.
+          keep_unused=True,
       )
     return self._movers[signature]
 

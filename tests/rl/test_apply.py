@@ -103,6 +103,20 @@ def test_apply_hands_the_accumulator_back_empty():
     assert not tiny_run.bits(leaf).any()
 
 
+@pytest.mark.parametrize('made', [tiny_run.fp8_run, tiny_run.bf16_run])
+def test_nothing_of_the_state_before_stays_in_memory(made):
+  run = made()
+  state = tiny_run.copy(run.start)
+  after, _, _ = run.step.apply(state, run.step.zero_gradients(state))
+  passed_on = {id(leaf) for leaf in jax.tree.leaves(after)}
+  stays = [
+      jax.tree_util.keystr(path)
+      for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+      if leaf.ndim and id(leaf) not in passed_on and not leaf.is_deleted()
+  ]
+  assert not stays
+
+
 def test_apply_counts_its_steps():
   state, _, info = _applied()
   assert int(state.opt_step) == 1
