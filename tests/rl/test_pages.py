@@ -69,7 +69,38 @@ def test_a_new_sequence_waits_when_there_is_no_room_beside_the_others():
   # Two pages are free: one for slot 0 to grow, and two are needed.
   assert not book.start(1, 16)
   assert book.parked == {1} and book.times_parked == 1
+  # Nor does it come back to where it would soon be parked again.
+  assert book.grow({0: 16, 1: 16}) == set()
   assert book.start(2, 8)
+
+
+def test_the_device_is_told_of_a_sequence_that_gives_its_pages_back():
+  book = _book()
+  book.start(0, 8)
+  book.start(1, 8)
+  book.grow({0: 24, 1: 8})
+  book.changed = False
+  # Slot 1 came last and makes room for itself: it would write to free pages.
+  book.grow({0: 24, 1: 16})
+  assert book.parked == {1} and book.changed
+
+
+def test_of_those_that_wait_the_first_to_start_comes_back_first():
+  book = _book()
+  book.start(3, 32)
+  assert not book.start(2, 24) and not book.start(1, 24)
+  book.release(3)
+  assert book.grow({1: 24, 2: 24}) == {2}
+
+
+def test_a_slot_that_starts_again_is_the_last_to_have_started():
+  book = _book()
+  book.start(0, 32)
+  book.start(0, 8)  # Of what it held before one page is left to it.
+  assert book.start(1, 16)
+  book.start(0, 8)
+  book.grow({0: 16, 1: 32})
+  assert book.parked == {0}
 
 
 def test_the_oldest_sequence_always_runs():
@@ -95,8 +126,14 @@ def test_a_slot_s_pages_are_free_again_when_its_sequence_is_over():
   book = _book()
   book.start(0, 32)
   assert not book.start(1, 8)
+  book.grow({0: 8})  # Back by some tokens, it keeps its pages until then.
   book.release(0)
   assert book.grow({1: 8}) == {1}
+  book.release(1)
+  assert book.start(2, 32)
+  assert not book.start(3, 8)
+  book.release(3)
+  assert not book.parked
 
 
 def test_a_device_hands_out_its_own_pages():
@@ -111,14 +148,26 @@ def test_a_device_hands_out_its_own_pages():
   assert 4 <= pages[1, 0] < 8
 
 
+def test_a_full_device_parks_its_own_and_no_other_counts():
+  book = _book(pages=4, devices=2)
+  # Two that may grow on device 1 leave room for two on device 0.
+  for slot, tokens in ((2, 16), (3, 8), (0, 8), (1, 8)):
+    assert book.start(slot, tokens)
+  assert book.grow({0: 8, 1: 8, 2: 32, 3: 8}) == set()
+  assert book.parked == {3}
+
+
 def test_pages_that_a_slot_does_not_hold_point_nowhere():
   book = _book()
   book.start(0, 8)
-  pages = book.global_pages([0, -1], 3)
-  assert pages[0, 0] < 4
-  rest = [*pages[0, 1:], *pages[1]]
+  pages = book.global_pages([-1, 0], 3)
+  assert pages[1, 0] < 4
+  rest = [*pages[0], *pages[1, 1:]]
   assert min(rest) >= 4 and len(set(rest)) == len(rest)
   assert pages.dtype == np.int32
+  # A slot that took room to grow has more than its prefix fills.
+  book.grow({0: 24})
+  assert book.global_pages([0], 2).tolist() == [_pages(book, 0, 2)]
 
 
 def test_a_pool_smaller_than_one_sequence_is_refused():
