@@ -130,32 +130,42 @@ def test_whitening_sees_the_groups_that_were_kept_and_no_others():
   )
   batches = [
       _scored(0, [[0, 0]], scores=[[9, 5]], config=config),
-      _scored(1, [[0, 1], [1, 0]], config=config),
+      _scored(1, [[0, 1], [1, 0]], scores=[[0, 2], [3, 1]], config=config),
   ]
   exp = _fill(batches, 2, config).experience
-  np.testing.assert_array_equal(exp.advantages_PG, batches[1].advantages_PG)
+  for name in ('advantages_PG', 'scores_PG', 'accuracy_PG'):
+    np.testing.assert_array_equal(
+        getattr(exp, name), getattr(batches[1], name), err_msg=name
+    )
 
 
 def test_without_the_filter_one_batch_is_taken_as_it_is():
   batch = _scored(0, [[0, 0], [1, 0]])
   filled = _fill([batch], 2, AlgorithmConfig())
   assert filled.experience is batch and filled.metrics == {}
+  assert filled.prompts is batch.prompts
+  assert filled.completions is batch.completions
 
 
 def test_a_batch_that_cannot_be_filled_ends_the_run_in_a_sentence():
-  dull = [_scored(2 * i, [[0, 0], [1, 1]]) for i in range(3)]
-  capped = dataclasses.replace(
-      CONFIG, filter_groups=FilterGroups(enable=True, max_num_gen_batches=2)
+  dull = [_scored(3 * i, [[0, 0], [1, 1], [0, 1]]) for i in range(3)]
+  capped, free = (
+      dataclasses.replace(
+          CONFIG, filter_groups=FilterGroups(enable=True, max_num_gen_batches=n)
+      )
+      for n in (2, 0)
   )
   with pytest.raises(
       NotEnoughGroupsError,
-      match='found 0 of 1 groups with mixed outcomes in 2 generation batches .4'
+      match='found 2 of 3 groups with mixed outcomes in 2 generation batches .6'
       ' groups: 2 all right, 2 otherwise equal., and algorithm.filter_groups'
       '.max_num_gen_batches is 2. The prompts are too easy or too hard',
   ):
-    _fill(dull, 1, capped)
-  with pytest.raises(NotEnoughGroupsError, match='in 3 .* every prompt was me'):
-    _fill(dull, 1)
+    _fill(dull, 3, capped)
+  assert len(_fill(dull, 3, free).experience.prompts) == 3
+  for config in (CONFIG, free):
+    with pytest.raises(NotEnoughGroupsError, match='in 3 .* every prompt was'):
+      _fill(dull, 4, config)
 
 
 # --- in a run ----------------------------------------------------------------
