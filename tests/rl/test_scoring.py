@@ -1,11 +1,13 @@
 """Answers are scored while others are sampled."""
 
+import dataclasses
 import time
 import types
 
 import numpy as np
 import pytest
 
+from jetrl_jax.rewards import RewardSpec
 from jetrl_jax.rl import scoring
 from tests.rewards.pools import custom, new_pool
 from tests.rl import tiny_run
@@ -24,21 +26,53 @@ def test_answers_that_ended_are_scored_before_the_last_has_ended():
   length = custom('with_kwargs', kwargs={'penalty': 1.0})
   scored = []
   with new_pool(length, timeout_s=60) as pool:
+    with scoring.scorer(prompts, pool, TOKENIZER) as scores:
 
-    def look():
-      time.sleep(0.05)  # The GPU's time.
-      scored.append(len(scores._scoring.replies))
+      def visit():
+        scores.visit()
+        while scores._ended and not scores._scoring.replies:
+          time.sleep(0.01)  # The GPU's time.
+          scores.visit()
+        scored.append(len(scores._scoring.replies))
 
-    with scoring.scorer(prompts, pool, TOKENIZER, look) as scores:
       completions = tiny_run.fp8_run().rollout(
           num_generations=samples,
           limits=limits,
-          should_stop=scores.visit,
+          should_stop=visit,
           on_end=scores.add,
       )
+      assert scored[0] == 0 < scored[-1]
       results = scores.results(completions)
   assert [r.score for r in results] == [len(c.tokens) for c in completions]
-  assert scored[0] == 0 < scored[-1]
+
+
+def test_functions_see_the_prompt_of_the_answer_with_all_that_it_has(tmp_path):
+  path = tmp_path / 'rewards.py'
+  path.write_text(
+      'def trl(prompts, completions, answer, level, **kwargs):\n'
+      '  return [float(prompts[0] + answer[0]) + level[0]]\n'
+      'def verl(data_source, solution_str, ground_truth, extra_info):\n'
+      '  return float(data_source)\n'
+  )
+  prompts = [
+      dataclasses.replace(
+          prompt,
+          text=str(i),
+          answer='7',
+          source=f'{i}00',
+          extra={'level': i / 4},
+      )
+      for i, prompt in enumerate(tiny_run.prompts()[:2], start=1)
+  ]
+  functions = [RewardSpec(function=f'{path}:{f}') for f in ('trl', 'verl')]
+  first, last = (tiny_run.completions()[i] for i in (0, tiny_run.SAMPLES))
+  assert [first.prompt_id, last.prompt_id] == [p.id for p in prompts]
+  with new_pool(*functions, timeout_s=60) as pool:
+    with scoring.scorer(prompts, pool, TOKENIZER) as scores:
+      scores.add(last)
+      scores.add(first)
+      results = scores.results([first, last])
+  assert [r.score for r in results] == [117.25, 227.5]
 
 
 def test_a_stop_is_heard_while_the_last_answers_are_scored():
