@@ -193,20 +193,22 @@ def test_a_response_ends_at_a_stop_token_or_at_the_limit():
 def test_a_limit_cuts_a_response_and_changes_none_of_its_tokens():
   expected = tiny_run.completions()
   shape = (len(tiny_run.prompts()), tiny_run.SAMPLES)
-  limits = np.arange(np.prod(shape)).reshape(shape) % 14
-  ended = []
+  limits = (1 + np.arange(np.prod(shape)).reshape(shape)) % 14
+  ended, reached = [], False
   found = tiny_run.fp8_run().rollout(limits=limits, on_end=ended.append)
   assert sorted(map(id, ended)) == sorted(map(id, found))
   assert len(ended[0].tokens) < len(ended[-1].tokens)
   for c, whole, limit in zip(found, expected, limits.reshape(-1), strict=True):
-    # 0 is read as 1, and 13 as max_response_length.
+    # 0 is read as 1, and 13 as max_response_length, which one would reach.
     length = min(max(limit, 1), len(whole.tokens))
+    reached |= limit > len(whole.tokens) and whole.finish_reason == 'length'
     assert c.tokens.tolist() == whole.tokens[:length].tolist()
     np.testing.assert_array_equal(
         tiny_run.bits(c.logprobs), tiny_run.bits(whole.logprobs[:length])
     )
     ended = whole.finish_reason == 'stop' and length == len(whole.tokens)
     assert c.finish_reason == ('stop' if ended else 'length')
+  assert reached
 
 
 def test_a_completion_says_where_it_comes_from():
