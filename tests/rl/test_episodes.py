@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import string
 import threading
 import time
 
@@ -126,6 +127,47 @@ def test_steps_per_visit_change_no_bit(decode_block):
   _assert_same_episodes(_rollout(engine=engine), _episodes())
 
 
+def test_without_stop_strings_a_turn_ends_with_its_stop_token():
+  class Whole(scripted.Letters):
+    stop_strings = ()
+
+  turns = []
+  for c, plain in zip(_rollout(Whole), tiny_run.completions(), strict=True):
+    # Without an observation before it, the first turn is what is sampled
+    # without an environment.
+    if c.sampled[0]:
+      length = len(plain.tokens)
+      assert c.tokens[:length].tolist() == plain.tokens.tolist()
+      assert (c.episode.turns > 0) == (plain.finish_reason == 'stop')
+      turns.append(c.episode.turns)
+  assert len(turns) == 12 and min(turns) == 0 < max(turns)
+
+
+def test_a_stop_string_of_two_tokens_ends_a_turn_wherever_visits_fall():
+  class Pairs(scripted.Letters):
+    stop_strings = tuple(
+        a + b for a in string.ascii_letters for b in string.ascii_uppercase
+    )
+
+  samples, ends = _rollout(Pairs), []
+  for c in samples:
+    edges = np.flatnonzero(np.diff(c.sampled.astype(int))) + 1
+    for part in np.split(np.arange(len(c.tokens)), edges)[:-1]:
+      if c.sampled[part[0]]:
+        text = _text(c.tokens[part])
+        found = [s for s in Pairs.stop_strings if s in text]
+        assert found in ([], [text[-2:]])
+        # A turn without one ended with its stop token.
+        assert bool(found) == (
+            c.tokens[part[-1]] not in tiny_run.engine_config().stop_ids
+        )
+        ends.append(bool(found))
+  assert 5 < sum(ends) < len(ends)
+  engine = copy.copy(tiny_run.fp8_run().engine)
+  engine.config = tiny_run.engine_config(decode_block=1)
+  _assert_same_episodes(_rollout(Pairs, engine=engine), samples)
+
+
 def test_slots_and_company_change_no_bit():
   wide = tiny_run.wide_engine()
   _assert_same_episodes(_rollout(engine=wide), _episodes())
@@ -149,6 +191,14 @@ def test_another_step_has_other_randomness_in_the_environment():
   other = first(_rollout(key_step=1))
   assert len(other) == len(first(_episodes())) == 12
   assert other != first(_episodes())
+
+
+def test_every_episode_has_randomness_of_its_own_in_the_environment():
+  # One digit of four, for three prompts and four samples each.
+  first = [_text(c.tokens[:1]) for c in _episodes() if not c.sampled[0]]
+  first_PG = np.reshape(first, (3, tiny_run.SAMPLES))
+  assert any(len(set(of_prompt)) > 1 for of_prompt in first_PG)
+  assert any(len(set(of_sample)) > 1 for of_sample in first_PG.T)
 
 
 def test_a_turn_limit_ends_the_episode_after_its_last_turn():
@@ -175,10 +225,38 @@ def test_an_observation_that_does_not_fit_ends_the_episode():
     assert len(c.tokens) <= 12
 
 
+def test_an_observation_that_the_model_has_no_row_for_costs_its_episode():
+  tokenizer = copy.copy(scripted.tokenizer())
+  encode = tokenizer.encode
+  tokenizer.encode = lambda text, **how: encode(text, **how) + tiny_run.VOCAB
+  found = tiny_run.fp8_run().rollout(environment=_config(tokenizer=tokenizer))
+  for c in found:
+    assert c.sampled.all() and (c.tokens < tiny_run.VOCAB).all()
+  assert {c.episode.error for c in found if c.prompt_id % 20 != 3} == {
+      'environment_raised'
+  }
+
+
+@pytest.mark.parametrize(('observation', 'sampled'), [(11, [12]), (12, [])])
+def test_an_observation_fits_with_room_for_a_token_behind_it(
+    observation, sampled
+):
+  class Opening(scripted.Letters):
+
+    def reset(self, prompt, rng):
+      super().reset(prompt, rng)
+      return 'y' * observation
+
+  found = _rollout(Opening, num_generations=1)
+  for c in found:
+    assert (np.flatnonzero(c.sampled) + 1).tolist() == sampled
+    assert len(c.tokens) == sum(sampled)
+
+
 class Faulty(scripted.Letters):
   """Fails in every way, by the prompt."""
 
-  block = threading.Event()
+  block, unheard = threading.Event(), []
 
   def reset(self, prompt, rng):
     if prompt.id == 3:
@@ -194,12 +272,15 @@ class Faulty(scripted.Letters):
       case 33:
         return 'not an outcome'
       case 43:
-        self.block.wait(30)
+        if not self.block.wait(60):
+          self.unheard.append(text)
     return super().step(text)
 
 
 def test_an_environment_that_fails_costs_its_own_episode_and_is_counted():
   found = _rollout(Faulty, {'timeout_s': 0.3})
+  # Its limit ended the episode, and not the call's own end.
+  assert not Faulty.unheard
   Faulty.block.set()
   expected = {c.prompt_id: [] for c in found}
   for c in found:
@@ -245,6 +326,64 @@ def test_a_call_that_took_too_long_fails_however_late_it_is_looked_at(
   answer = episode.poll()
   assert answer is not None and answer.over == (error is not None)
   assert episode.result().error == error
+
+
+@pytest.mark.parametrize(
+    ('outcomes', 'reason', 'reward', 'accuracy'),
+    [
+        # Without an accuracy of its own an episode has its reward as that.
+        ([Outcome(reward=0.25), Outcome(done=True)], 'stop', 0.25, 0.25),
+        # The last one given; 0 is one.
+        ([Outcome(accuracy=1.0), Outcome(accuracy=0.0)], 'turns', 0.0, 0.0),
+        ([Outcome(reward=2.0, accuracy=0.5), Outcome()], 'turns', 2.0, 0.5),
+        # It ended by itself, at the turn that would have been its last. Of
+        # what it says then nobody makes tokens, which these could not become.
+        (
+            [Outcome(), Outcome(observation='\ud800', reward=1.0, done=True)],
+            'stop',
+            1.0,
+            1.0,
+        ),
+        # NumPy's numbers, which no line of JSON could be made of.
+        (
+            [
+                Outcome(reward=np.float32(2), accuracy=np.float32(0.5)),
+                Outcome(done=np.True_),
+            ],
+            'stop',
+            2.0,
+            0.5,
+        ),
+        # Two numbers whose sum is none, which no advantage could be made of.
+        ([Outcome(reward=1e308)] * 2, 'error', 0.0, 0.0),
+    ],
+)
+def test_what_its_turns_come_to_is_what_an_episode_came_to(
+    outcomes, reason, reward, accuracy
+):
+  class Says(scripted.Letters):
+
+    def step(self, text):
+      return outcomes[int(text)]
+
+  prompt, rng = tiny_run.prompts()[0], np.random.default_rng(0)
+  ended = threading.Event()
+  config = _config(Says, max_turns=2)
+  episode = Episode(config, prompt, rng, ended, tiny_run.VOCAB)
+  over = []
+  for turn in ('0', '1', ''):
+    assert ended.wait(30)
+    ended.clear()
+    answer = episode.poll()
+    assert answer is not None
+    over.append(answer.over)
+    if turn:
+      episode.step(turn)
+  assert over == [False, False, True]
+  assert episode.finish_reason() == reason
+  result = episode.result()
+  assert (result.reward, result.accuracy, result.turns) == (reward, accuracy, 2)
+  assert type(result.reward) is type(result.accuracy) is float
 
 
 class Unprintable(Exception):
@@ -345,8 +484,10 @@ def test_metrics_of_turns_are_there_with_an_environment_only():
   assert 0 < found['environment/observation_frac'] < 1
 
 
-def test_a_stop_string_may_span_tokens_and_looks():
-  finder = StopStrings(('<ab', 'zz'), scripted.tokenizer())
+# Beside a longer one, of which more characters are kept from look to look.
+@pytest.mark.parametrize('other', ['zz', 'z' * 7])
+def test_a_stop_string_may_span_tokens_and_looks(other):
+  finder = StopStrings(('<ab', other), scripted.tokenizer())
   tokens = scripted.tokenizer().encode('x<a<abz', add_special_tokens=False)
   assert finder.find(tokens, '') == (6, '')
   for cut in range(6):
