@@ -198,7 +198,7 @@ class _Loop:
   ) -> tuple[DecodeState, list[int]]:
     """Starts what is ready of one prefill; returns the slots it took too."""
     prefix, mine = self.ready[0][0], []
-    while free and self.ready and self.ready[0][0] is prefix:
+    while free and self.ready:
       _, row, job = self.ready.popleft()
       mine.append((free.popleft(), row, job))
     slots = [slot for slot, _, _ in mine]
