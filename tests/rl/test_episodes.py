@@ -334,7 +334,12 @@ def test_a_call_that_took_too_long_fails_however_late_it_is_looked_at(
         # Without an accuracy of its own an episode has its reward as that.
         ([Outcome(reward=0.25), Outcome(done=True)], 'stop', 0.25, 0.25),
         # The last one given; 0 is one.
-        ([Outcome(accuracy=1.0), Outcome(accuracy=0.0)], 'turns', 0.0, 0.0),
+        (
+            [Outcome(accuracy=1.0), Outcome(reward=2.0, accuracy=0.0)],
+            'turns',
+            2.0,
+            0.0,
+        ),
         ([Outcome(reward=2.0, accuracy=0.5), Outcome()], 'turns', 2.0, 0.5),
         # It ended by itself, at the turn that would have been its last. Of
         # what it says then nobody makes tokens, which these could not become.
