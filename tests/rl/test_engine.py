@@ -122,6 +122,13 @@ def test_the_engine_says_its_sizes():
   assert engine.cache_length == 32
 
 
+def test_parked_sequences_come_back_as_many_at_once_as_16384_tokens_are():
+  engine = tiny_run.fp8_run().engine
+  # Never more than prompts are, and a sequence that is longer by itself.
+  lengths = [16, 1024, 4096, 16384, 32768]
+  assert [engine.rows_again(n) for n in lengths] == [16, 16, 4, 1, 1]
+
+
 @pytest.mark.parametrize(('slots', 'rounded'), [(1, 16), (16, 16), (17, 32)])
 def test_slots_are_rounded_up_to_a_dot_s_rows(slots, rounded):
   config = tiny_run.engine_config(num_slots=slots)
@@ -415,6 +422,20 @@ def test_other_given_tokens_lead_elsewhere_and_a_given_stop_does_not_stop():
       np.asarray(state.log_mu)[3, :3], np.asarray(state.logprobs)[3, :3]
   )
   assert np.asarray(state.tokens)[3, 3] != _expected()[0].tokens[3]
+
+
+@pytest.mark.parametrize('count', [0, 64, 65, 150])
+def test_any_number_of_given_tokens_is_written_behind_the_kept_ones(count):
+  run = tiny_run.fp8_run()
+  config = tiny_run.engine_config(max_response_length=200)
+  engine = Engine(run.policy, config, run.mesh)
+  given = np.arange(1, count + 1, dtype=np.int32)
+  state = engine.resume(engine.init_decode_state(), {3: 40}, {3: given})
+  expected = np.zeros(200, np.int32)
+  expected[40 : 40 + count] = given
+  np.testing.assert_array_equal(np.asarray(state.tokens)[3], expected)
+  assert (int(state.emitted[3]), int(state.given[3])) == (40, 40 + count)
+  assert not np.asarray(state.tokens)[4].any()
 
 
 def test_a_paused_slot_waits_and_goes_on_where_it_was():
