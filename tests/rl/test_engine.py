@@ -422,6 +422,12 @@ def test_other_given_tokens_lead_elsewhere_and_a_given_stop_does_not_stop():
       np.asarray(state.log_mu)[3, :3], np.asarray(state.logprobs)[3, :3]
   )
   assert np.asarray(state.tokens)[3, 3] != _expected()[0].tokens[3]
+  # Another sequence in the slot is given none of them.
+  state = engine.bulk_insert(
+      _prefix(engine, params), state, [3], address=np.zeros((1, 2), np.uint32)
+  )
+  state = engine.generate_block(params, state, rng.key(0, rng.ROLLOUT, 0), 12)
+  assert _holds(state, 3, _expected()[0])
 
 
 @pytest.mark.parametrize('count', [0, 64, 65, 150])
