@@ -203,6 +203,7 @@ def test_a_limit_cuts_a_response_and_changes_none_of_its_tokens():
     length = min(max(limit, 1), len(whole.tokens))
     reached |= limit > len(whole.tokens) and whole.finish_reason == 'length'
     assert c.tokens.tolist() == whole.tokens[:length].tolist()
+    assert len(c.sampled) == len(c.weight_version) == length
     np.testing.assert_array_equal(
         tiny_run.bits(c.logprobs), tiny_run.bits(whole.logprobs[:length])
     )
