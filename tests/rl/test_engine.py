@@ -276,6 +276,31 @@ def test_a_top_k_of_the_whole_vocabulary_leaves_log_mu_the_policys():
   np.testing.assert_array_equal(log_mu, logprob)
 
 
+def test_a_given_token_has_log_pi_as_its_log_mu_whatever_is_cut():
+  logits_BV = jax.random.normal(jax.random.key(0), (16, 30))
+  inverse_B = jnp.ones(16)
+  state = types.SimpleNamespace(
+      address=jnp.zeros((16, 2), jnp.uint32),
+      emitted=jnp.zeros(16, jnp.int32),
+      given=jnp.ones(16, jnp.int32),
+      tokens=jnp.full((16, 4), 7, jnp.int32),
+      temperature=jnp.asarray([0.0, 1.0] * 8),
+  )
+  config = tiny_run.engine_config(top_k=1)
+
+  @jax.jit
+  def sample(logits_BV, key):
+    lse_B, _ = logprobs.row_stats(logits_BV, inverse_B)
+    return decode_step.sample(config, state, logits_BV, inverse_B, lse_B, key)
+
+  key = rng.key(0, rng.ROLLOUT, 0)
+  token, log_mu, logprob, is_given = sample(logits_BV, key)
+  # Not -inf, although 7 is seldom the first.
+  assert (np.asarray(token) == 7).all() and np.asarray(is_given).all()
+  np.testing.assert_array_equal(log_mu, logprob)
+  assert np.isfinite(log_mu).all()
+
+
 def test_greedy_does_not_ask_the_truncation():
   _, greedy = _truncated()
   plain = tiny_run.fp8_run().rollout(temperature=0.0, num_generations=1)
