@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax.compilation import exact_jit
-from jetrl_jax.fp8 import linear, slots
+from jetrl_jax.fp8 import dot_tensor, linear, slots
 from jetrl_jax.fp8.products import scale_late
 from jetrl_jax.fp8.quantization import QTensor, dequantize, quantize
 from jetrl_jax.fp8.recipes import Recipe
@@ -112,6 +112,8 @@ def test_all_three_products_equal_those_of_the_restored_operands(
   assert_dot(y, x64, w64, 2.0**-7 + extra)
   assert_dot(dx, dy64, w64.T, 2.0**-7 + extra)
   assert_dot(dw, dy64.T, x64.T, 2.0**-23 + extra)
+  narrow = run(recipe, x, master.astype(jnp.bfloat16), weight, slot, dy)[2]
+  assert_dot(narrow, dy64.T, x64.T, 2.0**-7 + extra)
 
 
 def test_the_result_may_be_float32_and_then_keeps_its_bits():
@@ -278,12 +280,16 @@ def test_a_dot_in_high_precision_equals_float64_within_rounding():
   assert_dot(dw, dy64.T, x64.T, 2.0**-23)
 
 
-def test_the_float32_cotangent_of_logits_is_rounded_to_the_compute_dtype():
-  x, master, _, dy = operands()
-  kernel = master.astype(jnp.bfloat16)
+@pytest.mark.parametrize('recipe', [Recipe(), BF16])
+def test_the_float32_cotangent_of_logits_is_rounded_to_the_compute_dtype(
+    recipe,
+):
+  x, master, weight, dy = operands()
+  weight = master.astype(jnp.bfloat16) if recipe is BF16 else weight
+  slot = None if recipe is BF16 else make_slot()
   fine = dy.astype(np.float32) * np.float32(1 + 2.0**-12)
-  coarse = run(BF16, x, master, kernel, None, dy, out_dtype='float32')
-  found = run(BF16, x, master, kernel, None, fine, out_dtype='float32')
+  coarse = run(recipe, x, master, weight, slot, dy, out_dtype='float32')
+  found = run(recipe, x, master, weight, slot, fine, out_dtype='float32')
   np.testing.assert_array_equal(found[1], coarse[1])
   np.testing.assert_array_equal(found[2], coarse[2])
 
@@ -300,6 +306,26 @@ def test_a_number_of_rows_that_is_no_multiple_of_16_is_refused(rows):
         None,
         jnp.ones(rows),
     )
+
+
+@pytest.mark.parametrize('rows, kernels', [(128, 3), (144, 0)])
+def test_on_a_gpu_the_backward_turns_whole_tiles_round_and_no_others(
+    monkeypatch, rows, kernels
+):
+  monkeypatch.setattr(dot_tensor, 'on_gpu', lambda: True)
+  x, dy = (jnp.ones((rows, n), jnp.bfloat16) for n in (128, 256))
+  master = jnp.ones((256, 128))
+  weight = QTensor(values=jnp.ones((256, 128), 'float8_e4m3fn'), scale=1.0)
+
+  def run(x, master, slot):
+    return linear.dot(Recipe(), x, master, weight, slot, jnp.ones(rows))
+
+  def both(slot, dy):
+    return jax.vjp(run, x, master, slot)[1](dy)
+
+  # Of x and dy as they are quantised, and of the kernel.
+  text = str(jax.make_jaxpr(both)(make_slot(), dy))
+  assert text.count('= pallas_call[') == kernels
 
 
 @pytest.mark.parametrize(
