@@ -10,6 +10,7 @@ import pytest
 from jetrl_jax.fp8 import (
     Recipe,
     block_turning,
+    dot_block,
     formats,
     linear,
     prepare_weights,
@@ -17,6 +18,7 @@ from jetrl_jax.fp8 import (
 )
 from jetrl_jax.fp8.quantization import dequantize, quantize_groups
 from tests.fp8 import block
+from tests.hurry import hurried_jit
 from tests.models import build
 
 ROWS, COLUMNS = 384, 256
@@ -70,23 +72,66 @@ def test_they_lower_for_a_gpu_where_there_is_none():
     assert 'triton' in block.lowered_for_gpu(run, *args)
 
 
-def test_a_gpus_gradient_is_made_of_the_kernels(monkeypatch):
+def _kernels_of_gradient(monkeypatch, rows: int, inner: int) -> list[str]:
+  """Names of the kernels that a GPU starts for a dot's gradient."""
   recipe = Recipe(name='fp8_block')
-  x, master = jnp.zeros((128, 256), 'bfloat16'), jnp.zeros((128, 256))
-  params = {'dot': {'kernel': master}}
-  state = slots.init_state(params, recipe)
-  weight = prepare_weights(params, state, recipe)['dot']['kernel']
+  x = jax.ShapeDtypeStruct((rows, inner), 'bfloat16')
+  master = jax.ShapeDtypeStruct((128, inner), 'float32')
 
-  def loss(x, master):
-    slot, mask = slots.init_dynamic_slot(), jnp.ones(128)
+  def loss(x, master, weight):
+    slot, mask = slots.init_dynamic_slot(), jnp.ones(rows)
     return linear.dot(recipe, x, master, weight, slot, mask).sum()
 
+  def prepare(master):
+    return prepare_weights({'dot': {'kernel': master}}, {}, recipe)['dot']
+
+  weight = jax.eval_shape(prepare, master)['kernel']
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-  traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, master)
-  names = [
+  traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, master, weight)
+  return [
       str(eqn.params['name'])
       for eqn in build.equations(traced.jaxpr)
       if eqn.primitive.name == 'pallas_call'
   ]
+
+
+def test_a_gpus_gradient_is_made_of_the_kernels(monkeypatch):
+  names = _kernels_of_gradient(monkeypatch, 128, 256)
   made = ['quantize_both_ways', 'regroup_and_turn', 'turn']
   assert sorted(names) == sorted([*['block_dot'] * 3, *made])
+
+
+@pytest.mark.parametrize(
+    'rows, inner, made',
+    [
+        (144, 256, set()),
+        # 2^31 values are still counted in 32 bits with a sign.
+        (2**17, 2**14, {'quantize_both_ways', 'regroup_and_turn'}),
+        (2**17, 2**14 + 128, {'quantize_both_ways'}),
+    ],
+)
+def test_parts_of_tiles_and_what_cannot_be_counted_are_left_to_xla(
+    monkeypatch, rows, inner, made
+):
+  names = set(_kernels_of_gradient(monkeypatch, rows, inner))
+  assert names - {'block_dot', 'turn'} == made
+
+
+def test_an_output_gradient_shows_the_same_with_and_without_kernels(
+    monkeypatch,
+):
+  # Padding has no gradient: a kernel reads such rows as zeros.
+  mask_M = jnp.asarray(np.arange(128) % 5 != 0, 'f4')
+  dy = matrix()[:128] * mask_M[:, None].astype('bfloat16')
+
+  def seen():
+    recipe = Recipe(name='fp8_block')
+    run = functools.partial(dot_block.quantize_grad, recipe)
+    amax, sums = hurried_jit(run)(dy, mask_M)[1]
+    return float(amax), *map(float, sums)
+
+  wanted = seen()
+  monkeypatch.setattr(dot_block, 'on_gpu', lambda: True)
+  kernel = functools.partial(block_turning.quantize_both_ways, interpret=True)
+  monkeypatch.setattr(block_turning, 'quantize_both_ways', kernel)
+  np.testing.assert_allclose(seen(), wanted, rtol=1e-4)
