@@ -46,6 +46,10 @@ def test_a_threshold_above_every_dot_is_refused():
   assert 'the best has 31.0 dB' in str(error.value)
 
 
+def test_where_no_dot_is_quantised_none_is_chosen():
+  assert adaptive.choose({'fp8_delayed': {}}, 30.0) == {}
+
+
 def test_a_recipe_that_keeps_dots_takes_their_paths_literally():
   recipe = Recipe(high_precision_layers=('.*/o',)).keeping(('layers_1/a.b',))
   assert not recipe.quantizes('layers_1/a.b')

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from jetrl_jax import fp8
+from jetrl_jax import fp8, sharding
 from jetrl_jax.fp8 import renewal, slots
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
@@ -28,7 +29,8 @@ def _part(seed: int, dtype):
 
   return {
       'mlp': {'up': {'kernel': make(48, 256), 'bias': make(48)}},
-      'out': {'kernel': make(64, 128)},
+      # Of 56 rows, which no program of the most rows divides.
+      'out': {'kernel': make(56, 128)},
       'head': {'kernel': make(8, 128)},
       'norm': make(128),
   }
@@ -66,6 +68,10 @@ def test_one_pass_gives_the_weights_the_health_and_what_changed(
     return renewal.renew(params, state, weights, recipe, Axes(), interpret=True)
 
   state, weights = prepare(before)
+  # Neither is lost: the largest value that is held, and zero.
+  limit = 448 * state['out']['kernel']['scale']
+  held = jnp.stack([limit, 0 * limit]).astype(dtype)
+  params['out']['kernel'] = params['out']['kernel'].at[1, :2].set(held)
   assert renewal.fits(params, weights, recipe)
   renewed, seen, changed = kernel(params, state, weights)
   wanted, measured, shares = reference(params, state, weights)
@@ -83,6 +89,34 @@ def test_one_pass_gives_the_weights_the_health_and_what_changed(
   for a, b in zip(*map(jax.tree.leaves, (changed, shares)), strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-6)
   assert 0.2 < changed['out']['kernel'] <= 0.5
+
+
+def test_devices_with_rows_of_their_own_see_what_one_does():
+  recipe, mesh = Recipe(), sharding.make_mesh(fsdp=2)
+  before, params = (
+      {'kernel': jnp.asarray(_part(i, jnp.float32)['out']['kernel'][:32])}
+      for i in range(2)
+  )
+  params['kernel'] = params['kernel'].at[20:].set(before['kernel'][20:])
+  state = slots.init_state({'out': before}, recipe)['out']
+  weights = fp8.prepare_weights(before, state, recipe)
+
+  def renewed(axes):
+    return lambda *trees: renewal.renew(*trees, recipe, axes, interpret=True)
+
+  arguments = params, state, weights
+  specs = tuple(sharding.tree_specs(tree, mesh) for tree in arguments)
+  run = sharding.per_device(
+      renewed(sharding.axes_of(mesh)), mesh, specs, (specs[2], specs[1], P())
+  )
+  found, wanted = (
+      hurried_jit(run)(*arguments),
+      hurried_jit(renewed(Axes()))(*arguments),
+  )
+  for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+    a, b = (np.asarray(leaf, np.float32) for leaf in (a, b))
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+  assert 0 < wanted[2]['kernel'] < 20 / 32
 
 
 def test_only_whole_rows_of_delayed_scales_fit():
