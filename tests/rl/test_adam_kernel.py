@@ -33,6 +33,8 @@ class _Both:
         'kernel': self._normal(0, (16, 256), dtype),
         'bias': self._normal(1, (512,), dtype),
     }
+    # In the last of two programs.
+    masters['kernel'] = masters['kernel'].at[-1, -1].set(9)
     state = self.optimizer.init(masters)
     keys = set(masters)
     self.join = opt_parts.Joiner(state, keys)
@@ -203,9 +205,15 @@ def test_rows_on_another_device_are_moved_as_in_the_whole():
   halves = jax.jit(
       sharding.per_device(run, mesh, (*specs, P()), specs[0]),
   )(*arguments)
+  tiny_run.assert_same_on_all_devices(halves)
   whole = both.kernel(*arguments)[:3]
   for a, b in zip(*map(jax.tree.leaves, (halves, whole)), strict=True):
     assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_programs_of_equal_size_take_every_group():
+  for groups in range(1, 200):
+    assert groups % adam_kernel._groups_of_program((groups, 128)) == 0
 
 
 def test_what_is_not_whole_groups_or_not_our_adam_does_not_fit():
@@ -218,10 +226,16 @@ def test_what_is_not_whole_groups_or_not_our_adam_does_not_fit():
 
   assert fits((4, 128)) and fits((3584,)) and fits((3584, 18944))
   assert fits((4, 128), dtype=jnp.float32)
-  assert not fits((4, 64)) and not fits((3, 128)) and not fits((4, 192))
+  assert not fits((4, 64)) and not fits((6, 128)) and not fits((4, 192))
+  assert not fits(())
   assert not fits((4, 128), codec='float32')
   assert not fits((4, 128), dtype=jnp.float16)
   assert not fits((4, 128), optax.adamw(1e-3))
+  codec = adam.fp8_codec()
+  assert not fits((4, 128), adam.scale_by_adam(codec=codec))
+  assert not fits((4, 128), adam.adamw(1e-3, codec=adam.fp8_codec(64)))
+  # All of a part may be frozen.
+  assert not adam_kernel.fits(adam.adamw(1e-3, codec=codec), {}, {}, [{}, {}])
   # A size whose flat index leaves 32 bits.
   assert not fits((2**20, 2048))
 

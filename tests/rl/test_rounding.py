@@ -172,6 +172,8 @@ def _applied(data: int, fsdp: int, steps=3):
   for _ in range(steps):
     moving, _, info = apply(tiny_run.copy(moving), gradients())
     assert bool(info.applied)
+    # What is read below is the copy of the first device.
+    tiny_run.assert_same_on_all_devices(moving.trainable)
     states.append(jax.device_get(moving))
   return apply, states, gradients
 

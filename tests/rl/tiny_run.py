@@ -125,6 +125,15 @@ def assert_same_bits(found: Any, expected: Any) -> None:
     np.testing.assert_array_equal(bits(a), bits(b), err_msg=name)
 
 
+def assert_same_on_all_devices(tree: Any) -> None:
+  """Arrays that are whole on every device have the same bits on each."""
+  for leaf in jax.tree.leaves(tree):
+    if leaf.sharding.is_fully_replicated:
+      first, *others = (bits(shard.data) for shard in leaf.addressable_shards)
+      for other in others:
+        np.testing.assert_array_equal(other, first)
+
+
 def copy(tree: Any) -> Any:
   """Buffers of one's own, to be donated."""
   return jax.tree.map(jnp.copy, tree)
