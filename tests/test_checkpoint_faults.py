@@ -108,7 +108,7 @@ def _mutations(folder, other, generator, count):
 
 
 @pytest.mark.parametrize(
-    'count', [300, pytest.param(10_000, marks=pytest.mark.slow)]
+    'count', [100, pytest.param(10_000, marks=pytest.mark.slow)]
 )
 @pytest.mark.timeout(3600)
 def test_no_damaged_file_is_restored_silently(tmp_path, count):

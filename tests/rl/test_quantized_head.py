@@ -62,6 +62,7 @@ def test_training_computes_the_log_probs_of_the_rollout_to_the_bit(
     before, _, _ = run.apply(before, gradients)
 
 
+@pytest.mark.slow
 def test_chunks_of_rows_show_what_one_piece_shows():
   run = _run('fp8_delayed')
   batch = jax.tree.map(jnp.asarray, tiny_updates.batches(run.rollout())[0])
