@@ -6,7 +6,11 @@ import string
 import tempfile
 
 from jetrl_jax.data import Tokenizer
-from jetrl_jax.rl.environment import Environment, Outcome
+from jetrl_jax.rl.environment import (
+    Environment,
+    EnvironmentConfig,
+    Outcome,
+)
 from tools import quickstart_task
 
 # 61 characters behind 3 special tokens.
@@ -46,6 +50,13 @@ class Letters(Environment):
         done=self.turns == 3,
         accuracy=None if self.turns < 3 else 0.5,
     )
+
+
+def config(make=Letters, **changes) -> EnvironmentConfig:
+  """Nine turns at most."""
+  return EnvironmentConfig(
+      **(dict(make=make, tokenizer=tokenizer(), max_turns=9) | changes)
+  )
 
 
 class Digits(Environment):
