@@ -238,15 +238,18 @@ def not_in_fp8(hlo: str, rows: list[Row]) -> list[str]:
   Returns:
     Their names, 'layers_*/attn/qkv'.
   """
+  ours = rf'/({dry_run_precision.DOT_KERNELS})/pallas_call$'
   names = [
       match[1]
       for line in hlo.splitlines()
-      if _FP8_CALL in line and (match := re.search(r'op_name="([^"]*)"', line))
+      if (match := re.search(r'op_name="([^"]*)"', line))
+      if _FP8_CALL in line or re.search(ours, match[1])
   ]
   missing = []
   for row in rows:
     pattern = re.escape(row.name).replace(r'layers_\*', r'layers_\d+')
-    if not any(re.search(rf'\b{pattern}/', name) for name in names):
+    # A module's method is a scope: 'attn/qkv.unscaled'.
+    if not any(re.search(rf'\b{pattern}[./]', name) for name in names):
       missing.append(row.name)
   return missing
 

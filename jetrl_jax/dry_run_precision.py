@@ -22,6 +22,9 @@ from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.types import TrainBatch
 from jetrl_jax.sharding import Axes
 
+# Kernels of ours that multiply; the others quantise, turn or normalise.
+DOT_KERNELS = 'block_dot|gate_up|flash_attention'
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
@@ -65,9 +68,9 @@ def table(parts: Parts) -> list[Row]:
   backward = _backward_graph(parts, like)
   rows = []
   for path, shape in _dots(policy.model):
-    scales = _granularity(decode, path)
-    if scales == '-':  # What only training quantises.
-      scales = _granularity(train, path)
+    # Only training quantises some; a kernel scales others, and the backward
+    # pass shows by what.
+    scales = [_granularity(graph, path) for graph in (decode, train, backward)]
     name = re.sub(r'layers_\d+', 'layers_*', path)
     rows.append(
         Row(
@@ -76,7 +79,7 @@ def table(parts: Parts) -> list[Row]:
             rollout=_formats(decode, path),
             training=_formats(train, path),
             backward=_formats(backward, path, backward=True),
-            granularity=scales,
+            granularity=next((x for x in scales if x != '-'), '-'),
             # Where one layer was traced, it stands for all.
             layers=total // policy.model.num_layers if '*' in name else 1,
         )
@@ -90,6 +93,8 @@ def table(parts: Parts) -> list[Row]:
 def fp8_dots(rows: list[Row], side: str = 'rollout') -> list[Row]:
   """Returns the dots whose operands are FP8.
 
+  Not attention, which multiplies what an FP8 KV cache holds in float16.
+
   Args:
     rows: of `table`.
     side: 'rollout' or 'training', which differ in a mixed flow.
@@ -98,7 +103,9 @@ def fp8_dots(rows: list[Row], side: str = 'rollout') -> list[Row]:
   def formats(row: Row) -> str:
     return row.rollout if side == 'rollout' else row.training
 
-  return [row for row in rows if re.search('e4m3|e5m2', formats(row))]
+  return [
+      row for row in rows if row.shape and re.search('e4m3|e5m2', formats(row))
+  ]
 
 
 def _shallow(parts: Parts) -> Parts:
@@ -162,11 +169,18 @@ def _formats(
     graph: flow.FlowGraph, path: str, *, backward: bool = False
 ) -> str:
   dots = [
-      f'{" x ".join(node.inputs)} -> {node.outputs[0]}'
+      f'{" x ".join(_operands(node))} -> {node.outputs[0]}'
       for node in _under(graph, path)
-      if node.kind in ('dot', 'kernel') and node.backward == backward
+      if node.kind == 'dot' or re.match(DOT_KERNELS, node.op)
+      if node.backward == backward
   ]
   return ', '.join(dict.fromkeys(dots)) or '-'
+
+
+def _operands(node: flow.FlowNode) -> list[str]:
+  """Lists formats of what is multiplied, not of a kernel's scales and places."""
+  others = ('i32', 'f32') if node.kind == 'kernel' else ()
+  return [x for x in node.inputs if x not in others] or ['f32', 'f32']
 
 
 def _granularity(graph: flow.FlowGraph, path: str) -> str:
