@@ -106,6 +106,17 @@ def test_what_lies_beside_a_steps_arrays_can_be_amended(manager):
   assert manager.all_steps() == [2, 4, 5, 6]
 
 
+def test_arrays_are_written_as_they_are_for_a_compressor_takes_memory(manager):
+  state = {'zeros': jnp.zeros((1024, 1024))}
+  manager.save(0, state, {}, metric=None)
+  manager.wait()
+  files = [path for path in manager._directory.rglob('*') if path.is_file()]
+  written = sum(path.stat().st_size for path in files)
+  nbytes = state['zeros'].nbytes
+  assert nbytes <= written < 1.1 * nbytes
+  _assert_same(manager.restore(_like(state)).state, state)
+
+
 def test_a_fresh_directory_has_nothing_to_restore(manager, tmp_path):
   assert manager.restore(_like(_state())) is None
   assert manager.all_steps() == []

@@ -1,0 +1,171 @@
+"""What a checkpoint costs: seconds that it stops a run, memory of the host, disk.
+
+python -m benchmarks.save --output=benchmarks/results/save_qwen7b_h200_DATE
+
+Saves a random state as a run does, once with each set of Orbax's options, reads
+it back and compares the bits. Moments are random too, as those of zeros, before
+the first update, would compress to nothing. The disk needs room for one state,
+the device for two.
+"""
+
+import pathlib
+import shutil
+import tempfile
+import threading
+import time
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+from absl import flags
+
+from benchmarks import common
+from jetrl_jax import checkpoint
+from jetrl_jax.rl import state as states
+
+_SHAPE = flags.DEFINE_string('shape', 'qwen2.5-7b', 'See model.shape.')
+_LAYERS = flags.DEFINE_integer('layers', 0, 'Of the model; 0 for all.')
+_MASTERS = flags.DEFINE_enum(
+    'masters', 'float32', ['float32', 'bfloat16'], 'Their dtype.'
+)
+_VARIANTS = {
+    'as it is': {},
+    'compressed': {'use_compression': True},
+    'by pinned memory': {'enable_pinned_host_transfer': None},
+    'both': {'use_compression': True, 'enable_pinned_host_transfer': None},
+}
+_CHOSEN = flags.DEFINE_list('variants', list(_VARIANTS), 'Which to save.')
+_COLUMNS = (
+    ('variant', 'variant', ''),
+    ('state_gib', 'state GiB', '.2f'),
+    ('stopped_s', 'run stopped s', '.2f'),
+    ('saved_s', 'saved after s', '.2f'),
+    ('processor_s', 'processor s', '.1f'),
+    ('host_gib', 'host memory, more by GiB', '.2f'),
+    ('disk_gib', 'disk GiB', '.2f'),
+    ('restored_s', 'restored in s', '.2f'),
+    ('unequal', 'unequal leaves', 'd'),
+)
+
+
+class HostMemory:
+  """Watches how much memory this process has come to hold."""
+
+  def __enter__(self):
+    self._before = self.peak = _resident()
+    self._done = threading.Event()
+    self._thread = threading.Thread(target=self._watch)
+    self._thread.start()
+    return self
+
+  def _watch(self) -> None:
+    while not self._done.wait(0.02):
+      self.peak = max(self.peak, _resident())
+
+  def __exit__(self, *_):
+    self._done.set()
+    self._thread.join()
+
+  @property
+  def grown_gib(self) -> float:
+    """What the peak was above the beginning."""
+    return (self.peak - self._before) / 2**30
+
+
+def _resident() -> int:
+  """Returns the bytes of this process in memory."""
+  pages = pathlib.Path('/proc/self/statm').read_text(encoding='ascii').split()
+  return int(pages[1]) * 4096
+
+
+@jax.jit
+def _differ(a, b):
+  """Whether any bit of two arrays differs."""
+  if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+    a, b = jax.random.key_data(a), jax.random.key_data(b)
+  if a.dtype != jnp.bool:
+    word = f'uint{8 * a.dtype.itemsize}'
+    a, b = (jax.lax.bitcast_convert_type(x, word) for x in (a, b))
+  return jnp.any(a != b)
+
+
+def with_moments(state: dict) -> dict:
+  """Returns the state with 8-bit noise in the place of moments of zeros."""
+
+  def filled(leaf):
+    if leaf.dtype.itemsize != 1 or leaf.dtype == jnp.bool:
+      return leaf
+    key = jax.random.key(leaf.size)
+    return jax.random.normal(key, leaf.shape, jnp.bfloat16).astype(leaf.dtype)
+
+  moments = jax.jit(lambda tree: jax.tree.map(filled, tree))
+  return state | {'opt_state': moments(state['opt_state'])}
+
+
+def measured(variant: str, state, folder: pathlib.Path) -> dict:
+  """Returns the row of one set of options.
+
+  Args:
+    variant: one of `_VARIANTS`.
+    state: what a checkpoint holds.
+    folder: where to save; empty again behind it.
+  """
+  like = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+      state,
+  )
+  with mock.patch.dict(checkpoint.ORBAX_OPTIONS, _VARIANTS[variant]):
+    manager = checkpoint.CheckpointManager(folder, keep_latest=1, keep_best=0)
+  with HostMemory() as memory:
+    start, busy = time.perf_counter(), time.process_time()
+    manager.save(0, state, {}, metric=None)
+    stopped = time.perf_counter() - start
+    manager.wait()
+    saved = time.perf_counter() - start
+    busy = time.process_time() - busy
+  manager.close()
+  files = [path for path in folder.rglob('*') if path.is_file()]
+  row = {
+      'variant': variant,
+      'state_gib': sum(x.nbytes for x in jax.tree.leaves(state)) / 2**30,
+      'stopped_s': stopped,
+      'saved_s': saved,
+      'processor_s': busy,
+      'host_gib': memory.grown_gib,
+      'disk_gib': sum(path.stat().st_size for path in files) / 2**30,
+  }
+  start = time.perf_counter()
+  restored = checkpoint.restore(folder, like)
+  assert restored is not None
+  jax.block_until_ready(restored.state)
+  row['restored_s'] = time.perf_counter() - start
+  pairs = zip(
+      jax.tree.leaves(state), jax.tree.leaves(restored.state), strict=True
+  )
+  row['unequal'] = sum(bool(_differ(a, b)) for a, b in pairs if a.size)
+  shutil.rmtree(folder)
+  return row
+
+
+def main(_) -> None:
+  """Measures every variant."""
+  if unknown := set(_CHOSEN.value) - set(_VARIANTS):
+    raise ValueError(f'--variants has {unknown}; allowed: {list(_VARIANTS)}')
+  policy, mesh, make = common.random_policy(
+      _SHAPE.value,
+      {'model.master_dtype': _MASTERS.value},
+      _LAYERS.value,
+  )
+  state = states.without_weights(common.random_state(policy, mesh, make()))
+  state = with_moments(state)
+  jax.block_until_ready(state)
+  with tempfile.TemporaryDirectory() as folder:
+    rows = [
+        measured(name, state, pathlib.Path(folder, 'saved'))
+        for name in _CHOSEN.value
+    ]
+  common.write(rows, {}, common.table(rows, _COLUMNS))
+
+
+if __name__ == '__main__':
+  common.run(main)
