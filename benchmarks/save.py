@@ -1,4 +1,4 @@
-"""What a checkpoint costs: seconds that it stops a run, memory of the host, disk.
+"""What a checkpoint costs: time of a run, memory of the host, room on the disk.
 
 python -m benchmarks.save --output=benchmarks/results/save_qwen7b_h200_DATE
 

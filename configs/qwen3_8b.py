@@ -19,6 +19,9 @@ from configs import qwen7b
 
 def get_config():
   config = qwen7b.get_config()
+  # 'selective' keeps queries and keys twice, before and behind their norms: 21
+  # GiB more, and more than the KV cache leaves.
+  config.model.remat = 'full'
   # 36 layers x 8 KV heads x 4 KiB = 144 KiB a token, 2.6 times Qwen2.5-7B's:
   # 27 GiB for 96 answers of 2048 tokens on average; beyond that some wait. With
   # precision.kv_cache_dtype='float8_e4m3fn' it is half.

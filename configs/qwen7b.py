@@ -6,11 +6,13 @@ python -m jetrl_jax.main --config=configs/qwen7b.py \
 Follows Jet-RL (arXiv:2601.14243): GSM8K + MATH in one FP8 flow, with 3072
 response tokens where the paper has 8192.
 Expected accuracy: not run yet. A step with random weights and 256 answers of
-1025 to 2048 tokens took 43.6 s on an H200 with
---config.precision.kv_cache_dtype=float8_e4m3fn --config.model.remat=selective,
-exact (benchmarks/results/grpo_step_32x8x2048_qwen7b_h200_2026-11-22.md), and
-41.3 s with --config.precision.quantize_lm_head=True
-(benchmarks/results/grpo_step_head8_qwen7b_h200_2026-11-22.md).
+1025 to 2048 tokens took 42.5 s on an H200 with
+--config.precision.kv_cache_dtype=float8_e4m3fn, exact, 40.8 s with
+--config.precision.quantize_lm_head=True besides, and 66.2 s with
+--config.precision.recipe=bf16 instead
+(benchmarks/results/grpo_step_selective_qwen7b_h200_2026-11-23.md). With the KV
+cache as it is here the peak was 109 GiB
+(benchmarks/results/save_run_qwen7b_h200_2026-11-23.md).
 
 The files below data/: see docs/data.md. A speed run without a checkpoint
 replaces model.path by --config.model.init=random
@@ -33,6 +35,9 @@ def get_config():
   config.data.instruction = (
       "\nLet's think step by step and put the final answer within \\boxed{}."
   )
+  # The backward pass keeps what attention made, in the room of the KV cache,
+  # which is free while it runs.
+  config.model.remat = 'selective'
   # 2048 x 152064 float32 logits are 1.2 GB.
   config.model.logit_chunk_rows = 2048
   config.data.max_prompt_length = 1024

@@ -37,11 +37,11 @@ from jetrl_jax.typing import PyTree
 _SAVING = '.saving.'
 _DELETING = '.deleting.'
 _CORRUPT = 'corrupt.'
-# Trained masters and 8-bit moments are noise to a compressor: it saves a tenth of
-# the disk, holds nearly the state's size of memory and keeps the processors from
-# the rollout beside it. By way of pinned memory, Orbax's choice on a GPU, the
-# state would be on the host twice (see benchmarks/save.py).
-ORBAX_OPTIONS = {
+# Trained masters and 8-bit moments are noise to a compressor: it saves a tenth
+# of the disk, holds nearly the state's size of memory and keeps the processors
+# from the rollout beside it. By way of pinned memory, Orbax's choice on a GPU,
+# the state would be on the host twice (see benchmarks/save.py).
+ORBAX_OPTIONS: dict[str, Any] = {
     'use_ocdbt': True,
     'use_zarr3': True,
     'use_compression': False,

@@ -7,7 +7,6 @@ Arrays are shapes throughout: no weight is made. See docs/dry_run.md.
 
 import os
 import pathlib
-import re
 import shutil
 
 import jax
@@ -28,8 +27,6 @@ from jetrl_jax.models import hf_import, safetensors_index
 from jetrl_jax.rl import flops, fp8_support, run_precision, startup
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.run_folder import EXPORT
-
-_FP8_CALL = '__cublas$lt$matmul$f8'
 
 
 def dry_run(parts: Parts, workdir: pathlib.Path, device: str = '') -> list[str]:
@@ -67,6 +64,7 @@ def dry_run(parts: Parts, workdir: pathlib.Path, device: str = '') -> list[str]:
   problems += _memory(parts, found, rows, kind, bool(device))
   _print_cost(parts, found, kind)
   problems += _print_disk(parts, found, workdir)
+  problems += _print_host(found, bool(device))
   return problems
 
 
@@ -197,8 +195,11 @@ def _limit(kind: str, other: bool) -> tuple[int, str]:
   stats = jax.local_devices()[0].memory_stats()
   if stats and 'bytes_limit' in stats:
     return stats['bytes_limit'], f'{kind}, what XLA may take of it'
-  pages = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
-  return pages, 'memory of this machine'
+  return _physical_bytes(), 'memory of this machine'
+
+
+def _physical_bytes() -> int:
+  return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
 
 
 def _say_which_run_in_fp8(rows: list[Row], programs: dict, kind: str) -> None:
@@ -223,35 +224,9 @@ def _say_which_run_in_fp8(rows: list[Row], programs: dict, kind: str) -> None:
     for name, dots in wanted.items():
       if not dots:
         continue
-      missing = not_in_fp8(programs[name].as_text(), dots)
+      missing = dry_run_precision.not_in_fp8(programs[name].as_text(), dots)
       said = ', '.join(missing) or 'none: all dots run on FP8 tensor cores'
       print(f'GEMMs of {name} not in FP8 on this GPU: {said}')
-
-
-def not_in_fp8(hlo: str, rows: list[Row]) -> list[str]:
-  """Returns the dots for which the compiled program has no FP8 GEMM.
-
-  Args:
-    hlo: text of the compiled program.
-    rows: dots that are meant to run in FP8.
-
-  Returns:
-    Their names, 'layers_*/attn/qkv'.
-  """
-  ours = rf'/({dry_run_precision.DOT_KERNELS})/pallas_call$'
-  names = [
-      match[1]
-      for line in hlo.splitlines()
-      if (match := re.search(r'op_name="([^"]*)"', line))
-      if _FP8_CALL in line or re.search(ours, match[1])
-  ]
-  missing = []
-  for row in rows:
-    pattern = re.escape(row.name).replace(r'layers_\*', r'layers_\d+')
-    # A module's method is a scope: 'attn/qkv.unscaled'.
-    if not any(re.search(rf'\b{pattern}[./]', name) for name in names):
-      missing.append(row.name)
-  return missing
 
 
 def _print_cost(parts: Parts, found: Shapes, kind: str) -> None:
@@ -305,6 +280,24 @@ def _print_disk(
       f'up to {size(needed)} are written to {workdir}, and {size(free)} are'
       f' free there{more}; name another --workdir, or lower trainer.keep_latest'
       ' and trainer.keep_best, or set trainer.save_rollouts=False'
+  ]
+
+
+def _print_host(found: Shapes, other: bool) -> list[str]:
+  """Says what a save needs of the host, beside a device with its own memory."""
+  if jax.default_backend() == 'cpu' and not other:
+    return []
+  needed, memory = dry_run_estimate.checkpoint_bytes(found), _physical_bytes()
+  print(
+      f'host memory: {size(needed)} while a checkpoint is written or read; this'
+      f' machine has {size(memory)}'
+  )
+  if other or needed <= memory:
+    return []
+  return [
+      f'a checkpoint is copied to the host, {size(needed)}, which has'
+      f' {size(memory)}; use a host with more, or'
+      ' model.master_dtype=bfloat16, which takes 2 bytes a parameter less'
   ]
 
 

@@ -179,10 +179,15 @@ def _peaks(
   return sampling, forward, backward, wide
 
 
+def checkpoint_bytes(found: Shapes) -> int:
+  """Returns the bytes of a checkpoint, on disk and on the way there."""
+  return whole_bytes(states.without_weights(found.state))
+
+
 def disk(parts: Parts, found: Shapes) -> list[tuple[str, int, str]]:
   """Returns (what, bytes, how that comes about) of all that a run writes."""
   state, run = found.state, parts.run
-  checkpoint = whole_bytes(states.without_weights(state))
+  checkpoint = checkpoint_bytes(found)
   # The newest is whole before an older one goes; a guard may roll back to one
   # that is neither new nor the best.
   kept = run.keep_latest + run.keep_best + parts.guard.enable + 1

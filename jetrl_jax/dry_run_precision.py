@@ -24,6 +24,7 @@ from jetrl_jax.sharding import Axes
 
 # Kernels of ours that multiply; the others quantise, turn or normalise.
 DOT_KERNELS = 'block_dot|gate_up|flash_attention'
+_FP8_CALL = '__cublas$lt$matmul$f8'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,6 +109,32 @@ def fp8_dots(rows: list[Row], side: str = 'rollout') -> list[Row]:
   ]
 
 
+def not_in_fp8(hlo: str, rows: list[Row]) -> list[str]:
+  """Returns the dots for which the compiled program has no FP8 GEMM.
+
+  Args:
+    hlo: text of the compiled program.
+    rows: dots that are meant to run in FP8.
+
+  Returns:
+    Their names, 'layers_*/attn/qkv'.
+  """
+  ours = rf'/({DOT_KERNELS})/pallas_call$'
+  names = [
+      match[1]
+      for line in hlo.splitlines()
+      if (match := re.search(r'op_name="([^"]*)"', line))
+      if _FP8_CALL in line or re.search(ours, match[1])
+  ]
+  missing = []
+  for row in rows:
+    pattern = re.escape(row.name).replace(r'layers_\*', r'layers_\d+')
+    # A module's method is a scope: 'attn/qkv.unscaled'.
+    if not any(re.search(rf'\b{pattern}[./]', name) for name in names):
+      missing.append(row.name)
+  return missing
+
+
 def _shallow(parts: Parts) -> Parts:
   """One layer stands for all, where no pattern tells layers apart."""
   if parts.policy.recipe.high_precision_layers:
@@ -178,7 +205,7 @@ def _formats(
 
 
 def _operands(node: flow.FlowNode) -> list[str]:
-  """Lists formats of what is multiplied, not of a kernel's scales and places."""
+  """Lists formats of factors, without a kernel's scales and places."""
   others = ('i32', 'f32') if node.kind == 'kernel' else ()
   return [x for x in node.inputs if x not in others] or ['f32', 'f32']
 

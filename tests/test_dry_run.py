@@ -428,7 +428,7 @@ def test_gemms_without_an_fp8_call_are_named():
       ]
   )
   rows = [_row('layers_*/attn/qkv'), _row('layers_*/attn/o')]
-  assert dry_run.not_in_fp8(hlo, rows) == ['layers_*/attn/o']
+  assert dry_run_precision.not_in_fp8(hlo, rows) == ['layers_*/attn/o']
 
 
 @pytest.mark.parametrize(
@@ -454,8 +454,25 @@ def test_an_fp8_gemm_is_found_by_whatever_name_it_runs(name, target, scopes):
       f' metadata={{op_name="jit(generate)/checkpoint/layers_0/{scopes}"}}'
   )
   rows = [_row(f'layers_*/{name}')]
-  assert not dry_run.not_in_fp8(hlo, rows)
-  assert dry_run.not_in_fp8(hlo.replace('layers_0', 'others_0'), rows)
+  assert not dry_run_precision.not_in_fp8(hlo, rows)
+  assert dry_run_precision.not_in_fp8(hlo.replace('layers_0', 'others_0'), rows)
+
+
+def test_a_host_too_small_for_a_checkpoint_is_told_before_the_run(capsys):
+  _, found = _seven_b()
+  # Masters in float32, two moments in 8 bits and a scale for 128 of each.
+  needed = dry_run_estimate.checkpoint_bytes(found)
+  assert needed == pytest.approx(
+      6.19 * families.QWEN2_5_7B.num_params, rel=5e-3
+  )
+  assert not dry_run._print_host(found, other=False)  # The device is the host.
+  assert not capsys.readouterr().out
+  with mock.patch('jax.default_backend', lambda: 'gpu'):
+    for host, problems in ((needed, 0), (needed - 1, 1)):
+      with mock.patch.object(dry_run, '_physical_bytes', lambda x=host: x):
+        assert len(dry_run._print_host(found, other=False)) == problems
+        assert not dry_run._print_host(found, other=True)
+  assert 'host memory: 43.9 GiB' in capsys.readouterr().out
 
 
 def test_seconds_at_the_roofline_by_hand():
