@@ -32,6 +32,7 @@ from jetrl_jax import (
     checkpoint_manifest,
 )
 from jetrl_jax.checkpoint_manifest import CorruptError, Manifest
+from jetrl_jax.files import sync
 from jetrl_jax.typing import PyTree
 
 _SAVING = '.saving.'
@@ -355,7 +356,7 @@ class CheckpointManager:
         os.rename(final, aside)
         logging.warning('Moved the corrupt step %d to %s', step, aside)
       os.rename(temporary, final)
-      checkpoint_manifest.sync(self._directory)
+      sync(self._directory)
       self._corrupt.discard(step)
     except Exception as error:
       shutil.rmtree(temporary, ignore_errors=True)

@@ -17,6 +17,8 @@ import pathlib
 import stat
 from typing import Any
 
+from jetrl_jax.files import sync
+
 MANIFEST = 'manifest.json'
 PAYLOAD = 'state'
 
@@ -167,15 +169,6 @@ def verify(folder: pathlib.Path, manifest: Manifest) -> None:
     problems += [problem for problem in found if problem]
   if problems:
     raise CorruptError('; '.join(problems))
-
-
-def sync(path: pathlib.Path) -> None:
-  """Makes a file's content, or a folder's names, survive a power cut."""
-  descriptor = os.open(path, os.O_RDONLY)
-  try:
-    os.fsync(descriptor)
-  finally:
-    os.close(descriptor)
 
 
 def _payload_files(root: pathlib.Path) -> list[str]:

@@ -33,3 +33,12 @@ def replace_text(path: pathlib.Path, text: str) -> None:
     # Half a file is left where it failed: a full disk has no room for it.
     with contextlib.suppress(OSError):
       partial.unlink()
+
+
+def sync(path: pathlib.Path) -> None:
+  """Makes a file's content, or a folder's names, survive a power cut."""
+  descriptor = os.open(path, os.O_RDONLY)
+  try:
+    os.fsync(descriptor)
+  finally:
+    os.close(descriptor)

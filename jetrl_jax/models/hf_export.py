@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jetrl_jax.files import sync as sync_path
 from jetrl_jax.fp8 import QTensor
 from jetrl_jax.fp8.recipes import LM_HEAD
 from jetrl_jax.models.hf_config import (
@@ -127,9 +128,9 @@ def save_checkpoint(
     write_json(partial / 'config.json', hf)
     if tokenizer_folder is not None:
       _carry(tokenizer_folder, partial)
-    _sync_folder(partial)
+    sync_path(partial)
     os.rename(partial, folder)
-    _sync_folder(folder.parent)
+    sync_path(folder.parent)
   except BaseException:
     shutil.rmtree(partial, ignore_errors=True)
     raise
@@ -275,11 +276,3 @@ def _carry(source: pathlib.Path, folder: pathlib.Path) -> None:
       with open_inside(source, name) as file, open(folder / name, 'wb') as out:
         shutil.copyfileobj(file, out)
         sync(out)
-
-
-def _sync_folder(folder: pathlib.Path) -> None:
-  fd = os.open(folder, os.O_RDONLY)
-  try:
-    os.fsync(fd)
-  finally:
-    os.close(fd)
