@@ -5,9 +5,7 @@ says what that needs in memory, time and disk, and how every dot computes.
 Arrays are shapes throughout: no weight is made. See docs/dry_run.md.
 """
 
-import os
 import pathlib
-import shutil
 
 import jax
 from absl import logging
@@ -18,15 +16,16 @@ from jetrl_jax import (
     dry_run_estimate,
     dry_run_memory,
     dry_run_precision,
+    room,
 )
 from jetrl_jax.compilation import NOT_CLAIMED
-from jetrl_jax.dry_run_estimate import DEVICES, size
+from jetrl_jax.dry_run_estimate import DEVICES
 from jetrl_jax.dry_run_memory import Phase, Shapes
 from jetrl_jax.dry_run_precision import Row
 from jetrl_jax.models import hf_import, safetensors_index
 from jetrl_jax.rl import flops, fp8_support, run_precision, startup
 from jetrl_jax.rl.parts import Parts
-from jetrl_jax.rl.run_folder import EXPORT
+from jetrl_jax.room import Room, size
 
 
 def dry_run(parts: Parts, workdir: pathlib.Path, device: str = '') -> list[str]:
@@ -63,8 +62,9 @@ def dry_run(parts: Parts, workdir: pathlib.Path, device: str = '') -> list[str]:
   print(run_precision.told(workdir, policy.recipe), end='')
   problems += _memory(parts, found, rows, kind, bool(device))
   _print_cost(parts, found, kind)
-  problems += _print_disk(parts, found, workdir)
-  problems += _print_host(found, bool(device))
+  problems += _print_room(
+      room.of_run(parts, found.state, workdir), bool(device)
+  )
   return problems
 
 
@@ -195,11 +195,7 @@ def _limit(kind: str, other: bool) -> tuple[int, str]:
   stats = jax.local_devices()[0].memory_stats()
   if stats and 'bytes_limit' in stats:
     return stats['bytes_limit'], f'{kind}, what XLA may take of it'
-  return _physical_bytes(), 'memory of this machine'
-
-
-def _physical_bytes() -> int:
-  return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  return room.physical_bytes(), 'memory of this machine'
 
 
 def _say_which_run_in_fp8(rows: list[Row], programs: dict, kind: str) -> None:
@@ -251,54 +247,19 @@ def _print_cost(parts: Parts, found: Shapes, kind: str) -> None:
   )
 
 
-def _print_disk(
-    parts: Parts, found: Shapes, workdir: pathlib.Path
-) -> list[str]:
-  _title(f'Written to {workdir}')
-  rows = dry_run_estimate.disk(parts, found)
-  _columns([(name, size(count), how) for name, count, how in rows])
+def _print_room(found: Room, other: bool) -> list[str]:
+  """Says what is written and copied to the host; returns what is missing."""
+  _title(f'Written to {found.workdir}')
+  _columns([(name, size(count), how) for name, count, how in found.rows])
   print('metrics.jsonl, samples/, config.json and TensorBoard files: small')
-  place = workdir.absolute()
-  while not place.exists():
-    place = place.parent
-  free = shutil.disk_usage(place).free
-  # What an earlier start wrote goes, or is part of what will be there. But its
-  # export goes only when the new one is whole.
-  held = sum(
-      file.stat().st_size
-      for name, _, _ in rows
-      if name != f'{EXPORT}/'
-      for file in (workdir / name).rglob('*')
-      if file.is_file()
-  )
-  more = f', besides {size(held)} in these folders already' if held else ''
-  print(f'free there: {size(free)}{more}')
-  needed = sum(count for _, count, _ in rows)
-  if needed <= free + held:
-    return []
-  return [
-      f'up to {size(needed)} are written to {workdir}, and {size(free)} are'
-      f' free there{more}; name another --workdir, or lower trainer.keep_latest'
-      ' and trainer.keep_best, or set trainer.save_rollouts=False'
-  ]
-
-
-def _print_host(found: Shapes, other: bool) -> list[str]:
-  """Says what a save needs of the host, beside a device with its own memory."""
+  print(f'free there: {found.free_there}')
   if jax.default_backend() == 'cpu' and not other:
-    return []
-  needed, memory = dry_run_estimate.checkpoint_bytes(found), _physical_bytes()
+    return found.lacking_disk()
   print(
-      f'host memory: {size(needed)} while a checkpoint is written or read; this'
-      f' machine has {size(memory)}'
+      f'host memory: {size(found.checkpoint)} while a checkpoint is written or'
+      f' read; this machine has {size(found.host)}'
   )
-  if other or needed <= memory:
-    return []
-  return [
-      f'a checkpoint is copied to the host, {size(needed)}, which has'
-      f' {size(memory)}; use a host with more, or'
-      ' model.master_dtype=bfloat16, which takes 2 bytes a parameter less'
-  ]
+  return found.lacking_disk() + ([] if other else found.lacking_host())
 
 
 def _title(text: str) -> None:

@@ -2,14 +2,12 @@
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jetrl_jax.dry_run_memory import Shapes, num_bytes
 from jetrl_jax.fp8.recipes import LM_HEAD
 from jetrl_jax.rl import flops, mixed_flow
-from jetrl_jax.rl import state as states
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.policy import Policy
 
@@ -177,63 +175,3 @@ def _peaks(
   if not (sampling and forward and backward and wide):
     return None
   return sampling, forward, backward, wide
-
-
-def checkpoint_bytes(found: Shapes) -> int:
-  """Returns the bytes of a checkpoint, on disk and on the way there."""
-  return whole_bytes(states.without_weights(found.state))
-
-
-def disk(parts: Parts, found: Shapes) -> list[tuple[str, int, str]]:
-  """Returns (what, bytes, how that comes about) of all that a run writes."""
-  state, run = found.state, parts.run
-  checkpoint = checkpoint_bytes(found)
-  # The newest is whole before an older one goes; a guard may roll back to one
-  # that is neither new nor the best.
-  kept = run.keep_latest + run.keep_best + parts.guard.enable + 1
-  response = parts.engine.max_response_length
-  sequences = run.train_batch_size * run.num_generations
-  # tokens, two log-probs and the version, 4 bytes each.
-  rollout = sequences * (16 * response + 4 * parts.engine.max_prompt_length)
-  rows = [
-      (
-          'checkpoints/',
-          kept * checkpoint,
-          f'{kept} x {size(checkpoint)} at most, one of them being written',
-      )
-  ]
-  if run.save_rollouts:
-    steps = run.total_training_steps
-    rows.append(
-        (
-            'rollouts/',
-            steps * rollout,
-            f'{steps} steps x {size(rollout)} at most',
-        )
-    )
-  if parts.needs_reference:
-    reference = whole_bytes((state.weights, state.fp8_state))
-    rows.append(('reference/', reference, 'weights and scales of step 0'))
-  if parts.export_source is not None and not run.synthetic:
-    rows.append(
-        (
-            'export/',
-            2 * parts.policy.model.num_params,
-            'the policy in bfloat16, at the end',
-        )
-    )
-  return rows
-
-
-def whole_bytes(tree) -> int:
-  """Returns the bytes of a tree of shapes over all devices."""
-  return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def size(count: float) -> str:
-  """Writes bytes for people."""
-  for unit in ('B', 'KiB', 'MiB'):
-    if count < 1024:
-      return f'{count:.0f} {unit}' if unit == 'B' else f'{count:.1f} {unit}'
-    count /= 1024
-  return f'{count:,.1f} GiB'

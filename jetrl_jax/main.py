@@ -15,9 +15,11 @@ from jetrl_jax import (
     dry_run,
     provenance,
     report,
+    room,
 )
 from jetrl_jax import config as configs
 from jetrl_jax.files import user_path
+from jetrl_jax.rl import startup
 from jetrl_jax.rl.console import before_and_after
 from jetrl_jax.rl.interrupt import StopRequested
 from jetrl_jax.rl.trainer import Parts, Trainer
@@ -56,6 +58,7 @@ def main() -> None:
     sys.exit(dry_run.report(problems))
   config_flag.make_folder('workdir', workdir)
   trainer = Trainer(parts, workdir)
+  room.of_run(parts, startup.abstract(parts), workdir).warn()
   recipe = parts.policy.recipe.name
   if parts.is_mixed:
     recipe += f' training, {parts.rollout_policy.recipe.name} rollout'

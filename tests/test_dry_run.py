@@ -22,7 +22,6 @@ from jetrl_jax.rl import state as states
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.other_precision import OtherPrecision
 from jetrl_jax.rl.policy import PolicyParams
-from jetrl_jax.rl.settings import GuardConfig
 from tests import whole_run
 
 _GIB = 2**30
@@ -458,23 +457,6 @@ def test_an_fp8_gemm_is_found_by_whatever_name_it_runs(name, target, scopes):
   assert dry_run_precision.not_in_fp8(hlo.replace('layers_0', 'others_0'), rows)
 
 
-def test_a_host_too_small_for_a_checkpoint_is_told_before_the_run(capsys):
-  _, found = _seven_b()
-  # Masters in float32, two moments in 8 bits and a scale for 128 of each.
-  needed = dry_run_estimate.checkpoint_bytes(found)
-  assert needed == pytest.approx(
-      6.19 * families.QWEN2_5_7B.num_params, rel=5e-3
-  )
-  assert not dry_run._print_host(found, other=False)  # The device is the host.
-  assert not capsys.readouterr().out
-  with mock.patch('jax.default_backend', lambda: 'gpu'):
-    for host, problems in ((needed, 0), (needed - 1, 1)):
-      with mock.patch.object(dry_run, '_physical_bytes', lambda x=host: x):
-        assert len(dry_run._print_host(found, other=False)) == problems
-        assert not dry_run._print_host(found, other=True)
-  assert 'host memory: 43.9 GiB' in capsys.readouterr().out
-
-
 def test_seconds_at_the_roofline_by_hand():
   parts, found = _seven_b()
   cost = dry_run_estimate.cost(parts, found, 'NVIDIA H200')
@@ -497,27 +479,6 @@ def test_a_run_that_cannot_fit_is_told_why(tmp_path, capsys):
   assert not (tmp_path / 'run').exists()
   with pytest.raises(ValueError, match="--dry_run_device='L5'; known are"):
     dry_run.dry_run(parts, tmp_path / 'run', 'L5')
-
-
-def test_a_begun_run_has_room_in_what_it_wrote(tmp_path, monkeypatch):
-  parts, found = _seven_b()
-  parts = dataclasses.replace(parts, export_source=tmp_path)
-  needed = sum(count for _, count, _ in dry_run_estimate.disk(parts, found))
-  free = mock.Mock(free=needed - 2**30)
-  monkeypatch.setattr(dry_run.shutil, 'disk_usage', lambda place: free)
-  (problem,) = dry_run._print_disk(parts, found, tmp_path)
-  assert problem.startswith('up to ')
-  for name in ('export/model', 'checkpoints/20/state'):
-    (problem,) = dry_run._print_disk(parts, found, tmp_path)
-    # An earlier export is there until the new one is whole.
-    assert 'already' not in problem
-    (tmp_path / name).parent.mkdir(parents=True)
-    with open(tmp_path / name, 'wb') as file:
-      file.truncate(2**30)  # Of holes alone.
-  assert dry_run._print_disk(parts, found, tmp_path) == []
-  guarded = dataclasses.replace(parts, guard=GuardConfig(enable=True))
-  (problem,) = dry_run._print_disk(guarded, found, tmp_path)
-  assert 'besides 1.0 GiB in these folders already' in problem
 
 
 def test_a_run_that_fits_is_compiled_and_not_started(tmp_path, capsys):

@@ -35,6 +35,7 @@ ORDER = (
     ('rl',),
     ('config', 'report'),
     ('saved_policy',),
+    ('room',),
     ('dry_run',),
     ('evaluate', 'export', 'main', 'mismatch', 'sft', 'serve'),
 )
