@@ -8,6 +8,7 @@ the first update, would compress to nothing. The disk needs room for one state,
 the device for two.
 """
 
+import contextlib
 import pathlib
 import shutil
 import tempfile
@@ -20,7 +21,7 @@ import jax.numpy as jnp
 from absl import flags
 
 from benchmarks import common
-from jetrl_jax import checkpoint
+from jetrl_jax import checkpoint, checkpoint_arrays
 from jetrl_jax.rl import state as states
 
 _SHAPE = flags.DEFINE_string('shape', 'qwen2.5-7b', 'See model.shape.')
@@ -28,11 +29,16 @@ _LAYERS = flags.DEFINE_integer('layers', 0, 'Of the model; 0 for all.')
 _MASTERS = flags.DEFINE_enum(
     'masters', 'float32', ['float32', 'bfloat16'], 'Their dtype.'
 )
+# Orbax's options, and whether arrays are brought to the host one by one.
 _VARIANTS = {
-    'as it is': {},
-    'compressed': {'use_compression': True},
-    'by pinned memory': {'enable_pinned_host_transfer': None},
-    'both': {'use_compression': True, 'enable_pinned_host_transfer': None},
+    'as it is': ({}, True),
+    'compressed': ({'use_compression': True}, True),
+    'all at once': ({}, False),
+    'pinned': ({'enable_pinned_host_transfer': None}, False),
+    'pinned, compressed': (
+        {'enable_pinned_host_transfer': None, 'use_compression': True},
+        False,
+    ),
 }
 _CHOSEN = flags.DEFINE_list('variants', list(_VARIANTS), 'Which to save.')
 _COLUMNS = (
@@ -125,9 +131,14 @@ def measured(variant: str, state, folder: pathlib.Path) -> dict:
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
       state,
   )
-  with mock.patch.dict(checkpoint.ORBAX_OPTIONS, _VARIANTS[variant]):
+  options, one_by_one = _VARIANTS[variant]
+  with mock.patch.dict(checkpoint.ORBAX_OPTIONS, options):
     manager = checkpoint.CheckpointManager(folder, keep_latest=1, keep_best=0)
-  with HostMemory() as memory:
+  with contextlib.ExitStack() as stack:
+    memory = stack.enter_context(HostMemory())
+    if not one_by_one:
+      name = 'copy_to_host'
+      stack.enter_context(mock.patch.object(checkpoint_arrays, name))
     start, busy = time.perf_counter(), time.process_time()
     manager.save(0, state, {}, metric=None)
     stopped = time.perf_counter() - start

@@ -40,8 +40,8 @@ _DELETING = '.deleting.'
 _CORRUPT = 'corrupt.'
 # Trained masters and 8-bit moments are noise to a compressor: it saves a tenth
 # of the disk, holds nearly the state's size of memory and keeps the processors
-# from the rollout beside it. By way of pinned memory, Orbax's choice on a GPU,
-# the state would be on the host twice (see benchmarks/save.py).
+# from the rollout beside it (benchmarks/save.py). Pinned memory, Orbax's choice
+# on a GPU, would stay taken: see `checkpoint_arrays.copy_to_host`.
 ORBAX_OPTIONS: dict[str, Any] = {
     'use_ocdbt': True,
     'use_zarr3': True,
@@ -259,6 +259,7 @@ class CheckpointManager:
     temporary = self._directory / f'{_SAVING}{step}'
     try:
       temporary.mkdir()
+      checkpoint_arrays.copy_to_host(named)
       self._orbax.save(
           temporary / checkpoint_manifest.PAYLOAD,
           args=checkpoint_arrays.save_args(named),

@@ -11,6 +11,7 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
@@ -49,6 +50,26 @@ def signature(leaf: Any) -> tuple[str, tuple[int, ...]]:
   if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
     raise ValueError(f'found a leaf {leaf!r}; allowed: jax arrays')
   return str(leaf.dtype), tuple(leaf.shape)
+
+
+def copy_to_host(named: dict[str, jax.Array]) -> None:
+  """Brings arrays to the host one by one; each keeps its copy for the writer.
+
+  The writer asks for all of them at once. XLA then stages every array in pinned
+  memory of its own, in a pool that is never given back and ends at 64 GiB
+  (xla/pjrt/se_raw_buffer.cc, xla/pjrt/gpu/gpu_helpers.cc), so that a state
+  would be on the host twice. One at a time, the pool stays as large as the
+  largest of up to 1 GiB; larger ones are not staged. Of arrays with a copy on
+  each of several devices the writer reads other pieces: they are left to it.
+  """
+  for leaf in named.values():
+    shards = leaf.addressable_shards
+    is_copied = any(shard.replica_id for shard in shards)
+    # Keys are a few bytes, and no array of the host's.
+    if is_copied or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+      continue
+    for shard in shards:
+      np.asarray(shard.data)
 
 
 def save_args(named: dict[str, jax.Array]) -> ocp.args.PyTreeSave:
