@@ -17,7 +17,7 @@ import optax
 import pytest
 from absl import logging as absl_logging
 
-from jetrl_jax import checkpoint, rng
+from jetrl_jax import checkpoint, checkpoint_arrays, rng
 from jetrl_jax.checkpoint import CheckpointManager
 
 Pair = collections.namedtuple('Pair', ['first', 'second'])
@@ -174,6 +174,32 @@ def test_sharded_arrays_come_back_in_the_sharding_asked_for(manager):
       str(i): jax.device_put(array, s) for i, s in enumerate(shardings[::-1])
   }
   _assert_same(manager.restore(_like(turned)).state, turned)
+
+
+def test_each_part_of_an_array_comes_to_the_host_by_itself(monkeypatch):
+  devices = np.array(jax.devices()[:4]).reshape(2, 2)
+  mesh = jax.sharding.Mesh(devices, ('data', 'fsdp'))
+  spec = jax.sharding.PartitionSpec
+  placed = {
+      'in parts': spec(('data', 'fsdp')),
+      # The writer reads half of each copy, which is another array.
+      'copied': spec('fsdp'),
+      'everywhere': spec(),
+  }
+  named = {
+      name: jax.device_put(
+          jnp.arange(8.0), jax.sharding.NamedSharding(mesh, place)
+      )
+      for name, place in placed.items()
+  }
+  named |= {'alone': jnp.arange(6.0), 'key': rng.key(0, rng.INIT)}
+  seen = []
+  monkeypatch.setattr(checkpoint_arrays.np, 'asarray', seen.append)
+  checkpoint_arrays.copy_to_host(named)
+  assert [part.shape for part in seen] == [(2,)] * 4 + [(6,)]
+  # What the writer will ask, which must be the very object that has the copy.
+  assert seen[-1] is named['alone'].addressable_shards[0].data
+  assert seen[0] is named['in parts'].addressable_shards[0].data
 
 
 def test_the_newest_and_the_best_steps_stay(tmp_path):
