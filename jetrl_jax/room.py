@@ -111,8 +111,6 @@ def written(parts: Parts, state: TrainState) -> list[tuple[str, int, str]]:
   # The newest is whole before an older one goes; a guard may roll back to one
   # that is neither new nor the best.
   kept = run.keep_latest + run.keep_best + parts.guard.enable + 1
-  steps = run.total_training_steps
-  kept = min(kept, -(-steps // run.save_freq) if run.save_freq else 1)
   response = parts.engine.max_response_length
   sequences = run.train_batch_size * run.num_generations
   # tokens, two log-probs and the version, 4 bytes each.
@@ -125,6 +123,7 @@ def written(parts: Parts, state: TrainState) -> list[tuple[str, int, str]]:
       )
   ]
   if run.save_rollouts:
+    steps = run.total_training_steps
     rows.append(
         (
             'rollouts/',

@@ -1,9 +1,7 @@
 """The dry run: what it says is true, and nothing is trained."""
 
 import dataclasses
-import functools
 import math
-from unittest import mock
 
 import jax
 import pytest
@@ -11,7 +9,6 @@ import pytest
 from configs import llama8b, qwen0_5b, qwen3_8b, qwen7b, qwen14b
 from jetrl_jax import config as configs
 from jetrl_jax import (
-    config_flow,
     dry_run,
     dry_run_estimate,
     dry_run_memory,
@@ -22,7 +19,7 @@ from jetrl_jax.rl import state as states
 from jetrl_jax.rl.engine import Engine
 from jetrl_jax.rl.other_precision import OtherPrecision
 from jetrl_jax.rl.policy import PolicyParams
-from tests import whole_run
+from tests import parts_of, whole_run
 
 _GIB = 2**30
 _LARGE = {
@@ -32,44 +29,6 @@ _LARGE = {
     qwen3_8b: 'qwen3-8b',
     llama8b: 'llama-3.1-8b',
 }
-
-
-@functools.cache
-def _parts(**changes):
-  return configs.build(whole_run.config(**changes))
-
-
-@functools.cache
-def _seven_b():
-  """The tiny run's parts around a 7B, and their shapes; nothing is made."""
-  parts = _of_shape(families.QWEN2_5_7B)
-  return parts, dry_run_memory.shapes(parts)
-
-
-def _of_shape(model, **changes):
-  parts = _parts(**changes)
-  tree = hf_layout.build_tree(
-      model, lambda row: jax.ShapeDtypeStruct(row.shape, jax.numpy.float32)
-  )
-  return dataclasses.replace(
-      parts,
-      policy=(
-          policy := dataclasses.replace(
-              parts.policy, model=model, tile=64, remat='full'
-          )
-      ),
-      rollout_policy=policy,
-      param_shapes=tree,
-      engine=dataclasses.replace(
-          parts.engine,
-          num_slots=128,
-          max_prompt_length=1024,
-          max_response_length=3072,
-      ),
-      optimizer=dataclasses.replace(parts.optimizer, moments='fp8'),
-      run=dataclasses.replace(parts.run, micro_batch_size=4),
-      export_source=None,
-  )
 
 
 def _state(parts):
@@ -84,7 +43,7 @@ def _state(parts):
 
 
 def test_the_ledger_is_what_a_real_state_takes():
-  parts = _parts()
+  parts = parts_of.tiny()
   found = dry_run_memory.shapes(parts)
   sizes = dry_run_memory.ledger(parts, found)
   state = _state(parts)
@@ -163,12 +122,8 @@ def test_an_evaluation_in_another_recipe_has_weights_of_its_own(fsdp):
     assert dry_run_memory.ledger(without, found)[name] == 0
 
 
-def _mixed():
-  return configs.build(config_flow.resolve(whole_run.config(flow='flashrl')))
-
-
 def test_dots_that_a_mixed_run_chose_are_the_same_on_both_sides():
-  parts = _mixed().keeping(('layers_0/mlp/down',))
+  parts = parts_of.mixed().keeping(('layers_0/mlp/down',))
   rows = {row.name: row for row in dry_run_precision.table(parts)}
   down, qkv = rows['layers_*/mlp/down'], rows['layers_*/attn/qkv']
   assert down.rollout == down.training == 'bf16 x bf16 -> bf16'
@@ -176,7 +131,7 @@ def test_dots_that_a_mixed_run_chose_are_the_same_on_both_sides():
 
 
 def test_the_rollouts_own_weights_of_a_mixed_flow_are_counted():
-  parts = _mixed()
+  parts = parts_of.mixed()
   found = dry_run_memory.shapes(parts)
   sizes = dry_run_memory.ledger(parts, found)
   rows = hf_layout.layout(parts.policy.model)
@@ -197,19 +152,8 @@ def test_the_rollouts_own_weights_of_a_mixed_flow_are_counted():
     assert added == sizes["the rollout's weights"]
 
 
-def test_the_table_of_a_mixed_flow_has_two_sides():
-  rows = {row.name: row for row in dry_run_precision.table(_mixed())}
-  qkv = rows['layers_*/attn/qkv']
-  assert qkv.rollout == 'i8 x i8 -> i32'
-  assert qkv.training == 'bf16 x bf16 -> bf16'
-  assert 'per channel' in qkv.granularity
-  one_side = [dataclasses.replace(qkv, rollout='e4m3 x e4m3 -> bf16')]
-  assert dry_run_precision.fp8_dots(one_side) == one_side
-  assert dry_run_precision.fp8_dots(one_side, side='training') == []
-
-
 def test_a_7b_is_added_up_without_being_made():
-  parts, found = _seven_b()
+  parts, found = parts_of.seven_b()
   sizes = dry_run_memory.ledger(parts, found)
   count = families.QWEN2_5_7B.num_params
   assert sizes['master weights'] == 4 * count
@@ -237,7 +181,7 @@ def test_a_7b_is_added_up_without_being_made():
 
 def test_the_largest_prefill_is_of_prompts_or_of_what_waited():
   def largest(**changes):
-    parts, _ = _seven_b()
+    parts, _ = parts_of.seven_b()
     config = dataclasses.replace(parts.engine, **changes)
     engine = Engine(parts.rollout_policy, config, parts.mesh)
     return dry_run_memory.largest_prefill(engine)
@@ -250,7 +194,7 @@ def test_the_largest_prefill_is_of_prompts_or_of_what_waited():
 
 
 def test_what_selective_keeps_of_a_token_by_hand():
-  parts, found = _seven_b()
+  parts, found = parts_of.seven_b()
 
   def kept(**changes):
     policy = dataclasses.replace(parts.policy, remat='selective', **changes)
@@ -275,7 +219,7 @@ def test_what_selective_keeps_of_a_token_by_hand():
 
 
 def test_the_flops_of_an_update_are_those_of_its_remat():
-  parts, found = _seven_b()
+  parts, found = parts_of.seven_b()
 
   def flops_of(remat):
     policy = dataclasses.replace(parts.policy, remat=remat)
@@ -293,7 +237,7 @@ def test_the_flops_of_an_update_are_those_of_its_remat():
 
 
 def test_fewer_and_longer_rows_take_the_same_memory_but_for_their_shape():
-  parts, found = _seven_b()
+  parts, found = parts_of.seven_b()
   run = dataclasses.replace(parts.run, packed_rows=1)
   longer = dataclasses.replace(parts, run=run)
   assert parts.batch_shape == (4, 4096) == found.batch.tokens.shape
@@ -346,15 +290,15 @@ def test_the_14b_config_would_not_fit_in_float32():
 
 
 def test_a_pool_is_not_larger_than_its_slots_can_fill():
-  config = _parts().engine
+  config = parts_of.tiny().engine
   sizes = [
       sum(
           leaf.nbytes
           for leaf in jax.tree.leaves(
               Engine(
-                  _parts().rollout_policy,
+                  parts_of.tiny().rollout_policy,
                   dataclasses.replace(config, kv_cache_tokens=tokens),
-                  _parts().mesh,
+                  parts_of.tiny().mesh,
               ).init_decode_state()
           )
       )
@@ -363,102 +307,8 @@ def test_a_pool_is_not_larger_than_its_slots_can_fill():
   assert sizes[0] == sizes[1]
 
 
-def test_the_table_says_what_computes_in_fp8():
-  rows = {row.name: row for row in dry_run_precision.table(_parts())}
-  qkv = rows['layers_*/attn/qkv']
-  assert qkv.rollout == qkv.training == 'e4m3 x e4m3 -> bf16'
-  assert qkv.granularity == 'per tensor' and qkv.layers == 1
-  # 2 heads and 2 x 1 key and value heads of 16, width 32.
-  assert qkv.shape == '64 x 32'
-  assert 'e4m3 x e4m3 -> f32' in qkv.backward
-  assert rows['embed.attend'].rollout == 'bf16 x bf16 -> f32'
-  eight = [row.name for row in dry_run_precision.fp8_dots([*rows.values()])]
-  assert eight == [
-      'layers_*/attn/qkv',
-      'layers_*/attn/o',
-      'layers_*/mlp/gate_up',
-      'layers_*/mlp/down',
-  ]
-
-
-@pytest.mark.parametrize('keys', ['compute', 'float8_e4m3fn'])
-def test_the_table_of_a_gpu_says_the_same_of_all_dots_but_attention(keys):
-  changes = {'precision.kv_cache_dtype': keys}
-  parts = _of_shape(families.QWEN2_5_7B, **changes)
-  on_cpu = dry_run_precision.table(parts)
-  with mock.patch('jax.default_backend', lambda: 'gpu'):
-    on_gpu = dry_run_precision.table(parts)
-  dots = [row for row in on_cpu if row.shape]
-  assert dots == [row for row in on_gpu if row.shape]
-  eight = dry_run_precision.fp8_dots(on_gpu)
-  assert eight == dry_run_precision.fp8_dots(on_cpu)
-  assert [row.name.split('/')[-1] for row in eight] == [
-      'qkv',
-      'o',
-      'gate_up',
-      'down',
-  ]
-  (attention,) = [row for row in on_gpu if not row.shape]
-  assert ('e4m3' in attention.rollout) == (keys != 'compute')
-  assert attention.rollout == attention.training
-
-
-def _row(name: str) -> dry_run_precision.Row:
-  return dry_run_precision.Row(
-      name=name,
-      shape='64 x 32',
-      rollout='e4m3 x e4m3 -> bf16',
-      training='',
-      backward='',
-      granularity='per tensor',
-      layers=2,
-  )
-
-
-def test_gemms_without_an_fp8_call_are_named():
-  hlo = '\n'.join(
-      [
-          '%a = custom-call(...), custom_call_target="__cublas$lt$matmul$f8",'
-          ' metadata={op_name="jit(f)/Decoder/layers_11/attn/qkv/dot_general"}',
-          '%b = custom-call(...), custom_call_target="__cublas$lt$matmul",'
-          ' metadata={op_name="jit(f)/Decoder/layers_11/attn/o/dot_general"}',
-          '%c = custom-call(...), custom_call_target="__gpu$xla.gpu.triton",'
-          ' metadata={op_name="f/layers_1/attn/o/jit(turn)/turn/pallas_call"}',
-      ]
-  )
-  rows = [_row('layers_*/attn/qkv'), _row('layers_*/attn/o')]
-  assert dry_run_precision.not_in_fp8(hlo, rows) == ['layers_*/attn/o']
-
-
-@pytest.mark.parametrize(
-    'name, target, scopes',
-    [
-        # As an H200's decode has them, at 256 slots and at 128.
-        ('attn/qkv', '__cublas$lt$matmul$f8', 'attn/qkv.unscaled/dot_general'),
-        (
-            'mlp/gate_up',
-            '__gpu$xla.gpu.triton',
-            'mlp/gate_up/jit(hidden)/gate_up/pallas_call',
-        ),
-        (
-            'mlp/down',
-            '__gpu$xla.gpu.triton',
-            'mlp/down/jit(block_dot)/block_dot/pallas_call',
-        ),
-    ],
-)
-def test_an_fp8_gemm_is_found_by_whatever_name_it_runs(name, target, scopes):
-  hlo = (
-      f'%a = custom-call(...), custom_call_target="{target}",'
-      f' metadata={{op_name="jit(generate)/checkpoint/layers_0/{scopes}"}}'
-  )
-  rows = [_row(f'layers_*/{name}')]
-  assert not dry_run_precision.not_in_fp8(hlo, rows)
-  assert dry_run_precision.not_in_fp8(hlo.replace('layers_0', 'others_0'), rows)
-
-
 def test_seconds_at_the_roofline_by_hand():
-  parts, found = _seven_b()
+  parts, found = parts_of.seven_b()
   cost = dry_run_estimate.cost(parts, found, 'NVIDIA H200')
   # 4 prompts x 4 samples; one batch of 16 slots, 3072 steps, each of which
   # reads at least the 8.7e9 bytes of the weights at 4.8e12 bytes/s.
@@ -470,7 +320,7 @@ def test_seconds_at_the_roofline_by_hand():
 
 
 def test_a_run_that_cannot_fit_is_told_why(tmp_path, capsys):
-  parts = _of_shape(families.QWEN2_5_7B)
+  parts = parts_of.shape(families.QWEN2_5_7B)
   problems = dry_run.dry_run(parts, tmp_path / 'run', 'NVIDIA L4')
   assert 'on each device, and NVIDIA L4, 95% of its memory' in problems[0]
   assert dry_run.report(problems) == 1
@@ -482,7 +332,7 @@ def test_a_run_that_cannot_fit_is_told_why(tmp_path, capsys):
 
 
 def test_a_run_that_fits_is_compiled_and_not_started(tmp_path, capsys):
-  problems = dry_run.dry_run(_parts(), tmp_path / 'run')
+  problems = dry_run.dry_run(parts_of.tiny(), tmp_path / 'run')
   assert problems == [] and dry_run.report(problems) == 0
   said = capsys.readouterr().out
   for text in (
