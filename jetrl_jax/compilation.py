@@ -146,6 +146,24 @@ def instruction(name: str):
   return call
 
 
+def power_of_2(x, interpret: bool):
+  """Returns 2^x of float32, and 0 below 2^-126: one instruction.
+
+  A result that small has no part in a sum with 1 in it; to keep it costs three
+  instructions more.
+  """
+  if interpret:
+    return jnp.exp2(x)
+  return instruction('ex2.approx.ftz.f32')(x)
+
+
+def multiply_add(a, b, c, interpret: bool):
+  """Returns a * b + c of float32, rounded once; b and c may be scalars."""
+  if interpret:
+    return a * b + c
+  return instruction('fma.rn.f32')(a, b, c)
+
+
 def compiler_options(
     backend: str | None = None, *, exact: bool = True, in_order: bool = False
 ) -> dict:

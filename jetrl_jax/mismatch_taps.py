@@ -71,14 +71,12 @@ class TappedPolicy(Policy):
     self.leave(LOGSUMEXP, lse_M[:, None])
     return logprobs_BT, entropy_BT
 
-  def decode(self, params, tokens_B, positions_B, table_BP, caches, inverse_B):
-    """See `Policy.decode`."""
-    logits_BV, lse_B, caches = super().decode(
-        params, tokens_B, positions_B, table_BP, caches, inverse_B
-    )
+  def log_sum_exp(self, logits_BV, inverse_B):
+    """See `Policy.log_sum_exp`."""
+    lse_B = super().log_sum_exp(logits_BV, inverse_B)
     self.leave(LOGITS, logprobs.temper(logits_BV, inverse_B[:, None]))
     self.leave(LOGSUMEXP, lse_B[:, None])
-    return logits_BV, lse_B, caches
+    return lse_B
 
 
 def tapped(policy: Policy, wanted: tuple[str, ...]) -> TappedPolicy:

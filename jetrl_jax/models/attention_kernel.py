@@ -21,9 +21,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jetrl_jax.compilation import (
-    instruction,
     kernel_options,
     lowered_once,
+    power_of_2,
 )
 from jetrl_jax.typing import Array
 
@@ -73,17 +73,6 @@ def _tokens_as_decoded(x: Array, tile: int, dtype) -> Array:
   """Keys or values [..., S, H], widened, even tokens of a tile first."""
   pairs = x.astype(dtype).reshape(*x.shape[:-2], -1, tile // 2, 2, x.shape[-1])
   return jnp.swapaxes(pairs, -3, -2).reshape(x.shape)
-
-
-def power_of_2(x, interpret: bool):
-  """Returns 2^x, and 0 below 2^-126.
-
-  A result that small has no part in a sum with 1 in it; to keep it costs three
-  instructions a score more.
-  """
-  if interpret:
-    return jnp.exp2(x)
-  return instruction('ex2.approx.ftz.f32')(x)
 
 
 def scores_of(q, k):

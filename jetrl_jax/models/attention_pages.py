@@ -144,7 +144,7 @@ def load_values(v_ref, lead, i, tile: int, channels, interpret: bool) -> list:
     i: tile of the page.
     tile: tokens.
     channels: a slice of them.
-    interpret: see `attention_kernel.power_of_2`.
+    interpret: see `compilation.power_of_2`.
   """
   if v_ref.dtype != jnp.uint16:
     return [v_ref[(*lead, pl.ds(i * tile, tile), channels)]]

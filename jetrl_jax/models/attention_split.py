@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from jetrl_jax.compilation import kernel_options
+from jetrl_jax.compilation import kernel_options, power_of_2
 from jetrl_jax.fp8 import formats, quantize
 from jetrl_jax.models import attention_pages as pages
 from jetrl_jax.models.attention_kernel import (
@@ -28,7 +28,6 @@ from jetrl_jax.models.attention_kernel import (
     highest,
     no_scores,
     operand_dtype,
-    power_of_2,
     scores_of,
     start,
     weights_of,

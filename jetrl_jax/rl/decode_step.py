@@ -16,6 +16,7 @@ from jax import lax
 from jetrl_jax import rng
 from jetrl_jax.rl import logprobs, sampling
 from jetrl_jax.rl.decode_slots import DecodeState, EngineConfig, token_at
+from jetrl_jax.rl.policy import Policy
 
 
 def prefill(policy, params, tokens_PT, lengths_P):
@@ -24,11 +25,10 @@ def prefill(policy, params, tokens_PT, lengths_P):
 
 
 def sample(
+    policy: Policy,
     config: EngineConfig,
     state: DecodeState,
     logits_BV,
-    inverse_B,
-    lse_B,
     base_key,
 ):
   """Returns (token, log mu, log pi, whether it is given) of every slot.
@@ -36,6 +36,7 @@ def sample(
   A given token was not sampled; log pi stands for its log mu.
   """
   greedy_B = state.temperature <= 0
+  inverse_B = logprobs.inverse_temperature(state.temperature)
   limits = {
       'top_k': config.top_k,
       'top_p': config.top_p,
@@ -52,9 +53,11 @@ def sample(
         z_BV
     )
     keys_B = jax.vmap(key_of)(state.address, state.emitted)
-    token_B = sampling.draw(
+    token_B, lse_B = sampling.draw(
         logits_BV, inverse_B, mask_BV, keys_B, greedy_B=greedy_B
     )
+  if lse_B is None or not policy.fused:
+    lse_B = policy.log_sum_exp(logits_BV, inverse_B)
   is_given_B = state.emitted < state.given
   token_B = jnp.where(
       is_given_B, token_at(state.tokens, state.emitted), token_B
@@ -76,17 +79,15 @@ def sample(
 def step(policy, config, params, base_key, state: DecodeState) -> DecodeState:
   """Feeds, samples and books one token in every active slot."""
   running = state.active & ~state.parked
-  inverse_B = logprobs.inverse_temperature(state.temperature)
-  logits_BV, lse_B, caches = policy.decode(
+  logits_BV, caches = policy.decode(
       params,
       state.token,
       jnp.where(running, state.position, -1),
       state.table,
       state.caches,
-      inverse_B,
   )
   token, log_mu, logprob, is_given = sample(
-      config, state, logits_BV, inverse_B, lse_B, base_key
+      policy, config, state, logits_BV, base_key
   )
   index_R = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]
   here_BR = (index_R == state.emitted[:, None]) & running[:, None]

@@ -278,8 +278,7 @@ class Policy:
       positions_B: Array,
       table_BP: Array,
       caches: list[tuple[Array, Array]],
-      inverse_B: Array,
-  ) -> tuple[Array, Array, list[tuple[Array, Array]]]:
+  ) -> tuple[Array, list[tuple[Array, Array]]]:
     """Feeds one token per slot.
 
     Args:
@@ -288,10 +287,9 @@ class Policy:
       positions_B: int32 its position; -1 for an idle slot.
       table_BP: int32, see `DecodeAttention`.
       caches: per layer pages of (keys, values), see `page_shapes`.
-      inverse_B: float32, see `logprobs.inverse_temperature`.
 
     Returns:
-      (float32 logits [B, V], the log-sum-exp [B] of the tempered ones, caches)
+      (float32 logits [B, V], caches)
     """
     tree = variables(params.weights, params.fp8_state)
     mask_B = jnp.ones(tokens_B.shape, jnp.float32)
@@ -310,8 +308,13 @@ class Policy:
     )
     with jax.named_scope('head'):
       logits_BV = self._apply(tree, hidden_MD, mask_B, method='head')
+    return logits_BV, caches
+
+  def log_sum_exp(self, logits_BV: Array, inverse_B: Array) -> Array:
+    """Returns that of tempered logits, as `target_logprobs` computes it."""
+    with jax.named_scope('head'):
       lse_B, _ = logprobs.row_stats(logits_BV, inverse_B)
-    return logits_BV, lse_B, caches
+    return lse_B
 
   def page_shapes(
       self, pages: int, size: int

@@ -152,11 +152,11 @@ def draw(
     keys_B: PRNGKey,
     *,
     greedy_B: Bool[Array, ' B'],
-) -> Int[Array, ' B']:
+) -> tuple[Int[Array, ' B'], Float[Array, ' B'] | None]:
   """Draws a token for every row, see `gumbel_argmax`.
 
-  On a GPU whole rows (no mask) get their noise from another generator, see
-  `sampling_kernel.py`.
+  On a GPU whole rows (no mask) are drawn by a kernel, which gets its noise from
+  another generator and computes what `logprobs.row_stats` does on the way.
 
   Args:
     logits_BV: float32.
@@ -166,7 +166,7 @@ def draw(
     greedy_B: rows at temperature 0.
 
   Returns:
-    int32 token ids.
+    (int32 token ids, the log-sum-exp of the tempered logits or None)
   """
   if mask_BV is None and on_gpu():
     key_data_B2 = jax.random.key_data(keys_B)
@@ -177,7 +177,7 @@ def draw(
 
   z_BV = temper(logits_BV, inverse_B[:, None])
   axes = (0, None if mask_BV is None else 0, 0, 0)
-  return jax.vmap(one, in_axes=axes)(z_BV, mask_BV, keys_B, greedy_B)
+  return jax.vmap(one, in_axes=axes)(z_BV, mask_BV, keys_B, greedy_B), None
 
 
 def log_mu(

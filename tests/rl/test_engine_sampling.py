@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetrl_jax import rng
-from jetrl_jax.compilation import exact_jit
-from jetrl_jax.rl import decode_step, logprobs
+from jetrl_jax.rl import decode_step
 from jetrl_jax.rl.engine import Engine
 from tests.rl import tiny_run, tiny_updates
 
@@ -67,8 +66,6 @@ def test_log_mu_is_of_the_truncated_distribution():
 
 def test_a_top_k_of_the_whole_vocabulary_leaves_log_mu_the_policys():
   logits_BV = jax.random.normal(jax.random.key(0), (16, 30))
-  inverse_B = jnp.ones(16)
-  lse_B, _ = exact_jit(logprobs.row_stats)(logits_BV, inverse_B)
   count = jnp.zeros(16, jnp.int32)
   state = types.SimpleNamespace(
       address=jnp.zeros((16, 2), jnp.uint32),
@@ -79,15 +76,15 @@ def test_a_top_k_of_the_whole_vocabulary_leaves_log_mu_the_policys():
   )
   config = tiny_run.engine_config(top_k=30)
   key = rng.key(0, rng.ROLLOUT, 0)
+  policy = tiny_run.policy()
   _, log_mu, logprob, _ = decode_step.sample(
-      config, state, logits_BV, inverse_B, lse_B, key
+      policy, config, state, logits_BV, key
   )
   np.testing.assert_array_equal(log_mu, logprob)
 
 
 def test_a_given_token_has_log_pi_as_its_log_mu_whatever_is_cut():
   logits_BV = jax.random.normal(jax.random.key(0), (16, 30))
-  inverse_B = jnp.ones(16)
   state = types.SimpleNamespace(
       address=jnp.zeros((16, 2), jnp.uint32),
       emitted=jnp.zeros(16, jnp.int32),
@@ -96,11 +93,11 @@ def test_a_given_token_has_log_pi_as_its_log_mu_whatever_is_cut():
       temperature=jnp.asarray([0.0, 1.0] * 8),
   )
   config = tiny_run.engine_config(top_k=1)
+  policy = tiny_run.policy()
 
   @jax.jit
   def sample(logits_BV, key):
-    lse_B, _ = logprobs.row_stats(logits_BV, inverse_B)
-    return decode_step.sample(config, state, logits_BV, inverse_B, lse_B, key)
+    return decode_step.sample(policy, config, state, logits_BV, key)
 
   key = rng.key(0, rng.ROLLOUT, 0)
   token, log_mu, logprob, is_given = sample(logits_BV, key)

@@ -201,7 +201,7 @@ def test_a_greedy_row_takes_the_first_most_probable_token():
 def test_greedy_rows_of_a_batch_take_no_noise():
   logits_BV = jnp.tile(jnp.array([0.0, 0.5, 0.25]), (32, 1))
   greedy_B = jnp.arange(32) % 2 == 0
-  found = sampling.draw(
+  found, _ = sampling.draw(
       logits_BV,
       jnp.ones(32),
       None,

@@ -1,12 +1,13 @@
 """The noise of `sampling_kernel.py`, interpreted; tests/gpu has it on a GPU."""
 
+import functools
 import math
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.rl import sampling_kernel
+from jetrl_jax.rl import sampling_kernel, stats_kernel
 from tests.hurry import hurried_jit
 
 # 99.9% quantile of chi-square with 4 degrees of freedom.
@@ -19,6 +20,10 @@ def _kernel(*args):
 
 
 def _draw(logits_BV, seed=0, greedy=False, inverse=1.0):
+  return _draw_and_sum(logits_BV, seed, greedy, inverse)[0]
+
+
+def _draw_and_sum(logits_BV, seed=0, greedy=False, inverse=1.0):
   rows = len(logits_BV)
   keys = np.random.default_rng(seed).integers(2**32, size=(rows, 2))
   found = _kernel(
@@ -27,7 +32,7 @@ def _draw(logits_BV, seed=0, greedy=False, inverse=1.0):
       jnp.asarray(keys, jnp.uint32),
       jnp.full((rows,), greedy),
   )
-  return np.asarray(found)
+  return [np.asarray(x) for x in found]
 
 
 @pytest.mark.parametrize(
@@ -54,19 +59,22 @@ def test_philox_gives_the_words_of_its_reference(counter, key, expected):
   assert ' '.join(f'{int(word):08x}' for word in words) == expected
 
 
+def _gumbel(bits):
+  log2_e = sampling_kernel.log2_exponential(jnp.asarray(bits), True)
+  return -math.log(2) * np.asarray(log2_e)
+
+
 def test_noise_is_that_of_the_formula_from_the_smallest_bits_to_the_largest():
   bits = [0, 1, 2, 1000, 2**25, 2**26, 2**27, 2**31, 2**32 - 2**14]
-  found = sampling_kernel.gumbel(jnp.asarray(bits, jnp.uint32), True)
+  found = _gumbel(np.asarray(bits, np.uint32))
   wanted = [-math.log(-math.log1p(-(x // 2 + 0.5) / 2**31)) for x in bits]
   np.testing.assert_allclose(found, wanted, rtol=2e-6, atol=2e-6)
-  assert wanted[0] > 22 and np.isfinite(
-      sampling_kernel.gumbel(jnp.uint32(2**32 - 1), True)
-  )
+  assert wanted[0] > 22 and np.isfinite(_gumbel(np.uint32(2**32 - 1)))
 
 
 def test_drawn_frequencies_pass_a_chi_square_test_over_several_chunks():
   # Five tokens of different quarters and chunks; the others are out of reach.
-  vocabulary, count = sampling_kernel.CHUNK + 100, 400
+  vocabulary, count = stats_kernel.CHUNK + 100, 400
   tokens = np.array([0, 1500, 2048, 4095, vocabulary - 1])
   logits = np.array([0.0, 1.0, -1.0, 2.0, 0.5])
   # Twice the logits at temperature 2 are drawn like the logits.
@@ -84,7 +92,7 @@ def test_neighbouring_tokens_have_noise_of_their_own():
   zeros, lanes = jnp.zeros(4096, jnp.uint32), jnp.arange(4096, dtype=jnp.uint32)
   noise = np.concatenate(
       [
-          sampling_kernel.gumbel(word, True)
+          _gumbel(word)
           for key in (1, 2)
           for word in sampling_kernel.philox(
               (lanes, zeros, zeros, zeros),
@@ -101,6 +109,16 @@ def test_neighbouring_tokens_have_noise_of_their_own():
   assert (
       abs(np.corrcoef(noise[:, 1:].ravel(), noise[:, :-1].ravel())[0, 1]) < 0.03
   )
+
+
+@pytest.mark.parametrize('vocab', [50, stats_kernel.CHUNK + 1])
+def test_the_log_sum_exp_beside_a_draw_is_that_of_the_stats(vocab):
+  logits_BV = np.random.default_rng(1).normal(size=(16, vocab)) * 5
+  _, found = _draw_and_sum(logits_BV, inverse=0.7)
+  wanted, _ = hurried_jit(
+      functools.partial(stats_kernel.row_stats, interpret=True)
+  )(logits_BV.astype(np.float32), jnp.full((16,), 0.7, jnp.float32))
+  np.testing.assert_array_equal(found, wanted)
 
 
 def test_a_greedy_row_takes_the_first_most_probable_token():
