@@ -29,22 +29,25 @@ _LAYERS = flags.DEFINE_integer('layers', 0, 'Of the model; 0 for all.')
 _MASTERS = flags.DEFINE_enum(
     'masters', 'float32', ['float32', 'bfloat16'], 'Their dtype.'
 )
-# Orbax's options, and whether arrays are brought to the host one by one.
+_PINNED = {'enable_pinned_host_transfer': None}
+_COMPRESSED = {'use_compression': True}
+# Orbax's options, and how many arrays are brought to the host at a time; None
+# for all, by Orbax.
 _VARIANTS = {
-    'as it is': ({}, True),
-    'compressed': ({'use_compression': True}, True),
-    'all at once': ({}, False),
-    'pinned': ({'enable_pinned_host_transfer': None}, False),
-    'pinned, compressed': (
-        {'enable_pinned_host_transfer': None, 'use_compression': True},
-        False,
-    ),
+    'as it is': ({}, checkpoint_arrays.AT_A_TIME),
+    'one at a time': ({}, 1),
+    'two at a time': ({}, 2),
+    'eight at a time': ({}, 8),
+    'compressed': (_COMPRESSED, checkpoint_arrays.AT_A_TIME),
+    'all at once': ({}, None),
+    'pinned': (_PINNED, None),
+    'pinned, compressed': (_PINNED | _COMPRESSED, None),
 }
 _CHOSEN = flags.DEFINE_list('variants', list(_VARIANTS), 'Which to save.')
 _COLUMNS = (
     ('variant', 'variant', ''),
     ('state_gib', 'state GiB', '.2f'),
-    ('stopped_s', 'run stopped s', '.2f'),
+    ('copied_s', 'copied after s', '.2f'),
     ('saved_s', 'saved after s', '.2f'),
     ('processor_s', 'processor s', '.1f'),
     ('host_gib', 'host memory, more by GiB', '.2f'),
@@ -131,17 +134,18 @@ def measured(variant: str, state, folder: pathlib.Path) -> dict:
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
       state,
   )
-  options, one_by_one = _VARIANTS[variant]
+  options, at_a_time = _VARIANTS[variant]
   with mock.patch.dict(checkpoint.ORBAX_OPTIONS, options):
     manager = checkpoint.CheckpointManager(folder, keep_latest=1, keep_best=0)
   with contextlib.ExitStack() as stack:
     memory = stack.enter_context(HostMemory())
-    if not one_by_one:
-      name = 'copy_to_host'
-      stack.enter_context(mock.patch.object(checkpoint_arrays, name))
+    name = 'copy_to_host' if at_a_time is None else 'AT_A_TIME'
+    new = (lambda _: None) if at_a_time is None else at_a_time
+    stack.enter_context(mock.patch.object(checkpoint_arrays, name, new))
     start, busy = time.perf_counter(), time.process_time()
     manager.save(0, state, {}, metric=None)
-    stopped = time.perf_counter() - start
+    manager.wait_for_copy()
+    copied = time.perf_counter() - start
     manager.wait()
     saved = time.perf_counter() - start
     busy = time.process_time() - busy
@@ -150,7 +154,7 @@ def measured(variant: str, state, folder: pathlib.Path) -> dict:
   row = {
       'variant': variant,
       'state_gib': sum(x.nbytes for x in jax.tree.leaves(state)) / 2**30,
-      'stopped_s': stopped,
+      'copied_s': copied,
       'saved_s': saved,
       'processor_s': busy,
       'host_gib': memory.grown_gib,

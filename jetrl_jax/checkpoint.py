@@ -19,6 +19,7 @@ import math
 import os
 import pathlib
 import shutil
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ from jetrl_jax import (
     checkpoint_manifest,
 )
 from jetrl_jax.checkpoint_manifest import CorruptError, Manifest
-from jetrl_jax.files import sync
+from jetrl_jax.files import size, sync
 from jetrl_jax.typing import PyTree
 
 _SAVING = '.saving.'
@@ -208,6 +209,10 @@ class CheckpointManager:
     self.pinned: frozenset[int] = frozenset()
     self._corrupt: set[int] = set()
     self._pending: concurrent.futures.Future | None = None
+    # What is being saved, until it is on the host.
+    self._arrays: dict[str, jax.Array] = {}
+    self._copied = threading.Event()
+    self._copied.set()
     self._worker = concurrent.futures.ThreadPoolExecutor(1, 'checkpoint')
     self._orbax = ocp.AsyncCheckpointer(
         ocp.PyTreeCheckpointHandler(**ORBAX_OPTIONS)
@@ -227,7 +232,7 @@ class CheckpointManager:
       *,
       metric: float | None,
   ) -> None:
-    """Saves a step; its arrays may be donated as soon as this returns.
+    """Begins to save a step; its arrays are read until `wait_for_copy` returns.
 
     An earlier save that is still being written is waited for.
 
@@ -240,8 +245,9 @@ class CheckpointManager:
 
     Raises:
       ValueError: step, state or host_state cannot be saved.
-      RuntimeError: this or an earlier save failed, e.g. a full disk; the
-        older checkpoints are as they were.
+      RuntimeError: there is no room on the disk, or an earlier save failed;
+        the older checkpoints are as they were. Whether this one failed, `check`
+        and `wait` say.
     """
     self.wait()
     step = int(step)
@@ -256,19 +262,17 @@ class CheckpointManager:
     leaves = {
         name: checkpoint_arrays.signature(leaf) for name, leaf in named.items()
     }
-    temporary = self._directory / f'{_SAVING}{step}'
-    try:
-      temporary.mkdir()
-      checkpoint_arrays.copy_to_host(named)
-      self._orbax.save(
-          temporary / checkpoint_manifest.PAYLOAD,
-          args=checkpoint_arrays.save_args(named),
+    needed = sum(leaf.nbytes for leaf in named.values())
+    free = shutil.disk_usage(self._directory).free
+    if free < needed:
+      # Found by the writer, it would come minutes later.
+      raise self._failure(
+          step, f'it takes {size(needed)}, and free are {size(free)}'
       )
-    except Exception as error:
-      shutil.rmtree(temporary, ignore_errors=True)
-      raise self._failure(step, error) from error
+    temporary = self._directory / f'{_SAVING}{step}'
+    self._arrays, self._copied = named, threading.Event()
     self._pending = self._worker.submit(
-        self._commit, temporary, step, metric, host_state, leaves
+        self._write, temporary, step, metric, host_state, leaves
     )
 
   def amend(
@@ -289,6 +293,15 @@ class CheckpointManager:
     )
     checkpoint_manifest.write(self._directory / str(step), manifest)
     self._retire(step)
+
+  @property
+  def is_copying(self) -> bool:
+    """Whether arrays that are being saved are still read."""
+    return not self._copied.is_set()
+
+  def wait_for_copy(self) -> None:
+    """Returns when the arrays last saved may be donated."""
+    self._copied.wait()
 
   def check(self) -> None:
     """Raises RuntimeError if the background save has failed; never waits."""
@@ -330,7 +343,7 @@ class CheckpointManager:
     manifests = checkpoint_folder.manifests(self._directory)
     return {s: m for s, m in manifests.items() if s not in self._corrupt}
 
-  def _commit(
+  def _write(
       self,
       temporary: pathlib.Path,
       step: int,
@@ -338,9 +351,21 @@ class CheckpointManager:
       host_state: dict[str, Any],
       leaves: dict[str, tuple[str, tuple[int, ...]]],
   ) -> None:
-    """Waits for the files, proves them, makes the step exist, then retires."""
+    """Writes files, proves them, makes the step exist, then retires."""
     final = self._directory / str(step)
+    # Their copies on the host go as they are written: nothing here keeps them.
+    named, self._arrays = self._arrays, {}
     try:
+      try:
+        temporary.mkdir()
+        checkpoint_arrays.copy_to_host(named)
+        self._orbax.save(
+            temporary / checkpoint_manifest.PAYLOAD,
+            args=checkpoint_arrays.save_args(named),
+        )
+      finally:
+        del named
+        self._copied.set()
       self._orbax.wait_until_finished()
       manifest = Manifest(
           step=step,
@@ -382,7 +407,7 @@ class CheckpointManager:
       os.rename(self._directory / str(step), doomed)
       shutil.rmtree(doomed)
 
-  def _failure(self, step: int, error: Exception) -> RuntimeError:
+  def _failure(self, step: int, error: Exception | str) -> RuntimeError:
     return RuntimeError(
         f'checkpoint of step {step} was not saved in {self._directory}: '
         f'{error}; the newest good step is {max(self._good(), default=None)}'

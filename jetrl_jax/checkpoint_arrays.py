@@ -6,6 +6,7 @@ gives. Name, shape and dtype of every leaf are compared here, because Orbax may
 cast or pad to what it is asked for.
 """
 
+import concurrent.futures
 import math
 import pathlib
 from typing import Any
@@ -21,6 +22,8 @@ from jetrl_jax.typing import PyTree
 
 # Files of this size let several threads hash, where Orbax would write 2 GB.
 _DATA_FILE_BYTES = 256 * 2**20
+# Arrays that are copied to the host at the same time.
+AT_A_TIME = 4
 # Of another model every leaf differs, and the first few say it.
 _PROBLEMS_SHOWN = 10
 
@@ -53,23 +56,25 @@ def signature(leaf: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def copy_to_host(named: dict[str, jax.Array]) -> None:
-  """Brings arrays to the host one by one; each keeps its copy for the writer.
+  """Brings arrays to the host, a few at a time; each keeps its copy.
 
   The writer asks for all of them at once. XLA then stages every array in pinned
   memory of its own, in a pool that is never given back and ends at 64 GiB
   (xla/pjrt/se_raw_buffer.cc, xla/pjrt/gpu/gpu_helpers.cc), so that a state
-  would be on the host twice. One at a time, the pool stays as large as the
-  largest of up to 1 GiB; larger ones are not staged. Of arrays with a copy on
-  each of several devices the writer reads other pieces: they are left to it.
+  would be on the host twice. A few at a time, the pool stays as large as the
+  largest few of up to 1 GiB; larger ones are not staged. Of arrays with a copy
+  on each of several devices the writer reads other pieces: they are left to it.
   """
+  pieces = []
   for leaf in named.values():
     shards = leaf.addressable_shards
     is_copied = any(shard.replica_id for shard in shards)
     # Keys are a few bytes, and no array of the host's.
-    if is_copied or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-      continue
-    for shard in shards:
-      np.asarray(shard.data)
+    if not is_copied and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+      pieces += [shard.data for shard in shards]
+  with concurrent.futures.ThreadPoolExecutor(AT_A_TIME) as pool:
+    for _ in pool.map(np.asarray, pieces):
+      pass
 
 
 def save_args(named: dict[str, jax.Array]) -> ocp.args.PyTreeSave:

@@ -22,10 +22,11 @@ from jetrl_jax.compilation import NOT_CLAIMED
 from jetrl_jax.dry_run_estimate import DEVICES
 from jetrl_jax.dry_run_memory import Phase, Shapes
 from jetrl_jax.dry_run_precision import Row
+from jetrl_jax.files import size
 from jetrl_jax.models import hf_import, safetensors_index
 from jetrl_jax.rl import flops, fp8_support, run_precision, startup
 from jetrl_jax.rl.parts import Parts
-from jetrl_jax.room import Room, size
+from jetrl_jax.room import Room
 
 
 def dry_run(parts: Parts, workdir: pathlib.Path, device: str = '') -> list[str]:

@@ -42,3 +42,12 @@ def sync(path: pathlib.Path) -> None:
     os.fsync(descriptor)
   finally:
     os.close(descriptor)
+
+
+def size(count: float) -> str:
+  """Writes bytes for people."""
+  for unit in ('B', 'KiB', 'MiB'):
+    if count < 1024:
+      return f'{count:.0f} {unit}' if unit == 'B' else f'{count:.1f} {unit}'
+    count /= 1024
+  return f'{count:,.1f} GiB'

@@ -12,6 +12,7 @@ import shutil
 import jax
 from absl import logging
 
+from jetrl_jax.files import size
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.parts import Parts
 from jetrl_jax.rl.run_folder import EXPORT
@@ -153,12 +154,3 @@ def physical_bytes() -> int:
 def whole_bytes(tree) -> int:
   """Returns the bytes of a tree of shapes over all devices."""
   return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def size(count: float) -> str:
-  """Writes bytes for people."""
-  for unit in ('B', 'KiB', 'MiB'):
-    if count < 1024:
-      return f'{count:.0f} {unit}' if unit == 'B' else f'{count:.1f} {unit}'
-    count /= 1024
-  return f'{count:,.1f} GiB'

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -243,6 +244,18 @@ def test_a_failed_write_is_reported_and_leaves_the_good_steps(manager, caplog):
   manager.save(5, state, {'n': 5}, metric=None)
   manager.wait()
   assert manager.all_steps() == [0, 5]
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(
+    manager, monkeypatch
+):
+  state = {'x': jnp.ones((1024, 1024))}
+  usage = types.SimpleNamespace(free=2**20)
+  monkeypatch.setattr(shutil, 'disk_usage', lambda path: usage)
+  manager.save(0, {'x': jnp.ones((256, 1024))}, {}, metric=None)
+  with pytest.raises(RuntimeError, match='step 1 was not saved.*4.0 MiB.*1.0 '):
+    manager.save(1, state, {}, metric=None)
+  assert manager.all_steps() == [0] and not manager.is_copying
 
 
 def test_only_exceptions_that_orbax_raises_later_are_not_logged(

@@ -1,5 +1,6 @@
 """A checkpoint's arrays: to the host, to the disk, back as they were."""
 
+import threading
 import types
 
 import jax
@@ -41,7 +42,7 @@ def test_arrays_are_written_as_they_are_for_a_compressor_takes_memory(manager):
   saved.assert_same(manager.restore(saved.like(state)).state, state)
 
 
-def test_arrays_may_be_deleted_or_donated_once_save_returns(manager):
+def test_arrays_may_be_deleted_or_donated_once_they_are_copied(manager):
   # 8 MB so that the files are not written by the time the buffers are reused.
   values = np.random.default_rng(0).normal(size=(2, 1024, 1024))
   state = {
@@ -55,6 +56,7 @@ def test_arrays_may_be_deleted_or_donated_once_save_returns(manager):
   )
   overwrite = overwrite.compile()
   manager.save(0, state, {}, metric=None)
+  manager.wait_for_copy()
   state['deleted'].delete()
   filler = [overwrite(state['donated'])]
   filler += [jnp.full((1024, 1024), -1.0) for _ in range(4)]
@@ -106,10 +108,11 @@ def test_each_part_of_an_array_comes_to_the_host_by_itself(monkeypatch):
   to_host = types.SimpleNamespace(asarray=seen.append)
   monkeypatch.setattr(checkpoint_arrays, 'np', to_host)
   checkpoint_arrays.copy_to_host(named)
-  assert [part.shape for part in seen] == [(2,)] * 4 + [(6,)]
-  # What the writer will ask, which must be the very object that has the copy.
-  assert seen[-1] is named['alone'].addressable_shards[0].data
-  assert seen[0] is named['in parts'].addressable_shards[0].data
+  # What the writer will ask, which must be the very objects that have the copy.
+  asked = [*named['in parts'].addressable_shards]
+  asked += named['alone'].addressable_shards
+  assert len(seen) == len(asked) == 5
+  assert {id(part) for part in seen} == {id(shard.data) for shard in asked}
 
 
 def test_a_save_has_its_arrays_on_the_host_before_the_writer_asks(
@@ -128,6 +131,31 @@ def test_a_save_has_its_arrays_on_the_host_before_the_writer_asks(
   manager.save(0, state, {}, metric=None)
   manager.wait()
   assert calls == [['x'], 'w']
+
+
+def test_a_save_copies_beside_what_goes_on(manager, monkeypatch):
+  copy, go = checkpoint_arrays.copy_to_host, threading.Event()
+  monkeypatch.setattr(
+      checkpoint_arrays,
+      'copy_to_host',
+      lambda named: (go.wait(60), copy(named)),
+  )
+  assert not manager.is_copying
+  manager.save(0, {'x': jnp.arange(4.0)}, {}, metric=None)
+  assert manager.is_copying
+  go.set()
+  manager.wait_for_copy()
+  assert not manager.is_copying
+
+
+def test_a_copy_that_fails_is_told_and_waited_for_no_longer(manager):
+  state = {'x': jnp.arange(4.0)}
+  state['x'].delete()
+  manager.save(0, state, {}, metric=None)
+  manager.wait_for_copy()
+  with pytest.raises(RuntimeError, match='step 0 was not saved.*deleted'):
+    manager.wait()
+  assert manager.all_steps() == []
 
 
 def test_leaves_that_differ_are_listed_by_name(manager):

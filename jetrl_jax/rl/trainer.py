@@ -130,7 +130,8 @@ class Trainer:
   ) -> tuple[TrainState, dict]:
     """One rollout and its updates; the paper's algorithm box."""
     sampled = self.collector.collect(step, state)
-    self.interrupt.check()  # From here on the state is being changed.
+    self.interrupt.check()
+    self._release()
     self.accuracy = None
     # Compressed while the device learns from it.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -202,6 +203,7 @@ class Trainer:
     if action is None:
       return state
     done = self.guard.done()
+    self._release()
     with self.timer('guard'):
       engine, reference = self.collector.engine, self.learner.reference
       # Its accumulators would be in the way of those of a calibration.
@@ -349,6 +351,12 @@ class Trainer:
   def _save(self, step: int, state: TrainState) -> None:
     with self.timer('save_checkpoint'):
       self.folder.save(step, state, self._host_state(), metric=self.accuracy)
+
+  def _release(self) -> None:
+    """Waits until no checkpoint reads the state, which is changed from here."""
+    if self.folder.checkpoints.is_copying:
+      with self.timer('save_checkpoint'):
+        self.folder.checkpoints.wait_for_copy()
 
   def _export(self, state: TrainState) -> None:
     """Writes the trained policy, if it came from a checkpoint."""

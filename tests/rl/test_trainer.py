@@ -10,16 +10,19 @@ import functools
 import os
 import shutil
 import signal
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax import checkpoint_folder
+from jetrl_jax import checkpoint_arrays, checkpoint_folder
 from jetrl_jax.rl import aggregation, replay, rollout_store, start_check
+from jetrl_jax.rl.collector import Collector
 from jetrl_jax.rl.experience import Experience
 from jetrl_jax.rl.interrupt import StopRequested
+from jetrl_jax.rl.learner import Learner
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.trainer import Trainer
 from jetrl_jax.rl.types import TrainState
@@ -360,6 +363,39 @@ def _until(trainer: Trainer, step: int, then) -> None:
 def _saved_accuracies(workdir) -> dict[int, float | None]:
   found = checkpoint_folder.manifests(workdir / 'checkpoints')
   return {step: found[step].metric for step in sorted(found)}
+
+
+def test_a_rollout_runs_beside_the_copy_of_a_checkpoint_and_no_update_does(
+    tmp_path, monkeypatch
+):
+  trainer = whole_run.trainer(tmp_path, {'trainer.total_training_steps': 3})
+  checkpoints, seen = trainer.folder.checkpoints, []
+  copy, go = checkpoint_arrays.copy_to_host, threading.Event()
+  monkeypatch.setattr(
+      checkpoint_arrays,
+      'copy_to_host',
+      lambda named: (go.wait(60), copy(named)),
+  )
+  collect, learn = Collector.collect, Learner.learn
+
+  def collected(*args):
+    sampled = collect(*args)
+    seen.append(('rollout', checkpoints.is_copying))
+    go.set()
+    return sampled
+
+  def learnt(*args):
+    seen.append(('update', checkpoints.is_copying))
+    return learn(*args)
+
+  monkeypatch.setattr(Collector, 'collect', collected)
+  monkeypatch.setattr(Learner, 'learn', learnt)
+  # Step 2 is saved; the rollout of step 3 ends before its copy begins.
+  _until(trainer, 2, go.clear)
+  go.set()
+  trainer.train()
+  assert seen[-2:] == [('rollout', True), ('update', False)]
+  assert checkpoints.all_steps()[0] == 2
 
 
 def test_a_checkpoint_has_the_accuracy_of_its_own_step_or_none(tmp_path):
