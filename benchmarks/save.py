@@ -2,18 +2,20 @@
 
 python -m benchmarks.save --output=benchmarks/results/save_qwen7b_h200_DATE
 
-Saves a random state as a run does, once with each set of Orbax's options, reads
-it back and compares the bits. Moments are random too, as those of zeros, before
-the first update, would compress to nothing. The disk needs room for one state,
-the device for two.
+Saves a random state as a run does, beside a rollout, once with each set of
+Orbax's options, reads it back and compares the bits. Moments are random too, as
+those of zeros, before the first update, would compress to nothing. The disk
+needs room for one state, the device for two.
 """
 
+import concurrent.futures
 import contextlib
 import pathlib
 import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from unittest import mock
 
 import jax
@@ -21,8 +23,11 @@ import jax.numpy as jnp
 from absl import flags
 
 from benchmarks import common
-from jetrl_jax import checkpoint, checkpoint_arrays
+from jetrl_jax import checkpoint, checkpoint_arrays, rng
 from jetrl_jax.rl import state as states
+from jetrl_jax.rl.engine import Engine, EngineConfig
+from jetrl_jax.rl.policy import PolicyParams
+from jetrl_jax.rl.rollout import rollout
 
 _SHAPE = flags.DEFINE_string('shape', 'qwen2.5-7b', 'See model.shape.')
 _LAYERS = flags.DEFINE_integer('layers', 0, 'Of the model; 0 for all.')
@@ -31,8 +36,8 @@ _MASTERS = flags.DEFINE_enum(
 )
 _PINNED = {'enable_pinned_host_transfer': None}
 _COMPRESSED = {'use_compression': True}
-# Orbax's options, and how many arrays are brought to the host at a time; None
-# for all, by Orbax.
+# Orbax's options, and how many arrays are copied to the host at a time; None
+# leaves that to Orbax.
 _VARIANTS = {
     'as it is': ({}, checkpoint_arrays.AT_A_TIME),
     'one at a time': ({}, 1),
@@ -43,11 +48,16 @@ _VARIANTS = {
     'pinned': (_PINNED, None),
     'pinned, compressed': (_PINNED | _COMPRESSED, None),
 }
+_TOKENS = flags.DEFINE_integer(
+    'tokens', 1024, 'Of each of 64 answers that are sampled meanwhile.'
+)
 _CHOSEN = flags.DEFINE_list('variants', list(_VARIANTS), 'Which to save.')
 _COLUMNS = (
     ('variant', 'variant', ''),
     ('state_gib', 'state GiB', '.2f'),
     ('copied_s', 'copied after s', '.2f'),
+    ('alone_s', 'rollout alone s', '.2f'),
+    ('beside_s', 'beside the save s', '.2f'),
     ('saved_s', 'saved after s', '.2f'),
     ('processor_s', 'processor s', '.1f'),
     ('host_gib', 'host memory, more by GiB', '.2f'),
@@ -122,13 +132,43 @@ def anew(leaf: jax.Array) -> jax.Array:
   return copy
 
 
-def measured(variant: str, state, folder: pathlib.Path) -> dict:
+def sampler(policy, mesh, params: PolicyParams) -> Callable[[], int]:
+  """Returns a function that samples answers and returns how many tokens."""
+  new, slots = _TOKENS.value, 64
+  config = EngineConfig(
+      num_slots=slots,
+      max_prompt_length=128,
+      max_response_length=new,
+      stop_ids=(),
+  )
+  engine = Engine(policy, config, mesh)
+  prompts = common.random_prompts(slots, 128, policy.model.vocab_size)
+
+  def sample() -> int:
+    found = rollout(
+        engine,
+        params,
+        prompts,
+        num_generations=1,
+        temperature=1.0,
+        base_key=rng.key(0, rng.ROLLOUT, 0),
+        weight_version=0,
+    )
+    return sum(len(c.tokens) for c in found)
+
+  return sample
+
+
+def measured(
+    variant: str, state, folder: pathlib.Path, sample: Callable[[], int]
+) -> dict:
   """Returns the row of one set of options.
 
   Args:
     variant: one of `_VARIANTS`.
     state: what a checkpoint holds.
     folder: where to save; empty again behind it.
+    sample: what the run does meanwhile.
   """
   like = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
@@ -139,13 +179,17 @@ def measured(variant: str, state, folder: pathlib.Path) -> dict:
     manager = checkpoint.CheckpointManager(folder, keep_latest=1, keep_best=0)
   with contextlib.ExitStack() as stack:
     memory = stack.enter_context(HostMemory())
-    name = 'copy_to_host' if at_a_time is None else 'AT_A_TIME'
-    new = (lambda _: None) if at_a_time is None else at_a_time
+    name = 'on_host' if at_a_time is None else 'AT_A_TIME'
+    new = (lambda named: named) if at_a_time is None else at_a_time
     stack.enter_context(mock.patch.object(checkpoint_arrays, name, new))
+    pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(1))
+    times: list[float] = []
     start, busy = time.perf_counter(), time.process_time()
     manager.save(0, state, {}, metric=None)
-    manager.wait_for_copy()
-    copied = time.perf_counter() - start
+    waited = pool.submit(manager.wait_for_copy)
+    waited.add_done_callback(lambda _: times.append(time.perf_counter()))
+    beside = common.seconds(sample)
+    waited.result()
     manager.wait()
     saved = time.perf_counter() - start
     busy = time.process_time() - busy
@@ -154,7 +198,8 @@ def measured(variant: str, state, folder: pathlib.Path) -> dict:
   row = {
       'variant': variant,
       'state_gib': sum(x.nbytes for x in jax.tree.leaves(state)) / 2**30,
-      'copied_s': copied,
+      'copied_s': times[0] - start,
+      'beside_s': beside,
       'saved_s': saved,
       'processor_s': busy,
       'host_gib': memory.grown_gib,
@@ -182,13 +227,18 @@ def main(_) -> None:
       {'model.master_dtype': _MASTERS.value},
       _LAYERS.value,
   )
-  state = states.without_weights(common.random_state(policy, mesh, make()))
-  state = with_moments(state)
+  state = common.random_state(policy, mesh, make())
+  params = PolicyParams(state.weights, jax.tree.map(jnp.copy, state.fp8_state))
+  sample = sampler(policy, mesh, params)
+  sample()  # Compiles.
+  state = with_moments(states.without_weights(state))
   jax.block_until_ready(state)
   rows = []
   with tempfile.TemporaryDirectory() as folder:
     for name in _CHOSEN.value:
-      rows.append(measured(name, state, pathlib.Path(folder, 'saved')))
+      alone = common.seconds(sample)
+      saved = pathlib.Path(folder, 'saved')
+      rows.append({'alone_s': alone} | measured(name, state, saved, sample))
       state = jax.tree.map(anew, state)
   common.write(rows, {}, common.table(rows, _COLUMNS))
 

@@ -42,7 +42,7 @@ _CORRUPT = 'corrupt.'
 # Trained masters and 8-bit moments are noise to a compressor: it saves a tenth
 # of the disk, holds nearly the state's size of memory and keeps the processors
 # from the rollout beside it (benchmarks/save.py). Pinned memory, Orbax's choice
-# on a GPU, would stay taken: see `checkpoint_arrays.copy_to_host`.
+# on a GPU, would stay taken: see `checkpoint_arrays.on_host`.
 ORBAX_OPTIONS: dict[str, Any] = {
     'use_ocdbt': True,
     'use_zarr3': True,
@@ -358,7 +358,7 @@ class CheckpointManager:
     try:
       try:
         temporary.mkdir()
-        checkpoint_arrays.copy_to_host(named)
+        named = checkpoint_arrays.on_host(named)
         self._orbax.save(
             temporary / checkpoint_manifest.PAYLOAD,
             args=checkpoint_arrays.save_args(named),

@@ -7,6 +7,7 @@ cast or pad to what it is asked for.
 """
 
 import concurrent.futures
+import functools
 import math
 import pathlib
 from typing import Any
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import SingleDeviceSharding
 
 from jetrl_jax import checkpoint_manifest
 from jetrl_jax.checkpoint_manifest import Manifest
@@ -24,6 +26,8 @@ from jetrl_jax.typing import PyTree
 _DATA_FILE_BYTES = 256 * 2**20
 # Arrays that are copied to the host at the same time.
 AT_A_TIME = 4
+# Of memory that a CPU takes as an array of its own, in bytes.
+_ALIGNMENT = 64
 # Of another model every leaf differs, and the first few say it.
 _PROBLEMS_SHOWN = 10
 
@@ -55,26 +59,42 @@ def signature(leaf: Any) -> tuple[str, tuple[int, ...]]:
   return str(leaf.dtype), tuple(leaf.shape)
 
 
-def copy_to_host(named: dict[str, jax.Array]) -> None:
-  """Brings arrays to the host, a few at a time; each keeps its copy.
+def on_host(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  """Copies arrays to the host, a few at a time; keys stay where they are.
 
-  The writer asks for all of them at once. XLA then stages every array in pinned
-  memory of its own, in a pool that is never given back and ends at 64 GiB
-  (xla/pjrt/se_raw_buffer.cc, xla/pjrt/gpu/gpu_helpers.cc), so that a state
-  would be on the host twice. A few at a time, the pool stays as large as the
-  largest few of up to 1 GiB; larger ones are not staged. Of arrays with a copy
-  on each of several devices the writer reads other pieces: they are left to it.
+  Left to the writer it takes three to eight times as long, and a rollout beside
+  it more than twice (docs/performance_log.md): XLA fills the host's new memory
+  in one thread, and stages all arrays at once in a pinned pool that is never
+  given back and ends at 64 GiB. Here a piece comes to pinned memory, which that
+  pool then has for the next, and is copied to its place by one of a few
+  threads. Only where JAX_PLATFORMS leaves out the CPU it is left to the writer.
   """
-  pieces = []
-  for leaf in named.values():
-    shards = leaf.addressable_shards
-    is_copied = any(shard.replica_id for shard in shards)
-    # Keys are a few bytes, and no array of the host's.
-    if not is_copied and not jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
-      pieces += [shard.data for shard in shards]
+  if jax.default_backend() == 'cpu':
+    return named
+  try:
+    cpu = jax.local_devices(backend='cpu')[0]
+  except RuntimeError:
+    return named
+  copy = functools.partial(_copied, place=SingleDeviceSharding(cpu))
   with concurrent.futures.ThreadPoolExecutor(AT_A_TIME) as pool:
-    for _ in pool.map(np.asarray, pieces):
-      pass
+    return dict(zip(named, pool.map(copy, named.values()), strict=True))
+
+
+def _copied(leaf: jax.Array, place: SingleDeviceSharding) -> jax.Array:
+  """Returns a copy of all parts of an array in the host's memory."""
+  if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+    return leaf
+  size = math.prod(leaf.shape) * leaf.dtype.itemsize
+  memory = np.empty(size + _ALIGNMENT, np.uint8)
+  start = -memory.ctypes.data % _ALIGNMENT
+  host = memory[start : start + size].view(leaf.dtype).reshape(leaf.shape)
+  for shard in leaf.addressable_shards:
+    if shard.replica_id == 0:
+      pinned = SingleDeviceSharding(shard.device, memory_kind='pinned_host')
+      piece = np.asarray(jax.device_put(shard.data, pinned))
+      np.copyto(host[(*shard.index, ...)], piece)
+  # Aligned, so it is that memory and no other copy.
+  return jax.device_put(host, place)
 
 
 def save_args(named: dict[str, jax.Array]) -> ocp.args.PyTreeSave:

@@ -1,7 +1,6 @@
 """A checkpoint's arrays: to the host, to the disk, back as they were."""
 
 import threading
-import types
 
 import jax
 import jax.numpy as jnp
@@ -87,58 +86,80 @@ def test_sharded_arrays_come_back_in_the_sharding_asked_for(manager):
   saved.assert_same(manager.restore(saved.like(turned)).state, turned)
 
 
-def test_each_part_of_an_array_comes_to_the_host_by_itself(monkeypatch):
+def test_what_is_written_of_a_gpus_arrays_are_whole_copies_on_the_host(
+    monkeypatch,
+):
   devices = np.array(jax.devices()[:4]).reshape(2, 2)
   mesh = jax.sharding.Mesh(devices, ('data', 'fsdp'))
   spec = jax.sharding.PartitionSpec
-  placed = {
-      'in parts': spec(('data', 'fsdp')),
-      # The writer reads half of each copy, which is another array.
-      'copied': spec('fsdp'),
-      'everywhere': spec(),
-  }
+  places = [spec(('data', 'fsdp')), spec('fsdp'), spec(None, 'data'), spec()]
+  array = jnp.arange(32.0).reshape(8, 4).astype(jnp.float8_e4m3fn)
   named = {
-      name: jax.device_put(
-          jnp.arange(8.0), jax.sharding.NamedSharding(mesh, place)
-      )
-      for name, place in placed.items()
+      str(place): jax.device_put(array, jax.sharding.NamedSharding(mesh, place))
+      for place in places
   }
-  named |= {'alone': jnp.arange(6.0), 'key': rng.key(0, rng.INIT)}
-  seen = []
-  to_host = types.SimpleNamespace(asarray=seen.append)
-  monkeypatch.setattr(checkpoint_arrays, 'np', to_host)
-  checkpoint_arrays.copy_to_host(named)
-  # What the writer will ask, which must be the very objects that have the copy.
-  asked = [*named['in parts'].addressable_shards]
-  asked += named['alone'].addressable_shards
-  assert len(seen) == len(asked) == 5
-  assert {id(part) for part in seen} == {id(shard.data) for shard in asked}
+  named |= {'one': jnp.float32(3), 'none': jnp.zeros((0, 3))}
+  key = rng.key(0, rng.INIT)
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  found = checkpoint_arrays.on_host(named | {'key': key})
+  assert list(found) == [*named, 'key'] and found.pop('key') is key
+  for name, leaf in found.items():
+    # In one piece, which shares no memory with what it is a copy of.
+    assert leaf.sharding.device_set == {jax.devices('cpu')[0]}
+    assert leaf.dtype == named[name].dtype
+    assert np.array_equal(leaf, named[name])
+    parts = [part.data for part in named[name].addressable_shards if leaf.size]
+    at = [part.unsafe_buffer_pointer() for part in parts]
+    assert leaf.unsafe_buffer_pointer() not in at
 
 
-def test_a_save_has_its_arrays_on_the_host_before_the_writer_asks(
-    manager, monkeypatch
-):
-  state, calls = {'x': jnp.arange(4.0)}, []
-  write = manager._orbax.save
+def test_a_copy_on_the_host_is_the_memory_that_was_filled(monkeypatch):
+  filled = []
+  empty = np.empty
+
+  def kept(*args):
+    filled.append(empty(*args))
+    return filled[-1]
+
+  monkeypatch.setattr(checkpoint_arrays.np, 'empty', kept)
+  place = jax.sharding.SingleDeviceSharding(jax.devices('cpu')[0])
+  copy = checkpoint_arrays._copied(jnp.arange(1000.0), place)
+  (memory,) = filled
+  offset = copy.unsafe_buffer_pointer() - memory.ctypes.data
+  assert 0 <= offset <= memory.nbytes - copy.nbytes
+
+
+def test_without_a_cpu_for_jax_the_writer_copies(monkeypatch):
+  def missing(backend):
+    raise RuntimeError(f'Unknown backend {backend}')
+
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  monkeypatch.setattr(jax, 'local_devices', missing)
+  named = {'x': jnp.arange(4.0)}
+  assert checkpoint_arrays.on_host(named) is named
+
+
+def test_a_save_copies_before_the_writer_asks(manager, monkeypatch):
+  calls, write = [], manager._orbax.save
   monkeypatch.setattr(
-      checkpoint_arrays, 'copy_to_host', lambda named: calls.append([*named])
+      checkpoint_arrays,
+      'on_host',
+      lambda named: (calls.append([*named]), named)[1],
   )
   monkeypatch.setattr(
       manager._orbax,
       'save',
       lambda *a, **k: (calls.append('w'), write(*a, **k)),
   )
-  manager.save(0, state, {}, metric=None)
+  manager.save(0, {'x': jnp.arange(4.0)}, {}, metric=None)
   manager.wait()
   assert calls == [['x'], 'w']
 
 
 def test_a_save_copies_beside_what_goes_on(manager, monkeypatch):
-  copy, go = checkpoint_arrays.copy_to_host, threading.Event()
+  go = threading.Event()
   monkeypatch.setattr(
-      checkpoint_arrays,
-      'copy_to_host',
-      lambda named: (go.wait(60), copy(named)),
+      checkpoint_arrays, 'on_host', lambda named: (go.wait(60), named)[1]
   )
   assert not manager.is_copying
   manager.save(0, {'x': jnp.arange(4.0)}, {}, metric=None)
@@ -148,12 +169,16 @@ def test_a_save_copies_beside_what_goes_on(manager, monkeypatch):
   assert not manager.is_copying
 
 
-def test_a_copy_that_fails_is_told_and_waited_for_no_longer(manager):
-  state = {'x': jnp.arange(4.0)}
-  state['x'].delete()
-  manager.save(0, state, {}, metric=None)
+def test_a_copy_that_fails_is_told_and_waited_for_no_longer(
+    manager, monkeypatch
+):
+  def fail(named):
+    raise MemoryError(f'no room for {len(named)}')
+
+  monkeypatch.setattr(checkpoint_arrays, 'on_host', fail)
+  manager.save(0, {'x': jnp.arange(4.0)}, {}, metric=None)
   manager.wait_for_copy()
-  with pytest.raises(RuntimeError, match='step 0 was not saved.*deleted'):
+  with pytest.raises(RuntimeError, match='step 0 was not saved.*room for 1'):
     manager.wait()
   assert manager.all_steps() == []
 

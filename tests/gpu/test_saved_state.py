@@ -25,6 +25,7 @@ def test_what_a_device_held_comes_back_to_the_bit(tmp_path):
   )
   manager = CheckpointManager(tmp_path, keep_latest=1, keep_best=0)
   manager.save(0, state, {}, metric=None)
+  manager.wait_for_copy()
   # As an update does it while the files are being written.
   jax.tree.map(lambda leaf: leaf.delete(), state)
   others = [jnp.full((64, 2**20), i, jnp.float32) for i in range(8)]

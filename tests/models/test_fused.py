@@ -44,8 +44,7 @@ def test_a_fused_step_has_the_swiglu_of_the_step(monkeypatch, ffn_dim):
   for is_fused in (True, False):
     one = dataclasses.replace(policy, fused=is_fused)
     table = jax.ShapeDtypeStruct((16, 2), 'i4')
-    inverse = jax.ShapeDtypeStruct((16,), 'f4')
-    jax.eval_shape(one.decode, params, rows, rows, table, [caches] * 2, inverse)
+    jax.eval_shape(one.decode, params, rows, rows, table, [caches] * 2)
     calls.append(kernel.called)
     kernel.reset_mock()
   assert calls == [ffn_dim == 128] * 2

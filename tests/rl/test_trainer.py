@@ -370,11 +370,9 @@ def test_a_rollout_runs_beside_the_copy_of_a_checkpoint_and_no_update_does(
 ):
   trainer = whole_run.trainer(tmp_path, {'trainer.total_training_steps': 3})
   checkpoints, seen = trainer.folder.checkpoints, []
-  copy, go = checkpoint_arrays.copy_to_host, threading.Event()
+  go = threading.Event()
   monkeypatch.setattr(
-      checkpoint_arrays,
-      'copy_to_host',
-      lambda named: (go.wait(60), copy(named)),
+      checkpoint_arrays, 'on_host', lambda named: (go.wait(60), named)[1]
   )
   collect, learn = Collector.collect, Learner.learn
 
