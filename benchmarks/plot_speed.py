@@ -35,11 +35,12 @@ def speedups() -> dict[str, tuple[float, float]]:
   """Returns name -> (milliseconds in BF16, in FP8)."""
   decode = {
       row['variant']: row['ms_per_step']
-      for row in _rows('rollout_gate_up')
+      for row in _rows('rollout_draw')
       if row['workload'] == '128x128x1x2048'
   }
   wide = {
-      row['variant']: row['ms_per_step'] for row in _rows('rollout_256slots')
+      row['variant']: row['ms_per_step']
+      for row in _rows('rollout_256slots_draw')
   }
   update = {
       row['variant']: row['accumulate_ms'] for row in _rows('train_step_head8')
