@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from absl import flags
 
 from benchmarks import common
-from jetrl_jax import checkpoint, checkpoint_arrays, rng
+from jetrl_jax import checkpoint, checkpoint_arrays, checkpoint_manager, rng
+from jetrl_jax.checkpoint_manager import CheckpointManager
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.engine import Engine, EngineConfig
 from jetrl_jax.rl.policy import PolicyParams
@@ -175,8 +176,8 @@ def measured(
       state,
   )
   options, at_a_time = _VARIANTS[variant]
-  with mock.patch.dict(checkpoint.ORBAX_OPTIONS, options):
-    manager = checkpoint.CheckpointManager(folder, keep_latest=1, keep_best=0)
+  with mock.patch.dict(checkpoint_manager.ORBAX_OPTIONS, options):
+    manager = CheckpointManager(folder, keep_latest=1, keep_best=0)
   with contextlib.ExitStack() as stack:
     memory = stack.enter_context(HostMemory())
     name = 'on_host' if at_a_time is None else 'AT_A_TIME'

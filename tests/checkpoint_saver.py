@@ -18,7 +18,7 @@ import time
 import jax
 import numpy as np
 
-from jetrl_jax.checkpoint import CheckpointManager
+from jetrl_jax.checkpoint_manager import CheckpointManager
 
 
 def state_of(step: int) -> dict[str, jax.Array]:

@@ -17,7 +17,7 @@ import pytest
 from absl import logging as absl_logging
 
 from jetrl_jax import checkpoint
-from jetrl_jax.checkpoint import CheckpointManager
+from jetrl_jax.checkpoint_manager import CheckpointManager
 from tests import saved
 
 
@@ -190,7 +190,7 @@ def test_retention_always_keeps_the_newest(tmp_path, latest, best):
 
 def test_two_processes_cannot_save_into_one_directory(manager, tmp_path):
   code = (
-      'import sys; from jetrl_jax.checkpoint import CheckpointManager; '
+      'import sys; from jetrl_jax.checkpoint_manager import CheckpointManager; '
       'CheckpointManager(sys.argv[1], keep_latest=1, keep_best=0)'
   )
   other = subprocess.run(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax import checkpoint_arrays, rng
-from jetrl_jax.checkpoint import CheckpointManager
+from jetrl_jax.checkpoint_manager import CheckpointManager
 from tests import saved
 
 

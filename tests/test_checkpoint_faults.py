@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax import checkpoint
-from jetrl_jax.checkpoint import CheckpointManager
+from jetrl_jax.checkpoint_manager import CheckpointManager
 from tests.checkpoint_saver import host_state_of, state_of
 
 

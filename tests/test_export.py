@@ -7,8 +7,9 @@ import jax
 import numpy as np
 import pytest
 
-from jetrl_jax import checkpoint, export, models, saved_policy
 from jetrl_jax import config as configs
+from jetrl_jax import export, models, saved_policy
+from jetrl_jax.checkpoint_manager import CheckpointManager
 from jetrl_jax.data import Tokenizer
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.apply import merge
@@ -143,9 +144,7 @@ def _of_start(workdir, **changes):
       parts.freeze,
   )
   (workdir / 'config.json').write_text(parts.config_text)
-  saver = checkpoint.CheckpointManager(
-      workdir / 'checkpoints', keep_latest=1, keep_best=0
-  )
+  saver = CheckpointManager(workdir / 'checkpoints', keep_latest=1, keep_best=0)
   saver.save(0, states.without_weights(state), {}, metric=None)
   saver.close()
   return workdir

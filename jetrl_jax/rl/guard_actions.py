@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jetrl_jax import checkpoint
+from jetrl_jax.checkpoint_manager import CheckpointManager
 from jetrl_jax.fp8 import slots
 from jetrl_jax.rl import calibration, guard, startup
 from jetrl_jax.rl.engine import Engine
@@ -52,7 +52,7 @@ def act(
     parts: Parts,
     engine: Engine,
     state: TrainState,
-    checkpoints: checkpoint.CheckpointManager,
+    checkpoints: CheckpointManager,
     should_stop: StopCheck,
 ) -> tuple[Parts, TrainState]:
   """Returns (parts, state) for the next step.
@@ -105,7 +105,7 @@ def rolled_back(
     parts: Parts,
     base: Parts,
     state: TrainState,
-    checkpoints: checkpoint.CheckpointManager,
+    checkpoints: CheckpointManager,
     step: int,
 ) -> TrainState:
   """Returns the state of a checkpoint, in the precision of `parts`.

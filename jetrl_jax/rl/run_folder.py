@@ -16,7 +16,8 @@ from typing import Any
 
 from absl import logging
 
-from jetrl_jax import checkpoint, models
+from jetrl_jax import models
+from jetrl_jax.checkpoint_manager import CheckpointManager
 from jetrl_jax.files import replace_text
 from jetrl_jax.metrics import MetricWriter
 from jetrl_jax.metrics_wandb import WandbConfig
@@ -74,7 +75,7 @@ class RunFolder:
       self, path: pathlib.Path, run: RunConfig, wandb: WandbConfig | None
   ):
     self.path = path
-    self.checkpoints = checkpoint.CheckpointManager(
+    self.checkpoints = CheckpointManager(
         path / 'checkpoints',
         keep_latest=run.keep_latest,
         keep_best=run.keep_best,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jetrl_jax import checkpoint
+from jetrl_jax.checkpoint_manager import CheckpointManager
 from jetrl_jax.fp8 import slots
 from jetrl_jax.rl import calibration, guard_state, mixed_flow, run_precision
 from jetrl_jax.rl import state as states
@@ -51,7 +52,7 @@ def abstract(parts: Parts) -> TrainState:
 
 def resume(
     parts: Parts,
-    checkpoints: checkpoint.CheckpointManager,
+    checkpoints: CheckpointManager,
     step: int | None = None,
 ) -> Resumed | None:
   """Returns a whole checkpoint, None if there is none at all.

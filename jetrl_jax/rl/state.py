@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import checkpoint, fp8, sharding
+from jetrl_jax.checkpoint_manager import CheckpointManager
 from jetrl_jax.fp8 import Recipe, slots
 from jetrl_jax.rl.apply import merge
 from jetrl_jax.rl.policy import Policy, PolicyParams
@@ -202,7 +203,7 @@ def reference(
     tree = jax.tree.map(jnp.copy, tree)
     # Left by a run that was killed before its first checkpoint.
     shutil.rmtree(folder, ignore_errors=True)
-    manager = checkpoint.CheckpointManager(folder, keep_latest=1, keep_best=0)
+    manager = CheckpointManager(folder, keep_latest=1, keep_best=0)
     manager.save(0, tree, {}, metric=None)
     manager.close()
     return PolicyParams(**tree)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax import checkpoint
-from jetrl_jax.checkpoint import CheckpointManager
+from jetrl_jax.checkpoint_manager import CheckpointManager
 
 pytestmark = pytest.mark.gpu
 

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from jetrl_jax import checkpoint
 from jetrl_jax import config as configs
+from jetrl_jax.checkpoint_manager import CheckpointManager
 from jetrl_jax.fp8 import QTensor, Recipe, slots
 from jetrl_jax.rl import mixed_flow, run_precision, startup
 from jetrl_jax.rl import state as states
@@ -24,7 +24,7 @@ SETTLED = RunPrecision(
 
 def _begun(workdir):
   """A workdir with a first checkpoint."""
-  manager = checkpoint.CheckpointManager(
+  manager = CheckpointManager(
       workdir / 'checkpoints', keep_latest=1, keep_best=0
   )
   manager.save(1, {'x': jnp.ones(2)}, {}, metric=None)
