@@ -69,6 +69,20 @@ def dry_run(parts: Parts, workdir: pathlib.Path, device: str = '') -> list[str]:
   return problems
 
 
+def warn_of_memory(parts: Parts) -> None:
+  """Warns of a run that its device has probably no room for, from shapes."""
+  found = dry_run_memory.shapes(parts)
+  sizes = dry_run_memory.ledger(parts, found)
+  phases = dry_run_memory.estimated_phases(parts, found, sizes)
+  limit, what = _limit(jax.devices()[0].device_kind, other=False)
+  for problem in _too_large(phases, limit, what):
+    logging.warning(
+        'This run may end without memory, by an estimate (--dry_run compiles'
+        ' and tells more): %s',
+        problem,
+    )
+
+
 def _inputs(parts: Parts, workdir: pathlib.Path) -> list[str]:
   """Says what is read, and whether the checkpoints fit."""
   data, policy, rollout = parts.train_set, parts.policy, parts.rollout_policy
@@ -181,10 +195,9 @@ def _too_large(phases: list[Phase], limit: int, what: str) -> list[str]:
     return []
   return [
       f'{worst.name} needs {size(worst.total)} on each device, and {what} has'
-      f' {size(limit)}. What is large above says what to lower:'
-      ' rollout.num_slots or the lengths (KV caches),'
-      ' trainer.micro_batch_size, model.master_dtype=bfloat16, more devices'
-      ' (mesh.fsdp)'
+      f' {size(limit)}. What helps: a lower rollout.num_slots or lengths (KV'
+      ' caches), a lower trainer.micro_batch_size,'
+      ' model.master_dtype=bfloat16, more devices (mesh.fsdp)'
   ]
 
 

@@ -59,6 +59,7 @@ def main() -> None:
   config_flag.make_folder('workdir', workdir)
   trainer = Trainer(parts, workdir)
   room.of_run(parts, startup.abstract(parts), workdir).warn()
+  dry_run.warn_of_memory(parts)
   recipe = parts.policy.recipe.name
   if parts.is_mixed:
     recipe += f' training, {parts.rollout_policy.recipe.name} rollout'

@@ -331,6 +331,17 @@ def test_a_run_that_cannot_fit_is_told_why(tmp_path, capsys):
     dry_run.dry_run(parts, tmp_path / 'run', 'L5')
 
 
+def test_a_run_warns_where_its_device_has_no_room(monkeypatch, caplog):
+  parts = parts_of.tiny()
+  dry_run.warn_of_memory(parts)
+  assert not caplog.records
+  monkeypatch.setattr(dry_run.room, 'physical_bytes', lambda: 10**6)
+  dry_run.warn_of_memory(parts)
+  assert 'on each device, and memory of this machine has 976.6 KiB' in (
+      caplog.text
+  )
+
+
 def test_a_run_that_fits_is_compiled_and_not_started(tmp_path, capsys):
   problems = dry_run.dry_run(parts_of.tiny(), tmp_path / 'run')
   assert problems == [] and dry_run.report(problems) == 0
