@@ -1,11 +1,13 @@
-"""Gumbel-max over whole rows of logits for NVIDIA GPUs (Pallas, Triton).
+"""A token of each row of logits for NVIDIA GPUs (Pallas, Triton).
 
-The logits are read once, for the token and for their log-sum-exp.
+    chunk = argmax_c (log sum_{v in c} exp(z_v) + g_c)
+    token = argmax_{v in chunk} (z_v + g_v),    g ~ Gumbel(0, 1), independent
 
-XLA writes the random numbers of all rows to memory and reads them back, and
-its generator takes 73 integer operations a number. Here the noise is made
-where it is added, by Philox4x32-10, which gives four numbers for as many. A
-token's noise is a function of its row's key and its id alone.
+which is a draw from softmax(z): a chunk is drawn with its probability, then a
+token with its probability in the chunk. What a chunk sums up to is known from
+the log-sum-exp (`stats_kernel.py`), so of a row's logits only one chunk gets
+noise. It is made where it is added, by Philox4x32-10; what a row draws depends
+on its logits and its key alone.
 
 References:
   Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
@@ -17,13 +19,8 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
-from jetrl_jax.compilation import (
-    instruction,
-    kernel_options,
-    multiply_add,
-)
+from jetrl_jax.compilation import instruction, kernel_options, multiply_add
 from jetrl_jax.rl import stats_kernel
 from jetrl_jax.typing import Array
 
@@ -33,23 +30,8 @@ _WEYL = 0x9E3779B9, 0xBB67AE85
 _LOW = 2.0**-6
 
 
-def _half(a, b: int, halves: str):
-  """Returns a half of a * b; ptxas makes one instruction of both halves."""
-  (half,) = triton.elementwise_inline_asm(
-      '{ .reg .b64 ab; .reg .b32 rest;'
-      f' mul.wide.u32 ab, $1, {b}; mov.b64 {halves}, ab; }}',
-      args=[a],
-      constraints='=r,r',
-      pack=1,
-      result_shape_dtypes=[jax.ShapeDtypeStruct(a.shape, jnp.int32)],
-  )
-  return half.astype(jnp.uint32)
-
-
-def _product(a, b: int, interpret: bool) -> tuple:
+def _product(a, b: int) -> tuple:
   """Returns the upper and the lower 32 bits of a * b, of uint32."""
-  if not interpret:
-    return tuple(_half(a, b, halves) for halves in ('{rest, $0}', '{$0, rest}'))
   a_low, a_high = a & 0xFFFF, a >> 16
   b_low, b_high = jnp.uint32(b & 0xFFFF), jnp.uint32(b >> 16)
   middle = a_high * b_low + ((a_low * b_low) >> 16)
@@ -61,19 +43,18 @@ def _product(a, b: int, interpret: bool) -> tuple:
   return high, a * jnp.uint32(b)
 
 
-def philox(counter, key, interpret: bool):
+def philox(counter, key):
   """Returns four words of Philox4x32-10.
 
   Args:
     counter: four uint32 arrays of one shape.
     key: two uint32 numbers.
-    interpret: run on a CPU, for tests.
   """
   a, b, c, d = counter
   one, two = key
   for _ in range(_ROUNDS):
-    high_a, low_a = _product(a, _MULTIPLIERS[0], interpret)
-    high_c, low_c = _product(c, _MULTIPLIERS[1], interpret)
+    high_a, low_a = _product(a, _MULTIPLIERS[0])
+    high_c, low_c = _product(c, _MULTIPLIERS[1])
     a, b, c, d = high_c ^ b ^ one, low_c, high_a ^ d ^ two, low_a
     one, two = one + jnp.uint32(_WEYL[0]), two + jnp.uint32(_WEYL[1])
   return a, b, c, d
@@ -104,50 +85,42 @@ def log2_exponential(bits, interpret: bool):
   return _log2(jnp.where(u < _LOW, u * series, large), interpret)
 
 
-def _draw_kernel(
-    logits_ref,
-    inverse_ref,
-    key_ref,
-    greedy_ref,
-    *out_refs,
-    vocab: int,
-    interpret: bool,
-):
-  """A chunk's part of the stats, its largest noisy logit, and whose that is."""
-  *part_refs, best_ref, token_ref = out_refs
-  chunk = pl.program_id(1)
-  quarters = stats_kernel.read_chunk(logits_ref, inverse_ref, chunk, vocab)
-  parts = stats_kernel.chunk_stats(quarters, interpret)
-  for ref, part in zip(part_refs, parts, strict=True):
-    ref[...] = part
-  lanes = jnp.arange(stats_kernel.LANES).astype(jnp.uint32)
-  zeros = jnp.zeros_like(lanes)
-  counter = lanes, zeros + chunk.astype(jnp.uint32), zeros, zeros
-  words = philox(counter, (key_ref[0], key_ref[1]), interpret)
+def _first_largest(places, values, last):
+  """Returns the lowest place of the largest value, or the last: of NaN."""
+  return jnp.min(jnp.where(values == jnp.max(values), places, last))
+
+
+def _draw_kernel(*refs, vocab: int, interpret: bool):
+  """Joins the chunks of a row, and draws a token."""
+  part_refs, refs = refs[:3], refs[3:]
+  logits_ref, inverse_ref, key_ref, greedy_ref, token_ref, lse_ref = refs
+  top, total, weighted = stats_kernel.load_parts(part_refs, vocab)
+  lse_ref[...], _ = stats_kernel.join_stats(top, total, weighted)
+  # Greedy rows get no noise, and the chunk with the largest logit.
   factor = (1.0 - greedy_ref[0]) * -math.log(2.0)
+
+  def noise(at, stream):
+    at = at.astype(jnp.uint32)
+    zeros = jnp.zeros_like(at)
+    counter = at, zeros + jnp.uint32(stream), zeros, zeros
+    words = philox(counter, (key_ref[0], key_ref[1]))
+    return [log2_exponential(bits, interpret) for bits in words]
+
+  chunks = jnp.arange(top.shape[0])
+  # Of no chunk the total is 0, and its top the lowest number.
+  log2_total = _log2(jnp.maximum(total, 1.0), interpret)
+  noisy = multiply_add(noise(chunks, 0)[0] - log2_total, factor, top, interpret)
+  chunk = _first_largest(chunks, noisy, pl.cdiv(vocab, stats_kernel.CHUNK) - 1)
+  quarters = stats_kernel.read_chunk(logits_ref, inverse_ref, chunk, vocab)
+  lanes = jnp.arange(stats_kernel.LANES)
   best = jnp.full(lanes.shape, -jnp.inf, jnp.float32)
-  first = jnp.full(lanes.shape, vocab, jnp.int32)
-  for (token, z), bits in zip(quarters, words, strict=True):
-    noise = log2_exponential(bits, interpret)
-    noisy = multiply_add(noise, factor, z, interpret)
+  first = jnp.full(lanes.shape, vocab - 1, jnp.int32)
+  for (token, z), log2_e in zip(quarters, noise(lanes, 1), strict=True):
+    noisy = multiply_add(log2_e, factor, z, interpret)
     # Of equal values the lowest token: it comes first.
     first = jnp.where(noisy > best, token, first)
     best = jnp.maximum(best, noisy)
-  highest = jnp.max(best)
-  best_ref[...] = highest
-  token_ref[...] = jnp.min(jnp.where(best == highest, first, vocab))
-
-
-def _join_kernel(*refs, chunks: int, vocab: int):
-  """Joins the chunks of a row."""
-  *part_refs, best_ref, first_ref, token_ref, lse_ref = refs
-  lse_ref[...], _ = stats_kernel.join_stats(part_refs, chunks)
-  written = jnp.arange(best_ref.shape[0]) < chunks
-  best = triton.load(best_ref.at[:], mask=written, other=-jnp.inf)
-  first = triton.load(first_ref.at[:], mask=written, other=vocab)
-  # Of NaN none is the largest.
-  first = jnp.where(best == jnp.max(best), first, vocab - 1)
-  token_ref[...] = jnp.min(jnp.minimum(first, vocab - 1))
+  token_ref[...] = _first_largest(first, best, vocab - 1)
 
 
 def draw(
@@ -172,34 +145,26 @@ def draw(
     with the bits of `stats_kernel.row_stats`
   """
   rows, vocab = logits_BV.shape
-  logits_BV, chunks = stats_kernel.chunks_of(logits_BV, interpret)
-  padded = pl.next_power_of_2(chunks)
-  dtypes = [jnp.float32] * 4 + [jnp.int32]
-  parts = pl.pallas_call(
-      functools.partial(_draw_kernel, vocab=vocab, interpret=interpret),
-      grid=(rows, chunks),
-      in_specs=[
-          pl.BlockSpec((None, logits_BV.shape[1]), lambda b, c: (b, 0)),
-          pl.BlockSpec((1,), lambda b, c: (b,)),
-          pl.BlockSpec((None, 2), lambda b, c: (b, 0)),
-          pl.BlockSpec((1,), lambda b, c: (b,)),
-      ],
-      out_specs=[pl.BlockSpec((None, None), lambda b, c: (b, c))] * 5,
-      out_shape=[jax.ShapeDtypeStruct((rows, padded), d) for d in dtypes],
-      name='draw',
-      **kernel_options(interpret, num_warps=4),
-  )(logits_BV, inverse_B, keys_B2, greedy_B.astype(jnp.float32))
+  parts = stats_kernel.chunk_stats(logits_BV, inverse_B, interpret=interpret)
+  logits_BV = stats_kernel.whole_chunks(logits_BV, interpret)
+  wide = [*parts, logits_BV]
+  specs = [pl.BlockSpec((None, x.shape[1]), lambda b: (b, 0)) for x in wide]
   return tuple(
       pl.pallas_call(
-          functools.partial(_join_kernel, chunks=chunks, vocab=vocab),
+          functools.partial(_draw_kernel, vocab=vocab, interpret=interpret),
           grid=(rows,),
-          in_specs=[pl.BlockSpec((None, padded), lambda b: (b, 0))] * 5,
+          in_specs=[
+              *specs,
+              pl.BlockSpec((1,), lambda b: (b,)),
+              pl.BlockSpec((None, 2), lambda b: (b, 0)),
+              pl.BlockSpec((1,), lambda b: (b,)),
+          ],
           out_specs=[pl.BlockSpec((None,), lambda b: (b,))] * 2,
           out_shape=[
               jax.ShapeDtypeStruct((rows,), jnp.int32),
               jax.ShapeDtypeStruct((rows,), jnp.float32),
           ],
-          name='join_draw',
-          **kernel_options(interpret, num_warps=1),
-      )(*parts)
+          name='draw',
+          **kernel_options(interpret, stats_kernel.JOIN_WARPS),
+      )(*wide, inverse_B, keys_B2, greedy_B.astype(jnp.float32))
   )

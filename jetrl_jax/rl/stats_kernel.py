@@ -3,8 +3,8 @@
 A row is cut into chunks, a program each, so that a few rows of a large
 vocabulary keep the whole device reading. The logits are tempered where they
 are read. What a row gives depends on the row alone: chunks start at multiples
-of `CHUNK`, and one program joins them. In decode the kernel that draws a token
-computes this beside it (`sampling_kernel.py`), by the same functions.
+of `CHUNK`, and one program joins them. In decode the program that joins them
+draws a token as well (`sampling_kernel.py`).
 """
 
 import functools
@@ -21,6 +21,9 @@ from jetrl_jax.typing import Array
 # Logits of a program: a lane takes four of them, a quarter apart.
 CHUNK = 4096
 LANES = CHUNK // 4
+_WARPS = 4
+# Of a program that joins chunks: the order of its sums follows from them.
+JOIN_WARPS = 8
 _LOG2_E = math.log2(math.e)
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -44,13 +47,9 @@ def read_chunk(logits_ref, inverse_ref, chunk, vocab: int) -> list:
   return found
 
 
-def chunk_stats(quarters: list, interpret: bool) -> tuple:
-  """Returns a chunk's largest logit z, sums of exp(z - top) and of that z.
-
-  Args:
-    quarters: see `read_chunk`.
-    interpret: run on a CPU, for tests.
-  """
+def _chunk_kernel(logits_ref, inverse_ref, *out_refs, vocab, interpret):
+  """A chunk's largest logit z, its sums of exp(z - top) and of that z."""
+  quarters = read_chunk(logits_ref, inverse_ref, pl.program_id(1), vocab)
   top = jnp.max(functools.reduce(jnp.maximum, [z for _, z in quarters]))
   total = weighted = jnp.zeros((LANES,), jnp.float32)
   for _, z in quarters:
@@ -58,22 +57,60 @@ def chunk_stats(quarters: list, interpret: bool) -> tuple:
     p = power_of_2((z - top) * _LOG2_E, interpret)
     total += p
     weighted = multiply_add(p, z, weighted, interpret)
-  return top, jnp.sum(total), jnp.sum(weighted)
+  parts = top, jnp.sum(total), jnp.sum(weighted)
+  for ref, part in zip(out_refs, parts, strict=True):
+    ref[...] = part
 
 
-def join_stats(parts: list, chunks: int) -> tuple:
-  """Returns a row's log-sum-exp and mean.
+def chunk_stats(
+    logits_MV: Array, inverse_M: Array, *, interpret: bool
+) -> list[Array]:
+  """Returns the chunks' largest logit z, sums of exp(z - top) and of that z.
 
   Args:
-    parts: refs of what `chunk_stats` gave, a power of two of them.
-    chunks: how many have been written.
+    logits_MV: float32; interpreted, see `whole_chunks`.
+    inverse_M: float32, what each row's logits are multiplied by.
+    interpret: run on a CPU, for tests.
+
+  Returns:
+    three [M, C], C a power of two, of which the last are not written
   """
-  at = jnp.arange(parts[0].shape[0])
+  rows, vocab = logits_MV.shape
+  logits_MV = whole_chunks(logits_MV, interpret)
+  chunks = pl.cdiv(vocab, CHUNK)
+  shape = rows, pl.next_power_of_2(chunks)
+  return pl.pallas_call(
+      functools.partial(_chunk_kernel, vocab=vocab, interpret=interpret),
+      grid=(rows, chunks),
+      in_specs=[
+          pl.BlockSpec((None, logits_MV.shape[1]), lambda m, c: (m, 0)),
+          pl.BlockSpec((1,), lambda m, c: (m,)),
+      ],
+      out_specs=[pl.BlockSpec((None, None), lambda m, c: (m, c))] * 3,
+      out_shape=[jax.ShapeDtypeStruct(shape, jnp.float32)] * 3,
+      name='row_stats',
+      **kernel_options(interpret, _WARPS),
+  )(logits_MV, inverse_M)
+
+
+def whole_chunks(logits_MV: Array, interpret: bool) -> Array:
+  """Returns logits as kernels take them; interpreted, these read all of it."""
+  pad = -logits_MV.shape[1] % CHUNK if interpret else 0
+  return jnp.pad(logits_MV, ((0, 0), (0, pad))) if pad else logits_MV
+
+
+def load_parts(refs: list, vocab: int) -> tuple:
+  """Returns a row's parts, see `chunk_stats`; behind them what adds nothing."""
+  at = jnp.arange(refs[0].shape[0])
 
   def load(ref, other):
-    return triton.load(ref.at[:], mask=at < chunks, other=other)
+    return triton.load(ref.at[:], mask=at < pl.cdiv(vocab, CHUNK), other=other)
 
-  top, total, weighted = map(load, parts, (LOWEST, 0.0, 0.0))
+  return tuple(map(load, refs, (LOWEST, 0.0, 0.0)))
+
+
+def join_stats(top, total, weighted) -> tuple:
+  """Returns a row's log-sum-exp and mean, of its parts."""
   row_top = jnp.max(top)
   scale = jnp.exp(top - row_top)
   row_total = jnp.sum(total * scale)
@@ -82,27 +119,10 @@ def join_stats(parts: list, chunks: int) -> tuple:
   return row_top + jnp.log(row_total), jnp.sum(weighted) / row_total
 
 
-def _chunk_kernel(logits_ref, inverse_ref, *out_refs, vocab, interpret):
-  """The part of a chunk."""
-  quarters = read_chunk(logits_ref, inverse_ref, pl.program_id(1), vocab)
-  parts = chunk_stats(quarters, interpret)
-  for ref, part in zip(out_refs, parts, strict=True):
-    ref[...] = part
-
-
-def _join_kernel(*refs, chunks: int):
+def _join_kernel(*refs, vocab: int):
   """Joins the chunks of a row."""
-  *parts, lse_ref, mean_ref = refs
-  lse_ref[...], mean_ref[...] = join_stats(parts, chunks)
-
-
-def chunks_of(logits_MV: Array, interpret: bool) -> tuple[Array, int]:
-  """Returns logits as kernels take them, and the number of their chunks."""
-  vocab = logits_MV.shape[1]
-  chunks = pl.cdiv(vocab, CHUNK)
-  if interpret:  # Which reads what is masked.
-    logits_MV = jnp.pad(logits_MV, ((0, 0), (0, chunks * CHUNK - vocab)))
-  return logits_MV, chunks
+  *part_refs, lse_ref, mean_ref = refs
+  lse_ref[...], mean_ref[...] = join_stats(*load_parts(part_refs, vocab))
 
 
 def row_stats(
@@ -116,29 +136,16 @@ def row_stats(
     interpret: run on a CPU, for tests.
   """
   rows, vocab = logits_MV.shape
-  logits_MV, chunks = chunks_of(logits_MV, interpret)
-  # Joined as a power of two of them, of which the last are not read.
-  padded = pl.next_power_of_2(chunks)
-  parts = pl.pallas_call(
-      functools.partial(_chunk_kernel, vocab=vocab, interpret=interpret),
-      grid=(rows, chunks),
-      in_specs=[
-          pl.BlockSpec((None, logits_MV.shape[1]), lambda m, c: (m, 0)),
-          pl.BlockSpec((1,), lambda m, c: (m,)),
-      ],
-      out_specs=[pl.BlockSpec((None, None), lambda m, c: (m, c))] * 3,
-      out_shape=[jax.ShapeDtypeStruct((rows, padded), jnp.float32)] * 3,
-      name='row_stats',
-      **kernel_options(interpret, num_warps=4),
-  )(logits_MV, inverse_M)
+  parts = chunk_stats(logits_MV, inverse_M, interpret=interpret)
+  padded = parts[0].shape[1]
   return tuple(
       pl.pallas_call(
-          functools.partial(_join_kernel, chunks=chunks),
+          functools.partial(_join_kernel, vocab=vocab),
           grid=(rows,),
           in_specs=[pl.BlockSpec((None, padded), lambda m: (m, 0))] * 3,
           out_specs=[pl.BlockSpec((None,), lambda m: (m,))] * 2,
           out_shape=[jax.ShapeDtypeStruct((rows,), jnp.float32)] * 2,
           name='join_row_stats',
-          **kernel_options(interpret, num_warps=1),
+          **kernel_options(interpret, JOIN_WARPS),
       )(*parts)
   )

@@ -54,7 +54,7 @@ def _draw_and_sum(logits_BV, seed=0, greedy=False, inverse=1.0):
 def test_philox_gives_the_words_of_its_reference(counter, key, expected):
   # The three vectors for philox4x32-10 that Random123 is published with.
   words = sampling_kernel.philox(
-      [jnp.uint32(x) for x in counter], [jnp.uint32(x) for x in key], True
+      [jnp.uint32(x) for x in counter], [jnp.uint32(x) for x in key]
   )
   assert ' '.join(f'{int(word):08x}' for word in words) == expected
 
@@ -73,10 +73,11 @@ def test_noise_is_that_of_the_formula_from_the_smallest_bits_to_the_largest():
 
 
 def test_drawn_frequencies_pass_a_chi_square_test_over_several_chunks():
-  # Five tokens of different quarters and chunks; the others are out of reach.
+  # Tokens of a chunk's quarters, and one of the next chunk with most of the
+  # probability; the others are out of reach.
   vocabulary, count = stats_kernel.CHUNK + 100, 400
-  tokens = np.array([0, 1500, 2048, 4095, vocabulary - 1])
-  logits = np.array([0.0, 1.0, -1.0, 2.0, 0.5])
+  tokens = np.array([0, 1, 2048, 4095, vocabulary - 1])
+  logits = np.log([1.0, 1.0, 2.0, 0.5, 12.0])
   # Twice the logits at temperature 2 are drawn like the logits.
   doubled_V = np.full(vocabulary, -400.0)
   doubled_V[tokens] = 2 * logits
@@ -97,7 +98,6 @@ def test_neighbouring_tokens_have_noise_of_their_own():
           for word in sampling_kernel.philox(
               (lanes, zeros, zeros, zeros),
               (jnp.uint32(key), jnp.uint32(0)),
-              True,
           )
       ]
   ).reshape(8, 4096)
