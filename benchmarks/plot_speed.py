@@ -35,12 +35,12 @@ def speedups() -> dict[str, tuple[float, float]]:
   """Returns name -> (milliseconds in BF16, in FP8)."""
   decode = {
       row['variant']: row['ms_per_step']
-      for row in _rows('rollout_draw')
+      for row in _rows('rollout_chunk')
       if row['workload'] == '128x128x1x2048'
   }
   wide = {
       row['variant']: row['ms_per_step']
-      for row in _rows('rollout_256slots_draw')
+      for row in _rows('rollout_256slots_chunk')
   }
   update = {
       row['variant']: row['accumulate_ms'] for row in _rows('train_step_head8')

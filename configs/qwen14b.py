@@ -6,9 +6,10 @@ python -m jetrl_jax.main --config=configs/qwen14b.py \
 As qwen7b.py but for what twice the parameters ask for: masters in bfloat16,
 rounded at random, and a bound on the KV cache.
 Expected accuracy: not run yet. A step with random weights and 64 answers of
-1538 to 3071 tokens took 58 to 69 s on an H200, exact, with 126.7 GiB at the
-peak (benchmarks/results/grpo_step_qwen14b_h200_2026-11-22.md); `--dry_run
---dry_run_device='NVIDIA H200'` adds up 118.9 from shapes (docs/dry_run.md).
+1538 to 3071 tokens took 57 s on an H200, exact, with 126.7 GiB at the peak,
+when it calibrates (benchmarks/results/grpo_step_qwen14b_h200_2026-11-24.md);
+of a step `--dry_run --dry_run_device='NVIDIA H200'` adds up 120.7 from shapes
+(docs/dry_run.md).
 
 A speed run without a checkpoint replaces model.path by
 --config.model.init=random --config.model.shape=qwen2.5-14b
@@ -28,8 +29,8 @@ def get_config():
   config.model.remat = 'full'  # The rest is taken, see below.
   # 48 layers x 8 KV heads: 4096 tokens x 48 x 4 KiB = 768 MiB a sequence of
   # full length. Room for 20 of those, 15 GiB; 64 shorter ones share it, and
-  # what does not fit waits. By the estimate that leaves 12 GiB, of which a run
-  # took 6 (docs/dry_run.md).
+  # what does not fit waits. Of the 12 GiB that this leaves the start takes 6
+  # (docs/dry_run.md).
   config.rollout.num_slots = 64
   config.rollout.kv_cache_tokens = 81_920
   return config

@@ -9,6 +9,7 @@ draws a token as well (`sampling_kernel.py`).
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -99,7 +100,7 @@ def whole_chunks(logits_MV: Array, interpret: bool) -> Array:
   return jnp.pad(logits_MV, ((0, 0), (0, pad))) if pad else logits_MV
 
 
-def load_parts(refs: list, vocab: int) -> tuple:
+def load_parts(refs: Sequence, vocab: int) -> tuple:
   """Returns a row's parts, see `chunk_stats`; behind them what adds nothing."""
   at = jnp.arange(refs[0].shape[0])
 

@@ -20,7 +20,7 @@ from tests.rewards.pools import LIMIT, custom, new_pool, request
 # What the pool may add: a kill, and this machine's scheduler.
 SLACK = 0.25
 # A killed worker's successor, and the good answers, on a busy machine.
-START = 0.5
+START = 1.0
 
 
 @pytest.fixture(name='pool', scope='module')
