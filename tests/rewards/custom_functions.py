@@ -98,7 +98,9 @@ def obeys(data_source, solution_str, ground_truth, extra_info=None):
       os.abort()
     case 'child' | 'orphan':
       # Ignores all that can be ignored, and outlives its parent.
-      script = 'trap "" TERM HUP INT; echo $$ > "$0"; exec sleep 3600'
+      # An answer that crashed is tried again, and killed at any moment.
+      number = 'echo $$ > "$0.new"; mv "$0.new" "$0"'
+      script = f'trap "" TERM HUP INT; {number}; exec sleep 3600'
       where = data_source
       subprocess.Popen(['sh', '-c', script, where], start_new_session=False)
       while not os.path.exists(where) or not open(where).read().strip():
