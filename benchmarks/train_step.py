@@ -101,20 +101,21 @@ def model_flops(model, rows: int, length: int, segment: int) -> float:
 def optimizer_bytes(state, gradients) -> int:
   """Returns the bytes that an optimiser step cannot do without.
 
-  Gradients are read for the norm, read again to move, and emptied; masters and
+  Gradients are emptied, read for the norm, and read again to move; masters and
   moments are read and written; compute weights are written, and read for the
   share that changed.
   """
 
   def size(tree) -> int:
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
   moved = size((state.trainable, state.opt_state, state.weights))
   return 3 * size(gradients.trainable) + 2 * moved
 
 
-def time_optimizer(step, state, gradients) -> dict:
-  """Returns what one row says of the optimiser; takes its arguments over."""
+def time_optimizer(step, state) -> dict:
+  """Returns what one row says of the optimiser; takes the state over."""
+  gradients = step.gradient_shapes(state)
   floor = optimizer_bytes(state, gradients) / common.BYTES_PER_S
   start, kernels = time.perf_counter(), 0
   for _, calls, lowered in step.apply.lowered(state, gradients):
@@ -122,10 +123,10 @@ def time_optimizer(step, state, gradients) -> dict:
   compiled = time.perf_counter() - start
 
   def apply():
-    nonlocal state, gradients
-    state, gradients, info = step.apply(state, gradients)
+    nonlocal state
+    state, info = step.apply(state, step.zero_gradients(state))
     # All of it: the programs of the last part end after the norm's.
-    return info, state, gradients
+    return info, state
 
   if _PROFILE.value:
     print(f'apply {common.median_seconds(apply, 2) * 1e3:.1f} ms')
@@ -139,8 +140,9 @@ def time_optimizer(step, state, gradients) -> dict:
   }
 
 
-def time_accumulate(step, state, gradients, policy, workload: str):
-  """Returns (what one row says of forward and backward, gradients)."""
+def time_accumulate(step, state, policy, workload: str) -> dict:
+  """Returns what one row says of forward and backward."""
+  gradients = step.zero_gradients(state)
   rows, length = map(int, workload.split('x'))
   vocab = policy.model.vocab_size
   batch = jax.device_put(random_batch(rows, length, _SEGMENT.value, vocab))
@@ -158,8 +160,7 @@ def time_accumulate(step, state, gradients, policy, workload: str):
     print(common.show_kernels(common.kernel_times(accumulate)))
   spent = common.median_seconds(accumulate)
   flops = model_flops(policy.model, rows, length, _SEGMENT.value)
-  row = {'accumulate_ms': spent * 1e3, 'tflops': flops / spent / 1e12}
-  return row, gradients
+  return {'accumulate_ms': spent * 1e3, 'tflops': flops / spent / 1e12}
 
 
 def measure(variant, workload, policy, mesh, make) -> dict:
@@ -176,7 +177,6 @@ def measure(variant, workload, policy, mesh, make) -> dict:
       mesh,
       state,
   )
-  gradients = step.zero_gradients(state)
   row = {
       'variant': variant,
       'workload': workload or 'optimiser alone',
@@ -185,10 +185,9 @@ def measure(variant, workload, policy, mesh, make) -> dict:
   if _PROFILE.value:
     print(f'== {variant} {workload} {policy.remat}')
   if workload:
-    timed, gradients = time_accumulate(step, state, gradients, policy, workload)
-    row |= timed
+    row |= time_accumulate(step, state, policy, workload)
   if _APPLY.value:
-    row |= time_optimizer(step, state, gradients)
+    row |= time_optimizer(step, state)
     if workload:
       row['update_ms'] = row['accumulate_ms'] + row['apply_ms']
   return row | {'peak_gib': common.peak_gib() or 0.0}

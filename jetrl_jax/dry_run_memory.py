@@ -192,7 +192,6 @@ _ALWAYS = (
     'compute weights',
     "the rollout's weights",
     'scales and histories',
-    'gradients',
     'reference policy',
 )
 
@@ -225,6 +224,8 @@ def compiled_phases(
     alive = always
     if name in ('prefill', 'decode'):
       alive += _rollout_weights(sizes) + sizes['KV caches and slots']
+    else:
+      alive += sizes['gradients']
     if name == 'decode':
       alive += sizes['prefilled prompts']
     arguments = memory.argument_size_in_bytes
@@ -372,6 +373,7 @@ def estimated_phases(
   always = sum(sizes[name] for name in _ALWAYS)
   caches = sizes['KV caches and slots'] + sizes['prefilled prompts']
   caches += _rollout_weights(sizes)
+  updating = always + sizes['gradients']
   return [
       Phase(name=name, resident=r, arguments=0, results=0, temporary=t)
       for name, r, t in (
@@ -383,10 +385,10 @@ def estimated_phases(
           ('decode', always + caches, 2 * 4 * slots * policy.model.vocab_size),
           (
               'accumulate',
-              always + sizes['a micro-batch'],
+              updating + sizes['a micro-batch'],
               sum(accumulate_needs(parts, found).values()),
           ),
-          ('apply', always, 2 * 4 * _largest_master(found)),
+          ('apply', updating, 2 * 4 * _largest_master(found)),
       )
   ]
 

@@ -189,16 +189,16 @@ def train(config, workdir: pathlib.Path) -> None:
   if policy.recipe.is_delayed:
     calibration = Calibration(policy, mesh, state)
     state = calibration.fill(state, next_batch(), 1.0)
-  gradients = step.zero_gradients(state)
   writer, timer = MetricWriter(workdir, tensorboard=False), Timer()
   writer.truncate_after(-1)
   infos, skipped = [], 0
   for i in range(steps):
+    gradients = step.zero_gradients(state)
     for batch in next_batch():
       gradients, _, _ = step.accumulate(
           state, gradients, batch, jnp.float32(1.0)
       )
-    state, gradients, info = step.apply(state, gradients)
+    state, info = step.apply(state, gradients)
     state = dataclasses.replace(
         state, fp8_state=step.roll_inputs(state.fp8_state)
     )

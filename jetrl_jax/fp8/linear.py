@@ -59,12 +59,25 @@ class _How:
   late: bool
 
 
+def _not_before(x_MI: Array, weight: QTensor) -> QTensor:
+  """Returns the weight, for which the rows must be there.
+
+  XLA would otherwise widen the weights of all layers before the first one is
+  read, since they wait for nothing, and keep them: 13 GiB of a 14B. A barrier
+  is gone when it orders them.
+  """
+  first = x_MI[0, 0].astype(jnp.float32)
+  # The scale; but XLA cannot know that.
+  scale = jnp.where(jnp.isnan(first), first, weight.scale)
+  return dataclasses.replace(weight, scale=scale)
+
+
 def _forward(how, x_MI, low_MI, weight, slot) -> tuple[Array, QTensor]:
   """Returns the result, and the rows as they were quantised."""
   recipe, out_dtype = how.recipe, how.out_dtype
   x8 = _quantize_input(recipe, x_MI, low_MI, slot)
   if recipe.calibrating:
-    kernel_OI = dequantize(weight, x_MI.dtype)
+    kernel_OI = dequantize(_not_before(x_MI, weight), x_MI.dtype)
     y_MO = lax.dot_general(
         x_MI, kernel_OI, NT, preferred_element_type=out_dtype
     )

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import fp8, rng, sharding
-from jetrl_jax.compilation import exact_jit, on_gpu
+from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import QTensor, renewal, slots
 from jetrl_jax.metrics import Mean
 from jetrl_jax.rl import adam_kernel, opt_parts, rounding
@@ -243,8 +243,7 @@ def _move(
 class Apply:
   """Compiles one optimiser step; called with (state, gradients).
 
-  Both arguments are donated. Returned are the next state, the accumulator
-  emptied, and `UpdateInfo`.
+  Both arguments are donated. Returned are the next state and `UpdateInfo`.
 
   Args:
     policy: its recipe and axes.
@@ -281,13 +280,6 @@ class Apply:
     )
     self._move = functools.partial(_move, policy, optimizer, self._join)
     self._movers: dict[Any, Any] = {}
-    where = sharding.tree_shardings(gradients, mesh)
-    self._clear = exact_jit(
-        lambda tree: jax.tree.map(jnp.zeros_like, tree),
-        donate_argnums=(0,),
-        out_shardings=where,
-        keep_unused=True,
-    )
 
   def __call__(self, state: TrainState, gradients: Gradients):
     """Moves the state; see the class."""
@@ -303,7 +295,10 @@ class Apply:
       changed |= {key: share} if share else {}
     next_state = self._joined(state, parts, shared, opt_step)
     info = dataclasses.replace(info, changed_bytes=changed)
-    return next_state, self._clear(gradients), info
+    # The next ones are made where they are accumulated: a rollout has the room.
+    for leaf in jax.tree.leaves(gradients):
+      leaf.delete()
+    return next_state, info
 
   def lowered(self, state: TrainState, gradients: Gradients) -> Iterator:
     """Yields (name, number of calls, lowered) of every program.
@@ -323,11 +318,10 @@ class Apply:
     for move, same in calls.items():
       key, arguments = same[0]
       yield f'move {key}', len(same), move.lower(*arguments)
-    yield 'clear', 1, self._clear.lower(gradients)
 
   def programs(self) -> list:
     """Returns the compiled functions that were called so far."""
-    return [self._judge, *self._movers.values(), self._clear]
+    return [self._judge, *self._movers.values()]
 
   def _to_judge(self, state: TrainState, gradients: Gradients) -> tuple:
     return (

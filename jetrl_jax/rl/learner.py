@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetrl_jax.rl import experience, kl_reward, mixed_flow, packing
-from jetrl_jax.rl.apply import UpdateInfo
+from jetrl_jax.rl.apply import Gradients, UpdateInfo
 from jetrl_jax.rl.experience import Experience
 from jetrl_jax.rl.packing import Packed, Sequence
 from jetrl_jax.rl.parts import Parts
@@ -77,7 +77,6 @@ class Learner:
         parts.mesh,
         state,
     )
-    self._gradients = self._train_step.zero_gradients(state)
     self._requantizer: mixed_flow.Requantizer | None = None
     if parts.is_mixed:
       self._requantizer = mixed_flow.Requantizer(
@@ -148,22 +147,23 @@ class Learner:
     In a run that is exact they are the same bits.
     """
     packed = self.parts.pack(batch)
-    values = self._accumulate(state, packed)
-    # Gone before there are new ones: of a 7B they are 28 GiB.
-    for leaf in jax.tree.leaves(self._gradients):
-      leaf.delete()
-    self._gradients = self._train_step.zero_gradients(state)
+    _, values = self._accumulate(state, packed)
     return packing.unpack(values, packed)
 
-  def _accumulate(self, state: TrainState, packed: Packed) -> list[Array]:
-    """Adds up the gradients of a mini-batch; returns its log-probs [B, T]."""
+  def _accumulate(
+      self, state: TrainState, packed: Packed
+  ) -> tuple[Gradients, list[Array]]:
+    """Returns the gradients of a mini-batch and its log-probs [B, T]."""
+    # Made here, gone with `apply`: of a 7B they are 28 GiB, which a rollout's
+    # keys and values may have.
+    gradients = self._train_step.zero_gradients(state)
     temperature, values = jnp.float32(self.parts.run.temperature), []
     for micro in packed.batches:
-      self._gradients, logprobs, _ = self._train_step.accumulate(
-          state, self._gradients, micro, temperature
+      gradients, logprobs, _ = self._train_step.accumulate(
+          state, gradients, micro, temperature
       )
       values.append(logprobs)
-    return values
+    return gradients, values
 
   def _log_probs_at_rollout_weights(
       self, batches: list[list[Sequence]], params: PolicyParams
@@ -206,13 +206,11 @@ class Learner:
       for i, batch in enumerate(batches):
         packed = self.parts.pack(batch)
         efficiency.append(packed.efficiency)
-        outputs = self._accumulate(state, packed)
+        gradients, outputs = self._accumulate(state, packed)
         if epoch == i == 0:
           values = packing.unpack(outputs, packed)
           first = {s.origin: v for s, v in zip(batch, values, strict=True)}
-        state, self._gradients, info = self._train_step.apply(
-            state, self._gradients
-        )
+        state, info = self._train_step.apply(state, gradients)
         infos.append(jax.device_get(info))
     return state, infos, first, float(np.mean(efficiency))
 

@@ -206,8 +206,6 @@ class Trainer:
     self._release()
     with self.timer('guard'):
       engine, reference = self.collector.engine, self.learner.reference
-      # Its accumulators would be in the way of those of a calibration.
-      del self.learner
       self.parts, state = guard_actions.act(
           action,
           self.base,

@@ -288,14 +288,7 @@ def test_nothing_is_compiled_twice():
     programs.clear()
     packed = tiny_updates.batches(run.rollout(before, i))
     gradients, _ = run.accumulate(before, packed)
-    before, gradients, _ = run.apply(before, gradients)
-    # From here on the accumulator is the one that `apply` hands back.
-    run.step.accumulate(
-        before,
-        gradients,
-        packed[0],
-        jax.numpy.float32(tiny_run.TEMPERATURE),
-    )
+    before, _ = run.apply(before, gradients)
     rolled = run.step.roll_inputs(before.fp8_state)
     before = dataclasses.replace(before, fp8_state=rolled)
   assert programs == []
@@ -312,7 +305,7 @@ def test_every_family_of_two_layers_agrees_over_three_updates(family, recipe):
     gradients, logprobs = run.accumulate(before, packed)
     differ, tokens = tiny_updates.mismatched(packed, logprobs)
     assert (differ, tokens >= 100) == (0, True)
-    before, _, info = run.apply(before, gradients)
+    before, info = run.apply(before, gradients)
     assert bool(info.applied)
     rolled = run.step.roll_inputs(before.fp8_state)
     before = dataclasses.replace(before, fp8_state=rolled)

@@ -126,7 +126,7 @@ def updates(recipe: str) -> tuple[Update, ...]:
     samples = run.rollout(before, i, weight_version=i)
     packed = batches(samples)
     gradients, logprobs = run.accumulate(before, packed)
-    applied, _, info = run.apply(before, gradients)
+    applied, info = run.apply(before, gradients)
     after = dataclasses.replace(
         applied, fp8_state=run.step.roll_inputs(applied.fp8_state)
     )
