@@ -27,10 +27,9 @@ def get_config():
   # To the nearest, an update of 1e-6 is lost on every master above 5e-4.
   config.optim.master_rounding = 'stochastic'
   config.model.remat = 'full'  # The rest is taken, see below.
-  # 48 layers x 8 KV heads: 4096 tokens x 48 x 4 KiB = 768 MiB a sequence of
-  # full length. Room for 20 of those, 15 GiB; 64 shorter ones share it, and
-  # what does not fit waits. Of the 12 GiB that this leaves the start takes 6
-  # (docs/dry_run.md).
-  config.rollout.num_slots = 64
-  config.rollout.kv_cache_tokens = 81_920
+  # 48 layers x 8 KV heads x 4 KiB = 192 KiB a token: 30 GiB for 128 answers of
+  # 1280 tokens on average; what does not fit waits. Gradients are not there yet,
+  # so a rollout stays below what an update takes.
+  config.rollout.num_slots = 128
+  config.rollout.kv_cache_tokens = 128 * 1280
   return config

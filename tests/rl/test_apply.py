@@ -49,7 +49,6 @@ def test_all_layers_share_one_program():
       'move embed': 1,
       'move final_norm': 1,
       'move layers_0': 5,
-      'clear': 1,
   }
 
 
