@@ -22,9 +22,9 @@ from configs import qwen7b
 
 def get_config():
   config = qwen7b.get_config()
-  # 32 layers x 8 KV heads x 4 KiB = 128 KiB a token: 32 GiB for 128 answers of
-  # 2048 tokens on average. With precision.kv_cache_dtype='float8_e4m3fn' it is
-  # half.
-  config.rollout.num_slots = 128
-  config.rollout.kv_cache_tokens = 128 * 2048
+  # 32 layers x 8 KV heads x 4 KiB = 128 KiB a token: 48 GiB for 256 answers of
+  # 1536 tokens on average; beyond that some wait. With
+  # precision.kv_cache_dtype='float8_e4m3fn' it is half.
+  config.rollout.num_slots = 256
+  config.rollout.kv_cache_tokens = 256 * 1536
   return config
