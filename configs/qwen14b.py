@@ -28,8 +28,8 @@ def get_config():
   config.optim.master_rounding = 'stochastic'
   config.model.remat = 'full'  # The rest is taken, see below.
   # 48 layers x 8 KV heads x 4 KiB = 192 KiB a token: 30 GiB for 128 answers of
-  # 1280 tokens on average; what does not fit waits. Gradients are not there yet,
-  # so a rollout stays below what an update takes.
+  # 1280 tokens on average; what does not fit waits. A rollout has no gradients
+  # beside it, so it stays below what an update takes.
   config.rollout.num_slots = 128
   config.rollout.kv_cache_tokens = 128 * 1280
   return config

@@ -20,8 +20,8 @@ from configs import qwen7b
 def get_config():
   config = qwen7b.get_config()
   # 36 layers x 8 KV heads x 4 KiB = 144 KiB a token, 2.6 times Qwen2.5-7B's:
-  # 54 GiB for 256 answers of 1536 tokens on average; beyond that some wait. With
-  # precision.kv_cache_dtype='float8_e4m3fn' it is half.
+  # 54 GiB for 256 answers of 1536 tokens on average; beyond that some wait.
+  # With precision.kv_cache_dtype='float8_e4m3fn' it is half.
   config.rollout.num_slots = 256
   config.rollout.kv_cache_tokens = 256 * 1536
   return config
