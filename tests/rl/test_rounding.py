@@ -170,7 +170,7 @@ def _applied(data: int, fsdp: int, steps=3):
   apply = Apply(policy, optimizer, config, mesh, moving, gradients())
   states = [jax.device_get(moving)]
   for _ in range(steps):
-    moving, _, info = apply(tiny_run.copy(moving), gradients())
+    moving, info = apply(tiny_run.copy(moving), gradients())
     assert bool(info.applied)
     # What is read below is the copy of the first device.
     tiny_run.assert_same_on_all_devices(moving.trainable)
@@ -221,7 +221,7 @@ def test_on_eight_devices_masters_have_the_bits_of_one():
 def test_the_bits_are_the_states_and_not_the_process():
   apply, states, gradients = _applied(1, 1)
   # As a resumed run does: from the second state, by a step of its own.
-  again, _, _ = apply(jax.device_put(states[1]), gradients())
+  again, _ = apply(jax.device_put(states[1]), gradients())
   tiny_run.assert_same_bits(jax.device_get(again), states[2])
 
 
