@@ -1,6 +1,7 @@
 """Compiles decode step, update or optimiser for a GPU that is not there.
 
     pip install jax-cuda13-plugin jax-cuda13-pjrt   # of jax's own version
+    export JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1  # Without CUDA's own libraries.
     python -m benchmarks.deviceless --program=decode --variant=fp8_delayed
 
 Prints the kernels of the compiled program, each with the time that its bytes

@@ -9,8 +9,9 @@ has no chat template: with it, set data.template to a text with '{prompt}'.
 Expected accuracy: not run yet. A step with random weights and 64 answers of
 1538 to 3071 tokens took 30 s on an H200 with --config.model.remat=full, exact,
 with 117.6 GiB at the peak
-(benchmarks/results/grpo_step_llama8b_h200_2026-11-23.md); `--dry_run
---dry_run_device='NVIDIA H200'` adds up 120.8 from shapes (docs/dry_run.md).
+(benchmarks/results/grpo_step_llama8b_h200_2026-11-23.md), in 128 slots and with
+32 GiB of keys and values; of the sizes here `--dry_run
+--dry_run_device='NVIDIA H200'` adds up 112.0 from shapes (docs/dry_run.md).
 
 A speed run without a checkpoint replaces model.path by
 --config.model.init=random --config.model.shape=llama-3.1-8b
@@ -22,9 +23,9 @@ from configs import qwen7b
 
 def get_config():
   config = qwen7b.get_config()
-  # 32 layers x 8 KV heads x 4 KiB = 128 KiB a token: 48 GiB for 256 answers of
-  # 1536 tokens on average; beyond that some wait. With
+  # 32 layers x 8 KV heads x 4 KiB = 128 KiB a token: 40 GiB for 256 answers of
+  # 1280 tokens on average; beyond that some wait. With
   # precision.kv_cache_dtype='float8_e4m3fn' it is half.
   config.rollout.num_slots = 256
-  config.rollout.kv_cache_tokens = 256 * 1536
+  config.rollout.kv_cache_tokens = 256 * 1280
   return config

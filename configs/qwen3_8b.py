@@ -6,8 +6,9 @@ python -m jetrl_jax.main --config=configs/qwen3_8b.py \
 As qwen7b.py but for what the larger caches ask for.
 Expected accuracy: not run yet. A step with random weights and 64 answers of
 1538 to 3071 tokens took 34 s on an H200, exact, with 114.5 GiB at the peak
-(benchmarks/results/grpo_step_qwen3_8b_h200_2026-11-23.md); `--dry_run
---dry_run_device='NVIDIA H200'` adds up 117.8 from shapes (docs/dry_run.md).
+(benchmarks/results/grpo_step_qwen3_8b_h200_2026-11-23.md), in 128 slots and
+with half the KV cache; of the sizes here `--dry_run
+--dry_run_device='NVIDIA H200'` adds up 114.2 from shapes (docs/dry_run.md).
 
 A speed run without a checkpoint replaces model.path by
 --config.model.init=random --config.model.shape=qwen3-8b
@@ -19,6 +20,9 @@ from configs import qwen7b
 
 def get_config():
   config = qwen7b.get_config()
+  # Queries and keys would be kept twice, before and behind their norms: 21 GiB
+  # more, in one piece.
+  config.model.remat = 'full'
   # 36 layers x 8 KV heads x 4 KiB = 144 KiB a token, 2.6 times Qwen2.5-7B's:
   # 54 GiB for 256 answers of 1536 tokens on average; beyond that some wait.
   # With precision.kv_cache_dtype='float8_e4m3fn' it is half.

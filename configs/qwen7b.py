@@ -12,7 +12,8 @@ Expected accuracy: not run yet. A step with random weights and 256 answers of
 --config.precision.recipe=bf16 instead
 (benchmarks/results/grpo_step_selective_qwen7b_h200_2026-11-23.md). With the KV
 cache as it is here the peak was 109 GiB
-(benchmarks/results/save_run_qwen7b_h200_2026-11-23.md).
+(benchmarks/results/save_run_qwen7b_h200_2026-11-23.md), when a rollout still
+had gradients beside it; `--dry_run --dry_run_device='NVIDIA H200'` adds up 104.
 
 The files below data/: see docs/data.md. A speed run without a checkpoint
 replaces model.path by --config.model.init=random
@@ -46,7 +47,8 @@ def get_config():
   # longest of the first. BF16 caches of 2048 tokens each on average: 28 layers
   # x 2 KiB = 56 KiB a token, 28 GiB in all; where answers are longer, those
   # that started last wait. The other large tenants are, in bytes per
-  # parameter, masters 4, gradients 4, moments 2.2, FP8 weights 1.
+  # parameter, masters 4, moments 2.2, FP8 weights 1, and while it updates
+  # gradients 4.
   config.rollout.num_slots = 256
   config.rollout.kv_cache_tokens = 256 * 2048
   config.rollout.num_generations = 8
