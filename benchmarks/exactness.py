@@ -5,9 +5,9 @@
 
 A random model samples `--prompts` prompts with seeded lengths. Each slot
 count must give the same tokens and log-probs to the bit (their hash is in the
-table); one engine has a KV pool for a third of its slots, so that sequences
-are parked and computed again. Each packing must give the rollout's log-probs:
-the training forward, and the forward inside `accumulate`.
+table); one engine has a KV pool for a third of what it decodes at a time, so
+that sequences are parked and computed again. Each packing must give the
+rollout's log-probs: the training forward, and the forward inside `accumulate`.
 """
 
 import functools
@@ -21,7 +21,7 @@ from absl import flags
 
 from benchmarks import common
 from jetrl_jax import rng
-from jetrl_jax.rl import mismatch, packing
+from jetrl_jax.rl import engine_sizes, mismatch, packing
 from jetrl_jax.rl.engine import Engine, EngineConfig
 from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.optimizer import OptimizerConfig
@@ -38,10 +38,13 @@ _PROMPTS = flags.DEFINE_integer('prompts', 32, 'Sequences that are sampled.')
 _TOKENS = flags.DEFINE_integer('tokens', 512, 'Most response tokens.')
 _SLOTS = flags.DEFINE_list('slots', ['16', '64'], 'Slot counts.')
 _PACKINGS = flags.DEFINE_list(
-    'packings', ['1x1', '8x2', '4x4'], 'Rows x multiple of the longest.'
+    'packings',
+    ['1x1', '8x2', '4x4'],
+    'Rows x multiple of the longest; fewer where that is over 65536 tokens.',
 )
 _SEED = flags.DEFINE_integer('seed', 0, 'Of lengths and samples.')
 _LONGEST_PROMPT = 256
+_MOST_TOKENS = 65536  # Of a micro-batch: a 7B's backward pass on 141 GB.
 _COLUMNS = (
     ('variant', 'variant', ''),
     ('check', 'check', ''),
@@ -67,8 +70,15 @@ def _joined(completions, name: str) -> np.ndarray:
   return np.concatenate([getattr(c, name) for c in completions])
 
 
-def sample(policy, mesh, params, slots: int, cache_tokens: int = 0):
-  """Returns (completions, times a sequence was parked)."""
+def sample(policy, mesh, params, slots: int, share: int = 1):
+  """Returns (completions, times a sequence was parked).
+
+  The KV pool has room for one in `share` of the sequences decoded at a time,
+  and for one at least.
+  """
+  at_once = min(engine_sizes.round_up(slots, 16), _PROMPTS.value)
+  longest = _LONGEST_PROMPT + _TOKENS.value
+  longest = engine_sizes.round_up(longest, 2 * policy.tile)  # Whole pages.
   engine = Engine(
       policy,
       EngineConfig(
@@ -76,7 +86,7 @@ def sample(policy, mesh, params, slots: int, cache_tokens: int = 0):
           max_prompt_length=_LONGEST_PROMPT,
           max_response_length=_TOKENS.value,
           stop_ids=(),
-          kv_cache_tokens=cache_tokens,
+          kv_cache_tokens=max(1, at_once // share) * longest,
       ),
       mesh,
   )
@@ -97,9 +107,19 @@ def sample(policy, mesh, params, slots: int, cache_tokens: int = 0):
   return completions, engine.pages.times_parked
 
 
-def packed(completions, layout: str, tile: int):
-  """Returns the sequences, packed as 'rows x multiple' says."""
-  rows, multiple = map(int, layout.split('x'))
+def layouts() -> list[tuple[int, int]]:
+  """Returns (rows, multiple) of each packing, within `_MOST_TOKENS`."""
+  found, longest = [], _LONGEST_PROMPT + _TOKENS.value
+  for layout in _PACKINGS.value:
+    rows, multiple = map(int, layout.split('x'))
+    multiple = max(1, min(multiple, _MOST_TOKENS // longest))
+    rows = max(1, min(rows, _MOST_TOKENS // (longest * multiple)))
+    found.append((rows, multiple))
+  return list(dict.fromkeys(found))
+
+
+def packed(completions, rows: int, multiple: int, tile: int):
+  """Returns the sequences, packed in rows of a multiple of the longest."""
   longest = _LONGEST_PROMPT + _TOKENS.value
   sequences = [
       packing.sequence_from_completion(
@@ -152,8 +172,7 @@ def check(variant: str) -> list[dict]:
     values = _joined(other, 'logprobs')
     rows.append(compared(variant, f'{slots} slots', first, values))
     print(rows[-1], flush=True)
-  few = slot_counts[0] * (_LONGEST_PROMPT + _TOKENS.value) // 3
-  other, parked = sample(policy, mesh, params, slot_counts[0], few)
+  other, parked = sample(policy, mesh, params, slot_counts[0], share=3)
   values = _joined(other, 'logprobs')
   rows.append(compared(variant, 'few pages', first, values, parked))
   print(rows[-1], flush=True)
@@ -168,8 +187,9 @@ def check(variant: str) -> list[dict]:
       state,
   )
   gradients = step.zero_gradients(state)
-  for layout in _PACKINGS.value:
-    batches = packed(first, layout, policy.tile)
+  for rows_of_batch, multiple in layouts():
+    layout = f'{rows_of_batch}x{multiple}'
+    batches = packed(first, rows_of_batch, multiple, policy.tile)
     one = jnp.float32(1.0)
     scored, accumulated = [], []
     for batch in batches.batches:
