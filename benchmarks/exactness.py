@@ -107,10 +107,15 @@ def sample(policy, mesh, params, slots: int, share: int = 1):
   return completions, engine.pages.times_parked
 
 
-def layouts() -> list[tuple[int, int]]:
-  """Returns (rows, multiple) of each packing, within `_MOST_TOKENS`."""
-  found, longest = [], _LONGEST_PROMPT + _TOKENS.value
-  for layout in _PACKINGS.value:
+def layouts(asked: list[str], longest: int) -> list[tuple[int, int]]:
+  """Returns (rows, multiple) of each packing, within `_MOST_TOKENS`.
+
+  Args:
+    asked: rows x multiple of the longest, each as '4x2'.
+    longest: tokens of the longest sequence.
+  """
+  found = []
+  for layout in asked:
     rows, multiple = map(int, layout.split('x'))
     multiple = max(1, min(multiple, _MOST_TOKENS // longest))
     rows = max(1, min(rows, _MOST_TOKENS // (longest * multiple)))
@@ -187,7 +192,8 @@ def check(variant: str) -> list[dict]:
       state,
   )
   gradients = step.zero_gradients(state)
-  for rows_of_batch, multiple in layouts():
+  longest = _LONGEST_PROMPT + _TOKENS.value
+  for rows_of_batch, multiple in layouts(_PACKINGS.value, longest):
     layout = f'{rows_of_batch}x{multiple}'
     batches = packed(first, rows_of_batch, multiple, policy.tile)
     one = jnp.float32(1.0)

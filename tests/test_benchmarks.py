@@ -1,0 +1,92 @@
+"""The scripts that numbers come from run, in small, on a CPU."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import exactness
+from tests import whole_run
+
+_SCRIPTS = {
+    'exactness': (
+        '--prompts=4',
+        '--tokens=24',
+        # Neither is a number of slots that an engine has: they are rounded up.
+        '--slots=3,20',
+        '--packings=2x3',
+        '--variants=fp8_delayed+kv8',
+    ),
+    'train_step': (
+        '--workloads=1x128',
+        '--segment=64',
+        '--variants=fp8_delayed',
+    ),
+    'rollout': ('--workloads=8x4x2x16', '--variants=fp8_delayed'),
+    'grpo_step': (
+        '--workload=2x2x16x1',
+        '--steps=2',
+        '--variants=fp8_delayed+kv8',
+    ),
+}
+
+
+def _rows(script: str, folder: pathlib.Path) -> list[dict]:
+  """Returns the rows that a script writes."""
+  done = subprocess.run(
+      [
+          sys.executable,
+          '-m',
+          f'benchmarks.{script}',
+          '--tiny',
+          f'--output={folder / script}',
+          *_SCRIPTS[script],
+      ],
+      cwd=whole_run.ROOT,
+      env=os.environ | {'PYTHONPATH': str(whole_run.ROOT)},
+      capture_output=True,
+      text=True,
+      check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  assert (folder / f'{script}.md').exists()
+  return json.loads((folder / f'{script}.json').read_text())['rows']
+
+
+def test_a_packing_of_long_answers_has_fewer_tokens_than_was_asked_for():
+  # 8 rows of 2 x 16640 tokens are four times what an update has room for.
+  asked = ['1x1', '8x2', '4x4']
+  assert exactness.layouts(asked, 768) == [(1, 1), (8, 2), (4, 4)]
+  assert exactness.layouts(asked, 16640) == [(1, 1), (1, 2), (1, 3)]
+  assert exactness.layouts(asked, 10**5) == [(1, 1)]
+
+
+def test_exactness_compares_odd_slots_parked_sequences_and_the_update(tmp_path):
+  rows = {row['check']: row for row in _rows('exactness', tmp_path)}
+  assert set(rows) == {
+      '20 slots',
+      'few pages',
+      'score 2x3',
+      'accumulate 2x3',
+  }
+  assert all(row['unequal'] == 0 for row in rows.values())
+  assert rows['few pages']['parked'] > 0
+
+
+@pytest.mark.parametrize(
+    ('script', 'measured'),
+    [
+        ('train_step', 'update_ms'),
+        ('rollout', 'ms_per_step'),
+        ('grpo_step', 'timing_s/step'),
+    ],
+)
+def test_a_benchmark_times_each_of_its_rows(script, measured, tmp_path):
+  rows = _rows(script, tmp_path)
+  assert len(rows) >= 1
+  assert all(row[measured] > 0 for row in rows)
+  # Of whole steps the bits are compared as well.
+  assert not any(row.get('training/mismatch_token_frac') for row in rows)
