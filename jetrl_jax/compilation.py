@@ -1,7 +1,7 @@
 """The one place that compiles, with the options that exactness rests on.
 
 The building blocks are plain functions; `exact_jit` is applied at the outermost
-boundary only (a jit with compiler options raises inside another jit or grad).
+boundary only (a jit with compiler options raises inside another jit).
 Notebooks use it too, so they get the trainer's numbers, whatever XLA_FLAGS say.
 
 A run that is to live with the mismatch of other systems
