@@ -66,6 +66,11 @@ def _prompts(vocab: int):
   ]
 
 
+def _longest() -> int:
+  """Returns the tokens of the longest prompt and response."""
+  return _LONGEST_PROMPT + _TOKENS.value
+
+
 def _joined(completions, name: str) -> np.ndarray:
   return np.concatenate([getattr(c, name) for c in completions])
 
@@ -77,8 +82,7 @@ def sample(policy, mesh, params, slots: int, share: int = 1):
   and for one at least.
   """
   at_once = min(engine_sizes.round_up(slots, 16), _PROMPTS.value)
-  longest = _LONGEST_PROMPT + _TOKENS.value
-  longest = engine_sizes.round_up(longest, 2 * policy.tile)  # Whole pages.
+  whole_pages = engine_sizes.round_up(_longest(), 2 * policy.tile)
   engine = Engine(
       policy,
       EngineConfig(
@@ -86,7 +90,7 @@ def sample(policy, mesh, params, slots: int, share: int = 1):
           max_prompt_length=_LONGEST_PROMPT,
           max_response_length=_TOKENS.value,
           stop_ids=(),
-          kv_cache_tokens=max(1, at_once // share) * longest,
+          kv_cache_tokens=max(1, at_once // share) * whole_pages,
       ),
       mesh,
   )
@@ -125,7 +129,6 @@ def layouts(asked: list[str], longest: int) -> list[tuple[int, int]]:
 
 def packed(completions, rows: int, multiple: int, tile: int):
   """Returns the sequences, packed in rows of a multiple of the longest."""
-  longest = _LONGEST_PROMPT + _TOKENS.value
   sequences = [
       packing.sequence_from_completion(
           completion,
@@ -138,7 +141,7 @@ def packed(completions, rows: int, multiple: int, tile: int):
   ]
   return packing.pack(
       sequences,
-      row_length=-(-longest * multiple // tile) * tile,
+      row_length=engine_sizes.round_up(_longest() * multiple, tile),
       rows_per_micro_batch=rows,
       tile=tile,
   )
@@ -192,8 +195,7 @@ def check(variant: str) -> list[dict]:
       state,
   )
   gradients = step.zero_gradients(state)
-  longest = _LONGEST_PROMPT + _TOKENS.value
-  for rows_of_batch, multiple in layouts(_PACKINGS.value, longest):
+  for rows_of_batch, multiple in layouts(_PACKINGS.value, _longest()):
     layout = f'{rows_of_batch}x{multiple}'
     batches = packed(first, rows_of_batch, multiple, policy.tile)
     one = jnp.float32(1.0)
