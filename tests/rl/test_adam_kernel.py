@@ -277,7 +277,7 @@ def _applied(mesh, steps: int):
     apply_step = apply_step or apply.Apply(
         policy, optimizer, config, mesh, moving, made
     )
-    moving, _, info = apply_step(tiny_run.copy(moving), made)
+    moving, info = apply_step(tiny_run.copy(moving), made)
     assert bool(info.applied) == (step != 1)
     states.append(jax.device_get((moving, info.changed_bytes)))
   return states
