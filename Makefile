@@ -8,7 +8,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test jetstream soak lint types buildifier check format clean
+.PHONY: quickstart test slow jetstream soak lint types buildifier check format clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jetrl_jax.main --config=configs/quickstart.py \
@@ -17,13 +17,17 @@ quickstart: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
+# What a change must pass as well, left out of `test` to keep that short.
+slow: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --run-slow -m slow
+
 # JetStream's real orchestrator and server over the engine. google-jetstream is
 # added to what .venv has, without the TensorFlow that it does not need here. A
 # thread of JetStream's that fails kills the process: what it says is shown.
 jetstream: $(VENV)/.jetstream/.installed
 	PYTHONPATH=$(abspath $(VENV)/.jetstream) $(BIN)/python -m pytest -m jetstream --capture=no tests/serve
 
-# The long tests in full, with a record of them: hours, not minutes.
+# The long tests in full, with a record of them: half an hour and more.
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m benchmarks.soak --workers=$(WORKERS) --output=runs/soak
 
@@ -44,7 +48,7 @@ buildifier: | $(VENV)/.created
 	  $$(git ls-files '*BUILD' MODULE.bazel)
 
 # The tests last, so that pytest's summary is the last line.
-check: lint types buildifier test
+check: lint types buildifier slow test
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

@@ -1,7 +1,7 @@
 """The long tests in full, and a record of them.
 
-Every test marked slow, file by file: kills of whole runs and of the saver,
-damaged checkpoints, hostile answers, other meshes and recipes. Hours on two
+Every test marked soak, file by file: kills of whole runs and of the saver,
+damaged checkpoints, hostile answers, a study. Half an hour and more on two
 cores. The record is written behind every file, so that a run that was cut off
 leaves what it found.
 
@@ -18,7 +18,7 @@ from absl import app, flags
 
 from benchmarks import common
 
-_FILES = flags.DEFINE_list('files', [], 'Test files; all with slow tests.')
+_FILES = flags.DEFINE_list('files', [], 'Test files; all with soak tests.')
 _WORKERS = flags.DEFINE_integer('workers', 2, 'Processes of pytest.')
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -30,20 +30,20 @@ _COLUMNS = (
 )
 
 
-def _slow_files() -> list[str]:
+def _soak_files() -> list[str]:
   found = sorted((_ROOT / 'tests').rglob('test_*.py'))
   return [
       str(path.relative_to(_ROOT))
       for path in found
-      if 'pytest.mark.slow' in path.read_text()
+      if 'pytest.mark.soak' in path.read_text()
   ]
 
 
 def _run(file: str) -> list[dict]:
-  """Returns a row for each slow test of a file."""
+  """Returns a row for each soak test of a file."""
   with tempfile.TemporaryDirectory() as folder:
     report = pathlib.Path(folder) / 'report.xml'
-    options = ['-m', 'slow', '--run-slow', f'--junitxml={report}']
+    options = ['-m', 'soak', '--run-soak', f'--junitxml={report}']
     options += ['-n', str(_WORKERS.value), '--dist', 'worksteal']
     subprocess.run(
         [sys.executable, '-m', 'pytest', '-q', *options, file],
@@ -71,7 +71,7 @@ def main(argv: list[str]) -> None:
   if argv[1:]:
     raise app.UsageError(f'unexpected arguments {argv[1:]}')
   rows = []
-  for file in _FILES.value or _slow_files():
+  for file in _FILES.value or _soak_files():
     rows += _run(file)
     outcomes = [row['outcome'] for row in rows]
     summary = {kind: outcomes.count(kind) for kind in sorted(set(outcomes))}

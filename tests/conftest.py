@@ -10,6 +10,8 @@ import hypothesis
 import pytest
 
 _ROOT = pathlib.Path(__file__).parent.parent
+# Marks of what takes long, each with a switch: seconds, and minutes.
+_LONG = ('slow', 'soak')
 # An array's shape in a signature: Float[Array, 'B T'].
 _SHAPE = re.compile(r'\b(Bool|Float|Int|Shaped|UInt8)\[')
 
@@ -22,10 +24,11 @@ hypothesis.settings.load_profile('tests')
 
 
 def pytest_addoption(parser):
-  """Adds the two switches for tests that are skipped by default."""
-  parser.addoption(
-      '--run-slow', action='store_true', help='run the tests marked slow'
-  )
+  """Adds the switches for tests that are skipped by default."""
+  for mark in _LONG:
+    parser.addoption(
+        f'--run-{mark}', action='store_true', help=f'run tests marked {mark}'
+    )
   parser.addoption(
       '--run-gpu',
       action='store_true',
@@ -103,12 +106,13 @@ def _hook_type_checker():
 
 
 def pytest_collection_modifyitems(config, items):
-  """Skips slow and gpu tests with the switch that would run them."""
+  """Skips long and gpu tests with the switch that would run them."""
   import jax
 
   gpu = config.getoption('--run-gpu') and jax.default_backend() == 'gpu'
   for item in items:
-    if 'slow' in item.keywords and not config.getoption('--run-slow'):
-      item.add_marker(pytest.mark.skip(reason='needs --run-slow'))
+    for mark in _LONG:
+      if mark in item.keywords and not config.getoption(f'--run-{mark}'):
+        item.add_marker(pytest.mark.skip(reason=f'needs --run-{mark}'))
     if 'gpu' in item.keywords and not gpu:
       item.add_marker(pytest.mark.skip(reason='needs --run-gpu and a GPU'))

@@ -30,7 +30,7 @@ def _assert_exact(restored, state, host_state):
 
 
 @pytest.mark.parametrize(
-    'kills', [6, pytest.param(200, marks=pytest.mark.slow)]
+    'kills', [6, pytest.param(200, marks=pytest.mark.soak)]
 )
 @pytest.mark.timeout(3600)
 def test_sigkill_at_any_instant_loses_nothing_that_was_durable(tmp_path, kills):
@@ -108,7 +108,7 @@ def _mutations(folder, other, generator, count):
 
 
 @pytest.mark.parametrize(
-    'count', [100, pytest.param(10_000, marks=pytest.mark.slow)]
+    'count', [100, pytest.param(10_000, marks=pytest.mark.soak)]
 )
 @pytest.mark.timeout(3600)
 def test_no_damaged_file_is_restored_silently(tmp_path, count):

@@ -223,7 +223,7 @@ def test_a_run_killed_at_random_moments_ends_in_the_same_bits(
   assert whole_run.outcome(tmp_path) == uninterrupted
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize('seed', range(1, 9))
 def test_twenty_five_kills_change_no_bit(tmp_path, uninterrupted, seed):

@@ -213,7 +213,7 @@ def test_a_damaged_checkpoint_loads_equal_or_is_refused(tmp_path):
   assert outcomes['equal'] > 20
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize('seed', range(1, 5))
 def test_a_damaged_checkpoint_loads_equal_or_is_refused_at_length(

@@ -418,7 +418,7 @@ def test_good_answers_are_scored_fast(pool):
   assert rate > 200
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(4 * 3600)
 def test_ten_thousand_hostile_answers_stall_nothing():
   responses = list(HOSTILE.values())

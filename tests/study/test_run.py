@@ -22,7 +22,7 @@ def _command(*arguments, check=True):
   ).stdout
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_arms_are_run_stopped_resumed_and_drawn(tmp_path):
   _command('study.prepare', f'--folder={tmp_path}', '--tiny')
