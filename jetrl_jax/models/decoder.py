@@ -8,6 +8,8 @@ another dot.
 What owns weights, and how they are read: `layers.py`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -249,14 +251,25 @@ class Decoder(Leaf):
       self.head(x_MD, row_mask_M)
     return self.final_norm(x_MD)[1], new_caches
 
-  def head(self, hidden_MD: Array, row_mask_M: Array) -> Array:
+  def head(self, hidden_MD: Array, row_mask_M: Array, kernel=None) -> Array:
     """Returns float32 logits [M, V] of normed hidden rows.
 
     float32, because BF16 logits step by 0.06 to 0.125 nat at |logit| 8 to 32.
+
+    Args:
+      hidden_MD: the rows.
+      row_mask_M: float32, 0 on rows that are padding.
+      kernel: what `head_kernel` gave, for rows that are taken in chunks: else
+        devices gather it, and add up its gradient, once a chunk.
     """
     if self.config.tied_embeddings:
-      return self.embed.attend(hidden_MD, row_mask_M)
-    return self.lm_head(hidden_MD, row_mask_M, jnp.float32)
+      return self.embed.attend(hidden_MD, row_mask_M, kernel)
+    return self.lm_head(hidden_MD, row_mask_M, jnp.float32, kernel=kernel)
+
+  def head_kernel(self) -> tuple[Any, Any]:
+    """Returns (master or None, weight) of the head, whole on every device."""
+    owner = self.embed if self.config.tied_embeddings else self.lm_head
+    return owner.kernel()
 
 
 def variables(weights: PyTree, fp8_state: PyTree, params: PyTree | None = None):

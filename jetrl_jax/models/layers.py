@@ -156,9 +156,13 @@ class Linear(Leaf):
   use_bias: bool = False
   late_scale: bool = False
 
-  def operands(self) -> tuple[Any, Any, PyTree | None]:
+  def kernel(self) -> tuple[Any, Any]:
+    """Returns (master or None, weight), see `fp8.dot`."""
+    return self.leaf('kernel', _INIT, (self.out_dim, self.in_dim))
+
+  def operands(self, kernel=None) -> tuple[Any, Any, PyTree | None]:
     """Returns (master or None, weight, slot), see `fp8.dot`."""
-    master, weight = self.leaf('kernel', _INIT, (self.out_dim, self.in_dim))
+    master, weight = kernel or self.kernel()
     if not isinstance(weight, QTensor):
       return master, weight, None
     slot = {name: self.get_variable(COLLECTION, name) for name in OPERANDS}
@@ -166,7 +170,12 @@ class Linear(Leaf):
 
   @nn.compact
   def __call__(
-      self, x_MI: Array, row_mask_M: Array, out_dtype=None, low_MI=None
+      self,
+      x_MI: Array,
+      row_mask_M: Array,
+      out_dtype=None,
+      low_MI=None,
+      kernel=None,
   ) -> Array:
     """Returns [M, O].
 
@@ -175,11 +184,12 @@ class Linear(Leaf):
       row_mask_M: float32, 0 on rows that are padding.
       out_dtype: of the result, by default the recipe's.
       low_MI: the rows' FP8 values, see `norm.rms_norm`.
+      kernel: what `kernel` gave, where that was asked before.
     """
     y_MO = dot(
         self.recipe,
         x_MI,
-        *self.operands(),
+        *self.operands(kernel),
         row_mask_M,
         out_dtype=out_dtype,
         low_MI=low_MI,
@@ -257,9 +267,13 @@ class Embedding(Leaf):
       return self.tap('out', compute[tokens_M])
     return self.tap('out', _lookup(master, compute, tokens_M))
 
-  def attend(self, hidden_MD: Array, row_mask_M: Array) -> Array:
-    """Logits against the embedding."""
-    master, compute = self.table
+  def kernel(self) -> tuple[Any, Any]:
+    """Returns (master or None, weight) of a tied head, see `fp8.dot`."""
+    return self.table
+
+  def attend(self, hidden_MD: Array, row_mask_M: Array, kernel=None) -> Array:
+    """Logits against the embedding; `kernel` as for `Linear`."""
+    master, compute = kernel or self.table
     return dot(
         self.recipe,
         hidden_MD,

@@ -218,10 +218,12 @@ class Policy:
     """
     hidden_MD = self.hidden(params, batch, masters)
     weights, state = params
+    tree = variables(weights, state, masters)
+    kernel = self._apply(tree, method='head_kernel')
 
     def head(rows_MD, mask_M, slot):
-      tree = variables(weights, state | slot, masters)
-      return self._apply(tree, rows_MD, mask_M, method='head')
+      tree = variables(weights, state | slot)
+      return self._apply(tree, rows_MD, mask_M, kernel, method='head')
 
     targets_BT = jnp.roll(batch.tokens, -1, axis=1)
     logprobs_M, entropy_M, *shown = logprobs.target_logprobs(

@@ -7,6 +7,7 @@ import re
 import jax
 import numpy as np
 import pytest
+from jax.extend import core as jax_core
 
 from jetrl_jax import rng, sharding
 from jetrl_jax.rl import engine_sizes, forced_decode
@@ -255,3 +256,31 @@ def test_a_gradient_that_is_not_finite_on_one_device_stops_all(mesh):
   state, info = run.apply(run.start, gradients)
   assert not bool(info.applied)
   tiny_run.assert_same_bits(state, run.start)
+
+
+def _collectives_in_loops(jaxpr, in_loop=False) -> list[str]:
+  found = []
+  for eqn in jaxpr.eqns:
+    name = eqn.primitive.name
+    if in_loop and re.match('all_gather|reduce_scatter|psum', name):
+      found.append(name)
+    for inner in jax_core.jaxprs_in_params(eqn.params):
+      found += _collectives_in_loops(inner, in_loop or name == 'scan')
+  return found
+
+
+# The head is tied to the embedding in the first.
+@pytest.mark.parametrize('family', ['qwen2', 'llama'])
+def test_devices_gather_the_head_once_and_not_once_a_chunk_of_rows(family):
+  mesh = sharding.make_mesh(data=2, fsdp=2)
+  policy = tiny_run.policy(mesh=mesh, family=family)
+  run = tiny_run.build(
+      policy, mesh, loss=LossConfig(), config=OptimizerConfig(lr=1e-3)
+  )
+  batch = tiny_updates.updates('fp8')[0].batches[0]
+  assert batch.tokens.size // mesh.size > policy.logit_chunk_rows
+  traced = run.step.accumulate.trace(
+      run.start, run.step.gradient_shapes(run.start), batch, np.float32(1)
+  )
+  assert 'scan' in str(traced.jaxpr)
+  assert not _collectives_in_loops(traced.jaxpr.jaxpr)
