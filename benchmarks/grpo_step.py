@@ -8,10 +8,12 @@ python -m benchmarks.grpo_step --config=configs/qwen7b.py \
 A workload is PROMPTS x SAMPLES x RESPONSE_TOKENS x MINI_BATCHES of a step; ''
 leaves all four to the config. Every variant is a run of the trainer itself,
 with all its checks, in a process and a temporary workdir of its own. Of the
-phases the table shows medians without the first step, which compiles; a later
-one may too, when its prompts are longer. With --side_by_side all run at the
-same time, each on the GPU of its number; behind --limit_s seconds what is done
-by then is written. On a CPU, to try it: --tiny instead of --config.
+phases the table shows medians without the first step, which compiles (with
+--config.compile_cache_dir=FOLDER only once); a later one may too, when its
+prompts are longer. With --side_by_side all run at the same time, each on the
+GPU of its number; behind --limit_s seconds what is done by then is written,
+and the medians are the first step's where no variant came further. On a CPU,
+to try it: --tiny instead of --config.
 """
 
 import json
@@ -29,6 +31,7 @@ from ml_collections import config_flags
 
 from benchmarks import common
 from configs import quickstart
+from jetrl_jax import compilation
 from jetrl_jax import config as configs
 from jetrl_jax.rl.console import show_own_sentences
 from jetrl_jax.rl.trainer import Trainer
@@ -194,12 +197,14 @@ def main(argv: list[str]) -> None:
   if workdir:
     show_own_sentences()
     (variant,) = _VARIANTS.value
-    Trainer(configs.build(configured(variant)), workdir).train()
+    config = configured(variant)
+    compilation.keep_compiled(config.compile_cache_dir)
+    Trainer(configs.build(config), workdir).train()
     return
   rows, failed = trained()
-  later = [row for row in rows if row['step'] > 1]
-  if not later:
-    raise SystemExit(f'no variant was done with its second step {failed}')
+  if not rows:
+    raise SystemExit(f'no variant was done with its first step {failed}')
+  later = [row for row in rows if row['step'] > 1] or rows
   by_phase = phases(later)
   variants = list(dict.fromkeys(row['variant'] for row in later))
   first, last = variants[0], variants[-1]

@@ -95,7 +95,6 @@ def test_the_result_is_rounded_once():
   np.testing.assert_array_equal(wide.astype(jnp.bfloat16), low)
 
 
-@pytest.mark.filterwarnings('ignore:The Pallas Triton backend')
 @pytest.mark.parametrize('a_dtype', [formats.E4M3, formats.E5M2])
 def test_it_lowers_for_a_gpu_where_there_is_none(a_dtype):
   # Its dot is an operation of our own, in a part of JAX that is not public.

@@ -60,7 +60,6 @@ def test_a_kept_input_is_grouped_along_its_tokens():
   block.assert_regrouped(found, x8, HOW)
 
 
-@pytest.mark.filterwarnings('ignore:The Pallas Triton backend')
 def test_they_lower_for_a_gpu_where_there_is_none():
   x, mask_M = matrix(), jnp.ones(ROWS)
   x8 = quantize_groups(x, formats.E4M3, (1, 128), **HOW)
