@@ -11,9 +11,8 @@ with all its checks, in a process and a temporary workdir of its own. Of the
 phases the table shows medians without the first step, which compiles (with
 --config.compile_cache_dir=FOLDER only once); a later one may too, when its
 prompts are longer. With --side_by_side all run at the same time, each on the
-GPU of its number; behind --limit_s seconds what is done by then is written,
-and the medians are the first step's where no variant came further. On a CPU,
-to try it: --tiny instead of --config.
+GPU of its number; behind --limit_s seconds what is done by then is written, of
+first steps without medians. On a CPU, to try it: --tiny instead of --config.
 """
 
 import json
@@ -186,6 +185,29 @@ def phases(rows: list[dict]) -> list[dict]:
   return table
 
 
+def compared(rows: list[dict]) -> tuple[str, dict[str, float]]:
+  """Returns the table by phase, and the ratios of the first and last variant.
+
+  Args:
+    rows: as for `phases`.
+  """
+  by_phase = phases(rows)
+  variants = list(dict.fromkeys(row['variant'] for row in rows))
+  first, last = variants[0], variants[-1]
+  columns = [('phase', 'phase', '')]
+  columns += [(v, f'{v} s', '.2f') for v in variants]
+  columns += [
+      ('share', f'share of {first}', '.0%'),
+      ('ratio', f'{last} / {first}', '.2f'),
+  ]
+  ratios = {
+      f'{row["phase"]}: {first} speedup over {last}': round(row['ratio'], 3)
+      for row in by_phase
+      if 'ratio' in row and len(variants) > 1
+  }
+  return common.table(by_phase, columns), ratios
+
+
 def main(argv: list[str]) -> None:
   """Trains every variant and writes the record."""
   del argv
@@ -204,25 +226,13 @@ def main(argv: list[str]) -> None:
   rows, failed = trained()
   if not rows:
     raise SystemExit(f'no variant was done with its first step {failed}')
-  later = [row for row in rows if row['step'] > 1] or rows
-  by_phase = phases(later)
-  variants = list(dict.fromkeys(row['variant'] for row in later))
-  first, last = variants[0], variants[-1]
-  columns = [('phase', 'phase', '')]
-  columns += [(v, f'{v} s', '.2f') for v in variants]
-  columns += [
-      ('share', f'share of {first}', '.0%'),
-      ('ratio', f'{last} / {first}', '.2f'),
-  ]
-  summary = {
-      f'{row["phase"]}: {first} speedup over {last}': round(row['ratio'], 3)
-      for row in by_phase
-      if 'ratio' in row and len(variants) > 1
-  }
-  summary |= {
-      f'{v}: steps': sum(row['variant'] == v for row in rows) for v in variants
-  }
-  shown = f'{common.table(by_phase, columns)}\n\n{common.table(rows, _COLUMNS)}'
+  shown, summary = common.table(rows, _COLUMNS), {}
+  if later := [row for row in rows if row['step'] > 1]:
+    by_phase, summary = compared(later)
+    shown = f'{by_phase}\n\n{shown}'
+  for variant in dict.fromkeys(row['variant'] for row in rows):
+    steps = sum(row['variant'] == variant for row in rows)
+    summary[f'{variant}: steps'] = steps
   common.write(rows, summary, shown)
   if failed:
     raise SystemExit('; '.join(failed))
