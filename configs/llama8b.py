@@ -6,12 +6,9 @@ python -m jetrl_jax.main --config=configs/llama8b.py \
 
 As qwen7b.py but for what the larger caches ask for. The base model's tokenizer
 has no chat template: with it, set data.template to a text with '{prompt}'.
-Expected accuracy: not run yet. A step with random weights and 64 answers of
-1538 to 3071 tokens took 30 s on an H200 with --config.model.remat=full, exact,
-with 117.6 GiB at the peak
-(benchmarks/results/grpo_step_llama8b_h200_2026-11-23.md), in 128 slots and with
-32 GiB of keys and values; of the sizes here `--dry_run
---dry_run_device='NVIDIA H200'` adds up 112.0 from shapes (docs/dry_run.md).
+Expected accuracy: not run yet. A step with random weights and 128 answers of
+1538 to 3071 tokens took 53 s on an H200, exact, with 108.5 GiB at the peak
+(benchmarks/results/grpo_step_peak_llama8b_h200_2026-11-24.md).
 
 A speed run without a checkpoint replaces model.path by
 --config.model.init=random --config.model.shape=llama-3.1-8b

@@ -5,13 +5,9 @@ python -m jetrl_jax.main --config=configs/qwen14b.py \
 
 As qwen7b.py but for what twice the parameters ask for: masters in bfloat16,
 rounded at random, and a bound on the KV cache.
-Expected accuracy: not run yet. A step with random weights and 64 answers of
-1538 to 3071 tokens took 57 s on an H200, exact, with 126.7 GiB at the peak
-(benchmarks/results/grpo_step_qwen14b_h200_2026-11-24.md), in 64 slots and with
-half the KV cache. Of the sizes here one step of 128 answers ran, exact
-(benchmarks/results/grpo_step_128slots_qwen14b_h200_2026-11-24.md), its peak not
-read; `--dry_run --dry_run_device='NVIDIA H200'` adds up 118.9 from shapes
-(docs/dry_run.md).
+Expected accuracy: not run yet. A step with random weights and 128 answers of
+1538 to 3071 tokens took 93 s on an H200, exact, with 113.4 GiB at the peak
+(benchmarks/results/grpo_step_peak_qwen14b_h200_2026-11-24.md).
 
 A speed run without a checkpoint replaces model.path by
 --config.model.init=random --config.model.shape=qwen2.5-14b

@@ -4,11 +4,9 @@ python -m jetrl_jax.main --config=configs/qwen3_8b.py \
     --config.model.path=Qwen/Qwen3-8B-Base --workdir=runs/qwen3_8b
 
 As qwen7b.py but for what the larger caches ask for.
-Expected accuracy: not run yet. A step with random weights and 64 answers of
-1538 to 3071 tokens took 34 s on an H200, exact, with 114.5 GiB at the peak
-(benchmarks/results/grpo_step_qwen3_8b_h200_2026-11-23.md), in 128 slots and
-with half the KV cache; of the sizes here `--dry_run
---dry_run_device='NVIDIA H200'` adds up 114.2 from shapes (docs/dry_run.md).
+Expected accuracy: not run yet. A step with random weights and 128 answers of
+1538 to 3071 tokens took 55 s on an H200, exact, with 110.8 GiB at the peak
+(benchmarks/results/grpo_step_peak_qwen3_8b_h200_2026-11-24.md).
 
 A speed run without a checkpoint replaces model.path by
 --config.model.init=random --config.model.shape=qwen3-8b

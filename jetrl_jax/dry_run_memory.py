@@ -292,9 +292,10 @@ def _lowered(parts: Parts, found: Shapes):
 def accumulate_needs(parts: Parts, found: Shapes) -> dict[str, int]:
   """Returns what a forward and backward need besides, bytes by name.
 
-  The sizes are those of the shapes; how many of each are alive at once is what
-  the compiler decides, and estimated: the backward of one block has its
-  insides and their gradients, the head its logits, their gradient and a copy.
+  The sizes are those of the shapes; what is alive at once is what the compiler
+  decides, and estimated: what is kept of all blocks, and beside it either the
+  insides of one block with their gradients, or a chunk of logits with the
+  head's gradient, whichever is more (docs/dry_run.md has both beside XLA's).
 
   Args:
     parts: of the run.
@@ -313,16 +314,23 @@ def accumulate_needs(parts: Parts, found: Shapes) -> dict[str, int]:
       kept, block = 'inputs and attention', tokens * _kept_of_token(policy)
     case _:
       kept, block = 'inputs', tokens * width * model.model_dim
+  masters = found.state.trainable
+  of_blocks = {k: v for k, v in masters.items() if k.startswith('layers_')}
+  of_head = {k: v for k, v in masters.items() if k not in of_blocks}
+  in_block = {
+      'activations: insides of one block, twice': 2 * inside,
+      'its largest gradient, in float32': _largest(of_blocks, 4),
+  }
+  in_head = {
+      f'logits: {chunk} rows in float32': 4 * model.vocab_size * chunk,
+      "the head's gradient, in float32": _largest(of_head, 4),
+      'the same in the dtype of masters': _largest(of_head),
+  }
   return {
       f'activations: {kept} of {model.num_layers} blocks': (
           model.num_layers * block
-      ),
-      'activations: insides of one block, twice': 2 * inside,
-      f'logits: {chunk} rows in float32, three times': (
-          3 * 4 * model.vocab_size * chunk
-      ),
-      'largest gradient, in float32': 4 * _largest_master(found),
-  }
+      )
+  } | max(in_block, in_head, key=lambda needs: sum(needs.values()))
 
 
 def _inside_of_token(policy: Policy) -> int:
@@ -353,9 +361,12 @@ def _kept_of_token(policy: Policy) -> int:
   return width * rows + stored + 4 * model.num_heads
 
 
-def _largest_master(found: Shapes) -> int:
-  leaves = jax.tree.leaves(found.state.trainable)
-  return max(math.prod(leaf.shape) for leaf in leaves)
+def _largest(tree: PyTree, width: int | None = None) -> int:
+  """Returns the bytes of the largest leaf, `width` or its own a number."""
+  return max(
+      (x.size * (width or x.dtype.itemsize) for x in jax.tree.leaves(tree)),
+      default=0,
+  )
 
 
 def estimated_phases(
@@ -388,7 +399,7 @@ def estimated_phases(
               updating + sizes['a micro-batch'],
               sum(accumulate_needs(parts, found).values()),
           ),
-          ('apply', updating, 2 * 4 * _largest_master(found)),
+          ('apply', updating, 2 * _largest(found.state.trainable, 4)),
       )
   ]
 
