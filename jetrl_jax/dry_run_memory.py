@@ -307,9 +307,10 @@ def accumulate_needs(parts: Parts, found: Shapes) -> dict[str, int]:
   tokens = rows * length // policy.axes.size
   inside = tokens * _inside_of_token(policy)
   chunk = logprobs.chunk_of(tokens, policy.logit_chunk_rows)
+  beside = 2 * inside
   match policy.remat:
     case 'none':
-      kept, block = 'insides', inside
+      kept, block, beside = 'insides', tokens * _insides_kept(policy), inside
     case 'selective':
       kept, block = 'inputs and attention', tokens * _kept_of_token(policy)
     case _:
@@ -318,7 +319,7 @@ def accumulate_needs(parts: Parts, found: Shapes) -> dict[str, int]:
   of_blocks = {k: v for k, v in masters.items() if k.startswith('layers_')}
   of_head = {k: v for k, v in masters.items() if k not in of_blocks}
   in_block = {
-      'activations: insides of one block, twice': 2 * inside,
+      'activations: insides of one block, and gradients': beside,
       'its largest gradient, in float32': _largest(of_blocks, 4),
   }
   in_head = {
@@ -342,6 +343,17 @@ def _inside_of_token(policy: Policy) -> int:
   heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
   numbers = 4 * model.model_dim + 2 * heads + 3 * model.ffn_dim
   return policy.recipe.dtype.itemsize * numbers
+
+
+def _insides_kept(policy: Policy) -> int:
+  """Returns the bytes per block and token that 'none' keeps.
+
+  In 'fp8_delayed' norms and SwiGLU write the 8-bit operands of the dots.
+  """
+  model = policy.model
+  narrower = policy.recipe.dtype.itemsize - 1 if policy.recipe.is_delayed else 0
+  numbers = 2 * model.model_dim + model.ffn_dim
+  return _inside_of_token(policy) - narrower * numbers
 
 
 def _kept_of_token(policy: Policy) -> int:

@@ -193,6 +193,7 @@ def test_what_an_update_of_a_7b_needs_besides_by_hand():
     'model, remat, rows, gib',
     [
         (families.QWEN2_5_0_5B, 'full', 4, 2.74),
+        (families.QWEN2_5_0_5B, 'none', 4, 14.72),
         (families.QWEN2_5_7B, 'full', 4, 9.25),
         (families.QWEN2_5_7B, 'full', 8, 16.38),
         (families.QWEN2_5_7B, 'selective', 1, 8.36),
