@@ -15,6 +15,7 @@ from jetrl_jax import (
     device_memory,
     dry_run_estimate,
     dry_run_memory,
+    dry_run_needs,
     dry_run_precision,
     room,
 )
@@ -182,7 +183,7 @@ def _memory(
       "\nOf accumulate's temporary memory, from shapes"
       + (':' if not programs else ' (XLA may have them in the same place):')
   )
-  needs = dry_run_memory.accumulate_needs(parts, found)
+  needs = dry_run_needs.accumulate_needs(parts, found.state.trainable)
   _columns([(name, size(count)) for name, count in needs.items()])
   print()
   _say_which_run_in_fp8(rows, programs, kind)

@@ -13,6 +13,7 @@ from jetrl_jax import (
     dry_run,
     dry_run_estimate,
     dry_run_memory,
+    dry_run_needs,
     dry_run_precision,
 )
 from jetrl_jax.models import families, hf_layout
@@ -172,7 +173,8 @@ def test_a_7b_is_added_up_without_being_made():
 
 def test_what_an_update_of_a_7b_needs_besides_by_hand():
   parts, found = parts_of.seven_b()
-  needs = dry_run_memory.accumulate_needs(parts, found)
+  masters = found.state.trainable
+  needs = dry_run_needs.accumulate_needs(parts, masters)
   # Of 4 x 4096 tokens the inputs of 28 blocks in bf16.
   inputs = 28 * 4 * 4096 * 3_584 * 2
   # Norms and residuals 4 x 3584, queries and attention's output 28 heads each,
@@ -181,8 +183,8 @@ def test_what_an_update_of_a_7b_needs_besides_by_hand():
   assert [*needs.values()] == [inputs, inside, 4 * 2 * 18_944 * 3_584]
   # Of fewer tokens the logits and the head's gradient are more.
   run = dataclasses.replace(parts.run, micro_batch_size=1)
-  needs = dry_run_memory.accumulate_needs(
-      dataclasses.replace(parts, run=run), found
+  needs = dry_run_needs.accumulate_needs(
+      dataclasses.replace(parts, run=run), masters
   )
   logits = 4 * parts.policy.logit_chunk_rows * 152_064
   head = 4 * 152_064 * 3_584
@@ -206,7 +208,6 @@ def test_what_an_update_of_a_7b_needs_besides_by_hand():
 )
 def test_an_update_needs_what_xla_says_within_a_gib(model, remat, rows, gib):
   """Compiled: benchmarks/results/update_memory_deviceless_2026-11-24.md."""
-  parts, found = parts_of.seven_b()
   like = parts_of.shape(model)
   policy = dataclasses.replace(like.policy, remat=remat, logit_chunk_rows=2048)
   run = dataclasses.replace(like.run, micro_batch_size=rows)
@@ -215,10 +216,8 @@ def test_an_update_needs_what_xla_says_within_a_gib(model, remat, rows, gib):
   masters = jax.tree.map(
       lambda leaf: jax.ShapeDtypeStruct(leaf.shape, width), like.param_shapes
   )
-  state = dataclasses.replace(found.state, trainable=masters)
-  needs = dry_run_memory.accumulate_needs(
-      dataclasses.replace(like, policy=policy, run=run),
-      dataclasses.replace(found, state=state),
+  needs = dry_run_needs.accumulate_needs(
+      dataclasses.replace(like, policy=policy, run=run), masters
   )
   assert abs(sum(needs.values()) / _GIB - gib) < 1
 
@@ -242,8 +241,8 @@ def test_what_selective_keeps_of_a_token_by_hand():
 
   def kept(**changes):
     policy = dataclasses.replace(parts.policy, remat='selective', **changes)
-    needs = dry_run_memory.accumulate_needs(
-        dataclasses.replace(parts, policy=policy), found
+    needs = dry_run_needs.accumulate_needs(
+        dataclasses.replace(parts, policy=policy), found.state.trainable
     )
     return needs['activations: inputs and attention of 28 blocks']
 
@@ -286,8 +285,8 @@ def test_fewer_and_longer_rows_take_the_same_memory_but_for_their_shape():
   longer = dataclasses.replace(parts, run=run)
   assert parts.batch_shape == (4, 4096) == found.batch.tokens.shape
   assert longer.batch_shape == (1, 16384)
-  needs = dry_run_memory.accumulate_needs
-  assert needs(longer, found) == needs(parts, found)
+  needs, masters = dry_run_needs.accumulate_needs, found.state.trainable
+  assert needs(longer, masters) == needs(parts, masters)
 
 
 def _largest_phase(module, **changes) -> int:
