@@ -71,12 +71,17 @@ def inside_of_token(policy: Policy) -> int:
 def _insides_kept(policy: Policy) -> int:
   """Returns the bytes per block and token that 'none' keeps.
 
-  In 'fp8_delayed' norms and SwiGLU write the 8-bit operands of the dots.
+  In 'fp8_delayed' norms and SwiGLU write the 8-bit operands of the dots; in
+  'bf16' XLA keeps about two rows of float32 besides.
   """
-  model = policy.model
-  narrower = policy.recipe.dtype.itemsize - 1 if policy.recipe.is_delayed else 0
-  numbers = 2 * model.model_dim + model.ffn_dim
-  return inside_of_token(policy) - narrower * numbers
+  model, recipe = policy.model, policy.recipe
+  kept = inside_of_token(policy)
+  if recipe.is_delayed:
+    numbers = 2 * model.model_dim + model.ffn_dim
+    kept -= (recipe.dtype.itemsize - 1) * numbers
+  elif recipe.name == 'bf16':
+    kept += 2 * 4 * model.model_dim
+  return kept
 
 
 def _kept_of_token(policy: Policy) -> int:

@@ -192,24 +192,33 @@ def test_what_an_update_of_a_7b_needs_besides_by_hand():
 
 
 @pytest.mark.parametrize(
-    'model, remat, rows, gib',
+    'recipe, model, remat, rows, gib',
     [
-        (families.QWEN2_5_0_5B, 'full', 4, 2.74),
-        (families.QWEN2_5_0_5B, 'none', 4, 14.72),
-        (families.QWEN2_5_7B, 'full', 4, 9.25),
-        (families.QWEN2_5_7B, 'full', 8, 16.38),
-        (families.QWEN2_5_7B, 'selective', 1, 8.36),
-        (families.QWEN2_5_7B, 'selective', 4, 19.02),
-        (families.QWEN2_5_14B, 'full', 4, 12.72),
-        (families.QWEN3_8B, 'full', 4, 10.39),
-        (families.QWEN3_8B, 'selective', 4, 31.84),
-        (families.LLAMA_3_1_8B, 'selective', 4, 23.16),
+        ('fp8_delayed', families.QWEN2_5_0_5B, 'full', 4, 2.74),
+        ('fp8_delayed', families.QWEN2_5_0_5B, 'none', 4, 14.72),
+        ('fp8_delayed', families.QWEN2_5_7B, 'full', 4, 9.25),
+        ('fp8_delayed', families.QWEN2_5_7B, 'full', 8, 16.38),
+        ('fp8_delayed', families.QWEN2_5_7B, 'selective', 1, 8.36),
+        ('fp8_delayed', families.QWEN2_5_7B, 'selective', 4, 19.02),
+        ('fp8_delayed', families.QWEN2_5_14B, 'full', 4, 12.72),
+        ('fp8_delayed', families.QWEN3_8B, 'full', 4, 10.39),
+        ('fp8_delayed', families.QWEN3_8B, 'selective', 4, 31.84),
+        ('fp8_delayed', families.LLAMA_3_1_8B, 'selective', 4, 23.16),
+        ('bf16', families.QWEN2_5_0_5B, 'none', 4, 19.04),
+        ('bf16', families.QWEN2_5_7B, 'selective', 4, 18.90),
     ],
 )
-def test_an_update_needs_what_xla_says_within_a_gib(model, remat, rows, gib):
+def test_an_update_needs_what_xla_says_within_a_gib(
+    recipe, model, remat, rows, gib
+):
   """Compiled: benchmarks/results/update_memory_deviceless_2026-11-24.md."""
   like = parts_of.shape(model)
-  policy = dataclasses.replace(like.policy, remat=remat, logit_chunk_rows=2048)
+  policy = dataclasses.replace(
+      like.policy,
+      recipe=dataclasses.replace(like.policy.recipe, name=recipe),
+      remat=remat,
+      logit_chunk_rows=2048,
+  )
   run = dataclasses.replace(like.run, micro_batch_size=rows)
   # The 14B's were compiled with masters in bfloat16.
   width = jnp.bfloat16 if model is families.QWEN2_5_14B else jnp.float32
@@ -217,7 +226,8 @@ def test_an_update_needs_what_xla_says_within_a_gib(model, remat, rows, gib):
       lambda leaf: jax.ShapeDtypeStruct(leaf.shape, width), like.param_shapes
   )
   needs = dry_run_needs.accumulate_needs(
-      dataclasses.replace(like, policy=policy, run=run), masters
+      dataclasses.replace(like, policy=policy, rollout_policy=policy, run=run),
+      masters,
   )
   assert abs(sum(needs.values()) / _GIB - gib) < 1
 
