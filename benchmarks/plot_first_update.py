@@ -1,4 +1,4 @@
-"""Draws why a first update moved too far: python -m benchmarks.plot_first_update.
+"""Draws the first update: python -m benchmarks.plot_first_update.
 
 Left, by formula: a weight's E4M3 value against its master under a power-of-two
 scale, with the bfloat16 values that a checkpoint can hold. Right, measured:
