@@ -72,12 +72,6 @@ def on_gpu() -> bool:
   return jax.default_backend() in ('gpu', 'cuda')
 
 
-def on_hopper() -> bool:
-  """True when kernels compile for a GPU of the Hopper generation."""
-  capability = getattr(jax.devices()[0], 'compute_capability', None)
-  return on_gpu() and capability == '9.0'
-
-
 def kernel_options(
     interpret: bool, num_warps: int, num_stages: int | None = None
 ) -> dict:
