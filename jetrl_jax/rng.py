@@ -23,8 +23,7 @@ INIT = 0  # (leaf,): random master weights.
 ROLLOUT = 1  # (step, prompt, sample, token): sampled training responses.
 EVALUATION = 2  # (step, prompt, sample, token): sampled evaluation responses.
 CALIBRATION = 3  # (prompt, sample, token): the rollout that fills FP8 slots.
-SHUFFLE = 4  # (epoch, ...): order of packed rows and mini-batches.
-BENCHMARK = 5  # (step, prompt, sample): made-up rewards, lengths, inputs.
+# 4 and 5 were given to streams that nothing draws from any more.
 ROUNDING = 6  # (optimiser step, parameter): masters rounded at random.
 
 _LIMIT = 2**32
