@@ -183,6 +183,7 @@ class Bench:
     self.programs: dict[str, Program] = {}
     self.rows: list[dict[str, Any]] = []
     self.summary: dict[str, Any] = {}
+    self._scores: dict[tuple[str, ...], Any] = {}
 
   def of(self, recipe: Recipe) -> Policy:
     """Returns the policy with a recipe."""
@@ -653,86 +654,111 @@ class Bench:
         total['health'].append(self.health(state, found.fp8))
         del found
       rows = _gradient_rows(name, total)
+      if name == 'default':
+        later = {r['dot']: r.get('input_sqnr_db', math.nan) for r in rows[1:]}
       for row in rows:
         row['part'] = 'planted' if row['dot'] == 'all' else 'planted_dot'
       self.rows += [row | {'model': label} for row in rows]
     del wanted, gradients
     say(f'{label}: recipes compared')
-    self._keep(label, params, calibrated, plant)
+    self._keep(label, params, calibrated, plant, later)
 
-  def _keep(self, label, params, state: TrainState, plant) -> None:
-    """Tries which dots to keep in high precision, by the default recipe."""
+  def _keep(self, label, params, state: TrainState, plant, later) -> None:
+    """Tries which dots to keep in high precision, by the default recipe.
+
+    Args:
+      label: of the masters.
+      params: masters.
+      state: calibrated; min_sqnr_db chooses by the health in it.
+      plant: see `measure_planted`.
+      later: dot -> dB of its input in the steps, with the scales that the
+        calibration left.
+    """
     recipe = self.programs['default'].policy.recipe
-    measured = jax.device_get(
-        slots.measure_kernels(state.fp8_state, params, state.weights, Axes())
+    measure = self.policy.jit(
+        lambda s, p, w: slots.measure_kernels(s, p, w, Axes())
     )
-    summary = health.summarize(measured, self.paths)
-    choices = {}
-    for threshold in (20.0, 25.0, 28.0, _MIN_SQNR_DB.value):
+    measured = measure(state.fp8_state, params, state.weights)
+    summary = health.summarize(jax.device_get(measured), self.paths)
+    choices: dict[str, dict[str, float]] = {}
+    for threshold in sorted({20.0, 28.0, _MIN_SQNR_DB.value}):
       try:
         chosen = adaptive.choose({recipe.name: summary}, threshold)
       except ValueError:
         chosen = dict.fromkeys(self.paths, math.nan)
-      choices[f'min_sqnr_db={threshold:g}'] = tuple(chosen)
-    by_token = tuple(
-        row['dot']
-        for row in self.rows
-        if row['part'] == 'input'
-        and row['arm'] == 'default'
-        and row['model'] == label
-        and row['median_token_db'] < _MIN_SQNR_DB.value
+      choices[f'min_sqnr_db={threshold:g}'] = chosen
+    choices[f'median token < {_MIN_SQNR_DB.value:g} dB'] = {
+        row['dot']: row['median_token_db']
+        for row in _select(self.rows, part='input', arm='default', model=label)
+        if row['median_token_db'] < _MIN_SQNR_DB.value
         and row['dot'] in self.paths
+    }
+    choices[f'high_precision_layers={plant.dot}'] = {plant.dot: math.nan}
+    choices['high_precision_layers=.*/mlp/down'] = {
+        path: math.nan for path in self.paths if path.endswith('/mlp/down')
+    }
+    sets = {tuple(dots) for dots in choices.values()}
+    found = self._kept(
+        state, [dots for dots in sets if 0 < len(dots) < len(self.paths)]
     )
-    choices[f'median token < {_MIN_SQNR_DB.value:g} dB'] = by_token
-    choices[f'high_precision_layers={plant.dot}'] = (plant.dot,)
-    everywhere = tuple(p for p in self.paths if p.endswith('/mlp/down'))
-    choices['high_precision_layers=.*/mlp/down'] = everywhere
-    tried: dict[tuple[str, ...], dict] = {}
-    for name, dots in choices.items():
+    for name, chosen in choices.items():
+      dots = tuple(chosen)
       row = {
           'part': 'planted',
           'model': label,
           'arm': f'default, {name}',
           'kept': len(dots),
           'kept_dots': list(dots),
+          'chosen_by_db': list(chosen.values()),
+          'later_db': [later.get(dot, math.nan) for dot in dots],
       }
-      if 0 < len(dots) < len(self.paths):
-        if dots not in tried:
-          tried[dots] = self._kept(state, dots)
-        row |= tried[dots]
-      self.rows.append(row)
-    say(f'{label}: {len(tried)} choices of dots tried')
+      self.rows.append(row | found.get(dots, {}))
+    say(f'{label}: {len(found)} choices of dots tried')
 
-  def _kept(self, state: TrainState, dots: tuple[str, ...]) -> dict:
-    """Returns how far log-probs are from BF16's with dots kept."""
-    recipe = self.programs['default'].policy.recipe.keeping(dots)
-    policy = self.of(recipe)
-    state = dataclasses.replace(
-        state, fp8_state=slots.restrict(state.fp8_state, recipe)
-    )
-    state = states.with_weights(policy, state, self.mesh, record=False)
-    # By what is kept: one program serves all copies of the masters.
-    if dots not in self._scores:
-      self._scores[dots] = policy.jit(policy.score)
-    reference = self.programs['bf16']
-    high = self.create(reference.policy, state.trainable)
-    score = self._high_score
-    params = [PolicyParams(s.weights, s.fp8_state) for s in (high, state)]
-    found = []
+  def _kept(
+      self, state: TrainState, choices: list[tuple[str, ...]]
+  ) -> dict[tuple[str, ...], dict[str, float]]:
+    """Returns how far log-probs are from BF16's, for dots that are kept."""
+    reference = self.programs['bf16'].policy
+    sides = {(): self.create(reference, state.trainable)}
+    jobs = {}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+      for dots in ((), *choices):
+        policy = reference
+        if dots:
+          policy = self.of(self.programs['default'].policy.recipe.keeping(dots))
+          fp8_state = slots.restrict(state.fp8_state, policy.recipe)
+          sides[dots] = states.with_weights(
+              policy,
+              dataclasses.replace(state, fp8_state=fp8_state),
+              self.mesh,
+              record=False,
+          )
+        if dots not in self._scores:
+          side = sides[dots]
+          lowered = policy.jit(policy.score).lower(
+              PolicyParams(side.weights, side.fp8_state),
+              self.steps[0],
+              jnp.float32(1),
+          )
+          jobs[dots] = pool.submit(lowered.compile)
+      # One program serves all copies of the masters.
+      self._scores |= {dots: job.result() for dots, job in jobs.items()}
+    found: dict[tuple[str, ...], list] = {dots: [] for dots in choices}
     for batch in self.steps[-_COMPARED.value :]:
-      wanted, _ = score(params[0], batch, jnp.float32(1))
-      logprobs, _ = self._scores[dots](params[1], batch, jnp.float32(1))
-      found.append(_compare(batch, np.asarray(wanted), np.asarray(logprobs)))
-    return _mean(found)
-
-  @functools.cached_property
-  def _scores(self) -> dict:
-    return {}
-
-  @functools.cached_property
-  def _high_score(self):
-    policy = self.programs['bf16'].policy
-    return policy.jit(policy.score)
+      logprobs = {
+          dots: np.asarray(
+              self._scores[dots](
+                  PolicyParams(side.weights, side.fp8_state),
+                  batch,
+                  jnp.float32(1),
+              )[0]
+          )
+          for dots, side in sides.items()
+      }
+      for dots in choices:
+        found[dots].append(_compare(batch, logprobs[()], logprobs[dots]))
+    return {dots: _mean(of_steps) for dots, of_steps in found.items()}
 
 
 _AS_IS = 'as it is'

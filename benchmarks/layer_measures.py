@@ -70,7 +70,10 @@ def _kernel_sums(recipe: Recipe, kernel_OI: Array) -> dict[str, Array]:
   if jnp.issubdtype(dtype, jnp.floating):
     least = float(jnp.finfo(dtype).smallest_normal)
     subnormal = (stored != 0) & (jnp.abs(stored) < least)
-  share = lambda where: jnp.mean(where.astype(jnp.float32))
+
+  def share(where):
+    return jnp.mean(where.astype(jnp.float32))
+
   return {
       'sums': sums,
       'zeros': share(kernel_OI == 0),
