@@ -30,6 +30,7 @@ import json
 import math
 import pathlib
 import re
+import tempfile
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -43,7 +44,7 @@ from flax import traverse_util
 
 from benchmarks import common, layer_measures, layer_plant
 from configs import base
-from jetrl_jax import config_model, rng, sharding
+from jetrl_jax import compilation, config_model, rng, sharding
 from jetrl_jax.data import (
     ChatFormat,
     PlainFormat,
@@ -128,6 +129,9 @@ _MASSIVE = flags.DEFINE_list(
 )
 _LAYER = flags.DEFINE_integer('plant_layer', 2, 'Whose MLP makes them.')
 _MIN_SQNR_DB = flags.DEFINE_float('min_sqnr_db', 25.0, 'What is tried.')
+_CACHE = flags.DEFINE_string(
+    'compile_cache_dir', '', "Keeps compiled programs; '' for this run alone."
+)
 _START = time.monotonic()
 
 
@@ -1116,6 +1120,13 @@ def config_of() -> Any:
 def main(argv: list[str]) -> None:
   """Measures all parts and writes the record."""
   del argv
+  with tempfile.TemporaryDirectory() as folder:
+    # Weights are made by the same programs for every copy of the masters.
+    compilation.keep_compiled(_CACHE.value or folder)
+    _measure()
+
+
+def _measure() -> None:
   bench = Bench(config_of(), _known(_ARMS.value))
   say(f'{pathlib.Path(_CHECKPOINT.value).name} loaded')
   bench.prepare()
@@ -1148,6 +1159,9 @@ def main(argv: list[str]) -> None:
       label = f'{plant.dot} {size}'
       params = layer_plant.planted(bench.params, plant, float(size))
       params = jax.device_put(params, bench.where)
+      kernel = params[f'layers_{layer}']['mlp']['down']['kernel']
+      recipes = {name: RECIPES[name] for name in QUANTIZERS}
+      bench.rows += layer_measures.kernel_rows(label, kernel, recipes)
       bench.measure_inputs(bench.taps(params), label)
       bench.measure_planted(label, params, plant)
   peak = common.peak_gib()
