@@ -9,11 +9,11 @@ Four parts, in one process:
 * kernels: zeros, subnormals, rounding ties, SQNR; the embedding as well.
 * inputs of dots, in BF16: where the amax is, what each recipe loses of them, in
   all and of the median token.
-* gradients: answers are sampled in BF16, and those of a prompt get advantages
-  of +1 and -1 in turn. Steps over them, without moving a master, record the
-  amaxes that delayed scales are made of. Then, over the last steps, each arm's
-  gradient is compared with BF16's of the same tokens. Arms differ in a recipe,
-  or in the scales alone: those are arguments of one program, so that history,
+* gradients: answers are sampled in BF16 (or written ones taken), and those of a
+  step get advantages of +1 and -1 in turn. Steps over them, without moving a
+  master, record the amaxes that delayed scales are made of. Then, over the last
+  steps, each arm's gradient is compared with BF16's of the same tokens. Arms
+  differ in a recipe, or in the scales alone: those are arguments of one program, so that history,
   margin and calibration cost no compilation.
 * planted: the same for copies of the masters with massive activations
   (`layer_plant.py`), and what keeping dots in high precision wins back.
@@ -24,9 +24,10 @@ of `--mini_batch` answers, of which a step here takes a part.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
-import json
+import io
 import math
 import pathlib
 import re
@@ -184,6 +185,9 @@ class Bench:
     self.where = sharding.tree_shardings(self.params, self.mesh)
     self.tokenizer = Tokenizer(folder)
     self.arms = arms
+    # Of a prompt there is one written answer: twice, with advantages of +1 and
+    # -1, it would have no gradient.
+    self.samples = _SAMPLES.value if _ANSWERS.value == 'sampled' else 1
     self.programs: dict[str, Program] = {}
     self.rows: list[dict[str, Any]] = []
     self.summary: dict[str, Any] = {}
@@ -207,6 +211,18 @@ class Bench:
     except ValueError as error:
       return str(error)
     return ''
+
+  def save(self, *, quiet: bool = False) -> None:
+    """Writes what was measured so far; prints it unless `quiet`."""
+    peak = common.peak_gib()
+    if peak is not None:
+      self.summary['peak GiB'] = round(peak, 1)
+    self.summary['seconds'] = round(time.monotonic() - _START, 1)
+    rows = [{k: _rounded(v) for k, v in r.items()} for r in self.rows]
+    with contextlib.ExitStack() as stack:
+      if quiet:
+        stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+      common.write(rows, self.summary, tables(self.rows))
 
   # --- Answers -----------------------------------------------------------
 
@@ -238,7 +254,7 @@ class Bench:
       return self._written(prompts)
     policy = self.of(RECIPES['bf16'])
     state = self.create(policy, self.params)
-    slots_wanted = min(256, len(prompts) * _SAMPLES.value)
+    slots_wanted = min(256, len(prompts) * self.samples)
     engine = Engine(
         policy,
         EngineConfig(
@@ -249,13 +265,13 @@ class Bench:
         ),
         self.mesh,
     )
-    limits = np.full((len(prompts), _SAMPLES.value), _TOKENS.value)
+    limits = np.full((len(prompts), self.samples), _TOKENS.value)
     limits[:fewer] = min(_TOKENS.value, _CALIBRATION_TOKENS)
     return rollout(
         engine,
         PolicyParams(state.weights, state.fp8_state),
         prompts,
-        num_generations=_SAMPLES.value,
+        num_generations=self.samples,
         temperature=1.0,
         base_key=rng.key(0, rng.ROLLOUT, 0),
         weight_version=0,
@@ -265,23 +281,27 @@ class Bench:
   def _written(self, prompts: list[Prompt]) -> list[Completion]:
     completions = []
     for prompt in prompts:
-      tokens = np.asarray(self.tokenizer.encode(prompt.answer), np.int32)
+      tokens = np.asarray(
+          self.tokenizer.encode(
+              str(prompt.extra['answer']), add_special_tokens=False
+          ),
+          np.int32,
+      )
       tokens = tokens[: _TOKENS.value]
       zeros = np.zeros(len(tokens), np.float32)
-      for sample in range(_SAMPLES.value):
-        completions.append(
-            Completion(
-                prompt_id=prompt.id,
-                sample=sample,
-                prompt_tokens=prompt.tokens,
-                tokens=tokens,
-                sampled=np.ones(len(tokens), bool),
-                log_mu=zeros,
-                logprobs=zeros,
-                weight_version=np.zeros(len(tokens), np.int32),
-                finish_reason='stop',
-            )
-        )
+      completions.append(
+          Completion(
+              prompt_id=prompt.id,
+              sample=0,
+              prompt_tokens=prompt.tokens,
+              tokens=tokens,
+              sampled=np.ones(len(tokens), bool),
+              log_mu=zeros,
+              logprobs=zeros,
+              weight_version=np.zeros(len(tokens), np.int32),
+              finish_reason='stop',
+          )
+      )
     return completions
 
   def prepare(self) -> None:
@@ -289,7 +309,7 @@ class Bench:
     prompts = self.load_prompts()
     pool = min(64, max(1, len(prompts) // 3))
     completions = self.answer(prompts, pool)
-    per = _SAMPLES.value
+    per = self.samples
     self.pool, self.pool_answers = prompts[:pool], completions[: pool * per]
     rest = completions[pool * per :]
     size = per * _STEP_PROMPTS.value
@@ -410,7 +430,7 @@ class Bench:
         [p.tokens for p in prompts], [1] * len(prompts)
     )
     state = self.calibration.fill(state, self.pack(sequences), 1.0)
-    answers = self.pool_answers[: len(prompts) * _SAMPLES.value]
+    answers = self.pool_answers[: len(prompts) * self.samples]
     sequences = likelihood_sequences(
         [
             np.concatenate([c.prompt_tokens, c.tokens[:_CALIBRATION_TOKENS]])
@@ -1133,10 +1153,12 @@ def _measure() -> None:
   bench.measure_kernels()
   shown = bench.taps(bench.params)
   bench.measure_inputs(shown, _AS_IS)
+  bench.save(quiet=True)
   bench.compile()
   if 'default' in bench.programs:
     bench.record()
     bench.measure_gradients()
+    bench.save(quiet=True)
   if PLANTED in bench.arms:
     layer = min(_LAYER.value, bench.policy.model.num_layers - 1)
     batch = bench.steps[-1]
@@ -1164,13 +1186,8 @@ def _measure() -> None:
       bench.rows += layer_measures.kernel_rows(label, kernel, recipes)
       bench.measure_inputs(bench.taps(params), label)
       bench.measure_planted(label, params, plant)
-  peak = common.peak_gib()
-  if peak is not None:
-    bench.summary['peak GiB'] = round(peak, 1)
-  bench.summary['seconds'] = round(time.monotonic() - _START, 1)
-  rows = [{k: _rounded(v) for k, v in r.items()} for r in bench.rows]
-  json.dumps(rows, allow_nan=False)
-  common.write(rows, bench.summary, tables(bench.rows))
+      bench.save(quiet=True)
+  bench.save()
 
 
 if __name__ == '__main__':

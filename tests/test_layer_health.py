@@ -96,6 +96,7 @@ def test_what_is_planted_fires_at_first_tokens_alone():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_command_measures_every_part_of_a_checkpoint(tmp_path):
   example = whole_run.ROOT / 'examples/quickstart'
   done = subprocess.run(
@@ -103,7 +104,8 @@ def test_the_command_measures_every_part_of_a_checkpoint(tmp_path):
           *(sys.executable, '-m', 'benchmarks.layer_health', '--tiny'),
           f'--checkpoint={example / "checkpoint"}',
           f'--data={example / "train.jsonl"}',
-          *('--prompts=6', '--samples=2', '--step_prompts=1', '--tokens=16'),
+          *('--prompts=9', '--answers=written', '--step_prompts=2'),
+          *('--tokens=16',),
           *('--compared=1', '--mini_batch=16', '--massive=1000'),
           '--arms=default,own_amax,kernels_only,planted',
           f'--output={tmp_path / "health"}',
