@@ -13,8 +13,8 @@ Four parts, in one process:
   step get advantages of +1 and -1 in turn. Steps over them, without moving a
   master, record the amaxes that delayed scales are made of. Then, over the last
   steps, each arm's gradient is compared with BF16's of the same tokens. Arms
-  differ in a recipe, or in the scales alone: those are arguments of one program, so that history,
-  margin and calibration cost no compilation.
+  differ in a recipe, or in the scales alone: those are arguments of one program,
+  so that history, margin and calibration cost no compilation.
 * planted: the same for copies of the masters with massive activations
   (`layer_plant.py`), and what keeping dots in high precision wins back.
 
