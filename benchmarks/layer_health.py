@@ -13,7 +13,7 @@ Four parts, in one process:
   step get advantages of +1 and -1 in turn. Steps over them, without moving a
   master, record the amaxes that delayed scales are made of. Then, over the last
   steps, each arm's gradient is compared with BF16's of the same tokens. Arms
-  differ in a recipe, or in the scales alone: those are arguments of one program,
+  differ in a recipe, or in the scales alone, which are arguments of a program,
   so that history, margin and calibration cost no compilation.
 * planted: the same for copies of the masters with massive activations
   (`layer_plant.py`), and what keeping dots in high precision wins back.
@@ -744,7 +744,9 @@ class Bench:
   ) -> dict[tuple[str, ...], dict[str, float]]:
     """Returns how far log-probs are from BF16's, for dots that are kept."""
     reference = self.programs['bf16'].policy
-    sides = {(): self.create(reference, state.trainable)}
+    sides: dict[tuple[str, ...], TrainState] = {
+        (): self.create(reference, state.trainable)
+    }
     jobs = {}
     with concurrent.futures.ThreadPoolExecutor() as pool:
       for dots in ((), *choices):
