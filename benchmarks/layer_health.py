@@ -45,7 +45,10 @@ from flax import traverse_util
 
 from benchmarks import common, layer_measures, layer_plant
 from configs import base
-from jetrl_jax import compilation, config_model, rng, sharding
+from jetrl_jax.config import model as config_model
+from jetrl_jax.core import compilation, rng, sharding
+from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.typing import PyTree
 from jetrl_jax.data import (
     ChatFormat,
     PlainFormat,
@@ -54,23 +57,22 @@ from jetrl_jax.data import (
     Tokenizer,
     load_examples,
 )
-from jetrl_jax.evaluate_settings import INSTRUCTION
-from jetrl_jax.fp8 import Recipe, adaptive, formats, health, slots
+from jetrl_jax.evaluate.settings import INSTRUCTION
+from jetrl_jax.fp8 import Recipe, adaptive, formats, health, scaling_state
 from jetrl_jax.fp8.quantization import scale_from_amax
-from jetrl_jax.mismatch_taps import TappedPolicy, tapped
+from jetrl_jax.mismatch.taps import TappedPolicy, tapped
+from jetrl_jax.models.policy import Policy, PolicyParams
+from jetrl_jax.optim.adamw import OptimizerConfig
+from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import aggregation, packing
-from jetrl_jax.rl import state as states
-from jetrl_jax.rl.calibration import Calibration, likelihood_sequences
-from jetrl_jax.rl.engine import Engine, EngineConfig
 from jetrl_jax.rl.mismatch import mismatch_metrics
 from jetrl_jax.rl.objective import supervised_loss
-from jetrl_jax.rl.optimizer import OptimizerConfig
-from jetrl_jax.rl.policy import Policy, PolicyParams
-from jetrl_jax.rl.rollout import rollout
-from jetrl_jax.rl.train_step import TrainStep
-from jetrl_jax.rl.types import Completion, TrainBatch, TrainState
-from jetrl_jax.sharding import Axes
-from jetrl_jax.typing import PyTree
+from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
+from jetrl_jax.rl.rollout.scheduler import rollout
+from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run.calibration import Calibration, likelihood_sequences
+from jetrl_jax.rl.run.gradients import UpdatePrograms
+from jetrl_jax.rl.types import Completion, TrainBatch
 
 # Arms of the gradient: a recipe each, ...
 RECIPES = {
@@ -163,7 +165,7 @@ class Program:
   """
 
   policy: Policy
-  step: TrainStep
+  step: UpdatePrograms
   state: TrainState
 
   def run(self, state: TrainState, batch: TrainBatch):
@@ -390,7 +392,7 @@ class Bench:
         continue
       policy = self.of(RECIPES[name])
       state = self.create(policy, self.params)
-      step = TrainStep(
+      step = UpdatePrograms(
           policy,
           supervised_loss,
           optax.identity(),
@@ -415,7 +417,7 @@ class Bench:
     pool.shutdown()
     say(f'{len(jobs)} programs compiled')
 
-  def _lowered(self, step: TrainStep, state: TrainState):
+  def _lowered(self, step: UpdatePrograms, state: TrainState):
     gradients = step.zero_gradients(state)
     return step.accumulate.lower(
         state, gradients, self.steps[0], jnp.float32(1)
@@ -444,7 +446,7 @@ class Bench:
     """Takes the steps in the default recipe and keeps the amaxes seen."""
     program = self.programs['default']
     state = self.calibrated(program.state, _CALIBRATION)
-    self.paths = slots.slot_paths(state.fp8_state)
+    self.paths = scaling_state.slot_paths(state.fp8_state)
     first = _entries(state.fp8_state, self.paths, 'input', 'amax_history')
     # The newest is entry 1; the oldest comes first here.
     self.amaxes = {
@@ -463,8 +465,8 @@ class Bench:
       flushed.append(float(np.median(sums[:, 2] / np.maximum(sums[:, 0], 1))))
       state = dataclasses.replace(
           state,
-          fp8_state=slots.roll(
-              slots.observe(state.fp8_state, gradients.fp8),
+          fp8_state=scaling_state.roll(
+              scaling_state.observe(state.fp8_state, gradients.fp8),
               program.policy.recipe,
               operands=('input', 'output_grad'),
           ),
@@ -630,8 +632,8 @@ class Bench:
 
   def health(self, state: TrainState, seen: PyTree) -> dict:
     """Returns `health.summarize` of one micro-batch's observations."""
-    observed = jax.device_get(slots.observe(state.fp8_state, seen))
-    return health.summarize(observed, slots.slot_paths(observed))
+    observed = jax.device_get(scaling_state.observe(state.fp8_state, seen))
+    return health.summarize(observed, scaling_state.slot_paths(observed))
 
   def measure_planted(self, label: str, params: PyTree, plant) -> None:
     """Part (d), for one copy of the masters.
@@ -700,7 +702,7 @@ class Bench:
     """
     recipe = self.programs['default'].policy.recipe
     measure = self.policy.jit(
-        lambda s, p, w: slots.measure_kernels(s, p, w, Axes())
+        lambda s, p, w: scaling_state.measure_kernels(s, p, w, Axes())
     )
     measured = measure(state.fp8_state, params, state.weights)
     summary = health.summarize(jax.device_get(measured), self.paths)
@@ -753,7 +755,7 @@ class Bench:
         policy = reference
         if dots:
           policy = self.of(self.programs['default'].policy.recipe.keeping(dots))
-          fp8_state = slots.restrict(state.fp8_state, policy.recipe)
+          fp8_state = scaling_state.restrict(state.fp8_state, policy.recipe)
           sides[dots] = states.with_weights(
               policy,
               dataclasses.replace(state, fp8_state=fp8_state),

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from jetrl_jax.compilation import exact_jit
-from jetrl_jax.fp8 import dot_block, dot_token, formats, health, weights
+from jetrl_jax.core.compilation import exact_jit
+from jetrl_jax.core.typing import Array, PyTree
+from jetrl_jax.fp8 import formats, health
 from jetrl_jax.fp8.quantization import (
     QTensor,
     dequantize,
@@ -29,7 +30,7 @@ from jetrl_jax.fp8.quantization import (
     scale_of_elements,
 )
 from jetrl_jax.fp8.recipes import BLOCK, Recipe
-from jetrl_jax.typing import Array, PyTree
+from jetrl_jax.kernels.quantized_dot import per_block, per_token, weights
 
 # Rows that a median over all values is taken of, at most.
 _MEDIAN_ROWS = 1024
@@ -128,9 +129,9 @@ def _quantized_input(recipe: Recipe, x_MI: Array, amax: Array) -> QTensor:
       values = quantize(x_MI, scale, formats.E4M3)
       return QTensor(values=values, scale=scale)
     case 'fp8_token' | 'int8':
-      return dot_token.quantize_rows(recipe, x_MI)
+      return per_token.quantize_rows(recipe, x_MI)
     case 'fp8_block':
-      return dot_block.quantize_input(recipe, x_MI)
+      return per_block.quantize_input(recipe, x_MI)
   raise AssertionError(recipe.name)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jetrl_jax.typing import PyTree
+from jetrl_jax.core.typing import PyTree
 
 # Relative to the mean diagonal entry of S.
 _RIDGE = 1e-3
