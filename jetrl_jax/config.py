@@ -399,6 +399,7 @@ def build(config: Config) -> Parts:
       rollout_policy=sampling,
       mesh=mesh,
       initial_params=make_params,
+      initial_checkpoint=folder if config.model.init == 'checkpoint' else None,
       param_shapes=shapes,
       freeze=tuple(config.model.freeze),
       invariant_scale=config.precision.invariant_scale,

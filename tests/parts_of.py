@@ -47,6 +47,7 @@ def shape(model, **changes):
       ),
       optimizer=dataclasses.replace(parts.optimizer, moments='fp8'),
       run=dataclasses.replace(parts.run, micro_batch_size=4),
+      initial_checkpoint=None,
       export_source=None,
   )
 

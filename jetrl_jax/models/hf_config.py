@@ -11,7 +11,14 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from jetrl_jax.models.hf_files import list_names, parse_json, read_inside
+from jetrl_jax.models.hf_files import (
+    CONFIG_FILE,
+    check_format,
+    has_file,
+    list_names,
+    parse_json,
+    read_inside,
+)
 from jetrl_jax.models.hf_quantization import check_section
 from jetrl_jax.models.types import (
     FAMILY_TRAITS,
@@ -68,7 +75,13 @@ def load_config(folder: pathlib.Path) -> ModelConfig:
 
 def read_config_json(folder: pathlib.Path) -> dict[str, Any]:
   """Reads the folder's config.json as it is."""
-  name = 'config.json'
+  name = CONFIG_FILE
+  if not has_file(folder, name):
+    check_format(folder)
+    raise ValueError(
+        f'{folder} has no {name}; allowed is a folder as save_pretrained of'
+        ' transformers writes it'
+    )
   found = parse_json(read_inside(folder, name), str(folder / name))
   if not isinstance(found, dict):
     raise ValueError(f'{folder / name}: not a JSON object')

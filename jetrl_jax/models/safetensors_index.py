@@ -19,7 +19,10 @@ import ml_dtypes
 import numpy as np
 
 from jetrl_jax.models.hf_files import (
+    INDEX_FILE,
     MAX_JSON_BYTES,
+    SINGLE_FILE,
+    check_format,
     has_file,
     list_names,
     list_problems,
@@ -27,9 +30,6 @@ from jetrl_jax.models.hf_files import (
     parse_json,
     read_inside,
 )
-
-SINGLE_FILE = 'model.safetensors'
-INDEX_FILE = 'model.safetensors.index.json'
 
 # Read both ways: the name in a header, the dtype (bytes are little-endian).
 DTYPES = {
@@ -75,9 +75,11 @@ def read_index(folder: pathlib.Path) -> dict[str, StoredTensor]:
     Tensor by name.
 
   Raises:
-    ValueError: no or two ways to read the folder; an index that names files
-      elsewhere, or that does not agree with the headers; a broken header.
+    ValueError: see `check_format`; two ways to read the folder; an index
+      that names files elsewhere, or that does not agree with the headers; a
+      broken header.
   """
+  check_format(folder)
   single, index = has_file(folder, SINGLE_FILE), has_file(folder, INDEX_FILE)
   if not single and not index:
     raise ValueError(

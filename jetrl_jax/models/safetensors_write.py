@@ -14,11 +14,8 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
-from jetrl_jax.models.safetensors_index import (
-    DTYPES,
-    INDEX_FILE,
-    SINGLE_FILE,
-)
+from jetrl_jax.models.hf_files import INDEX_FILE, SINGLE_FILE
+from jetrl_jax.models.safetensors_index import DTYPES
 
 # A tensor is cast and written in pieces of about this size.
 _PIECE_BYTES = 64 * 2**20

@@ -353,6 +353,55 @@ def test_a_folder_without_safetensors_says_what_it_lacks(folder):
   refuses(folder, f'neither {SINGLE} nor {INDEX}')
 
 
+def test_pickled_weights_alone_are_refused_with_what_writes_others(folder):
+  (folder / SINGLE).rename(folder / 'pytorch_model.bin')
+  refuses(folder, r"pickled weights alone \('pytorch_model.bin'\)", 'safetens')
+
+
+@pytest.mark.parametrize(
+    'name',
+    ['adapter_config.json', 'adapter_model.safetensors', 'adapter_model.bin'],
+)
+def test_an_adapter_beside_a_model_is_refused_by_name(folder, name):
+  (folder / name).write_text('{}')
+  refuses(
+      folder,
+      rf'holds an adapter \({name}\) beside the weights',
+      'merge_and_unload.*or move its files elsewhere',
+  )
+
+
+@pytest.mark.parametrize(
+    ('said', 'named'),
+    [
+        ('{"base_model_name_or_path": "Qwen/Qwen2.5-7B"}', "'Qwen/Qwen2.5-7B'"),
+        ('{"base_model_name_or_path": null}', 'a model that it does not name'),
+        ('[]', 'a model that it does not name'),
+        (None, 'a model that it does not name'),
+    ],
+)
+def test_an_adapter_alone_is_refused_with_its_model(tmp_path, said, named):
+  (tmp_path / 'adapter_model.safetensors').write_bytes(b'')
+  if said is not None:
+    (tmp_path / 'adapter_config.json').write_text(said)
+  refuses(tmp_path, f'is an adapter .* of {named}, not a whole model')
+
+
+def test_a_gguf_file_is_refused_with_what_to_name_instead(folder):
+  (folder / SINGLE).rename(folder / 'model-q4.gguf')
+  message = r"model-q4.gguf is a GGUF file.*gguf_file='model-q4.gguf'"
+  refuses(folder, message)
+  (folder / 'config.json').unlink()
+  refuses(folder, message)
+  with pytest.raises(ValueError, match=message):
+    resolve_checkpoint(str(folder / 'model-q4.gguf'))
+
+
+def test_a_folder_without_a_config_says_so(folder):
+  (folder / 'config.json').unlink()
+  refuses(folder, 'has no config.json; allowed is a folder as save_pretrained')
+
+
 def test_a_stale_single_file_beside_an_index_is_refused(sharded):
   (sharded / SINGLE).write_bytes(b'')
   refuses(sharded, 'holds both')
