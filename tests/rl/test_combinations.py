@@ -99,6 +99,17 @@ _SEQUENCES = dataclasses.replace(MU, loss_agg_mode='seq-mean-token-mean')
         ({'policy_loss': 'cispo', 'clip_ratio_c': 5.0}, MU, 'not read'),
         ({'cispo_cap': 3.0}, MU, 'cispo_cap is 3.0, which is not read'),
         ({'rollout_rs_threshold_high': 1.1}, MU, 'not read'),
+        (
+            {
+                'policy_loss': 'gspo',
+                'clip_ratio_low': 3e-4,
+                'clip_ratio_high': 4e-4,
+                'rollout_is': 'mis',
+                'rollout_is_per_answer': True,
+            },
+            _SEQUENCES,
+            'rollout_is_per_answer is True, which is not read',
+        ),
         ({'policy_loss': 'gspo'}, _SEQUENCES, 'nothing will be clipped'),
         (
             {'rollout_is': 'token'},
