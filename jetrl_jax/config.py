@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import ml_collections
 import numpy as np
+from absl import logging
 
 from jetrl_jax import config_flow, config_model
 from jetrl_jax.data import (
@@ -169,8 +170,25 @@ def _datasets(
   if not section.val_files:
     return train_set, None
   with config_model.naming('data.val_files'):
-    return train_set, build_dataset(
-        section, section.val_files, tokenizer, limit
+    val_set = build_dataset(section, section.val_files, tokenizer, limit)
+  _warn_of_shared(train_set, val_set)
+  return train_set, val_set
+
+
+def _warn_of_shared(train_set: PromptDataset, val_set: PromptDataset) -> None:
+  """Warns of held-out prompts that are trained on."""
+  trained = {prompt.tokens.tobytes() for prompt in train_set}
+  shared = [p for p in val_set if p.tokens.tobytes() in trained]
+  if shared:
+    logging.warning(
+        '%d of %d held-out prompts (%.1f%%) are among the training prompts, the'
+        ' first is prompt %d of %s: accuracy on them shows what was learnt by'
+        ' heart. Leave them out of data.train_files or data.val_files',
+        len(shared),
+        len(val_set),
+        100 * len(shared) / len(val_set),
+        shared[0].id,
+        shared[0].source,
     )
 
 
