@@ -384,6 +384,7 @@ def build(config: Config) -> Parts:
   engine = engine_config(config, tokenizer)
   combinations.check(loss, algorithm, engine, run)
   combinations.check_guard(guard, loss, algorithm, run)
+  combinations.warn_of_rate(optimizer.lr)
   _check_fits(policy, engine, environment, run)
   engine_sizes.pages(engine, policy.axes.size, policy.tile)
   train_set, val_set = _datasets(config.data, tokenizer)

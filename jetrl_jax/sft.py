@@ -22,7 +22,7 @@ from jetrl_jax.files import user_path
 from jetrl_jax.metrics import MetricWriter
 from jetrl_jax.models import invariant_scaling
 from jetrl_jax.models.hf_export import check_carried, check_target
-from jetrl_jax.rl import fp8_support, packing
+from jetrl_jax.rl import combinations, fp8_support, packing
 from jetrl_jax.rl import state as states
 from jetrl_jax.rl.apply import merge
 from jetrl_jax.rl.calibration import Calibration, likelihood_sequences
@@ -180,6 +180,7 @@ def train(config, workdir: pathlib.Path) -> None:
   _check_workdir(workdir)
   steps = config.sft.total_training_steps
   settings = configs.optimizer_config(config, steps)
+  combinations.warn_of_rate(settings.lr)
   make_params, _ = config_model.parameters(config, policy, mesh, folder)
   optimizer = settings.build()
   state = states.create(

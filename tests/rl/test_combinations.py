@@ -129,6 +129,15 @@ def test_a_setting_that_nobody_reads_is_named_in_a_warning(
   assert len(said) == 1 and words in said[0]
 
 
+def test_a_rate_that_leaves_nothing_of_the_weights_is_warned_of(caplog):
+  # The tiny run of the tests, and sft of 0.8 M parameters.
+  for lr in (1e-6, 1e-2, 3e-3):
+    combinations.warn_of_rate(lr)
+  assert not caplog.text
+  combinations.warn_of_rate(100.0)
+  assert 'optim.lr is 100: AdamW moves every weight by about' in caplog.text
+
+
 @pytest.mark.parametrize(
     ('loss', 'algorithm'),
     [
