@@ -32,7 +32,8 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import common
 from jetrl_jax import compilation, fp8, rng, sharding
-from jetrl_jax.fp8 import gate_up_kernel, slots
+from jetrl_jax.fp8 import slots
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.metrics import Mean
 from jetrl_jax.models import hf_layout
 from jetrl_jax.rl import decode_slots, decode_step
@@ -324,12 +325,15 @@ def main(argv: list[str]) -> None:
   sharding.make_mesh()  # The devices at hand are asked before the pretence.
   version = gpu_info.GpuVersion[_GPU.value]
   info = gpu_info._get_gpu_info_impl(version)
-  is_hopper = _GPUS[_GPU.value].capability == (9, 0)
+  capability = _GPUS[_GPU.value].capability
+  hardware = dispatch.Hardware('gpu', capability, has_triton=True)
+  policy = dataclasses.replace(
+      policy, kernels=dispatch.select(hardware=hardware)
+  )
   order = {'gpu': {}} if _XLA_ORDER.value else {}
   with (
       mock.patch.dict(compilation._IN_ORDER, order),
       mock.patch.object(jax, 'default_backend', lambda: 'gpu'),
-      mock.patch.object(gate_up_kernel, 'on_hopper', lambda: is_hopper),
       mock.patch.object(gpu_info, 'get_gpu_info', lambda: info),
   ):
     if _PROGRAM.value == 'apply':

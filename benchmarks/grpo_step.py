@@ -122,7 +122,13 @@ def lines_of(variant: str, workdir: pathlib.Path) -> list[dict]:
   path = workdir / 'metrics.jsonl'
   text = path.read_text() if path.exists() else ''
   rows = [json.loads(x) for x in text.splitlines() if x.endswith('}')]
-  return [{'variant': variant} | row for row in rows if row['step'] > 0]
+  return [
+      {'variant': variant}
+      # Not the maps by dot: nearly all of a line, and no measurement of a step.
+      | {k: v for k, v in row.items() if not isinstance(v, dict)}
+      for row in rows
+      if row['step'] > 0
+  ]
 
 
 def trained() -> tuple[list[dict], list[str]]:

@@ -34,6 +34,11 @@ def get_config() -> ml_collections.ConfigDict:
   config.model.shape = ''
   # dtype of the master weights.
   config.model.master_dtype = 'float32'
+  # Place each float32 master of an 8-bit dot at random within the rounding cell
+  # of the 16-bit checkpoint that it comes from. Without it the first update
+  # moves the policy about fifteen times too far (docs/numerics.md). An export
+  # without training gives the checkpoint's bytes back. 'bf16' never does it.
+  config.model.spread_masters = True
   # Regular expressions (full match) of masters that do not train, for example
   # ('embed/.*',).
   config.model.freeze = ()

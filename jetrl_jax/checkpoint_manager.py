@@ -39,8 +39,9 @@ _DELETING = '.deleting.'
 _CORRUPT = 'corrupt.'
 # Trained masters and 8-bit moments are noise to a compressor: it saves a tenth
 # of the disk, holds nearly the state's size of memory and keeps the processors
-# from the rollout beside it (benchmarks/save.py). Pinned memory, Orbax's choice
-# on a GPU, would stay taken: see `checkpoint_arrays.on_host`.
+# from the rollout beside it (docs/performance_log.md, "A checkpoint of a
+# 7B"). Pinned memory, Orbax's choice on a GPU, would stay taken: see
+# `checkpoint_arrays.on_host`.
 ORBAX_OPTIONS: dict[str, Any] = {
     'use_ocdbt': True,
     'use_zarr3': True,

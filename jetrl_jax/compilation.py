@@ -72,12 +72,6 @@ def on_gpu() -> bool:
   return jax.default_backend() in ('gpu', 'cuda')
 
 
-def on_hopper() -> bool:
-  """True when kernels compile for a GPU of the Hopper generation."""
-  capability = getattr(jax.devices()[0], 'compute_capability', None)
-  return on_gpu() and capability == '9.0'
-
-
 def kernel_options(
     interpret: bool, num_warps: int, num_stages: int | None = None
 ) -> dict:
@@ -181,60 +175,29 @@ def compiler_options(
   return found | (_IN_ORDER[kind] if in_order else {})
 
 
-def exact_jit(
-    function,
-    *,
-    donate_argnums=(),
-    static_argnums=(),
-    out_shardings=None,
-    keep_unused=False,
-    in_order=False,
-):
-  """`jax.jit` with the pinned options.
+def exact_jit(function, *, in_order=False, **options):
+  """`jax.jit` with the pinned compiler options.
 
   Args:
     function: pure function of pytrees.
-    donate_argnums: arguments whose buffers the result may reuse.
-    static_argnums: hashable arguments that select the program.
-    out_shardings: where results go, a prefix tree; None lets XLA decide. A
-      result that is fed back must name it: the same place under another
-      name compiles the program a second time.
-    keep_unused: arguments whose values nobody reads are passed all the same,
-      so that their buffers can be reused.
     in_order: see `compiler_options`.
+    **options: of `jax.jit`. A result that is fed back must name its place in
+      `out_shardings`: the same place under another name compiles the program
+      a second time. `keep_unused` passes arguments whose values nobody reads,
+      so that their buffers can be reused.
   """
-  return jax.jit(
-      function,
-      donate_argnums=donate_argnums,
-      static_argnums=static_argnums,
-      keep_unused=keep_unused,
-      **({} if out_shardings is None else {'out_shardings': out_shardings}),
-      compiler_options=compiler_options(in_order=in_order),
-  )
+  pinned = compiler_options(in_order=in_order)
+  return jax.jit(function, **options, compiler_options=pinned)
 
 
-def inexact_jit(
-    function,
-    *,
-    donate_argnums=(),
-    static_argnums=(),
-    out_shardings=None,
-    keep_unused=False,
-    in_order=False,
-):
+def inexact_jit(function, *, in_order=False, **options):
   """`exact_jit` with XLA's own choices where these only decide about bits.
 
   Fusions may skip roundings, kernels are chosen and tiled by timing, Triton
   GEMMs and operations that do not repeat are allowed.
   """
-  return jax.jit(
-      function,
-      donate_argnums=donate_argnums,
-      static_argnums=static_argnums,
-      keep_unused=keep_unused,
-      **({} if out_shardings is None else {'out_shardings': out_shardings}),
-      compiler_options=compiler_options(exact=False, in_order=in_order),
-  )
+  pinned = compiler_options(exact=False, in_order=in_order)
+  return jax.jit(function, **options, compiler_options=pinned)
 
 
 def keep_compiled(folder: str | os.PathLike) -> None:

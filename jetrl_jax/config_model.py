@@ -156,9 +156,27 @@ def parameters(config: Config, policy: Policy, mesh, folder):
   def where(path: str) -> NamedSharding:
     return NamedSharding(mesh, sharding.leaf_spec(shapes[path].shape, mesh))
 
+  recipes = [policy.recipe]
+  if name := config.precision.rollout_recipe:
+    recipes.append(renamed(policy, name).recipe)
+
+  def spreads(path: str) -> bool:
+    """Whether a master trains and a dot of either side reads it in 8 bits."""
+    dot = path.removesuffix('/kernel')
+    return (
+        config.model.spread_masters
+        and dot != path
+        and any(recipe.quantizes(dot) for recipe in recipes)
+        and not any(re.fullmatch(p, path) for p in config.model.freeze)
+    )
+
   def load() -> PyTree:
     return models.load_checkpoint(
-        folder, policy.model, dtype=dtype, sharding_of=where
+        folder,
+        policy.model,
+        dtype=dtype,
+        sharding_of=where,
+        spreads=spreads,
     )
 
   def random() -> PyTree:

@@ -82,11 +82,10 @@ class TappedPolicy(Policy):
 def tapped(policy: Policy, wanted: tuple[str, ...]) -> TappedPolicy:
   """Returns the policy with taps; of fused kernels nothing would be seen."""
   fields = {
-      field.name: getattr(policy, field.name)
+      field.name: getattr(policy.separately(), field.name)
       for field in dataclasses.fields(policy)
   }
-  made = TappedPolicy(**fields, wanted=wanted)
-  return dataclasses.replace(made, fused=False)
+  return TappedPolicy(**fields, wanted=wanted)
 
 
 def _prefill(policy: TappedPolicy, params, tokens_PT, lengths_P):

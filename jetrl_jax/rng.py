@@ -11,6 +11,7 @@ import operator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jetrl_jax.typing import Array, PRNGKey
 
@@ -22,8 +23,7 @@ INIT = 0  # (leaf,): random master weights.
 ROLLOUT = 1  # (step, prompt, sample, token): sampled training responses.
 EVALUATION = 2  # (step, prompt, sample, token): sampled evaluation responses.
 CALIBRATION = 3  # (prompt, sample, token): the rollout that fills FP8 slots.
-SHUFFLE = 4  # (epoch, ...): order of packed rows and mini-batches.
-BENCHMARK = 5  # (step, prompt, sample): made-up rewards, lengths, inputs.
+# 4 and 5 were given to streams that nothing draws from any more.
 ROUNDING = 6  # (optimiser step, parameter): masters rounded at random.
 
 _LIMIT = 2**32
@@ -96,6 +96,56 @@ def host_generator(base: PRNGKey, *address: int) -> np.random.Generator:
   """
   words = np.asarray(jax.random.key_data(base)).tolist()
   return np.random.default_rng([*words, *address])
+
+
+def element_index(shape: tuple[int, ...], first_row: int | Array = 0) -> Array:
+  """Returns each element's row-major index in its array, modulo 2^32.
+
+  Args:
+    shape: of the rows at hand; its first axis is the one that is split.
+    first_row: index of the first of them in the whole array.
+
+  Returns:
+    uint32, of `shape`.
+  """
+  index, stride = jnp.zeros(shape, jnp.uint32), 1
+  for axis in reversed(range(len(shape))):
+    along = lax.broadcasted_iota(jnp.uint32, shape, axis)
+    if axis == 0:
+      along = along + jnp.asarray(first_row, jnp.uint32)
+    index = index + along * jnp.uint32(stride % 2**32)
+    stride *= shape[axis]
+  return index
+
+
+def hashed(index: Array, first_word: Array, second_word: Array) -> Array:
+  """Returns 32 random bits per element, given the two words of a key.
+
+      bits_i = mix(mix(i xor key[0]) xor key[1])
+
+  `mix` is a permutation, so no two of the first 2^32 elements get the same
+  bits. It takes about ten integer instructions, where threefry takes a hundred.
+
+  Args:
+    index: uint32, see `element_index`.
+    first_word: uint32 [], of the key.
+    second_word: uint32 [].
+
+  Returns:
+    uint32, of the index's shape.
+  """
+  return _mix(_mix(index ^ first_word) ^ second_word)
+
+
+def _mix(x: Array) -> Array:
+  """A permutation of the 32-bit words: every output bit depends on all of x.
+
+  References:
+    Wellons 2018, "Prospecting for Hash Functions" (lowbias32).
+  """
+  x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+  x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+  return x ^ (x >> 16)
 
 
 def _checked(value: int | np.integer, what: str) -> int:

@@ -31,8 +31,6 @@ _SAME = (
     ('prompt', 'question', 'problem', 'query', 'instruction'),
     ('answer', 'final_answer', 'solution', 'target', 'ground_truth'),
 )
-# The id is folded into 32-bit random keys.
-_MAX_ID = 2**31
 
 
 def load_examples(
@@ -41,7 +39,6 @@ def load_examples(
     prompt_key: str,
     answer_key: str,
     source_key: str = '',
-    id_key: str = '',
 ) -> list[Example]:
   """Reads rows from files or Hugging Face data sets, in the order given.
 
@@ -53,18 +50,17 @@ def load_examples(
       GSM8K solution is cut to what follows its last '####'.
     source_key: column that names the data set; '' takes the file's stem or
       the repository's name.
-    id_key: column with a unique integer; '' numbers the rows from 0 over all
-      files.
 
   Returns:
-    At least one example per file, ids unique. A row whose answer is null or
-    empty (MATH has some) cannot be scored: it is left out, and a warning
-    counts such rows. It keeps its number, so ids do not depend on the rule.
+    At least one example per file; ids number the rows from 0 over all files. A
+    row whose answer is null or empty (MATH has some) cannot be scored: it is
+    left out, and a warning counts such rows. It keeps its number, so ids do not
+    depend on the rule.
     Prompts with the character NUL are kept, and a warning counts them too.
 
   Raises:
     ValueError: an unknown format, a file that is missing, empty or malformed,
-      a missing or wrongly typed column, a repeated id, a missing extra.
+      a missing or wrongly typed column, a missing extra.
   """
   if isinstance(files, str):
     raise ValueError(
@@ -73,20 +69,13 @@ def load_examples(
   if not files:
     raise ValueError(f'files is empty; name at least one file ({_FORMATS}).')
   examples: list[Example] = []
-  where_of_id: dict[int, str] = {}
+  rows = 0
   without_answer: list[str] = []
   with_nul: list[str] = []
   for file in files:
-    count, rows = len(examples), len(where_of_id)
+    before = len(examples), rows
     for where, row in _read_rows(file):
-      id = _id_at(row, id_key, where) if id_key else len(where_of_id)
-      if id in where_of_id:
-        raise ValueError(
-            f'{where}: id {id} was already used at {where_of_id[id]}; ids must'
-            " be unique over all files. Leave id_key '' to number the rows"
-            ' instead.'
-        )
-      where_of_id[id] = where
+      id, rows = rows, rows + 1
       if answer_key and _lacks_answer(row, answer_key, where):
         without_answer.append(where)
         continue
@@ -104,8 +93,8 @@ def load_examples(
       examples.append(example)
       if any('\0' in text for text in _texts(example.prompt)):
         with_nul.append(where)
-    if len(examples) == count:
-      empty = len(where_of_id) == rows
+    if len(examples) == before[0]:
+      empty = rows == before[1]
       raise ValueError(
           f'{file} has no rows.'
           if empty
@@ -115,7 +104,7 @@ def load_examples(
     logging.warning(
         'Left out %d of %d rows whose %r is empty, the first at %s.',
         len(without_answer),
-        len(where_of_id),
+        rows,
         answer_key,
         without_answer[0],
     )
@@ -240,20 +229,6 @@ def _lacks_answer(row: dict[str, Any], answer_key: str, where: str) -> bool:
   if isinstance(value, float):
     return not math.isfinite(value)
   return value is None or (isinstance(value, str) and not value.strip())
-
-
-def _id_at(row: dict[str, Any], key: str, where: str) -> int:
-  value = column(row, key, where)
-  if (
-      isinstance(value, bool)
-      or not isinstance(value, int)
-      or not 0 <= value < _MAX_ID
-  ):
-    raise ValueError(
-        f'{where}: id {key!r} is {_short(value)}; allowed: an integer in'
-        f' [0, {_MAX_ID}).'
-    )
-  return value
 
 
 def _stem(file: str) -> str:

@@ -26,11 +26,12 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax.compilation import MOST_VALUES, on_gpu
+from jetrl_jax.compilation import MOST_VALUES
 from jetrl_jax.fp8 import block_kernel, block_turning, formats, health, turning
 from jetrl_jax.fp8.products import grouped_dot
 from jetrl_jax.fp8.quantization import QTensor, dequantize, quantize_groups
 from jetrl_jax.fp8.recipes import BLOCK, Recipe
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.typing import Array
 
 
@@ -84,12 +85,14 @@ def quantize_grad(
 def _has_kernels(shape: tuple[int, ...]) -> bool:
   """Whether an operand of the backward is made by a kernel."""
   size = math.prod(shape)
-  return on_gpu() and turning.fits(shape) and size <= MOST_VALUES
+  has_kernel = dispatch.has_kernel('quantize_transpose')
+  return has_kernel and turning.fits(shape) and size <= MOST_VALUES
 
 
 def _product(recipe: Recipe, a: QTensor, b: QTensor, out_dtype) -> Array:
   """Returns a . b^T of operands [M, K] and [N, K] in groups along K."""
-  multiply = block_kernel.block_dot if on_gpu() else grouped_dot
+  has_kernel = dispatch.has_kernel('block_scaled_dot')
+  multiply = block_kernel.block_dot if has_kernel else grouped_dot
   return multiply(
       a.values,
       a.scale,
@@ -102,7 +105,8 @@ def _product(recipe: Recipe, a: QTensor, b: QTensor, out_dtype) -> Array:
 
 def _turned(x: QTensor) -> QTensor:
   """Returns the transpose, with its scales."""
-  values = turning.turn(x.values) if on_gpu() else x.values.T
+  has_kernel = dispatch.has_kernel('quantize_transpose')
+  values = turning.turn(x.values) if has_kernel else x.values.T
   return QTensor(values=values, scale=x.scale.T)
 
 

@@ -14,7 +14,6 @@ import dataclasses
 import jax
 from jax import lax
 
-from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import formats, health, turning
 from jetrl_jax.fp8.products import (
     BATCHED_NT,
@@ -26,6 +25,7 @@ from jetrl_jax.fp8.products import (
 )
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.typing import Array, PyTree
 
 
@@ -53,7 +53,8 @@ class OutputGrad:
 
 def _turns(rows: int, weight: QTensor) -> bool:
   """Whether the backward reads its operands turned round."""
-  return on_gpu() and turning.fits((rows, *weight.values.shape))
+  has_kernel = dispatch.has_kernel('quantize_transpose')
+  return has_kernel and turning.fits((rows, *weight.values.shape))
 
 
 def keep_input(

@@ -95,26 +95,3 @@ class FlowGraph:
       lines.append(nodes[0].place)
       lines += [f'  {node.kind:<15} {node.signature()}' for node in nodes]
     return '\n'.join(lines) + '\n'
-
-  def to_dot(self) -> str:
-    """Returns graphviz source, one box a path: `dot -Tsvg`."""
-    names = {node: f'n{i}' for i, node in enumerate(self.nodes)}
-    lines = ['digraph flow {', '  node [shape=box, fontname=monospace];']
-    for i, (path, nodes) in enumerate(self.by_path().items()):
-      lines.append(f'  subgraph cluster_{i} {{')
-      lines.append(f'    label="{_quoted(path)}";')
-      lines += [
-          f'    {names[node]} [label="{_quoted(node.signature())}"];'
-          for node in nodes
-      ]
-      lines.append('  }')
-    lines += [
-        f'  {names[edge.producer]} -> {names[edge.consumer]}'
-        f' [label="{edge.dtype}"];'
-        for edge in self.edges
-    ]
-    return '\n'.join([*lines, '}']) + '\n'
-
-
-def _quoted(text: str) -> str:
-  return text.replace('\\', '\\\\').replace('"', '\\"')

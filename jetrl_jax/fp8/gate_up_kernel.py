@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jetrl_jax.compilation import kernel_options, lowered_once, on_hopper
+from jetrl_jax.compilation import kernel_options, lowered_once
 from jetrl_jax.fp8 import formats, swiglu
 from jetrl_jax.fp8.hopper_dot import hopper_dot
 from jetrl_jax.fp8.quantization import QTensor
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.typing import Array
 
 ROWS = 64, 128
@@ -104,7 +105,8 @@ def fits(rows: int, dims: tuple[int, ...]) -> bool:
   whole = dim % _CHUNK == 0 and columns % _UNIT == 0
   width = width_of(columns)
   one_round = width <= columns <= width * _core_count()
-  return on_hopper() and whole and rows in ROWS and one_round
+  has_kernel = dispatch.has_kernel('gate_up')
+  return has_kernel and whole and rows in ROWS and one_round
 
 
 @lowered_once('interpret')

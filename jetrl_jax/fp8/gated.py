@@ -15,7 +15,6 @@ from typing import TypeAlias, cast
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import (
     dot_tensor,
     gate_up_kernel,
@@ -27,6 +26,7 @@ from jetrl_jax.fp8 import (
 from jetrl_jax.fp8.products import Unscaled
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.typing import Array, PyTree
 
 # (master [O, I] or None, weight, slot) as `linear.dot` takes them.
@@ -43,7 +43,7 @@ def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
   # The kernel scales the first dot's product as late as the forward does, and
   # counts by the distance between bfloat16 values.
   computes = recipe.may_scale_late and recipe.compute_dtype == 'bfloat16'
-  return computes and on_gpu() and turning.fits(dims)
+  return computes and dispatch.has_kernel('mlp') and turning.fits(dims)
 
 
 def hidden(

@@ -20,11 +20,11 @@ from jetrl_jax.compilation import (
     instruction,
     kernel_options,
     lowered_once,
-    on_gpu,
     row_slices,
 )
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.products import Unscaled
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.typing import Array
 
 # Columns of a program at most, and its values.
@@ -159,7 +159,7 @@ _by_kernel.defvjp(_by_kernel_fwd, _by_kernel_bwd)
 
 def has_kernel(columns: int) -> bool:
   """Whether h of so many columns is the kernel's; for all numbers of rows."""
-  return on_gpu() and columns % 16 == 0
+  return dispatch.has_kernel('swiglu') and columns % 16 == 0
 
 
 def swiglu(y_MG: Array) -> Array:

@@ -59,6 +59,10 @@ _PLAIN = _Maths(
     share=lambda x, y, z: jnp.clip(x * y + z, 0.0, 1.0),
     saturates=False,
 )
+# Columns of a program, of each half (64 at most, as counts share a number), and
+# its warps.
+_WIDTH = 32
+_WARPS = 4
 # Counts are float32 here, whose instructions have two pipes more.
 _KINDS = (jnp.float32,) * 4
 
@@ -144,7 +148,7 @@ def _kernel(
   turning.write_sums(sums_refs[4:], dy_sums)
 
 
-@lowered_once('dtype', 'width', 'num_warps', 'interpret')
+@lowered_once('dtype', 'interpret')
 def backward(
     product_MG: Array,
     dh_MF: Array,
@@ -152,8 +156,6 @@ def backward(
     row_mask_M: Array,
     dtype,
     *,
-    width: int = 32,
-    num_warps: int = 4,
     interpret: bool = False,
 ) -> tuple[Turned, Turned]:
   """Returns (h turned round, the gradient of gate|up both ways round).
@@ -167,18 +169,9 @@ def backward(
       in the forward) and of those of the gradient.
     row_mask_M: float32, 0 on rows that do not count.
     dtype: 8-bit format of the gradient, a float.
-    width: columns of a program, of each half; 64 at most, as counts share a
-      number.
-    num_warps: of a program.
     interpret: run on a CPU, for tests.
   """
-  run = functools.partial(
-      _of_rows,
-      dtype=dtype,
-      width=width,
-      num_warps=num_warps,
-      interpret=interpret,
-  )
+  run = functools.partial(_of_rows, dtype=dtype, interpret=interpret)
   parts = [
       run(product_MG[at], dh_MF[at], scales, row_mask_M[at])
       for at in row_slices(*product_MG.shape, multiple=TILE)
@@ -194,13 +187,11 @@ def _of_rows(
     row_mask_M,
     *,
     dtype,
-    width: int,
-    num_warps: int,
     interpret: bool,
 ) -> tuple[Turned, Turned]:
   rows, columns = dh_MF.shape
-  quarters, grid = (rows // 4, 4), (columns // width, rows // TILE)
-  both = pl.BlockSpec((WORDS, 4, 2, width), lambda j, i: (i, 0, 0, j))
+  quarters, grid = (rows // 4, 4), (columns // _WIDTH, rows // TILE)
+  both = pl.BlockSpec((WORDS, 4, 2, _WIDTH), lambda j, i: (i, 0, 0, j))
   number = pl.BlockSpec((None, None), lambda j, i: (i, j))
   numbers = [jax.ShapeDtypeStruct(grid[::-1], kind) for kind in turning.NUMBERS]
   words = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.uint32)
@@ -211,19 +202,19 @@ def _of_rows(
           dtype=dtype,
           # What a thread holds of a row is added up before it joins the sums,
           # which then take an eighth of the registers.
-          run=min(8, width // num_warps),
+          run=min(8, _WIDTH // _WARPS),
       ),
       grid=grid,
       in_specs=[
           both,
-          pl.BlockSpec((WORDS, 4, width), lambda j, i: (i, 0, j)),
+          pl.BlockSpec((WORDS, 4, _WIDTH), lambda j, i: (i, 0, j)),
           pl.BlockSpec((WORDS, 4), lambda j, i: (i, 0)),
           pl.BlockSpec((3,), lambda j, i: (0,)),
       ],
       out_specs=[
           both,
-          pl.BlockSpec((width, WORDS), lambda j, i: (j, i)),
-          pl.BlockSpec((2, width, WORDS), lambda j, i: (0, j, i)),
+          pl.BlockSpec((_WIDTH, WORDS), lambda j, i: (j, i)),
+          pl.BlockSpec((2, _WIDTH, WORDS), lambda j, i: (0, j, i)),
           *[number] * 8,
       ],
       out_shape=[
@@ -233,7 +224,7 @@ def _of_rows(
           *numbers * 2,
       ],
       name='swiglu_backward',
-      **kernel_options(interpret, num_warps),
+      **kernel_options(interpret, _WARPS),
   )(
       product_MG.reshape(*quarters, 2, columns),
       dh_MF.reshape(*quarters, columns),

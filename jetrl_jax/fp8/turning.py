@@ -28,6 +28,9 @@ from jetrl_jax.typing import Array
 
 TILE = 128  # what both dims are multiples of; rows of a program
 WORDS = TILE // 4
+# Columns of a program that quantises, and warps: the fastest of five shapes.
+_WIDTH = 64
+_WARPS = 4
 # A tile's two counts share one number.
 FLUSHED = 1 << 16
 
@@ -90,8 +93,8 @@ def _turn_kernel(x_ref, out_ref):
     out_ref[:, c, :] = word.T
 
 
-@lowered_once('num_warps', 'interpret')
-def turn(x_MN: Array, *, num_warps: int = 2, interpret: bool = False) -> Array:
+@lowered_once('interpret')
+def turn(x_MN: Array, *, interpret: bool = False) -> Array:
   """Returns the transpose of an 8-bit matrix whose shape `fits`."""
   rows, columns = x_MN.shape
   bytes_MN = lax.bitcast_convert_type(x_MN, jnp.uint8)
@@ -105,7 +108,7 @@ def turn(x_MN: Array, *, num_warps: int = 2, interpret: bool = False) -> Array:
       out_specs=pl.BlockSpec((WORDS, 4, WORDS), lambda j, i: (j, 0, i)),
       out_shape=jax.ShapeDtypeStruct((columns // 4, 4, rows // 4), jnp.uint32),
       name='turn',
-      **kernel_options(interpret, num_warps),
+      **kernel_options(interpret, num_warps=2),
   )(words)
   return as_values(out.reshape(columns, rows // 4), x_MN.dtype)
 
@@ -224,7 +227,7 @@ def _quantize_kernel(x_ref, mask_ref, scale_ref, *outs, dtype, straight: bool):
   write_sums(sums_refs, sums)
 
 
-@lowered_once('dtype', 'straight', 'width', 'num_warps', 'interpret')
+@lowered_once('dtype', 'straight', 'interpret')
 def quantize_and_turn(
     x_MN: Array,
     scale: Array,
@@ -232,8 +235,6 @@ def quantize_and_turn(
     dtype,
     *,
     straight: bool,
-    width: int = 64,
-    num_warps: int = 4,
     interpret: bool = False,
 ) -> Turned:
   """Quantises a matrix, turns it round and sees what was lost, in one pass.
@@ -247,16 +248,12 @@ def quantize_and_turn(
     row_mask_M: float32, 0 on rows that do not count.
     dtype: the 8-bit format, a float.
     straight: also return the values as they came.
-    width: columns of a program.
-    num_warps: of a program.
     interpret: run on a CPU, for tests.
   """
   run = functools.partial(
       _quantized_rows,
       dtype=dtype,
       straight=straight,
-      width=width,
-      num_warps=num_warps,
       interpret=interpret,
   )
   slices = row_slices(*x_MN.shape, multiple=TILE)
@@ -270,13 +267,11 @@ def _quantized_rows(
     *,
     dtype,
     straight: bool,
-    width: int,
-    num_warps: int,
     interpret: bool,
 ) -> Turned:
   rows, columns = x_MN.shape
-  grid = columns // width, rows // TILE
-  rows_spec = pl.BlockSpec((WORDS, 4, width), lambda j, i: (i, 0, j))
+  grid = columns // _WIDTH, rows // TILE
+  rows_spec = pl.BlockSpec((WORDS, 4, _WIDTH), lambda j, i: (i, 0, j))
   number = pl.BlockSpec((None, None), lambda j, i: (i, j))
   numbers = [jax.ShapeDtypeStruct(grid[::-1], kind) for kind in NUMBERS]
   quarters = rows // 4, 4, columns
@@ -290,7 +285,7 @@ def _quantized_rows(
       ],
       out_specs=[
           *[rows_spec] * straight,
-          pl.BlockSpec((width, WORDS), lambda j, i: (j, i)),
+          pl.BlockSpec((_WIDTH, WORDS), lambda j, i: (j, i)),
           *[number] * 4,
       ],
       out_shape=[
@@ -299,7 +294,7 @@ def _quantized_rows(
           *numbers,
       ],
       name='quantize_and_turn',
-      **kernel_options(interpret, num_warps),
+      **kernel_options(interpret, _WARPS),
   )(
       x_MN.reshape(quarters),
       row_mask_M.reshape(rows // 4, 4),

@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import Unscaled, formats
 from jetrl_jax.fp8.quantization import quantize
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.models import (
     append_kernel,
     attention_backward,
@@ -126,7 +126,8 @@ def _reference_backward(
 
 
 def _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
-  run = attention_kernel.forward if on_gpu() else _reference
+  has_kernel = dispatch.has_kernel('attention')
+  run = attention_kernel.forward if has_kernel else _reference
   return run(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile)
 
 
@@ -199,7 +200,7 @@ def _bwd(tile, kv_dtype, residuals, dout):
   q_BKRH, k_BKSH, v_BKSH, *rest = residuals
   dtype = q_BKRH.dtype
   operands = (q_BKRH, k_BKSH.astype(dtype), v_BKSH.astype(dtype), *rest)
-  if on_gpu():
+  if dispatch.has_kernel('attention'):
     grads = attention_backward.backward(*operands, dout_BKRH=dout, tile=tile)
   else:
     grads = _reference_backward(*operands, dout=dout)
@@ -279,18 +280,16 @@ class DecodeAttention:
     table_BP: int32, the pages of each slot in order, S tokens each; token t
       lies in page t // S at t % S. Pages behind the position are not read.
     tile: see `flash_attention`; S is a multiple of it.
-    fused: on a GPU, join with attention what lies around it.
   """
 
   position_B: Array
   table_BP: Array
   tile: int = dataclasses.field(metadata={'static': True})
-  fused: bool = dataclasses.field(default=False, metadata={'static': True})
 
   @property
   def fuses(self) -> bool:
     """Whether `append_and_attend` is to be called."""
-    return self.fused and on_gpu()
+    return dispatch.has_kernel('rope_append')
 
   def append_and_attend(
       self,
@@ -332,7 +331,7 @@ class DecodeAttention:
         for pool, new in zip(cache, (k_MKH, v_MKH), strict=True)
     )
     slots, heads, head_dim = q_MNH.shape
-    if on_gpu():
+    if dispatch.has_kernel('decode_attention'):
       out, _ = attention_decode.decode(
           q_MNH, keys, values, self.table_BP, self.position_B, self.tile
       )

@@ -283,7 +283,7 @@ def pad_rows(x: Array, axis: int, row_tile: int, fill=0) -> Array:
   return jnp.pad(x, widths, constant_values=fill)
 
 
-@one_kernel('tile', 'program', 'interpret')
+@one_kernel('tile', 'interpret')
 def forward(
     q_BKRH: Array,
     k_BKSH: Array,
@@ -292,7 +292,6 @@ def forward(
     last_BR: Array,
     tile: int,
     *,
-    program: tuple[int, int, int] | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
   """Attends from packed rows to the keys of their sequences.
@@ -304,8 +303,6 @@ def forward(
     first_BR: int32, first key that a row may see.
     last_BR: int32, last one.
     tile: see `attention.flash_attention`.
-    program: its rows, warps, and tiles on their way at a time; None for the
-      fastest. All give the same bits.
     interpret: run on a CPU, for tests.
 
   Returns:
@@ -313,9 +310,8 @@ def forward(
   """
   wanted, out_dtype = q_BKRH.shape[2], q_BKRH.dtype
   even_first = k_BKSH.dtype.itemsize == 1
-  row_tile, num_warps, num_stages = program or (
-      (64, 4, 2) if even_first else (128, 8, 3)
-  )
+  # The fastest; all give the same bits.
+  row_tile, num_warps, num_stages = (64, 4, 2) if even_first else (128, 8, 3)
   if even_first:
     dtype = operand_dtype(out_dtype, k_BKSH.dtype)
     q_BKRH = _channels_as_decoded(q_BKRH, dtype)

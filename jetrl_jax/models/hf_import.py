@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jetrl_jax.models import spreading
 from jetrl_jax.models.hf_config import read_config_json
 from jetrl_jax.models.hf_files import has_file, list_names, list_problems
 from jetrl_jax.models.hf_layout import (
@@ -53,6 +54,7 @@ def load_checkpoint(
     *,
     dtype: str,
     sharding_of: Callable[[str], jax.sharding.Sharding | None] | None = None,
+    spreads: Callable[[str], bool] = lambda path: False,
 ) -> dict[str, Any]:
   """Loads the master weights from safetensors files.
 
@@ -62,6 +64,9 @@ def load_checkpoint(
     dtype: of every leaf, 'float32' or 'bfloat16'; rounded to nearest even.
     sharding_of: from a leaf's path ('layers_0/attn/qkv/kernel') to where it
       goes; None, for a leaf or for all, is JAX's default device.
+    spreads: whether a leaf that comes from 16 bits into float32 is spread
+      within its rounding cells (`spreading`). FP8 kernels never are: they stay
+      on the grid that they were trained on.
 
   Returns:
     The parameters, a nested dict of jax.Arrays (see `hf_layout`).
@@ -80,9 +85,12 @@ def load_checkpoint(
   not_finite = {}
 
   def make_leaf(row: Row) -> jax.Array:
-    leaf = _read_leaf(row, tensors, target, not_finite)
+    leaf, grid = _read_leaf(row, tensors, target, not_finite)
     sharding = sharding_of(row.path) if sharding_of else None
-    return _to_device(leaf, sharding)
+    array = _to_device(leaf, sharding)
+    if dtype == 'float32' and grid is not None and spreads(row.path):
+      array = spreading.spread(array, row.path, grid)
+    return array
 
   tree = build_tree(config, make_leaf)
   if config.tied_embeddings and OUTPUT in tensors:
@@ -233,10 +241,14 @@ def _read_leaf(
     tensors: dict[str, StoredTensor],
     target: np.dtype,
     not_finite: dict[str, int],
-) -> np.ndarray:
-  """Stacks a leaf's tensors in `target`; counts what is not finite there."""
+) -> tuple[np.ndarray, str | None]:
+  """Stacks a leaf's tensors in `target`; counts what is not finite there.
+
+  Returns:
+    The leaf, and the 16-bit grid that all of its values lie on, if they do.
+  """
   leaf = np.empty(row.shape, target)
-  first = 0
+  first, grids = 0, set()
   for part in row.parts:
     scale = None
     if tensors[part.name].dtype == FP8_DTYPE:
@@ -244,6 +256,7 @@ def _read_leaf(
     for piece in read_rows(tensors[part.name]):
       rows = leaf[first : first + len(piece)]
       first += len(piece)
+      grids.add(spreading.grid_of(piece))
       # A number too large for the target becomes infinite, and is counted.
       with np.errstate(over='ignore', invalid='ignore'):
         if scale is not None:
@@ -252,7 +265,8 @@ def _read_leaf(
       bad = rows.size - int(np.count_nonzero(np.isfinite(rows)))
       if bad:
         not_finite[part.name] = not_finite.get(part.name, 0) + bad
-  return leaf
+  # Of a fused leaf whose parts differ none has a cell for all.
+  return leaf, grids.pop() if len(grids) == 1 else None
 
 
 def _to_device(

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jetrl_jax.compilation import kernel_options, lowered_once, on_gpu
+from jetrl_jax.compilation import kernel_options, lowered_once
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.products import Unscaled, times
 from jetrl_jax.fp8.quantization import quantize
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.typing import Array, Float
 
 _MAX_CHUNK = 512
@@ -188,7 +189,7 @@ def rms_norm(
 
 
 def _forward(x_MD, scale_D, step, eps):
-  if on_gpu():
+  if dispatch.has_kernel('add_norm_quantize'):
     return rms_norm_kernel(x_MD, scale_D, eps, step)[1:]
   x32 = x_MD.astype(jnp.float32)
   mean_square_M1 = row_sum(x32 * x32) / x_MD.shape[1]

@@ -25,8 +25,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import fp8, rng, sharding
-from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import QTensor, renewal, slots
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.metrics import Mean
 from jetrl_jax.rl import adam_kernel, opt_parts, rounding
 from jetrl_jax.rl.optimizer import OptimizerConfig
@@ -193,7 +193,7 @@ def _move(
   def keep(new, old):
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
-  if on_gpu() and adam_kernel.fits(
+  if dispatch.has_kernel('adamw') and adam_kernel.fits(
       optimizer, part.trainable, gradients, part.moments
   ):
     trainable, moments, next_shared, largest = adam_kernel.move_part(
@@ -220,7 +220,9 @@ def _move(
       fp8_state, merge(largest, part.frozen), recipe, axes
   )
   fp8_state = keep(fp8_state, part.fp8_state)
-  if on_gpu() and renewal.fits(params, part.weights, recipe):
+  if dispatch.has_kernel('requantize') and renewal.fits(
+      params, part.weights, recipe
+  ):
     weights, measured, changed = renewal.renew(
         params, fp8_state, part.weights, recipe, axes
     )

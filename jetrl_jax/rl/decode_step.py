@@ -56,7 +56,7 @@ def sample(
     token_B, lse_B = sampling.draw(
         logits_BV, inverse_B, mask_BV, keys_B, greedy_B=greedy_B
     )
-  if lse_B is None or not policy.fused:
+  if lse_B is None:
     lse_B = policy.log_sum_exp(logits_BV, inverse_B)
   is_given_B = state.emitted < state.given
   token_B = jnp.where(

@@ -134,7 +134,7 @@ def decode_graph(
 
   key = jax.eval_shape(lambda: jax.random.key(0, impl='threefry2x32'))
   return flow.extract(
-      jax.make_jaxpr(step)(
+      jax.make_jaxpr(policy.bound(step))(
           _params(state), key, _slots(policy), _shape(jnp.float32)
       )
   )
@@ -145,7 +145,9 @@ def prefill_graph(policy: Policy, state: TrainState) -> flow.FlowGraph:
   policy = _on_one_device(policy)
   tokens, lengths = _shape(jnp.int32, 1, policy.tile), _shape(jnp.int32, 1)
   return flow.extract(
-      jax.make_jaxpr(policy.prefill)(_params(state), tokens, lengths)
+      jax.make_jaxpr(policy.bound(policy.prefill))(
+          _params(state), tokens, lengths
+      )
   )
 
 
@@ -170,13 +172,13 @@ def train_graph(
 
   shapes = _shapes_of(state)
   return flow.extract(
-      jax.make_jaxpr(forward)(shapes, batch, _shape(jnp.float32))
+      jax.make_jaxpr(policy.bound(forward))(shapes, batch, _shape(jnp.float32))
   )
 
 
 def _on_one_device(policy: Policy) -> Policy:
   """Nor fused: a kernel counts as the operations that it stands for."""
-  return dataclasses.replace(policy, axes=Axes(), fused=False)
+  return dataclasses.replace(policy.separately(), axes=Axes())
 
 
 # Any: shapes stand where the records name arrays.

@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetrl_jax.rl import experience, kl_reward, mixed_flow, packing
+from jetrl_jax.rl import (
+    experience,
+    kl_reward,
+    mismatch,
+    mixed_flow,
+    packing,
+    train_step,
+)
 from jetrl_jax.rl.apply import Gradients, UpdateInfo
 from jetrl_jax.rl.experience import Experience
 from jetrl_jax.rl.packing import Packed, Sequence
@@ -38,6 +45,10 @@ class Learnt:
     packing_efficiency: mean share of the micro-batches' tokens that are real.
     rollout_changed: of a mixed flow: share of the rollout's 8-bit weight bytes
       that changed, nested like its slots; empty if it was not requantised.
+    update_k3: nats, KL of the policy before the step's first update to the one
+      after it, see `Learner._k3`; None where no token was sampled.
+    rollout_update_k3: of a mixed flow: the same for the rollout's policy,
+      before and after it follows all of the step's updates; None otherwise.
   """
 
   experience: Experience
@@ -45,6 +56,8 @@ class Learnt:
   scored: dict[int, np.ndarray]
   packing_efficiency: float
   rollout_changed: PyTree
+  update_k3: float | None
+  rollout_update_k3: float | None
 
 
 class Learner:
@@ -82,6 +95,9 @@ class Learner:
       self._requantizer = mixed_flow.Requantizer(
           parts.rollout_policy, parts.mesh, state
       )
+      self._score_rollout = train_step.compile_score(
+          parts.rollout_policy, parts.mesh, mixed_flow.as_rollout(state)
+      )
 
   def learn(
       self, state: TrainState, exp: Experience
@@ -114,29 +130,35 @@ class Learner:
       with timer('adv'):
         exp, batches = kl_reward.subtract(exp, batches, self.parts.algorithm)
     with timer('update_actor'):
-      state, infos, first, efficiency = self._update(state, batches)
+      state, updated = self._update(state, batches, scored)
     with timer('update_weights'):
       rolled = self._train_step.roll_inputs(state.fp8_state)
       state = dataclasses.replace(state, fp8_state=rolled)
-      state, changed = self._requantize_rollout(state, batches, infos)
+      state, changed, k3 = self._requantize_rollout(
+          state, batches, updated.infos
+      )
     return state, Learnt(
         experience=exp,
-        infos=infos,
-        scored=scored | first,
-        packing_efficiency=efficiency,
+        infos=updated.infos,
+        scored=scored | updated.first,
+        packing_efficiency=float(np.mean(updated.efficiency)),
         rollout_changed=changed,
+        update_k3=updated.k3,
+        rollout_update_k3=k3,
     )
 
   def score(
       self, batch: list[Sequence], params: PolicyParams
   ) -> list[np.ndarray]:
     """Returns the training forward's log-probs of each sequence, in nats."""
+    return self._score(self._train_step.score, batch, params)
+
+  def _score(
+      self, score: Any, batch: list[Sequence], params: PolicyParams
+  ) -> list[np.ndarray]:
     packed = self.parts.pack(batch)
     temperature = jnp.float32(self.parts.run.temperature)
-    values = [
-        self._train_step.score(params, micro, temperature)[0]
-        for micro in packed.batches
-    ]
+    values = [score(params, micro, temperature)[0] for micro in packed.batches]
     return packing.unpack(values, packed)
 
   def score_in_update(
@@ -185,46 +207,123 @@ class Learner:
     for i, batch in enumerate(batches):
       if recompute or (later and i > 0):
         values = self.score(batch, params)
-        scored |= {s.origin: v for s, v in zip(batch, values, strict=True)}
+        scored |= _by_origin(batch, values)
         if recompute:
           batch = _with_field(batch, 'old_logprobs', values)
       filled.append(batch)
     return filled, scored
 
   def _update(
-      self, state: TrainState, batches: list[list[Sequence]]
-  ) -> tuple[TrainState, list[UpdateInfo], dict[int, np.ndarray], float]:
+      self,
+      state: TrainState,
+      batches: list[list[Sequence]],
+      scored: dict[int, np.ndarray],
+  ) -> tuple[TrainState, '_Updated']:
     """Takes every optimiser step of the rollout.
 
-    Returns:
-      (state, one UpdateInfo per optimiser step,
-       origin -> log-probs of the very first mini-batch,
-       mean share of the micro-batches' tokens that are real).
+    The distance that the first update moves the policy comes with the second
+    one's forward pass. Where there is only one update, a few answers are scored
+    once more.
+
+    Args:
+      state: donated.
+      batches: one per optimiser step of an epoch.
+      scored: origin -> log-probs at the rollout's weights, as far as known.
     """
-    infos, first, efficiency = [], {}, []
+    done = _Updated()
     for epoch in range(self.parts.algorithm.ppo_epochs):
       for i, batch in enumerate(batches):
         packed = self.parts.pack(batch)
-        efficiency.append(packed.efficiency)
+        done.efficiency.append(packed.efficiency)
         gradients, outputs = self._accumulate(state, packed)
-        if epoch == i == 0:
+        if len(done.infos) < 2:
           values = packing.unpack(outputs, packed)
-          first = {s.origin: v for s, v in zip(batch, values, strict=True)}
+          if epoch == i == 0:
+            done.first = _by_origin(batch, values)
+          else:
+            done.k3 = self._k3(batch, scored | done.first, values)
         state, info = self._train_step.apply(state, gradients)
-        infos.append(jax.device_get(info))
-    return state, infos, first, float(np.mean(efficiency))
+        done.infos.append(jax.device_get(info))
+    if len(done.infos) == 1:
+      few = self._few(batches[0])
+      params = PolicyParams(state.weights, state.fp8_state)
+      done.k3 = self._k3(few, done.first, self.score(few, params))
+    return state, done
+
+  def _few(self, batch: list[Sequence]) -> list[Sequence]:
+    """Returns evenly spaced answers that fit into one micro-batch."""
+    return batch[:: -(-len(batch) // self.parts.run.micro_batch_size)]
+
+  def _k3(
+      self,
+      batch: list[Sequence],
+      before: dict[int, np.ndarray],
+      after: list[np.ndarray],
+  ) -> float | None:
+    """Returns the KL of the policy before an update to the one after it.
+
+    Args:
+      batch: answers of the policy before.
+      before: origin -> its log-probs; the rollout's own are taken for others.
+      after: log-probs after the update.
+    """
+
+    def sampled(values: list[NpArray]) -> NpArray:
+      chosen = [
+          value[sequence.loss_mask > 0]
+          for value, sequence in zip(values, batch, strict=True)
+      ]
+      return np.concatenate(chosen)
+
+    known = [before.get(s.origin, s.rollout_logprobs) for s in batch]
+    return mismatch.k3_divergence(sampled(known), sampled(after))
 
   def _requantize_rollout(
       self,
       state: TrainState,
       batches: list[list[Sequence]],
       infos: list[UpdateInfo],
-  ) -> tuple[TrainState, Any]:
-    """Lets the rollout of a mixed flow follow the masters, if they moved."""
+  ) -> tuple[TrainState, Any, float | None]:
+    """Lets the rollout of a mixed flow follow the masters, if they moved.
+
+    Returns:
+      (state, share of bytes that changed, KL of the rollout's policy before to
+       that after).
+    """
     if self._requantizer is None or not any(info.applied for info in infos):
-      return state, {}
+      return state, {}, None
     sequences = [sequence for batch in batches for sequence in batch]
-    return self._requantizer(state, self.parts.pack(sequences).batches)
+    state, changed = self._requantizer(
+        state, self.parts.pack(sequences).batches
+    )
+    few = self._few(sequences)
+    params = mixed_flow.rollout_params(state)
+    after = self._score(self._score_rollout, few, params)
+    return state, changed, self._k3(few, {}, after)
+
+
+@dataclasses.dataclass
+class _Updated:
+  """What the optimiser steps of one rollout leave beside the state.
+
+  Attributes:
+    infos: one per optimiser step.
+    first: origin -> log-probs of the very first mini-batch.
+    efficiency: per optimiser step the share of the micro-batches' tokens that
+      are real.
+    k3: nats, see `Learnt.update_k3`.
+  """
+
+  infos: list[UpdateInfo] = dataclasses.field(default_factory=list)
+  first: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+  efficiency: list[float] = dataclasses.field(default_factory=list)
+  k3: float | None = None
+
+
+def _by_origin(
+    batch: list[Sequence], values: list[NpArray]
+) -> dict[int, np.ndarray]:
+  return {s.origin: value for s, value in zip(batch, values, strict=True)}
 
 
 def _with_field(

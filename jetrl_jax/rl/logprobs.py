@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.compilation import on_gpu
 from jetrl_jax.fp8 import slots
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.models import remat
 from jetrl_jax.models.norm import row_sum
 from jetrl_jax.rl import stats_kernel
@@ -34,7 +34,7 @@ def temper(logits: Array, inverse: Array) -> Array:
 
 
 def _stats(logits_MV, inverse_M):
-  if on_gpu():
+  if dispatch.has_kernel('log_sum_exp'):
     return stats_kernel.row_stats(logits_MV, inverse_M)
   z_MV = temper(logits_MV, inverse_M[:, None])
   top_M1 = jnp.max(z_MV, axis=1, keepdims=True)

@@ -6,6 +6,7 @@ or inside `shard_map` on a part of the rows.
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +14,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jetrl_jax import sharding
-from jetrl_jax.compilation import exact_jit, inexact_jit, on_gpu
+from jetrl_jax.compilation import exact_jit, inexact_jit
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.fp8.recipes import LM_HEAD
+from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels.dispatch import Kernels
 from jetrl_jax.models import remat
 from jetrl_jax.models.attention import (
     DecodeAttention,
@@ -57,8 +60,7 @@ class Policy:
       'selective' (norms and MLP) or 'full' (the block).
     kv_cache_dtype: what keys and values are rounded to, in training too:
       'compute' (the recipe's dtype) or 'float8_e4m3fn'.
-    fused: decode with kernels that join what training computes one by one,
-      where there are such (on a GPU); the same bits.
+    kernels: which implementation of each operation runs.
     exact: compile with the options that equality to the bit rests on; False
       leaves them to XLA, and no equality is claimed.
   """
@@ -70,7 +72,9 @@ class Policy:
   logit_chunk_rows: int = 1024
   remat: str = 'full'
   kv_cache_dtype: str = 'compute'
-  fused: bool = True
+  kernels: Kernels = dataclasses.field(
+      default_factory=lambda: dispatch.automatic()
+  )
   exact: bool = True
 
   def __post_init__(self):
@@ -91,16 +95,21 @@ class Policy:
         ('attention_tile', self.tile),
         ('head_dim', self.model.head_dim),
     ):
-      if on_gpu() and value.bit_count() > 1:
+      if self._has_attention_kernel and value.bit_count() > 1:
         raise ValueError(
-            f'{name} is {value}; on a GPU attention computes in powers of two'
+            f'{name} is {value}; the attention kernel computes in powers of'
+            ' two: another value, or kernels=reference'
         )
     group = self.model.num_heads // self.model.num_kv_heads
-    if on_gpu() and group > DECODE_ROWS:
+    if self._has_attention_kernel and group > DECODE_ROWS:
       raise ValueError(
-          f'{group} query heads share a KV head; on a GPU attention takes at'
+          f'{group} query heads share a KV head; the attention kernel takes at'
           f' most {DECODE_ROWS}'
       )
+
+  @property
+  def _has_attention_kernel(self) -> bool:
+    return dispatch.REFERENCE != self.kernels.of('attention')
 
   @property
   def decoder(self) -> Decoder:
@@ -117,7 +126,29 @@ class Policy:
   def jit(self, function, **options):
     """Compiles what takes part in the flow; `options` as for `exact_jit`."""
     compiled = exact_jit if self.exact else inexact_jit
-    return compiled(function, **options)
+    return compiled(self.bound(function), **options)
+
+  def bound(self, function):
+    """Returns the function, traced with the policy's kernels."""
+    inner = function
+
+    # The name of what is compiled, in profiles too.
+    while isinstance(inner, functools.partial):
+      inner = inner.func
+
+    @functools.wraps(inner)
+    def traced(*args, **kwargs):
+      with dispatch.using(self.kernels):
+        return function(*args, **kwargs)
+
+    return traced
+
+  def separately(self) -> 'Policy':
+    """Returns the policy whose decode joins no operations of training's."""
+    apart = self.kernels.replace(
+        rope_append=dispatch.REFERENCE, sample_token=dispatch.REFERENCE
+    )
+    return dataclasses.replace(self, kernels=apart)
 
   def jit_per_device(
       self, function, mesh: Mesh, in_specs, out_specs, **options
@@ -304,7 +335,6 @@ class Policy:
             position_B=positions_B,
             table_BP=table_BP,
             tile=self.tile,
-            fused=self.fused,
         ),
         caches,
     )

@@ -19,7 +19,7 @@ step and parameter is the key of a permutation of 32-bit words, and an element's
 bits are the upper half of what its index in the whole parameter is sent to.
 They are the same after a resume, on any mesh and however parameters are grouped
 into programs; and they are about ten integer instructions in the kernel that
-moves the masters anyway, where threefry would take a hundred per element.
+moves the masters anyway (`rng.hashed`).
 """
 
 import itertools
@@ -117,10 +117,9 @@ def element_bits(
 ) -> Array:
   """Returns random bits for the elements of a parameter, or of some rows.
 
-      bits_i = mix(mix(i xor key[0]) xor key[1]) >> 16
+      bits_i = rng.hashed(i, key[0], key[1]) >> 16
 
-  where i is the element's index in the whole parameter, in row-major order. As
-  `mix` is a permutation, no two of the first 2^32 elements get the same word.
+  where i is the element's index in the whole parameter, in row-major order.
 
   Args:
     key: uint32 [2], see `words`.
@@ -130,13 +129,7 @@ def element_bits(
   Returns:
     uint32 in [0, 2^16), of `shape`.
   """
-  index, stride = jnp.zeros(shape, jnp.uint32), 1
-  for axis in reversed(range(len(shape))):
-    along = lax.broadcasted_iota(jnp.uint32, shape, axis)
-    if axis == 0:
-      along = along + jnp.asarray(first_row, jnp.uint32)
-    index = index + along * jnp.uint32(stride % 2**32)
-    stride *= shape[axis]
+  index = rng.element_index(shape, first_row)
   return bits_of(index, key[0], key[1])
 
 
@@ -148,18 +141,7 @@ def bits_of(index: Array, first_word: Array, second_word: Array) -> Array:
     first_word: uint32 [], of the parameter's key.
     second_word: uint32 [].
   """
-  return _mix(_mix(index ^ first_word) ^ second_word) >> _DROPPED_BITS
-
-
-def _mix(x: Array) -> Array:
-  """A permutation of the 32-bit words: every output bit depends on all of x.
-
-  References:
-    Wellons 2018, "Prospecting for Hash Functions" (lowbias32).
-  """
-  x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
-  x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
-  return x ^ (x >> 16)
+  return rng.hashed(index, first_word, second_word) >> _DROPPED_BITS
 
 
 def stochastic_bfloat16(x: Array, bits: Array) -> Array:

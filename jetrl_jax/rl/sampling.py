@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.compilation import on_gpu
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.rl import sampling_kernel
 from jetrl_jax.rl.logprobs import temper
 from jetrl_jax.typing import Array, Bool, Float, Int, PRNGKey
@@ -168,7 +168,7 @@ def draw(
   Returns:
     (int32 token ids, the log-sum-exp of the tempered logits or None)
   """
-  if mask_BV is None and on_gpu():
+  if mask_BV is None and dispatch.has_kernel('sample_token'):
     key_data_B2 = jax.random.key_data(keys_B)
     return sampling_kernel.draw(logits_BV, inverse_B, key_data_B2, greedy_B)
 

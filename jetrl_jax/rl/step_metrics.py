@@ -60,6 +60,12 @@ def step_metrics(
       ppo_epochs=parts.algorithm.ppo_epochs,
   )
   metrics['perf/packing_efficiency'] = learnt.packing_efficiency
+  for name, k3 in (
+      ('actor/update_k3', learnt.update_k3),
+      ('rollout_actor/update_k3', learnt.rollout_update_k3),
+  ):
+    if k3 is not None:
+      metrics[name] = k3
   if parts.is_mixed:
     rollout = _health(
         state.rollout_fp8_state,

@@ -71,6 +71,23 @@ def _accumulate(policy, loss_function, state, gradients, batch, temperature):
   return added, logprobs_BT, entropy_BT
 
 
+def compile_score(policy: Policy, mesh: Mesh, state: TrainState) -> Any:
+  """Returns the compiled (params, batch, temperature) -> (log-probs, entropy).
+
+  Args:
+    policy: the functions.
+    mesh: devices.
+    state: an example of this policy's side, concrete or of shapes.
+  """
+  specs = sharding.tree_specs(
+      PolicyParams(state.weights, state.fp8_state), mesh
+  )
+  rows = sharding.ROWS
+  return policy.jit_per_device(
+      policy.score, mesh, (specs, rows, P()), (rows, rows)
+  )
+
+
 class TrainStep:
   """Compiles the update for one policy, objective and optimiser.
 
@@ -112,12 +129,7 @@ class TrainStep:
         donate_argnums=(1,),
         in_order=policy.axes.size > 1,
     )
-    self.score = policy.jit_per_device(
-        policy.score,
-        mesh,
-        (PolicyParams(specs.weights, specs.fp8_state), rows, P()),
-        (rows, rows),
-    )
+    self.score = compile_score(policy, mesh, state)
     self.roll_inputs = policy.jit(
         functools.partial(
             slots.roll, recipe=policy.recipe, operands=('input',)

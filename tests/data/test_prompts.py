@@ -70,12 +70,11 @@ def test_verls_parquet_layout_is_read_through_dotted_keys(tmp_path):
       prompt_key='prompt',
       answer_key='reward_model.ground_truth',
       source_key='data_source',
-      id_key='extra_info.index',
   )
   assert example.prompt == row['prompt']
   assert example.answer == '2'
   assert example.source == 'openai/gsm8k'
-  assert example.id == 7
+  assert example.id == 0
   assert example.extra == row
 
 
@@ -162,22 +161,6 @@ def test_a_number_is_read_without_an_exponent(tmp_path):
   examples = _load(_write(tmp_path / 'd.jsonl', *rows))
   answers = ['0.00005', '1' + '0' * 20, '18.0', '-3']
   assert [e.answer for e in examples] == answers
-
-
-def test_a_repeated_id_names_both_places(tmp_path):
-  row = {'q': 'x', 'a': '1', 'n': 5}
-  path = _write(tmp_path / 'd.jsonl', row, row)
-  with pytest.raises(
-      ValueError, match=r'd\.jsonl:2: id 5 was already used at .*d\.jsonl:1;'
-  ):
-    _load(path, id_key='n')
-
-
-@pytest.mark.parametrize('bad', [-1, 2**31, 'seven', True])
-def test_an_id_must_fit_a_random_key(tmp_path, bad):
-  path = _write(tmp_path / 'd.jsonl', {'q': 'x', 'a': '1', 'n': bad})
-  with pytest.raises(ValueError, match='allowed: an integer in'):
-    _load(path, id_key='n')
 
 
 def test_a_file_may_be_in_the_home_folder_and_begin_with_a_mark(

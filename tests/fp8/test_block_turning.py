@@ -17,6 +17,7 @@ from jetrl_jax.fp8 import (
     slots,
 )
 from jetrl_jax.fp8.quantization import dequantize, quantize_groups
+from tests import kernels_in_use
 from tests.fp8 import block
 from tests.hurry import hurried_jit
 from tests.models import build
@@ -85,6 +86,7 @@ def _kernels_of_gradient(monkeypatch, rows: int, inner: int) -> list[str]:
     return prepare_weights({'dot': {'kernel': master}}, {}, recipe)['dot']
 
   weight = jax.eval_shape(prepare, master)['kernel']
+  kernels_in_use.use(monkeypatch, 'block_scaled_dot', 'quantize_transpose')
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
   traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, master, weight)
   return [
@@ -130,7 +132,7 @@ def test_an_output_gradient_shows_the_same_with_and_without_kernels(
     return float(amax), *map(float, sums)
 
   wanted = seen()
-  monkeypatch.setattr(dot_block, 'on_gpu', lambda: True)
+  kernels_in_use.use(monkeypatch, 'quantize_transpose', 'block_scaled_dot')
   kernel = functools.partial(block_turning.quantize_both_ways, interpret=True)
   monkeypatch.setattr(block_turning, 'quantize_both_ways', kernel)
   np.testing.assert_allclose(seen(), wanted, rtol=1e-4)

@@ -573,12 +573,3 @@ def test_the_listing_goes_layer_by_layer():
       'logprobs',
   ]
   assert '  dot             dot_general (e4m3, e4m3) -> f32' in text
-
-
-def test_the_drawing_has_a_box_for_every_node_and_an_arrow_for_every_edge():
-  graph = infer_graph()
-  dot = graph.to_dot()
-  assert dot.startswith('digraph flow {') and dot.endswith('}\n')
-  assert dot.count(' -> n') == len(graph.edges)
-  assert dot.count('    n') == len(graph.nodes)
-  assert 'label="layers_1/mlp/down"' in dot

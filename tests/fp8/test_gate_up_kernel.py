@@ -14,6 +14,7 @@ from jetrl_jax.compilation import exact_jit, on_gpu
 from jetrl_jax.config_model import SHAPES
 from jetrl_jax.fp8 import dot_tensor, formats, gate_up_kernel, swiglu
 from jetrl_jax.fp8.quantization import QTensor
+from tests import kernels_in_use
 
 
 def _tensor(values, power: int) -> QTensor:
@@ -42,7 +43,7 @@ def apart(x8: QTensor, weight: QTensor, step, how: tuple[str, ...] = ()):
 @pytest.fixture
 def as_on_hopper(monkeypatch):
   """As where the kernel is used."""
-  monkeypatch.setattr(gate_up_kernel, 'on_hopper', lambda: True)
+  kernels_in_use.use(monkeypatch, 'gate_up')
 
 
 @pytest.mark.parametrize('rows', gate_up_kernel.ROWS)

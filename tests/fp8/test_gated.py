@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from jetrl_jax import fp8, sharding
 from jetrl_jax.fp8 import (
     Recipe,
-    dot_tensor,
     flow,
     gated,
     health,
@@ -29,6 +28,7 @@ from jetrl_jax.models import remat
 from jetrl_jax.models.decoder import MLP, variables
 from jetrl_jax.models.layers import TAPS
 from jetrl_jax.sharding import Axes
+from tests import kernels_in_use
 from tests.hurry import hurried_jit
 from tests.models import tiny
 
@@ -52,8 +52,7 @@ def _quantize_and_turn(x, scale, mask, dtype, *, straight):
 @pytest.fixture
 def as_on_gpu(monkeypatch):
   """The path of a GPU, its new kernels interpreted."""
-  for module in (dot_tensor, gated, swiglu):
-    monkeypatch.setattr(module, 'on_gpu', lambda: True)
+  kernels_in_use.use(monkeypatch, 'mlp', 'quantize_transpose', 'swiglu')
   monkeypatch.setattr(turning, 'turn', jnp.transpose)
   monkeypatch.setattr(turning, 'quantize_and_turn', _quantize_and_turn)
   for module, name in ((swiglu, 'swiglu_of'), (swiglu_backward, 'backward')):

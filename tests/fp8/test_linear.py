@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from jetrl_jax.compilation import exact_jit
-from jetrl_jax.fp8 import dot_tensor, linear, slots
+from jetrl_jax.fp8 import linear, slots
 from jetrl_jax.fp8.products import scale_late
 from jetrl_jax.fp8.quantization import QTensor, dequantize, quantize
 from jetrl_jax.fp8.recipes import Recipe
+from tests import kernels_in_use
 
 ROWS, INNER, OUTER = 32, 48, 24
 BF16 = Recipe(name='bf16')
@@ -312,7 +313,7 @@ def test_a_number_of_rows_that_is_no_multiple_of_16_is_refused(rows):
 def test_on_a_gpu_the_backward_turns_whole_tiles_round_and_no_others(
     monkeypatch, rows, kernels
 ):
-  monkeypatch.setattr(dot_tensor, 'on_gpu', lambda: True)
+  kernels_in_use.use(monkeypatch, 'quantize_transpose')
   x, dy = (jnp.ones((rows, n), jnp.bfloat16) for n in (128, 256))
   master = jnp.ones((256, 128))
   weight = QTensor(values=jnp.ones((256, 128), 'float8_e4m3fn'), scale=1.0)

@@ -11,6 +11,7 @@ from jetrl_jax.compilation import exact_jit, on_gpu
 from jetrl_jax.fp8 import formats, swiglu, swiglu_backward
 from jetrl_jax.fp8.products import Unscaled, scale_late
 from jetrl_jax.fp8.quantization import quantize
+from tests import kernels_in_use
 from tests.fp8.test_swiglu_backward import operands
 
 ROWS, COLUMNS = 128, 384
@@ -81,7 +82,7 @@ def test_the_derivative_is_that_of_the_plain_form(monkeypatch):
   y, dh, *_ = operands(ROWS, COLUMNS)
   y, dh = (jnp.nan_to_num(x, posinf=1.0) for x in (y, dh))
   wanted = jax.vjp(swiglu.swiglu, y)[1](dh)[0]
-  monkeypatch.setattr(swiglu, 'on_gpu', lambda: True)
+  kernels_in_use.use(monkeypatch, 'swiglu')
   kernel = functools.partial(swiglu.swiglu_of, interpret=True)
   monkeypatch.setattr(swiglu, 'swiglu_of', kernel)
   h, pull = jax.vjp(swiglu.swiglu, y)

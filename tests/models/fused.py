@@ -1,7 +1,5 @@
 """A few steps of decode, as a rollout runs them and as training computes."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -57,7 +55,7 @@ def steps(
     jit=exact_jit,
 ):
   """Logits and caches after each of three steps; slot 1 is idle."""
-  policy = dataclasses.replace(policy, fused=fused)
+  policy = policy if fused else policy.separately()
   random = np.random.default_rng(0)
   pages, size = 2 * rows, 128
   table = random.permutation(pages).reshape(rows, 2).astype(np.int32)
@@ -71,7 +69,7 @@ def steps(
       )
       for _ in range(policy.model.num_layers)
   ]
-  step = jit(policy.decode)
+  step = jit(policy.bound(policy.decode))
   found = []
   for i in range(3):
     tokens = random.integers(0, policy.model.vocab_size, rows, np.int32)

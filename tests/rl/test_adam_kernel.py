@@ -15,6 +15,7 @@ from jetrl_jax.metrics import Mean
 from jetrl_jax.rl import adam_kernel, apply, opt_parts, rounding, state
 from jetrl_jax.rl.apply import Gradients
 from jetrl_jax.rl.optimizer import OptimizerConfig
+from tests import kernels_in_use
 from tests.rl import tiny_run
 
 _AXES = sharding.Axes()
@@ -303,7 +304,7 @@ def test_a_step_of_all_kernels_is_a_step_of_xla(monkeypatch, fsdp):
 
     return run
 
-  monkeypatch.setattr(apply, 'on_gpu', lambda: True)
+  kernels_in_use.use(monkeypatch, 'adamw', 'requantize')
   monkeypatch.setattr(adam_kernel, 'move_part', counted(adam_kernel.move_part))
   monkeypatch.setattr(renewal, 'renew', counted(renewal.renew))
   ours = _applied(mesh, 3)

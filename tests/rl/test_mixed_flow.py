@@ -63,6 +63,8 @@ def test_a_rollout_in_another_precision_is_another_policy(fp8_rollout):
 def test_the_rollouts_weights_follow_the_masters_step_by_step(fp8_rollout):
   for step in _steps(fp8_rollout):
     assert step['rollout_fp8/changed_weight_bytes/mean'] > 0.01
+    # How far either side moved, by log-probs of the same answers.
+    assert step['actor/update_k3'] > 0 and step['rollout_actor/update_k3'] > 0
     # Its activation scales have seen its own inputs: nothing is cut off.
     assert step['rollout_fp8/input/saturated_frac/max'] < 0.01
     assert step['rollout_fp8/input/sqnr_db/min'] > 25
@@ -160,6 +162,8 @@ def test_dynamic_scales_need_neither_calibration_nor_history(
     assert step['training/mismatch_token_frac'] > 0.9
     assert 0 < step['rollout_corr/k3_kl'] < 0.01
     assert step['rollout_fp8/changed_weight_bytes/mean'] > 0.01
+    # How far either side moved, by log-probs of the same answers.
+    assert step['actor/update_k3'] > 0 and step['rollout_actor/update_k3'] > 0
     assert step['rollout_fp8/kernel/sqnr_db/min'] > 25
     # Nobody looks at the inputs: an absent number is not a 0.
     assert not any(name.startswith('rollout_fp8/input') for name in step)

@@ -11,6 +11,7 @@ from jetrl_jax import rng
 from jetrl_jax.compilation import exact_jit
 from jetrl_jax.rl import packing
 from jetrl_jax.rl.policy import PolicyParams
+from tests import kernels_in_use
 from tests.rl import tiny_run, tiny_updates
 
 
@@ -22,11 +23,13 @@ def test_sizes_that_no_dot_can_take_are_refused(name, value):
 
 
 def test_sizes_that_no_gpu_kernel_can_take_are_refused_there(monkeypatch):
+  kernels_in_use.use(monkeypatch, 'attention')
   policy = tiny_run.policy()
   model = dataclasses.replace(policy.model, head_dim=80)
-  monkeypatch.setattr('jetrl_jax.rl.policy.on_gpu', lambda: True)
   for odd, said in (({'model': model}, 'head_dim is 80'), ({'tile': 48}, '48')):
-    with pytest.raises(ValueError, match=f'{said}; on a GPU .* powers of two'):
+    with pytest.raises(
+        ValueError, match=f'{said}; the attention .* powers of two'
+    ):
       dataclasses.replace(policy, **odd)
   model = dataclasses.replace(policy.model, num_heads=34, num_kv_heads=2)
   with pytest.raises(ValueError, match='17 query heads .* at most 16'):

@@ -43,14 +43,19 @@ class _Live:
   state: TrainState
   exp: Experience
 
-  def learn(
+  def learn(self, **changes):
+    """One update with other settings; the state stays alive."""
+    state, result = self.result(**changes)
+    return state, result.infos, result.scored
+
+  def result(
       self,
       packed_rows=0,
       mini_batch_size=2,
       measure_mismatch='all',
       **algorithm,
   ):
-    """One update with other settings; the state stays alive."""
+    """Returns (state, all that the updates tell)."""
     learner = self.trainer.learner
     parts = learner.parts
     learner.parts = dataclasses.replace(
@@ -64,12 +69,9 @@ class _Live:
         ),
     )
     try:
-      state, learnt = learner.learn(
-          jax.tree.map(jnp.copy, self.state), self.exp
-      )
+      return learner.learn(jax.tree.map(jnp.copy, self.state), self.exp)
     finally:
       learner.parts = parts
-    return state, learnt.infos, learnt.scored
 
 
 @pytest.fixture(scope='module')
@@ -115,7 +117,7 @@ def test_the_line_of_a_step_has_every_number_of_such_a_run(done):
   spread = {'max', 'mean', 'min'}
   several = {
       'actor': {'entropy', 'grad_norm', 'lr', 'pg_loss', 'ppo_kl'}
-      | {'pg_clipfrac', 'pg_clipfrac_lower'},
+      | {'pg_clipfrac', 'pg_clipfrac_lower', 'update_k3'},
       'critic': {'mixed_group_frac', 'score/mean'},
       'critic/advantages': spread | {'std'},
       'critic/rewards': spread,
@@ -276,6 +278,19 @@ def test_a_second_epoch_updates_again_off_policy(live):
   # The first mini-batch is on-policy: its ratio is exactly 1.
   assert kl[0] == 0.0 and all(value != 0.0 for value in kl[1:])
   assert _same_bits(live.exp, scored)
+
+
+def test_one_updates_distance_is_the_same_however_it_comes_about(live):
+  # Scored once more after the only update, and with a second epoch's forward.
+  _, alone = live.result(mini_batch_size=4)
+  _, epochs = live.result(mini_batch_size=4, ppo_epochs=2)
+  assert alone.update_k3 == epochs.update_k3 > 0
+  # Of the second of two mini-batches, measured before it or by the rollout.
+  _, measured = live.result()
+  _, trusted = live.result(measure_mismatch='first')
+  assert measured.update_k3 == trusted.update_k3 > 0
+  assert measured.update_k3 != alone.update_k3
+  assert alone.rollout_update_k3 is None
 
 
 @pytest.mark.parametrize('mode', aggregation.MODES)
