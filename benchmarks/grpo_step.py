@@ -30,10 +30,10 @@ from ml_collections import config_flags
 
 from benchmarks import common
 from configs import quickstart
-from jetrl_jax import compilation
-from jetrl_jax import config as configs
-from jetrl_jax.rl.console import show_own_sentences
-from jetrl_jax.rl.trainer import Trainer
+from jetrl_jax.config import build as configs
+from jetrl_jax.core import compilation
+from jetrl_jax.metrics.console import show_own_sentences
+from jetrl_jax.rl.training.trainer import Trainer
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Config file.')
 _WORKLOAD = flags.DEFINE_string('workload', '', 'See above.')

@@ -87,7 +87,9 @@ def _draw_distances(axes: plt.Axes) -> None:
   axes.set_xlabel('training step (one update each)')
   axes.set_ylabel('k3 of the policy, before to after (nats a token)')
   axes.legend(fontsize=8)
-  axes.set_title('Qwen2.5-Coder-0.5B, GSM8K, lr 2e-6, 2 or 3 seeds', fontsize=10)
+  axes.set_title(
+      'Qwen2.5-Coder-0.5B, GSM8K, lr 2e-6, 2 or 3 seeds', fontsize=10
+  )
 
 
 def main() -> None:

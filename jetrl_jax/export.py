@@ -11,26 +11,28 @@ from typing import Any
 
 from absl import flags, logging
 
-from jetrl_jax import config as configs
-from jetrl_jax import config_flag, models, saved_policy
+from jetrl_jax import models
+from jetrl_jax.config import build as configs
+from jetrl_jax.config import flags as config_flags
+from jetrl_jax.config import saved_policy
+from jetrl_jax.config.saved_policy import Restored
+from jetrl_jax.core.files import user_path
+from jetrl_jax.core.typing import PyTree
 from jetrl_jax.data import Prompt
-from jetrl_jax.files import user_path
-from jetrl_jax.fp8 import slots
+from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.fp8.recipes import LM_HEAD
 from jetrl_jax.models import invariant_scaling
-from jetrl_jax.models.hf_export import check_target
-from jetrl_jax.rl import calibration
-from jetrl_jax.rl.apply import merge
-from jetrl_jax.rl.engine import Engine, EngineConfig
-from jetrl_jax.saved_policy import Restored
-from jetrl_jax.typing import PyTree
+from jetrl_jax.models.hf.save import check_target
+from jetrl_jax.optim.apply import merge
+from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
+from jetrl_jax.rl.run import calibration
 
 _FP8 = 'fp8_delayed'
 # Of the calibration; as many sequences are decoded at once.
 _SLOTS = 16
 _PROMPT_TOKENS = 1024
 
-FLAGS: config_flag.Table = (
+FLAGS: config_flags.Table = (
     ('workdir', flags.DEFINE_string, None, 'Workdir of a run'),
     ('checkpoint', flags.DEFINE_string, None, 'Or a checkpoint, or its id'),
     ('out', flags.DEFINE_string, None, 'New folder'),
@@ -199,7 +201,7 @@ def _prompts(found: Restored, values: dict[str, Any]) -> list[Prompt]:
 def _input_scales(fp8_state: PyTree) -> dict[str, float]:
   return {
       path: float(_at(fp8_state, path)['input']['scale'])
-      for path in slots.slot_paths(fp8_state)
+      for path in scaling_state.slot_paths(fp8_state)
   }
 
 
@@ -218,4 +220,4 @@ def main(values: dict[str, Any]) -> None:
 
 
 if __name__ == '__main__':
-  config_flag.run_plain(main, FLAGS, ['out'])
+  config_flags.run_plain(main, FLAGS, ['out'])

@@ -16,7 +16,8 @@ import yaml
 
 from benchmarks import plot_speed
 from configs import base, llama8b, qwen0_5b, qwen3_8b, qwen7b, qwen14b
-from jetrl_jax import config_check, config_model
+from jetrl_jax.config import model as config_model
+from jetrl_jax.config import schema as config_schema
 from tools import config_reference, exactness_record
 
 _ROOT = pathlib.Path(__file__).parent.parent
@@ -285,7 +286,7 @@ def test_every_metric_in_the_tables_has_words_of_its_own():
 def test_a_large_config_takes_random_weights_of_its_shape(module, shape):
   config = module.get_config()
   config.model.init, config.model.shape = 'random', shape
-  config_check.check(config, base.get_config())
+  config_schema.check(config, base.get_config())
   policy, _, folder = config_model.build_policy(config)
   assert folder is None and policy.model == config_model.SHAPES[shape]
   rows = config.data.max_prompt_length + config.rollout.max_response_length

@@ -6,8 +6,8 @@ import pathlib
 import pytest
 
 from configs import quickstart
-from jetrl_jax import config as configs
-from jetrl_jax.rl.trainer import Trainer
+from jetrl_jax.config import build as configs
+from jetrl_jax.rl.training.trainer import Trainer
 
 ROOT = pathlib.Path(__file__).parent.parent
 

@@ -8,7 +8,8 @@ import pytest
 from absl import app, flags
 from ml_collections import config_flags
 
-from jetrl_jax import config_flag, models
+from jetrl_jax import models
+from jetrl_jax.config import flags as config_flag
 from tests import whole_run
 
 _PATIENCE_S = 250

@@ -189,7 +189,7 @@ def test_the_workdir_is_named_after_the_config_file(
   monkeypatch.setattr(sft, 'train', train)
   monkeypatch.setattr(sft, '_WORKDIR', mock.Mock(value=given))
   for name, value in (('load', None), ('file', pathlib.Path('c/mine_sft.py'))):
-    monkeypatch.setattr(sft.config_flag, name, lambda *_, value=value: value)
+    monkeypatch.setattr(sft.config_flags, name, lambda *_, value=value: value)
   sft.main()
   train.assert_called_once_with(None, pathlib.Path(workdir))
 

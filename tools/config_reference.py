@@ -12,13 +12,14 @@ import re
 from typing import Any
 
 from configs import base
+from jetrl_jax.core.sharding import Axes
 from jetrl_jax.data import ChatFormat, PromptDataset, load_examples
 from jetrl_jax.fp8 import Recipe
+from jetrl_jax.models.policy import Policy
+from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.rewards import RewardPool
-from jetrl_jax.rl.engine import EngineConfig
 from jetrl_jax.rl.objective import LossConfig
-from jetrl_jax.rl.optimizer import OptimizerConfig
-from jetrl_jax.rl.policy import Policy
+from jetrl_jax.rl.rollout.engine import EngineConfig
 from jetrl_jax.rl.settings import (
     AlgorithmConfig,
     FilterGroups,
@@ -26,7 +27,6 @@ from jetrl_jax.rl.settings import (
     OverlongBuffer,
     RunConfig,
 )
-from jetrl_jax.sharding import Axes
 
 OUTPUT = pathlib.Path(__file__).parent.parent / 'docs' / 'configuration.md'
 # Who reads a section's values; the first that documents a name is quoted.

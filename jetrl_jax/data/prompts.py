@@ -22,8 +22,8 @@ from typing import Any
 
 from absl import logging
 
+from jetrl_jax.core.files import user_path
 from jetrl_jax.data.types import Example, Message
-from jetrl_jax.files import user_path
 
 _FORMATS = '.jsonl, .json, .parquet or hf:<repo>[:<config>]:<split>'
 # Columns that data sets name differently and mean the same by.

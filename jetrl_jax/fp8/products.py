@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.typing import Array
+from jetrl_jax.core.typing import Array
 
 # Contract the last dim of both: FP8 GEMMs on Hopper want both operands
 # contraction-minor, which is why kernels are stored [out, in].
@@ -18,7 +18,7 @@ BATCHED_NT = (((2,), (2,)), ((0,), (0,)))
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Unscaled:
+class DeferredScale:
   """A dot's product, for a kernel that scales it as it reads it.
 
   Attributes:

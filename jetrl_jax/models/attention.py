@@ -24,19 +24,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.fp8 import Unscaled, formats
+from jetrl_jax.core.typing import Array
+from jetrl_jax.fp8 import DeferredScale, formats
 from jetrl_jax.fp8.quantization import quantize
 from jetrl_jax.kernels import dispatch
-from jetrl_jax.models import (
-    append_kernel,
-    attention_backward,
-    attention_decode,
-    attention_kernel,
-    attention_pages,
-    remat,
-)
-from jetrl_jax.models.attention_kernel import NO_SCORE, softmax_scale
-from jetrl_jax.typing import Array
+from jetrl_jax.kernels.attention import backward as attention_backward
+from jetrl_jax.kernels.attention import decode as attention_decode
+from jetrl_jax.kernels.attention import forward as attention_forward
+from jetrl_jax.kernels.attention import pages as attention_pages
+from jetrl_jax.kernels.attention.forward import NO_SCORE, softmax_scale
+from jetrl_jax.kernels.rope_append import triton as rope_append
+from jetrl_jax.models import remat
 
 
 def _dot(a, b, contract):
@@ -64,7 +62,7 @@ def _reference(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
   """The kernel's arithmetic in plain JAX; what a CPU runs."""
   batch, kv_heads, rows, head_dim = q_BKRH.shape
   out_dtype = q_BKRH.dtype
-  dtype = attention_kernel.operand_dtype(out_dtype, k_BKSH.dtype)
+  dtype = attention_forward.operand_dtype(out_dtype, k_BKSH.dtype)
   q_BKRH = q_BKRH.astype(dtype)
   ones = jnp.ones((batch, kv_heads, 16, tile), dtype)
 
@@ -76,7 +74,7 @@ def _reference(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
     scores = _dot(q_BKRH, k_tile, ((3,), (3,))) * softmax_scale(head_dim)
     # The maximum changes no finite value. Without it the product and the
     # subtraction below become one multiply-add where the keys are a single
-    # tile, and only there (see `rl/logprobs.py: temper`).
+    # tile, and only there (see `models/logprobs.py: temper`).
     scores = jnp.maximum(scores, jnp.finfo(jnp.float32).min)
     key = i * tile + jnp.arange(tile, dtype=jnp.int32)[None, None, :]
     allowed = (key >= first_BR[:, :, None]) & (key <= last_BR[:, :, None])
@@ -127,7 +125,7 @@ def _reference_backward(
 
 def _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
   has_kernel = dispatch.has_kernel('attention')
-  run = attention_kernel.forward if has_kernel else _reference
+  run = attention_forward.forward if has_kernel else _reference
   return run(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile)
 
 
@@ -143,7 +141,7 @@ def store(x: Array, kv_dtype) -> Array:
 def store_values(v: Array, kv_dtype) -> Array:
   """Returns values [..., S, H] as a cache holds them, see `values_shape`."""
   v = store(v, kv_dtype)
-  return attention_kernel.pair(v) if v.dtype.itemsize == 1 else v
+  return attention_forward.pair(v) if v.dtype.itemsize == 1 else v
 
 
 def values_shape(keys: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -153,7 +151,7 @@ def values_shape(keys: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
   """
   if keys.dtype.itemsize > 1:
     return keys
-  return jax.eval_shape(attention_kernel.pair, keys)
+  return jax.eval_shape(attention_forward.pair, keys)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -293,7 +291,7 @@ class DecodeAttention:
 
   def append_and_attend(
       self,
-      qkv: Unscaled,
+      qkv: DeferredScale,
       rotation: tuple[Array, Array],
       cache: tuple[Array, Array],
       step: Array | None,
@@ -310,7 +308,7 @@ class DecodeAttention:
       (o [B, N*H], its FP8 values or None, the pages with the new token). Where
       the FP8 values are known o is not: something of its shape and dtype.
     """
-    q_BNH, keys, values = append_kernel.rotate_and_append(
+    q_BNH, keys, values = rope_append.rotate_and_append(
         qkv, *rotation, self.position_B, self.table_BP, *cache
     )
     out, _ = attention_decode.decode(
@@ -363,7 +361,7 @@ class DecodeAttention:
     slots, pages = self.table_BP.shape
     _, kv_heads, size, head_dim = keys.shape
     if values.ndim == 5:
-      values = attention_kernel.unpair(values)
+      values = attention_forward.unpair(values)
 
     def gather(pool_PKSH):
       x = pool_PKSH[self.table_BP].transpose(0, 2, 1, 3, 4)

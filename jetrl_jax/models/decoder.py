@@ -2,8 +2,8 @@
 
 One Flax module serves training, prefill and decode: what differs is the
 `attend` object it is given (see `models/attention.py`). Rows are flat
-[M, D]. Dots go through the recipe (`fp8/linear.py`); BF16 is the same code with
-another dot.
+[M, D]. Dots go through the recipe (`kernels/quantized_dot/linear.py`); BF16 is
+the same code with another dot.
 
 What owns weights, and how they are read: `layers.py`.
 """
@@ -14,19 +14,15 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from jetrl_jax.fp8 import QTensor, Unscaled, gate_up_kernel, gated, swiglu
-from jetrl_jax.fp8.slots import COLLECTION
+from jetrl_jax.core.typing import Array, PyTree
+from jetrl_jax.fp8 import DeferredScale, QTensor
+from jetrl_jax.fp8.scaling_state import COLLECTION
+from jetrl_jax.kernels.mlp import fused_mlp
+from jetrl_jax.kernels.mlp import gate_up as gate_up_kernel
+from jetrl_jax.kernels.swiglu import forward as swiglu
 from jetrl_jax.models import remat, rope
-from jetrl_jax.models.layers import (
-    TAPS,
-    Embedding,
-    Leaf,
-    Linear,
-    RMSNorm,
-    Sum,
-)
+from jetrl_jax.models.layers import TAPS, Embedding, Leaf, Linear, RMSNorm, Sum
 from jetrl_jax.models.types import ModelConfig
-from jetrl_jax.typing import Array, PyTree
 
 
 def _step(leaf: Leaf, *path: str) -> Array | None:
@@ -48,7 +44,7 @@ def _is_quantised(weights: PyTree) -> bool:
 
 def _added(
     dot: Linear, fused: bool, x_MI, row_mask_M, low_MI=None
-) -> Array | Unscaled:
+) -> Array | DeferredScale:
   """Returns what a dot adds to the residual stream."""
   if fused:
     # In float32, as a GEMM that adds a residual has it.
@@ -84,7 +80,7 @@ class Attention(Leaf):
     if attend.fuses and not cfg.qk_norm:
       qkv = qkv_dot.unscaled(x_MD, x_MD.dtype, low_MD)
       if qkv is None:
-        qkv = Unscaled(values=qkv_dot(x_MD, row_mask_M, low_MI=low_MD))
+        qkv = DeferredScale(values=qkv_dot(x_MD, row_mask_M, low_MI=low_MD))
       with jax.named_scope('attention'):
         o_MO, low_MO, cache = attend.append_and_attend(
             qkv, rotation, cache, _step(self, 'o')
@@ -134,8 +130,8 @@ class MLP(Leaf):
     if self._is_one():
       operands = gate_up.operands(), down.operands()
       if fused:
-        return gated.unscaled_mlp(x_MD, low_MD, *operands)
-      return gated.mlp(self.recipe, x_MD, low_MD, *operands, row_mask_M)
+        return fused_mlp.unscaled_mlp(x_MD, low_MD, *operands)
+      return fused_mlp.mlp(self.recipe, x_MD, low_MD, *operands, row_mask_M)
     if low_MD is not None and low_MD.ndim == 3:
       product = gate_up.unscaled(x_MD, x_MD.dtype, low_MD)
       assert product is not None  # A norm makes copies for such dots alone.
@@ -160,7 +156,7 @@ class MLP(Leaf):
     cfg, names = self.config, ('gate_up', 'down')
     if self.is_initializing() or self.is_mutable_collection(TAPS):
       return False
-    return gated.fits(self.recipe, (cfg.model_dim, cfg.ffn_dim)) and all(
+    return fused_mlp.fits(self.recipe, (cfg.model_dim, cfg.ffn_dim)) and all(
         _is_quantised(self.get_variable('weights', name)) for name in names
     )
 
@@ -169,7 +165,7 @@ class Block(Leaf):
   """One transformer layer, pre-norm.
 
   What attention and MLP add is an array, or in a fused decode step an
-  `Unscaled`, which the norm that follows adds.
+  `DeferredScale`, which the norm that follows adds.
   """
 
   config: ModelConfig
@@ -186,7 +182,7 @@ class Block(Leaf):
       return norm_of_part(x_MD, _step(self, *dot), copies)
 
     def plus(name, x_MD, added):
-      if isinstance(added, Unscaled):
+      if isinstance(added, DeferredScale):
         return Sum(x_MD, added)
       return self.tap(name, x_MD + added)
 

@@ -1,12 +1,12 @@
 """What owns weights: dots, norms, the embedding, for rows [M, D].
 
 Every leaf is read twice over: its value from the collection `weights` (what
-`fp8.prepare_weights` made, the arrays that rollout and training share), its
+`kernels.prepare_weights` made, the arrays that rollout and training share), its
 derivative through the collection `params` (the masters). Without `params`,
 as in the rollout, nothing is differentiable and nothing else changes.
 
 Values on the way can be looked at: `tap` shows them in the collection `TAPS`
-to a caller that makes it mutable (`mismatch_taps.py`). To all others they are
+to a caller that makes it mutable (`mismatch/taps.py`). To all others they are
 no part of the program.
 """
 
@@ -18,12 +18,13 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
-from jetrl_jax.compilation import on_gpu
-from jetrl_jax.fp8 import QTensor, Recipe, Unscaled, dot, unscaled_dot
-from jetrl_jax.fp8.slots import COLLECTION, OPERANDS
-from jetrl_jax.models import norm
-from jetrl_jax.sharding import Axes, grad_sink
-from jetrl_jax.typing import Array, PyTree
+from jetrl_jax.core.compilation import on_gpu
+from jetrl_jax.core.sharding import Axes, grad_sink
+from jetrl_jax.core.typing import Array, PyTree
+from jetrl_jax.fp8 import DeferredScale, QTensor, Recipe
+from jetrl_jax.fp8.scaling_state import COLLECTION, OPERANDS
+from jetrl_jax.kernels.add_norm_quantize import norm
+from jetrl_jax.kernels.quantized_dot.linear import dot, unscaled_dot
 
 TAPS = 'taps'
 # Of kernels and embeddings.
@@ -149,7 +150,7 @@ class Leaf(nn.Module):
 
 
 class Linear(Leaf):
-  """y = x W^T + b, W stored [out, in]; `late_scale` as in `fp8.dot`."""
+  """y = x W^T + b, W stored [out, in]; `late_scale` as in `kernels.dot`."""
 
   in_dim: int
   out_dim: int
@@ -157,11 +158,11 @@ class Linear(Leaf):
   late_scale: bool = False
 
   def kernel(self) -> tuple[Any, Any]:
-    """Returns (master or None, weight), see `fp8.dot`."""
+    """Returns (master or None, weight), see `kernels.dot`."""
     return self.leaf('kernel', _INIT, (self.out_dim, self.in_dim))
 
   def operands(self, kernel=None) -> tuple[Any, Any, PyTree | None]:
-    """Returns (master or None, weight, slot), see `fp8.dot`."""
+    """Returns (master or None, weight, slot), see `kernels.dot`."""
     master, weight = kernel or self.kernel()
     if not isinstance(weight, QTensor):
       return master, weight, None
@@ -203,8 +204,8 @@ class Linear(Leaf):
         y_MO = _add_bias(y_MO, master, bias)
     return self.tap('out', y_MO)
 
-  def unscaled(self, x_MI: Array, dtype, low_MI=None) -> Unscaled | None:
-    """Returns `fp8.unscaled_dot` with the bias, without a derivative."""
+  def unscaled(self, x_MI: Array, dtype, low_MI=None) -> DeferredScale | None:
+    """Returns `kernels.unscaled_dot` with the bias, without a derivative."""
     _, weight, slot = self.operands()
     product = unscaled_dot(
         self.recipe, x_MI, weight, slot, dtype=dtype, low_MI=low_MI
@@ -221,7 +222,7 @@ class Sum:
   """The residual stream before a block's last product is added to it."""
 
   x_MD: Array
-  product: Unscaled
+  product: DeferredScale
 
 
 class RMSNorm(Leaf):
@@ -268,7 +269,7 @@ class Embedding(Leaf):
     return self.tap('out', _lookup(master, compute, tokens_M))
 
   def kernel(self) -> tuple[Any, Any]:
-    """Returns (master or None, weight) of a tied head, see `fp8.dot`."""
+    """Returns (master or None, weight) of a tied head, see `kernels.dot`."""
     return self.table
 
   def attend(self, hidden_MD: Array, row_mask_M: Array, kernel=None) -> Array:

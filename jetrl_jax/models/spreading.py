@@ -33,8 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jetrl_jax import rng
-from jetrl_jax.typing import Array, NpArray
+from jetrl_jax.core import rng
+from jetrl_jax.core.typing import Array, NpArray
 
 # Grid of a file's values -> bits of a float32 that it lacks.
 _DROPPED_BITS = {'bfloat16': 16, 'float16': 13}

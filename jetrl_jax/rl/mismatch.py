@@ -14,7 +14,7 @@ tokens of bad answers down has not.
 
 import numpy as np
 
-from jetrl_jax.typing import Array, Float, NpArray
+from jetrl_jax.core.typing import Array, Float, NpArray
 
 MAX_LOG_RATIO = 20.0
 

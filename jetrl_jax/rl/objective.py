@@ -10,11 +10,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax.metrics import Mean, mean
+from jetrl_jax.core.typing import Array
+from jetrl_jax.metrics.writer import Mean, mean
 from jetrl_jax.rl import corrections, kl, losses, segments
 from jetrl_jax.rl.losses import PolicyLoss
 from jetrl_jax.rl.types import TrainBatch
-from jetrl_jax.typing import Array
 
 # What may drop tokens: metrics say how many.
 _REJECTING = ('icepop', 'mis')

@@ -1,7 +1,7 @@
 """What a run is set to, apart from model, precision, objective and optimiser.
 
-`config.py` builds these once from the ConfigDict; nothing below it sees the
-ConfigDict.
+`config/build.py` builds these once from the ConfigDict; nothing below it sees
+the ConfigDict.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from jetrl_jax.rl import advantages, aggregation, synthetic
 
 # Logits of a thousand over a temperature below this leave float32; above the
 # other, every token is as likely as the next.
-COLDEST, HOTTEST = 1e-3, 1e3
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 
 
 def _at_least(record, minimum: int, *names: str) -> None:
@@ -302,9 +302,10 @@ class RunConfig:
       )
     for name in ('temperature', 'val_temperature'):
       value = getattr(self, name)
-      if value and not COLDEST <= value <= HOTTEST:
+      if value and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
         raise ValueError(
-            f'{name} is {value}; allowed: {COLDEST} to {HOTTEST}'
+            f'{name} is {value}; allowed: {MIN_TEMPERATURE} to'
+            f' {MAX_TEMPERATURE}'
             + (', or 0 for greedy' if name == 'val_temperature' else '')
         )
     for name in self.val_recipes:

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetrl_jax import fp8
-from jetrl_jax.compilation import exact_jit
-from jetrl_jax.fp8 import Recipe, slots
+from jetrl_jax import fp8, kernels
+from jetrl_jax.core.compilation import exact_jit
+from jetrl_jax.core.sharding import Axes
+from jetrl_jax.fp8 import Recipe, scaling_state
+from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.models.types import ModelConfig
-from jetrl_jax.rl.policy import Policy, PolicyParams
-from jetrl_jax.sharding import Axes
 
 
 def policy(model: ModelConfig, recipe: Recipe, kv: str) -> Policy:
@@ -34,13 +34,13 @@ def params(policy: Policy) -> PolicyParams:
     )
     state = fp8.init_state(masters, policy.recipe)
     if policy.recipe.is_delayed:
-      state = slots.map_slots(
+      state = scaling_state.map_slots(
           lambda slot: slot
           | {'input': slot['input'] | {'scale': jnp.float32(2.0**-4)}},
           state,
       )
     state = fp8.observe_kernels(state, masters, policy.recipe, Axes())
-    weights = fp8.prepare_weights(masters, state, policy.recipe)
+    weights = kernels.prepare_weights(masters, state, policy.recipe)
     return PolicyParams(weights, state)
 
   return prepared()

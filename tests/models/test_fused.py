@@ -7,14 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from jetrl_jax.fp8 import Recipe, gate_up_kernel, swiglu
-from jetrl_jax.models import (
-    append_kernel,
-    attention_decode,
-    norm,
-)
+from jetrl_jax.fp8 import Recipe
+from jetrl_jax.kernels.add_norm_quantize import norm
+from jetrl_jax.kernels.attention import decode as attention_decode
+from jetrl_jax.kernels.mlp import gate_up
+from jetrl_jax.kernels.rope_append import triton as rope_append
+from jetrl_jax.kernels.swiglu import forward as swiglu
 from tests import kernels_in_use
-from tests.hurry import hurried_jit
+from tests.hurry import fast_compile_jit
 from tests.models import fused, tiny
 
 FP8 = Recipe()
@@ -82,13 +82,13 @@ def test_a_fused_step_has_the_swiglu_of_the_step(monkeypatch, ffn_dim):
 def test_a_fused_step_is_the_step(
     monkeypatch, recipe, kv, family, dim, rows_of_one
 ):
-  monkeypatch.setattr(gate_up_kernel, 'ROWS', rows_of_one)
-  one_kernel = mock.Mock(wraps=gate_up_kernel.hidden)
-  monkeypatch.setattr(gate_up_kernel, 'hidden', one_kernel)
+  monkeypatch.setattr(gate_up, 'ROWS', rows_of_one)
+  one_kernel = mock.Mock(wraps=gate_up.hidden)
+  monkeypatch.setattr(gate_up, 'hidden', one_kernel)
   for module, name in (
-      (append_kernel, 'rotate_and_append'),
+      (rope_append, 'rotate_and_append'),
       (attention_decode, 'decode'),
-      (gate_up_kernel, 'hidden'),
+      (gate_up, 'hidden'),
       (norm, 'rms_norm_kernel'),
       (swiglu, 'swiglu_of'),
   ):
@@ -99,7 +99,7 @@ def test_a_fused_step_is_the_step(
   policy = fused.policy(tiny.config(family, **sizes), recipe, kv)
   params = fused.params(policy)
   joined, apart = (
-      fused.steps(policy, params, fused=f, rows=16, jit=hurried_jit)
+      fused.steps(policy, params, fused=f, rows=16, jit=fast_compile_jit)
       for f in (True, False)
   )
   assert one_kernel.called == bool(rows_of_one)

@@ -8,10 +8,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jetrl_jax import export, fp8, models, sharding
-from jetrl_jax.fp8 import weights
+from jetrl_jax import export, fp8, models
+from jetrl_jax.core import sharding
+from jetrl_jax.kernels.quantized_dot import weights
 from jetrl_jax.models import spreading
-from jetrl_jax.models.hf_layout import flatten_tree
+from jetrl_jax.models.hf.layout import flatten_tree
 from tests import whole_run
 from tests.models import tiny
 

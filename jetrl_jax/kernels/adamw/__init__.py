@@ -1,0 +1,1 @@
+"""AdamW of one leaf, with moments that rest in 8 bits."""

@@ -1,0 +1,1 @@
+"""Adds to the residual, normalises and quantises."""

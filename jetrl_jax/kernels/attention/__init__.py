@@ -1,0 +1,1 @@
+"""Attention over packed rows and over the cache."""

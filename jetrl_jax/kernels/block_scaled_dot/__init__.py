@@ -1,0 +1,1 @@
+"""The dot of operands that have a scale per block."""

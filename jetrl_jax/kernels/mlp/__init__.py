@@ -1,0 +1,1 @@
+"""Gate, up and SwiGLU as one operation."""

@@ -1,0 +1,1 @@
+"""Quantises a matrix and its transpose in one pass."""

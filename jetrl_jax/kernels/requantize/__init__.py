@@ -1,0 +1,1 @@
+"""Quantises moved masters again and updates the weights in place."""

@@ -1,0 +1,1 @@
+"""Rotates queries and keys and appends keys and values to the cache."""

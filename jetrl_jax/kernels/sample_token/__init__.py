@@ -1,0 +1,1 @@
+"""Draws a token from logits."""

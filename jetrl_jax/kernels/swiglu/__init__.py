@@ -1,0 +1,1 @@
+"""SwiGLU that quantises what it gives, and its backward pass."""

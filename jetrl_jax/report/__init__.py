@@ -1,0 +1,1 @@
+"""One HTML page of a run: `python -m jetrl_jax.report`."""
