@@ -210,6 +210,9 @@ def get_config() -> ml_collections.ConfigDict:
   config.algorithm.rollout_is_threshold = config_dict.placeholder(float)
   # Lower end of the band that 'icepop' keeps.
   config.algorithm.rollout_is_threshold_low = 0.5
+  # For 'gspo' with 'token' or 'icepop': every token has the mean weight of its
+  # answer, as in TRL; otherwise its own, as in verl.
+  config.algorithm.rollout_is_per_answer = False
   # Rejection of whole answers, beside any rollout_is: 'none' or 'geometric'
   # (the geometric mean of rho must lie in the band below).
   config.algorithm.rollout_rs = 'none'

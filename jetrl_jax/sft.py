@@ -16,6 +16,7 @@ from absl import flags, logging
 
 from jetrl_jax import models
 from jetrl_jax.config import build as configs
+from jetrl_jax.config import compatibility
 from jetrl_jax.config import flags as config_flags
 from jetrl_jax.config import model as config_model
 from jetrl_jax.core import compilation
@@ -184,6 +185,7 @@ def train(config, workdir: pathlib.Path) -> None:
   _check_workdir(workdir)
   steps = config.sft.total_training_steps
   settings = configs.optimizer_config(config, steps)
+  compatibility.warn_of_rate(settings.lr)
   make_params, _ = config_model.parameters(config, policy, mesh, folder)
   optimizer = settings.build()
   state = states.create(

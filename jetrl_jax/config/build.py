@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import ml_collections
 import numpy as np
+from absl import logging
 
 from jetrl_jax.config import compatibility
 from jetrl_jax.config import model as config_model
@@ -172,8 +173,25 @@ def _datasets(
   if not section.val_files:
     return train_set, None
   with config_model.naming('data.val_files'):
-    return train_set, build_dataset(
-        section, section.val_files, tokenizer, limit
+    val_set = build_dataset(section, section.val_files, tokenizer, limit)
+  _warn_of_shared(train_set, val_set)
+  return train_set, val_set
+
+
+def _warn_of_shared(train_set: PromptDataset, val_set: PromptDataset) -> None:
+  """Warns of held-out prompts that are trained on."""
+  trained = {prompt.tokens.tobytes() for prompt in train_set}
+  shared = [p for p in val_set if p.tokens.tobytes() in trained]
+  if shared:
+    logging.warning(
+        '%d of %d held-out prompts (%.1f%%) are among the training prompts, the'
+        ' first is prompt %d of %s: accuracy on them shows what was learnt by'
+        ' heart. Leave them out of data.train_files or data.val_files',
+        len(shared),
+        len(val_set),
+        100 * len(shared) / len(val_set),
+        shared[0].id,
+        shared[0].source,
     )
 
 
@@ -369,6 +387,7 @@ def build(config: Config) -> RunSpec:
   engine = engine_config(config, tokenizer)
   compatibility.check(loss, algorithm, engine, run)
   compatibility.check_guard(guard, loss, algorithm, run)
+  compatibility.warn_of_rate(optimizer.lr)
   _check_fits(policy, engine, environment, run)
   buckets.pages(engine, policy.axes.size, policy.tile)
   train_set, val_set = _datasets(config.data, tokenizer)
@@ -402,6 +421,7 @@ def build(config: Config) -> RunSpec:
       rollout_policy=sampling,
       mesh=mesh,
       initial_params=make_params,
+      initial_checkpoint=folder if config.model.init == 'checkpoint' else None,
       param_shapes=shapes,
       freeze=tuple(config.model.freeze),
       invariant_scale=config.precision.invariant_scale,

@@ -13,6 +13,9 @@ from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.rollout.engine import EngineConfig
 from jetrl_jax.rl.settings import AlgorithmConfig, GuardConfig, RunConfig
 
+# Above it an update is larger than the weights that it moves.
+_LARGEST_RATE = 0.02
+
 
 def check(
     loss: LossConfig,
@@ -54,6 +57,21 @@ def check(
     )
   for sentence in unread(loss, algorithm):
     logging.warning('%s', sentence)
+
+
+def warn_of_rate(lr: float) -> None:
+  """Warns of a learning rate that leaves nothing of the weights.
+
+  Args:
+    lr: of AdamW, which moves a weight by about as much at each update.
+  """
+  if lr > _LARGEST_RATE:
+    logging.warning(
+        'optim.lr is %g: AdamW moves every weight by about that much at each'
+        ' update, and weights are about 0.02. Usual are 1e-7 to 1e-5, and up to'
+        ' 1e-3 for models of a few million parameters',
+        lr,
+    )
 
 
 def check_guard(
@@ -147,6 +165,8 @@ def unread(loss: LossConfig, algorithm: AlgorithmConfig) -> list[str]:
       'cispo_cap': loss.policy_loss == 'cispo',
       'rollout_is_threshold': loss.rollout_is != 'none',
       'rollout_is_threshold_low': loss.rollout_is == 'icepop',
+      # A weight that is the same for a whole answer is its own mean.
+      'rollout_is_per_answer': loss.rollout_is in ('token', 'icepop'),
       'rollout_rs_threshold_low': loss.rollout_rs == 'geometric',
       'rollout_rs_threshold_high': loss.rollout_rs == 'geometric',
   }

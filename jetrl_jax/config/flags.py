@@ -142,12 +142,25 @@ def _in_one_sentence(main: Callable[[], None]) -> Callable[[list[str]], None]:
 
 def _parse(argv: list[str]) -> list[str]:
   file = _config_file(argv) if 'config' in flags.FLAGS else None
+  if file is not None and file.is_dir():
+    sys.exit(
+        f'error: --config={file} is a folder; name a config file, such as'
+        ' configs/quickstart.py'
+    )
   if file is not None and not file.is_file():
     sys.exit(f'error: --config={file}: there is no such file')
   try:
     left = flags.FLAGS(argv)[1:]
   except Exception as error:
     sys.exit(f'error: {_sentence(argv, file, error)}')
+  if file is not None:
+    made = flags.FLAGS['config'].value
+    if not isinstance(made, ml_collections.ConfigDict):
+      sys.exit(
+          f'error: {file}: get_config() returns a {type(made).__name__};'
+          ' allowed is the ConfigDict of configs/base.py: get_config(), with'
+          ' changes'
+      )
   if left:
     known = config_schema.names(flags.FLAGS.config) if file else []
     hint = _as_override(left[0], known)

@@ -15,6 +15,18 @@ import ml_collections
 # What JAX holds in int32 and float32; beyond it is a slip of the keyboard.
 _MAX_INT = 2**31 - 1
 _TINY, _HUGE = 1.2e-38, 3.4e38
+# What TRL calls it, where no name of ours is spelt in a like way.
+_OURS = {
+    'learning_rate': 'optim.lr',
+    'max_grad_norm': 'optim.grad_clip',
+    'lr_scheduler_type': 'optim.lr_decay',
+    'max_steps': 'trainer.total_training_steps',
+    'eval_steps': 'trainer.test_freq',
+    'save_steps': 'trainer.save_freq',
+    'num_iterations': 'algorithm.ppo_epochs',
+    'max_completion_length': 'rollout.max_response_length',
+    'reward_funcs': 'reward.functions',
+}
 
 
 def check(
@@ -52,7 +64,9 @@ def names(config: ml_collections.ConfigDict) -> list[str]:
 
 def unknown_name(name: str, known: list[str]) -> str:
   """Says that a config name is unknown, and which ones are near."""
+  ours = _OURS.get(name.rpartition('.')[2])
   close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+  close = [ours] if ours in known else close
   hint = f' did you mean {close[0]!r}?' if close else ''
   section = f'{name.rpartition(".")[0]}.'
   beside = [k.removeprefix(section) for k in known if k.startswith(section)]

@@ -26,6 +26,11 @@ from jetrl_jax.core.files import user_path
 from jetrl_jax.data.types import Example, Message
 
 _FORMATS = '.jsonl, .json, .parquet or hf:<repo>[:<config>]:<split>'
+# Columns that data sets name differently and mean the same by.
+_SAME = (
+    ('prompt', 'question', 'problem', 'query', 'instruction'),
+    ('answer', 'final_answer', 'solution', 'target', 'ground_truth'),
+)
 
 
 def load_examples(
@@ -51,6 +56,7 @@ def load_examples(
     row whose answer is null or empty (MATH has some) cannot be scored: it is
     left out, and a warning counts such rows. It keeps its number, so ids do not
     depend on the rule.
+    Prompts with the character NUL are kept, and a warning counts them too.
 
   Raises:
     ValueError: an unknown format, a file that is missing, empty or malformed,
@@ -65,6 +71,7 @@ def load_examples(
   examples: list[Example] = []
   rows = 0
   without_answer: list[str] = []
+  with_nul: list[str] = []
   for file in files:
     before = len(examples), rows
     for where, row in _read_rows(file):
@@ -75,16 +82,17 @@ def load_examples(
       source = _stem(file)
       if source_key:
         source = _text_at(row, source_key, f'{where}, source_key')
-      examples.append(
-          _to_example(
-              row,
-              where,
-              prompt_key=prompt_key,
-              answer_key=answer_key,
-              source=source,
-              id=id,
-          )
+      example = _to_example(
+          row,
+          where,
+          prompt_key=prompt_key,
+          answer_key=answer_key,
+          source=source,
+          id=id,
       )
+      examples.append(example)
+      if any('\0' in text for text in _texts(example.prompt)):
+        with_nul.append(where)
     if len(examples) == before[0]:
       empty = rows == before[1]
       raise ValueError(
@@ -99,6 +107,14 @@ def load_examples(
         rows,
         answer_key,
         without_answer[0],
+    )
+  if with_nul:
+    logging.warning(
+        '%d of %d prompts hold the character NUL, the first at %s. Text seldom'
+        ' does: look whether the file is damaged or was decoded wrongly.',
+        len(with_nul),
+        len(examples),
+        with_nul[0],
     )
   return examples
 
@@ -146,11 +162,7 @@ def _check_messages(value: Any, where: str) -> list[Message]:
 
 def _check_unicode(content: str | list[Message], where: str) -> None:
   """Refuses half a character: no tokenizer takes it, and no file."""
-  if isinstance(content, str):
-    texts = [content]
-  else:
-    texts = [text for m in content for text in (m['role'], m['content'])]
-  for text in texts:
+  for text in _texts(content):
     try:
       text.encode('utf-8')
     except UnicodeEncodeError as error:
@@ -159,6 +171,12 @@ def _check_unicode(content: str | list[Message], where: str) -> None:
           ' of a surrogate pair; allowed: valid Unicode. Write the whole'
           ' character, or leave it out.'
       ) from error
+
+
+def _texts(content: str | list[Message]) -> list[str]:
+  if isinstance(content, str):
+    return [content]
+  return [text for m in content for text in (m['role'], m['content'])]
 
 
 def column(row: dict[str, Any], key: str, where: str) -> Any:
@@ -178,7 +196,9 @@ def column(row: dict[str, Any], key: str, where: str) -> Any:
   for part in key.split('.'):
     if not isinstance(value, dict) or part not in value:
       columns = sorted(value) if isinstance(value, dict) else []
-      near = difflib.get_close_matches(part, columns, n=1)
+      same = next((names for names in _SAME if part in names), ())
+      near = [name for name in same if name in columns]
+      near = near or difflib.get_close_matches(part, columns, n=1)
       hint = f' Did you mean {near[0]!r}?' if near else ''
       raise ValueError(
           f'{where}: no column {key!r}; columns here: {columns}.{hint}'
@@ -311,5 +331,6 @@ def _import_extra(module: str, needed_by: str) -> Any:
   except ImportError as error:
     raise ValueError(
         f'{needed_by} needs the package {module.split(".")[0]!r}, which is not'
-        ' installed: pip install "jetrl_jax[data]".'
+        " installed: pip install 'jetrl_jax[data]', or pip install -e '.[data]'"
+        ' in a clone.'
     ) from error

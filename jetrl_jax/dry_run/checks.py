@@ -98,21 +98,22 @@ def _inputs(spec: RunSpec, workdir: pathlib.Path) -> list[str]:
   )
   if not policy.exact:
     print(f'compiled    as XLA likes it; {NOT_CLAIMED}')
-  folder = spec.export_source
-  names = safetensors_index.SINGLE_FILE, safetensors_index.INDEX_FILE
-  if folder is not None and any((folder / name).exists() for name in names):
+  steps = restore.all_steps(workdir / 'checkpoints')
+  if spec.initial_checkpoint is None:
+    print('checkpoint  none read: random weights')
+  elif steps:
+    print("checkpoint  none read: the run's own is")
+  else:
+    folder = spec.initial_checkpoint
     tensors = safetensors_index.read_index(folder)
     hf_load.check_tensors(tensors, policy.model, folder)
     print(f'checkpoint  {folder}: {len(tensors)} tensors, all as config.json')
-  else:
-    print('checkpoint  none read: random weights')
   print(f'training    {len(data)} prompts ({data.num_filtered} over-long)')
   if spec.val_set is not None:
     val = spec.val_set
     print(f'held out    {len(val)} prompts ({val.num_filtered} over-long)')
   with spec.make_rewards():
     print('rewards     the worker processes start')
-  steps = restore.all_steps(workdir / 'checkpoints')
   if steps:
     print(f'workdir     {workdir}: would resume from step {steps[-1]}')
     try:

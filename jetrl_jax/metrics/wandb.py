@@ -36,8 +36,8 @@ class WandbConfig:
     if importlib.util.find_spec('wandb') is None:
       raise ValueError(
           f'logger.wandb_project is {self.project!r}, and the package wandb is'
-          " not installed: pip install 'jetrl_jax[wandb]', or leave"
-          " logger.wandb_project at ''"
+          " not installed: pip install 'jetrl_jax[wandb]' (pip install -e"
+          " '.[wandb]' in a clone), or leave logger.wandb_project at ''"
       )
 
 

@@ -37,6 +37,8 @@ class LossConfig:
       'icepop', 'mis' or 'acr', see `corrections`.
     rollout_is_threshold: its cap C.
     rollout_is_threshold_low: lower end of IcePop's band.
+    rollout_is_per_answer: of 'gspo': every token has the mean weight of its
+      answer, as in TRL.
     rollout_rs: rejection of whole answers: 'none' or 'geometric'.
     rollout_rs_threshold_low: lower end of its band.
     rollout_rs_threshold_high: upper end of its band.
@@ -53,6 +55,7 @@ class LossConfig:
   rollout_is: str = 'none'
   rollout_is_threshold: float = 2.0
   rollout_is_threshold_low: float = 0.5
+  rollout_is_per_answer: bool = False
   rollout_rs: str = 'none'
   rollout_rs_threshold_low: float = 0.999
   rollout_rs_threshold_high: float = 1.001
@@ -86,6 +89,12 @@ class LossConfig:
           "rollout_is is 'acr' and policy_loss is"
           f' {self.policy_loss!r}: ACR widens the upper clip bound of each'
           " token, which only policy_loss='ppo' has; use rollout_is='token'"
+      )
+    if self.rollout_is_per_answer and self.policy_loss != 'gspo':
+      raise ValueError(
+          'rollout_is_per_answer is True and policy_loss is'
+          f' {self.policy_loss!r}: one weight per answer is for policy_loss='
+          "'gspo', which has one ratio per answer; set it to False"
       )
     kl.make_kl_loss(self.kl_loss_type)
     self.correction()
@@ -123,6 +132,8 @@ def policy_loss(
 
       loss = sum_t weight_t (is_t pg_t + kl_loss_coef kl_t - entropy_coeff H_t)
 
+  With `rollout_is_per_answer` is_t is the mean of the answer's is_t.
+
   Args:
     config: the objective.
     batch: one micro-batch.
@@ -138,7 +149,12 @@ def policy_loss(
   weight_BT = jax.vmap(config.correction())(*where)
   if config.rollout_rs != 'none':
     weight_BT = weight_BT * jax.vmap(config.rejection())(*where)
-  loss_BT = weight_BT * pg.loss_T
+  applied_BT = weight_BT
+  if config.rollout_is_per_answer:
+    applied_BT = jax.vmap(segments.segment_mean)(
+        weight_BT, mask_BT, batch.segment_ids
+    )
+  loss_BT = applied_BT * pg.loss_T
   metrics = {
       'actor/entropy': mean(entropy_BT, mask_BT),
       'actor/pg_clipfrac': mean(pg.clipped_T, mask_BT),

@@ -400,6 +400,23 @@ def test_a_tokenizer_that_the_last_export_cannot_copy_is_refused(tmp_path):
   )
 
 
+def test_held_out_prompts_that_are_trained_on_are_counted(tmp_path, caplog):
+  made = whole_run.config()
+  configs.build(made)
+  assert not caplog.text
+  mixed = tmp_path / 'mixed.jsonl'
+  (train,), (heldout,) = made.data.train_files, made.data.val_files
+  lines = [pathlib.Path(f).read_text().splitlines() for f in (train, heldout)]
+  mixed.write_text('\n'.join(lines[0][4:6] + lines[1][:6]))
+  configs.build(whole_run.config(**{'data.val_files': (str(mixed),)}))
+  assert (
+      '2 of 8 held-out prompts (25.0%) are among the training prompts, the'
+      ' first is prompt 0 of mixed' in caplog.text
+  )
+  configs.build(whole_run.config(**{'data.val_files': (train,)}))
+  assert '10 of 10 held-out prompts (100.0%)' in caplog.text
+
+
 def test_a_reference_that_gsm8k_cannot_compare_is_refused(tmp_path):
   path = tmp_path / 'd.jsonl'
   path.write_text('{"question": "1+1=", "answer": "two"}\n')

@@ -99,6 +99,17 @@ _SEQUENCES = dataclasses.replace(MU, loss_agg_mode='seq-mean-token-mean')
         ({'policy_loss': 'cispo', 'clip_ratio_c': 5.0}, MU, 'not read'),
         ({'cispo_cap': 3.0}, MU, 'cispo_cap is 3.0, which is not read'),
         ({'rollout_rs_threshold_high': 1.1}, MU, 'not read'),
+        (
+            {
+                'policy_loss': 'gspo',
+                'clip_ratio_low': 3e-4,
+                'clip_ratio_high': 4e-4,
+                'rollout_is': 'mis',
+                'rollout_is_per_answer': True,
+            },
+            _SEQUENCES,
+            'rollout_is_per_answer is True, which is not read',
+        ),
         ({'policy_loss': 'gspo'}, _SEQUENCES, 'nothing will be clipped'),
         (
             {'rollout_is': 'token'},
@@ -116,6 +127,15 @@ def test_a_setting_that_nobody_reads_is_named_in_a_warning(
   )
   _check(loss, algorithm)
   assert len(said) == 1 and words in said[0]
+
+
+def test_a_rate_that_leaves_nothing_of_the_weights_is_warned_of(caplog):
+  # The tiny run of the tests, and sft of 0.8 M parameters.
+  for lr in (1e-6, 1e-2, 3e-3):
+    compatibility.warn_of_rate(lr)
+  assert not caplog.text
+  compatibility.warn_of_rate(100.0)
+  assert 'optim.lr is 100: AdamW moves every weight by about' in caplog.text
 
 
 @pytest.mark.parametrize(

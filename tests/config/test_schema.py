@@ -60,6 +60,15 @@ def test_a_value_of_the_wrong_type_or_no_number_is_refused_by_name(name):
       config_schema.check(wrong, _BASE)
 
 
+@pytest.mark.parametrize('theirs, ours', config_schema._OURS.items())
+def test_a_name_of_trl_is_led_to_ours(theirs, ours):
+  assert ours in _NAMES
+  section = ours.partition('.')[0]
+  for name in (theirs, f'{section}.{theirs}'):
+    said = config_schema.unknown_name(name, _NAMES)
+    assert f"did you mean '{ours}'?" in said
+
+
 def test_a_whole_number_may_stand_for_a_float_and_a_list_for_a_tuple():
   config = _with(base.get_config(), 'optim.lr', 1)
   config = _with(config, 'optim.betas', [0, 0.5])

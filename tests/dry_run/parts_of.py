@@ -49,6 +49,7 @@ def shape(model, **changes):
       ),
       optimizer=dataclasses.replace(spec.optimizer, moments='fp8'),
       run=dataclasses.replace(spec.run, micro_batch_size=4),
+      initial_checkpoint=None,
       export_source=None,
   )
 

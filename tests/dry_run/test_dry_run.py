@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -393,6 +394,30 @@ def test_a_run_warns_where_its_device_has_no_room(monkeypatch, caplog):
   assert 'on each device, and memory of this machine has 976.6 KiB' in (
       caplog.text
   )
+
+
+def test_weights_that_a_run_refuses_are_refused_by_its_dry_run(tmp_path):
+  model = tmp_path / 'model'
+  shutil.copytree(whole_run.config().model.path, model)
+  (model / 'pytorch_model.bin').write_bytes(b'')
+  changes = {'model.path': str(model), 'model.init': 'checkpoint'}
+  spec = configs.build(whole_run.config(**changes))
+  with pytest.raises(ValueError, match='pickled weights alone') as of_run:
+    spec.initial_params()
+  with pytest.raises(ValueError) as of_dry_run:
+    dry_run_checks.dry_run(spec, tmp_path / 'run')
+  assert str(of_dry_run.value) == str(of_run.value)
+
+
+def test_a_checkpoint_of_which_only_the_shape_is_read_is_not_read(
+    tmp_path, capsys
+):
+  model = tmp_path / 'model'
+  shutil.copytree(whole_run.config().model.path, model)
+  (model / 'model.safetensors').write_bytes(b'')
+  spec = configs.build(whole_run.config(**{'model.path': str(model)}))
+  dry_run_checks.dry_run(spec, tmp_path / 'run')
+  assert 'none read: random weights' in capsys.readouterr().out
 
 
 def test_a_run_that_fits_is_compiled_and_not_started(tmp_path, capsys):

@@ -6,12 +6,21 @@ forward (token ids, dropout, initialisers) are not looked at; an export carries
 them through.
 """
 
+import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jetrl_jax.models.hf.files import list_names, parse_json, read_inside
+from jetrl_jax.models.hf.files import (
+    CONFIG_FILE,
+    check_format,
+    has_file,
+    list_names,
+    parse_json,
+    read_inside,
+)
 from jetrl_jax.models.hf.quantization import check_section
 from jetrl_jax.models.types import FAMILY_TRAITS, Llama3RopeScaling, ModelConfig
 
@@ -32,6 +41,13 @@ _FIELDS = (
     ('norm_eps', 'rms_norm_eps'),
     ('max_position', 'max_position_embeddings'),
 )
+
+# What our other fields are called there; the rest have the same names.
+_THEIR_NAMES = {
+    **dict(_FIELDS),
+    'num_kv_heads': 'num_key_value_heads',
+    'tied_embeddings': 'tie_word_embeddings',
+}
 
 # What transformers takes for an absent key.
 _DEFAULT_THETA = 10_000.0
@@ -64,7 +80,13 @@ def load_config(folder: pathlib.Path) -> ModelConfig:
 
 def read_config_json(folder: pathlib.Path) -> dict[str, Any]:
   """Reads the folder's config.json as it is."""
-  name = 'config.json'
+  name = CONFIG_FILE
+  if not has_file(folder, name):
+    check_format(folder)
+    raise ValueError(
+        f'{folder} has no {name}; allowed is a folder as save_pretrained of'
+        ' transformers writes it'
+    )
   found = parse_json(read_inside(folder, name), str(folder / name))
   if not isinstance(found, dict):
     raise ValueError(f'{folder / name}: not a JSON object')
@@ -98,17 +120,19 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
     kv_heads = hf.get('num_key_value_heads')
   else:
     kv_heads = _required(hf, 'num_key_value_heads')
-  return ModelConfig(
-      family=family,
-      num_kv_heads=fields['num_heads'] if kv_heads is None else kv_heads,
-      head_dim=_head_dim(hf, family),
-      rope_theta=_as_float(theta),
-      rope_scaling=scaling,
-      qkv_bias=qkv_bias,
-      qk_norm=qk_norm,
-      tied_embeddings=hf.get('tie_word_embeddings', False),
-      **fields,
-  )
+  head_dim = _head_dim(hf, family)
+  with _naming_theirs('config.json'):
+    return ModelConfig(
+        family=family,
+        num_kv_heads=fields['num_heads'] if kv_heads is None else kv_heads,
+        head_dim=head_dim,
+        rope_theta=_as_float(theta),
+        rope_scaling=scaling,
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+        tied_embeddings=hf.get('tie_word_embeddings', False),
+        **fields,
+    )
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -284,12 +308,27 @@ def _scaling(
   if hf.get(original, found[original]) != found[original]:
     # transformers prefers the outer one; a file that says both is unclear.
     raise ValueError(f'config.json: {key} and the file disagree on {original}')
-  return Llama3RopeScaling(
-      factor=_as_float(found['factor']),
-      low_freq_factor=_as_float(found['low_freq_factor']),
-      high_freq_factor=_as_float(found['high_freq_factor']),
-      original_max_position_embeddings=found[original],
-  )
+  with _naming_theirs(f'config.json: {key}'):
+    return Llama3RopeScaling(
+        factor=_as_float(found['factor']),
+        low_freq_factor=_as_float(found['low_freq_factor']),
+        high_freq_factor=_as_float(found['high_freq_factor']),
+        original_max_position_embeddings=found[original],
+    )
+
+
+@contextlib.contextmanager
+def _naming_theirs(where: str) -> Iterator[None]:
+  """Says what is wrong with a value under the name that it has in the file."""
+  try:
+    yield
+  except ValueError as error:
+    said = re.sub(
+        r'\b(' + '|'.join(_THEIR_NAMES) + r')\b',
+        lambda found: _THEIR_NAMES[found[0]],
+        str(error),
+    )
+    raise ValueError(f'{where}: {said}') from error
 
 
 def _as_float(value: Any) -> Any:

@@ -32,6 +32,17 @@ _WANTED = (
 # Sub-folders hold the same model in other formats.
 _UNWANTED = ('*/*', 'consolidated*')
 
+CONFIG_FILE = 'config.json'
+SINGLE_FILE = 'model.safetensors'
+INDEX_FILE = 'model.safetensors.index.json'
+# What peft writes. transformers applies an adapter that lies beside a model.
+_ADAPTER_FILES = (
+    'adapter_config.json',
+    'adapter_model.safetensors',
+    'adapter_model.bin',
+)
+_PICKLES = ('.bin', '.pt', '.pth', '.ckpt')
+
 _FILE_NAME = re.compile(r'[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}')
 _REPO_ID = re.compile(r'[A-Za-z0-9_][\w.\-]*/[A-Za-z0-9_][\w.\-]*', re.ASCII)
 
@@ -102,6 +113,67 @@ def parse_json(data: bytes, what: str) -> Any:
     raise ValueError(f'{what}: not valid JSON: {error}') from None
   except RecursionError:
     raise ValueError(f'{what}: JSON is nested too deep') from None
+
+
+def check_format(folder: pathlib.Path) -> None:
+  """Refuses a folder that holds something else than the weights of a model.
+
+  Args:
+    folder: the checkpoint.
+
+  Raises:
+    ValueError: an adapter, alone or beside a model; GGUF or pickled files and
+      no safetensors. The message names the files and what to do.
+  """
+  has_model = has_file(folder, SINGLE_FILE) or has_file(folder, INDEX_FILE)
+  adapter = [name for name in _ADAPTER_FILES if has_file(folder, name)]
+  if adapter and has_model:
+    raise ValueError(
+        f'{folder} holds an adapter ({", ".join(adapter)}) beside the weights'
+        ' of the model: transformers would apply it, and nothing here does.'
+        ' Merge the adapter into the weights (merge_and_unload of peft, then'
+        ' save_pretrained to a new folder), or move its files elsewhere to use'
+        ' the model without it'
+    )
+  if adapter:
+    raise ValueError(
+        f'{folder} is an adapter ({", ".join(adapter)}) of {_base_of(folder)},'
+        ' not a whole model. Load that model with the adapter, merge them'
+        ' (merge_and_unload of peft), write the result with save_pretrained to'
+        ' a new folder and name that'
+    )
+  if has_model:
+    return
+  names = sorted(os.listdir(folder))
+  if gguf := [name for name in names if name.endswith('.gguf')]:
+    raise ValueError(_of_gguf(folder, gguf[0]))
+  if pickles := [name for name in names if name.endswith(_PICKLES)]:
+    raise ValueError(
+        f'{folder} has pickled weights alone ({list_names(pickles, 3)}), which'
+        ' can run code when they are read; allowed are safetensors files.'
+        ' AutoModelForCausalLM.from_pretrained(folder).save_pretrained(another)'
+        ' of transformers writes them; copy the tokenizer files there too'
+    )
+
+
+def _base_of(folder: pathlib.Path) -> str:
+  """Names the model that an adapter is for, as far as it says so."""
+  name = _ADAPTER_FILES[0]
+  found = None
+  if has_file(folder, name):
+    found = parse_json(read_inside(folder, name), str(folder / name))
+  base = found.get('base_model_name_or_path') if isinstance(found, dict) else ''
+  return list_names([base]) if base else 'a model that it does not name'
+
+
+def _of_gguf(folder: pathlib.Path, name: str) -> str:
+  return (
+      f'{folder / name} is a GGUF file; allowed is a folder with {CONFIG_FILE}'
+      ' and safetensors files. Name the published checkpoint that it was made'
+      ' from, or convert it: AutoModelForCausalLM.from_pretrained(folder,'
+      f' gguf_file={name!r}).save_pretrained(another) of transformers, and the'
+      ' same with AutoTokenizer'
+  )
 
 
 def has_file(folder: pathlib.Path, name: str) -> bool:
@@ -188,6 +260,8 @@ def resolve_checkpoint(path_or_repo_id: str) -> pathlib.Path:
   # Not Path.is_dir, which raises on a name too long for the file system.
   if os.path.isdir(path):
     return path
+  if path.suffix == '.gguf' and os.path.exists(path):
+    raise ValueError(_of_gguf(path.parent, path.name))
   if os.path.exists(path) or not _REPO_ID.fullmatch(path_or_repo_id):
     raise ValueError(
         f'checkpoint {path_or_repo_id!r}: no such folder; allowed are a local '

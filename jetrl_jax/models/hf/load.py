@@ -187,19 +187,12 @@ def check_tensors(
       for name in both
       if found[name].dtype not in (DTYPES if name in kernels else _WIDE)
   ]
-  sizes = [
-      f'{name} has {tensor.num_bytes} bytes'
-      for name, tensor in ((n, found[n]) for n in both)
-      if tensor.dtype in DTYPES
-      and tensor.num_bytes != _num_bytes(tensor.dtype, tensor.shape)
-  ]
   problems = list_problems(
       {
           'missing': [name for name in parts if name not in found],
           'unexpected': [name for name in found if name not in parts],
           'of the wrong shape': shapes,
           f'of a dtype other than {"/".join(_WIDE)}': dtypes,
-          'whose size does not fit dtype and shape': sizes,
       }
   )
   if problems:
@@ -241,10 +234,6 @@ def _read_scale(tensor: StoredTensor) -> float:
         ' finite scales'
     )
   return scale
-
-
-def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-  return DTYPES[dtype].itemsize * math.prod(shape)
 
 
 def _read_leaf(

@@ -1,25 +1,27 @@
 """Where every tensor of a checkpoint lies, known before any of it is read.
 
-The headers are parsed here and not by the safetensors library, because the
-library accepts a header that names a tensor twice, and because a checked
-offset allows plain reads in pieces: a file cut short after the check raises,
-where a memory map would kill the process.
+The safetensors library checks the headers. It does not read the tensors: of a
+part of a tensor it reads the whole (`pread`), or maps the file into memory,
+and a file that is cut short meanwhile then kills the process; and it has no FP8
+in NumPy. `read_rows` reads any rows with plain reads.
 
 References:
   The format: huggingface.co/docs/safetensors, "Format".
 """
 
 import dataclasses
-import os
+import math
 import pathlib
 from collections.abc import Iterator
-from typing import Any
 
 import ml_dtypes
 import numpy as np
+import safetensors
 
 from jetrl_jax.models.hf.files import (
-    MAX_JSON_BYTES,
+    INDEX_FILE,
+    SINGLE_FILE,
+    check_format,
     has_file,
     list_names,
     list_problems,
@@ -28,9 +30,6 @@ from jetrl_jax.models.hf.files import (
     read_inside,
 )
 
-SINGLE_FILE = 'model.safetensors'
-INDEX_FILE = 'model.safetensors.index.json'
-
 # Read both ways: the name in a header, the dtype (bytes are little-endian).
 DTYPES = {
     'BF16': np.dtype(ml_dtypes.bfloat16),
@@ -38,8 +37,6 @@ DTYPES = {
     'F32': np.dtype('<f4'),
     'F8_E4M3': np.dtype(ml_dtypes.float8_e4m3fn),
 }
-
-_MAX_RANK = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +50,6 @@ class StoredTensor:
     dtype: as the header says, e.g. 'BF16'; a key of `DTYPES` if loadable.
     shape: as the header says.
     start: offset of the first byte within the file.
-    num_bytes: length in the file.
   """
 
   name: str
@@ -62,7 +58,6 @@ class StoredTensor:
   dtype: str
   shape: tuple[int, ...]
   start: int
-  num_bytes: int
 
 
 def read_index(folder: pathlib.Path) -> dict[str, StoredTensor]:
@@ -75,9 +70,11 @@ def read_index(folder: pathlib.Path) -> dict[str, StoredTensor]:
     Tensor by name.
 
   Raises:
-    ValueError: no or two ways to read the folder; an index that names files
-      elsewhere, or that does not agree with the headers; a broken header.
+    ValueError: see `check_format`; two ways to read the folder; an index
+      that names files elsewhere, or that does not agree with the headers; a
+      broken header.
   """
+  check_format(folder)
   single, index = has_file(folder, SINGLE_FILE), has_file(folder, INDEX_FILE)
   if not single and not index:
     raise ValueError(
@@ -123,36 +120,46 @@ def read_index(folder: pathlib.Path) -> dict[str, StoredTensor]:
 
 
 def read_header(folder: pathlib.Path, file: str) -> dict[str, StoredTensor]:
-  """Parses and checks one file's header; see `read_index`.
+  """Reads one file's header, once the library has checked it.
 
-  A header is 8 bytes of length (little-endian), then JSON. The tensors must
-  cover the rest of the file without gap or overlap, as the library demands.
+  The library accepts no entry of a wrong type, no size that differs from dtype
+  and shape, and no byte that is in no tensor or in two. It does accept a
+  header that names a tensor twice, and takes one of the two; `parse_json` does
+  not.
+
+  Args:
+    folder: the checkpoint.
+    file: name of the file within the folder.
+
+  Returns:
+    Tensor by name.
+
+  Raises:
+    ValueError: the file is truncated, malformed or outside of the folder.
   """
   where = folder / file
   with open_inside(folder, file) as handle:
-    size = os.fstat(handle.fileno()).st_size
-    prefix = handle.read(8)
-    length = int.from_bytes(prefix, 'little')
-    if len(prefix) < 8 or length > min(size - 8, MAX_JSON_BYTES):
-      raise ValueError(
-          f'{where}: {size} bytes are too few for its header of {length} '
-          'bytes; the file is truncated or is no safetensors file'
+    try:
+      # By its number: a name could lead to another file by now.
+      with safetensors.safe_open(f'/dev/fd/{handle.fileno()}', 'np'):
+        pass
+    except safetensors.SafetensorError as error:
+      raise ValueError(f'{where} is truncated or malformed: {error}') from error
+    # 8 bytes of length, then JSON, then the tensors.
+    length = int.from_bytes(handle.read(8), 'little')
+    header = parse_json(handle.read(length), str(where))
+  header.pop('__metadata__', None)
+  return {
+      name: StoredTensor(
+          name=name,
+          folder=folder,
+          file=file,
+          dtype=entry['dtype'],
+          shape=tuple(entry['shape']),
+          start=8 + length + entry['data_offsets'][0],
       )
-    text = handle.read(length)
-  if len(text) != length or not text.startswith(b'{'):
-    raise ValueError(f'{where}: no safetensors header')
-  header = parse_json(text, str(where))
-  metadata = header.pop('__metadata__', {})
-  if not isinstance(metadata, dict) or not all(
-      isinstance(value, str) for value in metadata.values()
-  ):
-    raise ValueError(f'{where}: __metadata__ must map text to text')
-  tensors = {
-      name: _entry(folder, file, name, value, base=8 + length)
-      for name, value in header.items()
+      for name, entry in header.items()
   }
-  _check_cover(where, tensors, base=8 + length, size=size)
-  return tensors
 
 
 def read_rows(
@@ -172,23 +179,18 @@ def read_rows(
   """
   dtype = DTYPES[tensor.dtype]
   rows, tail = tensor.shape[0], tensor.shape[1:]
-  row_bytes = tensor.num_bytes // rows
-  step = max(1, max_bytes // row_bytes)
+  step = max(1, max_bytes // (dtype.itemsize * math.prod(tail)))
   with open_inside(tensor.folder, tensor.file) as handle:
     handle.seek(tensor.start)
     for first in range(0, rows, step):
-      count = min(step, rows - first)
-      data = bytearray(count * row_bytes)
-      view, got = memoryview(data), 0
-      while got < len(view):
-        more = handle.readinto(view[got:])
-        if not more:
-          raise ValueError(
-              f'{tensor.folder / tensor.file}: ends within {tensor.name!r}; '
-              'the file is truncated'
-          )
-        got += more
-      yield np.frombuffer(data, dtype).reshape(count, *tail)
+      shape = (min(step, rows - first), *tail)
+      piece = np.fromfile(handle, dtype, math.prod(shape))
+      if piece.size < math.prod(shape):
+        raise ValueError(
+            f'{tensor.folder / tensor.file}: ends within {tensor.name!r}; '
+            'the file is truncated'
+        )
+      yield piece.reshape(shape)
 
 
 def _weight_map(folder: pathlib.Path) -> dict[str, str]:
@@ -208,68 +210,3 @@ def _weight_map(folder: pathlib.Path) -> dict[str, str]:
         'safetensors files of the folder itself'
     )
   return found
-
-
-def _entry(
-    folder: pathlib.Path, file: str, name: str, value: Any, base: int
-) -> StoredTensor:
-  keys = {'dtype', 'shape', 'data_offsets'}
-  if not isinstance(value, dict) or set(value) != keys:
-    raise ValueError(
-        f'{folder / file}: entry of {name!r:.200} must have dtype, shape and '
-        'data_offsets'
-    )
-  dtype, shape, offsets = (
-      value[key] for key in ('dtype', 'shape', 'data_offsets')
-  )
-  if (
-      not isinstance(dtype, str)
-      or not _counts(shape)
-      or len(shape) > _MAX_RANK
-      or not _counts(offsets)
-      or len(offsets) != 2
-      or offsets[0] > offsets[1]
-  ):
-    raise ValueError(
-        f'{folder / file}: entry of {name!r:.200} is malformed: '
-        f'{value!r:.200}'
-    )
-  return StoredTensor(
-      name=name,
-      folder=folder,
-      file=file,
-      dtype=dtype,
-      shape=tuple(shape),
-      start=base + offsets[0],
-      num_bytes=offsets[1] - offsets[0],
-  )
-
-
-def _counts(value: Any) -> bool:
-  return isinstance(value, list) and all(
-      type(n) is int and 0 <= n < 2**63 for n in value
-  )
-
-
-def _check_cover(
-    where: pathlib.Path,
-    tensors: dict[str, StoredTensor],
-    base: int,
-    size: int,
-) -> None:
-  """Tensors must follow each other from `base` to the end of the file."""
-  end = base
-  in_order = sorted(tensors.values(), key=lambda t: (t.start, t.num_bytes))
-  for tensor in in_order:
-    if tensor.start != end:
-      kind = 'overlaps' if tensor.start < end else 'leaves a gap before'
-      raise ValueError(
-          f'{where}: {tensor.name!r:.200} starts at byte {tensor.start}, not '
-          f'{end}: it {kind} its neighbour'
-      )
-    end = tensor.start + tensor.num_bytes
-  if end != size:
-    raise ValueError(
-        f'{where}: the tensors end at byte {end} and the file at byte {size}; '
-        'it is truncated or has other data appended'
-    )

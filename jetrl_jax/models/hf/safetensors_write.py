@@ -1,6 +1,8 @@
 """Tensors to safetensors files, one at a time: the way out of `read_rows`.
 
-The same entries give the same bytes.
+The same entries give the same bytes. The library writes no such files: it wants
+all tensors of a file in host memory at once, 5 GB of them, and sorts them by
+dtype and name.
 """
 
 import dataclasses
@@ -14,11 +16,8 @@ from typing import Any, BinaryIO
 import jax
 import numpy as np
 
-from jetrl_jax.models.hf.safetensors_index import (
-    DTYPES,
-    INDEX_FILE,
-    SINGLE_FILE,
-)
+from jetrl_jax.models.hf.files import INDEX_FILE, SINGLE_FILE
+from jetrl_jax.models.hf.safetensors_index import DTYPES
 
 # A tensor is cast and written in pieces of about this size.
 _PIECE_BYTES = 64 * 2**20

@@ -30,6 +30,8 @@ class RunSpec:
       `policy` in a unified flow.
     mesh: devices.
     initial_params: makes the masters of a cold start, on their devices.
+    initial_checkpoint: the folder that it reads them from; None for random
+      masters.
     param_shapes: their shapes and dtypes.
     freeze: patterns of masters that do not train.
     invariant_scale: what kernels behind norms were divided by.
@@ -55,6 +57,7 @@ class RunSpec:
   rollout_policy: Policy
   mesh: Mesh
   initial_params: Callable[[], PyTree]
+  initial_checkpoint: pathlib.Path | None
   param_shapes: PyTree
   freeze: tuple[str, ...]
   invariant_scale: float

@@ -226,6 +226,48 @@ def test_what_would_change_the_forward_is_refused_by_name(hf, change, message):
     config_from_hf(hf | change)
 
 
+@pytest.mark.parametrize(
+    ('hf', 'change', 'message'),
+    [
+        (
+            QWEN3_8B,
+            {'num_attention_heads': 'four'},
+            "config.json: num_attention_heads 'four': allowed are integers",
+        ),
+        (
+            QWEN2_5_7B,
+            {'num_key_value_heads': 3},
+            'config.json: num_attention_heads 28 must be a multiple of '
+            'num_key_value_heads 3',
+        ),
+        (
+            QWEN2_5_7B,
+            {'num_hidden_layers': 1.5},
+            'config.json: num_hidden_layers 1.5: ',
+        ),
+        (
+            QWEN2_5_7B,
+            {'rms_norm_eps': -1},
+            'config.json: rms_norm_eps -1: allowed are numbers above 0',
+        ),
+        (
+            QWEN2_5_7B,
+            {'tie_word_embeddings': 'no'},
+            "config.json: tie_word_embeddings 'no': allowed are True and False",
+        ),
+        (
+            LLAMA_3_1_8B,
+            {'rope_scaling': LLAMA3 | {'factor': 0}},
+            'config.json: rope_scaling: factor 0.0: allowed are numbers above',
+        ),
+    ],
+)
+def test_a_wrong_value_is_called_by_its_name_in_the_file(hf, change, message):
+  with pytest.raises(ValueError) as error:
+    config_from_hf(hf | change)
+  assert str(error.value).startswith(message)
+
+
 @pytest.mark.parametrize('key', ['hidden_size', 'rms_norm_eps', 'vocab_size'])
 def test_a_missing_key_is_named(key):
   hf = {k: v for k, v in QWEN2_5_7B.items() if k != key}

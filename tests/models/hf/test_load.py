@@ -15,6 +15,7 @@ from jetrl_jax.models.hf.config import load_config
 from jetrl_jax.models.hf.files import resolve_checkpoint
 from jetrl_jax.models.hf.layout import flatten_tree
 from jetrl_jax.models.hf.load import load_checkpoint
+from jetrl_jax.models.hf.safetensors_index import read_index, read_rows
 from tests.models import tiny
 
 GOLDENS = pathlib.Path(__file__).parent / 'goldens'
@@ -228,22 +229,33 @@ def test_a_wrong_shape_is_shown_beside_the_right_one(folder):
   refuses(folder, r'1 of the wrong shape', rf'{Q} is \[4, 16\], not \[8, 8\]')
 
 
-@pytest.mark.parametrize('dtype', ['I32', 'F64', 'F8_E5M2', 'BOOL', 'nonsense'])
-def test_a_dtype_that_is_no_supported_float_is_named(folder, dtype):
+@pytest.mark.parametrize(
+    ('dtype', 'width'), [('I32', 4), ('F64', 8), ('F8_E5M2', 1), ('BOOL', 1)]
+)
+def test_a_dtype_that_is_no_supported_float_is_named(folder, dtype, width):
   def change(tensors):
-    tensors[Q] = (dtype, *tensors[Q][1:])
+    tensors[Q] = (dtype, [8, 8], bytes(64 * width))
 
   change_tensors(folder, change)
   refuses(folder, 'of a dtype other than BF16/F16/F32', f'{Q} is {dtype}')
 
 
-def test_a_size_that_does_not_fit_the_shape_is_named(folder):
+@pytest.mark.parametrize('dtype', ['F64', 'F8_E4M3', 'BF16', 'nonsense'])
+def test_a_dtype_that_does_not_fit_the_bytes_is_refused(folder, dtype):
+  def change(tensors):
+    tensors[Q] = (dtype, *tensors[Q][1:])
+
+  change_tensors(folder, change)
+  refuses(folder, f'{SINGLE} is truncated or malformed')
+
+
+def test_a_size_that_does_not_fit_the_shape_is_refused(folder):
   def change(tensors):
     dtype, shape, data = tensors[Q]
     tensors[Q] = (dtype, shape, data[:-4])
 
   change_tensors(folder, change)
-  refuses(folder, f'1 whose size does not fit.*{Q} has 252 bytes')
+  refuses(folder, f'{SINGLE} is truncated or malformed')
 
 
 def test_a_tied_output_projection_may_be_stored_when_it_is_equal(folder):
@@ -314,6 +326,27 @@ def test_a_truncated_file_is_refused(folder, cut):
   refuses(folder, 'truncated')
 
 
+def test_a_file_that_is_cut_short_after_the_check_is_refused(folder):
+  tensor = read_index(folder)['model.embed_tokens.weight']
+  path = folder / SINGLE
+  path.write_bytes(path.read_bytes()[: tensor.start + 500])
+  with pytest.raises(ValueError, match="ends within 'model.embed_tokens.wei"):
+    list(read_rows(tensor))
+
+
+def test_a_tensor_is_read_in_pieces_of_whole_rows(folder):
+  tensor = read_index(folder)['model.embed_tokens.weight']
+  # Rows of 8 float32.
+  for max_bytes, rows in ((10**9, [16]), (5 * 32 + 31, [5, 5, 5, 1])):
+    pieces = list(read_rows(tensor, max_bytes))
+    assert [len(piece) for piece in pieces] == rows
+    np.testing.assert_array_equal(
+        np.concatenate(pieces),
+        tiny.params(tiny.config())['embed']['embedding'],
+    )
+  assert len(list(read_rows(tensor, max_bytes=1))) == 16
+
+
 def test_a_header_longer_than_memory_is_refused(folder):
   (folder / SINGLE).write_bytes((2**63).to_bytes(8, 'little') + b'{}')
   refuses(folder, 'truncated')
@@ -322,8 +355,8 @@ def test_a_header_longer_than_memory_is_refused(folder):
 @pytest.mark.parametrize(
     ('offsets', 'message'),
     [
-        ([0, 256], 'overlaps its neighbour'),
-        ([10**9, 10**9 + 256], 'leaves a gap'),
+        ([0, 256], 'malformed: .*invalid offset'),
+        ([10**9, 10**9 + 256], 'malformed: .*invalid offset'),
         ([-256, 0], 'malformed'),
         ([256, 0], 'malformed'),
         ([0], 'malformed'),
@@ -351,6 +384,55 @@ def test_a_mistyped_number_of_layers_does_not_run_for_ever(folder):
 def test_a_folder_without_safetensors_says_what_it_lacks(folder):
   (folder / SINGLE).unlink()
   refuses(folder, f'neither {SINGLE} nor {INDEX}')
+
+
+def test_pickled_weights_alone_are_refused_with_what_writes_others(folder):
+  (folder / SINGLE).rename(folder / 'pytorch_model.bin')
+  refuses(folder, r"pickled weights alone \('pytorch_model.bin'\)", 'safetens')
+
+
+@pytest.mark.parametrize(
+    'name',
+    ['adapter_config.json', 'adapter_model.safetensors', 'adapter_model.bin'],
+)
+def test_an_adapter_beside_a_model_is_refused_by_name(folder, name):
+  (folder / name).write_text('{}')
+  refuses(
+      folder,
+      rf'holds an adapter \({name}\) beside the weights',
+      'merge_and_unload.*or move its files elsewhere',
+  )
+
+
+@pytest.mark.parametrize(
+    ('said', 'named'),
+    [
+        ('{"base_model_name_or_path": "Qwen/Qwen2.5-7B"}', "'Qwen/Qwen2.5-7B'"),
+        ('{"base_model_name_or_path": null}', 'a model that it does not name'),
+        ('[]', 'a model that it does not name'),
+        (None, 'a model that it does not name'),
+    ],
+)
+def test_an_adapter_alone_is_refused_with_its_model(tmp_path, said, named):
+  (tmp_path / 'adapter_model.safetensors').write_bytes(b'')
+  if said is not None:
+    (tmp_path / 'adapter_config.json').write_text(said)
+  refuses(tmp_path, f'is an adapter .* of {named}, not a whole model')
+
+
+def test_a_gguf_file_is_refused_with_what_to_name_instead(folder):
+  (folder / SINGLE).rename(folder / 'model-q4.gguf')
+  message = r"model-q4.gguf is a GGUF file.*gguf_file='model-q4.gguf'"
+  refuses(folder, message)
+  (folder / 'config.json').unlink()
+  refuses(folder, message)
+  with pytest.raises(ValueError, match=message):
+    resolve_checkpoint(str(folder / 'model-q4.gguf'))
+
+
+def test_a_folder_without_a_config_says_so(folder):
+  (folder / 'config.json').unlink()
+  refuses(folder, 'has no config.json; allowed is a folder as save_pretrained')
 
 
 def test_a_stale_single_file_beside_an_index_is_refused(sharded):
