@@ -1,7 +1,7 @@
 """Our engine as a subclass of JetStream's, and our tokenizer as one of its.
 
 Nothing is computed here: the arrays, and so the tokens, are those of
-`rl.engine.Engine`, which serves rollouts too.
+`rl.rollout.Engine`, which serves rollouts too.
 """
 
 import dataclasses

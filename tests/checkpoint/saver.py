@@ -1,6 +1,6 @@
 """A process that saves checkpoints until it is killed; see the fault tests.
 
-usage: checkpoint_saver.py DIRECTORY
+usage: saver.py DIRECTORY
 
 Reads instants from stdin, one a line: '2.35' is 35% into the save that follows
 the child's second one. For each it forks a child that resumes from DIRECTORY

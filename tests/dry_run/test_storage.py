@@ -15,7 +15,7 @@ from tests import whole_run
 _GIB = 2**30
 
 
-@pytest.fixture(name='parts', scope='module')
+@pytest.fixture(name='spec', scope='module')
 def _parts():
   return configs.build(whole_run.config())
 

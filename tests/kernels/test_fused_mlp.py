@@ -34,7 +34,7 @@ FP8 = Recipe()
 
 
 def _quantize_and_transpose(x, scale, mask, dtype, *, row_major):
-  """As the kernel, which test_turning.py compares with this."""
+  """As the kernel, which test_transpose.py compares with this."""
   values = quantize(jnp.where(mask[:, None] > 0, x, 0), scale, dtype)
   amax, sums = health.measure(x, QTensor(values=values, scale=scale), mask)
   return transpose.QuantizedPair(

@@ -1,7 +1,7 @@
 """The guard in whole mixed runs: planted faults, and precision that gives way.
 
 All of these compile what they move to; the decisions alone are in
-`test_guard.py`, the choice of dots in `test_run_precision.py`.
+`test_guard.py`, the choice of dots in `rl/run/test_precision.py`.
 """
 
 import pathlib

@@ -99,12 +99,12 @@ def test_masters_rounded_at_random_continue_to_the_same_bits(tmp_path):
       'model.master_dtype': 'bfloat16',
       'optim.master_rounding': 'stochastic',
   }
-  whole, spec = tmp_path / 'whole', tmp_path / 'parts'
+  whole, parts = tmp_path / 'whole', tmp_path / 'parts'
   assert _train_until_check(whole, 10**6, changes)
   for number in (9, 8):
-    assert not _train_until_check(spec, number, changes), number
-  assert _train_until_check(spec, 10**6, changes)
-  found, expected = (whole_run.outcome(w, changes) for w in (spec, whole))
+    assert not _train_until_check(parts, number, changes), number
+  assert _train_until_check(parts, 10**6, changes)
+  found, expected = (whole_run.outcome(w, changes) for w in (parts, whole))
   assert found == expected
 
 
