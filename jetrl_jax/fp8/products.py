@@ -33,6 +33,45 @@ class DeferredScale:
   bias_O: Array | None = None
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """Rows that a dot reads.
+
+  Attributes:
+    values: [M, I] in the compute dtype. Where a decode step knows the FP8
+      values, only their shape and dtype mean something.
+    fp8: their E4M3 values on the dot's input scale, [M, I], or n equal copies
+      [n, M, I] for a dot in n parts; None where the dot quantises the rows.
+  """
+
+  values: Array
+  fp8: Array | None = None
+
+  @property
+  def parts(self) -> int:
+    """In how many parts the dot is computed."""
+    return 1 if self.fp8 is None or self.fp8.ndim == 2 else self.fp8.shape[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+  """What a dot wants of the operation that makes its rows.
+
+  Attributes:
+    scale: float32 scalar on which the rows are quantised; None where the dot
+      finds the scale itself, or is not quantised.
+    parts: in how many parts the dot is computed, see `Rows`.
+  """
+
+  scale: Array | None = None
+  parts: int = 1
+
+
+# What any other reader than such a dot wants.
+AS_ARRAY = Reads()
+
+
 def scaled_dot(
     a, b, dims, scales, out_dtype, *, power_of_two: bool, late: bool = False
 ) -> Array:

@@ -26,6 +26,7 @@ from jax import lax
 
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import DeferredScale, formats
+from jetrl_jax.fp8.products import AS_ARRAY, Reads, Rows
 from jetrl_jax.fp8.quantization import quantize
 from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels.attention import backward as attention_backward
@@ -34,7 +35,7 @@ from jetrl_jax.kernels.attention import forward as attention_forward
 from jetrl_jax.kernels.attention import pages as attention_pages
 from jetrl_jax.kernels.attention.forward import NO_SCORE, softmax_scale
 from jetrl_jax.kernels.rope_append import triton as rope_append
-from jetrl_jax.models import remat
+from jetrl_jax.models import remat, rope
 
 
 def _dot(a, b, contract):
@@ -216,6 +217,23 @@ def _group_rows(x_MNH: Array, batch: int, kv_heads: int) -> Array:
   return x.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, -1, head_dim)
 
 
+def _no_tap(name: str, value: Array) -> Array:
+  del name
+  return value
+
+
+def _heads(qkv, rotation, config, norm_heads, tap):
+  """Returns rotated queries and keys, and values, by heads [M, ., H]."""
+  heads, kv_heads = config.num_heads, config.num_kv_heads
+  qkv = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, config.head_dim)
+  q_MNH, k_MKH, v_MKH = jnp.split(qkv, [heads, heads + kv_heads], axis=1)
+  if norm_heads is not None:
+    q_MNH, k_MKH = norm_heads(q_MNH, k_MKH)
+  q_MNH = tap('rope_q', rope.rotate(q_MNH, *rotation))
+  k_MKH = tap('rope_k', rope.rotate(k_MKH, *rotation))
+  return q_MNH, k_MKH, v_MKH
+
+
 def _ungroup_rows(x_BKRH: Array, group: int) -> Array:
   """[B, K, T*G, H] -> [B*T, K*G*H]."""
   batch, kv_heads, rows, head_dim = x_BKRH.shape
@@ -244,11 +262,39 @@ class PackedAttention:
       default=None, metadata={'static': True}
   )
 
-  fuses = False  # See `DecodeAttention`.
+  # No operation of training takes over what another one left to do.
+  joins = False
 
-  def __call__(self, q_MNH, k_MKH, v_MKH, cache):
-    """Returns (o [M, N*H], (k, v) of [B, K, T, H] as stored); no `cache`."""
+  def rope_append(
+      self, qkv, rotation, cache, config, *, norm_heads=None, tap=_no_tap
+  ):
+    """Returns (q [M, N, H], (k, v) of [M, K, H]); there is no `cache`.
+
+    Args:
+      qkv: [M, (N + 2K) H].
+      rotation: see `rope.rotation`.
+      cache: None.
+      config: the model's shape.
+      norm_heads: (q, k) to both, each head normed; None for models without.
+      tap: see `layers.Leaf.tap`.
+    """
     assert cache is None
+    q_MNH, k_MKH, v_MKH = _heads(qkv, rotation, config, norm_heads, tap)
+    return q_MNH, (k_MKH, v_MKH)
+
+  def __call__(self, q_MNH, keys, reads: Reads = AS_ARRAY):
+    """Returns (rows [M, N*H] for the next dot, (k, v) [B, K, T, H] as stored).
+
+    Args:
+      q_MNH: queries.
+      keys: what `rope_append` returned.
+      reads: what the next dot wants; training leaves the quantising to it.
+    """
+    del reads
+    with jax.named_scope('attention'):
+      return self._attend(q_MNH, *keys)
+
+  def _attend(self, q_MNH, k_MKH, v_MKH):
     batch, _ = self.first_BT.shape
     kv_heads = k_MKH.shape[1]
     group = q_MNH.shape[1] // kv_heads
@@ -264,7 +310,7 @@ class PackedAttention:
         self.kv_dtype,
     )
     stored = store(k_BKSH, self.kv_dtype), store_values(v_BKSH, self.kv_dtype)
-    return _ungroup_rows(cast(Array, out), group), stored
+    return Rows(_ungroup_rows(cast(Array, out), group)), stored
 
 
 @jax.tree_util.register_dataclass
@@ -285,57 +331,65 @@ class DecodeAttention:
   tile: int = dataclasses.field(metadata={'static': True})
 
   @property
-  def fuses(self) -> bool:
-    """Whether `append_and_attend` is to be called."""
+  def joins(self) -> bool:
+    """Whether operations leave scales and sums to the next one's kernel."""
     return dispatch.has_kernel('rope_append')
 
-  def append_and_attend(
-      self,
-      qkv: DeferredScale,
-      rotation: tuple[Array, Array],
-      cache: tuple[Array, Array],
-      step: Array | None,
+  def rope_append(
+      self, qkv, rotation, cache, config, *, norm_heads=None, tap=_no_tap
   ):
-    """Does what lies between the dots of qkv and o, in two kernels.
+    """Returns (q [B, N, H], the pages with the new token).
 
     Args:
-      qkv: see `append_kernel.rotate_and_append`.
+      qkv: [B, (N + 2K) H]; may be a `DeferredScale`.
       rotation: see `rope.rotation`.
       cache: pages of keys and values.
-      step: scale on which the o dot quantises its rows, if that is known.
-
-    Returns:
-      (o [B, N*H], its FP8 values or None, the pages with the new token). Where
-      the FP8 values are known o is not: something of its shape and dtype.
+      config: the model's shape.
+      norm_heads: see `PackedAttention.rope_append`.
+      tap: the same.
     """
-    q_BNH, keys, values = rope_append.rotate_and_append(
-        qkv, *rotation, self.position_B, self.table_BP, *cache
+    if self.joins and norm_heads is None:
+      if not isinstance(qkv, DeferredScale):
+        qkv = DeferredScale(values=qkv)
+      with jax.named_scope('attention'):
+        q_BNH, keys, values = rope_append.rotate_and_append(
+            qkv, *rotation, self.position_B, self.table_BP, *cache
+        )
+      return q_BNH, (keys, values)
+    q_BNH, *new = _heads(qkv, rotation, config, norm_heads, tap)
+    with jax.named_scope('attention'):
+      return q_BNH, self.append(new, cache)
+
+  def append(self, new, cache):
+    """Returns the pages (keys, values) with each slot's new ones [B, K, H]."""
+    size = cache[0].shape[2]
+    return tuple(
+        self._append(pool, x, size) for pool, x in zip(cache, new, strict=True)
     )
+
+  def __call__(self, q_BNH, cache, reads: Reads = AS_ARRAY):
+    """Returns (rows [B, N*H] for the next dot, the pages).
+
+    Args:
+      q_BNH: queries.
+      cache: pages that hold the new token already.
+      reads: what the next dot wants.
+    """
+    with jax.named_scope('attention'):
+      return self._attend(q_BNH, *cache, reads.scale if self.joins else None)
+
+  def _attend(self, q_BNH, keys, values, scale):
+    cache, q_BO = (keys, values), q_BNH.reshape(q_BNH.shape[0], -1)
+    if not dispatch.has_kernel('decode_attention'):
+      out = self._on_cpu(q_BNH, keys, values)
+      return Rows(out.reshape(q_BO.shape)), cache
     out, _ = attention_decode.decode(
         *(q_BNH, keys, values, self.table_BP, self.position_B),
         self.tile,
-        step,
+        scale,
     )
-    q_BO, out = (x.reshape(x.shape[0], -1) for x in (q_BNH, out))
-    if step is None:
-      return out, None, (keys, values)
-    return q_BO, out, (keys, values)
-
-  def __call__(self, q_MNH, k_MKH, v_MKH, cache):
-    """Returns (o [B, N*H], the pages with the new token)."""
-    size = cache[0].shape[2]
-    keys, values = (
-        self._append(pool, new, size)
-        for pool, new in zip(cache, (k_MKH, v_MKH), strict=True)
-    )
-    slots, heads, head_dim = q_MNH.shape
-    if dispatch.has_kernel('decode_attention'):
-      out, _ = attention_decode.decode(
-          q_MNH, keys, values, self.table_BP, self.position_B, self.tile
-      )
-    else:
-      out = self._on_cpu(q_MNH, keys, values)
-    return out.reshape(slots, heads * head_dim), (keys, values)
+    out = out.reshape(q_BO.shape)
+    return Rows(out) if scale is None else Rows(q_BO, out), cache
 
   def _append(self, pool, new_BKH, size):
     """Writes the new keys or values, each slot's in a page of its own."""

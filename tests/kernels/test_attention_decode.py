@@ -48,7 +48,8 @@ def test_decode_has_the_bits_of_packed_training_at_every_position(
     attend = PackedAttention(
         first_BT=first, last_BT=last, tile=TILE, kv_dtype=kv_dtype
     )
-    return attend(q, k, v, None)
+    rows, stored = attend(q, (k, v))
+    return rows.values, stored
 
   def decode(q, k, v):
     q, k, v = (x.reshape(slots, length, *x.shape[1:]) for x in (q, k, v))
@@ -59,8 +60,9 @@ def test_decode_has_the_bits_of_packed_training_at_every_position(
           table_BP=jnp.arange(slots)[:, None],
           tile=TILE,
       )
-      out, cache = attend(q[:, t], k[:, t], v[:, t], cache)
-      return cache, out
+      cache = attend.append((k[:, t], v[:, t]), cache)
+      rows, cache = attend(q[:, t], cache)
+      return cache, rows.values
 
     # One tile more than training has: a cache is as long as the longest.
     empty = jnp.full((slots, K, length + TILE, H), 9.0, kv_dtype)
@@ -90,7 +92,9 @@ def _decode_step():
   def step(position, new, cache):
     table = jnp.arange(position.shape[0])[:, None]
     attend = DecodeAttention(position_B=position, table_BP=table, tile=TILE)
-    return attend(*new, cache)
+    q, *keys = new
+    rows, cache = attend(q, attend.append(keys, cache))
+    return rows.values, cache
 
   compiled = exact_jit(step)
   return lambda *args: jax.tree.map(np.asarray, compiled(*args))

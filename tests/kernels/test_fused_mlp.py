@@ -16,6 +16,7 @@ from jetrl_jax import fp8, kernels
 from jetrl_jax.core import sharding
 from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import Recipe, flow, health, scaling_state
+from jetrl_jax.fp8.products import Rows
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from jetrl_jax.kernels.mlp import fused_mlp
 from jetrl_jax.kernels.quantize_transpose import transpose
@@ -69,7 +70,7 @@ class Inside(nn.Module):
     config = tiny.config(model_dim=DIM, ffn_dim=INNER)
     module = remat.wrap(MLP, self.mode)
     mlp = module(self.recipe, Axes(), config, name='mlp')
-    return mlp(x_MD, None, mask_M)
+    return mlp(Rows(x_MD), mask_M)
 
 
 @functools.cache

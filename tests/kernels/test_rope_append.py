@@ -66,8 +66,7 @@ def test_one_kernel_does_what_xla_does_in_three(kv_dtype, scales, has_bias):
     rotation = rope.rotation(jnp.maximum(position, 0), frequencies)
     q, k = (rope.rotate(x, *rotation) for x in (y[:, :N], y[:, N : N + K]))
     attend = DecodeAttention(position_B=position, table_BP=table, tile=16)
-    append = attend._append
-    return q, append(keys, k, SIZE), append(values, y[:, N + K :], SIZE)
+    return q, *attend.append((k, y[:, N + K :]), (keys, values))
 
   found, wanted = fused(*args), plain(*args)
   for name, a, b in zip(('q', 'keys', 'values'), found, wanted, strict=True):

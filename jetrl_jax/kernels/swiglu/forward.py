@@ -165,7 +165,13 @@ def has_kernel(columns: int) -> bool:
   return dispatch.has_kernel('swiglu') and columns % 16 == 0
 
 
-def swiglu(y_MG: Array) -> Array:
-  """Returns silu(gate) * up of gate|up [M, 2 F], rounded once to its dtype."""
+def swiglu(y_MG: Array | DeferredScale) -> Array:
+  """Returns silu(gate) * up of gate|up [M, 2 F], rounded once to its dtype.
+
+  Args:
+    y_MG: gate|up, or in a decode step their product before it is scaled.
+  """
+  if isinstance(y_MG, DeferredScale):
+    return swiglu_of(y_MG)
   by_kernel = has_kernel(y_MG.shape[1] // 2)
   return _by_kernel(y_MG) if by_kernel else plain(y_MG)
