@@ -6,7 +6,9 @@ from unittest import mock
 import pytest
 
 from jetrl_jax.dry_run import precision as dry_run_precision
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.models import families
+from tests import kernels_in_use
 from tests.dry_run import parts_of
 
 
@@ -44,8 +46,10 @@ def test_the_table_of_a_gpu_says_the_same_of_all_dots_but_attention(keys):
   changes = {'precision.kv_cache_dtype': keys}
   spec = parts_of.shape(families.QWEN2_5_7B, **changes)
   on_cpu = dry_run_precision.table(spec)
+  kernels = dispatch.select(hardware=kernels_in_use.HOPPER)
+  policy = dataclasses.replace(spec.policy, kernels=kernels)
   with mock.patch('jax.default_backend', lambda: 'gpu'):
-    on_gpu = dry_run_precision.table(spec)
+    on_gpu = dry_run_precision.table(spec.with_policy(policy))
   dots = [row for row in on_cpu if row.shape]
   assert dots == [row for row in on_gpu if row.shape]
   eight = dry_run_precision.fp8_dots(on_gpu)

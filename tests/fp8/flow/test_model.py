@@ -13,6 +13,7 @@ from jetrl_jax.fp8 import Recipe, flow
 from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.run import flow_check, gradients
 from jetrl_jax.rl.types import TrainBatch
+from tests import kernels_in_use
 from tests.models import build
 from tests.rl import tiny_run
 
@@ -200,6 +201,7 @@ _PLAIN = ('bf16', 'bf16'), ('bf16',)
 def test_what_a_gpu_runs_is_one_flow(
     recipe, dim, swiglu, kv_cache_dtype, monkeypatch
 ):
+  kernels_in_use.as_on_hopper(monkeypatch)
   of = policy('qwen2', recipe)
   of = dataclasses.replace(
       of,
@@ -209,7 +211,6 @@ def test_what_a_gpu_runs_is_one_flow(
       ),
   )
   state = tiny_run.state_shapes(of)
-  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
   check(of, state)
   nodes = flow_check.decode_graph(of, tiny_run.engine_config(), state).nodes
   kernels = {n.inputs[:3] for n in nodes if n.op == 'flash_attention'}
@@ -234,7 +235,7 @@ def _kernels(layers: int) -> dict[str, int]:
         state.trainable, state.fp8_state
     )
 
-  traced = jax.make_jaxpr(update)(
+  traced = jax.make_jaxpr(of.bound(update))(
       state,
       TrainBatch.of_shapes(1, of.tile),
       jax.ShapeDtypeStruct((), 'float32'),
@@ -247,7 +248,7 @@ def _kernels(layers: int) -> dict[str, int]:
 
 
 def test_no_kernel_is_made_again_for_another_layer(monkeypatch):
-  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  kernels_in_use.as_on_hopper(monkeypatch)
   two = _kernels(layers=2)
   assert {'rms_norm', 'turn', 'swiglu_backward', 'flash_attention'} <= {*two}
   assert _kernels(layers=3) == two
