@@ -19,7 +19,7 @@ many of the operations one kernel computes is decided in `kernels/`, not here.
 Rows are flat [M, D]. Modules that own weights: `layers.py`.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 
@@ -209,8 +209,10 @@ class Decoder(Leaf):
     """
     if self.config.tied_embeddings:
       return self.embed.attend(hidden_MD, row_mask_M, kernel)
-    rows = Rows(hidden_MD)
-    return self.lm_head(rows, row_mask_M, out_dtype=jnp.float32, kernel=kernel)
+    logits_MV = self.lm_head(
+        Rows(hidden_MD), row_mask_M, out_dtype=jnp.float32, kernel=kernel
+    )
+    return cast(Array, logits_MV)
 
   def head_kernel(self) -> tuple[Any, Any]:
     """Returns (master or None, weight) of the head, whole on every device."""

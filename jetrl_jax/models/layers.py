@@ -11,7 +11,7 @@ no part of the program.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jetrl_jax.kernels.add_norm_quantize.residual import add_norm_quantize
 from jetrl_jax.kernels.quantized_dot import linear
 
 TAPS = 'taps'
+_Value = TypeVar('_Value')
 # Of kernels and embeddings.
 _INIT = nn.initializers.normal(0.02)
 
@@ -126,7 +127,7 @@ class Leaf(nn.Module):
   recipe: Recipe
   axes: Axes
 
-  def tap(self, name: str, value: Array) -> Array:
+  def tap(self, name: str, value: _Value) -> _Value:
     """Shows a value under the module's path and returns it."""
     if not self.is_initializing():  # Everything is mutable then.
       self.sow(TAPS, name, value, lambda _, new: new, lambda: value)
