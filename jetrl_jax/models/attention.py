@@ -376,7 +376,9 @@ class DecodeAttention:
       reads: what the next dot wants.
     """
     with jax.named_scope('attention'):
-      return self._attend(q_BNH, *cache, reads.scale if self.joins else None)
+      keys, values = cache
+      scale = reads.scale if self.joins else None
+      return self._attend(q_BNH, keys, values, scale)
 
   def _attend(self, q_BNH, keys, values, scale):
     cache, q_BO = (keys, values), q_BNH.reshape(q_BNH.shape[0], -1)
