@@ -17,9 +17,9 @@ from flax import linen as nn
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import DeferredScale, QTensor
 from jetrl_jax.fp8.scaling_state import COLLECTION
-from jetrl_jax.kernels.mlp import fused_mlp
-from jetrl_jax.kernels.mlp import gate_up as gate_up_kernel
-from jetrl_jax.kernels.swiglu import forward as swiglu
+from jetrl_jax.kernels import gate_up as gate_up_kernel
+from jetrl_jax.kernels import mlp as fused_mlp
+from jetrl_jax.kernels import swiglu
 from jetrl_jax.models import remat, rope
 from jetrl_jax.models.layers import TAPS, Embedding, Leaf, Linear, RMSNorm, Sum
 from jetrl_jax.models.types import ModelConfig

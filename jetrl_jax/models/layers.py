@@ -23,7 +23,7 @@ from jetrl_jax.core.sharding import Axes, grad_sink
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import DeferredScale, QTensor, Recipe
 from jetrl_jax.fp8.scaling_state import COLLECTION, OPERANDS
-from jetrl_jax.kernels.add_norm_quantize import norm
+from jetrl_jax.kernels import add_norm_quantize as norm
 from jetrl_jax.kernels.quantized_dot.linear import dot, unscaled_dot
 
 TAPS = 'taps'
