@@ -20,14 +20,11 @@ from jetrl_jax.core.typing import Array, PRNGKey, PyTree
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.fp8.recipes import LM_HEAD
 from jetrl_jax.kernels import dispatch
-from jetrl_jax.kernels.attention.pages import DECODE_ROWS
+from jetrl_jax.kernels.decode_attention import DECODE_ROWS
 from jetrl_jax.kernels.dispatch import Kernels
+from jetrl_jax.kernels.kv_storage import values_shape
 from jetrl_jax.models import logprobs, remat
-from jetrl_jax.models.attention import (
-    DecodeAttention,
-    PackedAttention,
-    values_shape,
-)
+from jetrl_jax.models.attention import DecodeAttention, PackedAttention
 from jetrl_jax.models.decoder import Decoder, variables
 from jetrl_jax.models.types import ModelConfig
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jetrl_jax.core.typing import Array
-from jetrl_jax.kernels.pallas import MOST_VALUES
+from jetrl_jax.kernels.dispatch import MOST_VALUES
 from jetrl_jax.rl.rollout import sampling
 from jetrl_jax.rl.rollout.kv_pages import PagesConfig
 
