@@ -33,7 +33,7 @@ _ENTRIES = {
 
 
 def choose(*operations: str) -> dispatch.Kernels:
-  """Returns the first implementation of operations, all others the reference."""
+  """Returns the first implementation of some, of all others the reference."""
   return dispatch.select('reference').replace(
       **{operation: dispatch.TABLE[operation][0] for operation in operations}
   )
