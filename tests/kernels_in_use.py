@@ -43,7 +43,7 @@ def as_on_hopper(monkeypatch) -> None:
 
 
 def choose(*operations: str) -> dispatch.Kernels:
-  """Operations run their first implementation, all others the reference."""
+  """Returns the first implementation of some, of all others the reference."""
   return dispatch.select('reference').replace(
       **{operation: dispatch.TABLE[operation][0] for operation in operations}
   )

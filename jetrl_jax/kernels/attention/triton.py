@@ -2,10 +2,11 @@
 
 This one, for training and prefill, and that of decode
 (`kernels/decode_attention/triton.py`) run `attend_tile` over key tiles in
-ascending order. What a row gets is the same in both: the dots contract in one order for any number of rows and warps, the
-row maximum has no order, and the row sum is a dot with ones, since a plain sum
-would be split over warps. `reference.py` has the arithmetic in plain JAX,
-`triton_backward.py` the gradients.
+ascending order. What a row gets is the same in both: the dots contract in one
+order for any number of rows and warps, the row maximum has no order, and the
+row sum is a dot with ones, since a plain sum would be split over warps.
+`reference.py` has the arithmetic in plain JAX, `triton_backward.py` the
+gradients.
 
 FP8 keys and values are widened before they get here, and laid out in the order
 in which decode contracts them: a tile's even tokens first and then its odd

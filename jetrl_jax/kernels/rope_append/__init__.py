@@ -6,7 +6,8 @@
 
 y is rounded to qkv's dtype after each operation; (a, b) are its halves of each
 head, which are rotated in float32 and rounded once; p is the slot's position
-and S the tokens of a page. In training XLA does each of these, with the same roundings.
+and S the tokens of a page. In training XLA does each of these, with the same
+roundings.
 """
 
 from jetrl_jax.core.typing import Array

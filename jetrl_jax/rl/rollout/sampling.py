@@ -1,9 +1,9 @@
 """What may be drawn from a row of logits, and with which probability.
 
 All functions but `draw` (`kernels/sample_token`) are for one row. Logits are
-float32, and z are those divided by the temperature (greedy rows: by 1). The policy pi is the softmax of
-all of them; truncation gives another distribution, mu, and the token is drawn
-from that.
+float32, and z are those divided by the temperature (greedy rows: by 1). The
+policy pi is the softmax of all of them; truncation gives another distribution,
+mu, and the token is drawn from that.
 
 What a row gets depends on its own logits and key alone: the sums run in a
 fixed tree of additions (`lax.associative_scan`), which the compiler cannot
