@@ -89,21 +89,38 @@ class Environment(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvironmentSource:
+  """Turns inside a rollout (docs/environments.md).
+
+  The score is then the environment's own; of reward.* only overlong_buffer is
+  read.
+
+  Attributes:
+    name: 'package.module:Class'; '' is one turn, scored by reward.*.
+    kwargs: keyword arguments of the class, as JSON.
+  """
+
+  name: str = ''
+  kwargs: str = ''
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-  """Which environment a run has, and its limits.
+  """The environment of a run, and its limits.
 
   Attributes:
     make: makes the environment of one episode.
     tokenizer: of the policy.
     max_turns: turns of the policy after which an episode is over.
-    timeout_s: wall seconds for one call of the environment.
+    timeout_s: wall seconds for one call of the environment; past it the episode
+      counts 0.
     observation_template: what becomes of an observation, with '{observation}'
-      in it: where a chat template's turn marks go.
+      in it; a chat template's turn marks go here.
   """
 
   make: Callable[[], Environment]
   tokenizer: Tokenizer
-  max_turns: int
+  max_turns: int = 8
   timeout_s: float = 10.0
   observation_template: str = '{observation}'
 
