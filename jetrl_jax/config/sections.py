@@ -151,7 +151,7 @@ def get_config() -> ml_collections.ConfigDict:
   """Returns every setting with its default, locked against unknown names."""
   config = ml_collections.ConfigDict()
   for path, settings in SECTIONS.items():
-    section = config
+    section: Config = config
     for name in path.split('.') if path else ():
       if name not in section:
         section[name] = ml_collections.ConfigDict()

@@ -18,6 +18,7 @@ calls `joined`, which has the same bits.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +144,7 @@ def rms_norm(
   return _differentiable(x_MD, scale_D, master_D, step, eps)
 
 
-def _forward(x_MD, scale_D, step, eps):
+def _forward(x_MD, scale_D, step, eps) -> tuple[Any, Array | None]:
   if dispatch.has_kernel('add_norm_quantize'):
     return joined(x_MD, scale_D, eps, step)[1:]
   return reference.rms_norm(x_MD, scale_D, eps), None
