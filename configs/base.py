@@ -23,6 +23,11 @@ def get_config() -> ml_collections.ConfigDict:
   # 'jetrl_inexact' or 'bf16_inexact' (docs/flows.md); '' leaves them to the
   # settings below.
   config.flow = ''
+  # Which implementation of each operation runs (jetrl_jax/kernels): 'auto' has
+  # the kernels that the GPU at hand has, 'reference' none but plain JAX, which
+  # is slower and the first thing to try when a kernel is suspected; one by one:
+  # 'attention=reference,swiglu=reference'.
+  config.kernels = 'auto'
 
   config.model = ml_collections.ConfigDict()
   # A Hugging Face checkpoint: a folder, or a repo id when online.

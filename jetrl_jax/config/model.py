@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jetrl_jax import fp8, models
 from jetrl_jax.core import rng, sharding
 from jetrl_jax.core.typing import PyTree
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.models import families, invariant_scaling
 from jetrl_jax.models.hf import layout as hf_layout
 from jetrl_jax.models.policy import Policy
@@ -113,6 +114,7 @@ def build_policy(
       logit_chunk_rows=config.model.logit_chunk_rows,
       remat=config.model.remat,
       kv_cache_dtype=kv_cache_dtype,
+      kernels=dispatch.select(config.kernels),
       exact=exact,
   )
   return policy, mesh, folder

@@ -91,7 +91,9 @@ def rms_norm(
 
 def _forward(x_MD, scale_D, step, eps):
   if dispatch.has_kernel('add_norm_quantize'):
-    return add_norm_quantize(x_MD, scale_D, eps, step)[1:]
+    _, y_MD, low_MD = add_norm_quantize(x_MD, scale_D, eps, step)
+    assert y_MD is not None  # As nothing was added.
+    return y_MD, low_MD
   return reference.rms_norm(x_MD, scale_D, eps), None
 
 

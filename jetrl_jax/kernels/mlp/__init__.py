@@ -55,12 +55,13 @@ def mlp(
     row_mask_M: float32, 0 on padding rows.
   """
   operands = recipe, x_MD, low_MD, gate_up, down, row_mask_M
-  quantised = isinstance(gate_up[1], QTensor) and isinstance(down[1], QTensor)
-  if not quantised or not fits(recipe, down[1].values.shape):
-    return reference.mlp(*operands)
-  from jetrl_jax.kernels.mlp import triton
+  match gate_up[1], down[1]:
+    case QTensor(), QTensor(values=values) if fits(recipe, values.shape):
+      from jetrl_jax.kernels.mlp import triton
 
-  return triton.mlp(*operands)
+      return triton.mlp(*operands)
+    case _:
+      return reference.mlp(*operands)
 
 
 def unscaled_mlp(
