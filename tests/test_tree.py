@@ -116,6 +116,21 @@ def test_no_file_uses_the_private_part_of_jax(path):
   assert 'jax._src' not in path.read_text(encoding='utf-8')
 
 
+def test_only_files_named_so_import_pallas_and_its_triton_backend():
+  for path in _FILES:
+    if path.parent.parent.name == 'kernels' and path.stem.startswith('triton'):
+      continue
+    if path.name in ('triton_tools.py', 'hopper_dot.py'):
+      continue
+    assert 'jax.experimental.pallas' not in '\n'.join(_imports(path)), _name(
+        path
+    )
+    # These hold kernels too: an operation imports its own where it runs it.
+    text = path.read_text(encoding='utf-8')
+    module = r'^(from|import) jetrl_jax\.kernels\S*( import \(?\s*)?\btriton'
+    assert not re.search(module, text, re.MULTILINE), _name(path)
+
+
 @pytest.mark.parametrize('room', ['data', 'rewards'])
 def test_a_worker_process_of_this_room_starts_without_jax(room):
   modules = [
