@@ -19,7 +19,7 @@ from jetrl_jax.core.typing import PyTree
 from jetrl_jax.models import families, invariant_scaling
 from jetrl_jax.models.hf import layout as hf_layout
 from jetrl_jax.models.policy import Policy
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 
 # A ConfigDict or a section of one: its entries have no static types.
 Config: TypeAlias = Any
@@ -212,7 +212,7 @@ def _random_leaf(kind: str, shape: tuple[int, ...], dtype, key):
 
 def check_patterns(policy: Policy, shapes: PyTree, freeze: tuple) -> None:
   """Refuses patterns that match nothing: they would change nothing."""
-  states.partition(shapes, freeze)
+  train_state.partition(shapes, freeze)
   dots = _dots(shapes)
   for pattern in policy.recipe.high_precision_layers:
     if not any(re.fullmatch(pattern, dot) for dot in dots):

@@ -16,7 +16,7 @@ from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
 from jetrl_jax.rl.run.calibration import Calibration
 from jetrl_jax.rl.run.flow_check import decode_graph, train_graph
 from jetrl_jax.rl.run.gradients import UpdatePrograms
-from jetrl_jax.rl.run.state import create as create_state
+from jetrl_jax.rl.run.train_state import create as create_state
 from jetrl_jax.rl.types import Completion, TrainBatch
 
 __all__ = [

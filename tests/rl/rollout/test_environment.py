@@ -35,7 +35,7 @@ def test_a_class_is_found_by_its_dotted_path():
         ('tests.rl.nowhere:Letters', 'failed with ModuleNotFoundError'),
         ('tests.rl.scripted:Absent', "it has ['Digits', 'Letters']"),
         ('tests.rl.scripted:tokenizer', "no class 'tokenizer'"),
-        (f'{__name__}:Half', "no class 'Half' that is a whole Environment"),
+        (f'{__name__}:Half', "no class 'Half' that implements Environment"),
     ],
 )
 def test_what_is_no_environment_is_refused(name, sentence):
