@@ -176,17 +176,18 @@ def _prompts(found: Restored, values: dict[str, Any]) -> list[Prompt]:
   tokenizer = saved_policy.tokenizer_of(found)
   longest = found.policy.model.max_position - calibration.CHECKPOINT_TOKENS
   most = min(_PROMPT_TOKENS, longest)
-  section = configs.data_section(found.config, tokenizer, most)
-  given = {k: v for k, v in values.items() if k in section and v is not None}
-  section.update(given)
-  if not 1 <= section.max_prompt_length <= longest:
+  data = configs.data_config(found.config, tokenizer, most)
+  names = {field.name for field in dataclasses.fields(data)}
+  given = {k: v for k, v in values.items() if k in names and v is not None}
+  data = dataclasses.replace(data, **given)
+  if not 1 <= data.max_prompt_length <= longest:
     raise ValueError(
-        f'--max_prompt_length is {section.max_prompt_length}; allowed: 1 to'
+        f'--max_prompt_length is {data.max_prompt_length}; allowed: 1 to'
         f' {longest}, the positions of the model less those of an answer'
     )
   prompts = list(
       configs.build_dataset(
-          section,
+          data,
           (values['data'],),
           tokenizer,
           calibration.CHECKPOINT_PROMPTS,

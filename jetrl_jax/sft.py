@@ -19,10 +19,12 @@ from jetrl_jax.config import build as configs
 from jetrl_jax.config import compatibility
 from jetrl_jax.config import flags as config_flags
 from jetrl_jax.config import model as config_model
+from jetrl_jax.config.sections import take
 from jetrl_jax.core import compilation
 from jetrl_jax.core.files import user_path
 from jetrl_jax.data import Prompt, PromptSampler, Tokenizer
 from jetrl_jax.data.prompts import column
+from jetrl_jax.data.settings import DataConfig
 from jetrl_jax.metrics.timer import Timer
 from jetrl_jax.metrics.writer import MetricWriter
 from jetrl_jax.models import invariant_scaling
@@ -34,7 +36,7 @@ from jetrl_jax.rl.objective import supervised_loss
 from jetrl_jax.rl.run import fp8_support, train_state
 from jetrl_jax.rl.run.calibration import Calibration, likelihood_sequences
 from jetrl_jax.rl.run.gradients import UpdatePrograms
-from jetrl_jax.rl.settings import check_packed_rows
+from jetrl_jax.rl.settings import SftConfig, check_packed_rows
 from jetrl_jax.rl.training.step_metrics import not_finite, update_metrics
 from jetrl_jax.rl.types import TrainBatch
 
@@ -62,18 +64,15 @@ def target_tokens(
 
 def _check(config) -> None:
   """Refuses now what would only fail after the last step."""
-  section = config.sft
-  if not section.output:
+  sft = take(SftConfig, config)
+  if not sft.output:
     raise ValueError('sft.output is empty; name the folder to export to')
-  check_target(user_path(section.output))
+  check_target(user_path(sft.output))
   if not config.data.answer_key:
     raise ValueError(
         "data.answer_key is ''; a warm start trains on written answers: name"
         ' their column'
     )
-  for name in ('total_training_steps', 'batch_size'):
-    if section[name] < 1:
-      raise ValueError(f'sft.{name} is {section[name]}; it must be >= 1')
   for name in ('max_skipped_updates', 'micro_batch_size'):
     value = config.trainer[name]
     if value < 1:
@@ -98,7 +97,8 @@ def _batches(
     config, policy: Policy, tokenizer: Tokenizer
 ) -> Callable[[], list[TrainBatch]]:
   """Returns what draws the next optimiser step's micro-batches."""
-  data = configs.build_dataset(config.data, config.data.train_files, tokenizer)
+  settings = take(DataConfig, config)
+  data = configs.build_dataset(settings, settings.train_files, tokenizer)
   if config.sft.batch_size > len(data):
     raise ValueError(
         f'sft.batch_size is {config.sft.batch_size}; the training data has'
@@ -164,7 +164,7 @@ def train(config, workdir: pathlib.Path) -> None:
   """Runs the warm start.
 
   Args:
-    config: ConfigDict, see configs/base.py.
+    config: ConfigDict, see `config.sections`.
     workdir: metrics.jsonl goes here, in place of an earlier warm start's.
 
   Raises:

@@ -1,17 +1,16 @@
 """From a ConfigDict to the parts of a run: where the config stops.
 
-The only user of ml_collections. Everything is checked here, before any
+Everything is checked here, before any
 compute: unknown names, values out of range, files that are not there,
 settings that contradict each other.
 """
 
 import contextlib
-import dataclasses
 import functools
 import json
 import pathlib
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import ml_collections
 import numpy as np
@@ -20,15 +19,10 @@ from absl import logging
 from jetrl_jax.config import compatibility
 from jetrl_jax.config import model as config_model
 from jetrl_jax.config import presets as config_presets
+from jetrl_jax.config.sections import Config, take
 from jetrl_jax.core.files import user_path
-from jetrl_jax.data import (
-    ChatFormat,
-    PlainFormat,
-    PromptDataset,
-    PromptFormat,
-    Tokenizer,
-    load_examples,
-)
+from jetrl_jax.data import PromptDataset, Tokenizer, load_examples
+from jetrl_jax.data.settings import DataConfig
 from jetrl_jax.metrics.wandb import WandbConfig
 from jetrl_jax.models.hf.save import check_carried
 from jetrl_jax.models.policy import Policy
@@ -36,11 +30,15 @@ from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.rewards import RewardPool, RewardSpec
 from jetrl_jax.rewards.functions import check_references
 from jetrl_jax.rewards.pool import check_limits
-from jetrl_jax.rl import corrections, losses
+from jetrl_jax.rewards.settings import RewardConfig
 from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.rollout import buckets
 from jetrl_jax.rl.rollout.engine import EngineConfig
-from jetrl_jax.rl.rollout.environment import EnvironmentConfig, load_environment
+from jetrl_jax.rl.rollout.environment import (
+    EnvironmentConfig,
+    EnvironmentSource,
+    load_environment,
+)
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.settings import (
     AlgorithmConfig,
@@ -49,9 +47,6 @@ from jetrl_jax.rl.settings import (
     OverlongBuffer,
     RunConfig,
 )
-
-# A ConfigDict or a section of one: its entries have no static types.
-Config: TypeAlias = Any
 
 
 def read(file: pathlib.Path) -> Config:
@@ -69,13 +64,6 @@ def read(file: pathlib.Path) -> Config:
     raise ValueError(f'{file} is not the config of a run: {error}') from error
 
 
-def _take(record, section, **more):
-  """Builds a dataclass from the section's entries of the same names."""
-  names = {field.name for field in dataclasses.fields(record)}
-  values = {k: v for k, v in section.items() if k in names}
-  return record(**(values | more))
-
-
 def build_tokenizer(config: Config, folder: pathlib.Path | None) -> Tokenizer:
   """Returns the tokenizer of data.tokenizer, by default of the checkpoint."""
   source = config.data.tokenizer or folder
@@ -88,46 +76,40 @@ def build_tokenizer(config: Config, folder: pathlib.Path | None) -> Tokenizer:
 
 
 def build_dataset(
-    section: Config, files, tokenizer: Tokenizer, limit: int = 0
+    data: DataConfig, files, tokenizer: Tokenizer, limit: int = 0
 ) -> PromptDataset:
   """Returns tokenised prompts, over-long ones left out and counted."""
   examples = load_examples(
       files,
-      prompt_key=section.prompt_key,
-      answer_key=section.answer_key,
-      source_key=section.source_key,
+      prompt_key=data.prompt_key,
+      answer_key=data.answer_key,
+      source_key=data.source_key,
   )
   examples = examples[:limit] if limit else examples
   return PromptDataset(
       examples,
       tokenizer,
-      prompt_format=prompt_format(section),
-      max_prompt_length=section.max_prompt_length,
+      prompt_format=data.prompt_format,
+      max_prompt_length=data.max_prompt_length,
   )
 
 
-def data_section(
+def data_config(
     config: Config | None, tokenizer: Tokenizer, max_prompt_length: int
-) -> Config:
-  """Returns the settings of `data.*` that say how rows become prompts.
+) -> DataConfig:
+  """Returns how rows become prompts of a policy.
 
   Args:
     config: of the run that made a policy; None for a checkpoint.
     tokenizer: the policy's.
-    max_prompt_length: for a checkpoint, which says none of them.
+    max_prompt_length: for a checkpoint, which does not say.
   """
-  section = {
-      'prompt_key': 'question',
-      'answer_key': 'answer',
-      'source_key': '',
-      'template': 'chat' if tokenizer.chat_template else '{prompt}',
-      'instruction': '',
-      'system': '',
-      'max_prompt_length': max_prompt_length,
-  }
   if config is not None:
-    section = {name: config.data[name] for name in section}
-  return ml_collections.ConfigDict(section)
+    return take(DataConfig, config)
+  return DataConfig(
+      template='chat' if tokenizer.chat_template else '{prompt}',
+      max_prompt_length=max_prompt_length,
+  )
 
 
 def check_ids(
@@ -162,18 +144,17 @@ def check_ids(
 
 
 def _datasets(
-    section: Config, tokenizer: Tokenizer
+    data: DataConfig, tokenizer: Tokenizer
 ) -> tuple[PromptDataset, PromptDataset | None]:
   """Returns the prompts to learn from, and those held out, if any."""
   with config_model.naming('data.train_files'):
-    train_set = build_dataset(section, section.train_files, tokenizer)
-  limit = section.val_max_samples
-  if limit < 0:
-    raise ValueError(f'data.val_max_samples is {limit}; allowed: 0 (all), > 0')
-  if not section.val_files:
+    train_set = build_dataset(data, data.train_files, tokenizer)
+  if not data.val_files:
     return train_set, None
   with config_model.naming('data.val_files'):
-    val_set = build_dataset(section, section.val_files, tokenizer, limit)
+    val_set = build_dataset(
+        data, data.val_files, tokenizer, data.val_max_samples
+    )
   _warn_of_shared(train_set, val_set)
   return train_set, val_set
 
@@ -195,16 +176,9 @@ def _warn_of_shared(train_set: PromptDataset, val_set: PromptDataset) -> None:
     )
 
 
-def prompt_format(section: Config) -> PromptFormat:
-  """Returns how a question becomes the text that the policy sees."""
-  if section.template == 'chat':
-    return ChatFormat(system=section.system, instruction=section.instruction)
-  return PlainFormat(template=section.template)
-
-
-def reward_specs(section: Config) -> list[RewardSpec]:
+def reward_specs(rewards: RewardConfig) -> list[RewardSpec]:
   """Returns the terms of the score."""
-  lists = [tuple(section[k]) for k in ('functions', 'weights', 'kwargs')]
+  lists = [rewards.functions, rewards.weights, rewards.kwargs]
   if len({len(values) for values in lists}) != 1 or not lists[0]:
     raise ValueError(
         'reward.functions, reward.weights and reward.kwargs have'
@@ -234,40 +208,35 @@ def _json_object(text: str, what: str) -> dict[str, Any]:
 
 
 def environment_config(
-    section: Config, tokenizer: Tokenizer
+    config: Config, tokenizer: Tokenizer
 ) -> EnvironmentConfig | None:
   """Returns the run's environment, None for turns of one."""
-  if not section.name:
+  source = take(EnvironmentSource, config)
+  if not source.name:
     return None
-  environment = load_environment(section.name)
-  kwargs = _json_object(section.kwargs, 'environment.kwargs')
+  environment = load_environment(source.name)
+  kwargs = _json_object(source.kwargs, 'environment.kwargs')
   try:
     make = functools.partial(environment, **kwargs)
     make()
   except (TypeError, ValueError) as error:
     raise ValueError(
-        f'environment {section.name!r} cannot be made with environment.kwargs'
-        f' {section.kwargs!r}: {error}'
+        f'environment {source.name!r} cannot be made with environment.kwargs'
+        f' {source.kwargs!r}: {error}'
     ) from error
-  return _take(EnvironmentConfig, section, make=make, tokenizer=tokenizer)
+  return take(EnvironmentConfig, config, make=make, tokenizer=tokenizer)
 
 
-def _reward_pool(section: Config) -> Callable[[], RewardPool]:
-  check_limits(section.num_workers, section.timeout_s, section.memory_limit_mb)
-  return functools.partial(
-      RewardPool,
-      reward_specs(section),
-      num_workers=section.num_workers,
-      timeout_s=section.timeout_s,
-      memory_limit_mb=section.memory_limit_mb,
-  )
+def _reward_pool(rewards: RewardConfig) -> Callable[[], RewardPool]:
+  check_limits(**rewards.limits)
+  return functools.partial(RewardPool, reward_specs(rewards), **rewards.limits)
 
 
 def engine_config(config: Config, tokenizer: Tokenizer) -> EngineConfig:
   """Returns the rollout engine's sizes and sampler."""
-  return _take(
+  return take(
       EngineConfig,
-      config.rollout,
+      config,
       max_prompt_length=config.data.max_prompt_length,
       # A run with seeded lengths must not stop on its own.
       stop_ids=() if config.trainer.synthetic else tuple(tokenizer.eos_ids),
@@ -276,40 +245,23 @@ def engine_config(config: Config, tokenizer: Tokenizer) -> EngineConfig:
 
 def algorithm_config(config: Config) -> AlgorithmConfig:
   """Returns how scores become the objective's weights."""
-  return _take(
+  return take(
       AlgorithmConfig,
-      config.algorithm,
-      filter_groups=_take(FilterGroups, config.algorithm.filter_groups),
-      overlong_buffer=_take(
+      config,
+      filter_groups=take(FilterGroups, config),
+      overlong_buffer=take(
           OverlongBuffer,
-          config.reward.overlong_buffer,
+          config,
           max_response_length=config.rollout.max_response_length,
       ),
   )
 
 
-def loss_config(section: Config) -> LossConfig:
-  """Returns the objective; what is None gets the method's own default."""
-  chosen = {}
-  # Unknown names fall through to LossConfig, which refuses them.
-  low, high = losses.DEFAULT_CLIP.get(section.policy_loss, (None, None))
-  cap = corrections.DEFAULT_THRESHOLD.get(section.rollout_is)
-  for name, default in (
-      ('clip_ratio_low', low),
-      ('clip_ratio_high', high),
-      ('rollout_is_threshold', cap),
-  ):
-    if section[name] is None and default is not None:
-      chosen[name] = default
-  return _take(LossConfig, section, **chosen)
-
-
 def optimizer_config(config: Config, total_steps: int) -> OptimizerConfig:
   """Returns AdamW's settings; decay runs over `total_steps` updates."""
-  settings = _take(
+  settings = take(
       OptimizerConfig,
-      config.optim,
-      betas=tuple(config.optim.betas),
+      config,
       lr_decay_steps=total_steps,
       seed=config.seed,
   )
@@ -327,11 +279,8 @@ def wandb_config(config: Config) -> WandbConfig | None:
   """Returns where the scalars go besides the workdir, if anywhere."""
   if not config.logger.wandb_project:
     return None
-  return WandbConfig(
-      project=config.logger.wandb_project,
-      entity=config.logger.wandb_entity,
-      run_config=json.loads(config.to_json_best_effort()),
-  )
+  run_config = json.loads(config.to_json_best_effort())
+  return take(WandbConfig, config, run_config=run_config)
 
 
 def _check_fits(
@@ -366,31 +315,25 @@ def build(config: Config) -> RunSpec:
   tokenizer = build_tokenizer(config, folder)
   if folder is not None:  # The run will end with an export.
     check_carried(tokenizer.folder)
-  environment = environment_config(config.environment, tokenizer)
+  environment = environment_config(config, tokenizer)
   algorithm = algorithm_config(config)
-  run = _take(
-      RunConfig,
-      config.trainer,
-      seed=config.seed,
-      val_recipes=tuple(config.trainer.val_recipes),
-      num_generations=config.rollout.num_generations,
-      temperature=config.rollout.temperature,
-  )
+  run = take(RunConfig, config)
   updates = (
       run.total_training_steps
       * algorithm.ppo_epochs
       * (run.train_batch_size // run.mini_batch_size)
   )
   optimizer = optimizer_config(config, updates)
-  guard = _take(GuardConfig, config.guard, actions=tuple(config.guard.actions))
-  loss = loss_config(config.algorithm)
+  guard = take(GuardConfig, config)
+  loss = take(LossConfig, config)
+  rewards = take(RewardConfig, config)
   engine = engine_config(config, tokenizer)
   compatibility.check(loss, algorithm, engine, run)
   compatibility.check_guard(guard, loss, algorithm, run)
   compatibility.warn_of_rate(optimizer.lr)
   _check_fits(policy, engine, environment, run)
   buckets.pages_config(engine, policy.axes.size, policy.tile)
-  train_set, val_set = _datasets(config.data, tokenizer)
+  train_set, val_set = _datasets(take(DataConfig, config), tokenizer)
   prompts = [*train_set, *(val_set or ())]
   vocab_size = policy.model.vocab_size
   check_ids(tokenizer, (prompt.tokens for prompt in prompts), vocab_size)
@@ -402,7 +345,7 @@ def build(config: Config) -> RunSpec:
     )
   if not environment and not run.synthetic:
     references = ((prompt.answer, prompt.source) for prompt in prompts)
-    check_references(reward_specs(config.reward), references)
+    check_references(reward_specs(rewards), references)
   make_params, shapes = config_model.parameters(config, policy, mesh, folder)
   sampling = config_model.rollout_policy(config, policy)
   config_model.check_patterns(policy, shapes, tuple(config.model.freeze))
@@ -438,7 +381,7 @@ def build(config: Config) -> RunSpec:
       # An environment scores its own episodes.
       make_rewards=contextlib.nullcontext
       if environment
-      else _reward_pool(config.reward),
+      else _reward_pool(rewards),
       config_text=config.to_json_best_effort(indent=2, sort_keys=True),
       export_source=folder,
       wandb=wandb_config(config),

@@ -178,9 +178,10 @@ def unread(loss: LossConfig, algorithm: AlgorithmConfig) -> list[str]:
       for name, read in readers.items()
       if not read and getattr(loss, name) != defaults[name]
   ]
-  if loss.policy_loss == 'gspo' and loss.clip_ratio_high > 0.05:
+  _, clip_ratio_high = loss.clip_range
+  if loss.policy_loss == 'gspo' and clip_ratio_high > 0.05:
     sentences.append(
-        f'clip_ratio_high is {loss.clip_ratio_high} with policy_loss=gspo: the'
+        f'clip_ratio_high is {clip_ratio_high} with policy_loss=gspo: the'
         ' ratio is a geometric mean over an answer, hardly ever that far from'
         ' 1, so nothing will be clipped (usual: 3e-4 and 4e-4)'
     )

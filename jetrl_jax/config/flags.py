@@ -21,6 +21,7 @@ from ml_collections import config_flags
 
 from jetrl_jax.config import presets as config_presets
 from jetrl_jax.config import schema as config_schema
+from jetrl_jax.config import sections
 from jetrl_jax.core import device_memory
 from jetrl_jax.metrics.console import show_own_sentences
 
@@ -48,14 +49,10 @@ def load() -> ml_collections.ConfigDict:
   """Returns the config of the flag, its names checked.
 
   Raises:
-    ValueError: a name that configs/base.py does not have, or has and the
-      config lacks.
+    ValueError: a name that is no setting, or a setting that the config lacks.
   """
-  # A folder of the clone; any config file has imported it by now.
-  from configs import base
-
   config: Any = flags.FLAGS['config'].value
-  config_schema.check(config, base.get_config())
+  config_schema.check(config, sections.get_config())
   return config_presets.resolve(config)
 
 
@@ -217,9 +214,7 @@ def _of_file(error: BaseException, line: str | None) -> str:
     return f'there is no folder configs/ in {os.getcwd()}; start in the clone'
   assigned = re.match(r'\w+\.([\w.]+)\s*=', line or '')
   if isinstance(error, AttributeError) and assigned:
-    from configs import base
-
-    known = config_schema.names(base.get_config())
+    known = config_schema.names(sections.get_config())
     if assigned[1] not in known:
       return config_schema.unknown_name(assigned[1], known)
   return f'{type(error).__name__}: {error}'

@@ -5,7 +5,7 @@ import dataclasses
 import pathlib
 import re
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,15 @@ from flax import traverse_util
 from jax.sharding import NamedSharding
 
 from jetrl_jax import fp8, models
+from jetrl_jax.config.sections import Config, take
+from jetrl_jax.config.settings import MixedFlow, ModelSource
 from jetrl_jax.core import rng, sharding
+from jetrl_jax.core.sharding import MeshConfig
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.models import families, invariant_scaling
 from jetrl_jax.models.hf import layout as hf_layout
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.rl.run import train_state
-
-# A ConfigDict or a section of one: its entries have no static types.
-Config: TypeAlias = Any
 
 SHAPES = {
     'qwen2.5-0.5b': families.QWEN2_5_0_5B,
@@ -43,36 +43,27 @@ def naming(setting: str) -> Iterator[None]:
 
 
 def model_config(
-    section: Config,
+    source: ModelSource,
 ) -> tuple[models.ModelConfig, pathlib.Path | None]:
   """Returns the decoder's shape and the checkpoint's folder, if any."""
-  if section.init not in ('checkpoint', 'random'):
-    raise ValueError(
-        f'model.init is {section.init!r}; allowed: checkpoint, random'
-    )
-  if section.master_dtype not in ('float32', 'bfloat16'):
-    raise ValueError(
-        f'model.master_dtype is {section.master_dtype!r}; allowed: float32,'
-        ' bfloat16'
-    )
-  if section.shape:
-    if section.init == 'checkpoint' or section.path:
+  if source.shape:
+    if source.init == 'checkpoint' or source.path:
       raise ValueError(
           'model.shape is for model.init=random without model.path; a'
           ' checkpoint has a shape of its own'
       )
-    if section.shape not in SHAPES:
+    if source.shape not in SHAPES:
       raise ValueError(
-          f'model.shape is {section.shape!r}; allowed: {sorted(SHAPES)}'
+          f'model.shape is {source.shape!r}; allowed: {sorted(SHAPES)}'
       )
-    return SHAPES[section.shape], None
-  if not section.path:
+    return SHAPES[source.shape], None
+  if not source.path:
     raise ValueError(
         'model.path is empty; give a Hugging Face checkpoint'
         ' (--config.model.path=...), or model.init=random with model.shape'
     )
   with naming('model.path'):
-    folder = models.resolve_checkpoint(section.path)
+    folder = models.resolve_checkpoint(source.path)
     if (folder / 'checkpoints').is_dir() and (
         folder / 'metrics.jsonl'
     ).exists():
@@ -87,33 +78,17 @@ def build_policy(
     config: Config,
 ) -> tuple[Policy, Any, pathlib.Path | None]:
   """Returns (policy, mesh, checkpoint folder)."""
-  model, folder = model_config(config.model)
-  mesh = sharding.make_mesh(**config.mesh)
-  precision = dict(config.precision)
-  kv_cache_dtype = precision.pop('kv_cache_dtype')
-  exact = precision.pop('exact')
-  invariant_scaling.check(precision.pop('invariant_scale'))
-  del precision['rollout_recipe']  # See `rollout_policy`.
-  recipe = fp8.Recipe(
-      name=precision.pop('recipe'),
-      high_precision_layers=tuple(precision.pop('high_precision_layers')),
-      **precision,
-  )
+  model, folder = model_config(take(ModelSource, config))
+  mesh = sharding.make_mesh(**dataclasses.asdict(take(MeshConfig, config)))
+  recipe = take(fp8.Recipe, config)
   if recipe.quantize_lm_head and model.tied_embeddings:
     raise ValueError(
         'precision.quantize_lm_head is True, but the model has tied'
         ' embeddings: its head is the embedding, which stays in'
         ' precision.compute_dtype. Set it to False'
     )
-  policy = Policy(
-      model=model,
-      recipe=recipe,
-      axes=sharding.axes_of(mesh),
-      tile=config.model.attention_tile,
-      logit_chunk_rows=config.model.logit_chunk_rows,
-      remat=config.model.remat,
-      kv_cache_dtype=kv_cache_dtype,
-      exact=exact,
+  policy = take(
+      Policy, config, model=model, recipe=recipe, axes=sharding.axes_of(mesh)
   )
   return policy, mesh, folder
 
@@ -124,7 +99,7 @@ def rollout_policy(config: Config, policy: Policy) -> Policy:
   Warns where a choice of dots to keep in high precision is set and no dot is
   quantised.
   """
-  name = config.precision.rollout_recipe or policy.recipe.name
+  name = take(MixedFlow, config).rollout_recipe or policy.recipe.name
   with naming('precision.rollout_recipe'):
     sampling = renamed(policy, name)
   if {name, policy.recipe.name} == {'bf16'}:
@@ -147,7 +122,8 @@ def renamed(policy: Policy, name: str) -> Policy:
 
 def parameters(config: Config, policy: Policy, mesh, folder):
   """Returns (function that makes the masters, their shapes)."""
-  dtype = config.model.master_dtype
+  source = take(ModelSource, config)
+  dtype = source.master_dtype
   rows = hf_layout.layout(policy.model)
   shapes = {
       row.path: jax.ShapeDtypeStruct(row.shape, jnp.dtype(dtype))
@@ -159,17 +135,18 @@ def parameters(config: Config, policy: Policy, mesh, folder):
     return NamedSharding(mesh, sharding.leaf_spec(shapes[path].shape, mesh))
 
   recipes = [policy.recipe]
-  if name := config.precision.rollout_recipe:
-    recipes.append(renamed(policy, name).recipe)
+  if name := take(MixedFlow, config).rollout_recipe:
+    with naming('precision.rollout_recipe'):
+      recipes.append(renamed(policy, name).recipe)
 
   def spreads(path: str) -> bool:
     """Whether a master trains and a dot of either side reads it in 8 bits."""
     dot = path.removesuffix('/kernel')
     return (
-        config.model.spread_masters
+        source.spread_masters
         and dot != path
         and any(recipe.quantizes(dot) for recipe in recipes)
-        and not any(re.fullmatch(p, path) for p in config.model.freeze)
+        and not any(re.fullmatch(p, path) for p in source.freeze)
     )
 
   def load() -> PyTree:
@@ -194,10 +171,10 @@ def parameters(config: Config, policy: Policy, mesh, folder):
       leaves[path] = made(kind, leaf.shape, leaf.dtype, rng.fold(key, i))
     return hf_layout.build_tree(policy.model, lambda row: leaves[row.path])
 
-  make = random if config.model.init == 'random' else load
+  make = random if source.init == 'random' else load
 
   def scaled() -> PyTree:
-    return invariant_scaling.fold(make(), config.precision.invariant_scale)
+    return invariant_scaling.fold(make(), source.invariant_scale)
 
   return scaled, shape_tree
 

@@ -5,12 +5,11 @@ written into the config before anything is built, so that the config kept in the
 workdir says what was run. A setting that contradicts its flow is refused.
 """
 
-from typing import Any, TypeAlias
+from typing import Any
 
+from jetrl_jax.config import sections
+from jetrl_jax.config.sections import Config
 from jetrl_jax.fp8.recipes import RECIPES
-
-# A ConfigDict: its entries have no static types.
-Config: TypeAlias = Any
 
 
 def _mixed(rollout_recipe: str, rollout_is: str) -> dict[str, Any]:
@@ -42,15 +41,6 @@ FLOWS: dict[str, dict[str, Any]] = {
 }
 # What a mixed flow may sample in, instead of what is named above.
 _ROLLOUT_RECIPES = tuple(name for name in RECIPES if name != 'bf16')
-# The values in configs/base.py: these say nothing of what a user wants.
-UNSET = {
-    'precision.recipe': 'fp8_delayed',
-    'precision.rollout_recipe': '',
-    'precision.invariant_scale': 1.0,
-    'precision.exact': True,
-    'algorithm.old_logprobs': 'rollout',
-    'algorithm.rollout_is': 'none',
-}
 
 
 def resolve(config: Config) -> Config:
@@ -67,7 +57,8 @@ def resolve(config: Config) -> Config:
   for name, value in FLOWS[config.flow].items():
     section, _, key = name.partition('.')
     found = config[section][key]
-    if found in (value, UNSET[name]):
+    # The default says nothing of what a user wants.
+    if found in (value, sections.default(name)):
       settings[name] = value
     elif not (
         value

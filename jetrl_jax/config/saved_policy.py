@@ -112,8 +112,8 @@ def load(path: str, *, step: int | None = None) -> SavedPolicy:
   tokenizer = tokenizer_of(found)
   longest = found.policy.model.max_position
   most = min(_PROMPT_TOKENS, longest // 2)
-  section = configs.data_section(found.config, tokenizer, most)
-  response_tokens = min(_RESPONSE_TOKENS, longest - section.max_prompt_length)
+  data = configs.data_config(found.config, tokenizer, most)
+  response_tokens = min(_RESPONSE_TOKENS, longest - data.max_prompt_length)
   if found.config is not None:
     response_tokens = found.config.rollout.max_response_length
   return SavedPolicy(
@@ -121,8 +121,8 @@ def load(path: str, *, step: int | None = None) -> SavedPolicy:
       mesh=found.mesh,
       params=params,
       tokenizer=tokenizer,
-      prompt_format=configs.prompt_format(section),
-      max_prompt_length=section.max_prompt_length,
+      prompt_format=data.prompt_format,
+      max_prompt_length=data.max_prompt_length,
       max_response_length=response_tokens,
       origin=found.origin,
   )

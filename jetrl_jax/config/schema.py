@@ -1,4 +1,4 @@
-"""A config against configs/base.py: its names, and the type of every value.
+"""A config against the defaults: its names, and the type of every value.
 
 ConfigDict refuses a wrong type where a default has one, but not None in place
 of any value, not the entries of a tuple, and neither NaN nor infinity, which

@@ -25,7 +25,28 @@ DATA, FSDP, TENSOR = 'data', 'fsdp', 'tensor'
 ROWS = P((DATA, FSDP))
 
 
-def make_mesh(*, data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+  """The devices of a run, as a mesh.
+
+  Attributes:
+    data: devices that hold copies of the weights.
+    fsdp: devices over which weights are split.
+    tensor: devices over which dots are split; only 1 is supported: a split
+      contraction adds in another order.
+  """
+
+  data: int = 1
+  fsdp: int = 1
+  tensor: int = 1
+
+
+def make_mesh(
+    *,
+    data: int = MeshConfig.data,
+    fsdp: int = MeshConfig.fsdp,
+    tensor: int = MeshConfig.tensor,
+) -> Mesh:
   """Returns a mesh with axes (data, fsdp, tensor).
 
   Raises:

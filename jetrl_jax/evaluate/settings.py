@@ -9,10 +9,14 @@ from absl import flags
 from jetrl_jax.config import build as configs
 from jetrl_jax.config import flags as config_flags
 from jetrl_jax.config import saved_policy
+from jetrl_jax.config.sections import take
 from jetrl_jax.core.files import user_path
 from jetrl_jax.data import Prompt, Tokenizer
+from jetrl_jax.data.settings import DataConfig
 from jetrl_jax.rewards import RewardSpec
 from jetrl_jax.rewards.functions import check_references
+from jetrl_jax.rewards.settings import RewardConfig
+from jetrl_jax.rl.rollout.engine import EngineConfig
 from jetrl_jax.rl.run import fp8_support
 from jetrl_jax.rl.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
 
@@ -27,7 +31,6 @@ INSTRUCTION = (
 )
 _PROMPT_TOKENS = 1024
 _RESPONSE_TOKENS = 2048
-_SLOTS = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,18 +119,18 @@ def resolve(values: dict[str, Any]) -> Settings:
   )
   fp8_support.check({'--recipe': found.policy})
   tokenizer = saved_policy.tokenizer_of(found)
-  section, known = _known(found, tokenizer, values['data'])
+  data, known = _known(found, tokenizer, values['data'])
   given = {k: v for k, v in values.items() if v is not None}
-  settled: dict[str, Any] = {**section, **known, **columns, **given}
+  of_data = dataclasses.asdict(data)
+  settled: dict[str, Any] = {**of_data, **known, **columns, **given}
   lengths = settled['max_prompt_length'], settled['max_response_length']
   if sum(lengths) > found.policy.model.max_position:
     raise ValueError(
         f'max_prompt_length + max_response_length is {sum(lengths)}; the model'
         f' has {found.policy.model.max_position} positions'
     )
-  section.update({k: settled[k] for k in section})
   dataset = configs.build_dataset(
-      section,
+      DataConfig(**{k: settled[k] for k in of_data}),
       files,
       tokenizer,
       values['max_samples'],
@@ -214,31 +217,30 @@ def _files(values: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, str]]:
 
 def _known(
     found: saved_policy.Restored, tokenizer: Tokenizer, data: str
-) -> tuple[configs.Config, dict[str, Any]]:
+) -> tuple[DataConfig, dict[str, Any]]:
   """Returns settings of the data and of the rollout: the run's, or defaults."""
   longest = found.policy.model.max_position
   most = min(_PROMPT_TOKENS, longest // 2)
-  section = configs.data_section(found.config, tokenizer, most)
+  settings = configs.data_config(found.config, tokenizer, most)
   if found.config is not None:
     rollout = found.config.rollout
-    return section, {
+    return settings, {
         k: rollout[k] for k in ('max_response_length', 'num_slots')
     }
   if data in NAMED:
-    section.instruction = INSTRUCTION
-  return section, {
+    settings = dataclasses.replace(settings, instruction=INSTRUCTION)
+  return settings, {
       'max_response_length': min(_RESPONSE_TOKENS, longest - most),
-      'num_slots': _SLOTS,
+      'num_slots': EngineConfig.num_slots,
   }
 
 
 def _rewards(
     found: saved_policy.Restored, reward: str | None
 ) -> tuple[list[RewardSpec], dict[str, Any]]:
-  limits = dict(num_workers=2, timeout_s=5.0, memory_limit_mb=2048)
+  settings = RewardConfig()
   if found.config is not None:
-    section = found.config.reward
-    limits = {name: section[name] for name in limits}
+    settings = take(RewardConfig, found.config)
     if reward is None and found.config.environment.name:
       raise ValueError(
           f'the run has the environment {found.config.environment.name!r},'
@@ -246,8 +248,8 @@ def _rewards(
           " the run's metrics.jsonl, and --reward scores single responses"
       )
     if reward is None:
-      return configs.reward_specs(section), limits
-  return [RewardSpec(function=reward or 'math')], limits
+      return configs.reward_specs(settings), settings.limits
+  return [RewardSpec(function=reward or 'math')], settings.limits
 
 
 def _output(values: dict[str, Any]) -> pathlib.Path:

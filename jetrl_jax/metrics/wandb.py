@@ -17,10 +17,12 @@ _ID_FILE = 'wandb_run_id'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WandbConfig:
-  """Where the scalars go.
+  """Where the scalars go, besides the workdir.
 
   Attributes:
-    project: name of the project.
+    project: project of Weights & Biases that gets the scalars, besides
+      metrics.jsonl and TensorBoard; '' is off. Needs the extra `wandb`;
+      WANDB_MODE=offline works.
     entity: team or user; '' is the account's own.
     run_config: the run's config, as JSON values, shown beside the curves.
 
@@ -28,8 +30,8 @@ class WandbConfig:
     ValueError: the package is not installed.
   """
 
-  project: str
-  entity: str
+  project: str = ''
+  entity: str = ''
   run_config: dict[str, Any]
 
   def __post_init__(self):

@@ -26,9 +26,9 @@ import jax.numpy as jnp
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8.products import Reads, Rows
 from jetrl_jax.fp8.scaling_state import COLLECTION
-from jetrl_jax.kernels.add_norm_quantize.residual import add
-from jetrl_jax.kernels.mlp import block as mlp_op
-from jetrl_jax.kernels.swiglu.forward import swiglu
+from jetrl_jax.kernels import mlp as mlp_op
+from jetrl_jax.kernels.add_norm_quantize import add
+from jetrl_jax.kernels.swiglu import swiglu
 from jetrl_jax.models import remat, rope
 from jetrl_jax.models.layers import TAPS, Embedding, Leaf, Linear, RMSNorm
 from jetrl_jax.models.types import ModelConfig

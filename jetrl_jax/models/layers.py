@@ -24,7 +24,7 @@ from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import DeferredScale, QTensor, Recipe
 from jetrl_jax.fp8.products import AS_ARRAY, Reads, Rows
 from jetrl_jax.fp8.scaling_state import COLLECTION, OPERANDS
-from jetrl_jax.kernels.add_norm_quantize.residual import add_norm_quantize
+from jetrl_jax.kernels.add_norm_quantize import add_norm_quantize
 from jetrl_jax.kernels.quantized_dot import linear
 
 TAPS = 'taps'

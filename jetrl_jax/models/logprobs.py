@@ -1,8 +1,7 @@
 """Log-probs and entropy of tempered logits, never [T, V] at once.
 
-Decode and training both get their log-sum-exp from `row_stats`, which reads
-a row of float32 logits in one fixed order (see
-`kernels/add_norm_quantize/norm.py` for why a plain XLA reduction will not do).
+Decode and training both get their log-sum-exp from `row_stats`
+(`kernels/log_sum_exp`), which reads a row of float32 logits in one fixed order.
 Training goes through chunks of rows and recomputes each chunk's logits in the
 backward pass.
 """
@@ -15,72 +14,22 @@ from jax import lax
 
 from jetrl_jax.core.typing import Array, Float, Int, PyTree
 from jetrl_jax.fp8 import scaling_state
-from jetrl_jax.kernels import dispatch
-from jetrl_jax.kernels.add_norm_quantize.norm import row_sum
-from jetrl_jax.kernels.log_sum_exp import triton as log_sum_exp_kernel
+from jetrl_jax.kernels.log_sum_exp import row_stats, temper
 from jetrl_jax.models import remat
+
+__all__ = [
+    'chunk_of',
+    'inverse_temperature',
+    'pick',
+    'row_stats',
+    'target_logprobs',
+    'temper',
+]
 
 
 def inverse_temperature(temperature) -> Array:
   """Returns 1 / temperature; temperature 0 (greedy) leaves logits alone."""
   return 1.0 / jnp.where(temperature > 0, temperature, 1.0)
-
-
-def temper(logits: Array, inverse: Array) -> Array:
-  """Returns logits z = logits * inverse, see `inverse_temperature`."""
-  # The maximum changes no finite value. Without it the product and the
-  # subtraction of the row's maximum are fused into one multiply-add, which
-  # skips the product's rounding - in some programs and not in others.
-  return jnp.maximum(logits * inverse, log_sum_exp_kernel.LOWEST)
-
-
-def _stats(logits_MV, inverse_M):
-  if dispatch.has_kernel('log_sum_exp'):
-    return log_sum_exp_kernel.row_stats(logits_MV, inverse_M)
-  z_MV = temper(logits_MV, inverse_M[:, None])
-  top_M1 = jnp.max(z_MV, axis=1, keepdims=True)
-  p_MV = jnp.exp(z_MV - top_M1)
-  total_M1 = row_sum(p_MV)
-  mean_M1 = row_sum(p_MV * z_MV) / total_M1
-  return (top_M1 + jnp.log(total_M1))[:, 0], mean_M1[:, 0]
-
-
-@jax.custom_vjp
-def row_stats(
-    logits_MV: Float[Array, 'M V'], inverse_M: Float[Array, ' M']
-) -> tuple[Float[Array, ' M'], Float[Array, ' M']]:
-  """Returns (log-sum-exp, softmax-weighted mean) of each row of z.
-
-      lse = log sum_v exp(z_v),    mean = sum_v softmax(z)_v z_v,
-      z = logits * inverse
-
-  so that the entropy is lse - mean, in nats.
-
-  Args:
-    logits_MV: float32; M a multiple of 16.
-    inverse_M: float32, see `inverse_temperature`.
-  """
-  return _stats(logits_MV, inverse_M)
-
-
-def _stats_fwd(logits_MV, inverse_M):
-  stats = _stats(logits_MV, inverse_M)
-  # The backward has the logits made again, and not these. What is returned is
-  # not what is marked, which has another operation in the training forward.
-  return stats, (logits_MV, inverse_M, *remat.keep(stats))
-
-
-def _stats_bwd(residuals, cotangents):
-  logits_MV, inverse_M, lse_M, mean_M = residuals
-  ct_lse, ct_mean = cotangents
-  z_MV = temper(logits_MV, inverse_M[:, None])
-  p_MV = jnp.exp(z_MV - lse_M[:, None])
-  centred = 1.0 + z_MV - mean_M[:, None]
-  dz_MV = p_MV * (ct_lse[:, None] + ct_mean[:, None] * centred)
-  return dz_MV * inverse_M[:, None], None
-
-
-row_stats.defvjp(_stats_fwd, _stats_bwd)
 
 
 @jax.custom_vjp

@@ -20,14 +20,11 @@ from jetrl_jax.core.typing import Array, PRNGKey, PyTree
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.fp8.recipes import LM_HEAD
 from jetrl_jax.kernels import dispatch
-from jetrl_jax.kernels.attention.pages import DECODE_ROWS
+from jetrl_jax.kernels.decode_attention import DECODE_ROWS
 from jetrl_jax.kernels.dispatch import Kernels
+from jetrl_jax.kernels.kv_storage import values_shape
 from jetrl_jax.models import logprobs, remat
-from jetrl_jax.models.attention import (
-    DecodeAttention,
-    PackedAttention,
-    values_shape,
-)
+from jetrl_jax.models.attention import DecodeAttention, PackedAttention
 from jetrl_jax.models.decoder import Decoder, variables
 from jetrl_jax.models.types import ModelConfig
 
@@ -71,15 +68,20 @@ class Policy:
     model: the decoder's shape.
     recipe: how its dots compute.
     axes: devices over which rows and weights are split.
-    tile: attention tile in tokens; packed segments start at multiples of it.
-    logit_chunk_rows: rows whose logits are in memory at once in `score`.
-    remat: what of a block the backward pass computes again: 'none',
-      'selective' (norms and MLP) or 'full' (the block).
-    kv_cache_dtype: what keys and values are rounded to, in training too:
-      'compute' (the recipe's dtype) or 'float8_e4m3fn'.
+    tile: attention tile in tokens, part of the arithmetic: a multiple of 16, on
+      a GPU a power of two. Packed segments start at multiples of it.
+    logit_chunk_rows: most rows whose [rows, vocabulary] logits are in memory at
+      once. With fewer the gradient of lm_head is read and written more often.
+    remat: what of a block the backward pass computes again: 'none', 'selective'
+      (its norms and MLP; what attention made stays in memory) or 'full' (all of
+      it).
+    kv_cache_dtype: what keys and values are rounded to, in rollout and
+      training: 'compute' (compute_dtype) or 'float8_e4m3fn', which halves the
+      KV cache.
     kernels: which implementation of each operation runs.
-    exact: compile with the options that equality to the bit rests on; False
-      leaves them to XLA, and no equality is claimed.
+    exact: compile with the options that equality to the bit rests on. False
+      leaves them to XLA (skipped roundings, kernels chosen by timing), as other
+      systems do, and claims nothing; for comparisons.
   """
 
   model: ModelConfig

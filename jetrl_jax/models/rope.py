@@ -6,8 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetrl_jax.core.typing import Array, Float, Int
-from jetrl_jax.kernels.rope_append.reference import rotate_halves
+from jetrl_jax.kernels.rope_append import rotate
 from jetrl_jax.models.types import ModelConfig
+
+__all__ = ['inverse_frequencies', 'rotate', 'rotation']
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
@@ -54,17 +56,3 @@ def rotation(
   """
   angle = positions_M.astype(jnp.float32)[:, None] * frequencies[None]
   return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(
-    x_MNH: Float[Array, 'M N H'],
-    cos_MF: Float[Array, 'M F'],
-    sin_MF: Float[Array, 'M F'],
-) -> Float[Array, 'M N H']:
-  """Rotates (first half, second half) pairs of each head by position.
-
-  Computed in float32 and rounded once.
-  """
-  first, second = jnp.split(x_MNH, 2, axis=-1)
-  rotated = rotate_halves(first, second, cos_MF[:, None], sin_MF[:, None])
-  return jnp.concatenate(rotated, axis=-1)

@@ -19,12 +19,14 @@ class OptimizerConfig:
     weight_decay: decoupled, on matrices only.
     grad_clip: largest global L2 norm of the gradient.
     lr_warmup_steps: optimiser steps of linear warmup from 0.
-    lr_decay: 'constant', 'cosine' or 'linear'.
+    lr_decay: 'constant', 'cosine' or 'linear', over all optimiser steps of the
+      run.
     lr_decay_steps: optimiser steps until the decay's end, warmup included;
       unread for 'constant'.
-    moments: 'fp8' (COAT's expanded E4M3 groups) or 'float32'.
-    master_rounding: how a moved bfloat16 master is rounded: 'nearest' or
-      'stochastic' (see `rounding.py`). Float32 masters are not.
+    moments: Adam's moments: 'fp8' (COAT's expanded E4M3 groups) or 'float32'.
+    master_rounding: how bfloat16 masters (model.master_dtype) are rounded:
+      'nearest', which loses small updates, or 'stochastic', which keeps their
+      mean. Float32 masters are not rounded.
     seed: of the random bits of 'stochastic'.
   """
 

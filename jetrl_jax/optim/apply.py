@@ -24,13 +24,11 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jetrl_jax import kernels
 from jetrl_jax.core import rng, sharding
 from jetrl_jax.core.typing import Array, PyTree
-from jetrl_jax.fp8 import QTensor, scaling_state
-from jetrl_jax.kernels import dispatch
-from jetrl_jax.kernels.adamw import triton as adamw_kernel
-from jetrl_jax.kernels.requantize import triton as requantize
+from jetrl_jax.fp8 import scaling_state
+from jetrl_jax.kernels import adamw
+from jetrl_jax.kernels.requantize import requantize
 from jetrl_jax.metrics.writer import Mean
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim import fused_adamw, partition, rounding
@@ -122,21 +120,6 @@ def _global_norm(gradients: PyTree, is_split: PyTree, axes) -> Array:
   return jnp.sqrt(whole + split)
 
 
-def changed_share(old: PyTree, new: PyTree, axes) -> PyTree:
-  """Returns the share of 8-bit weight bytes that differ, by kernel."""
-
-  def walk(a, b):
-    if isinstance(a, QTensor):
-      differs = jnp.mean((a.values != b.values).astype(jnp.float32))
-      return axes.psum(differs) / axes.size
-    if not isinstance(a, dict):
-      return None
-    children = {key: walk(a[key], b[key]) for key in a}
-    return {k: v for k, v in children.items() if v is not None} or None
-
-  return walk(old, new) or {}
-
-
 def _check_and_clip(
     policy, config, is_split, trainable, metrics, opt_step, root
 ):
@@ -202,9 +185,7 @@ def _move(
   def keep(new, old):
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
-  if dispatch.has_kernel('adamw') and adamw_kernel.fits(
-      optimizer, part.trainable, gradients, part.moments
-  ):
+  if adamw.fits(optimizer, part.trainable, gradients, part.moments):
     trainable, moments, next_shared, largest = fused_adamw.move_part(
         optimizer,
         join,
@@ -229,16 +210,9 @@ def _move(
       fp8_state, merge(largest, part.frozen), recipe, axes
   )
   fp8_state = keep(fp8_state, part.fp8_state)
-  if dispatch.has_kernel('requantize') and requantize.fits(
-      params, part.weights, recipe
-  ):
-    weights, measured, changed = requantize.renew(
-        params, fp8_state, part.weights, recipe, axes
-    )
-  else:
-    weights = kernels.renew_weights(params, fp8_state, part.weights, recipe)
-    measured = scaling_state.measure_kernels(fp8_state, params, weights, axes)
-    changed = changed_share(part.weights, weights, axes)
+  weights, measured, changed = requantize(
+      params, fp8_state, part.weights, recipe, axes
+  )
   # A skipped step leaves the kernels' health as it was, too.
   fp8_state = keep(measured, fp8_state)
   next_part = ParamGroup(

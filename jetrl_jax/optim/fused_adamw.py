@@ -7,25 +7,24 @@ import jax.numpy as jnp
 
 from jetrl_jax.core.sharding import Axes
 from jetrl_jax.core.typing import Array, PyTree
-from jetrl_jax.kernels.adamw import reference as adamw_reference
-from jetrl_jax.kernels.adamw.triton import move
+from jetrl_jax.kernels import adamw
+from jetrl_jax.kernels.adamw.reference import AdamW
 from jetrl_jax.optim import partition
 
 
 def move_part(
-    optimizer: adamw_reference.AdamW,
+    optimizer: AdamW,
     join: Any,
     axes: Axes,
     is_split: PyTree,
     part: tuple[PyTree, list[PyTree], list],
     gradients: PyTree,
     step_control: tuple[Array, Array, Array | dict],
-    interpret: bool = False,
 ) -> tuple[PyTree, list[PyTree], list, PyTree]:
   """Moves a part of the model that `fits`, unless the step is skipped.
 
   Args:
-    optimizer: what `adam.adamw` returned.
+    optimizer: what `reference.adamw` returned.
     join: an `opt_parts.OptStatePartition` of its state.
     axes: of the mesh.
     is_split: tree of whether each device holds rows of its own.
@@ -34,7 +33,6 @@ def move_part(
     gradients: like the masters, before clipping.
     step_control: whether the step counts, the gradients' factor and the words
       of `rounding.rounding_keys` for this part, {} to round to the nearest.
-    interpret: run on a CPU, for tests.
 
   Returns:
     What `part` becomes, but for the shared state of a skipped step: that is as
@@ -64,7 +62,7 @@ def move_part(
       )
       leaf_key = jnp.stack([*rounding_keys[i], start, jnp.uint32(0)])
     moved.append(
-        move(
+        adamw.move(
             leaf,
             gradient,
             mu,
@@ -75,7 +73,6 @@ def move_part(
             b2=optimizer.b2,
             eps=optimizer.eps,
             decay=optimizer.weight_decay if decays else 0.0,
-            interpret=interpret,
         )
     )
   trainable, mu, nu, amax = (

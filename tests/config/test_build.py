@@ -11,6 +11,7 @@ import pytest
 from configs import base
 from jetrl_jax.config import build as configs
 from jetrl_jax.config import schema as config_schema
+from jetrl_jax.config import sections
 from jetrl_jax.rl.objective import LossConfig
 from tests import whole_run
 
@@ -86,19 +87,18 @@ def test_every_setting_reaches_its_part():
 
 def test_what_is_none_takes_the_default_of_the_method():
   def built(**changes):
-    section = base.get_config().algorithm
-    section.update(changes)
-    return configs.loss_config(section)
+    config = base.get_config()
+    config.algorithm.update(changes)
+    return sections.take(LossConfig, config)
 
-  assert built() == LossConfig()
+  assert built().clip_range == (0.2, 0.2)
   made = built(policy_loss='gspo', rollout_is='mis')
-  assert (made.clip_ratio_low, made.clip_ratio_high) == (3e-4, 4e-4)
-  assert made.rollout_is_threshold == 3.0
+  assert made.clip_range == (3e-4, 4e-4) and made.rho_cap == 3.0
   made = built(rollout_is='icepop', clip_ratio_high=0.28)
-  assert (made.clip_ratio_low, made.clip_ratio_high) == (0.2, 0.28)
-  assert made.rollout_is_threshold == 5.0
+  assert made.clip_range == (0.2, 0.28) and made.rho_cap == 5.0
   for name in ('token', 'sequence', 'acr'):
-    assert built(rollout_is=name).rollout_is_threshold == 2.0
+    assert built(rollout_is=name).rho_cap == 2.0
+    assert built(rollout_is=name, rollout_is_threshold=1.5).rho_cap == 1.5
   with pytest.raises(ValueError, match="policy_loss is 'dpo'"):
     built(policy_loss='dpo')
   with pytest.raises(ValueError, match="rollout_is is 'tis'; allowed"):

@@ -102,15 +102,17 @@ _SEQUENCES = dataclasses.replace(MU, loss_agg_mode='seq-mean-token-mean')
         (
             {
                 'policy_loss': 'gspo',
-                'clip_ratio_low': 3e-4,
-                'clip_ratio_high': 4e-4,
                 'rollout_is': 'mis',
                 'rollout_is_per_answer': True,
             },
             _SEQUENCES,
             'rollout_is_per_answer is True, which is not read',
         ),
-        ({'policy_loss': 'gspo'}, _SEQUENCES, 'nothing will be clipped'),
+        (
+            {'policy_loss': 'gspo', 'clip_ratio_high': 0.2},
+            _SEQUENCES,
+            'nothing will be clipped',
+        ),
         (
             {'rollout_is': 'token'},
             AlgorithmConfig(),
@@ -145,8 +147,6 @@ def test_a_rate_that_leaves_nothing_of_the_weights_is_warned_of(caplog):
         (
             {
                 'policy_loss': 'gspo',
-                'clip_ratio_low': 3e-4,
-                'clip_ratio_high': 4e-4,
                 'rollout_is': 'token',
                 'rollout_rs': 'geometric',
             },

@@ -94,15 +94,6 @@ def test_resolving_twice_changes_nothing_more():
   assert config_presets.resolve(once) == once
 
 
-def test_what_counts_as_unset_are_the_defaults():
-  config = base.get_config().to_dict()
-  for name, value in config_presets.UNSET.items():
-    section, key = name.split('.')
-    assert config[section][key] == value
-  used = {name for flow in config_presets.FLOWS.values() for name in flow}
-  assert used == set(config_presets.UNSET)
-
-
 @pytest.mark.parametrize(
     ('changes', 'warned'),
     [

@@ -1,4 +1,4 @@
-"""Every setting of configs/base.py with values that it cannot have."""
+"""Every setting with values that it cannot have."""
 
 import math
 import re

@@ -8,7 +8,7 @@ from jax import lax
 
 from jetrl_jax.core import compilation
 from jetrl_jax.core.compilation import exact_jit
-from jetrl_jax.kernels.add_norm_quantize.norm import row_sum
+from jetrl_jax.kernels.row_sum import row_sum
 
 # Shapes at which plain jit returns garbage in jax 0.10.2 and 0.11.2.
 GARBAGE_SHAPES = [(512, 96), (32, 1000)]

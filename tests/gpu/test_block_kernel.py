@@ -8,11 +8,13 @@ import pytest
 from jetrl_jax import kernels
 from jetrl_jax.core.compilation import exact_jit, on_gpu
 from jetrl_jax.fp8 import formats, scaling_state
-from jetrl_jax.fp8.products import grouped_dot
 from jetrl_jax.fp8.quantization import quantize_groups
 from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.kernels.block_scaled_dot.reference import grouped_dot
 from jetrl_jax.kernels.block_scaled_dot.triton import block_dot
-from jetrl_jax.kernels.quantize_transpose import per_block as transpose_blocks
+from jetrl_jax.kernels.quantize_transpose import (
+    triton_per_block as transpose_blocks,
+)
 from tests.kernels import block
 
 pytestmark = pytest.mark.gpu
@@ -95,7 +97,7 @@ def test_the_backwards_operands_are_those_of_xlas_passes(dtype):
   found = transpose_blocks.quantize_both_ways(x, mask_M, dtype, **how, **_HOW)
   block.assert_both_ways(found, x, mask_M, dtype, how)
   x8 = _quantized(x, (1, 128))
-  found = transpose_blocks.regroup_and_turn(x8, **how, **_HOW)
+  found = transpose_blocks.regroup_and_transpose(x8, **how, **_HOW)
   block.assert_regrouped(found, x8, how)
 
 

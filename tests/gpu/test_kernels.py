@@ -19,20 +19,20 @@ from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import formats, health, scaling_state
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from jetrl_jax.fp8.recipes import Recipe
-from jetrl_jax.kernels.add_norm_quantize import norm
-from jetrl_jax.kernels.attention import backward as attention_backward
-from jetrl_jax.kernels.attention import decode as attention_decode
-from jetrl_jax.kernels.attention import forward as attention_forward
-from jetrl_jax.kernels.attention.split import Split
+from jetrl_jax.kernels import kv_storage
+from jetrl_jax.kernels.add_norm_quantize import triton as norm
+from jetrl_jax.kernels.attention import reference
+from jetrl_jax.kernels.attention import triton as attention_forward
+from jetrl_jax.kernels.attention import triton_backward as attention_backward
+from jetrl_jax.kernels.decode_attention import triton as attention_decode
+from jetrl_jax.kernels.decode_attention.triton_split import Split
+from jetrl_jax.kernels.gate_up import triton_sm90 as gate_up
 from jetrl_jax.kernels.log_sum_exp import triton as log_sum_exp_kernel
-from jetrl_jax.kernels.mlp import gate_up
-from jetrl_jax.kernels.quantize_transpose import transpose
+from jetrl_jax.kernels.quantize_transpose import triton as transpose
+from jetrl_jax.kernels.requantize import changed_share
 from jetrl_jax.kernels.requantize import triton as requantize
 from jetrl_jax.kernels.sample_token import triton as sample_token
-from jetrl_jax.kernels.swiglu import backward as swiglu_backward
-from jetrl_jax.models import attention
-from jetrl_jax.optim import fused_adamw
-from jetrl_jax.optim.apply import changed_share
+from jetrl_jax.kernels.swiglu import triton_backward as swiglu_backward
 
 pytestmark = pytest.mark.gpu
 
@@ -56,9 +56,7 @@ def _bytes(x) -> np.ndarray:
 def test_a_norm_has_the_bits_of_its_row_alone_and_quantises_as_xla_does(dim):
   x, gain = _normal(0, 256, dim, spread=1.0), _normal(1, dim)
   step = jnp.float32(2.0**-7)
-  kernel = exact_jit(
-      lambda x: norm.rms_norm_kernel(x, gain, 1e-6, step, **_HOW)[1:]
-  )
+  kernel = exact_jit(lambda x: norm.joined(x, gain, 1e-6, step)[1:])
   high, low = kernel(x)
   few, few_low = kernel(x[:16])
   assert np.array_equal(_bytes(few), _bytes(high[:16]))
@@ -194,7 +192,7 @@ def test_decode_has_the_bits_of_the_training_forward(kind, last, program):
   slots_, heads, group, keys, page = 4, 2, 7, 512, 128
   q = _normal(0, slots_, heads, group, 128)
   k, v = (
-      attention.store(_normal(i, slots_, heads, keys, 128), kind)
+      kv_storage.store(_normal(i, slots_, heads, keys, 128), kind)
       for i in (1, 2)
   )
   ends = jnp.full((slots_, group), last, jnp.int32)
@@ -207,7 +205,7 @@ def test_decode_has_the_bits_of_the_training_forward(kind, last, program):
     x = x.reshape(slots_, heads, keys // page, page, 128)
     return jnp.swapaxes(x, 1, 2).reshape(-1, heads, page, 128)
 
-  values = attention_forward.pair(pages(v)) if kind else pages(v)
+  values = kv_storage.pair(pages(v)) if kind else pages(v)
   table = jnp.arange(slots_ * keys // page, dtype=jnp.int32)
   decode = exact_jit(
       lambda *a: attention_decode.decode(*a, _TILE, program=program, **_HOW)[0]
@@ -231,8 +229,8 @@ def test_attention_and_its_gradients_are_those_of_the_plain_form():
   first = np.repeat(np.where(index < 128, 0, 128), group)[None].astype(np.int32)
   last = np.repeat(index, group)[None]
   wide = [x.astype(jnp.float32) for x in (q, k, v)]
-  out, lse = attention._reference(*wide, first, last, _TILE)
-  plain = attention._reference_backward(
+  out, lse = reference.forward(*wide, first, last, _TILE)
+  plain = reference.backward(
       *wide, first, last, out, lse, dout.astype(jnp.float32)
   )
   kernel_out, kernel_lse = attention_forward.forward(
@@ -277,17 +275,10 @@ def test_the_optimisers_kernel_moves_as_xla_does(at_random):
   from tests.kernels import test_adamw as cpu
 
   both = cpu._Both(jnp.dtype('bfloat16'), at_random)
-  kernel = jax.jit(
-      lambda part, gradients, step_control: fused_adamw.move_part(
-          *(both.optimizer, both.join, cpu._AXES, cpu._SPLIT),
-          *(part, gradients, step_control),
-          **_HOW,
-      )
-  )
   part = both.start
   for step in range(3):
     arguments = part, both.gradients(step), both.step_control(step)
-    found, again = kernel(*arguments), kernel(*arguments)
+    found, again = both.kernel(*arguments), both.kernel(*arguments)
     wanted = both.reference(*arguments)
     for a, b in zip(*map(jax.tree.leaves, (found, again)), strict=True):
       assert np.array_equal(_bytes(a), _bytes(b))

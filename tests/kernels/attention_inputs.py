@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetrl_jax.core.compilation import exact_jit
-from jetrl_jax.models import attention
+from jetrl_jax.kernels import attention
 
 B, K, S, H, TILE = 2, 2, 64, 16, 16
 

@@ -23,6 +23,7 @@ from tests.rl import tiny_run
 
 _AXES = sharding.Axes()
 _SPLIT = {'kernel': False, 'bias': False}
+_KERNELS = kernels_in_use.choose('adamw')
 
 
 class _Both:
@@ -69,18 +70,13 @@ class _Both:
 
   @functools.cached_property
   def kernel(self):
-    return jax.jit(
-        lambda part, gradients, step_control: fused_adamw.move_part(
-            self.optimizer,
-            self.join,
-            _AXES,
-            _SPLIT,
-            part,
-            gradients,
-            step_control,
-            interpret=True,
+    def run(*arguments):
+      with kernels_in_use.run(_KERNELS):
+        return fused_adamw.move_part(
+            self.optimizer, self.join, _AXES, _SPLIT, *arguments
         )
-    )
+
+    return jax.jit(run)
 
   @functools.cached_property
   def reference(self):
@@ -198,16 +194,12 @@ def test_rows_on_another_device_are_moved_as_in_the_whole():
   specs = tuple(sharding.tree_specs(a, mesh) for a in arguments[:2])
 
   def run(part, gradients, step_control):
-    return fused_adamw.move_part(
-        both.optimizer,
-        both.join,
-        sharding.axes_of(mesh),
-        split,
-        part,
-        gradients,
-        step_control,
-        interpret=True,
-    )[:3]
+    axes = sharding.axes_of(mesh)
+    with kernels_in_use.run(_KERNELS):
+      return fused_adamw.move_part(
+          *(both.optimizer, both.join, axes, split),
+          *(part, gradients, step_control),
+      )[:3]
 
   halves = jax.jit(
       sharding.per_device(run, mesh, (*specs, P()), specs[0]),
@@ -307,11 +299,12 @@ def test_a_step_of_all_kernels_is_a_step_of_xla(monkeypatch, fsdp):
   def counted(function):
     def run(*arguments):
       calls.append(function)
-      return function(*arguments, interpret=True)
+      return function(*arguments)
 
     return run
 
   kernels_in_use.use(monkeypatch, 'adamw', 'requantize')
+  kernels_in_use.interpret(monkeypatch)
   monkeypatch.setattr(fused_adamw, 'move_part', counted(fused_adamw.move_part))
   monkeypatch.setattr(requantize, 'renew', counted(requantize.renew))
   ours = _applied(mesh, 3)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jetrl_jax.core.compilation import exact_jit
-from jetrl_jax.kernels.attention import backward as attention_backward
-from jetrl_jax.kernels.attention import forward as attention_forward
-from jetrl_jax.models import attention
+from jetrl_jax.kernels import attention
+from jetrl_jax.kernels.attention import triton as attention_forward
+from jetrl_jax.kernels.attention import triton_backward as attention_backward
 from tests.hurry import fast_compile_jit
 from tests.kernels import attention_inputs as inputs
 from tests.kernels.attention_inputs import FIRST, LAST, TILE, H

@@ -9,10 +9,12 @@ import pytest
 
 from jetrl_jax.core.compilation import exact_jit
 from jetrl_jax.fp8 import formats, quantize
-from jetrl_jax.kernels.attention import decode as attention_decode
-from jetrl_jax.kernels.attention import forward as attention_forward
-from jetrl_jax.kernels.attention.split import Split
-from jetrl_jax.models import attention
+from jetrl_jax.kernels import attention, kv_storage
+from jetrl_jax.kernels.attention import reference
+from jetrl_jax.kernels.attention import triton as attention_forward
+from jetrl_jax.kernels.decode_attention import reference as decode_reference
+from jetrl_jax.kernels.decode_attention import triton as attention_decode
+from jetrl_jax.kernels.decode_attention.triton_split import Split
 from jetrl_jax.models.attention import DecodeAttention, PackedAttention
 from tests.hurry import fast_compile_jit
 from tests.kernels import attention_inputs as inputs
@@ -66,7 +68,7 @@ def test_decode_has_the_bits_of_packed_training_at_every_position(
 
     # One tile more than training has: a cache is as long as the longest.
     empty = jnp.full((slots, K, length + TILE, H), 9.0, kv_dtype)
-    pools = empty, attention.store_values(empty, kv_dtype)
+    pools = empty, kv_storage.store_values(empty, kv_dtype)
     return jax.lax.scan(step, pools, jnp.arange(length))
 
   first = jnp.zeros((slots, length), jnp.int32)
@@ -156,7 +158,7 @@ def test_keys_of_one_tile_have_the_bits_they_have_in_a_longer_cache():
   q, k, v = 2 * draw(rows), draw(tile), draw(tile)
   last = np.broadcast_to(np.repeat(np.arange(tile), 2), (16, rows))
   last = last.astype(np.int32)
-  run = exact_jit(lambda *args: attention._reference(*args, tile))
+  run = exact_jit(lambda *args: reference.forward(*args, tile))
   short = run(q, k, v, np.zeros_like(last), last)
   long = run(q, longer(k), longer(v), np.zeros_like(last), last)
   for a, b in zip(short, long, strict=True):
@@ -183,8 +185,8 @@ def test_the_decode_kernel_computes_what_the_cpu_form_does(
 
   q = draw(slots, K * group, H)
   pool_shape = slots * pages, K, size, H
-  keys = attention.store(draw(*pool_shape), kv_dtype)
-  values = attention.store_values(draw(*pool_shape), kv_dtype)
+  keys = kv_storage.store(draw(*pool_shape), kv_dtype)
+  values = kv_storage.store_values(draw(*pool_shape), kv_dtype)
   table = jnp.asarray(rng.permutation(slots * pages).reshape(slots, pages))
   last = jnp.asarray([0, 40, 95, -1], jnp.int32)
 
@@ -198,15 +200,15 @@ def test_the_decode_kernel_computes_what_the_cpu_form_does(
         )[0]
         for on in (None, step)
     )
-    attend = DecodeAttention(position_B=last, table_BP=table, tile=TILE)
-    return out, low, attend._on_cpu(q, keys, values)
+    plain = decode_reference.decode(q, keys, values, table, last, TILE)
+    return out, low, plain
 
   step = jnp.float32(2.0**-9)  # 448 / 512: some saturate.
   out, low, plain = both(q, keys, values, table, last)
   wanted = quantize(out, step, formats.E4M3)
   np.testing.assert_array_equal(low.view(jnp.uint8), wanted.view(jnp.uint8))
   np.testing.assert_allclose(
-      np.asarray(out, np.float32).reshape(slots, K, group, H),
+      np.asarray(out, np.float32),
       np.asarray(plain, np.float32),
       rtol=0,
       atol=2.0**-7,
@@ -239,12 +241,12 @@ def test_a_split_kernel_has_the_log_sum_exp_of_the_whole_one():
 
 def test_the_forward_kernel_reads_fp8_keys_as_the_cpu_form_does():
   q, k, v, _ = inputs.qkv(dtype=jnp.bfloat16)
-  k, v = (attention.store(x, 'float8_e4m3fn') for x in (k, v))
+  k, v = (kv_storage.store(x, 'float8_e4m3fn') for x in (k, v))
 
   @fast_compile_jit
   def both(*args):
     found = attention_forward.forward(*args, TILE, interpret=True)
-    return found, attention._reference(*args, TILE)
+    return found, reference.forward(*args, TILE)
 
   found, expected = both(q, k, v, FIRST, LAST)
   for a, b in zip(found, expected, strict=True):
@@ -263,7 +265,7 @@ def test_values_in_pairs_are_neighbours_in_time():
 def test_stored_keys_and_values_are_read_by_training_and_decode_alike():
   # 1.0625 lies between two values of E4M3, and 500 beyond the largest.
   x = jnp.asarray([1.0625, -500.0, 0.3], jnp.bfloat16)
-  stored = attention.store(x, 'float8_e4m3fn')
+  stored = kv_storage.store(x, 'float8_e4m3fn')
   assert np.asarray(stored, np.float32).tolist() == [1.0, -448.0, 0.3125]
   q, k, v, dout = inputs.qkv(dtype=jnp.bfloat16)
 
@@ -272,7 +274,7 @@ def test_stored_keys_and_values_are_read_by_training_and_decode_alike():
 
   rounded = (
       x.astype(jnp.bfloat16)
-      for x in (attention.store(x, 'float8_e4m3fn') for x in (k, v))
+      for x in (kv_storage.store(x, 'float8_e4m3fn') for x in (k, v))
   )
 
   def both(kv_dtype, *args):

@@ -14,7 +14,7 @@ import pytest
 
 from jetrl_jax.core.compilation import exact_jit
 from jetrl_jax.fp8 import formats
-from jetrl_jax.fp8.products import grouped_dot
+from jetrl_jax.kernels.block_scaled_dot.reference import grouped_dot
 from jetrl_jax.kernels.block_scaled_dot.triton import block_dot
 from tests.kernels import block
 

@@ -18,10 +18,10 @@ from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import Recipe, flow, health, scaling_state
 from jetrl_jax.fp8.products import Rows
 from jetrl_jax.fp8.quantization import QTensor, quantize
-from jetrl_jax.kernels.mlp import fused_mlp
-from jetrl_jax.kernels.quantize_transpose import transpose
-from jetrl_jax.kernels.swiglu import backward as swiglu_backward
-from jetrl_jax.kernels.swiglu import forward as swiglu
+from jetrl_jax.kernels import mlp as fused_mlp
+from jetrl_jax.kernels.quantize_transpose import triton as transpose
+from jetrl_jax.kernels.swiglu import triton as swiglu
+from jetrl_jax.kernels.swiglu import triton_backward as swiglu_backward
 from jetrl_jax.models import remat
 from jetrl_jax.models.decoder import MLP, variables
 from jetrl_jax.models.layers import TAPS
@@ -35,7 +35,7 @@ FP8 = Recipe()
 
 
 def _quantize_and_transpose(x, scale, mask, dtype, *, row_major):
-  """As the kernel, which test_transpose.py compares with this."""
+  """As the kernel, which test_implementations.py compares with this."""
   values = quantize(jnp.where(mask[:, None] > 0, x, 0), scale, dtype)
   amax, sums = health.measure(x, QTensor(values=values, scale=scale), mask)
   return transpose.QuantizedPair(
@@ -179,7 +179,7 @@ def test_rows_that_are_quantised_already_fill_no_tile_either(as_on_gpu):
 
   def both(x, low):
     run = functools.partial(fused_mlp.mlp, FP8)
-    z, pull = jax.vjp(lambda x: run(x, low, *dots, mask[:rows]), x)
+    z, pull = jax.vjp(lambda x: run(Rows(x, low), *dots, mask[:rows]), x)
     return pull(z)[0]
 
   low = jax.ShapeDtypeStruct((rows, DIM), fp8.E4M3)

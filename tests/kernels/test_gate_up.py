@@ -14,10 +14,10 @@ from jetrl_jax.config.model import SHAPES
 from jetrl_jax.core.compilation import exact_jit, on_gpu
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.quantization import QTensor
-from jetrl_jax.kernels.mlp import gate_up
+from jetrl_jax.kernels import gate_up as operation
+from jetrl_jax.kernels.gate_up import triton_sm90 as gate_up
 from jetrl_jax.kernels.quantized_dot import per_tensor
-from jetrl_jax.kernels.swiglu import forward as swiglu
-from tests import kernels_in_use
+from jetrl_jax.kernels.swiglu import triton as swiglu
 
 
 def _tensor(values, power: int) -> QTensor:
@@ -43,18 +43,10 @@ def apart(x8: QTensor, weight: QTensor, step, how: tuple[str, ...] = ()):
   return swiglu.swiglu_of(product, step, interpret='interpret' in how)
 
 
-@pytest.fixture
-def as_on_hopper(monkeypatch):
-  """As where the kernel is used."""
-  kernels_in_use.use(monkeypatch, 'gate_up')
-
-
 @pytest.mark.parametrize('rows', gate_up.ROWS)
 # Programs of 80 columns, two parts, the last of which overlaps; and of 16.
 @pytest.mark.parametrize('columns', [304, 64])
-def test_the_kernel_is_the_dot_and_swiglu(
-    as_on_hopper, monkeypatch, rows, columns
-):
+def test_the_kernel_is_the_dot_and_swiglu(monkeypatch, rows, columns):
   monkeypatch.setattr(gate_up, '_core_count', lambda: 4)
   assert gate_up.fits(rows, (256, columns))
   assert gate_up.width_of(columns) == {304: 80, 64: 16}[columns]
@@ -77,7 +69,7 @@ def test_programs_are_equal_and_cover_all_columns(columns):
   assert rounds == -(-columns // (132 * 144))
 
 
-def test_a_7b_has_a_program_on_every_multiprocessor(as_on_hopper):
+def test_a_7b_has_a_program_on_every_multiprocessor():
   shape = SHAPES['qwen2.5-7b']
   width = gate_up.width_of(shape.ffn_dim)
   assert -(-shape.ffn_dim // width) == 132
@@ -94,11 +86,11 @@ def test_a_7b_has_a_program_on_every_multiprocessor(as_on_hopper):
         (64, (256, 132 * 144 + 16)),
     ],
 )
-def test_other_rows_and_widths_are_left_to_the_dot(as_on_hopper, rows, dims):
+def test_other_rows_and_widths_are_left_to_the_dot(rows, dims):
   for columns in (64, 132 * 144):
     assert gate_up.fits(64, (256, columns))
   assert not gate_up.fits(rows, dims)
 
 
 def test_other_devices_have_no_kernel():
-  assert on_gpu() or not gate_up.fits(64, (256, 64))
+  assert on_gpu() or not operation.fits(64, (256, 64))

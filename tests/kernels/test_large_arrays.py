@@ -10,11 +10,11 @@ from jax.experimental import pallas as pl
 
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.products import DeferredScale
-from jetrl_jax.kernels import pallas
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels.block_scaled_dot import triton as block_scaled_dot
-from jetrl_jax.kernels.quantize_transpose import transpose
-from jetrl_jax.kernels.swiglu import backward as swiglu_backward
-from jetrl_jax.kernels.swiglu import forward as swiglu
+from jetrl_jax.kernels.quantize_transpose import triton as transpose
+from jetrl_jax.kernels.swiglu import triton as swiglu
+from jetrl_jax.kernels.swiglu import triton_backward as swiglu_backward
 from tests.hurry import fast_compile_jit
 
 # As gate|up of a 7B are.
@@ -122,7 +122,7 @@ def test_parts_of_the_rows_give_what_all_of_them_give(monkeypatch, name):
       for shape, dtype in shapes
   ]
   whole = fast_compile_jit(run)(*operands)
-  monkeypatch.setattr(pallas, 'MOST_VALUES', 256 * 256)
+  monkeypatch.setattr(dispatch, 'MOST_VALUES', 256 * 256)
   parts = fast_compile_jit(lambda *args: run(*args))(*operands)
   for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
     np.testing.assert_allclose(

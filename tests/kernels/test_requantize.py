@@ -15,8 +15,8 @@ from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.kernels.requantize import changed_share
 from jetrl_jax.kernels.requantize import triton as requantize
-from jetrl_jax.optim.apply import changed_share
 from tests.hurry import fast_compile_jit
 
 _RECIPE = Recipe(name='fp8_delayed', high_precision_layers=('head',))

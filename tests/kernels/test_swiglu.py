@@ -11,8 +11,10 @@ from jetrl_jax.core.compilation import exact_jit, on_gpu
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.products import DeferredScale, scale_late
 from jetrl_jax.fp8.quantization import quantize
-from jetrl_jax.kernels.swiglu import backward as swiglu_backward
-from jetrl_jax.kernels.swiglu import forward as swiglu
+from jetrl_jax.kernels import swiglu as operation
+from jetrl_jax.kernels.swiglu import reference
+from jetrl_jax.kernels.swiglu import triton as swiglu
+from jetrl_jax.kernels.swiglu import triton_backward as swiglu_backward
 from tests import kernels_in_use
 from tests.kernels.test_swiglu_backward import operands
 
@@ -46,7 +48,7 @@ def in_all_forms(rows: int, columns: int, **how):
             of(DeferredScale(values=y)), step, formats.E4M3
         ),
         'of the backward': back.turned_NM.T,
-        'by XLA': quantize(swiglu.plain(y), step, formats.E4M3),
+        'by XLA': quantize(reference.swiglu(y), step, formats.E4M3),
     }
 
   found = exact_jit(forms)(product, parts, pair, dh, scales, mask)
@@ -70,7 +72,7 @@ def test_all_forms_have_one_result():
 def test_widths_that_are_no_power_of_two_are_covered(columns):
   product = jnp.ones((16, 2 * columns), jnp.bfloat16)
   h = swiglu.swiglu_of(DeferredScale(values=product), interpret=True)
-  assert np.all(h == swiglu.plain(product)[0, 0])
+  assert np.all(h == reference.swiglu(product)[0, 0])
 
 
 def test_large_values_go_to_zero_or_to_themselves():
@@ -85,12 +87,11 @@ def test_large_values_go_to_zero_or_to_themselves():
 def test_the_derivative_is_that_of_the_plain_form(monkeypatch):
   y, dh, *_ = operands(ROWS, COLUMNS)
   y, dh = (jnp.nan_to_num(x, posinf=1.0) for x in (y, dh))
-  wanted = jax.vjp(swiglu.swiglu, y)[1](dh)[0]
+  wanted = jax.vjp(operation.swiglu, y)[1](dh)[0]
   kernels_in_use.use(monkeypatch, 'swiglu')
-  kernel = functools.partial(swiglu.swiglu_of, interpret=True)
-  monkeypatch.setattr(swiglu, 'swiglu_of', kernel)
-  h, pull = jax.vjp(swiglu.swiglu, y)
+  kernels_in_use.interpret(monkeypatch)
+  h, pull = jax.vjp(operation.swiglu, y)
   np.testing.assert_array_equal(pull(dh)[0], wanted)
   np.testing.assert_allclose(
-      np.float32(h), np.float32(swiglu.plain(y)), rtol=2**-7
+      np.float32(h), np.float32(reference.swiglu(y)), rtol=2**-7
   )

@@ -6,8 +6,8 @@ import pytest
 from jetrl_jax.fp8 import formats, health
 from jetrl_jax.fp8.products import scale_late
 from jetrl_jax.fp8.quantization import QTensor, quantize
-from jetrl_jax.kernels.swiglu import backward as swiglu_backward
-from jetrl_jax.kernels.swiglu import forward as swiglu
+from jetrl_jax.kernels.swiglu import reference
+from jetrl_jax.kernels.swiglu import triton_backward as swiglu_backward
 from tests.hurry import fast_compile_jit
 
 
@@ -37,7 +37,7 @@ def operands(rows: int, columns: int):
 def plain(product, dh, scales, mask, dtype):
   """By XLA: (8-bit values, amax and sums) of h and of the gradient."""
   y = scale_late(product, (scales[0],))
-  h, pull = jax.vjp(swiglu.plain, y)
+  h, pull = jax.vjp(reference.swiglu, y)
   pairs = (h, scales[1], formats.E4M3), (pull(dh)[0], scales[2], dtype)
   found = []
   for x, scale, kind in pairs:

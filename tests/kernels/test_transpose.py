@@ -4,7 +4,7 @@ import pytest
 
 from jetrl_jax.fp8 import formats, health
 from jetrl_jax.fp8.quantization import QTensor, quantize
-from jetrl_jax.kernels.quantize_transpose import transpose
+from jetrl_jax.kernels.quantize_transpose import triton as transpose
 from tests.hurry import fast_compile_jit
 
 
@@ -60,12 +60,6 @@ def test_values_that_are_not_asked_for_are_not_written(matrix):
   ones = jnp.ones((256,), jnp.float32)
   out = _transposed(matrix, jnp.float32(1), ones, formats.E4M3, row_major=False)
   assert out.straight_MN is None
-
-
-def test_bytes_are_turned_round_unchanged(matrix):
-  values = quantize(matrix, jnp.float32(1), formats.E4M3)
-  out = transpose.transpose(values, interpret=True)
-  assert np.array_equal(_bytes(out), _bytes(values).T)
 
 
 def test_only_whole_tiles_fit():

@@ -9,7 +9,9 @@ import pytest
 
 from jetrl_jax.fp8 import Recipe, formats, scaling_state
 from jetrl_jax.fp8.quantization import dequantize, quantize_groups
-from jetrl_jax.kernels.quantize_transpose import per_block as transpose_blocks
+from jetrl_jax.kernels.quantize_transpose import (
+    triton_per_block as transpose_blocks,
+)
 from jetrl_jax.kernels.quantized_dot import linear, per_block
 from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
 from tests import kernels_in_use
@@ -130,8 +132,5 @@ def test_an_output_gradient_shows_the_same_with_and_without_kernels(
 
   wanted = seen()
   kernels_in_use.use(monkeypatch, 'quantize_transpose', 'block_scaled_dot')
-  kernel = functools.partial(
-      transpose_blocks.quantize_both_ways, interpret=True
-  )
-  monkeypatch.setattr(transpose_blocks, 'quantize_both_ways', kernel)
+  kernels_in_use.interpret(monkeypatch)
   np.testing.assert_allclose(seen(), wanted, rtol=1e-4)

@@ -1,6 +1,5 @@
 """The kernels of a fused decode step are put together as the step is."""
 
-import functools
 from unittest import mock
 
 import jax
@@ -8,11 +7,8 @@ import numpy as np
 import pytest
 
 from jetrl_jax.fp8 import Recipe
-from jetrl_jax.kernels.add_norm_quantize import norm
-from jetrl_jax.kernels.attention import decode as attention_decode
-from jetrl_jax.kernels.mlp import gate_up
-from jetrl_jax.kernels.rope_append import triton as rope_append
-from jetrl_jax.kernels.swiglu import forward as swiglu
+from jetrl_jax.kernels.gate_up import triton_sm90 as gate_up
+from jetrl_jax.kernels.swiglu import triton as swiglu
 from tests import kernels_in_use
 from tests.hurry import fast_compile_jit
 from tests.models import fused, tiny
@@ -83,17 +79,9 @@ def test_a_fused_step_is_the_step(
     monkeypatch, recipe, kv, family, dim, rows_of_one
 ):
   monkeypatch.setattr(gate_up, 'ROWS', rows_of_one)
+  kernels_in_use.interpret(monkeypatch)
   one_kernel = mock.Mock(wraps=gate_up.hidden)
   monkeypatch.setattr(gate_up, 'hidden', one_kernel)
-  for module, name in (
-      (rope_append, 'rotate_and_append'),
-      (attention_decode, 'decode'),
-      (gate_up, 'hidden'),
-      (norm, 'rms_norm_kernel'),
-      (swiglu, 'swiglu_of'),
-  ):
-    kernel = functools.partial(getattr(module, name), interpret=True)
-    monkeypatch.setattr(module, name, kernel)
   kernels_in_use.use(monkeypatch, *_DECODE, 'gate_up')
   sizes = dict(model_dim=dim, head_dim=16, ffn_dim=2 * dim, vocab_size=80)
   policy = fused.policy(tiny.config(family, **sizes), recipe, kv)

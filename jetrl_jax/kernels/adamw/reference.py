@@ -56,9 +56,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jetrl_jax.core import rng
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import formats
+from jetrl_jax.kernels.adamw import random_bits
 
+GROUP = 128  # values of a moment that share an expansion
 _FORMAT_MAX = formats.format_max(formats.E4M3)
 TINY = float(jnp.finfo(jnp.float32).tiny)
 _HUGE = float(jnp.finfo(jnp.float32).max)
@@ -121,7 +124,7 @@ def float32_codec() -> Codec:
   )
 
 
-def fp8_codec(group_size: int = 128) -> Codec:
+def fp8_codec(group_size: int = GROUP) -> Codec:
   """Returns the codec of the module docstring.
 
   Args:
@@ -374,3 +377,37 @@ def adamw(
   made.b1, made.b2, made.eps = b1, b2, eps
   made.weight_decay = weight_decay
   return made
+
+
+def move(
+    master: Array,
+    gradient: Array,
+    mu: EncodedMoment,
+    nu: EncodedMoment,
+    numbers: Array,
+    rounding_keys: Array | None,
+    *,
+    b1: float,
+    b2: float,
+    eps: float,
+    decay: float,
+) -> tuple[Array, EncodedMoment, EncodedMoment, Array]:
+  """See the package's `move`."""
+  codec = fp8_codec()
+  ok, shrink, rate, inverse1, inverse2 = (numbers[i] for i in range(5))
+  g, x = gradient.astype(jnp.float32) * shrink, master.astype(jnp.float32)
+  first = (1 - b1) * g + b1 * codec.decode(mu)
+  second = (1 - b2) * (g * g) + b2 * codec.decode(nu)
+  update = first * inverse1 / (jnp.sqrt(second * inverse2) + eps)
+  moved = x - rate * (update + decay * x)
+  if rounding_keys is None:
+    stored = moved.astype(master.dtype)
+  else:
+    index = rng.element_index(master.shape, 0) + rounding_keys[2]
+    bits = random_bits.bits_of(index, rounding_keys[0], rounding_keys[1])
+    stored = random_bits.stochastic_bfloat16(moved, bits)
+  new = stored, codec.encode(first), codec.encode(second)
+  kept = jax.tree.map(
+      lambda a, b: jnp.where(ok > 0, a, b), new, (master, mu, nu)
+  )
+  return *kept, jnp.max(jnp.abs(stored.astype(jnp.float32)))

@@ -34,9 +34,9 @@ from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import formats
 from jetrl_jax.kernels.adamw import random_bits
 from jetrl_jax.kernels.adamw import reference as adamw_reference
-from jetrl_jax.kernels.pallas import instruction, kernel_options
+from jetrl_jax.kernels.adamw.reference import GROUP
+from jetrl_jax.kernels.triton_tools import instruction, kernel_options
 
-GROUP = 128  # values of a moment that share an expansion
 _MOST_GROUPS = 16  # of a program
 _LEAST_GROUPS = 4
 _GROUPS_PER_WARP = 4  # 16 values a thread
@@ -54,10 +54,10 @@ def fits(
   """Whether the kernel can move a part of the model.
 
   Args:
-    optimizer: any; only `adam.adamw` is known to be AdamW.
+    optimizer: any; only `reference.adamw` is known to be AdamW.
     masters: the part's.
     gradients: of `masters`.
-    moments: see `move_part`.
+    moments: see `optim/fused_adamw.py: move_part`.
   """
   leaves, tree = jax.tree.flatten(masters)
   if (
@@ -216,21 +216,15 @@ def move(
 ) -> tuple[
     Array, adamw_reference.EncodedMoment, adamw_reference.EncodedMoment, Array
 ]:
-  """Returns one leaf, its moments and its amax after a step.
-
-  It must be one that `fits`. The amax of a step that is skipped is anything.
+  """Returns one leaf, its moments and its amax after a step, see the package.
 
   Args:
-    master: of any shape.
+    master: of any shape that `fits`.
     gradient: of that shape.
     mu: first moment.
     nu: second moment.
-    numbers: float32 [8]: 1 or, for a step that is skipped, 0; factor of the
-      gradient; learning rate; inverse bias correction of both moments;
-      the rest is not read.
-    rounding_keys: uint32 [4], a bfloat16 master's key and the index of its
-      first element here and padding, to round at random; None rounds to the
-      nearest.
+    numbers: see the package, as all that follow.
+    rounding_keys: of a bfloat16 master, to round it at random.
     b1: decay of the first moment.
     b2: decay of the second moment.
     eps: added to the root.

@@ -1,12 +1,9 @@
 """The product of `fp8_block` on a GPU, as a kernel (Pallas, Triton).
 
-    y = sum_g (a_g . b_g^T) * scale_a_g * scale_b_g,    g = 0, 1, ...
-
 A group's 128 products are four of Hopper's FP8 instructions, added by the
 tensor core; its scaled sum is added in float32 to a total that stays in
-registers. `products.grouped_dot` is the same in plain JAX. A row's bits do not
-depend on the other rows, nor on the tiles, so a decode step and a training step
-may have tiles of their own.
+registers. A row's bits do not depend on the other rows, nor on the tiles, so a
+decode step and a training step may have tiles of their own.
 """
 
 import functools
@@ -21,7 +18,7 @@ from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8.products import fence
 from jetrl_jax.fp8.recipes import BLOCK
 from jetrl_jax.kernels.hopper_dot import hopper_dot
-from jetrl_jax.kernels.pallas import (
+from jetrl_jax.kernels.triton_tools import (
     instruction,
     kernel_options,
     lowered_once,

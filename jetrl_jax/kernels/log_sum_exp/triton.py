@@ -17,7 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from jetrl_jax.core.typing import Array
-from jetrl_jax.kernels.pallas import kernel_options, multiply_add, power_of_2
+from jetrl_jax.kernels.log_sum_exp.reference import LOWEST
+from jetrl_jax.kernels.triton_tools import (
+    kernel_options,
+    multiply_add,
+    power_of_2,
+)
 
 # Logits of a program: a lane takes four of them, a quarter apart.
 CHUNK = 4096
@@ -26,7 +31,6 @@ _WARPS = 4
 # Of a program that joins chunks: the order of its sums follows from them.
 JOIN_WARPS = 8
 _LOG2_E = math.log2(math.e)
-LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 def read_chunk(logits_ref, inverse_ref, chunk, vocab: int) -> list:
@@ -129,7 +133,7 @@ def _join_kernel(*refs, vocab: int):
 def row_stats(
     logits_MV: Array, inverse_M: Array, *, interpret: bool = False
 ) -> tuple[Array, Array]:
-  """Returns (log-sum-exp, weighted mean), see `logprobs.row_stats`.
+  """Returns (log-sum-exp, weighted mean), see the package.
 
   Args:
     logits_MV: float32.

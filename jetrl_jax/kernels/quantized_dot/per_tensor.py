@@ -5,9 +5,9 @@
     WGrad  dW_OI = dY_MO^T X_MI      grad_format x E4M3, in the master's dtype
 
 No amax is taken on the way: the only recipe whose quantiser can be fused with
-whatever produces its operand. On a GPU the backward reads X, dY and W turned
-round, so that each of its GEMMs contracts the last dims
-(`kernels/quantize_transpose/transpose.py`).
+whatever produces its operand. Where `kernels/quantize_transpose` has a kernel
+the backward reads X, dY and W transposed, so that each of its GEMMs contracts
+the last dims.
 """
 
 import dataclasses
@@ -27,8 +27,7 @@ from jetrl_jax.fp8.products import (
 )
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from jetrl_jax.fp8.recipes import Recipe
-from jetrl_jax.kernels import dispatch
-from jetrl_jax.kernels.quantize_transpose import transpose
+from jetrl_jax.kernels import quantize_transpose
 
 
 def quantize_input(x_MI: Array, low_MI: Array | None, slot: PyTree) -> QTensor:
@@ -55,8 +54,7 @@ class OutputGrad:
 
 def _transposes(rows: int, weight: QTensor) -> bool:
   """Whether the backward reads its operands turned round."""
-  has_kernel = dispatch.has_kernel('quantize_transpose')
-  return has_kernel and transpose.fits((rows, *weight.values.shape))
+  return quantize_transpose.fits((rows, *weight.values.shape))
 
 
 def keep_input(
@@ -72,14 +70,14 @@ def transpose_input(
     x_MI: Array, scale: Array, row_mask_M: Array
 ) -> tuple[QTensor, health.OperandStats]:
   """`keep_input` where operands are turned round."""
-  out = transpose.quantize_and_transpose(
+  out = quantize_transpose.quantize_and_transpose(
       x_MI, scale, row_mask_M, formats.E4M3, row_major=False
   )
   return as_input(out, scale, row_mask_M)
 
 
 def as_input(
-    out: transpose.QuantizedPair, scale: Array, row_mask_M: Array
+    out: quantize_transpose.QuantizedPair, scale: Array, row_mask_M: Array
 ) -> tuple[QTensor, health.OperandStats]:
   """Returns what `keep_input` does, of rows that a kernel turned round."""
   columns = out.turned_NM.shape[0]
@@ -103,14 +101,14 @@ def quantize_grad(
     dy8 = QTensor(values=quantize(dy_MO, scale, dtype), scale=scale)
     seen = health.measure(dy_MO, dy8, row_mask_M)
     return OutputGrad(row_major=dy8, turned_OM=None), seen
-  out = transpose.quantize_and_transpose(
+  out = quantize_transpose.quantize_and_transpose(
       dy_MO, scale, row_mask_M, dtype, row_major=True
   )
   return as_grad(out, scale, row_mask_M)
 
 
 def as_grad(
-    out: transpose.QuantizedPair, scale: Array, row_mask_M: Array
+    out: quantize_transpose.QuantizedPair, scale: Array, row_mask_M: Array
 ) -> tuple[OutputGrad, health.OperandStats]:
   """Returns what `quantize_grad` does, of what a kernel turned round."""
   assert out.straight_MN is not None
@@ -159,7 +157,8 @@ def dgrad(recipe: Recipe, dy8: OutputGrad, weight: QTensor, x_dtype) -> Array:
   """
   operands = dy8.row_major.values, weight.values, NN
   if dy8.turned_OM is not None:
-    operands = dy8.row_major.values, transpose.transpose(weight.values), NT
+    turned_IO = quantize_transpose.transpose(weight.values)
+    operands = dy8.row_major.values, turned_IO, NT
   return scaled_dot(
       *operands,
       (dy8.row_major.scale * weight.scale,),

@@ -20,7 +20,7 @@ from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
-from jetrl_jax.kernels.pallas import kernel_options
+from jetrl_jax.kernels.triton_tools import kernel_options
 
 _ROW = 128
 _MOST_ROWS = 32  # of a program
@@ -139,18 +139,15 @@ def renew(
     *,
     interpret: bool = False,
 ) -> tuple[PyTree, PyTree, PyTree]:
-  """Makes compute weights again and sees what was lost, where it all `fits`.
+  """Returns `requantize`, where it all `fits`.
 
   Args:
-    params: nested dict of masters, a part of their tree.
-    fp8_state: their slots, with the scales to use.
-    weights: theirs until now.
+    params: masters.
+    fp8_state: see the package, as all others.
+    weights: until now.
     recipe: of `weights`.
     axes: of the mesh.
     interpret: run on a CPU, for tests.
-
-  Returns:
-    What `renew_weights`, `slots.measure_kernels` and `changed_share` give.
   """
   one = functools.partial(renew_kernel, interpret=interpret)
 

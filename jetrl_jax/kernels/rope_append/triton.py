@@ -1,9 +1,7 @@
-"""Decode's kernel between the qkv dot and attention (Pallas, Triton backend).
+"""One kernel between decode's qkv dot and attention (Pallas, Triton backend).
 
-What scales the dot's product, adds its bias, rotates queries and keys, and
-appends keys and values to their pages: in training XLA does each, with the same
-roundings. Of a decode step, where these are a few microseconds' work, XLA makes
-three kernels a layer.
+A program has a few neighbouring heads of one slot. XLA makes three kernels a
+layer of what is a few microseconds' work.
 """
 
 import functools
@@ -18,8 +16,8 @@ from jax.experimental.pallas import triton
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import DeferredScale, formats, quantize
 from jetrl_jax.fp8.products import times
-from jetrl_jax.kernels.pallas import kernel_options, lowered_once
 from jetrl_jax.kernels.rope_append.reference import rotate_halves
+from jetrl_jax.kernels.triton_tools import kernel_options, lowered_once
 
 # Heads of a program, at most.
 _MAX_HEADS = 8
@@ -93,10 +91,10 @@ def rotate_and_append(
     qkv: one token per slot, [B, (N + 2K) H]: queries, keys, values.
     cos_BF: see `rope.rotation`, F = H / 2.
     sin_BF: the same.
-    position_B: int32, see `attention.DecodeAttention`.
+    position_B: int32, see the package.
     table_BP: int32, the same.
     k_PKSH: pages of keys; written in place.
-    values: pages of values, see `attention.values_shape`; written in place.
+    values: pages of values, see `kv_storage.values_shape`; written in place.
     interpret: run on a CPU, for tests.
 
   Returns:

@@ -22,7 +22,11 @@ from jax.experimental import pallas as pl
 
 from jetrl_jax.core.typing import Array
 from jetrl_jax.kernels.log_sum_exp import triton as log_sum_exp_kernel
-from jetrl_jax.kernels.pallas import instruction, kernel_options, multiply_add
+from jetrl_jax.kernels.triton_tools import (
+    instruction,
+    kernel_options,
+    multiply_add,
+)
 
 _ROUNDS = 10
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
@@ -135,7 +139,7 @@ def draw(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-  """Draws a token from the softmax of every row, see `sampling.draw`.
+  """Draws a token from the softmax of every row, see the package.
 
   Args:
     logits_BV: float32.
@@ -146,7 +150,7 @@ def draw(
 
   Returns:
     int32 [B], of equal noisy logits the lowest token; and the log-sum-exp [B],
-    with the bits of `stats_kernel.row_stats`
+    with the bits of `log_sum_exp.row_stats`
   """
   rows, vocab = logits_BV.shape
   parts = log_sum_exp_kernel.chunk_stats(

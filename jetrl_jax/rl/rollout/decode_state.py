@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jetrl_jax.core.typing import Array
-from jetrl_jax.kernels.pallas import MOST_VALUES
+from jetrl_jax.kernels.dispatch import MOST_VALUES
 from jetrl_jax.rl.rollout import sampling
 from jetrl_jax.rl.rollout.kv_pages import PagesConfig
 
@@ -20,32 +20,35 @@ _ELSEWHERE = 1 << 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-  """Sizes and the sampler.
+  """From prompts to responses: the sampler, and the sizes of its engine.
 
   Attributes:
+    max_prompt_length: tokens.
+    stop_ids: token ids that end a response.
+    max_response_length: longest response, in tokens, the stop token included.
+    top_k: sample from this many most probable tokens; 0 is off.
+    top_p: sample from the fewest most probable tokens whose probabilities add
+      up to this; 1 is off.
+    min_p: sample from tokens with at least this share of the largest
+      probability; 0 is off.
     num_slots: sequences decoded at once; rounded up to a multiple of 16 per
       device.
-    max_prompt_length: tokens.
-    max_response_length: tokens, with the stop token.
-    stop_ids: token ids that end a response.
-    top_k: 0 is off.
-    top_p: 1 is off.
-    min_p: 0 is off.
-    decode_block: most decode steps per host visit, see `steps_per_sync`.
-    kv_cache_tokens: tokens that the KV pools of all devices hold together; 0
-      for every slot at full length. With fewer, sequences that started last
-      may be preempted.
+    kv_cache_tokens: tokens that the KV cache holds, all devices together; 0 for
+      every slot at full length. With fewer, sequences that started last wait
+      for room and are computed again, to the same bits.
+    decode_block: most decode steps per host visit; a multiple of 8 is faster on
+      a GPU.
   """
 
-  num_slots: int
   max_prompt_length: int
-  max_response_length: int
   stop_ids: tuple[int, ...]
+  max_response_length: int = 1024
   top_k: int = 0
   top_p: float = 1.0
   min_p: float = 0.0
-  decode_block: int = 64
+  num_slots: int = 128
   kv_cache_tokens: int = 0
+  decode_block: int = 64
 
   def __post_init__(self):
     sampling.check_settings(

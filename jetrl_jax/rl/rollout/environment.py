@@ -88,21 +88,38 @@ class Environment(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvironmentSource:
+  """Turns inside a rollout (docs/environments.md).
+
+  The score is then the environment's own; of reward.* only overlong_buffer is
+  read.
+
+  Attributes:
+    name: 'package.module:Class'; '' is one turn, scored by reward.*.
+    kwargs: keyword arguments of the class, as JSON.
+  """
+
+  name: str = ''
+  kwargs: str = ''
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-  """A run's environment and its limits.
+  """The environment of a run, and its limits.
 
   Attributes:
     make: makes the environment of one episode.
-    tokenizer: the policy's tokenizer.
-    max_turns: turns of the policy after which an episode ends.
-    timeout_s: wall seconds for one call of the environment.
-    observation_template: text with '{observation}' in it, which the observation
-      replaces; a chat template's turn markers go here.
+    tokenizer: of the policy.
+    max_turns: turns of the policy after which an episode is over.
+    timeout_s: wall seconds for one call of the environment; past it the episode
+      counts 0.
+    observation_template: what becomes of an observation, with '{observation}'
+      in it; a chat template's turn marks go here.
   """
 
   make: Callable[[], Environment]
   tokenizer: Tokenizer
-  max_turns: int
+  max_turns: int = 8
   timeout_s: float = 10.0
   observation_template: str = '{observation}'
 

@@ -1,9 +1,9 @@
-"""Draws a token from each row of logits and returns its log-prob.
+"""Which tokens may be drawn from a row of logits, and with which probability.
 
-All functions except `draw` take one row. Logits are float32, and z is the
-logits divided by the temperature (by 1 in greedy rows). The policy pi is the
-softmax of z. Truncation (top-k, top-p, min-p) gives another distribution, mu,
-from which the token is drawn.
+`kernels/sample_token` draws the token. Each function here takes one row. Logits
+are float32, and z is the logits divided by the temperature (by 1 in greedy
+rows). The policy pi is the softmax of z. Truncation (top-k, top-p, min-p) gives
+another distribution, mu, from which the token is drawn.
 
 A row's result depends only on its own logits and key. Sums run in a fixed tree
 of additions (`lax.associative_scan`), which the compiler cannot reorder for
@@ -12,14 +12,20 @@ another number of rows.
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.core.typing import Array, Bool, Float, Int, PRNGKey
-from jetrl_jax.kernels import dispatch
-from jetrl_jax.kernels.sample_token import triton as sample_token
-from jetrl_jax.models.logprobs import temper
+from jetrl_jax.core.typing import Array, Bool, Float, Int
+from jetrl_jax.kernels.sample_token import draw, gumbel_argmax, truncate
+
+__all__ = [
+    'check_settings',
+    'draw',
+    'gumbel_argmax',
+    'log_mu',
+    'truncate',
+    'truncation_mask',
+]
 
 
 def check_settings(*, top_k: int, top_p: float, min_p: float) -> None:
@@ -106,78 +112,6 @@ def _ranked_mask(
   above_V, tied_V = z_V > last, z_V == last
   ties_kept = count - jnp.sum(above_V, dtype=jnp.int32)
   return above_V | (tied_V & (jnp.cumsum(tied_V) <= ties_kept))
-
-
-def truncate(
-    z_V: Float[Array, ' V'], mask_V: Bool[Array, ' V'] | None
-) -> Float[Array, ' V']:
-  """Returns the logits of mu: -inf where the mask is False."""
-  return z_V if mask_V is None else jnp.where(mask_V, z_V, -jnp.inf)
-
-
-def gumbel_argmax(
-    z_V: Float[Array, ' V'],
-    mask_V: Bool[Array, ' V'] | None,
-    key: PRNGKey,
-    *,
-    greedy: Bool[Array, ''] | bool = False,
-) -> Int[Array, '']:
-  """Draws a token from softmax(z) restricted to the mask.
-
-      token = argmax_v (z_v + g_v),   g_v ~ Gumbel(0, 1), independent
-
-  The noise has 'high' resolution. The default's 23 bits end at g = 16, so in a
-  vocabulary of 150000 the tail would never be drawn although its log mu is
-  finite.
-
-  Args:
-    z_V: tempered logits, float32.
-    mask_V: tokens that may be drawn; None for all.
-    key: the key of this row and this token.
-    greedy: take the most probable token, without noise (temperature 0).
-
-  Returns:
-    int32 token id; the lowest among equal values.
-  """
-  z_V = truncate(z_V, mask_V)
-  noise_V = jax.random.gumbel(key, z_V.shape, jnp.float32, mode='high')
-  noisy_V = jnp.where(greedy, z_V, z_V + noise_V)
-  return jnp.argmax(noisy_V).astype(jnp.int32)
-
-
-def draw(
-    logits_BV: Float[Array, 'B V'],
-    inverse_B: Float[Array, ' B'],
-    mask_BV: Bool[Array, 'B V'] | None,
-    keys_B: PRNGKey,
-    *,
-    greedy_B: Bool[Array, ' B'],
-) -> tuple[Int[Array, ' B'], Float[Array, ' B'] | None]:
-  """Draws a token for every row, see `gumbel_argmax`.
-
-  On a GPU a kernel draws rows without a mask. It uses another noise generator,
-  and it also computes the log-sum-exp.
-
-  Args:
-    logits_BV: float32.
-    inverse_B: float32, see `logprobs.inverse_temperature`.
-    mask_BV: tokens that may be drawn; None for all.
-    keys_B: the rows' keys.
-    greedy_B: True for rows at temperature 0.
-
-  Returns:
-    (int32 token ids, the log-sum-exp of the tempered logits or None).
-  """
-  if mask_BV is None and dispatch.has_kernel('sample_token'):
-    key_data_B2 = jax.random.key_data(keys_B)
-    return sample_token.draw(logits_BV, inverse_B, key_data_B2, greedy_B)
-
-  def one(z_V, mask_V, key, greedy):
-    return gumbel_argmax(z_V, mask_V, key, greedy=greedy)
-
-  z_BV = temper(logits_BV, inverse_B[:, None])
-  axes = (0, None if mask_BV is None else 0, 0, 0)
-  return jax.vmap(one, in_axes=axes)(z_BV, mask_BV, keys_B, greedy_B), None
 
 
 def log_mu(

@@ -28,8 +28,9 @@ from jetrl_jax.core import sharding
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.fp8 import Recipe, scaling_state
 from jetrl_jax.fp8.recipes import LM_HEAD
+from jetrl_jax.kernels.requantize import changed_share
 from jetrl_jax.models.policy import Policy, PolicyParams
-from jetrl_jax.optim.apply import changed_share, merge
+from jetrl_jax.optim.apply import merge
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.types import TrainBatch

@@ -113,9 +113,7 @@ def _mismatch(
           np.full(len(c.tokens), advantage, np.float32)
           for c, advantage in zip(completions, advantages_B, strict=True)
       ),
-      rollout_is_threshold=(
-          loss.rollout_is_threshold if corrected else float('inf')
-      ),
+      rollout_is_threshold=loss.rho_cap if corrected else float('inf'),
   )
 
 

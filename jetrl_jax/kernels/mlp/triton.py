@@ -2,33 +2,30 @@
 
     y_MG = x W1^T,  h_MF = silu(gate) * up,  z_MD = h W2^T
 
-h exists in 8 bits only (`kernels/swiglu/forward.py`). The gradient of y reaches
+h exists in 8 bits only (`kernels/swiglu/triton.py`). The gradient of y reaches
 gate_up's dot in 8 bits, both ways round, which the cotangent of a bfloat16
 array cannot be; so one derivative holds both dots. What is computed is what
 `kernels/quantized_dot/linear.py` and XLA's derivative of SwiGLU compute, by the
 same functions; only what lies between the dots is one kernel
-(`kernels/swiglu/backward.py`) instead of four.
+(`kernels/swiglu/triton_backward.py`) instead of four.
 """
 
 import functools
-from typing import TypeAlias, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax.core.typing import Array, PyTree
+from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8.products import DeferredScale
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
-from jetrl_jax.kernels import dispatch
-from jetrl_jax.kernels.mlp import gate_up as gate_up_kernel
-from jetrl_jax.kernels.quantize_transpose import transpose
+from jetrl_jax.kernels import gate_up as gate_up_op
+from jetrl_jax.kernels.gate_up import reference as dot_and_swiglu
+from jetrl_jax.kernels.mlp.reference import Operands
+from jetrl_jax.kernels.quantize_transpose import triton as transpose
 from jetrl_jax.kernels.quantized_dot import linear, per_tensor
-from jetrl_jax.kernels.swiglu import backward as swiglu_backward
-from jetrl_jax.kernels.swiglu import forward as swiglu
-
-# (master [O, I] or None, weight, slot) as `linear.dot` takes them.
-Operands: TypeAlias = tuple[Array | None, QTensor, PyTree]
+from jetrl_jax.kernels.swiglu import triton_backward as swiglu_backward
 
 
 def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
@@ -41,7 +38,7 @@ def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
   # The kernel scales the first dot's product as late as the forward does, and
   # counts by the distance between bfloat16 values.
   computes = recipe.may_scale_late and recipe.compute_dtype == 'bfloat16'
-  return computes and dispatch.has_kernel('mlp') and transpose.fits(dims)
+  return computes and transpose.fits(dims)
 
 
 def hidden(
@@ -60,10 +57,8 @@ def hidden(
   # The scope that the module would give.
   with jax.named_scope('gate_up'):
     x8 = per_tensor.quantize_input(x_MD, low_MD, slot)
-    product = per_tensor.unscaled(x8, weight, x_MD.dtype)
   step = down_slot['input']['scale']
-  h8 = QTensor(values=swiglu.swiglu_of(product, step), scale=step)
-  return h8, product
+  return dot_and_swiglu.hidden(x8, weight, step, x_MD.dtype)
 
 
 def _forward(recipe, x_MD, low_MD, gate_up, down):
@@ -81,14 +76,14 @@ def mlp(
     down: Operands,
     row_mask_M: Array,
 ) -> Array:
-  """Returns down(silu(gate) * up), [M, D].
+  """Returns down(silu(gate) * up), see the package.
 
   Args:
     recipe: `fp8_delayed`; `fits`.
-    x_MD: rows in the compute dtype.
-    low_MD: x quantised already, as in `linear.dot`.
-    gate_up: of the first dot; gate's rows come before up's.
-    down: of the second dot; both have masters, or none and no derivative.
+    x_MD: rows.
+    low_MD: x quantised already.
+    gate_up: of the first dot.
+    down: of the second dot.
     row_mask_M: float32, 0 on padding rows.
   """
   if gate_up[0] is None:
@@ -115,14 +110,12 @@ def unscaled_mlp(
 ) -> DeferredScale:
   """The same before its last scales, in float32; without a derivative."""
   (_, weight, slot), (_, down_weight, down_slot) = gate_up, down
-  if gate_up_kernel.fits(len(x_MD), down_weight.values.shape):
-    with jax.named_scope('gate_up'):
-      x8 = per_tensor.quantize_input(x_MD, low_MD, slot)
-      h8 = gate_up_kernel.hidden(x8, weight, down_slot['input']['scale'])
-  else:
-    h8, _ = hidden(x_MD, low_MD, gate_up, down)
+  with jax.named_scope('gate_up'):
+    x8 = per_tensor.quantize_input(x_MD, low_MD, slot)
+  step = down_slot['input']['scale']
+  h8 = gate_up_op.gate_up(x8, weight, step, x_MD.dtype)
   with jax.named_scope('down'):
-    return per_tensor.unscaled(h8, down[1], jnp.float32)
+    return per_tensor.unscaled(h8, down_weight, jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

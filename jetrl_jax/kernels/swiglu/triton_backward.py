@@ -7,9 +7,9 @@
 gate|up and dh are read once in the compute dtype, 6 bytes a value of h; h
 leaves turned round, dgate|dup both ways round, all in 8 bits, 5 bytes. As
 XLA writes and reads them between its kernels and those of
-`kernels/quantize_transpose/transpose.py` it is
-26. Everything is rounded as there: h, dgate and dup to the compute dtype, then
-to 8 bits. h has the operations of the forward (`forward.py`), and so its bits.
+`kernels/quantize_transpose/triton.py` it is 26. Everything is rounded as there:
+h, dgate and dup to the compute dtype, then to 8 bits. h has the operations of
+the forward (`triton.py`), and so its bits.
 """
 
 import dataclasses
@@ -22,19 +22,16 @@ from jax.experimental import pallas as pl
 
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats
-from jetrl_jax.kernels.pallas import (
+from jetrl_jax.kernels.quantize_transpose import QuantizedPair
+from jetrl_jax.kernels.quantize_transpose import triton as transpose
+from jetrl_jax.kernels.quantize_transpose.triton import TILE, WORDS
+from jetrl_jax.kernels.swiglu import triton as swiglu
+from jetrl_jax.kernels.triton_tools import (
     instruction,
     kernel_options,
     lowered_once,
     row_slices,
 )
-from jetrl_jax.kernels.quantize_transpose import transpose
-from jetrl_jax.kernels.quantize_transpose.transpose import (
-    TILE,
-    WORDS,
-    QuantizedPair,
-)
-from jetrl_jax.kernels.swiglu import forward as swiglu
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +83,7 @@ class _Grid(transpose.Grid):
   maths: _Maths
 
   def cast(self, scaled: Array) -> Array:
-    """See `turning.Grid`."""
+    """See `transpose.Grid`."""
     return (
         scaled.astype(self.dtype)
         if self.maths.saturates
@@ -94,11 +91,11 @@ class _Grid(transpose.Grid):
     )
 
   def error(self, x: Array, stored: Array) -> Array:
-    """See `turning.Grid`."""
+    """See `transpose.Grid`."""
     return self.maths.multiply_add(stored, -self.scale, x)
 
   def count(self, x: Array, scaled: Array, stored: Array) -> Array:
-    """See `turning.Grid`."""
+    """See `transpose.Grid`."""
     size, share = jnp.abs(scaled), self.maths.share
     # Half of the smallest value goes to 0, as the even one.
     zero = float(jnp.finfo(self.dtype).smallest_subnormal) / 2

@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jetrl_jax.core.typing import Array
-from jetrl_jax.kernels.attention.forward import (
+from jetrl_jax.kernels.attention.triton import (
     ROW_TILE,
     for_tiles,
     head_row_vector_spec,
@@ -24,7 +24,7 @@ from jetrl_jax.kernels.attention.forward import (
     weights_of,
     whole_spec,
 )
-from jetrl_jax.kernels.pallas import kernel_options, lowered_once
+from jetrl_jax.kernels.triton_tools import kernel_options, lowered_once
 
 
 def _dq_kernel(
@@ -148,7 +148,7 @@ def backward(
 ) -> tuple[Array, Array, Array]:
   """Returns (dq, dk, dv) in the dtypes of (q, k, v).
 
-  Arguments are those of `attention_kernel.forward`, its two results and the
+  Arguments are those of `triton.forward`, its two results and the
   cotangent of the first.
   """
   wanted = q_BKRH.shape[2]

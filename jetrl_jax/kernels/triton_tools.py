@@ -1,4 +1,8 @@
-"""What every Pallas kernel here is made with: options, slices, instructions."""
+"""What every Triton kernel is made with: options, slices, instructions.
+
+Only `kernels/*/triton*.py` import this file: with it comes Pallas' Triton
+backend, which a machine that runs the references may lack.
+"""
 
 import functools
 
@@ -6,9 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton
 
-# Pallas' Triton backend counts the values of an array of up to 4 GiB in 32 bits
-# with a sign. 8-bit values beyond this one would lie in front of their array.
-MOST_VALUES = 2**31
+from jetrl_jax.kernels import dispatch
 
 
 def kernel_options(
@@ -38,7 +40,7 @@ def row_slices(rows: int, columns: int, multiple: int = 1) -> list[slice]:
     columns: of the matrix.
     multiple: of rows in each slice but the last.
   """
-  step = max(MOST_VALUES // columns // multiple, 1) * multiple
+  step = max(dispatch.MOST_VALUES // columns // multiple, 1) * multiple
   if step >= rows:
     return [slice(None)]
   return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]

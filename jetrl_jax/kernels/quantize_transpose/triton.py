@@ -24,7 +24,12 @@ from jax.experimental import pallas as pl
 
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats
-from jetrl_jax.kernels.pallas import kernel_options, lowered_once, row_slices
+from jetrl_jax.kernels.quantize_transpose.reference import QuantizedPair
+from jetrl_jax.kernels.triton_tools import (
+    kernel_options,
+    lowered_once,
+    row_slices,
+)
 
 TILE = 128  # what both dims are multiples of; rows of a program
 WORDS = TILE // 4
@@ -33,24 +38,6 @@ _WIDTH = 64
 _WARPS = 4
 # A tile's two counts share one number.
 FLUSHED = 1 << 16
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantizedPair:
-  """What one pass over a matrix gives.
-
-  Attributes:
-    straight_MN: 8-bit values, None where they were not asked for.
-    turned_NM: the same, turned round.
-    amax: float32 [], of the values before they were quantised.
-    quantization_error: float32 [4], see `health.SUMS` from the second on.
-  """
-
-  straight_MN: Array | None
-  turned_NM: Array
-  amax: Array
-  quantization_error: Array
 
 
 def join(parts: Sequence[QuantizedPair]) -> QuantizedPair:

@@ -1,11 +1,12 @@
 """Attention's forward kernel for NVIDIA GPUs (Pallas, Triton backend).
 
-This one, for training and prefill, and that of decode (`decode.py`)
-run `attend_tile` over key tiles in ascending order. What a row gets is the same
-in both: the dots contract in one order for any number of rows and warps, the
-row maximum has no order, and the row sum is a dot with ones, since a plain sum
-would be split over warps. `attention.py` has the arithmetic in plain JAX,
-`backward.py` the gradients.
+This one, for training and prefill, and that of decode
+(`kernels/decode_attention/triton.py`) run `attend_tile` over key tiles in
+ascending order. What a row gets is the same in both: the dots contract in one
+order for any number of rows and warps, the row maximum has no order, and the
+row sum is a dot with ones, since a plain sum would be split over warps.
+`reference.py` has the arithmetic in plain JAX, `triton_backward.py` the
+gradients.
 
 FP8 keys and values are widened before they get here, and laid out in the order
 in which decode contracts them: a tile's even tokens first and then its odd
@@ -13,7 +14,6 @@ ones, and of every 32 channels of keys the first two of each four first.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -21,39 +21,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jetrl_jax.core.typing import Array
-from jetrl_jax.kernels.pallas import kernel_options, lowered_once, power_of_2
+from jetrl_jax.kernels.attention.reference import (
+    NO_SCORE,
+    operand_dtype,
+    softmax_scale,
+)
+from jetrl_jax.kernels.triton_tools import (
+    kernel_options,
+    lowered_once,
+    power_of_2,
+)
 
 ROW_TILE = 64
 # Columns of the dot with ones: the fewest that a tensor core multiplies.
 _SUM_COLUMNS = 16
-NO_SCORE = -1e30
-
-
-def softmax_scale(head_dim: int) -> float:
-  """Returns the softmax scale in base 2: exp2(x * log2 e) = exp(x)."""
-  return head_dim**-0.5 * math.log2(math.e)
-
-
-def operand_dtype(query, keys):
-  """Returns the dtype in which queries, keys and values are multiplied.
-
-  FP8 keys and values become float16: it holds them exactly, and Hopper
-  converts them in one instruction, while bfloat16 takes a detour.
-  """
-  return jnp.dtype(jnp.float16 if jnp.dtype(keys).itemsize == 1 else query)
-
-
-def pair(values_SH: Array) -> Array:
-  """[..., S, H] to [..., S/2, H, 2]: how FP8 values are stored."""
-  *lead, length, head_dim = values_SH.shape
-  pairs = values_SH.reshape(*lead, length // 2, 2, head_dim)
-  return jnp.swapaxes(pairs, -1, -2)
-
-
-def unpair(pairs: Array) -> Array:
-  """The inverse of `pair`."""
-  *lead, half, head_dim, _ = pairs.shape
-  return jnp.swapaxes(pairs, -1, -2).reshape(*lead, 2 * half, head_dim)
 
 
 def _channels_as_decoded(x: Array, dtype) -> Array:
@@ -299,7 +280,7 @@ def forward(
     v_BKSH: values.
     first_BR: int32, first key that a row may see.
     last_BR: int32, last one.
-    tile: see `attention.flash_attention`.
+    tile: see the package.
     interpret: run on a CPU, for tests.
 
   Returns:

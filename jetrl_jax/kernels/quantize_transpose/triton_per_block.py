@@ -4,7 +4,7 @@ DGrad wants an output gradient in groups of 128 along its rows, WGrad in groups
 along its columns and turned round, and the slot wants to know what was lost: a
 pass over tiles of 128 x 128 gives all of it. The input that the forward kept in
 8 bits is restored, grouped the other way and turned round in another. As in
-`transpose.py`, whose layout this is, no log-prob depends on these kernels.
+`triton.py`, whose layout this is, no log-prob depends on these kernels.
 """
 
 import functools
@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8.quantization import QTensor, scale_from_amax
 from jetrl_jax.fp8.recipes import BLOCK
-from jetrl_jax.kernels.pallas import kernel_options, lowered_once
-from jetrl_jax.kernels.quantize_transpose import transpose
-from jetrl_jax.kernels.quantize_transpose.transpose import NUMBERS, WORDS, Grid
+from jetrl_jax.kernels.quantize_transpose import triton as transpose
+from jetrl_jax.kernels.quantize_transpose.triton import NUMBERS, WORDS, Grid
+from jetrl_jax.kernels.triton_tools import kernel_options, lowered_once
 
 # Of a program; and sums that its threads keep of a row.
 _WARPS, _RUNS = 8, 8
@@ -122,7 +122,7 @@ def quantize_both_ways(
   zeros as well.
 
   Args:
-    x_MN: bfloat16 or float32; its shape `turning.fits`.
+    x_MN: bfloat16 or float32; its shape `triton.fits`.
     row_mask_M: float32, 0 on rows that do not count.
     dtype: the 8-bit format, a float.
     margin: see `scale_from_amax`.
@@ -177,7 +177,7 @@ def regroup_and_transpose(
   """Returns a matrix in groups along its rows in groups along its columns.
 
   Args:
-    x8: [M, N], whose shape `turning.fits`, with scales [M, N / 128].
+    x8: [M, N], whose shape `triton.fits`, with scales [M, N / 128].
     margin: see `scale_from_amax`.
     power_of_two: see `scale_from_amax`.
     interpret: run on a CPU, for tests.

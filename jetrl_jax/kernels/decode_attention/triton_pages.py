@@ -1,6 +1,6 @@
 """How decode's kernels read tiles of keys and values from pages.
 
-FP8 values lie in pairs (`attention_kernel.pair`): two tokens that follow each
+FP8 values lie in pairs (`kv_storage.pair`): two tokens that follow each
 other, as one 16-bit word per channel. The tensor core wants values with the
 tokens as rows of its operand; shared memory hands out 16-bit words that way and
 no bytes. So a tile's even tokens come first and then its odd ones. Of keys, a
@@ -16,9 +16,7 @@ from jax.experimental.pallas import triton
 
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats
-
-# Query rows of a tile: the fewest that a tensor core multiplies.
-DECODE_ROWS = 16
+from jetrl_jax.kernels.decode_attention.reference import DECODE_ROWS
 
 
 def group_of(q_BNH: Array, k_PKSH: Array) -> int:
@@ -40,7 +38,7 @@ def pools(k_PKSH: Array, values: Array) -> tuple[Array, Array]:
 
   Args:
     k_PKSH: pages of keys.
-    values: pages of values [P, K, S, H]; of FP8 `pair`s [P, K, S/2, H, 2].
+    values: pages of values, see `kv_storage.values_shape`.
 
   Returns:
     the same, or of FP8 keys [P, K, S/2, 2, H] and values as uint16
@@ -144,7 +142,7 @@ def load_values(v_ref, lead, i, tile: int, channels, interpret: bool) -> list:
     i: tile of the page.
     tile: tokens.
     channels: a slice of them.
-    interpret: see `compilation.power_of_2`.
+    interpret: see `triton_tools.power_of_2`.
   """
   if v_ref.dtype != jnp.uint16:
     return [v_ref[(*lead, pl.ds(i * tile, tile), channels)]]
@@ -153,7 +151,7 @@ def load_values(v_ref, lead, i, tile: int, channels, interpret: bool) -> list:
 
 
 def key_numbers(parts: int, first_key) -> list:
-  """Returns what `attention_kernel.allowed_keys` asks, of each part of a tile.
+  """Returns what `allowed_keys` of attention asks, of each part of a tile.
 
   Args:
     parts: 1, or 2 for even and odd tokens.

@@ -1,9 +1,10 @@
 """Attention's decode kernel for NVIDIA GPUs (Pallas, Triton backend).
 
 One query token per slot: its few rows make one tile of 16, and its keys lie in
-pages (`pages.py`). The arithmetic is that of `forward.py`.
-A program goes through a slot's keys, tile after tile; where slots are too few
-to keep a GPU busy that way, `split.py` takes over.
+pages (`triton_pages.py`). The arithmetic is that of
+`kernels/attention/triton.py`. A program goes through a slot's keys, tile after
+tile; where slots are too few to keep a GPU busy that way, `triton_split.py`
+takes over.
 """
 
 import functools
@@ -16,16 +17,16 @@ from jax.experimental.pallas import triton
 
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats, quantize
-from jetrl_jax.kernels.attention import pages
-from jetrl_jax.kernels.attention import split as attention_split
-from jetrl_jax.kernels.attention.forward import (
+from jetrl_jax.kernels.attention.reference import operand_dtype
+from jetrl_jax.kernels.attention.triton import (
     attend_tile,
     finish,
     one_kernel,
-    operand_dtype,
     start,
 )
-from jetrl_jax.kernels.pallas import kernel_options
+from jetrl_jax.kernels.decode_attention import triton_pages as pages
+from jetrl_jax.kernels.decode_attention import triton_split as attention_split
+from jetrl_jax.kernels.triton_tools import kernel_options
 
 
 def _decode_kernel(
@@ -106,10 +107,10 @@ def decode(
   Args:
     q_BNH: queries; the heads of a group are neighbours.
     k_PKSH: pages of keys, S tokens each, a multiple of `tile`.
-    values: pages of values [P, K, S, H]; of FP8 `pair`s [P, K, S/2, H, 2].
+    values: pages of values, see `kv_storage.values_shape`.
     table_BP: int32, the slot's pages in order.
     last_B: int32, the last key to attend; -1 for none.
-    tile: see `attention.flash_attention`.
+    tile: see the package.
     step: scale on which the result is quantised to E4M3; None to leave it.
     program: its warps, and tiles on their way at a time, or how it is split;
       None for the fastest. All give the same bits.

@@ -1,7 +1,5 @@
 """gate_up and SwiGLU of few rows, on a Hopper GPU as one kernel (Triton).
 
-    h_MF = silu(x Wg^T) * (x Wu^T),  quantised
-
 A decode step reads gate_up's weights at the speed of memory; what follows them
 can only add to that. Here each multiprocessor reads an equal share of gate's
 rows and the same of up's, and h leaves in 8 bits: neither gate|up nor another
@@ -21,10 +19,9 @@ from jax.experimental import pallas as pl
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.quantization import QTensor
-from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels.hopper_dot import hopper_dot
-from jetrl_jax.kernels.pallas import kernel_options, lowered_once
-from jetrl_jax.kernels.swiglu import forward as swiglu
+from jetrl_jax.kernels.swiglu import triton as swiglu
+from jetrl_jax.kernels.triton_tools import kernel_options, lowered_once
 
 ROWS = 64, 128
 # Bytes of a row that are loaded at once.
@@ -106,8 +103,7 @@ def fits(rows: int, dims: tuple[int, ...]) -> bool:
   whole = dim % _CHUNK == 0 and columns % _UNIT == 0
   width = width_of(columns)
   one_round = width <= columns <= width * _core_count()
-  has_kernel = dispatch.has_kernel('gate_up')
-  return has_kernel and whole and rows in ROWS and one_round
+  return whole and rows in ROWS and one_round
 
 
 @lowered_once('interpret')

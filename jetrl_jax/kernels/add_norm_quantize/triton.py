@@ -1,10 +1,6 @@
-"""RMSNorm with one order of summation.
+"""The GPU's form, as a kernel (Pallas, Triton backend).
 
-XLA's own row reduction changes its order with whatever it is fused with: on
-an H200 that was 0.0002% of a norm's outputs, and 21% of the log-probs after
-28 layers. So the sum of squares has a routine of its own: a Pallas kernel on
-GPU, and on CPU a product with a matrix of ones (the order of a CPU dot does
-not depend on the number of rows when that is a multiple of 16).
+A program has one row, in registers from its first reading on.
 """
 
 import functools
@@ -14,27 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jetrl_jax.core.typing import Array, Float
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.products import DeferredScale, times
 from jetrl_jax.fp8.quantization import quantize
-from jetrl_jax.kernels import dispatch
-from jetrl_jax.kernels.pallas import kernel_options, lowered_once
+from jetrl_jax.kernels.triton_tools import kernel_options, lowered_once
 
 _MAX_CHUNK = 512
 _WARPS = 8
-
-
-def row_sum(x_MD: Float[Array, 'M D']) -> Float[Array, 'M 1']:
-  """Sums float32 rows in an order that does not depend on M (CPU form)."""
-  ones = jnp.ones((16, x_MD.shape[1]), jnp.float32)
-  return lax.dot_general(
-      x_MD,
-      ones,
-      (((1,), (1,)), ((), ())),
-      precision=lax.Precision.HIGHEST,
-      preferred_element_type=jnp.float32,
-  )[:, :1]
 
 
 def _kernel(*refs, eps: float, chunk: int, num_scales: int, sums, quantizes):
@@ -96,20 +78,16 @@ def rms_norm_kernel(
     copies: int = 1,
     interpret: bool = False,
 ):
-  """The GPU form: one program per row, the sum in chunks of fixed size.
+  """Returns `joined`: a program a row, the sum in fixed chunks.
 
   Args:
     x_MD: rows.
     scale_D: gain.
     eps: added to the mean square.
-    step: scale on which the result is quantised as well.
-    added: a float32 product that is added to the rows first.
-    copies: of what is quantised, [copies, M, D]; of one [M, D].
+    step: see the package, as all others.
+    added: its values are float32.
+    copies: of what is quantised.
     interpret: run on a CPU, for tests.
-
-  Returns:
-    (the rows, with what is added; normed, None where it is quantised and
-    something was added; the same quantised, None without a step)
   """
   dim = x_MD.shape[1]
   row = pl.BlockSpec((None, dim), lambda i: (i, 0))
@@ -157,71 +135,3 @@ def rms_norm_kernel(
     return sum_MD, normed_MD, None
   low = next(found)
   return sum_MD, normed_MD, low if copies > 1 else jnp.squeeze(low, 0)
-
-
-def rms_norm(
-    x_MD: Float[Array, 'M D'],
-    scale_D: Float[Array, ' D'],
-    eps: float,
-    master_D: Float[Array, ' D'] | None = None,
-    step: Float[Array, ''] | None = None,
-) -> tuple[Float[Array, 'M D'], Array | None]:
-  """Normalises rows: y = x / sqrt(mean(x^2) + eps) * scale.
-
-  Statistics in float32; the normalised value is rounded to x's dtype before
-  the gain, as Hugging Face does.
-
-  Args:
-    x_MD: rows, M a multiple of 16.
-    scale_D: gain, in x's dtype.
-    eps: added to the mean square.
-    master_D: receives the gain's derivative in its dtype; its values are not
-      read. None where no derivative is wanted.
-    step: scale on which an FP8 dot will quantise y, where that is known.
-
-  Returns:
-    (y, its E4M3 values on the scale `step`; None without it, and on a CPU,
-    where the dot quantises as well)
-  """
-  if master_D is None:
-    return _forward(x_MD, scale_D, step, eps)
-  return _differentiable(x_MD, scale_D, master_D, step, eps)
-
-
-def _forward(x_MD, scale_D, step, eps):
-  if dispatch.has_kernel('add_norm_quantize'):
-    return rms_norm_kernel(x_MD, scale_D, eps, step)[1:]
-  x32 = x_MD.astype(jnp.float32)
-  mean_square_M1 = row_sum(x32 * x32) / x_MD.shape[1]
-  normed = x32 * lax.rsqrt(mean_square_M1 + eps)
-  return normed.astype(x_MD.dtype) * scale_D[None, :], None
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _differentiable(x_MD, scale_D, master_D, step, eps):
-  del master_D
-  return _forward(x_MD, scale_D, step, eps)
-
-
-def _fwd(x_MD, scale_D, master_D, step, eps):
-  like = jnp.zeros((0,), master_D.dtype)
-  return _forward(x_MD, scale_D, step, eps), (x_MD, scale_D, like)
-
-
-def _bwd(eps, residuals, cotangents):
-  # The order of the backward's sums is free: no log-prob depends on it.
-  x_MD, scale_D, like = residuals
-  dy_MD, _ = cotangents
-  x32, dy32 = x_MD.astype(jnp.float32), dy_MD.astype(jnp.float32)
-  mean_square = jnp.mean(x32 * x32, axis=1, keepdims=True)
-  inverse = lax.rsqrt(mean_square + eps)
-  normed = x32 * inverse
-  rounded = normed.astype(x_MD.dtype).astype(jnp.float32)
-  dscale_D = jnp.sum(dy32 * rounded, axis=0)
-  dnormed = dy32 * scale_D.astype(jnp.float32)[None, :]
-  projection = jnp.mean(dnormed * normed, axis=1, keepdims=True)
-  dx_MD = inverse * (dnormed - normed * projection)
-  return dx_MD.astype(x_MD.dtype), None, dscale_D.astype(like.dtype), None
-
-
-_differentiable.defvjp(_fwd, _bwd)

@@ -4,7 +4,7 @@ XLA spends 44 instructions on a value that it scales, gates and quantises: more
 time than the bytes take, in a decode step as in training. The kernel has 15:
 exp2 and the reciprocal are the device's own, gate|up is scaled by a power of
 two without another rounding, and the cast to 8 bits is what saturates. Rollout
-and training both call it, so they agree; `backward.py` computes h in the
+and training both call it, so they agree; `triton_backward.py` computes h in the
 same operations.
 """
 
@@ -19,13 +19,18 @@ from jax.experimental import pallas as pl
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.products import DeferredScale
-from jetrl_jax.kernels import dispatch
-from jetrl_jax.kernels.pallas import (
+from jetrl_jax.kernels.triton_tools import (
     instruction,
     kernel_options,
     lowered_once,
     row_slices,
 )
+
+
+def fits(columns: int) -> bool:
+  """Whether the kernel makes h of so many columns; for all numbers of rows."""
+  return columns % 16 == 0
+
 
 # Columns of a program at most, and its values.
 _COLUMNS, _VALUES = 512, 2048
@@ -135,43 +140,3 @@ def _rows_of(values: Array, scales, step, interpret: bool) -> Array:
       name='swiglu',
       **kernel_options(interpret, _WARPS),
   )(values, values, *(number.reshape(1) for number in numbers))
-
-
-def plain(y_MG: Array) -> Array:
-  """Returns silu(gate) * up of gate|up, by XLA."""
-  gate, up = jnp.split(y_MG.astype(jnp.float32), 2, axis=1)
-  return (jax.nn.silu(gate) * up).astype(y_MG.dtype)
-
-
-@jax.custom_vjp
-def _by_kernel(y_MG: Array) -> Array:
-  return swiglu_of(DeferredScale(values=y_MG))
-
-
-def _by_kernel_fwd(y_MG):
-  return _by_kernel(y_MG), y_MG
-
-
-def _by_kernel_bwd(y_MG, dh_MF):
-  # Not of the kernel's exp2, which no gradient needs.
-  return jax.vjp(plain, y_MG)[1](dh_MF)
-
-
-_by_kernel.defvjp(_by_kernel_fwd, _by_kernel_bwd)
-
-
-def has_kernel(columns: int) -> bool:
-  """Whether h of so many columns is the kernel's; for all numbers of rows."""
-  return dispatch.has_kernel('swiglu') and columns % 16 == 0
-
-
-def swiglu(y_MG: Array | DeferredScale) -> Array:
-  """Returns silu(gate) * up of gate|up [M, 2 F], rounded once to its dtype.
-
-  Args:
-    y_MG: gate|up, or in a decode step their product before it is scaled.
-  """
-  if isinstance(y_MG, DeferredScale):
-    return swiglu_of(y_MG)
-  by_kernel = has_kernel(y_MG.shape[1] // 2)
-  return _by_kernel(y_MG) if by_kernel else plain(y_MG)

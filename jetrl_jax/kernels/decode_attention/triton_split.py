@@ -1,6 +1,6 @@
 """Decode's attention of few slots, as three kernels (Pallas, Triton backend).
 
-A program of `decode.py` goes through a slot's keys tile after tile,
+A program of `triton.py` goes through a slot's keys tile after tile,
 1.3 us each on an H200, whatever else the GPU does. Where few slots are left,
 with the longest sequences of a rollout, that is most of a step. But only two
 things have an order: the maximum, which is as well taken of parts, and the sums
@@ -20,19 +20,19 @@ from jax.experimental.pallas import triton
 
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats, quantize
-from jetrl_jax.kernels.attention import pages
-from jetrl_jax.kernels.attention.forward import (
+from jetrl_jax.kernels.attention.reference import operand_dtype
+from jetrl_jax.kernels.attention.triton import (
     add_weighed,
     allowed_keys,
     finish,
     highest,
     no_scores,
-    operand_dtype,
     scores_of,
     start,
     weights_of,
 )
-from jetrl_jax.kernels.pallas import kernel_options, power_of_2
+from jetrl_jax.kernels.decode_attention import triton_pages as pages
+from jetrl_jax.kernels.triton_tools import kernel_options, power_of_2
 
 _ROWS = pages.DECODE_ROWS
 # Tiles of keys on their way at a time; more would leave shared memory for fewer
@@ -54,7 +54,7 @@ class Split(NamedTuple):
   stages: int
 
 
-# Above so many programs of `decode.py`, one to a slot's KV head, that
+# Above so many programs of `triton.py`, one to a slot's KV head, that
 # is taken to be faster: one for each multiprocessor of an H200. Measured: with
 # 64 the split is, with 256 it is not (docs/performance_log.md).
 _FEW = 132
@@ -251,11 +251,11 @@ def decode(
     group: int,
     interpret: bool,
 ) -> tuple[Array, Array]:
-  """See `attention_decode.decode`.
+  """See `triton.decode`.
 
   Args:
     q_BNH: queries.
-    k_pool: see `attention_pages.pools`.
+    k_pool: see `triton_pages.pools`.
     v_pool: as k_pool.
     table_BP: pages of each slot.
     last_B: last key of each.
@@ -263,7 +263,7 @@ def decode(
     split: how the work is shared out.
     tile: keys.
     page_size: tokens.
-    group: see `attention_pages.group_of`.
+    group: see `triton_pages.group_of`.
     interpret: run on a CPU, for tests.
   """
   batch, heads, head_dim = q_BNH.shape
