@@ -1,7 +1,8 @@
-"""Learning: the mathematics here, and a room each for what applies it.
+"""Reinforcement learning: the mathematics, and one package per part of a run.
 
-The names below are what a notebook needs; `training/trainer.py` makes a run of
-them. `rollout.rollout` samples.
+`rollout/` samples completions, `scoring/` rewards them, `run/` compiles the
+update and builds the state, `training/` is the loop. The names below are what a
+notebook needs.
 """
 
 from jetrl_jax.models.policy import Policy, PolicyParams

@@ -182,7 +182,7 @@ def load_environment(name: str) -> Callable[..., Environment]:
     module = where.removesuffix('.py').replace('/', '.').strip('.')
     raise ValueError(
         f'environment.name is {name!r}, which names a file; write its module as'
-        f" seen from the folder where you start the run, '{module}:{what}'"
+        f" seen from the folder where you start, '{module}:{what}'"
     )
   try:
     module = importlib.import_module(where)

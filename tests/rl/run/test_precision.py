@@ -56,7 +56,7 @@ def test_a_run_that_has_begun_keeps_the_dots_it_settled_on(tmp_path):
   with pytest.raises(ValueError, match='min_sqnr_db is 20.0, but .* 30.0'):
     run_precision.resolve(tmp_path, other, 1.5)
   (tmp_path / 'precision.json').write_text('{"x": 1}')
-  with pytest.raises(ValueError, match='precision.json does not say'):
+  with pytest.raises(ValueError, match='precision.json cannot be read'):
     run_precision.resolve(tmp_path, of, 1.5)
 
 
