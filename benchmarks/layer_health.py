@@ -69,7 +69,7 @@ from jetrl_jax.rl.mismatch import mismatch_metrics
 from jetrl_jax.rl.objective import supervised_loss
 from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
 from jetrl_jax.rl.rollout.scheduler import rollout
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.run.calibration import Calibration, likelihood_sequences
 from jetrl_jax.rl.run.gradients import UpdatePrograms
 from jetrl_jax.rl.types import Completion, TrainBatch
@@ -201,7 +201,7 @@ class Bench:
 
   def create(self, policy: Policy, params: PyTree) -> TrainState:
     """Returns a state over masters, which it shares."""
-    return states.create(policy, params, optax.identity(), self.mesh)
+    return train_state.create(policy, params, optax.identity(), self.mesh)
 
   def recipe_fits(self, recipe: Recipe) -> str:
     """Returns '' or why the recipe cannot quantise this model's kernels."""
@@ -404,7 +404,7 @@ class Bench:
       jobs.append((step, pool.submit(self._lowered(step, state).compile)))
       if name == 'default':
         self.calibration = Calibration(policy, self.mesh, state)
-        step = self.calibration.step
+        step = self.calibration.programs
         jobs.append((step, pool.submit(self._lowered(step, state).compile)))
         calibrating = dataclasses.replace(RECIPES[name], calibrating=True)
         self.programs[KERNELS_ONLY] = Program(
@@ -756,7 +756,7 @@ class Bench:
         if dots:
           policy = self.of(self.programs['default'].policy.recipe.keeping(dots))
           fp8_state = scaling_state.restrict(state.fp8_state, policy.recipe)
-          sides[dots] = states.with_weights(
+          sides[dots] = train_state.with_weights(
               policy,
               dataclasses.replace(state, fp8_state=fp8_state),
               self.mesh,

@@ -33,8 +33,7 @@ from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim.apply import merge
 from jetrl_jax.rl import packing
 from jetrl_jax.rl.objective import supervised_loss
-from jetrl_jax.rl.run import fp8_support
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import fp8_support, train_state
 from jetrl_jax.rl.run.calibration import Calibration, likelihood_sequences
 from jetrl_jax.rl.run.gradients import UpdatePrograms
 from jetrl_jax.rl.settings import SftConfig, check_packed_rows
@@ -188,7 +187,7 @@ def train(config, workdir: pathlib.Path) -> None:
   compatibility.warn_of_rate(settings.lr)
   make_params, _ = config_model.parameters(config, policy, mesh, folder)
   optimizer = settings.build()
-  state = states.create(
+  state = train_state.create(
       policy, make_params(), optimizer, mesh, tuple(config.model.freeze)
   )
   step = UpdatePrograms(

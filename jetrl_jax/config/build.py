@@ -332,7 +332,7 @@ def build(config: Config) -> RunSpec:
   compatibility.check_guard(guard, loss, algorithm, run)
   compatibility.warn_of_rate(optimizer.lr)
   _check_fits(policy, engine, environment, run)
-  buckets.pages(engine, policy.axes.size, policy.tile)
+  buckets.pages_config(engine, policy.axes.size, policy.tile)
   train_set, val_set = _datasets(take(DataConfig, config), tokenizer)
   prompts = [*train_set, *(val_set or ())]
   vocab_size = policy.model.vocab_size

@@ -64,7 +64,7 @@ def dry_run(
   found = dry_run_memory.shapes(spec)
   rows = dry_run_precision.table(spec)
   _print_precision(rows)
-  print(run_precision.told(workdir, policy.recipe), end='')
+  print(run_precision.describe(workdir, policy.recipe), end='')
   problems += _memory(spec, found, rows, kind, bool(device))
   _print_cost(spec, found, kind)
   problems += _print_storage(

@@ -360,7 +360,7 @@ def largest_prefill(engine: Engine) -> tuple[int, int]:
   if config.pages_per_device * config.num_devices < (
       config.num_slots * config.pages_per_slot
   ):
-    found += [(engine.rows_again(b), b) for b in engine.buckets]
+    found += [(engine.reprefill_rows(b), b) for b in engine.buckets]
   rows, tokens = max(found, key=math.prod)
   devices = engine.policy.axes.size
   return -(-rows // devices) * devices, tokens

@@ -14,7 +14,7 @@ from absl import logging
 
 from jetrl_jax.core.files import size
 from jetrl_jax.optim.types import TrainState
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.training.workdir import EXPORT
 
@@ -102,7 +102,7 @@ def of_run(
       rows=rows,
       free=shutil.disk_usage(place).free,
       held=held,
-      checkpoint=whole_bytes(states.without_weights(state)),
+      checkpoint=whole_bytes(train_state.without_weights(state)),
       host=physical_bytes(),
   )
 
@@ -110,7 +110,7 @@ def of_run(
 def written(spec: RunSpec, state: TrainState) -> list[tuple[str, int, str]]:
   """Returns (what, bytes, how that comes about) of all that a run writes."""
   run = spec.run
-  checkpoint = whole_bytes(states.without_weights(state))
+  checkpoint = whole_bytes(train_state.without_weights(state))
   # The newest is whole before an older one goes; a guard may roll back to one
   # that is neither new nor the best.
   kept = run.keep_latest + run.keep_best + spec.guard.enable + 1

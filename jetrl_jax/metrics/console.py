@@ -1,6 +1,6 @@
-"""The few numbers that matter, while a run is going on.
+"""Prints the few most important metrics during a run.
 
-On a terminal a progress bar with the time left; elsewhere a line per step.
+A terminal also gets a progress bar with the remaining time.
 """
 
 import os
@@ -11,7 +11,7 @@ from absl import logging
 from rich import console as rich_console
 from rich import progress
 
-# Not just any path with our name in it: a clone may hold a .venv.
+# The whole path, because a clone may contain a .venv with other packages.
 _PACKAGE = str(pathlib.Path(__file__).parents[1]) + os.sep
 
 _SHOWN = (
@@ -26,9 +26,9 @@ _SHOWN = (
 
 
 def show_own_sentences() -> None:
-  """Logs this package's sentences, and of libraries only the warnings.
+  """Logs this package's info messages, and only warnings of libraries.
 
-  Orbax logs some thirty lines per checkpoint at the same level.
+  Orbax logs about thirty info messages per checkpoint.
   """
   logging.set_verbosity(logging.INFO)
   logging.get_absl_handler().addFilter(
@@ -39,12 +39,12 @@ def show_own_sentences() -> None:
 
 
 def before_and_after(first: dict, last: dict) -> list[str]:
-  """Returns a line per held-out accuracy and mean reward of the last.
+  """Returns a line for each held-out accuracy and mean reward.
 
   Args:
-    first: metrics of a run's first evaluation; a resume may have changed what
-      is measured since then.
-    last: of its last one.
+    first: metrics of the run's first evaluation; after a resume it may lack
+      some names.
+    last: metrics of its last evaluation.
   """
   lines = []
   for name, value in last.items():
@@ -56,7 +56,7 @@ def before_and_after(first: dict, last: dict) -> list[str]:
 
 
 class Console:
-  """Shows one line per step.
+  """Prints one line per step.
 
   Args:
     total: training steps of the run.
@@ -74,7 +74,7 @@ class Console:
       self._bar.start()
 
   def step(self, step: int, metrics: dict) -> None:
-    """Shows a step's numbers."""
+    """Prints a step's metrics."""
     shown = [
         f'{label} {metrics[name]:{form}}'
         for name, label, form in _SHOWN

@@ -64,7 +64,7 @@ def bisect(start: Start) -> Found:
       mini_batch_size=spec.run.mini_batch_size,
       max_response_length=spec.engine.max_response_length,
   ):
-    packed, scored = spec.pack(batch), start.learner.score_in_update(
+    packed, scored = spec.pack(batch), start.learner.logprobs_in_update(
         batch, state
     )
     for i, micro in enumerate(packed.batches):
@@ -207,7 +207,7 @@ def _decoded(
 ) -> _Values:
   """Returns what prefill and decode compute on the way."""
   completions = [s.completion for s in chosen]
-  params = engine.whole(params)
+  params = engine.replicate(params)
   engine.seen.clear()
   state = forced_decode.begin(
       engine, params, completions, temperature=temperature

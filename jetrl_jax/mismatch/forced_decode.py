@@ -35,7 +35,7 @@ def forced_logprobs(
     Per completion float32 [response_length], nats, under the tempered softmax
     over the whole vocabulary.
   """
-  params = engine.whole(params)
+  params = engine.replicate(params)
   found, key = [], rng.key(0, rng.ROLLOUT, 0)  # Nothing is sampled with it.
   for start in range(0, len(completions), engine.num_slots):
     chunk = completions[start : start + engine.num_slots]

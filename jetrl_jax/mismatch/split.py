@@ -135,7 +135,7 @@ def _in_update(
       sequence.origin: values
       for batch in batches
       for sequence, values in zip(
-          batch, start.learner.score_in_update(batch, state), strict=True
+          batch, start.learner.logprobs_in_update(batch, state), strict=True
       )
   }
 

@@ -18,7 +18,7 @@ from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.rollout.scheduler import never_stop
 from jetrl_jax.rl.run import precision as run_precision
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.scoring.experience import Experience
 from jetrl_jax.rl.training import initialize
@@ -118,7 +118,7 @@ def reference_of(
   if not spec.needs_reference:
     return None
   if workdir is not None:
-    return states.reference(workdir / 'reference', state, cold=False)
+    return train_state.reference(workdir / 'reference', state, cold=False)
   # A copy: the step donates the state.
   weights, fp8_state = jax.tree.map(jnp.copy, (state.weights, state.fp8_state))
   return PolicyParams(weights, fp8_state)

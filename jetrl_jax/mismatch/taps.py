@@ -19,7 +19,7 @@ from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl.rollout import decode_step
 from jetrl_jax.rl.rollout.engine import Engine
-from jetrl_jax.rl.run import gradients as train_step
+from jetrl_jax.rl.run import gradients
 from jetrl_jax.rl.types import TrainBatch
 
 # Of the head; all other taps have the paths of `models/decoder.py`.
@@ -97,9 +97,9 @@ def _prefill(policy: TappedPolicy, params, tokens_PT, lengths_P):
 
 
 def _step(
-    policy: TappedPolicy, config, in_a_row, params, state, base_key, steps
+    policy: TappedPolicy, config, steps_per_sync, params, state, base_key, steps
 ):
-  del in_a_row, steps  # One, outside of the loop over steps.
+  del steps_per_sync, steps  # One, outside of the loop over steps.
   state = decode_step.step(policy, config, params, base_key, state)
   return state, policy.take()
 
@@ -143,11 +143,11 @@ def tapped_update(
     loss, _ = loss_function(batch, logprobs_BT, entropy_BT)
     return loss, policy.take()
 
-  gradients, (taps, logprobs_BT, _) = jax.grad(
-      train_step.objective(policy, leaving, state, batch, temperature),
+  grads, (taps, logprobs_BT, _) = jax.grad(
+      gradients.objective(policy, leaving, state, batch, temperature),
       argnums=(0, 1),
       has_aux=True,
   )(state.trainable, state.fp8_state)
-  trainable, fp8_state = gradients
+  trainable, fp8_state = grads
   reduced = scaling_state.reduce_over_devices(fp8_state, policy.axes)
   return (trainable, reduced), logprobs_BT, taps

@@ -14,7 +14,7 @@ from jetrl_jax.mismatch import __main__ as mismatch_command
 from jetrl_jax.mismatch import split as mismatch_split
 from jetrl_jax.mismatch import start as mismatch_start
 from jetrl_jax.optim.types import TrainState
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 from tests import whole_run
 
 _NAMES = [('one', ''), ('two', ''), ('stale', '')]
@@ -52,7 +52,7 @@ def test_the_step_of_a_run_with_a_kl_term_meets_its_reference(tmp_path):
       opt_step=jnp.int32(0),
   )
   assert mismatch_start.reference_of(without, state, None) is None
-  first = states.reference(tmp_path / 'reference', state, cold=True)
+  first = train_state.reference(tmp_path / 'reference', state, cold=True)
   cold = mismatch_start.reference_of(spec, state, None)
   state.weights['x'].delete()  # As the step does.
   state.weights['x'] = jnp.full(3, 7.0)

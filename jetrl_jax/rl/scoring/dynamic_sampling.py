@@ -1,14 +1,14 @@
-"""Dynamic sampling: prompts are drawn until the batch is full of lessons.
+"""Dynamic sampling: draws prompts until enough groups have a learning signal.
 
-A group whose answers are all right, or all wrong, has no advantage and takes
-its place in the batch for nothing. So prompts are sampled and scored in
-generation batches, groups of one outcome are dropped, and what is left is
-collected until the batch is full. Outcomes are judged by accuracy, before any
-shaping of the reward: a length penalty would make every group a mixed one.
+A group whose answers are all right or all wrong has zero advantages and teaches
+nothing. So the step samples generation batches, drops groups with one outcome,
+and collects the others until the training batch is full. An outcome is the
+accuracy and not the reward, because a length penalty would make every group a
+mixed one.
 
-A step meets a prompt once: its answers have the address (step, prompt, sample),
-and would be the same ones again. The groups that are kept are those that were
-drawn first, so a step is a function of the state and the sampler's position.
+A step samples each prompt only once: its answers have the address (step,
+prompt, sample), so they would be the same again. The step keeps the groups that
+were drawn first, so it is a function of the state and the sampler's position.
 """
 
 import collections
@@ -26,18 +26,18 @@ from jetrl_jax.rl.types import Completion
 
 
 class NotEnoughGroupsError(RuntimeError):
-  """A step found too few groups with mixed outcomes; the state is untouched."""
+  """A step found too few groups with mixed outcomes; the state is unchanged."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampledBatch:
-  """A full batch, and what it took.
+  """A full training batch, and everything that was sampled for it.
 
   Attributes:
-    experience: the groups that were kept; errors are those of all answers.
-    prompts: all prompts that were sampled.
-    completions: all their answers.
-    metrics: of the filter.
+    experience: the groups that were kept; its errors count all completions.
+    prompts: all sampled prompts.
+    completions: all their completions.
+    metrics: the filter's metrics.
   """
 
   experience: Experience
@@ -67,22 +67,22 @@ def fill(
     groups: int,
     config: AlgorithmConfig,
 ) -> SampledBatch:
-  """Generates once, or until `groups` groups have mixed outcomes.
+  """Calls `generate` once, or until `groups` groups have mixed outcomes.
 
   Args:
-    generate: samples and scores the next prompts; None when the step has met
-      every prompt.
+    generate: samples and rewards the next prompts; returns None once the step
+      has sampled every prompt.
     groups: prompts per step.
-    config: whether to filter, the cap, and how advantages are made.
+    config: whether to filter, the cap, and the advantage estimator.
 
   Returns:
-    Without the filter, all groups. With it the first `groups` mixed ones; a
-    surplus of the last batch is dropped, as in verl's DAPO recipe.
+    Without the filter, all groups. With it, the first `groups` mixed ones; the
+    surplus of the last generation batch is dropped, as in verl's DAPO recipe.
 
   Raises:
     NotEnoughGroupsError: max_num_gen_batches did not fill the batch, or the
-      prompts ran out. (That recipe raises too; going on with fewer groups
-      would change the size of the mini-batches without a word.)
+      prompts ran out. (verl's recipe raises too. To continue with fewer groups
+      would silently change the size of the mini-batches.)
   """
   if not config.filter_groups.enable:
     only = generate()
@@ -149,14 +149,14 @@ def _too_few(
   accuracy_PG = np.concatenate([batch.accuracy_PG for batch in batches])
   right = int((accuracy_PG.min(axis=1) == 1).sum())
   dropped = len(accuracy_PG) - found
-  why = 'every prompt was met'
+  why = 'every prompt was sampled'
   if len(batches) == cap:
     why = f'algorithm.filter_groups.max_num_gen_batches is {cap}'
   return (
       f'dynamic sampling found {found} of {groups} groups with mixed outcomes'
       f' in {len(batches)} generation batches ({len(accuracy_PG)} groups:'
       f' {right} all right, {dropped - right} otherwise equal), and {why}.'
-      ' The prompts are too easy or too hard for this policy: use others, more'
-      ' rollout.num_generations or a higher cap, or set'
+      ' The prompts are too easy or too hard for this policy: use other'
+      ' prompts, more rollout.num_generations or a higher cap, or set'
       ' algorithm.filter_groups.enable=False and resume'
   )

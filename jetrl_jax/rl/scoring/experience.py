@@ -1,4 +1,4 @@
-"""From completions to scored, weighted sequences, and their metrics."""
+"""Completions and rewards to weighted training sequences, and their metrics."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -14,18 +14,18 @@ from jetrl_jax.rl.types import Completion
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experience:
-  """One rollout with its scores; P prompts, G samples each.
+  """One rewarded rollout; P prompts, G samples each.
 
   Attributes:
     prompts: the P prompts.
     completions: P * G, prompt by prompt.
-    scores_PG: float64, what the reward functions said.
+    scores_PG: float64, the values of the reward functions.
     overlong_PG: float64, at most 0: the overlong penalty; 0 without one.
     kl_penalty_PG: float64, see `kl_reward`; 0 without one.
-    rewards_PG: float64, what the advantages are made of: scores_PG +
-      overlong_PG - kl_penalty_PG.
+    rewards_PG: float64, scores_PG + overlong_PG - kl_penalty_PG, from which the
+      advantages are computed.
     accuracy_PG: float64 in [0, 1].
-    errors: reward errors by name ('timeout', ...), counted.
+    errors: name of a reward error ('timeout', ...) -> its count.
     advantages_PG: float32.
   """
 
@@ -51,7 +51,7 @@ def response_text(completion: Completion, tokenizer: Tokenizer) -> str:
 def join_sampled(
     completions: list[Completion], values: Iterable[np.ndarray]
 ) -> np.ndarray:
-  """Joins per-token values of responses, less those of observations.
+  """Joins per-token values of responses, without those of observations.
 
   Args:
     completions: the responses.
@@ -70,7 +70,7 @@ def from_scores(
     errors: dict[str, int],
     config: AlgorithmConfig,
 ) -> Experience:
-  """Adds advantages to flat scores [P * G]."""
+  """Adds rewards and advantages to flat scores [P * G]."""
   scores_PG = np.asarray(scores, np.float64).reshape(len(prompts), -1)
   overlong_PG = np.zeros_like(scores_PG)
   if config.overlong_buffer.enable:
@@ -101,7 +101,7 @@ def estimate_advantages(
     completions: list[Completion],
     config: AlgorithmConfig,
 ) -> np.ndarray:
-  """Returns the advantages [P, G] of the run's estimator."""
+  """Returns the advantages [P, G] by the configured estimator."""
   return advantages.estimate(
       rewards_PG,
       _counted_lengths(completions, config).reshape(rewards_PG.shape),
@@ -113,7 +113,7 @@ def estimate_advantages(
 def _counted_lengths(
     completions: list[Completion], config: AlgorithmConfig
 ) -> np.ndarray:
-  """Returns the tokens in each response's loss mask."""
+  """Returns the number of tokens in each response's loss mask."""
   masked = config.mask_truncated_completions
   return np.asarray(
       [
@@ -133,8 +133,8 @@ def mini_batches(
   """Splits a rollout by prompts into mini-batches of weighted sequences.
 
   Args:
-    experience: a scored rollout.
-    config: how losses are aggregated.
+    experience: a rewarded rollout.
+    config: how token losses are aggregated.
     mini_batch_size: prompts per optimiser step.
     max_response_length: default of loss_scale_factor.
 
@@ -206,7 +206,7 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
 
 
 def _episode_metrics(completions: list[Completion]) -> dict[str, float]:
-  """Returns what only episodes have: turns and observations."""
+  """Returns the metrics that only episodes have: turns and observations."""
   episodes = [c.episode for c in completions if c.episode is not None]
   if not episodes:
     return {}

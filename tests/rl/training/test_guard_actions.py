@@ -18,7 +18,7 @@ from jetrl_jax.config import build as configs
 from jetrl_jax.config import saved_policy
 from jetrl_jax.core.interrupt import StopRequested
 from jetrl_jax.fp8 import scaling_state
-from jetrl_jax.rl.training.guard_state import Action, GuardState
+from jetrl_jax.rl.training.guard import Action, GuardState
 from jetrl_jax.rl.training.trainer import Trainer
 from tests import whole_run
 
@@ -83,11 +83,11 @@ class _Faulty(Trainer):
 
     self.collector.rollout = moved
 
-  def _act(self, state):
+  def _apply_guard_action(self, state):
     if self.guard.due is not None and self.guard.due.name == self.stop_before:
       os.kill(os.getpid(), signal.SIGTERM)
     due, self.accuracy = self.guard.due, 0.5  # As if it had been evaluated.
-    state = super()._act(state)
+    state = super()._apply_guard_action(state)
     # That was another state.
     assert self.accuracy == (0.5 if due is None else None)
     return state

@@ -74,9 +74,9 @@ class _Copied(Trainer):
     super().__init__(*arguments)
     self.acted = {}
 
-  def _act(self, state):
+  def _apply_guard_action(self, state):
     action = self.guard.due
-    state = super()._act(state)
+    state = super()._apply_guard_action(state)
     if action is not None:
       self.acted[self.folder.saved_step] = (
           self.spec.rollout_policy.recipe,

@@ -49,7 +49,7 @@ class _Live:
   def learn(self, **changes):
     """One update with other settings; the state stays alive."""
     state, result = self.result(**changes)
-    return state, result.infos, result.scored
+    return state, result.infos, result.train_logprobs
 
   def result(
       self,
@@ -195,7 +195,7 @@ def test_the_start_up_bit_test_sees_equal_bits_and_a_moved_weight(
     return preflight.bit_test(
         trainer.spec,
         trainer.collector.engine,
-        trainer.learner.score,
+        trainer.learner.logprobs,
         state,
         trainer.interrupt.check,
     )
@@ -222,7 +222,7 @@ def test_saved_rollouts_replayed_give_the_same_weights(done, live):
         trainer.spec.algorithm,
     )
     state, learnt = trainer.learner.learn(state, exp)
-    assert _same_bits(exp, learnt.scored)
+    assert _same_bits(exp, learnt.train_logprobs)
   saved = whole_run.digest(whole_run.restored(done, 6).state)
   again = whole_run.digest(
       {
@@ -341,8 +341,8 @@ def test_updates_that_are_not_finite_are_skipped_counted_and_end_the_run(
     trainer.loss = functools.partial(_nan_from, 2, trainer.spec.loss)
     with pytest.raises(
         RuntimeError,
-        match='3 updates in a row were not finite .gradient norm nan.; the'
-        ' weights are as they were',
+        match='3 updates in a row were not finite .gradient norm nan.; none'
+        ' of them changed the weights',
     ):
       trainer.train()
     steps = whole_run.records(tmp_path)[1:]
