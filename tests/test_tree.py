@@ -160,6 +160,26 @@ def test_there_is_one_build_file_and_it_has_every_room():
   assert not [p for f in folders for p in (_ROOT / f).rglob('BUILD')]
 
 
+def _build_deps(room: str) -> set[str]:
+  """Returns what a room's target in BUILD names as its deps."""
+  text = (_ROOT / 'BUILD').read_text(encoding='utf-8')
+  name = f'name = "{room.replace(".", "_")}",'
+  target = text[text.index(name) :].split('\n)', 1)[0]
+  return set(re.findall(r'":(\w+)"', target.partition('deps = ')[2]))
+
+
+@pytest.mark.parametrize('room', _LAYERS)
+def test_a_target_depends_on_what_its_files_import(room):
+  imported = {
+      other.replace('.', '_') or 'jetrl_jax'
+      for path in _FILES
+      # What an __init__ only exports may import the room itself.
+      if _room(_module(path)) == room and path.name != '__init__.py'
+      for other in _rooms_imported(path) - {room}
+  }
+  assert _build_deps(room) - {'jetrl_jax'} == imported - {'jetrl_jax'}
+
+
 def test_every_room_has_tests():
   tests = [_name(p) for p in (_ROOT / 'tests').rglob('test_*.py')]
   for room in _LAYERS:
