@@ -114,8 +114,9 @@ def get_config() -> ml_collections.ConfigDict:
   config.data.val_max_samples = 0
 
   config.reward = ml_collections.ConfigDict()
-  # Terms of the score: 'math', 'gsm8k', 'format', or 'package.module.function'
-  # / 'file.py:function' with verl's or TRL's signature.
+  # Terms of the score: 'math', 'gsm8k', 'last_number', 'format', or
+  # 'package.module.function' / 'file.py:function' with verl's or TRL's
+  # signature.
   config.reward.functions = ('math',)
   # Factor of each term in the sum that is the score.
   config.reward.weights = (1.0,)
