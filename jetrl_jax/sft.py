@@ -53,10 +53,13 @@ def target_tokens(
     prompt: Prompt, answer_key: str, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, int]:
   """Returns (prompt and written answer and end token, the answer's start)."""
-  answer = tokenizer.encode(
-      str(column(prompt.extra, answer_key, f'prompt {prompt.id}')),
-      add_special_tokens=False,
-  )
+  written = column(prompt.extra, answer_key, f'prompt {prompt.id}')
+  if not isinstance(prompt.answer, str):
+    raise ValueError(
+        f'prompt {prompt.id}: {answer_key!r} is {prompt.answer!r}; a warm start'
+        ' trains on written answers: name a column of texts'
+    )
+  answer = tokenizer.encode(str(written), add_special_tokens=False)
   end = [tokenizer.eos_id]
   tokens = np.concatenate([prompt.tokens, answer, end]).astype(np.int32)
   return tokens, len(prompt.tokens)

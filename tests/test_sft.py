@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax import models, sft
+from jetrl_jax.data import Prompt
 from tests import whole_run
 from tests.data.small import write_tokenizer
 
@@ -261,3 +262,17 @@ def test_a_written_answer_ends_with_the_end_token(tmp_path):
   write_tokenizer(tmp_path, generation={'eos_token_id': [257, 256]})
   tokens, _ = sft.target_tokens(row, 'a.b', sft.Tokenizer(tmp_path))
   assert tokens[-1] == 256
+
+
+def test_a_warm_start_needs_written_answers():
+  row = {'answer': {'target': 24}}
+  prompt = Prompt(
+      id=7,
+      tokens=np.zeros(1, np.int32),
+      text='x',
+      answer=row['answer'],
+      source='s',
+      extra=row,
+  )
+  with pytest.raises(ValueError, match="prompt 7: 'answer' is {'target': 24}"):
+    sft.target_tokens(prompt, 'answer', tokenizer=None)

@@ -96,7 +96,7 @@ FLAGS: config_flags.Table = (
     ('system', flags.DEFINE_string, None, "For 'chat'"),
     ('prompt_key', flags.DEFINE_string, None, 'Column with the question'),
     ('answer_key', flags.DEFINE_string, None, 'Column with the answer'),
-    ('reward', flags.DEFINE_string, None, "'math', 'gsm8k', 'file.py:name'"),
+    ('reward', flags.DEFINE_string, None, 'A built-in one, or file.py:name'),
     ('output', flags.DEFINE_string, None, 'Folder of the results'),
 )
 

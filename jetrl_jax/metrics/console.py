@@ -16,6 +16,7 @@ _PACKAGE = str(pathlib.Path(__file__).parents[1]) + os.sep
 
 _SHOWN = (
     ('critic/score/mean', 'score', '.3f'),
+    ('critic/acc/mean', 'acc', '.3f'),
     ('response_length/mean', 'length', '.0f'),
     ('actor/entropy', 'entropy', '.3f'),
     ('actor/grad_norm', 'grad', '.2e'),

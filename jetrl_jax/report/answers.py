@@ -137,7 +137,7 @@ def last_group(run: Run) -> Group:
   ids = np.asarray([c.prompt_id for c in completions])
   score = extra['score']
   prompts = list(dict.fromkeys(ids.tolist()))
-  chosen = max(prompts, key=lambda i: float(np.std(score[ids == i])))
+  chosen = max(prompts, key=lambda i: _deviation(score[ids == i]))
   members = np.flatnonzero(ids == chosen)[:_ANSWERS]
   return Group(
       step=int(path.stem),
@@ -153,6 +153,12 @@ def last_group(run: Run) -> Group:
           for i in members
       ],
   )
+
+
+def _deviation(scores: np.ndarray) -> float:
+  """Returns the standard deviation of the scores that are there."""
+  scores = scores[~np.isnan(scores)]
+  return float(np.std(scores)) if len(scores) else 0.0
 
 
 def _last_rollouts(run: Run) -> pathlib.Path:

@@ -40,7 +40,7 @@ LEARNING = (
     ),
     Panel(
         title='Training accuracy',
-        curves=(('critic/score/mean', 'accuracy'),),
+        curves=(('critic/acc/mean', 'accuracy'),),
         unit='%',
         smooth=True,
         unless=('critic/rewards/mean', 'the reward'),

@@ -9,8 +9,8 @@ class RewardConfig:
   """From answers to scores.
 
   Attributes:
-    functions: terms of the score: 'math', 'gsm8k', 'format', or
-      'package.module.function' / 'file.py:function' with verl's or TRL's
+    functions: terms of the score: 'math', 'gsm8k', 'last_number', 'format',
+      or 'package.module.function' / 'file.py:function' with verl's or TRL's
       signature.
     weights: factor of each term in the sum that is the score.
     kwargs: keyword arguments by term, as JSON: ('', '{"pattern": "..."}').

@@ -5,9 +5,12 @@ nothing, and the result does not depend on the backend, the batch order or the
 number of devices.
 """
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 
-from jetrl_jax.core.typing import Array, Float, Int, NpArray, Shaped
+from jetrl_jax.core.typing import Array, Bool, Float, Int, NpArray, Shaped
 
 ESTIMATORS = ('grpo', 'dr_grpo', 'rloo', 'reinforce_plus_plus_baseline')
 
@@ -24,8 +27,13 @@ def estimate(
     *,
     adv_estimator: str,
     norm_by_std: bool,
+    scored_PG: Bool[NpArray, 'P G'] | None = None,
 ) -> Float[NpArray, 'P G']:
   """Turns the rewards of a rollout into one advantage per response.
+
+  A response without a score is left out: its group is compared without it,
+  and its own advantage is 0. One that is left alone has that of a group of
+  equal rewards.
 
   Args:
     rewards_PG: rewards, one row per prompt.
@@ -33,6 +41,8 @@ def estimate(
       'reinforce_plus_plus_baseline' reads them.
     adv_estimator: one of `ESTIMATORS`.
     norm_by_std: for 'grpo'; without it 'grpo' is 'dr_grpo'.
+    scored_PG: False where a response has no score, whose reward is not read;
+      None where all have one.
 
   Returns:
     float32 advantages.
@@ -43,13 +53,15 @@ def estimate(
   """
   match adv_estimator:
     case 'grpo':
-      return group_advantages(rewards_PG, norm_by_std=norm_by_std)
+      by_std = functools.partial(group_advantages, norm_by_std=norm_by_std)
+      return _of_scored(by_std, rewards_PG, scored_PG)
     case 'dr_grpo':
-      return group_advantages(rewards_PG, norm_by_std=False)
+      plain = functools.partial(group_advantages, norm_by_std=False)
+      return _of_scored(plain, rewards_PG, scored_PG)
     case 'rloo':
-      return leave_one_out_advantages(rewards_PG)
+      return _of_scored(leave_one_out_advantages, rewards_PG, scored_PG)
     case 'reinforce_plus_plus_baseline':
-      return whitened_advantages(rewards_PG, lengths_PG)
+      return whitened_advantages(rewards_PG, lengths_PG, scored_PG)
     case _:
       raise ValueError(
           f'adv_estimator is {adv_estimator!r}; allowed are'
@@ -125,6 +137,7 @@ def leave_one_out_advantages(
 def whitened_advantages(
     rewards_PG: Shaped[Array | NpArray, 'P G'],
     lengths_PG: Int[NpArray, 'P G'],
+    scored_PG: Bool[NpArray, 'P G'] | None = None,
 ) -> Float[NpArray, 'P G']:
   """Subtracts the group's mean, then whitens over the tokens of the batch.
 
@@ -141,6 +154,7 @@ def whitened_advantages(
   Args:
     rewards_PG: rewards, one row per prompt.
     lengths_PG: tokens in each response's loss mask.
+    scored_PG: see `estimate`.
 
   Returns:
     float32 advantages.
@@ -155,7 +169,11 @@ def whitened_advantages(
   Two differences from verl: a batch with fewer than two tokens gives 0 and not
   an error, and tokens that a rejection drops still count.
   """
-  centred_PG = _centred(_checked(rewards_PG))
+  centred_PG = _of_scored(
+      lambda rewards_PG: _centred(_checked(rewards_PG)), rewards_PG, scored_PG
+  )
+  if scored_PG is not None:
+    lengths_PG = np.where(scored_PG, lengths_PG, 0)
   assert lengths_PG.shape == centred_PG.shape, (
       lengths_PG.shape,
       centred_PG.shape,
@@ -166,7 +184,28 @@ def whitened_advantages(
   mean = (lengths_PG * centred_PG).sum() / tokens
   squares = (lengths_PG * np.square(centred_PG - mean)).sum()
   scale = 1.0 / np.sqrt(squares / (tokens - 1) + VARIANCE_EPSILON)
-  return ((centred_PG - mean) * scale).astype(np.float32)
+  advantages_PG = ((centred_PG - mean) * scale).astype(np.float32)
+  if scored_PG is not None:
+    advantages_PG = np.where(scored_PG, advantages_PG, np.float32(0.0))
+  return advantages_PG
+
+
+def _of_scored(
+    estimator: Callable[[NpArray], NpArray],
+    rewards_PG: Array | NpArray,
+    scored_PG: NpArray | None,
+) -> NpArray:
+  """Applies an estimator of groups to the responses that have a score."""
+  if scored_PG is None or scored_PG.all():
+    return estimator(np.asarray(rewards_PG))
+  # Of no values: what a group of one is refused for, and the dtype.
+  of_none = estimator(np.zeros((0, scored_PG.shape[1])))
+  found_PG = np.zeros(scored_PG.shape, of_none.dtype)
+  rows = zip(np.asarray(rewards_PG), scored_PG, strict=True)
+  for p, (rewards_G, scored_G) in enumerate(rows):
+    if scored_G.sum() > 1:
+      found_PG[p, scored_G] = estimator(rewards_G[None, scored_G])[0]
+  return found_PG
 
 
 def _checked(rewards_PG: Array | NpArray) -> NpArray:

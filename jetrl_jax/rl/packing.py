@@ -233,6 +233,7 @@ def sequence_from_completion(
     loss_weight: float,
     mask_truncated: bool,
     origin: int,
+    is_scored: bool = True,
 ) -> Sequence:
   """Builds the training sequence of one sampled response.
 
@@ -248,13 +249,16 @@ def sequence_from_completion(
     mask_truncated: whether to take a response that reached the length limit out
       of the loss (mask_truncated_completions).
     origin: see `Sequence`.
+    is_scored: without a score a response is taken out of the loss, too.
 
   Returns:
     The sequence; at prompt tokens all fields except `tokens` are 0.
   """
   prompt, response = completion.prompt_tokens, completion.tokens
   counted = bool(
-      masked_response_length(completion, mask_truncated=mask_truncated)
+      masked_response_length(
+          completion, mask_truncated=mask_truncated, is_scored=is_scored
+      )
   )
   mask = _behind(prompt, (completion.sampled & counted).astype(np.float32))
   return Sequence(
@@ -272,17 +276,20 @@ def sequence_from_completion(
 
 
 def masked_response_length(
-    completion: Completion, *, mask_truncated: bool
+    completion: Completion, *, mask_truncated: bool, is_scored: bool = True
 ) -> int:
   """Returns the number of sampled tokens that count in the loss.
 
   Args:
     completion: a response.
-    mask_truncated: whether responses that reached the length limit count 0.
+    mask_truncated: responses that met the length limit do not count.
+    is_scored: a response without a score does not.
 
   Returns:
     The tokens in the loss mask, for `aggregation.loss_weights`.
   """
+  if not is_scored:
+    return 0
   if mask_truncated and completion.finish_reason == 'length':
     return 0
   return int(np.count_nonzero(completion.sampled))

@@ -221,11 +221,11 @@ def test_an_accuracy_that_is_the_reward_is_not_drawn_twice(workdir):
   path = workdir / 'metrics.jsonl'
   lines = [json.loads(line) for line in path.read_text().splitlines()]
   for line in lines[1:]:
-    line['critic/score/mean'] = line['critic/rewards/mean']
+    line['critic/acc/mean'] = line['critic/rewards/mean']
   path.write_text('\n'.join(map(json.dumps, lines)) + '\n')
   page = _page(workdir)
   assert 'Training accuracy: equal to the reward.' in _Elements(page).text
-  lines[2]['critic/score/mean'] = 0.5
+  lines[2]['critic/acc/mean'] = 0.5
   path.write_text('\n'.join(map(json.dumps, lines)) + '\n')
   assert '<h3>Training accuracy</h3>' in _page(workdir)
 

@@ -51,14 +51,24 @@ def mixed_groups(
 ) -> Bool[NpArray, ' P']:
   """Marks the groups whose answers differ in accuracy.
 
-  With accuracies of 0 and 1: 0 < number of right answers < G.
+  With accuracies of 0 and 1: 0 < number of right answers < G. Answers without
+  a score, whose accuracy is NaN, are not compared.
 
   References:
     DAPO, arXiv:2503.14476, eq. 11. Between 0 and 1: verl, whose criterion is a
     standard deviation above 0.
   """
-  accuracy_PG = np.asarray(accuracy_PG)
-  return accuracy_PG.max(axis=1) > accuracy_PG.min(axis=1)
+  lowest_P, highest_P = _range(np.asarray(accuracy_PG))
+  return highest_P > lowest_P
+
+
+def _range(accuracy_PG: NpArray) -> tuple[NpArray, NpArray]:
+  """Returns each group's lowest and highest accuracy; inf and -inf of none."""
+  scored_PG = ~np.isnan(accuracy_PG)
+  return (
+      np.where(scored_PG, accuracy_PG, np.inf).min(axis=1),
+      np.where(scored_PG, accuracy_PG, -np.inf).max(axis=1),
+  )
 
 
 def fill(
@@ -134,12 +144,15 @@ def _group(batch: Experience, p: int) -> list[Completion]:
 def _metrics(batches: list[Experience]) -> dict[str, float]:
   accuracy_PG = np.concatenate([batch.accuracy_PG for batch in batches])
   dropped_P = ~mixed_groups(accuracy_PG)
-  right_P = accuracy_PG.min(axis=1) == 1
+  right_P = _range(accuracy_PG)[0] == 1
   return {
       'training/num_gen_batches': len(batches),
       'training/filter_groups/dropped_frac': float(dropped_P.mean()),
       'training/filter_groups/all_right_frac': float(right_P.mean()),
-      'training/filter_groups/generated_score': float(accuracy_PG.mean()),
+      'training/filter_groups/generated_acc': float(
+          # Some group is mixed, so it is no mean of nothing.
+          np.nanmean(accuracy_PG)
+      ),
   }
 
 
@@ -147,7 +160,9 @@ def _too_few(
     batches: list[Experience], found: int, groups: int, cap: int
 ) -> str:
   accuracy_PG = np.concatenate([batch.accuracy_PG for batch in batches])
-  right = int((accuracy_PG.min(axis=1) == 1).sum())
+  lowest_P, _ = _range(accuracy_PG)
+  right = int((lowest_P == 1).sum())
+  unscored = int(np.isinf(lowest_P).sum())
   dropped = len(accuracy_PG) - found
   why = 'every prompt was sampled'
   if len(batches) == cap:
@@ -155,8 +170,10 @@ def _too_few(
   return (
       f'dynamic sampling found {found} of {groups} groups with mixed outcomes'
       f' in {len(batches)} generation batches ({len(accuracy_PG)} groups:'
-      f' {right} all right, {dropped - right} otherwise equal), and {why}.'
-      ' The prompts are too easy or too hard for this policy: use other'
-      ' prompts, more rollout.num_generations or a higher cap, or set'
+      f' {right} all right,'
+      f' {f"{unscored} without a score, " if unscored else ""}'
+      f'{dropped - right - unscored} otherwise equal), and {why}.'
+      ' The prompts are too easy or too hard for this policy: use others, more'
+      ' rollout.num_generations or a higher cap, or set'
       ' algorithm.filter_groups.enable=False and resume'
   )

@@ -36,7 +36,7 @@ class Graded:
 
   @functools.cached_property
   def accuracy_PG(self) -> np.ndarray:
-    """float64 [P, G], in [0, 1]."""
+    """float64 [P, G], in [0, 1]; NaN where no reward applies."""
     return self._shaped([r.accuracy for r in self.results])
 
   @functools.cached_property
@@ -44,7 +44,7 @@ class Graded:
     """float64 [P, G]."""
     return self._shaped([r.score for r in self.results])
 
-  def _shaped(self, values: list[float]) -> np.ndarray:
+  def _shaped(self, values: list[float | None]) -> np.ndarray:
     shape = len(self.prompts), self.num_generations
     return np.asarray(values, np.float64).reshape(shape)
 
@@ -155,8 +155,8 @@ def evaluate(
   return metrics, samples
 
 
-def headline(metrics: dict[str, float]) -> float:
-  """Returns the mean of mean@k over sources, by which checkpoints are ranked.
+def headline(metrics: dict[str, float]) -> float | None:
+  """Returns the mean over sources of mean@k: what "best" means; None of none.
 
   It is measured in the rollout's precision; the metrics of
   `trainer.val_recipes` have other names.
@@ -168,4 +168,4 @@ def headline(metrics: dict[str, float]) -> float:
       and '/acc/mean@' in name
       and not name.endswith('/ci95')
   ]
-  return float(np.mean(means))
+  return float(np.mean(means)) if means else None

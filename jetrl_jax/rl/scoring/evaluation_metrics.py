@@ -113,6 +113,42 @@ def maj_at_k(
   return voted_P
 
 
+def by_problem(
+    scores_PG: Shaped[Array | NpArray, 'P G'], answers: Answers
+) -> dict[str, Float[NpArray, ' _']]:
+  """Returns mean@G, best@G and maj@G of each problem that has a score.
+
+  Args:
+    scores_PG: scores, NaN where a sample has none: it is left out, and with
+      it a problem whose samples all are.
+    answers: P rows of G answers.
+
+  Returns:
+    'mean', 'best' and 'maj' of the problems, without 'maj' where no sample has
+    an answer; empty where none has a score.
+  """
+  scores_PG = np.asarray(scores_PG, np.float64)
+  n = scores_PG.shape[1]
+  votes = any_votes(answers)
+  if not np.isnan(scores_PG).any():
+    found = {'mean': mean_at_k(scores_PG, n), 'best': best_at_k(scores_PG, n)}
+    return found | ({'maj': maj_at_k(scores_PG, answers, n)} if votes else {})
+  rows = []
+  for scores_G, row in zip(scores_PG, answers, strict=True):
+    kept = np.flatnonzero(~np.isnan(scores_G))
+    if len(kept):
+      row = [row[int(g)] for g in kept]
+      rows.append(by_problem(scores_G[None, kept], [row]))
+  if not rows:
+    return {}
+  names = ('mean', 'best', 'maj') if votes else ('mean', 'best')
+  # Without a vote the score of a majority is 0.
+  return {
+      name: np.concatenate([row.get(name, np.zeros(1)) for row in rows])
+      for name in names
+  }
+
+
 def any_votes(answers: Answers) -> bool:
   """Returns whether any sample has an answer to vote with.
 
@@ -183,8 +219,9 @@ def evaluation_metrics(
   """Returns mean@G, best@G and maj@G of one data source, with intervals.
 
   Args:
-    scores_PG: scores of G samples for each of P problems.
-    answers: P rows of G extracted answers; None where there was none.
+    scores_PG: scores of G samples for each of P problems; NaN where a sample
+      has none, see `by_problem`.
+    answers: P rows of G extracted answers, None where there was none.
     source: name of the data set, e.g. 'gsm8k'.
 
   Returns:
@@ -196,11 +233,8 @@ def evaluation_metrics(
     ValueError: there are no problems, or the shapes do not match.
   """
   n = np.shape(scores_PG)[1]
-  found = {'mean': mean_at_k(scores_PG, n), 'best': best_at_k(scores_PG, n)}
-  if any_votes(answers):
-    found['maj'] = maj_at_k(scores_PG, answers, n)
   metrics = {}
-  for name, values_P in found.items():
+  for name, values_P in by_problem(scores_PG, answers).items():
     key = f'val-core/{source}/acc/{name}@{n}'
     metrics[key] = float(values_P.mean())
     if len(values_P) > 1:

@@ -50,7 +50,7 @@ def subtract(
       rewards_PG=rewards_PG,
       kl_penalty_PG=penalty_PG,
       advantages_PG=experience.estimate_advantages(
-          rewards_PG, exp.completions, config
+          rewards_PG, exp.scored_PG, exp.completions, config
       ),
   )
   return exp, [[_with_advantage(s, exp) for s in batch] for batch in batches]

@@ -137,9 +137,11 @@ class Collector:
         accuracy = np.zeros_like(values)
       else:
         results = scores.results(completions)
-        values = np.asarray([r.score for r in results])
-        accuracy = np.asarray([r.accuracy for r in results])
+        # None, where no reward applies, becomes NaN.
+        values = np.asarray([r.score for r in results], np.float64)
+        accuracy = np.asarray([r.accuracy for r in results], np.float64)
         errors.update(r.error for r in results if r.error)
+        errors.update('unscored' for r in results if r.score is None)
     with self._timer('adv'):
       return experience.from_scores(
           prompts, completions, values, accuracy, errors, self._spec.algorithm

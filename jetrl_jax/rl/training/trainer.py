@@ -184,7 +184,7 @@ class Trainer:
 
   def _evaluate(self, step: int, state: TrainState) -> dict:
     metrics, samples = self.collector.evaluate(state)
-    if metrics:
+    if samples:
       self.accuracy = evaluation.headline(metrics)
       self.folder.save_samples(step, samples)
     return metrics
