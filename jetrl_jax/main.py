@@ -8,6 +8,7 @@ import sys
 import jax
 from absl import flags, logging
 
+from jetrl_jax import report
 from jetrl_jax.checkpoint import restore
 from jetrl_jax.config import build as configs
 from jetrl_jax.config import flags as config_flags
@@ -18,7 +19,6 @@ from jetrl_jax.dry_run import checks as dry_run_checks
 from jetrl_jax.dry_run import storage
 from jetrl_jax.metrics import provenance
 from jetrl_jax.metrics.console import before_and_after
-from jetrl_jax.report import __main__ as report
 from jetrl_jax.rl.training import initialize
 from jetrl_jax.rl.training.trainer import RunSpec, Trainer
 
