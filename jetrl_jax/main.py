@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from absl import flags, logging
 
+from jetrl_jax import report
 from jetrl_jax.checkpoint import restore
 from jetrl_jax.config import build as configs
 from jetrl_jax.config import flags as config_flags
@@ -20,7 +21,6 @@ from jetrl_jax.dry_run import storage
 from jetrl_jax.kernels import dispatch
 from jetrl_jax.metrics import provenance
 from jetrl_jax.metrics.console import before_and_after
-from jetrl_jax.report import __main__ as report
 from jetrl_jax.rl.training import initialize
 from jetrl_jax.rl.training.trainer import RunSpec, Trainer
 

@@ -43,15 +43,18 @@ def before_and_after(first: dict, last: dict) -> list[str]:
   """Returns a line for each held-out accuracy and mean reward.
 
   Args:
-    first: metrics of the run's first evaluation; after a resume it may lack
-      some names.
+    first: metrics of the first evaluation that has a line; after a resume it
+      may lack some names, and earlier lines may be lost.
     last: metrics of its last evaluation.
   """
-  lines = []
+  lines, start, end = [], first.get('step', 0), last.get('step', 0)
+  when = f'at step {start}' if start else 'before'
   for name, value in last.items():
     for measure, form in (('/acc/mean@', '.1%'), ('/reward/mean@', '.4f')):
       if measure in name and not name.endswith('/ci95'):
-        before = f'{first[name]:{form}} before, ' if name in first else ''
+        before = ''
+        if name in first and (start < end or not start):
+          before = f'{first[name]:{form}} {when}, '
         lines.append(f'{name}: {before}{value:{form}} after')
   return lines
 

@@ -1,185 +1,264 @@
-"""Answers for the reader: held-out ones before and after, and one group."""
+"""Answers for the reader: the held-out ones and the training ones, by step.
 
+A page holds the answers of as many steps as its budget allows, each step a
+compressed block that the browser opens when it is looked at. What a model
+wrote is untrusted: `visible` shows what would hide, and the page puts it in
+as text only.
+"""
+
+import base64
+import collections
 import dataclasses
+import json
 import pathlib
-import re
+import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from jetrl_jax.core.files import user_path
 from jetrl_jax.data import Tokenizer
-from jetrl_jax.report.data import Run
-from jetrl_jax.report.text import clipped, escape, number
+from jetrl_jax.report.run import Run, read_objects
+from jetrl_jax.rewards import math_answer
 from jetrl_jax.rl.scoring import experience, store
 
-_PAIRS = 8
-_ANSWERS = 16
-# (right before, right after) -> (heading, how many are shown first).
-_KINDS = {
-    (False, True): ('became right', 3),
-    (False, False): ('stayed wrong', 2),
-    (True, False): ('became wrong', 2),
-    (True, True): ('stayed right', 1),
+# Of a text that a model made, no more than its head and tail are shown.
+_HEAD, _TAIL = 6000, 2000
+# How the rewards that read a final answer find it; '' where there is none.
+_READERS = {
+    'math': math_answer.extract_answer,
+    'gsm8k': math_answer.after_marks,
+}
+_BECAME = {
+    (False, True): 'became right',
+    (False, False): 'stayed wrong',
+    (True, False): 'became wrong',
+    (True, True): 'stayed right',
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Group:
-  """The sampled answers to one prompt of one training step.
+@dataclasses.dataclass(frozen=True)
+class Answers:
+  """One kind of answers of a run.
 
   Attributes:
-    step: training step.
-    prompt: text.
-    answers: (text, score, advantage, tokens, finish reason) of each.
+    blocks: step -> base64 of zlib of JSON: a list of problems, each a dict of
+      'prompt', 'expected' and 'answers'; an answer is a dict of 'text',
+      'right', 'score', 'advantage', 'tokens', 'end' and 'found' (a final
+      answer). What is not known is null.
+    lead: sentences above them.
+    unanswered: share of the last step's answers that hold no final answer;
+      None where that is not known.
   """
 
-  step: int
-  prompt: str
-  answers: list[tuple[str, float, float, int, str]]
+  blocks: dict[int, str]
+  lead: list[str]
+  unanswered: float | None
 
 
-def heldout_html(run: Run) -> str:
-  """Returns held-out answers, side by side where there are two evaluations."""
-  if not run.samples:
-    return '<p class="missing">No samples: the run evaluated nothing yet.</p>'
-  steps = sorted(run.samples)
-  first, last = run.samples[steps[0]], run.samples[steps[-1]]
-  if len(steps) == 1 or len(first) != len(last):
-    parts = [_sample(sample, [(steps[-1], sample)]) for sample in last[:_PAIRS]]
-    if not parts:
-      return '<p class="missing">The samples are empty.</p>'
-    return f'<div class="samples">{"".join(parts)}</div>'
-  kinds: dict[tuple[bool, bool], list[int]] = {kind: [] for kind in _KINDS}
-  for i, (before, after) in enumerate(zip(first, last, strict=True)):
-    kinds[_right(before), _right(after)].append(i)
-  counts = ', '.join(
-      f'<b>{len(found)}</b> {_KINDS[kind][0]}' for kind, found in kinds.items()
-  )
-  shown = [i for kind, found in kinds.items() for i in found[: _KINDS[kind][1]]]
-  shown += [i for i in range(len(last)) if i not in shown]
-  parts = [
-      _sample(last[i], [(steps[0], first[i]), (steps[-1], last[i])])
-      for i in shown[:_PAIRS]
-  ]
-  return (
-      f'<p>Of {len(last)} problems, from step {steps[0]} to step {steps[-1]}:'
-      f' {counts}.</p><div class="samples">{"".join(parts)}</div>'
+def visible(text: Any) -> str:
+  """Returns text in which nothing hides.
+
+  Characters that show nothing or turn the text around (controls, bidirectional
+  overrides, lone surrogates) are written as escapes.
+  """
+  text = str(text)
+  if text.isascii() and text.isprintable():
+    return text
+  return ''.join(
+      # U+00A0, which is a space that does not break, is not `isprintable`.
+      c
+      if c.isprintable() or c in '\n\t\xa0'
+      else c.encode('unicode_escape').decode('ascii')
+      for c in text
   )
 
 
-def _right(sample: dict) -> bool:
-  accuracy = sample.get('accuracy')
-  return isinstance(accuracy, int | float) and accuracy > 0.5
+def clipped(text: Any) -> str:
+  """Returns the visible text; of a long one the beginning and the end."""
+  text = str(text)
+  left_out = len(text) - _HEAD - _TAIL
+  if left_out <= 0:
+    return visible(text)
+  cut = f'\n[... {left_out} characters are left out ...]\n'
+  return visible(text[:_HEAD]) + cut + visible(text[-_TAIL:])
 
 
-def _sample(sample: dict, answers: list[tuple[int, dict]]) -> str:
-  """Returns one problem with its answers."""
-  columns = ''.join(
-      f'<div><h4>step {step} {_verdict(answer)}</h4>'
-      f'<pre>{clipped(answer.get("response", ""))}</pre></div>'
-      for step, answer in answers
-  )
-  expected = sample.get('answer', '')
-  note = f'<p class="note">expected: {clipped(expected)}</p>'
-  return (
-      f'<article class="sample"><pre class="prompt">'
-      f'{clipped(sample.get("prompt", ""))}</pre><div class="pair">{columns}'
-      f'</div>{note if expected else ""}</article>'
-  )
+def heldout(run: Run, budget: int) -> Answers:
+  """Reads the samples of the evaluations.
+
+  Args:
+    run: the run.
+    budget: most characters of all blocks together; the last step and the first
+      are always kept.
+  """
+  files, is_found = run.by_step('samples/*.jsonl'), _finder(run)
+  notes: list[str] = []
+
+  def read(step: int) -> list[dict]:
+    return [_sample(s, is_found) for s in read_objects(files[step], notes)]
+
+  steps = [step for step in files if step <= run.steps[-1]]
+  lead = [] if steps else ['The workdir holds no samples of an evaluation.']
+  if len(steps) > 1:
+    before, after = map(_right, (read(steps[0]), read(steps[-1])))
+    counts = collections.Counter(
+        (before[k], after[k]) for k in after if k in before
+    )
+    became = ', '.join(f'{counts[k]} {name}' for k, name in _BECAME.items())
+    which = f'from step {steps[0]} to step {steps[-1]}'
+    lead = [f'Of {counts.total()} problems, {which}: {became}.']
+  return _packed(read, steps, budget, lead, notes)
 
 
-def _verdict(sample: dict) -> str:
-  good = _right(sample)
-  accuracy = sample.get('accuracy')
-  value = number(accuracy) if isinstance(accuracy, int | float) else '–'
-  word = 'right' if good else 'wrong'
-  return (
-      f'<span class="chip {"good" if good else "bad"}">{word}, {value}</span>'
-  )
-
-
-def group_html(run: Run) -> str:
-  """Returns the answers to one training prompt, or why there are none."""
+def training(run: Run, budget: int) -> Answers:
+  """Reads the saved rollouts; why there are none is said in `lead`."""
+  files, is_found = run.by_step('rollouts/*.npz'), _finder(run)
+  steps = [step for step in files if step <= run.steps[-1]]
+  notes: list[str] = []
   try:
-    group = last_group(run)
+    if not steps:
+      raise ValueError('no rollouts were saved (trainer.save_rollouts)')
+    tokenizer = Tokenizer(_tokenizer_folder(run))
   except ValueError as error:
-    return f'<p class="missing">No training answers: {escape(error)}.</p>'
-  rows = ''.join(
-      f'<tr><td class="num">{number(score)}</td>'
-      f'<td class="num">{advantage:+.2f}</td><td class="num">{tokens}</td>'
-      f'<td>{escape(reason)}</td><td><pre>{clipped(text)}</pre></td></tr>'
-      for text, score, advantage, tokens, reason in group.answers
-  )
-  titles = ('reward', 'advantage', 'tokens', 'end', 'answer')
-  head = ''.join(f'<th>{title}</th>' for title in titles)
-  return (
-      f'<p>The answers to one prompt of step {group.step}, with what the update'
-      ' made of them.</p>'
-      '<article class="sample group"><pre class="prompt">'
-      f'{clipped(group.prompt)}</pre><div class="wide"><table><tr>{head}</tr>'
-      f'{rows}</table></div></article>'
-  )
+    return Answers({}, [f'No training answers: {error}.'], None)
+
+  def read(step: int) -> list[dict]:
+    try:
+      return _groups(files[step], tokenizer, is_found)
+    # What else the arrays of a damaged file may raise.
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+      notes.append(f'Left out: {error}.')
+      return []
+
+  return _packed(read, steps, budget, [], notes)
 
 
-def last_group(run: Run) -> Group:
-  """Reads the group of the last saved rollout whose scores differ most.
+def _packed(
+    read: Callable[[int], list[dict]],
+    steps: list[int],
+    budget: int,
+    lead: list[str],
+    notes: list[str],
+) -> Answers:
+  """Packs the last step, the first, and then those between, evenly spread."""
+  blocks: dict[int, str] = {}
+  newest: list[bool | None] = []
+  for step in _spread(steps):
+    problems = read(step)
+    newest = newest or [a['found'] for p in problems for a in p['answers']]
+    text = json.dumps(problems, separators=(',', ':'))
+    block = base64.b64encode(zlib.compress(text.encode(), 9)).decode()
+    if len(blocks) > 1 and len(block) + sum(map(len, blocks.values())) > budget:
+      lead = [
+          *lead,
+          f'The page holds the answers of {len(blocks)} of {len(steps)} steps;'
+          ' --answers_mib sets how much room they may take.',
+      ]
+      break
+    blocks[step] = block
+  known = [found for found in newest if found is not None]
+  unanswered = known.count(False) / len(known) if known else None
+  lead = [*lead, *dict.fromkeys(notes)]
+  return Answers(dict(sorted(blocks.items())), lead, unanswered)
 
-  Raises:
-    ValueError: no rollouts were saved, they are damaged, or the tokenizer is
-      not where the run found it.
-  """
-  path = _last_rollouts(run)
+
+def _spread(steps: list[int]) -> list[int]:
+  """Orders steps so that each beginning of the list is spread over the run."""
+  order, queue = [steps[-1], steps[0]] if steps else [], [(0, len(steps) - 1)]
+  for low, high in queue:
+    middle = (low + high) // 2
+    if high - low > 1:
+      order.append(steps[middle])
+      queue += [(low, middle), (middle, high)]
+  return list(dict.fromkeys(order))
+
+
+def _answer(
+    text: str, is_found: Callable[[str], bool | None], **more: Any
+) -> dict:
+  names = ('right', 'score', 'advantage', 'tokens', 'end')
+  known = dict.fromkeys(names) | more
+  return {'text': clipped(text), 'found': is_found(text)} | known
+
+
+def _sample(sample: dict, is_found: Callable[[str], bool | None]) -> dict:
+  """Returns a held-out problem with its one answer."""
+  accuracy = sample.get('accuracy')
+  right = accuracy > 0.5 if isinstance(accuracy, int | float) else None
+  end = clipped(sample.get('finish_reason', ''))
+  text = str(sample.get('response', ''))
+  return {
+      'prompt': clipped(sample.get('prompt', '')),
+      'expected': clipped(sample.get('answer', '')),
+      'answers': [_answer(text, is_found, right=right, end=end)],
+  }
+
+
+def _groups(
+    path: pathlib.Path,
+    tokenizer: Tokenizer,
+    is_found: Callable[[str], bool | None],
+) -> list[dict]:
+  """Returns the prompts of a step, those whose scores differ most first."""
   completions, extra = store.load_rollouts(path)
-  if not completions or not {'score', 'advantage'} <= set(extra):
+  if not completions or not {'score', 'accuracy', 'advantage'} <= set(extra):
     raise ValueError(f'{path.name} has no scored rollouts')
-  tokenizer = Tokenizer(_tokenizer_folder(run))
+  scores = np.nan_to_num(extra['score'])
   ids = np.asarray([c.prompt_id for c in completions])
-  score = extra['score']
-  prompts = list(dict.fromkeys(ids.tolist()))
-  chosen = max(prompts, key=lambda i: _deviation(score[ids == i]))
-  members = np.flatnonzero(ids == chosen)[:_ANSWERS]
-  return Group(
-      step=int(path.stem),
-      prompt=tokenizer.decode(completions[members[0]].prompt_tokens),
-      answers=[
-          (
-              experience.response_text(completions[i], tokenizer),
-              float(score[i]),
-              float(extra['advantage'][i]),
-              len(completions[i].tokens),
-              completions[i].finish_reason,
-          )
-          for i in members
-      ],
-  )
+  groups = [np.flatnonzero(ids == i) for i in dict.fromkeys(ids.tolist())]
+  groups.sort(key=lambda rows: -scores[rows].std())
+  return [
+      {
+          'prompt': clipped(
+              tokenizer.decode(completions[rows[0]].prompt_tokens)
+          ),
+          'expected': '',
+          'answers': [
+              _answer(
+                  experience.response_text(completions[i], tokenizer),
+                  is_found,
+                  right=bool(extra['accuracy'][i] > 0.5),
+                  score=float(scores[i]),
+                  advantage=float(np.nan_to_num(extra['advantage'][i])),
+                  tokens=len(completions[i].tokens),
+                  end=visible(completions[i].finish_reason),
+              )
+              for i in rows
+          ],
+      }
+      for rows in groups
+  ]
 
 
-def _deviation(scores: np.ndarray) -> float:
-  """Returns the standard deviation of the scores that are there."""
-  scores = scores[~np.isnan(scores)]
-  return float(np.std(scores)) if len(scores) else 0.0
+def _right(problems: list[dict]) -> dict[tuple[str, int], bool]:
+  """Returns (prompt, how many equal ones came before) -> is it right."""
+  seen, found = collections.Counter[str](), {}
+  for problem in problems:
+    key = problem['prompt'], seen[problem['prompt']]
+    found[key] = bool(problem['answers'][0]['right'])
+    seen[problem['prompt']] += 1
+  return found
 
 
-def _last_rollouts(run: Run) -> pathlib.Path:
-  folder = run.folder / 'rollouts'
-  found = sorted(folder.glob('*.npz')) if folder.is_dir() else []
-  found = [p for p in found if re.fullmatch('[0-9]+', p.stem)]
-  found = [p for p in found if int(p.stem) <= run.steps[-1]]
-  if not found:
-    raise ValueError('no rollouts were saved (trainer.save_rollouts)')
-  return found[-1]
+def _finder(run: Run) -> Callable[[str], bool | None]:
+  """Returns what says whether a text holds a final answer; None: unknown."""
+  terms = run.config.get('reward.functions')
+  names = [str(term) for term in terms] if isinstance(terms, list) else []
+  readers = [_READERS[name] for name in names if name in _READERS]
+  if not readers or run.config.get('environment.name'):
+    return lambda text: None
+  return lambda text: any(read(text) for read in readers)
 
 
 def _tokenizer_folder(run: Run) -> pathlib.Path:
-  names: list[Any] = [
-      run.folder / 'export',
-      run.config.get('data.tokenizer'),
-      run.config.get('model.path'),
-  ]
-  for name in names:
-    folder = user_path(name) if name else None
-    if folder is not None and (folder / 'tokenizer.json').is_file():
+  names = map(run.config.get, ('data.tokenizer', 'model.path'))
+  for name in (run.folder / 'export', *names):
+    if (
+        name
+        and (folder := user_path(name)).joinpath('tokenizer.json').is_file()
+    ):
       return folder
   raise ValueError(
       'the tokenizer is not in export/, data.tokenizer or model.path, seen from'

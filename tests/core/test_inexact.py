@@ -10,8 +10,8 @@ import pytest
 
 from jetrl_jax.config import model as config_model
 from jetrl_jax.core import compilation
-from jetrl_jax.report.data import read_run
 from jetrl_jax.report.facts import headline
+from jetrl_jax.report.run import read_run
 from tests import whole_run
 
 

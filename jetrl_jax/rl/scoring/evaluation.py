@@ -124,9 +124,9 @@ def evaluate(
   """Grades held-out prompts; see `grade`.
 
   Returns:
-    (metrics, samples). The metrics of each data source are those of
-    `evaluation_metrics`. A sample is a dict of prompt, response, answer and
-    accuracy, for the reader.
+    (metrics by METHODS' names for every data source, samples): a sample is a
+    dict of prompt, response, answer, accuracy and finish_reason, for the
+    reader.
   """
   how |= {'environment': environment}
   graded = grade(engine, params, prompts, pool, tokenizer, **how)
@@ -150,6 +150,7 @@ def evaluate(
             'response': experience.response_text(completion, tokenizer),
             'answer': prompt.answer,
             'accuracy': graded.of_prompt(i, graded.results)[0].accuracy,
+            'finish_reason': completion.finish_reason,
         }
     )
   return metrics, samples
