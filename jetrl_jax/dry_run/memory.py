@@ -18,7 +18,7 @@ from jetrl_jax import fp8, kernels
 from jetrl_jax.core import sharding
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.dry_run import needs as dry_run_needs
-from jetrl_jax.fp8 import scaling_state as slots
+from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.optim.apply import Gradients, merge
 from jetrl_jax.optim.types import TrainState
@@ -142,7 +142,9 @@ def _evaluated_in(spec: RunSpec, state: TrainState) -> list[PolicyParams]:
       continue  # What samples is there already.
     recipe = other_precision.recipe_of(spec, name)
     kept = jax.eval_shape(
-        lambda t, f, recipe=recipe: slots.init_state(merge(t, f), recipe),
+        lambda t, f, recipe=recipe: scaling_state.init_state(
+            merge(t, f), recipe
+        ),
         state.trainable,
         state.frozen,
     )
