@@ -19,6 +19,7 @@ from jetrl_jax.config.settings import MixedFlow, ModelSource
 from jetrl_jax.core import rng, sharding
 from jetrl_jax.core.sharding import MeshConfig
 from jetrl_jax.core.typing import PyTree
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.models import families, invariant_scaling
 from jetrl_jax.models.hf import layout as hf_layout
 from jetrl_jax.models.policy import Policy
@@ -88,7 +89,12 @@ def build_policy(
         ' precision.compute_dtype. Set it to False'
     )
   policy = take(
-      Policy, config, model=model, recipe=recipe, axes=sharding.axes_of(mesh)
+      Policy,
+      config,
+      model=model,
+      recipe=recipe,
+      axes=sharding.axes_of(mesh),
+      kernels=dispatch.select(config.kernels),
   )
   return policy, mesh, folder
 
