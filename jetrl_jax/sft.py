@@ -157,7 +157,7 @@ def _check_lengths(
       f'{sum(n > row_length for n in lengths)} of {len(prompts)} prompts are'
       f' too long with their written answers; the longest is prompt {prompt.id}'
       f' ({prompt.source}), with {start} + {len(tokens) - start} tokens (the'
-      f' end token among them), and there is room for {row_length}. Raise'
+      f' end token among them), but a row holds {row_length}. Raise'
       f' rollout.max_response_length from {config.rollout.max_response_length}'
       f' to {enough} or more, or leave those prompts out of data.train_files'
   )

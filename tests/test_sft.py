@@ -113,8 +113,8 @@ def test_an_answer_that_is_too_long_is_named_before_any_weight(
     sft.train(config, tmp_path / 'run')
   assert str(refused.value) == (
       '1 of 2 prompts are too long with their written answers; the longest is'
-      ' prompt 1 (written), with 4 + 31 tokens (the end token among them), and'
-      ' there is room for 32. Raise rollout.max_response_length from 12 to 19'
+      ' prompt 1 (written), with 4 + 31 tokens (the end token among them), but'
+      ' a row holds 32. Raise rollout.max_response_length from 12 to 19'
       ' or more, or leave those prompts out of data.train_files'
   )
   assert not (tmp_path / 'run').exists()

@@ -426,7 +426,7 @@ def test_a_run_that_fits_is_compiled_and_not_started(tmp_path, capsys):
   said = capsys.readouterr().out
   for text in (
       'would start at step 0',
-      "XLA's account of the compiled program",
+      'The additional memory of a phase is what XLA reports',
       "Of accumulate's temporary memory, from shapes",
       'activations: i',
       'FP8 dots are emulated on cpu',

@@ -145,13 +145,13 @@ def _error(workdir=None, output=None) -> str:
 
 
 def test_a_workdir_without_a_checkpoint_is_one_sentence(tmp_path):
-  assert 'there is no checkpoint of a run; name' in _error(workdir=tmp_path)
+  assert 'holds no checkpoint of a run; choose' in _error(workdir=tmp_path)
   assert not list(tmp_path.iterdir())
 
 
 def test_a_result_without_a_folder_is_refused_before_anything_runs(tmp_path):
   assert 'there is no folder' in _error(output=tmp_path / 'no' / 'x.json')
-  assert 'is a folder; name a file' in _error(output=tmp_path)
+  assert 'is a folder; choose a file' in _error(output=tmp_path)
   if pathlib.Path('/proc/self').exists():
     assert 'cannot be written' in _error(
         output=pathlib.Path('/proc/self/x.json')

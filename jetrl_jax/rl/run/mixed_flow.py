@@ -201,9 +201,9 @@ def _observed_inputs(
   )
   # The output gradients of this sum mean nothing. Because they are replaced
   # here, the whole backward pass is dead code and is not compiled.
-  return scaling_state.map_slots(
-      lambda slot: slot
-      | {'output_grad': jax.tree.map(jnp.zeros_like, slot['output_grad'])},
+  return scaling_state.map_records(
+      lambda record: record
+      | {'output_grad': jax.tree.map(jnp.zeros_like, record['output_grad'])},
       observed,
   )
 

@@ -166,5 +166,5 @@ def _summary(policy: Policy, state: TrainState) -> adaptive.Summary:
       lambda s, p, w: scaling_state.measure_kernels(s, p, w, Axes())
   )(state.fp8_state, merge(state.trainable, state.frozen), state.weights)
   return health.summarize(
-      jax.device_get(fp8_state), scaling_state.slot_paths(fp8_state)
+      jax.device_get(fp8_state), scaling_state.record_paths(fp8_state)
   )

@@ -106,7 +106,7 @@ def test_a_checkpoint_has_the_rollouts_scales_and_makes_its_weights_again(
 ):
   state = whole_run.restored(fp8_rollout, changes=_FP8_ROLLOUT).state
   assert state['fp8_state'] == {}
-  qkv, *_ = scaling_state.slot_paths(state['rollout_fp8_state'])
+  qkv, *_ = scaling_state.record_paths(state['rollout_fp8_state'])
   slot = functools.reduce(
       lambda node, key: node[key], qkv.split('/'), state['rollout_fp8_state']
   )
@@ -283,7 +283,7 @@ def test_observing_sees_what_the_rollouts_own_recipe_feeds_its_dots():
   ]
   # What the training forward of the same recipe observes, backward and all.
   gradients, _ = run.accumulate(side, batches)
-  for path in scaling_state.slot_paths(side.fp8_state):
+  for path in scaling_state.record_paths(side.fp8_state):
     ours = _at(functools.reduce(scaling_state.combine, seen), path)
     theirs = _at(gradients.fp8, path)
     tiny_run.assert_same_bits(
@@ -306,7 +306,7 @@ def test_a_rollout_with_dynamic_scales_is_measured_where_dots_are_chosen():
   assert measure(state, batches) is state
   measure = mixed_flow.Requantizer(choosing, run.mesh, state).calibrate
   seen = measure(state, batches)
-  for path in scaling_state.slot_paths(state.rollout_fp8_state):
+  for path in scaling_state.record_paths(state.rollout_fp8_state):
     sums = _at(seen.rollout_fp8_state, path)['input']['health']
     elements, *_, signal, noise = np.asarray(sums)
     width = _at(state.trainable, path)['kernel'].shape[1]
