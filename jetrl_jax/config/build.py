@@ -30,7 +30,7 @@ from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.rewards import RewardPool, RewardSpec
 from jetrl_jax.rewards.functions import check_references
 from jetrl_jax.rewards.pool import check_limits
-from jetrl_jax.rewards.settings import RewardConfig
+from jetrl_jax.rewards.types import RewardConfig
 from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.rollout import buckets
 from jetrl_jax.rl.rollout.engine import EngineConfig

@@ -15,7 +15,7 @@ from jetrl_jax.data import Prompt, Tokenizer
 from jetrl_jax.data.settings import DataConfig
 from jetrl_jax.rewards import RewardSpec
 from jetrl_jax.rewards.functions import check_references
-from jetrl_jax.rewards.settings import RewardConfig
+from jetrl_jax.rewards.types import RewardConfig
 from jetrl_jax.rl.rollout.engine import EngineConfig
 from jetrl_jax.rl.run import fp8_support
 from jetrl_jax.rl.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
