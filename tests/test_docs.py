@@ -105,7 +105,7 @@ def _commands(text: str) -> list[tuple[str, list[str]]]:
 # runs as the command would, up to the point where its flags are parsed.
 _PARSE = """
 import json, os, runpy, sys
-import jetrl_jax.config, jetrl_jax.dry_run, jetrl_jax.report_page
+import jetrl_jax.config, jetrl_jax.dry_run, jetrl_jax.report
 import jetrl_jax.saved_policy, ml_collections.config_flags
 from absl import app, flags
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jetrl_jax import compilation, config_model
-from jetrl_jax.report_data import read_run
-from jetrl_jax.report_facts import headline
+from jetrl_jax.report.facts import headline
+from jetrl_jax.report.run import read_run
 from tests import whole_run
 
 

@@ -10,6 +10,7 @@ from ml_collections import config_flags
 
 from jetrl_jax import config_flag, models
 from tests import whole_run
+from tests.report import pages
 
 _PATIENCE_S = 250
 
@@ -85,9 +86,13 @@ def test_a_run_shows_before_and_after_and_two_completions(tmp_path):
   assert output.count('(expected ') == 2
   exported = models.load_config(workdir / 'export')
   assert exported == models.load_config(whole_run.home() / 'tiny/model')
-  report = (workdir / 'report.html').read_text()
   assert f'Report: {workdir}/report.html' in output
-  assert questions[0] in report and 'The answers to one prompt' in report
+  report = (workdir / 'report.html').read_text()
+  heldout = pages.answers(report, 0)[6]
+  assert [problem['prompt'] for problem in heldout[:2]] == questions
+  ends = {answer['end'] for p in heldout for answer in p['answers']}
+  assert ends and ends <= {'stop', 'length'}
+  assert list(pages.answers(report, 1)) == [1, 2, 3, 4, 5, 6]
   start = json.loads((workdir / 'starts.jsonl').read_text())
   assert start['train_prompts'] == 10 and start['train_left_out'] == 0
   assert start['num_devices'] == 1

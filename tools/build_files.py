@@ -195,6 +195,7 @@ def _of_room(room: str, files: list[pathlib.Path]) -> list[_Target]:
       sources=files,
       deps=_deps(files) - {_label(room)},
       visible=_may_import(room),
+      data=_data_of(folder) if is_package else '',
   )
   commands = [
       _Target(
@@ -209,6 +210,13 @@ def _of_room(room: str, files: list[pathlib.Path]) -> list[_Target]:
       if "__name__ == '__main__'" in path.read_text(encoding='utf-8')
   ]
   return [library, *commands]
+
+
+def _data_of(folder: pathlib.Path) -> str:
+  """Returns Bazel's text for what a package reads besides Python."""
+  kinds = ('.html', '.toml')
+  names = sorted(p.name for p in folder.iterdir() if p.suffix in kinds)
+  return f'    data = {_list(names)},\n' if names else ''
 
 
 def _may_import(room: str) -> frozenset[str]:

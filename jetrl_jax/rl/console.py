@@ -42,15 +42,18 @@ def before_and_after(first: dict, last: dict) -> list[str]:
   """Returns a line per held-out accuracy and mean reward of the last.
 
   Args:
-    first: metrics of a run's first evaluation; a resume may have changed what
-      is measured since then.
-    last: of its last one.
+    first: metrics of the first evaluation of which there is a line; a resume
+      may have changed what is measured since then, and lines may be lost.
+    last: of the last one.
   """
-  lines = []
+  lines, start, end = [], first.get('step', 0), last.get('step', 0)
+  when = f'at step {start}' if start else 'before'
   for name, value in last.items():
     for measure, form in (('/acc/mean@', '.1%'), ('/reward/mean@', '.4f')):
       if measure in name and not name.endswith('/ci95'):
-        before = f'{first[name]:{form}} before, ' if name in first else ''
+        before = ''
+        if name in first and (start < end or not start):
+          before = f'{first[name]:{form}} {when}, '
         lines.append(f'{name}: {before}{value:{form}} after')
   return lines
 

@@ -115,7 +115,8 @@ def evaluate(
 
   Returns:
     (metrics by METHODS' names for every data source, samples): a sample is a
-    dict of prompt, response, answer and accuracy, for the reader.
+    dict of prompt, response, answer, accuracy and finish_reason, for the
+    reader.
   """
   how |= {'environment': environment}
   graded = grade(engine, params, prompts, pool, tokenizer, **how)
@@ -139,6 +140,7 @@ def evaluate(
             'response': experience.response_text(completion, tokenizer),
             'answer': prompt.answer,
             'accuracy': graded.of_prompt(i, graded.results)[0].accuracy,
+            'finish_reason': completion.finish_reason,
         }
     )
   return metrics, samples

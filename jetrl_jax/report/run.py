@@ -8,28 +8,26 @@ import collections
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import re
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
+METRICS = 'metrics.jsonl'
 OPERANDS = ('input', 'kernel', 'output_grad')
+_HEALTH, _CHANGED = 'fp8_health', 'fp8_changed_weight_bytes'
 MEASURES = ('saturated_frac', 'flushed_frac', 'sqnr_db')
-_HEALTH = 'fp8_health'
-_CHANGED = 'fp8_changed_weight_bytes'
 _HEALTH_KEYS = [(o, m) for o in OPERANDS for m in MEASURES]
 _HEALTH_KEYS.append(('kernel', 'changed'))
+# How deep below a folder its runs may be.
+_DEPTH = 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Series:
-  """One metric.
-
-  Attributes:
-    steps: int64 [n], those whose lines have the metric.
-    values: float64 [n]; NaN where the value was not finite.
-  """
+class Series(NamedTuple):
+  """A metric: int64 [n] and float64 [n], NaN where it was not finite."""
 
   steps: np.ndarray
   values: np.ndarray
@@ -62,10 +60,8 @@ class Run:
     health: None without FP8.
     config: dotted name -> value; empty where config.json is missing.
     starts: lines of starts.jsonl.
-    samples: step -> held-out samples; the first and the last evaluation.
-    checkpoints: steps that have a folder.
     nonfinite: metric -> lines in which it was not finite.
-    notes: sentences on what is missing or was dropped.
+    notes: sentences on what is missing or was left out.
     chosen: dots that the cold start put into high precision, with their dB.
   """
 
@@ -76,27 +72,33 @@ class Run:
   health: Health | None
   config: dict[str, Any]
   starts: list[dict]
-  samples: dict[int, list[dict]]
-  checkpoints: list[int]
   nonfinite: dict[str, int]
   notes: list[str]
-  chosen: dict[str, float] = dataclasses.field(default_factory=dict)
+  chosen: dict[str, float]
 
-  def get(self, metric: str) -> Series | None:
-    """Returns a metric, None where no line has it."""
-    return self.series.get(metric)
+  def finite(self, metric: str) -> np.ndarray:
+    """Returns the finite values of a metric; empty where no line has it."""
+    values = (
+        self.series[metric].values if metric in self.series else np.zeros(0)
+    )
+    return values[np.isfinite(values)]
 
   def last(self, metric: str) -> float | None:
     """Returns the newest finite value of a metric."""
     found = self.finite(metric)
     return float(found[-1]) if found.size else None
 
-  def finite(self, metric: str) -> np.ndarray:
-    """Returns the finite values of a metric; empty where no line has it."""
-    if metric not in self.series:
-      return np.zeros(0)
-    values = self.series[metric].values
-    return values[np.isfinite(values)]
+  @property
+  def is_finished(self) -> bool:
+    """Whether the last step of the config is there."""
+    total = self.config.get('trainer.total_training_steps')
+    return isinstance(total, int) and int(self.steps[-1]) >= total
+
+  def by_step(self, pattern: str) -> dict[int, pathlib.Path]:
+    """Returns what is named by its step, such as 'rollouts/*.npz', in order."""
+    found = self.folder.glob(pattern)
+    steps = {int(p.stem): p for p in found if re.fullmatch('[0-9]+', p.stem)}
+    return dict(sorted(steps.items()))
 
 
 def read_run(folder: pathlib.Path, name: str) -> Run:
@@ -111,58 +113,74 @@ def read_run(folder: pathlib.Path, name: str) -> Run:
       that, or a line other than the last one is damaged.
   """
   notes: list[str] = []
-  lines = _read_lines(folder, notes)
-  starts = _read_objects(folder / 'starts.jsonl', notes)
+  lines = list(_read_lines(folder, notes))
+  if not lines:
+    raise ValueError(
+        f'{folder / METRICS} is empty: the run has not logged a step yet'
+    )
+  starts = read_objects(folder / 'starts.jsonl', notes)
   if not starts:
     notes.append('No starts.jsonl: versions and device are not known.')
+  steps = np.asarray([line['step'] for line in lines], np.int64)
+  series = _series(lines)
+  if 'sft/loss' not in series:  # A warm start logs every tenth step.
+    notes += _lost_lines(steps.tolist())
+  nonfinite = collections.Counter[str]()
+  for line in lines:
+    names_in = line.get('nonfinite')
+    nonfinite.update(map(str, names_in if isinstance(names_in, list) else []))
   return Run(
       name=name,
       folder=folder,
-      steps=np.asarray([line['step'] for line in lines], np.int64),
-      series=_series(lines),
+      steps=steps,
+      series=series,
       health=_health(lines),
-      config=_config(folder / 'config.json', notes),
+      config=_flat(_read_json(folder / 'config.json', notes)),
       starts=starts,
-      samples=_samples(folder / 'samples', int(lines[-1]['step']), notes),
-      checkpoints=_checkpoints(folder / 'checkpoints'),
-      nonfinite=collections.Counter(
-          str(metric) for line in lines for metric in _list(line, 'nonfinite')
-      ),
+      nonfinite=nonfinite,
       notes=notes,
       chosen=_chosen(folder / 'precision.json', notes),
   )
 
 
+def find_runs(folder: pathlib.Path) -> list[pathlib.Path]:
+  """Returns the workdirs below a folder; none below one that is a workdir."""
+  found = []
+  for path, below, files in os.walk(folder):
+    depth = len(pathlib.Path(path).relative_to(folder).parts)
+    if METRICS in files and depth:
+      found.append(pathlib.Path(path))
+    if METRICS in files or depth == _DEPTH:
+      below.clear()
+  return sorted(found)
+
+
 def names(folders: list[pathlib.Path]) -> list[str]:
-  """Returns the shortest ends of the paths that tell all of them apart.
+  """Returns the ends of the paths that tell all of them apart.
 
   Raises:
     ValueError: a folder is given twice.
   """
-  parts = [folder.resolve().parts for folder in folders]
-  for i, one in enumerate(parts):
-    if one in parts[:i]:
+  paths = [folder.resolve() for folder in folders]
+  for i, path in enumerate(paths):
+    if path in paths[:i]:
       raise ValueError(f'{folders[i]} is given twice; a comparison needs two')
-  for length in range(1, max(map(len, parts)) + 1):
-    ends = ['/'.join(p[-length:]) for p in parts]
-    if len(set(ends)) == len(ends):
-      return ends
-  return ['/'.join(p) for p in parts]
+  above = os.path.commonpath([path.parent for path in paths])
+  return [path.relative_to(above).as_posix() for path in paths]
 
 
-def _read_lines(folder: pathlib.Path, notes: list[str]) -> list[dict]:
-  """Returns the lines of metrics.jsonl, checked."""
-  path = folder / 'metrics.jsonl'
+def _read_lines(folder: pathlib.Path, notes: list[str]) -> Iterator[dict]:
+  """Yields the lines of metrics.jsonl, checked."""
+  path = folder / METRICS
   if not folder.is_dir():
     raise ValueError(f'{folder}: there is no such folder')
   if not path.is_file():
     held = sorted(p.name for p in folder.iterdir())[:5]
     raise ValueError(
-        f'{folder} holds no metrics.jsonl (but {held or "nothing"}); name the'
-        ' --workdir of a run'
+        f'{folder} holds no {METRICS} (but {held or "nothing"}); name the'
+        ' --workdir of a run, or one folder of runs'
     )
-  lines: list[dict] = []
-  damaged = ''
+  step, damaged = -(2**53), ''
   with open(path, 'rb') as file:
     for number, content in enumerate(file, start=1):
       if damaged:  # And it was not the last one.
@@ -173,21 +191,29 @@ def _read_lines(folder: pathlib.Path, notes: list[str]) -> list[dict]:
             f'{path} line {number} is no metrics line: {content[:60]!r}; mend'
             ' it or take it out'
         )
-        continue
-      if lines and line['step'] <= lines[-1]['step']:
+      elif line['step'] <= step:
         raise ValueError(
             f'{path} line {number}: step {line["step"]} does not follow step'
-            f' {lines[-1]["step"]}; the lines of two runs are mixed'
+            f' {step}; the lines of two runs are mixed'
         )
-      lines.append(line)
+      else:
+        step = line['step']
+        yield line
   if damaged:
     notes.append(
-        'The last line of metrics.jsonl is half-written and left out: the run'
-        ' was killed there, or is writing it.'
+        f'The last line of {METRICS} is half-written and left out: the run was'
+        ' killed there, or is writing it.'
     )
-  if not lines:
-    raise ValueError(f'{path} is empty: the run has not logged a step yet')
-  return lines
+
+
+def _lost_lines(steps: list[int]) -> Iterator[str]:
+  """Says what a file that was emptied or cut does not hold."""
+  if steps[0] > 1:
+    yield f'{METRICS} begins at step {steps[0]}: earlier lines are lost.'
+  for one, two in zip(steps, steps[1:], strict=False):
+    if two > one + 1:
+      yield f'{METRICS} has no lines between step {one} and step {two}.'
+      break
 
 
 def _line(content: bytes) -> dict | None:
@@ -195,10 +221,9 @@ def _line(content: bytes) -> dict | None:
   line = _parse(content)
   step = line.get('step') if isinstance(line, dict) else None
   # Above 2^53 a browser's numbers are not exact.
-  if not isinstance(step, int) or isinstance(step, bool) or step >= 2**53:
+  if not isinstance(step, int) or isinstance(step, bool) or abs(step) >= 2**53:
     return None
-  changed = _dict(line.pop(_CHANGED, None))
-  health = _dict(line.pop(_HEALTH, None))
+  changed, health = _dict(line.pop(_CHANGED, 0)), _dict(line.pop(_HEALTH, 0))
   # As dicts these are the file's bulk: gigabytes for a long run of a large
   # model.
   line[_HEALTH] = {
@@ -210,13 +235,8 @@ def _line(content: bytes) -> dict | None:
 
 def _health_row(operands: dict, changed: Any) -> np.ndarray:
   """Returns float32 values in the order of `_HEALTH_KEYS`, NaN where absent."""
-  values = [
-      changed
-      if measure == 'changed'
-      else _dict(operands.get(operand)).get(measure)
-      for operand, measure in _HEALTH_KEYS
-  ]
-  numbers = [_number(value) for value in values]
+  values = [_dict(operands.get(o)).get(m) for o, m in _HEALTH_KEYS[:-1]]
+  numbers = [_number(value) for value in (*values, changed)]
   return np.asarray([np.nan if n is None else n for n in numbers], np.float32)
 
 
@@ -226,11 +246,6 @@ def _parse(content: bytes) -> Any:
   # A number of thousands of digits, or brackets without end.
   except (ValueError, RecursionError):
     return None
-
-
-def _list(line: dict, name: str) -> list:
-  found = line.get(name)
-  return found if isinstance(found, list) else []
 
 
 def _dict(value: Any) -> dict:
@@ -244,26 +259,23 @@ def _number(value: Any) -> float | None:
   try:
     value = float(value)
   except OverflowError:
-    return float('nan')
+    return math.nan
   return value if math.isfinite(value) else math.nan
 
 
 def _series(lines: list[dict]) -> dict[str, Series]:
-  found: dict[str, tuple[list[int], list[float]]] = {}
+  found: dict[str, list[tuple[int, float]]] = {}
   for line in lines:
     for name, value in line.items():
       # The writer's null: the metric was there and not finite.
-      number = float('nan') if value is None else _number(value)
+      number = math.nan if value is None else _number(value)
       if number is not None and name != 'step':
-        steps, values = found.setdefault(name, ([], []))
-        steps.append(line['step'])
-        values.append(number)
+        found.setdefault(name, []).append((line['step'], number))
   return {
       name: Series(
-          steps=np.asarray(steps, np.int64),
-          values=np.asarray(values, np.float64),
+          np.asarray([s for s, _ in pairs]), np.asarray([v for _, v in pairs])
       )
-      for name, (steps, values) in found.items()
+      for name, pairs in found.items()
   }
 
 
@@ -275,44 +287,52 @@ def layer_and_kind(dot: str) -> tuple[int, str]:
 
 def _health(lines: list[dict]) -> Health | None:
   kept = [line for line in lines if line[_HEALTH]]
-  dots = sorted(
-      {dot for line in kept for dot in line[_HEALTH]}, key=layer_and_kind
-  )
+  dots = {dot: 0 for line in kept for dot in line[_HEALTH]}
   if not dots:
     return None
-  row = {dot: i for i, dot in enumerate(dots)}
-  values = np.full(
-      (len(_HEALTH_KEYS), len(dots), len(kept)), np.nan, np.float32
-  )
+  dots = {dot: i for i, dot in enumerate(sorted(dots, key=layer_and_kind))}
+  shape = len(_HEALTH_KEYS), len(dots), len(kept)
+  values = np.full(shape, np.nan, np.float32)
   for column, line in enumerate(kept):
     for dot, numbers in line[_HEALTH].items():
-      values[:, row[dot], column] = numbers
+      values[:, dots[dot], column] = numbers
   return Health(
-      dots=dots,
+      dots=list(dots),
       steps=np.asarray([line['step'] for line in kept], np.int64),
       values=dict(zip(_HEALTH_KEYS, values, strict=True)),
   )
 
 
-def _config(path: pathlib.Path, notes: list[str]) -> dict[str, Any]:
+def _read_json(path: pathlib.Path, notes: list[str]) -> dict[str, Any]:
   if not path.is_file():
-    notes.append('No config.json.')
+    notes.append(f'No {path.name}.')
     return {}
-  config = _parse(path.read_bytes())
-  if not isinstance(config, dict):
-    notes.append('config.json is damaged and left out.')
-    return {}
+  content = _parse(path.read_bytes())
+  if not isinstance(content, dict):
+    notes.append(f'{path.name} is damaged and left out.')
+  return _dict(content)
+
+
+def _flat(section: dict, path: str = '') -> dict[str, Any]:
+  """Returns dotted name -> value of nested sections."""
   flat: dict[str, Any] = {}
-
-  def walk(section: dict, path: str) -> None:
-    for key, value in section.items():
-      if isinstance(value, dict) and value:
-        walk(value, f'{path}{key}.')
-      else:
-        flat[f'{path}{key}'] = value
-
-  walk(config, '')
+  for key, value in section.items():
+    if isinstance(value, dict) and value:
+      flat |= _flat(value, f'{path}{key}.')
+    else:
+      flat[f'{path}{key}'] = value
   return flat
+
+
+def default_config() -> dict[str, Any]:
+  """Returns dotted name -> default; empty where configs/ is not at hand."""
+  try:
+    from configs import base  # A folder of the clone.
+
+    # Through JSON, as a run's own values went: tuples are lists there.
+    return _flat(json.loads(base.get_config().to_json()))
+  except (ImportError, AttributeError):
+    return {}
 
 
 def _chosen(path: pathlib.Path, notes: list[str]) -> dict[str, float]:
@@ -321,38 +341,16 @@ def _chosen(path: pathlib.Path, notes: list[str]) -> dict[str, float]:
     return {}
   chosen = _dict(_parse(path.read_bytes())).get('high_precision')
   if not isinstance(chosen, dict) or None in map(_number, chosen.values()):
-    notes.append('precision.json is damaged and left out.')
+    notes.append(f'{path.name} is damaged and left out.')
     return {}
   return chosen
 
 
-def _read_objects(path: pathlib.Path, notes: list[str]) -> list[dict]:
-  """Returns the objects of a JSON-lines file, damaged lines left out."""
-  if not path.is_file():
-    return []
-  raw = path.read_bytes().splitlines()
+def read_objects(path: pathlib.Path, notes: list[str]) -> list[dict]:
+  """Returns the objects of a JSON-lines file; a note counts damaged lines."""
+  raw = path.read_bytes().split(b'\n') if path.is_file() else []
   lines = [_parse(line) for line in raw if line.strip()]
   good = [line for line in lines if isinstance(line, dict)]
-  if len(good) < len(lines):
-    notes.append(
-        f'{len(lines) - len(good)} damaged lines of {path.name} are left out.'
-    )
+  if bad := len(lines) - len(good):
+    notes.append(f'{bad} damaged lines of {path.name} are left out.')
   return good
-
-
-def _samples(
-    folder: pathlib.Path, last_step: int, notes: list[str]
-) -> dict[int, list[dict]]:
-  """Reads the samples of the first and the last evaluation."""
-  found = sorted(folder.glob('*.jsonl')) if folder.is_dir() else []
-  steps = {int(p.stem): p for p in found if re.fullmatch('[0-9]+', p.stem)}
-  steps = {step: path for step, path in steps.items() if step <= last_step}
-  ends = sorted({min(steps), max(steps)}) if steps else []
-  return {step: _read_objects(steps[step], notes) for step in ends}
-
-
-def _checkpoints(folder: pathlib.Path) -> list[int]:
-  if not folder.is_dir():
-    return []
-  names = [path.name for path in folder.iterdir() if path.is_dir()]
-  return sorted(int(name) for name in names if re.fullmatch('[0-9]+', name))

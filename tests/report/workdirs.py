@@ -4,8 +4,6 @@ import json
 import pathlib
 from typing import Any
 
-import numpy as np
-
 from jetrl_jax.metrics import MetricWriter
 
 STEPS = 6
@@ -94,15 +92,10 @@ def write(
             'response': f'{answer} {i} of step {step}',
             'answer': str(i),
             'accuracy': float(value),
+            'finish_reason': 'length' if i == 3 else 'stop',
         }
         for i, value in enumerate(right)
     ]
     text = '\n'.join(map(json.dumps, samples)) + '\n'
     (folder / f'samples/{step:06d}.jsonl').write_text(text)
   return folder
-
-
-def steps_and(values: Any) -> dict[str, np.ndarray]:
-  """Steps 1, 2, ... and float64 values."""
-  values = np.asarray(values, np.float64)
-  return {'steps': np.arange(1, len(values) + 1), 'values': values}

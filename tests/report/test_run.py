@@ -7,17 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetrl_jax import report_data, report_page
-from tests import report_run
+from jetrl_jax.report import page
+from jetrl_jax.report import run as workdirs_of
+from tests.report import pages, workdirs
 
 
 @pytest.fixture
 def workdir(tmp_path):
-  return report_run.write(tmp_path / 'run')
+  return workdirs.write(tmp_path / 'run')
 
 
 def _read(folder):
-  return report_data.read_run(folder, 'run')
+  return workdirs_of.read_run(folder, 'run')
 
 
 def _append(folder, text):
@@ -32,12 +33,13 @@ def test_a_metric_is_read_with_the_steps_that_have_it(workdir):
   np.testing.assert_allclose(accuracy.values, [0.25, 0.55, 0.85])
   assert run.steps.tolist() == list(range(7))
   assert run.last('critic/rewards/mean') == pytest.approx(0.6)
-  assert run.get('actor/kl_loss') is None and run.last('actor/kl_loss') is None
+  assert 'actor/kl_loss' not in run.series
+  assert run.last('actor/kl_loss') is None
 
 
 def test_health_is_an_array_of_dots_by_steps(workdir):
   health = _read(workdir).health
-  assert health.dots == sorted(report_run.DOTS)
+  assert health.dots == sorted(workdirs.DOTS)
   assert health.steps.tolist() == [1, 2, 3, 4, 5, 6]
   flushed = health.values['input', 'flushed_frac']
   np.testing.assert_allclose(flushed[:, 0], [0, 0.001, 0.002, 0.003])
@@ -85,13 +87,13 @@ def test_a_value_that_is_not_finite_is_a_gap_and_counted(workdir):
         (lambda path: None, 'there is no such folder'),
         (lambda path: path.mkdir(), 'holds no metrics.jsonl .but nothing.'),
         (
-            lambda path: report_run.write(path)
+            lambda path: workdirs.write(path)
             .joinpath('metrics.jsonl')
             .unlink(),
             r"holds no metrics.jsonl \(but \['config.json', 'samples'",
         ),
         (
-            lambda path: report_run.write(path)
+            lambda path: workdirs.write(path)
             .joinpath('metrics.jsonl')
             .write_text(''),
             'is empty: the run has not logged a step yet',
@@ -118,21 +120,45 @@ def test_a_link_to_nowhere_or_a_folder_in_its_place_is_a_missing_file(workdir):
 def test_what_else_is_missing_or_damaged_is_a_note(workdir):
   (workdir / 'config.json').write_text('{')
   (workdir / 'starts.jsonl').unlink()
-  (workdir / 'samples/000006.jsonl').write_text('{"prompt": "x"}\n{"prom\n')
   run = _read(workdir)
   assert run.config == {} and run.starts == []
-  assert run.samples[6] == [{'prompt': 'x'}]
   notes = ' '.join(run.notes)
   assert 'config.json is damaged' in notes
   assert 'No starts.jsonl' in notes
-  assert '1 damaged lines of 000006.jsonl' in notes
+  (workdir / 'starts.jsonl').write_text('{"time": "x"}\n{"tim\n')
+  run = _read(workdir)
+  assert run.starts == [{'time': 'x'}]
+  assert '1 damaged lines of starts.jsonl are left out.' in run.notes
 
 
-def test_samples_are_those_of_the_first_and_the_last_evaluation(workdir):
-  assert sorted(_read(workdir).samples) == [0, 6]
-  # Of a run that was resumed from an earlier step than these.
-  (workdir / 'samples/000009.jsonl').write_text('{}\n')
-  assert sorted(_read(workdir).samples) == [0, 6]
+def test_lines_that_are_lost_are_said(workdir):
+  path = workdir / 'metrics.jsonl'
+  lines = path.read_text().splitlines(keepends=True)
+  path.write_text(''.join(lines[4:]))
+  assert any('begins at step 4' in note for note in _read(workdir).notes)
+  path.write_text(''.join([*lines[:2], *lines[4:]]))
+  notes = _read(workdir).notes
+  assert 'metrics.jsonl has no lines between step 1 and step 4.' in notes
+  path.write_text(''.join(lines[1:]))  # Nothing was evaluated before.
+  assert _read(workdir).notes == []
+
+
+def test_a_run_is_finished_when_its_last_step_is_there(tmp_path):
+  assert _read(workdirs.write(tmp_path / 'a')).is_finished
+  assert not _read(workdirs.write(tmp_path / 'b', steps=3)).is_finished
+
+
+def test_runs_are_found_below_a_folder_and_not_below_a_run(tmp_path):
+  for name in ('b', 'deep/er/a', 'b/samples/c'):
+    (tmp_path / name).mkdir(parents=True)
+    (tmp_path / name / 'metrics.jsonl').write_text('{}')
+  found = [
+      p.relative_to(tmp_path).as_posix()
+      for p in workdirs_of.find_runs(tmp_path)
+  ]
+  assert found == ['b', 'deep/er/a']
+  assert workdirs_of.find_runs(tmp_path / 'b') == []
+  assert workdirs_of.find_runs(tmp_path / 'nowhere') == []
 
 
 def test_the_config_is_flat(workdir):
@@ -143,10 +169,10 @@ def test_the_config_is_flat(workdir):
 
 def test_runs_are_named_by_the_shortest_ends_that_differ(tmp_path):
   folders = [tmp_path / 'a/run', tmp_path / 'b/run']
-  assert report_data.names(folders) == ['a/run', 'b/run']
-  assert report_data.names(folders[:1]) == ['run']
+  assert workdirs_of.names(folders) == ['a/run', 'b/run']
+  assert workdirs_of.names(folders[:1]) == ['run']
   with pytest.raises(ValueError, match='is given twice'):
-    report_data.names([folders[0], tmp_path / 'a/../a/run'])
+    workdirs_of.names([folders[0], tmp_path / 'a/../a/run'])
 
 
 _VALUES = st.recursive(
@@ -161,7 +187,7 @@ _VALUES = st.recursive(
     max_leaves=6,
 )
 _NAMES = st.sampled_from(
-    [*report_run.line(3), 'nonfinite', 'val-core/<b>/acc/mean@x', 'sft/loss']
+    [*workdirs.line(3), 'nonfinite', 'val-core/<b>/acc/mean@x', 'sft/loss']
 )
 
 
@@ -178,7 +204,8 @@ def test_any_json_is_a_report_or_a_sentence(tmp_path_factory, lines):
   (folder / 'samples').mkdir()
   (folder / 'samples/0.jsonl').write_text(text)
   if lines:
-    assert report_page.render([_read(folder)]).endswith('</html>\n')
+    text = page.run_page([_read(folder)]).html()
+    assert text.endswith('</html>') and pages.data(text)['plots'] is not None
   else:
     with pytest.raises(ValueError, match='is empty'):
       _read(folder)
