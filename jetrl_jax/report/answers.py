@@ -100,7 +100,7 @@ def heldout(run: Run, budget: int) -> Answers:
     return [_sample(s, is_found) for s in read_objects(files[step], notes)]
 
   steps = [step for step in files if step <= run.steps[-1]]
-  lead = [] if steps else ['No samples: the run evaluated nothing yet.']
+  lead = [] if steps else ['The workdir holds no samples of an evaluation.']
   if len(steps) > 1:
     before, after = map(_right, (read(steps[0]), read(steps[-1])))
     counts = collections.Counter(

@@ -106,7 +106,8 @@ def _heldout(run: Run, name: str) -> Fact:
   detail += f'; from step {steps[0]}' if steps[0] else ''
   best = int(values.argmax())
   detail += f'; best {number(values[best], "%")} at step {steps[best]}'
-  tone = 'good' if values[-1] > values[0] else 'bad'
+  tones = {1.0: 'good', -1.0: 'bad'}
+  tone = tones.get(np.sign(values[-1] - values[0]), '')
   value = f'{number(values[0], "%")} → {value}'
   return Fact('Held-out accuracy', value, detail, tone)
 
@@ -324,7 +325,8 @@ def alarms(run: Run, unanswered: float | None = None) -> list[Fact]:
   mismatch = _mismatch(run)
   if mismatch and mismatch.tone == 'bad':
     label = 'Rollout and training differ in a unified flow'
-    found.append(dataclasses.replace(mismatch, label=label))
+    share = f'{mismatch.value} of the tokens of the worst step'
+    found.append(Fact(label, share, 'docs/mismatch.md says how to find where.'))
   return [*found, *filter(None, (_failing(run), _fall(run)))]
 
 

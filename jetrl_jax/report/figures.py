@@ -231,7 +231,7 @@ def _line_figure(
   if window:
     notes.append(f'Bold: mean of the last {window} steps.')
   for line in lines:
-    traces = _traces(line, window, panel.unit)
+    traces = _traces(line, window, panel.unit, longest < _SMOOTHED)
     finite = line.values[np.isfinite(line.values)]
     last = number(finite[-1], own_unit) if finite.size else '–'
     places = list(range(len(plots), len(plots) + len(traces)))
@@ -253,13 +253,15 @@ def _line_figure(
   return Figure(title=title, at=at, keys=keys, notes=notes, plot=plot)
 
 
-def _traces(line: _Line, window: int, unit: str) -> list[go.Scatter]:
+def _traces(
+    line: _Line, window: int, unit: str, has_dots: bool
+) -> list[go.Scatter]:
   """Returns a curve, its band below it and its average above it."""
   index = thinned(line.values)
   x, y = line.steps[index], line.values[index]
   # A value between two gaps would not be seen as a line.
   gap = ~np.isfinite(np.concatenate([[np.nan], y, [np.nan]]))
-  has_dots = len(x) < _SMOOTHED or (gap[:-2] & ~gap[1:-1] & gap[2:]).any()
+  has_dots |= bool((gap[:-2] & ~gap[1:-1] & gap[2:]).any())
   traces = [
       go.Scatter(
           x=x,
@@ -273,8 +275,11 @@ def _traces(line: _Line, window: int, unit: str) -> list[go.Scatter]:
   if line.band is not None:
     low, high = line.band[:, index]
     good = np.isfinite(low) & np.isfinite(high)
-    around = np.concatenate([x[good], x[good][::-1]])
-    edges = np.concatenate([high[good], low[good][::-1]])
+    places, low, high = x[good], low[good], high[good]
+    if len(places) == 1:  # It would have no width.
+      places, low, high = places[0] + [-0.1, 0.1], low.repeat(2), high.repeat(2)
+    around = np.concatenate([places, places[::-1]])
+    edges = np.concatenate([high, low[::-1]])
     traces.insert(0, _silent(around, edges, line.color, 'band'))
   if window:
     mean = trailing_mean(line.values, window)
@@ -320,8 +325,12 @@ def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
 
 def step_axis(steps: np.ndarray) -> dict:
   """Returns the settings of an axis of steps: whole ones."""
-  few = np.ptp(steps) <= 8
-  return {'tickformat': 'd'} | ({'dtick': 1} if few else {'nticks': 7})
+  axis: dict = {'tickformat': 'd', 'nticks': 7}
+  if np.ptp(steps) <= 8:
+    axis['dtick'] = 1
+  if np.ptp(steps) == 0:
+    axis['range'] = [steps[0] - 0.5, steps[0] + 0.5]
+  return axis
 
 
 def value_axis(values: np.ndarray, panel: Panel) -> dict:
@@ -331,9 +340,12 @@ def value_axis(values: np.ndarray, panel: Panel) -> dict:
   if panel.log and low > 0 and high / low > 30:
     return {'type': 'log', 'dtick': 1, 'exponentformat': 'power'} | form
   if panel.unit == '%' and 0 <= low and high <= 1:
-    form['autorangeoptions'] = {'clipmin': 0, 'clipmax': 1}
-  from_zero = 0 <= low < 0.4 * high
-  return form | {'nticks': 5, 'rangemode': 'tozero' if from_zero else 'normal'}
+    form |= {'minallowed': 0, 'maxallowed': 1}
+  if low >= 0:
+    form['rangemode'] = 'tozero' if low < 0.4 * high else 'nonnegative'
+  if abs(high) < 0.01 and panel.unit != '%':
+    form['exponentformat'] = 'e'
+  return form | {'nticks': 5}
 
 
 def time_figure(run: Run) -> Figure | None:
@@ -457,6 +469,7 @@ def heat_figure(
       'yanchor': 'bottom',
   }
   bar |= {'tickvals': inside, 'ticktext': ends, 'tickangle': 0, 'ypad': 0}
+  bar['ticklabeloverflow'] = 'allow'
   plot = go.Figure(
       go.Heatmap(
           x=steps,
@@ -484,7 +497,7 @@ def heat_figure(
           'tickvals': [rows[len(rows) // 2] for rows in groups],
           'ticktext': [_inert(kinds[rows[0]]) for rows in groups],
       },
-      margin={'t': 34},
+      margin={'t': 34, 'r': 24},
   )
   notes = ['Grey: exactly 0.'] if zeros.any() else []
   layers = {layer_and_kind(dot)[0] for dot in dots} - {-1}  # The head's.

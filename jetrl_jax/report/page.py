@@ -23,6 +23,7 @@ from jetrl_jax.report.run import Run
 FILE = 'report.html'
 # Curves of more runs than these are not told apart in a list.
 _MAX_CURVES = 16
+_MAX_VALUES = 8
 
 
 def write_report(
@@ -270,9 +271,14 @@ def list_page(
       notes.append(str(error))
   title, subtitle = folder.resolve().name, facts.count(len(runs), 'run')
   page = Page(runs, title, subtitle, notes=notes)
-  head = ['run', 'steps', 'held-out accuracy', 'reward', 'mismatch', 'tokens/s']
+  head = ['run', 'steps', 'held-out accuracy', 'reward', 'mismatch', 'speed']
   head += ['time', 'last line (UTC)', 'alarms', 'config that differs']
-  differing = _differing(runs)
+  # A value that a run lacks says nothing.
+  differing = [
+      name
+      for name in _differing(runs)
+      if len({_value(r.config[name]) for r in runs if name in r.config}) > 1
+  ]
   rows = [_listed(run, differing, beside) for run in runs]
   page.add('Runs', _table(head, rows, 'list sortable'))
   if 1 < len(runs) <= _MAX_CURVES:
@@ -302,13 +308,11 @@ def _listed(run: Run, differing: list[str], beside: pathlib.Path) -> list:
   time = datetime.datetime.fromtimestamp(written, datetime.UTC)
   alarms = '\n'.join(alarm.label for alarm in facts.alarms(run))
   values = ((n, run.config[n]) for n in differing if n in run.config)
-  config = '\n'.join(f'{name}={_value(value)}' for name, value in values)
-  return [
-      *row,
-      f'{time:%Y-%m-%d %H:%M}',
-      {'text': alarms, 'style': 'bad'},
-      config,
-  ]
+  config = [f'{name}={_value(value)}' for name, value in values]
+  if more := config[_MAX_VALUES:]:
+    config[_MAX_VALUES:] = [f'and {len(more)} more']
+  row += [f'{time:%Y-%m-%d %H:%M}', {'text': alarms, 'style': 'bad'}]
+  return [*row, '\n'.join(config)]
 
 
 def _what(run: Run) -> str:

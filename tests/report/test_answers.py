@@ -109,7 +109,7 @@ def test_without_samples_the_page_says_so(tmp_path, workdir):
     path.unlink()
   found = _heldout(workdir)
   assert found.blocks == {} and found.unanswered is None
-  assert found.lead == ['No samples: the run evaluated nothing yet.']
+  assert found.lead == ['The workdir holds no samples of an evaluation.']
 
 
 def test_training_groups_are_ordered_by_how_much_their_scores_differ(workdir):

@@ -94,13 +94,15 @@ def test_a_single_value_is_a_dot():
 @pytest.mark.parametrize('values', [[0.5], [1.0], [0.0, 1.0], [0.98, 0.99]])
 def test_the_axis_of_a_share_ends_at_0_and_100_percent(values):
   axis = _draw(values, unit='%').plot.layout.yaxis
-  assert axis.autorangeoptions.clipmin == 0
-  assert axis.autorangeoptions.clipmax == 1
+  assert (axis.minallowed, axis.maxallowed) == (0, 1)
   # What is larger than 100% is shown all the same.
-  assert (
-      _draw([0.5, 1.5], unit='%').plot.layout.yaxis.autorangeoptions.clipmax
-      is None
-  )
+  assert _draw([0.5, 1.5], unit='%').plot.layout.yaxis.maxallowed is None
+
+
+def test_what_is_never_negative_has_no_negative_axis():
+  assert _draw([3.0]).plot.layout.yaxis.rangemode == 'nonnegative'
+  assert _draw([0.1, 3.0]).plot.layout.yaxis.rangemode == 'tozero'
+  assert _draw([-1.0, 3.0]).plot.layout.yaxis.rangemode is None
 
 
 def test_few_steps_have_whole_ticks():

@@ -166,7 +166,7 @@ def test_a_run_of_one_step_is_a_page(tmp_path):
   assert 'exactly 0 at the only step in all 4 dots' in written
   share = pages.plot(written, 'Held-out accuracy: heldout')
   assert share['data'][1]['mode'] == 'lines+markers'
-  assert share['layout']['yaxis']['autorangeoptions']['clipmax'] == 1
+  assert share['layout']['yaxis']['maxallowed'] == 1
 
 
 def test_no_metric_is_finite_and_there_is_a_page(tmp_path):
