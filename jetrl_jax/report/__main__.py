@@ -10,7 +10,7 @@ import time
 
 from absl import app, flags
 
-from jetrl_jax.report.page import prepare, write_report
+from jetrl_jax.report.contents import prepare, write_report
 
 _OUT = flags.DEFINE_string(
     'out',

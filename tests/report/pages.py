@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import plotly.offline
 
-from jetrl_jax.report import page
+from jetrl_jax.report import contents
 
 
 class Elements(html.parser.HTMLParser):
@@ -48,7 +48,7 @@ class Elements(html.parser.HTMLParser):
 
 def written(*folders, **how) -> str:
   """The page of these folders, as `write_report` renders it."""
-  made, _ = page.prepare(folders, folders[0] / 'x.html', 8.0)
+  made, _ = contents.prepare(folders, folders[0] / 'x.html', 8.0)
   return made.html(**how)
 
 

@@ -13,7 +13,7 @@ import plotly.offline
 import pytest
 
 from jetrl_jax import report
-from jetrl_jax.report import page
+from jetrl_jax.report import contents
 from jetrl_jax.report.run import MEASURES, OPERANDS, Health, default_config
 from tests import whole_run
 from tests.report import pages, workdirs
@@ -220,7 +220,7 @@ def test_a_comparison_overlays_runs_and_lists_what_differs(tmp_path):
 
 
 def test_a_folder_of_runs_is_a_list_with_links(tmp_path):
-  one = workdirs.write(tmp_path / 'one & 1')
+  one = workdirs.write(tmp_path / 'one & 1', config={'seed': 4})
   workdirs.write(tmp_path / 'deep/two', steps=3, config={'seed': 5})
   bad = tmp_path / 'bad'
   bad.mkdir()
@@ -233,7 +233,8 @@ def test_a_folder_of_runs_is_a_list_with_links(tmp_path):
   links = [a['href'] for a in elements.all('a') if a['href'][0] != '#']
   assert links == ['./one%20%26%201/report.html']
   assert 'deep/two3 of 625% → 55%' in elements.text
-  assert 'seed=5' in elements.text and '2 runs' in elements.text
+  assert 'seed=4' in elements.text and 'seed=5' in elements.text
+  assert '2 runs' in elements.text
   assert 'metrics.jsonl line 1 is no metrics line' in elements.text
   assert 'Reward' in pages.titles(written)
 
@@ -266,7 +267,7 @@ def test_a_long_run_of_a_large_model_is_a_page_of_a_few_megabytes():
   )
   metrics = {name: generator.standard_normal(2000) for name in names}
   long = run('long', health, **metrics)
-  written = page.run_page([long]).html()
+  written = contents.run_page([long]).html()
   assert len(written) - len(plotly.offline.get_plotlyjs()) < 5_000_000
 
 

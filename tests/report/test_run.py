@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetrl_jax.report import page
+from jetrl_jax.report import contents
 from jetrl_jax.report import run as workdirs_of
 from tests.report import pages, workdirs
 
@@ -204,7 +204,7 @@ def test_any_json_is_a_report_or_a_sentence(tmp_path_factory, lines):
   (folder / 'samples').mkdir()
   (folder / 'samples/0.jsonl').write_text(text)
   if lines:
-    text = page.run_page([_read(folder)]).html()
+    text = contents.run_page([_read(folder)]).html()
     assert text.endswith('</html>') and pages.data(text)['plots'] is not None
   else:
     with pytest.raises(ValueError, match='is empty'):
