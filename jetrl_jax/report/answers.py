@@ -127,7 +127,8 @@ def training(run: Run, budget: int) -> Answers:
   def read(step: int) -> list[dict]:
     try:
       return _groups(files[step], tokenizer, is_found)
-    except ValueError as error:
+    # What else the arrays of a damaged file may raise.
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
       notes.append(f'Left out: {error}.')
       return []
 
@@ -186,7 +187,7 @@ def _sample(sample: dict, is_found: Callable[[str], bool | None]) -> dict:
   """Returns a held-out problem with its one answer."""
   accuracy = sample.get('accuracy')
   right = accuracy > 0.5 if isinstance(accuracy, int | float) else None
-  end = visible(sample.get('finish_reason', ''))
+  end = clipped(sample.get('finish_reason', ''))
   text = str(sample.get('response', ''))
   return {
       'prompt': clipped(sample.get('prompt', '')),

@@ -23,7 +23,7 @@ from jetrl_jax.report.run import Health, Run, layer_and_kind
 
 _MAX_POINTS, _MAX_BARS, _MAX_COLUMNS = 800, 200, 240
 # Curves of this many steps or more are smoothed; of fewer, they have dots.
-_SMOOTHED = 40
+_SMOOTHED, _MAX_WINDOW = 40, 100
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +227,8 @@ def _line_figure(
   own_unit = panel.unit if panel.unit == '%' else ''
   # One window, of steps that are over, for all curves: equal runs look equal.
   longest = max(len(line.steps) for line in lines)
-  window = longest // 10 if panel.smooth and longest >= _SMOOTHED else 0
+  window = min(longest // 10, _MAX_WINDOW)
+  window = window if panel.smooth and longest >= _SMOOTHED else 0
   if window:
     notes.append(f'Bold: mean of the last {window} steps.')
   for line in lines:

@@ -96,8 +96,9 @@ class Run:
 
   def by_step(self, pattern: str) -> dict[int, pathlib.Path]:
     """Returns what is named by its step, such as 'rollouts/*.npz', in order."""
-    found = self.folder.glob(pattern)
-    steps = {int(p.stem): p for p in found if re.fullmatch('[0-9]+', p.stem)}
+    ending = pathlib.PurePath(pattern).suffix
+    found = {p.name.removesuffix(ending): p for p in self.folder.glob(pattern)}
+    steps = {int(n): p for n, p in found.items() if re.fullmatch('[0-9]+', n)}
     return dict(sorted(steps.items()))
 
 

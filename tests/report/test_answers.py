@@ -172,6 +172,11 @@ def test_without_rollouts_or_tokenizer_the_page_says_why(tmp_path, workdir):
   found = _training(workdir)
   assert re.match(r'Left out: .*000006.npz cannot be read', found.lead[0])
   assert _read(found, 6) == [] and len(_read(found, 5)) == 2
+  made = [_completion(3, 1, '4')]
+  extra = {n: np.zeros((1, 2)) for n in ('score', 'accuracy', 'advantage')}
+  path = workdir / 'rollouts/000006.npz'
+  rollout_store.save_rollouts(path, made, extra)
+  assert _training(workdir).lead[0].startswith('Left out: ')
   other = workdirs.write(tmp_path / 'other')
   save_rollouts(other, 6)
   assert 'the tokenizer is not in export/' in _training(other).lead[0]

@@ -182,6 +182,11 @@ def test_runs_that_are_equal_look_equal_however_long_they_are():
   np.testing.assert_array_equal(raw[0].y[:24], raw[1].y)
 
 
+def test_the_window_of_a_long_run_is_no_tenth_of_it():
+  figure = _draw(np.sin(np.arange(5000.0)), smooth=True)
+  assert 'Bold: mean of the last 100 steps.' in figure.notes
+
+
 def test_the_key_of_a_curve_holds_all_its_traces():
   figure = _draw(np.arange(60.0), np.arange(50.0), smooth=True)
   assert [key[3] for key in figure.keys] == [[0, 1], [2, 3]]

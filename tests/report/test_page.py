@@ -114,8 +114,8 @@ def test_a_page_says_what_a_run_was_and_became(workdir):
   assert 'jax 9.9.9' in text and 'abc123' in text and 'main.py --config' in text
   assert 'Checkpoints in the workdir, by step: none.' in text
   assert 'Of 4 problems, from step 0 to step 6: 1 became right' in text
-  for step in (40, 5):
-    (workdir / f'checkpoints/{step}').mkdir(parents=True)
+  for name in ('40', '5', '7.orbax-checkpoint-tmp-1'):
+    (workdir / f'checkpoints/{name}').mkdir(parents=True)
   assert 'by step: 5, 40.' in _text(workdir)
 
 
