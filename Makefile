@@ -38,14 +38,14 @@ lint: $(VENV)/.installed-dev
 types: $(VENV)/.installed-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# The BUILD files as buildifier writes them; says so where it cannot be had.
+# BUILD as buildifier writes it; says so where it cannot be had.
 buildifier: | $(VENV)/.created
 	@command -v npm >/dev/null || { echo 'skipped: no npm here'; exit 0; }; \
 	npm install --silent --no-audit --no-fund --prefix $(VENV)/buildifier \
 	  @bazel/buildifier@8.2.1 || \
 	  { echo 'skipped: npm cannot install @bazel/buildifier'; exit 0; }; \
 	$(VENV)/buildifier/node_modules/.bin/buildifier -mode=check -lint=warn \
-	  $$(git ls-files '*BUILD' MODULE.bazel)
+	  BUILD MODULE.bazel
 
 # The tests last, so that pytest's summary is the last line.
 check: lint types buildifier slow test

@@ -17,12 +17,14 @@ import numpy as np
 from absl import app, flags
 
 from configs import base
-from jetrl_jax import config_model, device_memory, provenance
+from jetrl_jax.config import model as config_model
+from jetrl_jax.core import device_memory
 from jetrl_jax.data import Prompt
-from jetrl_jax.rl import state as states
-from jetrl_jax.rl.optimizer import OptimizerConfig
-from jetrl_jax.rl.policy import Policy
-from jetrl_jax.rl.types import TrainState
+from jetrl_jax.metrics import provenance
+from jetrl_jax.models.policy import Policy
+from jetrl_jax.optim.adamw import OptimizerConfig
+from jetrl_jax.optim.types import TrainState
+from jetrl_jax.rl.run import state as states
 
 # --help shows what is defined here with a script's own flags, see `run`.
 flags.disclaim_key_flags()

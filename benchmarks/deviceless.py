@@ -31,21 +31,25 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import common
-from jetrl_jax import compilation, fp8, rng, sharding
-from jetrl_jax.fp8 import gate_up_kernel, slots
-from jetrl_jax.metrics import Mean
-from jetrl_jax.models import hf_layout
-from jetrl_jax.rl import decode_slots, decode_step
-from jetrl_jax.rl.apply import Apply, Gradients
-from jetrl_jax.rl.calibration import Calibration
-from jetrl_jax.rl.engine import EngineConfig
-from jetrl_jax.rl.engine_sizes import IN_A_ROW
+from jetrl_jax.core import compilation, rng, sharding
+from jetrl_jax.fp8 import scaling_state
+from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
+from jetrl_jax.metrics.writer import Mean
+from jetrl_jax.models.hf import layout as hf_layout
+from jetrl_jax.models.policy import PolicyParams
+from jetrl_jax.optim.adamw import OptimizerConfig
+from jetrl_jax.optim.apply import Apply, Gradients
+from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl.objective import LossConfig, policy_loss
-from jetrl_jax.rl.optimizer import OptimizerConfig
-from jetrl_jax.rl.pages import PagesConfig
-from jetrl_jax.rl.policy import PolicyParams
-from jetrl_jax.rl.train_step import TrainStep
-from jetrl_jax.rl.types import TrainBatch, TrainState
+from jetrl_jax.rl.rollout import decode_state as decode_states
+from jetrl_jax.rl.rollout import decode_step
+from jetrl_jax.rl.rollout.buckets import STEPS_PER_SYNC
+from jetrl_jax.rl.rollout.engine import EngineConfig
+from jetrl_jax.rl.rollout.kv_pages import PagesConfig
+from jetrl_jax.rl.run.calibration import Calibration
+from jetrl_jax.rl.run.gradients import UpdatePrograms
+from jetrl_jax.rl.types import TrainBatch
 
 _PROGRAM = flags.DEFINE_enum(
     'program', 'decode', ['decode', 'update', 'apply'], 'Which.'
@@ -144,10 +148,10 @@ def _decode(policy, params):
       page_size=_PAGE,
       pages_per_slot=per_slot,
   )
-  state = jax.eval_shape(lambda: decode_slots.idle(policy, config, pages))
+  state = jax.eval_shape(lambda: decode_states.idle(policy, config, pages))
   key = jax.eval_shape(lambda: rng.key(0, rng.ROLLOUT, 0))
   steps = jax.ShapeDtypeStruct((), jnp.int32)
-  run = functools.partial(decode_step.generate, policy, config, IN_A_ROW)
+  run = functools.partial(decode_step.generate, policy, config, STEPS_PER_SYNC)
   place = NamedSharding(_mesh(), P())
   shapes = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
@@ -174,7 +178,7 @@ def _update(policy, params, masters):
     step = Calibration(policy, mesh, state).step
   else:
     loss = functools.partial(policy_loss, LossConfig())
-    step = TrainStep(
+    step = UpdatePrograms(
         policy, loss, optax.identity(), OptimizerConfig(), mesh, state
     )
   temperature = at(jnp.zeros(()), NamedSharding(mesh, P()))
@@ -316,20 +320,25 @@ def main(argv: list[str]) -> None:
   masters = hf_layout.build_tree(
       policy.model, lambda row: jax.ShapeDtypeStruct(row.shape, _MASTERS.value)
   )
-  state = jax.eval_shape(lambda p: slots.init_state(p, policy.recipe), masters)
+  state = jax.eval_shape(
+      lambda p: scaling_state.init_state(p, policy.recipe), masters
+  )
   weights = jax.eval_shape(
-      lambda p, s: fp8.prepare_weights(p, s, policy.recipe), masters, state
+      lambda p, s: prepare_weights(p, s, policy.recipe), masters, state
   )
   params = PolicyParams(weights, state)
   sharding.make_mesh()  # The devices at hand are asked before the pretence.
   version = gpu_info.GpuVersion[_GPU.value]
   info = gpu_info._get_gpu_info_impl(version)
-  is_hopper = _GPUS[_GPU.value].capability == (9, 0)
+  capability = _GPUS[_GPU.value].capability
+  hardware = dispatch.Hardware('gpu', capability, has_triton=True)
+  policy = dataclasses.replace(
+      policy, kernels=dispatch.select(hardware=hardware)
+  )
   order = {'gpu': {}} if _XLA_ORDER.value else {}
   with (
       mock.patch.dict(compilation._IN_ORDER, order),
       mock.patch.object(jax, 'default_backend', lambda: 'gpu'),
-      mock.patch.object(gate_up_kernel, 'on_hopper', lambda: is_hopper),
       mock.patch.object(gpu_info, 'get_gpu_info', lambda: info),
   ):
     if _PROGRAM.value == 'apply':

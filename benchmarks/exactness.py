@@ -20,14 +20,15 @@ import numpy as np
 from absl import flags
 
 from benchmarks import common
-from jetrl_jax import rng
-from jetrl_jax.rl import engine_sizes, mismatch, packing
-from jetrl_jax.rl.engine import Engine, EngineConfig
+from jetrl_jax.core import rng
+from jetrl_jax.models.policy import PolicyParams
+from jetrl_jax.optim.adamw import OptimizerConfig
+from jetrl_jax.rl import mismatch, packing
 from jetrl_jax.rl.objective import LossConfig, policy_loss
-from jetrl_jax.rl.optimizer import OptimizerConfig
-from jetrl_jax.rl.policy import PolicyParams
-from jetrl_jax.rl.rollout import rollout
-from jetrl_jax.rl.train_step import TrainStep
+from jetrl_jax.rl.rollout import buckets
+from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
+from jetrl_jax.rl.rollout.scheduler import rollout
+from jetrl_jax.rl.run.gradients import UpdatePrograms
 
 _SHAPE = flags.DEFINE_string('shape', 'qwen2.5-7b', 'See model.shape.')
 _LAYERS = flags.DEFINE_integer('layers', 0, 'Of the model; 0 for all.')
@@ -81,8 +82,8 @@ def sample(policy, mesh, params, slots: int, share: int = 1):
   The KV pool has room for one in `share` of the sequences decoded at a time,
   and for one at least.
   """
-  at_once = min(engine_sizes.round_up(slots, 16), _PROMPTS.value)
-  whole_pages = engine_sizes.round_up(_longest(), 2 * policy.tile)
+  at_once = min(buckets.round_up(slots, 16), _PROMPTS.value)
+  whole_pages = buckets.round_up(_longest(), 2 * policy.tile)
   engine = Engine(
       policy,
       EngineConfig(
@@ -108,7 +109,7 @@ def sample(policy, mesh, params, slots: int, share: int = 1):
       weight_version=0,
       limits=limits,
   )
-  return completions, engine.pages.times_parked
+  return completions, engine.pages.times_preempted
 
 
 def layouts(asked: list[str], longest: int) -> list[tuple[int, int]]:
@@ -141,13 +142,15 @@ def packed(completions, rows: int, multiple: int, tile: int):
   ]
   return packing.pack(
       sequences,
-      row_length=engine_sizes.round_up(_longest() * multiple, tile),
+      row_length=buckets.round_up(_longest() * multiple, tile),
       rows_per_micro_batch=rows,
       tile=tile,
   )
 
 
-def compared(variant: str, check: str, completions, values, parked=0) -> dict:
+def compared(
+    variant: str, check: str, completions, values, preempted=0
+) -> dict:
   """Returns a row: rollout's log-probs against other ones."""
   ours = _joined(completions, 'logprobs')
   digest = hashlib.sha256(
@@ -159,7 +162,7 @@ def compared(variant: str, check: str, completions, values, parked=0) -> dict:
       'tokens': int(ours.size),
       'unequal': float(mismatch.mismatch_token_frac(ours, values)),
       'max_diff': float(np.abs(ours - values).max()),
-      'parked': parked,
+      'parked': preempted,
       'hash': digest.hexdigest()[:8],
   }
 
@@ -180,13 +183,13 @@ def check(variant: str) -> list[dict]:
     values = _joined(other, 'logprobs')
     rows.append(compared(variant, f'{slots} slots', first, values))
     print(rows[-1], flush=True)
-  other, parked = sample(policy, mesh, params, slot_counts[0], share=3)
+  other, preempted = sample(policy, mesh, params, slot_counts[0], share=3)
   values = _joined(other, 'logprobs')
-  rows.append(compared(variant, 'few pages', first, values, parked))
+  rows.append(compared(variant, 'few pages', first, values, preempted))
   print(rows[-1], flush=True)
   del other
   gc.collect()
-  step = TrainStep(
+  step = UpdatePrograms(
       policy,
       functools.partial(policy_loss, LossConfig()),
       config.build(),

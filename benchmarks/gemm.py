@@ -12,9 +12,10 @@ import jax.numpy as jnp
 from absl import flags
 
 from benchmarks import common
-from jetrl_jax.compilation import exact_jit
-from jetrl_jax.config_model import SHAPES
-from jetrl_jax.fp8 import QTensor, Recipe, dot
+from jetrl_jax.config.model import SHAPES
+from jetrl_jax.core.compilation import exact_jit
+from jetrl_jax.fp8 import QTensor, Recipe
+from jetrl_jax.kernels.quantized_dot.linear import dot
 
 _SHAPE = flags.DEFINE_enum(
     'shape', 'qwen2.5-7b', sorted(SHAPES), 'See model.shape.'

@@ -30,10 +30,10 @@ from ml_collections import config_flags
 
 from benchmarks import common
 from configs import quickstart
-from jetrl_jax import compilation
-from jetrl_jax import config as configs
-from jetrl_jax.rl.console import show_own_sentences
-from jetrl_jax.rl.trainer import Trainer
+from jetrl_jax.config import build as configs
+from jetrl_jax.core import compilation
+from jetrl_jax.metrics.console import show_own_sentences
+from jetrl_jax.rl.training.trainer import Trainer
 
 _CONFIG = config_flags.DEFINE_config_file('config', None, 'Config file.')
 _WORKLOAD = flags.DEFINE_string('workload', '', 'See above.')
@@ -122,7 +122,13 @@ def lines_of(variant: str, workdir: pathlib.Path) -> list[dict]:
   path = workdir / 'metrics.jsonl'
   text = path.read_text() if path.exists() else ''
   rows = [json.loads(x) for x in text.splitlines() if x.endswith('}')]
-  return [{'variant': variant} | row for row in rows if row['step'] > 0]
+  return [
+      {'variant': variant}
+      # Not the maps by dot: nearly all of a line, and no measurement of a step.
+      | {k: v for k, v in row.items() if not isinstance(v, dict)}
+      for row in rows
+      if row['step'] > 0
+  ]
 
 
 def trained() -> tuple[list[dict], list[str]]:

@@ -3,8 +3,8 @@
     python -m benchmarks.recipes --output=benchmarks/results/NAME
     python -m benchmarks.recipes --tiny --output=/tmp/NAME     (CPU, seconds)
 
-The dots are those of a Qwen2.5-7B block through `fp8.dot`, compiled as in runs:
-the forward with the rows of a decode step, the forward with those of a
+The dots are those of a Qwen2.5-7B block through `kernels.dot`, compiled as in
+runs: the forward with the rows of a decode step, the forward with those of a
 micro-batch, and forward plus backward, with all that a slot observes. Errors
 are relative Frobenius norms against float32 products of the same BF16 operands.
 Written are NAME.json (every measurement) and NAME.md (the table).
@@ -22,10 +22,12 @@ from jax import lax
 
 from benchmarks import common
 from jetrl_jax import fp8
-from jetrl_jax.compilation import exact_jit
-from jetrl_jax.fp8 import Recipe, slots
+from jetrl_jax.core.compilation import exact_jit
+from jetrl_jax.core.sharding import Axes
+from jetrl_jax.fp8 import Recipe, scaling_state
 from jetrl_jax.fp8.recipes import RECIPES
-from jetrl_jax.sharding import Axes
+from jetrl_jax.kernels.quantized_dot.linear import dot
+from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
 
 _RECIPES = flags.DEFINE_list('recipes', list(RECIPES), 'Recipes to measure.')
 _REPEATS = flags.DEFINE_integer('repeats', 20, 'Dots per timing.')
@@ -68,7 +70,7 @@ def prepared(recipe: Recipe, x, kernel, dy):
   @exact_jit
   def prepare(x, kernel, dy):
     params = {'dot': {'kernel': kernel}}
-    state = slots.init_state(params, recipe)
+    state = scaling_state.init_state(params, recipe)
     if recipe.is_delayed:
       amaxes = {'input': x, 'output_grad': dy}
       cotangent = jax.tree.map(jnp.zeros_like, state)
@@ -76,10 +78,10 @@ def prepared(recipe: Recipe, x, kernel, dy):
         entry = cotangent['dot'][operand]
         amax = jnp.max(jnp.abs(array.astype(jnp.float32)))
         entry['amax_history'] = entry['amax_history'].at[0].set(amax)
-      state = slots.observe(state, cotangent)
-      state = slots.roll(state, recipe, operands=tuple(amaxes))
-    state = slots.observe_kernels(state, params, recipe, Axes())
-    weight = fp8.prepare_weights(params, state, recipe)['dot']['kernel']
+      state = scaling_state.observe(state, cotangent)
+      state = scaling_state.roll(state, recipe, operands=tuple(amaxes))
+    state = scaling_state.observe_kernels(state, params, recipe, Axes())
+    weight = prepare_weights(params, state, recipe)['dot']['kernel']
     return weight, state.get('dot')
 
   return prepare(x, kernel, dy)
@@ -87,7 +89,7 @@ def prepared(recipe: Recipe, x, kernel, dy):
 
 def forward(recipe: Recipe, x, weight, slot):
   """The rollout's call."""
-  return fp8.dot(recipe, x, None, weight, slot, jnp.ones(x.shape[0]))
+  return dot(recipe, x, None, weight, slot, jnp.ones(x.shape[0]))
 
 
 def forward_backward(recipe: Recipe, x, weight, slot, dy):
@@ -97,7 +99,7 @@ def forward_backward(recipe: Recipe, x, weight, slot, dy):
   mask = jnp.ones(x.shape[0])
 
   def run(x, master, slot):
-    return fp8.dot(recipe, x, master, weight, slot, mask)
+    return dot(recipe, x, master, weight, slot, mask)
 
   y, pull = jax.vjp(run, x, master, slot)
   return y, *pull(dy)

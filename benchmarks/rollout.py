@@ -4,9 +4,9 @@
       --workloads=128x128x1x2048,128x32x8x1024
 
 A workload is PROMPT_LENGTH x PROMPTS x SAMPLES x NEW_TOKENS; nothing stops
-early. What is timed is `jetrl_jax.rl.rollout`, prefill, host visits and both
-log-probs included, second call (the first compiles). A step is one of the
-longest answer's: with --lengths=long_tail most are far shorter, and with
+early. What is timed is `jetrl_jax.rl.rollout.scheduler`, prefill, host visits
+and both log-probs included, second call (the first compiles). A step is one of
+the longest answer's: with --lengths=long_tail most are far shorter, and with
 --kv_tokens, where they do not all fit at once, some wait. The columns of decode
 alone are without the prefill: of such a rollout, less one that ends early.
 
@@ -24,11 +24,11 @@ import numpy as np
 from absl import flags
 
 from benchmarks import common
-from jetrl_jax import device_memory, rng
+from jetrl_jax.core import device_memory, rng
+from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.rl import synthetic
-from jetrl_jax.rl.engine import Engine, EngineConfig
-from jetrl_jax.rl.policy import PolicyParams
-from jetrl_jax.rl.rollout import rollout
+from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
+from jetrl_jax.rl.rollout.scheduler import rollout
 
 _SHAPE = flags.DEFINE_string('shape', 'qwen2.5-7b', 'See model.shape.')
 _LAYERS = flags.DEFINE_integer('layers', 0, 'Of the model; 0 for all.')

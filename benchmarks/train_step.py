@@ -23,9 +23,9 @@ import numpy as np
 from absl import flags
 
 from benchmarks import common
+from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.rl.objective import LossConfig, policy_loss
-from jetrl_jax.rl.optimizer import OptimizerConfig
-from jetrl_jax.rl.train_step import TrainStep
+from jetrl_jax.rl.run.gradients import UpdatePrograms
 from jetrl_jax.rl.types import TrainBatch
 
 _SHAPE = flags.DEFINE_string('shape', 'qwen2.5-7b', 'See model.shape.')
@@ -169,7 +169,7 @@ def measure(variant, workload, policy, mesh, make) -> dict:
       lr=1e-5, moments='fp8', master_rounding=_ROUNDING.value
   )
   state = common.random_state(policy, mesh, make(), config)
-  step = TrainStep(
+  step = UpdatePrograms(
       policy,
       functools.partial(policy_loss, LossConfig()),
       config.build(),

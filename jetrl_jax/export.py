@@ -11,26 +11,28 @@ from typing import Any
 
 from absl import flags, logging
 
-from jetrl_jax import config as configs
-from jetrl_jax import config_flag, models, saved_policy
+from jetrl_jax import models
+from jetrl_jax.config import build as configs
+from jetrl_jax.config import flags as config_flags
+from jetrl_jax.config import saved_policy
+from jetrl_jax.config.saved_policy import Restored
+from jetrl_jax.core.files import user_path
+from jetrl_jax.core.typing import PyTree
 from jetrl_jax.data import Prompt
-from jetrl_jax.files import user_path
-from jetrl_jax.fp8 import slots
+from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.fp8.recipes import LM_HEAD
 from jetrl_jax.models import invariant_scaling
-from jetrl_jax.models.hf_export import check_target
-from jetrl_jax.rl import calibration
-from jetrl_jax.rl.apply import merge
-from jetrl_jax.rl.engine import Engine, EngineConfig
-from jetrl_jax.saved_policy import Restored
-from jetrl_jax.typing import PyTree
+from jetrl_jax.models.hf.save import check_target
+from jetrl_jax.optim.apply import merge
+from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
+from jetrl_jax.rl.run import calibration
 
 _FP8 = 'fp8_delayed'
 # Of the calibration; as many sequences are decoded at once.
 _SLOTS = 16
 _PROMPT_TOKENS = 1024
 
-FLAGS: config_flag.Table = (
+FLAGS: config_flags.Table = (
     ('workdir', flags.DEFINE_string, None, 'Workdir of a run'),
     ('checkpoint', flags.DEFINE_string, None, 'Or a checkpoint, or its id'),
     ('out', flags.DEFINE_string, None, 'New folder'),
@@ -174,17 +176,18 @@ def _prompts(found: Restored, values: dict[str, Any]) -> list[Prompt]:
   tokenizer = saved_policy.tokenizer_of(found)
   longest = found.policy.model.max_position - calibration.CHECKPOINT_TOKENS
   most = min(_PROMPT_TOKENS, longest)
-  section = configs.data_section(found.config, tokenizer, most)
-  given = {k: v for k, v in values.items() if k in section and v is not None}
-  section.update(given)
-  if not 1 <= section.max_prompt_length <= longest:
+  data = configs.data_config(found.config, tokenizer, most)
+  names = {field.name for field in dataclasses.fields(data)}
+  given = {k: v for k, v in values.items() if k in names and v is not None}
+  data = dataclasses.replace(data, **given)
+  if not 1 <= data.max_prompt_length <= longest:
     raise ValueError(
-        f'--max_prompt_length is {section.max_prompt_length}; allowed: 1 to'
+        f'--max_prompt_length is {data.max_prompt_length}; allowed: 1 to'
         f' {longest}, the positions of the model less those of an answer'
     )
   prompts = list(
       configs.build_dataset(
-          section,
+          data,
           (values['data'],),
           tokenizer,
           calibration.CHECKPOINT_PROMPTS,
@@ -199,7 +202,7 @@ def _prompts(found: Restored, values: dict[str, Any]) -> list[Prompt]:
 def _input_scales(fp8_state: PyTree) -> dict[str, float]:
   return {
       path: float(_at(fp8_state, path)['input']['scale'])
-      for path in slots.slot_paths(fp8_state)
+      for path in scaling_state.slot_paths(fp8_state)
   }
 
 
@@ -218,4 +221,4 @@ def main(values: dict[str, Any]) -> None:
 
 
 if __name__ == '__main__':
-  config_flag.run_plain(main, FLAGS, ['out'])
+  config_flags.run_plain(main, FLAGS, ['out'])

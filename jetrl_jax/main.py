@@ -8,23 +8,21 @@ import sys
 import jax
 from absl import flags, logging
 
-from jetrl_jax import (
-    checkpoint,
-    compilation,
-    config_flag,
-    dry_run,
-    provenance,
-    report,
-    room,
-)
-from jetrl_jax import config as configs
-from jetrl_jax.files import user_path
-from jetrl_jax.rl import startup
-from jetrl_jax.rl.console import before_and_after
-from jetrl_jax.rl.interrupt import StopRequested
-from jetrl_jax.rl.trainer import Parts, Trainer
+from jetrl_jax import report
+from jetrl_jax.checkpoint import restore
+from jetrl_jax.config import build as configs
+from jetrl_jax.config import flags as config_flags
+from jetrl_jax.core import compilation
+from jetrl_jax.core.files import user_path
+from jetrl_jax.core.interrupt import StopRequested
+from jetrl_jax.dry_run import checks as dry_run_checks
+from jetrl_jax.dry_run import storage
+from jetrl_jax.metrics import provenance
+from jetrl_jax.metrics.console import before_and_after
+from jetrl_jax.rl.training import initialize
+from jetrl_jax.rl.training.trainer import RunSpec, Trainer
 
-config_flag.define()
+config_flags.define()
 _WORKDIR = flags.DEFINE_string(
     'workdir',
     None,
@@ -46,32 +44,32 @@ _DRY_RUN_DEVICE = flags.DEFINE_string(
 
 def main() -> None:
   """Builds the run from its config and trains."""
-  workdir = user_path(_WORKDIR.value or f'runs/{config_flag.file().stem}')
+  workdir = user_path(_WORKDIR.value or f'runs/{config_flags.file().stem}')
   if _DRY_RUN_DEVICE.value and not _DRY_RUN.value:
     raise ValueError('--dry_run_device trains nothing: give --dry_run with it')
-  config: configs.Config = config_flag.load()
+  config: configs.Config = config_flags.load()
   _check_purpose(config)
   compilation.keep_compiled(config.compile_cache_dir)
-  parts = configs.build(config)
+  spec = configs.build(config)
   if _DRY_RUN.value:
-    problems = dry_run.dry_run(parts, workdir, _DRY_RUN_DEVICE.value)
-    sys.exit(dry_run.report(problems))
-  config_flag.make_folder('workdir', workdir)
-  trainer = Trainer(parts, workdir)
-  room.of_run(parts, startup.abstract(parts), workdir).warn()
-  dry_run.warn_of_memory(parts)
-  recipe = parts.policy.recipe.name
-  if parts.is_mixed:
-    recipe += f' training, {parts.rollout_policy.recipe.name} rollout'
-  if not parts.policy.exact:
+    problems = dry_run_checks.dry_run(spec, workdir, _DRY_RUN_DEVICE.value)
+    sys.exit(dry_run_checks.report(problems))
+  config_flags.make_folder('workdir', workdir)
+  trainer = Trainer(spec, workdir)
+  storage.of_run(spec, initialize.abstract(spec), workdir).warn()
+  dry_run_checks.warn_of_memory(spec)
+  recipe = spec.policy.recipe.name
+  if spec.is_mixed:
+    recipe += f' training, {spec.rollout_policy.recipe.name} rollout'
+  if not spec.policy.exact:
     recipe += f', {compilation.NOT_CLAIMED},'
   print(
-      f'{recipe} on {_devices(parts.mesh.size)}: {len(parts.train_set)}'
-      f' prompts ({parts.train_set.num_filtered} over-long left out)'
+      f'{recipe} on {_devices(spec.mesh.size)}: {len(spec.train_set)}'
+      f' prompts ({spec.train_set.num_filtered} over-long left out)'
       f' -> {workdir}'
   )
   try:
-    trainer.train(started=lambda: _record_start(parts, workdir))
+    trainer.train(started=lambda: _record_start(spec, workdir))
   except StopRequested as stop:
     _say_stopped(stop, workdir)
     return
@@ -87,7 +85,7 @@ def _check_purpose(config: configs.Config) -> None:
   """Refuses a warm start's config, which would train from random weights."""
   if config.sft.output:
     raise ValueError(
-        f'sft.output is {config.sft.output!r}: {config_flag.file()} is the'
+        f'sft.output is {config.sft.output!r}: {config_flags.file()} is the'
         ' config of a warm start, python -m jetrl_jax.sft --config=...; for'
         " GRPO leave it ''"
     )
@@ -103,19 +101,19 @@ def _devices(used: int) -> str:
   return f'{used} of {len(found)} x {kind} ({take_more})'
 
 
-def _record_start(parts: Parts, workdir: pathlib.Path) -> None:
+def _record_start(spec: RunSpec, workdir: pathlib.Path) -> None:
   """Notes versions, device and prompts of this start in the workdir."""
-  sets = {'train': parts.train_set, 'val': parts.val_set}
+  sets = {'train': spec.train_set, 'val': spec.val_set}
   counts = {}
   for name, prompts in sets.items():
     if prompts is not None:
       counts[f'{name}_prompts'] = len(prompts)
       counts[f'{name}_left_out'] = prompts.num_filtered
-  provenance.record_start(workdir, parts.mesh.size, **counts)
+  provenance.record_start(workdir, spec.mesh.size, **counts)
 
 
 def _say_stopped(stop: StopRequested, workdir: pathlib.Path) -> None:
-  if checkpoint.all_steps(workdir / 'checkpoints'):
+  if restore.all_steps(workdir / 'checkpoints'):
     print(
         f'Stopped by {stop}; everything up to here is saved in {workdir}. The'
         ' same command resumes.'
@@ -164,4 +162,4 @@ def _report(workdir: pathlib.Path) -> None:
 
 
 if __name__ == '__main__':
-  config_flag.run(main)
+  config_flags.run(main)

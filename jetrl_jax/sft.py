@@ -14,27 +14,34 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags, logging
 
-from jetrl_jax import compilation, config_flag, config_model, models
-from jetrl_jax import config as configs
+from jetrl_jax import models
+from jetrl_jax.config import build as configs
+from jetrl_jax.config import compatibility
+from jetrl_jax.config import flags as config_flags
+from jetrl_jax.config import model as config_model
+from jetrl_jax.config.sections import take
+from jetrl_jax.core import compilation
+from jetrl_jax.core.files import user_path
 from jetrl_jax.data import Prompt, PromptSampler, Tokenizer
 from jetrl_jax.data.prompts import column
-from jetrl_jax.files import user_path
-from jetrl_jax.metrics import MetricWriter
+from jetrl_jax.data.settings import DataConfig
+from jetrl_jax.metrics.timer import Timer
+from jetrl_jax.metrics.writer import MetricWriter
 from jetrl_jax.models import invariant_scaling
-from jetrl_jax.models.hf_export import check_carried, check_target
-from jetrl_jax.rl import fp8_support, packing
-from jetrl_jax.rl import state as states
-from jetrl_jax.rl.apply import merge
-from jetrl_jax.rl.calibration import Calibration, likelihood_sequences
+from jetrl_jax.models.hf.save import check_carried, check_target
+from jetrl_jax.models.policy import Policy
+from jetrl_jax.optim.apply import merge
+from jetrl_jax.rl import packing
 from jetrl_jax.rl.objective import supervised_loss
-from jetrl_jax.rl.policy import Policy
-from jetrl_jax.rl.settings import check_packed_rows
-from jetrl_jax.rl.step_metrics import not_finite, update_metrics
-from jetrl_jax.rl.timer import Timer
-from jetrl_jax.rl.train_step import TrainStep
+from jetrl_jax.rl.run import fp8_support
+from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run.calibration import Calibration, likelihood_sequences
+from jetrl_jax.rl.run.gradients import UpdatePrograms
+from jetrl_jax.rl.settings import SftConfig, check_packed_rows
+from jetrl_jax.rl.training.step_metrics import not_finite, update_metrics
 from jetrl_jax.rl.types import TrainBatch
 
-config_flag.define()
+config_flags.define()
 _WORKDIR = flags.DEFINE_string(
     'workdir',
     None,
@@ -58,18 +65,15 @@ def target_tokens(
 
 def _check(config) -> None:
   """Refuses now what would only fail after the last step."""
-  section = config.sft
-  if not section.output:
+  sft = take(SftConfig, config)
+  if not sft.output:
     raise ValueError('sft.output is empty; name the folder to export to')
-  check_target(user_path(section.output))
+  check_target(user_path(sft.output))
   if not config.data.answer_key:
     raise ValueError(
         "data.answer_key is ''; a warm start trains on written answers: name"
         ' their column'
     )
-  for name in ('total_training_steps', 'batch_size'):
-    if section[name] < 1:
-      raise ValueError(f'sft.{name} is {section[name]}; it must be >= 1')
   for name in ('max_skipped_updates', 'micro_batch_size'):
     value = config.trainer[name]
     if value < 1:
@@ -84,7 +88,7 @@ def _check_workdir(workdir: pathlib.Path) -> None:
         f'--workdir={workdir} holds checkpoints/, of a run of jetrl_jax.main,'
         ' whose metrics.jsonl a warm start would replace; name another folder'
     )
-  config_flag.make_folder('workdir', workdir)
+  config_flags.make_folder('workdir', workdir)
   file = workdir / 'metrics.jsonl'
   if file.exists() and file.stat().st_size:
     logging.warning('%s, of an earlier warm start, is replaced', file)
@@ -94,7 +98,8 @@ def _batches(
     config, policy: Policy, tokenizer: Tokenizer
 ) -> Callable[[], list[TrainBatch]]:
   """Returns what draws the next optimiser step's micro-batches."""
-  data = configs.build_dataset(config.data, config.data.train_files, tokenizer)
+  settings = take(DataConfig, config)
+  data = configs.build_dataset(settings, settings.train_files, tokenizer)
   if config.sft.batch_size > len(data):
     raise ValueError(
         f'sft.batch_size is {config.sft.batch_size}; the training data has'
@@ -160,7 +165,7 @@ def train(config, workdir: pathlib.Path) -> None:
   """Runs the warm start.
 
   Args:
-    config: ConfigDict, see configs/base.py.
+    config: ConfigDict, see `config.sections`.
     workdir: metrics.jsonl goes here, in place of an earlier warm start's.
 
   Raises:
@@ -180,12 +185,15 @@ def train(config, workdir: pathlib.Path) -> None:
   _check_workdir(workdir)
   steps = config.sft.total_training_steps
   settings = configs.optimizer_config(config, steps)
+  compatibility.warn_of_rate(settings.lr)
   make_params, _ = config_model.parameters(config, policy, mesh, folder)
   optimizer = settings.build()
   state = states.create(
       policy, make_params(), optimizer, mesh, tuple(config.model.freeze)
   )
-  step = TrainStep(policy, supervised_loss, optimizer, settings, mesh, state)
+  step = UpdatePrograms(
+      policy, supervised_loss, optimizer, settings, mesh, state
+  )
   if policy.recipe.is_delayed:
     calibration = Calibration(policy, mesh, state)
     state = calibration.fill(state, next_batch(), 1.0)
@@ -230,9 +238,9 @@ def train(config, workdir: pathlib.Path) -> None:
 
 def main() -> None:
   """Runs the warm start of the config."""
-  workdir = user_path(_WORKDIR.value or f'runs/{config_flag.file().stem}')
-  train(config_flag.load(), workdir)
+  workdir = user_path(_WORKDIR.value or f'runs/{config_flags.file().stem}')
+  train(config_flags.load(), workdir)
 
 
 if __name__ == '__main__':
-  config_flag.run(main)
+  config_flags.run(main)

@@ -21,7 +21,7 @@ matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 
-from jetrl_jax.files import user_path
+from jetrl_jax.core.files import user_path
 from study import statistics
 from study.arms import BITS, PAIRS, named
 from study.results import Run, read

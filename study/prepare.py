@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 
-from jetrl_jax.files import user_path
+from jetrl_jax.core.files import user_path
 from tools import command
 
 # Lengths of the tiny task, in checks: about 45 and 110 tokens.

@@ -16,7 +16,7 @@ import pathlib
 import re
 from typing import Any
 
-from jetrl_jax.files import user_path
+from jetrl_jax.core.files import user_path
 from study.arms import ARMS, Arm
 from study.run import is_finished, read_metrics
 from tools import command

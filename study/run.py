@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 
-from jetrl_jax.files import user_path
+from jetrl_jax.core.files import user_path
 from study import prepare
 from study.arms import Arm, named
 from tools import command

@@ -17,7 +17,7 @@ import shutil
 import tempfile
 
 from jetrl_jax import models
-from jetrl_jax.files import user_path
+from jetrl_jax.core.files import user_path
 from tools import command
 
 

@@ -99,9 +99,10 @@ def _hook_type_checker():
   modules = [
       '.'.join(path.relative_to(_ROOT).with_suffix('').parts)
       for path in sorted((_ROOT / 'jetrl_jax').rglob('*.py'))
-      if path.name not in ('__init__.py', 'types.py')
-      and _SHAPE.search(path.read_text())
+      if path.name != 'types.py' and _SHAPE.search(path.read_text())
   ]
+  # An operation's signature is its package's: with all that is in it.
+  modules = [module.removesuffix('.__init__') for module in modules]
   jaxtyping.install_import_hook(modules, 'tests.typecheck.check_arrays')
 
 

@@ -2,7 +2,7 @@
 
 import jax
 
-from jetrl_jax import compilation
+from jetrl_jax.core import compilation
 
 _FEW_OPTIMISATIONS = {
     'xla_backend_optimization_level': 0,
@@ -10,7 +10,7 @@ _FEW_OPTIMISATIONS = {
 }
 
 
-def hurried_jit(function):
+def fast_compile_jit(function):
   """`exact_jit` with few optimisations: half the time to compile.
 
   Interpreting a kernel makes a large program that runs for milliseconds. Its

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jetrl_jax import rng
+from jetrl_jax.core import rng
 
 Pair = collections.namedtuple('Pair', ['first', 'second'])
 

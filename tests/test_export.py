@@ -7,12 +7,13 @@ import jax
 import numpy as np
 import pytest
 
-from jetrl_jax import config as configs
-from jetrl_jax import export, models, saved_policy
-from jetrl_jax.checkpoint_manager import CheckpointManager
+from jetrl_jax import export, models
+from jetrl_jax.checkpoint.manager import CheckpointManager
+from jetrl_jax.config import build as configs
+from jetrl_jax.config import saved_policy
 from jetrl_jax.data import Tokenizer
-from jetrl_jax.rl import state as states
-from jetrl_jax.rl.apply import merge
+from jetrl_jax.optim.apply import merge
+from jetrl_jax.rl.run import state as states
 from tests import whole_run
 
 
@@ -135,15 +136,15 @@ def test_an_older_step_can_be_exported(tmp_path):
 def _of_start(workdir, **changes):
   """The workdir of a run that has saved its step 0 and not learnt."""
   workdir.mkdir(exist_ok=True)
-  parts = configs.build(whole_run.config(**changes))
+  spec = configs.build(whole_run.config(**changes))
   state = states.create(
-      parts.policy,
-      parts.initial_params(),
-      parts.optimizer.build(),
-      parts.mesh,
-      parts.freeze,
+      spec.policy,
+      spec.initial_params(),
+      spec.optimizer.build(),
+      spec.mesh,
+      spec.freeze,
   )
-  (workdir / 'config.json').write_text(parts.config_text)
+  (workdir / 'config.json').write_text(spec.config_text)
   saver = CheckpointManager(workdir / 'checkpoints', keep_latest=1, keep_best=0)
   saver.save(0, states.without_weights(state), {}, metric=None)
   saver.close()

@@ -8,7 +8,8 @@ import pytest
 from absl import app, flags
 from ml_collections import config_flags
 
-from jetrl_jax import config_flag, models
+from jetrl_jax import models
+from jetrl_jax.config import flags as config_flag
 from tests import whole_run
 from tests.report import pages
 
@@ -207,6 +208,14 @@ def test_a_name_of_another_library_is_led_to_ours(argument, meant):
     'arguments, message',
     [
         (['--config=nowhere.py'], '--config=nowhere.py: there is no such file'),
+        (
+            [f'--config={whole_run.ROOT}/configs'],
+            f'--config={whole_run.ROOT}/configs is a folder; name a config',
+        ),
+        (
+            [_TINY, '--config.optim.learning_rate=2'],
+            "'optim.learning_rate'; did you mean 'optim.lr'?",
+        ),
         pytest.param(
             ['--config', 'nowhere.py'],
             '--config=nowhere.py: there is no such file',
@@ -278,6 +287,13 @@ def test_a_run_that_diverges_ends_with_the_reason_and_exit_code_1(tmp_path):
   last = errors.splitlines()[-1]
   assert last.startswith('error: 2 updates in a row were not finite (gradient')
   assert 'Traceback' not in errors
+
+
+def test_a_config_that_is_a_dict_is_one_line(tmp_path):
+  path = tmp_path / 'mine.py'
+  path.write_text("def get_config():\n  return {'seed': 1}\n")
+  said = _refused(f'--config={path}')
+  assert said.startswith(f'{path}: get_config() returns a dict; allowed is the')
 
 
 def test_the_warm_start_answers_in_the_same_words():

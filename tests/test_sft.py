@@ -189,7 +189,7 @@ def test_the_workdir_is_named_after_the_config_file(
   monkeypatch.setattr(sft, 'train', train)
   monkeypatch.setattr(sft, '_WORKDIR', mock.Mock(value=given))
   for name, value in (('load', None), ('file', pathlib.Path('c/mine_sft.py'))):
-    monkeypatch.setattr(sft.config_flag, name, lambda *_, value=value: value)
+    monkeypatch.setattr(sft.config_flags, name, lambda *_, value=value: value)
   sft.main()
   train.assert_called_once_with(None, pathlib.Path(workdir))
 
@@ -246,9 +246,8 @@ def test_a_written_answer_ends_with_the_end_token(tmp_path):
   config = whole_run.config()
   _, _, folder = sft.config_model.build_policy(config)
   tokenizer = sft.configs.build_tokenizer(config, folder)
-  data = sft.configs.build_dataset(
-      config.data, config.data.train_files, tokenizer
-  )
+  settings = sft.take(sft.DataConfig, config)
+  data = sft.configs.build_dataset(settings, settings.train_files, tokenizer)
   tokens, start = sft.target_tokens(data[0], 'answer', tokenizer)
   np.testing.assert_array_equal(tokens[:start], data[0].tokens)
   assert tokens[-1] == tokenizer.eos_ids[0] == 1

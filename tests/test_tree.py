@@ -1,5 +1,6 @@
 """The tree itself: who may import whom, and what no file may hold."""
 
+import ast
 import os
 import pathlib
 import re
@@ -8,11 +9,38 @@ import sys
 
 import pytest
 
-from tools import build_files
-
-_ROOT = build_files.ROOT
-_FILES = build_files.source_files()
-_WITHOUT_JAX = ['data', 'rewards']
+_ROOT = pathlib.Path(__file__).parents[1]
+_PACKAGE = _ROOT / 'jetrl_jax'
+_FILES = sorted(_PACKAGE.rglob('*.py'))
+# Each room imports only rooms above it. A room's __init__ may export what the
+# rooms inside it hold. The commands in the package's root import any.
+_LAYERS = [
+    'core',
+    'metrics',
+    'checkpoint',
+    'data',
+    'rewards',
+    'fp8',
+    'fp8.flow',
+    'kernels',
+    'models',
+    'models.hf',
+    'optim',
+    'rl',
+    'rl.rollout',
+    'rl.scoring',
+    'rl.run',
+    'rl.training',
+    'config',
+    'dry_run',
+    'evaluate',
+    'report',
+    'mismatch',
+    'serve',
+]
+_MOST_FILES = 12  # of a package, less its __init__ and __main__
+_MOST_COMMANDS = 8  # files in the package's root
+_CLONE = ['benchmarks', 'configs', 'study', 'tests', 'tools']
 _BUILT = {'build', 'dist', 'runs', '__pycache__'}
 _TEXT = {'', '.py', '.md', '.toml', '.json', '.jsonl', '.sh', '.txt', '.ipynb'}
 
@@ -21,16 +49,59 @@ def _name(path: pathlib.Path) -> str:
   return path.relative_to(_ROOT).as_posix()
 
 
+def _module(path: pathlib.Path) -> str:
+  """Returns a file's module below jetrl_jax; '' is the package itself."""
+  parts = path.relative_to(_PACKAGE).with_suffix('').parts
+  return '.'.join(parts).removesuffix('__init__').rstrip('.')
+
+
+def _imports(path: pathlib.Path) -> set[str]:
+  """Returns what a file imports, as 'package.module.name'."""
+  found = set()
+  for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+    if isinstance(node, ast.Import):
+      found |= {alias.name for alias in node.names}
+    elif isinstance(node, ast.ImportFrom):
+      base = '.' * node.level + (node.module or '')
+      found |= {f'{base}.{alias.name}' for alias in node.names}
+  return found
+
+
+def _room(module: str) -> str:
+  """Returns the room of a module below jetrl_jax; '' is the root."""
+  parts = module.split('.')
+  rooms = ['.'.join(parts[:n]) for n in (2, 1)]
+  return next((room for room in rooms if room in _LAYERS), '')
+
+
+def _rooms_imported(path: pathlib.Path) -> set[str]:
+  ours = {m for m in _imports(path) if m.split('.')[0] == 'jetrl_jax'}
+  return {_room(m.removeprefix('jetrl_jax').lstrip('.')) for m in ours}
+
+
 @pytest.mark.parametrize('path', _FILES, ids=_name)
 def test_a_room_imports_only_the_rooms_before_it(path):
-  room, rank = build_files.room_of(path), build_files.RANK
-  assert not [m for m in build_files.imports(path) if m[0] == ''], 'relative'
-  if room == '__init__':
-    return  # The package's front page may export any room.
-  assert room in rank, f'{room} has no place in the import order'
-  imported = build_files.rooms_imported(path)
-  later = {r for r in imported if r not in rank or rank[r] >= rank[room]}
-  assert not later, f'{room} may not import {sorted(later)}'
+  assert not {m for m in _imports(path) if m.startswith('.')}, 'relative'
+  room = _room(_module(path))
+  if not room:
+    return  # A command.
+  later = set(_LAYERS[_LAYERS.index(room) + 1 :]) | {''}
+  if path.name == '__init__.py':
+    later = {other for other in later if not other.startswith(f'{room}.')}
+  assert not _rooms_imported(path) & later
+
+
+def test_every_package_has_a_place_in_the_order_and_says_what_it_is():
+  for init in (path for path in _FILES if path.name == '__init__.py'):
+    assert ast.get_docstring(ast.parse(init.read_text())), _name(init)
+    assert init.parent == _PACKAGE or _room(_module(init)), _name(init)
+
+
+def test_no_package_has_more_files_than_a_reader_can_hold():
+  for folder in {path.parent for path in _FILES}:
+    files = [p for p in folder.glob('*.py') if not p.name.startswith('__')]
+    most = _MOST_COMMANDS if folder == _PACKAGE else _MOST_FILES
+    assert len(files) <= most, _name(folder)
 
 
 @pytest.mark.parametrize(
@@ -41,16 +112,16 @@ def test_a_room_imports_only_the_rooms_before_it(path):
 )
 def test_no_file_uses_the_private_part_of_jax(path):
   # In words too: a dynamic import is a string.
-  assert ('jax', '_src') not in {m[:2] for m in build_files.imports(path)}
+  assert not {m for m in _imports(path) if m.startswith('jax._src')}
   assert 'jax._src' not in path.read_text(encoding='utf-8')
 
 
-@pytest.mark.parametrize('room', _WITHOUT_JAX)
+@pytest.mark.parametrize('room', ['data', 'rewards'])
 def test_a_worker_process_of_this_room_starts_without_jax(room):
   modules = [
-      '.'.join(path.relative_to(_ROOT).with_suffix('').parts)
+      f'jetrl_jax.{_module(path)}'
       for path in _FILES
-      if build_files.room_of(path) == room and path.name != '__init__.py'
+      if _room(_module(path)) == room and path.name != '__init__.py'
   ]
   assert modules
   code = '; '.join(
@@ -66,36 +137,19 @@ def test_a_worker_process_of_this_room_starts_without_jax(room):
   assert done.returncode == 0, done.stderr
 
 
-def test_the_build_files_name_exactly_the_rooms_that_are_imported():
-  expected = build_files.build_files()
-  stale = [
-      _name(path)
-      for path, text in expected.items()
-      if not path.exists() or path.read_text(encoding='utf-8') != text
-  ]
-  assert not stale, 'run: python -m tools.build_files'
-  folders = ('jetrl_jax', *build_files.CLONE)
-  found = {p for f in folders for p in (_ROOT / f).rglob('BUILD')}
-  assert found == set(expected)
-
-
-def test_a_room_is_visible_to_later_rooms_only():
-  labels = build_files._may_import('models')
-  assert {'//jetrl_jax/rl:__pkg__', '//tests:__subpackages__'} <= labels
-  # Its own row, and the row before.
-  assert not {'//jetrl_jax/models:__pkg__', '//jetrl_jax/fp8:__pkg__'} & labels
-  assert not build_files._may_import('serve') & {'//jetrl_jax:__pkg__'}
+def test_there_is_one_build_file_and_it_has_every_room():
+  text = (_ROOT / 'BUILD').read_text(encoding='utf-8')
+  for room in _LAYERS:
+    assert f'name = "{room.replace(".", "_")}",' in text, room
+  folders = ['jetrl_jax', *_CLONE]
+  assert not [p for f in folders for p in (_ROOT / f).rglob('BUILD')]
 
 
 def test_every_room_has_tests():
-  rooms = {build_files.room_of(path) for path in _FILES} - {'__init__'}
   tests = [_name(p) for p in (_ROOT / 'tests').rglob('test_*.py')]
-  without = {
-      room
-      for room in rooms - {'typing'}  # Names only, nothing to run.
-      if not any(re.match(rf'tests/({room}/|test_{room})', t) for t in tests)
-  }
-  assert not without
+  for room in _LAYERS:
+    folder = f'tests/{room.replace(".", "/")}/'
+    assert any(test.startswith(folder) for test in tests), room
 
 
 def _text_files() -> list[pathlib.Path]:
@@ -116,7 +170,7 @@ def _text_files() -> list[pathlib.Path]:
 def test_a_folder_of_the_clone_is_found_before_a_package_of_its_name():
   # google-jetstream installs a package `benchmarks`; one without __init__.py,
   # wherever it lies, is looked for last.
-  for folder in build_files.CLONE:
+  for folder in _CLONE:
     assert (_ROOT / folder / '__init__.py').is_file(), folder
 
 

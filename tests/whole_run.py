@@ -20,11 +20,12 @@ import jax
 import ml_collections
 import numpy as np
 
-from jetrl_jax import checkpoint
-from jetrl_jax import config as configs
-from jetrl_jax.rl import guard_state, rollout_store, startup
-from jetrl_jax.rl import state as states
-from jetrl_jax.rl.trainer import Trainer
+from jetrl_jax.checkpoint import restore
+from jetrl_jax.config import build as configs
+from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.scoring import store
+from jetrl_jax.rl.training import guard_state, initialize
+from jetrl_jax.rl.training.trainer import Trainer
 from tests import tiny_config
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -153,15 +154,15 @@ def restored(
     workdir: pathlib.Path,
     step: int | None = None,
     changes: dict[str, Any] | None = None,
-) -> checkpoint.Restored:
+) -> restore.Restored:
   """Reads a checkpoint of a run, by default the newest."""
-  parts = configs.build(config(**(changes or {})))
+  spec = configs.build(config(**(changes or {})))
 
   def like(host_state):
     kept = guard_state.of_checkpoint(host_state).high_precision
-    return states.without_weights(startup.abstract(parts.keeping(kept)))
+    return states.without_weights(initialize.abstract(spec.keeping(kept)))
 
-  found = checkpoint.restore(workdir / 'checkpoints', like, step)
+  found = restore.restore(workdir / 'checkpoints', like, step)
   assert found is not None
   return found
 
@@ -187,7 +188,7 @@ def outcome(
   last = restored(workdir, changes=changes)
   rollouts = {}
   for file in sorted((workdir / 'rollouts').iterdir()):
-    completions, extra = rollout_store.load_rollouts(file)
+    completions, extra = store.load_rollouts(file)
     rollouts[file.name] = digest(
         [extra, *(dataclasses.asdict(c) for c in completions)]
     )

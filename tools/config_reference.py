@@ -1,7 +1,8 @@
-"""Writes docs/configuration.md from configs/base.py.
+"""Writes docs/configuration.md from the dataclasses that own the settings.
 
-A name's meaning is the comment above it there; without one, what the docstring
-of its reader says of it. After a change of either:
+A setting's meaning is its entry under `Attributes:` in the docstring of its
+dataclass (`jetrl_jax/config/sections.py` says which); a section's introduction
+is the text above them, of its first dataclass. After a change of either:
 
     python -m tools.config_reference
 """
@@ -9,46 +10,15 @@ of its reader says of it. After a change of either:
 import inspect
 import pathlib
 import re
-from typing import Any
 
-from configs import base
-from jetrl_jax.data import ChatFormat, PromptDataset, load_examples
-from jetrl_jax.fp8 import Recipe
-from jetrl_jax.rewards import RewardPool
-from jetrl_jax.rl.engine import EngineConfig
-from jetrl_jax.rl.objective import LossConfig
-from jetrl_jax.rl.optimizer import OptimizerConfig
-from jetrl_jax.rl.policy import Policy
-from jetrl_jax.rl.settings import (
-    AlgorithmConfig,
-    FilterGroups,
-    GuardConfig,
-    OverlongBuffer,
-    RunConfig,
-)
-from jetrl_jax.sharding import Axes
+from jetrl_jax.config.sections import SECTIONS, Setting
 
 OUTPUT = pathlib.Path(__file__).parent.parent / 'docs' / 'configuration.md'
-# Who reads a section's values; the first that documents a name is quoted.
-_READERS: dict[str, tuple[Any, ...]] = {
-    '': (RunConfig,),
-    'data': (load_examples, PromptDataset.__init__, ChatFormat),
-    'reward': (RewardPool, RewardPool.__init__),
-    'model': (Policy,),
-    'precision': (Recipe,),
-    'rollout': (EngineConfig, RunConfig),
-    'algorithm': (LossConfig, AlgorithmConfig),
-    'algorithm.filter_groups': (FilterGroups,),
-    'reward.overlong_buffer': (OverlongBuffer,),
-    'optim': (OptimizerConfig,),
-    'trainer': (RunConfig,),
-    'guard': (GuardConfig,),
-    'mesh': (Axes,),
-}
 _HEAD = """\
 # Configuration
 
-<!-- Written by tools/config_reference.py from configs/base.py. -->
+<!-- Written by tools/config_reference.py from the dataclasses that
+jetrl_jax/config/sections.py lists. -->
 
 A config file starts from `configs/base.py` and sets differences; the command
 line overrides both: `--config.optim.lr=2e-6`. Lists are Python literals:
@@ -58,68 +28,41 @@ they say rows.
 """
 
 
-def comments(source: str) -> dict[str, str]:
-  """Maps each assigned name of a config file to the comment above it."""
-  found, pending = {}, []
-  for line in source.splitlines():
-    line = line.strip()
-    if line.startswith('#'):
-      pending.append(line.lstrip('# '))
-      continue
-    assigned = re.match(r'config\.([\w.]+) = ', line)
-    if assigned:
-      found[assigned.group(1)] = ' '.join(pending)
-    pending = []
-  return found
-
-
-def documented(reader: Any) -> dict[str, str]:
-  """Maps names to their entries under 'Attributes:' or 'Args:'."""
-  text = inspect.getdoc(reader) or ''
-  sections = re.findall(r'^(?:Attributes|Args):\n((?:  .*\n?|\n)*)', text, re.M)
-  entries = re.findall(
-      r'^  (\w+): (.*(?:\n {4}.*)*)', '\n'.join(sections), re.M
+def meaning(setting: Setting) -> str:
+  """Returns what a setting means; '' where its dataclass does not say."""
+  text = inspect.getdoc(setting.owner) or ''
+  _, _, attributes = text.partition('Attributes:\n')
+  entry = re.search(
+      rf'^  {setting.field.name}: (.*(?:\n {{4}}.*)*)', attributes, re.M
   )
-  return {name: ' '.join(words.split()) for name, words in entries}
+  words = ' '.join(entry.group(1).split()) if entry else ''
+  return words[:1].upper() + words[1:]
 
 
-def _meaning(section: str, name: str, above: dict[str, str]) -> str:
-  text = above[f'{section}.{name}' if section else name]
-  for reader in _READERS.get(section, ()):
-    text = text or documented(reader).get(name, '')
-  text = text[:1].upper() + text[1:]
-  # Outside code spans these two would be read as HTML and as a column.
-  return re.sub('<([^>]*)>', r'&lt;\1&gt;', text).replace('|', r'\|')
+def introduction(section: str) -> str:
+  """Returns what the docstring of a section's first dataclass begins with."""
+  first = next(iter(SECTIONS[section].values()))
+  text = inspect.getdoc(first.owner) or ''
+  return text.partition('Attributes:')[0].strip()
 
 
-def _table(section: str, values: dict, above: dict[str, str]) -> str:
+def _table(section: str) -> str:
   rows = ['| name | default | meaning |', '|---|---|---|']
-  for name, value in values.items():
-    meaning = _meaning(section, name, above)
-    rows.append(f'| `{name}` | `{value!r}` | {meaning} |')
+  for name, setting in SECTIONS[section].items():
+    # Outside code spans these two would be read as HTML and as a column.
+    words = re.sub('<([^>]*)>', r'&lt;\1&gt;', meaning(setting))
+    words = words.replace('|', r'\|')
+    rows.append(f'| `{name}` | `{setting.default!r}` | {words} |')
   return '\n'.join(rows)
 
 
 def render() -> str:
   """Returns the text of docs/configuration.md."""
-  above = comments(inspect.getsource(base))
-  config: Any = base.get_config()
-  # A ConfigDict has its names in alphabetical order; the file's order explains.
-  tables: dict[str, dict[str, Any]] = {'': {}}
-  for path in above:
-    section, _, name = path.rpartition('.')
-    value = config[section][name] if section else config[name]
-    if hasattr(value, 'items'):
-      tables[path] = {}
-    else:
-      tables[section][name] = value
   parts = [_HEAD]
-  for section, values in tables.items():
+  for section in SECTIONS:
     if section:
-      parts.append(f'\n## {section}\n')
-    if above.get(section):
-      parts.append(f'{above[section]}\n')
-    parts.append(_table(section, values, above))
+      parts.append(f'\n## {section}\n\n{introduction(section)}\n')
+    parts.append(_table(section))
   return '\n'.join(parts) + '\n'
 
 

@@ -28,7 +28,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from jetrl_jax.files import user_path
+from jetrl_jax.core.files import user_path
 from tools import command, quickstart_task
 
 SIZES = {'sft': 6000, 'train': 2000, 'heldout': 256}

@@ -5,7 +5,7 @@ One instance of each family in float32 with random biases and norm gains, as
 torch and transformers, which the test suite does not:
 
     pip install torch==2.13.0 transformers==5.23.0
-    python -m tools.make_hf_goldens tests/models/goldens
+    python -m tools.make_hf_goldens tests/models/hf/goldens
 """
 
 # pyright: reportMissingImports=false

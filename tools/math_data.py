@@ -15,8 +15,8 @@ import argparse
 import json
 import pathlib
 
+from jetrl_jax.core.files import user_path
 from jetrl_jax.data import load_examples
-from jetrl_jax.files import user_path
 from tools import command
 
 # Name -> source, column of the question, column of the answer.

@@ -39,8 +39,8 @@ from collections.abc import Collection
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from jetrl_jax.core.files import user_path
 from jetrl_jax.data import load_examples
-from jetrl_jax.files import user_path
 from tools import command
 
 PAD, EOS, UNKNOWN = '<pad>', '<eos>', '<unk>'

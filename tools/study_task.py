@@ -47,7 +47,7 @@ from collections.abc import Iterator
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jetrl_jax.files import user_path
+from jetrl_jax.core.files import user_path
 from tools import command, quickstart_task
 from tools.quickstart_task import MAX_TOTAL, SPECIAL_TOKENS, UNKNOWN
 

@@ -12,7 +12,7 @@ import re
 import numpy as np
 
 from jetrl_jax.data import Prompt
-from jetrl_jax.rl.environment import Environment, Outcome
+from jetrl_jax.rl.rollout.environment import Environment, Outcome
 
 _CALL = re.compile(r'\[(\d{1,6})([*+-])(\d{1,6})\]$')
 _ANSWER = re.compile(r'#(-?\d{1,6})$')

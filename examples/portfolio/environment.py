@@ -13,7 +13,7 @@ import re
 import numpy as np
 
 from jetrl_jax.data import Prompt
-from jetrl_jax.rl.environment import Environment, Outcome
+from jetrl_jax.rl.rollout.environment import Environment, Outcome
 
 _ORDER = re.compile(r'a(\d)b(\d);')
 # What an order that cannot be carried out costs, as a share of the money.

@@ -166,7 +166,7 @@ class ChatFormat:
     texts = render_chat(
         tokenizer.chat_template,
         conversations,
-        variables={**tokenizer.special_tokens, **self.variables},
+        variables={**tokenizer.template_variables, **self.variables},
     )
     return texts, conversations
 

@@ -22,12 +22,15 @@ from typing import Any
 
 from absl import logging
 
+from jetrl_jax.core.files import user_path
 from jetrl_jax.data.types import Example, Message
-from jetrl_jax.files import user_path
 
 _FORMATS = '.jsonl, .json, .parquet or hf:<repo>[:<config>]:<split>'
-# The id is folded into 32-bit random keys.
-_MAX_ID = 2**31
+# Columns that data sets name differently and mean the same by.
+_SAME = (
+    ('prompt', 'question', 'problem', 'query', 'instruction'),
+    ('answer', 'final_answer', 'solution', 'target', 'ground_truth'),
+)
 
 
 def load_examples(
@@ -36,7 +39,6 @@ def load_examples(
     prompt_key: str,
     answer_key: str,
     source_key: str = '',
-    id_key: str = '',
 ) -> list[Example]:
   """Reads rows from files or Hugging Face data sets, in the order given.
 
@@ -48,17 +50,17 @@ def load_examples(
       GSM8K solution is cut to what follows its last '####'.
     source_key: column that names the data set; '' takes the file's stem or
       the repository's name.
-    id_key: column with a unique integer; '' numbers the rows from 0 over all
-      files.
 
   Returns:
-    At least one example per file, ids unique. A row whose answer is null or
-    empty (MATH has some) cannot be scored: it is left out, and a warning
-    counts such rows. It keeps its number, so ids do not depend on the rule.
+    At least one example per file; ids number the rows from 0 over all files. A
+    row whose answer is null or empty (MATH has some) cannot be scored: it is
+    left out, and a warning counts such rows. It keeps its number, so ids do not
+    depend on the rule.
+    Prompts with the character NUL are kept, and a warning counts them too.
 
   Raises:
     ValueError: an unknown format, a file that is missing, empty or malformed,
-      a missing or wrongly typed column, a repeated id, a missing extra.
+      a missing or wrongly typed column, a missing extra.
   """
   if isinstance(files, str):
     raise ValueError(
@@ -67,37 +69,32 @@ def load_examples(
   if not files:
     raise ValueError(f'files is empty; name at least one file ({_FORMATS}).')
   examples: list[Example] = []
-  where_of_id: dict[int, str] = {}
+  rows = 0
   without_answer: list[str] = []
+  with_nul: list[str] = []
   for file in files:
-    count, rows = len(examples), len(where_of_id)
+    before = len(examples), rows
     for where, row in _read_rows(file):
-      id = _id_at(row, id_key, where) if id_key else len(where_of_id)
-      if id in where_of_id:
-        raise ValueError(
-            f'{where}: id {id} was already used at {where_of_id[id]}; ids must'
-            " be unique over all files. Leave id_key '' to number the rows"
-            ' instead.'
-        )
-      where_of_id[id] = where
+      id, rows = rows, rows + 1
       if answer_key and _lacks_answer(row, answer_key, where):
         without_answer.append(where)
         continue
       source = _stem(file)
       if source_key:
         source = _text_at(row, source_key, f'{where}, source_key')
-      examples.append(
-          _to_example(
-              row,
-              where,
-              prompt_key=prompt_key,
-              answer_key=answer_key,
-              source=source,
-              id=id,
-          )
+      example = _to_example(
+          row,
+          where,
+          prompt_key=prompt_key,
+          answer_key=answer_key,
+          source=source,
+          id=id,
       )
-    if len(examples) == count:
-      empty = len(where_of_id) == rows
+      examples.append(example)
+      if any('\0' in text for text in _texts(example.prompt)):
+        with_nul.append(where)
+    if len(examples) == before[0]:
+      empty = rows == before[1]
       raise ValueError(
           f'{file} has no rows.'
           if empty
@@ -107,9 +104,17 @@ def load_examples(
     logging.warning(
         'Left out %d of %d rows whose %r is empty, the first at %s.',
         len(without_answer),
-        len(where_of_id),
+        rows,
         answer_key,
         without_answer[0],
+    )
+  if with_nul:
+    logging.warning(
+        '%d of %d prompts hold the character NUL, the first at %s. Text seldom'
+        ' does: look whether the file is damaged or was decoded wrongly.',
+        len(with_nul),
+        len(examples),
+        with_nul[0],
     )
   return examples
 
@@ -157,11 +162,7 @@ def _check_messages(value: Any, where: str) -> list[Message]:
 
 def _check_unicode(content: str | list[Message], where: str) -> None:
   """Refuses half a character: no tokenizer takes it, and no file."""
-  if isinstance(content, str):
-    texts = [content]
-  else:
-    texts = [text for m in content for text in (m['role'], m['content'])]
-  for text in texts:
+  for text in _texts(content):
     try:
       text.encode('utf-8')
     except UnicodeEncodeError as error:
@@ -170,6 +171,12 @@ def _check_unicode(content: str | list[Message], where: str) -> None:
           ' of a surrogate pair; allowed: valid Unicode. Write the whole'
           ' character, or leave it out.'
       ) from error
+
+
+def _texts(content: str | list[Message]) -> list[str]:
+  if isinstance(content, str):
+    return [content]
+  return [text for m in content for text in (m['role'], m['content'])]
 
 
 def column(row: dict[str, Any], key: str, where: str) -> Any:
@@ -189,7 +196,9 @@ def column(row: dict[str, Any], key: str, where: str) -> Any:
   for part in key.split('.'):
     if not isinstance(value, dict) or part not in value:
       columns = sorted(value) if isinstance(value, dict) else []
-      near = difflib.get_close_matches(part, columns, n=1)
+      same = next((names for names in _SAME if part in names), ())
+      near = [name for name in same if name in columns]
+      near = near or difflib.get_close_matches(part, columns, n=1)
       hint = f' Did you mean {near[0]!r}?' if near else ''
       raise ValueError(
           f'{where}: no column {key!r}; columns here: {columns}.{hint}'
@@ -220,20 +229,6 @@ def _lacks_answer(row: dict[str, Any], answer_key: str, where: str) -> bool:
   if isinstance(value, float):
     return not math.isfinite(value)
   return value is None or (isinstance(value, str) and not value.strip())
-
-
-def _id_at(row: dict[str, Any], key: str, where: str) -> int:
-  value = column(row, key, where)
-  if (
-      isinstance(value, bool)
-      or not isinstance(value, int)
-      or not 0 <= value < _MAX_ID
-  ):
-    raise ValueError(
-        f'{where}: id {key!r} is {_short(value)}; allowed: an integer in'
-        f' [0, {_MAX_ID}).'
-    )
-  return value
 
 
 def _stem(file: str) -> str:
@@ -336,5 +331,6 @@ def _import_extra(module: str, needed_by: str) -> Any:
   except ImportError as error:
     raise ValueError(
         f'{needed_by} needs the package {module.split(".")[0]!r}, which is not'
-        ' installed: pip install "jetrl_jax[data]".'
+        " installed: pip install 'jetrl_jax[data]', or pip install -e '.[data]'"
+        ' in a clone.'
     ) from error

@@ -1,9 +1,10 @@
 """A tokenizer from the files that a Hugging Face checkpoint carries.
 
 Only local files are read: tokenizer.json (by the `tokenizers` package),
-tokenizer_config.json (special tokens, chat template), chat_template.jinja,
-generation_config.json and config.json (which ids end a response). No Python
-code of a checkpoint is ever run.
+tokenizer_config.json (special tokens, chat template), special_tokens_map.json
+(of old checkpoints), chat_template.jinja, generation_config.json and
+config.json (which ids end a response). No Python code of a checkpoint is ever
+run.
 """
 
 import json
@@ -17,7 +18,17 @@ import numpy as np
 import tokenizers
 
 _FLAGS = ('lstrip', 'normalized', 'rstrip', 'single_word', 'special')
-_SPECIAL = ('bos_token', 'eos_token', 'pad_token', 'unk_token')
+# The names that every tokenizer of transformers may have; a tokenizer adds its
+# own, such as image_token.
+_SPECIAL = (
+    'bos_token',
+    'eos_token',
+    'unk_token',
+    'sep_token',
+    'pad_token',
+    'cls_token',
+    'mask_token',
+)
 # Texts per call: what the package keeps of each, offsets and masks, is large.
 _AT_ONCE = 1000
 
@@ -36,7 +47,9 @@ class Tokenizer:
     pad_id: id of the padding token; `eos_ids[0]` where none is named.
     vocab_size: largest id + 1. A model's embedding may have more rows.
     chat_template: Jinja source, '' where the folder has none.
-    special_tokens: names to texts, e.g. {'eos_token': '<|im_end|>'}.
+    special_tokens: names to texts, e.g. {'eos_token': '<|im_end|>'}: those of
+      every tokenizer, and those that this one adds.
+    additional_special_tokens: texts of special tokens without a name.
   """
 
   def __init__(self, folder: str | pathlib.Path):
@@ -71,17 +84,27 @@ class Tokenizer:
     config = _read_object(folder / 'tokenizer_config.json')
     self._add_listed_tokens(config.get('added_tokens_decoder') or {})
     self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
-    self.special_tokens = {
-        name: _content(config[name], folder)
-        for name in _SPECIAL
-        if config.get(name) is not None
-    }
+    self.special_tokens, self.additional_special_tokens = _special_tokens(
+        folder, config
+    )
     self.chat_template = _chat_template(folder, config)
     self.eos_ids = self._end_ids()
     eos = self.special_tokens.get('eos_token')
     self.eos_id = self.eos_ids[0] if eos is None else self._id_of(eos)
     pad = self.special_tokens.get('pad_token')
     self.pad_id = self.eos_ids[0] if pad is None else self._id_of(pad)
+
+  @property
+  def template_variables(self) -> dict[str, str | list[str]]:
+    """Returns what a chat template may call the special tokens.
+
+    The names are those of transformers 4's `special_tokens_map`; 5 leaves
+    additional_special_tokens out.
+    """
+    if not self.additional_special_tokens:
+      return {**self.special_tokens}
+    more = list(self.additional_special_tokens)
+    return {**self.special_tokens, 'additional_special_tokens': more}
 
   def encode(self, text: str, *, add_special_tokens: bool) -> np.ndarray:
     """Turns text into ids.
@@ -223,6 +246,41 @@ def _content(token: Any, folder: pathlib.Path) -> str:
         " neither text nor an object with 'content'."
     )
   return token
+
+
+def _special_tokens(
+    folder: pathlib.Path, config: dict[str, Any]
+) -> tuple[dict[str, str], tuple[str, ...]]:
+  """Finds the special tokens with a name, and those without, as transformers.
+
+  A token with a name is an entry `..._token`, or one of extra_special_tokens
+  where that is an object. The files of old checkpoints keep the names in
+  special_tokens_map.json, which is read where added_tokens_decoder is missing.
+  """
+  legacy = {}
+  if 'added_tokens_decoder' not in config:
+    legacy = _read_object(folder / 'special_tokens_map.json')
+  config = {**config, **legacy}
+  # A setting such as add_bos_token ends in the same way, and is a bool.
+  named = {
+      name: token
+      for name, token in config.items()
+      if name.endswith('_token')
+      and (name in _SPECIAL or isinstance(token, (str, dict)))
+  }
+  unnamed = config.get('additional_special_tokens') or []
+  extra = config.get('extra_special_tokens') or []
+  if isinstance(extra, dict):
+    named |= extra
+  else:
+    unnamed = unnamed or extra
+  if not isinstance(unnamed, list):
+    raise ValueError(
+        f'{folder / "tokenizer_config.json"}: additional_special_tokens is'
+        f' {unnamed!r:.100}; allowed: a list of tokens.'
+    )
+  texts = {n: _content(t, folder) for n, t in named.items() if t is not None}
+  return texts, tuple(_content(token, folder) for token in unnamed)
 
 
 def _chat_template(folder: pathlib.Path, config: dict[str, Any]) -> str:

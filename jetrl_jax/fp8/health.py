@@ -6,25 +6,27 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 import numpy as np
 
+from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.quantization import QTensor, scale_of_elements
 from jetrl_jax.fp8.recipes import LM_HEAD
-from jetrl_jax.typing import Array, PyTree
 
 # What the five sums of a slot's `health` are.
 SUMS = ('elements', 'saturated', 'flushed', 'signal', 'noise')
 
 # (amax, sums) of an operand.
-Seen: TypeAlias = tuple[Array, Array]
+OperandStats: TypeAlias = tuple[Array, Array]
 
 
-def with_elements(lost: Array, columns: int, row_mask_M: Array) -> Array:
+def with_elements(
+    quantization_error: Array, columns: int, row_mask_M: Array
+) -> Array:
   """Returns the float32 [5] sums, given all but the first."""
   elements = jnp.sum(row_mask_M) * columns
-  return jnp.concatenate([elements[None], lost])
+  return jnp.concatenate([elements[None], quantization_error])
 
 
-def measure(x_MI: Array, quantized: QTensor, row_mask_M: Array) -> Seen:
+def measure(x_MI: Array, quantized: QTensor, row_mask_M: Array) -> OperandStats:
   """Returns the amax of the valid rows and float32 [5] sums over them.
 
   Args:
@@ -39,7 +41,7 @@ def measure(x_MI: Array, quantized: QTensor, row_mask_M: Array) -> Seen:
   restored = jnp.where(valid, stored * scale, 0.0)
   # A scale made of its group's amax may hold it up to three roundings only.
   limit = formats.format_max(quantized.values.dtype) * scale * (1 + 2.0**-22)
-  lost = jnp.stack(
+  quantization_error = jnp.stack(
       [
           jnp.sum((jnp.abs(x) > limit).astype(jnp.float32)),
           jnp.sum(((x != 0) & (stored == 0)).astype(jnp.float32)),
@@ -47,7 +49,7 @@ def measure(x_MI: Array, quantized: QTensor, row_mask_M: Array) -> Seen:
           jnp.sum((x - restored) ** 2),
       ]
   )
-  sums = with_elements(lost, x_MI.shape[1], row_mask_M)
+  sums = with_elements(quantization_error, x_MI.shape[1], row_mask_M)
   return amax_of_rows(x_MI, row_mask_M), sums
 
 

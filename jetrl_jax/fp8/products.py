@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.typing import Array
+from jetrl_jax.core.typing import Array
 
 # Contract the last dim of both: FP8 GEMMs on Hopper want both operands
 # contraction-minor, which is why kernels are stored [out, in].
@@ -18,7 +18,7 @@ BATCHED_NT = (((2,), (2,)), ((0,), (0,)))
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Unscaled:
+class DeferredScale:
   """A dot's product, for a kernel that scales it as it reads it.
 
   Attributes:
@@ -31,6 +31,45 @@ class Unscaled:
   values: Array
   scales: tuple[Array, ...] = ()
   bias_O: Array | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Rows:
+  """Rows that a dot reads.
+
+  Attributes:
+    values: [M, I] in the compute dtype. Where a decode step knows the FP8
+      values, only their shape and dtype mean something.
+    fp8: their E4M3 values on the dot's input scale, [M, I], or n equal copies
+      [n, M, I] for a dot in n parts; None where the dot quantises the rows.
+  """
+
+  values: Array
+  fp8: Array | None = None
+
+  @property
+  def parts(self) -> int:
+    """In how many parts the dot is computed."""
+    return 1 if self.fp8 is None or self.fp8.ndim == 2 else self.fp8.shape[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Reads:
+  """What a dot wants of the operation that makes its rows.
+
+  Attributes:
+    scale: float32 scalar on which the rows are quantised; None where the dot
+      finds the scale itself, or is not quantised.
+    parts: in how many parts the dot is computed, see `Rows`.
+  """
+
+  scale: Array | None = None
+  parts: int = 1
+
+
+# What any other reader than such a dot wants.
+AS_ARRAY = Reads()
 
 
 def scaled_dot(
@@ -92,48 +131,3 @@ def high_backward(dy_MO: Array, x_MI: Array, kernel_OI: Array, x_dtype):
   dx_MI = lax.dot_general(dy_MO, kernel_OI, NN, preferred_element_type=x_dtype)
   dw_OI = lax.dot_general(dy_MO, x_MI, TN, preferred_element_type=jnp.float32)
   return dx_MI, dw_OI
-
-
-def grouped_dot(
-    a_MK: Array,
-    scale_a_MG: Array,
-    b_NK: Array,
-    scale_b_NG: Array,
-    out_dtype,
-    *,
-    power_of_two: bool,
-) -> Array:
-  """Adds the scaled products of groups of the contraction, in order.
-
-      y = sum_g (a_g . b_g^T) * scale_a_g * scale_b_g,    g = 0, 1, ...
-
-  Each group's product and their sum are float32; the order of the sum is the
-  order of the groups, for every number of rows. This is the definition of
-  `fp8_block`; `block_kernel.block_dot` keeps the sum in registers.
-
-  Args:
-    a_MK: 8-bit values.
-    scale_a_MG: float32, of each row's G groups.
-    b_NK: 8-bit values.
-    scale_b_NG: as a's, or of a block of rows at a time [N / block, G].
-    out_dtype: of the result [M, N], rounded once.
-    power_of_two: the scales are powers of two.
-  """
-
-  def add(total_MN, group):
-    a, b, scale_a, scale_b = group
-    part = lax.dot_general(a, b, NT, preferred_element_type=jnp.float32)
-    part = times(part, (scale_a[:, None], scale_b[None, :]))
-    return total_MN + (part if power_of_two else fence(part)), None
-
-  (rows, columns), groups = (a_MK.shape[0], b_NK.shape[0]), scale_a_MG.shape[1]
-  block = columns // scale_b_NG.shape[0]
-  a_GMC, b_GNC = (
-      jnp.swapaxes(x.reshape(x.shape[0], groups, -1), 0, 1)
-      for x in (a_MK, b_NK)
-  )
-  scale_b_GN = jnp.repeat(scale_b_NG, block, axis=0).T
-  start = jnp.zeros((rows, columns), jnp.float32)
-  operands = (a_GMC, b_GNC, scale_a_MG.T, scale_b_GN)
-  total_MN, _ = lax.scan(add, start, operands)
-  return total_MN.astype(out_dtype)

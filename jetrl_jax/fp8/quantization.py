@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats
-from jetrl_jax.typing import Array
 
 # Scales stay within these powers of two: an amax below 1.3e-36 would give a
 # scale whose reciprocal is infinite in float32, and 0 * inf is NaN.
@@ -31,7 +31,7 @@ class QTensor:
       one entry per group of equal size along each axis. A kernel [O, I] has
       [] (per tensor), [O, 1] (per output channel) or [O/128, I/128] (per
       block); rows [M, I] have [], [M, 1] or [M, I/128]. Two dims, so that the
-      table of `sharding.py` splits a kernel's scales as its values.
+      table of `core/sharding.py` splits a kernel's scales as its values.
   """
 
   values: Array

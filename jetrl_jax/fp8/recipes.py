@@ -37,29 +37,33 @@ BLOCK = 128
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-  """How dots compute.
+  """How dots compute: formats, scales, and what stays in high precision.
 
   Attributes:
-    name: one of `RECIPES`.
+    name: 'fp8_delayed', 'fp8_token', 'fp8_block', 'int8': one 8-bit flow,
+      scales per tensor, per row and channel, per 128 x 128 block, per row and
+      channel; 'bf16': the same code with another dot. For experiments, rounded
+      to a grid and multiplied in compute_dtype: 'fake_e4m3', 'fake_e5m2',
+      'fake_int6', 'fake_int5', 'fake_int4', 'fake_int3'.
     compute_dtype: dtype of activations and of weights that are not quantised,
       'bfloat16' or 'float32'.
-    grad_format: format of output gradients in the backward dots, 'e4m3' (the
-      default, as in the paper) or 'e5m2'; unread where the backward is in the
-      compute dtype.
-    amax_history_length: entries of each amax history; one entry is one rollout
-      for inputs and one optimiser step for kernels and output gradients.
-      Delayed scales alone have histories.
-    margin: head-room of the scales in bits.
+    grad_format: format of output gradients in the backward dots, 'e4m3' (as in
+      the paper) or 'e5m2'; not read where the backward is in compute_dtype.
+    amax_history_length: rollouts (inputs) or optimiser steps (kernels,
+      gradients) that each amax history of 'fp8_delayed' remembers.
+    margin: head-room of the scales, in bits.
     power_of_two_scales: round scales up to powers of two, so that scaling is
       exact and commutes with rounding.
-    high_precision_layers: regular expressions, matched in full against a dot's
-      path ('layers_0/attn/qkv'), of dots that stay in `compute_dtype` in
-      rollout and training alike.
-    quantize_lm_head: the language-model head is one of the recipe's dots; not
-      for tied embeddings, whose table is both.
+    high_precision_layers: regular expressions of dots kept in compute_dtype on
+      both sides, besides embedding, norms and attention: ('layers_0/.*',
+      '.*/mlp/down'). They match a dot's whole path ('layers_0/attn/qkv').
+    quantize_lm_head: whether lm_head is quantised like the dots of the blocks,
+      on both sides and in its gradients (docs/tuning.md). Not for tied
+      embeddings, whose table is both.
     min_sqnr_db: dots whose input or kernel keeps less than this many dB of
-      signal over quantisation noise at a cold start stay in `compute_dtype`
-      too (see `adaptive.py`); 0 chooses none.
+      signal over quantisation noise at the cold start stay in compute_dtype
+      too; 0 chooses none. In a mixed flow one side that quantises is enough to
+      choose, and both sides keep.
     calibrating: observe amaxes but compute in `compute_dtype` with the
       (de)quantised weights; used once, at a cold start.
   """

@@ -1,61 +1,37 @@
 """The decoder: tokens to hidden states and logits, for all families.
 
-One Flax module serves training, prefill and decode: what differs is the
-`attend` object it is given (see `models/attention.py`). Rows are flat
-[M, D]. Dots go through the recipe (`fp8/linear.py`); BF16 is the same code with
-another dot.
+A block is eight operations, the same for training, prefill and decode:
 
-What owns weights, and how they are read: `layers.py`.
+    x, rows   = add_norm_quantize(residual)          attn_norm
+    qkv       = dot(rows)                            attn/qkv
+    q, keys   = rope_append(qkv, cache)
+    rows      = attention(q, keys)
+    residual  = x + dot(rows)                        attn/o
+    x, rows   = add_norm_quantize(residual)          mlp_norm
+    h         = swiglu(dot(rows))                    mlp/gate_up
+    residual  = x + dot(h)                           mlp/down
+
+What differs between the three is the `attend` object (`models/attention.py`):
+which keys a row sees and where they are stored. `Rows` go into a dot: an array,
+with its FP8 values where the operation before has quantised it already. How
+many of the operations one kernel computes is decided in `kernels/`, not here.
+
+Rows are flat [M, D]. Modules that own weights: `layers.py`.
 """
 
-from typing import Any
+from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
-from flax import linen as nn
 
-from jetrl_jax.fp8 import QTensor, Unscaled, gate_up_kernel, gated, swiglu
-from jetrl_jax.fp8.slots import COLLECTION
+from jetrl_jax.core.typing import Array, PyTree
+from jetrl_jax.fp8.products import Reads, Rows
+from jetrl_jax.fp8.scaling_state import COLLECTION
+from jetrl_jax.kernels import mlp as mlp_op
+from jetrl_jax.kernels.add_norm_quantize import add
+from jetrl_jax.kernels.swiglu import swiglu
 from jetrl_jax.models import remat, rope
-from jetrl_jax.models.layers import (
-    TAPS,
-    Embedding,
-    Leaf,
-    Linear,
-    RMSNorm,
-    Sum,
-)
+from jetrl_jax.models.layers import TAPS, Embedding, Leaf, Linear, RMSNorm
 from jetrl_jax.models.types import ModelConfig
-from jetrl_jax.typing import Array, PyTree
-
-
-def _step(leaf: Leaf, *path: str) -> Array | None:
-  """Returns the scale on which a dot quantises its rows, if that is known."""
-  if leaf.is_initializing() or not leaf.recipe.is_delayed:
-    return None
-  slots, weights = (
-      leaf.get_variable(name, path[0], {}) for name in (COLLECTION, 'weights')
-  )
-  for name in path[1:]:
-    slots, weights = slots.get(name, {}), weights[name]
-  return slots['input']['scale'] if _is_quantised(weights) else None
-
-
-def _is_quantised(weights: PyTree) -> bool:
-  """Whether the kernel of a dot is in 8 bits."""
-  return isinstance(weights['kernel'], QTensor)
-
-
-def _added(
-    dot: Linear, fused: bool, x_MI, row_mask_M, low_MI=None
-) -> Array | Unscaled:
-  """Returns what a dot adds to the residual stream."""
-  if fused:
-    # In float32, as a GEMM that adds a residual has it.
-    product = dot.unscaled(x_MI, jnp.float32, low_MI)
-    if product is not None:
-      return product
-  return dot(x_MI, row_mask_M, low_MI=low_MI)
 
 
 class Attention(Leaf):
@@ -63,53 +39,49 @@ class Attention(Leaf):
 
   config: ModelConfig
 
-  @nn.compact
-  def __call__(self, x_MD, low_MD, positions_M, row_mask_M, attend, cache):
-    """Returns (what the block adds, keys and values), see `Block`."""
+  def setup(self):
+    """Makes the modules."""
     cfg, common = self.config, (self.recipe, self.axes)
     heads, kv_heads, head_dim = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-    rows = x_MD.shape[0]
-    qkv_dot = Linear(
+    self.qkv = Linear(
         *common,
         in_dim=cfg.model_dim,
         out_dim=(heads + 2 * kv_heads) * head_dim,
         use_bias=cfg.qkv_bias,
         late_scale=True,
-        name='qkv',
     )
-    o_dot = Linear(
-        *common, in_dim=heads * head_dim, out_dim=cfg.model_dim, name='o'
-    )
-    rotation = rope.rotation(positions_M, rope.inverse_frequencies(cfg))
-    if attend.fuses and not cfg.qk_norm:
-      qkv = qkv_dot.unscaled(x_MD, x_MD.dtype, low_MD)
-      if qkv is None:
-        qkv = Unscaled(values=qkv_dot(x_MD, row_mask_M, low_MI=low_MD))
-      with jax.named_scope('attention'):
-        o_MO, low_MO, cache = attend.append_and_attend(
-            qkv, rotation, cache, _step(self, 'o')
-        )
-      return _added(o_dot, True, o_MO, row_mask_M, low_MO), cache
-    qkv = qkv_dot(x_MD, row_mask_M, low_MI=low_MD)
-    qkv = qkv.reshape(rows, heads + 2 * kv_heads, head_dim)
-    q_MNH, k_MKH, v_MKH = jnp.split(qkv, [heads, heads + kv_heads], axis=1)
     if cfg.qk_norm:
+      self.q_norm, self.k_norm = (
+          RMSNorm(*common, dim=head_dim, eps=cfg.norm_eps) for _ in range(2)
+      )
+    self.o = Linear(*common, in_dim=heads * head_dim, out_dim=cfg.model_dim)
 
-      def per_head(name, x_MNH):
-        norm_of_head = RMSNorm(
-            *common, dim=head_dim, eps=cfg.norm_eps, name=name
-        )
-        # The norm's backward reads its rows.
-        heads_MH = remat.keep(x_MNH).reshape(-1, head_dim)
-        return norm_of_head(heads_MH)[1].reshape(x_MNH.shape)
+  def reads(self) -> Reads:
+    """Returns what the norm before is to hand over."""
+    return self.qkv.reads()
 
-      q_MNH, k_MKH = per_head('q_norm', q_MNH), per_head('k_norm', k_MKH)
-    q_MNH = self.tap('rope_q', rope.rotate(q_MNH, *rotation))
-    k_MKH = self.tap('rope_k', rope.rotate(k_MKH, *rotation))
-    with jax.named_scope('attention'):
-      o_MO, cache = attend(q_MNH, k_MKH, v_MKH, cache)
-      self.tap('attention', o_MO)
-    return _added(o_dot, attend.fuses, o_MO, row_mask_M), cache
+  def __call__(self, rows, positions_M, row_mask_M, attend, cache):
+    """Returns (what the block adds, keys and values), see `Block`."""
+    cfg = self.config
+    heads = self._norm_heads if cfg.qk_norm else None
+    qkv = self.qkv(rows, row_mask_M, defer=attend.joins and heads is None)
+    rotation = rope.rotation(positions_M, rope.inverse_frequencies(cfg))
+    q_MNH, keys = attend.rope_append(
+        qkv, rotation, cache, cfg, norm_heads=heads, tap=self.tap
+    )
+    rows, cache = attend(q_MNH, keys, self.o.reads())
+    self.tap('attention', rows.values)
+    return self.o(rows, row_mask_M, defer=attend.joins), cache
+
+  def _norm_heads(self, q_MNH: Array, k_MKH: Array) -> tuple[Array, Array]:
+    """Returns queries and keys, each head normed by itself."""
+
+    def normed(norm, x_MNH):
+      # The norm's backward reads its rows.
+      heads_MH = remat.keep(x_MNH).reshape(-1, self.config.head_dim)
+      return norm(heads_MH)[1].values.reshape(x_MNH.shape)
+
+    return normed(self.q_norm, q_MNH), normed(self.k_norm, k_MKH)
 
 
 class MLP(Leaf):
@@ -117,90 +89,62 @@ class MLP(Leaf):
 
   config: ModelConfig
 
-  @nn.compact
-  def __call__(self, x_MD, low_MD, row_mask_M, fused=False):
-    """Returns what the block adds, see `Block`."""
+  def setup(self):
+    """Makes the modules."""
     cfg, common = self.config, (self.recipe, self.axes)
-    gate_up = Linear(
+    self.gate_up = Linear(
         *common,
         in_dim=cfg.model_dim,
         out_dim=2 * cfg.ffn_dim,
         late_scale=True,
-        name='gate_up',
     )
-    down = Linear(
-        *common, in_dim=cfg.ffn_dim, out_dim=cfg.model_dim, name='down'
-    )
-    if self._is_one():
-      operands = gate_up.operands(), down.operands()
-      if fused:
-        return gated.unscaled_mlp(x_MD, low_MD, *operands)
-      return gated.mlp(self.recipe, x_MD, low_MD, *operands, row_mask_M)
-    if low_MD is not None and low_MD.ndim == 3:
-      product = gate_up.unscaled(x_MD, x_MD.dtype, low_MD)
-      assert product is not None  # A norm makes copies for such dots alone.
-      h_MF = swiglu.swiglu_of(product)
-    else:
-      y_MG = gate_up(x_MD, row_mask_M, low_MI=low_MD)
-      h_MF = self.tap('swiglu', swiglu.swiglu(y_MG))
-    return _added(down, fused, h_MF, row_mask_M)
+    self.down = Linear(*common, in_dim=cfg.ffn_dim, out_dim=cfg.model_dim)
 
-  def copies(self, rows: int) -> int:
-    """Returns how many copies of its FP8 rows a fused decode step reads."""
-    # A dot of few rows is faster in two parts, gate and up, and a kernel that
-    # makes both at once is faster still.
+  def reads(self, rows: int) -> Reads:
+    """Returns what the norm before is to hand over for so many rows."""
     dims = self.config.model_dim, self.config.ffn_dim
+    return self.gate_up.reads(mlp_op.parts(rows, dims, self._is_one()))
+
+  def __call__(self, rows, row_mask_M, joins=False):
+    """Returns what the block adds, see `Block`."""
     if self._is_one():
-      return 1 if gate_up_kernel.fits(rows, dims) else 2
-    # Two parts have SwiGLU's kernel; training must have it as well.
-    return 2 if swiglu.has_kernel(self.config.ffn_dim) else 1
+      dots = self.gate_up.operands(), self.down.operands()
+      return mlp_op.mlp(self.recipe, rows, *dots, row_mask_M, defer=joins)
+    h_MF = self.tap('swiglu', swiglu(self.gate_up(rows, row_mask_M)))
+    return self.down(Rows(h_MF), row_mask_M, defer=joins)
 
   def _is_one(self) -> bool:
-    """Whether both dots are computed as one; nothing shows inside."""
-    cfg, names = self.config, ('gate_up', 'down')
+    """Whether both dots are one operation; nothing shows inside."""
     if self.is_initializing() or self.is_mutable_collection(TAPS):
       return False
-    return gated.fits(self.recipe, (cfg.model_dim, cfg.ffn_dim)) and all(
-        _is_quantised(self.get_variable('weights', name)) for name in names
-    )
+    dims = self.config.model_dim, self.config.ffn_dim
+    quantised = self.gate_up.is_quantised and self.down.is_quantised
+    return quantised and mlp_op.fits(self.recipe, dims)
 
 
 class Block(Leaf):
-  """One transformer layer, pre-norm.
-
-  What attention and MLP add is an array, or in a fused decode step an
-  `Unscaled`, which the norm that follows adds.
-  """
+  """One transformer layer, pre-norm."""
 
   config: ModelConfig
 
-  @nn.compact
-  def __call__(self, x_MD, positions_M, row_mask_M, attend, cache):
-    """Returns (rows [M, D] or their `Sum`, keys and values)."""
+  def setup(self):
+    """Makes the modules."""
     cfg, common = self.config, (self.recipe, self.axes)
+    norm = {'dim': cfg.model_dim, 'eps': cfg.norm_eps}
+    self.attn_norm = RMSNorm(*common, **norm)
+    self.attn = Attention(*common, config=cfg)
+    self.mlp_norm = RMSNorm(*common, **norm)
+    self.mlp = MLP(*common, config=cfg)
 
-    def normed(name, x_MD, *dot, copies=1):
-      norm_of_part = RMSNorm(
-          *common, dim=cfg.model_dim, eps=cfg.norm_eps, name=name
-      )
-      return norm_of_part(x_MD, _step(self, *dot), copies)
-
-    def plus(name, x_MD, added):
-      if isinstance(added, Unscaled):
-        return Sum(x_MD, added)
-      return self.tap(name, x_MD + added)
-
-    x_MD, y_MD, low_MD = normed('attn_norm', x_MD, 'attn', 'qkv')
-    attended, cache = Attention(*common, config=cfg, name='attn')(
-        y_MD, low_MD, positions_M, row_mask_M, attend, cache
-    )
-    x_MD = remat.keep(plus('attn_sum', x_MD, attended))
-    mlp = MLP(*common, config=cfg, name='mlp')
-    x_MD, y_MD, low_MD = normed(
-        'mlp_norm', x_MD, 'mlp', 'gate_up', copies=mlp.copies(len(positions_M))
-    )
-    added = mlp(y_MD, low_MD, row_mask_M, attend.fuses)
-    return plus('mlp_sum', x_MD, added), cache
+  def __call__(self, residual, positions_M, row_mask_M, attend, cache):
+    """Returns (the residual stream [M, D], keys and values)."""
+    x_MD, rows = self.attn_norm(residual, self.attn.reads())
+    delta, cache = self.attn(rows, positions_M, row_mask_M, attend, cache)
+    residual = remat.keep(self.tap('attn_sum', add(x_MD, delta)))
+    reads = self.mlp.reads(positions_M.shape[0])
+    x_MD, rows = self.mlp_norm(residual, reads)
+    delta = self.mlp(rows, row_mask_M, attend.joins)
+    return self.tap('mlp_sum', add(x_MD, delta)), cache
 
 
 class Decoder(Leaf):
@@ -241,15 +185,16 @@ class Decoder(Leaf):
     Returns:
       (hidden [M, D] after the final norm, per layer (keys, values)).
     """
-    x_MD = self.embed(tokens_M)
+    residual = self.embed(tokens_M)
     new_caches = []
     for i, layer in enumerate(self.layers):
       cache = None if caches is None else caches[i]
-      x_MD, cache = layer(x_MD, positions_M, row_mask_M, attend, cache)
+      residual, cache = layer(residual, positions_M, row_mask_M, attend, cache)
       new_caches.append(cache)
+    _, rows = self.final_norm(residual)
     if self.is_initializing():
-      self.head(x_MD, row_mask_M)
-    return self.final_norm(x_MD)[1], new_caches
+      self.head(rows.values, row_mask_M)
+    return rows.values, new_caches
 
   def head(self, hidden_MD: Array, row_mask_M: Array, kernel=None) -> Array:
     """Returns float32 logits [M, V] of normed hidden rows.
@@ -264,7 +209,10 @@ class Decoder(Leaf):
     """
     if self.config.tied_embeddings:
       return self.embed.attend(hidden_MD, row_mask_M, kernel)
-    return self.lm_head(hidden_MD, row_mask_M, jnp.float32, kernel=kernel)
+    logits_MV = self.lm_head(
+        Rows(hidden_MD), row_mask_M, out_dtype=jnp.float32, kernel=kernel
+    )
+    return cast(Array, logits_MV)
 
   def head_kernel(self) -> tuple[Any, Any]:
     """Returns (master or None, weight) of the head, whole on every device."""

@@ -3,10 +3,20 @@
 A run from a checkpoint reads its config.json instead and never looks here.
 """
 
+import functools
+
 from jetrl_jax.models.types import Llama3RopeScaling, ModelConfig
 
-QWEN2_5_0_5B = ModelConfig(
+_qwen2_5 = functools.partial(
+    ModelConfig,
     family='qwen2',
+    rope_theta=1_000_000.0,
+    rope_scaling=None,
+    qkv_bias=True,
+    qk_norm=False,
+)
+
+QWEN2_5_0_5B = _qwen2_5(
     vocab_size=151_936,
     num_layers=24,
     model_dim=896,
@@ -15,16 +25,11 @@ QWEN2_5_0_5B = ModelConfig(
     head_dim=64,
     ffn_dim=4_864,
     norm_eps=1e-6,
-    rope_theta=1_000_000.0,
-    rope_scaling=None,
     max_position=32_768,
-    qkv_bias=True,
-    qk_norm=False,
     tied_embeddings=True,
 )
 
-QWEN2_5_7B = ModelConfig(
-    family='qwen2',
+QWEN2_5_7B = _qwen2_5(
     vocab_size=152_064,
     num_layers=28,
     model_dim=3_584,
@@ -33,16 +38,11 @@ QWEN2_5_7B = ModelConfig(
     head_dim=128,
     ffn_dim=18_944,
     norm_eps=1e-6,
-    rope_theta=1_000_000.0,
-    rope_scaling=None,
     max_position=131_072,
-    qkv_bias=True,
-    qk_norm=False,
     tied_embeddings=False,
 )
 
-QWEN2_5_14B = ModelConfig(
-    family='qwen2',
+QWEN2_5_14B = _qwen2_5(
     vocab_size=152_064,
     num_layers=48,
     model_dim=5_120,
@@ -51,11 +51,7 @@ QWEN2_5_14B = ModelConfig(
     head_dim=128,
     ffn_dim=13_824,
     norm_eps=1e-5,
-    rope_theta=1_000_000.0,
-    rope_scaling=None,
     max_position=131_072,
-    qkv_bias=True,
-    qk_norm=False,
     tied_embeddings=False,
 )
 

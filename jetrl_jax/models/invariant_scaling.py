@@ -22,7 +22,7 @@ import re
 import jax
 from flax import traverse_util
 
-from jetrl_jax.typing import Array, PyTree
+from jetrl_jax.core.typing import Array, PyTree
 
 # Norms, and the kernels that read nothing but their output.
 _PAIRS = {

@@ -1,31 +1,34 @@
 """What owns weights: dots, norms, the embedding, for rows [M, D].
 
 Every leaf is read twice over: its value from the collection `weights` (what
-`fp8.prepare_weights` made, the arrays that rollout and training share), its
+`kernels.prepare_weights` made, the arrays that rollout and training share), its
 derivative through the collection `params` (the masters). Without `params`,
 as in the rollout, nothing is differentiable and nothing else changes.
 
 Values on the way can be looked at: `tap` shows them in the collection `TAPS`
-to a caller that makes it mutable (`mismatch_taps.py`). To all others they are
+to a caller that makes it mutable (`mismatch/taps.py`). To all others they are
 no part of the program.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
-from jetrl_jax.compilation import on_gpu
-from jetrl_jax.fp8 import QTensor, Recipe, Unscaled, dot, unscaled_dot
-from jetrl_jax.fp8.slots import COLLECTION, OPERANDS
-from jetrl_jax.models import norm
-from jetrl_jax.sharding import Axes, grad_sink
-from jetrl_jax.typing import Array, PyTree
+from jetrl_jax.core.compilation import on_gpu
+from jetrl_jax.core.sharding import Axes, grad_sink
+from jetrl_jax.core.typing import Array, PyTree
+from jetrl_jax.fp8 import DeferredScale, QTensor, Recipe
+from jetrl_jax.fp8.products import AS_ARRAY, Reads, Rows
+from jetrl_jax.fp8.scaling_state import COLLECTION, OPERANDS
+from jetrl_jax.kernels.add_norm_quantize import add_norm_quantize
+from jetrl_jax.kernels.quantized_dot import linear
 
 TAPS = 'taps'
+_Value = TypeVar('_Value')
 # Of kernels and embeddings.
 _INIT = nn.initializers.normal(0.02)
 
@@ -124,7 +127,7 @@ class Leaf(nn.Module):
   recipe: Recipe
   axes: Axes
 
-  def tap(self, name: str, value: Array) -> Array:
+  def tap(self, name: str, value: _Value) -> _Value:
     """Shows a value under the module's path and returns it."""
     if not self.is_initializing():  # Everything is mutable then.
       self.sow(TAPS, name, value, lambda _, new: new, lambda: value)
@@ -149,7 +152,7 @@ class Leaf(nn.Module):
 
 
 class Linear(Leaf):
-  """y = x W^T + b, W stored [out, in]; `late_scale` as in `fp8.dot`."""
+  """y = x W^T + b, W stored [out, in]; `late_scale` as in `kernels.dot`."""
 
   in_dim: int
   out_dim: int
@@ -157,11 +160,25 @@ class Linear(Leaf):
   late_scale: bool = False
 
   def kernel(self) -> tuple[Any, Any]:
-    """Returns (master or None, weight), see `fp8.dot`."""
+    """Returns (master or None, weight), see `kernels.dot`."""
     return self.leaf('kernel', _INIT, (self.out_dim, self.in_dim))
 
+  @property
+  def is_quantised(self) -> bool:
+    """Whether the kernel is in 8 bits."""
+    return isinstance(self.get_variable('weights', 'kernel'), QTensor)
+
+  def reads(self, parts: int = 1) -> Reads:
+    """Returns what the operation that makes the rows is to hand over."""
+    if self.is_initializing() or not self.recipe.is_delayed:
+      return Reads()
+    if not self.is_quantised:
+      return Reads()
+    scale = self.get_variable(COLLECTION, 'input')['scale']
+    return Reads(scale=scale, parts=parts)
+
   def operands(self, kernel=None) -> tuple[Any, Any, PyTree | None]:
-    """Returns (master or None, weight, slot), see `fp8.dot`."""
+    """Returns (master or None, weight, slot), see `linear.dot`."""
     master, weight = kernel or self.kernel()
     if not isinstance(weight, QTensor):
       return master, weight, None
@@ -171,28 +188,40 @@ class Linear(Leaf):
   @nn.compact
   def __call__(
       self,
-      x_MI: Array,
+      rows: Rows,
       row_mask_M: Array,
+      *,
       out_dtype=None,
-      low_MI=None,
       kernel=None,
-  ) -> Array:
+      defer: bool = False,
+  ) -> Array | DeferredScale:
     """Returns [M, O].
 
     Args:
-      x_MI: rows.
+      rows: see `Rows`.
       row_mask_M: float32, 0 on rows that are padding.
       out_dtype: of the result, by default the recipe's.
-      low_MI: the rows' FP8 values, see `norm.rms_norm`.
       kernel: what `kernel` gave, where that was asked before.
+      defer: without a derivative, leave scale and bias to the operation that
+        reads the result, where the recipe allows it. What is only added to the
+        residual stream is then float32, as in a GEMM that adds it.
     """
-    y_MO = dot(
+    operands = self.operands(kernel)
+    if defer or rows.parts > 1:
+      dtype = rows.values.dtype if self.late_scale else jnp.float32
+      product = linear.unscaled_dot(
+          self.recipe, rows.values, *operands[1:], dtype=dtype, low_MI=rows.fp8
+      )
+      if product is not None:
+        return self._with_bias(product)
+      assert rows.parts == 1  # A norm makes copies for such dots alone.
+    y_MO = linear.dot(
         self.recipe,
-        x_MI,
-        *self.operands(kernel),
+        rows.values,
+        *operands,
         row_mask_M,
         out_dtype=out_dtype,
-        low_MI=low_MI,
+        low_MI=rows.fp8,
         late_scale=self.late_scale,
     )
     if self.use_bias:
@@ -203,25 +232,11 @@ class Linear(Leaf):
         y_MO = _add_bias(y_MO, master, bias)
     return self.tap('out', y_MO)
 
-  def unscaled(self, x_MI: Array, dtype, low_MI=None) -> Unscaled | None:
-    """Returns `fp8.unscaled_dot` with the bias, without a derivative."""
-    _, weight, slot = self.operands()
-    product = unscaled_dot(
-        self.recipe, x_MI, weight, slot, dtype=dtype, low_MI=low_MI
-    )
-    if product is None or not self.use_bias:
+  def _with_bias(self, product: DeferredScale) -> DeferredScale:
+    if not self.use_bias:
       return product
     _, bias_O = self.leaf('bias', nn.initializers.zeros, (self.out_dim,))
     return dataclasses.replace(product, bias_O=bias_O)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Sum:
-  """The residual stream before a block's last product is added to it."""
-
-  x_MD: Array
-  product: Unscaled
 
 
 class RMSNorm(Leaf):
@@ -231,22 +246,17 @@ class RMSNorm(Leaf):
   eps: float
 
   @nn.compact
-  def __call__(
-      self, x_MD: Array | Sum, step=None, copies: int = 1
-  ) -> tuple[Array, Array, Array | None]:
-    """Returns (rows, normed, their FP8 values [M, D]), see `norm.rms_norm`.
+  def __call__(self, residual, reads: Reads = AS_ARRAY) -> tuple[Array, Rows]:
+    """Returns (the residual stream, the normed rows for the dots that follow).
 
-    Of a `Sum` there may be copies of the FP8 values, [copies, M, D]; where they
-    are known, `normed` is not: the rows stand in for its shape and dtype.
+    Args:
+      residual: [M, D], or what `add_norm_quantize.add` left to add.
+      reads: what the dot that follows wants.
     """
-    master, scale = self.leaf('scale', nn.initializers.ones, (self.dim,))
-    if isinstance(x_MD, Sum):
-      rows_MD, y_MD, low_MD = norm.rms_norm_kernel(
-          x_MD.x_MD, scale, self.eps, step, x_MD.product, copies=copies
-      )
-      return rows_MD, rows_MD if y_MD is None else y_MD, low_MD
-    y_MD, low_MD = norm.rms_norm(x_MD, scale, self.eps, master, step)
-    return x_MD, self.tap('out', y_MD), low_MD
+    master, gain_D = self.leaf('scale', nn.initializers.ones, (self.dim,))
+    x_MD, rows = add_norm_quantize(residual, gain_D, self.eps, master, reads)
+    self.tap('out', rows.values)
+    return x_MD, rows
 
 
 class Embedding(Leaf):
@@ -268,13 +278,13 @@ class Embedding(Leaf):
     return self.tap('out', _lookup(master, compute, tokens_M))
 
   def kernel(self) -> tuple[Any, Any]:
-    """Returns (master or None, weight) of a tied head, see `fp8.dot`."""
+    """Returns (master or None, weight) of a tied head, see `kernels.dot`."""
     return self.table
 
   def attend(self, hidden_MD: Array, row_mask_M: Array, kernel=None) -> Array:
     """Logits against the embedding; `kernel` as for `Linear`."""
     master, compute = kernel or self.table
-    return dot(
+    return linear.dot(
         self.recipe,
         hidden_MD,
         master,

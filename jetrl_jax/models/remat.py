@@ -17,11 +17,12 @@ References:
 
 import jax
 from flax import linen as nn
-from jax import ad_checkpoint
+
+from jetrl_jax.kernels.residuals import ONLY_KEPT, keep
+
+__all__ = ['MODES', 'all_but_kept', 'check', 'keep', 'wrap']
 
 MODES = ('none', 'selective', 'full')
-_KEPT = 'kept'
-_BUT_KEPT = jax.checkpoint_policies.save_only_these_names(_KEPT)
 
 
 def check(mode: str) -> None:
@@ -34,18 +35,9 @@ def check(mode: str) -> None:
     raise ValueError(f'remat is {mode!r}; allowed: {", ".join(MODES)}')
 
 
-def keep(tree):
-  """Marks arrays that 'selective' does not compute again.
-
-  Everything that the backward reads of them must be made of the result: what
-  is made of the argument has the argument computed again.
-  """
-  return ad_checkpoint.checkpoint_name(tree, _KEPT)
-
-
 def all_but_kept(function):
   """Returns the function, whose backward computes again what is not marked."""
-  return jax.checkpoint(function, policy=_BUT_KEPT)
+  return jax.checkpoint(function, policy=ONLY_KEPT)
 
 
 def wrap(block: type[nn.Module], mode: str) -> type[nn.Module]:
@@ -53,5 +45,5 @@ def wrap(block: type[nn.Module], mode: str) -> type[nn.Module]:
   check(mode)
   if mode == 'none':
     return block
-  policy = _BUT_KEPT if mode == 'selective' else None
+  policy = ONLY_KEPT if mode == 'selective' else None
   return nn.remat(block, prevent_cse=True, policy=policy)

@@ -5,10 +5,11 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from jetrl_jax.compilation import on_gpu
-from jetrl_jax.fp8.products import fence
+from jetrl_jax.core.typing import Array, Float, Int
+from jetrl_jax.kernels.rope_append import rotate
 from jetrl_jax.models.types import ModelConfig
-from jetrl_jax.typing import Array, Float, Int
+
+__all__ = ['inverse_frequencies', 'rotate', 'rotation']
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
@@ -55,35 +56,3 @@ def rotation(
   """
   angle = positions_M.astype(jnp.float32)[:, None] * frequencies[None]
   return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(
-    x_MNH: Float[Array, 'M N H'],
-    cos_MF: Float[Array, 'M F'],
-    sin_MF: Float[Array, 'M F'],
-) -> Float[Array, 'M N H']:
-  """Rotates (first half, second half) pairs of each head by position.
-
-  Computed in float32 and rounded once.
-  """
-  first, second = jnp.split(x_MNH, 2, axis=-1)
-  rotated = rotate_halves(first, second, cos_MF[:, None], sin_MF[:, None])
-  return jnp.concatenate(rotated, axis=-1)
-
-
-def rotate_halves(
-    first: Array, second: Array, cos: Array, sin: Array
-) -> tuple[Array, Array]:
-  """Returns both halves rotated; cosines and sines broadcast against them."""
-  dtype = first.dtype
-  first, second = first.astype(jnp.float32), second.astype(jnp.float32)
-
-  def product(x, y):
-    # Of two products one would join the addition, and which one is left to
-    # the compiler: decode's kernel has another one than training.
-    return fence(x * y) if on_gpu() else x * y
-
-  return (
-      (product(first, cos) - product(second, sin)).astype(dtype),
-      (product(second, cos) + product(first, sin)).astype(dtype),
-  )

@@ -17,11 +17,11 @@ from typing import Any
 
 import numpy as np
 
+from jetrl_jax.core.files import user_path
 from jetrl_jax.data import Tokenizer
-from jetrl_jax.files import user_path
 from jetrl_jax.report.run import Run, read_objects
 from jetrl_jax.rewards import math_answer
-from jetrl_jax.rl import experience, rollout_store
+from jetrl_jax.rl.scoring import experience, store
 
 # Of a text that a model made, no more than its head and tail are shown.
 _HEAD, _TAIL = 6000, 2000
@@ -202,7 +202,7 @@ def _groups(
     is_found: Callable[[str], bool | None],
 ) -> list[dict]:
   """Returns the prompts of a step, those whose scores differ most first."""
-  completions, extra = rollout_store.load_rollouts(path)
+  completions, extra = store.load_rollouts(path)
   if not completions or not {'score', 'accuracy', 'advantage'} <= set(extra):
     raise ValueError(f'{path.name} has no scored rollouts')
   scores = np.nan_to_num(extra['score'])

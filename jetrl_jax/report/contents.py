@@ -8,7 +8,7 @@ import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
-from jetrl_jax.files import user_path
+from jetrl_jax.core.files import user_path
 from jetrl_jax.report import answers, facts, figures
 from jetrl_jax.report import run as workdir
 from jetrl_jax.report.facts import duration, number
@@ -216,9 +216,7 @@ def _config(run: Run) -> list[dict]:
       for name, value in every
       if name in defaults and run.config[name] != defaults[name]
   ]
-  said = f'{len(changed)} of {len(every)} values differ from configs/base.py.'
-  if not defaults:
-    said = 'The defaults (configs/base.py) are not at hand: none is marked.'
+  said = f'{len(changed)} of {len(every)} values differ from their defaults.'
   table = _table(['name', 'value', 'default'], changed, 'keys')
   parts = [_text(said), table] if changed else [_text(said)]
   summary = f'All {len(every)} values'

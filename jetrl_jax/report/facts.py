@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jetrl_jax.compilation import NOT_CLAIMED
+from jetrl_jax.core.compilation import NOT_CLAIMED
 from jetrl_jax.report.run import Run
 
 _CUT, _MIXED = 'response_length/clip_ratio', 'critic/mixed_group_frac'

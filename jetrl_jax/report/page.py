@@ -11,7 +11,7 @@ import jinja2
 import markupsafe
 import plotly.offline
 
-from jetrl_jax.files import replace_text
+from jetrl_jax.core.files import replace_text
 from jetrl_jax.report import figures
 from jetrl_jax.report.answers import Answers, visible
 from jetrl_jax.report.facts import Fact

@@ -22,7 +22,7 @@ from typing import Any
 from absl import logging
 
 from jetrl_jax.rewards import wire
-from jetrl_jax.rewards.nursery import Nursery, Worker
+from jetrl_jax.rewards.fork_server import ForkServer, Worker
 from jetrl_jax.rewards.types import (
     RewardFunctionError,
     RewardRequest,
@@ -158,9 +158,9 @@ class RewardPool:
     # Kinds of errors that were warned about.
     self._warned: set[str] = set()
     self._workers: list[Worker] = []
-    self._nursery: Nursery | None = None
+    self._fork_server: ForkServer | None = None
     try:
-      self._nursery = Nursery(self._specs, memory_limit_mb, timeout_s)
+      self._fork_server = ForkServer(self._specs, memory_limit_mb, timeout_s)
       nothing = Scoring(self)
       while not self._workers or not all(w.ready for w in self._workers):
         self.serve(nothing, wait=True)
@@ -196,7 +196,7 @@ class RewardPool:
       ValueError: the pool is closed.
     """
     with self._lock:
-      if self._nursery is None:
+      if self._fork_server is None:
         raise ValueError('the reward pool is closed.')
       try:
         yield Scoring(self)
@@ -218,9 +218,9 @@ class RewardPool:
     for worker in self._workers:
       worker.end()
     self._workers = []
-    if self._nursery is not None:
-      self._nursery.end()
-      self._nursery = None
+    if self._fork_server is not None:
+      self._fork_server.end()
+      self._fork_server = None
 
   def __enter__(self) -> 'RewardPool':
     """Returns the pool."""
@@ -260,9 +260,9 @@ class RewardPool:
 
   def _hand_out(self, batch: Scoring) -> None:
     """Gives every idle worker some of what waits."""
-    assert self._nursery is not None
+    assert self._fork_server is not None
     while len(self._workers) < self._num_workers:
-      self._workers.append(self._nursery.fork())
+      self._workers.append(self._fork_server.fork())
     for worker in self._workers:
       if not batch.waiting or not worker.ready or worker.assigned:
         continue

@@ -69,7 +69,7 @@ def nursery_main(descriptor: int) -> None:
     data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
     if not data:
       return
-    nursery = os.getpid()
+    fork_server = os.getpid()
     sys.stdout.flush()
     # Only now: until a worker that died is waited for, the pool can find what
     # it left behind by its number.
@@ -81,7 +81,7 @@ def nursery_main(descriptor: int) -> None:
       # A group of its own: what a reward function starts is killed with it.
       os.setpgid(0, 0)
       control.close()
-      _run_worker(descriptors[0], specs, memory_limit_mb, nursery)
+      _run_worker(descriptors[0], specs, memory_limit_mb, fork_server)
     os.close(descriptors[0])
     with contextlib.suppress(OSError):
       # Here too, so that the group exists before the pool hears of it.
@@ -93,11 +93,11 @@ def _run_worker(
     descriptor: int,
     specs: Sequence[RewardSpec],
     memory_limit_mb: int,
-    nursery: int,
+    fork_server: int,
 ) -> None:
   """Runs one worker in the forked process and never returns."""
   try:
-    _die_with(nursery)
+    _die_with(fork_server)
     with socket.socket(fileno=descriptor) as sock:
       # Once it has ended and the nursery forks again, its number names nothing;
       # the pool must have taken hold of it before it can fail.
@@ -164,11 +164,11 @@ def _send(sock: socket.socket, reply: dict) -> None:
   sock.sendall(wire.pack(json.dumps(reply).encode()))
 
 
-def _die_with(nursery: int) -> None:
+def _die_with(fork_server: int) -> None:
   """Asks the kernel to kill this process when the nursery dies (Linux)."""
   if sys.platform == 'linux':
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != nursery:
+    if os.getppid() != fork_server:
       os._exit(0)
 
 

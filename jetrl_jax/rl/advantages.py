@@ -6,7 +6,7 @@ the result does not depend on a backend, a batch order or a number of devices.
 
 import numpy as np
 
-from jetrl_jax.typing import Array, Float, Int, NpArray, Shaped
+from jetrl_jax.core.typing import Array, Float, Int, NpArray, Shaped
 
 ESTIMATORS = ('grpo', 'dr_grpo', 'rloo', 'reinforce_plus_plus_baseline')
 

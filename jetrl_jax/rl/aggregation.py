@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jetrl_jax.typing import Float, Int, NpArray
+from jetrl_jax.core.typing import Float, Int, NpArray
 
 MODES = (
     'token-mean',

@@ -21,8 +21,8 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from jetrl_jax.core.typing import Array, Float, Int
 from jetrl_jax.rl import segments
-from jetrl_jax.typing import Array, Float, Int
 
 # As for the policy ratio: exp stays finite.
 MAX_LOG_WEIGHT = 20.0

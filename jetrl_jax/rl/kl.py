@@ -15,7 +15,7 @@ from typing import Protocol
 
 import jax.numpy as jnp
 
-from jetrl_jax.typing import Array, Float
+from jetrl_jax.core.typing import Array, Float
 
 MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jetrl_jax.core.typing import Array, Float, Int
 from jetrl_jax.rl import segments
-from jetrl_jax.typing import Array, Float, Int
 
 # exp(20) is 4.9e8: beyond it a ratio says nothing, and exp(89) is infinite.
 MAX_LOG_RATIO = 20.0

@@ -14,7 +14,7 @@ tokens of bad answers down has not.
 
 import numpy as np
 
-from jetrl_jax.typing import Array, Float, NpArray
+from jetrl_jax.core.typing import Array, Float, NpArray
 
 MAX_LOG_RATIO = 20.0
 
@@ -107,6 +107,31 @@ def mismatch_token_frac(
   return float(np.mean(rollout.view(np.int32) != train.view(np.int32)))
 
 
+def k3_divergence(
+    before_T: Float[Array | NpArray, ' T'],
+    after_T: Float[Array | NpArray, ' T'],
+) -> float | None:
+  """Estimates KL(before || after) from tokens sampled from `before`.
+
+      mean of exp(-x) - 1 + x,   x = log before - log after, clamped to +-20
+
+  Args:
+    before_T: log-probs in nats, of the policy that sampled the tokens.
+    after_T: log-probs in nats, of another policy for the same tokens.
+
+  Returns:
+    Nats per token; None when there is no token.
+  """
+  x_T = np.asarray(before_T, np.float64) - np.asarray(after_T, np.float64)
+  if not x_T.size:
+    return None
+  return float(_k3(np.clip(x_T, -MAX_LOG_RATIO, MAX_LOG_RATIO)).mean())
+
+
+def _k3(x_T: NpArray) -> NpArray:
+  return np.expm1(-x_T) + x_T
+
+
 def _logprob_differences(
     rollout: NpArray, train: NpArray, advantage_T: NpArray
 ) -> dict[str, float]:
@@ -142,7 +167,7 @@ def _off_policy(
   return {
       'training/token_mult_prob_error': float(np.exp(np.abs(safe_T)).mean()),
       'rollout_corr/kl': float(x_T.mean()),
-      'rollout_corr/k3_kl': float((np.expm1(-safe_T) + safe_T).mean()),
+      'rollout_corr/k3_kl': float(_k3(safe_T).mean()),
       'rollout_corr/rollout_is_mean': float(weight_T.mean()),
       'rollout_corr/rollout_is_eff_sample_size': float(
           1.0 / np.square(relative_T).mean()

@@ -10,11 +10,11 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax.metrics import Mean, mean
+from jetrl_jax.core.typing import Array
+from jetrl_jax.metrics.writer import Mean, mean
 from jetrl_jax.rl import corrections, kl, losses, segments
 from jetrl_jax.rl.losses import PolicyLoss
 from jetrl_jax.rl.types import TrainBatch
-from jetrl_jax.typing import Array
 
 # What may drop tokens: metrics say how many.
 _REJECTING = ('icepop', 'mis')
@@ -25,34 +25,48 @@ class LossConfig:
   """The objective per token; `TrainBatch.loss_weight` does the averaging.
 
   Attributes:
-    policy_loss: 'ppo', 'gspo' or 'cispo', see `losses`.
-    clip_ratio_low: lower clip distance; not for 'cispo'.
-    clip_ratio_high: upper clip distance; not for 'cispo'.
-    clip_ratio_c: dual clip of 'ppo'; the other losses have none.
-    cispo_cap: largest weight of 'cispo'.
-    kl_loss_coef: weight of the KL term; 0 is off.
-    kl_loss_type: 'k2', 'k3' or 'low_var_kl'.
+    policy_loss: 'ppo' (token ratios, clipped), 'gspo' (sequence ratios,
+      clipped; wants loss_agg_mode 'seq-mean-token-mean') or 'cispo' (capped
+      weights).
+    clip_ratio_low: distance of the clip range's lower end from 1; None is 0.2
+      for 'ppo' and 3e-4 for 'gspo'. 'cispo' does not read it.
+    clip_ratio_high: distance of its upper end from 1; None is 0.2 for 'ppo'
+      (DAPO: 0.28) and 4e-4 for 'gspo'. 'cispo' does not read it.
+    clip_ratio_c: dual clip of 'ppo': most loss of a token with a negative
+      advantage, in units of that advantage.
+    cispo_cap: largest weight of 'cispo' (the bound itself, as TRL's
+      epsilon_high).
+    kl_loss_coef: weight of the KL loss; if this and kl_reward_coef are 0, no
+      reference copy is kept.
+    kl_loss_type: 'k2' or 'k3' (also 'low_var_kl'); k1 is kl_reward_coef's.
     entropy_coeff: weight of the entropy bonus.
-    rollout_is: importance weight against log mu: 'none', 'token', 'sequence',
-      'icepop', 'mis' or 'acr', see `corrections`.
-    rollout_is_threshold: its cap C.
-    rollout_is_threshold_low: lower end of IcePop's band.
-    rollout_rs: rejection of whole answers: 'none' or 'geometric'.
-    rollout_rs_threshold_low: lower end of its band.
-    rollout_rs_threshold_high: upper end of its band.
+    rollout_is: importance weights rho = pi_old / mu against the sampled
+      distribution: 'none', 'token' (TIS), 'sequence' (TIS of whole answers),
+      'icepop', 'mis' (whole answers, dropped above the cap) or 'acr' (TIS and
+      QuRL's clip range).
+    rollout_is_threshold: cap C of rho; None is 2 for 'token', 'sequence' and
+      'acr', 3 for 'mis', 5 for 'icepop'.
+    rollout_is_threshold_low: lower end of the band that 'icepop' keeps.
+    rollout_is_per_answer: for 'gspo' with 'token' or 'icepop': every token has
+      the mean weight of its answer, as in TRL; otherwise its own, as in verl.
+    rollout_rs: rejection of whole answers, beside any rollout_is: 'none' or
+      'geometric' (the geometric mean of rho must lie in the band below).
+    rollout_rs_threshold_low: lower end of the band of 'geometric'.
+    rollout_rs_threshold_high: upper end of the band of 'geometric'.
   """
 
   policy_loss: str = 'ppo'
-  clip_ratio_low: float = 0.2
-  clip_ratio_high: float = 0.2
+  clip_ratio_low: float | None = None
+  clip_ratio_high: float | None = None
   clip_ratio_c: float = 3.0
   cispo_cap: float = 5.0
   kl_loss_coef: float = 0.0
   kl_loss_type: str = 'k3'
   entropy_coeff: float = 0.0
   rollout_is: str = 'none'
-  rollout_is_threshold: float = 2.0
+  rollout_is_threshold: float | None = None
   rollout_is_threshold_low: float = 0.5
+  rollout_is_per_answer: bool = False
   rollout_rs: str = 'none'
   rollout_rs_threshold_low: float = 0.999
   rollout_rs_threshold_high: float = 1.001
@@ -63,14 +77,11 @@ class LossConfig:
           f'policy_loss is {self.policy_loss!r}; allowed are'
           f' {", ".join(losses.DEFAULT_CLIP)}'
       )
-    if not 0 <= self.clip_ratio_low < 1:
-      raise ValueError(
-          f'clip_ratio_low is {self.clip_ratio_low}; allowed: [0, 1)'
-      )
-    if self.clip_ratio_high < 0:
-      raise ValueError(
-          f'clip_ratio_high is {self.clip_ratio_high}; allowed: >= 0'
-      )
+    low, high = self.clip_range
+    if not 0 <= low < 1:
+      raise ValueError(f'clip_ratio_low is {low}; allowed: [0, 1)')
+    if high < 0:
+      raise ValueError(f'clip_ratio_high is {high}; allowed: >= 0')
     if self.clip_ratio_c <= 1:
       raise ValueError(f'clip_ratio_c is {self.clip_ratio_c}; allowed: > 1')
     if not self.cispo_cap >= 1:
@@ -87,15 +98,39 @@ class LossConfig:
           f' {self.policy_loss!r}: ACR widens the upper clip bound of each'
           " token, which only policy_loss='ppo' has; use rollout_is='token'"
       )
+    if self.rollout_is_per_answer and self.policy_loss != 'gspo':
+      raise ValueError(
+          'rollout_is_per_answer is True and policy_loss is'
+          f' {self.policy_loss!r}: one weight per answer is for policy_loss='
+          "'gspo', which has one ratio per answer; set it to False"
+      )
     kl.make_kl_loss(self.kl_loss_type)
     self.correction()
     self.rejection()
+
+  @property
+  def clip_range(self) -> tuple[float, float]:
+    """Distances of the clip range from 1; the method's own where None."""
+    low, high = losses.DEFAULT_CLIP[self.policy_loss]
+    if self.clip_ratio_low is not None:
+      low = self.clip_ratio_low
+    if self.clip_ratio_high is not None:
+      high = self.clip_ratio_high
+    return low, high
+
+  @property
+  def rho_cap(self) -> float:
+    """Cap C of rho; the method's own where rollout_is_threshold is None."""
+    if self.rollout_is_threshold is not None:
+      return self.rollout_is_threshold
+    # `make_correction` refuses an unknown name.
+    return corrections.DEFAULT_THRESHOLD.get(self.rollout_is, 0.0)
 
   def correction(self) -> corrections.Correction:
     """Returns the importance weight."""
     return corrections.make_correction(
         self.rollout_is,
-        threshold=self.rollout_is_threshold,
+        threshold=self.rho_cap,
         low=self.rollout_is_threshold_low,
     )
 
@@ -123,6 +158,8 @@ def policy_loss(
 
       loss = sum_t weight_t (is_t pg_t + kl_loss_coef kl_t - entropy_coeff H_t)
 
+  With `rollout_is_per_answer` is_t is the mean of the answer's is_t.
+
   Args:
     config: the objective.
     batch: one micro-batch.
@@ -138,7 +175,12 @@ def policy_loss(
   weight_BT = jax.vmap(config.correction())(*where)
   if config.rollout_rs != 'none':
     weight_BT = weight_BT * jax.vmap(config.rejection())(*where)
-  loss_BT = weight_BT * pg.loss_T
+  applied_BT = weight_BT
+  if config.rollout_is_per_answer:
+    applied_BT = jax.vmap(segments.segment_mean)(
+        weight_BT, mask_BT, batch.segment_ids
+    )
+  loss_BT = applied_BT * pg.loss_T
   metrics = {
       'actor/entropy': mean(entropy_BT, mask_BT),
       'actor/pg_clipfrac': mean(pg.clipped_T, mask_BT),
@@ -168,14 +210,12 @@ def _policy_term(
     log_rho_BT: Array,
 ) -> PolicyLoss:
   """Returns the policy loss per token, [B, T], before any correction."""
-  low, high = config.clip_ratio_low, config.clip_ratio_high
+  low, high = config.clip_range
 
   def ppo(log_ratio_T, advantage_T, log_rho_T):
     widening_T = 1.0
     if config.rollout_is == 'acr':
-      widening_T = corrections.acr_widening(
-          log_rho_T, threshold=config.rollout_is_threshold
-      )
+      widening_T = corrections.acr_widening(log_rho_T, threshold=config.rho_cap)
     return losses.clipped_pg_loss(
         log_ratio_T,
         advantage_T,

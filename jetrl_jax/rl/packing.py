@@ -14,8 +14,8 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
+from jetrl_jax.core.typing import Array, NpArray, Shaped
 from jetrl_jax.rl.types import Completion, TrainBatch
-from jetrl_jax.typing import Array, NpArray, Shaped
 
 # The per-token fields that a `Sequence` and a `TrainBatch` share.
 _DTYPES = {

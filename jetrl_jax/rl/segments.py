@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.typing import Array, Float, Int
+from jetrl_jax.core.typing import Array, Float, Int
 
 # Steps of the scan that are compiled into one body: fewer kernels per row.
 _UNROLL = 16

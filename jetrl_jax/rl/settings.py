@@ -1,7 +1,8 @@
 """What a run is set to, apart from model, precision, objective and optimiser.
 
-`config.py` builds these once from the ConfigDict; nothing below it sees the
-ConfigDict.
+`config/build.py` builds these once from the ConfigDict; nothing below it sees
+the ConfigDict. Defaults and meanings are written here and nowhere else, see
+`config/sections.py`.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ from jetrl_jax.rl import advantages, aggregation, synthetic
 
 # Logits of a thousand over a temperature below this leave float32; above the
 # other, every token is as likely as the next.
-COLDEST, HOTTEST = 1e-3, 1e3
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 
 
 def _at_least(record, minimum: int, *names: str) -> None:
@@ -36,12 +37,16 @@ def check_packed_rows(packed_rows: int, micro_batch_size: int) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilterGroups:
-  """Dynamic sampling, see `dynamic_sampling`.
+  """Dynamic sampling (DAPO).
+
+  Prompts are drawn until trainer.train_batch_size groups have answers of
+  different accuracy; the other groups teach nothing.
 
   Attributes:
-    enable: draw prompts until the batch is full of groups with mixed outcomes.
-    max_num_gen_batches: generation batches of one step after which the run
-      ends; 0 goes on until every prompt was met.
+    enable: whether prompts are drawn until the batch is full of such groups.
+    max_num_gen_batches: generation batches (of train_batch_size prompts) after
+      which a step that is not full ends the run; 0 goes on until every prompt
+      was met.
   """
 
   enable: bool = False
@@ -53,13 +58,16 @@ class FilterGroups:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OverlongBuffer:
-  """Overlong shaping, see `shaping`.
+  """Overlong shaping (DAPO), added to the score of long answers.
+
+  It is 0 up to max_response_length - len tokens, then falls to -penalty_factor
+  at max_response_length.
 
   Attributes:
     enable: whether long answers are punished.
-    len: Lc, tokens before the limit over which the penalty grows.
+    len: tokens before the limit over which the penalty grows.
     penalty_factor: the largest penalty.
-    max_response_length: Lmax, the rollout's limit in tokens.
+    max_response_length: the rollout's limit in tokens.
   """
 
   enable: bool = False
@@ -86,22 +94,25 @@ class OverlongBuffer:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-  """From scores to the objective's weights.
+  """From scores to the objective (docs/algorithms.md explains every name).
 
   Attributes:
-    adv_estimator: one of `advantages.ESTIMATORS`.
-    norm_adv_by_std: for 'grpo': divide group advantages by the group's sample
-      std.
-    loss_agg_mode: one of `aggregation.MODES`; denominators span the mini-batch.
-    loss_scale_factor: divisor of 'seq-mean-token-sum-norm'; by default
+    adv_estimator: 'grpo', 'dr_grpo', 'rloo' or 'reinforce_plus_plus_baseline'.
+    norm_adv_by_std: for 'grpo': divide by the group's sample standard
+      deviation.
+    loss_agg_mode: 'token-mean', 'seq-mean-token-mean', 'seq-mean-token-sum' or
+      'seq-mean-token-sum-norm'; denominators span the mini-batch.
+    loss_scale_factor: divisor of 'seq-mean-token-sum-norm'; None is
       max_response_length.
     mask_truncated_completions: take responses that met the length limit out of
       the loss.
-    kl_reward_coef: nats of KL to the reference, summed over an answer, to
-      reward; 0 is off.
+    kl_reward_coef: an answer's reward is reduced by this times its KL to the
+      reference (k1, in nats, summed over its tokens), before advantages are
+      computed; 0 is off.
     ppo_epochs: passes over each rollout.
-    old_logprobs: 'rollout' (they are the training forward's own bits in
-      a unified flow) or 'recompute'.
+    old_logprobs: 'rollout': those of the rollout, which in a unified flow are
+      the training forward's own bits. 'recompute': computed by the training
+      forward.
     filter_groups: dynamic sampling.
     overlong_buffer: overlong shaping.
   """
@@ -147,22 +158,29 @@ GUARD_ACTIONS = ('recalibrate', 'high_precision', 'rollback')
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-  """What is bounded and what may be done about it, see `guard`.
+  """What to do when numbers leave their bounds (docs/guard.md).
 
   Attributes:
     enable: whether there is a guard.
-    max_mismatch_token_frac: of `training/mismatch_token_frac`; 0 holds a
-      unified flow to the bit, 1 is no bound.
-    max_logprob_diff: of `training/rollout_logprob_diff_max`, in nats; None is
-      no bound.
-    max_k3: of `rollout_corr/k3_kl`, in nats.
-    max_saturated_frac: of the share of elements that saturate, in any operand
-      of any dot; 1 is no bound.
-    max_flushed_frac: of the share that is flushed to zero, likewise.
-    patience: steps in a row over a bound before an action; and steps in a row
-      within all bounds after which scales may be measured anew again.
-    actions: those that are allowed, of `GUARD_ACTIONS`; () only warns.
-    max_rollbacks: of one run; where another would be due, the run ends.
+    max_mismatch_token_frac: largest share of tokens whose log-prob differs in
+      any bit between rollout and training (`training/mismatch_token_frac`): 0
+      holds a unified flow to its promise, 1 is no bound.
+    max_logprob_diff: largest difference of two such log-probs, in nats
+      (`training/rollout_logprob_diff_max`); None is no bound.
+    max_k3: largest estimate (k3) of the KL divergence between the sampled
+      policy and the trained one, in nats (`rollout_corr/k3_kl`); exactly 0 in a
+      unified flow without top-p or top-k.
+    max_saturated_frac: largest share of the elements of any operand of any
+      8-bit dot that saturate; 1 is no bound.
+    max_flushed_frac: largest share of them that are flushed to zero; 1 is no
+      bound.
+    patience: steps in a row over a bound before an action (those before only
+      warn), and steps in a row within all bounds before scales may be measured
+      again.
+    actions: what may be done, tried in this order where it can help; () only
+      warns.
+    max_rollbacks: rollbacks of one run; where another would be due, the run
+      ends.
   """
 
   enable: bool = False
@@ -210,20 +228,25 @@ class RunConfig:
 
   Attributes:
     seed: of everything random.
-    total_training_steps: rollouts, each with its updates.
     train_batch_size: prompts per step.
     mini_batch_size: prompts per optimiser step.
     micro_batch_size: rows per forward and backward; a row holds one sequence of
       full length, or several shorter ones packed.
-    packed_rows: rows instead, of the same tokens in all; 0 is micro_batch_size.
+    packed_rows: rows of a micro-batch; 0 is micro_batch_size. The tokens of
+      micro_batch_size sequences of full length in fewer, longer rows pack
+      closer. On a CPU attention costs more in longer rows. Rows are made up to
+      a multiple of the devices, each as long: fewer rows than devices give more
+      tokens.
+    total_training_steps: rollouts, each with its updates.
     num_generations: samples per prompt.
-    temperature: of the rollout and of pi.
+    temperature: temperature of the rollout, and of the policy that is trained.
     test_freq: steps between evaluations, which step 0 and the last have too; 0
       is never.
     val_num_generations: samples per held-out prompt.
-    val_temperature: 0 is greedy.
+    val_temperature: temperature of held-out samples; 0 is greedy.
     val_recipes: recipes in which held-out accuracy is measured besides the
-      rollout's own.
+      rollout's own, such as ('bf16',); each takes a copy of the compute weights
+      while it is measured.
     save_freq: steps between checkpoints; 0 is only at the end.
     keep_latest: newest checkpoints kept.
     keep_best: best checkpoints kept besides, by held-out accuracy, of the steps
@@ -231,38 +254,41 @@ class RunConfig:
     save_rollouts: write each step's rollouts to workdir/rollouts.
     max_skipped_updates: non-finite updates in a row after which the run stops.
     calibration_prompts: prompts of the cold start's calibration.
-    calibration_tokens: response tokens of its short rollout.
+    calibration_tokens: response tokens of the calibration's short rollout.
     measure_mismatch: tokens whose rollout log-probs are compared with the
-      training forward's: 'all', or 'first' for those of a step's first
-      mini-batch, whose update computes them anyway.
+      training forward's: 'all' takes a forward pass over the later
+      mini-batches, 'first' is the step's first mini-batch alone, whose update
+      computes them anyway.
     synthetic: seeded scores and response lengths instead of rewards and stop
       tokens: for speed and exactness runs with random weights, which solve
       nothing and never stop.
-    synthetic_lengths: how those lengths are spread, see `synthetic.LENGTHS`.
+    synthetic_lengths: how those lengths are spread: 'uniform' between half of
+      the longest and the longest, or 'long_tail', an eighth of the longest on
+      average and a few of all lengths.
   """
 
-  seed: int
-  total_training_steps: int
-  train_batch_size: int
-  mini_batch_size: int
-  micro_batch_size: int
-  packed_rows: int
-  num_generations: int
-  temperature: float
-  test_freq: int
-  val_num_generations: int
-  val_temperature: float
-  val_recipes: tuple[str, ...]
-  save_freq: int
-  keep_latest: int
-  keep_best: int
-  save_rollouts: bool
-  max_skipped_updates: int
-  calibration_prompts: int
-  calibration_tokens: int
-  measure_mismatch: str
-  synthetic: bool
-  synthetic_lengths: str
+  seed: int = 0
+  train_batch_size: int = 32
+  mini_batch_size: int = 32
+  micro_batch_size: int = 8
+  packed_rows: int = 0
+  total_training_steps: int = 100
+  num_generations: int = 8
+  temperature: float = 1.0
+  test_freq: int = 10
+  val_num_generations: int = 1
+  val_temperature: float = 0.0
+  val_recipes: tuple[str, ...] = ()
+  save_freq: int = 20
+  keep_latest: int = 2
+  keep_best: int = 1
+  save_rollouts: bool = True
+  max_skipped_updates: int = 5
+  calibration_prompts: int = 16
+  calibration_tokens: int = 64
+  measure_mismatch: str = 'all'
+  synthetic: bool = False
+  synthetic_lengths: str = 'uniform'
 
   def __post_init__(self):
     _at_least(
@@ -302,9 +328,10 @@ class RunConfig:
       )
     for name in ('temperature', 'val_temperature'):
       value = getattr(self, name)
-      if value and not COLDEST <= value <= HOTTEST:
+      if value and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
         raise ValueError(
-            f'{name} is {value}; allowed: {COLDEST} to {HOTTEST}'
+            f'{name} is {value}; allowed: {MIN_TEMPERATURE} to'
+            f' {MAX_TEMPERATURE}'
             + (', or 0 for greedy' if name == 'val_temperature' else '')
         )
     for name in self.val_recipes:
@@ -318,3 +345,25 @@ class RunConfig:
           f'train_batch_size ({self.train_batch_size} prompts) is not a'
           f' multiple of mini_batch_size ({self.mini_batch_size} prompts)'
       )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SftConfig:
+  """Supervised warm start (python -m jetrl_jax.sft); unread by main.
+
+  Attributes:
+    total_training_steps: optimiser steps; the learning rate decays over them.
+    batch_size: sequences per optimiser step.
+    output: folder of the exported checkpoint.
+  """
+
+  total_training_steps: int = 1000
+  batch_size: int = 64
+  output: str = ''
+
+  def __post_init__(self):
+    for name in ('total_training_steps', 'batch_size'):
+      if getattr(self, name) < 1:
+        raise ValueError(
+            f'sft.{name} is {getattr(self, name)}; it must be >= 1'
+        )

@@ -9,8 +9,10 @@ from typing import NoReturn
 
 from absl import app, flags
 
-from jetrl_jax import config_flag, device_memory, saved_policy
-from jetrl_jax.rl.console import show_own_sentences
+from jetrl_jax.config import flags as config_flags
+from jetrl_jax.config import saved_policy
+from jetrl_jax.core import device_memory
+from jetrl_jax.metrics.console import show_own_sentences
 from jetrl_jax.serve.requests import Limits
 
 _CHECKPOINT = flags.DEFINE_string(
@@ -167,7 +169,7 @@ def _parse(argv: list[str]) -> list[str]:
   try:
     return flags.FLAGS(argv)
   except flags.Error as error:
-    _refuse(config_flag.said(error))
+    _refuse(config_flags.said(error))
 
 
 if __name__ == '__main__':

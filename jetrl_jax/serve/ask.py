@@ -33,7 +33,8 @@ def main(argv: list[str]) -> None:
     client = Client(_ADDRESS.value, timeout_s=_TIMEOUT_S.value)
   except ModuleNotFoundError as error:
     _refuse(
-        f"{error.name} is not installed; pip install 'jetrl_jax[jetstream]'"
+        f"{error.name} is not installed; pip install 'jetrl_jax[jetstream]', or"
+        " pip install -e '.[jetstream]' in a clone"
     )
   try:
     with client:

@@ -1,7 +1,7 @@
 """Our engine as a subclass of JetStream's, and our tokenizer as one of its.
 
 Nothing is computed here: the arrays, and so the tokens, are those of
-`rl.engine.Engine`, which serves rollouts too.
+`rl.rollout.Engine`, which serves rollouts too.
 """
 
 import dataclasses
@@ -11,10 +11,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jetrl_jax import sharding
+from jetrl_jax.core import sharding
 from jetrl_jax.data import Tokenizer
-from jetrl_jax.rl.engine import DecodeState, Engine, Prefix
-from jetrl_jax.rl.policy import PolicyParams
+from jetrl_jax.models.policy import PolicyParams
+from jetrl_jax.rl.rollout.engine import DecodeState, Engine, Prefix
 from jetrl_jax.serve.requests import Sampling
 from jetrl_jax.serve.shim import (
     engine_api,

@@ -16,12 +16,7 @@ import grpc
 from jetrl_jax.data import Tokenizer
 from jetrl_jax.serve.client import FINISH_REASON
 from jetrl_jax.serve.engine import JetStreamEngine, PromptTokens
-from jetrl_jax.serve.requests import (
-    Limits,
-    PromptReader,
-    Sampling,
-    sampling_of,
-)
+from jetrl_jax.serve.requests import Limits, PromptReader, Sampling, sampling_of
 from jetrl_jax.serve.shim import jetstream_pb2, orchestrator
 from jetrl_jax.serve.text import TextStream
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 
 from jetrl_jax.data import Example, PromptFormat, Tokenizer
-from jetrl_jax.rl.settings import COLDEST, HOTTEST
+from jetrl_jax.rl.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
 from jetrl_jax.serve.client import SEED, TEMPERATURE
 
 # What the messages and gRPC's options hold.
@@ -92,10 +92,10 @@ def sampling_of(
     )
   given = {k: v for k, v in metadata if k in (TEMPERATURE, SEED)}
   temperature = _number(float, TEMPERATURE, given.get(TEMPERATURE, '0'))
-  if temperature and not COLDEST <= temperature <= HOTTEST:
+  if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
     raise ValueError(
-        f'temperature is {temperature}; allowed: {COLDEST} to {HOTTEST}, or 0'
-        ' for greedy'
+        f'temperature is {temperature}; allowed: {MIN_TEMPERATURE} to'
+        f' {MAX_TEMPERATURE}, or 0 for greedy'
     )
   seed = _number(int, SEED, given.get(SEED, '0'))
   if not 0 <= seed < 2**32:

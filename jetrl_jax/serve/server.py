@@ -7,8 +7,8 @@ from concurrent import futures
 import grpc
 import numpy as np
 
-from jetrl_jax.rl.engine import Engine, EngineConfig
-from jetrl_jax.saved_policy import SavedPolicy
+from jetrl_jax.config.saved_policy import SavedPolicy
+from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
 from jetrl_jax.serve.engine import JetStreamEngine
 from jetrl_jax.serve.orchestrator import Driver, Orchestrator
 from jetrl_jax.serve.requests import Limits, PromptReader

@@ -155,6 +155,64 @@ def test_a_conversation_keeps_its_own_system_message_and_is_not_changed():
   assert prompt[1]['content'] == 'Hi <b>'
 
 
+def test_a_template_is_given_every_special_token_of_the_tokenizer(tmp_path):
+  names = ['bos', 'eos', 'unk', 'sep', 'pad', 'cls', 'mask', 'image', 'audio']
+  named = ' '.join('{{ ' + name + '_token }}' for name in names)
+  others = (
+      '{{ additional_special_tokens | join }} {{ add_bos_token is defined }}'
+  )
+  config = {
+      'bos_token': '<|bos|>',
+      'eos_token': '<|end|>',
+      'unk_token': '<|unk|>',
+      'sep_token': {'content': '<|sep|>', 'special': True},
+      'pad_token': '<|pad|>',
+      'cls_token': '<|cls|>',
+      'mask_token': '<|mask|>',
+      'image_token': '<|image|>',
+      'extra_special_tokens': {'audio_token': '<|audio|>'},
+      'additional_special_tokens': ['<|a|>', {'content': '<|b|>'}],
+      'add_bos_token': False,
+      'added_tokens_decoder': {},
+      'chat_template': f'{named} {others}',
+  }
+  # Read only where added_tokens_decoder is missing.
+  stale = '{"sep_token": "<|stale|>"}'
+  write_tokenizer(tmp_path, config=config, special_tokens_map_json=stale)
+  (text,), _ = ChatFormat().apply([_example('x')], Tokenizer(tmp_path))
+  assert text == (
+      '<|bos|> <|end|> <|unk|> <|sep|> <|pad|> <|cls|> <|mask|> <|image|>'
+      ' <|audio|> <|a|><|b|> False'
+  )
+
+
+def test_a_special_token_that_is_not_there_is_not_defined(tmp_path):
+  config = {
+      'eos_token': '<|end|>',
+      'sep_token': None,
+      'chat_template': '{{ sep_token is defined }}'
+      ' {{ additional_special_tokens is defined }}',
+  }
+  write_tokenizer(tmp_path, config=config)
+  (text,), _ = ChatFormat().apply([_example('x')], Tokenizer(tmp_path))
+  assert text == 'False False'
+
+
+def test_an_old_checkpoint_names_its_tokens_in_special_tokens_map(tmp_path):
+  config = {
+      'sep_token': '<|old|>',
+      'chat_template': '{{ eos_token }}{{ sep_token }}'
+      '{{ additional_special_tokens[0] }}',
+  }
+  map = (
+      '{"eos_token": "<|end|>", "sep_token": {"content": "<|sep|>"},'
+      ' "additional_special_tokens": ["<|a|>"]}'
+  )
+  write_tokenizer(tmp_path, config=config, special_tokens_map_json=map)
+  (text,), _ = ChatFormat().apply([_example('x')], Tokenizer(tmp_path))
+  assert text == '<|end|><|sep|><|a|>'
+
+
 def test_a_tokenizer_without_template_points_at_the_plain_one(tmp_path):
   write_tokenizer(tmp_path, config={'eos_token': '<|end|>'})
   with pytest.raises(ValueError, match='has no chat template; use a plain one'):

@@ -1,6 +1,6 @@
-import importlib.util
 import json
 import pathlib
+import sys
 
 import pytest
 from hypothesis import given
@@ -70,12 +70,11 @@ def test_verls_parquet_layout_is_read_through_dotted_keys(tmp_path):
       prompt_key='prompt',
       answer_key='reward_model.ground_truth',
       source_key='data_source',
-      id_key='extra_info.index',
   )
   assert example.prompt == row['prompt']
   assert example.answer == '2'
   assert example.source == 'openai/gsm8k'
-  assert example.id == 7
+  assert example.id == 0
   assert example.extra == row
 
 
@@ -164,22 +163,6 @@ def test_a_number_is_read_without_an_exponent(tmp_path):
   assert [e.answer for e in examples] == answers
 
 
-def test_a_repeated_id_names_both_places(tmp_path):
-  row = {'q': 'x', 'a': '1', 'n': 5}
-  path = _write(tmp_path / 'd.jsonl', row, row)
-  with pytest.raises(
-      ValueError, match=r'd\.jsonl:2: id 5 was already used at .*d\.jsonl:1;'
-  ):
-    _load(path, id_key='n')
-
-
-@pytest.mark.parametrize('bad', [-1, 2**31, 'seven', True])
-def test_an_id_must_fit_a_random_key(tmp_path, bad):
-  path = _write(tmp_path / 'd.jsonl', {'q': 'x', 'a': '1', 'n': bad})
-  with pytest.raises(ValueError, match='allowed: an integer in'):
-    _load(path, id_key='n')
-
-
 def test_a_file_may_be_in_the_home_folder_and_begin_with_a_mark(
     monkeypatch, tmp_path
 ):
@@ -216,13 +199,52 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     _load(str(one))
 
 
-def test_a_missing_extra_is_answered_with_the_install_command():
+def test_a_missing_extra_is_answered_with_the_install_command(monkeypatch):
   with pytest.raises(ValueError, match='write hf:<repo>:<split>'):
     _load('hf:openai/gsm8k')
-  if importlib.util.find_spec('datasets'):
-    pytest.skip('the datasets package is installed')
-  with pytest.raises(ValueError, match=r'pip install "jetrl_jax\[data\]"'):
+  # As if it were not installed.
+  monkeypatch.setitem(sys.modules, 'datasets', None)
+  with pytest.raises(ValueError) as error:
     _load('hf:openai/gsm8k:main:test')
+  assert str(error.value).endswith(
+      "pip install 'jetrl_jax[data]', or pip install -e '.[data]' in a clone."
+  )
+
+
+@pytest.mark.parametrize(
+    ('keys', 'columns', 'meant'),
+    [
+        # MATH-500.
+        (
+            {'prompt_key': 'question', 'answer_key': 'answer'},
+            ['answer', 'level', 'problem', 'solution', 'subject', 'unique_id'],
+            'problem',
+        ),
+        (
+            {'prompt_key': 'problem', 'answer_key': 'answer'},
+            ['problem', 'solution', 'answers'],
+            'solution',
+        ),
+        ({'prompt_key': 'quesiton'}, ['a', 'question', 'problem'], 'question'),
+    ],
+)
+def test_a_missing_column_is_led_to_the_one_that_is_meant(
+    tmp_path, keys, columns, meant
+):
+  path = _write(tmp_path / 'd.jsonl', dict.fromkeys(columns, 'x'))
+  with pytest.raises(ValueError, match=f"Did you mean '{meant}'"):
+    _load(path, **keys)
+
+
+def test_prompts_with_a_nul_are_counted(tmp_path, caplog):
+  chat = [{'role': 'user', 'content': 'a\0b'}]
+  rows = [{'q': q, 'a': '1'} for q in ('x', 'y\0', chat)]
+  assert len(_load(_write(tmp_path / 'd.jsonl', *rows))) == 3
+  assert '2 of 3 prompts hold the character NUL, the first at ' in caplog.text
+  assert 'd.jsonl:2' in caplog.text
+  caplog.clear()
+  _load(_write(tmp_path / 'd.jsonl', rows[0]))
+  assert not caplog.text
 
 
 _TEXT = st.text(

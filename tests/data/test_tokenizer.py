@@ -152,6 +152,11 @@ def test_a_lone_surrogate_is_a_value_error(tmp_path):
         ),
         (
             'tokenizer_config.json',
+            '{"eos_token": "<|end|>", "additional_special_tokens": "<|a|>"}',
+            "additional_special_tokens is '<|a|>'; allowed: a list of tokens",
+        ),
+        (
+            'tokenizer_config.json',
             '{"eos_token": "<|end|>", "chat_template": 3}',
             'chat_template must be a text',
         ),

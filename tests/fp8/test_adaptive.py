@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from jetrl_jax.fp8 import Recipe, adaptive, slots
+from jetrl_jax.fp8 import Recipe, adaptive, scaling_state
 
 
 def _dot(input_db=None, kernel_db=None, grad_db=1.0):
@@ -61,14 +61,14 @@ def test_a_recipe_that_keeps_dots_takes_their_paths_literally():
 def test_what_is_kept_has_no_slot_and_the_others_keep_theirs(name):
   recipe = Recipe(name=name)
   make = (
-      (lambda: slots.init_slot(4))
+      (lambda: scaling_state.init_slot(4))
       if recipe.is_delayed
-      else slots.init_dynamic_slot
+      else scaling_state.init_dynamic_slot
   )
   state = {'layers_0': {'attn': {'o': make(), 'qkv': make()}, 'mlp': make()}}
-  kept = slots.restrict(state, recipe.keeping(('layers_0/attn/o',)))
-  assert slots.slot_paths(kept) == ['layers_0/attn/qkv', 'layers_0/mlp']
+  kept = scaling_state.restrict(state, recipe.keeping(('layers_0/attn/o',)))
+  assert scaling_state.slot_paths(kept) == ['layers_0/attn/qkv', 'layers_0/mlp']
   assert kept['layers_0']['mlp'] is state['layers_0']['mlp']
   every = recipe.keeping(('layers_0/mlp', 'layers_0/attn/o'))
   every = every.keeping(('layers_0/attn/qkv',))
-  assert slots.restrict(state, every) == {}
+  assert scaling_state.restrict(state, every) == {}

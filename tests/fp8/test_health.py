@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.fp8 import formats, health, slots
+from jetrl_jax.fp8 import formats, health, scaling_state
 from jetrl_jax.fp8.quantization import QTensor, quantize, quantize_groups
 
 
@@ -20,7 +20,7 @@ _NOTHING = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def _slot(**operands) -> dict:
-  empty = {name: _operand(_NOTHING) for name in slots.OPERANDS}
+  empty = {name: _operand(_NOTHING) for name in scaling_state.OPERANDS}
   return empty | operands
 
 

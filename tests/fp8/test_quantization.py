@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetrl_jax.compilation import exact_jit
+from jetrl_jax.core.compilation import exact_jit
 from jetrl_jax.fp8 import quantization
 from jetrl_jax.fp8.formats import E4M3, E5M2, format_max
 

@@ -5,14 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax import fp8
-from jetrl_jax.compilation import exact_jit, on_gpu
-from jetrl_jax.fp8 import block_turning, formats, slots
-from jetrl_jax.fp8.block_kernel import block_dot
-from jetrl_jax.fp8.products import grouped_dot
+from jetrl_jax import kernels
+from jetrl_jax.core.compilation import exact_jit, on_gpu
+from jetrl_jax.fp8 import formats, scaling_state
 from jetrl_jax.fp8.quantization import quantize_groups
 from jetrl_jax.fp8.recipes import Recipe
-from tests.fp8 import block
+from jetrl_jax.kernels.block_scaled_dot.reference import grouped_dot
+from jetrl_jax.kernels.block_scaled_dot.triton import block_dot
+from jetrl_jax.kernels.quantize_transpose import (
+    triton_per_block as transpose_blocks,
+)
+from tests.kernels import block
 
 pytestmark = pytest.mark.gpu
 
@@ -91,10 +94,10 @@ def test_the_backwards_operands_are_those_of_xlas_passes(dtype):
   how = dict(margin=0, power_of_two=True)
   x = block.matrix(1024, 640).astype(jnp.bfloat16)
   mask_M = jnp.asarray(np.arange(1024) % 5 != 0, 'f4')
-  found = block_turning.quantize_both_ways(x, mask_M, dtype, **how, **_HOW)
+  found = transpose_blocks.quantize_both_ways(x, mask_M, dtype, **how, **_HOW)
   block.assert_both_ways(found, x, mask_M, dtype, how)
   x8 = _quantized(x, (1, 128))
-  found = block_turning.regroup_and_turn(x8, **how, **_HOW)
+  found = transpose_blocks.regroup_and_transpose(x8, **how, **_HOW)
   block.assert_regrouped(found, x8, how)
 
 
@@ -105,12 +108,12 @@ def test_a_dot_and_its_gradients_are_those_of_float32_within_the_format(rows):
   x, dy = _normal(0, rows, _INNER), _normal(1, rows, _OUTER)
   master = _normal(2, _OUTER, _INNER)
   params = {'dot': {'kernel': master}}
-  state = slots.init_state(params, recipe)
-  weight = fp8.prepare_weights(params, state, recipe)['dot']['kernel']
+  state = scaling_state.init_state(params, recipe)
+  weight = kernels.prepare_weights(params, state, recipe)['dot']['kernel']
 
   def forward(x, master):
-    slot, mask = slots.init_dynamic_slot(), jnp.ones(x.shape[0])
-    return fp8.dot(recipe, x, master, weight, slot, mask)
+    slot, mask = scaling_state.init_dynamic_slot(), jnp.ones(x.shape[0])
+    return kernels.dot(recipe, x, master, weight, slot, mask)
 
   @exact_jit
   def train(x, master, dy):
@@ -123,7 +126,7 @@ def test_a_dot_and_its_gradients_are_those_of_float32_within_the_format(rows):
 
   y, dx, dw = train(x, master, dy)
   sampled = exact_jit(
-      lambda x: fp8.dot(recipe, x, None, weight, None, jnp.ones(16))
+      lambda x: kernels.dot(recipe, x, None, weight, None, jnp.ones(16))
   )(x[:16])
   assert np.array_equal(sampled.astype('f4'), y[:16].astype('f4'))
   for found, expected in (

@@ -7,12 +7,15 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from jetrl_jax import fp8, sharding
-from jetrl_jax.fp8 import Recipe, slots
-from jetrl_jax.models import families, hf_layout
-from jetrl_jax.rl.calibration import Calibration
-from jetrl_jax.rl.policy import Policy
-from jetrl_jax.rl.types import TrainBatch, TrainState
+from jetrl_jax import kernels
+from jetrl_jax.core import sharding
+from jetrl_jax.fp8 import Recipe, scaling_state
+from jetrl_jax.models import families
+from jetrl_jax.models.hf import layout as hf_layout
+from jetrl_jax.models.policy import Policy
+from jetrl_jax.optim.types import TrainState
+from jetrl_jax.rl.run.calibration import Calibration
+from jetrl_jax.rl.types import TrainBatch
 
 pytestmark = pytest.mark.gpu
 
@@ -34,9 +37,11 @@ def temporary_bytes(layers: int, mesh) -> int:
   masters = hf_layout.build_tree(
       model, lambda row: jax.ShapeDtypeStruct(row.shape, jnp.bfloat16)
   )
-  scales = jax.eval_shape(lambda p: slots.init_state(p, recipe), masters)
+  scales = jax.eval_shape(
+      lambda p: scaling_state.init_state(p, recipe), masters
+  )
   weights = jax.eval_shape(
-      lambda p, s: fp8.prepare_weights(p, s, recipe), masters, scales
+      lambda p, s: kernels.prepare_weights(p, s, recipe), masters, scales
   )
   state = TrainState(
       trainable=masters,

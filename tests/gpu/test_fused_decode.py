@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from jetrl_jax.compilation import on_gpu
-from jetrl_jax.config_model import SHAPES
+from jetrl_jax.config.model import SHAPES
+from jetrl_jax.core.compilation import on_gpu
 from jetrl_jax.fp8 import Recipe
 from tests.models import fused, tiny
 

@@ -12,31 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax import fp8
-from jetrl_jax.compilation import exact_jit, on_gpu
-from jetrl_jax.config_model import SHAPES
-from jetrl_jax.fp8 import (
-    formats,
-    gate_up_kernel,
-    health,
-    renewal,
-    slots,
-    swiglu_backward,
-    turning,
-)
+from jetrl_jax import kernels
+from jetrl_jax.config.model import SHAPES
+from jetrl_jax.core.compilation import exact_jit, on_gpu
+from jetrl_jax.core.sharding import Axes
+from jetrl_jax.fp8 import formats, health, scaling_state
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from jetrl_jax.fp8.recipes import Recipe
-from jetrl_jax.models import (
-    attention,
-    attention_backward,
-    attention_decode,
-    attention_kernel,
-    norm,
-)
-from jetrl_jax.models.attention_split import Split
-from jetrl_jax.rl import adam_kernel, sampling_kernel, stats_kernel
-from jetrl_jax.rl.apply import changed_share
-from jetrl_jax.sharding import Axes
+from jetrl_jax.kernels import kv_storage
+from jetrl_jax.kernels.add_norm_quantize import triton as norm
+from jetrl_jax.kernels.attention import reference
+from jetrl_jax.kernels.attention import triton as attention_forward
+from jetrl_jax.kernels.attention import triton_backward as attention_backward
+from jetrl_jax.kernels.decode_attention import triton as attention_decode
+from jetrl_jax.kernels.decode_attention.triton_split import Split
+from jetrl_jax.kernels.gate_up import triton_sm90 as gate_up
+from jetrl_jax.kernels.log_sum_exp import triton as log_sum_exp_kernel
+from jetrl_jax.kernels.quantize_transpose import triton as transpose
+from jetrl_jax.kernels.requantize import changed_share
+from jetrl_jax.kernels.requantize import triton as requantize
+from jetrl_jax.kernels.sample_token import triton as sample_token
+from jetrl_jax.kernels.swiglu import triton_backward as swiglu_backward
 
 pytestmark = pytest.mark.gpu
 
@@ -60,9 +56,7 @@ def _bytes(x) -> np.ndarray:
 def test_a_norm_has_the_bits_of_its_row_alone_and_quantises_as_xla_does(dim):
   x, gain = _normal(0, 256, dim, spread=1.0), _normal(1, dim)
   step = jnp.float32(2.0**-7)
-  kernel = exact_jit(
-      lambda x: norm.rms_norm_kernel(x, gain, 1e-6, step, **_HOW)[1:]
-  )
+  kernel = exact_jit(lambda x: norm.joined(x, gain, 1e-6, step)[1:])
   high, low = kernel(x)
   few, few_low = kernel(x[:16])
   assert np.array_equal(_bytes(few), _bytes(high[:16]))
@@ -81,12 +75,12 @@ def test_a_norm_has_the_bits_of_its_row_alone_and_quantises_as_xla_does(dim):
 def test_a_log_sum_exp_has_the_bits_of_its_row_alone(vocab):
   z = _normal(0, 128, vocab, dtype=jnp.float32) * 5
   inverse = jnp.full((128,), 0.5)
-  kernel = exact_jit(lambda *a: stats_kernel.row_stats(*a, **_HOW))
+  kernel = exact_jit(lambda *a: log_sum_exp_kernel.row_stats(*a, **_HOW))
   lse, mean = kernel(2 * z, inverse)
   few, few_mean = kernel(2 * z[:16], inverse[:16])
   assert np.array_equal(few, lse[:16]) and np.array_equal(few_mean, mean[:16])
   # Decode's comes with the draw.
-  draw = exact_jit(lambda *a: sampling_kernel.draw(*a, **_HOW))
+  draw = exact_jit(lambda *a: sample_token.draw(*a, **_HOW))
   keys = jnp.ones((128, 2), jnp.uint32)
   _, beside = draw(2 * z, inverse, keys, jnp.zeros((128,), bool))
   assert np.array_equal(beside, lse)
@@ -101,7 +95,7 @@ def test_rows_draw_their_tokens_alone_and_with_their_probabilities():
   z = jnp.full((rows, vocab), -100.0).at[:, tokens].set(logits)
   keys = jax.random.bits(jax.random.key(0), (rows, 2), jnp.uint32)
   greedy = jnp.zeros((rows,), bool).at[3].set(True)
-  draw = exact_jit(lambda *a: sampling_kernel.draw(*a, **_HOW))
+  draw = exact_jit(lambda *a: sample_token.draw(*a, **_HOW))
   arguments = 2 * z, jnp.full((rows,), 0.5), keys, greedy
   found = np.asarray(draw(*arguments)[0])
   few = [x[:16] for x in arguments]
@@ -118,7 +112,7 @@ def test_noise_is_that_of_the_plain_generator():
   keys = jax.random.bits(jax.random.key(1), (64, 2), jnp.uint32)
   arguments = z, jnp.ones((64,)), keys, jnp.zeros((64,), bool)
   found, wanted = (
-      exact_jit(functools.partial(sampling_kernel.draw, **how))(*arguments)[0]
+      exact_jit(functools.partial(sample_token.draw, **how))(*arguments)[0]
       for how in (_HOW, {'interpret': True})
   )
   # A near tie may fall the other way: logarithms differ in their last bits.
@@ -135,26 +129,26 @@ def test_one_pass_turns_round_what_xla_quantises(dtype):
       lambda x: tuple(
           jax.tree.leaves(
               vars(
-                  turning.quantize_and_turn(
-                      x, scale, mask_M, dtype, straight=True, **_HOW
+                  transpose.quantize_and_transpose(
+                      x, scale, mask_M, dtype, row_major=True, **_HOW
                   )
               )
           )
       )
   )(x)
-  amax, lost, straight, turned = out
-  assert np.array_equal(_bytes(straight), _bytes(wanted))
-  assert np.array_equal(_bytes(turned), _bytes(wanted).T)
+  amax, quantization_error, row_major, transposed = out
+  assert np.array_equal(_bytes(row_major), _bytes(wanted))
+  assert np.array_equal(_bytes(transposed), _bytes(wanted).T)
   seen, sums = health.measure(x, QTensor(values=wanted, scale=scale), mask_M)
-  assert amax == seen and np.array_equal(lost[:2], sums[1:3])
-  np.testing.assert_allclose(lost[2:], sums[3:], rtol=1e-5)
-  turn = exact_jit(functools.partial(turning.turn, **_HOW))
-  assert np.array_equal(_bytes(turn(wanted)), _bytes(wanted).T)
+  assert amax == seen and np.array_equal(quantization_error[:2], sums[1:3])
+  np.testing.assert_allclose(quantization_error[2:], sums[3:], rtol=1e-5)
+  transposed = exact_jit(functools.partial(transpose.transpose, **_HOW))
+  assert np.array_equal(_bytes(transposed(wanted)), _bytes(wanted).T)
 
 
 @pytest.mark.parametrize('dtype', [formats.E4M3, formats.E5M2])
 def test_swiglus_backward_has_the_bytes_of_xlas(dtype):
-  from tests.fp8 import test_swiglu_backward as cpu
+  from tests.kernels import test_swiglu_backward as cpu
 
   arguments = cpu.operands(2048 if on_gpu() else 128, 384)
   wanted = exact_jit(lambda *args: cpu.plain(*args, dtype))(*arguments)
@@ -171,22 +165,22 @@ def test_swiglus_backward_has_the_bytes_of_xlas(dtype):
 
 
 def test_swiglu_has_one_result_in_all_forms():
-  from tests.fp8 import test_swiglu as cpu
+  from tests.kernels import test_swiglu as cpu
 
   rows = 2048 if on_gpu() else 128
   cpu.check(cpu.in_all_forms(rows, 4736, **_HOW))
 
 
-@pytest.mark.parametrize('rows', gate_up_kernel.ROWS)
+@pytest.mark.parametrize('rows', gate_up.ROWS)
 @pytest.mark.parametrize('shape', sorted(SHAPES))
 def test_gate_up_with_swiglu_has_the_bits_of_many_rows(shape, rows):
-  from tests.fp8 import test_gate_up_kernel as cpu
+  from tests.kernels import test_gate_up as cpu
 
   dims = SHAPES[shape].model_dim, SHAPES[shape].ffn_dim
   dims = dims if on_gpu() else (256, 304)
   many, weight, step = cpu.operands(1024, *dims, whole=not on_gpu())
   few = QTensor(values=many.values[-rows:], scale=many.scale)
-  found = gate_up_kernel.hidden(few, weight, step, **_HOW)
+  found = gate_up.hidden(few, weight, step, **_HOW)
   wanted = cpu.apart(many, weight, step, tuple(_HOW))[-rows:]
   assert np.array_equal(_bytes(found.values), _bytes(wanted))
 
@@ -198,18 +192,20 @@ def test_decode_has_the_bits_of_the_training_forward(kind, last, program):
   slots_, heads, group, keys, page = 4, 2, 7, 512, 128
   q = _normal(0, slots_, heads, group, 128)
   k, v = (
-      attention.store(_normal(i, slots_, heads, keys, 128), kind)
+      kv_storage.store(_normal(i, slots_, heads, keys, 128), kind)
       for i in (1, 2)
   )
   ends = jnp.full((slots_, group), last, jnp.int32)
-  forward = exact_jit(lambda *a: attention_kernel.forward(*a, _TILE, **_HOW)[0])
+  forward = exact_jit(
+      lambda *a: attention_forward.forward(*a, _TILE, **_HOW)[0]
+  )
   wanted = forward(q, k, v, jnp.zeros_like(ends), ends)
 
   def pages(x):
     x = x.reshape(slots_, heads, keys // page, page, 128)
     return jnp.swapaxes(x, 1, 2).reshape(-1, heads, page, 128)
 
-  values = attention_kernel.pair(pages(v)) if kind else pages(v)
+  values = kv_storage.pair(pages(v)) if kind else pages(v)
   table = jnp.arange(slots_ * keys // page, dtype=jnp.int32)
   decode = exact_jit(
       lambda *a: attention_decode.decode(*a, _TILE, program=program, **_HOW)[0]
@@ -233,11 +229,11 @@ def test_attention_and_its_gradients_are_those_of_the_plain_form():
   first = np.repeat(np.where(index < 128, 0, 128), group)[None].astype(np.int32)
   last = np.repeat(index, group)[None]
   wide = [x.astype(jnp.float32) for x in (q, k, v)]
-  out, lse = attention._reference(*wide, first, last, _TILE)
-  plain = attention._reference_backward(
+  out, lse = reference.forward(*wide, first, last, _TILE)
+  plain = reference.backward(
       *wide, first, last, out, lse, dout.astype(jnp.float32)
   )
-  kernel_out, kernel_lse = attention_kernel.forward(
+  kernel_out, kernel_lse = attention_forward.forward(
       q, k, v, first, last, _TILE, **_HOW
   )
   grads = attention_backward.backward(
@@ -255,16 +251,16 @@ def test_a_kernel_is_requantised_in_place_as_xla_does_it(dtype):
   before = {'out': {'kernel': _normal(0, 512, 640, dtype=dtype, spread=3.0)}}
   # Every second row moves.
   moved = jax.tree.map(lambda x: x.at[::2].multiply(1.5), before)
-  state = slots.observe_kernels(
-      slots.init_state(before, recipe), before, recipe, Axes()
+  state = scaling_state.observe_kernels(
+      scaling_state.init_state(before, recipe), before, recipe, Axes()
   )
-  old = fp8.prepare_weights(before, state, recipe)
-  wanted = jax.jit(lambda p, s, o: fp8.renew_weights(p, s, o, recipe))(
+  old = kernels.prepare_weights(before, state, recipe)
+  wanted = jax.jit(lambda p, s, o: kernels.renew_weights(p, s, o, recipe))(
       moved, state, old
   )
   share = changed_share(old, wanted, Axes())['out']['kernel']
   renew = jax.jit(
-      lambda p, s, o: renewal.renew(p, s, o, recipe, Axes(), **_HOW),
+      lambda p, s, o: requantize.renew(p, s, o, recipe, Axes(), **_HOW),
       donate_argnums=(2,),
   )
   new, _, changed = renew(moved, state, jax.tree.map(jnp.copy, old))
@@ -276,20 +272,13 @@ def test_a_kernel_is_requantised_in_place_as_xla_does_it(dtype):
 
 @pytest.mark.parametrize('at_random', [False, True])
 def test_the_optimisers_kernel_moves_as_xla_does(at_random):
-  from tests.rl import test_adam_kernel as cpu
+  from tests.kernels import test_adamw as cpu
 
   both = cpu._Both(jnp.dtype('bfloat16'), at_random)
-  kernel = jax.jit(
-      lambda part, gradients, ruling: adam_kernel.move_part(
-          *(both.optimizer, both.join, cpu._AXES, cpu._SPLIT),
-          *(part, gradients, ruling),
-          **_HOW,
-      )
-  )
   part = both.start
   for step in range(3):
-    arguments = part, both.gradients(step), both.ruling(step)
-    found, again = kernel(*arguments), kernel(*arguments)
+    arguments = part, both.gradients(step), both.step_control(step)
+    found, again = both.kernel(*arguments), both.kernel(*arguments)
     wanted = both.reference(*arguments)
     for a, b in zip(*map(jax.tree.leaves, (found, again)), strict=True):
       assert np.array_equal(_bytes(a), _bytes(b))

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax import checkpoint
-from jetrl_jax.checkpoint_manager import CheckpointManager
+from jetrl_jax.checkpoint import restore
+from jetrl_jax.checkpoint.manager import CheckpointManager
 
 pytestmark = pytest.mark.gpu
 
@@ -31,7 +31,7 @@ def test_what_a_device_held_comes_back_to_the_bit(tmp_path):
   others = [jnp.full((64, 2**20), i, jnp.float32) for i in range(8)]
   jax.block_until_ready(others)
   manager.close()
-  restored = checkpoint.restore(tmp_path, like)
+  restored = restore.restore(tmp_path, like)
   assert restored is not None
   for name, array in expected.items():
     found = np.asarray(restored.state[name])

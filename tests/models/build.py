@@ -8,18 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetrl_jax.compilation import exact_jit
-from jetrl_jax.fp8 import (
-    Recipe,
-    init_state,
-    observe_kernels,
-    prepare_weights,
-    slots,
-)
+from jetrl_jax.core.compilation import exact_jit
+from jetrl_jax.core.sharding import Axes
+from jetrl_jax.fp8 import Recipe, init_state, observe_kernels
+from jetrl_jax.fp8 import scaling_state as slots
+from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
+from jetrl_jax.models import logprobs
 from jetrl_jax.models.attention import DecodeAttention, PackedAttention
 from jetrl_jax.models.decoder import Decoder, variables
-from jetrl_jax.rl import logprobs
-from jetrl_jax.sharding import Axes
 from tests.models import tiny
 
 TILE = 16

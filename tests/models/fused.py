@@ -1,17 +1,15 @@
 """A few steps of decode, as a rollout runs them and as training computes."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetrl_jax import fp8
-from jetrl_jax.compilation import exact_jit
-from jetrl_jax.fp8 import Recipe, slots
+from jetrl_jax import fp8, kernels
+from jetrl_jax.core.compilation import exact_jit
+from jetrl_jax.core.sharding import Axes
+from jetrl_jax.fp8 import Recipe, scaling_state
+from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.models.types import ModelConfig
-from jetrl_jax.rl.policy import Policy, PolicyParams
-from jetrl_jax.sharding import Axes
 
 
 def policy(model: ModelConfig, recipe: Recipe, kv: str) -> Policy:
@@ -36,13 +34,13 @@ def params(policy: Policy) -> PolicyParams:
     )
     state = fp8.init_state(masters, policy.recipe)
     if policy.recipe.is_delayed:
-      state = slots.map_slots(
+      state = scaling_state.map_slots(
           lambda slot: slot
           | {'input': slot['input'] | {'scale': jnp.float32(2.0**-4)}},
           state,
       )
     state = fp8.observe_kernels(state, masters, policy.recipe, Axes())
-    weights = fp8.prepare_weights(masters, state, policy.recipe)
+    weights = kernels.prepare_weights(masters, state, policy.recipe)
     return PolicyParams(weights, state)
 
   return prepared()
@@ -57,7 +55,7 @@ def steps(
     jit=exact_jit,
 ):
   """Logits and caches after each of three steps; slot 1 is idle."""
-  policy = dataclasses.replace(policy, fused=fused)
+  policy = policy if fused else policy.separately()
   random = np.random.default_rng(0)
   pages, size = 2 * rows, 128
   table = random.permutation(pages).reshape(rows, 2).astype(np.int32)
@@ -71,7 +69,7 @@ def steps(
       )
       for _ in range(policy.model.num_layers)
   ]
-  step = jit(policy.decode)
+  step = jit(policy.bound(policy.decode))
   found = []
   for i in range(3):
     tokens = random.integers(0, policy.model.vocab_size, rows, np.int32)

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.compilation import exact_jit
-from jetrl_jax.fp8 import Recipe, prepare_weights, slots
+from jetrl_jax.core.compilation import exact_jit
+from jetrl_jax.fp8 import Recipe, scaling_state
+from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
 from jetrl_jax.models import layers
 from jetrl_jax.models.attention import PackedAttention
 from tests.models import build, tiny
@@ -160,7 +161,7 @@ def test_gradients_reach_every_master_in_its_dtype(recipe):
 
 def test_every_slot_observes_its_input_and_output_gradient():
   _, _, seen = _stepped(FP8)
-  paths = slots.slot_paths(seen)
+  paths = scaling_state.slot_paths(seen)
   assert len(paths) == 8
   for path in paths:
     slot = _slot(seen, path)
@@ -225,7 +226,9 @@ def test_the_modules_make_masters_and_no_slots(family):
   assert count == model.config.num_params
   assert ('lm_head' in made['params']) == (family != 'qwen2')
   kernels = [n for n, leaf in _leaves(made) if leaf.ndim == 2]
-  assert slots.slot_paths(slots.init_state(made['params'], FP8)) == [
+  assert scaling_state.slot_paths(
+      scaling_state.init_state(made['params'], FP8)
+  ) == [
       f'layers_{i}/{dot}'
       for i in range(2)
       for dot in ('attn/o', 'attn/qkv', 'mlp/down', 'mlp/gate_up')

@@ -1,24 +1,27 @@
 """The kernels of a fused decode step are put together as the step is."""
 
-import dataclasses
-import functools
 from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
-from jetrl_jax.fp8 import Recipe, gate_up_kernel, gated, swiglu
-from jetrl_jax.models import (
-    append_kernel,
-    attention,
-    attention_decode,
-    norm,
-)
-from tests.hurry import hurried_jit
+from jetrl_jax.fp8 import Recipe
+from jetrl_jax.kernels.gate_up import triton_sm90 as gate_up
+from jetrl_jax.kernels.swiglu import triton as swiglu
+from tests import kernels_in_use
+from tests.hurry import fast_compile_jit
 from tests.models import fused, tiny
 
 FP8 = Recipe()
+# What a decode step on a GPU has.
+_DECODE = (
+    'add_norm_quantize',
+    'decode_attention',
+    'mlp',
+    'rope_append',
+    'swiglu',
+)
 # In each layer, dots beside each other that are quantised and that are not.
 SOME = Recipe(
     high_precision_layers=(
@@ -33,8 +36,7 @@ def test_a_fused_step_has_the_swiglu_of_the_step(monkeypatch, ffn_dim):
   # A kernel for some widths, XLA for others: never one here and one there.
   kernel = mock.Mock(wraps=swiglu.swiglu_of)
   monkeypatch.setattr(swiglu, 'swiglu_of', kernel)
-  for module in (attention, gated, norm, swiglu):
-    monkeypatch.setattr(module, 'on_gpu', lambda: True)
+  kernels_in_use.use(monkeypatch, *_DECODE)
   sizes = dict(model_dim=64, head_dim=16, ffn_dim=ffn_dim, vocab_size=80)
   policy = fused.policy(tiny.config('qwen2', **sizes), FP8, 'compute')
   monkeypatch.setattr(fused, 'exact_jit', lambda f: f)
@@ -42,9 +44,11 @@ def test_a_fused_step_has_the_swiglu_of_the_step(monkeypatch, ffn_dim):
   rows, caches = jax.ShapeDtypeStruct((16,), 'i4'), policy.page_shapes(16, 64)
   calls = []
   for is_fused in (True, False):
-    one = dataclasses.replace(policy, fused=is_fused)
+    one = policy if is_fused else policy.separately()
     table = jax.ShapeDtypeStruct((16, 2), 'i4')
-    jax.eval_shape(one.decode, params, rows, rows, table, [caches] * 2)
+    jax.eval_shape(
+        one.bound(one.decode), params, rows, rows, table, [caches] * 2
+    )
     calls.append(kernel.called)
     kernel.reset_mock()
   assert calls == [ffn_dim == 128] * 2
@@ -74,26 +78,16 @@ def test_a_fused_step_has_the_swiglu_of_the_step(monkeypatch, ffn_dim):
 def test_a_fused_step_is_the_step(
     monkeypatch, recipe, kv, family, dim, rows_of_one
 ):
-  monkeypatch.setattr(gate_up_kernel, 'ROWS', rows_of_one)
-  monkeypatch.setattr(gate_up_kernel, 'on_hopper', lambda: True)
-  one_kernel = mock.Mock(wraps=gate_up_kernel.hidden)
-  monkeypatch.setattr(gate_up_kernel, 'hidden', one_kernel)
-  for module, name in (
-      (append_kernel, 'rotate_and_append'),
-      (attention_decode, 'decode'),
-      (gate_up_kernel, 'hidden'),
-      (norm, 'rms_norm_kernel'),
-      (swiglu, 'swiglu_of'),
-  ):
-    kernel = functools.partial(getattr(module, name), interpret=True)
-    monkeypatch.setattr(module, name, kernel)
-  for module in (attention, gated, norm, swiglu):
-    monkeypatch.setattr(module, 'on_gpu', lambda: True)
+  monkeypatch.setattr(gate_up, 'ROWS', rows_of_one)
+  kernels_in_use.interpret(monkeypatch)
+  one_kernel = mock.Mock(wraps=gate_up.hidden)
+  monkeypatch.setattr(gate_up, 'hidden', one_kernel)
+  kernels_in_use.use(monkeypatch, *_DECODE, 'gate_up')
   sizes = dict(model_dim=dim, head_dim=16, ffn_dim=2 * dim, vocab_size=80)
   policy = fused.policy(tiny.config(family, **sizes), recipe, kv)
   params = fused.params(policy)
   joined, apart = (
-      fused.steps(policy, params, fused=f, rows=16, jit=hurried_jit)
+      fused.steps(policy, params, fused=f, rows=16, jit=fast_compile_jit)
       for f in (True, False)
   )
   assert one_kernel.called == bool(rows_of_one)

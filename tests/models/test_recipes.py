@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.compilation import exact_jit
-from jetrl_jax.fp8 import Recipe, prepare_weights
+from jetrl_jax.core.compilation import exact_jit
+from jetrl_jax.fp8 import Recipe
+from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
 from jetrl_jax.models import invariant_scaling
 from tests.models import build
 

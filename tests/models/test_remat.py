@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.compilation import exact_jit
+from jetrl_jax.core.compilation import exact_jit
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.fp8.products import NT
 from jetrl_jax.models import remat
 from jetrl_jax.models.attention import PackedAttention
 from jetrl_jax.models.decoder import Decoder, variables
-from jetrl_jax.rl.policy import Policy
+from jetrl_jax.models.policy import Policy
 from tests.models import build, tiny
 
 FP8, BF16 = Recipe(), Recipe(name='bf16')

@@ -3,7 +3,7 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
-from jetrl_jax.compilation import exact_jit
+from jetrl_jax.core.compilation import exact_jit
 from jetrl_jax.models import rope
 from jetrl_jax.models.types import Llama3RopeScaling
 from tests.models import tiny

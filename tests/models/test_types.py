@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from jetrl_jax.models import families
-from jetrl_jax.models.hf_layout import layout
+from jetrl_jax.models.hf.layout import layout
 from jetrl_jax.models.types import Llama3RopeScaling
 from tests.models import tiny
 

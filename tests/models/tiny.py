@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from jetrl_jax.models.hf_export import save_checkpoint
-from jetrl_jax.models.hf_layout import build_tree
+from jetrl_jax.models.hf.layout import build_tree
+from jetrl_jax.models.hf.save import save_checkpoint
 from jetrl_jax.models.types import Llama3RopeScaling, ModelConfig
 
 FAMILIES = ('qwen2', 'qwen3', 'llama')

@@ -9,7 +9,7 @@ import pytest
 from jetrl_jax.data import Tokenizer
 from jetrl_jax.report import answers
 from jetrl_jax.report.run import read_run
-from jetrl_jax.rl import rollout_store
+from jetrl_jax.rl.scoring import store
 from jetrl_jax.rl.types import Completion
 from tests import whole_run
 from tests.report import workdirs
@@ -58,7 +58,7 @@ def save_rollouts(folder, step: int) -> None:
   made = [_completion(p, s, f'#### {p + s}') for p in (3, 5) for s in (1, 2)]
   score = np.asarray([0.0, 0, 1, 0])
   extra = {'score': score, 'accuracy': score, 'advantage': np.arange(4) / 2.0}
-  rollout_store.save_rollouts(folder / f'rollouts/{step:06d}.npz', made, extra)
+  store.save_rollouts(folder / f'rollouts/{step:06d}.npz', made, extra)
 
 
 def _read(found: answers.Answers, step: int) -> list[dict]:
@@ -175,7 +175,7 @@ def test_without_rollouts_or_tokenizer_the_page_says_why(tmp_path, workdir):
   made = [_completion(3, 1, '4')]
   extra = {n: np.zeros((1, 2)) for n in ('score', 'accuracy', 'advantage')}
   path = workdir / 'rollouts/000006.npz'
-  rollout_store.save_rollouts(path, made, extra)
+  store.save_rollouts(path, made, extra)
   assert _training(workdir).lead[0].startswith('Left out: ')
   other = workdirs.write(tmp_path / 'other')
   save_rollouts(other, 6)

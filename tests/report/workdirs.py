@@ -4,7 +4,7 @@ import json
 import pathlib
 from typing import Any
 
-from jetrl_jax.metrics import MetricWriter
+from jetrl_jax.metrics.writer import MetricWriter
 
 STEPS = 6
 DOTS = [f'layers_{i}/{kind}' for i in (0, 1) for kind in ('attn/o', 'mlp/down')]

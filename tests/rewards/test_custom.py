@@ -2,11 +2,7 @@
 
 import pytest
 
-from jetrl_jax.rewards import (
-    RewardFunctionError,
-    RewardRequest,
-    RewardSpec,
-)
+from jetrl_jax.rewards import RewardFunctionError, RewardRequest, RewardSpec
 from tests.rewards.pools import FUNCTIONS, custom, new_pool, request
 
 

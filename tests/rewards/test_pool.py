@@ -9,11 +9,7 @@ import time
 
 import pytest
 
-from jetrl_jax.rewards import (
-    RewardFunctionError,
-    RewardSpec,
-    Scoring,
-)
+from jetrl_jax.rewards import RewardFunctionError, RewardSpec, Scoring
 from tests.rewards.hostile import HOSTILE
 from tests.rewards.pools import LIMIT, custom, new_pool, request
 
@@ -238,7 +234,7 @@ def test_a_worker_killed_while_it_starts_is_replaced(obedient):
   for _ in range(3):  # As often in a row would end the run.
     _start_all(obedient)
     obedient._drop(obedient._workers[0])
-    starting = obedient._nursery.fork()
+    starting = obedient._fork_server.fork()
     obedient._workers.append(starting)
     signal.pidfd_send_signal(starting.pidfd, signal.SIGKILL)
     assert [r.score for r in obedient.score([request('ok')] * 9)] == [1.0] * 9
@@ -261,18 +257,18 @@ def test_workers_and_their_nursery_ignore_ctrl_c():
     (result,) = pool.score([request('pid')])
     assert result.error is None
     os.kill(int(result.score), signal.SIGINT)
-    os.kill(pool._nursery.process.pid, signal.SIGINT)
+    os.kill(pool._fork_server.process.pid, signal.SIGINT)
     (again,) = pool.score([request('pid')])
     assert again.score == result.score
-    assert pool._nursery.process.poll() is None
+    assert pool._fork_server.process.poll() is None
 
 
 def test_a_nursery_killed_from_outside_is_replaced(obedient):
-  obedient._nursery.process.kill()
+  obedient._fork_server.process.kill()
   results = obedient.score([request('hang'), request('ok')])
   assert [r.score for r in results] == [0.0, 1.0]
   _start_all(obedient)
-  obedient._nursery.process.kill()
+  obedient._fork_server.process.kill()
   time.sleep(0.2)  # No answer is given to the dead, which would count.
   assert [r.score for r in obedient.score([request('ok')])] == [1.0]
 

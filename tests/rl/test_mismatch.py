@@ -166,3 +166,14 @@ def test_sums_are_accumulated_in_float64():
 def test_log_probs_that_are_not_float32_are_refused():
   with pytest.raises(ValueError, match='train_logprobs is float64'):
     _metrics([-1.0], np.array([-1.0]))
+
+
+def test_k3_of_two_policies_by_hand():
+  before, after = np.log([0.5, 0.25]), np.log([0.25, 0.5])
+  # x = log 2: 1/2 - 1 + log 2. x = -log 2: 2 - 1 - log 2. Together 1/2.
+  assert mismatch.k3_divergence(before, after) == pytest.approx(0.25)
+  assert mismatch.k3_divergence(before, before) == 0
+  assert mismatch.k3_divergence(before[:0], after[:0]) is None
+  # A token that became impossible is bounded, as all log-ratios are.
+  far = mismatch.k3_divergence(np.zeros(1), np.full(1, -1e30))
+  assert far == pytest.approx(19, abs=1e-3)

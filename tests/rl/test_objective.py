@@ -24,6 +24,12 @@ _METHODS = {
     'gspo with mis': LossConfig(
         policy_loss='gspo', rollout_is='mis', rollout_is_threshold=1.1
     ),
+    'gspo with icepop per answer': LossConfig(
+        policy_loss='gspo',
+        rollout_is='icepop',
+        rollout_is_threshold=1.2,
+        rollout_is_per_answer=True,
+    ),
     'cispo with token': LossConfig(policy_loss='cispo', rollout_is='token'),
 }
 
@@ -159,6 +165,52 @@ def test_gspo_takes_one_ratio_for_the_answer():
   np.testing.assert_allclose(loss, -(0.75 ** (1 / 3)), rtol=1e-6)
 
 
+@pytest.mark.parametrize('name', ['token', 'icepop', 'sequence', 'mis'])
+def test_gspo_with_a_weight_per_answer_is_trls_sequence_level_loss(name):
+  sequences = _sequences()
+  clip = {'clip_ratio_low': 0.1, 'clip_ratio_high': 0.1}
+  config = LossConfig(
+      policy_loss='gspo',
+      rollout_is=name,
+      rollout_is_threshold=1.1,
+      rollout_is_per_answer=True,
+      **clip,
+  )
+
+  def trl(log_pi_T, sequence):
+    """One answer's part; GRPOTrainer._compute_loss, loss_type='grpo'."""
+    mask_T, advantage = sequence.loss_mask, sequence.advantages[-1]
+    log_rho_T = mask_T * (sequence.old_logprobs - sequence.log_mu)
+    if name in ('sequence', 'mis'):
+      log_rho_T = jnp.sum(log_rho_T)
+    rho = jnp.exp(log_rho_T)
+    weight = jnp.minimum(rho, 1.1)
+    if name in ('icepop', 'mis'):
+      low = 0.5 if name == 'icepop' else 0.0
+      weight = jnp.where((rho < low) | (rho > 1.1), 0.0, rho)
+    log_ratio_T = mask_T * (log_pi_T - sequence.old_logprobs)
+    ratio = jnp.exp(jnp.sum(log_ratio_T) / jnp.sum(mask_T))
+    held = jnp.clip(ratio, 0.9, 1.1)
+    loss = -jnp.minimum(ratio * advantage, held * advantage) * weight
+    return jnp.sum(loss * mask_T) / jnp.sum(mask_T) / len(sequences)
+
+  loss, slopes, _ = _gradient(config, sequences, row_length=96)
+  expected, apart = 0.0, 0.0
+  as_verl = dataclasses.replace(config, rollout_is_per_answer=False)
+  others = _gradient(as_verl, sequences, row_length=96)[1]
+  for sequence, slope_T, other_T in zip(sequences, slopes, others, strict=True):
+    noise = np.random.default_rng(sequence.origin).normal(size=len(slope_T))
+    part, slope = jax.value_and_grad(trl)(
+        jnp.float32(sequence.old_logprobs + 0.3 * noise), sequence
+    )
+    expected += float(part)
+    np.testing.assert_allclose(slope_T, slope, rtol=1e-4, atol=1e-8)
+    apart = max(apart, float(np.abs(other_T - slope).max()))
+  np.testing.assert_allclose(loss, expected, rtol=1e-5)
+  # A weight per token moves the gradient, one per answer does not.
+  assert (apart > 1e-3) == (name in ('token', 'icepop'))
+
+
 def test_cispo_weighs_the_log_prob():
   # Weights 1, 1.2 (the cap) and 0.5: -(0.5 * 1 * 2 * -1), and so on.
   loss, metrics = _loss(LossConfig(policy_loss='cispo', cispo_cap=1.2))
@@ -224,6 +276,10 @@ def test_what_is_masked_gives_no_gradient_whatever_it_holds():
         (
             {'policy_loss': 'cispo', 'rollout_is': 'acr'},
             "use rollout_is='token'",
+        ),
+        (
+            {'rollout_is': 'token', 'rollout_is_per_answer': True},
+            "one weight per answer is for policy_loss='gspo'",
         ),
         ({'rollout_rs': 'k3'}, "'k3'; allowed are 'none' and 'geometric'"),
     ],

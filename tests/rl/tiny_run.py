@@ -1,7 +1,7 @@
 """A run of the smallest size: one policy, its engine and its train step.
 
 Compiling is what these tests cost, so a run is built once per process and
-shared. `TrainStep.apply` and the engine take their state over (they donate
+shared. `UpdatePrograms.apply` and the engine take their state over (they donate
 it): tests hand them copies, see `copy`.
 """
 
@@ -15,19 +15,22 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jetrl_jax import fp8, rng, sharding
+from jetrl_jax import kernels
+from jetrl_jax.core import rng, sharding
 from jetrl_jax.data import Prompt
-from jetrl_jax.fp8 import Recipe, slots
+from jetrl_jax.fp8 import Recipe, scaling_state
+from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.models.types import ModelConfig
-from jetrl_jax.rl import packing, state
-from jetrl_jax.rl.calibration import Calibration, likelihood_sequences
-from jetrl_jax.rl.engine import Engine, EngineConfig
+from jetrl_jax.optim.adamw import OptimizerConfig
+from jetrl_jax.optim.types import TrainState
+from jetrl_jax.rl import packing
 from jetrl_jax.rl.objective import LossConfig, policy_loss
-from jetrl_jax.rl.optimizer import OptimizerConfig
-from jetrl_jax.rl.policy import Policy, PolicyParams
-from jetrl_jax.rl.rollout import rollout
-from jetrl_jax.rl.train_step import TrainStep
-from jetrl_jax.rl.types import Completion, TrainBatch, TrainState
+from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
+from jetrl_jax.rl.rollout.scheduler import rollout
+from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run.calibration import Calibration, likelihood_sequences
+from jetrl_jax.rl.run.gradients import UpdatePrograms
+from jetrl_jax.rl.types import Completion, TrainBatch
 
 VOCAB, TILE, ROWS, LENGTH = 64, 16, 16, 32
 TEMPERATURE = 0.8
@@ -160,7 +163,7 @@ class Run:
   config: OptimizerConfig
   optimizer: optax.GradientTransformation
   engine: Engine
-  step: TrainStep
+  step: UpdatePrograms
   start: TrainState
 
   def rollout(
@@ -201,7 +204,7 @@ class Run:
       batch: TrainBatch,
       temperature: float = TEMPERATURE,
   ) -> np.ndarray:
-    """Log-probs [B, T] by `TrainStep.score`."""
+    """Log-probs [B, T] by `UpdatePrograms.score`."""
     logprobs_BT, _ = self.step.score(
         PolicyParams(params.weights, params.fp8_state),
         batch,
@@ -210,7 +213,7 @@ class Run:
     return np.asarray(logprobs_BT)
 
   def apply(self, params: TrainState, gradients):
-    """`TrainStep.apply` that leaves its arguments alive."""
+    """`UpdatePrograms.apply` that leaves its arguments alive."""
     return self.step.apply(copy(params), copy(gradients))
 
 
@@ -224,7 +227,7 @@ def cold_state(
   mesh = mesh or sharding.make_mesh()
   params = masters(of)
   params = jax.device_put(params, sharding.tree_shardings(params, mesh))
-  return state.create(of, params, optimizer or optax.identity(), mesh, frozen)
+  return states.create(of, params, optimizer or optax.identity(), mesh, frozen)
 
 
 def build(
@@ -259,7 +262,7 @@ def build(
       config=config,
       optimizer=optimizer,
       engine=Engine(of, engine_config(), mesh),
-      step=TrainStep(of, objective, optimizer, config, mesh, start),
+      step=UpdatePrograms(of, objective, optimizer, config, mesh, start),
       start=start,
   )
 
@@ -351,14 +354,18 @@ def state_shapes(of: Policy) -> TrainState:
   params = jax.eval_shape(
       dataclasses.replace(of, remat='none').init, jax.random.key(0)
   )
-  fp8_state = jax.eval_shape(lambda p: slots.init_state(p, of.recipe), params)
+  fp8_state = jax.eval_shape(
+      lambda p: scaling_state.init_state(p, of.recipe), params
+  )
   return TrainState(
       trainable=params,
       frozen={},
       fp8_state=fp8_state,
       opt_state=(),
       weights=jax.eval_shape(
-          lambda p, s: fp8.prepare_weights(p, s, of.recipe), params, fp8_state
+          lambda p, s: kernels.prepare_weights(p, s, of.recipe),
+          params,
+          fp8_state,
       ),
       opt_step=jax.ShapeDtypeStruct((), jnp.int32),
   )

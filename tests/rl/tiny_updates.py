@@ -6,8 +6,10 @@ import functools
 import jax
 import numpy as np
 
-from jetrl_jax.rl import apply, packing
-from jetrl_jax.rl.types import Completion, TrainBatch, TrainState
+from jetrl_jax.optim import apply
+from jetrl_jax.optim.types import TrainState
+from jetrl_jax.rl import packing
+from jetrl_jax.rl.types import Completion, TrainBatch
 from tests.rl import tiny_run
 from tests.rl.tiny_run import LENGTH, ROWS, TILE, VOCAB, Run
 

@@ -12,12 +12,14 @@ import pathlib
 import numpy as np
 import optax
 
-from jetrl_jax import fp8, models, rng, saved_policy
+from jetrl_jax import fp8, models
+from jetrl_jax.config import saved_policy
+from jetrl_jax.core import rng
 from jetrl_jax.data import Prompt
-from jetrl_jax.rl import state as states
-from jetrl_jax.rl.engine import Engine, EngineConfig
-from jetrl_jax.rl.policy import PolicyParams
-from jetrl_jax.rl.rollout import rollout
+from jetrl_jax.models.policy import PolicyParams
+from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
+from jetrl_jax.rl.rollout.scheduler import rollout
+from jetrl_jax.rl.run import state as states
 from jetrl_jax.rl.types import Completion
 from jetrl_jax.serve.requests import Limits
 

@@ -5,12 +5,7 @@ import pathlib
 import pytest
 
 from jetrl_jax.data import PlainFormat, Tokenizer
-from jetrl_jax.serve.requests import (
-    Limits,
-    PromptReader,
-    Sampling,
-    sampling_of,
-)
+from jetrl_jax.serve.requests import Limits, PromptReader, Sampling, sampling_of
 
 _FOLDER = pathlib.Path(__file__).parents[2] / 'examples/quickstart/checkpoint'
 _LIMITS = Limits(max_prompt_length=4, max_tokens=8)

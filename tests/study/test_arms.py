@@ -3,7 +3,7 @@
 import pytest
 
 from configs import study as study_config
-from jetrl_jax import config_flow
+from jetrl_jax.config import presets as config_presets
 from study.arms import ARMS, BITS, CORRECTIONS, GROUPS, PAIRS, named
 from study.run import Plan
 
@@ -22,7 +22,7 @@ _MADE_OF = {
 def _resolved(arm):
   config = study_config.get_config()
   config.update_from_flattened_dict(dict(arm.settings))
-  return config_flow.resolve(config)
+  return config_presets.resolve(config)
 
 
 def _flat(config, path=''):

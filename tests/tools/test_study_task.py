@@ -7,7 +7,8 @@ import statistics
 import pytest
 
 from jetrl_jax.data import Tokenizer
-from jetrl_jax.models import hf_layout, load_config
+from jetrl_jax.models import load_config
+from jetrl_jax.models.hf import layout as hf_layout
 from jetrl_jax.rewards import RewardRequest
 from jetrl_jax.rewards.functions import gsm8k
 from tools import quickstart_task

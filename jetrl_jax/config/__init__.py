@@ -1,0 +1,1 @@
+"""Files and flags to frozen dataclasses, and the policies that runs saved."""

@@ -1,0 +1,194 @@
+"""Settings that are fine alone and make no sense, or do nothing, together.
+
+What each record can see by itself it refuses itself (`LossConfig`,
+`AlgorithmConfig`); this is for what lies between them. What would compute
+another thing than its name says is refused, what is merely unread is warned of.
+"""
+
+import dataclasses
+
+from absl import logging
+
+from jetrl_jax.rl.objective import LossConfig
+from jetrl_jax.rl.rollout.engine import EngineConfig
+from jetrl_jax.rl.settings import AlgorithmConfig, GuardConfig, RunConfig
+
+# Above it an update is larger than the weights that it moves.
+_LARGEST_RATE = 0.02
+
+
+def check(
+    loss: LossConfig,
+    algorithm: AlgorithmConfig,
+    engine: EngineConfig,
+    run: RunConfig,
+) -> None:
+  """Refuses combinations that make no sense; warns of settings nobody reads.
+
+  Args:
+    loss: the objective.
+    algorithm: from scores to weights.
+    engine: the rollout's sampler.
+    run: sizes and whether rewards are made up.
+
+  Raises:
+    ValueError: saying what contradicts what, and the way out.
+  """
+  _check_sequence_loss(loss, algorithm)
+  _check_correction(loss, engine)
+  if algorithm.adv_estimator in ('rloo', 'reinforce_plus_plus_baseline'):
+    if not algorithm.norm_adv_by_std:
+      raise ValueError(
+          f'adv_estimator is {algorithm.adv_estimator!r} and norm_adv_by_std is'
+          ' False: only grpo has a division to leave out; leave'
+          ' norm_adv_by_std at True'
+      )
+  if run.synthetic and algorithm.filter_groups.enable:
+    raise ValueError(
+        'trainer.synthetic and algorithm.filter_groups.enable are both on:'
+        ' seeded scores judge nothing, so no group would ever have mixed'
+        ' outcomes; switch one of them off'
+    )
+  if run.measure_mismatch == 'first' and algorithm.old_logprobs == 'recompute':
+    raise ValueError(
+        "trainer.measure_mismatch is 'first' and algorithm.old_logprobs is"
+        " 'recompute', which computes the log-probs of every token: set"
+        " measure_mismatch='all', or old_logprobs='rollout' in a unified flow"
+    )
+  for sentence in unread(loss, algorithm):
+    logging.warning('%s', sentence)
+
+
+def warn_of_rate(lr: float) -> None:
+  """Warns of a learning rate that leaves nothing of the weights.
+
+  Args:
+    lr: of AdamW, which moves a weight by about as much at each update.
+  """
+  if lr > _LARGEST_RATE:
+    logging.warning(
+        'optim.lr is %g: AdamW moves every weight by about that much at each'
+        ' update, and weights are about 0.02. Usual are 1e-7 to 1e-5, and up to'
+        ' 1e-3 for models of a few million parameters',
+        lr,
+    )
+
+
+def check_guard(
+    guard: GuardConfig,
+    loss: LossConfig,
+    algorithm: AlgorithmConfig,
+    run: RunConfig,
+) -> None:
+  """Refuses actions of the guard that could not be carried out.
+
+  Raises:
+    ValueError: saying which, why, and the way out.
+  """
+  if not guard.enable:
+    return
+  if 'rollback' in guard.actions and not run.save_freq:
+    raise ValueError(
+        f'guard.actions is {list(guard.actions)} and trainer.save_freq is 0:'
+        ' there would be no checkpoint to go back to; set trainer.save_freq, or'
+        ' leave rollback out'
+    )
+  updates = algorithm.ppo_epochs * (run.train_batch_size // run.mini_batch_size)
+  if 'rollback' in guard.actions and (
+      guard.patience * updates >= run.max_skipped_updates
+  ):
+    raise ValueError(
+        f'trainer.max_skipped_updates is {run.max_skipped_updates}: weights'
+        f' that are not finite would end the run before guard.patience'
+        f'={guard.patience} steps of {updates} updates are over and the guard'
+        f' rolls back; set it above {guard.patience * updates}, or leave'
+        ' rollback out'
+    )
+  if 'high_precision' in guard.actions and (
+      loss.kl_loss_coef or algorithm.kl_reward_coef
+  ):
+    raise ValueError(
+        f'guard.actions is {list(guard.actions)}, kl_loss_coef is'
+        f' {loss.kl_loss_coef} and kl_reward_coef is'
+        f' {algorithm.kl_reward_coef}: the reference policy would stay in the'
+        ' precision of the start while the policy leaves it; leave'
+        ' high_precision out, or set both to 0'
+    )
+
+
+def _check_sequence_loss(loss: LossConfig, algorithm: AlgorithmConfig) -> None:
+  if loss.policy_loss != 'gspo':
+    return
+  if algorithm.loss_agg_mode != 'seq-mean-token-mean':
+    raise ValueError(
+        "policy_loss is 'gspo' and loss_agg_mode is"
+        f' {algorithm.loss_agg_mode!r}: GSPO averages over answers, with one'
+        ' ratio for all tokens of an answer; any other mode weighs answers by'
+        " their length. Set loss_agg_mode='seq-mean-token-mean'"
+    )
+
+
+def _check_correction(loss: LossConfig, engine: EngineConfig) -> None:
+  """A truncated mu and an untruncated pi_old give a biased rho."""
+  if not loss.reads_mu:
+    return
+  truncated = [
+      f'{name}={value}'
+      for name, value, off in (
+          ('top_p', engine.top_p, engine.top_p == 1.0),
+          ('top_k', engine.top_k, engine.top_k <= 0),
+          ('min_p', engine.min_p, engine.min_p == 0.0),
+      )
+      if not off
+  ]
+  if truncated:
+    raise ValueError(
+        f'rollout_is is {loss.rollout_is!r}, rollout_rs {loss.rollout_rs!r} and'
+        f' the sampler is cut ({", ".join(truncated)}): mu is then normalised'
+        ' over fewer tokens than pi_old, and rho = pi_old / mu too small at'
+        ' every token. Sample with top_p=1, top_k=0, min_p=0, or set'
+        " rollout_is='none' and rollout_rs='none'"
+    )
+
+
+def unread(loss: LossConfig, algorithm: AlgorithmConfig) -> list[str]:
+  """Returns a sentence per setting that was changed and that nobody reads.
+
+  Args:
+    loss: the objective.
+    algorithm: from scores to weights.
+  """
+  readers = {
+      'clip_ratio_low': loss.policy_loss != 'cispo',
+      'clip_ratio_high': loss.policy_loss != 'cispo',
+      'clip_ratio_c': loss.policy_loss == 'ppo',
+      'cispo_cap': loss.policy_loss == 'cispo',
+      'rollout_is_threshold': loss.rollout_is != 'none',
+      'rollout_is_threshold_low': loss.rollout_is == 'icepop',
+      # A weight that is the same for a whole answer is its own mean.
+      'rollout_is_per_answer': loss.rollout_is in ('token', 'icepop'),
+      'rollout_rs_threshold_low': loss.rollout_rs == 'geometric',
+      'rollout_rs_threshold_high': loss.rollout_rs == 'geometric',
+  }
+  defaults = {field.name: field.default for field in dataclasses.fields(loss)}
+  sentences = [
+      f'{name} is {getattr(loss, name)}, which is not read with policy_loss='
+      f'{loss.policy_loss}, rollout_is={loss.rollout_is}, rollout_rs='
+      f'{loss.rollout_rs}'
+      for name, read in readers.items()
+      if not read and getattr(loss, name) != defaults[name]
+  ]
+  _, clip_ratio_high = loss.clip_range
+  if loss.policy_loss == 'gspo' and clip_ratio_high > 0.05:
+    sentences.append(
+        f'clip_ratio_high is {clip_ratio_high} with policy_loss=gspo: the'
+        ' ratio is a geometric mean over an answer, hardly ever that far from'
+        ' 1, so nothing will be clipped (usual: 3e-4 and 4e-4)'
+    )
+  if loss.reads_mu and algorithm.old_logprobs == 'rollout':
+    sentences.append(
+        f'rollout_is={loss.rollout_is}, rollout_rs={loss.rollout_rs} correct'
+        " nothing with old_logprobs='rollout': pi_old is then mu, and every"
+        ' weight is 1'
+    )
+  return sentences

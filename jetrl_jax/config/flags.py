@@ -1,0 +1,240 @@
+"""The command line: --config=FILE, --config.section.name=value, --workdir.
+
+A config file is the user's code and can raise anything; a mistake in it, or in
+a flag, is answered with one sentence that names the place and, for an unknown
+name, the nearest known one. Never with a traceback.
+"""
+
+import os
+import pathlib
+import re
+import runpy
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+import ml_collections
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from jetrl_jax.config import presets as config_presets
+from jetrl_jax.config import schema as config_schema
+from jetrl_jax.config import sections
+from jetrl_jax.core import device_memory
+from jetrl_jax.metrics.console import show_own_sentences
+
+# Flags of a command without a config file: name, how it is defined, default,
+# what it is.
+Table: TypeAlias = tuple[tuple[str, Callable, Any, str], ...]
+
+# What a shell says of a command that SIGINT ended.
+_STOPPED = 130
+# --help shows the flags of the command's own module: what is defined here
+# counts as its caller's.
+flags.disclaim_key_flags()
+
+
+def define() -> None:
+  """Defines --config and its overrides."""
+  config_flags.DEFINE_config_file(
+      'config', None, 'Path of a config file, e.g. configs/quickstart.py.'
+  )
+  # ml_collections counts it as its own.
+  flags.declare_key_flag('config')
+
+
+def load() -> ml_collections.ConfigDict:
+  """Returns the config of the flag, its names checked.
+
+  Raises:
+    ValueError: a name that is no setting, or a setting that the config lacks.
+  """
+  config: Any = flags.FLAGS['config'].value
+  config_schema.check(config, sections.get_config())
+  return config_presets.resolve(config)
+
+
+def file() -> pathlib.Path:
+  """Returns the path of the config file."""
+  return pathlib.Path(config_flags.get_config_filename(flags.FLAGS['config']))
+
+
+def make_folder(flag: str, folder: pathlib.Path) -> None:
+  """Makes the folder that a flag names, before anything is computed for it.
+
+  Raises:
+    ValueError: nothing can be written there.
+  """
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+      pass
+  except OSError as error:
+    raise ValueError(
+        f'--{flag}={folder} cannot be written: {error.strerror}'
+    ) from error
+
+
+def run(main: Callable[[], None]) -> None:
+  """Parses the command line and calls `main`."""
+  flags.mark_flag_as_required('config')
+  app.run(_in_one_sentence(main), flags_parser=_parse)
+
+
+def run_plain(
+    main: Callable[[dict[str, Any]], None], table: Table, required: list[str]
+) -> None:
+  """Does what `run` does for a command without a config file.
+
+  Args:
+    main: is called with the value of every flag by name.
+    table: its flags; they are defined here, because they are global.
+    required: names of those that have to be given.
+  """
+  for name, define_one, default, text in table:
+    define_one(name, default, text)
+  flags.mark_flags_as_required(required)
+
+  def call() -> None:
+    main({name: flags.FLAGS[name].value for name, *_ in table})
+
+  app.run(_in_one_sentence(call), flags_parser=_parse)
+
+
+def said(error: Exception) -> str:
+  """Says what absl found wrong; a flag left out with what it is for."""
+  left_out = re.findall(r'Flag --(\w+) must have a value', str(error))
+  if not left_out:
+    return str(error)
+  helps = {
+      name: (flags.FLAGS[name].help or '').rstrip('.') for name in left_out
+  }
+  return '; '.join(f'--{name} is missing ({helps[name]})' for name in helps)
+
+
+def _in_one_sentence(main: Callable[[], None]) -> Callable[[list[str]], None]:
+  """Answers what a user can cause with one sentence.
+
+  And Ctrl-C where nobody waits for it: while a command starts, or in one that
+  saves nothing on the way.
+  """
+
+  def call(argv: list[str]) -> None:
+    del argv  # Nothing is left of it.
+    show_own_sentences()
+    device_memory.take_most()
+    try:
+      main()
+    except (ValueError, OSError, RuntimeError) as error:
+      logging.debug('Traceback:', exc_info=True)
+      sys.exit(f'error: {device_memory.explained(error)}')
+    except KeyboardInterrupt:
+      print('Stopped by SIGINT; what was not saved is lost.', file=sys.stderr)
+      sys.exit(_STOPPED)
+
+  return call
+
+
+def _parse(argv: list[str]) -> list[str]:
+  file = _config_file(argv) if 'config' in flags.FLAGS else None
+  if file is not None and file.is_dir():
+    sys.exit(
+        f'error: --config={file} is a folder; name a config file, such as'
+        ' configs/quickstart.py'
+    )
+  if file is not None and not file.is_file():
+    sys.exit(f'error: --config={file}: there is no such file')
+  try:
+    left = flags.FLAGS(argv)[1:]
+  except Exception as error:
+    sys.exit(f'error: {_sentence(argv, file, error)}')
+  if file is not None:
+    made = flags.FLAGS['config'].value
+    if not isinstance(made, ml_collections.ConfigDict):
+      sys.exit(
+          f'error: {file}: get_config() returns a {type(made).__name__};'
+          ' allowed is the ConfigDict of configs/base.py: get_config(), with'
+          ' changes'
+      )
+  if left:
+    known = config_schema.names(flags.FLAGS.config) if file else []
+    hint = _as_override(left[0], known)
+    sys.exit(f'error: unknown arguments {left}{hint}')
+  return argv[:1]
+
+
+def _sentence(
+    argv: list[str], file: pathlib.Path | None, error: Exception
+) -> str:
+  """Says what is wrong with the command line or the config file."""
+  if file is None:
+    return said(error)
+  for cause in _chain(error):
+    frames = traceback.extract_tb(cause.__traceback__)
+    inside = [f for f in frames if _is(file, f.filename)]
+    if inside:
+      return f'{file}:{inside[-1].lineno}: {_of_file(cause, inside[-1].line)}'
+  try:
+    known = config_schema.names(runpy.run_path(str(file))['get_config']())
+  except SyntaxError as wrong:  # No frame is inside: no line has run.
+    return f'{file}:{wrong.lineno}: {type(wrong).__name__}: {wrong.msg}'
+  except (AttributeError, KeyError, TypeError):
+    return (
+        f'{file} has no function get_config(), without parameters, that returns'
+        ' a config; configs/quickstart.py shows one'
+    )
+  for argument in argv:
+    name = re.match(r'--?config\.([\w.]+)', argument)
+    if name and not any(f'{k}.'.startswith(f'{name[1]}.') for k in known):
+      return f'{argument}: {config_schema.unknown_name(name[1], known)}'
+    unknown = isinstance(error, flags.UnrecognizedFlagError)
+    if unknown and argument.lstrip('-').partition('=')[0] == error.flagname:
+      return f'{error}{_as_override(argument, known)}'
+  return str(error).replace(
+      "('Non-boolean argument to boolean flag', ", '(allowed: True, False; not '
+  )
+
+
+def _as_override(argument: str, known: list[str]) -> str:
+  """Names the override that `name=value`, Hydra's and verl's way, may mean."""
+  name, equals, value = argument.lstrip('-+').partition('=')
+  last = name.rpartition('.')[2]
+  near = [k for k in known if k.rpartition('.')[2] == last]
+  if not equals or not near:
+    return ''
+  meant = name if name in near else near[0]
+  return f'; did you mean --config.{meant}={value}?'
+
+
+def _of_file(error: BaseException, line: str | None) -> str:
+  """Says what a line of a config file did wrong."""
+  if isinstance(error, ModuleNotFoundError) and error.name == 'configs':
+    return f'there is no folder configs/ in {os.getcwd()}; start in the clone'
+  assigned = re.match(r'\w+\.([\w.]+)\s*=', line or '')
+  if isinstance(error, AttributeError) and assigned:
+    known = config_schema.names(sections.get_config())
+    if assigned[1] not in known:
+      return config_schema.unknown_name(assigned[1], known)
+  return f'{type(error).__name__}: {error}'
+
+
+def _config_file(argv: list[str]) -> pathlib.Path | None:
+  """Returns the path behind --config, in either spelling."""
+  for i, argument in enumerate(argv):
+    name, equals, value = argument.partition('=')
+    if name in ('--config', '-config'):
+      rest = argv[i + 1 : i + 2] if not equals else [value]
+      return pathlib.Path(rest[0]) if rest else None
+  return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+  while error is not None:
+    yield error
+    error = error.__cause__ or error.__context__
+
+
+def _is(file: pathlib.Path, name: str) -> bool:
+  return pathlib.Path(name).resolve() == file.resolve()

@@ -1,0 +1,350 @@
+"""A trained policy, from where it is kept: a run's workdir or a checkpoint.
+
+A run's workdir gives exactly what the run sampled with: its recipe, and the
+FP8 weights and activation scales of the step. So does an FP8 checkpoint that
+`jetrl_jax.export` wrote, computed in the dtype of what is not FP8 there. Any
+other Hugging Face checkpoint holds no activation scales and is read in
+bfloat16.
+"""
+
+import dataclasses
+import math
+import pathlib
+import re
+from typing import Any
+
+import jax
+import optax
+from absl import logging
+from jax.sharding import Mesh, NamedSharding
+
+from jetrl_jax import fp8, models
+from jetrl_jax.checkpoint import restore as checkpoint
+from jetrl_jax.config import build as configs
+from jetrl_jax.config import model as config_model
+from jetrl_jax.core import compilation, sharding
+from jetrl_jax.core.files import user_path
+from jetrl_jax.data import PromptFormat, Tokenizer
+from jetrl_jax.fp8 import scaling_state
+from jetrl_jax.fp8.recipes import LM_HEAD, RECIPES, UNCALIBRATED
+from jetrl_jax.models.hf import layout as hf_layout
+from jetrl_jax.models.hf import quantization as hf_quantization
+from jetrl_jax.models.hf import safetensors_index
+from jetrl_jax.models.policy import Policy, PolicyParams
+from jetrl_jax.optim.apply import merge
+from jetrl_jax.optim.types import TrainState
+from jetrl_jax.rl.run import fp8_support, mixed_flow
+from jetrl_jax.rl.run import precision as run_precision
+from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.training import guard_state
+
+# For a checkpoint, which does not say; a run knows its own.
+_PROMPT_TOKENS = 1024
+_RESPONSE_TOKENS = 1024
+# The recipe whose input scales are kept; the others need none.
+_DELAYED = 'fp8_delayed'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SavedPolicy:
+  """All that sampling needs.
+
+  Attributes:
+    policy: decoder and recipe.
+    mesh: devices.
+    params: compute weights and scales.
+    tokenizer: of the checkpoint.
+    prompt_format: from a question to the text that the policy has learnt on.
+    max_prompt_length: tokens.
+    max_response_length: tokens.
+    origin: where it came from, in words.
+  """
+
+  policy: Policy
+  mesh: Mesh
+  params: PolicyParams
+  tokenizer: Tokenizer
+  prompt_format: PromptFormat
+  max_prompt_length: int
+  max_response_length: int
+  origin: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Restored:
+  """A policy with its masters.
+
+  Attributes:
+    policy: decoder and recipe.
+    mesh: devices.
+    state: masters, compute weights and scales; no optimiser state.
+    config: of the run; None for a checkpoint.
+    folder: the Hugging Face checkpoint behind it; None for a run from random
+      weights of a named shape.
+    calibrated: False where FP8 was asked for and no activation scales are
+      kept: the input scales are still 1.
+    origin: where it came from, in words.
+  """
+
+  policy: Policy
+  mesh: Mesh
+  state: TrainState
+  config: configs.Config | None
+  folder: pathlib.Path | None
+  calibrated: bool
+  origin: str
+
+
+def load(path: str, *, step: int | None = None) -> SavedPolicy:
+  """Loads a policy as it was trained, to sample from it.
+
+  Args:
+    path: a run's workdir, a Hugging Face checkpoint's folder, or its id.
+    step: of a run's checkpoints; by default the newest good one.
+
+  Raises:
+    ValueError: the path is neither, or what is there cannot be read; `step`
+      was given for a checkpoint that has none, or is not in the workdir.
+  """
+  found = restore(path, step=step)
+  fp8_support.check({'precision.recipe': found.policy})
+  # Without the masters, which would stay on the device.
+  params = PolicyParams(found.state.weights, found.state.fp8_state)
+  tokenizer = tokenizer_of(found)
+  longest = found.policy.model.max_position
+  most = min(_PROMPT_TOKENS, longest // 2)
+  data = configs.data_config(found.config, tokenizer, most)
+  response_tokens = min(_RESPONSE_TOKENS, longest - data.max_prompt_length)
+  if found.config is not None:
+    response_tokens = found.config.rollout.max_response_length
+  return SavedPolicy(
+      policy=found.policy,
+      mesh=found.mesh,
+      params=params,
+      tokenizer=tokenizer,
+      prompt_format=data.prompt_format,
+      max_prompt_length=data.max_prompt_length,
+      max_response_length=response_tokens,
+      origin=found.origin,
+  )
+
+
+def tokenizer_of(found: Restored) -> Tokenizer:
+  """Returns the policy's tokenizer."""
+  if found.config is not None:
+    return configs.build_tokenizer(found.config, found.folder)
+  assert found.folder is not None  # Without a run there is a checkpoint.
+  return Tokenizer(found.folder)
+
+
+def tokenizer_folder(found: Restored) -> pathlib.Path | None:
+  """Returns where an export takes the tokenizer's files from, if anywhere."""
+  if found.config is not None and found.config.data.tokenizer:
+    return tokenizer_of(found).folder
+  return found.folder
+
+
+def is_run(path: str) -> bool:
+  """Whether a path is the workdir of a run."""
+  return (user_path(path) / 'checkpoints').is_dir()
+
+
+def restore(
+    path: str, *, step: int | None = None, recipe: str | None = None
+) -> Restored:
+  """Restores a policy with its masters.
+
+  Args:
+    path: see `load`.
+    step: see `load`.
+    recipe: 'fp8_delayed' or 'bf16'; None is that of the run, and for
+      a checkpoint FP8 if it holds scales.
+
+  Raises:
+    ValueError: see `load`; an unknown recipe.
+  """
+  if recipe is not None and recipe not in RECIPES:
+    raise ValueError(f'recipe is {recipe!r}; allowed: {list(RECIPES)}')
+  if is_run(path):
+    return _of_run(user_path(path), step, recipe)
+  if step is not None:
+    raise ValueError(
+        f'step {step} was asked for, but {path} is no workdir of a run (it has'
+        ' no folder checkpoints/); leave the step out'
+    )
+  return _of_checkpoint(models.resolve_checkpoint(path), recipe)
+
+
+def _of_run(
+    workdir: pathlib.Path, step: int | None, recipe: str | None
+) -> Restored:
+  config = configs.read(workdir / 'config.json')
+  try:
+    with config.unlocked():
+      if config.mesh.data * config.mesh.fsdp > jax.device_count():
+        # The policy is the same on any number of devices.
+        config.mesh.data = config.mesh.fsdp = 1
+    _keep_compiled(config.compile_cache_dir)
+    policy, mesh, folder = config_model.build_policy(config)
+    policy = run_precision.resolve(
+        workdir, policy, config.precision.invariant_scale
+    )
+    _, shapes = config_model.parameters(config, policy, mesh, folder)
+    freeze = tuple(config.model.freeze)
+    # Its schedule is not part of its state: any number of steps behind the
+    # warmup will do.
+    steps = config.optim.lr_warmup_steps + 1
+    optimizer = configs.optimizer_config(config, steps).build()
+  except (AttributeError, KeyError) as error:
+    raise ValueError(
+        f'{workdir}/config.json lacks a setting, {error}: another version wrote'
+        ' it. Add the setting with the value that the run had'
+        ' (docs/configuration.md)'
+    ) from error
+
+  def like(host_state: dict[str, Any]) -> TrainState:
+    trained, sampling = _sides(host_state, policy, config)
+    return states.abstract(
+        trained,
+        shapes,
+        optimizer,
+        mesh,
+        freeze,
+        sampling.recipe if sampling != trained else None,
+    )
+
+  restored = checkpoint.restore(
+      workdir / 'checkpoints',
+      lambda host_state: states.without_weights(like(host_state)),
+      step,
+  )
+  if restored is None:
+    raise ValueError(
+        f'{workdir}/checkpoints holds no step; let the run save one'
+        ' (trainer.save_freq)'
+    )
+  found = dataclasses.replace(
+      like(restored.host_state), **restored.state | {'opt_state': {}}
+  )
+  policy, rollout_policy = _sides(restored.host_state, policy, config)
+  if rollout_policy != policy and recipe != policy.recipe.name:
+    # What the run sampled with.
+    policy, found = rollout_policy, mixed_flow.as_rollout(found)
+  trained = policy.recipe.name
+  policy = config_model.renamed(policy, recipe or trained)
+  calibrated = policy.recipe.name in (trained, *UNCALIBRATED)
+  if trained == policy.recipe.name:
+    state = states.with_weights(policy, found, mesh, record=False)
+  else:
+    params = merge(found.trainable, found.frozen)
+    state = states.create(policy, params, optax.identity(), mesh)
+  return Restored(
+      policy=policy,
+      mesh=mesh,
+      state=state,
+      config=config,
+      folder=folder,
+      calibrated=calibrated,
+      origin=f'step {restored.step} of {workdir}',
+  )
+
+
+def _keep_compiled(folder: str) -> None:
+  """Uses the run's compiled programs, if it is on the machine that has them."""
+  try:
+    compilation.keep_compiled(folder)
+  except ValueError as error:
+    logging.warning('Compiled programs are not kept: %s', error)
+
+
+def _sides(
+    host_state: dict[str, Any], policy: Policy, config: configs.Config
+) -> tuple[Policy, Policy]:
+  """Returns training's policy and the rollout's, at one checkpoint.
+
+  Args:
+    host_state: of the checkpoint.
+    policy: that the run's start settled.
+    config: of the run.
+  """
+  dots = guard_state.of_checkpoint(host_state).high_precision
+  policy = dataclasses.replace(policy, recipe=policy.recipe.keeping(dots))
+  return policy, config_model.rollout_policy(config, policy)
+
+
+def _of_checkpoint(folder: pathlib.Path, recipe: str | None) -> Restored:
+  model = models.load_config(folder)
+  mesh = sharding.make_mesh()
+  wanted = recipe in (None, _DELAYED)
+  scales = models.load_scales(folder, model) if wanted else {}
+  name, dtype = recipe or (_DELAYED if scales else 'bf16'), _dtype_of(folder)
+  plain = fp8.Recipe(name=name, compute_dtype=dtype)
+  policy = Policy(
+      model=model,
+      recipe=_recipe_of(scales, model, dtype) if scales else plain,
+      axes=sharding.axes_of(mesh),
+  )
+  masters = models.load_checkpoint(
+      folder,
+      model,
+      # What the recipe computes in; float32 masters would round to the same.
+      dtype=dtype,
+      sharding_of=lambda _: NamedSharding(mesh, jax.sharding.PartitionSpec()),
+  )
+  state = states.create(policy, masters, optax.identity(), mesh)
+  if scales:
+    scaled = scaling_state.with_scales(
+        scaling_state.init_state(masters, policy.recipe), scales
+    )
+    state = states.with_weights(
+        policy,
+        dataclasses.replace(state, fp8_state=scaled),
+        mesh,
+        record=False,
+    )
+  return Restored(
+      policy=policy,
+      mesh=mesh,
+      state=state,
+      config=None,
+      folder=folder,
+      calibrated=bool(scales) or name in UNCALIBRATED,
+      origin=f'checkpoint {folder}',
+  )
+
+
+def _dtype_of(folder: pathlib.Path) -> str:
+  """Returns the dtype that a checkpoint is computed in.
+
+  That of the run for an FP8 export, where embedding and norms have it.
+  """
+  others, is_fp8 = set(), False
+  for name, tensor in safetensors_index.read_index(folder).items():
+    if tensor.dtype == hf_quantization.FP8_DTYPE:
+      is_fp8 = True
+    elif not hf_quantization.is_scale(name):
+      others.add(tensor.dtype)
+  return 'float32' if is_fp8 and others == {'F32'} else 'bfloat16'
+
+
+def _recipe_of(
+    scales: dict[str, tuple[float, float]],
+    model: models.ModelConfig,
+    dtype: str,
+) -> fp8.Recipe:
+  """Returns the recipe that an FP8 checkpoint was made for."""
+  dots = [
+      row.path.removesuffix('/kernel')
+      for row in hf_layout.layout(model)
+      if hf_quantization.is_dot(row)
+  ]
+  flat = [scale for pair in scales.values() for scale in pair]
+  return fp8.Recipe(
+      compute_dtype=dtype,
+      high_precision_layers=tuple(
+          re.escape(dot) for dot in dots if dot not in scales and dot != LM_HEAD
+      ),
+      quantize_lm_head=LM_HEAD in scales,
+      # It decides where the product is rounded.
+      power_of_two_scales=all(math.frexp(scale)[0] == 0.5 for scale in flat),
+  )

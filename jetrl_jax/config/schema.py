@@ -1,0 +1,123 @@
+"""A config against the defaults: its names, and the type of every value.
+
+ConfigDict refuses a wrong type where a default has one, but not None in place
+of any value, not the entries of a tuple, and neither NaN nor infinity, which
+pass every comparison that follows. Ranges are the business of the records that
+`build.py` builds.
+"""
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+import ml_collections
+
+# What JAX holds in int32 and float32; beyond it is a slip of the keyboard.
+_MAX_INT = 2**31 - 1
+_TINY, _HUGE = 1.2e-38, 3.4e38
+# What TRL calls it, where no name of ours is spelt in a like way.
+_OURS = {
+    'learning_rate': 'optim.lr',
+    'max_grad_norm': 'optim.grad_clip',
+    'lr_scheduler_type': 'optim.lr_decay',
+    'max_steps': 'trainer.total_training_steps',
+    'eval_steps': 'trainer.test_freq',
+    'save_steps': 'trainer.save_freq',
+    'num_iterations': 'algorithm.ppo_epochs',
+    'max_completion_length': 'rollout.max_response_length',
+    'reward_funcs': 'reward.functions',
+}
+
+
+def check(
+    config: ml_collections.ConfigDict, base: ml_collections.ConfigDict
+) -> None:
+  """Refuses what the base config has no name or no type for.
+
+  Args:
+    config: of a run.
+    base: every name with its default; an empty tuple is one of texts.
+
+  Raises:
+    ValueError: an unknown name, with its nearest neighbour; a missing name; a
+      value of another type than the default's, or a number that is none.
+  """
+  known, found = names(base), names(config)
+  for name in found:
+    if name not in known:
+      raise ValueError(unknown_name(name, known))
+  missing = [name for name in known if name not in found]
+  if missing:
+    raise ValueError(
+        f'the config lacks {missing[:5]}; start from configs/base.py:'
+        ' get_config()'
+    )
+  defaults = {name: (value, kind) for name, value, kind in _flatten(base)}
+  for name, value, _ in _flatten(config):
+    _check_value(name, value, *defaults[name])
+
+
+def names(config: ml_collections.ConfigDict) -> list[str]:
+  """Returns the dotted names of all entries."""
+  return [name for name, *_ in _flatten(config)]
+
+
+def unknown_name(name: str, known: list[str]) -> str:
+  """Says that a config name is unknown, and which ones are near."""
+  ours = _OURS.get(name.rpartition('.')[2])
+  close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+  close = [ours] if ours in known else close
+  hint = f' did you mean {close[0]!r}?' if close else ''
+  section = f'{name.rpartition(".")[0]}.'
+  beside = [k.removeprefix(section) for k in known if k.startswith(section)]
+  if beside:
+    hint += f' {section}* are {", ".join(beside)}'
+  return f'unknown config name {name!r}' + (f';{hint}' if hint else '')
+
+
+def _flatten(
+    config: ml_collections.ConfigDict, path: str = ''
+) -> Iterator[tuple[str, Any, type]]:
+  """Yields name, value and type of each entry; a placeholder has one too."""
+  for key, value in config.items():
+    if isinstance(value, ml_collections.ConfigDict):
+      yield from _flatten(value, f'{path}{key}.')
+    else:
+      yield f'{path}{key}', value, config.get_type(key)
+
+
+def _check_value(name: str, value: Any, default: Any, kind: type) -> None:
+  """Refuses a value that the setting's type does not allow."""
+  if value is None and default is None:
+    return
+  if kind is not tuple:
+    _check_one(name, value, kind, f'like the default {default!r}')
+    return
+  if not isinstance(value, (tuple, list)):
+    raise ValueError(
+        f'{name} is {value!r:.100}; allowed: a tuple like the default'
+        f' {default!r}'
+    )
+  element = type(default[0]) if default else str
+  for i, entry in enumerate(value):
+    _check_one(f'{name}[{i}]', entry, element, f'in a tuple like {default!r}')
+
+
+def _check_one(name: str, value: Any, kind: type, like: str) -> None:
+  # bool is an int to Python, and never meant as one.
+  fits = isinstance(value, (int, float) if kind is float else kind)
+  if not fits or (kind is not bool and isinstance(value, bool)):
+    raise ValueError(
+        f'{name} is {value!r:.100}; allowed: a value of type {kind.__name__},'
+        f' {like}'
+    )
+  # NaN fails this too.
+  if kind is float and value and not _TINY < abs(value) < _HUGE:
+    raise ValueError(
+        f'{name} is {value}; allowed: finite numbers that float32 can hold,'
+        f' {like}'
+    )
+  if kind is int and abs(value) > _MAX_INT:
+    raise ValueError(
+        f'{name} is {value!r:.100}; allowed: integers up to {_MAX_INT}, {like}'
+    )

@@ -1,0 +1,1 @@
+"""What knows nothing of models or RL: files, keys, meshes, compilation."""

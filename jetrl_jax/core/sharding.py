@@ -1,0 +1,196 @@
+"""Mesh, the table from leaves to mesh axes, and the collectives.
+
+Every function of the policy runs in `shard_map`: each device runs the
+one-device program on its own rows. Weights are sharded over `fsdp` along their
+first dim and gathered after quantisation, so that FP8 bytes travel: where they
+are used, and for a rollout once, before it (`rl/rollout/engine.py`). The
+cotangent of a gathered weight is reduce-scattered.
+"""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jetrl_jax.core.typing import Array, PyTree
+
+DATA, FSDP, TENSOR = 'data', 'fsdp', 'tensor'
+# Rows (sequences, slots) are split over both axes.
+ROWS = P((DATA, FSDP))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+  """The devices of a run, as a mesh.
+
+  Attributes:
+    data: devices that hold copies of the weights.
+    fsdp: devices over which weights are split.
+    tensor: devices over which dots are split; only 1 is supported: a split
+      contraction adds in another order.
+  """
+
+  data: int = 1
+  fsdp: int = 1
+  tensor: int = 1
+
+
+def make_mesh(
+    *,
+    data: int = MeshConfig.data,
+    fsdp: int = MeshConfig.fsdp,
+    tensor: int = MeshConfig.tensor,
+) -> Mesh:
+  """Returns a mesh with axes (data, fsdp, tensor).
+
+  Raises:
+    ValueError: tensor > 1, or fewer devices than the mesh needs.
+  """
+  if tensor != 1:
+    raise ValueError(
+        f'mesh.tensor is {tensor}; only 1 is supported: a contraction split'
+        ' over devices adds in another order, and equality to the bit is not'
+        ' proven for it. Use data and fsdp.'
+    )
+  if min(data, fsdp) < 1:
+    raise ValueError(f'mesh axes must be >= 1, found data={data}, fsdp={fsdp}')
+  need, have = data * fsdp, jax.devices()
+  if need > len(have):
+    raise ValueError(
+        f'mesh data={data} x fsdp={fsdp} needs {need} devices; found'
+        f' {len(have)} ({have[0].platform}). Lower mesh.data or mesh.fsdp; for'
+        ' a dry run, JAX_PLATFORMS=cpu'
+        f' XLA_FLAGS=--xla_force_host_platform_device_count={need} makes a CPU'
+        f' count as {need}.'
+    )
+  grid = np.asarray(have[:need]).reshape(data, fsdp, tensor)
+  return Mesh(grid, (DATA, FSDP, TENSOR))
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+  """Sizes of the row axes; collectives that vanish on one device.
+
+  Attributes:
+    data: devices that hold copies of the weights.
+    fsdp: devices over which weights are split.
+  """
+
+  data: int = 1
+  fsdp: int = 1
+
+  @property
+  def size(self) -> int:
+    """Devices over which rows are split."""
+    return self.data * self.fsdp
+
+  def psum(self, x: PyTree) -> PyTree:
+    """Sum over all devices."""
+    return lax.psum(x, (DATA, FSDP)) if self.size > 1 else x
+
+  def pmax(self, x: PyTree) -> PyTree:
+    """Maximum over all devices."""
+    return lax.pmax(x, (DATA, FSDP)) if self.size > 1 else x
+
+  def index(self) -> int | Array:
+    """This device's number among those over which rows are split."""
+    return lax.axis_index((DATA, FSDP)) if self.size > 1 else 0
+
+  def gather_rows(self, x: PyTree) -> PyTree:
+    """Returns the rows of all devices."""
+    if self.size == 1:
+      return x
+    return lax.all_gather(x, (DATA, FSDP), axis=0, tiled=True)
+
+  def first_row(self, local_rows: int) -> int | Array:
+    """Index of this device's first row in a leaf that is split."""
+    return lax.axis_index(FSDP) * local_rows if self.fsdp > 1 else 0
+
+  def gather(self, x: Array, full_dim: int) -> Array:
+    """Returns the whole of a leaf whose first dim may be split over fsdp."""
+    if x.ndim == 0 or x.shape[0] == full_dim:
+      return x
+    return lax.all_gather(x, FSDP, axis=0, tiled=True)
+
+  def reduce_scatter(self, x: Array, local_dim: int) -> Array:
+    """Adds over devices and returns this device's part of the first dim."""
+    if self.size == 1:
+      return x
+    if x.ndim == 0 or x.shape[0] == local_dim:
+      return self.psum(x)
+    x = lax.psum_scatter(x, FSDP, scatter_dimension=0, tiled=True)
+    return lax.psum(x, DATA) if self.data > 1 else x
+
+
+def axes_of(mesh: Mesh) -> Axes:
+  """Returns the sizes of a mesh's row axes."""
+  return Axes(mesh.shape[DATA], mesh.shape[FSDP])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def grad_sink(axes: Axes, full_shape: tuple[int, ...], master: Array) -> Array:
+  """Stands for the whole master: takes its cotangent, gives no values.
+
+  The dots read the compute weight, never the master, so nothing of this array
+  is ever materialised.
+  """
+  return jnp.zeros(full_shape, master.dtype)
+
+
+def _grad_sink_fwd(axes, full_shape, master):
+  return grad_sink(axes, full_shape, master), master.shape
+
+
+def _grad_sink_bwd(axes, full_shape, local_shape, cotangent):
+  del full_shape
+  local_dim = local_shape[0] if local_shape else 0
+  return (axes.reduce_scatter(cotangent, local_dim),)
+
+
+grad_sink.defvjp(_grad_sink_fwd, _grad_sink_bwd)
+
+
+def leaf_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
+  """The one table: matrices split over fsdp along dim 0, all else whole."""
+  fsdp = mesh.shape[FSDP]
+  if len(shape) >= 2 and fsdp > 1 and shape[0] % fsdp == 0:
+    return P(FSDP)
+  return P()
+
+
+def tree_specs(tree: PyTree, mesh: Mesh) -> PyTree:
+  """Returns the PartitionSpec of every leaf of a state tree."""
+  return jax.tree.map(lambda leaf: leaf_spec(leaf.shape, mesh), tree)
+
+
+def tree_shardings(tree: PyTree, mesh: Mesh) -> PyTree:
+  """Returns the NamedSharding of every leaf of a state tree."""
+  return named(tree_specs(tree, mesh), mesh)
+
+
+def named(specs: PyTree, mesh: Mesh) -> PyTree:
+  """Returns the NamedSharding of every PartitionSpec of a tree."""
+  return jax.tree.map(
+      lambda spec: NamedSharding(mesh, spec),
+      specs,
+      is_leaf=lambda node: isinstance(node, P),
+  )
+
+
+def per_device(function, mesh: Mesh, in_specs, out_specs):
+  """Runs `function` on every device's own part; plain on one device."""
+  if math.prod(mesh.shape.values()) == 1:
+    return function
+  return jax.shard_map(
+      function,
+      mesh=mesh,
+      in_specs=in_specs,
+      out_specs=out_specs,
+      check_vma=False,
+  )

@@ -1,0 +1,1 @@
+"""What a run would need in memory, time and disk: main --dry_run."""

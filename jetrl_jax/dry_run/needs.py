@@ -1,0 +1,109 @@
+"""What forward and backward of a micro-batch need in memory, from shapes.
+
+For a device that nothing is compiled for here; docs/dry_run.md has such sums
+beside XLA's.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from jetrl_jax.core.typing import PyTree
+from jetrl_jax.models import logprobs
+from jetrl_jax.models.policy import Policy
+from jetrl_jax.rl.run.spec import RunSpec
+
+
+def accumulate_needs(spec: RunSpec, masters: PyTree) -> dict[str, int]:
+  """Returns what a forward and backward need besides, bytes by name.
+
+  The sizes are those of the shapes; what is alive at once is what the compiler
+  decides, and estimated: what is kept of all blocks, and beside it either the
+  insides of one block with their gradients, or a chunk of logits with the
+  head's gradient, whichever is more.
+
+  Args:
+    spec: of the run.
+    masters: shapes of those that are trained.
+  """
+  policy, model = spec.policy, spec.policy.model
+  width = policy.recipe.dtype.itemsize
+  rows, length = spec.batch_shape
+  tokens = rows * length // policy.axes.size
+  inside = tokens * inside_of_token(policy)
+  chunk = logprobs.chunk_of(tokens, policy.logit_chunk_rows)
+  beside = 2 * inside
+  match policy.remat:
+    case 'none':
+      kept, block, beside = 'insides', tokens * _insides_kept(policy), inside
+    case 'selective':
+      kept, block = 'inputs and attention', tokens * _kept_of_token(policy)
+    case _:
+      kept, block = 'inputs', tokens * width * model.model_dim
+  of_blocks = {k: v for k, v in masters.items() if k.startswith('layers_')}
+  of_head = {k: v for k, v in masters.items() if k not in of_blocks}
+  in_block = {
+      'activations: insides of one block, and gradients': beside,
+      'its largest gradient, in float32': largest(of_blocks, 4),
+  }
+  in_head = {
+      f'logits: {chunk} rows in float32': 4 * model.vocab_size * chunk,
+      "the head's gradient, in float32": largest(of_head, 4),
+      'the same in the dtype of masters': largest(of_head),
+  }
+  return {
+      f'activations: {kept} of {model.num_layers} blocks': (
+          model.num_layers * block
+      )
+  } | max(in_block, in_head, key=lambda needs: sum(needs.values()))
+
+
+def inside_of_token(policy: Policy) -> int:
+  """Returns the bytes per token of what a block computes.
+
+  Two norms, qkv, attention's output, gate_up and its product, two residuals.
+  """
+  model = policy.model
+  heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+  numbers = 4 * model.model_dim + 2 * heads + 3 * model.ffn_dim
+  return policy.recipe.dtype.itemsize * numbers
+
+
+def _insides_kept(policy: Policy) -> int:
+  """Returns the bytes per block and token that 'none' keeps.
+
+  In 'fp8_delayed' norms and SwiGLU write the 8-bit operands of the dots; in
+  'bf16' XLA keeps about two rows of float32 besides.
+  """
+  model, recipe = policy.model, policy.recipe
+  kept = inside_of_token(policy)
+  if recipe.is_delayed:
+    numbers = 2 * model.model_dim + model.ffn_dim
+    kept -= (recipe.dtype.itemsize - 1) * numbers
+  elif recipe.name == 'bf16':
+    kept += 2 * 4 * model.model_dim
+  return kept
+
+
+def _kept_of_token(policy: Policy) -> int:
+  """Returns the bytes per block and token that 'selective' keeps.
+
+  The block's input and the sum behind attention; queries and attention's
+  output, keys and values as stored, and a float32 log-sum-exp per head; where
+  heads are normed, queries and keys before that as well.
+  """
+  model, width = policy.model, policy.recipe.dtype.itemsize
+  queries = model.num_heads * model.head_dim
+  keys = model.num_kv_heads * model.head_dim
+  rows = 2 * (model.model_dim + queries)
+  if model.qk_norm:
+    rows += queries + keys
+  stored = 2 * keys * jnp.dtype(policy.kv_dtype).itemsize
+  return width * rows + stored + 4 * model.num_heads
+
+
+def largest(tree: PyTree, width: int | None = None) -> int:
+  """Returns the bytes of the largest leaf, `width` or its own a number."""
+  return max(
+      (x.size * (width or x.dtype.itemsize) for x in jax.tree.leaves(tree)),
+      default=0,
+  )

@@ -1,0 +1,1 @@
+"""Accuracy of a checkpoint: `python -m jetrl_jax.evaluate`."""

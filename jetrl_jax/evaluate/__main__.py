@@ -1,0 +1,103 @@
+"""Measures accuracy: python -m jetrl_jax.evaluate --checkpoint=... --data=... .
+
+A run's checkpoint or a Hugging Face one, on GSM8K, MATH-500 or rows of your
+own, through the engine that samples rollouts. What the run says of prompts and
+rewards holds unless a flag says otherwise. See docs/evaluate.md.
+"""
+
+import json
+import time
+from typing import Any
+
+import jax
+from absl import logging
+
+from jetrl_jax.config import flags as config_flags
+from jetrl_jax.core import rng
+from jetrl_jax.core.files import replace_text
+from jetrl_jax.evaluate import report as evaluate_report
+from jetrl_jax.evaluate import settings as evaluate_settings
+from jetrl_jax.evaluate.settings import Settings
+from jetrl_jax.models.policy import PolicyParams
+from jetrl_jax.rewards import RewardPool
+from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
+from jetrl_jax.rl.rollout.scheduler import never_stop
+from jetrl_jax.rl.run import calibration
+from jetrl_jax.rl.scoring import evaluation
+
+
+def evaluate(settings: Settings) -> dict:
+  """Grades a policy and writes what it found.
+
+  Args:
+    settings: see `evaluate_settings.resolve`.
+
+  Returns:
+    What summary.json holds.
+
+  Raises:
+    ValueError: anything that cannot work, with the fix.
+  """
+  found, start = settings.found, time.monotonic()
+  config_flags.make_folder('output', settings.output)
+  prompts = settings.prompts
+  engine = Engine(found.policy, _engine_config(settings), found.mesh)
+  state = found.state
+  if not found.calibrated:
+    state = calibration.calibrate_checkpoint(
+        engine, state, prompts, origin=found.origin, seed=settings.seed
+    )
+  logging.info(
+      '%s in %s: %d prompts, %d samples each',
+      found.origin,
+      found.policy.recipe.name,
+      len(prompts),
+      settings.num_generations,
+  )
+  with RewardPool(settings.rewards, **settings.reward_limits) as pool:
+    graded = evaluation.grade(
+        engine,
+        PolicyParams(state.weights, state.fp8_state),
+        prompts,
+        pool,
+        settings.tokenizer,
+        num_generations=settings.num_generations,
+        temperature=settings.temperature,
+        base_key=rng.key(settings.seed, rng.EVALUATION, 0),
+        should_stop=never_stop,
+    )
+  seconds = time.monotonic() - start
+  summary = evaluate_report.summary(graded, settings, seconds)
+  rows = evaluate_report.problems(graded, settings.tokenizer)
+  lines = [json.dumps(row, ensure_ascii=False) + '\n' for row in rows]
+  replace_text(settings.output / 'problems.jsonl', ''.join(lines))
+  replace_text(
+      settings.output / 'summary.json', json.dumps(summary, indent=2) + '\n'
+  )
+  return summary
+
+
+def _engine_config(settings: Settings) -> EngineConfig:
+  wanted = len(settings.prompts) * settings.num_generations
+  return EngineConfig(
+      num_slots=min(settings.num_slots, wanted),
+      max_prompt_length=settings.max_prompt_length,
+      max_response_length=settings.max_response_length,
+      stop_ids=tuple(settings.tokenizer.eos_ids),
+      top_k=settings.top_k,
+      top_p=settings.top_p,
+      min_p=settings.min_p,
+  )
+
+
+def main(values: dict[str, Any]) -> None:
+  """Evaluates what the flags say."""
+  settings = evaluate_settings.resolve(values)
+  summary = evaluate(settings)
+  device = jax.devices()[0].device_kind
+  print(evaluate_report.table(summary, device))
+  print(f'\n{settings.output}/problems.jsonl, summary.json')
+
+
+if __name__ == '__main__':
+  config_flags.run_plain(main, evaluate_settings.FLAGS, ['checkpoint', 'data'])

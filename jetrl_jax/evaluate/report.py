@@ -1,0 +1,184 @@
+"""What an evaluation found: a summary, a row per problem, a table."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jetrl_jax.data import Tokenizer
+from jetrl_jax.evaluate.settings import Settings
+from jetrl_jax.rl.scoring import evaluation_metrics, experience
+from jetrl_jax.rl.scoring.evaluation import Graded
+
+_INTERVAL = (
+    "95%, Wilson's over problems with the effective sample size; normal where"
+    ' an accuracy is outside [0, 1]'
+)
+
+
+def summary(
+    graded: Graded, settings: Settings, seconds: float
+) -> dict[str, Any]:
+  """Returns the means over problems, by data source.
+
+  Args:
+    graded: answers and scores.
+    settings: of the evaluation.
+    seconds: wall time, compilation and calibration included.
+  """
+  found, recipe = settings.found, settings.found.policy.recipe
+  sources = {}
+  for source in sorted({prompt.source for prompt in graded.prompts}):
+    rows = [i for i, p in enumerate(graded.prompts) if p.source == source]
+    sources[source] = _of_source(graded, rows)
+  tokens = sum(len(c.tokens) for c in graded.completions)
+  return {
+      'checkpoint': found.origin,
+      'recipe': recipe.name,
+      'scales': _scales(settings),
+      'num_generations': settings.num_generations,
+      'temperature': settings.temperature,
+      'top_k': settings.top_k,
+      'top_p': settings.top_p,
+      'min_p': settings.min_p,
+      'seed': settings.seed,
+      'max_prompt_length': settings.max_prompt_length,
+      'max_response_length': settings.max_response_length,
+      'rewards': [spec.function for spec in settings.rewards],
+      'over_long_left_out': settings.num_filtered,
+      'sources': sources,
+      'interval': _INTERVAL,
+      'seconds': seconds,
+      'response_tokens': tokens,
+      'jax': jax.__version__,
+  }
+
+
+def _scales(settings: Settings) -> str:
+  if settings.found.policy.recipe.name == 'bf16':
+    return 'none'
+  if settings.found.calibrated:
+    return 'of the checkpoint'
+  return 'calibrated on the first prompts'
+
+
+def _of_source(graded: Graded, rows: list[int]) -> dict[str, Any]:
+  k = graded.num_generations
+  accuracy_PG = graded.accuracy_PG[rows]
+  answers = [graded.answers[i] for i in rows]
+  completions = [
+      c for i in rows for c in graded.of_prompt(i, graded.completions)
+  ]
+  results = [r for i in rows for r in graded.of_prompt(i, graded.results)]
+  errors = sorted({r.error for r in results if r.error})
+  values = {
+      f'mean@{k}': evaluation_metrics.mean_at_k(accuracy_PG, k),
+      f'best@{k}': evaluation_metrics.best_at_k(accuracy_PG, k),
+  }
+  if evaluation_metrics.any_votes(answers):
+    votes_P = evaluation_metrics.maj_at_k(accuracy_PG, answers, k)
+    values[f'maj@{k}'] = votes_P
+  return {
+      'problems': len(rows),
+      **{name: _with_interval(v, k) for name, v in values.items()},
+      'response_length_mean': float(
+          np.mean([len(c.tokens) for c in completions])
+      ),
+      'truncated': float(
+          np.mean([c.finish_reason == 'length' for c in completions])
+      ),
+      'without_answer': float(np.mean([not r.prediction for r in results])),
+      'errors': {e: sum(r.error == e for r in results) for e in errors},
+  }
+
+
+def _with_interval(values_P: np.ndarray, k: int) -> dict[str, float | None]:
+  """Returns the mean over problems, and its 95% interval.
+
+  A reward of one's own may leave [0, 1], where Wilson's interval is not
+  defined: then the normal one, which a single problem does not have.
+  """
+  value = float(values_P.mean())
+  if values_P.min() >= 0 and values_P.max() <= 1:
+    low, high = evaluation_metrics.wilson_interval_95(values_P, k)
+    return {'value': value, 'low': low, 'high': high}
+  if len(values_P) < 2:
+    return {'value': value, 'low': None, 'high': None}
+  half = evaluation_metrics.half_width_95(values_P)
+  return {'value': value, 'low': value - half, 'high': value + half}
+
+
+def problems(graded: Graded, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+  """Yields a row per problem, with all its answers."""
+  k, answers = graded.num_generations, graded.answers
+  votes = evaluation_metrics.any_votes(answers)
+  for i, prompt in enumerate(graded.prompts):
+    accuracy_PG = graded.accuracy_PG[i : i + 1]
+    maj_P = evaluation_metrics.maj_at_k(accuracy_PG, [answers[i]], k)
+    samples = zip(
+        graded.of_prompt(i, graded.completions),
+        graded.of_prompt(i, graded.results),
+        strict=True,
+    )
+    yield {
+        'id': prompt.id,
+        'source': prompt.source,
+        'prompt': prompt.text,
+        'answer': prompt.answer,
+        'mean': float(accuracy_PG.mean()),
+        'maj': float(maj_P[0]) if votes else None,
+        'best': float(accuracy_PG.max()),
+        'samples': [
+            {
+                'response': experience.response_text(completion, tokenizer),
+                'prediction': result.prediction,
+                'accuracy': result.accuracy,
+                'score': result.score,
+                'error': result.error,
+                'tokens': len(completion.tokens),
+                'finish_reason': completion.finish_reason,
+            }
+            for completion, result in samples
+        ],
+    }
+
+
+def table(found: dict[str, Any], device: str) -> str:
+  """Returns the summary for a terminal."""
+  k = found['num_generations']
+  lines = [
+      f'{found["checkpoint"]}, {found["recipe"]} (scales: {found["scales"]})',
+      f'{k} {"samples" if k > 1 else "sample"} per problem at temperature'
+      f' {found["temperature"]:g}, seed {found["seed"]}; {device}, jax'
+      f' {found["jax"]}',
+      '',
+  ]
+  names = [f'{kind}@{k}' for kind in ('mean', 'maj', 'best')]
+  head = ''.join(f'{name:>24}' for name in names)
+  lines.append(f'{"":<14}{"problems":>9}{head}{"length":>8}{"cut off":>9}')
+  for source, row in found['sources'].items():
+    cells = ''.join(f'{_cell(row.get(name)):>24}' for name in names)
+    lines.append(
+        f'{source:<14}{row["problems"]:>9}{cells}'
+        f'{row["response_length_mean"]:>8.0f}{row["truncated"]:>9.1%}'
+    )
+  lines.append('')
+  lines.append(f'[low, high]: {found["interval"]}.')
+  if found['over_long_left_out']:
+    lines.append(
+        f'{found["over_long_left_out"]} problems were left out: longer than'
+        f' {found["max_prompt_length"]} tokens.'
+    )
+  for source, row in found['sources'].items():
+    for error, count in row['errors'].items():
+      lines.append(f'{source}: {count} answers count 0 ({error}).')
+  return '\n'.join(lines)
+
+
+def _cell(entry: dict[str, float | None] | None) -> str:
+  if entry is None:  # No reward read an answer to vote with.
+    return '-'
+  if entry['low'] is None:
+    return f'{entry["value"]:.1%}'
+  return f'{entry["value"]:.1%} [{entry["low"]:.1%}, {entry["high"]:.1%}]'

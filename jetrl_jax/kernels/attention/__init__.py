@@ -1,0 +1,95 @@
+"""Attention of packed rows over the keys of their own sequences.
+
+    score_rs = q_r . k_s / sqrt(H) * log2(e)       float32
+    out_r = sum_s 2^(score_rs - lse_r) v_s         over first_r <= s <= last_r
+    lse_r = log2 sum_s 2^(score_rs)
+
+One tiled routine with one order of keys, for training and prefill; decode has
+it over pages (`kernels/decode_attention`). A query row takes its keys tile
+after tile with an online softmax: weights are rounded to the dtype of the
+products, sums are float32, and the output is rounded once. A tile that is
+masked in full leaves the running maximum, sum and output exactly as they were,
+so a row's result depends only on where its keys fall relative to the tiles: a
+packed segment that starts at a multiple of the tile gets the bits of a cache
+that starts at 0. The backward may use any order.
+
+Layouts: q [B, K, R, H] with R = T * (N / K), keys and values [B, K, S, H]. Rows
+are query tokens times the heads of a group.
+"""
+
+import functools
+
+import jax
+
+from jetrl_jax.core.typing import Array
+from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels.attention import reference
+from jetrl_jax.kernels.kv_storage import store
+from jetrl_jax.kernels.residuals import keep
+
+
+def _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
+  """Returns (output, base-2 log-sum-exp [B, K, R])."""
+  match dispatch.implementation('attention'):
+    case 'triton':
+      from jetrl_jax.kernels.attention import triton
+
+      run = triton.forward
+    case _:
+      run = reference.forward
+  return run(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def flash_attention(
+    q_BKRH: Array,
+    k_BKSH: Array,
+    v_BKSH: Array,
+    first_BR: Array,
+    last_BR: Array,
+    tile: int,
+    kv_dtype: str | None,
+) -> Array:
+  """Softmax attention of every row over its own range of keys.
+
+  Args:
+    q_BKRH: query rows, R a multiple of 16.
+    k_BKSH: keys, S a multiple of `tile`.
+    v_BKSH: values.
+    first_BR: int32, first key a row may see.
+    last_BR: int32, last key it may see; below `first` for no key at all, which
+      gives exact zeros.
+    tile: keys per step of the online softmax; part of the arithmetic.
+    kv_dtype: what keys and values are rounded to first; the gradient passes
+      straight through. None leaves them.
+
+  Returns:
+    [B, K, R, H] in q's dtype.
+  """
+  k_BKSH, v_BKSH = store(k_BKSH, kv_dtype), store(v_BKSH, kv_dtype)
+  return _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile)[0]
+
+
+def _fwd(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile, kv_dtype):
+  k_BKSH, v_BKSH = store(k_BKSH, kv_dtype), store(v_BKSH, kv_dtype)
+  out, lse = _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile)
+  q_BKRH, k_BKSH, v_BKSH, out, lse = keep((q_BKRH, k_BKSH, v_BKSH, out, lse))
+  return out, (q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, out, lse)
+
+
+def _bwd(tile, kv_dtype, residuals, dout):
+  del kv_dtype
+  q_BKRH, k_BKSH, v_BKSH, *rest = residuals
+  dtype = q_BKRH.dtype
+  operands = (q_BKRH, k_BKSH.astype(dtype), v_BKSH.astype(dtype), *rest)
+  match dispatch.implementation('attention'):
+    case 'triton':
+      from jetrl_jax.kernels.attention import triton_backward
+
+      grads = triton_backward.backward(*operands, dout_BKRH=dout, tile=tile)
+    case _:
+      grads = reference.backward(*operands, dout=dout)
+  return (*grads, None, None)
+
+
+flash_attention.defvjp(_fwd, _bwd)

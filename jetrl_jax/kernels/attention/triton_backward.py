@@ -1,0 +1,210 @@
+"""Gradients of attention for NVIDIA GPUs (Pallas, Triton backend).
+
+Two kernels without atomics, so gradients repeat to the bit: dq over key tiles,
+dk and dv over row tiles. The order of these sums is free: no log-prob depends
+on it.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jetrl_jax.core.typing import Array
+from jetrl_jax.kernels.attention.triton import (
+    ROW_TILE,
+    for_tiles,
+    head_row_vector_spec,
+    pad_rows,
+    row_vector_spec,
+    rows_spec,
+    tile_scores,
+    weights_of,
+    whole_spec,
+)
+from jetrl_jax.kernels.triton_tools import kernel_options, lowered_once
+
+
+def _dq_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    first_ref,
+    last_ref,
+    lse_ref,
+    delta_ref,
+    dout_ref,
+    dq_ref,
+    *,
+    tile,
+    interpret,
+):
+  q, first, last = q_ref[...], first_ref[...], last_ref[...]
+  lse, delta, dout = lse_ref[...], delta_ref[...], dout_ref[...]
+
+  def body(i, dq, masked):
+    k = k_ref[pl.ds(i * tile, tile), :]
+    v = v_ref[pl.ds(i * tile, tile), :]
+    span = (first, last) if masked else None
+    scores, seen = tile_scores(q, k, span, lambda row: i * tile + row)
+    p = weights_of(scores, lse, seen, jnp.float32, interpret)
+    dp = jnp.dot(dout, v.T, preferred_element_type=jnp.float32)
+    ds = (p * (dp - delta[:, None])).astype(k.dtype)
+    return dq + jnp.dot(ds, k, preferred_element_type=jnp.float32)
+
+  dq = for_tiles(first, last, tile, body, jnp.zeros(q.shape, jnp.float32))
+  dq_ref[...] = (dq * q.shape[1] ** -0.5).astype(dq_ref.dtype)
+
+
+def _dkv_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    first_ref,
+    last_ref,
+    lse_ref,
+    delta_ref,
+    dout_ref,
+    bounds_ref,
+    dk_ref,
+    dv_ref,
+    *,
+    tile,
+    interpret,
+):
+  i = pl.program_id(0)
+  k, v = k_ref[...], v_ref[...]
+
+  def body(j, carry, masked):
+    dk, dv = carry
+    at = pl.ds(j * ROW_TILE, ROW_TILE)
+    q, dout = q_ref[at, :], dout_ref[at, :]
+    span = (first_ref[at], last_ref[at]) if masked else None
+    scores, seen = tile_scores(q, k, span, lambda row: i * tile + row)
+    p = weights_of(scores, lse_ref[at], seen, jnp.float32, interpret)
+    dv += jnp.dot(
+        p.astype(dout.dtype).T, dout, preferred_element_type=jnp.float32
+    )
+    dp = jnp.dot(dout, v.T, preferred_element_type=jnp.float32)
+    ds = (p * (dp - delta_ref[at][:, None])).astype(q.dtype)
+    dk += jnp.dot(ds.T, q, preferred_element_type=jnp.float32)
+    return dk, dv
+
+  carry = (jnp.zeros(k.shape, jnp.float32),) * 2
+  for n, masked in enumerate((True, False, True)):
+    step = functools.partial(body, masked=masked)
+    carry = lax.fori_loop(bounds_ref[n], bounds_ref[n + 1], step, carry)
+  dk, dv = carry
+  dk_ref[...] = (dk * k.shape[1] ** -0.5).astype(dk_ref.dtype)
+  dv_ref[...] = dv.astype(dv_ref.dtype)
+
+
+def _row_tiles(first_BR, last_BR, num_tiles, tile):
+  """Returns the row tiles that attend each key tile, int32 [B, key tiles, 4].
+
+  Of [low, inner, inner_end, high), those from `inner` on see the whole key tile
+  with all their rows; there may be none.
+  """
+  start = jnp.arange(num_tiles, dtype=jnp.int32)[None, :, None] * tile
+  first, last = first_BR[:, None, :], last_BR[:, None, :]
+  attends = (first < start + tile) & (last >= start) & (last >= first)
+  sees_all = (first <= start) & (last >= start + tile - 1)
+
+  def by_tile(x, join):
+    return join(x.reshape(*x.shape[:2], -1, ROW_TILE), axis=3)
+
+  def ends(found):
+    index = jnp.arange(found.shape[2], dtype=jnp.int32)[None, None, :]
+    low = jnp.min(jnp.where(found, index, found.shape[2]), axis=2)
+    high = jnp.max(jnp.where(found, index + 1, 0), axis=2)
+    return jnp.minimum(low, high), high
+
+  low, high = ends(by_tile(attends, jnp.any))
+  full = by_tile(sees_all, jnp.all)
+  inner, inner_end = ends(full)
+  # One stretch without a gap, or none.
+  is_whole = jnp.sum(full, axis=2, dtype=jnp.int32) == inner_end - inner
+  is_whole &= inner_end > inner
+  inner = jnp.where(is_whole, inner, high)
+  inner_end = jnp.where(is_whole, inner_end, high)
+  return jnp.stack([low, inner, inner_end, high], axis=2)
+
+
+@lowered_once('tile', 'interpret')
+def backward(
+    q_BKRH: Array,
+    k_BKSH: Array,
+    v_BKSH: Array,
+    first_BR: Array,
+    last_BR: Array,
+    out_BKRH: Array,
+    lse_BKR: Array,
+    dout_BKRH: Array,
+    tile: int,
+    *,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+  """Returns (dq, dk, dv) in the dtypes of (q, k, v).
+
+  Arguments are those of `triton.forward`, its two results and the
+  cotangent of the first.
+  """
+  wanted = q_BKRH.shape[2]
+  q_BKRH, out_BKRH, dout_BKRH, lse_BKR = (
+      pad_rows(x, 2, ROW_TILE) for x in (q_BKRH, out_BKRH, dout_BKRH, lse_BKR)
+  )
+  first_BR = pad_rows(first_BR, 1, ROW_TILE)
+  last_BR = pad_rows(last_BR, 1, ROW_TILE, fill=-1)
+  batch, kv_heads, rows, head_dim = q_BKRH.shape
+  length = k_BKSH.shape[2]
+  delta = jnp.sum(
+      out_BKRH.astype(jnp.float32) * dout_BKRH.astype(jnp.float32), axis=-1
+  )
+  operands = (q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR)
+  operands += (lse_BKR, delta, dout_BKRH)
+
+  row, whole = rows_spec(head_dim, ROW_TILE), whole_spec(length, head_dim)
+  dq = pl.pallas_call(
+      functools.partial(_dq_kernel, tile=tile, interpret=interpret),
+      grid=(rows // ROW_TILE, kv_heads, batch),
+      in_specs=[
+          *(row, whole, whole),
+          *[row_vector_spec(ROW_TILE)] * 2,
+          *[head_row_vector_spec(ROW_TILE)] * 2,
+          row,
+      ],
+      out_specs=row,
+      out_shape=jax.ShapeDtypeStruct(q_BKRH.shape, q_BKRH.dtype),
+      name='flash_attention_dq',
+      **kernel_options(interpret, num_warps=4, num_stages=2),
+  )(*operands)
+
+  num_tiles = length // tile
+  bounds = _row_tiles(first_BR, last_BR, num_tiles, tile)
+  all_rows = whole_spec(rows, head_dim)
+  vector = pl.BlockSpec((None, rows), lambda s, h, b: (b, 0))
+  head_vector = pl.BlockSpec((None, None, rows), lambda s, h, b: (b, h, 0))
+  keys = pl.BlockSpec(
+      (None, None, tile, head_dim), lambda s, h, b: (b, h, s, 0)
+  )
+  dk, dv = pl.pallas_call(
+      functools.partial(_dkv_kernel, tile=tile, interpret=interpret),
+      grid=(num_tiles, kv_heads, batch),
+      in_specs=[
+          *(all_rows, keys, keys),
+          *[vector] * 2,
+          *[head_vector] * 2,
+          all_rows,
+          pl.BlockSpec((None, None, 4), lambda s, h, b: (b, s, 0)),
+      ],
+      out_specs=[keys, keys],
+      out_shape=[
+          jax.ShapeDtypeStruct(k_BKSH.shape, k_BKSH.dtype),
+          jax.ShapeDtypeStruct(v_BKSH.shape, v_BKSH.dtype),
+      ],
+      name='flash_attention_dkv',
+      **kernel_options(interpret, num_warps=4, num_stages=2),
+  )(*operands, bounds)
+  return dq[:, :, :wanted], dk, dv

@@ -1,0 +1,44 @@
+"""The product of 8-bit operands that have a scale per group of 128.
+
+    y_MN = sum_g (a_g . b_g^T) * scale_a_g * scale_b_g,    g = 0, 1, ...
+
+Each group's product and their sum are float32; the order of the sum is the
+order of the groups, for every number of rows, and the result is rounded once.
+This is the dot of the recipe `fp8_block`, forward and backward; it has no
+derivative of its own.
+"""
+
+from jetrl_jax.core.typing import Array
+from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels.block_scaled_dot import reference
+
+
+def block_dot(
+    a_MK: Array,
+    scale_a_MG: Array,
+    b_NK: Array,
+    scale_b_NG: Array,
+    out_dtype,
+    *,
+    power_of_two: bool,
+) -> Array:
+  """Returns a . b^T [M, N], summed in groups of 128 that have scales.
+
+  Args:
+    a_MK: 8-bit floats; K is a multiple of 128.
+    scale_a_MG: float32, of each row's G = K / 128 groups.
+    b_NK: as a; N is a multiple of 128.
+    scale_b_NG: as a's, or of 128 rows at a time [N / 128, G].
+    out_dtype: of the result, rounded once.
+    power_of_two: the scales are powers of two.
+  """
+  match dispatch.implementation('block_scaled_dot'):
+    case 'triton':
+      from jetrl_jax.kernels.block_scaled_dot import triton
+
+      run = triton.block_dot
+    case _:
+      run = reference.grouped_dot
+  return run(
+      a_MK, scale_a_MG, b_NK, scale_b_NG, out_dtype, power_of_two=power_of_two
+  )

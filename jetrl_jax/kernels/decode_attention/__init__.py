@@ -1,0 +1,47 @@
+"""Attention from one new token per slot over the slot's pages.
+
+The arithmetic and the order of keys are those of `kernels/attention`, so a
+token gets the bits that it has in a packed row of training. Pages are a
+multiple of the tile and may lie anywhere.
+"""
+
+from jetrl_jax.core.typing import Array
+from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels.decode_attention import reference
+from jetrl_jax.kernels.decode_attention.reference import DECODE_ROWS
+
+__all__ = ['DECODE_ROWS', 'decode_attention']
+
+
+def decode_attention(
+    q_BNH: Array,
+    k_PKSH: Array,
+    values: Array,
+    table_BP: Array,
+    last_B: Array,
+    tile: int,
+    step: Array | None = None,
+) -> Array:
+  """Attends from one query token per slot to the slot's pages.
+
+  Args:
+    q_BNH: queries; the heads of a group are neighbours.
+    k_PKSH: pages of keys, S tokens each, a multiple of `tile`.
+    values: pages of values, see `kv_storage.values_shape`.
+    table_BP: int32, the slot's pages in order.
+    last_B: int32, the last key to attend; -1 for none, which gives zeros.
+    tile: see `attention.flash_attention`.
+    step: float32 scalar, the scale on which the o dot quantises its rows; None
+      where it does not, or quantises them itself.
+
+  Returns:
+    [B, N, H] in q's dtype, or with `step` its E4M3 values.
+  """
+  operands = q_BNH, k_PKSH, values, table_BP, last_B
+  match dispatch.implementation('decode_attention'):
+    case 'triton':
+      from jetrl_jax.kernels.decode_attention import triton
+
+      return triton.decode(*operands, tile, step)[0]
+    case _:
+      return reference.decode(*operands, tile, step)

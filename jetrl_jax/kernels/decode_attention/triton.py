@@ -1,0 +1,161 @@
+"""Attention's decode kernel for NVIDIA GPUs (Pallas, Triton backend).
+
+One query token per slot: its few rows make one tile of 16, and its keys lie in
+pages (`triton_pages.py`). The arithmetic is that of
+`kernels/attention/triton.py`. A program goes through a slot's keys, tile after
+tile; where slots are too few to keep a GPU busy that way, `triton_split.py`
+takes over.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from jetrl_jax.core.typing import Array
+from jetrl_jax.fp8 import formats, quantize
+from jetrl_jax.kernels.attention.reference import operand_dtype
+from jetrl_jax.kernels.attention.triton import (
+    attend_tile,
+    finish,
+    one_kernel,
+    start,
+)
+from jetrl_jax.kernels.decode_attention import triton_pages as pages
+from jetrl_jax.kernels.decode_attention import triton_split as attention_split
+from jetrl_jax.kernels.triton_tools import kernel_options
+
+
+def _decode_kernel(
+    q_ref,
+    k_ref,
+    v_ref,
+    table_ref,
+    last_ref,
+    *refs,
+    tile,
+    page_size,
+    group,
+    interpret,
+):
+  *steps, out_ref, lse_ref = refs
+  head, last = pl.program_id(0), last_ref[0]
+  per_page = jnp.int32(page_size // tile)
+  dtype = operand_dtype(q_ref.dtype, k_ref.dtype)
+  q, mask = pages.load_query(q_ref, head, group, dtype)
+  first_R = jnp.zeros((pages.DECODE_ROWS,), jnp.int32)
+  last_R = jnp.full((pages.DECODE_ROWS,), last, jnp.int32)
+
+  def attend(i, carry, span):
+    *carry, page = carry
+    ahead = pages.page_of(table_ref, i + 1, last, (tile, page_size))
+    at = (page, head), lax.rem(i, per_page), tile
+    values = pages.load_values(v_ref, *at, slice(None), interpret)
+    keys = pages.load_keys(k_ref, *at, dtype)
+    numbers = pages.key_numbers(len(keys), i * tile)
+    parts = list(zip(keys, values, numbers, strict=True))
+    return *attend_tile(q, parts, span, carry, interpret), ahead
+
+  # All tiles but the last one, which may end within.
+  whole = (last + 1) // tile
+  carry = (*start(*q.shape), table_ref[0])
+  body = functools.partial(attend, span=None)
+  carry = lax.fori_loop(0, whole, body, carry)
+  body = functools.partial(attend, span=(first_R, last_R))
+  *carry, _ = lax.fori_loop(whole, (last + tile) // tile, body, carry)
+  out, lse = finish(carry)
+  out = out.astype(q_ref.dtype)
+  for step_ref in steps:
+    out = quantize(out, step_ref[0], formats.E4M3)
+  mine = pl.ds(head * group, pages.DECODE_ROWS)
+  triton.store(out_ref.at[mine, :], out, mask=mask[:, None])
+  triton.store(lse_ref.at[mine], lse, mask=mask)
+
+
+def _best(programs: int, is_fp8: bool) -> tuple[int, int]:
+  """Returns the fastest (warps, tiles on their way at a time).
+
+  Up to four programs to a multiprocessor of an H200 run at the same time,
+  whatever they hold; of more, as many as its shared memory has room for.
+  """
+  if programs <= 2 * 132:
+    return (2, 3) if is_fp8 else (1, 3)
+  few = programs <= 4 * 132
+  if is_fp8:
+    return 1, 3 if few else 2
+  return 1, 2 if few else 3
+
+
+@one_kernel('tile', 'program', 'interpret')
+def decode(
+    q_BNH: Array,
+    k_PKSH: Array,
+    values: Array,
+    table_BP: Array,
+    last_B: Array,
+    tile: int,
+    step: Array | None = None,
+    *,
+    program: tuple[int, int] | attention_split.Split | None = None,
+    interpret: bool = False,
+) -> tuple[Array, Array]:
+  """Attends from one query token per slot to the slot's pages.
+
+  Args:
+    q_BNH: queries; the heads of a group are neighbours.
+    k_PKSH: pages of keys, S tokens each, a multiple of `tile`.
+    values: pages of values, see `kv_storage.values_shape`.
+    table_BP: int32, the slot's pages in order.
+    last_B: int32, the last key to attend; -1 for none.
+    tile: see the package.
+    step: scale on which the result is quantised to E4M3; None to leave it.
+    program: its warps, and tiles on their way at a time, or how it is split;
+      None for the fastest. All give the same bits.
+    interpret: run on a CPU, for tests.
+
+  Returns:
+    (out [B, N, H] in q's dtype or E4M3, base-2 log-sum-exp [B, N])
+  """
+  batch, kv_heads = q_BNH.shape[0], k_PKSH.shape[1]
+  is_fp8 = k_PKSH.dtype.itemsize == 1
+  if program is None:
+    programs = kv_heads * batch
+    program = attention_split.best(programs) or _best(programs, is_fp8)
+  group = pages.group_of(q_BNH, k_PKSH)
+  k_pool, v_pool = pages.pools(k_PKSH, values)
+  sizes = dict(tile=tile, page_size=k_PKSH.shape[2], group=group)
+  operands = q_BNH, k_pool, v_pool, table_BP, last_B
+  if isinstance(program, attention_split.Split):
+    return attention_split.decode(
+        *operands, step, program, **sizes, interpret=interpret
+    )
+  num_warps, num_stages = program
+  slot = pl.BlockSpec((None, *q_BNH.shape[1:]), lambda h, b: (b, 0, 0))
+  steps = [] if step is None else [step.reshape(1)]
+  return pl.pallas_call(
+      functools.partial(_decode_kernel, **sizes, interpret=interpret),
+      grid=(kv_heads, batch),
+      in_specs=[
+          slot,
+          pages.whole(k_pool),
+          pages.whole(v_pool),
+          pl.BlockSpec((None, table_BP.shape[1]), lambda h, b: (b, 0)),
+          pl.BlockSpec((1,), lambda h, b: (b,)),
+          *[pl.BlockSpec((1,), lambda h, b: (0,))] * len(steps),
+      ],
+      out_specs=[
+          slot,
+          pl.BlockSpec((None, q_BNH.shape[1]), lambda h, b: (b, 0)),
+      ],
+      out_shape=[
+          jax.ShapeDtypeStruct(
+              q_BNH.shape, formats.E4M3 if steps else q_BNH.dtype
+          ),
+          jax.ShapeDtypeStruct(q_BNH.shape[:2], jnp.float32),
+      ],
+      name='flash_attention',
+      **kernel_options(interpret, num_warps, num_stages),
+  )(*operands, *steps)

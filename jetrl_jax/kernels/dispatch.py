@@ -1,0 +1,198 @@
+"""Which implementation of each operation runs: one ordered table, read once.
+
+`select` goes through `TABLE` for the hardware at hand and returns `Kernels`, a
+static field of `Policy`. `Policy.jit` traces under it, and each operation asks
+`implementation` for its own. 'reference' is plain JAX, runs everywhere and is
+what the tests hold the others to.
+
+An implementation may still not take some shape; then the operation runs its
+reference there, for all numbers of rows.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Iterator
+
+import jax
+
+REFERENCE = 'reference'
+# 8-bit values of an array that all kernels can address: Pallas' Triton backend
+# counts the values of an array of up to 4 GiB in 32 bits with a sign, and those
+# beyond this one would lie in front of their array.
+MOST_VALUES = 2**31
+# Operation -> its implementations, the preferred one first. What each needs:
+# `_missing`.
+TABLE: dict[str, tuple[str, ...]] = {
+    'add_norm_quantize': ('triton', REFERENCE),
+    'adamw': ('triton', REFERENCE),
+    'attention': ('triton', REFERENCE),
+    'block_scaled_dot': ('triton', REFERENCE),
+    'decode_attention': ('triton', REFERENCE),
+    'gate_up': ('triton_sm90', REFERENCE),
+    'log_sum_exp': ('triton', REFERENCE),
+    'mlp': ('triton', REFERENCE),
+    'quantize_transpose': ('triton', REFERENCE),
+    'requantize': ('triton', REFERENCE),
+    'rope_append': ('triton', REFERENCE),
+    'sample_token': ('triton', REFERENCE),
+    'swiglu': ('triton', REFERENCE),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+  """What decides about implementations.
+
+  Attributes:
+    backend: 'cpu' or 'gpu'.
+    capability: of a CUDA device, such as (9, 0); () elsewhere.
+    has_triton: this jax has Pallas' Triton backend.
+  """
+
+  backend: str
+  capability: tuple[int, ...]
+  has_triton: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+  """The implementation of every operation, in the order of `TABLE`.
+
+  Attributes:
+    chosen: (operation, implementation) pairs.
+  """
+
+  chosen: tuple[tuple[str, str], ...]
+
+  def of(self, operation: str) -> str:
+    """Returns the implementation of an operation."""
+    return dict(self.chosen)[operation]
+
+  def replace(self, **changes: str) -> 'Kernels':
+    """Returns the table with other implementations."""
+    assert changes.keys() <= TABLE.keys(), changes
+    return Kernels(tuple((dict(self.chosen) | changes).items()))
+
+  def __str__(self) -> str:
+    """Says it in one line, implementation by implementation."""
+    by_name: dict[str, list[str]] = {}
+    for operation, name in self.chosen:
+      by_name.setdefault(name, []).append(operation)
+    return '; '.join(f'{n}: {", ".join(ops)}' for n, ops in by_name.items())
+
+
+def select(setting: str = 'auto', hardware: Hardware | None = None) -> Kernels:
+  """Chooses every operation's implementation.
+
+  Args:
+    setting: 'auto' for the first of `TABLE` that the hardware has; 'reference'
+      for none but plain JAX; or 'OPERATION=IMPLEMENTATION,...' for the named
+      ones, all others as in 'auto'.
+    hardware: by default the one at hand.
+
+  Raises:
+    ValueError: an unknown setting, operation or implementation, or one that
+      this hardware or this jax does not have.
+  """
+  hardware = hardware or detect()
+  if setting == REFERENCE:
+    return Kernels(tuple((operation, REFERENCE) for operation in TABLE))
+  chosen = {
+      operation: next(n for n in names if not _missing(n, hardware))
+      for operation, names in TABLE.items()
+  }
+  if setting != 'auto':
+    chosen |= _parsed(setting, hardware)
+  return Kernels(tuple(chosen.items()))
+
+
+def _parsed(setting: str, hardware: Hardware) -> dict[str, str]:
+  """Returns what 'OPERATION=IMPLEMENTATION,...' asks for."""
+  wanted = {}
+  for pair in setting.split(','):
+    operation, _, name = (part.strip() for part in pair.partition('='))
+    if operation not in TABLE or not name:
+      raise ValueError(
+          f'kernels is {setting!r}; allowed: auto, reference, or'
+          f' OPERATION=IMPLEMENTATION,... with operations {", ".join(TABLE)}'
+      )
+    if name not in TABLE[operation]:
+      raise ValueError(
+          f'kernels is {setting!r}; {operation} has the implementations'
+          f' {", ".join(TABLE[operation])}'
+      )
+    if missing := _missing(name, hardware):
+      raise ValueError(f'kernels is {setting!r}; {name} needs {missing}')
+    wanted[operation] = name
+  return wanted
+
+
+def _missing(name: str, hardware: Hardware) -> str:
+  """Returns what an implementation needs and the hardware lacks, or ''."""
+  if name == REFERENCE:
+    return ''
+  if hardware.backend != 'gpu' or not hardware.capability:
+    return f'a CUDA GPU, and this is {hardware.backend}'
+  if not hardware.has_triton:
+    return "Pallas' Triton backend, which this jax does not have"
+  if name.endswith('_sm90') and hardware.capability != (9, 0):
+    return 'a GPU of compute capability 9.0 (Hopper)'
+  return ''
+
+
+@functools.cache
+def detect() -> Hardware:
+  """Returns the hardware that JAX compiles for."""
+  found = jax.default_backend()
+  backend = 'gpu' if found in ('gpu', 'cuda', 'rocm') else found
+  text = str(getattr(jax.devices()[0], 'compute_capability', ''))
+  numbers = text.split('.')
+  is_cuda = all(number.isdecimal() for number in numbers)
+  return Hardware(
+      backend=backend,
+      capability=tuple(map(int, numbers)) if is_cuda else (),
+      has_triton=_has_triton(),
+  )
+
+
+def _has_triton() -> bool:
+  try:
+    return (
+        importlib.util.find_spec('jax.experimental.pallas.triton') is not None
+    )
+  except ImportError:
+    return False
+
+
+_IN_USE: contextvars.ContextVar[Kernels | None] = contextvars.ContextVar(
+    'kernels', default=None
+)
+
+
+@contextlib.contextmanager
+def using(kernels: Kernels) -> Iterator[None]:
+  """Operations that are traced inside run these implementations."""
+  token = _IN_USE.set(kernels)
+  try:
+    yield
+  finally:
+    _IN_USE.reset(token)
+
+
+@functools.cache
+def automatic() -> Kernels:
+  """Returns what `select` chooses for the hardware at hand."""
+  return select()
+
+
+def implementation(operation: str) -> str:
+  """Returns the implementation that an operation is traced with now."""
+  return (_IN_USE.get() or automatic()).of(operation)
+
+
+def has_kernel(operation: str) -> bool:
+  """Whether an operation runs something else than its reference."""
+  return implementation(operation) != REFERENCE

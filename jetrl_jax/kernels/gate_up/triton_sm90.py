@@ -1,0 +1,142 @@
+"""gate_up and SwiGLU of few rows, on a Hopper GPU as one kernel (Triton).
+
+A decode step reads gate_up's weights at the speed of memory; what follows them
+can only add to that. Here each multiprocessor reads an equal share of gate's
+rows and the same of up's, and h leaves in 8 bits: neither gate|up nor another
+kernel is between. The tensor core adds a row's products in order, four of its
+instructions to 128 bytes of a row, as cuBLAS has it add them for every number
+of rows; so the bits are those of the dot and of `swiglu.swiglu_of`, which are
+faster for more rows (docs/performance_log.md).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jetrl_jax.core.typing import Array
+from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8.quantization import QTensor
+from jetrl_jax.kernels.hopper_dot import hopper_dot
+from jetrl_jax.kernels.swiglu import triton as swiglu
+from jetrl_jax.kernels.triton_tools import kernel_options, lowered_once
+
+ROWS = 64, 128
+# Bytes of a row that are loaded at once.
+_CHUNK = 128
+# Columns of h that a program makes: whole units, as many as its registers hold.
+_UNIT, _MOST = 16, 144
+_MULTIPROCESSORS = 132  # of an H200, where none is at hand
+_WARPS = 8
+# Of shared memory, for loads on their way.
+_BYTES, _MOST_STAGES = 216 * 1024, 6
+
+
+def width_of(columns: int) -> int:
+  """Returns the columns of h that one program makes.
+
+  Multiprocessors finish together if each has one program, or each as many; but
+  a third part (see `_parts`) costs more than some that have none.
+  """
+  units, count = -(-columns // _UNIT), _core_count()
+  programs = -(-units // (_MOST // _UNIT * count)) * count
+  each = -(-units // programs)
+  while each.bit_count() > 2:
+    each += 1
+  return each * _UNIT
+
+
+def _core_count() -> int:
+  return getattr(jax.devices()[0], 'core_count', _MULTIPROCESSORS)
+
+
+def _parts(width: int) -> list[tuple[int, int]]:
+  """Splits a width into powers of two: (start, size), large ones first."""
+  sizes = [2**i for i in reversed(range(width.bit_length())) if width >> i & 1]
+  return [(sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+
+
+def _kernel(x_ref, w_ref, *refs, width: int, interpret: bool):
+  """Some columns of h, for all rows."""
+  *numbers, step_ref, out_ref = refs
+  rows, columns = out_ref.shape
+  parts = _parts(width)
+  # The last program makes some columns of the one before it once more.
+  first = jnp.minimum(pl.program_id(0) * width, columns - width)
+  first = pl.multiple_of(first, _UNIT)
+
+  def body(k, sums):
+    inner = pl.ds(k * _CHUNK, _CHUNK)
+    x = x_ref[:, inner]
+
+    def added(half: int, start: int, size: int, total):
+      w = w_ref[half, pl.ds(first + start, size), inner]
+      return hopper_dot(x, w, total, interpret=interpret)
+
+    return [
+        tuple(added(half, *part, total) for half, total in enumerate(pair))
+        for part, pair in zip(parts, sums, strict=True)
+    ]
+
+  zeros = [(jnp.zeros((rows, size), jnp.float32),) * 2 for _, size in parts]
+  sums = lax.fori_loop(0, x_ref.shape[1] // _CHUNK, body, zeros)
+  scales, step = [ref[0] for ref in numbers], step_ref[0]
+  for (start, size), pair in zip(parts, sums, strict=True):
+    # Rounded as the dot's product is.
+    gate, up = (total.astype(jnp.bfloat16) for total in pair)
+    h = swiglu.hidden(gate, up, scales, step, interpret)
+    out_ref[:, pl.ds(first + start, size)] = h
+
+
+def fits(rows: int, dims: tuple[int, ...]) -> bool:
+  """Whether the kernel can be used, and is faster (docs/performance_log.md).
+
+  Not where some multiprocessors would have a second program: all wait for it.
+
+  Args:
+    rows: of x.
+    dims: (D, F), of x and of h.
+  """
+  dim, columns = dims
+  whole = dim % _CHUNK == 0 and columns % _UNIT == 0
+  width = width_of(columns)
+  one_round = width <= columns <= width * _core_count()
+  return whole and rows in ROWS and one_round
+
+
+@lowered_once('interpret')
+def hidden(
+    x8: QTensor, weight: QTensor, step: Array, *, interpret: bool = False
+) -> QTensor:
+  """Returns h [M, F] in E4M3, of a product that is rounded to bfloat16.
+
+  Args:
+    x8: [M, D] in E4M3 on one scale; `fits`.
+    weight: [2 F, D], gate's rows before up's; as x8. Scales are powers of two.
+    step: scale on which h is quantised.
+    interpret: run the kernel on a CPU, for tests.
+  """
+  (rows, dim), columns = x8.values.shape, weight.values.shape[0] // 2
+  width = width_of(columns)
+  stage = (rows + 2 * width) * _CHUNK
+  numbers = x8.scale, weight.scale, step
+  values = pl.pallas_call(
+      functools.partial(_kernel, width=width, interpret=interpret),
+      grid=(-(-columns // width),),
+      in_specs=[
+          pl.BlockSpec((rows, dim), lambda i: (0, 0)),
+          pl.BlockSpec((2, columns, dim), lambda i: (0, 0, 0)),
+          *[pl.BlockSpec((1,), lambda i: (0,))] * len(numbers),
+      ],
+      out_specs=pl.BlockSpec((rows, columns), lambda i: (0, 0)),
+      out_shape=jax.ShapeDtypeStruct((rows, columns), formats.E4M3),
+      name='gate_up',
+      **kernel_options(interpret, _WARPS, min(_BYTES // stage, _MOST_STAGES)),
+  )(
+      x8.values,
+      weight.values.reshape(2, columns, dim),
+      *(number.reshape(1) for number in numbers),
+  )
+  return QTensor(values=values, scale=step)

@@ -1,0 +1,62 @@
+"""A dot of 8-bit floats inside a Pallas kernel, by Hopper's own instruction.
+
+Pallas asks Triton for dots whose sums lose nothing of float32, and for that
+Triton widens FP8 to float16, at half of the tensor core's speed. To allow it
+the tensor core's own sums, as cuBLAS does, takes an attribute of Triton's dot
+that Pallas has no argument for. So this is an operation of our own, and the one
+file that uses parts of JAX that are not public: what adds an operation to
+Pallas' Triton backend. `tests/kernels/test_block_scaled_dot.py` lowers it in
+every version of JAX that is tested.
+"""
+
+import functools
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from jetrl_jax.core.typing import Array
+
+# Of products that the tensor core may add before float32 takes the sum.
+_ANY_NUMBER = 2**30
+
+
+@functools.cache
+def _primitive() -> core.Primitive:
+  """Returns the operation (a, b, start) -> start + a . b^T, see below."""
+  # Here, so that nothing else breaks where a version of JAX has moved them.
+  from jax._src.pallas.triton import lowering
+  from jaxlib.triton import dialect
+
+  dot_p = core.Primitive('hopper_dot')
+
+  @dot_p.def_abstract_eval
+  def shape(a, b, start):
+    del a, b
+    return start
+
+  @lowering.register_lowering(dot_p)
+  def lower(ctx, a, b, start):
+    del ctx
+    transposed = dialect.trans(b, (1, 0))
+    return dialect.dot(a, transposed, start, max_num_imprecise_acc=_ANY_NUMBER)
+
+  del shape, lower
+  return dot_p
+
+
+def hopper_dot(
+    a_MC: Array, b_NC: Array, start_MN: Array, *, interpret: bool
+) -> Array:
+  """Returns start + a . b^T, float32, added in order by the tensor core.
+
+  Args:
+    a_MC: E4M3 or E5M2; M is a multiple of 64.
+    b_NC: E4M3 or E5M2; N is a multiple of 16.
+    start_MN: float32, what the products are added to.
+    interpret: the kernel runs on a CPU, for tests.
+  """
+  if interpret:
+    a_MC, b_NC = a_MC.astype(jnp.float32), b_NC.astype(jnp.float32)
+    product = jnp.dot(a_MC, b_NC.T, preferred_element_type=jnp.float32)
+    return start_MN + product
+  return _primitive().bind(a_MC, b_NC, start_MN)

@@ -1,0 +1,33 @@
+"""The MLP as its three operations: dot, SwiGLU, dot."""
+
+from typing import TypeAlias
+
+import jax
+
+from jetrl_jax.core.typing import Array, PyTree
+from jetrl_jax.fp8.quantization import QTensor
+from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.kernels.quantized_dot.linear import dot
+from jetrl_jax.kernels.swiglu import swiglu
+
+# (master [O, I] or None, weight, slot) as `linear.dot` takes them.
+Operands: TypeAlias = tuple[Array | None, QTensor | Array, PyTree]
+
+
+def mlp(
+    recipe: Recipe,
+    x_MD: Array,
+    low_MD: Array | None,
+    gate_up: Operands,
+    down: Operands,
+    row_mask_M: Array,
+) -> Array:
+  """See the package's `mlp`."""
+  # The scopes that the modules would give.
+  with jax.named_scope('gate_up'):
+    y_MG = dot(
+        recipe, x_MD, *gate_up, row_mask_M, low_MI=low_MD, late_scale=True
+    )
+  h_MF = swiglu(y_MG)
+  with jax.named_scope('down'):
+    return dot(recipe, h_MF, *down, row_mask_M)

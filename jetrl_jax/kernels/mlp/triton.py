@@ -1,0 +1,172 @@
+"""gate_up, SwiGLU and down as one, for `fp8_delayed` on a GPU.
+
+    y_MG = x W1^T,  h_MF = silu(gate) * up,  z_MD = h W2^T
+
+h exists in 8 bits only (`kernels/swiglu/triton.py`). The gradient of y reaches
+gate_up's dot in 8 bits, both ways round, which the cotangent of a bfloat16
+array cannot be; so one derivative holds both dots. What is computed is what
+`kernels/quantized_dot/linear.py` and XLA's derivative of SwiGLU compute, by the
+same functions; only what lies between the dots is one kernel
+(`kernels/swiglu/triton_backward.py`) instead of four.
+"""
+
+import functools
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+
+from jetrl_jax.core.typing import Array
+from jetrl_jax.fp8.products import DeferredScale
+from jetrl_jax.fp8.quantization import QTensor
+from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.kernels import gate_up as gate_up_op
+from jetrl_jax.kernels.gate_up import reference as dot_and_swiglu
+from jetrl_jax.kernels.mlp.reference import Operands
+from jetrl_jax.kernels.quantize_transpose import triton as transpose
+from jetrl_jax.kernels.quantized_dot import linear, per_tensor
+from jetrl_jax.kernels.swiglu import triton_backward as swiglu_backward
+
+
+def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
+  """Whether two quantised dots and SwiGLU are one; for all numbers of rows.
+
+  Args:
+    recipe: how they compute.
+    dims: of both kernels.
+  """
+  # The kernel scales the first dot's product as late as the forward does, and
+  # counts by the distance between bfloat16 values.
+  computes = recipe.may_scale_late and recipe.compute_dtype == 'bfloat16'
+  return computes and transpose.fits(dims)
+
+
+def hidden(
+    x_MD: Array, low_MD: Array | None, gate_up: Operands, down: Operands
+) -> tuple[QTensor, DeferredScale]:
+  """Returns (h as down reads it, gate|up before it is scaled).
+
+  Args:
+    x_MD: rows in the compute dtype.
+    low_MD: x quantised already, as in `linear.dot`; of two copies [2, M, D]
+      the product is in two parts.
+    gate_up: of the first dot; gate's rows come before up's.
+    down: of the second dot.
+  """
+  (_, weight, slot), (_, _, down_slot) = gate_up, down
+  # The scope that the module would give.
+  with jax.named_scope('gate_up'):
+    x8 = per_tensor.quantize_input(x_MD, low_MD, slot)
+  step = down_slot['input']['scale']
+  return dot_and_swiglu.hidden(x8, weight, step, x_MD.dtype)
+
+
+def _forward(recipe, x_MD, low_MD, gate_up, down):
+  h8, product = hidden(x_MD, low_MD, gate_up, down)
+  with jax.named_scope('down'):
+    z_MD = per_tensor.forward(recipe, h8, down[1], x_MD.dtype, late=False)
+  return z_MD, product.values
+
+
+def mlp(
+    recipe: Recipe,
+    x_MD: Array,
+    low_MD: Array | None,
+    gate_up: Operands,
+    down: Operands,
+    row_mask_M: Array,
+) -> Array:
+  """Returns down(silu(gate) * up), see the package.
+
+  Args:
+    recipe: `fp8_delayed`; `fits`.
+    x_MD: rows.
+    low_MD: x quantised already.
+    gate_up: of the first dot.
+    down: of the second dot.
+    row_mask_M: float32, 0 on padding rows.
+  """
+  if gate_up[0] is None:
+    return _forward(recipe, x_MD, low_MD, gate_up, down)[0]
+  rows = x_MD.shape[0]
+  # Kernels of the backward have whole tiles; these rows count as padding.
+  x_MD, row_mask_M = _whole_tiles(x_MD), _whole_tiles(row_mask_M)
+  if low_MD is not None:
+    low_MD = _whole_tiles(low_MD)
+  z_MD = _differentiable(recipe, x_MD, low_MD, gate_up, down, row_mask_M)
+  return cast(Array, z_MD)[:rows]
+
+
+def _whole_tiles(x: Array) -> Array:
+  """Adds rows of zeros up to whole tiles."""
+  missing = -x.shape[0] % transpose.TILE
+  if not missing:
+    return x
+  return jnp.concatenate([x, jnp.zeros((missing, *x.shape[1:]), x.dtype)])
+
+
+def unscaled_mlp(
+    x_MD: Array, low_MD: Array | None, gate_up: Operands, down: Operands
+) -> DeferredScale:
+  """The same before its last scales, in float32; without a derivative."""
+  (_, weight, slot), (_, down_weight, down_slot) = gate_up, down
+  with jax.named_scope('gate_up'):
+    x8 = per_tensor.quantize_input(x_MD, low_MD, slot)
+  step = down_slot['input']['scale']
+  h8 = gate_up_op.gate_up(x8, weight, step, x_MD.dtype)
+  with jax.named_scope('down'):
+    return per_tensor.unscaled(h8, down_weight, jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(recipe, x_MD, low_MD, gate_up, down, row_mask_M) -> Array:
+  del row_mask_M
+  return _forward(recipe, x_MD, low_MD, gate_up, down)[0]
+
+
+def _mlp_fwd(recipe, x_MD, low_MD, gate_up, down, row_mask_M):
+  z_MD, product_MG = _forward(recipe, x_MD, low_MD, gate_up, down)
+  scale = gate_up[2]['input']['scale']
+  with jax.named_scope('gate_up'):
+    kept, seen = per_tensor.transpose_input(x_MD, scale, row_mask_M)
+  # Empty arrays carry the dtypes that the cotangents must have.
+  likes = [jnp.zeros((0,), a.dtype) for a in (x_MD, gate_up[0], down[0])]
+  dots = gate_up[1:], down[1:]
+  return z_MD, (kept, seen, product_MG, dots, row_mask_M, likes)
+
+
+def _mlp_bwd(recipe, residuals, dz_MD):
+  kept_x, seen_x, product_MG, dots, row_mask_M, likes = residuals
+  (weight, slot), (down_weight, down_slot) = dots
+  x_like, master_like, down_like = likes
+  with jax.named_scope('down'):
+    dz8, seen_dz = per_tensor.quantize_grad(
+        recipe, dz_MD, down_weight, down_slot, row_mask_M
+    )
+    dh_MF = per_tensor.dgrad(recipe, dz8, down_weight, x_like.dtype)
+  h_scale, dy_scale = down_slot['input']['scale'], slot['output_grad']['scale']
+  h_turned, dy_turned = swiglu_backward.backward(
+      product_MG,
+      dh_MF,
+      jnp.stack([kept_x.scale * weight.scale, h_scale, dy_scale]),
+      row_mask_M,
+      recipe.grad_dtype,
+  )
+  h8, seen_h = per_tensor.as_input(h_turned, h_scale, row_mask_M)
+  dy8, seen_dy = per_tensor.as_grad(dy_turned, dy_scale, row_mask_M)
+  with jax.named_scope('down'):
+    dw_down = per_tensor.wgrad(recipe, dz8, h8, down_like.dtype)
+  with jax.named_scope('gate_up'):
+    dx_MD, dw = per_tensor.backward(
+        recipe, dy8, kept_x, weight, x_like.dtype, master_like.dtype
+    )
+  slot_ct = linear.slot_cotangent(
+      slot, {'input': seen_x, 'output_grad': seen_dy}
+  )
+  down_slot_ct = linear.slot_cotangent(
+      down_slot, {'input': seen_h, 'output_grad': seen_dz}
+  )
+  return dx_MD, None, (dw, None, slot_ct), (dw_down, None, down_slot_ct), None
+
+
+_differentiable.defvjp(_mlp_fwd, _mlp_bwd)

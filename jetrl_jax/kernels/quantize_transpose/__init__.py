@@ -1,0 +1,134 @@
+"""Quantises a matrix and its transpose in one pass, for the backward's dots.
+
+An FP8 GEMM on Hopper reads both operands contraction-minor, so DGrad wants the
+weight transposed, and WGrad both of its operands.
+
+    per tensor   q_MN = E4M3|E5M2(clip(x / scale)), and q^T
+    per block    q_MN in groups of 128 along N with a scale each, and the
+                 transpose in groups of 128 along M
+
+The values are those of `fp8.quantize` and `fp8.quantize_groups`; float32 sums
+over what was lost come with them, in another order. No log-prob depends on any
+of it: the forward does without.
+
+Where no kernel runs, a dot reads its operands as they are, and `fits` says so:
+only who asked it may choose the dims of a dot.
+"""
+
+import math
+
+from jetrl_jax.core.typing import Array
+from jetrl_jax.fp8 import health
+from jetrl_jax.fp8.quantization import QTensor
+from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels.quantize_transpose import reference
+from jetrl_jax.kernels.quantize_transpose.reference import QuantizedPair
+
+__all__ = [
+    'QuantizedPair',
+    'fits',
+    'quantize_and_transpose',
+    'quantize_both_ways',
+    'regroup_and_transpose',
+    'transpose',
+]
+
+
+def fits(dims: tuple[int, ...]) -> bool:
+  """Whether a kernel transposes matrices of these dims."""
+  match dispatch.implementation('quantize_transpose'):
+    case 'triton':
+      from jetrl_jax.kernels.quantize_transpose import triton
+
+      return triton.fits(dims)
+    case _:
+      return False
+
+
+def transpose(x_MN: Array) -> Array:
+  """Returns the transpose of an 8-bit matrix."""
+  if not fits(x_MN.shape):
+    return x_MN.T
+  from jetrl_jax.kernels.quantize_transpose import triton
+
+  return triton.transpose(x_MN)
+
+
+def quantize_and_transpose(
+    x_MN: Array, scale: Array, row_mask_M: Array, dtype, *, row_major: bool
+) -> QuantizedPair:
+  """Quantises a matrix on one scale, and returns it and its transpose.
+
+  Rows that do not count are quantised as zeros: padding, whose gradients are
+  zeros as well.
+
+  Args:
+    x_MN: bfloat16 or float32.
+    scale: float32 scalar.
+    row_mask_M: float32, 0 on rows that do not count.
+    dtype: the 8-bit format, a float.
+    row_major: also return the values as they came.
+  """
+  operands = x_MN, scale, row_mask_M, dtype
+  if not fits(x_MN.shape):
+    return reference.quantize_and_transpose(*operands, row_major=row_major)
+  from jetrl_jax.kernels.quantize_transpose import triton
+
+  return triton.quantize_and_transpose(*operands, row_major=row_major)
+
+
+def _fits_per_block(shape: tuple[int, ...]) -> bool:
+  """Whether a kernel quantises a matrix of this shape in groups."""
+  return fits(shape) and math.prod(shape) <= dispatch.MOST_VALUES
+
+
+def quantize_both_ways(
+    x_MN: Array, row_mask_M: Array, dtype, *, margin: int, power_of_two: bool
+) -> tuple[QTensor, QTensor, health.OperandStats]:
+  """Quantises a matrix in groups of 128 along its rows and along its columns.
+
+  Args:
+    x_MN: bfloat16 or float32, zeros on rows that do not count; N is a multiple
+      of 128.
+    row_mask_M: float32, 0 on rows that do not count.
+    dtype: the 8-bit format, a float.
+    margin: see `scale_from_amax`.
+    power_of_two: see `scale_from_amax`.
+
+  Returns:
+    (the rows [M, N], the columns as rows [N, M], M up to a multiple of 128, and
+    what the rows show)
+  """
+  scaling = dict(margin=margin, power_of_two=power_of_two)
+  if not _fits_per_block(x_MN.shape):
+    return reference.quantize_both_ways(x_MN, row_mask_M, dtype, **scaling)
+  from jetrl_jax.kernels.quantize_transpose import triton_per_block
+
+  row_major, transposed, amax, lost = triton_per_block.quantize_both_ways(
+      x_MN, row_mask_M, dtype, **scaling
+  )
+  sums = health.with_elements(lost, x_MN.shape[1], row_mask_M)
+  return row_major, transposed, (amax, sums)
+
+
+def regroup_and_transpose(
+    x8: QTensor, dtype, *, margin: int, power_of_two: bool
+) -> QTensor:
+  """Returns a matrix in groups along its rows in groups along its columns.
+
+  Args:
+    x8: [M, N] with scales [M, N / 128].
+    dtype: what the values are restored in; the kernel does it in float32, which
+      with powers of two for scales is the same.
+    margin: see `scale_from_amax`.
+    power_of_two: see `scale_from_amax`.
+
+  Returns:
+    The transpose, [N, M] with scales [N, M / 128], M up to a multiple of 128.
+  """
+  scaling = dict(margin=margin, power_of_two=power_of_two)
+  if not _fits_per_block(x8.values.shape):
+    return reference.regroup_and_transpose(x8, dtype, **scaling)
+  from jetrl_jax.kernels.quantize_transpose import triton_per_block
+
+  return triton_per_block.regroup_and_transpose(x8, **scaling)

@@ -1,0 +1,299 @@
+"""Kernels that turn 8-bit matrices round (Pallas, Triton backend).
+
+An FP8 GEMM on Hopper reads both operands contraction-minor, so DGrad wants the
+kernel turned round, and WGrad both of its operands. XLA's own transposes of
+bytes reach a fifth of the memory's speed, and what is quantised it reads again
+to turn it, to find its amax and to see what was lost. `quantize_and_transpose`
+does all of it in one pass over the bfloat16 values.
+
+A word of the turned matrix holds one column's bytes of four rows that follow
+each other; four loads of rows make it in registers, and what passes through
+shared memory are words. The forward does without these kernels: no log-prob
+depends on them.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jetrl_jax.core.typing import Array
+from jetrl_jax.fp8 import formats
+from jetrl_jax.kernels.quantize_transpose.reference import QuantizedPair
+from jetrl_jax.kernels.triton_tools import (
+    kernel_options,
+    lowered_once,
+    row_slices,
+)
+
+TILE = 128  # what both dims are multiples of; rows of a program
+WORDS = TILE // 4
+# Columns of a program that quantises, and warps: the fastest of five shapes.
+_WIDTH = 64
+_WARPS = 4
+# A tile's two counts share one number.
+FLUSHED = 1 << 16
+
+
+def join(parts: Sequence[QuantizedPair]) -> QuantizedPair:
+  """Returns what was made of a matrix's rows in parts, as of all of them."""
+  if len(parts) == 1:
+    return parts[0]
+  row_major = [p.straight_MN for p in parts if p.straight_MN is not None]
+  return QuantizedPair(
+      straight_MN=jnp.concatenate(row_major) if row_major else None,
+      turned_NM=jnp.concatenate([part.turned_NM for part in parts], axis=1),
+      amax=jnp.max(jnp.stack([part.amax for part in parts])),
+      quantization_error=jnp.sum(
+          jnp.stack([part.quantization_error for part in parts]), axis=0
+      ),
+  )
+
+
+def fits(shape: tuple[int, ...]) -> bool:
+  """Whether a matrix has whole tiles only."""
+  return all(size % TILE == 0 for size in shape)
+
+
+def byte(values: Array) -> Array:
+  """8-bit values as words with the byte at the bottom."""
+  return lax.bitcast_convert_type(values, jnp.uint8).astype(jnp.uint32)
+
+
+def as_values(words_NR: Array, dtype) -> Array:
+  """[N, M/4] words to [N, M] values."""
+  columns, words = words_NR.shape
+  values = lax.bitcast_convert_type(words_NR, jnp.uint8)
+  return lax.bitcast_convert_type(values.reshape(columns, 4 * words), dtype)
+
+
+def _transpose_kernel(x_ref, out_ref):
+  rows = [x_ref[:, k, :] for k in range(4)]
+  for c in range(4):
+    # Byte c of four rows that follow each other, as one word.
+    word = (rows[0] >> (8 * c)) & 0xFF
+    for k in range(1, 4):
+      word |= ((rows[k] >> (8 * c)) & 0xFF) << (8 * k)
+    out_ref[:, c, :] = word.T
+
+
+@lowered_once('interpret')
+def transpose(x_MN: Array, *, interpret: bool = False) -> Array:
+  """Returns the transpose of an 8-bit matrix whose shape `fits`."""
+  rows, columns = x_MN.shape
+  bytes_MN = lax.bitcast_convert_type(x_MN, jnp.uint8)
+  words = lax.bitcast_convert_type(
+      bytes_MN.reshape(rows // 4, 4, columns // 4, 4), jnp.uint32
+  )
+  out = pl.pallas_call(
+      _transpose_kernel,
+      grid=(columns // TILE, rows // TILE),
+      in_specs=[pl.BlockSpec((WORDS, 4, WORDS), lambda j, i: (i, 0, j))],
+      out_specs=pl.BlockSpec((WORDS, 4, WORDS), lambda j, i: (j, 0, i)),
+      out_shape=jax.ShapeDtypeStruct((columns // 4, 4, rows // 4), jnp.uint32),
+      name='turn',
+      **kernel_options(interpret, num_warps=2),
+  )(words)
+  return as_values(out.reshape(columns, rows // 4), x_MN.dtype)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+  """The values of an 8-bit format on a scale, inside a kernel.
+
+  Attributes:
+    dtype: the format, a float.
+    limit: its largest value.
+    scale: float32 scalar.
+    inverse: of the scale.
+    largest: limit * scale.
+  """
+
+  dtype: Any
+  limit: float
+  scale: Array
+  inverse: Array
+  largest: Array
+
+  @classmethod
+  def of(cls, scale: Array, dtype, **more) -> Self:
+    """Returns it; before the loop over rows, as stores fence loads."""
+    limit = formats.format_max(dtype)
+    return cls(
+        dtype=dtype,
+        limit=limit,
+        scale=scale,
+        inverse=1.0 / scale,
+        largest=limit * scale,
+        **more,
+    )
+
+  def look(self, x: Array) -> tuple[Array, tuple[Array, ...]]:
+    """Returns (8-bit values of float32 x, what `gather` makes sums of)."""
+    scaled = x * self.inverse
+    low = self.cast(scaled)
+    stored = low.astype(jnp.float32)
+    error = self.error(x, stored)
+    count = self.count(x, scaled, stored)
+    return low, (jnp.abs(x), count, x * x, error * error)
+
+  def cast(self, scaled: Array) -> Array:
+    """Returns the 8-bit values."""
+    return jnp.clip(scaled, -self.limit, self.limit).astype(self.dtype)
+
+  def error(self, x: Array, stored: Array) -> Array:
+    """Returns what is lost."""
+    return x - stored * self.scale
+
+  def count(self, x: Array, scaled: Array, stored: Array) -> Array:
+    """Returns 1 for each value that saturated, `FLUSHED` for one flushed."""
+    del scaled
+    count = (jnp.abs(x) > self.largest).astype(jnp.int32)
+    return count + ((x != 0) & (stored == 0)).astype(jnp.int32) * FLUSHED
+
+
+# How each of the four numbers of `Grid.look` goes together.
+_REDUCE = (jnp.max, jnp.sum, jnp.sum, jnp.sum)
+_JOIN = (jnp.maximum, jnp.add, jnp.add, jnp.add)
+NUMBERS = (jnp.float32, jnp.int32, jnp.float32, jnp.float32)
+
+
+def no_sums(shape: tuple[int, ...], kinds=NUMBERS) -> list[Array]:
+  """Returns what `gather` starts with."""
+  return [jnp.zeros(shape, kind) for kind in kinds]
+
+
+def gather(sums: list[Array], seen: tuple[Array, ...]) -> list[Array]:
+  """Adds what `Grid.look` saw; a sum is of one value, or of a run of a row."""
+  rows, columns = sums[0].shape
+  return [
+      join(total, _fold(reduce, part, (rows, columns)))
+      for total, part, reduce, join in zip(
+          sums, seen, _REDUCE, _JOIN, strict=True
+      )
+  ]
+
+
+def _fold(reduce, part: Array, shape: tuple[int, int]) -> Array:
+  if part.shape == shape:
+    return part
+  return reduce(part.reshape(*shape, part.shape[1] // shape[1]), axis=2)
+
+
+def write_sums(refs, sums: list[Array]) -> None:
+  """Writes a tile's four numbers."""
+  for ref, reduce, total in zip(refs, _REDUCE, sums, strict=True):
+    ref[...] = reduce(total.astype(ref.dtype))
+
+
+def quantization_error_of(counts: Array, signal: Array, noise: Array) -> Array:
+  """Returns `QuantizedPair.quantization_error` of the numbers of all tiles."""
+  parts = counts % FLUSHED, counts // FLUSHED, signal, noise
+  return jnp.stack([jnp.sum(part.astype(jnp.float32)) for part in parts])
+
+
+def _quantize_kernel(x_ref, mask_ref, scale_ref, *outs, dtype, row_major: bool):
+  """A tile: its 8-bit values both ways round, and four numbers of it."""
+  straight_ref, *outs = outs if row_major else (None, *outs)
+  turned_ref, *sums_refs = outs
+  shape = (WORDS, x_ref.shape[2])
+  word, sums = jnp.zeros(shape, jnp.uint32), no_sums(shape)
+  grid = Grid.of(scale_ref[0], dtype)
+  for k in range(4):
+    x = x_ref[:, k, :].astype(jnp.float32)
+    x = jnp.where(mask_ref[:, k][:, None] > 0, x, 0.0)
+    low, seen = grid.look(x)
+    if straight_ref is not None:
+      straight_ref[:, k, :] = low
+    word |= byte(low) << (8 * k)
+    sums = gather(sums, seen)
+  turned_ref[...] = word.T
+  write_sums(sums_refs, sums)
+
+
+@lowered_once('dtype', 'row_major', 'interpret')
+def quantize_and_transpose(
+    x_MN: Array,
+    scale: Array,
+    row_mask_M: Array,
+    dtype,
+    *,
+    row_major: bool,
+    interpret: bool = False,
+) -> QuantizedPair:
+  """Quantises a matrix, turns it round and sees what was lost, in one pass.
+
+  Rows that do not count are quantised as zeros: padding, whose gradients are
+  zeros as well.
+
+  Args:
+    x_MN: bfloat16 or float32; its shape `fits`.
+    scale: float32 scalar.
+    row_mask_M: float32, 0 on rows that do not count.
+    dtype: the 8-bit format, a float.
+    row_major: also return the values as they came.
+    interpret: run on a CPU, for tests.
+  """
+  run = functools.partial(
+      _quantized_rows,
+      dtype=dtype,
+      row_major=row_major,
+      interpret=interpret,
+  )
+  slices = row_slices(*x_MN.shape, multiple=TILE)
+  return join([run(x_MN[at], scale, row_mask_M[at]) for at in slices])
+
+
+def _quantized_rows(
+    x_MN,
+    scale,
+    row_mask_M,
+    *,
+    dtype,
+    row_major: bool,
+    interpret: bool,
+) -> QuantizedPair:
+  rows, columns = x_MN.shape
+  grid = columns // _WIDTH, rows // TILE
+  rows_spec = pl.BlockSpec((WORDS, 4, _WIDTH), lambda j, i: (i, 0, j))
+  number = pl.BlockSpec((None, None), lambda j, i: (i, j))
+  numbers = [jax.ShapeDtypeStruct(grid[::-1], kind) for kind in NUMBERS]
+  quarters = rows // 4, 4, columns
+  out = pl.pallas_call(
+      functools.partial(_quantize_kernel, dtype=dtype, row_major=row_major),
+      grid=grid,
+      in_specs=[
+          rows_spec,
+          pl.BlockSpec((WORDS, 4), lambda j, i: (i, 0)),
+          pl.BlockSpec((1,), lambda j, i: (0,)),
+      ],
+      out_specs=[
+          *[rows_spec] * row_major,
+          pl.BlockSpec((_WIDTH, WORDS), lambda j, i: (j, i)),
+          *[number] * 4,
+      ],
+      out_shape=[
+          *[jax.ShapeDtypeStruct(quarters, dtype)] * row_major,
+          jax.ShapeDtypeStruct((columns, rows // 4), jnp.uint32),
+          *numbers,
+      ],
+      name='quantize_and_turn',
+      **kernel_options(interpret, _WARPS),
+  )(
+      x_MN.reshape(quarters),
+      row_mask_M.reshape(rows // 4, 4),
+      scale.reshape(1),
+  )
+  values = out[0].reshape(rows, columns) if row_major else None
+  turned_NR, amax, *rest = out[row_major:]
+  return QuantizedPair(
+      straight_MN=values,
+      turned_NM=as_values(turned_NR, dtype),
+      amax=jnp.max(amax),
+      quantization_error=quantization_error_of(*rest),
+  )

@@ -1,0 +1,1 @@
+"""The dot of every recipe, with its gradient, and its compute weights."""

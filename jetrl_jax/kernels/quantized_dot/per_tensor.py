@@ -1,0 +1,193 @@
+"""`fp8_delayed`: one scale per tensor, known before the values are.
+
+    FProp  Y_MO  = X_MI W_OI^T       E4M3 x E4M3
+    DGrad  dX_MI = dY_MO W_OI        grad_format x E4M3 (the same FP8 weights)
+    WGrad  dW_OI = dY_MO^T X_MI      grad_format x E4M3, in the master's dtype
+
+No amax is taken on the way: the only recipe whose quantiser can be fused with
+whatever produces its operand. Where `kernels/quantize_transpose` has a kernel
+the backward reads X, dY and W transposed, so that each of its GEMMs contracts
+the last dims.
+"""
+
+import dataclasses
+
+import jax
+from jax import lax
+
+from jetrl_jax.core.typing import Array, PyTree
+from jetrl_jax.fp8 import formats, health
+from jetrl_jax.fp8.products import (
+    BATCHED_NT,
+    NN,
+    NT,
+    TN,
+    DeferredScale,
+    scaled_dot,
+)
+from jetrl_jax.fp8.quantization import QTensor, quantize
+from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.kernels import quantize_transpose
+
+
+def quantize_input(x_MI: Array, low_MI: Array | None, slot: PyTree) -> QTensor:
+  """Returns the rows on the slot's scale; their values may be known."""
+  scale = slot['input']['scale']
+  if low_MI is None:
+    low_MI = quantize(x_MI, scale, formats.E4M3)
+  return QTensor(values=low_MI, scale=scale)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputGrad:
+  """An output gradient on one scale.
+
+  Attributes:
+    row_major: [M, O], for DGrad.
+    turned_OM: 8-bit values for WGrad, where operands are turned round.
+  """
+
+  row_major: QTensor
+  turned_OM: Array | None
+
+
+def _transposes(rows: int, weight: QTensor) -> bool:
+  """Whether the backward reads its operands turned round."""
+  return quantize_transpose.fits((rows, *weight.values.shape))
+
+
+def keep_input(
+    x_MI: Array, x8: QTensor, weight: QTensor, row_mask_M: Array
+) -> tuple[QTensor, health.OperandStats]:
+  """Returns the rows as WGrad reads them, and what they show."""
+  if not _transposes(x_MI.shape[0], weight):
+    return x8, health.measure(x_MI, x8, row_mask_M)
+  return transpose_input(x_MI, x8.scale, row_mask_M)
+
+
+def transpose_input(
+    x_MI: Array, scale: Array, row_mask_M: Array
+) -> tuple[QTensor, health.OperandStats]:
+  """`keep_input` where operands are turned round."""
+  out = quantize_transpose.quantize_and_transpose(
+      x_MI, scale, row_mask_M, formats.E4M3, row_major=False
+  )
+  return as_input(out, scale, row_mask_M)
+
+
+def as_input(
+    out: quantize_transpose.QuantizedPair, scale: Array, row_mask_M: Array
+) -> tuple[QTensor, health.OperandStats]:
+  """Returns what `keep_input` does, of rows that a kernel turned round."""
+  columns = out.turned_NM.shape[0]
+  seen = out.amax, health.with_elements(
+      out.quantization_error, columns, row_mask_M
+  )
+  return QTensor(values=out.turned_NM, scale=scale), seen
+
+
+def quantize_grad(
+    recipe: Recipe,
+    dy_MO: Array,
+    weight: QTensor,
+    slot: PyTree,
+    row_mask_M: Array,
+) -> tuple[OutputGrad, health.OperandStats]:
+  """Returns the output gradient on the slot's scale, and what it shows."""
+  scale = slot['output_grad']['scale']
+  dtype = recipe.grad_dtype
+  if not _transposes(dy_MO.shape[0], weight):
+    dy8 = QTensor(values=quantize(dy_MO, scale, dtype), scale=scale)
+    seen = health.measure(dy_MO, dy8, row_mask_M)
+    return OutputGrad(row_major=dy8, turned_OM=None), seen
+  out = quantize_transpose.quantize_and_transpose(
+      dy_MO, scale, row_mask_M, dtype, row_major=True
+  )
+  return as_grad(out, scale, row_mask_M)
+
+
+def as_grad(
+    out: quantize_transpose.QuantizedPair, scale: Array, row_mask_M: Array
+) -> tuple[OutputGrad, health.OperandStats]:
+  """Returns what `quantize_grad` does, of what a kernel turned round."""
+  assert out.straight_MN is not None
+  transposed, seen = as_input(out, scale, row_mask_M)
+  row_major = QTensor(values=out.straight_MN, scale=scale)
+  return OutputGrad(row_major=row_major, turned_OM=transposed.values), seen
+
+
+def forward(
+    recipe: Recipe, x8: QTensor, weight: QTensor, out_dtype, *, late: bool
+) -> Array:
+  """FProp; for `late` see `scaled_dot`."""
+  return scaled_dot(
+      x8.values,
+      weight.values,
+      NT,
+      (x8.scale * weight.scale,),
+      out_dtype,
+      power_of_two=recipe.power_of_two_scales,
+      late=late,
+  )
+
+
+def unscaled(x8: QTensor, weight: QTensor, dtype) -> DeferredScale:
+  """Returns FProp's product in `dtype`; of scales that are powers of two.
+
+  Of n copies of the rows [n, M, I] it is that of n parts of the kernel's rows,
+  [n, M, O / n]: the same values, from a GEMM that for few rows may be tiled
+  better.
+  """
+  x, w, dims = x8.values, weight.values, NT
+  if x.ndim == 3:
+    w, dims = w.reshape(x.shape[0], -1, w.shape[1]), BATCHED_NT
+  values = lax.dot_general(x, w, dims, preferred_element_type=dtype)
+  return DeferredScale(values=values, scales=(x8.scale, weight.scale))
+
+
+def dgrad(recipe: Recipe, dy8: OutputGrad, weight: QTensor, x_dtype) -> Array:
+  """Returns dX in `x_dtype`.
+
+  Args:
+    recipe: `fp8_delayed`.
+    dy8: what `quantize_grad` gave.
+    weight: the forward's.
+    x_dtype: of dX.
+  """
+  operands = dy8.row_major.values, weight.values, NN
+  if dy8.turned_OM is not None:
+    turned_IO = quantize_transpose.transpose(weight.values)
+    operands = dy8.row_major.values, turned_IO, NT
+  return scaled_dot(
+      *operands,
+      (dy8.row_major.scale * weight.scale,),
+      x_dtype,
+      power_of_two=recipe.power_of_two_scales,
+  )
+
+
+def wgrad(recipe: Recipe, dy8: OutputGrad, x8: QTensor, w_dtype) -> Array:
+  """Returns dW in the master's dtype; `x8` is what `keep_input` gave."""
+  operands = dy8.row_major.values, x8.values, TN
+  if dy8.turned_OM is not None:
+    operands = dy8.turned_OM, x8.values, NT
+  return scaled_dot(
+      *operands,
+      (dy8.row_major.scale * x8.scale,),
+      w_dtype,
+      power_of_two=recipe.power_of_two_scales,
+  )
+
+
+def backward(
+    recipe: Recipe,
+    dy8: OutputGrad,
+    x8: QTensor,
+    weight: QTensor,
+    x_dtype,
+    w_dtype,
+) -> tuple[Array, Array]:
+  """Returns (dX, dW), see `dgrad` and `wgrad`."""
+  dx_MI = dgrad(recipe, dy8, weight, x_dtype)
+  return dx_MI, wgrad(recipe, dy8, x8, w_dtype)

@@ -1,0 +1,47 @@
+"""Quantises moved masters again, in place, and sees what was lost.
+
+    q_OI = E4M3(clip(w_OI / scale)),    changed = share of q that differs
+
+After an optimiser step, for every quantised weight of a part of the model; all
+other leaves are cast. The values are those of `fp8.quantize` bit for bit; the
+sums over what was lost are float32 and in another order.
+"""
+
+from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.typing import PyTree
+from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels.requantize import reference
+from jetrl_jax.kernels.requantize.reference import changed_share
+
+__all__ = ['changed_share', 'requantize']
+
+
+def requantize(
+    params: PyTree,
+    fp8_state: PyTree,
+    weights: PyTree,
+    recipe: Recipe,
+    axes: Axes,
+) -> tuple[PyTree, PyTree, PyTree]:
+  """Makes compute weights again.
+
+  Args:
+    params: nested dict of masters, a part of their tree.
+    fp8_state: their slots, with the scales to use.
+    weights: theirs until now. What is a `QTensor` there becomes one.
+    recipe: of `weights`.
+    axes: of the mesh.
+
+  Returns:
+    (the weights, with the paths of `params`; the slots with the weights'
+    health; the share of 8-bit values that changed, by weight)
+  """
+  operands = params, fp8_state, weights, recipe, axes
+  match dispatch.implementation('requantize'):
+    case 'triton':
+      from jetrl_jax.kernels.requantize import triton
+
+      if triton.fits(params, weights, recipe):
+        return triton.renew(*operands)
+  return reference.requantize(*operands)

@@ -1,0 +1,187 @@
+"""Requantises a moved kernel where it lies (Pallas, Triton backend).
+
+After an optimiser step each kernel of a recipe with delayed scales is quantised
+again. XLA reads the master to quantise it, reads it again with the 8-bit values
+to see what was lost, compares old values with new and copies the new ones to
+where the old ones were. Here it is one pass: with bfloat16 masters 4 bytes a
+value. The 8-bit values are those of `quantize`, bit for bit; sums are added in
+another order.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.typing import Array, PyTree
+from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8.quantization import QTensor
+from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.kernels.triton_tools import kernel_options
+
+_ROW = 128
+_MOST_ROWS = 32  # of a program
+_LEAST_ROWS = 8
+# Saturated, flushed, signal, noise, changed; padded to a power of two.
+_SUMS = 8
+_LIMIT = formats.format_max(formats.E4M3)
+
+
+def _rows_of_program(shape: tuple[int, ...]) -> int:
+  rows = math.prod(shape) // _ROW
+  return min(rows & -rows, _MOST_ROWS)
+
+
+def fits(params: PyTree, weights: PyTree, recipe: Recipe) -> bool:
+  """Whether all quantised kernels of a part of the model can be renewed here.
+
+  Args:
+    params: nested dict of masters.
+    weights: theirs until now.
+    recipe: of `weights`.
+  """
+  if not recipe.is_delayed:
+    return False
+
+  def walk(node, old) -> bool:
+    if isinstance(node, dict):
+      return all(walk(child, old[key]) for key, child in node.items())
+    size = math.prod(node.shape)
+    return not isinstance(old, QTensor) or (
+        0 < size < 2**31
+        and size % _ROW == 0
+        and _rows_of_program(node.shape) >= _LEAST_ROWS
+    )
+
+  return walk(params, weights)
+
+
+def _kernel(master_ref, old_ref, scales_ref, out_ref, sums_ref):
+  scale, inverse = scales_ref[0], scales_ref[1]
+  # Before anything is written: the new values go where these are.
+  old = old_ref[...].astype(jnp.float32)
+  x = master_ref[...].astype(jnp.float32)
+  low = jnp.clip(x * inverse, -_LIMIT, _LIMIT).astype(formats.E4M3)
+  out_ref[...] = low
+  stored = low.astype(jnp.float32)
+  error = x - stored * scale
+  seen = (
+      jnp.abs(x) > _LIMIT * scale,
+      (x != 0) & (stored == 0),
+      x * x,
+      error * error,
+      # As floats: the two zeros are equal.
+      old != stored,
+  )
+  for i, values in enumerate(seen):
+    sums_ref[i] = jnp.sum(values.astype(jnp.float32))
+
+
+def renew_kernel(
+    master_OI: Array,
+    old_OI: Array,
+    scale: Array,
+    *,
+    interpret: bool = False,
+) -> tuple[Array, Array, Array]:
+  """Quantises a kernel to E4M3 in the place of its old values.
+
+  Args:
+    master_OI: float32 or bfloat16; needs what `fits`.
+    old_OI: float8_e4m3fn.
+    scale: float32 scalar.
+    interpret: run on a CPU, for tests.
+
+  Returns:
+    The values; float32 [5] sums as in `health.SUMS`; the number of values that
+    changed.
+  """
+  rows = _rows_of_program(master_OI.shape)
+  programs = master_OI.size // _ROW // rows
+  block = pl.BlockSpec((rows, _ROW), lambda i: (i, 0))
+  values, partial = pl.pallas_call(
+      _kernel,
+      grid=(programs,),
+      in_specs=[block, block, pl.BlockSpec((2,), lambda i: (0,))],
+      out_specs=[block, pl.BlockSpec((None, _SUMS), lambda i: (i, 0))],
+      out_shape=[
+          jax.ShapeDtypeStruct((programs * rows, _ROW), old_OI.dtype),
+          jax.ShapeDtypeStruct((programs, _SUMS), jnp.float32),
+      ],
+      input_output_aliases={1: 0},
+      name='renew_kernel',
+      **kernel_options(interpret, num_warps=4),
+  )(
+      master_OI.reshape(-1, _ROW),
+      old_OI.reshape(-1, _ROW),
+      # Divided by XLA, as `quantize` does it: Triton's division is rounded
+      # otherwise, and a run that is resumed quantises with XLA.
+      jnp.stack([scale, 1.0 / scale]),
+  )
+  sums = jnp.sum(partial[:, :5], axis=0)
+  elements = jnp.full((1,), master_OI.size, jnp.float32)
+  return (
+      values.reshape(old_OI.shape),
+      jnp.concatenate([elements, sums[:4]]),
+      sums[4],
+  )
+
+
+def renew(
+    params: PyTree,
+    fp8_state: PyTree,
+    weights: PyTree,
+    recipe: Recipe,
+    axes: Axes,
+    *,
+    interpret: bool = False,
+) -> tuple[PyTree, PyTree, PyTree]:
+  """Returns `requantize`, where it all `fits`.
+
+  Args:
+    params: masters.
+    fp8_state: see the package, as all others.
+    weights: until now.
+    recipe: of `weights`.
+    axes: of the mesh.
+    interpret: run on a CPU, for tests.
+  """
+  one = functools.partial(renew_kernel, interpret=interpret)
+
+  def walk(node, state, old):
+    if not isinstance(node, dict):
+      return node.astype(recipe.dtype), state, None
+    if isinstance(old.get('kernel'), QTensor):
+      return slot(node, state, old)
+    walked = {
+        key: walk(child, state.get(key, {}), old[key])
+        for key, child in node.items()
+    }
+    return (
+        {key: weight for key, (weight, _, _) in walked.items()},
+        state | {key: walked[key][1] for key in state if key in walked},
+        {k: share for k, (_, _, share) in walked.items() if share is not None}
+        or None,
+    )
+
+  def slot(node, state, old):
+    scale = state['kernel']['scale']
+    values, sums, changed = one(node['kernel'], old['kernel'].values, scale)
+    made = {
+        key: walk(child, {}, old[key])[0]
+        for key, child in node.items()
+        if key != 'kernel'
+    }
+    share = axes.psum(changed / values.size) / axes.size
+    entry = state['kernel'] | {'health': axes.psum(sums)}
+    return (
+        made | {'kernel': QTensor(values=values, scale=scale)},
+        state | {'kernel': entry},
+        {'kernel': share},
+    )
+
+  weights, fp8_state, changed = walk(params, fp8_state, weights)
+  return weights, fp8_state, changed or {}

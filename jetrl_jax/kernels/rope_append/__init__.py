@@ -1,0 +1,52 @@
+"""Between decode's qkv dot and its attention: rotate, and append to the pages.
+
+    y = qkv * scales + bias
+    q, k = (a cos - b sin, b cos + a sin)
+    pages[table[p // S], :, p % S] = k, v
+
+y is rounded to qkv's dtype after each operation; (a, b) are its halves of each
+head, which are rotated in float32 and rounded once; p is the slot's position
+and S the tokens of a page. In training XLA does each of these, with the same
+roundings.
+"""
+
+from jetrl_jax.core.typing import Array
+from jetrl_jax.fp8.products import DeferredScale
+from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels.rope_append import reference
+from jetrl_jax.kernels.rope_append.reference import append, rotate
+
+__all__ = ['append', 'rope_append', 'rotate']
+
+
+def rope_append(
+    qkv: DeferredScale,
+    rotation: tuple[Array, Array],
+    position_B: Array,
+    table_BP: Array,
+    cache: tuple[Array, Array],
+) -> tuple[Array, tuple[Array, Array]]:
+  """Makes queries, and puts keys and values into their pages.
+
+  Args:
+    qkv: one token per slot, [B, (N + 2K) H]: queries, keys, values; its scales
+      are powers of two.
+    rotation: (cosines, sines) float32 [B, H / 2], see `models/rope.py`.
+    position_B: int32, where the new key and value go; below 0 for an idle slot,
+      which writes nothing.
+    table_BP: int32, the pages of each slot in order.
+    cache: pages of keys [P, K, S, H], and of values, see
+      `kv_storage.values_shape`.
+
+  Returns:
+    (queries [B, N, H], the cache with the new token)
+  """
+  operands = qkv, *rotation, position_B, table_BP, *cache
+  match dispatch.implementation('rope_append'):
+    case 'triton':
+      from jetrl_jax.kernels.rope_append import triton
+
+      q_BNH, keys, values = triton.rotate_and_append(*operands)
+    case _:
+      q_BNH, keys, values = reference.rope_append(*operands)
+  return q_BNH, (keys, values)

@@ -1,0 +1,51 @@
+"""Draws a token from each row of tempered logits.
+
+    token = argmax_v (z_v + g_v),    g ~ Gumbel(0, 1), independent
+    z = max(logits * inverse, lowest float32)
+
+over the tokens of a mask, if there is one; the lowest token of equal values,
+and without noise for a greedy row. What a row draws depends on its own logits
+and key alone. The implementations have noise of their own: each repeats its
+tokens, the two draw different ones.
+"""
+
+import jax
+
+from jetrl_jax.core.typing import Array, Bool, Float, Int, PRNGKey
+from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels.sample_token import reference
+from jetrl_jax.kernels.sample_token.reference import gumbel_argmax, truncate
+
+__all__ = ['draw', 'gumbel_argmax', 'truncate']
+
+
+def draw(
+    logits_BV: Float[Array, 'B V'],
+    inverse_B: Float[Array, ' B'],
+    mask_BV: Bool[Array, 'B V'] | None,
+    keys_B: PRNGKey,
+    *,
+    greedy_B: Bool[Array, ' B'],
+) -> tuple[Int[Array, ' B'], Float[Array, ' B'] | None]:
+  """Draws a token for every row.
+
+  Args:
+    logits_BV: float32.
+    inverse_B: float32, see `logprobs.inverse_temperature`.
+    mask_BV: tokens that may be drawn; None for all.
+    keys_B: the rows' keys.
+    greedy_B: rows at temperature 0.
+
+  Returns:
+    (int32 token ids, the log-sum-exp of z with the bits of
+    `log_sum_exp.row_stats`, or None where it is not made on the way)
+  """
+  match dispatch.implementation('sample_token'):
+    case 'triton' if mask_BV is None:
+      from jetrl_jax.kernels.sample_token import triton
+
+      key_data_B2 = jax.random.key_data(keys_B)
+      return triton.draw(logits_BV, inverse_B, key_data_B2, greedy_B)
+    case _:
+      operands = logits_BV, inverse_B, mask_BV, keys_B, greedy_B
+      return reference.draw(*operands), None

@@ -1,0 +1,180 @@
+"""A token of each row of logits for NVIDIA GPUs (Pallas, Triton).
+
+    chunk = argmax_c (log sum_{v in c} exp(z_v) + g_c)
+    token = argmax_{v in chunk} (z_v + g_v),    g ~ Gumbel(0, 1), independent
+
+which is a draw from softmax(z): a chunk is drawn with its probability, then a
+token with its probability in the chunk. What a chunk sums up to is known from
+the log-sum-exp (`kernels/log_sum_exp/triton.py`), so of a row's logits only one
+chunk gets noise. It is made where it is added, by Philox4x32-10; what a row
+draws depends on its logits and its key alone.
+
+References:
+  Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jetrl_jax.core.typing import Array
+from jetrl_jax.kernels.log_sum_exp import triton as log_sum_exp_kernel
+from jetrl_jax.kernels.triton_tools import (
+    instruction,
+    kernel_options,
+    multiply_add,
+)
+
+_ROUNDS = 10
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_WEYL = 0x9E3779B9, 0xBB67AE85
+_LOW = 2.0**-6
+
+
+def _product(a, b: int) -> tuple:
+  """Returns the upper and the lower 32 bits of a * b, of uint32."""
+  a_low, a_high = a & 0xFFFF, a >> 16
+  b_low, b_high = jnp.uint32(b & 0xFFFF), jnp.uint32(b >> 16)
+  middle = a_high * b_low + ((a_low * b_low) >> 16)
+  high = (
+      a_high * b_high
+      + (middle >> 16)
+      + (((middle & 0xFFFF) + a_low * b_high) >> 16)
+  )
+  return high, a * jnp.uint32(b)
+
+
+def philox(counter, key):
+  """Returns four words of Philox4x32-10.
+
+  Args:
+    counter: four uint32 arrays of one shape.
+    key: two uint32 numbers.
+  """
+  a, b, c, d = counter
+  one, two = key
+  for _ in range(_ROUNDS):
+    high_a, low_a = _product(a, _MULTIPLIERS[0])
+    high_c, low_c = _product(c, _MULTIPLIERS[1])
+    a, b, c, d = high_c ^ b ^ one, low_c, high_a ^ d ^ two, low_a
+    one, two = one + jnp.uint32(_WEYL[0]), two + jnp.uint32(_WEYL[1])
+  return a, b, c, d
+
+
+def _log2(x, interpret: bool):
+  """Base-2 logarithm, on a GPU to 2^-22."""
+  return jnp.log2(x) if interpret else instruction('lg2.approx.ftz.f32')(x)
+
+
+def log2_exponential(bits, interpret: bool):
+  """Returns log2(e) of Exponential(1) numbers e, of uint32 bits.
+
+      e = -log(1 - u),    u = (floor(bits / 2) + 1/2) / 2^31
+
+  So -log(2) times it is Gumbel(0, 1) noise. Small e, which make the large ones,
+  have all of float32's relative precision: noise reaches 22.2, where a u of 23
+  bits ends at 16.
+  """
+  # 31 bits, as a signed number: GPUs convert these in one instruction.
+  number = (bits >> 1).astype(jnp.int32).astype(jnp.float32)
+  u = multiply_add(number, 2.0**-31, 2.0**-32, interpret)
+  series = jnp.full(u.shape, 0.25, jnp.float32)
+  for factor in (1.0 / 3.0, 0.5, 1.0):
+    series = multiply_add(series, u, factor, interpret)
+  # The largest u rounds to 1.
+  large = _log2(jnp.maximum(1.0 - u, 2.0**-25), interpret) * -math.log(2.0)
+  return _log2(jnp.where(u < _LOW, u * series, large), interpret)
+
+
+def _first_largest(places, values, last):
+  """Returns the lowest place of the largest value, or the last: of NaN."""
+  return jnp.min(jnp.where(values == jnp.max(values), places, last))
+
+
+def _draw_kernel(*refs, vocab: int, interpret: bool):
+  """Joins the chunks of a row, and draws a token."""
+  part_refs, refs = refs[:3], refs[3:]
+  logits_ref, inverse_ref, key_ref, greedy_ref, token_ref, lse_ref = refs
+  top, total, weighted = log_sum_exp_kernel.load_parts(part_refs, vocab)
+  lse_ref[...], _ = log_sum_exp_kernel.join_stats(top, total, weighted)
+  # Greedy rows get no noise, and the chunk with the largest logit.
+  factor = (1.0 - greedy_ref[0]) * -math.log(2.0)
+
+  def noise(at, stream):
+    at = at.astype(jnp.uint32)
+    zeros = jnp.zeros_like(at)
+    counter = at, zeros + jnp.uint32(stream), zeros, zeros
+    words = philox(counter, (key_ref[0], key_ref[1]))
+    return [log2_exponential(bits, interpret) for bits in words]
+
+  chunks = jnp.arange(top.shape[0])
+  # Of no chunk the total is 0, and its top the lowest number.
+  log2_total = _log2(jnp.maximum(total, 1.0), interpret)
+  noisy = multiply_add(noise(chunks, 0)[0] - log2_total, factor, top, interpret)
+  chunk = _first_largest(
+      chunks, noisy, pl.cdiv(vocab, log_sum_exp_kernel.CHUNK) - 1
+  )
+  quarters = log_sum_exp_kernel.read_chunk(
+      logits_ref, inverse_ref, chunk, vocab
+  )
+  lanes = jnp.arange(log_sum_exp_kernel.LANES)
+  best = jnp.full(lanes.shape, -jnp.inf, jnp.float32)
+  first = jnp.full(lanes.shape, vocab - 1, jnp.int32)
+  for (token, z), log2_e in zip(quarters, noise(lanes, 1), strict=True):
+    noisy = multiply_add(log2_e, factor, z, interpret)
+    # Of equal values the lowest token: it comes first.
+    first = jnp.where(noisy > best, token, first)
+    best = jnp.maximum(best, noisy)
+  token_ref[...] = _first_largest(first, best, vocab - 1)
+
+
+def draw(
+    logits_BV: Array,
+    inverse_B: Array,
+    keys_B2: Array,
+    greedy_B: Array,
+    *,
+    interpret: bool = False,
+) -> tuple[Array, Array]:
+  """Draws a token from the softmax of every row, see the package.
+
+  Args:
+    logits_BV: float32.
+    inverse_B: float32, what a row's logits are multiplied by.
+    keys_B2: uint32, a key per row.
+    greedy_B: True for the most probable token.
+    interpret: run on a CPU, for tests.
+
+  Returns:
+    int32 [B], of equal noisy logits the lowest token; and the log-sum-exp [B],
+    with the bits of `log_sum_exp.row_stats`
+  """
+  rows, vocab = logits_BV.shape
+  parts = log_sum_exp_kernel.chunk_stats(
+      logits_BV, inverse_B, interpret=interpret
+  )
+  logits_BV = log_sum_exp_kernel.whole_chunks(logits_BV, interpret)
+  wide = [*parts, logits_BV]
+  specs = [pl.BlockSpec((None, x.shape[1]), lambda b: (b, 0)) for x in wide]
+  return tuple(
+      pl.pallas_call(
+          functools.partial(_draw_kernel, vocab=vocab, interpret=interpret),
+          grid=(rows,),
+          in_specs=[
+              *specs,
+              pl.BlockSpec((1,), lambda b: (b,)),
+              pl.BlockSpec((None, 2), lambda b: (b, 0)),
+              pl.BlockSpec((1,), lambda b: (b,)),
+          ],
+          out_specs=[pl.BlockSpec((None,), lambda b: (b,))] * 2,
+          out_shape=[
+              jax.ShapeDtypeStruct((rows,), jnp.int32),
+              jax.ShapeDtypeStruct((rows,), jnp.float32),
+          ],
+          name='draw',
+          **kernel_options(interpret, log_sum_exp_kernel.JOIN_WARPS),
+      )(*wide, inverse_B, keys_B2, greedy_B.astype(jnp.float32))
+  )

@@ -1,0 +1,73 @@
+"""SwiGLU of gate|up, and quantised for the next dot.
+
+    h_MF = silu(gate_MF * s) * (up_MF * s),    silu(z) = z / (1 + exp(-z))
+
+float32, rounded once to the dtype of gate|up; s is the product of the dot's
+scales, powers of two. Where down's scale is known q = E4M3(clip(h / step))
+follows. Rollout and training ask the same question, `has_kernel`, so both have
+one implementation, whose exp is its own. The derivative is the reference's: no
+gradient needs the kernel's exp.
+"""
+
+import jax
+
+from jetrl_jax.core.typing import Array
+from jetrl_jax.fp8.products import DeferredScale
+from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels.swiglu import reference
+
+
+def has_kernel(columns: int) -> bool:
+  """Whether h of so many columns is the kernel's; for all numbers of rows."""
+  match dispatch.implementation('swiglu'):
+    case 'triton':
+      from jetrl_jax.kernels.swiglu import triton
+
+      return triton.fits(columns)
+    case _:
+      return False
+
+
+def swiglu_of(product: DeferredScale, step: Array | None = None) -> Array:
+  """Returns h [M, F] of gate|up before it is scaled; without a derivative.
+
+  Args:
+    product: [M, 2 F], or in two parts [2, M, F]; its scales are powers of two.
+    step: scale on which h is quantised; None for h in the product's dtype.
+  """
+  values = product.values
+  if not has_kernel(values.size // values.shape[-2] // 2):
+    return reference.swiglu_of(product, step)
+  from jetrl_jax.kernels.swiglu import triton
+
+  return triton.swiglu_of(product, step)
+
+
+@jax.custom_vjp
+def _by_kernel(y_MG: Array) -> Array:
+  return swiglu_of(DeferredScale(values=y_MG))
+
+
+def _by_kernel_fwd(y_MG):
+  return _by_kernel(y_MG), y_MG
+
+
+def _by_kernel_bwd(y_MG, dh_MF):
+  # Not of the kernel's exp2, which no gradient needs.
+  return jax.vjp(reference.swiglu, y_MG)[1](dh_MF)
+
+
+_by_kernel.defvjp(_by_kernel_fwd, _by_kernel_bwd)
+
+
+def swiglu(y_MG: Array | DeferredScale) -> Array:
+  """Returns silu(gate) * up, [M, F], rounded once to the dtype of gate|up.
+
+  Args:
+    y_MG: gate|up [M, 2 F], or in a decode step their product before it is
+      scaled.
+  """
+  if isinstance(y_MG, DeferredScale):
+    return swiglu_of(y_MG)
+  by_kernel = has_kernel(y_MG.shape[1] // 2)
+  return _by_kernel(y_MG) if by_kernel else reference.swiglu(y_MG)

@@ -1,0 +1,142 @@
+"""SwiGLU, h = silu(gate) * up, on a GPU as a kernel (Pallas, Triton).
+
+XLA spends 44 instructions on a value that it scales, gates and quantises: more
+time than the bytes take, in a decode step as in training. The kernel has 15:
+exp2 and the reciprocal are the device's own, gate|up is scaled by a power of
+two without another rounding, and the cast to 8 bits is what saturates. Rollout
+and training both call it, so they agree; `triton_backward.py` computes h in the
+same operations.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jetrl_jax.core.typing import Array
+from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8.products import DeferredScale
+from jetrl_jax.kernels.triton_tools import (
+    instruction,
+    kernel_options,
+    lowered_once,
+    row_slices,
+)
+
+
+def fits(columns: int) -> bool:
+  """Whether the kernel makes h of so many columns; for all numbers of rows."""
+  return columns % 16 == 0
+
+
+# Columns of a program at most, and its values.
+_COLUMNS, _VALUES = 512, 2048
+_WARPS = 8
+
+
+def sigmoid(gate: Array, interpret: bool) -> Array:
+  """Returns 1 / (1 + exp(-gate)) of float32 values inside a kernel."""
+  power = gate * -math.log2(math.e)
+  if interpret:
+    return 1.0 / (1.0 + jnp.exp2(power))
+  total = 1.0 + instruction('ex2.approx.ftz.f32')(power)
+  return instruction('rcp.approx.ftz.f32')(total)
+
+
+def hidden(
+    gate: Array,
+    up: Array,
+    scales: Sequence[Array],
+    step: Array | None,
+    interpret: bool,
+) -> Array:
+  """Returns silu(gate) * up inside a kernel.
+
+  Args:
+    gate: before it is scaled, in the dtype to which the result is rounded.
+    up: as gate.
+    scales: powers of two, whose product scales both.
+    step: scale on which the result is quantised; None for the dtype of gate.
+    interpret: the kernel runs on a CPU.
+  """
+  dtype = gate.dtype
+  gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+  if scales:
+    scale = math.prod(scales)
+    gate, up = gate * scale, up * scale
+  h = (gate * sigmoid(gate, interpret) * up).astype(dtype)
+  if step is None:
+    return h
+  h = h.astype(jnp.float32) * (1.0 / step)
+  if interpret:  # On a GPU the cast does.
+    limit = formats.format_max(formats.E4M3)
+    h = jnp.clip(h, -limit, limit)
+  return h.astype(formats.E4M3)
+
+
+def _kernel(gate_ref, up_ref, *refs, quantizes: bool, interpret: bool):
+  """A tile of gate and of up."""
+  *numbers, out_ref = refs
+  numbers = [ref[0] for ref in numbers]
+  step = numbers.pop() if quantizes else None
+  out_ref[...] = hidden(gate_ref[...], up_ref[...], numbers, step, interpret)
+
+
+@lowered_once('interpret')
+def swiglu_of(
+    product: DeferredScale,
+    step: Array | None = None,
+    *,
+    interpret: bool = False,
+) -> Array:
+  """Returns h [M, F] of gate|up before it is scaled; without a derivative.
+
+  Args:
+    product: [M, 2 F], or in two parts [2, M, F]; its scales are powers of two.
+    step: scale on which h is quantised; None for h in the product's dtype.
+    interpret: run the kernel on a CPU, for tests.
+  """
+  rows = product.values.shape[-2]
+  parts = [
+      _rows_of(product.values[..., at, :], product.scales, step, interpret)
+      for at in row_slices(rows, product.values.size // 2 // rows)
+  ]
+  return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def _rows_of(values: Array, scales, step, interpret: bool) -> Array:
+  is_split = values.ndim == 3
+  if not is_split:
+    values = values.reshape(values.shape[0], 2, -1)
+  rows, columns = values.shape[1 if is_split else 0], values.shape[2]
+  width = min(columns & -columns, _COLUMNS)
+  height = min(rows & -rows, _VALUES // width)
+
+  def half(k: int):
+    if is_split:
+      return pl.BlockSpec((None, height, width), lambda i, j: (k, i, j))
+    return pl.BlockSpec((height, None, width), lambda i, j: (i, k, j))
+
+  numbers = [*scales, *([] if step is None else [step])]
+  return pl.pallas_call(
+      functools.partial(
+          _kernel,
+          quantizes=step is not None,
+          interpret=interpret,
+      ),
+      grid=(rows // height, columns // width),
+      in_specs=[
+          half(0),
+          half(1),
+          *[pl.BlockSpec((1,), lambda i, j: (0,))] * len(numbers),
+      ],
+      out_specs=pl.BlockSpec((height, width), lambda i, j: (i, j)),
+      out_shape=jax.ShapeDtypeStruct(
+          (rows, columns), values.dtype if step is None else formats.E4M3
+      ),
+      name='swiglu',
+      **kernel_options(interpret, _WARPS),
+  )(values, values, *(number.reshape(1) for number in numbers))

@@ -1,0 +1,255 @@
+"""SwiGLU's backward and the quantisers around it, in one pass (Pallas, Triton).
+
+    h = silu(gate) * up          what down's WGrad reads
+    dgate = dh * up * silu'(gate), dup = dh * silu(gate)
+                                 what gate_up's DGrad and WGrad read
+
+gate|up and dh are read once in the compute dtype, 6 bytes a value of h; h
+leaves turned round, dgate|dup both ways round, all in 8 bits, 5 bytes. As
+XLA writes and reads them between its kernels and those of
+`kernels/quantize_transpose/triton.py` it is 26. Everything is rounded as there:
+h, dgate and dup to the compute dtype, then to 8 bits. h has the operations of
+the forward (`triton.py`), and so its bits.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jetrl_jax.core.typing import Array
+from jetrl_jax.fp8 import formats
+from jetrl_jax.kernels.quantize_transpose import QuantizedPair
+from jetrl_jax.kernels.quantize_transpose import triton as transpose
+from jetrl_jax.kernels.quantize_transpose.triton import TILE, WORDS
+from jetrl_jax.kernels.swiglu import triton as swiglu
+from jetrl_jax.kernels.triton_tools import (
+    instruction,
+    kernel_options,
+    lowered_once,
+    row_slices,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Maths:
+  """How some functions are computed.
+
+  Attributes:
+    sigmoid: see `swiglu.sigmoid`.
+    multiply_add: x y + z.
+    share: x y + z, but 0 below 0 and 1 above 1.
+    saturates: whether a cast to 8 bits does.
+  """
+
+  sigmoid: Callable[[Array], Array]
+  multiply_add: Callable[..., Array]
+  share: Callable[..., Array]
+  saturates: bool
+
+
+_FAST = _Maths(
+    sigmoid=functools.partial(swiglu.sigmoid, interpret=False),
+    multiply_add=instruction('fma.rn.f32'),
+    share=instruction('fma.rn.sat.f32'),
+    saturates=True,
+)
+_PLAIN = _Maths(
+    sigmoid=functools.partial(swiglu.sigmoid, interpret=True),
+    multiply_add=lambda x, y, z: x * y + z,
+    share=lambda x, y, z: jnp.clip(x * y + z, 0.0, 1.0),
+    saturates=False,
+)
+# Columns of a program, of each half (64 at most, as counts share a number), and
+# its warps.
+_WIDTH = 32
+_WARPS = 4
+# Counts are float32 here, whose instructions have two pipes more.
+_KINDS = (jnp.float32,) * 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Grid(transpose.Grid):
+  """The same in fewer instructions, and half as many on the integer pipe.
+
+  On a scale that is a power of two, bfloat16 values are 2^-7 or more apart from
+  the limit and from the largest value that is stored as 0, so the distance,
+  made large enough, is 0 or 1 when it is cut there.
+  """
+
+  maths: _Maths
+
+  def cast(self, scaled: Array) -> Array:
+    """See `transpose.Grid`."""
+    return (
+        scaled.astype(self.dtype)
+        if self.maths.saturates
+        else super().cast(scaled)
+    )
+
+  def error(self, x: Array, stored: Array) -> Array:
+    """See `transpose.Grid`."""
+    return self.maths.multiply_add(stored, -self.scale, x)
+
+  def count(self, x: Array, scaled: Array, stored: Array) -> Array:
+    """See `transpose.Grid`."""
+    size, share = jnp.abs(scaled), self.maths.share
+    # Half of the smallest value goes to 0, as the even one.
+    zero = float(jnp.finfo(self.dtype).smallest_subnormal) / 2
+    flushed = share(size, 2.0**126, 0.0) - share(size, 2.0**8 / zero, -(2.0**8))
+    saturated = share(size, 1.0, -self.limit)
+    return self.maths.multiply_add(flushed, transpose.FLUSHED, saturated)
+
+
+def _swiglu(maths: _Maths, gate, up, dh) -> tuple[Array, Array, Array]:
+  """Returns (h, dgate, dup), all float32, as XLA differentiates silu."""
+  sigmoid = maths.sigmoid(gate)
+  silu = gate * sigmoid
+  dsilu = dh * up
+  dgate = dsilu * sigmoid + dsilu * gate * (1.0 - sigmoid) * sigmoid
+  return silu * up, dgate, dh * silu
+
+
+def _kernel(
+    product_ref, dh_ref, mask_ref, scales_ref, *outs, maths, dtype, run
+):
+  """A tile of gate, of up and of dh."""
+  straight_ref, h_turned_ref, dy_turned_ref, *sums_refs = outs
+  shape = (WORDS, dh_ref.shape[2])
+  words = [jnp.zeros(shape, jnp.uint32) for _ in range(3)]
+  few = (WORDS, shape[1] // run)
+  h_sums, dy_sums = transpose.no_sums(few, _KINDS), transpose.no_sums(
+      few, _KINDS
+  )
+  y_scale = scales_ref[0]
+  h_grid = _Grid.of(scales_ref[1], formats.E4M3, maths=maths)
+  dy_grid = _Grid.of(scales_ref[2], dtype, maths=maths)
+  for k in range(4):
+    is_valid = mask_ref[:, k][:, None] > 0
+    gate, up = (
+        product_ref[:, k, half, :].astype(jnp.float32) * y_scale
+        for half in range(2)
+    )
+    made = _swiglu(maths, gate, up, dh_ref[:, k, :].astype(jnp.float32))
+    # The rounding that the compute dtype would have been.
+    h, dgate, dup = (
+        jnp.where(is_valid, x.astype(dh_ref.dtype).astype(jnp.float32), 0.0)
+        for x in made
+    )
+    h_low, seen = h_grid.look(h)
+    h_sums = transpose.gather(h_sums, seen)
+    words[0] |= transpose.byte(h_low) << (8 * k)
+    for half, x in enumerate((dgate, dup)):
+      low, seen = dy_grid.look(x)
+      dy_sums = transpose.gather(dy_sums, seen)
+      straight_ref[:, k, half, :] = low
+      words[1 + half] |= transpose.byte(low) << (8 * k)
+  h_turned_ref[...] = words[0].T
+  for half in range(2):
+    dy_turned_ref[half] = words[1 + half].T
+  transpose.write_sums(sums_refs[:4], h_sums)
+  transpose.write_sums(sums_refs[4:], dy_sums)
+
+
+@lowered_once('dtype', 'interpret')
+def backward(
+    product_MG: Array,
+    dh_MF: Array,
+    scales: Array,
+    row_mask_M: Array,
+    dtype,
+    *,
+    interpret: bool = False,
+) -> tuple[QuantizedPair, QuantizedPair]:
+  """Returns (h turned round, the gradient of gate|up both ways round).
+
+  Rows that do not count are quantised as zeros, as `quantize_and_transpose`
+  does.
+
+  Args:
+    product_MG: gate|up before it is scaled, bfloat16, G = 2 F.
+    dh_MF: the gradient of h, of the same dtype; its shape `fits`.
+    scales: float32 [3], powers of two: of gate|up, of h's 8-bit values (E4M3 as
+      in the forward) and of those of the gradient.
+    row_mask_M: float32, 0 on rows that do not count.
+    dtype: 8-bit format of the gradient, a float.
+    interpret: run on a CPU, for tests.
+  """
+  run = functools.partial(_of_rows, dtype=dtype, interpret=interpret)
+  parts = [
+      run(product_MG[at], dh_MF[at], scales, row_mask_M[at])
+      for at in row_slices(*product_MG.shape, multiple=TILE)
+  ]
+  h, dy = zip(*parts, strict=True)
+  return transpose.join(h), transpose.join(dy)
+
+
+def _of_rows(
+    product_MG,
+    dh_MF,
+    scales,
+    row_mask_M,
+    *,
+    dtype,
+    interpret: bool,
+) -> tuple[QuantizedPair, QuantizedPair]:
+  rows, columns = dh_MF.shape
+  quarters, grid = (rows // 4, 4), (columns // _WIDTH, rows // TILE)
+  both = pl.BlockSpec((WORDS, 4, 2, _WIDTH), lambda j, i: (i, 0, 0, j))
+  number = pl.BlockSpec((None, None), lambda j, i: (i, j))
+  numbers = [
+      jax.ShapeDtypeStruct(grid[::-1], kind) for kind in transpose.NUMBERS
+  ]
+  words = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.uint32)
+  row_major, h_turned, dy_turned, *sums = pl.pallas_call(
+      functools.partial(
+          _kernel,
+          maths=_PLAIN if interpret else _FAST,
+          dtype=dtype,
+          # What a thread holds of a row is added up before it joins the sums,
+          # which then take an eighth of the registers.
+          run=min(8, _WIDTH // _WARPS),
+      ),
+      grid=grid,
+      in_specs=[
+          both,
+          pl.BlockSpec((WORDS, 4, _WIDTH), lambda j, i: (i, 0, j)),
+          pl.BlockSpec((WORDS, 4), lambda j, i: (i, 0)),
+          pl.BlockSpec((3,), lambda j, i: (0,)),
+      ],
+      out_specs=[
+          both,
+          pl.BlockSpec((_WIDTH, WORDS), lambda j, i: (j, i)),
+          pl.BlockSpec((2, _WIDTH, WORDS), lambda j, i: (0, j, i)),
+          *[number] * 8,
+      ],
+      out_shape=[
+          jax.ShapeDtypeStruct((*quarters, 2, columns), dtype),
+          words((columns, rows // 4)),
+          words((2, columns, rows // 4)),
+          *numbers * 2,
+      ],
+      name='swiglu_backward',
+      **kernel_options(interpret, _WARPS),
+  )(
+      product_MG.reshape(*quarters, 2, columns),
+      dh_MF.reshape(*quarters, columns),
+      row_mask_M.reshape(quarters),
+      scales,
+  )
+  h = QuantizedPair(
+      straight_MN=None,
+      turned_NM=transpose.as_values(h_turned, formats.E4M3),
+      amax=jnp.max(sums[0]),
+      quantization_error=transpose.quantization_error_of(*sums[1:4]),
+  )
+  dy = QuantizedPair(
+      straight_MN=row_major.reshape(rows, 2 * columns),
+      turned_NM=transpose.as_values(dy_turned.reshape(2 * columns, -1), dtype),
+      amax=jnp.max(sums[4]),
+      quantization_error=transpose.quantization_error_of(*sums[5:]),
+  )
+  return h, dy

@@ -1,0 +1,1 @@
+"""Numbers out: the writer of scalars, the console, timers, provenance."""

@@ -1,0 +1,106 @@
+"""What each start of a run ran with: `starts.jsonl` in its workdir.
+
+A run may be stopped, resumed on another machine and resumed again after an
+upgrade; each start appends a line, so that its numbers can be told apart.
+"""
+
+import datetime
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+from typing import Any
+
+import jax
+
+FILE = 'starts.jsonl'
+_PACKAGES = (
+    'jetrl_jax',
+    'jax',
+    'jaxlib',
+    'flax',
+    'optax',
+    'orbax-checkpoint',
+    'numpy',
+)
+_SOURCE = pathlib.Path(__file__).parents[1]
+
+
+def record_start(
+    workdir: str | os.PathLike, num_devices: int, **facts: Any
+) -> dict[str, Any]:
+  """Appends a line on this process to `<workdir>/starts.jsonl`.
+
+  Args:
+    workdir: the run's folder; it exists.
+    num_devices: those that the run uses.
+    **facts: more of what this start knows, as JSON values: prompts counted.
+
+  Returns:
+    The line: `time` (UTC), `command`, `versions`, `commit` (None outside of a
+    clone; '+' at its end when files differ from it), `device`, `num_devices`
+    and the facts.
+  """
+  record = {
+      'time': datetime.datetime.now(datetime.UTC).isoformat('T', 'seconds'),
+      'command': [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
+      'versions': versions(),
+      'commit': commit(),
+      'device': jax.devices()[0].device_kind,
+      'num_devices': num_devices,
+      **facts,
+  }
+  path = pathlib.Path(workdir) / FILE
+  # A kill may have torn the last line; the new one must not continue it.
+  torn = path.exists() and not path.read_bytes().endswith(b'\n')
+  with open(path, 'a', encoding='utf-8') as file:
+    file.write('\n' * torn + json.dumps(record) + '\n')
+  return record
+
+
+def versions() -> dict[str, str]:
+  """Returns the versions of Python and of the packages that make numbers."""
+  found = {'python': platform.python_version()}
+  for package in _PACKAGES:
+    try:
+      found[package] = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+      continue  # A clone that is run without being installed.
+  return found
+
+
+def commit(source: pathlib.Path = _SOURCE) -> str | None:
+  """Returns the git commit of the clone that `source` lies in.
+
+  Args:
+    source: the package's folder; another one only in tests.
+
+  Returns:
+    The hash, with '+' where tracked files differ from it; None where the
+    folder above `source` is not a clone (an installed package), or without
+    git.
+  """
+  root = source.parent
+  # A package installed into an environment inside of some other clone must
+  # not take that one's commit.
+  if not (root / '.git').exists():
+    return None
+  try:
+    head = _git(root, 'rev-parse', 'HEAD')
+    changed = _git(root, 'status', '--porcelain', '--untracked-files=no')
+  except (OSError, subprocess.SubprocessError):
+    return None
+  return head + ('+' if changed else '')
+
+
+def _git(root: pathlib.Path, *arguments: str) -> str:
+  return subprocess.run(
+      ['git', '-C', str(root), *arguments],
+      capture_output=True,
+      check=True,
+      text=True,
+      timeout=20,
+  ).stdout.strip()

@@ -1,0 +1,1 @@
+"""A step's mismatch, split by cause: `python -m jetrl_jax.mismatch`."""

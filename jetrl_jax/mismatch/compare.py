@@ -1,0 +1,182 @@
+"""Two forwards held against each other: the ops in order, and their bits."""
+
+import dataclasses
+
+import numpy as np
+
+from jetrl_jax.mismatch.taps import LOGITS, LOGSUMEXP
+from jetrl_jax.models.types import ModelConfig
+from jetrl_jax.rl.packing import Placement
+from jetrl_jax.rl.types import Completion
+
+_LAYERS_AT_ONCE = 4
+_OPS = (
+    'attn_norm/out',
+    'attn/qkv/out',
+    'attn/q_norm/out',
+    'attn/k_norm/out',
+    'attn/rope_q',
+    'attn/rope_k',
+    'attn/attention',
+    'attn/o/out',
+    'attn_sum',
+    'mlp_norm/out',
+    'mlp/gate_up/out',
+    'mlp/swiglu',
+    'mlp/down/out',
+    'mlp_sum',
+)
+LOGPROB = 'logprob'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placed:
+  """A response, and where the training forward has it.
+
+  Attributes:
+    completion: with the rollout's log-probs.
+    place: in the micro-batch.
+    trained: float32 [prompt + response], nats: the training forward's.
+  """
+
+  completion: Completion
+  place: Placement
+  trained: np.ndarray
+
+  @property
+  def theirs(self) -> np.ndarray:
+    """The training forward's log-probs of the response."""
+    return self.trained[len(self.completion.prompt_tokens) :]
+
+  @property
+  def first_unequal(self) -> int:
+    """The first token that differs; the response's length without any."""
+    differs = bits(self.completion.logprobs) != bits(self.theirs)
+    return int(np.argmax(differs)) if differs.any() else len(differs)
+
+  @property
+  def agrees(self) -> bool:
+    """Whether no token differs."""
+    return self.first_unequal == len(self.completion.tokens)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compared:
+  """One op on both sides.
+
+  Attributes:
+    op: its path, or 'logits', 'logsumexp', 'logprob'.
+    unequal: elements that differ in any bit.
+    elements: elements compared.
+    largest: largest difference, in the op's own unit.
+    where: the first token that differs, in words; '' without any.
+  """
+
+  op: str
+  unequal: int
+  elements: int
+  largest: float
+  where: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Found:
+  """What a bisection found.
+
+  Attributes:
+    rows: in the order of the forward, to the window of the first difference.
+    tokens: response tokens of the sequences that were looked at.
+    sequences: how many sequences these are.
+    disturbed: tokens whose log-prob changed with the taps (rollout, training).
+    one_by_one: whether each op was looked at in programs of its own.
+  """
+
+  rows: list[Compared]
+  tokens: int
+  sequences: int
+  disturbed: tuple[int, int]
+  one_by_one: bool
+
+  @property
+  def first(self) -> Compared | None:
+    """The first op that differs; None where all agree."""
+    return next((row for row in self.rows if row.unequal), None)
+
+
+def bits(x: np.ndarray) -> np.ndarray:
+  """Returns the bits of an array as integers of its width."""
+  return np.asarray(x).view(f'u{np.asarray(x).dtype.itemsize}')
+
+
+def ops(model: ModelConfig) -> list[str]:
+  """Returns all ops in the order of the forward."""
+  heads = () if model.qk_norm else ('attn/q_norm/out', 'attn/k_norm/out')
+  layers = [
+      f'layers_{i}/{op}'
+      for i in range(model.num_layers)
+      for op in _OPS
+      if op not in heads
+  ]
+  head = ['final_norm/out', LOGITS, LOGSUMEXP, LOGPROB]
+  return ['embed/out', *layers, *head]
+
+
+def windows(model: ModelConfig) -> list[tuple[str, ...]]:
+  """Returns the ops in runs of a few layers, which are tapped together."""
+  found: dict[int, list[str]] = {}
+  at = 0
+  for op in ops(model):
+    name = op.partition('/')[0]
+    if name.startswith('layers_'):
+      at = int(name.removeprefix('layers_')) // _LAYERS_AT_ONCE
+    found.setdefault(at, []).append(op)
+  return [tuple(window) for window in found.values()]
+
+
+def is_head(op: str) -> bool:
+  """Whether only the decode step has it, and prefill has not."""
+  return op in (LOGITS, LOGSUMEXP, LOGPROB)
+
+
+def compare_op(
+    op: str,
+    ours: list[np.ndarray],
+    theirs: list[np.ndarray],
+    chosen: list[Placed],
+) -> Compared:
+  """Compares an op's values bit for bit.
+
+  Args:
+    op: its path.
+    ours: the rollout's values per sequence, [tokens, width]; of the head from
+      the last prompt token on.
+    theirs: the training forward's, of the same shapes and dtypes.
+    chosen: the sequences.
+  """
+  unequal, elements, largest, where = 0, 0, 0.0, ''
+  for a, b, s in zip(ours, theirs, chosen, strict=True):
+    assert a.shape == b.shape and a.dtype == b.dtype, (op, a.shape, b.shape)
+    differs = bits(a) != bits(b)
+    unequal, elements = unequal + int(differs.sum()), elements + differs.size
+    if not differs.any():
+      continue
+    wide = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    largest = float(np.maximum(largest, wide[differs].max()))
+    if not where:
+      where = _where(op, int(np.argmax(differs.any(axis=1))), s.completion)
+  return Compared(
+      op=op.removesuffix('/out'),
+      unequal=unequal,
+      elements=elements,
+      largest=largest,
+      where=where,
+  )
+
+
+def _where(op: str, row: int, completion: Completion) -> str:
+  """Says at which token, and in which of the rollout's programs."""
+  prompt = len(completion.prompt_tokens)
+  name = f'prompt {completion.prompt_id}, sample {completion.sample}'
+  at = row + prompt - 1 if is_head(op) else row
+  program = 'prefill' if at < prompt - 1 else 'decode'
+  return f'{name}, position {at} ({program})'

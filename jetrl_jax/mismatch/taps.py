@@ -1,0 +1,153 @@
+"""The run's own functions, with values on the way among their outputs.
+
+An output more is another program: XLA may fuse around it in another way. So
+whoever looks at a tapped value also compares the log-probs of the tapped
+program with those of the run's (see `bisect.py`).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+from flax import traverse_util
+
+from jetrl_jax.core.typing import Array, PyTree
+from jetrl_jax.fp8 import scaling_state
+from jetrl_jax.models import logprobs
+from jetrl_jax.models.layers import TAPS
+from jetrl_jax.models.policy import Policy
+from jetrl_jax.optim.types import TrainState
+from jetrl_jax.rl.rollout import decode_step
+from jetrl_jax.rl.rollout.engine import Engine
+from jetrl_jax.rl.run import gradients as train_step
+from jetrl_jax.rl.types import TrainBatch
+
+# Of the head; all other taps have the paths of `models/decoder.py`.
+LOGITS, LOGSUMEXP = 'logits', 'logsumexp'
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TappedPolicy(Policy):
+  """A policy that leaves what it computes on the way.
+
+  Attributes:
+    wanted: paths of taps; all others are not computed for their own sake.
+    seen: what the function that is being traced has left, until `take`.
+  """
+
+  wanted: tuple[str, ...]
+  seen: dict[str, Array] = dataclasses.field(
+      default_factory=dict, compare=False
+  )
+
+  def take(self) -> dict[str, Array]:
+    """Returns what was left; within the same trace."""
+    taken = dict(self.seen)
+    self.seen.clear()
+    return taken
+
+  def leave(self, name: str, value: Array) -> None:
+    """Keeps a value for `take`, if it is wanted."""
+    if name in self.wanted:
+      self.seen[name] = value
+
+  def _apply(self, tree: PyTree, *args, **kwargs) -> Any:
+    if kwargs.get('method') == 'head':  # Inside of the loop over chunks.
+      return super()._apply(tree, *args, **kwargs)
+    found, shown = self.decoder.apply(tree, *args, mutable=[TAPS], **kwargs)
+    taps: dict[str, Any] = traverse_util.flatten_dict(
+        shown.get(TAPS, {}), sep='/'
+    )
+    for path, value in taps.items():
+      # A row per token, of whatever shape it is.
+      self.leave(path, value.reshape(args[0].shape[0], -1))
+    return found
+
+  def score(self, params, batch, temperature, masters=None):
+    """See `Policy.score`."""
+    if LOGITS not in self.wanted and LOGSUMEXP not in self.wanted:
+      return super().score(params, batch, temperature, masters)
+    logprobs_BT, entropy_BT, logits_MV, lse_M = self.target_logprobs(
+        params, batch, temperature, masters, show=True
+    )
+    self.leave(LOGITS, logits_MV)
+    self.leave(LOGSUMEXP, lse_M[:, None])
+    return logprobs_BT, entropy_BT
+
+  def log_sum_exp(self, logits_BV, inverse_B):
+    """See `Policy.log_sum_exp`."""
+    lse_B = super().log_sum_exp(logits_BV, inverse_B)
+    self.leave(LOGITS, logprobs.temper(logits_BV, inverse_B[:, None]))
+    self.leave(LOGSUMEXP, lse_B[:, None])
+    return lse_B
+
+
+def tapped(policy: Policy, wanted: tuple[str, ...]) -> TappedPolicy:
+  """Returns the policy with taps; of fused kernels nothing would be seen."""
+  fields = {
+      field.name: getattr(policy.separately(), field.name)
+      for field in dataclasses.fields(policy)
+  }
+  return TappedPolicy(**fields, wanted=wanted)
+
+
+def _prefill(policy: TappedPolicy, params, tokens_PT, lengths_P):
+  caches = policy.prefill(params, tokens_PT, lengths_P)
+  return caches, policy.take()
+
+
+def _step(
+    policy: TappedPolicy, config, in_a_row, params, state, base_key, steps
+):
+  del in_a_row, steps  # One, outside of the loop over steps.
+  state = decode_step.step(policy, config, params, base_key, state)
+  return state, policy.take()
+
+
+class TappedEngine(Engine):
+  """An engine whose prefill and single steps leave their taps in `seen`.
+
+  Its policy is a `TappedPolicy`. `generate_block` must be asked for one step.
+  """
+
+  def __init__(self, policy: TappedPolicy, config, mesh):
+    super().__init__(policy, config, mesh)
+    self.seen: list[dict[str, Array]] = []
+
+  def _per_row(self, function, bound, num_rows, whole=0):
+    with_taps = {decode_step.prefill: _prefill, decode_step.generate: _step}
+    run = super()._per_row(with_taps[function], bound, num_rows, whole)
+
+    def call(*args):
+      found, taps = run(*args)
+      self.seen.append(taps)
+      return found
+
+    return call
+
+
+def tapped_update(
+    policy: TappedPolicy,
+    loss_function: Any,
+    state: TrainState,
+    batch: TrainBatch,
+    temperature: Array,
+) -> tuple[Any, Array, dict[str, Array]]:
+  """Returns (gradients, log-probs [B, T], taps) of one micro-batch.
+
+  What `accumulate` differentiates. The gradients are among the outputs so that
+  the backward pass, which shapes the program, is not dead code.
+  """
+
+  def leaving(batch, logprobs_BT, entropy_BT):
+    loss, _ = loss_function(batch, logprobs_BT, entropy_BT)
+    return loss, policy.take()
+
+  gradients, (taps, logprobs_BT, _) = jax.grad(
+      train_step.objective(policy, leaving, state, batch, temperature),
+      argnums=(0, 1),
+      has_aux=True,
+  )(state.trainable, state.fp8_state)
+  trainable, fp8_state = gradients
+  reduced = scaling_state.reduce_over_devices(fp8_state, policy.axes)
+  return (trainable, reduced), logprobs_BT, taps

@@ -1,0 +1,1 @@
+"""Hugging Face's files, read and written by the same tables."""

@@ -1,0 +1,382 @@
+"""The policy: one decoder and one recipe, as pure functions.
+
+Rollout and training both call these; they are plain functions, which `jit`
+compiles at the outermost boundary, and none knows whether it runs on one device
+or inside `shard_map` on a part of the rows.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jetrl_jax.core import sharding
+from jetrl_jax.core.compilation import exact_jit, inexact_jit
+from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.typing import Array, PRNGKey, PyTree
+from jetrl_jax.fp8 import Recipe
+from jetrl_jax.fp8.recipes import LM_HEAD
+from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels.decode_attention import DECODE_ROWS
+from jetrl_jax.kernels.dispatch import Kernels
+from jetrl_jax.kernels.kv_storage import values_shape
+from jetrl_jax.models import logprobs, remat
+from jetrl_jax.models.attention import DecodeAttention, PackedAttention
+from jetrl_jax.models.decoder import Decoder, variables
+from jetrl_jax.models.types import ModelConfig
+
+
+class PackedTokens(Protocol):
+  """What a forward pass reads of packed rows, [B, T] each; see `TrainBatch`."""
+
+  @property
+  def tokens(self) -> Array:
+    """int32 token ids."""
+    ...
+
+  @property
+  def positions(self) -> Array:
+    """int32 position within the segment."""
+    ...
+
+  @property
+  def segment_ids(self) -> Array:
+    """int32, from 1 within the row; 0 on padding."""
+    ...
+
+
+class PolicyParams(NamedTuple):
+  """All that a forward pass reads.
+
+  Attributes:
+    weights: compute weights, see `kernels.prepare_weights`.
+    fp8_state: delayed-scaling slots, for the activation scales in use.
+  """
+
+  weights: PyTree
+  fp8_state: PyTree
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy:
+  """What a forward pass is, apart from its arrays.
+
+  Attributes:
+    model: the decoder's shape.
+    recipe: how its dots compute.
+    axes: devices over which rows and weights are split.
+    tile: attention tile in tokens, part of the arithmetic: a multiple of 16, on
+      a GPU a power of two. Packed segments start at multiples of it.
+    logit_chunk_rows: most rows whose [rows, vocabulary] logits are in memory at
+      once. With fewer the gradient of lm_head is read and written more often.
+    remat: what of a block the backward pass computes again: 'none', 'selective'
+      (its norms and MLP; what attention made stays in memory) or 'full' (all of
+      it).
+    kv_cache_dtype: what keys and values are rounded to, in rollout and
+      training: 'compute' (compute_dtype) or 'float8_e4m3fn', which halves the
+      KV cache.
+    kernels: which implementation of each operation runs.
+    exact: compile with the options that equality to the bit rests on. False
+      leaves them to XLA (skipped roundings, kernels chosen by timing), as other
+      systems do, and claims nothing; for comparisons.
+  """
+
+  model: ModelConfig
+  recipe: Recipe
+  axes: Axes = Axes()
+  tile: int = 64
+  logit_chunk_rows: int = 1024
+  remat: str = 'full'
+  kv_cache_dtype: str = 'compute'
+  kernels: Kernels = dataclasses.field(
+      default_factory=lambda: dispatch.automatic()
+  )
+  exact: bool = True
+
+  def __post_init__(self):
+    if self.kv_cache_dtype not in ('compute', 'float8_e4m3fn'):
+      raise ValueError(
+          f'kv_cache_dtype is {self.kv_cache_dtype!r}; allowed: compute,'
+          ' float8_e4m3fn'
+      )
+    remat.check(self.remat)
+    for name, value in (
+        ('attention_tile', self.tile),
+        ('logit_chunk_rows', self.logit_chunk_rows),
+    ):
+      if value < 16 or value % 16:
+        raise ValueError(f'{name} is {value}; it must be a multiple of 16')
+    # A kernel would say so after the weights have been loaded.
+    for name, value in (
+        ('attention_tile', self.tile),
+        ('head_dim', self.model.head_dim),
+    ):
+      if self._has_attention_kernel and value.bit_count() > 1:
+        raise ValueError(
+            f'{name} is {value}; the attention kernel computes in powers of'
+            ' two: another value, or kernels=reference'
+        )
+    group = self.model.num_heads // self.model.num_kv_heads
+    if self._has_attention_kernel and group > DECODE_ROWS:
+      raise ValueError(
+          f'{group} query heads share a KV head; the attention kernel takes at'
+          f' most {DECODE_ROWS}'
+      )
+
+  @property
+  def _has_attention_kernel(self) -> bool:
+    return dispatch.REFERENCE != self.kernels.of('attention')
+
+  @property
+  def decoder(self) -> Decoder:
+    """The Flax module."""
+    return Decoder(self.recipe, self.axes, config=self.model, remat=self.remat)
+
+  @property
+  def kv_dtype(self) -> str:
+    """Dtype in which keys and values are stored."""
+    if self.kv_cache_dtype == 'compute':
+      return jnp.dtype(self.recipe.dtype).name
+    return self.kv_cache_dtype
+
+  def jit(self, function, **options):
+    """Compiles what takes part in the flow; `options` as for `exact_jit`."""
+    compiled = exact_jit if self.exact else inexact_jit
+    return compiled(self.bound(function), **options)
+
+  def bound(self, function):
+    """Returns the function, traced with the policy's kernels."""
+    inner = function
+
+    # The name of what is compiled, in profiles too.
+    while isinstance(inner, functools.partial):
+      inner = inner.func
+
+    @functools.wraps(inner)
+    def traced(*args, **kwargs):
+      with dispatch.using(self.kernels):
+        return function(*args, **kwargs)
+
+    return traced
+
+  def separately(self) -> 'Policy':
+    """Returns the policy whose decode joins no operations of training's."""
+    apart = self.kernels.replace(
+        rope_append=dispatch.REFERENCE, sample_token=dispatch.REFERENCE
+    )
+    return dataclasses.replace(self, kernels=apart)
+
+  def jit_per_device(
+      self, function, mesh: Mesh, in_specs, out_specs, **options
+  ):
+    """Compiles what each device computes of its own part of the arguments."""
+    return self.jit(
+        sharding.per_device(function, mesh, in_specs, out_specs),
+        out_shardings=sharding.named(out_specs, mesh),
+        **options,
+    )
+
+  def _apply(self, tree: PyTree, *args, **kwargs) -> Any:
+    # Flax's own return type counts collections that change; none does here.
+    return self.decoder.apply(tree, *args, **kwargs)
+
+  def init(self, key: PRNGKey) -> PyTree:
+    """Returns random float32 masters: normal(0.02) kernels, unit gains."""
+    tokens = jnp.zeros((self.tile,), jnp.int32)
+    attend = PackedAttention(
+        first_BT=tokens[None],
+        last_BT=jnp.arange(self.tile, dtype=jnp.int32)[None],
+        tile=self.tile,
+        kv_dtype=self.kv_dtype,
+    )
+    mask = jnp.ones((self.tile,), jnp.float32)
+    return self.decoder.init(key, tokens, tokens, mask, attend)['params']
+
+  def hidden(
+      self,
+      params: PolicyParams,
+      batch: PackedTokens,
+      masters: PyTree | None = None,
+  ) -> Array:
+    """Returns final hidden states [B*T, D] of packed rows."""
+    index = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None, :]
+    valid = batch.segment_ids > 0
+    attend = PackedAttention(
+        first_BT=jnp.where(valid, index - batch.positions, index),
+        last_BT=jnp.where(valid, index, -1),
+        tile=self.tile,
+        kv_dtype=self.kv_dtype,
+    )
+    hidden_MD, _ = self._apply(
+        variables(params.weights, params.fp8_state, masters),
+        batch.tokens.reshape(-1),
+        batch.positions.reshape(-1),
+        valid.astype(jnp.float32).reshape(-1),
+        attend,
+    )
+    return hidden_MD
+
+  def score(
+      self,
+      params: PolicyParams,
+      batch: PackedTokens,
+      temperature: Array,
+      masters: PyTree | None = None,
+  ) -> tuple[Array, Array]:
+    """Returns each token's log-prob and entropy, [B, T] float32, in nats.
+
+    Aligned with the token: index t holds log pi(token t | tokens before it).
+    Index 0 of a row and the first token of a segment are meaningless; the
+    loss mask is 0 there.
+
+    Args:
+      params: weights and scales.
+      batch: packed rows.
+      temperature: float32 scalar; pi is the tempered softmax over the whole
+        vocabulary.
+      masters: where the derivative goes, when one is wanted.
+    """
+    logprobs_BT, entropy_BT, *_ = self.target_logprobs(
+        params, batch, temperature, masters
+    )
+    return logprobs_BT, entropy_BT
+
+  def target_logprobs(
+      self,
+      params: PolicyParams,
+      batch: PackedTokens,
+      temperature: Array,
+      masters: PyTree | None,
+      *,
+      show: bool = False,
+  ) -> tuple[Array, ...]:
+    """`score`, with logits to look at.
+
+    Args:
+      params: as for `score`.
+      batch: as for `score`.
+      temperature: as for `score`.
+      masters: as for `score`.
+      show: see `logprobs.target_logprobs`.
+
+    Returns:
+      (log-probs [B, T], entropies [B, T]), and with `show` the tempered logits
+      [B*T, V] and their log-sum-exp [B*T], whose row t predicts token t + 1.
+    """
+    hidden_MD = self.hidden(params, batch, masters)
+    weights, state = params
+    tree = variables(weights, state, masters)
+    kernel = self._apply(tree, method='head_kernel')
+
+    def head(rows_MD, mask_M, slot):
+      tree = variables(weights, state | slot)
+      return self._apply(tree, rows_MD, mask_M, kernel, method='head')
+
+    targets_BT = jnp.roll(batch.tokens, -1, axis=1)
+    logprobs_M, entropy_M, *shown = logprobs.target_logprobs(
+        head,
+        hidden_MD,
+        targets_BT.reshape(-1),
+        temperature,
+        chunk_rows=self.logit_chunk_rows,
+        row_mask_M=(batch.segment_ids > 0).astype(jnp.float32).reshape(-1),
+        fp8_state={LM_HEAD: state[LM_HEAD]} if LM_HEAD in state else {},
+        show=show,
+    )
+    shape = batch.tokens.shape
+    return (
+        jnp.roll(logprobs_M.reshape(shape), 1, axis=1),
+        jnp.roll(entropy_M.reshape(shape), 1, axis=1),
+        *shown,
+    )
+
+  def prefill(
+      self, params: PolicyParams, tokens_PT: Array, lengths_P: Array
+  ) -> list[tuple[Array, Array]]:
+    """Returns keys and values of prompts, per layer, as `page_shapes` has them.
+
+    Args:
+      params: weights and scales.
+      tokens_PT: int32 prompts, padded at the end; T a multiple of the tile.
+      lengths_P: int32 tokens per prompt; 0 for an empty row.
+    """
+    prompts, length = tokens_PT.shape
+    index = jnp.broadcast_to(
+        jnp.arange(length, dtype=jnp.int32)[None, :], (prompts, length)
+    )
+    valid = index < lengths_P[:, None]
+    attend = PackedAttention(
+        first_BT=jnp.where(valid, 0, index),
+        last_BT=jnp.where(valid, index, -1),
+        tile=self.tile,
+        kv_dtype=self.kv_dtype,
+    )
+    _, caches = self._apply(
+        variables(params.weights, params.fp8_state),
+        tokens_PT.reshape(-1),
+        jnp.where(valid, index, 0).reshape(-1),
+        valid.astype(jnp.float32).reshape(-1),
+        attend,
+    )
+    return caches
+
+  def decode(
+      self,
+      params: PolicyParams,
+      tokens_B: Array,
+      positions_B: Array,
+      table_BP: Array,
+      caches: list[tuple[Array, Array]],
+  ) -> tuple[Array, list[tuple[Array, Array]]]:
+    """Feeds one token per slot.
+
+    Args:
+      params: weights and scales.
+      tokens_B: int32 the token to feed, B a multiple of 16.
+      positions_B: int32 its position; -1 for an idle slot.
+      table_BP: int32, see `DecodeAttention`.
+      caches: per layer pages of (keys, values), see `page_shapes`.
+
+    Returns:
+      (float32 logits [B, V], caches)
+    """
+    tree = variables(params.weights, params.fp8_state)
+    mask_B = jnp.ones(tokens_B.shape, jnp.float32)
+    hidden_MD, caches = self._apply(
+        tree,
+        tokens_B,
+        jnp.maximum(positions_B, 0),
+        mask_B,
+        DecodeAttention(
+            position_B=positions_B,
+            table_BP=table_BP,
+            tile=self.tile,
+        ),
+        caches,
+    )
+    with jax.named_scope('head'):
+      logits_BV = self._apply(tree, hidden_MD, mask_B, method='head')
+    return logits_BV, caches
+
+  def log_sum_exp(self, logits_BV: Array, inverse_B: Array) -> Array:
+    """Returns that of tempered logits, as `target_logprobs` computes it."""
+    with jax.named_scope('head'):
+      lse_B, _ = logprobs.row_stats(logits_BV, inverse_B)
+    return lse_B
+
+  def page_shapes(
+      self, pages: int, size: int
+  ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Shapes of one layer's keys and values in pages of `size` tokens.
+
+    Keys [P, K, S, H]; values the same, or FP8 in pairs [P, K, S/2, H, 2].
+    """
+    model = self.model
+    keys = jax.ShapeDtypeStruct(
+        (pages, model.num_kv_heads, size, model.head_dim),
+        jnp.dtype(self.kv_dtype),
+    )
+    return keys, values_shape(keys)

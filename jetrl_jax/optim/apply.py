@@ -1,0 +1,391 @@
+"""One optimiser step: a verdict over all gradients, then a program per part.
+
+A part is what lies under one key of the masters' tree: `embed`, `layers_0`, ...
+Its program clips, moves the masters, encodes the moments, rolls the kernel and
+output-gradient slots and quantises. All layers have the same shapes, so they
+share one compiled program that is called once per layer: a model of 28 layers
+compiles as fast as one of two, and what a program keeps while it runs is one
+part's. Nothing waits for the host between the calls: whether the gradients are
+finite, and by how much they are clipped, stays on the device.
+
+The arithmetic is float32 whatever the masters' dtype: gradients and masters are
+widened in the kernels that read them, and what is stored is rounded once, to
+the nearest or at random (`rounding.py`).
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jetrl_jax.core import rng, sharding
+from jetrl_jax.core.typing import Array, PyTree
+from jetrl_jax.fp8 import scaling_state
+from jetrl_jax.kernels import adamw
+from jetrl_jax.kernels.requantize import requantize
+from jetrl_jax.metrics.writer import Mean
+from jetrl_jax.models.policy import Policy
+from jetrl_jax.optim import fused_adamw, partition, rounding
+from jetrl_jax.optim.adamw import OptimizerConfig
+from jetrl_jax.optim.types import TrainState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gradients:
+  """What the micro-batches of one mini-batch have added up to.
+
+  Attributes:
+    trainable: gradients of the masters, in their dtypes.
+    fp8: cotangents of the delayed-scaling slots: amax by max, health by sum.
+    metrics: name to `Mean`.
+  """
+
+  trainable: PyTree
+  fp8: PyTree
+  metrics: dict[str, Mean]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UpdateInfo:
+  """What one optimiser step did.
+
+  Attributes:
+    grad_norm: float32, global L2 norm before clipping.
+    lr: float32, learning rate of this step.
+    applied: bool, False when anything was not finite and the step was skipped.
+    changed_bytes: per quantised kernel the share of FP8 weight bytes that
+      changed, nested like the slots.
+    metrics: name to `Mean`, see `Gradients`.
+  """
+
+  grad_norm: Array
+  lr: Array
+  applied: Array
+  changed_bytes: PyTree
+  metrics: dict[str, Mean]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParamGroup:
+  """What one program moves.
+
+  Attributes:
+    trainable: masters below one key.
+    frozen: masters there that do not move.
+    fp8_state: their slots.
+    moments: what the optimiser keeps per master, a list as `opt_parts.split`
+      makes it.
+    weights: their compute weights.
+  """
+
+  trainable: PyTree
+  frozen: PyTree
+  fp8_state: PyTree
+  moments: list[PyTree]
+  weights: PyTree
+
+
+def merge(trainable: PyTree, frozen: PyTree) -> PyTree:
+  """Joins two nested dicts with disjoint leaves."""
+  merged = dict(trainable)
+  for key, value in frozen.items():
+    merged[key] = merge(merged[key], value) if key in merged else value
+  return merged
+
+
+def _global_norm(gradients: PyTree, is_split: PyTree, axes) -> Array:
+  """L2 norm over all leaves; split leaves add over devices."""
+  squares = jax.tree.map(
+      lambda g: jnp.sum(jnp.square(g.astype(jnp.float32))), gradients
+  )
+  pairs = zip(jax.tree.leaves(squares), jax.tree.leaves(is_split), strict=True)
+  whole, split = jnp.zeros(()), jnp.zeros(())
+  for square, splits in pairs:
+    if splits:
+      split = split + square
+    else:
+      whole = whole + square
+  if axes.size > 1:
+    # Every device of the data axis holds the same reduced gradient.
+    split = axes.psum(split) / axes.data
+  return jnp.sqrt(whole + split)
+
+
+def _check_and_clip(
+    policy, config, is_split, trainable, metrics, opt_step, root
+):
+  """Returns (UpdateInfo without changed bytes, clip, next step, words)."""
+  norm = _global_norm(trainable, is_split, policy.axes)
+  loss = metrics['actor/pg_loss']
+  ok = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
+  shrink = jnp.minimum(1.0, config.grad_clip / (norm + 1e-6))
+  one = Mean(sum=jnp.zeros(()), weight=jnp.ones(()))
+  info = UpdateInfo(
+      grad_norm=norm,
+      lr=jnp.asarray(config.learning_rate(opt_step), jnp.float32),
+      applied=ok,
+      changed_bytes={},
+      metrics=metrics | {'actor/pg_loss': loss + one},
+  )
+  shrink = jnp.where(ok, shrink, 0.0)
+  rounding_keys = (
+      {} if root is None else rounding.rounding_keys(root, opt_step, trainable)
+  )
+  return info, shrink, opt_step + ok.astype(jnp.int32), rounding_keys
+
+
+def _widened(tree: PyTree) -> PyTree:
+  return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+
+def _optimised(
+    optimizer, join, axes, is_split, part, shared, gradients, step_control
+):
+  """Returns moved masters, moments and shared state, whatever the ruling."""
+  ok, shrink, rounding_keys = step_control
+  clipped = jax.tree.map(
+      lambda g: jnp.where(ok, g * shrink, 0), _widened(gradients)
+  )
+  masters = _widened(part.trainable)
+  updates, opt_state = optimizer.update(
+      clipped, join(part.moments, shared), masters
+  )
+  moments, next_shared = partition.split(opt_state, set(part.trainable))
+  moved = optax.apply_updates(masters, updates)
+  trainable = rounding.stored(
+      moved, part.trainable, is_split, rounding_keys, axes
+  )
+  return trainable, moments, next_shared
+
+
+def _move(
+    policy,
+    optimizer,
+    join,
+    is_split,
+    part,
+    shared,
+    gradients,
+    cotangents,
+    step_control,
+):
+  """Moves one part; returns (part, shared optimiser state, changed bytes)."""
+  axes, recipe = policy.axes, policy.recipe
+  ok = step_control[0]
+
+  def keep(new, old):
+    return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
+
+  if adamw.fits(optimizer, part.trainable, gradients, part.moments):
+    trainable, moments, next_shared, largest = fused_adamw.move_part(
+        optimizer,
+        join,
+        axes,
+        is_split,
+        (part.trainable, part.moments, shared),
+        gradients,
+        step_control,
+    )
+  else:
+    trainable, moments, next_shared = _optimised(
+        optimizer, join, axes, is_split, part, shared, gradients, step_control
+    )
+    trainable = keep(trainable, part.trainable)
+    moments = keep(moments, part.moments)
+    largest = trainable
+  params = merge(trainable, part.frozen)
+  fp8_state = scaling_state.observe(part.fp8_state, cotangents)
+  fp8_state = scaling_state.roll(fp8_state, recipe, operands=('output_grad',))
+  # The amax of an amax is itself.
+  fp8_state = scaling_state.observe_kernels(
+      fp8_state, merge(largest, part.frozen), recipe, axes
+  )
+  fp8_state = keep(fp8_state, part.fp8_state)
+  weights, measured, changed = requantize(
+      params, fp8_state, part.weights, recipe, axes
+  )
+  # A skipped step leaves the kernels' health as it was, too.
+  fp8_state = keep(measured, fp8_state)
+  next_part = ParamGroup(
+      trainable=trainable,
+      frozen=part.frozen,
+      fp8_state=fp8_state,
+      moments=moments,
+      weights=weights,
+  )
+  return next_part, keep(next_shared, shared), changed
+
+
+class Apply:
+  """Compiles one optimiser step; called with (state, gradients).
+
+  Both arguments are donated. Returned are the next state and `UpdateInfo`.
+
+  Args:
+    policy: its recipe and axes.
+    optimizer: moves the trainable masters. Its state may hold trees like the
+      masters and whatever does not depend on them, such as step counts.
+    config: learning rate, clip and rounding.
+    mesh: devices.
+    state: an example, concrete or of shapes.
+    gradients: shapes of the accumulator.
+  """
+
+  def __init__(
+      self,
+      policy: Policy,
+      optimizer: optax.GradientTransformation,
+      config: OptimizerConfig,
+      mesh: Mesh,
+      state: TrainState,
+      gradients: Gradients,
+  ):
+    self._policy, self._mesh = policy, mesh
+    self._keys = set(state.trainable)
+    self._join = partition.OptStatePartition(state.opt_state, self._keys)
+    self._root = None
+    if config.master_rounding == 'stochastic':
+      rounding.check(state.trainable)
+      self._root = rng.key(config.seed, rng.ROUNDING)
+    specs = sharding.tree_specs(gradients.trainable, mesh)
+    self._check_and_clip = policy.jit_per_device(
+        functools.partial(_check_and_clip, policy, config, self._splits(state)),
+        mesh,
+        (specs, P(), P(), P()),
+        (P(), P(), P(), P()),
+    )
+    self._move = functools.partial(_move, policy, optimizer, self._join)
+    self._movers: dict[Any, Any] = {}
+
+  def __call__(self, state: TrainState, gradients: Gradients):
+    """Moves the state; see the class."""
+    info, shrink, opt_step, rounding_keys = self._check_and_clip(
+        *self._to_judge(state, gradients)
+    )
+    parts, shared, changed = {}, [], {}
+    for key, move, arguments in self._moves(
+        state, gradients, info, shrink, rounding_keys
+    ):
+      # Each gives the same shared state.
+      parts[key], shared, share = move(*arguments)
+      changed |= {key: share} if share else {}
+    next_state = self._joined(state, parts, shared, opt_step)
+    info = dataclasses.replace(info, changed_bytes=changed)
+    # The next ones are made where they are accumulated: a rollout has the room.
+    for leaf in jax.tree.leaves(gradients):
+      leaf.delete()
+    return next_state, info
+
+  def lowered(self, state: TrainState, gradients: Gradients) -> Iterator:
+    """Yields (name, number of calls, lowered) of every program.
+
+    Args:
+      state: concrete or of shapes, as `gradients`.
+      gradients: the accumulator.
+    """
+    judge = self._to_judge(state, gradients)
+    yield 'judge', 1, self._check_and_clip.lower(*judge)
+    info, shrink, _, rounding_keys = jax.eval_shape(
+        self._check_and_clip, *judge
+    )
+    calls: dict[Any, list] = {}
+    for key, move, arguments in self._moves(
+        state, gradients, info, shrink, rounding_keys
+    ):
+      calls.setdefault(move, []).append((key, arguments))
+    for move, same in calls.items():
+      key, arguments = same[0]
+      yield f'move {key}', len(same), move.lower(*arguments)
+
+  def programs(self) -> list:
+    """Returns the compiled functions that were called so far."""
+    return [self._check_and_clip, *self._movers.values()]
+
+  def _to_judge(self, state: TrainState, gradients: Gradients) -> tuple:
+    return (
+        gradients.trainable,
+        gradients.metrics,
+        state.opt_step,
+        self._root,
+    )
+
+  def _moves(
+      self,
+      state: TrainState,
+      gradients: Gradients,
+      info: UpdateInfo,
+      shrink: Array,
+      rounding_keys: dict[str, Array],
+  ) -> Iterator:
+    """Yields (key, program, its arguments) of every part that moves."""
+    moments, shared = partition.split(state.opt_state, self._keys)
+    for key in state.weights:
+      if key not in state.trainable and key not in state.fp8_state:
+        continue
+      part = ParamGroup(
+          trainable=state.trainable.get(key, {}),
+          frozen=state.frozen.get(key, {}),
+          fp8_state=state.fp8_state.get(key, {}),
+          moments=[tree.get(key, {}) for tree in moments],
+          weights=state.weights[key],
+      )
+      found = gradients.trainable.get(key, {}), gradients.fp8.get(key, {})
+      step_control = info.applied, shrink, rounding_keys.get(key, {})
+      yield key, self._mover(part, *found), (part, shared, *found, step_control)
+
+  def _mover(self, part: ParamGroup, gradients: PyTree, cotangents: PyTree):
+    """Returns the program of a part, shared by parts of equal shapes."""
+    arguments = part, gradients, cotangents
+    leaves, tree = jax.tree.flatten(arguments)
+    signature = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+    if signature not in self._movers:
+      specs = sharding.tree_specs(arguments, self._mesh)
+      self._movers[signature] = self._policy.jit_per_device(
+          functools.partial(self._move, self._splits(part)),
+          self._mesh,
+          (specs[0], P(), *specs[1:], P()),
+          (specs[0], P(), P()),
+          donate_argnums=(0,),
+          # Weights that are only replaced would stay in memory beside the new
+          # ones for as long as anybody holds the state.
+          keep_unused=True,
+      )
+    return self._movers[signature]
+
+  def _splits(self, of: TrainState | ParamGroup) -> PyTree:
+    """Returns which masters are split over devices, as a tree of bools."""
+    return jax.tree.map(
+        # Decided on the whole shapes: inside, a split leaf looks smaller.
+        lambda leaf: sharding.leaf_spec(leaf.shape, self._mesh) != P(),
+        of.trainable,
+    )
+
+  def _joined(self, state, parts, shared, opt_step) -> TrainState:
+    def gathered(field: str, old: PyTree) -> PyTree:
+      return old | {
+          key: getattr(part, field) for key, part in parts.items() if key in old
+      }
+
+    moments = partition.split(state.opt_state, self._keys)[0]
+    moved = [
+        {key: parts[key].moments[i] for key in tree}
+        for i, tree in enumerate(moments)
+    ]
+    return dataclasses.replace(
+        state,
+        trainable=gathered('trainable', state.trainable),
+        frozen=gathered('frozen', state.frozen),
+        fp8_state=gathered('fp8_state', state.fp8_state),
+        weights=gathered('weights', state.weights),
+        opt_state=self._join(moved, shared),
+        opt_step=opt_step,
+    )

@@ -1,0 +1,370 @@
+"""Prompts to completions: continuous batching around the engine.
+
+A prompt is prefilled once and inserted into slots for each of its samples; a
+finished slot is refilled at the next host visit. The loop decides only when
+things are computed, never what: a completion is a function of the weights,
+the seed and its own address. So it is with environments: a turn ends at a token
+that depends on the turn's tokens alone, what was decoded beyond it is
+forgotten, and a slot that waits for its environment holds up no other.
+"""
+
+import collections
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from jetrl_jax.core import rng
+from jetrl_jax.core.typing import PRNGKey
+from jetrl_jax.data import Prompt
+from jetrl_jax.models.policy import PolicyParams
+from jetrl_jax.rl.rollout.buckets import PREFILL_ROWS
+from jetrl_jax.rl.rollout.engine import DecodeState, Engine, Prefix
+from jetrl_jax.rl.rollout.environment import EnvironmentConfig
+from jetrl_jax.rl.rollout.episodes import Episode, StopStrings
+from jetrl_jax.rl.types import Completion
+
+# Seconds that a host visit waits for environments: for each from when it was
+# asked while there is something to decode, and for the first one while there is
+# not.
+_QUICK_S, _IDLE_S = 0.02, 0.1
+
+StopCheck = Callable[[], None]
+
+
+def never_stop() -> None:
+  """The stop check of a rollout that is not interrupted."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+  """One sequence to sample: its place in the result, its prompt, its row."""
+
+  index: int
+  prompt: Prompt
+  sample: int
+  limit: int
+
+
+def rollout(
+    engine: Engine,
+    params: PolicyParams,
+    prompts: list[Prompt],
+    *,
+    num_generations: int,
+    temperature: float,
+    base_key: PRNGKey,
+    weight_version: int,
+    limits: np.ndarray | None = None,
+    should_stop: StopCheck = never_stop,
+    on_end: Callable[[Completion], None] | None = None,
+    environment: EnvironmentConfig | None = None,
+) -> list[Completion]:
+  """Samples `num_generations` responses to every prompt.
+
+  Args:
+    engine: its sizes bound prompts and responses.
+    params: weights and activation scales, constant throughout.
+    prompts: ids must differ: they are part of the random keys.
+    num_generations: samples per prompt, G.
+    temperature: 0 is greedy.
+    base_key: key with address (seed, step).
+    weight_version: recorded with every token.
+    limits: int [P, G], most response tokens of each sample; by default
+      max_response_length.
+    should_stop: called at every host visit; raises to abandon the rollout.
+    on_end: called with each completion soon after its end, in that order.
+    environment: what answers the turns; by default a response is one turn.
+
+  Returns:
+    P * G completions, prompt by prompt; with an environment one per episode.
+
+  Raises:
+    ValueError: two prompts share an id, or a prompt does not fit.
+  """
+  ids = [prompt.id for prompt in prompts]
+  if len(set(ids)) != len(ids):
+    twice = [i for i, n in collections.Counter(ids).items() if n > 1]
+    raise ValueError(
+        f'prompt ids {twice[:5]} occur twice in one rollout; their samples'
+        ' would share random keys'
+    )
+  # Gathered once, and not in every decode step.
+  params = engine.whole(params)
+  loop = Scheduler(
+      engine, params, temperature, base_key, weight_version, environment, on_end
+  )
+  maximum = engine.config.max_response_length
+  for p, prompt in enumerate(prompts):
+    for g in range(num_generations):
+      limit = maximum if limits is None else int(limits[p, g])
+      loop.waiting.append(
+          _Job(p * num_generations + g, prompt, g, max(1, min(limit, maximum)))
+      )
+  return loop.run(should_stop)
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Slot:
+  """What a slot is doing.
+
+  Attributes:
+    job: whose tokens it holds.
+    episode: its environment; None without one.
+    turn: response tokens before the current turn.
+    seen: response tokens looked through for stop strings.
+    tail: see `StopStrings.find`.
+    ended: response tokens of the turn that the environment is looking at; None
+      while the slot decodes.
+    observed: where in the response observations lie, as (start, stop).
+  """
+
+  job: _Job
+  episode: Episode | None = None
+  turn: int = 0
+  seen: int = 0
+  tail: str = ''
+  ended: int | None = None
+  observed: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+
+class Scheduler:
+  """The host's books of one rollout."""
+
+  def __init__(
+      self,
+      engine: Engine,
+      params: PolicyParams,
+      temperature: float,
+      base_key: PRNGKey,
+      weight_version: int,
+      environment: EnvironmentConfig | None,
+      on_end: Callable[[Completion], None] | None,
+  ):
+    self.on_end = on_end
+    self.engine, self.params, self.temperature = engine, params, temperature
+    self.base_key, self.weight_version = base_key, weight_version
+    self.environment = environment
+    self.strings: tuple[str, ...] = ()
+    if environment is not None:
+      self.strings = environment.stop_strings
+      self.finder = StopStrings(self.strings, environment.tokenizer)
+    self.call_ended = threading.Event()
+    self.waiting: collections.deque[_Job] = collections.deque()
+    # Prefilled and not yet in a slot: (prefix, row, job).
+    self.ready: collections.deque[tuple[Prefix, int, _Job]] = (
+        collections.deque()
+    )
+    self.running: dict[int, _Slot] = {}
+    self.done: dict[int, Completion] = {}
+    # What `on_end` has not been told of.
+    self.unreported: list[Completion] = []
+
+  def run(self, should_stop: StopCheck) -> list[Completion]:
+    """Decodes until every job is done; returns them in order."""
+    state = self.engine.init_decode_state()
+    while self.waiting or self.ready or self.running:
+      should_stop()
+      state = self._answer(state)  # To the turns that ended in the last visit.
+      state = self._refill(state)
+      state = self._answer(state)  # To the episodes that have just started.
+      if any(slot.ended is None for slot in self.running.values()):
+        state = self.engine.generate_block(self.params, state, self.base_key)
+        self._notify()  # While the device decodes.
+        state = self._collect(state)
+    self._notify()
+    return [self.done[i] for i in range(len(self.done))]
+
+  def _refill(self, state: DecodeState) -> DecodeState:
+    free = collections.deque(
+        s for s in range(self.engine.num_slots) if s not in self.running
+    )
+    started: list[int] = []
+    while free and (self.ready or self.waiting):
+      # Inserted before the next prefill: the caches of one are alive at a time.
+      if not self.ready:
+        self._prefill()
+      state, slots = self._insert(state, free)
+      started += slots
+    if self.environment is not None and started:
+      state = self.engine.pause(state, started)
+    return state
+
+  def _insert(
+      self, state: DecodeState, free: collections.deque[int]
+  ) -> tuple[DecodeState, list[int]]:
+    """Starts what is ready of one prefill; returns the slots it took too."""
+    prefix, mine = self.ready[0][0], []
+    while free and self.ready:
+      _, row, job = self.ready.popleft()
+      mine.append((free.popleft(), row, job))
+    slots = [slot for slot, _, _ in mine]
+    state = self.engine.bulk_insert(
+        prefix,
+        state,
+        slots,
+        rows=[row for _, row, _ in mine],
+        address=np.asarray(
+            [(job.prompt.id, job.sample) for _, _, job in mine], np.uint32
+        ),
+        limits=[job.limit for _, _, job in mine],
+        temperature=self.temperature,
+    )
+    self.running.update({slot: self._start(job) for slot, _, job in mine})
+    return state, slots
+
+  def _start(self, job: _Job) -> _Slot:
+    if self.environment is None:
+      return _Slot(job=job)
+    generator = rng.host_generator(self.base_key, job.prompt.id, job.sample)
+    episode = Episode(
+        self.environment,
+        job.prompt,
+        generator,
+        self.call_ended,
+        self.engine.policy.model.vocab_size,
+    )
+    return _Slot(job=job, episode=episode, ended=0)
+
+  def _prefill(self) -> None:
+    """Prefills the next prompts, with all their waiting samples."""
+    jobs: dict[int, list[_Job]] = {}
+    while self.waiting:
+      job = self.waiting[0]
+      if job.prompt.id not in jobs and len(jobs) == PREFILL_ROWS:
+        break
+      jobs.setdefault(job.prompt.id, []).append(self.waiting.popleft())
+    groups = list(jobs.values())
+    prefix = self.engine.prefill_batch(
+        self.params,
+        [group[0].prompt.tokens for group in groups],
+        rows=PREFILL_ROWS,
+    )
+    for row, group in enumerate(groups):
+      self.ready.extend((prefix, row, job) for job in group)
+
+  def _collect(self, state: DecodeState) -> DecodeState:
+    """Finds the turns that ended, and hands them to their environments."""
+    active, emitted, stopped = jax.device_get(
+        (state.active, state.emitted, state.stopped)
+    )
+    decoding = {i: s for i, s in self.running.items() if s.ended is None}
+    if not self.strings:
+      decoding = {i: s for i, s in decoding.items() if not active[i]}
+    if not decoding:
+      return state
+    # Turns are read by an environment and its stop strings alone.
+    tokens = np.zeros((len(active), 0), np.int32)
+    if self.environment is not None:
+      tokens = jax.device_get(state.tokens)
+    over, asked = {}, []
+    for i, slot in decoding.items():
+      cut = self._stop_string(slot, tokens[i, : emitted[i]])
+      if cut is None and active[i]:
+        continue
+      slot.ended = int(emitted[i]) if cut is None else cut
+      reason = 'stop' if cut is not None or stopped[i] else 'length'
+      if slot.episode is None or reason == 'length':
+        over[i] = reason
+        continue
+      text_end = slot.ended - (cut is None)  # Without the stop token.
+      slot.episode.step(
+          slot.episode.config.tokenizer.decode(tokens[i, slot.turn : text_end])
+      )
+      asked.append(i)
+    if any(active[i] for i in asked):
+      state = self.engine.pause(state, asked)
+    self._complete(state, over)
+    return state
+
+  def _stop_string(self, slot: _Slot, tokens: np.ndarray) -> int | None:
+    """Returns the response tokens up to the turn's first stop string."""
+    if not self.strings or len(tokens) <= slot.seen:
+      return None
+    found, slot.tail = self.finder.find(tokens[slot.seen :], slot.tail)
+    if found is not None:
+      return slot.seen + found
+    slot.seen = len(tokens)
+    return None
+
+  def _answer(self, state: DecodeState) -> DecodeState:
+    """Goes on with the slots whose environments have answered."""
+    asked = {i: s for i, s in self.running.items() if s.ended is not None}
+    if not asked:
+      return state
+    self._wait(list(asked.values()))
+    over, kept, given = {}, {}, {}
+    for i, slot in asked.items():
+      assert slot.episode is not None and slot.ended is not None
+      answer = slot.episode.poll()
+      if answer is None:
+        continue
+      end = slot.ended + len(answer.observation)
+      if answer.over:
+        over[i] = slot.episode.finish_reason()
+      elif end >= slot.job.limit:
+        over[i] = 'length'
+      else:
+        kept[i], given[i] = slot.ended, answer.observation
+        slot.observed.append((slot.ended, end))
+        slot.turn, slot.seen, slot.tail, slot.ended = end, end, '', None
+    self._complete(state, over)
+    return self.engine.resume(state, kept, given) if kept else state
+
+  def _wait(self, asked: list[_Slot]) -> None:
+    """Gives quick environments time to answer within this visit."""
+    start = time.monotonic()
+    decoding = len(asked) < len(self.running)
+    while True:
+      self.call_ended.clear()
+      pending = [s for s in asked if s.episode and not s.episode.answered()]
+      if not pending:
+        return
+      # Nothing could be computed meanwhile: wait for the first to answer.
+      stuck = not decoding and len(pending) == len(asked)
+      # One that was slow in an earlier visit holds up no later one.
+      newest = max(s.episode.asked_at for s in pending if s.episode)
+      end = start + _IDLE_S if stuck else newest + _QUICK_S
+      left = end - time.monotonic()
+      if left <= 0:
+        return
+      self.call_ended.wait(left)
+
+  def _complete(self, state: DecodeState, over: dict[int, str]) -> None:
+    """Takes finished sequences, by slot and with their reasons, to the host."""
+    if not over:
+      return
+    responses = self.engine.responses(state, list(over))
+    self.engine.release(list(over))
+    for i, reason in over.items():
+      slot = self.running.pop(i)
+      assert slot.ended is not None
+      job, length = slot.job, slot.ended
+      sampled = np.ones(length, bool)
+      for start, stop in slot.observed:
+        sampled[start:stop] = False
+      tokens, log_mu, logprobs = responses[i]
+      completion = Completion(
+          prompt_id=job.prompt.id,
+          sample=job.sample,
+          prompt_tokens=np.asarray(job.prompt.tokens, np.int32),
+          tokens=tokens[:length].copy(),
+          sampled=sampled,
+          log_mu=log_mu[:length].copy(),
+          logprobs=logprobs[:length].copy(),
+          weight_version=np.full(length, self.weight_version, np.int32),
+          finish_reason=reason,
+          episode=slot.episode and slot.episode.result(),
+      )
+      self.done[job.index] = completion
+      self.unreported.append(completion)
+
+  def _notify(self) -> None:
+    """Hands over what has ended; making text of tokens takes time."""
+    ended, self.unreported = self.unreported, []
+    if self.on_end is not None:
+      for completion in ended:
+        self.on_end(completion)

@@ -1,0 +1,273 @@
+"""Where the activation scales of a cold start come from."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import logging
+from jax.sharding import Mesh
+
+from jetrl_jax.core import rng, sharding
+from jetrl_jax.data import Prompt
+from jetrl_jax.fp8 import scaling_state
+from jetrl_jax.models.policy import Policy, PolicyParams
+from jetrl_jax.optim.adamw import OptimizerConfig
+from jetrl_jax.optim.types import TrainState
+from jetrl_jax.rl import packing
+from jetrl_jax.rl.objective import supervised_loss
+from jetrl_jax.rl.rollout.engine import Engine
+from jetrl_jax.rl.rollout.scheduler import StopCheck, rollout
+from jetrl_jax.rl.run import mixed_flow
+from jetrl_jax.rl.run.gradients import UpdatePrograms
+from jetrl_jax.rl.run.spec import RunSpec
+from jetrl_jax.rl.types import Completion, TrainBatch
+
+# Of a checkpoint, where there is no run to say.
+CHECKPOINT_PROMPTS = 16
+CHECKPOINT_TOKENS = 64
+_CHECKPOINT_SAMPLES = 4
+_CHECKPOINT_ROWS = 4
+
+
+class Calibration:
+  """Fills the slots of a cold start from a discarded backward pass.
+
+  The pass computes in the compute dtype with the weights that training will
+  use, so that what one layer's empty slot would do to the next is never
+  measured. Nothing but the slots changes.
+
+  Args:
+    policy: the flow's policy.
+    mesh: devices.
+    state: for its shapes.
+  """
+
+  def __init__(self, policy: Policy, mesh: Mesh, state: TrainState):
+    self._recipe = policy.recipe
+    recipe = dataclasses.replace(policy.recipe, calibrating=True)
+    self.step = UpdatePrograms(
+        # Once, so that its memory counts and its time does not.
+        dataclasses.replace(policy, recipe=recipe, remat='full'),
+        supervised_loss,
+        optax.identity(),
+        OptimizerConfig(),
+        mesh,
+        state,
+    )
+    self._take_effect = policy.jit(
+        self._observe_and_roll,
+        out_shardings=sharding.tree_shardings(state.fp8_state, mesh),
+    )
+
+  def fill(
+      self, state: TrainState, batches: list[TrainBatch], temperature: float
+  ) -> TrainState:
+    """Returns the state with input and output-gradient slots filled.
+
+    Args:
+      state: its kernel slots are filled already.
+      batches: micro-batches of real tokens; their loss weights give the
+        gradients their size.
+      temperature: of pi.
+    """
+    gradients = self.step.zero_gradients(state)
+    for batch in batches:
+      gradients, _, _ = self.step.accumulate(
+          state, gradients, batch, jnp.float32(temperature)
+      )
+    fp8_state = self._take_effect(state.fp8_state, gradients.fp8)
+    return dataclasses.replace(state, fp8_state=fp8_state)
+
+  def _observe_and_roll(self, fp8_state, cotangents):
+    observed = scaling_state.observe(fp8_state, cotangents)
+    rolled = scaling_state.roll(
+        observed, self._recipe, operands=('input', 'output_grad')
+    )
+    # The objective's gradients have another size than this loss's: the scale is
+    # a start, and the first real observation must be able to lower it.
+    return scaling_state.forget(rolled, operand='output_grad')
+
+
+def likelihood_sequences(
+    token_lists: list[np.ndarray], first_target: list[int]
+) -> list[packing.Sequence]:
+  """Returns sequences for `supervised_loss`, averaged over all targets.
+
+  Args:
+    token_lists: int32 tokens per sequence.
+    first_target: index of each sequence's first token in the loss; token 0
+      never is.
+  """
+  starts = [max(1, start) for start in first_target]
+  targets = sum(
+      max(0, len(tokens) - start)
+      for tokens, start in zip(token_lists, starts, strict=True)
+  )
+  sequences = []
+  for i, (tokens, start) in enumerate(zip(token_lists, starts, strict=True)):
+    zeros = np.zeros(len(tokens), np.float32)
+    mask = (np.arange(len(tokens)) >= start).astype(np.float32)
+    sequences.append(
+        packing.Sequence(
+            tokens=np.asarray(tokens, np.int32),
+            loss_mask=mask,
+            loss_weight=mask / np.float32(max(targets, 1)),
+            advantages=zeros,
+            log_mu=zeros,
+            rollout_logprobs=zeros,
+            old_logprobs=zeros,
+            ref_logprobs=zeros,
+            weight_version=np.zeros(len(tokens), np.int32),
+            origin=i,
+        )
+    )
+  return sequences
+
+
+def calibrate_checkpoint(
+    engine: Engine,
+    state: TrainState,
+    prompts: list[Prompt],
+    *,
+    origin: str,
+    seed: int = 0,
+) -> TrainState:
+  """Fills the slots of a policy without a run, as a cold start would.
+
+  Args:
+    engine: samples; its policy and mesh are the state's.
+    state: its kernel slots are filled already, see `states.create`.
+    prompts: the first `CHECKPOINT_PROMPTS` are used.
+    origin: of the policy, in words.
+    seed: of the short answers that are sampled.
+  """
+  first = prompts[:CHECKPOINT_PROMPTS]
+  logging.info(
+      'No activation scales are kept with %s: calibrating on %d prompts',
+      origin,
+      len(first),
+  )
+  policy, config = engine.policy, engine.config
+  rows, row_length = packing.batch_shape(
+      config.max_prompt_length + config.max_response_length,
+      micro_batch_size=_CHECKPOINT_ROWS,
+      packed_rows=0,
+      tile=policy.tile,
+      devices=policy.axes.size,
+  )
+  calibration = Calibration(policy, engine.mesh, state)
+
+  def fill(state, sequences):
+    packed = packing.pack(
+        sequences,
+        row_length=row_length,
+        rows_per_micro_batch=rows,
+        tile=policy.tile,
+    )
+    return calibration.fill(state, packed.batches, temperature=1.0)
+
+  def sample(state):
+    most = min(CHECKPOINT_TOKENS, config.max_response_length)
+    return rollout(
+        engine,
+        PolicyParams(state.weights, state.fp8_state),
+        first,
+        num_generations=_CHECKPOINT_SAMPLES,
+        temperature=1.0,
+        base_key=rng.key(seed, rng.CALIBRATION),
+        weight_version=0,
+        limits=np.full((len(first), _CHECKPOINT_SAMPLES), most),
+    )
+
+  return _filled(state, first, fill, sample)
+
+
+def calibrate_run(
+    spec: RunSpec, engine: Engine, state: TrainState, should_stop: StopCheck
+) -> TrainState:
+  """Fills the FP8 slots of a run, on all its sides, where a recipe has any.
+
+  Args:
+    spec: what the run is made of.
+    engine: samples the short rollout; its policy is that of `spec`.
+    state: its kernel slots are filled already.
+    should_stop: called at the rollout's host visits; raises to give up.
+  """
+  recipes = (spec.policy.recipe, spec.rollout_policy.recipe)
+  if not any(recipe.needs_calibration for recipe in recipes):
+    return state
+  fills = []
+  if spec.policy.recipe.needs_calibration:
+    calibration = Calibration(spec.policy, spec.mesh, state)
+    fills.append(
+        functools.partial(calibration.fill, temperature=spec.run.temperature)
+    )
+  if spec.is_mixed:
+    fills.append(
+        mixed_flow.Requantizer(spec.rollout_policy, spec.mesh, state).calibrate
+    )
+
+  def fill(state, sequences):
+    batches = spec.pack(sequences).batches
+    for one in fills:
+      state = one(state, batches)
+    return state
+
+  def sample(state):
+    return short_rollout(spec, engine, state, should_stop)
+
+  return _filled(state, _calibration_prompts(spec), fill, sample)
+
+
+def short_rollout(
+    spec: RunSpec, engine: Engine, state: TrainState, should_stop: StopCheck
+) -> list[Completion]:
+  """Samples the calibration's prompts, calibration_tokens at most."""
+  run, prompts = spec.run, _calibration_prompts(spec)
+  shape = (len(prompts), run.num_generations)
+  return rollout(
+      engine,
+      mixed_flow.rollout_params(state),
+      prompts,
+      num_generations=run.num_generations,
+      temperature=run.temperature,
+      base_key=rng.key(run.seed, rng.CALIBRATION),
+      weight_version=0,
+      limits=np.full(shape, run.calibration_tokens),
+      should_stop=should_stop,
+      environment=spec.environment,
+  )
+
+
+def _calibration_prompts(spec: RunSpec) -> list[Prompt]:
+  count = min(spec.run.calibration_prompts, len(spec.train_set))
+  return [spec.train_set[i] for i in range(count)]
+
+
+def _filled(
+    state: TrainState,
+    prompts: list[Prompt],
+    fill: Callable[[TrainState, list[packing.Sequence]], TrainState],
+    sample: Callable[[TrainState], list[Completion]],
+) -> TrainState:
+  """Fills slots from prompts, then from answers to them.
+
+  Args:
+    state: its kernel slots are filled already.
+    prompts: what the policy will meet.
+    fill: measures sequences.
+    sample: answers the prompts, with the scales that those gave.
+  """
+  sequences = likelihood_sequences(
+      [p.tokens for p in prompts], [1] * len(prompts)
+  )
+  state = fill(state, sequences)
+  completions = sample(state)
+  sequences = likelihood_sequences(
+      [np.concatenate([c.prompt_tokens, c.tokens]) for c in completions],
+      [len(c.prompt_tokens) for c in completions],
+  )
+  return fill(state, sequences)

@@ -1,0 +1,162 @@
+"""The update: accumulate micro-batches, then apply once.
+
+`accumulate` runs forward and backward of one micro-batch and adds to a
+`Gradients` record; `apply` clips, moves the masters, and quantises the
+compute weights that the next forward and the next rollout read. Micro-batches
+are differentiated one by one, so that amaxes combine by max (see
+`kernels/quantized_dot/linear.py`). What is not finite never reaches the state:
+`apply` then returns it as it was.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jetrl_jax.core import sharding
+from jetrl_jax.core.typing import Array
+from jetrl_jax.fp8 import scaling_state
+from jetrl_jax.models.policy import Policy, PolicyParams
+from jetrl_jax.optim.adamw import OptimizerConfig
+from jetrl_jax.optim.apply import Apply, Gradients, merge
+from jetrl_jax.optim.types import TrainState
+from jetrl_jax.rl.types import TrainBatch
+
+
+def objective(
+    policy: Policy,
+    loss_function: Any,
+    state: TrainState,
+    batch: TrainBatch,
+    temperature: Array,
+):
+  """Returns the function of (trainable, fp8_state) that is differentiated.
+
+  It returns (loss, (metrics, log-probs, entropy)).
+  """
+
+  def loss_of(trainable, fp8_state):
+    logprobs_BT, entropy_BT = policy.score(
+        PolicyParams(state.weights, fp8_state),
+        batch,
+        temperature,
+        masters=merge(trainable, state.frozen),
+    )
+    loss, metrics = loss_function(batch, logprobs_BT, entropy_BT)
+    return loss, (metrics, logprobs_BT, entropy_BT)
+
+  return loss_of
+
+
+def _accumulate(policy, loss_function, state, gradients, batch, temperature):
+  """Adds one micro-batch; returns (gradients, log-probs, entropy)."""
+  loss_of = objective(policy, loss_function, state, batch, temperature)
+  (new, new_fp8), (metrics, logprobs_BT, entropy_BT) = jax.grad(
+      loss_of, argnums=(0, 1), has_aux=True
+  )(state.trainable, state.fp8_state)
+  axes = policy.axes
+  added = Gradients(
+      trainable=jax.tree.map(jnp.add, gradients.trainable, new),
+      fp8=scaling_state.combine(
+          gradients.fp8, scaling_state.reduce_over_devices(new_fp8, axes)
+      ),
+      metrics={
+          name: gradients.metrics[name] + axes.psum(value)
+          for name, value in metrics.items()
+      },
+  )
+  return added, logprobs_BT, entropy_BT
+
+
+def compile_score(policy: Policy, mesh: Mesh, state: TrainState) -> Any:
+  """Returns the compiled (params, batch, temperature) -> (log-probs, entropy).
+
+  Args:
+    policy: the functions.
+    mesh: devices.
+    state: an example of this policy's side, concrete or of shapes.
+  """
+  specs = sharding.tree_specs(
+      PolicyParams(state.weights, state.fp8_state), mesh
+  )
+  rows = sharding.ROWS
+  return policy.jit_per_device(
+      policy.score, mesh, (specs, rows, P()), (rows, rows)
+  )
+
+
+class UpdatePrograms:
+  """Compiles the update for one policy, objective and optimiser.
+
+  Args:
+    policy: the functions; its recipe is the flow's.
+    loss_function: (batch, log-probs, entropy) to (loss, metrics), for example
+      `functools.partial(policy_loss, LossConfig())`.
+    optimizer: moves the trainable masters.
+    config: learning rate, clip and rounding.
+    mesh: devices.
+    state: an example, concrete or of shapes.
+  """
+
+  def __init__(
+      self,
+      policy: Policy,
+      loss_function: Any,
+      optimizer: optax.GradientTransformation,
+      config: OptimizerConfig,
+      mesh: Mesh,
+      state: TrainState,
+  ):
+    specs = sharding.tree_specs(state, mesh)
+    # What the loss reports, found without computing anything.
+    batch = TrainBatch.of_shapes(1, 16)
+    floats = jax.ShapeDtypeStruct((1, 16), jnp.float32)
+    _, self._metrics = jax.eval_shape(loss_function, batch, floats, floats)
+    grad_specs = Gradients(
+        trainable=specs.trainable,
+        fp8=specs.fp8_state,
+        metrics=jax.tree.map(lambda _: P(), self._metrics),
+    )
+    rows = sharding.ROWS
+    self.accumulate = policy.jit_per_device(
+        functools.partial(_accumulate, policy, loss_function),
+        mesh,
+        (specs, grad_specs, rows, P()),
+        (grad_specs, rows, rows),
+        donate_argnums=(1,),
+        in_order=policy.axes.size > 1,
+    )
+    self.score = compile_score(policy, mesh, state)
+    self.roll_inputs = policy.jit(
+        functools.partial(
+            scaling_state.roll, recipe=policy.recipe, operands=('input',)
+        ),
+        out_shardings=sharding.named(specs.fp8_state, mesh),
+    )
+    self._zeros = policy.jit(
+        self._make_zeros, out_shardings=sharding.named(grad_specs, mesh)
+    )
+    self.apply = Apply(
+        policy, optimizer, config, mesh, state, self.gradient_shapes(state)
+    )
+
+  def zero_gradients(self, state: TrainState) -> Gradients:
+    """Returns an empty accumulator, sharded like the masters."""
+    return self._zeros(state.trainable, state.fp8_state)
+
+  def gradient_shapes(self, state: TrainState) -> Gradients:
+    """Returns the shapes of an accumulator."""
+    return jax.eval_shape(self._make_zeros, state.trainable, state.fp8_state)
+
+  def _make_zeros(self, trainable, fp8_state):
+    return Gradients(
+        trainable=jax.tree.map(jnp.zeros_like, trainable),
+        fp8=jax.tree.map(jnp.zeros_like, fp8_state),
+        metrics=jax.tree.map(
+            lambda _: jnp.zeros((), jnp.float32), self._metrics
+        ),
+    )

@@ -1,0 +1,150 @@
+"""What a run is made of, and the shape of its micro-batches."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from jax.sharding import Mesh
+
+from jetrl_jax.core.typing import PyTree
+from jetrl_jax.data import PromptDataset, PromptSampler, Tokenizer
+from jetrl_jax.metrics.wandb import WandbConfig
+from jetrl_jax.models.policy import Policy
+from jetrl_jax.optim.adamw import OptimizerConfig
+from jetrl_jax.rewards import RewardPool
+from jetrl_jax.rl import packing
+from jetrl_jax.rl.objective import LossConfig
+from jetrl_jax.rl.rollout.engine import EngineConfig
+from jetrl_jax.rl.rollout.environment import EnvironmentConfig
+from jetrl_jax.rl.settings import AlgorithmConfig, GuardConfig, RunConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunSpec:
+  """What a run is made of; `config/build.py` builds it.
+
+  Attributes:
+    policy: decoder and training's recipe.
+    rollout_policy: the same decoder with the rollout's recipe; equal to
+      `policy` in a unified flow.
+    mesh: devices.
+    initial_params: makes the masters of a cold start, on their devices.
+    initial_checkpoint: the folder that it reads them from; None for random
+      masters.
+    param_shapes: their shapes and dtypes.
+    freeze: patterns of masters that do not train.
+    invariant_scale: what kernels behind norms were divided by.
+    engine: sizes and sampler of the rollout.
+    loss: the objective.
+    algorithm: from scores to weights.
+    optimizer: AdamW and its schedule.
+    run: sizes, frequencies, limits.
+    guard: bounds, and what happens where they are exceeded.
+    tokenizer: of the checkpoint, or another that the config names.
+    train_set: prompts to learn from.
+    val_set: held-out prompts; None for no evaluation.
+    environment: what answers the policy's turns, and scores them; None for
+      responses of one turn, which the reward workers score.
+    make_rewards: starts the reward workers; of None with an environment.
+    config_text: the resolved config, kept in the workdir.
+    export_source: the checkpoint whose config the exported one carries on; None
+      for no export.
+    wandb: where the scalars go besides the workdir; None for nowhere.
+  """
+
+  policy: Policy
+  rollout_policy: Policy
+  mesh: Mesh
+  initial_params: Callable[[], PyTree]
+  initial_checkpoint: pathlib.Path | None
+  param_shapes: PyTree
+  freeze: tuple[str, ...]
+  invariant_scale: float
+  engine: EngineConfig
+  loss: LossConfig
+  algorithm: AlgorithmConfig
+  optimizer: OptimizerConfig
+  run: RunConfig
+  guard: GuardConfig
+  tokenizer: Tokenizer
+  train_set: PromptDataset
+  val_set: PromptDataset | None
+  environment: EnvironmentConfig | None
+  make_rewards: Callable[[], AbstractContextManager[RewardPool | None]]
+  config_text: str
+  export_source: pathlib.Path | None
+  wandb: WandbConfig | None
+
+  def __post_init__(self):
+    if self.is_mixed and self.algorithm.old_logprobs == 'rollout':
+      raise ValueError(
+          f'training runs {self.policy.recipe.name!r} and the rollout'
+          f' {self.rollout_policy.recipe.name!r}: in a mixed flow the'
+          " rollout's log-probs are those of another policy, and with"
+          " algorithm.old_logprobs='rollout' no correction could act. Set"
+          " algorithm.old_logprobs='recompute', or leave"
+          ' precision.rollout_recipe empty'
+      )
+
+  def with_policy(self, policy: Policy) -> 'RunSpec':
+    """Returns the spec with another policy on both sides of the flow."""
+    recipe = dataclasses.replace(
+        policy.recipe, name=self.rollout_policy.recipe.name
+    )
+    return dataclasses.replace(
+        self,
+        policy=policy,
+        rollout_policy=dataclasses.replace(policy, recipe=recipe),
+    )
+
+  def keeping(self, dots: tuple[str, ...]) -> 'RunSpec':
+    """Returns the spec with these dots in high precision as well.
+
+    Args:
+      dots: their paths; ()() for the spec as it is.
+    """
+    if not dots:
+      return self
+    recipe = self.policy.recipe.keeping(dots)
+    return self.with_policy(dataclasses.replace(self.policy, recipe=recipe))
+
+  @property
+  def is_mixed(self) -> bool:
+    """Whether the rollout's recipe is another one than training's."""
+    return self.rollout_policy.recipe != self.policy.recipe
+
+  @property
+  def needs_reference(self) -> bool:
+    """Whether the policy of the start is kept, for a KL term."""
+    return bool(self.loss.kl_loss_coef or self.algorithm.kl_reward_coef)
+
+  @property
+  def batch_shape(self) -> tuple[int, int]:
+    """(rows, tokens per row) of a micro-batch, see `packing.batch_shape`."""
+    return packing.batch_shape(
+        self.engine.max_prompt_length + self.engine.max_response_length,
+        micro_batch_size=self.run.micro_batch_size,
+        packed_rows=self.run.packed_rows,
+        tile=self.policy.tile,
+        devices=self.policy.axes.size,
+    )
+
+  def prompt_sampler(self) -> PromptSampler:
+    """Returns what draws the prompts, at the first of them."""
+    return PromptSampler(
+        num_prompts=len(self.train_set),
+        seed=self.run.seed,
+        shuffle=True,
+        fingerprint=self.train_set.fingerprint,
+    )
+
+  def pack(self, sequences: list[packing.Sequence]) -> packing.Packed:
+    """Returns micro-batches of the run's one compiled shape."""
+    rows, row_length = self.batch_shape
+    return packing.pack(
+        sequences,
+        row_length=row_length,
+        rows_per_micro_batch=rows,
+        tile=self.policy.tile,
+    )

@@ -1,0 +1,232 @@
+"""Builds and restores training states."""
+
+import dataclasses
+import pathlib
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import traverse_util
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jetrl_jax import kernels
+from jetrl_jax.checkpoint import restore
+from jetrl_jax.checkpoint.manager import CheckpointManager
+from jetrl_jax.core import sharding
+from jetrl_jax.core.typing import PyTree
+from jetrl_jax.fp8 import Recipe, scaling_state
+from jetrl_jax.models.policy import Policy, PolicyParams
+from jetrl_jax.optim.apply import merge
+from jetrl_jax.optim.types import TrainState
+
+
+def partition(
+    params: PyTree, frozen_patterns: tuple[str, ...]
+) -> tuple[PyTree, PyTree]:
+  """Splits masters into (trainable, frozen) by regular expressions.
+
+  Args:
+    params: nested dict of masters.
+    frozen_patterns: matched in full against paths like 'embed/embedding'.
+
+  Raises:
+    ValueError: a pattern is no regular expression or matches nothing, or
+      everything is frozen.
+  """
+  flat = traverse_util.flatten_dict(params, sep='/')
+  for pattern in frozen_patterns:
+    try:
+      re.compile(pattern)
+    except re.error as error:
+      raise ValueError(
+          f'model.freeze: {pattern!r} is no regular expression ({error})'
+      ) from error
+  matches = {
+      pattern: {p for p in flat if re.fullmatch(pattern, p)}
+      for pattern in frozen_patterns
+  }
+  empty = [pattern for pattern, paths in matches.items() if not paths]
+  if empty:
+    raise ValueError(
+        f'model.freeze: {empty} match no parameter; paths look like'
+        f' {sorted(flat)[:3]}'
+    )
+  frozen = set().union(*matches.values())
+  if len(frozen) == len(flat):
+    raise ValueError('model.freeze matches every parameter; nothing to train')
+
+  def build(paths):
+    kept = {p: flat[p] for p in flat if p in paths}
+    return traverse_util.unflatten_dict(kept, sep='/')
+
+  return build(set(flat) - frozen), build(frozen)
+
+
+def create(
+    policy: Policy,
+    params: PyTree,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    frozen_patterns: tuple[str, ...] = (),
+) -> TrainState:
+  """Returns the state of a cold start: slots empty but for the kernels.
+
+  Args:
+    policy: its recipe decides what is quantised.
+    params: masters on their devices; the state takes them over.
+    optimizer: its moments start at zero.
+    mesh: where new leaves go.
+    frozen_patterns: see `partition`.
+  """
+  trainable, frozen = partition(params, frozen_patterns)
+  whole = NamedSharding(mesh, P())
+  fp8_state = jax.device_put(
+      scaling_state.init_state(params, policy.recipe), whole
+  )
+  opt_shapes = jax.eval_shape(optimizer.init, trainable)
+  opt_state = jax.jit(
+      optimizer.init, out_shardings=sharding.tree_shardings(opt_shapes, mesh)
+  )(trainable)
+  state = TrainState(
+      trainable=trainable,
+      frozen=frozen,
+      fp8_state=fp8_state,
+      opt_state=opt_state,
+      weights={},
+      opt_step=jax.device_put(jnp.zeros((), jnp.int32), whole),
+  )
+  return with_weights(policy, state, mesh, record=True)
+
+
+def with_weights(
+    policy: Policy, state: TrainState, mesh: Mesh, *, record: bool
+) -> TrainState:
+  """Returns the state with `weights` made from its masters.
+
+  Args:
+    policy: its recipe.
+    state: whose `weights` are replaced.
+    mesh: devices.
+    record: first record the kernels' amaxes (a cold start). A restored state
+      has its kernel scales already, and recording would be a second time.
+  """
+
+  def make(trainable, frozen, fp8_state):
+    params = merge(trainable, frozen)
+    if record:
+      fp8_state = scaling_state.observe_kernels(
+          fp8_state, params, policy.recipe, policy.axes
+      )
+    return fp8_state, kernels.prepare_weights(params, fp8_state, policy.recipe)
+
+  specs = [
+      sharding.tree_specs(tree, mesh)
+      for tree in (state.trainable, state.frozen, state.fp8_state)
+  ]
+  # Shapes outside shard_map: the axes' collectives must not be traced there.
+  shapes = jax.eval_shape(
+      lambda t, f, s: kernels.prepare_weights(merge(t, f), s, policy.recipe),
+      state.trainable,
+      state.frozen,
+      state.fp8_state,
+  )
+  out_specs = (specs[2], sharding.tree_specs(shapes, mesh))
+  run = policy.jit_per_device(make, mesh, tuple(specs), out_specs)
+  fp8_state, weights = run(state.trainable, state.frozen, state.fp8_state)
+  return dataclasses.replace(state, fp8_state=fp8_state, weights=weights)
+
+
+def abstract(
+    policy: Policy,
+    param_shapes: PyTree,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    frozen_patterns: tuple[str, ...] = (),
+    rollout_recipe: Recipe | None = None,
+) -> TrainState:
+  """Returns the state's shapes, dtypes and shardings, without weights.
+
+  Args:
+    policy: its recipe decides what is quantised.
+    param_shapes: of the masters.
+    optimizer: makes the moments.
+    mesh: where the leaves lie.
+    frozen_patterns: see `partition`.
+    rollout_recipe: of a mixed flow's rollout; None in a unified flow.
+  """
+  trainable, frozen = partition(param_shapes, frozen_patterns)
+
+  def slots_of(recipe):
+    return jax.eval_shape(
+        lambda: scaling_state.init_state(param_shapes, recipe)
+    )
+
+  state = TrainState(
+      trainable=trainable,
+      frozen=frozen,
+      fp8_state=slots_of(policy.recipe),
+      opt_state=jax.eval_shape(optimizer.init, trainable),
+      weights={},
+      opt_step=jax.eval_shape(lambda: jnp.zeros((), jnp.int32)),
+      rollout_fp8_state=slots_of(rollout_recipe) if rollout_recipe else {},
+  )
+  return jax.tree.map(
+      lambda leaf, where: jax.ShapeDtypeStruct(
+          leaf.shape, leaf.dtype, sharding=where
+      ),
+      state,
+      sharding.tree_shardings(state, mesh),
+  )
+
+
+def without_weights(state: TrainState) -> dict[str, PyTree]:
+  """Returns what a checkpoint holds: all but the compute weights."""
+  return {
+      field.name: getattr(state, field.name)
+      for field in dataclasses.fields(state)
+      if field.name not in ('weights', 'rollout_weights')
+  }
+
+
+def reference(
+    folder: pathlib.Path, state: TrainState, *, cold: bool
+) -> PolicyParams:
+  """Returns the reference policy: the run's first weights and scales.
+
+  It has its own copy of the compute weights and of the frozen scales, so that
+  the KL at step 0 is exactly 0. The copy is kept beside the checkpoints.
+
+  Args:
+    folder: where it is kept.
+    state: the state of a cold start, or one of the same shapes.
+    cold: whether `state` is the run's first.
+  """
+  tree = {'weights': state.weights, 'fp8_state': state.fp8_state}
+  if cold:
+    tree = jax.tree.map(jnp.copy, tree)
+    # Left by a run that was killed before its first checkpoint.
+    shutil.rmtree(folder, ignore_errors=True)
+    manager = CheckpointManager(folder, keep_latest=1, keep_best=0)
+    manager.save(0, tree, {}, metric=None)
+    manager.close()
+    return PolicyParams(**tree)
+  like = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+      tree,
+  )
+  check_reference(folder)
+  restored = restore.restore(folder, like)
+  assert restored is not None  # There is a step.
+  return PolicyParams(**restored.state)
+
+
+def check_reference(folder: pathlib.Path) -> None:
+  """Refuses a resume whose KL term has nothing to hold the policy to."""
+  if not (folder / '0').exists():
+    raise ValueError(
+        f'{folder} holds no reference policy, but the run has a KL term and is'
+        ' being resumed; start again in a new workdir'
+    )

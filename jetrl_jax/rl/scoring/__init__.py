@@ -1,0 +1,1 @@
+"""Completions to what an update learns from: rewards, groups, replay."""

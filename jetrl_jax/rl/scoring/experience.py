@@ -1,0 +1,220 @@
+"""From completions to scored, weighted sequences, and their metrics."""
+
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from jetrl_jax.data import Prompt, Tokenizer
+from jetrl_jax.rl import advantages, aggregation, packing
+from jetrl_jax.rl.scoring import reward_shaping
+from jetrl_jax.rl.settings import AlgorithmConfig
+from jetrl_jax.rl.types import Completion
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experience:
+  """One rollout with its scores; P prompts, G samples each.
+
+  Attributes:
+    prompts: the P prompts.
+    completions: P * G, prompt by prompt.
+    scores_PG: float64, what the reward functions said.
+    overlong_PG: float64, at most 0: the overlong penalty; 0 without one.
+    kl_penalty_PG: float64, see `kl_reward`; 0 without one.
+    rewards_PG: float64, what the advantages are made of: scores_PG +
+      overlong_PG - kl_penalty_PG.
+    accuracy_PG: float64 in [0, 1].
+    errors: reward errors by name ('timeout', ...), counted.
+    advantages_PG: float32.
+  """
+
+  prompts: list[Prompt]
+  completions: list[Completion]
+  scores_PG: np.ndarray
+  overlong_PG: np.ndarray
+  kl_penalty_PG: np.ndarray
+  rewards_PG: np.ndarray
+  accuracy_PG: np.ndarray
+  errors: dict[str, int]
+  advantages_PG: np.ndarray
+
+
+def response_text(completion: Completion, tokenizer: Tokenizer) -> str:
+  """Returns a response as text, without its stop token."""
+  tokens = completion.tokens
+  if len(tokens) and tokens[-1] in tokenizer.eos_ids:
+    tokens = tokens[:-1]
+  return tokenizer.decode(tokens)
+
+
+def join_sampled(
+    completions: list[Completion], values: Iterable[np.ndarray]
+) -> np.ndarray:
+  """Joins per-token values of responses, less those of observations.
+
+  Args:
+    completions: the responses.
+    values: one array [response_length] each.
+  """
+  return np.concatenate(
+      [v[c.sampled] for c, v in zip(completions, values, strict=True)]
+  )
+
+
+def from_scores(
+    prompts: list[Prompt],
+    completions: list[Completion],
+    scores: np.ndarray,
+    accuracy: np.ndarray,
+    errors: dict[str, int],
+    config: AlgorithmConfig,
+) -> Experience:
+  """Adds advantages to flat scores [P * G]."""
+  scores_PG = np.asarray(scores, np.float64).reshape(len(prompts), -1)
+  overlong_PG = np.zeros_like(scores_PG)
+  if config.overlong_buffer.enable:
+    overlong_PG = reward_shaping.overlong_penalty(
+        np.asarray([len(c.tokens) for c in completions]).reshape(
+            scores_PG.shape
+        ),
+        max_response_length=config.overlong_buffer.max_response_length,
+        buffer_length=config.overlong_buffer.len,
+        penalty_factor=config.overlong_buffer.penalty_factor,
+    )
+  rewards_PG = scores_PG + overlong_PG
+  return Experience(
+      prompts=prompts,
+      completions=completions,
+      scores_PG=scores_PG,
+      overlong_PG=overlong_PG,
+      kl_penalty_PG=np.zeros_like(scores_PG),
+      rewards_PG=rewards_PG,
+      accuracy_PG=np.asarray(accuracy, np.float64).reshape(scores_PG.shape),
+      errors=errors,
+      advantages_PG=estimate_advantages(rewards_PG, completions, config),
+  )
+
+
+def estimate_advantages(
+    rewards_PG: np.ndarray,
+    completions: list[Completion],
+    config: AlgorithmConfig,
+) -> np.ndarray:
+  """Returns the advantages [P, G] of the run's estimator."""
+  return advantages.estimate(
+      rewards_PG,
+      _counted_lengths(completions, config).reshape(rewards_PG.shape),
+      adv_estimator=config.adv_estimator,
+      norm_by_std=config.norm_adv_by_std,
+  )
+
+
+def _counted_lengths(
+    completions: list[Completion], config: AlgorithmConfig
+) -> np.ndarray:
+  """Returns the tokens in each response's loss mask."""
+  masked = config.mask_truncated_completions
+  return np.asarray(
+      [
+          packing.masked_response_length(completion, mask_truncated=masked)
+          for completion in completions
+      ]
+  )
+
+
+def mini_batches(
+    experience: Experience,
+    config: AlgorithmConfig,
+    *,
+    mini_batch_size: int,
+    max_response_length: int,
+) -> list[list[packing.Sequence]]:
+  """Splits a rollout by prompts into mini-batches of weighted sequences.
+
+  Args:
+    experience: a scored rollout.
+    config: how losses are aggregated.
+    mini_batch_size: prompts per optimiser step.
+    max_response_length: default of loss_scale_factor.
+
+  Returns:
+    One list of sequences per mini-batch; `origin` is the completion's index.
+  """
+  per_batch = mini_batch_size * experience.scores_PG.shape[1]
+  lengths_B = _counted_lengths(experience.completions, config)
+  advantages_B = experience.advantages_PG.reshape(-1)
+  batches = []
+  for start in range(0, len(lengths_B), per_batch):
+    indices = range(len(lengths_B))[start : start + per_batch]
+    weights_B = aggregation.loss_weights(
+        lengths_B[start : start + per_batch],
+        config.loss_agg_mode,
+        loss_scale_factor=config.loss_scale_factor or max_response_length,
+    )
+    batches.append(
+        [
+            packing.sequence_from_completion(
+                experience.completions[i],
+                advantage=float(advantages_B[i]),
+                loss_weight=float(weight),
+                mask_truncated=config.mask_truncated_completions,
+                origin=i,
+            )
+            for i, weight in zip(indices, weights_B, strict=True)
+        ]
+    )
+  return batches
+
+
+def _spread(name: str, values: np.ndarray) -> dict[str, float]:
+  return {
+      f'{name}/mean': float(values.mean()),
+      f'{name}/max': float(values.max()),
+      f'{name}/min': float(values.min()),
+  }
+
+
+def experience_metrics(experience: Experience) -> dict[str, float]:
+  """Returns the reward, advantage and length metrics of a rollout."""
+  completions = experience.completions
+  lengths = np.asarray([len(c.tokens) for c in completions])
+  prompt_lengths = np.asarray([len(p.tokens) for p in experience.prompts])
+  truncated = [c.finish_reason == 'length' for c in completions]
+  rewards_PG = experience.rewards_PG
+  mixed = rewards_PG.max(axis=1) > rewards_PG.min(axis=1)
+  metrics = {
+      'critic/score/mean': float(experience.accuracy_PG.mean()),
+      **_spread('critic/rewards', rewards_PG),
+      **_spread('critic/advantages', experience.advantages_PG),
+      'critic/advantages/std': float(experience.advantages_PG.std()),
+      'critic/mixed_group_frac': float(mixed.mean()),
+      **_spread('response_length', lengths),
+      'response_length/clip_ratio': float(np.mean(truncated)),
+      **_spread('prompt_length', prompt_lengths),
+  }
+  metrics |= _episode_metrics(completions)
+  if experience.kl_penalty_PG.any():
+    metrics['critic/kl_penalty/mean'] = float(experience.kl_penalty_PG.mean())
+  overlong_PG = experience.overlong_PG
+  if overlong_PG.any():
+    metrics['critic/overlong_penalty/mean'] = float(overlong_PG.mean())
+    metrics['critic/overlong_penalty/frac'] = float((overlong_PG < 0).mean())
+  for error, count in experience.errors.items():
+    metrics[f'reward/{error}'] = count
+  return metrics
+
+
+def _episode_metrics(completions: list[Completion]) -> dict[str, float]:
+  """Returns what only episodes have: turns and observations."""
+  episodes = [c.episode for c in completions if c.episode is not None]
+  if not episodes:
+    return {}
+  reasons = [c.finish_reason for c in completions]
+  tokens = sum(len(c.tokens) for c in completions)
+  observed = tokens - sum(int(c.sampled.sum()) for c in completions)
+  return {
+      **_spread('num_turns', np.asarray([e.turns for e in episodes])),
+      'environment/observation_frac': observed / max(tokens, 1),
+      'environment/turn_limit_frac': reasons.count('turns') / len(reasons),
+  }

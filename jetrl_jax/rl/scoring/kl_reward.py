@@ -1,0 +1,62 @@
+"""The KL to the reference as part of the reward, where k1 has its place.
+
+    reward = score - kl_reward_coef * sum_t (log pi_old(y_t) - log pi_ref(y_t))
+
+Over the tokens that the policy sampled. As a loss k1 has no expected gradient;
+in the reward it has that of the KL itself, through the advantages.
+
+References:
+  Ziegler et al. 2019, arXiv:1909.08593, eq. 2. verl: use_kl_in_reward with
+  kl_penalty='kl'; its coefficient may adapt, this one is constant.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from jetrl_jax.rl import kl
+from jetrl_jax.rl.packing import Sequence
+from jetrl_jax.rl.scoring import experience
+from jetrl_jax.rl.scoring.experience import Experience
+from jetrl_jax.rl.settings import AlgorithmConfig
+
+
+def subtract(
+    exp: Experience, batches: list[list[Sequence]], config: AlgorithmConfig
+) -> tuple[Experience, list[list[Sequence]]]:
+  """Lowers rewards by the KL penalty and computes the advantages again.
+
+  Args:
+    exp: a scored rollout without the penalty.
+    batches: its mini-batches, old and reference log-probs filled in.
+    config: coefficient and estimator.
+
+  Returns:
+    Both with the new rewards and advantages; loss weights are as they were.
+  """
+  nats_B = np.zeros(len(exp.completions))
+  for sequence in (s for batch in batches for s in batch):
+    completion = exp.completions[sequence.origin]
+    start = len(completion.prompt_tokens)
+    # k1 in NumPy: lengths differ, and JAX would compile for each.
+    x_T = sequence.old_logprobs[start:] - sequence.ref_logprobs[start:]
+    nats_T = np.clip(x_T, -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO)
+    nats_B[sequence.origin] = nats_T[completion.sampled].sum(dtype=np.float64)
+  penalty_PG = config.kl_reward_coef * nats_B.reshape(exp.rewards_PG.shape)
+  rewards_PG = exp.rewards_PG - penalty_PG
+  exp = dataclasses.replace(
+      exp,
+      rewards_PG=rewards_PG,
+      kl_penalty_PG=penalty_PG,
+      advantages_PG=experience.estimate_advantages(
+          rewards_PG, exp.completions, config
+      ),
+  )
+  return exp, [[_with_advantage(s, exp) for s in batch] for batch in batches]
+
+
+def _with_advantage(sequence: Sequence, exp: Experience) -> Sequence:
+  start = len(exp.completions[sequence.origin].prompt_tokens)
+  advantages_T = np.zeros_like(sequence.advantages)
+  advantages_T[start:] = exp.advantages_PG.reshape(-1)[sequence.origin]
+  return dataclasses.replace(sequence, advantages=advantages_T)

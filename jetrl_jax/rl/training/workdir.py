@@ -1,0 +1,228 @@
+"""The workdir of a run that is going on: all that the loop writes.
+
+config.json          the resolved config
+metrics.jsonl        one line per step (and TensorBoard's files)
+checkpoints/<step>/  states, see `checkpoint/restore.py`
+rollouts/<step>.npz  what a step learnt from, to the bit
+samples/<step>.jsonl held-out answers
+export/              the trained policy as a Hugging Face checkpoint
+"""
+
+import json
+import os
+import pathlib
+import shutil
+from typing import Any
+
+from absl import logging
+
+from jetrl_jax import models
+from jetrl_jax.checkpoint.manager import CheckpointManager
+from jetrl_jax.core.files import replace_text
+from jetrl_jax.metrics.console import Console
+from jetrl_jax.metrics.wandb import WandbConfig
+from jetrl_jax.metrics.writer import MetricWriter
+from jetrl_jax.models import invariant_scaling
+from jetrl_jax.optim.apply import merge
+from jetrl_jax.optim.types import TrainState
+from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run.spec import RunSpec
+from jetrl_jax.rl.scoring import store
+from jetrl_jax.rl.scoring.experience import Experience
+from jetrl_jax.rl.settings import RunConfig
+
+EXPORT = 'export'
+
+
+def changed_settings(before: str | bytes, after: str) -> list[str]:
+  """Lists what differs between two configs, 'optim.lr: 1e-06 -> 2e-06'.
+
+  Args:
+    before: JSON; what is none has no settings to compare.
+    after: JSON.
+  """
+  try:
+    old, new = (_flat(json.loads(text)) for text in (before, after))
+  except ValueError:
+    return []
+  # One of another version may lack a setting.
+  return [
+      f'{name}: {old[name]!r} -> {new[name]!r}'
+      for name in new
+      if name in old and old[name] != new[name]
+  ]
+
+
+def _flat(tree: Any, prefix: str = '') -> dict[str, Any]:
+  if not isinstance(tree, dict):
+    return {prefix: tree}
+  flat = {}
+  for name, value in tree.items():
+    flat |= _flat(value, f'{prefix}.{name}' if prefix else name)
+  return flat
+
+
+class RunFolder:
+  """Opens the workdir for one run; close it.
+
+  Args:
+    path: the workdir, which exists.
+    run: retention, and the number of steps.
+    wandb: where the scalars go besides; None for nowhere.
+  """
+
+  def __init__(
+      self, path: pathlib.Path, run: RunConfig, wandb: WandbConfig | None
+  ):
+    self.path = path
+    self.checkpoints = CheckpointManager(
+        path / 'checkpoints',
+        keep_latest=run.keep_latest,
+        keep_best=run.keep_best,
+    )
+    self._writer = MetricWriter(path, tensorboard=True, wandb=wandb)
+    self._console = Console(run.total_training_steps)
+    # The step whose state is the newest checkpoint.
+    self.saved_step: int | None = None
+
+  def changed(self, text: str) -> list[str]:
+    """Returns what an earlier start had otherwise, see `changed_settings`."""
+    file = self.path / 'config.json'
+    return changed_settings(file.read_bytes(), text) if file.exists() else []
+
+  def write_config(self, text: str) -> None:
+    """Keeps the resolved config; says what an earlier start had otherwise."""
+    if changed := self.changed(text):
+      logging.warning(
+          'Settings differ from those that %s was started with, and hold from'
+          ' here on: %s',
+          self.path,
+          '; '.join(changed),
+      )
+    replace_text(self.path / 'config.json', text)
+
+  def begin(self, text: str) -> None:
+    """Keeps the config of a cold start, and aside the lines of an earlier run.
+
+    Its samples and rollouts stay until those of the same steps replace them.
+
+    Args:
+      text: the resolved config.
+    """
+    lines = self.path / 'metrics.jsonl'
+    rows = lines.read_bytes().splitlines() if lines.exists() else []
+    if len(rows) > 1:  # More than the line of step 0.
+      aside = self.path / 'metrics_before.jsonl'
+      count = 1
+      while aside.exists():
+        count += 1
+        aside = self.path / f'metrics_before_{count}.jsonl'
+      shutil.copyfile(lines, aside)
+      logging.warning(
+          'There is no checkpoint in %s to go on from, so the run begins anew;'
+          ' the lines of the earlier one are kept in %s',
+          self.path,
+          aside.name,
+      )
+    self.write_config(text)
+    self._writer.truncate_after(-1)
+
+  def drop_after(self, step: int, *, is_whole: bool) -> None:
+    """Forgets what will be written again: all that later steps left.
+
+    Args:
+      step: the one whose state the run goes on from.
+      is_whole: whether it was evaluated where due, and has its line. Otherwise
+        both are done again; what it learnt from stays.
+    """
+    last = step if is_whole else step - 1
+    self._writer.truncate_after(last)
+    if self._writer.last_step < last:
+      logging.warning(
+          'metrics.jsonl in %s has lost the lines of steps %d to %d; the run'
+          ' goes on without them',
+          self.path,
+          self._writer.last_step + 1,
+          last,
+      )
+    for files, kept in (('samples/*.jsonl', last), ('rollouts/*.npz', step)):
+      for file in self.path.glob(files):
+        if file.stem.isdecimal() and int(file.stem) > kept:
+          file.unlink()
+
+  def log(self, step: int, metrics: dict[str, Any]) -> None:
+    """Writes the step's line, to the file and to the console.
+
+    Raises:
+      RuntimeError: a checkpoint could not be saved in the background.
+    """
+    self.checkpoints.check()
+    self._writer.write(step, {'training/global_step': step} | metrics)
+    self._console.step(step, metrics)
+
+  def save(
+      self,
+      step: int,
+      state: TrainState,
+      host_state: dict[str, Any],
+      *,
+      metric: float | None,
+  ) -> None:
+    """Saves a step, unless it is saved already."""
+    if step == self.saved_step:
+      return
+    self.saved_step = step
+    self.checkpoints.save(
+        step, states.without_weights(state), host_state, metric=metric
+    )
+
+  def save_rollouts(self, step: int, exp: Experience) -> None:
+    """Writes what a step learns from."""
+    store.save_rollouts(
+        self.path / 'rollouts' / f'{step:06d}.npz',
+        exp.completions,
+        {
+            'score': exp.scores_PG.reshape(-1),
+            'accuracy': exp.accuracy_PG.reshape(-1),
+            'advantage': exp.advantages_PG.reshape(-1),
+        },
+    )
+
+  def save_samples(self, step: int, samples: list[dict]) -> None:
+    """Writes held-out answers as JSON lines, replacing an older file."""
+    folder = self.path / 'samples'
+    folder.mkdir(exist_ok=True)
+    lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
+    replace_text(folder / f'{step:06d}.jsonl', '\n'.join(lines) + '\n')
+
+  def export(
+      self, spec: RunSpec, state: TrainState, source: pathlib.Path
+  ) -> None:
+    """Writes the trained policy as a Hugging Face checkpoint.
+
+    Args:
+      spec: what the run is made of.
+      state: its masters are written, the invariant scaling undone.
+      source: the checkpoint whose config it carries on.
+    """
+    folder, partial = self.path / EXPORT, self.path / f'.{EXPORT}.partial'
+    shutil.rmtree(partial, ignore_errors=True)
+    models.save_checkpoint(
+        partial,
+        invariant_scaling.unfold(
+            merge(state.trainable, state.frozen), spec.invariant_scale
+        ),
+        spec.policy.model,
+        source_folder=source,
+        tokenizer_folder=spec.tokenizer.folder,
+    )
+    # That of a run with fewer steps, which this one has gone on from.
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(partial, folder)
+    logging.info('Exported the policy to %s', folder)
+
+  def close(self) -> None:
+    """Waits for the checkpoint, and lets go of the files."""
+    self._console.close()
+    self.checkpoints.close()
+    self._writer.close()

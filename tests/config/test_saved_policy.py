@@ -1,0 +1,158 @@
+"""A policy read back samples what the run sampled."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from jetrl_jax.config import build as configs
+from jetrl_jax.config import saved_policy
+from jetrl_jax.core import rng
+from jetrl_jax.data import Example, Prompt
+from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
+from jetrl_jax.rl.rollout.scheduler import rollout
+from jetrl_jax.rl.scoring import experience
+from tests import whole_run
+
+
+def _greedy(found: saved_policy.SavedPolicy, questions: list[str]):
+  """Answers to questions, as held-out evaluation samples them."""
+  texts, _ = found.prompt_format.apply(
+      [_example(q) for q in questions], found.tokenizer
+  )
+  engine = Engine(
+      found.policy,
+      EngineConfig(
+          num_slots=16,
+          max_prompt_length=found.max_prompt_length,
+          max_response_length=found.max_response_length,
+          stop_ids=found.tokenizer.eos_ids,
+          decode_block=4,
+      ),
+      found.mesh,
+  )
+  prompts = [
+      Prompt(
+          id=i,
+          tokens=found.tokenizer.encode(text, add_special_tokens=True),
+          text=text,
+          answer='',
+          source='',
+          extra={},
+      )
+      for i, text in enumerate(texts)
+  ]
+  return rollout(
+      engine,
+      found.params,
+      prompts,
+      num_generations=1,
+      temperature=0.0,
+      base_key=rng.key(0, rng.EVALUATION, 0),
+      weight_version=0,
+  )
+
+
+def _example(question: str):
+  return Example(id=0, prompt=question, answer='', source='', extra={})
+
+
+def test_a_policy_of_a_run_answers_as_the_run_s_last_evaluation():
+  workdir = whole_run.finished()
+  found = saved_policy.load(str(workdir))
+  assert found.origin == f'step 6 of {workdir}'
+  lines = (workdir / 'samples' / '000006.jsonl').read_text().splitlines()
+  samples = [json.loads(line) for line in lines]
+  completions = _greedy(found, [s['prompt'] for s in samples])
+  answers = [experience.response_text(c, found.tokenizer) for c in completions]
+  assert answers == [s['response'] for s in samples]
+  assert (found.max_prompt_length, found.max_response_length) == (16, 12)
+
+
+def test_an_older_step_can_be_named():
+  workdir = whole_run.finished()
+  found = saved_policy.load(str(workdir), step=4)
+  assert found.origin == f'step 4 of {workdir}'
+  newest = saved_policy.load(str(workdir))
+  old, new = (jax.tree.leaves(f.params.weights) for f in (found, newest))
+  assert any((np.asarray(a) != b).any() for a, b in zip(old, new, strict=True))
+
+
+def test_a_run_whose_learning_rate_warms_up_and_decays_is_read(tmp_path):
+  workdir = shutil.copytree(whole_run.finished(), tmp_path / 'run')
+  config = json.loads((workdir / 'config.json').read_text())
+  config['optim'] |= {'lr_decay': 'cosine', 'lr_warmup_steps': 2}
+  (workdir / 'config.json').write_text(json.dumps(config))
+  assert saved_policy.restore(str(workdir)).origin == f'step 6 of {workdir}'
+
+
+def test_a_hugging_face_folder_is_read_in_bfloat16():
+  found = saved_policy.load(str(whole_run.finished() / 'export'))
+  assert found.policy.recipe.name == 'bf16'
+  assert found.origin.startswith('checkpoint ')
+  assert not jax.tree.leaves(found.params.fp8_state)
+  kernel = found.params.weights['layers_0']['attn']['qkv']['kernel']
+  assert kernel.dtype == jax.numpy.bfloat16
+  assert len(_greedy(found, ['1+1='])[0].tokens) > 0
+
+
+@pytest.mark.parametrize(
+    ('make', 'step', 'message'),
+    [
+        (lambda f: f / 'nothing', None, 'no such folder'),
+        (lambda f: f, None, r'config\.json'),
+        (lambda f: f, 3, 'is no workdir of a run'),
+    ],
+)
+def test_a_path_that_holds_no_policy_is_refused(tmp_path, make, step, message):
+  with pytest.raises(ValueError, match=message):
+    saved_policy.load(str(make(tmp_path)), step=step)
+
+
+def test_a_workdir_without_config_or_step_is_refused(tmp_path):
+  (tmp_path / 'checkpoints').mkdir()
+  with pytest.raises(ValueError, match=r'config\.json is not the config'):
+    saved_policy.load(str(tmp_path))
+  shutil.copy(whole_run.finished() / 'config.json', tmp_path)
+  with pytest.raises(ValueError, match='holds no step; let the run save one'):
+    saved_policy.load(str(tmp_path))
+
+
+def test_a_config_that_is_no_object_is_refused(tmp_path):
+  (tmp_path / 'config.json').write_text('[]')
+  with pytest.raises(ValueError, match='it holds a list, no object'):
+    configs.read(tmp_path / 'config.json')
+
+
+@pytest.mark.parametrize(
+    'section, name',
+    [
+        ('precision', 'recipe'),
+        ('mesh', 'fsdp'),
+        ('model', 'freeze'),
+        ('optim', 'lr_warmup_steps'),
+    ],
+)
+def test_a_workdir_of_a_version_with_fewer_settings_names_the_setting(
+    tmp_path, section, name
+):
+  (tmp_path / 'checkpoints').mkdir()
+  config = json.loads((whole_run.finished() / 'config.json').read_text())
+  del config[section][name]
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  with pytest.raises(ValueError, match=f"lacks a setting.*'{name}'.*another"):
+    saved_policy.load(str(tmp_path))
+
+
+def test_a_run_from_elsewhere_loads_without_its_compiled_programs(
+    tmp_path, caplog
+):
+  shutil.copytree(whole_run.finished(), tmp_path / 'run')
+  file = tmp_path / 'run' / 'config.json'
+  config = json.loads(file.read_text())
+  config['compile_cache_dir'] = f'{file}/cache'
+  file.write_text(json.dumps(config))
+  assert saved_policy.load(str(tmp_path / 'run')).origin.startswith('step 6 of')
+  assert 'Compiled programs are not kept: compile_cache_dir: ' in caplog.text

@@ -1,0 +1,95 @@
+"""Every setting with values that it cannot have."""
+
+import math
+import re
+
+import pytest
+
+from configs import base
+from jetrl_jax.config import build as configs
+from jetrl_jax.config import presets as config_presets
+from jetrl_jax.config import schema as config_schema
+from tests import whole_run
+
+_BASE = base.get_config()
+_NAMES = config_schema.names(_BASE)
+# By the type of the default; None takes the place of any value in ConfigDict.
+_WRONG = {
+    int: (None, True, 2**31, -(10**30)),
+    float: (None, math.nan, math.inf, -math.inf, 1e300, 5e-324),
+    str: (None,),
+    bool: (None,),
+    tuple: (None, (None,), ((),), ({},), (math.nan,), (True,)),
+}
+# What the right type can hold and a setting seldom can.
+_ODD = {
+    int: (-(2**31) + 1, -1, 0, 1, 3, 2**31 - 1),
+    float: (-3e38, -1.0, -1e-30, 0.0, 1e-30, 1.0, 3e38),
+    str: ('', 'nope', '{}', '{prompt}{x}', 'a' * 5000, '\0', 'x.y:z', 'é'),
+    bool: (False, True),
+    tuple: ((), ('',), ('(',), ('a' * 5000 + '.jsonl',), (1.0, 2.0), (3e38,)),
+}
+
+
+def _with(config, name, value):
+  """Puts a value where only a config file's own code could."""
+  section, _, key = name.rpartition('.')
+  owner = config[section] if section else config
+  with config.unlocked(), config.ignore_type():
+    owner[key] = value
+  return config
+
+
+def _type_of(name):
+  section, _, key = name.rpartition('.')
+  return (_BASE[section] if section else _BASE).get_type(key)
+
+
+def _has_none(name):
+  section, _, key = name.rpartition('.')
+  return (_BASE[section] if section else _BASE)[key] is None
+
+
+@pytest.mark.parametrize('name', _NAMES)
+def test_a_value_of_the_wrong_type_or_no_number_is_refused_by_name(name):
+  for value in _WRONG[_type_of(name)]:
+    if value is None and _has_none(name):
+      continue
+    wrong = _with(base.get_config(), name, value)
+    with pytest.raises(ValueError, match=f'^{re.escape(name)}.*allowed: '):
+      config_schema.check(wrong, _BASE)
+
+
+@pytest.mark.parametrize('theirs, ours', config_schema._OURS.items())
+def test_a_name_of_trl_is_led_to_ours(theirs, ours):
+  assert ours in _NAMES
+  section = ours.partition('.')[0]
+  for name in (theirs, f'{section}.{theirs}'):
+    said = config_schema.unknown_name(name, _NAMES)
+    assert f"did you mean '{ours}'?" in said
+
+
+def test_a_whole_number_may_stand_for_a_float_and_a_list_for_a_tuple():
+  config = _with(base.get_config(), 'optim.lr', 1)
+  config = _with(config, 'optim.betas', [0, 0.5])
+  config = _with(config, 'algorithm.clip_ratio_low', None)
+  config_schema.check(config, _BASE)
+
+
+def test_whatever_a_setting_is_a_run_is_built_or_refused_in_a_sentence():
+  cases = [
+      (name, value)
+      for name in _NAMES
+      if not name.startswith(('sft.', 'logger.'))
+      for value in _ODD[_type_of(name)]
+  ]
+  refused = 0
+  for name, value in cases:
+    config = _with(whole_run.config(), name, value)
+    try:
+      config_schema.check(config, _BASE)
+      configs.build(config_presets.resolve(config))
+    except ValueError as error:
+      assert name.rpartition('.')[2] in str(error), (name, value)
+      refused += 1
+  assert refused > 400

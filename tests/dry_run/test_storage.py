@@ -1,0 +1,83 @@
+"""What a run takes beside its devices, and what is said where it is missing."""
+
+import dataclasses
+from unittest import mock
+
+import pytest
+from absl import logging as absl_logging
+
+from jetrl_jax.config import build as configs
+from jetrl_jax.dry_run import storage
+from jetrl_jax.rl.settings import GuardConfig
+from jetrl_jax.rl.training import initialize
+from tests import whole_run
+
+_GIB = 2**30
+
+
+@pytest.fixture(name='spec', scope='module')
+def _parts():
+  return configs.build(whole_run.config())
+
+
+def _found(spec, workdir, **there) -> storage.StorageNeeds:
+  """The room of a run where so many bytes are."""
+  found = storage.of_run(spec, initialize.abstract(spec), workdir)
+  return dataclasses.replace(found, **there)
+
+
+def _disk(monkeypatch, free):
+  there = mock.Mock(free=free)
+  monkeypatch.setattr(storage.shutil, 'disk_usage', lambda place: there)
+
+
+def test_a_begun_run_has_room_in_what_it_wrote(spec, tmp_path, monkeypatch):
+  spec = dataclasses.replace(spec, export_source=tmp_path)
+  needed = sum(count for _, count, _ in _found(spec, tmp_path).rows)
+  _disk(monkeypatch, needed - _GIB)
+  for name in ('export/model', 'checkpoints/20/state'):
+    (problem,) = _found(spec, tmp_path).lacking_disk()
+    assert problem.startswith('up to ')
+    # An earlier export is there until the new one is whole.
+    assert 'already' not in problem
+    (tmp_path / name).parent.mkdir(parents=True)
+    with open(tmp_path / name, 'wb') as file:
+      file.truncate(_GIB)  # Of holes alone.
+  assert _found(spec, tmp_path).lacking_disk() == []
+  guarded = dataclasses.replace(spec, guard=GuardConfig(enable=True))
+  (problem,) = _found(guarded, tmp_path).lacking_disk()
+  assert 'besides 1.0 GiB in these folders already' in problem
+
+
+def test_the_kept_checkpoints_lie_beside_one_being_written(spec, tmp_path):
+  run = dataclasses.replace(spec.run, keep_latest=2, keep_best=1)
+  found = _found(dataclasses.replace(spec, run=run), tmp_path)
+  assert found.rows[0][:2] == ('checkpoints/', 4 * found.checkpoint)
+
+
+def test_a_host_must_hold_a_checkpoint_that_is_on_a_device(spec, tmp_path):
+  enough = _found(spec, tmp_path)
+  enough = dataclasses.replace(enough, host=enough.checkpoint)
+  short = dataclasses.replace(enough, host=enough.checkpoint - 1)
+  # On a CPU the arrays are there already.
+  assert not short.lacking_host()
+  with mock.patch('jax.default_backend', lambda: 'gpu'):
+    assert not enough.lacking_host()
+    (problem,) = short.lacking_host()
+  assert problem.startswith('a checkpoint is copied to the host, ')
+
+
+def test_a_run_warns_of_a_full_disk_before_it_begins(
+    spec, tmp_path, monkeypatch
+):
+  warnings = []
+  monkeypatch.setattr(
+      absl_logging, 'warning', lambda text, *args: warnings.append(text % args)
+  )
+  _found(spec, tmp_path).warn()
+  assert not warnings
+  _disk(monkeypatch, 1000)
+  _found(spec, tmp_path).warn()
+  (warning,) = warnings
+  assert warning.startswith('This run may not reach its end: up to ')
+  assert 'free there are 1000 B' in warning

@@ -1,0 +1,254 @@
+"""The precision flow of the real policy: rollout against training."""
+
+import collections
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import pytest
+
+from jetrl_jax.core import sharding
+from jetrl_jax.fp8 import Recipe, flow
+from jetrl_jax.rl.objective import LossConfig, policy_loss
+from jetrl_jax.rl.run import flow_check, gradients
+from jetrl_jax.rl.types import TrainBatch
+from tests import kernels_in_use
+from tests.models import build
+from tests.rl import tiny_run
+
+FP8 = Recipe()
+LOSS = functools.partial(policy_loss, LossConfig(kl_loss_coef=0.1))
+
+
+def policy(family, recipe):
+  return tiny_run.policy(recipe, family=family, layers=2)
+
+
+@functools.cache
+def train_graph(family, recipe=FP8):
+  of = policy(family, recipe)
+  return flow_check.train_graph(of, LOSS, tiny_run.state_shapes(of))
+
+
+@functools.cache
+def decode_graph(family, recipe=FP8):
+  of = policy(family, recipe)
+  config = tiny_run.engine_config(top_k=5, top_p=0.9, min_p=0.01)
+  return flow_check.decode_graph(of, config, tiny_run.state_shapes(of))
+
+
+@functools.cache
+def prefill_graph(family, recipe=FP8):
+  of = policy(family, recipe)
+  return flow_check.prefill_graph(of, tiny_run.state_shapes(of))
+
+
+@pytest.mark.parametrize('family', ['qwen2', 'qwen3', 'llama'])
+@pytest.mark.parametrize(
+    'recipe', [FP8, Recipe(name='bf16')], ids=['fp8', 'bf16']
+)
+def test_decode_and_prefill_are_part_of_the_training_forward(family, recipe):
+  train = train_graph(family, recipe)
+  flow.require_subgraph(decode_graph(family, recipe), train)
+  flow.require_subgraph(prefill_graph(family, recipe), train)
+
+
+def test_every_dot_of_the_blocks_is_in_fp8():
+  dots = {
+      node.path.split('/', 1)[1]: node.inputs
+      for node in decode_graph('llama').nodes
+      if node.kind == 'dot' and node.path.startswith('Decoder/layers_1/')
+  }
+  for name in ('attn/qkv', 'attn/o', 'mlp/gate_up', 'mlp/down'):
+    assert dots[f'layers_1/{name}'] == ('e4m3', 'e4m3')
+
+
+# Everything but the last dot in BF16: what differs first is that dot.
+ONLY_DOWN: dict[str, Any] = dict(
+    high_precision_layers=('layers_0/.*', '.*/attn/.*', '.*/gate_up')
+)
+TOKEN, INT8 = Recipe(name='fp8_token'), Recipe(name='int8')
+INT4 = Recipe(name='fake_int4')
+
+
+@pytest.mark.parametrize('recipe', [TOKEN, INT8, INT4], ids=lambda r: r.name)
+def test_dynamic_recipes_are_one_flow_and_named_by_their_granularity(recipe):
+  decode = decode_graph('llama', recipe)
+  flow.require_subgraph(decode, train_graph('llama', recipe))
+  found = {
+      node.signature()
+      for node in decode.nodes
+      if node.path == 'Decoder/layers_1/mlp/down'
+  }
+  assert 'reduce_max (f32) -> f32, per row' in found
+  assert (
+      found
+      >= {
+          'fp8_token': {
+              'convert_element_type (f32) -> e4m3',
+              'dot_general (e4m3, e4m3) -> bf16',
+              'mul (bf16, bf16) -> bf16, per row',
+              'mul (bf16, bf16) -> bf16, per channel',
+          },
+          'int8': {
+              'round (f32) -> f32',
+              'convert_element_type (f32) -> i8',
+              'dot_general (i8, i8) -> i32',
+              'convert_element_type (i32) -> f32',
+              'mul (f32, f32) -> f32, per channel',
+          },
+          'fake_int4': {
+              'round (f32) -> f32',
+              'convert_element_type (f32) -> i8',
+              'convert_element_type (i8) -> bf16',
+              'dot_general (bf16, bf16) -> f32',
+              'mul (f32, f32) -> f32, per row',
+              'mul (f32, f32) -> f32, per channel',
+          },
+      }[recipe.name]
+  )
+
+
+def test_int8_under_fp8_is_refused_though_its_numbers_are_integers():
+  differences = flow.check_subgraph(
+      decode_graph('llama', dataclasses.replace(INT8, **ONLY_DOWN)),
+      train_graph('llama', dataclasses.replace(TOKEN, **ONLY_DOWN)),
+  )
+  assert differences[0].node.path == 'Decoder/layers_1/mlp/down'
+  assert any('dot_general (i8, i8) -> i32;' in str(d) for d in differences)
+
+
+def test_fp8_rollout_under_bf16_training_is_refused():
+  with pytest.raises(
+      ValueError, match='first at Decoder/layers_0/attn/qkv: the rollout has'
+  ):
+    flow.require_subgraph(
+        decode_graph('llama'), train_graph('llama', Recipe(name='bf16'))
+    )
+
+
+ONE_LAYER = Recipe(high_precision_layers=('layers_1/mlp/down',))
+OTHER_SCALES = Recipe(power_of_two_scales=False)
+
+
+@pytest.mark.parametrize(
+    ('rollout', 'training', 'path'),
+    [
+        (ONE_LAYER, FP8, 'Decoder/layers_1/mlp/down'),
+        (FP8, ONE_LAYER, 'Decoder/layers_1/mlp/down'),
+        # Scales that are no powers of two are applied before the result is
+        # rounded to BF16, the others after.
+        (OTHER_SCALES, FP8, 'Decoder/layers_0/attn/qkv'),
+        (FP8, OTHER_SCALES, 'Decoder/layers_0/attn/qkv'),
+    ],
+    ids=['layer-rollout', 'layer-training', 'scale-rollout', 'scale-training'],
+)
+def test_a_difference_planted_on_one_side_is_named(rollout, training, path):
+  with pytest.raises(ValueError, match=f'first at {path}: the rollout has'):
+    flow.require_subgraph(
+        decode_graph('llama', rollout), train_graph('llama', training)
+    )
+
+
+def check(of, state):
+  flow_check.check_flow(of, LOSS, tiny_run.engine_config(), state)
+
+
+def test_the_check_at_start_up_takes_shapes_or_arrays():
+  of = tiny_run.policy()
+  check(of, tiny_run.state_shapes(of))
+  check(of, tiny_run.cold_state(of))
+
+
+def test_the_check_at_start_up_sees_a_device_of_many():
+  of = tiny_run.policy(mesh=sharding.make_mesh(data=2, fsdp=4))
+  check(of, tiny_run.state_shapes(of))
+
+
+def test_the_check_at_start_up_names_what_only_the_rollout_rounds():
+  of = policy('qwen2', FP8)
+  state = tiny_run.state_shapes(of)
+
+  class RoundsLogits(type(of)):
+
+    def decode(self, params, *inputs):
+      logits, *rest = super().decode(params, *inputs)
+      return logits.astype('bfloat16').astype('float32'), *rest
+
+  fields = {f.name: getattr(of, f.name) for f in dataclasses.fields(of)}
+  with pytest.raises(ValueError, match='convert_element_type .f32. -> bf16'):
+    check(RoundsLogits(**fields), state)
+
+
+# Inputs and outputs of SwiGLU's kernel. Of whole tiles, the MLP's dots are one.
+_SCALED = ('bf16', 'bf16', 'f32', 'f32', 'f32'), ('e4m3',)
+_PLAIN = ('bf16', 'bf16'), ('bf16',)
+
+
+@pytest.mark.parametrize('kv_cache_dtype', ['compute', 'float8_e4m3fn'])
+@pytest.mark.parametrize(
+    'recipe, dim, swiglu',
+    [
+        (FP8, 64, _PLAIN),
+        (FP8, 128, _SCALED),
+        (Recipe(high_precision_layers=('.*/down',)), 128, _PLAIN),
+        (Recipe(name='fp8_block'), 128, _PLAIN),
+        (Recipe(name='bf16'), 128, _PLAIN),
+    ],
+    ids=['fp8', 'fp8-tiles', 'fp8-some', 'block', 'bf16'],
+)
+def test_what_a_gpu_runs_is_one_flow(
+    recipe, dim, swiglu, kv_cache_dtype, monkeypatch
+):
+  kernels_in_use.as_on_hopper(monkeypatch)
+  of = policy('qwen2', recipe)
+  of = dataclasses.replace(
+      of,
+      kv_cache_dtype=kv_cache_dtype,
+      model=dataclasses.replace(
+          of.model, model_dim=dim, head_dim=dim // 2, ffn_dim=2 * dim
+      ),
+  )
+  state = tiny_run.state_shapes(of)
+  check(of, state)
+  nodes = flow_check.decode_graph(of, tiny_run.engine_config(), state).nodes
+  kernels = {n.inputs[:3] for n in nodes if n.op == 'flash_attention'}
+  stored = 'bf16' if kv_cache_dtype == 'compute' else 'e4m3'
+  assert kernels == {('bf16', stored, stored)}
+  assert {(n.inputs, n.outputs) for n in nodes if n.op == 'swiglu'} == {swiglu}
+
+
+def _kernels(layers: int) -> dict[str, int]:
+  """Returns how many kernels of each name a GPU's update is made of."""
+  of = tiny_run.policy(family='qwen3', layers=layers)
+  # Whole tiles of everything, for which all kernels are.
+  sizes = dict(model_dim=128, ffn_dim=128, vocab_size=128)
+  of = dataclasses.replace(
+      of, model=dataclasses.replace(of.model, **sizes), tile=128, remat='full'
+  )
+  state = tiny_run.state_shapes(of)
+
+  def update(state, batch, temperature):
+    of_leaves = gradients.objective(of, LOSS, state, batch, temperature)
+    return jax.grad(of_leaves, argnums=(0, 1), has_aux=True)(
+        state.trainable, state.fp8_state
+    )
+
+  traced = jax.make_jaxpr(of.bound(update))(
+      state,
+      TrainBatch.of_shapes(1, of.tile),
+      jax.ShapeDtypeStruct((), 'float32'),
+  )
+  found = collections.defaultdict(set)
+  for eqn in build.equations(traced.jaxpr):
+    if eqn.primitive.name == 'pallas_call':
+      found[str(eqn.params['name'])].add(id(eqn.params['jaxpr']))
+  return {name: len(kernels) for name, kernels in found.items()}
+
+
+def test_no_kernel_is_made_again_for_another_layer(monkeypatch):
+  kernels_in_use.as_on_hopper(monkeypatch)
+  two = _kernels(layers=2)
+  assert {'rms_norm', 'turn', 'swiglu_backward', 'flash_attention'} <= {*two}
+  assert _kernels(layers=3) == two

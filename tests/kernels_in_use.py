@@ -1,0 +1,77 @@
+"""Operations whose kernels a test wants, on a machine that has none."""
+
+import contextlib
+import functools
+import importlib
+
+import jax
+import pytest
+
+from jetrl_jax.core.compilation import on_gpu
+from jetrl_jax.kernels import dispatch
+
+# What runs a kernel, by module: each can be interpreted.
+_ENTRIES = {
+    'add_norm_quantize.triton': ['rms_norm_kernel'],
+    'adamw.triton': ['move'],
+    'attention.triton': ['forward'],
+    'attention.triton_backward': ['backward'],
+    'block_scaled_dot.triton': ['block_dot'],
+    'decode_attention.triton': ['decode'],
+    'gate_up.triton_sm90': ['hidden'],
+    'log_sum_exp.triton': ['row_stats'],
+    'quantize_transpose.triton': ['quantize_and_transpose', 'transpose'],
+    'quantize_transpose.triton_per_block': [
+        'quantize_both_ways',
+        'regroup_and_transpose',
+    ],
+    'requantize.triton': ['renew'],
+    'rope_append.triton': ['rotate_and_append'],
+    'sample_token.triton': ['draw'],
+    'swiglu.triton': ['swiglu_of'],
+    'swiglu.triton_backward': ['backward'],
+}
+
+HOPPER = dispatch.Hardware('gpu', (9, 0), has_triton=True)
+
+
+def as_on_hopper(monkeypatch) -> None:
+  """Lets programs be traced as for a Hopper GPU; nothing can run."""
+  kernels = dispatch.select(hardware=HOPPER)
+  monkeypatch.setattr(dispatch, 'automatic', lambda: kernels)
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+
+
+def choose(*operations: str) -> dispatch.Kernels:
+  """Returns the first implementation of some, of all others the reference."""
+  return dispatch.select('reference').replace(
+      **{operation: dispatch.TABLE[operation][0] for operation in operations}
+  )
+
+
+def use(monkeypatch, *operations: str) -> dispatch.Kernels:
+  """Lets operations run their first implementation, all others the reference.
+
+  Where there is no GPU the kernels must be interpreted, see `interpret`.
+  """
+  kernels = choose(*operations)
+  monkeypatch.setattr(dispatch, 'automatic', lambda: kernels)
+  return kernels
+
+
+def interpret(monkeypatch) -> None:
+  """Lets kernels run on a CPU, those that an operation chooses itself too."""
+  for module_name, names in _ENTRIES.items():
+    module = importlib.import_module(f'jetrl_jax.kernels.{module_name}')
+    for name in names:
+      kernel = functools.partial(getattr(module, name), interpret=True)
+      monkeypatch.setattr(module, name, kernel)
+
+
+@contextlib.contextmanager
+def run(kernels: dispatch.Kernels):
+  """Operations that are traced inside run these, interpreted without a GPU."""
+  with pytest.MonkeyPatch.context() as patch, dispatch.using(kernels):
+    if not on_gpu():
+      interpret(patch)
+    yield

@@ -1,0 +1,56 @@
+"""What a start leaves behind."""
+
+import json
+import subprocess
+
+import jax
+
+from jetrl_jax.metrics import provenance
+
+
+def test_each_start_appends_a_line(tmp_path):
+  first = provenance.record_start(tmp_path, 2, train_prompts=3)
+  provenance.record_start(tmp_path, 2, train_prompts=4)
+  lines = (tmp_path / 'starts.jsonl').read_text().splitlines()
+  assert [json.loads(line)['train_prompts'] for line in lines] == [3, 4]
+  assert json.loads(lines[0]) == first
+  assert first['versions']['jax'] == jax.__version__
+  assert first['device'] == jax.devices()[0].device_kind
+  assert first['num_devices'] == 2
+
+
+def test_a_line_that_a_kill_tore_is_not_continued(tmp_path):
+  (tmp_path / 'starts.jsonl').write_text('{"time": "20')
+  provenance.record_start(tmp_path, 1)
+  lines = (tmp_path / 'starts.jsonl').read_text().splitlines()
+  assert len(lines) == 2 and 'versions' in json.loads(lines[1])
+
+
+def _git(root, *arguments):
+  identity = ['-c', 'user.name=a', '-c', 'user.email=a@b.c']
+  return subprocess.run(
+      ['git', '-C', root, *identity, *arguments],
+      check=True,
+      capture_output=True,
+      text=True,
+  ).stdout.strip()
+
+
+def test_the_commit_is_that_of_the_clone_and_marked_when_files_differ(tmp_path):
+  package = tmp_path / 'package'
+  package.mkdir()
+  assert provenance.commit(package) is None
+  (package / 'a.py').write_text('x = 1\n')
+  _git(tmp_path, 'init', '-q')
+  _git(tmp_path, 'add', '.')
+  _git(tmp_path, 'commit', '-qm', 'a')
+  head = _git(tmp_path, 'rev-parse', 'HEAD')
+  assert provenance.commit(package) == head
+  (package / 'a.py').write_text('x = 2\n')
+  assert provenance.commit(package) == head + '+'
+
+
+def test_an_environment_inside_a_clone_has_no_commit_of_its_own(tmp_path):
+  _git(tmp_path, 'init', '-q')
+  (tmp_path / 'env/package').mkdir(parents=True)
+  assert provenance.commit(tmp_path / 'env/package') is None

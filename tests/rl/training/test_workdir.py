@@ -1,0 +1,95 @@
+"""What a workdir says of the starts before this one, and keeps of them."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from jetrl_jax.rl.training.workdir import changed_settings
+from tests import whole_run
+
+
+def test_settings_that_differ_from_an_earlier_start_are_named():
+  before = '{"optim": {"lr": 1e-6, "old": 1}, "seed": 1, "flow": ""}'
+  after = '{"optim": {"lr": 2e-6, "new": 1}, "seed": 1, "flow": "bf16"}'
+  assert changed_settings(before, after) == [
+      'optim.lr: 1e-06 -> 2e-06',
+      "flow: '' -> 'bf16'",
+  ]
+  assert changed_settings(after, after) == []
+  assert changed_settings('{"optim": ', after) == []
+
+
+def test_a_config_json_that_is_no_text_keeps_no_run_from_going_on(tmp_path):
+  folder = whole_run.trainer(tmp_path).folder
+  (tmp_path / 'config.json').write_bytes(b'{"seed": "\x80"}')
+  folder.write_config('{"seed": 1}')
+  assert (tmp_path / 'config.json').read_text() == '{"seed": 1}'
+  folder.close()
+
+
+def test_without_its_checkpoints_a_run_begins_anew_and_keeps_the_old_lines(
+    tmp_path, caplog
+):
+  workdir = tmp_path / 'run'
+  shutil.copytree(whole_run.finished(), workdir)
+  shutil.rmtree(workdir / 'checkpoints')
+  old = (workdir / 'metrics.jsonl').read_bytes()
+  changes = {'trainer.total_training_steps': 1}
+  whole_run.trainer(workdir, changes).train()
+  assert (workdir / 'metrics_before.jsonl').read_bytes() == old
+  # What it learnt from cannot be made again.
+  assert (workdir / 'rollouts' / '000006.npz').exists()
+  assert 'the lines of the earlier one are kept in metrics_be' in caplog.text
+  steps = (workdir / 'metrics.jsonl').read_text().splitlines()
+  assert [json.loads(line)['step'] for line in steps] == [0, 1]
+
+
+def test_a_resume_forgets_what_later_steps_left(tmp_path):
+  workdir = tmp_path / 'run'
+  shutil.copytree(whole_run.finished(), workdir)
+  (workdir / 'samples' / 'mine.jsonl').touch()
+  trainer = whole_run.trainer(workdir)
+
+  def left() -> tuple[list[str], list[str], list[int]]:
+    return (
+        sorted(p.stem for p in (workdir / 'samples').iterdir()),
+        sorted(p.stem for p in (workdir / 'rollouts').iterdir()),
+        [record['step'] for record in whole_run.records(workdir)],
+    )
+
+  six = [f'{step:06d}' for step in range(1, 7)]
+  trainer.folder.drop_after(4, is_whole=True)
+  assert left() == (['000000', '000003', 'mine'], six[:4], [0, 1, 2, 3, 4])
+  # Step 3 is updated, and has still to be evaluated.
+  trainer.folder.drop_after(3, is_whole=False)
+  assert left() == (['000000', 'mine'], six[:3], [0, 1, 2])
+  trainer.close()
+
+
+def test_lines_that_were_lost_are_told_of(tmp_path, caplog):
+  workdir = tmp_path / 'run'
+  shutil.copytree(whole_run.finished(), workdir)
+  file = workdir / 'metrics.jsonl'
+  lines = file.read_bytes().splitlines(keepends=True)
+  told = {}
+  for kept in (7, 4, 0):
+    file.write_bytes(b''.join(lines[:kept]))
+    trainer = whole_run.trainer(workdir)
+    caplog.clear()
+    trainer.folder.drop_after(6, is_whole=True)
+    trainer.close()
+    told[kept] = re.findall('lost the lines of steps (.+);', caplog.text)
+  assert told == {7: [], 4: ['4 to 6'], 0: ['0 to 6']}
+
+
+def test_a_run_does_not_start_from_the_export_that_it_would_replace(tmp_path):
+  workdir = tmp_path / 'run'
+  shutil.copytree(whole_run.finished(), workdir)
+  config = (workdir / 'config.json').read_bytes()
+  export = workdir / 'export'
+  with pytest.raises(ValueError, match='which the export of this run will'):
+    whole_run.trainer(workdir, {'model.path': str(export)})
+  assert (workdir / 'config.json').read_bytes() == config
+  assert (export / 'config.json').exists()
