@@ -24,7 +24,7 @@ from jetrl_jax.metrics import provenance
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.optim.types import TrainState
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 
 # --help shows what is defined here with a script's own flags, see `run`.
 flags.disclaim_key_flags()
@@ -188,7 +188,7 @@ def random_state(
 ) -> TrainState:
   """Returns a state over `params`, its activation scales uncalibrated."""
   optimizer = optimizer or OptimizerConfig(lr=1e-5, moments='fp8')
-  return states.create(policy, params, optimizer.build(), mesh)
+  return train_state.create(policy, params, optimizer.build(), mesh)
 
 
 def random_prompts(count: int, length: int, vocab: int) -> list[Prompt]:

@@ -175,7 +175,7 @@ def _update(policy, params, masters):
   batch = TrainBatch.of_shapes(_ROWS.value, _TOKENS.value)
   batch = jax.tree.map(lambda leaf: at(leaf, rows), batch)
   if _CALIBRATES.value:
-    step = Calibration(policy, mesh, state).step
+    step = Calibration(policy, mesh, state).programs
   else:
     loss = functools.partial(policy_loss, LossConfig())
     step = UpdatePrograms(

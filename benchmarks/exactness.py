@@ -204,7 +204,7 @@ def check(variant: str) -> list[dict]:
     one = jnp.float32(1.0)
     scored, accumulated = [], []
     for batch in batches.batches:
-      scored.append(step.score(params, batch, one)[0])
+      scored.append(step.logprobs(params, batch, one)[0])
       gradients, logprobs, _ = step.accumulate(state, gradients, batch, one)
       accumulated.append(logprobs)
     for name, values in (('score', scored), ('accumulate', accumulated)):

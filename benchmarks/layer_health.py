@@ -69,7 +69,7 @@ from jetrl_jax.rl.mismatch import mismatch_metrics
 from jetrl_jax.rl.objective import supervised_loss
 from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
 from jetrl_jax.rl.rollout.scheduler import rollout
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.run.calibration import Calibration, likelihood_sequences
 from jetrl_jax.rl.run.gradients import UpdatePrograms
 from jetrl_jax.rl.types import Completion, TrainBatch
@@ -201,7 +201,7 @@ class Bench:
 
   def create(self, policy: Policy, params: PyTree) -> TrainState:
     """Returns a state over masters, which it shares."""
-    return states.create(policy, params, optax.identity(), self.mesh)
+    return train_state.create(policy, params, optax.identity(), self.mesh)
 
   def recipe_fits(self, recipe: Recipe) -> str:
     """Returns '' or why the recipe cannot quantise this model's kernels."""
@@ -404,7 +404,7 @@ class Bench:
       jobs.append((step, pool.submit(self._lowered(step, state).compile)))
       if name == 'default':
         self.calibration = Calibration(policy, self.mesh, state)
-        step = self.calibration.step
+        step = self.calibration.programs
         jobs.append((step, pool.submit(self._lowered(step, state).compile)))
         calibrating = dataclasses.replace(RECIPES[name], calibrating=True)
         self.programs[KERNELS_ONLY] = Program(
@@ -446,7 +446,7 @@ class Bench:
     """Takes the steps in the default recipe and keeps the amaxes seen."""
     program = self.programs['default']
     state = self.calibrated(program.state, _CALIBRATION)
-    self.paths = scaling_state.slot_paths(state.fp8_state)
+    self.paths = scaling_state.record_paths(state.fp8_state)
     first = _entries(state.fp8_state, self.paths, 'input', 'amax_history')
     # The newest is entry 1; the oldest comes first here.
     self.amaxes = {
@@ -633,7 +633,7 @@ class Bench:
   def health(self, state: TrainState, seen: PyTree) -> dict:
     """Returns `health.summarize` of one micro-batch's observations."""
     observed = jax.device_get(scaling_state.observe(state.fp8_state, seen))
-    return health.summarize(observed, scaling_state.slot_paths(observed))
+    return health.summarize(observed, scaling_state.record_paths(observed))
 
   def measure_planted(self, label: str, params: PyTree, plant) -> None:
     """Part (d), for one copy of the masters.
@@ -756,7 +756,7 @@ class Bench:
         if dots:
           policy = self.of(self.programs['default'].policy.recipe.keeping(dots))
           fp8_state = scaling_state.restrict(state.fp8_state, policy.recipe)
-          sides[dots] = states.with_weights(
+          sides[dots] = train_state.with_weights(
               policy,
               dataclasses.replace(state, fp8_state=fp8_state),
               self.mesh,

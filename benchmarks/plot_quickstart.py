@@ -19,7 +19,10 @@ def main() -> None:
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     seed = file.name.removeprefix('quickstart_seed')[0]
     held = [(r['step'], 100 * r[_HELD_OUT]) for r in rows if _HELD_OUT in r]
-    score = [(r['step'], 100 * r['critic/score/mean']) for r in rows[1:]]
+    # Files until 2026-11 have accuracy under the score's name.
+    name = 'critic/acc/mean'
+    name = name if name in rows[1] else 'critic/score/mean'
+    score = [(r['step'], 100 * r[name]) for r in rows[1:]]
     axes.plot(*zip(*score, strict=True), color=color, alpha=0.25, lw=1)
     axes.plot(
         *zip(*held, strict=True), color=color, marker='o', label=f'seed {seed}'

@@ -4,7 +4,11 @@ python -m jetrl_jax.main --config=configs/qwen0_5b.py \
     --config.model.path=Qwen/Qwen2.5-0.5B-Instruct --workdir=runs/qwen0_5b
 
 The smallest real run: tied embeddings, head size 64.
-Expected accuracy and cost: not run yet.
+Expected accuracy and cost: not run as it stands. From
+Qwen2.5-Coder-0.5B-Instruct with --config.optim.lr=2e-6, responses of at most
+512 tokens and boxed answers, ten steps took GSM8K's test accuracy from 25.5 to
+28.8 percent (mean of three seeds), at 3.7 s a step on an H100
+(benchmarks/results/first_update_qwen0_5b_h100_2026-11-24.md).
 
 The files below data/ are GSM8K's own, see docs/data.md. A speed run without
 a checkpoint replaces model.path by --config.model.init=random

@@ -1,9 +1,9 @@
 """Writes a Hugging Face checkpoint: python -m jetrl_jax.export --workdir=RUN.
 
-In bfloat16, from the masters; or in FP8, the very weights that the run sampled
-and trained with, beside their scales and those of their inputs. What was never
-trained in FP8 - a checkpoint, a run in bfloat16 - is calibrated first, on the
-prompts of a file. See docs/export.md.
+It writes bfloat16 weights from the masters, or FP8 weights: the same weights
+that the run sampled and trained with, their scales and the scales of their
+inputs. A policy that was not trained in FP8 (a checkpoint, or a run in
+bfloat16) is first calibrated on the prompts of a file. See docs/export.md.
 """
 
 import dataclasses
@@ -202,7 +202,7 @@ def _prompts(found: Restored, values: dict[str, Any]) -> list[Prompt]:
 def _input_scales(fp8_state: PyTree) -> dict[str, float]:
   return {
       path: float(_at(fp8_state, path)['input']['scale'])
-      for path in scaling_state.slot_paths(fp8_state)
+      for path in scaling_state.record_paths(fp8_state)
   }
 
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import pathlib
 import sys
+from typing import Any
 
 import jax
 from absl import flags, logging
@@ -17,6 +18,7 @@ from jetrl_jax.core.files import user_path
 from jetrl_jax.core.interrupt import StopRequested
 from jetrl_jax.dry_run import checks as dry_run_checks
 from jetrl_jax.dry_run import storage
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.metrics import provenance
 from jetrl_jax.metrics.console import before_and_after
 from jetrl_jax.rl.training import initialize
@@ -68,6 +70,9 @@ def main() -> None:
       f' prompts ({spec.train_set.num_filtered} over-long left out)'
       f' -> {workdir}'
   )
+  print(f'kernels: {spec.policy.kernels}')
+  if no_kernel := dispatch.why_none():
+    print(no_kernel)
   try:
     trainer.train(started=lambda: _record_start(spec, workdir))
   except StopRequested as stop:
@@ -102,9 +107,9 @@ def _devices(used: int) -> str:
 
 
 def _record_start(spec: RunSpec, workdir: pathlib.Path) -> None:
-  """Notes versions, device and prompts of this start in the workdir."""
+  """Notes versions, device, kernels and prompts of this start."""
   sets = {'train': spec.train_set, 'val': spec.val_set}
-  counts = {}
+  counts: dict[str, Any] = {'kernels': dict(spec.policy.kernels.chosen)}
   for name, prompts in sets.items():
     if prompts is not None:
       counts[f'{name}_prompts'] = len(prompts)

@@ -33,8 +33,7 @@ from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim.apply import merge
 from jetrl_jax.rl import packing
 from jetrl_jax.rl.objective import supervised_loss
-from jetrl_jax.rl.run import fp8_support
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import fp8_support, train_state
 from jetrl_jax.rl.run.calibration import Calibration, likelihood_sequences
 from jetrl_jax.rl.run.gradients import UpdatePrograms
 from jetrl_jax.rl.settings import SftConfig, check_packed_rows
@@ -54,10 +53,13 @@ def target_tokens(
     prompt: Prompt, answer_key: str, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, int]:
   """Returns (prompt and written answer and end token, the answer's start)."""
-  answer = tokenizer.encode(
-      str(column(prompt.extra, answer_key, f'prompt {prompt.id}')),
-      add_special_tokens=False,
-  )
+  written = column(prompt.extra, answer_key, f'prompt {prompt.id}')
+  if not isinstance(prompt.answer, str):
+    raise ValueError(
+        f'prompt {prompt.id}: {answer_key!r} is {prompt.answer!r}; a warm start'
+        ' trains on written answers: name a column of texts'
+    )
+  answer = tokenizer.encode(str(written), add_special_tokens=False)
   end = [tokenizer.eos_id]
   tokens = np.concatenate([prompt.tokens, answer, end]).astype(np.int32)
   return tokens, len(prompt.tokens)
@@ -155,7 +157,7 @@ def _check_lengths(
       f'{sum(n > row_length for n in lengths)} of {len(prompts)} prompts are'
       f' too long with their written answers; the longest is prompt {prompt.id}'
       f' ({prompt.source}), with {start} + {len(tokens) - start} tokens (the'
-      f' end token among them), and there is room for {row_length}. Raise'
+      f' end token among them), but a row holds {row_length}. Raise'
       f' rollout.max_response_length from {config.rollout.max_response_length}'
       f' to {enough} or more, or leave those prompts out of data.train_files'
   )
@@ -188,7 +190,7 @@ def train(config, workdir: pathlib.Path) -> None:
   compatibility.warn_of_rate(settings.lr)
   make_params, _ = config_model.parameters(config, policy, mesh, folder)
   optimizer = settings.build()
-  state = states.create(
+  state = train_state.create(
       policy, make_params(), optimizer, mesh, tuple(config.model.freeze)
   )
   step = UpdatePrograms(

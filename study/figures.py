@@ -32,7 +32,7 @@ REPORTED_K3 = (1e-5, 1e-3)
 _PANELS = (
     ('held-out accuracy, in the precision of the rollout', 'core', 'linear'),
     ('held-out accuracy, in BF16', 'bf16', 'linear'),
-    ('accuracy of the training samples', 'critic/score/mean', 'linear'),
+    ('accuracy of the training samples', 'train', 'linear'),
     (
         'mismatch: mean |log-prob difference| (nats)',
         'training/rollout_logprob_diff_mean',
@@ -55,6 +55,9 @@ def series(run: Run, name: str) -> list[tuple[int, float]]:
   """Returns (step, value) of a panel."""
   if name in ('core', 'bf16'):
     return run.accuracy(name)
+  if name == 'train':
+    # Until 2026-11 accuracy had the name that the score has.
+    return run.series('critic/acc/mean') or run.series('critic/score/mean')
   if name == 'changed':
     side = 'rollout_fp8' if run.arm.is_mixed else 'fp8'
     return run.series(f'{side}/changed_weight_bytes/mean')

@@ -22,7 +22,7 @@ from study.run import is_finished, read_metrics
 from tools import command
 
 KEPT = re.compile(
-    r'step|val-[^/]+/[^/]+/acc/mean@\d+|critic/score/mean'
+    r'step|val-[^/]+/[^/]+/acc/mean@\d+|critic/(acc|score)/mean'
     r'|response_length/(mean|clip_ratio)'
     r'|actor/(entropy|grad_norm|pg_clipfrac|pg_clipfrac_lower|ppo_kl|lr)'
     r'|training/(mismatch_token_frac|rollout_logprob_diff_(mean|max)|updates'

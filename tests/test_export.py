@@ -13,7 +13,7 @@ from jetrl_jax.config import build as configs
 from jetrl_jax.config import saved_policy
 from jetrl_jax.data import Tokenizer
 from jetrl_jax.optim.apply import merge
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 from tests import whole_run
 
 
@@ -137,7 +137,7 @@ def _of_start(workdir, **changes):
   """The workdir of a run that has saved its step 0 and not learnt."""
   workdir.mkdir(exist_ok=True)
   spec = configs.build(whole_run.config(**changes))
-  state = states.create(
+  state = train_state.create(
       spec.policy,
       spec.initial_params(),
       spec.optimizer.build(),
@@ -146,7 +146,7 @@ def _of_start(workdir, **changes):
   )
   (workdir / 'config.json').write_text(spec.config_text)
   saver = CheckpointManager(workdir / 'checkpoints', keep_latest=1, keep_best=0)
-  saver.save(0, states.without_weights(state), {}, metric=None)
+  saver.save(0, train_state.without_weights(state), {}, metric=None)
   saver.close()
   return workdir
 

@@ -73,6 +73,7 @@ def test_a_run_shows_before_and_after_and_two_completions(tmp_path):
       'fp8_delayed on 1 of 8 x cpu (--config.mesh.data and .fsdp take more):'
       ' 10 prompts (0 over-long left out)' in output
   )
+  assert '\nkernels: reference for all operations\n' in output
   assert [f'step {i}/6' in output for i in range(7)] == [True] * 7
   assert re.search(
       r'val-core/heldout/acc/mean@1: [0-9.]+% before, [0-9.]+% after', output
@@ -97,6 +98,7 @@ def test_a_run_shows_before_and_after_and_two_completions(tmp_path):
   start = json.loads((workdir / 'starts.jsonl').read_text())
   assert start['train_prompts'] == 10 and start['train_left_out'] == 0
   assert start['num_devices'] == 1
+  assert set(start['kernels'].values()) == {'reference'}
   config = json.loads((workdir / 'config.json').read_text())
   assert config['trainer']['total_training_steps'] == 6
 

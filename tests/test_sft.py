@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax import models, sft
+from jetrl_jax.data import Prompt
 from tests import whole_run
 from tests.data.small import write_tokenizer
 
@@ -112,8 +113,8 @@ def test_an_answer_that_is_too_long_is_named_before_any_weight(
     sft.train(config, tmp_path / 'run')
   assert str(refused.value) == (
       '1 of 2 prompts are too long with their written answers; the longest is'
-      ' prompt 1 (written), with 4 + 31 tokens (the end token among them), and'
-      ' there is room for 32. Raise rollout.max_response_length from 12 to 19'
+      ' prompt 1 (written), with 4 + 31 tokens (the end token among them), but'
+      ' a row holds 32. Raise rollout.max_response_length from 12 to 19'
       ' or more, or leave those prompts out of data.train_files'
   )
   assert not (tmp_path / 'run').exists()
@@ -261,3 +262,17 @@ def test_a_written_answer_ends_with_the_end_token(tmp_path):
   write_tokenizer(tmp_path, generation={'eos_token_id': [257, 256]})
   tokens, _ = sft.target_tokens(row, 'a.b', sft.Tokenizer(tmp_path))
   assert tokens[-1] == 256
+
+
+def test_a_warm_start_needs_written_answers():
+  row = {'answer': {'target': 24}}
+  prompt = Prompt(
+      id=7,
+      tokens=np.zeros(1, np.int32),
+      text='x',
+      answer=row['answer'],
+      source='s',
+      extra=row,
+  )
+  with pytest.raises(ValueError, match="prompt 7: 'answer' is {'target': 24}"):
+    sft.target_tokens(prompt, 'answer', tokenizer=None)

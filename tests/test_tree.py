@@ -116,6 +116,21 @@ def test_no_file_uses_the_private_part_of_jax(path):
   assert 'jax._src' not in path.read_text(encoding='utf-8')
 
 
+def test_only_files_named_so_import_pallas_and_its_triton_backend():
+  for path in _FILES:
+    if path.parent.parent.name == 'kernels' and path.stem.startswith('triton'):
+      continue
+    if path.name in ('triton_tools.py', 'hopper_dot.py'):
+      continue
+    assert 'jax.experimental.pallas' not in '\n'.join(_imports(path)), _name(
+        path
+    )
+    # These hold kernels too: an operation imports its own where it runs it.
+    text = path.read_text(encoding='utf-8')
+    module = r'^(from|import) jetrl_jax\.kernels\S*( import \(?\s*)?\btriton'
+    assert not re.search(module, text, re.MULTILINE), _name(path)
+
+
 @pytest.mark.parametrize('room', ['data', 'rewards'])
 def test_a_worker_process_of_this_room_starts_without_jax(room):
   modules = [
@@ -143,6 +158,34 @@ def test_there_is_one_build_file_and_it_has_every_room():
     assert f'name = "{room.replace(".", "_")}",' in text, room
   folders = ['jetrl_jax', *_CLONE]
   assert not [p for f in folders for p in (_ROOT / f).rglob('BUILD')]
+
+
+def _build_deps(name: str) -> set[str]:
+  """Returns what a target of BUILD names as its deps."""
+  text = (_ROOT / 'BUILD').read_text(encoding='utf-8')
+  target = text[text.index(f'name = "{name}",') :].split('\n)', 1)[0]
+  return set(re.findall(r'":(\w+)"', target.partition('deps = ')[2]))
+
+
+_TARGETS = {
+    room.replace('.', '_'): [
+        path
+        for path in _FILES
+        # What an __init__ only exports may import the room itself.
+        if _room(_module(path)) == room and path.name != '__init__.py'
+    ]
+    for room in _LAYERS
+} | {p.stem: [p] for p in _PACKAGE.glob('*.py') if p.name != '__init__.py'}
+
+
+@pytest.mark.parametrize('name', _TARGETS)
+def test_a_target_depends_on_what_its_files_import(name):
+  imported = {
+      room.replace('.', '_')
+      for path in _TARGETS[name]
+      for room in _rooms_imported(path)
+  }
+  assert _build_deps(name) - {'jetrl_jax'} == imported - {name, ''}
 
 
 def test_every_room_has_tests():

@@ -22,9 +22,10 @@ import numpy as np
 
 from jetrl_jax.checkpoint import restore
 from jetrl_jax.config import build as configs
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.scoring import store
-from jetrl_jax.rl.training import guard_state, initialize
+from jetrl_jax.rl.training import initialize
+from jetrl_jax.rl.training.guard import GuardState
 from jetrl_jax.rl.training.trainer import Trainer
 from tests import tiny_config
 
@@ -159,8 +160,8 @@ def restored(
   spec = configs.build(config(**(changes or {})))
 
   def like(host_state):
-    kept = guard_state.of_checkpoint(host_state).high_precision
-    return states.without_weights(initialize.abstract(spec.keeping(kept)))
+    kept = GuardState.of_checkpoint(host_state).high_precision
+    return train_state.without_weights(initialize.abstract(spec.keeping(kept)))
 
   found = restore.restore(workdir / 'checkpoints', like, step)
   assert found is not None

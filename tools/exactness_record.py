@@ -19,47 +19,51 @@ _HEAD = """\
 
 <!-- Written by tools/exactness_record.py from benchmarks/results/. -->
 
-Every comparison to the bit of rollout and training on a GPU that was written
-down, newest first: shapes of real models, random weights, real prompts, jax
-0.11.2. What equality rests on, and what was found on the way:
-[numerics.md](numerics.md). No library promises it, so a run on a GPU compares a
-short rollout with the training forward at start-up and warns where they differ.
+This page lists every comparison to the bit of rollout and training that was
+recorded on a GPU, newest first. All used the shapes of real models, random
+weights, real prompts and jax 0.11.2. [numerics.md](numerics.md) says what the
+equality depends on and what was found on the way. No library promises it, so a
+run on a GPU compares a short rollout with the training forward at start-up, and
+warns if they differ.
 
-`+kv8` is an FP8 KV cache, `+head8` a head in FP8, `+selective` what the
-backward pass keeps (`model.remat`). Commits 0c6678e, ad09459 and 635249e came
-into the history as one with others: 60fa72f and df087be.
+`+kv8` is an FP8 KV cache, `+head8` an FP8 head, `+selective` is
+`model.remat='selective'`. Commits 0c6678e, ad09459 and 635249e entered the
+history inside two larger ones, 60fa72f and df087be.
 """
 _STEPS = """
 ## Whole steps
 
-Rollout, log-probs, several updates, and again with the moved weights. Every
-response token's log-prob of the rollout is compared with the one that the
-update computes. "Parked": how often a sequence gave up its pages and was
-computed again.
+Rollout, log-probs and several updates, then the same again with the new
+weights. Each response token's log-prob from the rollout is compared with the
+one that the update computes. "Preempted" counts how often a sequence gave up
+its KV pages and was computed again.
 
 """
 _CHECKS = """
-## Slots, packings, parked sequences
+## Slots, packings, preempted sequences
 
-One rollout in some number of slots; the same answers in other numbers of them,
-in a pool so small that sequences are parked, and by the training forward
-(`score`) and the update (`accumulate`) packed in several ways (`4x3`: 4 rows,
-each of 3 times the longest sequence's length). "Times": how many comparisons
-those are.
+One rollout in some number of slots is compared with the same responses in other
+numbers of slots, and in a KV pool so small that sequences are preempted
+("parked" in the raw files). It is also compared with the training forward
+(`score`) and the update (`accumulate`), packed in several ways: `4x3` is 4
+rows, each 3 times as long as the longest sequence. "Times" is the number of
+these comparisons.
 
 """
 _TAIL = """
 ## Without rows of their own
 
-* The quickstart in `fp8_delayed`, `fp8_block` and `int8`, with dynamic
-  sampling, and both multi-turn examples: no unequal token in whole runs on an
-  H200 ([flows]({results}/flows_quickstart_h200_2026-11-22.md)). `fp8_block` was
-  a loop over groups then; as the kernel that it is now: none either ([30
+* The quickstart in `fp8_delayed`, `fp8_block` and `int8`, the quickstart with
+  dynamic sampling, and both multi-turn examples had no unequal token in whole
+  runs on an H200 ([flows]({results}/flows_quickstart_h200_2026-11-22.md)).
+  `fp8_block` was a loop over groups at that time; as one kernel, as it is now,
+  it had none either ([30
   steps]({results}/block_quickstart_h200_2026-11-22.md)).
 * The quickstart over two GPUs, eight steps with `mesh.fsdp=2` and eight with
-  `mesh.data=2`: none ([steps]({results}/mesh_quickstart_h200_2026-11-22.md)).
+  `mesh.data=2`, had none
+  ([steps]({results}/mesh_quickstart_h200_2026-11-22.md)).
 * An early version of the `bf16` path differed at the 7B's width with more than
-  4096 rows; why was not found.
+  4096 rows. The reason was not found.
 """
 _LINKED = '../benchmarks/results'
 _UNEQUAL = 'share of tokens unequal'
@@ -108,7 +112,7 @@ def _row(path: pathlib.Path, result, variant: str, *cells: str) -> str:
 
 
 def _steps() -> str:
-  lines = [_table('steps', 'longest answer', 'parked')]
+  lines = [_table('steps', 'longest response', 'preempted')]
   for path, result in _results('grpo_step'):
     for variant, rows in _by_variant(result).items():
       rows = [row for row in rows if 'training/mismatch_token_frac' in row]
@@ -129,7 +133,7 @@ def _checks() -> str:
       parked = sum(row.get('parked') or 0 for row in rows)
       names = ', '.join(row['check'] for row in rows)
       cells = (
-          names.replace('few pages', f'few pages ({parked} parked)'),
+          names.replace('few pages', f'few pages ({parked} preempted)'),
           str(max(row['tokens'] for row in rows)),
           str(len(rows)),
           f'{max(row["unequal"] for row in rows):.3g}',

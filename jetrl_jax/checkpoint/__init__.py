@@ -1,1 +1,1 @@
-"""States on disk: written whole or not at all, and read back checked."""
+"""States on disk: saved atomically, verified when they are read."""

@@ -1,9 +1,9 @@
 """The arrays of a checkpoint: names, checks, and Orbax underneath.
 
-A pytree of any node types is written as nested dicts named by its paths, which
-any Orbax user can open, and read back into the structure that the caller
-gives. Name, shape and dtype of every leaf are compared here, because Orbax may
-cast or pad to what it is asked for.
+A pytree of any node types is written as nested dicts that are named by its
+paths. Any Orbax user can open them. They are read into the structure that the
+caller gives. This file compares the name, shape and dtype of every leaf,
+because Orbax may silently cast or pad.
 """
 
 import concurrent.futures
@@ -22,18 +22,18 @@ from jetrl_jax.checkpoint import manifest as checkpoint_manifest
 from jetrl_jax.checkpoint.manifest import Manifest
 from jetrl_jax.core.typing import PyTree
 
-# Files of this size let several threads hash, where Orbax would write 2 GB.
+# With files of this size several threads can hash; Orbax's default is 2 GB.
 _DATA_FILE_BYTES = 256 * 2**20
 # Arrays that are copied to the host at the same time.
 AT_A_TIME = 4
-# Of memory that a CPU takes as an array of its own, in bytes.
+# Alignment in bytes at which JAX uses host memory without another copy.
 _ALIGNMENT = 64
-# Of another model every leaf differs, and the first few say it.
+# In another model every leaf differs, so only the first few are listed.
 _PROBLEMS_SHOWN = 10
 
 
 class OtherStateError(ValueError):
-  """What is saved differs from what is wanted in name, shape or dtype."""
+  """The saved leaves differ from the wanted ones in name, shape or dtype."""
 
 
 def named_leaves(tree: PyTree) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
   for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
     parts = [jax.tree_util.keystr((part,), simple=True) for part in path]
     name = '/'.join(parts)
-    # Orbax joins with dots: {'a': {'b'}} and {'a.b'} would share one file.
+    # Orbax joins names with dots, so {'a': {'b'}} and {'a.b'} would collide.
     if not parts or name in named or any(set('./') & set(p) for p in parts):
       raise ValueError(
           f'leaf {name!r} has no unique name; allowed: a dict at the root and '
@@ -53,21 +53,21 @@ def named_leaves(tree: PyTree) -> dict[str, Any]:
 
 
 def signature(leaf: Any) -> tuple[str, tuple[int, ...]]:
-  """Returns (dtype, shape) as the manifest holds them; arrays only."""
+  """Returns an array's (dtype, shape) as the manifest holds them."""
   if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
     raise ValueError(f'found a leaf {leaf!r}; allowed: jax arrays')
   return str(leaf.dtype), tuple(leaf.shape)
 
 
 def on_host(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
-  """Copies arrays to the host, a few at a time; keys stay where they are.
+  """Copies arrays to the host, a few at a time; random keys are not copied.
 
-  Left to the writer it takes three to eight times as long, and a rollout beside
-  it more than twice (docs/performance_log.md): XLA fills the host's new memory
-  in one thread, and stages all arrays at once in a pinned pool that is never
-  given back and ends at 64 GiB. Here a piece comes to pinned memory, which that
-  pool then has for the next, and is copied to its place by one of a few
-  threads. Only where JAX_PLATFORMS leaves out the CPU it is left to the writer.
+  If Orbax copied them, saving would take three to eight times as long, and a
+  rollout at the same time more than twice (docs/performance_log.md). XLA fills
+  new host memory in one thread, and stages all arrays at once in a pinned pool
+  of up to 64 GiB that is never freed. Here each piece is copied to pinned
+  memory, which the pool reuses for the next piece, and one of a few threads
+  copies it to its destination. If JAX_PLATFORMS excludes the CPU, Orbax copies.
   """
   if jax.default_backend() == 'cpu':
     return named
@@ -81,7 +81,7 @@ def on_host(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _copied(leaf: jax.Array, place: SingleDeviceSharding) -> jax.Array:
-  """Returns a copy of all parts of an array in the host's memory."""
+  """Returns a copy of a whole array in host memory."""
   if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
     return leaf
   size = math.prod(leaf.shape) * leaf.dtype.itemsize
@@ -93,12 +93,12 @@ def _copied(leaf: jax.Array, place: SingleDeviceSharding) -> jax.Array:
       pinned = SingleDeviceSharding(shard.device, memory_kind='pinned_host')
       piece = np.asarray(jax.device_put(shard.data, pinned))
       np.copyto(host[(*shard.index, ...)], piece)
-  # Aligned, so it is that memory and no other copy.
+  # The memory is aligned, so JAX uses it without another copy.
   return jax.device_put(host, place)
 
 
 def save_args(named: dict[str, jax.Array]) -> ocp.args.PyTreeSave:
-  """Returns what Orbax is asked to write for these leaves."""
+  """Returns Orbax's arguments to save these leaves."""
   return ocp.args.PyTreeSave(
       _nested(named), ocdbt_target_data_file_size=_DATA_FILE_BYTES
   )
@@ -107,8 +107,8 @@ def save_args(named: dict[str, jax.Array]) -> ocp.args.PyTreeSave:
 def _nested(named: dict[str, Any]) -> dict[str, Any]:
   """Turns {'a/b': x} into {'a': {'b': x}}, without arrays of no elements.
 
-  Orbax refuses to write those; name, shape and dtype are all there is to them
-  and stand in the manifest.
+  Orbax refuses to write those. Their names, shapes and dtypes are in the
+  manifest.
   """
   tree: dict[str, Any] = {}
   for name, leaf in named.items():
@@ -147,7 +147,7 @@ def load(folder: pathlib.Path, manifest: Manifest, like: PyTree) -> PyTree:
       leaves.append(jax.device_put(empty, leaf.sharding))
       continue
     array = found[name]
-    # Orbax casts and pads to the target when it is asked to; never here.
+    # Orbax can cast and pad to the target; make sure that it did not.
     assert signature(array) == manifest.leaves[name], name
     assert array.sharding.is_equivalent_to(leaf.sharding, array.ndim), name
     leaves.append(array)
@@ -159,7 +159,11 @@ def check_leaves(
     saved: dict[str, tuple[str, tuple[int, ...]]],
     wanted: dict[str, Any],
 ) -> None:
-  """Compares names, shapes and dtypes of what is saved and what is wanted."""
+  """Raises an error if saved and wanted leaves differ.
+
+  Raises:
+    OtherStateError: a name, shape or dtype differs; the message lists them.
+  """
   problems = [f'{name} is not saved' for name in wanted if name not in saved]
   problems += [f'{name} is not wanted' for name in saved if name not in wanted]
   for name, leaf in wanted.items():
@@ -177,7 +181,7 @@ def check_leaves(
     if more := len(problems) - len(shown):
       shown.append(f'and {more} more')
     raise OtherStateError(
-        f'the checkpoint {folder} is of another model or optimiser; use another'
-        ' folder, or the settings that it was made with:\n  '
+        f'the checkpoint {folder} belongs to another model or optimiser; use'
+        ' another folder, or the settings that it was made with:\n  '
         + '\n  '.join(shown)
     )

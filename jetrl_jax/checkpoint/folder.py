@@ -1,4 +1,4 @@
-"""Which steps a directory holds, and who may write there."""
+"""Lists the steps in a checkpoint directory, and locks it for one writer."""
 
 import fcntl
 import pathlib
@@ -12,7 +12,7 @@ from jetrl_jax.checkpoint.manifest import CorruptError, Manifest
 
 
 def step_folders(directory: pathlib.Path) -> dict[int, pathlib.Path]:
-  """Maps every step that has a folder, good or not, to it."""
+  """Returns step -> folder for every step, good or corrupt."""
   if not directory.is_dir():
     return {}
   return {
@@ -23,7 +23,7 @@ def step_folders(directory: pathlib.Path) -> dict[int, pathlib.Path]:
 
 
 def manifests(directory: pathlib.Path) -> dict[int, Manifest]:
-  """Reads the manifest of every step that has a valid one."""
+  """Returns step -> manifest for every step with a valid manifest."""
   found = {}
   for step, folder in step_folders(directory).items():
     try:
@@ -34,7 +34,7 @@ def manifests(directory: pathlib.Path) -> dict[int, Manifest]:
 
 
 def ranked(good: dict[int, Manifest]) -> list[int]:
-  """Orders the steps that have a metric, best first, the newer of equals."""
+  """Returns the steps with a metric, best first; newer first among equals."""
   scored = [
       (m.metric, step) for step, m in good.items() if m.metric is not None
   ]
@@ -42,21 +42,21 @@ def ranked(good: dict[int, Manifest]) -> list[int]:
 
 
 def lock(directory: pathlib.Path) -> IO[str]:
-  """Holds the directory for this process; the kernel lets go when it dies.
+  """Locks the directory for this process, until it closes the file or ends.
 
   Args:
     directory: an existing folder.
 
   Returns:
-    The open lock file; closing it lets go.
+    The open lock file; closing it releases the lock.
 
   Raises:
-    ValueError: another process holds it.
+    ValueError: another process holds the lock.
   """
   file = open(directory / '.lock', 'w')
   try:
-    # A record lock: unlike flock's it is not inherited by reward workers,
-    # which may outlive a killed run for a moment.
+    # A record lock, because reward workers would inherit flock's lock, and they
+    # may outlive a killed run for a moment.
     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except (BlockingIOError, PermissionError) as error:
     file.close()

@@ -1,10 +1,10 @@
-"""Saves checkpoints: a pytree of arrays and a small JSON, atomically.
+"""Saves checkpoints atomically: a pytree of arrays and a small JSON.
 
-The array files are Orbax's. What is added is trust: a step is written to
-`.saving.<step>`, every file is hashed, the manifest that holds the digests is
-written last, and one rename makes the step exist. `checkpoint` reads it.
+Orbax writes the array files. This file makes them reliable: a step is written
+to `.saving.<step>`, every file is hashed, the manifest with the digests is
+written last, and one rename makes the step exist. `restore.py` reads it.
 
-Left out on purpose: several processes (refused, until it is proven).
+Several processes are not supported yet, and refused.
 """
 
 import concurrent.futures
@@ -35,19 +35,19 @@ from jetrl_jax.core.typing import PyTree
 _SAVING = '.saving.'
 _DELETING = '.deleting.'
 _CORRUPT = 'corrupt.'
-# Trained masters and 8-bit moments are noise to a compressor: it saves a tenth
-# of the disk, holds nearly the state's size of memory and keeps the processors
-# from the rollout beside it (docs/performance_log.md, "A checkpoint of a
-# 7B"). Pinned memory, Orbax's choice on a GPU, would stay taken: see
-# `checkpoint_arrays.on_host`.
+# Trained masters and 8-bit moments hardly compress. Compression would save a
+# tenth of the disk, take nearly the state's size of memory, and take processors
+# from a rollout at the same time (docs/performance_log.md, "A checkpoint of a
+# 7B"). Pinned memory, Orbax's default on a GPU, would never be freed, see
+# `arrays.on_host`.
 ORBAX_OPTIONS: dict[str, Any] = {
     'use_ocdbt': True,
     'use_zarr3': True,
     'use_compression': False,
     'enable_pinned_host_transfer': False,
 }
-# Orbax's threads log a traceback of each exception that they keep for
-# `wait_until_finished`, which raises it again.
+# Files in which Orbax's threads log the traceback of an exception that
+# `wait_until_finished` raises again.
 _KEEPS_EXCEPTIONS = (
     'futures/future.py',
     'checkpointers/async_checkpointer.py',
@@ -58,8 +58,8 @@ _KEEPS_EXCEPTIONS = (
 class CheckpointManager:
   """Saves steps in the background and keeps the newest and the best.
 
-  One process at a time may hold a manager on a directory; readers use the
-  functions of `checkpoint`.
+  Only one process at a time may have a manager on a directory. Readers use the
+  functions of `restore.py`.
   """
 
   def __init__(
@@ -69,12 +69,12 @@ class CheckpointManager:
       keep_latest: int,
       keep_best: int,
   ):
-    """Opens or makes the directory and clears what a killed run left half done.
+    """Opens the directory and deletes incomplete steps of a killed run.
 
     Args:
-      directory: absolute or relative path; made if absent.
-      keep_latest: how many of the newest steps stay, at least 1.
-      keep_best: how many of the steps with the highest metric stay besides.
+      directory: absolute or relative path; it is created if missing.
+      keep_latest: number of newest steps to keep, at least 1.
+      keep_best: number of steps with the highest metric to keep as well.
 
     Raises:
       ValueError: a count is out of range, another process saves here, or
@@ -83,7 +83,7 @@ class CheckpointManager:
     if keep_latest < 1 or keep_best < 0:
       raise ValueError(
           f'keep_latest is {keep_latest}, keep_best is {keep_best}; allowed: '
-          'keep_latest >= 1 (the newest step is never dropped), keep_best >= 0'
+          'keep_latest >= 1 (the newest step is never deleted), keep_best >= 0'
       )
     if jax.process_count() > 1:
       raise ValueError(
@@ -95,11 +95,11 @@ class CheckpointManager:
     self._lock = checkpoint_folder.lock(self._directory)
     self._keep_latest = keep_latest
     self._keep_best = keep_best
-    # Steps that stay besides; whoever needs them sets it.
+    # More steps to keep; the caller may set this.
     self.pinned: frozenset[int] = frozenset()
     self._corrupt: set[int] = set()
     self._pending: concurrent.futures.Future | None = None
-    # What is being saved, until it is on the host.
+    # Arrays that are being saved, until they are on the host.
     self._arrays: dict[str, jax.Array] = {}
     self._copied = threading.Event()
     self._copied.set()
@@ -122,22 +122,22 @@ class CheckpointManager:
       *,
       metric: float | None,
   ) -> None:
-    """Begins to save a step; its arrays are read until `wait_for_copy` returns.
+    """Starts to save a step; waits for an earlier save first.
 
-    An earlier save that is still being written is waited for.
+    The arrays are read until `wait_for_copy` returns. `check` and `wait` raise
+    an error if the save fails.
 
     Args:
-      step: not saved yet, >= 0.
+      step: a new step, >= 0.
       state: pytree of jax arrays.
       host_state: JSON object that survives a round trip unchanged (lists, not
         tuples; string keys; finite numbers).
-      metric: what "best" means, higher is better; None when not measured.
+      metric: ranks the best steps, higher is better; None if not measured.
 
     Raises:
       ValueError: step, state or host_state cannot be saved.
-      RuntimeError: there is no room on the disk, or an earlier save failed;
-        the older checkpoints are as they were. Whether this one failed, `check`
-        and `wait` say.
+      RuntimeError: the disk has too little space, or an earlier save failed;
+        older checkpoints are unchanged.
     """
     self.wait()
     step = int(step)
@@ -155,9 +155,9 @@ class CheckpointManager:
     needed = sum(leaf.nbytes for leaf in named.values())
     free = shutil.disk_usage(self._directory).free
     if free < needed:
-      # Found by the writer, it would come minutes later.
+      # Otherwise the writer would fail minutes later.
       raise self._failure(
-          step, f'it takes {size(needed)}, and free are {size(free)}'
+          step, f'it needs {size(needed)} of disk, but {size(free)} are free'
       )
     temporary = self._directory / f'{_SAVING}{step}'
     self._arrays, self._copied = named, threading.Event()
@@ -168,10 +168,10 @@ class CheckpointManager:
   def amend(
       self, step: int, host_state: dict[str, Any], *, metric: float | None
   ) -> None:
-    """Replaces what was saved beside a step's arrays, atomically.
+    """Replaces a saved step's host state and metric, atomically.
 
     Args:
-      step: a step that was saved.
+      step: a saved step.
       host_state: see `save`.
       metric: see `save`.
     """
@@ -186,11 +186,11 @@ class CheckpointManager:
 
   @property
   def is_copying(self) -> bool:
-    """Whether arrays that are being saved are still read."""
+    """Whether a save still reads the arrays."""
     return not self._copied.is_set()
 
   def wait_for_copy(self) -> None:
-    """Returns when the arrays last saved may be donated."""
+    """Waits until the arrays of the last save may be donated."""
     self._copied.wait()
 
   def check(self) -> None:
@@ -199,13 +199,13 @@ class CheckpointManager:
       self.wait()
 
   def wait(self) -> None:
-    """Returns when nothing is being saved; raises RuntimeError if it failed."""
+    """Waits for the background save; raises RuntimeError if it failed."""
     if self._pending is not None:
       pending, self._pending = self._pending, None
       pending.result()
 
   def close(self) -> None:
-    """Waits, then lets go of the threads and of the directory."""
+    """Waits, then ends the threads and unlocks the directory."""
     try:
       self.wait()
     finally:
@@ -214,7 +214,7 @@ class CheckpointManager:
       self._lock.close()
 
   def all_steps(self) -> list[int]:
-    """Lists the steps that exist and were not found corrupt, ascending."""
+    """Returns the steps that exist and are not known as corrupt, ascending."""
     return sorted(self._good())
 
   def restore(
@@ -222,7 +222,7 @@ class CheckpointManager:
       like: PyTree | Callable[[dict[str, Any]], PyTree],
       step: int | None = None,
   ) -> Restored | None:
-    """Restores like `checkpoint.restore` and remembers what was corrupt."""
+    """Calls `restore.restore` and remembers which steps were corrupt."""
     self.wait()
     restored = checkpoint.restore(self._directory, like, step)
     if restored is not None:
@@ -241,9 +241,9 @@ class CheckpointManager:
       host_state: dict[str, Any],
       leaves: dict[str, tuple[str, tuple[int, ...]]],
   ) -> None:
-    """Writes files, proves them, makes the step exist, then retires."""
+    """Writes and hashes the files, makes the step exist, deletes old steps."""
     final = self._directory / str(step)
-    # Their copies on the host go as they are written: nothing here keeps them.
+    # No reference is kept, so that host copies are freed as they are written.
     named, self._arrays = self._arrays, {}
     try:
       try:
@@ -266,7 +266,7 @@ class CheckpointManager:
       )
       checkpoint_manifest.write(temporary, manifest)
       if final.exists():
-        # Only a corrupt step can stand here; it may still be worth a look.
+        # Only a corrupt step can be here; it is kept for inspection.
         aside = self._directory / f'{_CORRUPT}{step}'
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(final, aside)
@@ -286,13 +286,13 @@ class CheckpointManager:
       ) from error
 
   def _retire(self, newest: int) -> None:
-    """Deletes the steps that retention no longer keeps."""
+    """Deletes the steps that are not to be kept."""
     good = self._good()
     keep = {newest, *sorted(good)[-self._keep_latest :]}
     keep |= set(checkpoint_folder.ranked(good)[: self._keep_best])
     keep |= self.pinned
     for step in sorted(set(good) - keep):
-      # Renamed first: a half deleted step must not look like a corrupt one.
+      # Renamed first, because a half deleted step would look corrupt.
       doomed = self._directory / f'{_DELETING}{step}'
       os.rename(self._directory / str(step), doomed)
       shutil.rmtree(doomed)
@@ -305,10 +305,10 @@ class CheckpointManager:
 
 
 def _is_news(record: std_logging.LogRecord) -> bool:
-  """Says whether a record is none of an exception that Orbax raises later.
+  """Returns False for log records of exceptions that Orbax raises later.
 
-  A full disk is one sentence of ours; Orbax's three tracebacks would bury it,
-  and so would asyncio's lines on each array that Orbax no longer waits for.
+  For a full disk this package logs one sentence. Orbax's three tracebacks and
+  asyncio's line for each unfinished array would bury it.
   """
   if record.name == 'asyncio':
     return f'/{_SAVING}' not in record.getMessage()
@@ -318,7 +318,7 @@ def _is_news(record: std_logging.LogRecord) -> bool:
 
 
 def _finite(step: int, metric: float | None) -> float | None:
-  """Returns the metric, None where it cannot be compared."""
+  """Returns the metric; None if it is not finite."""
   if metric is None:
     return None
   if not math.isfinite(metric):
@@ -328,17 +328,17 @@ def _finite(step: int, metric: float | None) -> float | None:
 
 
 def _copied(host_state: dict[str, Any]) -> dict[str, Any]:
-  """Copies by way of JSON; refuses what would come back as something else.
+  """Copies a host state through JSON; raises an error if JSON changes it.
 
-  A copy, because the caller goes on counting in it while the save runs.
+  The caller may change its own object while the save runs.
   """
   try:
     back = json.loads(json.dumps(host_state, allow_nan=False))
   except (TypeError, ValueError) as error:
-    raise ValueError(f'host_state is no JSON object: {error}') from error
+    raise ValueError(f'host_state is not a JSON object: {error}') from error
   if not isinstance(host_state, dict) or back != host_state:
     raise ValueError(
-        'host_state would not come back from JSON as it is; use a dict with '
-        f'string keys, and lists instead of tuples; found {host_state!r}'
+        'host_state changes in a JSON round trip; use a dict with string keys, '
+        f'and lists instead of tuples; found {host_state!r}'
     )
   return back

@@ -1,11 +1,11 @@
-"""What proves a checkpoint folder: a manifest with a digest of every file.
+"""The manifest of a checkpoint folder, with a digest of every file.
 
-A step's folder holds `state/` (files whose format is the writer's matter) and
-`manifest.json`, written last. The manifest carries the small host state, the
-list of array leaves and, for every file under `state/`, its size and SHA-256;
-and a digest of itself. Whatever happens to the folder later (a flipped bit, a
-truncation, files swapped or lost, a folder renamed to another step) disagrees
-with it. Nothing in here knows about arrays.
+A step's folder holds `state/` (files in the writer's format) and
+`manifest.json`, which is written last. The manifest holds the small host state,
+the list of array leaves, the size and SHA-256 of every file under `state/`, and
+a digest of itself. It detects any later change of the folder: a flipped bit, a
+truncation, swapped or lost files, a folder renamed to another step. This file
+does not know about arrays.
 """
 
 import concurrent.futures
@@ -28,7 +28,7 @@ _HASH_THREADS = min(8, os.cpu_count() or 1)
 
 
 class CorruptError(ValueError):
-  """A checkpoint folder that differs from what its manifest promises."""
+  """A checkpoint folder does not match its manifest."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,9 +36,9 @@ class Manifest:
   """The content of `manifest.json`.
 
   Attributes:
-    step: the step that was saved; also the folder's name.
-    metric: what `keep_best` compares, higher is better; None when not measured.
-    host_state: the JSON object given to `save`.
+    step: the saved step; also the folder's name.
+    metric: `keep_best` compares it, higher is better; None if not measured.
+    host_state: the JSON object that `save` was given.
     leaves: name of every array leaf -> (dtype, shape).
     files: path below `state/` -> (bytes, hexadecimal SHA-256).
   """
@@ -57,10 +57,10 @@ def digest_payload(folder: pathlib.Path) -> dict[str, tuple[int, str]]:
     folder: a step's folder.
 
   Returns:
-    For every file its path below `state/` -> (bytes, hexadecimal SHA-256).
+    Path of every file below `state/` -> (bytes, hexadecimal SHA-256).
 
   Raises:
-    CorruptError: there is something other than plain files and folders.
+    CorruptError: something is neither a plain file nor a folder.
     OSError: a file cannot be read or synced.
   """
   root = folder / PAYLOAD
@@ -73,7 +73,7 @@ def digest_payload(folder: pathlib.Path) -> dict[str, tuple[int, str]]:
 
 
 def write(folder: pathlib.Path, manifest: Manifest) -> None:
-  """Writes `folder/manifest.json` durably, all of it or nothing."""
+  """Writes `folder/manifest.json` durably and atomically."""
   body = {'format': _FORMAT} | dataclasses.asdict(manifest)
   text = json.dumps({'body': body, 'sha256': _body_digest(body)}, indent=1)
   temporary = folder / f'{MANIFEST}.tmp'
@@ -95,8 +95,9 @@ def read(folder: pathlib.Path) -> Manifest:
     The manifest.
 
   Raises:
-    CorruptError: it is missing, unreadable, of an unknown format, differs
-      from its own digest, or belongs to another step than the folder's name.
+    CorruptError: the file is missing, unreadable or of an unknown format,
+      differs from its own digest, or belongs to another step than the folder's
+      name says.
   """
   path = folder / MANIFEST
   try:
@@ -104,7 +105,7 @@ def read(folder: pathlib.Path) -> Manifest:
     body, digest = content['body'], content['sha256']
     damaged = digest != _body_digest(body)
   except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-    # Not the repr, which of a byte that is no text holds the whole file.
+    # Not the repr, which holds the whole file if a byte cannot be decoded.
     why = f'{type(error).__name__}: {error}'
     raise CorruptError(f'{path} cannot be read: {why}') from error
   if damaged:
@@ -115,7 +116,8 @@ def read(folder: pathlib.Path) -> Manifest:
     )
   if str(body['step']) != folder.name:
     raise CorruptError(
-        f'{path} is of step {body["step"]}, the folder says {folder.name}'
+        f'{path} belongs to step {body["step"]}, but the folder is'
+        f' {folder.name}'
     )
   return Manifest(
       step=body['step'],
@@ -134,10 +136,11 @@ def verify(folder: pathlib.Path, manifest: Manifest) -> None:
 
   Args:
     folder: a step's folder.
-    manifest: what `read` returned for it.
+    manifest: the folder's manifest.
 
   Raises:
-    CorruptError: files are missing, unexpected or changed; names them.
+    CorruptError: files are missing, unexpected or changed; the message names
+      them.
   """
   root = folder / PAYLOAD
   try:
@@ -172,13 +175,13 @@ def verify(folder: pathlib.Path, manifest: Manifest) -> None:
 
 
 def _payload_files(root: pathlib.Path) -> list[str]:
-  """Lists the plain files below root, sorted; anything else is an error."""
+  """Returns the plain files below root, sorted; other things are an error."""
   names = []
   for directory, folders, files in os.walk(root, onerror=_raise):
     for name in folders + files:
       path = pathlib.Path(directory, name)
       mode = path.lstat().st_mode
-      # A link could lead the reader out of the folder.
+      # A link could point out of the folder.
       if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise CorruptError(f'{path} is neither a plain file nor a folder')
     names += [os.path.relpath(os.path.join(directory, f), root) for f in files]
@@ -190,7 +193,7 @@ def _raise(error: OSError) -> None:
 
 
 def _digest(path: pathlib.Path, durable: bool) -> tuple[int, str]:
-  """Returns (bytes, SHA-256) of one file; syncs it first if asked to."""
+  """Returns (bytes, SHA-256) of one file; syncs it first if `durable`."""
   with open(path, 'rb', buffering=0) as file:
     if durable:
       os.fsync(file.fileno())

@@ -1,11 +1,10 @@
-"""What a run has saved: which steps there are, and the newest good one.
+"""Reads checkpoints: which steps exist, and the newest good one.
 
-Reading hashes every file again, so that a damaged step is skipped with a
-warning instead of restored with wrong values (Orbax returns them silently).
-`checkpoint_manager` writes; `checkpoint_manifest` says what lies in a step's
-folder.
+Reading hashes every file again. A damaged step is skipped with a warning;
+Orbax alone would silently return wrong values. `manager.py` writes the steps,
+and `manifest.py` describes a step's folder.
 
-Left out on purpose: partial or resharding-by-shape restores.
+Partial restores and restores to other shapes are not supported.
 """
 
 import dataclasses
@@ -25,12 +24,12 @@ from jetrl_jax.core.typing import PyTree
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Restored:
-  """What `restore` found.
+  """The result of `restore`.
 
   Attributes:
-    step: the step that was saved.
-    state: the arrays, in the structure and sharding asked for.
-    host_state: the JSON object that was saved beside them.
+    step: the saved step.
+    state: the arrays, in the wanted structure and sharding.
+    host_state: the JSON object that was saved with them.
     skipped: newer steps that were found corrupt.
   """
 
@@ -41,7 +40,7 @@ class Restored:
 
 
 def all_steps(directory: str | os.PathLike) -> list[int]:
-  """Lists the steps that exist, ascending: those with a valid manifest."""
+  """Returns the steps with a valid manifest, ascending."""
   return sorted(checkpoint_folder.manifests(pathlib.Path(directory)))
 
 
@@ -53,19 +52,19 @@ def restore(
   """Restores the newest good step (or one step), verified to the byte.
 
   Args:
-    directory: where a `CheckpointManager` saved. Only read.
-    like: pytree of `jax.ShapeDtypeStruct` with sharding, or of arrays: the
-      structure, shapes, dtypes and shardings to return. Or a function that
-      gives it from the host state, where it depends on the step.
-    step: which step; None means the newest one that is not corrupt.
+    directory: the directory of a `CheckpointManager`; it is only read.
+    like: pytree of `jax.ShapeDtypeStruct` with sharding, or of arrays, with the
+      structure, shapes, dtypes and shardings to return. If these depend on the
+      step, a function from the host state to such a pytree.
+    step: the step to restore; by default the newest one that is not corrupt.
 
   Returns:
-    The restored step, or None when `directory` holds no step at all.
+    The restored step; None if `directory` holds no step.
 
   Raises:
-    ValueError: the step asked for is absent or corrupt; every step is
-      corrupt (lists why); or the saved leaves differ from `like` in name,
-      shape or dtype (lists them).
+    ValueError: the given step is missing or corrupt; every step is corrupt; or
+      the saved leaves differ from `like` in name, shape or dtype. The message
+      lists the reasons.
   """
   directory = pathlib.Path(directory)
   folders = checkpoint_folder.step_folders(directory)
@@ -99,7 +98,7 @@ def restore(
     reasons = '\n'.join(f'  step {s}: {why}' for s, why in corrupt.items())
     raise ValueError(
         f'no good checkpoint in {directory}:\n{reasons}\n'
-        'Bring the files back, or use another folder to start anew.'
+        'Restore the files, or start again in another folder.'
     )
   return None
 
@@ -107,17 +106,17 @@ def restore(
 def compare(
     directory: str | os.PathLike, like: Callable[[dict[str, Any]], PyTree]
 ) -> dict[str, Any]:
-  """Refuses what `restore` would, by the newest manifest; reads no array.
+  """Compares the newest step's manifest with `like`; reads no array.
 
   Args:
-    directory: holds a step, see `all_steps`.
+    directory: it holds a step, see `all_steps`.
     like: see `restore`.
 
   Returns:
-    That step's host state.
+    The newest step's host state.
 
   Raises:
-    ValueError: the saved leaves differ from `like` (lists them).
+    ValueError: the saved leaves differ from `like`; the message lists them.
   """
   manifests = checkpoint_folder.manifests(pathlib.Path(directory))
   step = max(manifests)

@@ -30,7 +30,7 @@ from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.rewards import RewardPool, RewardSpec
 from jetrl_jax.rewards.functions import check_references
 from jetrl_jax.rewards.pool import check_limits
-from jetrl_jax.rewards.settings import RewardConfig
+from jetrl_jax.rewards.types import RewardConfig
 from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.rollout import buckets
 from jetrl_jax.rl.rollout.engine import EngineConfig
@@ -332,7 +332,7 @@ def build(config: Config) -> RunSpec:
   compatibility.check_guard(guard, loss, algorithm, run)
   compatibility.warn_of_rate(optimizer.lr)
   _check_fits(policy, engine, environment, run)
-  buckets.pages(engine, policy.axes.size, policy.tile)
+  buckets.pages_config(engine, policy.axes.size, policy.tile)
   train_set, val_set = _datasets(take(DataConfig, config), tokenizer)
   prompts = [*train_set, *(val_set or ())]
   vocab_size = policy.model.vocab_size

@@ -19,10 +19,11 @@ from jetrl_jax.config.settings import MixedFlow, ModelSource
 from jetrl_jax.core import rng, sharding
 from jetrl_jax.core.sharding import MeshConfig
 from jetrl_jax.core.typing import PyTree
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.models import families, invariant_scaling
 from jetrl_jax.models.hf import layout as hf_layout
 from jetrl_jax.models.policy import Policy
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 
 SHAPES = {
     'qwen2.5-0.5b': families.QWEN2_5_0_5B,
@@ -88,7 +89,12 @@ def build_policy(
         ' precision.compute_dtype. Set it to False'
     )
   policy = take(
-      Policy, config, model=model, recipe=recipe, axes=sharding.axes_of(mesh)
+      Policy,
+      config,
+      model=model,
+      recipe=recipe,
+      axes=sharding.axes_of(mesh),
+      kernels=dispatch.select(config.kernels),
   )
   return policy, mesh, folder
 
@@ -189,7 +195,7 @@ def _random_leaf(kind: str, shape: tuple[int, ...], dtype, key):
 
 def check_patterns(policy: Policy, shapes: PyTree, freeze: tuple) -> None:
   """Refuses patterns that match nothing: they would change nothing."""
-  states.partition(shapes, freeze)
+  train_state.partition(shapes, freeze)
   dots = _dots(shapes)
   for pattern in policy.recipe.high_precision_layers:
     if not any(re.fullmatch(pattern, dot) for dot in dots):

@@ -33,10 +33,9 @@ from jetrl_jax.models.hf import safetensors_index
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.optim.apply import merge
 from jetrl_jax.optim.types import TrainState
-from jetrl_jax.rl.run import fp8_support, mixed_flow
+from jetrl_jax.rl.run import fp8_support, mixed_flow, train_state
 from jetrl_jax.rl.run import precision as run_precision
-from jetrl_jax.rl.run import state as states
-from jetrl_jax.rl.training import guard_state
+from jetrl_jax.rl.training.guard import GuardState
 
 # For a checkpoint, which does not say; a run knows its own.
 _PROMPT_TOKENS = 1024
@@ -204,7 +203,7 @@ def _of_run(
 
   def like(host_state: dict[str, Any]) -> TrainState:
     trained, sampling = _sides(host_state, policy, config)
-    return states.abstract(
+    return train_state.abstract(
         trained,
         shapes,
         optimizer,
@@ -215,7 +214,7 @@ def _of_run(
 
   restored = checkpoint.restore(
       workdir / 'checkpoints',
-      lambda host_state: states.without_weights(like(host_state)),
+      lambda host_state: train_state.without_weights(like(host_state)),
       step,
   )
   if restored is None:
@@ -234,10 +233,10 @@ def _of_run(
   policy = config_model.renamed(policy, recipe or trained)
   calibrated = policy.recipe.name in (trained, *UNCALIBRATED)
   if trained == policy.recipe.name:
-    state = states.with_weights(policy, found, mesh, record=False)
+    state = train_state.with_weights(policy, found, mesh, record=False)
   else:
     params = merge(found.trainable, found.frozen)
-    state = states.create(policy, params, optax.identity(), mesh)
+    state = train_state.create(policy, params, optax.identity(), mesh)
   return Restored(
       policy=policy,
       mesh=mesh,
@@ -267,7 +266,7 @@ def _sides(
     policy: that the run's start settled.
     config: of the run.
   """
-  dots = guard_state.of_checkpoint(host_state).high_precision
+  dots = GuardState.of_checkpoint(host_state).high_precision
   policy = dataclasses.replace(policy, recipe=policy.recipe.keeping(dots))
   return policy, config_model.rollout_policy(config, policy)
 
@@ -291,12 +290,12 @@ def _of_checkpoint(folder: pathlib.Path, recipe: str | None) -> Restored:
       dtype=dtype,
       sharding_of=lambda _: NamedSharding(mesh, jax.sharding.PartitionSpec()),
   )
-  state = states.create(policy, masters, optax.identity(), mesh)
+  state = train_state.create(policy, masters, optax.identity(), mesh)
   if scales:
     scaled = scaling_state.with_scales(
         scaling_state.init_state(masters, policy.recipe), scales
     )
-    state = states.with_weights(
+    state = train_state.with_weights(
         policy,
         dataclasses.replace(state, fp8_state=scaled),
         mesh,

@@ -24,7 +24,7 @@ from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.metrics.wandb import WandbConfig
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim.adamw import OptimizerConfig
-from jetrl_jax.rewards.settings import RewardConfig
+from jetrl_jax.rewards.types import RewardConfig
 from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.rollout.decode_state import EngineConfig
 from jetrl_jax.rl.rollout.environment import (

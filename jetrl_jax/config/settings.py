@@ -18,10 +18,15 @@ class TopLevel:
       the correction: 'jetrl', 'bf16', 'fp8_rollout', 'flashrl', 'qurl',
       'jetrl_inexact' or 'bf16_inexact' (docs/flows.md); '' leaves them to the
       settings below.
+    kernels: which implementation of each operation runs (jetrl_jax/kernels):
+      'auto' takes the kernels that the GPU at hand has, 'reference' none but
+      plain JAX, which is slower and the first thing to try when a kernel is
+      suspected; or one by one: 'attention=reference,swiglu=reference'.
   """
 
   compile_cache_dir: str = ''
   flow: str = ''
+  kernels: str = 'auto'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

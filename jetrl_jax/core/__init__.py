@@ -1,1 +1,1 @@
-"""What knows nothing of models or RL: files, keys, meshes, compilation."""
+"""Basics without models or RL: files, random keys, meshes, compilation."""

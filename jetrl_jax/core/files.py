@@ -1,4 +1,4 @@
-"""Paths as a user writes them; text files written whole or not at all."""
+"""Paths as a user writes them, and text files that are written atomically."""
 
 import contextlib
 import os
@@ -6,31 +6,31 @@ import pathlib
 
 
 def user_path(text: str | os.PathLike[str]) -> pathlib.Path:
-  """Returns the path; ~ is the home folder, which a shell leaves in --x=~/y.
+  """Returns the path with ~ expanded, which a shell does not do in --x=~/y.
 
   Raises:
-    ValueError: there is no such home, as for a mistyped ~runs/y.
+    ValueError: the home folder does not exist, for example in ~runs/y.
   """
   try:
     return pathlib.Path(text).expanduser()
   except RuntimeError:
     raise ValueError(
-        f'{text}: there is no such home folder; your own begins with ~/'
+        f'{text}: there is no such home folder; your own starts with ~/'
     ) from None
 
 
 def replace_text(path: pathlib.Path, text: str) -> None:
-  """Writes a file; a kill or a full disk leaves what was there before.
+  """Writes a file; after a kill or with a full disk the old file stays.
 
   Raises:
-    OSError: it cannot be written.
+    OSError: the file cannot be written.
   """
   partial = path.with_name(f'.{path.name}.partial')
   try:
     partial.write_text(text, encoding='utf-8')
     os.replace(partial, path)
   finally:
-    # Half a file is left where it failed: a full disk has no room for it.
+    # After a failure a partial file is left, for which a full disk has no room.
     with contextlib.suppress(OSError):
       partial.unlink()
 
@@ -45,7 +45,7 @@ def sync(path: pathlib.Path) -> None:
 
 
 def size(count: float) -> str:
-  """Writes bytes for people."""
+  """Returns a number of bytes as text, such as '1.5 MiB'."""
   for unit in ('B', 'KiB', 'MiB'):
     if count < 1024:
       return f'{count:.0f} {unit}' if unit == 'B' else f'{count:.1f} {unit}'

@@ -1,18 +1,18 @@
-"""SIGTERM and SIGINT: finish or abandon the step, save, leave."""
+"""SIGTERM and SIGINT: finish or abandon the step, save, exit."""
 
 import signal
 from typing import Any
 
 
 class StopRequested(Exception):
-  """The run was asked to stop; raised where the state is whole."""
+  """The run was asked to stop; raised while the state is consistent."""
 
 
 class Interrupt:
-  """Remembers a termination signal until someone asks.
+  """Remembers a termination signal until `check` is called.
 
-  A context manager: the handlers are installed inside it only. Call `check`
-  where nothing of the state has changed since the last step's end.
+  Its handlers are installed only inside the context. Call `check` while the
+  state is still that of the last step's end.
   """
 
   def __init__(self):
@@ -20,7 +20,7 @@ class Interrupt:
     self._previous: dict[int, Any] = {}
 
   def check(self) -> None:
-    """Raises StopRequested if a signal came."""
+    """Raises StopRequested if a signal has arrived."""
     if self._signal is not None:
       raise StopRequested(signal.Signals(self._signal).name)
 

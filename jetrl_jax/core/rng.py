@@ -1,9 +1,9 @@
 """Random keys with an address: key = f(seed, stream, step, prompt, sample).
 
-Nothing carries a key along and splits it. Whoever needs randomness says what
-it is for, and gets the same key again after a resume, in another slot, in
-another batch order or on another number of devices. Shuffling of the data is
-not here: it happens on the host, see `data/`.
+No code carries a key along and splits it. Code that needs randomness names its
+purpose, and gets the same key after a resume, in another slot, in another batch
+order or on another number of devices. The data is shuffled on the host, see
+`data/`.
 """
 
 import operator
@@ -15,15 +15,15 @@ from jax import lax
 
 from jetrl_jax.core.typing import Array, PRNGKey
 
-# Streams keep uses apart that would otherwise share an address. The numbers
-# are part of every recorded run: give a new use a new number and never reuse
-# or renumber one. A stream has one length of address; a prefix of an address
-# that is in use is not a key to draw from.
+# Streams separate uses that would otherwise share an address. The numbers are
+# part of every recorded run: give a new use a new number, and never reuse or
+# renumber one. All addresses of a stream have the same length; do not draw from
+# the key of a prefix.
 INIT = 0  # (leaf,): random master weights.
 ROLLOUT = 1  # (step, prompt, sample, token): sampled training responses.
 EVALUATION = 2  # (step, prompt, sample, token): sampled evaluation responses.
 CALIBRATION = 3  # (prompt, sample, token): the rollout that fills FP8 slots.
-# 4 and 5 were given to streams that nothing draws from any more.
+# 4 and 5 belonged to streams that nothing draws from any more.
 ROUNDING = 6  # (optimiser step, parameter): masters rounded at random.
 
 _LIMIT = 2**32
@@ -37,7 +37,7 @@ def key(seed: int | np.integer, stream: int, *address: int | Array) -> PRNGKey:
   Args:
     seed: the run's seed, in [0, 2**32); a Python or NumPy integer.
     stream: one of this module's constants.
-    *address: where in the run, e.g. (step, prompt, sample, token): integers
+    *address: the place in the run, e.g. (step, prompt, sample, token): integers
       in [0, 2**32), or scalar integer arrays, which may be traced.
 
   Returns:
@@ -53,16 +53,16 @@ def key(seed: int | np.integer, stream: int, *address: int | Array) -> PRNGKey:
 
 
 def fold(base: PRNGKey, *address: int | Array) -> PRNGKey:
-  """Goes on with the address of a key.
+  """Extends the address of a key.
 
       fold(key(seed, stream, a), b) = key(seed, stream, a, b)
 
-  A compiled function takes the part of the key that is fixed during its call
-  as an argument and folds in the rest (a slot's prompt, sample and token), so
-  that neither seed nor step is compiled into it.
+  A compiled function takes the key with the fixed part of the address as an
+  argument and folds in the rest (a slot's prompt, sample and token), so that
+  neither seed nor step is compiled into it.
 
   Args:
-    base: what `key` or `fold` returned.
+    base: the result of `key` or `fold`.
     *address: as for `key`.
 
   Returns:
@@ -88,7 +88,7 @@ def host_generator(base: PRNGKey, *address: int) -> np.random.Generator:
   """Makes the generator of one use on the host.
 
   Args:
-    base: what `key` or `fold` returned.
+    base: the result of `key` or `fold`.
     *address: the rest of the address, integers in [0, 2**32).
 
   Returns:
@@ -102,8 +102,8 @@ def element_index(shape: tuple[int, ...], first_row: int | Array = 0) -> Array:
   """Returns each element's row-major index in its array, modulo 2^32.
 
   Args:
-    shape: of the rows at hand; its first axis is the one that is split.
-    first_row: index of the first of them in the whole array.
+    shape: shape of this device's rows; the first axis is the split one.
+    first_row: index of the first of these rows in the whole array.
 
   Returns:
     uint32, of `shape`.
@@ -124,12 +124,12 @@ def hashed(index: Array, first_word: Array, second_word: Array) -> Array:
       bits_i = mix(mix(i xor key[0]) xor key[1])
 
   `mix` is a permutation, so no two of the first 2^32 elements get the same
-  bits. It takes about ten integer instructions, where threefry takes a hundred.
+  bits. It takes about ten integer instructions; threefry takes a hundred.
 
   Args:
     index: uint32, see `element_index`.
-    first_word: uint32 [], of the key.
-    second_word: uint32 [].
+    first_word: uint32 [], the key's first word.
+    second_word: uint32 [], the key's second word.
 
   Returns:
     uint32, of the index's shape.
@@ -138,7 +138,7 @@ def hashed(index: Array, first_word: Array, second_word: Array) -> Array:
 
 
 def _mix(x: Array) -> Array:
-  """A permutation of the 32-bit words: every output bit depends on all of x.
+  """Permutes the 32-bit words; every output bit depends on all bits of x.
 
   References:
     Wellons 2018, "Prospecting for Hash Functions" (lowbias32).
@@ -149,7 +149,7 @@ def _mix(x: Array) -> Array:
 
 
 def _checked(value: int | np.integer, what: str) -> int:
-  """Returns a host integer, or says which number cannot be a key's word."""
+  """Returns a host integer, after checking that it can be a key's word."""
   try:
     number = operator.index(value)
   except TypeError:

@@ -1,10 +1,11 @@
-"""Mesh, the table from leaves to mesh axes, and the collectives.
+"""The mesh, which leaves are split over it, and the collectives.
 
 Every function of the policy runs in `shard_map`: each device runs the
 one-device program on its own rows. Weights are sharded over `fsdp` along their
-first dim and gathered after quantisation, so that FP8 bytes travel: where they
-are used, and for a rollout once, before it (`rl/rollout/engine.py`). The
-cotangent of a gathered weight is reduce-scattered.
+first axis. They are gathered after quantisation, so that FP8 bytes travel: in
+training where they are used, and once before each rollout
+(`rl/rollout/engine.py`). The cotangent of a gathered weight is
+reduce-scattered.
 """
 
 import dataclasses
@@ -75,7 +76,7 @@ def make_mesh(
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-  """Sizes of the row axes; collectives that vanish on one device.
+  """Sizes of the row axes, and collectives that do nothing on one device.
 
   Attributes:
     data: devices that hold copies of the weights.
@@ -87,19 +88,19 @@ class Axes:
 
   @property
   def size(self) -> int:
-    """Devices over which rows are split."""
+    """Number of devices over which rows are split."""
     return self.data * self.fsdp
 
   def psum(self, x: PyTree) -> PyTree:
-    """Sum over all devices."""
+    """Returns the sum over all devices."""
     return lax.psum(x, (DATA, FSDP)) if self.size > 1 else x
 
   def pmax(self, x: PyTree) -> PyTree:
-    """Maximum over all devices."""
+    """Returns the maximum over all devices."""
     return lax.pmax(x, (DATA, FSDP)) if self.size > 1 else x
 
   def index(self) -> int | Array:
-    """This device's number among those over which rows are split."""
+    """Returns this device's number among those over which rows are split."""
     return lax.axis_index((DATA, FSDP)) if self.size > 1 else 0
 
   def gather_rows(self, x: PyTree) -> PyTree:
@@ -109,17 +110,17 @@ class Axes:
     return lax.all_gather(x, (DATA, FSDP), axis=0, tiled=True)
 
   def first_row(self, local_rows: int) -> int | Array:
-    """Index of this device's first row in a leaf that is split."""
+    """Returns the index of this device's first row in a split leaf."""
     return lax.axis_index(FSDP) * local_rows if self.fsdp > 1 else 0
 
   def gather(self, x: Array, full_dim: int) -> Array:
-    """Returns the whole of a leaf whose first dim may be split over fsdp."""
+    """Returns the whole of a leaf whose first axis may be split over fsdp."""
     if x.ndim == 0 or x.shape[0] == full_dim:
       return x
     return lax.all_gather(x, FSDP, axis=0, tiled=True)
 
   def reduce_scatter(self, x: Array, local_dim: int) -> Array:
-    """Adds over devices and returns this device's part of the first dim."""
+    """Adds over devices; returns this device's part of the first axis."""
     if self.size == 1:
       return x
     if x.ndim == 0 or x.shape[0] == local_dim:
@@ -135,10 +136,10 @@ def axes_of(mesh: Mesh) -> Axes:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def grad_sink(axes: Axes, full_shape: tuple[int, ...], master: Array) -> Array:
-  """Stands for the whole master: takes its cotangent, gives no values.
+  """Stands for a whole master: it has no values and receives the cotangent.
 
-  The dots read the compute weight, never the master, so nothing of this array
-  is ever materialised.
+  The dots read the compute weight and never the master, so XLA does not
+  materialise this array.
   """
   return jnp.zeros(full_shape, master.dtype)
 
@@ -157,7 +158,7 @@ grad_sink.defvjp(_grad_sink_fwd, _grad_sink_bwd)
 
 
 def leaf_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
-  """The one table: matrices split over fsdp along dim 0, all else whole."""
+  """Returns a leaf's spec: matrices are split over fsdp along axis 0."""
   fsdp = mesh.shape[FSDP]
   if len(shape) >= 2 and fsdp > 1 and shape[0] % fsdp == 0:
     return P(FSDP)
@@ -184,7 +185,7 @@ def named(specs: PyTree, mesh: Mesh) -> PyTree:
 
 
 def per_device(function, mesh: Mesh, in_specs, out_specs):
-  """Runs `function` on every device's own part; plain on one device."""
+  """Wraps `function` in shard_map; on one device it returns it unchanged."""
   if math.prod(mesh.shape.values()) == 1:
     return function
   return jax.shard_map(

@@ -1,7 +1,7 @@
-"""The shape alphabet and the array aliases of the whole package.
+"""The shape letters and the array aliases of the whole package.
 
-Arrays of known rank end in their letters (`logits_BTV`, `advantage_B`); einsum
-letters and jaxtyping dimension names are the same.
+The name of an array of known rank ends in its letters (`logits_BTV`,
+`advantage_B`). Einsum letters and jaxtyping dimension names are the same.
 
     P prompts             G samples per prompt   B sequences or packed rows
     T query tokens        S key tokens           M rows of a dot (B * T, padded)

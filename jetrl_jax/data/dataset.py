@@ -1,6 +1,7 @@
 """Tokenised prompts, and the order in which a run meets them."""
 
 import hashlib
+import json
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
@@ -94,7 +95,10 @@ class PromptDataset:
 def _fingerprint(prompts: Sequence[Prompt]) -> str:
   digest = hashlib.sha256()
   for prompt in prompts:
-    answer = prompt.answer.encode('utf-8', 'surrogatepass')
+    text = prompt.answer
+    if not isinstance(text, str):
+      text = json.dumps(text, sort_keys=True)
+    answer = text.encode('utf-8', 'surrogatepass')
     digest.update(np.asarray([prompt.id, prompt.tokens.size], '<i8').tobytes())
     digest.update(prompt.tokens.astype('<i4').tobytes())
     digest.update(np.asarray([len(answer)], '<i8').tobytes() + answer)

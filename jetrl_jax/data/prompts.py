@@ -23,7 +23,7 @@ from typing import Any
 from absl import logging
 
 from jetrl_jax.core.files import user_path
-from jetrl_jax.data.types import Example, Message
+from jetrl_jax.data.types import Answer, Example, Message
 
 _FORMATS = '.jsonl, .json, .parquet or hf:<repo>[:<config>]:<split>'
 # Columns that data sets name differently and mean the same by.
@@ -46,8 +46,8 @@ def load_examples(
     files: paths ending in .jsonl, .json (a list of rows) or .parquet, or
       'hf:<repo>:<split>' / 'hf:<repo>:<config>:<split>' (online only).
     prompt_key: column with the question or the list of chat messages.
-    answer_key: column with the reference answer; '' where there is none. A
-      GSM8K solution is cut to what follows its last '####'.
+    answer_key: column with the reference answer, any JSON value; '' where
+      there is none. A GSM8K solution is cut to what follows its last '####'.
     source_key: column that names the data set; '' takes the file's stem or
       the repository's name.
 
@@ -133,13 +133,8 @@ def _to_example(
   if not isinstance(prompt, str):
     prompt = _check_messages(prompt, f'{where}: {prompt_key!r}')
   _check_unicode(prompt, f'{where}: {prompt_key!r}')
-  answer = ''
-  if answer_key:
-    answer = _text_at(row, answer_key, f'{where}, answer_key')
-  _check_unicode(answer, f'{where}: {answer_key!r}')
-  if '####' in answer:
-    answer = answer.rsplit('####', 1)[1].strip()
-  if not prompt or (answer_key and not answer):
+  answer = _answer_at(row, answer_key, where) if answer_key else ''
+  if not prompt or (answer_key and answer == ''):
     empty = answer_key if prompt else prompt_key
     raise ValueError(f'{where}: {empty!r} is empty.')
   return Example(id=id, prompt=prompt, answer=answer, source=source, extra=row)
@@ -218,6 +213,23 @@ def _text_at(row: dict[str, Any], key: str, where: str) -> str:
   return str(value)
 
 
+def _answer_at(row: dict[str, Any], key: str, where: str) -> Answer:
+  value = column(row, key, f'{where}, answer_key')
+  if not isinstance(value, (bool, list, dict)):
+    text = _text_at(row, key, f'{where}, answer_key')
+    _check_unicode(text, f'{where}: {key!r}')
+    return text.rsplit('####', 1)[1].strip() if '####' in text else text
+  try:
+    written = json.dumps(value, ensure_ascii=False, allow_nan=False)
+  except (TypeError, ValueError) as error:
+    raise ValueError(
+        f'{where}: {key!r} is {_short(value)}; allowed: a string, a number, or'
+        f' a list or object of JSON ({error}).'
+    ) from error
+  _check_unicode(written, f'{where}: {key!r}')
+  return value
+
+
 def _lacks_answer(row: dict[str, Any], answer_key: str, where: str) -> bool:
   """Whether the column of answers holds none; JSON has NaN for that."""
   try:
@@ -228,7 +240,9 @@ def _lacks_answer(row: dict[str, Any], answer_key: str, where: str) -> bool:
     ) from error
   if isinstance(value, float):
     return not math.isfinite(value)
-  return value is None or (isinstance(value, str) and not value.strip())
+  if isinstance(value, str):
+    return not value.strip()
+  return value is None or value in ([], {})
 
 
 def _stem(file: str) -> str:

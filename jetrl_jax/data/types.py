@@ -7,6 +7,9 @@ import numpy as np
 
 # One turn of a conversation: {'role': 'user', 'content': '...'}.
 Message: TypeAlias = dict[str, Any]
+# A number is its text; a truth value, a list or an object is for functions that
+# know what to do with it.
+Answer: TypeAlias = str | bool | list[Any] | dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -17,14 +20,14 @@ class Example:
     id: address of the row in the run's data, unique, in [0, 2^31).
     prompt: the question, or a conversation to be continued.
     answer: the reference answer, '' where there is none; for a GSM8K solution
-      what follows '####'.
+      what follows '####', for a column of JSON objects or lists the value.
     source: name of the data set, e.g. 'gsm8k'.
     extra: all columns of the row, unchanged, under their own names.
   """
 
   id: int
   prompt: str | list[Message]
-  answer: str
+  answer: Answer
   source: str
   extra: dict[str, Any]
 
@@ -38,7 +41,7 @@ class Prompt:
     tokens: int32 [prompt_length], at least one token.
     text: what was tokenised (template applied).
     answer: the reference answer that the reward compares with, '' where there
-      is none.
+      is none; a JSON value that is no text as it is in the row.
     source: name of the data set, e.g. 'gsm8k'.
     extra: the row's columns, for custom reward functions; 'prompt' is the
       conversation (a chat template) or the text (a plain template).
@@ -47,6 +50,6 @@ class Prompt:
   id: int
   tokens: np.ndarray
   text: str
-  answer: str
+  answer: Answer
   source: str
   extra: dict[str, Any]

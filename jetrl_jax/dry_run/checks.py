@@ -55,7 +55,7 @@ def dry_run(
         f'--dry_run_device={device!r}; known are {", ".join(DEVICES)}'
     )
   kind = device or jax.devices()[0].device_kind
-  # A run that has begun keeps the dots that it settled on.
+  # A run that has already started keeps the dots that it settled on.
   policy = run_precision.resolve(workdir, spec.policy, spec.invariant_scale)
   spec = spec.with_policy(policy)
   problems = _inputs(spec, workdir)
@@ -64,7 +64,7 @@ def dry_run(
   found = dry_run_memory.shapes(spec)
   rows = dry_run_precision.table(spec)
   _print_precision(rows)
-  print(run_precision.told(workdir, policy.recipe), end='')
+  print(run_precision.describe(workdir, policy.recipe), end='')
   problems += _memory(spec, found, rows, kind, bool(device))
   _print_cost(spec, found, kind)
   problems += _print_storage(
@@ -74,21 +74,21 @@ def dry_run(
 
 
 def warn_of_memory(spec: RunSpec) -> None:
-  """Warns of a run that its device has probably no room for, from shapes."""
+  """Warns if the run probably does not fit its device's memory, by shapes."""
   found = dry_run_memory.shapes(spec)
   sizes = dry_run_memory.ledger(spec, found)
   phases = dry_run_memory.estimated_phases(spec, found, sizes)
   limit, what = _limit(jax.devices()[0].device_kind, other=False)
   for problem in _too_large(phases, limit, what):
     logging.warning(
-        'This run may end without memory, by an estimate (--dry_run compiles'
-        ' and tells more): %s',
+        'This run may run out of memory, by an estimate (--dry_run compiles'
+        ' and shows more): %s',
         problem,
     )
 
 
 def _inputs(spec: RunSpec, workdir: pathlib.Path) -> list[str]:
-  """Says what is read, and whether the checkpoints fit."""
+  """Prints what the run reads; returns why a checkpoint does not fit."""
   data, policy, rollout = spec.train_set, spec.policy, spec.rollout_policy
   _title('Inputs')
   print(
@@ -97,7 +97,7 @@ def _inputs(spec: RunSpec, workdir: pathlib.Path) -> list[str]:
       + (f', rollout {rollout.recipe.name}' if spec.is_mixed else '')
   )
   if not policy.exact:
-    print(f'compiled    as XLA likes it; {NOT_CLAIMED}')
+    print(f"compiled    with XLA's default options; {NOT_CLAIMED}")
   steps = restore.all_steps(workdir / 'checkpoints')
   if spec.initial_checkpoint is None:
     print('checkpoint  none read: random weights')
@@ -119,7 +119,7 @@ def _inputs(spec: RunSpec, workdir: pathlib.Path) -> list[str]:
     try:
       initialize.check_resume(spec, workdir)
     except ValueError as error:
-      return [f'the run in {workdir} cannot go on: {error}']
+      return [f'the run in {workdir} cannot be resumed: {error}']
   else:
     print(f'workdir     {workdir}: would start at step 0')
   return []
@@ -162,12 +162,12 @@ def _memory(
   if other or (jax.default_backend() == 'cpu' and kept > limit):
     phases = dry_run_memory.estimated_phases(spec, found, sizes)
     print(
-        'Not compiled: this machine is not the one to train on. What a phase'
-        ' needs besides is estimated from shapes.'
+        'Not compiled, because this machine is not the one to train on. The'
+        ' additional memory of a phase is estimated from shapes.'
     )
   else:
     phases, programs = dry_run_memory.compiled_phases(spec, found, sizes)
-    print("What a phase needs besides: XLA's account of the compiled program.")
+    print('The additional memory of a phase is what XLA reports.')
     if jax.default_backend() == 'cpu':
       print('This is the CPU program; a GPU allocates otherwise.')
   _columns(
@@ -218,7 +218,7 @@ def _limit(kind: str, other: bool) -> tuple[int, str]:
 
 
 def _say_which_run_in_fp8(rows: list[Row], programs: dict, kind: str) -> None:
-  """Names the GEMMs that do not run on FP8 tensor cores."""
+  """Prints the GEMMs that do not run on FP8 tensor cores."""
   wanted = {
       'decode': dry_run_precision.fp8_dots(rows),
       'accumulate': dry_run_precision.fp8_dots(rows, side='training'),
@@ -267,7 +267,7 @@ def _print_cost(spec: RunSpec, found: Shapes, kind: str) -> None:
 
 
 def _print_storage(found: StorageNeeds, other: bool) -> list[str]:
-  """Says what is written and copied to the host; returns what is missing."""
+  """Prints what is written and copied to the host; returns what is missing."""
   _title(f'Written to {found.workdir}')
   _columns([(name, size(count), how) for name, count, how in found.rows])
   print('metrics.jsonl, samples/, config.json and TensorBoard files: small')
@@ -293,7 +293,7 @@ def _columns(rows: list[tuple[str, ...]]) -> None:
 
 
 def report(problems: list[str]) -> int:
-  """Says whether the run can work; returns the exit code."""
+  """Prints whether the run can work; returns the exit code."""
   logging.flush()
   if not problems:
     print('\nThe run can start. Nothing was trained or written.')

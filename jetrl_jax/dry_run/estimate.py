@@ -148,7 +148,7 @@ def _recomputed(policy: Policy) -> tuple[int, int]:
 
 
 def _scored_share(spec: RunSpec) -> float:
-  """Forward passes over the rollout besides those of the update."""
+  """Returns the forward passes over the rollout in addition to the update's."""
   run = spec.run
   batches = run.train_batch_size // run.mini_batch_size
   recompute = spec.algorithm.old_logprobs == 'recompute'

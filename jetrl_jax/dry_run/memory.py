@@ -1,8 +1,8 @@
-"""What a run keeps in memory, and what each phase adds, without running it.
+"""The memory that a run keeps and that each phase adds, without running it.
 
-The ledger adds up the bytes of what is alive; it is exact. What a phase needs
-besides is XLA's own account of the compiled program, where it is compiled for
-the device it is meant for, else an estimate.
+The ledger adds up the bytes of all live arrays; it is exact. If the program is
+compiled for its real device, XLA reports the additional memory of a phase;
+otherwise it is estimated.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from jetrl_jax import fp8, kernels
 from jetrl_jax.core import sharding
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.dry_run import needs as dry_run_needs
-from jetrl_jax.fp8 import scaling_state as slots
+from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.optim.apply import Gradients, merge
 from jetrl_jax.optim.types import TrainState
@@ -142,7 +142,9 @@ def _evaluated_in(spec: RunSpec, state: TrainState) -> list[PolicyParams]:
       continue  # What samples is there already.
     recipe = other_precision.recipe_of(spec, name)
     kept = jax.eval_shape(
-        lambda t, f, recipe=recipe: slots.init_state(merge(t, f), recipe),
+        lambda t, f, recipe=recipe: scaling_state.init_state(
+            merge(t, f), recipe
+        ),
         state.trainable,
         state.frozen,
     )
@@ -180,7 +182,7 @@ def ledger(spec: RunSpec, found: Shapes) -> dict[str, int]:
   }
 
 
-# What a rollout holds besides; nothing where weights are not split.
+# What a rollout holds in addition; nothing if weights are not split.
 _WHOLE = 'weights of a rollout, whole'
 # What an evaluation in one of `val_recipes` holds in its place.
 _OTHER = 'weights of an evaluation'
@@ -242,7 +244,7 @@ def compiled_phases(
 
 
 def _rollout_weights(sizes: dict[str, int]) -> int:
-  """Returns what rollout or evaluation holds besides, which take turns."""
+  """Returns the additional weights of rollout or evaluation (never of both)."""
   return max(sizes[_WHOLE], sizes[_OTHER])
 
 
@@ -350,8 +352,8 @@ def _placed(tree: PyTree, mesh) -> Any:
 def largest_prefill(engine: Engine) -> tuple[int, int]:
   """Returns (rows, tokens of each) of the largest prefill of a rollout.
 
-  That of the longest prompts, or where keys and values have no room for all
-  slots at full length, of sequences that were parked, with all they have.
+  It is that of the longest prompts. If the KV pools cannot hold all slots at
+  full length, it may be that of preempted sequences, with their responses.
   """
   longest, config = engine.config.max_prompt_length, engine.pages.config
   found = [
@@ -360,7 +362,7 @@ def largest_prefill(engine: Engine) -> tuple[int, int]:
   if config.pages_per_device * config.num_devices < (
       config.num_slots * config.pages_per_slot
   ):
-    found += [(engine.rows_again(b), b) for b in engine.buckets]
+    found += [(engine.reprefill_rows(b), b) for b in engine.buckets]
   rows, tokens = max(found, key=math.prod)
   devices = engine.policy.axes.size
   return -(-rows // devices) * devices, tokens

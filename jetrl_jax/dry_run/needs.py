@@ -1,7 +1,7 @@
-"""What forward and backward of a micro-batch need in memory, from shapes.
+"""Estimates the memory of a micro-batch's forward and backward, from shapes.
 
-For a device that nothing is compiled for here; docs/dry_run.md has such sums
-beside XLA's.
+This is for a device for which nothing can be compiled here. docs/dry_run.md
+compares such estimates with XLA's numbers.
 """
 
 import jax
@@ -14,16 +14,16 @@ from jetrl_jax.rl.run.spec import RunSpec
 
 
 def accumulate_needs(spec: RunSpec, masters: PyTree) -> dict[str, int]:
-  """Returns what a forward and backward need besides, bytes by name.
+  """Returns what a forward and backward need in addition, bytes by name.
 
-  The sizes are those of the shapes; what is alive at once is what the compiler
-  decides, and estimated: what is kept of all blocks, and beside it either the
-  insides of one block with their gradients, or a chunk of logits with the
-  head's gradient, whichever is more.
+  The sizes follow from the shapes. The compiler decides what is alive at the
+  same time, so this is an estimate: what is kept of all blocks, plus the larger
+  of two things: the insides of one block with their gradients, or a chunk of
+  logits with the head's gradient.
 
   Args:
-    spec: of the run.
-    masters: shapes of those that are trained.
+    spec: the run's specification.
+    masters: shapes of the trained masters.
   """
   policy, model = spec.policy, spec.policy.model
   width = policy.recipe.dtype.itemsize
@@ -60,7 +60,8 @@ def accumulate_needs(spec: RunSpec, masters: PyTree) -> dict[str, int]:
 def inside_of_token(policy: Policy) -> int:
   """Returns the bytes per token of what a block computes.
 
-  Two norms, qkv, attention's output, gate_up and its product, two residuals.
+  These are two norms, qkv, attention's output, gate_up and its product, and two
+  residuals.
   """
   model = policy.model
   heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
@@ -71,8 +72,8 @@ def inside_of_token(policy: Policy) -> int:
 def _insides_kept(policy: Policy) -> int:
   """Returns the bytes per block and token that 'none' keeps.
 
-  In 'fp8_delayed' norms and SwiGLU write the 8-bit operands of the dots; in
-  'bf16' XLA keeps about two rows of float32 besides.
+  In 'fp8_delayed', norms and SwiGLU write the dots' 8-bit operands. In 'bf16',
+  XLA keeps about two more rows of float32.
   """
   model, recipe = policy.model, policy.recipe
   kept = inside_of_token(policy)
@@ -87,9 +88,9 @@ def _insides_kept(policy: Policy) -> int:
 def _kept_of_token(policy: Policy) -> int:
   """Returns the bytes per block and token that 'selective' keeps.
 
-  The block's input and the sum behind attention; queries and attention's
-  output, keys and values as stored, and a float32 log-sum-exp per head; where
-  heads are normed, queries and keys before that as well.
+  These are the block's input and the sum after attention, queries and
+  attention's output, keys and values as stored, and a float32 log-sum-exp per
+  head. With norms on heads, also queries and keys before their norms.
   """
   model, width = policy.model, policy.recipe.dtype.itemsize
   queries = model.num_heads * model.head_dim

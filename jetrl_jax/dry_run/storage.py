@@ -1,7 +1,7 @@
-"""What a run takes beside its devices: room on the disk, memory of the host.
+"""The storage that a run needs: disk space and host memory.
 
-The dry run tells all of it; a run that trains warns of what is missing before
-it begins, since a save that finds no room comes hours later.
+The dry run prints all of it. A training run warns before it starts if something
+is missing, because otherwise a save would fail hours later.
 """
 
 import dataclasses
@@ -14,21 +14,22 @@ from absl import logging
 
 from jetrl_jax.core.files import size
 from jetrl_jax.optim.types import TrainState
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.training.workdir import EXPORT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StorageNeeds:
-  """What is needed and what there is, in bytes.
+  """Needed and available storage, in bytes.
 
   Attributes:
-    workdir: of the run.
-    rows: (what, bytes, how that comes about) of all that is written there.
-    free: on the disk that it is on.
-    held: what an earlier start wrote there, which goes or is a part of `rows`.
-    checkpoint: one of them, on the disk and on the way there.
+    workdir: the run's workdir.
+    rows: (name, bytes, explanation) of everything that is written there.
+    free: free bytes on the workdir's disk.
+    held: bytes that an earlier start wrote there and that this run replaces or
+      reuses.
+    checkpoint: size of one checkpoint, on disk and in host memory.
     host: memory of this machine.
   """
 
@@ -41,26 +42,26 @@ class StorageNeeds:
 
   @property
   def free_there(self) -> str:
-    """How much is free, in words."""
+    """How much is free, as text."""
     held = self.held
-    more = f', besides {size(held)} in these folders already' if held else ''
+    more = f', and {size(held)} already in these folders' if held else ''
     return f'{size(self.free)}{more}'
 
   def lacking_disk(self) -> list[str]:
-    """Says what is missing on the disk, a sentence, if anything."""
+    """Returns a sentence if the disk has too little space; else nothing."""
     needed = sum(count for _, count, _ in self.rows)
     if needed <= self.free + self.held:
       return []
     return [
-        f'up to {size(needed)} are written to {self.workdir}, and free there'
-        f' are {self.free_there}; name another --workdir, or lower'
+        f'up to {size(needed)} are written to {self.workdir}, but free there'
+        f' are {self.free_there}; choose another --workdir, or lower'
         ' trainer.keep_latest and trainer.keep_best, or set'
         ' trainer.save_rollouts=False'
     ]
 
   def lacking_host(self) -> list[str]:
-    """Says what is missing of the host's memory, if anything."""
-    # On a CPU the arrays are where they are to be copied to.
+    """Returns a sentence if host memory is too small; else nothing."""
+    # On a CPU the arrays are in host memory already.
     if jax.default_backend() == 'cpu' or self.checkpoint <= self.host:
       return []
     return [
@@ -70,7 +71,7 @@ class StorageNeeds:
     ]
 
   def warn(self) -> None:
-    """Warns of what a save would find missing hours later."""
+    """Warns if a save would fail hours later."""
     for problem in self.lacking_disk() + self.lacking_host():
       logging.warning('This run may not reach its end: %s', problem)
 
@@ -78,18 +79,18 @@ class StorageNeeds:
 def of_run(
     spec: RunSpec, state: TrainState, workdir: pathlib.Path
 ) -> StorageNeeds:
-  """Returns what a run needs and what there is.
+  """Returns the storage that a run needs and that is available.
 
   Args:
-    spec: of the run.
-    state: its shapes.
-    workdir: need not exist.
+    spec: the run's specification.
+    state: shapes of its state.
+    workdir: the run's workdir; it need not exist.
   """
   rows = written(spec, state)
   place = workdir.absolute()
   while not place.exists():
     place = place.parent
-  # An earlier export goes only when the new one is whole.
+  # An earlier export is deleted only after the new one is complete.
   held = sum(
       file.stat().st_size
       for name, _, _ in rows
@@ -102,7 +103,7 @@ def of_run(
       rows=rows,
       free=shutil.disk_usage(place).free,
       held=held,
-      checkpoint=whole_bytes(states.without_weights(state)),
+      checkpoint=whole_bytes(train_state.without_weights(state)),
       host=physical_bytes(),
   )
 
@@ -110,7 +111,7 @@ def of_run(
 def written(spec: RunSpec, state: TrainState) -> list[tuple[str, int, str]]:
   """Returns (what, bytes, how that comes about) of all that a run writes."""
   run = spec.run
-  checkpoint = whole_bytes(states.without_weights(state))
+  checkpoint = whole_bytes(train_state.without_weights(state))
   # The newest is whole before an older one goes; a guard may roll back to one
   # that is neither new nor the best.
   kept = run.keep_latest + run.keep_best + spec.guard.enable + 1

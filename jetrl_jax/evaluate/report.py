@@ -72,16 +72,10 @@ def _of_source(graded: Graded, rows: list[int]) -> dict[str, Any]:
   ]
   results = [r for i in rows for r in graded.of_prompt(i, graded.results)]
   errors = sorted({r.error for r in results if r.error})
-  values = {
-      f'mean@{k}': evaluation_metrics.mean_at_k(accuracy_PG, k),
-      f'best@{k}': evaluation_metrics.best_at_k(accuracy_PG, k),
-  }
-  if evaluation_metrics.any_votes(answers):
-    votes_P = evaluation_metrics.maj_at_k(accuracy_PG, answers, k)
-    values[f'maj@{k}'] = votes_P
+  values = evaluation_metrics.by_problem(accuracy_PG, answers)
   return {
       'problems': len(rows),
-      **{name: _with_interval(v, k) for name, v in values.items()},
+      **{f'{name}@{k}': _with_interval(v, k) for name, v in values.items()},
       'response_length_mean': float(
           np.mean([len(c.tokens) for c in completions])
       ),
@@ -89,6 +83,7 @@ def _of_source(graded: Graded, rows: list[int]) -> dict[str, Any]:
           np.mean([c.finish_reason == 'length' for c in completions])
       ),
       'without_answer': float(np.mean([not r.prediction for r in results])),
+      'unscored': sum(r.score is None for r in results),
       'errors': {e: sum(r.error == e for r in results) for e in errors},
   }
 
@@ -111,11 +106,15 @@ def _with_interval(values_P: np.ndarray, k: int) -> dict[str, float | None]:
 
 def problems(graded: Graded, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
   """Yields a row per problem, with all its answers."""
-  k, answers = graded.num_generations, graded.answers
+  answers = graded.answers
   votes = evaluation_metrics.any_votes(answers)
   for i, prompt in enumerate(graded.prompts):
-    accuracy_PG = graded.accuracy_PG[i : i + 1]
-    maj_P = evaluation_metrics.maj_at_k(accuracy_PG, [answers[i]], k)
+    values = evaluation_metrics.by_problem(
+        graded.accuracy_PG[i : i + 1], [answers[i]]
+    )
+    found = {name: float(value_P[0]) for name, value_P in values.items()}
+    if found and votes:
+      found.setdefault('maj', 0.0)
     samples = zip(
         graded.of_prompt(i, graded.completions),
         graded.of_prompt(i, graded.results),
@@ -126,9 +125,9 @@ def problems(graded: Graded, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
         'source': prompt.source,
         'prompt': prompt.text,
         'answer': prompt.answer,
-        'mean': float(accuracy_PG.mean()),
-        'maj': float(maj_P[0]) if votes else None,
-        'best': float(accuracy_PG.max()),
+        'mean': found.get('mean'),
+        'maj': found.get('maj'),
+        'best': found.get('best'),
         'samples': [
             {
                 'response': experience.response_text(completion, tokenizer),
@@ -171,6 +170,11 @@ def table(found: dict[str, Any], device: str) -> str:
         f' {found["max_prompt_length"]} tokens.'
     )
   for source, row in found['sources'].items():
+    if row['unscored']:
+      lines.append(
+          f'{source}: {row["unscored"]} answers count nowhere: every reward'
+          ' returned None.'
+      )
     for error, count in row['errors'].items():
       lines.append(f'{source}: {count} answers count 0 ({error}).')
   return '\n'.join(lines)

@@ -15,7 +15,7 @@ from jetrl_jax.data import Prompt, Tokenizer
 from jetrl_jax.data.settings import DataConfig
 from jetrl_jax.rewards import RewardSpec
 from jetrl_jax.rewards.functions import check_references
-from jetrl_jax.rewards.settings import RewardConfig
+from jetrl_jax.rewards.types import RewardConfig
 from jetrl_jax.rl.rollout.engine import EngineConfig
 from jetrl_jax.rl.run import fp8_support
 from jetrl_jax.rl.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
@@ -96,7 +96,7 @@ FLAGS: config_flags.Table = (
     ('system', flags.DEFINE_string, None, "For 'chat'"),
     ('prompt_key', flags.DEFINE_string, None, 'Column with the question'),
     ('answer_key', flags.DEFINE_string, None, 'Column with the answer'),
-    ('reward', flags.DEFINE_string, None, "'math', 'gsm8k', 'file.py:name'"),
+    ('reward', flags.DEFINE_string, None, 'A built-in one, or file.py:name'),
     ('output', flags.DEFINE_string, None, 'Folder of the results'),
 )
 

@@ -1,4 +1,4 @@
-"""Numbers: formats, scales, recipes and the scaling state."""
+"""8-bit numbers: formats, scales, recipes and the scaling state."""
 
 from jetrl_jax.fp8.formats import E4M3, E5M2
 from jetrl_jax.fp8.products import DeferredScale

@@ -1,39 +1,39 @@
-"""Adaptive precision: which dots are worth their 8 bits.
+"""Adaptive precision: chooses the dots that stay in high precision.
 
     SQNR = 10 log10(sum x^2 / sum (x - dequantised x)^2)     in dB
 
-of a dot's input, over real tokens, and of its kernel. A dot of which either
-lies below the threshold computes in the compute dtype, in rollout and training
-alike. In a mixed flow both sides are asked that quantise at all, and the worse
-answer counts: a dot in 8 bits on one side alone would be another mixed flow.
-The choice is made once, at a cold start, and kept with the run: a dot that
-changed sides later would change the policy between two steps.
+is measured for a dot's input, over real tokens, and for its kernel. If either
+is below the threshold, the dot computes in the compute dtype, in rollout and
+training alike. In a mixed flow the worse of the two sides counts, because a dot
+that is quantised on one side only would be another mixed flow. The choice is
+made once, at a cold start, and the run keeps it: a later change would change
+the policy between two steps.
 
-The output gradient takes no part: no log-prob depends on it.
+Output gradients do not count, because no log-prob depends on them.
 """
 
 import math
 from collections.abc import Mapping
 from typing import TypeAlias
 
-# What `health.summarize` returns of a calibrated state.
+# The result of `health.summarize` on a calibrated state.
 Summary: TypeAlias = Mapping[str, Mapping[str, Mapping[str, float]]]
 
-# What the forward quantises.
+# Operands that the forward quantises.
 _OPERANDS = ('input', 'kernel')
 
 
 def choose(
     summaries: Mapping[str, Summary], min_sqnr_db: float
 ) -> dict[str, float]:
-  """Returns the dots below a threshold, and the fewest dB they keep.
+  """Returns dot -> SQNR in dB, for the dots below a threshold.
 
   Args:
-    summaries: of each side of the flow that quantises, by its recipe's name.
-    min_sqnr_db: the threshold.
+    summaries: recipe's name -> health, for each side that quantises.
+    min_sqnr_db: the threshold, dB.
 
   Raises:
-    ValueError: every dot lies below it: that is the recipe 'bf16'.
+    ValueError: every dot is below it, which would be the recipe 'bf16'.
   """
   ratios: dict[str, float] = {}
   for summary in summaries.values():
@@ -52,6 +52,6 @@ def choose(
 
 
 def _worst(operands: Mapping[str, Mapping[str, float]]) -> float:
-  # Absent where nothing was lost.
+  # 'sqnr_db' is absent if nothing was lost.
   ratios = [operands[name] for name in _OPERANDS]
   return min((r['sqnr_db'] for r in ratios if 'sqnr_db' in r), default=1e9)

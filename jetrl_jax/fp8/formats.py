@@ -1,4 +1,4 @@
-"""The 8-bit formats and their limits; coarser grids within them."""
+"""The 8-bit formats and their limits, and coarser grids within them."""
 
 import dataclasses
 from typing import Any
@@ -7,10 +7,10 @@ import jax.numpy as jnp
 
 E4M3 = jnp.float8_e4m3fn
 E5M2 = jnp.float8_e5m2
-# -127 to 127: without -128 the range is symmetric, as scales are.
+# Values are -127 to 127, so that the range is symmetric.
 INT8 = jnp.int8
 
-# What output gradients may be stored in.
+# Formats of output gradients, by their config names.
 FORMATS = {'e4m3': E4M3, 'e5m2': E5M2}
 _MAX = {
     jnp.dtype(E4M3): 448.0,
@@ -21,11 +21,11 @@ _MAX = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Grid:
-  """The values that a format has, times a scale.
+  """The values of a format, before the scale.
 
   Attributes:
     dtype: an 8-bit type that holds them.
-    limit: the largest one.
+    limit: the largest value.
   """
 
   dtype: Any
@@ -44,5 +44,5 @@ FAKE = {
 
 
 def format_max(dtype) -> float:
-  """Returns the largest value of an 8-bit format that quantising gives."""
+  """Returns the largest value that quantising to an 8-bit format gives."""
   return _MAX[jnp.dtype(dtype)]

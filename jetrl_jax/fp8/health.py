@@ -1,4 +1,4 @@
-"""How well the 8-bit formats fit: sums per operand, and their summary."""
+"""Health: how well the 8-bit formats fit, as sums per operand."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
@@ -11,7 +11,7 @@ from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.quantization import QTensor, scale_of_elements
 from jetrl_jax.fp8.recipes import LM_HEAD
 
-# What the five sums of a slot's `health` are.
+# The five sums of a scaling record's `health`.
 SUMS = ('elements', 'saturated', 'flushed', 'signal', 'noise')
 
 # (amax, sums) of an operand.
@@ -21,7 +21,7 @@ OperandStats: TypeAlias = tuple[Array, Array]
 def with_elements(
     quantization_error: Array, columns: int, row_mask_M: Array
 ) -> Array:
-  """Returns the float32 [5] sums, given all but the first."""
+  """Returns the float32 [5] sums, given all except the first."""
   elements = jnp.sum(row_mask_M) * columns
   return jnp.concatenate([elements[None], quantization_error])
 
@@ -30,7 +30,7 @@ def measure(x_MI: Array, quantized: QTensor, row_mask_M: Array) -> OperandStats:
   """Returns the amax of the valid rows and float32 [5] sums over them.
 
   Args:
-    x_MI: what was quantised.
+    x_MI: the values before quantisation.
     quantized: its 8-bit values and scale.
     row_mask_M: float32, 0 on rows that do not count.
   """
@@ -39,7 +39,7 @@ def measure(x_MI: Array, quantized: QTensor, row_mask_M: Array) -> OperandStats:
   stored = quantized.values.astype(jnp.float32)
   scale = scale_of_elements(quantized)
   restored = jnp.where(valid, stored * scale, 0.0)
-  # A scale made of its group's amax may hold it up to three roundings only.
+  # A scale that is computed from an amax may miss it by up to three roundings.
   limit = formats.format_max(quantized.values.dtype) * scale * (1 + 2.0**-22)
   quantization_error = jnp.stack(
       [
@@ -54,23 +54,23 @@ def measure(x_MI: Array, quantized: QTensor, row_mask_M: Array) -> OperandStats:
 
 
 def amax_of_rows(x_MI: Array, row_mask_M: Array) -> Array:
-  """Returns the amax of the rows that count, float32."""
+  """Returns the amax of the rows whose mask is not 0, float32."""
   valid = row_mask_M[:, None] > 0
   return jnp.max(jnp.abs(jnp.where(valid, x_MI.astype(jnp.float32), 0.0)))
 
 
 def summarize(fp8_state: PyTree, paths: list[str]) -> dict[str, dict]:
-  """Returns the health of every slot, for a log (host side).
+  """Returns the health of every dot, for a log (on the host).
 
   Args:
-    fp8_state: the collection, on the host, after the step's rolls.
-    paths: `slots.slot_paths`.
+    fp8_state: the scaling state, on the host, after the step's rolls.
+    paths: see `scaling_state.record_paths`.
 
   Returns:
     path -> operand -> {amax, scale, saturated_frac, flushed_frac, sqnr_db}.
-    Shares are of the elements of valid rows, absent where none was quantised;
-    sqnr_db = 10 log10(signal / noise), absent where nothing was lost or nothing
-    was there. A dynamic recipe has no `scale` to keep.
+    Shares count the elements of valid rows; they are absent if nothing was
+    quantised. sqnr_db = 10 log10(signal / noise) is absent if nothing was lost
+    or all values were 0. A dynamic recipe has no `scale`.
   """
   summary = {}
   for path in paths:
@@ -91,7 +91,7 @@ def _summarize_operand(entry: PyTree) -> dict[str, float]:
     summary = {'amax': float(entry['amax'])}
   else:
     history = np.asarray(entry['amax_history'])
-    # Entry 0 is being filled; right after a roll the newest is entry 1.
+    # Entry 0 is empty right after a roll; then the newest is entry 1.
     summary = {
         'amax': float(history[0] or history[1]),
         'scale': float(entry['scale']),
@@ -109,13 +109,13 @@ def _summarize_operand(entry: PyTree) -> dict[str, float]:
 def shares(
     summary: Mapping[str, Any], name: str
 ) -> Iterator[tuple[str, str, float]]:
-  """Yields (dot, operand, share) of all that was measured and says something.
+  """Yields (dot, operand, share) of all measured, meaningful shares.
 
-  The logits' gradient does not, of what is flushed: it is a softmax, most of
-  whose entries are next to nothing, and none of its length.
+  The flushed share of the logits' gradient means nothing: most entries of a
+  softmax are close to 0, and losing them does not matter.
 
   Args:
-    summary: of `summarize`.
+    summary: the result of `summarize`.
     name: 'saturated_frac' or 'flushed_frac'.
   """
   for dot, operands in summary.items():
@@ -126,7 +126,7 @@ def shares(
 
 
 def headline(summary: dict[str, dict]) -> dict[str, float]:
-  """Returns the worst slot of each operand it has, as scalars."""
+  """Returns the worst dot's values for each operand, as scalars."""
   metrics = {}
   for operand in ('input', 'kernel', 'output_grad'):
     for name in ('saturated_frac', 'flushed_frac'):

@@ -1,4 +1,4 @@
-"""The dot products of all recipes: which dims, and when scales are applied."""
+"""The dot products of all recipes: contracted axes, and where scales apply."""
 
 import dataclasses
 
@@ -8,8 +8,8 @@ from jax import lax
 
 from jetrl_jax.core.typing import Array
 
-# Contract the last dim of both: FP8 GEMMs on Hopper want both operands
-# contraction-minor, which is why kernels are stored [out, in].
+# NT contracts the last axis of both operands. FP8 GEMMs on Hopper need this
+# layout, which is why kernels are stored as [out, in].
 NT = (((1,), (1,)), ((), ()))
 NN = (((1,), (0,)), ((), ()))
 TN = (((0,), (0,)), ((), ()))
@@ -77,24 +77,24 @@ def scaled_dot(
 ) -> Array:
   """Returns (a . b) * scales, rounded once to `out_dtype`.
 
-  Scales come after the dot, left to right, in rollout and training alike. With
-  powers of two each of those products is exact, so neither their order, nor
-  where in a fusion they are taken, nor a fused multiply-add can change a bit.
+  Scales are applied after the dot, left to right, in rollout and training
+  alike. With powers of two each of these products is exact. Then neither their
+  order, nor the place in a fusion, nor a fused multiply-add can change a bit.
 
   Args:
-    a: 8-bit float, two dims.
-    b: 8-bit float, two dims.
+    a: 8-bit float, two axes.
+    b: 8-bit float, two axes.
     dims: `NT`, `NN` or `TN`.
     scales: float32 scalars, or arrays that broadcast against the result.
-    out_dtype: of the result.
-    power_of_two: the scales are powers of two.
-    late: leave powers of two to the operation that follows. XLA takes a scale
-      into the GEMM, and for that starts a kernel that multiplies the scales;
-      but only from there the GEMM adds a residual as well.
+    out_dtype: dtype of the result.
+    power_of_two: whether the scales are powers of two.
+    late: whether to leave powers of two to the following operation. Otherwise
+      XLA moves the scale into the GEMM and starts a kernel that multiplies the
+      scales; but only then can the GEMM also add a residual.
   """
   if power_of_two:
     # A power of two commutes with the rounding, so the GEMM may write the
-    # narrow type: an F32 output costs up to a quarter of its speed.
+    # narrow type. A float32 output would cost up to a quarter of its speed.
     product = lax.dot_general(a, b, dims, preferred_element_type=out_dtype)
     if late:
       return scale_late(product, scales)
@@ -106,7 +106,7 @@ def scaled_dot(
 
 
 def scale_late(product: Array, scales) -> Array:
-  """Returns a dot's product times powers of two, in its dtype."""
+  """Returns a dot's product times powers of two, in the product's dtype."""
   return times(product.astype(jnp.float32), scales).astype(product.dtype)
 
 
@@ -118,16 +118,16 @@ def times(product: Array, scales) -> Array:
 
 
 def fence(x: Array) -> Array:
-  """Keeps what follows from being fused with the multiplication in x.
+  """Prevents that a following addition is fused with the multiplication in x.
 
-  As one multiply-add, an addition would skip the product's rounding, in some
-  programs and not in others. Changes no finite value.
+  A fused multiply-add skips the product's rounding, and XLA would fuse in some
+  programs only. The fence changes no finite value.
   """
   return jnp.maximum(x, jnp.finfo(jnp.float32).min)
 
 
 def high_backward(dy_MO: Array, x_MI: Array, kernel_OI: Array, x_dtype):
-  """Returns (dX in `x_dtype`, dW in float32) of operands in one dtype."""
+  """Returns (dX in `x_dtype`, dW in float32) for operands of one dtype."""
   dx_MI = lax.dot_general(dy_MO, kernel_OI, NN, preferred_element_type=x_dtype)
   dw_OI = lax.dot_general(dy_MO, x_MI, TN, preferred_element_type=jnp.float32)
   return dx_MI, dw_OI

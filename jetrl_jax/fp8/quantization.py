@@ -1,7 +1,7 @@
 """Scales and the quantisers.
 
-One meaning of `scale` in the whole package: x ~ values * scale. Quantising
-always saturates: JAX's own cast turns 500.0 into NaN in float8_e4m3fn (max
+`scale` has one meaning in the whole package: x ~ values * scale. Quantising
+always saturates. JAX's cast would turn 500.0 into NaN in float8_e4m3fn (max
 448) and 70000.0 into inf in float8_e5m2 (max 57344).
 """
 
@@ -14,7 +14,7 @@ from jax import lax
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats
 
-# Scales stay within these powers of two: an amax below 1.3e-36 would give a
+# Scales stay within these powers of two. An amax below 1.3e-36 would give a
 # scale whose reciprocal is infinite in float32, and 0 * inf is NaN.
 _MIN_SCALE = 2.0**-100
 _MAX_SCALE = 2.0**100
@@ -30,8 +30,8 @@ class QTensor:
     scale: float32, positive and finite: a scalar, or of the values' rank, with
       one entry per group of equal size along each axis. A kernel [O, I] has
       [] (per tensor), [O, 1] (per output channel) or [O/128, I/128] (per
-      block); rows [M, I] have [], [M, 1] or [M, I/128]. Two dims, so that the
-      table of `core/sharding.py` splits a kernel's scales as its values.
+      block); rows [M, I] have [], [M, 1] or [M, I/128]. Arrays have two axes,
+      so that `core/sharding.py` splits a kernel's scales like its values.
   """
 
   values: Array
@@ -39,7 +39,7 @@ class QTensor:
 
 
 def is_recordable(amax: Array) -> Array:
-  """True where an amax may enter a history: finite and above zero."""
+  """Returns whether an amax may enter a history: finite and above zero."""
   return jnp.isfinite(amax) & (amax > 0)
 
 
@@ -55,14 +55,14 @@ def scale_from_amax(
 
       scale = 2^margin * amax / limit,  rounded up to a power of two
 
-  Rounding up keeps `amax` itself from saturating. Powers of two make the
-  multiplication by a scale exact, so that it commutes with every rounding.
+  Rounding up keeps `amax` itself from saturating. Multiplication by a power of
+  two is exact, so it commutes with every rounding.
 
   Args:
-    amax: float32, any shape; 0, NaN and inf mean "nothing known" and give 1.
+    amax: float32, any shape; 0, NaN and inf mean "not known" and give 1.
     dtype: the 8-bit format.
-    margin: head-room in bits.
-    power_of_two: round up to a power of two.
+    margin: headroom in bits.
+    power_of_two: whether to round up to a power of two.
     limit: largest value of a grid within the format; None is the format's.
 
   Returns:
@@ -74,7 +74,7 @@ def scale_from_amax(
       jnp.where(is_recordable(amax), amax, 1.0) * factor, _MIN_SCALE, _MAX_SCALE
   )
   if power_of_two:
-    # Exact on every backend: exp2(ceil(log2(x))) is not.
+    # This is exact on every backend; exp2(ceil(log2(x))) is not.
     bits = lax.bitcast_convert_type(scale, jnp.int32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
     scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
@@ -82,7 +82,7 @@ def scale_from_amax(
 
 
 def quantize(x: Array, scale: Array, dtype) -> Array:
-  """Returns the 8-bit values of x / scale, saturated, round to nearest even.
+  """Returns the 8-bit values of x / scale, saturated, rounded to nearest even.
 
   Args:
     x: float array, finite; NaN stays NaN in a float format.
@@ -92,7 +92,7 @@ def quantize(x: Array, scale: Array, dtype) -> Array:
   limit = formats.format_max(dtype)
   scaled = x.astype(jnp.float32) * (1.0 / scale)
   if jnp.issubdtype(dtype, jnp.integer):
-    # The cast of a float to an integer truncates.
+    # A cast from float to integer would truncate.
     scaled = lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN)
   return jnp.clip(scaled, -limit, limit).astype(dtype)
 
@@ -108,23 +108,23 @@ def quantize_groups(
 ) -> QTensor:
   """Quantises a matrix with one scale per group, from the group's own amax.
 
-  Nothing saturates: each scale maps its group's amax into the format. (1, I) is
-  one scale per row, (1, 128) one per 128 values of a row, (128, 128) one per
-  square block, (M, 1) one per column.
+  Nothing saturates, because each scale maps its group's amax into the format.
+  A group (1, I) is one row, (1, 128) is 128 values of a row, (128, 128) is a
+  square block, (M, 1) is a column.
 
   Args:
-    x_MI: finite; a group with NaN is NaN when restored.
+    x_MI: finite; a group with a NaN dequantises to NaN.
     dtype: the 8-bit format.
     group: rows and columns of a group; they divide the matrix.
-    margin: head-room in bits.
-    power_of_two: round scales up to powers of two.
+    margin: headroom in bits.
+    power_of_two: whether to round scales up to powers of two.
     limit: largest value of a grid within the format; None is the format's.
 
   Returns:
     values [M, I] and scale [M / rows, I / columns].
   """
-  # Everything below reads the rounded array: the amax of a value that one
-  # program recomputes and another does not would be two different scales.
+  # The barrier makes everything below read the rounded array. Otherwise one
+  # program might recompute x in higher precision and get another scale.
   x_MI = lax.optimization_barrier(x_MI)
   shape, within = [], []
   for size, step in zip(x_MI.shape, group, strict=True):
@@ -140,7 +140,7 @@ def quantize_groups(
       amax, dtype, margin=margin, power_of_two=power_of_two, limit=limit
   )
   if jnp.issubdtype(dtype, jnp.integer):
-    # An integer cannot say NaN, and a loss that hides one would be applied.
+    # An integer cannot be NaN, so the scale must carry it to the loss.
     scale = jnp.where(jnp.isnan(amax), jnp.float32(jnp.nan), scale)
   counts = [size // step for size, step in zip(x_MI.shape, group, strict=True)]
   return QTensor(
@@ -150,7 +150,7 @@ def quantize_groups(
 
 
 def scale_of_elements(q: QTensor) -> Array:
-  """Returns the scale of each value, as an array that broadcasts."""
+  """Returns each value's scale, as an array that broadcasts."""
   scale = q.scale
   for axis in range(scale.ndim):
     times = q.values.shape[axis] // scale.shape[axis]

@@ -1,21 +1,21 @@
-"""FP8 state: amax histories, scales and health, per fused dot.
+"""The scaling state: amax histories, scales and health of each quantised dot.
 
-The state lives in the Flax collection `_overwrite_with_gradient`. A dot's slot
-is a dict {input, kernel, output_grad} of
+The state is the Flax collection `_overwrite_with_gradient`. A dot's record is a
+dict {input, kernel, output_grad} of
 
-    amax_history [A]  entry 0 is being filled; 0 means nothing recorded yet
-    scale []          in use; changes only in `roll`
+    amax_history [A]  entry 0 collects new values; 0 means nothing recorded yet
+    scale []          the scale in use; only `roll` changes it
     health [5]        sums of the last step: elements, saturated, flushed to
                       zero, signal power, noise power
 
-A dynamic recipe carries nothing from step to step. Its slots are there to be
-looked at only: `amax` [], of the last step, and `health`.
+A dynamic recipe needs nothing from earlier steps. Its records are only for
+metrics: the last step's `amax` [] and `health`.
 
-New observations leave `jax.grad` as the cotangents of a slot (see
-`kernels/quantized_dot/linear.py`); `combine` joins those of several
-micro-batches and `observe` is the one function that puts them into the state.
-Neither zero nor a non-finite amax is ever recorded, so a layer that the loss
-does not reach keeps its history.
+`jax.grad` returns new observations as the cotangents of a record (see
+`kernels/quantized_dot/linear.py`). `combine` joins those of several
+micro-batches, and only `observe` writes them to the state. An amax that is zero
+or not finite is never recorded, so a layer that the loss does not reach keeps
+its history.
 """
 
 import functools
@@ -35,8 +35,8 @@ COLLECTION = '_overwrite_with_gradient'
 OPERANDS = ('input', 'kernel', 'output_grad')
 
 
-def init_slot(history_length: int) -> PyTree:
-  """Returns an empty slot: scale 1, nothing recorded."""
+def init_record(history_length: int) -> PyTree:
+  """Returns an empty record: scale 1, nothing recorded."""
   return {
       operand: {
           'amax_history': jnp.zeros((history_length,), jnp.float32),
@@ -47,8 +47,8 @@ def init_slot(history_length: int) -> PyTree:
   }
 
 
-def init_dynamic_slot() -> PyTree:
-  """Returns the slot of a dot whose scales come from its own operands."""
+def init_dynamic_record() -> PyTree:
+  """Returns the record of a dot whose scales come from its own operands."""
   return {
       operand: {
           'amax': jnp.zeros((), jnp.float32),
@@ -58,18 +58,18 @@ def init_dynamic_slot() -> PyTree:
   }
 
 
-def _is_slot(node: PyTree) -> bool:
+def _is_record(node: PyTree) -> bool:
   return isinstance(node, dict) and set(node) == set(OPERANDS)
 
 
-def map_slots(function, *states: PyTree) -> PyTree:
-  """Applies `function(slot, ...)` to the slots of equally built states."""
-  return jax.tree.map(function, *states, is_leaf=_is_slot)
+def map_records(function, *states: PyTree) -> PyTree:
+  """Applies `function(record, ...)` to the records of equally built states."""
+  return jax.tree.map(function, *states, is_leaf=_is_record)
 
 
 def _map_beside(function, state: PyTree, *trees: PyTree, path=()) -> PyTree:
-  """Applies `function(path, slot, *nodes)`; the trees' nodes at its path."""
-  if _is_slot(state):
+  """Applies `function(path, record, *nodes)`; nodes of `trees` at that path."""
+  if _is_record(state):
     return function('/'.join(path), state, *trees)
   return {
       key: _map_beside(
@@ -80,7 +80,7 @@ def _map_beside(function, state: PyTree, *trees: PyTree, path=()) -> PyTree:
 
 
 def init_state(params: PyTree, recipe: Recipe) -> PyTree:
-  """Returns empty slots for every kernel that the recipe quantises.
+  """Returns an empty record for every kernel that the recipe quantises.
 
   Args:
     params: nested dict of masters (arrays or shapes).
@@ -96,8 +96,8 @@ def init_state(params: PyTree, recipe: Recipe) -> PyTree:
     if 'kernel' in node and recipe.quantizes('/'.join(path)):
       recipe.check_kernel('/'.join(path), node['kernel'].shape)
       if recipe.is_delayed:
-        return init_slot(recipe.amax_history_length)
-      return init_dynamic_slot()
+        return init_record(recipe.amax_history_length)
+      return init_dynamic_record()
     children = {key: walk(child, path + (key,)) for key, child in node.items()}
     return {key: child for key, child in children.items() if child} or None
 
@@ -107,7 +107,7 @@ def init_state(params: PyTree, recipe: Recipe) -> PyTree:
 def _join(
     largest, total, *states: PyTree, unseen=lambda scale, *_: scale
 ) -> PyTree:
-  """Joins what was seen: amaxes by `largest`, health by `total`."""
+  """Joins observations: amaxes by `largest`, health by `total`."""
   by_name = {'amax_history': largest, 'amax': largest, 'health': total}
 
   def of_entry(path, *leaves):
@@ -128,10 +128,10 @@ def reduce_over_devices(cotangents: PyTree, axes: Axes) -> PyTree:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def spread(state: PyTree, uses: int) -> PyTree:
-  """Returns the slots `uses` times over, along a new first dim.
+  """Returns `uses` copies of the records, along a new first axis.
 
-  For a dot that is taken in pieces within one `jax.grad`: what its uses
-  observe is joined as that of micro-batches.
+  This is for a dot that is computed in several pieces within one `jax.grad`.
+  The observations of its uses are joined like those of micro-batches.
   """
   return jax.tree.map(lambda x: jnp.broadcast_to(x, (uses, *x.shape)), state)
 
@@ -149,7 +149,7 @@ def _spread_bwd(uses, _, cotangents):
 spread.defvjp(_spread_fwd, _spread_bwd)
 
 
-def _record(entry: PyTree, amax: Array) -> PyTree:
+def _with_amax(entry: PyTree, amax: Array) -> PyTree:
   if 'amax' in entry:
     return entry | {'amax': amax}
   history = entry['amax_history']
@@ -162,27 +162,27 @@ def _seen_amax(entry: PyTree) -> Array:
 
 
 def observe(state: PyTree, cotangents: PyTree) -> PyTree:
-  """Records what the backward pass saw; scales do not change.
+  """Records the observations of the backward pass; scales do not change.
 
   Args:
-    state: the collection.
-    cotangents: gradient of the loss "with respect to" the collection, joined
+    state: the scaling state.
+    cotangents: the loss's gradient with respect to the scaling state, joined
       over micro-batches and devices.
 
   Returns:
-    The state with `amax_history[0]` raised to the observed amax of inputs and
-    output gradients (`amax` replaced by it), and their `health` replaced.
+    The state, in which inputs and output gradients have new health, and
+    `amax_history[0]` is raised to the observed amax (`amax` is replaced by it).
   """
 
-  def one(slot, cotangent):
+  def one(record, cotangent):
     seen = {
-        operand: _record(slot[operand], _seen_amax(cotangent[operand]))
+        operand: _with_amax(record[operand], _seen_amax(cotangent[operand]))
         | {'health': cotangent[operand]['health']}
         for operand in ('input', 'output_grad')
     }
-    return slot | seen
+    return record | seen
 
-  return map_slots(one, state, cotangents)
+  return map_records(one, state, cotangents)
 
 
 def _roll_entry(entry: PyTree, dtype, recipe: Recipe) -> PyTree:
@@ -191,8 +191,8 @@ def _roll_entry(entry: PyTree, dtype, recipe: Recipe) -> PyTree:
   history = entry['amax_history']
   scale = scale_from_amax(jnp.max(history), dtype, **recipe.scaling)
   shifted = jnp.roll(history, 1).at[0].set(0.0)
-  # Nothing recorded since the last roll: shifting would only forget, and the
-  # oldest of those that the scale is made of is forgotten already.
+  # If nothing was recorded since the last roll, the history does not shift;
+  # that would only drop old entries.
   recorded = history[0] > 0
   return entry | {
       'amax_history': jnp.where(recorded, shifted, history),
@@ -201,14 +201,14 @@ def _roll_entry(entry: PyTree, dtype, recipe: Recipe) -> PyTree:
 
 
 def roll(state: PyTree, recipe: Recipe, *, operands: tuple[str, ...]) -> PyTree:
-  """Lets what was observed take effect for the named operands.
+  """Computes new scales from the histories of the named operands.
 
   Args:
-    state: the collection.
+    state: the scaling state.
     recipe: formats, margin and rounding of the scales.
-    operands: which of `OPERANDS` to roll. Input scales roll once per rollout,
-      after the last mini-batch that consumes it: otherwise later ratios
-      would contain scale jumps.
+    operands: some of `OPERANDS`. Input scales roll once per rollout, after the
+      last mini-batch on it; otherwise later ratios would contain jumps of the
+      scales.
   """
   formats_of = {
       'input': formats.E4M3,
@@ -216,29 +216,29 @@ def roll(state: PyTree, recipe: Recipe, *, operands: tuple[str, ...]) -> PyTree:
       'output_grad': recipe.grad_dtype,
   }
 
-  def one(slot):
+  def one(record):
     rolled = {
-        operand: _roll_entry(slot[operand], formats_of[operand], recipe)
+        operand: _roll_entry(record[operand], formats_of[operand], recipe)
         for operand in operands
     }
-    return slot | rolled
+    return record | rolled
 
-  return map_slots(one, state)
+  return map_records(one, state)
 
 
 def observe_kernels(
     state: PyTree, params: PyTree, recipe: Recipe, axes: Axes
 ) -> PyTree:
-  """Records each kernel's amax from its master and rolls the kernel slots.
+  """Records each kernel's amax from its master and rolls the kernels' scales.
 
-  The current amax takes part, so a kernel never saturates.
+  The current amax is included, so a kernel never saturates.
   """
 
-  def record(_, slot, node):
+  def observe_kernel(_, record, node):
     amax = axes.pmax(jnp.max(jnp.abs(node['kernel'].astype(jnp.float32))))
-    return slot | {'kernel': _record(slot['kernel'], amax)}
+    return record | {'kernel': _with_amax(record['kernel'], amax)}
 
-  state = _map_beside(record, state, params)
+  state = _map_beside(observe_kernel, state, params)
   return roll(state, recipe, operands=('kernel',))
 
 
@@ -247,33 +247,33 @@ def measure_kernels(
 ) -> PyTree:
   """Records the health of the quantised kernels."""
 
-  def measure(_, slot, node, quantised):
+  def measure(_, record, node, quantised):
     kernel = node['kernel']
     rows = jnp.ones((kernel.shape[0],), jnp.float32)
     _, sums = health.measure(kernel, quantised['kernel'], rows)
-    return slot | {'kernel': slot['kernel'] | {'health': axes.psum(sums)}}
+    return record | {'kernel': record['kernel'] | {'health': axes.psum(sums)}}
 
   return _map_beside(measure, state, params, weights)
 
 
 def forget(state: PyTree, *, operand: str) -> PyTree:
-  """Empties an operand's histories; the scales in use stay."""
+  """Clears an operand's histories; the scales in use stay."""
 
-  def one(slot):
-    entry = slot[operand]
+  def one(record):
+    entry = record[operand]
     if 'amax_history' not in entry:
-      return slot
+      return record
     empty = {'amax_history': jnp.zeros_like(entry['amax_history'])}
-    return slot | {operand: entry | empty}
+    return record | {operand: entry | empty}
 
-  return map_slots(one, state)
+  return map_records(one, state)
 
 
 def restrict(state: PyTree, recipe: Recipe) -> PyTree:
-  """Returns the slots of the dots that the recipe quantises."""
+  """Returns the records of the dots that the recipe quantises."""
 
   def walk(node, path):
-    if _is_slot(node):
+    if _is_record(node):
       return node if recipe.quantizes('/'.join(path)) else None
     kept = {key: walk(child, (*path, key)) for key, child in node.items()}
     return {key: child for key, child in kept.items() if child} or None
@@ -281,8 +281,8 @@ def restrict(state: PyTree, recipe: Recipe) -> PyTree:
   return walk(state, ()) or {}
 
 
-def slot_paths(state: PyTree) -> list[str]:
-  """Returns the paths of all slots, layers in numerical order."""
+def record_paths(state: PyTree) -> list[str]:
+  """Returns the paths of all records, layers in numerical order."""
   paths = []
   _map_beside(lambda path, _: paths.append(path), state)
   return sorted(
@@ -296,20 +296,20 @@ def slot_paths(state: PyTree) -> list[str]:
 def with_scales(
     state: PyTree, scales: Mapping[str, tuple[float, float]]
 ) -> PyTree:
-  """Returns the state with known scales of kernels and inputs in use.
+  """Returns the state with given scales for kernels and inputs.
 
-  Histories stay as they are: what was seen is not known. Until something is
-  recorded, `roll` keeps the scales.
+  Histories do not change. `roll` keeps these scales until something is
+  recorded.
 
   Args:
-    state: the collection.
-    scales: from the path of each slot to the scales of its kernel and input.
+    state: the scaling state.
+    scales: path of each record -> scales of its (kernel, input).
   """
 
-  def put(path, slot):
+  def put(path, record):
     found = zip(('kernel', 'input'), scales[path], strict=True)
-    return slot | {
-        operand: slot[operand] | {'scale': jnp.float32(scale)}
+    return record | {
+        operand: record[operand] | {'scale': jnp.float32(scale)}
         for operand, scale in found
     }
 

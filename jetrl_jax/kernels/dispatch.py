@@ -42,6 +42,17 @@ TABLE: dict[str, tuple[str, ...]] = {
 }
 
 
+# Operations of a rollout whose bits are those of an operation of training: they
+# have a kernel only where that one has.
+_REPEATS = {
+    'decode_attention': 'attention',
+    'gate_up': 'swiglu',
+    'sample_token': 'log_sum_exp',
+}
+# The same the other way round: the two references agree, and the two kernels.
+_REPEATED = {'attention': 'decode_attention'}
+
+
 @dataclasses.dataclass(frozen=True)
 class Hardware:
   """What decides about implementations.
@@ -81,6 +92,8 @@ class Kernels:
     by_name: dict[str, list[str]] = {}
     for operation, name in self.chosen:
       by_name.setdefault(name, []).append(operation)
+    if len(by_name) == 1:
+      return f'{next(iter(by_name))} for all operations'
     return '; '.join(f'{n}: {", ".join(ops)}' for n, ops in by_name.items())
 
 
@@ -90,12 +103,13 @@ def select(setting: str = 'auto', hardware: Hardware | None = None) -> Kernels:
   Args:
     setting: 'auto' for the first of `TABLE` that the hardware has; 'reference'
       for none but plain JAX; or 'OPERATION=IMPLEMENTATION,...' for the named
-      ones, all others as in 'auto'.
+      ones, all others as in 'auto', less those whose bits would then differ
+      between rollout and training.
     hardware: by default the one at hand.
 
   Raises:
-    ValueError: an unknown setting, operation or implementation, or one that
-      this hardware or this jax does not have.
+    ValueError: an unknown setting, operation or implementation, one that this
+      hardware or this jax does not have, or two that do not go together.
   """
   hardware = hardware or detect()
   if setting == REFERENCE:
@@ -104,9 +118,31 @@ def select(setting: str = 'auto', hardware: Hardware | None = None) -> Kernels:
       operation: next(n for n in names if not _missing(n, hardware))
       for operation, names in TABLE.items()
   }
-  if setting != 'auto':
-    chosen |= _parsed(setting, hardware)
+  wanted = {} if setting == 'auto' else _parsed(setting, hardware)
+  chosen |= wanted
+  for operation, like in (_REPEATS | _REPEATED).items():
+    if chosen[like] != REFERENCE or chosen[operation] == REFERENCE:
+      continue
+    if operation in wanted:
+      raise ValueError(
+          f'kernels is {setting!r}; {operation} has the bits of {like}, so'
+          f' {like}=reference goes with {operation}=reference: leave'
+          f' {operation} out'
+      )
+    chosen[operation] = REFERENCE
   return Kernels(tuple(chosen.items()))
+
+
+def why_none(hardware: Hardware | None = None) -> str:
+  """Says why a GPU runs no kernel; '' where it may, and on a CPU."""
+  hardware = hardware or detect()
+  missing = '' if hardware.backend == 'cpu' else _missing('triton', hardware)
+  if not missing:
+    return ''
+  return (
+      f'No kernel runs here: they need {missing}. Every operation is plain JAX'
+      ' (kernels=reference), which computes the same, and slower'
+  )
 
 
 def _parsed(setting: str, hardware: Hardware) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""Numbers out: the writer of scalars, the console, timers, provenance."""
+"""Metrics of a run: the writer, the console, timers, provenance."""

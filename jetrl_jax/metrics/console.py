@@ -1,6 +1,6 @@
-"""The few numbers that matter, while a run is going on.
+"""Prints the few most important metrics during a run.
 
-On a terminal a progress bar with the time left; elsewhere a line per step.
+A terminal also gets a progress bar with the remaining time.
 """
 
 import os
@@ -11,11 +11,12 @@ from absl import logging
 from rich import console as rich_console
 from rich import progress
 
-# Not just any path with our name in it: a clone may hold a .venv.
+# The whole path, because a clone may contain a .venv with other packages.
 _PACKAGE = str(pathlib.Path(__file__).parents[1]) + os.sep
 
 _SHOWN = (
     ('critic/score/mean', 'score', '.3f'),
+    ('critic/acc/mean', 'acc', '.3f'),
     ('response_length/mean', 'length', '.0f'),
     ('actor/entropy', 'entropy', '.3f'),
     ('actor/grad_norm', 'grad', '.2e'),
@@ -26,9 +27,9 @@ _SHOWN = (
 
 
 def show_own_sentences() -> None:
-  """Logs this package's sentences, and of libraries only the warnings.
+  """Logs this package's info messages, and only warnings of libraries.
 
-  Orbax logs some thirty lines per checkpoint at the same level.
+  Orbax logs about thirty info messages per checkpoint.
   """
   logging.set_verbosity(logging.INFO)
   logging.get_absl_handler().addFilter(
@@ -39,12 +40,12 @@ def show_own_sentences() -> None:
 
 
 def before_and_after(first: dict, last: dict) -> list[str]:
-  """Returns a line per held-out accuracy and mean reward of the last.
+  """Returns a line for each held-out accuracy and mean reward.
 
   Args:
-    first: metrics of the first evaluation of which there is a line; a resume
-      may have changed what is measured since then, and lines may be lost.
-    last: of the last one.
+    first: metrics of the first evaluation that has a line; after a resume it
+      may lack some names, and earlier lines may be lost.
+    last: metrics of its last evaluation.
   """
   lines, start, end = [], first.get('step', 0), last.get('step', 0)
   when = f'at step {start}' if start else 'before'
@@ -59,7 +60,7 @@ def before_and_after(first: dict, last: dict) -> list[str]:
 
 
 class Console:
-  """Shows one line per step.
+  """Prints one line per step.
 
   Args:
     total: training steps of the run.
@@ -77,7 +78,7 @@ class Console:
       self._bar.start()
 
   def step(self, step: int, metrics: dict) -> None:
-    """Shows a step's numbers."""
+    """Prints a step's metrics."""
     shown = [
         f'{label} {metrics[name]:{form}}'
         for name, label, form in _SHOWN

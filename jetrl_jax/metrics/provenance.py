@@ -1,7 +1,7 @@
-"""What each start of a run ran with: `starts.jsonl` in its workdir.
+"""Records versions, commit and device of each start: `starts.jsonl`.
 
-A run may be stopped, resumed on another machine and resumed again after an
-upgrade; each start appends a line, so that its numbers can be told apart.
+A run may be resumed on another machine or after an upgrade. Each start appends
+a line, so that it is known which start computed which numbers.
 """
 
 import datetime
@@ -32,17 +32,17 @@ _SOURCE = pathlib.Path(__file__).parents[1]
 def record_start(
     workdir: str | os.PathLike, num_devices: int, **facts: Any
 ) -> dict[str, Any]:
-  """Appends a line on this process to `<workdir>/starts.jsonl`.
+  """Appends a line about this process to `<workdir>/starts.jsonl`.
 
   Args:
-    workdir: the run's folder; it exists.
-    num_devices: those that the run uses.
-    **facts: more of what this start knows, as JSON values: prompts counted.
+    workdir: the run's folder; it must exist.
+    num_devices: number of devices that the run uses.
+    **facts: more facts about this start, as JSON values.
 
   Returns:
     The line: `time` (UTC), `command`, `versions`, `commit` (None outside of a
-    clone; '+' at its end when files differ from it), `device`, `num_devices`
-    and the facts.
+    clone; it ends in '+' if files differ from it), `device`, `num_devices` and
+    the facts.
   """
   record = {
       'time': datetime.datetime.now(datetime.UTC).isoformat('T', 'seconds'),
@@ -54,7 +54,7 @@ def record_start(
       **facts,
   }
   path = pathlib.Path(workdir) / FILE
-  # A kill may have torn the last line; the new one must not continue it.
+  # A kill may have cut the last line; the new one must not continue it.
   torn = path.exists() and not path.read_bytes().endswith(b'\n')
   with open(path, 'a', encoding='utf-8') as file:
     file.write('\n' * torn + json.dumps(record) + '\n')
@@ -62,30 +62,29 @@ def record_start(
 
 
 def versions() -> dict[str, str]:
-  """Returns the versions of Python and of the packages that make numbers."""
+  """Returns the versions of Python and of the packages that affect numbers."""
   found = {'python': platform.python_version()}
   for package in _PACKAGES:
     try:
       found[package] = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-      continue  # A clone that is run without being installed.
+      continue  # This package may run from a clone without being installed.
   return found
 
 
 def commit(source: pathlib.Path = _SOURCE) -> str | None:
-  """Returns the git commit of the clone that `source` lies in.
+  """Returns the git commit of the clone that contains `source`.
 
   Args:
-    source: the package's folder; another one only in tests.
+    source: the package's folder; only tests pass another one.
 
   Returns:
-    The hash, with '+' where tracked files differ from it; None where the
-    folder above `source` is not a clone (an installed package), or without
-    git.
+    The hash, with '+' if tracked files differ from it; None if the folder above
+    `source` is not a clone (an installed package), or git is missing.
   """
   root = source.parent
-  # A package installed into an environment inside of some other clone must
-  # not take that one's commit.
+  # Git would also find a clone farther up, in which an environment with this
+  # package is installed.
   if not (root / '.git').exists():
     return None
   try:

@@ -1,4 +1,4 @@
-"""Seconds of the phases of a step."""
+"""Measures the seconds of a step's phases."""
 
 import contextlib
 import time
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 class Timer:
-  """Adds up seconds by phase between two `take`s."""
+  """Adds up the seconds of each phase between two calls of `take`."""
 
   def __init__(self):
     self._seconds: dict[str, float] = {}
@@ -16,7 +16,7 @@ class Timer:
   def __call__(self, phase: str) -> Iterator[None]:
     """Times a block.
 
-    The phases end with a copy to the host, so device work is inside.
+    Each phase ends with a copy to the host, so its device work is included.
     """
     start = time.monotonic()
     try:
@@ -26,15 +26,15 @@ class Timer:
       self._seconds[phase] = self._seconds.get(phase, 0.0) + spent
 
   def seconds(self, phase: str) -> float:
-    """Seconds of a phase since the last `take`."""
+    """Returns the seconds of a phase since the last `take`."""
     return self._seconds.get(phase, 0.0)
 
   def elapsed(self) -> float:
-    """Seconds since the last `take`."""
+    """Returns the seconds since the last `take`."""
     return time.monotonic() - self._start
 
   def take(self) -> dict[str, float]:
-    """Returns 'timing_s/<phase>' and 'timing_s/step', and starts again."""
+    """Returns 'timing_s/<phase>' and 'timing_s/step', and resets the timer."""
     times = {f'timing_s/{k}': v for k, v in self._seconds.items()}
     times['timing_s/step'] = self.elapsed()
     self._seconds, self._start = {}, time.monotonic()

@@ -1,6 +1,6 @@
-"""Weights & Biases as another place for a run's scalars; the extra `wandb`.
+"""Logs a run's scalars to Weights & Biases too (the extra `wandb`).
 
-`metrics.jsonl` stays the record. A run keeps its id in the workdir, so that a
+`metrics.jsonl` remains the record. The workdir keeps the run's id, so that a
 resumed run continues the same curves.
 """
 
@@ -44,22 +44,22 @@ class WandbConfig:
 
 
 class WandbRun:
-  """One run's scalars on their way to Weights & Biases.
+  """Sends one run's scalars to Weights & Biases.
 
-  Steps that a resumed run computes again are already there; they are the same
-  to the bit, times apart, and not sent twice. (Under changed settings they are
-  not the same, and what was sent of them first stays.)
+  Steps that a resumed run computes again were sent before and are not sent
+  twice; except for times they are the same to the bit. (If settings changed,
+  they differ, and the values that were sent first stay.)
   """
 
   def __init__(self, config: WandbConfig, workdir: str | os.PathLike):
     """Starts, or continues, the run of a workdir.
 
     Args:
-      config: where to.
-      workdir: an existing folder; keeps the run's id and wandb's own files.
+      config: project and entity.
+      workdir: an existing folder, for the run's id and wandb's own files.
 
     Raises:
-      ValueError: wandb would not start: no key, no network.
+      ValueError: wandb did not start, for example without a key or network.
     """
     self._config, self._workdir = config, pathlib.Path(workdir)
     self._run = self._start()
@@ -67,7 +67,7 @@ class WandbRun:
   def _start(self) -> Any:
     wandb = importlib.import_module('wandb')
     id_file = self._workdir / _ID_FILE
-    # A full disk leaves it empty.
+    # A full disk may have left an empty file.
     if not id_file.exists() or not id_file.stat().st_size:
       id_file.write_text(secrets.token_hex(8))
     try:
@@ -89,7 +89,7 @@ class WandbRun:
       ) from error
 
   def begin_anew(self) -> None:
-    """Leaves a run that has steps for another one: none of them comes back."""
+    """Starts a new run if this one has steps, which wandb cannot delete."""
     if self._run.step:
       self._run.finish()
       (self._workdir / _ID_FILE).unlink()
@@ -101,5 +101,5 @@ class WandbRun:
       self._run.log(scalars, step=step)
 
   def close(self) -> None:
-    """Waits until all is sent (or, offline, written)."""
+    """Waits until everything is sent (or, offline, written)."""
     self._run.finish()

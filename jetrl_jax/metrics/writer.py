@@ -1,10 +1,9 @@
-"""Numbers of a run: averages that travel as (sum, weight), and their log.
+"""Averages as (sum, weight), and the log of a run's metrics.
 
-An average is divided in one place, `Mean.value`, when it is written; until
-then sums and weights only add, so that micro-batches, masks and devices cannot
-change it. `MetricWriter` appends one JSON object per step to `metrics.jsonl`
-and, if asked, the scalars to TensorBoard and Weights & Biases. Sentences go to
-absl.logging.
+Only `Mean.value` divides an average, when it is written. Until then sums and
+weights only add, so micro-batches, masks and devices cannot change it.
+`MetricWriter` appends one JSON object per step to `metrics.jsonl`. It can also
+log the scalars to TensorBoard and Weights & Biases.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ from jetrl_jax.core.typing import Array
 from jetrl_jax.metrics.wandb import WandbConfig, WandbRun
 
 _RESERVED = ('step', 'nonfinite')
-# How `MetricWriter.write` begins a line.
+# The start of a line that `MetricWriter.write` writes.
 _BEGIN = re.compile(rb'\{"step": (\d{1,18})[,}]')
 # The seconds in the name of an `_EventFile`.
 _EVENTS = re.compile(r'events\.out\.tfevents\.(\d+\.\d+)\.')
@@ -34,12 +33,12 @@ _EVENTS = re.compile(r'events\.out\.tfevents\.(\d+\.\d+)\.')
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mean:
-  """A weighted average on its way: value = sum / weight.
+  """A weighted average that is not divided yet: value = sum / weight.
 
   Attributes:
     sum: sum of weight_i * x_i, scalar.
-    weight: sum of weight_i, scalar, e.g. a number of tokens; 0 means that
-      there was nothing to average.
+    weight: sum of weight_i, scalar, e.g. a number of tokens; 0 if there was
+      nothing to average.
   """
 
   sum: Array | float
@@ -50,22 +49,19 @@ class Mean:
     return Mean(sum=self.sum + other.sum, weight=self.weight + other.weight)
 
   def value(self) -> float | None:
-    """Returns the average as a Python float, None if the weight is 0."""
+    """Returns the average as a Python float; None if the weight is 0."""
     weight = float(self.weight)
     return float(self.sum) / weight if weight else None
 
 
 def mean(values: Array, weights: Array) -> Mean:
-  """Starts an average: Mean(sum(values * weights), sum(weights)).
+  """Returns Mean(sum(values * weights), sum(weights)).
 
   Args:
-    values: what to average; ignored where the weight is 0, NaN included.
+    values: values to average; ignored where the weight is 0, even a NaN.
     weights: of the same shape, >= 0; e.g. a loss mask.
-
-  Returns:
-    The average, not divided yet.
   """
-  # 0 * NaN is NaN: what is masked out must not poison the sum.
+  # 0 * NaN is NaN, so masked values are replaced by 0.
   kept = jax.numpy.where(weights > 0, values, 0)
   return Mean(sum=(kept * weights).sum(), weight=weights.sum())
 
@@ -73,9 +69,10 @@ def mean(values: Array, weights: Array) -> Mean:
 class MetricWriter:
   """Appends one JSON object per step to `<workdir>/metrics.jsonl`.
 
-  A line is durable when `write` returns. A resumed run calls `truncate_after`
-  with its checkpoint's step, and ends with the file of a run that was never
-  interrupted, apart from times. `last_step` is the last line's, -1 without one.
+  A line is durable once `write` returns. A resumed run calls `truncate_after`
+  with its checkpoint's step. Except for times, its final file then equals that
+  of a run that was never interrupted. `last_step` is the last line's step; -1
+  without a line.
   """
 
   def __init__(
@@ -85,20 +82,20 @@ class MetricWriter:
       tensorboard: bool,
       wandb: WandbConfig | None = None,
   ):
-    """Opens the files and drops a last line that a kill tore.
+    """Opens the files and drops an incomplete last line.
 
     Args:
-      workdir: the run's folder; made if absent.
+      workdir: the run's folder; it is created if missing.
       tensorboard: whether to write `<workdir>/tensorboard/` too.
-      wandb: where to send the scalars too, if anywhere.
+      wandb: also log to Weights & Biases; None for no.
 
     Raises:
-      ValueError: a line of `metrics.jsonl` that is not its last one begins or
-        ends as none does, or wandb did not start.
+      ValueError: a line of `metrics.jsonl` before the last one is malformed, or
+        wandb did not start.
     """
     workdir = pathlib.Path(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
-    # First: it may refuse to start, and no file is open yet.
+    # wandb comes first, because it may fail and no file is open yet.
     self._wandb = WandbRun(wandb, workdir) if wandb is not None else None
     self._path = workdir / 'metrics.jsonl'
     self.last_step = _repair(self._path)
@@ -109,15 +106,15 @@ class MetricWriter:
     """Appends the line {'step': step, **metrics}.
 
     Args:
-      step: the step counter; every write has a larger one than the last.
-      metrics: name -> Python, NumPy or jax scalar, `Mean` (left out when its
-        weight is 0), or a nested dict or list of these, which stays out of
-        TensorBoard. Values that are not finite become null and are named in
-        the line's list 'nonfinite'.
+      step: the step; it must be larger than that of the last write.
+      metrics: name -> Python, NumPy or jax scalar, `Mean` (left out if its
+        weight is 0), or a nested dict or list of these, which TensorBoard does
+        not get. Values that are not finite become null, and the line's list
+        'nonfinite' names them.
 
     Raises:
-      ValueError: the step was written already, a name is reserved, or a
-        value is none of these.
+      ValueError: the step is already written, a name is reserved, or a value
+        has another type.
     """
     step = int(step)
     if step <= self.last_step:
@@ -141,7 +138,7 @@ class MetricWriter:
     if nonfinite:
       line['nonfinite'] = nonfinite
     text = json.dumps(line, allow_nan=False) + '\n'
-    # One write call: a kill leaves all of the line, or a torn end.
+    # One write call, so that a kill can only cut the line's end.
     self._file.write(text.encode())
     self._file.flush()
     os.fsync(self._file.fileno())
@@ -155,7 +152,7 @@ class MetricWriter:
     """Drops the lines of later steps, atomically; -1 drops all.
 
     Args:
-      step: the last step to keep: the one the run resumes from.
+      step: the last step to keep, from which the run resumes.
     """
     self._file.close()
     self.last_step, kept = -1, 0
@@ -165,7 +162,7 @@ class MetricWriter:
         if found is None or found > step:
           break
         self.last_step, kept = found, kept + len(line)
-    # One system call, and no room on the disk: all of them go, or none.
+    # One system call, which is atomic and needs no disk space.
     os.truncate(self._path, kept)
     self._file = open(self._path, 'ab')
     os.fsync(self._file.fileno())
@@ -175,7 +172,7 @@ class MetricWriter:
       self._wandb.begin_anew()
 
   def close(self) -> None:
-    """Closes the files; what was written is durable already."""
+    """Closes the files; everything written is already durable."""
     self._file.close()
     if self._events is not None:
       self._events.close()
@@ -184,7 +181,7 @@ class MetricWriter:
 
 
 def _repair(path: pathlib.Path) -> int:
-  """Cuts a torn last line off; returns the last step, -1 if there is none."""
+  """Drops an incomplete last line; returns the last step, -1 without one."""
   if not path.exists():
     return -1
   last_step, good = -1, 0
@@ -195,23 +192,23 @@ def _repair(path: pathlib.Path) -> int:
       if step is not None:
         last_step, good = step, good + len(line)
       elif is_last:
-        logging.warning('%s: dropped a torn last line', path)
+        logging.warning('%s: dropped an incomplete last line', path)
         os.truncate(path, good)
       else:
         raise ValueError(
-            f'{path} line {number} is no metrics line: {line[:60]!r}; mend it'
-            ' or move the file away'
+            f'{path} line {number} is not a line of metrics: {line[:60]!r};'
+            ' repair it or move the file away'
         )
   return last_step
 
 
 def _step(line: bytes, *, whole: bool) -> int | None:
-  """Returns the step of a line of metrics.jsonl, None if it is no such line.
+  """Returns the step of a line of metrics.jsonl; None if it is malformed.
 
   Args:
-    line: with its end.
-    whole: whether all of it is parsed, or its two ends are looked at: a long
-      run of a large model has hundreds of megabytes.
+    line: the line with its newline.
+    whole: whether to parse the whole line. If not, only its start and end are
+      checked, because a long run's file may have hundreds of megabytes.
   """
   if not line.endswith(b'\n'):
     return None
@@ -225,7 +222,7 @@ def _step(line: bytes, *, whole: bool) -> int | None:
 
 
 def _plain(name: str, value: Any) -> Any:
-  """Turns a metric into Python numbers, lists and dicts; None leaves it out."""
+  """Converts a metric to Python numbers, lists and dicts; None if empty."""
   match value:
     case Mean():
       return value.value()
@@ -239,7 +236,7 @@ def _plain(name: str, value: Any) -> Any:
     case np.ndarray() | np.generic() | jax.Array():
       array = np.asarray(value)
       if array.dtype.kind not in 'biu':
-        # Also bfloat16 and the 8-bit floats, which JSON has never heard of.
+        # Also converts bfloat16 and the 8-bit floats.
         array = array.astype(np.float64)
       return array.tolist()
     case _:
@@ -250,7 +247,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _finite(name: str, value: Any, nonfinite: list[str]) -> Any:
-  """Replaces what JSON cannot say by None and notes where it was."""
+  """Replaces values that are not finite by None and records their names."""
   match value:
     case dict():
       return {k: _finite(f'{name}/{k}', v, nonfinite) for k, v in value.items()}
@@ -267,7 +264,7 @@ class _EventFile:
   """A TensorBoard event file, written without TensorFlow."""
 
   def __init__(self, folder: pathlib.Path):
-    # Only here: the package is wanted by those who ask for TensorBoard.
+    # Imported here, because only users of TensorBoard need the package.
     from tensorboard.compat.proto import event_pb2, summary_pb2
     from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -276,15 +273,15 @@ class _EventFile:
     self._summary_pb2: Any = summary_pb2
     folder.mkdir(parents=True, exist_ok=True)
     # TensorBoard reads a folder's files in the order of their names. The clock
-    # may have been set back since the last start, or be another machine's.
+    # may be earlier than at the last start, for example on another machine.
     earlier = [_EVENTS.match(path.name) for path in folder.iterdir()]
     begins = [float(found[1]) + 1e-3 for found in earlier if found]
     name = (
         f'events.out.tfevents.{max([time.time_ns() / 1e9, *begins]):020.9f}.'
         f'{socket.gethostname()}.{os.getpid()}'
     )
-    # RecordWriter rather than EventFileWriter: the latter's thread swallows
-    # errors, and it imports TensorFlow where that is installed.
+    # RecordWriter and not EventFileWriter, whose thread swallows errors and
+    # which imports TensorFlow if that is installed.
     self._records = RecordWriter(open(folder / name, 'wb'))
     self._write(file_version='brain.Event:2')
 
@@ -296,7 +293,7 @@ class _EventFile:
     self._write(step=step, summary=self._summary_pb2.Summary(value=values))
 
   def purge_from(self, step: int) -> None:
-    """Tells TensorBoard to forget what earlier files say of these steps."""
+    """Tells TensorBoard to ignore these steps in earlier files."""
     start = self._event_pb2.SessionLog(status=self._event_pb2.SessionLog.START)
     self._write(step=step, session_log=start)
 

@@ -1,1 +1,1 @@
-"""A step's mismatch, split by cause: `python -m jetrl_jax.mismatch`."""
+"""Splits a step's mismatch by cause: `python -m jetrl_jax.mismatch`."""

@@ -1,8 +1,9 @@
 """Splits a run's mismatch by cause: python -m jetrl_jax.mismatch --config=... .
 
-Takes one step of the run, in memory: from a cold start, or with --workdir from
-the newest checkpoint of a run, which is only read. With --bisect it names the
-first layer and op in which rollout and training differ. See docs/mismatch.md.
+It takes one step of the run, in memory: from a cold start, or with --workdir
+from the newest checkpoint of a run, which is only read. With --bisect it names
+the first layer and op in which rollout and training differ. See
+docs/mismatch.md.
 """
 
 import dataclasses
@@ -54,7 +55,7 @@ def table(rows: list[Row]) -> str:
 
 
 def describe(start: Start, found: Split) -> str:
-  """Returns everything that was found, as Markdown."""
+  """Returns a split's result as Markdown."""
   infos = found.learnt.infos
   applied = sum(bool(info.applied) for info in infos)
   changed = jax.tree.leaves([info.changed_bytes for info in infos])
@@ -99,7 +100,7 @@ def _what(start: Start) -> str:
 
 
 def describe_bisection(start: Start, found: Found) -> str:
-  """Returns what a bisection found, op by op."""
+  """Returns a bisection's result as text, op by op."""
   width = max(len(row.op) for row in found.rows)
   lines = [
       f'{found.tokens} response tokens of {found.sequences} responses, from'
@@ -140,7 +141,7 @@ def describe_bisection(start: Start, found: Found) -> str:
 
 
 def as_json(start: Start, rows: list[dict], **facts: Any) -> str:
-  """Returns what --output keeps."""
+  """Returns the content of the --output file."""
   record = {
       'date': datetime.date.today().isoformat(),
       'hardware': f'{jax.device_count()} x {jax.devices()[0].device_kind}',
@@ -163,16 +164,16 @@ def run(
     output: pathlib.Path | None,
     bisect: bool = False,
 ) -> str:
-  """Takes the step and returns what to print.
+  """Takes the step and returns the text to print.
 
   Args:
-    config: of the run.
+    config: the run's config.
     workdir: see `mismatch_start.start`.
-    output: JSON file of the rows; None for none.
-    bisect: name the first op that differs, instead of the causes.
+    output: JSON file for the rows; None for none.
+    bisect: whether to name the first op that differs instead of the causes.
 
   Raises:
-    ValueError: anything that cannot work, with the fix.
+    ValueError: a flag or setting cannot work; the message says how to fix it.
   """
   if output is not None:
     _check_output(output)
@@ -198,16 +199,16 @@ def run(
 
 
 def _check_output(output: pathlib.Path) -> None:
-  """Refuses a file that could not be written behind minutes of compute."""
+  """Raises an error if the file could not be written after the compute."""
   if not output.parent.is_dir():
     raise ValueError(f'--output={output}: there is no folder {output.parent}')
   if output.is_dir():
-    raise ValueError(f'--output={output} is a folder; name a file')
+    raise ValueError(f'--output={output} is a folder; choose a file')
   config_flags.make_folder('output', output.parent)
 
 
 def main() -> None:
-  """Splits what the flags say."""
+  """Runs the command with its flags."""
   values = flags.FLAGS
   workdir, output = (
       user_path(path) if path else None
@@ -217,11 +218,11 @@ def main() -> None:
 
 
 def define_flags() -> None:
-  """Defines the flags; only where the command is run: they are global."""
+  """Defines the flags; only the command does this, because they are global."""
   flags.DEFINE_string(
-      'workdir', None, 'Workdir of a run to go on from; only read.'
+      'workdir', None, 'Workdir of a run to start from; it is only read.'
   )
-  flags.DEFINE_string('output', None, 'JSON file of the rows.')
+  flags.DEFINE_string('output', None, 'JSON file for the rows.')
   flags.DEFINE_bool(
       'bisect', False, 'Name the first layer and op that differ instead.'
   )

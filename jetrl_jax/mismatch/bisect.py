@@ -1,13 +1,13 @@
-"""Where rollout and training first differ: layer and op, bit for bit.
+"""Finds the first layer and op in which rollout and training differ in a bit.
 
 The same tokens go through prefill and decode, and through the forward inside
-the update's program, once more with values on the way among the outputs. These
+the update's program, again with intermediate values as outputs (taps). These
 are compared at every token that both sides compute, in the forward's order.
 
 Taps can change a program. So the log-probs of the tapped programs are compared
-with those of the run's own. Where they differ, the ops are looked at one by
-one, each in programs of its own, which disturbs least; what still differs is
-said.
+with those of the run's own programs. If they differ, each op is tapped in
+programs of its own, which changes them least. The result reports any difference
+that remains.
 """
 
 import functools
@@ -50,7 +50,7 @@ _Values = dict[str, list[np.ndarray]]
 
 
 def bisect(start: Start) -> Found:
-  """Takes the rollout of the run's next step, and bisects its mismatch.
+  """Samples the rollout of the run's next step and bisects its mismatch.
 
   Args:
     start: its state is only read.
@@ -64,7 +64,7 @@ def bisect(start: Start) -> Found:
       mini_batch_size=spec.run.mini_batch_size,
       max_response_length=spec.engine.max_response_length,
   ):
-    packed, scored = spec.pack(batch), start.learner.score_in_update(
+    packed, scored = spec.pack(batch), start.learner.logprobs_in_update(
         batch, state
     )
     for i, micro in enumerate(packed.batches):
@@ -89,12 +89,12 @@ def bisect(start: Start) -> Found:
 
 
 class Bisector:
-  """Compiles the tapped programs of one run; they are used again.
+  """Compiles the tapped programs of one run and keeps them.
 
   Args:
-    policy: training's.
-    rollout_policy: the rollout's.
-    config: of the rollout's engine.
+    policy: training's policy.
+    rollout_policy: the rollout's policy.
+    config: the rollout engine's config.
     loss: the objective, see `UpdatePrograms`.
     mesh: devices.
     state: an example, for its shapes.
@@ -125,11 +125,11 @@ class Bisector:
     """Compares op after op until one differs.
 
     Args:
-      state: what training reads.
-      rollout_params: what the rollout reads.
+      state: the state that training reads.
+      rollout_params: the params that the rollout reads.
       batch: one micro-batch.
-      sequences: those that lie in it.
-      temperature: of both sides.
+      sequences: the sequences in it.
+      temperature: the temperature of both sides.
     """
     chosen = sorted(sequences, key=lambda s: (s.agrees, s.first_unequal))
     chosen = chosen[: min(_SEQUENCES, self._config.num_slots)]
@@ -205,9 +205,9 @@ def _decoded(
     chosen: list[Placed],
     temperature: float,
 ) -> _Values:
-  """Returns what prefill and decode compute on the way."""
+  """Returns the tapped values of prefill and decode."""
   completions = [s.completion for s in chosen]
-  params = engine.whole(params)
+  params = engine.replicate(params)
   engine.seen.clear()
   state = forced_decode.begin(
       engine, params, completions, temperature=temperature
@@ -216,7 +216,7 @@ def _decoded(
   while forced_decode.running(engine, state):
     before = jax.device_get(state.emitted)
     state = engine.generate_block(params, state, rng.key(0, rng.ROLLOUT, 0), 1)
-    # A parked sequence takes no step.
+    # A preempted sequence takes no step.
     ran = jax.device_get(state.emitted) > before
     for op, rows in jax.device_get(engine.seen[-1]).items():
       for i in np.flatnonzero(ran[: len(chosen)]):
@@ -236,18 +236,18 @@ def _decoded(
 def _of_prefill(
     engine: TappedEngine, completions: list[Completion]
 ) -> dict[str, list[list[np.ndarray]]]:
-  """Takes the rows of each prompt out of what the prefills left."""
+  """Returns each prompt's rows of the prefills' taps."""
   found: dict[str, list[list[np.ndarray]]] = {}
   devices = engine.policy.axes.size
   rows = -(-PREFILL_ROWS // devices) * devices
   seen = jax.device_get(engine.seen)
-  # As `forced_decode.begin` groups them.
+  # `forced_decode.begin` groups prompts in the same way.
   prompts = list(dict.fromkeys(c.prompt_id for c in completions))
   for i, completion in enumerate(completions):
     call, row = divmod(prompts.index(completion.prompt_id), PREFILL_ROWS)
     for op, value in seen[call].items():
       bucket = value.shape[0] // rows
-      # The last prompt token is fed by the first decode step.
+      # The first decode step feeds the last prompt token.
       stop = row * bucket + len(completion.prompt_tokens) - 1
       lists = found.setdefault(op, [[] for _ in completions])
       lists[i].append(value[row * bucket : stop])
@@ -261,12 +261,12 @@ def _trained(
     chosen: list[Placed],
     temperature: float,
 ) -> _Values:
-  """Returns what the update's forward computes on the way."""
+  """Returns the tapped values of the update's forward."""
   _, logprobs_BT, taps = update(state, batch, jnp.float32(temperature))
   length = batch.tokens.shape[1]
   starts = [s.place.row * length + s.place.start for s in chosen]
-  # Nothing was fed the last token. Of a large micro-batch only these rows come
-  # to the host.
+  # The rollout never feeds the last token. Only these rows are copied to the
+  # host, because a micro-batch may be large.
   index = [
       np.arange(start, start + s.place.length - 1)
       for start, s in zip(starts, chosen, strict=True)

@@ -1,4 +1,4 @@
-"""Two forwards held against each other: the ops in order, and their bits."""
+"""Compares two forwards op by op, bit by bit."""
 
 import dataclasses
 
@@ -31,12 +31,13 @@ LOGPROB = 'logprob'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placed:
-  """A response, and where the training forward has it.
+  """A response, and its place in the training forward.
 
   Attributes:
-    completion: with the rollout's log-probs.
-    place: in the micro-batch.
-    trained: float32 [prompt + response], nats: the training forward's.
+    completion: the response with the rollout's log-probs.
+    place: its place in the micro-batch.
+    trained: float32 [prompt + response], nats, the training forward's
+      log-probs.
   """
 
   completion: Completion
@@ -62,14 +63,14 @@ class Placed:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compared:
-  """One op on both sides.
+  """The comparison of one op.
 
   Attributes:
     op: its path, or 'logits', 'logsumexp', 'logprob'.
     unequal: elements that differ in any bit.
     elements: elements compared.
     largest: largest difference, in the op's own unit.
-    where: the first token that differs, in words; '' without any.
+    where: the first token that differs, as text; '' without a difference.
   """
 
   op: str
@@ -81,14 +82,14 @@ class Compared:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-  """What a bisection found.
+  """The result of a bisection.
 
   Attributes:
-    rows: in the order of the forward, to the window of the first difference.
-    tokens: response tokens of the sequences that were looked at.
-    sequences: how many sequences these are.
+    rows: ops in the forward's order, up to the window of the first difference.
+    tokens: response tokens of the compared sequences.
+    sequences: number of compared sequences.
     disturbed: tokens whose log-prob changed with the taps (rollout, training).
-    one_by_one: whether each op was looked at in programs of its own.
+    one_by_one: whether each op was tapped in programs of its own.
   """
 
   rows: list[Compared]
@@ -99,7 +100,7 @@ class Found:
 
   @property
   def first(self) -> Compared | None:
-    """The first op that differs; None where all agree."""
+    """The first op that differs; None if all agree."""
     return next((row for row in self.rows if row.unequal), None)
 
 
@@ -122,7 +123,7 @@ def ops(model: ModelConfig) -> list[str]:
 
 
 def windows(model: ModelConfig) -> list[tuple[str, ...]]:
-  """Returns the ops in runs of a few layers, which are tapped together."""
+  """Returns the ops in windows of a few layers, which are tapped together."""
   found: dict[int, list[str]] = {}
   at = 0
   for op in ops(model):
@@ -134,7 +135,7 @@ def windows(model: ModelConfig) -> list[tuple[str, ...]]:
 
 
 def is_head(op: str) -> bool:
-  """Whether only the decode step has it, and prefill has not."""
+  """Returns whether only the decode step has the op, and prefill does not."""
   return op in (LOGITS, LOGSUMEXP, LOGPROB)
 
 
@@ -148,9 +149,9 @@ def compare_op(
 
   Args:
     op: its path.
-    ours: the rollout's values per sequence, [tokens, width]; of the head from
-      the last prompt token on.
-    theirs: the training forward's, of the same shapes and dtypes.
+    ours: the rollout's values per sequence, [tokens, width]; the head's values
+      start at the last prompt token.
+    theirs: the training forward's values, of the same shapes and dtypes.
     chosen: the sequences.
   """
   unequal, elements, largest, where = 0, 0, 0.0, ''
@@ -174,7 +175,7 @@ def compare_op(
 
 
 def _where(op: str, row: int, completion: Completion) -> str:
-  """Says at which token, and in which of the rollout's programs."""
+  """Returns the token and the rollout's program as text."""
   prompt = len(completion.prompt_tokens)
   name = f'prompt {completion.prompt_id}, sample {completion.sample}'
   at = row + prompt - 1 if is_head(op) else row

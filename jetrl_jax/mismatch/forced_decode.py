@@ -1,8 +1,8 @@
-"""Decodes responses that are there already: the rollout's numbers, again.
+"""Decodes existing responses again and returns their log-probs.
 
-Every token is given and none is sampled, and each goes through the decode step
-that a sampled one goes through. So the same tokens can be decoded in other
-slots, by other weights or in another recipe, and their log-probs compared.
+Every token is given and none is sampled, but each goes through the same decode
+step as a sampled token. So the same tokens can be decoded in other slots, with
+other weights or in another recipe, and their log-probs can be compared.
 """
 
 import jax
@@ -22,20 +22,20 @@ def forced_logprobs(
     *,
     temperature: float,
 ) -> list[np.ndarray]:
-  """Returns the decode step's log-probs of responses, observations included.
+  """Returns the decode step's log-probs of responses, with observations.
 
   Args:
-    engine: its sizes bound prompts and responses, its slots are decoded
-      at once.
+    engine: its sizes limit prompts and responses; it decodes as many responses
+      at once as it has slots.
     params: weights and scales, of the engine's recipe.
-    completions: whose tokens are fed.
-    temperature: of pi, above 0.
+    completions: their tokens are fed.
+    temperature: temperature of pi, above 0.
 
   Returns:
     Per completion float32 [response_length], nats, under the tempered softmax
     over the whole vocabulary.
   """
-  params = engine.whole(params)
+  params = engine.replicate(params)
   found, key = [], rng.key(0, rng.ROLLOUT, 0)  # Nothing is sampled with it.
   for start in range(0, len(completions), engine.num_slots):
     chunk = completions[start : start + engine.num_slots]
@@ -51,9 +51,9 @@ def forced_logprobs(
 
 
 def running(engine: Engine, state: DecodeState) -> bool:
-  """Returns whether a slot decodes on; takes back the pages of the others.
+  """Returns whether a slot still decodes; frees the pages of the others.
 
-  Without them a sequence that is parked would wait for ever.
+  Without these pages a preempted sequence would wait forever.
   """
   active_B = jax.device_get(state.active)
   engine.release(np.flatnonzero(~active_B).tolist())
@@ -70,10 +70,10 @@ def begin(
   """Returns a state in which slot i is about to decode completion i.
 
   Args:
-    engine: with at least as many slots.
+    engine: it has at least as many slots.
     params: see `forced_logprobs`.
     completions: at most one per slot.
-    temperature: of pi.
+    temperature: temperature of pi.
   """
   state = engine.init_decode_state()
   groups: dict[int, list[int]] = {}
@@ -93,7 +93,7 @@ def begin(
         state,
         [slot for slot, _ in pairs],
         rows=[row for _, row in pairs],
-        # Of an empty response, too, a step is taken, which needs its page.
+        # Even an empty response takes a step, which needs its page.
         limits=[max(1, len(completions[slot].tokens)) for slot, _ in pairs],
         temperature=temperature,
     )

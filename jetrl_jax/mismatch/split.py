@@ -1,20 +1,20 @@
-"""The mismatch of one step, split by cause on the same tokens.
+"""Splits the mismatch of one step by cause, on the same tokens.
 
-One step of the run is taken: a rollout, its scores, its updates. The log-prob
-of each sampled token is then computed again and again, each time with one thing
-more as training has it:
+One step of the run is taken: a rollout, its rewards, its updates. The log-prob
+of each sampled token is then computed several times. Each time one more thing
+is as in training:
 
-    log mu        the distribution really sampled
+    log mu        the distribution that was sampled
     decode        log pi of the decode step, over the whole vocabulary
     packed        the rollout's recipe, in the training forward's shapes
     trained       training's recipe, in the same program and shapes
     updated       the forward inside the update's program
-    late          the same, with the weights behind the step
+    late          the same, with the weights after the step
 
-A cause is the difference of two neighbours, so for every token the causes add
-up to log mu - updated, what this step met, and with stale weights to
-log mu - late, what a rollout that is one step old would meet. Only in floats
-does the order of the sum matter, in the last place of a float64.
+A cause is the difference of two neighbours. For every token the causes add up
+to log mu - updated, the mismatch of this step. With stale weights they add up
+to log mu - late, the mismatch of a rollout that is one step old. (The sums are
+rounded in the last place of a float64.)
 """
 
 import dataclasses
@@ -50,8 +50,8 @@ class Row:
   """Two log-probs of the same tokens.
 
   Attributes:
-    name: the cause, or what the two are in sum.
-    compared: what they are, in words.
+    name: the cause, or the name of a total.
+    compared: what is compared, as text.
     metrics: see `rl.mismatch.mismatch_metrics`.
   """
 
@@ -62,17 +62,17 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Split:
-  """What was found.
+  """The result of a split.
 
   Attributes:
-    tokens: sampled tokens compared.
-    sequences: responses.
-    causes: in the order in which they add up; the last one is stale weights.
-    totals: of this step (without stale weights), and one step late.
-    rest: largest difference over all tokens between a total and the sum of its
-      causes, nats; rounding of float64.
-    shapes: the same tokens in other slots and packings. Not part of the sums.
-    learnt: what the step's updates did.
+    tokens: number of compared sampled tokens.
+    sequences: number of responses.
+    causes: causes in the order of the sum; the last one is stale weights.
+    totals: this step (without stale weights), and one step late.
+    rest: nats, the largest difference over all tokens between a total and the
+      sum of its causes, which is rounding of float64.
+    shapes: the same tokens in other slots and packings; not part of the sums.
+    learnt: the result of the step's updates.
   """
 
   tokens: int
@@ -85,7 +85,7 @@ class Split:
 
 
 def split(start: Start) -> Split:
-  """Takes the run's next step, and splits its mismatch.
+  """Takes the run's next step and splits its mismatch.
 
   Args:
     start: its state is donated.
@@ -135,7 +135,7 @@ def _in_update(
       sequence.origin: values
       for batch in batches
       for sequence, values in zip(
-          batch, start.learner.score_in_update(batch, state), strict=True
+          batch, start.learner.logprobs_in_update(batch, state), strict=True
       )
   }
 
@@ -145,16 +145,16 @@ def add_up(
     points: list[np.ndarray],
     advantages: np.ndarray,
 ) -> tuple[list[Row], list[Row], float]:
-  """Takes a chain of log-probs apart into its links.
+  """Splits a chain of log-probs into its n differences (links).
 
   Args:
-    names: of the n links, with what they compare; the last is stale weights.
+    names: (name, what is compared) of each link; the last is stale weights.
     points: n + 1 float32 arrays of the same tokens, nats.
-    advantages: of the tokens.
+    advantages: the tokens' advantages.
 
   Returns:
-    (a row per link, the rows of the chain without its last link and of all of
-     it, largest difference over the tokens between a chain and its links).
+    (a row per link, the rows of the chain without and with its last link,
+     largest difference over the tokens between a chain and its links).
   """
   wide = [point.astype(np.float64) for point in points]
   links = [one - other for one, other in itertools.pairwise(wide)]
@@ -167,7 +167,7 @@ def add_up(
   totals, rests = [], []
   for name, when, count in (
       (THIS_STEP, 'in', len(links) - 1),
-      (ONE_STEP_LATE, 'behind', len(links)),
+      (ONE_STEP_LATE, 'after', len(links)),
   ):
     words = f'log mu and training {when} this step'
     totals.append(_row(name, words, points[0], points[count], advantages))
@@ -177,7 +177,7 @@ def add_up(
 
 
 def _causes(spec: RunSpec) -> list[tuple[str, str]]:
-  """Returns the names of the differences, and what they compare."""
+  """Returns (name, what is compared) of each cause."""
   engine, recipe = spec.engine, spec.policy.recipe.name
   sampling = spec.rollout_policy.recipe.name
   truncation = [
@@ -200,15 +200,15 @@ def _causes(spec: RunSpec) -> list[tuple[str, str]]:
       ('kernel, batch shape', f'decode and packed forward, {sampling}'),
       ('quantisation', quantisation),
       ("update's program", f'forward alone and with its backward, {recipe}'),
-      ('stale weights', "weights before and behind the step's updates"),
+      ('stale weights', "weights before and after the step's updates"),
   ]
 
 
 class _Scorer:
-  """The training forward's shapes under any recipe, weights and packing."""
+  """Computes log-probs in training's shapes, for any recipe and packing."""
 
   def __init__(self, spec: RunSpec, batches: list[list[Sequence]]):
-    self._parts, self._batches = spec, batches
+    self._spec, self._batches = spec, batches
     self._compiled: dict[Policy, Any] = {}
 
   def __call__(
@@ -217,12 +217,12 @@ class _Scorer:
     """Returns the log-probs of all sequences, mini-batch by mini-batch.
 
     Args:
-      policy: training's, or the rollout's.
-      params: of the policy's recipe.
-      rows: the run's rows of a micro-batch are divided by this.
-      length: the run's row length is multiplied by this.
+      policy: training's or the rollout's policy.
+      params: params of the policy's recipe.
+      rows: divides the run's rows per micro-batch.
+      length: multiplies the run's row length.
     """
-    spec, mesh, found = self._parts, self._parts.mesh, {}
+    spec, mesh, found = self._spec, self._spec.mesh, {}
     if policy not in self._compiled:
       specs = PolicyParams(*(sharding.tree_specs(t, mesh) for t in params))
       by_row = sharding.ROWS
@@ -287,7 +287,7 @@ def _in_other_packings(
     params: PolicyParams,
     trained: _Scored,
 ) -> list[Row]:
-  """Scores the rollout's tokens again, in other micro-batches."""
+  """Computes the rollout's log-probs again, in other micro-batches."""
   ours, rows = _responses(exp.completions, trained), []
   for words, times in (
       ('half the rows', {'rows': 2}),

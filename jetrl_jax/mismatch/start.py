@@ -1,4 +1,4 @@
-"""Where a run stands before its next step; nothing of the run is changed."""
+"""Builds everything for a run's next step, without changing the run."""
 
 import contextlib
 import dataclasses
@@ -18,7 +18,7 @@ from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.rollout.scheduler import never_stop
 from jetrl_jax.rl.run import precision as run_precision
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.scoring.experience import Experience
 from jetrl_jax.rl.training import initialize
@@ -28,16 +28,16 @@ from jetrl_jax.rl.training.learner import Learner
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Start:
-  """What the next step would be taken with.
+  """Everything that the next step needs.
 
   Attributes:
-    spec: with the precision that the run settled on.
-    engine: of the rollout.
-    collector: samples and scores.
+    spec: the specification in the precision that the run settled.
+    engine: the rollout engine.
+    collector: samples and rewards.
     learner: updates.
-    state: before the step.
+    state: the state before the step.
     step: training steps done.
-    origin: where the state came from, in words.
+    origin: where the state came from, as text.
   """
 
   spec: RunSpec
@@ -49,7 +49,7 @@ class Start:
   origin: str
 
   def rollout(self) -> Experience:
-    """Samples and scores the next step's prompts.
+    """Samples and rewards the next step's prompts.
 
     Raises:
       ValueError: no token was sampled, so there is nothing to compare.
@@ -66,15 +66,15 @@ class Start:
 
 @contextlib.contextmanager
 def start(spec: RunSpec, workdir: pathlib.Path | None) -> Iterator[Start]:
-  """Starts as `main` would, with the reward workers alive inside.
+  """Starts as `main` would; the reward workers live inside the context.
 
   Args:
-    spec: what the run is made of.
-    workdir: of a run, whose newest checkpoint is gone on from; None for a cold
-      start.
+    spec: the run's specification.
+    workdir: a run's workdir, to start from its newest checkpoint; None for a
+      cold start.
 
   Raises:
-    ValueError: the workdir holds no checkpoint, or one of another config.
+    ValueError: the workdir has no checkpoint, or one of another config.
   """
   sampler = spec.prompt_sampler()
   if workdir is None:
@@ -108,18 +108,19 @@ def start(spec: RunSpec, workdir: pathlib.Path | None) -> Iterator[Start]:
 def reference_of(
     spec: RunSpec, state: TrainState, workdir: pathlib.Path | None
 ) -> PolicyParams | None:
-  """Returns what a KL term holds the next update to; None without one.
+  """Returns the reference policy of a KL term; None without one.
 
   Args:
-    spec: what the run is made of.
-    state: of a cold start, or of the checkpoint.
-    workdir: of the run, which keeps its reference; None for a cold start.
+    spec: the run's specification.
+    state: the state of a cold start or of the checkpoint.
+    workdir: the run's workdir, which holds the reference; None for a cold
+      start.
   """
   if not spec.needs_reference:
     return None
   if workdir is not None:
-    return states.reference(workdir / 'reference', state, cold=False)
-  # A copy: the step donates the state.
+    return train_state.reference(workdir / 'reference', state, cold=False)
+  # A copy, because the step donates the state.
   weights, fp8_state = jax.tree.map(jnp.copy, (state.weights, state.fp8_state))
   return PolicyParams(weights, fp8_state)
 
@@ -127,7 +128,8 @@ def reference_of(
 def _cold(spec: RunSpec) -> tuple[RunSpec, Engine, TrainState]:
   engine = Engine(spec.rollout_policy, spec.engine, spec.mesh)
   state = initialize.cold_start(spec, engine, never_stop)
-  with tempfile.TemporaryDirectory() as folder:  # Keeps what was settled.
+  # The settled precision is written to a folder that is not kept.
+  with tempfile.TemporaryDirectory() as folder:
     chosen, state = initialize.settle_precision(
         spec, state, pathlib.Path(folder)
     )
@@ -141,8 +143,8 @@ def _resumed(
 ) -> tuple[RunSpec, initialize.Resumed]:
   if not restore.all_steps(workdir / 'checkpoints'):
     raise ValueError(
-        f'--workdir={workdir}: there is no checkpoint of a run; name the'
-        ' workdir of one that has saved a step, or leave it out for a cold'
+        f'--workdir={workdir} holds no checkpoint of a run; choose the workdir'
+        ' of a run that has saved a step, or leave the flag out for a cold'
         ' start'
     )
   policy = run_precision.resolve(workdir, spec.policy, spec.invariant_scale)

@@ -1,8 +1,8 @@
-"""The run's own functions, with values on the way among their outputs.
+"""The run's own functions with intermediate values as additional outputs.
 
-An output more is another program: XLA may fuse around it in another way. So
-whoever looks at a tapped value also compares the log-probs of the tapped
-program with those of the run's (see `bisect.py`).
+An additional output makes another program, which XLA may fuse differently. So a
+caller who reads a tapped value also compares the log-probs of the tapped
+program with those of the run's program (see `bisect.py`).
 """
 
 import dataclasses
@@ -19,20 +19,20 @@ from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl.rollout import decode_step
 from jetrl_jax.rl.rollout.engine import Engine
-from jetrl_jax.rl.run import gradients as train_step
+from jetrl_jax.rl.run import gradients
 from jetrl_jax.rl.types import TrainBatch
 
-# Of the head; all other taps have the paths of `models/decoder.py`.
+# The head's taps; all others have the paths of `models/decoder.py`.
 LOGITS, LOGSUMEXP = 'logits', 'logsumexp'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TappedPolicy(Policy):
-  """A policy that leaves what it computes on the way.
+  """A policy that keeps intermediate values.
 
   Attributes:
-    wanted: paths of taps; all others are not computed for their own sake.
-    seen: what the function that is being traced has left, until `take`.
+    wanted: paths of the taps to keep.
+    seen: the values that the traced function has kept, until `take`.
   """
 
   wanted: tuple[str, ...]
@@ -41,7 +41,7 @@ class TappedPolicy(Policy):
   )
 
   def take(self) -> dict[str, Array]:
-    """Returns what was left; within the same trace."""
+    """Returns the kept values; call it within the same trace."""
     taken = dict(self.seen)
     self.seen.clear()
     return taken
@@ -52,14 +52,14 @@ class TappedPolicy(Policy):
       self.seen[name] = value
 
   def _apply(self, tree: PyTree, *args, **kwargs) -> Any:
-    if kwargs.get('method') == 'head':  # Inside of the loop over chunks.
+    if kwargs.get('method') == 'head':  # This is inside a loop over chunks.
       return super()._apply(tree, *args, **kwargs)
     found, shown = self.decoder.apply(tree, *args, mutable=[TAPS], **kwargs)
     taps: dict[str, Any] = traverse_util.flatten_dict(
         shown.get(TAPS, {}), sep='/'
     )
     for path, value in taps.items():
-      # A row per token, of whatever shape it is.
+      # Each value becomes one row per token.
       self.leave(path, value.reshape(args[0].shape[0], -1))
     return found
 
@@ -97,17 +97,17 @@ def _prefill(policy: TappedPolicy, params, tokens_PT, lengths_P):
 
 
 def _step(
-    policy: TappedPolicy, config, in_a_row, params, state, base_key, steps
+    policy: TappedPolicy, config, steps_per_sync, params, state, base_key, steps
 ):
-  del in_a_row, steps  # One, outside of the loop over steps.
+  del steps_per_sync, steps  # Always one step, outside of the loop.
   state = decode_step.step(policy, config, params, base_key, state)
   return state, policy.take()
 
 
 class TappedEngine(Engine):
-  """An engine whose prefill and single steps leave their taps in `seen`.
+  """An engine whose prefills and decode steps append their taps to `seen`.
 
-  Its policy is a `TappedPolicy`. `generate_block` must be asked for one step.
+  Its policy is a `TappedPolicy`. Call `generate_block` for one step at a time.
   """
 
   def __init__(self, policy: TappedPolicy, config, mesh):
@@ -135,19 +135,19 @@ def tapped_update(
 ) -> tuple[Any, Array, dict[str, Array]]:
   """Returns (gradients, log-probs [B, T], taps) of one micro-batch.
 
-  What `accumulate` differentiates. The gradients are among the outputs so that
-  the backward pass, which shapes the program, is not dead code.
+  It differentiates the same function as `accumulate`. The gradients are outputs
+  so that the backward pass is not dead code, because it affects the program.
   """
 
   def leaving(batch, logprobs_BT, entropy_BT):
     loss, _ = loss_function(batch, logprobs_BT, entropy_BT)
     return loss, policy.take()
 
-  gradients, (taps, logprobs_BT, _) = jax.grad(
-      train_step.objective(policy, leaving, state, batch, temperature),
+  grads, (taps, logprobs_BT, _) = jax.grad(
+      gradients.objective(policy, leaving, state, batch, temperature),
       argnums=(0, 1),
       has_aux=True,
   )(state.trainable, state.fp8_state)
-  trainable, fp8_state = gradients
+  trainable, fp8_state = grads
   reduced = scaling_state.reduce_over_devices(fp8_state, policy.axes)
   return (trainable, reduced), logprobs_BT, taps

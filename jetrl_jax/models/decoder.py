@@ -64,8 +64,8 @@ class Attention(Leaf):
     """Returns (what the block adds, keys and values), see `Block`."""
     cfg = self.config
     heads = self._norm_heads if cfg.qk_norm else None
-    qkv = self.qkv(rows, row_mask_M, defer=attend.joins and heads is None)
     rotation = rope.rotation(positions_M, rope.inverse_frequencies(cfg))
+    qkv = self.qkv(rows, row_mask_M, defer=attend.joins and heads is None)
     q_MNH, keys = attend.rope_append(
         qkv, rotation, cache, cfg, norm_heads=heads, tap=self.tap
     )

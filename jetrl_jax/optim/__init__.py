@@ -1,1 +1,1 @@
-"""From gradients to the next weights: clip, AdamW, rounding, requantising."""
+"""Gradients to the next weights: clip, AdamW, rounding, quantisation."""

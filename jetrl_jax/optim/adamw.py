@@ -90,7 +90,7 @@ class OptimizerConfig:
     if not self.lr_warmup_steps:
       return decay
 
-    # The first step already moves: step n of warmup runs at (n + 1) / warmup.
+    # Step n of the warmup runs at (n + 1) / warmup, so step 0 is not wasted.
     def warmup(count):
       return self.lr * (count + 1) / self.lr_warmup_steps
 
@@ -108,7 +108,7 @@ class OptimizerConfig:
         *self.betas,
         self.eps,
         self.weight_decay,
-        # Gains and biases do not decay.
+        # Norm scales and biases do not decay.
         lambda params: jax.tree.map(lambda leaf: leaf.ndim > 1, params),
         codec=codec,
     )

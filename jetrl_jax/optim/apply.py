@@ -1,16 +1,17 @@
-"""One optimiser step: a verdict over all gradients, then a program per part.
+"""One optimiser step: check and clip all gradients, then update group by group.
 
-A part is what lies under one key of the masters' tree: `embed`, `layers_0`, ...
-Its program clips, moves the masters, encodes the moments, rolls the kernel and
-output-gradient slots and quantises. All layers have the same shapes, so they
-share one compiled program that is called once per layer: a model of 28 layers
-compiles as fast as one of two, and what a program keeps while it runs is one
-part's. Nothing waits for the host between the calls: whether the gradients are
-finite, and by how much they are clipped, stays on the device.
+A parameter group is everything under one key of the masters' tree: `embed`,
+`layers_0`, ... Its program clips the gradients, updates the masters, encodes
+the moments, updates the scaling state of kernels and output gradients, and
+quantises the new weights. All layers have the same shapes, so they share one
+compiled program that is called once per layer. A model of 28 layers therefore
+compiles as fast as one of two, and a running program needs memory for one group
+only. The host is not involved between the calls: whether the gradients are
+finite and by how much they are clipped stays on the device.
 
-The arithmetic is float32 whatever the masters' dtype: gradients and masters are
-widened in the kernels that read them, and what is stored is rounded once, to
-the nearest or at random (`rounding.py`).
+The arithmetic is float32 for any dtype of the masters. The kernels that read
+gradients and masters convert them, and the result is rounded once, to the
+nearest or stochastically (`rounding.py`).
 """
 
 import dataclasses
@@ -39,12 +40,12 @@ from jetrl_jax.optim.types import TrainState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gradients:
-  """What the micro-batches of one mini-batch have added up to.
+  """The accumulated gradients of one mini-batch's micro-batches.
 
   Attributes:
     trainable: gradients of the masters, in their dtypes.
-    fp8: cotangents of the delayed-scaling slots: amax by max, health by sum.
-    metrics: name to `Mean`.
+    fp8: cotangents of the scaling state; amaxes combine by max, health by sum.
+    metrics: name -> `Mean`.
   """
 
   trainable: PyTree
@@ -55,15 +56,15 @@ class Gradients:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateInfo:
-  """What one optimiser step did.
+  """The result of one optimiser step, less the state.
 
   Attributes:
     grad_norm: float32, global L2 norm before clipping.
     lr: float32, learning rate of this step.
-    applied: bool, False when anything was not finite and the step was skipped.
-    changed_bytes: per quantised kernel the share of FP8 weight bytes that
-      changed, nested like the slots.
-    metrics: name to `Mean`, see `Gradients`.
+    applied: bool, False if anything was not finite and the step was skipped.
+    changed_bytes: for each quantised kernel, the share of its FP8 weight bytes
+      that changed, nested like the scaling state.
+    metrics: name -> `Mean`, see `Gradients`.
   """
 
   grad_norm: Array
@@ -76,14 +77,13 @@ class UpdateInfo:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParamGroup:
-  """What one program moves.
+  """The arrays that one program of the optimiser step updates.
 
   Attributes:
-    trainable: masters below one key.
-    frozen: masters there that do not move.
-    fp8_state: their slots.
-    moments: what the optimiser keeps per master, a list as `opt_parts.split`
-      makes it.
+    trainable: masters under one key.
+    frozen: masters under the same key that do not train.
+    fp8_state: their scaling state.
+    moments: the optimiser's trees like the masters, see `partition.split`.
     weights: their compute weights.
   """
 
@@ -103,7 +103,7 @@ def merge(trainable: PyTree, frozen: PyTree) -> PyTree:
 
 
 def _global_norm(gradients: PyTree, is_split: PyTree, axes) -> Array:
-  """L2 norm over all leaves; split leaves add over devices."""
+  """Returns the L2 norm over all leaves; split leaves add over devices."""
   squares = jax.tree.map(
       lambda g: jnp.sum(jnp.square(g.astype(jnp.float32))), gradients
   )
@@ -115,7 +115,7 @@ def _global_norm(gradients: PyTree, is_split: PyTree, axes) -> Array:
     else:
       whole = whole + square
   if axes.size > 1:
-    # Every device of the data axis holds the same reduced gradient.
+    # All devices of the data axis hold the same reduced gradient.
     split = axes.psum(split) / axes.data
   return jnp.sqrt(whole + split)
 
@@ -123,7 +123,12 @@ def _global_norm(gradients: PyTree, is_split: PyTree, axes) -> Array:
 def _check_and_clip(
     policy, config, is_split, trainable, metrics, opt_step, root
 ):
-  """Returns (UpdateInfo without changed bytes, clip, next step, words)."""
+  """Checks all gradients and computes the clip factor.
+
+  Returns:
+    (UpdateInfo without changed bytes, factor of the gradients (0 if they are
+     not finite), next optimiser step, rounding keys).
+  """
   norm = _global_norm(trainable, is_split, policy.axes)
   loss = metrics['actor/pg_loss']
   ok = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
@@ -150,7 +155,10 @@ def _widened(tree: PyTree) -> PyTree:
 def _optimised(
     optimizer, join, axes, is_split, part, shared, gradients, step_control
 ):
-  """Returns moved masters, moments and shared state, whatever the ruling."""
+  """Returns (new masters, new moments, new shared state) of one group.
+
+  It does not check whether the step is skipped; the caller does.
+  """
   ok, shrink, rounding_keys = step_control
   clipped = jax.tree.map(
       lambda g: jnp.where(ok, g * shrink, 0), _widened(gradients)
@@ -178,7 +186,7 @@ def _move(
     cotangents,
     step_control,
 ):
-  """Moves one part; returns (part, shared optimiser state, changed bytes)."""
+  """Updates one group; returns (group, shared state, changed bytes)."""
   axes, recipe = policy.axes, policy.recipe
   ok = step_control[0]
 
@@ -205,7 +213,7 @@ def _move(
   params = merge(trainable, part.frozen)
   fp8_state = scaling_state.observe(part.fp8_state, cotangents)
   fp8_state = scaling_state.roll(fp8_state, recipe, operands=('output_grad',))
-  # The amax of an amax is itself.
+  # `largest` may hold amaxes instead of masters: the amax of an amax is itself.
   fp8_state = scaling_state.observe_kernels(
       fp8_state, merge(largest, part.frozen), recipe, axes
   )
@@ -213,7 +221,7 @@ def _move(
   weights, measured, changed = requantize(
       params, fp8_state, part.weights, recipe, axes
   )
-  # A skipped step leaves the kernels' health as it was, too.
+  # A skipped step also keeps the kernels' health.
   fp8_state = keep(measured, fp8_state)
   next_part = ParamGroup(
       trainable=trainable,
@@ -226,17 +234,17 @@ def _move(
 
 
 class Apply:
-  """Compiles one optimiser step; called with (state, gradients).
+  """The compiled optimiser step: call it with (state, gradients).
 
-  Both arguments are donated. Returned are the next state and `UpdateInfo`.
+  It returns (next state, `UpdateInfo`) and donates both arguments.
 
   Args:
     policy: its recipe and axes.
-    optimizer: moves the trainable masters. Its state may hold trees like the
-      masters and whatever does not depend on them, such as step counts.
+    optimizer: updates the trainable masters. Its state may hold trees like the
+      masters, and leaves that do not depend on them, such as step counts.
     config: learning rate, clip and rounding.
     mesh: devices.
-    state: an example, concrete or of shapes.
+    state: an example, arrays or shapes.
     gradients: shapes of the accumulator.
   """
 
@@ -267,20 +275,20 @@ class Apply:
     self._movers: dict[Any, Any] = {}
 
   def __call__(self, state: TrainState, gradients: Gradients):
-    """Moves the state; see the class."""
+    """Takes the optimiser step; see the class."""
     info, shrink, opt_step, rounding_keys = self._check_and_clip(
-        *self._to_judge(state, gradients)
+        *self._check_arguments(state, gradients)
     )
     parts, shared, changed = {}, [], {}
     for key, move, arguments in self._moves(
         state, gradients, info, shrink, rounding_keys
     ):
-      # Each gives the same shared state.
+      # Every group returns the same shared state.
       parts[key], shared, share = move(*arguments)
       changed |= {key: share} if share else {}
     next_state = self._joined(state, parts, shared, opt_step)
     info = dataclasses.replace(info, changed_bytes=changed)
-    # The next ones are made where they are accumulated: a rollout has the room.
+    # The accumulator is freed here, so that the rollout can use its memory.
     for leaf in jax.tree.leaves(gradients):
       leaf.delete()
     return next_state, info
@@ -289,13 +297,13 @@ class Apply:
     """Yields (name, number of calls, lowered) of every program.
 
     Args:
-      state: concrete or of shapes, as `gradients`.
-      gradients: the accumulator.
+      state: arrays or shapes.
+      gradients: the accumulator, arrays or shapes.
     """
-    judge = self._to_judge(state, gradients)
-    yield 'judge', 1, self._check_and_clip.lower(*judge)
+    checked = self._check_arguments(state, gradients)
+    yield 'check_and_clip', 1, self._check_and_clip.lower(*checked)
     info, shrink, _, rounding_keys = jax.eval_shape(
-        self._check_and_clip, *judge
+        self._check_and_clip, *checked
     )
     calls: dict[Any, list] = {}
     for key, move, arguments in self._moves(
@@ -310,7 +318,7 @@ class Apply:
     """Returns the compiled functions that were called so far."""
     return [self._check_and_clip, *self._movers.values()]
 
-  def _to_judge(self, state: TrainState, gradients: Gradients) -> tuple:
+  def _check_arguments(self, state: TrainState, gradients: Gradients) -> tuple:
     return (
         gradients.trainable,
         gradients.metrics,
@@ -326,7 +334,7 @@ class Apply:
       shrink: Array,
       rounding_keys: dict[str, Array],
   ) -> Iterator:
-    """Yields (key, program, its arguments) of every part that moves."""
+    """Yields (key, program, its arguments) of every group to update."""
     moments, shared = partition.split(state.opt_state, self._keys)
     for key in state.weights:
       if key not in state.trainable and key not in state.fp8_state:
@@ -343,7 +351,7 @@ class Apply:
       yield key, self._mover(part, *found), (part, shared, *found, step_control)
 
   def _mover(self, part: ParamGroup, gradients: PyTree, cotangents: PyTree):
-    """Returns the program of a part, shared by parts of equal shapes."""
+    """Returns the program of a group; groups of equal shapes share it."""
     arguments = part, gradients, cotangents
     leaves, tree = jax.tree.flatten(arguments)
     signature = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
@@ -355,16 +363,16 @@ class Apply:
           (specs[0], P(), *specs[1:], P()),
           (specs[0], P(), P()),
           donate_argnums=(0,),
-          # Weights that are only replaced would stay in memory beside the new
-          # ones for as long as anybody holds the state.
+          # The old weights are not read, only replaced. Passing them lets XLA
+          # reuse their buffers; otherwise both would be in memory.
           keep_unused=True,
       )
     return self._movers[signature]
 
   def _splits(self, of: TrainState | ParamGroup) -> PyTree:
-    """Returns which masters are split over devices, as a tree of bools."""
+    """Returns a tree of bools: which masters are split over devices."""
     return jax.tree.map(
-        # Decided on the whole shapes: inside, a split leaf looks smaller.
+        # This needs the whole shapes; inside shard_map a leaf looks smaller.
         lambda leaf: sharding.leaf_spec(leaf.shape, self._mesh) != P(),
         of.trainable,
     )

@@ -25,7 +25,7 @@ def move_part(
 
   Args:
     optimizer: what `reference.adamw` returned.
-    join: an `opt_parts.OptStatePartition` of its state.
+    join: an `partition.OptStatePartition` of its state.
     axes: of the mesh.
     is_split: tree of whether each device holds rows of its own.
     part: masters, [first moments, second moments] and what the optimiser keeps

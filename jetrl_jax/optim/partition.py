@@ -1,8 +1,9 @@
-"""An optimiser's state by parts of the model: what is like the masters.
+"""Splits an optimiser's state into parameter groups.
 
-Optax nests trees of the masters' structure (moments) among what does not depend
-on them (step counts). An optimiser step that moves one part of the model at a
-time takes the first apart, and hands the second to every part.
+An optax state mixes trees that are structured like the masters (moments) with
+leaves that do not depend on them (step counts). The optimiser step updates one
+parameter group at a time. It splits the first kind by group and passes the
+second kind to every group.
 """
 
 import jax
@@ -11,11 +12,11 @@ from jetrl_jax.core.typing import PyTree
 
 
 class OptStatePartition:
-  """Puts together what `split` took apart, for any part of the tree.
+  """Rebuilds an optimiser state from `split`'s lists, for any group.
 
   Args:
     opt_state: an example.
-    keys: of the masters' outermost dict.
+    keys: keys of the masters' outermost dict.
   """
 
   def __init__(self, opt_state: PyTree, keys: set[str]):
@@ -25,7 +26,7 @@ class OptStatePartition:
     self._like = [_is_masters(node, keys) for node in nodes]
 
   def __call__(self, like: list, rest: list) -> PyTree:
-    """Returns the state of `split`'s two lists."""
+    """Returns the optimiser state that consists of `split`'s two lists."""
     masters, others = iter(like), iter(rest)
     return self._tree.unflatten(
         [next(masters if of else others) for of in self._like]
@@ -33,11 +34,11 @@ class OptStatePartition:
 
 
 def split(opt_state: PyTree, keys: set[str]) -> tuple[list, list]:
-  """Returns an optimiser's trees like the masters, and the rest.
+  """Returns (an optimiser's trees like the masters, its other leaves).
 
   Args:
-    opt_state: of any optax transformation.
-    keys: of the masters' outermost dict.
+    opt_state: the state of any optax transformation.
+    keys: keys of the masters' outermost dict.
   """
   nodes = jax.tree.leaves(opt_state, is_leaf=lambda x: _is_masters(x, keys))
   like = [node for node in nodes if _is_masters(node, keys)]

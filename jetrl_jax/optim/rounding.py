@@ -1,25 +1,25 @@
-"""Bfloat16 masters, rounded up or down at random instead of to the nearest.
+"""Stochastic rounding of bfloat16 masters.
 
-A bfloat16 has 8 significant bits. An update below half of its last one, 2^-9 of
-the value, is lost when the sum is rounded to the nearest, and it is lost again
-at every step: with a small learning rate most masters never move. Rounded at
-random, up with the probability of the part that is cut off,
+A bfloat16 has 8 significant bits. If an update is below half of the last bit,
+2^-9 of the value, rounding to the nearest loses it, and loses it again at every
+step. With a small learning rate most masters would never move. Stochastic
+rounding rounds up with the probability of the part that is cut off:
 
-    x between neighbours a < b:   b with probability (x - a) / (b - a), else a,
+    x between neighbours a < b:   b with probability (x - a) / (b - a), else a
 
-the mean of what is stored is x, so small updates add up over the steps as in
-float32, with the noise of a random walk on top.
+The mean of the stored value is x. Small updates therefore add up over the steps
+as in float32, with the noise of a random walk on top.
 
-Worked example: a master of 1.0 in bfloat16, whose neighbour above is 1 + 2^-7,
-and an update of 2^-10. The nearest is 1.0, forever. At random the master moves
-by 2^-7 once in eight steps, 2^-10 a step.
+Worked example: a bfloat16 master is 1.0, its upper neighbour is 1 + 2^-7, and
+the update is 2^-10. Rounding to the nearest gives 1.0 at every step. Stochastic
+rounding moves the master by 2^-7 once in eight steps, 2^-10 per step.
 
-The random bits have an address and no state. One threefry key per optimiser
-step and parameter is the key of a permutation of 32-bit words, and an element's
-bits are the upper half of what its index in the whole parameter is sent to.
-They are the same after a resume, on any mesh and however parameters are grouped
-into programs; and they are about ten integer instructions in the kernel that
-moves the masters anyway (`rng.hashed`).
+The random bits have an address and no state. Each optimiser step and parameter
+has a threefry key, which selects a permutation of 32-bit words. An element's
+bits are the upper half of the word to which its index in the whole parameter is
+mapped. They are the same after a resume, on any mesh, and for any grouping of
+parameters into programs. In the kernel that updates the masters they cost about
+ten integer instructions (`rng.hashed`).
 """
 
 import itertools
@@ -36,7 +36,7 @@ from jetrl_jax.kernels.adamw.random_bits import bits_of, stochastic_bfloat16
 
 
 def check(masters: PyTree) -> None:
-  """Refuses masters that are not to be rounded.
+  """Raises an error if a master cannot be rounded stochastically.
 
   Raises:
     ValueError: a master is not bfloat16.
@@ -60,7 +60,7 @@ def rounding_keys(
     masters: nested dict.
 
   Returns:
-    By key of the outermost dict: uint32 [its leaves, 2].
+    Key of the outermost dict -> uint32 [number of its leaves, 2].
   """
   paths = {
       part: [
@@ -69,7 +69,7 @@ def rounding_keys(
       ]
       for part, tree in masters.items()
   }
-  # One program of a few kernels for all masters, not a few in each part.
+  # One program computes the keys of all masters, with only a few kernels.
   addresses = [zlib.crc32(p.encode()) for p in itertools.chain(*paths.values())]
   step_key = rng.fold(root, opt_step)
   keys = jax.vmap(lambda address: rng.fold(step_key, address))(
@@ -87,15 +87,15 @@ def stored(
     part: Array | dict,
     axes: Axes,
 ) -> PyTree:
-  """Returns moved masters in the dtype in which they are stored.
+  """Returns updated masters in the dtype in which they are stored.
 
   Args:
-    moved: float32, what one part of the tree moved to.
-    like: the masters it moved from.
-    is_split: tree of whether each device holds rows of its own.
-    part: the part's `rounding_keys`, by which it is rounded at random; {}
-      rounds to the nearest.
-    axes: of the mesh.
+    moved: float32, the updated masters of one group.
+    like: the masters before the update.
+    is_split: tree of bools: whether each device holds its own rows.
+    part: the group's `rounding_keys` for stochastic rounding; {} rounds to the
+      nearest.
+    axes: the mesh's axes.
   """
   if isinstance(part, dict):
     return jax.tree.map(lambda leaf, old: leaf.astype(old.dtype), moved, like)
@@ -122,8 +122,8 @@ def element_bits(
 
   Args:
     key: uint32 [2], see `rounding_keys`.
-    shape: of the rows at hand; its first axis is the one that is split.
-    first_row: index of the first of them in the whole parameter.
+    shape: shape of this device's rows; the first axis is the split one.
+    first_row: index of the first of these rows in the whole parameter.
 
   Returns:
     uint32 in [0, 2^16), of `shape`.

@@ -1,4 +1,4 @@
-"""What an optimiser step changes, as a pytree."""
+"""The training state, a pytree."""
 
 import dataclasses
 
@@ -10,17 +10,20 @@ from jetrl_jax.core.typing import Array, PyTree
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
-  """All that training changes; what a checkpoint holds, less `weights`.
+  """Everything that training changes.
+
+  A checkpoint holds all of it except `weights` and `rollout_weights`, which are
+  computed from the masters.
 
   Attributes:
-    trainable: master weights the optimiser moves, nested dict.
-    frozen: master weights it does not, nested dict with disjoint paths.
-    fp8_state: the `_overwrite_with_gradient` collection.
-    opt_state: the optax state, over `trainable` alone.
+    trainable: master weights that the optimiser updates, nested dict.
+    frozen: the other master weights, nested dict with disjoint paths.
+    fp8_state: the scaling state, Flax's `_overwrite_with_gradient` collection.
+    opt_state: the optax state, for `trainable` only.
     weights: the compute weights, `prepare_weights(params, fp8_state)`.
-    opt_step: int32 scalar, optimiser steps applied (skipped ones not counted).
-    rollout_fp8_state: the rollout's own slots in a mixed flow, see
-      `rl/run/mixed_flow.py`; empty in a unified one, whose rollout reads
+    opt_step: int32 scalar, optimiser steps applied; skipped ones do not count.
+    rollout_fp8_state: the rollout's own scaling state in a mixed flow, see
+      `rl/run/mixed_flow.py`; empty in a unified flow, whose rollout reads
       `weights`.
     rollout_weights: the rollout's own compute weights, likewise.
   """

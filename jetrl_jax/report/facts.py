@@ -297,7 +297,7 @@ _ALARMS: tuple[tuple[str, Callable[[np.ndarray], bool], str, str], ...] = (
         'It is too small for the grid: raise optim.lr.',
     ),
     (
-        'critic/score/mean',
+        'critic/acc/mean',
         lambda v: v.min() < 0 or v.max() > 1,
         'The accuracy is not between 0 and 1',
         "Score and accuracy may be swapped: look at the reward's 'acc'.",

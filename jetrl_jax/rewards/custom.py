@@ -4,7 +4,8 @@ Which of the two a function is follows from its parameters' names:
 
     verl: compute_score(data_source, solution_str, ground_truth, extra_info)
           -> number, or a dict with 'score' (and 'acc', 'pred')
-    TRL:  reward_func(prompts, completions, **columns) -> [number or None]
+    TRL:  reward_func(prompts, completions, completion_ids, **columns)
+          -> [number or None]
 
 A TRL function is called with lists of one: each answer is bounded by itself.
 One that compares the completions of a group with each other does not fit.
@@ -19,27 +20,38 @@ import math
 import os
 import pathlib
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jetrl_jax.rewards.types import (
+    MAX_SIZE,
     Part,
     RewardFunctionError,
     RewardRequest,
     RewardSpec,
 )
 
+# Characters of a user's message, of a traceback, of a prediction.
+_MAX_SHOWN = 300
+_MAX_LINES = 10_000
+_MAX_PREDICTION = 1000
+_VERL = ('data_source', 'solution_str', 'ground_truth', 'extra_info')
+# What TRL's trainer passes besides, of itself.
+_TRL_ONLY = ('trainer_state', 'log_extra', 'log_metric', 'environments')
+
 
 def load_custom(spec: RewardSpec) -> Callable[[RewardRequest], Part]:
   """Loads the function of `spec` and adapts its arguments and result.
 
   Raises:
-    RewardFunctionError: no such file, module or function, or its parameters
-      are neither verl's nor TRL's.
+    RewardFunctionError: no such file, module or function, its parameters are
+      neither verl's nor TRL's, or it needs one that nobody gives.
   """
   function = _load(spec.function)
   parameters = inspect.signature(function).parameters
-  if 'completions' in parameters:
+  is_trl = not {'completions', 'completion_ids'}.isdisjoint(parameters)
+  if is_trl:
     arguments, unpack = _trl_arguments, _first
   elif {'solution_str', 'ground_truth'} <= set(parameters):
     arguments, unpack = _verl_arguments, _itself
@@ -47,7 +59,8 @@ def load_custom(spec: RewardSpec) -> Callable[[RewardRequest], Part]:
     raise RewardFunctionError(
         f'reward {spec.function!r} has the parameters {list(parameters)};'
         " allowed: verl's (data_source, solution_str, ground_truth,"
-        " extra_info) or TRL's (prompts, completions, **kwargs)."
+        " extra_info) or TRL's (prompts, completions, completion_ids,"
+        ' **kwargs).'
     )
   takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
   unknown = [name for name in spec.kwargs if name not in parameters]
@@ -56,17 +69,62 @@ def load_custom(spec: RewardSpec) -> Callable[[RewardRequest], Part]:
         f'reward {spec.function!r} is given {unknown} (kwargs); it has the'
         f' parameters {list(parameters)}.'
     )
+  needed = _needed(spec, parameters, is_trl=is_trl)
 
   def term(request: RewardRequest) -> Part:
     given = {**arguments(request), **spec.kwargs}
+    missing = [name for name in needed if name not in given]
+    if missing:
+      raise RewardFunctionError(
+          f'reward {spec.function!r} needs {missing}, and a row of'
+          f' {request.source!r} has the columns {sorted(request.extra)}.'
+      )
     if not takes_any:
       given = {k: v for k, v in given.items() if k in parameters}
-    value = function(**given)
-    if inspect.isawaitable(value):
-      value = asyncio.run(_wait(value))
-    return _to_part(unpack(value, spec.function), spec.function)
+    try:
+      value = function(**given)
+      if inspect.isawaitable(value):
+        value = asyncio.run(_wait(value))
+      value = unpack(value, spec.function)
+    except (RewardFunctionError, MemoryError):
+      raise
+    except BaseException as error:
+      # SystemExit too: a function that exits is as broken as one that raises.
+      raise RewardFunctionError(
+          f'reward {spec.function!r} raised {_described(error)}, for an answer'
+          f' to a prompt of {request.source!r}:\n{_own_lines(error)}'
+      ) from error
+    return _to_part(value, spec.function)
 
   return term
+
+
+def _needed(
+    spec: RewardSpec,
+    parameters: Mapping[str, inspect.Parameter],
+    *,
+    is_trl: bool,
+) -> list[str]:
+  """Returns the parameters without a default, if something can be given."""
+  needed = [
+      p.name
+      for p in parameters.values()
+      if p.default is p.empty
+      and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+  ]
+  # What else TRL's function needs are columns: the rows have them or not.
+  given = {*spec.kwargs, *(() if is_trl else _VERL)}
+  absent = [
+      name
+      for name in needed
+      if name not in given and (name in _TRL_ONLY or not is_trl)
+  ]
+  if absent:
+    raise RewardFunctionError(
+        f'reward {spec.function!r} needs {absent}, which rewards are not given'
+        ' here; give the parameters defaults, or values by reward.kwargs.'
+    )
+  return needed
 
 
 async def _wait(value: Any) -> Any:
@@ -85,22 +143,57 @@ def _load(target: str) -> Callable[..., Any]:
   try:
     load = _import_file if is_file else importlib.import_module
     module = load(where)
-  except Exception as error:
+    # Not vars(): packages like trl import a name when it is asked for.
+    found = getattr(module, name, None)
+  except BaseException as error:
     message = (
         f'reward {target!r}: importing {where!r} failed with'
-        f' {type(error).__name__}: {error}'
+        f' {_described(error)}'
     )
-    if isinstance(error, ModuleNotFoundError) and _is_above(error.name, where):
-      # Nothing of the user's has run.
-      raise RewardFunctionError(message) from None
+    if not isinstance(error, ModuleNotFoundError) or not _is_above(
+        error.name, where
+    ):
+      # Of the user's own code.
+      message = f'{message}:\n{_own_lines(error)}'
     raise RewardFunctionError(message) from error
-  if not callable(vars(module).get(name)):
-    functions = sorted(k for k, v in vars(module).items() if callable(v))
+  if not callable(found):
+    functions = sorted(
+        {k for k, v in vars(module).items() if callable(v)}
+        | set(vars(module).get('__all__', ()))
+    )
     raise RewardFunctionError(
         f'reward {target!r}: {where!r} has no function {name!r}; it has'
         f' {functions}.'
     )
-  return vars(module)[name]
+  return found
+
+
+def _described(error: BaseException) -> str:
+  """Returns 'KeyError: 1 at file.py:7', the innermost line of the user's."""
+  said = traceback.format_exception_only(error)[-1].strip()
+  said = said if len(said) <= _MAX_SHOWN else said[:_MAX_SHOWN] + '...'
+  frames = _own_frames(traceback.extract_tb(error.__traceback__))
+  return (
+      f'{said} at {frames[-1].filename}:{frames[-1].lineno}' if frames else said
+  )
+
+
+def _own_lines(error: BaseException) -> str:
+  """Returns the traceback without the frames that lead to the user's code."""
+  shown = traceback.TracebackException.from_exception(error)
+  part: traceback.TracebackException | None = shown
+  while part is not None:
+    part.stack = traceback.StackSummary.from_list(_own_frames(part.stack))
+    part = part.__cause__ or part.__context__
+  text = ''.join(shown.format()).rstrip()
+  return text if len(text) <= _MAX_LINES else '...' + text[-_MAX_LINES:]
+
+
+def _own_frames(
+    stack: traceback.StackSummary,
+) -> list[traceback.FrameSummary]:
+  ours = (__file__, '<frozen importlib')
+  return [frame for frame in stack if not frame.filename.startswith(ours)]
 
 
 def _is_above(package: str | None, module: str) -> bool:
@@ -139,6 +232,7 @@ def _trl_arguments(request: RewardRequest) -> dict[str, Any]:
       **{name: [value] for name, value in columns.items() if name != 'prompt'},
       'prompts': [prompt],
       'completions': [completion],
+      'completion_ids': [list(request.response_ids)],
   }
 
 
@@ -176,12 +270,20 @@ def _to_part(value: Any, target: str) -> Part:
           f"reward {target!r} returned a dict without 'score': {list(value)}."
       )
     accuracy = _number(value['acc'], target) if 'acc' in value else None
+    if accuracy is not None and not 0 <= accuracy <= 1:
+      raise RewardFunctionError(
+          f"reward {target!r} returned {_shown(value['acc'])} as 'acc'; an"
+          " accuracy must be in [0, 1]: leave 'acc' out where there is none."
+      )
     found = value.get('pred')
     # 0 and False are answers, too.
     prediction = '' if found is None else str(found)
     # Half of a surrogate pair, as json.loads may find in an answer, could not
     # be written to a file.
     prediction = prediction.encode('utf-8', 'replace').decode()
+    if len(prediction) > _MAX_PREDICTION:
+      digest = hashlib.sha256(prediction.encode()).hexdigest()[:16]
+      prediction = f'{prediction[:_MAX_PREDICTION]}... ({digest})'
     value = value['score']
   elif isinstance(value, (list, tuple)):
     value = value[0]  # As verl reads it: (score, ...).
@@ -194,9 +296,10 @@ def _to_part(value: Any, target: str) -> Part:
 
 
 def _number(value: Any, target: str) -> float:
-  """Returns a finite float."""
+  """Returns a finite float of a bounded size."""
   try:
-    number = float(value)
+    # Of a text float() would read a number; it is a mistake of the function.
+    number = math.nan if isinstance(value, (str, bytes)) else float(value)
   except (TypeError, ValueError, OverflowError):
     number = math.nan
   if not math.isfinite(number):
@@ -204,6 +307,11 @@ def _number(value: Any, target: str) -> float:
         f'reward {target!r} returned {_shown(value)}; a score must be a finite'
         ' number: return 0.0 for an answer that cannot be judged (where a term'
         " does not apply, a function with TRL's arguments may return [None])."
+    )
+  if abs(number) > MAX_SIZE:
+    raise RewardFunctionError(
+        f'reward {target!r} returned {_shown(value)}; allowed: numbers between'
+        f' {-MAX_SIZE:g} and {MAX_SIZE:g}, whose squares can be computed with.'
     )
   return number
 

@@ -6,9 +6,10 @@ time: it runs in the workers of `rewards/pool.py`.
 
 import dataclasses
 import fractions
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jetrl_jax.rewards import math_answer
 from jetrl_jax.rewards.custom import load_custom
@@ -23,24 +24,59 @@ from jetrl_jax.rewards.types import (
 Term: TypeAlias = Callable[[RewardRequest], Part]
 
 
-def math(request: RewardRequest) -> Part:
-  r"""Scores 1 if the last `\boxed{}` (else '####') holds the answer, else 0."""
-  answer = math_answer.extract_answer(request.response_text)
+def math(request: RewardRequest, after: str = '') -> Part:
+  r"""Scores 1 if the last `\boxed{}` (else '####') holds the answer, else 0.
+
+  Args:
+    request: the response and its reference.
+    after: read what follows the last such text; '' reads it all.
+  """
+  answer = math_answer.extract_answer(_rest(request.response_text, after))
   if math_answer.is_refused(answer, request.answer):
-    return Part(value=0.0, accuracy=0.0, prediction='', error='refused')
+    # It votes all the same: the question was answered.
+    vote = _vote(answer)
+    return Part(value=0.0, accuracy=0.0, prediction=vote, error='refused')
   return _judged(request, answer, math_answer.is_right(answer, request.answer))
 
 
-def gsm8k(request: RewardRequest) -> Part:
+def gsm8k(request: RewardRequest, after: str = '') -> Part:
   """Scores 1 if '#### x' gives the reference number exactly, else 0.
 
   Strict: x is all that stands on the line after the last '####', an integer or
   a decimal, with thousands separators or a dollar sign at most.
+
+  Args:
+    request: the response and its reference.
+    after: see `math`.
   """
-  answer = math_answer.after_marks(request.response_text)
+  answer = math_answer.after_marks(_rest(request.response_text, after))
   number = math_answer.parse_number(answer)
-  expected = _expected(request.answer, request.source)
+  expected = _expected(request.answer, request.source, 'gsm8k')
   return _judged(request, answer, number == expected)
+
+
+def last_number(request: RewardRequest, after: str = '') -> Part:
+  """Scores 1 if the last number of the response is the reference's, else 0.
+
+  For models that write 'The answer is 42.' and no box. Lenient: a number that
+  the response names last for another reason is its answer, too.
+
+  Args:
+    request: the response and its reference.
+    after: see `math`.
+  """
+  answer = math_answer.last_number(_rest(request.response_text, after))
+  expected, _ = _expected(request.answer, request.source, 'last_number')
+  right = math_answer.parse_last(answer) == expected
+  return _judged(request, answer, right)
+
+
+def _rest(response: str, after: str) -> str:
+  """Returns what follows the last `after`; '' where there is none."""
+  if not after:
+    return response
+  start = response.rfind(after)
+  return '' if start < 0 else response[start + len(after) :]
 
 
 def _judged(request: RewardRequest, answer: str, right: bool) -> Part:
@@ -51,18 +87,20 @@ def _judged(request: RewardRequest, answer: str, right: bool) -> Part:
   return Part(value=value, accuracy=value, prediction=prediction, error=None)
 
 
-def _expected(answer: str, source: str) -> tuple[fractions.Fraction, bool]:
+def _expected(
+    answer: str, source: str, reward: str
+) -> tuple[fractions.Fraction, bool]:
   number = math_answer.parse_number(answer)
   if number is None:
     raise RewardFunctionError(
-        f"reward 'gsm8k' compares numbers, and the reference answer of a prompt"
-        f" of {source!r} is {answer!r}; use 'math' for it."
+        f'reward {reward!r} compares numbers, and the reference answer of a'
+        f" prompt of {source!r} is {answer!r}; use 'math' for it."
     )
   return number
 
 
 def check_references(
-    specs: Sequence[RewardSpec], references: Iterable[tuple[str, str]]
+    specs: Sequence[RewardSpec], references: Iterable[tuple[Any, str]]
 ) -> None:
   """Refuses now the reference answer that would end a later step.
 
@@ -71,19 +109,32 @@ def check_references(
     references: answer and source of each prompt.
 
   Raises:
-    RewardFunctionError: 'math' or 'gsm8k' is a term, and there is no answer;
-      'gsm8k' is, and an answer is no number.
+    RewardFunctionError: a built-in term compares with an answer, and there is
+      none or one that is no text; for 'gsm8k' and 'last_number', no number.
   """
-  compares = {'math', 'gsm8k'} & {spec.function for spec in specs}
+  functions = {spec.function for spec in specs}
+  compares = {'math', 'gsm8k', 'last_number'} & functions
   for answer, source in references if compares else ():
+    if not isinstance(answer, str):
+      raise RewardFunctionError(
+          f'reward {min(compares)!r} compares texts and numbers, and the'
+          f' reference answer of a prompt of {source!r} is {_shown(answer)};'
+          ' name the column or the field with its text (data.answer_key, as in'
+          " 'reward_model.ground_truth'), or a function of your own."
+      )
     if not answer:
       raise RewardFunctionError(
           f'reward {min(compares)!r} compares with a reference answer, and the'
           f" prompts of {source!r} have none (answer_key is ''); name their"
           ' column, or a reward that needs none.'
       )
-    if 'gsm8k' in compares:
-      _expected(answer, source)
+    for reward in sorted(compares - {'math'}):
+      _expected(answer, source, reward)
+
+
+def _shown(value: Any) -> str:
+  text = repr(value)
+  return text if len(text) <= 80 else text[:77] + '...'
 
 
 def _vote(answer: str) -> str:
@@ -111,9 +162,11 @@ def build_term(spec: RewardSpec) -> Term:
   """
   match spec.function:
     case 'math':
-      return math
+      return functools.partial(math, **spec.kwargs)
     case 'gsm8k':
-      return gsm8k
+      return functools.partial(gsm8k, **spec.kwargs)
+    case 'last_number':
+      return functools.partial(last_number, **spec.kwargs)
     case 'format':
       return _format(spec.kwargs['pattern'])
     case _:
@@ -141,9 +194,11 @@ class WeightedSum:
         if part.value is not None
     ]
     known = [p.accuracy for p in parts if p.accuracy is not None]
+    known += [value for _, value in values]
+    score = sum(spec.weight * value for spec, value in values)
     return RewardResult(
-        score=sum(spec.weight * value for spec, value in values),
-        accuracy=known[0] if known else (parts[0].value or 0.0),
+        score=score if values else None,
+        accuracy=known[0] if values else None,
         parts={spec.label: value for spec, value in values},
         prediction=next((p.prediction for p in parts if p.prediction), ''),
         error=next((p.error for p in parts if p.error), None),

@@ -11,10 +11,10 @@ The text comes from a model under optimisation, so it is treated as hostile:
   SymPy's `parse_expr`, which is Python's `eval`; it is not used, and while an
   answer is being compared the two places where SymPy runs generated code are
   shut.
-* Forms that take for ever, or that would pass an unsolved problem off as its
-  answer (an integral, a limit), are refused unless the reference has them too.
-  What a rule can refuse a clock must not decide: a clock makes the score
-  depend on the machine.
+* Forms that take for ever (`rewards/costly.py`), or that would pass an unsolved
+  problem off as its answer (`rewards/problems.py`), are refused unless the
+  reference has them too. What a rule can refuse a clock must not decide: a
+  clock makes the score depend on the machine.
 * The rest is bounded by the process it runs in (`rewards/pool.py`). The time
   limits of math-verify are off: they are signals, which do not stop work in C.
 """
@@ -27,17 +27,21 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-# MATH's longest reference answer has 159 characters.
-MAX_ANSWER_CHARS = 512
-_MAX_DEPTH = 16
-_MAX_POWERS = 24
+from jetrl_jax.rewards import answer_list, costly, problems
+
 # float_rounding of math-verify: two decimals this close are equal to it.
 _ROUNDING = fractions.Fraction(1, 10**6)
 
 _NUMBER = re.compile(
     r'(?P<sign>[+-]?)'
-    r'(?P<whole>\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)?'
+    r'(?P<whole>[1-9]\d{0,2}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)?'
     r'(?P<decimals>\.\d+)?(?P<percent>%?)',
+    re.ASCII,
+)
+# '3,14', '0,125', '1.234,5': a comma that parts no groups of three digits.
+_DECIMAL_COMMA = re.compile(
+    r'(?P<whole>[+-]?(?:[1-9]\d{0,2}(?:[. ]\d{3})+|0|\d{4,}'
+    r'|\d+(?=,(?!\d{3}(?!\d))))),(?P<decimals>\d+)(?P<percent> ?\\?%)?',
     re.ASCII,
 )
 _COUNTED = re.compile(
@@ -52,9 +56,28 @@ _FACTORS = frozenset(
     ' hundredth hundredths thousandth thousandths squared cubed factorial'
     ' sqrt'.split()
 )
+# Longer than any number that is an answer, and its sentence.
+_TAIL_CHARS = 1000
+# What stands in a word, an index or an exponent is skipped; a minus after a
+# digit, a letter or a bracket is none of the number's.
+_LAST_NUMBER = re.compile(
+    r'(?:[a-zA-Z]|[\^_]\s*\{?-?)\d[\d.,]*'
+    r'|(?P<number>(?:(?<![\w)}\]])-)?'
+    r'(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![a-zA-Z])\.\d+)'
+    r'(?:/\d+)?)',
+    re.ASCII,
+)
+_SLASHED = re.compile(
+    r'\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}', re.ASCII
+)
 # What ends a sentence, and LaTeX's spaces.
 _END = re.compile(r'(?:\\[,;:! ]|[,;:\s]|(?<!\.)(?<!\\right)\.)+$')
 _TEXT = re.compile(r'\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*\{([^{}]*)\}')
+# A number in a font of its own; of letters a word may be made.
+_FONTS = re.compile(
+    r'(?:\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|it|rm|sf|tt)|[mh]box|bm'
+    r'|boldsymbol)\s*\{\s*)+(?P<inside>[^{}a-zA-Z]*)[}\s]+'
+)
 _MIXED = re.compile(
     r'(?P<sign>-?)(?P<whole>\d{1,9})(?: (?P<a>\d{1,9})/(?P<b>\d{1,9})'
     r'|\\[dt]?frac\{(?P<p>\d{1,9})\}\{(?P<q>\d{1,9})\})',
@@ -71,29 +94,6 @@ _FRACTION = re.compile(
     r'|(?P<a>\d+)/(?P<b>\d+))',
     re.ASCII,
 )
-_COSTLY = tuple(
-    re.compile(pattern)
-    for pattern in (
-        # Problems, not answers; most are evaluated while they are parsed.
-        *(
-            rf'\\{name}(?![a-zA-Z])'
-            for name in (
-                *('int', 'iint', 'iiint', 'oint', 'sum', 'prod', 'lim'),
-                *('operatorname', 'det', 'gcd', 'lcm', 'partial', 'Gamma'),
-                *('gamma', 'xrightarrow', 'max', 'min', 'exp'),
-            )
-        ),
-        r'frac\s*\{?\s*d\s*\}?\s*\{?\s*d',  # A derivative.
-        r'\d[\d,]{100}',
-        r'\^\s*[{(\s]*-?\s*\d{4}',  # An exponent of 1000 or more.
-        r'\^\s*(?:\{[^{}]*|\\?\w+\s*)\^',  # A tower of powers.
-        r'\d[\d,]{3,}\s*[})\s]*!',  # The factorial of 1000 or more,
-        r'!\s*[})\s]*!',  # of a factorial,
-        r'[})]\s*!',  # or of an expression.
-        r'binom[^a-zA-Z]*\d{4}',
-        r'\\(?:log|ln)[\s{(]*\\(?:log|ln)',
-    )
-)
 
 
 def extract_answer(response: str) -> str:
@@ -105,7 +105,7 @@ def extract_answer(response: str) -> str:
   Returns:
     What the last `\boxed{}` or `\fbox{}` encloses, braces balanced; without
     one, the rest of the line after the last '####'. An answer that is not
-    closed or longer than `MAX_ANSWER_CHARS` is none.
+    closed or longer than `costly.MAX_ANSWER_CHARS` is none.
   """
   command = max(('\\boxed', '\\fbox'), key=response.rfind)
   start = response.rfind(command)
@@ -120,14 +120,35 @@ def after_marks(response: str) -> str:
   if start < 0:
     return ''
   # One character more than is allowed shows that the line is too long.
-  line = response[start + 4 : start + 4 + MAX_ANSWER_CHARS + 1]
+  line = response[start + 4 : start + 4 + costly.MAX_ANSWER_CHARS + 1]
   line = line.split('\n', 1)[0]
-  return line.strip() if len(line) <= MAX_ANSWER_CHARS else ''
+  return line.strip() if len(line) <= costly.MAX_ANSWER_CHARS else ''
+
+
+def last_number(response: str) -> str:
+  r"""Returns the last number of a response as it is written, '' without one.
+
+  '42' of 'The answer is 42.', '-1,234.5' and '3/4' as a whole. What is written
+  into a word, an index or an exponent ('H2O', 'x_1', '5 m^2') is no number.
+  """
+  tail = response[-_TAIL_CHARS:].replace('{,}', ',').replace('\u2212', '-')
+  tail = _SLASHED.sub(r'\1/\2', re.sub(r'\\!\s*', '', tail))
+  found = [match['number'] for match in _LAST_NUMBER.finditer(tail)]
+  return next((number for number in reversed(found) if number), '')
+
+
+def parse_last(text: str) -> fractions.Fraction | None:
+  """Returns the value of what `last_number` found."""
+  above, _, below = text.partition('/')
+  number = parse_number(above)
+  if number is None or (below and not int(below[:100])):
+    return None
+  return number[0] / int(below[:100]) if below else number[0]
 
 
 def _enclosed(text: str, start: int) -> str:
   """Returns what the brace group that opens at `start` encloses."""
-  text = text[start : start + MAX_ANSWER_CHARS + 16].lstrip()
+  text = text[start : start + costly.MAX_ANSWER_CHARS + 16].lstrip()
   if not text.startswith('{'):
     return ''
   depth = 0
@@ -143,7 +164,7 @@ def _enclosed(text: str, start: int) -> str:
       depth -= 1
       if depth == 0:
         answer = text[1:index].strip()
-        return answer if len(answer) <= MAX_ANSWER_CHARS else ''
+        return answer if len(answer) <= costly.MAX_ANSWER_CHARS else ''
   return ''
 
 
@@ -158,8 +179,10 @@ def parse_number(text: str) -> tuple[fractions.Fraction, bool] | None:
   """
   if len(text) > 100:
     return None
-  text = text.replace('{,}', ',').replace('\\!', '')
+  text = re.sub(r'\\!\s*', '', text.replace('{,}', ','))
   text = re.sub(r'\\[ ,;]', ' ', text).replace('\\', '').replace('$', '')
+  if re.search(r'\s,|,\s', text):  # A list.
+    return None
   match = _NUMBER.fullmatch(_compact(text).rstrip('.'))
   if match is None or not (match['whole'] or match['decimals']):
     return None
@@ -170,16 +193,11 @@ def parse_number(text: str) -> tuple[fractions.Fraction, bool] | None:
 
 def is_refused(answer: str, reference: str) -> bool:
   """Tells whether the answer is of a form that no verifier is given."""
-  depth = deepest = 0
-  for char in answer:
-    depth += (char in '{([') - (char in '})]')
-    deepest = max(deepest, depth)
-  if len(answer) > MAX_ANSWER_CHARS or deepest > _MAX_DEPTH:
-    return True
-  if answer.count('^') > max(_MAX_POWERS, reference.count('^')):
-    return True
-  return any(
-      rule.search(answer) and not rule.search(reference) for rule in _COSTLY
+  # Of '\\binom{10}{3} = 120' no verifier is given the left side.
+  answer = costly.without_redundant_braces(answer)
+  answer = problems.solved(answer, reference)
+  return costly.is_costly(answer, reference) or problems.names_operation(
+      answer, reference
   )
 
 
@@ -194,17 +212,30 @@ def is_right(answer: str, reference: str) -> bool:
     Whether they are the same number, text or mathematical object. False where
     math-verify fails.
   """
-  answer, reference = _plainly(answer), _plainly(reference)
+  answer = _plainly(problems.solved(answer, reference))
+  reference = _plainly(reference)
+  wanted = answer_list.entries(reference)
+  # math-verify knows both signs of '1 \pm \sqrt{5}'.
+  if len(wanted) > 1 and not re.search(r'\\(?:pm|mp)', answer + reference):
+    found = answer_list.entries(answer, braces=True)
+    if _is_same_text(answer, reference):
+      return True
+    if len(found) > 1:
+      return answer_list.is_same(found, wanted, is_right)
+    if ',' not in answer:  # No tuple or set that is written otherwise.
+      return False
   # Beside a bare number only: elsewhere words may be the answer.
   if parse_number(reference):
     answer = _uncounted(answer)
   elif parse_number(answer):
     reference = _uncounted(reference)
+  if len(wanted) == 1 and ',' not in reference:
+    answer = _with_point(answer)
   decided = _compare_plain(answer, reference)
   if decided is not None:
     return decided
   math_verify, seed = _libraries()
-  with _evaluation_shut():
+  with _made_safe():
     # SymPy tests equality at random points; from a fixed seed an answer's
     # score does not depend on the answers before it.
     seed(0)
@@ -248,9 +279,16 @@ def _unwrapped(text: str) -> str:
 
 def _plainly(text: str) -> str:
   """Returns an answer without a sentence's end, mixed numbers as fractions."""
-  text = _END.sub('', text.strip().replace('°', r'^\circ'))
-  if len(text) > 1 and text[0] == text[-1] == '$' and text.count('$') == 2:
-    text = _END.sub('', text[1:-1].strip())
+  text = costly.without_redundant_braces(text.strip())
+  text = _END.sub('', text.replace('°', r'^\circ'))
+  while True:
+    if match := _FONTS.fullmatch(text):
+      text = match['inside']
+    elif len(text) > 1 and text[0] == text[-1] == '$' and text.count('$') == 2:
+      text = text[1:-1]
+    else:
+      break
+    text = _END.sub('', text.strip())
   match = _MIXED.fullmatch(_compact(text))
   if match is None:
     return text
@@ -259,6 +297,15 @@ def _plainly(text: str) -> str:
   if p >= q:
     return text
   return rf'{match["sign"]}\frac{{{whole * q + p}}}{{{q}}}'
+
+
+def _with_point(text: str) -> str:
+  """Returns '1234.5' of '1.234,5'; the caller knows that it is no list."""
+  match = _DECIMAL_COMMA.fullmatch(text.replace('{,}', ','))
+  if match is None:
+    return text
+  whole = re.sub('[. ]', '', match['whole'])
+  return f'{whole}.{match["decimals"]}{match["percent"] or ""}'
 
 
 def _uncounted(text: str) -> str:
@@ -274,7 +321,7 @@ def _compare_plain(answer: str, reference: str) -> bool | None:
   """Compares texts and numbers; None leaves the case to math-verify."""
   if not answer:
     return False
-  if _compact(_unwrapped(answer)) == _compact(_unwrapped(reference)):
+  if _is_same_text(answer, reference):
     return True
   left, right = parse_number(answer), parse_number(reference)
   if left is not None and right is not None:
@@ -290,6 +337,10 @@ def _compare_plain(answer: str, reference: str) -> bool | None:
   if left is not None and right is not None:
     return left == right
   return None
+
+
+def _is_same_text(answer: str, reference: str) -> bool:
+  return _compact(_unwrapped(answer)) == _compact(_unwrapped(reference))
 
 
 def _parse_fraction(text: str) -> fractions.Fraction | None:
@@ -349,19 +400,33 @@ def _refuse_code(*_: object) -> None:
   raise ValueError('code made from an answer is not run')
 
 
+def _solve_easy(relation: Any, symbols: Any) -> Any:
+  """Stands in for `solve` where math-verify compares equations."""
+  import sympy
+
+  if costly.is_hard_equation(relation.lhs - relation.rhs):
+    raise ValueError('this equation may take for ever to solve')
+  return sympy.solve(relation, symbols)
+
+
 @contextlib.contextmanager
-def _evaluation_shut() -> Iterator[None]:
+def _made_safe() -> Iterator[None]:
   """Shuts the two places where SymPy runs code that it made from text.
 
   `sympify` of a string is `eval`, `lambdify` is `exec`; a name in the module
   hides the built-in one. latex2sympy makes its numbers through the first.
+  Beside them, equations are solved only where that is quick.
   """
   parser = importlib.import_module('sympy.parsing.sympy_parser')
   # sympy.utilities.lambdify is also a function of that name.
   lambdify = importlib.import_module('sympy.utilities.lambdify')
+  grader = importlib.import_module('math_verify.grader')
+  solve = grader.solve
   vars(parser)['eval'] = _make_atom
   vars(lambdify)['exec'] = _refuse_code
+  vars(grader)['solve'] = _solve_easy
   try:
     yield
   finally:
     del vars(parser)['eval'], vars(lambdify)['exec']
+    vars(grader)['solve'] = solve

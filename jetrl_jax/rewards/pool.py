@@ -231,11 +231,21 @@ class RewardPool:
     self.close()
 
   def warn_once(self, results: Sequence[RewardResult]) -> None:
-    """Says of each kind of broken limit, once, that answers count 0 for it.
+    """Says once of each kind that answers count 0 or not at all, and why.
 
     Where all of them do, the run trains on zeros, and no score tells. For
     `Scoring`.
     """
+    unscored = sum(result.score is None for result in results)
+    if unscored and 'unscored' not in self._warned:
+      self._warned.add('unscored')
+      logging.warning(
+          '%d of %d answers got no score, as every reward returned None; they'
+          ' are left out of their groups. Said once: those of training steps'
+          ' are counted as reward/unscored in metrics.jsonl.',
+          unscored,
+          len(results),
+      )
     limits = {
         'timeout': f'the limit is reward.timeout_s={self._timeout_s} seconds',
         'memory': (
@@ -315,7 +325,13 @@ class RewardPool:
     # It may have waited until now for room to send.
     worker.since = time.monotonic()
     while (message := wire.take(worker.buffer)) is not None:
-      reply = json.loads(message)
+      try:
+        reply = json.loads(message)
+      except ValueError as error:
+        raise RewardFunctionError(
+            'a reward worker sent what cannot be read: does a reward function'
+            ' write to sockets that it did not open?'
+        ) from error
       if not worker.ready:
         if 'fatal' in reply:
           raise RewardFunctionError(reply['fatal'])
@@ -323,7 +339,12 @@ class RewardPool:
         self._failed_starts = 0
         continue
       index, seconds = reply.pop('index'), reply.pop('seconds')
-      assert index == worker.assigned[0], (index, worker.assigned)
+      if not worker.assigned or index != worker.assigned[0]:
+        # From a process that a reward function forked; or from the worker,
+        # after such a one.
+        if 'unusable' in reply:
+          raise RewardFunctionError(reply['unusable'])
+        continue
       if seconds > self._timeout_s:
         # As if it had been looked at in time.
         reply = dataclasses.asdict(failed('timeout', self._specs))

@@ -1,11 +1,13 @@
 """The records that go into a reward and come out of it."""
 
 import dataclasses
-import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
-BUILT_IN = ('math', 'gsm8k', 'format')
+BUILT_IN = ('math', 'gsm8k', 'last_number', 'format')
+# Of a value and of a weight: their squares must fit a float32.
+MAX_SIZE = 1e9
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,11 +15,14 @@ class RewardSpec:
   """One term of the score.
 
   Attributes:
-    function: 'math', 'gsm8k', 'format', or a Python function: a dotted path
-      ('package.module.function') or a file ('path/to/file.py:function').
+    function: 'math', 'gsm8k', 'last_number', 'format', or a Python function: a
+      dotted path ('package.module.function') or a file
+      ('path/to/file.py:function').
     weight: factor of this term in the sum.
     kwargs: keyword arguments of the function. 'format' takes exactly
-      {'pattern': regex}, 'math' and 'gsm8k' take none.
+      {'pattern': regex}. The other built-in ones take {'after': text} or none:
+      the answer is then looked for after the last such text, e.g. '</think>',
+      and a response without it has none.
   """
 
   function: str
@@ -26,10 +31,10 @@ class RewardSpec:
 
   def __post_init__(self):
     """Refuses what no worker could run."""
-    if not math.isfinite(self.weight):
+    if not abs(self.weight) <= MAX_SIZE:
       raise ValueError(
           f'reward {self.function!r} has weight {self.weight}; it must be'
-          ' finite.'
+          f' finite, and between {-MAX_SIZE:g} and {MAX_SIZE:g}.'
       )
     if self.function not in BUILT_IN:
       if not re.fullmatch(r'.+[.:][A-Za-z_]\w*', self.function):
@@ -39,20 +44,31 @@ class RewardSpec:
             " 'package.module.function' or 'path/to/file.py:function'."
         )
       return
-    expected = {'pattern'} if self.function == 'format' else set()
-    if set(self.kwargs) != expected:
-      raise ValueError(
-          f'reward {self.function!r} has kwargs {sorted(self.kwargs)}; it takes'
-          f' exactly {sorted(expected)}.'
-      )
-    if self.function == 'format':
-      try:
-        re.compile(self.kwargs['pattern'])
-      except (re.error, TypeError) as error:
+    if self.function != 'format':
+      if set(self.kwargs) - {'after'}:
         raise ValueError(
-            f"the pattern of reward 'format', {self.kwargs['pattern']!r}, is"
-            f' not a regular expression: {error}'
-        ) from error
+            f'reward {self.function!r} has kwargs {sorted(self.kwargs)}; it'
+            " takes 'after' or none."
+        )
+      after = self.kwargs.get('after', '</think>')
+      if not isinstance(after, str) or not after:
+        raise ValueError(
+            f"'after' of reward {self.function!r} is {after!r}; it must be a"
+            " text, such as '</think>'."
+        )
+      return
+    if set(self.kwargs) != {'pattern'}:
+      raise ValueError(
+          f"reward 'format' has kwargs {sorted(self.kwargs)}; it takes exactly"
+          " ['pattern']."
+      )
+    try:
+      re.compile(self.kwargs['pattern'])
+    except (re.error, TypeError) as error:
+      raise ValueError(
+          f"the pattern of reward 'format', {self.kwargs['pattern']!r}, is"
+          f' not a regular expression: {error}'
+      ) from error
 
   @property
   def label(self) -> str:
@@ -67,16 +83,20 @@ class RewardRequest:
   Attributes:
     prompt_text: what was tokenised.
     response_text: the model's text. Nothing in it is trusted.
-    answer: the reference answer.
+    answer: the reference answer: a text, or the row's JSON value for custom
+      functions.
     source: name of the data set.
     extra: the row's columns (`Prompt.extra`), for custom functions.
+    response_ids: token ids of the response, the end token included; for custom
+      functions with TRL's `completion_ids`.
   """
 
   prompt_text: str
   response_text: str
-  answer: str
+  answer: Any
   source: str
   extra: dict[str, Any]
+  response_ids: Sequence[int] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -101,10 +121,11 @@ class RewardResult:
   """What one answer is worth.
 
   Attributes:
-    score: sum over terms of weight * part.
+    score: sum over the terms that apply of weight * part; None where none
+      does, and the answer then counts nowhere.
     accuracy: whether the answer is right, in [0, 1]: that of the first term
-      that knows ('math', 'gsm8k', a custom function's 'acc'), else the first
-      term's part.
+      that knows ('math', 'gsm8k', 'last_number', a custom function's 'acc'),
+      else the part of the first term that applies; None where none does.
     parts: unweighted value by label; a term that did not apply (TRL's None)
       is absent.
     prediction: the final answer as text, for majority votes; '' if none.
@@ -112,8 +133,8 @@ class RewardResult:
       (limits of the worker) or 'refused' (an answer no verifier is given).
   """
 
-  score: float
-  accuracy: float
+  score: float | None
+  accuracy: float | None
   parts: dict[str, float]
   prediction: str
   error: str | None
@@ -121,3 +142,32 @@ class RewardResult:
 
 class RewardFunctionError(ValueError):
   """A user's reward function could not be loaded, or raised."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardConfig:
+  """From answers to scores.
+
+  Attributes:
+    functions: terms of the score: 'math', 'gsm8k', 'last_number', 'format',
+      or 'package.module.function' / 'file.py:function' with verl's or TRL's
+      signature.
+    weights: factor of each term in the sum that is the score.
+    kwargs: keyword arguments by term, as JSON: ('', '{"pattern": "..."}').
+    num_workers: processes that score at the same time.
+    timeout_s: wall seconds per answer; the worker is killed past it.
+    memory_limit_mb: address space that an answer may add, in MiB.
+  """
+
+  functions: tuple[str, ...] = ('math',)
+  weights: tuple[float, ...] = (1.0,)
+  kwargs: tuple[str, ...] = ('',)
+  num_workers: int = 2
+  timeout_s: float = 5.0
+  memory_limit_mb: int = 2048
+
+  @property
+  def limits(self) -> dict[str, Any]:
+    """What `RewardPool` takes besides the terms of the score."""
+    names = 'num_workers', 'timeout_s', 'memory_limit_mb'
+    return {name: getattr(self, name) for name in names}

@@ -28,7 +28,7 @@ import time
 import traceback
 from collections.abc import Sequence
 
-from jetrl_jax.rewards import wire
+from jetrl_jax.rewards import output, wire
 from jetrl_jax.rewards.functions import WeightedSum, build_term
 from jetrl_jax.rewards.math_answer import warm_up
 from jetrl_jax.rewards.types import (
@@ -53,6 +53,7 @@ def nursery_main(descriptor: int) -> None:
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   control = socket.socket(fileno=descriptor)
   specs, memory_limit_mb = pickle.loads(wire.receive(control))
+  output.bound()
   if any(spec.function == 'math' for spec in specs):
     warm_up()
   # The warm heap stays shared with the workers: no collection writes to it.
@@ -117,35 +118,49 @@ def _work(
   """Loads the terms, then answers batches until the pool hangs up."""
   try:
     score = WeightedSum(specs=specs, terms=[build_term(spec) for spec in specs])
-  except BaseException as error:
+  except RewardFunctionError as error:
+    _send(sock, {'fatal': str(error)})
+    return
+  except BaseException:
     said = f'a reward function could not be loaded:\n{traceback.format_exc()}'
-    if isinstance(error, RewardFunctionError) and error.__cause__ is None:
-      # Only what the user's own module raised needs the lines it came from.
-      said = str(error)
     _send(sock, {'fatal': said})
     return
   _limit_memory(memory_limit_mb)
   _send(sock, {'ready': True})
+  worker = os.getpid()
   while True:
     batch = pickle.loads(wire.receive(sock))
     for index, request in batch:
       start = time.monotonic()
-      reply = _score_one(score, request)
+      reply = _score_one(score, request, worker)
       # Without the sending, which waits until the pool has room.
-      seconds = time.monotonic() - start
-      _send(sock, {'index': index, 'seconds': seconds, **reply})
+      head = {'index': index, 'seconds': time.monotonic() - start}
+      if os.getpid() != worker:
+        _send(sock, head | _forked(specs))
+        os._exit(0)  # The next answers are its parent's.
+      _send(sock, head | reply)
 
 
-def _score_one(score: WeightedSum, request: RewardRequest) -> dict:
+def _score_one(score: WeightedSum, request: RewardRequest, worker: int) -> dict:
   try:
     return dataclasses.asdict(score(request))
   except MemoryError:
     return dataclasses.asdict(failed('memory', score.specs))
   except RewardFunctionError as error:
+    if isinstance(error.__cause__, SystemExit) and os.getpid() != worker:
+      os._exit(0)  # A child that was forked for its own ends.
     return {'unusable': str(error)}
   except BaseException:
-    # SystemExit too: a function that exits is as broken as one that raises.
     return {'fatal': traceback.format_exc()}
+
+
+def _forked(specs: Sequence[RewardSpec]) -> dict:
+  names = [spec.function for spec in specs]
+  return {
+      'unusable': f'one of the rewards {names} forks and returns in both'
+      ' processes, so that an answer has two scores; end the child with'
+      ' os._exit(0), or use subprocess.'
+  }
 
 
 def failed(error: str, specs: Sequence[RewardSpec]) -> RewardResult:

@@ -1,7 +1,8 @@
-"""Learning: the mathematics here, and a room each for what applies it.
+"""Reinforcement learning: the mathematics, and one package per part of a run.
 
-The names below are what a notebook needs; `training/trainer.py` makes a run of
-them. `rollout.rollout` samples.
+`rollout/` samples completions, `scoring/` rewards them, `run/` compiles the
+update and builds the state, `training/` is the loop. The names below are what a
+notebook needs.
 """
 
 from jetrl_jax.models.policy import Policy, PolicyParams
@@ -16,7 +17,7 @@ from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
 from jetrl_jax.rl.run.calibration import Calibration
 from jetrl_jax.rl.run.flow_check import decode_graph, train_graph
 from jetrl_jax.rl.run.gradients import UpdatePrograms
-from jetrl_jax.rl.run.state import create as create_state
+from jetrl_jax.rl.run.train_state import create as create_state
 from jetrl_jax.rl.types import Completion, TrainBatch
 
 __all__ = [

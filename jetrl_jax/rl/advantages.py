@@ -1,17 +1,21 @@
-"""Advantages: how much better an answer was than the others of its group.
+"""Advantages: how much better a response is than the others of its group.
 
-Computed once per step on the host, in float64: P x G numbers cost nothing, and
-the result does not depend on a backend, a batch order or a number of devices.
+They are computed once per step, on the host and in float64. P x G numbers cost
+nothing, and the result does not depend on the backend, the batch order or the
+number of devices.
 """
+
+import functools
+from collections.abc import Callable
 
 import numpy as np
 
-from jetrl_jax.core.typing import Array, Float, Int, NpArray, Shaped
+from jetrl_jax.core.typing import Array, Bool, Float, Int, NpArray, Shaped
 
 ESTIMATORS = ('grpo', 'dr_grpo', 'rloo', 'reinforce_plus_plus_baseline')
 
-# Added to the standard deviation, as GRPO's implementations do. It matters
-# only for groups whose rewards nearly agree.
+# Added to the standard deviation, as in other GRPO implementations. It matters
+# only for groups whose rewards are nearly equal.
 STD_EPSILON = 1e-6
 # Added to the variance when whitening, as in verl.
 VARIANCE_EPSILON = 1e-8
@@ -23,32 +27,41 @@ def estimate(
     *,
     adv_estimator: str,
     norm_by_std: bool,
+    scored_PG: Bool[NpArray, 'P G'] | None = None,
 ) -> Float[NpArray, 'P G']:
   """Turns the rewards of a rollout into one advantage per response.
 
+  A response without a score is left out: its group is compared without it,
+  and its own advantage is 0. One that is left alone has that of a group of
+  equal rewards.
+
   Args:
     rewards_PG: rewards, one row per prompt.
-    lengths_PG: tokens in each response's loss mask; read by
-      'reinforce_plus_plus_baseline' alone.
+    lengths_PG: tokens in each response's loss mask; only
+      'reinforce_plus_plus_baseline' reads them.
     adv_estimator: one of `ESTIMATORS`.
     norm_by_std: for 'grpo'; without it 'grpo' is 'dr_grpo'.
+    scored_PG: False where a response has no score, whose reward is not read;
+      None where all have one.
 
   Returns:
     float32 advantages.
 
   Raises:
-    ValueError: an unknown estimator, a group of one, or a reward that is not
-      finite.
+    ValueError: the estimator is unknown, a group has one sample, or a reward is
+      not finite.
   """
   match adv_estimator:
     case 'grpo':
-      return group_advantages(rewards_PG, norm_by_std=norm_by_std)
+      by_std = functools.partial(group_advantages, norm_by_std=norm_by_std)
+      return _of_scored(by_std, rewards_PG, scored_PG)
     case 'dr_grpo':
-      return group_advantages(rewards_PG, norm_by_std=False)
+      plain = functools.partial(group_advantages, norm_by_std=False)
+      return _of_scored(plain, rewards_PG, scored_PG)
     case 'rloo':
-      return leave_one_out_advantages(rewards_PG)
+      return _of_scored(leave_one_out_advantages, rewards_PG, scored_PG)
     case 'reinforce_plus_plus_baseline':
-      return whitened_advantages(rewards_PG, lengths_PG)
+      return whitened_advantages(rewards_PG, lengths_PG, scored_PG)
     case _:
       raise ValueError(
           f'adv_estimator is {adv_estimator!r}; allowed are'
@@ -61,20 +74,20 @@ def group_advantages(
     *,
     norm_by_std: bool,
 ) -> Float[NpArray, 'P G']:
-  """Compares each reward with the other rewards of its prompt.
+  """Compares each reward with the mean reward of its prompt (GRPO).
 
       A = (R - mean(R)) / (std(R) + 1e-6)      norm_by_std
       A = R - mean(R)                          otherwise
 
   mean and std run over the G samples of one prompt; std is the sample standard
-  deviation (divisor G - 1). A group of equal rewards gets exactly 0, which the
-  formula alone does not give: the float64 mean of (0.1, 0.1, 0.1) is not 0.1,
-  and 1e-6 in the denominator would blow that error up.
+  deviation (divisor G - 1). A group of equal rewards gets exactly 0. The
+  formula alone does not give that: the float64 mean of (0.1, 0.1, 0.1) is not
+  0.1, and 1e-6 in the denominator would magnify the error.
 
   Args:
     rewards_PG: rewards, one row per prompt.
-    norm_by_std: divide by the group's standard deviation (GRPO), or do not
-      (Dr. GRPO).
+    norm_by_std: whether to divide by the group's standard deviation (GRPO) or
+      not (Dr. GRPO).
 
   Returns:
     float32 advantages.
@@ -97,12 +110,12 @@ def group_advantages(
 def leave_one_out_advantages(
     rewards_PG: Shaped[Array | NpArray, 'P G'],
 ) -> Float[NpArray, 'P G']:
-  """Compares each reward with the mean of the others of its prompt (RLOO).
+  """Compares each reward with the mean of its prompt's other rewards (RLOO).
 
       A_i = R_i - mean over j != i of R_j = G / (G - 1) (R_i - mean(R))
 
-  The baseline does not contain R_i, so it is independent of the response that
-  it judges. A group of equal rewards gets exactly 0.
+  The baseline does not contain R_i, so it is independent of response i. A group
+  of equal rewards gets exactly 0.
 
   Args:
     rewards_PG: rewards, one row per prompt.
@@ -124,22 +137,24 @@ def leave_one_out_advantages(
 def whitened_advantages(
     rewards_PG: Shaped[Array | NpArray, 'P G'],
     lengths_PG: Int[NpArray, 'P G'],
+    scored_PG: Bool[NpArray, 'P G'] | None = None,
 ) -> Float[NpArray, 'P G']:
   """Subtracts the group's mean, then whitens over the tokens of the batch.
 
       a = R - mean of the group
       A = (a - m) / sqrt(v + 1e-8)
 
-  m and v are mean and sample variance (divisor N - 1) of a over the N tokens
-  of all responses, so a response counts as often as it has tokens. Unlike
-  GRPO's, the scale is one for the whole rollout: easy and hard prompts keep
-  the size of their rewards. A group of equal rewards gets -m / sqrt(v + 1e-8),
-  which is 0 only when lengths and rewards are uncorrelated; where all groups
-  have equal rewards all advantages are 0.
+  m and v are the mean and sample variance (divisor N - 1) of a over the N
+  tokens of all responses, so each response counts once per token. Unlike in
+  GRPO, the whole rollout has one scale, so easy and hard prompts keep the size
+  of their rewards. A group of equal rewards gets -m / sqrt(v + 1e-8), which is
+  0 only if lengths and rewards are uncorrelated. If all groups have equal
+  rewards, all advantages are 0.
 
   Args:
     rewards_PG: rewards, one row per prompt.
     lengths_PG: tokens in each response's loss mask.
+    scored_PG: see `estimate`.
 
   Returns:
     float32 advantages.
@@ -151,10 +166,14 @@ def whitened_advantages(
     REINFORCE++ with baseline: Hu 2025, arXiv:2501.03262, section 3.2. The
     tokens and the 1e-8 are verl's (`masked_whiten`).
 
-  Differs from verl: a batch with fewer than two tokens gives 0, not an error;
-  tokens that a rejection drops count here, which verl leaves out.
+  Two differences from verl: a batch with fewer than two tokens gives 0 and not
+  an error, and tokens that a rejection drops still count.
   """
-  centred_PG = _centred(_checked(rewards_PG))
+  centred_PG = _of_scored(
+      lambda rewards_PG: _centred(_checked(rewards_PG)), rewards_PG, scored_PG
+  )
+  if scored_PG is not None:
+    lengths_PG = np.where(scored_PG, lengths_PG, 0)
   assert lengths_PG.shape == centred_PG.shape, (
       lengths_PG.shape,
       centred_PG.shape,
@@ -165,11 +184,32 @@ def whitened_advantages(
   mean = (lengths_PG * centred_PG).sum() / tokens
   squares = (lengths_PG * np.square(centred_PG - mean)).sum()
   scale = 1.0 / np.sqrt(squares / (tokens - 1) + VARIANCE_EPSILON)
-  return ((centred_PG - mean) * scale).astype(np.float32)
+  advantages_PG = ((centred_PG - mean) * scale).astype(np.float32)
+  if scored_PG is not None:
+    advantages_PG = np.where(scored_PG, advantages_PG, np.float32(0.0))
+  return advantages_PG
+
+
+def _of_scored(
+    estimator: Callable[[NpArray], NpArray],
+    rewards_PG: Array | NpArray,
+    scored_PG: NpArray | None,
+) -> NpArray:
+  """Applies an estimator of groups to the responses that have a score."""
+  if scored_PG is None or scored_PG.all():
+    return estimator(np.asarray(rewards_PG))
+  # Of no values: what a group of one is refused for, and the dtype.
+  of_none = estimator(np.zeros((0, scored_PG.shape[1])))
+  found_PG = np.zeros(scored_PG.shape, of_none.dtype)
+  rows = zip(np.asarray(rewards_PG), scored_PG, strict=True)
+  for p, (rewards_G, scored_G) in enumerate(rows):
+    if scored_G.sum() > 1:
+      found_PG[p, scored_G] = estimator(rewards_G[None, scored_G])[0]
+  return found_PG
 
 
 def _checked(rewards_PG: Array | NpArray) -> NpArray:
-  """Returns the rewards as float64, if groups can be formed of them."""
+  """Returns the rewards as float64, after checking them."""
   rewards_PG = np.asarray(rewards_PG, np.float64)
   if rewards_PG.shape[1] < 2:
     raise ValueError(

@@ -1,10 +1,9 @@
-"""How the losses of tokens become one number: a weight per token.
+"""Aggregates token losses into one number, by a weight per token.
 
-Each `loss_agg_mode` is a sum over tokens with known weights, and the weights
-depend on the response lengths of the whole mini-batch alone. They are computed
-here once, on the host, and travel with the tokens as `TrainBatch.loss_weight`.
-After that micro-batches, packed rows and devices only add up, and none of them
-can change the loss.
+Each `loss_agg_mode` is a weighted sum over tokens, and the weights depend only
+on the response lengths of the whole mini-batch. They are computed here once, on
+the host, and become `TrainBatch.loss_weight`. Micro-batches, packed rows and
+devices then only add, so none of them can change the loss.
 """
 
 from collections.abc import Sequence
@@ -37,20 +36,19 @@ def loss_weights(
       seq-mean-token-sum-norm    1 / (B loss_scale_factor)
 
   so that loss = sum_i sum_t weight_i loss_it. In the last mode
-  `loss_scale_factor` is a constant, by habit max_response_length, as in Dr.
-  GRPO: the loss of a token does not depend on the length of its answer.
+  `loss_scale_factor` is a constant, usually max_response_length, as in Dr.
+  GRPO: a token's loss does not depend on the length of its response.
 
-  A sequence with an empty mask (a truncated completion that is masked out)
-  adds no tokens to N but counts in B, as in verl's trainer, where B is the
-  fixed mini-batch size times num_generations, and as in TRL. (verl's
-  `agg_loss` called alone, without `global_batch_size`, leaves such sequences
-  out of B. Before February 2026 its last mode did not divide by B at all.)
+  A sequence with an empty mask (a truncated completion that is masked out) adds
+  no tokens to N but counts in B. TRL and verl's trainer do the same; there, B
+  is the mini-batch size times num_generations. (verl's `agg_loss` called
+  without `global_batch_size` does not count such sequences in B. Before
+  February 2026 its last mode did not divide by B.)
 
   Args:
     response_lengths: tokens in the loss mask, per sequence of the mini-batch.
     mode: one of `MODES`.
-    loss_scale_factor: tokens; needed by 'seq-mean-token-sum-norm', not read
-      by the other modes.
+    loss_scale_factor: tokens; only 'seq-mean-token-sum-norm' reads it.
 
   Returns:
     float32 weights, 0 for sequences with an empty mask.
@@ -66,7 +64,7 @@ def loss_weights(
   lengths_B = np.asarray(response_lengths, np.int64)
   if (lengths_B < 0).any():
     raise ValueError(f'A response length is {lengths_B.min()}, below 0.')
-  # An empty mask has weight 0, so the divisor that stands in is never seen.
+  # An empty mask gets weight 0 below, so its divisor does not matter.
   safe_B = np.maximum(lengths_B, 1)
   count = max(len(lengths_B), 1)
   match mode:

@@ -1,17 +1,17 @@
-"""Corrections for a behaviour policy mu that is not pi_old.
+"""Corrections for a behaviour policy mu that differs from pi_old.
 
-With rho = pi_old / mu, per token, a correction is a weight that multiplies the
-policy loss of a token (after the dual clip), and a rejection a weight of 0 or
+Let rho = pi_old / mu for each token. A correction is a weight that multiplies
+the token's policy loss (after the dual clip). A rejection is a weight of 0 or
 1. No gradient flows through either. In the unified flow without truncated
-sampling mu is pi_old to the bit and every weight is exactly 1. mu must be the
-distribution really sampled (after temperature, top-k, top-p, min-p), and
-pi_old must have been computed by the training forward; with pi_old copied from
-the rollout no correction can act.
+sampling, mu equals pi_old to the bit and every weight is exactly 1. mu must be
+the distribution that was sampled (after temperature, top-k, top-p, min-p), and
+the training forward must compute pi_old. If pi_old is a copy of the rollout's
+log-probs, no correction can act.
 
 Every correction has the same signature once its settings are bound
-(`Correction`). A token that is rejected keeps its place in the denominators of
-`loss_agg_mode`, as in TRL and verl's default trainer; verl drops it from the KL
-and entropy terms as well.
+(`Correction`). A rejected token still counts in the denominators of
+`loss_agg_mode`, as in TRL and verl's default trainer; verl also drops it from
+the KL and entropy terms.
 """
 
 import functools
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jetrl_jax.core.typing import Array, Float, Int
 from jetrl_jax.rl import segments
 
-# As for the policy ratio: exp stays finite.
+# A clamp that keeps exp finite, as for the policy ratio.
 MAX_LOG_WEIGHT = 20.0
 
 # rollout_is -> default rollout_is_threshold, see `docs/algorithms.md`.
@@ -62,7 +62,7 @@ def no_correction(
     mask_T: Float[Array, ' T'],
     segment_ids_T: Int[Array, ' T'],
 ) -> Float[Array, ' T']:
-  """Weighs every token with 1: the rollout is taken to be on-policy."""
+  """Gives every token weight 1, as if the rollout were on-policy."""
   del mask_T, segment_ids_T
   return jnp.ones_like(log_rho_T)
 
@@ -94,11 +94,11 @@ def token_tis(
 
       w = min(rho, C)
 
-  Capped above only. log rho is clamped to +-20 first.
+  There is no lower bound. log rho is clamped to +-20 first.
 
   Args:
     log_rho_T: see `Correction`.
-    mask_T: not read: tokens do not see each other.
+    mask_T: not read, because each token has its own weight.
     segment_ids_T: not read.
     threshold: the cap C, above 0. Usual: 2; 8 for DAPO at 32B.
 
@@ -122,7 +122,7 @@ def icepop(
     low: float,
     threshold: float,
 ) -> Float[Array, ' T']:
-  """Drops the tokens on which training and rollout disagree, on both sides.
+  """Drops tokens whose ratio is outside a band, above or below.
 
       w = rho if low <= rho <= C, else 0
 
@@ -152,13 +152,13 @@ def sequence_tis(
     *,
     threshold: float,
 ) -> Float[Array, ' T']:
-  """Truncated importance sampling of whole answers.
+  """Truncated importance sampling of whole responses.
 
       w = min(rho_seq, C),  rho_seq = exp(sum_t log rho_t)
 
-  The sum runs over the loss mask and is clamped to +-20. Unbiased up to the
-  cap, but a product over the answer: with 1000 tokens a mean log rho of
-  -0.01 makes it e^-10.
+  The sum runs over the loss mask and is clamped to +-20. The weight is unbiased
+  up to the cap, but it is a product over the response: with 1000 tokens and a
+  mean log rho of -0.01 it is e^-10.
 
   Args:
     log_rho_T: see `Correction`.
@@ -186,7 +186,7 @@ def mis(
     *,
     threshold: float,
 ) -> Float[Array, ' T']:
-  """Masked importance sampling: weighs answers, drops those above the cap.
+  """Masked importance sampling: weights responses, drops those above the cap.
 
       w = rho_seq if rho_seq <= C, else 0
 
@@ -200,8 +200,8 @@ def mis(
     Weights in [0, C], one number per sequence.
 
   References:
-    As `sequence_tis`. verl: rollout_is=sequence with bounds (its preset Seq-MIS
-    has a lower one, too); TRL: sequence_mask, its default.
+    See `sequence_tis`. verl: rollout_is=sequence with bounds (its preset
+    Seq-MIS also has a lower bound); TRL: sequence_mask, its default.
   """
   rho_T = _sequence_ratio(log_rho_T, mask_T, segment_ids_T)
   return jnp.where(rho_T <= threshold, rho_T, 0.0)
@@ -215,12 +215,12 @@ def geometric_rejection(
     low: float,
     high: float,
 ) -> Float[Array, ' T']:
-  """Keeps the answers whose geometric mean of rho lies within a band.
+  """Keeps the responses whose geometric mean of rho is within a band.
 
       w = 1 if low <= exp(mean_t log rho_t) <= high, else 0
 
-  No weight: what is kept is taken as it is. The mean, unlike the product, does
-  not drop long answers for being long. Compared in logs.
+  Kept responses have weight 1. Unlike a product, the mean does not reject long
+  responses because of their length. The comparison is in logs.
 
   Args:
     log_rho_T: see `Correction`.
@@ -234,8 +234,8 @@ def geometric_rejection(
 
   References:
     Li et al. 2025, "When math meets reality: toxic tails and length traps",
-    richardli.xyz/rl-collapse-3. verl: rollout_rs=seq_mean_k1, whose band is
-    that of 1 / rho.
+    richardli.xyz/rl-collapse-3. verl: rollout_rs=seq_mean_k1, whose band is for
+    1 / rho.
   """
   mean_T = jax.lax.stop_gradient(
       segments.segment_mean(log_rho_T, mask_T, segment_ids_T)
@@ -247,12 +247,12 @@ def geometric_rejection(
 def acr_widening(
     log_rho_T: Float[Array, ' T'], *, threshold: float
 ) -> Float[Array, ' T']:
-  """How much QuRL's adaptive clipping range raises the upper clip bound.
+  """Returns the factor by which QuRL's adaptive range raises the upper clip.
 
       1 + eps_high  becomes  (1 + eps_high) / q,  q = min(1, C / rho)
-      so this is  1 / q = max(1, rho / C)
+      so the factor is  1 / q = max(1, rho / C)
 
-  The weight that goes with it is `token_tis`. Exactly 1 wherever rho <= C.
+  The matching weight is `token_tis`. The factor is exactly 1 where rho <= C.
 
   Args:
     log_rho_T: log pi_old - log mu, nats; clamped to +-20.
@@ -273,15 +273,15 @@ def make_correction(
   """Chooses the importance weight by its config name.
 
   Args:
-    rollout_is: a key of `DEFAULT_THRESHOLD`; 'acr' weighs as 'token' does.
+    rollout_is: a key of `DEFAULT_THRESHOLD`; 'acr' has the weights of 'token'.
     threshold: C; 'none' does not read it.
-    low: lower end of IcePop's band; read by nothing else.
+    low: lower end of IcePop's band; the others do not read it.
 
   Returns:
     The correction with its settings bound.
 
   Raises:
-    ValueError: an unknown name, or numbers that are no bound.
+    ValueError: the name is unknown, or a threshold is out of range.
   """
   if rollout_is not in DEFAULT_THRESHOLD:
     raise ValueError(
@@ -310,12 +310,12 @@ def make_correction(
       return functools.partial(icepop, low=low, threshold=threshold)
     case 'none':
       return no_correction
-    case name:  # No correction in its place would not be noticed.
+    case name:  # Without this case, a missing correction would go unnoticed.
       raise NotImplementedError(f'rollout_is {name!r} has no case here')
 
 
 def make_rejection(rollout_rs: str, *, low: float, high: float) -> Correction:
-  """Chooses what drops whole answers, beside any importance weight.
+  """Chooses the rejection of whole responses, besides any importance weight.
 
   Args:
     rollout_rs: 'none' or 'geometric'.
@@ -323,10 +323,10 @@ def make_rejection(rollout_rs: str, *, low: float, high: float) -> Correction:
     high: its upper end.
 
   Returns:
-    The rejection with its settings bound: weights of 0 and 1.
+    The rejection with its settings bound; its weights are 0 or 1.
 
   Raises:
-    ValueError: an unknown name, or a band that does not hold 1.
+    ValueError: the name is unknown, or the band does not contain 1.
   """
   match rollout_rs:
     case 'none':
@@ -335,8 +335,8 @@ def make_rejection(rollout_rs: str, *, low: float, high: float) -> Correction:
       if not 0.0 < low <= 1.0 <= high < math.inf:
         raise ValueError(
             f'rollout_rs_threshold is [{low}, {high}]; the band must be finite,'
-            ' above 0 and hold 1, which equal policies have (usual: 0.999 and'
-            ' 1.001).'
+            ' above 0 and contain 1, the ratio of equal policies (usual: 0.999'
+            ' and 1.001).'
         )
       return functools.partial(geometric_rejection, low=low, high=high)
     case _:

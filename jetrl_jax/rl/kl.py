@@ -1,11 +1,11 @@
 """Estimators of KL(pi || pi_ref) from the log-probs of sampled tokens.
 
 With x = log pi - log pi_ref at a token drawn from pi, k1, k2 and k3 estimate
-the KL. All are exactly 0 at x = 0, which a reference that runs the same recipe
-gives at step 0; k2 and k3 have a zero gradient there too.
+the KL. All are exactly 0 at x = 0, which holds at step 0 if the reference runs
+the same recipe; k2 and k3 then also have a zero gradient.
 
-k1 is for metrics and for rewards. As a loss its expected gradient on-policy is
-zero, whatever pi_ref is (E[d log pi] = 0), so `make_kl_loss` refuses it.
+k1 is for metrics and rewards. As a loss its expected on-policy gradient is zero
+for any pi_ref (E[d log pi] = 0), so `make_kl_loss` refuses it.
 
 References:
   Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
@@ -42,7 +42,7 @@ def _log_ratio(
 def k1(
     log_pi_T: Float[Array, ' T'], log_pi_ref_T: Float[Array, ' T']
 ) -> Float[Array, ' T']:
-  """Estimates the KL by x, in nats. Unbiased; not to be used as a loss."""
+  """Estimates the KL by x, in nats. Unbiased, but useless as a loss."""
   return _log_ratio(log_pi_T, log_pi_ref_T)
 
 
@@ -61,12 +61,12 @@ def k3(
 ) -> Float[Array, ' T']:
   """Estimates the KL by exp(-x) - 1 + x, in nats (verl: 'low_var_kl').
 
-  Never negative. At most 10: where x < -2.61 or x > 11 the penalty is constant
-  and pulls no more.
+  The estimate is in [0, 10]. Where x < -2.61 or x > 11 it is constant and has
+  no gradient.
   """
   x_T = _log_ratio(log_pi_T, log_pi_ref_T)
-  # expm1: near 0 the value is x^2 / 2, which exp(-x) - 1 would round away
-  # (at x = 1e-4 the value is 5e-9, the spacing of float32 at 1 is 1.2e-7).
+  # expm1, because exp(-x) - 1 would round away the value x^2 / 2 near 0 (at
+  # x = 1e-4 it is 5e-9, but the spacing of float32 at 1 is 1.2e-7).
   return jnp.minimum(jnp.expm1(-x_T) + x_T, MAX_K3)
 
 

@@ -1,9 +1,9 @@
-"""Policy losses: per token, unbatched, unreduced and free of the model.
+"""Policy losses: per token, unbatched, unreduced and independent of the model.
 
 A loss takes the log-ratios of one packed row and returns a number per token.
-`rl/objective.py` vmaps, multiplies by the correction's weight
-(`rl/corrections.py`), then by `TrainBatch.loss_weight`, and sums. Masked
-tokens have weight 0; only a loss that looks at whole sequences needs the mask.
+`rl/objective.py` vmaps it, multiplies by the correction's weight
+(`rl/corrections.py`) and by `TrainBatch.loss_weight`, and sums. Masked tokens
+have weight 0; only a loss over whole sequences needs the mask.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jetrl_jax.core.typing import Array, Float, Int
 from jetrl_jax.rl import segments
 
-# exp(20) is 4.9e8: beyond it a ratio says nothing, and exp(89) is infinite.
+# exp(20) is 4.9e8; a larger ratio carries no information, and exp(89) is inf.
 MAX_LOG_RATIO = 20.0
 
 # policy_loss -> default (clip_ratio_low, clip_ratio_high). A sequence's ratio
@@ -26,12 +26,12 @@ class PolicyLoss(NamedTuple):
   """A loss per token, and where it was clipped.
 
   Attributes:
-    loss_T: to be minimised; unreduced.
+    loss_T: the unreduced loss, to be minimised.
     clipped_T: float32, 1 where the clipped term is the larger one. Its mean
       over response tokens is `actor/pg_clipfrac`.
-    clipped_lower_T: float32, 1 where A < 0 and the loss met its upper bound
-      -c A. Its mean over response tokens is `actor/pg_clipfrac_lower`. 0 in
-      losses without a dual clip.
+    clipped_lower_T: float32, 1 where A < 0 and the loss reached its upper bound
+      -c A. Its mean over response tokens is `actor/pg_clipfrac_lower`. It is 0
+      in losses without a dual clip.
   """
 
   loss_T: Array
@@ -54,16 +54,16 @@ def clipped_pg_loss(
       loss = max(-r A, -clip(r, 1 - clip_low, (1 + clip_high) widening) A)
       loss = min(loss, -clip_c A)                                 where A < 0
 
-  The gradient vanishes where the clipped term, or the bound, was chosen. At a
-  ratio of exactly 1 (the first update after a rollout) it is -A d log pi.
+  The gradient is 0 where the clipped term or the bound was chosen. At a ratio
+  of exactly 1 (the first update after a rollout) it is -A d log pi.
 
   Args:
     log_ratio_T: log pi(y_t) - log pi_old(y_t), in nats.
     advantage_T: advantages; no gradient flows into them.
     clip_low: lower distance of the clip range from 1, in [0, 1).
     clip_high: upper distance of the clip range from 1, at least 0.
-    clip_c: bound of the loss in units of |A|, above 1. It keeps a token with
-      a negative advantage and an exploding ratio from ruling the batch.
+    clip_c: bound of the loss in units of |A|, above 1. It keeps a token with a
+      negative advantage and an exploding ratio from dominating the batch.
     widening_T: factor of the upper clip bound, at least 1, without a gradient;
       see `corrections.acr_widening`.
 
@@ -94,7 +94,7 @@ def _clipped_surrogate(
     lower: float,
     upper_T: Float[Array, ' T'] | float,
 ) -> tuple[Array, Array]:
-  """Returns (max(-r A, -clip(r, lower, upper) A), where the latter is)."""
+  """Returns (max(-r A, -clip(r, lower, upper) A), where the clip is chosen)."""
   ratio_T = jnp.exp(jnp.clip(log_ratio_T, -MAX_LOG_RATIO, MAX_LOG_RATIO))
   free_T = -ratio_T * advantage_T
   held_T = -jnp.clip(ratio_T, lower, upper_T) * advantage_T
@@ -111,36 +111,37 @@ def gspo_loss(
     clip_low: float,
     clip_high: float,
 ) -> PolicyLoss:
-  """Group sequence policy optimisation: one ratio, and one clip, per answer.
+  """Group sequence policy optimisation: one ratio and one clip per response.
 
-      s = exp(mean over the answer of log_ratio)        = (pi / pi_old)^(1/len)
+      s = exp(mean over the response of log_ratio)      = (pi / pi_old)^(1/len)
       s_t = stop_grad(s) pi_t / stop_grad(pi_t)
       loss_t = max(-s_t A, -clip(s_t, 1 - clip_low, 1 + clip_high) A)
 
-  s_t equals s; only its gradient is that of the token. With one advantage per
-  answer and 'seq-mean-token-mean' the gradient is that of the sequence-level
-  objective. There is no dual clip. For an answer of one token it is PPO.
+  s_t has the value of s and the gradient of token t. With one advantage per
+  response and 'seq-mean-token-mean' the gradient is that of the sequence-level
+  objective. There is no dual clip. For a response of one token it is PPO.
 
   Args:
     log_ratio_T: log pi(y_t) - log pi_old(y_t), in nats; 0 where masked.
     advantage_T: advantages; no gradient flows into them.
-    mask_T: 1 on the tokens of the answer.
+    mask_T: 1 on the tokens of the response.
     segment_ids_T: the sequences of the packed row, see `TrainBatch`.
     clip_low: lower distance of the clip range from 1, in [0, 1). Usual: 3e-4.
     clip_high: upper distance, at least 0. Usual: 4e-4.
 
   Returns:
-    The unreduced loss; an answer is clipped as a whole.
+    The unreduced loss; a response is clipped as a whole.
 
   References:
     Zheng et al. 2025, arXiv:2507.18071, eq. 5 and 7; per token: eq. 13 and 14.
 
-  Differs from verl: the mean log-ratio is clamped to +-20, not to at most 10.
+  One difference from verl: the mean log-ratio is clamped to +-20, not to at
+  most 10.
   """
   mean_T = segments.segment_mean(
       jax.lax.stop_gradient(log_ratio_T), mask_T, segment_ids_T
   )
-  # Exactly 0, with the gradient of log pi.
+  # Its value is exactly 0 and its gradient is that of log pi.
   own_T = log_ratio_T - jax.lax.stop_gradient(log_ratio_T)
   advantage_T = jax.lax.stop_gradient(advantage_T)
   loss_T, clipped_T = _clipped_surrogate(
@@ -164,23 +165,23 @@ def cispo_loss(
 
       loss = -stop_grad(min(r, cap)) A log pi
 
-  The ratio is a weight of REINFORCE's gradient, capped above only. Where PPO's
-  clip stops a token's gradient, this only bounds it.
+  The ratio weights REINFORCE's gradient and has only an upper cap. PPO's clip
+  stops a token's gradient; this cap only limits it.
 
   Args:
-    log_pi_T: log pi(y_t), in nats; what the gradient flows through.
+    log_pi_T: log pi(y_t), in nats; the gradient flows through it.
     log_ratio_T: log pi(y_t) - log pi_old(y_t), in nats, clamped to +-20.
     advantage_T: advantages; no gradient flows into them.
-    cap: largest weight itself, not a distance from 1. Usual: 5.
+    cap: the largest weight, not a distance from 1. Usual: 5.
 
   Returns:
-    The unreduced loss; its value, other than its gradient, has no meaning.
+    The unreduced loss; only its gradient has a meaning, not its value.
     `clipped_T` is 1 where r > cap.
 
   References:
-    MiniMax-M1, arXiv:2506.13585, eq. 4 and 5 (which sets no lower bound). The
-    default of cap: ScaleRL, arXiv:2510.13786; TRL's epsilon_high is this cap,
-    verl's is 1 + clip_ratio_high, and it clips below too.
+    MiniMax-M1, arXiv:2506.13585, eq. 4 and 5 (it sets no lower bound). The
+    default of cap is from ScaleRL, arXiv:2510.13786. TRL's epsilon_high is this
+    cap; verl's cap is 1 + clip_ratio_high, and verl also clips below.
   """
   advantage_T = jax.lax.stop_gradient(advantage_T)
   ratio_T = jnp.exp(jnp.clip(log_ratio_T, -MAX_LOG_RATIO, MAX_LOG_RATIO))

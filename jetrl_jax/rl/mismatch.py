@@ -1,15 +1,15 @@
-"""How far the rollout's numbers are from the training forward's.
+"""Measures how far the rollout's log-probs are from the training forward's.
 
-Two questions, and they take different inputs. Do rollout and training compute
-the same function? That compares the rollout's untruncated log-probs with the
-training forward's at the rollout's weights, bit by bit; never with a copied
-pi_old, which would agree by construction. How far is the data from on-policy?
-That compares log mu with log pi_old.
+There are two questions, with different inputs. First: do rollout and training
+compute the same function? This compares the rollout's untruncated log-probs bit
+by bit with the training forward's at the rollout's weights. A pi_old that was
+copied from the rollout must not be used here; it would always agree. Second:
+how far is the data from on-policy? This compares log mu with log pi_old.
 
-k3 alone is no alarm: it can stay flat for hundreds of steps while the reward
-decays. So the largest difference is reported too, and the mean signed
-difference by the sign of the advantage: noise has mean 0, a drift that pushes
-tokens of bad answers down has not.
+k3 alone is not a sufficient alarm. It can stay flat for hundreds of steps while
+the reward decays. So the largest difference is reported too, and the mean
+signed difference by the sign of the advantage: noise has mean 0, but a drift
+that lowers tokens of bad answers does not.
 """
 
 import numpy as np
@@ -45,21 +45,21 @@ def mismatch_metrics(
       rollout_corr/rollout_is_mean                mean of w
       rollout_corr/rollout_is_eff_sample_size     1 / mean((w / mean w)^2)
 
-  Two NaNs with the same bits agree, -0.0 and 0.0 do not. A NaN or infinity
-  shows as a NaN in the means, not as an error.
+  Two NaNs with the same bits agree; -0.0 and 0.0 do not. A NaN or infinity
+  gives a NaN in the means and no error.
 
   Args:
     rollout_logprobs: float32 nats, as the rollout returned them.
     train_logprobs: float32 nats, by the training forward at those weights.
-    log_mu: nats, under the distribution really sampled.
+    log_mu: nats, under the distribution that was sampled.
     log_pi_old: nats, the denominator of the policy ratio.
     advantages: their signs group the signed differences.
-    rollout_is_threshold: cap of the importance weights; infinity when no
+    rollout_is_threshold: cap of the importance weights; infinity if no
       correction is applied.
 
   Returns:
-    Names and values. Empty when there is no token; without the key of a sign
-    that no token has. Nothing measured is not a zero.
+    Name -> value. It is empty without a token, and a sign that no token has
+    has no key, because what was not measured is not 0.
 
   Raises:
     ValueError: the log-probs to be compared bit by bit are not float32.
@@ -70,7 +70,7 @@ def mismatch_metrics(
   shapes = {
       x.shape for x in (rollout, train, log_mu_T, log_pi_old_T, advantage_T)
   }
-  # Otherwise a lone token would broadcast against the others.
+  # Otherwise a single token would broadcast.
   assert len(shapes) == 1, shapes
   if rollout.size == 0:
     return {}
@@ -96,13 +96,13 @@ def mismatch_token_frac(
     A share in [0, 1]; 0 only if all bits agree.
 
   Raises:
-    ValueError: an input is not float32. Casting first could hide a difference.
+    ValueError: an input is not float32; a cast could hide a difference.
   """
   rollout, train = np.asarray(rollout_logprobs), np.asarray(train_logprobs)
   for name, x in (('rollout_logprobs', rollout), ('train_logprobs', train)):
     if x.dtype != np.float32:
       raise ValueError(
-          f'{name} is {x.dtype}; bits are compared in float32, as computed.'
+          f'{name} is {x.dtype}; pass the float32 values as they were computed.'
       )
   return float(np.mean(rollout.view(np.int32) != train.view(np.int32)))
 
@@ -120,7 +120,7 @@ def k3_divergence(
     after_T: log-probs in nats, of another policy for the same tokens.
 
   Returns:
-    Nats per token; None when there is no token.
+    Nats per token; None without a token.
   """
   x_T = np.asarray(before_T, np.float64) - np.asarray(after_T, np.float64)
   if not x_T.size:
@@ -135,7 +135,7 @@ def _k3(x_T: NpArray) -> NpArray:
 def _logprob_differences(
     rollout: NpArray, train: NpArray, advantage_T: NpArray
 ) -> dict[str, float]:
-  """Compares the same log-probs computed twice."""
+  """Compares log-probs that rollout and training computed."""
   rollout, train = rollout.astype(np.float64), train.astype(np.float64)
   diff = train - rollout
   prob_diff = np.abs(np.exp(train) - np.exp(rollout))
@@ -158,11 +158,11 @@ def _logprob_differences(
 def _off_policy(
     log_mu_T: NpArray, log_pi_old_T: NpArray, threshold: float
 ) -> dict[str, float]:
-  """Compares the distribution sampled with pi_old."""
+  """Compares the sampled distribution with pi_old."""
   x_T = log_mu_T.astype(np.float64) - log_pi_old_T.astype(np.float64)
   safe_T = np.clip(x_T, -MAX_LOG_RATIO, MAX_LOG_RATIO)
   weight_T = np.minimum(np.exp(-safe_T), threshold)
-  # Scaled by the mean first, so that squares of tiny weights do not vanish.
+  # Divided by the mean first, so that squares of tiny weights do not vanish.
   relative_T = weight_T / weight_T.mean()
   return {
       'training/token_mult_prob_error': float(np.exp(np.abs(safe_T)).mean()),

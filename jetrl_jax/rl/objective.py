@@ -1,7 +1,7 @@
-"""The objective: loss, correction and penalties of a micro-batch, and its sum.
+"""The objective of a micro-batch: policy loss, correction, KL and entropy.
 
-The parts are in `losses`, `corrections` and `kl`, unbatched; here they meet
-the mask and `TrainBatch.loss_weight`.
+The terms are in `losses`, `corrections` and `kl`, for one row and unreduced.
+This file applies the mask and `TrainBatch.loss_weight` and sums.
 """
 
 import dataclasses
@@ -135,7 +135,7 @@ class LossConfig:
     )
 
   def rejection(self) -> corrections.Correction:
-    """Returns the rejection of whole answers."""
+    """Returns the rejection of whole responses."""
     return corrections.make_rejection(
         self.rollout_rs,
         low=self.rollout_rs_threshold_low,
@@ -158,7 +158,7 @@ def policy_loss(
 
       loss = sum_t weight_t (is_t pg_t + kl_loss_coef kl_t - entropy_coeff H_t)
 
-  With `rollout_is_per_answer` is_t is the mean of the answer's is_t.
+  With `rollout_is_per_answer`, is_t is its mean over the response.
 
   Args:
     config: the objective.
@@ -167,7 +167,7 @@ def policy_loss(
     entropy_BT: entropy of pi at each token, in nats.
   """
   mask_BT = batch.loss_mask
-  # Masked positions hold numbers that mean nothing; 0 * inf would be NaN.
+  # Masked positions hold arbitrary numbers, and 0 * inf would be NaN.
   log_ratio_BT = jnp.where(mask_BT > 0, logprobs_BT - batch.old_logprobs, 0.0)
   log_rho_BT = jnp.where(mask_BT > 0, batch.old_logprobs - batch.log_mu, 0.0)
   pg = _policy_term(config, batch, logprobs_BT, log_ratio_BT, log_rho_BT)
@@ -244,7 +244,7 @@ def _policy_term(
 def _correction_metrics(
     config: LossConfig, batch: TrainBatch, weight_BT: Array
 ) -> dict[str, Mean]:
-  """Says what the correction weighed and dropped; empty without one."""
+  """Returns what the correction weighted and dropped; empty without one."""
   if not config.reads_mu:
     return {}
   mask_BT = batch.loss_mask
@@ -255,7 +255,7 @@ def _correction_metrics(
     dropped_here_BT = jax.vmap(segments.segment_sum)(
         dropped_BT * mask_BT, batch.segment_ids
     )
-    # One over the length at each token: a sequence counts once.
+    # Each token weighs 1 / length, so a sequence counts once.
     once_BT = mask_BT / jnp.maximum(length_BT, 1.0)
     metrics |= {
         'rollout_corr/rollout_rs_masked_fraction': mean(dropped_BT, mask_BT),

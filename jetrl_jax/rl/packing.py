@@ -1,12 +1,12 @@
-"""Puts sequences of different lengths into rows of one length, and back.
+"""Packs sequences of different lengths into rows of one length, and unpacks.
 
-A row holds several segments. Each starts at a multiple of the attention tile,
-because then the tiles of a segment fall as they would in a row of its own (or
-in a KV cache that starts at 0), and its log-probs keep their bits; off the
-tile they change. The price is on average half a tile of padding per segment.
+A row holds several segments. Each starts at a multiple of the attention tile.
+A segment then has the same tiles as in a row of its own (or in a KV cache that
+starts at 0), and its log-probs have the same bits. Otherwise they would change.
+This costs half a tile of padding per segment on average.
 
-Host side and numpy only. Placement is first-fit-decreasing, so it depends on
-the lengths and their order and on nothing else.
+Packing runs on the host with numpy. It is first-fit-decreasing, so the
+placement depends only on the lengths and their order.
 """
 
 import dataclasses
@@ -35,9 +35,9 @@ _DTYPES = {
 class Sequence:
   """One training sequence on the host.
 
-  A prompt and its response, or a conversation. Every array is [length] and
-  aligned with its token; the meanings are those of `TrainBatch`. The first
-  token has loss mask 0: nothing predicted it.
+  It is a prompt and its response, or a conversation. Every array is [length]
+  and aligned with its token, with the meaning that `TrainBatch` gives it. The
+  first token has loss mask 0, because nothing predicts it.
 
   Attributes:
     tokens: int32 token ids, at least one.
@@ -49,8 +49,8 @@ class Sequence:
     old_logprobs: float32, nats.
     ref_logprobs: float32, nats.
     weight_version: int32, optimiser steps.
-    origin: index of the sequence where the caller keeps it, for example its
-      completion's place in the rollout.
+    origin: the caller's index of the sequence, for example its completion's
+      index in the rollout.
   """
 
   tokens: NpArray
@@ -67,12 +67,12 @@ class Sequence:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Placement:
-  """Where one sequence went.
+  """The place of one sequence.
 
   Attributes:
     batch: index of the micro-batch.
     row: row within the micro-batch.
-    start: first token's place in the row, a multiple of the tile.
+    start: index of its first token in the row, a multiple of the tile.
     length: tokens.
     origin: `Sequence.origin`.
   """
@@ -86,13 +86,13 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packed:
-  """Micro-batches of one shape, and the way back to the sequences.
+  """Micro-batches of one shape, and where each sequence is in them.
 
   Attributes:
     batches: `TrainBatch` with numpy leaves [B, T].
-    placements: one per sequence, in the order they were given to `pack`.
-    efficiency: packing efficiency, the share of the B x T places of all
-      micro-batches that hold a token, in [0, 1].
+    placements: one per sequence, in the order that `pack` was given.
+    efficiency: packing efficiency, the share of all micro-batches' B x T
+      positions that hold a token, in [0, 1].
   """
 
   batches: list[TrainBatch]
@@ -110,19 +110,21 @@ def batch_shape(
 ) -> tuple[int, int]:
   """Returns (rows, row_length) of a micro-batch, over all devices.
 
-      rows = packed_rows or micro_batch_size, up to a multiple of the devices
-      row_length = longest, up to the tile, times micro_batch_size / packed_rows
+      rows = packed_rows or micro_batch_size, rounded up to the devices
+      row_length = longest, rounded up to the tile,
+                   times micro_batch_size / packed_rows
 
   Example:
-    8 sequences of 2304 tokens in 1 row are (1, 18432) on one device, and on
-    four devices (4, 18432): the rows that are added are as long.
+    8 sequences of 2304 tokens in 1 row give (1, 18432) on one device and (4,
+    18432) on four devices: the three additional rows are equally long.
 
   Args:
     longest: tokens of a sequence of full length.
     micro_batch_size: sequences of full length in a micro-batch.
-    packed_rows: rows they lie in, a divisor of their number; 0 for one each.
+    packed_rows: rows that hold these sequences, a divisor of their number; 0
+      for one row per sequence.
     tile: tokens, see `pack`.
-    devices: that share the rows.
+    devices: number of devices that share the rows.
   """
   rows = packed_rows or micro_batch_size
   per_row = micro_batch_size // rows
@@ -138,12 +140,12 @@ def pack(
 ) -> Packed:
   """Packs sequences into micro-batches of [rows_per_micro_batch, row_length].
 
-  First-fit-decreasing: the longest sequence first (of equal ones the earlier),
-  each into the first row with room for it. A sequence is never split. The last
-  micro-batch is filled up with empty rows.
+  First-fit-decreasing places the longest sequence first (the earlier among
+  equal ones), each into the first row where it fits. A sequence is never split.
+  The last micro-batch may have empty rows.
 
   Args:
-    sequences: what to pack; none gives no micro-batch.
+    sequences: sequences to pack; without any there is no micro-batch.
     row_length: tokens per row, a multiple of `tile`.
     rows_per_micro_batch: rows of every micro-batch.
     tile: tokens; every segment starts at a multiple of it.
@@ -152,8 +154,9 @@ def pack(
     The micro-batches and the placements.
 
   Raises:
-    ValueError: a sequence is longer than a row, empty, has fields of other
-      lengths, or a loss mask on its first token; or the sizes do not fit.
+    ValueError: a sequence is longer than a row, is empty, has a field of
+      another length, or has a loss mask on its first token; or row_length is
+      not a multiple of the tile.
   """
   if tile < 1 or row_length < 1 or row_length % tile:
     raise ValueError(
@@ -197,23 +200,23 @@ def pack(
 def unpack(
     values: SequenceOf[Shaped[Array | NpArray, 'B T']], packed: Packed
 ) -> list[NpArray]:
-  """Takes a per-token output apart into the sequences; the inverse of `pack`.
+  """Splits a per-token output into its sequences; the inverse of `pack`.
 
   Args:
-    values: one [B, T] array per micro-batch, in their order.
-    packed: what `pack` returned.
+    values: one [B, T] array per micro-batch, in order.
+    packed: the result of `pack`.
 
   Returns:
-    One array [length] per sequence, in the order given to `pack`. Copies, of
-    the values' dtype and bits.
+    One array [length] per sequence, in the order that `pack` was given. The
+    arrays are copies with the values' dtype and bits.
 
   Raises:
     ValueError: the number of micro-batches differs.
   """
   if len(values) != len(packed.batches):
     raise ValueError(
-        f'Values of {len(values)} micro-batches for {len(packed.batches)}'
-        ' packed ones.'
+        f'There are values of {len(values)} micro-batches, but'
+        f' {len(packed.batches)} were packed.'
     )
   # One transfer per micro-batch, not one per sequence.
   host = [np.asarray(value) for value in values]
@@ -230,28 +233,32 @@ def sequence_from_completion(
     loss_weight: float,
     mask_truncated: bool,
     origin: int,
+    is_scored: bool = True,
 ) -> Sequence:
   """Builds the training sequence of one sampled response.
 
-  The loss mask is 1 on the sampled tokens, stop tokens included. The old
-  log-probs are the rollout's, which in a unified flow are the training
-  forward's to the bit; replace the field to recompute them. The reference's
+  The loss mask is 1 on the sampled tokens, with stop tokens. The old log-probs
+  are the rollout's. In a unified flow they equal the training forward's to the
+  bit; otherwise replace the field with recomputed ones. The reference log-probs
   are 0 until they are computed.
 
   Args:
     completion: a response with its prompt.
     advantage: the advantage of all its tokens.
     loss_weight: the weight of each of its tokens, see `aggregation`.
-    mask_truncated: take a response that met the length limit out of the loss
-      (mask_truncated_completions).
+    mask_truncated: whether to take a response that reached the length limit out
+      of the loss (mask_truncated_completions).
     origin: see `Sequence`.
+    is_scored: without a score a response is taken out of the loss, too.
 
   Returns:
-    The sequence; prompt tokens carry zeros in all fields but `tokens`.
+    The sequence; at prompt tokens all fields except `tokens` are 0.
   """
   prompt, response = completion.prompt_tokens, completion.tokens
   counted = bool(
-      masked_response_length(completion, mask_truncated=mask_truncated)
+      masked_response_length(
+          completion, mask_truncated=mask_truncated, is_scored=is_scored
+      )
   )
   mask = _behind(prompt, (completion.sampled & counted).astype(np.float32))
   return Sequence(
@@ -269,24 +276,27 @@ def sequence_from_completion(
 
 
 def masked_response_length(
-    completion: Completion, *, mask_truncated: bool
+    completion: Completion, *, mask_truncated: bool, is_scored: bool = True
 ) -> int:
   """Returns the number of sampled tokens that count in the loss.
 
   Args:
     completion: a response.
     mask_truncated: responses that met the length limit do not count.
+    is_scored: a response without a score does not.
 
   Returns:
-    Tokens in the loss mask; what `aggregation.loss_weights` wants.
+    The tokens in the loss mask, for `aggregation.loss_weights`.
   """
+  if not is_scored:
+    return 0
   if mask_truncated and completion.finish_reason == 'length':
     return 0
   return int(np.count_nonzero(completion.sampled))
 
 
 def _behind(prompt: NpArray, values: NpArray) -> NpArray:
-  """Puts zeros for the prompt in front of the response's values."""
+  """Returns the response's values after zeros for the prompt."""
   return np.concatenate([np.zeros(len(prompt), values.dtype), values])
 
 
@@ -321,7 +331,7 @@ def _first_fit_decreasing(
   """Returns the row and the start (in tiles) of each size."""
   used: list[int] = []
   rows, starts = [0] * len(sizes), [0] * len(sizes)
-  # sorted() is stable: of equal sizes the earlier goes first.
+  # sorted() is stable: among equal sizes the earlier comes first.
   for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
     row = next(
         (r for r, u in enumerate(used) if u + sizes[i] <= capacity), len(used)
@@ -344,7 +354,7 @@ def _fill(
   segment_ids = np.zeros(shape, np.int32)
   segments: dict[tuple[int, int], int] = {}
   pairs = list(zip(placements, sequences, strict=True))
-  # From left to right in each row, so that segment ids rise along it.
+  # From left to right in each row, so that segment ids increase.
   for p, sequence in sorted(pairs, key=lambda pair: pair[0].start):
     place = p.batch, p.row, slice(p.start, p.start + p.length)
     for name, array in arrays.items():

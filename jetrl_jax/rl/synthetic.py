@@ -1,8 +1,8 @@
-"""Seeded scores and response lengths, for runs with random weights.
+"""Synthetic rewards and response lengths, for runs with random weights.
 
-Random weights solve nothing and never stop: rewards would all be 0, no
-gradient would flow, and an exactness claim would be about weights that never
-change. These numbers have an address like every other random number here.
+Random weights solve nothing and never emit a stop token. All rewards would be
+0, no gradient would flow, and an exactness claim would be about weights that
+never change. These numbers have an address like every random number here.
 """
 
 import numpy as np
@@ -11,15 +11,16 @@ from jetrl_jax.data import Prompt
 
 
 def _uniform(seed: int, step: int, prompt: Prompt, samples: int, what: int):
-  # Drawing counts the first word up, one for every four numbers: a prompt's id
-  # there would give it the numbers that the prompt before it ends with.
+  # Drawing increments the counter's first word, by one for every four numbers.
+  # The prompt's id must not be there, or neighbouring prompts would share
+  # numbers.
   bits = np.random.Philox(key=[seed, step], counter=[0, 0, what, prompt.id])
   return np.random.Generator(bits).random(samples)
 
 
-# Shares of the longest response, of numbers that are uniform in [0, 1):
-# 'uniform' from a half to the whole; 'long_tail' exponential with a mean of an
-# eighth, where 256 responses have a longest of three quarters.
+# Name -> function from a uniform number in [0, 1) to a share of the longest
+# response. 'uniform' is from 1/2 to 1. 'long_tail' is exponential with mean
+# 1/8; the longest of 256 responses is then about 3/4.
 LENGTHS = {
     'uniform': lambda u: 0.5 + 0.5 * u,
     'long_tail': lambda u: np.minimum(-np.log1p(-u) / 8, 1.0),
@@ -37,12 +38,12 @@ def response_limits(
   """Returns int [P, G] response lengths from 1 to maximum.
 
   Args:
-    seed: of the run.
-    step: of the run.
-    prompts: P of them.
-    samples: G of each.
-    maximum: longest response.
-    lengths: how they are spread, one of `LENGTHS`.
+    seed: the run's seed.
+    step: the training step.
+    prompts: P prompts.
+    samples: samples per prompt, G.
+    maximum: longest response, tokens.
+    lengths: the distribution, one of `LENGTHS`.
   """
   uniform_PG = np.stack(
       [_uniform(seed, step, prompt, samples, 0) for prompt in prompts]
@@ -54,7 +55,7 @@ def response_limits(
 def scores(
     seed: int, step: int, prompts: list[Prompt], samples: int
 ) -> np.ndarray:
-  """Returns float64 [P, G] scores in [0, 1) that vary inside every group."""
+  """Returns float64 [P, G] rewards in [0, 1) that vary within each group."""
   return np.stack(
       [_uniform(seed, step, prompt, samples, 1) for prompt in prompts]
   )

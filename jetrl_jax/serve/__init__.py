@@ -1,7 +1,7 @@
-"""Serving: a policy behind JetStream's orchestrator and gRPC server.
+"""Serves a policy with JetStream's orchestrator and gRPC server.
 
-`python -m jetrl_jax.serve` starts it, `python -m jetrl_jax.serve.ask` asks
-it. Needs the extra `jetstream`. `shim` is the only file that mends the
-published package, `engine` and `orchestrator` are thin subclasses of its
-classes, and `requests` and `text` know nothing of it.
+`python -m jetrl_jax.serve` starts the server and `python -m
+jetrl_jax.serve.ask` sends it a prompt. Both need the extra `jetstream`. `shim`
+is the only file that patches the published package. `engine` and `orchestrator`
+are thin subclasses of its classes, and `requests` and `text` do not use it.
 """

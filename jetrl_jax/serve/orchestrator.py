@@ -22,15 +22,15 @@ from jetrl_jax.serve.text import TextStream
 
 
 class _Request(orchestrator.ActiveRequest):
-  """A request that ends with its client.
+  """A request that ends once its client disconnects.
 
-  JetStream goes on decoding for a client that has hung up. It compares the
-  tokens so far with `max_tokens` at each step, and 0 ends the response.
+  JetStream continues to decode for a client that has disconnected. It compares
+  the tokens so far with `max_tokens` at each step, so 0 ends the response.
   """
 
   @property
   def max_tokens(self) -> int:
-    """Tokens allowed; 0 once nobody listens."""
+    """Most tokens of the response; 0 once the client has disconnected."""
     channel = self.return_channel
     gone = channel is None or channel.cancelled()
     return 0 if gone else self._max_tokens

@@ -110,7 +110,8 @@ def test_a_missing_column_lists_the_columns_and_the_nearest(tmp_path):
 @pytest.mark.parametrize(
     'row, message',
     [
-        ({'q': 'x', 'a': True}, "'a' is True; allowed: a string or a number"),
+        ({'q': 'x', 'a': {'b': '\ud800'}}, 'half of a surrogate pair'),
+        ({'q': 'x', 'a': [float('nan')]}, "'a' is [nan]; allowed: a string, a"),
         ({'q': 3, 'a': '1'}, "'q' is 3; allowed: a string, or a list of"),
         ({'q': [{'role': 'user'}], 'a': '1'}, 'with text in both'),
         ({'q': '', 'a': '1'}, "'q' is empty"),
@@ -154,6 +155,22 @@ def test_rows_need_no_answer_where_no_column_of_answers_is_named(tmp_path):
   path = _write(tmp_path / 'd.jsonl', rows[0])
   with pytest.raises(ValueError, match=r"\['q'\]\. .* set answer_key to ''\."):
     _load(path)
+
+
+def test_an_answer_may_be_any_value_of_json(tmp_path):
+  # As verl's countdown and Search-R1 have them.
+  answers = [
+      {'target': 24, 'numbers': [1, 2, 12]},
+      {'target': ['Paris', 'the capital #### of France']},
+      ['a'],
+      False,
+  ]
+  rows = [{'q': 'x', 'r': {'truth': answer}} for answer in answers]
+  path = _write(tmp_path / 'd.jsonl', *rows)
+  assert [e.answer for e in _load(path, answer_key='r.truth')] == answers
+  empty = [{'q': 'x', 'a': {}}, {'q': 'x', 'a': []}, {'q': 'x', 'a': [0]}]
+  examples = _load(_write(tmp_path / 'd.jsonl', *empty))
+  assert [e.id for e in examples] == [2]
 
 
 def test_a_number_is_read_without_an_exponent(tmp_path):

@@ -19,7 +19,7 @@ from jetrl_jax.models import families
 from jetrl_jax.models.hf import layout as hf_layout
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.rl.rollout.engine import Engine
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.run.other_precision import OtherPrecision
 from tests import whole_run
 from tests.dry_run import parts_of
@@ -36,7 +36,7 @@ _LARGE = {
 
 def _state(spec):
   """Returns the state of a cold start."""
-  return states.create(
+  return train_state.create(
       spec.policy,
       spec.initial_params(),
       spec.optimizer.build(),
@@ -70,7 +70,7 @@ def test_what_a_rollout_gathers_is_counted_while_it_is_there():
   found = dry_run_memory.shapes(spec)
   sizes = dry_run_memory.ledger(spec, found)
   state = _state(spec)
-  whole = found.engine.whole(PolicyParams(state.weights, state.fp8_state))
+  whole = found.engine.replicate(PolicyParams(state.weights, state.fp8_state))
   name, device = 'weights of a rollout, whole', jax.devices()[0]
   assert sizes[name] == sum(
       shard.data.nbytes
@@ -102,7 +102,7 @@ def test_an_evaluation_in_another_recipe_has_weights_of_its_own(fsdp):
   params = other.params(state)
   alive = {id(leaf): leaf for leaf in jax.tree.leaves(params)}
   alive |= {
-      id(leaf): leaf for leaf in jax.tree.leaves(other.engine.whole(params))
+      id(leaf): leaf for leaf in jax.tree.leaves(other.engine.replicate(params))
   }
   name = 'weights of an evaluation'
   assert sizes[name] == sum(
@@ -426,7 +426,7 @@ def test_a_run_that_fits_is_compiled_and_not_started(tmp_path, capsys):
   said = capsys.readouterr().out
   for text in (
       'would start at step 0',
-      "XLA's account of the compiled program",
+      'The additional memory of a phase is what XLA reports',
       "Of accumulate's temporary memory, from shapes",
       'activations: i',
       'FP8 dots are emulated on cpu',

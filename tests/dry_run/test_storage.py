@@ -46,7 +46,7 @@ def test_a_begun_run_has_room_in_what_it_wrote(spec, tmp_path, monkeypatch):
   assert _found(spec, tmp_path).lacking_disk() == []
   guarded = dataclasses.replace(spec, guard=GuardConfig(enable=True))
   (problem,) = _found(guarded, tmp_path).lacking_disk()
-  assert 'besides 1.0 GiB in these folders already' in problem
+  assert 'and 1.0 GiB already in these folders' in problem
 
 
 def test_the_kept_checkpoints_lie_beside_one_being_written(spec, tmp_path):

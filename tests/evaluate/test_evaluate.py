@@ -67,6 +67,25 @@ def test_rows_and_summary_of_several_samples_agree(tmp_path):
   assert 'heldout' in shown and 'best@4' in shown and 'Wilson' in shown
 
 
+def test_problems_without_a_score_count_nowhere(tmp_path):
+  path = tmp_path / 'rewards.py'
+  path.write_text(
+      'def odd(completions, answer, **kwargs):\n'
+      '  return [0.5 if int(answer[0].split()[-1]) % 2 else None]\n'
+  )
+  summary, problems = _evaluate(
+      reward=f'{path}:odd', output=str(tmp_path / 'out')
+  )
+  row = summary['sources']['heldout']
+  odd = [int(problem['answer']) % 2 for problem in problems]
+  assert 0 < sum(odd) < 6
+  assert [p['mean'] for p in problems] == [0.5 if o else None for o in odd]
+  assert row['unscored'] == 6 - sum(odd)
+  assert row['mean@1']['value'] == 0.5
+  shown = evaluate_report.table(summary, 'cpu')
+  assert f'heldout: {row["unscored"]} answers count nowhere' in shown
+
+
 def test_a_checkpoint_without_scales_is_calibrated_for_fp8(tmp_path):
   export = str(whole_run.finished() / 'export')
   common = dict(

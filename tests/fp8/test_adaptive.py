@@ -61,13 +61,16 @@ def test_a_recipe_that_keeps_dots_takes_their_paths_literally():
 def test_what_is_kept_has_no_slot_and_the_others_keep_theirs(name):
   recipe = Recipe(name=name)
   make = (
-      (lambda: scaling_state.init_slot(4))
+      (lambda: scaling_state.init_record(4))
       if recipe.is_delayed
-      else scaling_state.init_dynamic_slot
+      else scaling_state.init_dynamic_record
   )
   state = {'layers_0': {'attn': {'o': make(), 'qkv': make()}, 'mlp': make()}}
   kept = scaling_state.restrict(state, recipe.keeping(('layers_0/attn/o',)))
-  assert scaling_state.slot_paths(kept) == ['layers_0/attn/qkv', 'layers_0/mlp']
+  assert scaling_state.record_paths(kept) == [
+      'layers_0/attn/qkv',
+      'layers_0/mlp',
+  ]
   assert kept['layers_0']['mlp'] is state['layers_0']['mlp']
   every = recipe.keeping(('layers_0/mlp', 'layers_0/attn/o'))
   every = every.keeping(('layers_0/attn/qkv',))

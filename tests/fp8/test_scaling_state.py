@@ -33,12 +33,12 @@ def at(tree, path=QKV):
 
 
 def one_slot():
-  return {'dot': scaling_state.init_slot(4)}
+  return {'dot': scaling_state.init_record(4)}
 
 
 def seen(amax_in, amax_out, health=0.0):
   """The cotangent that a dot would return."""
-  slot = jax.tree.map(jnp.zeros_like, scaling_state.init_slot(4))
+  slot = jax.tree.map(jnp.zeros_like, scaling_state.init_record(4))
   for operand, amax in (('input', amax_in), ('output_grad', amax_out)):
     slot[operand]['amax_history'] = jnp.zeros(4).at[0].set(amax)
     slot[operand]['health'] = jnp.full((5,), health)
@@ -56,7 +56,7 @@ def assert_equal_trees(left, right):
 
 def test_slots_exist_for_the_kernels_of_the_blocks_and_nothing_else():
   state = scaling_state.init_state(PARAMS, RECIPE)
-  assert scaling_state.slot_paths(state) == [
+  assert scaling_state.record_paths(state) == [
       'layers_0/attn/qkv',
       'layers_1/mlp/down',
   ]
@@ -67,14 +67,14 @@ def test_slots_exist_for_the_kernels_of_the_blocks_and_nothing_else():
 def test_layers_in_high_precision_have_no_slot():
   recipe = Recipe(high_precision_layers=('layers_0/.*',))
   state = scaling_state.init_state(PARAMS, recipe)
-  assert scaling_state.slot_paths(state) == ['layers_1/mlp/down']
+  assert scaling_state.record_paths(state) == ['layers_1/mlp/down']
   assert scaling_state.init_state(PARAMS, Recipe(name='bf16')) == {}
 
 
 def test_paths_come_in_the_order_of_the_layers():
   params = {f'layers_{i}': {'kernel': jnp.ones((1, 1))} for i in (10, 2, 1)}
   state = scaling_state.init_state(params, RECIPE)
-  assert scaling_state.slot_paths(state) == [
+  assert scaling_state.record_paths(state) == [
       'layers_1',
       'layers_2',
       'layers_10',

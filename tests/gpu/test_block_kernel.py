@@ -112,7 +112,7 @@ def test_a_dot_and_its_gradients_are_those_of_float32_within_the_format(rows):
   weight = kernels.prepare_weights(params, state, recipe)['dot']['kernel']
 
   def forward(x, master):
-    slot, mask = scaling_state.init_dynamic_slot(), jnp.ones(x.shape[0])
+    slot, mask = scaling_state.init_dynamic_record(), jnp.ones(x.shape[0])
     return kernels.dot(recipe, x, master, weight, slot, mask)
 
   @exact_jit

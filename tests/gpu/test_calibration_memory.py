@@ -51,7 +51,7 @@ def temporary_bytes(layers: int, mesh) -> int:
       weights=weights,
       opt_step=jax.ShapeDtypeStruct((), jnp.int32),
   )
-  step = Calibration(policy, mesh, state).step
+  step = Calibration(policy, mesh, state).programs
   arguments = (
       *(state, step.gradient_shapes(state), TrainBatch.of_shapes(1, 512)),
       jax.ShapeDtypeStruct((), jnp.float32),

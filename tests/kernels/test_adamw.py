@@ -17,7 +17,7 @@ from jetrl_jax.metrics.writer import Mean
 from jetrl_jax.optim import apply, fused_adamw, partition, rounding
 from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.optim.apply import Gradients
-from jetrl_jax.rl.run import state
+from jetrl_jax.rl.run import train_state
 from tests import kernels_in_use
 from tests.rl import tiny_run
 
@@ -264,7 +264,7 @@ def _applied(mesh, steps: int):
     return jax.device_put(leaves, sharding.tree_shardings(leaves, mesh))
 
   optimizer = config.build()
-  moving = state.create(policy, placed(0), optimizer, mesh)
+  moving = train_state.create(policy, placed(0), optimizer, mesh)
   assert moving.fp8_state
   states, apply_step = [], None
   for step in range(steps):

@@ -257,9 +257,9 @@ def test_the_forward_kernel_reads_fp8_keys_as_the_cpu_form_does():
 
 def test_values_in_pairs_are_neighbours_in_time():
   values = jnp.arange(8.0).reshape(4, 2)  # Token t has 2 t and 2 t + 1.
-  pairs = attention_forward.pair(values)
+  pairs = kv_storage.pair(values)
   assert pairs.tolist() == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
-  np.testing.assert_array_equal(attention_forward.unpair(pairs), values)
+  np.testing.assert_array_equal(kv_storage.unpair(pairs), values)
 
 
 def test_stored_keys_and_values_are_read_by_training_and_decode_alike():

@@ -37,9 +37,34 @@ def test_every_operation_has_a_reference_and_it_is_last():
 
 def test_kernels_can_be_switched_off_all_or_one_by_one():
   assert set(chosen(HOPPER, 'reference').values()) == {'reference'}
-  found = chosen(HOPPER, 'attention=reference, swiglu=reference')
-  apart = {o for o, name in found.items() if name == 'reference'}
-  assert apart == {'attention', 'swiglu'}
+  assert _apart('rope_append=reference, mlp=reference') == {
+      'rope_append',
+      'mlp',
+  }
+
+
+def _apart(setting):
+  found = chosen(HOPPER, setting).items()
+  return {operation for operation, name in found if name == 'reference'}
+
+
+@pytest.mark.parametrize(
+    'one, other',
+    [
+        ('attention', 'decode_attention'),
+        ('decode_attention', 'attention'),
+        ('swiglu', 'gate_up'),
+        ('log_sum_exp', 'sample_token'),
+    ],
+)
+def test_what_must_have_equal_bits_is_switched_off_together(one, other):
+  assert _apart(f'{one}=reference') == {one, other}
+
+
+def test_a_draw_and_gate_up_may_go_alone():
+  # Without them decode runs what training runs.
+  assert _apart('gate_up=reference') == {'gate_up'}
+  assert _apart('sample_token=reference') == {'sample_token'}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +75,12 @@ def test_kernels_can_be_switched_off_all_or_one_by_one():
         ('norm=triton', HOPPER, 'with operations add_norm_quantize, adamw'),
         ('attention=triton', CPU, 'triton needs a CUDA GPU, and this is cpu'),
         ('gate_up=triton_sm90', ADA, 'needs a GPU of compute capability 9.0'),
+        (
+            'attention=reference,decode_attention=triton',
+            HOPPER,
+            'decode_attention has the bits of attention, so attention=reference'
+            ' goes with decode_attention=reference',
+        ),
     ],
 )
 def test_a_choice_that_cannot_be_is_refused(setting, hardware, said):
@@ -73,5 +104,12 @@ def test_this_machine_is_known():
 
 
 def test_a_table_is_said_in_one_line():
-  assert str(dispatch.select('reference')).startswith('reference: add_norm')
+  assert str(dispatch.select('reference')) == 'reference for all operations'
   assert 'triton_sm90: gate_up' in str(dispatch.select('auto', HOPPER))
+
+
+def test_a_gpu_that_runs_no_kernel_is_told_why():
+  assert dispatch.why_none(HOPPER) == dispatch.why_none(CPU) == ''
+  assert 'they need a CUDA GPU' in dispatch.why_none(AMD)
+  lacking = Hardware('gpu', (9, 0), has_triton=False)
+  assert "Pallas' Triton backend, which this jax" in dispatch.why_none(lacking)

@@ -50,7 +50,7 @@ def _trained(recipe):
     def forward(x, master, slot):
       return linear.dot(recipe, x, master, weight, slot, mask)
 
-    y, pull = jax.vjp(forward, x, master, scaling_state.init_dynamic_slot())
+    y, pull = jax.vjp(forward, x, master, scaling_state.init_dynamic_record())
     return y, *pull(dy.astype(y.dtype))
 
   return exact_jit(run)
@@ -363,7 +363,7 @@ def test_a_state_of_dynamic_slots_only_looks():
   weights = prepare_weights(params, state, recipe)
   state = scaling_state.measure_kernels(state, params, weights, Axes())
   summary = health.summarize(
-      jax.device_get(state), scaling_state.slot_paths(state)
+      jax.device_get(state), scaling_state.record_paths(state)
   )
   assert summary['a']['kernel'] == {
       'amax': 1.0,

@@ -19,7 +19,7 @@ BF16 = Recipe(name='bf16')
 
 
 def make_slot(input_scale=2.0**-6, grad_scale=2.0**-4):
-  slot = scaling_state.init_slot(4)
+  slot = scaling_state.init_record(4)
   slot['input']['scale'] = np.float32(input_scale)
   slot['output_grad']['scale'] = np.float32(grad_scale)
   return slot

@@ -78,7 +78,7 @@ def _kernels_of_gradient(monkeypatch, rows: int, inner: int) -> list[str]:
   master = jax.ShapeDtypeStruct((128, inner), 'float32')
 
   def loss(x, master, weight):
-    slot, mask = scaling_state.init_dynamic_slot(), jnp.ones(rows)
+    slot, mask = scaling_state.init_dynamic_record(), jnp.ones(rows)
     return linear.dot(recipe, x, master, weight, slot, mask).sum()
 
   def prepare(master):

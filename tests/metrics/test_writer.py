@@ -157,7 +157,9 @@ def test_a_torn_last_line_is_dropped_wherever_it_tore(tmp_path):
 def test_damage_elsewhere_is_not_repaired_by_guessing(tmp_path):
   path = tmp_path / 'metrics.jsonl'
   path.write_text('{"step": 0}\n{"st\n{"step": 2}\n')
-  with pytest.raises(ValueError, match='metrics.jsonl line 2 is no metrics li'):
+  with pytest.raises(
+      ValueError, match='metrics.jsonl line 2 is not a line of metr'
+  ):
     MetricWriter(tmp_path, tensorboard=False)
 
 

@@ -14,7 +14,7 @@ from jetrl_jax.mismatch import __main__ as mismatch_command
 from jetrl_jax.mismatch import split as mismatch_split
 from jetrl_jax.mismatch import start as mismatch_start
 from jetrl_jax.optim.types import TrainState
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 from tests import whole_run
 
 _NAMES = [('one', ''), ('two', ''), ('stale', '')]
@@ -52,7 +52,7 @@ def test_the_step_of_a_run_with_a_kl_term_meets_its_reference(tmp_path):
       opt_step=jnp.int32(0),
   )
   assert mismatch_start.reference_of(without, state, None) is None
-  first = states.reference(tmp_path / 'reference', state, cold=True)
+  first = train_state.reference(tmp_path / 'reference', state, cold=True)
   cold = mismatch_start.reference_of(spec, state, None)
   state.weights['x'].delete()  # As the step does.
   state.weights['x'] = jnp.full(3, 7.0)
@@ -145,13 +145,13 @@ def _error(workdir=None, output=None) -> str:
 
 
 def test_a_workdir_without_a_checkpoint_is_one_sentence(tmp_path):
-  assert 'there is no checkpoint of a run; name' in _error(workdir=tmp_path)
+  assert 'holds no checkpoint of a run; choose' in _error(workdir=tmp_path)
   assert not list(tmp_path.iterdir())
 
 
 def test_a_result_without_a_folder_is_refused_before_anything_runs(tmp_path):
   assert 'there is no folder' in _error(output=tmp_path / 'no' / 'x.json')
-  assert 'is a folder; name a file' in _error(output=tmp_path)
+  assert 'is a folder; choose a file' in _error(output=tmp_path)
   if pathlib.Path('/proc/self').exists():
     assert 'cannot be written' in _error(
         output=pathlib.Path('/proc/self/x.json')

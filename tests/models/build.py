@@ -10,8 +10,7 @@ import numpy as np
 
 from jetrl_jax.core.compilation import exact_jit
 from jetrl_jax.core.sharding import Axes
-from jetrl_jax.fp8 import Recipe, init_state, observe_kernels
-from jetrl_jax.fp8 import scaling_state as slots
+from jetrl_jax.fp8 import Recipe, init_state, observe_kernels, scaling_state
 from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
 from jetrl_jax.models import logprobs
 from jetrl_jax.models.attention import DecodeAttention, PackedAttention
@@ -75,7 +74,7 @@ def trees(family: str, recipe: Recipe) -> Trees:
   # Inputs reach 7, output gradients of a mean over 768 tokens 0.008.
   scales = {'input': 2.0**-4, 'output_grad': 2.0**-15}
   if recipe.is_delayed:
-    state = slots.map_slots(
+    state = scaling_state.map_records(
         lambda slot: slot
         | {o: slot[o] | {'scale': jnp.float32(s)} for o, s in scales.items()},
         state,

@@ -34,7 +34,7 @@ def params(policy: Policy) -> PolicyParams:
     )
     state = fp8.init_state(masters, policy.recipe)
     if policy.recipe.is_delayed:
-      state = scaling_state.map_slots(
+      state = scaling_state.map_records(
           lambda slot: slot
           | {'input': slot['input'] | {'scale': jnp.float32(2.0**-4)}},
           state,

@@ -161,7 +161,7 @@ def test_gradients_reach_every_master_in_its_dtype(recipe):
 
 def test_every_slot_observes_its_input_and_output_gradient():
   _, _, seen = _stepped(FP8)
-  paths = scaling_state.slot_paths(seen)
+  paths = scaling_state.record_paths(seen)
   assert len(paths) == 8
   for path in paths:
     slot = _slot(seen, path)
@@ -226,7 +226,7 @@ def test_the_modules_make_masters_and_no_slots(family):
   assert count == model.config.num_params
   assert ('lm_head' in made['params']) == (family != 'qwen2')
   kernels = [n for n, leaf in _leaves(made) if leaf.ndim == 2]
-  assert scaling_state.slot_paths(
+  assert scaling_state.record_paths(
       scaling_state.init_state(made['params'], FP8)
   ) == [
       f'layers_{i}/{dot}'

@@ -45,7 +45,7 @@ def test_all_layers_share_one_program():
   made, state, gradients = _shapes(layers=5)
   calls = {name: count for name, count, _ in made.lowered(state, gradients)}
   assert calls == {
-      'judge': 1,
+      'check_and_clip': 1,
       'move embed': 1,
       'move final_norm': 1,
       'move layers_0': 5,

@@ -14,7 +14,7 @@ from jetrl_jax.metrics.writer import Mean
 from jetrl_jax.optim import rounding
 from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.optim.apply import Apply, Gradients
-from jetrl_jax.rl.run import state
+from jetrl_jax.rl.run import train_state
 from tests.rl import tiny_run
 
 _STEPS = jnp.arange(2**16, dtype=jnp.uint32)
@@ -168,7 +168,7 @@ def _applied(data: int, fsdp: int, steps=3):
 
   optimizer = config.build()
   ones = functools.partial(jnp.ones, dtype=jnp.bfloat16)
-  moving = state.create(policy, placed(ones), optimizer, mesh)
+  moving = train_state.create(policy, placed(ones), optimizer, mesh)
 
   def gradients():
     loss = Mean(sum=jnp.zeros(()), weight=jnp.zeros(()))

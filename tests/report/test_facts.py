@@ -148,7 +148,7 @@ def test_a_run_that_goes_well_has_no_alarm(workdir):
             0.0,
             'The update changes no FP8',
         ),
-        ('critic/score/mean', 1.0, 7.0, 'The accuracy is not between 0 and 1'),
+        ('critic/acc/mean', 1.0, 7.0, 'The accuracy is not between 0 and 1'),
     ],
 )
 def test_what_is_ill_in_the_last_steps_is_an_alarm(
@@ -159,7 +159,7 @@ def test_what_is_ill_in_the_last_steps_is_an_alarm(
   (alarm,) = _alarms(workdir).values()
   assert alarm.label.startswith(label)
   assert alarm.value == 'the last 5 steps' and alarm.detail
-  if metric != 'critic/score/mean':  # One such step is enough.
+  if metric != 'critic/acc/mean':  # One such step is enough.
     _append(workdir, **{metric: well})
     assert _alarms(workdir) == {}
 

@@ -20,6 +20,36 @@ def predicts(data_source, solution_str, ground_truth, extra_info=None):
   return {'score': 1.0, 'acc': 1.0, 'pred': predictions.get(solution_str)}
 
 
+def countdown(data_source, solution_str, ground_truth, extra_info=None):
+  first, second = map(int, solution_str.replace('+', '*').split('*'))
+  assert {first, second} <= {*ground_truth['numbers']}
+  value = first * second if '*' in solution_str else first + second
+  return float(value == ground_truth['target'])
+
+
+def trl_ids(completion_ids, **kwargs):
+  """As TRL's length rewards: token ids alone."""
+  (ids,) = completion_ids
+  assert isinstance(ids, list)
+  return [sum(ids) + len(ids) / 100]
+
+
+def trl_state(completions, trainer_state):
+  return [trainer_state.global_step]
+
+
+def trl_solution(completions, solution):
+  return [1.0]
+
+
+def needs_model(data_source, solution_str, ground_truth, reward_model):
+  return 1.0
+
+
+def trl_target(completions, answer, **kwargs):
+  return [answer[0]['target']]
+
+
 def with_kwargs(
     data_source, solution_str, ground_truth, extra_info=None, penalty=0.0
 ):
@@ -46,6 +76,10 @@ def trl_not_applicable(prompts, completions, **kwargs):
   return [None] * len(completions)
 
 
+def trl_for_numbers(completions, **kwargs):
+  return [1.0 if c.isdigit() else None for c in completions]
+
+
 async def trl_async(prompts, completions, **kwargs):
   return [0.25 for _ in completions]
 
@@ -58,12 +92,55 @@ def exits(data_source, solution_str, ground_truth, extra_info=None):
   sys.exit(3)
 
 
+def forks(data_source, solution_str, ground_truth, extra_info=None):
+  """Returns from both processes, or ends the child as one should not."""
+  child = os.fork()
+  if solution_str == 'child first' and child:
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+  if solution_str == 'parent first' and not child:
+    time.sleep(0.3)
+  if solution_str == 'exits' and not child:
+    sys.exit(3)
+  return 1.0
+
+
+def prints(data_source, solution_str, ground_truth, extra_info=None):
+  for _ in range(200):
+    print(solution_str[:1] * 10_000)
+  os.write(1, b'.')
+  sys.stdout.buffer.write(b'y' * 10**7)
+  return 1.0
+
+
+def chained(data_source, solution_str, ground_truth, extra_info=None):
+  try:
+    return int('seven')
+  except ValueError as error:
+    raise KeyError('x' * 10**6) from error
+
+
 def not_finite(data_source, solution_str, ground_truth, extra_info=None):
   return float('nan')
 
 
 def infinite(data_source, solution_str, ground_truth, extra_info=None):
   return {'score': 1.0, 'acc': float('inf')}
+
+
+def accurate(data_source, solution_str, ground_truth, extra_info=None):
+  return {'score': 1.0, 'acc': 7}
+
+
+def text(data_source, solution_str, ground_truth, extra_info=None):
+  return '1.0'
+
+
+def large(data_source, solution_str, ground_truth, extra_info=None):
+  return 1e300
+
+
+def predicts_all(data_source, solution_str, ground_truth, extra_info=None):
+  return {'score': 1.0, 'pred': solution_str * 100_000}
 
 
 def huge(data_source, solution_str, ground_truth, extra_info=None):

@@ -11,7 +11,34 @@ HOSTILE = {
     'latex tower': _box('9^{9^{9^{9^9}}}'),
     'big power': _box('9^{999999999}'),
     'big power by product': _box(r'(10^{99})^{(99 \cdot 99 \cdot 99)}'),
-    'power of a sum': _box('(x+y+z+1)^{900}(x-y)^{900}'),
+    'power of a sum': _box('(x+y+z+1)^{90}(x-y)^{90}'),
+    'power of a complex sum': _box('(1+i)^{999}'),
+    'power of roots': _box(r'(\sqrt2+\sqrt3+\sqrt5+1)^{99}'),
+    'powers of powers': _box('((x+1)^9)^9'),
+    'products of powers': _box('(x+y+z+1)^9(x-y)^9(y-z+2)^9'),
+    'redundant braces': _box('{' * 14 + '1' + '}' * 14),
+    'nested braces': _box('{1' * 8 + '}' * 8),
+    'sum of fractions': _box(
+        '+'.join(
+            rf'\frac{{1}}{{{x}^9-{y}^8+{z}}}'
+            for x, y, z in (
+                'xyz',
+                'yzx',
+                'zxy',
+                'abc',
+                'bca',
+                'cab',
+                'xab',
+                'ybc',
+            )
+        )
+    ),
+    'equation': _box('x^{50}+x^{49}-x+1=0'),
+    'equation of factors': _box('(x^5+x+1)(x^5-x+3)(x^5+2)=x'),
+    'equation of roots': _box(
+        r'\sqrt{x+1}+\sqrt{x+2}+\sqrt{x+3}+\sqrt{x+4}=x^3'
+    ),
+    'transcendental equation': _box('2^x+3^x=x^5'),
     'quotient of powers': _box(r'\frac{7^{999}-1}{7^{998}+7^{997}}'),
     'factorial': _box('99999999!'),
     'factorials': _box('9!!!!!!'),

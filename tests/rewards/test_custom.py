@@ -1,8 +1,13 @@
 """Functions of a user: signatures, results, mistakes; built-in ones beside."""
 
+import array
+import dataclasses
+import time
+
 import pytest
 
 from jetrl_jax.rewards import RewardFunctionError, RewardRequest, RewardSpec
+from jetrl_jax.rewards.functions import check_references
 from tests.rewards.pools import FUNCTIONS, custom, new_pool, request
 
 
@@ -13,10 +18,81 @@ from tests.rewards.pools import FUNCTIONS, custom, new_pool, request
         ('exits', 'SystemExit: 3'),
     ],
 )
-def test_a_users_mistake_stops_the_run_with_its_traceback(name, message):
+def test_a_users_mistake_is_one_sentence_and_the_users_lines(name, message):
   with new_pool(custom(name)) as pool:
-    with pytest.raises(RewardFunctionError, match=f'(?s){name}.*{message}'):
+    with pytest.raises(RewardFunctionError) as caught:
+      pool.score([request('x', source='gsm8k')])
+  first, *lines = str(caught.value).splitlines()
+  assert f":{name}' raised {message} at {FUNCTIONS}:" in first
+  assert first.endswith("for an answer to a prompt of 'gsm8k':")
+  assert len(lines) <= 5 and 'jetrl_jax' not in ''.join(lines[2:])
+  assert f'in {name}' in lines[1]
+
+
+def test_a_mistake_after_a_mistake_is_shown_and_cut():
+  with new_pool(custom('chained')) as pool:
+    with pytest.raises(RewardFunctionError, match="raised KeyError: 'xxx"):
       pool.score([request('x')])
+    with pytest.raises(RewardFunctionError) as caught:
+      pool.score([request('x')])
+  assert len(str(caught.value)) < 11_000
+
+
+def test_an_accuracy_outside_0_and_1_is_refused():
+  with new_pool(custom('accurate')) as pool:
+    with pytest.raises(
+        RewardFunctionError, match="returned 7 as 'acc'; an accuracy must be"
+    ):
+      pool.score([request('x')])
+
+
+def test_a_score_whose_square_is_no_number_is_refused():
+  with new_pool(custom('large')) as pool:
+    with pytest.raises(
+        RewardFunctionError, match='returned 1e.300; allowed: numbers between'
+    ):
+      pool.score([request('x')])
+  with pytest.raises(ValueError, match='between -1e.09 and 1e.09'):
+    RewardSpec(function='math', weight=1e300)
+
+
+def test_a_long_prediction_is_cut_and_votes_for_itself_alone():
+  with new_pool(custom('predicts_all')) as pool:
+    results = pool.score([request(r) for r in ('a', 'ab', 'a')])
+  first, other, same = [r.prediction for r in results]
+  assert len(first) < 1100 and first == same != other
+
+
+@pytest.mark.parametrize('when', ['child first', 'parent first'])
+def test_a_function_that_returns_in_two_processes_is_told_so(when):
+  with new_pool(custom('forks')) as pool:
+    with pytest.raises(
+        RewardFunctionError, match='forks and returns in both processes'
+    ) as caught:
+      with pool.scoring() as scoring:
+        scoring.add([request(when)])
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+          scoring.poll()
+          time.sleep(0.05)
+          if when == 'child first':
+            scoring.results()
+  assert '\n' not in str(caught.value)
+
+
+def test_a_forked_child_that_exits_disturbs_nothing():
+  with new_pool(custom('forks')) as pool:
+    results = pool.score([request('exits')] * 5)
+  assert [result.score for result in results] == [1.0] * 5
+
+
+def test_what_functions_print_is_bounded(capfd):
+  with new_pool(custom('prints'), num_workers=2, timeout_s=30) as pool:
+    results = pool.score([request('x')] * 4)
+  assert [result.score for result in results] == [1.0] * 4
+  shown = capfd.readouterr().out
+  assert 2**20 <= len(shown) < 2**20 + 300_000
+  assert shown.count('have printed more than 1024 KiB; the rest is') == 1
 
 
 @pytest.mark.parametrize(
@@ -25,6 +101,7 @@ def test_a_users_mistake_stops_the_run_with_its_traceback(name, message):
         ('not_finite', 'nan'),
         ('infinite', 'inf'),
         ('words', "'very good'"),
+        ('text', "'1.0'"),
         ('forgets', 'None'),
         # 10**400, cut at 80 characters, and what repr refuses.
         ('huge', '1' + 76 * '0' + '...'),
@@ -109,6 +186,62 @@ def test_a_prediction_is_any_value_as_a_text_that_can_be_written():
   assert [result.prediction for result in results] == ['0', '', '?']
 
 
+def test_token_ids_are_passed_as_trl_passes_them():
+  with new_pool(custom('trl_ids')) as pool:
+    ids = array.array('i', [5, 7, 2])
+    asked = dataclasses.replace(request('x'), response_ids=ids)
+    assert pool.score([asked])[0].score == 14.03
+    assert pool.score([request('x')])[0].score == 0.0
+
+
+@pytest.mark.parametrize(
+    'name, missing',
+    [('trl_state', 'trainer_state'), ('needs_model', 'reward_model')],
+)
+def test_a_parameter_that_nobody_gives_is_named_at_the_start(name, missing):
+  said = rf"needs \['{missing}'\], which rewards are not"
+  with pytest.raises(RewardFunctionError, match=said) as caught:
+    new_pool(custom(name))
+  assert '\n' not in str(caught.value)
+  if name == 'needs_model':
+    with new_pool(custom(name, kwargs={missing: 'x'})) as pool:
+      assert pool.score([request('x')])[0].score == 1.0
+
+
+def test_a_column_that_the_row_lacks_is_named_with_those_it_has():
+  with new_pool(custom('trl_solution')) as pool:
+    assert pool.score([request('x', solution='18')])[0].score == 1.0
+    with pytest.raises(
+        RewardFunctionError,
+        match=r"needs \['solution'\], and a row of 's' has the columns "
+        r"\['level'\]\.$",
+    ):
+      pool.score([request('x', level=3)])
+
+
+def test_a_reference_that_is_an_object_reaches_the_function():
+  truth = {'target': 24, 'numbers': [1, 2, 12]}
+  with new_pool(custom('countdown'), custom('trl_target')) as pool:
+    results = pool.score([request(r, truth) for r in ('12*2', '12+1')])
+  assert [r.parts for r in results] == [
+      {'countdown': 1.0, 'trl_target': 24.0},
+      {'countdown': 0.0, 'trl_target': 24.0},
+  ]
+
+
+@pytest.mark.parametrize('name', ['math', 'gsm8k', 'last_number'])
+def test_built_in_rewards_refuse_objects_at_the_start(name):
+  spec = RewardSpec(function=name)
+  check_references([spec], [('18', 's')])
+  check_references([RewardSpec(function='a.b')], [({'target': 24}, 's')])
+  for answer in ({'target': 24}, ['24'], True):
+    with pytest.raises(
+        RewardFunctionError, match=f"{name}' compares texts and numbers"
+    ) as caught:
+      check_references([spec], [('18', 's'), (answer, 'countdown')])
+    assert f"of 'countdown' is {answer!r}; name the" in str(caught.value)
+
+
 def test_trls_signature_is_accepted_unchanged():
   chat = [{'role': 'user', 'content': 'Q'}]
   with new_pool(
@@ -127,6 +260,25 @@ def test_trls_signature_is_accepted_unchanged():
   assert result.score == 2.25
 
 
+def test_an_answer_that_no_reward_applies_to_has_no_score(caplog):
+  with new_pool(
+      custom('trl_not_applicable'), custom('trl_for_numbers', weight=2.0)
+  ) as pool:
+    results = pool.score([request('18'), request('eighteen'), request('7')])
+    pool.score([request('none')])
+  assert [r.score for r in results] == [2.0, None, 2.0]
+  # The first term that applies tells the accuracy.
+  assert [r.accuracy for r in results] == [1.0, None, 1.0]
+  assert [r.parts for r in results] == [
+      {'trl_for_numbers': 1.0}, {}, {'trl_for_numbers': 1.0}
+  ]  # fmt: skip
+  assert caplog.messages == [
+      '1 of 3 answers got no score, as every reward returned None; they are'
+      ' left out of their groups. Said once: those of training steps are'
+      ' counted as reward/unscored in metrics.jsonl.'
+  ]
+
+
 def _chat(messages):
   return RewardRequest(
       prompt_text='<|user|>Q',
@@ -140,6 +292,49 @@ def _chat(messages):
 def test_a_dotted_path_names_a_function():
   with new_pool('tests.rewards.custom_functions.compute_score') as pool:
     assert pool.score([request('18')])[0].score == 1.0
+
+
+_LAZY = """
+import importlib, sys, types
+
+
+class Lazy(types.ModuleType):
+  __all__ = ['accuracy', 'broken']
+
+  def __getattr__(self, name):
+    if name == 'accuracy':
+      return importlib.import_module('.functions', self.__name__).accuracy
+    if name == 'broken':
+      raise RuntimeError('Failed to import lazy.broken')
+    raise AttributeError(f'module {self.__name__} has no attribute {name}')
+
+
+module = Lazy(__name__)
+vars(module).update(
+    __path__=__path__, __spec__=__spec__, __all__=Lazy.__all__
+)
+sys.modules[__name__] = module
+"""
+
+
+def test_a_package_may_import_its_functions_when_they_are_asked_for(
+    tmp_path, monkeypatch
+):
+  folder = tmp_path / 'lazy'
+  folder.mkdir()
+  (folder / '__init__.py').write_text(_LAZY)
+  (folder / 'functions.py').write_text(
+      'def accuracy(completions, **kwargs):\n  return [0.5]\n'
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  with new_pool('lazy.accuracy') as pool:
+    assert pool.score([request('x')])[0].score == 0.5
+  with pytest.raises(
+      RewardFunctionError, match=r"no function 'other'; it has.*'accuracy'"
+  ):
+    new_pool('lazy.other')
+  with pytest.raises(RewardFunctionError, match='Failed to import lazy.broken'):
+    new_pool('lazy.broken')
 
 
 def test_built_in_rewards_add_up_by_weight():
@@ -166,3 +361,48 @@ def test_built_in_rewards_add_up_by_weight():
     assert [r.accuracy for r in results] == [1, 0, 1, 0, 0]
     with pytest.raises(RewardFunctionError, match="'x'; use 'math' for it"):
       pool.score([request('#### 1', 'x')])
+
+
+def test_the_last_number_is_an_answer_without_a_box():
+  responses = [
+      'There are 3 boxes. The answer is 42.',
+      '**42.0**',
+      r'\boxed{42}',
+      'It is 42, or 7 by another count.',
+      'I do not know.',
+  ]
+  with new_pool('last_number') as pool:
+    results = pool.score([request(r, '42') for r in responses])
+    assert [r.score for r in results] == [1, 1, 1, 0, 0]
+    assert [r.accuracy for r in results] == [1, 1, 1, 0, 0]
+    assert [r.prediction for r in results] == ['42', '42', '42', '7', '']
+    with pytest.raises(
+        RewardFunctionError, match="'last_number' compares numbers, and the"
+    ):
+      pool.score([request('1', 'x')])
+  after = RewardSpec(function='last_number', kwargs={'after': '</think>'})
+  with new_pool(after) as pool:
+    results = pool.score([request(r, '42') for r in ('42</think>', '42')])
+  assert [r.score for r in results] == [0, 0]
+
+
+def test_an_answer_may_be_asked_for_after_the_reasoning():
+  thought = r'<think>\boxed{18} #### 18</think>'
+  responses = [
+      thought + r'So \boxed{18}',
+      thought + r'So \boxed{17}',
+      # The only box is in the reasoning.
+      thought + 'So 18.',
+      r'<think>\boxed{18}',
+      # The last end of reasoning counts.
+      thought + r'\boxed{18} <think> no </think> #### 18',
+  ]
+  after = {'after': '</think>'}
+  for name, anywhere, afterwards in (
+      ('math', [1, 0, 1, 1, 1], [1, 0, 0, 0, 1]),
+      ('gsm8k', [0, 0, 0, 0, 1], [0, 0, 0, 0, 1]),
+  ):
+    for kwargs, expected in (({}, anywhere), (after, afterwards)):
+      with new_pool(RewardSpec(function=name, kwargs=kwargs)) as pool:
+        scores = [r.score for r in pool.score([request(r) for r in responses])]
+      assert scores == expected, (name, kwargs)

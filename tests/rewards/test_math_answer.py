@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetrl_jax.rewards import math_answer
+from jetrl_jax.rewards import costly, math_answer
 
 # What breaks readers of LaTeX, more often than chance would have it.
 _LATEX = st.lists(
@@ -64,7 +64,8 @@ def test_plain_numbers_are_read_exactly(text, value, percent):
 
 @pytest.mark.parametrize(
     'text',
-    ['', '.', '-', '1,23', '1.2.3', '1e5', 'x', '٣', '1' * 101, '1/2', '7 2'],
+    ['', '.', '-', '1,23', '1.2.3', '1e5', 'x', '٣', '1' * 101, '1/2', '7 2']
+    + ['1, 000', '1 ,000', r'1,\,000', '0,100', '000,100'],
 )
 def test_other_texts_are_not_plain_numbers(text):
   assert math_answer.parse_number(text) is None
@@ -102,6 +103,40 @@ def test_other_texts_are_not_plain_numbers(text):
         ('18 dollars', '18'),
         ('$18.00 each day.', '18'),
         ('18', '18 people'),
+        # A number in a font of its own is that number.
+        (r'\text{27}', '27.0'),
+        (r'\mathbf{-1,234}.', '-1234.0'),
+        (r'$\textbf{1/2}$', '0.5'),
+        (r'\text{27.}', '27.0'),
+        (r'\textbf{\text{27}}', '27.0'),
+        ('27', r'\text{27.0}'),
+        (r'\text{27}, \text{5}', '5.0, 27.0'),
+        # A decimal comma, where the reference is no list.
+        ('3,14', '3.14'),
+        ('-0,125', '-0.125'),
+        ('0,5', r'\frac{1}{2}'),
+        ('1.234,5', '1234.5'),
+        ('1 234,5', '1234.5'),
+        (r'3{,}14\%', r'3.14\%'),
+        ('3,14 metres', '3.14'),
+        # A bare list has no order, and a root as often as it occurs.
+        ('-2, 1', '1,-2'),
+        ('300, 200, 100', '100, 200, 300'),
+        ('3, -1, 3', '-1,3,3'),
+        (r'\{2, 1\}', '1,2'),
+        ('1,2', r'\{2,1\}'),
+        (r'2, 3, \text{ and } 4', '4,2,3'),
+        ('x = 3 or x = 2', '2,3'),
+        (r'5, \; -11', r'5,\,-11'),
+        ('1000, 2000', '1,000, 2,000'),
+        ('E, H', r'\text{H, E}'),
+        ('Softball, Picnic', r'\text{Softball, Picnic}'),
+        (r'120^\circ, 60^\circ', '60, 120'),
+        (r'1 \pm \sqrt{5}', r'1 - \sqrt{5}, 1 + \sqrt{5}'),
+        ('(1, 2), (3, 4)', '(3,4), (1,2)'),
+        # The same text but for spaces.
+        ('58, 500', '58,500'),
+        (r'11,\! 111,\! 100', '11111100'),
         # The reference's own form is allowed, however costly.
         (r'2^{2008} - 2', '2^{2008}-2'),
     ],
@@ -128,6 +163,33 @@ def test_equal_answers_are_right(answer, reference):
         ('7 2', '72'),
         ('18 million', '18'),
         ('18 or 19', '18'),
+        (r'\text{27}', '27.5'),
+        # Letters in a word are no product.
+        (r'\text{evil}', r'\text{vile}'),
+        # A comma before three digits parts thousands; in a reference it may
+        # part a list, which '3.14' is not.
+        ('3,142', '3.142'),
+        ('12,345', '12.345'),
+        ('3.14', '3,14'),
+        ('3,14', '314'),
+        ('3, 14', '3.14'),
+        ('1,2,3', '1.23'),
+        ('1.23,4', '123.4'),
+        # A list is not one number.
+        ('2, 100', '2100'),
+        ('32, 349', '32349.0'),
+        ('2, 100', r'2,\!100.0'),
+        ('2100', '2, 100'),
+        (r'2,\,100', '2100'),
+        ('81256', '81, 256'),
+        ('-1,3', '-1,3,3'),
+        (r'\{-1,3\}', '-1,3,3'),
+        ('-1,-1,3', '-1,3,3'),
+        ('75', '75, 75'),
+        ('1,2,3', '1,2'),
+        ('2,1', '(1,2)'),
+        ('(2,1), (3,4)', '(1,2), (3,4)'),
+        ('Picnic, Softball', r'\text{Softball, Picnic}'),
     ],
 )
 def test_other_answers_are_wrong(answer, reference):
@@ -140,12 +202,34 @@ def test_other_answers_are_wrong(answer, reference):
         r'\int_0^{18} 1\,dx',
         r'\lim_{x\to 18} x',
         r'\sum_{n=1}^{18} 1',
+        r'\frac{d}{dx} 18x',
+        r'7^{999}\mod 19',
+        r'7^{999} \bmod 19',
+        r'37 \pmod{19}',
+        r'37 mod 19',
+        r'\begin{vmatrix} 20 & 2 \\ 1 & 1 \end{vmatrix}',
+        r'\det\begin{pmatrix} 20 & 2 \\ 1 & 1 \end{pmatrix}',
+        r'\left| \begin{array}{cc} 20 & 2 \\ 1 & 1 \end{array} \right|',
+        r'\lfloor 18.7 \rfloor',
+        r'\left\lceil 17.2 \right\rceil',
+        r'\binom{18}{1}',
+        r'{18 \choose 1}',
+        r'\frac{18!}{17!}',
+        '3 * 3!',
+        r'\gcd(36,54)',
+        r'\max(18,3)',
+        r'|-18|',
+        r'\left|-\frac{36}{2}\right|',
+        r'\log_2 2^{18}',
+        r'18 \sin 90^\circ',
+        r'\frac{18^{999}}{18^{998}}',
+        r'18 + 0 \cdot 2^{100}',
         '9^{9^9}',
         '2^{1000}',
         '1000!',
         '(3!)!',
         '1' * 102,
-        '(' * 17 + '18' + ')' * 17,
+        '(' * 9 + '18' + ')' * 9,
         'x' * 513,
     ],
 )
@@ -158,24 +242,98 @@ def test_a_problem_is_not_an_answer(answer):
     [
         r'\frac{3\sqrt{2}}{2}',
         '-6t^4 +11t^3 -19t^2 +17t -10',
-        'x^{12}+y^2',
-        r'\binom{10}{3}',
+        'x^9+y^2',
         r'(-\infty, 3] \cup [4, 5)',
         r'\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}',
-        '10!',
-        '2^{100}',
-        r'\ln 2',
+        r'\begin{pmatrix}1\\2\end{pmatrix} + \begin{pmatrix}t\\4\end{pmatrix}',
+        '2^{99}',
+        r'10,\!000',
+        r'|x - 3|',
+        r'\{x \mid x > 3\}',
+        r'15 \text{ min}',
+        'x \\neq 3',
+        'x != 3',
+        r'\text{determined}',
+        r'\text{model}',
+        # The answer is there.
+        r'\binom{10}{3} = \frac{10!}{3!7!} = 120',
+        r'7^{2024} \equiv 5 \pmod{13}',
+        r'\int_0^{18} 1\,dx = 18',
+        r'5 \pmod{13}',
     ],
 )
 def test_what_answers_look_like_is_not_refused(answer):
   assert not math_answer.is_refused(answer, '18')
 
 
+@pytest.mark.parametrize(
+    'answer, reference',
+    [
+        (r'\binom{10}{3}', r'\binom{10}{7}'),
+        (r'\frac{10!}{3!7!}', r'\binom{10}{3}'),
+        (r'\tan x', r'\frac{\sin x}{\cos x}'),
+        (r'2\ln 3', r'\ln 9'),
+        (r'\exp(2)', 'e^2'),
+        ('2^{100}', '4^{50}'),
+        (r'|3 - x|', r'|x - 3|'),
+        (r'5 \pmod{13}', r'5 \pmod{13}'),
+        # Its own value is an answer, whatever stands before and after.
+        (r'\binom{10}{3} = 120', '120'),
+        (r'\sum_{n=1}^{3} n = 6', '6'),
+        (r'7^{2024} \equiv 5 \pmod{13}', '5'),
+        (r'5\ (\text{mod } 13)', '5'),
+        (r'\log_2 8 = 3.', '3'),
+    ],
+)
+def test_an_operation_that_the_reference_has_or_that_is_done_is_an_answer(
+    answer, reference
+):
+  assert not math_answer.is_refused(answer, reference)
+  assert math_answer.is_right(answer, reference)
+
+
+def test_a_number_above_its_modulus_is_not_the_remainder():
+  assert math_answer.is_refused(r'18 \mod 13', '18')
+  assert math_answer.is_refused(r'18 \mod 13', '5')
+
+
+@pytest.mark.parametrize(
+    'response, number, value',
+    [
+        ('The answer is: 460', '460', 460),
+        ('so $-1,234.50.', '-1,234.50', -1234.5),
+        ('1{,}000 and 10,\\!000', '10,000', 10_000),
+        ('between 10-42', '42', 42),
+        ('x-3', '3', 3),
+        ('f(2)-5', '5', 5),
+        ('x = -3!', '-3', -3),
+        ('\u22127', '-7', -7),
+        ('5/8 of it', '5/8', 0.625),
+        (r'-\frac{3}{4}', '-3/4', -0.75),
+        ('.5', '.5', 0.5),
+        ('50%', '50', 50),
+        # In a word, an index, an exponent.
+        ('42 m^2 of H2O, x_1, 10^{-3}', '10', 10),
+        ('Rs.42', '42', 42),
+        ('1/0', '1/0', None),
+        ('none', '', None),
+        ('7 ' + 'x ' * 600, '', None),
+        ('9' * 5000, '9' * 1000, None),
+    ],
+)
+def test_the_last_number_is_read_with_its_sign_and_fraction(
+    response, number, value
+):
+  found = math_answer.last_number(response)
+  assert found == number
+  assert math_answer.parse_last(found) == value
+
+
 def test_no_text_is_evaluated_while_answers_are_compared(tmp_path, monkeypatch):
   sympy = pytest.importorskip('sympy')
   monkeypatch.chdir(tmp_path)
   code = "__import__('os').system('touch OWNED')"
-  with math_answer._evaluation_shut():
+  with math_answer._made_safe():
     with pytest.raises(ValueError, match='not evaluated'):
       sympy.sympify(code)
     with pytest.raises(ValueError, match='not run'):
@@ -201,7 +359,7 @@ def test_whatever_stands_before_the_last_box_holds_the_answer(
 @given(_LATEX, _LATEX)
 def test_any_text_is_read_without_an_error(response, reference):
   answer = math_answer.extract_answer(response)
-  assert len(answer) <= math_answer.MAX_ANSWER_CHARS
+  assert len(answer) <= costly.MAX_ANSWER_CHARS
   assert answer in response
   math_answer.is_refused(answer, reference)
   number = math_answer.parse_number(answer)

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -63,8 +64,22 @@ def test_every_hostile_answer_is_bounded_and_worth_nothing(pool):
 
 def test_some_hostile_answers_are_stopped_by_the_clock_alone(pool):
   # So that the test above is not about rules only.
-  (result,) = pool.score([request(HOSTILE['power of a sum'])])
+  (result,) = pool.score([request(HOSTILE['sum of fractions'])])
   assert result.error == 'timeout'
+
+
+def test_what_a_rule_can_tell_costs_no_worker():
+  names = [n for n in HOSTILE if re.search('power|braces|equation', n)]
+  requests = [
+      request(HOSTILE[name], reference)
+      for name in names
+      for reference in ('18', 'y = 2x + 1', 'x^2 = 1')
+  ]
+  # Each of them took more than five seconds, or would have for ever.
+  with new_pool('math', timeout_s=5.0) as pool:
+    results = pool.score(requests)
+  assert {result.error for result in results} <= {None, 'refused'}
+  assert all(result.score == 0 for result in results)
 
 
 def test_the_result_does_not_depend_on_the_number_of_workers():
@@ -298,7 +313,9 @@ def test_a_pattern_that_backtracks_for_ever_is_bounded():
         ({'function': 'maths'}, "'maths' is neither built in"),
         ({'function': 'math', 'weight': float('nan')}, 'it must be finite'),
         ({'function': 'format'}, r"takes exactly \['pattern'\]"),
-        ({'function': 'math', 'kwargs': {'x': 1}}, r'takes exactly \[\]'),
+        ({'function': 'math', 'kwargs': {'x': 1}}, "takes 'after' or none"),
+        ({'function': 'math', 'kwargs': {'after': ''}}, "'after' .* is ''"),
+        ({'function': 'gsm8k', 'kwargs': {'after': 1}}, "'after' .* is 1"),
         (
             {'function': 'format', 'kwargs': {'pattern': '('}},
             'is not a regular expression',

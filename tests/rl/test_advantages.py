@@ -180,3 +180,51 @@ def test_an_unknown_estimator_is_answered_with_the_known_ones():
 def test_every_estimator_refuses_a_group_of_one(name):
   with pytest.raises(ValueError, match='num_generations is 1.*at least 2'):
     _estimate([[1.0], [0.0]], name)
+
+
+NAN = float('nan')
+ESTIMATORS = ('grpo', 'dr_grpo', 'rloo', 'reinforce_plus_plus_baseline')
+
+
+def _of_scored(rewards_PG, lengths_PG, name):
+  rewards_PG = np.asarray(rewards_PG)
+  return advantages.estimate(
+      rewards_PG,
+      np.asarray(lengths_PG),
+      adv_estimator=name,
+      norm_by_std=True,
+      scored_PG=~np.isnan(rewards_PG),
+  )
+
+
+@pytest.mark.parametrize('name', ESTIMATORS)
+def test_a_group_is_compared_without_the_responses_that_have_no_score(name):
+  found_PG = _of_scored(
+      [[1.0, NAN, 0.0, 4.0], [NAN, 2.0, 3.0, 7.0]],
+      [[3, 9, 5, 7], [9, 2, 4, 6]],
+      name,
+  )
+  expected_PG = advantages.estimate(
+      np.array([[1.0, 0.0, 4.0], [2.0, 3.0, 7.0]]),
+      np.array([[3, 5, 7], [2, 4, 6]]),
+      adv_estimator=name,
+      norm_by_std=True,
+  )
+  assert found_PG.dtype == np.float32
+  np.testing.assert_array_equal(found_PG[0, [0, 2, 3]], expected_PG[0])
+  np.testing.assert_array_equal(found_PG[1, 1:], expected_PG[1])
+  assert found_PG[0, 1] == found_PG[1, 0] == 0.0
+
+
+@pytest.mark.parametrize('name', ESTIMATORS)
+def test_a_response_that_is_left_alone_has_no_advantage(name):
+  # Of whitening the mean of the batch is left, which is 0 here.
+  found_PG = _of_scored([[1.0, NAN], [NAN, NAN]], [[3, 4], [5, 6]], name)
+  np.testing.assert_array_equal(found_PG, np.zeros((2, 2), np.float32))
+
+
+def test_a_reward_that_is_there_must_be_finite_and_a_group_not_of_one():
+  with pytest.raises(ValueError, match='is inf; rewards must be finite'):
+    _of_scored([[1.0, float('inf'), NAN]], [[1, 1, 1]], 'grpo')
+  with pytest.raises(ValueError, match='num_generations is 1'):
+    _of_scored([[NAN]], [[1]], 'grpo')

@@ -27,7 +27,7 @@ from jetrl_jax.rl import packing
 from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
 from jetrl_jax.rl.rollout.scheduler import rollout
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.run.calibration import Calibration, likelihood_sequences
 from jetrl_jax.rl.run.gradients import UpdatePrograms
 from jetrl_jax.rl.types import Completion, TrainBatch
@@ -204,8 +204,8 @@ class Run:
       batch: TrainBatch,
       temperature: float = TEMPERATURE,
   ) -> np.ndarray:
-    """Log-probs [B, T] by `UpdatePrograms.score`."""
-    logprobs_BT, _ = self.step.score(
+    """Log-probs [B, T] by `UpdatePrograms.logprobs`."""
+    logprobs_BT, _ = self.step.logprobs(
         PolicyParams(params.weights, params.fp8_state),
         batch,
         jnp.float32(temperature),
@@ -227,7 +227,9 @@ def cold_state(
   mesh = mesh or sharding.make_mesh()
   params = masters(of)
   params = jax.device_put(params, sharding.tree_shardings(params, mesh))
-  return states.create(of, params, optimizer or optax.identity(), mesh, frozen)
+  return train_state.create(
+      of, params, optimizer or optax.identity(), mesh, frozen
+  )
 
 
 def build(

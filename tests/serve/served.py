@@ -19,7 +19,7 @@ from jetrl_jax.data import Prompt
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
 from jetrl_jax.rl.rollout.scheduler import rollout
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.types import Completion
 from jetrl_jax.serve.requests import Limits
 
@@ -46,7 +46,7 @@ def quantized() -> saved_policy.SavedPolicy:
       tile=16,
   )
   masters = models.load_checkpoint(CHECKPOINT, policy.model, dtype='float32')
-  state = states.create(policy, masters, optax.identity(), saved.mesh)
+  state = train_state.create(policy, masters, optax.identity(), saved.mesh)
   params = PolicyParams(state.weights, state.fp8_state)
   return dataclasses.replace(saved, policy=policy, params=params)
 

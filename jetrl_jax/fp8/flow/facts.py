@@ -43,10 +43,10 @@ Address: TypeAlias = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-  """What is known of a value.
+  """What is known about a value.
 
-  Operations are known by their address: where their equation stands in its
-  jaxpr, that jaxpr's equation in the outer one, and so on.
+  An operation's address is the index of its equation in its jaxpr, that jaxpr's
+  equation in the outer one, and so on.
 
   Attributes:
     varying: per axis, False where the value is known to be broadcast along it.
@@ -63,8 +63,8 @@ class Fact:
   block: int = 0
 
   @property
-  def behind(self) -> frozenset[Address]:
-    """All operations that it depends on."""
+  def depends_on(self) -> frozenset[Address]:
+    """All operations on which the value depends."""
     return self.sources | self.hidden
 
 
@@ -79,7 +79,7 @@ def is_number(aval) -> bool:
 
 
 def is_kernel(eqn) -> bool:
-  """True for an operation whose inside is not looked at."""
+  """True for an operation whose inside is not traced."""
   op = eqn.primitive.name
   called = op in ('jit', 'pjit') and eqn.params['name'] in KERNEL_CALLS
   return called or op in KERNELS
@@ -102,24 +102,24 @@ def _shape(aval) -> tuple[int, ...]:
 
 
 def fresh(aval) -> Fact:
-  """An input, or a value that nothing is known of."""
+  """Returns the fact of an input or of an unknown value."""
   return Fact(all_axes(aval))
 
 
 def cut(fact: Fact) -> Fact:
   """Returns the fact of a value through which no numbers flow."""
-  return dataclasses.replace(fact, sources=frozenset(), hidden=fact.behind)
+  return dataclasses.replace(fact, sources=frozenset(), hidden=fact.depends_on)
 
 
-def depending(fact: Fact, behind: frozenset[Address]) -> Fact:
+def depending(fact: Fact, addresses: frozenset[Address]) -> Fact:
   """Adds operations on which it depends through control flow."""
-  return dataclasses.replace(fact, hidden=fact.hidden | behind)
+  return dataclasses.replace(fact, hidden=fact.hidden | addresses)
 
 
 def sampled(aval, facts) -> Fact:
-  """The fact of what sampling made of these values."""
-  behind = frozenset().union(*(f.behind for f in facts))
-  return Fact(all_axes(aval), hidden=behind)
+  """Returns the fact of a value that is sampled from these values."""
+  addresses = frozenset().union(*(f.depends_on for f in facts))
+  return Fact(all_axes(aval), hidden=addresses)
 
 
 def join(facts) -> Fact:
@@ -252,7 +252,7 @@ def _reshaped(flags, given, made) -> list[bool]:
 
 
 def pattern(shared, varying, block: int) -> str:
-  """Names how a coarse operand lies in a fine one.
+  """Returns how a coarse operand maps to a fine one.
 
   Args:
     shared: per axis, True where the coarse one varies.

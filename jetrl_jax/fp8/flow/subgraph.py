@@ -55,7 +55,7 @@ class Difference:
 
 
 def check_subgraph(g_infer: FlowGraph, g_train: FlowGraph) -> list[Difference]:
-  """Returns what `g_infer` has and `g_train` has not, in program order.
+  """Returns what `g_infer` has and `g_train` lacks, in program order.
 
   An edge is reported only between operations that both graphs have.
   """

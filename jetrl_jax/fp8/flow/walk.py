@@ -84,7 +84,7 @@ class _Walker:
     # Visited again in every round of a loop; the last visit, when everything
     # is known of what the loop carries, is the one that stays.
     self._nodes: dict[Address, FlowNode] = {}
-    self._behind: dict[Address, frozenset[Address]] = {}
+    self._depends_on: dict[Address, frozenset[Address]] = {}
     # A dictionary as an ordered set: producer, consumer, dtype.
     self._edges: dict[tuple[Address, Address, str], None] = {}
 
@@ -94,11 +94,11 @@ class _Walker:
     Differentiating leaves out what is not needed, so dead code must not count
     on the other side either.
     """
-    live, todo = set(), set().union(*(f.behind for f in results))
+    live, todo = set(), set().union(*(f.depends_on for f in results))
     while todo:
       address = todo.pop()
       live.add(address)
-      todo |= self._behind[address] - live
+      todo |= self._depends_on[address] - live
     nodes = {n: None for at, n in self._nodes.items() if at in live}
     edges = {
         FlowEdge(
@@ -153,7 +153,7 @@ class _Walker:
     return self._node(eqn, facts, scope)
 
   def _cond(self, eqn, facts, scope) -> list[Fact]:
-    chosen_by = facts[0].behind
+    chosen_by = facts[0].depends_on
     branches = [
         self.walk(branch, facts[1:], scope.part(i))
         for i, branch in enumerate(eqn.params['branches'])
@@ -172,7 +172,7 @@ class _Walker:
     (again,) = self.walk(
         eqn.params['cond_jaxpr'], [*test, *carry], scope.part(1)
     )
-    return [flow_facts.depending(f, again.behind) for f in carry]
+    return [flow_facts.depending(f, again.depends_on) for f in carry]
 
   def _scan(self, eqn, facts, scope) -> list[Fact]:
     # The names of the parameters that count them vary between versions of
@@ -232,8 +232,8 @@ class _Walker:
         backward=scope.backward,
     )
     self._nodes[scope.address] = node
-    behind = frozenset().union(*(f.behind for f in facts))
-    self._behind[scope.address] = behind
+    addresses = frozenset().union(*(f.depends_on for f in facts))
+    self._depends_on[scope.address] = addresses
     for v, fact in zip(eqn.invars, facts, strict=True):
       for producer in sorted(fact.sources):
         self._edges[producer, scope.address, _dtype(v.aval)] = None

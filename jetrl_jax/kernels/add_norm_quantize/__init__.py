@@ -18,7 +18,6 @@ calls `joined`, which has the same bits.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -144,9 +143,11 @@ def rms_norm(
   return _differentiable(x_MD, scale_D, master_D, step, eps)
 
 
-def _forward(x_MD, scale_D, step, eps) -> tuple[Any, Array | None]:
+def _forward(x_MD, scale_D, step, eps) -> tuple[Array, Array | None]:
   if dispatch.has_kernel('add_norm_quantize'):
-    return joined(x_MD, scale_D, eps, step)[1:]
+    _, y_MD, q_MD = joined(x_MD, scale_D, eps, step)
+    assert y_MD is not None  # As nothing was added.
+    return y_MD, q_MD
   return reference.rms_norm(x_MD, scale_D, eps), None
 
 

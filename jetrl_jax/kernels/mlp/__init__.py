@@ -75,11 +75,12 @@ def mlp(
   """
   x_MD, q_MD = rows.values, rows.fp8
   operands = recipe, x_MD, q_MD, gate_up, down, row_mask_M
-  quantised = isinstance(gate_up[1], QTensor) and isinstance(down[1], QTensor)
-  if not quantised or not fits(recipe, down[1].values.shape):
-    return reference.mlp(*operands)
-  from jetrl_jax.kernels.mlp import triton
+  match gate_up[1], down[1]:
+    case QTensor(), QTensor(values=values) if fits(recipe, values.shape):
+      from jetrl_jax.kernels.mlp import triton
 
-  if defer:
-    return triton.unscaled_mlp(x_MD, q_MD, gate_up, down)
-  return triton.mlp(*operands)
+      if defer:
+        return triton.unscaled_mlp(x_MD, q_MD, gate_up, down)
+      return triton.mlp(*operands)
+    case _:
+      return reference.mlp(*operands)

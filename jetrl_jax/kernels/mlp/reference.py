@@ -1,17 +1,16 @@
 """The MLP as its three operations: dot, SwiGLU, dot."""
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 
 from jetrl_jax.core.typing import Array, PyTree
-from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.kernels.quantized_dot.linear import dot
 from jetrl_jax.kernels.swiglu import swiglu
 
 # (master [O, I] or None, weight, slot) as `linear.dot` takes them.
-Operands: TypeAlias = tuple[Array | None, QTensor | Array, PyTree]
+Operands: TypeAlias = tuple[Array | None, Any, PyTree]
 
 
 def mlp(

@@ -1,4 +1,4 @@
-"""From prompts to completions: engine, decode step, pages, scheduler."""
+"""Prompts to completions: engine, decode step, KV pages, scheduler."""
 
 from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
 from jetrl_jax.rl.rollout.scheduler import rollout

@@ -1,7 +1,7 @@
-"""The sizes that the engine compiles programs for: rows, lengths, few slots.
+"""The sizes for which the engine compiles programs: rows, lengths, few slots.
 
-What is asked for is rounded up to one of few sizes. No number that a sequence
-gets depends on which.
+Sizes are rounded up to one of a few, so that few programs are compiled. The
+numbers of a sequence do not depend on the size.
 """
 
 import numpy as np
@@ -11,39 +11,40 @@ from jetrl_jax.core.typing import NpArray
 from jetrl_jax.rl.rollout.decode_state import EngineConfig
 from jetrl_jax.rl.rollout.kv_pages import PagesConfig
 
-# (share, tokens): when one slot in so many or less is at work, a program for as
-# many takes over, the tail of a rollout of long answers. It must be compiled,
-# which answers below so many tokens would not pay for. Fewest slots first.
+# Programs for the tail of a rollout, fewest slots first, as (share, tokens).
+# Once at most 1/share of the slots still decode, a program for that many slots
+# takes over. Compiling it pays off only if responses may have at least `tokens`
+# tokens.
 TAILS = (16, 8192), (4, 1024)
-# Prompts per prefill, empty rows included; of preempted sequences the most.
+# Prompts per prefill, with empty rows; also the most preempted sequences.
 PREFILL_ROWS = 16
 # Attention tiles per page.
 _PAGE_TILES = 2
-# Steps that a GPU takes without asking whether a slot still runs.
+# Steps that a GPU takes before the host reads whether a slot still runs.
 STEPS_PER_SYNC = 8
 
 
 def round_up(value: int, multiple: int) -> int:
-  """Returns the least multiple that is not below the value."""
+  """Returns the least multiple that is at least `value`."""
   return -(-value // multiple) * multiple
 
 
-def pages(config: EngineConfig, devices: int, tile: int) -> PagesConfig:
-  """Returns slots and pages of an engine.
+def pages_config(config: EngineConfig, devices: int, tile: int) -> PagesConfig:
+  """Returns the slots and pages of an engine.
 
   Args:
-    config: what is asked for.
-    devices: over which the slots are split.
+    config: the configured sizes.
+    devices: number of devices over which the slots are split.
     tile: see `attention.flash_attention`.
 
   Raises:
-    ValueError: kv_cache_tokens hold no sequence of full length.
+    ValueError: kv_cache_tokens is less than one sequence of full length.
   """
   num_slots = round_up(config.num_slots, 16 * devices)
   page_size = _PAGE_TILES * tile
   longest = config.max_prompt_length + config.max_response_length
   length = round_up(longest, page_size)
-  full = num_slots * length  # More would never be filled.
+  full = num_slots * length  # The slots cannot use more than this.
   tokens = min(config.kv_cache_tokens or full, full)
   return PagesConfig(
       num_slots=num_slots,
@@ -55,12 +56,12 @@ def pages(config: EngineConfig, devices: int, tile: int) -> PagesConfig:
 
 
 def buckets(longest: int, tile: int, factor: int) -> list[int]:
-  """Returns sizes: powers of `factor` times the tile, and the end.
+  """Returns sizes: `tile` times the powers of `factor`, then the longest.
 
   Args:
-    longest: tokens or sequences; the last size is this, up to the tile.
-    tile: the least; of tokens, see `attention.flash_attention`.
-    factor: between neighbours.
+    longest: tokens or sequences; the last size is this, rounded up to `tile`.
+    tile: the least size; for tokens see `attention.flash_attention`.
+    factor: ratio of neighbouring sizes.
   """
   found, size = [], tile
   while size < longest:
@@ -70,24 +71,24 @@ def buckets(longest: int, tile: int, factor: int) -> list[int]:
 
 
 def steps_per_sync(steps: int) -> int:
-  """Returns how many of the steps are taken at a time, see `generate`."""
-  # A CPU asks itself, and a step that nobody wanted costs what others do.
+  """Returns the steps between two checks, see `decode_step.generate`."""
+  # On a CPU the check is free, and a superfluous step costs as much as any.
   return STEPS_PER_SYNC if on_gpu() and steps % STEPS_PER_SYNC == 0 else 1
 
 
 def few_slots(
     running_B: NpArray, devices: int, max_response_length: int
 ) -> NpArray | None:
-  """Returns some of each device's slots, if no other one runs.
+  """Returns the few slots that still run, if they are few enough.
 
   Args:
     running_B: bool, slots that will take a step; a device holds neighbours.
-    devices: over which the slots are split.
+    devices: number of devices over which the slots are split.
     max_response_length: tokens.
 
   Returns:
-    int32, slots by their number on their device, equally many of each, see
-    `TAILS`; None where all slots are to go on.
+    int32, slots by their number on their device, equally many on each device
+    (some may be idle), see `TAILS`; None to decode all slots.
   """
   running_DB = running_B.reshape(devices, -1)
   slots, most = running_DB.shape[1], running_DB.sum(1).max()

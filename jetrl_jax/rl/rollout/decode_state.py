@@ -1,7 +1,7 @@
-"""The engine's slots on the device: what they hold, and what changes them.
+"""The engine's slots on the device, and the functions that change them.
 
-Pure functions over `DecodeState`; `engine.py` compiles them, and
-`decode_step.py` takes the steps between two changes.
+These are pure functions over `DecodeState`, which `engine.py` compiles: start,
+free, pause and resume a slot. Between them `decode_step.py` decodes.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from jetrl_jax.kernels.dispatch import MOST_VALUES
 from jetrl_jax.rl.rollout import sampling
 from jetrl_jax.rl.rollout.kv_pages import PagesConfig
 
-# Beyond all slots and pages, for what lies on another device.
+# An index beyond all slots and pages, for those of another device.
 _ELSEWHERE = 1 << 30
 
 
@@ -72,28 +72,29 @@ class EngineConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState:
-  """All slots, on the device. B slots, R = max_response_length.
+  """All slots, on the device.
 
-  T = max_prompt_length.
+  B is the number of slots, R is max_response_length, T is max_prompt_length.
 
   Attributes:
     caches: per layer pages of (keys, values), see `Policy.page_shapes`.
     table: int32 [B, pages per slot], the slot's pages, see `DecodeAttention`.
-    preempted: bool [B], waits for pages; it is active and takes no step.
-    prompt: int32 [B, T], to compute the keys again after parking.
+    preempted: bool [B], waits for pages: the slot is active and takes no step.
+    prompt: int32 [B, T], to prefill a preempted sequence again.
     token: int32 [B], the token to feed next.
-    position: int32 [B], where it goes.
+    position: int32 [B], the position of that token.
     address: uint32 [B, 2], (prompt id, sample) of the slot's random keys.
     emitted: int32 [B], response tokens so far.
-    given: int32 [B], response tokens before this index are not sampled: they
-      are read from `tokens`, where `resume` wrote them.
+    given: int32 [B], response tokens before this index are given and not
+      sampled; the decode step reads them from `tokens`, where `resume` wrote
+      them.
     limit: int32 [B], response tokens after which the slot stops.
     temperature: float32 [B]; 0 is greedy.
     active: bool [B].
-    stopped: bool [B], ended by a stop token (and not by its limit).
+    stopped: bool [B], whether a stop token ended the response (not its limit).
     tokens: int32 [B, R], the responses.
-    log_mu: float32 [B, R], nats under the distribution really sampled.
-    logprobs: float32 [B, R], nats under the whole tempered vocabulary.
+    log_mu: float32 [B, R], nats, under the distribution that was sampled.
+    logprobs: float32 [B, R], nats, under the softmax of all tempered logits.
   """
 
   caches: list[tuple[Array, Array]]
@@ -117,12 +118,12 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prefix:
-  """The caches of P prefilled prompts, less their last token.
+  """The caches of P prefilled prompts, without each prompt's last token.
 
   Attributes:
-    caches: per layer (keys, values), T tokens a row instead of a page.
+    caches: per layer (keys, values), with one row of T tokens per prompt.
     tokens: int32 [P, max_prompt_length].
-    last_token: int32 [P], fed by the first decode step.
+    last_token: int32 [P]; the first decode step feeds it.
     length: int32 [P], prompt tokens.
   """
 
@@ -142,9 +143,9 @@ def idle(policy, config: EngineConfig, pages: PagesConfig) -> DecodeState:
   most = MOST_VALUES // (keys.shape[1] * keys.shape[3])
   if keys.dtype.itemsize == 1 and tokens > most:
     raise ValueError(
-        f'FP8 caches hold {tokens} tokens on each device; kernels reach {most}'
-        f' of this model. Set kv_cache_tokens to {most * pages.num_devices} or'
-        ' less'
+        f'FP8 caches hold {tokens} tokens on each device; with this model the'
+        f' kernels can address {most}. Set kv_cache_tokens to'
+        f' {most * pages.num_devices} or less'
     )
 
   def zeros(dtype, *tail):
@@ -177,10 +178,10 @@ def idle(policy, config: EngineConfig, pages: PagesConfig) -> DecodeState:
 
 
 def _here(axes, numbers, count):
-  """Returns numbers of slots or pages as this device counts its own.
+  """Returns global numbers of slots or pages as numbers on this device.
 
-  Those of others become numbers beyond `count`, each its own as before, so that
-  a scatter drops them.
+  Numbers of other devices become distinct numbers beyond `count`, so that a
+  scatter drops them.
   """
   if axes.size == 1:
     return numbers
@@ -191,23 +192,22 @@ def _here(axes, numbers, count):
 def fill_pages(axes, caches, prefix_caches, rows_N, pages_NJ):
   """Copies prefixes into pages.
 
-  On several devices each copies what lies on it; a sequence's prefix may come
-  from any.
+  Each device fills its own pages. A sequence's prefix may be on any device.
 
   Args:
     axes: devices over which all rows, slots and pages are split.
     caches: per layer pages of (keys, values), see `Policy.page_shapes`.
-    prefix_caches: per layer (keys, values) of Q rows, their length at most
-      that of J pages.
-    rows_N: int32, a row of the prefix per sequence, of all devices.
-    pages_NJ: int32, the pages it goes to, of all devices; beyond the last page
-      for none.
+    prefix_caches: per layer (keys, values) of Q rows, at most as long as J
+      pages.
+    rows_N: int32, the prefix row of each sequence, counted over all devices.
+    pages_NJ: int32, the pages of each sequence, counted over all devices; a
+      number beyond the last page is no page.
   """
   pages_NJ = _here(axes, pages_NJ, caches[0][0].shape[0])
 
   def copy(pool, new):
     new = axes.gather_rows(new)
-    # Along the third axis: tokens, or pairs of tokens.
+    # The third axis holds tokens or pairs of tokens.
     size, pages = pool.shape[2], pages_NJ.shape[1]
     rows, kv_heads, length, *rest = new.shape
     padding = [
@@ -278,8 +278,8 @@ def pause(state, chosen_B):
 
 
 def resume(state, chosen_B, kept_B, given_BW, count_B):
-  """Goes on with slots; see `Engine.resume`."""
-  # From the first given token on: [0, W) in `given_BW`.
+  """Continues slots; see `Engine.resume`."""
+  # Index into `given_BW`: [0, W) from the first given token on.
   index_BR = (
       jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]
       - kept_B[:, None]
@@ -290,7 +290,7 @@ def resume(state, chosen_B, kept_B, given_BW, count_B):
   given_BR = jnp.take_along_axis(
       given_BW, jnp.clip(index_BR, 0, given_BW.shape[1] - 1), axis=1
   )
-  # With nothing kept the prompt's last token is the one to feed, still.
+  # If nothing is kept, the prompt's last token is still the one to feed.
   last_B = token_at(state.tokens, kept_B - 1)
   return dataclasses.replace(
       state,
@@ -305,6 +305,6 @@ def resume(state, chosen_B, kept_B, given_BW, count_B):
 
 
 def token_at(tokens_BR, index_B):
-  """Returns the token [B] at each slot's index, kept within the tokens."""
+  """Returns the token [B] at each slot's index, which is clipped to [0, R)."""
   index_B1 = jnp.clip(index_B, 0, tokens_BR.shape[1] - 1)[:, None]
   return jnp.take_along_axis(tokens_BR, index_B1, axis=1)[:, 0]

@@ -1,9 +1,12 @@
-"""The engine's device side: what a prefill and a decode step compute.
+"""The prefill and the decode step, on the device.
 
-Pure functions over `DecodeState`; `engine.py` compiles them. A sequence's
-randomness has the address (seed, step, prompt, sample, token), so what it
-samples does not depend on its slot, on its neighbours or on the number of
-slots.
+    decode   feed each active slot's token, get the next token's logits
+    sample   draw a token and record its log-probs (mu and pi)
+    write    append it to the response; stop at a stop token or the limit
+
+These are pure functions over `DecodeState`, which `engine.py` compiles. A
+random key has the address (seed, step, prompt, sample, token), so the sampled
+tokens do not depend on the slot, on its neighbours or on the number of slots.
 """
 
 import dataclasses
@@ -38,7 +41,7 @@ def sample(
 ):
   """Returns (token, log mu, log pi, whether it is given) of every slot.
 
-  A given token was not sampled; log pi stands for its log mu.
+  A given token is not sampled, and its log mu is its log pi.
   """
   greedy_B = state.temperature <= 0
   inverse_B = logprobs.inverse_temperature(state.temperature)
@@ -52,7 +55,7 @@ def sample(
     return rng.fold(base_key, address[0], address[1], emitted)
 
   with jax.named_scope('sampling'):
-    # Where nothing reads it no program makes it.
+    # XLA removes `z_BV` where nothing reads it.
     z_BV = logprobs.temper(logits_BV, inverse_B[:, None])
     mask_BV = jax.vmap(functools.partial(sampling.truncation_mask, **limits))(
         z_BV
@@ -82,7 +85,7 @@ def sample(
 
 
 def step(policy, config, params, base_key, state: DecodeState) -> DecodeState:
-  """Feeds, samples and books one token in every active slot."""
+  """Takes one decode step in every active slot: decode, sample, write."""
   running = state.active & ~state.preempted
   logits_BV, caches = policy.decode(
       params,
@@ -118,21 +121,22 @@ def step(policy, config, params, base_key, state: DecodeState) -> DecodeState:
 
 
 def generate_compacted(
-    policy, config, in_a_row, params, state, slots_N, base_key, steps
+    policy, config, steps_per_sync, params, state, slots_N, base_key, steps
 ):
-  """`generate` for some slots, as rows of a smaller state; others do nothing.
+  """Runs `generate` on some slots, as rows of a smaller state.
 
-  Their pages stay where they are: a slot's table says so.
+  The other slots take no step. All pages stay in place, because each slot's
+  page table moves with it.
 
   Args:
     policy: the functions.
-    config: the engine's.
-    in_a_row: see `generate`.
+    config: the engine's sizes and sampler.
+    steps_per_sync: see `generate`.
     params: weights and scales.
     state: all slots.
-    slots_N: int32, each slot once; N a multiple of 16.
-    base_key: see `sample`.
-    steps: at most.
+    slots_N: int32, each slot once; N is a multiple of 16.
+    base_key: key with address (seed, step).
+    steps: most steps.
   """
 
   def of_slots(state):
@@ -143,7 +147,7 @@ def generate_compacted(
   all_B = of_slots(state)
   some_N = jax.tree.map(lambda x: x[slots_N], all_B)
   few = dataclasses.replace(state, **some_N)
-  few = generate(policy, config, in_a_row, params, few, base_key, steps)
+  few = generate(policy, config, steps_per_sync, params, few, base_key, steps)
   back_B = jax.tree.map(
       lambda x, y: x.at[slots_N].set(y, unique_indices=True),
       all_B,
@@ -152,21 +156,23 @@ def generate_compacted(
   return dataclasses.replace(few, **back_B)
 
 
-def generate(policy, config, in_a_row, params, state, base_key, steps):
-  """Takes up to `steps` steps; stops early when nothing runs.
+def generate(policy, config, steps_per_sync, params, state, base_key, steps):
+  """Takes up to `steps` decode steps; stops early once no slot runs.
 
   Args:
     policy: the functions.
-    config: the engine's.
-    in_a_row: steps after which it is asked whether a slot still runs. On a GPU
-      the host reads the answer while the device waits, and sends the next step.
+    config: the engine's sizes and sampler.
+    steps_per_sync: steps between two checks whether a slot still runs. On a GPU
+      the device waits at each check, because the host reads the result and then
+      launches the next steps.
     params: weights and scales.
     state: all slots.
-    base_key: see `sample`.
-    steps: at most, a multiple of `in_a_row`.
+    base_key: key with address (seed, step).
+    steps: most steps, a multiple of `steps_per_sync`.
   """
 
-  # Each device by itself: weights are whole, so nothing here asks another.
+  # Each device decides alone: weights are replicated, so a decode step needs no
+  # other device.
   def any_active(state):
     return jnp.any(state.active & ~state.preempted)
 
@@ -175,8 +181,8 @@ def generate(policy, config, in_a_row, params, state, base_key, steps):
 
   def body(carry):
     i, state, _ = carry
-    state = lax.fori_loop(0, in_a_row, one, state)
-    return i + in_a_row, state, any_active(state)
+    state = lax.fori_loop(0, steps_per_sync, one, state)
+    return i + steps_per_sync, state, any_active(state)
 
   _, state, _ = lax.while_loop(
       lambda carry: (carry[0] < steps) & carry[2],

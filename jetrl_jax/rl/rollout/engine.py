@@ -1,9 +1,16 @@
-"""The rollout engine: slots, pages and sampling over the policy's functions.
+"""The rollout engine: continuous batching over slots and KV pages.
 
-All device work is in a handful of compiled functions (`decode_step.py`,
-`decode_state.py`); the state is donated from call to call. Keys and values lie
-in pages (`kv_pages.py`), so that memory follows the lengths that sequences
-really have.
+    prefill    compute the keys and values of a prompt, once for all its samples
+    insert     copy them into pages of a slot; one slot decodes one sample
+    generate   decode all active slots, many steps per host visit
+    free       make a slot idle; the next sequence can have it and its pages
+
+`scheduler.py` calls these until every prompt is answered. The engine gives
+each slot pages as its sequence grows (`kv_pages.py`), so memory follows the
+real lengths. If the pages run out, it preempts the sequence that started last
+and later prefills it again, to the same bits. All device work is in a few
+compiled functions (`decode_step.py`, `decode_state.py`), and each call donates
+the decode state.
 """
 
 import dataclasses
@@ -19,13 +26,13 @@ from jax.sharding import PartitionSpec as P
 from jetrl_jax.core import rng, sharding
 from jetrl_jax.core.typing import Array, NpArray, PRNGKey
 from jetrl_jax.models.policy import Policy, PolicyParams
-from jetrl_jax.rl.rollout import buckets as engine_sizes
 from jetrl_jax.rl.rollout import decode_state as decode_states
 from jetrl_jax.rl.rollout import decode_step, engine_api
 from jetrl_jax.rl.rollout.buckets import (
     PREFILL_ROWS,
     buckets,
     few_slots,
+    pages_config,
     round_up,
     steps_per_sync,
 )
@@ -33,30 +40,31 @@ from jetrl_jax.rl.rollout.decode_state import DecodeState, EngineConfig, Prefix
 from jetrl_jax.rl.rollout.kv_pages import PageAllocator
 from jetrl_jax.rl.rollout.responses import Responses
 
-# Tokens, padding included, that are prefilled at once.
+# Most tokens of preempted sequences that are prefilled at once, with padding.
 _PREFILL_TOKENS = 16384
 
 
 class Engine(engine_api.Engine):
-  """Serves rollouts, evaluation and JetStream's orchestrator.
+  """Samples for rollouts, evaluations and JetStream's orchestrator.
 
   Args:
     policy: the functions.
     config: sizes and the sampler.
-    mesh: devices; slots are split over them.
+    mesh: devices; the slots are split over them.
   """
 
   def __init__(self, policy: Policy, config: EngineConfig, mesh: Mesh):
     self.policy, self.config, self.mesh = policy, config, mesh
     self._params: PolicyParams | None = None
     self._base_key = rng.key(0, rng.ROLLOUT, 0)
-    sizes = engine_sizes.pages(config, policy.axes.size, policy.tile)
+    sizes = pages_config(config, policy.axes.size, policy.tile)
     self.num_slots, self.page_size = sizes.num_slots, sizes.page_size
     self.cache_length = sizes.pages_per_slot * sizes.page_size
-    # A program for each: of prompts few, as none should be compiled in the
-    # middle of a run, and computing some padding is cheap.
+    # Each bucket is a program. Prompts have few buckets, because nothing should
+    # compile in the middle of a run and some padding is cheap.
     self.buckets = buckets(config.max_prompt_length, policy.tile, 4)
-    # Parked sequences are prefilled with all they have.
+    # Preempted sequences are prefilled with their responses, so they are
+    # longer.
     self.buckets += [
         size
         for size in buckets(self.cache_length, policy.tile, 2)
@@ -71,20 +79,21 @@ class Engine(engine_api.Engine):
       return policy.jit(function, donate_argnums=(0,), out_shardings=self._rows)
 
     def filling(function, *specs):
-      # Its own part on each device, not as XLA would split it.
+      # Each device runs the function on its own rows; XLA does not split it.
       function = functools.partial(function, policy.axes)
       return policy.jit_per_device(
           function, mesh, specs, rows, donate_argnums=(0,)
       )
 
-    # Without a reference to the engine, which holds parameters. Zeros need no
-    # pinned options, with which the dry run could not ask for its shapes.
+    # `idle` holds no reference to the engine, which holds parameters. It only
+    # makes zeros, so it needs no pinned compile options; with those the dry run
+    # could not ask for its shapes.
     idle = functools.partial(
         decode_states.idle, policy, config, self.pages.config
     )
     self._idle = jax.jit(idle, out_shardings=self._rows)
-    # By the devices: `jax.device_put` would go through the host.
-    self._everywhere = jax.jit(
+    # The devices copy directly; `jax.device_put` would go through the host.
+    self._replicate = jax.jit(
         lambda params: params, out_shardings=NamedSharding(mesh, P())
     )
     self.responses = Responses(mesh, self.num_slots // policy.axes.size)
@@ -94,27 +103,27 @@ class Engine(engine_api.Engine):
     self._resume = compiled(decode_states.resume)
     self._fill_pages = filling(decode_states.fill_pages, rows, rows, P(), P())
 
-  def whole(self, params: PolicyParams) -> PolicyParams:
-    """Returns the parameters with all of each on every device.
+  def replicate(self, params: PolicyParams) -> PolicyParams:
+    """Returns the parameters with a whole copy on every device.
 
-    Other functions take parameters that are split over fsdp, as training holds
-    them, too, and gather them in every call.
+    The other functions also accept parameters that are split over fsdp, as
+    training holds them, but then they gather them in every call.
     """
     if self.policy.axes.fsdp == 1:
       return params
-    return self._everywhere(params)
+    return self._replicate(params)
 
   # --- JetStream's Engine API -------------------------------------------
 
   def set_params(self, params: PolicyParams) -> None:
-    """Makes `params`, `whole`, what `load_params` returns."""
-    self._params = self.whole(params)
+    """Replicates `params` and keeps them for `load_params`."""
+    self._params = self.replicate(params)
 
   def load_params(self) -> PolicyParams:
-    """Returns the parameters last assigned.
+    """Returns the parameters that `set_params` was last given.
 
     Raises:
-      ValueError: none were.
+      ValueError: `set_params` was not called.
     """
     if self._params is None:
       raise ValueError('the engine has no parameters; call set_params first')
@@ -131,7 +140,7 @@ class Engine(engine_api.Engine):
     return self.config.max_prompt_length
 
   def init_decode_state(self) -> DecodeState:
-    """Returns a state with every slot idle; the one before it is void."""
+    """Returns a state with every slot idle; earlier states become invalid."""
     self.pages = PageAllocator(self.pages.config)
     return self._idle()
 
@@ -152,7 +161,7 @@ class Engine(engine_api.Engine):
     Args:
       params: weights and scales.
       prompts: int32 token ids, 1 to max_prompt_length each.
-      rows: compiled number of prompts; empty rows fill up.
+      rows: compiled number of prompts; unused rows stay empty.
 
     Returns:
       A prefix whose row i is `prompts[i]`.
@@ -174,16 +183,18 @@ class Engine(engine_api.Engine):
       tokens_PT[i, : len(tokens)] = tokens
       lengths_P[i], last_P[i] = len(tokens), tokens[-1]
     return Prefix(
-        caches=self._keys_of(params, prompts, rows),
+        caches=self._prefilled_caches(params, prompts, rows),
         tokens=self._put(tokens_PT),
         last_token=self._put(last_P),
         length=self._put(lengths_P),
     )
 
-  def _keys_of(self, params: PolicyParams, sequences: list[NpArray], rows: int):
-    """Returns per layer (keys, values) of all tokens but the last.
+  def _prefilled_caches(
+      self, params: PolicyParams, sequences: list[NpArray], rows: int
+  ):
+    """Returns per layer (keys, values) of all tokens except the last.
 
-    The last is not prefilled: the next decode step feeds it.
+    The next decode step feeds the last token, so it is not prefilled.
     """
     bucket = self._bucket(max(map(len, sequences)))
     tokens_PT = np.zeros((rows, bucket), np.int32)
@@ -194,12 +205,12 @@ class Engine(engine_api.Engine):
     run = self._per_row(decode_step.prefill, (self.policy,), 2)
     return run(params, self._put(tokens_PT), self._put(lengths_P))
 
-  def rows_again(self, bucket: int) -> int:
-    """Returns how many preempted sequences of a length prefill at a time."""
+  def reprefill_rows(self, bucket: int) -> int:
+    """Returns how many preempted sequences are prefilled at once."""
     return min(max(_PREFILL_TOKENS // bucket, 1), PREFILL_ROWS)
 
   def _bucket(self, longest: int) -> int:
-    """Returns the length to which a batch of such sequences is padded."""
+    """Returns the least bucket that holds sequences of this length."""
     return next(b for b in self.buckets if b >= longest)
 
   def insert(
@@ -229,11 +240,11 @@ class Engine(engine_api.Engine):
       address: uint32 [n, 2], (prompt id, sample) per slot; by default
         (0, slot).
       limits: most response tokens per slot; by default max_response_length.
-      temperature: of the sampler; 0 is greedy.
+      temperature: the sampler's temperature; 0 is greedy.
     """
     count = len(slots)
-    # Padded to few sizes, so that few programs are compiled; padding points
-    # at a slot that does not exist and is dropped.
+    # Padded to few sizes, so that few programs are compiled. Padding names a
+    # slot that does not exist, so it is dropped.
     size = next(s for s in buckets(self.num_slots, 1, 4) if s >= count)
     maximum = self.config.max_response_length
 
@@ -267,7 +278,7 @@ class Engine(engine_api.Engine):
   def generate(
       self, params: PolicyParams, decode_state: DecodeState
   ) -> tuple[DecodeState, engine_api.ResultTokens]:
-    """Takes one step; see `engine_api.Engine.generate`."""
+    """Takes one decode step; see `engine_api.Engine.generate`."""
     decode_state, _ = self._with_pages(params, decode_state, 1)
     was_active = decode_state.active & ~decode_state.preempted
     state = self._run_block(params, decode_state, self._base_key, 1)
@@ -290,12 +301,12 @@ class Engine(engine_api.Engine):
       base_key: PRNGKey,
       steps: int | None = None,
   ) -> DecodeState:
-    """Takes up to `steps` steps on the device; stops early when all are done.
+    """Takes up to `steps` decode steps; stops early once all slots are done.
 
     Args:
       params: weights and scales.
       decode_state: donated.
-      base_key: key with address (seed, step); the rest is folded in per slot.
+      base_key: key with address (seed, step); each slot folds in the rest.
       steps: by default decode_block.
     """
     steps = self.config.decode_block if steps is None else steps
@@ -306,7 +317,7 @@ class Engine(engine_api.Engine):
     return self._run_block(params, decode_state, base_key, steps, few)
 
   def _run_block(self, params, state, base_key, steps, few=None):
-    """Decodes; of `few` slots only, see `few_slots`."""
+    """Decodes all slots, or only the `few` slots of `few_slots`."""
     bound = self.policy, self.config, steps_per_sync(steps)
     steps = np.int32(steps)
     if few is None:
@@ -323,17 +334,17 @@ class Engine(engine_api.Engine):
   # --- pages --------------------------------------------------------------
 
   def release(self, slots: Sequence[int]) -> None:
-    """Takes back the pages of slots whose sequences are over."""
+    """Frees the pages of slots whose sequences have ended."""
     for slot in slots:
       self.pages.release(slot)
 
   def _with_pages(
       self, params, state: DecodeState, steps: int
   ) -> tuple[DecodeState, NpArray]:
-    """Makes room for the next steps; parks sequences and brings them back.
+    """Gives slots pages for the next steps; preempts and resumes sequences.
 
     Returns:
-      (state, bool [B], the slots that will take a step)
+      (state, bool [B] which slots will take a step).
     """
     active, position, emitted, limit = jax.device_get(
         (state.active, state.position, state.emitted, state.limit)
@@ -358,7 +369,7 @@ class Engine(engine_api.Engine):
     return state, active & ~preempted_B
 
   def _reprefill(self, params, state, slots: list[int]) -> DecodeState:
-    """Fills the pages of sequences that were preempted."""
+    """Prefills preempted sequences (prompt and response) into new pages."""
     prompt, position, tokens, emitted = jax.device_get(
         (state.prompt, state.position, state.tokens, state.emitted)
     )
@@ -372,12 +383,13 @@ class Engine(engine_api.Engine):
         for slot in slots
     }
     while slots:
-      # By the bucket, not by the longest: a new shape is a new program.
+      # Rows follow the bucket and not the longest sequence, because every new
+      # shape is a new program.
       bucket = self._bucket(max(len(sequences[slot]) for slot in slots))
-      rows = self.rows_again(bucket)
+      rows = self.reprefill_rows(bucket)
       now, slots = slots[:rows], slots[rows:]
       rows = round_up(rows, self.policy.axes.size)
-      caches = self._keys_of(params, [sequences[s] for s in now], rows)
+      caches = self._prefilled_caches(params, [sequences[s] for s in now], rows)
       count = self.pages.pages_for(caches[0][0].shape[2])
       pages_NJ = self.pages.global_pages(
           [*now, *[-1] * (rows - len(now))], count
@@ -393,7 +405,7 @@ class Engine(engine_api.Engine):
   def pause(
       self, decode_state: DecodeState, slots: Sequence[int]
   ) -> DecodeState:
-    """Stops slots and keeps what they hold, for `resume`."""
+    """Stops slots and keeps their sequences for `resume`."""
     chosen_B = np.zeros(self.num_slots, bool)
     chosen_B[list(slots)] = True
     return self._pause(decode_state, self._put(chosen_B))
@@ -404,22 +416,23 @@ class Engine(engine_api.Engine):
       kept: Mapping[int, int],
       given: Mapping[int, NpArray],
   ) -> DecodeState:
-    """Goes on with slots, from an earlier token if need be.
+    """Continues slots, with given tokens after those that they keep.
 
-    The given tokens are fed by the decode step like sampled ones, so that
-    their KV and their log-probs are computed by the same function. Random
-    keys have the token's index as before.
+    The decode step feeds given tokens like sampled ones, so the same function
+    computes their KV and their log-probs. Random keys still depend on the
+    token's index.
 
     Args:
       decode_state: donated.
-      kept: response tokens kept by slot; later ones are forgotten. 0 only in
-        a slot that has taken no step: the prompt's end is not fed again.
-      given: int32 tokens that follow the kept ones by slot, for example an
-        environment's observation; of the same slots. Kept and given tokens
-        must leave room for one more below the slot's limit.
+      kept: slot -> response tokens to keep; later ones are dropped. It may be 0
+        only in a slot that has taken no step, because the prompt's last token
+        is not fed again.
+      given: slot -> int32 tokens that follow the kept ones, for example an
+        environment's observation; the same slots as in `kept`. Kept and given
+        tokens together must be fewer than the slot's limit.
     """
     longest = max(map(len, given.values()), default=0)
-    # Powers of two, so that few shapes are compiled.
+    # Padded to powers of two, so that few shapes are compiled.
     width = min(
         max(64, 1 << max(longest - 1, 0).bit_length()),
         self.config.max_response_length,
@@ -444,7 +457,7 @@ class Engine(engine_api.Engine):
   def _per_row(self, function, bound, num_rows, whole=0):
     """Compiles `function(*bound, params, row arrays..., whole arrays...)`.
 
-    With whole arrays, which steps have, the first row array is donated.
+    With whole arrays, which decode steps have, the first row array is donated.
     """
     name = function.__name__, bound
     if name not in self._compiled:

@@ -1,12 +1,12 @@
-"""The contract of a JetStream engine, in this project's own words.
+"""JetStream's Engine API, written anew for this project.
 
-The methods and their roles are those of JetStream's Engine API (the shape of
-its last published head): prefill a prompt once, insert its cache into one or
-more slots, generate one token for every slot at a time, free a slot. An
-orchestrator that knows only these methods can drive a policy. Two things
-differ. Prefill samples nothing: the last prompt token is fed by the first
-generate step, so that every response token comes from the same code. And
-generate has an on-device form that takes many steps per host visit.
+The methods and their roles are those of JetStream's last published version:
+prefill a prompt once, insert its cache into one or more slots, generate one
+token for every slot, free a slot. An orchestrator that knows only these methods
+can drive a policy. Two things differ. Prefill samples nothing; the first
+generate step feeds the last prompt token, so the same code computes every
+response token. And the engine can also take many generate steps on the device
+per host visit.
 """
 
 import abc
@@ -21,13 +21,13 @@ from jetrl_jax.core.typing import Array, NpArray
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResultTokens:
-  """What one generate step gave every slot.
+  """The result of one generate step.
 
   Attributes:
     data: int32 [slots, 3]: token, 1 if the slot was active, response tokens so
-      far. One array, so that one copy to the host serves all.
-    log_prob: float32 [slots], nats under the whole tempered vocabulary.
-    log_mu: float32 [slots], nats under the distribution really sampled.
+      far. It is one array, so that one copy to the host is enough.
+    log_prob: float32 [slots], nats, under the softmax of all tempered logits.
+    log_mu: float32 [slots], nats, under the distribution that was sampled.
   """
 
   data: Array
@@ -41,11 +41,11 @@ class ResultTokens:
 
 
 class Engine(abc.ABC):
-  """Prefill, insert, generate; parameters are an argument of every call."""
+  """Prefill, insert, generate; every call takes the parameters."""
 
   @abc.abstractmethod
   def load_params(self) -> Any:
-    """Returns the parameters to pass to `prefill` and `generate`."""
+    """Returns the parameters for `prefill` and `generate`."""
 
   @abc.abstractmethod
   def init_decode_state(self) -> Any:
@@ -59,8 +59,8 @@ class Engine(abc.ABC):
 
     Args:
       params: what `load_params` returned.
-      padded_tokens: int32 [T], the prompt padded at the end.
-      true_length: tokens that are not padding, at least 1.
+      padded_tokens: int32 [T], the prompt, padded at the end.
+      true_length: number of tokens without padding, at least 1.
 
     Returns:
       A prefix for `insert`.

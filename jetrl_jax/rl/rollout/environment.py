@@ -1,10 +1,9 @@
-"""What an environment is: turns of text inside a rollout.
+"""The environment interface: turns of text inside a rollout.
 
-An episode is one sample of one prompt. The policy writes a turn, the
-environment answers with an observation, and so on, until the environment says
-that it is done or a limit is met. The observations become tokens of the same
-response: the decode step feeds them like sampled ones, and the loss leaves
-them out.
+An episode is one sample of one prompt. The policy writes a turn and the
+environment answers with an observation, until the environment is done or a
+limit is reached. Observations become tokens of the same response: the decode
+step feeds them like sampled tokens, and the loss masks them.
 
 References:
   The two methods and their meanings: Gym, arXiv:1606.01540.
@@ -25,14 +24,15 @@ from jetrl_jax.data import Prompt, Tokenizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-  """What an environment says to a turn.
+  """An environment's answer to a turn.
 
   Attributes:
-    observation: text that follows the turn; '' for none. Not read once `done`.
-    reward: added to the episode's reward; any finite number.
-    done: whether the episode is over.
-    accuracy: in [0, 1]; the last one given is the episode's. An episode
-      without one has its reward as its accuracy.
+    observation: text that follows the turn; '' for none. It is ignored if
+      `done`.
+    reward: a finite number that is added to the episode's reward.
+    done: whether the episode has ended.
+    accuracy: in [0, 1]; the last one given is the episode's accuracy. If none
+      is given, the accuracy is the reward.
   """
 
   observation: str = ''
@@ -54,22 +54,22 @@ class Outcome:
 
 
 class Environment(abc.ABC):
-  """One episode; made anew for each, in the trainer's process.
+  """One episode; each episode gets a new instance in the trainer's process.
 
-  Its methods run in threads, never two of them at a time for one episode.
-  Episodes run side by side, so they must not share what they change.
+  Its methods run in threads, but only one at a time for one episode. Episodes
+  run in parallel, so they must not share mutable state.
   """
 
-  # Texts that end a turn, besides the tokenizer's end tokens: '</tool>'. ASCII.
+  # ASCII strings, such as '</tool>', that end a turn like a stop token.
   stop_strings: ClassVar[tuple[str, ...]] = ()
 
   def reset(self, prompt: Prompt, rng: np.random.Generator) -> str:
     """Starts the episode.
 
     Args:
-      prompt: the row; its tokens are already in front of the response.
+      prompt: the row of the data set; its tokens already precede the response.
       rng: the episode's only source of randomness, seeded by (seed, step,
-        prompt, sample), so that a run repeats.
+        prompt, sample), so that a run is reproducible.
 
     Returns:
       Text that follows the prompt before the policy's first turn; '' for none.
@@ -83,8 +83,7 @@ class Environment(abc.ABC):
 
     Args:
       text: what the policy wrote since the last observation, with the stop
-        string that ended it and without an end token. Nothing in it is to be
-        trusted.
+        string that ended it but without a stop token. It is untrusted input.
     """
 
 
@@ -125,7 +124,7 @@ class EnvironmentConfig:
   observation_template: str = '{observation}'
 
   def __post_init__(self):
-    """Makes one environment, so that a broken one ends the run here."""
+    """Makes one environment, so that a broken one fails at the start."""
     if self.max_turns < 1:
       raise ValueError(f'max_turns is {self.max_turns}; it must be >= 1')
     if not self.timeout_s > 0:
@@ -137,13 +136,13 @@ class EnvironmentConfig:
       )
     strings = self.make().stop_strings
     if not isinstance(strings, (tuple, list)):
-      # The letters of a text would each end a turn.
+      # In a plain string, every letter would count as a stop string.
       raise ValueError(
-          f'stop_strings is {strings!r}; allowed: a tuple of texts, such as'
+          f'stop_strings is {strings!r}; allowed: a tuple of strings, such as'
           " ('</tool>',)"
       )
     for string in strings:
-      # A character beyond ASCII may be cut between two tokens.
+      # Two tokens may share the bytes of a character that is not ASCII.
       if not (isinstance(string, str) and string and string.isascii()):
         raise ValueError(
             f'stop_strings has {string!r}; allowed: ASCII strings of at least'
@@ -152,14 +151,14 @@ class EnvironmentConfig:
 
   @property
   def stop_strings(self) -> tuple[str, ...]:
-    """Texts that end a turn."""
+    """Strings that end a turn."""
     return tuple(self.make().stop_strings)
 
   def observation_tokens(self, observation: str) -> np.ndarray:
-    """Returns int32 ids of an observation in its template; none for ''."""
+    """Returns the int32 ids of an observation in its template; none for ''."""
     if not observation:
       return np.zeros(0, np.int32)
-    # Not str.format: other braces are the template's own.
+    # Not str.format, because the template may contain other braces.
     text = self.observation_template.replace('{observation}', observation)
     return self.tokenizer.encode(text, add_special_tokens=False)
 
@@ -171,7 +170,8 @@ def load_environment(name: str) -> Callable[..., Environment]:
     name: 'package.module:Class'.
 
   Raises:
-    ValueError: no such module or class, or the class is no `Environment`.
+    ValueError: the module or class does not exist, or the class is not an
+      `Environment`.
   """
   where, colon, what = name.partition(':')
   if not (colon and where and what.isidentifier()):
@@ -181,8 +181,8 @@ def load_environment(name: str) -> Callable[..., Environment]:
   if where.endswith('.py'):
     module = where.removesuffix('.py').replace('/', '.').strip('.')
     raise ValueError(
-        f'environment.name is {name!r}, with a file; name its module as from'
-        f" the folder where you start, '{module}:{what}'"
+        f'environment.name is {name!r}, which names a file; write its module as'
+        f" seen from the folder where you start, '{module}:{what}'"
     )
   try:
     module = importlib.import_module(where)
@@ -200,7 +200,7 @@ def load_environment(name: str) -> Callable[..., Environment]:
   }
   if what not in classes:
     raise ValueError(
-        f'environment.name {name!r}: {where!r} has no class {what!r} that is a'
-        f' whole Environment; it has {sorted(classes)}'
+        f'environment.name {name!r}: {where!r} has no class {what!r} that'
+        f' implements Environment; it has {sorted(classes)}'
     )
   return classes[what]

@@ -1,7 +1,7 @@
-"""Runs environments in threads beside the decoding, one per episode.
+"""Runs environments in threads during decoding, one thread per call.
 
-A call that is slow holds up its own episode alone. Which call ends first
-decides when a slot goes on and never what it says.
+A slow call delays only its own episode. The order in which calls end changes
+when a slot continues, but never its tokens.
 """
 
 import dataclasses
@@ -21,14 +21,14 @@ from jetrl_jax.rl.types import EpisodeResult
 
 
 class StopStrings:
-  """Finds the token with which a turn's text first holds a stop string.
+  """Finds the token that completes a turn's first stop string.
 
-  The text is that of the tokens one by one, so that the place depends on the
-  tokens alone and not on how many are looked at in one go.
+  Tokens are decoded one by one, so the result depends only on the tokens and
+  not on how many are searched at once.
 
   Args:
-    strings: what to look for, ASCII.
-    tokenizer: of the tokens.
+    strings: the stop strings, ASCII.
+    tokenizer: the tokens' tokenizer.
   """
 
   def __init__(self, strings: tuple[str, ...], tokenizer: Tokenizer):
@@ -37,19 +37,19 @@ class StopStrings:
     self._pieces: dict[int, str] = {}
 
   def find(self, tokens: np.ndarray, tail: str) -> tuple[int | None, str]:
-    """Looks through the next tokens of a turn.
+    """Searches the next tokens of a turn.
 
     Args:
       tokens: the tokens since the last call.
-      tail: what the last call returned; '' at the start of a turn.
+      tail: the tail that the last call returned; '' at the start of a turn.
 
     Returns:
-      (tokens up to and with the one that ends the first stop string, or None;
+      (number of tokens up to the end of the first stop string, or None;
        the tail for the next call).
     """
     pieces = [self._piece(token) for token in tokens.tolist()]
     text = tail + ''.join(pieces)
-    # All at once: token by token only where there is one to be found.
+    # Most texts have no stop string, so the whole text is searched first.
     if any(string in text for string in self._strings):
       text = tail
       for i, piece in enumerate(pieces):
@@ -68,10 +68,10 @@ class StopStrings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-  """What an environment's call came to.
+  """The result of an environment's call.
 
   Attributes:
-    observation: tokens that follow, int32.
+    observation: the observation's tokens, int32.
     over: whether the episode has ended.
   """
 
@@ -80,12 +80,12 @@ class Answer:
 
 
 class Episode:
-  """The books of one episode, and its calls.
+  """One episode: its environment, its calls and its reward so far.
 
   Args:
     config: the environment and its limits.
-    prompt: what the episode starts from.
-    rng: of this episode.
+    prompt: the episode's prompt.
+    rng: the episode's random generator.
     ended: set whenever a call ends.
     vocab_size: rows of the model's embedding.
   """
@@ -111,13 +111,13 @@ class Episode:
     return Outcome(observation=self._environment.reset(prompt, rng))
 
   def _read(self, outcome: Any) -> tuple[Outcome, Answer]:
-    """Returns an outcome in plain types, and the answer that it is.
+    """Returns an outcome in plain types, and the answer that it gives.
 
-    In the call's thread: what odd values raise, and the time that a huge
-    observation takes, are the environment's own.
+    This runs in the call's thread, so errors from bad values and the time for a
+    huge observation count for the environment's call.
     """
     if not isinstance(outcome, Outcome):
-      raise ValueError(f'step returned {outcome!r}, no Outcome')
+      raise ValueError(f'step returned {outcome!r}, which is not an Outcome')
     accuracy = outcome.accuracy
     outcome = Outcome(
         observation=outcome.observation,
@@ -127,7 +127,7 @@ class Episode:
     )
     over = outcome.done or self.turns >= self.config.max_turns
     tokens = self.config.observation_tokens('' if over else outcome.observation)
-    # A gather would take the embedding's last row, without a word.
+    # A gather would silently take the embedding's last row.
     if len(tokens) and (largest := int(tokens.max())) >= self._vocab_size:
       raise ValueError(
           f'the observation has the token id {largest}; allowed: 0 to'
@@ -136,40 +136,40 @@ class Episode:
     return outcome, Answer(observation=tokens, over=over)
 
   def step(self, text: str) -> None:
-    """Hands a turn to the environment; `poll` returns the answer."""
+    """Sends a turn to the environment; `poll` returns the answer."""
     self.turns += 1
     self._call = _Call(
         lambda: self._read(self._environment.step(text)), self._ended
     )
 
   def answered(self) -> bool:
-    """Whether the last call has ended, or has run out of time."""
+    """Whether the last call has ended or timed out."""
     return self._call.done or self._late()
 
   @property
   def asked_at(self) -> float:
-    """When the last call began, monotonic seconds."""
+    """The start of the last call, monotonic seconds."""
     return self._call.since
 
   def _late(self) -> bool:
     return self._call.seconds() >= self.config.timeout_s
 
   def finish_reason(self) -> str:
-    """Returns why an episode that is over is over."""
+    """Returns why the episode ended: 'error', 'turns' or 'stop'."""
     if self.error is not None:
       return 'error'
     return 'turns' if self.over_by_turns else 'stop'
 
   def poll(self) -> Answer | None:
-    """Returns the answer to the last call, None while there is none."""
+    """Returns the answer to the last call; None while it still runs."""
     call = self._call
     if not self.answered():
       return None
-    # By its own clock: what counts must not depend on when somebody looks.
+    # The call's own clock decides, so that the time of polling does not matter.
     if self._late():
       return self._fail('timeout', f'no answer in {self.config.timeout_s} s')
     if call.error is not None:
-      # Not str(error), which is the environment's code as well.
+      # Not str(error), because that may run the environment's code.
       said = traceback.format_exception_only(call.error)
       return self._fail('raised', ''.join(said).strip())
     outcome, answer = call.value
@@ -182,7 +182,7 @@ class Episode:
     return answer
 
   def result(self) -> EpisodeResult:
-    """Returns what the episode came to, 0 if its environment failed."""
+    """Returns the episode's result; reward 0 if its environment failed."""
     if self.error is not None:
       return EpisodeResult(
           reward=0.0, accuracy=0.0, turns=self.turns, error=self.error
@@ -197,8 +197,8 @@ class Episode:
   def _fail(self, kind: str, why: str) -> Answer:
     logging.log_first_n(
         logging.WARNING,
-        'An environment failed, and its episode counts 0: %s. Later failures'
-        ' are counted in reward/environment_* only.',
+        'An environment failed, and its episode gets reward 0: %s. Later'
+        ' failures are only counted, in reward/environment_*.',
         1,
         why,
     )
@@ -207,7 +207,7 @@ class Episode:
 
 
 class _Call:
-  """A function in a thread that nobody waits for when the process ends."""
+  """A function call in a daemon thread."""
 
   def __init__(self, function: Callable[[], Any], ended: threading.Event):
     self.since, self.done = time.monotonic(), False
@@ -220,7 +220,7 @@ class _Call:
   def _run(self) -> None:
     try:
       self.value = self._function()
-    # SystemExit too: what an environment raises ends an episode only.
+    # SystemExit too: an environment's error may only end its episode.
     except BaseException as error:
       self.error = error
     self._ended_at = time.monotonic()
@@ -228,5 +228,5 @@ class _Call:
     self._ended.set()
 
   def seconds(self) -> float:
-    """Returns how long the call took, or has taken so far."""
+    """Returns the duration of the call, so far if it still runs."""
     return min(self._ended_at, time.monotonic()) - self.since

@@ -1,9 +1,10 @@
-"""Which pages of the KV pools belong to which slot (host side).
+"""Assigns the pages of the KV pools to slots (on the host).
 
-A slot takes pages as its sequence grows. When a device's pool is empty, the
-sequence that started last gives its pages back and is preempted; it is computed
-again, to the same bits, when there is room. The oldest sequence always runs:
-a pool holds at least one sequence of full length.
+A slot takes pages as its sequence grows. If a device's pool is empty, the
+sequence that started last is preempted: it gives its pages back. Once enough
+pages are free, it is prefilled again, to the same bits, and continues
+(preempt/recompute). A pool holds at least one sequence of full length, so the
+oldest sequence is never preempted.
 """
 
 import dataclasses
@@ -15,11 +16,11 @@ from jetrl_jax.core.typing import NpArray
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagesConfig:
-  """Sizes.
+  """Sizes of the slots and the page pools.
 
   Attributes:
-    num_slots: a multiple of `num_devices`; a device holds neighbours.
-    num_devices: each has a pool of its own.
+    num_slots: a multiple of `num_devices`; a device holds neighbouring slots.
+    num_devices: number of devices; each has its own pool.
     pages_per_device: pages in a device's pool.
     page_size: tokens per page.
     pages_per_slot: most pages of one sequence.
@@ -39,19 +40,20 @@ class PagesConfig:
           f' max_prompt_length + max_response_length needs'
           f' {self.pages_per_slot}. Raise kv_cache_tokens to at least'
           f' {self.pages_per_slot * self.page_size * self.num_devices}, or'
-          ' shorten the limits'
+          ' lower the two limits'
       )
 
 
 class PageAllocator:
-  """The books of one decode state.
+  """Knows which pages each slot of one decode state has.
 
   Attributes:
     table: int32 [num_slots, pages_per_slot], pages by index in the device's
-      own pool; what lies behind a slot's last page means nothing.
+      own pool; entries after a slot's last page mean nothing.
     preempted: slots whose sequences wait for pages.
-    times_preempted: how often a sequence had to wait, so far.
-    changed: whether `table` or `preempted` changed since the device was told.
+    times_preempted: how often a sequence was preempted so far.
+    changed: whether `table` or `preempted` changed since they were last copied
+      to the device.
   """
 
   def __init__(self, config: PagesConfig):
@@ -73,42 +75,43 @@ class PageAllocator:
     return slot * self.config.num_devices // self.config.num_slots
 
   def pages_for(self, tokens: int) -> int:
-    """Returns the pages that hold `tokens` tokens."""
+    """Returns the number of pages that hold `tokens` tokens."""
     return -(-tokens // self.config.page_size)
 
   def start(self, slot: int, tokens: int) -> bool:
-    """Gives a new sequence its pages; parks it where there is no room.
+    """Gives a new sequence its pages; preempts it if too few are free.
 
     Args:
-      slot: what it held before is given back.
-      tokens: that it will hold at once.
+      slot: the sequence's slot; pages that it had before are freed.
+      tokens: tokens that the sequence starts with.
 
     Returns:
-      Whether it can run.
+      Whether the sequence can run now.
     """
     self.release(slot)
     self._started[slot] = None
-    if not self._has_room(slot, tokens):
-      self._park(slot)
+    if not self._has_free_pages(slot, tokens):
+      self._preempt(slot)
       return False
     return self._take(slot, tokens)
 
   def grow(self, wanted: dict[int, int]) -> set[int]:
-    """Makes room for what the slots will hold after the next steps.
+    """Gives slots the pages that they need for the next steps.
 
     Args:
-      wanted: slot to tokens, for every sequence that runs or is preempted.
+      wanted: slot -> tokens after those steps, for every sequence that runs or
+        is preempted.
 
     Returns:
-      Slots that were preempted and may run again: their pages must be filled.
+      Slots that were preempted and may run again; they must be prefilled again.
     """
     order = [slot for slot in self._started if slot in wanted]
     for slot in order:
       while slot not in self.preempted and not self._take(slot, wanted[slot]):
-        self._park_last(self.device(slot))
+        self._preempt_last(self.device(slot))
     returned = set()
     for slot in order:
-      if slot in self.preempted and self._has_room(slot, wanted[slot]):
+      if slot in self.preempted and self._has_free_pages(slot, wanted[slot]):
         self.preempted.remove(slot)
         self.changed = True
         self._take(slot, wanted[slot])
@@ -116,7 +119,7 @@ class PageAllocator:
     return returned
 
   def release(self, slot: int) -> None:
-    """Takes a slot's pages back: its sequence is over."""
+    """Frees a slot's pages, because its sequence has ended."""
     self._give_back(slot)
     self._started.pop(slot, None)
     if slot in self.preempted:
@@ -126,8 +129,8 @@ class PageAllocator:
   def global_pages(self, slots: list[int], count: int) -> NpArray:
     """Returns int32 [len(slots), count], pages by index over all devices.
 
-    Where a slot has fewer, and in rows of padding (slot -1), stands an index
-    beyond the last page, each its own, so that a scatter drops it.
+    If a slot has fewer pages, and in rows of padding (slot -1), the entries are
+    distinct indices beyond the last page, so that a scatter drops them.
     """
     config = self.config
     total = config.pages_per_device * config.num_devices
@@ -139,8 +142,8 @@ class PageAllocator:
       pages[row, :held] = first + self.table[slot, :held]
     return pages
 
-  def _has_room(self, slot: int, tokens: int) -> bool:
-    """Room for the sequence, and for each that runs beside it to grow."""
+  def _has_free_pages(self, slot: int, tokens: int) -> bool:
+    """Whether the sequence fits and every running one can take another page."""
     device = self.device(slot)
     growing = sum(
         held < self.config.pages_per_slot
@@ -166,17 +169,17 @@ class PageAllocator:
         int(page) for page in self.table[slot, :held]
     )
 
-  def _park_last(self, device: int) -> None:
-    """Parks the sequence that started last of those with pages."""
+  def _preempt_last(self, device: int) -> None:
+    """Preempts the sequence that started last of those that have pages."""
     victim = next(
         slot
         for slot in reversed(self._started)
         if slot in self._owned and self.device(slot) == device
     )
     self._give_back(victim)
-    self._park(victim)
+    self._preempt(victim)
 
-  def _park(self, slot: int) -> None:
+  def _preempt(self, slot: int) -> None:
     self.times_preempted += 1
     self.preempted.add(slot)
     self.changed = True

@@ -1,4 +1,4 @@
-"""What slots hold comes to the host, of those alone that ended."""
+"""Copies finished responses from the device to the host."""
 
 from collections.abc import Sequence
 
@@ -20,13 +20,14 @@ def _pick(tokens_BR, log_mu_BR, logprobs_BR, slots_K):
 
 
 class Responses:
-  """Takes the responses of some slots to the host.
+  """Copies the responses of some slots to the host.
 
-  All of 256 slots with 16384 tokens are 48 MiB, for which a device would wait.
+  All responses of 256 slots with 16384 tokens would be 48 MiB, and the device
+  would wait for the copy.
 
   Args:
-    mesh: devices; slots are split over them.
-    per_device: slots of each.
+    mesh: devices; the slots are split over them.
+    per_device: slots per device.
   """
 
   def __init__(self, mesh: Mesh, per_device: int):
@@ -47,7 +48,7 @@ class Responses:
       left[slot // self._per_device].append(slot)
     found = {}
     while any(left):
-      # A slot by its number on its device; what is padding nobody reads.
+      # Slots by their number on their device; nobody reads the padding.
       local_DK = np.zeros((self._devices, _ROWS), np.int32)
       row: dict[int, int] = {}
       for d, mine in enumerate(left):

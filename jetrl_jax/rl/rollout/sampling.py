@@ -1,13 +1,13 @@
-"""What may be drawn from a row of logits, and with which probability.
+"""Which tokens may be drawn from a row of logits, and with which probability.
 
-All functions but `draw` (`kernels/sample_token`) are for one row. Logits are
-float32, and z are those divided by the temperature (greedy rows: by 1). The
-policy pi is the softmax of all of them; truncation gives another distribution,
-mu, and the token is drawn from that.
+`kernels/sample_token` draws the token. Each function here takes one row. Logits
+are float32, and z is the logits divided by the temperature (by 1 in greedy
+rows). The policy pi is the softmax of z. Truncation (top-k, top-p, min-p) gives
+another distribution, mu, from which the token is drawn.
 
-What a row gets depends on its own logits and key alone: the sums run in a
-fixed tree of additions (`lax.associative_scan`), which the compiler cannot
-reorder for another number of rows.
+A row's result depends only on its own logits and key. Sums run in a fixed tree
+of additions (`lax.associative_scan`), which the compiler cannot reorder for
+another number of rows.
 """
 
 import math
@@ -29,7 +29,7 @@ __all__ = [
 
 
 def check_settings(*, top_k: int, top_p: float, min_p: float) -> None:
-  """Raises ValueError for settings that no distribution belongs to.
+  """Raises an error for settings that define no distribution.
 
   Args:
     top_k: tokens; 0 or -1 is off.
@@ -37,7 +37,7 @@ def check_settings(*, top_k: int, top_p: float, min_p: float) -> None:
     min_p: share of the largest probability, in [0, 1]; 0 is off.
 
   Raises:
-    ValueError: a setting outside its range.
+    ValueError: a setting is outside its range.
   """
   if top_k < -1:
     raise ValueError(f'top_k is {top_k}; allowed are 0 or -1 (off) and above.')
@@ -56,13 +56,13 @@ def truncation_mask(
 ) -> Bool[Array, ' V'] | None:
   """Marks the tokens that may be drawn.
 
-  In this order, as in transformers: the top_k most probable tokens;
-  of the distribution over those, the smallest set of most probable tokens
-  whose mass reaches top_p; of these, the tokens with at least min_p times the
-  largest probability. The most probable token always stays. Of equal logits
-  the lower token id goes first.
+  The filters apply in this order, as in transformers: the top_k most probable
+  tokens; of the distribution over those, the smallest set of most probable
+  tokens whose mass reaches top_p; of these, the tokens with at least min_p
+  times the largest probability. The most probable token always stays. Among
+  equal logits the lower token id comes first.
 
-  Differs from transformers: that keeps all ties at the k-th place.
+  One difference: transformers keeps all ties at the k-th place.
 
   Args:
     z_V: tempered logits, float32.
@@ -71,8 +71,8 @@ def truncation_mask(
     min_p: static, in [0, 1]; 0 is off.
 
   Returns:
-    True on the tokens kept, or None when all settings are off: then nothing
-    is sorted and mu is pi.
+    True for the tokens that are kept; None if all settings are off, and then mu
+    is pi.
 
   Raises:
     ValueError: see `check_settings`.
@@ -85,8 +85,8 @@ def truncation_mask(
   if sorts:
     mask_V &= _ranked_mask(z_V, top_k=top_k, top_p=top_p)
   if min_p > 0.0:
-    # p >= min_p p_max, in log space; no normaliser, so it does not matter
-    # that top-k and top-p changed it.
+    # p >= min_p p_max, in log space. The normaliser cancels, so it does not
+    # matter that top-k and top-p changed it.
     mask_V &= z_V - jnp.max(z_V) >= math.log(min_p)
   return mask_V
 
@@ -94,10 +94,10 @@ def truncation_mask(
 def _ranked_mask(
     z_V: Float[Array, ' V'], *, top_k: int, top_p: float
 ) -> Bool[Array, ' V']:
-  """Marks the top_k most probable tokens, cut where their mass meets top_p."""
+  """Marks the top_k most probable tokens, up to a mass of top_p."""
   vocabulary = z_V.shape[0]
   kept = top_k if 0 < top_k < vocabulary else vocabulary
-  # The sort tells -0.0 from 0.0, == does not; one zero is enough.
+  # The sort distinguishes -0.0 from 0.0, but == does not, so make both 0.0.
   z_V = jnp.where(z_V == 0.0, 0.0, z_V)
   values_K, _ = lax.top_k(z_V, kept)
   count = jnp.int32(kept)
@@ -106,8 +106,8 @@ def _ranked_mask(
     # A token stays while the mass before it has not reached p.
     reached_K = mass_K[:-1] >= top_p * mass_K[-1]
     count = 1 + jnp.sum(~reached_K, dtype=jnp.int32)
-  # Back from ranks to ids by value, so that the order of ties within the sort
-  # does not matter: all above the last value, then its first few ties.
+  # Go back from ranks to ids by value, so that the sort's order of ties does
+  # not matter: keep all values above the last one, then its first few ties.
   last = values_K[count - 1]
   above_V, tied_V = z_V > last, z_V == last
   ties_kept = count - jnp.sum(above_V, dtype=jnp.int32)
@@ -125,14 +125,14 @@ def log_mu(
 
       log mu(v) = z_v - log sum_{u in mask} exp(z_u)
 
-  Without a mask mu is pi, and the caller takes the log-prob it already has:
-  the same number, but not of necessity the same bits as this sum.
+  Without a mask mu is pi, and the caller uses the log-prob that it already has.
+  It is the same number, but this sum might differ in its last bits.
 
   Args:
     z_V: tempered logits, float32.
     mask_V: tokens that could be drawn.
     token: the token drawn.
-    greedy: the row was decoded greedily; its token had probability 1.
+    greedy: whether the row is greedy; its token then has probability 1.
 
   Returns:
     Nats; 0 for a greedy row, -inf for a token outside the mask.

@@ -1,11 +1,18 @@
-"""Prompts to completions: continuous batching around the engine.
+"""Continuous batching: keeps the engine's slots full until all is sampled.
 
-A prompt is prefilled once and inserted into slots for each of its samples; a
-finished slot is refilled at the next host visit. The loop decides only when
-things are computed, never what: a completion is a function of the weights,
-the seed and its own address. So it is with environments: a turn ends at a token
-that depends on the turn's tokens alone, what was decoded beyond it is
-forgotten, and a slot that waits for its environment holds up no other.
+    while sequences wait or run:
+        refill    prefill waiting prompts, insert them into idle slots
+        decode    many steps on the device (one host visit)
+        collect   take finished responses to the host, free their slots
+
+A prompt is prefilled once, and each of its samples gets its own slot. A slot
+that finishes is refilled at the next host visit. The schedule decides when
+something is computed, never its result: a completion is a function of the
+weights, the seed and its own address.
+
+With an environment, `collect` also finds the end of each turn, which depends
+only on the turn's tokens; later tokens are dropped. The slot then waits for the
+environment's answer while the other slots decode.
 """
 
 import collections
@@ -27,21 +34,27 @@ from jetrl_jax.rl.rollout.environment import EnvironmentConfig
 from jetrl_jax.rl.rollout.episodes import Episode, StopStrings
 from jetrl_jax.rl.types import Completion
 
-# Seconds that a host visit waits for environments: for each from when it was
-# asked while there is something to decode, and for the first one while there is
-# not.
+# Seconds that a host visit waits for environments: for each one, counted from
+# its call, while other slots can decode; and for the first answer otherwise.
 _QUICK_S, _IDLE_S = 0.02, 0.1
 
 StopCheck = Callable[[], None]
 
 
 def never_stop() -> None:
-  """The stop check of a rollout that is not interrupted."""
+  """A stop check that never interrupts the rollout."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-  """One sequence to sample: its place in the result, its prompt, its row."""
+  """One sequence to sample.
+
+  Attributes:
+    index: its place in the result.
+    prompt: its prompt.
+    sample: its number among the prompt's samples.
+    limit: most response tokens.
+  """
 
   index: int
   prompt: Prompt
@@ -66,24 +79,24 @@ def rollout(
   """Samples `num_generations` responses to every prompt.
 
   Args:
-    engine: its sizes bound prompts and responses.
-    params: weights and activation scales, constant throughout.
-    prompts: ids must differ: they are part of the random keys.
+    engine: its sizes limit prompts and responses.
+    params: weights and activation scales.
+    prompts: their ids must differ, because they are part of the random keys.
     num_generations: samples per prompt, G.
     temperature: 0 is greedy.
     base_key: key with address (seed, step).
     weight_version: recorded with every token.
     limits: int [P, G], most response tokens of each sample; by default
       max_response_length.
-    should_stop: called at every host visit; raises to abandon the rollout.
-    on_end: called with each completion soon after its end, in that order.
-    environment: what answers the turns; by default a response is one turn.
+    should_stop: called at every host visit; raises to stop the rollout.
+    on_end: called with each completion soon after it ends, in that order.
+    environment: answers the turns; by default a response is one turn.
 
   Returns:
     P * G completions, prompt by prompt; with an environment one per episode.
 
   Raises:
-    ValueError: two prompts share an id, or a prompt does not fit.
+    ValueError: two prompts share an id, or a prompt is too long.
   """
   ids = [prompt.id for prompt in prompts]
   if len(set(ids)) != len(ids):
@@ -92,8 +105,8 @@ def rollout(
         f'prompt ids {twice[:5]} occur twice in one rollout; their samples'
         ' would share random keys'
     )
-  # Gathered once, and not in every decode step.
-  params = engine.whole(params)
+  # Split parameters are gathered once here and not in every decode step.
+  params = engine.replicate(params)
   loop = Scheduler(
       engine, params, temperature, base_key, weight_version, environment, on_end
   )
@@ -109,30 +122,30 @@ def rollout(
 
 @dataclasses.dataclass(kw_only=True)
 class _Slot:
-  """What a slot is doing.
+  """The state of a slot, on the host.
 
   Attributes:
-    job: whose tokens it holds.
+    job: the sequence in the slot.
     episode: its environment; None without one.
     turn: response tokens before the current turn.
-    seen: response tokens looked through for stop strings.
+    searched: response tokens already searched for stop strings.
     tail: see `StopStrings.find`.
-    ended: response tokens of the turn that the environment is looking at; None
-      while the slot decodes.
-    observed: where in the response observations lie, as (start, stop).
+    ended: response tokens at the end of the turn, while the slot waits for its
+      environment; None while the slot decodes.
+    observed: the observations' (start, stop) in the response.
   """
 
   job: _Job
   episode: Episode | None = None
   turn: int = 0
-  seen: int = 0
+  searched: int = 0
   tail: str = ''
   ended: int | None = None
   observed: list[tuple[int, int]] = dataclasses.field(default_factory=list)
 
 
 class Scheduler:
-  """The host's books of one rollout."""
+  """The host's side of one rollout: which sequences wait, run and are done."""
 
   def __init__(
       self,
@@ -154,26 +167,26 @@ class Scheduler:
       self.finder = StopStrings(self.strings, environment.tokenizer)
     self.call_ended = threading.Event()
     self.waiting: collections.deque[_Job] = collections.deque()
-    # Prefilled and not yet in a slot: (prefix, row, job).
+    # Prefilled sequences without a slot: (prefix, row, job).
     self.ready: collections.deque[tuple[Prefix, int, _Job]] = (
         collections.deque()
     )
     self.running: dict[int, _Slot] = {}
     self.done: dict[int, Completion] = {}
-    # What `on_end` has not been told of.
+    # Completions that `on_end` has not received yet.
     self.unreported: list[Completion] = []
 
   def run(self, should_stop: StopCheck) -> list[Completion]:
-    """Decodes until every job is done; returns them in order."""
+    """Decodes until every job is done; returns the completions in order."""
     state = self.engine.init_decode_state()
     while self.waiting or self.ready or self.running:
       should_stop()
-      state = self._answer(state)  # To the turns that ended in the last visit.
+      state = self._answer(state)  # For turns that ended in the last visit.
       state = self._refill(state)
-      state = self._answer(state)  # To the episodes that have just started.
+      state = self._answer(state)  # For episodes that have just started.
       if any(slot.ended is None for slot in self.running.values()):
         state = self.engine.generate_block(self.params, state, self.base_key)
-        self._notify()  # While the device decodes.
+        self._notify()  # The device decodes meanwhile.
         state = self._collect(state)
     self._notify()
     return [self.done[i] for i in range(len(self.done))]
@@ -184,7 +197,7 @@ class Scheduler:
     )
     started: list[int] = []
     while free and (self.ready or self.waiting):
-      # Inserted before the next prefill: the caches of one are alive at a time.
+      # Inserting comes first, so that only one prefill's caches are alive.
       if not self.ready:
         self._prefill()
       state, slots = self._insert(state, free)
@@ -196,7 +209,7 @@ class Scheduler:
   def _insert(
       self, state: DecodeState, free: collections.deque[int]
   ) -> tuple[DecodeState, list[int]]:
-    """Starts what is ready of one prefill; returns the slots it took too."""
+    """Inserts prefilled sequences; returns (state, their slots)."""
     prefix, mine = self.ready[0][0], []
     while free and self.ready:
       _, row, job = self.ready.popleft()
@@ -230,7 +243,7 @@ class Scheduler:
     return _Slot(job=job, episode=episode, ended=0)
 
   def _prefill(self) -> None:
-    """Prefills the next prompts, with all their waiting samples."""
+    """Prefills the next prompts; all their waiting samples become ready."""
     jobs: dict[int, list[_Job]] = {}
     while self.waiting:
       job = self.waiting[0]
@@ -247,7 +260,7 @@ class Scheduler:
       self.ready.extend((prefix, row, job) for job in group)
 
   def _collect(self, state: DecodeState) -> DecodeState:
-    """Finds the turns that ended, and hands them to their environments."""
+    """Finds ended turns; sends them to environments or completes them."""
     active, emitted, stopped = jax.device_get(
         (state.active, state.emitted, state.stopped)
     )
@@ -256,7 +269,7 @@ class Scheduler:
       decoding = {i: s for i, s in decoding.items() if not active[i]}
     if not decoding:
       return state
-    # Turns are read by an environment and its stop strings alone.
+    # Only environments and stop strings need the tokens here.
     tokens = np.zeros((len(active), 0), np.int32)
     if self.environment is not None:
       tokens = jax.device_get(state.tokens)
@@ -270,7 +283,7 @@ class Scheduler:
       if slot.episode is None or reason == 'length':
         over[i] = reason
         continue
-      text_end = slot.ended - (cut is None)  # Without the stop token.
+      text_end = slot.ended - (cut is None)  # The text has no stop token.
       slot.episode.step(
           slot.episode.config.tokenizer.decode(tokens[i, slot.turn : text_end])
       )
@@ -281,17 +294,17 @@ class Scheduler:
     return state
 
   def _stop_string(self, slot: _Slot, tokens: np.ndarray) -> int | None:
-    """Returns the response tokens up to the turn's first stop string."""
-    if not self.strings or len(tokens) <= slot.seen:
+    """Returns the number of tokens up to the turn's first stop string."""
+    if not self.strings or len(tokens) <= slot.searched:
       return None
-    found, slot.tail = self.finder.find(tokens[slot.seen :], slot.tail)
+    found, slot.tail = self.finder.find(tokens[slot.searched :], slot.tail)
     if found is not None:
-      return slot.seen + found
-    slot.seen = len(tokens)
+      return slot.searched + found
+    slot.searched = len(tokens)
     return None
 
   def _answer(self, state: DecodeState) -> DecodeState:
-    """Goes on with the slots whose environments have answered."""
+    """Continues the slots whose environments have answered."""
     asked = {i: s for i, s in self.running.items() if s.ended is not None}
     if not asked:
       return state
@@ -310,12 +323,12 @@ class Scheduler:
       else:
         kept[i], given[i] = slot.ended, answer.observation
         slot.observed.append((slot.ended, end))
-        slot.turn, slot.seen, slot.tail, slot.ended = end, end, '', None
+        slot.turn, slot.searched, slot.tail, slot.ended = end, end, '', None
     self._complete(state, over)
     return self.engine.resume(state, kept, given) if kept else state
 
   def _wait(self, asked: list[_Slot]) -> None:
-    """Gives quick environments time to answer within this visit."""
+    """Waits briefly, so that fast environments answer in this host visit."""
     start = time.monotonic()
     decoding = len(asked) < len(self.running)
     while True:
@@ -323,9 +336,9 @@ class Scheduler:
       pending = [s for s in asked if s.episode and not s.episode.answered()]
       if not pending:
         return
-      # Nothing could be computed meanwhile: wait for the first to answer.
+      # No slot can decode, so wait longer, for the first answer.
       stuck = not decoding and len(pending) == len(asked)
-      # One that was slow in an earlier visit holds up no later one.
+      # Calls of earlier visits have used up their time already.
       newest = max(s.episode.asked_at for s in pending if s.episode)
       end = start + _IDLE_S if stuck else newest + _QUICK_S
       left = end - time.monotonic()
@@ -334,7 +347,12 @@ class Scheduler:
       self.call_ended.wait(left)
 
   def _complete(self, state: DecodeState, over: dict[int, str]) -> None:
-    """Takes finished sequences, by slot and with their reasons, to the host."""
+    """Takes finished sequences to the host and frees their slots.
+
+    Args:
+      state: all slots.
+      over: slot -> finish reason.
+    """
     if not over:
       return
     responses = self.engine.responses(state, list(over))
@@ -363,7 +381,7 @@ class Scheduler:
       self.unreported.append(completion)
 
   def _notify(self) -> None:
-    """Hands over what has ended; making text of tokens takes time."""
+    """Passes new completions to `on_end`, which may take time."""
     ended, self.unreported = self.unreported, []
     if self.on_end is not None:
       for completion in ended:

@@ -1,4 +1,4 @@
-"""Where the activation scales of a cold start come from."""
+"""Measures the activation scales of a cold start."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from jetrl_jax.rl.run.gradients import UpdatePrograms
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.types import Completion, TrainBatch
 
-# Of a checkpoint, where there is no run to say.
+# For a checkpoint without a run, which has no settings for these.
 CHECKPOINT_PROMPTS = 16
 CHECKPOINT_TOKENS = 64
 _CHECKPOINT_SAMPLES = 4
@@ -33,23 +33,23 @@ _CHECKPOINT_ROWS = 4
 
 
 class Calibration:
-  """Fills the slots of a cold start from a discarded backward pass.
+  """Fills the scaling state of a cold start from a backward pass.
 
-  The pass computes in the compute dtype with the weights that training will
-  use, so that what one layer's empty slot would do to the next is never
-  measured. Nothing but the slots changes.
+  The pass uses the weights that training will use, but computes in the compute
+  dtype. A layer without a scale therefore cannot distort what the next layers
+  measure. The gradients are discarded; only the scaling state changes.
 
   Args:
-    policy: the flow's policy.
+    policy: training's policy.
     mesh: devices.
-    state: for its shapes.
+    state: an example, for its shapes.
   """
 
   def __init__(self, policy: Policy, mesh: Mesh, state: TrainState):
     self._recipe = policy.recipe
     recipe = dataclasses.replace(policy.recipe, calibrating=True)
-    self.step = UpdatePrograms(
-        # Once, so that its memory counts and its time does not.
+    self.programs = UpdatePrograms(
+        # It runs only once, so memory matters more than time.
         dataclasses.replace(policy, recipe=recipe, remat='full'),
         supervised_loss,
         optax.identity(),
@@ -65,17 +65,17 @@ class Calibration:
   def fill(
       self, state: TrainState, batches: list[TrainBatch], temperature: float
   ) -> TrainState:
-    """Returns the state with input and output-gradient slots filled.
+    """Returns the state with scales for inputs and output gradients.
 
     Args:
-      state: its kernel slots are filled already.
-      batches: micro-batches of real tokens; their loss weights give the
-        gradients their size.
+      state: it has kernel scales already.
+      batches: micro-batches of real tokens; their loss weights set the size of
+        the gradients.
       temperature: of pi.
     """
-    gradients = self.step.zero_gradients(state)
+    gradients = self.programs.zero_gradients(state)
     for batch in batches:
-      gradients, _, _ = self.step.accumulate(
+      gradients, _, _ = self.programs.accumulate(
           state, gradients, batch, jnp.float32(temperature)
       )
     fp8_state = self._take_effect(state.fp8_state, gradients.fp8)
@@ -86,8 +86,8 @@ class Calibration:
     rolled = scaling_state.roll(
         observed, self._recipe, operands=('input', 'output_grad')
     )
-    # The objective's gradients have another size than this loss's: the scale is
-    # a start, and the first real observation must be able to lower it.
+    # The RL objective's gradients differ in size from this loss's. This scale
+    # is only a start, and the first real observation must be able to lower it.
     return scaling_state.forget(rolled, operand='output_grad')
 
 
@@ -98,8 +98,8 @@ def likelihood_sequences(
 
   Args:
     token_lists: int32 tokens per sequence.
-    first_target: index of each sequence's first token in the loss; token 0
-      never is.
+    first_target: index of each sequence's first token in the loss; token 0 is
+      never in it.
   """
   starts = [max(1, start) for start in first_target]
   targets = sum(
@@ -135,18 +135,18 @@ def calibrate_checkpoint(
     origin: str,
     seed: int = 0,
 ) -> TrainState:
-  """Fills the slots of a policy without a run, as a cold start would.
+  """Fills the scaling state of a policy without a run, as a cold start would.
 
   Args:
     engine: samples; its policy and mesh are the state's.
-    state: its kernel slots are filled already, see `states.create`.
+    state: it has kernel scales already, see `train_state.create`.
     prompts: the first `CHECKPOINT_PROMPTS` are used.
-    origin: of the policy, in words.
-    seed: of the short answers that are sampled.
+    origin: where the policy comes from, for the log.
+    seed: seed of the short rollout.
   """
   first = prompts[:CHECKPOINT_PROMPTS]
   logging.info(
-      'No activation scales are kept with %s: calibrating on %d prompts',
+      '%s holds no activation scales: calibrating on %d prompts',
       origin,
       len(first),
   )
@@ -188,13 +188,13 @@ def calibrate_checkpoint(
 def calibrate_run(
     spec: RunSpec, engine: Engine, state: TrainState, should_stop: StopCheck
 ) -> TrainState:
-  """Fills the FP8 slots of a run, on all its sides, where a recipe has any.
+  """Fills the scaling state of a run's training and rollout, if they have one.
 
   Args:
-    spec: what the run is made of.
+    spec: the run's specification.
     engine: samples the short rollout; its policy is that of `spec`.
-    state: its kernel slots are filled already.
-    should_stop: called at the rollout's host visits; raises to give up.
+    state: it has kernel scales already.
+    should_stop: called at each host visit of the rollout; raises to stop.
   """
   recipes = (spec.policy.recipe, spec.rollout_policy.recipe)
   if not any(recipe.needs_calibration for recipe in recipes):
@@ -225,7 +225,7 @@ def calibrate_run(
 def short_rollout(
     spec: RunSpec, engine: Engine, state: TrainState, should_stop: StopCheck
 ) -> list[Completion]:
-  """Samples the calibration's prompts, calibration_tokens at most."""
+  """Samples at most calibration_tokens for each calibration prompt."""
   run, prompts = spec.run, _calibration_prompts(spec)
   shape = (len(prompts), run.num_generations)
   return rollout(
@@ -253,13 +253,13 @@ def _filled(
     fill: Callable[[TrainState, list[packing.Sequence]], TrainState],
     sample: Callable[[TrainState], list[Completion]],
 ) -> TrainState:
-  """Fills slots from prompts, then from answers to them.
+  """Fills the scaling state from prompts, then from sampled responses.
 
   Args:
-    state: its kernel slots are filled already.
-    prompts: what the policy will meet.
-    fill: measures sequences.
-    sample: answers the prompts, with the scales that those gave.
+    state: it has kernel scales already.
+    prompts: prompts like those of the run.
+    fill: measures the scales on sequences.
+    sample: samples responses with the scales that the prompts gave.
   """
   sequences = likelihood_sequences(
       [p.tokens for p in prompts], [1] * len(prompts)

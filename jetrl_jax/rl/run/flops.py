@@ -1,9 +1,9 @@
 """Model FLOPs of a step's phases, and their share of the device's peak.
 
-Counted is what the model asks for, not what is executed: no recomputation, no
-padding, no loss of a masked token. The peak is that of the precision of the
-recipe's dots; in an 8-bit recipe attention, and most often the output
-projection, still run in bfloat16, so that 1 is out of reach.
+The count covers what the model needs, not what is executed: recomputation and
+padding do not count. The peak is that of the recipe's dots. In an 8-bit recipe,
+attention and usually the output projection still run in bfloat16, so the share
+cannot reach 1.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from jetrl_jax.models.policy import Policy
 from jetrl_jax.models.types import ModelConfig
 from jetrl_jax.rl.types import Completion
 
-# name of the device -> dense peak in 1e12 FLOP/s (bfloat16, FP8, INT8); None
-# where its tensor cores have no FP8. From NVIDIA's data sheets, which print the
-# numbers with sparsity: twice these.
+# Device name -> dense peak in 1e12 FLOP/s (bfloat16, FP8, INT8); None if its
+# tensor cores have no FP8. NVIDIA's data sheets print the numbers with
+# sparsity, which are twice these.
 PEAK_TFLOPS: dict[str, tuple[float, float | None, float]] = {
     'NVIDIA A100-SXM4-40GB': (312.0, None, 624.0),
     'NVIDIA A100-SXM4-80GB': (312.0, None, 624.0),
@@ -46,8 +46,8 @@ def peak_flops(device_kind: str, precision: str) -> float | None:
     precision: 'bfloat16', 'float8', 'int8', or another dtype's name.
 
   Returns:
-    None where the table does not know the device, or the device or the table
-    not the precision: a share of a guessed peak would mean nothing.
+    None if the table lacks the device or the precision, or the device does not
+    support the precision. A share of a guessed peak would mean nothing.
   """
   if device_kind not in PEAK_TFLOPS:
     return None
@@ -71,10 +71,10 @@ def precisions(recipe: Recipe) -> tuple[str, str]:
 
 
 def matmul_params(model: ModelConfig) -> tuple[int, int]:
-  """Returns the numbers in the kernels of (the blocks, the output projection).
+  """Returns the kernel weights of (the blocks, the output projection).
 
-  The embedding is a look-up and not counted; the output projection is, tied or
-  not. Gains and biases are left out.
+  The embedding is a look-up and does not count. The output projection counts,
+  tied or not. Norm scales and biases do not count.
   """
   width, heads = model.model_dim, model.num_heads * model.head_dim
   keys = 2 * model.num_kv_heads * model.head_dim
@@ -87,8 +87,9 @@ def attention_flops(model: ModelConfig, first: int, last: int) -> int:
 
       4 L N H sum_{p = first}^{last - 1} (p + 1)
 
-  A query at position p meets p + 1 keys; a pair costs 2 H for its score and 2 H
-  for its share of the values, in each of N heads and L layers.
+  A query at position p attends to p + 1 keys. Each pair costs 2 H for the
+  attention score and 2 H for the weighted values, in each of N heads and L
+  layers.
   """
   pairs = (last * (last + 1) - first * (first + 1)) // 2
   return 4 * model.num_layers * model.num_heads * model.head_dim * pairs
@@ -129,7 +130,7 @@ def update_flops(model: ModelConfig, lengths: Sequence[tuple[int, int]]) -> int:
       per sequence of T = P + R tokens:
           6 T (blocks + head) + 3 attention(0, T)
 
-  The backward of a dot is two dots. Frozen kernels count as if they trained.
+  The backward of a dot is two dots. Frozen kernels count like trained ones.
 
   Args:
     model: shape.
@@ -158,20 +159,20 @@ def mfu_metrics(
       MFU = sum over directions of model FLOPs / peak
             / (seconds of the phase x devices)
 
-  The rollout is a forward; a third of the update is a forward, two thirds a
-  backward, which may run in another precision.
+  The rollout is a forward. A third of the update is a forward and two thirds
+  are a backward, which may run in another precision.
 
   Args:
-    policy: shape, recipe of training and devices.
-    rollout_recipe: that of the rollout.
-    prompts: that were sampled.
-    completions: all their answers.
+    policy: shape, training recipe and devices.
+    rollout_recipe: the rollout's recipe.
+    prompts: all prompts of the rollout.
+    completions: all completions of the rollout.
     timer: holds the seconds of 'gen' and 'update_actor'.
-    trained: the answers that were learnt from.
+    trained: the completions that the step learnt from.
     ppo_epochs: passes of the update over the completions.
 
   Returns:
-    Shares of the peak in [0, 1]; nothing where the peak is not known.
+    Shares of the peak in [0, 1]; empty if the peak is not known.
 
   References:
     Chowdhery et al. 2022, arXiv:2204.02311, appendix B (6 N + 12 L H Q T per
@@ -182,8 +183,8 @@ def mfu_metrics(
   rollout = rollout_flops(
       policy.model, [len(p.tokens) for p in prompts], lengths
   )
-  seen = [(len(c.prompt_tokens), len(c.tokens)) for c in trained]
-  update = ppo_epochs * update_flops(policy.model, seen)
+  learnt = [(len(c.prompt_tokens), len(c.tokens)) for c in trained]
+  update = ppo_epochs * update_flops(policy.model, learnt)
   rollout_s = _ideal_seconds([(rollout, precisions(rollout_recipe)[0])])
   update_s = _ideal_seconds([(update / 3, forward), (update * 2 / 3, backward)])
   devices = policy.axes.size

@@ -1,9 +1,10 @@
-"""Refuses to start a run whose rollout rounds elsewhere than its training.
+"""Refuses to start a run whose rollout and training round differently.
 
-A flow that is declared mixed starts, and how its two graphs differ is logged.
-The graphs come from the functions that the run compiles: the engine's decode
-step, its prefill, and the objective as `accumulate` differentiates it. They are
-traced on shapes, so nothing is computed and no memory is taken.
+A flow that is declared mixed may start; the differences between its two graphs
+are logged. The graphs come from the functions that the run compiles: the
+engine's decode step, its prefill, and the objective that `accumulate`
+differentiates. They are traced on shapes, so the check computes nothing and
+needs no device memory.
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from jetrl_jax.rl.rollout.kv_pages import PagesConfig
 from jetrl_jax.rl.run import gradients, mixed_flow
 from jetrl_jax.rl.types import TrainBatch
 
-# Rows are interchangeable in the graph: the fewest that the dots allow.
+# All rows are equal in the graph, so this is the fewest that the dots allow.
 _SLOTS = 16
 
 
@@ -34,18 +35,20 @@ def check_flow(
     config: EngineConfig,
     state: TrainState,
 ) -> None:
-  """Raises unless training computes all that the rollout computes.
+  """Raises an error unless training computes all that the rollout computes.
 
       G_infer (decode and prefill) is a subgraph of G_train_forward
 
   Args:
-    policy: the functions, as one device sees them: sharding adds movement.
-    loss_function: the objective, see `train_step.UpdatePrograms`.
+    policy: the functions. They are traced for one device, because sharding
+      would add data movement to the graph.
+    loss_function: the objective, see `gradients.UpdatePrograms`.
     config: the engine's sampler.
-    state: concrete or of shapes.
+    state: arrays or shapes.
 
   Raises:
-    ValueError: names the first operation that differs, and both sides.
+    ValueError: the message names the first operation that differs, and what
+      each side computes.
 
   References:
     Jet-RL, arXiv:2601.14243: the two graphs of its unified precision flow.
@@ -64,19 +67,19 @@ def report_mixed_flow(
     *,
     moved: tuple[str, ...] = (),
 ) -> None:
-  """Says how rollout and training differ in a flow that is meant to be mixed.
+  """Logs how rollout and training differ in a flow that is declared mixed.
 
   Args:
     policy: training's functions.
     rollout_policy: the rollout's functions.
     loss_function: the objective.
     config: the engine's sampler.
-    state: with a rollout's side; concrete or of shapes.
+    state: arrays or shapes, with the rollout's weights and scales.
     moved: dots that the guard has put into high precision on both sides.
 
   Raises:
-    ValueError: they do not differ, and not because of the guard: nothing is
-      mixed.
+    ValueError: rollout and training do not differ, and the guard is not the
+      reason.
   """
   differences = mixed_differences(
       policy, rollout_policy, loss_function, config, state
@@ -97,11 +100,11 @@ def report_mixed_flow(
         ' precision.high_precision_layers, or leave precision.rollout_recipe'
         ' empty'
     )
-  # Casts and scales surround the dots: these say it all, layer by layer.
+  # The dots are enough to see the difference: casts and scales belong to them.
   dots = [d for d in differences if d.node.kind == 'dot'] or differences
   logging.info(
       'Mixed flow (%s): a decode step has %d operations that the training'
-      ' forward has not, in the first layer\n%s',
+      ' forward lacks; in the first layer\n%s',
       names,
       len(differences),
       '\n'.join(f'  {difference}' for difference in dots[:4]),
@@ -115,7 +118,7 @@ def mixed_differences(
     config: EngineConfig,
     state: TrainState,
 ) -> list[flow.Difference]:
-  """Returns what a decode step does and training does not, in its order."""
+  """Returns the operations of a decode step that training lacks, in order."""
   return flow.check_subgraph(
       decode_graph(rollout_policy, config, mixed_flow.as_rollout(state)),
       train_graph(policy, loss_function, state),
@@ -125,12 +128,12 @@ def mixed_differences(
 def decode_graph(
     policy: Policy, config: EngineConfig, state: TrainState
 ) -> flow.FlowGraph:
-  """Returns the flow of one step of the engine."""
+  """Returns the graph of one decode step of the engine."""
   policy = _on_one_device(policy)
 
   def step(params, base_key, slots, temperature):
-    # A rollout has one temperature. An argument per slot would count as
-    # another granularity than training's scalar.
+    # A rollout has one temperature. One per slot would count as a different
+    # granularity than training's scalar.
     shared = jnp.broadcast_to(temperature, slots.temperature.shape)
     slots = dataclasses.replace(slots, temperature=shared)
     return decode_step.step(policy, config, params, base_key, slots)
@@ -138,13 +141,13 @@ def decode_graph(
   key = jax.eval_shape(lambda: jax.random.key(0, impl='threefry2x32'))
   return flow.extract(
       jax.make_jaxpr(policy.bound(step))(
-          _params(state), key, _slots(policy), _shape(jnp.float32)
+          _params(state), key, _idle_slots(policy), _shape(jnp.float32)
       )
   )
 
 
 def prefill_graph(policy: Policy, state: TrainState) -> flow.FlowGraph:
-  """Returns the flow of a prompt on its way into the caches."""
+  """Returns the graph of one prompt's prefill."""
   policy = _on_one_device(policy)
   tokens, lengths = _shape(jnp.int32, 1, policy.tile), _shape(jnp.int32, 1)
   return flow.extract(
@@ -157,14 +160,14 @@ def prefill_graph(policy: Policy, state: TrainState) -> flow.FlowGraph:
 def train_graph(
     policy: Policy, loss_function: Any, state: TrainState
 ) -> flow.FlowGraph:
-  """Returns the flow of one micro-batch's forward, under differentiation."""
-  # Recomputing the blocks repeats the forward, and costs time here.
+  """Returns the graph of one micro-batch's forward, under differentiation."""
+  # Rematerialisation would only repeat the forward and make tracing slower.
   policy = dataclasses.replace(_on_one_device(policy), remat='none')
   batch = TrainBatch.of_shapes(1, policy.tile)
 
   def forward(state, batch, temperature):
-    # Differentiated, so that what is traced are the forward rules; the
-    # backward pass is left out.
+    # `vjp` traces the forward rules of the derivative. The backward pass is not
+    # traced.
     loss, _, aux = jax.vjp(
         gradients.objective(policy, loss_function, state, batch, temperature),
         state.trainable,
@@ -180,11 +183,14 @@ def train_graph(
 
 
 def _on_one_device(policy: Policy) -> Policy:
-  """Nor fused: a kernel counts as the operations that it stands for."""
+  """Returns the policy for one device and without fused kernels.
+
+  In the graph a kernel counts as the operations that it fuses.
+  """
   return dataclasses.replace(policy.separately(), axes=Axes())
 
 
-# Any: shapes stand where the records name arrays.
+# `Any`, because shapes replace the arrays that the records declare.
 def _shape(dtype, *shape: int) -> Any:
   return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -197,8 +203,8 @@ def _params(state: TrainState) -> PolicyParams:
   return _shapes_of(PolicyParams(state.weights, state.fp8_state))
 
 
-def _slots(policy: Policy) -> DecodeState:
-  """A state of the engine, as small as it can be."""
+def _idle_slots(policy: Policy) -> DecodeState:
+  """Returns the shapes of the smallest possible decode state."""
   config = EngineConfig(
       num_slots=_SLOTS, max_prompt_length=1, max_response_length=2, stop_ids=()
   )

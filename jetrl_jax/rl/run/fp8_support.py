@@ -1,7 +1,7 @@
-"""Whether a device has the 8-bit floats that a run computes in.
+"""Checks whether a device has the 8-bit floats that a run computes in.
 
-On a GPU without them kernels of ours do not compile, and it is the compiler
-that would say so, in its own words, after the weights have been loaded.
+On a GPU without them our kernels do not compile. Without this check the user
+would see a compiler error, after the weights have been loaded.
 """
 
 import dataclasses
@@ -14,21 +14,21 @@ from jetrl_jax.models.policy import Policy
 from jetrl_jax.rl.run import flops
 from jetrl_jax.rl.run.spec import RunSpec
 
-# Ada; Hopper has 9.0.
+# Compute capability of Ada; Hopper has 9.0.
 _FIRST = (8, 9)
-# Recipes that only held-out accuracy is measured in: a run can do without.
+# Recipes that only evaluations use; a run can do without them.
 _EVALUATED = 'trainer.val_recipes'
 
 
 def why_not(
     policies: Mapping[str, Policy], moments: str = 'float32', device: str = ''
 ) -> str | None:
-  """Returns why a device cannot run these, in a sentence; None if it can.
+  """Returns why a device cannot run these policies; None if it can.
 
   Args:
-    policies: in use, by the setting that names the recipe.
+    policies: config key that names the recipe -> policy.
     moments: see `OptimizerConfig`.
-    device: a name of `flops.PEAK_TFLOPS`; '' for the one at hand.
+    device: a name in `flops.PEAK_TFLOPS`; '' for this machine's device.
   """
   asked = {}
   for setting, policy in policies.items():
@@ -47,14 +47,14 @@ def why_not(
   fixes = dict.fromkeys(asked.values())
   return (
       f'{", ".join(asked)} need{"s" * (len(asked) == 1)} 8-bit floats, which'
-      f' {lacking} has not; allowed are GPUs of compute capability'
+      f' {lacking} lacks; allowed are GPUs of compute capability'
       f' {_FIRST[0]}.{_FIRST[1]} and above (Ada, Hopper). Set'
       f' {", ".join(fixes)}'
   )
 
 
 def of_run(spec: RunSpec, device: str = '') -> str | None:
-  """Returns `why_not` of a run's training, rollout and evaluations."""
+  """Returns `why_not` for a run's training, rollout and evaluations."""
   policies = {'precision.recipe': spec.policy}
   if spec.is_mixed:
     policies['precision.rollout_recipe'] = spec.rollout_policy
@@ -66,21 +66,25 @@ def of_run(spec: RunSpec, device: str = '') -> str | None:
 
 
 def check(policies: Mapping[str, Policy], moments: str = 'float32') -> None:
-  """Refuses what the device at hand cannot run.
+  """Raises an error if this machine's device cannot run these policies.
+
+  Args:
+    policies: see `why_not`.
+    moments: see `why_not`.
 
   Raises:
-    ValueError: see `why_not`, whose arguments these are.
+    ValueError: the device has no 8-bit floats, but they are needed.
   """
   if problem := why_not(policies, moments):
     raise ValueError(problem)
 
 
 def _lacks(device: str) -> str | None:
-  """Returns what the device is if it is a GPU without 8-bit floats."""
+  """Returns the device's description if it is a GPU without 8-bit floats."""
   if device:
     return None if flops.peak_flops(device, 'float8') else device
   if not on_gpu():
-    return None  # XLA computes them on a CPU.
+    return None  # XLA supports 8-bit floats on a CPU.
   found = jax.devices()[0]
   capability = str(getattr(found, 'compute_capability', 'unknown'))
   numbers = capability.split('.')

@@ -1,11 +1,11 @@
 """The update: accumulate micro-batches, then apply once.
 
-`accumulate` runs forward and backward of one micro-batch and adds to a
-`Gradients` record; `apply` clips, moves the masters, and quantises the
-compute weights that the next forward and the next rollout read. Micro-batches
-are differentiated one by one, so that amaxes combine by max (see
-`kernels/quantized_dot/linear.py`). What is not finite never reaches the state:
-`apply` then returns it as it was.
+`accumulate` runs the forward and backward of one micro-batch and adds to a
+`Gradients` record. `apply` clips the gradients, updates the masters, and
+quantises the compute weights that the next forward and the next rollout read.
+Each micro-batch is differentiated on its own, so that amaxes combine by max
+(see `kernels/quantized_dot/linear.py`). If a gradient is not finite, `apply`
+returns the state unchanged.
 """
 
 import functools
@@ -72,13 +72,13 @@ def _accumulate(policy, loss_function, state, gradients, batch, temperature):
   return added, logprobs_BT, entropy_BT
 
 
-def compile_score(policy: Policy, mesh: Mesh, state: TrainState) -> Any:
+def compile_logprobs(policy: Policy, mesh: Mesh, state: TrainState) -> Any:
   """Returns the compiled (params, batch, temperature) -> (log-probs, entropy).
 
   Args:
     policy: the functions.
     mesh: devices.
-    state: an example of this policy's side, concrete or of shapes.
+    state: an example with this policy's weights, arrays or shapes.
   """
   specs = sharding.tree_specs(
       PolicyParams(state.weights, state.fp8_state), mesh
@@ -90,16 +90,24 @@ def compile_score(policy: Policy, mesh: Mesh, state: TrainState) -> Any:
 
 
 class UpdatePrograms:
-  """Compiles the update for one policy, objective and optimiser.
+  """The compiled functions of the update, for one policy and one objective.
+
+  Attributes:
+    accumulate: (state, gradients, batch, temperature) to (gradients, log-probs,
+      entropy); `gradients` is donated.
+    apply: the optimiser step, see `optim.apply.Apply`.
+    logprobs: (params, batch, temperature) to (log-probs, entropy), the forward
+      without a backward.
+    roll_inputs: moves the input scales after the last mini-batch.
 
   Args:
     policy: the functions; its recipe is the flow's.
     loss_function: (batch, log-probs, entropy) to (loss, metrics), for example
       `functools.partial(policy_loss, LossConfig())`.
-    optimizer: moves the trainable masters.
+    optimizer: updates the trainable masters.
     config: learning rate, clip and rounding.
     mesh: devices.
-    state: an example, concrete or of shapes.
+    state: an example, arrays or shapes.
   """
 
   def __init__(
@@ -112,7 +120,7 @@ class UpdatePrograms:
       state: TrainState,
   ):
     specs = sharding.tree_specs(state, mesh)
-    # What the loss reports, found without computing anything.
+    # The names of the loss's metrics; nothing is computed to find them.
     batch = TrainBatch.of_shapes(1, 16)
     floats = jax.ShapeDtypeStruct((1, 16), jnp.float32)
     _, self._metrics = jax.eval_shape(loss_function, batch, floats, floats)
@@ -130,7 +138,7 @@ class UpdatePrograms:
         donate_argnums=(1,),
         in_order=policy.axes.size > 1,
     )
-    self.score = compile_score(policy, mesh, state)
+    self.logprobs = compile_logprobs(policy, mesh, state)
     self.roll_inputs = policy.jit(
         functools.partial(
             scaling_state.roll, recipe=policy.recipe, operands=('input',)

@@ -1,16 +1,17 @@
-"""The rollout's side of a mixed flow: weights and scales of its own.
+"""The rollout's own weights and scales in a mixed flow.
 
 In a unified flow the rollout reads the arrays that the training forward reads.
-In a mixed flow (FlashRL, QuRL) it runs another recipe on the same masters:
-really quantised dots, requantised behind each training step. Three policies are
-then apart: mu, which sampled; pi_old, the training forward at the same masters;
-and pi, which is being updated.
+In a mixed flow (FlashRL, QuRL) it runs another recipe on the same masters. Its
+dots are really quantised, and its weights are quantised again after each
+training step. There are then three policies: mu, which sampled; pi_old, the
+training forward at the same masters; and pi, which the step updates.
 
-The rollout has no backward pass, so its delayed scales cannot leave one as
-observations. What its inputs were is seen by running its recipe once more over
-the step's own sequences: row by row the same numbers as those it sampled with,
-so the scales move as they would in a unified flow. A dynamic recipe has nothing
-to remember, and is spared the pass but at a cold start that chooses dots.
+Delayed scales need observations of the inputs, and in training the backward
+pass returns them. The rollout has no backward pass. So its recipe runs once
+more over the step's own sequences, row by row with the same numbers as during
+sampling, and the scales move as they would in a unified flow. A dynamic recipe
+has no scaling state for inputs and needs no such pass, except at a cold start
+that chooses dots by their health.
 """
 
 import dataclasses
@@ -31,19 +32,19 @@ from jetrl_jax.kernels.requantize import changed_share
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.optim.apply import merge
 from jetrl_jax.optim.types import TrainState
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.types import TrainBatch
 
 
 def rollout_params(state: TrainState) -> PolicyParams:
-  """Returns what the rollout reads: in a unified flow what training reads."""
+  """Returns the rollout's params; in a unified flow they are training's."""
   if state.rollout_weights:
     return PolicyParams(state.rollout_weights, state.rollout_fp8_state)
   return PolicyParams(state.weights, state.fp8_state)
 
 
 def as_rollout(state: TrainState) -> TrainState:
-  """Returns the state as the rollout's recipe sees it; it cannot train."""
+  """Returns a state with the rollout's weights and scales; it cannot train."""
   return dataclasses.replace(
       state,
       fp8_state=state.rollout_fp8_state,
@@ -55,12 +56,14 @@ def as_rollout(state: TrainState) -> TrainState:
 
 
 def create(policy: Policy, state: TrainState, mesh: Mesh) -> TrainState:
-  """Adds the rollout's side to a cold start; only kernel slots are filled.
+  """Adds the rollout's weights and scales to a cold start's state.
+
+  Only the kernels have scales so far.
 
   Args:
-    policy: the rollout's.
-    state: of `states.create`.
-    mesh: where new leaves go.
+    policy: the rollout's policy.
+    state: the result of `train_state.create`.
+    mesh: devices of the new arrays.
   """
   empty = scaling_state.init_state(
       merge(state.trainable, state.frozen), policy.recipe
@@ -73,29 +76,31 @@ def create(policy: Policy, state: TrainState, mesh: Mesh) -> TrainState:
 def with_weights(
     policy: Policy, state: TrainState, mesh: Mesh, *, record: bool
 ) -> TrainState:
-  """Makes the rollout's weights from the masters; see `states.with_weights`."""
-  side = states.with_weights(policy, as_rollout(state), mesh, record=record)
+  """Quantises the masters for the rollout; see `train_state.with_weights`."""
+  side = train_state.with_weights(
+      policy, as_rollout(state), mesh, record=record
+  )
   return dataclasses.replace(
       state, rollout_fp8_state=side.fp8_state, rollout_weights=side.weights
   )
 
 
 def measured_operands(recipe: Recipe) -> tuple[str, ...]:
-  """Returns the operands whose health the rollout's slots hold."""
+  """Returns the operands whose health the rollout's scaling state holds."""
   return ('input', 'kernel') if recipe.is_delayed else ('kernel',)
 
 
 class Requantizer:
-  """Keeps the rollout's weights and scales where the masters are.
+  """Quantises the masters for the rollout again after each training step.
 
   Args:
-    policy: the rollout's.
+    policy: the rollout's policy.
     mesh: devices.
-    state: an example, with a rollout's side.
+    state: an example, with the rollout's weights and scales.
   """
 
   def __init__(self, policy: Policy, mesh: Mesh, state: TrainState):
-    # Without a backward pass there is nothing to recompute for.
+    # Without a backward pass there is nothing to rematerialise.
     policy = dataclasses.replace(policy, remat='none')
     calibrating = dataclasses.replace(
         policy, recipe=dataclasses.replace(policy.recipe, calibrating=True)
@@ -106,14 +111,14 @@ class Requantizer:
 
     def observing(policy):
       return policy.jit_per_device(
-          functools.partial(_inputs_seen, policy),
+          functools.partial(_observed_inputs, policy),
           mesh,
           (specs, sharding.ROWS),
           specs.fp8_state,
       )
 
-    self._seen = observing(policy)
-    self._seen_calibrating = observing(calibrating)
+    self._observed_inputs = observing(policy)
+    self._observed_inputs_calibrating = observing(calibrating)
     self._record = policy.jit_per_device(
         functools.partial(_record, policy),
         mesh,
@@ -131,31 +136,32 @@ class Requantizer:
   def calibrate(
       self, state: TrainState, batches: list[TrainBatch]
   ) -> TrainState:
-    """Fills the input slots of a cold start, as `Calibration` does.
+    """Fills the input scales of a cold start, as `Calibration` does.
 
     Args:
-      state: its rollout's kernel slots are filled already.
+      state: its rollout has kernel scales already.
       batches: micro-batches of real tokens.
     """
     if not self._recipe.needs_calibration:
       return state
-    return self._observe(self._seen_calibrating, state, batches)
+    return self._observe(self._observed_inputs_calibrating, state, batches)
 
   def __call__(
       self, state: TrainState, batches: list[TrainBatch]
   ) -> tuple[TrainState, PyTree]:
-    """Lets the rollout follow the masters.
+    """Updates the rollout's scales and weights from the masters.
 
     Args:
-      state: behind the updates; its rollout's side still is what sampled,
-        and is donated.
-      batches: the sequences that it sampled, in micro-batches.
+      state: the state after the updates. Its rollout weights and scales are
+        still those that sampled; they are donated.
+      batches: the sequences that they sampled, in micro-batches.
 
     Returns:
-      (state, share of 8-bit weight bytes that changed, nested like the slots).
+      (state, share of 8-bit weight bytes that changed, nested like the scaling
+       state).
     """
     if self._recipe.is_delayed:
-      state = self._observe(self._seen, state, batches)
+      state = self._observe(self._observed_inputs, state, batches)
     fp8_state, weights, changed = self._requantize(
         state.trainable,
         state.frozen,
@@ -167,17 +173,21 @@ class Requantizer:
     )
     return state, jax.device_get(changed)
 
-  def _observe(self, seen_in, state, batches) -> TrainState:
-    seen = None
+  def _observe(self, observed_inputs, state, batches) -> TrainState:
+    observed = None
     for batch in batches:
-      new = seen_in(as_rollout(state), batch)
-      seen = new if seen is None else scaling_state.combine(seen, new)
-    recorded = self._record(state.rollout_fp8_state, seen)
+      new = observed_inputs(as_rollout(state), batch)
+      observed = (
+          new if observed is None else scaling_state.combine(observed, new)
+      )
+    recorded = self._record(state.rollout_fp8_state, observed)
     return dataclasses.replace(state, rollout_fp8_state=recorded)
 
 
-def _inputs_seen(policy: Policy, side: TrainState, batch: TrainBatch) -> PyTree:
-  """Returns slot cotangents that hold what the inputs of all dots were."""
+def _observed_inputs(
+    policy: Policy, side: TrainState, batch: TrainBatch
+) -> PyTree:
+  """Returns cotangents of the scaling state that observe all dots' inputs."""
   masters: Any = merge(side.trainable, side.frozen)
 
   def forward(fp8_state):
@@ -186,25 +196,25 @@ def _inputs_seen(policy: Policy, side: TrainState, batch: TrainBatch) -> PyTree:
       return jnp.sum(policy.score(params, batch, jnp.float32(1), masters)[0])
     return jnp.sum(policy.hidden(params, batch, masters).astype(jnp.float32))
 
-  seen = scaling_state.reduce_over_devices(
+  observed = scaling_state.reduce_over_devices(
       jax.grad(forward)(side.fp8_state), policy.axes
   )
-  # Of a sum that nobody asked for. Unread, the whole backward pass is dead code
-  # and is not compiled.
-  return scaling_state.map_slots(
-      lambda slot: slot
-      | {'output_grad': jax.tree.map(jnp.zeros_like, slot['output_grad'])},
-      seen,
+  # The output gradients of this sum mean nothing. Because they are replaced
+  # here, the whole backward pass is dead code and is not compiled.
+  return scaling_state.map_records(
+      lambda record: record
+      | {'output_grad': jax.tree.map(jnp.zeros_like, record['output_grad'])},
+      observed,
   )
 
 
-def _record(policy: Policy, fp8_state: PyTree, seen: PyTree) -> PyTree:
-  observed = scaling_state.observe(fp8_state, seen)
-  return scaling_state.roll(observed, policy.recipe, operands=('input',))
+def _record(policy: Policy, fp8_state: PyTree, observed: PyTree) -> PyTree:
+  fp8_state = scaling_state.observe(fp8_state, observed)
+  return scaling_state.roll(fp8_state, policy.recipe, operands=('input',))
 
 
 def _requantize(policy: Policy, trainable, frozen, fp8_state, old_weights):
-  """Returns (slots, weights, share of bytes that changed)."""
+  """Returns (scaling state, weights, share of bytes that changed)."""
   recipe, axes = policy.recipe, policy.axes
   params = merge(trainable, frozen)
   fp8_state = scaling_state.observe_kernels(fp8_state, params, recipe, axes)

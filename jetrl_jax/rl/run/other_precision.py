@@ -1,9 +1,10 @@
-"""Held-out accuracy in another recipe than the one that samples.
+"""Evaluation in a recipe that the rollout does not use.
 
-A policy that learnt under a quantised rollout is exported in high precision,
-and one that learnt in high precision may be served in 8 bits: this is what each
-would be worth there. The masters are quantised by the other recipe for the
-length of an evaluation, and answer the same prompts with the same noise.
+A policy that learnt with a quantised rollout is exported in high precision. A
+policy that learnt in high precision may be served in 8 bits. This evaluation
+measures how accurate the policy is in that other precision. The masters are
+quantised with the other recipe for the evaluation only, and answer the same
+prompts with the same noise.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ from jetrl_jax.rl.run.spec import RunSpec
 
 
 def recipe_of(spec: RunSpec, name: str) -> fp8.Recipe:
-  """Returns the recipe `name` with all else as the run has it."""
+  """Returns the recipe `name`, with the run's other recipe settings."""
   return dataclasses.replace(spec.policy.recipe, name=name, min_sqnr_db=0.0)
 
 
@@ -31,7 +32,7 @@ class OtherPrecision:
   """An engine whose recipe is `name`, and its weights.
 
   Args:
-    spec: what the run is made of.
+    spec: the run's specification.
     name: a recipe that needs no calibration.
     state: an example.
   """
@@ -55,7 +56,7 @@ class OtherPrecision:
     self._fp8_state = jax.device_put(empty, NamedSharding(spec.mesh, P()))
 
   def params(self, state: TrainState) -> PolicyParams:
-    """Returns the state's masters in this recipe."""
+    """Returns the params that this recipe makes from the state's masters."""
     weights = self._prepare(state.trainable, state.frozen)
     return PolicyParams(weights, self._fp8_state)
 

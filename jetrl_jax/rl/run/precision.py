@@ -1,9 +1,8 @@
-"""What a cold start settles about precision, kept in the workdir.
+"""What a cold start settles about precision; the workdir keeps it.
 
-Two things are part of the masters' meaning and not of their values: the factor
-of the invariant scaling, and the dots that were chosen to stay in high
-precision. A resumed run, and whoever reads its checkpoints, must use those
-of its start.
+The masters alone do not say two things: the factor of the invariant scaling,
+and which dots were chosen to stay in high precision. A resumed run, and anyone
+who reads its checkpoints, must use those of the run's start.
 """
 
 import dataclasses
@@ -26,12 +25,12 @@ _FILE = 'precision.json'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunPrecision:
-  """What was settled.
+  """The precision that a cold start settled.
 
   Attributes:
-    invariant_scale: what the masters were folded by, 1 for nothing.
-    min_sqnr_db: the threshold of the choice, 0 for no choice.
-    high_precision: paths of the dots that were chosen, with their dB.
+    invariant_scale: the factor of the masters' invariant scaling; 1 is off.
+    min_sqnr_db: the threshold below which a dot was chosen; 0 is off.
+    high_precision: path of each chosen dot -> its SQNR, dB.
   """
 
   invariant_scale: float
@@ -40,16 +39,15 @@ class RunPrecision:
 
 
 def write(workdir: pathlib.Path, settled: RunPrecision) -> None:
-  """Keeps what a cold start settled, before its first checkpoint."""
+  """Writes what a cold start settled, before its first checkpoint."""
   text = json.dumps(dataclasses.asdict(settled), indent=1)
   replace_text(workdir / _FILE, text + '\n')
 
 
 def read(workdir: pathlib.Path) -> RunPrecision | None:
-  """Returns what the run in `workdir` settled; None before it has.
+  """Returns what the run in `workdir` settled; None if it has not yet.
 
-  A run that has no checkpoint yet starts again from its masters, and settles
-  again.
+  A run without a checkpoint starts again from its masters and settles again.
 
   Raises:
     ValueError: the file cannot be read.
@@ -61,19 +59,21 @@ def read(workdir: pathlib.Path) -> RunPrecision | None:
     return RunPrecision(**json.loads(file.read_text(encoding='utf-8')))
   except (OSError, ValueError, TypeError) as error:
     raise ValueError(
-        f'{file} does not say which precision the run has: {error}'
+        f'{file} cannot be read, so the precision of the run is unknown:'
+        f' {error}'
     ) from error
 
 
 def resolve(
     workdir: pathlib.Path, policy: Policy, invariant_scale: float
 ) -> Policy:
-  """Returns the policy of the run in `workdir`, if it has begun.
+  """Returns the policy in the precision that the run in `workdir` settled.
 
   Args:
-    workdir: of the run.
-    policy: as configured.
-    invariant_scale: as configured.
+    workdir: the run's workdir. Before the run has started, the configured
+      policy is returned.
+    policy: the configured policy.
+    invariant_scale: the configured factor.
 
   Raises:
     ValueError: the configuration contradicts what the run settled.
@@ -87,18 +87,18 @@ def resolve(
   ):
     if new != old:
       raise ValueError(
-          f'precision.{name} is {new}, but the run in {workdir} began with'
-          f' {old}, and its masters belong to that; use {old}, or a new workdir'
+          f'precision.{name} is {new}, but the run in {workdir} started with'
+          f' {old}, and its masters depend on it; use {old}, or a new workdir'
       )
   return keeping(policy, settled)
 
 
-def told(workdir: pathlib.Path, recipe: Recipe) -> str:
-  """Returns which dots min_sqnr_db chose, in words; '' where it is off.
+def describe(workdir: pathlib.Path, recipe: Recipe) -> str:
+  """Returns which dots min_sqnr_db chose, as text; '' if it is off.
 
   Args:
-    workdir: of a run, which may not have begun.
-    recipe: training's.
+    workdir: the run's workdir; the run may not have started yet.
+    recipe: training's recipe.
   """
   if not recipe.min_sqnr_db:
     return ''
@@ -124,12 +124,12 @@ def keeping(policy: Policy, settled: RunPrecision) -> Policy:
 def settle(
     sides: list[tuple[Policy, TrainState]], invariant_scale: float
 ) -> RunPrecision:
-  """Chooses the dots of a calibrated cold start; logs them.
+  """Chooses the high-precision dots of a calibrated cold start and logs them.
 
   Args:
-    sides: training's policy and state and, in a mixed flow, the rollout's. The
-      input slots hold the health of real tokens.
-    invariant_scale: what the masters were folded by.
+    sides: training's (policy, state) and, in a mixed flow, the rollout's. The
+      scaling state holds the health of inputs on real tokens.
+    invariant_scale: the factor of the masters' invariant scaling.
 
   Raises:
     ValueError: see `adaptive.choose`.
@@ -161,10 +161,10 @@ def settle(
 
 def _summary(policy: Policy, state: TrainState) -> adaptive.Summary:
   """Returns the health of one side's inputs and kernels."""
-  # Whole arrays, outside of shard_map: no collectives.
+  # Outside of shard_map every array is whole, so there are no collectives.
   fp8_state = policy.jit(
       lambda s, p, w: scaling_state.measure_kernels(s, p, w, Axes())
   )(state.fp8_state, merge(state.trainable, state.frozen), state.weights)
   return health.summarize(
-      jax.device_get(fp8_state), scaling_state.slot_paths(fp8_state)
+      jax.device_get(fp8_state), scaling_state.record_paths(fp8_state)
   )

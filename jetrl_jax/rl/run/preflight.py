@@ -1,7 +1,7 @@
-"""What is tried before a token is spent: do rollout and training agree?
+"""Checks before the first step whether rollout and training agree.
 
-Their graphs are compared on every device, and on a GPU a short rollout tells
-whether they agree to the bit there.
+The check compares their graphs on every device. On a GPU it also compares the
+log-probs of a short rollout bit by bit.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from jetrl_jax.rl.run import flow_check
 from jetrl_jax.rl.run.calibration import short_rollout
 from jetrl_jax.rl.run.spec import RunSpec
 
-# Sequences to the training forward's log-probs, see `Learner.score`.
-Score: TypeAlias = Callable[
+# Sequences to the training forward's log-probs, see `Learner.logprobs`.
+TrainLogprobs: TypeAlias = Callable[
     [list[packing.Sequence], PolicyParams], list[np.ndarray]
 ]
 
@@ -30,27 +30,29 @@ def check(
     spec: RunSpec,
     loss: Any,
     engine: Engine,
-    score: Score,
+    train_logprobs: TrainLogprobs,
     state: TrainState,
     should_stop: StopCheck,
     moved: tuple[str, ...],
 ) -> None:
-  """Compares rollout and training before a token is spent.
+  """Compares rollout and training before the first step.
 
   Args:
-    spec: what the run is made of.
-    loss: the objective, see `train_step.UpdatePrograms`.
+    spec: the run's specification.
+    loss: the objective, see `gradients.UpdatePrograms`.
     engine: samples.
-    score: the training forward.
-    state: the weights both read.
-    should_stop: called at a rollout's host visits; raises to give up.
+    train_logprobs: the training forward.
+    state: its weights are read by both sides.
+    should_stop: called at each host visit of a rollout; raises to stop.
     moved: dots that the guard has put into high precision.
 
   Raises:
     ValueError: see `flow_check.check_flow` and `report_mixed_flow`.
   """
   if not spec.policy.exact:
-    logging.warning('This run compiles as XLA likes it: %s', NOT_CLAIMED)
+    logging.warning(
+        "This run compiles with XLA's default options: %s", NOT_CLAIMED
+    )
   if spec.is_mixed:
     flow_check.report_mixed_flow(
         spec.policy,
@@ -63,27 +65,27 @@ def check(
     return
   flow_check.check_flow(spec.policy, loss, spec.engine, state)
   if on_gpu():
-    say_whether_exact(bit_test(spec, engine, score, state, should_stop))
+    log_bit_test(bit_test(spec, engine, train_logprobs, state, should_stop))
 
 
 def bit_test(
     spec: RunSpec,
     engine: Engine,
-    score: Score,
+    train_logprobs: TrainLogprobs,
     state: TrainState,
     should_stop: StopCheck,
 ) -> float:
-  """Returns the share of a short rollout's tokens that training differs on.
+  """Returns the share of a short rollout's tokens whose log-probs differ.
 
-  The run's own executables at the run's own shapes: what they give on this
-  device and with these library versions is an observation, and this is it.
+  The test runs the run's own executables at the run's own shapes, because only
+  a measurement shows what this device and these library versions compute.
 
   Args:
-    spec: what the run is made of.
+    spec: the run's specification.
     engine: samples.
-    score: the training forward.
-    state: the weights both read.
-    should_stop: called at the rollout's host visits; raises to give up.
+    train_logprobs: the training forward.
+    state: its weights are read by both sides.
+    should_stop: called at each host visit of the rollout; raises to stop.
   """
   completions = short_rollout(spec, engine, state, should_stop)
   batch = [
@@ -96,26 +98,26 @@ def bit_test(
       )
       for i, completion in enumerate(completions)
   ]
-  scored = score(batch, PolicyParams(state.weights, state.fp8_state))
+  found = train_logprobs(batch, PolicyParams(state.weights, state.fp8_state))
   return mismatch.mismatch_token_frac(
       np.concatenate([c.logprobs for c in completions]),
       np.concatenate(
           [
               values[len(c.prompt_tokens) :]
-              for c, values in zip(completions, scored, strict=True)
+              for c, values in zip(completions, found, strict=True)
           ]
       ),
   )
 
 
-def say_whether_exact(share: float) -> None:
-  """Logs what the bit test found."""
+def log_bit_test(share: float) -> None:
+  """Logs the result of the bit test."""
   if share == 0:
     logging.info('Start-up bit test: rollout and training agree on all tokens')
     return
   logging.warning(
       'Start-up bit test: %.3f%% of tokens differ between rollout and'
-      ' training on this device; exactness may not be claimed for this run.'
-      ' training/mismatch_token_frac shows it at every step.',
+      ' training on this device, so this run is not exact.'
+      ' training/mismatch_token_frac shows the share at every step.',
       100 * share,
   )

@@ -1,4 +1,4 @@
-"""What a run is made of, and the shape of its micro-batches."""
+"""The specification of a run: settings and objects that the config builds."""
 
 import dataclasses
 import pathlib
@@ -22,35 +22,35 @@ from jetrl_jax.rl.settings import AlgorithmConfig, GuardConfig, RunConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunSpec:
-  """What a run is made of; `config/build.py` builds it.
+  """Everything that a run consists of; `config/build.py` builds it.
 
   Attributes:
-    policy: decoder and training's recipe.
+    policy: decoder and training recipe.
     rollout_policy: the same decoder with the rollout's recipe; equal to
       `policy` in a unified flow.
     mesh: devices.
     initial_params: makes the masters of a cold start, on their devices.
-    initial_checkpoint: the folder that it reads them from; None for random
+    initial_checkpoint: the folder that `initial_params` reads; None for random
       masters.
-    param_shapes: their shapes and dtypes.
+    param_shapes: shapes and dtypes of the masters.
     freeze: patterns of masters that do not train.
-    invariant_scale: what kernels behind norms were divided by.
+    invariant_scale: the factor by which kernels after norms were divided.
     engine: sizes and sampler of the rollout.
     loss: the objective.
-    algorithm: from scores to weights.
+    algorithm: how rewards become advantages and loss weights.
     optimizer: AdamW and its schedule.
     run: sizes, frequencies, limits.
-    guard: bounds, and what happens where they are exceeded.
-    tokenizer: of the checkpoint, or another that the config names.
+    guard: bounds and the actions if they are exceeded.
+    tokenizer: the checkpoint's tokenizer, or another one that the config names.
     train_set: prompts to learn from.
     val_set: held-out prompts; None for no evaluation.
-    environment: what answers the policy's turns, and scores them; None for
-      responses of one turn, which the reward workers score.
-    make_rewards: starts the reward workers; of None with an environment.
-    config_text: the resolved config, kept in the workdir.
-    export_source: the checkpoint whose config the exported one carries on; None
+    environment: answers the policy's turns and rewards them; None for responses
+      of one turn, which the reward workers reward.
+    make_rewards: starts the reward workers; with an environment it gives None.
+    config_text: the resolved config, which the workdir keeps.
+    export_source: the checkpoint whose config is copied into the export; None
       for no export.
-    wandb: where the scalars go besides the workdir; None for nowhere.
+    wandb: also log the scalars to Weights & Biases; None for no.
   """
 
   policy: Policy
@@ -81,7 +81,7 @@ class RunSpec:
       raise ValueError(
           f'training runs {self.policy.recipe.name!r} and the rollout'
           f' {self.rollout_policy.recipe.name!r}: in a mixed flow the'
-          " rollout's log-probs are those of another policy, and with"
+          " rollout's log-probs belong to another policy, and with"
           " algorithm.old_logprobs='rollout' no correction could act. Set"
           " algorithm.old_logprobs='recompute', or leave"
           ' precision.rollout_recipe empty'
@@ -102,7 +102,7 @@ class RunSpec:
     """Returns the spec with these dots in high precision as well.
 
     Args:
-      dots: their paths; ()() for the spec as it is.
+      dots: paths of dots; () returns the spec unchanged.
     """
     if not dots:
       return self
@@ -111,12 +111,12 @@ class RunSpec:
 
   @property
   def is_mixed(self) -> bool:
-    """Whether the rollout's recipe is another one than training's."""
+    """Whether the rollout's recipe differs from training's."""
     return self.rollout_policy.recipe != self.policy.recipe
 
   @property
   def needs_reference(self) -> bool:
-    """Whether the policy of the start is kept, for a KL term."""
+    """Whether a KL term needs the run's first policy as its reference."""
     return bool(self.loss.kl_loss_coef or self.algorithm.kl_reward_coef)
 
   @property
@@ -131,7 +131,7 @@ class RunSpec:
     )
 
   def prompt_sampler(self) -> PromptSampler:
-    """Returns what draws the prompts, at the first of them."""
+    """Returns a new prompt sampler, at its first prompt."""
     return PromptSampler(
         num_prompts=len(self.train_set),
         seed=self.run.seed,
@@ -140,7 +140,7 @@ class RunSpec:
     )
 
   def pack(self, sequences: list[packing.Sequence]) -> packing.Packed:
-    """Returns micro-batches of the run's one compiled shape."""
+    """Packs sequences into micro-batches of the run's one compiled shape."""
     rows, row_length = self.batch_shape
     return packing.pack(
         sequences,

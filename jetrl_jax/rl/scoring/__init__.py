@@ -1,1 +1,1 @@
-"""Completions to what an update learns from: rewards, groups, replay."""
+"""Completions to rewards and advantages: scorer, groups, evaluation, replay."""

@@ -1,14 +1,14 @@
-"""Dynamic sampling: prompts are drawn until the batch is full of lessons.
+"""Dynamic sampling: draws prompts until enough groups have a learning signal.
 
-A group whose answers are all right, or all wrong, has no advantage and takes
-its place in the batch for nothing. So prompts are sampled and scored in
-generation batches, groups of one outcome are dropped, and what is left is
-collected until the batch is full. Outcomes are judged by accuracy, before any
-shaping of the reward: a length penalty would make every group a mixed one.
+A group whose answers are all right or all wrong has zero advantages and teaches
+nothing. So the step samples generation batches, drops groups with one outcome,
+and collects the others until the training batch is full. An outcome is the
+accuracy and not the reward, because a length penalty would make every group a
+mixed one.
 
-A step meets a prompt once: its answers have the address (step, prompt, sample),
-and would be the same ones again. The groups that are kept are those that were
-drawn first, so a step is a function of the state and the sampler's position.
+A step samples each prompt only once: its answers have the address (step,
+prompt, sample), so they would be the same again. The step keeps the groups that
+were drawn first, so it is a function of the state and the sampler's position.
 """
 
 import collections
@@ -26,18 +26,18 @@ from jetrl_jax.rl.types import Completion
 
 
 class NotEnoughGroupsError(RuntimeError):
-  """A step found too few groups with mixed outcomes; the state is untouched."""
+  """A step found too few groups with mixed outcomes; the state is unchanged."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampledBatch:
-  """A full batch, and what it took.
+  """A full training batch, and everything that was sampled for it.
 
   Attributes:
-    experience: the groups that were kept; errors are those of all answers.
-    prompts: all prompts that were sampled.
-    completions: all their answers.
-    metrics: of the filter.
+    experience: the groups that were kept; its errors count all completions.
+    prompts: all sampled prompts.
+    completions: all their completions.
+    metrics: the filter's metrics.
   """
 
   experience: Experience
@@ -51,14 +51,24 @@ def mixed_groups(
 ) -> Bool[NpArray, ' P']:
   """Marks the groups whose answers differ in accuracy.
 
-  With accuracies of 0 and 1: 0 < number of right answers < G.
+  With accuracies of 0 and 1: 0 < number of right answers < G. Answers without
+  a score, whose accuracy is NaN, are not compared.
 
   References:
     DAPO, arXiv:2503.14476, eq. 11. Between 0 and 1: verl, whose criterion is a
     standard deviation above 0.
   """
-  accuracy_PG = np.asarray(accuracy_PG)
-  return accuracy_PG.max(axis=1) > accuracy_PG.min(axis=1)
+  lowest_P, highest_P = _range(np.asarray(accuracy_PG))
+  return highest_P > lowest_P
+
+
+def _range(accuracy_PG: NpArray) -> tuple[NpArray, NpArray]:
+  """Returns each group's lowest and highest accuracy; inf and -inf of none."""
+  scored_PG = ~np.isnan(accuracy_PG)
+  return (
+      np.where(scored_PG, accuracy_PG, np.inf).min(axis=1),
+      np.where(scored_PG, accuracy_PG, -np.inf).max(axis=1),
+  )
 
 
 def fill(
@@ -67,22 +77,22 @@ def fill(
     groups: int,
     config: AlgorithmConfig,
 ) -> SampledBatch:
-  """Generates once, or until `groups` groups have mixed outcomes.
+  """Calls `generate` once, or until `groups` groups have mixed outcomes.
 
   Args:
-    generate: samples and scores the next prompts; None when the step has met
-      every prompt.
+    generate: samples and rewards the next prompts; returns None once the step
+      has sampled every prompt.
     groups: prompts per step.
-    config: whether to filter, the cap, and how advantages are made.
+    config: whether to filter, the cap, and the advantage estimator.
 
   Returns:
-    Without the filter, all groups. With it the first `groups` mixed ones; a
-    surplus of the last batch is dropped, as in verl's DAPO recipe.
+    Without the filter, all groups. With it, the first `groups` mixed ones; the
+    surplus of the last generation batch is dropped, as in verl's DAPO recipe.
 
   Raises:
     NotEnoughGroupsError: max_num_gen_batches did not fill the batch, or the
-      prompts ran out. (That recipe raises too; going on with fewer groups
-      would change the size of the mini-batches without a word.)
+      prompts ran out. (verl's recipe raises too. To continue with fewer groups
+      would silently change the size of the mini-batches.)
   """
   if not config.filter_groups.enable:
     only = generate()
@@ -134,12 +144,15 @@ def _group(batch: Experience, p: int) -> list[Completion]:
 def _metrics(batches: list[Experience]) -> dict[str, float]:
   accuracy_PG = np.concatenate([batch.accuracy_PG for batch in batches])
   dropped_P = ~mixed_groups(accuracy_PG)
-  right_P = accuracy_PG.min(axis=1) == 1
+  right_P = _range(accuracy_PG)[0] == 1
   return {
       'training/num_gen_batches': len(batches),
       'training/filter_groups/dropped_frac': float(dropped_P.mean()),
       'training/filter_groups/all_right_frac': float(right_P.mean()),
-      'training/filter_groups/generated_score': float(accuracy_PG.mean()),
+      'training/filter_groups/generated_acc': float(
+          # Some group is mixed, so it is no mean of nothing.
+          np.nanmean(accuracy_PG)
+      ),
   }
 
 
@@ -147,15 +160,19 @@ def _too_few(
     batches: list[Experience], found: int, groups: int, cap: int
 ) -> str:
   accuracy_PG = np.concatenate([batch.accuracy_PG for batch in batches])
-  right = int((accuracy_PG.min(axis=1) == 1).sum())
+  lowest_P, _ = _range(accuracy_PG)
+  right = int((lowest_P == 1).sum())
+  unscored = int(np.isinf(lowest_P).sum())
   dropped = len(accuracy_PG) - found
-  why = 'every prompt was met'
+  why = 'every prompt was sampled'
   if len(batches) == cap:
     why = f'algorithm.filter_groups.max_num_gen_batches is {cap}'
   return (
       f'dynamic sampling found {found} of {groups} groups with mixed outcomes'
       f' in {len(batches)} generation batches ({len(accuracy_PG)} groups:'
-      f' {right} all right, {dropped - right} otherwise equal), and {why}.'
+      f' {right} all right,'
+      f' {f"{unscored} without a score, " if unscored else ""}'
+      f'{dropped - right - unscored} otherwise equal), and {why}.'
       ' The prompts are too easy or too hard for this policy: use others, more'
       ' rollout.num_generations or a higher cap, or set'
       ' algorithm.filter_groups.enable=False and resume'

@@ -1,4 +1,4 @@
-"""Held-out accuracy, through the same engine and weights as the rollout."""
+"""Held-out accuracy, with the rollout's engine and weights."""
 
 import dataclasses
 import functools
@@ -20,12 +20,12 @@ from jetrl_jax.rl.types import Completion
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Graded:
-  """Sampled and scored answers to P prompts, G each.
+  """Sampled and graded answers to P prompts, G each.
 
   Attributes:
     prompts: the prompts.
     completions: P * G, prompt by prompt.
-    results: their scores, in the same order.
+    results: their rewards and accuracies, in the same order.
     num_generations: G.
   """
 
@@ -36,7 +36,7 @@ class Graded:
 
   @functools.cached_property
   def accuracy_PG(self) -> np.ndarray:
-    """float64 [P, G], in [0, 1]."""
+    """float64 [P, G], in [0, 1]; NaN where no reward applies."""
     return self._shaped([r.accuracy for r in self.results])
 
   @functools.cached_property
@@ -44,20 +44,20 @@ class Graded:
     """float64 [P, G]."""
     return self._shaped([r.score for r in self.results])
 
-  def _shaped(self, values: list[float]) -> np.ndarray:
+  def _shaped(self, values: list[float | None]) -> np.ndarray:
     shape = len(self.prompts), self.num_generations
     return np.asarray(values, np.float64).reshape(shape)
 
   @functools.cached_property
   def answers(self) -> list[list[str | None]]:
-    """P rows of G extracted answers, None where there is none."""
+    """P rows of G extracted answers; None if a response has no answer."""
     return [
         [r.prediction or None for r in self.of_prompt(p, self.results)]
         for p in range(len(self.prompts))
     ]
 
   def of_prompt(self, prompt: int, values: list) -> list:
-    """Returns the entries of one prompt."""
+    """Returns the G entries of `values` that belong to a prompt."""
     n = self.num_generations
     return values[prompt * n : (prompt + 1) * n]
 
@@ -75,9 +75,19 @@ def grade(
     should_stop: StopCheck,
     environment: EnvironmentConfig | None = None,
 ) -> Graded:
-  """Samples answers and scores them.
+  """Samples answers and grades them; changes no weight and no scale.
 
-  Nothing is learnt and no activation scale moves.
+  Args:
+    engine: samples.
+    params: weights and activation scales.
+    prompts: P prompts.
+    pool: the reward workers; None with an environment.
+    tokenizer: the policy's tokenizer.
+    num_generations: answers per prompt, G.
+    temperature: 0 is greedy.
+    base_key: key with address (seed, step).
+    should_stop: called at each host visit of the rollout; raises to stop.
+    environment: answers the turns; by default a response is one turn.
   """
   with scorer(prompts, pool, tokenizer, should_stop) as scores:
     completions = rollout(
@@ -146,10 +156,11 @@ def evaluate(
   return metrics, samples
 
 
-def headline(metrics: dict[str, float]) -> float:
-  """Returns the mean over sources of mean@k: what "best" means.
+def headline(metrics: dict[str, float]) -> float | None:
+  """Returns the mean over sources of mean@k: what "best" means; None of none.
 
-  In the rollout's precision: `trainer.val_recipes` have names of their own.
+  It is measured in the rollout's precision; the metrics of
+  `trainer.val_recipes` have other names.
   """
   means = [
       value
@@ -158,4 +169,4 @@ def headline(metrics: dict[str, float]) -> float:
       and '/acc/mean@' in name
       and not name.endswith('/ci95')
   ]
-  return float(np.mean(means))
+  return float(np.mean(means)) if means else None

@@ -1,10 +1,11 @@
 """Accuracy on a held-out set from n sampled answers per problem.
 
-mean@k, best@k and maj@k answer: how good is one answer, is a right one among
-k, and does a vote of k find it. Confidence intervals are normal ones over
-problems (1.96 standard errors of the per-problem values): problems are the
-independent unit, the samples of one problem are not, and a formula needs no
-random numbers to be reproduced. They are too narrow for a handful of problems.
+mean@k is the accuracy of one answer. best@k says whether one of k answers is
+right, and maj@k whether a majority vote of k finds the right one. Confidence
+intervals are normal intervals over problems (1.96 standard errors of the
+per-problem values), because problems are independent and the samples of one
+problem are not. They need no random numbers. For a handful of problems they are
+too narrow.
 """
 
 import math
@@ -17,7 +18,7 @@ from jetrl_jax.core.typing import Array, Float, NpArray, Shaped
 # 97.5% quantile of the normal distribution: a two-sided 95% interval.
 Z_95 = 1.96
 
-# One answer per sample as extracted and normalised; None if there was none.
+# One extracted and normalised answer per sample; None if there was none.
 Answers = Sequence[Sequence[str | None]]
 
 
@@ -28,7 +29,7 @@ def mean_at_k(
 
   Args:
     scores_PG: scores, usually 1 for right and 0 for wrong.
-    k: samples used, in [1, G].
+    k: number of samples to use, in [1, G].
 
   Returns:
     float64, one value per problem.
@@ -44,7 +45,7 @@ def best_at_k(
 ) -> Float[NpArray, ' P']:
   """Estimates the expected best score of k samples, without bias, from all G.
 
-  The mean of max(scores) over all subsets of k of the G samples:
+  It is the mean of max(scores) over all subsets of k of the G samples:
 
       sum_i s_(i) C(i - 1, k - 1) / C(G, k),   s_(1) <= ... <= s_(G)
 
@@ -66,7 +67,7 @@ def best_at_k(
   """
   sorted_PG = np.sort(_checked(scores_PG, k), axis=1)
   n = sorted_PG.shape[1]
-  # Python integers: C(256, 128) does not fit a float64 exactly.
+  # Python integers, because a float64 cannot hold C(256, 128) exactly.
   weights_G = np.array(
       [math.comb(i, k - 1) / math.comb(n, k) for i in range(n)]
   )
@@ -78,14 +79,14 @@ def maj_at_k(
 ) -> Float[NpArray, ' P']:
   """Returns the score of the majority answer among the first k samples.
 
-  Of equally frequent answers the one given first wins. Samples without an
-  extracted answer do not vote; if no sample votes the score is 0. The score is
-  that of the first sample that gave the winning answer.
+  Among equally frequent answers the first one wins. Samples without an answer
+  do not vote; if no sample votes, the score is 0. The result is the score of
+  the first sample with the winning answer.
 
   Args:
     scores_PG: scores, usually 1 for right and 0 for wrong.
     answers: P rows of G answers, compared as strings.
-    k: samples that vote, in [1, G].
+    k: number of samples that vote, in [1, G].
 
   Returns:
     float64, one value per problem.
@@ -106,17 +107,53 @@ def maj_at_k(
       if answer is not None:
         votes[answer] = votes.get(answer, 0) + 1
     if votes:
-      # A dict keeps the order of first insertion and max the first maximum.
+      # A dict keeps insertion order, and max returns the first maximum.
       winner = max(votes, key=lambda answer: votes[answer])
       voted_P[p] = scores_PG[p, list(row).index(winner)]
   return voted_P
 
 
-def any_votes(answers: Answers) -> bool:
-  """Says whether there is anything to vote with.
+def by_problem(
+    scores_PG: Shaped[Array | NpArray, 'P G'], answers: Answers
+) -> dict[str, Float[NpArray, ' _']]:
+  """Returns mean@G, best@G and maj@G of each problem that has a score.
 
-  A reward that reads no answer out of a response leaves none, and a majority
-  of nothing was not measured: it is not 0.
+  Args:
+    scores_PG: scores, NaN where a sample has none: it is left out, and with
+      it a problem whose samples all are.
+    answers: P rows of G answers.
+
+  Returns:
+    'mean', 'best' and 'maj' of the problems, without 'maj' where no sample has
+    an answer; empty where none has a score.
+  """
+  scores_PG = np.asarray(scores_PG, np.float64)
+  n = scores_PG.shape[1]
+  votes = any_votes(answers)
+  if not np.isnan(scores_PG).any():
+    found = {'mean': mean_at_k(scores_PG, n), 'best': best_at_k(scores_PG, n)}
+    return found | ({'maj': maj_at_k(scores_PG, answers, n)} if votes else {})
+  rows = []
+  for scores_G, row in zip(scores_PG, answers, strict=True):
+    kept = np.flatnonzero(~np.isnan(scores_G))
+    if len(kept):
+      row = [row[int(g)] for g in kept]
+      rows.append(by_problem(scores_G[None, kept], [row]))
+  if not rows:
+    return {}
+  names = ('mean', 'best', 'maj') if votes else ('mean', 'best')
+  # Without a vote the score of a majority is 0.
+  return {
+      name: np.concatenate([row.get(name, np.zeros(1)) for row in rows])
+      for name in names
+  }
+
+
+def any_votes(answers: Answers) -> bool:
+  """Returns whether any sample has an answer to vote with.
+
+  Some reward functions extract no answers. Then a majority was not measured,
+  which is not the same as 0.
   """
   return any(answer is not None for row in answers for answer in row)
 
@@ -130,7 +167,7 @@ def half_width_95(values_P: Float[NpArray, ' P']) -> float:
     values_P: one value per problem.
 
   Returns:
-    The half-width in the unit of the values; NaN for a single problem.
+    The half-width in the values' unit; NaN for a single problem.
   """
   if len(values_P) < 2:
     return math.nan
@@ -145,14 +182,14 @@ def wilson_interval_95(
       n = P p (1 - p) / var(values),   at most P * samples
       (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
-  For values 0 and 1 n is P, and the interval is Wilson's own. Values between,
-  such as a mean over the samples of a problem, vary less than that, and n says
-  how many 0s and 1s would know the mean as well. Never empty: it says what
-  seeing 0 of 20 or 20 of 20 leaves open.
+  For values 0 and 1, n is P and this is Wilson's own interval. Values between 0
+  and 1, such as a mean over a problem's samples, vary less; n is then the
+  number of 0s and 1s that would give the mean with the same precision. The
+  interval is never empty, not even for 0 of 20 or 20 of 20.
 
   Args:
     values_P: one value in [0, 1] per problem.
-    samples: samples behind each value.
+    samples: number of samples per problem.
 
   Returns:
     (low, high), within [0, 1].
@@ -179,27 +216,25 @@ def evaluation_metrics(
     *,
     source: str,
 ) -> dict[str, float]:
-  """Names mean@G, best@G and maj@G of one data source, with their intervals.
+  """Returns mean@G, best@G and maj@G of one data source, with intervals.
 
   Args:
-    scores_PG: scores of G samples for each of P problems.
+    scores_PG: scores of G samples for each of P problems; NaN where a sample
+      has none, see `by_problem`.
     answers: P rows of G extracted answers, None where there was none.
     source: name of the data set, e.g. 'gsm8k'.
 
   Returns:
     'val-core/<source>/acc/mean@G' and so on, each with a second entry
-    '<name>/ci95', see `half_width_95`; that one is left out for one problem,
-    and maj@G where no sample has an answer.
+    '<name>/ci95', see `half_width_95`. A single problem has no '/ci95', and
+    there is no maj@G if no sample has an answer.
 
   Raises:
-    ValueError: no problems, or shapes that do not fit.
+    ValueError: there are no problems, or the shapes do not match.
   """
   n = np.shape(scores_PG)[1]
-  found = {'mean': mean_at_k(scores_PG, n), 'best': best_at_k(scores_PG, n)}
-  if any_votes(answers):
-    found['maj'] = maj_at_k(scores_PG, answers, n)
   metrics = {}
-  for name, values_P in found.items():
+  for name, values_P in by_problem(scores_PG, answers).items():
     key = f'val-core/{source}/acc/{name}@{n}'
     metrics[key] = float(values_P.mean())
     if len(values_P) > 1:
@@ -210,7 +245,7 @@ def evaluation_metrics(
 def reward_metrics(
     rewards_PG: Shaped[Array | NpArray, 'P G'], *, source: str
 ) -> dict[str, float]:
-  """Names the mean reward of one data source, and its interval.
+  """Returns the mean reward of one data source, with its interval.
 
   Args:
     rewards_PG: rewards of G episodes for each of P problems.

@@ -1,4 +1,4 @@
-"""From completions to scored, weighted sequences, and their metrics."""
+"""Completions and rewards to weighted training sequences, and their metrics."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -14,19 +14,20 @@ from jetrl_jax.rl.types import Completion
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experience:
-  """One rollout with its scores; P prompts, G samples each.
+  """One rewarded rollout; P prompts, G samples each.
 
   Attributes:
     prompts: the P prompts.
     completions: P * G, prompt by prompt.
-    scores_PG: float64, what the reward functions said.
+    scores_PG: float64, what the reward functions said; NaN where no function
+      applied, and then rewards and accuracy are NaN too.
     overlong_PG: float64, at most 0: the overlong penalty; 0 without one.
     kl_penalty_PG: float64, see `kl_reward`; 0 without one.
-    rewards_PG: float64, what the advantages are made of: scores_PG +
-      overlong_PG - kl_penalty_PG.
+    rewards_PG: float64, scores_PG + overlong_PG - kl_penalty_PG, from which the
+      advantages are computed.
     accuracy_PG: float64 in [0, 1].
-    errors: reward errors by name ('timeout', ...), counted.
-    advantages_PG: float32.
+    errors: reward errors by name ('timeout', ...), counted; with 'unscored'.
+    advantages_PG: float32, 0 where there is no score.
   """
 
   prompts: list[Prompt]
@@ -38,6 +39,11 @@ class Experience:
   accuracy_PG: np.ndarray
   errors: dict[str, int]
   advantages_PG: np.ndarray
+
+  @property
+  def scored_PG(self) -> np.ndarray:
+    """bool, False where a response has no score and teaches nothing."""
+    return ~np.isnan(self.scores_PG)
 
 
 def response_text(completion: Completion, tokenizer: Tokenizer) -> str:
@@ -51,7 +57,7 @@ def response_text(completion: Completion, tokenizer: Tokenizer) -> str:
 def join_sampled(
     completions: list[Completion], values: Iterable[np.ndarray]
 ) -> np.ndarray:
-  """Joins per-token values of responses, less those of observations.
+  """Joins per-token values of responses, without those of observations.
 
   Args:
     completions: the responses.
@@ -70,7 +76,7 @@ def from_scores(
     errors: dict[str, int],
     config: AlgorithmConfig,
 ) -> Experience:
-  """Adds advantages to flat scores [P * G]."""
+  """Adds advantages to flat scores [P * G]; NaN is no score."""
   scores_PG = np.asarray(scores, np.float64).reshape(len(prompts), -1)
   overlong_PG = np.zeros_like(scores_PG)
   if config.overlong_buffer.enable:
@@ -92,33 +98,44 @@ def from_scores(
       rewards_PG=rewards_PG,
       accuracy_PG=np.asarray(accuracy, np.float64).reshape(scores_PG.shape),
       errors=errors,
-      advantages_PG=estimate_advantages(rewards_PG, completions, config),
+      advantages_PG=estimate_advantages(
+          rewards_PG, ~np.isnan(scores_PG), completions, config
+      ),
   )
 
 
 def estimate_advantages(
     rewards_PG: np.ndarray,
+    scored_PG: np.ndarray,
     completions: list[Completion],
     config: AlgorithmConfig,
 ) -> np.ndarray:
   """Returns the advantages [P, G] of the run's estimator."""
+  lengths_B = _counted_lengths(completions, scored_PG, config)
   return advantages.estimate(
       rewards_PG,
-      _counted_lengths(completions, config).reshape(rewards_PG.shape),
+      lengths_B.reshape(rewards_PG.shape),
       adv_estimator=config.adv_estimator,
       norm_by_std=config.norm_adv_by_std,
+      scored_PG=scored_PG,
   )
 
 
 def _counted_lengths(
-    completions: list[Completion], config: AlgorithmConfig
+    completions: list[Completion],
+    scored_PG: np.ndarray,
+    config: AlgorithmConfig,
 ) -> np.ndarray:
-  """Returns the tokens in each response's loss mask."""
+  """Returns the tokens [P * G] in each response's loss mask."""
   masked = config.mask_truncated_completions
   return np.asarray(
       [
-          packing.masked_response_length(completion, mask_truncated=masked)
-          for completion in completions
+          packing.masked_response_length(
+              completion, mask_truncated=masked, is_scored=bool(is_scored)
+          )
+          for completion, is_scored in zip(
+              completions, scored_PG.reshape(-1), strict=True
+          )
       ]
   )
 
@@ -133,8 +150,8 @@ def mini_batches(
   """Splits a rollout by prompts into mini-batches of weighted sequences.
 
   Args:
-    experience: a scored rollout.
-    config: how losses are aggregated.
+    experience: a rewarded rollout.
+    config: how token losses are aggregated.
     mini_batch_size: prompts per optimiser step.
     max_response_length: default of loss_scale_factor.
 
@@ -142,8 +159,11 @@ def mini_batches(
     One list of sequences per mini-batch; `origin` is the completion's index.
   """
   per_batch = mini_batch_size * experience.scores_PG.shape[1]
-  lengths_B = _counted_lengths(experience.completions, config)
+  lengths_B = _counted_lengths(
+      experience.completions, experience.scored_PG, config
+  )
   advantages_B = experience.advantages_PG.reshape(-1)
+  scored_B = experience.scored_PG.reshape(-1)
   batches = []
   for start in range(0, len(lengths_B), per_batch):
     indices = range(len(lengths_B))[start : start + per_batch]
@@ -160,6 +180,7 @@ def mini_batches(
                 loss_weight=float(weight),
                 mask_truncated=config.mask_truncated_completions,
                 origin=i,
+                is_scored=bool(scored_B[i]),
             )
             for i, weight in zip(indices, weights_B, strict=True)
         ]
@@ -181,14 +202,8 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
   lengths = np.asarray([len(c.tokens) for c in completions])
   prompt_lengths = np.asarray([len(p.tokens) for p in experience.prompts])
   truncated = [c.finish_reason == 'length' for c in completions]
-  rewards_PG = experience.rewards_PG
-  mixed = rewards_PG.max(axis=1) > rewards_PG.min(axis=1)
   metrics = {
-      'critic/score/mean': float(experience.accuracy_PG.mean()),
-      **_spread('critic/rewards', rewards_PG),
-      **_spread('critic/advantages', experience.advantages_PG),
-      'critic/advantages/std': float(experience.advantages_PG.std()),
-      'critic/mixed_group_frac': float(mixed.mean()),
+      **_score_metrics(experience),
       **_spread('response_length', lengths),
       'response_length/clip_ratio': float(np.mean(truncated)),
       **_spread('prompt_length', prompt_lengths),
@@ -205,8 +220,26 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
   return metrics
 
 
+def _score_metrics(experience: Experience) -> dict[str, float]:
+  """Returns the metrics of the responses that have a score."""
+  scored_PG = experience.scored_PG
+  if not scored_PG.any():
+    return {}
+  advantages_B = experience.advantages_PG[scored_PG]
+  lowest_P = np.where(scored_PG, experience.rewards_PG, np.inf).min(axis=1)
+  highest_P = np.where(scored_PG, experience.rewards_PG, -np.inf).max(axis=1)
+  return {
+      'critic/acc/mean': float(experience.accuracy_PG[scored_PG].mean()),
+      **_spread('critic/score', experience.scores_PG[scored_PG]),
+      **_spread('critic/rewards', experience.rewards_PG[scored_PG]),
+      **_spread('critic/advantages', advantages_B),
+      'critic/advantages/std': float(advantages_B.std()),
+      'critic/mixed_group_frac': float((highest_P > lowest_P).mean()),
+  }
+
+
 def _episode_metrics(completions: list[Completion]) -> dict[str, float]:
-  """Returns what only episodes have: turns and observations."""
+  """Returns the metrics that only episodes have: turns and observations."""
   episodes = [c.episode for c in completions if c.episode is not None]
   if not episodes:
     return {}

@@ -1,13 +1,14 @@
-"""The KL to the reference as part of the reward, where k1 has its place.
+"""The KL to the reference policy as a part of the reward, by the k1 estimator.
 
     reward = score - kl_reward_coef * sum_t (log pi_old(y_t) - log pi_ref(y_t))
 
-Over the tokens that the policy sampled. As a loss k1 has no expected gradient;
-in the reward it has that of the KL itself, through the advantages.
+The sum runs over the tokens that the policy sampled. As a loss, k1 has zero
+expected gradient. In the reward it has the gradient of the KL itself, through
+the advantages.
 
 References:
   Ziegler et al. 2019, arXiv:1909.08593, eq. 2. verl: use_kl_in_reward with
-  kl_penalty='kl'; its coefficient may adapt, this one is constant.
+  kl_penalty='kl'; verl's coefficient may adapt, this one is constant.
 """
 
 import dataclasses
@@ -27,18 +28,18 @@ def subtract(
   """Lowers rewards by the KL penalty and computes the advantages again.
 
   Args:
-    exp: a scored rollout without the penalty.
-    batches: its mini-batches, old and reference log-probs filled in.
+    exp: a rewarded rollout without the penalty.
+    batches: its mini-batches, with old and reference log-probs.
     config: coefficient and estimator.
 
   Returns:
-    Both with the new rewards and advantages; loss weights are as they were.
+    (exp, batches) with new rewards and advantages; loss weights stay the same.
   """
   nats_B = np.zeros(len(exp.completions))
   for sequence in (s for batch in batches for s in batch):
     completion = exp.completions[sequence.origin]
     start = len(completion.prompt_tokens)
-    # k1 in NumPy: lengths differ, and JAX would compile for each.
+    # k1 in NumPy, because JAX would compile for every length.
     x_T = sequence.old_logprobs[start:] - sequence.ref_logprobs[start:]
     nats_T = np.clip(x_T, -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO)
     nats_B[sequence.origin] = nats_T[completion.sampled].sum(dtype=np.float64)
@@ -49,7 +50,7 @@ def subtract(
       rewards_PG=rewards_PG,
       kl_penalty_PG=penalty_PG,
       advantages_PG=experience.estimate_advantages(
-          rewards_PG, exp.completions, config
+          rewards_PG, exp.scored_PG, exp.completions, config
       ),
   )
   return exp, [[_with_advantage(s, exp) for s in batch] for batch in batches]

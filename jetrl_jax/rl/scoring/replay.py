@@ -1,7 +1,7 @@
-"""A saved rollout, ready for the update again.
+"""Reads a saved rollout, so that its update can be computed again.
 
-With the checkpoint of the step before, `Learner.learn` on what is read here
-gives the next state to the bit: a step can be taken apart after the fact.
+With the checkpoint of the step before, `Learner.learn` on this rollout gives
+the next state to the bit. So a step can be studied after the run.
 """
 
 import os
@@ -17,19 +17,19 @@ from jetrl_jax.rl.settings import AlgorithmConfig
 def load_experience(
     path: str | os.PathLike, data: PromptDataset, config: AlgorithmConfig
 ) -> Experience:
-  """Reads one step's rollout and scores.
+  """Reads one step's rollout and rewards.
 
   Args:
     path: `workdir/rollouts/<step>.npz`.
-    data: the prompts the run learnt from.
-    config: of the run; advantages are computed again.
+    data: the run's training prompts.
+    config: the run's settings; advantages are computed again.
 
   Returns:
-    The experience; reward errors are not in the file and are left out.
+    The experience, without reward errors, which the file does not hold.
 
   Raises:
     ValueError: the file is damaged, the data lacks one of its prompts, or the
-      advantages are others than the run's.
+      settings give other advantages than the run had.
   """
   completions, extra = store.load_rollouts(path)
   by_id = {prompt.id: prompt for prompt in data}
@@ -51,8 +51,9 @@ def load_experience(
   )
   if not np.array_equal(found.advantages_PG.reshape(-1), extra['advantage']):
     raise ValueError(
-        f'the advantages of {path} are others than algorithm.adv_estimator='
-        f'{config.adv_estimator} with norm_adv_by_std={config.norm_adv_by_std}'
-        " gives; use the run's own config"
+        f'the advantages in {path} differ from those that'
+        f' algorithm.adv_estimator={config.adv_estimator} with'
+        f" norm_adv_by_std={config.norm_adv_by_std} gives; use the run's own"
+        ' config'
     )
   return found

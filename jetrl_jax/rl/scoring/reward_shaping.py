@@ -1,4 +1,4 @@
-"""What is added to a score before it becomes an advantage."""
+"""Terms that are added to a score before advantages are computed."""
 
 import numpy as np
 
@@ -12,17 +12,19 @@ def overlong_penalty(
     buffer_length: int,
     penalty_factor: float,
 ) -> Float[NpArray, 'P G']:
-  """Punishes answers that come near the length limit, softly.
+  """Returns a soft penalty for responses near the length limit.
+
+  It is the penalty factor times
 
       0                                where len <= Lmax - Lc
       (Lmax - Lc - len) / Lc           where Lmax - Lc < len <= Lmax
       -1                               beyond
 
-  times the factor. With Lmax 8, Lc 4: lengths 4, 5, 8 get 0, -1/4, -1.
+  With Lmax 8, Lc 4 and factor 1, lengths 4, 5, 8 get 0, -1/4, -1.
 
   Args:
-    lengths_PG: response tokens, the stop token included.
-    max_response_length: Lmax, tokens; an answer that was cut there gets -1.
+    lengths_PG: response tokens, with the stop token.
+    max_response_length: Lmax, tokens; a response that was cut there gets -1.
     buffer_length: Lc, tokens, in [1, Lmax].
     penalty_factor: the largest penalty.
 
@@ -34,5 +36,5 @@ def overlong_penalty(
   """
   start = max_response_length - buffer_length
   share = np.clip((lengths_PG - start) / buffer_length, 0.0, 1.0)
-  # Not -0.0, which would print as such.
+  # Subtracting from 0.0 avoids -0.0.
   return 0.0 - penalty_factor * share

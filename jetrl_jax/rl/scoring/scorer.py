@@ -1,5 +1,6 @@
-"""Answers are scored as they end, while others are still being sampled."""
+"""Rewards responses as they end, while others are still being sampled."""
 
+import array
 import contextlib
 from collections.abc import Iterator
 
@@ -11,14 +12,14 @@ from jetrl_jax.rl.types import Completion
 
 
 class Scorer:
-  """The scores of one rollout's answers; `scorer` makes it.
+  """Rewards the completions of one rollout; make it with `scorer`.
 
   Args:
-    prompts: what is answered.
-    tokenizer: of the answers.
-    scoring: of a pool; None for episodes, which have been scored already.
-    should_stop: called at `visit` and while results are waited for; raises to
-      give up.
+    prompts: the rollout's prompts.
+    tokenizer: the policy's tokenizer.
+    scoring: the pool's queue; None for episodes, which have rewards already.
+    should_stop: called at `visit` and while waiting for results; raises to
+      stop.
   """
 
   def __init__(
@@ -32,11 +33,11 @@ class Scorer:
     self._tokenizer = tokenizer
     self._scoring = scoring
     self._should_stop = should_stop
-    # By (prompt id, sample), in the order in which they ended.
+    # (prompt id, sample) of completions, in the order in which they ended.
     self._ended: list[tuple[int, int]] = []
 
   def add(self, completion: Completion) -> None:
-    """Takes an answer that has ended; a worker may begin with it at once."""
+    """Adds a completion that has ended; a worker may start on it at once."""
     if self._scoring is None:
       return
     prompt = self._prompts[completion.prompt_id]
@@ -46,19 +47,21 @@ class Scorer:
         answer=prompt.answer,
         source=prompt.source,
         extra=prompt.extra,
+        # Four bytes each on their way, and no NumPy in the workers.
+        response_ids=array.array('i', completion.tokens.tobytes()),
     )
     self._scoring.add([request])
     self._scoring.poll()
     self._ended.append((completion.prompt_id, completion.sample))
 
   def visit(self) -> None:
-    """Keeps the pool's workers busy: the rollout's stop check."""
+    """Keeps the pool's workers busy; serves as the rollout's stop check."""
     self._should_stop()
     if self._scoring is not None:
       self._scoring.poll()
 
   def results(self, completions: list[Completion]) -> list[RewardResult]:
-    """Returns the scores in the completions' order, when all are there.
+    """Waits for all rewards and returns them in the completions' order.
 
     Raises:
       RewardFunctionError: see `RewardPool.score`.
@@ -89,12 +92,12 @@ def scorer(
     tokenizer: Tokenizer,
     should_stop: StopCheck = never_stop,
 ) -> Iterator[Scorer]:
-  """Scores one rollout; leaving early gives up what is under way.
+  """Rewards one rollout; leaving the context early cancels pending work.
 
   Args:
-    prompts: what is answered.
-    pool: scores; None for episodes.
-    tokenizer: of the answers.
+    prompts: the rollout's prompts.
+    pool: the reward workers; None for episodes.
+    tokenizer: the policy's tokenizer.
     should_stop: see `Scorer`.
   """
   if pool is None:

@@ -1,9 +1,10 @@
-"""Each step's rollouts on disk, compact and to the bit.
+"""Saves each step's rollout on disk, compactly and to the bit.
 
-One zlib-compressed .npz per step, all sequences laid end to end with offsets.
-A replay of the file into the update must give the same gradient, so nothing
-is rounded. mu and pi often agree on a token; `log_mu` is stored as the bits in
-which it differs from `logprobs`, which then compress to nothing.
+Each step is one zlib-compressed .npz file, in which all sequences are
+concatenated and offsets separate them. An update on a loaded file must give the
+same gradient, so nothing is rounded. mu and pi often agree on a token, so
+`log_mu` is stored as the bits in which it differs from `logprobs`; these
+compress well.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import numpy as np
 from jetrl_jax.rl.types import Completion
 
 _EXTRA = 'extra/'
-# What a completion has per response token.
+# Per-token fields of a completion.
 _DTYPES: dict[str, type] = {
     'tokens': np.int32,
     'weight_version': np.int32,
@@ -34,16 +35,16 @@ def save_rollouts(
     completions: Sequence[Completion],
     extra: dict[str, np.ndarray],
 ) -> None:
-  """Writes the completions of one step, all of them or nothing.
+  """Writes the completions of one step atomically.
 
   Args:
-    path: the file, e.g. `rollouts/12.npz`; its folder is made if absent.
-    completions: the step's responses, in the order to get them back in.
+    path: the file, e.g. `rollouts/12.npz`; a missing folder is created.
+    completions: the step's responses; loading returns the same order.
     extra: name -> array [number of completions, ...] of booleans, integers or
       floats, such as rewards and advantages.
 
   Raises:
-    ValueError: the arrays of a completion differ in length or dtype from what
+    ValueError: an array of a completion has another length or dtype than
       `Completion` says, or an extra array does not fit.
   """
   for completion in completions:
@@ -83,7 +84,7 @@ def save_rollouts(
       os.fsync(file.fileno())
     os.rename(temporary, path)
   except BaseException:
-    # Half a file: a full disk has no room for it.
+    # The disk may be full, so the partial file is removed.
     with contextlib.suppress(OSError):
       temporary.unlink()
     raise
@@ -92,19 +93,19 @@ def save_rollouts(
 def load_rollouts(
     path: str | os.PathLike,
 ) -> tuple[list[Completion], dict[str, np.ndarray]]:
-  """Returns what `save_rollouts` was given, to the bit.
+  """Returns what `save_rollouts` wrote, to the bit.
 
   Args:
     path: the file.
 
   Returns:
-    The completions and the extra arrays.
+    (completions, extra arrays).
 
   Raises:
-    ValueError: the file is not there or is damaged (its CRCs are checked).
+    ValueError: the file is missing or damaged (its CRCs are checked).
   """
   try:
-    # Reading a member stops at the array's end, which may be before its CRC.
+    # numpy stops reading at an array's end and may never check its CRC.
     with zipfile.ZipFile(path) as archive:
       damaged = archive.testzip()
     if damaged is not None:
@@ -114,7 +115,7 @@ def load_rollouts(
     return _completions(columns), {
         str(name): columns[_EXTRA + str(name)] for name in columns['extra']
     }
-  # What a damaged archive makes the readers raise, besides their own errors.
+  # A damaged archive can make the readers raise any of these.
   except (
       OSError,
       ValueError,
@@ -156,7 +157,7 @@ def _completions(columns: dict[str, np.ndarray]) -> list[Completion]:
 
 
 def _check(completion: Completion) -> None:
-  """Refuses arrays that would come back as something else."""
+  """Raises an error if an array would not be loaded as it is."""
   length = len(completion.tokens)
   wanted = {'prompt_tokens': (np.int32, len(completion.prompt_tokens))}
   wanted |= {name: (dtype, length) for name, dtype in _DTYPES.items()}
@@ -171,7 +172,7 @@ def _check(completion: Completion) -> None:
 
 
 def _narrow(array: np.ndarray) -> np.ndarray:
-  """Returns integers in the smallest dtype that holds them; else the array."""
+  """Returns integers in the smallest dtype that holds them; others as is."""
   if array.dtype.kind != 'i' or array.size == 0:
     return array
   low, high = int(array.min()), int(array.max())

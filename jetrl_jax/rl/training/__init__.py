@@ -1,1 +1,1 @@
-"""The loop: collect, learn, guard, write."""
+"""The training loop: collect a rollout, learn from it, guard, write."""

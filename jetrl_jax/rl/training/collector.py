@@ -1,7 +1,7 @@
-"""Prompts drawn, answered by the policy and scored: what a step learns from.
+"""Draws prompts, samples responses and rewards them: the first half of a step.
 
-The held-out prompts of an evaluation are answered by the same engine, with the
-same arrays.
+An evaluation answers its held-out prompts with the same engine and the same
+arrays.
 """
 
 import collections
@@ -29,15 +29,15 @@ from jetrl_jax.rl.types import Completion
 
 
 class Collector:
-  """Samples with one engine and scores with one pool of workers.
+  """Samples with one engine and computes rewards with one pool of workers.
 
   Args:
-    spec: what the run is made of.
-    engine: samples; its policy is that of `spec`.
+    spec: the run's specification.
+    engine: the rollout engine; its policy is that of `spec`.
     sampler: draws the prompts; its position moves.
-    pool: scores; None with an environment.
-    should_stop: called at the rollouts' host visits; raises to give up.
-    timer: gets the phases' seconds.
+    pool: the reward workers; None with an environment.
+    should_stop: called at each host visit of a rollout; raises to stop.
+    timer: records the seconds of each phase.
   """
 
   def __init__(
@@ -50,31 +50,34 @@ class Collector:
       timer: Timer,
   ):
     self.engine = engine
-    self._parts = spec
+    self._spec = spec
     self._sampler = sampler
     self._pool = pool
     self._should_stop = should_stop
     self._timer = timer
-    # Engines of `val_recipes`, made at the first evaluation.
+    # Engines for `val_recipes`, built at the first evaluation.
     self._others: list[OtherPrecision] = []
 
   def collect(self, step: int, state: TrainState) -> SampledBatch:
-    """Samples and scores the step's prompts, once or until they teach.
+    """Returns the step's responses with their rewards and advantages.
+
+    With dynamic sampling, prompts are drawn until enough groups have a learning
+    signal; otherwise once.
 
     Raises:
       NotEnoughGroupsError: see `dynamic_sampling.fill`.
     """
-    spec, size = self._parts, self._parts.run.train_batch_size
-    met: set[int] = set()
+    spec, size = self._spec, self._spec.run.train_batch_size
+    drawn: set[int] = set()
     preempted = 0
 
     def generate() -> Experience | None:
       nonlocal preempted
-      left = len(spec.train_set) - len(met)
+      left = len(spec.train_set) - len(drawn)
       if not left:
         return None
-      indices = self._sampler.next_batch(min(size, left), exclude=met)
-      met.update(indices)
+      indices = self._sampler.next_batch(min(size, left), exclude=drawn)
+      drawn.update(indices)
       prompts = [spec.train_set[i] for i in indices]
       pool = None if spec.run.synthetic else self._pool
       with scorer(prompts, pool, spec.tokenizer, self._should_stop) as scores:
@@ -90,11 +93,11 @@ class Collector:
   def rollout(
       self, step: int, prompts: list[Prompt], state: TrainState, scores: Scorer
   ) -> list[Completion]:
-    """Returns num_generations answers to each prompt, prompt by prompt.
+    """Returns num_generations completions of each prompt, prompt by prompt.
 
-    Each goes to `scores` as soon as it has ended.
+    Each completion goes to `scores` as soon as it has ended.
     """
-    run = self._parts.run
+    run = self._spec.run
     limits = None
     if run.synthetic:
       limits = synthetic.response_limits(
@@ -102,7 +105,7 @@ class Collector:
           step,
           prompts,
           run.num_generations,
-          self._parts.engine.max_response_length,
+          self._spec.engine.max_response_length,
           run.synthetic_lengths,
       )
     return rollout(
@@ -116,7 +119,7 @@ class Collector:
         limits=limits,
         should_stop=scores.visit,
         on_end=scores.add,
-        environment=self._parts.environment,
+        environment=self._spec.environment,
     )
 
   def score(
@@ -126,29 +129,32 @@ class Collector:
       completions: list[Completion],
       scores: Scorer,
   ) -> Experience:
-    """Returns the answers with their scores and advantages."""
-    run, errors = self._parts.run, collections.Counter[str]()
+    """Returns the completions with their rewards and advantages."""
+    run, errors = self._spec.run, collections.Counter[str]()
     with self._timer('reward'):
       if run.synthetic:
         values = synthetic.scores(run.seed, step, prompts, run.num_generations)
         accuracy = np.zeros_like(values)
       else:
         results = scores.results(completions)
-        values = np.asarray([r.score for r in results])
-        accuracy = np.asarray([r.accuracy for r in results])
+        # None, where no reward applies, becomes NaN.
+        values = np.asarray([r.score for r in results], np.float64)
+        accuracy = np.asarray([r.accuracy for r in results], np.float64)
         errors.update(r.error for r in results if r.error)
+        errors.update('unscored' for r in results if r.score is None)
     with self._timer('adv'):
       return experience.from_scores(
-          prompts, completions, values, accuracy, errors, self._parts.algorithm
+          prompts, completions, values, accuracy, errors, self._spec.algorithm
       )
 
   def evaluate(self, state: TrainState) -> tuple[dict[str, float], list[dict]]:
-    """Returns held-out metrics and the answers; both empty without a val_set.
+    """Returns (held-out metrics, samples); both are empty without a val_set.
 
-    In the rollout's precision, and in each of `val_recipes`; the answers are
-    those of the rollout's. Nothing is learnt and no scale moves.
+    The metrics are measured in the rollout's precision and in each of
+    `val_recipes`. The samples come from the rollout's precision. An evaluation
+    changes no weight and no scale.
     """
-    spec = self._parts
+    spec = self._spec
     if spec.val_set is None:
       return {}, []
     if not self._others:
@@ -170,7 +176,7 @@ class Collector:
   def _evaluate_in(
       self, engine: Engine, params: PolicyParams
   ) -> tuple[dict[str, float], list[dict]]:
-    run, spec = self._parts.run, self._parts
+    run, spec = self._spec.run, self._spec
     assert spec.val_set is not None
     return evaluation.evaluate(
         engine,
@@ -180,7 +186,7 @@ class Collector:
         spec.tokenizer,
         num_generations=run.val_num_generations,
         temperature=run.val_temperature,
-        # The same noise at every step: curves then differ by the policy.
+        # The noise is the same at every step, so only the policy changes.
         base_key=rng.key(run.seed, rng.EVALUATION, 0),
         should_stop=self._should_stop,
         environment=spec.environment,

@@ -1,13 +1,13 @@
-"""The guard: bounds on a step's numbers that first warn, and then act.
+"""The guard: bounds on a step's metrics that first warn and then act.
 
-It decides and touches nothing. From the settings, what it remembers and the
-metrics of a step follow what it says, and the one action that is due before the
-next step; `guard_actions.py` carries that out.
+This file only decides. A decision follows from the settings, from what the
+guard remembers and from the step's metrics. It holds a message and at most one
+action, which `guard_actions.py` carries out before the next step.
 
     a bound is exceeded          warn
-    `patience` steps in a row    act: the first of these that is allowed and can
-                                 help with what is over
-        recalibrate              measure all scales anew, forget their histories
+    `patience` steps in a row    act: choose the first of these actions that is
+                                 allowed and can help
+        recalibrate              measure all scales again, clear their histories
         high_precision           compute the dots over a bound in the compute
                                  dtype, in rollout and training alike
         rollback                 go back to the last good checkpoint
@@ -21,12 +21,94 @@ from typing import Any
 
 from jetrl_jax.fp8 import health
 from jetrl_jax.rl.settings import GuardConfig
-from jetrl_jax.rl.training.guard_state import Action, GuardState
 
-# Where these are not finite, no scale can be measured and no dot is to blame.
+# If one of these is not finite, no scale can be measured and no dot is the
+# cause.
 _FINITE = ('actor/grad_norm', 'training/rollout_logprob_diff_max')
-# Name of a dot -> operand -> shares, in the metrics of a step.
+# Metrics that map dot -> operand -> shares.
 _HEALTH = ('fp8_health', 'rollout_fp8_health')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Action:
+  """An action to carry out before the next step.
+
+  Attributes:
+    name: one of `settings.GUARD_ACTIONS`.
+    dots: paths of the dots, for 'high_precision'.
+    step: the checkpoint's step, for 'rollback'; 0 for the other actions.
+  """
+
+  name: str
+  dots: tuple[str, ...] = ()
+  step: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GuardState:
+  """What the guard remembers from step to step.
+
+  It is part of every checkpoint. The decision after a step is saved with that
+  step and carried out before the next one, so a run that is killed and resumed
+  does the same, and a reader of a checkpoint knows its precision.
+
+  Attributes:
+    over: steps in a row that exceeded a bound, since the last action.
+    within: steps in a row within all bounds.
+    recalibrated: whether the scales were measured again and fewer than
+      `patience` steps in a row have been within all bounds since then.
+    high_precision: dots that actions have put into high precision.
+    rollbacks: number of rollbacks so far.
+    candidate: the newest saved step within all bounds that the next step has
+      not confirmed yet; 0 is none.
+    good: the newest saved step that was confirmed; 0 is none.
+    due: the action that is decided and not carried out yet.
+  """
+
+  over: int = 0
+  within: int = 0
+  recalibrated: bool = False
+  high_precision: tuple[str, ...] = ()
+  rollbacks: int = 0
+  candidate: int = 0
+  good: int = 0
+  due: Action | None = None
+
+  def to_json(self) -> dict[str, Any]:
+    """Returns what `from_json` reads: JSON types, so lists and no tuples."""
+    saved = dataclasses.asdict(self)
+    saved['high_precision'] = list(self.high_precision)
+    if self.due is not None:
+      saved['due']['dots'] = list(self.due.dots)
+    return saved
+
+  @classmethod
+  def from_json(cls, saved: Mapping[str, Any]) -> 'GuardState':
+    """Returns the state that `to_json` saved."""
+    due = saved['due']
+    if due is not None:
+      due = Action(**due | {'dots': tuple(due['dots'])})
+    dots = tuple(saved['high_precision'])
+    return cls(**dict(saved) | {'high_precision': dots, 'due': due})
+
+  @classmethod
+  def of_checkpoint(cls, host_state: Mapping[str, Any]) -> 'GuardState':
+    """Returns the guard's state in a checkpoint; without one, the default."""
+    if 'guard' not in host_state:
+      return cls()
+    return cls.from_json(host_state['guard'])
+
+  def done(self) -> 'GuardState':
+    """Returns the state after the due action was carried out."""
+    action = self.due
+    assert action is not None
+    return dataclasses.replace(
+        self,
+        due=None,
+        recalibrated=self.recalibrated or action.name == 'recalibrate',
+        high_precision=self.high_precision + action.dots,
+        rollbacks=self.rollbacks + (action.name == 'rollback'),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,10 +116,11 @@ class Breach:
   """One bound that a step exceeded.
 
   Attributes:
-    metric: its name.
-    value: of the step; the worst dot's where dots are named.
-    bound: as configured; infinity where any finite value will do.
-    dots: that are over it, worst first; of a share of saturated or flushed.
+    metric: the metric's name.
+    value: the step's value; the worst dot's value if there are `dots`.
+    bound: the configured bound; infinity if any finite value is allowed.
+    dots: the dots over the bound, worst first; only for saturated_frac and
+      flushed_frac.
   """
 
   metric: str
@@ -54,13 +137,14 @@ class Breach:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decision:
-  """What follows from a step.
+  """What the guard decided after a step.
 
   Attributes:
-    state: the guard's, with the action that is due.
+    state: the guard's next state, with the action that is due.
     breaches: bounds that were exceeded.
-    verdict: what is done about them, in words.
-    exhausted: another rollback would be due, and there have been enough.
+    verdict: what the run does about them, as text.
+    exhausted: whether another rollback would be due but max_rollbacks is
+      reached.
   """
 
   state: GuardState
@@ -83,7 +167,7 @@ class Decision:
     return metrics
 
   def sentence(self) -> str:
-    """Returns what is over and what is done about it; '' for nothing."""
+    """Returns the breaches and the verdict as text; '' without a breach."""
     if not self.breaches:
       return ''
     return f'guard: {"; ".join(map(str, self.breaches))}: {self.verdict}'
@@ -94,8 +178,8 @@ def breaches(
 ) -> tuple[Breach, ...]:
   """Returns the bounds that the metrics of a step exceed.
 
-  A value that is not finite is over every bound; one that was not measured (no
-  token was sampled, so none was compared) is over none.
+  A value that is not finite exceeds every bound. A value that was not measured
+  (no token was sampled, so none was compared) exceeds none.
   """
   found = [
       Breach(metric=name, value=metrics[name], bound=math.inf)
@@ -153,18 +237,18 @@ def decide(
     has_histories: bool,
     is_mixed: bool,
 ) -> Decision:
-  """Returns what follows from the metrics of a step.
+  """Returns the guard's decision after a step.
 
   Args:
     config: bounds and actions.
-    state: behind the step before, nothing due.
-    metrics: of the step.
-    step: its number.
-    saved: whether its state becomes a checkpoint by the run's schedule. (One
-      that a stop leaves behind does not count: a run that was never stopped
-      does not have it.)
-    has_histories: whether a side of the flow has delayed scales: others are
-      measured anew at every use.
+    state: the guard's state after the previous step, with no action due.
+    metrics: the step's metrics.
+    step: the step's number.
+    saved: whether save_freq makes a checkpoint of this step. A checkpoint that
+      exists only because the run was stopped does not count, because a run
+      that was never stopped does not have it.
+    has_histories: whether the rollout or the training has delayed scales. Other
+      scales are measured again at every use.
     is_mixed: whether rollout and training differ in precision.
   """
   over = breaches(config, metrics)
@@ -174,7 +258,7 @@ def decide(
     return Decision(state=state, breaches=over, verdict=verdict)
   dots = tuple(dict.fromkeys(dot for breach in over for dot in breach.dots))
   if is_mixed and not dots:
-    # Precision is what the two sides differ in: the dot that loses most.
+    # The two sides differ in precision, so choose the dot that loses most.
     dots = _noisiest(metrics)
   if not all(math.isfinite(breach.value) for breach in over):
     dots = ()
@@ -182,13 +266,13 @@ def decide(
     match name:
       case 'recalibrate' if dots and has_histories and not state.recalibrated:
         due = Action(name=name)
-        verdict = 'all scales are measured anew before the next step'
+        verdict = 'all scales are measured again before the next step'
       case 'high_precision' if dots:
         due = Action(name=name, dots=dots)
-        verdict = f'from the next step on in high precision: {", ".join(dots)}'
+        verdict = f'high precision from the next step on: {", ".join(dots)}'
       case 'rollback' if state.good:
         if state.rollbacks >= config.max_rollbacks:
-          verdict = f'the run ends, it was rolled back {state.rollbacks} times'
+          verdict = f'the run ends; it was rolled back {state.rollbacks} times'
           return Decision(
               state=state, breaches=over, verdict=verdict, exhausted=True
           )
@@ -198,20 +282,20 @@ def decide(
         continue
     state = dataclasses.replace(state, over=0, due=due)
     return Decision(state=state, breaches=over, verdict=verdict)
-  verdict = 'no action that is allowed could help'
+  verdict = 'no allowed action could help'
   return Decision(state=state, breaches=over, verdict=verdict)
 
 
 def _remembered(
     config: GuardConfig, state: GuardState, over: bool, step: int, saved: bool
 ) -> GuardState:
-  """Counts the step, and which checkpoints it makes good.
+  """Counts the step and updates which checkpoint is good.
 
-  A step's numbers speak of the weights that it began with. So what it leaves is
-  good once it was within all bounds and the step behind it was, too.
+  A step's metrics describe the weights that it started with. A checkpoint is
+  therefore good once its step and the next step were within all bounds.
   """
   if over:
-    # What a bad step follows is suspect.
+    # The weights that a bad step started with are suspect.
     return dataclasses.replace(
         state, over=state.over + 1, within=0, candidate=0
     )
@@ -227,14 +311,14 @@ def _remembered(
 
 
 def _noisiest(metrics: Mapping[str, Any]) -> tuple[str, ...]:
-  """Returns the dot with the least signal over quantisation noise, if any."""
+  """Returns the dot with the most quantisation noise, if one is measured."""
   ratios = [
       (entry['sqnr_db'], dot)
       for name in _HEALTH
       if name in metrics
       for dot, operands in metrics[name].items()
-      # What the forward quantises: no log-prob depends on gradients. Of a
-      # rollout with dynamic scales only the kernels are measured.
+      # Only what the forward quantises, because no log-prob depends on
+      # gradients. A rollout with dynamic scales measures only its kernels.
       for operand, entry in operands.items()
       if operand != 'output_grad' and 'sqnr_db' in entry
   ]

@@ -1,8 +1,8 @@
-"""Carries out what the guard decides: scales, precision, or an older state.
+"""Carries out the guard's actions: new scales, precision, or an older state.
 
-Each action gives the state that the next step begins with. None touches the
-step counter or the sampler's position: a run goes on with other prompts and
-other noise, also behind a rollback.
+Each action returns the state that the next step starts with. No action changes
+the step counter or the sampler's position, so a run continues with new prompts
+and new noise, even after a rollback.
 """
 
 import dataclasses
@@ -19,20 +19,19 @@ from jetrl_jax.rl.rollout.scheduler import StopCheck
 from jetrl_jax.rl.run import calibration
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.training import guard, initialize
-from jetrl_jax.rl.training.guard import Decision
-from jetrl_jax.rl.training.guard_state import Action, GuardState
+from jetrl_jax.rl.training.guard import Action, Decision, GuardState
 
 
 def decide(
     spec: RunSpec, state: GuardState, step: int, metrics: Mapping[str, Any]
 ) -> Decision:
-  """Returns what follows from a step of this run.
+  """Returns the guard's decision after a step of this run.
 
   Args:
-    spec: what the run is made of.
-    state: the guard's, behind the step before.
-    step: its number.
-    metrics: of the step.
+    spec: the run's specification.
+    state: the guard's state after the previous step.
+    step: the step's number.
+    metrics: the step's metrics.
   """
   save_freq = spec.run.save_freq
   recipes = (spec.policy.recipe, spec.rollout_policy.recipe)
@@ -59,16 +58,16 @@ def act(
   """Returns (spec, state) for the next step.
 
   Args:
-    action: what is due.
-    base: what the run is made of, in the precision that its start settled.
-    spec: the same, in the precision at hand.
-    engine: samples; its policy is that of `spec`.
-    state: behind the last step.
-    checkpoints: of the run.
-    should_stop: called at a rollout's host visits; raises to give up.
+    action: the action that is due.
+    base: the run's specification in the precision that its start settled.
+    spec: the run's specification in its current precision.
+    engine: the rollout engine; its policy is that of `spec`.
+    state: the state after the last step.
+    checkpoints: the run's checkpoints.
+    should_stop: called at each host visit of a rollout; raises to stop the run.
 
   Raises:
-    ValueError: the checkpoint to go back to is gone or damaged.
+    ValueError: the checkpoint to go back to is missing or damaged.
   """
   match action.name:
     case 'recalibrate':
@@ -83,13 +82,13 @@ def act(
 def recalibrated(
     spec: RunSpec, engine: Engine, state: TrainState, should_stop: StopCheck
 ) -> TrainState:
-  """Measures all scales anew, as at a cold start; histories are forgotten.
+  """Measures all scales again, as at a cold start, and clears their histories.
 
   Args:
-    spec: what the run is made of.
+    spec: the run's specification.
     engine: samples the short rollout.
-    state: its masters and moments stay.
-    should_stop: called at the rollout's host visits; raises to give up.
+    state: its masters and moments stay as they are.
+    should_stop: called at each host visit of the rollout; raises to stop.
   """
   fp8_state, rollout_fp8_state = state.fp8_state, state.rollout_fp8_state
   for operand in scaling_state.OPERANDS:
@@ -112,15 +111,15 @@ def rolled_back(
   """Returns the state of a checkpoint, in the precision of `spec`.
 
   Args:
-    spec: what the run is made of.
-    base: the same in the precision that the cold start settled.
-    state: given up; its arrays are freed before the others are read, since two
-      states may not fit.
-    checkpoints: of the run.
-    step: of the checkpoint.
+    spec: the run's specification in its current precision.
+    base: the run's specification in the precision that its start settled.
+    state: the current state. Its arrays are freed before the checkpoint is
+      read, because two states may not fit into memory.
+    checkpoints: the run's checkpoints.
+    step: the checkpoint's step.
 
   Raises:
-    ValueError: the checkpoint is gone or damaged.
+    ValueError: the checkpoint is missing or damaged.
   """
   jax.tree.map(lambda leaf: leaf.delete(), state)
   resumed = initialize.resume(base, checkpoints, step)

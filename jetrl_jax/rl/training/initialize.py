@@ -1,7 +1,7 @@
-"""The first state of a run: restored from its workdir, or made anew.
+"""The first state of a run: restored from its workdir, or built.
 
-A cold start builds it from the initial masters, calibrates it on prompts and a
-short rollout and settles which dots are worth their 8 bits.
+A cold start builds the state from the initial masters, calibrates it on prompts
+and a short rollout, and settles which dots run in 8 bits.
 """
 
 import dataclasses
@@ -16,22 +16,21 @@ from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.rollout.scheduler import StopCheck
-from jetrl_jax.rl.run import calibration, mixed_flow
+from jetrl_jax.rl.run import calibration, mixed_flow, train_state
 from jetrl_jax.rl.run import precision as run_precision
-from jetrl_jax.rl.run import state as states
 from jetrl_jax.rl.run.spec import RunSpec
-from jetrl_jax.rl.training import guard_state
+from jetrl_jax.rl.training.guard import GuardState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resumed:
-  """A checkpoint of a run, ready to go on from.
+  """A checkpoint of a run, from which the run can continue.
 
   Attributes:
-    spec: what the run is made of, in the precision of that checkpoint.
-    state: as it was behind `step`.
+    spec: the run's specification in the precision of that checkpoint.
+    state: the state after `step`.
     step: training steps done.
-    host_state: what the trainer saved beside the arrays.
+    host_state: what the trainer saved besides the arrays.
   """
 
   spec: RunSpec
@@ -41,8 +40,8 @@ class Resumed:
 
 
 def abstract(spec: RunSpec) -> TrainState:
-  """Returns the run's state as shapes, without weights."""
-  return states.abstract(
+  """Returns the shapes of the run's state, without compute weights."""
+  return train_state.abstract(
       spec.policy,
       spec.param_shapes,
       spec.optimizer.build(),
@@ -57,12 +56,12 @@ def resume(
     checkpoints: CheckpointManager,
     step: int | None = None,
 ) -> Resumed | None:
-  """Returns a whole checkpoint, None if there is none at all.
+  """Returns a complete checkpoint; None if there is no checkpoint.
 
   Args:
     spec: in the precision that the cold start settled.
-    checkpoints: of the run.
-    step: which one; by default the newest.
+    checkpoints: the run's checkpoints.
+    step: the checkpoint's step; by default the newest.
 
   Raises:
     ValueError: see `checkpoint.restore`.
@@ -73,12 +72,12 @@ def resume(
 def read(
     spec: RunSpec, workdir: pathlib.Path, step: int | None = None
 ) -> Resumed | None:
-  """Does what `resume` does, beside a run that may be going on there.
+  """Does what `resume` does, even while a run still writes to the workdir.
 
   Args:
     spec: in the precision that the cold start settled.
-    workdir: only read.
-    step: of its checkpoints, by default the newest good one.
+    workdir: it is only read.
+    step: the checkpoint's step; by default the newest good one.
 
   Raises:
     ValueError: see `checkpoint.restore`.
@@ -88,29 +87,29 @@ def read(
 
 
 def check_resume(spec: RunSpec, workdir: pathlib.Path) -> None:
-  """Refuses what a resume would refuse; reads no array.
+  """Raises what a resume would raise, but reads no array.
 
   Args:
     spec: in the precision that the cold start settled.
-    workdir: with a step, only read.
+    workdir: it has a checkpoint and is only read.
 
   Raises:
-    ValueError: the newest step's arrays or its position in the data are others
-      than these parts have; a KL term has no reference.
+    ValueError: the newest checkpoint's arrays or its position in the data do
+      not match the specification, or a KL term has no reference policy.
   """
   saved = restore.compare(workdir / 'checkpoints', _like(spec))
   spec.prompt_sampler().restore(saved['sampler'])
   if spec.needs_reference:
-    states.check_reference(workdir / 'reference')
+    train_state.check_reference(workdir / 'reference')
 
 
 def _at(spec: RunSpec, host_state: dict[str, Any]) -> RunSpec:
   """Returns the spec in the precision of a checkpoint."""
-  return spec.keeping(guard_state.of_checkpoint(host_state).high_precision)
+  return spec.keeping(GuardState.of_checkpoint(host_state).high_precision)
 
 
 def _like(spec: RunSpec) -> Callable[[dict[str, Any]], PyTree]:
-  return lambda host_state: states.without_weights(
+  return lambda host_state: train_state.without_weights(
       abstract(_at(spec, host_state))
   )
 
@@ -133,14 +132,15 @@ def _resumed(
 def with_weights(
     spec: RunSpec, state: TrainState, *, record: bool
 ) -> TrainState:
-  """Returns the state with the weights of both sides made from its masters.
+  """Returns the state with compute weights made from its masters.
 
   Args:
-    spec: what the run is made of.
-    state: whose weights are replaced.
-    record: see `states.with_weights`.
+    spec: the run's specification.
+    state: its compute weights, and a mixed flow's rollout weights, are
+      replaced.
+    record: see `train_state.with_weights`.
   """
-  state = states.with_weights(spec.policy, state, spec.mesh, record=record)
+  state = train_state.with_weights(spec.policy, state, spec.mesh, record=record)
   if not spec.is_mixed:
     return state
   return mixed_flow.with_weights(
@@ -151,14 +151,14 @@ def with_weights(
 def cold_start(
     spec: RunSpec, engine: Engine, should_stop: StopCheck
 ) -> TrainState:
-  """Builds a state and fills its FP8 slots from prompts and a rollout.
+  """Builds a state and fills its scaling state from prompts and a rollout.
 
   Args:
-    spec: what the run is made of.
+    spec: the run's specification.
     engine: samples the short rollout.
-    should_stop: called at its host visits; raises to give up.
+    should_stop: called at each host visit of the rollout; raises to stop.
   """
-  state = states.create(
+  state = train_state.create(
       spec.policy,
       spec.initial_params(),
       spec.optimizer.build(),
@@ -176,9 +176,12 @@ def settle_precision(
   """Puts the dots that lose too much into high precision, on both sides.
 
   Args:
-    spec: of the cold start.
-    state: calibrated.
-    workdir: keeps what was settled.
+    spec: the cold start's specification.
+    state: the calibrated state.
+    workdir: the choice is written here.
+
+  Returns:
+    (spec, state) in the settled precision.
   """
   sides = [(spec.policy, state)]
   if spec.is_mixed:
@@ -193,11 +196,11 @@ def settle_precision(
 
 
 def restricted(spec: RunSpec, state: TrainState) -> TrainState:
-  """Returns the state for parts that quantise fewer dots, on both sides.
+  """Returns the state for a specification that quantises fewer dots.
 
   Args:
-    spec: quantise some of the dots that the state's do.
-    state: all but the slots and weights of the others stay.
+    spec: quantises a subset of the dots that the state quantises.
+    state: the other dots lose their scaling state and quantised weights.
   """
   state = dataclasses.replace(
       state,

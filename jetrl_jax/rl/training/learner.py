@@ -1,8 +1,11 @@
-"""One scored rollout to the next state: all updates of a training step.
+"""Turns one rewarded rollout into the next state: the second half of a step.
 
-Old and reference log-probs are filled in, each mini-batch is accumulated over
-its micro-batches and applied, and behind the last one the scales of inputs move
-and the rollout of a mixed flow follows.
+compute old and reference log-probs (where the objective needs them)
+for each epoch, for each mini-batch:
+    for each micro-batch: accumulate gradients (forward and backward)
+    apply: clip, AdamW, quantise the new weights once
+after the last mini-batch: the input scales move, and the rollout's weights
+of a mixed flow are quantised again
 """
 
 import dataclasses
@@ -19,9 +22,8 @@ from jetrl_jax.optim.apply import Gradients, UpdateInfo
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import mismatch, packing
 from jetrl_jax.rl.packing import Packed, Sequence
-from jetrl_jax.rl.run import gradients as train_step
 from jetrl_jax.rl.run import mixed_flow
-from jetrl_jax.rl.run.gradients import UpdatePrograms
+from jetrl_jax.rl.run.gradients import UpdatePrograms, compile_logprobs
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.scoring import experience, kl_reward
 from jetrl_jax.rl.scoring.experience import Experience
@@ -29,27 +31,28 @@ from jetrl_jax.rl.scoring.experience import Experience
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UpdateResult:
-  """What a step's updates tell, for its metrics.
+  """What the metrics need to know about a step's updates.
 
   Attributes:
-    experience: what was learnt from: `learn`'s, its rewards and advantages
-      less the KL penalty if the reward has one.
+    experience: the rollout that was learnt from. With a KL penalty in the
+      reward, the penalty is already subtracted from rewards and advantages.
     infos: one per optimiser step.
-    scored: completion's index -> the training forward's log-probs of prompt
-      and response, at the weights that sampled it; of the first mini-batch
-      alone with measure_mismatch='first'.
+    train_logprobs: completion's index -> the training forward's log-probs of
+      prompt and response, at the weights that sampled it. With
+      measure_mismatch='first' only for the first mini-batch.
     packing_efficiency: mean share of the micro-batches' tokens that are real.
-    rollout_changed: of a mixed flow: share of the rollout's 8-bit weight bytes
-      that changed, nested like its slots; empty if it was not requantised.
-    update_k3: nats, KL of the policy before the step's first update to the one
-      after it, see `Learner._k3`; None where no token was sampled.
-    rollout_update_k3: of a mixed flow: the same for the rollout's policy,
-      before and after it follows all of the step's updates; None otherwise.
+    rollout_changed: share of the rollout's 8-bit weight bytes that changed,
+      nested like its scaling state; only in a mixed flow, and empty if the
+      rollout's weights were not quantised again.
+    update_k3: nats, KL from the policy before the step's first update to the
+      policy after it, see `Learner._k3`; None if no token was sampled.
+    rollout_update_k3: nats, the same KL for the rollout's policy of a mixed
+      flow, over all updates of the step; None in a unified flow.
   """
 
   experience: Experience
   infos: list[UpdateInfo]
-  scored: dict[int, np.ndarray]
+  train_logprobs: dict[int, np.ndarray]
   packing_efficiency: float
   rollout_changed: PyTree
   update_k3: float | None
@@ -57,14 +60,14 @@ class UpdateResult:
 
 
 class Learner:
-  """Updates states of one shape under one precision.
+  """Updates states of one shape in one precision.
 
   Args:
-    spec: what the run is made of.
+    spec: the run's specification.
     loss: the objective of a micro-batch, see `UpdatePrograms`.
     state: an example, for its shapes.
-    reference: what a KL term holds the policy to; None without one.
-    timer: gets the phases' seconds.
+    reference: the reference policy of a KL term; None without one.
+    timer: records the seconds of each phase.
   """
 
   def __init__(
@@ -78,7 +81,7 @@ class Learner:
     self.spec = spec
     self.reference = reference
     self._timer = timer
-    self._train_step = UpdatePrograms(
+    self._programs = UpdatePrograms(
         spec.policy,
         loss,
         spec.optimizer.build(),
@@ -91,18 +94,21 @@ class Learner:
       self._requantizer = mixed_flow.Requantizer(
           spec.rollout_policy, spec.mesh, state
       )
-      self._score_rollout = train_step.compile_score(
+      self._rollout_logprobs = compile_logprobs(
           spec.rollout_policy, spec.mesh, mixed_flow.as_rollout(state)
       )
 
   def learn(
       self, state: TrainState, exp: Experience
   ) -> tuple[TrainState, UpdateResult]:
-    """Updates on one scored rollout; a function of its arguments alone.
+    """Takes all updates on one rollout; a function of its arguments only.
 
     Args:
       state: the state whose weights sampled `exp`; donated.
-      exp: a rollout, fresh or read back by `replay.load_experience`.
+      exp: a rewarded rollout, new or loaded by `replay.load_experience`.
+
+    Returns:
+      (the next state, what the metrics need to know).
     """
     timer, params = self._timer, PolicyParams(state.weights, state.fp8_state)
     with timer('adv'):
@@ -113,12 +119,12 @@ class Learner:
           max_response_length=self.spec.engine.max_response_length,
       )
     with timer('old_log_prob'):
-      batches, scored = self._log_probs_at_rollout_weights(batches, params)
+      batches, known = self._log_probs_at_rollout_weights(batches, params)
     if self.reference is not None:
       with timer('ref'):
         batches = [
             _with_field(
-                batch, 'ref_logprobs', self.score(batch, self.reference)
+                batch, 'ref_logprobs', self.logprobs(batch, self.reference)
             )
             for batch in batches
         ]
@@ -126,9 +132,9 @@ class Learner:
       with timer('adv'):
         exp, batches = kl_reward.subtract(exp, batches, self.spec.algorithm)
     with timer('update_actor'):
-      state, updated = self._update(state, batches, scored)
+      state, updated = self._update(state, batches, known)
     with timer('update_weights'):
-      rolled = self._train_step.roll_inputs(state.fp8_state)
+      rolled = self._programs.roll_inputs(state.fp8_state)
       state = dataclasses.replace(state, fp8_state=rolled)
       state, changed, k3 = self._requantize_rollout(
           state, batches, updated.infos
@@ -136,33 +142,35 @@ class Learner:
     return state, UpdateResult(
         experience=exp,
         infos=updated.infos,
-        scored=scored | updated.first,
+        train_logprobs=known | updated.first_logprobs,
         packing_efficiency=float(np.mean(updated.efficiency)),
         rollout_changed=changed,
         update_k3=updated.k3,
         rollout_update_k3=k3,
     )
 
-  def score(
+  def logprobs(
       self, batch: list[Sequence], params: PolicyParams
   ) -> list[np.ndarray]:
     """Returns the training forward's log-probs of each sequence, in nats."""
-    return self._score(self._train_step.score, batch, params)
+    return self._packed_logprobs(self._programs.logprobs, batch, params)
 
-  def _score(
-      self, score: Any, batch: list[Sequence], params: PolicyParams
+  def _packed_logprobs(
+      self, compute: Any, batch: list[Sequence], params: PolicyParams
   ) -> list[np.ndarray]:
     packed = self.spec.pack(batch)
     temperature = jnp.float32(self.spec.run.temperature)
-    values = [score(params, micro, temperature)[0] for micro in packed.batches]
+    values = [
+        compute(params, micro, temperature)[0] for micro in packed.batches
+    ]
     return packing.unpack(values, packed)
 
-  def score_in_update(
+  def logprobs_in_update(
       self, batch: list[Sequence], state: TrainState
   ) -> list[np.ndarray]:
-    """Returns `score`'s log-probs as the update computes them; learns nothing.
+    """Returns the log-probs that the update itself computes; updates nothing.
 
-    In a run that is exact they are the same bits.
+    In an exact run they are the same bits as those of `logprobs`.
     """
     packed = self.spec.pack(batch)
     _, values = self._accumulate(state, packed)
@@ -171,13 +179,13 @@ class Learner:
   def _accumulate(
       self, state: TrainState, packed: Packed
   ) -> tuple[Gradients, list[Array]]:
-    """Returns the gradients of a mini-batch and its log-probs [B, T]."""
-    # Made here, gone with `apply`: of a 7B they are 28 GiB, which a rollout's
-    # keys and values may have.
-    gradients = self._train_step.zero_gradients(state)
+    """Returns (gradients of a mini-batch, log-probs [B, T] per micro-batch)."""
+    # The accumulator lives from here to `apply` only. For a 7B model it takes
+    # 28 GiB, which the rollout's KV cache uses the rest of the time.
+    gradients = self._programs.zero_gradients(state)
     temperature, values = jnp.float32(self.spec.run.temperature), []
     for micro in packed.batches:
-      gradients, logprobs, _ = self._train_step.accumulate(
+      gradients, logprobs, _ = self._programs.accumulate(
           state, gradients, micro, temperature
       )
       values.append(logprobs)
@@ -186,45 +194,45 @@ class Learner:
   def _log_probs_at_rollout_weights(
       self, batches: list[list[Sequence]], params: PolicyParams
   ) -> tuple[list[list[Sequence]], dict[int, np.ndarray]]:
-    """Scores what `accumulate` will not meet at the rollout's weights.
+    """Computes training log-probs at the weights that sampled the rollout.
 
-    The first mini-batch of the first epoch is compared with what `accumulate`
-    itself returns; the later ones with `score`, before any update, unless
-    measure_mismatch='first' leaves them out. With old_logprobs='recompute' all
-    are scored, and that becomes pi_old.
+    `accumulate` computes those of the first mini-batch itself, because no
+    update comes before it. The later mini-batches need a forward of their own
+    here, unless measure_mismatch='first' leaves them out. With
+    old_logprobs='recompute' all mini-batches get one, and it becomes pi_old.
 
     Returns:
       (batches with old log-probs filled in,
-       origin -> training forward's log-probs at the rollout's weights).
+       origin -> the training forward's log-probs at the rollout's weights).
     """
     recompute = self.spec.algorithm.old_logprobs == 'recompute'
     later = self.spec.run.measure_mismatch == 'all'
-    filled, scored = [], {}
+    filled, known = [], {}
     for i, batch in enumerate(batches):
       if recompute or (later and i > 0):
-        values = self.score(batch, params)
-        scored |= _by_origin(batch, values)
+        values = self.logprobs(batch, params)
+        known |= _by_origin(batch, values)
         if recompute:
           batch = _with_field(batch, 'old_logprobs', values)
       filled.append(batch)
-    return filled, scored
+    return filled, known
 
   def _update(
       self,
       state: TrainState,
       batches: list[list[Sequence]],
-      scored: dict[int, np.ndarray],
+      known: dict[int, np.ndarray],
   ) -> tuple[TrainState, '_Updated']:
-    """Takes every optimiser step of the rollout.
+    """Takes every optimiser step on the rollout.
 
-    The distance that the first update moves the policy comes with the second
-    one's forward pass. Where there is only one update, a few answers are scored
-    once more.
+    The second update's forward pass shows how far the first update moved the
+    policy. If there is only one update, one more forward pass over a few
+    sequences shows it.
 
     Args:
       state: donated.
       batches: one per optimiser step of an epoch.
-      scored: origin -> log-probs at the rollout's weights, as far as known.
+      known: origin -> log-probs at the rollout's weights; may lack sequences.
     """
     done = _Updated()
     for epoch in range(self.spec.algorithm.ppo_epochs):
@@ -235,19 +243,19 @@ class Learner:
         if len(done.infos) < 2:
           values = packing.unpack(outputs, packed)
           if epoch == i == 0:
-            done.first = _by_origin(batch, values)
+            done.first_logprobs = _by_origin(batch, values)
           else:
-            done.k3 = self._k3(batch, scored | done.first, values)
-        state, info = self._train_step.apply(state, gradients)
+            done.k3 = self._k3(batch, known | done.first_logprobs, values)
+        state, info = self._programs.apply(state, gradients)
         done.infos.append(jax.device_get(info))
     if len(done.infos) == 1:
       few = self._few(batches[0])
       params = PolicyParams(state.weights, state.fp8_state)
-      done.k3 = self._k3(few, done.first, self.score(few, params))
+      done.k3 = self._k3(few, done.first_logprobs, self.logprobs(few, params))
     return state, done
 
   def _few(self, batch: list[Sequence]) -> list[Sequence]:
-    """Returns evenly spaced answers that fit into one micro-batch."""
+    """Returns evenly spaced sequences that fit into one micro-batch."""
     return batch[:: -(-len(batch) // self.spec.run.micro_batch_size)]
 
   def _k3(
@@ -256,11 +264,12 @@ class Learner:
       before: dict[int, np.ndarray],
       after: list[np.ndarray],
   ) -> float | None:
-    """Returns the KL of the policy before an update to the one after it.
+    """Returns the KL from the policy before an update to the one after it.
 
     Args:
-      batch: answers of the policy before.
-      before: origin -> its log-probs; the rollout's own are taken for others.
+      batch: sequences that the policy before the update sampled.
+      before: origin -> log-probs before the update; for sequences that are not
+        in it, the rollout's own log-probs are used.
       after: log-probs after the update.
     """
 
@@ -280,11 +289,11 @@ class Learner:
       batches: list[list[Sequence]],
       infos: list[UpdateInfo],
   ) -> tuple[TrainState, Any, float | None]:
-    """Lets the rollout of a mixed flow follow the masters, if they moved.
+    """Quantises the rollout's weights of a mixed flow, if the masters moved.
 
     Returns:
-      (state, share of bytes that changed, KL of the rollout's policy before to
-       that after).
+      (state, share of bytes that changed, KL from the rollout's old policy to
+       its new one).
     """
     if self._requantizer is None or not any(info.applied for info in infos):
       return state, {}, None
@@ -292,24 +301,26 @@ class Learner:
     state, changed = self._requantizer(state, self.spec.pack(sequences).batches)
     few = self._few(sequences)
     params = mixed_flow.rollout_params(state)
-    after = self._score(self._score_rollout, few, params)
+    after = self._packed_logprobs(self._rollout_logprobs, few, params)
     return state, changed, self._k3(few, {}, after)
 
 
 @dataclasses.dataclass
 class _Updated:
-  """What the optimiser steps of one rollout leave beside the state.
+  """What the optimiser steps on one rollout return, less the state.
 
   Attributes:
     infos: one per optimiser step.
-    first: origin -> log-probs of the very first mini-batch.
-    efficiency: per optimiser step the share of the micro-batches' tokens that
+    first_logprobs: origin -> log-probs of the first mini-batch in epoch 0.
+    efficiency: per optimiser step, the share of the micro-batches' tokens that
       are real.
     k3: nats, see `UpdateResult.update_k3`.
   """
 
   infos: list[UpdateInfo] = dataclasses.field(default_factory=list)
-  first: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+  first_logprobs: dict[int, np.ndarray] = dataclasses.field(
+      default_factory=dict
+  )
   efficiency: list[float] = dataclasses.field(default_factory=list)
   k3: float | None = None
 

@@ -1,4 +1,4 @@
-"""Joins the numbers of a step: times, throughput, update, mismatch, health."""
+"""A step's metrics: times, throughput, update, mismatch, FP8 health."""
 
 import functools
 import resource
@@ -28,24 +28,24 @@ from jetrl_jax.rl.types import Completion
 def step_metrics(
     spec: RunSpec,
     sampled: SampledBatch,
-    learnt: UpdateResult,
+    result: UpdateResult,
     state: TrainState,
     timer: Timer,
 ) -> dict[str, Any]:
-  """Returns all metrics of a step but those of its evaluation.
+  """Returns all metrics of a step except those of its evaluation.
 
   Args:
-    spec: what the run is made of.
-    sampled: what was sampled for the step.
-    learnt: what its updates tell.
-    state: behind them.
-    timer: whose last `take` was the step's start.
+    spec: the run's specification.
+    sampled: the step's rollout.
+    result: the result of the step's updates.
+    state: the state after them.
+    timer: its last `take` was at the step's start.
   """
-  exp, policy = learnt.experience, spec.policy
+  exp, policy = result.experience, spec.policy
   metrics: dict[str, Any] = experience.experience_metrics(exp)
   metrics |= sampled.metrics
-  metrics |= _mismatch(exp, learnt.scored, spec.loss)
-  metrics |= update_metrics(learnt.infos)
+  metrics |= _mismatch(exp, result.train_logprobs, spec.loss)
+  metrics |= update_metrics(result.infos)
   metrics |= _health(state.fp8_state, scaling_state.OPERANDS)
   metrics |= throughput(
       exp.completions,
@@ -62,10 +62,10 @@ def step_metrics(
       trained=exp.completions,
       ppo_epochs=spec.algorithm.ppo_epochs,
   )
-  metrics['perf/packing_efficiency'] = learnt.packing_efficiency
+  metrics['perf/packing_efficiency'] = result.packing_efficiency
   for name, k3 in (
-      ('actor/update_k3', learnt.update_k3),
-      ('rollout_actor/update_k3', learnt.rollout_update_k3),
+      ('actor/update_k3', result.update_k3),
+      ('rollout_actor/update_k3', result.rollout_update_k3),
   ):
     if k3 is not None:
       metrics[name] = k3
@@ -73,18 +73,18 @@ def step_metrics(
     rollout = _health(
         state.rollout_fp8_state,
         mixed_flow.measured_operands(spec.rollout_policy.recipe),
-    ) | _changed_bytes(learnt.rollout_changed)
+    ) | _changed_bytes(result.rollout_changed)
     metrics |= {f'rollout_{name}': value for name, value in rollout.items()}
   return metrics
 
 
 def _health(fp8_state: PyTree, operands: tuple[str, ...]) -> dict[str, Any]:
-  """Returns `fp8/...` and `fp8_health` of the operands that are measured."""
+  """Returns `fp8/...` and `fp8_health` for the measured operands."""
   fp8_state = jax.device_get(fp8_state)
   summary = {
       path: {operand: entries[operand] for operand in operands}
       for path, entries in health.summarize(
-          fp8_state, scaling_state.slot_paths(fp8_state)
+          fp8_state, scaling_state.record_paths(fp8_state)
       ).items()
   }
   metrics: dict[str, Any] = health.headline(summary)
@@ -92,14 +92,14 @@ def _health(fp8_state: PyTree, operands: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _mismatch(
-    exp: Experience, scored: dict[int, np.ndarray], loss: LossConfig
+    exp: Experience, train_logprobs: dict[int, np.ndarray], loss: LossConfig
 ) -> dict[str, float]:
-  """Compares what was sampled with what the training forward computed."""
-  chosen = sorted(scored)
+  """Compares the rollout's log-probs with those of the training forward."""
+  chosen = sorted(train_logprobs)
   completions = [exp.completions[i] for i in chosen]
   join = functools.partial(experience.join_sampled, completions)
   train_T = join(
-      scored[i][len(c.prompt_tokens) :]
+      train_logprobs[i][len(c.prompt_tokens) :]
       for i, c in zip(chosen, completions, strict=True)
   )
   advantages_B = exp.advantages_PG.reshape(-1)[chosen]
@@ -118,7 +118,7 @@ def _mismatch(
 
 
 def update_metrics(infos: list[UpdateInfo]) -> dict:
-  """Averages the optimiser steps of one training step."""
+  """Averages the metrics of one training step's optimiser steps."""
   totals: dict[str, Mean] = {}
   for info in infos:
     for name, value in info.metrics.items():
@@ -138,15 +138,15 @@ def update_metrics(infos: list[UpdateInfo]) -> dict:
 
 
 def not_finite(count: int, last: UpdateInfo) -> str:
-  """Returns why a run ends whose updates are skipped one after the other.
+  """Returns the error message of a run that ends after skipped updates.
 
   Args:
-    count: how many in a row.
-    last: of them.
+    count: skipped updates in a row.
+    last: the last of them.
   """
   return (
       f'{count} updates in a row were not finite (gradient norm'
-      f' {float(last.grad_norm)}); the weights are as they were before them.'
+      f' {float(last.grad_norm)}); none of them changed the weights.'
       ' Look at actor/grad_norm and fp8/ in metrics.jsonl, lower lr, or set'
       ' precision.recipe=bf16 to rule out FP8.'
   )
@@ -174,9 +174,9 @@ def throughput(
 ) -> dict[str, float]:
   """Returns perf/: tokens per second and device, and peak memory.
 
-  perf/throughput is (prompt and response tokens of the step) / (seconds of the
-  step x devices), of what was learnt from; perf/rollout_throughput counts all
-  generated response tokens over the seconds of 'gen'.
+  perf/throughput is (prompt and response tokens that the step learnt from) /
+  (seconds of the step x devices). perf/rollout_throughput is (all sampled
+  response tokens) / (seconds of 'gen' x devices).
   """
   total = sum(len(c.prompt_tokens) + len(c.tokens) for c in completions)
   sampled = sum(len(c.tokens) for c in generated)

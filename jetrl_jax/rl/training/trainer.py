@@ -1,8 +1,15 @@
 """The loop: rollout, reward, advantage, update, evaluation, checkpoint.
 
-A run is a function of its config, checkpoint and data. Everything that a step
-reads is in the training state, in the sampler's position or in an address of
-randomness, so a run that is killed and resumed continues to the same bits.
+    resume from the workdir, or cold start: build, calibrate, settle precision
+    for each step:
+        collect     sample responses with the rollout engine and reward them
+        learn       compute advantages and take every optimiser step
+        guard       compare the step's metrics with the bounds
+        finish      evaluate, write metrics, save a checkpoint (where due)
+
+A run is a function of its config, checkpoint and data. A step reads only the
+training state, the sampler's position and random keys with fixed addresses. A
+run that is killed and resumed therefore continues to the same bits.
 """
 
 import concurrent.futures
@@ -24,21 +31,19 @@ from jetrl_jax.optim.apply import UpdateInfo
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.rollout.engine import Engine
-from jetrl_jax.rl.run import fp8_support, preflight
+from jetrl_jax.rl.run import fp8_support, preflight, train_state
 from jetrl_jax.rl.run import precision as run_precision
-from jetrl_jax.rl.run import state as states
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.scoring import evaluation
 from jetrl_jax.rl.scoring.dynamic_sampling import NotEnoughGroupsError
 from jetrl_jax.rl.scoring.experience import Experience
 from jetrl_jax.rl.training import (
     guard_actions,
-    guard_state,
     initialize,
     step_metrics,
 )
 from jetrl_jax.rl.training.collector import Collector
-from jetrl_jax.rl.training.guard_state import GuardState
+from jetrl_jax.rl.training.guard import GuardState
 from jetrl_jax.rl.training.learner import Learner
 from jetrl_jax.rl.training.workdir import EXPORT, RunFolder
 
@@ -47,9 +52,9 @@ class Trainer:
   """One run in one workdir.
 
   Args:
-    spec: what the run is made of.
-    workdir: metrics, checkpoints and rollouts go here; a run that was
-      interrupted there is resumed.
+    spec: the run's specification.
+    workdir: the run writes metrics, checkpoints and rollouts here. If it holds
+      an interrupted run, that run is resumed.
   """
 
   def __init__(self, spec: RunSpec, workdir: str | pathlib.Path):
@@ -60,10 +65,10 @@ class Trainer:
     if source is not None and source.resolve() == export.resolve():
       raise ValueError(
           f'model.path is {source}, which the export of this run will replace:'
-          ' name another --workdir, or copy the checkpoint'
+          ' choose another --workdir, or copy the checkpoint'
       )
     workdir.mkdir(parents=True, exist_ok=True)
-    # A run that has begun keeps the precision it settled on.
+    # A run that has already started keeps the precision it settled on.
     policy = run_precision.resolve(workdir, spec.policy, spec.invariant_scale)
     self.spec = spec.with_policy(policy)
     self.loss = functools.partial(policy_loss, spec.loss)
@@ -73,24 +78,24 @@ class Trainer:
     self.timer = Timer()
     self.skipped_in_row = 0
     self.guard = GuardState()
-    # Why the run ends at this step, once it does.
-    self.given_up = ''
-    # Held-out, of the state at hand; None until that is evaluated.
+    # The reason why the run must end after this step; '' if it continues.
+    self.failure = ''
+    # Held-out accuracy of the current state; None until it is evaluated.
     self.accuracy: float | None = None
-    # Metrics of a step that has no line yet.
+    # Metrics of a step whose line is not yet written.
     self.pending: dict | None = None
 
-  # --- the story ----------------------------------------------------------
+  # --- the algorithm ------------------------------------------------------
 
   def train(self, started: Callable[[], None] = lambda: None) -> None:
-    """Runs to total_training_steps, from where the workdir stands.
+    """Trains up to total_training_steps, starting from the workdir's state.
 
     Args:
-      started: called once the run is known to go on: not refused.
+      started: called once, after every start-up check has passed.
 
     Raises:
-      StopRequested: SIGTERM came; a checkpoint was saved.
-      RuntimeError: max_skipped_updates non-finite updates in a row, or the
+      StopRequested: SIGTERM arrived; a checkpoint was saved.
+      RuntimeError: max_skipped_updates updates in a row were not finite, or the
         guard has rolled the run back max_rollbacks times.
       NotEnoughGroupsError: dynamic sampling did not fill a batch; a checkpoint
         was saved.
@@ -110,15 +115,16 @@ class Trainer:
           self._finish(step, state, self.pending)
         while step < run.total_training_steps:
           position = self.sampler.state()
-          state = self._act(state)
+          state = self._apply_guard_action(state)
           state, metrics = self._train_step(step, state)
           step, position = step + 1, self.sampler.state()
           self._finish(step, state, metrics)
-        if not run.synthetic:  # Made-up rewards leave nothing worth keeping.
+        if not run.synthetic:  # Synthetic rewards train nothing useful.
           self._save(step, state)
           self._export(state)
       except (StopRequested, NotEnoughGroupsError):
-        # Raised only where the state still is that of the step's start.
+        # These are raised only while the state is still the one that the step
+        # started with.
         self.sampler.restore(position)
         self._save(step, state)
         raise
@@ -127,21 +133,28 @@ class Trainer:
   def _train_step(
       self, step: int, state: TrainState
   ) -> tuple[TrainState, dict]:
-    """One rollout and its updates; the paper's algorithm box."""
+    """Takes one training step: one rollout and all updates on it.
+
+    1. Sample G responses to each prompt with the current weights, and reward
+       them (`Collector.collect`).
+    2. Compute advantages, then update the weights mini-batch by mini-batch
+       (`Learner.learn`). The next rollout reads the new weights directly.
+    3. Measure mismatch, FP8 health and throughput, and let the guard decide.
+    """
     sampled = self.collector.collect(step, state)
     self.interrupt.check()
-    self._release()
+    self._wait_for_copy()
     self.accuracy = None
-    # Compressed while the device learns from it.
+    # The rollout is compressed and written while the device learns from it.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
       saved = pool.submit(self._save_rollouts, step + 1, sampled.experience)
-      state, learnt = self.learner.learn(state, sampled.experience)
+      state, result = self.learner.learn(state, sampled.experience)
     saved.result()
-    self._count_skipped(learnt.infos)
+    self._count_skipped(result.infos)
     metrics = step_metrics.step_metrics(
-        self.spec, sampled, learnt, state, self.timer
+        self.spec, sampled, result, state, self.timer
     )
-    metrics |= self._watch(step + 1, metrics)
+    metrics |= self._ask_guard(step + 1, metrics)
     return state, metrics
 
   def _save_rollouts(self, step: int, exp: Experience) -> None:
@@ -149,18 +162,19 @@ class Trainer:
       self.folder.save_rollouts(step, exp)
 
   def _finish(self, step: int, state: TrainState, metrics: dict) -> None:
-    """Evaluates where due, writes the step's line, saves where due."""
+    """Evaluates (if due), writes the metrics, saves a checkpoint (if due)."""
     run = self.spec.run
     last = step == run.total_training_steps
     due = run.test_freq and (last or step % run.test_freq == 0)
-    # Saved with the state if the evaluation is given up; then done again.
+    # If the evaluation is interrupted, a checkpoint keeps these metrics and a
+    # resumed run evaluates again.
     self.pending = metrics
-    if due and not self.given_up:
+    if due and not self.failure:
       metrics = metrics | self._evaluate(step, state)
     self.folder.log(step, metrics | self.timer.take())
     self.pending = None
-    if self.given_up:
-      raise RuntimeError(self.given_up)
+    if self.failure:
+      raise RuntimeError(self.failure)
     if step == self.folder.saved_step:
       self.folder.checkpoints.amend(
           step, self._host_state(), metric=self.accuracy
@@ -170,7 +184,7 @@ class Trainer:
 
   def _evaluate(self, step: int, state: TrainState) -> dict:
     metrics, samples = self.collector.evaluate(state)
-    if metrics:
+    if samples:
       self.accuracy = evaluation.headline(metrics)
       self.folder.save_samples(step, samples)
     return metrics
@@ -179,30 +193,31 @@ class Trainer:
     for info in infos:
       self.skipped_in_row = 0 if info.applied else self.skipped_in_row + 1
       if self.skipped_in_row >= self.spec.run.max_skipped_updates:
-        self.given_up = step_metrics.not_finite(self.skipped_in_row, info)
+        self.failure = step_metrics.not_finite(self.skipped_in_row, info)
 
-  def _watch(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
-    """Lets the guard decide what the step's metrics ask for."""
+  def _ask_guard(self, step: int, metrics: dict[str, Any]) -> dict[str, Any]:
+    """Lets the guard judge the step; returns the guard's own metrics."""
     if not self.spec.guard.enable:
       return {}
     decision = guard_actions.decide(self.spec, self.guard, step, metrics)
-    self._remember(decision.state)
+    self._set_guard(decision.state)
     if decision.breaches:
       logging.warning('Step %d: %s', step, decision.sentence())
     if decision.exhausted:
-      self.given_up = decision.sentence()
+      self.failure = decision.sentence()
     return decision.metrics()
 
-  def _act(self, state: TrainState) -> TrainState:
-    """Does what the guard decided behind the last step, if anything.
+  def _apply_guard_action(self, state: TrainState) -> TrainState:
+    """Carries out the action that the guard chose after the last step, if any.
 
-    A stop leaves it undone: it is saved with the step and done after a resume.
+    If the run stops first, the action is saved with the step and carried out
+    after a resume.
     """
     action = self.guard.due
     if action is None:
       return state
     done = self.guard.done()
-    self._release()
+    self._wait_for_copy()
     with self.timer('guard'):
       engine, reference = self.collector.engine, self.learner.reference
       self.spec, state = guard_actions.act(
@@ -217,26 +232,26 @@ class Trainer:
       self.accuracy = None
       if action.name == 'high_precision':
         engine = self._engine()
-      self._assemble(engine, state, reference)
+      self._build(engine, state, reference)
       if action.name == 'high_precision':
         self._check(state, done)
     if action.name == 'rollback':
       self.skipped_in_row = 0
-    self._remember(done)
+    self._set_guard(done)
     return state
 
-  def _remember(self, state: GuardState) -> None:
+  def _set_guard(self, state: GuardState) -> None:
     self.guard = state
-    # Retention must not take what a rollback may need; 0 is none.
+    # Retention must keep the checkpoints that a rollback may need; 0 is none.
     needed = {state.good, state.candidate} - {0}
     self.folder.checkpoints.pinned = frozenset(needed)
 
-  # --- start, save --------------------------------------------------------
+  # --- start and save -----------------------------------------------------
 
   def _start(self) -> tuple[TrainState, int]:
-    """Resumes from the workdir, or calibrates a cold start."""
+    """Returns (state, step): resumed from the workdir, or a cold start."""
     folder = self.folder
-    # In the precision of the cold start, before any action of the guard.
+    # The spec in the precision of the cold start, before any guard action.
     self.base = self.spec
     reference = None
     try:
@@ -248,10 +263,10 @@ class Trainer:
       if not changed:
         raise
       raise ValueError(
-          f'{folder.path} cannot go on: its checkpoints hold another state than'
-          f' these settings have. Changed are: {"; ".join(changed)}. Set back'
-          ' what is of the model, its precision or the optimiser, or name'
-          ' another --workdir'
+          f'the run in {folder.path} cannot be resumed: its checkpoints hold a'
+          ' different state than these settings need. These settings changed:'
+          f' {"; ".join(changed)}. Restore those of the model, the precision'
+          ' and the optimiser, or choose another --workdir'
       ) from error
     if resumed is None:
       folder.begin(self.spec.config_text)
@@ -264,7 +279,7 @@ class Trainer:
       if chosen is not self.spec:
         self.spec = self.base = chosen
         engine = self._engine()
-      # Not evaluated yet: step 0 has a line only once that is done.
+      # Step 0 gets its line once its state is evaluated.
       step, self.pending = 0, {}
       reference = self._reference(state, cold=True)
     else:
@@ -272,27 +287,29 @@ class Trainer:
       engine = self._engine()
       state, step = resumed.state, resumed.step
       self._restore_host_state(resumed.host_state)
-      # Only now: a start that is refused leaves the run's own config behind.
+      # Not before: a refused start must leave the run's config as it was.
       folder.write_config(self.spec.config_text)
       folder.saved_step = step
       folder.drop_after(step, is_whole=self.pending is None)
       logging.info('Resuming from step %d in %s', step, folder.path)
-    self._assemble(engine, state, reference)
+    self._build(engine, state, reference)
     return state, step
 
   def _reference(self, state: TrainState, *, cold: bool) -> PolicyParams | None:
     if not self.spec.needs_reference:
       return None
-    return states.reference(self.folder.path / 'reference', state, cold=cold)
+    return train_state.reference(
+        self.folder.path / 'reference', state, cold=cold
+    )
 
   def _engine(self) -> Engine:
     spec = self.spec
     return Engine(spec.rollout_policy, spec.engine, spec.mesh)
 
-  def _assemble(
+  def _build(
       self, engine: Engine, state: TrainState, reference: PolicyParams | None
   ) -> None:
-    """Makes what samples and what learns, under the precision of `spec`."""
+    """Builds the collector and the learner in the precision of `spec`."""
     self.collector = Collector(
         self.spec,
         engine,
@@ -304,22 +321,22 @@ class Trainer:
     self.learner = Learner(self.spec, self.loss, state, reference, self.timer)
 
   def _check(self, state: TrainState, guard: GuardState) -> None:
-    """Compares rollout and training before a token is spent."""
+    """Checks that rollout and training agree, before any step is taken."""
     preflight.check(
         self.spec,
         self.loss,
         self.collector.engine,
-        self.learner.score,
+        self.learner.logprobs,
         state,
         self.interrupt.check,
         guard.high_precision,
     )
 
   def _host_state(self) -> dict[str, Any]:
-    """Returns what a checkpoint holds beside the arrays."""
+    """Returns the part of a checkpoint that is not arrays."""
     pending = None
     if self.pending is not None:
-      # As text: the numbers need not be finite.
+      # As a string, because the metrics may hold NaN or infinity.
       pending = json.dumps(self.pending, default=float)
     saved = {
         'sampler': self.sampler.state(),
@@ -333,17 +350,17 @@ class Trainer:
   def _restore_host_state(self, saved: dict[str, Any]) -> None:
     self.sampler.restore(saved['sampler'])
     self.skipped_in_row = saved['skipped_in_row']
-    guarded = guard_state.of_checkpoint(saved)
+    guarded = GuardState.of_checkpoint(saved)
     config = self.spec.guard
     allowed = config.actions if config.enable else ()
     if guarded.due is not None and guarded.due.name not in allowed:
       logging.warning(
           'The guard had decided on %s, which guard.enable and guard.actions no'
-          ' longer allow: it is left undone',
+          ' longer allow: it is not carried out',
           guarded.due.name,
       )
       guarded = dataclasses.replace(guarded, due=None)
-    self._remember(guarded)
+    self._set_guard(guarded)
     if saved['pending'] is not None:
       self.pending = json.loads(saved['pending'])
 
@@ -351,18 +368,18 @@ class Trainer:
     with self.timer('save_checkpoint'):
       self.folder.save(step, state, self._host_state(), metric=self.accuracy)
 
-  def _release(self) -> None:
-    """Waits until no checkpoint reads the state, which is changed from here."""
+  def _wait_for_copy(self) -> None:
+    """Waits until no checkpoint reads the state, because it changes next."""
     if self.folder.checkpoints.is_copying:
       with self.timer('save_checkpoint'):
         self.folder.checkpoints.wait_for_copy()
 
   def _export(self, state: TrainState) -> None:
-    """Writes the trained policy, if it came from a checkpoint."""
+    """Exports the trained policy, if the run started from a checkpoint."""
     if self.spec.export_source is not None:
       with self.timer('export'):
         self.folder.export(self.spec, state, self.spec.export_source)
 
   def close(self) -> None:
-    """Waits for the checkpoint, and lets go of the files."""
+    """Waits for the last checkpoint and closes all files."""
     self.folder.close()

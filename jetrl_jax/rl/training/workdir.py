@@ -1,10 +1,10 @@
-"""The workdir of a run that is going on: all that the loop writes.
+"""The workdir of a run: everything that the training loop writes.
 
 config.json          the resolved config
 metrics.jsonl        one line per step (and TensorBoard's files)
 checkpoints/<step>/  states, see `checkpoint/restore.py`
-rollouts/<step>.npz  what a step learnt from, to the bit
-samples/<step>.jsonl held-out answers
+rollouts/<step>.npz  the rollout that a step learnt from, to the bit
+samples/<step>.jsonl held-out samples
 export/              the trained policy as a Hugging Face checkpoint
 """
 
@@ -25,7 +25,7 @@ from jetrl_jax.metrics.writer import MetricWriter
 from jetrl_jax.models import invariant_scaling
 from jetrl_jax.optim.apply import merge
 from jetrl_jax.optim.types import TrainState
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.scoring import store
 from jetrl_jax.rl.scoring.experience import Experience
@@ -35,17 +35,17 @@ EXPORT = 'export'
 
 
 def changed_settings(before: str | bytes, after: str) -> list[str]:
-  """Lists what differs between two configs, 'optim.lr: 1e-06 -> 2e-06'.
+  """Lists the differences between two configs, 'optim.lr: 1e-06 -> 2e-06'.
 
   Args:
-    before: JSON; what is none has no settings to compare.
+    before: JSON; text that is not JSON counts as a config without settings.
     after: JSON.
   """
   try:
     old, new = (_flat(json.loads(text)) for text in (before, after))
   except ValueError:
     return []
-  # One of another version may lack a setting.
+  # A config of another version may lack a setting.
   return [
       f'{name}: {old[name]!r} -> {new[name]!r}'
       for name in new
@@ -63,12 +63,12 @@ def _flat(tree: Any, prefix: str = '') -> dict[str, Any]:
 
 
 class RunFolder:
-  """Opens the workdir for one run; close it.
+  """Writes one run's workdir; call `close` at the end.
 
   Args:
-    path: the workdir, which exists.
-    run: retention, and the number of steps.
-    wandb: where the scalars go besides; None for nowhere.
+    path: the workdir; it must exist.
+    run: retention and the number of steps.
+    wandb: also log the scalars to Weights & Biases; None for no.
   """
 
   def __init__(
@@ -86,25 +86,26 @@ class RunFolder:
     self.saved_step: int | None = None
 
   def changed(self, text: str) -> list[str]:
-    """Returns what an earlier start had otherwise, see `changed_settings`."""
+    """Returns what changed since an earlier start, see `changed_settings`."""
     file = self.path / 'config.json'
     return changed_settings(file.read_bytes(), text) if file.exists() else []
 
   def write_config(self, text: str) -> None:
-    """Keeps the resolved config; says what an earlier start had otherwise."""
+    """Writes the resolved config; logs what changed since an earlier start."""
     if changed := self.changed(text):
       logging.warning(
-          'Settings differ from those that %s was started with, and hold from'
-          ' here on: %s',
+          'Settings differ from those that %s was started with. The new ones'
+          ' apply from now on: %s',
           self.path,
           '; '.join(changed),
       )
     replace_text(self.path / 'config.json', text)
 
   def begin(self, text: str) -> None:
-    """Keeps the config of a cold start, and aside the lines of an earlier run.
+    """Writes the config of a cold start; copies an earlier run's metrics away.
 
-    Its samples and rollouts stay until those of the same steps replace them.
+    An earlier run's samples and rollouts stay until the new run writes the same
+    steps.
 
     Args:
       text: the resolved config.
@@ -119,8 +120,8 @@ class RunFolder:
         aside = self.path / f'metrics_before_{count}.jsonl'
       shutil.copyfile(lines, aside)
       logging.warning(
-          'There is no checkpoint in %s to go on from, so the run begins anew;'
-          ' the lines of the earlier one are kept in %s',
+          'There is no checkpoint in %s to resume from, so the run starts from'
+          ' the beginning; the metrics of the earlier run are kept in %s',
           self.path,
           aside.name,
       )
@@ -128,19 +129,19 @@ class RunFolder:
     self._writer.truncate_after(-1)
 
   def drop_after(self, step: int, *, is_whole: bool) -> None:
-    """Forgets what will be written again: all that later steps left.
+    """Deletes what later steps wrote, because they will be written again.
 
     Args:
-      step: the one whose state the run goes on from.
-      is_whole: whether it was evaluated where due, and has its line. Otherwise
-        both are done again; what it learnt from stays.
+      step: the run continues from this step's state.
+      is_whole: whether this step was evaluated (if due) and has its line in
+        metrics.jsonl. If not, both are done again; its rollout stays.
     """
     last = step if is_whole else step - 1
     self._writer.truncate_after(last)
     if self._writer.last_step < last:
       logging.warning(
           'metrics.jsonl in %s has lost the lines of steps %d to %d; the run'
-          ' goes on without them',
+          ' continues without them',
           self.path,
           self._writer.last_step + 1,
           last,
@@ -151,7 +152,7 @@ class RunFolder:
           file.unlink()
 
   def log(self, step: int, metrics: dict[str, Any]) -> None:
-    """Writes the step's line, to the file and to the console.
+    """Writes the step's metrics to the file and to the console.
 
     Raises:
       RuntimeError: a checkpoint could not be saved in the background.
@@ -168,16 +169,16 @@ class RunFolder:
       *,
       metric: float | None,
   ) -> None:
-    """Saves a step, unless it is saved already."""
+    """Saves a checkpoint of a step, unless it is saved already."""
     if step == self.saved_step:
       return
     self.saved_step = step
     self.checkpoints.save(
-        step, states.without_weights(state), host_state, metric=metric
+        step, train_state.without_weights(state), host_state, metric=metric
     )
 
   def save_rollouts(self, step: int, exp: Experience) -> None:
-    """Writes what a step learns from."""
+    """Writes the rollout that a step learns from."""
     store.save_rollouts(
         self.path / 'rollouts' / f'{step:06d}.npz',
         exp.completions,
@@ -189,7 +190,7 @@ class RunFolder:
     )
 
   def save_samples(self, step: int, samples: list[dict]) -> None:
-    """Writes held-out answers as JSON lines, replacing an older file."""
+    """Writes held-out samples as JSON lines, replacing an older file."""
     folder = self.path / 'samples'
     folder.mkdir(exist_ok=True)
     lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
@@ -201,9 +202,9 @@ class RunFolder:
     """Writes the trained policy as a Hugging Face checkpoint.
 
     Args:
-      spec: what the run is made of.
-      state: its masters are written, the invariant scaling undone.
-      source: the checkpoint whose config it carries on.
+      spec: the run's specification.
+      state: its masters are written; the invariant scaling is undone first.
+      source: the checkpoint that the run started from; its config is copied.
     """
     folder, partial = self.path / EXPORT, self.path / f'.{EXPORT}.partial'
     shutil.rmtree(partial, ignore_errors=True)
@@ -216,13 +217,13 @@ class RunFolder:
         source_folder=source,
         tokenizer_folder=spec.tokenizer.folder,
     )
-    # That of a run with fewer steps, which this one has gone on from.
+    # An export exists if this run was extended after it had ended once.
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(partial, folder)
     logging.info('Exported the policy to %s', folder)
 
   def close(self) -> None:
-    """Waits for the checkpoint, and lets go of the files."""
+    """Waits for the last checkpoint and closes all files."""
     self._console.close()
     self.checkpoints.close()
     self._writer.close()

@@ -10,7 +10,7 @@ import pytest
 from jetrl_jax.core import rng, sharding
 from jetrl_jax.data import Prompt
 from jetrl_jax.models.policy import PolicyParams
-from jetrl_jax.rl.rollout import buckets as engine_sizes
+from jetrl_jax.rl.rollout import buckets
 from jetrl_jax.rl.rollout.engine import Engine
 from tests.rl import tiny_run
 
@@ -123,7 +123,7 @@ def test_parked_sequences_come_back_as_many_at_once_as_16384_tokens_are():
   engine = tiny_run.fp8_run().engine
   # Never more than prompts are, and a sequence that is longer by itself.
   lengths = [16, 1024, 4096, 16384, 32768]
-  assert [engine.rows_again(n) for n in lengths] == [16, 16, 4, 1, 1]
+  assert [engine.reprefill_rows(n) for n in lengths] == [16, 16, 4, 1, 1]
 
 
 @pytest.mark.parametrize(('slots', 'rounded'), [(1, 16), (16, 16), (17, 32)])
@@ -227,14 +227,14 @@ def test_generate_block_stops_by_itself_when_all_slots_are_done():
 
 def test_steps_in_a_row_sample_what_single_ones_do(monkeypatch):
   run = tiny_run.fp8_run()
-  monkeypatch.setattr(engine_sizes, 'on_gpu', lambda: True)
+  monkeypatch.setattr(buckets, 'on_gpu', lambda: True)
   # Of a block of 12 every step is asked for, of one of 16 every eighth.
-  for block, in_a_row in ((12, 1), (16, engine_sizes.STEPS_PER_SYNC)):
+  for block, steps_per_sync in ((12, 1), (16, buckets.STEPS_PER_SYNC)):
     config = tiny_run.engine_config(decode_block=block)
     engine = Engine(run.policy, config, run.mesh)
     found = run.rollout(engine=engine)
     (bound,) = [b for name, b in engine._compiled if name == 'generate']
-    assert bound[-1] == in_a_row
+    assert bound[-1] == steps_per_sync
     for a, b in zip(found, tiny_run.completions(), strict=True):
       assert a.tokens.tolist() == b.tokens.tolist()
       np.testing.assert_array_equal(a.logprobs, b.logprobs)
@@ -385,22 +385,21 @@ def test_a_paused_slot_waits_and_goes_on_where_it_was():
 )
 def test_a_quarter_of_the_slots_has_all_that_run(running, devices, expected):
   running_B = np.isin(np.arange(64), list(running))
-  found = engine_sizes.few_slots(running_B, devices, 1024)
+  found = buckets.few_slots(running_B, devices, 1024)
   assert expected == (None if found is None else found.tolist())
-  assert engine_sizes.few_slots(running_B, devices, 1023) is None
+  assert buckets.few_slots(running_B, devices, 1023) is None
 
 
 def test_a_sixteenth_of_the_slots_has_the_last_of_long_answers():
   running_B = np.isin(np.arange(512), [7, 500])
   found = [
-      len(engine_sizes.few_slots(running_B, 1, longest))
-      for longest in (8191, 8192)
+      len(buckets.few_slots(running_B, 1, longest)) for longest in (8191, 8192)
   ]
   assert found == [128, 32]
 
 
 def test_the_tail_of_a_rollout_goes_on_in_a_quarter_of_the_slots(monkeypatch):
-  monkeypatch.setattr(engine_sizes, 'TAILS', ((4, 1),))
+  monkeypatch.setattr(buckets, 'TAILS', ((4, 1),))
   run = tiny_run.fp8_run()
   config = tiny_run.engine_config(num_slots=64, decode_block=2)
   engine = Engine(run.policy, config, run.mesh)

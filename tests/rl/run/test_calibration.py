@@ -9,7 +9,7 @@ from tests.rl import tiny_run, tiny_updates
 
 def _slot_list(state):
   made = []
-  scaling_state.map_slots(lambda slot: made.append(slot), state.fp8_state)
+  scaling_state.map_records(lambda slot: made.append(slot), state.fp8_state)
   return made
 
 

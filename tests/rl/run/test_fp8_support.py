@@ -36,7 +36,7 @@ def test_all_that_asks_for_fp8_is_named_with_its_fix(monkeypatch, capability):
       "precision.recipe='fp8_delayed',"
       " precision.kv_cache_dtype='float8_e4m3fn', optim.moments='fp8' need"
       ' 8-bit floats, which NVIDIA A100-SXM4-80GB'
-      f' (compute capability {capability}) has not; allowed are GPUs of compute'
+      f' (compute capability {capability}) lacks; allowed are GPUs of compute'
       ' capability 8.9 and above (Ada, Hopper). Set precision.recipe=bf16,'
       ' precision.kv_cache_dtype=compute, optim.moments=float32'
   )

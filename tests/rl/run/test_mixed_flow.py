@@ -19,8 +19,7 @@ from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim import apply
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import objective
-from jetrl_jax.rl.run import flow_check, mixed_flow
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import flow_check, mixed_flow, train_state
 from jetrl_jax.rl.run.other_precision import OtherPrecision
 from tests import whole_run
 from tests.rl import tiny_run, tiny_updates
@@ -88,7 +87,7 @@ def test_other_recipes_are_evaluated_on_the_masters_of_the_state():
   spec = configs.build(whole_run.config(**_FP8_ROLLOUT))
   masters = spec.initial_params()
   optimizer = spec.optimizer.build()
-  state = states.create(spec.policy, masters, optimizer, spec.mesh)
+  state = train_state.create(spec.policy, masters, optimizer, spec.mesh)
   high = OtherPrecision(spec, 'bf16', state).params(state)
   # What the BF16 side of the run reads itself, to the bit.
   jax.tree.map(np.testing.assert_array_equal, high.weights, state.weights)
@@ -107,7 +106,7 @@ def test_a_checkpoint_has_the_rollouts_scales_and_makes_its_weights_again(
 ):
   state = whole_run.restored(fp8_rollout, changes=_FP8_ROLLOUT).state
   assert state['fp8_state'] == {}
-  qkv, *_ = scaling_state.slot_paths(state['rollout_fp8_state'])
+  qkv, *_ = scaling_state.record_paths(state['rollout_fp8_state'])
   slot = functools.reduce(
       lambda node, key: node[key], qkv.split('/'), state['rollout_fp8_state']
   )
@@ -278,10 +277,13 @@ def test_observing_sees_what_the_rollouts_own_recipe_feeds_its_dots():
   )
   requantizer = mixed_flow.Requantizer(run.policy, run.mesh, mixed)
   batches = tiny_updates.batches(tiny_run.completions())
-  seen = [requantizer._seen(mixed_flow.as_rollout(mixed), b) for b in batches]
+  seen = [
+      requantizer._observed_inputs(mixed_flow.as_rollout(mixed), b)
+      for b in batches
+  ]
   # What the training forward of the same recipe observes, backward and all.
   gradients, _ = run.accumulate(side, batches)
-  for path in scaling_state.slot_paths(side.fp8_state):
+  for path in scaling_state.record_paths(side.fp8_state):
     ours = _at(functools.reduce(scaling_state.combine, seen), path)
     theirs = _at(gradients.fp8, path)
     tiny_run.assert_same_bits(
@@ -304,7 +306,7 @@ def test_a_rollout_with_dynamic_scales_is_measured_where_dots_are_chosen():
   assert measure(state, batches) is state
   measure = mixed_flow.Requantizer(choosing, run.mesh, state).calibrate
   seen = measure(state, batches)
-  for path in scaling_state.slot_paths(state.rollout_fp8_state):
+  for path in scaling_state.record_paths(state.rollout_fp8_state):
     sums = _at(seen.rollout_fp8_state, path)['input']['health']
     elements, *_, signal, noise = np.asarray(sums)
     width = _at(state.trainable, path)['kernel'].shape[1]

@@ -9,9 +9,8 @@ import pytest
 from jetrl_jax.checkpoint.manager import CheckpointManager
 from jetrl_jax.config import build as configs
 from jetrl_jax.fp8 import QTensor, Recipe, scaling_state
-from jetrl_jax.rl.run import mixed_flow
+from jetrl_jax.rl.run import mixed_flow, train_state
 from jetrl_jax.rl.run import precision as run_precision
-from jetrl_jax.rl.run import state as states
 from jetrl_jax.rl.run.precision import RunPrecision
 from jetrl_jax.rl.training import initialize
 from tests import whole_run
@@ -45,11 +44,11 @@ def test_a_run_that_has_begun_keeps_the_dots_it_settled_on(tmp_path):
   assert not resumed.recipe.quantizes(DOWN)
   assert resumed.recipe.quantizes('layers_0/attn/qkv')
   # What a dry run says, before and after.
-  assert 'not known yet' in run_precision.told(tmp_path / 'new', TOKEN)
-  assert run_precision.told(tmp_path, TOKEN).strip() == (
+  assert 'not known yet' in run_precision.describe(tmp_path / 'new', TOKEN)
+  assert run_precision.describe(tmp_path, TOKEN).strip() == (
       f'precision.min_sqnr_db=30 chose at the cold start: {DOWN} (12.5 dB)'
   )
-  assert run_precision.told(tmp_path, Recipe(name='bf16')) == ''
+  assert run_precision.describe(tmp_path, Recipe(name='bf16')) == ''
   # Another factor would be undone on export that was never put in.
   with pytest.raises(ValueError, match='invariant_scale is 1.0, but .* 1.5'):
     run_precision.resolve(tmp_path, of, 1.0)
@@ -57,7 +56,7 @@ def test_a_run_that_has_begun_keeps_the_dots_it_settled_on(tmp_path):
   with pytest.raises(ValueError, match='min_sqnr_db is 20.0, but .* 30.0'):
     run_precision.resolve(tmp_path, other, 1.5)
   (tmp_path / 'precision.json').write_text('{"x": 1}')
-  with pytest.raises(ValueError, match='precision.json does not say'):
+  with pytest.raises(ValueError, match='precision.json cannot be read'):
     run_precision.resolve(tmp_path, of, 1.5)
 
 
@@ -87,7 +86,7 @@ def test_what_either_side_loses_is_in_high_precision_on_both(tmp_path):
   spec = configs.build(whole_run.config(**changes))
   start = mixed_flow.create(
       spec.rollout_policy,
-      states.create(
+      train_state.create(
           spec.policy, spec.initial_params(), optax.identity(), spec.mesh
       ),
       spec.mesh,
@@ -108,7 +107,7 @@ def test_what_either_side_loses_is_in_high_precision_on_both(tmp_path):
       (chosen.rollout_policy, state.rollout_fp8_state),
   ):
     left = ['layers_0/attn/qkv', 'layers_0/mlp/gate_up']
-    assert scaling_state.slot_paths(fp8_state) == left
+    assert scaling_state.record_paths(fp8_state) == left
     assert not policy.recipe.quantizes(DOWN)
   layers = [
       weights['layers_0'] for weights in (state.weights, state.rollout_weights)

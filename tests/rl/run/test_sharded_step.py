@@ -83,7 +83,7 @@ def test_weights_are_gathered_once_and_no_step_asks_another_device(
   engine, start = run.engine, run.start
   split = PolicyParams(start.weights, start.fp8_state)
   used = []
-  for name in ('_keys_of', '_run_block'):
+  for name in ('_prefilled_caches', '_run_block'):
     called = getattr(engine, name)
 
     def recorded(params, *args, called=called):

@@ -74,6 +74,27 @@ def test_a_group_is_mixed_if_some_and_not_all_are_right():
   np.testing.assert_array_equal(found, [False, False, True, False])
 
 
+def test_answers_without_a_score_make_no_group_mixed():
+  nan = np.nan
+  groups = [[nan, 0, 0], [1, nan, 1], [1, nan, 0], [nan, nan, nan]]
+  found = dynamic_sampling.mixed_groups(np.array(groups))
+  np.testing.assert_array_equal(found, [False, False, True, False])
+  filled = _fill([_scored(0, groups)], 1)
+  assert [p.id for p in filled.experience.prompts] == [2]
+  advantages = filled.experience.advantages_PG
+  assert np.sign(advantages).tolist() == [[1, 0, -1]]
+  assert filled.metrics == {
+      'training/num_gen_batches': 1,
+      'training/filter_groups/dropped_frac': 3 / 4,
+      'training/filter_groups/all_right_frac': 1 / 4,
+      'training/filter_groups/generated_acc': 0.5,
+  }
+  with pytest.raises(
+      NotEnoughGroupsError, match='1 all right, 1 without a score, 1 otherwise'
+  ):
+    _fill([_scored(0, groups)], 2)
+
+
 def test_the_batch_is_the_first_mixed_groups_that_were_drawn():
   filled = _fill(
       [
@@ -95,7 +116,7 @@ def test_the_batch_is_the_first_mixed_groups_that_were_drawn():
       'training/num_gen_batches': 2,
       'training/filter_groups/dropped_frac': pytest.approx(2 / 6),
       'training/filter_groups/all_right_frac': pytest.approx(1 / 6),
-      'training/filter_groups/generated_score': 0.5,
+      'training/filter_groups/generated_acc': 0.5,
   }
   assert exp.errors == {'timeout': 3}
   assert len(filled.prompts) == 6 and len(filled.completions) == 12
@@ -214,7 +235,7 @@ def test_a_run_fills_its_batches_and_resumes_to_the_same_bits(
   assert max(batches) > 1
   for record, number in zip(steps, batches, strict=True):
     assert record['training/mismatch_token_frac'] == 0.0
-    assert record['critic/score/mean'] not in (0.0, 1.0)
+    assert record['critic/acc/mean'] not in (0.0, 1.0)
     dropped = record['training/filter_groups/dropped_frac']
     assert (dropped > 0) == (number > 1)
   for file in sorted((whole / 'rollouts').iterdir()):

@@ -179,3 +179,19 @@ def test_values_between_0_and_1_count_for_more_than_one_each():
   # Nearly flat: n would be 10 * 0.25 / 0.0125 = 200, of 40 samples.
   near = metrics.wilson_interval_95(np.array([0.5] * 8 + [0.25, 0.75]), 4)
   np.testing.assert_allclose(near, coins)
+
+
+def test_samples_without_a_score_are_left_out_of_their_problem():
+  nan = math.nan
+  scores_PG = np.array([[1, nan, 0], [nan, nan, nan], [nan, 0, nan]])
+  answers = [['a', 'b', 'b'], ['c', 'c', 'c'], [None, None, 'd']]
+  found = metrics.by_problem(scores_PG, answers)
+  # The second problem counts nowhere; of a and b each has one vote.
+  assert {name: list(v) for name, v in found.items()} == {
+      'mean': [0.5, 0.0],
+      'best': [1.0, 0.0],
+      'maj': [1.0, 0.0],
+  }
+  named = metrics.evaluation_metrics(scores_PG, answers, source='s')
+  assert named['val-core/s/acc/mean@3'] == 0.25
+  assert metrics.by_problem(np.full((2, 3), nan), answers[:2]) == {}

@@ -63,7 +63,10 @@ def _experience(config=_CONFIG, completions=None):
 
 def test_the_metrics_of_a_rollout_by_hand():
   assert experience.experience_metrics(_experience()) == {
-      'critic/score/mean': 0.5,
+      'critic/acc/mean': 0.5,
+      'critic/score/mean': pytest.approx(4 / 6),
+      'critic/score/max': 2.0,
+      'critic/score/min': 0.0,
       'critic/rewards/mean': pytest.approx(4 / 6),
       'critic/rewards/max': 2.0,
       'critic/rewards/min': 0.0,
@@ -94,6 +97,8 @@ def test_the_metrics_of_the_overlong_penalty_by_hand():
   assert found['critic/overlong_penalty/mean'] == pytest.approx(-2.5 / 6)
   assert found['critic/overlong_penalty/frac'] == 0.5
   assert found['critic/rewards/mean'] == pytest.approx(1.5 / 6)
+  # What the functions said, without the penalty.
+  assert found['critic/score/mean'] == pytest.approx(4 / 6)
 
 
 def test_the_metrics_of_episodes_by_hand():
@@ -181,3 +186,48 @@ def test_a_truncated_answer_that_is_masked_counts_no_tokens():
   exp = _experience(config)
   counted = np.repeat(exp.advantages_PG.reshape(-1), [1, 3, 2, 0, 0, 2])
   np.testing.assert_allclose(counted.mean(), 0.0, atol=1e-6)
+
+
+def test_an_answer_without_a_score_teaches_nothing_and_counts_nowhere():
+  config = dataclasses.replace(_CONFIG, loss_agg_mode='token-mean')
+  scores = [1.0, 0.0, np.nan, 0.5, 3.0, np.nan]
+  exp = experience.from_scores(
+      _prompts(),
+      _completions(),
+      np.asarray(scores),
+      np.asarray([1, 0, np.nan, 1, 0, np.nan]),
+      {'unscored': 2},
+      config,
+  )
+  np.testing.assert_array_equal(
+      exp.advantages_PG, [[0.5, -0.5], [0, 0], [0, 0]]
+  )
+  first, second = experience.mini_batches(
+      exp, config, mini_batch_size=2, max_response_length=4
+  )
+  # Tokens of 1 + 3 + 4 and of 4: those without a score are not in the loss.
+  for batch, tokens in ((first, 8), (second, 4)):
+    for s in batch:
+      scored = not np.isnan(scores[s.origin])
+      assert s.loss_mask.any() == scored
+      assert s.loss_weight[-1] == (np.float32(1 / tokens) if scored else 0)
+  found = experience.experience_metrics(exp)
+  assert found['critic/acc/mean'] == 0.5
+  assert found['critic/score/mean'] == 4.5 / 4
+  assert found['critic/rewards/mean'] == 4.5 / 4
+  assert found['critic/rewards/max'] == 3.0
+  std = pytest.approx(np.std([0.5, -0.5, 0, 0]), 1e-6)
+  assert found['critic/advantages/std'] == std
+  assert found['critic/mixed_group_frac'] == 1 / 3
+  assert found['reward/unscored'] == 2
+
+
+def test_a_rollout_without_any_score_has_no_metrics_of_scores():
+  nothing = np.full(6, np.nan)
+  exp = experience.from_scores(
+      _prompts(), _completions(), nothing, nothing, {'unscored': 6}, _CONFIG
+  )
+  assert not exp.advantages_PG.any()
+  found = experience.experience_metrics(exp)
+  assert not [name for name in found if name.startswith('critic/')]
+  assert found['response_length/max'] == 4.0

@@ -49,7 +49,8 @@ def test_answers_that_ended_are_scored_before_the_last_has_ended():
 def test_functions_see_the_prompt_of_the_answer_with_all_that_it_has(tmp_path):
   path = tmp_path / 'rewards.py'
   path.write_text(
-      'def trl(prompts, completions, answer, level, **kwargs):\n'
+      'def trl(prompts, completions, answer, level, completion_ids):\n'
+      '  assert len(completion_ids[0]) == len(completions[0])\n'
       '  return [float(prompts[0] + answer[0]) + level[0]]\n'
       'def verl(data_source, solution_str, ground_truth, extra_info):\n'
       '  return float(data_source)\n'

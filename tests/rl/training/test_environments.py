@@ -11,7 +11,7 @@ from jetrl_jax.rl.run import calibration
 from tests import whole_run
 
 _CHANGES = {
-    'environment.name': 'tests.rl.scripted:Digits',
+    'environment.name': 'tests.rl.rollout.scripted:Digits',
     'environment.kwargs': '{"turns": 2}',
     'trainer.total_training_steps': 2,
     'trainer.test_freq': 2,
@@ -74,7 +74,10 @@ def test_a_resumed_run_has_the_episodes_of_an_uninterrupted_one(tmp_path):
         ({'environment.kwargs': '[1]'}, r"kwargs is '\[1\]'; allowed: a JSON"),
         ({'environment.kwargs': '{"moves": 2}'}, "argument 'moves'"),
         ({'environment.max_turns': 0}, 'max_turns is 0'),
-        ({'environment.name': 'tests.rl.scripted'}, 'package.module:Class'),
+        (
+            {'environment.name': 'tests.rl.rollout.scripted'},
+            'package.module:Class',
+        ),
         ({'trainer.synthetic': True}, 'leave environment.name empty'),
     ],
 )

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from jetrl_jax.rl.settings import GuardConfig
-from jetrl_jax.rl.training import guard, guard_state
-from jetrl_jax.rl.training.guard_state import Action, GuardState
+from jetrl_jax.rl.training import guard
+from jetrl_jax.rl.training.guard import Action, GuardState
 
 CONFIG = GuardConfig(enable=True, max_mismatch_token_frac=0.0)
 
@@ -177,7 +177,7 @@ def test_without_a_good_checkpoint_the_guard_says_that_it_cannot_help():
   assert [d.state.due for d in decisions] == [None] * 3
   assert decisions[2].sentence() == (
       'guard: actor/grad_norm is nan; training/rollout_logprob_diff_max is nan:'
-      ' no action that is allowed could help'
+      ' no allowed action could help'
   )
 
 
@@ -198,7 +198,7 @@ def test_the_run_ends_where_another_rollback_would_be_one_too_many():
   assert (
       decisions[-1]
       .sentence()
-      .endswith('the run ends, it was rolled back 2 times')
+      .endswith('the run ends; it was rolled back 2 times')
   )
 
 
@@ -247,8 +247,8 @@ def test_what_the_guard_remembers_comes_back_from_json():
   for state in (GuardState(), end, *(d.state for d in decisions)):
     saved = json.loads(json.dumps(state.to_json()))
     assert saved == state.to_json()
-    assert guard_state.of_checkpoint({'guard': saved}) == state
-  assert guard_state.of_checkpoint({}) == GuardState()
+    assert GuardState.of_checkpoint({'guard': saved}) == state
+  assert GuardState.of_checkpoint({}) == GuardState()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from jetrl_jax.config import build as configs
 from jetrl_jax.config import saved_policy
 from jetrl_jax.core.interrupt import StopRequested
 from jetrl_jax.fp8 import scaling_state
-from jetrl_jax.rl.training.guard_state import Action, GuardState
+from jetrl_jax.rl.training.guard import Action, GuardState
 from jetrl_jax.rl.training.trainer import Trainer
 from tests import whole_run
 
@@ -60,7 +60,9 @@ class _Faulty(Trainer):
   def _train_step(self, step, state):
     if step + 1 == 3:
       self._move_a_log_prob()
-    if step + 1 in (4, 5) and DOWN in scaling_state.slot_paths(state.fp8_state):
+    if step + 1 in (4, 5) and DOWN in scaling_state.record_paths(
+        state.fp8_state
+    ):
       # A scale far too small: nearly all of the input saturates.
       entry = state.fp8_state['layers_0']['mlp']['down']['input']
       entry['scale'] = jnp.full_like(entry['scale'], 2.0**-30)
@@ -83,11 +85,11 @@ class _Faulty(Trainer):
 
     self.collector.rollout = moved
 
-  def _act(self, state):
+  def _apply_guard_action(self, state):
     if self.guard.due is not None and self.guard.due.name == self.stop_before:
       os.kill(os.getpid(), signal.SIGTERM)
     due, self.accuracy = self.guard.due, 0.5  # As if it had been evaluated.
-    state = super()._act(state)
+    state = super()._apply_guard_action(state)
     # That was another state.
     assert self.accuracy == (0.5 if due is None else None)
     return state
@@ -153,8 +155,8 @@ def test_a_rolled_back_run_goes_on_from_the_weights_of_its_checkpoint(guarded):
   last = whole_run.restored(guarded, changes=CHANGES)
   assert last.step == 8 and int(last.state['opt_step']) == 2
   first = whole_run.restored(guarded, 1, CHANGES)
-  assert DOWN in scaling_state.slot_paths(first.state['fp8_state'])
-  assert DOWN not in scaling_state.slot_paths(last.state['fp8_state'])
+  assert DOWN in scaling_state.record_paths(first.state['fp8_state'])
+  assert DOWN not in scaling_state.record_paths(last.state['fp8_state'])
   assert last.host_state['guard']['rollbacks'] == 2
   steps = sorted(int(p.name) for p in (guarded / 'checkpoints').glob('[0-9]*'))
   assert steps == [1, 8]

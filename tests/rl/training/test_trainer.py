@@ -7,6 +7,7 @@ it says so, because that is what it costs.
 
 import dataclasses
 import functools
+import json
 import os
 import shutil
 import signal
@@ -49,7 +50,7 @@ class _Live:
   def learn(self, **changes):
     """One update with other settings; the state stays alive."""
     state, result = self.result(**changes)
-    return state, result.infos, result.scored
+    return state, result.infos, result.train_logprobs
 
   def result(
       self,
@@ -121,7 +122,8 @@ def test_the_line_of_a_step_has_every_number_of_such_a_run(done):
   several = {
       'actor': {'entropy', 'grad_norm', 'lr', 'pg_loss', 'ppo_kl'}
       | {'pg_clipfrac', 'pg_clipfrac_lower', 'update_k3'},
-      'critic': {'mixed_group_frac', 'score/mean'},
+      'critic': {'mixed_group_frac', 'acc/mean'},
+      'critic/score': spread,
       'critic/advantages': spread | {'std'},
       'critic/rewards': spread,
       'fp8/changed_weight_bytes': {'mean', 'min'},
@@ -195,7 +197,7 @@ def test_the_start_up_bit_test_sees_equal_bits_and_a_moved_weight(
     return preflight.bit_test(
         trainer.spec,
         trainer.collector.engine,
-        trainer.learner.score,
+        trainer.learner.logprobs,
         state,
         trainer.interrupt.check,
     )
@@ -222,7 +224,7 @@ def test_saved_rollouts_replayed_give_the_same_weights(done, live):
         trainer.spec.algorithm,
     )
     state, learnt = trainer.learner.learn(state, exp)
-    assert _same_bits(exp, learnt.scored)
+    assert _same_bits(exp, learnt.train_logprobs)
   saved = whole_run.digest(whole_run.restored(done, 6).state)
   again = whole_run.digest(
       {
@@ -341,8 +343,8 @@ def test_updates_that_are_not_finite_are_skipped_counted_and_end_the_run(
     trainer.loss = functools.partial(_nan_from, 2, trainer.spec.loss)
     with pytest.raises(
         RuntimeError,
-        match='3 updates in a row were not finite .gradient norm nan.; the'
-        ' weights are as they were',
+        match='3 updates in a row were not finite .gradient norm nan.; none'
+        ' of them changed the weights',
     ):
       trainer.train()
     steps = whole_run.records(tmp_path)[1:]
@@ -525,3 +527,46 @@ def test_seeded_scores_and_lengths_need_no_rewards_and_no_stops(tmp_path):
   assert step['rollout/num_preempted'] > 0
   assert step['response_length/min'] >= 6 and step['response_length/max'] <= 12
   assert not (tmp_path / 'rollouts').exists()
+
+
+def test_answers_that_no_reward_applies_to_are_left_out_of_a_run(tmp_path):
+  path = tmp_path / 'rewards.py'
+  path.write_text(
+      'def some(prompts, completions, answer, **kwargs):\n'
+      '  digits = sum(c.isdigit() for c in completions[0])\n'
+      '  odd = (digits + int(answer[0].split()[-1])) % 2\n'
+      '  return [digits / 12 if odd else None]\n'
+  )
+  workdir = tmp_path / 'run'
+  changes = {
+      'reward.functions': (f'{path}:some',),
+      'trainer.total_training_steps': 2,
+      'trainer.test_freq': 2,
+  }
+  trainer = whole_run.trainer(workdir, changes)
+  trainer.train()
+  for step in (1, 2):
+    record = whole_run.records(workdir)[step]
+    assert 'nonfinite' not in record
+    file = workdir / 'rollouts' / f'{step:06}.npz'
+    completions, extra = store.load_rollouts(file)
+    unscored = np.isnan(extra['score'])
+    assert 0 < record['reward/unscored'] == unscored.sum() < len(completions)
+    assert not extra['advantage'][unscored].any()
+    np.testing.assert_allclose(
+        record['critic/rewards/mean'], extra['score'][~unscored].mean()
+    )
+    again = replay.load_experience(
+        file, trainer.spec.train_set, trainer.spec.algorithm
+    )
+    np.testing.assert_array_equal(
+        again.advantages_PG.reshape(-1), extra['advantage']
+    )
+  samples = (workdir / 'samples' / '000002.jsonl').read_text().splitlines()
+  found = [json.loads(line)['accuracy'] for line in samples]
+  known = [value for value in found if value is not None]
+  assert 0 < len(known) < len(found)
+  np.testing.assert_allclose(
+      whole_run.records(workdir)[2]['val-core/heldout/acc/mean@1'],
+      np.mean(known),
+  )

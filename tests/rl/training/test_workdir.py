@@ -41,7 +41,7 @@ def test_without_its_checkpoints_a_run_begins_anew_and_keeps_the_old_lines(
   assert (workdir / 'metrics_before.jsonl').read_bytes() == old
   # What it learnt from cannot be made again.
   assert (workdir / 'rollouts' / '000006.npz').exists()
-  assert 'the lines of the earlier one are kept in metrics_be' in caplog.text
+  assert 'the metrics of the earlier run are kept in metrics_be' in caplog.text
   steps = (workdir / 'metrics.jsonl').read_text().splitlines()
   assert [json.loads(line)['step'] for line in steps] == [0, 1]
 

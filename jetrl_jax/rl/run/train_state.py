@@ -1,4 +1,4 @@
-"""Builds and restores training states."""
+"""Builds training states, and the reference policy of a KL term."""
 
 import dataclasses
 import pathlib
@@ -33,8 +33,8 @@ def partition(
     frozen_patterns: matched in full against paths like 'embed/embedding'.
 
   Raises:
-    ValueError: a pattern is no regular expression or matches nothing, or
-      everything is frozen.
+    ValueError: a pattern is not a regular expression or matches nothing, or
+      every parameter is frozen.
   """
   flat = traverse_util.flatten_dict(params, sep='/')
   for pattern in frozen_patterns:
@@ -42,7 +42,7 @@ def partition(
       re.compile(pattern)
     except re.error as error:
       raise ValueError(
-          f'model.freeze: {pattern!r} is no regular expression ({error})'
+          f'model.freeze: {pattern!r} is not a regular expression ({error})'
       ) from error
   matches = {
       pattern: {p for p in flat if re.fullmatch(pattern, p)}
@@ -72,13 +72,13 @@ def create(
     mesh: Mesh,
     frozen_patterns: tuple[str, ...] = (),
 ) -> TrainState:
-  """Returns the state of a cold start: slots empty but for the kernels.
+  """Returns the state of a cold start, in which only the kernels have scales.
 
   Args:
     policy: its recipe decides what is quantised.
     params: masters on their devices; the state takes them over.
     optimizer: its moments start at zero.
-    mesh: where new leaves go.
+    mesh: devices of the new arrays.
     frozen_patterns: see `partition`.
   """
   trainable, frozen = partition(params, frozen_patterns)
@@ -107,11 +107,11 @@ def with_weights(
   """Returns the state with `weights` made from its masters.
 
   Args:
-    policy: its recipe.
-    state: whose `weights` are replaced.
+    policy: its recipe decides what is quantised.
+    state: its `weights` are replaced.
     mesh: devices.
-    record: first record the kernels' amaxes (a cold start). A restored state
-      has its kernel scales already, and recording would be a second time.
+    record: whether to record the kernels' amaxes first, as a cold start does. A
+      restored state has them already, so they would be recorded twice.
   """
 
   def make(trainable, frozen, fp8_state):
@@ -126,7 +126,7 @@ def with_weights(
       sharding.tree_specs(tree, mesh)
       for tree in (state.trainable, state.frozen, state.fp8_state)
   ]
-  # Shapes outside shard_map: the axes' collectives must not be traced there.
+  # Outside of shard_map no collective may be traced, so `make` cannot be used.
   shapes = jax.eval_shape(
       lambda t, f, s: kernels.prepare_weights(merge(t, f), s, policy.recipe),
       state.trainable,
@@ -151,15 +151,15 @@ def abstract(
 
   Args:
     policy: its recipe decides what is quantised.
-    param_shapes: of the masters.
+    param_shapes: shapes of the masters.
     optimizer: makes the moments.
-    mesh: where the leaves lie.
+    mesh: devices.
     frozen_patterns: see `partition`.
-    rollout_recipe: of a mixed flow's rollout; None in a unified flow.
+    rollout_recipe: the rollout's recipe in a mixed flow; None in a unified one.
   """
   trainable, frozen = partition(param_shapes, frozen_patterns)
 
-  def slots_of(recipe):
+  def scaling_state_of(recipe):
     return jax.eval_shape(
         lambda: scaling_state.init_state(param_shapes, recipe)
     )
@@ -167,11 +167,13 @@ def abstract(
   state = TrainState(
       trainable=trainable,
       frozen=frozen,
-      fp8_state=slots_of(policy.recipe),
+      fp8_state=scaling_state_of(policy.recipe),
       opt_state=jax.eval_shape(optimizer.init, trainable),
       weights={},
       opt_step=jax.eval_shape(lambda: jnp.zeros((), jnp.int32)),
-      rollout_fp8_state=slots_of(rollout_recipe) if rollout_recipe else {},
+      rollout_fp8_state=(
+          scaling_state_of(rollout_recipe) if rollout_recipe else {}
+      ),
   )
   return jax.tree.map(
       lambda leaf, where: jax.ShapeDtypeStruct(
@@ -183,7 +185,7 @@ def abstract(
 
 
 def without_weights(state: TrainState) -> dict[str, PyTree]:
-  """Returns what a checkpoint holds: all but the compute weights."""
+  """Returns what a checkpoint holds: everything except the compute weights."""
   return {
       field.name: getattr(state, field.name)
       for field in dataclasses.fields(state)
@@ -196,18 +198,19 @@ def reference(
 ) -> PolicyParams:
   """Returns the reference policy: the run's first weights and scales.
 
-  It has its own copy of the compute weights and of the frozen scales, so that
-  the KL at step 0 is exactly 0. The copy is kept beside the checkpoints.
+  It has its own copy of the compute weights and of the scales, which stay as
+  they are, so that the KL at step 0 is exactly 0. The copy is saved in a folder
+  next to the checkpoints.
 
   Args:
-    folder: where it is kept.
+    folder: the reference policy's folder.
     state: the state of a cold start, or one of the same shapes.
-    cold: whether `state` is the run's first.
+    cold: whether `state` is the run's first state.
   """
   tree = {'weights': state.weights, 'fp8_state': state.fp8_state}
   if cold:
     tree = jax.tree.map(jnp.copy, tree)
-    # Left by a run that was killed before its first checkpoint.
+    # A run that was killed before its first checkpoint may have left one.
     shutil.rmtree(folder, ignore_errors=True)
     manager = CheckpointManager(folder, keep_latest=1, keep_best=0)
     manager.save(0, tree, {}, metric=None)
@@ -224,7 +227,11 @@ def reference(
 
 
 def check_reference(folder: pathlib.Path) -> None:
-  """Refuses a resume whose KL term has nothing to hold the policy to."""
+  """Raises an error if a resumed run's KL term has no reference policy.
+
+  Raises:
+    ValueError: the folder is missing.
+  """
   if not (folder / '0').exists():
     raise ValueError(
         f'{folder} holds no reference policy, but the run has a KL term and is'

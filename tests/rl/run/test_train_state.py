@@ -10,7 +10,7 @@ from jetrl_jax.core import sharding
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.optim.adamw import OptimizerConfig
-from jetrl_jax.rl.run import state as states
+from jetrl_jax.rl.run import train_state
 from tests.rl import tiny_run, tiny_updates
 
 PARAMS = {
@@ -21,7 +21,9 @@ PARAMS = {
 
 
 def test_patterns_match_whole_paths():
-  trainable, frozen = states.partition(PARAMS, ('embed/.*', 'layers_0/.*/bias'))
+  trainable, frozen = train_state.partition(
+      PARAMS, ('embed/.*', 'layers_0/.*/bias')
+  )
   assert frozen == {
       'embed': {'embedding': 0},
       'layers_0': {'attn': {'qkv': {'bias': 2}}},
@@ -33,7 +35,7 @@ def test_patterns_match_whole_paths():
 
 
 def test_no_pattern_freezes_nothing():
-  assert states.partition(PARAMS, ()) == (PARAMS, {})
+  assert train_state.partition(PARAMS, ()) == (PARAMS, {})
 
 
 @pytest.mark.parametrize(
@@ -48,14 +50,14 @@ def test_no_pattern_freezes_nothing():
 )
 def test_patterns_that_cannot_be_meant_are_refused(patterns, message):
   with pytest.raises(ValueError, match=message):
-    states.partition(PARAMS, patterns)
+    train_state.partition(PARAMS, patterns)
 
 
 def test_a_cold_start_has_kernel_scales_and_nothing_else_recorded():
   run, _, _ = tiny_run.cold_fp8_run()
   state = run.start
   assert int(state.opt_step) == 0
-  paths = scaling_state.slot_paths(state.fp8_state)
+  paths = scaling_state.record_paths(state.fp8_state)
   assert paths == [
       f'layers_0/{dot}'
       for dot in ('attn/o', 'attn/qkv', 'mlp/down', 'mlp/gate_up')
@@ -80,7 +82,7 @@ def test_a_bf16_run_has_no_slots_and_casts_every_weight():
 
 def test_weights_of_a_restored_state_are_those_it_was_saved_with():
   run, (update, *_) = tiny_run.fp8_run(), tiny_updates.updates('fp8')
-  saved = states.without_weights(update.after)
+  saved = train_state.without_weights(update.after)
   assert set(saved) == {
       'trainable',
       'frozen',
@@ -92,7 +94,7 @@ def test_weights_of_a_restored_state_are_those_it_was_saved_with():
   # A unified flow has no slots of the rollout's own.
   assert not saved['rollout_fp8_state']
   empty = dataclasses.replace(update.after, weights={})
-  restored = states.with_weights(run.policy, empty, run.mesh, record=False)
+  restored = train_state.with_weights(run.policy, empty, run.mesh, record=False)
   tiny_run.assert_same_bits(restored, update.after)
 
 
@@ -103,10 +105,12 @@ def test_the_abstract_state_is_what_create_makes():
   frozen = ('final_norm/.*',)
   made = tiny_run.cold_state(of, mesh, optimizer, frozen)
   shapes = tiny_run.state_shapes(of)
-  like = states.abstract(of, shapes.trainable, optimizer, mesh, frozen)
+  like = train_state.abstract(of, shapes.trainable, optimizer, mesh, frozen)
   assert like.weights == {}
-  found = jax.tree_util.tree_leaves_with_path(states.without_weights(like))
-  expected = jax.tree_util.tree_leaves_with_path(states.without_weights(made))
+  found = jax.tree_util.tree_leaves_with_path(train_state.without_weights(like))
+  expected = jax.tree_util.tree_leaves_with_path(
+      train_state.without_weights(made)
+  )
   assert [path for path, _ in found] == [path for path, _ in expected]
   for (path, a), (_, b) in zip(found, expected, strict=True):
     assert (a.shape, a.dtype) == (b.shape, b.dtype), path
@@ -115,11 +119,13 @@ def test_the_abstract_state_is_what_create_makes():
 
 def test_the_reference_outlives_the_run_and_its_updates(tmp_path):
   first, *_, last = tiny_updates.updates('fp8')
-  made = states.reference(tmp_path / 'reference', first.before, cold=True)
+  made = train_state.reference(tmp_path / 'reference', first.before, cold=True)
   tiny_run.assert_same_bits(
       made, PolicyParams(first.before.weights, first.before.fp8_state)
   )
-  restored = states.reference(tmp_path / 'reference', last.after, cold=False)
+  restored = train_state.reference(
+      tmp_path / 'reference', last.after, cold=False
+  )
   tiny_run.assert_same_bits(restored, made)
   # A copy: the update takes the state's own buffers over.
   for a, b in zip(
@@ -132,6 +138,6 @@ def test_the_reference_outlives_the_run_and_its_updates(tmp_path):
 
 def test_a_resumed_run_without_its_reference_is_refused(tmp_path):
   with pytest.raises(ValueError, match='holds no reference policy'):
-    states.reference(
+    train_state.reference(
         tmp_path / 'reference', tiny_run.fp8_run().start, cold=False
     )
