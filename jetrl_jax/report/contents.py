@@ -216,9 +216,7 @@ def _config(run: Run) -> list[dict]:
       for name, value in every
       if name in defaults and run.config[name] != defaults[name]
   ]
-  said = f'{len(changed)} of {len(every)} values differ from configs/base.py.'
-  if not defaults:
-    said = 'The defaults (configs/base.py) are not at hand: none is marked.'
+  said = f'{len(changed)} of {len(every)} values differ from their defaults.'
   table = _table(['name', 'value', 'default'], changed, 'keys')
   parts = [_text(said), table] if changed else [_text(said)]
   summary = f'All {len(every)} values'

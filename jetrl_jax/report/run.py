@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jetrl_jax.config import sections
+
 METRICS = 'metrics.jsonl'
 OPERANDS = ('input', 'kernel', 'output_grad')
 _HEALTH, _CHANGED = 'fp8_health', 'fp8_changed_weight_bytes'
@@ -326,14 +328,9 @@ def _flat(section: dict, path: str = '') -> dict[str, Any]:
 
 
 def default_config() -> dict[str, Any]:
-  """Returns dotted name -> default; empty where configs/ is not at hand."""
-  try:
-    from configs import base  # A folder of the clone.
-
-    # Through JSON, as a run's own values went: tuples are lists there.
-    return _flat(json.loads(base.get_config().to_json()))
-  except (ImportError, AttributeError):
-    return {}
+  """Returns dotted name -> default."""
+  # Through JSON, as a run's own values went: tuples are lists there.
+  return _flat(json.loads(sections.get_config().to_json()))
 
 
 def _chosen(path: pathlib.Path, notes: list[str]) -> dict[str, float]:

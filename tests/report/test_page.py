@@ -184,7 +184,7 @@ def test_no_metric_is_finite_and_there_is_a_page(tmp_path):
 def test_config_values_that_are_no_defaults_are_marked(workdir):
   assert default_config()['optim.betas'] == [0.9, 0.999]
   text = _text(workdir)
-  assert '4 of 4 values differ from configs/base.py.' in text
+  assert '4 of 4 values differ from their defaults.' in text
   assert 'optim.betas[0.9, 0.98][0.9, 0.999]' in text
   written = pages.written(workdir)
   assert '<span class="changed">a/model</span>' in written
