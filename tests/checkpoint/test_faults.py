@@ -37,7 +37,7 @@ def test_sigkill_at_any_instant_loses_nothing_that_was_durable(tmp_path, kills):
   generator = np.random.default_rng(20)
   like = _like(state_of(0))
   saver = subprocess.Popen(
-      [sys.executable, '-m', 'tests.checkpoint_saver', str(tmp_path)],
+      [sys.executable, '-m', 'tests.checkpoint.saver', str(tmp_path)],
       cwd=pathlib.Path(__file__).parents[2],
       env=os.environ | {'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': ''},
       stdin=subprocess.PIPE,
