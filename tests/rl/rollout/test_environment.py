@@ -23,18 +23,18 @@ def _config(make=scripted.Letters, **changes):
 
 
 def test_a_class_is_found_by_its_dotted_path():
-  found = load_environment('tests.rl.scripted:Letters')
+  found = load_environment('tests.rl.rollout.scripted:Letters')
   assert found.__name__ == 'Letters' and issubclass(found, Environment)
 
 
 @pytest.mark.parametrize(
     ('name', 'sentence'),
     [
-        ('tests.rl.scripted.Letters', "write 'package.module:Class'"),
+        ('tests.rl.rollout.scripted.Letters', "write 'package.module:Class'"),
         ('games/mine.py:Game', "where you start, 'games.mine:Game'"),
-        ('tests.rl.nowhere:Letters', 'failed with ModuleNotFoundError'),
-        ('tests.rl.scripted:Absent', "it has ['Digits', 'Letters']"),
-        ('tests.rl.scripted:tokenizer', "no class 'tokenizer'"),
+        ('tests.rl.rollout.nowhere:Letters', 'failed with ModuleNotFoundError'),
+        ('tests.rl.rollout.scripted:Absent', "it has ['Digits', 'Letters']"),
+        ('tests.rl.rollout.scripted:tokenizer', "no class 'tokenizer'"),
         (f'{__name__}:Half', "no class 'Half' that is a whole Environment"),
     ],
 )
