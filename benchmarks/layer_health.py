@@ -72,6 +72,7 @@ from jetrl_jax.rl.rollout.scheduler import rollout
 from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.run.calibration import Calibration, likelihood_sequences
 from jetrl_jax.rl.run.gradients import UpdatePrograms
+from jetrl_jax.rl.settings import RunConfig
 from jetrl_jax.rl.types import Completion, TrainBatch
 
 # Arms of the gradient: a recipe each, ...
@@ -104,8 +105,10 @@ PLANTED = 'planted'
 ARMS = (*RECIPES, KERNELS_ONLY, *SCALES, *CALIBRATIONS, PLANTED)
 # Kernels and inputs are measured for these.
 QUANTIZERS = ('default', 'amax448', 'fp8_token', 'fp8_block', 'int8')
-# As in configs/base.py.
-_HISTORY, _CALIBRATION, _CALIBRATION_TOKENS = 16, 16, 64
+# A run's defaults.
+_HISTORY = Recipe.amax_history_length
+_CALIBRATION = RunConfig.calibration_prompts
+_CALIBRATION_TOKENS = RunConfig.calibration_tokens
 _ANOTHER = 'bf16, other answers'
 
 _CHECKPOINT = flags.DEFINE_string('checkpoint', None, 'Folder.')

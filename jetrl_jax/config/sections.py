@@ -149,16 +149,13 @@ def default(name: str) -> Any:
 
 def get_config() -> ml_collections.ConfigDict:
   """Returns every setting with its default, locked against unknown names."""
-  config = ml_collections.ConfigDict()
+  config: dict[str, Any] = {}
   for path, settings in SECTIONS.items():
     section: Config = config
     for name in path.split('.') if path else ():
-      if name not in section:
-        section[name] = ml_collections.ConfigDict()
-      section = section[name]
-    for name, setting in settings.items():
-      section[name] = setting.placeholder
-  return config.lock()
+      section = section.setdefault(name, {})
+    section.update({k: setting.placeholder for k, setting in settings.items()})
+  return ml_collections.ConfigDict(config).lock()
 
 
 def take(owner: Callable[..., Record], config: Config, **more) -> Record:
