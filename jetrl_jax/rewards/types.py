@@ -33,7 +33,8 @@ class RewardSpec:
     """Refuses what no worker could run."""
     if not abs(self.weight) <= MAX_SIZE:
       raise ValueError(
-          f'reward {self.function!r} has weight {self.weight}; it must be'
+          f'reward {self.function!r} has weight {self.weight} (of'
+          ' reward.weights); it must be'
           f' finite, and between {-MAX_SIZE:g} and {MAX_SIZE:g}.'
       )
     if self.function not in BUILT_IN:

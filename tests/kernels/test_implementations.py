@@ -19,6 +19,7 @@ from jetrl_jax import fp8, kernels
 from jetrl_jax.core.compilation import exact_jit, on_gpu
 from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import DeferredScale, QTensor, Recipe, formats
+from jetrl_jax.fp8.products import Rows
 from jetrl_jax.fp8.quantization import quantize_groups
 from jetrl_jax.kernels import (
     adamw,
@@ -31,7 +32,7 @@ from jetrl_jax.kernels import (
     swiglu,
 )
 from jetrl_jax.kernels.adamw.reference import fp8_codec
-from jetrl_jax.kernels.add_norm_quantize import add_norm_quantize
+from jetrl_jax.kernels.add_norm_quantize import joined
 from jetrl_jax.kernels.attention import flash_attention
 from jetrl_jax.kernels.block_scaled_dot import block_dot
 from jetrl_jax.kernels.decode_attention import decode_attention
@@ -150,7 +151,7 @@ def _norms() -> list[Case]:
     )
 
   def run(x, gain, step, added, copies=1):
-    return add_norm_quantize(x, gain, 1e-6, step, added, copies=copies)
+    return joined(x, gain, 1e-6, step, added, copies=copies)
 
   # Two orders of a float32 sum of 192 terms; in bfloat16 one rounding more may
   # fall the other way, and in E4M3 one step of eight.
@@ -370,7 +371,7 @@ def _mlps() -> list[Case]:
           (params[name]['kernel'], weights[name]['kernel'], state[name])
           for name in ('gate_up', 'down')
       )
-      return mlp(recipe, x, None, gate_up, down, mask)
+      return mlp(recipe, Rows(x), gate_up, down, mask)
 
     z, pull = jax.vjp(forward, x, params)
     return z, pull(dz)

@@ -388,7 +388,7 @@ def test_all_processes_die_with_the_trainer():
       'def pid(fd):\n'
       '  with open(f"/proc/self/fdinfo/{fd}") as info:\n'
       '    return [l.split()[1] for l in info if l.startswith("Pid")][0]\n'
-      'print(pool._nursery.process.pid, *map(pid, pids), flush=True)\n'
+      'print(pool._fork_server.process.pid, *map(pid, pids), flush=True)\n'
       'pool.score([request("hang")])\n'
   )
   if sys.platform != 'linux':

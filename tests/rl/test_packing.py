@@ -245,7 +245,7 @@ def test_an_observation_s_tokens_carry_no_loss():
 
 def test_values_of_another_number_of_micro_batches_are_refused():
   _, packed = _pack([5])
-  with pytest.raises(ValueError, match='Values of 0 micro-batches for 1'):
+  with pytest.raises(ValueError, match='values of 0 micro-batches, but 1'):
     packing.unpack([], packed)
 
 

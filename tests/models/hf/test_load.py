@@ -161,8 +161,8 @@ def test_loading_holds_the_model_once(tmp_path):
   script = """
 import resource, sys, pathlib
 import jax
-from jetrl_jax.models.hf_config import load_config
-from jetrl_jax.models.hf_import import load_checkpoint
+from jetrl_jax.models.hf.config import load_config
+from jetrl_jax.models.hf.load import load_checkpoint
 folder = pathlib.Path(sys.argv[1])
 jax.device_put(0.0).block_until_ready()
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
