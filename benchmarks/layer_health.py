@@ -1139,6 +1139,8 @@ def config_of() -> Any:
   """Returns the config that the policy and its masters are made by."""
   config = base.get_config()
   config.model.path = _CHECKPOINT.value
+  # Ties and zeros are those of the file.
+  config.model.spread_masters = False
   if common.TINY.value:
     config.model.attention_tile = 16
   return config
