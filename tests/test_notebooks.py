@@ -147,7 +147,7 @@ def test_a_notebook_is_composed_from_public_names(path):
     elif isinstance(node, ast.ImportFrom):
       # From the package a room or a module at its top; nothing deeper.
       top, *rest = node.module.split('.')
-      assert top != 'jetrl_jax' or not rest or rest == ['core']
+      assert top != 'jetrl_jax' or not rest or rest[0] == 'core'
     elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
       if node.value.id in _ROOMS:
         public = importlib.import_module(f'jetrl_jax.{node.value.id}').__all__

@@ -8,6 +8,7 @@ notebook needs.
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.optim.types import TrainState
+from jetrl_jax.rl import rollout
 from jetrl_jax.rl.advantages import group_advantages
 from jetrl_jax.rl.aggregation import loss_weights
 from jetrl_jax.rl.mismatch import mismatch_metrics
@@ -39,6 +40,7 @@ __all__ = [
     'mismatch_metrics',
     'pack',
     'policy_loss',
+    'rollout',
     'sequence_from_completion',
     'train_graph',
     'unpack',
