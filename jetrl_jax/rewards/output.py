@@ -1,33 +1,40 @@
 """What reward functions print, shown up to a limit.
 
 A function that prints for every answer, or prints what an answer says, would
-fill a disk in a night. The limit is one for all workers of a pool: they are
-forks of one process, and share its count.
+fill a disk in a night. The limit is one for all workers of a pool. A count in
+shared memory would not hold it: a worker that is interrupted between reading
+and storing it sets it back to what it was. So the workers, forks of one
+process, share a pipe that was filled once, and take what they may print out of
+it; what a killed one had taken is lost.
 """
 
 import io
-import mmap
 import os
-import struct
 import sys
 
 LIMIT = 2**20  # Bytes.
-_COUNT = struct.Struct('<q')
+# Bytes that a worker may print for each byte of the pipe.
+_PORTION = 4096
+# The last one in the pipe, taken by one worker.
+_LAST = b'e'
 
 
 class _Bounded(io.RawIOBase):
-  """Writes to a file descriptor until the count is at the limit.
+  """Writes to a file descriptor as long as there are portions to take.
 
   Args:
     descriptor: of the file.
-    count: memory shared by all who write.
+    portions: the pipe's end to read from, without waiting.
+    credit: one number, of bytes taken and not printed; shared by the streams
+      of a process.
   """
 
-  def __init__(self, descriptor: int, count: mmap.mmap):
+  def __init__(self, descriptor: int, portions: int, credit: list[int]):
     super().__init__()
     self.name = f'<{descriptor}>'
     self._descriptor = descriptor
-    self._count = count
+    self._portions = portions
+    self._credit = credit
 
   def writable(self) -> bool:
     """Returns True."""
@@ -44,11 +51,13 @@ class _Bounded(io.RawIOBase):
   def write(self, data) -> int:
     """Writes what there is room for; the rest is as if it were written."""
     view = memoryview(data).cast('B')
-    # Two workers at once may count less than they write: a few lines more.
-    (count,) = _COUNT.unpack_from(self._count)
-    _COUNT.pack_into(self._count, 0, count + len(view))
-    shown = bytes(view[: max(0, LIMIT - count)])
-    if count < LIMIT < count + len(view):
+    ended = False
+    while self._credit[0] < len(view) and (taken := self._take()):
+      ended = taken == _LAST
+      self._credit[0] += 0 if ended else _PORTION
+    shown = bytes(view[: self._credit[0]])
+    self._credit[0] -= len(shown)
+    if ended:
       shown += (
           b'\n[reward functions have printed more than %d KiB; the rest is not'
           b' shown]\n' % (LIMIT // 1024)
@@ -57,15 +66,31 @@ class _Bounded(io.RawIOBase):
       shown = shown[os.write(self._descriptor, shown) :]
     return len(view)
 
+  def _take(self) -> bytes:
+    """Takes one portion; empty where none is left."""
+    try:
+      return os.read(self._portions, 1)
+    except OSError:  # Would wait; or a reward function has closed it.
+      return b''
+
+
+def _portions(limit: int) -> int:
+  """Returns the end to read from of a pipe with portions of `limit` bytes."""
+  portions, filling = os.pipe()
+  os.set_blocking(portions, False)
+  os.write(filling, b'.' * (limit // _PORTION) + _LAST)
+  os.close(filling)
+  return portions
+
 
 def bound() -> None:
   """Bounds what this process and its forks print through Python."""
-  count = mmap.mmap(-1, _COUNT.size)
+  portions, credit = _portions(LIMIT), [0]
   for name, descriptor in (('stdout', 1), ('stderr', 2)):
     if getattr(sys, name) is None:  # Closed.
       continue
     stream = io.TextIOWrapper(
-        _Bounded(descriptor, count),
+        _Bounded(descriptor, portions, credit),
         encoding='utf-8',
         errors='backslashreplace',
         line_buffering=True,
