@@ -50,7 +50,7 @@ def grid_of(values: NpArray) -> str | None:
   """Returns the coarsest 16-bit grid that holds all values, if any does.
 
   Args:
-    values: as they lie in a file. A float32 file may hold a bfloat16 model.
+    values: as they lie in a file. A float32 tensor may hold bfloat16 values.
 
   Returns:
     'bfloat16', 'float16', or None for values with more bits.

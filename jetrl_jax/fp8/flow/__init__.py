@@ -1,15 +1,12 @@
 """The precision flow of a program, and whether one is part of another."""
 
+from jetrl_jax.fp8.flow.graph import FlowEdge, FlowGraph, FlowNode
 from jetrl_jax.fp8.flow.subgraph import (
-    SAMPLING,
     Difference,
-    FlowEdge,
-    FlowGraph,
-    FlowNode,
     check_subgraph,
-    extract,
     require_subgraph,
 )
+from jetrl_jax.fp8.flow.walk import SAMPLING, extract
 
 __all__ = [
     'SAMPLING',

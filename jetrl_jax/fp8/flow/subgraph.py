@@ -18,19 +18,7 @@ References:
 
 import dataclasses
 
-from jetrl_jax.fp8.flow.graph import FlowEdge, FlowGraph, FlowNode
-from jetrl_jax.fp8.flow.walk import SAMPLING, extract
-
-__all__ = [
-    'SAMPLING',
-    'Difference',
-    'FlowEdge',
-    'FlowGraph',
-    'FlowNode',
-    'check_subgraph',
-    'extract',
-    'require_subgraph',
-]
+from jetrl_jax.fp8.flow.graph import FlowGraph, FlowNode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
