@@ -8,7 +8,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test slow jetstream soak lint types buildifier check format clean
+.PHONY: quickstart test slow jetstream soak lint types buildifier check format docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jetrl_jax.main --config=configs/quickstart.py \
@@ -54,8 +54,12 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/pyink .
 
+# The documentation site in site/; a link that leads nowhere fails it.
+docs: $(VENV)/.docs/.installed
+	PYTHONPATH=$(abspath $(VENV)/.docs):. $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) *.egg-info
+	rm -rf $(VENV) *.egg-info site
 
 # Stamp files: the set-up runs again only when pyproject.toml changed.
 $(VENV)/.created:
@@ -80,6 +84,12 @@ $(VENV)/.jetstream/.installed: pyproject.toml | $(VENV)/.installed-dev
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
 	  --upgrade --target $(VENV)/.jetstream \
 	  google-jetstream==0.2.2 grpcio prometheus-client shortuuid
+	@touch $@
+
+$(VENV)/.docs/.installed: pyproject.toml | $(VENV)/.created
+	@echo "Installing mkdocs-material and mkdocstrings into $(VENV)/.docs"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --upgrade \
+	  --target $(VENV)/.docs 'mkdocs-material>=9.6,<10' 'mkdocstrings[python]>=0.29'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.created

@@ -178,10 +178,10 @@ def test_what_a_foreign_key_becomes_is_a_value_of_the_config(page):
 
 
 def test_every_page_is_in_the_index():
-  index = _ROOT / 'docs' / 'README.md'
-  pages = {page.name for page in index.parent.glob('*.md')} - {'README.md'}
+  index = _ROOT / 'docs' / 'index.md'
+  pages = {page.name for page in index.parent.glob('*.md')} - {'index.md'}
   listed = set(re.findall(r'\]\(([\w.]+\.md)\)', _text(index)))
-  assert not pages - listed, 'give the page a row in docs/README.md'
+  assert not pages - listed, 'give the page a row in docs/index.md'
 
 
 def test_the_formatters_of_the_hooks_are_those_of_the_development_environment():
