@@ -41,6 +41,9 @@ _KV = flags.DEFINE_enum('kv', 'auto', ['auto', 'fp8'], 'kv_cache_dtype.')
 _WORKLOADS = flags.DEFINE_list(
     'workloads', ['128x128x1x2048'], 'PROMPT_LENGTH x PROMPTS x SAMPLES x NEW.'
 )
+_LOGPROBS = flags.DEFINE_bool(
+    'logprobs', True, "Ask for the sampled tokens' log-probs, as RL does."
+)
 _OUTPUT = flags.DEFINE_string('output', None, 'JSON.')
 
 
@@ -77,7 +80,7 @@ def main(_):
         max_tokens=new,
         ignore_eos=True,
         detokenize=False,
-        logprobs=0,
+        logprobs=0 if _LOGPROBS.value else None,
     )
     started = time.monotonic()
     engine.generate(asked, sampling, use_tqdm=False)
@@ -92,6 +95,7 @@ def main(_):
             'vllm': vllm.__version__,
             'weights': _QUANTIZATION.value,
             'kv': _KV.value,
+            'logprobs': _LOGPROBS.value,
             'workload': workload,
             'ms_per_step': round(took / steps * 1e3, 3),
         }
