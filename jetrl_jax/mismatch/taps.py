@@ -85,7 +85,7 @@ class TappedPolicy(Policy):
 def tapped(policy: Policy, wanted: tuple[str, ...]) -> TappedPolicy:
   """Returns the policy with taps; of fused kernels nothing would be seen."""
   fields = {
-      field.name: getattr(policy.separately(), field.name)
+      field.name: getattr(policy, field.name)
       for field in dataclasses.fields(policy)
   }
   return TappedPolicy(**fields, wanted=wanted)

@@ -163,8 +163,7 @@ class DecodeAttention:
     if self.joins and norm_heads is None:
       if not isinstance(qkv, DeferredScale):
         qkv = DeferredScale(values=qkv)
-      with jax.named_scope('attention'):
-        return rope_append(qkv, rotation, self.position_B, self.table_BP, cache)
+      return rope_append(qkv, rotation, self.position_B, self.table_BP, cache)
     q_BNH, *new = _heads(qkv, rotation, config, norm_heads, tap)
     with jax.named_scope('attention'):
       return q_BNH, self.append(new, cache)

@@ -10,7 +10,6 @@ to a caller that makes it mutable (`mismatch/taps.py`). To all others they are
 no part of the program.
 """
 
-import dataclasses
 from typing import Any, TypeVar
 
 import jax
@@ -208,12 +207,18 @@ class Linear(Leaf):
     """
     operands = self.operands(kernel)
     if defer or rows.parts > 1:
-      dtype = rows.values.dtype if self.late_scale else jnp.float32
       product = linear.unscaled_dot(
-          self.recipe, rows.values, *operands[1:], dtype=dtype, low_MI=rows.fp8
+          self.recipe,
+          rows.values,
+          *operands[1:],
+          adds=not self.late_scale,
+          low_MI=rows.fp8,
       )
       if product is not None:
-        return self._with_bias(product)
+        if not self.use_bias:
+          return product
+        _, bias = self.leaf('bias', nn.initializers.zeros, (self.out_dim,))
+        return linear.leave_bias(product, bias)
       assert rows.parts == 1  # A norm makes copies for such dots alone.
     y_MO = linear.dot(
         self.recipe,
@@ -231,12 +236,6 @@ class Linear(Leaf):
       else:
         y_MO = _add_bias(y_MO, master, bias)
     return self.tap('out', y_MO)
-
-  def _with_bias(self, product: DeferredScale) -> DeferredScale:
-    if not self.use_bias:
-      return product
-    _, bias_O = self.leaf('bias', nn.initializers.zeros, (self.out_dim,))
-    return dataclasses.replace(product, bias_O=bias_O)
 
 
 class RMSNorm(Leaf):

@@ -162,13 +162,6 @@ class Policy:
 
     return traced
 
-  def separately(self) -> 'Policy':
-    """Returns the policy whose decode joins no operations of training's."""
-    apart = self.kernels.replace(
-        rope_append=dispatch.REFERENCE, sample_token=dispatch.REFERENCE
-    )
-    return dataclasses.replace(self, kernels=apart)
-
   def jit_per_device(
       self, function, mesh: Mesh, in_specs, out_specs, **options
   ):

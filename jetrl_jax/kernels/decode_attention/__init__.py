@@ -6,7 +6,7 @@ multiple of the tile and may lie anywhere.
 """
 
 from jetrl_jax.core.typing import Array
-from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels import dispatch, stands_for
 from jetrl_jax.kernels.decode_attention import reference
 from jetrl_jax.kernels.decode_attention.reference import DECODE_ROWS
 
@@ -37,11 +37,22 @@ def decode_attention(
   Returns:
     [B, N, H] in q's dtype, or with `step` its E4M3 values.
   """
-  operands = q_BNH, k_PKSH, values, table_BP, last_B
+  operands = q_BNH, k_PKSH, values, table_BP, last_B, step
+
+  def run(*operands):
+    *operands, step = operands
+    return triton.decode(*operands, tile, step)[0]
+
+  def plain(*operands):
+    *operands, step = operands
+    return reference.decode(*operands, tile, step)
+
   match dispatch.implementation('decode_attention'):
     case 'triton':
       from jetrl_jax.kernels.decode_attention import triton
 
-      return triton.decode(*operands, tile, step)[0]
+      return stands_for.kernel(
+          'decode_attention', 'triton', run, plain, *operands
+      )
     case _:
-      return reference.decode(*operands, tile, step)
+      return plain(*operands)

@@ -13,7 +13,7 @@ import jax
 
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8.products import DeferredScale
-from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels import dispatch, stands_for
 from jetrl_jax.kernels.swiglu import reference
 
 
@@ -40,7 +40,14 @@ def swiglu_of(product: DeferredScale, step: Array | None = None) -> Array:
     return reference.swiglu_of(product, step)
   from jetrl_jax.kernels.swiglu import triton
 
-  return triton.swiglu_of(product, step)
+  return stands_for.kernel(
+      'swiglu', 'triton', triton.swiglu_of, _of_finished, product, step
+  )
+
+
+def _of_finished(product: DeferredScale, step: Array | None) -> Array:
+  """The reference, of a product that is scaled."""
+  return reference.swiglu_of(DeferredScale(values=product.values), step)
 
 
 @jax.custom_vjp
