@@ -8,6 +8,7 @@ the check of the precision flow sees the program that runs. In a compiled
 program the operation is gone.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -32,9 +33,7 @@ def _shapes(*_, runs, **__):
 
 
 _primitive.def_impl(_run)
-mlir.register_lowering(
-    _primitive, mlir.lower_fun(_run, multiple_results=True)
-)
+mlir.register_lowering(_primitive, mlir.lower_fun(_run, multiple_results=True))
 
 
 def kernel(
@@ -56,9 +55,10 @@ def kernel(
     *operands: trees of arrays, or None.
     **static: keywords of both functions that are no arrays.
   """
-  functions = (functools.partial(f, **static) for f in (run, reference))
+  run = functools.partial(run, **static)
+  reference = functools.partial(reference, **static)
   name = (operation, implementation)
-  return _bind(name, *functions, operands, _finished(operands))
+  return _bind(name, run, reference, operands, _finished(operands))
 
 
 def postponed(
@@ -97,9 +97,7 @@ def _bind(name, run, meaning, operands, like):
     )
 
   runs = jax.make_jaxpr(flat)(*arrays)
-  leaves = _primitive.bind(
-      *arrays, kernel=name, runs=runs, reference=reference
-  )
+  leaves = _primitive.bind(*arrays, kernel=name, runs=runs, reference=reference)
   return jax.tree.unflatten(out_trees[-1], leaves)
 
 
@@ -109,15 +107,12 @@ def shape(x: jax.Array, *dims: int, dtype=None) -> jax.ShapeDtypeStruct:
 
 
 def finished(product: DeferredScale, dtype=None) -> DeferredScale:
-  """Returns the shapes of a product in one part, scaled, in its dtype."""
+  """Returns a product's shapes in one part: scaled, with its bias."""
   *parts, rows, columns = product.values.shape
   dims = rows, columns * (parts[0] if parts else 1)
-  shapes = jax.tree.map(shape, product)
-  return DeferredScale(
-      values=shape(product.values, *dims, dtype=dtype),
-      scales=shapes.scales,
-      bias_O=shapes.bias_O,
-  )
+  shapes: Any = jax.tree.map(shape, product)
+  values: Any = shape(product.values, *dims, dtype=dtype)
+  return dataclasses.replace(shapes, values=values)
 
 
 def _finished(operands):

@@ -20,8 +20,9 @@ from jax import lax
 from jetrl_jax.core.compilation import on_gpu
 from jetrl_jax.core.sharding import Axes, grad_sink
 from jetrl_jax.core.typing import Array, PyTree
-from jetrl_jax.fp8 import DeferredScale, QTensor, Recipe
+from jetrl_jax.fp8 import DeferredScale, QTensor, Recipe, formats
 from jetrl_jax.fp8.products import AS_ARRAY, Reads, Rows
+from jetrl_jax.fp8.quantization import quantize
 from jetrl_jax.fp8.scaling_state import COLLECTION, OPERANDS
 from jetrl_jax.kernels.add_norm_quantize import add_norm_quantize
 from jetrl_jax.kernels.quantized_dot import linear
@@ -131,6 +132,19 @@ class Leaf(nn.Module):
     if not self.is_initializing():  # Everything is mutable then.
       self.sow(TAPS, name, value, lambda _, new: new, lambda: value)
     return value
+
+  def tap_rows(self, name: str, rows: Rows, reads: Reads) -> None:
+    """Shows rows that were made, and the FP8 values that the next dot reads."""
+    if self.is_initializing() or not self.is_mutable_collection(TAPS):
+      return
+    x_MI, q_MI = rows.values, rows.fp8
+    if not isinstance(x_MI, jax.ShapeDtypeStruct):
+      self.tap(name, x_MI)
+      if q_MI is None and reads.scale is not None:
+        q_MI = quantize(x_MI, reads.scale, formats.E4M3)
+    if q_MI is not None:
+      # Of copies, the first.
+      self.tap(f'{name}_fp8', q_MI.reshape(-1, *x_MI.shape)[0])
 
   def leaf(self, name: str, init, shape: tuple[int, ...]) -> tuple[Any, Any]:
     """Returns (master or its stand-in or None, compute weight)."""
@@ -254,7 +268,8 @@ class RMSNorm(Leaf):
     """
     master, gain_D = self.leaf('scale', nn.initializers.ones, (self.dim,))
     x_MD, rows = add_norm_quantize(residual, gain_D, self.eps, master, reads)
-    self.tap('out', rows.values)
+    self.tap('in', x_MD)
+    self.tap_rows('out', rows, reads)
     return x_MD, rows
 
 

@@ -16,13 +16,13 @@ from jax.extend import core
 
 from jetrl_jax.fp8.flow import facts as flow_facts
 from jetrl_jax.fp8.flow.facts import Address, Fact
-from jetrl_jax.fp8.quantization import QUANTIZE
 from jetrl_jax.fp8.flow.graph import (
     FlowEdge,
     FlowGraph,
     FlowKernel,
     FlowNode,
 )
+from jetrl_jax.fp8.quantization import QUANTIZE
 
 # Everything under a scope of this name is left out of the graph.
 SAMPLING = 'sampling'

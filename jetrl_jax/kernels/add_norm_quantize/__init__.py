@@ -88,8 +88,8 @@ def add_norm_quantize(
       residual.delta,
       copies=reads.parts,
   )
-  # Where q is known nobody reads y.
-  return r_MD, Rows(r_MD if y_MD is None else y_MD, q_MD)
+  shape = jax.ShapeDtypeStruct(r_MD.shape, r_MD.dtype)
+  return r_MD, Rows(shape if y_MD is None else y_MD, q_MD)
 
 
 def joined(
@@ -117,25 +117,24 @@ def joined(
       only q.
     q: None without `step`.
   """
-  match dispatch.implementation('add_norm_quantize'):
+  match name := dispatch.implementation('add_norm_quantize'):
     case 'triton':
       from jetrl_jax.kernels.add_norm_quantize import triton
+
+      function = triton.rms_norm_kernel
     case _:
-      return reference.joined(x_MD, gain_D, eps, step, added, copies=copies)
+      function = reference.joined
 
   def run(x_MD, gain_D, step, added):
-    return triton.rms_norm_kernel(
-        x_MD, gain_D, eps, step, added, copies=copies
-    )
+    return function(x_MD, gain_D, eps, step, added, copies=copies)
 
   def norm(x_MD, gain_D, step, added):
     # `add` stands for the sum.
     r_MD, y_MD, q_MD = reference.joined(x_MD, gain_D, eps, step)
     return r_MD, None if added and step is not None else y_MD, q_MD
 
-  return stands_for.kernel(
-      'add_norm_quantize', 'triton', run, norm, x_MD, gain_D, step, added
-  )
+  operands = x_MD, gain_D, step, added
+  return stands_for.kernel('add_norm_quantize', name, run, norm, *operands)
 
 
 def rms_norm(

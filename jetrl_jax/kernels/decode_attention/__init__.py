@@ -37,22 +37,21 @@ def decode_attention(
   Returns:
     [B, N, H] in q's dtype, or with `step` its E4M3 values.
   """
-  operands = q_BNH, k_PKSH, values, table_BP, last_B, step
+  operands = q_BNH, k_PKSH, values, table_BP, last_B
 
-  def run(*operands):
-    *operands, step = operands
-    return triton.decode(*operands, tile, step)[0]
-
-  def plain(*operands):
-    *operands, step = operands
-    return reference.decode(*operands, tile, step)
+  def plain(q_BNH, k_PKSH, values, table_BP, last_B, step):
+    return reference.decode(q_BNH, k_PKSH, values, table_BP, last_B, tile, step)
 
   match dispatch.implementation('decode_attention'):
     case 'triton':
       from jetrl_jax.kernels.decode_attention import triton
 
+      def run(q_BNH, k_PKSH, values, table_BP, last_B, step):
+        operands = q_BNH, k_PKSH, values, table_BP, last_B
+        return triton.decode(*operands, tile, step)[0]
+
       return stands_for.kernel(
-          'decode_attention', 'triton', run, plain, *operands
+          'decode_attention', 'triton', run, plain, *operands, step
       )
     case _:
-      return plain(*operands)
+      return plain(*operands, step)

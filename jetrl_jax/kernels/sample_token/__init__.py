@@ -53,9 +53,7 @@ def draw(
       def both(logits_BV, inverse_B, key_data_B2, greedy_B):
         keys_B = jax.random.wrap_key_data(key_data_B2, impl=impl)
         with jax.named_scope('sampling'):
-          token_B = reference.draw(
-              logits_BV, inverse_B, None, keys_B, greedy_B
-          )
+          token_B = reference.draw(logits_BV, inverse_B, None, keys_B, greedy_B)
         with jax.named_scope('head'):
           return token_B, log_sum_exp.row_stats(logits_BV, inverse_B)[0]
 

@@ -36,13 +36,12 @@ def swiglu_of(product: DeferredScale, step: Array | None = None) -> Array:
     step: scale on which h is quantised; None for h in the product's dtype.
   """
   values = product.values
-  if not has_kernel(values.size // values.shape[-2] // 2):
-    return reference.swiglu_of(product, step)
-  from jetrl_jax.kernels.swiglu import triton
+  name, run = dispatch.REFERENCE, reference.swiglu_of
+  if has_kernel(values.size // values.shape[-2] // 2):
+    from jetrl_jax.kernels.swiglu import triton
 
-  return stands_for.kernel(
-      'swiglu', 'triton', triton.swiglu_of, _of_finished, product, step
-  )
+    name, run = dispatch.implementation('swiglu'), triton.swiglu_of
+  return stands_for.kernel('swiglu', name, run, _of_finished, product, step)
 
 
 def _of_finished(product: DeferredScale, step: Array | None) -> Array:

@@ -11,6 +11,7 @@ import pytest
 
 from jetrl_jax.core import sharding
 from jetrl_jax.fp8 import Recipe, flow, formats
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels.decode_attention import reference as decode_attention
 from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.run import flow_check, gradients
@@ -229,6 +230,17 @@ def test_what_a_gpu_runs_is_one_flow_and_its_kernels_are_named(
   attention = graph.by_path()['Decoder/layers_1/attn/attention']
   stored = {'e4m3'} & {x for node in attention for x in node.outputs}
   assert bool(stored) == (kv_cache_dtype != 'compute')
+
+
+@pytest.mark.parametrize(
+    'operation', ['add_norm_quantize', 'attention', 'rope_append', 'swiglu']
+)
+def test_a_gpu_without_one_of_the_kernels_is_one_flow(operation, monkeypatch):
+  kernels = dispatch.select(f'{operation}=reference', kernels_in_use.HOPPER)
+  of = _hopper_policy(monkeypatch, FP8, kernels=kernels)
+  one_layer = dataclasses.replace(of.model, num_layers=1)
+  of = dataclasses.replace(of, model=one_layer)
+  check(of, tiny_run.state_shapes(of))
 
 
 def test_a_gate_up_of_many_rows_is_one_kernel_with_the_same_flow(monkeypatch):
