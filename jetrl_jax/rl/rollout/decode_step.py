@@ -61,11 +61,10 @@ def sample(
         z_BV
     )
     keys_B = jax.vmap(key_of)(state.address, state.emitted)
-    token_B, lse_B = sampling.draw(
-        logits_BV, inverse_B, mask_BV, keys_B, greedy_B=greedy_B
-    )
-  if lse_B is None:
-    lse_B = policy.log_sum_exp(logits_BV, inverse_B)
+  token_B, lse_B = sampling.draw(
+      logits_BV, inverse_B, mask_BV, keys_B, greedy_B=greedy_B
+  )
+  lse_B = policy.log_sum_exp(logits_BV, inverse_B, lse_B)
   is_given_B = state.emitted < state.given
   token_B = jnp.where(
       is_given_B, token_at(state.tokens, state.emitted), token_B
