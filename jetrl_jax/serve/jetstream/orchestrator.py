@@ -14,10 +14,11 @@ from typing import Any
 import grpc
 
 from jetrl_jax.data import Tokenizer
-from jetrl_jax.serve.client import FINISH_REASON
-from jetrl_jax.serve.engine import JetStreamEngine, PromptTokens
-from jetrl_jax.serve.requests import Limits, PromptReader, Sampling, sampling_of
-from jetrl_jax.serve.shim import jetstream_pb2, orchestrator
+from jetrl_jax.serve.jetstream.client import FINISH_REASON
+from jetrl_jax.serve.jetstream.engine import JetStreamEngine, PromptTokens
+from jetrl_jax.serve.jetstream.sampling import from_text, sampling_of, to_text
+from jetrl_jax.serve.jetstream.shim import jetstream_pb2, orchestrator
+from jetrl_jax.serve.requests import Limits, PromptReader
 from jetrl_jax.serve.text import TextStream
 
 
@@ -79,7 +80,7 @@ class Driver(orchestrator.Driver):
     has no place for the sampler's settings.
     """
     del tokenizer, is_bos, max_prefill_length  # `Orchestrator` has done it.
-    sampling = Sampling.from_text(request.history_path)
+    sampling = from_text(request.history_path)
     tokens = PromptTokens.make(request.prefill_content, sampling)
     return tokens, len(tokens)
 
@@ -177,7 +178,7 @@ class Orchestrator(orchestrator.LLMOrchestrator):
         )
     return jetstream_pb2.DecodeRequest(
         # The one free text that reaches the driver beside the prompt.
-        session_cache=sampling.to_text(),
+        session_cache=to_text(sampling),
         max_tokens=request.max_tokens,
         token_content=jetstream_pb2.DecodeRequest.TokenContent(
             token_ids=tokens

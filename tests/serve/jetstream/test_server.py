@@ -26,11 +26,11 @@ pytestmark = pytest.mark.jetstream
 import grpc
 import jax
 
-from jetrl_jax.serve import server as servers
-from jetrl_jax.serve.client import Client
-from jetrl_jax.serve.engine import JetStreamEngine, JetStreamTokenizer
-from jetrl_jax.serve.orchestrator import Driver
-from jetrl_jax.serve.shim import (
+from jetrl_jax.serve.jetstream import server as servers
+from jetrl_jax.serve.jetstream.client import Client
+from jetrl_jax.serve.jetstream.engine import JetStreamEngine, JetStreamTokenizer
+from jetrl_jax.serve.jetstream.orchestrator import Driver
+from jetrl_jax.serve.jetstream.shim import (
     engine_api,
     jetstream_pb2,
     orchestrator,
@@ -150,7 +150,7 @@ def test_an_fp8_flow_serves_the_tokens_of_its_rollout(endless):
 
 def test_jetstream_s_own_driver_and_service_run_our_engine_unchanged():
   saved = served.trained()
-  engine = servers.make_engine(saved, served.LIMITS, 16)
+  engine = servers.make_adapter(saved, served.LIMITS, 16)
   assert isinstance(engine, engine_api.Engine)
   driver = orchestrator.Driver(
       prefill_engines=[engine],
@@ -360,7 +360,7 @@ def test_the_command_serves_and_a_signal_ends_it_cleanly(number):
     port = re.search(r'on 127\.0\.0\.1:(\d+): prompts to 16', line).group(1)
     done = subprocess.run(
         [
-            *(sys.executable, '-m', 'jetrl_jax.serve.ask'),
+            *(sys.executable, '-m', 'jetrl_jax.serve.jetstream.ask'),
             *(f'--address=127.0.0.1:{port}', '--prompt=3+4-2='),
             '--max_tokens=24',
         ],
@@ -389,7 +389,7 @@ def test_the_shim_leaves_logging_and_other_libraries_alone():
   code = (
       'import logging, sys; root = logging.getLogger();'
       ' before = root.level, list(root.handlers);'
-      ' import jetrl_jax.serve.shim;'
+      ' import jetrl_jax.serve.jetstream.shim;'
       ' assert before == (root.level, root.handlers), root.handlers;'
       ' assert not {"seqio", "tiktoken", "tensorflow"} & set(sys.modules)'
   )
