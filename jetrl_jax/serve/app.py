@@ -1,8 +1,4 @@
-"""The HTTP application: OpenAI's routes, health, metrics, and who may ask.
-
-GET   /health, /metrics, /v1/models, /v1/models/NAME
-POST  /v1/chat/completions, /v1/completions
-"""
+"""The HTTP application: OpenAI's routes, health, metrics, and who may ask."""
 
 import asyncio
 import contextlib
@@ -110,25 +106,17 @@ class Api:
     }
     self.draining = False
     self.num_open = 0
-    chat, completion = (
-        openai_requests.read_chat,
-        openai_requests.read_completion,
+    chat = functools.partial(self._complete, openai_requests.read_chat)
+    completion = functools.partial(
+        self._complete, openai_requests.read_completion
     )
     routes: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
         ('/health', 'GET', self._health),
         ('/metrics', 'GET', self._tell_metrics),
         ('/v1/models', 'GET', self._models),
         ('/v1/models/{name:path}', 'GET', self._one_model),
-        (
-            '/v1/chat/completions',
-            'POST',
-            functools.partial(self._complete, chat),
-        ),
-        (
-            '/v1/completions',
-            'POST',
-            functools.partial(self._complete, completion),
-        ),
+        ('/v1/chat/completions', 'POST', chat),
+        ('/v1/completions', 'POST', completion),
     ]
     self.app = Starlette(
         routes=[
