@@ -55,7 +55,9 @@ def main() -> None:
   except SystemExit as end:
     # absl ends with 1 after it has shown the help.
     asked = any(argument in _HELP[:3] for argument in rest)
-    raise SystemExit(0) if asked and end.code == 1 else end
+    if asked and end.code == 1:
+      sys.exit(0)
+    raise
 
 
 def _usage() -> str:

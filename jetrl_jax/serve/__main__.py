@@ -49,7 +49,7 @@ _STEP = flags.DEFINE_integer(
 _NAME = flags.DEFINE_string(
     'name',
     None,
-    'Name of the model for clients; by default that of checkpoint.',
+    'What clients call the model; by default as --checkpoint.',
 )
 _GRPC = flags.DEFINE_bool(
     'grpc', False, "Serve with JetStream's orchestrator and gRPC server."
