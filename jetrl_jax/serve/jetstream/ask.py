@@ -1,4 +1,4 @@
-"""Asks a server: python -m jetrl_jax.serve.jetstream.ask --prompt='3+4-2='."""
+"""Asks a gRPC server: python -m jetrl_jax.serve.jetstream.ask --prompt=1+1=."""
 
 import sys
 from typing import NoReturn
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> None:
     # A call that failed is an RpcError and a Call; the stubs know the former.
     call: grpc.Call = error  # pyright: ignore[reportAssignmentType]
     hint = (
-        f'; does python -m jetrl_jax.serve run at {_ADDRESS.value} (--address)?'
+        f'; does jetrl_jax serve --grpc run at {_ADDRESS.value} (--address)?'
         if call.code() is grpc.StatusCode.UNAVAILABLE
         else ''
     )

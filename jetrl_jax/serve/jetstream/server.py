@@ -1,21 +1,25 @@
 """The server: a policy, JetStream's orchestrator over it, and a port."""
 
 import asyncio
+import functools
 import threading
 from concurrent import futures
 
 import grpc
 import numpy as np
+from google.protobuf import message as protobuf_message
 
 from jetrl_jax.config.saved_policy import SavedPolicy
 from jetrl_jax.serve.engine import make_engine
 from jetrl_jax.serve.jetstream.engine import JetStreamEngine
 from jetrl_jax.serve.jetstream.orchestrator import Driver, Orchestrator
-from jetrl_jax.serve.jetstream.shim import jetstream_pb2_grpc, server_lib
+from jetrl_jax.serve.jetstream.shim import jetstream_pb2, server_lib
 from jetrl_jax.serve.requests import Limits, PromptReader
 
 # Requests that are tokenised at once.
 _THREADS = 4
+# Seconds for the last words to reach their clients.
+_FLUSH_S = 1.0
 
 
 class Server(server_lib.JetStreamServer):
@@ -50,6 +54,7 @@ class Server(server_lib.JetStreamServer):
       grace_s: float,
   ):
     self._driver, self._grace_s = driver, grace_s
+    self._orchestrator = orchestrator
     self._executor = futures.ThreadPoolExecutor(_THREADS, 'tokenize')
     self._loop = asyncio.new_event_loop()
     self._loop.set_default_executor(self._executor)
@@ -67,9 +72,7 @@ class Server(server_lib.JetStreamServer):
               ('grpc.so_reuseport', 0),
           ],
       )
-      jetstream_pb2_grpc.add_OrchestratorServicer_to_server(
-          orchestrator, self._grpc_server
-      )
+      self._grpc_server.add_generic_rpc_handlers((_handlers(orchestrator),))
       bracketed = ':' in host and not host.startswith('[')
       name = f'[{host}]' if bracketed else host
       return self._grpc_server.add_insecure_port(f'{name}:{port}')
@@ -86,8 +89,13 @@ class Server(server_lib.JetStreamServer):
       raise
 
   def stop(self) -> None:
-    """Takes no more calls, lets the running ones end, stops all threads."""
-    self._await(self._grpc_server.stop(self._grace_s))
+    """Refuses calls, lets the running ones end, stops all threads.
+
+    Calls that do not end in time are told why: gRPC's own stop would cancel
+    them without a word, and so those that come meanwhile.
+    """
+    self._await(self._orchestrator.drain(self._grace_s))
+    self._await(self._grpc_server.stop(_FLUSH_S))
     self._end()
 
   def _end(self) -> None:
@@ -99,6 +107,38 @@ class Server(server_lib.JetStreamServer):
 
   def _await(self, coroutine):
     return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+def _handlers(service: Orchestrator):
+  """Returns the service's methods, with our own reading of messages.
+
+  A message that is no message would be answered without a sentence, and each
+  one logged with a traceback.
+  """
+  described = jetstream_pb2.DESCRIPTOR.services_by_name['Orchestrator']
+  makers = {
+      'Decode': grpc.unary_stream_rpc_method_handler,
+      'HealthCheck': grpc.unary_unary_rpc_method_handler,
+  }
+  methods = {}
+  for name, make in makers.items():
+    message = described.methods_by_name[name]
+    kind = getattr(jetstream_pb2, message.input_type.name)
+    answer = getattr(jetstream_pb2, message.output_type.name)
+    methods[name] = make(
+        getattr(service, name),
+        request_deserializer=functools.partial(_read, kind),
+        response_serializer=answer.SerializeToString,
+    )
+  return grpc.method_handlers_generic_handler(described.full_name, methods)
+
+
+def _read(kind, data: bytes):
+  """Returns a message, or None where the bytes are none of this kind."""
+  try:
+    return kind.FromString(data)
+  except protobuf_message.DecodeError:
+    return None
 
 
 def make_adapter(
