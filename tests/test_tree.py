@@ -37,6 +37,7 @@ _LAYERS = [
     'report',
     'mismatch',
     'serve',
+    'serve.jetstream',
 ]
 _MOST_FILES = 12  # of a package, less its __init__ and __main__
 _MOST_COMMANDS = 8  # files in the package's root

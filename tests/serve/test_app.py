@@ -453,11 +453,12 @@ def test_a_port_is_served_and_stopping_ends_what_runs_with_a_sentence(
     assert whole['choices'][0]['finish_reason'] == 'length'
     # A client that breaks off, with the whole answer to come.
     text = json.dumps({'model': _NAME} | body)
+    head = (
+        'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n'
+        f'Content-Type: application/json\r\nContent-Length: {len(text)}'
+    )
     with socket.create_connection(('127.0.0.1', server.port)) as connection:
-      connection.sendall(
-          'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type:'
-          f' application/json\r\nContent-Length: {len(text)}\r\n\r\n{text}'.encode()
-      )
+      connection.sendall(f'{head}\r\n\r\n{text}'.encode())
       _wait_until(lambda: decoder.num_running == 1)
     start = time.monotonic()
     _wait_until(lambda: decoder.num_running == 0)
