@@ -176,7 +176,7 @@ _TARGETS = {
         if _room(_module(path)) == room and path.name != '__init__.py'
     ]
     for room in _LAYERS
-} | {p.stem: [p] for p in _PACKAGE.glob('*.py') if p.name != '__init__.py'}
+} | {p.stem: [p] for p in _PACKAGE.glob('[!_]*.py')}
 
 
 @pytest.mark.parametrize('name', _TARGETS)

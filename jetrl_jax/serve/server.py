@@ -8,8 +8,7 @@ import uvicorn
 
 from jetrl_jax.config.saved_policy import SavedPolicy
 from jetrl_jax.serve.app import STOPPING, Access, Api
-from jetrl_jax.serve.decoder import Decoder
-from jetrl_jax.serve.engine import make_engine
+from jetrl_jax.serve.decoder import Decoder, make_engine
 from jetrl_jax.serve.requests import Limits
 
 # Connections beyond those that are answered or wait.

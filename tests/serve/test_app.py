@@ -26,8 +26,7 @@ from jetrl_jax.rl.run.gradients import compile_logprobs
 from jetrl_jax.serve import answers, openai_requests
 from jetrl_jax.serve.address import listen
 from jetrl_jax.serve.app import STOPPING, Access, Api
-from jetrl_jax.serve.decoder import Decoder, Stopped
-from jetrl_jax.serve.engine import make_engine
+from jetrl_jax.serve.decoder import Decoder, Stopped, make_engine
 from jetrl_jax.serve.requests import PromptReader
 from jetrl_jax.serve.scoring import Scorer
 from jetrl_jax.serve.server import Server

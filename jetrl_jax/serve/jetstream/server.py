@@ -10,7 +10,7 @@ import numpy as np
 from google.protobuf import message as protobuf_message
 
 from jetrl_jax.config.saved_policy import SavedPolicy
-from jetrl_jax.serve.engine import make_engine
+from jetrl_jax.serve.decoder import make_engine
 from jetrl_jax.serve.jetstream.engine import JetStreamEngine
 from jetrl_jax.serve.jetstream.orchestrator import Driver, Orchestrator
 from jetrl_jax.serve.jetstream.shim import jetstream_pb2, server_lib
