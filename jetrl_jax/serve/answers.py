@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from jetrl_jax.data import Tokenizer
 from jetrl_jax.serve.decoder import Decoder, Event, Failed, Job, Tokens
@@ -105,7 +105,7 @@ class _Response:
 
 async def answer(
     asked: Asked, decoder: Decoder, tokenizer: Tokenizer
-) -> AsyncIterator[Piece]:
+) -> AsyncGenerator[Piece, None]:
   """Yields the pieces of all responses; leaving early frees their slots.
 
   Where log-probs need a forward over the whole sequence, a response is one

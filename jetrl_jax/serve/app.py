@@ -292,9 +292,9 @@ class Api:
       asked: Asked,
       writer: Writer,
       first: Piece,
-      pieces: AsyncGenerator[Piece],
+      pieces: AsyncGenerator[Piece, None],
       start: float,
-  ) -> AsyncGenerator[str]:
+  ) -> AsyncGenerator[str, None]:
     """Yields a stream's events; the last one ends it, or is an error."""
     try:
       for chunk in writer.chunks(first):
@@ -343,7 +343,7 @@ class Api:
 class _Stream(StreamingResponse):
   """A stream of events that is closed even if it was never read."""
 
-  def __init__(self, events: AsyncGenerator[str], **settings: Any):
+  def __init__(self, events: AsyncGenerator[str, None], **settings: Any):
     super().__init__(events, **settings)
     self._events = events
 

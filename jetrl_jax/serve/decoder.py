@@ -367,13 +367,13 @@ class Decoder:
     # A long tail of few slots has a program of its own.
     counts = {1, slots} | {-(-slots // share) for share, _ in TAILS}
     longest = engine.config.max_prompt_length
-    for bucket in engine.buckets:
-      length = min(bucket, longest)
-      prefix = engine.prefill_batch(params, [np.zeros(length, np.int32)])
+    lengths = {min(bucket, longest) for bucket in engine.buckets}
+    for length in sorted(lengths):
+      prompt = np.zeros(length, np.int32)
+      prefix = engine.prefill_batch(params, [prompt])
       state = engine.bulk_insert(prefix, state, [0], limits=[1])
       state = engine.free_resource(0, state)
-      if length == longest:
-        break
+    prefix = engine.prefill_batch(params, [np.zeros(1, np.int32)])
     for top_p_B in (None, np.full(slots, 0.5, np.float32)):
       for count in counts if top_p_B is None else {1}:
         for slot in range(count):

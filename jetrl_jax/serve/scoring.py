@@ -6,6 +6,7 @@ rollout engine recorded for a response has the same bits in a unified flow.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax.core import sharding
-from jetrl_jax.core.typing import Array, NpArray
+from jetrl_jax.core.typing import NpArray
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.rl.rollout.buckets import buckets
 
@@ -45,9 +46,9 @@ class Scores:
 class _Rows:
   """What `Policy.hidden` reads, [B, T] each."""
 
-  tokens: Array
-  positions: Array
-  segment_ids: Array
+  tokens: Any
+  positions: Any
+  segment_ids: Any
 
 
 class Scorer:

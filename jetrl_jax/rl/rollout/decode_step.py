@@ -74,6 +74,7 @@ def sample(
     token_B, lse_B = sampling.draw(
         logits_BV, inverse_B, mask_BV, keys_B, greedy_B=greedy_B
     )
+    top_p_mask_BV = None
     if top_p_B is not None:
       top_p_mask_BV = jax.vmap(sampling.top_p_mask)(z_BV, top_p_B)
       truncated_B, _ = sampling.draw(
@@ -96,7 +97,7 @@ def sample(
       log_mu_B = jax.vmap(sampling.log_mu)(
           z_BV, mask_BV, token_B, greedy=greedy_B
       )
-  if top_p_B is not None:
+  if top_p_B is not None and top_p_mask_BV is not None:
     log_mu_B = jnp.where(
         (top_p_B < 1.0) & ~greedy_B,
         jax.vmap(sampling.log_mu)(z_BV, top_p_mask_BV, token_B),

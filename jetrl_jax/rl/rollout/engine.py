@@ -317,8 +317,8 @@ class Engine(engine_api.Engine):
     if top_p_B is not None:
       bound = self.policy, self.config, steps_per_sync(steps)
       run = self._per_row(decode_step.generate_top_p, bound, 2, whole=2)
-      top_p_B = self._put(np.asarray(top_p_B, np.float32))
-      return run(params, decode_state, top_p_B, base_key, np.int32(steps))
+      row_top_p = self._put(np.asarray(top_p_B, np.float32))
+      return run(params, decode_state, row_top_p, base_key, np.int32(steps))
     few = few_slots(
         running_B, self.policy.axes.size, self.config.max_response_length
     )
