@@ -8,7 +8,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test slow jetstream soak lint types buildifier check format docs clean
+.PHONY: quickstart test slow jetstream wheel soak lint types buildifier check format docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jetrl_jax.main --config=configs/quickstart.py \
@@ -26,6 +26,10 @@ slow: $(VENV)/.installed-dev
 # thread of JetStream's that fails kills the process: what it says is shown.
 jetstream: $(VENV)/.jetstream/.installed
 	PYTHONPATH=$(abspath $(VENV)/.jetstream) $(BIN)/python -m pytest -m jetstream --capture=no tests/serve
+
+# sdist and wheel, tried in an empty environment outside the clone: minutes.
+wheel: $(VENV)/.created
+	$(BIN)/python -m tools.try_wheel
 
 # The long tests in full, with a record of them: half an hour and more.
 soak: $(VENV)/.installed-dev

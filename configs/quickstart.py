@@ -12,12 +12,13 @@ is noisier; 3e-4 collapses.
 """
 
 from configs import base
+from jetrl_jax.config import examples
 
 
 def get_config():
   """Returns the config."""
   config = base.get_config()
-  folder = 'examples/quickstart'
+  folder = examples.folder('quickstart')
   config.model.path = f'{folder}/checkpoint'
   # Short sequences: a 64-token tile would be mostly padding.
   config.model.attention_tile = 16

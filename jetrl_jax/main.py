@@ -1,4 +1,9 @@
-"""Trains a policy: python -m jetrl_jax.main --config=configs/quickstart.py."""
+"""Trains a policy: jetrl_jax train --config=quickstart --workdir=runs/mine.
+
+In a clone also python -m jetrl_jax.main --config=configs/quickstart.py. The
+same command resumes a run that was interrupted; with --dry_run it says what the
+run would need, and trains nothing.
+"""
 
 import itertools
 import json

@@ -16,6 +16,7 @@ import yaml
 
 from benchmarks import plot_speed
 from configs import base, llama8b, qwen0_5b, qwen3_8b, qwen7b, qwen14b
+from jetrl_jax import cli
 from jetrl_jax.config import model as config_model
 from jetrl_jax.config import schema as config_schema
 from jetrl_jax.config import sections
@@ -111,9 +112,13 @@ def _commands(text: str) -> list[tuple[str, list[str]]]:
   """Lists (module, arguments) of the commands that have arguments."""
   found = []
   joined = re.sub(r'\\\n\s*', ' ', text)
-  for module, rest in re.findall(
-      r'python -m (jetrl_jax[\w.]*)([^`\n]*)', joined
+  shown = re.findall(r'python -m (jetrl_jax[\w.]*)([^`\n]*)', joined)
+  for command, rest in re.findall(
+      r'(?:^ {4}|^|`)jetrl_jax (\w+)([^`\n]*)', joined, re.MULTILINE
   ):
+    assert command in cli.COMMANDS, command
+    shown.append((f'jetrl_jax.{cli.COMMANDS[command][0]}', rest))
+  for module, rest in shown:
     arguments = shlex.split(rest, comments=True)
     if any(argument.startswith('-') for argument in arguments):
       found.append((module, arguments))
