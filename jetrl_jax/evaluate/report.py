@@ -79,7 +79,8 @@ def _last_number(
   """
   k, scores, answers = graded.num_generations, [], []
   for i in rows:
-    expected = math_answer.parse_number(graded.prompts[i].answer)
+    # A strict reward has refused references that are no text.
+    expected = math_answer.parse_number(str(graded.prompts[i].answer))
     if expected is None:
       continue
     texts = [
