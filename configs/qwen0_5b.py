@@ -10,6 +10,10 @@ seeds), at 3.7 s a step on an H100
 (benchmarks/results/first_update_qwen0_5b_h100_2026-11-24.md). The 200 steps
 with FP8 keys were not run as they stand.
 
+On a CPU, FP8 is emulated and about ten times slower than
+--config.precision.recipe=bf16, and packed_rows=1 takes the memory of all
+attention scores of its long row: set --config.trainer.packed_rows=0 there.
+
 The files below data/ are GSM8K's own, see docs/data.md. A speed run without
 a checkpoint replaces model.path by --config.model.init=random
 --config.model.shape=qwen2.5-0.5b --config.data.tokenizer=FOLDER

@@ -134,7 +134,7 @@ def _in_one_sentence(main: Callable[[], None]) -> Callable[[list[str]], None]:
     device_memory.take_most()
     try:
       main()
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
       logging.debug('Traceback:', exc_info=True)
       sys.exit(f'error: {device_memory.explained(error)}')
     except KeyboardInterrupt:
