@@ -11,8 +11,8 @@ seeds and lengths (docs/study_toy.md). The long answers of the same problems are
     --config.rollout.max_response_length=1984
 
 Measured on one H200: 79 s for 100 steps of short answers with start-up and
-compilation, alone (`jetrl`, commit d79ae0f); in all six arms of docs/study_toy.md
-the share of right answers goes from 0.31 to 0.88-0.93.
+compilation, alone (`jetrl`, commit d79ae0f); in all six arms of
+docs/study_toy.md the share of right answers goes from 0.31 to 0.88-0.93.
 """
 
 from configs import base
