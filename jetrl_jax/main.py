@@ -13,7 +13,7 @@ from jetrl_jax import report
 from jetrl_jax.checkpoint import restore
 from jetrl_jax.config import build as configs
 from jetrl_jax.config import flags as config_flags
-from jetrl_jax.core import compilation
+from jetrl_jax.core import compilation, processes
 from jetrl_jax.core.files import user_path
 from jetrl_jax.core.interrupt import StopRequested
 from jetrl_jax.dry_run import checks as dry_run_checks
@@ -58,7 +58,8 @@ def main() -> None:
     sys.exit(dry_run_checks.report(problems))
   config_flags.make_folder('workdir', workdir)
   trainer = Trainer(spec, workdir)
-  storage.of_run(spec, initialize.abstract(spec), workdir).warn()
+  if processes.is_first():
+    storage.of_run(spec, initialize.abstract(spec), workdir).warn()
   dry_run_checks.warn_of_memory(spec)
   recipe = spec.policy.recipe.name
   if spec.is_mixed:
@@ -78,7 +79,7 @@ def main() -> None:
   except StopRequested as stop:
     _say_stopped(stop, workdir)
     return
-  for tell in (_summary, _report):
+  for tell in (_summary, _report) if processes.is_first() else ():
     try:
       tell(workdir)
     # A full disk, a file that was lost: the run itself is safe by now.
@@ -100,6 +101,8 @@ def _devices(used: int) -> str:
   """Names the devices, and those left idle, which nothing else would tell."""
   found = jax.devices()
   kind = found[0].device_kind
+  if processes.count() > 1:
+    kind += f', {processes.count()} processes'
   if used == len(found):
     return f'{used} x {kind}'
   take_more = '--config.mesh.data and .fsdp take more'
@@ -108,12 +111,16 @@ def _devices(used: int) -> str:
 
 def _record_start(spec: RunSpec, workdir: pathlib.Path) -> None:
   """Notes versions, device, kernels and prompts of this start."""
+  if not processes.is_first():
+    return
   sets = {'train': spec.train_set, 'val': spec.val_set}
   counts: dict[str, Any] = {'kernels': dict(spec.policy.kernels.chosen)}
   for name, prompts in sets.items():
     if prompts is not None:
       counts[f'{name}_prompts'] = len(prompts)
       counts[f'{name}_left_out'] = prompts.num_filtered
+  if processes.count() > 1:
+    counts['processes'] = processes.count()
   provenance.record_start(workdir, spec.mesh.size, **counts)
 
 
@@ -167,4 +174,4 @@ def _report(workdir: pathlib.Path) -> None:
 
 
 if __name__ == '__main__':
-  config_flags.run(main)
+  config_flags.run(main, several=True)

@@ -24,6 +24,7 @@ from typing import Any
 from absl import logging
 
 from jetrl_jax.checkpoint.arrays import OtherStateError
+from jetrl_jax.core import processes
 from jetrl_jax.core.interrupt import Interrupt, StopRequested
 from jetrl_jax.metrics.timer import Timer
 from jetrl_jax.models.policy import PolicyParams
@@ -142,7 +143,7 @@ class Trainer:
     3. Measure mismatch, FP8 health and throughput, and let the guard decide.
     """
     sampled = self.collector.collect(step, state)
-    self.interrupt.check()
+    processes.agree('the rollout and its rewards', self.interrupt.check)
     self._wait_for_copy()
     self.accuracy = None
     # The rollout is compressed and written while the device learns from it.
