@@ -41,6 +41,7 @@ from benchmarks import common  # noqa: E402
 from jetrl_jax.checkpoint import folder as checkpoint_folder  # noqa: E402
 from jetrl_jax.checkpoint import restore  # noqa: E402
 from jetrl_jax.core import processes  # noqa: E402
+from jetrl_jax.metrics.console import show_own_sentences  # noqa: E402
 
 _LAYOUTS = flags.DEFINE_list(
     'layouts', ['1x2', '2x1'], 'Processes x devices of each process.'
@@ -243,6 +244,7 @@ def main(argv: list[str]) -> None:
   """Runs every case in every layout and compares what they leave."""
   if argv[1:]:
     raise app.UsageError(f'unexpected arguments {argv[1:]}')
+  show_own_sentences()
   home = pathlib.Path(_KEEP.value or tempfile.mkdtemp(prefix='processes_'))
   rows, summary, wrong = [], {}, False
   try:
