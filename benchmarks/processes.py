@@ -145,9 +145,7 @@ def run(case: str, layout: str, workdir: pathlib.Path, cache: str) -> float:
       }
     with open(workdir / f'log_{rank}.txt', 'w') as log:
       started.append(
-          subprocess.Popen(
-              command, cwd=_ROOT, env=env, stdout=log, stderr=log
-          )
+          subprocess.Popen(command, cwd=_ROOT, env=env, stdout=log, stderr=log)
       )
   try:
     codes = [one.wait(_LIMIT.value) for one in started]
@@ -159,7 +157,9 @@ def run(case: str, layout: str, workdir: pathlib.Path, cache: str) -> float:
         f'--- process {rank}\n' + log.read_text()[-3000:]
         for rank, log in enumerate(sorted(workdir.glob('log_*.txt')))
     ]
-    raise RuntimeError(f'{case} {layout} ended with {codes}\n' + '\n'.join(logs))
+    raise RuntimeError(
+        f'{case} {layout} ended with {codes}\n' + '\n'.join(logs)
+    )
   return time.monotonic() - start
 
 
@@ -181,9 +181,7 @@ def outcome(workdir: pathlib.Path) -> dict[str, str]:
   for file in sorted((workdir / 'samples').glob('*')):
     found[file.name] = file.read_text()
   for file in sorted((workdir / 'export').glob('*')):
-    found[f'export {file.name}'] = hashlib.sha256(
-        file.read_bytes()
-    ).hexdigest()
+    found[f'export {file.name}'] = hashlib.sha256(file.read_bytes()).hexdigest()
   for record in _lines(workdir):
     for name, value in record.items():
       if not _NOT_COMPARED.match(name):

@@ -58,8 +58,9 @@ def main() -> None:
     sys.exit(dry_run_checks.report(problems))
   config_flags.make_folder('workdir', workdir)
   trainer = Trainer(spec, workdir)
+  stored = storage.of_run(spec, initialize.abstract(spec), workdir)
   if processes.is_first():
-    storage.of_run(spec, initialize.abstract(spec), workdir).warn()
+    stored.warn()
   dry_run_checks.warn_of_memory(spec)
   recipe = spec.policy.recipe.name
   if spec.is_mixed:
@@ -81,7 +82,8 @@ def main() -> None:
     return
   for tell in (_summary, _report) if processes.is_first() else ():
     try:
-      tell(workdir)
+      with processes.slow('the report'):
+        tell(workdir)
     # A full disk, a file that was lost: the run itself is safe by now.
     except (OSError, ValueError) as error:
       logging.warning('The run is done, but not all is told of it: %s', error)

@@ -108,9 +108,7 @@ def writer(options: dict[str, Any]) -> ocp.AsyncCheckpointer:
   """
   together = _processes()
   return ocp.AsyncCheckpointer(
-      ocp.PyTreeCheckpointHandler(
-          **options, multiprocessing_options=together
-      ),
+      ocp.PyTreeCheckpointHandler(**options, multiprocessing_options=together),
       multiprocessing_options=together,
   )
 

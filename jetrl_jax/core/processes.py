@@ -256,7 +256,14 @@ def together(
 
 def from_first(what: str, work: Callable[[], T]) -> T:
   """Returns the result of the work, which process 0 alone does."""
-  return together(what, lambda: work() if is_first() else None)[0]  # type: ignore[return-value]
+
+  def first() -> T | None:
+    if not is_first():
+      return None
+    with slow(what):  # Files are read.
+      return work()
+
+  return together(what, first)[0]  # type: ignore[return-value]
 
 
 def agree(what: str, check: Callable[[], None]) -> None:
@@ -270,9 +277,7 @@ def barrier(name: str) -> None:
     return
   number = _group.barriers.get(name, 0)
   _group.barriers[name] = number + 1
-  _group.client.wait_at_barrier(
-      f'{_STORE}/{name}/{number}', 24 * 3600 * 1000
-  )
+  _group.client.wait_at_barrier(f'{_STORE}/{name}/{number}', 24 * 3600 * 1000)
 
 
 def _store(key: str, value: Any) -> None:
@@ -304,9 +309,7 @@ def _all_bytes(body: bytes, sizes: list[int]) -> list[bytes]:
   padded = np.zeros(1 << (max(sizes) - 1).bit_length(), np.uint8)
   padded[: len(body)] = np.frombuffer(body, np.uint8)
   rows = multihost_utils.process_allgather(padded)
-  return [
-      row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)
-  ]
+  return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
 
 
 # --- who is missing ---------------------------------------------------------
@@ -332,6 +335,16 @@ def slow(where: str) -> Iterator[None]:
   finally:
     watch.patience -= 1
     watch.touch()
+
+
+def steady() -> None:
+  """Notes that all programs of a step have run once.
+
+  From now on a process that does nothing for `STALLED_S`, and five times as
+  long as ever before, is taken to hang, in a collective for example.
+  """
+  if _group is not None:
+    _group.watch.armed = True
 
 
 def finish() -> None:
@@ -365,6 +378,9 @@ class _Watch:
     self._group = group
     self._where, self._progress = 'start-up', 0
     self.patience = 0
+    self.armed = False
+    self._touched = time.monotonic()
+    self._longest = 0.0
     # Of each process: its last record, and when it and its progress changed.
     self._records: dict[int, dict] = {}
     self._heard: dict[int, float] = {}
@@ -393,6 +409,10 @@ class _Watch:
     self._stopping.set()
 
   def touch(self, where: str | None) -> None:
+    now = time.monotonic()
+    if self.armed and not self.patience:
+      self._longest = max(self._longest, now - self._touched)
+    self._touched = now
     self._progress += 1
     if where is not None:
       self._where = where
@@ -433,17 +453,13 @@ class _Watch:
             'progress': self._progress,
             'busy': bool(self.patience) or self._compiles(),
         }
-        group.set(
-            f'beat/{group.rank}', json.dumps(record).encode(), again=True
-        )
+        group.set(f'beat/{group.rank}', json.dumps(record).encode(), again=True)
         self._read(group.folder('beat'))
         self._pass_on_stop(group)
         self._pass_on_warnings(group, number)
         for other, why in group.folder('failed').items():
           if int(other) != group.rank:
-            self._end(
-                f'process {other} of this run has ended: {why.decode()}'
-            )
+            self._end(f'process {other} of this run has ended: {why.decode()}')
         self._answered = time.monotonic()
       except jax.errors.JaxRuntimeError as error:
         if self._stopping.is_set():
@@ -505,7 +521,9 @@ class _Watch:
         for r in self._heard:
           self._heard[r] += now - last
         self._answered += now - last
+        self._touched += now - last
       last = now
+      self._judge_itself(now)
       if now - self._answered > SILENT_S:
         self._end(self._lost(0, now - self._answered))
       if now - self._answered > 3 * _BEAT_S:
@@ -513,6 +531,17 @@ class _Watch:
       for r, heard in self._heard.items():
         if r != self._group.rank and now - heard > SILENT_S:
           self._end(self._lost(r, now - heard))
+
+  def _judge_itself(self, now: float) -> None:
+    if not self.armed or self.patience or self._compiles():
+      self._touched = now
+      return
+    idle = now - self._touched
+    if idle > max(STALLED_S, 5 * self._longest):
+      self.fail(
+          f'process {self._group.rank} has done nothing for {idle:.0f} s, at:'
+          f' {self._where}'
+      )
 
   def _lost(self, other: int, seconds: float) -> str:
     record = self._records.get(other)

@@ -77,11 +77,24 @@ class Engine(engine_api.Engine):
     policy: the functions.
     config: sizes and the sampler.
     mesh: devices of the run; the slots are split over them.
+    whole: one engine over all devices even with several processes, for a look
+      at its shapes; it cannot sample there.
+
+  Attributes:
+    run_policy: the functions, over all devices of the run.
+    run_mesh: all devices of the run.
   """
 
-  def __init__(self, policy: Policy, config: EngineConfig, mesh: Mesh):
-    self._weights_mesh = mesh
-    if sharding.spans_processes(mesh):
+  def __init__(
+      self,
+      policy: Policy,
+      config: EngineConfig,
+      mesh: Mesh,
+      *,
+      whole: bool = False,
+  ):
+    self.run_policy, self.run_mesh = policy, mesh
+    if sharding.spans_processes(mesh) and not whole:
       policy, config, mesh = local_share(policy, config, mesh)
     self.policy, self.config, self.mesh = policy, config, mesh
     self._params: PolicyParams | None = None
@@ -127,7 +140,7 @@ class Engine(engine_api.Engine):
     )
     self._replicate_everywhere = jax.jit(
         lambda params: params,
-        out_shardings=NamedSharding(self._weights_mesh, P()),
+        out_shardings=NamedSharding(self.run_mesh, P()),
     )
     self.responses = Responses(mesh, self.num_slots // policy.axes.size)
     self._insert = filling(decode_states.insert, rows, rows, *[P()] * 6)
@@ -142,10 +155,8 @@ class Engine(engine_api.Engine):
     The other functions also accept parameters that are split over fsdp, as
     training holds them, but then they gather them in every call.
     """
-    if self._weights_mesh is not self.mesh:
-      if self.mesh.shape[sharding.FSDP] < self._weights_mesh.shape[
-          sharding.FSDP
-      ]:
+    if self.run_mesh is not self.mesh:
+      if self.policy.axes.fsdp < self.run_policy.axes.fsdp:
         # No process has all parts, so they travel between processes.
         params = self._replicate_everywhere(params)
       params = sharding.on_local_mesh(params, self.mesh)

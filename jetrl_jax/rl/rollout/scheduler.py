@@ -201,6 +201,7 @@ class Scheduler:
     state = self.engine.init_decode_state()
     while self.waiting or self.ready or self.running:
       should_stop()
+      processes.touch()
       state = self._answer(state)  # For turns that ended in the last visit.
       state = self._refill(state)
       state = self._answer(state)  # For episodes that have just started.

@@ -75,7 +75,9 @@ class Scorer:
       return [_of_episode(completion) for completion in completions]
 
     def mine() -> dict[tuple[int, int], RewardResult]:
-      results = scoring.results(self._should_stop)
+      # The pool ends what takes too long.
+      with processes.slow('the rewards'):
+        results = scoring.results(self._should_stop)
       return dict(zip(self._ended, results, strict=True))
 
     parts = processes.together('the rewards', mine)
