@@ -157,9 +157,8 @@ def run(case: str, layout: str, workdir: pathlib.Path, cache: str) -> float:
         f'--- process {rank}\n' + log.read_text()[-3000:]
         for rank, log in enumerate(sorted(workdir.glob('log_*.txt')))
     ]
-    raise RuntimeError(
-        f'{case} {layout} ended with {codes}\n' + '\n'.join(logs)
-    )
+    said = '\n'.join(logs)
+    raise RuntimeError(f'{case} {layout} ended with {codes}\n{said}')
   return time.monotonic() - start
 
 

@@ -408,7 +408,7 @@ class _Watch:
   def stop(self) -> None:
     self._stopping.set()
 
-  def touch(self, where: str | None) -> None:
+  def touch(self, where: str | None = None) -> None:
     now = time.monotonic()
     if self.armed and not self.patience:
       self._longest = max(self._longest, now - self._touched)
