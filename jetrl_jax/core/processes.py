@@ -25,7 +25,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -144,6 +144,41 @@ def launched() -> int:
   return 1
 
 
+def local_devices(env: Mapping[str, str]) -> list[int] | None:
+  """Returns which of the visible GPUs a task of Slurm or Open MPI takes.
+
+  JAX would take one, of the task's number on its host. That is wrong where the
+  launcher shows each task its own GPUs only, and where a task has several.
+
+  Args:
+    env: the environment.
+
+  Returns:
+    Positions in CUDA_VISIBLE_DEVICES; None to leave it to JAX.
+  """
+  rank = env.get('SLURM_LOCALID', env.get('OMPI_COMM_WORLD_LOCAL_RANK'))
+  visible = [id for id in env.get('CUDA_VISIBLE_DEVICES', '').split(',') if id]
+  if rank is None or not visible or env.get('JAX_LOCAL_DEVICE_IDS'):
+    return None
+  tasks = _tasks_here(env)
+  shown = 'SLURM_GPUS_PER_TASK' in env or 'SLURM_TRES_PER_TASK' in env
+  if shown or len(visible) < tasks or len(visible) % tasks:
+    return list(range(len(visible)))
+  each = len(visible) // tasks
+  return list(range(int(rank) * each, (int(rank) + 1) * each))
+
+
+def _tasks_here(env: Mapping[str, str]) -> int:
+  """Returns the number of tasks on this host, of '2(x3),1' for example."""
+  if (size := env.get('OMPI_COMM_WORLD_LOCAL_SIZE')) is not None:
+    return int(size)
+  nodes: list[int] = []
+  for part in env.get('SLURM_STEP_TASKS_PER_NODE', '1').split(','):
+    tasks, _, times = part.partition('(x')
+    nodes += [int(tasks)] * int(times.rstrip(')') or 1)
+  return nodes[int(env.get('SLURM_NODEID', '0'))]
+
+
 def start() -> None:
   """Joins the processes that the launcher has started; alone, does nothing.
 
@@ -158,8 +193,10 @@ def start() -> None:
     return
   # JAX's own service would take SIGTERM away from `Interrupt`.
   jax.config.update('jax_enable_preemption_service', False)
-  by_hand = {}
-  if os.environ.get(COUNT):
+  by_hand: dict[str, Any] = {}
+  if not os.environ.get(COUNT):
+    by_hand = {'local_device_ids': local_devices(os.environ)}
+  else:
     by_hand = {
         'num_processes': int(os.environ[COUNT]),
         'process_id': int(os.environ[RANK]),
@@ -350,6 +387,7 @@ def steady() -> None:
 def finish() -> None:
   """Waits for all processes at the end of a command."""
   if _group is not None:
+    _group.watch.send_warnings()
     together('the end of the command', lambda: None)
     _group.watch.stop()
 
@@ -389,6 +427,7 @@ class _Watch:
     self._stopping = threading.Event()
     self._main = threading.main_thread().ident
     self._told_stop = False
+    self._sent = 0
     self._warnings: list[str] = []
     self._said: set[str] = set()
     self._held: list[tuple[float, int, str]] = []
@@ -407,6 +446,9 @@ class _Watch:
 
   def stop(self) -> None:
     self._stopping.set()
+    if self._group.rank == 0:
+      self._take_warnings()
+      self._print_warnings(0.0)
 
   def touch(self, where: str | None = None) -> None:
     now = time.monotonic()
@@ -456,7 +498,7 @@ class _Watch:
         group.set(f'beat/{group.rank}', json.dumps(record).encode(), again=True)
         self._read(group.folder('beat'))
         self._pass_on_stop(group)
-        self._pass_on_warnings(group, number)
+        self._pass_on_warnings(group)
         for other, why in group.folder('failed').items():
           if int(other) != group.rank:
             self._end(f'process {other} of this run has ended: {why.decode()}')
@@ -487,29 +529,43 @@ class _Watch:
     for name in group.folder('stop').values():
       interrupt.ask(name.decode())
 
-  def _pass_on_warnings(self, group: _Group, number: int) -> None:
-    """Process 0 says once what others warn of, unless it says it itself."""
+  def _pass_on_warnings(self, group: _Group) -> None:
     if group.rank:
-      with self._lock:
-        mine, self._warnings = self._warnings, []
-      if mine:
-        group.set(f'warned/{group.rank}_{number}', json.dumps(mine).encode())
+      self.send_warnings()
       return
-    now = time.monotonic()
-    for name, texts in group.folder('warned').items():
-      group.delete(f'warned/{name}')
-      self._held += [
-          (now, int(name.partition('_')[0]), t) for t in json.loads(texts)
-      ]
+    self._take_warnings()
     # Not at once: process 0 may be about to say the same.
-    for item in [item for item in self._held if now - item[0] > 3 * _BEAT_S]:
-      self._held.remove(item)
-      _, other, text = item
+    self._print_warnings(3 * _BEAT_S)
+
+  def send_warnings(self) -> None:
+    """Sends what this process has warned of to process 0."""
+    with self._lock:
+      mine, self._warnings = self._warnings, []
+      self._sent += bool(mine)
+    if mine:
+      key = f'warned/{self._group.rank}_{self._sent}'
+      self._group.set(key, json.dumps(mine).encode())
+
+  def _take_warnings(self) -> None:
+    now = time.monotonic()
+    for name, texts in self._group.folder('warned').items():
+      self._group.delete(f'warned/{name}')
       with self._lock:
-        known = text in self._said
+        self._held += [
+            (now, int(name.partition('_')[0]), text)
+            for text in json.loads(texts)
+        ]
+
+  def _print_warnings(self, age: float) -> None:
+    """Says once what other processes warn of, and this one does not."""
+    now = time.monotonic()
+    with self._lock:
+      due = [item for item in self._held if now - item[0] >= age]
+      self._held = [item for item in self._held if item not in due]
+      for _, other, text in due:
+        if text not in self._said:
+          print(f'[process {other}] {text}', file=sys.stderr, flush=True)
         self._said.add(text)
-      if not known:
-        print(f'[process {other}] {text}', file=sys.stderr, flush=True)
 
   def _judge(self) -> None:
     """Ends this process when another one is lost."""
