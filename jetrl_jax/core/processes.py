@@ -18,6 +18,7 @@ end, so that the launcher can start all of them again.
 """
 
 import contextlib
+import importlib.util
 import json
 import logging as std_logging
 import os
@@ -105,6 +106,8 @@ _group: _Group | None = None
 def launched() -> int:
   """Returns how many processes the launcher has started, by its variables.
 
+  0 is an indexed Job of Kubernetes, which only its API knows the size of.
+
   Raises:
     ValueError: the variables of `ADDRESS`, `COUNT` and `RANK` are incomplete.
   """
@@ -136,6 +139,12 @@ def launched() -> int:
     return int(env.get('SLURM_NTASKS', '1'))
   if env.get('OMPI_MCA_orte_hnp_uri'):
     return int(env.get('OMPI_COMM_WORLD_SIZE', '1'))
+  if (
+      env.get('KUBERNETES_SERVICE_HOST')
+      and env.get('JOB_COMPLETION_INDEX')
+      and importlib.util.find_spec('kubernetes')
+  ):
+    return 0
   if by_hand[ADDRESS]:
     raise ValueError(
         f'{ADDRESS} is set, but neither {COUNT} and {RANK} nor the variables of'
@@ -202,9 +211,7 @@ def start() -> None:
         'process_id': int(os.environ[RANK]),
         'cluster_detection_method': 'deactivate',
     }
-  jax.distributed.initialize(
-      **by_hand, initialization_timeout=120, shutdown_timeout_seconds=60
-  )
+  jax.distributed.initialize(**by_hand, shutdown_timeout_seconds=60)
   state = distributed.global_state
   if state.num_processes == 1:
     return
@@ -585,7 +592,9 @@ class _Watch:
       if now - self._answered > 3 * _BEAT_S:
         continue  # Nothing was heard of anybody.
       for r, heard in self._heard.items():
-        if r != self._group.rank and now - heard > SILENT_S:
+        # One thread may hold up all of a process that loads or compiles.
+        busy = self._records.get(r, {}).get('busy', True)
+        if r != self._group.rank and now - heard > SILENT_S * (1 + busy):
           self._end(self._lost(r, now - heard))
 
   def _judge_itself(self, now: float) -> None:
