@@ -11,7 +11,10 @@ every checkpoint, held-out samples, metrics apart from clocks and memory.
 
 A case is 'quickstart' (a learning run of 0.8 M parameters) or a model.shape
 with random weights, seeded rewards and one checkpoint less; with '+fsdp' its
-mesh is fsdp=N and not data=N. Exits 1 if anything differs.
+mesh is fsdp=N and not data=N. Exits 1 if anything differs or a run fails.
+
+With --at_once all runs share the GPUs and the time to compile. Their seconds
+then mean nothing; a second call with the same --keep finds all compiled.
 """
 
 import hashlib
@@ -26,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent import futures
 from typing import Any
 
 # This process only reads files; the runs have the GPUs.
@@ -40,7 +44,7 @@ from jax.sharding import SingleDeviceSharding  # noqa: E402
 from benchmarks import common  # noqa: E402
 from jetrl_jax.checkpoint import folder as checkpoint_folder  # noqa: E402
 from jetrl_jax.checkpoint import restore  # noqa: E402
-from jetrl_jax.core import processes  # noqa: E402
+from jetrl_jax.core import device_memory, processes  # noqa: E402
 from jetrl_jax.metrics.console import show_own_sentences  # noqa: E402
 
 _LAYOUTS = flags.DEFINE_list(
@@ -51,6 +55,9 @@ _CASES = flags.DEFINE_list(
 )
 _STEPS = flags.DEFINE_integer('steps', 4, 'Training steps of each run.')
 _KEEP = flags.DEFINE_string('keep', '', 'Folder for the workdirs, kept.')
+_AT_ONCE = flags.DEFINE_bool(
+    'at_once', False, 'All runs at the same time, on the same GPUs: bits only.'
+)
 _LIMIT = flags.DEFINE_float('limit_s', 600, 'Seconds of one run.')
 
 _ROOT = pathlib.Path(__file__).parents[1]
@@ -96,6 +103,7 @@ def overrides(case: str, devices: int) -> dict[str, Any]:
       'model.init': 'random',
       'model.shape': name,
       'model.attention_tile': 64,
+      'model.remat': 'full',
       'data.tokenizer': f'{_EXAMPLE}/model_init',
       'data.val_files': (),
       'rollout.max_response_length': 256,
@@ -128,15 +136,27 @@ def run(case: str, layout: str, workdir: pathlib.Path, cache: str) -> float:
   start, started = time.monotonic(), []
   workdir.mkdir(parents=True)
   for rank in range(count):
-    env = os.environ | {'PYTHONPATH': str(_ROOT)}
+    paths = [str(_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
+    env = os.environ | {'PYTHONPATH': os.pathsep.join(paths)}
     env.pop('JAX_PLATFORMS')
+    # JAX refuses both names of this share.
+    share = env.pop('XLA_PYTHON_CLIENT_MEM_FRACTION', None)
+    share = env.get('XLA_CLIENT_MEM_FRACTION', share)
+    env['XLA_CLIENT_MEM_FRACTION'] = share or str(device_memory.USABLE)
+    if _AT_ONCE.value:
+      runs = len(_CASES.value) * len(_LAYOUTS.value)
+      env['XLA_CLIENT_MEM_FRACTION'] = f'{0.88 / runs:.2f}'
     if _PLATFORMS is not None:
       env['JAX_PLATFORMS'] = _PLATFORMS
     if _PLATFORMS == 'cpu':
       env['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={devices}'
     else:
-      mine = range(rank * devices, (rank + 1) * devices)
-      env['CUDA_VISIBLE_DEVICES'] = ','.join(map(str, mine))
+      all_of_them = range(count * devices)
+      visible = env.get('CUDA_VISIBLE_DEVICES') or ','.join(
+          map(str, all_of_them)
+      )
+      mine = visible.split(',')[rank * devices : (rank + 1) * devices]
+      env['CUDA_VISIBLE_DEVICES'] = ','.join(mine)
     if count > 1:
       env |= {
           processes.ADDRESS: f'127.0.0.1:{port}',
@@ -243,46 +263,74 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(f'unexpected arguments {argv[1:]}')
   show_own_sentences()
   home = pathlib.Path(_KEEP.value or tempfile.mkdtemp(prefix='processes_'))
-  rows, summary, wrong = [], {}, False
+  home = home.resolve()
+  wanted = [(case, one) for case in _CASES.value for one in _LAYOUTS.value]
+  rows: list[dict] = []
+  first: dict[str, dict[str, str]] = {}
+
+  def measured(of: tuple[str, str]) -> tuple[dict[str, str], dict]:
+    case, layout = of
+    workdir = home / f'{case}_{layout}'
+    shutil.rmtree(workdir, ignore_errors=True)
+    spent = run(case, layout, workdir, str(home / 'compiled'))
+    return outcome(workdir), _row(case, layout, workdir, spent)
+
+  failed = False
   try:
-    for case in _CASES.value:
-      first: dict[str, str] | None = None
-      for layout in _LAYOUTS.value:
-        workdir = home.resolve() / f'{case}_{layout}'
-        shutil.rmtree(workdir, ignore_errors=True)
-        spent = run(case, layout, workdir, str(home.resolve() / 'compiled'))
-        found = outcome(workdir)
-        first = first or found
-        differ = sorted(
-            name
-            for name in first.keys() | found.keys()
-            if first.get(name) != found.get(name)
-        )
-        wrong = wrong or bool(differ)
-        row = _row(case, layout, workdir, spent) | {
-            'entries': len(found),
-            'differ': len(differ),
-            'names_that_differ': differ[:20],
-            'digest': hashlib.sha256(
-                json.dumps(found, sort_keys=True).encode()
-            ).hexdigest()[:16],
-        }
+    workers = len(wanted) if _AT_ONCE.value else 1
+    with futures.ThreadPoolExecutor(workers) as pool:
+      for (case, _), done in zip(
+          wanted, [pool.submit(measured, of) for of in wanted], strict=True
+      ):
+        try:
+          found, row = done.result()
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+          print(error, flush=True)
+          failed = True
+          continue
+        row |= _compared(first.setdefault(case, found), found)
         rows.append(row)
         print(json.dumps(row), flush=True)
-      steps = {r['layout']: r['step_s'] for r in rows if r['case'] == case}
-      base = steps[_LAYOUTS.value[0]]
-      summary |= {
-          f'{case} {layout}, step beside {_LAYOUTS.value[0]}': round(
-              seconds / base, 4
-          )
-          for layout, seconds in steps.items()
-      }
-      # After every case, so that a run that is cut off leaves what it found.
-      common.write(rows, summary, common.table(rows, _COLUMNS))
+        # After every run, so that one that is cut off leaves what it found.
+        common.write(
+            rows,
+            _summary(rows),
+            common.table(rows, _COLUMNS),
+            rows[0]['hardware'],
+        )
   finally:
     if not _KEEP.value:
       shutil.rmtree(home, ignore_errors=True)
-  sys.exit(wrong)
+  sys.exit(failed or any(row['differ'] for row in rows))
+
+
+def _compared(first: dict[str, str], found: dict[str, str]) -> dict:
+  differ = sorted(
+      name
+      for name in first.keys() | found.keys()
+      if first.get(name) != found.get(name)
+  )
+  text = json.dumps(found, sort_keys=True)
+  return {
+      'entries': len(found),
+      'differ': len(differ),
+      'names_that_differ': differ[:20],
+      'digest': hashlib.sha256(text.encode()).hexdigest()[:16],
+  }
+
+
+def _summary(rows: list[dict]) -> dict:
+  """Returns each run's seconds of a step beside those of the first layout."""
+  if _AT_ONCE.value:
+    return {}
+  base: dict[str, float] = {}
+  found = {}
+  for row in rows:
+    seconds = base.setdefault(row['case'], row['step_s'])
+    found[f'{row["case"]} {row["layout"]}, step beside the first'] = round(
+        row['step_s'] / seconds, 4
+    )
+  return found
 
 
 if __name__ == '__main__':

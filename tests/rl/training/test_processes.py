@@ -26,7 +26,12 @@ def _start(
 ):
   settings = [f'--config.{name}={value}' for name, value in changes.items()]
   return launched.processes(
-      ['jetrl_jax.main', f'--config={_FILE}', f'--workdir={workdir}', *settings],
+      [
+          'jetrl_jax.main',
+          f'--config={_FILE}',
+          f'--workdir={workdir}',
+          *settings,
+      ],
       count=count,
       devices=devices,
       launcher=launcher,
@@ -56,6 +61,7 @@ def _kinds(workdir: pathlib.Path) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_processes_stopped_and_killed_end_in_the_bits_of_one(tmp_path):
   changes = {
       'mesh.fsdp': 2,
@@ -73,27 +79,25 @@ def test_two_processes_stopped_and_killed_end_in_the_bits_of_one(tmp_path):
   assert codes == [0, 0], said
   assert 'Stopped by SIGTERM; everything up to here is saved' in said[0]
   assert not said[1].replace('[Gloo]', '').count('step')
-  # A run on the same workdir.
   # A process that is gone.
   lines = len(whole_run.records(two))
   with _start(two, 2, changes) as started:
     _wait_for_lines(two, lines + 2)
     started[1].kill()
     killed = time.monotonic()
-    (said, _) = launched.ended(started, _LOSS_S)
+    said, _ = launched.ended(started, _LOSS_S)
     assert started[0].returncode != 0
     assert time.monotonic() - killed < _LOSS_S
   assert 'process 1' in said or 'collective' in said.lower()
   # One process continues what two have begun.
   _finish(two, 1, changes, devices=2)
   assert _kinds(two) == [2, 2, 1]
-  found, expected = (
-      whole_run.outcome(w, {'mesh.fsdp': 2}) for w in (two, one)
-  )
+  found, expected = (whole_run.outcome(w, {'mesh.fsdp': 2}) for w in (two, one))
   assert found == expected
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(24 * 3600)
 @pytest.mark.parametrize('kills', [200])
 def test_random_ranks_killed_at_random_moments_change_no_bit(tmp_path, kills):
   draw = random.Random(0)
@@ -108,9 +112,7 @@ def test_random_ranks_killed_at_random_moments_change_no_bit(tmp_path, kills):
     if not _killed(two, changes, draw):
       break
   _finish(two, draw.choice([1, 2]), changes, devices=2)
-  found, expected = (
-      whole_run.outcome(w, {'mesh.data': 2}) for w in (two, one)
-  )
+  found, expected = (whole_run.outcome(w, {'mesh.data': 2}) for w in (two, one))
   assert found == expected
 
 
