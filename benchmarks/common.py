@@ -84,13 +84,16 @@ def table(rows: Iterable[dict], columns: Sequence[tuple[str, str, str]]) -> str:
   return '\n'.join(lines)
 
 
-def write(rows: list[dict], summary: dict, shown: str) -> None:
+def write(
+    rows: list[dict], summary: dict, shown: str, hardware: str = ''
+) -> None:
   """Writes OUTPUT.json and OUTPUT.md and prints the table.
 
   Args:
     rows: all that was measured.
     summary: the ratios.
     shown: Markdown.
+    hardware: where other processes measured; by default this process's.
   """
   path = pathlib.Path(OUTPUT.value)
   record = environment() | {
@@ -98,6 +101,7 @@ def write(rows: list[dict], summary: dict, shown: str) -> None:
       'rows': rows,
       'summary': summary,
   }
+  record['hardware'] = hardware or record['hardware']
   path.parent.mkdir(parents=True, exist_ok=True)
   path.with_name(path.name + '.json').write_text(json.dumps(record, indent=1))
   head = '\n'.join(

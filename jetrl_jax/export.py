@@ -16,6 +16,7 @@ from jetrl_jax.config import build as configs
 from jetrl_jax.config import flags as config_flags
 from jetrl_jax.config import saved_policy
 from jetrl_jax.config.saved_policy import Restored
+from jetrl_jax.core import processes, sharding
 from jetrl_jax.core.files import user_path
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.data import Prompt
@@ -78,16 +79,19 @@ def export(values: dict[str, Any]) -> str:
     scales = _input_scales(found.state.fp8_state)
   else:
     tree, scales = _masters(found), None
-  models.save_checkpoint(
-      out,
-      tree,
-      found.policy.model,
-      source_folder=found.folder,
-      tokenizer_folder=saved_policy.tokenizer_folder(found),
-      # What the FP8 dots leave has to come back to the bit.
-      dtype=found.policy.recipe.compute_dtype if scales else 'bfloat16',
-      input_scales=scales,
-  )
+  # Of several processes each has a part of the arrays, and one writes.
+  tree = sharding.whole_in_first(tree)
+  if processes.is_first():
+    models.save_checkpoint(
+        out,
+        tree,
+        found.policy.model,
+        source_folder=found.folder,
+        tokenizer_folder=saved_policy.tokenizer_folder(found),
+        # What the FP8 dots leave has to come back to the bit.
+        dtype=found.policy.recipe.compute_dtype if scales else 'bfloat16',
+        input_scales=scales,
+    )
   if scales is None:
     return f'{found.origin} in bfloat16'
   if found.policy.kv_cache_dtype != 'compute':
@@ -215,10 +219,12 @@ def _at(tree: PyTree, path: str) -> PyTree:
 def main(values: dict[str, Any]) -> None:
   """Exports what the flags say."""
   said = export(values)
+  if not processes.is_first():
+    return
   out = user_path(values['out'])
   size = sum(file.stat().st_size for file in out.iterdir())
   print(f'Exported {said} -> {out} ({size / 1e6:,.1f} MB)')
 
 
 if __name__ == '__main__':
-  config_flags.run_plain(main, FLAGS, ['out'])
+  config_flags.run_plain(main, FLAGS, ['out'], several=True)

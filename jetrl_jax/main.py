@@ -18,7 +18,7 @@ from jetrl_jax import report
 from jetrl_jax.checkpoint import restore
 from jetrl_jax.config import build as configs
 from jetrl_jax.config import flags as config_flags
-from jetrl_jax.core import compilation
+from jetrl_jax.core import compilation, processes
 from jetrl_jax.core.files import user_path
 from jetrl_jax.core.interrupt import StopRequested
 from jetrl_jax.dry_run import checks as dry_run_checks
@@ -64,7 +64,8 @@ def main() -> None:
   config_flags.make_folder('workdir', workdir)
   trainer = Trainer(spec, workdir)
   needs = storage.of_run(spec, initialize.abstract(spec), workdir)
-  needs.warn()
+  if processes.is_first():
+    needs.warn()
   recipe = spec.policy.recipe.name
   if spec.is_mixed:
     recipe += f' training, {spec.rollout_policy.recipe.name} rollout'
@@ -84,9 +85,10 @@ def main() -> None:
   except StopRequested as stop:
     _say_stopped(stop, workdir)
     return
-  for tell in (_summary, _report):
+  for tell in (_summary, _report) if processes.is_first() else ():
     try:
-      tell(workdir)
+      with processes.slow('the report'):
+        tell(workdir)
     # A full disk, a file that was lost: the run itself is safe by now.
     except (OSError, ValueError) as error:
       logging.warning('The run is done, but not all is told of it: %s', error)
@@ -106,6 +108,8 @@ def _devices(used: int) -> str:
   """Names the devices, and those left idle, which nothing else would tell."""
   found = jax.devices()
   kind = found[0].device_kind
+  if processes.count() > 1:
+    kind += f', {processes.count()} processes'
   if used == len(found):
     return f'{used} x {kind}'
   take_more = '--config.mesh.data and .fsdp take more'
@@ -114,12 +118,16 @@ def _devices(used: int) -> str:
 
 def _record_start(spec: RunSpec, workdir: pathlib.Path) -> None:
   """Notes versions, device, kernels and prompts of this start."""
+  if not processes.is_first():
+    return
   sets = {'train': spec.train_set, 'val': spec.val_set}
   counts: dict[str, Any] = {'kernels': dict(spec.policy.kernels.chosen)}
   for name, prompts in sets.items():
     if prompts is not None:
       counts[f'{name}_prompts'] = len(prompts)
       counts[f'{name}_left_out'] = prompts.num_filtered
+  if processes.count() > 1:
+    counts['processes'] = processes.count()
   provenance.record_start(workdir, spec.mesh.size, **counts)
 
 
@@ -177,4 +185,4 @@ def _report(workdir: pathlib.Path) -> None:
 
 
 if __name__ == '__main__':
-  config_flags.run(main)
+  config_flags.run(main, several=True)

@@ -20,7 +20,7 @@ from jetrl_jax.config import compatibility
 from jetrl_jax.config import flags as config_flags
 from jetrl_jax.config import model as config_model
 from jetrl_jax.config.sections import take
-from jetrl_jax.core import compilation
+from jetrl_jax.core import compilation, processes, sharding
 from jetrl_jax.core.files import user_path
 from jetrl_jax.data import Prompt, PromptSampler, Tokenizer
 from jetrl_jax.data.prompts import column
@@ -199,8 +199,11 @@ def train(config, workdir: pathlib.Path) -> None:
   if policy.recipe.is_delayed:
     calibration = Calibration(policy, mesh, state)
     state = calibration.fill(state, next_batch(), 1.0)
-  writer, timer = MetricWriter(workdir, tensorboard=False), Timer()
-  writer.truncate_after(-1)
+  is_first, timer = processes.is_first(), Timer()
+  writer = None
+  if is_first:
+    writer = MetricWriter(workdir, tensorboard=False)
+    writer.truncate_after(-1)
   infos, skipped = [], 0
   for i in range(steps):
     gradients = step.zero_gradients(state)
@@ -216,21 +219,29 @@ def train(config, workdir: pathlib.Path) -> None:
     if (i + 1) % 10 == 0 or i + 1 == steps:
       infos = jax.device_get(infos)
       metrics = update_metrics(infos) | timer.take()
-      writer.write(i + 1, metrics)
+      if writer is not None:
+        writer.write(i + 1, metrics)
       logging.info('step %d/%d loss %.4f', i + 1, steps, metrics['sft/loss'])
       for info in infos:
         skipped = 0 if info.applied else skipped + 1
       if skipped >= min(config.trainer.max_skipped_updates, steps):
-        writer.close()
+        if writer is not None:
+          writer.close()
         raise RuntimeError(f'{not_finite(skipped, info)} Nothing was exported.')
       infos = []
-  writer.close()
+  if writer is not None:
+    writer.close()
   output = user_path(config.sft.output)
+  masters = invariant_scaling.unfold(
+      merge(state.trainable, state.frozen), config.precision.invariant_scale
+  )
+  # Of several processes each has a part of them, and one writes.
+  masters = sharding.whole_in_first(masters)
+  if not is_first:
+    return
   models.save_checkpoint(
       output,
-      invariant_scaling.unfold(
-          merge(state.trainable, state.frozen), config.precision.invariant_scale
-      ),
+      masters,
       policy.model,
       source_folder=folder,
       tokenizer_folder=tokenizer.folder,
@@ -245,4 +256,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  config_flags.run(main)
+  config_flags.run(main, several=True)

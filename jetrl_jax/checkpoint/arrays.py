@@ -20,6 +20,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jetrl_jax.checkpoint import manifest as checkpoint_manifest
 from jetrl_jax.checkpoint.manifest import Manifest
+from jetrl_jax.core import processes
 from jetrl_jax.core.typing import PyTree
 
 # With files of this size several threads can hash; Orbax's default is 2 GB.
@@ -69,7 +70,9 @@ def on_host(named: dict[str, jax.Array]) -> dict[str, jax.Array]:
   memory, which the pool reuses for the next piece, and one of a few threads
   copies it to its destination. If JAX_PLATFORMS excludes the CPU, Orbax copies.
   """
-  if jax.default_backend() == 'cpu':
+  # TODO(when a large run on several hosts shows that it matters): copy the
+  # shards of several processes here too. Orbax does it, more slowly.
+  if jax.default_backend() == 'cpu' or processes.count() > 1:
     return named
   try:
     cpu = jax.local_devices(backend='cpu')[0]
@@ -95,6 +98,31 @@ def _copied(leaf: jax.Array, place: SingleDeviceSharding) -> jax.Array:
       np.copyto(host[(*shard.index, ...)], piece)
   # The memory is aligned, so JAX uses it without another copy.
   return jax.device_put(host, place)
+
+
+def writer(options: dict[str, Any]) -> ocp.AsyncCheckpointer:
+  """Returns Orbax's writer, for one process or several.
+
+  Args:
+    options: of `ocp.PyTreeCheckpointHandler`.
+  """
+  together = _processes()
+  return ocp.AsyncCheckpointer(
+      ocp.PyTreeCheckpointHandler(**options, multiprocessing_options=together),
+      multiprocessing_options=together,
+  )
+
+
+def _processes() -> ocp.options.MultiprocessingOptions:
+  """Returns Orbax's options for the processes of this run.
+
+  If they are not named, Orbax waits for them with a collective over the
+  devices, from a thread, while the main thread uses the devices: a deadlock.
+  """
+  everybody = set(range(processes.count()))
+  if len(everybody) == 1:
+    return ocp.options.MultiprocessingOptions()
+  return ocp.options.MultiprocessingOptions(active_processes=everybody)
 
 
 def save_args(named: dict[str, jax.Array]) -> ocp.args.PyTreeSave:
@@ -131,7 +159,9 @@ def load(folder: pathlib.Path, manifest: Manifest, like: PyTree) -> PyTree:
       for name, leaf in wanted.items()
   }
   target = _nested(abstract)
-  with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+  together = _processes()
+  handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=together)
+  with ocp.Checkpointer(handler, multiprocessing_options=together) as reader:
     loaded = reader.restore(
         folder.resolve() / checkpoint_manifest.PAYLOAD,
         args=ocp.args.PyTreeRestore(

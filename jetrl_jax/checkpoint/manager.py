@@ -4,7 +4,8 @@ Orbax writes the array files. This file makes them reliable: a step is written
 to `.saving.<step>`, every file is hashed, the manifest with the digests is
 written last, and one rename makes the step exist. `restore.py` reads it.
 
-Several processes are not supported yet, and refused.
+Of several processes each writes its own shards of the arrays. Process 0 does
+the rest: the lock, the manifest, the rename, the deletion of older steps.
 """
 
 import concurrent.futures
@@ -17,10 +18,9 @@ import pathlib
 import shutil
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import IO, Any
 
 import jax
-import orbax.checkpoint as ocp
 from absl import logging
 
 from jetrl_jax.checkpoint import arrays as checkpoint_arrays
@@ -29,6 +29,7 @@ from jetrl_jax.checkpoint import manifest as checkpoint_manifest
 from jetrl_jax.checkpoint import restore as checkpoint
 from jetrl_jax.checkpoint.manifest import Manifest
 from jetrl_jax.checkpoint.restore import Restored
+from jetrl_jax.core import processes
 from jetrl_jax.core.files import size, sync
 from jetrl_jax.core.typing import PyTree
 
@@ -58,8 +59,9 @@ _KEEPS_EXCEPTIONS = (
 class CheckpointManager:
   """Saves steps in the background and keeps the newest and the best.
 
-  Only one process at a time may have a manager on a directory. Readers use the
-  functions of `restore.py`.
+  Only one run at a time may have a manager on a directory. Readers use the
+  functions of `restore.py`. The processes of a run call the same functions in
+  the same order.
   """
 
   def __init__(
@@ -77,22 +79,19 @@ class CheckpointManager:
       keep_best: number of steps with the highest metric to keep as well.
 
     Raises:
-      ValueError: a count is out of range, another process saves here, or
-        there are several JAX processes.
+      ValueError: a count is out of range, or another run saves here.
     """
     if keep_latest < 1 or keep_best < 0:
       raise ValueError(
           f'keep_latest is {keep_latest}, keep_best is {keep_best}; allowed: '
           'keep_latest >= 1 (the newest step is never deleted), keep_best >= 0'
       )
-    if jax.process_count() > 1:
-      raise ValueError(
-          f'checkpoints are saved by one process, found {jax.process_count()}; '
-          'run one process with all devices of the host'
-      )
     self._directory = pathlib.Path(directory).resolve()
     self._directory.mkdir(parents=True, exist_ok=True)
-    self._lock = checkpoint_folder.lock(self._directory)
+    self._is_first = processes.is_first()
+    self._lock: IO[str] | None = None
+    if self._is_first:
+      self._lock = checkpoint_folder.lock(self._directory)
     self._keep_latest = keep_latest
     self._keep_best = keep_best
     # More steps to keep; the caller may set this.
@@ -104,12 +103,10 @@ class CheckpointManager:
     self._copied = threading.Event()
     self._copied.set()
     self._worker = concurrent.futures.ThreadPoolExecutor(1, 'checkpoint')
-    self._orbax = ocp.AsyncCheckpointer(
-        ocp.PyTreeCheckpointHandler(**ORBAX_OPTIONS)
-    )
+    self._orbax = checkpoint_arrays.writer(ORBAX_OPTIONS)
     for logger in (logging.get_absl_logger(), std_logging.getLogger('asyncio')):
       logger.addFilter(_is_news)
-    for path in self._directory.iterdir():
+    for path in self._directory.iterdir() if self._is_first else ():
       if path.name.startswith((_SAVING, _DELETING)):
         logging.info('Removing %s, left over by an earlier run', path)
         shutil.rmtree(path)
@@ -154,7 +151,7 @@ class CheckpointManager:
     }
     needed = sum(leaf.nbytes for leaf in named.values())
     free = shutil.disk_usage(self._directory).free
-    if free < needed:
+    if free < needed and self._is_first:
       # Otherwise the writer would fail minutes later.
       raise self._failure(
           step, f'it needs {size(needed)} of disk, but {size(free)} are free'
@@ -176,6 +173,8 @@ class CheckpointManager:
       metric: see `save`.
     """
     self.wait()
+    if not self._is_first:
+      return
     manifest = dataclasses.replace(
         self._good()[step],
         host_state=_copied(host_state),
@@ -211,7 +210,8 @@ class CheckpointManager:
     finally:
       self._worker.shutdown()
       self._orbax.close()
-      self._lock.close()
+      if self._lock is not None:
+        self._lock.close()
 
   def all_steps(self) -> list[int]:
     """Returns the steps that exist and are not known as corrupt, ascending."""
@@ -247,7 +247,9 @@ class CheckpointManager:
     named, self._arrays = self._arrays, {}
     try:
       try:
-        temporary.mkdir()
+        if self._is_first:
+          temporary.mkdir()
+        processes.barrier('checkpoint folder')
         named = checkpoint_arrays.on_host(named)
         self._orbax.save(
             temporary / checkpoint_manifest.PAYLOAD,
@@ -257,26 +259,16 @@ class CheckpointManager:
         del named
         self._copied.set()
       self._orbax.wait_until_finished()
-      manifest = Manifest(
-          step=step,
-          metric=metric,
-          host_state=host_state,
-          leaves=leaves,
-          files=checkpoint_manifest.digest_payload(temporary),
-      )
-      checkpoint_manifest.write(temporary, manifest)
-      if final.exists():
-        # Only a corrupt step can be here; it is kept for inspection.
-        aside = self._directory / f'{_CORRUPT}{step}'
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(final, aside)
-        logging.warning('Moved the corrupt step %d to %s', step, aside)
-      os.rename(temporary, final)
-      sync(self._directory)
-      self._corrupt.discard(step)
+      processes.barrier('checkpoint arrays')
+      if self._is_first:
+        self._seal(temporary, final, step, metric, host_state, leaves)
+      processes.barrier('checkpoint')
     except Exception as error:
-      shutil.rmtree(temporary, ignore_errors=True)
+      if self._is_first:
+        shutil.rmtree(temporary, ignore_errors=True)
       raise self._failure(step, error) from error
+    if not self._is_first:
+      return
     try:
       self._retire(step)
     except OSError as error:
@@ -284,6 +276,34 @@ class CheckpointManager:
           f'checkpoint of step {step} is saved, but an older one cannot be '
           f'deleted: {error}'
       ) from error
+
+  def _seal(
+      self,
+      temporary: pathlib.Path,
+      final: pathlib.Path,
+      step: int,
+      metric: float | None,
+      host_state: dict[str, Any],
+      leaves: dict[str, tuple[str, tuple[int, ...]]],
+  ) -> None:
+    """Hashes the files, writes the manifest and makes the step exist."""
+    manifest = Manifest(
+        step=step,
+        metric=metric,
+        host_state=host_state,
+        leaves=leaves,
+        files=checkpoint_manifest.digest_payload(temporary),
+    )
+    checkpoint_manifest.write(temporary, manifest)
+    if final.exists():
+      # Only a corrupt step can be here; it is kept for inspection.
+      aside = self._directory / f'{_CORRUPT}{step}'
+      shutil.rmtree(aside, ignore_errors=True)
+      os.rename(final, aside)
+      logging.warning('Moved the corrupt step %d to %s', step, aside)
+    os.rename(temporary, final)
+    sync(self._directory)
+    self._corrupt.discard(step)
 
   def _retire(self, newest: int) -> None:
     """Deletes the steps that are not to be kept."""

@@ -19,6 +19,7 @@ from jetrl_jax.checkpoint import arrays as checkpoint_arrays
 from jetrl_jax.checkpoint import folder as checkpoint_folder
 from jetrl_jax.checkpoint import manifest as checkpoint_manifest
 from jetrl_jax.checkpoint.manifest import CorruptError
+from jetrl_jax.core import processes
 from jetrl_jax.core.typing import PyTree
 
 
@@ -67,6 +68,28 @@ def restore(
       lists the reasons.
   """
   directory = pathlib.Path(directory)
+  # Every process reads its own shards; one is enough to hash all files.
+  found = processes.from_first(
+      'choosing a checkpoint', lambda: _newest_good(directory, step)
+  )
+  if found is None:
+    return None
+  candidate, manifest, skipped = found
+  if callable(like):
+    like = like(manifest.host_state)
+  folder = directory / str(candidate)
+  return Restored(
+      step=candidate,
+      state=checkpoint_arrays.load(folder, manifest, like),
+      host_state=manifest.host_state,
+      skipped=skipped,
+  )
+
+
+def _newest_good(
+    directory: pathlib.Path, step: int | None
+) -> tuple[int, checkpoint_manifest.Manifest, tuple[int, ...]] | None:
+  """Returns (step, manifest, corrupt newer steps); see `restore`."""
   folders = checkpoint_folder.step_folders(directory)
   if step is not None:
     if step not in folders:
@@ -86,14 +109,7 @@ def restore(
           'Checkpoint of step %d is corrupt and skipped: %s', candidate, error
       )
       continue
-    if callable(like):
-      like = like(manifest.host_state)
-    return Restored(
-        step=candidate,
-        state=checkpoint_arrays.load(folder, manifest, like),
-        host_state=manifest.host_state,
-        skipped=tuple(corrupt),
-    )
+    return candidate, manifest, tuple(corrupt)
   if corrupt:
     reasons = '\n'.join(f'  step {s}: {why}' for s, why in corrupt.items())
     raise ValueError(

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
+import jax
 import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -24,7 +25,7 @@ from ml_collections import config_flags
 from jetrl_jax.config import examples, sections
 from jetrl_jax.config import presets as config_presets
 from jetrl_jax.config import schema as config_schema
-from jetrl_jax.core import device_memory
+from jetrl_jax.core import device_memory, processes
 from jetrl_jax.metrics.console import show_own_sentences
 
 # Flags of a command without a config file: name, how it is defined, default,
@@ -84,14 +85,23 @@ def make_folder(flag: str, folder: pathlib.Path) -> None:
     ) from error
 
 
-def run(main: Callable[[], None]) -> None:
-  """Parses the command line and calls `main`."""
+def run(main: Callable[[], None], *, several: bool = False) -> None:
+  """Parses the command line and calls `main`.
+
+  Args:
+    main: the command.
+    several: whether it can run as several processes.
+  """
   flags.mark_flag_as_required('config')
-  app.run(_in_one_sentence(main), flags_parser=_parse)
+  app.run(_in_one_sentence(main, several), flags_parser=_parse)
 
 
 def run_plain(
-    main: Callable[[dict[str, Any]], None], table: Table, required: list[str]
+    main: Callable[[dict[str, Any]], None],
+    table: Table,
+    required: list[str],
+    *,
+    several: bool = False,
 ) -> None:
   """Does what `run` does for a command without a config file.
 
@@ -99,6 +109,7 @@ def run_plain(
     main: is called with the value of every flag by name.
     table: its flags; they are defined here, because they are global.
     required: names of those that have to be given.
+    several: whether it can run as several processes.
   """
   for name, define_one, default, text in table:
     define_one(name, default, text)
@@ -107,7 +118,7 @@ def run_plain(
   def call() -> None:
     main({name: flags.FLAGS[name].value for name, *_ in table})
 
-  app.run(_in_one_sentence(call), flags_parser=_parse)
+  app.run(_in_one_sentence(call, several), flags_parser=_parse)
 
 
 def said(error: Exception) -> str:
@@ -121,7 +132,9 @@ def said(error: Exception) -> str:
   return '; '.join(f'--{name} is missing ({helps[name]})' for name in helps)
 
 
-def _in_one_sentence(main: Callable[[], None]) -> Callable[[list[str]], None]:
+def _in_one_sentence(
+    main: Callable[[], None], several: bool
+) -> Callable[[list[str]], None]:
   """Answers what a user can cause with one sentence.
 
   And Ctrl-C where nobody waits for it: while a command starts, or in one that
@@ -133,15 +146,55 @@ def _in_one_sentence(main: Callable[[], None]) -> Callable[[list[str]], None]:
     show_own_sentences()
     device_memory.take_most()
     try:
+      _join(several)
       main()
+      processes.finish()
     except (ValueError, OSError, RuntimeError, MemoryError) as error:
       logging.debug('Traceback:', exc_info=True)
+      _end_all(device_memory.explained(error), error)
       sys.exit(f'error: {device_memory.explained(error)}')
     except KeyboardInterrupt:
+      _end_all('stopped by SIGINT')
       print('Stopped by SIGINT; what was not saved is lost.', file=sys.stderr)
       sys.exit(_STOPPED)
+    except SystemExit:
+      processes.finish()
+      raise
+    except BaseException:
+      if processes.count() > 1:
+        _end_all(traceback.format_exc())
+      raise
 
   return call
+
+
+def _join(several: bool) -> None:
+  """Joins the processes that the launcher started; only the first prints."""
+  if not several:
+    if (count := processes.launched()) > 1:
+      raise ValueError(
+          f'this command is one process, but the launcher started {count};'
+          ' start it without srun or mpirun, and without'
+          f' {processes.COUNT}'
+      )
+    return
+  processes.start()
+  if not processes.is_first():
+    sys.stdout = open(os.devnull, 'w', encoding='utf-8')
+    # What it warns of, process 0 prints.
+    logging.get_absl_handler().addFilter(lambda record: False)
+
+
+def _end_all(why: str, error: Exception | None = None) -> None:
+  """Ends all processes with the reason why this one ends, if several."""
+  if processes.count() == 1:
+    return
+  if isinstance(error, jax.errors.JaxRuntimeError) and not str(
+      error
+  ).startswith('RESOURCE_EXHAUSTED'):
+    # A collective fails when a peer has died; the watch finds out which one.
+    processes.verdict()
+  processes.fail(why)
 
 
 def _parse(argv: list[str]) -> list[str]:

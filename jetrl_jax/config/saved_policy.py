@@ -22,7 +22,7 @@ from jetrl_jax import fp8, models
 from jetrl_jax.checkpoint import restore as checkpoint
 from jetrl_jax.config import build as configs
 from jetrl_jax.config import model as config_model
-from jetrl_jax.core import compilation, sharding
+from jetrl_jax.core import compilation, processes, sharding
 from jetrl_jax.core.files import user_path
 from jetrl_jax.data import PromptFormat, Tokenizer
 from jetrl_jax.fp8 import scaling_state
@@ -180,9 +180,9 @@ def _of_run(
   config = configs.read(workdir / 'config.json')
   try:
     with config.unlocked():
-      if config.mesh.data * config.mesh.fsdp > jax.device_count():
+      if not _fits(config.mesh.data * config.mesh.fsdp):
         # The policy is the same on any number of devices.
-        config.mesh.data = config.mesh.fsdp = 1
+        config.mesh.data, config.mesh.fsdp = _all_devices(), 1
     _keep_compiled(config.compile_cache_dir)
     policy, mesh, folder = config_model.build_policy(config)
     policy = run_precision.resolve(
@@ -271,9 +271,22 @@ def _sides(
   return policy, config_model.rollout_policy(config, policy)
 
 
+def _fits(devices: int) -> bool:
+  """Whether a mesh can have this many of the devices at hand."""
+  return devices <= jax.device_count() and devices % processes.count() == 0
+
+
+def _all_devices() -> int:
+  """Returns how many devices a policy without a run uses.
+
+  One, and with several processes all: each samples with its own.
+  """
+  return jax.device_count() if processes.count() > 1 else 1
+
+
 def _of_checkpoint(folder: pathlib.Path, recipe: str | None) -> Restored:
   model = models.load_config(folder)
-  mesh = sharding.make_mesh()
+  mesh = sharding.make_mesh(data=_all_devices())
   wanted = recipe in (None, _DELAYED)
   scales = models.load_scales(folder, model) if wanted else {}
   name, dtype = recipe or (_DELAYED if scales else 'bf16'), _dtype_of(folder)

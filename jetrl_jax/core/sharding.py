@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jetrl_jax.core.typing import Array, PyTree
+from jetrl_jax.core.typing import Array, NpArray, PyTree
 
 DATA, FSDP, TENSOR = 'data', 'fsdp', 'tensor'
 # Rows (sequences, slots) are split over both axes.
@@ -62,6 +62,8 @@ def make_mesh(
   if min(data, fsdp) < 1:
     raise ValueError(f'mesh axes must be >= 1, found data={data}, fsdp={fsdp}')
   need, have = data * fsdp, jax.devices()
+  if jax.process_count() > 1:
+    have = _equal_shares(need, have, f'mesh data={data} x fsdp={fsdp}')
   if need > len(have):
     raise ValueError(
         f'mesh data={data} x fsdp={fsdp} needs {need} devices; found'
@@ -72,6 +74,107 @@ def make_mesh(
     )
   grid = np.asarray(have[:need]).reshape(data, fsdp, tensor)
   return Mesh(grid, (DATA, FSDP, TENSOR))
+
+
+def _equal_shares(need: int, found: list, what: str) -> list:
+  """Returns the same number of devices of each process, in their order.
+
+  Raises:
+    ValueError: the processes cannot have equally many, or one has too few.
+  """
+  processes = jax.process_count()
+  shares = [
+      [device for device in found if device.process_index == p]
+      for p in range(processes)
+  ]
+  each, most = need // processes, min(map(len, shares))
+  if need % processes or each > most:
+    raise ValueError(
+        f'{what} is {need} devices, but there are {processes} processes, each'
+        f' with {most} or more ({found[0].platform}): data x fsdp must be'
+        f' {processes} times 1 to {most}. Change mesh.data or mesh.fsdp, or the'
+        ' number of processes'
+    )
+  return [device for share in shares for device in share[:each]]
+
+
+def spans_processes(mesh: Mesh) -> bool:
+  """Whether some of the mesh's devices belong to another process."""
+  here = jax.process_index()
+  return any(device.process_index != here for device in mesh.devices.flat)
+
+
+def local_mesh(mesh: Mesh) -> Mesh:
+  """Returns the mesh of this process's devices.
+
+  Its fsdp axis is that of `mesh` if these devices hold whole copies of the
+  weights, and 1 otherwise.
+  """
+  here = jax.process_index()
+  mine = [d for d in mesh.devices.flat if d.process_index == here]
+  fsdp = mesh.shape[FSDP]
+  fsdp = fsdp if len(mine) % fsdp == 0 else 1
+  grid = np.asarray(mine).reshape(len(mine) // fsdp, fsdp, 1)
+  return Mesh(grid, (DATA, FSDP, TENSOR))
+
+
+def on_local_mesh(tree: PyTree, local: Mesh) -> PyTree:
+  """Returns arrays over all processes as arrays over this one's devices.
+
+  Nothing is copied. The devices of this process must hold whole arrays, as
+  `local_mesh` says.
+  """
+
+  def view(x: Array) -> Array:
+    return jax.make_array_from_single_device_arrays(
+        x.shape,
+        NamedSharding(local, x.sharding.spec),  # type: ignore[attr-defined]
+        [shard.data for shard in x.addressable_shards],
+    )
+
+  return jax.tree.map(view, tree)
+
+
+@functools.lru_cache
+def _replicated(mesh: Mesh):
+  return jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+
+
+def to_host(x: Array | NpArray) -> NpArray:
+  """Returns the whole of an array, which may lie in several processes.
+
+  All processes must call it.
+  """
+  if (
+      isinstance(x, jax.Array)
+      and not x.is_fully_addressable
+      and not x.is_fully_replicated
+  ):
+    x = _replicated(x.sharding.mesh)(x)  # type: ignore[attr-defined]
+  return np.asarray(x)
+
+
+def whole_in_first(tree: PyTree) -> PyTree:
+  """Gathers arrays of several processes on the host of process 0.
+
+  All processes must call it. In one process it returns the tree as it is.
+
+  Returns:
+    The tree with whole arrays in process 0, and with None elsewhere.
+  """
+  if jax.process_count() == 1:
+    return tree
+  keep = jax.process_index() == 0
+
+  def whole(x: Array) -> NpArray | None:
+    if x.is_fully_replicated:
+      return np.asarray(x) if keep else None
+    # Leaf by leaf: a device need not have room for all.
+    found = _replicated(x.sharding.mesh)(x)  # type: ignore[attr-defined]
+    found.block_until_ready()
+    return np.asarray(found.addressable_data(0)) if keep else None
+
+  return jax.tree.map(whole, tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +196,11 @@ class Axes:
 
   def psum(self, x: PyTree) -> PyTree:
     """Returns the sum over all devices."""
-    return lax.psum(x, (DATA, FSDP)) if self.size > 1 else x
+    if self.size == 1:
+      return x
+    return jax.tree.map(
+        lambda leaf: _ordered_sum(leaf, (DATA, FSDP), self.size), x
+    )
 
   def pmax(self, x: PyTree) -> PyTree:
     """Returns the maximum over all devices."""
@@ -125,8 +232,44 @@ class Axes:
       return x
     if x.ndim == 0 or x.shape[0] == local_dim:
       return self.psum(x)
-    x = lax.psum_scatter(x, FSDP, scatter_dimension=0, tiled=True)
-    return lax.psum(x, DATA) if self.data > 1 else x
+    x = _ordered_sum_scatter(x, FSDP, self.fsdp)
+    return _ordered_sum(x, DATA, self.data) if self.data > 1 else x
+
+
+# Of two numbers the order does not matter. Of more it does, and collectives
+# choose it: by topology, size and number of processes. So more than two are
+# sent unchanged and added here, in the order of the devices.
+_SMALL = 4096
+
+
+def _ordered_sum_scatter(x: Array, axis, size: int) -> Array:
+  """Adds over devices; returns this device's part of the first axis."""
+  if size <= 2:
+    return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
+  parts = x.reshape(size, x.shape[0] // size, *x.shape[1:])
+  parts = lax.all_to_all(parts, axis, split_axis=0, concat_axis=0, tiled=True)
+  return _sum_of(parts)
+
+
+def _ordered_sum(x: Array, axis, size: int) -> Array:
+  """Adds over devices."""
+  x = jnp.asarray(x)
+  if size <= 2:
+    return lax.psum(x, axis)
+  if x.size <= _SMALL:
+    return _sum_of(lax.all_gather(x, axis))
+  flat = jnp.pad(x.reshape(-1), (0, -x.size % size))
+  part = _ordered_sum_scatter(flat, axis, size)
+  whole = lax.all_gather(part, axis, tiled=True)
+  return whole[: x.size].reshape(x.shape)
+
+
+def _sum_of(parts: Array) -> Array:
+  """Adds along the first axis, from the first to the last."""
+  total = parts[0]
+  for i in range(1, parts.shape[0]):
+    total = total + parts[i]
+  return total
 
 
 def axes_of(mesh: Mesh) -> Axes:

@@ -86,7 +86,7 @@ def shapes(spec: RunSpec) -> Shapes:
   state, optimizer = abstract_state(spec), spec.optimizer.build()
   loss = functools.partial(policy_loss, spec.loss)
   step = UpdatePrograms(policy, loss, optimizer, spec.optimizer, mesh, state)
-  engine = Engine(rollout_policy, spec.engine, mesh)
+  engine = Engine(rollout_policy, spec.engine, mesh, whole=True)
   rows, length = spec.batch_shape
   by_rows = jax.sharding.NamedSharding(mesh, sharding.ROWS)
   batch = _at(TrainBatch.of_shapes(rows, length), by_rows)

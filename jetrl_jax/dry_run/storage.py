@@ -9,10 +9,12 @@ import dataclasses
 import os
 import pathlib
 import shutil
+import socket
 
 import jax
 from absl import logging
 
+from jetrl_jax.core import processes, sharding
 from jetrl_jax.core.files import size
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl.run import train_state
@@ -38,7 +40,7 @@ class StorageNeeds:
     free: free bytes on the workdir's disk.
     held: bytes that an earlier start wrote there and that this run replaces or
       reuses.
-    checkpoint: size of one checkpoint, on disk and in host memory.
+    checkpoint: what a checkpoint takes of this machine's memory.
     host: memory of this machine.
   """
 
@@ -123,9 +125,22 @@ def of_run(
       rows=rows,
       free=shutil.disk_usage(place).free,
       held=held,
-      checkpoint=whole_bytes(train_state.without_weights(state)),
+      checkpoint=int(
+          whole_bytes(train_state.without_weights(state)) * _share_of_host(spec)
+      ),
       host=physical_bytes(),
   )
+
+
+def _share_of_host(spec: RunSpec) -> float:
+  """Returns which part of the arrays the processes of this machine hold."""
+  if processes.count() == 1:
+    return 1.0
+  names = processes.together('host names', socket.gethostname)
+  local = sharding.local_mesh(spec.mesh).size * names.count(
+      socket.gethostname()
+  )
+  return min(1.0, local / spec.policy.axes.fsdp)
 
 
 def written(spec: RunSpec, state: TrainState) -> list[tuple[str, int, str]]:

@@ -16,7 +16,7 @@ import numpy as np
 from absl import logging
 
 from jetrl_jax.config import flags as config_flags
-from jetrl_jax.core import rng
+from jetrl_jax.core import processes, rng
 from jetrl_jax.core.files import replace_text
 from jetrl_jax.evaluate import report as evaluate_report
 from jetrl_jax.evaluate import settings as evaluate_settings
@@ -80,6 +80,8 @@ def evaluate(settings: Settings) -> dict:
   seconds = time.monotonic() - start
   summary = evaluate_report.summary(graded, settings, seconds, reads_answers)
   rows = evaluate_report.problems(graded, settings.tokenizer)
+  if not processes.is_first():
+    return summary
   lines = [json.dumps(row, ensure_ascii=False) + '\n' for row in rows]
   replace_text(settings.output / 'problems.jsonl', ''.join(lines))
   replace_text(
@@ -119,4 +121,6 @@ def main(values: dict[str, Any]) -> None:
 
 
 if __name__ == '__main__':
-  config_flags.run_plain(main, evaluate_settings.FLAGS, ['checkpoint', 'data'])
+  config_flags.run_plain(
+      main, evaluate_settings.FLAGS, ['checkpoint', 'data'], several=True
+  )

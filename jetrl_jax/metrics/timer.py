@@ -4,6 +4,8 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+from jetrl_jax.core import processes
+
 
 class Timer:
   """Adds up the seconds of each phase between two calls of `take`."""
@@ -18,6 +20,7 @@ class Timer:
 
     Each phase ends with a copy to the host, so its device work is included.
     """
+    processes.touch(phase)
     start = time.monotonic()
     try:
       yield

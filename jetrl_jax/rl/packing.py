@@ -14,6 +14,7 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
+from jetrl_jax.core import sharding
 from jetrl_jax.core.typing import Array, NpArray, Shaped
 from jetrl_jax.rl.types import Completion, TrainBatch
 
@@ -219,7 +220,7 @@ def unpack(
         f' {len(packed.batches)} were packed.'
     )
   # One transfer per micro-batch, not one per sequence.
-  host = [np.asarray(value) for value in values]
+  host = [sharding.to_host(value) for value in values]
   return [
       host[p.batch][p.row, p.start : p.start + p.length].copy()
       for p in packed.placements

@@ -44,16 +44,58 @@ from jetrl_jax.rl.rollout.responses import Responses
 _PREFILL_TOKENS = 16384
 
 
+def local_share(
+    policy: Policy, config: EngineConfig, mesh: Mesh
+) -> tuple[Policy, EngineConfig, Mesh]:
+  """Returns what this process's engine has of an engine over all devices.
+
+  Each device has as many slots and pages as in one process.
+
+  Args:
+    policy: the functions, over all devices.
+    config: the sizes of all devices together.
+    mesh: all devices.
+  """
+  local = sharding.local_mesh(mesh)
+  whole = pages_config(config, policy.axes.size, policy.tile)
+  config = dataclasses.replace(
+      config,
+      num_slots=whole.num_slots // mesh.size * local.size,
+      kv_cache_tokens=whole.pages_per_device * whole.page_size * local.size,
+  )
+  policy = dataclasses.replace(policy, axes=sharding.axes_of(local))
+  return policy, config, local
+
+
 class Engine(engine_api.Engine):
   """Samples for rollouts, evaluations and JetStream's orchestrator.
+
+  With several processes, each has an engine over its own devices, with its
+  share of the slots, and needs no other process until its work is done.
 
   Args:
     policy: the functions.
     config: sizes and the sampler.
-    mesh: devices; the slots are split over them.
+    mesh: devices of the run; the slots are split over them.
+    whole: one engine over all devices even with several processes, for a look
+      at its shapes; it cannot sample there.
+
+  Attributes:
+    run_policy: the functions, over all devices of the run.
+    run_mesh: all devices of the run.
   """
 
-  def __init__(self, policy: Policy, config: EngineConfig, mesh: Mesh):
+  def __init__(
+      self,
+      policy: Policy,
+      config: EngineConfig,
+      mesh: Mesh,
+      *,
+      whole: bool = False,
+  ):
+    self.run_policy, self.run_mesh = policy, mesh
+    if sharding.spans_processes(mesh) and not whole:
+      policy, config, mesh = local_share(policy, config, mesh)
     self.policy, self.config, self.mesh = policy, config, mesh
     self._params: PolicyParams | None = None
     self._base_key = rng.key(0, rng.ROLLOUT, 0)
@@ -96,6 +138,10 @@ class Engine(engine_api.Engine):
     self._replicate = jax.jit(
         lambda params: params, out_shardings=NamedSharding(mesh, P())
     )
+    self._replicate_everywhere = jax.jit(
+        lambda params: params,
+        out_shardings=NamedSharding(self.run_mesh, P()),
+    )
     self.responses = Responses(mesh, self.num_slots // policy.axes.size)
     self._insert = filling(decode_states.insert, rows, rows, *[P()] * 6)
     self._free = compiled(decode_states.free)
@@ -109,6 +155,11 @@ class Engine(engine_api.Engine):
     The other functions also accept parameters that are split over fsdp, as
     training holds them, but then they gather them in every call.
     """
+    if self.run_mesh is not self.mesh:
+      if self.policy.axes.fsdp < self.run_policy.axes.fsdp:
+        # No process has all parts, so they travel between processes.
+        params = self._replicate_everywhere(params)
+      params = sharding.on_local_mesh(params, self.mesh)
     if self.policy.axes.fsdp == 1:
       return params
     return self._replicate(params)

@@ -24,7 +24,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from jetrl_jax.core import rng
+from jetrl_jax.core import processes, rng
 from jetrl_jax.core.typing import PRNGKey
 from jetrl_jax.data import Prompt
 from jetrl_jax.models.policy import PolicyParams
@@ -89,14 +89,19 @@ def rollout(
     limits: int [P, G], most response tokens of each sample; by default
       max_response_length.
     should_stop: called at every host visit; raises to stop the rollout.
-    on_end: called with each completion soon after it ends, in that order.
+    on_end: called with each completion of this process soon after it ends, in
+      that order.
     environment: answers the turns; by default a response is one turn.
+
+  With several processes each samples every n-th prompt; all get all
+  completions. A completion does not depend on where it was sampled.
 
   Returns:
     P * G completions, prompt by prompt; with an environment one per episode.
 
   Raises:
     ValueError: two prompts share an id, or a prompt is too long.
+    StopRequested: `should_stop` raised it in any process.
   """
   ids = [prompt.id for prompt in prompts]
   if len(set(ids)) != len(ids):
@@ -110,14 +115,29 @@ def rollout(
   loop = Scheduler(
       engine, params, temperature, base_key, weight_version, environment, on_end
   )
-  maximum = engine.config.max_response_length
-  for p, prompt in enumerate(prompts):
+  maximum, mine = engine.config.max_response_length, 0
+  for p in processes.share(len(prompts)):
     for g in range(num_generations):
       limit = maximum if limits is None else int(limits[p, g])
       loop.waiting.append(
-          _Job(p * num_generations + g, prompt, g, max(1, min(limit, maximum)))
+          _Job(mine, prompts[p], g, max(1, min(limit, maximum)))
       )
-  return loop.run(should_stop)
+      mine += 1
+  parts = processes.together(
+      'a rollout', lambda: loop.run(should_stop), should_stop
+  )
+  return _prompt_by_prompt(parts, len(prompts), num_generations)
+
+
+def _prompt_by_prompt(
+    parts: list[list[Completion]], num_prompts: int, num_generations: int
+) -> list[Completion]:
+  """Joins the completions of all processes, see `processes.share`."""
+  found = []
+  for p in range(num_prompts):
+    part, first = parts[p % len(parts)], p // len(parts) * num_generations
+    found += part[first : first + num_generations]
+  return found
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -181,6 +201,7 @@ class Scheduler:
     state = self.engine.init_decode_state()
     while self.waiting or self.ready or self.running:
       should_stop()
+      processes.touch()
       state = self._answer(state)  # For turns that ended in the last visit.
       state = self._refill(state)
       state = self._answer(state)  # For episodes that have just started.

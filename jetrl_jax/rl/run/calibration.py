@@ -181,7 +181,7 @@ def calibrate_checkpoint(
   """Fills the scaling state of a policy without a run, as a cold start would.
 
   Args:
-    engine: samples; its policy and mesh are the state's.
+    engine: samples; it was made with the state's policy and mesh.
     state: it has kernel scales already, see `train_state.create`.
     prompts: the first `CHECKPOINT_PROMPTS` are used.
     origin: where the policy comes from, for the log.
@@ -193,7 +193,7 @@ def calibrate_checkpoint(
       origin,
       len(first),
   )
-  policy, config = engine.policy, engine.config
+  policy, config = engine.run_policy, engine.config
   rows, row_length = packing.batch_shape(
       config.max_prompt_length + config.max_response_length,
       micro_batch_size=_CHECKPOINT_ROWS,
@@ -201,7 +201,7 @@ def calibrate_checkpoint(
       tile=policy.tile,
       devices=policy.axes.size,
   )
-  calibration = Calibration(policy, engine.mesh, state)
+  calibration = Calibration(policy, engine.run_mesh, state)
 
   def batches(sequences):
     return packing.pack(

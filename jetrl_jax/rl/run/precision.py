@@ -13,6 +13,7 @@ import jax
 from absl import logging
 
 from jetrl_jax.checkpoint import restore
+from jetrl_jax.core import processes
 from jetrl_jax.core.files import replace_text
 from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import Recipe, adaptive, health, scaling_state
@@ -40,6 +41,8 @@ class RunPrecision:
 
 def write(workdir: pathlib.Path, settled: RunPrecision) -> None:
   """Writes what a cold start settled, before its first checkpoint."""
+  if not processes.is_first():
+    return
   text = json.dumps(dataclasses.asdict(settled), indent=1)
   replace_text(workdir / _FILE, text + '\n')
 

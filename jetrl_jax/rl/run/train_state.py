@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jetrl_jax import kernels
 from jetrl_jax.checkpoint import restore
 from jetrl_jax.checkpoint.manager import CheckpointManager
-from jetrl_jax.core import sharding
+from jetrl_jax.core import processes, sharding
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.fp8 import Recipe, scaling_state
 from jetrl_jax.models.policy import Policy, PolicyParams
@@ -211,7 +211,8 @@ def reference(
   if cold:
     tree = jax.tree.map(jnp.copy, tree)
     # A run that was killed before its first checkpoint may have left one.
-    shutil.rmtree(folder, ignore_errors=True)
+    if processes.is_first():
+      shutil.rmtree(folder, ignore_errors=True)
     manager = CheckpointManager(folder, keep_latest=1, keep_best=0)
     manager.save(0, tree, {}, metric=None)
     manager.close()

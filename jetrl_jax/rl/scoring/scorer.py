@@ -4,6 +4,7 @@ import array
 import contextlib
 from collections.abc import Iterator
 
+from jetrl_jax.core import processes
 from jetrl_jax.data import Prompt, Tokenizer
 from jetrl_jax.rewards import RewardPool, RewardRequest, RewardResult, Scoring
 from jetrl_jax.rl.rollout.scheduler import StopCheck, never_stop
@@ -69,13 +70,24 @@ class Scorer:
   def results(self, completions: list[Completion]) -> list[RewardResult]:
     """Waits for all rewards and returns them in the completions' order.
 
+    Each process rewards what it has sampled; all get all rewards.
+
     Raises:
       RewardFunctionError: see `RewardPool.score`.
+      StopRequested: `should_stop` raised it in any process.
     """
-    if self._scoring is None:
+    scoring = self._scoring
+    if scoring is None:
       return [_of_episode(completion) for completion in completions]
-    results = self._scoring.results(self._should_stop)
-    found = dict(zip(self._ended, results, strict=True))
+
+    def mine() -> dict[tuple[int, int], RewardResult]:
+      # The pool ends what takes too long.
+      with processes.slow('the rewards'):
+        results = scoring.results(self._should_stop)
+      return dict(zip(self._ended, results, strict=True))
+
+    parts = processes.together('the rewards', mine)
+    found = {key: result for part in parts for key, result in part.items()}
     return [found[c.prompt_id, c.sample] for c in completions]
 
 

@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 
-from jetrl_jax.core import rng
+from jetrl_jax.core import processes, rng
 from jetrl_jax.data import Prompt, PromptSampler
 from jetrl_jax.metrics.timer import Timer
 from jetrl_jax.models.policy import PolicyParams
@@ -83,7 +83,11 @@ class Collector:
       with scorer(prompts, pool, spec.tokenizer, self._should_stop) as scores:
         with self._timer('gen'):
           completions = self.rollout(step, prompts, state, scores)
-        preempted += self.engine.pages.times_preempted
+        preempted += sum(
+            processes.together(
+                'counting', lambda: self.engine.pages.times_preempted
+            )
+        )
         return self.score(step, prompts, completions, scores)
 
     filled = dynamic_sampling.fill(generate, groups=size, config=spec.algorithm)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jetrl_jax.core import processes
 from jetrl_jax.core.typing import Array, NpArray, PyTree
 from jetrl_jax.metrics.timer import Timer
 from jetrl_jax.models.policy import PolicyParams
@@ -189,6 +190,7 @@ class Learner:
           state, gradients, micro, temperature
       )
       values.append(logprobs)
+      processes.touch()
     return gradients, values
 
   def _log_probs_at_rollout_weights(

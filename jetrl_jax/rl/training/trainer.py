@@ -24,6 +24,7 @@ from typing import Any
 from absl import logging
 
 from jetrl_jax.checkpoint.arrays import OtherStateError
+from jetrl_jax.core import processes
 from jetrl_jax.core.interrupt import Interrupt, StopRequested
 from jetrl_jax.metrics import alarms
 from jetrl_jax.metrics.timer import Timer
@@ -111,8 +112,9 @@ class Trainer:
         contextlib.closing(self),
         self.spec.make_rewards() as self.pool,
     ):
-      state, step = self._start()
-      self._check(state, self.guard)
+      with processes.slow('start-up'):
+        state, step = self._start()
+        self._check(state, self.guard)
       started()
       position = self.sampler.state()
       try:
@@ -124,6 +126,7 @@ class Trainer:
           state, metrics = self._train_step(step, state)
           step, position = step + 1, self.sampler.state()
           self._finish(step, state, metrics)
+          processes.steady()
         if not run.synthetic:  # Synthetic rewards train nothing useful.
           self._save(step, state)
           self._export(state)
@@ -147,7 +150,7 @@ class Trainer:
     3. Measure mismatch, FP8 health and throughput, and let the guard decide.
     """
     sampled = self.collector.collect(step, state)
-    self.interrupt.check()
+    processes.agree('the rollout and its rewards', self.interrupt.check)
     self._wait_for_copy()
     self.accuracy = None
     # The rollout is compressed and written while the device learns from it.
@@ -235,7 +238,7 @@ class Trainer:
       return state
     done = self.guard.done()
     self._wait_for_copy()
-    with self.timer('guard'):
+    with self.timer('guard'), processes.slow('guard'):
       engine, reference = self.collector.engine, self.learner.reference
       self.spec, state = guard_actions.act(
           action,
@@ -385,21 +388,22 @@ class Trainer:
       self.pending = json.loads(saved['pending'])
 
   def _save(self, step: int, state: TrainState) -> None:
-    with self.timer('save_checkpoint'):
+    with self.timer('save_checkpoint'), processes.slow('save_checkpoint'):
       self.folder.save(step, state, self._host_state(), metric=self.accuracy)
 
   def _wait_for_copy(self) -> None:
     """Waits until no checkpoint reads the state, because it changes next."""
     if self.folder.checkpoints.is_copying:
-      with self.timer('save_checkpoint'):
+      with self.timer('save_checkpoint'), processes.slow('save_checkpoint'):
         self.folder.checkpoints.wait_for_copy()
 
   def _export(self, state: TrainState) -> None:
     """Exports the trained policy, if the run started from a checkpoint."""
     if self.spec.export_source is not None:
-      with self.timer('export'):
+      with self.timer('export'), processes.slow('export'):
         self.folder.export(self.spec, state, self.spec.export_source)
 
   def close(self) -> None:
     """Waits for the last checkpoint and closes all files."""
-    self.folder.close()
+    with processes.slow('the last checkpoint'):
+      self.folder.close()

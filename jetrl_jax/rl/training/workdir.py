@@ -18,6 +18,7 @@ from absl import logging
 
 from jetrl_jax import models
 from jetrl_jax.checkpoint.manager import CheckpointManager
+from jetrl_jax.core import processes, sharding
 from jetrl_jax.core.files import replace_text
 from jetrl_jax.metrics.console import Console
 from jetrl_jax.metrics.wandb import WandbConfig
@@ -80,8 +81,11 @@ class RunFolder:
         keep_latest=run.keep_latest,
         keep_best=run.keep_best,
     )
-    self._writer = MetricWriter(path, tensorboard=True, wandb=wandb)
-    self._console = Console(run.total_training_steps)
+    # Of several processes one writes.
+    self._is_first = processes.is_first()
+    if self._is_first:
+      self._writer = MetricWriter(path, tensorboard=True, wandb=wandb)
+      self._console = Console(run.total_training_steps)
     # The step whose state is the newest checkpoint.
     self.saved_step: int | None = None
 
@@ -92,6 +96,8 @@ class RunFolder:
 
   def write_config(self, text: str) -> None:
     """Writes the resolved config; logs what changed since an earlier start."""
+    if not self._is_first:
+      return
     if changed := self.changed(text):
       logging.warning(
           'Settings differ from those that %s was started with. The new ones'
@@ -110,6 +116,8 @@ class RunFolder:
     Args:
       text: the resolved config.
     """
+    if not self._is_first:
+      return
     lines = self.path / 'metrics.jsonl'
     rows = lines.read_bytes().splitlines() if lines.exists() else []
     if len(rows) > 1:  # More than the line of step 0.
@@ -136,6 +144,8 @@ class RunFolder:
       is_whole: whether this step was evaluated (if due) and has its line in
         metrics.jsonl. If not, both are done again; its rollout stays.
     """
+    if not self._is_first:
+      return
     last = step if is_whole else step - 1
     self._writer.truncate_after(last)
     if self._writer.last_step < last:
@@ -158,6 +168,8 @@ class RunFolder:
       RuntimeError: a checkpoint could not be saved in the background.
     """
     self.checkpoints.check()
+    if not self._is_first:
+      return
     self._writer.write(step, {'training/global_step': step} | metrics)
     self._console.step(step, metrics)
 
@@ -179,6 +191,8 @@ class RunFolder:
 
   def save_rollouts(self, step: int, exp: Experience) -> None:
     """Writes the rollout that a step learns from."""
+    if not self._is_first:
+      return
     store.save_rollouts(
         self.path / 'rollouts' / f'{step:06d}.npz',
         exp.completions,
@@ -191,6 +205,8 @@ class RunFolder:
 
   def save_samples(self, step: int, samples: list[dict]) -> None:
     """Writes held-out samples as JSON lines, replacing an older file."""
+    if not self._is_first:
+      return
     folder = self.path / 'samples'
     folder.mkdir(exist_ok=True)
     lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
@@ -207,12 +223,17 @@ class RunFolder:
       source: the checkpoint that the run started from; its config is copied.
     """
     folder, partial = self.path / EXPORT, self.path / f'.{EXPORT}.partial'
+    masters = invariant_scaling.unfold(
+        merge(state.trainable, state.frozen), spec.invariant_scale
+    )
+    # Of several processes each has a part of them.
+    masters = sharding.whole_in_first(masters)
+    if not self._is_first:
+      return
     shutil.rmtree(partial, ignore_errors=True)
     models.save_checkpoint(
         partial,
-        invariant_scaling.unfold(
-            merge(state.trainable, state.frozen), spec.invariant_scale
-        ),
+        masters,
         spec.policy.model,
         source_folder=source,
         tokenizer_folder=spec.tokenizer.folder,
@@ -224,6 +245,8 @@ class RunFolder:
 
   def close(self) -> None:
     """Waits for the last checkpoint and closes all files."""
-    self._console.close()
+    if self._is_first:
+      self._console.close()
     self.checkpoints.close()
-    self._writer.close()
+    if self._is_first:
+      self._writer.close()

@@ -1,0 +1,76 @@
+"""What two processes of tests/core/test_processes.py do together."""
+
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jetrl_jax.core import interrupt, processes, sharding
+from jetrl_jax.core.interrupt import Interrupt, StopRequested
+
+
+def _facts() -> None:
+  rank = processes.rank()
+  assert processes.count() == jax.process_count() == 2
+  assert processes.is_first() == (rank == 0)
+  assert processes.share(5) == [[0, 2, 4], [1, 3]][rank]
+  # Short values pass through the store, long ones over the devices.
+  for size in (10, 100_000 + rank):
+    found = processes.together('sizes', lambda size=size: bytes([rank]) * size)
+    assert found[rank] == bytes([rank]) * size
+    assert [set(one) for one in found] == [{0}, {1}]
+  assert processes.from_first('ranks', processes.rank) == 0
+
+  mesh = sharding.make_mesh(data=2)
+  assert sharding.spans_processes(mesh)
+  assert sharding.local_mesh(mesh).size == 1
+  values = np.arange(8.0, dtype=np.float32).reshape(4, 2)
+  split = jax.make_array_from_callback(
+      values.shape, NamedSharding(mesh, sharding.ROWS), lambda i: values[i]
+  )
+  np.testing.assert_array_equal(sharding.to_host(split), values)
+  whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(split)
+  local = sharding.on_local_mesh(whole, sharding.local_mesh(mesh))
+  assert local.is_fully_addressable
+  np.testing.assert_array_equal(jnp.asarray(local), values)
+  first = sharding.whole_in_first({'x': split})['x']
+  assert first is None if rank else (first == values).all()
+
+  # A request to stop reaches the other process, and both at the same place.
+  with Interrupt() as asked:
+    if rank == 1:
+      interrupt.ask('SIGTERM')
+    try:
+      processes.agree('a step', asked.check)
+      raise AssertionError('not stopped')
+    except StopRequested as stop:
+      assert str(stop) == 'SIGTERM'
+  if rank == 1:
+    logging.warning('the disk of this host is full')
+
+
+def main() -> None:
+  """Does what the first argument says."""
+  processes.start()
+  if sys.argv[1] == 'facts':
+    _facts()
+    processes.finish()
+    print('well')
+  elif sys.argv[1] == 'differ':
+    processes.together(f'work {processes.rank()}', lambda: None)
+  elif processes.rank() == 1:
+    processes.together('the start', lambda: None)
+    processes.fail('a file is missing')
+  else:
+    processes.together('the start', lambda: None)
+    processes.together('a rollout', lambda: None)
+    os._exit(3)  # Not reached.
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,193 @@
+"""Several processes: who is started, where they meet, how they end."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetrl_jax.core import processes, sharding
+from jetrl_jax.core.interrupt import StopRequested
+from tests import launched
+
+_MEETING = 'tests.core.meeting'
+
+
+@pytest.fixture
+def environment(monkeypatch):
+  for name in (processes.ADDRESS, processes.COUNT, processes.RANK):
+    monkeypatch.delenv(name, raising=False)
+  for name in ('SLURM_STEP_NODELIST', 'SLURM_PROCID', 'SLURM_NTASKS'):
+    monkeypatch.delenv(name, raising=False)
+  return monkeypatch
+
+
+@pytest.mark.parametrize(
+    'found, count',
+    [
+        ({}, 1),
+        (launched.by_hand(1, 4, 1234), 4),
+        (launched.srun(0, 2, 61441), 2),
+        # A batch script that calls python without srun is one process.
+        ({'SLURM_NTASKS': '8', 'SLURM_PROCID': '0'}, 1),
+        ({'OMPI_MCA_orte_hnp_uri': 'x', 'OMPI_COMM_WORLD_SIZE': '3'}, 3),
+        # Asked for one.
+        (launched.srun(0, 2, 61441) | {processes.COUNT: '1'}, 1),
+    ],
+)
+def test_the_launchers_variables_say_how_many_processes_there_are(
+    environment, found, count
+):
+  for name, value in found.items():
+    environment.setenv(name, value)
+  assert processes.launched() == count
+
+
+@pytest.mark.parametrize(
+    'found, message',
+    [
+        ({processes.COUNT: '2'}, 'JAX_PROCESS_ID is not set, but'),
+        ({processes.ADDRESS: 'a:1'}, 'neither JAX_NUM_PROCESSES and'),
+        (launched.by_hand(2, 2, 1), 'JAX_PROCESS_ID is 2; allowed .* 0 to 1'),
+        (
+            launched.by_hand(0, 2, 1) | {processes.COUNT: 'two'},
+            "JAX_NUM_PROCESSES is 'two'; allowed: integers",
+        ),
+    ],
+)
+def test_variables_that_cannot_be_are_refused(environment, found, message):
+  for name, value in found.items():
+    environment.setenv(name, value)
+  with pytest.raises(ValueError, match=message):
+    processes.launched()
+
+
+@pytest.mark.parametrize(
+    'variables, local, ids',
+    [
+        # All GPUs of the host are visible, and tasks share them.
+        ({'CUDA_VISIBLE_DEVICES': '0,1,2,3'}, (1, 2), [2, 3]),
+        ({'CUDA_VISIBLE_DEVICES': '0,1,2,3'}, (0, 1), [0, 1, 2, 3]),
+        # Slurm has shared them out.
+        ({'CUDA_VISIBLE_DEVICES': '3'}, (3, 4), [0]),
+        (
+            {'CUDA_VISIBLE_DEVICES': '0,1', 'SLURM_GPUS_PER_TASK': '2'},
+            (1, 2),
+            [0, 1],
+        ),
+        # JAX decides.
+        ({}, (1, 2), None),
+        (
+            {'CUDA_VISIBLE_DEVICES': '0', 'JAX_LOCAL_DEVICE_IDS': '0'},
+            (1, 2),
+            None,
+        ),
+    ],
+)
+def test_a_task_takes_its_share_of_the_gpus_it_sees(variables, local, ids):
+  rank, count = local
+  variables = variables | {
+      'SLURM_LOCALID': str(rank),
+      'SLURM_NODEID': '1',
+      'SLURM_STEP_TASKS_PER_NODE': f'7,{count}(x3)',
+  }
+  assert processes.local_devices(variables) == ids
+
+
+def test_alone_a_process_does_all_and_waits_for_nobody():
+  assert (processes.count(), processes.rank()) == (1, 0)
+  assert processes.share(3) == [0, 1, 2]
+  assert processes.together('work', lambda: 7) == [7]
+
+  def stop():
+    raise StopRequested('SIGTERM')
+
+  with pytest.raises(StopRequested):
+    processes.agree('work', stop)
+  with pytest.raises(RuntimeError, match='no disk'):
+    processes.fail('no disk')
+
+
+class _Device:
+  platform = 'cpu'
+
+  def __init__(self, process_index: int):
+    self.process_index = process_index
+
+
+def test_each_process_gives_a_mesh_as_many_devices(monkeypatch):
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  found = [_Device(p) for p in (0, 0, 1, 1)]
+  shares = sharding._equal_shares(2, found, 'mesh')
+  assert [device.process_index for device in shares] == [0, 1]
+  for need in (1, 3, 6):
+    with pytest.raises(ValueError, match='there are 2 processes'):
+      sharding._equal_shares(need, found, f'mesh data={need}')
+
+
+@pytest.mark.parametrize('data, fsdp', [(8, 1), (2, 4), (4, 2), (1, 2)])
+def test_devices_add_in_their_order_whatever_a_collective_would_do(data, fsdp):
+  size = data * fsdp
+  mesh = sharding.make_mesh(data=data, fsdp=fsdp)
+  axes = sharding.axes_of(mesh)
+  random = np.random.default_rng(0)
+  # Large: the order of a sum shows in the last bits.
+  x = random.normal(size=(size, 1000, 8)).astype(np.float32)
+
+  def each(x):
+    return (
+        axes.psum(x[0]),
+        axes.psum(x[0, :1]),
+        axes.reduce_scatter(x[0], 1000 // fsdp),
+    )
+
+  whole, small, scattered = jax.jit(
+      sharding.per_device(
+          each,
+          mesh,
+          (sharding.ROWS,),
+          (jax.P(), jax.P(), jax.P(sharding.FSDP)),
+      )
+  )(jnp.asarray(x))
+  expected = x[0]
+  for part in x[1:]:
+    expected = expected + part
+  np.testing.assert_array_equal(whole, expected)
+  np.testing.assert_array_equal(small, expected[:1])
+  # First over fsdp, then over data.
+  parts = x.reshape(data, fsdp, 1000, 8)
+  rows = parts[:, 0]
+  for f in range(1, fsdp):
+    rows = rows + parts[:, f]
+  expected = rows[0]
+  for row in rows[1:]:
+    expected = expected + row
+  np.testing.assert_array_equal(scattered, expected)
+
+
+def test_two_processes_meet_and_stop_together():
+  with launched.processes([_MEETING, 'facts'], count=2) as started:
+    said = launched.ended(started, 100)
+    codes = [one.returncode for one in started]
+  assert codes == [0, 0], said
+  assert all('well' in text for text in said)
+  # On the console of process 0, which did not warn of it.
+  assert '[process 1] the disk of this host is full' in said[0]
+
+
+@pytest.mark.slow
+def test_processes_at_different_places_say_so():
+  with launched.processes([_MEETING, 'differ'], count=2) as started:
+    said = launched.ended(started, 100)
+  assert any("is at 'work 1' while process 0 is at 'work 0'" in s for s in said)
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_ends_the_others_with_its_reason():
+  with launched.processes(
+      [_MEETING, 'fails'], count=2, launcher=launched.srun
+  ) as started:
+    first, second = launched.ended(started, 100)
+    codes = [one.returncode for one in started]
+  assert codes == [1, 1], (first, second)
+  assert 'process 1 of this run has ended: a file is missing' in first
+  assert 'error: a file is missing' in second

@@ -1,0 +1,149 @@
+"""A run of several processes leaves what one process leaves, through faults."""
+
+import json
+import pathlib
+import random
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests import launched, whole_run
+
+_FILE = whole_run.ROOT / 'tests' / 'tiny_config.py'
+# Longer than any compilation here, and than the watch takes to find a loss.
+_PATIENCE_S = 250
+_LOSS_S = 60
+
+
+def _start(
+    workdir: pathlib.Path,
+    count: int,
+    changes: dict,
+    devices: int = 1,
+    launcher=launched.by_hand,
+):
+  settings = [f'--config.{name}={value}' for name, value in changes.items()]
+  return launched.processes(
+      [
+          'jetrl_jax.main',
+          f'--config={_FILE}',
+          f'--workdir={workdir}',
+          *settings,
+      ],
+      count=count,
+      devices=devices,
+      launcher=launcher,
+      cwd=whole_run.home(),
+  )
+
+
+def _wait_for_lines(workdir: pathlib.Path, count: int) -> None:
+  end, file = time.monotonic() + _PATIENCE_S, workdir / 'metrics.jsonl'
+  while time.monotonic() < end:
+    if file.exists() and len(file.read_text().splitlines()) >= count:
+      return
+    time.sleep(0.02)
+  raise AssertionError(f'{file} has not {count} lines')
+
+
+def _finish(workdir: pathlib.Path, count: int, changes: dict, **how) -> None:
+  with _start(workdir, count, changes, **how) as started:
+    said = launched.ended(started, _PATIENCE_S)
+    codes = [one.returncode for one in started]
+  assert codes == [0] * count, said
+
+
+def _kinds(workdir: pathlib.Path) -> list[int]:
+  lines = (workdir / 'starts.jsonl').read_text().splitlines()
+  return [json.loads(line).get('processes', 1) for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_two_processes_stopped_and_killed_end_in_the_bits_of_one(tmp_path):
+  changes = {
+      'mesh.fsdp': 2,
+      'trainer.total_training_steps': 40,
+      'trainer.test_freq': 20,
+  }
+  one, two = tmp_path / 'one', tmp_path / 'two'
+  _finish(one, 1, changes, devices=2)
+  # A signal to one of them.
+  with _start(two, 2, changes, launcher=launched.srun) as started:
+    _wait_for_lines(two, 2)
+    started[1].send_signal(signal.SIGTERM)
+    said = launched.ended(started, _PATIENCE_S)
+    codes = [each.returncode for each in started]
+  assert codes == [0, 0], said
+  assert 'Stopped by SIGTERM; everything up to here is saved' in said[0]
+  assert not said[1].replace('[Gloo]', '').count('step')
+  # A process that is gone.
+  lines = len(whole_run.records(two))
+  with _start(two, 2, changes) as started:
+    _wait_for_lines(two, lines + 2)
+    started[1].kill()
+    killed = time.monotonic()
+    said, _ = launched.ended(started, _LOSS_S)
+    assert started[0].returncode != 0
+    assert time.monotonic() - killed < _LOSS_S
+  assert 'process 1' in said or 'collective' in said.lower()
+  # One process continues what two have begun.
+  _finish(two, 1, changes, devices=2)
+  assert _kinds(two) == [2, 2, 1]
+  found, expected = (whole_run.outcome(w, {'mesh.fsdp': 2}) for w in (two, one))
+  assert found == expected
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(24 * 3600)
+@pytest.mark.parametrize('kills', [200])
+def test_random_ranks_killed_at_random_moments_change_no_bit(tmp_path, kills):
+  draw = random.Random(0)
+  changes = {
+      'mesh.data': 2,
+      'trainer.total_training_steps': 400,
+      'trainer.test_freq': 50,
+  }
+  one, two = tmp_path / 'one', tmp_path / 'two'
+  _finish(one, 1, changes, devices=2)
+  for _ in range(kills):
+    if not _killed(two, changes, draw):
+      break
+  _finish(two, draw.choice([1, 2]), changes, devices=2)
+  found, expected = (whole_run.outcome(w, {'mesh.data': 2}) for w in (two, one))
+  assert found == expected
+
+
+def _killed(workdir: pathlib.Path, changes: dict, draw: random.Random) -> bool:
+  """Kills, stops or asks a random rank; returns False if the run is done."""
+  with _start(workdir, 2, changes) as started:
+    delay = time.monotonic() + draw.uniform(5, 40)
+    while time.monotonic() < delay:
+      if all(one.poll() is not None for one in started):
+        return False
+      time.sleep(0.01)
+    rank = draw.randrange(2)
+    number = draw.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP])
+    started[rank].send_signal(number)
+    if draw.random() < 0.8:
+      # As a launcher does: it kills the others when one has died.
+      time.sleep(draw.uniform(0, 1))
+      return True
+    end, left = time.monotonic() + _LOSS_S, list(started)
+    while left and time.monotonic() < end:
+      left = [one for one in started if one.poll() is None]
+      if number == signal.SIGSTOP and left == [started[rank]]:
+        break  # It cannot end itself.
+      time.sleep(0.05)
+    _check_ended(started, rank, number)
+  return True
+
+
+def _check_ended(
+    started: list[subprocess.Popen], rank: int, number: int
+) -> None:
+  """Within a minute nobody waits any more for a process that is gone."""
+  codes = [one.poll() for one in started]
+  assert codes[1 - rank] is not None, (rank, number, codes)
