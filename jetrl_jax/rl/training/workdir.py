@@ -8,10 +8,12 @@ samples/<step>.jsonl held-out samples
 export/              the trained policy as a Hugging Face checkpoint
 """
 
+import contextlib
 import json
 import os
 import pathlib
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 from absl import logging
@@ -158,7 +160,8 @@ class RunFolder:
       RuntimeError: a checkpoint could not be saved in the background.
     """
     self.checkpoints.check()
-    self._writer.write(step, {'training/global_step': step} | metrics)
+    with self._naming_itself(step):
+      self._writer.write(step, {'training/global_step': step} | metrics)
     self._console.step(step, metrics)
 
   def save(
@@ -179,22 +182,37 @@ class RunFolder:
 
   def save_rollouts(self, step: int, exp: Experience) -> None:
     """Writes the rollout that a step learns from."""
-    store.save_rollouts(
-        self.path / 'rollouts' / f'{step:06d}.npz',
-        exp.completions,
-        {
-            'score': exp.scores_PG.reshape(-1),
-            'accuracy': exp.accuracy_PG.reshape(-1),
-            'advantage': exp.advantages_PG.reshape(-1),
-        },
-    )
+    with self._naming_itself(step):
+      store.save_rollouts(
+          self.path / 'rollouts' / f'{step:06d}.npz',
+          exp.completions,
+          {
+              'score': exp.scores_PG.reshape(-1),
+              'accuracy': exp.accuracy_PG.reshape(-1),
+              'advantage': exp.advantages_PG.reshape(-1),
+          },
+      )
 
   def save_samples(self, step: int, samples: list[dict]) -> None:
     """Writes held-out samples as JSON lines, replacing an older file."""
     folder = self.path / 'samples'
-    folder.mkdir(exist_ok=True)
     lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
-    replace_text(folder / f'{step:06d}.jsonl', '\n'.join(lines) + '\n')
+    with self._naming_itself(step):
+      folder.mkdir(exist_ok=True)
+      replace_text(folder / f'{step:06d}.jsonl', '\n'.join(lines) + '\n')
+
+  @contextlib.contextmanager
+  def _naming_itself(self, step: int) -> Iterator[None]:
+    """Says which folder could not be written, and what to do."""
+    try:
+      yield
+    except OSError as error:
+      raise OSError(
+          f'step {step} cannot be written to {self.path}:'
+          f' {error.strerror or error}. Once there is room, the same command'
+          ' resumes from the newest checkpoint, or starts again if there is'
+          ' none'
+      ) from error
 
   def export(
       self, spec: RunSpec, state: TrainState, source: pathlib.Path
@@ -226,4 +244,6 @@ class RunFolder:
     """Waits for the last checkpoint and closes all files."""
     self._console.close()
     self.checkpoints.close()
-    self._writer.close()
+    # What a full disk has refused once, closing tries again.
+    with contextlib.suppress(OSError):
+      self._writer.close()
