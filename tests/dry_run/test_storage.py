@@ -62,7 +62,7 @@ def test_what_a_run_writes_beside_its_states_is_about_as_counted():
   for name in ('metrics.jsonl', 'tensorboard/', 'samples/', 'rollouts/'):
     files = [p for p in (run / name, *(run / name).rglob('*')) if p.is_file()]
     real = sum(file.stat().st_size for file in files)
-    assert 0.5 * real < rows[name] < 2 * real, name
+    assert 0.5 * real < rows[name] < 3 * real, name
 
 
 def test_a_host_must_hold_a_checkpoint_that_is_on_a_device(spec, tmp_path):
