@@ -318,9 +318,14 @@ class CheckpointManager:
       shutil.rmtree(doomed)
 
   def _failure(self, step: int, error: Exception | str) -> RuntimeError:
+    good, why = self._good(), str(error)
+    # Orbax's own words for it are a paragraph.
+    if 'No space left' in why or 'RESOURCE_EXHAUSTED' in why:
+      why = 'no space is left on its disk'
+    there = f'the newest good step is {max(good)}' if good else 'none is there'
     return RuntimeError(
-        f'checkpoint of step {step} was not saved in {self._directory}: '
-        f'{error}; the newest good step is {max(self._good(), default=None)}'
+        f'checkpoint of step {step} was not saved in {self._directory}: {why};'
+        f' {there}'
     )
 
 

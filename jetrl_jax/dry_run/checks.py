@@ -304,7 +304,6 @@ def _print_storage(found: StorageNeeds, other: bool) -> list[str]:
   """Prints what is written and copied to the host; returns what is missing."""
   _title(f'Written to {found.workdir}')
   _columns([(name, size(count), how) for name, count, how in found.rows])
-  print('metrics.jsonl, samples/, config.json and TensorBoard files: small')
   print(f'free there: {found.free_there}')
   if jax.default_backend() == 'cpu' and not other:
     return found.lacking_disk()

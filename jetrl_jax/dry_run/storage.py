@@ -16,6 +16,7 @@ from absl import logging
 
 from jetrl_jax.core import processes, sharding
 from jetrl_jax.core.files import size
+from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.run.spec import RunSpec
@@ -23,6 +24,11 @@ from jetrl_jax.rl.training.workdir import EXPORT
 
 # A process with a GPU before its first checkpoint, and copies on their way.
 _PROCESS, _ON_THE_WAY = 6 * 2**30, 7 * 2**30
+# Bytes of a line of metrics and of one of its 8-bit dots, of a step's
+# TensorBoard events, of a token's text, of a sample besides, of a report with
+# its answers.
+_LINE, _LINE_OF_DOT, _EVENTS = 3500, 400, 3000
+_TOKEN, _NAMES, _REPORT = 5, 100, 13 * 2**20
 # What a container may take: of control groups, version 2 and 1.
 _LIMITS = (
     '/sys/fs/cgroup/memory.max',
@@ -117,7 +123,7 @@ def of_run(
       file.stat().st_size
       for name, _, _ in rows
       if name != f'{EXPORT}/'
-      for file in (workdir / name).rglob('*')
+      for file in (workdir / name, *(workdir / name).rglob('*'))
       if file.is_file()
   )
   return StorageNeeds(
@@ -170,6 +176,21 @@ def written(spec: RunSpec, state: TrainState) -> list[tuple[str, int, str]]:
             f'{steps} steps x {size(rollout)} at most',
         )
     )
+  lines = run.total_training_steps + 1
+  dots = len(scaling_state.record_paths(state.fp8_state))
+  line = _LINE + dots * _LINE_OF_DOT
+  rows += [
+      ('metrics.jsonl', lines * line, f'{lines} lines x {size(line)}, about'),
+      ('tensorboard/', lines * _EVENTS, 'their scalars, about'),
+  ]
+  if spec.val_set is not None and run.test_freq:
+    times = 1 + -(-run.total_training_steps // run.test_freq)
+    tokens = spec.engine.max_prompt_length + response
+    samples = len(spec.val_set) * (tokens * _TOKEN + _NAMES)
+    rows.append(
+        ('samples/', times * samples, f'{times} times, {size(samples)} at most')
+    )
+  rows.append(('report.html', _REPORT, 'at the end, about'))
   if spec.needs_reference:
     reference = whole_bytes((state.weights, state.fp8_state))
     rows.append(('reference/', reference, 'weights and scales of step 0'))

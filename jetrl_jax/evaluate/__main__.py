@@ -102,6 +102,11 @@ def _engine_config(settings: Settings) -> EngineConfig:
   wanted = len(settings.prompts) * settings.num_generations
   return EngineConfig(
       num_slots=min(settings.num_slots, wanted),
+      # A CPU takes seconds a token of many answers: it says more often where it
+      # is. On a GPU a visit of the host costs time.
+      decode_block=8
+      if jax.default_backend() == 'cpu'
+      else EngineConfig.decode_block,
       max_prompt_length=settings.max_prompt_length,
       max_response_length=settings.max_response_length,
       stop_ids=tuple(settings.tokenizer.eos_ids),

@@ -86,7 +86,7 @@ ALARMS = (
         advice=(
             'These answers count 0: raise reward.timeout_s or'
             ' reward.memory_limit_mb, or mend the reward; reward/* in'
-            ' metrics.jsonl counts the reasons.'
+            ' metrics.jsonl counts the reasons (refused: docs/rewards.md).'
         ),
     ),
     Alarm(

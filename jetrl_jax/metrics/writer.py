@@ -173,11 +173,13 @@ class MetricWriter:
 
   def close(self) -> None:
     """Closes the files; everything written is already durable."""
-    self._file.close()
-    if self._events is not None:
-      self._events.close()
-    if self._wandb is not None:
-      self._wandb.close()
+    try:
+      self._file.close()
+    finally:
+      if self._events is not None:
+        self._events.close()
+      if self._wandb is not None:
+        self._wandb.close()
 
 
 def _repair(path: pathlib.Path) -> int:

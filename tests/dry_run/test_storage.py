@@ -55,6 +55,16 @@ def test_the_kept_checkpoints_lie_beside_one_being_written(spec, tmp_path):
   assert found.rows[0][:2] == ('checkpoints/', 4 * found.checkpoint)
 
 
+def test_what_a_run_writes_beside_its_states_is_about_as_counted():
+  run = whole_run.finished()
+  spec = configs.build(whole_run.config())
+  rows = {name: n for name, n, _ in _found(spec, run).rows}
+  for name in ('metrics.jsonl', 'tensorboard/', 'samples/', 'rollouts/'):
+    files = [p for p in (run / name, *(run / name).rglob('*')) if p.is_file()]
+    real = sum(file.stat().st_size for file in files)
+    assert 0.5 * real < rows[name] < 3 * real, name
+
+
 def test_a_host_must_hold_a_checkpoint_that_is_on_a_device(spec, tmp_path):
   enough = _found(spec, tmp_path)
   enough = dataclasses.replace(enough, host=enough.host_needed)

@@ -8,10 +8,12 @@ samples/<step>.jsonl held-out samples
 export/              the trained policy as a Hugging Face checkpoint
 """
 
+import contextlib
 import json
 import os
 import pathlib
 import shutil
+from collections.abc import Iterator
 from typing import Any
 
 from absl import logging
@@ -170,7 +172,8 @@ class RunFolder:
     self.checkpoints.check()
     if not self._is_first:
       return
-    self._writer.write(step, {'training/global_step': step} | metrics)
+    with self._naming_itself(step):
+      self._writer.write(step, {'training/global_step': step} | metrics)
     self._console.step(step, metrics)
 
   def save(
@@ -193,24 +196,39 @@ class RunFolder:
     """Writes the rollout that a step learns from."""
     if not self._is_first:
       return
-    store.save_rollouts(
-        self.path / 'rollouts' / f'{step:06d}.npz',
-        exp.completions,
-        {
-            'score': exp.scores_PG.reshape(-1),
-            'accuracy': exp.accuracy_PG.reshape(-1),
-            'advantage': exp.advantages_PG.reshape(-1),
-        },
-    )
+    with self._naming_itself(step):
+      store.save_rollouts(
+          self.path / 'rollouts' / f'{step:06d}.npz',
+          exp.completions,
+          {
+              'score': exp.scores_PG.reshape(-1),
+              'accuracy': exp.accuracy_PG.reshape(-1),
+              'advantage': exp.advantages_PG.reshape(-1),
+          },
+      )
 
   def save_samples(self, step: int, samples: list[dict]) -> None:
     """Writes held-out samples as JSON lines, replacing an older file."""
     if not self._is_first:
       return
     folder = self.path / 'samples'
-    folder.mkdir(exist_ok=True)
     lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
-    replace_text(folder / f'{step:06d}.jsonl', '\n'.join(lines) + '\n')
+    with self._naming_itself(step):
+      folder.mkdir(exist_ok=True)
+      replace_text(folder / f'{step:06d}.jsonl', '\n'.join(lines) + '\n')
+
+  @contextlib.contextmanager
+  def _naming_itself(self, step: int) -> Iterator[None]:
+    """Says which folder could not be written, and what to do."""
+    try:
+      yield
+    except OSError as error:
+      raise OSError(
+          f'step {step} cannot be written to {self.path}:'
+          f' {error.strerror or error}. Once there is room, the same command'
+          ' resumes from the newest checkpoint, or starts again if there is'
+          ' none'
+      ) from error
 
   def export(
       self, spec: RunSpec, state: TrainState, source: pathlib.Path
@@ -248,5 +266,8 @@ class RunFolder:
     if self._is_first:
       self._console.close()
     self.checkpoints.close()
-    if self._is_first:
+    if not self._is_first:
+      return
+    # What a full disk has refused once, closing tries again.
+    with contextlib.suppress(OSError):
       self._writer.close()

@@ -84,6 +84,21 @@ def test_lines_that_were_lost_are_told_of(tmp_path, caplog):
   assert told == {7: [], 4: ['4 to 6'], 0: ['0 to 6']}
 
 
+def test_a_full_disk_is_named_with_what_to_do(tmp_path):
+  folder = whole_run.trainer(tmp_path).folder
+  # Every write to it says that the disk is full.
+  folder._writer._file.close()
+  folder._writer._file = open('/dev/full', 'ab')
+  (tmp_path / 'samples').touch()
+  said = f'step 1 cannot be written to {tmp_path}: '
+  with pytest.raises(OSError, match='No space left on device. Once') as full:
+    folder.log(1, {'a': 1.0})
+  assert str(full.value).startswith(said)
+  with pytest.raises(OSError, match='File exists'):
+    folder.save_samples(1, [{}])
+  folder.close()
+
+
 def test_a_run_does_not_start_from_the_export_that_it_would_replace(tmp_path):
   workdir = tmp_path / 'run'
   shutil.copytree(whole_run.finished(), workdir)
