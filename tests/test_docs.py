@@ -114,7 +114,7 @@ def _commands(text: str) -> list[tuple[str, list[str]]]:
   joined = re.sub(r'\\\n\s*', ' ', text)
   shown = re.findall(r'python -m (jetrl_jax[\w.]*)([^`\n]*)', joined)
   for command, rest in re.findall(
-      r'(?:^ {4}|^|`)jetrl_jax (\w+)([^`\n]*)', joined, re.MULTILINE
+      r'(?:^ {4}|`)jetrl_jax (\w+)([^`\n]*)', joined, re.MULTILINE
   ):
     assert command in cli.COMMANDS, command
     shown.append((f'jetrl_jax.{cli.COMMANDS[command][0]}', rest))
