@@ -126,6 +126,10 @@ class Api:
         exception_handlers={HTTPException: _http_error},
     )
 
+  def close(self) -> None:
+    """Ends what the application has started."""
+    self._reader.close()
+
   # --- who may ask ----------------------------------------------------------
 
   def _guarded(self, path: str, handler: Callable) -> Callable:

@@ -1,10 +1,16 @@
 """What a request may ask for: limits, and how its response is sampled."""
 
 import dataclasses
-import threading
 from collections.abc import Sequence
 
-from jetrl_jax.data import Example, PlainFormat, PromptFormat, Tokenizer
+from jetrl_jax.data import (
+    ChatFormat,
+    ChatRenderer,
+    Example,
+    PlainFormat,
+    PromptFormat,
+    Tokenizer,
+)
 from jetrl_jax.data.types import Message
 from jetrl_jax.rl.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
 
@@ -106,8 +112,16 @@ class PromptReader:
   ):
     self._tokenizer, self._format = tokenizer, prompt_format
     self._limits, self._vocab_size = limits, vocab_size
-    # A chat template is rendered in a process of its own: one at a time.
-    self._lock = threading.Lock()
+    self._render: ChatRenderer | None = None
+    # Without a template `apply` says so.
+    if isinstance(prompt_format, ChatFormat) and tokenizer.chat_template:
+      variables = tokenizer.template_variables | prompt_format.variables
+      self._render = ChatRenderer(tokenizer.chat_template, variables)
+
+  def close(self) -> None:
+    """Ends the process that renders the chat template."""
+    if self._render is not None:
+      self._render.close()
 
   def of_text(self, text: str) -> list[int]:
     """Returns the tokens of a question in the policy's prompt format.
@@ -151,7 +165,9 @@ class PromptReader:
 
   def _formatted(self, prompt: str | list[Message]) -> list[int]:
     example = Example(id=0, prompt=prompt, answer='', source='', extra={})
-    with self._lock:
+    if self._render is not None and isinstance(self._format, ChatFormat):
+      full = self._render(self._format.messages(example))
+    else:
       (full,), _ = self._format.apply([example], self._tokenizer)
     tokens = self._tokenizer.encode(
         full, add_special_tokens=self._format.add_special_tokens

@@ -86,6 +86,7 @@ class Server:
     self._uvicorn.should_exit = True
     self._thread.join()
     self._listener.close()
+    self._api.close()
 
 
 def start(

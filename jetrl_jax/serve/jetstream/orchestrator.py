@@ -120,6 +120,10 @@ class Orchestrator(orchestrator.LLMOrchestrator):
       await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _NO_MESSAGE)
     return await super().HealthCheck(request, context)
 
+  def close(self) -> None:
+    """Ends what reads the prompts."""
+    self._reader.close()
+
   async def drain(self, seconds: float) -> None:
     """Refuses calls, and ends those that have not ended in time."""
     self._draining = True

@@ -100,6 +100,7 @@ class Server(server_lib.JetStreamServer):
 
   def _end(self) -> None:
     self._driver.stop()
+    self._orchestrator.close()
     self._loop.call_soon_threadsafe(self._loop.stop)
     self._loop_thread.join()
     self._loop.close()
