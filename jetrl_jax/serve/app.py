@@ -229,7 +229,7 @@ class Api:
           if asked.stream:
             streams = True
             events = self._events(asked, writer, first, pieces, start)
-            return _Stream(events, media_type='text/event-stream')
+            return _Stream(events, functools.partial(self._left, pieces))
           writer.add(first)
           await _unless_gone(request, _add_all(writer, pieces))
       except TimeoutError:
@@ -300,28 +300,32 @@ class Api:
       start: float,
   ) -> AsyncGenerator[str, None]:
     """Yields a stream's events; the last one ends it, or is an error."""
-    try:
-      for chunk in writer.chunks(first):
-        yield _event(chunk)
+    for chunk in writer.chunks(first):
+      yield _event(chunk)
+    while True:
       left = self._access.timeout_s - (time.monotonic() - start)
       try:
         async with asyncio.timeout(left):
-          async for piece in pieces:
-            for chunk in writer.chunks(piece):
-              yield _event(chunk)
+          piece = await anext(pieces, None)
       except TimeoutError:
         yield _event(_error_body(503, self._late()))
         return
       except (Unavailable, Stopped) as error:
         yield _event(_error_body(503, str(error)))
         return
-      if asked.include_usage:
-        yield _event(writer.usage_chunk())
-      yield 'data: [DONE]\n\n'
-      self._done(asked, writer, start)
-    finally:
-      self.num_open -= 1
-      await pieces.aclose()
+      if piece is None:
+        break
+      for chunk in writer.chunks(piece):
+        yield _event(chunk)
+    if asked.include_usage:
+      yield _event(writer.usage_chunk())
+    yield 'data: [DONE]\n\n'
+    self._done(asked, writer, start)
+
+  async def _left(self, pieces: AsyncGenerator[Piece, None]) -> None:
+    """Ends a stream, read to its end or not."""
+    self.num_open -= 1
+    await pieces.aclose()
 
   def _done(self, asked: Asked, writer: Writer, start: float) -> None:
     count = sum(map(len, asked.prompts))
@@ -345,11 +349,22 @@ class Api:
 
 
 class _Stream(StreamingResponse):
-  """A stream of events that is closed even if it was never read."""
+  """A stream of events that is ended even if nobody has read it.
 
-  def __init__(self, events: AsyncGenerator[str, None], **settings: Any):
-    super().__init__(events, **settings)
-    self._events = events
+  Args:
+    events: text of each.
+    end: called at the end, whatever happened.
+  """
+
+  media_type = 'text/event-stream'
+
+  def __init__(
+      self,
+      events: AsyncGenerator[str, None],
+      end: Callable[[], Awaitable[None]],
+  ):
+    super().__init__(events, headers={'Cache-Control': 'no-cache'})
+    self._events, self._end = events, end
 
   async def __call__(self, scope, receive, send) -> None:
     try:
@@ -357,6 +372,7 @@ class _Stream(StreamingResponse):
     finally:
       # Python closes it only when nobody refers to it any more.
       await self._events.aclose()
+      await self._end()
 
 
 async def _add_all(writer: Writer, pieces: AsyncIterator[Piece]) -> None:

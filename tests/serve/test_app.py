@@ -27,6 +27,7 @@ from jetrl_jax.serve import answers, openai_requests
 from jetrl_jax.serve.address import listen
 from jetrl_jax.serve.app import STOPPING, Access, Api
 from jetrl_jax.serve.decoder import Decoder, Stopped, make_engine
+from jetrl_jax.serve.openai_responses import Writer
 from jetrl_jax.serve.requests import PromptReader
 from jetrl_jax.serve.scoring import Scorer
 from jetrl_jax.serve.server import Server
@@ -360,6 +361,36 @@ def test_a_full_server_and_a_late_answer_are_told(decoder, monkeypatch):
     api.draining = True
     assert _refused(client, 503, json=body) == STOPPING
     assert client.get('/health').status_code == 503
+
+
+def test_a_stream_that_is_late_ends_with_an_error(decoder):
+  asked, tokenizer = _asked(stream=True), served.trained().tokenizer
+  piece = answers.Piece(
+      index=0,
+      text='7',
+      tokens=[],
+      finish_reason=None,
+      prompt_tokens=1,
+      sampled=1,
+  )
+
+  async def never():
+    await asyncio.sleep(_PATIENCE_S)
+    yield piece
+
+  async def collect():
+    events = _api(decoder, timeout_s=5)._events(
+        asked,
+        Writer(asked, _NAME, tokenizer),
+        piece,
+        never(),
+        time.monotonic() - 4.9,
+    )
+    return [json.loads(x.removeprefix('data: ')) async for x in events]
+
+  first, last = asyncio.run(collect())
+  assert first['choices'][0]['text'] == '7'
+  assert last['error']['message'].startswith('the answer was not ready in 5 s')
 
 
 # --- clients that leave, and the end ----------------------------------------
