@@ -226,11 +226,13 @@ def _decoded(
       engine, params, completions, temperature=temperature
   )
   found = _of_prefill(engine, completions)
+  shown = set()
   while forced_decode.running(engine, state):
     before = jax.device_get(state.emitted)
     state = engine.generate_block(params, state, rng.key(0, rng.ROLLOUT, 0), 1)
     # A preempted sequence takes no step.
     ran = jax.device_get(state.emitted) > before
+    shown |= {*engine.seen[-1]}
     for op, rows in jax.device_get(engine.seen[-1]).items():
       for i in np.flatnonzero(ran[: len(chosen)]):
         found.setdefault(op, [[] for _ in chosen])[i].append(rows[i : i + 1])
@@ -239,6 +241,8 @@ def _decoded(
   return {
       op: [np.concatenate(spec) for spec in values]
       for op, values in found.items()
+      # A kernel of decode may hide what prefill shows.
+      if op in shown
   } | {
       LOGPROB: [
           logprobs[i, : len(c.tokens), None] for i, c in enumerate(completions)
