@@ -36,7 +36,7 @@ from jetrl_jax.mismatch.start import Start
 from jetrl_jax.mismatch.taps import TappedEngine, tapped, tapped_update
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.optim.types import TrainState
-from jetrl_jax.rl.objective import policy_loss
+from jetrl_jax.rl.objective import LossFunction, policy_loss
 from jetrl_jax.rl.rollout.buckets import PREFILL_ROWS
 from jetrl_jax.rl.rollout.decode_state import EngineConfig
 from jetrl_jax.rl.run import mixed_flow
@@ -96,7 +96,7 @@ class Bisector:
     policy: training's policy.
     rollout_policy: the rollout's policy.
     config: the rollout engine's config.
-    loss: the objective, see `UpdatePrograms`.
+    loss: the objective.
     mesh: devices.
     state: an example, for its shapes.
   """
@@ -106,7 +106,7 @@ class Bisector:
       policy: Policy,
       rollout_policy: Policy,
       config: EngineConfig,
-      loss: Any,
+      loss: LossFunction,
       mesh: Mesh,
       state: TrainState,
   ):

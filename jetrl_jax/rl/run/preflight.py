@@ -5,7 +5,7 @@ log-probs of a short rollout bit by bit.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from absl import logging
@@ -14,6 +14,7 @@ from jetrl_jax.core.compilation import NOT_CLAIMED, on_gpu
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import mismatch, packing
+from jetrl_jax.rl.objective import LossFunction
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.rollout.scheduler import StopCheck
 from jetrl_jax.rl.run import flow_check
@@ -28,7 +29,7 @@ TrainLogprobs: TypeAlias = Callable[
 
 def check(
     spec: RunSpec,
-    loss: Any,
+    loss: LossFunction,
     engine: Engine,
     train_logprobs: TrainLogprobs,
     state: TrainState,
@@ -39,7 +40,7 @@ def check(
 
   Args:
     spec: the run's specification.
-    loss: the objective, see `gradients.UpdatePrograms`.
+    loss: the objective.
     engine: samples.
     train_logprobs: the training forward.
     state: its weights are read by both sides.
