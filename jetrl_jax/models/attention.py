@@ -74,8 +74,8 @@ class PackedAttention:
       default=None, metadata={'static': True}
   )
 
-  # No operation of training takes over what another one left to do.
-  joins = False
+  # In training and prefill XLA applies the scales and the sums.
+  defers = False
 
   def rope_append(
       self, qkv, rotation, cache, config, *, norm_heads=None, tap=_no_tap
@@ -134,7 +134,7 @@ class DecodeAttention:
     position_B: int32, where the new key and value go; all keys up to it are
       attended. -1 for an idle slot, which writes and reads nothing.
     table_BP: int32, the pages of each slot in order, S tokens each; token t
-      lies in page t // S at t % S. Pages behind the position are not read.
+      lies in page t // S at t % S. Pages after the position are not read.
     tile: see `flash_attention`; S is a multiple of it.
   """
 
@@ -143,8 +143,8 @@ class DecodeAttention:
   tile: int = dataclasses.field(metadata={'static': True})
 
   @property
-  def joins(self) -> bool:
-    """Whether operations leave scales and sums to the next one's kernel."""
+  def defers(self) -> bool:
+    """Whether a dot leaves its scale and its sum to the kernel that follows."""
     return dispatch.has_kernel('rope_append')
 
   def rope_append(
@@ -160,7 +160,7 @@ class DecodeAttention:
       norm_heads: see `PackedAttention.rope_append`.
       tap: the same.
     """
-    if self.joins and norm_heads is None:
+    if self.defers and norm_heads is None:
       if not isinstance(qkv, DeferredScale):
         qkv = DeferredScale(values=qkv)
       q_BNH, cache = rope_append(
@@ -187,7 +187,7 @@ class DecodeAttention:
       cache: pages that hold the new token already.
       reads: what the next dot wants.
     """
-    scale = reads.scale if self.joins else None
+    scale = reads.scale if self.defers else None
     keys, values = cache
     with jax.named_scope('attention'):
       out = decode_attention(

@@ -13,8 +13,10 @@ A block is eight operations, the same for training, prefill and decode:
 
 What differs between the three is the `attend` object (`models/attention.py`):
 which keys a row sees and where they are stored. `Rows` go into a dot: an array,
-with its FP8 values where the operation before has quantised it already. How
-many of the operations one kernel computes is decided in `kernels/`, not here.
+with its FP8 values where the operation before has quantised it already. With
+`defer`, in a decode step on a GPU, a dot leaves its scale and the sum with the
+residual stream to the kernel that follows. How many of the operations one
+kernel computes is decided in `kernels/`, not here.
 
 Rows are flat [M, D]. Modules that own weights: `layers.py`.
 """
@@ -65,13 +67,13 @@ class Attention(Leaf):
     cfg = self.config
     heads = self._norm_heads if cfg.qk_norm else None
     rotation = rope.rotation(positions_M, rope.inverse_frequencies(cfg))
-    qkv = self.qkv(rows, row_mask_M, defer=attend.joins and heads is None)
+    qkv = self.qkv(rows, row_mask_M, defer=attend.defers and heads is None)
     q_MNH, keys = attend.rope_append(
         qkv, rotation, cache, cfg, norm_heads=heads, tap=self.tap
     )
     rows, cache = attend(q_MNH, keys, self.o.reads())
     self.tap_rows('attention', rows, self.o.reads())
-    return self.o(rows, row_mask_M, defer=attend.joins), cache
+    return self.o(rows, row_mask_M, defer=attend.defers), cache
 
   def _norm_heads(self, q_MNH: Array, k_MKH: Array) -> tuple[Array, Array]:
     """Returns queries and keys, each head normed by itself."""
@@ -105,13 +107,13 @@ class MLP(Leaf):
     dims = self.config.model_dim, self.config.ffn_dim
     return self.gate_up.reads(mlp_op.parts(rows, dims, self._is_one()))
 
-  def __call__(self, rows, row_mask_M, joins=False):
+  def __call__(self, rows, row_mask_M, defer=False):
     """Returns what the block adds, see `Block`."""
     if self._is_one():
       dots = self.gate_up.operands(), self.down.operands()
-      return mlp_op.mlp(self.recipe, rows, *dots, row_mask_M, defer=joins)
+      return mlp_op.mlp(self.recipe, rows, *dots, row_mask_M, defer=defer)
     h_MF = self.tap('swiglu', swiglu(self.gate_up(rows, row_mask_M)))
-    return self.down(Rows(h_MF), row_mask_M, defer=joins)
+    return self.down(Rows(h_MF), row_mask_M, defer=defer)
 
   def _is_one(self) -> bool:
     """Whether both dots are one operation."""
@@ -143,7 +145,7 @@ class Block(Leaf):
     residual = remat.keep(add(x_MD, delta))
     reads = self.mlp.reads(positions_M.shape[0])
     x_MD, rows = self.mlp_norm(residual, reads)
-    delta = self.mlp(rows, row_mask_M, attend.joins)
+    delta = self.mlp(rows, row_mask_M, defer=attend.defers)
     return add(x_MD, delta), cache
 
 
