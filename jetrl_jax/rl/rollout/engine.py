@@ -316,7 +316,7 @@ class Engine(engine_api.Engine):
     decode_state, running_B = self._with_pages(params, decode_state, steps)
     if top_p_B is not None:
       bound = self.policy, self.config, steps_per_sync(steps)
-      run = self._per_row(decode_step.generate_top_p, bound, 2, whole=2)
+      run = self._compiled_once(decode_step.generate_top_p, bound, 2, whole=2)
       row_top_p = self._put(np.asarray(top_p_B, np.float32))
       return run(params, decode_state, row_top_p, base_key, np.int32(steps))
     few = few_slots(

@@ -11,7 +11,6 @@ import numpy as np
 from absl import logging
 
 from jetrl_jax.core.compilation import NOT_CLAIMED, on_gpu
-from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import mismatch, packing
 from jetrl_jax.rl.objective import LossFunction
@@ -21,9 +20,10 @@ from jetrl_jax.rl.run import flow_check
 from jetrl_jax.rl.run.calibration import short_rollout
 from jetrl_jax.rl.run.spec import RunSpec
 
-# Sequences to the training forward's log-probs, see `Learner.logprobs`.
-TrainLogprobs: TypeAlias = Callable[
-    [list[packing.Sequence], PolicyParams], list[np.ndarray]
+# Sequences to the log-probs that an update computes of them, see
+# `Learner.logprobs_in_update`.
+LogprobsInUpdate: TypeAlias = Callable[
+    [list[packing.Sequence], TrainState], list[np.ndarray]
 ]
 
 
@@ -31,7 +31,7 @@ def check(
     spec: RunSpec,
     loss: LossFunction,
     engine: Engine,
-    train_logprobs: TrainLogprobs,
+    logprobs_in_update: LogprobsInUpdate,
     state: TrainState,
     should_stop: StopCheck,
     moved: tuple[str, ...],
@@ -42,7 +42,7 @@ def check(
     spec: the run's specification.
     loss: the objective.
     engine: samples.
-    train_logprobs: the training forward.
+    logprobs_in_update: the training forward, in the update's own program.
     state: its weights are read by both sides.
     should_stop: called at each host visit of a rollout; raises to stop.
     moved: dots that the guard has put into high precision.
@@ -66,13 +66,13 @@ def check(
     return
   flow_check.check_flow(spec.policy, loss, spec.engine, state)
   if on_gpu():
-    log_bit_test(bit_test(spec, engine, train_logprobs, state, should_stop))
+    log_bit_test(bit_test(spec, engine, logprobs_in_update, state, should_stop))
 
 
 def bit_test(
     spec: RunSpec,
     engine: Engine,
-    train_logprobs: TrainLogprobs,
+    logprobs_in_update: LogprobsInUpdate,
     state: TrainState,
     should_stop: StopCheck,
 ) -> float:
@@ -84,7 +84,7 @@ def bit_test(
   Args:
     spec: the run's specification.
     engine: samples.
-    train_logprobs: the training forward.
+    logprobs_in_update: the training forward, in the update's own program.
     state: its weights are read by both sides.
     should_stop: called at each host visit of the rollout; raises to stop.
   """
@@ -99,7 +99,7 @@ def bit_test(
       )
       for i, completion in enumerate(completions)
   ]
-  found = train_logprobs(batch, PolicyParams(state.weights, state.fp8_state))
+  found = logprobs_in_update(batch, state)
   return mismatch.mismatch_token_frac(
       np.concatenate([c.logprobs for c in completions]),
       np.concatenate(

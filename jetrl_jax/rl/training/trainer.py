@@ -343,7 +343,7 @@ class Trainer:
         self.spec,
         self.loss,
         self.collector.engine,
-        self.learner.logprobs,
+        self.learner.logprobs_in_update,
         state,
         self.interrupt.check,
         guard.high_precision,
