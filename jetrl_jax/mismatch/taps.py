@@ -118,9 +118,9 @@ class TappedEngine(Engine):
     super().__init__(policy, config, mesh)
     self.seen: list[dict[str, Array]] = []
 
-  def _compiled_once(self, function, bound, num_rows, whole=0):
+  def _per_row(self, function, bound, num_rows, whole=0):
     with_taps = {decode_step.prefill: _prefill, decode_step.generate: _step}
-    run = super()._compiled_once(with_taps[function], bound, num_rows, whole)
+    run = super()._per_row(with_taps[function], bound, num_rows, whole)
 
     def call(*args):
       found, taps = run(*args)

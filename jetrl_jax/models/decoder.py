@@ -67,13 +67,13 @@ class Attention(Leaf):
     cfg = self.config
     heads = self._norm_heads if cfg.qk_norm else None
     rotation = rope.rotation(positions_M, rope.inverse_frequencies(cfg))
-    qkv = self.qkv(rows, row_mask_M, defer=attend.defers and heads is None)
+    qkv = self.qkv(rows, row_mask_M, defer=attend.joins and heads is None)
     q_MNH, keys = attend.rope_append(
         qkv, rotation, cache, cfg, norm_heads=heads, tap=self.tap
     )
     rows, cache = attend(q_MNH, keys, self.o.reads())
     self.tap_rows('attention', rows, self.o.reads())
-    return self.o(rows, row_mask_M, defer=attend.defers), cache
+    return self.o(rows, row_mask_M, defer=attend.joins), cache
 
   def _norm_heads(self, q_MNH: Array, k_MKH: Array) -> tuple[Array, Array]:
     """Returns queries and keys, each head normed by itself."""
@@ -145,7 +145,7 @@ class Block(Leaf):
     residual = remat.keep(add(x_MD, delta))
     reads = self.mlp.reads(positions_M.shape[0])
     x_MD, rows = self.mlp_norm(residual, reads)
-    delta = self.mlp(rows, row_mask_M, defer=attend.defers)
+    delta = self.mlp(rows, row_mask_M, defer=attend.joins)
     return add(x_MD, delta), cache
 
 

@@ -202,7 +202,7 @@ class Engine(engine_api.Engine):
     for i, tokens in enumerate(sequences):
       tokens_PT[i, : len(tokens) - 1] = tokens[:-1]
       lengths_P[i] = len(tokens) - 1
-    run = self._compiled_once(decode_step.prefill, (self.policy,), 2)
+    run = self._per_row(decode_step.prefill, (self.policy,), 2)
     return run(params, self._put(tokens_PT), self._put(lengths_P))
 
   def reprefill_rows(self, bucket: int) -> int:
@@ -316,7 +316,7 @@ class Engine(engine_api.Engine):
     decode_state, running_B = self._with_pages(params, decode_state, steps)
     if top_p_B is not None:
       bound = self.policy, self.config, steps_per_sync(steps)
-      run = self._compiled_once(decode_step.generate_top_p, bound, 2, whole=2)
+      run = self._per_row(decode_step.generate_top_p, bound, 2, whole=2)
       row_top_p = self._put(np.asarray(top_p_B, np.float32))
       return run(params, decode_state, row_top_p, base_key, np.int32(steps))
     few = few_slots(
@@ -329,9 +329,9 @@ class Engine(engine_api.Engine):
     bound = self.policy, self.config, steps_per_sync(steps)
     steps = np.int32(steps)
     if few is None:
-      run = self._compiled_once(decode_step.generate, bound, 1, whole=2)
+      run = self._per_row(decode_step.generate, bound, 1, whole=2)
       return run(params, state, base_key, steps)
-    run = self._compiled_once(decode_step.generate_compacted, bound, 2, whole=2)
+    run = self._per_row(decode_step.generate_compacted, bound, 2, whole=2)
     return run(params, state, self._put(few), base_key, steps)
 
   def free_resource(self, slot: int, decode_state: DecodeState) -> DecodeState:
@@ -462,15 +462,10 @@ class Engine(engine_api.Engine):
 
   # -----------------------------------------------------------------------
 
-  def _compiled_once(self, function, bound, num_rows, whole=0):
-    """Returns a function of `decode_step`, compiled at its first call.
+  def _per_row(self, function, bound, num_rows, whole=0):
+    """Compiles `function(*bound, params, row arrays..., whole arrays...)`.
 
-    Args:
-      function: of (*bound, params, row arrays..., whole arrays...).
-      bound: its first arguments, which are no arrays.
-      num_rows: how many row arrays, each split over the devices.
-      whole: how many arrays every device has whole. With some, as decode steps
-        have, the first row array is donated.
+    With whole arrays, which decode steps have, the first row array is donated.
     """
     name = function.__name__, bound
     if name not in self._compiled:
