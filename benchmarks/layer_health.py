@@ -767,7 +767,7 @@ class Bench:
           )
         if dots not in self._scores:
           side = sides[dots]
-          lowered = policy.jit(policy.score).lower(
+          lowered = policy.jit(policy.logprobs).lower(
               PolicyParams(side.weights, side.fp8_state),
               self.steps[0],
               jnp.float32(1),

@@ -312,7 +312,7 @@ def _missing(file: pathlib.Path) -> str:
 
 
 def _config_file(argv: list[str]) -> pathlib.Path | None:
-  """Returns the path behind --config, in either spelling."""
+  """Returns the path given with --config, in either spelling."""
   for i, argument in enumerate(argv):
     name, equals, value = argument.partition('=')
     if name in ('--config', '-config'):

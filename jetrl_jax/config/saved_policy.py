@@ -78,7 +78,7 @@ class Restored:
     mesh: devices.
     state: masters, compute weights and scales; no optimiser state.
     config: of the run; None for a checkpoint.
-    folder: the Hugging Face checkpoint behind it; None for a run from random
+    folder: the Hugging Face checkpoint it began from; None from random
       weights of a named shape.
     calibrated: False where FP8 was asked for and no activation scales are
       kept: the input scales are still 1.
@@ -190,7 +190,7 @@ def _of_run(
     )
     _, shapes = config_model.parameters(config, policy, mesh, folder)
     freeze = tuple(config.model.freeze)
-    # Its schedule is not part of its state: any number of steps behind the
+    # Its schedule is not part of its state: any number of steps after the
     # warmup will do.
     steps = config.optim.lr_warmup_steps + 1
     optimizer = configs.optimizer_config(config, steps).build()

@@ -1,4 +1,4 @@
-"""The settings that no other room owns."""
+"""The settings that no other package owns."""
 
 import dataclasses
 

@@ -266,7 +266,7 @@ class ChatFormat:
   def apply(
       self, examples: Sequence[Example], tokenizer: Tokenizer
   ) -> tuple[list[str], list[list[Message]]]:
-    """Returns the texts to tokenise and the conversations behind them."""
+    """Returns the texts to tokenise and their conversations."""
     if not tokenizer.chat_template:
       raise ValueError(
           'the tokenizer has no chat template; use a plain one, such as'

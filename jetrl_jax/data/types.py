@@ -1,4 +1,4 @@
-"""The records that the data room hands out: rows as read, and prompts."""
+"""The records that data/ hands out: rows as read, and prompts."""
 
 import dataclasses
 from typing import Any, TypeAlias

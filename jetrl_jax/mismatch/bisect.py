@@ -36,7 +36,7 @@ from jetrl_jax.mismatch.start import Start
 from jetrl_jax.mismatch.taps import TappedEngine, tapped, tapped_update
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.optim.types import TrainState
-from jetrl_jax.rl.objective import policy_loss
+from jetrl_jax.rl.objective import LossFunction, policy_loss
 from jetrl_jax.rl.rollout.buckets import PREFILL_ROWS
 from jetrl_jax.rl.rollout.decode_state import EngineConfig
 from jetrl_jax.rl.run import mixed_flow
@@ -96,7 +96,7 @@ class Bisector:
     policy: training's policy.
     rollout_policy: the rollout's policy.
     config: the rollout engine's config.
-    loss: the objective, see `UpdatePrograms`.
+    loss: the objective.
     mesh: devices.
     state: an example, for its shapes.
   """
@@ -106,7 +106,7 @@ class Bisector:
       policy: Policy,
       rollout_policy: Policy,
       config: EngineConfig,
-      loss: Any,
+      loss: LossFunction,
       mesh: Mesh,
       state: TrainState,
   ):
@@ -226,11 +226,13 @@ def _decoded(
       engine, params, completions, temperature=temperature
   )
   found = _of_prefill(engine, completions)
+  shown = set()
   while forced_decode.running(engine, state):
     before = jax.device_get(state.emitted)
     state = engine.generate_block(params, state, rng.key(0, rng.ROLLOUT, 0), 1)
     # A preempted sequence takes no step.
     ran = jax.device_get(state.emitted) > before
+    shown |= {*engine.seen[-1]}
     for op, rows in jax.device_get(engine.seen[-1]).items():
       for i in np.flatnonzero(ran[: len(chosen)]):
         found.setdefault(op, [[] for _ in chosen])[i].append(rows[i : i + 1])
@@ -239,6 +241,8 @@ def _decoded(
   return {
       op: [np.concatenate(spec) for spec in values]
       for op, values in found.items()
+      # A kernel of decode may hide what prefill shows.
+      if op in shown
   } | {
       LOGPROB: [
           logprobs[i, : len(c.tokens), None] for i, c in enumerate(completions)

@@ -227,7 +227,7 @@ class _Scorer:
       specs = PolicyParams(*(sharding.tree_specs(t, mesh) for t in params))
       by_row = sharding.ROWS
       run = sharding.per_device(
-          policy.score,
+          policy.logprobs,
           mesh,
           (specs, by_row, jax.sharding.PartitionSpec()),
           (by_row, by_row),

@@ -17,6 +17,7 @@ from jetrl_jax.models import logprobs
 from jetrl_jax.models.layers import TAPS
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim.types import TrainState
+from jetrl_jax.rl.objective import LossFunction
 from jetrl_jax.rl.rollout import decode_step
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.run import gradients
@@ -63,10 +64,10 @@ class TappedPolicy(Policy):
       self.leave(path, value.reshape(args[0].shape[0], -1))
     return found
 
-  def score(self, params, batch, temperature, masters=None):
-    """See `Policy.score`."""
+  def logprobs(self, params, batch, temperature, masters=None):
+    """See `Policy.logprobs`."""
     if LOGITS not in self.wanted and LOGSUMEXP not in self.wanted:
-      return super().score(params, batch, temperature, masters)
+      return super().logprobs(params, batch, temperature, masters)
     logprobs_BT, entropy_BT, logits_MV, lse_M = self.target_logprobs(
         params, batch, temperature, masters, show=True
     )
@@ -131,7 +132,7 @@ class TappedEngine(Engine):
 
 def tapped_update(
     policy: TappedPolicy,
-    loss_function: Any,
+    loss_function: LossFunction,
     state: TrainState,
     batch: TrainBatch,
     temperature: Array,
@@ -142,7 +143,8 @@ def tapped_update(
   so that the backward pass is not dead code, because it affects the program.
   """
 
-  def leaving(batch, logprobs_BT, entropy_BT):
+  # The taps leave where metrics do.
+  def leaving(batch, logprobs_BT, entropy_BT) -> Any:
     loss, _ = loss_function(batch, logprobs_BT, entropy_BT)
     return loss, policy.take()
 

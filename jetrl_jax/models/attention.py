@@ -74,7 +74,7 @@ class PackedAttention:
       default=None, metadata={'static': True}
   )
 
-  # No operation of training takes over what another one left to do.
+  # In training and prefill XLA applies the scales and the sums.
   joins = False
 
   def rope_append(
@@ -134,7 +134,7 @@ class DecodeAttention:
     position_B: int32, where the new key and value go; all keys up to it are
       attended. -1 for an idle slot, which writes and reads nothing.
     table_BP: int32, the pages of each slot in order, S tokens each; token t
-      lies in page t // S at t % S. Pages behind the position are not read.
+      lies in page t // S at t % S. Pages after the position are not read.
     tile: see `flash_attention`; S is a multiple of it.
   """
 
@@ -144,7 +144,7 @@ class DecodeAttention:
 
   @property
   def joins(self) -> bool:
-    """Whether operations leave scales and sums to the next one's kernel."""
+    """Whether a dot leaves its scale and its sum to the kernel that follows."""
     return dispatch.has_kernel('rope_append')
 
   def rope_append(

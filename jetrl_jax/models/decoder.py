@@ -13,8 +13,10 @@ A block is eight operations, the same for training, prefill and decode:
 
 What differs between the three is the `attend` object (`models/attention.py`):
 which keys a row sees and where they are stored. `Rows` go into a dot: an array,
-with its FP8 values where the operation before has quantised it already. How
-many of the operations one kernel computes is decided in `kernels/`, not here.
+with its FP8 values where the operation before has quantised it already. With
+`defer`, in a decode step on a GPU, a dot leaves its scale and the sum with the
+residual stream to the kernel that follows. How many of the operations one
+kernel computes is decided in `kernels/`, not here.
 
 Rows are flat [M, D]. Modules that own weights: `layers.py`.
 """
@@ -105,13 +107,13 @@ class MLP(Leaf):
     dims = self.config.model_dim, self.config.ffn_dim
     return self.gate_up.reads(mlp_op.parts(rows, dims, self._is_one()))
 
-  def __call__(self, rows, row_mask_M, joins=False):
+  def __call__(self, rows, row_mask_M, defer=False):
     """Returns what the block adds, see `Block`."""
     if self._is_one():
       dots = self.gate_up.operands(), self.down.operands()
-      return mlp_op.mlp(self.recipe, rows, *dots, row_mask_M, defer=joins)
+      return mlp_op.mlp(self.recipe, rows, *dots, row_mask_M, defer=defer)
     h_MF = self.tap('swiglu', swiglu(self.gate_up(rows, row_mask_M)))
-    return self.down(Rows(h_MF), row_mask_M, defer=joins)
+    return self.down(Rows(h_MF), row_mask_M, defer=defer)
 
   def _is_one(self) -> bool:
     """Whether both dots are one operation."""
@@ -143,7 +145,7 @@ class Block(Leaf):
     residual = remat.keep(add(x_MD, delta))
     reads = self.mlp.reads(positions_M.shape[0])
     x_MD, rows = self.mlp_norm(residual, reads)
-    delta = self.mlp(rows, row_mask_M, attend.joins)
+    delta = self.mlp(rows, row_mask_M, defer=attend.joins)
     return add(x_MD, delta), cache
 
 

@@ -1,4 +1,4 @@
-"""Invariant scaling: smaller kernels behind larger norm gains (QuRL).
+"""Invariant scaling: smaller kernels after larger norm gains (QuRL).
 
     W x = (W / s) (s x)
 
@@ -46,7 +46,7 @@ def check(scale: float) -> None:
 
 
 def fold(params: PyTree, scale: float) -> PyTree:
-  """Divides the kernels behind norms by `scale` and multiplies the gains.
+  """Divides the kernels after norms by `scale` and multiplies the gains.
 
   Args:
     params: nested dict of masters; the leaves that change are donated.

@@ -226,7 +226,7 @@ class Linear(Leaf):
           rows.values,
           *operands[1:],
           adds=not self.late_scale,
-          low_MI=rows.fp8,
+          fp8_MI=rows.fp8,
       )
       if product is not None:
         if not self.use_bias:
@@ -240,7 +240,7 @@ class Linear(Leaf):
         *operands,
         row_mask_M,
         out_dtype=out_dtype,
-        low_MI=rows.fp8,
+        fp8_MI=rows.fp8,
         late_scale=self.late_scale,
     )
     if self.use_bias:

@@ -212,7 +212,7 @@ class Policy:
     )
     return hidden_MD
 
-  def score(
+  def logprobs(
       self,
       params: PolicyParams,
       batch: PackedTokens,
@@ -246,13 +246,13 @@ class Policy:
       *,
       show: bool = False,
   ) -> tuple[Array, ...]:
-    """`score`, with logits to look at.
+    """`logprobs`, with logits to look at.
 
     Args:
-      params: as for `score`.
-      batch: as for `score`.
-      temperature: as for `score`.
-      masters: as for `score`.
+      params: as for `logprobs`.
+      batch: as for `logprobs`.
+      temperature: as for `logprobs`.
+      masters: as for `logprobs`.
       show: see `logprobs.target_logprobs`.
 
     Returns:

@@ -1,7 +1,7 @@
 """What of a block waits in memory for its backward, and what is computed again.
 
     none       everything waits
-    selective  what attention's backward reads and the residual stream behind
+    selective  what attention's backward reads and the residual stream after
                attention wait; norms, quantising and the MLP's first half are
                computed again
     full       only the block's input waits

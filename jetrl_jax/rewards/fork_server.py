@@ -1,4 +1,4 @@
-"""The pool's hold on its processes: the nursery, and workers that it forks.
+"""The pool's hold on its processes: the fork server, and workers that it forks.
 
 What runs in them is `worker.py`.
 """
@@ -20,7 +20,7 @@ from jetrl_jax.rewards.types import RewardSpec
 
 _MAIN = (
     'import sys; from jetrl_jax.rewards import worker;'
-    ' worker.nursery_main(int(sys.argv[1]))'
+    ' worker.fork_server_main(int(sys.argv[1]))'
 )
 
 

@@ -2,7 +2,7 @@ r"""Is the final answer of a response the reference answer?
 
 A response's answer is what its last `\boxed{...}` holds, else what follows its
 last `####`. Numbers, fractions and equal texts are decided here, exactly, a
-sentence's full stop and words behind a number left out; everything else
+sentence's full stop and words after a number left out; everything else
 goes to math-verify, which parses LaTeX with a grammar and compares with SymPy.
 
 The text comes from a model under optimisation, so it is treated as hostile:
@@ -309,7 +309,7 @@ def _with_point(text: str) -> str:
 
 
 def _uncounted(text: str) -> str:
-  """Removes the words behind a number that tell what was counted."""
+  """Removes the words after a number that tell what was counted."""
   match = _COUNTED.fullmatch(' '.join(_unwrapped(text).split()))
   if match is None:
     return text

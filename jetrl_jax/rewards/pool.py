@@ -319,8 +319,8 @@ class RewardPool:
   def _read(self, worker: Worker, batch: Scoring) -> bool:
     """Takes what a worker sent; False when the worker is gone."""
     alive = True
-    # To the end: once the nursery forks again, what a dead worker started can
-    # no longer be named.
+    # To the end: once the fork server forks again, what a dead worker started
+    # can no longer be named.
     while alive and connection.wait([worker.sock], 0):
       try:
         data = worker.sock.recv(1 << 20)

@@ -1,15 +1,15 @@
-"""The processes that score: a nursery that forks workers, and the workers.
+"""The processes that score: a fork server that forks workers, and the workers.
 
-The nursery is a fresh interpreter with one thread that has loaded math-verify
-and warmed its parser; a worker is a fork of it. Starting one takes
+The fork server is a fresh interpreter with one thread that has loaded
+math-verify and warmed its parser; a worker is a fork of it. Starting one takes
 milliseconds instead of seconds, so replacing a killed worker costs nothing, and
 no fork ever copies the threads of JAX. Users' functions are imported in the
 worker: what they start (threads, libraries) must not be forked either.
 
-    pool --'fork' + socket--> nursery --fork--> worker --socket--> pool
+    pool --'fork' + socket--> fork server --fork--> worker --socket--> pool
 
-Workers die with the nursery (a signal from the kernel), the nursery dies with
-the pool (its socket closes, or its parent changes).
+Workers die with the fork server (a signal from the kernel), the fork server
+dies with the pool (its socket closes, or its parent changes).
 """
 
 import contextlib
@@ -42,8 +42,8 @@ _PR_SET_PDEATHSIG = 1
 _PID_BYTES = 8
 
 
-def nursery_main(descriptor: int) -> None:
-  """Runs the nursery: gets its settings, warms up, forks on request.
+def fork_server_main(descriptor: int) -> None:
+  """Runs the fork server: gets its settings, warms up, forks on request.
 
   Args:
     descriptor: number of an inherited stream socket to the pool.
@@ -73,7 +73,7 @@ def nursery_main(descriptor: int) -> None:
     fork_server = os.getpid()
     sys.stdout.flush()
     # Only now: until a worker that died is waited for, the pool can find what
-    # it left behind by its number.
+    # it left by its number.
     with contextlib.suppress(ChildProcessError):
       while os.waitpid(-1, os.WNOHANG)[0]:
         pass
@@ -100,15 +100,15 @@ def _run_worker(
   try:
     _die_with(fork_server)
     with socket.socket(fileno=descriptor) as sock:
-      # Once it has ended and the nursery forks again, its number names nothing;
-      # the pool must have taken hold of it before it can fail.
+      # Once it has ended and the fork server forks again, its number names
+      # nothing; the pool must have taken hold of it before it can fail.
       wire.receive(sock)
       _work(sock, specs, memory_limit_mb)
   except (EOFError, OSError):
     pass  # The pool is gone or has dropped this worker.
   finally:
     sys.stdout.flush()
-    # Not sys.exit: the nursery's stack is not this process's to unwind.
+    # Not sys.exit: the fork server's stack is not this process's to unwind.
     os._exit(0)
 
 
@@ -180,7 +180,7 @@ def _send(sock: socket.socket, reply: dict) -> None:
 
 
 def _die_with(fork_server: int) -> None:
-  """Asks the kernel to kill this process when the nursery dies (Linux)."""
+  """Asks Linux to kill this process when the fork server dies."""
   if sys.platform == 'linux':
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != fork_server:

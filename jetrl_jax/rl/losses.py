@@ -17,9 +17,10 @@ from jetrl_jax.rl import segments
 # exp(20) is 4.9e8; a larger ratio carries no information, and exp(89) is inf.
 MAX_LOG_RATIO = 20.0
 
-# policy_loss -> default (clip_ratio_low, clip_ratio_high). A sequence's ratio
-# is a geometric mean over its tokens, hence GSPO's narrow range.
-DEFAULT_CLIP = {'ppo': (0.2, 0.2), 'gspo': (3e-4, 4e-4), 'cispo': (0.2, 0.2)}
+# (clip_ratio_low, clip_ratio_high) where the config says None. A sequence's
+# ratio is a geometric mean over its tokens, hence GSPO's narrow range.
+DEFAULT_CLIP = (0.2, 0.2)
+GSPO_CLIP = (3e-4, 4e-4)
 
 
 class PolicyLoss(NamedTuple):

@@ -6,6 +6,7 @@ This file applies the mask and `TrainBatch.loss_weight` and sums.
 
 import dataclasses
 import functools
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,8 @@ from jetrl_jax.rl import corrections, kl, losses, segments
 from jetrl_jax.rl.losses import PolicyLoss
 from jetrl_jax.rl.types import TrainBatch
 
+# Each has a case in `_policy_term`.
+POLICY_LOSSES = ('ppo', 'gspo', 'cispo')
 # What may drop tokens: metrics say how many.
 _REJECTING = ('icepop', 'mis')
 
@@ -72,10 +75,10 @@ class LossConfig:
   rollout_rs_threshold_high: float = 1.001
 
   def __post_init__(self):
-    if self.policy_loss not in losses.DEFAULT_CLIP:
+    if self.policy_loss not in POLICY_LOSSES:
       raise ValueError(
           f'policy_loss is {self.policy_loss!r}; allowed are'
-          f' {", ".join(losses.DEFAULT_CLIP)}'
+          f' {", ".join(POLICY_LOSSES)}'
       )
     low, high = self.clip_range
     if not 0 <= low < 1:
@@ -111,7 +114,9 @@ class LossConfig:
   @property
   def clip_range(self) -> tuple[float, float]:
     """Distances of the clip range from 1; the method's own where None."""
-    low, high = losses.DEFAULT_CLIP[self.policy_loss]
+    low, high = losses.DEFAULT_CLIP
+    if self.policy_loss == 'gspo':
+      low, high = losses.GSPO_CLIP
     if self.clip_ratio_low is not None:
       low = self.clip_ratio_low
     if self.clip_ratio_high is not None:
@@ -146,6 +151,16 @@ class LossConfig:
   def reads_mu(self) -> bool:
     """Whether anything in the objective depends on log mu."""
     return self.rollout_is != 'none' or self.rollout_rs != 'none'
+
+
+class LossFunction(Protocol):
+  """An objective: `policy_loss` of a config, or `supervised_loss`."""
+
+  def __call__(
+      self, batch: TrainBatch, logprobs_BT: Array, entropy_BT: Array, /
+  ) -> tuple[Array, dict[str, Mean]]:
+    """Returns (a micro-batch's part of the loss, its metrics)."""
+    ...
 
 
 def policy_loss(

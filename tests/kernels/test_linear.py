@@ -380,8 +380,8 @@ def test_an_unscaled_product_is_what_the_dot_scales():
         x,
         weight,
         slot,
-        dtype=jnp.bfloat16,
-        low_MI=jnp.stack([low] * copies) if copies else None,
+        adds=False,
+        fp8_MI=jnp.stack([low] * copies) if copies else None,
     )
     assert product is not None
     return scale_late(product.values, product.scales)
@@ -401,5 +401,5 @@ def test_an_unscaled_product_is_what_the_dot_scales():
 )
 def test_scales_that_no_kernel_could_take_are_applied_by_the_dot(recipe):
   x, _, weight, _ = operands()
-  found = linear.unscaled_dot(recipe, x, weight, make_slot(), dtype=jnp.float32)
+  found = linear.unscaled_dot(recipe, x, weight, make_slot(), adds=True)
   assert found is None

@@ -163,7 +163,7 @@ def test_chunks_of_logit_rows_change_no_bit():
   # All 512 rows at once, and 192 at a time, which leaves a rest of 128.
   for rows in (1024, 192):
     of = dataclasses.replace(run.policy, logit_chunk_rows=rows)
-    logprobs_BT, _ = exact_jit(of.score)(
+    logprobs_BT, _ = exact_jit(of.logprobs)(
         PolicyParams(run.start.weights, run.start.fp8_state),
         batch,
         jnp.float32(tiny_run.TEMPERATURE),

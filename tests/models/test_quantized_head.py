@@ -72,7 +72,7 @@ def test_chunks_of_rows_show_what_one_piece_shows():
 
   def seen(policy):
     def loss(fp8_state):
-      logprobs, _ = policy.score(
+      logprobs, _ = policy.logprobs(
           PolicyParams(run.start.weights, fp8_state),
           batch,
           jnp.float32(tiny_run.TEMPERATURE),

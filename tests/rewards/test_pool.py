@@ -266,7 +266,7 @@ def test_importing_a_module_may_take_longer_than_an_answer(tmp_path):
     assert pool.score([request('ok')])[0].score == 1.0
 
 
-def test_workers_and_their_nursery_ignore_ctrl_c():
+def test_workers_and_their_fork_server_ignore_ctrl_c():
   # One worker, and time: another worker's number would say nothing.
   with new_pool(custom('obeys'), timeout_s=60.0) as pool:
     (result,) = pool.score([request('pid')])
@@ -278,7 +278,7 @@ def test_workers_and_their_nursery_ignore_ctrl_c():
     assert pool._fork_server.process.poll() is None
 
 
-def test_a_nursery_killed_from_outside_is_replaced(obedient):
+def test_a_fork_server_killed_from_outside_is_replaced(obedient):
   obedient._fork_server.process.kill()
   results = obedient.score([request('hang'), request('ok')])
   assert [r.score for r in results] == [0.0, 1.0]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.rl import losses
+from jetrl_jax.rl import objective
 from jetrl_jax.rl.objective import LossConfig, policy_loss, supervised_loss
 from jetrl_jax.rl.types import TrainBatch
 
@@ -94,7 +94,7 @@ def test_the_correction_multiplies_the_policy_term_alone():
 
 
 def test_a_new_loss_without_a_case_is_no_ppo(monkeypatch):
-  monkeypatch.setitem(losses.DEFAULT_CLIP, 'mine', (0.2, 0.2))
+  monkeypatch.setattr(objective, 'POLICY_LOSSES', ('mine',))
   config = LossConfig(policy_loss='mine')
   with pytest.raises(NotImplementedError, match="'mine' has no case here"):
     policy_loss(config, _batch(), LOGPROBS, ENTROPY)

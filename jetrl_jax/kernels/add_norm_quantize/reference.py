@@ -35,7 +35,7 @@ def joined(
   normed_MD = rms_norm(x_MD, gain_D, eps)
   if step is None:
     return x_MD, normed_MD, None
-  low_MD = quantize(normed_MD, step, formats.E4M3)
+  q_MD = quantize(normed_MD, step, formats.E4M3)
   if copies > 1:
-    low_MD = jnp.broadcast_to(low_MD, (copies, *low_MD.shape))
-  return x_MD, normed_MD if added is None else None, low_MD
+    q_MD = jnp.broadcast_to(q_MD, (copies, *q_MD.shape))
+  return x_MD, normed_MD if added is None else None, q_MD

@@ -16,7 +16,7 @@ Operands: TypeAlias = tuple[Array | None, Any, PyTree]
 def mlp(
     recipe: Recipe,
     x_MD: Array,
-    low_MD: Array | None,
+    fp8_MD: Array | None,
     gate_up: Operands,
     down: Operands,
     row_mask_M: Array,
@@ -25,7 +25,7 @@ def mlp(
   # The scopes that the modules would give.
   with jax.named_scope('gate_up'):
     y_MG = dot(
-        recipe, x_MD, *gate_up, row_mask_M, low_MI=low_MD, late_scale=True
+        recipe, x_MD, *gate_up, row_mask_M, fp8_MI=fp8_MD, late_scale=True
     )
   h_MF = swiglu(y_MG)
   with jax.named_scope('down'):

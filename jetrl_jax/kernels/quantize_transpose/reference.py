@@ -23,7 +23,7 @@ class QuantizedPair:
 
   Attributes:
     straight_MN: 8-bit values, None where they were not asked for.
-    turned_NM: the same, turned round.
+    turned_NM: the same, transposed.
     amax: float32 [], of the values before they were quantised.
     quantization_error: float32 [4], see `health.SUMS` from the second on.
   """

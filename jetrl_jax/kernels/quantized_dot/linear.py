@@ -38,10 +38,10 @@ from jetrl_jax.kernels.quantized_dot import (
 )
 
 
-def _quantize_input(recipe: Recipe, x_MI, low_MI, slot: PyTree) -> QTensor:
+def _quantize_input(recipe: Recipe, x_MI, fp8_MI, slot: PyTree) -> QTensor:
   match recipe.name:
     case 'fp8_delayed':
-      return per_tensor.quantize_input(x_MI, low_MI, slot)
+      return per_tensor.quantize_input(x_MI, fp8_MI, slot)
     case 'fp8_token' | 'int8':
       return per_token.quantize_rows(recipe, x_MI)
     case 'fp8_block':
@@ -79,10 +79,10 @@ def _not_before(x_MI: Array, weight: QTensor) -> QTensor:
   return dataclasses.replace(weight, scale=scale)
 
 
-def _forward(how, x_MI, low_MI, weight, slot) -> tuple[Array, QTensor]:
+def _forward(how, x_MI, fp8_MI, weight, slot) -> tuple[Array, QTensor]:
   """Returns the result, and the rows as they were quantised."""
   recipe, out_dtype = how.recipe, how.out_dtype
-  x8 = _quantize_input(recipe, x_MI, low_MI, slot)
+  x8 = _quantize_input(recipe, x_MI, fp8_MI, slot)
   if recipe.calibrating:
     kernel_OI = dequantize(_not_before(x_MI, weight), x_MI.dtype)
     y_MO = lax.dot_general(
@@ -148,14 +148,14 @@ def _backward(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fp8_dot(how, x_MI, low_MI, master_OI, weight, slot, row_mask_M):
+def _fp8_dot(how, x_MI, fp8_MI, master_OI, weight, slot, row_mask_M):
   del master_OI, row_mask_M
-  return _forward(how, x_MI, low_MI, weight, slot)[0]
+  return _forward(how, x_MI, fp8_MI, weight, slot)[0]
 
 
-def _fp8_dot_fwd(how, x_MI, low_MI, master_OI, weight, slot, row_mask_M):
+def _fp8_dot_fwd(how, x_MI, fp8_MI, master_OI, weight, slot, row_mask_M):
   recipe = how.recipe
-  y_MO, x8 = _forward(how, x_MI, low_MI, weight, slot)
+  y_MO, x8 = _forward(how, x_MI, fp8_MI, weight, slot)
   kept, seen = _keep_input(recipe, x_MI, x8, weight, row_mask_M)
   high = x_MI if recipe.calibrating else None
   # An empty array carries the dtypes that the cotangents must have.
@@ -232,7 +232,7 @@ def dot(
     row_mask_M: Array,
     *,
     out_dtype=None,
-    low_MI: Array | None = None,
+    fp8_MI: Array | None = None,
     late_scale: bool = False,
 ) -> Array:
   """Multiplies rows by a kernel, in 8 bits when the weight is quantised.
@@ -248,7 +248,7 @@ def dot(
       recipe reads none of it.
     row_mask_M: float32, 0 on padding rows, which the amax must not see.
     out_dtype: dtype of the result, by default that of x.
-    low_MI: x quantised already, on the slot's scale, by what made x; for
+    fp8_MI: x quantised already, on the slot's scale, by what made x; for
       delayed scales alone.
     late_scale: the result is not only added to a residual, see
       `products.scaled_dot`.
@@ -265,8 +265,8 @@ def dot(
     return _high_dot(out_dtype, x_MI, master_OI, weight)
   how = _How(recipe=recipe, out_dtype=out_dtype, late=late_scale)
   if master_OI is None:
-    return _forward(how, x_MI, low_MI, weight, slot)[0]
-  return _fp8_dot(how, x_MI, low_MI, master_OI, weight, slot, row_mask_M)
+    return _forward(how, x_MI, fp8_MI, weight, slot)[0]
+  return _fp8_dot(how, x_MI, fp8_MI, master_OI, weight, slot, row_mask_M)
 
 
 def unscaled_dot(
@@ -276,7 +276,7 @@ def unscaled_dot(
     slot: PyTree | None,
     *,
     adds: bool,
-    low_MI: Array | None = None,
+    fp8_MI: Array | None = None,
 ) -> DeferredScale | None:
   """Multiplies rows by a kernel and leaves the scales to who reads the result.
 
@@ -288,7 +288,7 @@ def unscaled_dot(
     weight: as for `dot`.
     slot: as for `dot`.
     adds: see `per_tensor.unscaled`.
-    low_MI: as for `dot`.
+    fp8_MI: as for `dot`.
 
   Returns:
     The product; None where the recipe does not allow it.
@@ -296,7 +296,7 @@ def unscaled_dot(
   if not (isinstance(weight, QTensor) and recipe.may_scale_late):
     return None
   assert slot is not None
-  x8 = per_tensor.quantize_input(x_MI, low_MI, slot)
+  x8 = per_tensor.quantize_input(x_MI, fp8_MI, slot)
   return per_tensor.unscaled(x8, weight, x_MI.dtype, adds=adds)
 
 

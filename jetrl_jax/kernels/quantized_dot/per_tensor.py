@@ -31,12 +31,12 @@ from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.kernels import quantize_transpose, stands_for
 
 
-def quantize_input(x_MI: Array, low_MI: Array | None, slot: PyTree) -> QTensor:
+def quantize_input(x_MI: Array, fp8_MI: Array | None, slot: PyTree) -> QTensor:
   """Returns the rows on the slot's scale; their values may be known."""
   scale = slot['input']['scale']
-  if low_MI is None:
-    low_MI = quantize(x_MI, scale, formats.E4M3)
-  return QTensor(values=low_MI, scale=scale)
+  if fp8_MI is None:
+    fp8_MI = quantize(x_MI, scale, formats.E4M3)
+  return QTensor(values=fp8_MI, scale=scale)
 
 
 @jax.tree_util.register_dataclass
@@ -46,15 +46,15 @@ class OutputGrad:
 
   Attributes:
     row_major: [M, O], for DGrad.
-    turned_OM: 8-bit values for WGrad, where operands are turned round.
+    transposed_OM: 8-bit values for WGrad, transposed.
   """
 
   row_major: QTensor
-  turned_OM: Array | None
+  transposed_OM: Array | None
 
 
 def _transposes(rows: int, weight: QTensor) -> bool:
-  """Whether the backward reads its operands turned round."""
+  """Whether the backward reads its operands transposed."""
   return quantize_transpose.fits((rows, *weight.values.shape))
 
 
@@ -70,7 +70,7 @@ def keep_input(
 def transpose_input(
     x_MI: Array, scale: Array, row_mask_M: Array
 ) -> tuple[QTensor, health.OperandStats]:
-  """`keep_input` where operands are turned round."""
+  """`keep_input`, with the rows transposed."""
   out = quantize_transpose.quantize_and_transpose(
       x_MI, scale, row_mask_M, formats.E4M3, row_major=False
   )
@@ -80,7 +80,7 @@ def transpose_input(
 def as_input(
     out: quantize_transpose.QuantizedPair, scale: Array, row_mask_M: Array
 ) -> tuple[QTensor, health.OperandStats]:
-  """Returns what `keep_input` does, of rows that a kernel turned round."""
+  """Returns what `keep_input` does, of rows that a kernel transposed."""
   columns = out.turned_NM.shape[0]
   seen = out.amax, health.with_elements(
       out.quantization_error, columns, row_mask_M
@@ -101,7 +101,7 @@ def quantize_grad(
   if not _transposes(dy_MO.shape[0], weight):
     dy8 = QTensor(values=quantize(dy_MO, scale, dtype), scale=scale)
     seen = health.measure(dy_MO, dy8, row_mask_M)
-    return OutputGrad(row_major=dy8, turned_OM=None), seen
+    return OutputGrad(row_major=dy8, transposed_OM=None), seen
   out = quantize_transpose.quantize_and_transpose(
       dy_MO, scale, row_mask_M, dtype, row_major=True
   )
@@ -111,11 +111,11 @@ def quantize_grad(
 def as_grad(
     out: quantize_transpose.QuantizedPair, scale: Array, row_mask_M: Array
 ) -> tuple[OutputGrad, health.OperandStats]:
-  """Returns what `quantize_grad` does, of what a kernel turned round."""
+  """Returns what `quantize_grad` does, of what a kernel transposed."""
   assert out.straight_MN is not None
   transposed, seen = as_input(out, scale, row_mask_M)
   row_major = QTensor(values=out.straight_MN, scale=scale)
-  return OutputGrad(row_major=row_major, turned_OM=transposed.values), seen
+  return OutputGrad(row_major=row_major, transposed_OM=transposed.values), seen
 
 
 def forward(
@@ -184,9 +184,9 @@ def dgrad(recipe: Recipe, dy8: OutputGrad, weight: QTensor, x_dtype) -> Array:
     x_dtype: of dX.
   """
   operands = dy8.row_major.values, weight.values, NN
-  if dy8.turned_OM is not None:
-    turned_IO = quantize_transpose.transpose(weight.values)
-    operands = dy8.row_major.values, turned_IO, NT
+  if dy8.transposed_OM is not None:
+    transposed_IO = quantize_transpose.transpose(weight.values)
+    operands = dy8.row_major.values, transposed_IO, NT
   return scaled_dot(
       *operands,
       (dy8.row_major.scale * weight.scale,),
@@ -198,8 +198,8 @@ def dgrad(recipe: Recipe, dy8: OutputGrad, weight: QTensor, x_dtype) -> Array:
 def wgrad(recipe: Recipe, dy8: OutputGrad, x8: QTensor, w_dtype) -> Array:
   """Returns dW in the master's dtype; `x8` is what `keep_input` gave."""
   operands = dy8.row_major.values, x8.values, TN
-  if dy8.turned_OM is not None:
-    operands = dy8.turned_OM, x8.values, NT
+  if dy8.transposed_OM is not None:
+    operands = dy8.transposed_OM, x8.values, NT
   return scaled_dot(
       *operands,
       (dy8.row_major.scale * x8.scale,),

@@ -278,7 +278,7 @@ def _to_device(
     array = jax.make_array_from_callback(
         leaf.shape, sharding, lambda index: leaf[index]
     )
-  # Otherwise host copies pile up behind the transfers.
+  # Otherwise host copies pile up and wait for the transfers.
   return array.block_until_ready()
 
 

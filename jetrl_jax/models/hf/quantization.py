@@ -241,7 +241,7 @@ def _pattern(text: str) -> re.Pattern[str]:
     raise ValueError(
         f'{where} could take for ever to match; allowed are'
         f' {_PATTERN_CHARACTERS} characters and {_PATTERN_CHOICES} of * + ? {{'
-        ' |, none behind a group. Name the modules instead'
+        ' |, none after a group. Name the modules instead'
     )
   try:
     return re.compile(text)

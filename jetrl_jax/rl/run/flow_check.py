@@ -18,6 +18,7 @@ from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import flow
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.optim.types import TrainState
+from jetrl_jax.rl.objective import LossFunction
 from jetrl_jax.rl.rollout import decode_state as decode_states
 from jetrl_jax.rl.rollout import decode_step
 from jetrl_jax.rl.rollout.decode_state import DecodeState, EngineConfig
@@ -31,7 +32,7 @@ _SLOTS = 16
 
 def check_flow(
     policy: Policy,
-    loss_function: Any,
+    loss_function: LossFunction,
     config: EngineConfig,
     state: TrainState,
 ) -> None:
@@ -42,7 +43,7 @@ def check_flow(
   Args:
     policy: the functions. They are traced for one device, because sharding
       would add data movement to the graph.
-    loss_function: the objective, see `gradients.UpdatePrograms`.
+    loss_function: the objective.
     config: the engine's sampler.
     state: arrays or shapes.
 
@@ -68,7 +69,7 @@ def check_flow(
 def report_mixed_flow(
     policy: Policy,
     rollout_policy: Policy,
-    loss_function: Any,
+    loss_function: LossFunction,
     config: EngineConfig,
     state: TrainState,
     *,
@@ -121,7 +122,7 @@ def report_mixed_flow(
 def mixed_differences(
     policy: Policy,
     rollout_policy: Policy,
-    loss_function: Any,
+    loss_function: LossFunction,
     config: EngineConfig,
     state: TrainState,
 ) -> list[flow.Difference]:
@@ -165,7 +166,7 @@ def prefill_graph(policy: Policy, state: TrainState) -> flow.FlowGraph:
 
 
 def train_graph(
-    policy: Policy, loss_function: Any, state: TrainState
+    policy: Policy, loss_function: LossFunction, state: TrainState
 ) -> flow.FlowGraph:
   """Returns the graph of one micro-batch's forward, under differentiation."""
   # Rematerialisation would only repeat the forward and make tracing slower.

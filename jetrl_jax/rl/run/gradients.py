@@ -24,12 +24,13 @@ from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.optim.apply import Apply, Gradients, merge
 from jetrl_jax.optim.types import TrainState
+from jetrl_jax.rl.objective import LossFunction
 from jetrl_jax.rl.types import TrainBatch
 
 
 def objective(
     policy: Policy,
-    loss_function: Any,
+    loss_function: LossFunction,
     state: TrainState,
     batch: TrainBatch,
     temperature: Array,
@@ -40,7 +41,7 @@ def objective(
   """
 
   def loss_of(trainable, fp8_state):
-    logprobs_BT, entropy_BT = policy.score(
+    logprobs_BT, entropy_BT = policy.logprobs(
         PolicyParams(state.weights, fp8_state),
         batch,
         temperature,
@@ -85,7 +86,7 @@ def compile_logprobs(policy: Policy, mesh: Mesh, state: TrainState) -> Any:
   )
   rows = sharding.ROWS
   return policy.jit_per_device(
-      policy.score, mesh, (specs, rows, P()), (rows, rows)
+      policy.logprobs, mesh, (specs, rows, P()), (rows, rows)
   )
 
 
@@ -102,8 +103,8 @@ class UpdatePrograms:
 
   Args:
     policy: the functions; its recipe is the flow's.
-    loss_function: (batch, log-probs, entropy) to (loss, metrics), for example
-      `functools.partial(policy_loss, LossConfig())`.
+    loss_function: the objective, for example `functools.partial(policy_loss,
+      LossConfig())`.
     optimizer: updates the trainable masters.
     config: learning rate, clip and rounding.
     mesh: devices.
@@ -113,7 +114,7 @@ class UpdatePrograms:
   def __init__(
       self,
       policy: Policy,
-      loss_function: Any,
+      loss_function: LossFunction,
       optimizer: optax.GradientTransformation,
       config: OptimizerConfig,
       mesh: Mesh,

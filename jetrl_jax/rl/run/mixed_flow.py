@@ -210,7 +210,7 @@ def _observed_inputs(
   def forward(fp8_state):
     params = PolicyParams(side.weights, fp8_state)
     if LM_HEAD in fp8_state:
-      return jnp.sum(policy.score(params, batch, jnp.float32(1), masters)[0])
+      return jnp.sum(policy.logprobs(params, batch, jnp.float32(1), masters)[0])
     return jnp.sum(policy.hidden(params, batch, masters).astype(jnp.float32))
 
   observed = scaling_state.reduce_over_devices(

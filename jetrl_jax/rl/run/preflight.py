@@ -5,32 +5,33 @@ log-probs of a short rollout bit by bit.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from absl import logging
 
 from jetrl_jax.core.compilation import NOT_CLAIMED, on_gpu
-from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import mismatch, packing
+from jetrl_jax.rl.objective import LossFunction
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.rollout.scheduler import StopCheck
 from jetrl_jax.rl.run import flow_check
 from jetrl_jax.rl.run.calibration import short_rollout
 from jetrl_jax.rl.run.spec import RunSpec
 
-# Sequences to the training forward's log-probs, see `Learner.logprobs`.
-TrainLogprobs: TypeAlias = Callable[
-    [list[packing.Sequence], PolicyParams], list[np.ndarray]
+# Sequences to the log-probs that an update computes of them, see
+# `Learner.logprobs_in_update`.
+LogprobsInUpdate: TypeAlias = Callable[
+    [list[packing.Sequence], TrainState], list[np.ndarray]
 ]
 
 
 def check(
     spec: RunSpec,
-    loss: Any,
+    loss: LossFunction,
     engine: Engine,
-    train_logprobs: TrainLogprobs,
+    logprobs_in_update: LogprobsInUpdate,
     state: TrainState,
     should_stop: StopCheck,
     moved: tuple[str, ...],
@@ -39,9 +40,9 @@ def check(
 
   Args:
     spec: the run's specification.
-    loss: the objective, see `gradients.UpdatePrograms`.
+    loss: the objective.
     engine: samples.
-    train_logprobs: the training forward.
+    logprobs_in_update: the training forward, in the update's own program.
     state: its weights are read by both sides.
     should_stop: called at each host visit of a rollout; raises to stop.
     moved: dots that the guard has put into high precision.
@@ -65,13 +66,13 @@ def check(
     return
   flow_check.check_flow(spec.policy, loss, spec.engine, state)
   if on_gpu():
-    log_bit_test(bit_test(spec, engine, train_logprobs, state, should_stop))
+    log_bit_test(bit_test(spec, engine, logprobs_in_update, state, should_stop))
 
 
 def bit_test(
     spec: RunSpec,
     engine: Engine,
-    train_logprobs: TrainLogprobs,
+    logprobs_in_update: LogprobsInUpdate,
     state: TrainState,
     should_stop: StopCheck,
 ) -> float:
@@ -83,7 +84,7 @@ def bit_test(
   Args:
     spec: the run's specification.
     engine: samples.
-    train_logprobs: the training forward.
+    logprobs_in_update: the training forward, in the update's own program.
     state: its weights are read by both sides.
     should_stop: called at each host visit of the rollout; raises to stop.
   """
@@ -98,7 +99,7 @@ def bit_test(
       )
       for i, completion in enumerate(completions)
   ]
-  found = train_logprobs(batch, PolicyParams(state.weights, state.fp8_state))
+  found = logprobs_in_update(batch, state)
   return mismatch.mismatch_token_frac(
       np.concatenate([c.logprobs for c in completions]),
       np.concatenate(

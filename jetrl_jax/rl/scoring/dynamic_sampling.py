@@ -13,7 +13,7 @@ were drawn first, so it is a function of the state and the sampler's position.
 
 import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -72,16 +72,16 @@ def _range(accuracy_PG: NpArray) -> tuple[NpArray, NpArray]:
 
 
 def fill(
-    generate: Callable[[], Experience | None],
+    batches: Iterator[Experience],
     *,
     groups: int,
     config: AlgorithmConfig,
 ) -> SampledBatch:
-  """Calls `generate` once, or until `groups` groups have mixed outcomes.
+  """Takes one batch, or as many until `groups` groups have mixed outcomes.
 
   Args:
-    generate: samples and rewards the next prompts; returns None once the step
-      has sampled every prompt.
+    batches: each is sampled and rewarded as it is asked for; it ends once the
+      step has sampled every prompt.
     groups: prompts per step.
     config: whether to filter, the cap, and the advantage estimator.
 
@@ -95,8 +95,7 @@ def fill(
       would silently change the size of the mini-batches.)
   """
   if not config.filter_groups.enable:
-    only = generate()
-    assert only is not None
+    only = next(batches)
     return SampledBatch(
         experience=only,
         prompts=only.prompts,
@@ -104,21 +103,21 @@ def fill(
         metrics={},
     )
   cap = config.filter_groups.max_num_gen_batches
-  batches: list[Experience] = []
+  sampled: list[Experience] = []
   found = 0
   while found < groups:
-    batch = None if cap and len(batches) == cap else generate()
+    batch = None if cap and len(sampled) == cap else next(batches, None)
     if batch is None:
-      raise NotEnoughGroupsError(_too_few(batches, found, groups, cap))
-    batches.append(batch)
+      raise NotEnoughGroupsError(_too_few(sampled, found, groups, cap))
+    sampled.append(batch)
     found += int(mixed_groups(batch.accuracy_PG).sum())
   kept = [
       (batch, int(p))
-      for batch in batches
+      for batch in sampled
       for p in np.flatnonzero(mixed_groups(batch.accuracy_PG))
   ][:groups]
   errors = collections.Counter[str]()
-  for batch in batches:
+  for batch in sampled:
     errors.update(batch.errors)
   made = experience.from_scores(
       [batch.prompts[p] for batch, p in kept],
@@ -130,9 +129,9 @@ def fill(
   )
   return SampledBatch(
       experience=made,
-      prompts=[prompt for batch in batches for prompt in batch.prompts],
-      completions=[c for batch in batches for c in batch.completions],
-      metrics=_metrics(batches),
+      prompts=[prompt for batch in sampled for prompt in batch.prompts],
+      completions=[c for batch in sampled for c in batch.completions],
+      metrics=_metrics(sampled),
   )
 
 

@@ -6,6 +6,7 @@ arrays.
 
 import collections
 import dataclasses
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -55,6 +56,7 @@ class Collector:
     self._pool = pool
     self._should_stop = should_stop
     self._timer = timer
+    self._times_preempted = 0
     # Engines for `val_recipes`, built at the first evaluation.
     self._others: list[OtherPrecision] = []
 
@@ -67,32 +69,35 @@ class Collector:
     Raises:
       NotEnoughGroupsError: see `dynamic_sampling.fill`.
     """
-    spec, size = self._spec, self._spec.run.train_batch_size
-    drawn: set[int] = set()
-    preempted = 0
+    self._times_preempted = 0
+    filled = dynamic_sampling.fill(
+        self._batches(step, state),
+        groups=self._spec.run.train_batch_size,
+        config=self._spec.algorithm,
+    )
+    preempted = {'rollout/num_preempted': self._times_preempted}
+    return dataclasses.replace(filled, metrics=filled.metrics | preempted)
 
-    def generate() -> Experience | None:
-      nonlocal preempted
-      left = len(spec.train_set) - len(drawn)
-      if not left:
-        return None
-      indices = self._sampler.next_batch(min(size, left), exclude=drawn)
+  def _batches(self, step: int, state: TrainState) -> Iterator[Experience]:
+    """Samples and rewards the next prompts, until all have been drawn."""
+    spec = self._spec
+    pool = None if spec.run.synthetic else self._pool
+    drawn: set[int] = set()
+    while left := len(spec.train_set) - len(drawn):
+      size = min(spec.run.train_batch_size, left)
+      indices = self._sampler.next_batch(size, exclude=drawn)
       drawn.update(indices)
       prompts = [spec.train_set[i] for i in indices]
-      pool = None if spec.run.synthetic else self._pool
       with scorer(prompts, pool, spec.tokenizer, self._should_stop) as scores:
         with self._timer('gen'):
           completions = self.rollout(step, prompts, state, scores)
-        preempted += sum(
+        self._times_preempted += sum(
             processes.together(
                 'counting', lambda: self.engine.pages.times_preempted
             )
         )
-        return self.score(step, prompts, completions, scores)
-
-    filled = dynamic_sampling.fill(generate, groups=size, config=spec.algorithm)
-    metrics = filled.metrics | {'rollout/num_preempted': preempted}
-    return dataclasses.replace(filled, metrics=metrics)
+        rewarded = self.score(step, prompts, completions, scores)
+      yield rewarded
 
   def rollout(
       self, step: int, prompts: list[Prompt], state: TrainState, scores: Scorer

@@ -22,6 +22,7 @@ from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.optim.apply import Gradients, UpdateInfo
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import mismatch, packing
+from jetrl_jax.rl.objective import LossFunction
 from jetrl_jax.rl.packing import Packed, Sequence
 from jetrl_jax.rl.run import mixed_flow
 from jetrl_jax.rl.run.gradients import UpdatePrograms, compile_logprobs
@@ -74,7 +75,7 @@ class Learner:
   def __init__(
       self,
       spec: RunSpec,
-      loss: Any,
+      loss: LossFunction,
       state: TrainState,
       reference: PolicyParams | None,
       timer: Timer,

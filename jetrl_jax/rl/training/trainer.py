@@ -31,7 +31,7 @@ from jetrl_jax.metrics.timer import Timer
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.optim.apply import UpdateInfo
 from jetrl_jax.optim.types import TrainState
-from jetrl_jax.rl.objective import policy_loss
+from jetrl_jax.rl.objective import LossFunction, policy_loss
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.run import fp8_support, preflight, train_state
 from jetrl_jax.rl.run import precision as run_precision
@@ -73,7 +73,7 @@ class Trainer:
     # A run that has already started keeps the precision it settled on.
     policy = run_precision.resolve(workdir, spec.policy, spec.invariant_scale)
     self.spec = spec.with_policy(policy)
-    self.loss = functools.partial(policy_loss, spec.loss)
+    self.loss: LossFunction = functools.partial(policy_loss, spec.loss)
     self.sampler = spec.prompt_sampler()
     self.folder = RunFolder(workdir, spec.run, spec.wandb)
     self.interrupt = Interrupt()
@@ -355,7 +355,7 @@ class Trainer:
         self.spec,
         self.loss,
         self.collector.engine,
-        self.learner.logprobs,
+        self.learner.logprobs_in_update,
         state,
         self.interrupt.check,
         guard.high_precision,

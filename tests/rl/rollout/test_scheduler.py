@@ -371,7 +371,7 @@ def test_fp8_keys_and_values_agree_in_rollout_and_training():
   config = tiny_run.engine_config(kv_cache_tokens=96)
   samples = run.rollout(engine=Engine(of, config, run.mesh))
   packed = tiny_updates.batches(samples)
-  score = exact_jit(of.score)
+  score = exact_jit(of.logprobs)
   params = PolicyParams(run.start.weights, run.start.fp8_state)
   temperature = jax.numpy.float32(tiny_run.TEMPERATURE)
   logprobs = [score(params, batch, temperature)[0] for batch in packed]

@@ -61,10 +61,7 @@ def _scored(first: int, accuracy, scores=None, errors=None, config=CONFIG):
 
 
 def _fill(batches, groups, config=CONFIG):
-  waiting = list(batches)
-  return dynamic_sampling.fill(
-      lambda: waiting.pop(0) if waiting else None, groups=groups, config=config
-  )
+  return dynamic_sampling.fill(iter(batches), groups=groups, config=config)
 
 
 def test_a_group_is_mixed_if_some_and_not_all_are_right():

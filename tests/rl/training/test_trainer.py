@@ -201,7 +201,7 @@ def test_the_start_up_bit_test_sees_equal_bits_and_a_moved_weight(
     return preflight.bit_test(
         trainer.spec,
         trainer.collector.engine,
-        trainer.learner.logprobs,
+        trainer.learner.logprobs_in_update,
         state,
         trainer.interrupt.check,
     )
