@@ -8,6 +8,7 @@ name, the nearest known one. Never with a traceback.
 """
 
 import difflib
+import os
 import pathlib
 import re
 import runpy
