@@ -24,7 +24,7 @@ from jetrl_jax.config.saved_policy import SavedPolicy
 from jetrl_jax.core import rng
 from jetrl_jax.core.typing import NpArray
 from jetrl_jax.rl.rollout.buckets import TAILS
-from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
+from jetrl_jax.rl.rollout.engine import DecodeState, Engine, EngineConfig
 from jetrl_jax.serve.requests import Limits, Sampling
 from jetrl_jax.serve.scoring import Scorer, Scores
 
@@ -309,6 +309,7 @@ class Decoder:
         limits=[sampling.max_tokens],
         temperature=sampling.temperature,
     )
+    _wait_for(self._state)
 
   def _score(self) -> None:
     with self._changed:
@@ -373,14 +374,25 @@ class Decoder:
       prefix = engine.prefill_batch(params, [prompt])
       state = engine.bulk_insert(prefix, state, [0], limits=[1])
       state = engine.free_resource(0, state)
+      _wait_for(state)
     prefix = engine.prefill_batch(params, [np.zeros(1, np.int32)])
     for top_p_B in (None, np.full(slots, 0.5, np.float32)):
       for count in counts if top_p_B is None else {1}:
         for slot in range(count):
           state = engine.bulk_insert(prefix, state, [slot], limits=[1])
+          _wait_for(state)
         state = engine.generate_block(params, state, self._key, _STEPS, top_p_B)
         engine.release(range(count))
     for length in self._scorer.lengths:
       most = engine.config.max_prompt_length + engine.config.max_response_length
       tokens = np.zeros(min(length, most), np.int32)
       self._scorer(params, tokens, 1.0)
+
+
+def _wait_for(state: DecodeState) -> None:
+  """Waits for the devices.
+
+  Several CPU devices of one process that have many programs in flight, each of
+  which waits for all of them, may wait for ever.
+  """
+  jax.block_until_ready(state.active)
