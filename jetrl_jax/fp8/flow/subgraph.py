@@ -1,8 +1,9 @@
 """Is the rollout's precision flow part of the training forward's?
 
 `extract` (walk.py) reads a jaxpr and keeps what can change a number: dots,
-casts, scale multiplications, reductions, transcendentals, other
-arithmetic and opaque kernels, on floats and INT8. Data movement is left out
+casts, scale multiplications, reductions, transcendentals and other
+arithmetic, on floats and INT8. A kernel counts as the plain JAX that it stands
+for, if it says what that is; else it is opaque. Data movement is left out
 and so are indices, booleans and everything under a scope named 'sampling',
 which cut the flow: the token that was sampled is an input, as it is in
 training. `check_subgraph` then lists what the rollout does and the training
