@@ -8,7 +8,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test slow jetstream soak lint types buildifier check format clean
+.PHONY: quickstart test slow jetstream wheel soak lint types buildifier check format docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jetrl_jax.main --config=configs/quickstart.py \
@@ -26,6 +26,10 @@ slow: $(VENV)/.installed-dev
 # thread of JetStream's that fails kills the process: what it says is shown.
 jetstream: $(VENV)/.jetstream/.installed
 	PYTHONPATH=$(abspath $(VENV)/.jetstream) $(BIN)/python -m pytest -m jetstream --capture=no tests/serve
+
+# sdist and wheel, tried in an empty environment outside the clone: minutes.
+wheel: $(VENV)/.created
+	$(BIN)/python -m tools.try_wheel
 
 # The long tests in full, with a record of them: half an hour and more.
 soak: $(VENV)/.installed-dev
@@ -54,8 +58,12 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/pyink .
 
+# The documentation site in site/; a link that leads nowhere fails it.
+docs: $(VENV)/.docs/.installed
+	PYTHONPATH=$(abspath $(VENV)/.docs):. $(BIN)/python -m mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) *.egg-info
+	rm -rf $(VENV) *.egg-info site
 
 # Stamp files: the set-up runs again only when pyproject.toml changed.
 $(VENV)/.created:
@@ -80,6 +88,12 @@ $(VENV)/.jetstream/.installed: pyproject.toml | $(VENV)/.installed-dev
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
 	  --upgrade --target $(VENV)/.jetstream \
 	  google-jetstream==0.2.2 grpcio prometheus-client shortuuid
+	@touch $@
+
+$(VENV)/.docs/.installed: pyproject.toml | $(VENV)/.created
+	@echo "Installing mkdocs-material and mkdocstrings into $(VENV)/.docs"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --upgrade \
+	  --target $(VENV)/.docs 'mkdocs-material>=9.6,<10' 'mkdocstrings[python]>=0.29'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.created

@@ -14,12 +14,13 @@ third numbers miscopied by so small a decoder. 1e-3 collapses.
 """
 
 from configs import base
+from jetrl_jax.config import examples
 
 
 def get_config():
   """Returns the config."""
   config = base.get_config()
-  folder = 'examples/calculator'
+  folder = examples.folder('calculator')
   config.model.path = f'{folder}/checkpoint'
   # Short sequences: a 64-token tile would be mostly padding.
   config.model.attention_tile = 16
@@ -28,7 +29,8 @@ def get_config():
   config.data.val_files = (f'{folder}/heldout.jsonl',)
   config.data.template = '{prompt}'
   config.data.max_prompt_length = 16
-  config.environment.name = 'examples.calculator.environment:Calculator'
+  environment = examples.module('calculator.environment')
+  config.environment.name = f'{environment}:Calculator'
   config.environment.max_turns = 5
   config.rollout.num_generations = 8
   config.rollout.max_response_length = 48

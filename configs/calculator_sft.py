@@ -9,12 +9,13 @@ examples/calculator/checkpoint, was made so.
 """
 
 from configs import base
+from jetrl_jax.config import examples
 
 
 def get_config():
   """Returns the config."""
   config = base.get_config()
-  folder = 'examples/calculator'
+  folder = examples.folder('calculator')
   config.model.path = f'{folder}/model_init'
   config.model.init = 'random'
   config.model.attention_tile = 16

@@ -15,16 +15,18 @@ As calculator.py, an environment with turns as short, but for what follows.
 """
 
 from configs import calculator
+from jetrl_jax.config import examples
 
 
 def get_config():
   """Returns the config."""
   config = calculator.get_config()
-  folder = 'examples/portfolio'
+  folder = examples.folder('portfolio')
   config.model.path = f'{folder}/checkpoint'
   config.data.train_files = (f'{folder}/train.jsonl',)
   config.data.val_files = (f'{folder}/heldout.jsonl',)
-  config.environment.name = 'examples.portfolio.environment:Portfolio'
+  environment = examples.module('portfolio.environment')
+  config.environment.name = f'{environment}:Portfolio'
   config.environment.max_turns = 4
   config.optim.lr = 1e-3
   config.trainer.total_training_steps = 60

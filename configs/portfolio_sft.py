@@ -9,12 +9,13 @@ examples/portfolio/checkpoint, was made so.
 """
 
 from configs import calculator_sft
+from jetrl_jax.config import examples
 
 
 def get_config():
   """Returns the config: that of the calculator's, on other files."""
   config = calculator_sft.get_config()
-  folder = 'examples/portfolio'
+  folder = examples.folder('portfolio')
   config.model.path = f'{folder}/model_init'
   config.data.train_files = (f'{folder}/sft.jsonl',)
   config.sft.total_training_steps = 300

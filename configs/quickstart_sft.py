@@ -10,12 +10,13 @@ examples/quickstart/checkpoint, was made so on one H100 (45 s; 1500 steps, loss
 """
 
 from configs import base
+from jetrl_jax.config import examples
 
 
 def get_config():
   """Returns the config."""
   config = base.get_config()
-  folder = 'examples/quickstart'
+  folder = examples.folder('quickstart')
   config.model.path = f'{folder}/model_init'
   config.model.init = 'random'
   config.model.attention_tile = 16

@@ -4,15 +4,15 @@ python -m jetrl_jax.main --config=configs/study.py --workdir=runs/study/one
 
 Word problems whose sums the warm start (configs/study_sft.py) gets wrong half
 of the time where they cross a ten. study/run.py runs this config in all arms,
-seeds and lengths (docs/study.md). The long answers of the same problems are
+seeds and lengths (docs/study_toy.md). The long answers of the same problems are
 
     --config.data.train_files="('runs/study/task/train_10.jsonl',)"
     --config.data.val_files="('runs/study/task/heldout_10.jsonl',)"
     --config.rollout.max_response_length=1984
 
 Measured on one H200: 79 s for 100 steps of short answers with start-up and
-compilation, alone (`jetrl`, commit d79ae0f); in all six arms of docs/study.md
-the share of right answers goes from 0.31 to 0.88-0.93.
+compilation, alone (`jetrl`, commit d79ae0f); in all six arms of
+docs/study_toy.md the share of right answers goes from 0.31 to 0.88-0.93.
 """
 
 from configs import base

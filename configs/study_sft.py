@@ -8,7 +8,7 @@ lengths (tools/study_task.py) and writes runs/study/checkpoint, 33 MiB in
 bfloat16. Of what it is shown 36% is right; on one H200 it took 355 s beside
 other small runs, and then answered 34% of the long problems rightly. The loss
 waits at 0.012 for a step to 0.004, at update 1840 there: 1500 updates were
-enough once and once not (docs/study.md). In BF16, so that no arm of the
+enough once and once not (docs/study_toy.md). In BF16, so that no arm of the
 study starts in a precision that favours it.
 """
 

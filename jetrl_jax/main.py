@@ -1,4 +1,9 @@
-"""Trains a policy: python -m jetrl_jax.main --config=configs/quickstart.py."""
+"""Trains a policy: jetrl_jax train --config=quickstart --workdir=runs/mine.
+
+In a clone also python -m jetrl_jax.main --config=configs/quickstart.py. The
+same command resumes a run that was interrupted; with --dry_run it says what the
+run would need, and trains nothing.
+"""
 
 import itertools
 import json
@@ -19,7 +24,7 @@ from jetrl_jax.core.interrupt import StopRequested
 from jetrl_jax.dry_run import checks as dry_run_checks
 from jetrl_jax.dry_run import storage
 from jetrl_jax.kernels import dispatch
-from jetrl_jax.metrics import provenance
+from jetrl_jax.metrics import alarms, provenance
 from jetrl_jax.metrics.console import before_and_after
 from jetrl_jax.rl.training import initialize
 from jetrl_jax.rl.training.trainer import RunSpec, Trainer
@@ -58,10 +63,9 @@ def main() -> None:
     sys.exit(dry_run_checks.report(problems))
   config_flags.make_folder('workdir', workdir)
   trainer = Trainer(spec, workdir)
-  stored = storage.of_run(spec, initialize.abstract(spec), workdir)
+  needs = storage.of_run(spec, initialize.abstract(spec), workdir)
   if processes.is_first():
-    stored.warn()
-  dry_run_checks.warn_of_memory(spec)
+    needs.warn()
   recipe = spec.policy.recipe.name
   if spec.is_mixed:
     recipe += f' training, {spec.rollout_policy.recipe.name} rollout'
@@ -73,6 +77,7 @@ def main() -> None:
       f' -> {workdir}'
   )
   print(f'kernels: {spec.policy.kernels}')
+  dry_run_checks.say_memory(spec, needs.host_needed)
   if no_kernel := dispatch.why_none():
     print(no_kernel)
   try:
@@ -142,14 +147,18 @@ def _say_stopped(stop: StopRequested, workdir: pathlib.Path) -> None:
 def _summary(workdir: pathlib.Path) -> None:
   """Prints held-out accuracy before and after, and two completions."""
   first, last, mismatch = {}, {}, 0.0
+  tally = alarms.Tally()
   name = 'training/mismatch_token_frac'
   # One by one: as dicts the lines of a long run would be gigabytes.
   with open(workdir / 'metrics.jsonl', encoding='utf-8') as lines:
     for record in map(json.loads, lines):
+      tally.add(record)
       if name in record:
         mismatch = max(mismatch, record[name])
       if any('/acc/mean@' in measure for measure in record):
         first, last = first or record, record
+  for sentence in tally.sentences():
+    print(sentence)
   if not last:
     print(f'Done. Metrics are in {workdir}/metrics.jsonl.')
     return

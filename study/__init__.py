@@ -1,1 +1,1 @@
-"""An experiment made of the commands; docs/study.md is its design."""
+"""Experiments made of the commands: docs/study.md and study_toy.md."""

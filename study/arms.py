@@ -1,7 +1,9 @@
 """The arms of the study: which settings each of them has.
 
-Everything that an arm does not name is the same in all arms, and so are, for
-one seed, the start, the order of prompts and every random key.
+Everything that an arm does not name is the same in all arms of its cell, and so
+are, for one seed, the start, the order of prompts and every random key. The
+cells of docs/study.md are `gsm8k`, `math` and `stress`; the arms of `toy` are
+those of docs/study_toy.md.
 """
 
 import dataclasses
@@ -19,6 +21,57 @@ CORRECTIONS = ('token', 'icepop', 'mis', 'acr')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+  """What all arms of a cell share.
+
+  Attributes:
+    name: of the cell.
+    config: its config file.
+    settings: what differs from that file, by config name.
+  """
+
+  name: str
+  config: str
+  settings: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+
+TOY = Cell(name='toy', config='configs/study.py')
+# Held-out accuracy is greedy, and measured in BF16 as well.
+_EVERY = {
+    'trainer.val_recipes': ('bf16',),
+    'trainer.save_rollouts': False,
+    # A run ends with a checkpoint and an export; until then it keeps none.
+    'trainer.save_freq': 0,
+    'trainer.keep_latest': 1,
+    'trainer.keep_best': 0,
+}
+GSM8K = Cell(name='gsm8k', config='configs/qwen0_5b.py', settings=_EVERY)
+STRESS = Cell(
+    name='stress',
+    config='configs/qwen0_5b.py',
+    settings={
+        **_EVERY,
+        'optim.lr': 1e-5,
+        'trainer.total_training_steps': 100,
+    },
+)
+MATH = Cell(
+    name='math',
+    config='configs/qwen0_5b.py',
+    settings={
+        **_EVERY,
+        'data.train_files': ('data/math_train.jsonl',),
+        'data.val_files': ('data/math500.jsonl',),
+        'rollout.max_response_length': 2048,
+        # Four updates of 16 prompts.
+        'trainer.mini_batch_size': 16,
+        'trainer.micro_batch_size': 16,
+        'trainer.total_training_steps': 100,
+    },
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Arm:
   """One way to run.
 
@@ -27,7 +80,9 @@ class Arm:
     train: recipe of training.
     rollout: recipe of the rollout.
     settings: config names and values that make the arm.
-    is_long: whether answers have about 2000 tokens instead of 256.
+    is_long: of the toy: whether answers have about 2000 tokens instead of 256.
+    cell: what it shares with other arms.
+    seeds: those that the design asks for; none if it does not say.
   """
 
   name: str
@@ -35,6 +90,8 @@ class Arm:
   rollout: str
   settings: Mapping[str, object]
   is_long: bool = False
+  cell: Cell = TOY
+  seeds: tuple[int, ...] = ()
 
   @property
   def is_mixed(self) -> bool:
@@ -107,8 +164,56 @@ def _long(arm: Arm) -> Arm:
   return dataclasses.replace(arm, name=f'{arm.name}_long', is_long=True)
 
 
+def _of_cell(cell: Cell) -> tuple[Arm, ...]:
+  """Returns the arms of a cell on a real model, in the order of the design."""
+  plain = {'precision.kv_cache_dtype': 'compute'}
+  mixed = {
+      'flow': 'fp8_rollout',
+      'algorithm.old_logprobs': 'recompute',
+      **plain,
+  }
+  arms = {
+      'jetrl': _unified('', 'fp8_delayed'),
+      'bf16': _unified('', 'bf16', 'bf16'),
+      'fp8_rollout': _mixed('', 'bf16', FP8),
+      'flashrl': _mixed('', 'bf16', FP8),
+      'jetrl_block': _unified('', 'fp8_block'),
+      'qurl': _mixed('', 'bf16', FP8),
+      'jetrl_inexact': _unified('', 'fp8_delayed', 'jetrl_inexact'),
+      'bf16_inexact': _unified('', 'bf16', 'bf16_inexact'),
+  }
+  more = {
+      'bf16': plain,
+      'bf16_inexact': plain,
+      'fp8_rollout': mixed,
+      'flashrl': {**mixed, 'flow': 'flashrl'},
+      'qurl': {**mixed, 'flow': 'qurl'},
+  }
+  count = {'jetrl': 5, 'bf16': 5, 'fp8_rollout': 5}
+  if cell is not GSM8K:
+    arms, count = {name: arms[name] for name in count}, {}
+  return tuple(
+      dataclasses.replace(
+          arm,
+          name=f'{cell.name}_{name}',
+          cell=cell,
+          settings={**arm.settings, **more.get(name, {})},
+          seeds=tuple(range(1, count.get(name, 3) + 1)),
+      )
+      for name, arm in arms.items()
+  )
+
+
+_REAL = {cell.name: _of_cell(cell) for cell in (GSM8K, MATH, STRESS)}
 _SHORT = (*_TWO_BY_TWO, *_EXACTNESS, *_HEAD, *_CONTROL, *_CORRECTIONS)
-ARMS = {arm.name: arm for arm in (*_SHORT, *map(_long, _SHORT))}
+ARMS = {
+    arm.name: arm
+    for arm in (
+        *(arm for arms in _REAL.values() for arm in arms),
+        *_SHORT,
+        *map(_long, _SHORT),
+    )
+}
 GROUPS = {
     '2x2': tuple(arm.name for arm in _TWO_BY_TWO),
     'exactness': tuple(arm.name for arm in _EXACTNESS),
@@ -120,6 +225,9 @@ GROUPS = {
 GROUPS |= {
     f'{group}_long': tuple(f'{name}_long' for name in names)
     for group, names in GROUPS.items()
+}
+GROUPS |= {
+    name: tuple(arm.name for arm in arms) for name, arms in _REAL.items()
 }
 # Pairs whose difference answers a question: (arm, what it is compared with).
 PAIRS = (
@@ -140,6 +248,17 @@ PAIRS = (
     ),
 )
 PAIRS += tuple((f'{a}_long', f'{b}_long') for a, b in PAIRS)
+PRIMARY = ('gsm8k_jetrl', 'gsm8k_bf16')
+# Holm's correction is over these.
+SECONDARY = (
+    ('gsm8k_fp8_rollout', 'gsm8k_bf16'),
+    ('gsm8k_flashrl', 'gsm8k_bf16'),
+    ('gsm8k_qurl', 'gsm8k_bf16'),
+    ('gsm8k_jetrl_block', 'gsm8k_bf16'),
+    ('gsm8k_jetrl', 'gsm8k_fp8_rollout'),
+    ('gsm8k_jetrl', 'gsm8k_jetrl_inexact'),
+    ('gsm8k_bf16', 'gsm8k_bf16_inexact'),
+)
 
 
 def named(names: list[str]) -> list[Arm]:

@@ -3,12 +3,18 @@
     python -m study.figures curves --results FOLDER --arms=2x2 --output=a.png
     python -m study.figures pairs --results FOLDER --output=b.png
     python -m study.figures control --results FOLDER MORE --output=c.png
+    python -m study.figures means --results FOLDER --output=d.png
+    python -m study.figures endpoints --results FOLDER --output=e.png
+    python -m study.figures k3 --results FOLDER --output=f.png
 
 FOLDER is what `study.results` wrote; the runs of several are drawn together.
 curves: every metric over the steps, a line per seed, and a table of the arms.
 pairs: differences of final accuracy seed by seed, with 95% intervals, and a
 table of them. control: final accuracy over the measured mismatch, with the
-range of k3 that papers report marked. Both take finished runs only.
+range of k3 that papers report marked. Both take finished runs only, and so do
+the figures of the cells on a real model (docs/study.md): means over seeds by
+step, the endpoint's differences with the answers to the design's questions, and
+the endpoint over k3.
 """
 
 import argparse
@@ -22,7 +28,7 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 
 from jetrl_jax.core.files import user_path
-from study import statistics
+from study import cell_figures, statistics
 from study.arms import BITS, PAIRS, named
 from study.results import Run, read
 from tools import command
@@ -253,13 +259,27 @@ def _origin(runs: list[Run]) -> str:
   return f'{len(runs)} runs of up to {steps} steps on {", ".join(devices)}'
 
 
+def _of_cell(draw):
+  return lambda runs, output: draw(runs, output, _origin(runs))
+
+
+# What takes finished runs only.
+_FINISHED = {
+    'pairs': pairs,
+    'control': control,
+    'means': _of_cell(cell_figures.means),
+    'endpoints': _of_cell(cell_figures.endpoints),
+    'k3': _of_cell(cell_figures.k3),
+}
+
+
 @command.in_one_sentence
 def main() -> None:
   """Runs the command line."""
   parser = argparse.ArgumentParser(
       description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
-  parser.add_argument('figure', choices=('curves', 'pairs', 'control'))
+  parser.add_argument('figure', choices=('curves', *_FINISHED))
   parser.add_argument('--results', type=user_path, required=True, nargs='+')
   parser.add_argument('--arms', default='', help='by default all')
   parser.add_argument('--output', type=user_path, required=True)
@@ -281,8 +301,10 @@ def main() -> None:
         f'--results has no run to draw of --arms={flags.arms or "(all)"};'
         ' python -m study.run goes on with unfinished ones'
     )
-  draw = {'curves': curves, 'pairs': pairs, 'control': control}[flags.figure]
-  draw(runs, flags.output)
+  if flags.figure == 'curves':
+    curves(runs, flags.output)
+  else:
+    _FINISHED[flags.figure](runs, flags.output)
   print(f'Wrote {flags.output}')
 
 

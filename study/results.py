@@ -25,6 +25,7 @@ KEPT = re.compile(
     r'step|val-[^/]+/[^/]+/acc/mean@\d+|critic/(acc|score)/mean'
     r'|response_length/(mean|clip_ratio)'
     r'|actor/(entropy|grad_norm|pg_clipfrac|pg_clipfrac_lower|ppo_kl|lr)'
+    r'|(rollout_)?actor/update_k3'
     r'|training/(mismatch_token_frac|rollout_logprob_diff_(mean|max)|updates'
     r'|skipped_updates|logprob_diff_(positive|negative)_advantage)'
     r'|rollout_corr/(kl|k3_kl|rollout_is_mean|rollout_is_eff_sample_size)'

@@ -1,11 +1,14 @@
-"""Runs arms x seeds of the study, several at a time on one device.
+r"""Runs arms x seeds of the study, several at a time on one device.
 
-    python -m study.prepare --folder=runs/study
-    python -m study.run --folder=runs/study --arms=2x2,exactness --seeds=1,2,3
+    python -m study.run --folder=runs/study --arms=gsm8k --seeds=1,2,3,4,5 \\
+        --set=model.path=Qwen/Qwen2.5-Coder-0.5B-Instruct
+
+    python -m study.prepare --folder=runs/toy
+    python -m study.run --folder=runs/toy --arms=2x2,exactness --seeds=1,2,3
 
 Every run is `python -m jetrl_jax.main` in a folder of its own, with a share of
 the device's memory; --gpus=0,1 spreads them over several devices. Runs of one
-seed are paired: the same checkpoint, order of prompts and random keys. Behind
+seed are paired: the same checkpoint, order of prompts and random keys. After
 --limit_s seconds each running one gets SIGTERM, saves and ends; the same
 command goes on where they stood, and leaves alone what is finished, whatever
 its settings were: other settings want another folder. The order is that of
@@ -24,7 +27,7 @@ import time
 
 from jetrl_jax.core.files import user_path
 from study import prepare
-from study.arms import Arm, named
+from study.arms import TOY, Arm, named
 from tools import command
 
 # What a run needs for its last update, evaluation and checkpoint.
@@ -59,13 +62,13 @@ class Plan:
 
   Attributes:
     folder: holds task, checkpoint, compiled programs and runs.
-    config: the config file.
+    config: a config file in the place of the cells' own; '' for theirs.
     more: settings of every arm, by config name, as text.
     is_tiny: sizes for a CPU.
   """
 
   folder: pathlib.Path
-  config: str = 'configs/study.py'
+  config: str = ''
   more: dict[str, str] = dataclasses.field(default_factory=dict)
   is_tiny: bool = False
 
@@ -80,7 +83,7 @@ class Plan:
         'compile_cache_dir': self.folder / 'compiled',
         'trainer.val_recipes': ('bf16',),
     }
-    if self.config == Plan.config:
+    if self.config_of(arm) == TOY.config:
       checks = prepare.TINY_CHECKS if self.is_tiny else prepare.CHECKS
       for key, split in (('train_files', 'train'), ('val_files', 'heldout')):
         file = self.folder / 'task' / f'{split}_{checks[arm.is_long]}.jsonl'
@@ -91,24 +94,39 @@ class Plan:
         found |= TINY_LONG if self.is_tiny else LONG
     elif arm.is_long:
       raise ValueError(
-          f'arm {arm.name!r} has the long answers of {Plan.config}, which'
+          f'arm {arm.name!r} has the long answers of {TOY.config}, which'
           f' --config={self.config} has not'
       )
-    return {**found, **self.more, **arm.settings}
+    return {**found, **arm.cell.settings, **self.more, **arm.settings}
 
-  def check(self) -> None:
+  def config_of(self, arm: Arm) -> str:
+    """Returns the config file of an arm."""
+    return self.config or arm.cell.config
+
+  def check(self, arms: list[Arm]) -> None:
     """Refuses what every run would fail of.
 
+    Args:
+      arms: what is to be run.
+
     Raises:
-      ValueError: the config file, the task or the checkpoint is missing.
+      ValueError: a config file, the toy's task or checkpoint is missing.
     """
-    if not pathlib.Path(self.config).is_file():
+    configs = {self.config_of(arm) for arm in arms}
+    for config in configs:
+      if not pathlib.Path(config).is_file():
+        raise ValueError(
+            f'--config={config}: there is no such file in'
+            f' {pathlib.Path.cwd()}; name one that is there, such as'
+            f' {TOY.config} of the clone'
+        )
+    real = [arm.name for arm in arms if arm.cell is not TOY]
+    if real and not self.config and 'model.path' not in self.more:
       raise ValueError(
-          f'--config={self.config}: there is no such file in'
-          f' {pathlib.Path.cwd()}; name one that is there, such as'
-          f' {Plan.config} of the clone'
+          f'arm {real[0]!r} starts from a real checkpoint; name it, such as'
+          ' --set=model.path=Qwen/Qwen2.5-Coder-0.5B-Instruct'
       )
-    if self.config != Plan.config:
+    if TOY.config not in configs:
       return
     for made, setting in (
         ('task', 'data.train_files'),
@@ -126,7 +144,7 @@ class Plan:
         sys.executable,
         '-m',
         'jetrl_jax.main',
-        f'--config={self.config}',
+        f'--config={self.config_of(arm)}',
         f'--workdir={self.run_folder(arm, seed)}',
         *(f'--config.{k}={v}' for k, v in self.settings(arm, seed).items()),
     ]
@@ -244,7 +262,7 @@ class Runner:
       print(f'{word} {self._name(folder)} {at}{why}', flush=True)
 
   def _stop(self) -> None:
-    """Lets what is running save and end; kills it behind the grace."""
+    """Lets what is running save and end; kills it after the grace."""
     for process in self.running.values():
       process.send_signal(signal.SIGTERM)
     end = time.monotonic() + GRACE_S
@@ -267,9 +285,11 @@ def main() -> None:
       description=__doc__, formatter_class=argparse.RawTextHelpFormatter
   )
   parser.add_argument('--folder', type=user_path, required=True)
-  parser.add_argument('--arms', default='2x2', help='arms and groups, by comma')
+  parser.add_argument(
+      '--arms', default='gsm8k', help='arms and groups, by comma'
+  )
   parser.add_argument('--seeds', default='1,2,3')
-  parser.add_argument('--config', default=Plan.config)
+  parser.add_argument('--config', default='', help="default: the cell's own")
   parser.add_argument(
       '--parallel', type=int, default=4, help='runs at a time on a device'
   )
@@ -280,7 +300,7 @@ def main() -> None:
       '--limit_s',
       type=float,
       default=float('inf'),
-      help=f'seconds behind which runs are stopped; the end takes up to'
+      help=f'seconds after which runs are stopped; the end takes up to'
       f' {GRACE_S} s more',
   )
   parser.add_argument(
@@ -303,10 +323,15 @@ def main() -> None:
       is_tiny=flags.tiny,
   )
   seeds = command.whole_numbers('seeds', flags.seeds)
-  queue = [(arm, seed) for seed in seeds for arm in arms]
+  queue = [
+      (arm, seed)
+      for seed in seeds
+      for arm in arms
+      if not arm.seeds or seed in arm.seeds
+  ]
   for arm, seed in queue:
     plan.settings(arm, seed)
-  plan.check()
+  plan.check(arms)
   runner = Runner(
       plan,
       queue,

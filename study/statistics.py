@@ -1,6 +1,7 @@
 """What is concluded from curves: fixed here before any arm was run.
 
-Final accuracy is the mean of a run's last three evaluations. A run has
+The endpoint on a real model is the mean of a run's evaluations after step 50.
+Final accuracy, the toy's endpoint, is that of the last three. A run has
 collapsed where three evaluations in a row lie below 80% of the best one so far.
 Arms are compared seed by seed: paired runs share start, prompts and keys, so
 the difference has less noise than either.
@@ -8,14 +9,33 @@ the difference has less noise than either.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
+from scipy import stats
+
+Key = TypeVar('Key')
+
+AFTER = 50
 LAST = 3
 COLLAPSE_SHARE, COLLAPSE_COUNT = 0.8, 3
 # Differences of final accuracy that are called none, in [0, 1].
 MARGIN = 0.03
-# Two-sided 95% quantiles of Student's t by degrees of freedom.
-_T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+# The same on a real model, for one FP8 flow against BF16.
+NON_INFERIORITY = 0.01
+
+
+def endpoint(points: Sequence[tuple[int, float]]) -> float | None:
+  """Returns the mean accuracy of the evaluations after step 50.
+
+  Args:
+    points: (step, accuracy).
+
+  Returns:
+    None if there is none.
+  """
+  values = [value for step, value in points if step > AFTER]
+  return sum(values) / len(values) if values else None
 
 
 def final(values: Sequence[float]) -> float:
@@ -46,11 +66,13 @@ class Paired:
     differences: by seed.
     mean: of them.
     half_width: of the 95% interval; infinite for one pair.
+    p_value: two-sided, that the mean is 0; 1 for one pair.
   """
 
   differences: tuple[float, ...]
   mean: float
   half_width: float
+  p_value: float
 
   @property
   def interval(self) -> tuple[float, float]:
@@ -85,11 +107,50 @@ def paired(ours: dict[int, float], others: dict[int, float]) -> Paired:
   found = tuple(ours[seed] - others[seed] for seed in seeds)
   n, mean = len(found), sum(found) / len(found)
   if n == 1:
-    return Paired(differences=found, mean=mean, half_width=math.inf)
+    return Paired(
+        differences=found, mean=mean, half_width=math.inf, p_value=1.0
+    )
   variance = sum((d - mean) ** 2 for d in found) / (n - 1)
-  quantile = _T95[min(n - 1, len(_T95)) - 1]
-  half = quantile * math.sqrt(variance / n)
-  return Paired(differences=found, mean=mean, half_width=half)
+  error = math.sqrt(variance / n)
+  half = float(stats.t.ppf(0.975, n - 1)) * error
+  t = abs(mean) / error if error else math.inf if mean else 0.0
+  return Paired(
+      differences=found,
+      mean=mean,
+      half_width=half,
+      p_value=2 * float(stats.t.sf(t, n - 1)),
+  )
+
+
+def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
+  """Returns p-values adjusted for their number, by Holm's step-down method.
+
+  The smallest of m is multiplied by m, the next by m - 1, and so on; none is
+  smaller than the one before it, nor above 1.
+  """
+  adjusted, largest = {}, 0.0
+  for i, key in enumerate(sorted(p_values, key=lambda k: p_values[k])):
+    largest = max(largest, (len(p_values) - i) * p_values[key])
+    adjusted[key] = min(1.0, largest)
+  return adjusted
+
+
+def is_as_good(difference: Paired) -> str:
+  """Answers the primary question: is one FP8 flow as good as BF16?
+
+  Returns:
+    'yes' if the interval lies above -1 point; 'no' if it lies below 0 and its
+    mean below -1 point; else 'not decided', and always with fewer than three
+    pairs.
+  """
+  low, high = difference.interval
+  if len(difference.differences) < 3:
+    return 'not decided'
+  if low > -NON_INFERIORITY:
+    return 'yes'
+  if high < 0 and difference.mean < -NON_INFERIORITY:
+    return 'no'
+  return 'not decided'
 
 
 def verdict(difference: Paired) -> str:

@@ -16,6 +16,7 @@ import yaml
 
 from benchmarks import plot_speed
 from configs import base, llama8b, qwen0_5b, qwen3_8b, qwen7b, qwen14b
+from jetrl_jax import cli
 from jetrl_jax.config import model as config_model
 from jetrl_jax.config import schema as config_schema
 from jetrl_jax.config import sections
@@ -111,9 +112,13 @@ def _commands(text: str) -> list[tuple[str, list[str]]]:
   """Lists (module, arguments) of the commands that have arguments."""
   found = []
   joined = re.sub(r'\\\n\s*', ' ', text)
-  for module, rest in re.findall(
-      r'python -m (jetrl_jax[\w.]*)([^`\n]*)', joined
+  shown = re.findall(r'python -m (jetrl_jax[\w.]*)([^`\n]*)', joined)
+  for command, rest in re.findall(
+      r'(?:^ {4}|`)jetrl_jax (\w+)([^`\n]*)', joined, re.MULTILINE
   ):
+    assert command in cli.COMMANDS, command
+    shown.append((f'jetrl_jax.{cli.COMMANDS[command][0]}', rest))
+  for module, rest in shown:
     arguments = shlex.split(rest, comments=True)
     if any(argument.startswith('-') for argument in arguments):
       found.append((module, arguments))
@@ -178,10 +183,10 @@ def test_what_a_foreign_key_becomes_is_a_value_of_the_config(page):
 
 
 def test_every_page_is_in_the_index():
-  index = _ROOT / 'docs' / 'README.md'
-  pages = {page.name for page in index.parent.glob('*.md')} - {'README.md'}
+  index = _ROOT / 'docs' / 'index.md'
+  pages = {page.name for page in index.parent.glob('*.md')} - {'index.md'}
   listed = set(re.findall(r'\]\(([\w.]+\.md)\)', _text(index)))
-  assert not pages - listed, 'give the page a row in docs/README.md'
+  assert not pages - listed, 'give the page a row in docs/index.md'
 
 
 def test_the_formatters_of_the_hooks_are_those_of_the_development_environment():
@@ -211,15 +216,23 @@ def test_the_public_checks_run_on_the_oldest_and_the_newest_versions():
   assert any('make check' in step.get('run', '') for step in check['steps'])
 
 
-@pytest.mark.parametrize('page', ['README.md', 'docs/performance.md'])
-def test_the_speeds_in_a_page_are_those_of_the_results(page):
-  shown = {
+def _speeds() -> set[str]:
+  return {
       f'{slow / fast:.2f}x'
       for name, (slow, fast) in plot_speed.speedups().items()
       if not name.startswith('one dot')
   }
-  assert len(shown) > 4
-  assert shown <= set(re.findall(r'\d\.\d\dx', _text(_ROOT / page)))
+
+
+def test_the_speeds_in_the_page_are_those_of_the_results():
+  assert len(_speeds()) > 4
+  page = _text(_ROOT / 'docs/performance.md')
+  assert _speeds() <= set(re.findall(r'\d\.\d\dx', page))
+
+
+def test_the_readme_names_no_speed_that_no_result_has():
+  shown = set(re.findall(r'\d\.\d\dx', _text(_ROOT / 'README.md')))
+  assert shown and shown <= _speeds()
 
 
 def test_the_record_of_exactness_is_that_of_the_results():

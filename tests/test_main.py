@@ -146,12 +146,6 @@ def test_an_unknown_name_in_a_config_file_gets_its_line(tmp_path):
             ':4: TypeError: Could not override',
             marks=pytest.mark.slow,
         ),
-        pytest.param(
-            # As in a folder that is not the clone.
-            'import sys; sys.modules["configs"] = None; from configs import x',
-            ':4: there is no folder configs/ in ',
-            marks=pytest.mark.slow,
-        ),
         ('nonsense', ":4: NameError: name 'nonsense' is not defined"),
         ('config.trainer.mini_batch_size = 3', 'is not a multiple of'),
         pytest.param(
@@ -210,6 +204,12 @@ def test_a_name_of_another_library_is_led_to_ours(argument, meant):
     'arguments, message',
     [
         (['--config=nowhere.py'], '--config=nowhere.py: there is no such file'),
+        pytest.param(
+            ['--config=quikstart'],
+            '--config=quikstart: there is no such file, and no example of that'
+            " name; did you mean 'quickstart'? Examples: calculator, ",
+            marks=pytest.mark.slow,
+        ),
         (
             [f'--config={whole_run.ROOT}/configs'],
             f'--config={whole_run.ROOT}/configs is a folder; name a config',

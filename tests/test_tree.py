@@ -37,6 +37,7 @@ _LAYERS = [
     'report',
     'mismatch',
     'serve',
+    'serve.jetstream',
 ]
 _MOST_FILES = 12  # of a package, less its __init__ and __main__
 _MOST_COMMANDS = 8  # files in the package's root
@@ -183,7 +184,7 @@ _TARGETS = {
         if _room(_module(path)) == room and path.name != '__init__.py'
     ]
     for room in _LAYERS
-} | {p.stem: [p] for p in _PACKAGE.glob('*.py') if p.name != '__init__.py'}
+} | {p.stem: [p] for p in _PACKAGE.glob('[!_]*.py')}
 
 
 @pytest.mark.parametrize('name', _TARGETS)

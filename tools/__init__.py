@@ -1,1 +1,1 @@
-"""What writes the files that are committed; one command each."""
+"""Developers' commands: what writes committed files, what tries the wheel."""

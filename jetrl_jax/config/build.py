@@ -161,9 +161,7 @@ def _datasets(
 
 def _warn_of_shared(train_set: PromptDataset, val_set: PromptDataset) -> None:
   """Warns of held-out prompts that are trained on."""
-  trained = {prompt.tokens.tobytes() for prompt in train_set}
-  shared = [p for p in val_set if p.tokens.tobytes() in trained]
-  if shared:
+  if shared := train_set.shared_with(val_set):
     logging.warning(
         '%d of %d held-out prompts (%.1f%%) are among the training prompts, the'
         ' first is prompt %d of %s: accuracy on them shows what was learnt by'

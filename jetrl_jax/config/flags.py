@@ -1,10 +1,13 @@
 """The command line: --config=FILE, --config.section.name=value, --workdir.
 
+FILE may be the name of an example config, such as quickstart.
+
 A config file is the user's code and can raise anything; a mistake in it, or in
 a flag, is answered with one sentence that names the place and, for an unknown
 name, the nearest known one. Never with a traceback.
 """
 
+import difflib
 import os
 import pathlib
 import re
@@ -20,9 +23,9 @@ import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
+from jetrl_jax.config import examples, sections
 from jetrl_jax.config import presets as config_presets
 from jetrl_jax.config import schema as config_schema
-from jetrl_jax.config import sections
 from jetrl_jax.core import device_memory, processes
 from jetrl_jax.metrics.console import show_own_sentences
 
@@ -40,7 +43,12 @@ flags.disclaim_key_flags()
 def define() -> None:
   """Defines --config and its overrides."""
   config_flags.DEFINE_config_file(
-      'config', None, 'Path of a config file, e.g. configs/quickstart.py.'
+      'config',
+      None,
+      'Path of a config file, e.g. configs/quickstart.py, or the name of an'
+      f' example: {", ".join(examples.names())}. --config.SECTION.NAME=value'
+      ' overrides any setting, e.g. --config.optim.lr=1e-6;'
+      ' docs/configuration.md lists them.',
   )
   # ml_collections counts it as its own.
   flags.declare_key_flag('config')
@@ -142,7 +150,7 @@ def _in_one_sentence(
       _join(several)
       main()
       processes.finish()
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
       logging.debug('Traceback:', exc_info=True)
       _end_all(device_memory.explained(error), error)
       sys.exit(f'error: {device_memory.explained(error)}')
@@ -191,14 +199,19 @@ def _end_all(why: str, error: Exception | None = None) -> None:
 
 
 def _parse(argv: list[str]) -> list[str]:
-  file = _config_file(argv) if 'config' in flags.FLAGS else None
-  if file is not None and file.is_dir():
-    sys.exit(
-        f'error: --config={file} is a folder; name a config file, such as'
-        ' configs/quickstart.py'
-    )
-  if file is not None and not file.is_file():
-    sys.exit(f'error: --config={file}: there is no such file')
+  file = None
+  if 'config' in flags.FLAGS:
+    argv = _with_file(argv)
+    file = _config_file(argv)
+  if file is not None:
+    if file.is_dir():
+      sys.exit(
+          f'error: --config={file} is a folder; name a config file, such as'
+          ' configs/quickstart.py'
+      )
+    if not file.is_file():
+      sys.exit(f'error: --config={file}: {_missing(file)}')
+    examples.let_import_configs(file)
   try:
     left = flags.FLAGS(argv)[1:]
   except Exception as error:
@@ -263,14 +276,40 @@ def _as_override(argument: str, known: list[str]) -> str:
 
 def _of_file(error: BaseException, line: str | None) -> str:
   """Says what a line of a config file did wrong."""
-  if isinstance(error, ModuleNotFoundError) and error.name == 'configs':
-    return f'there is no folder configs/ in {os.getcwd()}; start in the clone'
   assigned = re.match(r'\w+\.([\w.]+)\s*=', line or '')
   if isinstance(error, AttributeError) and assigned:
     known = config_schema.names(sections.get_config())
     if assigned[1] not in known:
       return config_schema.unknown_name(assigned[1], known)
   return f'{type(error).__name__}: {error}'
+
+
+def _with_file(argv: list[str]) -> list[str]:
+  """Returns the arguments with the file of an example in place of its name."""
+  value = _config_file(argv)
+  if value is None or value.exists() or str(value) not in examples.names():
+    return argv
+  names, path = ('--config', '-config'), examples.config_file(str(value))
+  changed = list(argv)
+  for i, argument in enumerate(argv):
+    if argument in [f'{name}={value}' for name in names]:
+      changed[i] = f'--config={path}'
+    elif argument == str(value) and argv[i - 1] in names:
+      changed[i] = str(path)
+  return changed
+
+
+def _missing(file: pathlib.Path) -> str:
+  """Says that a config file is not there, and which example was meant."""
+  if file.parent != pathlib.Path() or file.suffix:
+    return 'there is no such file'
+  known = examples.names()
+  near = difflib.get_close_matches(file.name, known, n=1)
+  hint = f'; did you mean {near[0]!r}?' if near else '.'
+  return (
+      f'there is no such file, and no example of that name{hint} Examples:'
+      f' {", ".join(known)}'
+  )
 
 
 def _config_file(argv: list[str]) -> pathlib.Path | None:

@@ -1,9 +1,19 @@
 """How much of a GPU's memory a command takes, and the error if it is full."""
 
 import os
+import re
 
 # The driver and libraries need the rest of a GPU's memory.
 USABLE = 0.95
+# In the order of what they cost.
+REMEDIES = (
+    'a lower trainer.micro_batch_size, or trainer.packed_rows=0 where rows are'
+    ' long (activations), a lower rollout.num_slots, rollout.kv_cache_tokens or'
+    ' lengths (KV caches), model.remat=full, model.master_dtype=bfloat16 with'
+    ' optim.master_rounding=stochastic, more devices (mesh.fsdp)'
+)
+# What XLA says on a GPU, and on a CPU behind 'INTERNAL: Error dispatching'.
+_FULL = re.compile(r'^RESOURCE_EXHAUSTED|Out of memory allocating')
 # JAX reads either of these and refuses both.
 _FRACTIONS = 'XLA_CLIENT_MEM_FRACTION', 'XLA_PYTHON_CLIENT_MEM_FRACTION'
 
@@ -19,12 +29,13 @@ def take_most() -> None:
 
 
 def explained(error: Exception) -> str:
-  """Returns an error's text, with advice if the device ran out of memory."""
+  """Returns an error's text, with advice if memory ran out, a GPU's or not."""
   text = str(error)
-  if not text.startswith('RESOURCE_EXHAUSTED'):
+  if not (isinstance(error, MemoryError) or _FULL.search(text)):
     return text
+  first = text.splitlines()[0] if text else 'no memory is left'
   return (
-      f'{text.splitlines()[0]}\nThe device ran out of memory. Run python -m'
-      ' jetrl_jax.main --dry_run with the same --config: it prints what each'
-      ' phase of a run needs, and which settings to lower.'
+      f'{first}\nThe memory is full. What helps: {REMEDIES}. python -m'
+      ' jetrl_jax.main --dry_run with the same --config prints what each phase'
+      ' of a run needs'
   )

@@ -2,6 +2,7 @@
 
 from jetrl_jax.data.chat_template import (
     ChatFormat,
+    ChatRenderer,
     PlainFormat,
     PromptFormat,
     render_chat,
@@ -13,6 +14,7 @@ from jetrl_jax.data.types import Example, Prompt
 
 __all__ = [
     'ChatFormat',
+    'ChatRenderer',
     'Example',
     'PlainFormat',
     'Prompt',

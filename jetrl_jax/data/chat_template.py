@@ -8,6 +8,7 @@ runs in a process with a memory limit that is killed when its time is over.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import json
@@ -15,13 +16,19 @@ import os
 import pathlib
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 from jetrl_jax.data.tokenizer import Tokenizer
 from jetrl_jax.data.types import Example, Message
 
-_SCRIPT = pathlib.Path(__file__).with_name('render_process.py')
+# -P: the script's folder must not be searched, its types.py would hide the
+# standard library's.
+_COMMAND = [
+    *(sys.executable, '-P'),
+    str(pathlib.Path(__file__).with_name('render_process.py')),
+]
 _MEMORY_BYTES = 2**30
 _MAX_CHARS = 1_000_000
 # Conversations per process: the memory is for the template, and must not depend
@@ -80,6 +87,112 @@ def render_chat(
     with concurrent.futures.ThreadPoolExecutor(_PROCESSES) as pool:
       return [text for texts in pool.map(render, parts) for text in texts]
   seconds = base_seconds + _SECONDS_PER_TEXT * len(conversations)
+  job = _job(template, conversations, variables, add_generation_prompt)
+  try:
+    done = subprocess.run(
+        _COMMAND,
+        input=job,
+        capture_output=True,
+        timeout=seconds,
+        check=False,
+    )
+  except subprocess.TimeoutExpired:
+    raise _late(seconds, len(conversations)) from None
+  if done.returncode != 0:
+    raise _ended(done.returncode, done.stderr)
+  return _texts(done.stdout)
+
+
+class ChatRenderer:
+  """Renders conversations one by one, in a process that stays.
+
+  For a server: starting Python takes longer than most templates. The limits are
+  those of `render_chat`; a process that passes one is replaced. Close it.
+
+  Args:
+    template: Jinja source, as in tokenizer_config.json.
+    variables: further names the template may use.
+    base_seconds: time limit in seconds for each conversation.
+  """
+
+  def __init__(
+      self,
+      template: str,
+      variables: dict[str, Any],
+      base_seconds: float = _BASE_SECONDS,
+  ):
+    self._template, self._variables = template, variables
+    self._seconds = base_seconds
+    self._lock = threading.Lock()
+    self._process: subprocess.Popen[bytes] | None = None
+
+  def __call__(self, conversation: Sequence[Message]) -> str:
+    """Returns the text of a conversation, opened for an answer.
+
+    Raises:
+      ValueError: see `render_chat`.
+    """
+    job = _job(self._template, [conversation], self._variables, True)
+    with self._lock:
+      process = self._started()
+      assert process.stdin is not None and process.stdout is not None
+      late = threading.Event()
+
+      def stop() -> None:
+        late.set()
+        process.kill()
+
+      timer = threading.Timer(self._seconds, stop)
+      timer.start()
+      try:
+        process.stdin.write(job)
+        process.stdin.flush()
+        answer = process.stdout.readline()
+      except OSError:  # It ended while it was written to.
+        answer = b''
+      finally:
+        timer.cancel()
+      if not answer.endswith(b'\n'):
+        self._close()
+        if late.is_set():
+          raise _late(self._seconds, 1)
+        raise _ended(process.returncode, b'')
+    return _texts(answer)[0]
+
+  def close(self) -> None:
+    """Ends the process."""
+    with self._lock:
+      self._close()
+
+  def _started(self) -> subprocess.Popen[bytes]:
+    if self._process is not None and self._process.poll() is not None:
+      self._close()  # It was killed.
+    if self._process is None:
+      self._process = subprocess.Popen(
+          _COMMAND,
+          stdin=subprocess.PIPE,
+          stdout=subprocess.PIPE,
+          stderr=subprocess.DEVNULL,
+          # Ctrl-C is the server's: what runs may end.
+          start_new_session=True,
+      )
+    return self._process
+
+  def _close(self) -> None:
+    if self._process is not None:
+      self._process.kill()
+      with contextlib.suppress(OSError):  # What it did not read any more.
+        self._process.communicate()
+      self._process = None
+
+
+def _job(
+    template: str,
+    conversations: Sequence[Sequence[Message]],
+    variables: dict[str, Any],
+    add_generation_prompt: bool,
+) -> bytes:
+  """Returns the line that the process reads."""
   job = {
       'template': template,
       'conversations': [list(c) for c in conversations],
@@ -93,32 +206,29 @@ def render_chat(
       'max_chars': _MAX_CHARS,
       'memory_bytes': _MEMORY_BYTES,
   }
-  try:
-    # -P: the script's folder must not be searched, its types.py would hide
-    # the standard library's.
-    done = subprocess.run(
-        [sys.executable, '-P', str(_SCRIPT)],
-        input=json.dumps(job).encode(),
-        capture_output=True,
-        timeout=seconds,
-        check=False,
-    )
-  except subprocess.TimeoutExpired:
-    raise ValueError(
-        f'the chat template did not finish within {seconds:.1f} s for'
-        f' {len(conversations)} prompts; use a template that ends, or a plain'
-        ' one.'
-    ) from None
-  if done.returncode != 0:
-    raise ValueError(
-        'the chat template ended its process (exit status'
-        f' {done.returncode}; memory limit {_MEMORY_BYTES >> 20} MiB):'
-        f' {done.stderr.decode(errors="replace")[-300:]}'
-    )
-  answer = json.loads(done.stdout)
+  return json.dumps(job).encode() + b'\n'
+
+
+def _texts(line: bytes) -> list[str]:
+  """Returns what the process wrote."""
+  answer = json.loads(line)
   if 'error' in answer:
     raise ValueError(f'the chat template failed: {answer["error"]}')
   return answer['texts']
+
+
+def _late(seconds: float, count: int) -> ValueError:
+  return ValueError(
+      f'the chat template did not finish within {seconds:.1f} s for {count}'
+      ' prompts; use a template that ends, or a plain one.'
+  )
+
+
+def _ended(status: int, said: bytes) -> ValueError:
+  return ValueError(
+      f'the chat template ended its process (exit status {status}; memory limit'
+      f' {_MEMORY_BYTES >> 20} MiB): {said.decode(errors="replace")[-300:]}'
+  )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -91,6 +91,11 @@ class PromptDataset:
     """Iterates in the order of the data."""
     return iter(self._prompts)
 
+  def shared_with(self, other: 'PromptDataset') -> list[Prompt]:
+    """Returns the prompts of `other` whose tokens a prompt here has, too."""
+    known = {prompt.tokens.tobytes() for prompt in self}
+    return [prompt for prompt in other if prompt.tokens.tobytes() in known]
+
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:
   digest = hashlib.sha256()

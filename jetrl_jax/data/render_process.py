@@ -1,9 +1,10 @@
 """Renders a chat template in a process of its own; run as a script.
 
-Reads one JSON object on standard input ({template, conversations, variables,
-date, max_chars, memory_bytes}), writes one on standard output: {texts} or
-{error}. It imports nothing of ours, so that it starts fast and holds nothing
-worth stealing. The caller ends it when it runs too long.
+Reads JSON objects on standard input, a line each ({template, conversations,
+variables, date, max_chars, memory_bytes}), and writes a line for each on
+standard output: {texts} or {error}. It imports nothing of ours, so that it
+starts fast and holds nothing worth stealing. The caller ends it when it runs
+too long.
 
 The environment is the one chat templates are written for: an immutable
 sandbox with trimmed blocks, `{% break %}`, `{% generation %}`, `tojson` without
@@ -73,16 +74,19 @@ def render(job: dict) -> list[str]:
 
 
 def main() -> None:
-  """Reads the job, limits the process, answers."""
-  job = json.load(sys.stdin)
-  if resource is not None:
-    limit = job['memory_bytes']
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-  try:
-    answer = {'texts': render(job)}
-  except Exception as error:
-    answer = {'error': f'{type(error).__name__}: {error}'[:1000]}
-  json.dump(answer, sys.stdout)
+  """Reads each job, limits the process, answers."""
+  for line in sys.stdin:
+    job = json.loads(line)
+    if resource is not None:
+      limit = job['memory_bytes']
+      resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    try:
+      answer = {'texts': render(job)}
+    except Exception as error:
+      answer = {'error': f'{type(error).__name__}: {error}'[:1000]}
+    # In pieces: the whole would count for the memory of a template.
+    json.dump(answer, sys.stdout)
+    print(flush=True)
 
 
 if __name__ == '__main__':

@@ -7,6 +7,7 @@ config.json (which ids end a response). No Python code of a checkpoint is ever
 run.
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -31,6 +32,21 @@ _SPECIAL = (
 )
 # Texts per call: what the package keeps of each, offsets and masks, is large.
 _AT_ONCE = 1000
+
+
+def _byte_of() -> dict[str, int]:
+  """Returns the byte that each character of a byte-level vocabulary is.
+
+  Printable characters of Latin-1 are themselves; the others, in order, are the
+  characters from 256 on.
+  """
+  printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+  others = [byte for byte in range(256) if byte not in printable]
+  characters = [*printable, *(256 + n for n in range(len(others)))]
+  return dict(zip(map(chr, characters), printable + others, strict=True))
+
+
+_BYTE_OF = _byte_of()
 
 
 class Tokenizer:
@@ -158,6 +174,27 @@ class Tokenizer:
     return self._tokenizer.decode(
         np.asarray(ids).tolist(), skip_special_tokens=skip_special_tokens
     )
+
+  def token_bytes(self, id: int) -> bytes:
+    """Returns what one token stands for, which may be part of a character."""
+    piece = self._tokenizer.id_to_token(id)
+    if piece is None:
+      return b''
+    if byte := re.fullmatch('<0x([0-9A-F]{2})>', piece):
+      return bytes([int(byte[1], 16)])
+    is_plain = id not in self._added_ids and self._is_byte_level
+    if is_plain and all(c in _BYTE_OF for c in piece):
+      return bytes(_BYTE_OF[c] for c in piece)
+    return self.decode([id], skip_special_tokens=False).encode()
+
+  @functools.cached_property
+  def _added_ids(self) -> frozenset[int]:
+    return frozenset(self._tokenizer.get_added_tokens_decoder())
+
+  @functools.cached_property
+  def _is_byte_level(self) -> bool:
+    decoder = self._tokenizer.decoder
+    return decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
 
   def _add_listed_tokens(self, listed: Any) -> None:
     """Adds tokens that tokenizer_config.json alone lists, as transformers does.

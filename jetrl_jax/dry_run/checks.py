@@ -23,6 +23,7 @@ from jetrl_jax.dry_run.estimate import DEVICES
 from jetrl_jax.dry_run.memory import Phase, Shapes
 from jetrl_jax.dry_run.precision import Row
 from jetrl_jax.dry_run.storage import StorageNeeds
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.models.hf import load as hf_load
 from jetrl_jax.models.hf import safetensors_index
 from jetrl_jax.rl.run import flops, fp8_support
@@ -73,18 +74,44 @@ def dry_run(
   return problems
 
 
-def warn_of_memory(spec: RunSpec) -> None:
-  """Warns if the run probably does not fit its device's memory, by shapes."""
+def say_memory(spec: RunSpec, host_needed: int) -> None:
+  """Prints what a run needs of its device, by shapes, in a line.
+
+  A warning says what helps where that is more than there is. Nothing is
+  compiled.
+
+  Args:
+    spec: of the run.
+    host_needed: see `StorageNeeds`.
+  """
   found = dry_run_memory.shapes(spec)
   sizes = dry_run_memory.ledger(spec, found)
-  phases = dry_run_memory.estimated_phases(spec, found, sizes)
-  limit, what = _limit(jax.devices()[0].device_kind, other=False)
+  phases = dry_run_memory.estimated_phases(
+      spec, found, sizes, attention=_attention(spec)
+  )
+  limit, what = _limit(
+      jax.devices()[0].device_kind, spec.policy.axes.size, other=False
+  )
+  worst = max(phases, key=lambda phase: phase.total)
+  line = f'memory: about {size(worst.total)} of {size(limit)} ({what})'
+  if jax.default_backend() != 'cpu':
+    line += f', and {size(host_needed)} of {size(storage.physical_bytes())}'
+    line += ' of the host'
+  print(f'{line}; --dry_run says more')
   for problem in _too_large(phases, limit, what):
     logging.warning(
         'This run may run out of memory, by an estimate (--dry_run compiles'
         ' and shows more): %s',
         problem,
     )
+
+
+def _attention(spec: RunSpec, *, other: bool = False) -> str:
+  """Returns what `accumulate_needs` takes for the device at hand."""
+  kernel = spec.policy.kernels.of('attention') != dispatch.REFERENCE
+  if other or kernel:
+    return 'kernel'
+  return 'cpu' if jax.default_backend() == 'cpu' else 'reference'
 
 
 def _inputs(spec: RunSpec, workdir: pathlib.Path) -> list[str]:
@@ -153,14 +180,16 @@ def _memory(
 ) -> list[str]:
   """Prints ledger and phases; returns why they do not fit."""
   sizes = dry_run_memory.ledger(spec, found)
-  limit, what = _limit(kind, other)
+  limit, what = _limit(kind, spec.policy.axes.size, other=other)
   _title(f'Memory per device ({what}: {size(limit)})')
   _columns([(name, size(count)) for name, count in sizes.items() if count])
   print()
   kept = sum(sizes.values()) - sizes['a micro-batch']
   programs = {}
   if other or (jax.default_backend() == 'cpu' and kept > limit):
-    phases = dry_run_memory.estimated_phases(spec, found, sizes)
+    phases = dry_run_memory.estimated_phases(
+        spec, found, sizes, attention=_attention(spec, other=other)
+    )
     print(
         'Not compiled, because this machine is not the one to train on. The'
         ' additional memory of a phase is estimated from shapes.'
@@ -187,7 +216,11 @@ def _memory(
       "\nOf accumulate's temporary memory, from shapes"
       + (':' if not programs else ' (XLA may have them in the same place):')
   )
-  needs = dry_run_needs.accumulate_needs(spec, found.state.trainable)
+  needs = dry_run_needs.accumulate_needs(
+      spec,
+      found.state.trainable,
+      attention=_attention(spec, other=other),
+  )
   _columns([(name, size(count)) for name, count in needs.items()])
   print()
   _say_which_run_in_fp8(rows, programs, kind)
@@ -200,13 +233,11 @@ def _too_large(phases: list[Phase], limit: int, what: str) -> list[str]:
     return []
   return [
       f'{worst.name} needs {size(worst.total)} on each device, and {what} has'
-      f' {size(limit)}. What helps: a lower rollout.num_slots or lengths (KV'
-      ' caches), a lower trainer.micro_batch_size,'
-      ' model.master_dtype=bfloat16, more devices (mesh.fsdp)'
+      f' {size(limit)}. What helps: {device_memory.REMEDIES}'
   ]
 
 
-def _limit(kind: str, other: bool) -> tuple[int, str]:
+def _limit(kind: str, devices: int, *, other: bool) -> tuple[int, str]:
   """Returns (bytes that a device has for the run, what that is)."""
   if other:
     total = int(DEVICES[kind][0] * 1e9 * device_memory.USABLE)
@@ -214,7 +245,10 @@ def _limit(kind: str, other: bool) -> tuple[int, str]:
   stats = jax.local_devices()[0].memory_stats()
   if stats and 'bytes_limit' in stats:
     return stats['bytes_limit'], f'{kind}, what XLA may take of it'
-  return storage.physical_bytes(), 'memory of this machine'
+  total = storage.physical_bytes()
+  if devices > 1:
+    return total // devices, f'memory of this machine for 1 of {devices} parts'
+  return total, 'memory of this machine'
 
 
 def _say_which_run_in_fp8(rows: list[Row], programs: dict, kind: str) -> None:
@@ -274,9 +308,11 @@ def _print_storage(found: StorageNeeds, other: bool) -> list[str]:
   print(f'free there: {found.free_there}')
   if jax.default_backend() == 'cpu' and not other:
     return found.lacking_disk()
+  # The machine at hand says nothing about that of another device.
+  there = '' if other else f'; this machine has {size(found.host)}'
   print(
-      f'host memory: {size(found.checkpoint)} while a checkpoint is written or'
-      f' read; this machine has {size(found.host)}'
+      f'host memory: about {size(found.host_needed)} while a checkpoint of'
+      f' {size(found.checkpoint)} is copied or read{there}'
   )
   return found.lacking_disk() + ([] if other else found.lacking_host())
 

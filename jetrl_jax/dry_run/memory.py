@@ -291,12 +291,17 @@ def _lowered(spec: RunSpec, found: Shapes):
 
 
 def estimated_phases(
-    spec: RunSpec, found: Shapes, sizes: dict[str, int]
+    spec: RunSpec,
+    found: Shapes,
+    sizes: dict[str, int],
+    *,
+    attention: str = 'kernel',
 ) -> list[Phase]:
   """Estimates the phases from shapes, where nothing can be compiled.
 
   prefill: a block's insides;  decode: logits and one copy;
-  accumulate: see `dry_run_needs`;  apply: two copies of the largest leaf
+  accumulate: see `dry_run_needs`, also for `attention`;
+  apply: two copies of the largest leaf
   """
   policy = spec.policy
   rows, length = largest_prefill(found.engine)
@@ -306,7 +311,7 @@ def estimated_phases(
   caches = sizes['KV caches and slots'] + sizes['prefilled prompts']
   caches += _rollout_weights(sizes)
   updating, masters = always + sizes['gradients'], found.state.trainable
-  needs = dry_run_needs.accumulate_needs(spec, masters)
+  needs = dry_run_needs.accumulate_needs(spec, masters, attention=attention)
   return [
       Phase(name=name, resident=r, arguments=0, results=0, temporary=t)
       for name, r, t in (

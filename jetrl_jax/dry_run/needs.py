@@ -12,8 +12,14 @@ from jetrl_jax.models import logprobs
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.rl.run.spec import RunSpec
 
+# What XLA's CPU program keeps, whatever model.remat is, over the insides of the
+# blocks: 3.1 of the quickstart, 3.4 of a model of 135 M parameters.
+_CPU_COPIES = 3.5
 
-def accumulate_needs(spec: RunSpec, masters: PyTree) -> dict[str, int]:
+
+def accumulate_needs(
+    spec: RunSpec, masters: PyTree, *, attention: str = 'kernel'
+) -> dict[str, int]:
   """Returns what a forward and backward need in addition, bytes by name.
 
   The sizes follow from the shapes. The compiler decides what is alive at the
@@ -24,6 +30,9 @@ def accumulate_needs(spec: RunSpec, masters: PyTree) -> dict[str, int]:
   Args:
     spec: the run's specification.
     masters: shapes of the trained masters.
+    attention: 'kernel'; 'reference', whose backward pass makes the whole score
+      matrix of a layer; or 'cpu', the reference in XLA's CPU program, which
+      orders operations for concurrency and keeps what all layers make.
   """
   policy, model = spec.policy, spec.policy.model
   width = policy.recipe.dtype.itemsize
@@ -45,11 +54,24 @@ def accumulate_needs(spec: RunSpec, masters: PyTree) -> dict[str, int]:
       'activations: insides of one block, and gradients': beside,
       'its largest gradient, in float32': largest(of_blocks, 4),
   }
+  # Probabilities and their gradient, in float32.
+  scores = 8 * model.num_heads * (tokens // length) * length**2
+  if attention == 'reference':
+    in_block['attention: scores of one block'] = scores
   in_head = {
       f'logits: {chunk} rows in float32': 4 * model.vocab_size * chunk,
       "the head's gradient, in float32": largest(of_head, 4),
       'the same in the dtype of masters': largest(of_head),
   }
+  if attention == 'cpu':
+    return {
+        f'activations: insides of {model.num_layers} blocks, with copies': int(
+            _CPU_COPIES * inside * model.num_layers
+        ),
+        f'attention: scores of {model.num_layers} blocks': (
+            scores * model.num_layers
+        ),
+    } | in_head
   return {
       f'activations: {kept} of {model.num_layers} blocks': (
           model.num_layers * block

@@ -4,6 +4,7 @@ The dry run prints all of it. A training run warns before it starts if something
 is missing, because otherwise a save would fail hours later.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -19,6 +20,14 @@ from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.training.workdir import EXPORT
+
+# A process with a GPU before its first checkpoint, and copies on their way.
+_PROCESS, _ON_THE_WAY = 6 * 2**30, 7 * 2**30
+# What a container may take: of control groups, version 2 and 1.
+_LIMITS = (
+    '/sys/fs/cgroup/memory.max',
+    '/sys/fs/cgroup/memory/memory.limit_in_bytes',
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,14 +70,25 @@ class StorageNeeds:
         ' trainer.save_rollouts=False'
     ]
 
+  @property
+  def host_needed(self) -> int:
+    """Bytes of the host's memory while a checkpoint is copied, about.
+
+    The process itself, the checkpoint, and the pieces of it that are on their
+    way: measured for a 7B, whose 44 GiB took 57
+    (docs/performance_log.md).
+    """
+    return _PROCESS + self.checkpoint + min(self.checkpoint, _ON_THE_WAY)
+
   def lacking_host(self) -> list[str]:
     """Returns a sentence if host memory is too small; else nothing."""
     # On a CPU the arrays are in host memory already.
-    if jax.default_backend() == 'cpu' or self.checkpoint <= self.host:
+    if jax.default_backend() == 'cpu' or self.host_needed <= self.host:
       return []
     return [
         f'a checkpoint is copied to the host, {size(self.checkpoint)}, which'
-        f' has {size(self.host)}; use a host with more, or'
+        f' takes about {size(self.host_needed)} of its memory, and it has'
+        f' {size(self.host)}; use a host with more, or'
         ' model.master_dtype=bfloat16, which takes 2 bytes a parameter less'
     ]
 
@@ -95,7 +115,8 @@ def of_run(
   # An earlier export is deleted only after the new one is complete.
   held = sum(
       file.stat().st_size
-      for name, _, _ in rows
+      # Not elsewhere, because process 0 may be deleting some of them.
+      for name, _, _ in (rows if processes.is_first() else ())
       if name != f'{EXPORT}/'
       for file in (workdir / name).rglob('*')
       if file.is_file()
@@ -165,8 +186,12 @@ def written(spec: RunSpec, state: TrainState) -> list[tuple[str, int, str]]:
 
 
 def physical_bytes() -> int:
-  """Returns the memory of this machine."""
-  return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+  """Returns the memory of this machine, or what its container may take."""
+  found = [os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')]
+  for name in _LIMITS:
+    with contextlib.suppress(OSError, ValueError):  # 'max' is no limit.
+      found.append(int(pathlib.Path(name).read_text()))
+  return min(found)
 
 
 def whole_bytes(tree) -> int:

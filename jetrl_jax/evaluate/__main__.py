@@ -5,11 +5,14 @@ own, through the engine that samples rollouts. What the run says of prompts and
 rewards holds unless a flag says otherwise. See docs/evaluate.md.
 """
 
+import contextlib
+import functools
 import json
 import time
 from typing import Any
 
 import jax
+import numpy as np
 from absl import logging
 
 from jetrl_jax.config import flags as config_flags
@@ -18,12 +21,14 @@ from jetrl_jax.core.files import replace_text
 from jetrl_jax.evaluate import report as evaluate_report
 from jetrl_jax.evaluate import settings as evaluate_settings
 from jetrl_jax.evaluate.settings import Settings
+from jetrl_jax.metrics.console import Progress
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.rewards import RewardPool
 from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
 from jetrl_jax.rl.rollout.scheduler import never_stop
 from jetrl_jax.rl.run import calibration
 from jetrl_jax.rl.scoring import evaluation
+from jetrl_jax.rl.scoring.scorer import Scorer
 
 
 def evaluate(settings: Settings) -> dict:
@@ -48,13 +53,18 @@ def evaluate(settings: Settings) -> dict:
         engine, state, prompts, origin=found.origin, seed=settings.seed
     )
   logging.info(
-      '%s in %s: %d prompts, %d samples each',
+      '%s in %s: %d prompts, %d samples each; compiling first',
       found.origin,
       found.policy.recipe.name,
       len(prompts),
       settings.num_generations,
   )
-  with RewardPool(settings.rewards, **settings.reward_limits) as pool:
+  # Of this process.
+  total = len(processes.share(len(prompts))) * settings.num_generations
+  with (
+      contextlib.closing(Progress('answers', total)) as shown,
+      RewardPool(settings.rewards, **settings.reward_limits) as pool,
+  ):
     graded = evaluation.grade(
         engine,
         PolicyParams(state.weights, state.fp8_state),
@@ -65,9 +75,11 @@ def evaluate(settings: Settings) -> dict:
         temperature=settings.temperature,
         base_key=rng.key(settings.seed, rng.EVALUATION, 0),
         should_stop=never_stop,
+        watch=functools.partial(_show, shown),
     )
+    reads_answers = pool.reads_answers
   seconds = time.monotonic() - start
-  summary = evaluate_report.summary(graded, settings, seconds)
+  summary = evaluate_report.summary(graded, settings, seconds, reads_answers)
   rows = evaluate_report.problems(graded, settings.tokenizer)
   if not processes.is_first():
     return summary
@@ -77,6 +89,14 @@ def evaluate(settings: Settings) -> dict:
       settings.output / 'summary.json', json.dumps(summary, indent=2) + '\n'
   )
   return summary
+
+
+def _show(shown: Progress, scores: Scorer) -> None:
+  """Shows how many answers have ended, and the accuracy so far."""
+  ended, known = scores.so_far()
+  # The first to end are short ones.
+  note = f'accuracy so far {np.mean(known):.1%}' if known else ''
+  shown.update(ended, note)
 
 
 def _engine_config(settings: Settings) -> EngineConfig:

@@ -8,6 +8,7 @@ import numpy as np
 
 from jetrl_jax.data import Tokenizer
 from jetrl_jax.evaluate.settings import Settings
+from jetrl_jax.rewards import math_answer
 from jetrl_jax.rl.scoring import evaluation_metrics, experience
 from jetrl_jax.rl.scoring.evaluation import Graded
 
@@ -18,7 +19,7 @@ _INTERVAL = (
 
 
 def summary(
-    graded: Graded, settings: Settings, seconds: float
+    graded: Graded, settings: Settings, seconds: float, reads_answers: bool
 ) -> dict[str, Any]:
   """Returns the means over problems, by data source.
 
@@ -26,12 +27,18 @@ def summary(
     graded: answers and scores.
     settings: of the evaluation.
     seconds: wall time, compilation and calibration included.
+    reads_answers: whether a reward is known to read final answers.
   """
+  reads_answers |= any(r.prediction for r in graded.results)
+  # Beside a strict reward: how much of its 0 is only the form of the answer.
+  strict = {spec.function for spec in settings.rewards} & {'math', 'gsm8k'}
   found, recipe = settings.found, settings.found.policy.recipe
   sources = {}
   for source in sorted({prompt.source for prompt in graded.prompts}):
     rows = [i for i, p in enumerate(graded.prompts) if p.source == source]
-    sources[source] = _of_source(graded, rows)
+    sources[source] = _of_source(graded, rows, reads_answers)
+    if strict and (lenient := _last_number(graded, rows, settings.tokenizer)):
+      sources[source]['last_number'] = lenient
   tokens = sum(len(c.tokens) for c in graded.completions)
   return {
       'checkpoint': found.origin,
@@ -63,7 +70,43 @@ def _scales(settings: Settings) -> str:
   return 'calibrated on the first prompts'
 
 
-def _of_source(graded: Graded, rows: list[int]) -> dict[str, Any]:
+def _last_number(
+    graded: Graded, rows: list[int], tokenizer: Tokenizer
+) -> dict[str, Any] | None:
+  """Returns the row of `_of_source` by the reward 'last_number'.
+
+  It is over the problems whose reference is a number; None if none is.
+  """
+  k, scores, answers = graded.num_generations, [], []
+  for i in rows:
+    # A strict reward has refused references that are no text.
+    expected = math_answer.parse_number(str(graded.prompts[i].answer))
+    if expected is None:
+      continue
+    texts = [
+        experience.response_text(completion, tokenizer)
+        for completion in graded.of_prompt(i, graded.completions)
+    ]
+    values = [
+        math_answer.parse_last(math_answer.last_number(text)) for text in texts
+    ]
+    scores.append([float(value == expected[0]) for value in values])
+    answers.append([None if v is None else str(v) for v in values])
+  if not scores:
+    return None
+  values = evaluation_metrics.by_problem(np.asarray(scores), answers)
+  return {
+      'problems': len(scores),
+      **{f'{name}@{k}': _with_interval(v, k) for name, v in values.items()},
+      'without_answer': float(
+          np.mean([v is None for row in answers for v in row])
+      ),
+  }
+
+
+def _of_source(
+    graded: Graded, rows: list[int], reads_answers: bool
+) -> dict[str, Any]:
   k = graded.num_generations
   accuracy_PG = graded.accuracy_PG[rows]
   answers = [graded.answers[i] for i in rows]
@@ -82,7 +125,10 @@ def _of_source(graded: Graded, rows: list[int]) -> dict[str, Any]:
       'truncated': float(
           np.mean([c.finish_reason == 'length' for c in completions])
       ),
-      'without_answer': float(np.mean([not r.prediction for r in results])),
+      # None: the reward does not say whether it found one.
+      'without_answer': float(np.mean([not r.prediction for r in results]))
+      if reads_answers
+      else None,
       'unscored': sum(r.score is None for r in results),
       'errors': {e: sum(r.error == e for r in results) for e in errors},
   }
@@ -153,17 +199,27 @@ def table(found: dict[str, Any], device: str) -> str:
       f' {found["jax"]}',
       '',
   ]
-  names = [f'{kind}@{k}' for kind in ('mean', 'maj', 'best')]
+  # Of one sample all three are the same.
+  kinds = ('mean', 'maj', 'best') if k > 1 else ('mean',)
+  names = [f'{kind}@{k}' for kind in kinds]
   head = ''.join(f'{name:>24}' for name in names)
-  lines.append(f'{"":<14}{"problems":>9}{head}{"length":>8}{"cut off":>9}')
+  lines.append(
+      f'{"":<14}{"problems":>9}{head}{"length":>8}{"cut off":>9}'
+      f'{"no answer":>11}'
+  )
   for source, row in found['sources'].items():
-    cells = ''.join(f'{_cell(row.get(name)):>24}' for name in names)
-    lines.append(
-        f'{source:<14}{row["problems"]:>9}{cells}'
-        f'{row["response_length_mean"]:>8.0f}{row["truncated"]:>9.1%}'
-    )
+    lines.append(_row(source, row, names))
+    if lenient := row.get('last_number'):
+      lines.append(_row('  last_number', lenient, names))
   lines.append('')
   lines.append(f'[low, high]: {found["interval"]}.')
+  if any('last_number' in row for row in found['sources'].values()):
+    strict = ' + '.join(found['rewards'])
+    lines.append(
+        f'The first line is by {strict}, which wants its form of answer;'
+        ' last_number takes the last number of the response, of the problems'
+        ' whose answer is a number.'
+    )
   if found['over_long_left_out']:
     lines.append(
         f'{found["over_long_left_out"]} problems were left out: longer than'
@@ -178,6 +234,16 @@ def table(found: dict[str, Any], device: str) -> str:
     for error, count in row['errors'].items():
       lines.append(f'{source}: {count} answers count 0 ({error}).')
   return '\n'.join(lines)
+
+
+def _row(label: str, row: dict[str, Any], names: list[str]) -> str:
+  cells = ''.join(f'{_cell(row.get(name)):>24}' for name in names)
+  line = f'{label:<14}{row["problems"]:>9}{cells}'
+  length, cut = row.get('response_length_mean'), row.get('truncated')
+  line += f'{"" if length is None else f"{length:.0f}":>8}'
+  line += f'{"" if cut is None else f"{cut:.1%}":>9}'
+  none = row['without_answer']
+  return line + f'{"-" if none is None else f"{none:.1%}":>11}'
 
 
 def _cell(entry: dict[str, float | None] | None) -> str:

@@ -1,6 +1,7 @@
 """The dot products of all recipes: contracted axes, and where scales apply."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,13 +40,13 @@ class Rows:
   """Rows that a dot reads.
 
   Attributes:
-    values: [M, I] in the compute dtype. Where a decode step knows the FP8
-      values, only their shape and dtype mean something.
+    values: [M, I] in the compute dtype. Where a kernel of a decode step makes
+      the FP8 values alone, their `ShapeDtypeStruct`.
     fp8: their E4M3 values on the dot's input scale, [M, I], or n equal copies
       [n, M, I] for a dot in n parts; None where the dot quantises the rows.
   """
 
-  values: Array
+  values: Any
   fp8: Array | None = None
 
   @property

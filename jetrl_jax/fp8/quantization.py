@@ -14,6 +14,8 @@ from jax import lax
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats
 
+# The scope of `quantize`, for which see `fp8/flow/walk.py`.
+QUANTIZE = 'quantize'
 # Scales stay within these powers of two. An amax below 1.3e-36 would give a
 # scale whose reciprocal is infinite in float32, and 0 * inf is NaN.
 _MIN_SCALE = 2.0**-100
@@ -90,11 +92,12 @@ def quantize(x: Array, scale: Array, dtype) -> Array:
     dtype: the 8-bit format.
   """
   limit = formats.format_max(dtype)
-  scaled = x.astype(jnp.float32) * (1.0 / scale)
-  if jnp.issubdtype(dtype, jnp.integer):
-    # A cast from float to integer would truncate.
-    scaled = lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN)
-  return jnp.clip(scaled, -limit, limit).astype(dtype)
+  with jax.named_scope(QUANTIZE):
+    scaled = x.astype(jnp.float32) * (1.0 / scale)
+    if jnp.issubdtype(dtype, jnp.integer):
+      # A cast from float to integer would truncate.
+      scaled = lax.round(scaled, lax.RoundingMethod.TO_NEAREST_EVEN)
+    return jnp.clip(scaled, -limit, limit).astype(dtype)
 
 
 def quantize_groups(

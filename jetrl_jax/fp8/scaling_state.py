@@ -185,6 +185,24 @@ def observe(state: PyTree, cotangents: PyTree) -> PyTree:
   return map_records(one, state, cotangents)
 
 
+def observe_health(state: PyTree, cotangents: PyTree) -> PyTree:
+  """Records the health that a backward pass saw; nothing else changes.
+
+  Args:
+    state: the scaling state, whose scales that pass used.
+    cotangents: see `observe`.
+  """
+
+  def one(record, cotangent):
+    seen = {
+        operand: record[operand] | {'health': cotangent[operand]['health']}
+        for operand in ('input', 'output_grad')
+    }
+    return record | seen
+
+  return map_records(one, state, cotangents)
+
+
 def _roll_entry(entry: PyTree, dtype, recipe: Recipe) -> PyTree:
   if 'scale' not in entry:
     return entry

@@ -1,11 +1,14 @@
 """Prints the few most important metrics during a run.
 
-A terminal also gets a progress bar with the remaining time.
+A terminal also gets a progress bar with the remaining time. `Progress` is for
+one long task: a bar on a terminal, a line now and then elsewhere.
 """
 
 import os
 import pathlib
 import sys
+import threading
+import time
 
 from absl import logging
 from rich import console as rich_console
@@ -100,3 +103,69 @@ class Console:
     """Ends the progress bar."""
     if self._bar is not None:
       self._bar.stop()
+
+
+class Progress:
+  """Shows on stderr how much of one long task is done; call `close`.
+
+  Args:
+    task: what is being done.
+    total: parts of it.
+    every_s: seconds between two lines where stderr is no terminal; also while
+      nothing gets done, as during compilation.
+  """
+
+  def __init__(self, task: str, total: int, every_s: float = 10.0):
+    self._task, self._total, self._every_s = task, total, every_s
+    self._done, self._note, self._first = 0, '', 0.0
+    self._start = time.monotonic()
+    self._console = rich_console.Console(stderr=True, soft_wrap=True)
+    self._bar, self._closed = None, threading.Event()
+    if sys.stderr.isatty():
+      self._bar = progress.Progress(
+          progress.TextColumn('{task.description}'),
+          progress.BarColumn(),
+          progress.MofNCompleteColumn(),
+          progress.TimeElapsedColumn(),
+          progress.TextColumn('{task.fields[note]}'),
+          console=self._console,
+      )
+      self._id = self._bar.add_task(task, total=total, note='')
+      self._bar.start()
+    else:
+      self._thread = threading.Thread(target=self._print, daemon=True)
+      self._thread.start()
+
+  def update(self, done: int, note: str = '') -> None:
+    """Says how many parts are done, and a few words more."""
+    # Time that went by before the first visit was compilation.
+    self._first = self._first or time.monotonic()
+    self._done, self._note = done, note
+    if self._bar is not None:
+      self._bar.update(self._id, completed=done, note=self._words())
+
+  def _words(self) -> str:
+    """Returns the time that is left, as far as it is known, and the note."""
+    words = []
+    if 0 < self._done < self._total:
+      took = time.monotonic() - self._first
+      left = took * (self._total - self._done) / self._done
+      words.append(f'about {left:.0f} s left')
+    return ', '.join(filter(None, [*words, self._note]))
+
+  def _print(self) -> None:
+    while not self._closed.wait(self._every_s):
+      elapsed = time.monotonic() - self._start
+      words = f'{self._done} of {self._total}, {elapsed:.0f} s'
+      words = ', '.join(filter(None, [words, self._words()]))
+      self._console.print(
+          f'{self._task}: {words}', markup=False, highlight=False
+      )
+
+  def close(self) -> None:
+    """Ends the bar, or the lines."""
+    self._closed.set()
+    if self._bar is not None:
+      self._bar.stop()
+    else:
+      self._thread.join()

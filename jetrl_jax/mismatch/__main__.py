@@ -10,6 +10,7 @@ import dataclasses
 import datetime
 import json
 import pathlib
+import re
 import sys
 from typing import Any
 
@@ -24,7 +25,7 @@ from jetrl_jax.metrics import provenance
 from jetrl_jax.mismatch import bisect as mismatch_bisect
 from jetrl_jax.mismatch import split as mismatch_split
 from jetrl_jax.mismatch import start as mismatch_start
-from jetrl_jax.mismatch.compare import Found
+from jetrl_jax.mismatch.compare import Found, made_by, name_of
 from jetrl_jax.mismatch.split import Row, Split
 from jetrl_jax.mismatch.start import Start
 
@@ -113,6 +114,11 @@ def describe_bisection(start: Start, found: Found) -> str:
         f'{row.op:{width}}  {row.unequal:10} of {row.elements:<10}'
         + (f'  {row.largest:.3g}, first at {row.where}' if row.unequal else '')
     )
+  if found.unseen:
+    unseen = dict.fromkeys(
+        re.sub(r'layers_\d+', 'layers_*', name_of(op)) for op in found.unseen
+    )
+    lines += ['', f'Within a kernel, so not seen: {", ".join(unseen)}.']
   rollout, training = found.disturbed
   if rollout or training:
     lines += [
@@ -137,6 +143,10 @@ def describe_bisection(start: Start, found: Found) -> str:
         f'First difference: {first.op}, {first.unequal} of {first.elements}'
         f' elements, at most {first.largest:.3g}; {first.where}.'
     )
+    spec = start.spec
+    kernels = spec.rollout_policy.kernels, spec.policy.kernels
+    if by := made_by(first.op, *kernels):
+      lines.append(f'It is made by {by}.')
   return '\n'.join(lines)
 
 

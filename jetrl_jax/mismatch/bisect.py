@@ -29,6 +29,7 @@ from jetrl_jax.mismatch.compare import (
     bits,
     compare_op,
     is_head,
+    name_of,
     windows,
 )
 from jetrl_jax.mismatch.start import Start
@@ -133,18 +134,27 @@ class Bisector:
     """
     chosen = sorted(sequences, key=lambda s: (s.agrees, s.first_unequal))
     chosen = chosen[: min(_SEQUENCES, self._config.num_slots)]
-    rows, disturbed = [], (0, 0)
+    rows, unseen, disturbed = [], [], (0, 0)
     arguments = (state, rollout_params, batch, chosen, temperature)
     one_by_one = False
     for window in windows(self._policy.model):
       found, changed = self._compare(window, *arguments)
+      seen = {row.op for row in found}
+      unseen += [
+          op
+          for op in window
+          # Only some recipes have FP8 values before their dot.
+          if name_of(op) not in seen and not op.endswith('_fp8')
+      ]
       if any(changed) and len(window) > 1:
         one_by_one, found, changed = True, [], (0, 0)
         for op in window:
+          if op in unseen:
+            continue
           some, one = self._compare((op,), *arguments)
           found += some
           changed = _most(changed, one)
-          if some[0].unequal:
+          if some and some[0].unequal:
             break
       rows += found
       disturbed = _most(disturbed, changed)
@@ -154,6 +164,7 @@ class Bisector:
         rows=rows,
         tokens=sum(len(s.completion.tokens) for s in chosen),
         sequences=len(chosen),
+        unseen=tuple(unseen),
         disturbed=disturbed,
         one_by_one=one_by_one,
     )
@@ -175,7 +186,9 @@ class Bisector:
         _unequal(theirs[LOGPROB], [s.theirs for s in chosen]),
     )
     return [
-        compare_op(op, ours[op], theirs[op], chosen) for op in wanted
+        compare_op(op, ours[op], theirs[op], chosen)
+        for op in wanted
+        if op in ours and op in theirs
     ], disturbed
 
   def _programs(self, wanted: tuple[str, ...]) -> tuple[TappedEngine, Any]:

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from jetrl_jax.kernels.dispatch import Kernels
 from jetrl_jax.mismatch.taps import LOGITS, LOGSUMEXP
 from jetrl_jax.models.types import ModelConfig
 from jetrl_jax.rl.packing import Placement
@@ -11,21 +12,35 @@ from jetrl_jax.rl.types import Completion
 
 _LAYERS_AT_ONCE = 4
 _OPS = (
+    'attn_norm/in',
     'attn_norm/out',
+    'attn_norm/out_fp8',
     'attn/qkv/out',
     'attn/q_norm/out',
     'attn/k_norm/out',
     'attn/rope_q',
     'attn/rope_k',
     'attn/attention',
+    'attn/attention_fp8',
     'attn/o/out',
-    'attn_sum',
+    'mlp_norm/in',
     'mlp_norm/out',
+    'mlp_norm/out_fp8',
     'mlp/gate_up/out',
     'mlp/swiglu',
     'mlp/down/out',
-    'mlp_sum',
 )
+# An op's last names -> (operation of decode, of training) that makes it.
+_MADE_BY = {
+    'norm/in': ('add_norm_quantize', ''),
+    'norm/out': ('add_norm_quantize', 'add_norm_quantize'),
+    'norm/out_fp8': ('add_norm_quantize', 'add_norm_quantize'),
+    'attn/rope_q': ('rope_append', ''),
+    'attn/attention': ('decode_attention', 'attention'),
+    'attn/attention_fp8': ('decode_attention', 'attention'),
+    'mlp/swiglu': ('swiglu', 'swiglu'),
+    LOGSUMEXP: ('sample_token', 'log_sum_exp'),
+}
 LOGPROB = 'logprob'
 
 
@@ -88,6 +103,7 @@ class Found:
     rows: ops in the forward's order, up to the window of the first difference.
     tokens: response tokens of the compared sequences.
     sequences: number of compared sequences.
+    unseen: ops that only lie within a kernel, on one side at least.
     disturbed: tokens whose log-prob changed with the taps (rollout, training).
     one_by_one: whether each op was tapped in programs of its own.
   """
@@ -95,6 +111,7 @@ class Found:
   rows: list[Compared]
   tokens: int
   sequences: int
+  unseen: tuple[str, ...]
   disturbed: tuple[int, int]
   one_by_one: bool
 
@@ -118,8 +135,30 @@ def ops(model: ModelConfig) -> list[str]:
       for op in _OPS
       if op not in heads
   ]
-  head = ['final_norm/out', LOGITS, LOGSUMEXP, LOGPROB]
+  head = ['final_norm/in', 'final_norm/out', LOGITS, LOGSUMEXP, LOGPROB]
   return ['embed/out', *layers, *head]
+
+
+def made_by(op: str, rollout: Kernels, training: Kernels) -> str:
+  """Says which implementations make an op's values, '' for XLA alone.
+
+  Args:
+    op: as `Compared` has it.
+    rollout: of the rollout.
+    training: of the training forward.
+  """
+  for name, operations in _MADE_BY.items():
+    if op.endswith(name) or f'{op}/out'.endswith(name):
+      sides = [
+          ('rollout', operations[0], rollout),
+          ('training', operations[1], training),
+      ]
+      return ', '.join(
+          f'{side}: {operation} by {kernels.of(operation)}'
+          for side, operation, kernels in sides
+          if operation
+      )
+  return ''
 
 
 def windows(model: ModelConfig) -> list[tuple[str, ...]]:
@@ -137,6 +176,11 @@ def windows(model: ModelConfig) -> list[tuple[str, ...]]:
 def is_head(op: str) -> bool:
   """Returns whether only the decode step has the op, and prefill does not."""
   return op in (LOGITS, LOGSUMEXP, LOGPROB)
+
+
+def name_of(op: str) -> str:
+  """Returns an op's name in `Compared`."""
+  return op.removesuffix('/out')
 
 
 def compare_op(
@@ -166,7 +210,7 @@ def compare_op(
     if not where:
       where = _where(op, int(np.argmax(differs.any(axis=1))), s.completion)
   return Compared(
-      op=op.removesuffix('/out'),
+      op=name_of(op),
       unequal=unequal,
       elements=elements,
       largest=largest,

@@ -74,18 +74,21 @@ class TappedPolicy(Policy):
     self.leave(LOGSUMEXP, lse_M[:, None])
     return logprobs_BT, entropy_BT
 
-  def log_sum_exp(self, logits_BV, inverse_B):
+  def log_sum_exp(self, logits_BV, inverse_B, known_B=None):
     """See `Policy.log_sum_exp`."""
-    lse_B = super().log_sum_exp(logits_BV, inverse_B)
+    lse_B = super().log_sum_exp(logits_BV, inverse_B, known_B)
     self.leave(LOGITS, logprobs.temper(logits_BV, inverse_B[:, None]))
     self.leave(LOGSUMEXP, lse_B[:, None])
     return lse_B
 
 
 def tapped(policy: Policy, wanted: tuple[str, ...]) -> TappedPolicy:
-  """Returns the policy with taps; of fused kernels nothing would be seen."""
+  """Returns the policy with taps.
+
+  A value that lies within a kernel has none.
+  """
   fields = {
-      field.name: getattr(policy.separately(), field.name)
+      field.name: getattr(policy, field.name)
       for field in dataclasses.fields(policy)
   }
   return TappedPolicy(**fields, wanted=wanted)

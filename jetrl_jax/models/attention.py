@@ -163,8 +163,10 @@ class DecodeAttention:
     if self.joins and norm_heads is None:
       if not isinstance(qkv, DeferredScale):
         qkv = DeferredScale(values=qkv)
-      with jax.named_scope('attention'):
-        return rope_append(qkv, rotation, self.position_B, self.table_BP, cache)
+      q_BNH, cache = rope_append(
+          qkv, rotation, self.position_B, self.table_BP, cache
+      )
+      return tap('rope_q', q_BNH), cache
     q_BNH, *new = _heads(qkv, rotation, config, norm_heads, tap)
     with jax.named_scope('attention'):
       return q_BNH, self.append(new, cache)
@@ -197,5 +199,7 @@ class DecodeAttention:
           self.tile,
           scale,
       )
-    q_BO, out = (x.reshape(x.shape[0], -1) for x in (q_BNH, out))
-    return Rows(out) if scale is None else Rows(q_BO, out), cache
+    out = out.reshape(out.shape[0], -1)
+    if scale is None:
+      return Rows(out), cache
+    return Rows(jax.ShapeDtypeStruct(out.shape, q_BNH.dtype), out), cache

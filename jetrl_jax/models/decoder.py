@@ -30,7 +30,7 @@ from jetrl_jax.kernels import mlp as mlp_op
 from jetrl_jax.kernels.add_norm_quantize import add
 from jetrl_jax.kernels.swiglu import swiglu
 from jetrl_jax.models import remat, rope
-from jetrl_jax.models.layers import TAPS, Embedding, Leaf, Linear, RMSNorm
+from jetrl_jax.models.layers import Embedding, Leaf, Linear, RMSNorm
 from jetrl_jax.models.types import ModelConfig
 
 
@@ -70,7 +70,7 @@ class Attention(Leaf):
         qkv, rotation, cache, cfg, norm_heads=heads, tap=self.tap
     )
     rows, cache = attend(q_MNH, keys, self.o.reads())
-    self.tap('attention', rows.values)
+    self.tap_rows('attention', rows, self.o.reads())
     return self.o(rows, row_mask_M, defer=attend.joins), cache
 
   def _norm_heads(self, q_MNH: Array, k_MKH: Array) -> tuple[Array, Array]:
@@ -114,8 +114,8 @@ class MLP(Leaf):
     return self.down(Rows(h_MF), row_mask_M, defer=joins)
 
   def _is_one(self) -> bool:
-    """Whether both dots are one operation; nothing shows inside."""
-    if self.is_initializing() or self.is_mutable_collection(TAPS):
+    """Whether both dots are one operation."""
+    if self.is_initializing():
       return False
     dims = self.config.model_dim, self.config.ffn_dim
     quantised = self.gate_up.is_quantised and self.down.is_quantised
@@ -140,11 +140,11 @@ class Block(Leaf):
     """Returns (the residual stream [M, D], keys and values)."""
     x_MD, rows = self.attn_norm(residual, self.attn.reads())
     delta, cache = self.attn(rows, positions_M, row_mask_M, attend, cache)
-    residual = remat.keep(self.tap('attn_sum', add(x_MD, delta)))
+    residual = remat.keep(add(x_MD, delta))
     reads = self.mlp.reads(positions_M.shape[0])
     x_MD, rows = self.mlp_norm(residual, reads)
     delta = self.mlp(rows, row_mask_M, attend.joins)
-    return self.tap('mlp_sum', add(x_MD, delta)), cache
+    return add(x_MD, delta), cache
 
 
 class Decoder(Leaf):

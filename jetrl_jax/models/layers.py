@@ -10,7 +10,6 @@ to a caller that makes it mutable (`mismatch/taps.py`). To all others they are
 no part of the program.
 """
 
-import dataclasses
 from typing import Any, TypeVar
 
 import jax
@@ -21,8 +20,9 @@ from jax import lax
 from jetrl_jax.core.compilation import on_gpu
 from jetrl_jax.core.sharding import Axes, grad_sink
 from jetrl_jax.core.typing import Array, PyTree
-from jetrl_jax.fp8 import DeferredScale, QTensor, Recipe
+from jetrl_jax.fp8 import DeferredScale, QTensor, Recipe, formats
 from jetrl_jax.fp8.products import AS_ARRAY, Reads, Rows
+from jetrl_jax.fp8.quantization import quantize
 from jetrl_jax.fp8.scaling_state import COLLECTION, OPERANDS
 from jetrl_jax.kernels.add_norm_quantize import add_norm_quantize
 from jetrl_jax.kernels.quantized_dot import linear
@@ -133,6 +133,19 @@ class Leaf(nn.Module):
       self.sow(TAPS, name, value, lambda _, new: new, lambda: value)
     return value
 
+  def tap_rows(self, name: str, rows: Rows, reads: Reads) -> None:
+    """Shows rows that were made, and the FP8 values that the next dot reads."""
+    if self.is_initializing() or not self.is_mutable_collection(TAPS):
+      return
+    x_MI, q_MI = rows.values, rows.fp8
+    if not isinstance(x_MI, jax.ShapeDtypeStruct):
+      self.tap(name, x_MI)
+      if q_MI is None and reads.scale is not None:
+        q_MI = quantize(x_MI, reads.scale, formats.E4M3)
+    if q_MI is not None:
+      # Of copies, the first.
+      self.tap(f'{name}_fp8', q_MI.reshape(-1, *x_MI.shape)[0])
+
   def leaf(self, name: str, init, shape: tuple[int, ...]) -> tuple[Any, Any]:
     """Returns (master or its stand-in or None, compute weight)."""
     if self.is_initializing():
@@ -208,12 +221,18 @@ class Linear(Leaf):
     """
     operands = self.operands(kernel)
     if defer or rows.parts > 1:
-      dtype = rows.values.dtype if self.late_scale else jnp.float32
       product = linear.unscaled_dot(
-          self.recipe, rows.values, *operands[1:], dtype=dtype, low_MI=rows.fp8
+          self.recipe,
+          rows.values,
+          *operands[1:],
+          adds=not self.late_scale,
+          low_MI=rows.fp8,
       )
       if product is not None:
-        return self._with_bias(product)
+        if not self.use_bias:
+          return product
+        _, bias = self.leaf('bias', nn.initializers.zeros, (self.out_dim,))
+        return linear.leave_bias(product, bias)
       assert rows.parts == 1  # A norm makes copies for such dots alone.
     y_MO = linear.dot(
         self.recipe,
@@ -232,12 +251,6 @@ class Linear(Leaf):
         y_MO = _add_bias(y_MO, master, bias)
     return self.tap('out', y_MO)
 
-  def _with_bias(self, product: DeferredScale) -> DeferredScale:
-    if not self.use_bias:
-      return product
-    _, bias_O = self.leaf('bias', nn.initializers.zeros, (self.out_dim,))
-    return dataclasses.replace(product, bias_O=bias_O)
-
 
 class RMSNorm(Leaf):
   """Root-mean-square norm with a gain."""
@@ -255,7 +268,8 @@ class RMSNorm(Leaf):
     """
     master, gain_D = self.leaf('scale', nn.initializers.ones, (self.dim,))
     x_MD, rows = add_norm_quantize(residual, gain_D, self.eps, master, reads)
-    self.tap('out', rows.values)
+    self.tap('in', x_MD)
+    self.tap_rows('out', rows, reads)
     return x_MD, rows
 
 

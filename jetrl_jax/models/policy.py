@@ -162,13 +162,6 @@ class Policy:
 
     return traced
 
-  def separately(self) -> 'Policy':
-    """Returns the policy whose decode joins no operations of training's."""
-    apart = self.kernels.replace(
-        rope_append=dispatch.REFERENCE, sample_token=dispatch.REFERENCE
-    )
-    return dataclasses.replace(self, kernels=apart)
-
   def jit_per_device(
       self, function, mesh: Mesh, in_specs, out_specs, **options
   ):
@@ -361,8 +354,18 @@ class Policy:
       logits_BV = self._apply(tree, hidden_MD, mask_B, method='head')
     return logits_BV, caches
 
-  def log_sum_exp(self, logits_BV: Array, inverse_B: Array) -> Array:
-    """Returns that of tempered logits, as `target_logprobs` computes it."""
+  def log_sum_exp(
+      self, logits_BV: Array, inverse_B: Array, known_B: Array | None = None
+  ) -> Array:
+    """Returns that of tempered logits, as `target_logprobs` computes it.
+
+    Args:
+      logits_BV: float32.
+      inverse_B: float32, 1 / temperature of each row.
+      known_B: the result, where the kernel that drew the token made it.
+    """
+    if known_B is not None:
+      return known_B
     with jax.named_scope('head'):
       lse_B, _ = logprobs.row_stats(logits_BV, inverse_B)
     return lse_B

@@ -29,6 +29,7 @@ _HEAD, _TAIL = 6000, 2000
 _READERS = {
     'math': math_answer.extract_answer,
     'gsm8k': math_answer.after_marks,
+    'last_number': math_answer.last_number,
 }
 _BECAME = {
     (False, True): 'became right',

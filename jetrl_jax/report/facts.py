@@ -7,11 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from jetrl_jax.core.compilation import NOT_CLAIMED
+from jetrl_jax.metrics import alarms as metric_alarms
 from jetrl_jax.report.run import Run
 
 _CUT, _MIXED = 'response_length/clip_ratio', 'critic/mixed_group_frac'
-# An alarm speaks of the last steps, as many as this.
-_RECENT = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +199,20 @@ def guarded(run: Run) -> list[tuple[str, str, str]]:
   errors = ', '.join(f'{n:.0f} {name}' for name, n in _errors(run)) or '0'
   meaning = 'The reward ran too long, took too much memory, died or refused.'
   rows.append(('Answers that got 0 by an error', errors, meaning))
+  for metric, what, meaning in (
+      (
+          'reward/no_answer',
+          'Answers without a final answer',
+          'The reward found none, so they are wrong.',
+      ),
+      (
+          'reward/unscored',
+          'Answers without a score',
+          'Every reward returned None; they are left out.',
+      ),
+  ):
+    if (counts := run.finite(metric)).size:
+      rows.append((what, f'{counts.sum():.0f}', meaning))
   if least := run.config.get('precision.min_sqnr_db'):
     named = ', '.join(f'{dot} ({db:.1f} dB)' for dot, db in run.chosen.items())
     meaning = (
@@ -250,8 +263,8 @@ def guarded(run: Run) -> list[tuple[str, str, str]]:
 
 def _errors(run: Run) -> list[tuple[str, float]]:
   """Returns (reason, answers that got 0 for it)."""
-  found = sorted(name for name in run.series if name.startswith('reward/'))
-  return [(n.removeprefix('reward/'), run.finite(n).sum()) for n in found]
+  sums = {name: run.finite(name).sum() for name in sorted(run.series)}
+  return list(metric_alarms.failures(sums).items())
 
 
 def _where(run: Run, metric: str) -> str:
@@ -262,97 +275,77 @@ def _where(run: Run, metric: str) -> str:
   return f' (steps {", ".join(named[:5])}{more})' if named else ''
 
 
-# Where a metric's last values are so: what is said, and what is to be done.
-_ALARMS: tuple[tuple[str, Callable[[np.ndarray], bool], str, str], ...] = (
-    (
-        _MIXED,
-        lambda v: not v.any(),
-        'No group had a learning signal',
-        'All answers to a prompt earned the same, so no advantage differs from'
-        ' 0: take easier or harder prompts, a larger rollout.num_generations,'
-        ' or look at the reward.',
-    ),
-    (
-        _CUT,
-        lambda v: v.min() >= 0.9,
-        'Nearly all answers are cut at the length limit',
-        'Raise rollout.max_response_length, or look at why no answer ends.',
-    ),
-    (
-        'actor/grad_norm',
-        lambda v: not v.any(),
-        'The gradient is exactly 0',
-        'Nothing is learnt.',
-    ),
-    (
-        'training/updates',
-        lambda v: not v.any(),
-        'No update was applied',
-        'The gradient norm or the loss was not finite: lower optim.lr.',
-    ),
-    (
-        'fp8/changed_weight_bytes/mean',
-        lambda v: not v.any(),
-        'The update changes no FP8 weight',
-        'It is too small for the grid: raise optim.lr.',
-    ),
-    (
-        'critic/acc/mean',
-        lambda v: v.min() < 0 or v.max() > 1,
-        'The accuracy is not between 0 and 1',
-        "Score and accuracy may be swapped: look at the reward's 'acc'.",
-    ),
-)
-
-
 def alarms(run: Run, unanswered: float | None = None) -> list[Fact]:
   """Returns what a user should look at before all else.
 
   Args:
     run: the run.
-    unanswered: share of the newest answers that hold no final answer; None
-      where that is not known.
+    unanswered: share of the newest answers that hold no final answer, for runs
+      whose metrics do not say; None where that is not known.
   """
+  recent = run.steps[run.steps > 0][-metric_alarms.RECENT :].tolist()
+  lines = [_at(run, step) for step in recent]
+  per_step = _answers_per_step(run)
+  judged = [metric_alarms.judge(line, per_step(line)) for line in lines]
+  held = [
+      alarm.name
+      for alarm in metric_alarms.ALARMS
+      if judged and all(f[metric_alarms.PREFIX + alarm.name] for f in judged)
+  ]
   found = []
-  for metric, is_so, label, advice in _ALARMS:
-    recent = run.finite(metric)[-_RECENT:]
-    if recent.size and is_so(recent):
-      found.append(Fact(label, _last(len(recent)), advice))
-  if unanswered is not None and unanswered >= 0.9:
+  for alarm in metric_alarms.unexplained(held):
+    value, advice = _last(len(recent)), alarm.advice
+    if alarm.name == 'rewards_fail':
+      value = _failing(lines, per_step) + value
+      reasons = ', '.join(f'{n:.0f} {name}' for name, n in _errors(run))
+      advice += f' In the run: {reasons}.'
+    found.append(Fact(alarm.label, value, advice))
+  is_known = f'{metric_alarms.PREFIX}no_answer' in run.series
+  if not is_known and unanswered is not None and unanswered >= 0.9:
+    alarm = metric_alarms.NAMED['no_answer']
     share = f'{number(unanswered, "%")} of the newest'
-    advice = 'Read some, and see which form reward.functions looks for.'
-    found.append(Fact('Nearly no answer holds a final answer', share, advice))
+    found.append(Fact(alarm.label, share, alarm.advice))
+  if shared := run.last(metric_alarms.SHARED):
+    label, value = 'Held-out prompts are trained on', f'{shared:.0f} of them'
+    advice = metric_alarms.shared_sentence(int(shared))
+    found.append(Fact(label, value, advice))
   mismatch = _mismatch(run)
   if mismatch and mismatch.tone == 'bad':
     label = 'Rollout and training differ in a unified flow'
     share = f'{mismatch.value} of the tokens of the worst step'
     found.append(Fact(label, share, 'docs/mismatch.md says how to find where.'))
-  return [*found, *filter(None, (_failing(run), _fall(run)))]
+  return [*found, *filter(None, [_fall(run)])]
+
+
+def _at(run: Run, step: int) -> dict[str, float]:
+  """Returns the finite metrics of a step."""
+  found = {}
+  for name, (steps, values) in run.series.items():
+    i = int(np.searchsorted(steps, step))
+    if i < len(steps) and steps[i] == step and np.isfinite(values[i]):
+      found[name] = float(values[i])
+  return found
 
 
 def _last(steps: int) -> str:
   return 'the last step' if steps == 1 else f'the last {steps} steps'
 
 
-def _failing(run: Run) -> Fact | None:
-  """Says that a tenth of the last rewards or more failed."""
+def _answers_per_step(run: Run) -> Callable[[dict[str, float]], float]:
+  """Returns what says how many answers a step sampled; 0 is unknown."""
   names = ('trainer.train_batch_size', 'rollout.num_generations')
   sizes = [run.config.get(name) for name in names]
-  recent = run.steps[run.steps > 0][-_RECENT:]
-  batches = run.finite('training/num_gen_batches')[-_RECENT:]
-  made = len(recent) * (batches.mean() if batches.size else 1)
-  made *= math.prod(s if isinstance(s, int) else 0 for s in sizes)
-  failed = sum(
-      np.nansum(values[np.isin(steps, recent)])
-      for name, (steps, values) in run.series.items()
-      if name.startswith('reward/')
-  )
-  if not made or failed < 0.1 * made:
-    return None
-  share = number(min(failed / made, 1.0), '%')
-  value = f'{share} of the answers of {_last(len(recent))}'
-  reasons = ', '.join(f'{n:.0f} {name}' for name, n in _errors(run))
-  return Fact('Rewards fail', value, f'They count 0. In the run: {reasons}.')
+  usual = math.prod(s if isinstance(s, int) else 0 for s in sizes)
+  return lambda line: usual * line.get('training/num_gen_batches', 1)
+
+
+def _failing(
+    lines: list[dict[str, float]],
+    per_step: Callable[[dict[str, float]], float],
+) -> str:
+  failed = sum(sum(metric_alarms.failures(line).values()) for line in lines)
+  share = min(failed / sum(map(per_step, lines)), 1.0)
+  return f'{number(share, "%")} of the answers of '
 
 
 def _fall(run: Run) -> Fact | None:

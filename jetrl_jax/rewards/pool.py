@@ -24,6 +24,7 @@ from absl import logging
 from jetrl_jax.rewards import wire
 from jetrl_jax.rewards.fork_server import ForkServer, Worker
 from jetrl_jax.rewards.types import (
+    READERS,
     RewardFunctionError,
     RewardRequest,
     RewardResult,
@@ -167,6 +168,11 @@ class RewardPool:
     except BaseException:
       self.close()
       raise
+
+  @property
+  def reads_answers(self) -> bool:
+    """Whether a term reads final answers; a prediction of '' is then none."""
+    return any(spec.function in READERS for spec in self._specs)
 
   def score(self, requests: Sequence[RewardRequest]) -> list[RewardResult]:
     """Scores answers, each within the time limit.

@@ -5,7 +5,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-BUILT_IN = ('math', 'gsm8k', 'last_number', 'format')
+# These read a final answer.
+READERS = ('math', 'gsm8k', 'last_number')
+BUILT_IN = (*READERS, 'format')
 # Of a value and of a weight: their squares must fit a float32.
 MAX_SIZE = 1e9
 

@@ -253,6 +253,11 @@ class RunConfig:
       that were evaluated.
     save_rollouts: write each step's rollouts to workdir/rollouts.
     max_skipped_updates: non-finite updates in a row after which the run stops.
+    stop_after_idle_steps: steps in a row without a learning signal (all answers
+      to a prompt earned the same, or no answer counts) after which the run
+      saves and stops with an error; 0 is never. It is 0 by default because such
+      a step harms nothing and a rare success may still come; an alarm says it
+      in any case.
     calibration_prompts: prompts of the cold start's calibration.
     calibration_tokens: response tokens of the calibration's short rollout.
     measure_mismatch: tokens whose rollout log-probs are compared with the
@@ -284,6 +289,7 @@ class RunConfig:
   keep_best: int = 1
   save_rollouts: bool = True
   max_skipped_updates: int = 5
+  stop_after_idle_steps: int = 0
   calibration_prompts: int = 16
   calibration_tokens: int = 64
   measure_mismatch: str = 'all'
@@ -304,7 +310,15 @@ class RunConfig:
         'calibration_prompts',
         'calibration_tokens',
     )
-    _at_least(self, 0, 'seed', 'test_freq', 'save_freq', 'keep_best')
+    _at_least(
+        self,
+        0,
+        'seed',
+        'test_freq',
+        'save_freq',
+        'keep_best',
+        'stop_after_idle_steps',
+    )
     check_packed_rows(self.packed_rows, self.micro_batch_size)
     if self.measure_mismatch not in ('all', 'first'):
       raise ValueError(

@@ -1,7 +1,6 @@
-"""Serves a policy with JetStream's orchestrator and gRPC server.
+"""Serves a policy over HTTP, as OpenAI's API has it.
 
-`python -m jetrl_jax.serve` starts the server and `python -m
-jetrl_jax.serve.ask` sends it a prompt. Both need the extra `jetstream`. `shim`
-is the only file that patches the published package. `engine` and `orchestrator`
-are thin subclasses of its classes, and `requests` and `text` do not use it.
+`jetrl_jax serve` starts the server and `jetrl_jax ask` sends it a prompt. One
+thread decodes for all requests on the engine that samples rollouts. Needs the
+extra `serve`. The folder `jetstream` serves over gRPC instead.
 """

@@ -1,19 +1,41 @@
-"""Serves a policy: python -m jetrl_jax.serve --checkpoint=runs/quickstart."""
+"""Serves a policy: jetrl_jax serve --checkpoint=runs/quickstart.
 
-import ipaddress
+Over HTTP, as OpenAI's API has it: any client of it works, with the base URL
+http://127.0.0.1:8000/v1. With --grpc it is JetStream's server instead. See
+docs/serving.md.
+"""
+
+import importlib
+import os
+import pathlib
 import signal
-import socket
 import sys
 import threading
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 from absl import app, flags
 
 from jetrl_jax.config import flags as config_flags
 from jetrl_jax.config import saved_policy
+from jetrl_jax.config.saved_policy import SavedPolicy
 from jetrl_jax.core import device_memory
+from jetrl_jax.core.files import user_path
 from jetrl_jax.metrics.console import show_own_sentences
+from jetrl_jax.serve import address
 from jetrl_jax.serve.requests import Limits
+
+# Of an environment variable: a flag would be seen by all users of a machine.
+_TOKEN = 'JETRL_JAX_TOKEN'
+_HTTP_PORT, _GRPC_PORT = 8000, 9000
+# What each way to serve imports, and the extra that brings it.
+_EXTRAS = {
+    'starlette': 'serve',
+    'uvicorn': 'serve',
+    'prometheus_client': 'serve',
+    'grpc': 'jetstream',
+    'jetstream': 'jetstream',
+}
 
 _CHECKPOINT = flags.DEFINE_string(
     'checkpoint',
@@ -24,14 +46,32 @@ _CHECKPOINT = flags.DEFINE_string(
 _STEP = flags.DEFINE_integer(
     'step', None, "Which of a run's checkpoints; by default the newest."
 )
+_NAME = flags.DEFINE_string(
+    'name',
+    None,
+    'What clients call the model; by default as --checkpoint.',
+)
+_GRPC = flags.DEFINE_bool(
+    'grpc', False, "Serve with JetStream's orchestrator and gRPC server."
+)
 _HOST = flags.DEFINE_string(
     'host',
     '127.0.0.1',
-    'Address to listen on. There is no encryption and nobody is asked for a'
-    ' password: leave it on loopback, or put a proxy before it.',
+    'Address to listen on. There is no encryption: for other machines put a'
+    ' proxy before it.',
 )
 _PORT = flags.DEFINE_integer(
-    'port', 9000, '0 is any free port.', lower_bound=0, upper_bound=65535
+    'port',
+    None,
+    f'By default {_HTTP_PORT}, with --grpc {_GRPC_PORT}; 0 is any free port.',
+    lower_bound=0,
+    upper_bound=65535,
+)
+_TOKEN_FILE = flags.DEFINE_string(
+    'token_file',
+    None,
+    'A file with the bearer token that clients must send; by default the'
+    f' environment variable {_TOKEN}. Needed for any host but loopback.',
 )
 _NUM_SLOTS = flags.DEFINE_integer(
     'num_slots',
@@ -46,10 +86,18 @@ _MAX_TOKENS = flags.DEFINE_integer(
     'max_tokens', None, "Response tokens; by default the run's, else 1024."
 )
 _QUEUE_SIZE = flags.DEFINE_integer(
-    'queue_size', 64, 'Requests that may wait while all slots are taken.'
+    'queue_size',
+    Limits.queue_size,
+    'Requests that may wait while all slots are taken.',
 )
 _MAX_MESSAGE_KIB = flags.DEFINE_integer(
-    'max_message_kib', 1024, 'Size of one message that is received.'
+    'max_message_kib', Limits.max_message_kib, 'Size of one request.'
+)
+_TIMEOUT_S = flags.DEFINE_float(
+    'timeout_s',
+    600.0,
+    'Seconds that an answer may take, its time in the queue included.',
+    lower_bound=0.1,
 )
 _GRACE_S = flags.DEFINE_float(
     'grace_s',
@@ -65,27 +113,27 @@ def main(argv: list[str]) -> None:
     _refuse(f'unknown arguments {argv[1:]}')
   show_own_sentences()
   try:
-    _serve()
+    _serve(_start_grpc if _GRPC.value else _start_http)
   except ModuleNotFoundError as error:
-    if error.name is None or error.name.partition('.')[0] not in (
-        'grpc',
-        'jetstream',
-    ):
+    missing = (error.name or '').partition('.')[0]
+    if missing not in _EXTRAS:
       raise
+    extra = _EXTRAS[missing]
     _refuse(
-        f'{error.name} is not installed; it comes with the extra: pip install'
-        " 'jetrl_jax[jetstream]', or pip install -e '.[jetstream]' in a clone"
+        f'{missing} is not installed; it comes with the extra: pip install'
+        f" 'jetrl_jax[{extra}]', or pip install -e '.[{extra}]' in a clone"
     )
-  except ValueError as error:
-    _refuse(str(error))
+  except (ValueError, OSError, RuntimeError) as error:
+    _refuse(device_memory.explained(error))
 
 
-def _serve() -> None:
-  """Builds the server, and waits for a signal."""
-  # Not at the top: where JetStream is not installed `main` says so.
-  from jetrl_jax.serve import server as servers
+def _serve(start: Callable[..., Any]) -> None:
+  """Builds the server, and waits for a signal.
 
-  _check_port(_HOST.value, _PORT.value)
+  Args:
+    start: (what is to be told when it fails, whether to give up) to (server,
+      its address), or None if the start was given up.
+  """
   asked = threading.Event()
   received = []
 
@@ -99,6 +147,82 @@ def _serve() -> None:
   for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, stop)
   device_memory.take_most()
+  started = start(asked)
+  if started is None:
+    return
+  server, where, saved, limits = started
+  if received:  # While it compiled.
+    server.stop()
+    return
+  print(
+      f'Serving {saved.origin} ({saved.policy.recipe.name}) on {where}:'
+      f' prompts to {limits.max_prompt_length} tokens, responses to'
+      f' {limits.max_tokens}. Ctrl-C stops it.',
+      flush=True,
+  )
+  asked.wait()
+  if not received:
+    server.stop()
+    raise RuntimeError('the engine failed, see above; the server has ended')
+  print(f'{received[0]}: waiting for running requests', flush=True)
+  server.stop()
+  print('Stopped.')
+
+
+def _start_http(asked: threading.Event):
+  """Starts the server of OpenAI's API."""
+  # Not at the top: where the extra is missing `main` says so.
+  from jetrl_jax.serve import server as servers
+  from jetrl_jax.serve.app import Access
+
+  port = _HTTP_PORT if _PORT.value is None else _PORT.value
+  listener = address.listen(_HOST.value, port)
+  token = _token()
+  if not token and not address.is_loopback(listener):
+    raise ValueError(
+        f'--host={_HOST.value} can be reached from other machines: give a token'
+        f' that clients must send, by --token_file or {_TOKEN}, or leave the'
+        ' host on 127.0.0.1'
+    )
+  saved, limits = _load()
+  if asked.is_set():
+    return None
+  server = servers.start(
+      saved,
+      limits,
+      listener,
+      name=_NAME.value or _CHECKPOINT.value,
+      access=Access(token=token, timeout_s=_TIMEOUT_S.value),
+      num_slots=_NUM_SLOTS.value,
+      grace_s=_GRACE_S.value,
+      on_failure=asked.set,
+  )
+  host = f'[{_HOST.value}]' if ':' in _HOST.value else _HOST.value
+  return server, f'http://{host}:{server.port}/v1', saved, limits
+
+
+def _start_grpc(asked: threading.Event):
+  """Starts JetStream's server."""
+  # By name: its room comes after this one.
+  servers: Any = importlib.import_module('jetrl_jax.serve.jetstream.server')
+  port = _GRPC_PORT if _PORT.value is None else _PORT.value
+  _check_port(_HOST.value, port)
+  saved, limits = _load()
+  if asked.is_set():
+    return None
+  server = servers.start(
+      saved,
+      limits,
+      num_slots=_NUM_SLOTS.value,
+      host=_HOST.value,
+      port=port,
+      grace_s=_GRACE_S.value,
+  )
+  return server, f'{_HOST.value}:{server.port}', saved, limits
+
+
+def _load() -> tuple[SavedPolicy, Limits]:
+  """Loads the policy, and settles the limits."""
   saved = saved_policy.load(_CHECKPOINT.value, step=_STEP.value)
   limits = Limits(
       max_prompt_length=_or(_MAX_PROMPT_LENGTH.value, saved.max_prompt_length),
@@ -106,53 +230,34 @@ def _serve() -> None:
       queue_size=_QUEUE_SIZE.value,
       max_message_kib=_MAX_MESSAGE_KIB.value,
   )
-  if asked.is_set():
-    return
-  server = servers.start(
-      saved,
-      limits,
-      num_slots=_NUM_SLOTS.value,
-      host=_HOST.value,
-      port=_PORT.value,
-      grace_s=_GRACE_S.value,
-  )
-  if asked.is_set():  # While it compiled.
-    server.stop()
-    return
-  print(
-      f'Serving {saved.origin} ({saved.policy.recipe.name}) on'
-      f' {_HOST.value}:{server.port}: prompts to {limits.max_prompt_length}'
-      f' tokens, responses to {limits.max_tokens}. Ctrl-C stops it.',
-      flush=True,
-  )
-  asked.wait()
-  print(f'{received[0]}: waiting for running requests', flush=True)
-  server.stop()
-  print('Stopped.')
+  return saved, limits
 
 
 def _or(value: int | None, default: int) -> int:
   return default if value is None else value
 
 
-def _check_port(host: str, port: int) -> None:
-  """Refuses an address that cannot be had, before a checkpoint is loaded."""
-  if not host:
-    raise ValueError(
-        '--host is empty; give an address, such as 127.0.0.1 or 0.0.0.0'
-    )
+def _token() -> str:
+  """Returns the token that clients must send; '' for none."""
+  if _TOKEN_FILE.value is None:
+    return os.environ.get(_TOKEN, '').strip()
+  file: pathlib.Path = user_path(_TOKEN_FILE.value)
   try:
-    family = socket.AF_INET6 if ':' in host else socket.AF_INET
-    with socket.socket(family) as probe:
-      probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-      probe.bind((host.strip('[]'), port))
-      address = ipaddress.ip_address(probe.getsockname()[0])
-  except OSError as error:
+    token = file.read_text(encoding='utf-8').strip()
+  except (OSError, UnicodeError) as error:
+    raise ValueError(f'--token_file={file} cannot be read: {error}') from error
+  if not token or not token.isascii() or len(token.split()) != 1:
     raise ValueError(
-        f'cannot listen on {host}:{port} ({error.strerror}); give another'
-        ' --host or --port'
-    ) from error
-  if not address.is_loopback:
+        f'--token_file={file} must hold one word of ASCII, the token'
+    )
+  return token
+
+
+def _check_port(host: str, port: int) -> None:
+  """Refuses an address that cannot be had, and warns of an open one."""
+  with address.listen(host, port) as probe:
+    loopback = address.is_loopback(probe)
+  if not loopback:
     print(
         f'warning: {host} can be reached from other machines, without'
         ' encryption or password',

@@ -1,25 +1,31 @@
-"""Asks a server: python -m jetrl_jax.serve.ask --prompt='3+4-2='."""
+"""Asks a server: jetrl_jax ask --prompt='3+4-2='.
 
+The server may be any that speaks OpenAI's API. The answer is shown while it
+comes.
+"""
+
+import json
+import os
 import sys
-from typing import NoReturn
+import urllib.error
+import urllib.request
+from typing import Any, NoReturn
 
 from absl import app, flags
 
-from jetrl_jax.serve.client import Client
-
 _ADDRESS = flags.DEFINE_string(
-    'address', '127.0.0.1:9000', "The server's host:port."
+    'address', '127.0.0.1:8000', "The server's host:port, or its base URL."
 )
 _PROMPT = flags.DEFINE_string(
     'prompt', None, "Text; put into the policy's prompt format.", required=True
 )
 _MAX_TOKENS = flags.DEFINE_integer(
-    'max_tokens', 32, 'Most tokens of the response.'
+    'max_tokens', None, "Most tokens of the response; by default the server's."
 )
 _TEMPERATURE = flags.DEFINE_float('temperature', 0.0, '0 is greedy.')
 _SEED = flags.DEFINE_integer('seed', 0, 'The same seed, the same response.')
 _TIMEOUT_S = flags.DEFINE_float(
-    'timeout_s', 600.0, 'Seconds that the response may take.'
+    'timeout_s', 600.0, 'Seconds without a word from the server.'
 )
 
 
@@ -28,35 +34,66 @@ def main(argv: list[str]) -> None:
   if len(argv) > 1:
     _refuse(f'unknown arguments {argv[1:]}')
   try:
-    import grpc
-
-    client = Client(_ADDRESS.value, timeout_s=_TIMEOUT_S.value)
-  except ModuleNotFoundError as error:
+    with _call('/models', None) as answer:
+      model = json.load(answer)['data'][0]['id']
+    body: dict[str, Any] = {
+        'model': model,
+        'messages': [{'role': 'user', 'content': _PROMPT.value}],
+        'temperature': _TEMPERATURE.value,
+        'seed': _SEED.value,
+        'stream': True,
+    }
+    if _MAX_TOKENS.value is not None:
+      body['max_tokens'] = _MAX_TOKENS.value
+    with _call('/chat/completions', body) as answer:
+      reason = _show(answer)
+  except urllib.error.HTTPError as error:
+    _refuse(_said(error))
+  except (OSError, ValueError, KeyError, IndexError) as error:
+    why = getattr(error, 'reason', error)
     _refuse(
-        f"{error.name} is not installed; pip install 'jetrl_jax[jetstream]', or"
-        " pip install -e '.[jetstream]' in a clone"
+        f'no answer from {_ADDRESS.value} ({why}); does jetrl_jax serve run'
+        ' there (--address)?'
     )
+  print(f'\n({reason})', file=sys.stderr)
+
+
+def _call(path: str, body: dict[str, Any] | None) -> Any:
+  """Opens one of the server's routes."""
+  base = _ADDRESS.value.rstrip('/')
+  if '://' not in base:
+    base = f'http://{base}/v1'
+  headers = {'Content-Type': 'application/json'}
+  if token := os.environ.get('JETRL_JAX_TOKEN'):
+    headers['Authorization'] = f'Bearer {token}'
+  data = None if body is None else json.dumps(body).encode()
+  request = urllib.request.Request(base + path, data, headers)
+  return urllib.request.urlopen(request, timeout=_TIMEOUT_S.value)
+
+
+def _show(answer: Any) -> str:
+  """Prints a stream's text; returns why it ended."""
+  reason = ''
+  for line in answer:
+    data = line.decode().removeprefix('data: ').strip()
+    if not data or data == '[DONE]':
+      continue
+    event = json.loads(data)
+    if 'error' in event:
+      _refuse(event['error']['message'])
+    for choice in event['choices']:
+      print(choice['delta'].get('content') or '', end='', flush=True)
+      reason = choice['finish_reason'] or reason
+  return reason
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+  """Returns what the server says is wrong."""
+  text = error.read().decode(errors='replace')
   try:
-    with client:
-      for piece in client.stream(
-          _PROMPT.value,
-          max_tokens=_MAX_TOKENS.value,
-          temperature=_TEMPERATURE.value,
-          seed=_SEED.value,
-      ):
-        print(piece.text, end='', flush=True)
-  except ValueError as error:
-    _refuse(str(error))
-  except grpc.RpcError as error:
-    # A call that failed is an RpcError and a Call; the stubs know the former.
-    call: grpc.Call = error  # pyright: ignore[reportAssignmentType]
-    hint = (
-        f'; does python -m jetrl_jax.serve run at {_ADDRESS.value} (--address)?'
-        if call.code() is grpc.StatusCode.UNAVAILABLE
-        else ''
-    )
-    _refuse(f'{call.code().name}: {call.details()}{hint}')
-  print(f'\n({client.finish_reason})', file=sys.stderr)
+    return json.loads(text)['error']['message']
+  except (ValueError, KeyError, TypeError):
+    return f'{error.code} {error.reason}: {text[:200]}'
 
 
 def _refuse(sentence: str) -> NoReturn:

@@ -1,20 +1,20 @@
-"""What a request may ask for: limits, and how its response is sampled.
-
-JetStream's request has a prompt (text or token ids) and `max_tokens`. The
-sampler's temperature and seed travel as gRPC metadata, which any client can
-send; without them decoding is greedy.
-"""
+"""What a request may ask for: limits, and how its response is sampled."""
 
 import dataclasses
-import json
-import threading
 from collections.abc import Sequence
 
-from jetrl_jax.data import Example, PromptFormat, Tokenizer
+from jetrl_jax.data import (
+    ChatFormat,
+    ChatRenderer,
+    Example,
+    PlainFormat,
+    PromptFormat,
+    Tokenizer,
+)
+from jetrl_jax.data.types import Message
 from jetrl_jax.rl.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
-from jetrl_jax.serve.client import SEED, TEMPERATURE
 
-# What the messages and gRPC's options hold.
+# What messages and gRPC's options hold.
 _INT32 = 2**31 - 1
 
 
@@ -26,12 +26,12 @@ class Limits:
     max_prompt_length: tokens, the template's included.
     max_tokens: response tokens of one request, the stop token included.
     queue_size: requests that may wait while all slots are taken.
-    max_message_kib: size of one gRPC message.
+    max_message_kib: size of one request.
   """
 
   max_prompt_length: int
   max_tokens: int
-  queue_size: int = 64
+  queue_size: int = 256
   max_message_kib: int = 1024
 
   def __post_init__(self):
@@ -57,57 +57,40 @@ class Sampling:
     max_tokens: response tokens after which it ends, the stop token included.
     temperature: 0 is greedy.
     seed: the same seed gives the same tokens, whatever else is being served.
+    top_p: sample from the fewest most probable tokens whose probabilities add
+      up to this; 1 is off.
   """
 
   max_tokens: int
   temperature: float = 0.0
   seed: int = 0
+  top_p: float = 1.0
 
-  def to_text(self) -> str:
-    """Returns a text for `from_text`."""
-    return json.dumps(dataclasses.asdict(self))
+  def check(self, limits: Limits) -> 'Sampling':
+    """Returns itself.
 
-  @classmethod
-  def from_text(cls, text: str) -> 'Sampling':
-    """Reads what `to_text` wrote."""
-    return cls(**json.loads(text))
-
-
-def sampling_of(
-    max_tokens: int, metadata: Sequence[tuple[str, str]], limits: Limits
-) -> Sampling:
-  """Checks how a response is to be sampled.
-
-  Args:
-    max_tokens: of the request.
-    metadata: of the call, (name, value); other names are ignored.
-    limits: of the server.
-
-  Raises:
-    ValueError: a value is out of range or no number.
-  """
-  if not 1 <= max_tokens <= limits.max_tokens:
-    raise ValueError(
-        f'max_tokens is {max_tokens}; allowed: 1 to {limits.max_tokens}'
-    )
-  given = {k: v for k, v in metadata if k in (TEMPERATURE, SEED)}
-  temperature = _number(float, TEMPERATURE, given.get(TEMPERATURE, '0'))
-  if temperature and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
-    raise ValueError(
-        f'temperature is {temperature}; allowed: {MIN_TEMPERATURE} to'
-        f' {MAX_TEMPERATURE}, or 0 for greedy'
-    )
-  seed = _number(int, SEED, given.get(SEED, '0'))
-  if not 0 <= seed < 2**32:
-    raise ValueError(f'seed is {seed}; allowed: 0 to 2^32 - 1')
-  return Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed)
-
-
-def _number(kind, name: str, text: str):
-  try:
-    return kind(text)
-  except ValueError:
-    raise ValueError(f'{name} is {text!r}, which is no number') from None
+    Raises:
+      ValueError: a value is out of range.
+    """
+    if not 1 <= self.max_tokens <= limits.max_tokens:
+      raise ValueError(
+          f'max_tokens is {self.max_tokens}; allowed: 1 to {limits.max_tokens}'
+      )
+    if (
+        self.temperature
+        and not MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE
+    ):
+      raise ValueError(
+          f'temperature is {self.temperature}; allowed: {MIN_TEMPERATURE} to'
+          f' {MAX_TEMPERATURE}, or 0 for greedy'
+      )
+    if not 0 <= self.seed < 2**32:
+      raise ValueError(f'seed is {self.seed}; allowed: 0 to 2^32 - 1')
+    if not 0 < self.top_p <= 1:
+      raise ValueError(
+          f'top_p is {self.top_p}; allowed: above 0, up to 1, which is off'
+      )
+    return self
 
 
 class PromptReader:
@@ -129,8 +112,16 @@ class PromptReader:
   ):
     self._tokenizer, self._format = tokenizer, prompt_format
     self._limits, self._vocab_size = limits, vocab_size
-    # A chat template is rendered in a process of its own: one at a time.
-    self._lock = threading.Lock()
+    self._render: ChatRenderer | None = None
+    # Without a template `apply` says so.
+    if isinstance(prompt_format, ChatFormat) and tokenizer.chat_template:
+      variables = tokenizer.template_variables | prompt_format.variables
+      self._render = ChatRenderer(tokenizer.chat_template, variables)
+
+  def close(self) -> None:
+    """Ends the process that renders the chat template."""
+    if self._render is not None:
+      self._render.close()
 
   def of_text(self, text: str) -> list[int]:
     """Returns the tokens of a question in the policy's prompt format.
@@ -140,8 +131,43 @@ class PromptReader:
     """
     if not text:
       raise ValueError('the prompt is empty; send some text')
-    example = Example(id=0, prompt=text, answer='', source='', extra={})
-    with self._lock:
+    return self._formatted(text)
+
+  def of_messages(self, messages: list[Message]) -> list[int]:
+    """Returns the tokens of a conversation in the policy's prompt format.
+
+    Where the policy has no chat template, a single message of the user is put
+    into its plain template.
+
+    Raises:
+      ValueError: the template takes no such conversation, or it is too long.
+    """
+    plain = isinstance(self._format, PlainFormat)
+    if plain and [message['role'] for message in messages] == ['user']:
+      return self.of_text(messages[0]['content'])
+    if plain:
+      raise ValueError(
+          'this policy has no chat template: it takes one message of the user;'
+          f' found {[message["role"] for message in messages]}'
+      )
+    return self._formatted(messages)
+
+  def of_raw_text(self, text: str) -> list[int]:
+    """Returns the tokens of a text without a template.
+
+    What the tokenizer puts around a text (Llama's BOS) is there.
+
+    Raises:
+      ValueError: the text cannot be tokenised, or is too long.
+    """
+    tokens = self._tokenizer.encode(text, add_special_tokens=True)
+    return self._within_limits(tokens.tolist())
+
+  def _formatted(self, prompt: str | list[Message]) -> list[int]:
+    example = Example(id=0, prompt=prompt, answer='', source='', extra={})
+    if self._render is not None and isinstance(self._format, ChatFormat):
+      full = self._render(self._format.messages(example))
+    else:
       (full,), _ = self._format.apply([example], self._tokenizer)
     tokens = self._tokenizer.encode(
         full, add_special_tokens=self._format.add_special_tokens

@@ -1,184 +1,131 @@
-"""The server: a policy, JetStream's orchestrator over it, and a port."""
+"""A server: the policy on its engine, the application, and a port."""
 
-import asyncio
+import socket
 import threading
-from concurrent import futures
+import time
 
-import grpc
-import numpy as np
+import uvicorn
 
 from jetrl_jax.config.saved_policy import SavedPolicy
-from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
-from jetrl_jax.serve.engine import JetStreamEngine
-from jetrl_jax.serve.orchestrator import Driver, Orchestrator
-from jetrl_jax.serve.requests import Limits, PromptReader
-from jetrl_jax.serve.shim import jetstream_pb2_grpc, server_lib
+from jetrl_jax.serve.app import STOPPING, Access, Api
+from jetrl_jax.serve.decoder import Decoder, make_engine
+from jetrl_jax.serve.requests import Limits
 
-# Requests that are tokenised at once.
-_THREADS = 4
+# Connections beyond those that are answered or wait.
+_SPARE_CONNECTIONS = 1024
+# Seconds that a connection may be idle between two requests.
+_KEEP_ALIVE_S = 60
+# Seconds to send what is left to clients when the server stops.
+_FLUSH_S = 5
 
 
-class Server(server_lib.JetStreamServer):
-  """JetStream's gRPC server on a host of our choice, with limits.
-
-  JetStream's own listens on every interface, takes no options, and stops its
-  threads before the calls that wait for them.
+class Server:
+  """A running server.
 
   Args:
-    driver: started; `stop` stops it.
-    orchestrator: the service.
-    host: address to listen on.
-    port: 0 for any free one.
-    limits: for the size of messages.
-    grace_s: seconds that running calls have to end in `stop`.
+    api: what answers.
+    decoder: started; `stop` stops it.
+    listener: bound socket.
+    grace_s: seconds that running requests have to end in `stop`.
 
   Attributes:
     port: the one that is listened on.
-
-  Raises:
-    ValueError: the port cannot be had.
   """
 
   def __init__(
       self,
-      driver: Driver,
-      orchestrator: Orchestrator,
+      api: Api,
+      decoder: Decoder,
+      listener: socket.socket,
       *,
-      host: str,
-      port: int,
-      limits: Limits,
       grace_s: float,
   ):
-    self._driver, self._grace_s = driver, grace_s
-    self._executor = futures.ThreadPoolExecutor(_THREADS, 'tokenize')
-    self._loop = asyncio.new_event_loop()
-    self._loop.set_default_executor(self._executor)
-    self._loop_thread = threading.Thread(
-        target=self._loop.run_forever, name='grpc', daemon=True
+    self._api, self._decoder, self._grace_s = api, decoder, grace_s
+    self._listener = listener
+    self.port = listener.getsockname()[1]
+    self._uvicorn = uvicorn.Server(
+        uvicorn.Config(
+            api.app,
+            loop='asyncio',
+            http='h11',
+            ws='none',
+            lifespan='off',
+            log_config=None,
+            # Of each malformed request it would say so at 'warning'.
+            log_level='error',
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            limit_concurrency=decoder.capacity + _SPARE_CONNECTIONS,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_FLUSH_S,
+        )
     )
-    self._loop_thread.start()
+    self._thread = threading.Thread(
+        target=self._uvicorn.run,
+        kwargs={'sockets': [listener]},
+        name='http',
+        daemon=True,
+    )
 
-    async def bind() -> int:
-      self._grpc_server = grpc.aio.server(
-          self._executor,
-          options=[
-              ('grpc.max_receive_message_length', limits.max_message_kib << 10),
-              # Otherwise a second server takes half of the first one's calls.
-              ('grpc.so_reuseport', 0),
-          ],
-      )
-      jetstream_pb2_grpc.add_OrchestratorServicer_to_server(
-          orchestrator, self._grpc_server
-      )
-      bracketed = ':' in host and not host.startswith('[')
-      name = f'[{host}]' if bracketed else host
-      return self._grpc_server.add_insecure_port(f'{name}:{port}')
-
-    try:
-      self.port = self._await(bind())
-    except BaseException as error:
-      self._end()  # Threads of the driver would keep the process.
-      if isinstance(error, RuntimeError):
-        raise ValueError(
-            f'cannot listen on {host}:{port} ({error}); give another host or'
-            ' port'
-        ) from error
-      raise
+  def start(self) -> None:
+    """Returns once requests are taken."""
+    self._thread.start()
+    while not self._uvicorn.started and self._thread.is_alive():
+      time.sleep(0.01)
 
   def stop(self) -> None:
-    """Takes no more calls, lets the running ones end, stops all threads."""
-    self._await(self._grpc_server.stop(self._grace_s))
-    self._end()
-
-  def _end(self) -> None:
-    self._driver.stop()
-    self._loop.call_soon_threadsafe(self._loop.stop)
-    self._loop_thread.join()
-    self._loop.close()
-    self._executor.shutdown()
-
-  def _await(self, coroutine):
-    return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-
-def make_engine(
-    saved: SavedPolicy, limits: Limits, num_slots: int
-) -> JetStreamEngine:
-  """Returns the engine of a server, with all that it runs compiled.
-
-  Args:
-    saved: the policy.
-    limits: bound prompts and responses.
-    num_slots: requests decoded at once; rounded up to 16 per device.
-
-  Raises:
-    ValueError: prompts and responses of these lengths do not fit the model.
-  """
-  longest = limits.max_prompt_length + limits.max_tokens
-  if longest > saved.policy.model.max_position:
-    raise ValueError(
-        f'max_prompt_length + max_tokens is {longest}; the model has'
-        f' {saved.policy.model.max_position} positions'
-    )
-  engine = Engine(
-      saved.policy,
-      EngineConfig(
-          num_slots=num_slots,
-          max_prompt_length=limits.max_prompt_length,
-          max_response_length=limits.max_tokens,
-          stop_ids=saved.tokenizer.eos_ids,
-      ),
-      saved.mesh,
-  )
-  engine.set_params(saved.params)
-  adapter = JetStreamEngine(engine, saved.tokenizer)
-  params, state = adapter.load_params(), adapter.init_decode_state()
-  for bucket in engine.buckets:
-    length = min(bucket, limits.max_prompt_length)
-    tokens = np.zeros(length, np.int32)
-    prefix = adapter.prefill(
-        params=params, padded_tokens=tokens, true_length=length
-    )
-    state = adapter.insert(prefix, state, 0)
-  adapter.generate(params, state)
-  return adapter
+    """Refuses requests, lets the running ones end, stops all threads."""
+    self._api.draining = True
+    end = time.monotonic() + self._grace_s
+    while self._api.num_open and time.monotonic() < end:
+      if not self._decoder.is_live:
+        break
+      time.sleep(0.02)
+    self._decoder.stop(STOPPING)
+    self._uvicorn.should_exit = True
+    self._thread.join()
+    self._listener.close()
+    self._api.close()
 
 
 def start(
     saved: SavedPolicy,
     limits: Limits,
+    listener: socket.socket,
     *,
+    name: str,
+    access: Access,
     num_slots: int,
-    host: str,
-    port: int,
     grace_s: float,
+    on_failure=lambda: None,
 ) -> Server:
   """Serves a policy; returns once requests are taken.
 
   Args:
     saved: the policy.
     limits: what the server takes.
-    num_slots: requests decoded at once; rounded up to 16 per device.
-    host: address to listen on.
-    port: 0 for any free one.
-    grace_s: seconds that running calls have to end in `stop`.
+    listener: see `address.listen`.
+    name: of the policy, as clients ask for it.
+    access: who may ask.
+    num_slots: sequences decoded at once; rounded up to 16 per device.
+    grace_s: seconds that running requests have to end in `stop`.
+    on_failure: called in another thread after the engine has failed.
 
   Raises:
-    ValueError: see `make_engine` and `Server`.
+    ValueError: see `make_engine`.
   """
   engine = make_engine(saved, limits, num_slots)
-  driver = Driver(engine)
-  reader = PromptReader(
-      saved.tokenizer,
-      saved.prompt_format,
+  decoder = Decoder(engine, limits.queue_size, on_failure)
+  decoder.start()
+  api = Api(
+      saved,
+      decoder,
       limits,
-      saved.policy.model.vocab_size,
+      name=name,
+      access=access,
+      num_slots=engine.num_slots,
   )
-  service = Orchestrator(
-      driver, reader, saved.tokenizer, limits, engine.max_concurrent_decodes
-  )
-  server = Server(
-      driver, service, host=host, port=port, limits=limits, grace_s=grace_s
-  )
+  server = Server(api, decoder, listener, grace_s=grace_s)
   server.start()
   return server

@@ -45,3 +45,62 @@ class TextStream:
     before = self._tokenizer.decode(self._tokens[self._start : self._done])
     after = self._tokenizer.decode(self._tokens[self._start :])
     return after[len(before) :]
+
+
+class StoppedText:
+  """A response's text up to its first stop string, while tokens arrive.
+
+  Text that may be the beginning of a stop string waits for the next tokens.
+
+  Args:
+    tokenizer: of the policy.
+    stop: strings that end the text; they are not part of it.
+
+  Attributes:
+    stopped: whether one was found. The token that completed it is the last one
+      that was pushed.
+  """
+
+  def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]):
+    self._stream, self._stop = TextStream(tokenizer), tuple(stop)
+    self._held = ''
+    self.stopped = False
+
+  def push(self, token: int) -> str:
+    """Returns the text that this token lets go."""
+    return self._release(self._stream.push([token]))
+
+  def flush(self) -> str:
+    """Returns what still waited when the response ended."""
+    text = self._release(self._stream.flush())
+    rest, self._held = self._held, ''
+    return text + rest
+
+  def _release(self, new: str) -> str:
+    text = self._held + new
+    found = [at for string in self._stop if (at := text.find(string)) >= 0]
+    if found:
+      self.stopped, self._held = True, ''
+      return text[: min(found)]
+    keep = max((_overlap(text, string) for string in self._stop), default=0)
+    self._held = text[len(text) - keep :]
+    return text[: len(text) - keep]
+
+
+def _overlap(text: str, string: str) -> int:
+  """Returns how many characters at the end of a text begin a string."""
+  most = min(len(text), len(string) - 1)
+  return next((n for n in range(most, 0, -1) if text.endswith(string[:n])), 0)
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+  r"""Returns a token as text of its own.
+
+  One that is no whole character is written as OpenAI's API does, as in
+  'bytes:\xe2\x82', so that different tokens have different texts.
+  """
+  found = tokenizer.token_bytes(token)
+  try:
+    return found.decode()
+  except UnicodeDecodeError:
+    return 'bytes:' + ''.join(f'\\x{byte:02x}' for byte in found)

@@ -32,10 +32,27 @@ def test_the_users_share_stays(name):
   assert _fraction() == 0.3
 
 
-def test_a_full_device_is_answered_with_what_to_do():
-  full = RuntimeError(
-      'RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9GiB\nMore.'
-  )
-  text = device_memory.explained(full)
+@pytest.mark.parametrize(
+    'error',
+    [
+        RuntimeError(
+            'RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9GiB'
+            '\nMore.'
+        ),
+        # A CPU's.
+        RuntimeError(
+            'INTERNAL: Error dispatching computation: Out of memory allocating'
+            ' 9GiB\nMore.'
+        ),
+        MemoryError('Unable to allocate 9GiB for an array\nMore.'),
+    ],
+)
+def test_a_full_memory_is_answered_with_what_helps(error):
+  text = device_memory.explained(error)
   assert '9GiB' in text and '--dry_run' in text and 'More.' not in text
-  assert device_memory.explained(ValueError('Other.')) == 'Other.'
+  assert 'trainer.packed_rows=0' in text and 'rollout.num_slots' in text
+
+
+def test_an_error_of_another_kind_stays_as_it_is():
+  assert device_memory.explained(ValueError('Other.\nMore.')) == 'Other.\nMore.'
+  assert 'What helps' in device_memory.explained(MemoryError())

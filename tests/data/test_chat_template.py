@@ -1,3 +1,4 @@
+import contextlib
 import pathlib
 import time
 
@@ -5,6 +6,7 @@ import pytest
 
 from jetrl_jax.data import (
     ChatFormat,
+    ChatRenderer,
     Example,
     PlainFormat,
     Tokenizer,
@@ -124,6 +126,36 @@ def test_a_template_that_never_ends_is_killed(template):
   with pytest.raises(ValueError, match='did not finish within 1.0 s'):
     render_chat(template, [HELLO], variables={}, base_seconds=1.0)
   assert time.monotonic() - start < 5
+
+
+def test_a_process_that_stays_renders_alike_and_is_replaced_when_it_fails():
+  some = '{% for a in range(99999) %}'
+  forever = f'{some}{some}{{% endfor %}}{{% endfor %}}'
+  template = (
+      '{% if messages[0].content == "loop" %}' + forever + '{% endif %}'
+      '{% if messages[0].content == "raise" %}{{ raise_exception("no") }}'
+      '{% endif %}{% if messages[0].content == "blow" %}'
+      '{{ "%09999999999d" | format(1) }}{% endif %}' + QWEN3
+  )
+  with contextlib.closing(
+      ChatRenderer(template, {}, base_seconds=1.0)
+  ) as render:
+    expected = render_chat(template, [HELLO], variables={})
+    assert [render(HELLO)] == expected
+    first = render._process
+    with pytest.raises(ValueError, match='failed: TemplateError: no'):
+      render([{'role': 'user', 'content': 'raise'}])
+    assert [render(HELLO)] == expected and render._process is first
+    with pytest.raises(ValueError, match='did not finish within 1.0 s'):
+      render([{'role': 'user', 'content': 'loop'}])
+    assert [render(HELLO)] == expected
+    render._process.kill()
+    render._process.wait()
+    assert [render(HELLO)] == expected
+    blows_up = [{'role': 'user', 'content': 'blow'}]
+    with pytest.raises(ValueError, match='the chat template'):
+      render(blows_up)
+    assert [render(HELLO)] == expected
 
 
 def test_the_memory_limit_is_not_one_of_the_size_of_the_data(monkeypatch):

@@ -2,14 +2,17 @@
 
 import dataclasses
 import math
+import re
 import shutil
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from configs import llama8b, qwen0_5b, qwen3_8b, qwen7b, qwen14b
+from configs import llama8b, quickstart, qwen0_5b, qwen3_8b, qwen7b, qwen14b
 from jetrl_jax.config import build as configs
+from jetrl_jax.config import presets as config_presets
+from jetrl_jax.core import device_memory
 from jetrl_jax.dry_run import checks as dry_run_checks
 from jetrl_jax.dry_run import estimate as dry_run_estimate
 from jetrl_jax.dry_run import memory as dry_run_memory
@@ -385,15 +388,49 @@ def test_a_run_that_cannot_fit_is_told_why(tmp_path, capsys):
     dry_run_checks.dry_run(spec, tmp_path / 'run', 'L5')
 
 
-def test_a_run_warns_where_its_device_has_no_room(monkeypatch, caplog):
+def test_a_run_says_what_it_needs_and_warns_where_there_is_no_room(
+    monkeypatch, caplog, capsys
+):
   spec = parts_of.tiny()
-  dry_run_checks.warn_of_memory(spec)
+  dry_run_checks.say_memory(spec, 0)
   assert not caplog.records
+  said = capsys.readouterr().out
+  assert re.fullmatch(
+      r'memory: about [\d.]+ MiB of [\d.]+ GiB \(memory of this machine\);'
+      r' --dry_run says more\n',
+      said,
+  )
   monkeypatch.setattr(dry_run_checks.storage, 'physical_bytes', lambda: 10**6)
-  dry_run_checks.warn_of_memory(spec)
+  dry_run_checks.say_memory(spec, 0)
   assert 'on each device, and memory of this machine has 976.6 KiB' in (
       caplog.text
   )
+  assert device_memory.REMEDIES in caplog.text
+
+
+def test_on_a_cpu_the_scores_of_all_layers_are_counted():
+  spec, found = parts_of.seven_b()
+  needs = dry_run_needs.accumulate_needs
+  (rows, length), model = spec.batch_shape, spec.policy.model
+  scores = 8 * model.num_heads * rows * length**2
+  masters = found.state.trainable
+  of_kernel = needs(spec, masters)
+  one = needs(spec, masters, attention='reference')
+  assert one['attention: scores of one block'] == scores
+  every = needs(spec, masters, attention='cpu')
+  assert every['attention: scores of 28 blocks'] == 28 * scores
+  assert sum(of_kernel.values()) < sum(one.values()) < sum(every.values())
+
+
+@pytest.mark.slow
+def test_the_estimate_for_a_cpu_is_near_what_is_compiled():
+  spec = configs.build(config_presets.resolve(quickstart.get_config()))
+  found = dry_run_memory.shapes(spec)
+  sizes = dry_run_memory.ledger(spec, found)
+  near = dry_run_memory.estimated_phases(spec, found, sizes, attention='cpu')
+  exact, _ = dry_run_memory.compiled_phases(spec, found, sizes)
+  totals = [max(phase.total for phase in phases) for phases in (near, exact)]
+  assert 0.7 * totals[1] < totals[0] < 1.5 * totals[1]
 
 
 def test_weights_that_a_run_refuses_are_refused_by_its_dry_run(tmp_path):

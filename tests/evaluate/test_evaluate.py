@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from jetrl_jax.evaluate import __main__ as evaluate
 from jetrl_jax.evaluate import report as evaluate_report
 from jetrl_jax.evaluate import settings as evaluate_settings
+from jetrl_jax.rl.scoring.evaluation import Graded
 from tests import whole_run
 
 
@@ -53,6 +55,7 @@ def test_rows_and_summary_of_several_samples_agree(tmp_path):
   )
   row = summary['sources']['heldout']
   # The tiny run's reward reads no answer: there is nothing to vote with.
+  assert row['without_answer'] is None and 'last_number' not in row
   assert 'maj@4' not in row and problems[0]['maj'] is None
   for kind in ('mean', 'best'):
     entry = row[f'{kind}@4']
@@ -65,6 +68,40 @@ def test_rows_and_summary_of_several_samples_agree(tmp_path):
   assert len(responses) > 1  # At temperature 1 samples differ.
   shown = evaluate_report.table(summary, 'cpu')
   assert 'heldout' in shown and 'best@4' in shown and 'Wilson' in shown
+
+
+def test_a_strict_reward_says_what_it_did_not_find(tmp_path):
+  summary, _ = _evaluate(reward='gsm8k', output=str(tmp_path / 'out'))
+  row = summary['sources']['heldout']
+  # What the tiny run writes has no '####'.
+  assert row['without_answer'] == 1.0
+  assert row['last_number']['problems'] == 6
+  head, strict, lenient = evaluate_report.table(summary, 'cpu').split('\n')[3:6]
+  assert head.split() == [
+      *('problems', 'mean@1', 'length', 'cut', 'off', 'no', 'answer')
+  ]
+  assert strict.startswith('heldout') and strict.endswith('100.0%')
+  assert lenient.startswith('  last_number')
+
+
+def test_the_last_number_is_read_of_problems_whose_answer_is_one():
+  tokenizer = types.SimpleNamespace(
+      eos_ids=(), decode=lambda tokens: f'The answer is {tokens[0]}.'
+  )
+  prompts = [
+      types.SimpleNamespace(answer=answer) for answer in ('7', 'x^2', '1,000')
+  ]
+  completions = [
+      types.SimpleNamespace(tokens=np.asarray([n]))
+      for n in (7, 7, 5, 5, 7, 1000)
+  ]
+  graded = Graded(
+      prompts=prompts, completions=completions, results=[], num_generations=2
+  )
+  row = evaluate_report._last_number(graded, [0, 1, 2], tokenizer)
+  assert row['problems'] == 2 and row['without_answer'] == 0
+  assert row['mean@2']['value'] == 0.75
+  assert evaluate_report._last_number(graded, [1], tokenizer) is None
 
 
 def test_problems_without_a_score_count_nowhere(tmp_path):

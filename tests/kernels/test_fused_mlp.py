@@ -24,7 +24,6 @@ from jetrl_jax.kernels.swiglu import triton as swiglu
 from jetrl_jax.kernels.swiglu import triton_backward as swiglu_backward
 from jetrl_jax.models import remat
 from jetrl_jax.models.decoder import MLP, variables
-from jetrl_jax.models.layers import TAPS
 from tests import kernels_in_use
 from tests.hurry import fast_compile_jit
 from tests.models import tiny
@@ -231,15 +230,6 @@ def test_the_rollout_is_part_of_the_forward_that_has_this_derivative(as_on_gpu):
   flow.require_subgraph(rollout, train)
   dots = {n.path: n.inputs for n in rollout.nodes if n.kind == 'dot'}
   assert len(dots) == 2 and set(dots.values()) == {('e4m3', 'e4m3')}
-
-
-def test_what_is_looked_at_is_still_there(as_on_gpu):
-  params, state, weights, x, mask, _ = _trees()
-  tree = variables(weights, state, params)
-  _, shown = jax.eval_shape(
-      lambda: Inside(FP8).apply(tree, x, mask, mutable=[TAPS])
-  )
-  assert shown[TAPS]['mlp']['swiglu'].shape == (ROWS, INNER)
 
 
 def test_only_calibrated_fp8_in_whole_tiles_has_the_kernel(as_on_gpu):

@@ -1,6 +1,9 @@
 """What a run prints."""
 
-from jetrl_jax.metrics.console import before_and_after
+import re
+import time
+
+from jetrl_jax.metrics.console import Progress, before_and_after
 
 
 def test_what_a_resumed_run_began_to_measure_has_no_before():
@@ -24,3 +27,19 @@ def test_an_evaluation_that_was_not_the_first_is_not_called_before():
   assert before_and_after(alone, {'step': 8, one: 0.5}) == [
       f'{one}: 100.0% at step 6, 50.0% after'
   ]
+
+
+def test_a_long_task_says_a_line_now_and_then_also_while_it_waits(capsys):
+  shown = Progress('answers', 8, every_s=0.05)
+  shown.update(0)
+  time.sleep(0.2)
+  shown.update(2, 'accuracy so far 50.0%')
+  time.sleep(0.2)
+  shown.close()
+  lines = capsys.readouterr().err.splitlines()
+  assert lines[0] == 'answers: 0 of 8, 0 s'
+  assert re.fullmatch(
+      r'answers: 2 of 8, \d s, about [12] s left, accuracy so far 50.0%',
+      lines[-1],
+  )
+  assert not any('left' in line for line in lines if '0 of 8' in line)

@@ -3,17 +3,27 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.mismatch.bisect import Bisector
-from jetrl_jax.mismatch.compare import Placed, compare_op, ops, windows
+from jetrl_jax.mismatch.compare import (
+    Placed,
+    compare_op,
+    made_by,
+    ops,
+    windows,
+)
 from jetrl_jax.mismatch.forced_decode import forced_logprobs
+from jetrl_jax.mismatch.taps import tapped
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.rl import packing
 from jetrl_jax.rl.rollout.engine import Engine
-from jetrl_jax.rl.types import Completion
+from jetrl_jax.rl.types import Completion, TrainBatch
+from tests import kernels_in_use
 from tests.rl import tiny_run, tiny_updates
 
 
@@ -91,15 +101,17 @@ def _planted(path: str):
 
 def test_the_ops_are_those_of_the_forward_in_its_order():
   found = ops(tiny_run.model('qwen3', layers=2))
-  assert found[:4] == [
+  assert found[:6] == [
       'embed/out',
+      'layers_0/attn_norm/in',
       'layers_0/attn_norm/out',
+      'layers_0/attn_norm/out_fp8',
       'layers_0/attn/qkv/out',
       'layers_0/attn/q_norm/out',
   ]
   assert found[-4:] == ['final_norm/out', 'logits', 'logsumexp', 'logprob']
-  assert len(found) == 1 + 2 * 14 + 4
-  assert len(ops(tiny_run.model('qwen2', layers=2))) == 1 + 2 * 12 + 4
+  assert len(found) == 1 + 2 * 17 + 5
+  assert len(ops(tiny_run.model('qwen2', layers=2))) == 1 + 2 * 15 + 5
 
 
 def test_windows_hold_every_op_once_and_few_layers_each():
@@ -107,7 +119,7 @@ def test_windows_hold_every_op_once_and_few_layers_each():
   found = windows(model)
   assert [op for window in found for op in window] == ops(model)
   # Four layers, then two with the head.
-  assert [len(window) for window in found] == [1 + 4 * 12, 2 * 12 + 4]
+  assert [len(window) for window in found] == [1 + 4 * 15, 2 * 15 + 5]
 
 
 def _by_hand(prompt: int, response: int) -> Placed:
@@ -170,8 +182,11 @@ def test_an_exact_run_agrees_in_every_op_and_the_taps_disturb_nothing():
   found = _find()
   assert found.first is None
   assert [row.op for row in found.rows] == [
-      op.removesuffix('/out') for op in ops(_run().policy.model)
+      op.removesuffix('/out')
+      for op in ops(_run().policy.model)
+      if not op.endswith('_fp8')  # Of a recipe in BF16 there are none.
   ]
+  assert not found.unseen
   assert all(row.elements for row in found.rows)
   assert found.disturbed == (0, 0) and not found.one_by_one
 
@@ -222,12 +237,79 @@ def test_another_order_of_keys_is_named_as_attention():
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # Two programs per op.
 def test_programs_that_the_taps_changed_are_looked_at_one_by_one():
-  # As if the run's own program had had other log-probs. The third op differs,
+  # As if the run's own program had had other log-probs. The fourth op differs,
   # so that the others need not be compiled.
   found = _find(_planted('layers_0/attn/qkv/kernel'), moved_logprobs=0.5)
   assert found.one_by_one
   assert found.first is not None and found.first.op == 'layers_0/attn/qkv'
-  named = ['embed', 'layers_0/attn_norm', 'layers_0/attn/qkv']
+  named = [
+      'embed',
+      'layers_0/attn_norm/in',
+      'layers_0/attn_norm',
+      'layers_0/attn/qkv',
+  ]
   assert [row.op for row in found.rows] == named
   rollout, training = found.disturbed
   assert rollout == 0 and training == found.tokens
+
+
+def test_what_made_an_op_is_named_by_its_implementation():
+  kernels = dispatch.select(hardware=kernels_in_use.HOPPER)
+  reference = dispatch.select('reference')
+  made = made_by('layers_1/attn/attention_fp8', kernels, reference)
+  assert made == (
+      'rollout: decode_attention by triton, training: attention by reference'
+  )
+  assert made_by('layers_1/attn_norm', kernels, kernels).count('triton') == 2
+  assert made_by('layers_1/attn/o', kernels, kernels) == ''
+  assert made_by('embed', kernels, kernels) == ''
+
+
+def test_what_decode_shows_on_a_gpu_training_shows_as_well(monkeypatch):
+  kernels_in_use.as_on_hopper(monkeypatch)
+  run = tiny_run.policy(family='qwen2', layers=2)
+  sizes = dict(model_dim=128, head_dim=64, ffn_dim=256)
+  model = dataclasses.replace(run.model, **sizes)
+  policy = tapped(dataclasses.replace(run, model=model), tuple(ops(model)))
+  state = tiny_run.state_shapes(policy)
+  params = PolicyParams(state.weights, state.fp8_state)
+  rows, caches = jax.ShapeDtypeStruct((16,), 'i4'), policy.page_shapes(16, 64)
+
+  def decode(*args):
+    policy.decode(*args)
+    return policy.take()
+
+  def train(params, batch):
+    policy.hidden(params, batch)
+    return policy.take()
+
+  table = jax.ShapeDtypeStruct((16, 2), 'i4')
+  ours = jax.eval_shape(
+      policy.bound(decode), params, rows, rows, table, [caches] * 2
+  )
+  batch = TrainBatch.of_shapes(1, policy.tile)
+  theirs = jax.eval_shape(policy.bound(train), params, batch)
+  assert {'layers_1/mlp_norm/in', 'layers_1/attn/attention_fp8'} <= {*ours}
+  # Within a kernel: the dots whose scales and sums it applies.
+  assert 'layers_1/attn/o/out' in {*theirs} - {*ours}
+  for op in {*ours} & {*theirs}:
+    assert ours[op].dtype == theirs[op].dtype, op
+    assert ours[op].shape[1:] == theirs[op].shape[1:], op
+  assert {*ours} <= {*theirs}
+
+
+@pytest.mark.slow
+def test_a_decode_step_is_looked_at_with_its_kernels(monkeypatch):
+  kernels_in_use.interpret(monkeypatch)
+  run = _run()
+  rollout = dataclasses.replace(
+      run.policy, kernels=kernels_in_use.choose('rope_append')
+  )
+  engine = Engine(rollout, run.engine.config, run.mesh)
+  bisector = Bisector(
+      run.policy, rollout, run.engine.config, run.loss, run.mesh, run.start
+  )
+  planted = _planted('layers_1/mlp_norm/scale')
+  found = _find(planted, engine=engine, bisector=bisector)
+  assert found.first is not None and found.first.op == 'layers_1/mlp_norm'
+  assert found.unseen == ('layers_0/attn/rope_k', 'layers_1/attn/rope_k')

@@ -1,5 +1,7 @@
 """A few steps of decode, as a rollout runs them and as training computes."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jetrl_jax import fp8, kernels
 from jetrl_jax.core.compilation import exact_jit
 from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import Recipe, scaling_state
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.models.types import ModelConfig
 
@@ -15,6 +18,14 @@ from jetrl_jax.models.types import ModelConfig
 def policy(model: ModelConfig, recipe: Recipe, kv: str) -> Policy:
   """A policy with tiles of 64."""
   return Policy(model=model, recipe=recipe, kv_cache_dtype=kv)
+
+
+def separately(policy: Policy) -> Policy:
+  """The policy whose decode joins no operations of training's."""
+  kernels = policy.kernels.replace(
+      rope_append=dispatch.REFERENCE, sample_token=dispatch.REFERENCE
+  )
+  return dataclasses.replace(policy, kernels=kernels)
 
 
 def params(policy: Policy) -> PolicyParams:
@@ -55,7 +66,7 @@ def steps(
     jit=exact_jit,
 ):
   """Logits and caches after each of three steps; slot 1 is idle."""
-  policy = policy if fused else policy.separately()
+  policy = policy if fused else separately(policy)
   random = np.random.default_rng(0)
   pages, size = 2 * rows, 128
   table = random.permutation(pages).reshape(rows, 2).astype(np.int32)

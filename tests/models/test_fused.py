@@ -44,7 +44,7 @@ def test_a_fused_step_has_the_swiglu_of_the_step(monkeypatch, ffn_dim):
   rows, caches = jax.ShapeDtypeStruct((16,), 'i4'), policy.page_shapes(16, 64)
   calls = []
   for is_fused in (True, False):
-    one = policy if is_fused else policy.separately()
+    one = policy if is_fused else fused.separately(policy)
     table = jax.ShapeDtypeStruct((16, 2), 'i4')
     jax.eval_shape(
         one.bound(one.decode), params, rows, rows, table, [caches] * 2

@@ -171,9 +171,10 @@ def test_rewards_that_fail_are_an_alarm(tmp_path):
   }
   folder = workdirs.write(tmp_path / 'run', config=sizes)
   # 3 timeouts of 8 answers at each step.
-  alarm = _alarms(folder)['Rewards fail']
+  (alarm,) = _alarms(folder).values()
+  assert alarm.label.startswith('Rewards fail')
   assert alarm.value == '37.5% of the answers of the last 5 steps'
-  assert alarm.detail == 'They count 0. In the run: 18 timeout.'
+  assert alarm.detail.endswith(' In the run: 18 timeout.')
   sizes['rollout']['num_generations'] = 16  # 3 of 32.
   (folder / 'config.json').write_text(json.dumps(sizes))
   assert _alarms(folder) == {}
@@ -183,6 +184,22 @@ def test_answers_without_a_final_answer_are_an_alarm(workdir):
   label = 'Nearly no answer holds a final answer'
   assert _alarms(workdir, 0.95)[label].value == '95% of the newest'
   assert _alarms(workdir, 0.5) == {}
+  # What the run itself has counted goes before what the page has read.
+  _append(workdir, **{'alarm/no_answer': 0})
+  assert _alarms(workdir, 0.95) == {}
+
+
+def test_heldout_prompts_that_are_trained_on_are_an_alarm(workdir):
+  _append(workdir, **{'alarm/heldout_in_training': 7})
+  (alarm,) = _alarms(workdir).values()
+  assert alarm.value == '7 of them' and 'data.val_files' in alarm.detail
+
+
+def test_an_alarm_that_another_explains_is_not_said(workdir):
+  for _ in range(5):
+    _append(workdir, **{'critic/mixed_group_frac': 0.0, 'actor/grad_norm': 0.0})
+  (alarm,) = _alarms(workdir).values()
+  assert alarm.label == 'No group had a learning signal'
 
 
 def test_a_fall_beyond_both_intervals_is_an_alarm(workdir):

@@ -12,11 +12,22 @@ import pytest
 _ROOT = pathlib.Path(__file__).parents[2]
 _CHECKPOINT = '--checkpoint=examples/quickstart/checkpoint'
 _INSTALLED = importlib.util.find_spec('jetstream') is not None
+_NEEDS_SERVE = pytest.mark.skipif(
+    importlib.util.find_spec('uvicorn') is None, reason='needs the extra serve'
+)
 
 
-def _refused(*arguments: str, module: str = 'jetrl_jax.serve') -> str:
+def _refused(
+    *arguments: str, module: str = 'jetrl_jax.serve', missing: str = ''
+) -> str:
+  """The one line on stderr; `missing` names a package that is not there."""
+  code = (
+      f'import runpy, sys; sys.argv[1:] = {list(arguments)};'
+      f' sys.modules.update({{{missing!r}: None}});'
+      f' runpy.run_module({module!r}, run_name="__main__", alter_sys=True)'
+  )
   done = subprocess.run(
-      [sys.executable, '-m', module, *arguments],
+      [sys.executable, '-c', code],
       cwd=_ROOT,
       env=os.environ | {'JAX_PLATFORMS': 'cpu'},
       capture_output=True,
@@ -38,45 +49,84 @@ def test_a_flag_out_of_range_is_refused():
   assert 'chekpoint' in _refused('--chekpoint=runs/quickstart')
 
 
-def test_a_client_without_a_prompt_is_refused():
-  found = _refused(module='jetrl_jax.serve.ask')
+@pytest.mark.parametrize(
+    'module', ['jetrl_jax.serve.ask', 'jetrl_jax.serve.jetstream.ask']
+)
+def test_a_client_without_a_prompt_is_refused(module):
+  found = _refused(module=module)
   assert '--prompt must have a value' in found.replace('Flag ', '')
 
 
 def test_a_client_does_not_wait_for_jax():
-  script = 'import sys, jetrl_jax.serve.ask; sys.exit("jax" in sys.modules)'
+  script = (
+      'import sys, jetrl_jax.serve.ask, jetrl_jax.serve.jetstream.client;'
+      ' sys.exit("jax" in sys.modules)'
+  )
   subprocess.run([sys.executable, '-c', script], cwd=_ROOT, check=True)
 
 
-@pytest.mark.skipif(_INSTALLED, reason='google-jetstream is installed')
 @pytest.mark.parametrize(
-    ('module', 'argument'),
+    ('module', 'arguments', 'missing', 'extra'),
     [
-        ('jetrl_jax.serve', _CHECKPOINT),
-        ('jetrl_jax.serve.ask', '--prompt=1'),
+        ('jetrl_jax.serve', [_CHECKPOINT], 'uvicorn', 'serve'),
+        ('jetrl_jax.serve', [_CHECKPOINT, '--grpc'], 'jetstream', 'jetstream'),
+        ('jetrl_jax.serve.jetstream.ask', ['--prompt=1'], 'grpc', 'jetstream'),
     ],
 )
-def test_without_the_extra_the_command_says_what_to_install(module, argument):
-  found = _refused(argument, module=module)
-  assert found.startswith('jetstream is not installed')
-  assert "pip install 'jetrl_jax[jetstream]'" in found
+def test_without_the_extra_the_command_says_what_to_install(
+    module, arguments, missing, extra
+):
+  if missing == 'jetstream' and importlib.util.find_spec('grpc') is None:
+    missing = 'grpc'
+  found = _refused(*arguments, module=module, missing=missing)
+  assert found.startswith(f'{missing} is not installed')
+  assert f"pip install 'jetrl_jax[{extra}]'" in found
 
 
-@pytest.mark.skipif(not _INSTALLED, reason='needs google-jetstream')
-@pytest.mark.jetstream
-def test_a_port_in_use_and_a_missing_folder_are_refused():
+@_NEEDS_SERVE
+def test_other_machines_are_served_with_a_token_only(tmp_path):
+  found = _refused(_CHECKPOINT, '--host=0.0.0.0', '--port=0')
+  assert found.startswith('--host=0.0.0.0 can be reached from other machines')
+  assert '--token_file or JETRL_JAX_TOKEN' in found
+  file = tmp_path / 'token'
+  file.write_text('two words')
+  found = _refused(_CHECKPOINT, '--port=0', f'--token_file={file}')
+  assert found.endswith('must hold one word of ASCII, the token')
+
+
+@_NEEDS_SERVE
+def test_an_address_and_limits_that_cannot_be_had_are_refused():
   with socket.create_server(('127.0.0.1', 0)) as taken:
     port = taken.getsockname()[1]
     found = _refused(_CHECKPOINT, f'--port={port}')
   assert found.startswith(f'cannot listen on 127.0.0.1:{port} (')
+  assert _refused(_CHECKPOINT, '--host=').startswith('--host is empty')
   found = _refused('--checkpoint=examples/nothing/here', '--port=0')
   assert 'no such folder' in found
   found = _refused(_CHECKPOINT, '--port=0', '--max_tokens=100000')
   assert 'max_prompt_length + max_tokens is' in found
-  found = _refused(_CHECKPOINT, '--port=0', f'--max_message_kib={2**21}')
-  assert found.startswith('max_message_kib is 2097152; allowed')
-  assert _refused(_CHECKPOINT, '--host=').startswith('--host is empty')
+
+
+def test_a_client_says_where_no_server_is():
   found = _refused(
       '--prompt=1', '--address=127.0.0.1:1', module='jetrl_jax.serve.ask'
+  )
+  assert found.startswith('no answer from 127.0.0.1:1 (')
+  assert 'does jetrl_jax serve run there' in found
+
+
+@pytest.mark.skipif(not _INSTALLED, reason='needs google-jetstream')
+@pytest.mark.jetstream
+def test_the_grpc_server_refuses_alike():
+  found = _refused('--grpc', '--checkpoint=examples/nothing/here', '--port=0')
+  assert 'no such folder' in found
+  found = _refused(
+      '--grpc', _CHECKPOINT, '--port=0', f'--max_message_kib={2**21}'
+  )
+  assert found.startswith('max_message_kib is 2097152; allowed')
+  found = _refused(
+      '--prompt=1',
+      '--address=127.0.0.1:1',
+      module='jetrl_jax.serve.jetstream.ask',
   )
   assert found.startswith('UNAVAILABLE: ')

@@ -1,11 +1,11 @@
-"""What a request may ask for, without JetStream."""
+"""What a request may ask for."""
 
 import pathlib
 
 import pytest
 
 from jetrl_jax.data import PlainFormat, Tokenizer
-from jetrl_jax.serve.requests import Limits, PromptReader, Sampling, sampling_of
+from jetrl_jax.serve.requests import Limits, PromptReader
 
 _FOLDER = pathlib.Path(__file__).parents[2] / 'examples/quickstart/checkpoint'
 _LIMITS = Limits(max_prompt_length=4, max_tokens=8)
@@ -14,42 +14,6 @@ _LIMITS = Limits(max_prompt_length=4, max_tokens=8)
 def _reader(template='{prompt}'):
   tokenizer = Tokenizer(_FOLDER)
   return PromptReader(tokenizer, PlainFormat(template=template), _LIMITS, 40)
-
-
-def test_without_metadata_decoding_is_greedy():
-  assert sampling_of(8, (), _LIMITS) == Sampling(max_tokens=8)
-  assert Sampling(max_tokens=8).temperature == 0
-
-
-def test_temperature_and_seed_come_from_the_metadata():
-  metadata = (('seed', '4294967295'), ('user-agent', 'x'), ('temperature', '1'))
-  expected = Sampling(max_tokens=1, temperature=1.0, seed=2**32 - 1)
-  assert sampling_of(1, metadata, _LIMITS) == expected
-
-
-def test_sampling_survives_its_text():
-  sampling = Sampling(max_tokens=3, temperature=0.1, seed=7)
-  assert Sampling.from_text(sampling.to_text()) == sampling
-
-
-@pytest.mark.parametrize(
-    ('max_tokens', 'metadata', 'message'),
-    [
-        (0, {}, 'max_tokens is 0; allowed: 1 to 8'),
-        (9, {}, 'max_tokens is 9; allowed: 1 to 8'),
-        (1, {'temperature': 'warm'}, "temperature is 'warm', which is no"),
-        (1, {'temperature': '-1'}, 'temperature is -1.0; allowed: 0.001 to'),
-        (1, {'temperature': 'nan'}, 'temperature is nan; allowed: 0.001 to'),
-        (1, {'temperature': '1e39'}, 'temperature is 1e[+]39; allowed: 0.001'),
-        (1, {'temperature': 'inf'}, 'temperature is inf; allowed: 0.001 to'),
-        (1, {'seed': '1.5'}, "seed is '1.5', which is no number"),
-        (1, {'seed': '-1'}, r'seed is -1; allowed: 0 to 2\^32 - 1'),
-        (1, {'seed': str(2**32)}, r'allowed: 0 to 2\^32 - 1'),
-    ],
-)
-def test_a_wrong_setting_is_refused(max_tokens, metadata, message):
-  with pytest.raises(ValueError, match=message):
-    sampling_of(max_tokens, tuple(metadata.items()), _LIMITS)
 
 
 def test_text_is_put_into_the_prompt_format_and_tokens_are_not():

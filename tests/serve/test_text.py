@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetrl_jax.data import Tokenizer
-from jetrl_jax.serve.text import TextStream
+from jetrl_jax.serve.text import StoppedText, TextStream, token_text
 
 
 @pytest.fixture(scope='module', name='tokenizer')
@@ -70,3 +70,46 @@ def test_no_bytes_make_a_piece_that_has_to_be_taken_back(tokenizer, tokens):
   pieces = _pieces(tokenizer, tokens)
   assert len(pieces) == len(tokens) + 1
   assert ''.join(pieces) == tokenizer.decode(tokens)
+
+
+def _stopped(tokenizer, text: str, stop: list[str]) -> tuple[str, int, bool]:
+  """The text that was let go, after how many tokens, and whether it stopped."""
+  stream, found = StoppedText(tokenizer, stop), ''
+  tokens = tokenizer.encode(text, add_special_tokens=False).tolist()
+  for count, token in enumerate(tokens, 1):
+    found += stream.push(token)
+    if stream.stopped:
+      return found, count, True
+  return found + stream.flush(), len(tokens), stream.stopped
+
+
+@pytest.mark.parametrize(
+    ('text', 'stop', 'expected'),
+    [
+        ('one two', ['tw'], ('one ', 6, True)),
+        # The beginning of a stop string that is none waits, and then comes.
+        ('one', ['nex', 'two'], ('one', 3, False)),
+        ('aab', ['ab'], ('a', 3, True)),
+        # The earliest of those that the same token completes.
+        ('abcd', ['cd', 'bcd'], ('a', 4, True)),
+        ('né!', ['é'], ('n', 3, True)),
+        ('x', [], ('x', 1, False)),
+    ],
+)
+def test_a_text_ends_before_its_first_stop_string(
+    tokenizer, text, stop, expected
+):
+  assert _stopped(tokenizer, text, stop) == expected
+
+
+def test_text_that_may_begin_a_stop_string_is_held_back(tokenizer):
+  stream = StoppedText(tokenizer, ['\n\n'])
+  tokens = tokenizer.encode('a\nb', add_special_tokens=False).tolist()
+  assert [stream.push(token) for token in tokens] == ['a', '', '\nb']
+
+
+def test_a_token_that_is_half_a_character_has_a_text_of_its_own(tokenizer):
+  tokens = tokenizer.encode('a€', add_special_tokens=False).tolist()
+  found = [token_text(tokenizer, token) for token in tokens]
+  assert found == ['a', r'bytes:\xe2', r'bytes:\x82', r'bytes:\xac']
+  assert b''.join(map(tokenizer.token_bytes, tokens)) == 'a€'.encode()

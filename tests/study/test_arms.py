@@ -1,10 +1,21 @@
 """The study's arms: what they are, and that nothing else differs."""
 
+import importlib
+
 import pytest
 
-from configs import study as study_config
 from jetrl_jax.config import presets as config_presets
-from study.arms import ARMS, BITS, CORRECTIONS, GROUPS, PAIRS, named
+from study.arms import (
+    ARMS,
+    BITS,
+    CORRECTIONS,
+    GROUPS,
+    PAIRS,
+    PRIMARY,
+    SECONDARY,
+    TOY,
+    named,
+)
 from study.run import Plan
 
 # What an arm may set.
@@ -19,8 +30,19 @@ _MADE_OF = {
 }
 
 
+_TOYS = [arm for arm in ARMS.values() if arm.cell is TOY]
+
+
+def _config(arm):
+  """The cell's config, before the arm's settings."""
+  module = arm.cell.config.removesuffix('.py').replace('/', '.')
+  config = importlib.import_module(module).get_config()
+  config.update_from_flattened_dict(dict(arm.cell.settings))
+  return config
+
+
 def _resolved(arm):
-  config = study_config.get_config()
+  config = _config(arm)
   config.update_from_flattened_dict(dict(arm.settings))
   return config_presets.resolve(config)
 
@@ -46,11 +68,16 @@ def test_an_arm_runs_the_recipes_it_says_and_differs_in_nothing_else(arm):
   # Nothing weighs the mismatch but in the arms that say so, and pi_old is
   # training's own where it exists.
   kinds = [kind for kind in CORRECTIONS if f'_{kind}' in arm.name]
+  kinds += ['token'] * arm.name.endswith('flashrl')
+  kinds += ['acr'] * arm.name.endswith('qurl')
   assert [config.algorithm.rollout_is] == (kinds or ['none'])
   recompute = arm.is_mixed or 'inexact' in arm.name
   assert (config.algorithm.old_logprobs == 'recompute') == recompute
-  base, made = _flat(study_config.get_config()), _flat(config)
-  assert {k for k in base if base[k] != made[k]} <= _MADE_OF
+  base, made = _flat(_config(arm)), _flat(config)
+  more = set()
+  if arm.cell is not TOY:
+    more = {'precision.kv_cache_dtype', 'precision.invariant_scale'}
+  assert {k for k in base if base[k] != made[k]} <= _MADE_OF | more
 
 
 def test_the_two_by_two_has_every_corner_once():
@@ -69,7 +96,23 @@ def test_the_control_has_a_mixed_and_a_unified_arm_of_every_format():
       for length in ('', '_long'):
         asked = bits != 'int3'  # Only by name.
         assert (f'{side}_{bits}{length}' in names) == asked
-  assert all(a in ARMS and b in ARMS for a, b in PAIRS)
+  pairs = (*PAIRS, PRIMARY, *SECONDARY)
+  assert all(a in ARMS and b in ARMS for a, b in pairs)
+
+
+def test_the_cells_have_the_arms_and_seeds_of_the_design():
+  main = named(['gsm8k'])
+  assert [len(arm.seeds) for arm in main] == [5, 5, 5, 3, 3, 3, 3, 3]
+  for cell in ('math', 'stress'):
+    arms = named([cell])
+    assert [arm.name for arm in arms] == [
+        arm.name.replace('gsm8k', cell) for arm in main[:3]
+    ]
+    assert {arm.seeds for arm in arms} == {(1, 2, 3)}
+  # FP8 keys where the rollout trains as it samples, and nowhere else.
+  for arm in main:
+    fp8_keys = _resolved(arm).precision.kv_cache_dtype == 'float8_e4m3fn'
+    assert fp8_keys == (arm.train.startswith('fp8'))
 
 
 def test_an_unknown_arm_is_answered_with_all_that_there_are():
@@ -84,7 +127,7 @@ def test_an_unknown_arm_is_answered_with_all_that_there_are():
 def test_runs_of_one_seed_differ_in_the_arm_alone(tmp_path):
   plan = Plan(folder=tmp_path, more={'optim.lr': '1e-5'})
   for is_long in (False, True):
-    arms = [arm for arm in ARMS.values() if arm.is_long == is_long]
+    arms = [arm for arm in _TOYS if arm.is_long == is_long]
     shared = [
         {k: v for k, v in plan.settings(arm, 2).items() if k not in _MADE_OF}
         for arm in arms

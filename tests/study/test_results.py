@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from study import figures, results
+from study import cell_figures, figures, results
 from study.arms import ARMS
 from study.run import is_finished, steps_done
 
@@ -146,3 +146,56 @@ def test_every_figure_is_drawn_and_the_table_says_what_is_known(
   # Of four steps: the least of 1 - 0.01 step, and the mean of 0.001 step.
   row = '| `fp8_rollout` | 40.0% | 20.0, 20.0 | 20.0, 20.0 | 100% |'
   assert f'{row} 1.0e-04 (1.0e-04) | 0.96 | 0.25% |' in table
+
+
+def _runs(accuracies):
+  """Runs of a real cell: (arm, seed) -> accuracy at steps 0, 60 and 80."""
+  return [
+      results.Run(
+          arm=ARMS[arm],
+          seed=seed,
+          about={'device': 'H100', 'finished': True},
+          rows=[
+              {
+                  'step': step,
+                  'val-core/test/acc/mean@1': value,
+                  'val-bf16/test/acc/mean@1': value,
+                  'rollout_corr/k3_kl': 1e-3,
+              }
+              for step, value in zip((0, 60, 80), values, strict=True)
+          ],
+      )
+      for (arm, seed), values in accuracies.items()
+  ]
+
+
+def test_the_tables_of_a_cell_answer_the_questions(tmp_path, capsys):
+  runs = _runs(
+      {
+          ('gsm8k_jetrl', 1): (0.2, 0.30, 0.40),
+          ('gsm8k_jetrl', 2): (0.2, 0.31, 0.41),
+          ('gsm8k_jetrl', 3): (0.2, 0.32, 0.42),
+          ('gsm8k_bf16', 1): (0.2, 0.30, 0.40),
+          ('gsm8k_bf16', 2): (0.2, 0.31, 0.41),
+          ('gsm8k_bf16', 3): (0.2, 0.322, 0.422),
+          ('gsm8k_qurl', 1): (0.2, 0.10, 0.20),
+          ('gsm8k_qurl', 2): (0.2, 0.11, 0.21),
+          ('gsm8k_qurl', 3): (0.2, 0.121, 0.222),
+      }
+  )
+  cell_figures.endpoints(runs, tmp_path / 'e.png', 'x')
+  lines = capsys.readouterr().out.splitlines()[2:]
+  assert [line.split(' | ')[:2] for line in lines] == [
+      ['| gsm8k_jetrl', 'gsm8k_bf16'],
+      ['| gsm8k_qurl', 'gsm8k_bf16'],
+  ]
+  assert 'as good: yes' in lines[0] and '| -20.0 |' in lines[1]
+  assert lines[1].endswith('| different |')
+  for draw in (cell_figures.means, cell_figures.k3):
+    draw(runs, tmp_path / f'{draw.__name__}.png', 'x')
+  assert len(list(tmp_path.glob('*.png'))) == 3
+  steps, mean_S, half_S = cell_figures.mean_by_step(runs[:2], 'core')
+  assert steps.tolist() == [0, 60, 80]
+  assert mean_S == pytest.approx([20, 30.5, 40.5])
+  # t(1) = 12.706, std of two values 1 apart is 1 / sqrt(2).
+  assert half_S == pytest.approx([0, 12.706 * 0.5, 12.706 * 0.5], rel=1e-4)

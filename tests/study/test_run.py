@@ -70,7 +70,12 @@ def test_what_cannot_be_run_is_refused_before_anything_is(tmp_path):
         (run, ['--parallel=0'], '--parallel=0; it must be >= 1'),
         (run, ['--set=optim.lr'], '--set=optim.lr must be NAME=VALUE'),
         (prepare, ['--set=foo'], '--set=foo must be NAME=VALUE, such as --set'),
-        (run, ['--seeds=1'], 'holds no task; run python -m study.prepare'),
+        (
+            run,
+            ['--seeds=1', '--arms=2x2'],
+            'holds no task; run python -m study.prepare',
+        ),
+        (run, ['--seeds=1'], "arm 'gsm8k_jetrl' starts from a real checkp"),
         (run, ['--config=nowhere.py'], '--config=nowhere.py: there is no such'),
         (results, ['--output=out'], 'holds no runs/*/seed*/metrics.jsonl'),
         (

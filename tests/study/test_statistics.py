@@ -4,7 +4,16 @@ import math
 
 import pytest
 
-from study.statistics import Paired, collapse, final, paired, verdict
+from study.statistics import (
+    Paired,
+    collapse,
+    endpoint,
+    final,
+    holm,
+    is_as_good,
+    paired,
+    verdict,
+)
 
 
 def test_the_final_accuracy_is_the_mean_of_three():
@@ -38,16 +47,26 @@ def test_the_paired_interval_by_hand():
   assert found.half_width == pytest.approx(4.303 * 0.1 / math.sqrt(3))
   low, high = found.interval
   assert low == pytest.approx(-0.048, abs=1e-3) and high > 0.44
+  # t = 0.2 / (0.1 / sqrt(3)) = 3.464; with 2 degrees of freedom
+  # p = 1 - t / sqrt(2 + t^2).
+  t = 2 * math.sqrt(3)
+  assert found.p_value == pytest.approx(1 - t / math.sqrt(2 + t * t))
 
 
 def test_one_pair_has_no_interval_and_none_is_an_error():
-  assert paired({1: 0.5}, {1: 0.4}).half_width == math.inf
+  one = paired({1: 0.5}, {1: 0.4})
+  assert one.half_width == math.inf and one.p_value == 1
   with pytest.raises(ValueError, match='no pair: one arm has the seeds'):
     paired({1: 0.5}, {2: 0.5})
 
 
 def _of(mean, half_width, count=3):
-  return Paired(differences=(mean,) * count, mean=mean, half_width=half_width)
+  return Paired(
+      differences=(mean,) * count,
+      mean=mean,
+      half_width=half_width,
+      p_value=1.0,
+  )
 
 
 def test_a_verdict_needs_an_interval_and_three_pairs():
@@ -58,3 +77,25 @@ def test_a_verdict_needs_an_interval_and_three_pairs():
   # Surely different, by less than the margin: neither claim holds.
   assert verdict(_of(-0.029, 0.005)) == 'inconclusive'
   assert verdict(_of(-0.1, 0.05, count=2)) == 'inconclusive'
+
+
+def test_the_endpoint_is_the_mean_after_step_50():
+  points = [(0, 0.2), (40, 0.3), (50, 0.9), (60, 0.4), (80, 0.5)]
+  assert endpoint(points) == pytest.approx(0.45)
+  assert endpoint(points[:3]) is None
+
+
+def test_holms_correction_by_hand():
+  found = holm({'a': 0.01, 'b': 0.04, 'c': 0.03, 'd': 0.9})
+  # 4 x 0.01, 3 x 0.03, then never below the one before; at most 1.
+  assert found == pytest.approx({'a': 0.04, 'c': 0.09, 'b': 0.09, 'd': 0.9})
+  assert holm({'a': 0.7, 'b': 0.8}) == {'a': 1.0, 'b': 1.0}
+
+
+def test_as_good_needs_the_whole_interval_above_the_margin():
+  assert is_as_good(_of(0.0, 0.009)) == 'yes'
+  assert is_as_good(_of(0.03, 0.02)) == 'yes'
+  assert is_as_good(_of(0.0, 0.011)) == 'not decided'
+  assert is_as_good(_of(-0.03, 0.02)) == 'no'
+  assert is_as_good(_of(-0.009, 0.005)) == 'not decided'
+  assert is_as_good(_of(0.0, 0.001, count=2)) == 'not decided'

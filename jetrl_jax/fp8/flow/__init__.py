@@ -1,6 +1,11 @@
 """The precision flow of a program, and whether one is part of another."""
 
-from jetrl_jax.fp8.flow.graph import FlowEdge, FlowGraph, FlowNode
+from jetrl_jax.fp8.flow.graph import (
+    FlowEdge,
+    FlowGraph,
+    FlowKernel,
+    FlowNode,
+)
 from jetrl_jax.fp8.flow.subgraph import (
     Difference,
     check_subgraph,
@@ -13,6 +18,7 @@ __all__ = [
     'Difference',
     'FlowEdge',
     'FlowGraph',
+    'FlowKernel',
     'FlowNode',
     'check_subgraph',
     'extract',

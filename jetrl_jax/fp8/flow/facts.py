@@ -24,8 +24,6 @@ DOTS = frozenset(
 )
 CASTS = frozenset(['convert_element_type', 'reduce_precision'])
 KERNELS = frozenset(['pallas_call', 'ffi_call', 'custom_call'])
-# Compiled functions that count as one kernel, with what lays out its operands.
-KERNEL_CALLS = frozenset(['flash_attention'])
 REDUCTIONS = frozenset(
     'cumlogsumexp cummax cummin cumprod cumsum pmax pmin psum psum_invariant'
     ' reduce reduce_max reduce_min reduce_prod reduce_scatter reduce_sum'
@@ -80,9 +78,7 @@ def is_number(aval) -> bool:
 
 def is_kernel(eqn) -> bool:
   """True for an operation whose inside is not traced."""
-  op = eqn.primitive.name
-  called = op in ('jit', 'pjit') and eqn.params['name'] in KERNEL_CALLS
-  return called or op in KERNELS
+  return eqn.primitive.name in KERNELS
 
 
 def is_int8_dot(eqn) -> bool:
@@ -104,6 +100,12 @@ def _shape(aval) -> tuple[int, ...]:
 def fresh(aval) -> Fact:
   """Returns the fact of an input or of an unknown value."""
   return Fact(all_axes(aval))
+
+
+def of_rank(fact: Fact, aval) -> Fact:
+  """Returns the fact of a value in one part, where it had equal copies."""
+  rank = len(_shape(aval))
+  return dataclasses.replace(fact, varying=fact.varying[-rank or None :][:rank])
 
 
 def cut(fact: Fact) -> Fact:

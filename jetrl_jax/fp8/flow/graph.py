@@ -7,6 +7,9 @@ another number of times.
 """
 
 import dataclasses
+import re
+
+_NO_SCOPE = '(no scope)'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)
@@ -38,7 +41,7 @@ class FlowNode:
   @property
   def place(self) -> str:
     """The path, for people."""
-    return self.path or '(no scope)'
+    return self.path or _NO_SCOPE
 
   def signature(self) -> str:
     """Returns the node without its path, for people."""
@@ -69,6 +72,21 @@ class FlowEdge:
     return f'{self.producer} --{self.dtype}--> {self.consumer}'
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, order=True)
+class FlowKernel:
+  """A kernel, in whose place the graph has the nodes of its reference.
+
+  Attributes:
+    path: named scopes around it.
+    operation: a row of `kernels.dispatch.TABLE`.
+    implementation: its name there.
+  """
+
+  path: str
+  operation: str
+  implementation: str
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlowGraph:
   """The precision flow of one function.
@@ -76,10 +94,13 @@ class FlowGraph:
   Attributes:
     nodes: all different, in program order.
     edges: all different, between `nodes`.
+    kernels: that compute some of the nodes, in program order; XLA computes the
+      others.
   """
 
   nodes: tuple[FlowNode, ...]
   edges: tuple[FlowEdge, ...]
+  kernels: tuple[FlowKernel, ...] = ()
 
   def by_path(self) -> dict[str, list[FlowNode]]:
     """Returns the nodes of each path, both in program order."""
@@ -88,10 +109,39 @@ class FlowGraph:
       paths.setdefault(node.path, []).append(node)
     return paths
 
+  def implementations(self) -> str:
+    """Says what computes each dot with a weight, and which kernels run.
+
+    Layers that compute alike are one, as in 'layers_*/attn/qkv: dot e4m3 x e4m3
+    -> bf16; layers_*/attn/attention: decode_attention by triton'.
+    """
+    said = {_any_layer(node.path): {} for node in self.nodes}
+    for kernel in self.kernels:
+      by = f'{kernel.operation} by {kernel.implementation}'
+      said.setdefault(_any_layer(kernel.path), {})[by] = None
+    for node in self.nodes:
+      # Those of a sum or of attention have a precision in their name.
+      if node.op == 'dot_general' and not node.backward:
+        formats = f'dot {" x ".join(node.inputs)} -> {node.outputs[0]}'
+        said[_any_layer(node.path)][formats] = None
+    return '; '.join(f'{at}: {", ".join(by)}' for at, by in said.items() if by)
+
   def to_text(self) -> str:
     """Returns a listing, layer by layer."""
     lines = [f'{len(self.nodes)} operations, {len(self.edges)} edges']
-    for nodes in self.by_path().values():
-      lines.append(nodes[0].place)
+    kernels = {}
+    for kernel in self.kernels:
+      by = f'{kernel.operation} by {kernel.implementation}'
+      kernels.setdefault(kernel.path, []).append(by)
+    paths = self.by_path()
+    for path in dict.fromkeys([*paths, *kernels]):
+      lines.append(path or _NO_SCOPE)
+      lines += [f'  {"kernel":<15} {by}' for by in kernels.get(path, ())]
+      nodes = paths.get(path, ())
       lines += [f'  {node.kind:<15} {node.signature()}' for node in nodes]
     return '\n'.join(lines) + '\n'
+
+
+def _any_layer(path: str) -> str:
+  path = re.sub(r'layers_\d+', 'layers_*', path)
+  return path.removeprefix('Decoder/') or _NO_SCOPE

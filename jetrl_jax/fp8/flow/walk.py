@@ -3,6 +3,9 @@
 Two things are known of every value on the way: the operations it comes from,
 and along which axes it varies. The second gives a multiplication its scale's
 granularity however the scale was broadcast.
+
+In the place of a kernel the walk goes through the plain JAX that it stands for
+(`kernels/stands_for.py`), and notes which kernel that was.
 """
 
 import dataclasses
@@ -13,7 +16,13 @@ from jax.extend import core
 
 from jetrl_jax.fp8.flow import facts as flow_facts
 from jetrl_jax.fp8.flow.facts import Address, Fact
-from jetrl_jax.fp8.flow.graph import FlowEdge, FlowGraph, FlowNode
+from jetrl_jax.fp8.flow.graph import (
+    FlowEdge,
+    FlowGraph,
+    FlowKernel,
+    FlowNode,
+)
+from jetrl_jax.fp8.quantization import QUANTIZE
 
 # Everything under a scope of this name is left out of the graph.
 SAMPLING = 'sampling'
@@ -87,6 +96,9 @@ class _Walker:
     self._depends_on: dict[Address, frozenset[Address]] = {}
     # A dictionary as an ordered set: producer, consumer, dtype.
     self._edges: dict[tuple[Address, Address, str], None] = {}
+    # Operations of a quantiser, and kernels.
+    self._quantising: set[Address] = set()
+    self._kernels: dict[Address, FlowKernel] = {}
 
   def graph(self, results: list[Fact]) -> FlowGraph:
     """Returns what the results depend on, equal operations as one.
@@ -99,6 +111,7 @@ class _Walker:
       address = todo.pop()
       live.add(address)
       todo |= self._depends_on[address] - live
+    self._move_quantisers()
     nodes = {n: None for at, n in self._nodes.items() if at in live}
     edges = {
         FlowEdge(
@@ -109,7 +122,39 @@ class _Walker:
         for producer, consumer, dtype in self._edges
         if producer in live and consumer in live
     }
-    return FlowGraph(nodes=tuple(nodes), edges=tuple(edges))
+    # A kernel counts where something that it computes does.
+    kernels = {
+        kernel: None
+        for at, kernel in self._kernels.items()
+        if any(node[: len(at)] == at for node in live)
+    }
+    return FlowGraph(
+        nodes=tuple(nodes), edges=tuple(edges), kernels=tuple(kernels)
+    )
+
+  def _move_quantisers(self) -> None:
+    """Gives what quantises a dot's operand the path of the dot.
+
+    The operation before may do it, in its kernel, or the dot itself.
+    """
+    readers: dict[Address, list[Address]] = {}
+    for producer, consumer, _ in self._edges:
+      if producer in self._quantising:
+        readers.setdefault(producer, []).append(consumer)
+
+    def dot_of(address) -> FlowNode | None:
+      for reader in readers.get(address, ()):
+        node = self._nodes[reader]
+        found = dot_of(reader) if reader in self._quantising else node
+        if found and found.kind == 'dot':
+          return found
+      return None
+
+    for address in self._quantising:
+      dot = dot_of(address)
+      if dot is not None:
+        node = self._nodes[address]
+        self._nodes[address] = dataclasses.replace(node, path=dot.path)
 
   def walk(self, jaxpr: Any, facts: list[Fact], scope: _Scope) -> list[Fact]:
     """Walks the equations; returns facts of the results."""
@@ -145,12 +190,29 @@ class _Walker:
         return self._scan(eqn, facts, scope)
       case 'cond':
         return self._cond(eqn, facts, scope)
+    if eqn.primitive.name == 'stands_for':
+      return self._stands_for(eqn, facts, scope)
     called = _called(eqn)
     if called is not None:
       return self.walk(called, facts, scope)
     if _is_movement(eqn, facts):
       return flow_facts.moved(eqn, facts)
     return self._node(eqn, facts, scope)
+
+  def _stands_for(self, eqn, facts, scope) -> list[Fact]:
+    if eqn.params['kernel']:
+      operation, implementation = eqn.params['kernel']
+      self._kernels[scope.address] = FlowKernel(
+          path='/'.join(scope.names),
+          operation=operation,
+          implementation=implementation,
+      )
+    meaning = eqn.params['reference']()
+    avals = meaning.in_avals
+    pairs = zip(facts, avals, strict=True)
+    return self.walk(
+        meaning, [flow_facts.of_rank(*pair) for pair in pairs], scope
+    )
 
   def _cond(self, eqn, facts, scope) -> list[Fact]:
     chosen_by = facts[0].depends_on
@@ -223,7 +285,7 @@ class _Walker:
     elif op not in flow_facts.DOTS and len(facts) > 1:
       granularity = flow_facts.coarsest(eqn, facts, varying)
     node = FlowNode(
-        path='/'.join(names),
+        path='/'.join(n for n in names if n != QUANTIZE),
         op=_with_precision(op, eqn),
         kind=_kind(eqn, granularity),
         inputs=tuple(_dtype(v.aval) for v in eqn.invars),
@@ -232,6 +294,8 @@ class _Walker:
         backward=scope.backward,
     )
     self._nodes[scope.address] = node
+    if QUANTIZE in scope.names:
+      self._quantising.add(scope.address)
     addresses = frozenset().union(*(f.depends_on for f in facts))
     self._depends_on[scope.address] = addresses
     for v, fact in zip(eqn.invars, facts, strict=True):

@@ -25,7 +25,7 @@ from jax import lax
 
 from jetrl_jax.core.typing import Array, Float
 from jetrl_jax.fp8.products import AS_ARRAY, DeferredScale, Reads, Rows
-from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels import dispatch, stands_for
 from jetrl_jax.kernels.add_norm_quantize import reference
 
 
@@ -45,9 +45,19 @@ class Unadded:
 
 def add(x_MD: Array, delta: Array | DeferredScale) -> Array | Unadded:
   """Returns x + delta, [M, D], or both where the next norm's kernel adds."""
-  if isinstance(delta, DeferredScale):
-    return Unadded(x_MD, delta)
-  return x_MD + delta
+  if not isinstance(delta, DeferredScale):
+    return x_MD + delta
+  x_MD = stands_for.postponed(
+      lambda x_MD, delta: x_MD,
+      lambda x_MD, delta: x_MD + delta.values,
+      x_MD,
+      delta,
+      finished=(
+          stands_for.shape(x_MD),
+          stands_for.finished(delta, x_MD.dtype),
+      ),
+  )
+  return Unadded(x_MD, delta)
 
 
 def add_norm_quantize(
@@ -78,8 +88,8 @@ def add_norm_quantize(
       residual.delta,
       copies=reads.parts,
   )
-  # Where q is known nobody reads y.
-  return r_MD, Rows(r_MD if y_MD is None else y_MD, q_MD)
+  shape = jax.ShapeDtypeStruct(r_MD.shape, r_MD.dtype)
+  return r_MD, Rows(shape if y_MD is None else y_MD, q_MD)
 
 
 def joined(
@@ -107,14 +117,24 @@ def joined(
       only q.
     q: None without `step`.
   """
-  match dispatch.implementation('add_norm_quantize'):
+  match name := dispatch.implementation('add_norm_quantize'):
     case 'triton':
       from jetrl_jax.kernels.add_norm_quantize import triton
 
-      run = triton.rms_norm_kernel
+      function = triton.rms_norm_kernel
     case _:
-      run = reference.joined
-  return run(x_MD, gain_D, eps, step, added, copies=copies)
+      function = reference.joined
+
+  def run(x_MD, gain_D, step, added):
+    return function(x_MD, gain_D, eps, step, added, copies=copies)
+
+  def norm(x_MD, gain_D, step, added):
+    # `add` stands for the sum.
+    r_MD, y_MD, q_MD = reference.joined(x_MD, gain_D, eps, step)
+    return r_MD, None if added and step is not None else y_MD, q_MD
+
+  operands = x_MD, gain_D, step, added
+  return stands_for.kernel('add_norm_quantize', name, run, norm, *operands)
 
 
 def rms_norm(

@@ -22,7 +22,7 @@ import functools
 import jax
 
 from jetrl_jax.core.typing import Array
-from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels import dispatch, stands_for
 from jetrl_jax.kernels.attention import reference
 from jetrl_jax.kernels.kv_storage import store
 from jetrl_jax.kernels.residuals import keep
@@ -30,14 +30,17 @@ from jetrl_jax.kernels.residuals import keep
 
 def _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
   """Returns (output, base-2 log-sum-exp [B, K, R])."""
+  operands = q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR
   match dispatch.implementation('attention'):
     case 'triton':
       from jetrl_jax.kernels.attention import triton
 
-      run = triton.forward
+      functions = triton.forward, reference.forward
+      return stands_for.kernel(
+          'attention', 'triton', *functions, *operands, tile=tile
+      )
     case _:
-      run = reference.forward
-  return run(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile)
+      return reference.forward(*operands, tile)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))

@@ -9,7 +9,7 @@ derivative of its own.
 """
 
 from jetrl_jax.core.typing import Array
-from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels import dispatch, stands_for
 from jetrl_jax.kernels.block_scaled_dot import reference
 
 
@@ -32,13 +32,15 @@ def block_dot(
     out_dtype: of the result, rounded once.
     power_of_two: the scales are powers of two.
   """
+  operands = a_MK, scale_a_MG, b_NK, scale_b_NG
+  static = {'out_dtype': out_dtype, 'power_of_two': power_of_two}
   match dispatch.implementation('block_scaled_dot'):
     case 'triton':
       from jetrl_jax.kernels.block_scaled_dot import triton
 
-      run = triton.block_dot
+      functions = triton.block_dot, reference.grouped_dot
+      return stands_for.kernel(
+          'block_scaled_dot', 'triton', *functions, *operands, **static
+      )
     case _:
-      run = reference.grouped_dot
-  return run(
-      a_MK, scale_a_MG, b_NK, scale_b_NG, out_dtype, power_of_two=power_of_two
-  )
+      return reference.grouped_dot(*operands, **static)

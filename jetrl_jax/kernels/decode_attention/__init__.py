@@ -6,7 +6,7 @@ multiple of the tile and may lie anywhere.
 """
 
 from jetrl_jax.core.typing import Array
-from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels import dispatch, stands_for
 from jetrl_jax.kernels.decode_attention import reference
 from jetrl_jax.kernels.decode_attention.reference import DECODE_ROWS
 
@@ -38,10 +38,20 @@ def decode_attention(
     [B, N, H] in q's dtype, or with `step` its E4M3 values.
   """
   operands = q_BNH, k_PKSH, values, table_BP, last_B
+
+  def plain(q_BNH, k_PKSH, values, table_BP, last_B, step):
+    return reference.decode(q_BNH, k_PKSH, values, table_BP, last_B, tile, step)
+
   match dispatch.implementation('decode_attention'):
     case 'triton':
       from jetrl_jax.kernels.decode_attention import triton
 
-      return triton.decode(*operands, tile, step)[0]
+      def run(q_BNH, k_PKSH, values, table_BP, last_B, step):
+        operands = q_BNH, k_PKSH, values, table_BP, last_B
+        return triton.decode(*operands, tile, step)[0]
+
+      return stands_for.kernel(
+          'decode_attention', 'triton', run, plain, *operands, step
+      )
     case _:
-      return reference.decode(*operands, tile, step)
+      return plain(*operands, step)

@@ -15,7 +15,7 @@ import jax
 
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8.quantization import QTensor
-from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels import dispatch, stands_for
 from jetrl_jax.kernels.gate_up import reference
 
 
@@ -49,6 +49,14 @@ def gate_up(x8: QTensor, weight: QTensor, step: Array, dtype) -> QTensor:
   if x8.values.ndim == 2 and fits(len(x8.values), dims):
     from jetrl_jax.kernels.gate_up import triton_sm90
 
-    with jax.named_scope('gate_up'):
-      return triton_sm90.hidden(x8, weight, step)
+    def run(x8, weight, step):
+      with jax.named_scope('gate_up'):
+        return triton_sm90.hidden(x8, weight, step)
+
+    def plain(x8, weight, step):
+      return reference.hidden(x8, weight, step, dtype)[0]
+
+    return stands_for.kernel(
+        'gate_up', 'triton_sm90', run, plain, x8, weight, step
+    )
   return reference.hidden(x8, weight, step, dtype)[0]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jetrl_jax.core.typing import Array, Float
-from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels import dispatch, stands_for
 from jetrl_jax.kernels.log_sum_exp import reference
 from jetrl_jax.kernels.log_sum_exp.reference import temper
 from jetrl_jax.kernels.residuals import keep
@@ -28,7 +28,14 @@ def _stats(logits_MV: Array, inverse_M: Array) -> tuple[Array, Array]:
     case 'triton':
       from jetrl_jax.kernels.log_sum_exp import triton
 
-      return triton.row_stats(logits_MV, inverse_M)
+      return stands_for.kernel(
+          'log_sum_exp',
+          'triton',
+          triton.row_stats,
+          reference.row_stats,
+          logits_MV,
+          inverse_M,
+      )
     case _:
       return reference.row_stats(logits_MV, inverse_M)
 

@@ -115,7 +115,7 @@ def unscaled_mlp(
   step = down_slot['input']['scale']
   h8 = gate_up_op.gate_up(x8, weight, step, x_MD.dtype)
   with jax.named_scope('down'):
-    return per_tensor.unscaled(h8, down_weight, jnp.float32)
+    return per_tensor.unscaled(h8, down_weight, x_MD.dtype, adds=True)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

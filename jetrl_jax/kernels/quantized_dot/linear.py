@@ -29,6 +29,7 @@ from jetrl_jax.fp8 import health
 from jetrl_jax.fp8.products import NT, DeferredScale, high_backward
 from jetrl_jax.fp8.quantization import QTensor, dequantize
 from jetrl_jax.fp8.recipes import FAKE_RECIPES, Recipe
+from jetrl_jax.kernels import stands_for
 from jetrl_jax.kernels.quantized_dot import (
     per_block,
     per_row_fake,
@@ -274,7 +275,7 @@ def unscaled_dot(
     weight: QTensor | Array,
     slot: PyTree | None,
     *,
-    dtype,
+    adds: bool,
     low_MI: Array | None = None,
 ) -> DeferredScale | None:
   """Multiplies rows by a kernel and leaves the scales to who reads the result.
@@ -286,7 +287,7 @@ def unscaled_dot(
     x_MI: as for `dot`.
     weight: as for `dot`.
     slot: as for `dot`.
-    dtype: of the product.
+    adds: see `per_tensor.unscaled`.
     low_MI: as for `dot`.
 
   Returns:
@@ -296,4 +297,15 @@ def unscaled_dot(
     return None
   assert slot is not None
   x8 = per_tensor.quantize_input(x_MI, low_MI, slot)
-  return per_tensor.unscaled(x8, weight, dtype)
+  return per_tensor.unscaled(x8, weight, x_MI.dtype, adds=adds)
+
+
+def leave_bias(product: DeferredScale, bias_O: Array) -> DeferredScale:
+  """Leaves a bias too to the operation that reads the product."""
+  values = stands_for.postponed(
+      lambda product, bias_O: product.values,
+      lambda product, bias_O: product.values + bias_O[None, :],
+      product,
+      bias_O,
+  )
+  return dataclasses.replace(product, values=values, bias_O=bias_O)

@@ -13,6 +13,7 @@ the last dims.
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jetrl_jax.core.typing import Array, PyTree
@@ -27,7 +28,7 @@ from jetrl_jax.fp8.products import (
 )
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from jetrl_jax.fp8.recipes import Recipe
-from jetrl_jax.kernels import quantize_transpose
+from jetrl_jax.kernels import quantize_transpose, stands_for
 
 
 def quantize_input(x_MI: Array, low_MI: Array | None, slot: PyTree) -> QTensor:
@@ -132,18 +133,45 @@ def forward(
   )
 
 
-def unscaled(x8: QTensor, weight: QTensor, dtype) -> DeferredScale:
-  """Returns FProp's product in `dtype`; of scales that are powers of two.
+def unscaled(
+    x8: QTensor, weight: QTensor, dtype, *, adds: bool = False
+) -> DeferredScale:
+  """Returns FProp's product before its scales, which are powers of two.
 
-  Of n copies of the rows [n, M, I] it is that of n parts of the kernel's rows,
-  [n, M, O / n]: the same values, from a GEMM that for few rows may be tiled
-  better.
+  Args:
+    x8: rows [M, I], or n copies [n, M, I] for a product in n parts of the
+      kernel's rows, [n, M, O / n]: the same values, from a GEMM that for few
+      rows may be tiled better.
+    weight: [O, I].
+    dtype: of what the dot stands for.
+    adds: the next kernel only adds it to the residual stream. The product is
+      then float32, as it is inside a GEMM that adds.
   """
-  x, w, dims = x8.values, weight.values, NT
-  if x.ndim == 3:
-    w, dims = w.reshape(x.shape[0], -1, w.shape[1]), BATCHED_NT
-  values = lax.dot_general(x, w, dims, preferred_element_type=dtype)
-  return DeferredScale(values=values, scales=(x8.scale, weight.scale))
+
+  def dot(x8, weight):
+    x, w, dims = x8.values, weight.values, NT
+    if x.ndim == 3:
+      w, dims = w.reshape(x.shape[0], -1, w.shape[1]), BATCHED_NT
+    made = jnp.float32 if adds else dtype
+    values = lax.dot_general(x, w, dims, preferred_element_type=made)
+    return DeferredScale(values=values, scales=(x8.scale, weight.scale))
+
+  def scaled(x8, weight):
+    values = scaled_dot(
+        x8.values,
+        weight.values,
+        NT,
+        (x8.scale * weight.scale,),
+        dtype,
+        power_of_two=True,
+        late=not adds,
+    )
+    return DeferredScale(values=values, scales=(x8.scale, weight.scale))
+
+  shapes = jax.tree.map(stands_for.shape, (x8, weight))
+  rows = stands_for.shape(x8.values, *x8.values.shape[-2:])
+  finished = dataclasses.replace(shapes[0], values=rows), shapes[1]
+  return stands_for.postponed(dot, scaled, x8, weight, finished=finished)
 
 
 def dgrad(recipe: Recipe, dy8: OutputGrad, weight: QTensor, x_dtype) -> Array:

@@ -10,9 +10,11 @@ and S the tokens of a page. In training XLA does each of these, with the same
 roundings.
 """
 
+import jax
+
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8.products import DeferredScale
-from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels import dispatch, stands_for
 from jetrl_jax.kernels.rope_append import reference
 from jetrl_jax.kernels.rope_append.reference import append, rotate
 
@@ -46,7 +48,18 @@ def rope_append(
     case 'triton':
       from jetrl_jax.kernels.rope_append import triton
 
-      q_BNH, keys, values = triton.rotate_and_append(*operands)
+      def run(*operands):
+        with jax.named_scope('attention'):
+          return triton.rotate_and_append(*operands)
+
+      q_BNH, keys, values = stands_for.kernel(
+          'rope_append', 'triton', run, _of_finished, *operands
+      )
     case _:
       q_BNH, keys, values = reference.rope_append(*operands)
   return q_BNH, (keys, values)
+
+
+def _of_finished(qkv: DeferredScale, *operands):
+  """The reference, of a product that is scaled and has its bias."""
+  return reference.rope_append(DeferredScale(values=qkv.values), *operands)

@@ -1,5 +1,6 @@
 """What lies between the qkv dot and decode's attention, in plain JAX."""
 
+import jax
 import jax.numpy as jnp
 
 from jetrl_jax.core.compilation import on_gpu
@@ -90,4 +91,7 @@ def rope_append(
   q_BNH, k_BKH, v_BKH = jnp.split(x, [heads, heads + kv_heads], axis=1)
   q_BNH, k_BKH = (rotate(y, cos_BF, sin_BF) for y in (q_BNH, k_BKH))
   where = position_B, table_BP, size
-  return q_BNH, append(k_PKSH, k_BKH, *where), append(values, v_BKH, *where)
+  with jax.named_scope('attention'):
+    k_PKSH = append(k_PKSH, k_BKH, *where)
+    values = append(values, v_BKH, *where)
+  return q_BNH, k_PKSH, values

@@ -12,7 +12,7 @@ tokens, the two draw different ones.
 import jax
 
 from jetrl_jax.core.typing import Array, Bool, Float, Int, PRNGKey
-from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels import dispatch, log_sum_exp, stands_for
 from jetrl_jax.kernels.sample_token import reference
 from jetrl_jax.kernels.sample_token.reference import gumbel_argmax, truncate
 
@@ -44,8 +44,23 @@ def draw(
     case 'triton' if mask_BV is None:
       from jetrl_jax.kernels.sample_token import triton
 
+      impl = jax.random.key_impl(keys_B)
+
+      def run(*operands):
+        with jax.named_scope('sampling'):
+          return triton.draw(*operands)
+
+      def both(logits_BV, inverse_B, key_data_B2, greedy_B):
+        keys_B = jax.random.wrap_key_data(key_data_B2, impl=impl)
+        with jax.named_scope('sampling'):
+          token_B = reference.draw(logits_BV, inverse_B, None, keys_B, greedy_B)
+        with jax.named_scope('head'):
+          return token_B, log_sum_exp.row_stats(logits_BV, inverse_B)[0]
+
       key_data_B2 = jax.random.key_data(keys_B)
-      return triton.draw(logits_BV, inverse_B, key_data_B2, greedy_B)
+      operands = logits_BV, inverse_B, key_data_B2, greedy_B
+      return stands_for.kernel('sample_token', 'triton', run, both, *operands)
     case _:
       operands = logits_BV, inverse_B, mask_BV, keys_B, greedy_B
-      return reference.draw(*operands), None
+      with jax.named_scope('sampling'):
+        return reference.draw(*operands), None

@@ -13,7 +13,7 @@ import jax
 
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8.products import DeferredScale
-from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels import dispatch, stands_for
 from jetrl_jax.kernels.swiglu import reference
 
 
@@ -36,11 +36,17 @@ def swiglu_of(product: DeferredScale, step: Array | None = None) -> Array:
     step: scale on which h is quantised; None for h in the product's dtype.
   """
   values = product.values
-  if not has_kernel(values.size // values.shape[-2] // 2):
-    return reference.swiglu_of(product, step)
-  from jetrl_jax.kernels.swiglu import triton
+  name, run = dispatch.REFERENCE, reference.swiglu_of
+  if has_kernel(values.size // values.shape[-2] // 2):
+    from jetrl_jax.kernels.swiglu import triton
 
-  return triton.swiglu_of(product, step)
+    name, run = dispatch.implementation('swiglu'), triton.swiglu_of
+  return stands_for.kernel('swiglu', name, run, _of_finished, product, step)
+
+
+def _of_finished(product: DeferredScale, step: Array | None) -> Array:
+  """The reference, of a product that is scaled."""
+  return reference.swiglu_of(DeferredScale(values=product.values), step)
 
 
 @jax.custom_vjp

@@ -38,10 +38,20 @@ def sample(
     state: DecodeState,
     logits_BV,
     base_key,
+    top_p_B=None,
 ):
   """Returns (token, log mu, log pi, whether it is given) of every slot.
 
   A given token is not sampled, and its log mu is its log pi.
+
+  Args:
+    policy: the functions.
+    config: the sampler.
+    state: all slots.
+    logits_BV: float32.
+    base_key: key with address (seed, step).
+    top_p_B: float32, a top_p of each slot's own, for a config without any
+      truncation. A slot at 1 draws the token that it draws without this.
   """
   greedy_B = state.temperature <= 0
   inverse_B = logprobs.inverse_temperature(state.temperature)
@@ -61,11 +71,18 @@ def sample(
         z_BV
     )
     keys_B = jax.vmap(key_of)(state.address, state.emitted)
-    token_B, lse_B = sampling.draw(
-        logits_BV, inverse_B, mask_BV, keys_B, greedy_B=greedy_B
+  token_B, lse_B = sampling.draw(
+      logits_BV, inverse_B, mask_BV, keys_B, greedy_B=greedy_B
+  )
+  top_p_mask_BV = None
+  if top_p_B is not None:
+    with jax.named_scope('sampling'):
+      top_p_mask_BV = jax.vmap(sampling.top_p_mask)(z_BV, top_p_B)
+    truncated_B, _ = sampling.draw(
+        logits_BV, inverse_B, top_p_mask_BV, keys_B, greedy_B=greedy_B
     )
-  if lse_B is None:
-    lse_B = policy.log_sum_exp(logits_BV, inverse_B)
+    token_B = jnp.where(top_p_B < 1.0, truncated_B, token_B)
+  lse_B = policy.log_sum_exp(logits_BV, inverse_B, lse_B)
   is_given_B = state.emitted < state.given
   token_B = jnp.where(
       is_given_B, token_at(state.tokens, state.emitted), token_B
@@ -80,11 +97,19 @@ def sample(
       log_mu_B = jax.vmap(sampling.log_mu)(
           z_BV, mask_BV, token_B, greedy=greedy_B
       )
+  if top_p_B is not None and top_p_mask_BV is not None:
+    log_mu_B = jnp.where(
+        (top_p_B < 1.0) & ~greedy_B,
+        jax.vmap(sampling.log_mu)(z_BV, top_p_mask_BV, token_B),
+        log_mu_B,
+    )
   log_mu_B = jnp.where(is_given_B, logprob_B, log_mu_B)
   return token_B, log_mu_B, logprob_B, is_given_B
 
 
-def step(policy, config, params, base_key, state: DecodeState) -> DecodeState:
+def step(
+    policy, config, params, base_key, state: DecodeState, top_p_B=None
+) -> DecodeState:
   """Takes one decode step in every active slot: decode, sample, write."""
   running = state.active & ~state.preempted
   logits_BV, caches = policy.decode(
@@ -95,7 +120,7 @@ def step(policy, config, params, base_key, state: DecodeState) -> DecodeState:
       state.caches,
   )
   token, log_mu, logprob, is_given = sample(
-      policy, config, state, logits_BV, base_key
+      policy, config, state, logits_BV, base_key, top_p_B
   )
   index_R = jnp.arange(state.tokens.shape[1], dtype=jnp.int32)[None, :]
   here_BR = (index_R == state.emitted[:, None]) & running[:, None]
@@ -156,7 +181,25 @@ def generate_compacted(
   return dataclasses.replace(few, **back_B)
 
 
-def generate(policy, config, steps_per_sync, params, state, base_key, steps):
+def generate_top_p(
+    policy, config, steps_per_sync, params, state, top_p_B, base_key, steps
+):
+  """Runs `generate` with a top_p of each slot's own, see `sample`."""
+  return generate(
+      policy, config, steps_per_sync, params, state, base_key, steps, top_p_B
+  )
+
+
+def generate(
+    policy,
+    config,
+    steps_per_sync,
+    params,
+    state,
+    base_key,
+    steps,
+    top_p_B=None,
+):
   """Takes up to `steps` decode steps; stops early once no slot runs.
 
   Args:
@@ -169,6 +212,7 @@ def generate(policy, config, steps_per_sync, params, state, base_key, steps):
     state: all slots.
     base_key: key with address (seed, step).
     steps: most steps, a multiple of `steps_per_sync`.
+    top_p_B: see `sample`.
   """
 
   # Each device decides alone: weights are replicated, so a decode step needs no
@@ -177,7 +221,7 @@ def generate(policy, config, steps_per_sync, params, state, base_key, steps):
     return jnp.any(state.active & ~state.preempted)
 
   def one(_, state):
-    return step(policy, config, params, base_key, state)
+    return step(policy, config, params, base_key, state, top_p_B)
 
   def body(carry):
     i, state, _ = carry

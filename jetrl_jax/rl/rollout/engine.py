@@ -351,6 +351,7 @@ class Engine(engine_api.Engine):
       decode_state: DecodeState,
       base_key: PRNGKey,
       steps: int | None = None,
+      top_p_B: NpArray | None = None,
   ) -> DecodeState:
     """Takes up to `steps` decode steps; stops early once all slots are done.
 
@@ -359,9 +360,16 @@ class Engine(engine_api.Engine):
       decode_state: donated.
       base_key: key with address (seed, step); each slot folds in the rest.
       steps: by default decode_block.
+      top_p_B: float32, a top_p of each slot's own, in an engine that truncates
+        nothing itself; see `decode_step.sample`.
     """
     steps = self.config.decode_block if steps is None else steps
     decode_state, running_B = self._with_pages(params, decode_state, steps)
+    if top_p_B is not None:
+      bound = self.policy, self.config, steps_per_sync(steps)
+      run = self._per_row(decode_step.generate_top_p, bound, 2, whole=2)
+      row_top_p = self._put(np.asarray(top_p_B, np.float32))
+      return run(params, decode_state, row_top_p, base_key, np.int32(steps))
     few = few_slots(
         running_B, self.policy.axes.size, self.config.max_response_length
     )

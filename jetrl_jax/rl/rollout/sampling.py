@@ -23,6 +23,7 @@ __all__ = [
     'draw',
     'gumbel_argmax',
     'log_mu',
+    'top_p_mask',
     'truncate',
     'truncation_mask',
 ]
@@ -91,8 +92,21 @@ def truncation_mask(
   return mask_V
 
 
+def top_p_mask(
+    z_V: Float[Array, ' V'], top_p: Float[Array, '']
+) -> Bool[Array, ' V']:
+  """Does what `truncation_mask` does, with a top_p that is not static.
+
+  Args:
+    z_V: tempered logits, float32.
+    top_p: in (0, 1). At 1 rounding may leave out tokens at the end of the tail:
+      the caller draws without a mask.
+  """
+  return _ranked_mask(z_V, top_k=0, top_p=top_p)
+
+
 def _ranked_mask(
-    z_V: Float[Array, ' V'], *, top_k: int, top_p: float
+    z_V: Float[Array, ' V'], *, top_k: int, top_p: float | Float[Array, '']
 ) -> Bool[Array, ' V']:
   """Marks the top_k most probable tokens, up to a mass of top_p."""
   vocabulary = z_V.shape[0]
@@ -101,7 +115,7 @@ def _ranked_mask(
   z_V = jnp.where(z_V == 0.0, 0.0, z_V)
   values_K, _ = lax.top_k(z_V, kept)
   count = jnp.int32(kept)
-  if top_p < 1.0:
+  if not isinstance(top_p, float) or top_p < 1.0:
     mass_K = lax.associative_scan(jnp.add, jnp.exp(values_K - values_K[0]))
     # A token stays while the mass before it has not reached p.
     reached_K = mass_K[:-1] >= top_p * mass_K[-1]

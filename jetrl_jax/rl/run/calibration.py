@@ -1,7 +1,6 @@
 """Measures the activation scales of a cold start."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -11,12 +10,14 @@ from absl import logging
 from jax.sharding import Mesh
 
 from jetrl_jax.core import rng, sharding
+from jetrl_jax.core.typing import PyTree
 from jetrl_jax.data import Prompt
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import packing
+from jetrl_jax.rl.mismatch import k3_divergence
 from jetrl_jax.rl.objective import supervised_loss
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.rollout.scheduler import StopCheck, rollout
@@ -30,6 +31,9 @@ CHECKPOINT_PROMPTS = 16
 CHECKPOINT_TOKENS = 64
 _CHECKPOINT_SAMPLES = 4
 _CHECKPOINT_ROWS = 4
+# k3 in nats a token that 8-bit inputs cost: see docs/tuning.md.
+USUAL = 0.01
+MUCH = 0.05
 
 
 class Calibration:
@@ -57,9 +61,10 @@ class Calibration:
         mesh,
         state,
     )
-    self._take_effect = policy.jit(
-        self._observe_and_roll,
-        out_shardings=sharding.tree_shardings(state.fp8_state, mesh),
+    where = sharding.tree_shardings(state.fp8_state, mesh)
+    self._take_effect = policy.jit(self._observe_and_roll, out_shardings=where)
+    self._observe_health = policy.jit(
+        scaling_state.observe_health, out_shardings=where
     )
 
   def fill(
@@ -73,13 +78,47 @@ class Calibration:
         the gradients.
       temperature: of pi.
     """
-    gradients = self.programs.zero_gradients(state)
+    observed, _ = self._pass(state, batches, temperature)
+    fp8_state = self._take_effect(state.fp8_state, observed)
+    return dataclasses.replace(state, fp8_state=fp8_state)
+
+  def measure(
+      self, state: TrainState, batches: list[TrainBatch], temperature: float
+  ) -> tuple[TrainState, float | None]:
+    """Returns the state with the health that its scales give, and a distance.
+
+    `fill` sees the scales that it replaces. So what the new ones lose takes a
+    pass of its own.
+
+    Args:
+      state: its scales are filled.
+      batches: the sequences that filled them, with the rollout's log-probs.
+      temperature: of pi.
+
+    Returns:
+      (state, k3 in nats a token, from the rollout's policy to one whose dots
+       read their inputs in the compute dtype: what 8-bit inputs cost; None
+       if nothing was sampled).
+    """
+    observed, logprobs = self._pass(state, batches, temperature)
+    fp8_state = self._observe_health(state.fp8_state, observed)
+    sampled_T, read_T = (
+        np.concatenate([np.asarray(x).ravel() for x in of])
+        for of in ([batch.rollout_logprobs for batch in batches], logprobs)
+    )
+    # It is 0 where no token was sampled.
+    chosen_T = sampled_T < 0
+    distance = k3_divergence(sampled_T[chosen_T], read_T[chosen_T])
+    return dataclasses.replace(state, fp8_state=fp8_state), distance
+
+  def _pass(self, state, batches, temperature) -> tuple[PyTree, list]:
+    gradients, logprobs = self.programs.zero_gradients(state), []
     for batch in batches:
-      gradients, _, _ = self.programs.accumulate(
+      gradients, logprobs_BT, _ = self.programs.accumulate(
           state, gradients, batch, jnp.float32(temperature)
       )
-    fp8_state = self._take_effect(state.fp8_state, gradients.fp8)
-    return dataclasses.replace(state, fp8_state=fp8_state)
+      logprobs.append(logprobs_BT)
+    return gradients.fp8, logprobs
 
   def _observe_and_roll(self, fp8_state, cotangents):
     observed = scaling_state.observe(fp8_state, cotangents)
@@ -92,7 +131,9 @@ class Calibration:
 
 
 def likelihood_sequences(
-    token_lists: list[np.ndarray], first_target: list[int]
+    token_lists: list[np.ndarray],
+    first_target: list[int],
+    logprobs: list[np.ndarray] | None = None,
 ) -> list[packing.Sequence]:
   """Returns sequences for `supervised_loss`, averaged over all targets.
 
@@ -100,6 +141,8 @@ def likelihood_sequences(
     token_lists: int32 tokens per sequence.
     first_target: index of each sequence's first token in the loss; token 0 is
       never in it.
+    logprobs: float32 per sequence, the rollout's, 0 where a token was not
+      sampled; by default 0 everywhere.
   """
   starts = [max(1, start) for start in first_target]
   targets = sum(
@@ -117,7 +160,7 @@ def likelihood_sequences(
             loss_weight=mask / np.float32(max(targets, 1)),
             advantages=zeros,
             log_mu=zeros,
-            rollout_logprobs=zeros,
+            rollout_logprobs=zeros if logprobs is None else logprobs[i],
             old_logprobs=zeros,
             ref_logprobs=zeros,
             weight_version=np.zeros(len(tokens), np.int32),
@@ -160,14 +203,19 @@ def calibrate_checkpoint(
   )
   calibration = Calibration(policy, engine.run_mesh, state)
 
-  def fill(state, sequences):
-    packed = packing.pack(
+  def batches(sequences):
+    return packing.pack(
         sequences,
         row_length=row_length,
         rows_per_micro_batch=rows,
         tile=policy.tile,
-    )
-    return calibration.fill(state, packed.batches, temperature=1.0)
+    ).batches
+
+  def fill(state, sequences):
+    return calibration.fill(state, batches(sequences), temperature=1.0)
+
+  def measure(state, sequences):
+    return calibration.measure(state, batches(sequences), temperature=1.0)
 
   def sample(state):
     most = min(CHECKPOINT_TOKENS, config.max_response_length)
@@ -182,7 +230,7 @@ def calibrate_checkpoint(
         limits=np.full((len(first), _CHECKPOINT_SAMPLES), most),
     )
 
-  return _filled(state, first, fill, sample)
+  return _filled(state, first, fill, sample, measure)
 
 
 def calibrate_run(
@@ -199,27 +247,32 @@ def calibrate_run(
   recipes = (spec.policy.recipe, spec.rollout_policy.recipe)
   if not any(recipe.needs_calibration for recipe in recipes):
     return state
-  fills = []
+  training = rollout_side = None
   if spec.policy.recipe.needs_calibration:
-    calibration = Calibration(spec.policy, spec.mesh, state)
-    fills.append(
-        functools.partial(calibration.fill, temperature=spec.run.temperature)
-    )
+    training = Calibration(spec.policy, spec.mesh, state)
   if spec.is_mixed:
-    fills.append(
-        mixed_flow.Requantizer(spec.rollout_policy, spec.mesh, state).calibrate
-    )
+    rollout_side = mixed_flow.Requantizer(spec.rollout_policy, spec.mesh, state)
+  temperature = spec.run.temperature
 
   def fill(state, sequences):
     batches = spec.pack(sequences).batches
-    for one in fills:
-      state = one(state, batches)
-    return state
+    if training:
+      state = training.fill(state, batches, temperature)
+    return rollout_side.calibrate(state, batches) if rollout_side else state
+
+  def measure(state, sequences):
+    batches, distance = spec.pack(sequences).batches, None
+    if training:
+      state, distance = training.measure(state, batches, temperature)
+    if rollout_side is None:
+      return state, distance
+    # Another policy sampled: the distance would be that of the flow.
+    return rollout_side.measure(state, batches), None
 
   def sample(state):
     return short_rollout(spec, engine, state, should_stop)
 
-  return _filled(state, _calibration_prompts(spec), fill, sample)
+  return _filled(state, _calibration_prompts(spec), fill, sample, measure)
 
 
 def short_rollout(
@@ -252,6 +305,9 @@ def _filled(
     prompts: list[Prompt],
     fill: Callable[[TrainState, list[packing.Sequence]], TrainState],
     sample: Callable[[TrainState], list[Completion]],
+    measure: Callable[
+        [TrainState, list[packing.Sequence]], tuple[TrainState, float | None]
+    ],
 ) -> TrainState:
   """Fills the scaling state from prompts, then from sampled responses.
 
@@ -260,6 +316,7 @@ def _filled(
     prompts: prompts like those of the run.
     fill: measures the scales on sequences.
     sample: samples responses with the scales that the prompts gave.
+    measure: see `Calibration.measure`.
   """
   sequences = likelihood_sequences(
       [p.tokens for p in prompts], [1] * len(prompts)
@@ -269,5 +326,36 @@ def _filled(
   sequences = likelihood_sequences(
       [np.concatenate([c.prompt_tokens, c.tokens]) for c in completions],
       [len(c.prompt_tokens) for c in completions],
+      [
+          np.concatenate(
+              [
+                  np.zeros(len(c.prompt_tokens), np.float32),
+                  np.where(c.sampled, c.logprobs, np.float32(0)),
+              ]
+          )
+          for c in completions
+      ],
   )
-  return fill(state, sequences)
+  state, distance = measure(fill(state, sequences), sequences)
+  if distance is not None:
+    report(distance)
+  return state
+
+
+def report(distance: float) -> None:
+  """Logs what 8-bit inputs do to the policy; warns if it is much."""
+  logging.info(
+      'Calibrated: reading the inputs of dots in 8 bits moves the policy by'
+      ' k3 = %.2g nats a token',
+      distance,
+  )
+  if not distance <= MUCH:
+    logging.warning(
+        'Reading the inputs of dots in 8 bits moves the policy by k3 = %.2g'
+        ' nats a token on the calibration prompts, where %.2g is usual at'
+        ' most. Activations probably have outliers. Try'
+        " precision.high_precision_layers='.*/mlp/down', then"
+        " precision.recipe='fp8_block', then 'bf16' (docs/tuning.md)",
+        distance,
+        USUAL,
+    )

@@ -54,8 +54,15 @@ def check_flow(
     Jet-RL, arXiv:2601.14243: the two graphs of its unified precision flow.
   """
   train = train_graph(policy, loss_function, state)
-  flow.require_subgraph(decode_graph(policy, config, state), train)
+  decode = decode_graph(policy, config, state)
+  flow.require_subgraph(decode, train)
   flow.require_subgraph(prefill_graph(policy, state), train)
+  logging.info(
+      'Precision flow: decode and prefill are part of the training forward.'
+      '\n  decode: %s\n  training: %s',
+      decode.implementations(),
+      train.implementations(),
+  )
 
 
 def report_mixed_flow(
@@ -183,11 +190,7 @@ def train_graph(
 
 
 def _on_one_device(policy: Policy) -> Policy:
-  """Returns the policy for one device and without fused kernels.
-
-  In the graph a kernel counts as the operations that it fuses.
-  """
-  return dataclasses.replace(policy.separately(), axes=Axes())
+  return dataclasses.replace(policy, axes=Axes())
 
 
 # `Any`, because shapes replace the arrays that the records declare.

@@ -146,6 +146,19 @@ class Requantizer:
       return state
     return self._observe(self._observed_inputs_calibrating, state, batches)
 
+  def measure(self, state: TrainState, batches: list[TrainBatch]) -> TrainState:
+    """Returns the state with the health that its input scales give.
+
+    Args:
+      state: its rollout's scales are filled.
+      batches: the sequences that filled them.
+    """
+    if not self._recipe.needs_calibration:
+      return state
+    observed = self._seen(self._observed_inputs_calibrating, state, batches)
+    measured = scaling_state.observe_health(state.rollout_fp8_state, observed)
+    return dataclasses.replace(state, rollout_fp8_state=measured)
+
   def __call__(
       self, state: TrainState, batches: list[TrainBatch]
   ) -> tuple[TrainState, PyTree]:
@@ -174,14 +187,18 @@ class Requantizer:
     return state, jax.device_get(changed)
 
   def _observe(self, observed_inputs, state, batches) -> TrainState:
+    observed = self._seen(observed_inputs, state, batches)
+    recorded = self._record(state.rollout_fp8_state, observed)
+    return dataclasses.replace(state, rollout_fp8_state=recorded)
+
+  def _seen(self, observed_inputs, state, batches) -> PyTree:
     observed = None
     for batch in batches:
       new = observed_inputs(as_rollout(state), batch)
       observed = (
           new if observed is None else scaling_state.combine(observed, new)
       )
-    recorded = self._record(state.rollout_fp8_state, observed)
-    return dataclasses.replace(state, rollout_fp8_state=recorded)
+    return observed
 
 
 def _observed_inputs(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.rollout.environment import EnvironmentConfig
 from jetrl_jax.rl.rollout.scheduler import StopCheck, rollout
 from jetrl_jax.rl.scoring import evaluation_metrics, experience
-from jetrl_jax.rl.scoring.scorer import scorer
+from jetrl_jax.rl.scoring.scorer import Scorer, scorer
 from jetrl_jax.rl.types import Completion
 
 
@@ -74,6 +75,7 @@ def grade(
     base_key: PRNGKey,
     should_stop: StopCheck,
     environment: EnvironmentConfig | None = None,
+    watch: Callable[[Scorer], None] = lambda scores: None,
 ) -> Graded:
   """Samples answers and grades them; changes no weight and no scale.
 
@@ -88,8 +90,14 @@ def grade(
     base_key: key with address (seed, step).
     should_stop: called at each host visit of the rollout; raises to stop.
     environment: answers the turns; by default a response is one turn.
+    watch: called as often as `should_stop`, with what is scored so far.
   """
-  with scorer(prompts, pool, tokenizer, should_stop) as scores:
+
+  def visit() -> None:
+    should_stop()
+    watch(scores)
+
+  with scorer(prompts, pool, tokenizer, visit) as scores:
     completions = rollout(
         engine,
         params,

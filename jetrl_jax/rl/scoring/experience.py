@@ -26,7 +26,8 @@ class Experience:
     rewards_PG: float64, scores_PG + overlong_PG - kl_penalty_PG, from which the
       advantages are computed.
     accuracy_PG: float64 in [0, 1].
-    errors: reward errors by name ('timeout', ...), counted; with 'unscored'.
+    errors: reward errors by name ('timeout', ...), counted; with 'unscored'
+      and 'no_answer'.
     advantages_PG: float32, 0 where there is no score.
   """
 
@@ -235,7 +236,26 @@ def _score_metrics(experience: Experience) -> dict[str, float]:
       **_spread('critic/advantages', advantages_B),
       'critic/advantages/std': float(advantages_B.std()),
       'critic/mixed_group_frac': float((highest_P > lowest_P).mean()),
+      'alarm/swapped': int(
+          _may_be_swapped(
+              experience.scores_PG[scored_PG], experience.accuracy_PG[scored_PG]
+          )
+      ),
   }
+
+
+def _may_be_swapped(scores_B: np.ndarray, accuracy_B: np.ndarray) -> bool:
+  """Returns whether a reward's score and accuracy look like each other.
+
+  Every score is 0 or 1, as an accuracy is, and a wholly right answer by the
+  score is only partly right by the accuracy. (A score of 1 for "all tests
+  passed" beside the share of tests as the accuracy does not look so.)
+  """
+  is_right_B = scores_B == 1
+  partly_B = (accuracy_B > 0) & (accuracy_B < 1)
+  return bool(
+      (is_right_B | (scores_B == 0)).all() and partly_B[is_right_B].any()
+  )
 
 
 def _episode_metrics(completions: list[Completion]) -> dict[str, float]:

@@ -61,6 +61,12 @@ class Scorer:
     if self._scoring is not None:
       self._scoring.poll()
 
+  def so_far(self) -> tuple[int, list[float]]:
+    """Returns (completions that have ended, accuracies that are known)."""
+    replies = self._scoring.replies.values() if self._scoring else ()
+    found = (reply.get('accuracy') for reply in list(replies))
+    return len(self._ended), [value for value in found if value is not None]
+
   def results(self, completions: list[Completion]) -> list[RewardResult]:
     """Waits for all rewards and returns them in the completions' order.
 
@@ -95,6 +101,22 @@ def _of_episode(completion: Completion) -> RewardResult:
       prediction='',
       error=episode.error,
   )
+
+
+def without_answer(
+    results: list[RewardResult], pool: RewardPool | None
+) -> list[RewardResult]:
+  """Returns the results whose reward looked for a final answer in vain.
+
+  Args:
+    results: rewards of some responses.
+    pool: what made them; None for episodes, which have no final answer.
+  """
+  if pool is None or not (
+      pool.reads_answers or any(r.prediction for r in results)
+  ):
+    return []
+  return [r for r in results if not r.prediction and r.error is None]
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.scoring import dynamic_sampling, evaluation, experience
 from jetrl_jax.rl.scoring.dynamic_sampling import SampledBatch
 from jetrl_jax.rl.scoring.experience import Experience
-from jetrl_jax.rl.scoring.scorer import Scorer, scorer
+from jetrl_jax.rl.scoring.scorer import Scorer, scorer, without_answer
 from jetrl_jax.rl.types import Completion
 
 
@@ -146,6 +146,7 @@ class Collector:
         accuracy = np.asarray([r.accuracy for r in results], np.float64)
         errors.update(r.error for r in results if r.error)
         errors.update('unscored' for r in results if r.score is None)
+        errors.update('no_answer' for _ in without_answer(results, self._pool))
     with self._timer('adv'):
       return experience.from_scores(
           prompts, completions, values, accuracy, errors, self._spec.algorithm

@@ -26,6 +26,7 @@ from absl import logging
 from jetrl_jax.checkpoint.arrays import OtherStateError
 from jetrl_jax.core import processes
 from jetrl_jax.core.interrupt import Interrupt, StopRequested
+from jetrl_jax.metrics import alarms
 from jetrl_jax.metrics.timer import Timer
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.optim.apply import UpdateInfo
@@ -78,6 +79,8 @@ class Trainer:
     self.interrupt = Interrupt()
     self.timer = Timer()
     self.skipped_in_row = 0
+    self.idle_in_row = 0
+    self.alarms = alarms.Watch()
     self.guard = GuardState()
     # The reason why the run must end after this step; '' if it continues.
     self.failure = ''
@@ -96,8 +99,10 @@ class Trainer:
 
     Raises:
       StopRequested: SIGTERM arrived; a checkpoint was saved.
-      RuntimeError: max_skipped_updates updates in a row were not finite, or the
-        guard has rolled the run back max_rollbacks times.
+      RuntimeError: max_skipped_updates updates in a row were not finite, the
+        guard has rolled the run back max_rollbacks times, or
+        stop_after_idle_steps steps in a row taught nothing; after the last a
+        checkpoint was saved.
       NotEnoughGroupsError: dynamic sampling did not fill a batch; a checkpoint
         was saved.
     """
@@ -158,7 +163,9 @@ class Trainer:
         self.spec, sampled, result, state, self.timer
     )
     metrics |= self._ask_guard(step + 1, metrics)
-    return state, metrics
+    found = self.alarms.step(step + 1, metrics, len(sampled.completions))
+    self.idle_in_row = self.idle_in_row + 1 if alarms.is_idle(found) else 0
+    return state, metrics | found
 
   def _save_rollouts(self, step: int, exp: Experience) -> None:
     if self.spec.run.save_rollouts:
@@ -178,18 +185,28 @@ class Trainer:
     self.pending = None
     if self.failure:
       raise RuntimeError(self.failure)
+    idle = 0
+    if 0 < run.stop_after_idle_steps <= self.idle_in_row and not last:
+      # A resumed run has as many steps again.
+      idle, self.idle_in_row = self.idle_in_row, 0
     if step == self.folder.saved_step:
       self.folder.checkpoints.amend(
           step, self._host_state(), metric=self.accuracy
       )
     elif step and run.save_freq and step % run.save_freq == 0:
       self._save(step, state)
+    if idle:
+      self._save(step, state)  # Unless it is saved by now.
+      raise RuntimeError(alarms.stopped(idle, self.folder.path))
 
   def _evaluate(self, step: int, state: TrainState) -> dict:
     metrics, samples = self.collector.evaluate(state)
     if samples:
+      assert self.spec.val_set is not None
       self.accuracy = evaluation.headline(metrics)
       self.folder.save_samples(step, samples)
+      shared = self.spec.train_set.shared_with(self.spec.val_set)
+      metrics[alarms.SHARED] = len(shared)
     return metrics
 
   def _count_skipped(self, infos: list[UpdateInfo]) -> None:
@@ -344,6 +361,7 @@ class Trainer:
     saved = {
         'sampler': self.sampler.state(),
         'skipped_in_row': self.skipped_in_row,
+        'idle_in_row': self.idle_in_row,
         'pending': pending,
     }
     if self.guard != GuardState():
@@ -353,6 +371,8 @@ class Trainer:
   def _restore_host_state(self, saved: dict[str, Any]) -> None:
     self.sampler.restore(saved['sampler'])
     self.skipped_in_row = saved['skipped_in_row']
+    # A checkpoint of an earlier version lacks it.
+    self.idle_in_row = saved.get('idle_in_row', 0)
     guarded = GuardState.of_checkpoint(saved)
     config = self.spec.guard
     allowed = config.actions if config.enable else ()

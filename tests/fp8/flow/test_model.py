@@ -4,12 +4,15 @@ import collections
 import dataclasses
 import functools
 from typing import Any
+from unittest import mock
 
 import jax
 import pytest
 
 from jetrl_jax.core import sharding
-from jetrl_jax.fp8 import Recipe, flow
+from jetrl_jax.fp8 import Recipe, flow, formats
+from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels.decode_attention import reference as decode_attention
 from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.run import flow_check, gradients
 from jetrl_jax.rl.types import TrainBatch
@@ -181,42 +184,104 @@ def test_the_check_at_start_up_names_what_only_the_rollout_rounds():
     check(RoundsLogits(**fields), state)
 
 
-# Inputs and outputs of SwiGLU's kernel. Of whole tiles, the MLP's dots are one.
-_SCALED = ('bf16', 'bf16', 'f32', 'f32', 'f32'), ('e4m3',)
-_PLAIN = ('bf16', 'bf16'), ('bf16',)
+def _hopper_policy(monkeypatch, recipe, dim=128, **changes):
+  """A policy whose programs are traced as for a Hopper GPU."""
+  kernels_in_use.as_on_hopper(monkeypatch)
+  of = policy('qwen2', recipe)
+  sizes = dict(model_dim=dim, head_dim=dim // 2, ffn_dim=2 * dim)
+  model = dataclasses.replace(of.model, **sizes)
+  return dataclasses.replace(of, model=model, **changes)
+
+
+_GPU_DECODE = {
+    'add_norm_quantize',
+    'decode_attention',
+    'log_sum_exp',
+    'rope_append',
+    'sample_token',
+    'swiglu',
+}
 
 
 @pytest.mark.parametrize('kv_cache_dtype', ['compute', 'float8_e4m3fn'])
 @pytest.mark.parametrize(
-    'recipe, dim, swiglu',
+    'recipe, dim, more',
     [
-        (FP8, 64, _PLAIN),
-        (FP8, 128, _SCALED),
-        (Recipe(high_precision_layers=('.*/down',)), 128, _PLAIN),
-        (Recipe(name='fp8_block'), 128, _PLAIN),
-        (Recipe(name='bf16'), 128, _PLAIN),
+        (FP8, 64, set()),
+        # The MLP's two dots are one operation.
+        (FP8, 128, set()),
+        (Recipe(high_precision_layers=('.*/down',)), 128, set()),
+        (Recipe(name='fp8_block'), 128, {'block_scaled_dot'}),
+        (Recipe(name='bf16'), 128, set()),
     ],
     ids=['fp8', 'fp8-tiles', 'fp8-some', 'block', 'bf16'],
 )
-def test_what_a_gpu_runs_is_one_flow(
-    recipe, dim, swiglu, kv_cache_dtype, monkeypatch
+def test_what_a_gpu_runs_is_one_flow_and_its_kernels_are_named(
+    recipe, dim, more, kv_cache_dtype, monkeypatch
 ):
-  kernels_in_use.as_on_hopper(monkeypatch)
-  of = policy('qwen2', recipe)
-  of = dataclasses.replace(
-      of,
-      kv_cache_dtype=kv_cache_dtype,
-      model=dataclasses.replace(
-          of.model, model_dim=dim, head_dim=dim // 2, ffn_dim=2 * dim
-      ),
-  )
+  of = _hopper_policy(monkeypatch, recipe, dim, kv_cache_dtype=kv_cache_dtype)
   state = tiny_run.state_shapes(of)
   check(of, state)
-  nodes = flow_check.decode_graph(of, tiny_run.engine_config(), state).nodes
-  kernels = {n.inputs[:3] for n in nodes if n.op == 'flash_attention'}
-  stored = 'bf16' if kv_cache_dtype == 'compute' else 'e4m3'
-  assert kernels == {('bf16', stored, stored)}
-  assert {(n.inputs, n.outputs) for n in nodes if n.op == 'swiglu'} == {swiglu}
+  graph = flow_check.decode_graph(of, tiny_run.engine_config(), state)
+  assert {k.operation for k in graph.kernels} == _GPU_DECODE | more
+  assert not [node for node in graph.nodes if node.kind == 'kernel']
+  said = 'layers_*/attn/attention: decode_attention by triton;'
+  assert said in graph.implementations()
+  attention = graph.by_path()['Decoder/layers_1/attn/attention']
+  stored = {'e4m3'} & {x for node in attention for x in node.outputs}
+  assert bool(stored) == (kv_cache_dtype != 'compute')
+
+
+@pytest.mark.parametrize(
+    'operation', ['add_norm_quantize', 'attention', 'rope_append', 'swiglu']
+)
+def test_a_gpu_without_one_of_the_kernels_is_one_flow(operation, monkeypatch):
+  kernels = dispatch.select(f'{operation}=reference', kernels_in_use.HOPPER)
+  of = _hopper_policy(monkeypatch, FP8, kernels=kernels)
+  one_layer = dataclasses.replace(of.model, num_layers=1)
+  of = dataclasses.replace(of, model=one_layer)
+  check(of, tiny_run.state_shapes(of))
+
+
+def test_a_gate_up_of_many_rows_is_one_kernel_with_the_same_flow(monkeypatch):
+  of = _hopper_policy(monkeypatch, FP8, 512)
+  state = tiny_run.state_shapes(of)
+  # A decode step has gate_up's kernel at these rows alone.
+  monkeypatch.setattr(flow_check, '_SLOTS', 64)
+  check(of, state)
+  graph = flow_check.decode_graph(of, tiny_run.engine_config(), state)
+  assert 'layers_*/mlp: gate_up by triton_sm90' in graph.implementations()
+
+
+def test_a_dot_that_only_a_gpu_rollout_leaves_unquantised_is_named(monkeypatch):
+  rollout, training = (
+      _hopper_policy(monkeypatch, recipe) for recipe in (ONE_LAYER, FP8)
+  )
+  with pytest.raises(ValueError, match='first at Decoder/layers_1/mlp/down'):
+    flow.require_subgraph(
+        flow_check.decode_graph(
+            rollout, tiny_run.engine_config(), tiny_run.state_shapes(rollout)
+        ),
+        flow_check.train_graph(training, LOSS, tiny_run.state_shapes(training)),
+    )
+
+
+def test_what_a_kernel_of_decode_alone_rounds_otherwise_is_named(monkeypatch):
+  of = _hopper_policy(monkeypatch, FP8)
+  fewer_bits = mock.Mock(E4M3=formats.E5M2)
+  monkeypatch.setattr(decode_attention, 'formats', fewer_bits)
+  with pytest.raises(ValueError, match=r'layers_0/attn/o: .* -> e5m2'):
+    check(of, tiny_run.state_shapes(of))
+
+
+def test_the_check_at_start_up_says_what_computes_each_operation(monkeypatch):
+  of = _hopper_policy(monkeypatch, FP8)
+  said = []
+  monkeypatch.setattr(flow_check.logging, 'info', lambda *x: said.append(x))
+  check(of, tiny_run.state_shapes(of))
+  [(_, decode, training)] = said
+  assert 'layers_*/attn/qkv: dot e4m3 x e4m3 -> bf16;' in decode
+  assert 'layers_*/attn/attention: attention by triton;' in training
 
 
 def _kernels(layers: int) -> dict[str, int]:

@@ -113,6 +113,13 @@ def test_a_set_whose_mass_is_exactly_p_reaches_it():
   assert _mask([5.0] * 4, top_p=0.5) == [True, True, False, False]
 
 
+@pytest.mark.parametrize('top_p', [0.1, 0.45, 0.6, 0.8, 0.9])
+def test_a_top_p_that_is_not_static_keeps_the_same_tokens(top_p):
+  z_V = jnp.asarray([[0.3, 2.0, -1.0, 0.3, 1.0]], jnp.float32)
+  found = jax.vmap(sampling.top_p_mask)(z_V, jnp.asarray([top_p], jnp.float32))
+  assert found[0].tolist() == _mask(z_V[0].tolist(), top_p=top_p)
+
+
 def test_top_p_runs_over_what_top_k_left():
   # Of 4, 3, 2, 1 the top two have masses 4/7 and 3/7 after top-k, and 0.4 and
   # 0.3 before: 0.5 is reached by one token, or would be by two.

@@ -1,8 +1,12 @@
 """Where activation scales come from: a discarded backward pass."""
 
+import dataclasses
+import logging
+
 import numpy as np
 
 from jetrl_jax.fp8 import scaling_state
+from jetrl_jax.rl.run import calibration as calibration_module
 from jetrl_jax.rl.run.calibration import likelihood_sequences
 from tests.rl import tiny_run, tiny_updates
 
@@ -74,3 +78,73 @@ def test_likelihood_sequences_average_over_all_targets():
 def test_likelihood_sequences_without_a_target_weigh_nothing():
   (one,) = likelihood_sequences([np.zeros(1, np.int32)], [1])
   assert not one.loss_mask.any() and not one.loss_weight.any()
+
+
+def test_measured_health_is_that_of_the_scales_in_use():
+  run, calibration, samples = tiny_run.cold_fp8_run()
+  packed = tiny_run.calibration_batches(samples)
+  filled = calibration.fill(run.start, packed, tiny_run.TEMPERATURE)
+  # A hundred times too small: nearly all that dots read saturates.
+  small = dataclasses.replace(
+      filled,
+      fp8_state=scaling_state.map_records(
+          lambda slot: slot
+          | {'input': slot['input'] | {'scale': slot['input']['scale'] / 100}},
+          filled.fp8_state,
+      ),
+  )
+  shares = {}
+  for name, state in (('filled', filled), ('small', small)):
+    measured, _ = calibration.measure(state, packed, tiny_run.TEMPERATURE)
+    slots = _slot_list(measured)
+    for before, after in zip(_slot_list(state), slots, strict=True):
+      for key in ('amax_history', 'scale'):
+        tiny_run.assert_same_bits(after['input'][key], before['input'][key])
+    shares[name] = [
+        float(slot['input']['health'][1] / slot['input']['health'][0])
+        for slot in slots
+    ]
+  assert max(shares['filled']) == 0
+  assert min(shares['small']) > 0.1
+
+
+def test_the_distance_is_0_from_the_pass_to_itself_and_grows_with_a_shift():
+  run, calibration, samples = tiny_run.cold_fp8_run()
+  packed = tiny_run.calibration_batches(samples)
+  state = calibration.fill(run.start, packed, tiny_run.TEMPERATURE)
+  # Nothing was sampled.
+  none = [
+      dataclasses.replace(
+          batch, rollout_logprobs=np.zeros_like(batch.rollout_logprobs)
+      )
+      for batch in packed
+  ]
+  _, nothing = calibration.measure(state, none, tiny_run.TEMPERATURE)
+  assert nothing is None
+  gradients = calibration.programs.zero_gradients(state)
+  distances = []
+  for shift in (0.0, 0.5):
+    moved = []
+    for batch in packed:
+      gradients, logprobs, _ = calibration.programs.accumulate(
+          state, gradients, batch, np.float32(tiny_run.TEMPERATURE)
+      )
+      sampled = np.where(batch.loss_mask > 0, np.asarray(logprobs) - shift, 0)
+      moved.append(
+          dataclasses.replace(
+              batch, rollout_logprobs=sampled.astype(np.float32)
+          )
+      )
+    _, distance = calibration.measure(state, moved, tiny_run.TEMPERATURE)
+    distances.append(distance)
+  # x = log before - log after = -0.5 everywhere.
+  np.testing.assert_allclose(distances, [0, np.expm1(0.5) - 0.5], atol=1e-6)
+
+
+def test_a_start_warns_where_8_bit_inputs_move_the_policy(caplog):
+  for distance, level in ((0.004, 'INFO'), (0.2, 'WARNING')):
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+      calibration_module.report(distance)
+    assert caplog.records[-1].levelname == level
+  assert "high_precision_layers='.*/mlp/down'" in caplog.text

@@ -76,6 +76,7 @@ def test_the_metrics_of_a_rollout_by_hand():
       'critic/advantages/min': -1.0,
       'critic/advantages/std': pytest.approx((2.5 / 6) ** 0.5),
       'critic/mixed_group_frac': pytest.approx(2 / 3),
+      'alarm/swapped': 0,
       'response_length/mean': pytest.approx(16 / 6),
       'response_length/max': 4.0,
       'response_length/min': 1.0,
@@ -231,3 +232,24 @@ def test_a_rollout_without_any_score_has_no_metrics_of_scores():
   found = experience.experience_metrics(exp)
   assert not [name for name in found if name.startswith('critic/')]
   assert found['response_length/max'] == 4.0
+
+
+@pytest.mark.parametrize(
+    ('scores', 'accuracy', 'may_be'),
+    [
+        ([0, 1, 1, 0], [0, 1, 1, 0], False),
+        # The reward is shaped, the accuracy is none.
+        ([0.1, 0.9, 1.0, 0.0], [0, 1, 1, 0], False),
+        ([0, 1, 1, 0], [0.1, 0.9, 1.0, 0.0], True),
+        # All tests passed, beside the share of them.
+        ([0, 1, 0, 0], [0.5, 1.0, 0.75, 0.0], False),
+    ],
+)
+def test_a_reward_whose_score_and_accuracy_look_swapped(
+    scores, accuracy, may_be
+):
+  two = _prompts()[:2]
+  made = experience.from_scores(
+      two, _completions()[:4], np.asarray(scores), accuracy, {}, _CONFIG
+  )
+  assert experience.experience_metrics(made)['alarm/swapped'] == may_be

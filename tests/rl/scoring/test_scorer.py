@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from jetrl_jax.rewards import RewardSpec
+from jetrl_jax.rewards import RewardResult, RewardSpec
 from jetrl_jax.rl.scoring import scorer
 from tests.rewards.pools import custom, new_pool
 from tests.rl import tiny_run
@@ -94,3 +94,22 @@ def test_a_stop_is_heard_while_the_last_answers_are_scored():
           scores.add(completion)
         scores.results(completions)
   assert len(scores._scoring.replies) < 4
+
+
+def _result(prediction: str, error: str | None = None) -> RewardResult:
+  return RewardResult(
+      score=0.0, accuracy=0.0, parts={}, prediction=prediction, error=error
+  )
+
+
+def test_answers_without_a_final_answer_are_known_where_one_is_read():
+  results = [_result(''), _result('7'), _result('', 'timeout')]
+  none, some = results[:1], results
+  with new_pool(RewardSpec(function='gsm8k')) as pool:
+    assert scorer.without_answer(none, pool) == none
+    assert scorer.without_answer(some, pool) == none
+  with new_pool(custom('with_kwargs')) as pool:
+    # A function of one's own may read one, and then says so somewhere.
+    assert scorer.without_answer(none, pool) == []
+    assert scorer.without_answer(some, pool) == none
+  assert scorer.without_answer(none, None) == []

@@ -21,6 +21,7 @@ import pytest
 from jetrl_jax.checkpoint import arrays as checkpoint_arrays
 from jetrl_jax.checkpoint import folder as checkpoint_folder
 from jetrl_jax.core.interrupt import StopRequested
+from jetrl_jax.metrics import alarms
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import aggregation
 from jetrl_jax.rl.objective import policy_loss
@@ -120,6 +121,7 @@ def test_the_line_of_a_step_has_every_number_of_such_a_run(done):
   # Less times, and what is divided by them.
   spread = {'max', 'mean', 'min'}
   several = {
+      'alarm': set(alarms.NAMED),
       'actor': {'entropy', 'grad_norm', 'lr', 'pg_loss', 'ppo_kl'}
       | {'pg_clipfrac', 'pg_clipfrac_lower', 'update_k3'},
       'critic': {'mixed_group_frac', 'acc/mean'},
@@ -151,7 +153,9 @@ def test_the_line_of_a_step_has_every_number_of_such_a_run(done):
   }
   expected |= {'step', 'fp8_health', 'fp8_changed_weight_bytes'}
   for record in whole_run.records(done)[1:]:
-    assert {name for name in record if not name.startswith('val-')} == expected
+    # Besides what belongs to an evaluation.
+    evaluated = {n for n in record if n.startswith(('val-', alarms.SHARED))}
+    assert set(record) - evaluated == expected
 
 
 def test_without_a_kl_term_there_is_no_reference(done):
@@ -362,6 +366,27 @@ def test_updates_that_are_not_finite_are_skipped_counted_and_end_the_run(
     )
   kept = store.load_rollouts(tmp_path / 'rollouts' / '000004.npz')[0]
   assert {int(c.weight_version[0]) for c in kept} == {2}
+
+
+def test_a_run_without_a_learning_signal_is_saved_and_stopped(tmp_path):
+  changes = {
+      'trainer.stop_after_idle_steps': 2,
+      'trainer.test_freq': 0,
+      # What random weights write is no sum.
+      'reward.functions': ('gsm8k',),
+  }
+  for last in (2, 4):  # A resumed run has as many steps again.
+    with pytest.raises(RuntimeError, match='2 steps in a row had no learning'):
+      whole_run.trainer(tmp_path, changes).train()
+    steps = whole_run.records(tmp_path)[1:]
+    assert [r['step'] for r in steps] == list(range(1, last + 1))
+    assert [r['alarm/no_signal'] for r in steps] == [1] * last
+    saved = whole_run.restored(tmp_path, changes=changes)
+    assert saved.step == last and saved.host_state['idle_in_row'] == 0
+  assert [r['reward/no_answer'] for r in steps] == [16] * 4
+  # At the last step there is nothing to stop.
+  whole_run.trainer(tmp_path, changes).train()
+  assert whole_run.records(tmp_path)[-1]['step'] == 6
 
 
 class _Killed(BaseException):

@@ -7,18 +7,22 @@ client has gone, and text that is right where a character spans tokens.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent import futures
 from typing import Any
 
 import grpc
 
 from jetrl_jax.data import Tokenizer
-from jetrl_jax.serve.client import FINISH_REASON
-from jetrl_jax.serve.engine import JetStreamEngine, PromptTokens
-from jetrl_jax.serve.requests import Limits, PromptReader, Sampling, sampling_of
-from jetrl_jax.serve.shim import jetstream_pb2, orchestrator
+from jetrl_jax.serve.jetstream.client import FINISH_REASON
+from jetrl_jax.serve.jetstream.engine import JetStreamEngine, PromptTokens
+from jetrl_jax.serve.jetstream.sampling import from_text, sampling_of, to_text
+from jetrl_jax.serve.jetstream.shim import jetstream_pb2, orchestrator
+from jetrl_jax.serve.requests import Limits, PromptReader
 from jetrl_jax.serve.text import TextStream
+
+_NO_MESSAGE = 'the message is no protobuf of this method (jetstream.proto)'
+_STOPPING = 'the server is shutting down; ask another one, or later'
 
 
 class _Request(orchestrator.ActiveRequest):
@@ -79,7 +83,7 @@ class Driver(orchestrator.Driver):
     has no place for the sampler's settings.
     """
     del tokenizer, is_bos, max_prefill_length  # `Orchestrator` has done it.
-    sampling = Sampling.from_text(request.history_path)
+    sampling = from_text(request.history_path)
     tokens = PromptTokens.make(request.prefill_content, sampling)
     return tokens, len(tokens)
 
@@ -107,6 +111,26 @@ class Orchestrator(orchestrator.LLMOrchestrator):
     self._reader, self._tokenizer, self._limits = reader, tokenizer, limits
     self._most_at_once = num_slots + limits.queue_size
     self._at_once = 0  # Only the event loop's thread counts here.
+    # Set once the server stops; and once it waits no longer for what runs.
+    self._draining, self._over = False, asyncio.Event()
+
+  async def HealthCheck(self, request, context):
+    """Tells whether the orchestrator runs."""
+    if request is None:
+      await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _NO_MESSAGE)
+    return await super().HealthCheck(request, context)
+
+  def close(self) -> None:
+    """Ends what reads the prompts."""
+    self._reader.close()
+
+  async def drain(self, seconds: float) -> None:
+    """Refuses calls, and ends those that have not ended in time."""
+    self._draining = True
+    end = asyncio.get_running_loop().time() + seconds
+    while self._at_once and asyncio.get_running_loop().time() < end:
+      await asyncio.sleep(0.02)
+    self._over.set()
 
   async def Decode(self, request, context) -> AsyncIterator[Any]:
     """Streams the response to one request.
@@ -114,6 +138,10 @@ class Orchestrator(orchestrator.LLMOrchestrator):
     Text comes for a prompt that was text, token ids always. The metadata that
     end the call say 'stop' or 'length' under `finish-reason`.
     """
+    if request is None:
+      await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _NO_MESSAGE)
+    if self._draining:
+      await context.abort(grpc.StatusCode.UNAVAILABLE, _STOPPING)
     if self._at_once >= self._most_at_once:
       await context.abort(
           grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -123,12 +151,31 @@ class Orchestrator(orchestrator.LLMOrchestrator):
     self._at_once += 1
     try:
       prepared = await self._prepared_or_refused(request, context)
-      async for response in self._stream(request, prepared, context):
+      stream = self._stream(request, prepared, context)
+      while (response := await self._next(stream, context)) is not None:
         yield response
     except futures.CancelledError:
       pass  # The client has gone; nobody is there to be told.
     finally:
       self._at_once -= 1
+
+  async def _next(self, stream: AsyncGenerator[Any], context) -> Any:
+    """Returns the next response; None at the end.
+
+    Once the server waits no longer, the call ends with a sentence.
+    """
+    tasks = [
+        asyncio.ensure_future(anext(stream, None)),
+        asyncio.ensure_future(self._over.wait()),
+    ]
+    try:
+      await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+      if tasks[0].done():
+        return tasks[0].result()
+    finally:
+      for task in tasks:
+        task.cancel()
+    await context.abort(grpc.StatusCode.UNAVAILABLE, _STOPPING)
 
   async def _prepared_or_refused(self, request, context):
     # Tokenising may take a while: not in the event loop's thread.
@@ -141,7 +188,7 @@ class Orchestrator(orchestrator.LLMOrchestrator):
       await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
       raise  # `abort` has raised already.
 
-  async def _stream(self, request, prepared, context) -> AsyncIterator[Any]:
+  async def _stream(self, request, prepared, context) -> AsyncGenerator[Any]:
     """Adds the text to what JetStream streams, and says how it ended."""
     as_text = request.WhichOneof('content') == 'text_content'
     text, count = TextStream(self._tokenizer), 0
@@ -177,7 +224,7 @@ class Orchestrator(orchestrator.LLMOrchestrator):
         )
     return jetstream_pb2.DecodeRequest(
         # The one free text that reaches the driver beside the prompt.
-        session_cache=sampling.to_text(),
+        session_cache=to_text(sampling),
         max_tokens=request.max_tokens,
         token_content=jetstream_pb2.DecodeRequest.TokenContent(
             token_ids=tokens

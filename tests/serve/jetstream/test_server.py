@@ -26,11 +26,11 @@ pytestmark = pytest.mark.jetstream
 import grpc
 import jax
 
-from jetrl_jax.serve import server as servers
-from jetrl_jax.serve.client import Client
-from jetrl_jax.serve.engine import JetStreamEngine, JetStreamTokenizer
-from jetrl_jax.serve.orchestrator import Driver
-from jetrl_jax.serve.shim import (
+from jetrl_jax.serve.jetstream import server as servers
+from jetrl_jax.serve.jetstream.client import Client
+from jetrl_jax.serve.jetstream.engine import JetStreamEngine, JetStreamTokenizer
+from jetrl_jax.serve.jetstream.orchestrator import Driver
+from jetrl_jax.serve.jetstream.shim import (
     engine_api,
     jetstream_pb2,
     orchestrator,
@@ -150,7 +150,7 @@ def test_an_fp8_flow_serves_the_tokens_of_its_rollout(endless):
 
 def test_jetstream_s_own_driver_and_service_run_our_engine_unchanged():
   saved = served.trained()
-  engine = servers.make_engine(saved, served.LIMITS, 16)
+  engine = servers.make_adapter(saved, served.LIMITS, 16)
   assert isinstance(engine, engine_api.Engine)
   driver = orchestrator.Driver(
       prefill_engines=[engine],
@@ -287,6 +287,17 @@ def test_a_request_without_content_or_with_a_session_is_refused(client):
     assert code == grpc.StatusCode.INVALID_ARGUMENT and message in details
 
 
+@pytest.mark.parametrize('method', ['Decode', 'HealthCheck'])
+def test_bytes_that_are_no_message_are_told_so(client, method, caplog):
+  service = 'jetstream_proto.Orchestrator'
+  make = client._channel.unary_stream
+  call = make(f'/{service}/{method}')  # Bytes as they are.
+  code, details = _code(lambda: list(call(b'\xff\xff\xff')))
+  assert code == grpc.StatusCode.INVALID_ARGUMENT
+  assert details.startswith('the message is no protobuf of this method')
+  assert client.is_live() and not caplog.records
+
+
 def test_a_message_that_is_too_large_is_refused(client):
   code, details = _code(lambda: client.decode('1' * 2**21, max_tokens=1))
   assert code == grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -333,8 +344,9 @@ def test_stopping_ends_running_requests_and_all_threads():
         target=client.server.stop
     )
     thread.start()
-    code, _ = _code(lambda: list(stream))
-    assert code in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
+    code, details = _code(lambda: list(stream))
+    assert code == grpc.StatusCode.UNAVAILABLE
+    assert details == 'the server is shutting down; ask another one, or later'
     thread.join(20)
     client.server.stop = lambda: None
   assert not thread.is_alive()
@@ -351,7 +363,7 @@ _THREADS = ('prefill', 'transfer', 'generate', 'detokenize', 'grpc', 'tokenize')
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
 def test_the_command_serves_and_a_signal_ends_it_cleanly(number):
   process = whole_run.start(
-      *('--port=0', f'--checkpoint={served.CHECKPOINT}'),
+      *('--grpc', '--port=0', f'--checkpoint={served.CHECKPOINT}'),
       *('--max_prompt_length=16', '--max_tokens=24'),
       module='jetrl_jax.serve',
   )
@@ -360,7 +372,7 @@ def test_the_command_serves_and_a_signal_ends_it_cleanly(number):
     port = re.search(r'on 127\.0\.0\.1:(\d+): prompts to 16', line).group(1)
     done = subprocess.run(
         [
-            *(sys.executable, '-m', 'jetrl_jax.serve.ask'),
+            *(sys.executable, '-m', 'jetrl_jax.serve.jetstream.ask'),
             *(f'--address=127.0.0.1:{port}', '--prompt=3+4-2='),
             '--max_tokens=24',
         ],
@@ -389,7 +401,7 @@ def test_the_shim_leaves_logging_and_other_libraries_alone():
   code = (
       'import logging, sys; root = logging.getLogger();'
       ' before = root.level, list(root.handlers);'
-      ' import jetrl_jax.serve.shim;'
+      ' import jetrl_jax.serve.jetstream.shim;'
       ' assert before == (root.level, root.handlers), root.handlers;'
       ' assert not {"seqio", "tiktoken", "tensorflow"} & set(sys.modules)'
   )

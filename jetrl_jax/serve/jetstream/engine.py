@@ -15,13 +15,13 @@ from jetrl_jax.core import sharding
 from jetrl_jax.data import Tokenizer
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.rl.rollout.engine import DecodeState, Engine, Prefix
-from jetrl_jax.serve.requests import Sampling
-from jetrl_jax.serve.shim import (
+from jetrl_jax.serve.jetstream.shim import (
     engine_api,
     token_utils,
     tokenizer_api,
     tokenizer_pb2,
 )
+from jetrl_jax.serve.requests import Sampling
 
 
 class PromptTokens(np.ndarray):

@@ -1,0 +1,307 @@
+"""Alarms: what a user should look at before all else, judged step by step.
+
+An alarm is a condition on a step's metrics and one sentence on what to do. A
+run writes them as `alarm/<name>`, says each once and again when it changes, and
+names at its end those that hold. The report has the same on top.
+"""
+
+import collections
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
+
+from absl import logging
+
+# The metrics of a step, and how many answers were sampled for it (0: unknown).
+Metrics: TypeAlias = Mapping[str, Any]
+Condition: TypeAlias = Callable[[Metrics, float], bool]
+
+PREFIX = 'alarm/'
+# `reward/...` counts that are no failures of the reward.
+NO_FAILURES = ('reward/unscored', 'reward/no_answer')
+# How many held-out prompts are trained on; written with an evaluation.
+SHARED = 'alarm/heldout_in_training'
+# An alarm that did not hold for this many steps is over; what holds at the end
+# of a run is read off as many.
+RECENT = 5
+_MOST = 0.9
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Alarm:
+  """One alarm.
+
+  Attributes:
+    name: its metric is `alarm/<name>`.
+    holds: whether it holds at a step.
+    label: what is wrong.
+    advice: what to do.
+    patience: steps in a row at which it holds before it is said.
+    unless: alarms that explain it: it is not said beside them.
+  """
+
+  name: str
+  holds: Condition
+  label: str
+  advice: str
+  patience: int = 1
+  unless: tuple[str, ...] = ()
+
+
+def failures(metrics: Metrics) -> dict[str, float]:
+  """Returns reason -> answers that count 0 because their reward failed."""
+  return {
+      name.removeprefix('reward/'): value
+      for name, value in metrics.items()
+      if name.startswith('reward/') and name not in NO_FAILURES
+  }
+
+
+def _share(name: str) -> Condition:
+  return lambda m, n: bool(n) and m.get(name, 0) >= _MOST * n
+
+
+def _zero(name: str) -> Condition:
+  return lambda m, n: m.get(name) == 0
+
+
+def _no_signal(metrics: Metrics, answers: float) -> bool:
+  # It is absent if no answer of the step has a score.
+  name, lacks = 'critic/mixed_group_frac', 'reward/unscored' in metrics
+  return metrics.get(name, 0 if lacks else None) == 0
+
+
+def _is_no_accuracy(metrics: Metrics, answers: float) -> bool:
+  value = metrics.get('critic/acc/mean')
+  return value is not None and not 0 <= value <= 1
+
+
+# Causes before what follows from them.
+ALARMS = (
+    Alarm(
+        name='rewards_fail',
+        holds=lambda m, n: bool(n) and sum(failures(m).values()) >= 0.1 * n,
+        label='Rewards fail for a tenth of the answers or more',
+        advice=(
+            'These answers count 0: raise reward.timeout_s or'
+            ' reward.memory_limit_mb, or mend the reward; reward/* in'
+            ' metrics.jsonl counts the reasons.'
+        ),
+    ),
+    Alarm(
+        name='unscored',
+        holds=_share('reward/unscored'),
+        label='Nearly no answer has a score',
+        advice=(
+            'Every reward returned None for them, so they teach nothing: look'
+            ' at which rows the reward functions are for.'
+        ),
+    ),
+    Alarm(
+        name='accuracy_range',
+        holds=_is_no_accuracy,
+        label='The accuracy is not between 0 and 1',
+        advice=(
+            "Score and accuracy may be swapped: look at the reward's 'acc'."
+        ),
+    ),
+    Alarm(
+        name='swapped',
+        holds=lambda m, n: m.get('alarm/swapped') == 1,
+        label='Score and accuracy may be swapped',
+        advice=(
+            'Every score is 0 or 1 and the accuracies are other numbers: the'
+            " policy is trained on the reward's 'score', and 'acc' is only"
+            ' reported.'
+        ),
+    ),
+    Alarm(
+        name='cut',
+        holds=lambda m, n: m.get('response_length/clip_ratio', 0) >= _MOST,
+        label='Nearly all answers are cut at the length limit',
+        advice=(
+            'Raise rollout.max_response_length, or look at why no answer ends'
+            ' (a wrong data.template, a base model).'
+        ),
+    ),
+    Alarm(
+        name='no_answer',
+        holds=_share('reward/no_answer'),
+        label='Nearly no answer holds a final answer',
+        advice=(
+            'Read some in the report: the prompt (data.instruction) must ask'
+            ' for the form that reward.functions looks for.'
+        ),
+    ),
+    Alarm(
+        name='no_signal',
+        holds=_no_signal,
+        label='No group had a learning signal',
+        advice=(
+            'All answers to a prompt earned the same, so no advantage differs'
+            ' from 0: take easier or harder prompts, a larger'
+            ' rollout.num_generations, or look at the reward.'
+        ),
+        patience=3,
+        unless=('rewards_fail', 'unscored'),
+    ),
+    Alarm(
+        name='no_update',
+        holds=_zero('training/updates'),
+        label='No update was applied',
+        advice='The gradient norm or the loss was not finite: lower optim.lr.',
+    ),
+    Alarm(
+        name='zero_gradient',
+        holds=_zero('actor/grad_norm'),
+        label='The gradient is exactly 0',
+        advice=(
+            'Nothing is learnt: all answers that count earned the same, or'
+            ' none counts (algorithm.mask_truncated_completions).'
+        ),
+        patience=3,
+        unless=('rewards_fail', 'unscored', 'no_signal'),
+    ),
+    Alarm(
+        name='no_weight_change',
+        holds=_zero('fp8/changed_weight_bytes/mean'),
+        label='The update changes no FP8 weight',
+        advice='It is too small for the grid: raise optim.lr.',
+        patience=RECENT,
+        unless=(
+            'rewards_fail',
+            'unscored',
+            'no_signal',
+            'no_update',
+            'zero_gradient',
+        ),
+    ),
+)
+NAMED = {alarm.name: alarm for alarm in ALARMS}
+_IDLE = ('no_signal', 'zero_gradient')
+
+
+def judge(metrics: Metrics, answers: float) -> dict[str, int]:
+  """Returns `alarm/<name>` -> 1 where an alarm holds at a step, else 0.
+
+  Args:
+    metrics: of the step; what is absent raises no alarm.
+    answers: sampled for it, also for groups that were dropped; 0 is unknown.
+  """
+  return {PREFIX + a.name: int(a.holds(metrics, answers)) for a in ALARMS}
+
+
+def is_idle(found: Mapping[str, int]) -> bool:
+  """Returns whether a step taught nothing, of what `judge` found."""
+  return any(found[PREFIX + name] for name in _IDLE)
+
+
+def unexplained(held: Iterable[str]) -> list[Alarm]:
+  """Returns the alarms of these names, without what others explain."""
+  names = set(held)
+  return [a for a in ALARMS if a.name in names and not names & set(a.unless)]
+
+
+class Watch:
+  """Says each alarm of a run once, and again when it changes."""
+
+  def __init__(self):
+    # Steps in a row at which an alarm held, and did not.
+    self._held = collections.Counter[str]()
+    self._quiet = collections.Counter[str]()
+    self._said: set[str] = set()
+
+  def step(self, step: int, metrics: Metrics, answers: float) -> dict[str, int]:
+    """Judges a step and logs what changed; returns `judge`'s metrics.
+
+    Args:
+      step: the step.
+      metrics: see `judge`.
+      answers: see `judge`.
+    """
+    found = judge(metrics, answers)
+    for alarm in ALARMS:
+      holds, name = found[PREFIX + alarm.name], alarm.name
+      self._held[name] = self._held[name] + 1 if holds else 0
+      self._quiet[name] = 0 if holds else self._quiet[name] + 1
+    due = [a.name for a in ALARMS if self._held[a.name] >= a.patience]
+    for alarm in unexplained(due):
+      if alarm.name not in self._said:
+        self._said.add(alarm.name)
+        logging.warning(
+            'ALARM at step %d: %s. %s (Said once.)',
+            step,
+            alarm.label,
+            alarm.advice,
+        )
+    for alarm in ALARMS:
+      if alarm.name in self._said and self._quiet[alarm.name] >= RECENT:
+        self._said.remove(alarm.name)
+        logging.info(
+            'Step %d: over for %d steps: %s.', step, RECENT, alarm.label
+        )
+    return found
+
+
+class Tally:
+  """Counts the alarms of a run's lines, for its end."""
+
+  def __init__(self):
+    self._steps = self._idle = self._shared = 0
+    self._counts = collections.Counter[str]()
+    self._recent: collections.deque[set[str]] = collections.deque(maxlen=RECENT)
+
+  def add(self, line: Metrics) -> None:
+    """Adds a line of metrics.jsonl."""
+    self._shared = int(line.get(SHARED, self._shared))
+    found = {a.name: line.get(PREFIX + a.name) for a in ALARMS}
+    if all(value is None for value in found.values()):
+      return  # Step 0, or a line of an earlier version.
+    held = {name for name, value in found.items() if value}
+    self._steps += 1
+    self._idle += bool(held & set(_IDLE))
+    self._counts.update(held)
+    self._recent.append(held)
+
+  def sentences(self) -> list[str]:
+    """Returns what has to be said of the run; nothing if all is well."""
+    lines = []
+    if self._steps and self._idle == self._steps:
+      steps = (
+          'the only step' if self._steps == 1 else f'all {self._steps} steps'
+      )
+      lines.append(
+          f'ALARM: This run has learnt nothing: {steps} had no learning signal.'
+      )
+    always = set.intersection(*self._recent) if self._recent else set()
+    often = {n for n, count in self._counts.items() if 2 * count > self._steps}
+    for alarm in unexplained(always | often):
+      lines.append(
+          f'ALARM: {alarm.label} ({self._counts[alarm.name]} of'
+          f' {self._steps} steps). {alarm.advice}'
+      )
+    if self._shared:
+      lines.append(f'ALARM: {shared_sentence(self._shared)}')
+    return lines
+
+
+def stopped(idle: int, workdir: pathlib.Path) -> str:
+  """Returns the error of a run that ends after so many idle steps."""
+  return (
+      f'{idle} steps in a row had no learning signal'
+      ' (trainer.stop_after_idle_steps): all answers to a prompt earned the'
+      f' same. The run is saved. python -m jetrl_jax.report {workdir} shows the'
+      ' answers; take easier or harder prompts or look at the reward. The same'
+      ' command resumes for as many steps more'
+  )
+
+
+def shared_sentence(count: int) -> str:
+  """Says that held-out prompts are trained on."""
+  are = 'prompt is' if count == 1 else 'prompts are'
+  return (
+      f'{count} held-out {are} among the training prompts, so held-out accuracy'
+      ' shows what was learnt by heart. Leave them out of data.train_files or'
+      ' data.val_files.'
+  )
