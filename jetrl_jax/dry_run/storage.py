@@ -121,7 +121,8 @@ def of_run(
   # An earlier export is deleted only after the new one is complete.
   held = sum(
       file.stat().st_size
-      for name, _, _ in rows
+      # Not elsewhere, because process 0 may be deleting some of them.
+      for name, _, _ in (rows if processes.is_first() else ())
       if name != f'{EXPORT}/'
       for file in (workdir / name, *(workdir / name).rglob('*'))
       if file.is_file()

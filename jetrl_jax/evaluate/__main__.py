@@ -59,7 +59,8 @@ def evaluate(settings: Settings) -> dict:
       len(prompts),
       settings.num_generations,
   )
-  total = len(prompts) * settings.num_generations
+  # Of this process.
+  total = len(processes.share(len(prompts))) * settings.num_generations
   with (
       contextlib.closing(Progress('answers', total)) as shown,
       RewardPool(settings.rewards, **settings.reward_limits) as pool,

@@ -103,7 +103,7 @@ class Calibration:
     observed, logprobs = self._pass(state, batches, temperature)
     fp8_state = self._observe_health(state.fp8_state, observed)
     sampled_T, read_T = (
-        np.concatenate([np.asarray(x).ravel() for x in of])
+        np.concatenate([sharding.to_host(x).ravel() for x in of])
         for of in ([batch.rollout_logprobs for batch in batches], logprobs)
     )
     # It is 0 where no token was sampled.
