@@ -208,7 +208,7 @@ def check_patterns(policy: Policy, shapes: PyTree, freeze: tuple) -> None:
 def check_kernels(policy: Policy, shapes: PyTree) -> None:
   """Refuses kernels whose shapes the recipe cannot quantise."""
   for path, shape in _dots(shapes).items():
-    policy.recipe.check_kernel(path, shape, policy.axes.fsdp)
+    policy.recipe.check_kernel(path, shape, policy.axes.stored)
 
 
 def _dots(shapes: PyTree) -> dict[str, tuple[int, ...]]:
