@@ -297,11 +297,25 @@ def test_devices_that_share_both_dots_have_the_gradients_of_one(
   text = str(jax.make_jaxpr(split)(*trees))
   assert text.count('swiglu_backward') and text.count('reduce_scatter')
   found = fast_compile_jit(split)(*trees)
-  alone = functools.partial(_both, FP8, 'full')
-  z, *wanted, dx = fast_compile_jit(alone)(*trees)
-  # dx is the sum of what two devices rounded to bfloat16.
-  np.testing.assert_allclose(
-      *(np.asarray(x, np.float32) for x in (found[-1], dx)),
-      atol=2.0**-7 * float(np.abs(np.asarray(dx, np.float32)).max()),
+  wanted = fast_compile_jit(functools.partial(_both, FP8, 'full'))(*trees)
+  assert np.array_equal(found[0], wanted[0])
+  # Down's kernel and what both dots' rows show do not depend on a sum that the
+  # devices share. The gradient of h does: a sum of two that were rounded to
+  # bfloat16, which may be quantised to a neighbour.
+  (found_dw, wanted_dw), (found_slots, wanted_slots) = (
+      [tree[i]['mlp'] for tree in (found, wanted)] for i in (1, 2)
   )
-  _assert_equal(found[:-1], (z, *wanted))
+  exact = [
+      (tree_dw['down'], [slots[dot]['input'] for dot in ('gate_up', 'down')])
+      for tree_dw, slots in (
+          (found_dw, found_slots),
+          (wanted_dw, wanted_slots),
+      )
+  ]
+  _assert_equal((found[0], exact[0]), (wanted[0], exact[1]))
+  for a, b in (
+      (found[-1], wanted[-1]),
+      (found_dw['gate_up']['kernel'], wanted_dw['gate_up']['kernel']),
+  ):
+    a, b = (np.asarray(x, np.float64) for x in (a, b))
+    assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
