@@ -164,6 +164,8 @@ def random_policy(
   config.model.shape = shape
   config.model.master_dtype = 'bfloat16'
   config.update_from_flattened_dict(overrides or {})
+  if config.model.init != 'random':
+    config.model.shape = ''
   policy, mesh, folder = config_model.build_policy(config)
   if TINY.value:
     model = dataclasses.replace(

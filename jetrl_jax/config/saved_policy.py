@@ -180,9 +180,10 @@ def _of_run(
   config = configs.read(workdir / 'config.json')
   try:
     with config.unlocked():
-      if not _fits(config.mesh.data * config.mesh.fsdp):
+      if not _fits(math.prod(config.mesh.values())):
         # The policy is the same on any number of devices.
         config.mesh.data, config.mesh.fsdp = _all_devices(), 1
+        config.mesh.tensor = 1
     _keep_compiled(config.compile_cache_dir)
     policy, mesh, folder = config_model.build_policy(config)
     policy = run_precision.resolve(

@@ -6,11 +6,18 @@ first axis. They are gathered after quantisation, so that FP8 bytes travel: in
 training where they are used, and once before each rollout
 (`rl/rollout/engine.py`). The cotangent of a gathered weight is
 reduce-scattered.
+
+Devices along `tensor` have the same rows and share each dot: a device computes
+some of its outputs, of all of its inputs, so that no sum is split and a result
+has the bits of one device. Which rows of a weight a device reads is its
+`Pieces`; for storage, masters, moments and weights are split over `tensor` and
+`fsdp` alike, whatever reads them.
 """
 
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +31,8 @@ from jetrl_jax.core.typing import Array, NpArray, PyTree
 DATA, FSDP, TENSOR = 'data', 'fsdp', 'tensor'
 # Rows (sequences, slots) are split over both axes.
 ROWS = P((DATA, FSDP))
+# Keys and values [rows, K, ...], where `tensor` is above 1.
+_ROWS_OF_HEADS = P((DATA, FSDP), TENSOR)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,8 +42,8 @@ class MeshConfig:
   Attributes:
     data: devices that hold copies of the weights.
     fsdp: devices over which weights are split.
-    tensor: devices over which dots are split; only 1 is supported: a split
-      contraction adds in another order.
+    tensor: devices that share each sequence: the outputs of every dot, heads
+      and their KV cache are split over them (docs/scale.md).
   """
 
   data: int = 1
@@ -51,23 +60,31 @@ def make_mesh(
   """Returns a mesh with axes (data, fsdp, tensor).
 
   Raises:
-    ValueError: tensor > 1, or fewer devices than the mesh needs.
+    ValueError: an axis below 1, or fewer devices than the mesh needs.
   """
-  if tensor != 1:
-    raise ValueError(
-        f'mesh.tensor is {tensor}; only 1 is supported: a contraction split'
-        ' over devices adds in another order, and equality to the bit is not'
-        ' proven for it. Use data and fsdp.'
-    )
-  if min(data, fsdp) < 1:
-    raise ValueError(f'mesh axes must be >= 1, found data={data}, fsdp={fsdp}')
-  need, have = data * fsdp, jax.devices()
+  sizes = {DATA: data, FSDP: fsdp, TENSOR: tensor}
+  if min(sizes.values()) < 1:
+    found = ', '.join(f'{name}={size}' for name, size in sizes.items())
+    raise ValueError(f'mesh axes must be >= 1, found {found}')
+  need, have = math.prod(sizes.values()), jax.devices()
   if jax.process_count() > 1:
+    if tensor > 1:
+      raise ValueError(
+          f'mesh.tensor is {tensor}, but there are {jax.process_count()}'
+          ' processes: tensor parallelism works within one process. Start one'
+          ' process, or set mesh.tensor=1 and use mesh.fsdp'
+      )
     have = _equal_shares(need, have, f'mesh data={data} x fsdp={fsdp}')
   if need > len(have):
+    product = ' x '.join(
+        f'{name}={size}'
+        for name, size in sizes.items()
+        if size > 1 or name != TENSOR
+    )
     raise ValueError(
-        f'mesh data={data} x fsdp={fsdp} needs {need} devices; found'
-        f' {len(have)} ({have[0].platform}). Lower mesh.data or mesh.fsdp; for'
+        f'mesh {product} needs {need} devices; found'
+        f' {len(have)} ({have[0].platform}). Lower mesh.data or mesh.fsdp'
+        f'{" or mesh.tensor" if tensor > 1 else ""}; for'
         ' a dry run, JAX_PLATFORMS=cpu'
         f' XLA_FLAGS=--xla_force_host_platform_device_count={need} makes a CPU'
         f' count as {need}.'
@@ -177,34 +194,68 @@ def whole_in_first(tree: PyTree) -> PyTree:
   return jax.tree.map(whole, tree)
 
 
+# How the devices of `tensor` share a leaf's rows: of each piece (its rows, in
+# how many equal parts). Device t reads part t of a piece, or with fewer parts
+# than devices the part t * parts // tensor. () for a leaf that all read whole.
+Pieces = tuple[tuple[int, int], ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Axes:
-  """Sizes of the row axes, and collectives that do nothing on one device.
+  """Sizes of the axes, and collectives that do nothing on one device.
 
   Attributes:
     data: devices that hold copies of the weights.
     fsdp: devices over which weights are split.
+    tensor: devices over which the outputs of dots are split.
+    placed: whether weights are here as dots read them (`rl/rollout/engine.py`)
+      and not as they are stored; only with `tensor` above 1.
   """
 
   data: int = 1
   fsdp: int = 1
+  tensor: int = 1
+  placed: bool = False
 
   @property
   def size(self) -> int:
     """Number of devices over which rows are split."""
     return self.data * self.fsdp
 
+  @property
+  def devices(self) -> int:
+    """Number of all devices."""
+    return self.size * self.tensor
+
+  @property
+  def kv_spec(self) -> P:
+    """Spec of keys and values [rows, K, ...]."""
+    return ROWS if self.tensor == 1 else _ROWS_OF_HEADS
+
+  @property
+  def stored(self) -> int:
+    """Number of devices over which a leaf is stored."""
+    return self.fsdp * self.tensor
+
   def psum(self, x: PyTree) -> PyTree:
-    """Returns the sum over all devices."""
+    """Returns the sum over the devices that have rows of their own."""
     if self.size == 1:
       return x
     return jax.tree.map(
         lambda leaf: _ordered_sum(leaf, (DATA, FSDP), self.size), x
     )
 
+  def psum_all(self, x: PyTree) -> PyTree:
+    """Returns the sum over all devices."""
+    x = self.psum(x)
+    if self.tensor == 1:
+      return x
+    return jax.tree.map(lambda leaf: _ordered_sum(leaf, TENSOR, self.tensor), x)
+
   def pmax(self, x: PyTree) -> PyTree:
     """Returns the maximum over all devices."""
-    return lax.pmax(x, (DATA, FSDP)) if self.size > 1 else x
+    names = (DATA, FSDP, TENSOR) if self.tensor > 1 else (DATA, FSDP)
+    return lax.pmax(x, names) if self.devices > 1 else x
 
   def index(self) -> int | Array:
     """Returns this device's number among those over which rows are split."""
@@ -218,22 +269,173 @@ class Axes:
 
   def first_row(self, local_rows: int) -> int | Array:
     """Returns the index of this device's first row in a split leaf."""
-    return lax.axis_index(FSDP) * local_rows if self.fsdp > 1 else 0
+    if self.stored == 1:
+      return 0
+    return lax.axis_index(_stored_over(self.tensor)) * local_rows
 
-  def gather(self, x: Array, full_dim: int) -> Array:
-    """Returns the whole of a leaf whose first axis may be split over fsdp."""
-    if x.ndim == 0 or x.shape[0] == full_dim:
-      return x
-    return lax.all_gather(x, FSDP, axis=0, tiled=True)
+  # --- leaves: from where they are stored to who reads them ----------------
 
-  def reduce_scatter(self, x: Array, local_dim: int) -> Array:
-    """Adds over devices; returns this device's part of the first axis."""
-    if self.size == 1:
+  def gather(self, x: Array, full_dim: int, pieces: Pieces = ()) -> Array:
+    """Returns what this device reads of a leaf.
+
+    Args:
+      x: the part of the leaf that is stored here; its first axis may be split.
+      full_dim: the whole leaf's first axis.
+      pieces: which rows are read.
+    """
+    if x.ndim == 0 or self.placed:
       return x
-    if x.ndim == 0 or x.shape[0] == local_dim:
-      return self.psum(x)
-    x = _ordered_sum_scatter(x, FSDP, self.fsdp)
+    is_split, pieces = x.shape[0] != full_dim, self._shared(pieces)
+    if is_split and self._is_stored_as_read(pieces):
+      # The devices of `fsdp` hold just these rows.
+      is_split, pieces = self.fsdp > 1, ()
+      names: Any = FSDP
+    else:
+      names = _stored_over(self.tensor)
+    if is_split:
+      x = lax.all_gather(x, names, axis=0, tiled=True)
+    return self._take(x, pieces) if pieces else x
+
+  def reduce_scatter(
+      self,
+      x: Array,
+      local_dim: int,
+      full_dim: int | None = None,
+      pieces: Pieces = (),
+  ) -> Array:
+    """Adds cotangents of what devices read; returns the part stored here.
+
+    Args:
+      x: a cotangent of what `gather` returned.
+      local_dim: first axis of the part that is stored here.
+      full_dim: of the whole leaf; by default that of x.
+      pieces: which rows were read.
+    """
+    if self.devices == 1:
+      return x
+    pieces = self._shared(pieces)
+    full_dim = x.shape[0] if full_dim is None and x.ndim else full_dim or 0
+    is_split = x.ndim > 0 and local_dim != full_dim
+    if not is_split:
+      if not pieces:
+        return self.psum(x)  # Equal on all devices of `tensor`.
+      return self.psum_all(self._put_back(x, full_dim, pieces))
+    if self._is_stored_as_read(pieces):
+      if self.fsdp > 1:
+        x = _ordered_sum_scatter(x, FSDP, self.fsdp)
+    else:
+      x = self._put_back(x, full_dim, pieces) if pieces else x
+      names = _stored_over(self.tensor)
+      x = _ordered_sum_scatter(x, names, self.stored)
     return _ordered_sum(x, DATA, self.data) if self.data > 1 else x
+
+  def _shared(self, pieces: Pieces) -> Pieces:
+    return pieces if self.tensor > 1 else ()
+
+  def _is_stored_as_read(self, pieces: Pieces) -> bool:
+    """Whether a split leaf's rows on `fsdp` are those that a device reads."""
+    return len(pieces) == 1 and pieces[0][1] == self.tensor
+
+  def _starts(self, pieces: Pieces) -> list[tuple[Array, int]]:
+    """Returns (first row, rows) of this device's part of each piece."""
+    device, before, found = lax.axis_index(TENSOR), 0, []
+    for rows, parts in pieces:
+      part = device * parts // self.tensor
+      found.append((before + part * (rows // parts), rows // parts))
+      before += rows
+    return found
+
+  def _take(self, x: Array, pieces: Pieces) -> Array:
+    parts = [
+        lax.dynamic_slice_in_dim(x, start, rows)
+        for start, rows in self._starts(pieces)
+    ]
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+  def _put_back(self, x: Array, full_dim: int, pieces: Pieces) -> Array:
+    whole, done = jnp.zeros((full_dim, *x.shape[1:]), x.dtype), 0
+    for start, rows in self._starts(pieces):
+      part = lax.slice_in_dim(x, done, done + rows)
+      whole = lax.dynamic_update_slice_in_dim(whole, part, start, 0)
+      done += rows
+    return whole
+
+  # --- rows on their way through a forward ---------------------------------
+
+  def enter(self, x_MI: Array) -> Array:
+    """Returns rows that all devices have, for a dot that they share.
+
+    Its derivative adds up what the devices' outputs give.
+    """
+    is_8_bit = x_MI.dtype.itemsize == 1  # Without a derivative.
+    return x_MI if self.tensor == 1 or is_8_bit else _enter(x_MI)
+
+  def gather_inputs(self, x_MI: Array) -> Array:
+    """Returns whole rows, of which each device of `tensor` has some columns.
+
+    For a dot that the devices share: the derivative adds up.
+    """
+    if self.tensor == 1:
+      return x_MI
+    return _gather_columns(x_MI)
+
+  def scatter_inputs(self, ct_MI: Array) -> Array:
+    """Adds what devices give to whole rows; returns this one's columns."""
+    if self.tensor == 1:
+      return ct_MI
+    return lax.psum_scatter(
+        ct_MI, TENSOR, scatter_dimension=ct_MI.ndim - 1, tiled=True
+    )
+
+  def gather_turned(self, x_IM: Array) -> Array:
+    """`gather_inputs` of rows turned round; without a derivative."""
+    if self.tensor == 1:
+      return x_IM
+    return lax.all_gather(x_IM, TENSOR, axis=0, tiled=True)
+
+  def psum_shared(self, x: Array) -> Array:
+    """Returns the sum over devices with equal rows."""
+    return lax.psum(x, TENSOR) if self.tensor > 1 else x
+
+  def gather_outputs(self, y_MO: Array) -> Array:
+    """Returns whole rows of a dot that the devices of `tensor` share.
+
+    For what all of them compute alike: the derivative is each one's columns.
+    """
+    return _gather_outputs(y_MO) if self.tensor > 1 else y_MO
+
+  def add(self, x_MD: Array, y_MO: Array) -> Array:
+    """Returns x + y, [M, D], of whose y each device of `tensor` has columns.
+
+    They are added before they are gathered: a GPU's dot adds the residual
+    stream to its float32 result and rounds once, on one device and on several.
+    """
+    if y_MO.shape == x_MD.shape:
+      return x_MD + y_MO
+    return _add_columns(x_MD, y_MO)
+
+  def pick_rows(self, index_M: Array, rows: int) -> tuple[Array, Array | None]:
+    """Returns indices into this device's part of a leaf, and which are there.
+
+    Args:
+      index_M: int32, indices into the whole leaf.
+      rows: of this device's part.
+    """
+    if self.tensor == 1:
+      return index_M, None
+    index_M = index_M - lax.axis_index(TENSOR) * rows
+    here_M = (index_M >= 0) & (index_M < rows)
+    return jnp.where(here_M, index_M, 0), here_M
+
+  def join(self, x_MD: Array, here_M: Array | None) -> Array:
+    """Returns rows of which one device of `tensor` each has the values."""
+    if here_M is None:
+      return x_MD
+    return _join(jnp.where(here_M[:, None], x_MD, 0))
+
+
+# One device.
+ALONE = Axes()
 
 
 # Of two numbers the order does not matter. Of more it does, and collectives
@@ -272,39 +474,121 @@ def _sum_of(parts: Array) -> Array:
   return total
 
 
+def _stored_over(tensor: int) -> Any:
+  """Returns the names of the axes over which leaves are stored."""
+  return (TENSOR, FSDP) if tensor > 1 else FSDP
+
+
+def _gather_columns(x: Array) -> Array:
+  """Returns the columns of all devices, next to each other."""
+  # As columns of one array, XLA would gather them turned round, and what reads
+  # them might be another dot than on one device.
+  parts = jnp.moveaxis(lax.all_gather(x, TENSOR), 0, -2)
+  return parts.reshape(*x.shape[:-1], -1)
+
+
+@jax.custom_vjp
+def _enter(x: Array) -> Array:
+  return x
+
+
+_enter.defvjp(
+    lambda x: (x, None), lambda _, cotangent: (lax.psum(cotangent, TENSOR),)
+)
+
+
+@jax.custom_vjp
+def _gather_outputs(y: Array) -> Array:
+  return _gather_columns(y)
+
+
+def _gather_outputs_fwd(y):
+  return _gather_outputs(y), jnp.zeros((0, y.shape[-1]))
+
+
+def _gather_outputs_bwd(like, cotangent):
+  columns = like.shape[1]
+  start = lax.axis_index(TENSOR) * columns
+  axis = cotangent.ndim - 1
+  return (lax.dynamic_slice_in_dim(cotangent, start, columns, axis),)
+
+
+_gather_outputs.defvjp(_gather_outputs_fwd, _gather_outputs_bwd)
+
+
+@jax.custom_vjp
+def _add_columns(x_MD: Array, y_MO: Array) -> Array:
+  columns = y_MO.shape[1]
+  start = lax.axis_index(TENSOR) * columns
+  mine_MO = lax.dynamic_slice_in_dim(x_MD, start, columns, 1)
+  return _gather_columns(mine_MO + y_MO)
+
+
+_add_columns.defvjp(
+    lambda x_MD, y_MO: (_add_columns(x_MD, y_MO), jnp.zeros(y_MO.shape[1:])),
+    lambda like_O, cotangent: (
+        cotangent,
+        *_gather_outputs_bwd(like_O[None, :], cotangent),
+    ),
+)
+
+
+@jax.custom_vjp
+def _join(x_MD: Array) -> Array:
+  # As integers: a sum of floats would turn -0.0 into 0.0.
+  pairs = x_MD.reshape(x_MD.shape[0], -1, 4 // x_MD.dtype.itemsize)
+  pairs = pairs[..., 0] if pairs.shape[-1] == 1 else pairs
+  words = lax.psum(lax.bitcast_convert_type(pairs, jnp.uint32), TENSOR)
+  return lax.bitcast_convert_type(words, x_MD.dtype).reshape(x_MD.shape)
+
+
+_join.defvjp(
+    lambda x_MD: (_join(x_MD), None), lambda _, cotangent: (cotangent,)
+)
+
+
 def axes_of(mesh: Mesh) -> Axes:
-  """Returns the sizes of a mesh's row axes."""
-  return Axes(mesh.shape[DATA], mesh.shape[FSDP])
+  """Returns the sizes of a mesh's axes."""
+  return Axes(mesh.shape[DATA], mesh.shape[FSDP], mesh.shape[TENSOR])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def grad_sink(axes: Axes, full_shape: tuple[int, ...], master: Array) -> Array:
-  """Stands for a whole master: it has no values and receives the cotangent.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 3))
+def grad_sink(
+    axes: Axes,
+    full_shape: tuple[int, ...],
+    master: Array,
+    pieces: Pieces = (),
+) -> Array:
+  """Stands for what a device reads of a master: receives its cotangent.
 
-  The dots read the compute weight and never the master, so XLA does not
-  materialise this array.
+  It has no values: the dots read the compute weight and never the master, so
+  XLA does not materialise this array.
   """
+  if axes.tensor > 1 and pieces:
+    rows = sum(rows // parts for rows, parts in pieces)
+    full_shape = (rows, *full_shape[1:])
   return jnp.zeros(full_shape, master.dtype)
 
 
-def _grad_sink_fwd(axes, full_shape, master):
-  return grad_sink(axes, full_shape, master), master.shape
+def _grad_sink_fwd(axes, full_shape, master, pieces):
+  return grad_sink(axes, full_shape, master, pieces), master.shape
 
 
-def _grad_sink_bwd(axes, full_shape, local_shape, cotangent):
-  del full_shape
+def _grad_sink_bwd(axes, full_shape, pieces, local_shape, cotangent):
   local_dim = local_shape[0] if local_shape else 0
-  return (axes.reduce_scatter(cotangent, local_dim),)
+  full_dim = full_shape[0] if full_shape else 0
+  return (axes.reduce_scatter(cotangent, local_dim, full_dim, pieces),)
 
 
 grad_sink.defvjp(_grad_sink_fwd, _grad_sink_bwd)
 
 
 def leaf_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
-  """Returns a leaf's spec: matrices are split over fsdp along axis 0."""
-  fsdp = mesh.shape[FSDP]
-  if len(shape) >= 2 and fsdp > 1 and shape[0] % fsdp == 0:
-    return P(FSDP)
+  """Returns a leaf's spec: how matrices are stored, split along axis 0."""
+  tensor = mesh.shape[TENSOR]
+  parts = mesh.shape[FSDP] * tensor
+  if len(shape) >= 2 and parts > 1 and shape[0] % parts == 0:
+    return P(_stored_over(tensor))
   return P()
 
 

@@ -294,7 +294,7 @@ def _print_cost(spec: RunSpec, found: Shapes, kind: str) -> None:
     print(f'Seconds: unknown on this device ({kind})')
     return
   print(
-      f'Seconds at the roofline of {spec.policy.axes.size} x {kind}:'
+      f'Seconds at the roofline of {spec.policy.axes.devices} x {kind}:'
       f' {cost.rollout_s:.1f} sampling, {cost.update_s:.1f} training. No run is'
       ' faster; launches, rewards and the host come on top.'
   )

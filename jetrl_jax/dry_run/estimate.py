@@ -73,7 +73,7 @@ def cost(spec: RunSpec, found: Shapes, device: str) -> Cost:
     device: name as in `DEVICES`.
   """
   run, model = spec.run, spec.policy.model
-  devices = spec.policy.axes.size
+  devices = spec.policy.axes.devices
   prompt = float(np.mean([len(p.tokens) for p in spec.train_set]))
   response = spec.engine.max_response_length
   sequences = run.train_batch_size * run.num_generations

@@ -23,7 +23,7 @@ from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.optim.apply import Gradients, merge
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl.objective import policy_loss
-from jetrl_jax.rl.rollout import decode_step
+from jetrl_jax.rl.rollout import decode_state, decode_step
 from jetrl_jax.rl.rollout.buckets import PREFILL_ROWS
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.run import mixed_flow, other_precision
@@ -89,21 +89,17 @@ def shapes(spec: RunSpec) -> Shapes:
   engine = Engine(rollout_policy, spec.engine, mesh, whole=True)
   rows, length = spec.batch_shape
   by_rows = jax.sharding.NamedSharding(mesh, sharding.ROWS)
+  by_heads = jax.sharding.NamedSharding(mesh, rollout_policy.axes.kv_spec)
   batch = _at(TrainBatch.of_shapes(rows, length), by_rows)
   slots = jax.eval_shape(engine.init_decode_state)
-  count, length = largest_prefill(engine)
-  prefix = jax.eval_shape(
-      dataclasses.replace(rollout_policy, axes=sharding.Axes()).prefill,
-      _at(mixed_flow.rollout_params(state), None),
-      _shape(jnp.int32, count, length),
-      _shape(jnp.int32, count),
-  )
+  caches, slots = _at(slots.caches, by_heads), _at(slots, by_rows)
+  prefix = rollout_policy.page_shapes(*largest_prefill(engine))
   return Shapes(
       state=state,
       gradients=_placed(step.gradient_shapes(state), mesh),
       batch=batch,
-      slots=_at(slots, by_rows),
-      prefix=_at(prefix, by_rows),
+      slots=dataclasses.replace(slots, caches=caches),
+      prefix=_at([prefix] * policy.model.num_layers, by_heads),
       step=step,
       engine=engine,
   )
@@ -157,7 +153,7 @@ def ledger(spec: RunSpec, found: Shapes) -> dict[str, int]:
   """Returns the bytes per device of everything that is alive at some time."""
   state = found.state
   reference = spec.needs_reference
-  is_split = spec.rollout_policy.axes.fsdp > 1
+  is_split = spec.rollout_policy.axes.stored > 1
 
   def whole(params: PolicyParams) -> int:
     return num_bytes(_everywhere(spec, params)) if is_split else 0
@@ -182,7 +178,8 @@ def ledger(spec: RunSpec, found: Shapes) -> dict[str, int]:
   }
 
 
-# What a rollout holds in addition; nothing if weights are not split.
+# What a rollout holds in addition; nothing if weights are not split. With
+# tensor parallelism it is a device's share of them.
 _WHOLE = 'weights of a rollout, whole'
 # What an evaluation in one of `val_recipes` holds in its place.
 _OTHER = 'weights of an evaluation'
@@ -257,12 +254,18 @@ def _largest_of_apply(phases: list[Phase]) -> list[Phase]:
 
 
 def _lowered(spec: RunSpec, found: Shapes):
-  policy, mesh, state = spec.rollout_policy, spec.mesh, found.state
+  policy, mesh, state = spec.rollout_policy.placed(), spec.mesh, found.state
   params = _everywhere(spec, mixed_flow.rollout_params(state))
   rows, scalar = sharding.ROWS, _shape(jnp.float32)
   by_rows = jax.sharding.NamedSharding(mesh, rows)
   count, bucket = largest_prefill(found.engine)
-  prefill = sharding.per_device(policy.prefill, mesh, (P(), rows, rows), rows)
+  by_param, caches = P(), policy.axes.kv_spec
+  if policy.axes.tensor > 1:
+    by_param = policy.placed_specs(params)
+  slots, _ = decode_state.specs(caches)
+  prefill = sharding.per_device(
+      policy.prefill, mesh, (by_param, rows, rows), caches
+  )
   yield (
       'prefill',
       policy.jit(prefill).lower(
@@ -274,8 +277,8 @@ def _lowered(spec: RunSpec, found: Shapes):
   decode = sharding.per_device(
       functools.partial(decode_step.step, policy, spec.engine),
       mesh,
-      (P(), P(), rows),
-      rows,
+      (by_param, P(), slots),
+      slots,
   )
   key = jax.eval_shape(lambda: jax.random.key(0, impl='threefry2x32'))
   yield (
@@ -374,8 +377,18 @@ def largest_prefill(engine: Engine) -> tuple[int, int]:
 
 
 def _everywhere(spec: RunSpec, params: PolicyParams) -> Any:
-  """Returns what a rollout reads, all of it on every device."""
-  return _at(params, jax.sharding.NamedSharding(spec.mesh, P()))
+  """Returns what a rollout reads, see `Engine.replicate`."""
+  policy, mesh = spec.rollout_policy, spec.mesh
+  if policy.axes.tensor == 1:
+    return _at(params, jax.sharding.NamedSharding(mesh, P()))
+  specs = policy.placed_specs(params)
+  stored = sharding.tree_specs(params, mesh)
+  placed = sharding.per_device(policy.place, mesh, (stored,), specs)
+  return jax.tree.map(
+      lambda leaf, where: _shape(leaf.dtype, *leaf.shape, sharding=where),
+      jax.eval_shape(placed, params),
+      sharding.named(specs, mesh),
+  )
 
 
 def _at(tree: PyTree, where) -> Any:

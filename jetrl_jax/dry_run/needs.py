@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jetrl_jax.core.typing import PyTree
-from jetrl_jax.models import logprobs
+from jetrl_jax.models import logprobs, tensor_parallel
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.rl.run.spec import RunSpec
 
@@ -85,9 +85,12 @@ def inside_of_token(policy: Policy) -> int:
   These are two norms, qkv, attention's output, gate_up and its product, and two
   residuals.
   """
-  model = policy.model
+  whole, tensor = policy.model, policy.axes.tensor
+  model = tensor_parallel.on_device(whole, tensor)
   heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
   numbers = 4 * model.model_dim + 2 * heads + 3 * model.ffn_dim
+  if tensor > 1:  # The rows of o and of down are gathered.
+    numbers += whole.num_heads * whole.head_dim + whole.ffn_dim
   return policy.recipe.dtype.itemsize * numbers
 
 
@@ -114,7 +117,8 @@ def _kept_of_token(policy: Policy) -> int:
   attention's output, keys and values as stored, and a float32 log-sum-exp per
   head. With norms on heads, also queries and keys before their norms.
   """
-  model, width = policy.model, policy.recipe.dtype.itemsize
+  model = tensor_parallel.on_device(policy.model, policy.axes.tensor)
+  width = policy.recipe.dtype.itemsize
   queries = model.num_heads * model.head_dim
   keys = model.num_kv_heads * model.head_dim
   rows = 2 * (model.model_dim + queries)

@@ -55,6 +55,16 @@ class Rows:
     return 1 if self.fp8 is None or self.fp8.ndim == 2 else self.fp8.shape[0]
 
 
+def map_rows(function, rows: Rows) -> Rows:
+  """Returns the rows, each array mapped."""
+  values, fp8 = rows.values, rows.fp8
+  if isinstance(values, jax.ShapeDtypeStruct):
+    values = jax.eval_shape(function, values)
+  else:
+    values = function(values)
+  return Rows(values, None if fp8 is None else function(fp8))
+
+
 @dataclasses.dataclass(frozen=True)
 class Reads:
   """What a dot wants of the operation that makes its rows.

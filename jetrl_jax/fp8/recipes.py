@@ -173,7 +173,7 @@ class Recipe:
           f'recipe fp8_block quantises in blocks of {BLOCK} x {BLOCK}, but'
           f' {path} has [out, in] = [{out_dim}, {in_dim}]; out must be a'
           f' multiple of {step}'
-          + (f' (its rows are split over fsdp={parts})' if split else '')
+          + (f' (its rows are split over {parts} devices)' if split else '')
           + f' and in of {BLOCK}. Use fp8_token, or keep this dot in high'
           ' precision with precision.high_precision_layers'
       )

@@ -123,7 +123,16 @@ def combine(left: PyTree, right: PyTree) -> PyTree:
 
 def reduce_over_devices(cotangents: PyTree, axes: Axes) -> PyTree:
   """Joins the cotangents of all devices (inside `shard_map`)."""
-  return _join(axes.pmax, axes.psum, cotangents)
+
+  def one(record):
+    # Devices of `tensor` see the same inputs, and each its own outputs.
+    total = dict.fromkeys(OPERANDS, axes.psum) | {'output_grad': axes.psum_all}
+    return {
+        operand: _join(axes.pmax, total[operand], entry)
+        for operand, entry in record.items()
+    }
+
+  return map_records(one, cotangents)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -269,7 +278,8 @@ def measure_kernels(
     kernel = node['kernel']
     rows = jnp.ones((kernel.shape[0],), jnp.float32)
     _, sums = health.measure(kernel, quantised['kernel'], rows)
-    return record | {'kernel': record['kernel'] | {'health': axes.psum(sums)}}
+    sums = axes.psum_all(sums)
+    return record | {'kernel': record['kernel'] | {'health': sums}}
 
   return _map_beside(measure, state, params, weights)
 

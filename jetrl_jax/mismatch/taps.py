@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from flax import traverse_util
 
+from jetrl_jax.core.sharding import ROWS
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.models import logprobs
@@ -118,9 +119,11 @@ class TappedEngine(Engine):
     super().__init__(policy, config, mesh)
     self.seen: list[dict[str, Array]] = []
 
-  def _per_row(self, function, bound, num_rows, whole=0):
+  def _per_row(self, function, bound, num_rows, whole=0, *, more=()):
     with_taps = {decode_step.prefill: _prefill, decode_step.generate: _step}
-    run = super()._per_row(with_taps[function], bound, num_rows, whole)
+    run = super()._per_row(
+        with_taps[function], bound, num_rows, whole, more=(ROWS, *more)
+    )
 
     def call(*args):
       found, taps = run(*args)

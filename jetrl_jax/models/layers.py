@@ -10,6 +10,7 @@ to a caller that makes it mutable (`mismatch/taps.py`). To all others they are
 no part of the program.
 """
 
+import math
 from typing import Any, TypeVar
 
 import jax
@@ -18,7 +19,7 @@ from flax import linen as nn
 from jax import lax
 
 from jetrl_jax.core.compilation import on_gpu
-from jetrl_jax.core.sharding import Axes, grad_sink
+from jetrl_jax.core.sharding import Axes, Pieces, grad_sink
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import DeferredScale, QTensor, Recipe, formats
 from jetrl_jax.fp8.products import AS_ARRAY, Reads, Rows
@@ -104,16 +105,53 @@ def sum_equal(tokens_M: Array, rows_MD: Array) -> tuple[Array, Array]:
 _lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
-def gather_quantized(axes: Axes, local: QTensor, full_dim: int) -> QTensor:
-  """Returns the whole of a quantised kernel whose rows may be split.
+def gather_quantized(
+    axes: Axes, local: QTensor, full_dim: int, pieces: Pieces = ()
+) -> QTensor:
+  """Returns what this device reads of a quantised kernel, see `Axes.gather`.
 
   Scales per channel or per block are split as the rows that they belong to.
   """
   scale = local.scale
   if scale.ndim:
-    rows = local.values.shape[0] // scale.shape[0]
-    scale = axes.gather(scale, full_dim // rows)
-  return QTensor(values=axes.gather(local.values, full_dim), scale=scale)
+    step = local.values.shape[0] // scale.shape[0]
+    groups = tuple((rows // step, parts) for rows, parts in pieces)
+    scale = axes.gather(scale, full_dim // step, groups)
+  values = axes.gather(local.values, full_dim, pieces)
+  return QTensor(values=values, scale=scale)
+
+
+def widened(axes: Axes, master, weight, whole: int) -> tuple[Any, Any]:
+  """Returns a device's share of a kernel, on a CPU with rows of zeros.
+
+  A CPU's float32 dot, as which it computes those of FP8 and those of bfloat16
+  with bfloat16 results, adds in an order that depends on the power of two, up
+  to 64, that divides its columns: a share gets one that divides the whole.
+
+  Args:
+    axes: devices.
+    master: [o, in] or None.
+    weight: [o, in], an array or quantised.
+    whole: rows of the kernel on all devices together.
+  """
+  if axes.tensor == 1 or on_gpu():
+    return master, weight
+  is_quantised = isinstance(weight, QTensor)
+  share = (weight.values if is_quantised else weight).shape[0]
+  rows, order = share, math.gcd(whole, 64)
+  while math.gcd(rows, 64) != order:
+    rows += 1
+  if rows == share:
+    return master, weight
+  zeros = (0, rows - share), (0, 0)
+  if master is not None:
+    master = jnp.pad(master, zeros)
+  if not is_quantised:
+    return master, jnp.pad(weight, zeros)
+  scale = weight.scale
+  if scale.ndim:  # By channels: a share of blocks needs no more rows.
+    scale = jnp.pad(scale, zeros, constant_values=1.0)
+  return master, QTensor(values=jnp.pad(weight.values, zeros), scale=scale)
 
 
 class Leaf(nn.Module):
@@ -127,10 +165,19 @@ class Leaf(nn.Module):
   recipe: Recipe
   axes: Axes
 
-  def tap(self, name: str, value: _Value) -> _Value:
-    """Shows a value under the module's path and returns it."""
+  def tap(self, name: str, value: _Value, shared: bool = False) -> _Value:
+    """Shows a value under the module's path and returns it.
+
+    Args:
+      name: of the value.
+      value: what to show.
+      shared: whether each device of `tensor` has some columns; all are shown.
+    """
     if not self.is_initializing():  # Everything is mutable then.
-      self.sow(TAPS, name, value, lambda _, new: new, lambda: value)
+      shown: Any = value
+      if shared and self.is_mutable_collection(TAPS):
+        shown = self.axes.gather_outputs(shown)
+      self.sow(TAPS, name, shown, lambda _, new: new, lambda: shown)
     return value
 
   def tap_rows(self, name: str, rows: Rows, reads: Reads) -> None:
@@ -146,35 +193,65 @@ class Leaf(nn.Module):
       # Of copies, the first.
       self.tap(f'{name}_fp8', q_MI.reshape(-1, *x_MI.shape)[0])
 
-  def leaf(self, name: str, init, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """Returns (master or its stand-in or None, compute weight)."""
+  def leaf(
+      self, name: str, init, shape: tuple[int, ...], pieces: Pieces = ()
+  ) -> tuple[Any, Any]:
+    """Returns (master or its stand-in or None, compute weight).
+
+    Args:
+      name: of the leaf.
+      init: makes the master.
+      shape: of the whole leaf.
+      pieces: which of its rows this device reads.
+    """
     if self.is_initializing():
       master = self.param(name, init, shape, jnp.float32)
       return master, master.astype(self.recipe.dtype)
     compute = self.get_variable('weights', name)
     if isinstance(compute, QTensor):
-      compute = gather_quantized(self.axes, compute, shape[0])
+      compute = gather_quantized(self.axes, compute, shape[0], pieces)
     else:
-      compute = self.axes.gather(compute, shape[0])
+      compute = self.axes.gather(compute, shape[0], pieces)
     if not self.has_variable('params', name):
       return None, compute
     master = self.get_variable('params', name)
-    if self.axes.size > 1:
-      master = grad_sink(self.axes, shape, master)
+    if self.axes.devices > 1:
+      master = grad_sink(self.axes, shape, master, pieces)
     return master, compute
 
 
 class Linear(Leaf):
-  """y = x W^T + b, W stored [out, in]; `late_scale` as in `kernels.dot`."""
+  """y = x W^T + b, W stored [out, in]; `late_scale` as in `kernels.dot`.
+
+  Attributes:
+    in_dim: I.
+    out_dim: O, on all devices together.
+    pieces: which outputs this device computes.
+    use_bias: whether there is b.
+    late_scale: see `kernels.dot`.
+  """
 
   in_dim: int
   out_dim: int
+  pieces: Pieces = ()
   use_bias: bool = False
   late_scale: bool = False
 
   def kernel(self) -> tuple[Any, Any]:
     """Returns (master or None, weight), see `kernels.dot`."""
-    return self.leaf('kernel', _INIT, (self.out_dim, self.in_dim))
+    shape = (self.out_dim, self.in_dim)
+    return self.leaf('kernel', _INIT, shape, self.pieces)
+
+  @property
+  def _columns(self) -> int:
+    """Outputs that this device computes."""
+    if self.axes.tensor == 1:
+      return self.out_dim
+    return sum(rows // parts for rows, parts in self.pieces) or self.out_dim
+
+  def _bias(self) -> tuple[Any, Any]:
+    zeros = nn.initializers.zeros
+    return self.leaf('bias', zeros, (self.out_dim,), self.pieces)
 
   @property
   def is_quantised(self) -> bool:
@@ -231,32 +308,41 @@ class Linear(Leaf):
       if product is not None:
         if not self.use_bias:
           return product
-        _, bias = self.leaf('bias', nn.initializers.zeros, (self.out_dim,))
+        _, bias = self._bias()
         return linear.leave_bias(product, bias)
       assert rows.parts == 1  # A norm makes copies for such dots alone.
     y_MO = linear.dot(
         self.recipe,
         rows.values,
-        *operands,
+        *widened(self.axes, *operands[:2], self.out_dim),
+        operands[2],
         row_mask_M,
         out_dtype=out_dtype,
         fp8_MI=rows.fp8,
         late_scale=self.late_scale,
     )
+    y_MO = y_MO[:, : self._columns]
     if self.use_bias:
-      master, bias = self.leaf('bias', nn.initializers.zeros, (self.out_dim,))
+      master, bias = self._bias()
       if master is None:
         y_MO = y_MO + bias[None, :]
       else:
         y_MO = _add_bias(y_MO, master, bias)
-    return self.tap('out', y_MO)
+    return self.tap('out', y_MO, shared=bool(self.pieces))
 
 
 class RMSNorm(Leaf):
-  """Root-mean-square norm with a gain."""
+  """Root-mean-square norm with a gain.
+
+  Attributes:
+    dim: D.
+    eps: added to the mean square.
+    of_heads: whether the rows are heads, of which each device has some.
+  """
 
   dim: int
   eps: float
+  of_heads: bool = False
 
   @nn.compact
   def __call__(self, residual, reads: Reads = AS_ARRAY) -> tuple[Array, Rows]:
@@ -267,6 +353,8 @@ class RMSNorm(Leaf):
       reads: what the dot that follows wants.
     """
     master, gain_D = self.leaf('scale', nn.initializers.ones, (self.dim,))
+    if self.of_heads and master is not None:
+      master = self.axes.enter(master)
     x_MD, rows = add_norm_quantize(residual, gain_D, self.eps, master, reads)
     self.tap('in', x_MD)
     self.tap_rows('out', rows, reads)
@@ -278,18 +366,22 @@ class Embedding(Leaf):
 
   vocab_size: int
   model_dim: int
+  pieces: Pieces = ()
 
   def setup(self):
     """Reads the table once for both uses."""
     shape = (self.vocab_size, self.model_dim)
-    self.table = self.leaf('embedding', _INIT, shape)
+    self.table = self.leaf('embedding', _INIT, shape, self.pieces)
 
   def __call__(self, tokens_M: Array) -> Array:
     """Returns the tokens' rows, [M, D]."""
     master, compute = self.table
+    tokens_M, here_M = self.axes.pick_rows(tokens_M, compute.shape[0])
     if master is None:
-      return self.tap('out', compute[tokens_M])
-    return self.tap('out', _lookup(master, compute, tokens_M))
+      x_MD = compute[tokens_M]
+    else:
+      x_MD = _lookup(master, compute, tokens_M)
+    return self.tap('out', self.axes.join(x_MD, here_M))
 
   def kernel(self) -> tuple[Any, Any]:
     """Returns (master or None, weight) of a tied head, see `kernels.dot`."""
@@ -298,6 +390,8 @@ class Embedding(Leaf):
   def attend(self, hidden_MD: Array, row_mask_M: Array, kernel=None) -> Array:
     """Logits against the embedding; `kernel` as for `Linear`."""
     master, compute = kernel or self.table
+    columns = compute.shape[0]
+    master, compute = widened(self.axes, master, compute, self.vocab_size)
     return linear.dot(
         self.recipe,
         hidden_MD,
@@ -306,4 +400,4 @@ class Embedding(Leaf):
         None,
         row_mask_M,
         out_dtype=jnp.float32,
-    )
+    )[:, :columns]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jetrl_jax.core import sharding
 from jetrl_jax.core.compilation import exact_jit, inexact_jit
@@ -23,7 +24,7 @@ from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels.decode_attention import DECODE_ROWS
 from jetrl_jax.kernels.dispatch import Kernels
 from jetrl_jax.kernels.kv_storage import values_shape
-from jetrl_jax.models import logprobs, remat
+from jetrl_jax.models import logprobs, remat, tensor_parallel
 from jetrl_jax.models.attention import DecodeAttention, PackedAttention
 from jetrl_jax.models.decoder import Decoder, variables
 from jetrl_jax.models.types import ModelConfig
@@ -58,6 +59,13 @@ class PolicyParams(NamedTuple):
 
   weights: PyTree
   fp8_state: PyTree
+
+
+class PlacedParams(PolicyParams):
+  """Weights as the dots of a rollout read them, on `mesh.tensor` devices.
+
+  They have another layout than those of training, see `Policy.place`.
+  """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +111,7 @@ class Policy:
           ' float8_e4m3fn'
       )
     remat.check(self.remat)
+    tensor_parallel.check(self.model, self.recipe, self.axes)
     for name, value in (
         ('attention_tile', self.tile),
         ('logit_chunk_rows', self.logit_chunk_rows),
@@ -186,7 +195,28 @@ class Policy:
         kv_dtype=self.kv_dtype,
     )
     mask = jnp.ones((self.tile,), jnp.float32)
-    return self.decoder.init(key, tokens, tokens, mask, attend)['params']
+    whole = dataclasses.replace(self, axes=Axes()).decoder
+    return whole.init(key, tokens, tokens, mask, attend)['params']
+
+  def placed(self) -> 'Policy':
+    """Returns the policy that reads `PlacedParams`; itself where none are."""
+    if self.axes.tensor == 1:
+      return self
+    return dataclasses.replace(
+        self, axes=dataclasses.replace(self.axes, placed=True)
+    )
+
+  def place(self, params: PolicyParams) -> PlacedParams:
+    """Returns stored weights as this device's dots read them."""
+    weights = tensor_parallel.place(self.axes, self.model, params.weights)
+    return PlacedParams(weights, params.fp8_state)
+
+  def placed_specs(self, params: PolicyParams) -> PlacedParams:
+    """Returns the PartitionSpecs of what `place` makes."""
+    weights = tensor_parallel.placed_specs(
+        self.model, self.axes, params.weights
+    )
+    return PlacedParams(weights, jax.tree.map(lambda _: P(), params.fp8_state))
 
   def hidden(
       self,
@@ -375,11 +405,13 @@ class Policy:
   ) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Shapes of one layer's keys and values in pages of `size` tokens.
 
-    Keys [P, K, S, H]; values the same, or FP8 in pairs [P, K, S/2, H, 2].
+    Keys [P, K, S, H]; values the same, or FP8 in pairs [P, K, S/2, H, 2]. K are
+    those of all devices, copies included.
     """
-    model = self.model
+    model, tensor = self.model, self.axes.tensor
+    heads = tensor_parallel.on_device(model, tensor).num_kv_heads * tensor
     keys = jax.ShapeDtypeStruct(
-        (pages, model.num_kv_heads, size, model.head_dim),
+        (pages, heads, size, model.head_dim),
         jnp.dtype(self.kv_dtype),
     )
     return keys, values_shape(keys)

@@ -114,9 +114,9 @@ def _global_norm(gradients: PyTree, is_split: PyTree, axes) -> Array:
       split = split + square
     else:
       whole = whole + square
-  if axes.size > 1:
+  if axes.devices > 1:
     # All devices of the data axis hold the same reduced gradient.
-    split = axes.psum(split) / axes.data
+    split = axes.psum_all(split) / axes.data
   return jnp.sqrt(whole + split)
 
 

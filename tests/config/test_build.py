@@ -195,7 +195,7 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
             {'model.path': '', 'model.shape': 'qwen2.5-0.5b'},
             'data.tokenizer is empty and there is no checkpoint; name a folder',
         ),
-        ({'mesh.tensor': 2}, 'mesh.tensor is 2; only 1 is supported'),
+        ({'mesh.tensor': 4}, 'mesh.tensor is 4; the model has 2 query heads'),
         ({'precision.recipe': 'fp4'}, "'fp4'"),
         ({'precision.grad_format': 'e3m4'}, "'e3m4'"),
         ({'data.train_files': ()}, 'files is empty; name at least one file'),

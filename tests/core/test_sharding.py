@@ -33,11 +33,6 @@ def _numpy(tree):
   return jax.tree.map(np.asarray, tree)
 
 
-def test_the_tensor_axis_is_refused_with_the_reason():
-  with pytest.raises(ValueError, match='mesh.tensor is 2; only 1.*order'):
-    sharding.make_mesh(tensor=2)
-
-
 def test_too_few_devices_are_counted():
   message = (
       'mesh data=4 x fsdp=4 needs 16 devices; found 8 (cpu). Lower mesh.data or'
@@ -46,6 +41,8 @@ def test_too_few_devices_are_counted():
   )
   with pytest.raises(ValueError, match=re.escape(message)):
     sharding.make_mesh(data=4, fsdp=4)
+  with pytest.raises(ValueError, match='tensor=2 needs 16 .* or mesh.tensor;'):
+    sharding.make_mesh(data=8, tensor=2)
 
 
 @pytest.mark.parametrize('axes', [(0, 1), (1, 0), (-2, -4)])

@@ -6,9 +6,10 @@ Everything is rounded as the three operations round it (`kernels/quantized_dot`,
 `kernels/swiglu`), whichever implementation runs: the forward's bits are theirs.
 The reference is their composition, with their derivatives. As one operation,
 h exists in 8 bits only, and the backward has a derivative of its own
-(`triton.py`).
+(`triton.py`). Devices that share the two dots gather h between them.
 """
 
+from jetrl_jax.core.sharding import ALONE, Axes
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8.products import DeferredScale, Rows
 from jetrl_jax.fp8.quantization import QTensor
@@ -25,7 +26,7 @@ def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
 
   Args:
     recipe: how they compute.
-    dims: (D, F), of both kernels.
+    dims: of both kernels on a device.
   """
   match dispatch.implementation('mlp'):
     case 'triton':
@@ -44,7 +45,7 @@ def parts(rows: int, dims: tuple[int, int], is_one: bool) -> int:
 
   Args:
     rows: of the step.
-    dims: (D, F).
+    dims: (D, F) of a device.
     is_one: whether both dots are one operation, see `fits`.
   """
   if is_one:
@@ -59,10 +60,13 @@ def mlp(
     gate_up: Operands,
     down: Operands,
     row_mask_M: Array,
+    axes: Axes = ALONE,
     *,
     defer: bool = False,
 ) -> Array | DeferredScale:
   """Returns down(silu(gate) * up), [M, D] in the compute dtype.
+
+  Devices along `tensor` each compute some columns of h and of the result.
 
   Args:
     recipe: how the dots compute.
@@ -70,17 +74,20 @@ def mlp(
     gate_up: of the first dot; gate's rows come before up's.
     down: of the second dot; both have masters, or none and no derivative.
     row_mask_M: float32, 0 on padding rows.
+    axes: devices.
     defer: where `fits`, without a derivative: leave the last scales to who
       reads the result, which is then float32.
   """
   x_MD, q_MD = rows.values, rows.fp8
-  operands = recipe, x_MD, q_MD, gate_up, down, row_mask_M
+  operands = recipe, x_MD, q_MD, gate_up, down, row_mask_M, axes
   match gate_up[1], down[1]:
-    case QTensor(), QTensor(values=values) if fits(recipe, values.shape):
+    case QTensor(values=first), QTensor(values=second) if fits(
+        recipe, (second.shape[0], first.shape[0] // 2)
+    ):
       from jetrl_jax.kernels.mlp import triton
 
       if defer:
-        return triton.unscaled_mlp(x_MD, q_MD, gate_up, down)
+        return triton.unscaled_mlp(x_MD, q_MD, gate_up, down, axes)
       return triton.mlp(*operands)
     case _:
       return reference.mlp(*operands)

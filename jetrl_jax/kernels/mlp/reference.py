@@ -4,6 +4,7 @@ from typing import Any, TypeAlias
 
 import jax
 
+from jetrl_jax.core.sharding import Axes
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.kernels.quantized_dot.linear import dot
@@ -20,6 +21,7 @@ def mlp(
     gate_up: Operands,
     down: Operands,
     row_mask_M: Array,
+    axes: Axes,
 ) -> Array:
   """See the package's `mlp`."""
   # The scopes that the modules would give.
@@ -27,6 +29,6 @@ def mlp(
     y_MG = dot(
         recipe, x_MD, *gate_up, row_mask_M, fp8_MI=fp8_MD, late_scale=True
     )
-  h_MF = swiglu(y_MG)
+  h_MF = axes.gather_inputs(swiglu(y_MG))
   with jax.named_scope('down'):
     return dot(recipe, h_MF, *down, row_mask_M)

@@ -10,12 +10,14 @@ same functions; only what lies between the dots is one kernel
 (`kernels/swiglu/triton_backward.py`) instead of four.
 """
 
+import dataclasses
 import functools
 from typing import cast
 
 import jax
 import jax.numpy as jnp
 
+from jetrl_jax.core.sharding import ALONE, Axes
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8.products import DeferredScale
 from jetrl_jax.fp8.quantization import QTensor
@@ -61,8 +63,14 @@ def hidden(
   return dot_and_swiglu.hidden(x8, weight, step, x_MD.dtype)
 
 
-def _forward(recipe, x_MD, low_MD, gate_up, down):
+def _gathered(axes: Axes, h8: QTensor) -> QTensor:
+  """Returns h of which each device has some columns, whole, as 8 bits."""
+  return dataclasses.replace(h8, values=axes.gather_inputs(h8.values))
+
+
+def _forward(recipe, axes, x_MD, low_MD, gate_up, down):
   h8, product = hidden(x_MD, low_MD, gate_up, down)
+  h8 = _gathered(axes, h8)
   with jax.named_scope('down'):
     z_MD = per_tensor.forward(recipe, h8, down[1], x_MD.dtype, late=False)
   return z_MD, product.values
@@ -75,6 +83,7 @@ def mlp(
     gate_up: Operands,
     down: Operands,
     row_mask_M: Array,
+    axes: Axes = ALONE,
 ) -> Array:
   """Returns down(silu(gate) * up), see the package.
 
@@ -85,15 +94,16 @@ def mlp(
     gate_up: of the first dot.
     down: of the second dot.
     row_mask_M: float32, 0 on padding rows.
+    axes: devices.
   """
   if gate_up[0] is None:
-    return _forward(recipe, x_MD, low_MD, gate_up, down)[0]
+    return _forward(recipe, axes, x_MD, low_MD, gate_up, down)[0]
   rows = x_MD.shape[0]
   # Kernels of the backward have whole tiles; these rows count as padding.
   x_MD, row_mask_M = _whole_tiles(x_MD), _whole_tiles(row_mask_M)
   if low_MD is not None:
     low_MD = _whole_tiles(low_MD)
-  z_MD = _differentiable(recipe, x_MD, low_MD, gate_up, down, row_mask_M)
+  z_MD = _differentiable(recipe, axes, x_MD, low_MD, gate_up, down, row_mask_M)
   return cast(Array, z_MD)[:rows]
 
 
@@ -106,26 +116,32 @@ def _whole_tiles(x: Array) -> Array:
 
 
 def unscaled_mlp(
-    x_MD: Array, low_MD: Array | None, gate_up: Operands, down: Operands
+    x_MD: Array,
+    low_MD: Array | None,
+    gate_up: Operands,
+    down: Operands,
+    axes: Axes = ALONE,
 ) -> DeferredScale:
   """The same before its last scales, in float32; without a derivative."""
   (_, weight, slot), (_, down_weight, down_slot) = gate_up, down
   with jax.named_scope('gate_up'):
     x8 = per_tensor.quantize_input(x_MD, low_MD, slot)
   step = down_slot['input']['scale']
-  h8 = gate_up_op.gate_up(x8, weight, step, x_MD.dtype)
+  h8 = _gathered(axes, gate_up_op.gate_up(x8, weight, step, x_MD.dtype))
   with jax.named_scope('down'):
     return per_tensor.unscaled(h8, down_weight, x_MD.dtype, adds=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(recipe, x_MD, low_MD, gate_up, down, row_mask_M) -> Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _differentiable(
+    recipe, axes, x_MD, low_MD, gate_up, down, row_mask_M
+) -> Array:
   del row_mask_M
-  return _forward(recipe, x_MD, low_MD, gate_up, down)[0]
+  return _forward(recipe, axes, x_MD, low_MD, gate_up, down)[0]
 
 
-def _mlp_fwd(recipe, x_MD, low_MD, gate_up, down, row_mask_M):
-  z_MD, product_MG = _forward(recipe, x_MD, low_MD, gate_up, down)
+def _mlp_fwd(recipe, axes, x_MD, low_MD, gate_up, down, row_mask_M):
+  z_MD, product_MG = _forward(recipe, axes, x_MD, low_MD, gate_up, down)
   scale = gate_up[2]['input']['scale']
   with jax.named_scope('gate_up'):
     kept, seen = per_tensor.transpose_input(x_MD, scale, row_mask_M)
@@ -135,7 +151,7 @@ def _mlp_fwd(recipe, x_MD, low_MD, gate_up, down, row_mask_M):
   return z_MD, (kept, seen, product_MG, dots, row_mask_M, likes)
 
 
-def _mlp_bwd(recipe, residuals, dz_MD):
+def _mlp_bwd(recipe, axes, residuals, dz_MD):
   kept_x, seen_x, product_MG, dots, row_mask_M, likes = residuals
   (weight, slot), (down_weight, down_slot) = dots
   x_like, master_like, down_like = likes
@@ -144,6 +160,7 @@ def _mlp_bwd(recipe, residuals, dz_MD):
         recipe, dz_MD, down_weight, down_slot, row_mask_M
     )
     dh_MF = per_tensor.dgrad(recipe, dz8, down_weight, x_like.dtype)
+    dh_MF = axes.scatter_inputs(dh_MF)
   h_scale, dy_scale = down_slot['input']['scale'], slot['output_grad']['scale']
   h_turned, dy_turned = swiglu_backward.backward(
       product_MG,
@@ -152,7 +169,9 @@ def _mlp_bwd(recipe, residuals, dz_MD):
       row_mask_M,
       recipe.grad_dtype,
   )
-  h8, seen_h = per_tensor.as_input(h_turned, h_scale, row_mask_M)
+  h8, (amax_h, sums_h) = per_tensor.as_input(h_turned, h_scale, row_mask_M)
+  h8 = dataclasses.replace(h8, values=axes.gather_turned(h8.values))
+  seen_h = amax_h, axes.psum_shared(sums_h)
   dy8, seen_dy = per_tensor.as_grad(dy_turned, dy_scale, row_mask_M)
   with jax.named_scope('down'):
     dw_down = per_tensor.wgrad(recipe, dz8, h8, down_like.dtype)

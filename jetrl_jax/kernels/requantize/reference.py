@@ -16,7 +16,7 @@ def changed_share(old: PyTree, new: PyTree, axes: Axes) -> PyTree:
   def walk(a, b):
     if isinstance(a, QTensor):
       differs = jnp.mean((a.values != b.values).astype(jnp.float32))
-      return axes.psum(differs) / axes.size
+      return axes.psum_all(differs) / axes.devices
     if not isinstance(a, dict):
       return None
     children = {key: walk(a[key], b[key]) for key in a}

@@ -175,8 +175,8 @@ def renew(
         for key, child in node.items()
         if key != 'kernel'
     }
-    share = axes.psum(changed / values.size) / axes.size
-    entry = state['kernel'] | {'health': axes.psum(sums)}
+    share = axes.psum_all(changed / values.size) / axes.devices
+    entry = state['kernel'] | {'health': axes.psum_all(sums)}
     return (
         made | {'kernel': QTensor(values=values, scale=scale)},
         state | {'kernel': entry},

@@ -5,10 +5,13 @@ free, pause and resume a slot. Between them `decode_step.py` decodes.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
+from jetrl_jax.core.sharding import ROWS
 from jetrl_jax.core.typing import Array
 from jetrl_jax.kernels.dispatch import MOST_VALUES
 from jetrl_jax.rl.rollout import sampling
@@ -133,6 +136,18 @@ class Prefix:
   length: Array
 
 
+def specs(kv_spec: P) -> tuple[Any, Any]:
+  """Returns the specs of a `DecodeState` and of a `Prefix`, see `Axes`."""
+  if kv_spec == ROWS:
+    return ROWS, ROWS
+
+  def of(record: Any) -> Any:
+    fields = {field.name: ROWS for field in dataclasses.fields(record)}
+    return record(**fields | {'caches': kv_spec})
+
+  return of(DecodeState), of(Prefix)
+
+
 def idle(policy, config: EngineConfig, pages: PagesConfig) -> DecodeState:
   """Returns a state in which every slot is idle."""
   length = config.max_response_length
@@ -140,7 +155,8 @@ def idle(policy, config: EngineConfig, pages: PagesConfig) -> DecodeState:
       pages.pages_per_device * pages.num_devices, pages.page_size
   )
   tokens = pages.pages_per_device * pages.page_size
-  most = MOST_VALUES // (keys.shape[1] * keys.shape[3])
+  kv_heads = keys.shape[1] // policy.axes.tensor
+  most = MOST_VALUES // (kv_heads * keys.shape[3])
   if keys.dtype.itemsize == 1 and tokens > most:
     raise ValueError(
         f'FP8 caches hold {tokens} tokens on each device; with this model the'

@@ -16,6 +16,7 @@ the decode state.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from jetrl_jax.core import rng, sharding
 from jetrl_jax.core.typing import Array, NpArray, PRNGKey
-from jetrl_jax.models.policy import Policy, PolicyParams
+from jetrl_jax.models.policy import PlacedParams, Policy, PolicyParams
 from jetrl_jax.rl.rollout import decode_state as decode_states
 from jetrl_jax.rl.rollout import decode_step, engine_api
 from jetrl_jax.rl.rollout.buckets import (
@@ -97,6 +98,9 @@ class Engine(engine_api.Engine):
     if sharding.spans_processes(mesh) and not whole:
       policy, config, mesh = local_share(policy, config, mesh)
     self.policy, self.config, self.mesh = policy, config, mesh
+    self._placed = policy.placed()
+    self._params_spec: Any = P()
+    self._place: Callable | None = None
     self._params: PolicyParams | None = None
     self._base_key = rng.key(0, rng.ROLLOUT, 0)
     sizes = pages_config(config, policy.axes.size, policy.tile)
@@ -113,18 +117,20 @@ class Engine(engine_api.Engine):
         if size > self.buckets[-1]
     ]
     self.pages = PageAllocator(sizes)
-    rows = sharding.ROWS
-    self._rows = NamedSharding(mesh, rows)
+    self._rows = NamedSharding(mesh, sharding.ROWS)
+    self._kv_spec = policy.axes.kv_spec
+    self._slots, prefix = decode_states.specs(self._kv_spec)
+    slots = sharding.named(self._slots, mesh)
     self._compiled: dict[tuple, Callable] = {}
 
     def compiled(function):
-      return policy.jit(function, donate_argnums=(0,), out_shardings=self._rows)
+      return policy.jit(function, donate_argnums=(0,), out_shardings=slots)
 
-    def filling(function, *specs):
+    def filling(function, into, *specs):
       # Each device runs the function on its own rows; XLA does not split it.
       function = functools.partial(function, policy.axes)
       return policy.jit_per_device(
-          function, mesh, specs, rows, donate_argnums=(0,)
+          function, mesh, (into, *specs), into, donate_argnums=(0,)
       )
 
     # `idle` holds no reference to the engine, which holds parameters. It only
@@ -133,7 +139,7 @@ class Engine(engine_api.Engine):
     idle = functools.partial(
         decode_states.idle, policy, config, self.pages.config
     )
-    self._idle = jax.jit(idle, out_shardings=self._rows)
+    self._idle = jax.jit(idle, out_shardings=slots)
     # The devices copy directly; `jax.device_put` would go through the host.
     self._replicate = jax.jit(
         lambda params: params, out_shardings=NamedSharding(mesh, P())
@@ -143,26 +149,54 @@ class Engine(engine_api.Engine):
         out_shardings=NamedSharding(self.run_mesh, P()),
     )
     self.responses = Responses(mesh, self.num_slots // policy.axes.size)
-    self._insert = filling(decode_states.insert, rows, rows, *[P()] * 6)
+    self._insert = filling(
+        decode_states.insert, self._slots, prefix, *[P()] * 6
+    )
     self._free = compiled(decode_states.free)
     self._pause = compiled(decode_states.pause)
     self._resume = compiled(decode_states.resume)
-    self._fill_pages = filling(decode_states.fill_pages, rows, rows, P(), P())
+    caches = self._kv_spec
+    self._fill_pages = filling(
+        decode_states.fill_pages, caches, caches, P(), P()
+    )
 
   def replicate(self, params: PolicyParams) -> PolicyParams:
-    """Returns the parameters with a whole copy on every device.
+    """Returns the parameters with all that a device reads on that device.
 
-    The other functions also accept parameters that are split over fsdp, as
-    training holds them, but then they gather them in every call.
+    That is a whole copy, or with tensor parallelism the device's share. The
+    other functions also accept parameters as training holds them, but then they
+    gather them in every call.
     """
+    axes = self.policy.axes
+    if isinstance(params, PlacedParams):
+      return params
     if self.run_mesh is not self.mesh:
-      if self.policy.axes.fsdp < self.run_policy.axes.fsdp:
+      if axes.fsdp < self.run_policy.axes.fsdp:
         # No process has all parts, so they travel between processes.
         params = self._replicate_everywhere(params)
       params = sharding.on_local_mesh(params, self.mesh)
-    if self.policy.axes.fsdp == 1:
+    if axes.stored == 1:
       return params
-    return self._replicate(params)
+    if axes.tensor == 1:
+      return self._replicate(params)
+    if self._place is None:
+      self._params_spec = self.policy.placed_specs(params)
+      self._place = self.policy.jit_per_device(
+          self.policy.place,
+          self.mesh,
+          (sharding.tree_specs(params, self.mesh),),
+          self._params_spec,
+      )
+    return self._place(params)
+
+  def _read(self, params: PolicyParams) -> PolicyParams:
+    """Returns the parameters as the compiled functions take them."""
+    if self.policy.axes.tensor == 1:
+      return params
+    params = self.replicate(params)
+    if self._place is None:  # Another engine has placed them.
+      self._params_spec = self.policy.placed_specs(params)
+    return params
 
   # --- JetStream's Engine API -------------------------------------------
 
@@ -253,7 +287,8 @@ class Engine(engine_api.Engine):
     for i, tokens in enumerate(sequences):
       tokens_PT[i, : len(tokens) - 1] = tokens[:-1]
       lengths_P[i] = len(tokens) - 1
-    run = self._per_row(decode_step.prefill, (self.policy,), 2)
+    params = self._read(params)
+    run = self._per_row(decode_step.prefill, (self._placed,), 2)
     return run(params, self._put(tokens_PT), self._put(lengths_P))
 
   def reprefill_rows(self, bucket: int) -> int:
@@ -377,8 +412,8 @@ class Engine(engine_api.Engine):
 
   def _run_block(self, params, state, base_key, steps, few=None):
     """Decodes all slots, or only the `few` slots of `few_slots`."""
-    bound = self.policy, self.config, steps_per_sync(steps)
-    steps = np.int32(steps)
+    bound = self._placed, self.config, steps_per_sync(steps)
+    params, steps = self._read(params), np.int32(steps)
     if few is None:
       run = self._per_row(decode_step.generate, bound, 1, whole=2)
       return run(params, state, base_key, steps)
@@ -513,18 +548,23 @@ class Engine(engine_api.Engine):
 
   # -----------------------------------------------------------------------
 
-  def _per_row(self, function, bound, num_rows, whole=0):
+  def _per_row(self, function, bound, num_rows, whole=0, *, more=()):
     """Compiles `function(*bound, params, row arrays..., whole arrays...)`.
 
-    With whole arrays, which decode steps have, the first row array is donated.
+    With whole arrays, which decode steps have, the first row array is the
+    state, and is donated. `more` are the specs of additional results.
     """
     name = function.__name__, bound
     if name not in self._compiled:
+      rows = [sharding.ROWS] * num_rows
+      if whole:
+        rows[0] = self._slots
+      found = self._slots if whole else self._kv_spec
       self._compiled[name] = self.policy.jit_per_device(
           functools.partial(function, *bound),
           self.mesh,
-          (P(), *(sharding.ROWS,) * num_rows, *(P(),) * whole),
-          sharding.ROWS,
+          (self._params_spec, *rows, *(P(),) * whole),
+          (found, *more) if more else found,
           donate_argnums=(1,) if whole else (),
       )
     return self._compiled[name]

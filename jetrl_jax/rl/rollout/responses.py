@@ -31,7 +31,8 @@ class Responses:
   """
 
   def __init__(self, mesh: Mesh, per_device: int):
-    self._per_device, self._devices = per_device, mesh.size
+    self._per_device = per_device
+    self._devices = sharding.axes_of(mesh).size
     rows = sharding.ROWS
     self._rows = NamedSharding(mesh, rows)
     self._pick = jax.jit(

@@ -187,7 +187,7 @@ def mfu_metrics(
   update = ppo_epochs * update_flops(policy.model, learnt)
   rollout_s = _ideal_seconds([(rollout, precisions(rollout_recipe)[0])])
   update_s = _ideal_seconds([(update / 3, forward), (update * 2 / 3, backward)])
-  devices = policy.axes.size
+  devices = policy.axes.devices
   metrics = {}
   if rollout_s is not None:
     metrics['perf/mfu/rollout'] = rollout_s / timer.seconds('gen') / devices

@@ -51,7 +51,7 @@ def step_metrics(
       exp.completions,
       sampled.completions,
       timer,
-      policy.axes.size,
+      policy.axes.devices,
   )
   metrics |= flops.mfu_metrics(
       policy,

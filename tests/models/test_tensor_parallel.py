@@ -1,0 +1,321 @@
+"""Devices that share each dot have the bits of one device."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from jetrl_jax.core import sharding
+from jetrl_jax.core.compilation import exact_jit
+from jetrl_jax.core.sharding import Axes
+from jetrl_jax.fp8 import Recipe
+from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
+from jetrl_jax.models import tensor_parallel
+from jetrl_jax.models.policy import Policy, PolicyParams
+from jetrl_jax.optim.adamw import OptimizerConfig
+from jetrl_jax.rl.objective import LossConfig
+from jetrl_jax.rl.types import TrainBatch
+from tests.rl import tiny_run, tiny_updates
+
+F32 = Recipe(name='bf16', compute_dtype='float32')
+
+
+def _mesh(data, fsdp, tensor):
+  return sharding.make_mesh(data=data, fsdp=fsdp, tensor=tensor)
+
+
+def _model(family='llama', **changes):
+  """8 query heads on 2 KV heads of 16, D 128, F 128, V 128."""
+  sizes = dict(
+      vocab_size=128,
+      model_dim=128,
+      num_heads=8,
+      num_kv_heads=2,
+      ffn_dim=128,
+  )
+  return dataclasses.replace(tiny_run.model(family), **(sizes | changes))
+
+
+# --- which rows a device reads ----------------------------------------------
+
+
+def _rows(model, tensor, path, device):
+  """The rows of a kernel that a device reads, as slices say it."""
+  found, before = [], 0
+  for rows, parts in tensor_parallel.pieces(model, Axes(tensor=tensor), path):
+    size, part = rows // parts, device * parts // tensor
+    found += range(before + part * size, before + (part + 1) * size)
+    before += rows
+  return found
+
+
+def test_devices_have_neighbouring_heads_with_their_key_heads():
+  model = _model()  # Queries are rows 0 to 127, keys to 159, values to 191.
+
+  def heads(*rows):
+    return [r for a, b in rows for r in range(16 * a, 16 * b)]
+
+  rows = functools.partial(_rows, model)
+  assert rows(2, 'attn/qkv', 1) == heads((4, 8), (9, 10), (11, 12))
+  # Of 4 devices, two each have a copy of a key head.
+  assert rows(4, 'attn/qkv', 2) == heads((4, 6), (9, 10), (11, 12))
+  assert rows(4, 'attn/qkv', 3) == heads((6, 8), (9, 10), (11, 12))
+  # Gate's rows, then up's.
+  assert rows(2, 'mlp/gate_up', 1) == [*range(64, 128), *range(192, 256)]
+  assert rows(2, 'mlp/down', 1) == [*range(64, 128)]
+  here = tensor_parallel.on_device(model, 4)
+  assert (here.num_heads, here.num_kv_heads, here.ffn_dim) == (2, 1, 32)
+  assert tensor_parallel.on_device(model, 1) is model
+  assert tensor_parallel.pieces(model, Axes(), 'attn/qkv') == ()
+
+
+@pytest.mark.parametrize(
+    'mesh', [(1, 2, 4), pytest.param((2, 1, 2), marks=pytest.mark.slow)]
+)
+def test_what_is_stored_in_parts_is_placed_as_dots_read_it(mesh):
+  mesh = _mesh(*mesh)
+  axes, model = sharding.axes_of(mesh), _model('qwen2', num_layers=1)
+  random, recipe = np.random.default_rng(0), Recipe(name='fp8_token')
+  shapes = jax.eval_shape(
+      Policy(model=model, recipe=recipe).init, jax.random.key(0)
+  )
+  params = jax.tree.map(
+      lambda leaf: random.normal(size=leaf.shape).astype(np.float32), shapes
+  )
+  whole = prepare_weights(params, {}, recipe)
+  specs = tensor_parallel.placed_specs(model, axes, whole)
+  stored = sharding.tree_specs(whole, mesh)
+  kernel = whole['layers_0']['mlp']['gate_up']['kernel']
+  assert stored['layers_0']['mlp']['gate_up']['kernel'].scale == (
+      jax.sharding.PartitionSpec(('tensor', 'fsdp'))
+  )
+  placed = exact_jit(
+      sharding.per_device(
+          functools.partial(tensor_parallel.place, axes, model),
+          mesh,
+          (stored,),
+          specs,
+      )
+  )(whole)
+  tensor = axes.tensor
+  for path in ('attn/qkv', 'attn/o', 'mlp/gate_up', 'mlp/down'):
+    room, name = path.split('/')
+    order = [
+        row
+        for device in range(tensor)
+        for row in _rows(model, tensor, path, device)
+    ]
+    # A rollout has o whole on each device.
+    assert path != 'attn/o' or order == list(range(model.model_dim))
+    expected, found = (t['layers_0'][room][name] for t in (whole, placed))
+    for leaf in ('values', 'scale'):
+      a, b = (np.asarray(getattr(t['kernel'], leaf)) for t in (found, expected))
+      np.testing.assert_array_equal(a.view(np.uint8), b[order].view(np.uint8))
+    if 'bias' in expected:
+      np.testing.assert_array_equal(found['bias'], expected['bias'][order])
+  assert kernel.values.shape == (256, 128)
+
+
+# --- bits --------------------------------------------------------------------
+
+
+@functools.cache
+def _run():
+  """The tiny run, on two devices that share a key head."""
+  mesh = _mesh(1, 1, 2)
+  return tiny_run.build(
+      tiny_run.policy(mesh=mesh),
+      mesh,
+      loss=LossConfig(kl_loss_coef=0.01),
+      config=OptimizerConfig(lr=1e-3),
+      start=tiny_run.fp8_run().start,
+  )
+
+
+def test_rollout_and_training_on_two_devices_have_the_bits_of_one():
+  run = _run()
+  for a, b in zip(run.rollout(), tiny_run.completions(), strict=True):
+    assert a.tokens.tolist() == b.tokens.tolist()
+    for name in ('logprobs', 'log_mu'):
+      np.testing.assert_array_equal(
+          tiny_run.bits(getattr(a, name)), tiny_run.bits(getattr(b, name))
+      )
+  batches = tiny_updates.batches(tiny_run.completions())
+  gradients, logprobs = run.accumulate(run.start, batches)
+  for a, b in zip(logprobs, tiny_updates.whole()[1], strict=True):
+    np.testing.assert_array_equal(tiny_run.bits(a), tiny_run.bits(b))
+  again, _ = run.accumulate(run.start, batches)
+  tiny_run.assert_same_bits(again, gradients)
+  tiny_run.assert_same_on_all_devices(gradients.trainable)
+
+
+@pytest.mark.slow
+def test_rollout_and_training_agree_after_an_update_on_two_devices():
+  run, expected = _run(), tiny_updates.updates('fp8')[0]
+  gradients, _ = run.accumulate(run.start, expected.batches)
+  state, info = run.apply(run.start, gradients)
+  assert bool(info.applied)
+  norm = float(expected.info.grad_norm)
+  assert abs(float(info.grad_norm) - norm) < 0.02 * norm
+  tiny_run.assert_same_on_all_devices(state)
+  rolled = run.step.roll_inputs(state.fp8_state)
+  state = dataclasses.replace(state, fp8_state=rolled)
+  batches = tiny_updates.batches(run.rollout(state, 1))
+  _, logprobs = run.accumulate(state, batches)
+  differ, tokens = tiny_updates.mismatched(batches, logprobs)
+  assert (differ, tokens > 100) == (0, True)
+  for compiled in (run.step.accumulate, *run.step.apply.programs()):
+    assert compiled._cache_size() == 1
+
+
+def _batch(vocab: int) -> TrainBatch:
+  """Two random sequences of 16 tokens in each of 16 rows."""
+  random, shape = np.random.default_rng(0), (16, 32)
+  fields = {
+      field.name: np.zeros(shape, leaf.dtype)
+      for field in dataclasses.fields(TrainBatch)
+      for leaf in [getattr(TrainBatch.of_shapes(*shape), field.name)]
+  }
+  place = np.broadcast_to(np.arange(32, dtype=np.int32), shape)
+  fields['tokens'] = random.integers(4, vocab, shape).astype(np.int32)
+  fields['positions'] = place % 16
+  fields['segment_ids'] = place // 16 + 1
+  fields['loss_mask'] = fields['loss_weight'] = (place % 16 > 0) * np.float32(1)
+  fields['advantages'] = random.normal(size=shape).astype(np.float32)
+  for name in ('log_mu', 'rollout_logprobs', 'old_logprobs'):
+    fields[name] = np.full(shape, -4.8, np.float32)
+  return TrainBatch(**fields)
+
+
+@functools.cache
+def _updated(model, recipe, mesh):
+  """(gradients, log-probs) of one micro-batch."""
+  mesh_of = _mesh(*mesh)
+  of = Policy(
+      model=model,
+      recipe=recipe,
+      axes=sharding.axes_of(mesh_of),
+      tile=16,
+      logit_chunk_rows=64,
+  )
+  start = None
+  if mesh != (1, 1, 1):
+    start = tiny_run.cold_state(
+        dataclasses.replace(of, axes=Axes()),
+        optimizer=OptimizerConfig(lr=1e-3).build(),
+    )
+  run = tiny_run.build(
+      of,
+      mesh_of,
+      loss=LossConfig(),
+      config=OptimizerConfig(lr=1e-3),
+      start=start,
+  )
+  return run.accumulate(run.start, [_batch(model.vocab_size)])
+
+
+def _wide():
+  """A model whose parts have whole blocks of 128 on two devices."""
+  return _model(model_dim=256, ffn_dim=256, num_heads=16, num_kv_heads=16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('recipe', 'model', 'meshes'),
+    [
+        (Recipe(), _model('qwen3'), [(1, 1, 2), (1, 2, 4), (1, 1, 8)]),
+        (Recipe(quantize_lm_head=True), _model(), [(1, 1, 4)]),
+        (Recipe(name='fp8_token'), _model('qwen2'), [(2, 2, 2), (1, 1, 8)]),
+        (Recipe(name='fp8_block'), _wide(), [(1, 1, 2)]),
+        (Recipe(name='int8'), _model(), [(1, 1, 4)]),
+        (Recipe(name='fake_int4'), _model(), [(1, 1, 8)]),
+        # A part of qkv is 96 wide, of o 16: see `layers.widened`.
+        (Recipe(name='bf16'), _model(), [(1, 1, 2), (1, 1, 8)]),
+        (F32, _model('qwen2'), [(1, 1, 2), (1, 1, 8)]),
+    ],
+)
+def test_log_probs_of_every_recipe_have_the_bits_of_one_device(
+    recipe, model, meshes
+):
+  _, (expected,) = _updated(model, recipe, (1, 1, 1))
+  for mesh in meshes:
+    _, (found,) = _updated(model, recipe, mesh)
+    np.testing.assert_array_equal(
+        tiny_run.bits(found), tiny_run.bits(expected), err_msg=str(mesh)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('family', ['qwen2', 'qwen3'])
+@pytest.mark.parametrize('mesh', [(1, 1, 2), (2, 2, 2), (1, 1, 8)])
+def test_gradients_are_those_of_one_device(family, mesh):
+  # In float32, where nothing is rounded that depends on the order of a sum.
+  expected, _ = _updated(_model(family), F32, (1, 1, 1))
+  found, _ = _updated(_model(family), F32, mesh)
+  pairs = zip(
+      jax.tree_util.tree_leaves_with_path(found.trainable),
+      jax.tree.leaves(expected.trainable),
+      strict=True,
+  )
+  for (path, a), b in pairs:
+    np.testing.assert_allclose(
+        np.asarray(a),
+        np.asarray(b),
+        rtol=0,
+        atol=5e-6 * float(np.abs(b).max()),
+        err_msg=jax.tree_util.keystr(path),
+    )
+
+
+# --- refusals ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('tensor', 'model', 'recipe', 'message'),
+    [
+        (
+            3,
+            _model(),
+            Recipe(),
+            'mesh.tensor is 3; the model has 8 query heads on 2 KV heads, which'
+            ' can be shared by 1, 2, 4, 8 devices',
+        ),
+        (
+            4,
+            _model(num_heads=12, num_kv_heads=6),
+            Recipe(),
+            'on 6 KV heads, which can be shared by 1, 2, 3, 6, 12 devices',
+        ),
+        (
+            8,
+            _model(vocab_size=192),
+            Recipe(),
+            'vocab_size is 192, and must be a multiple of 128: 16 columns',
+        ),
+        (
+            2,
+            _model(),
+            Recipe(name='fp8_block'),
+            'each device has 64 of the 128 rows of queries or keys in attn/qkv',
+        ),
+    ],
+)
+def test_what_devices_cannot_share_is_refused(tensor, model, recipe, message):
+  with pytest.raises(ValueError, match=re.escape(message)):
+    Policy(model=model, recipe=recipe, axes=Axes(tensor=tensor))
+
+
+def test_parameters_are_placed_once():
+  run = _run()
+  params = PolicyParams(run.start.weights, run.start.fp8_state)
+  placed = run.engine.replicate(params)
+  assert run.engine.replicate(placed) is placed
+  kernel = placed.weights['layers_0']['mlp']['gate_up']['kernel'].values
+  assert kernel.sharding.shard_shape(kernel.shape) == (64, 32)
+  caches = run.engine.init_decode_state().caches[0][0]
+  # Each device has a copy of the one key head.
+  assert caches.shape[1] == 2
+  assert caches.sharding.shard_shape(caches.shape)[1] == 1
