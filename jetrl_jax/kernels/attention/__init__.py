@@ -102,9 +102,7 @@ def _bwd(tile, kv_dtype, residuals, dout):
   elif _in_mosaic(q_BKRH, tile):
     from jetrl_jax.kernels.attention import mosaic_backward_sm90
 
-    grads = mosaic_backward_sm90.backward(
-        *operands, dout_BKRH=dout, tile=tile
-    )
+    grads = mosaic_backward_sm90.backward(*operands, dout_BKRH=dout, tile=tile)
   else:
     from jetrl_jax.kernels.attention import triton_backward
 
