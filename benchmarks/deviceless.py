@@ -157,7 +157,7 @@ def _decode(policy, params):
       lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
       (params, state, key, steps),
   )
-  made = compilation.exact_jit(run, donate_argnums=(1,), out_shardings=place)
+  made = policy.jit(run, donate_argnums=(1,), out_shardings=place)
   return made.trace(*shapes)
 
 
@@ -331,7 +331,9 @@ def main(argv: list[str]) -> None:
   version = gpu_info.GpuVersion[_GPU.value]
   info = gpu_info._get_gpu_info_impl(version)
   capability = _GPUS[_GPU.value].capability
-  hardware = dispatch.Hardware('gpu', capability, has_triton=True)
+  hardware = dispatch.Hardware(
+      'gpu', capability, has_triton=True, has_mosaic=dispatch.has_mosaic()
+  )
   policy = dataclasses.replace(
       policy, kernels=dispatch.select(hardware=hardware)
   )

@@ -14,10 +14,14 @@ from jetrl_jax.kernels import dispatch
 _ENTRIES = {
     'add_norm_quantize.triton': ['rms_norm_kernel'],
     'adamw.triton': ['move'],
+    'attention.mosaic_sm90': ['forward'],
+    'attention.mosaic_backward_sm90': ['backward'],
     'attention.triton': ['forward'],
     'attention.triton_backward': ['backward'],
+    'block_scaled_dot.mosaic_sm90': ['block_dot'],
     'block_scaled_dot.triton': ['block_dot'],
     'decode_attention.triton': ['decode'],
+    'gate_up.mosaic_sm90': ['hidden'],
     'gate_up.triton_sm90': ['hidden'],
     'log_sum_exp.triton': ['row_stats'],
     'quantize_transpose.triton': ['quantize_and_transpose', 'transpose'],
@@ -32,7 +36,12 @@ _ENTRIES = {
     'swiglu.triton_backward': ['backward'],
 }
 
-HOPPER = dispatch.Hardware('gpu', (9, 0), has_triton=True)
+needs_mosaic = pytest.mark.skipif(
+    not dispatch.has_mosaic(), reason='this jax has no such Mosaic backend'
+)
+HOPPER = dispatch.Hardware(
+    'gpu', (9, 0), has_triton=True, has_mosaic=dispatch.has_mosaic()
+)
 
 
 def as_on_hopper(monkeypatch) -> None:
@@ -43,14 +52,25 @@ def as_on_hopper(monkeypatch) -> None:
 
 
 def choose(*operations: str) -> dispatch.Kernels:
-  """Returns the first implementation of some, of all others the reference."""
+  """Returns a kernel of some operations, of all others the reference.
+
+  The one that is interpreted faster, Triton's, where there are two; none where
+  this jax has no backend for the only one.
+  """
+
+  def kernel_of(operation: str) -> str:
+    *names, last = dispatch.TABLE[operation]
+    mosaic = [name for name in names if name.startswith('mosaic')]
+    others = [name for name in names if name not in mosaic]
+    return [*others, *(mosaic if dispatch.has_mosaic() else []), last][0]
+
   return dispatch.select('reference').replace(
-      **{operation: dispatch.TABLE[operation][0] for operation in operations}
+      **{operation: kernel_of(operation) for operation in operations}
   )
 
 
 def use(monkeypatch, *operations: str) -> dispatch.Kernels:
-  """Lets operations run their first implementation, all others the reference.
+  """Lets operations run a kernel, see `choose`, all others the reference.
 
   Where there is no GPU the kernels must be interpreted, see `interpret`.
   """
@@ -62,6 +82,8 @@ def use(monkeypatch, *operations: str) -> dispatch.Kernels:
 def interpret(monkeypatch) -> None:
   """Lets kernels run on a CPU, those that an operation chooses itself too."""
   for module_name, names in _ENTRIES.items():
+    if '.mosaic' in module_name and not dispatch.has_mosaic():
+      continue
     module = importlib.import_module(f'jetrl_jax.kernels.{module_name}')
     for name in names:
       kernel = functools.partial(getattr(module, name), interpret=True)

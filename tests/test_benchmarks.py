@@ -25,6 +25,8 @@ _SCRIPTS = {
         '--segment=64',
         '--variants=fp8_delayed',
     ),
+    # What donates an argument, and what has one kernel inside another.
+    'kernels': ('--only=adamw,rope_append,requantize,sample_token',),
     'rollout': ('--workloads=8x4x2x16', '--variants=fp8_delayed'),
     'grpo_step': (
         '--workload=2x2x16x1',
@@ -62,6 +64,12 @@ def test_a_packing_of_long_answers_has_fewer_tokens_than_was_asked_for():
   assert exactness.layouts(asked, 768) == [(1, 1), (8, 2), (4, 4)]
   assert exactness.layouts(asked, 16640) == [(1, 1), (1, 2), (1, 3)]
   assert exactness.layouts(asked, 10**5) == [(1, 1)]
+
+
+def test_every_operation_is_run_by_every_implementation_at_hand(tmp_path):
+  rows = _rows('kernels', tmp_path)
+  assert len(rows) == 4 and not [row for row in rows if 'error' in row]
+  assert {row['implementation'] for row in rows} == {'reference'}
 
 
 def test_exactness_compares_odd_slots_parked_sequences_and_the_update(tmp_path):

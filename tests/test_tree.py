@@ -125,19 +125,24 @@ def test_no_file_uses_the_private_part_of_jax(path):
   assert 'jax._src' not in path.read_text(encoding='utf-8')
 
 
-def test_only_files_named_so_import_pallas_and_its_triton_backend():
+@pytest.mark.parametrize('backend', ['triton', 'mosaic'])
+def test_only_files_named_so_import_pallas_and_its_backends(backend):
+  def is_of(path, name: str) -> bool:
+    holds = 'kernels' in (path.parent.name, path.parent.parent.name)
+    return holds and path.stem.startswith(name)
+
   for path in _FILES:
-    if path.parent.parent.name == 'kernels' and path.stem.startswith('triton'):
+    if is_of(path, backend):
       continue
-    if path.name in ('triton_tools.py', 'hopper_dot.py'):
-      continue
-    assert 'jax.experimental.pallas' not in '\n'.join(_imports(path)), _name(
-        path
-    )
+    imports = '\n'.join(_imports(path))
+    other = {'triton': 'mosaic', 'mosaic': 'triton'}[backend]
+    if not is_of(path, other):
+      assert 'jax.experimental.pallas' not in imports, _name(path)
+    assert f'jax.experimental.pallas.{backend}' not in imports, _name(path)
     # These hold kernels too: an operation imports its own where it runs it.
     text = path.read_text(encoding='utf-8')
-    module = r'^(from|import) jetrl_jax\.kernels\S*( import \(?\s*)?\btriton'
-    assert not re.search(module, text, re.MULTILINE), _name(path)
+    module = r'^(from|import) jetrl_jax\.kernels\S*( import \(?\s*)?\b'
+    assert not re.search(module + backend, text, re.MULTILINE), _name(path)
 
 
 @pytest.mark.parametrize('room', ['data', 'rewards'])

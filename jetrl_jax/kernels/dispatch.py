@@ -18,6 +18,8 @@ from collections.abc import Iterator
 
 import jax
 
+from jetrl_jax.kernels import hopper_dot
+
 REFERENCE = 'reference'
 # 8-bit values of an array that all kernels can address: Pallas' Triton backend
 # counts the values of an array of up to 4 GiB in 32 bits with a sign, and those
@@ -28,10 +30,10 @@ MOST_VALUES = 2**31
 TABLE: dict[str, tuple[str, ...]] = {
     'add_norm_quantize': ('triton', REFERENCE),
     'adamw': ('triton', REFERENCE),
-    'attention': ('triton', REFERENCE),
-    'block_scaled_dot': ('triton', REFERENCE),
+    'attention': ('triton', 'mosaic_sm90', REFERENCE),
+    'block_scaled_dot': ('mosaic_sm90', 'triton', REFERENCE),
     'decode_attention': ('triton', REFERENCE),
-    'gate_up': ('triton_sm90', REFERENCE),
+    'gate_up': ('triton_sm90', 'mosaic_sm90', REFERENCE),
     'log_sum_exp': ('triton', REFERENCE),
     'mlp': ('triton', REFERENCE),
     'quantize_transpose': ('triton', REFERENCE),
@@ -61,11 +63,13 @@ class Hardware:
     backend: 'cpu' or 'gpu'.
     capability: of a CUDA device, such as (9, 0); () elsewhere.
     has_triton: this jax has Pallas' Triton backend.
+    has_mosaic: this jax has Pallas' Mosaic backend as our kernels use it.
   """
 
   backend: str
   capability: tuple[int, ...]
   has_triton: bool
+  has_mosaic: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,9 +140,11 @@ def select(setting: str = 'auto', hardware: Hardware | None = None) -> Kernels:
 def why_none(hardware: Hardware | None = None) -> str:
   """Says why a GPU runs no kernel; '' where it may, and on a CPU."""
   hardware = hardware or detect()
-  missing = '' if hardware.backend == 'cpu' else _missing('triton', hardware)
-  if not missing:
+  if hardware.backend == 'cpu' or set(
+      name for _, name in select('auto', hardware).chosen
+  ) != {REFERENCE}:
     return ''
+  missing = _missing('triton', hardware)
   return (
       f'No kernel runs here: they need {missing}. Every operation is plain JAX'
       ' (kernels=reference), which computes the same, and slower'
@@ -172,10 +178,14 @@ def _missing(name: str, hardware: Hardware) -> str:
     return ''
   if hardware.backend != 'gpu' or not hardware.capability:
     return f'a CUDA GPU, and this is {hardware.backend}'
-  if not hardware.has_triton:
+  if name.startswith('triton') and not hardware.has_triton:
     return "Pallas' Triton backend, which this jax does not have"
+  if name.startswith('mosaic') and not hardware.has_mosaic:
+    return "Pallas' Mosaic backend, as jax has it from 0.11 on"
   if name.endswith('_sm90') and hardware.capability != (9, 0):
     return 'a GPU of compute capability 9.0 (Hopper)'
+  if name == 'triton_sm90' and not hopper_dot.is_there():
+    return "what jax <= 0.12 adds a dot to Pallas' Triton backend with"
   return ''
 
 
@@ -190,15 +200,25 @@ def detect() -> Hardware:
   return Hardware(
       backend=backend,
       capability=tuple(map(int, numbers)) if is_cuda else (),
-      has_triton=_has_triton(),
+      has_triton=has_triton(),
+      has_mosaic=has_mosaic(),
   )
 
 
-def _has_triton() -> bool:
+def has_triton() -> bool:
+  """Whether this jax has Pallas' Triton backend."""
+  return _is_there('jax.experimental.pallas.triton')
+
+
+def has_mosaic() -> bool:
+  """Whether this jax has Pallas' Mosaic backend as our kernels use it."""
+  is_new = jax.__version_info__ >= (0, 11)
+  return is_new and _is_there('jax.experimental.pallas.mosaic_gpu')
+
+
+def _is_there(module: str) -> bool:
   try:
-    return (
-        importlib.util.find_spec('jax.experimental.pallas.triton') is not None
-    )
+    return importlib.util.find_spec(module) is not None
   except ImportError:
     return False
 

@@ -6,7 +6,9 @@ the tensor core's own sums, as cuBLAS does, takes an attribute of Triton's dot
 that Pallas has no argument for. So this is an operation of our own, and the one
 file that uses parts of JAX that are not public: what adds an operation to
 Pallas' Triton backend. `tests/kernels/test_block_scaled_dot.py` lowers it in
-every version of JAX that is tested.
+every version of JAX that is tested; where one has moved them, `is_there` says
+so, and what is made of it runs in another form. It goes with that backend:
+Mosaic has such a dot.
 """
 
 import functools
@@ -42,6 +44,16 @@ def _primitive() -> core.Primitive:
 
   del shape, lower
   return dot_p
+
+
+@functools.cache
+def is_there() -> bool:
+  """Whether this jax has the parts that the operation is made of."""
+  try:
+    _primitive()
+  except (ImportError, AttributeError):
+    return False
+  return True
 
 
 def hopper_dot(

@@ -4,8 +4,6 @@ Only `kernels/*/triton*.py` import this file: with it comes Pallas' Triton
 backend, which a machine that runs the references may lack.
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import triton
@@ -44,18 +42,6 @@ def row_slices(rows: int, columns: int, multiple: int = 1) -> list[slice]:
   if step >= rows:
     return [slice(None)]
   return [slice(i, min(i + step, rows)) for i in range(0, rows, step)]
-
-
-def lowered_once(*static: str):
-  """Makes what calls a kernel one function of a program.
-
-  Otherwise a kernel is traced and lowered again for every layer, which takes
-  0.1 s each time. XLA inlines the calls: it makes the same kernels.
-
-  Args:
-    static: names of arguments that are no arrays.
-  """
-  return functools.partial(jax.jit, static_argnames=static)
 
 
 def instruction(name: str):

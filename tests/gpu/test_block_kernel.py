@@ -10,6 +10,8 @@ from jetrl_jax.core.compilation import exact_jit, on_gpu
 from jetrl_jax.fp8 import formats, scaling_state
 from jetrl_jax.fp8.quantization import quantize_groups
 from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels.block_scaled_dot import mosaic_sm90
 from jetrl_jax.kernels.block_scaled_dot.reference import grouped_dot
 from jetrl_jax.kernels.block_scaled_dot.triton import block_dot
 from jetrl_jax.kernels.quantize_transpose import (
@@ -87,6 +89,13 @@ def test_a_row_has_its_bits_with_any_number_of_rows(power_of_two):
   for rows in (16, 64, 80, 128, 256, 512, 1024):
     assert np.array_equal(product(rows), whole[-rows:])
   assert np.array_equal(product(_MANY, few=True), whole)
+  if dispatch.has_mosaic():  # Few rows have one kernel, and many the other.
+    for rows in (_MANY, 128):
+      args = x8.values[-rows:], x8.scale[-rows:], w8.values, w8.scale
+      found = mosaic_sm90.block_dot(
+          *args, 'bfloat16', power_of_two=power_of_two, **_HOW
+      )
+      assert np.array_equal(found, whole[-rows:])
 
 
 @pytest.mark.parametrize('dtype', [formats.E4M3, formats.E5M2])

@@ -19,13 +19,18 @@ from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import formats, health, scaling_state
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from jetrl_jax.fp8.recipes import Recipe
-from jetrl_jax.kernels import kv_storage
+from jetrl_jax.kernels import dispatch, kv_storage
 from jetrl_jax.kernels.add_norm_quantize import triton as norm
-from jetrl_jax.kernels.attention import reference
+from jetrl_jax.kernels.attention import (
+    mosaic_backward_sm90,
+    mosaic_sm90,
+    reference,
+)
 from jetrl_jax.kernels.attention import triton as attention_forward
 from jetrl_jax.kernels.attention import triton_backward as attention_backward
 from jetrl_jax.kernels.decode_attention import triton as attention_decode
 from jetrl_jax.kernels.decode_attention.triton_split import Split
+from jetrl_jax.kernels.gate_up import mosaic_sm90 as gate_up_in_mosaic
 from jetrl_jax.kernels.gate_up import triton_sm90 as gate_up
 from jetrl_jax.kernels.log_sum_exp import triton as log_sum_exp_kernel
 from jetrl_jax.kernels.quantize_transpose import triton as transpose
@@ -39,6 +44,16 @@ pytestmark = pytest.mark.gpu
 # So that the tests themselves can be tried where there is no GPU.
 _HOW = {} if on_gpu() else {'interpret': True}
 _TILE = 64
+# Forward and backward in each form.
+_TRITON = attention_forward, attention_backward
+_MOSAIC = pytest.param(
+    *(mosaic_sm90, mosaic_backward_sm90),
+    marks=pytest.mark.skipif(
+        not dispatch.has_mosaic()
+        or dispatch.detect().capability not in ((), (9, 0)),
+        reason='no Hopper GPU, or an older jax',
+    ),
+)
 
 
 def _normal(seed: int, *shape: int, dtype=jnp.bfloat16, spread: float = 0.0):
@@ -180,15 +195,23 @@ def test_gate_up_with_swiglu_has_the_bits_of_many_rows(shape, rows):
   dims = dims if on_gpu() else (256, 304)
   many, weight, step = cpu.operands(1024, *dims, whole=not on_gpu())
   few = QTensor(values=many.values[-rows:], scale=many.scale)
-  found = gate_up.hidden(few, weight, step, **_HOW)
   wanted = cpu.apart(many, weight, step, tuple(_HOW))[-rows:]
-  assert np.array_equal(_bytes(found.values), _bytes(wanted))
+  kernels_of = [
+      gate_up,
+      *([gate_up_in_mosaic] if dispatch.has_mosaic() else []),
+  ]
+  for module in kernels_of:
+    found = module.hidden(few, weight, step, **_HOW)
+    assert np.array_equal(_bytes(found.values), _bytes(wanted))
 
 
+@pytest.mark.parametrize('training, _', [_TRITON, _MOSAIC])
 @pytest.mark.parametrize('kind', [None, 'float8_e4m3fn'])
 @pytest.mark.parametrize('last', [0, 63, 64, 200, 511])
 @pytest.mark.parametrize('program', [(1, 3), Split(4, 16, 4), Split(16, 64, 2)])
-def test_decode_has_the_bits_of_the_training_forward(kind, last, program):
+def test_decode_has_the_bits_of_the_training_forward(
+    kind, last, program, training, _
+):
   slots_, heads, group, keys, page = 4, 2, 7, 512, 128
   q = _normal(0, slots_, heads, group, 128)
   k, v = (
@@ -196,9 +219,7 @@ def test_decode_has_the_bits_of_the_training_forward(kind, last, program):
       for i in (1, 2)
   )
   ends = jnp.full((slots_, group), last, jnp.int32)
-  forward = exact_jit(
-      lambda *a: attention_forward.forward(*a, _TILE, **_HOW)[0]
-  )
+  forward = exact_jit(lambda *a: training.forward(*a, _TILE, **_HOW)[0])
   wanted = forward(q, k, v, jnp.zeros_like(ends), ends)
 
   def pages(x):
@@ -220,7 +241,39 @@ def test_decode_has_the_bits_of_the_training_forward(kind, last, program):
   assert np.array_equal(_bytes(found.reshape(wanted.shape)), _bytes(wanted))
 
 
-def test_attention_and_its_gradients_are_those_of_the_plain_form():
+@pytest.mark.parametrize('head_dim', [64, 128])
+@pytest.mark.parametrize('kind', [None, 'float8_e4m3fn'])
+@_MOSAIC.marks[0]
+def test_packed_rows_have_the_same_bits_in_both_forms(kind, head_dim):
+  tokens, group = 448, 3
+  q = _normal(0, 2, 2, tokens * group, head_dim)
+  k, v = (
+      kv_storage.store(_normal(i, 2, 2, tokens, head_dim), kind) for i in (1, 2)
+  )
+  # Segments from tiles 0, 2 and 5 on, with padding behind the first two; the
+  # other row is all padding.
+  index = np.arange(tokens)
+  first = np.select([index < 128, index < 320], [0, 128], 320)
+  last = np.where((index < 100) | (index >= 128) & (index < 311), index, -1)
+  last = np.where(index >= 320, index, last)
+  first, last = (
+      jnp.asarray(np.repeat(np.stack(x), group, axis=1), jnp.int32)
+      for x in ((first, 0 * first), (last, 0 * last - 1))
+  )
+  outs = [
+      exact_jit(lambda *a, m=module: m.forward(*a, _TILE, **_HOW)[0])(
+          q, k, v, first, last
+      )
+      for module in (attention_forward, mosaic_sm90)
+  ]
+  assert np.any(np.asarray(outs[0]) != 0)
+  assert np.array_equal(*map(_bytes, outs))
+
+
+@pytest.mark.parametrize('forward_in, backward_in', [_TRITON, _MOSAIC])
+def test_attention_and_its_gradients_are_those_of_the_plain_form(
+    forward_in, backward_in
+):
   tokens, group = 384, 2
   q, dout = (_normal(i, 1, 2, tokens * group, 128) for i in (0, 3))
   k, v = (_normal(i, 1, 2, tokens, 128) for i in (1, 2))
@@ -233,10 +286,10 @@ def test_attention_and_its_gradients_are_those_of_the_plain_form():
   plain = reference.backward(
       *wide, first, last, out, lse, dout.astype(jnp.float32)
   )
-  kernel_out, kernel_lse = attention_forward.forward(
+  kernel_out, kernel_lse = forward_in.forward(
       q, k, v, first, last, _TILE, **_HOW
   )
-  grads = attention_backward.backward(
+  grads = backward_in.backward(
       *(q, k, v, first, last, kernel_out, kernel_lse, dout), _TILE, **_HOW
   )
   for found, wanted in zip((kernel_out, *grads), (out, *plain), strict=True):

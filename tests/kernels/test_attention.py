@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jetrl_jax.core.compilation import exact_jit
-from jetrl_jax.kernels import attention
+from jetrl_jax.kernels import attention, dispatch
+from jetrl_jax.kernels.attention import layout
 from jetrl_jax.kernels.attention import triton as attention_forward
 from jetrl_jax.kernels.attention import triton_backward as attention_backward
 from tests.hurry import fast_compile_jit
@@ -79,7 +80,7 @@ def test_tiles_that_all_rows_see_are_computed_without_a_mask():
   # Three row tiles of 64; the second row's segments start at 0 and 96.
   rows = [inputs.rows([0], [192], 192), inputs.rows([0, 96], [96, 96], 192)]
   first, last = (np.stack(a) for a in zip(*rows, strict=True))
-  bounds = np.asarray(attention_backward._row_tiles(first, last, 12, TILE))
+  bounds = np.asarray(layout.row_tiles_of(first, last, 12, TILE, 64))
   # Key tile 0 is attended by row tiles 0, 1, 2 and seen whole by 1 and 2;
   # tile 7 (keys 112 to 127) by 1, 2 and 2; tile 11 by 2, and by no rows whole.
   assert bounds[0, [0, 7, 11]].tolist() == [
@@ -94,6 +95,27 @@ def test_tiles_that_all_rows_see_are_computed_without_a_mask():
   for found, expected in zip(kernel, plain, strict=True):
     scale = np.abs(expected).max()
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize(
+    'dtype, head_dim, tile, is_taken',
+    [
+        ('bfloat16', 128, 64, True),
+        ('float16', 64, 64, True),
+        ('float32', 128, 64, False),
+        ('bfloat16', 96, 64, False),
+        ('bfloat16', 128, 32, False),
+    ],
+)
+def test_what_mosaics_kernels_do_not_take_is_left_to_tritons(
+    dtype, head_dim, tile, is_taken
+):
+  hopper = dispatch.Hardware('gpu', (9, 0), has_triton=True, has_mosaic=True)
+  q = jax.ShapeDtypeStruct((1, 1, 64, head_dim), dtype)
+  with dispatch.using(dispatch.select('attention=mosaic_sm90', hopper)):
+    assert attention._in_mosaic(q, tile) is is_taken
+  with dispatch.using(dispatch.select('auto', hopper)):
+    assert not attention._in_mosaic(q, tile)
 
 
 def test_gradients_are_those_of_dense_attention():

@@ -1,13 +1,13 @@
 import jax
 import pytest
 
-from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels import dispatch, hopper_dot
 from jetrl_jax.kernels.dispatch import Hardware
 
-HOPPER = Hardware('gpu', (9, 0), has_triton=True)
-ADA = Hardware('gpu', (8, 9), has_triton=True)
-AMD = Hardware('gpu', (), has_triton=True)
-CPU = Hardware('cpu', (), has_triton=True)
+HOPPER = Hardware('gpu', (9, 0), has_triton=True, has_mosaic=True)
+ADA = Hardware('gpu', (8, 9), has_triton=True, has_mosaic=True)
+AMD = Hardware('gpu', (), has_triton=True, has_mosaic=True)
+CPU = Hardware('cpu', (), has_triton=True, has_mosaic=True)
 
 
 def chosen(hardware, setting='auto'):
@@ -22,13 +22,32 @@ def test_another_gpu_lacks_what_is_written_for_hopper_alone():
   found = chosen(ADA)
   assert found['gate_up'] == 'reference'
   assert found['attention'] == 'triton'
+  assert found['block_scaled_dot'] == 'triton'
 
 
-@pytest.mark.parametrize(
-    'hardware', [CPU, AMD, Hardware('gpu', (9, 0), has_triton=False)]
-)
+NEITHER = Hardware('gpu', (9, 0), has_triton=False, has_mosaic=False)
+WITHOUT_TRITON = Hardware('gpu', (9, 0), has_triton=False, has_mosaic=True)
+
+
+@pytest.mark.parametrize('hardware', [CPU, AMD, NEITHER])
 def test_without_a_backend_for_kernels_all_is_plain_jax(hardware):
   assert set(chosen(hardware).values()) == {'reference'}
+
+
+def test_a_jax_that_has_moved_its_private_part_has_gate_up_in_mosaic(
+    monkeypatch,
+):
+  monkeypatch.setattr(hopper_dot, 'is_there', lambda: False)
+  assert chosen(HOPPER)['gate_up'] == 'mosaic_sm90'
+
+
+def test_a_jax_without_triton_has_what_is_in_mosaic_on_hopper_alone():
+  found = chosen(WITHOUT_TRITON)
+  assert found['block_scaled_dot'] == 'mosaic_sm90'
+  # It has the bits of SwiGLU's kernel, which is not there.
+  assert found['gate_up'] == 'reference'
+  ada = Hardware('gpu', (8, 9), has_triton=False, has_mosaic=True)
+  assert set(chosen(ada).values()) == {'reference'}
 
 
 def test_every_operation_has_a_reference_and_it_is_last():
@@ -71,10 +90,15 @@ def test_a_draw_and_gate_up_may_go_alone():
     'setting, hardware, said',
     [
         ('none', HOPPER, "kernels is 'none'; allowed: auto, reference, or"),
-        ('attention=cuda', HOPPER, 'attention has the implementations triton'),
+        (
+            'attention=cuda',
+            HOPPER,
+            'attention has the implementations triton, mosaic_sm90',
+        ),
         ('norm=triton', HOPPER, 'with operations add_norm_quantize, adamw'),
         ('attention=triton', CPU, 'triton needs a CUDA GPU, and this is cpu'),
         ('gate_up=triton_sm90', ADA, 'needs a GPU of compute capability 9.0'),
+        ('gate_up=mosaic_sm90', NEITHER, "needs Pallas' Mosaic backend"),
         (
             'attention=reference,decode_attention=triton',
             HOPPER,
@@ -105,11 +129,13 @@ def test_this_machine_is_known():
 
 def test_a_table_is_said_in_one_line():
   assert str(dispatch.select('reference')) == 'reference for all operations'
-  assert 'triton_sm90: gate_up' in str(dispatch.select('auto', HOPPER))
+  said = str(dispatch.select('auto', HOPPER))
+  assert 'mosaic_sm90: block_scaled_dot' in said
+  assert 'triton_sm90: gate_up' in said
 
 
 def test_a_gpu_that_runs_no_kernel_is_told_why():
   assert dispatch.why_none(HOPPER) == dispatch.why_none(CPU) == ''
   assert 'they need a CUDA GPU' in dispatch.why_none(AMD)
-  lacking = Hardware('gpu', (9, 0), has_triton=False)
-  assert "Pallas' Triton backend, which this jax" in dispatch.why_none(lacking)
+  assert "Pallas' Triton backend, which this jax" in dispatch.why_none(NEITHER)
+  assert not dispatch.why_none(WITHOUT_TRITON)

@@ -333,7 +333,8 @@ def _log_sum_exp() -> list[Case]:
     stats, pull = jax.vjp(lambda z: log_sum_exp.row_stats(z, inverse), logits)
     return stats, pull(tuple(cotangents))
 
-  stats, gradient = _near(1e-6, atol=1e-5), _near(1e-4, atol=1e-7)
+  # A GPU's dots have a last bit or two of their own.
+  stats, gradient = _near(1e-5, atol=1e-4), _near(1e-4, atol=1e-7)
   return [
       Case(
           'log_sum_exp',
@@ -650,6 +651,8 @@ def _check(case: Case, name: str) -> None:
 def test_an_implementation_computes_what_its_reference_does(case, name):
   if on_gpu():
     pytest.skip('the next test has them compiled')
+  if name.startswith('mosaic') and not dispatch.has_mosaic():
+    pytest.skip('this jax is older than what they are written in')
   _check(case, name)
 
 

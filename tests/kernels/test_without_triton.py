@@ -36,11 +36,14 @@ def _import_everything() -> None:
 def _check_choice() -> None:
   from jetrl_jax.kernels import dispatch
 
-  assert not dispatch._has_triton()
-  hopper = dispatch.Hardware('gpu', (9, 0), has_triton=dispatch._has_triton())
-  chosen = dict(dispatch.select('auto', hopper).chosen)
-  assert set(chosen.values()) == {'reference'} and chosen.keys()
-  assert "Pallas' Triton backend" in dispatch.why_none(hopper)
+  assert not dispatch.has_triton()
+  for has_mosaic in (False, True):
+    hopper = dispatch.Hardware('gpu', (9, 0), False, has_mosaic)
+    chosen = dict(dispatch.select('auto', hopper).chosen)
+    allowed = {'reference', *(['mosaic_sm90'] if has_mosaic else [])}
+    assert set(chosen.values()) == allowed and chosen.keys()
+    lacks = "Pallas' Triton backend" in dispatch.why_none(hopper)
+    assert lacks is not has_mosaic
 
 
 def _check_bits() -> None:

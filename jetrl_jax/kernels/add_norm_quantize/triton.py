@@ -13,7 +13,8 @@ from jax.experimental import pallas as pl
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.products import DeferredScale, times
 from jetrl_jax.fp8.quantization import quantize
-from jetrl_jax.kernels.triton_tools import kernel_options, lowered_once
+from jetrl_jax.kernels.calls import lowered_once
+from jetrl_jax.kernels.triton_tools import kernel_options
 
 _MAX_CHUNK = 512
 _WARPS = 8

@@ -31,16 +31,28 @@ from jetrl_jax.kernels.residuals import keep
 def _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
   """Returns (output, base-2 log-sum-exp [B, K, R])."""
   operands = q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR
-  match dispatch.implementation('attention'):
-    case 'triton':
-      from jetrl_jax.kernels.attention import triton
+  name = dispatch.implementation('attention')
+  if name == dispatch.REFERENCE:
+    return reference.forward(*operands, tile)
+  if _in_mosaic(q_BKRH, tile):
+    from jetrl_jax.kernels.attention import mosaic_sm90
 
-      functions = triton.forward, reference.forward
-      return stands_for.kernel(
-          'attention', 'triton', *functions, *operands, tile=tile
-      )
-    case _:
-      return reference.forward(*operands, tile)
+    run = mosaic_sm90.forward
+  else:
+    from jetrl_jax.kernels.attention import triton
+
+    name, run = 'triton', triton.forward
+  functions = run, reference.forward
+  return stands_for.kernel('attention', name, *functions, *operands, tile=tile)
+
+
+def _in_mosaic(q_BKRH, tile) -> bool:
+  """Whether Mosaic's kernels run; Triton's take more, and have their bits."""
+  if dispatch.implementation('attention') != 'mosaic_sm90':
+    return False
+  from jetrl_jax.kernels.attention import mosaic_sm90
+
+  return mosaic_sm90.fits(q_BKRH, tile)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -85,13 +97,16 @@ def _bwd(tile, kv_dtype, residuals, dout):
   q_BKRH, k_BKSH, v_BKSH, *rest = residuals
   dtype = q_BKRH.dtype
   operands = (q_BKRH, k_BKSH.astype(dtype), v_BKSH.astype(dtype), *rest)
-  match dispatch.implementation('attention'):
-    case 'triton':
-      from jetrl_jax.kernels.attention import triton_backward
+  if not dispatch.has_kernel('attention'):
+    grads = reference.backward(*operands, dout=dout)
+  elif _in_mosaic(q_BKRH, tile):
+    from jetrl_jax.kernels.attention import mosaic_backward_sm90
 
-      grads = triton_backward.backward(*operands, dout_BKRH=dout, tile=tile)
-    case _:
-      grads = reference.backward(*operands, dout=dout)
+    grads = mosaic_backward_sm90.backward(*operands, dout_BKRH=dout, tile=tile)
+  else:
+    from jetrl_jax.kernels.attention import triton_backward
+
+    grads = triton_backward.backward(*operands, dout_BKRH=dout, tile=tile)
   return (*grads, None, None)
 
 

@@ -21,35 +21,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jetrl_jax.core.typing import Array
+from jetrl_jax.kernels.attention.layout import (
+    channels_as_decoded,
+    one_kernel,
+    pad_rows,
+    tokens_as_decoded,
+)
 from jetrl_jax.kernels.attention.reference import (
     NO_SCORE,
     operand_dtype,
     softmax_scale,
 )
-from jetrl_jax.kernels.triton_tools import (
-    kernel_options,
-    lowered_once,
-    power_of_2,
-)
+from jetrl_jax.kernels.triton_tools import kernel_options, power_of_2
 
 ROW_TILE = 64
 # Columns of the dot with ones: the fewest that a tensor core multiplies.
 _SUM_COLUMNS = 16
-
-
-def _channels_as_decoded(x: Array, dtype) -> Array:
-  """Queries or keys [..., H], widened, in decode's order of channels."""
-  x = x.astype(dtype)
-  if x.shape[-1] % 32:  # Too few for an instruction to take so many at once.
-    return x
-  fours = x.reshape(*x.shape[:-1], -1, 8, 2, 2)
-  return jnp.swapaxes(fours, -3, -2).reshape(x.shape)
-
-
-def _tokens_as_decoded(x: Array, tile: int, dtype) -> Array:
-  """Keys or values [..., S, H], widened, even tokens of a tile first."""
-  pairs = x.astype(dtype).reshape(*x.shape[:-2], -1, tile // 2, 2, x.shape[-1])
-  return jnp.swapaxes(pairs, -3, -2).reshape(x.shape)
 
 
 def scores_of(q, k):
@@ -216,21 +203,6 @@ def _forward_kernel(
   lse_ref[...] = lse
 
 
-def one_kernel(*static: str):
-  """Makes a kernel and what lays out its operands one call.
-
-  Under the name that the check of the precision flow knows
-  (`fp8/flow/subgraph.py`): it compares what goes into the call, which is the
-  same in training and decode.
-  """
-
-  def wrap(function):
-    function.__name__ = 'flash_attention'
-    return lowered_once(*static)(function)
-
-  return wrap
-
-
 def rows_spec(head_dim: int, row_tile: int) -> pl.BlockSpec:
   """A tile of query rows of one head and sequence."""
   return pl.BlockSpec(
@@ -252,13 +224,6 @@ def row_vector_spec(row_tile: int) -> pl.BlockSpec:
 def head_row_vector_spec(row_tile: int) -> pl.BlockSpec:
   """A number per query row and head."""
   return pl.BlockSpec((None, None, row_tile), lambda r, h, b: (b, h, r))
-
-
-def pad_rows(x: Array, axis: int, row_tile: int, fill=0) -> Array:
-  """Pads the row axis to whole tiles: a short prompt has fewer rows."""
-  widths = [(0, 0)] * x.ndim
-  widths[axis] = (0, -x.shape[axis] % row_tile)
-  return jnp.pad(x, widths, constant_values=fill)
 
 
 @one_kernel('tile', 'interpret')
@@ -292,10 +257,10 @@ def forward(
   row_tile, num_warps, num_stages = (64, 4, 2) if even_first else (128, 8, 3)
   if even_first:
     dtype = operand_dtype(out_dtype, k_BKSH.dtype)
-    q_BKRH = _channels_as_decoded(q_BKRH, dtype)
-    k_BKSH = _channels_as_decoded(k_BKSH, dtype)
-    k_BKSH = _tokens_as_decoded(k_BKSH, tile, dtype)
-    v_BKSH = _tokens_as_decoded(v_BKSH, tile, dtype)
+    q_BKRH = channels_as_decoded(q_BKRH, dtype)
+    k_BKSH = channels_as_decoded(k_BKSH, dtype)
+    k_BKSH = tokens_as_decoded(k_BKSH, tile, dtype)
+    v_BKSH = tokens_as_decoded(v_BKSH, tile, dtype)
   q_BKRH = pad_rows(q_BKRH, 2, row_tile)
   first_BR = pad_rows(first_BR, 1, row_tile)
   last_BR = pad_rows(last_BR, 1, row_tile, fill=-1)

@@ -13,18 +13,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jetrl_jax.core.typing import Array
+from jetrl_jax.kernels.attention.layout import pad_rows, row_tiles_of
 from jetrl_jax.kernels.attention.triton import (
     ROW_TILE,
     for_tiles,
     head_row_vector_spec,
-    pad_rows,
     row_vector_spec,
     rows_spec,
     tile_scores,
     weights_of,
     whole_spec,
 )
-from jetrl_jax.kernels.triton_tools import kernel_options, lowered_once
+from jetrl_jax.kernels.calls import lowered_once
+from jetrl_jax.kernels.triton_tools import kernel_options
 
 
 def _dq_kernel(
@@ -101,37 +102,6 @@ def _dkv_kernel(
   dv_ref[...] = dv.astype(dv_ref.dtype)
 
 
-def _row_tiles(first_BR, last_BR, num_tiles, tile):
-  """Returns the row tiles that attend each key tile, int32 [B, key tiles, 4].
-
-  Of [low, inner, inner_end, high), those from `inner` on see the whole key tile
-  with all their rows; there may be none.
-  """
-  start = jnp.arange(num_tiles, dtype=jnp.int32)[None, :, None] * tile
-  first, last = first_BR[:, None, :], last_BR[:, None, :]
-  attends = (first < start + tile) & (last >= start) & (last >= first)
-  sees_all = (first <= start) & (last >= start + tile - 1)
-
-  def by_tile(x, join):
-    return join(x.reshape(*x.shape[:2], -1, ROW_TILE), axis=3)
-
-  def ends(found):
-    index = jnp.arange(found.shape[2], dtype=jnp.int32)[None, None, :]
-    low = jnp.min(jnp.where(found, index, found.shape[2]), axis=2)
-    high = jnp.max(jnp.where(found, index + 1, 0), axis=2)
-    return jnp.minimum(low, high), high
-
-  low, high = ends(by_tile(attends, jnp.any))
-  full = by_tile(sees_all, jnp.all)
-  inner, inner_end = ends(full)
-  # One stretch without a gap, or none.
-  is_whole = jnp.sum(full, axis=2, dtype=jnp.int32) == inner_end - inner
-  is_whole &= inner_end > inner
-  inner = jnp.where(is_whole, inner, high)
-  inner_end = jnp.where(is_whole, inner_end, high)
-  return jnp.stack([low, inner, inner_end, high], axis=2)
-
-
 @lowered_once('tile', 'interpret')
 def backward(
     q_BKRH: Array,
@@ -182,7 +152,7 @@ def backward(
   )(*operands)
 
   num_tiles = length // tile
-  bounds = _row_tiles(first_BR, last_BR, num_tiles, tile)
+  bounds = row_tiles_of(first_BR, last_BR, num_tiles, tile, ROW_TILE)
   all_rows = whole_spec(rows, head_dim)
   vector = pl.BlockSpec((None, rows), lambda s, h, b: (b, 0))
   head_vector = pl.BlockSpec((None, None, rows), lambda s, h, b: (b, h, 0))

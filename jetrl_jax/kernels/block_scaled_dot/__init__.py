@@ -9,8 +9,12 @@ derivative of its own.
 """
 
 from jetrl_jax.core.typing import Array
-from jetrl_jax.kernels import dispatch, stands_for
+from jetrl_jax.kernels import dispatch, hopper_dot, stands_for
 from jetrl_jax.kernels.block_scaled_dot import reference
+
+# Rows for which Triton's kernel was tuned; beside it Mosaic's gains with more
+# (docs/performance_log.md).
+_FEW = 512
 
 
 def block_dot(
@@ -34,13 +38,33 @@ def block_dot(
   """
   operands = a_MK, scale_a_MG, b_NK, scale_b_NG
   static = {'out_dtype': out_dtype, 'power_of_two': power_of_two}
-  match dispatch.implementation('block_scaled_dot'):
+  name = _kernel(a_MK.shape[0])
+  match name:
+    case 'mosaic_sm90':
+      from jetrl_jax.kernels.block_scaled_dot import mosaic_sm90
+
+      run = mosaic_sm90.block_dot
     case 'triton':
       from jetrl_jax.kernels.block_scaled_dot import triton
 
-      functions = triton.block_dot, reference.grouped_dot
-      return stands_for.kernel(
-          'block_scaled_dot', 'triton', *functions, *operands, **static
-      )
+      run = triton.block_dot
     case _:
       return reference.grouped_dot(*operands, **static)
+  functions = run, reference.grouped_dot
+  return stands_for.kernel(
+      'block_scaled_dot', name, *functions, *operands, **static
+  )
+
+
+def _kernel(rows: int) -> str:
+  """Returns the implementation for so many rows of a.
+
+  Both kernels have the same bits, so rollout and training may have either.
+  """
+  name = dispatch.implementation('block_scaled_dot')
+  has_triton = dispatch.has_triton() and hopper_dot.is_there()
+  if name == 'triton' and not has_triton:
+    return dispatch.REFERENCE
+  if name == 'mosaic_sm90' and rows <= _FEW and has_triton:
+    return 'triton'
+  return name

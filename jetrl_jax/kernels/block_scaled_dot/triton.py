@@ -17,11 +17,11 @@ from jax.experimental import pallas as pl
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8.products import fence
 from jetrl_jax.fp8.recipes import BLOCK
+from jetrl_jax.kernels.calls import lowered_once
 from jetrl_jax.kernels.hopper_dot import hopper_dot
 from jetrl_jax.kernels.triton_tools import (
     instruction,
     kernel_options,
-    lowered_once,
     row_slices,
 )
 

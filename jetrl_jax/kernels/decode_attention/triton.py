@@ -17,11 +17,11 @@ from jax.experimental.pallas import triton
 
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats, quantize
+from jetrl_jax.kernels.attention.layout import one_kernel
 from jetrl_jax.kernels.attention.reference import operand_dtype
 from jetrl_jax.kernels.attention.triton import (
     attend_tile,
     finish,
-    one_kernel,
     start,
 )
 from jetrl_jax.kernels.decode_attention import triton_pages as pages

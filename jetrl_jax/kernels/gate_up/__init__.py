@@ -19,6 +19,21 @@ from jetrl_jax.kernels import dispatch, stands_for
 from jetrl_jax.kernels.gate_up import reference
 
 
+def _kernel():
+  """Returns the module of the kernel in use; None for the reference."""
+  match dispatch.implementation('gate_up'):
+    case 'mosaic_sm90':
+      from jetrl_jax.kernels.gate_up import mosaic_sm90
+
+      return mosaic_sm90
+    case 'triton_sm90':
+      from jetrl_jax.kernels.gate_up import triton_sm90
+
+      return triton_sm90
+    case _:
+      return None
+
+
 def fits(rows: int, dims: tuple[int, ...]) -> bool:
   """Whether one kernel makes h, and is faster than a dot and SwiGLU.
 
@@ -26,13 +41,8 @@ def fits(rows: int, dims: tuple[int, ...]) -> bool:
     rows: of x.
     dims: (D, F), of x and of h.
   """
-  match dispatch.implementation('gate_up'):
-    case 'triton_sm90':
-      from jetrl_jax.kernels.gate_up import triton_sm90
-
-      return triton_sm90.fits(rows, dims)
-    case _:
-      return False
+  kernel = _kernel()
+  return kernel is not None and kernel.fits(rows, dims)
 
 
 def gate_up(x8: QTensor, weight: QTensor, step: Array, dtype) -> QTensor:
@@ -45,18 +55,17 @@ def gate_up(x8: QTensor, weight: QTensor, step: Array, dtype) -> QTensor:
     step: float32 scalar.
     dtype: that gate|up is rounded to; bfloat16 for the kernel.
   """
+  kernel = _kernel()
   dims = x8.values.shape[-1], weight.values.shape[0] // 2
-  if x8.values.ndim == 2 and fits(len(x8.values), dims):
-    from jetrl_jax.kernels.gate_up import triton_sm90
+  if kernel and x8.values.ndim == 2 and kernel.fits(len(x8.values), dims):
 
     def run(x8, weight, step):
       with jax.named_scope('gate_up'):
-        return triton_sm90.hidden(x8, weight, step)
+        return kernel.hidden(x8, weight, step)
 
     def plain(x8, weight, step):
       return reference.hidden(x8, weight, step, dtype)[0]
 
-    return stands_for.kernel(
-        'gate_up', 'triton_sm90', run, plain, x8, weight, step
-    )
+    name = dispatch.implementation('gate_up')
+    return stands_for.kernel('gate_up', name, run, plain, x8, weight, step)
   return reference.hidden(x8, weight, step, dtype)[0]

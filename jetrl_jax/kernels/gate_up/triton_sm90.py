@@ -19,9 +19,10 @@ from jax.experimental import pallas as pl
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.quantization import QTensor
+from jetrl_jax.kernels.calls import lowered_once
 from jetrl_jax.kernels.hopper_dot import hopper_dot
 from jetrl_jax.kernels.swiglu import triton as swiglu
-from jetrl_jax.kernels.triton_tools import kernel_options, lowered_once
+from jetrl_jax.kernels.triton_tools import kernel_options
 
 ROWS = 64, 128
 # Bytes of a row that are loaded at once.

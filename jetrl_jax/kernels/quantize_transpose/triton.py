@@ -24,12 +24,9 @@ from jax.experimental import pallas as pl
 
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats
+from jetrl_jax.kernels.calls import lowered_once
 from jetrl_jax.kernels.quantize_transpose.reference import QuantizedPair
-from jetrl_jax.kernels.triton_tools import (
-    kernel_options,
-    lowered_once,
-    row_slices,
-)
+from jetrl_jax.kernels.triton_tools import kernel_options, row_slices
 
 TILE = 128  # what both dims are multiples of; rows of a program
 WORDS = TILE // 4

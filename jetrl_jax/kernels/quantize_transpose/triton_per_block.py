@@ -16,9 +16,10 @@ from jax.experimental import pallas as pl
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8.quantization import QTensor, scale_from_amax
 from jetrl_jax.fp8.recipes import BLOCK
+from jetrl_jax.kernels.calls import lowered_once
 from jetrl_jax.kernels.quantize_transpose import triton as transpose
 from jetrl_jax.kernels.quantize_transpose.triton import NUMBERS, WORDS, Grid
-from jetrl_jax.kernels.triton_tools import kernel_options, lowered_once
+from jetrl_jax.kernels.triton_tools import kernel_options
 
 # Of a program; and sums that its threads keep of a row.
 _WARPS, _RUNS = 8, 8

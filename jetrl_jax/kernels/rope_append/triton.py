@@ -16,8 +16,9 @@ from jax.experimental.pallas import triton
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import DeferredScale, formats, quantize
 from jetrl_jax.fp8.products import times
+from jetrl_jax.kernels.calls import lowered_once
 from jetrl_jax.kernels.rope_append.reference import rotate_halves
-from jetrl_jax.kernels.triton_tools import kernel_options, lowered_once
+from jetrl_jax.kernels.triton_tools import kernel_options
 
 # Heads of a program, at most.
 _MAX_HEADS = 8

@@ -9,7 +9,6 @@ same operations.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 
 import jax
@@ -19,10 +18,11 @@ from jax.experimental import pallas as pl
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.products import DeferredScale
+from jetrl_jax.kernels.calls import lowered_once
+from jetrl_jax.kernels.swiglu import formula
 from jetrl_jax.kernels.triton_tools import (
     instruction,
     kernel_options,
-    lowered_once,
     row_slices,
 )
 
@@ -39,11 +39,12 @@ _WARPS = 8
 
 def sigmoid(gate: Array, interpret: bool) -> Array:
   """Returns 1 / (1 + exp(-gate)) of float32 values inside a kernel."""
-  power = gate * -math.log2(math.e)
   if interpret:
-    return 1.0 / (1.0 + jnp.exp2(power))
-  total = 1.0 + instruction('ex2.approx.ftz.f32')(power)
-  return instruction('rcp.approx.ftz.f32')(total)
+    return formula.sigmoid(gate, jnp.exp2, lambda x: 1.0 / x)
+  power_of_2, reciprocal = map(
+      instruction, ('ex2.approx.ftz.f32', 'rcp.approx.ftz.f32')
+  )
+  return formula.sigmoid(gate, power_of_2, reciprocal)
 
 
 def hidden(
@@ -62,19 +63,10 @@ def hidden(
     step: scale on which the result is quantised; None for the dtype of gate.
     interpret: the kernel runs on a CPU.
   """
-  dtype = gate.dtype
-  gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
-  if scales:
-    scale = math.prod(scales)
-    gate, up = gate * scale, up * scale
-  h = (gate * sigmoid(gate, interpret) * up).astype(dtype)
-  if step is None:
-    return h
-  h = h.astype(jnp.float32) * (1.0 / step)
-  if interpret:  # On a GPU the cast does.
-    limit = formats.format_max(formats.E4M3)
-    h = jnp.clip(h, -limit, limit)
-  return h.astype(formats.E4M3)
+  of_gate = functools.partial(sigmoid, interpret=interpret)
+  return formula.hidden(
+      gate, up, scales, step, of_gate, saturates=not interpret
+  )
 
 
 def _kernel(gate_ref, up_ref, *refs, quantizes: bool, interpret: bool):

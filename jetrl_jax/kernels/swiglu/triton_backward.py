@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats
+from jetrl_jax.kernels.calls import lowered_once
 from jetrl_jax.kernels.quantize_transpose import QuantizedPair
 from jetrl_jax.kernels.quantize_transpose import triton as transpose
 from jetrl_jax.kernels.quantize_transpose.triton import TILE, WORDS
@@ -29,7 +30,6 @@ from jetrl_jax.kernels.swiglu import triton as swiglu
 from jetrl_jax.kernels.triton_tools import (
     instruction,
     kernel_options,
-    lowered_once,
     row_slices,
 )
 

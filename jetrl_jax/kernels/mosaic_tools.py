@@ -1,0 +1,205 @@
+"""What every Mosaic kernel is made with: options, layouts, instructions.
+
+Only `kernels/*/mosaic*.py` import this file: with it comes Pallas' Mosaic
+backend, as jax has it from 0.11 on.
+
+A program is a few warpgroups of 128 threads. Where it is warp-specialised, the
+last one only asks for tiles, which Hopper's bulk copies bring to shared memory
+while the others compute; barriers say which tile has come and which was used.
+"""
+
+# jax 0.10, which the types are checked with, lacks some of it.
+# pyright: reportAttributeAccessIssue=false
+
+import functools
+import itertools
+import struct
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+# Rows of a warpgroup's product, and bytes of a row in Hopper's widest swizzle:
+# its instructions read 8 rows of so many bytes as one piece.
+ROWS = 64
+SWIZZLE = 128
+# Of a warpgroup that only asks for copies.
+MEMORY_REGISTERS = 40
+
+
+def kernel_options(interpret: bool, *, overlap: bool = False) -> dict:
+  """Returns keywords of `plgpu.kernel`.
+
+  Args:
+    interpret: run on a CPU, for tests, with races detected.
+    overlap: two programs write the same results to one place; else that is a
+      race.
+  """
+  if interpret:
+    races = plgpu.InterpretGPUParams(detect_races=not overlap)
+    return {'interpret': races}
+  return {'compiler_params': plgpu.CompilerParams(approx_math=True)}
+
+
+def pieces(dtype) -> tuple:
+  """Returns how a tile lies in shared memory, for the tensor core to read."""
+  columns = SWIZZLE // jnp.dtype(dtype).itemsize
+  return (
+      plgpu.TilingTransform((8, columns)),
+      plgpu.SwizzleTransform(SWIZZLE),
+  )
+
+
+def named(name: str, kernel, **static):
+  """Returns a kernel of references alone, under the name in profiles."""
+
+  def run(*refs):
+    kernel(*refs, **static)
+
+  run.__name__ = name
+  return run
+
+
+def sums(rows: int, columns: int):
+  """Returns what the tensor core adds to, in registers: float32, zeros."""
+  return plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)
+
+
+def loaded(ref, axis: int):
+  """Returns a vector, to be one of a product's rows (axis 0) or columns."""
+  layout = plgpu.Layout.WGMMA.reduce(axis)
+  return plgpu.load(ref, layout=layout)  # pyright: ignore[reportCallIssue]
+
+
+def power_of_2(x):
+  """Returns 2^x of float32: with `kernel_options`, ex2.approx.ftz.f32."""
+  return jnp.exp2(x)
+
+
+def instruction(name: str, x, *more, literals: tuple[str, ...] = ()):
+  """Returns one instruction of the device, of float32 in the product's layout.
+
+  Such an instruction is rounded by itself: one with a rounding in its name is
+  not joined with an addition behind it, as a compiler may do with others.
+
+  Args:
+    name: in PTX, with its type, for example 'div.full.f32'.
+    x: what a tensor core's product is, or is made into [M, N].
+    *more: further operands like it.
+    literals: operands behind those, in PTX.
+  """
+  layout = plgpu.Layout.WGMMA
+  arrays = (f'${i}' for i in range(len(more) + 2))
+  operands = ', '.join([*arrays, *literals])
+
+  @plgpu.inline_mgpu(
+      arg_types=(layout,) * (len(more) + 1),
+      return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
+  )
+  def inlined(context, values, *others):
+    del context
+    columns = [[] for _ in others]
+    for column, other in zip(columns, others, strict=True):
+      other.foreach(lambda value, index, to=column: to.append(value))
+    rest = zip(*columns, strict=True) if others else itertools.repeat(())
+
+    def of_one(value, index):
+      del index
+      return utils.inline_ptx(
+          f'{name} {operands};', value, *next(rest), result_types=value.type
+      )
+
+    return values.foreach(of_one, create_array=True)
+
+  return inlined(x, *more)
+
+
+def reciprocal(x, interpret: bool):
+  """Returns 1 / x of float32."""
+  return 1.0 / x if interpret else instruction('rcp.approx.ftz.f32', x)
+
+
+def scaled(x, factor: float, interpret: bool):
+  """Returns x * factor of float32, rounded whatever follows."""
+  if interpret:
+    return x * factor
+  literal = struct.pack('>f', factor).hex()
+  return instruction('mul.rn.f32', x, literals=(f'0f{literal}',))
+
+
+def ratio(x, y, interpret: bool):
+  """Returns x / y of float32."""
+  return x / y if interpret else instruction('div.full.f32', x, y)
+
+
+def has_read() -> None:
+  """Lets a copy write over what this warpgroup loaded from a tile.
+
+  What the tensor core read needs no such fence before the barrier.
+  """
+  plgpu.commit_smem()
+
+
+class Stream(NamedTuple):
+  """Tiles on their way to shared memory, some at a time.
+
+  Attributes:
+    tiles: [stages, ...] of each operand.
+    there: barriers, one a stage: its tiles have come.
+    used: the same: all warpgroups are done with them.
+  """
+
+  tiles: Any
+  there: Any
+  used: Any
+
+  @classmethod
+  def types(cls, stages: int, groups: int, **tiles) -> 'Stream':
+    """Returns what to allocate for warpgroups that read the same tiles."""
+    return cls(
+        tiles=tiles,
+        there=plgpu.Barrier(num_arrivals=len(tiles), num_barriers=stages),
+        used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+    )
+
+
+def ask(
+    begin, end, stages: int, streams, registers: int = MEMORY_REGISTERS
+) -> None:
+  """Asks for the tiles of a loop, in a warpgroup that does nothing else.
+
+  Args:
+    begin: number of the first one.
+    end: behind the last one.
+    stages: of the streams.
+    streams: (stream, function from a number to the operands' places in memory).
+    registers: that this warpgroup keeps.
+  """
+  plgpu.set_max_registers(registers, action='decrease')
+
+  def step(i, _, is_first: bool):
+    slot = lax.rem(i - begin, jnp.int32(stages))
+    for stream, places_of in streams:
+      if not is_first:
+        plgpu.barrier_wait(stream.used.at[slot])
+      for name, place in places_of(i).items():
+        plgpu.copy_gmem_to_smem(
+            place, stream.tiles[name].at[slot], stream.there.at[slot]
+        )
+
+  filled = jnp.minimum(begin + stages, end)
+  for bounds, is_first in (((begin, filled), True), ((filled, end), False)):
+    lax.fori_loop(*bounds, functools.partial(step, is_first=is_first), None)
+
+
+def take_registers(groups: int, kept: int = MEMORY_REGISTERS) -> None:
+  """Gives a multiplying warpgroup, one of some, the registers that are left.
+
+  Args:
+    groups: that multiply.
+    kept: by the one that asks.
+  """
+  each = (512 - kept) // groups // 8 * 8
+  plgpu.set_max_registers(min(each, 240), action='increase')
