@@ -108,6 +108,9 @@ def test_an_override_names_a_value_of_the_config(path):
   assert found <= set(config_schema.names(base.get_config()))
 
 
+_SHELL = ('&&', '||', '|', ';', '&')
+
+
 def _commands(text: str) -> list[tuple[str, list[str]]]:
   """Lists (module, arguments) of the commands that have arguments."""
   found = []
@@ -119,7 +122,10 @@ def _commands(text: str) -> list[tuple[str, list[str]]]:
     assert command in cli.COMMANDS, command
     shown.append((f'jetrl_jax.{cli.COMMANDS[command][0]}', rest))
   for module, rest in shown:
-    arguments = shlex.split(rest, comments=True)
+    words = shlex.split(rest, comments=True)
+    # Up to what the shell does next, and without what a page leaves out.
+    end = next((i for i, x in enumerate(words) if x in _SHELL), len(words))
+    arguments = [word for word in words[:end] if word != '...']
     if any(argument.startswith('-') for argument in arguments):
       found.append((module, arguments))
   return found
