@@ -406,7 +406,7 @@ def fail(why: str) -> None:
   _group.watch.fail(why)
 
 
-def verdict(seconds: float = SILENT_S + 15) -> None:
+def verdict(seconds: float = 2 * SILENT_S + 5) -> None:
   """Gives the watch time to find which process is lost.
 
   A collective whose peer has died fails at once, with an error that does not
@@ -500,7 +500,7 @@ class _Watch:
             'beat': number,
             'where': self._where,
             'progress': self._progress,
-            'busy': bool(self.patience) or self._compiles(),
+            'busy': self._is_busy(),
         }
         group.set(f'beat/{group.rank}', json.dumps(record).encode(), again=True)
         self._read(group.folder('beat'))
@@ -598,7 +598,7 @@ class _Watch:
           self._end(self._lost(r, now - heard))
 
   def _judge_itself(self, now: float) -> None:
-    if not self.armed or self.patience or self._compiles():
+    if self._is_busy():
       self._touched = now
       return
     idle = now - self._touched
@@ -618,8 +618,11 @@ class _Watch:
         ' checkpoint'
     )
 
+  def _is_busy(self) -> bool:
+    """Whether this process may do nothing that is seen for minutes."""
+    return not self.armed or self.patience > 0 or self._compiles()
+
   def _compiles(self) -> bool:
-    """Whether the main thread compiles, which takes minutes."""
     frame = sys._current_frames().get(self._main or 0)
     while frame is not None:
       if frame.f_code.co_name == 'backend_compile_and_load':

@@ -15,6 +15,8 @@ _FILE = whole_run.ROOT / 'tests' / 'tiny_config.py'
 # Longer than any compilation here, and than the watch takes to find a loss.
 _PATIENCE_S = 250
 _LOSS_S = 60
+# When after its start a run is killed.
+_MOMENTS_S = 5, 40
 
 
 def _start(
@@ -119,7 +121,7 @@ def test_random_ranks_killed_at_random_moments_change_no_bit(tmp_path, kills):
 def _killed(workdir: pathlib.Path, changes: dict, draw: random.Random) -> bool:
   """Kills, stops or asks a random rank; returns False if the run is done."""
   with _start(workdir, 2, changes) as started:
-    delay = time.monotonic() + draw.uniform(5, 40)
+    delay = time.monotonic() + draw.uniform(*_MOMENTS_S)
     while time.monotonic() < delay:
       if all(one.poll() is not None for one in started):
         return False
