@@ -119,9 +119,9 @@ class TappedEngine(Engine):
     super().__init__(policy, config, mesh)
     self.seen: list[dict[str, Array]] = []
 
-  def _per_row(self, function, bound, num_rows, whole=0, *, more=()):
+  def _compiled_once(self, function, bound, num_rows, whole=0, *, more=()):
     with_taps = {decode_step.prefill: _prefill, decode_step.generate: _step}
-    run = super()._per_row(
+    run = super()._compiled_once(
         with_taps[function], bound, num_rows, whole, more=(ROWS, *more)
     )
 

@@ -75,7 +75,7 @@ class PackedAttention:
   )
 
   # In training and prefill XLA applies the scales and the sums.
-  joins = False
+  defers = False
 
   def rope_append(
       self, qkv, rotation, cache, config, *, norm_heads=None, tap=_no_tap
@@ -143,7 +143,7 @@ class DecodeAttention:
   tile: int = dataclasses.field(metadata={'static': True})
 
   @property
-  def joins(self) -> bool:
+  def defers(self) -> bool:
     """Whether a dot leaves its scale and its sum to the kernel that follows."""
     return dispatch.has_kernel('rope_append')
 
@@ -160,7 +160,7 @@ class DecodeAttention:
       norm_heads: see `PackedAttention.rope_append`.
       tap: the same.
     """
-    if self.joins and norm_heads is None:
+    if self.defers and norm_heads is None:
       if not isinstance(qkv, DeferredScale):
         qkv = DeferredScale(values=qkv)
       q_BNH, cache = rope_append(
@@ -187,7 +187,7 @@ class DecodeAttention:
       cache: pages that hold the new token already.
       reads: what the next dot wants.
     """
-    scale = reads.scale if self.joins else None
+    scale = reads.scale if self.defers else None
     keys, values = cache
     with jax.named_scope('attention'):
       out = decode_attention(

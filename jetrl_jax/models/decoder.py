@@ -81,7 +81,7 @@ class Attention(Leaf):
     heads = self._norm_heads if cfg.qk_norm else None
     rotation = rope.rotation(positions_M, rope.inverse_frequencies(cfg))
     rows = map_rows(self.axes.enter, rows)
-    qkv = self.qkv(rows, row_mask_M, defer=attend.joins and heads is None)
+    qkv = self.qkv(rows, row_mask_M, defer=attend.defers and heads is None)
     q_MNH, keys = attend.rope_append(
         qkv,
         rotation,
@@ -93,7 +93,7 @@ class Attention(Leaf):
     rows, cache = attend(q_MNH, keys, self.o.reads())
     rows = map_rows(self.axes.gather_inputs, rows)
     self.tap_rows('attention', rows, self.o.reads())
-    return self.o(rows, row_mask_M, defer=attend.joins), cache
+    return self.o(rows, row_mask_M, defer=attend.defers), cache
 
   def _norm_heads(self, q_MNH: Array, k_MKH: Array) -> tuple[Array, Array]:
     """Returns queries and keys, each head normed by itself."""
@@ -182,7 +182,7 @@ class Block(Leaf):
     residual = remat.keep(self._add(x_MD, delta))
     reads = self.mlp.reads(positions_M.shape[0])
     x_MD, rows = self.mlp_norm(residual, reads)
-    delta = self.mlp(rows, row_mask_M, defer=attend.joins)
+    delta = self.mlp(rows, row_mask_M, defer=attend.defers)
     return self._add(x_MD, delta), cache
 
   def _add(self, x_MD: Array, delta: Array | DeferredScale):

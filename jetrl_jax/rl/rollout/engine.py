@@ -288,7 +288,7 @@ class Engine(engine_api.Engine):
       tokens_PT[i, : len(tokens) - 1] = tokens[:-1]
       lengths_P[i] = len(tokens) - 1
     params = self._read(params)
-    run = self._per_row(decode_step.prefill, (self._placed,), 2)
+    run = self._compiled_once(decode_step.prefill, (self._placed,), 2)
     return run(params, self._put(tokens_PT), self._put(lengths_P))
 
   def reprefill_rows(self, bucket: int) -> int:
@@ -402,7 +402,7 @@ class Engine(engine_api.Engine):
     decode_state, running_B = self._with_pages(params, decode_state, steps)
     if top_p_B is not None:
       bound = self.policy, self.config, steps_per_sync(steps)
-      run = self._per_row(decode_step.generate_top_p, bound, 2, whole=2)
+      run = self._compiled_once(decode_step.generate_top_p, bound, 2, whole=2)
       row_top_p = self._put(np.asarray(top_p_B, np.float32))
       return run(params, decode_state, row_top_p, base_key, np.int32(steps))
     few = few_slots(
@@ -415,9 +415,9 @@ class Engine(engine_api.Engine):
     bound = self._placed, self.config, steps_per_sync(steps)
     params, steps = self._read(params), np.int32(steps)
     if few is None:
-      run = self._per_row(decode_step.generate, bound, 1, whole=2)
+      run = self._compiled_once(decode_step.generate, bound, 1, whole=2)
       return run(params, state, base_key, steps)
-    run = self._per_row(decode_step.generate_compacted, bound, 2, whole=2)
+    run = self._compiled_once(decode_step.generate_compacted, bound, 2, whole=2)
     return run(params, state, self._put(few), base_key, steps)
 
   def free_resource(self, slot: int, decode_state: DecodeState) -> DecodeState:
@@ -548,11 +548,12 @@ class Engine(engine_api.Engine):
 
   # -----------------------------------------------------------------------
 
-  def _per_row(self, function, bound, num_rows, whole=0, *, more=()):
-    """Compiles `function(*bound, params, row arrays..., whole arrays...)`.
+  def _compiled_once(self, function, bound, num_rows, whole=0, *, more=()):
+    """Returns a function of `decode_step`, compiled when it is first asked for.
 
-    With whole arrays, which decode steps have, the first row array is the
-    state, and is donated. `more` are the specs of additional results.
+    It is `function(*bound, params, row arrays..., whole arrays...)`. With whole
+    arrays, which decode steps have, the first row array is the state, and is
+    donated. `more` are the specs of additional results.
     """
     name = function.__name__, bound
     if name not in self._compiled:
