@@ -97,6 +97,8 @@ def _bind(name, run, meaning, operands, like):
     )
 
   runs = jax.make_jaxpr(flat)(*arrays)
+  if runs.effects:  # Of an interpreter, which an operation cannot hold.
+    return run(*operands)
   leaves = _primitive.bind(*arrays, kernel=name, runs=runs, reference=reference)
   return jax.tree.unflatten(out_trees[-1], leaves)
 
