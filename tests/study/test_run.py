@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from study import figures, prepare, results, run
+from study import arms, figures, prepare, results, run
 
 _ROOT = pathlib.Path(__file__).parents[2]
 
@@ -102,10 +102,11 @@ def test_a_warm_start_that_is_missing_is_refused_unless_it_is_elsewhere(
     tmp_path,
 ):
   (tmp_path / 'task').mkdir()
+  toys = arms.named(['2x2'])
   with pytest.raises(ValueError, match='no checkpoint; .*--tiny first'):
-    run.Plan(folder=tmp_path, is_tiny=True).check()
-  run.Plan(folder=tmp_path, more={'model.path': 'elsewhere'}).check()
-  run.Plan(folder=tmp_path, config='configs/quickstart.py').check()
+    run.Plan(folder=tmp_path, is_tiny=True).check(toys)
+  run.Plan(folder=tmp_path, more={'model.path': 'elsewhere'}).check(toys)
+  run.Plan(folder=tmp_path, config='configs/quickstart.py').check(toys)
 
 
 def test_a_failed_run_is_named_with_its_log(tmp_path, capsys):

@@ -41,10 +41,10 @@ def test_a_collapse_is_three_in_a_row_below_80_percent_of_the_best(
 
 
 def test_the_paired_interval_by_hand():
-  # d = 0.1, 0.2, 0.3: mean 0.2, std 0.1, t(2) = 4.303.
+  # d = 0.1, 0.2, 0.3: mean 0.2, std 0.1, t(2) = 4.302653.
   found = paired({1: 0.5, 2: 0.6, 3: 0.7, 4: 0.9}, {1: 0.4, 2: 0.4, 3: 0.4})
   assert found.mean == pytest.approx(0.2)
-  assert found.half_width == pytest.approx(4.303 * 0.1 / math.sqrt(3))
+  assert found.half_width == pytest.approx(4.302653 * 0.1 / math.sqrt(3))
   low, high = found.interval
   assert low == pytest.approx(-0.048, abs=1e-3) and high > 0.44
   # t = 0.2 / (0.1 / sqrt(3)) = 3.464; with 2 degrees of freedom
