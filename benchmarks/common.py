@@ -24,6 +24,7 @@ from jetrl_jax.metrics import provenance
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.optim.types import TrainState
+from jetrl_jax.rl import packing
 from jetrl_jax.rl.run import train_state
 
 # --help shows what is defined here with a script's own flags, see `run`.
@@ -214,6 +215,20 @@ def shortened(prompt: Prompt, length: int) -> Prompt:
   return dataclasses.replace(prompt, tokens=prompt.tokens[:length])
 
 
+def sequences_of(completions: Iterable) -> list[packing.Sequence]:
+  """Returns what training learns from completions: advantage 1, one weight."""
+  return [
+      packing.sequence_from_completion(
+          completion,
+          advantage=1.0,
+          loss_weight=1e-4,
+          mask_truncated=False,
+          origin=i,
+      )
+      for i, completion in enumerate(completions)
+  ]
+
+
 def seconds(run: Callable[[], object]) -> float:
   """Returns the wall time of one call, the device's work included."""
   start = time.perf_counter()
@@ -248,6 +263,21 @@ def count_kernels(compiled) -> int:
   return len(re.findall(rf' = [^=]*? (?:{kinds})\(', entry))
 
 
+def device_events(folder: str) -> list[dict]:
+  """Returns the kernels that a profile in `folder` saw on the device."""
+  (path,) = pathlib.Path(folder).rglob('*.trace.json.gz')
+  with gzip.open(path) as file:
+    events = json.load(file)['traceEvents']
+  lanes = {
+      (e['pid'], e['tid'])
+      for e in events
+      if e.get('name') == 'thread_name' and 'Stream' in e['args']['name']
+  }
+  return [
+      e for e in events if e.get('ph') == 'X' and (e['pid'], e['tid']) in lanes
+  ]
+
+
 def kernel_times(run: Callable[[], object]) -> dict[str, tuple[float, int]]:
   """Returns kernel name -> (milliseconds, launches) of one call.
 
@@ -257,20 +287,12 @@ def kernel_times(run: Callable[[], object]) -> dict[str, tuple[float, int]]:
   with tempfile.TemporaryDirectory() as folder:
     with jax.profiler.trace(folder):
       jax.block_until_ready(run())
-    (path,) = pathlib.Path(folder).rglob('*.trace.json.gz')
-    with gzip.open(path) as file:
-      events = json.load(file)['traceEvents']
-  lanes = {
-      (e['pid'], e['tid'])
-      for e in events
-      if e.get('name') == 'thread_name' and 'Stream' in e['args']['name']
-  }
+    events = device_events(folder)
   times = collections.defaultdict(lambda: (0.0, 0))
   for event in events:
-    if event.get('ph') == 'X' and (event['pid'], event['tid']) in lanes:
-      name = re.sub(r'[._]\d+$', '', event['name'])
-      total, count = times[name]
-      times[name] = total + event['dur'] / 1e3, count + 1
+    name = re.sub(r'[._]\d+$', '', event['name'])
+    total, count = times[name]
+    times[name] = total + event['dur'] / 1e3, count + 1
   return dict(times)
 
 

@@ -130,18 +130,8 @@ def layouts(asked: list[str], longest: int) -> list[tuple[int, int]]:
 
 def packed(completions, rows: int, multiple: int, tile: int):
   """Returns the sequences, packed in rows of a multiple of the longest."""
-  sequences = [
-      packing.sequence_from_completion(
-          completion,
-          advantage=1.0,
-          loss_weight=1e-4,
-          mask_truncated=False,
-          origin=i,
-      )
-      for i, completion in enumerate(completions)
-  ]
   return packing.pack(
-      sequences,
+      common.sequences_of(completions),
       row_length=buckets.round_up(_longest() * multiple, tile),
       rows_per_micro_batch=rows,
       tile=tile,

@@ -14,10 +14,8 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
-import gzip
 import json
 import math
-import pathlib
 import re
 import tempfile
 import traceback
@@ -425,18 +423,8 @@ def _compiled(case: Case, table: dispatch.Kernels, module: str):
 
 def _times(folder: str) -> dict[str, tuple[float, int]]:
   """Returns module -> (microseconds, kernels), of a profile."""
-  (path,) = pathlib.Path(folder).rglob('*.trace.json.gz')
-  with gzip.open(path) as file:
-    events = json.load(file)['traceEvents']
-  lanes = {
-      (e['pid'], e['tid'])
-      for e in events
-      if e.get('name') == 'thread_name' and 'Stream' in e['args']['name']
-  }
   times = collections.defaultdict(lambda: (0.0, 0))
-  for event in events:
-    if event.get('ph') != 'X' or (event['pid'], event['tid']) not in lanes:
-      continue
+  for event in common.device_events(folder):
     found = re.match(r'jit_(\w+)', event.get('args', {}).get('hlo_module', ''))
     us, count = times[found.group(1) if found else '']
     times[found.group(1) if found else ''] = us + event['dur'], count + 1

@@ -136,19 +136,9 @@ def _trained(policy, mesh, state, completions):
       mesh,
       state,
   )
-  sequences = [
-      packing.sequence_from_completion(
-          completion,
-          advantage=1.0,
-          loss_weight=1e-4,
-          mask_truncated=False,
-          origin=i,
-      )
-      for i, completion in enumerate(completions)
-  ]
   longest = _PROMPT_LENGTH.value + _TOKENS.value
   packed = packing.pack(
-      sequences,
+      common.sequences_of(completions),
       row_length=round_up(2 * longest, policy.tile),
       rows_per_micro_batch=4,
       tile=policy.tile,

@@ -6,11 +6,10 @@ python -m jetrl_jax.main --config=configs/smollm2_135m.py \
 
 A real model at the least cost: Llama's layout, tied embeddings, head size 64,
 and about 6 GiB by --dry_run.
-Expected accuracy and cost: not run as it stands. So small a model solves one
-or two of a hundred of these problems, so most groups have no learning signal
-at first: the reward takes the last number of an answer in any form, and each
-prompt has 16 answers, of which one is right in about every fifth group. It
-shows a run with all its parts and no good model.
+Expected accuracy and cost: not run as it stands. So small a model solves few
+of these problems, so many groups will have no learning signal at first: the
+reward takes the last number of an answer in any form, and each prompt has 16
+answers. It shows a run with all its parts and no good model.
 
 On a CPU, FP8 is emulated and about ten times slower than
 --config.precision.recipe=bf16, and rows of full length take the memory of all

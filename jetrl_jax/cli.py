@@ -1,4 +1,4 @@
-"""All commands behind one name: jetrl_jax train --config=quickstart.
+"""All commands under one name: jetrl_jax train --config=quickstart.
 
 `jetrl_jax COMMAND ...` is `python -m jetrl_jax.MODULE ...`, from any folder.
 """

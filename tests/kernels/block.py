@@ -9,6 +9,7 @@ import numpy as np
 from jetrl_jax.core.compilation import exact_jit
 from jetrl_jax.fp8 import formats, health
 from jetrl_jax.fp8.quantization import QTensor, dequantize, quantize_groups
+from jetrl_jax.kernels.block_scaled_dot.reference import grouped_dot
 
 
 def matrix(rows: int, columns: int, seed: int = 0):
@@ -16,6 +17,39 @@ def matrix(rows: int, columns: int, seed: int = 0):
   random = np.random.default_rng(seed)
   spread = 10.0 ** random.uniform(-5, 0, (rows, 1))
   return jnp.asarray(random.standard_normal((rows, columns)) * spread, 'f4')
+
+
+def operands(rows, columns, inner, *, blocks, exact, seed=0):
+  """Returns (a, its scales, b, its scales) of a dot over `inner` values.
+
+  A CPU adds a dot in an order of its own. `exact` values are small integers on
+  powers of two, whose sums are exact in any order.
+  """
+  rng = np.random.default_rng(seed)
+
+  def values(count):
+    x = rng.normal(size=(count, inner)) * 4
+    return jnp.asarray(np.round(x) if exact else x).astype(formats.E4M3)
+
+  def scales(count):
+    power = rng.integers(-4, 5, (count, inner // 128))
+    spread = 1.0 if exact else rng.uniform(1, 2, power.shape)
+    return jnp.asarray(2.0**power * spread, jnp.float32)
+
+  of_b = columns // 128 if blocks else columns
+  return values(rows), scales(rows), values(columns), scales(of_b)
+
+
+def results(block_dot, args, *, power_of_two, **options):
+  """Returns (an interpreted kernel's result, its definition's), in float32."""
+  kernel = block_dot(
+      *args, 'float32', power_of_two=power_of_two, interpret=True, **options
+  )
+
+  def definition(*args):
+    return grouped_dot(*args, jnp.float32, power_of_two=power_of_two)
+
+  return np.asarray(kernel), np.asarray(exact_jit(definition)(*args))
 
 
 def _same(found: QTensor, wanted: QTensor) -> None:

@@ -12,43 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.core.compilation import exact_jit
 from jetrl_jax.fp8 import formats
-from jetrl_jax.kernels.block_scaled_dot.reference import grouped_dot
 from jetrl_jax.kernels.block_scaled_dot.triton import block_dot
 from tests.kernels import block
 
 INNER = 256
 
 
-def operands(rows, columns, *, blocks, exact, seed=0):
-  """Returns (a, its scales, b, its scales)."""
-  rng = np.random.default_rng(seed)
-
-  def values(count):
-    x = rng.normal(size=(count, INNER)) * 4
-    return jnp.asarray(np.round(x) if exact else x).astype(formats.E4M3)
-
-  def scales(count):
-    power = rng.integers(-4, 5, (count, INNER // 128))
-    spread = 1.0 if exact else rng.uniform(1, 2, power.shape)
-    return jnp.asarray(2.0**power * spread, jnp.float32)
-
-  of_b = columns // 128 if blocks else columns
-  return values(rows), scales(rows), values(columns), scales(of_b)
-
-
-def results(args, **options):
-  """Returns (kernel's result, definition's), in float32."""
-  power_of_two = options.pop('power_of_two')
-  kernel = block_dot(
-      *args, 'float32', power_of_two=power_of_two, interpret=True, **options
-  )
-
-  def definition(*args):
-    return grouped_dot(*args, jnp.float32, power_of_two=power_of_two)
-
-  return np.asarray(kernel), np.asarray(exact_jit(definition)(*args))
+operands = functools.partial(block.operands, inner=INNER)
+results = functools.partial(block.results, block_dot)
 
 
 @pytest.mark.parametrize('blocks', [True, False])

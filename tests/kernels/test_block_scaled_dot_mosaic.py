@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.core.compilation import exact_jit
 from jetrl_jax.fp8 import formats
+from jetrl_jax.kernels import block_scaled_dot, dispatch
+from jetrl_jax.kernels.block_scaled_dot import mosaic_sm90
 from jetrl_jax.kernels.block_scaled_dot.mosaic_sm90 import Tiles, block_dot
-from jetrl_jax.kernels.block_scaled_dot.reference import grouped_dot
 from tests.kernels import block
 from tests.kernels_in_use import needs_mosaic
 
@@ -24,34 +24,8 @@ INNER = 384
 TILES = Tiles(64, 64, 2), Tiles(128, 128, 2)
 
 
-def operands(rows, columns, *, blocks, exact, seed=0):
-  """Returns (a, its scales, b, its scales)."""
-  rng = np.random.default_rng(seed)
-
-  def values(count):
-    x = rng.normal(size=(count, INNER)) * 4
-    return jnp.asarray(np.round(x) if exact else x).astype(formats.E4M3)
-
-  def scales(count):
-    power = rng.integers(-4, 5, (count, INNER // 128))
-    spread = 1.0 if exact else rng.uniform(1, 2, power.shape)
-    return jnp.asarray(2.0**power * spread, jnp.float32)
-
-  of_b = columns // 128 if blocks else columns
-  return values(rows), scales(rows), values(columns), scales(of_b)
-
-
-def results(args, **options):
-  """Returns (kernel's result, definition's), in float32."""
-  power_of_two = options.pop('power_of_two')
-  kernel = block_dot(
-      *args, 'float32', power_of_two=power_of_two, interpret=True, **options
-  )
-
-  def definition(*args):
-    return grouped_dot(*args, jnp.float32, power_of_two=power_of_two)
-
-  return np.asarray(kernel), np.asarray(exact_jit(definition)(*args))
+operands = functools.partial(block.operands, inner=INNER)
+results = functools.partial(block.results, block_dot)
 
 
 @pytest.mark.parametrize(
@@ -110,3 +84,21 @@ def test_it_lowers_for_a_gpu_where_there_is_none(a_dtype):
   run = functools.partial(block_dot, out_dtype='bfloat16', power_of_two=True)
   args = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes)
   assert 'mosaic_gpu' in block.lowered_for_gpu(run, *args)
+
+
+@pytest.mark.parametrize('groups, fits', [(256, True), (296, False)])
+def test_as_many_groups_as_a_copy_may_bring(groups, fits):
+  # 296: the gradient of a 7B's gate_up, whose outputs are 37888.
+  shapes = ((1024, 128 * groups), formats.E4M3), ((1024, groups), 'f4')
+  shapes += ((128, 128 * groups), formats.E4M3), ((1, groups), 'f4')
+  args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+  assert mosaic_sm90.fits(args[-1], 128) == fits
+  # A scale per row comes group by group.
+  assert mosaic_sm90.fits(jax.ShapeDtypeStruct((128, groups), 'f4'), 128)
+  run = functools.partial(
+      block_scaled_dot.block_dot, out_dtype='bfloat16', power_of_two=True
+  )
+  h100 = dispatch.Hardware('gpu', (9, 0), has_triton=True, has_mosaic=True)
+  with dispatch.using(dispatch.select('auto', h100)):
+    text = block.lowered_for_gpu(run, *args)
+  assert ('mosaic_gpu' in text, 'triton' in text) == (fits, not fits)

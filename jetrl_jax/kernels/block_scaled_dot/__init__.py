@@ -38,7 +38,7 @@ def block_dot(
   """
   operands = a_MK, scale_a_MG, b_NK, scale_b_NG
   static = {'out_dtype': out_dtype, 'power_of_two': power_of_two}
-  name = _kernel(a_MK.shape[0])
+  name = _kernel(a_MK.shape[0], scale_b_NG, b_NK.shape[0])
   match name:
     case 'mosaic_sm90':
       from jetrl_jax.kernels.block_scaled_dot import mosaic_sm90
@@ -56,15 +56,19 @@ def block_dot(
   )
 
 
-def _kernel(rows: int) -> str:
-  """Returns the implementation for so many rows of a.
+def _kernel(rows: int, scale_b_NG: Array, columns: int) -> str:
+  """Returns the implementation for a dot's shapes.
 
   Both kernels have the same bits, so rollout and training may have either.
   """
   name = dispatch.implementation('block_scaled_dot')
+  if name == dispatch.REFERENCE:
+    return name
   has_triton = dispatch.has_triton() and hopper_dot.is_there()
-  if name == 'triton' and not has_triton:
-    return dispatch.REFERENCE
-  if name == 'mosaic_sm90' and rows <= _FEW and has_triton:
-    return 'triton'
-  return name
+  if name == 'mosaic_sm90':
+    from jetrl_jax.kernels.block_scaled_dot import mosaic_sm90
+
+    fits = mosaic_sm90.fits(scale_b_NG, columns)
+    if fits and not (rows <= _FEW and has_triton):
+      return name
+  return 'triton' if has_triton else dispatch.REFERENCE

@@ -51,6 +51,21 @@ _FEW_ROWS = 64
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 # Programs that follow each other take as many tiles of a to each one of b.
 _NEIGHBOURS = 8
+# Values that one copy may bring along a dimension.
+_MOST_COPIED = 256
+
+
+def fits(scale_b_NG: Array, columns: int) -> bool:
+  """Whether the kernel can have so many groups.
+
+  With a scale per 128 rows of b, one copy brings a program all of its scales.
+
+  Args:
+    scale_b_NG: see `block_dot`.
+    columns: N.
+  """
+  rows, groups = scale_b_NG.shape
+  return rows == columns or groups + -groups % 4 <= _MOST_COPIED
 
 
 def _kernel(
