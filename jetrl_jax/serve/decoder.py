@@ -158,10 +158,12 @@ class Decoder:
   ):
     self._engine, self._params = engine, engine.load_params()
     config = engine.config
+    policy, params_spec = engine.reader
     self._scorer = Scorer(
-        engine.policy,
+        policy,
         engine.mesh,
         config.max_prompt_length + config.max_response_length,
+        params_spec,
     )
     self.capacity = engine.num_slots + queue_size
     self._on_failure = on_failure

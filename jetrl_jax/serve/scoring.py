@@ -56,11 +56,14 @@ class Scorer:
 
   Args:
     policy: the functions.
-    mesh: devices; all but the first score padding.
+    mesh: devices; all but those of the first rows score padding.
     longest: tokens of the longest sequence.
+    params_spec: PartitionSpecs of the parameters; see `Engine.reader`.
   """
 
-  def __init__(self, policy: Policy, mesh: Mesh, longest: int):
+  def __init__(
+      self, policy: Policy, mesh: Mesh, longest: int, params_spec: Any
+  ):
     self._rows_of = NamedSharding(mesh, sharding.ROWS)
     self._num_rows = policy.axes.size
     self._top = min(MOST_TOP, policy.model.vocab_size)
@@ -79,7 +82,9 @@ class Scorer:
       )
 
     rows = sharding.ROWS
-    self._score = policy.jit_per_device(score, mesh, (P(), rows, P()), rows)
+    self._score = policy.jit_per_device(
+        score, mesh, (params_spec, rows, P()), rows
+    )
 
   def __call__(
       self, params: PolicyParams, tokens: NpArray, temperature: float

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jetrl_jax.core import sharding
+from jetrl_jax.core import rng, sharding
 from jetrl_jax.core.compilation import exact_jit
 from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import Recipe
@@ -17,7 +17,9 @@ from jetrl_jax.models import tensor_parallel
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.rl.objective import LossConfig
+from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.types import TrainBatch
+from jetrl_jax.serve.scoring import Scorer
 from tests.rl import tiny_run, tiny_updates
 
 F32 = Recipe(name='bf16', compute_dtype='float32')
@@ -150,6 +152,36 @@ def test_rollout_and_training_on_two_devices_have_the_bits_of_one():
   again, _ = run.accumulate(run.start, batches)
   tiny_run.assert_same_bits(again, gradients)
   tiny_run.assert_same_on_all_devices(gradients.trainable)
+
+
+def test_a_server_on_two_devices_has_the_bits_of_one():
+  found = []
+  for run in (tiny_run.fp8_run(), _run()):
+    engine = Engine(run.policy, tiny_run.engine_config(stop_ids=()), run.mesh)
+    params = PolicyParams(run.start.weights, run.start.fp8_state)
+    engine.set_params(params)
+    params, state = engine.load_params(), engine.init_decode_state()
+    prompt = tiny_run.prompts()[0].tokens
+    prefix = engine.prefill_batch(params, [prompt])
+    # Two slots, of which one has a top_p of its own.
+    for slot in (0, 1):
+      state = engine.bulk_insert(prefix, state, [slot], temperature=1.0)
+    top_p_B = np.ones(engine.num_slots, np.float32)
+    top_p_B[1] = 0.3
+    key = rng.key(0, rng.ROLLOUT, 0)
+    state = engine.generate_block(params, state, key, 4, top_p_B)
+    policy, specs = engine.reader
+    scores = Scorer(policy, run.mesh, 32, specs)(params, prompt, 1.0)
+    found.append(
+        (
+            np.asarray(state.tokens[:2]),
+            tiny_run.bits(np.asarray(state.logprobs[:2])),
+            tiny_run.bits(scores.logprobs[1:]),
+            tiny_run.bits(scores.top_logprobs[1:]),
+        )
+    )
+  for one, two in zip(*found, strict=True):
+    np.testing.assert_array_equal(one, two)
 
 
 @pytest.mark.slow

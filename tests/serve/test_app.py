@@ -18,6 +18,7 @@ pytest.importorskip('starlette', reason='needs the extra serve')
 pytest.importorskip('uvicorn', reason='needs the extra serve')
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 from starlette.testclient import TestClient
 
 from jetrl_jax.rl import packing
@@ -146,7 +147,7 @@ def test_a_seed_gives_the_tokens_of_the_rollout_with_that_address(client):
 def test_scores_are_the_log_probs_that_training_computes(policy):
   saved = getattr(served, policy)()
   texts = [_tokens(q) + _tokens(q)[:3] for q in _questions(2)]
-  scorer = Scorer(saved.policy, saved.mesh, 40)
+  scorer = Scorer(saved.policy, saved.mesh, 40, P())
   # Training: both in one row, each at a tile's edge.
   tile = saved.policy.tile
   packed = packing.pack(
@@ -192,7 +193,7 @@ def test_a_prompt_is_echoed_with_the_log_probs_that_lm_eval_reads(client):
   assert len(found['token_logprobs']) == count + 1
   assert found['text_offset'] == list(range(count + 1))
   saved = served.trained()
-  scores = Scorer(saved.policy, saved.mesh, 40)(saved.params, tokens, 0.0)
+  scores = Scorer(saved.policy, saved.mesh, 40, P())(saved.params, tokens, 0.0)
   sent = np.asarray(found['token_logprobs'][1:count], np.float32)
   assert sent.tobytes() == scores.logprobs[1:].tobytes()
   # The one that was sampled is the most probable one, and has one number.

@@ -215,6 +215,11 @@ class Engine(engine_api.Engine):
     return self._params
 
   @property
+  def reader(self) -> tuple[Policy, Any]:
+    """The functions that read what `load_params` returns, and its specs."""
+    return self._placed, self._params_spec
+
+  @property
   def max_concurrent_decodes(self) -> int:
     """Number of slots."""
     return self.num_slots
@@ -401,7 +406,8 @@ class Engine(engine_api.Engine):
     steps = self.config.decode_block if steps is None else steps
     decode_state, running_B = self._with_pages(params, decode_state, steps)
     if top_p_B is not None:
-      bound = self.policy, self.config, steps_per_sync(steps)
+      bound = self._placed, self.config, steps_per_sync(steps)
+      params = self._read(params)
       run = self._compiled_once(decode_step.generate_top_p, bound, 2, whole=2)
       row_top_p = self._put(np.asarray(top_p_B, np.float32))
       return run(params, decode_state, row_top_p, base_key, np.int32(steps))
