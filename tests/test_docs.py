@@ -262,6 +262,29 @@ def test_the_accuracies_in_the_readme_are_those_of_the_results():
   assert set(re.findall(r'\d+\.\d%', block[1])) == set(shown)
 
 
+_FIGURES = sorted((_ROOT / 'docs').glob('*.png'))
+
+
+@pytest.mark.parametrize('figure', _FIGURES, ids=_name)
+def test_a_figure_is_shown_and_a_command_draws_it(figure):
+  pages = ''.join(_text(page) for page in _PAGES)
+  assert f']({figure.name})' in pages or f'](docs/{figure.name})' in pages
+  # What is a picture of a browser's window has no command.
+  if not figure.name.startswith('report'):
+    drawn_by = sorted((_ROOT / 'benchmarks').glob('plot_*.py'))
+    code = ''.join(_text(path) for path in drawn_by)
+    assert f'--output=docs/{figure.name}' in pages or f"{figure.name}'" in code
+
+
+@pytest.mark.parametrize('folder', ['benchmarks', 'study'])
+def test_whoever_draws_takes_the_style_that_all_figures_have(folder):
+  for path in sorted((_ROOT / folder).glob('*.py')):
+    text = _text(path)
+    if 'savefig' in text or 'plt.subplots' in text:
+      assert 'figure_style.save(' in text and 'savefig' not in text, path
+      assert not re.search(r"'#[0-9a-fA-F]{6}'", text), path
+
+
 def _metric_names() -> set[str]:
   """Metric names in docs/metrics.md, `a/{b,c}` written out."""
   names = set()
