@@ -407,8 +407,10 @@ class Axes:
   def add(self, x_MD: Array, y_MO: Array) -> Array:
     """Returns x + y, [M, D], of whose y each device of `tensor` has columns.
 
-    They are added before they are gathered: a GPU's dot adds the residual
-    stream to its float32 result and rounds once, on one device and on several.
+    Args:
+      x_MD: the residual stream.
+      y_MO: what is added, in x's dtype or in float32. The sum is then rounded
+        once, as in a GEMM that adds (`linear.added_dtype`).
     """
     if y_MO.shape == x_MD.shape:
       return x_MD + y_MO
@@ -521,16 +523,23 @@ def _add_columns(x_MD: Array, y_MO: Array) -> Array:
   columns = y_MO.shape[1]
   start = lax.axis_index(TENSOR) * columns
   mine_MO = lax.dynamic_slice_in_dim(x_MD, start, columns, 1)
-  return _gather_columns(mine_MO + y_MO)
+  if y_MO.dtype != x_MD.dtype:
+    # Else the GEMM would add: in float32, with two more passes over memory.
+    y_MO = lax.optimization_barrier(y_MO)
+  total_MO = mine_MO.astype(y_MO.dtype) + y_MO
+  return _gather_columns(total_MO.astype(x_MD.dtype))
 
 
-_add_columns.defvjp(
-    lambda x_MD, y_MO: (_add_columns(x_MD, y_MO), jnp.zeros(y_MO.shape[1:])),
-    lambda like_O, cotangent: (
-        cotangent,
-        *_gather_outputs_bwd(like_O[None, :], cotangent),
-    ),
-)
+def _add_columns_fwd(x_MD, y_MO):
+  return _add_columns(x_MD, y_MO), jnp.zeros((0, y_MO.shape[1]), y_MO.dtype)
+
+
+def _add_columns_bwd(like, cotangent):
+  (dy_MO,) = _gather_outputs_bwd(like, cotangent)
+  return cotangent, dy_MO.astype(like.dtype)
+
+
+_add_columns.defvjp(_add_columns_fwd, _add_columns_bwd)
 
 
 @jax.custom_vjp

@@ -311,6 +311,10 @@ class Linear(Leaf):
         _, bias = self._bias()
         return linear.leave_bias(product, bias)
       assert rows.parts == 1  # A norm makes copies for such dots alone.
+    if self.pieces and out_dtype is None and not self.late_scale:
+      out_dtype = linear.added_dtype(
+          self.recipe, operands[1], self.axes.tensor
+      )
     y_MO = linear.dot(
         self.recipe,
         rows.values,
