@@ -63,7 +63,7 @@ def warn_of_rate(lr: float) -> None:
   """Warns of a learning rate that leaves nothing of the weights.
 
   Args:
-    lr: of AdamW, which moves a weight by about as much at each update.
+    lr: the learning rate; AdamW moves a weight by about as much at each update.
   """
   if lr > _LARGEST_RATE:
     logging.warning(

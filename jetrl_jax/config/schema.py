@@ -35,7 +35,7 @@ def check(
   """Refuses what the base config has no name or no type for.
 
   Args:
-    config: of a run.
+    config: the config of a run.
     base: every name with its default; an empty tuple is one of texts.
 
   Raises:

@@ -310,7 +310,7 @@ def from_first(what: str, work: Callable[[], T]) -> T:
   return together(what, first)[0]  # type: ignore[return-value]
 
 
-def agree(what: str, check: Callable[[], None]) -> None:
+def stop_together(what: str, check: Callable[[], None]) -> None:
   """Raises in all processes the request to stop that `check` raises in one."""
   together(what, check)
 
@@ -360,14 +360,14 @@ def _all_bytes(body: bytes, sizes: list[int]) -> list[bytes]:
 
 
 def touch(where: str | None = None) -> None:
-  """Notes that this process gets on, and with what."""
+  """Notes that this process makes progress, and at what."""
   if _group is not None:
     _group.watch.touch(where)
 
 
 @contextlib.contextmanager
 def slow(where: str) -> Iterator[None]:
-  """Marks a block during which nothing may be heard for minutes."""
+  """Marks a block that may take minutes without progress: not a hang."""
   if _group is None:
     yield
     return
@@ -381,11 +381,12 @@ def slow(where: str) -> Iterator[None]:
     watch.touch()
 
 
-def steady() -> None:
-  """Notes that all programs of a step have run once.
+def watch_for_hangs() -> None:
+  """Starts to end processes that hang; call it once a whole step has run.
 
-  From now on a process that does nothing for `STALLED_S`, and five times as
-  long as ever before, is taken to hang, in a collective for example.
+  From now on a process counts as hanging (in a collective, for example) if it
+  makes no progress for `STALLED_S`, and for five times its longest pause so
+  far.
   """
   if _group is not None:
     _group.watch.armed = True
@@ -426,7 +427,7 @@ class _Watch:
     self.armed = False
     self._touched = time.monotonic()
     self._longest = 0.0
-    # Of each process: its last record, and when it and its progress changed.
+    # For each process: its last record, and when it and its progress changed.
     self._records: dict[int, dict] = {}
     self._heard: dict[int, float] = {}
     self._moved: dict[int, float] = {}

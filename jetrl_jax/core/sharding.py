@@ -273,7 +273,7 @@ class Axes:
       return 0
     return lax.axis_index(_stored_over(self.tensor)) * local_rows
 
-  # --- leaves: from where they are stored to who reads them ----------------
+  # --- leaves: from where they are stored to the devices that read them ----
 
   def gather(self, x: Array, full_dim: int, pieces: Pieces = ()) -> Array:
     """Returns what this device reads of a leaf.
@@ -308,7 +308,7 @@ class Axes:
     Args:
       x: a cotangent of what `gather` returned.
       local_dim: first axis of the part that is stored here.
-      full_dim: of the whole leaf; by default that of x.
+      full_dim: the first axis of the whole leaf; by default that of x.
       pieces: which rows were read.
     """
     if self.devices == 1:
@@ -419,7 +419,7 @@ class Axes:
 
     Args:
       index_M: int32, indices into the whole leaf.
-      rows: of this device's part.
+      rows: number of rows of this device's part.
     """
     if self.tensor == 1:
       return index_M, None
@@ -438,7 +438,7 @@ class Axes:
 ALONE = Axes()
 
 
-# Of two numbers the order does not matter. Of more it does, and collectives
+# The order does not matter for two numbers. For more it does, and collectives
 # choose it: by topology, size and number of processes. So more than two are
 # sent unchanged and added here, in the order of the devices.
 _SMALL = 4096

@@ -61,7 +61,8 @@ class Hardware:
 
   Attributes:
     backend: 'cpu' or 'gpu'.
-    capability: of a CUDA device, such as (9, 0); () elsewhere.
+    capability: the compute capability of a CUDA device, such as (9, 0); ()
+      elsewhere.
     has_triton: this jax has Pallas' Triton backend.
     has_mosaic: this jax has Pallas' Mosaic backend as our kernels use it.
   """

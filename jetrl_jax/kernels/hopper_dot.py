@@ -18,7 +18,7 @@ from jax.extend import core
 
 from jetrl_jax.core.typing import Array
 
-# Of products that the tensor core may add before float32 takes the sum.
+# Products that the tensor core may add before their sum goes to float32.
 _ANY_NUMBER = 2**30
 
 

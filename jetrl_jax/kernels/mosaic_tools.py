@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 # its instructions read 8 rows of so many bytes as one piece.
 ROWS = 64
 SWIZZLE = 128
-# Of a warpgroup that only asks for copies.
+# Registers of a warpgroup that only asks for copies.
 MEMORY_REGISTERS = 40
 
 
@@ -173,7 +173,7 @@ def ask(
   Args:
     begin: number of the first one.
     end: behind the last one.
-    stages: of the streams.
+    stages: the number of stages of the streams.
     streams: (stream, function from a number to the operands' places in memory).
     registers: that this warpgroup keeps.
   """

@@ -186,7 +186,7 @@ def judge(metrics: Metrics, answers: float) -> dict[str, int]:
   """Returns `alarm/<name>` -> 1 where an alarm holds at a step, else 0.
 
   Args:
-    metrics: of the step; what is absent raises no alarm.
+    metrics: the metrics of the step; what is absent raises no alarm.
     answers: sampled for it, also for groups that were dropped; 0 is unknown.
   """
   return {PREFIX + a.name: int(a.holds(metrics, answers)) for a in ALARMS}

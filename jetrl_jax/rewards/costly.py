@@ -14,9 +14,9 @@ from typing import Any
 MAX_ANSWER_CHARS = 512
 _MAX_DEPTH = 8
 _MAX_POWERS = 24
-# Of a letter, or of all powers of sums; a reference raises it.
+# Largest degree in a letter, or of all powers of sums; a reference raises it.
 _MAX_DEGREE = 9
-# Of a number.
+# Largest exponent of a number.
 _MAX_EXPONENT = 999
 # SymPy solves equations of degree 3 in milliseconds, some of degree 5 in none.
 _MAX_SOLVED_DEGREE = 3

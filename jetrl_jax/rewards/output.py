@@ -23,7 +23,7 @@ class _Bounded(io.RawIOBase):
   """Writes to a file descriptor as long as there are portions to take.
 
   Args:
-    descriptor: of the file.
+    descriptor: the descriptor of the file.
     portions: the pipe's end to read from, without waiting.
     credit: one number, of bytes taken and not printed; shared by the streams
       of a process.

@@ -227,7 +227,7 @@ class RunConfig:
   """Sizes, frequencies and limits of a run.
 
   Attributes:
-    seed: of everything random.
+    seed: the seed of everything random.
     train_batch_size: prompts per step.
     mini_batch_size: prompts per optimiser step.
     micro_batch_size: rows per forward and backward; a row holds one sequence of

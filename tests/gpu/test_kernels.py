@@ -71,7 +71,7 @@ def _bytes(x) -> np.ndarray:
 def test_a_norm_has_the_bits_of_its_row_alone_and_quantises_as_xla_does(dim):
   x, gain = _normal(0, 256, dim, spread=1.0), _normal(1, dim)
   step = jnp.float32(2.0**-7)
-  kernel = exact_jit(lambda x: norm.joined(x, gain, 1e-6, step)[1:])
+  kernel = exact_jit(lambda x: norm.forward(x, gain, 1e-6, step)[1:])
   high, low = kernel(x)
   few, few_low = kernel(x[:16])
   assert np.array_equal(_bytes(few), _bytes(high[:16]))

@@ -201,8 +201,8 @@ def expansion(
 
   Args:
     largest: float32, of the group's magnitudes.
-    smallest: of those that are not below `TINY`; anything where all are.
-    log2: of two numbers whose difference is rounded.
+    smallest: the smallest that is not below `TINY`; any number if all are.
+    log2: logarithm to base 2, of two numbers whose difference is rounded.
   """
   # A comparison with NaN is false: NaN stays and is seen by whoever decodes.
   empty = largest < TINY
@@ -311,7 +311,7 @@ class AdamW(optax.GradientTransformationExtraArgs):
     b1: decay of the first moment.
     b2: decay of the second moment.
     eps: added to the root.
-    weight_decay: of the leaves in `mask`.
+    weight_decay: the decay of the leaves in `mask`.
     mask: where weights decay.
   """
 
@@ -379,7 +379,7 @@ def adamw(
   return made
 
 
-def move(
+def update(
     master: Array,
     gradient: Array,
     mu: EncodedMoment,
@@ -392,10 +392,10 @@ def move(
     eps: float,
     decay: float,
 ) -> tuple[Array, EncodedMoment, EncodedMoment, Array]:
-  """See the package's `move`."""
+  """See the package's `update`."""
   codec = fp8_codec()
-  ok, shrink, rate, inverse1, inverse2 = (numbers[i] for i in range(5))
-  g, x = gradient.astype(jnp.float32) * shrink, master.astype(jnp.float32)
+  ok, clip_factor, rate, inverse1, inverse2 = (numbers[i] for i in range(5))
+  g, x = gradient.astype(jnp.float32) * clip_factor, master.astype(jnp.float32)
   first = (1 - b1) * g + b1 * codec.decode(mu)
   second = (1 - b2) * (g * g) + b2 * codec.decode(nu)
   update = first * inverse1 / (jnp.sqrt(second * inverse2) + eps)

@@ -53,8 +53,8 @@ def _weights(products, lse_ref, span_refs, first_key, rows_axis, head_dim):
   """Returns p of a tile, 0 where a row does not see a key.
 
   Args:
-    products: of queries and keys.
-    lse_ref: of the rows.
+    products: the products of queries and keys.
+    lse_ref: the log-sum-exps of the rows.
     span_refs: first and last key that each row may see; None where all see all.
     first_key: number of the tile's first key.
     rows_axis: 0 where rows come first, 1 where keys do.
@@ -160,7 +160,7 @@ def _scratch(own, tiles, groups: int, head_dim: int, dtype):
     tiles: as own.
     groups: warpgroups that multiply.
     head_dim: channels.
-    dtype: of the matrices.
+    dtype: the dtype of the matrices.
   """
 
   def make(count: int, of_name):

@@ -73,7 +73,7 @@ def key_tiles_of(
   Args:
     first_BR: first key that each row may see.
     last_BR: last one.
-    rows: of a program.
+    rows: query rows of a program.
     tile: keys.
   """
   first, last = (x.reshape(x.shape[0], -1, rows) for x in (first_BR, last_BR))
@@ -300,9 +300,9 @@ class _Scratch(NamedTuple):
     span: first and last key that each may see.
     ones: what row sums are multiplied with.
     out: rows of the output.
-    lse: of the log-sum-exp.
+    lse: the layout of the log-sum-exp.
     barrier: the first three have come.
-    streams: of keys and of values.
+    streams: the streams of keys and of values.
   """
 
   q: Any
@@ -359,20 +359,9 @@ def forward(
     program: Program = _BEST,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-  """Attends from packed rows to the keys of their sequences.
+  """Returns (out [B, K, R, H], base-2 log-sum-exp [B, K, R]), see the package.
 
-  Args:
-    q_BKRH: query rows; `fits`.
-    k_BKSH: keys, S a multiple of `tile`.
-    v_BKSH: values.
-    first_BR: int32, first key that a row may see.
-    last_BR: int32, last one.
-    tile: see the package.
-    program: how a program is made; all give the same bits.
-    interpret: run on a CPU, for tests.
-
-  Returns:
-    (out [B, K, R, H], base-2 log-sum-exp [B, K, R])
+  Every `program` gives the same bits. `interpret` runs on a CPU, for tests.
   """
   wanted, out_dtype = q_BKRH.shape[2], q_BKRH.dtype
   even_first = k_BKSH.dtype.itemsize == 1

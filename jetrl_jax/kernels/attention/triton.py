@@ -237,19 +237,9 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-  """Attends from packed rows to the keys of their sequences.
+  """Returns (out [B, K, R, H], base-2 log-sum-exp [B, K, R]), see the package.
 
-  Args:
-    q_BKRH: query rows.
-    k_BKSH: keys, S a multiple of `tile`.
-    v_BKSH: values.
-    first_BR: int32, first key that a row may see.
-    last_BR: int32, last one.
-    tile: see the package.
-    interpret: run on a CPU, for tests.
-
-  Returns:
-    (out [B, K, R, H], base-2 log-sum-exp [B, K, R])
+  `interpret` runs on a CPU, for tests.
   """
   wanted, out_dtype = q_BKRH.shape[2], q_BKRH.dtype
   even_first = k_BKSH.dtype.itemsize == 1

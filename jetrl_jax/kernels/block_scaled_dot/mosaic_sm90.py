@@ -177,18 +177,10 @@ def block_dot(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> Array:
-  """Returns a . b^T [M, N], summed in groups of 128 that have scales.
+  """See the package's `block_dot`.
 
-  Args:
-    a_MK: 8-bit floats; K is a multiple of 128.
-    scale_a_MG: float32, of each row's G = K / 128 groups.
-    b_NK: as a; N is a multiple of 128.
-    scale_b_NG: as a's, or of 128 rows at a time [N / 128, G].
-    out_dtype: of the result, rounded once.
-    power_of_two: the scales are powers of two.
-    tiles: how the result is shared out; None as the number of rows says. All
-      give the same bits.
-    interpret: run the kernel on a CPU, for tests.
+  `tiles` says how the result is divided; None decides by the number of rows.
+  All give the same bits. `interpret` runs on a CPU, for tests.
   """
   (rows, inner), columns = a_MK.shape, b_NK.shape[0]
   tiles = tiles or (_FEW if rows <= _FEW_ROWS else _MANY)

@@ -80,17 +80,10 @@ def block_dot(
     few: bool | None = None,
     interpret: bool = False,
 ) -> Array:
-  """Returns a . b^T [M, N], summed in groups of 128 that have scales.
+  """See the package's `block_dot`.
 
-  Args:
-    a_MK: 8-bit floats; K is a multiple of 128.
-    scale_a_MG: float32, of each row's K / 128 groups.
-    b_NK: as a; N is a multiple of 128.
-    scale_b_NG: as a's, or of 128 rows at a time [N / 128, G].
-    out_dtype: of the result, rounded once.
-    power_of_two: the scales are powers of two.
-    few: tiles for few rows; None as the number of rows says.
-    interpret: run the kernel on a CPU, for tests.
+  `few` takes the tiles for few rows; None decides by the number of rows.
+  `interpret` runs on a CPU, for tests.
   """
   run = functools.partial(
       _dot_of_rows,

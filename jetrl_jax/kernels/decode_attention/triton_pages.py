@@ -66,7 +66,7 @@ def load_query(q_ref, head, group: int, dtype):
     q_ref: [N, H].
     head: number of the KV head.
     group: see `group_of`.
-    dtype: of the products.
+    dtype: the dtype of the products.
   """
   mask = jnp.arange(DECODE_ROWS) < group
   mine = pl.ds(head * group, DECODE_ROWS)
@@ -125,7 +125,7 @@ def load_keys(k_ref, lead, i, tile: int, dtype) -> list:
     lead: (page, KV head).
     i: tile of the page.
     tile: tokens.
-    dtype: of the products.
+    dtype: the dtype of the products.
   """
   if len(k_ref.shape) == 4:
     return [k_ref[(*lead, pl.ds(i * tile, tile), slice(None))]]

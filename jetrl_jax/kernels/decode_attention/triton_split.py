@@ -44,8 +44,9 @@ class Split(NamedTuple):
   """How the work of a slot's KV head is shared out.
 
   Attributes:
-    chunks: of neighbouring tiles, each a program's scores; a power of two.
-    channels: of the output, that one program adds up; a power of two.
+    chunks: groups of neighbouring tiles; one program makes the scores of a
+      group; a power of two.
+    channels: output channels that one program sums; a power of two.
     stages: tiles on their way at a time, to be added up.
   """
 
@@ -230,8 +231,8 @@ def _sums_kernel(
   every = jnp.full((split.chunks,), True)
   out, lse = finish((acc, _highest_of(chunk_top_ref, every, mine, mask), total))
   out = out.astype(dtype)
-  for step_ref in steps:
-    out = quantize(out, step_ref[0], formats.E4M3)
+  for out_scale_ref in steps:
+    out = quantize(out, out_scale_ref[0], formats.E4M3)
   triton.store(out_ref.at[mine, channels], out, mask=mask[:, None])
   is_first = pl.program_id(2) == 0
   triton.store(lse_ref.at[mine], lse, mask=mask & is_first)
@@ -243,7 +244,7 @@ def decode(
     v_pool: Array,
     table_BP: Array,
     last_B: Array,
-    step: Array | None,
+    out_scale: Array | None,
     split: Split,
     *,
     tile: int,
@@ -259,7 +260,7 @@ def decode(
     v_pool: as k_pool.
     table_BP: pages of each slot.
     last_B: last key of each.
-    step: of the result.
+    out_scale: scale on which the result is quantised.
     split: how the work is shared out.
     tile: keys.
     page_size: tokens.
@@ -326,8 +327,8 @@ def decode(
       parts=1 if k_pool.dtype.itemsize > 1 else 2,
       interpret=interpret,
   )
-  scales = [] if step is None else [step.reshape(1)]
-  out_dtype = q_BNH.dtype if step is None else formats.E4M3
+  scales = [] if out_scale is None else [out_scale.reshape(1)]
+  out_dtype = q_BNH.dtype if out_scale is None else formats.E4M3
   out, lse = call(
       _sums_kernel,
       head_dim // split.channels,

@@ -52,13 +52,10 @@ def _core_count() -> int:
 
 
 def fits(rows: int, dims: tuple[int, ...]) -> bool:
-  """Whether the kernel can be used, and is faster (docs/performance_log.md).
+  """Whether the kernel can be used and is faster, see the package.
 
-  Not where some multiprocessors would have a second program: all wait for it.
-
-  Args:
-    rows: of x.
-    dims: (D, F), of x and of h.
+  It is not faster if some multiprocessors get a second program, because all
+  wait for it (docs/performance_log.md).
   """
   dim, columns = dims
   whole = dim % tools.SWIZZLE == 0 and columns % _UNIT == 0
@@ -94,9 +91,9 @@ def _kernel(x_ref, w_ref, *refs, width: int, interpret: bool):
       run(sums)
       # Rounded as the dot's product is.
       gate, up = (total[...].astype(jnp.bfloat16) for total in sums)
-      *scales, step = [ref[0] for ref in number_refs]
+      *scales, out_scale = [ref[0] for ref in number_refs]
       staged_ref[mine] = formula.hidden(
-          gate, up, scales, step, of_gate, saturates=not interpret
+          gate, up, scales, out_scale, of_gate, saturates=not interpret
       )
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(staged_ref.at[mine], out_ref.at[mine, those])
@@ -125,15 +122,11 @@ def _kernel(x_ref, w_ref, *refs, width: int, interpret: bool):
 
 @lowered_once('interpret')
 def hidden(
-    x8: QTensor, weight: QTensor, step: Array, *, interpret: bool = False
+    x8: QTensor, weight: QTensor, out_scale: Array, *, interpret: bool = False
 ) -> QTensor:
-  """Returns h [M, F] in E4M3, of a product that is rounded to bfloat16.
+  """Returns h, see the package's `gate_up`; gate|up is rounded to bfloat16.
 
-  Args:
-    x8: [M, D] in E4M3 on one scale; `fits`.
-    weight: [2 F, D], gate's rows before up's; as x8. Scales are powers of two.
-    step: scale on which h is quantised.
-    interpret: run the kernel on a CPU, for tests.
+  `interpret` runs on a CPU, for tests.
   """
   (rows, dim), columns = x8.values.shape, weight.values.shape[0] // 2
   width = width_of(columns)
@@ -149,6 +142,6 @@ def hidden(
   )(
       x8.values,
       weight.values.reshape(2, columns, dim),
-      *(number.reshape(1) for number in (x8.scale, weight.scale, step)),
+      *(number.reshape(1) for number in (x8.scale, weight.scale, out_scale)),
   )
-  return QTensor(values=values, scale=step)
+  return QTensor(values=values, scale=out_scale)

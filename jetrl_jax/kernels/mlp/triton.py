@@ -1,12 +1,12 @@
-"""gate_up, SwiGLU and down as one, for `fp8_delayed` on a GPU.
+"""gate_up, SwiGLU and down fused, for `fp8_delayed` on a GPU.
 
     y_MG = x W1^T,  h_MF = silu(gate) * up,  z_MD = h W2^T
 
-h exists in 8 bits only (`kernels/swiglu/triton.py`). The gradient of y reaches
-gate_up's dot in 8 bits, both ways round, which the cotangent of a bfloat16
-array cannot be; so one derivative holds both dots. What is computed is what
-`kernels/quantized_dot/linear.py` and XLA's derivative of SwiGLU compute, by the
-same functions; only what lies between the dots is one kernel
+h exists only in 8 bits (`kernels/swiglu/triton.py`). The gradient of y reaches
+gate_up's dot in 8 bits, as it is and transposed. The cotangent of a bfloat16
+array cannot carry that, so both dots share one derivative. It computes what
+`kernels/quantized_dot/linear.py` and XLA's derivative of SwiGLU compute, with
+the same functions. Only the work between the dots differs: it is one kernel
 (`kernels/swiglu/triton_backward.py`) instead of four.
 """
 
@@ -31,12 +31,7 @@ from jetrl_jax.kernels.swiglu import triton_backward as swiglu_backward
 
 
 def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
-  """Whether two quantised dots and SwiGLU are one; for all numbers of rows.
-
-  Args:
-    recipe: how they compute.
-    dims: of both kernels.
-  """
+  """Whether the fused form takes these dots, see the package's `is_fused`."""
   # The kernel scales the first dot's product as late as the forward does, and
   # counts by the distance between bfloat16 values.
   computes = recipe.may_scale_late and recipe.compute_dtype == 'bfloat16'
@@ -52,19 +47,19 @@ def hidden(
     x_MD: rows in the compute dtype.
     low_MD: x quantised already, as in `linear.dot`; of two copies [2, M, D]
       the product is in two parts.
-    gate_up: of the first dot; gate's rows come before up's.
-    down: of the second dot.
+    gate_up: operands of the first dot; gate's rows come before up's.
+    down: operands of the second dot.
   """
   (_, weight, slot), (_, _, down_slot) = gate_up, down
   # The scope that the module would give.
   with jax.named_scope('gate_up'):
     x8 = per_tensor.quantize_input(x_MD, low_MD, slot)
-  step = down_slot['input']['scale']
-  return dot_and_swiglu.hidden(x8, weight, step, x_MD.dtype)
+  h_scale = down_slot['input']['scale']
+  return dot_and_swiglu.hidden(x8, weight, h_scale, x_MD.dtype)
 
 
 def _gathered(axes: Axes, h8: QTensor) -> QTensor:
-  """Returns h of which each device has some columns, whole, as 8 bits."""
+  """Returns the whole of h, in 8 bits; each device computed some columns."""
   return dataclasses.replace(h8, values=axes.gather_inputs(h8.values))
 
 
@@ -72,7 +67,7 @@ def _forward(recipe, axes, x_MD, low_MD, gate_up, down):
   h8, product = hidden(x_MD, low_MD, gate_up, down)
   h8 = _gathered(axes, h8)
   with jax.named_scope('down'):
-    z_MD = per_tensor.forward(recipe, h8, down[1], x_MD.dtype, late=False)
+    z_MD = per_tensor.forward(recipe, h8, down[1], x_MD.dtype, late_scale=False)
   return z_MD, product.values
 
 
@@ -85,17 +80,7 @@ def mlp(
     row_mask_M: Array,
     axes: Axes = ALONE,
 ) -> Array:
-  """Returns down(silu(gate) * up), see the package.
-
-  Args:
-    recipe: `fp8_delayed`; `fits`.
-    x_MD: rows.
-    low_MD: x quantised already.
-    gate_up: of the first dot.
-    down: of the second dot.
-    row_mask_M: float32, 0 on padding rows.
-    axes: devices.
-  """
+  """Returns down(silu(gate) * up), see the package; `low_MD` is x in 8 bits."""
   if gate_up[0] is None:
     return _forward(recipe, axes, x_MD, low_MD, gate_up, down)[0]
   rows = x_MD.shape[0]
@@ -126,10 +111,10 @@ def unscaled_mlp(
   (_, weight, slot), (_, down_weight, down_slot) = gate_up, down
   with jax.named_scope('gate_up'):
     x8 = per_tensor.quantize_input(x_MD, low_MD, slot)
-  step = down_slot['input']['scale']
-  h8 = _gathered(axes, gate_up_op.gate_up(x8, weight, step, x_MD.dtype))
+  h_scale = down_slot['input']['scale']
+  h8 = _gathered(axes, gate_up_op.gate_up(x8, weight, h_scale, x_MD.dtype))
   with jax.named_scope('down'):
-    return per_tensor.unscaled(h8, down_weight, x_MD.dtype, adds=True)
+    return per_tensor.unscaled(h8, down_weight, x_MD.dtype, late_scale=False)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

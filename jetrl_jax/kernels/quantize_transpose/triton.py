@@ -107,7 +107,7 @@ class Grid:
     dtype: the format, a float.
     limit: its largest value.
     scale: float32 scalar.
-    inverse: of the scale.
+    inverse: the inverse of the scale.
     largest: limit * scale.
   """
 

@@ -21,7 +21,7 @@ from jetrl_jax.kernels.quantize_transpose import triton as transpose
 from jetrl_jax.kernels.quantize_transpose.triton import NUMBERS, WORDS, Grid
 from jetrl_jax.kernels.triton_tools import kernel_options
 
-# Of a program; and sums that its threads keep of a row.
+# Warps of a program, and the sums that its threads keep per row.
 _WARPS, _RUNS = 8, 8
 
 

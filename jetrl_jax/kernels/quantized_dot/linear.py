@@ -52,18 +52,18 @@ def _quantize_input(recipe: Recipe, x_MI, fp8_MI, slot: PyTree) -> QTensor:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _How:
-  """What is known of a dot when it is traced.
+class _StaticArgs:
+  """The arguments of a dot that are no arrays.
 
   Attributes:
     recipe: how it computes.
     out_dtype: name of the result's dtype.
-    late: see `scaled_dot`.
+    late_scale: see `scaled_dot`.
   """
 
   recipe: Recipe
   out_dtype: str
-  late: bool
+  late_scale: bool
 
 
 def _not_before(x_MI: Array, weight: QTensor) -> QTensor:
@@ -79,9 +79,9 @@ def _not_before(x_MI: Array, weight: QTensor) -> QTensor:
   return dataclasses.replace(weight, scale=scale)
 
 
-def _forward(how, x_MI, fp8_MI, weight, slot) -> tuple[Array, QTensor]:
+def _forward(static, x_MI, fp8_MI, weight, slot) -> tuple[Array, QTensor]:
   """Returns the result, and the rows as they were quantised."""
-  recipe, out_dtype = how.recipe, how.out_dtype
+  recipe, out_dtype = static.recipe, static.out_dtype
   x8 = _quantize_input(recipe, x_MI, fp8_MI, slot)
   if recipe.calibrating:
     kernel_OI = dequantize(_not_before(x_MI, weight), x_MI.dtype)
@@ -91,7 +91,9 @@ def _forward(how, x_MI, fp8_MI, weight, slot) -> tuple[Array, QTensor]:
     return y_MO, x8
   match recipe.name:
     case 'fp8_delayed':
-      y_MO = per_tensor.forward(recipe, x8, weight, out_dtype, late=how.late)
+      y_MO = per_tensor.forward(
+          recipe, x8, weight, out_dtype, late_scale=static.late_scale
+      )
     case 'fp8_token':
       y_MO = per_token.forward(recipe, x8, weight, out_dtype)
     case 'int8':
@@ -148,14 +150,14 @@ def _backward(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fp8_dot(how, x_MI, fp8_MI, master_OI, weight, slot, row_mask_M):
+def _fp8_dot(static, x_MI, fp8_MI, master_OI, weight, slot, row_mask_M):
   del master_OI, row_mask_M
-  return _forward(how, x_MI, fp8_MI, weight, slot)[0]
+  return _forward(static, x_MI, fp8_MI, weight, slot)[0]
 
 
-def _fp8_dot_fwd(how, x_MI, fp8_MI, master_OI, weight, slot, row_mask_M):
-  recipe = how.recipe
-  y_MO, x8 = _forward(how, x_MI, fp8_MI, weight, slot)
+def _fp8_dot_fwd(static, x_MI, fp8_MI, master_OI, weight, slot, row_mask_M):
+  recipe = static.recipe
+  y_MO, x8 = _forward(static, x_MI, fp8_MI, weight, slot)
   kept, seen = _keep_input(recipe, x_MI, x8, weight, row_mask_M)
   high = x_MI if recipe.calibrating else None
   # An empty array carries the dtypes that the cotangents must have.
@@ -176,8 +178,8 @@ def slot_cotangent(slot: PyTree, seen: dict) -> PyTree:
   return zeros
 
 
-def _fp8_dot_bwd(how, residuals, dy_MO):
-  recipe = how.recipe
+def _fp8_dot_bwd(static, residuals, dy_MO):
+  recipe = static.recipe
   kept_x, weight, slot, row_mask_M, seen_input, high_x, like = residuals
   x_like, master_like = like
   # The logits' cotangent is float32, twice what its operands need.
@@ -263,10 +265,12 @@ def dot(
     if master_OI is None:
       return lax.dot_general(x_MI, weight, NT, preferred_element_type=out_dtype)
     return _high_dot(out_dtype, x_MI, master_OI, weight)
-  how = _How(recipe=recipe, out_dtype=out_dtype, late=late_scale)
+  static = _StaticArgs(
+      recipe=recipe, out_dtype=out_dtype, late_scale=late_scale
+  )
   if master_OI is None:
-    return _forward(how, x_MI, fp8_MI, weight, slot)[0]
-  return _fp8_dot(how, x_MI, fp8_MI, master_OI, weight, slot, row_mask_M)
+    return _forward(static, x_MI, fp8_MI, weight, slot)[0]
+  return _fp8_dot(static, x_MI, fp8_MI, master_OI, weight, slot, row_mask_M)
 
 
 def unscaled_dot(
@@ -275,34 +279,26 @@ def unscaled_dot(
     weight: QTensor | Array,
     slot: PyTree | None,
     *,
-    adds: bool,
+    late_scale: bool,
     fp8_MI: Array | None = None,
 ) -> DeferredScale | None:
-  """Multiplies rows by a kernel and leaves the scales to who reads the result.
+  """Multiplies rows by a kernel and leaves the scales to the next operation.
 
-  Without a derivative. The values are those that `dot` scales.
+  It has no derivative. The values are those that `dot` scales.
 
-  Args:
-    recipe: as for `dot`.
-    x_MI: as for `dot`.
-    weight: as for `dot`.
-    slot: as for `dot`.
-    adds: see `per_tensor.unscaled`.
-    fp8_MI: as for `dot`.
-
-  Returns:
-    The product; None where the recipe does not allow it.
+  Returns None if the recipe does not allow it. For the arguments see `dot`, for
+  `late_scale` see `per_tensor.unscaled`.
   """
   if not (isinstance(weight, QTensor) and recipe.may_scale_late):
     return None
   assert slot is not None
   x8 = per_tensor.quantize_input(x_MI, fp8_MI, slot)
-  return per_tensor.unscaled(x8, weight, x_MI.dtype, adds=adds)
+  return per_tensor.unscaled(x8, weight, x_MI.dtype, late_scale=late_scale)
 
 
-def leave_bias(product: DeferredScale, bias_O: Array) -> DeferredScale:
-  """Leaves a bias too to the operation that reads the product."""
-  values = stands_for.postponed(
+def defer_bias(product: DeferredScale, bias_O: Array) -> DeferredScale:
+  """Returns the product with a bias that the next operation adds."""
+  values = stands_for.deferred(
       lambda product, bias_O: product.values,
       lambda product, bias_O: product.values + bias_O[None, :],
       product,

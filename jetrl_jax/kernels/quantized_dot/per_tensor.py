@@ -119,9 +119,9 @@ def as_grad(
 
 
 def forward(
-    recipe: Recipe, x8: QTensor, weight: QTensor, out_dtype, *, late: bool
+    recipe: Recipe, x8: QTensor, weight: QTensor, out_dtype, *, late_scale: bool
 ) -> Array:
-  """FProp; for `late` see `scaled_dot`."""
+  """Returns FProp's result; for `late_scale` see `scaled_dot`."""
   return scaled_dot(
       x8.values,
       weight.values,
@@ -129,12 +129,12 @@ def forward(
       (x8.scale * weight.scale,),
       out_dtype,
       power_of_two=recipe.power_of_two_scales,
-      late=late,
+      late_scale=late_scale,
   )
 
 
 def unscaled(
-    x8: QTensor, weight: QTensor, dtype, *, adds: bool = False
+    x8: QTensor, weight: QTensor, dtype, *, late_scale: bool = True
 ) -> DeferredScale:
   """Returns FProp's product before its scales, which are powers of two.
 
@@ -143,16 +143,17 @@ def unscaled(
       kernel's rows, [n, M, O / n]: the same values, from a GEMM that for few
       rows may be tiled better.
     weight: [O, I].
-    dtype: of what the dot stands for.
-    adds: the next kernel only adds it to the residual stream. The product is
-      then float32, as it is inside a GEMM that adds.
+    dtype: dtype that `forward` gives.
+    late_scale: as for `forward`. False for a product that the next kernel only
+      adds to the residual stream: it is then float32, as inside a GEMM that
+      adds a residual.
   """
 
   def dot(x8, weight):
     x, w, dims = x8.values, weight.values, NT
     if x.ndim == 3:
       w, dims = w.reshape(x.shape[0], -1, w.shape[1]), BATCHED_NT
-    made = jnp.float32 if adds else dtype
+    made = dtype if late_scale else jnp.float32
     values = lax.dot_general(x, w, dims, preferred_element_type=made)
     return DeferredScale(values=values, scales=(x8.scale, weight.scale))
 
@@ -164,14 +165,14 @@ def unscaled(
         (x8.scale * weight.scale,),
         dtype,
         power_of_two=True,
-        late=not adds,
+        late_scale=late_scale,
     )
     return DeferredScale(values=values, scales=(x8.scale, weight.scale))
 
   shapes = jax.tree.map(stands_for.shape, (x8, weight))
   rows = stands_for.shape(x8.values, *x8.values.shape[-2:])
   finished = dataclasses.replace(shapes[0], values=rows), shapes[1]
-  return stands_for.postponed(dot, scaled, x8, weight, finished=finished)
+  return stands_for.deferred(dot, scaled, x8, weight, finished=finished)
 
 
 def dgrad(recipe: Recipe, dy8: OutputGrad, weight: QTensor, x_dtype) -> Array:
@@ -181,7 +182,7 @@ def dgrad(recipe: Recipe, dy8: OutputGrad, weight: QTensor, x_dtype) -> Array:
     recipe: `fp8_delayed`.
     dy8: what `quantize_grad` gave.
     weight: the forward's.
-    x_dtype: of dX.
+    x_dtype: the dtype of dX.
   """
   operands = dy8.row_major.values, weight.values, NN
   if dy8.transposed_OM is not None:

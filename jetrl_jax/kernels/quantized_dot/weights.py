@@ -73,7 +73,7 @@ def renew_weights(
     fp8_state: slots, see `prepare_weights`.
     weights: the weights until now. What is a `QTensor` there becomes one: no
       path is asked for, so that equal parts of a tree share one program.
-    recipe: of `weights`.
+    recipe: the recipe of `weights`.
 
   Returns:
     What `prepare_weights` gives, with the paths of `params`.

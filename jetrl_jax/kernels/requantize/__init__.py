@@ -30,8 +30,8 @@ def requantize(
     params: nested dict of masters, a part of their tree.
     fp8_state: their slots, with the scales to use.
     weights: theirs until now. What is a `QTensor` there becomes one.
-    recipe: of `weights`.
-    axes: of the mesh.
+    recipe: the recipe of `weights`.
+    axes: the axes of the mesh.
 
   Returns:
     (the weights, with the paths of `params`; the slots with the weights'

@@ -41,7 +41,7 @@ def fits(params: PyTree, weights: PyTree, recipe: Recipe) -> bool:
   Args:
     params: nested dict of masters.
     weights: theirs until now.
-    recipe: of `weights`.
+    recipe: the recipe of `weights`.
   """
   if not recipe.is_delayed:
     return False
@@ -139,15 +139,9 @@ def renew(
     *,
     interpret: bool = False,
 ) -> tuple[PyTree, PyTree, PyTree]:
-  """Returns `requantize`, where it all `fits`.
+  """Returns `requantize` of a group that `fits`, see the package.
 
-  Args:
-    params: masters.
-    fp8_state: see the package, as all others.
-    weights: until now.
-    recipe: of `weights`.
-    axes: of the mesh.
-    interpret: run on a CPU, for tests.
+  `interpret` runs on a CPU, for tests.
   """
   one = functools.partial(renew_kernel, interpret=interpret)
 

@@ -111,7 +111,7 @@ def _draw_kernel(*refs, vocab: int, interpret: bool):
     return [log2_exponential(bits, interpret) for bits in words]
 
   chunks = jnp.arange(top.shape[0])
-  # Of no chunk the total is 0, and its top the lowest number.
+  # Before the first chunk the total is 0 and the top is the lowest number.
   log2_total = _log2(jnp.maximum(total, 1.0), interpret)
   noisy = multiply_add(noise(chunks, 0)[0] - log2_total, factor, top, interpret)
   chunk = _first_largest(
@@ -125,7 +125,7 @@ def _draw_kernel(*refs, vocab: int, interpret: bool):
   first = jnp.full(lanes.shape, vocab - 1, jnp.int32)
   for (token, z), log2_e in zip(quarters, noise(lanes, 1), strict=True):
     noisy = multiply_add(log2_e, factor, z, interpret)
-    # Of equal values the lowest token: it comes first.
+    # Among equal values the lowest token wins, because it comes first.
     first = jnp.where(noisy > best, token, first)
     best = jnp.maximum(best, noisy)
   token_ref[...] = _first_largest(first, best, vocab - 1)

@@ -126,7 +126,7 @@ class Trainer:
           state, metrics = self._train_step(step, state)
           step, position = step + 1, self.sampler.state()
           self._finish(step, state, metrics)
-          processes.steady()
+          processes.watch_for_hangs()
         if not run.synthetic:  # Synthetic rewards train nothing useful.
           self._save(step, state)
           self._export(state)
@@ -150,7 +150,7 @@ class Trainer:
     3. Measure mismatch, FP8 health and throughput, and let the guard decide.
     """
     sampled = self.collector.collect(step, state)
-    processes.agree('the rollout and its rewards', self.interrupt.check)
+    processes.stop_together('the rollout and its rewards', self.interrupt.check)
     self._wait_for_copy()
     self.accuracy = None
     # The rollout is compressed and written while the device learns from it.
