@@ -314,7 +314,7 @@ def variables(weights: PyTree, fp8_state: PyTree, params: PyTree | None = None):
 
   Args:
     weights: compute weights.
-    fp8_state: delayed-scaling slots.
+    fp8_state: the scaling state.
     params: masters; None if no derivative is wanted.
   """
   tree = {'weights': weights, COLLECTION: fp8_state}

@@ -278,12 +278,12 @@ class Linear(Leaf):
     return RowFormat(scale=scale, copies=copies)
 
   def operands(self, kernel=None) -> tuple[Any, Any, PyTree | None]:
-    """Returns (master or None, weight, slot), see `linear.dot`."""
+    """Returns (master or None, weight, dot_state), see `linear.dot`."""
     master, weight = kernel or self.kernel()
     if not isinstance(weight, QTensor):
       return master, weight, None
-    slot = {name: self.get_variable(COLLECTION, name) for name in OPERANDS}
-    return master, weight, slot
+    dot_state = {name: self.get_variable(COLLECTION, name) for name in OPERANDS}
+    return master, weight, dot_state
 
   @nn.compact
   def __call__(

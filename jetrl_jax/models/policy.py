@@ -54,7 +54,7 @@ class PolicyParams(NamedTuple):
 
   Attributes:
     weights: compute weights, see `kernels.prepare_weights`.
-    fp8_state: delayed-scaling slots, for the activation scales in use.
+    fp8_state: the scaling state, which has the activation scales in use.
   """
 
   weights: PyTree
@@ -285,8 +285,8 @@ class Policy:
     tree = variables(weights, state, masters)
     kernel = self._apply(tree, method='head_kernel')
 
-    def head(rows_MD, mask_M, slot):
-      tree = variables(weights, state | slot)
+    def head(rows_MD, mask_M, head_state):
+      tree = variables(weights, state | head_state)
       return self._apply(tree, rows_MD, mask_M, kernel, method='head')
 
     targets_BT = jnp.roll(batch.tokens, -1, axis=1)

@@ -50,11 +50,11 @@ def hidden(
     gate_up: operands of the first dot; gate's rows come before up's.
     down: operands of the second dot.
   """
-  (_, weight, slot), (_, _, down_slot) = gate_up, down
+  (_, weight, dot_state), (_, _, down_state) = gate_up, down
   # The scope that the module would give.
   with jax.named_scope('gate_up'):
-    x8 = per_tensor.quantize_input(x_MD, low_MD, slot)
-  h_scale = down_slot['input']['scale']
+    x8 = per_tensor.quantize_input(x_MD, low_MD, dot_state)
+  h_scale = down_state['input']['scale']
   return dot_and_swiglu.hidden(x8, weight, h_scale, x_MD.dtype)
 
 
@@ -108,10 +108,10 @@ def unscaled_mlp(
     axes: Axes = ALONE,
 ) -> DeferredScale:
   """The same before its last scales, in float32; without a derivative."""
-  (_, weight, slot), (_, down_weight, down_slot) = gate_up, down
+  (_, weight, dot_state), (_, down_weight, down_state) = gate_up, down
   with jax.named_scope('gate_up'):
-    x8 = per_tensor.quantize_input(x_MD, low_MD, slot)
-  h_scale = down_slot['input']['scale']
+    x8 = per_tensor.quantize_input(x_MD, low_MD, dot_state)
+  h_scale = down_state['input']['scale']
   h8 = _gathered(axes, gate_up_op.gate_up(x8, weight, h_scale, x_MD.dtype))
   with jax.named_scope('down'):
     return per_tensor.unscaled(h8, down_weight, x_MD.dtype, late_scale=False)
@@ -138,15 +138,18 @@ def _mlp_fwd(recipe, axes, x_MD, low_MD, gate_up, down, row_mask_M):
 
 def _mlp_bwd(recipe, axes, residuals, dz_MD):
   kept_x, seen_x, product_MG, dots, row_mask_M, likes = residuals
-  (weight, slot), (down_weight, down_slot) = dots
+  (weight, dot_state), (down_weight, down_state) = dots
   x_like, master_like, down_like = likes
   with jax.named_scope('down'):
     dz8, seen_dz = per_tensor.quantize_grad(
-        recipe, dz_MD, down_weight, down_slot, row_mask_M
+        recipe, dz_MD, down_weight, down_state, row_mask_M
     )
     dh_MF = per_tensor.dgrad(recipe, dz8, down_weight, x_like.dtype)
     dh_MF = axes.scatter_inputs(dh_MF)
-  h_scale, dy_scale = down_slot['input']['scale'], slot['output_grad']['scale']
+  h_scale, dy_scale = (
+      down_state['input']['scale'],
+      dot_state['output_grad']['scale'],
+  )
   h_turned, dy_turned = swiglu_backward.backward(
       product_MG,
       dh_MF,
@@ -164,13 +167,19 @@ def _mlp_bwd(recipe, axes, residuals, dz_MD):
     dx_MD, dw = per_tensor.backward(
         recipe, dy8, kept_x, weight, x_like.dtype, master_like.dtype
     )
-  slot_ct = linear.slot_cotangent(
-      slot, {'input': seen_x, 'output_grad': seen_dy}
+  dot_state_ct = linear.dot_state_cotangent(
+      dot_state, {'input': seen_x, 'output_grad': seen_dy}
   )
-  down_slot_ct = linear.slot_cotangent(
-      down_slot, {'input': seen_h, 'output_grad': seen_dz}
+  down_state_ct = linear.dot_state_cotangent(
+      down_state, {'input': seen_h, 'output_grad': seen_dz}
   )
-  return dx_MD, None, (dw, None, slot_ct), (dw_down, None, down_slot_ct), None
+  return (
+      dx_MD,
+      None,
+      (dw, None, dot_state_ct),
+      (dw_down, None, down_state_ct),
+      None,
+  )
 
 
 _differentiable.defvjp(_mlp_fwd, _mlp_bwd)

@@ -31,9 +31,11 @@ from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.kernels import quantize_transpose, stands_for
 
 
-def quantize_input(x_MI: Array, fp8_MI: Array | None, slot: PyTree) -> QTensor:
-  """Returns the rows on the slot's scale; their values may be known."""
-  scale = slot['input']['scale']
+def quantize_input(
+    x_MI: Array, fp8_MI: Array | None, dot_state: PyTree
+) -> QTensor:
+  """Returns the rows on the dot's scale; their values may be known."""
+  scale = dot_state['input']['scale']
   if fp8_MI is None:
     fp8_MI = quantize(x_MI, scale, formats.E4M3)
   return QTensor(values=fp8_MI, scale=scale)
@@ -92,11 +94,11 @@ def quantize_grad(
     recipe: Recipe,
     dy_MO: Array,
     weight: QTensor,
-    slot: PyTree,
+    dot_state: PyTree,
     row_mask_M: Array,
 ) -> tuple[OutputGrad, health.OperandStats]:
-  """Returns the output gradient on the slot's scale, and what it shows."""
-  scale = slot['output_grad']['scale']
+  """Returns the output gradient on the dot's scale, and what it shows."""
+  scale = dot_state['output_grad']['scale']
   dtype = recipe.grad_dtype
   if not _transposes(dy_MO.shape[0], weight):
     dy8 = QTensor(values=quantize(dy_MO, scale, dtype), scale=scale)

@@ -28,13 +28,13 @@ def requantize(
 
   Args:
     params: nested dict of masters, a part of their tree.
-    fp8_state: their slots, with the scales to use.
+    fp8_state: their dot states, with the scales to use.
     weights: theirs until now. What is a `QTensor` there becomes one.
     recipe: the recipe of `weights`.
     axes: the axes of the mesh.
 
   Returns:
-    (the weights, with the paths of `params`; the slots with the weights'
+    (the weights, with the paths of `params`; the dot states with the weights'
     health; the share of 8-bit values that changed, by weight)
   """
   operands = params, fp8_state, weights, recipe, axes
