@@ -400,7 +400,7 @@ def _transposes() -> list[Case]:
         x, jnp.float32(0.25), mask, dtype, row_major=True
     )
     return (
-        (found.straight_MN, found.turned_NM, found.amax),
+        (found.row_major_MN, found.transposed_NM, found.amax),
         found.quantization_error,
     )
 

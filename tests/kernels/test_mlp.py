@@ -38,8 +38,8 @@ def _quantize_and_transpose(x, scale, mask, dtype, *, row_major):
   values = quantize(jnp.where(mask[:, None] > 0, x, 0), scale, dtype)
   amax, sums = health.measure(x, QTensor(values=values, scale=scale), mask)
   return transpose.QuantizedPair(
-      straight_MN=values if row_major else None,
-      turned_NM=values.T,
+      row_major_MN=values if row_major else None,
+      transposed_NM=values.T,
       amax=amax,
       quantization_error=sums[1:],
   )
@@ -99,7 +99,7 @@ def _trees(recipe=FP8):
   state = fp8.observe_kernels(state, params, recipe, Axes())
   weights = kernels.prepare_weights(params, state, recipe)
   x, dz = (make(ROWS, DIM).astype(jnp.bfloat16) for _ in range(2))
-  # Padding has no gradient: on a GPU such rows are turned round as zeros.
+  # Padding has no gradient: on a GPU such rows are transposed as zeros.
   mask = (jnp.arange(ROWS) >= _PADDING) * 1.0
   dz = jnp.where(mask[:, None] > 0, dz, 0)
   return params, state, weights, x, mask, dz

@@ -39,8 +39,8 @@ def _weighted(p, v_tile):
     return _dot(p, v_tile, ((3,), (2,)))
   # With 32 channels, say, XLA adds up fewer than 64 rows in another way than
   # more, unless both operands are contraction-minor or in bfloat16.
-  v_turned = lax.optimization_barrier(jnp.swapaxes(v_tile, 2, 3))
-  return _dot(p, v_turned, ((3,), (3,)))
+  v_transposed = lax.optimization_barrier(jnp.swapaxes(v_tile, 2, 3))
+  return _dot(p, v_transposed, ((3,), (3,)))
 
 
 def forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):

@@ -150,17 +150,17 @@ def _mlp_bwd(recipe, axes, residuals, dz_MD):
       down_state['input']['scale'],
       dot_state['output_grad']['scale'],
   )
-  h_turned, dy_turned = swiglu_backward.backward(
+  h_transposed, dy_transposed = swiglu_backward.backward(
       product_MG,
       dh_MF,
       jnp.stack([kept_x.scale * weight.scale, h_scale, dy_scale]),
       row_mask_M,
       recipe.grad_dtype,
   )
-  h8, (amax_h, sums_h) = per_tensor.as_input(h_turned, h_scale, row_mask_M)
-  h8 = dataclasses.replace(h8, values=axes.gather_turned(h8.values))
+  h8, (amax_h, sums_h) = per_tensor.as_input(h_transposed, h_scale, row_mask_M)
+  h8 = dataclasses.replace(h8, values=axes.gather_transposed(h8.values))
   seen_h = amax_h, axes.psum_shared(sums_h)
-  dy8, seen_dy = per_tensor.as_grad(dy_turned, dy_scale, row_mask_M)
+  dy8, seen_dy = per_tensor.as_grad(dy_transposed, dy_scale, row_mask_M)
   with jax.named_scope('down'):
     dw_down = per_tensor.wgrad(recipe, dz8, h8, down_like.dtype)
   with jax.named_scope('gate_up'):

@@ -83,11 +83,11 @@ def as_input(
     out: quantize_transpose.QuantizedPair, scale: Array, row_mask_M: Array
 ) -> tuple[QTensor, health.OperandStats]:
   """Returns what `keep_input` does, of rows that a kernel transposed."""
-  columns = out.turned_NM.shape[0]
+  columns = out.transposed_NM.shape[0]
   seen = out.amax, health.with_elements(
       out.quantization_error, columns, row_mask_M
   )
-  return QTensor(values=out.turned_NM, scale=scale), seen
+  return QTensor(values=out.transposed_NM, scale=scale), seen
 
 
 def quantize_grad(
@@ -114,9 +114,9 @@ def as_grad(
     out: quantize_transpose.QuantizedPair, scale: Array, row_mask_M: Array
 ) -> tuple[OutputGrad, health.OperandStats]:
   """Returns what `quantize_grad` does, of what a kernel transposed."""
-  assert out.straight_MN is not None
+  assert out.row_major_MN is not None
   transposed, seen = as_input(out, scale, row_mask_M)
-  row_major = QTensor(values=out.straight_MN, scale=scale)
+  row_major = QTensor(values=out.row_major_MN, scale=scale)
   return OutputGrad(row_major=row_major, transposed_OM=transposed.values), seen
 
 
