@@ -1,11 +1,11 @@
 """Where a kernel runs, and the plain JAX that it stands for.
 
-A kernel is opaque to who reads a program, and in a decode step it does work
+The check of the precision flow (`fp8/flow/walk.py`) reads the program that
+runs. It cannot look into a kernel. And in a decode step a kernel may do work
 that training does elsewhere: a norm's kernel adds what the dot before it left.
-`kernel` and `deferred` put an operation into the program that runs as what
-runs now, and holds what it stands for. `fp8/flow/walk.py` reads the latter, so
-the check of the precision flow sees the program that runs. In a compiled
-program the operation is gone.
+So `kernel` and `deferred` put an operation into the program that holds both
+what runs now and what it stands for, and the check reads the latter. In the
+compiled program the operation is gone.
 """
 
 import dataclasses

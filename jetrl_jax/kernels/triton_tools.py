@@ -1,6 +1,6 @@
-"""What every Triton kernel is made with: options, slices, instructions.
+"""Tools that every Triton kernel uses: options, slices, instructions.
 
-Only `kernels/*/triton*.py` import this file: with it comes Pallas' Triton
+Only `kernels/*/triton*.py` import this file, because it imports Pallas' Triton
 backend, which a machine that runs the references may lack.
 """
 

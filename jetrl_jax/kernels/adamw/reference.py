@@ -1,6 +1,6 @@
-"""Adam whose moments rest in 8 bits between two steps.
+"""Adam whose moments are stored in 8 bits between two steps.
 
-A moment is decoded, moved by optax's own Adam arithmetic, and encoded again.
+A moment is decoded, updated by optax's own Adam arithmetic, and encoded again.
 Plain E4M3 with one scale spans a factor of 2^18 between its largest and its
 smallest value. Second moments are squares, so the values of one group easily
 span more; the small ones become 0, the update divides by eps instead of their
@@ -36,10 +36,10 @@ disagree on whether they are. Their root is below 1.1e-19 and invisible beside
 eps. Without them M / m < 2^254, so the lower clamp of k never binds.
 
 Memory: 1 byte a value and 12 a group, 1 + 12/128 = 1.09 bytes a value where the
-last axis is a multiple of 128, against 4 in float32. While a leaf is moved both
-of its moments lie decoded beside it, 8 bytes a value: one program over all
-leaves keeps those of all of them at once, so `optim/apply.py` runs one program
-per part of the tree.
+last axis is a multiple of 128, against 4 in float32. While a leaf is updated,
+both of its moments are in memory decoded, 8 bytes a value. A program over all
+leaves would hold all of them decoded at once, so `optim/apply.py` runs one
+program per parameter group.
 
 Time: both powers are exp(log(x) k). x is a ratio to the group's centre, so the
 product is at most 9 in size for encoding, where it is rounded to three bits

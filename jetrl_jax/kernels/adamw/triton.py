@@ -1,22 +1,22 @@
-"""One kernel that decodes, moves and encodes a leaf (Pallas, Triton backend).
+"""One kernel that decodes, updates and encodes a leaf (Pallas, Triton backend).
 
 AdamW with moments in 8 bits reads a gradient, a master and two encoded moments
-and writes the last three. XLA makes four passes of it, as an encoding needs its
-group's extremes: it writes the moved moments in float32, reads them for the
-extremes and reads them to encode. Here a group of 128 values stays in registers
-from the read to the write: with bfloat16 masters 10.4 bytes a value.
+and writes the last three. XLA needs four passes, because an encoding depends on
+the extremes of its group: it writes the new moments in float32, reads them for
+the extremes, and reads them again to encode. In this kernel a group of 128
+values stays in registers from the read to the write. With bfloat16 masters it
+moves 10.4 bytes a value.
 
-The formulas are those of `kernels/adamw/reference.py`, and so is what is
-stored. They are written for few instructions, as these and not the bytes are
-the limit: logarithm, power of two, root and inverse are the device's own, good
-for 22 bits where 4 are stored; bias corrections are multiplied by their
-inverse; what is the same for a group is joined per group. So float32 numbers
-differ from XLA's by a few of their last bits, and fewer than one stored value
-in five hundred by a step. A group that spans 2^252 or more loses its smallest
+The formulas are those of `kernels/adamw/reference.py`. They are written for few
+instructions, because instructions and not bytes are the limit. Logarithm, power
+of two, root and inverse are the device's own: they are good for 22 bits, and 4
+are stored. Bias corrections are multiplied by their inverse. Work that is the
+same for a whole group is done once per group. So float32 numbers differ from
+XLA's by a few of their last bits, and fewer than one stored value in five
+hundred differs by one step. A group that spans 2^252 or more loses its smallest
 values.
 
-Masters and moments change where they lie, and a step that is skipped writes
-nothing.
+Masters and moments are updated in place. A step that is skipped writes nothing.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""How attention's operands lie, and what its kernels are called."""
+"""The layout of attention's operands, and the names of its kernels."""
 
 import jax.numpy as jnp
 

@@ -1,20 +1,21 @@
 """Attention's forward kernel for Hopper GPUs (Mosaic).
 
-The arithmetic is that of `triton.py`, operation by operation and instruction by
-instruction, so a row gets the same bits, and those of decode's kernel.
+The arithmetic is that of `triton.py`, instruction by instruction, so a row gets
+the same bits, which are also those of decode's kernel.
 
-A program has 64 query rows for each warpgroup that multiplies (`Program`).
-They stay in shared memory, a tile of 64 keys and one of 64 values follow, some
-tiles on their way. A warpgroup keeps in registers: scores [64, 64], weights in
-16 bits, the output [64, H] and the row sums, all sums in float32.
+A program has 64 query rows for each computing warpgroup (`Program`). They stay
+in shared memory. Tiles of 64 keys and of 64 values are loaded ahead, a few at a
+time. A warpgroup keeps in registers: scores [64, 64], weights in 16 bits, the
+output [64, H] and the row sums. All sums are float32.
 
-Order of a sum: scores add 16 channels by the tensor core at a time; output and
-row sum add 16 keys at a time, tile after tile in ascending order. A row sum is
-a product with ones.
+Order of a sum: for a score the tensor core adds 16 channels at a time. For the
+output and the row sum it adds 16 keys at a time, and tiles follow in ascending
+order. A row sum is a product with ones.
 
-Floor: the tensor core, 540 cycles for a warpgroup's tile of 64 keys and 128
-channels; powers of two take 260 of the special function units. They overlap as
-long as another warpgroup, or the next tile's scores, have the tensor core.
+Lower bound of the time: the tensor core takes 540 cycles for a warpgroup's tile
+of 64 keys and 128 channels. The special function units take 260 cycles of these
+for the powers of two. Both overlap as long as another warpgroup, or the scores
+of the next tile, keep the tensor core busy.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Attention in plain JAX: the arithmetic of the kernels, tile after tile."""
+"""Attention in plain JAX: the arithmetic of the kernels, tile by tile."""
 
 import math
 

@@ -1,19 +1,19 @@
 """The product of `fp8_block` on a Hopper GPU, as a kernel (Mosaic).
 
-A program makes a tile of the result: 128 x 128 with two warpgroups that
-multiply, 64 rows each, or half of its rows where there are no more. One more
-warpgroup asks for the operands: a group's 128 bytes of each row of a and of b
-and its scales come to shared memory, a few groups on their way at a time. With
-a scale per 128 rows of b, all of the program's scales are there before the
-first group.
+A program computes a tile of the result: 128 x 128 with two computing warpgroups
+of 64 rows each, or half of the rows if there are no more. Another warpgroup
+loads the operands: for each group, 128 bytes of each row of a and of b, and
+their scales, a few groups ahead. If b has a scale per 128 rows, all scales of
+the program are loaded before the first group.
 
-Order of the sum: a group's 128 products are four FP8 instructions, added by the
-tensor core from zero; times its scales it is added in float32 to a total that
-stays in registers, group after group. So a row's bits do not depend on the
-other rows, nor on the tiles.
+Order of the sum: a group's 128 products are four FP8 instructions, which the
+tensor core adds from zero. The result is multiplied by its scales and added in
+float32 to a total in registers, group by group. So a row's bits depend neither
+on the other rows nor on the tiles.
 
-Floor of many rows: the tensor core, 256 cycles for a group of 64 x 128. What a
-warpgroup adds takes about half as long, while the other one multiplies.
+Lower bound of the time for many rows: the tensor core takes 256 cycles for a
+group of 64 x 128. The additions of a warpgroup take about half as long, while
+the other one multiplies.
 """
 
 import math

@@ -1,9 +1,9 @@
 """The product of `fp8_block` on a GPU, as a kernel (Pallas, Triton).
 
-A group's 128 products are four of Hopper's FP8 instructions, added by the
-tensor core; its scaled sum is added in float32 to a total that stays in
-registers. A row's bits do not depend on the other rows, nor on the tiles, so a
-decode step and a training step may have tiles of their own.
+A group's 128 products are four of Hopper's FP8 instructions, which the tensor
+core adds. Their scaled sum is added in float32 to a total in registers. A row's
+bits depend neither on the other rows nor on the tiles, so a decode step and a
+training step may use different tiles.
 """
 
 import functools

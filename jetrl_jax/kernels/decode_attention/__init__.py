@@ -1,8 +1,8 @@
-"""Attention from one new token per slot over the slot's pages.
+"""Attention from one new token per slot to the slot's pages.
 
 The arithmetic and the order of keys are those of `kernels/attention`, so a
-token gets the bits that it has in a packed row of training. Pages are a
-multiple of the tile and may lie anywhere.
+token gets the bits that it has in a packed row of training. A page holds a
+multiple of the tile. A slot's pages may be anywhere in memory.
 """
 
 from jetrl_jax.core.typing import Array

@@ -1,10 +1,10 @@
 """Attention's decode kernel for NVIDIA GPUs (Pallas, Triton backend).
 
-One query token per slot: its few rows make one tile of 16, and its keys lie in
+A slot has one query token: its few rows make one tile of 16. Its keys are in
 pages (`triton_pages.py`). The arithmetic is that of
-`kernels/attention/triton.py`. A program goes through a slot's keys, tile after
-tile; where slots are too few to keep a GPU busy that way, `triton_split.py`
-takes over.
+`kernels/attention/triton.py`. A program goes through a slot's keys tile by
+tile. If the slots are too few to keep a GPU busy this way, `triton_split.py`
+runs instead.
 """
 
 import functools

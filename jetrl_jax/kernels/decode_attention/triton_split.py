@@ -1,12 +1,13 @@
 """Decode's attention of few slots, as three kernels (Pallas, Triton backend).
 
-A program of `triton.py` goes through a slot's keys tile after tile,
-1.3 us each on an H200, whatever else the GPU does. Where few slots are left,
-with the longest sequences of a rollout, that is most of a step. But only two
-things have an order: the maximum, which is as well taken of parts, and the sums
-over keys, channel by channel. So many programs compute scores, then weights,
-and for each few channels of the output one adds up. Every number is computed as
-there, and added in the same order: the bits are the same.
+A program of `triton.py` goes through a slot's keys tile by tile. That takes 1.3
+us per tile on an H200, however idle the GPU is. At the end of a rollout, with
+few slots and the longest sequences, it is most of a decode step. But only two
+things depend on an order: the maximum, which is also the maximum of the parts'
+maxima, and each channel's sum over keys. So many programs compute scores, then
+many compute weights, and then one program per few output channels adds up.
+Every number is computed as in `triton.py` and added in the same order, so the
+bits are the same.
 """
 
 import functools

@@ -2,20 +2,21 @@
 
     h_MF = E4M3(silu(x W_gate^T) * (x W_up^T))
 
-A program makes up to 144 columns of h, for all 64 or 128 rows. Its operands
-come to shared memory 128 bytes of a row at a time: x's [M, 128], gate's and
-up's [144, 128] each, four such tiles on their way (`_STAGES`). A warpgroup asks
-for them; each of the others has 64 rows of x and adds four FP8 instructions to
-each tile of gate and of up, both sums in float32 in its registers. h goes to
-memory in 8 bits by way of shared memory.
+A program computes up to 144 columns of h, for all 64 or 128 rows. One warpgroup
+loads its operands to shared memory, 128 bytes of a row at a time: x's [M, 128],
+and gate's and up's [144, 128]. It loads four such tiles ahead (`_STAGES`). Each
+of the other warpgroups has 64 rows of x. For each tile it runs four FP8
+instructions for gate and four for up, with both sums in float32 registers. h
+goes to memory in 8 bits through shared memory.
 
-Order of a sum: along a row, 32 products by the tensor core at a time, as cuBLAS
-has it for every number of rows. So the bits are those of the dot and of
+Order of a sum: the tensor core adds 32 products at a time along a row, as
+cuBLAS does for every number of rows. So the bits are those of the dot and of
 SwiGLU's kernel.
 
-Floor: the weights' bytes, read once: 31.6 us of a 7B at 4.3 TB/s. What comes on
-top is the start, until the first tiles are there, and the end, SwiGLU of the
-last columns, which nothing hides: each multiprocessor has one program.
+Lower bound of the time: reading the weights once, 31.6 us for a 7B at 4.3 TB/s.
+Two things come on top: the start, until the first tiles are there, and the end,
+SwiGLU of the last columns. Nothing overlaps with them, because each
+multiprocessor has one program.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""gate_up's dot, and SwiGLU of what it gives."""
+"""gate_up's dot, and SwiGLU of its result."""
 
 import jax
 

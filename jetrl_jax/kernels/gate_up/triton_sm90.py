@@ -1,12 +1,12 @@
 """gate_up and SwiGLU of few rows, on a Hopper GPU as one kernel (Triton).
 
-A decode step reads gate_up's weights at the speed of memory; what follows them
-can only add to that. Here each multiprocessor reads an equal share of gate's
-rows and the same of up's, and h leaves in 8 bits: neither gate|up nor another
-kernel is between. The tensor core adds a row's products in order, four of its
-instructions to 128 bytes of a row, as cuBLAS has it add them for every number
-of rows; so the bits are those of the dot and of `swiglu.swiglu_of`, which are
-faster for more rows (docs/performance_log.md).
+A decode step reads gate_up's weights at the speed of memory, so any other
+kernel only adds time. Here each multiprocessor reads equal shares of gate's
+rows and up's rows, and writes h in 8 bits: gate|up never goes to memory. The
+tensor core adds a row's products in order, four of its instructions per 128
+bytes of a row, as cuBLAS does for every number of rows. So the bits are those
+of the dot and of `swiglu.swiglu_of`, which together are faster for more rows
+(docs/performance_log.md).
 """
 
 import functools

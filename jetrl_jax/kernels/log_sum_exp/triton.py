@@ -1,10 +1,10 @@
 """Log-sum-exp and mean of rows of logits for NVIDIA GPUs (Pallas, Triton).
 
-A row is cut into chunks, a program each, so that a few rows of a large
-vocabulary keep the whole device reading. The logits are tempered where they
-are read. What a row gives depends on the row alone: chunks start at multiples
-of `CHUNK`, and one program joins them. In decode the program that joins them
-draws a token as well (`kernels/sample_token/triton.py`).
+A row is cut into chunks with a program for each, so that a few rows of a large
+vocabulary keep the whole device reading. The logits are tempered as they are
+read. A row's result depends on the row alone: chunks start at multiples of
+`CHUNK`, and one program joins them. In decode the program that joins them also
+draws a token (`kernels/sample_token/triton.py`).
 """
 
 import functools

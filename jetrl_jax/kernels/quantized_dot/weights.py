@@ -1,7 +1,7 @@
 """From masters to the compute weights that every forward reads.
 
-The one place that decides how a kernel is quantised. Training weights and the
-rollout's are made here, of whatever recipe each side has.
+This is the one place that decides how a kernel is quantised. It makes
+training's weights and the rollout's, with the recipe that each side has.
 """
 
 from jetrl_jax.core.typing import Array, PyTree

@@ -1,10 +1,10 @@
-"""Quantises moved masters again, in place, and sees what was lost.
+"""Quantises updated masters again, in place, and measures what was lost.
 
     q_OI = E4M3(clip(w_OI / scale)),    changed = share of q that differs
 
-After an optimiser step, for every quantised weight of a part of the model; all
-other leaves are cast. The values are those of `fp8.quantize` bit for bit; the
-sums over what was lost are float32 and in another order.
+It runs after an optimiser step, for every quantised weight of a parameter
+group; all other leaves are cast. The values are those of `fp8.quantize` bit for
+bit. The sums over what was lost are float32, in another order.
 """
 
 from jetrl_jax.core.sharding import Axes

@@ -1,11 +1,11 @@
-"""Requantises a moved kernel where it lies (Pallas, Triton backend).
+"""Quantises an updated kernel again, in place (Pallas, Triton backend).
 
 After an optimiser step each kernel of a recipe with delayed scales is quantised
 again. XLA reads the master to quantise it, reads it again with the 8-bit values
-to see what was lost, compares old values with new and copies the new ones to
-where the old ones were. Here it is one pass: with bfloat16 masters 4 bytes a
-value. The 8-bit values are those of `quantize`, bit for bit; sums are added in
-another order.
+to measure what was lost, compares old values with new ones, and copies the new
+ones over the old ones. This kernel does all of it in one pass: with bfloat16
+masters it moves 4 bytes a value. The 8-bit values are those of `quantize`, bit
+for bit; the sums are added in another order.
 """
 
 import functools

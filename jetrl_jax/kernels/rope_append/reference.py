@@ -1,4 +1,4 @@
-"""What lies between the qkv dot and decode's attention, in plain JAX."""
+"""The work between decode's qkv dot and its attention, in plain JAX."""
 
 import jax
 import jax.numpy as jnp

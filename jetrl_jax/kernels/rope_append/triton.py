@@ -1,7 +1,7 @@
 """One kernel between decode's qkv dot and attention (Pallas, Triton backend).
 
-A program has a few neighbouring heads of one slot. XLA makes three kernels a
-layer of what is a few microseconds' work.
+A program has a few neighbouring heads of one slot. XLA would run three kernels
+per layer for a few microseconds of work.
 """
 
 import functools

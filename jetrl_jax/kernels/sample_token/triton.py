@@ -1,13 +1,13 @@
-"""A token of each row of logits for NVIDIA GPUs (Pallas, Triton).
+"""Draws a token per row of logits on NVIDIA GPUs (Pallas, Triton).
 
     chunk = argmax_c (log sum_{v in c} exp(z_v) + g_c)
     token = argmax_{v in chunk} (z_v + g_v),    g ~ Gumbel(0, 1), independent
 
-which is a draw from softmax(z): a chunk is drawn with its probability, then a
-token with its probability in the chunk. What a chunk sums up to is known from
-the log-sum-exp (`kernels/log_sum_exp/triton.py`), so of a row's logits only one
-chunk gets noise. It is made where it is added, by Philox4x32-10; what a row
-draws depends on its logits and its key alone.
+This is a draw from softmax(z): first a chunk with its probability, then a token
+with its probability within the chunk. The log-sum-exp
+(`kernels/log_sum_exp/triton.py`) has each chunk's sum already, so only one
+chunk of a row gets noise on its logits. Philox4x32-10 makes the noise where it
+is added. A row's token depends only on its logits and its key.
 
 References:
   Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".

@@ -1,7 +1,6 @@
 """SwiGLU of gate|up, quantised for the next dot if its scale is known.
 
     h_MF = silu(gate_MF * s) * (up_MF * s),    silu(z) = z / (1 + exp(-z))
-
     q_MF = E4M3(clip(h / out_scale))
 
 h is computed in float32 and rounded once to the dtype of gate|up. s is the

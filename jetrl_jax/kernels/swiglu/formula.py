@@ -1,7 +1,7 @@
-"""SwiGLU's arithmetic inside a kernel, whichever backend it is written for.
+"""SwiGLU's arithmetic inside a kernel, for every backend.
 
-Every kernel that makes h is to make the same bits, so they all have this: the
-same float32 operations, with exp2 and reciprocal the device's own.
+Every kernel that computes h must give the same bits, so all of them call this:
+the same float32 operations, with the device's own exp2 and reciprocal.
 """
 
 import math

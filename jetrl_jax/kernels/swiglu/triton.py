@@ -1,11 +1,11 @@
 """SwiGLU, h = silu(gate) * up, on a GPU as a kernel (Pallas, Triton).
 
-XLA spends 44 instructions on a value that it scales, gates and quantises: more
-time than the bytes take, in a decode step as in training. The kernel has 15:
-exp2 and the reciprocal are the device's own, gate|up is scaled by a power of
-two without another rounding, and the cast to 8 bits is what saturates. Rollout
-and training both call it, so they agree; `triton_backward.py` computes h in the
-same operations.
+XLA spends 44 instructions on a value that it scales, gates and quantises. That
+takes longer than moving the bytes, in a decode step and in training. This
+kernel spends 15: it uses the device's own exp2 and reciprocal, scales gate|up
+by a power of two without another rounding, and lets the cast to 8 bits
+saturate. Rollout and training both call it, so they agree. `triton_backward.py`
+computes h with the same operations.
 """
 
 import functools

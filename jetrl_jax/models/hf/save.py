@@ -1,8 +1,8 @@
 """Parameter tree to Hugging Face checkpoint, one tensor at a time.
 
-The folder appears whole or not at all: it is written under another name
-beside its place, flushed, and renamed. The same tree, config and source give
-the same bytes.
+The folder appears whole or not at all: it is written under another name next to
+its place, flushed, and renamed. The same tree, config and source give the same
+bytes.
 """
 
 import os
