@@ -1,10 +1,10 @@
-"""A trained policy, from where it is kept: a run's workdir or a checkpoint.
+"""Loads a trained policy from a run's workdir or from a checkpoint.
 
-A run's workdir gives exactly what the run sampled with: its recipe, and the
-FP8 weights and activation scales of the step. So does an FP8 checkpoint that
-`jetrl_jax.export` wrote, computed in the dtype of what is not FP8 there. Any
-other Hugging Face checkpoint holds no activation scales and is read in
-bfloat16.
+A run's workdir gives exactly what the run sampled with: its recipe, and the FP8
+weights and activation scales of the step. An FP8 checkpoint that
+`jetrl_jax.export` wrote gives the same, computed in the dtype of its tensors
+that are not FP8. Any other Hugging Face checkpoint holds no activation scales
+and is read in bfloat16.
 """
 
 import dataclasses

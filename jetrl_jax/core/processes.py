@@ -2,11 +2,10 @@
 
 A launcher (Slurm, Open MPI, Kubernetes, or three variables set by hand) starts
 the same command several times. `start` joins them through `jax.distributed`.
-Then all processes compile and run the same programs over one mesh. What is only
-on the host, such as sampled responses and their rewards, passes through
-`together`, after which every process knows the same and decides the same. A
-single process needs nothing of this, and every function here then does its
-plain work.
+Then all processes compile and run the same programs over one mesh. What exists
+only on the host, such as sampled responses and their rewards, passes through
+`together`. After it every process knows the same and decides the same. In a run
+of a single process every function here just does its work.
 
     together      every process works, then each gets the results of all
     from_first    process 0 works, the others get its result
@@ -37,8 +36,10 @@ from jax.experimental import multihost_utils
 from jetrl_jax.core import interrupt
 from jetrl_jax.core.interrupt import StopRequested
 
-# JAX has no public name for the key-value store of jax.distributed. Its public
-# collectives need the devices, which a stopped or hanging process holds up.
+# The key-value store of jax.distributed. JAX has no public name for it, and
+# neither has Orbax, which uses this one too. The public collectives
+# (`multihost_utils`) need the devices, which a stopped or hanging process
+# blocks, so they cannot tell which process that is.
 from jax._src import distributed  # isort: skip
 
 T = TypeVar('T')

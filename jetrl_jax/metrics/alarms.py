@@ -1,8 +1,9 @@
-"""Alarms: what a user should look at before all else, judged step by step.
+"""Alarms: what a user should look at first, judged step by step.
 
-An alarm is a condition on a step's metrics and one sentence on what to do. A
-run writes them as `alarm/<name>`, says each once and again when it changes, and
-names at its end those that hold. The report has the same on top.
+An alarm is a condition on a step's metrics, and one sentence on what to do. A
+run writes alarms as `alarm/<name>`. It says each alarm once, and again when it
+changes, and names at its end those that still hold. The report shows the same
+at its top.
 """
 
 import collections

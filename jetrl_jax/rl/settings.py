@@ -1,4 +1,4 @@
-"""What a run is set to, apart from model, precision, objective and optimiser.
+"""The settings of a run, except model, precision, objective and optimiser.
 
 `config/build.py` builds these once from the ConfigDict; nothing below it sees
 the ConfigDict. Defaults and meanings are written here and nowhere else, see

@@ -1,8 +1,8 @@
 """Serves a policy: jetrl_jax serve --checkpoint=runs/quickstart.
 
-Over HTTP, as OpenAI's API has it: any client of it works, with the base URL
-http://127.0.0.1:8000/v1. With --grpc it is JetStream's server instead. See
-docs/serving.md.
+The server speaks OpenAI's API over HTTP, so any client of it works with the
+base URL http://127.0.0.1:8000/v1. With --grpc it is JetStream's server instead.
+See docs/serving.md.
 """
 
 import importlib
