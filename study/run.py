@@ -190,7 +190,7 @@ class Runner:
       parallel: int,
       deadline: float,
       gpus: tuple[str, ...] = (),
-    memory: float = 0.9,
+      memory: float = 0.9,
   ):
     self.plan, self.parallel, self.deadline = plan, parallel, deadline
     self.gpus, self.memory = gpus, memory

@@ -1,8 +1,9 @@
-"""Settings that are fine alone and make no sense, or do nothing, together.
+"""Settings that are fine alone, but together make no sense or do nothing.
 
-What each record can see by itself it refuses itself (`LossConfig`,
-`AlgorithmConfig`); this is for what lies between them. What would compute
-another thing than its name says is refused, what is merely unread is warned of.
+A dataclass refuses what it can see by itself (`LossConfig`, `AlgorithmConfig`).
+This file compares the settings of several. It refuses a combination that would
+compute something else than its name says, and warns of a setting that is not
+read.
 """
 
 import dataclasses
@@ -63,7 +64,7 @@ def warn_of_rate(lr: float) -> None:
   """Warns of a learning rate that leaves nothing of the weights.
 
   Args:
-    lr: of AdamW, which moves a weight by about as much at each update.
+    lr: the learning rate; AdamW moves a weight by about as much at each update.
   """
   if lr > _LARGEST_RATE:
     logging.warning(

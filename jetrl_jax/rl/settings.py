@@ -1,4 +1,4 @@
-"""What a run is set to, apart from model, precision, objective and optimiser.
+"""The settings of a run, except model, precision, objective and optimiser.
 
 `config/build.py` builds these once from the ConfigDict; nothing below it sees
 the ConfigDict. Defaults and meanings are written here and nowhere else, see
@@ -227,7 +227,7 @@ class RunConfig:
   """Sizes, frequencies and limits of a run.
 
   Attributes:
-    seed: of everything random.
+    seed: the seed of everything random.
     train_batch_size: prompts per step.
     mini_batch_size: prompts per optimiser step.
     micro_batch_size: rows per forward and backward; a row holds one sequence of

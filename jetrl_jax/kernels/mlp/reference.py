@@ -10,7 +10,7 @@ from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.kernels.quantized_dot.linear import added_dtype, dot
 from jetrl_jax.kernels.swiglu import swiglu
 
-# (master [O, I] or None, weight, slot) as `linear.dot` takes them.
+# (master [O, I] or None, weight, dot_state) as `linear.dot` takes them.
 Operands: TypeAlias = tuple[Array | None, Any, PyTree]
 
 

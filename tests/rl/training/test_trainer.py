@@ -86,7 +86,7 @@ def live(done, tmp_path_factory):
   shutil.rmtree(workdir / 'checkpoints' / '6')
   trainer = whole_run.trainer(workdir)
   with trainer.spec.make_rewards() as trainer.pool:
-    state, step = trainer._start()
+    state, step = trainer._resume_or_start()
     assert step == 4
     exp = replay.load_experience(
         done / 'rollouts' / '000005.npz',
