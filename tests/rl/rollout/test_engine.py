@@ -51,12 +51,13 @@ class _Client:
     for _ in range(steps):
       self.state, result = self.engine.generate(self.params, self.state)
       for slot, tokens in self.tokens.items():
-        token, valid, length = map(int, result.data[slot])
+        token, valid, length = map(int, result[slot])
         if valid:
           tokens.append(token)
-          self.logprobs[slot].append(np.asarray(result.log_prob)[slot])
+          logprob = np.asarray(self.state.logprobs)[slot, length - 1]
+          self.logprobs[slot].append(logprob)
           assert length == len(tokens)
-          assert result.log_mu[slot] == result.log_prob[slot]
+          assert self.state.log_mu[slot, length - 1] == logprob
 
 
 def test_single_steps_give_the_tokens_of_the_rollout():

@@ -83,12 +83,12 @@ def test_weights_are_gathered_once_and_no_step_asks_another_device(
   engine, start = run.engine, run.start
   split = PolicyParams(start.weights, start.fp8_state)
   used = []
-  for name in ('_prefilled_caches', '_run_block'):
+  for name in ('_prefilled_caches', '_decode'):
     called = getattr(engine, name)
 
-    def recorded(params, *args, called=called):
-      used.append(params)
-      return called(params, *args)
+    def recorded(*args, called=called, **settings):
+      used.extend(arg for arg in args if isinstance(arg, PolicyParams))
+      return called(*args, **settings)
 
     monkeypatch.setattr(engine, name, recorded)
   if of == 'rollout':
