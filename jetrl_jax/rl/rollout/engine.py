@@ -58,13 +58,14 @@ def local_share(
     mesh: all devices.
   """
   local = sharding.local_mesh(mesh)
-  whole = pages_config(config, policy.axes.size, policy.tile)
+  axes, size = sharding.axes_of(local), policy.axes.size
+  whole = pages_config(config, size, policy.tile)
   config = dataclasses.replace(
       config,
-      num_slots=whole.num_slots // mesh.size * local.size,
-      kv_cache_tokens=whole.pages_per_device * whole.page_size * local.size,
+      num_slots=whole.num_slots // size * axes.size,
+      kv_cache_tokens=whole.pages_per_device * whole.page_size * axes.size,
   )
-  policy = dataclasses.replace(policy, axes=sharding.axes_of(local))
+  policy = dataclasses.replace(policy, axes=axes)
   return policy, config, local
 
 
@@ -101,6 +102,7 @@ class Engine(engine_api.Engine):
     self._placed = policy.placed()
     self._params_spec: Any = P()
     self._place: Callable | None = None
+    self._join: Callable | None = None
     self._params: PolicyParams | None = None
     self._base_key = rng.key(0, rng.ROLLOUT, 0)
     sizes = pages_config(config, policy.axes.size, policy.tile)
@@ -144,10 +146,6 @@ class Engine(engine_api.Engine):
     self._replicate = jax.jit(
         lambda params: params, out_shardings=NamedSharding(mesh, P())
     )
-    self._replicate_everywhere = jax.jit(
-        lambda params: params,
-        out_shardings=NamedSharding(self.run_mesh, P()),
-    )
     self.responses = Responses(mesh, self.num_slots // policy.axes.size)
     self._insert = filling(
         decode_states.insert, self._slots, prefix, *[P()] * 6
@@ -173,7 +171,7 @@ class Engine(engine_api.Engine):
     if self.run_mesh is not self.mesh:
       if axes.fsdp < self.run_policy.axes.fsdp:
         # No process has all parts, so they travel between processes.
-        params = self._replicate_everywhere(params)
+        params = self._join_parts(params)
       params = sharding.on_local_mesh(params, self.mesh)
     if axes.stored == 1:
       return params
@@ -188,6 +186,25 @@ class Engine(engine_api.Engine):
           self._params_spec,
       )
     return self._place(params)
+
+  def _join_parts(self, params: PolicyParams) -> PolicyParams:
+    """Returns parameters that each process has whole, on the run's devices.
+
+    With tensor parallelism a device has the rows that it stores in `mesh`.
+    """
+    if self._join is None:
+
+      def joined(spec: P) -> NamedSharding:
+        parts = P() if spec == P() else P(sharding.TENSOR)
+        return NamedSharding(self.run_mesh, parts)
+
+      where = jax.tree.map(
+          joined,
+          sharding.tree_specs(params, self.mesh),
+          is_leaf=lambda node: isinstance(node, P),
+      )
+      self._join = jax.jit(lambda params: params, out_shardings=where)
+    return self._join(params)
 
   def _read(self, params: PolicyParams) -> PolicyParams:
     """Returns the parameters as the compiled functions take them."""

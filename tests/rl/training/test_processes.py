@@ -50,9 +50,15 @@ def _wait_for_lines(workdir: pathlib.Path, count: int) -> None:
   raise AssertionError(f'{file} has not {count} lines')
 
 
-def _finish(workdir: pathlib.Path, count: int, changes: dict, **how) -> None:
+def _finish(
+    workdir: pathlib.Path,
+    count: int,
+    changes: dict,
+    patience: float = _PATIENCE_S,
+    **how,
+) -> None:
   with _start(workdir, count, changes, **how) as started:
-    said = launched.ended(started, _PATIENCE_S)
+    said = launched.ended(started, patience)
     codes = [one.returncode for one in started]
   assert codes == [0] * count, said
 
@@ -96,6 +102,31 @@ def test_two_processes_stopped_and_killed_end_in_the_bits_of_one(tmp_path):
   assert _kinds(two) == [2, 2, 1]
   found, expected = (whole_run.outcome(w, {'mesh.fsdp': 2}) for w in (two, one))
   assert found == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    'mesh',
+    [
+        {'mesh.data': 2, 'mesh.tensor': 2},
+        # Each process has half of every weight.
+        {'mesh.fsdp': 2, 'mesh.tensor': 2},
+    ],
+)
+def test_two_processes_of_two_devices_that_share_sequences(tmp_path, mesh):
+  changes = mesh | {'trainer.total_training_steps': 3}
+  found = []
+  for count in (1, 2):
+    workdir = tmp_path / str(count)
+    _finish(workdir, count, changes, 2 * _PATIENCE_S, devices=4 // count)
+    assert _kinds(workdir) == [count]
+    found.append(whole_run.outcome(workdir, mesh))
+  one, two = found
+  assert two == one
+  # All were sampled, and trained on, with the same bits.
+  name = 'training/mismatch_token_frac'
+  assert not any(line.get(name, 0.0) for line in two['records'])
 
 
 @pytest.mark.soak
