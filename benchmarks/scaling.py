@@ -57,7 +57,7 @@ _SECONDS = {
     'step': 240,
     'decode': 150,
     'collectives': 60,
-    'large': 240,
+    'large': 300,
     'bits': 120,
     'kill': 180,
 }
@@ -82,7 +82,7 @@ _LARGE_CONFIG = flags.DEFINE_string(
 )
 _LARGE_SHAPE = flags.DEFINE_string('large_shape', 'qwen2.5-32b', 'The same.')
 _LARGE_WORKLOAD = flags.DEFINE_string(
-    'large_workload', '4x8x1024x1', 'The same, of a GPU.'
+    'large_workload', '2x8x1024x1', 'The same, of a GPU.'
 )
 _GPU_GB = flags.DEFINE_enum('gpu_gb', '141', ['80', '141'], 'Of a GPU.')
 _SET = flags.DEFINE_multi_string('set', [], 'SETTING=VALUE of the steps.')
@@ -97,7 +97,6 @@ _AGAIN = flags.DEFINE_bool('again', False, 'Whether to measure all again.')
 _SMALL_MEMORY = {
     'model.master_dtype': 'bfloat16',
     'optim.master_rounding': 'stochastic',
-    'rollout.kv_cache_tokens': 131072,
     'model.remat': 'full',
 }
 _ENDED_S = 60  # docs/scale.md: by then nobody waits for a dead process.
@@ -249,7 +248,8 @@ def _settings(
     settings['rollout.kv_cache_tokens'] = cached
     if _GPU_GB.value == '80':
       settings |= _SMALL_MEMORY
-      settings['rollout.kv_cache_tokens'] *= devices
+      width = 1 if 'kv8' in _VARIANT.value.split('+') else 2
+      settings['rollout.kv_cache_tokens'] = devices * 262144 // width
   settings |= dict(one.split('=', 1) for one in _SET.value)
   return settings | {f'mesh.{axis}': size for axis, size in mesh.items()}
 
@@ -295,12 +295,12 @@ class _Host:
 
   def run(
       self, part: str, command: list[str], layout: Layout, name: str
-  ) -> tuple[pathlib.Path, float]:
-    """Runs a command; returns (folder of its logs, seconds)."""
+  ) -> float:
+    """Runs a command with its logs in a folder; returns the seconds."""
     logs, begin = self.home / name, time.monotonic()
     started = launch.start(command, layout, logs)
     launch.finish(started, logs, self.seconds(part))
-    return logs, time.monotonic() - begin
+    return time.monotonic() - begin
 
   def new(self, name: str) -> pathlib.Path:
     """Returns an empty folder."""
@@ -386,7 +386,7 @@ def _step(host: _Host) -> Iterator[Unit]:
     workdir = host.new(f'step {name}')
     settings = _settings(mesh, workload, shape, 3)
     command = host.command('step', config, workdir, settings)
-    _, spent = host.run(
+    spent = host.run(
         'step', [*command, f'--short={short}'], layout, workdir.name
     )
     row = {'mesh': _name(mesh, (0, 0)), 'gpus': layout[0] * layout[1]}
@@ -535,7 +535,7 @@ def _large_runs(host: _Host) -> Iterator[Unit]:
     workdir = host.new(f'large {_name(mesh, layout)}')
     command = host.command('step', config, workdir, settings)
     try:
-      _, row['start_s'] = host.run('large', command, layout, workdir.name)
+      row['start_s'] = host.run('large', command, layout, workdir.name)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
       return [row | {'error': _short(error)}]  # With the dry run's words.
     facts = host.facts(workdir)
@@ -590,7 +590,7 @@ def _bits(host: _Host) -> Iterator[Unit]:
     workdir = host.new(f'bits {layout[0]}x{layout[1]}')
     mesh = {'data': host.devices}
     command = _small_run(workdir, mesh, 4, str(host.home / 'compiled'))
-    _, spent = host.run('bits', command, layout, workdir.name)
+    spent = host.run('bits', command, layout, workdir.name)
     found = launch.outcome(workdir)
     first.update({} if first else found)
     differ = [k for k in first | found if first.get(k) != found.get(k)]
@@ -622,11 +622,13 @@ def _kill(host: _Host) -> Iterator[Unit]:
     started = launch.start(command, (host.devices, 1), workdir)
     row: dict[str, Any] = {'killed': rank}
     try:
-      end = time.monotonic() + host.seconds('kill')
+      limit, begin = host.seconds('kill'), time.monotonic()
       # A step after a checkpoint has begun and not been saved.
       while len(launch.lines(workdir)) < 5 or not launch.checkpoints(workdir):
-        if time.monotonic() > end or any(p.poll() for p in started):
-          launch.finish(started, workdir, 0.1)
+        if any(one.poll() for one in started):
+          launch.finish(started, workdir, _ENDED_S)
+        if time.monotonic() > begin + limit:
+          raise subprocess.TimeoutExpired(command, limit)
         time.sleep(0.02)
       started[rank].send_signal(signal.SIGKILL)
       killed = time.monotonic()
@@ -775,6 +777,8 @@ def main(argv: list[str]) -> None:
   home = pathlib.Path(_KEEP.value or tempfile.mkdtemp(prefix='scaling_'))
   host = _Host(home.resolve(), [])
   host.rows, host.hardware = _earlier(host.devices)
+  if not (host.home / 'compiled').exists():  # What that part is for.
+    host.rows = [row for row in host.rows if row['part'] != 'prepare']
   done = {(row['part'], row['of']) for row in host.rows}
   left: list[str] = []
   try:
