@@ -278,7 +278,7 @@ class Axes:
       return 0
     return lax.axis_index(_stored_over(self.tensor)) * local_rows
 
-  # --- leaves: from where they are stored to who reads them ----------------
+  # --- leaves: from where they are stored to the devices that read them ----
 
   def gather(self, x: Array, full_dim: int, pieces: Pieces = ()) -> Array:
     """Returns what this device reads of a leaf.
@@ -313,7 +313,7 @@ class Axes:
     Args:
       x: a cotangent of what `gather` returned.
       local_dim: first axis of the part that is stored here.
-      full_dim: of the whole leaf; by default that of x.
+      full_dim: the first axis of the whole leaf; by default that of x.
       pieces: which rows were read.
     """
     if self.devices == 1:
@@ -365,29 +365,33 @@ class Axes:
       done += rows
     return whole
 
-  # --- rows on their way through a forward ---------------------------------
+  # --- rows in a forward pass ----------------------------------------------
 
   def enter(self, x_MI: Array) -> Array:
-    """Returns rows that all devices have, for a dot that they share.
+    """Returns rows that all devices have, before a dot that they share.
 
-    Its derivative adds up what the devices' outputs give.
+    The derivative sums the cotangents of all devices.
     """
-    is_8_bit = x_MI.dtype.itemsize == 1  # Without a derivative.
+    is_8_bit = x_MI.dtype.itemsize == 1  # It has no derivative.
     return x_MI if self.tensor == 1 or is_8_bit else _enter(x_MI)
 
   def gather_inputs(self, x_MI: Array) -> Array:
-    """Returns whole rows, of which each device of `tensor` has some columns.
+    """Returns whole rows; each device of `tensor` has some of their columns.
 
-    For a dot that the devices share: the derivative adds up.
+    It stands before a dot that the devices share, so the derivative sums the
+    cotangents of all devices.
     """
-    return _gather_inputs(x_MI) if self.tensor > 1 else x_MI
+    if self.tensor == 1:
+      return x_MI
+    # Of two, JAX's own derivative adds in any order.
+    return _gather_columns(x_MI) if self.tensor == 2 else _gather_inputs(x_MI)
 
   def scatter_inputs(self, ct_MI: Array) -> Array:
-    """Adds what devices give to whole rows; returns this one's columns."""
+    """Sums cotangents of whole rows over devices; returns its own columns."""
     return _scatter_columns(ct_MI) if self.tensor > 1 else ct_MI
 
-  def gather_turned(self, x_IM: Array) -> Array:
-    """`gather_inputs` of rows turned round; without a derivative."""
+  def gather_transposed(self, x_IM: Array) -> Array:
+    """Does what `gather_inputs` does, for transposed rows; no derivative."""
     if self.tensor == 1:
       return x_IM
     return lax.all_gather(x_IM, TENSOR, axis=0, tiled=True)
@@ -397,17 +401,20 @@ class Axes:
     return _shared_sum(x) if self.tensor > 1 else x
 
   def gather_outputs(self, y_MO: Array) -> Array:
-    """Returns whole rows of a dot that the devices of `tensor` share.
+    """Returns whole rows of the result of a dot that devices share.
 
-    For what all of them compute alike: the derivative is each one's columns.
+    All devices compute alike with the result, so the derivative is this
+    device's columns of the cotangent.
     """
     return _gather_outputs(y_MO) if self.tensor > 1 else y_MO
 
   def add(self, x_MD: Array, y_MO: Array) -> Array:
-    """Returns x + y, [M, D], of whose y each device of `tensor` has columns.
+    """Returns x + y, [M, D]; each device of `tensor` has some columns of y.
 
-    They are added before they are gathered: a GPU's dot adds the residual
-    stream to its float32 result and rounds once, on one device and on several.
+    Args:
+      x_MD: the residual stream.
+      y_MO: what is added, in x's dtype or in float32. The sum is then rounded
+        once, as in a GEMM that adds (`linear.added_dtype`).
     """
     if y_MO.shape == x_MD.shape:
       return x_MD + y_MO
@@ -418,7 +425,7 @@ class Axes:
 
     Args:
       index_M: int32, indices into the whole leaf.
-      rows: of this device's part.
+      rows: number of rows of this device's part.
     """
     if self.tensor == 1:
       return index_M, None
@@ -437,7 +444,7 @@ class Axes:
 ALONE = Axes()
 
 
-# Of two numbers the order does not matter. Of more it does, and collectives
+# The order does not matter for two numbers. For more it does, and collectives
 # choose it: by topology, size and number of processes. So more than two are
 # sent unchanged and added here, in the order of the devices.
 _SMALL = 4096
@@ -552,16 +559,23 @@ def _add_columns(x_MD: Array, y_MO: Array) -> Array:
   columns = y_MO.shape[1]
   start = lax.axis_index(TENSOR) * columns
   mine_MO = lax.dynamic_slice_in_dim(x_MD, start, columns, 1)
-  return _gather_columns(mine_MO + y_MO)
+  if y_MO.dtype != x_MD.dtype:
+    # Else the GEMM would add: in float32, with two more passes over memory.
+    y_MO = lax.optimization_barrier(y_MO)
+  total_MO = mine_MO.astype(y_MO.dtype) + y_MO
+  return _gather_columns(total_MO.astype(x_MD.dtype))
 
 
-_add_columns.defvjp(
-    lambda x_MD, y_MO: (_add_columns(x_MD, y_MO), jnp.zeros(y_MO.shape[1:])),
-    lambda like_O, cotangent: (
-        cotangent,
-        *_gather_outputs_bwd(like_O[None, :], cotangent),
-    ),
-)
+def _add_columns_fwd(x_MD, y_MO):
+  return _add_columns(x_MD, y_MO), jnp.zeros((0, y_MO.shape[1]), y_MO.dtype)
+
+
+def _add_columns_bwd(like, cotangent):
+  (dy_MO,) = _gather_outputs_bwd(like, cotangent)
+  return cotangent, dy_MO.astype(like.dtype)
+
+
+_add_columns.defvjp(_add_columns_fwd, _add_columns_bwd)
 
 
 @jax.custom_vjp

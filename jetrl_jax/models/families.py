@@ -1,6 +1,6 @@
-"""The published shapes that a benchmark may start from random weights.
+"""The published shapes that a run may start from random weights.
 
-A run from a checkpoint reads its config.json instead and never looks here.
+A run from a checkpoint reads its config.json instead.
 """
 
 import functools

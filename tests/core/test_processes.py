@@ -103,7 +103,7 @@ def test_alone_a_process_does_all_and_waits_for_nobody():
     raise StopRequested('SIGTERM')
 
   with pytest.raises(StopRequested):
-    processes.agree('work', stop)
+    processes.stop_together('work', stop)
   with pytest.raises(RuntimeError, match='no disk'):
     processes.fail('no disk')
 

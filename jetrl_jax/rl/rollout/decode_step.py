@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jetrl_jax.core import rng
+from jetrl_jax.core.typing import Array, PRNGKey
 from jetrl_jax.models import logprobs
-from jetrl_jax.models.policy import Policy
+from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.rl.rollout import sampling
 from jetrl_jax.rl.rollout.decode_state import (
     DecodeState,
@@ -27,7 +28,9 @@ from jetrl_jax.rl.rollout.decode_state import (
 )
 
 
-def prefill(policy, params, tokens_PT, lengths_P):
+def prefill(
+    policy: Policy, params: PolicyParams, tokens_PT: Array, lengths_P: Array
+) -> list[tuple[Array, Array]]:
   """Returns the keys and values of prompts, see `Policy.prefill`."""
   return policy.prefill(params, tokens_PT, lengths_P)
 
@@ -36,11 +39,11 @@ def sample(
     policy: Policy,
     config: EngineConfig,
     state: DecodeState,
-    logits_BV,
-    base_key,
-    top_p_B=None,
-):
-  """Returns (token, log mu, log pi, whether it is given) of every slot.
+    logits_BV: Array,
+    base_key: PRNGKey,
+    top_p_B: Array | None = None,
+) -> tuple[Array, Array, Array, Array]:
+  """Returns (token, log mu, log pi, whether it is given), each [B].
 
   A given token is not sampled, and its log mu is its log pi.
 
@@ -50,8 +53,8 @@ def sample(
     state: all slots.
     logits_BV: float32.
     base_key: key with address (seed, step).
-    top_p_B: float32, a top_p of each slot's own, for a config without any
-      truncation. A slot at 1 draws the token that it draws without this.
+    top_p_B: float32, one top_p per slot, for a config that truncates nothing. A
+      slot whose top_p is 1 draws the same token as without this argument.
   """
   greedy_B = state.temperature <= 0
   inverse_B = logprobs.inverse_temperature(state.temperature)
@@ -108,7 +111,12 @@ def sample(
 
 
 def step(
-    policy, config, params, base_key, state: DecodeState, top_p_B=None
+    policy: Policy,
+    config: EngineConfig,
+    params: PolicyParams,
+    base_key: PRNGKey,
+    state: DecodeState,
+    top_p_B: Array | None = None,
 ) -> DecodeState:
   """Takes one decode step in every active slot: decode, sample, write."""
   running = state.active & ~state.preempted
@@ -146,8 +154,15 @@ def step(
 
 
 def generate_compacted(
-    policy, config, steps_per_sync, params, state, slots_N, base_key, steps
-):
+    policy: Policy,
+    config: EngineConfig,
+    steps_per_sync: int,
+    params: PolicyParams,
+    state: DecodeState,
+    slots_N: Array,
+    base_key: PRNGKey,
+    steps: Array,
+) -> DecodeState:
   """Runs `generate` on some slots, as rows of a smaller state.
 
   The other slots take no step. All pages stay in place, because each slot's
@@ -161,7 +176,7 @@ def generate_compacted(
     state: all slots.
     slots_N: int32, each slot once; N is a multiple of 16.
     base_key: key with address (seed, step).
-    steps: most steps.
+    steps: int32 scalar, most steps.
   """
 
   def of_slots(state):
@@ -182,24 +197,31 @@ def generate_compacted(
 
 
 def generate_top_p(
-    policy, config, steps_per_sync, params, state, top_p_B, base_key, steps
-):
-  """Runs `generate` with a top_p of each slot's own, see `sample`."""
+    policy: Policy,
+    config: EngineConfig,
+    steps_per_sync: int,
+    params: PolicyParams,
+    state: DecodeState,
+    top_p_B: Array,
+    base_key: PRNGKey,
+    steps: Array,
+) -> DecodeState:
+  """Runs `generate` with one top_p per slot, see `sample`."""
   return generate(
       policy, config, steps_per_sync, params, state, base_key, steps, top_p_B
   )
 
 
 def generate(
-    policy,
-    config,
-    steps_per_sync,
-    params,
-    state,
-    base_key,
-    steps,
-    top_p_B=None,
-):
+    policy: Policy,
+    config: EngineConfig,
+    steps_per_sync: int,
+    params: PolicyParams,
+    state: DecodeState,
+    base_key: PRNGKey,
+    steps: Array,
+    top_p_B: Array | None = None,
+) -> DecodeState:
   """Takes up to `steps` decode steps; stops early once no slot runs.
 
   Args:
@@ -211,7 +233,7 @@ def generate(
     params: weights and scales.
     state: all slots.
     base_key: key with address (seed, step).
-    steps: most steps, a multiple of `steps_per_sync`.
+    steps: int32 scalar, most steps, a multiple of `steps_per_sync`.
     top_p_B: see `sample`.
   """
 

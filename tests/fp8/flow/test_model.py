@@ -295,7 +295,9 @@ def _kernels(layers: int) -> dict[str, int]:
   state = tiny_run.state_shapes(of)
 
   def update(state, batch, temperature):
-    of_leaves = gradients.objective(of, LOSS, state, batch, temperature)
+    of_leaves = gradients.differentiable_loss(
+        of, LOSS, state, batch, temperature
+    )
     return jax.grad(of_leaves, argnums=(0, 1), has_aux=True)(
         state.trainable, state.fp8_state
     )

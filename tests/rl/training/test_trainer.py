@@ -86,7 +86,7 @@ def live(done, tmp_path_factory):
   shutil.rmtree(workdir / 'checkpoints' / '6')
   trainer = whole_run.trainer(workdir)
   with trainer.spec.make_rewards() as trainer.pool:
-    state, step = trainer._start()
+    state, step = trainer._resume_or_start()
     assert step == 4
     exp = replay.load_experience(
         done / 'rollouts' / '000005.npz',
@@ -267,6 +267,11 @@ def test_what_is_not_measured_changes_no_weight(live):
   assert len(scored) == len(all_scored) // 2
   for i, values in scored.items():
     np.testing.assert_array_equal(values, all_scored[i])
+  # Recomputed log-probs are there for all.
+  _, _, recomputed = live.learn(
+      measure_mismatch='first', old_logprobs='recompute'
+  )
+  assert len(recomputed) == len(all_scored)
 
 
 def test_fewer_and_longer_rows_change_no_bit_of_a_log_prob(live):
