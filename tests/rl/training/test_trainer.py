@@ -507,6 +507,7 @@ def test_the_reference_is_the_start_and_is_there_again_after_a_stop(tmp_path):
   assert (tmp_path / 'config.json').read_bytes() == config
 
 
+@pytest.mark.slow
 def test_a_bf16_run_with_a_frozen_embedding_and_a_cut_sampler(tmp_path):
   # Every program compiles once more.
   changes = {
