@@ -610,12 +610,24 @@ CASES = [
     *_sampled(),
     *_swiglus(),
 ]
-_ALL = [
-    pytest.param(case, name, id=f'{case.operation} {name}: {case.name}')
-    for case in CASES
-    for name in dispatch.TABLE[case.operation]
-    if name != dispatch.REFERENCE
-]
+# Interpreted, these take seconds each; tests/kernels/test_<operation>.py has
+# their kernels interpreted too.
+_SLOW = ('adamw', 'attention', 'decode_attention', 'mlp', 'sample_token')
+
+
+def _pairs(slow: tuple[str, ...] = ()) -> list:
+  """Each case with each implementation; `slow` are operations."""
+  return [
+      pytest.param(
+          case,
+          name,
+          id=f'{case.operation} {name}: {case.name}',
+          marks=[pytest.mark.slow] if case.operation in slow else [],
+      )
+      for case in CASES
+      for name in dispatch.TABLE[case.operation]
+      if name != dispatch.REFERENCE
+  ]
 
 
 def test_every_operation_with_an_implementation_has_a_case():
@@ -649,7 +661,7 @@ def _check(case: Case, name: str) -> None:
   case.compare(found, wanted)
 
 
-@pytest.mark.parametrize('case, name', _ALL)
+@pytest.mark.parametrize('case, name', _pairs(_SLOW))
 def test_an_implementation_computes_what_its_reference_does(case, name):
   if on_gpu():
     pytest.skip('the next test has them compiled')
@@ -659,7 +671,7 @@ def test_an_implementation_computes_what_its_reference_does(case, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize('case, name', _ALL)
+@pytest.mark.parametrize('case, name', _pairs())
 def test_compiled_it_computes_what_its_reference_does(case, name):
   try:
     dispatch.select(f'{case.operation}={name}')

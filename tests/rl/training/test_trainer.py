@@ -536,6 +536,7 @@ def test_a_bf16_run_with_a_frozen_embedding_and_a_cut_sampler(tmp_path):
   assert 'embed' not in state.trainable
 
 
+@pytest.mark.slow
 def test_seeded_scores_and_lengths_need_no_rewards_and_no_stops(tmp_path):
   # No stop tokens: the rollout's loop compiles once more. And few pages.
   changes = {
