@@ -503,6 +503,7 @@ def test_the_reference_is_the_start_and_is_there_again_after_a_stop(tmp_path):
   assert (tmp_path / 'config.json').read_bytes() == config
 
 
+@pytest.mark.slow
 def test_a_bf16_run_with_a_frozen_embedding_and_a_cut_sampler(tmp_path):
   # Every program compiles once more.
   changes = {
@@ -531,6 +532,7 @@ def test_a_bf16_run_with_a_frozen_embedding_and_a_cut_sampler(tmp_path):
   assert 'embed' not in state.trainable
 
 
+@pytest.mark.slow
 def test_seeded_scores_and_lengths_need_no_rewards_and_no_stops(tmp_path):
   # No stop tokens: the rollout's loop compiles once more. And few pages.
   changes = {
