@@ -29,8 +29,10 @@ SHAPES = {
     'qwen2.5-0.5b': families.QWEN2_5_0_5B,
     'qwen2.5-7b': families.QWEN2_5_7B,
     'qwen2.5-14b': families.QWEN2_5_14B,
+    'qwen2.5-32b': families.QWEN2_5_32B,
     'qwen3-8b': families.QWEN3_8B,
     'llama-3.1-8b': families.LLAMA_3_1_8B,
+    'llama-3.1-70b': families.LLAMA_3_1_70B,
 }
 
 

@@ -192,7 +192,7 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
         ),
         (
             {'model.shape': 'gpt-2', 'model.path': ''},
-            "model.shape is 'gpt-2'; allowed: ['llama-3.1-8b', 'qwen2.5-0.5b',",
+            "model.shape is 'gpt-2'; allowed: ['llama-3.1-70b', 'llama-",
         ),
         ({'model.path': ''}, 'model.path is empty; give a Hugging Face'),
         (

@@ -37,12 +37,7 @@ from jetrl_jax.rl.rollout.buckets import (
     round_up,
     steps_per_sync,
 )
-from jetrl_jax.rl.rollout.decode_state import (
-    DecodeState,
-    EngineConfig,
-    Prefix,
-    StepResult,
-)
+from jetrl_jax.rl.rollout.decode_state import DecodeState, EngineConfig, Prefix
 from jetrl_jax.rl.rollout.kv_pages import PageAllocator
 from jetrl_jax.rl.rollout.responses import Responses
 
@@ -63,13 +58,14 @@ def local_share(
     mesh: all devices.
   """
   local = sharding.local_mesh(mesh)
-  whole = pages_config(config, policy.axes.size, policy.tile)
+  axes, size = sharding.axes_of(local), policy.axes.size
+  whole = pages_config(config, size, policy.tile)
   config = dataclasses.replace(
       config,
-      num_slots=whole.num_slots // mesh.size * local.size,
-      kv_cache_tokens=whole.pages_per_device * whole.page_size * local.size,
+      num_slots=whole.num_slots // size * axes.size,
+      kv_cache_tokens=whole.pages_per_device * whole.page_size * axes.size,
   )
-  policy = dataclasses.replace(policy, axes=sharding.axes_of(local))
+  policy = dataclasses.replace(policy, axes=axes)
   return policy, config, local
 
 
@@ -147,10 +143,6 @@ class Engine:
           function, mesh, (into, *specs), into, donate_argnums=(0,)
       )
 
-    def copying(to: Mesh):
-      # The devices copy directly; `jax.device_put` would go through the host.
-      return jax.jit(lambda x: x, out_shardings=NamedSharding(to, P()))
-
     # `idle` holds no reference to the engine, which holds parameters. It only
     # makes zeros, so it needs no pinned compile options; with those the dry run
     # could not ask for its shapes.
@@ -158,8 +150,9 @@ class Engine:
         decode_states.idle, policy, self.config, self.pages.config
     )
     self._idle = jax.jit(idle, out_shardings=state_sharding)
-    self._copy = copying(mesh)
-    self._copy_to_all_processes = copying(self.run_mesh)
+    # The devices copy directly; `jax.device_put` would go through the host.
+    self._copy = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+    self._join: Callable | None = None
     self._place: Callable | None = None
     self._insert = filling(
         decode_states.insert, self._state_spec, prefix_spec, *[P()] * 6
@@ -184,7 +177,7 @@ class Engine:
     if self.run_mesh is not self.mesh:
       if axes.fsdp < self.run_policy.axes.fsdp:
         # No process has all parts, so they travel between processes.
-        params = self._copy_to_all_processes(params)
+        params = self._join_parts(params)
       params = sharding.on_local_mesh(params, self.mesh)
     if axes.stored == 1:
       return params
@@ -199,6 +192,25 @@ class Engine:
           self._params_spec,
       )
     return self._place(params)
+
+  def _join_parts(self, params: PolicyParams) -> PolicyParams:
+    """Returns parameters that each process has whole, on the run's devices.
+
+    With tensor parallelism a device has the rows that it stores in `mesh`.
+    """
+    if self._join is None:
+
+      def joined(spec: P) -> NamedSharding:
+        parts = P() if spec == P() else P(sharding.TENSOR)
+        return NamedSharding(self.run_mesh, parts)
+
+      where = jax.tree.map(
+          joined,
+          sharding.tree_specs(params, self.mesh),
+          is_leaf=lambda node: isinstance(node, P),
+      )
+      self._join = jax.jit(lambda params: params, out_shardings=where)
+    return self._join(params)
 
   def _as_compiled(self, params: PolicyParams) -> PolicyParams:
     """Returns the parameters in the layout that the programs take."""
@@ -359,8 +371,13 @@ class Engine:
 
   def generate(
       self, params: PolicyParams, decode_state: DecodeState
-  ) -> tuple[DecodeState, StepResult]:
-    """Takes one decode step in all active slots."""
+  ) -> tuple[DecodeState, Array]:
+    """Takes one decode step in all active slots.
+
+    Returns:
+      (state, int32 [slots, 3]: the token, 1 if the slot took a step, and its
+      response tokens so far; one array, so that one copy to the host does).
+    """
     decode_state, _ = self._with_pages(params, decode_state, 1)
     was_active = decode_state.active & ~decode_state.preempted
     state = self._decode(
@@ -370,16 +387,10 @@ class Engine:
         base_key=self._base_key,
         steps=1,
     )
-    last = jnp.maximum(state.emitted - 1, 0)[:, None]
-
-    def pick(x):
-      return jnp.take_along_axis(x, last, axis=1)[:, 0]
-
-    data = jnp.stack(
-        [pick(state.tokens), was_active.astype(jnp.int32), state.emitted], 1
-    )
-    return state, StepResult(
-        data=data, log_prob=pick(state.logprobs), log_mu=pick(state.log_mu)
+    last_B1 = jnp.maximum(state.emitted - 1, 0)[:, None]
+    token_B = jnp.take_along_axis(state.tokens, last_B1, axis=1)[:, 0]
+    return state, jnp.stack(
+        [token_B, was_active.astype(jnp.int32), state.emitted], 1
     )
 
   def generate_block(
