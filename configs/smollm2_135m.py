@@ -1,4 +1,4 @@
-r"""Learns to answer sums with SmolLM2-135M-Instruct: a real model, small.
+r"""GRPO on sums with SmolLM2-135M-Instruct: a real model, small.
 
 python -m jetrl_jax.main --config=configs/smollm2_135m.py \
     --config.model.path=HuggingFaceTB/SmolLM2-135M-Instruct \
