@@ -44,7 +44,7 @@ from jetrl_jax.kernels import (
     swiglu,
 )
 from jetrl_jax.kernels.adamw.reference import fp8_codec
-from jetrl_jax.kernels.add_norm_quantize import joined
+from jetrl_jax.kernels.add_norm_quantize import forward as add_norm_quantize
 from jetrl_jax.kernels.attention import flash_attention
 from jetrl_jax.kernels.block_scaled_dot import block_dot
 from jetrl_jax.kernels.decode_attention import decode_attention
@@ -196,7 +196,9 @@ def _decode(model, rows: int) -> list[Case]:
           'add_norm_quantize',
           name,
           norm,
-          lambda x, gain, added: joined(x, gain, 1e-6, _scalar(-6), added),
+          lambda x, gain, added: add_norm_quantize(
+              x, gain, 1e-6, _scalar(-6), added
+          ),
       ),
       Case(
           'swiglu',
@@ -288,7 +290,7 @@ def _training(model, tokens: int) -> list[Case]:
     return master, gradient, codec.encode(mu), codec.encode(nu), numbers
 
   def moved(*args):
-    return adamw.move(*args, None, b1=0.9, b2=0.99, eps=1e-8, decay=0.1)
+    return adamw.update(*args, None, b1=0.9, b2=0.99, eps=1e-8, decay=0.1)
 
   recipe = Recipe()
 
@@ -317,7 +319,7 @@ def _training(model, tokens: int) -> list[Case]:
           'add_norm_quantize',
           name,
           lambda: (_noise(tokens, dim), _noise(dim, seed=2)),
-          lambda x, gain: joined(x, gain, 1e-6, _scalar(-6)),
+          lambda x, gain: add_norm_quantize(x, gain, 1e-6, _scalar(-6)),
       ),
       Case(
           'swiglu',

@@ -757,7 +757,9 @@ class Bench:
       for dots in ((), *choices):
         policy = reference
         if dots:
-          policy = self.of(self.programs['default'].policy.recipe.keeping(dots))
+          policy = self.of(
+              self.programs['default'].policy.recipe.with_high_precision(dots)
+          )
           fp8_state = scaling_state.restrict(state.fp8_state, policy.recipe)
           sides[dots] = train_state.with_weights(
               policy,

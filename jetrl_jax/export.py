@@ -29,7 +29,7 @@ from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
 from jetrl_jax.rl.run import calibration
 
 _FP8 = 'fp8_delayed'
-# Of the calibration; as many sequences are decoded at once.
+# Sequences of the calibration; all are decoded at once.
 _SLOTS = 16
 _PROMPT_TOKENS = 1024
 
@@ -59,7 +59,7 @@ def export(values: dict[str, Any]) -> str:
   """Exports one step of a run, or a checkpoint in another format.
 
   Args:
-    values: of every flag.
+    values: the values of every flag.
 
   Returns:
     What was exported, in words.
@@ -79,7 +79,7 @@ def export(values: dict[str, Any]) -> str:
     scales = _input_scales(found.state.fp8_state)
   else:
     tree, scales = _masters(found), None
-  # Of several processes each has a part of the arrays, and one writes.
+  # With several processes each has a part of the arrays, and one writes.
   tree = sharding.whole_in_first(tree)
   if processes.is_first():
     models.save_checkpoint(

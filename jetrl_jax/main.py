@@ -16,7 +16,7 @@ from absl import flags, logging
 
 from jetrl_jax import report
 from jetrl_jax.checkpoint import restore
-from jetrl_jax.config import build as configs
+from jetrl_jax.config import build
 from jetrl_jax.config import flags as config_flags
 from jetrl_jax.core import compilation, processes
 from jetrl_jax.core.files import user_path
@@ -54,10 +54,10 @@ def main() -> None:
   workdir = user_path(_WORKDIR.value or f'runs/{config_flags.file().stem}')
   if _DRY_RUN_DEVICE.value and not _DRY_RUN.value:
     raise ValueError('--dry_run_device trains nothing: give --dry_run with it')
-  config: configs.Config = config_flags.load()
+  config: build.Config = config_flags.load()
   _check_purpose(config)
   compilation.keep_compiled(config.compile_cache_dir)
-  spec = configs.build(config)
+  spec = build.build(config)
   if _DRY_RUN.value:
     problems = dry_run_checks.dry_run(spec, workdir, _DRY_RUN_DEVICE.value)
     sys.exit(dry_run_checks.report(problems))
@@ -94,7 +94,7 @@ def main() -> None:
       logging.warning('The run is done, but not all is told of it: %s', error)
 
 
-def _check_purpose(config: configs.Config) -> None:
+def _check_purpose(config: build.Config) -> None:
   """Refuses a warm start's config, which would train from random weights."""
   if config.sft.output:
     raise ValueError(

@@ -5,6 +5,7 @@ learning, with the likelihood of written answers as the objective. Writes a
 Hugging Face checkpoint to config.sft.output.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from jetrl_jax.models import invariant_scaling
 from jetrl_jax.models.hf.save import check_carried, check_target
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim.apply import merge
+from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import packing
 from jetrl_jax.rl.objective import supervised_loss
 from jetrl_jax.rl.run import fp8_support, train_state
@@ -199,21 +201,64 @@ def train(config, workdir: pathlib.Path) -> None:
   if policy.recipe.is_delayed:
     calibration = Calibration(policy, mesh, state)
     state = calibration.fill(state, next_batch(), 1.0)
-  is_first, timer = processes.is_first(), Timer()
-  writer = None
-  if is_first:
-    writer = MetricWriter(workdir, tensorboard=False)
-    writer.truncate_after(-1)
-  infos, skipped = [], 0
+  with contextlib.ExitStack() as at_end:
+    writer = None
+    if processes.is_first():
+      writer = at_end.enter_context(
+          contextlib.closing(MetricWriter(workdir, tensorboard=False))
+      )
+      writer.truncate_after(-1)
+    most_skipped = min(config.trainer.max_skipped_updates, steps)
+    state = _update(state, step, next_batch, steps, most_skipped, writer)
+  output = user_path(config.sft.output)
+  masters = invariant_scaling.unfold(
+      merge(state.trainable, state.frozen), config.precision.invariant_scale
+  )
+  # With several processes each has a part of them, and one writes.
+  masters = sharding.whole_in_first(masters)
+  if not processes.is_first():
+    return
+  models.save_checkpoint(
+      output,
+      masters,
+      policy.model,
+      source_folder=folder,
+      tokenizer_folder=tokenizer.folder,
+  )
+  print(f'Wrote {output}')
+
+
+def _update(
+    state: TrainState,
+    programs: UpdatePrograms,
+    next_batch: Callable[[], list[TrainBatch]],
+    steps: int,
+    most_skipped: int,
+    writer: MetricWriter | None,
+) -> TrainState:
+  """Takes all optimiser steps; writes their metrics every ten steps.
+
+  Args:
+    state: the masters to start from; donated.
+    programs: the compiled update.
+    next_batch: returns the micro-batches of the next optimiser step.
+    steps: optimiser steps to take.
+    most_skipped: skipped updates in a row that end the run.
+    writer: takes the metrics; None in all processes but the first.
+
+  Raises:
+    RuntimeError: `most_skipped` updates in a row were not finite.
+  """
+  infos, skipped, timer = [], 0, Timer()
   for i in range(steps):
-    gradients = step.zero_gradients(state)
+    gradients = programs.zero_gradients(state)
     for batch in next_batch():
-      gradients, _, _ = step.accumulate(
+      gradients, _, _ = programs.accumulate(
           state, gradients, batch, jnp.float32(1.0)
       )
-    state, info = step.apply(state, gradients)
+    state, info = programs.apply(state, gradients)
     state = dataclasses.replace(
-        state, fp8_state=step.roll_inputs(state.fp8_state)
+        state, fp8_state=programs.roll_inputs(state.fp8_state)
     )
     infos.append(info)
     if (i + 1) % 10 == 0 or i + 1 == steps:
@@ -224,29 +269,10 @@ def train(config, workdir: pathlib.Path) -> None:
       logging.info('step %d/%d loss %.4f', i + 1, steps, metrics['sft/loss'])
       for info in infos:
         skipped = 0 if info.applied else skipped + 1
-      if skipped >= min(config.trainer.max_skipped_updates, steps):
-        if writer is not None:
-          writer.close()
+      if skipped >= most_skipped:
         raise RuntimeError(f'{not_finite(skipped, info)} Nothing was exported.')
       infos = []
-  if writer is not None:
-    writer.close()
-  output = user_path(config.sft.output)
-  masters = invariant_scaling.unfold(
-      merge(state.trainable, state.frozen), config.precision.invariant_scale
-  )
-  # Of several processes each has a part of them, and one writes.
-  masters = sharding.whole_in_first(masters)
-  if not is_first:
-    return
-  models.save_checkpoint(
-      output,
-      masters,
-      policy.model,
-      source_folder=folder,
-      tokenizer_folder=tokenizer.folder,
-  )
-  print(f'Wrote {output}')
+  return state
 
 
 def main() -> None:

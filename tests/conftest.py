@@ -32,6 +32,12 @@ def pytest_addoption(parser):
         f'--run-{mark}', action='store_true', help=f'run tests marked {mark}'
     )
   parser.addoption(
+      '--soak-minutes',
+      type=float,
+      default=float('inf'),
+      help='after so many no further kill of a run is begun',
+  )
+  parser.addoption(
       '--run-gpu',
       action='store_true',
       help='leave the platform to JAX and run the tests marked gpu',

@@ -12,8 +12,8 @@ from jetrl_jax.kernels import dispatch
 
 # What runs a kernel, by module: each can be interpreted.
 _ENTRIES = {
-    'add_norm_quantize.triton': ['rms_norm_kernel'],
-    'adamw.triton': ['move'],
+    'add_norm_quantize.triton': ['forward'],
+    'adamw.triton': ['update'],
     'attention.mosaic_sm90': ['forward'],
     'attention.mosaic_backward_sm90': ['backward'],
     'attention.triton': ['forward'],

@@ -161,7 +161,9 @@ def restored(
 
   def like(host_state):
     kept = GuardState.of_checkpoint(host_state).high_precision
-    return train_state.without_weights(initialize.abstract(spec.keeping(kept)))
+    return train_state.without_weights(
+        initialize.abstract(spec.with_high_precision(kept))
+    )
 
   found = restore.restore(workdir / 'checkpoints', like, step)
   assert found is not None

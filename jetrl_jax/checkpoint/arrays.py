@@ -104,7 +104,7 @@ def writer(options: dict[str, Any]) -> ocp.AsyncCheckpointer:
   """Returns Orbax's writer, for one process or several.
 
   Args:
-    options: of `ocp.PyTreeCheckpointHandler`.
+    options: the options of `ocp.PyTreeCheckpointHandler`.
   """
   together = _processes()
   return ocp.AsyncCheckpointer(

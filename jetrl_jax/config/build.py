@@ -1,8 +1,7 @@
 """From a ConfigDict to the parts of a run: where the config stops.
 
-Everything is checked here, before any
-compute: unknown names, values out of range, files that are not there,
-settings that contradict each other.
+Everything is checked here, before any compute: unknown names, values out of
+range, missing files, and settings that contradict each other.
 """
 
 import contextlib
@@ -21,6 +20,7 @@ from jetrl_jax.config import model as config_model
 from jetrl_jax.config import presets as config_presets
 from jetrl_jax.config.sections import Config, take
 from jetrl_jax.core.files import user_path
+from jetrl_jax.core.typing import PyTree
 from jetrl_jax.data import PromptDataset, Tokenizer, load_examples
 from jetrl_jax.data.settings import DataConfig
 from jetrl_jax.metrics.wandb import WandbConfig
@@ -100,7 +100,7 @@ def data_config(
   """Returns how rows become prompts of a policy.
 
   Args:
-    config: of the run that made a policy; None for a checkpoint.
+    config: the config of the run that made a policy; None for a checkpoint.
     tokenizer: the policy's.
     max_prompt_length: for a checkpoint, which does not say.
   """
@@ -121,7 +121,7 @@ def check_ids(
   vocabulary only what is used counts: a toy tokenizer dry-runs a large model.
 
   Args:
-    tokenizer: of the run.
+    tokenizer: the tokenizer of the run.
     token_lists: all that is fed: prompts, or prompts with their answers.
     vocab_size: rows of the model's embedding.
 
@@ -301,6 +301,25 @@ def _check_fits(
     )
 
 
+def _check_recipes(
+    policy: Policy,
+    rollout_policy: Policy,
+    val_recipes: tuple[str, ...],
+    shapes: PyTree,
+) -> None:
+  """Refuses a recipe that cannot quantise this model's kernels."""
+  for setting, one in (
+      ('precision.recipe', policy),
+      ('precision.rollout_recipe', rollout_policy),
+      *(
+          ('trainer.val_recipes', config_model.renamed(policy, name))
+          for name in val_recipes
+      ),
+  ):
+    with config_model.naming(setting):
+      config_model.check_kernels(one, shapes)
+
+
 def build(config: Config) -> RunSpec:
   """Builds all parts of a training run.
 
@@ -347,16 +366,7 @@ def build(config: Config) -> RunSpec:
   make_params, shapes = config_model.parameters(config, policy, mesh, folder)
   sampling = config_model.rollout_policy(config, policy)
   config_model.check_patterns(policy, shapes, tuple(config.model.freeze))
-  for setting, one in (
-      ('precision.recipe', policy),
-      ('precision.rollout_recipe', sampling),
-      *(
-          ('trainer.val_recipes', config_model.renamed(policy, name))
-          for name in run.val_recipes
-      ),
-  ):
-    with config_model.naming(setting):
-      config_model.check_kernels(one, shapes)
+  _check_recipes(policy, sampling, run.val_recipes, shapes)
   return RunSpec(
       policy=policy,
       rollout_policy=sampling,

@@ -1,8 +1,9 @@
-"""Settings that are fine alone and make no sense, or do nothing, together.
+"""Settings that are fine alone, but together make no sense or do nothing.
 
-What each record can see by itself it refuses itself (`LossConfig`,
-`AlgorithmConfig`); this is for what lies between them. What would compute
-another thing than its name says is refused, what is merely unread is warned of.
+A dataclass refuses what it can see by itself (`LossConfig`, `AlgorithmConfig`).
+This file compares the settings of several. It refuses a combination that would
+compute something else than its name says, and warns of a setting that is not
+read.
 """
 
 import dataclasses
@@ -49,12 +50,6 @@ def check(
         ' seeded scores judge nothing, so no group would ever have mixed'
         ' outcomes; switch one of them off'
     )
-  if run.measure_mismatch == 'first' and algorithm.old_logprobs == 'recompute':
-    raise ValueError(
-        "trainer.measure_mismatch is 'first' and algorithm.old_logprobs is"
-        " 'recompute', which computes the log-probs of every token: set"
-        " measure_mismatch='all', or old_logprobs='rollout' in a unified flow"
-    )
   for sentence in unread(loss, algorithm):
     logging.warning('%s', sentence)
 
@@ -63,7 +58,7 @@ def warn_of_rate(lr: float) -> None:
   """Warns of a learning rate that leaves nothing of the weights.
 
   Args:
-    lr: of AdamW, which moves a weight by about as much at each update.
+    lr: the learning rate; AdamW moves a weight by about as much at each update.
   """
   if lr > _LARGEST_RATE:
     logging.warning(

@@ -2,9 +2,9 @@
 
 FILE may be the name of an example config, such as quickstart.
 
-A config file is the user's code and can raise anything; a mistake in it, or in
-a flag, is answered with one sentence that names the place and, for an unknown
-name, the nearest known one. Never with a traceback.
+A config file is the user's code and can raise anything. A mistake in it, or in
+a flag, is answered with one sentence and never with a traceback. The sentence
+names the place and, for an unknown name, the nearest known one.
 """
 
 import difflib

@@ -1,16 +1,17 @@
-"""A trained policy, from where it is kept: a run's workdir or a checkpoint.
+"""Loads a trained policy from a run's workdir or from a checkpoint.
 
-A run's workdir gives exactly what the run sampled with: its recipe, and the
-FP8 weights and activation scales of the step. So does an FP8 checkpoint that
-`jetrl_jax.export` wrote, computed in the dtype of what is not FP8 there. Any
-other Hugging Face checkpoint holds no activation scales and is read in
-bfloat16.
+A run's workdir gives exactly what the run sampled with: its recipe, and the FP8
+weights and activation scales of the step. An FP8 checkpoint that
+`jetrl_jax.export` wrote gives the same, computed in the dtype of its tensors
+that are not FP8. Any other Hugging Face checkpoint holds no activation scales
+and is read in bfloat16.
 """
 
 import dataclasses
 import math
 import pathlib
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from jetrl_jax import fp8, models
 from jetrl_jax.checkpoint import restore as checkpoint
 from jetrl_jax.config import build as configs
 from jetrl_jax.config import model as config_model
+from jetrl_jax.config.sections import Config
 from jetrl_jax.core import compilation, processes, sharding
 from jetrl_jax.core.files import user_path
 from jetrl_jax.data import PromptFormat, Tokenizer
@@ -52,7 +54,7 @@ class SavedPolicy:
     policy: decoder and recipe.
     mesh: devices.
     params: compute weights and scales.
-    tokenizer: of the checkpoint.
+    tokenizer: the tokenizer of the checkpoint.
     prompt_format: from a question to the text that the policy has learnt on.
     max_prompt_length: tokens.
     max_response_length: tokens.
@@ -77,7 +79,7 @@ class Restored:
     policy: decoder and recipe.
     mesh: devices.
     state: masters, compute weights and scales; no optimiser state.
-    config: of the run; None for a checkpoint.
+    config: the config of the run; None for a checkpoint.
     folder: the Hugging Face checkpoint it began from; None from random
       weights of a named shape.
     calibrated: False where FP8 was asked for and no activation scales are
@@ -99,7 +101,7 @@ def load(path: str, *, step: int | None = None) -> SavedPolicy:
 
   Args:
     path: a run's workdir, a Hugging Face checkpoint's folder, or its id.
-    step: of a run's checkpoints; by default the newest good one.
+    step: which checkpoint of a run; by default the newest good one.
 
   Raises:
     ValueError: the path is neither, or what is there cannot be read; `step`
@@ -174,33 +176,33 @@ def restore(
   return _of_checkpoint(models.resolve_checkpoint(path), recipe)
 
 
-def _of_run(
-    workdir: pathlib.Path, step: int | None, recipe: str | None
-) -> Restored:
-  config = configs.read(workdir / 'config.json')
-  try:
-    with config.unlocked():
-      if not _fits(math.prod(config.mesh.values())):
-        # The policy is the same on any number of devices.
-        config.mesh.data, config.mesh.fsdp = _all_devices(), 1
-        config.mesh.tensor = 1
-    _keep_compiled(config.compile_cache_dir)
-    policy, mesh, folder = config_model.build_policy(config)
-    policy = run_precision.resolve(
-        workdir, policy, config.precision.invariant_scale
-    )
-    _, shapes = config_model.parameters(config, policy, mesh, folder)
-    freeze = tuple(config.model.freeze)
-    # Its schedule is not part of its state: any number of steps after the
-    # warmup will do.
-    steps = config.optim.lr_warmup_steps + 1
-    optimizer = configs.optimizer_config(config, steps).build()
-  except (AttributeError, KeyError) as error:
-    raise ValueError(
-        f'{workdir}/config.json lacks a setting, {error}: another version wrote'
-        ' it. Add the setting with the value that the run had'
-        ' (docs/configuration.md)'
-    ) from error
+def _parts_of_run(
+    config: Config, workdir: pathlib.Path
+) -> tuple[
+    Policy, Mesh, pathlib.Path | None, Callable[[dict[str, Any]], TrainState]
+]:
+  """Returns (policy, mesh, checkpoint folder, host state -> state's shapes).
+
+  Args:
+    config: the run's config; its mesh becomes one that this machine has.
+    workdir: the run's folder.
+  """
+  with config.unlocked():
+    if not _fits(math.prod(config.mesh.values())):
+      # The policy is the same on any number of devices.
+      config.mesh.data, config.mesh.fsdp = _all_devices(), 1
+      config.mesh.tensor = 1
+  _keep_compiled(config.compile_cache_dir)
+  policy, mesh, folder = config_model.build_policy(config)
+  policy = run_precision.resolve(
+      workdir, policy, config.precision.invariant_scale
+  )
+  _, shapes = config_model.parameters(config, policy, mesh, folder)
+  freeze = tuple(config.model.freeze)
+  # The learning rate's schedule is not part of the optimiser's state: any
+  # number of steps after the warmup will do.
+  steps = config.optim.lr_warmup_steps + 1
+  optimizer = configs.optimizer_config(config, steps).build()
 
   def like(host_state: dict[str, Any]) -> TrainState:
     trained, sampling = _sides(host_state, policy, config)
@@ -213,6 +215,21 @@ def _of_run(
         sampling.recipe if sampling != trained else None,
     )
 
+  return policy, mesh, folder, like
+
+
+def _of_run(
+    workdir: pathlib.Path, step: int | None, recipe: str | None
+) -> Restored:
+  config = configs.read(workdir / 'config.json')
+  try:
+    policy, mesh, folder, like = _parts_of_run(config, workdir)
+  except (AttributeError, KeyError) as error:
+    raise ValueError(
+        f'{workdir}/config.json lacks a setting, {error}: another version wrote'
+        ' it. Add the setting with the value that the run had'
+        ' (docs/configuration.md)'
+    ) from error
   restored = checkpoint.restore(
       workdir / 'checkpoints',
       lambda host_state: train_state.without_weights(like(host_state)),
@@ -228,7 +245,7 @@ def _of_run(
   )
   policy, rollout_policy = _sides(restored.host_state, policy, config)
   if rollout_policy != policy and recipe != policy.recipe.name:
-    # What the run sampled with.
+    # The policy that the run sampled with.
     policy, found = rollout_policy, mixed_flow.as_rollout(found)
   trained = policy.recipe.name
   policy = config_model.renamed(policy, recipe or trained)
@@ -263,12 +280,14 @@ def _sides(
   """Returns training's policy and the rollout's, at one checkpoint.
 
   Args:
-    host_state: of the checkpoint.
+    host_state: the host state of the checkpoint.
     policy: that the run's start settled.
-    config: of the run.
+    config: the config of the run.
   """
   dots = GuardState.of_checkpoint(host_state).high_precision
-  policy = dataclasses.replace(policy, recipe=policy.recipe.keeping(dots))
+  policy = dataclasses.replace(
+      policy, recipe=policy.recipe.with_high_precision(dots)
+  )
   return policy, config_model.rollout_policy(config, policy)
 
 

@@ -1,9 +1,9 @@
 """A config against the defaults: its names, and the type of every value.
 
-ConfigDict refuses a wrong type where a default has one, but not None in place
-of any value, not the entries of a tuple, and neither NaN nor infinity, which
-pass every comparison that follows. Ranges are the business of the records that
-`build.py` builds.
+If a default has a type, ConfigDict refuses values of another type. But it lets
+None through for any value, does not look at the entries of a tuple, and accepts
+NaN and infinity, which pass every later comparison. Ranges are checked by the
+dataclasses that `build.py` builds.
 """
 
 import difflib
@@ -35,7 +35,7 @@ def check(
   """Refuses what the base config has no name or no type for.
 
   Args:
-    config: of a run.
+    config: the config of a run.
     base: every name with its default; an empty tuple is one of texts.
 
   Raises:

@@ -163,7 +163,7 @@ def take(owner: Callable[..., Record], config: Config, **more) -> Record:
 
   Args:
     owner: the dataclass.
-    config: of a run.
+    config: the config of a run.
     **more: fields that are no settings of its own.
 
   Raises:

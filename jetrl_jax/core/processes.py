@@ -2,11 +2,10 @@
 
 A launcher (Slurm, Open MPI, Kubernetes, or three variables set by hand) starts
 the same command several times. `start` joins them through `jax.distributed`.
-Then all processes compile and run the same programs over one mesh. What is only
-on the host, such as sampled responses and their rewards, passes through
-`together`, after which every process knows the same and decides the same. A
-single process needs nothing of this, and every function here then does its
-plain work.
+Then all processes compile and run the same programs over one mesh. What exists
+only on the host, such as sampled responses and their rewards, passes through
+`together`. After it every process knows the same and decides the same. In a run
+of a single process every function here just does its work.
 
     together      every process works, then each gets the results of all
     from_first    process 0 works, the others get its result
@@ -37,8 +36,10 @@ from jax.experimental import multihost_utils
 from jetrl_jax.core import interrupt
 from jetrl_jax.core.interrupt import StopRequested
 
-# JAX has no public name for the key-value store of jax.distributed. Its public
-# collectives need the devices, which a stopped or hanging process holds up.
+# The key-value store of jax.distributed. JAX has no public name for it, and
+# neither has Orbax, which uses this one too. The public collectives
+# (`multihost_utils`) need the devices, which a stopped or hanging process
+# blocks, so they cannot tell which process that is.
 from jax._src import distributed  # isort: skip
 
 T = TypeVar('T')
@@ -310,7 +311,7 @@ def from_first(what: str, work: Callable[[], T]) -> T:
   return together(what, first)[0]  # type: ignore[return-value]
 
 
-def agree(what: str, check: Callable[[], None]) -> None:
+def stop_together(what: str, check: Callable[[], None]) -> None:
   """Raises in all processes the request to stop that `check` raises in one."""
   together(what, check)
 
@@ -360,14 +361,14 @@ def _all_bytes(body: bytes, sizes: list[int]) -> list[bytes]:
 
 
 def touch(where: str | None = None) -> None:
-  """Notes that this process gets on, and with what."""
+  """Notes that this process makes progress, and at what."""
   if _group is not None:
     _group.watch.touch(where)
 
 
 @contextlib.contextmanager
 def slow(where: str) -> Iterator[None]:
-  """Marks a block during which nothing may be heard for minutes."""
+  """Marks a block that may take minutes without progress: not a hang."""
   if _group is None:
     yield
     return
@@ -381,11 +382,12 @@ def slow(where: str) -> Iterator[None]:
     watch.touch()
 
 
-def steady() -> None:
-  """Notes that all programs of a step have run once.
+def watch_for_hangs() -> None:
+  """Starts to end processes that hang; call it once a whole step has run.
 
-  From now on a process that does nothing for `STALLED_S`, and five times as
-  long as ever before, is taken to hang, in a collective for example.
+  From now on a process counts as hanging (in a collective, for example) if it
+  makes no progress for `STALLED_S`, and for five times its longest pause so
+  far.
   """
   if _group is not None:
     _group.watch.armed = True
@@ -426,7 +428,7 @@ class _Watch:
     self.armed = False
     self._touched = time.monotonic()
     self._longest = 0.0
-    # Of each process: its last record, and when it and its progress changed.
+    # For each process: its last record, and when it and its progress changed.
     self._records: dict[int, dict] = {}
     self._heard: dict[int, float] = {}
     self._moved: dict[int, float] = {}

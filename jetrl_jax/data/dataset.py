@@ -130,7 +130,7 @@ class PromptSampler:
 
     Args:
       num_prompts: size of the data set.
-      seed: of the order, in [0, 2^64).
+      seed: the seed of the order, in [0, 2^64).
       shuffle: False draws in the order of the data.
       fingerprint: `PromptDataset.fingerprint`.
 

@@ -178,7 +178,7 @@ def column(row: dict[str, Any], key: str, where: str) -> Any:
   """Looks up `key`, or with dots a field of a nested column.
 
   Args:
-    row: of a data set.
+    row: the row of a data set.
     key: 'answer', or 'reward_model.ground_truth'.
     where: the row's place, for the message.
 

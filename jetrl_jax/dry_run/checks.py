@@ -38,8 +38,8 @@ def dry_run(
   """Prints what a run would do.
 
   Args:
-    spec: of the run; its config and data are checked by now.
-    workdir: of the run; only looked at.
+    spec: the specification of the run; its config and data are checked by now.
+    workdir: the workdir of the run; only looked at.
     device: name of a device the run is meant for, by default the one at hand.
       For another one nothing is compiled: memory is estimated from shapes.
 
@@ -81,7 +81,7 @@ def say_memory(spec: RunSpec, host_needed: int) -> None:
   compiled.
 
   Args:
-    spec: of the run.
+    spec: the specification of the run.
     host_needed: see `StorageNeeds`.
   """
   found = dry_run_memory.shapes(spec)

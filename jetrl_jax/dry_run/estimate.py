@@ -38,13 +38,13 @@ class Cost:
 
   Attributes:
     sequences: sampled.
-    prompt_tokens: of one prompt, mean over the data.
+    prompt_tokens: mean number of tokens of a prompt of the data.
     tokens: prompts and responses of all sequences.
     rollout_flops: model FLOPs of sampling.
     update_flops: model FLOPs of all forward and backward passes, recomputed
       blocks and scoring included.
     rollout_s: seconds at the roofline; None where the device is not known.
-    update_s: likewise.
+    update_s: seconds of all updates of a step.
   """
 
   sequences: int
@@ -68,7 +68,7 @@ def cost(spec: RunSpec, found: Shapes, device: str) -> Cost:
   No run is faster; launches, collectives, rewards and the host come on top.
 
   Args:
-    spec: of the run.
+    spec: the specification of the run.
     found: see `dry_run_memory.shapes`.
     device: name as in `DEVICES`.
   """

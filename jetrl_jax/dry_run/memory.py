@@ -61,9 +61,9 @@ class Phase:
   """The memory of one compiled program, bytes per device.
 
   Attributes:
-    name: of the phase.
+    name: the name of the phase.
     resident: what is alive and no argument of the program.
-    arguments: of the program.
+    arguments: the arguments of the program.
     results: that do not take an argument's place.
     temporary: what the program needs while it runs.
   """
@@ -86,7 +86,7 @@ def shapes(spec: RunSpec) -> Shapes:
   state, optimizer = abstract_state(spec), spec.optimizer.build()
   loss = functools.partial(policy_loss, spec.loss)
   step = UpdatePrograms(policy, loss, optimizer, spec.optimizer, mesh, state)
-  engine = Engine(rollout_policy, spec.engine, mesh, whole=True)
+  engine = Engine(rollout_policy, spec.engine, mesh, abstract=True)
   rows, length = spec.batch_shape
   by_rows = jax.sharding.NamedSharding(mesh, sharding.ROWS)
   by_heads = jax.sharding.NamedSharding(mesh, rollout_policy.axes.kv_spec)
@@ -200,7 +200,7 @@ def compiled_phases(
   """Compiles the programs of a step, and asks XLA what they need.
 
   Args:
-    spec: of the run.
+    spec: the specification of the run.
     found: see `shapes`.
     sizes: see `ledger`.
 

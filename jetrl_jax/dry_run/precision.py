@@ -33,7 +33,7 @@ class Row:
 
   Attributes:
     name: path, the layer's number left out: 'layers_*/attn/qkv'.
-    shape: of the kernel, [out, in]; '' for attention.
+    shape: the shape of the kernel, [out, in]; '' for attention.
     rollout: formats in decode and prefill.
     training: formats in the training forward.
     backward: formats of its two dots in the backward pass.
@@ -97,7 +97,7 @@ def fp8_dots(rows: list[Row], side: str = 'rollout') -> list[Row]:
   Not attention, which multiplies what an FP8 KV cache holds in float16.
 
   Args:
-    rows: of `table`.
+    rows: the rows of `table`.
     side: 'rollout' or 'training', which differ in a mixed flow.
   """
 
@@ -160,7 +160,9 @@ def _backward_graph(spec: RunSpec, like: Any) -> flow.FlowGraph:
   loss = functools.partial(policy_loss, spec.loss)
 
   def step(state, batch, temperature):
-    objective = gradients.objective(policy, loss, state, batch, temperature)
+    objective = gradients.differentiable_loss(
+        policy, loss, state, batch, temperature
+    )
     grad = jax.grad(objective, argnums=(0, 1), has_aux=True)
     return grad(state.trainable, state.fp8_state)
 

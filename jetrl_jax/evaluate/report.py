@@ -25,7 +25,7 @@ def summary(
 
   Args:
     graded: answers and scores.
-    settings: of the evaluation.
+    settings: the settings of the evaluation.
     seconds: wall time, compilation and calibration included.
     reads_answers: whether a reward is known to read final answers.
   """
@@ -199,7 +199,7 @@ def table(found: dict[str, Any], device: str) -> str:
       f' {found["jax"]}',
       '',
   ]
-  # Of one sample all three are the same.
+  # With one sample all three are the same.
   kinds = ('mean', 'maj', 'best') if k > 1 else ('mean',)
   names = [f'{kind}@{k}' for kind in kinds]
   head = ''.join(f'{name:>24}' for name in names)

@@ -49,7 +49,7 @@ class Settings:
     top_k: 0 is off.
     top_p: 1 is off.
     min_p: 0 is off.
-    seed: of the samples.
+    seed: the seed of the samples.
     num_slots: sequences decoded at once.
     max_prompt_length: tokens.
     max_response_length: tokens.
@@ -105,7 +105,7 @@ def resolve(values: dict[str, Any]) -> Settings:
   """Loads the policy and the data, and settles all that no flag says.
 
   Args:
-    values: of every flag, None where it was not given.
+    values: the values of every flag, None where it was not given.
 
   Raises:
     ValueError: a value that cannot be, with what is allowed.

@@ -74,11 +74,12 @@ def summarize(fp8_state: PyTree, paths: list[str]) -> dict[str, dict]:
   """
   summary = {}
   for path in paths:
-    slot = fp8_state
+    dot_state = fp8_state
     for key in path.split('/'):
-      slot = slot[key]
+      dot_state = dot_state[key]
     summary[path] = {
-        operand: _summarize_operand(entry) for operand, entry in slot.items()
+        operand: _summarize_operand(entry)
+        for operand, entry in dot_state.items()
     }
   return summary
 
@@ -133,7 +134,11 @@ def headline(summary: dict[str, dict]) -> dict[str, float]:
       found = [share for _, of, share in shares(summary, name) if of == operand]
       if found:
         metrics[f'fp8/{operand}/{name}/max'] = max(found)
-    entries = [slot[operand] for slot in summary.values() if operand in slot]
+    entries = [
+        dot_state[operand]
+        for dot_state in summary.values()
+        if operand in dot_state
+    ]
     ratios = [e['sqnr_db'] for e in entries if 'sqnr_db' in e]
     if ratios:
       metrics[f'fp8/{operand}/sqnr_db/min'] = min(ratios)

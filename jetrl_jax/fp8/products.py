@@ -1,6 +1,7 @@
 """The dot products of all recipes: contracted axes, and where scales apply."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,13 +21,15 @@ BATCHED_NT = (((2,), (2,)), ((0,), (0,)))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeferredScale:
-  """A dot's product, for a kernel that scales it as it reads it.
+  """The unscaled product of a dot; the kernel that reads it scales it.
+
+      result = values * scales[0] * scales[1] * ... + bias_O
 
   Attributes:
     values: the product [M, O], or in n parts [n, M, O / n].
-    scales: float32 scalars, powers of two; their product is still to be
-      multiplied. Apart, as XLA would start a kernel to multiply them.
-    bias_O: still to be added to the scaled values.
+    scales: float32 scalars, powers of two. They are kept apart because XLA
+      would start a kernel only to multiply them.
+    bias_O: the bias, which is not in `values` yet; None without one.
   """
 
   values: Array
@@ -37,54 +40,60 @@ class DeferredScale:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rows:
-  """Rows that a dot reads.
+  """The rows that a dot reads, in the `RowFormat` that it asked for.
 
   Attributes:
-    values: [M, I] in the compute dtype. Where a kernel of a decode step makes
-      the FP8 values alone, their `ShapeDtypeStruct`.
+    values: [M, I] in the compute dtype. If a decode kernel wrote only the FP8
+      values, this is a `ShapeDtypeStruct` and holds no numbers.
     fp8: their E4M3 values on the dot's input scale, [M, I], or n equal copies
-      [n, M, I] for a dot in n parts; None where the dot quantises the rows.
+      [n, M, I]; None if the dot quantises the rows itself.
   """
 
-  values: Any
+  values: Any  # Array or ShapeDtypeStruct; readers that need numbers know.
   fp8: Array | None = None
 
   @property
-  def parts(self) -> int:
-    """In how many parts the dot is computed."""
+  def copies(self) -> int:
+    """Number of equal copies of the FP8 values."""
     return 1 if self.fp8 is None or self.fp8.ndim == 2 else self.fp8.shape[0]
 
-
-def map_rows(function, rows: Rows) -> Rows:
-  """Returns the rows, each array mapped."""
-  values, fp8 = rows.values, rows.fp8
-  if isinstance(values, jax.ShapeDtypeStruct):
-    values = jax.eval_shape(function, values)
-  else:
-    values = function(values)
-  return Rows(values, None if fp8 is None else function(fp8))
+  def map(self, function: Callable[[Array], Array]) -> 'Rows':
+    """Returns the rows with `function` applied to each array."""
+    if isinstance(self.values, jax.ShapeDtypeStruct):
+      values = jax.eval_shape(function, self.values)
+    else:
+      values = function(self.values)
+    return Rows(values, None if self.fp8 is None else function(self.fp8))
 
 
 @dataclasses.dataclass(frozen=True)
-class Reads:
-  """What a dot wants of the operation that makes its rows.
+class RowFormat:
+  """The form in which a dot wants its rows; the operation before makes it.
 
   Attributes:
-    scale: float32 scalar on which the rows are quantised; None where the dot
-      finds the scale itself, or is not quantised.
-    parts: in how many parts the dot is computed, see `Rows`.
+    scale: float32 scalar on which the rows are to be quantised to E4M3; None
+      if the dot takes them in the compute dtype.
+    copies: how many equal copies of the FP8 values to write. A dot over n
+      copies computes its outputs in n parts, which is faster for few rows.
   """
 
   scale: Array | None = None
-  parts: int = 1
+  copies: int = 1
 
 
-# What any other reader than such a dot wants.
-AS_ARRAY = Reads()
+# The format of every reader that does not quantise on a known scale.
+UNQUANTIZED = RowFormat()
 
 
 def scaled_dot(
-    a, b, dims, scales, out_dtype, *, power_of_two: bool, late: bool = False
+    a,
+    b,
+    dims,
+    scales,
+    out_dtype,
+    *,
+    power_of_two: bool,
+    late_scale: bool = False,
 ) -> Array:
   """Returns (a . b) * scales, rounded once to `out_dtype`.
 
@@ -99,15 +108,16 @@ def scaled_dot(
     scales: float32 scalars, or arrays that broadcast against the result.
     out_dtype: dtype of the result.
     power_of_two: whether the scales are powers of two.
-    late: whether to leave powers of two to the following operation. Otherwise
-      XLA moves the scale into the GEMM and starts a kernel that multiplies the
-      scales; but only then can the GEMM also add a residual.
+    late_scale: multiply by powers of two after the GEMM, so that the following
+      operation does it. Otherwise XLA moves the scale into the GEMM and starts
+      a kernel that multiplies the scales; but only then can the GEMM also add a
+      residual.
   """
   if power_of_two:
     # A power of two commutes with the rounding, so the GEMM may write the
     # narrow type. A float32 output would cost up to a quarter of its speed.
     product = lax.dot_general(a, b, dims, preferred_element_type=out_dtype)
-    if late:
+    if late_scale:
       return scale_late(product, scales)
     for scale in scales:
       product = product * scale.astype(out_dtype)

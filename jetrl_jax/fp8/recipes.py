@@ -145,7 +145,7 @@ class Recipe:
     """True when a cold start must look at real tokens first."""
     return self.is_delayed or (self.name != 'bf16' and self.min_sqnr_db > 0)
 
-  def keeping(self, paths: tuple[str, ...]) -> 'Recipe':
+  def with_high_precision(self, paths: tuple[str, ...]) -> 'Recipe':
     """Returns the recipe with these dots in high precision as well."""
     patterns = tuple(re.escape(path) for path in paths)
     return dataclasses.replace(
@@ -156,7 +156,7 @@ class Recipe:
     """Refuses a kernel that the recipe cannot quantise.
 
     Args:
-      path: of the dot.
+      path: the path of the dot.
       shape: [out, in].
       parts: devices over which the first dim is split.
 

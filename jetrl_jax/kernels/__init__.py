@@ -1,9 +1,10 @@
 """Operations: each a folder with its signature, reference and kernels.
 
 `<op>/__init__.py` has the signature, the formula and the derivative, and asks
-`dispatch.py` which implementation runs; `<op>/reference.py` is plain JAX, runs
-everywhere and is the truth of the tests; `<op>/triton*.py` are kernels. They
-are imported where one runs, and nothing else imports their backend.
+`dispatch.py` which implementation runs. `<op>/reference.py` is plain JAX: it
+runs everywhere, and the tests hold all kernels to it. `<op>/triton*.py` and
+`<op>/mosaic*.py` are kernels. Only the operation imports its kernels, and only
+when one runs, so no other file needs their backend.
 """
 
 from jetrl_jax.kernels.quantized_dot.linear import dot, unscaled_dot

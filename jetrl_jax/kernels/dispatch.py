@@ -1,12 +1,12 @@
 """Which implementation of each operation runs: one ordered table, read once.
 
 `select` goes through `TABLE` for the hardware at hand and returns `Kernels`, a
-static field of `Policy`. `Policy.jit` traces under it, and each operation asks
-`implementation` for its own. 'reference' is plain JAX, runs everywhere and is
-what the tests hold the others to.
+static field of `Policy`. `Policy.jit` traces with it, and each operation asks
+`implementation` for its own. 'reference' is plain JAX: it runs everywhere, and
+the tests hold the others to it.
 
-An implementation may still not take some shape; then the operation runs its
-reference there, for all numbers of rows.
+An implementation may not take some shapes. For those the operation runs its
+reference, for every number of rows.
 """
 
 import contextlib
@@ -30,10 +30,10 @@ MOST_VALUES = 2**31
 TABLE: dict[str, tuple[str, ...]] = {
     'add_norm_quantize': ('triton', REFERENCE),
     'adamw': ('triton', REFERENCE),
-    'attention': ('triton', 'mosaic_sm90', REFERENCE),
+    'attention': ('mosaic_sm90', 'triton', REFERENCE),
     'block_scaled_dot': ('mosaic_sm90', 'triton', REFERENCE),
     'decode_attention': ('triton', REFERENCE),
-    'gate_up': ('triton_sm90', 'mosaic_sm90', REFERENCE),
+    'gate_up': ('mosaic_sm90', 'triton_sm90', REFERENCE),
     'log_sum_exp': ('triton', REFERENCE),
     'mlp': ('triton', REFERENCE),
     'quantize_transpose': ('triton', REFERENCE),
@@ -61,7 +61,8 @@ class Hardware:
 
   Attributes:
     backend: 'cpu' or 'gpu'.
-    capability: of a CUDA device, such as (9, 0); () elsewhere.
+    capability: the compute capability of a CUDA device, such as (9, 0); ()
+      elsewhere.
     has_triton: this jax has Pallas' Triton backend.
     has_mosaic: this jax has Pallas' Mosaic backend as our kernels use it.
   """

@@ -1,14 +1,18 @@
 """A dot of 8-bit floats inside a Pallas kernel, by Hopper's own instruction.
 
-Pallas asks Triton for dots whose sums lose nothing of float32, and for that
-Triton widens FP8 to float16, at half of the tensor core's speed. To allow it
-the tensor core's own sums, as cuBLAS does, takes an attribute of Triton's dot
-that Pallas has no argument for. So this is an operation of our own, and the one
-file that uses parts of JAX that are not public: what adds an operation to
-Pallas' Triton backend. `tests/kernels/test_block_scaled_dot.py` lowers it in
-every version of JAX that is tested; where one has moved them, `is_there` says
-so, and what is made of it runs in another form. It goes with that backend:
-Mosaic has such a dot.
+Pallas asks Triton for dots with full float32 sums, and for these Triton widens
+FP8 to float16, at half of the tensor core's speed. cuBLAS uses the tensor
+core's own sums. Triton's dot has an attribute that allows them, but no argument
+of Pallas sets it. So this file adds an operation of its own to Pallas' Triton
+backend.
+
+That takes a part of JAX that is not public, `register_lowering`. No public name
+does the same: `jax.extend.pallas` registers how a whole kernel is lowered, not
+one operation, and `triton.elementwise_inline_asm` has no matrix instructions.
+`tests/kernels/test_block_scaled_dot.py` lowers the operation in every version
+of JAX that is tested. If a version has moved the part, `is_there` is False and
+other implementations run. Mosaic has such a dot, so this file goes when JAX
+removes the Triton backend.
 """
 
 import functools
@@ -18,7 +22,7 @@ from jax.extend import core
 
 from jetrl_jax.core.typing import Array
 
-# Of products that the tensor core may add before float32 takes the sum.
+# Products that the tensor core may add before their sum goes to float32.
 _ANY_NUMBER = 2**30
 
 

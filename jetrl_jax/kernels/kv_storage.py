@@ -1,10 +1,10 @@
 """How keys and values are stored: their dtype, and FP8 values in pairs.
 
-Keys and values may be stored in FP8 (`kv_dtype`): then every use, the training
-forward's too, reads what was stored, and the gradient passes straight through.
-The scale is 1, as E4M3 reaches from 2^-9 to 448 by its own exponent. A cache
-holds the FP8 values of two tokens that follow each other as one 16-bit word per
-channel, which is what a tensor core reads at once.
+Keys and values may be stored in FP8 (`kv_dtype`). Every use then reads what was
+stored, also the training forward, and the gradient passes straight through. The
+scale is 1, because E4M3's own exponent reaches from 2^-9 to 448. A cache holds
+the FP8 values of two neighbouring tokens as one 16-bit word per channel, which
+is what a tensor core reads at once.
 """
 
 import jax

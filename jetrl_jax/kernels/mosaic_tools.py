@@ -1,11 +1,12 @@
-"""What every Mosaic kernel is made with: options, layouts, instructions.
+"""Tools that every Mosaic kernel uses: options, layouts, instructions.
 
-Only `kernels/*/mosaic*.py` import this file: with it comes Pallas' Mosaic
-backend, as jax has it from 0.11 on.
+Only `kernels/*/mosaic*.py` import this file, because it imports Pallas' Mosaic
+backend, which JAX has from 0.11 on.
 
-A program is a few warpgroups of 128 threads. Where it is warp-specialised, the
-last one only asks for tiles, which Hopper's bulk copies bring to shared memory
-while the others compute; barriers say which tile has come and which was used.
+A program is a few warpgroups of 128 threads. In a warp-specialised program the
+last warpgroup only loads tiles: Hopper's bulk copies bring them to shared
+memory while the other warpgroups compute. Barriers say which tile has come and
+which was used.
 """
 
 # jax 0.10, which the types are checked with, lacks some of it.
@@ -25,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 # its instructions read 8 rows of so many bytes as one piece.
 ROWS = 64
 SWIZZLE = 128
-# Of a warpgroup that only asks for copies.
+# Registers of a warpgroup that only asks for copies.
 MEMORY_REGISTERS = 40
 
 
@@ -173,7 +174,7 @@ def ask(
   Args:
     begin: number of the first one.
     end: behind the last one.
-    stages: of the streams.
+    stages: the number of stages of the streams.
     streams: (stream, function from a number to the operands' places in memory).
     registers: that this warpgroup keeps.
   """

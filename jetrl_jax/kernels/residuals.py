@@ -1,6 +1,6 @@
-"""Marks what waits in memory for a backward that computes the rest again.
+"""Marks the arrays that selective recomputation keeps for the backward pass.
 
-`models/remat.py` has the modes; 'selective' goes by this mark.
+`models/remat.py` has the modes; 'selective' keeps what is marked here.
 """
 
 import jax

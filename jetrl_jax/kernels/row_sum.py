@@ -1,4 +1,4 @@
-"""A row's sum in one order, whatever the number of rows, in plain JAX."""
+"""Row sums in plain JAX, in one order for every number of rows."""
 
 import jax.numpy as jnp
 from jax import lax

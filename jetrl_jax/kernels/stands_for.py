@@ -1,11 +1,11 @@
 """Where a kernel runs, and the plain JAX that it stands for.
 
-A kernel is opaque to who reads a program, and in a decode step it does work
+The check of the precision flow (`fp8/flow/walk.py`) reads the program that
+runs. It cannot look into a kernel. And in a decode step a kernel may do work
 that training does elsewhere: a norm's kernel adds what the dot before it left.
-`kernel` and `postponed` put an operation into the program that runs as what
-runs now, and holds what it stands for. `fp8/flow/walk.py` reads the latter, so
-the check of the precision flow sees the program that runs. In a compiled
-program the operation is gone.
+So `kernel` and `deferred` put an operation into the program that holds both
+what runs now and what it stands for, and the check reads the latter. In the
+compiled program the operation is gone.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def kernel(
     implementation: its name there.
     run: what runs, of the operands.
     reference: plain JAX of the same results. A `DeferredScale` among its
-      operands is finished: see `postponed`.
+      operands is finished: see `deferred`.
     *operands: trees of arrays, or None.
     **static: keywords of both functions that are no arrays.
   """
@@ -61,7 +61,7 @@ def kernel(
   return _bind(name, run, reference, operands, _finished(operands))
 
 
-def postponed(
+def deferred(
     run: Callable[..., Any],
     meaning: Callable[..., Any],
     *operands: Any,
@@ -73,7 +73,7 @@ def postponed(
     run: what runs now, of the operands.
     meaning: the whole operation; its results may have other shapes.
     *operands: trees of arrays, or None.
-    finished: the operands as `meaning` takes them, where those of a postponed
+    finished: the operands as `meaning` takes them, where those of a deferred
       operation have another shape or dtype.
   """
   return _bind(None, run, meaning, operands, finished or _finished(operands))
@@ -97,7 +97,7 @@ def _bind(name, run, meaning, operands, like):
     )
 
   runs = jax.make_jaxpr(flat)(*arrays)
-  if runs.effects:  # Of an interpreter, which an operation cannot hold.
+  if runs.effects:  # An interpreter has effects; an operation cannot hold them.
     return run(*operands)
   leaves = _primitive.bind(*arrays, kernel=name, runs=runs, reference=reference)
   return jax.tree.unflatten(out_trees[-1], leaves)

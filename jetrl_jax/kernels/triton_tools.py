@@ -1,6 +1,6 @@
-"""What every Triton kernel is made with: options, slices, instructions.
+"""Tools that every Triton kernel uses: options, slices, instructions.
 
-Only `kernels/*/triton*.py` import this file: with it comes Pallas' Triton
+Only `kernels/*/triton*.py` import this file, because it imports Pallas' Triton
 backend, which a machine that runs the references may lack.
 """
 
@@ -18,8 +18,8 @@ def kernel_options(
 
   Args:
     interpret: run on a CPU, for tests.
-    num_warps: of a program.
-    num_stages: of its loops' loads; None is Triton's own number.
+    num_warps: the warps of a program.
+    num_stages: stages of the loads in its loops; None leaves it to Triton.
   """
   if interpret:
     return {'interpret': True}
@@ -34,9 +34,9 @@ def row_slices(rows: int, columns: int, multiple: int = 1) -> list[slice]:
   """Returns what a kernel may take at a time of an 8-bit matrix's rows.
 
   Args:
-    rows: of the matrix.
-    columns: of the matrix.
-    multiple: of rows in each slice but the last.
+    rows: the number of rows of the matrix.
+    columns: the number of columns of the matrix.
+    multiple: every slice but the last has a multiple of so many rows.
   """
   step = max(dispatch.MOST_VALUES // columns // multiple, 1) * multiple
   if step >= rows:

@@ -1,8 +1,9 @@
-"""Alarms: what a user should look at before all else, judged step by step.
+"""Alarms: what a user should look at first, judged step by step.
 
-An alarm is a condition on a step's metrics and one sentence on what to do. A
-run writes them as `alarm/<name>`, says each once and again when it changes, and
-names at its end those that hold. The report has the same on top.
+An alarm is a condition on a step's metrics, and one sentence on what to do. A
+run writes alarms as `alarm/<name>`. It says each alarm once, and again when it
+changes, and names at its end those that still hold. The report shows the same
+at its top.
 """
 
 import collections
@@ -186,7 +187,7 @@ def judge(metrics: Metrics, answers: float) -> dict[str, int]:
   """Returns `alarm/<name>` -> 1 where an alarm holds at a step, else 0.
 
   Args:
-    metrics: of the step; what is absent raises no alarm.
+    metrics: the metrics of the step; what is absent raises no alarm.
     answers: sampled for it, also for groups that were dropped; 0 is unknown.
   """
   return {PREFIX + a.name: int(a.holds(metrics, answers)) for a in ALARMS}

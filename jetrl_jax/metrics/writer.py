@@ -59,7 +59,7 @@ def mean(values: Array, weights: Array) -> Mean:
 
   Args:
     values: values to average; ignored where the weight is 0, even a NaN.
-    weights: of the same shape, >= 0; e.g. a loss mask.
+    weights: weights of the same shape, >= 0; e.g. a loss mask.
   """
   # 0 * NaN is NaN, so masked values are replaced by 0.
   kept = jax.numpy.where(weights > 0, values, 0)

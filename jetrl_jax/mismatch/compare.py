@@ -144,8 +144,8 @@ def made_by(op: str, rollout: Kernels, training: Kernels) -> str:
 
   Args:
     op: as `Compared` has it.
-    rollout: of the rollout.
-    training: of the training forward.
+    rollout: the log-probs of the rollout.
+    training: the log-probs of the training forward.
   """
   for name, operations in _MADE_BY.items():
     if op.endswith(name) or f'{op}/out'.endswith(name):

@@ -71,7 +71,8 @@ class Split:
     totals: this step (without stale weights), and one step late.
     rest: nats, the largest difference over all tokens between a total and the
       sum of its causes, which is rounding of float64.
-    shapes: the same tokens in other slots and packings; not part of the sums.
+    shapes: mismatch of the same tokens in other slots and packings; not part of
+      the sums.
     learnt: the result of the step's updates.
   """
 

@@ -6,6 +6,7 @@ program with those of the run's program (see `bisect.py`).
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ from flax import traverse_util
 from jetrl_jax.core.sharding import ROWS
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import scaling_state
-from jetrl_jax.models import logprobs
+from jetrl_jax.kernels.log_sum_exp import temper
 from jetrl_jax.models.layers import TAPS
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim.types import TrainState
@@ -79,7 +80,7 @@ class TappedPolicy(Policy):
   def log_sum_exp(self, logits_BV, inverse_B, known_B=None):
     """See `Policy.log_sum_exp`."""
     lse_B = super().log_sum_exp(logits_BV, inverse_B, known_B)
-    self.leave(LOGITS, logprobs.temper(logits_BV, inverse_B[:, None]))
+    self.leave(LOGITS, temper(logits_BV, inverse_B[:, None]))
     self.leave(LOGSUMEXP, lse_B[:, None])
     return lse_B
 
@@ -119,10 +120,13 @@ class TappedEngine(Engine):
     super().__init__(policy, config, mesh)
     self.seen: list[dict[str, Array]] = []
 
-  def _compiled_once(self, function, bound, num_rows, whole=0, *, more=()):
+  def _jit(self, function, in_specs, out_specs, **options):
     with_taps = {decode_step.prefill: _prefill, decode_step.generate: _step}
-    run = super()._compiled_once(
-        with_taps[function], bound, num_rows, whole, more=(ROWS, *more)
+    run = super()._jit(
+        functools.partial(with_taps[function.func], *function.args),
+        in_specs,
+        (out_specs, ROWS),
+        **options,
     )
 
     def call(*args):
@@ -152,7 +156,7 @@ def tapped_update(
     return loss, policy.take()
 
   grads, (taps, logprobs_BT, _) = jax.grad(
-      gradients.objective(policy, leaving, state, batch, temperature),
+      gradients.differentiable_loss(policy, leaving, state, batch, temperature),
       argnums=(0, 1),
       has_aux=True,
   )(state.trainable, state.fp8_state)

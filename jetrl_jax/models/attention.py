@@ -1,24 +1,30 @@
-"""Attention of a forward pass: over packed rows, or over a cache's pages.
+"""Attention of a forward pass: over packed rows, or over the pages of a cache.
 
-What differs between training, prefill and decode is the object of this file
-that a layer is given. Both attend by one routine with one order of keys
-(`kernels/attention`, `kernels/decode_attention`).
+A layer gets one of the two objects of this file: `PackedAttention` in training
+and prefill, `DecodeAttention` in decode. Nothing else in a layer differs. Both
+attend to the keys in the same order (`kernels/attention`,
+`kernels/decode_attention`).
 """
 
 import dataclasses
-from typing import cast
+from collections.abc import Callable
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 
 from jetrl_jax.core.typing import Array
-from jetrl_jax.fp8.products import AS_ARRAY, DeferredScale, Reads, Rows
+from jetrl_jax.fp8.products import UNQUANTIZED, DeferredScale, RowFormat, Rows
 from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels.attention import flash_attention
 from jetrl_jax.kernels.decode_attention import decode_attention
 from jetrl_jax.kernels.kv_storage import store, store_values
 from jetrl_jax.kernels.rope_append import append, rope_append
 from jetrl_jax.models import rope
+from jetrl_jax.models.types import ModelConfig
+
+# (queries, keys) to both with each head normalised.
+NormHeads: TypeAlias = Callable[[Array, Array], tuple[Array, Array]]
 
 
 def _group_rows(x_MNH: Array, batch: int, kv_heads: int) -> Array:
@@ -34,7 +40,13 @@ def _no_tap(name: str, value: Array) -> Array:
   return value
 
 
-def _heads(qkv, rotation, config, norm_heads, tap):
+def _heads(
+    qkv: Array,
+    rotation: tuple[Array, Array],
+    config: ModelConfig,
+    norm_heads: NormHeads | None,
+    tap: Callable[[str, Array], Array],
+) -> tuple[Array, Array, Array]:
   """Returns rotated queries and keys, and values, by heads [M, ., H]."""
   heads, kv_heads = config.num_heads, config.num_kv_heads
   qkv = qkv.reshape(qkv.shape[0], heads + 2 * kv_heads, config.head_dim)
@@ -74,35 +86,48 @@ class PackedAttention:
       default=None, metadata={'static': True}
   )
 
-  # In training and prefill XLA applies the scales and the sums.
+  # In training and prefill XLA applies scales and adds the residual.
   defers = False
 
   def rope_append(
-      self, qkv, rotation, cache, config, *, norm_heads=None, tap=_no_tap
-  ):
-    """Returns (q [M, N, H], (k, v) of [M, K, H]); there is no `cache`.
+      self,
+      qkv: Array | DeferredScale,
+      rotation: tuple[Array, Array],
+      cache: tuple[Array, Array] | None,
+      config: ModelConfig,
+      *,
+      norm_heads: NormHeads | None = None,
+      tap: Callable[[str, Array], Array] = _no_tap,
+  ) -> tuple[Array, tuple[Array, Array]]:
+    """Returns (q [M, N, H], (k, v), each [M, K, H]); `cache` must be None.
 
     Args:
       qkv: [M, (N + 2K) H].
       rotation: see `rope.rotation`.
       cache: None.
       config: the model's shape.
-      norm_heads: (q, k) to both, each head normed; None for models without.
+      norm_heads: (q, k) to (q, k) with each head normed; None for models
+        without these norms.
       tap: see `layers.Leaf.tap`.
     """
-    assert cache is None
+    assert cache is None and not isinstance(qkv, DeferredScale)
     q_MNH, k_MKH, v_MKH = _heads(qkv, rotation, config, norm_heads, tap)
     return q_MNH, (k_MKH, v_MKH)
 
-  def __call__(self, q_MNH, keys, reads: Reads = AS_ARRAY):
+  def __call__(
+      self,
+      q_MNH: Array,
+      keys: tuple[Array, Array],
+      row_format: RowFormat = UNQUANTIZED,
+  ) -> tuple[Rows, tuple[Array, Array]]:
     """Returns (rows [M, N*H] for the next dot, (k, v) [B, K, T, H] as stored).
 
     Args:
       q_MNH: queries.
       keys: what `rope_append` returned.
-      reads: what the next dot wants; training leaves the quantising to it.
+      row_format: not used: the next dot quantises its rows itself.
     """
-    del reads
+    del row_format
     with jax.named_scope('attention'):
       return self._attend(q_MNH, *keys)
 
@@ -144,12 +169,19 @@ class DecodeAttention:
 
   @property
   def defers(self) -> bool:
-    """Whether a dot leaves its scale and its sum to the kernel that follows."""
+    """Whether dots leave scales and the residual sum to the next kernel."""
     return dispatch.has_kernel('rope_append')
 
   def rope_append(
-      self, qkv, rotation, cache, config, *, norm_heads=None, tap=_no_tap
-  ):
+      self,
+      qkv: Array | DeferredScale,
+      rotation: tuple[Array, Array],
+      cache: tuple[Array, Array] | None,
+      config: ModelConfig,
+      *,
+      norm_heads: NormHeads | None = None,
+      tap: Callable[[str, Array], Array] = _no_tap,
+  ) -> tuple[Array, tuple[Array, Array]]:
     """Returns (q [B, N, H], the pages with the new token).
 
     Args:
@@ -158,8 +190,9 @@ class DecodeAttention:
       cache: pages of keys and values.
       config: the model's shape.
       norm_heads: see `PackedAttention.rope_append`.
-      tap: the same.
+      tap: see `PackedAttention.rope_append`.
     """
+    assert cache is not None
     if self.defers and norm_heads is None:
       if not isinstance(qkv, DeferredScale):
         qkv = DeferredScale(values=qkv)
@@ -167,27 +200,36 @@ class DecodeAttention:
           qkv, rotation, self.position_B, self.table_BP, cache
       )
       return tap('rope_q', q_BNH), cache
-    q_BNH, *new = _heads(qkv, rotation, config, norm_heads, tap)
+    assert not isinstance(qkv, DeferredScale)
+    q_BNH, k_BKH, v_BKH = _heads(qkv, rotation, config, norm_heads, tap)
     with jax.named_scope('attention'):
-      return q_BNH, self.append(new, cache)
+      return q_BNH, self.append((k_BKH, v_BKH), cache)
 
-  def append(self, new, cache):
-    """Returns the pages (keys, values) with each slot's new ones [B, K, H]."""
+  def append(
+      self, new: tuple[Array, Array], cache: tuple[Array, Array]
+  ) -> tuple[Array, Array]:
+    """Returns the pages with each slot's new key and value, [B, K, H] each."""
     size = cache[0].shape[2]
-    return tuple(
+    keys, values = (
         append(pool, x, self.position_B, self.table_BP, size)
         for pool, x in zip(cache, new, strict=True)
     )
+    return keys, values
 
-  def __call__(self, q_BNH, cache, reads: Reads = AS_ARRAY):
+  def __call__(
+      self,
+      q_BNH: Array,
+      cache: tuple[Array, Array],
+      row_format: RowFormat = UNQUANTIZED,
+  ) -> tuple[Rows, tuple[Array, Array]]:
     """Returns (rows [B, N*H] for the next dot, the pages).
 
     Args:
       q_BNH: queries.
       cache: pages that hold the new token already.
-      reads: what the next dot wants.
+      row_format: the form in which the next dot wants its rows.
     """
-    scale = reads.scale if self.defers else None
+    scale = row_format.scale if self.defers else None
     keys, values = cache
     with jax.named_scope('attention'):
       out = decode_attention(

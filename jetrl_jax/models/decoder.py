@@ -11,34 +11,41 @@ A block is eight operations, the same for training, prefill and decode:
     h         = swiglu(dot(rows))                    mlp/gate_up
     residual  = x + dot(h)                           mlp/down
 
-What differs between the three is the `attend` object (`models/attention.py`):
-which keys a row sees and where they are stored. `Rows` go into a dot: an array,
-with its FP8 values where the operation before has quantised it already. With
-`defer`, in a decode step on a GPU, a dot leaves its scale and the sum with the
-residual stream to the kernel that follows. How many of the operations one
-kernel computes is decided in `kernels/`, not here.
+Only the `attend` object (`models/attention.py`) differs between the three: it
+knows which keys a row sees and where they are stored. `kernels/` decides how
+many of these operations one kernel computes.
 
-Devices along the axis `tensor` share each dot (`tensor_parallel.py`): `axes`
-gathers what a following operation needs whole, and on one device does nothing.
+Before a dot stands the operation that makes its `Rows`. It asks the dot for its
+`row_format`, and quantises the rows if the dot's scale is known. With `defer`,
+in a decode step on a GPU, a dot leaves its scale and the residual sum to the
+kernel that follows.
 
-Rows are flat [M, D]. Modules that own weights: `layers.py`.
+Devices along the axis `tensor` share each dot (`tensor_parallel.py`). `axes`
+gathers what a following operation needs whole; on one device it does nothing.
+
+Rows are flat, [M, D]. The modules that own weights are in `layers.py`.
 """
 
 import dataclasses
 import functools
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax.numpy as jnp
 
 from jetrl_jax.core.typing import Array, PyTree
-from jetrl_jax.fp8.products import DeferredScale, Reads, Rows, map_rows
+from jetrl_jax.fp8.products import DeferredScale, RowFormat, Rows
 from jetrl_jax.fp8.scaling_state import COLLECTION
 from jetrl_jax.kernels import mlp as mlp_op
-from jetrl_jax.kernels.add_norm_quantize import add
+from jetrl_jax.kernels.add_norm_quantize import PendingAdd, add
 from jetrl_jax.kernels.swiglu import swiglu
 from jetrl_jax.models import remat, rope, tensor_parallel
+from jetrl_jax.models.attention import DecodeAttention, PackedAttention
 from jetrl_jax.models.layers import Embedding, Leaf, Linear, RMSNorm
 from jetrl_jax.models.types import ModelConfig
+
+Attend: TypeAlias = PackedAttention | DecodeAttention
+# Keys and values of one layer: [B, K, T, H] each, or a cache's pages.
+KeysValues: TypeAlias = tuple[Array, Array]
 
 
 class Attention(Leaf):
@@ -71,32 +78,39 @@ class Attention(Leaf):
         pieces=pieces('attn/o'),
     )
 
-  def reads(self) -> Reads:
-    """Returns what the norm before is to hand over."""
-    return self.qkv.reads()
+  def row_format(self) -> RowFormat:
+    """Returns the form in which attention wants its rows."""
+    return self.qkv.row_format()
 
-  def __call__(self, rows, positions_M, row_mask_M, attend, cache):
-    """Returns (what the block adds, keys and values), see `Block`."""
+  def __call__(
+      self,
+      rows: Rows,
+      positions_M: Array,
+      row_mask_M: Array,
+      attend: Attend,
+      cache: KeysValues | None,
+  ) -> tuple[Array | DeferredScale, KeysValues]:
+    """Returns (what the block adds to the residual, keys and values)."""
     cfg = tensor_parallel.on_device(self.config, self.axes.tensor)
-    heads = self._norm_heads if cfg.qk_norm else None
+    norm_heads = self._norm_heads if cfg.qk_norm else None
     rotation = rope.rotation(positions_M, rope.inverse_frequencies(cfg))
-    rows = map_rows(self.axes.enter, rows)
-    qkv = self.qkv(rows, row_mask_M, defer=attend.defers and heads is None)
+    rows = rows.map(self.axes.enter)
+    qkv = self.qkv(rows, row_mask_M, defer=attend.defers and not cfg.qk_norm)
     q_MNH, keys = attend.rope_append(
         qkv,
         rotation,
         cache,
         cfg,
-        norm_heads=heads,
+        norm_heads=norm_heads,
         tap=functools.partial(self.tap, shared=True),
     )
-    rows, cache = attend(q_MNH, keys, self.o.reads())
-    rows = map_rows(self.axes.gather_inputs, rows)
-    self.tap_rows('attention', rows, self.o.reads())
+    rows, cache = attend(q_MNH, keys, self.o.row_format())
+    rows = rows.map(self.axes.gather_inputs)
+    self.tap_rows('attention', rows, self.o.row_format())
     return self.o(rows, row_mask_M, defer=attend.defers), cache
 
   def _norm_heads(self, q_MNH: Array, k_MKH: Array) -> tuple[Array, Array]:
-    """Returns queries and keys, each head normed by itself."""
+    """Normalises each head of the queries and of the keys."""
 
     def normed(norm, x_MNH):
       # The norm's backward reads its rows.
@@ -129,14 +143,20 @@ class MLP(Leaf):
         pieces=pieces('mlp/down'),
     )
 
-  def reads(self, rows: int) -> Reads:
-    """Returns what the norm before is to hand over for so many rows."""
-    return self.gate_up.reads(mlp_op.parts(rows, self._dims, self._is_one()))
+  def row_format(self, num_rows: int) -> RowFormat:
+    """Returns the form in which the MLP wants so many rows."""
+    cfg = tensor_parallel.on_device(self.config, self.axes.tensor)
+    copies = mlp_op.gate_up_copies(
+        num_rows, (cfg.model_dim, cfg.ffn_dim), self._is_fused()
+    )
+    return self.gate_up.row_format(copies)
 
-  def __call__(self, rows, row_mask_M, defer=False):
-    """Returns what the block adds, see `Block`."""
-    rows = map_rows(self.axes.enter, rows)
-    if self._is_one():
+  def __call__(
+      self, rows: Rows, row_mask_M: Array, defer: bool = False
+  ) -> Array | DeferredScale:
+    """Returns what the block adds to the residual stream."""
+    rows = rows.map(self.axes.enter)
+    if self._is_fused():
       dots = self.gate_up.operands(), self.down.operands()
       return mlp_op.mlp(
           self.recipe, rows, *dots, row_mask_M, self.axes, defer=defer
@@ -145,20 +165,15 @@ class MLP(Leaf):
     h_MF = self.tap('swiglu', self.axes.gather_inputs(h_MF))
     return self.down(Rows(h_MF), row_mask_M, defer=defer)
 
-  def _is_one(self) -> bool:
-    """Whether both dots are one operation."""
+  def _is_fused(self) -> bool:
+    """Whether gate_up, SwiGLU and down run as one operation."""
     if self.is_initializing():
       return False
-    quantised = self.gate_up.is_quantised and self.down.is_quantised
-    dim, inner = self._dims
-    dims = dim // self.axes.tensor, inner  # Of down's result, and of h.
-    return quantised and mlp_op.fits(self.recipe, dims)
-
-  @property
-  def _dims(self) -> tuple[int, int]:
-    """(D, F) of one device."""
     cfg = tensor_parallel.on_device(self.config, self.axes.tensor)
-    return cfg.model_dim, cfg.ffn_dim
+    # A device computes all columns of h that it holds, and a share of down's.
+    dims = cfg.model_dim // self.axes.tensor, cfg.ffn_dim
+    is_quantized = self.gate_up.is_quantized and self.down.is_quantized
+    return is_quantized and mlp_op.is_fused(self.recipe, dims)
 
 
 class Block(Leaf):
@@ -175,18 +190,27 @@ class Block(Leaf):
     self.mlp_norm = RMSNorm(*common, **norm)
     self.mlp = MLP(*common, config=cfg)
 
-  def __call__(self, residual, positions_M, row_mask_M, attend, cache):
+  def __call__(
+      self,
+      residual: Array | PendingAdd,
+      positions_M: Array,
+      row_mask_M: Array,
+      attend: Attend,
+      cache: KeysValues | None,
+  ) -> tuple[Array | PendingAdd, KeysValues]:
     """Returns (the residual stream [M, D], keys and values)."""
-    x_MD, rows = self.attn_norm(residual, self.attn.reads())
+    x_MD, rows = self.attn_norm(residual, self.attn.row_format())
     delta, cache = self.attn(rows, positions_M, row_mask_M, attend, cache)
     residual = remat.keep(self._add(x_MD, delta))
-    reads = self.mlp.reads(positions_M.shape[0])
-    x_MD, rows = self.mlp_norm(residual, reads)
+    row_format = self.mlp.row_format(positions_M.shape[0])
+    x_MD, rows = self.mlp_norm(residual, row_format)
     delta = self.mlp(rows, row_mask_M, defer=attend.defers)
     return self._add(x_MD, delta), cache
 
-  def _add(self, x_MD: Array, delta: Array | DeferredScale):
-    """Returns x + delta, of which a device may have some columns alone."""
+  def _add(
+      self, x_MD: Array, delta: Array | DeferredScale
+  ) -> Array | PendingAdd:
+    """Returns x + delta; a device may have only some columns of delta."""
     if not isinstance(delta, DeferredScale):
       return self.axes.add(x_MD, delta)
     if delta.values.shape != x_MD.shape:
@@ -200,7 +224,7 @@ class Decoder(Leaf):
 
   Attributes:
     config: shapes and family.
-    remat: what the backward pass computes again, see `remat.py`.
+    remat: what the backward pass recomputes, see `remat.py`.
   """
 
   config: ModelConfig
@@ -227,7 +251,14 @@ class Decoder(Leaf):
           pieces=pieces('lm_head'),
       )
 
-  def __call__(self, tokens_M, positions_M, row_mask_M, attend, caches=None):
+  def __call__(
+      self,
+      tokens_M: Array,
+      positions_M: Array,
+      row_mask_M: Array,
+      attend: Attend,
+      caches: list[KeysValues] | None = None,
+  ) -> tuple[Array, list[KeysValues]]:
     """Runs all blocks.
 
     Args:
@@ -259,8 +290,9 @@ class Decoder(Leaf):
     Args:
       hidden_MD: the rows.
       row_mask_M: float32, 0 on rows that are padding.
-      kernel: what `head_kernel` gave, for rows that are taken in chunks: else
-        devices gather it, and add up its gradient, once a chunk.
+      kernel: the result of `head_kernel`. A caller that takes the rows in
+        chunks passes it, so that devices gather the kernel and sum its gradient
+        once and not once per chunk.
     """
     hidden_MD = self.axes.enter(hidden_MD)
     if self.config.tied_embeddings:
@@ -282,8 +314,8 @@ def variables(weights: PyTree, fp8_state: PyTree, params: PyTree | None = None):
 
   Args:
     weights: compute weights.
-    fp8_state: delayed-scaling slots.
-    params: masters, when a derivative is wanted.
+    fp8_state: the scaling state.
+    params: masters; None if no derivative is wanted.
   """
   tree = {'weights': weights, COLLECTION: fp8_state}
   return tree if params is None else tree | {'params': params}

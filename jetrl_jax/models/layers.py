@@ -1,13 +1,13 @@
-"""What owns weights: dots, norms, the embedding, for rows [M, D].
+"""The modules that own weights: dots, norms and the embedding, for rows [M, D].
 
-Every leaf is read twice over: its value from the collection `weights` (what
-`kernels.prepare_weights` made, the arrays that rollout and training share), its
-derivative through the collection `params` (the masters). Without `params`,
-as in the rollout, nothing is differentiable and nothing else changes.
+A module reads each leaf from two collections. The value comes from `weights`
+(the arrays that rollout and training share, made by `kernels.prepare_weights`).
+The derivative goes to `params` (the masters). In the rollout there are no
+`params`: nothing is differentiable then, and nothing else changes.
 
-Values on the way can be looked at: `tap` shows them in the collection `TAPS`
-to a caller that makes it mutable (`mismatch/taps.py`). To all others they are
-no part of the program.
+A caller can look at intermediate values. `tap` puts them into the collection
+`TAPS` if the caller makes it mutable (`mismatch/taps.py`). Otherwise they are
+not in the program.
 """
 
 import math
@@ -22,21 +22,21 @@ from jetrl_jax.core.compilation import on_gpu
 from jetrl_jax.core.sharding import Axes, Pieces, grad_sink
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import DeferredScale, QTensor, Recipe, formats
-from jetrl_jax.fp8.products import AS_ARRAY, Reads, Rows
+from jetrl_jax.fp8.products import UNQUANTIZED, RowFormat, Rows
 from jetrl_jax.fp8.quantization import quantize
 from jetrl_jax.fp8.scaling_state import COLLECTION, OPERANDS
-from jetrl_jax.kernels.add_norm_quantize import add_norm_quantize
+from jetrl_jax.kernels.add_norm_quantize import PendingAdd, add_norm_quantize
 from jetrl_jax.kernels.quantized_dot import linear
 
 TAPS = 'taps'
 _Value = TypeVar('_Value')
-# Of kernels and embeddings.
+# Initialises kernels and embeddings.
 _INIT = nn.initializers.normal(0.02)
 
 
 @jax.custom_vjp
 def _add_bias(y_MO, master_O, bias_O):
-  """Adds a bias, whose cotangent is added up in the master's dtype."""
+  """Adds a bias; its cotangent is summed in the master's dtype."""
   del master_O
   return y_MO + bias_O[None, :]
 
@@ -54,7 +54,7 @@ _add_bias.defvjp(_add_bias_fwd, _add_bias_bwd)
 
 @jax.custom_vjp
 def _lookup(master_VD, compute_VD, tokens_M):
-  """Embedding rows; their cotangents are added up in the master's dtype."""
+  """Looks up embedding rows; cotangents are summed in the master's dtype."""
   del master_VD
   return compute_VD[tokens_M]
 
@@ -78,12 +78,12 @@ def _lookup_bwd(residuals, ct_MD):
 def sum_equal(tokens_M: Array, rows_MD: Array) -> tuple[Array, Array]:
   """Adds the rows of equal tokens, always in the same order.
 
-  A scatter-add that repeats to the bit is a sort of all M D numbers on a GPU
-  (92 ms for 32768 x 3584 on an H200); this sorts M tokens and adds in a tree.
+  On a GPU a scatter-add that repeats to the bit sorts all M D numbers (92 ms
+  for 32768 x 3584 on an H200). This function sorts M tokens and adds in a tree.
 
   Returns:
-    (each token once, elsewhere a number beyond all tokens, each another; the
-    sums, which belong to the tokens and elsewhere mean nothing)
+    (tokens [M], sums [M, D]). Each token appears once, with its sum. The other
+    entries are different numbers beyond all tokens; their sums mean nothing.
   """
   order_M = jnp.argsort(tokens_M, stable=True)
   tokens_M, rows_MD = tokens_M[order_M], rows_MD[order_M]
@@ -108,25 +108,27 @@ _lookup.defvjp(_lookup_fwd, _lookup_bwd)
 def gather_quantized(
     axes: Axes, local: QTensor, full_dim: int, pieces: Pieces = ()
 ) -> QTensor:
-  """Returns what this device reads of a quantised kernel, see `Axes.gather`.
+  """Returns the part of a quantised kernel that this device reads.
 
-  Scales per channel or per block are split as the rows that they belong to.
+  Scales per channel or per block are split as their rows are, see
+  `Axes.gather`.
   """
   scale = local.scale
   if scale.ndim:
-    step = local.values.shape[0] // scale.shape[0]
-    groups = tuple((rows // step, parts) for rows, parts in pieces)
-    scale = axes.gather(scale, full_dim // step, groups)
+    rows_per_scale = local.values.shape[0] // scale.shape[0]
+    groups = tuple((rows // rows_per_scale, parts) for rows, parts in pieces)
+    scale = axes.gather(scale, full_dim // rows_per_scale, groups)
   values = axes.gather(local.values, full_dim, pieces)
   return QTensor(values=values, scale=scale)
 
 
 def widened(axes: Axes, master, weight, whole: int) -> tuple[Any, Any]:
-  """Returns a device's share of a kernel, on a CPU with rows of zeros.
+  """Returns a device's share of a kernel; on a CPU it is padded with zero rows.
 
-  A CPU's float32 dot, as which it computes those of FP8 and those of bfloat16
-  with bfloat16 results, adds in an order that depends on the power of two, up
-  to 64, that divides its columns: a share gets one that divides the whole.
+  A CPU computes FP8 dots, and bfloat16 dots with bfloat16 results, as float32
+  dots. The order in which such a dot adds depends on the largest power of two,
+  up to 64, that divides its number of columns. So a share is padded to a number
+  of columns that the whole kernel's power of two divides.
 
   Args:
     axes: devices.
@@ -169,9 +171,10 @@ class Leaf(nn.Module):
     """Shows a value under the module's path and returns it.
 
     Args:
-      name: of the value.
-      value: what to show.
-      shared: whether each device of `tensor` has some columns; all are shown.
+      name: the value's name.
+      value: the value.
+      shared: whether each device of `tensor` has some of its columns. All
+        columns are shown.
     """
     if not self.is_initializing():  # Everything is mutable then.
       shown: Any = value
@@ -180,28 +183,31 @@ class Leaf(nn.Module):
       self.sow(TAPS, name, shown, lambda _, new: new, lambda: shown)
     return value
 
-  def tap_rows(self, name: str, rows: Rows, reads: Reads) -> None:
-    """Shows rows that were made, and the FP8 values that the next dot reads."""
+  def tap_rows(self, name: str, rows: Rows, row_format: RowFormat) -> None:
+    """Shows the rows of the next dot, and the FP8 values that it reads."""
     if self.is_initializing() or not self.is_mutable_collection(TAPS):
       return
     x_MI, q_MI = rows.values, rows.fp8
     if not isinstance(x_MI, jax.ShapeDtypeStruct):
       self.tap(name, x_MI)
-      if q_MI is None and reads.scale is not None:
-        q_MI = quantize(x_MI, reads.scale, formats.E4M3)
+      if q_MI is None and row_format.scale is not None:
+        q_MI = quantize(x_MI, row_format.scale, formats.E4M3)
     if q_MI is not None:
-      # Of copies, the first.
+      # All copies are equal: show the first.
       self.tap(f'{name}_fp8', q_MI.reshape(-1, *x_MI.shape)[0])
 
   def leaf(
       self, name: str, init, shape: tuple[int, ...], pieces: Pieces = ()
   ) -> tuple[Any, Any]:
-    """Returns (master or its stand-in or None, compute weight).
+    """Returns (master, compute weight).
+
+    The master is None without a derivative. On several devices it is a stand-in
+    that sends the derivative to the device that stores the master.
 
     Args:
-      name: of the leaf.
+      name: the leaf's name.
       init: makes the master.
-      shape: of the whole leaf.
+      shape: shape of the whole leaf.
       pieces: which of its rows this device reads.
     """
     if self.is_initializing():
@@ -221,14 +227,14 @@ class Leaf(nn.Module):
 
 
 class Linear(Leaf):
-  """y = x W^T + b, W stored [out, in]; `late_scale` as in `kernels.dot`.
+  """y = x W^T + b, with W stored [out, in].
 
   Attributes:
     in_dim: I.
     out_dim: O, on all devices together.
     pieces: which outputs this device computes.
-    use_bias: whether there is b.
-    late_scale: see `kernels.dot`.
+    use_bias: whether there is a bias b.
+    late_scale: see `products.scaled_dot`.
   """
 
   in_dim: int
@@ -238,7 +244,7 @@ class Linear(Leaf):
   late_scale: bool = False
 
   def kernel(self) -> tuple[Any, Any]:
-    """Returns (master or None, weight), see `kernels.dot`."""
+    """Returns (master or None, weight), see `linear.dot`."""
     shape = (self.out_dim, self.in_dim)
     return self.leaf('kernel', _INIT, shape, self.pieces)
 
@@ -254,26 +260,30 @@ class Linear(Leaf):
     return self.leaf('bias', zeros, (self.out_dim,), self.pieces)
 
   @property
-  def is_quantised(self) -> bool:
+  def is_quantized(self) -> bool:
     """Whether the kernel is in 8 bits."""
     return isinstance(self.get_variable('weights', 'kernel'), QTensor)
 
-  def reads(self, parts: int = 1) -> Reads:
-    """Returns what the operation that makes the rows is to hand over."""
+  def row_format(self, copies: int = 1) -> RowFormat:
+    """Returns the form in which this dot wants its rows.
+
+    Args:
+      copies: see `RowFormat`; only for a dot on a known scale.
+    """
     if self.is_initializing() or not self.recipe.is_delayed:
-      return Reads()
-    if not self.is_quantised:
-      return Reads()
+      return UNQUANTIZED
+    if not self.is_quantized:
+      return UNQUANTIZED
     scale = self.get_variable(COLLECTION, 'input')['scale']
-    return Reads(scale=scale, parts=parts)
+    return RowFormat(scale=scale, copies=copies)
 
   def operands(self, kernel=None) -> tuple[Any, Any, PyTree | None]:
-    """Returns (master or None, weight, slot), see `linear.dot`."""
+    """Returns (master or None, weight, dot_state), see `linear.dot`."""
     master, weight = kernel or self.kernel()
     if not isinstance(weight, QTensor):
       return master, weight, None
-    slot = {name: self.get_variable(COLLECTION, name) for name in OPERANDS}
-    return master, weight, slot
+    dot_state = {name: self.get_variable(COLLECTION, name) for name in OPERANDS}
+    return master, weight, dot_state
 
   @nn.compact
   def __call__(
@@ -288,29 +298,31 @@ class Linear(Leaf):
     """Returns [M, O].
 
     Args:
-      rows: see `Rows`.
+      rows: the rows [M, I].
       row_mask_M: float32, 0 on rows that are padding.
-      out_dtype: of the result, by default the recipe's.
-      kernel: what `kernel` gave, where that was asked before.
-      defer: without a derivative, leave scale and bias to the operation that
-        reads the result, where the recipe allows it. What is only added to the
-        residual stream is then float32, as in a GEMM that adds it.
+      out_dtype: dtype of the result, by default that of the rows.
+      kernel: the result of `kernel`, if the caller has it already.
+      defer: leave scale and bias to the operation that reads the result, if the
+        recipe allows it. Such a dot has no derivative. Without `late_scale` the
+        product is then float32, as inside a GEMM that adds a residual.
     """
     operands = self.operands(kernel)
-    if defer or rows.parts > 1:
+    if defer or rows.copies > 1:
       product = linear.unscaled_dot(
           self.recipe,
           rows.values,
           *operands[1:],
-          adds=not self.late_scale,
+          late_scale=self.late_scale,
           fp8_MI=rows.fp8,
       )
       if product is not None:
         if not self.use_bias:
           return product
         _, bias = self._bias()
-        return linear.leave_bias(product, bias)
-      assert rows.parts == 1  # A norm makes copies for such dots alone.
+        return linear.defer_bias(product, bias)
+      assert rows.copies == 1  # Only a dot that can defer asks for copies.
+    if self.pieces and out_dtype is None and not self.late_scale:
+      out_dtype = linear.added_dtype(self.recipe, operands[1], self.axes.tensor)
     y_MO = linear.dot(
         self.recipe,
         rows.values,
@@ -337,7 +349,7 @@ class RMSNorm(Leaf):
   Attributes:
     dim: D.
     eps: added to the mean square.
-    of_heads: whether the rows are heads, of which each device has some.
+    of_heads: whether the rows are heads; each device has some of them.
   """
 
   dim: int
@@ -345,19 +357,25 @@ class RMSNorm(Leaf):
   of_heads: bool = False
 
   @nn.compact
-  def __call__(self, residual, reads: Reads = AS_ARRAY) -> tuple[Array, Rows]:
-    """Returns (the residual stream, the normed rows for the dots that follow).
+  def __call__(
+      self,
+      residual: Array | PendingAdd,
+      row_format: RowFormat = UNQUANTIZED,
+  ) -> tuple[Array, Rows]:
+    """Returns (the residual stream [M, D], the normed rows).
 
     Args:
-      residual: [M, D], or what `add_norm_quantize.add` left to add.
-      reads: what the dot that follows wants.
+      residual: the residual stream, or the sum that this norm has to make.
+      row_format: the form in which the dot that follows wants its rows.
     """
     master, gain_D = self.leaf('scale', nn.initializers.ones, (self.dim,))
     if self.of_heads and master is not None:
       master = self.axes.enter(master)
-    x_MD, rows = add_norm_quantize(residual, gain_D, self.eps, master, reads)
+    x_MD, rows = add_norm_quantize(
+        residual, gain_D, self.eps, master, row_format
+    )
     self.tap('in', x_MD)
-    self.tap_rows('out', rows, reads)
+    self.tap_rows('out', rows, row_format)
     return x_MD, rows
 
 
@@ -384,11 +402,11 @@ class Embedding(Leaf):
     return self.tap('out', self.axes.join(x_MD, here_M))
 
   def kernel(self) -> tuple[Any, Any]:
-    """Returns (master or None, weight) of a tied head, see `kernels.dot`."""
+    """Returns (master or None, weight) of a tied head, see `linear.dot`."""
     return self.table
 
   def attend(self, hidden_MD: Array, row_mask_M: Array, kernel=None) -> Array:
-    """Logits against the embedding; `kernel` as for `Linear`."""
+    """Returns logits against the embedding; `kernel` as for `Linear`."""
     master, compute = kernel or self.table
     columns = compute.shape[0]
     master, compute = widened(self.axes, master, compute, self.vocab_size)

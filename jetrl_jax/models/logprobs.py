@@ -17,15 +17,6 @@ from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.kernels.log_sum_exp import row_stats, temper
 from jetrl_jax.models import remat
 
-__all__ = [
-    'chunk_of',
-    'inverse_temperature',
-    'pick',
-    'row_stats',
-    'target_logprobs',
-    'temper',
-]
-
 
 def inverse_temperature(temperature) -> Array:
   """Returns 1 / temperature; temperature 0 (greedy) leaves logits alone."""
@@ -78,14 +69,14 @@ def target_logprobs(
       log pi(y) = z_y - logsumexp(z),    z = logits / temperature
 
   Args:
-    head: (hidden rows [m, D], their mask [m], slots) to float32 logits [m, V];
-      differentiated through.
+    head: (hidden rows [m, D], their mask [m], scaling state) to float32 logits
+      [m, V]; differentiated through.
     hidden_MD: final hidden states.
     targets_M: int32 token ids.
     temperature: float32 scalar, an argument of the compiled function.
     chunk_rows: most rows whose logits are in memory at once; a multiple of 16.
     row_mask_M: float32, 0 on rows that are padding.
-    fp8_state: the head's slot under its name; {} for one in high precision.
+    fp8_state: the head's scaling state under its name; {} in high precision.
     show: return the tempered logits [M, V] and their log-sum-exp [M] as well,
       to look at; all logits are then in memory.
 

@@ -1,8 +1,8 @@
 """The policy: one decoder and one recipe, as pure functions.
 
-Rollout and training both call these; they are plain functions, which `jit`
-compiles at the outermost boundary, and none knows whether it runs on one device
-or inside `shard_map` on a part of the rows.
+Rollout and training both call these functions. `jit` compiles them at the
+outermost boundary. None of them knows whether it runs on one device, or inside
+`shard_map` on a part of the rows.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels.decode_attention import DECODE_ROWS
 from jetrl_jax.kernels.dispatch import Kernels
 from jetrl_jax.kernels.kv_storage import values_shape
+from jetrl_jax.kernels.log_sum_exp import row_stats
 from jetrl_jax.models import logprobs, remat, tensor_parallel
 from jetrl_jax.models.attention import DecodeAttention, PackedAttention
 from jetrl_jax.models.decoder import Decoder, variables
@@ -54,7 +55,7 @@ class PolicyParams(NamedTuple):
 
   Attributes:
     weights: compute weights, see `kernels.prepare_weights`.
-    fp8_state: delayed-scaling slots, for the activation scales in use.
+    fp8_state: the scaling state, which has the activation scales in use.
   """
 
   weights: PyTree
@@ -70,7 +71,7 @@ class PlacedParams(PolicyParams):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-  """What a forward pass is, apart from its arrays.
+  """Everything that defines a forward pass, except its arrays.
 
   Attributes:
     model: the decoder's shape.
@@ -80,9 +81,8 @@ class Policy:
       a GPU a power of two. Packed segments start at multiples of it.
     logit_chunk_rows: most rows whose [rows, vocabulary] logits are in memory at
       once. With fewer the gradient of lm_head is read and written more often.
-    remat: what of a block the backward pass computes again: 'none', 'selective'
-      (its norms and MLP; what attention made stays in memory) or 'full' (all of
-      it).
+    remat: what of a block the backward pass recomputes: 'none', 'selective'
+      (its norms and MLP) or 'full' (all of it); see `remat.py`.
     kv_cache_dtype: what keys and values are rounded to, in rollout and
       training: 'compute' (compute_dtype) or 'float8_e4m3fn', which halves the
       KV cache.
@@ -118,7 +118,7 @@ class Policy:
     ):
       if value < 16 or value % 16:
         raise ValueError(f'{name} is {value}; it must be a multiple of 16')
-    # A kernel would say so after the weights have been loaded.
+    # A kernel would refuse these only after the weights have been loaded.
     for name, value in (
         ('attention_tile', self.tile),
         ('head_dim', self.model.head_dim),
@@ -199,7 +199,7 @@ class Policy:
     return whole.init(key, tokens, tokens, mask, attend)['params']
 
   def placed(self) -> 'Policy':
-    """Returns the policy that reads `PlacedParams`; itself where none are."""
+    """Returns the policy that reads `PlacedParams`; itself on one device."""
     if self.axes.tensor == 1:
       return self
     return dataclasses.replace(
@@ -260,7 +260,7 @@ class Policy:
       batch: packed rows.
       temperature: float32 scalar; pi is the tempered softmax over the whole
         vocabulary.
-      masters: where the derivative goes, when one is wanted.
+      masters: receive the derivative; None if none is wanted.
     """
     logprobs_BT, entropy_BT, *_ = self.target_logprobs(
         params, batch, temperature, masters
@@ -276,26 +276,18 @@ class Policy:
       *,
       show: bool = False,
   ) -> tuple[Array, ...]:
-    """`logprobs`, with logits to look at.
+    """Returns what `logprobs` does, and with `show` logits to look at.
 
-    Args:
-      params: as for `logprobs`.
-      batch: as for `logprobs`.
-      temperature: as for `logprobs`.
-      masters: as for `logprobs`.
-      show: see `logprobs.target_logprobs`.
-
-    Returns:
-      (log-probs [B, T], entropies [B, T]), and with `show` the tempered logits
-      [B*T, V] and their log-sum-exp [B*T], whose row t predicts token t + 1.
+    `show` adds the tempered logits [B*T, V] and their log-sum-exp [B*T], whose
+    row t predicts token t + 1.
     """
     hidden_MD = self.hidden(params, batch, masters)
     weights, state = params
     tree = variables(weights, state, masters)
     kernel = self._apply(tree, method='head_kernel')
 
-    def head(rows_MD, mask_M, slot):
-      tree = variables(weights, state | slot)
+    def head(rows_MD, mask_M, head_state):
+      tree = variables(weights, state | head_state)
       return self._apply(tree, rows_MD, mask_M, kernel, method='head')
 
     targets_BT = jnp.roll(batch.tokens, -1, axis=1)
@@ -387,17 +379,17 @@ class Policy:
   def log_sum_exp(
       self, logits_BV: Array, inverse_B: Array, known_B: Array | None = None
   ) -> Array:
-    """Returns that of tempered logits, as `target_logprobs` computes it.
+    """Returns the log-sum-exp of tempered logits, as training computes it.
 
     Args:
       logits_BV: float32.
       inverse_B: float32, 1 / temperature of each row.
-      known_B: the result, where the kernel that drew the token made it.
+      known_B: the result, if the kernel that drew the token computed it.
     """
     if known_B is not None:
       return known_B
     with jax.named_scope('head'):
-      lse_B, _ = logprobs.row_stats(logits_BV, inverse_B)
+      lse_B, _ = row_stats(logits_BV, inverse_B)
     return lse_B
 
   def page_shapes(

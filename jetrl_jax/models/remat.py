@@ -1,14 +1,14 @@
-"""What of a block waits in memory for its backward, and what is computed again.
+"""Which of a block's activations are kept for its backward pass.
 
-    none       everything waits
-    selective  what attention's backward reads and the residual stream after
-               attention wait; norms, quantising and the MLP's first half are
-               computed again
-    full       only the block's input waits
+    none       all are kept
+    selective  kept: what attention's backward reads, and the residual stream
+               after attention. Recomputed: norms, quantising, and the first
+               half of the MLP
+    full       only the block's input is kept
 
-The MLP's last dot is never computed again: no backward reads its result.
-Names as Megatron has them; 'selective' is other there, where it is the
-attention core that is computed again, which a fused kernel has no need of.
+The MLP's last dot is never recomputed, because no backward reads its result.
+The names are Megatron's. There 'selective' recomputes the attention core, which
+a fused attention kernel does not need.
 
 References:
   Korthikanti et al. 2022, arXiv:2205.05198, section 5 (selective activation
@@ -26,22 +26,18 @@ MODES = ('none', 'selective', 'full')
 
 
 def check(mode: str) -> None:
-  """Refuses what is no mode.
-
-  Raises:
-    ValueError: that.
-  """
+  """Raises a ValueError if `mode` is not one of `MODES`."""
   if mode not in MODES:
     raise ValueError(f'remat is {mode!r}; allowed: {", ".join(MODES)}')
 
 
 def all_but_kept(function):
-  """Returns the function, whose backward computes again what is not marked."""
+  """Returns the function; its backward recomputes what `keep` did not mark."""
   return jax.checkpoint(function, policy=ONLY_KEPT)
 
 
 def wrap(block: type[nn.Module], mode: str) -> type[nn.Module]:
-  """Returns the module, recomputed in its backward as the mode says."""
+  """Returns the module with the recomputation that `mode` asks for."""
   check(mode)
   if mode == 'none':
     return block

@@ -70,7 +70,7 @@ def spread(leaf: Array, path: str, grid: str) -> Array:
 
   Args:
     leaf: float32, every value on the grid; donated.
-    path: of the parameter, such as 'layers_0/attn/qkv/kernel'.
+    path: the path of the parameter, such as 'layers_0/attn/qkv/kernel'.
     grid: 'bfloat16' or 'float16'.
 
   Returns:

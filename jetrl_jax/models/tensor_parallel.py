@@ -9,13 +9,13 @@
     embedding  by tokens; one device has a token's row
     head       by tokens; logits are gathered
 
-All else (residual stream, norms, log-sum-exp, sampling) is computed on every
-device of the axis `tensor`, alike. So each number of the forward is the sum
-that one device computes, in its order. In the backward, the gradient of the
-rows of a split dot is a sum over devices: it repeats to the bit on one mesh and
-has other bits on another.
+Every device of the axis `tensor` computes all else (residual stream, norms,
+log-sum-exp, sampling) alike. So each number of the forward is a sum that one
+device computes, in the order of one device. In the backward, the gradient of
+the rows of a split dot is a sum over devices: it repeats to the bit on one mesh
+and has other bits on another mesh.
 
-`core/sharding.py` has the collectives, `decoder.py` says where they stand.
+`core/sharding.py` has the collectives; `decoder.py` calls them.
 
 References:
   Shoeybi et al. 2019, arXiv:1909.08053, which splits the sums of o and of down.
@@ -34,8 +34,8 @@ from jetrl_jax.fp8.recipes import BLOCK
 from jetrl_jax.models.layers import gather_quantized
 from jetrl_jax.models.types import ModelConfig
 
-# Columns of a dot on a device: a GPU's FP8 dots take multiples of it, and a
-# CPU's add in the order of a wider dot.
+# A device's columns of a dot are a multiple of this: a GPU's FP8 dots need it,
+# and a CPU's dots then add in the order of a wider dot.
 _COLUMNS = 16
 
 
@@ -57,7 +57,8 @@ def pieces(model: ModelConfig, axes: Axes, path: str) -> Pieces:
   Args:
     model: its shape.
     axes: devices.
-    path: of the module: 'embed', 'lm_head', or within a layer, 'attn/qkv'.
+    path: the path of the module: 'embed', 'lm_head', or within a layer,
+      'attn/qkv'.
   """
   tensor = axes.tensor
   if tensor == 1 or (axes.placed and path == 'attn/o'):
@@ -75,11 +76,7 @@ def pieces(model: ModelConfig, axes: Axes, path: str) -> Pieces:
 
 
 def check(model: ModelConfig, recipe: Recipe, axes: Axes) -> None:
-  """Refuses a model that these devices cannot share.
-
-  Raises:
-    ValueError: that.
-  """
+  """Raises a ValueError if these devices cannot share the model."""
   tensor = axes.tensor
   if tensor == 1:
     return
@@ -119,7 +116,7 @@ def check(model: ModelConfig, recipe: Recipe, axes: Axes) -> None:
         )
 
 
-# For the recipe, any layer's path.
+# A dot's path within any layer, and what of it the devices share.
 _DOTS = {
     'attn/qkv': 'queries or keys in attn/qkv',
     'attn/o': 'attn/o',
@@ -166,7 +163,7 @@ def placed_specs(model: ModelConfig, axes: Axes, weights: PyTree) -> PyTree:
 
 
 def _map(function, node: PyTree, path: str = '') -> PyTree:
-  """Applies `function(path of the module less its layer, leaf)`."""
+  """Applies `function(path of the module without its layer, leaf)`."""
   if not isinstance(node, dict):
     module = path.rpartition('/')[0]
     return function(re.sub(r'^layers_\d+/', '', module), node)

@@ -27,7 +27,7 @@ class OptimizerConfig:
     master_rounding: how bfloat16 masters (model.master_dtype) are rounded:
       'nearest', which loses small updates, or 'stochastic', which keeps their
       mean. Float32 masters are not rounded.
-    seed: of the random bits of 'stochastic'.
+    seed: the seed of the random bits of 'stochastic'.
   """
 
   lr: float = 1e-6

@@ -16,7 +16,7 @@ nearest or stochastically (`rounding.py`).
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -26,15 +26,17 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax.core import rng, sharding
+from jetrl_jax.core.sharding import Axes
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.kernels import adamw
+from jetrl_jax.kernels.adamw.reference import AdamW
 from jetrl_jax.kernels.requantize import requantize
 from jetrl_jax.metrics.writer import Mean
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim import fused_adamw, partition, rounding
 from jetrl_jax.optim.adamw import OptimizerConfig
-from jetrl_jax.optim.types import TrainState
+from jetrl_jax.optim.types import StepControl, TrainState
 
 
 @jax.tree_util.register_dataclass
@@ -102,7 +104,7 @@ def merge(trainable: PyTree, frozen: PyTree) -> PyTree:
   return merged
 
 
-def _global_norm(gradients: PyTree, is_split: PyTree, axes) -> Array:
+def _global_norm(gradients: PyTree, is_split: PyTree, axes: Axes) -> Array:
   """Returns the L2 norm over all leaves; split leaves add over devices."""
   squares = jax.tree.map(
       lambda g: jnp.sum(jnp.square(g.astype(jnp.float32))), gradients
@@ -121,18 +123,24 @@ def _global_norm(gradients: PyTree, is_split: PyTree, axes) -> Array:
 
 
 def _check_and_clip(
-    policy, config, is_split, trainable, metrics, opt_step, root
-):
+    policy: Policy,
+    config: OptimizerConfig,
+    is_split: PyTree,
+    trainable: PyTree,
+    metrics: dict[str, Mean],
+    opt_step: Array,
+    rounding_root: Array | None,
+) -> tuple[UpdateInfo, Array, Array, dict[str, Array]]:
   """Checks all gradients and computes the clip factor.
 
   Returns:
-    (UpdateInfo without changed bytes, factor of the gradients (0 if they are
-     not finite), next optimiser step, rounding keys).
+    (UpdateInfo without changed bytes, clip factor of the gradients (0 if they
+     are not finite), next optimiser step, rounding keys).
   """
   norm = _global_norm(trainable, is_split, policy.axes)
   loss = metrics['actor/pg_loss']
   ok = jnp.isfinite(norm) & jnp.isfinite(loss.sum)
-  shrink = jnp.minimum(1.0, config.grad_clip / (norm + 1e-6))
+  clip_factor = jnp.minimum(1.0, config.grad_clip / (norm + 1e-6))
   one = Mean(sum=jnp.zeros(()), weight=jnp.ones(()))
   info = UpdateInfo(
       grad_norm=norm,
@@ -141,96 +149,119 @@ def _check_and_clip(
       changed_bytes={},
       metrics=metrics | {'actor/pg_loss': loss + one},
   )
-  shrink = jnp.where(ok, shrink, 0.0)
-  rounding_keys = (
-      {} if root is None else rounding.rounding_keys(root, opt_step, trainable)
-  )
-  return info, shrink, opt_step + ok.astype(jnp.int32), rounding_keys
+  clip_factor = jnp.where(ok, clip_factor, 0.0)
+  rounding_keys = {}
+  if rounding_root is not None:
+    rounding_keys = rounding.rounding_keys(rounding_root, opt_step, trainable)
+  return info, clip_factor, opt_step + ok.astype(jnp.int32), rounding_keys
 
 
 def _widened(tree: PyTree) -> PyTree:
   return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
 
 
-def _optimised(
-    optimizer, join, axes, is_split, part, shared, gradients, step_control
-):
+def _optax_update(
+    optimizer: optax.GradientTransformation,
+    join: partition.OptStatePartition,
+    axes: Axes,
+    is_split: PyTree,
+    group: ParamGroup,
+    shared: list,
+    gradients: PyTree,
+    control: StepControl,
+) -> tuple[PyTree, list[PyTree], list]:
   """Returns (new masters, new moments, new shared state) of one group.
 
   It does not check whether the step is skipped; the caller does.
   """
-  ok, shrink, rounding_keys = step_control
+  ok, clip_factor, rounding_keys = control
   clipped = jax.tree.map(
-      lambda g: jnp.where(ok, g * shrink, 0), _widened(gradients)
+      lambda g: jnp.where(ok, g * clip_factor, 0), _widened(gradients)
   )
-  masters = _widened(part.trainable)
+  masters = _widened(group.trainable)
   updates, opt_state = optimizer.update(
-      clipped, join(part.moments, shared), masters
+      clipped, join(group.moments, shared), masters
   )
-  moments, next_shared = partition.split(opt_state, set(part.trainable))
-  moved = optax.apply_updates(masters, updates)
+  moments, next_shared = partition.split(opt_state, set(group.trainable))
+  updated = optax.apply_updates(masters, updates)
   trainable = rounding.stored(
-      moved, part.trainable, is_split, rounding_keys, axes
+      updated, group.trainable, is_split, rounding_keys, axes
   )
   return trainable, moments, next_shared
 
 
-def _move(
-    policy,
-    optimizer,
-    join,
-    is_split,
-    part,
-    shared,
-    gradients,
-    cotangents,
-    step_control,
-):
-  """Updates one group; returns (group, shared state, changed bytes)."""
-  axes, recipe = policy.axes, policy.recipe
-  ok = step_control[0]
+def _update_group(
+    policy: Policy,
+    optimizer: optax.GradientTransformation,
+    join: partition.OptStatePartition,
+    is_split: PyTree,
+    group: ParamGroup,
+    shared: list,
+    gradients: PyTree,
+    cotangents: PyTree,
+    control: StepControl,
+) -> tuple[ParamGroup, list, PyTree]:
+  """Updates one parameter group.
+
+  Args:
+    policy: its recipe and axes.
+    optimizer: updates the masters.
+    join: rebuilds the optimiser's state.
+    is_split: tree of bools: whether each device holds its own rows of a master.
+    group: the group's arrays.
+    shared: the optimiser's leaves that do not depend on the group.
+    gradients: the gradients of the group's trainable masters, before clipping.
+    cotangents: the cotangents of the group's scaling state.
+    control: what the step decided for all groups.
+
+  Returns:
+    (the group after the step, the shared leaves after it, share of the 8-bit
+    weight bytes that changed).
+  """
+  axes, recipe, ok = policy.axes, policy.recipe, control.applied
 
   def keep(new, old):
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), new, old)
 
-  if adamw.fits(optimizer, part.trainable, gradients, part.moments):
-    trainable, moments, next_shared, largest = fused_adamw.move_part(
+  if adamw.fits(optimizer, group.trainable, gradients, group.moments):
+    assert isinstance(optimizer, AdamW)  # `fits` has checked it.
+    trainable, moments, next_shared, largest = fused_adamw.update_group(
         optimizer,
         join,
         axes,
         is_split,
-        (part.trainable, part.moments, shared),
+        (group.trainable, group.moments, shared),
         gradients,
-        step_control,
+        control,
     )
   else:
-    trainable, moments, next_shared = _optimised(
-        optimizer, join, axes, is_split, part, shared, gradients, step_control
+    trainable, moments, next_shared = _optax_update(
+        optimizer, join, axes, is_split, group, shared, gradients, control
     )
-    trainable = keep(trainable, part.trainable)
-    moments = keep(moments, part.moments)
+    trainable = keep(trainable, group.trainable)
+    moments = keep(moments, group.moments)
     largest = trainable
-  params = merge(trainable, part.frozen)
-  fp8_state = scaling_state.observe(part.fp8_state, cotangents)
+  params = merge(trainable, group.frozen)
+  fp8_state = scaling_state.observe(group.fp8_state, cotangents)
   fp8_state = scaling_state.roll(fp8_state, recipe, operands=('output_grad',))
   # `largest` may hold amaxes instead of masters: the amax of an amax is itself.
   fp8_state = scaling_state.observe_kernels(
-      fp8_state, merge(largest, part.frozen), recipe, axes
+      fp8_state, merge(largest, group.frozen), recipe, axes
   )
-  fp8_state = keep(fp8_state, part.fp8_state)
+  fp8_state = keep(fp8_state, group.fp8_state)
   weights, measured, changed = requantize(
-      params, fp8_state, part.weights, recipe, axes
+      params, fp8_state, group.weights, recipe, axes
   )
   # A skipped step also keeps the kernels' health.
   fp8_state = keep(measured, fp8_state)
-  next_part = ParamGroup(
+  next_group = ParamGroup(
       trainable=trainable,
-      frozen=part.frozen,
+      frozen=group.frozen,
       fp8_state=fp8_state,
       moments=moments,
       weights=weights,
   )
-  return next_part, keep(next_shared, shared), changed
+  return next_group, keep(next_shared, shared), changed
 
 
 class Apply:
@@ -260,10 +291,10 @@ class Apply:
     self._policy, self._mesh = policy, mesh
     self._keys = set(state.trainable)
     self._join = partition.OptStatePartition(state.opt_state, self._keys)
-    self._root = None
+    self._rounding_root = None
     if config.master_rounding == 'stochastic':
       rounding.check(state.trainable)
-      self._root = rng.key(config.seed, rng.ROUNDING)
+      self._rounding_root = rng.key(config.seed, rng.ROUNDING)
     specs = sharding.tree_specs(gradients.trainable, mesh)
     self._check_and_clip = policy.jit_per_device(
         functools.partial(_check_and_clip, policy, config, self._splits(state)),
@@ -271,22 +302,24 @@ class Apply:
         (specs, P(), P(), P()),
         (P(), P(), P(), P()),
     )
-    self._move = functools.partial(_move, policy, optimizer, self._join)
-    self._movers: dict[Any, Any] = {}
+    self._update_group = functools.partial(
+        _update_group, policy, optimizer, self._join
+    )
+    self._group_programs: dict[Any, Callable] = {}
 
   def __call__(self, state: TrainState, gradients: Gradients):
     """Takes the optimiser step; see the class."""
-    info, shrink, opt_step, rounding_keys = self._check_and_clip(
+    info, clip_factor, opt_step, rounding_keys = self._check_and_clip(
         *self._check_arguments(state, gradients)
     )
-    parts, shared, changed = {}, [], {}
-    for key, move, arguments in self._moves(
-        state, gradients, info, shrink, rounding_keys
+    groups, shared, changed = {}, [], {}
+    for key, update, arguments in self._group_calls(
+        state, gradients, info.applied, clip_factor, rounding_keys
     ):
       # Every group returns the same shared state.
-      parts[key], shared, share = move(*arguments)
+      groups[key], shared, share = update(*arguments)
       changed |= {key: share} if share else {}
-    next_state = self._joined(state, parts, shared, opt_step)
+    next_state = self._joined(state, groups, shared, opt_step)
     info = dataclasses.replace(info, changed_bytes=changed)
     # The accumulator is freed here, so that the rollout can use its memory.
     for leaf in jax.tree.leaves(gradients):
@@ -302,36 +335,36 @@ class Apply:
     """
     checked = self._check_arguments(state, gradients)
     yield 'check_and_clip', 1, self._check_and_clip.lower(*checked)
-    info, shrink, _, rounding_keys = jax.eval_shape(
+    info, clip_factor, _, rounding_keys = jax.eval_shape(
         self._check_and_clip, *checked
     )
     calls: dict[Any, list] = {}
-    for key, move, arguments in self._moves(
-        state, gradients, info, shrink, rounding_keys
+    for key, update, arguments in self._group_calls(
+        state, gradients, info.applied, clip_factor, rounding_keys
     ):
-      calls.setdefault(move, []).append((key, arguments))
-    for move, same in calls.items():
+      calls.setdefault(update, []).append((key, arguments))
+    for update, same in calls.items():
       key, arguments = same[0]
-      yield f'move {key}', len(same), move.lower(*arguments)
+      yield f'update {key}', len(same), update.lower(*arguments)
 
   def programs(self) -> list:
     """Returns the compiled functions that were called so far."""
-    return [self._check_and_clip, *self._movers.values()]
+    return [self._check_and_clip, *self._group_programs.values()]
 
   def _check_arguments(self, state: TrainState, gradients: Gradients) -> tuple:
     return (
         gradients.trainable,
         gradients.metrics,
         state.opt_step,
-        self._root,
+        self._rounding_root,
     )
 
-  def _moves(
+  def _group_calls(
       self,
       state: TrainState,
       gradients: Gradients,
-      info: UpdateInfo,
-      shrink: Array,
+      applied: Array,
+      clip_factor: Array,
       rounding_keys: dict[str, Array],
   ) -> Iterator:
     """Yields (key, program, its arguments) of every group to update."""
@@ -339,7 +372,7 @@ class Apply:
     for key in state.weights:
       if key not in state.trainable and key not in state.fp8_state:
         continue
-      part = ParamGroup(
+      group = ParamGroup(
           trainable=state.trainable.get(key, {}),
           frozen=state.frozen.get(key, {}),
           fp8_state=state.fp8_state.get(key, {}),
@@ -347,18 +380,21 @@ class Apply:
           weights=state.weights[key],
       )
       found = gradients.trainable.get(key, {}), gradients.fp8.get(key, {})
-      step_control = info.applied, shrink, rounding_keys.get(key, {})
-      yield key, self._mover(part, *found), (part, shared, *found, step_control)
+      control = StepControl(applied, clip_factor, rounding_keys.get(key, {}))
+      program = self._group_program(group, *found)
+      yield key, program, (group, shared, *found, control)
 
-  def _mover(self, part: ParamGroup, gradients: PyTree, cotangents: PyTree):
+  def _group_program(
+      self, group: ParamGroup, gradients: PyTree, cotangents: PyTree
+  ) -> Callable:
     """Returns the program of a group; groups of equal shapes share it."""
-    arguments = part, gradients, cotangents
+    arguments = group, gradients, cotangents
     leaves, tree = jax.tree.flatten(arguments)
     signature = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-    if signature not in self._movers:
+    if signature not in self._group_programs:
       specs = sharding.tree_specs(arguments, self._mesh)
-      self._movers[signature] = self._policy.jit_per_device(
-          functools.partial(self._move, self._splits(part)),
+      self._group_programs[signature] = self._policy.jit_per_device(
+          functools.partial(self._update_group, self._splits(group)),
           self._mesh,
           (specs[0], P(), *specs[1:], P()),
           (specs[0], P(), P()),
@@ -367,7 +403,7 @@ class Apply:
           # reuse their buffers; otherwise both would be in memory.
           keep_unused=True,
       )
-    return self._movers[signature]
+    return self._group_programs[signature]
 
   def _splits(self, of: TrainState | ParamGroup) -> PyTree:
     """Returns a tree of bools: which masters are split over devices."""
@@ -377,15 +413,25 @@ class Apply:
         of.trainable,
     )
 
-  def _joined(self, state, parts, shared, opt_step) -> TrainState:
+  def _joined(
+      self,
+      state: TrainState,
+      groups: dict[str, ParamGroup],
+      shared: list,
+      opt_step: Array,
+  ) -> TrainState:
+    """Returns the state with all groups after the step."""
+
     def gathered(field: str, old: PyTree) -> PyTree:
       return old | {
-          key: getattr(part, field) for key, part in parts.items() if key in old
+          key: getattr(group, field)
+          for key, group in groups.items()
+          if key in old
       }
 
     moments = partition.split(state.opt_state, self._keys)[0]
-    moved = [
-        {key: parts[key].moments[i] for key in tree}
+    updated = [
+        {key: groups[key].moments[i] for key in tree}
         for i, tree in enumerate(moments)
     ]
     return dataclasses.replace(
@@ -394,6 +440,6 @@ class Apply:
         frozen=gathered('frozen', state.frozen),
         fp8_state=gathered('fp8_state', state.fp8_state),
         weights=gathered('weights', state.weights),
-        opt_state=self._join(moved, shared),
+        opt_state=self._join(updated, shared),
         opt_step=opt_step,
     )

@@ -1,48 +1,46 @@
-"""AdamW of one part of the model, by the kernel, leaf by leaf."""
-
-from typing import Any
+"""AdamW of one parameter group by the kernel, leaf by leaf."""
 
 import jax
 import jax.numpy as jnp
 
 from jetrl_jax.core.sharding import Axes
-from jetrl_jax.core.typing import Array, PyTree
+from jetrl_jax.core.typing import PyTree
 from jetrl_jax.kernels import adamw
 from jetrl_jax.kernels.adamw.reference import AdamW
 from jetrl_jax.optim import partition
+from jetrl_jax.optim.types import StepControl
 
 
-def move_part(
+def update_group(
     optimizer: AdamW,
-    join: Any,
+    join: partition.OptStatePartition,
     axes: Axes,
     is_split: PyTree,
-    part: tuple[PyTree, list[PyTree], list],
+    group: tuple[PyTree, list[PyTree], list],
     gradients: PyTree,
-    step_control: tuple[Array, Array, Array | dict],
+    control: StepControl,
 ) -> tuple[PyTree, list[PyTree], list, PyTree]:
-  """Moves a part of the model that `fits`, unless the step is skipped.
+  """Updates a parameter group that `fits`, unless the step is skipped.
 
   Args:
-    optimizer: what `reference.adamw` returned.
-    join: an `partition.OptStatePartition` of its state.
-    axes: of the mesh.
-    is_split: tree of whether each device holds rows of its own.
-    part: masters, [first moments, second moments] and what the optimiser keeps
-      that is not like the masters.
+    optimizer: the result of `reference.adamw`.
+    join: rebuilds the optimiser's state.
+    axes: the mesh's axes.
+    is_split: tree of bools: whether each device holds its own rows of a master.
+    group: masters, [first moments, second moments], and the optimiser's leaves
+      that do not depend on the group.
     gradients: like the masters, before clipping.
-    step_control: whether the step counts, the gradients' factor and the words
-      of `rounding.rounding_keys` for this part, {} to round to the nearest.
+    control: what the step decided for all groups.
 
   Returns:
-    What `part` becomes, but for the shared state of a skipped step: that is as
-    if it counted. And the amax of each moved master, see `move`.
+    (masters, moments, the optimiser's other leaves, amax of each new master).
+    The other leaves of a skipped step are as if it counted.
   """
-  masters, moments, shared = part
-  ok, shrink, rounding_keys = step_control
-  # Two empty moments: what is left of the state is the shared.
+  masters, moments, shared = group
+  ok, clip_factor, rounding_keys = control
+  # With empty moments only the shared leaves are left of the state.
   state = join([{}, {}], shared)
-  numbers = [ok.astype(jnp.float32), shrink, *optimizer.rates(state)]
+  numbers = [ok.astype(jnp.float32), clip_factor, *optimizer.rates(state)]
   numbers = jnp.pad(jnp.stack(numbers), (0, 8 - len(numbers)))
   _, state = optimizer.update({}, state, {})
   mask = optimizer.mask(masters) if callable(optimizer.mask) else optimizer.mask
@@ -50,7 +48,7 @@ def move_part(
     mask = jax.tree.map(lambda _: True, masters)
   leaves, tree = jax.tree.flatten(masters)
   like = [tree.flatten_up_to(t) for t in (gradients, *moments, is_split, mask)]
-  moved = []
+  updated = []
   for i, (leaf, gradient, mu, nu, split, decays) in enumerate(
       zip(leaves, *like, strict=True)
   ):
@@ -61,8 +59,8 @@ def move_part(
           leaf.size // leaf.shape[0] % 2**32
       )
       leaf_key = jnp.stack([*rounding_keys[i], start, jnp.uint32(0)])
-    moved.append(
-        adamw.move(
+    updated.append(
+        adamw.update(
             leaf,
             gradient,
             mu,
@@ -76,6 +74,6 @@ def move_part(
         )
     )
   trainable, mu, nu, amax = (
-      tree.unflatten(column) for column in zip(*moved, strict=True)
+      tree.unflatten(column) for column in zip(*updated, strict=True)
   )
   return trainable, [mu, nu], partition.split(state, set())[1], amax

@@ -1,6 +1,7 @@
-"""The training state, a pytree."""
+"""The training state, a pytree, and what an optimiser step passes on."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 
@@ -36,3 +37,18 @@ class TrainState:
   opt_step: Array
   rollout_fp8_state: PyTree = dataclasses.field(default_factory=dict)
   rollout_weights: PyTree = dataclasses.field(default_factory=dict)
+
+
+class StepControl(NamedTuple):
+  """What an optimiser step decides for all parameter groups; on the device.
+
+  Attributes:
+    applied: bool scalar, False if a gradient was not finite: nothing changes.
+    clip_factor: float32 scalar, factor of the gradients; 0 if not `applied`.
+    rounding_keys: this group's keys, see `rounding.rounding_keys`; {} rounds
+      masters to the nearest.
+  """
+
+  applied: Array
+  clip_factor: Array
+  rounding_keys: Array | dict

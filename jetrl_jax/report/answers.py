@@ -23,7 +23,7 @@ from jetrl_jax.report.run import Run, read_objects
 from jetrl_jax.rewards import math_answer
 from jetrl_jax.rl.scoring import experience, store
 
-# Of a text that a model made, no more than its head and tail are shown.
+# Only the head and the tail of a long text are shown.
 _HEAD, _TAIL = 6000, 2000
 # How the rewards that read a final answer find it; '' where there is none.
 _READERS = {

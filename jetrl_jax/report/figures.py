@@ -532,7 +532,7 @@ def _columns(
 ) -> tuple[np.ndarray, np.ndarray, int]:
   """Thins the steps; returns (a step per column, values, steps per column)."""
   every = -(-len(steps) // _MAX_COLUMNS)
-  reduce = np.fmax if worst == 'max' else np.fmin  # Of NaN, the other.
+  reduce = np.fmax if worst == 'max' else np.fmin  # Ignores NaN.
   starts = np.arange(0, len(steps), every)
   columns = reduce.reduceat(values, starts, axis=1)
   middles = np.minimum(starts + every // 2, len(steps) - 1)

@@ -108,7 +108,7 @@ def read_run(folder: pathlib.Path, name: str) -> Run:
   """Reads a workdir.
 
   Args:
-    folder: of a run that goes on, was stopped or is finished.
+    folder: the folder of a run that goes on, was stopped or is finished.
     name: see `Run`.
 
   Raises:

@@ -87,7 +87,7 @@ def is_same(
 
   Args:
     answer: entries of the model's answer.
-    reference: of the data set's.
+    reference: the reference answer of the data set.
     is_right: compares an entry with one of the reference.
   """
   if len(answer) != len(reference):

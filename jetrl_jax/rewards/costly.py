@@ -1,9 +1,9 @@
-r"""Answers that would take a verifier for ever, told from their text.
+"""Finds answers that a verifier would never finish, from their text alone.
 
-A clock stops them too (`rewards/pool.py`), but at the price of the whole limit
-and of a worker each, and with a score that depends on the machine. The rules
-ask for no more than the reference: what it has may be in the answer, however
-costly. What no rule knows is left to the clock.
+A time limit stops them too (`rewards/pool.py`). But each one then costs the
+whole limit and a worker, and the score depends on the machine. The rules allow
+whatever the reference has, however costly. What no rule knows is left to the
+time limit.
 """
 
 import math
@@ -14,9 +14,9 @@ from typing import Any
 MAX_ANSWER_CHARS = 512
 _MAX_DEPTH = 8
 _MAX_POWERS = 24
-# Of a letter, or of all powers of sums; a reference raises it.
+# Largest degree in a letter, or of all powers of sums; a reference raises it.
 _MAX_DEGREE = 9
-# Of a number.
+# Largest exponent of a number.
 _MAX_EXPONENT = 999
 # SymPy solves equations of degree 3 in milliseconds, some of degree 5 in none.
 _MAX_SOLVED_DEGREE = 3

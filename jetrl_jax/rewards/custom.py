@@ -153,7 +153,7 @@ def _load(target: str) -> Callable[..., Any]:
     if not isinstance(error, ModuleNotFoundError) or not _is_above(
         error.name, where
     ):
-      # Of the user's own code.
+      # Only lines of the user's own code.
       message = f'{message}:\n{_own_lines(error)}'
     raise RewardFunctionError(message) from error
   if not callable(found):
@@ -298,7 +298,8 @@ def _to_part(value: Any, target: str) -> Part:
 def _number(value: Any, target: str) -> float:
   """Returns a finite float of a bounded size."""
   try:
-    # Of a text float() would read a number; it is a mistake of the function.
+    # float() would read a number from a text, which is a mistake of the
+    # function.
     number = math.nan if isinstance(value, (str, bytes)) else float(value)
   except (TypeError, ValueError, OverflowError):
     number = math.nan

@@ -1,6 +1,6 @@
-"""The pool's hold on its processes: the fork server, and workers that it forks.
+"""The pool's side of its processes: it starts the fork server and its workers.
 
-What runs in them is `worker.py`.
+`worker.py` is what runs in them.
 """
 
 import collections

@@ -193,7 +193,7 @@ def parse_number(text: str) -> tuple[fractions.Fraction, bool] | None:
 
 def is_refused(answer: str, reference: str) -> bool:
   """Tells whether the answer is of a form that no verifier is given."""
-  # Of '\\binom{10}{3} = 120' no verifier is given the left side.
+  # A verifier never gets the left side of '\\binom{10}{3} = 120'.
   answer = costly.without_redundant_braces(answer)
   answer = problems.solved(answer, reference)
   return costly.is_costly(answer, reference) or problems.names_operation(

@@ -1,11 +1,11 @@
-"""What reward functions print, shown up to a limit.
+"""Shows what reward functions print, up to a limit.
 
 A function that prints for every answer, or prints what an answer says, would
-fill a disk in a night. The limit is one for all workers of a pool. A count in
-shared memory would not hold it: a worker that is interrupted between reading
-and storing it sets it back to what it was. So the workers, forks of one
-process, share a pipe that was filled once, and take what they may print out of
-it; what a killed one had taken is lost.
+fill a disk in a night. The limit holds for all workers of a pool together. A
+count in shared memory would not hold it: a worker that is interrupted between
+reading and storing the count sets it back. So the workers, which are forks of
+one process, share a pipe that was filled once. Each takes from it what it may
+print. What a killed worker had taken is lost.
 """
 
 import io
@@ -23,7 +23,7 @@ class _Bounded(io.RawIOBase):
   """Writes to a file descriptor as long as there are portions to take.
 
   Args:
-    descriptor: of the file.
+    descriptor: the descriptor of the file.
     portions: the pipe's end to read from, without waiting.
     credit: one number, of bytes taken and not printed; shared by the streams
       of a process.

@@ -1,11 +1,11 @@
 """Scores answers in processes that are killed when they take too long.
 
-A time limit inside a process does not hold: a signal handler runs between
-byte codes, and one power of big integers is one byte code. So the pool's own
-process watches: a worker that has not answered when the limit is over gets
-SIGKILL, the answer counts 0, a new worker takes the rest of the batch. Answers
-that came are judged by the seconds that their worker reports, so that a score
-does not depend on how often this process finds the time to look.
+A time limit inside a process does not hold: a signal handler runs between byte
+codes, and one power of big integers is one byte code. So the pool's own process
+watches. A worker that has not answered in time gets SIGKILL, its answer counts
+0, and a new worker takes the rest of the batch. Answers that came are judged by
+the seconds that their worker reports, so a score does not depend on how often
+this process finds the time to look.
 """
 
 import collections

@@ -39,7 +39,8 @@ _KINDS = tuple(
         r'binom(?![a-zA-Z])|\\choose|(?<!\\)!(?!=)|' + _command('[gG]amma'),
         _command('(?:arc|ar)?(?:sin|cos|tan|cot|sec|csc)h?'),
         _command('log', 'ln', 'lg'),
-        # Of numbers, complex ones too; of variables they are an answer.
+        # Absolute values of numbers, also complex ones; with variables they are
+        # an answer.
         rf'{_BAR}(?:\\(?:[dt]?frac|sqrt|cdot|times|pi|left|right)(?![a-zA-Z])'
         rf'|[^a-hj-zA-Z|\\])+{_BAR}',
     )

@@ -8,7 +8,7 @@ from typing import Any
 # These read a final answer.
 READERS = ('math', 'gsm8k', 'last_number')
 BUILT_IN = (*READERS, 'format')
-# Of a value and of a weight: their squares must fit a float32.
+# Largest value and weight: their squares must fit a float32.
 MAX_SIZE = 1e9
 
 

@@ -1,8 +1,8 @@
 """Serves a policy: jetrl_jax serve --checkpoint=runs/quickstart.
 
-Over HTTP, as OpenAI's API has it: any client of it works, with the base URL
-http://127.0.0.1:8000/v1. With --grpc it is JetStream's server instead. See
-docs/serving.md.
+The server speaks OpenAI's API over HTTP, so any client of it works with the
+base URL http://127.0.0.1:8000/v1. With --grpc it is JetStream's server instead.
+See docs/serving.md.
 """
 
 import importlib
@@ -25,7 +25,7 @@ from jetrl_jax.metrics.console import show_own_sentences
 from jetrl_jax.serve import address
 from jetrl_jax.serve.requests import Limits
 
-# Of an environment variable: a flag would be seen by all users of a machine.
+# Name of an environment variable: all users of a machine can see a flag.
 _TOKEN = 'JETRL_JAX_TOKEN'
 _HTTP_PORT, _GRPC_PORT = 8000, 9000
 # What each way to serve imports, and the extra that brings it.

@@ -37,11 +37,11 @@ class Piece:
   """The next part of one response.
 
   Attributes:
-    index: of the response.
+    index: the index of the response.
     text: what it adds.
     tokens: its tokens, without a stop token.
     finish_reason: 'stop' or 'length' in the last piece; None before.
-    prompt_tokens: of its prompt.
+    prompt_tokens: number of tokens of its prompt.
     sampled: tokens sampled so far, with the stop token.
   """
 
@@ -59,7 +59,7 @@ class _Response:
   Args:
     asked: the request.
     prompt: index of its prompt.
-    tokenizer: of the policy.
+    tokenizer: the tokenizer of the policy.
 
   Attributes:
     prompt: token ids.
@@ -114,7 +114,7 @@ async def answer(
   Args:
     asked: the request.
     decoder: decodes and scores.
-    tokenizer: of the policy.
+    tokenizer: the tokenizer of the policy.
 
   Raises:
     Full: too many requests wait.

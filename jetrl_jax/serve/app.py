@@ -35,7 +35,7 @@ class _Refused(Exception):
   """A request that is answered with an error.
 
   Args:
-    status: of HTTP.
+    status: the HTTP status code.
     message: a sentence.
     **headers: of the answer.
   """
@@ -64,10 +64,10 @@ class Api:
   Args:
     saved: the policy.
     decoder: started.
-    limits: of the requests.
-    name: of the policy, as clients ask for it.
+    limits: the limits of the requests.
+    name: the name of the policy, as clients ask for it.
     access: who may ask.
-    num_slots: of the engine.
+    num_slots: the number of slots of the engine.
 
   Attributes:
     app: the ASGI application.

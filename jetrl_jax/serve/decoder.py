@@ -71,7 +71,7 @@ class Job:
     deliver: called with each event, in the decoder's thread.
     tokens: int32; the prompt, or the whole sequence to score.
     sampling: how its response is sampled; None to score it.
-    temperature: of the log-probs, if it is scored.
+    temperature: the temperature of the log-probs, if it is scored.
     sample: its number among the samples of one prompt and seed.
   """
 
@@ -173,7 +173,7 @@ class Decoder:
     self._waiting: collections.deque[Job] = collections.deque()
     self._to_score: collections.deque[Job] = collections.deque()
     self._closed: Failed | None = None
-    # Of the thread alone.
+    # Only the decoder's thread reads and changes these.
     self._running: dict[int, Job] = {}
     self._thread = threading.Thread(
         target=self._run, name='decoder', daemon=True
@@ -200,7 +200,7 @@ class Decoder:
     """Takes all of these jobs, or none.
 
     Args:
-      jobs: of one request.
+      jobs: the jobs of one request.
       admitted: they go on with what was taken before, and are not counted.
 
     Raises:

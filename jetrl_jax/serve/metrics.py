@@ -15,7 +15,7 @@ class Metrics:
 
   Args:
     decoder: its queue and slots are told.
-    num_slots: of the engine.
+    num_slots: the number of slots of the engine.
   """
 
   content_type = CONTENT_TYPE_LATEST

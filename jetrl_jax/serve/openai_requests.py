@@ -67,8 +67,9 @@ class Asked:
     chat: whether it is a chat completion.
     model: name that it asked for.
     prompts: token ids of each prompt.
-    texts: of each prompt, for an echo; None where it came as tokens.
-    sampling: of every response; None to score the prompts only.
+    texts: the texts of each prompt, for an echo; None where it came as tokens.
+    sampling: the sampling settings of every response; None to score the prompts
+      only.
     n: responses to each prompt.
     stop: strings that end a response.
     stream: whether pieces are sent as they come.

@@ -26,7 +26,7 @@ class Writer:
   Args:
     asked: the request.
     model: name that the server has for its policy.
-    tokenizer: of the policy.
+    tokenizer: the tokenizer of the policy.
   """
 
   def __init__(self, asked: Asked, model: str, tokenizer: Tokenizer):

@@ -97,9 +97,9 @@ class PromptReader:
   """Turns the prompt of a request into tokens, within the limits.
 
   Args:
-    tokenizer: of the policy.
+    tokenizer: the tokenizer of the policy.
     prompt_format: what is put around a prompt that comes as text.
-    limits: of the server.
+    limits: the limits of the server.
     vocab_size: rows of the model's embedding.
   """
 

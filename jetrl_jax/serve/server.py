@@ -51,7 +51,7 @@ class Server:
             ws='none',
             lifespan='off',
             log_config=None,
-            # Of each malformed request it would say so at 'warning'.
+            # At 'warning' it would report each malformed request.
             log_level='error',
             access_log=False,
             proxy_headers=False,
@@ -106,7 +106,7 @@ def start(
     saved: the policy.
     limits: what the server takes.
     listener: see `address.listen`.
-    name: of the policy, as clients ask for it.
+    name: the name of the policy, as clients ask for it.
     access: who may ask.
     num_slots: sequences decoded at once; rounded up to 16 per device.
     grace_s: seconds that running requests have to end in `stop`.

@@ -16,7 +16,7 @@ class TextStream:
   character waits for the rest. All pieces joined are the text of all tokens.
 
   Args:
-    tokenizer: of the policy.
+    tokenizer: the tokenizer of the policy.
   """
 
   def __init__(self, tokenizer: Tokenizer):
@@ -53,7 +53,7 @@ class StoppedText:
   Text that may be the beginning of a stop string waits for the next tokens.
 
   Args:
-    tokenizer: of the policy.
+    tokenizer: the tokenizer of the policy.
     stop: strings that end the text; they are not part of it.
 
   Attributes:

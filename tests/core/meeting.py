@@ -46,7 +46,7 @@ def _facts() -> None:
     if rank == 1:
       interrupt.ask('SIGTERM')
     try:
-      processes.agree('a step', asked.check)
+      processes.stop_together('a step', asked.check)
       raise AssertionError('not stopped')
     except StopRequested as stop:
       assert str(stop) == 'SIGTERM'

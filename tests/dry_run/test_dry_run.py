@@ -129,7 +129,7 @@ def test_an_evaluation_in_another_recipe_has_weights_of_its_own(fsdp):
 
 
 def test_dots_that_a_mixed_run_chose_are_the_same_on_both_sides():
-  spec = parts_of.mixed().keeping(('layers_0/mlp/down',))
+  spec = parts_of.mixed().with_high_precision(('layers_0/mlp/down',))
   rows = {row.name: row for row in dry_run_precision.table(spec)}
   down, qkv = rows['layers_*/mlp/down'], rows['layers_*/attn/qkv']
   assert down.rollout == down.training == 'bf16 x bf16 -> bf16'

@@ -51,7 +51,9 @@ def test_where_no_dot_is_quantised_none_is_chosen():
 
 
 def test_a_recipe_that_keeps_dots_takes_their_paths_literally():
-  recipe = Recipe(high_precision_layers=('.*/o',)).keeping(('layers_1/a.b',))
+  recipe = Recipe(high_precision_layers=('.*/o',)).with_high_precision(
+      ('layers_1/a.b',)
+  )
   assert not recipe.quantizes('layers_1/a.b')
   assert not recipe.quantizes('layers_7/attn/o')
   assert recipe.quantizes('layers_1/axb') and recipe.quantizes('layers_10/a.b')
@@ -66,12 +68,14 @@ def test_what_is_kept_has_no_slot_and_the_others_keep_theirs(name):
       else scaling_state.init_dynamic_record
   )
   state = {'layers_0': {'attn': {'o': make(), 'qkv': make()}, 'mlp': make()}}
-  kept = scaling_state.restrict(state, recipe.keeping(('layers_0/attn/o',)))
+  kept = scaling_state.restrict(
+      state, recipe.with_high_precision(('layers_0/attn/o',))
+  )
   assert scaling_state.record_paths(kept) == [
       'layers_0/attn/qkv',
       'layers_0/mlp',
   ]
   assert kept['layers_0']['mlp'] is state['layers_0']['mlp']
-  every = recipe.keeping(('layers_0/mlp', 'layers_0/attn/o'))
-  every = every.keeping(('layers_0/attn/qkv',))
+  every = recipe.with_high_precision(('layers_0/mlp', 'layers_0/attn/o'))
+  every = every.with_high_precision(('layers_0/attn/qkv',))
   assert scaling_state.restrict(state, every) == {}

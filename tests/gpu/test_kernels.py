@@ -19,8 +19,8 @@ from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import formats, health, scaling_state
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.kernels import add_norm_quantize as norm
 from jetrl_jax.kernels import dispatch, kv_storage
-from jetrl_jax.kernels.add_norm_quantize import triton as norm
 from jetrl_jax.kernels.attention import (
     mosaic_backward_sm90,
     mosaic_sm90,
@@ -71,7 +71,7 @@ def _bytes(x) -> np.ndarray:
 def test_a_norm_has_the_bits_of_its_row_alone_and_quantises_as_xla_does(dim):
   x, gain = _normal(0, 256, dim, spread=1.0), _normal(1, dim)
   step = jnp.float32(2.0**-7)
-  kernel = exact_jit(lambda x: norm.joined(x, gain, 1e-6, step)[1:])
+  kernel = exact_jit(lambda x: norm.forward(x, gain, 1e-6, step)[1:])
   high, low = kernel(x)
   few, few_low = kernel(x[:16])
   assert np.array_equal(_bytes(few), _bytes(high[:16]))

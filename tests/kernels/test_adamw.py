@@ -72,7 +72,7 @@ class _Both:
   def kernel(self):
     def run(*arguments):
       with kernels_in_use.run(_KERNELS):
-        return fused_adamw.move_part(
+        return fused_adamw.update_group(
             self.optimizer, self.join, _AXES, _SPLIT, *arguments
         )
 
@@ -89,7 +89,7 @@ class _Both:
           moments=moments,
           weights={},
       )
-      return apply._optimised(
+      return apply._optax_update(
           self.optimizer,
           self.join,
           _AXES,
@@ -196,7 +196,7 @@ def test_rows_on_another_device_are_moved_as_in_the_whole():
   def run(part, gradients, step_control):
     axes = sharding.axes_of(mesh)
     with kernels_in_use.run(_KERNELS):
-      return fused_adamw.move_part(
+      return fused_adamw.update_group(
           *(both.optimizer, both.join, axes, split),
           *(part, gradients, step_control),
       )[:3]
@@ -305,7 +305,9 @@ def test_a_step_of_all_kernels_is_a_step_of_xla(monkeypatch, fsdp):
 
   kernels_in_use.use(monkeypatch, 'adamw', 'requantize')
   kernels_in_use.interpret(monkeypatch)
-  monkeypatch.setattr(fused_adamw, 'move_part', counted(fused_adamw.move_part))
+  monkeypatch.setattr(
+      fused_adamw, 'update_group', counted(fused_adamw.update_group)
+  )
   monkeypatch.setattr(requantize, 'renew', counted(requantize.renew))
   ours = _applied(mesh, 3)
   # One program for both parts.

@@ -140,7 +140,7 @@ def test_the_gpu_kernel_quantises_what_it_normed(dim):
   x, scale = _rows(16, dim, jnp.bfloat16)
   step = jnp.float32(2.0**-6)  # 448 / 64: some values saturate
   kernel = exact_jit(
-      lambda x, s: triton.rms_norm_kernel(8 * x, s, EPS, step, interpret=True)
+      lambda x, s: triton.forward(8 * x, s, EPS, step, interpret=True)
   )
   _, high, low = kernel(x, 8 * scale)
   wanted = quantize(high, step, formats.E4M3)
@@ -159,7 +159,7 @@ def test_the_gpu_kernel_norms_what_a_gemm_would_have_added(scales):
   step = jnp.float32(2.0**-6)
 
   def kernel(x, gain, added=None, copies=1):
-    return triton.rms_norm_kernel(
+    return triton.forward(
         x, gain, EPS, step, added, copies=copies, interpret=True
     )
 

@@ -32,7 +32,7 @@ from jetrl_jax.kernels import (
     swiglu,
 )
 from jetrl_jax.kernels.adamw.reference import fp8_codec
-from jetrl_jax.kernels.add_norm_quantize import joined
+from jetrl_jax.kernels.add_norm_quantize import forward as add_norm_quantize
 from jetrl_jax.kernels.attention import flash_attention
 from jetrl_jax.kernels.block_scaled_dot import block_dot
 from jetrl_jax.kernels.decode_attention import decode_attention
@@ -152,7 +152,7 @@ def _norms() -> list[Case]:
     )
 
   def run(x, gain, step, added, copies=1):
-    return joined(x, gain, 1e-6, step, added, copies=copies)
+    return add_norm_quantize(x, gain, 1e-6, step, added, copies=copies)
 
   # Two orders of a float32 sum of 192 terms; in bfloat16 one rounding more may
   # fall the other way, and in E4M3 one step of eight.
@@ -193,7 +193,7 @@ def _adam() -> list[Case]:
     return master, gradient, mu, nu, numbers, keys
 
   def run(*args):
-    master, mu, nu, amax = adamw.move(
+    master, mu, nu, amax = adamw.update(
         *args, b1=0.9, b2=0.99, eps=1e-8, decay=0.1
     )
     decode = fp8_codec().decode
@@ -401,7 +401,7 @@ def _transposes() -> list[Case]:
         x, jnp.float32(0.25), mask, dtype, row_major=True
     )
     return (
-        (found.straight_MN, found.turned_NM, found.amax),
+        (found.row_major_MN, found.transposed_NM, found.amax),
         found.quantization_error,
     )
 

@@ -380,7 +380,7 @@ def test_an_unscaled_product_is_what_the_dot_scales():
         x,
         weight,
         slot,
-        adds=False,
+        late_scale=True,
         fp8_MI=jnp.stack([low] * copies) if copies else None,
     )
     assert product is not None
@@ -401,5 +401,5 @@ def test_an_unscaled_product_is_what_the_dot_scales():
 )
 def test_scales_that_no_kernel_could_take_are_applied_by_the_dot(recipe):
   x, _, weight, _ = operands()
-  found = linear.unscaled_dot(recipe, x, weight, make_slot(), adds=True)
+  found = linear.unscaled_dot(recipe, x, weight, make_slot(), late_scale=False)
   assert found is None

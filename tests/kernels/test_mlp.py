@@ -38,8 +38,8 @@ def _quantize_and_transpose(x, scale, mask, dtype, *, row_major):
   values = quantize(jnp.where(mask[:, None] > 0, x, 0), scale, dtype)
   amax, sums = health.measure(x, QTensor(values=values, scale=scale), mask)
   return transpose.QuantizedPair(
-      straight_MN=values if row_major else None,
-      turned_NM=values.T,
+      row_major_MN=values if row_major else None,
+      transposed_NM=values.T,
       amax=amax,
       quantization_error=sums[1:],
   )
@@ -99,7 +99,7 @@ def _trees(recipe=FP8):
   state = fp8.observe_kernels(state, params, recipe, Axes())
   weights = kernels.prepare_weights(params, state, recipe)
   x, dz = (make(ROWS, DIM).astype(jnp.bfloat16) for _ in range(2))
-  # Padding has no gradient: on a GPU such rows are turned round as zeros.
+  # Padding has no gradient: on a GPU such rows are transposed as zeros.
   mask = (jnp.arange(ROWS) >= _PADDING) * 1.0
   dz = jnp.where(mask[:, None] > 0, dz, 0)
   return params, state, weights, x, mask, dz
@@ -237,8 +237,8 @@ def test_the_rollout_is_part_of_the_forward_that_has_this_derivative(as_on_gpu):
 
 def test_only_calibrated_fp8_in_whole_tiles_has_the_kernel(as_on_gpu):
   dims = DIM, INNER
-  assert fused_mlp.fits(FP8, dims)
-  assert not fused_mlp.fits(FP8, (DIM, 192))
+  assert fused_mlp.is_fused(FP8, dims)
+  assert not fused_mlp.is_fused(FP8, (DIM, 192))
   for changes in (
       {'calibrating': True},
       {'power_of_two_scales': False},
@@ -246,11 +246,11 @@ def test_only_calibrated_fp8_in_whole_tiles_has_the_kernel(as_on_gpu):
       {'name': 'fp8_token'},
       {'name': 'bf16'},
   ):
-    assert not fused_mlp.fits(dataclasses.replace(FP8, **changes), dims)
+    assert not fused_mlp.is_fused(dataclasses.replace(FP8, **changes), dims)
 
 
 def test_without_a_gpu_there_is_no_kernel():
-  assert not fused_mlp.fits(FP8, (DIM, INNER))
+  assert not fused_mlp.is_fused(FP8, (DIM, INNER))
 
 
 @pytest.mark.slow
@@ -281,7 +281,7 @@ def test_devices_that_share_both_dots_have_the_gradients_of_one(
 ):
   monkeypatch.setitem(globals(), 'DIM', 256)  # A whole tile for each device.
   axes, trees = Axes(tensor=2), _trees.__wrapped__()
-  assert fused_mlp.fits(FP8, (DIM // 2, INNER // 2))
+  assert fused_mlp.is_fused(FP8, (DIM // 2, INNER // 2))
 
   def run(*args):
     z, params_ct, slots_ct, dx = _both(FP8, 'full', *args, axes)

@@ -42,8 +42,8 @@ def test_one_pass_gives_what_quantising_transposing_and_measuring_give(
   valid = jnp.where(mask_M[:, None] > 0, matrix, 0)
   wanted = quantize(valid, scale, dtype)
   out = _transposed(matrix, scale, mask_M, dtype, row_major=True)
-  assert np.array_equal(_bytes(out.straight_MN), _bytes(wanted))
-  assert np.array_equal(_bytes(out.turned_NM), _bytes(wanted).T)
+  assert np.array_equal(_bytes(out.row_major_MN), _bytes(wanted))
+  assert np.array_equal(_bytes(out.transposed_NM), _bytes(wanted).T)
   amax, sums = health.measure(
       matrix, QTensor(values=wanted, scale=scale), mask_M
   )
@@ -59,7 +59,7 @@ def test_one_pass_gives_what_quantising_transposing_and_measuring_give(
 def test_values_that_are_not_asked_for_are_not_written(matrix):
   ones = jnp.ones((256,), jnp.float32)
   out = _transposed(matrix, jnp.float32(1), ones, formats.E4M3, row_major=False)
-  assert out.straight_MN is None
+  assert out.row_major_MN is None
 
 
 def test_only_whole_tiles_fit():

@@ -65,7 +65,7 @@ def _deferred(x, scale):
   def whole(x, scale):
     return DeferredScale(values=x.astype('bfloat16') * scale, scales=(scale,))
 
-  return stands_for.postponed(product, whole, x, scale)
+  return stands_for.deferred(product, whole, x, scale)
 
 
 def test_what_is_postponed_counts_where_it_is_left():

@@ -47,7 +47,7 @@ def in_all_forms(rows: int, columns: int, **how):
         'scaled before': quantize(
             of(DeferredScale(values=y)), step, formats.E4M3
         ),
-        'of the backward': back.turned_NM.T,
+        'of the backward': back.transposed_NM.T,
         'by XLA': quantize(reference.swiglu(y), step, formats.E4M3),
     }
 

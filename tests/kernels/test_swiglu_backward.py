@@ -55,16 +55,18 @@ def assert_like(found, wanted, others: float):
   stored values becomes the other of them.
   """
   for out, (values, amax, sums) in zip(found, wanted, strict=True):
-    differ = _bytes(out['turned_NM']) != _bytes(values).T
+    differ = _bytes(out['transposed_NM']) != _bytes(values).T
     assert np.mean(differ) <= others
     np.testing.assert_allclose(out['amax'], amax, rtol=2.0**-7)
     np.testing.assert_allclose(out['quantization_error'], sums[1:], rtol=1e-3)
     assert np.all(out['quantization_error'][:2] > 0)
   h, dy = found
-  assert h['straight_MN'] is None
-  assert np.array_equal(_bytes(dy['straight_MN']), _bytes(dy['turned_NM']).T)
+  assert h['row_major_MN'] is None
+  assert np.array_equal(
+      _bytes(dy['row_major_MN']), _bytes(dy['transposed_NM']).T
+  )
   # Rows that do not count.
-  assert not np.any(_bytes(dy['straight_MN'])[::7])
+  assert not np.any(_bytes(dy['row_major_MN'])[::7])
 
 
 @pytest.mark.slow

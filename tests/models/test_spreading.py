@@ -111,7 +111,7 @@ def test_the_first_update_changes_as_many_bytes_as_its_size_deserves():
   def changed(master):
     slot = {'kernel': {'scale': jnp.float32(2.0**-12)}}
     quantize = functools.partial(
-        weights.quantize_kernel, slot=slot, recipe=recipe
+        weights.quantize_kernel, dot_state=slot, recipe=recipe
     )
     before, after = (
         np.asarray(quantize(jnp.asarray(m)).values).view(np.uint8)

@@ -46,9 +46,9 @@ def test_all_layers_share_one_program():
   calls = {name: count for name, count, _ in made.lowered(state, gradients)}
   assert calls == {
       'check_and_clip': 1,
-      'move embed': 1,
-      'move final_norm': 1,
-      'move layers_0': 5,
+      'update embed': 1,
+      'update final_norm': 1,
+      'update layers_0': 5,
   }
 
 

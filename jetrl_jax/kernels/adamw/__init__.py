@@ -1,15 +1,14 @@
-"""One AdamW step of a leaf whose moments rest in 8 bits.
+"""One AdamW step of a leaf whose moments are stored in 8 bits.
 
-    m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,     g = gradient * shrink
+    m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g^2,     g = gradient * clip
     w = w - lr (m i1 / (sqrt(v i2) + eps) + decay w),    i = 1 / (1 - b^t)
 
 float32 throughout; masters are rounded once to their dtype, to the nearest or
 at random, and moments are encoded in groups of 128 (`reference.py`). A step
 that is skipped leaves everything as it was.
 
-A kernel moves a part of the model that `fits`. Everything else moves by
-`reference.adamw`, an optax transformation of the whole tree with the same
-formulas, since an optimiser may be any.
+A kernel updates a parameter group that `fits`. All other groups are updated by
+their optax optimiser; `reference.adamw` is one with the same formulas.
 """
 
 from typing import Any
@@ -23,12 +22,13 @@ from jetrl_jax.kernels.adamw.reference import EncodedMoment
 def fits(
     optimizer: Any, masters: PyTree, gradients: PyTree, moments: list[PyTree]
 ) -> bool:
-  """Whether a kernel moves a part of the model.
+  """Whether a kernel updates a parameter group.
 
   Args:
-    optimizer: any; only `reference.adamw` is known to be AdamW.
-    masters: the part's.
-    gradients: of `masters`.
+    optimizer: an optax transformation; only `reference.adamw` is known to be
+      AdamW.
+    masters: the group's masters.
+    gradients: the gradients of `masters`.
     moments: trees of first and of second moments.
   """
   match dispatch.implementation('adamw'):
@@ -40,7 +40,7 @@ def fits(
       return False
 
 
-def move(
+def update(
     master: Array,
     gradient: Array,
     mu: EncodedMoment,
@@ -53,17 +53,17 @@ def move(
     eps: float,
     decay: float,
 ) -> tuple[Array, EncodedMoment, EncodedMoment, Array]:
-  """Returns one leaf, its moments and its amax after a step.
+  """Returns (master, first moment, second moment, amax of the master) after it.
 
-  The amax of a step that is skipped is anything.
+  The amax of a skipped step has no meaning.
 
   Args:
-    master: of any shape that `fits`.
-    gradient: of that shape.
+    master: the master, of a shape that `fits`.
+    gradient: its gradient, of the same shape.
     mu: first moment.
     nu: second moment.
-    numbers: float32 [8]: 1 or, for a step that is skipped, 0; shrink; learning
-      rate; i1; i2; the rest is not read.
+    numbers: float32 [8]: 1, or 0 for a step that is skipped; the clip factor;
+      the learning rate; i1; i2; the rest is not read.
     rounding_keys: uint32 [4], a bfloat16 master's key and the index of its
       first element here and padding, to round at random; None rounds to the
       nearest.
@@ -76,9 +76,9 @@ def move(
     case 'triton':
       from jetrl_jax.kernels.adamw import triton
 
-      run = triton.move
+      run = triton.update
     case _:
-      run = reference.move
+      run = reference.update
   return run(
       master,
       gradient,

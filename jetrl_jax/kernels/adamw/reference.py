@@ -1,6 +1,6 @@
-"""Adam whose moments rest in 8 bits between two steps.
+"""Adam whose moments are stored in 8 bits between two steps.
 
-A moment is decoded, moved by optax's own Adam arithmetic, and encoded again.
+A moment is decoded, updated by optax's own Adam arithmetic, and encoded again.
 Plain E4M3 with one scale spans a factor of 2^18 between its largest and its
 smallest value. Second moments are squares, so the values of one group easily
 span more; the small ones become 0, the update divides by eps instead of their
@@ -36,10 +36,10 @@ disagree on whether they are. Their root is below 1.1e-19 and invisible beside
 eps. Without them M / m < 2^254, so the lower clamp of k never binds.
 
 Memory: 1 byte a value and 12 a group, 1 + 12/128 = 1.09 bytes a value where the
-last axis is a multiple of 128, against 4 in float32. While a leaf is moved both
-of its moments lie decoded beside it, 8 bytes a value: one program over all
-leaves keeps those of all of them at once, so `optim/apply.py` runs one program
-per part of the tree.
+last axis is a multiple of 128, against 4 in float32. While a leaf is updated,
+both of its moments are in memory decoded, 8 bytes a value. A program over all
+leaves would hold all of them decoded at once, so `optim/apply.py` runs one
+program per parameter group.
 
 Time: both powers are exp(log(x) k). x is a ratio to the group's centre, so the
 product is at most 9 in size for encoding, where it is rounded to three bits
@@ -201,8 +201,8 @@ def expansion(
 
   Args:
     largest: float32, of the group's magnitudes.
-    smallest: of those that are not below `TINY`; anything where all are.
-    log2: of two numbers whose difference is rounded.
+    smallest: the smallest that is not below `TINY`; any number if all are.
+    log2: logarithm to base 2, of two numbers whose difference is rounded.
   """
   # A comparison with NaN is false: NaN stays and is seen by whoever decodes.
   empty = largest < TINY
@@ -311,7 +311,7 @@ class AdamW(optax.GradientTransformationExtraArgs):
     b1: decay of the first moment.
     b2: decay of the second moment.
     eps: added to the root.
-    weight_decay: of the leaves in `mask`.
+    weight_decay: the decay of the leaves in `mask`.
     mask: where weights decay.
   """
 
@@ -379,7 +379,7 @@ def adamw(
   return made
 
 
-def move(
+def update(
     master: Array,
     gradient: Array,
     mu: EncodedMoment,
@@ -392,10 +392,10 @@ def move(
     eps: float,
     decay: float,
 ) -> tuple[Array, EncodedMoment, EncodedMoment, Array]:
-  """See the package's `move`."""
+  """See the package's `update`."""
   codec = fp8_codec()
-  ok, shrink, rate, inverse1, inverse2 = (numbers[i] for i in range(5))
-  g, x = gradient.astype(jnp.float32) * shrink, master.astype(jnp.float32)
+  ok, clip_factor, rate, inverse1, inverse2 = (numbers[i] for i in range(5))
+  g, x = gradient.astype(jnp.float32) * clip_factor, master.astype(jnp.float32)
   first = (1 - b1) * g + b1 * codec.decode(mu)
   second = (1 - b2) * (g * g) + b2 * codec.decode(nu)
   update = first * inverse1 / (jnp.sqrt(second * inverse2) + eps)

@@ -1,22 +1,22 @@
-"""One kernel that decodes, moves and encodes a leaf (Pallas, Triton backend).
+"""One kernel that decodes, updates and encodes a leaf (Pallas, Triton backend).
 
 AdamW with moments in 8 bits reads a gradient, a master and two encoded moments
-and writes the last three. XLA makes four passes of it, as an encoding needs its
-group's extremes: it writes the moved moments in float32, reads them for the
-extremes and reads them to encode. Here a group of 128 values stays in registers
-from the read to the write: with bfloat16 masters 10.4 bytes a value.
+and writes the last three. XLA needs four passes, because an encoding depends on
+the extremes of its group: it writes the new moments in float32, reads them for
+the extremes, and reads them again to encode. In this kernel a group of 128
+values stays in registers from the read to the write. With bfloat16 masters it
+moves 10.4 bytes a value.
 
-The formulas are those of `kernels/adamw/reference.py`, and so is what is
-stored. They are written for few instructions, as these and not the bytes are
-the limit: logarithm, power of two, root and inverse are the device's own, good
-for 22 bits where 4 are stored; bias corrections are multiplied by their
-inverse; what is the same for a group is joined per group. So float32 numbers
-differ from XLA's by a few of their last bits, and fewer than one stored value
-in five hundred by a step. A group that spans 2^252 or more loses its smallest
+The formulas are those of `kernels/adamw/reference.py`. They are written for few
+instructions, because instructions and not bytes are the limit. Logarithm, power
+of two, root and inverse are the device's own: they are good for 22 bits, and 4
+are stored. Bias corrections are multiplied by their inverse. Work that is the
+same for a whole group is done once per group. So float32 numbers differ from
+XLA's by a few of their last bits, and fewer than one stored value in five
+hundred differs by one step. A group that spans 2^252 or more loses its smallest
 values.
 
-Masters and moments change where they lie, and a step that is skipped writes
-nothing.
+Masters and moments are updated in place. A step that is skipped writes nothing.
 """
 
 import dataclasses
@@ -51,14 +51,7 @@ def _groups_of_program(shape: tuple[int, ...]) -> int:
 def fits(
     optimizer: Any, masters: PyTree, gradients: PyTree, moments: list[PyTree]
 ) -> bool:
-  """Whether the kernel can move a part of the model.
-
-  Args:
-    optimizer: any; only `reference.adamw` is known to be AdamW.
-    masters: the part's.
-    gradients: of `masters`.
-    moments: see `optim/fused_adamw.py: move_part`.
-  """
+  """Whether the kernel takes a parameter group, see the package's `fits`."""
   leaves, tree = jax.tree.flatten(masters)
   if (
       not isinstance(optimizer, adamw_reference.AdamW)
@@ -105,7 +98,7 @@ class _Maths:
     log2: logarithm of what is not negative; of 0 minus infinity.
     exp2: power of two.
     sqrt: root of what is not negative.
-    inverse: of a positive number.
+    inverse: the inverse of a positive number.
   """
 
   log2: Callable[[Array], Array]
@@ -178,13 +171,13 @@ def _kernel(*refs, b1, b2, eps, decay, at_random, maths):
   gradient_ref, master_ref, *refs = refs
   mu_refs, nu_refs, refs = refs[:4], refs[4:8], refs[8:]
   master_out, *outs, amax_out = refs
-  ok, shrink, rate, inverse1, inverse2 = (numbers_ref[i] for i in range(5))
+  ok, clip_factor, rate, inverse1, inverse2 = (numbers_ref[i] for i in range(5))
   block = pl.program_id(0)
 
   # What is not written stays: outputs lie where the inputs do.
   @pl.when(ok > 0)
   def _():
-    g = gradient_ref[...].astype(jnp.float32) * shrink
+    g = gradient_ref[...].astype(jnp.float32) * clip_factor
     master = master_ref[...].astype(jnp.float32)
     mu = (1 - b1) * g + _decoded(mu_refs, b1, maths, signed=True)
     nu = (1 - b2) * (g * g) + _decoded(nu_refs, b2, maths, signed=False)
@@ -200,7 +193,7 @@ def _kernel(*refs, b1, b2, eps, decay, at_random, maths):
     _encode(nu, outs[4:], maths, signed=False)
 
 
-def move(
+def update(
     master: Array,
     gradient: Array,
     mu: adamw_reference.EncodedMoment,
@@ -216,21 +209,7 @@ def move(
 ) -> tuple[
     Array, adamw_reference.EncodedMoment, adamw_reference.EncodedMoment, Array
 ]:
-  """Returns one leaf, its moments and its amax after a step, see the package.
-
-  Args:
-    master: of any shape that `fits`.
-    gradient: of that shape.
-    mu: first moment.
-    nu: second moment.
-    numbers: see the package, as all that follow.
-    rounding_keys: of a bfloat16 master, to round it at random.
-    b1: decay of the first moment.
-    b2: decay of the second moment.
-    eps: added to the root.
-    decay: weight decay of this leaf.
-    interpret: run on a CPU, for tests.
-  """
+  """See the package's `update`; `interpret` runs on a CPU, for tests."""
   rows = _groups_of_program(master.shape)
   groups = master.size // GROUP
   whole = pl.BlockSpec((rows, GROUP), lambda i: (i, 0))

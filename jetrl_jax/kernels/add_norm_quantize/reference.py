@@ -18,24 +18,24 @@ def rms_norm(x_MD: Array, gain_D: Array, eps: float) -> Array:
   return normed.astype(x_MD.dtype) * gain_D[None, :]
 
 
-def joined(
+def forward(
     x_MD: Array,
     gain_D: Array,
     eps: float,
-    step: Array | None = None,
-    added: DeferredScale | None = None,
+    out_scale: Array | None = None,
+    delta: DeferredScale | None = None,
     *,
     copies: int = 1,
 ) -> tuple[Array, Array | None, Array | None]:
-  """See the package's `joined`."""
-  if added is not None:
-    assert added.bias_O is None
-    product = times(added.values.astype(jnp.float32), added.scales)
+  """See the package's `forward`."""
+  if delta is not None:
+    assert delta.bias_O is None
+    product = times(delta.values.astype(jnp.float32), delta.scales)
     x_MD = (x_MD.astype(jnp.float32) + product).astype(x_MD.dtype)
   normed_MD = rms_norm(x_MD, gain_D, eps)
-  if step is None:
+  if out_scale is None:
     return x_MD, normed_MD, None
-  q_MD = quantize(normed_MD, step, formats.E4M3)
+  q_MD = quantize(normed_MD, out_scale, formats.E4M3)
   if copies > 1:
     q_MD = jnp.broadcast_to(q_MD, (copies, *q_MD.shape))
-  return x_MD, normed_MD if added is None else None, q_MD
+  return x_MD, normed_MD if delta is None else None, q_MD

@@ -1,6 +1,6 @@
-"""The GPU's form, as a kernel (Pallas, Triton backend).
+"""The GPU kernel (Pallas, Triton backend): one program per row.
 
-A program has one row, in registers from its first reading on.
+A program reads its row once and keeps it in registers.
 """
 
 import functools
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.products import DeferredScale, times
 from jetrl_jax.fp8.quantization import quantize
@@ -20,23 +21,42 @@ _MAX_CHUNK = 512
 _WARPS = 8
 
 
-def _kernel(*refs, eps: float, chunk: int, num_scales: int, sums, quantizes):
-  """One row, in registers from its first reading on."""
+def _kernel(
+    *refs,
+    eps: float,
+    chunk: int,
+    num_scales: int,
+    adds: bool,
+    quantizes: bool,
+):
+  """Computes one row.
+
+  Args:
+    *refs: x, gain, then with `adds` the product and its `num_scales` scales,
+      with `quantizes` the output's scale; then the results: with `adds` the
+      sum, then the normed row unless only its FP8 values are wanted, and with
+      `quantizes` the FP8 values.
+    eps: added to the mean square.
+    chunk: channels that are read at once.
+    num_scales: scales of the product.
+    adds: whether a product is added first.
+    quantizes: whether FP8 values are written.
+  """
   x_ref, gain_ref, *refs = refs
-  product_ref, step_ref, sum_ref, low_ref = (None,) * 4
-  if sums:
+  product_ref, out_scale_ref, sum_ref, fp8_ref = (None,) * 4
+  if adds:
     product_ref, *refs = refs
   scale_refs, refs = refs[:num_scales], refs[num_scales:]
   if quantizes:
-    step_ref, *refs, low_ref = refs
-  if sums:
+    out_scale_ref, *refs, fp8_ref = refs
+  if adds:
     sum_ref, *refs = refs
   out_ref = refs[0] if refs else None
   dim = x_ref.shape[0]
   chunks = [pl.ds(i * chunk, chunk) for i in range(dim // chunk)]
-  # All that is read is on its way before the first write: a compiler does not
-  # know that they are not the same place.
-  step = None if step_ref is None else step_ref[0]
+  # All loads come before the first store, because the compiler cannot know that
+  # the two never touch the same memory.
+  out_scale = None if out_scale_ref is None else out_scale_ref[0]
   rows, gains = [x_ref[at] for at in chunks], [gain_ref[at] for at in chunks]
   if product_ref is not None and sum_ref is not None:
     products = [product_ref[at] for at in chunks]
@@ -57,10 +77,10 @@ def _kernel(*refs, eps: float, chunk: int, num_scales: int, sums, quantizes):
     out = (part * inverse).astype(row.dtype) * gain
     if out_ref is not None:
       out_ref[at] = out
-    if step is not None and low_ref is not None:
-      low = quantize(out, step, formats.E4M3)
-      for copy in range(low_ref.shape[0]):
-        low_ref[copy, at] = low
+    if out_scale is not None and fp8_ref is not None:
+      fp8 = quantize(out, out_scale, formats.E4M3)
+      for copy in range(fp8_ref.shape[0]):
+        fp8_ref[copy, at] = fp8
 
 
 def _chunk(dim: int) -> int:
@@ -69,47 +89,37 @@ def _chunk(dim: int) -> int:
 
 
 @lowered_once('eps', 'copies', 'interpret')
-def rms_norm_kernel(
-    x_MD,
-    scale_D,
+def forward(
+    x_MD: Array,
+    gain_D: Array,
     eps: float,
-    step=None,
-    added: DeferredScale | None = None,
+    out_scale: Array | None = None,
+    delta: DeferredScale | None = None,
     *,
     copies: int = 1,
     interpret: bool = False,
-):
-  """Returns `joined`: a program a row, the sum in fixed chunks.
-
-  Args:
-    x_MD: rows.
-    scale_D: gain.
-    eps: added to the mean square.
-    step: see the package, as all others.
-    added: its values are float32.
-    copies: of what is quantised.
-    interpret: run on a CPU, for tests.
-  """
+) -> tuple[Array, Array | None, Array | None]:
+  """See the package's `forward`; `interpret` runs on a CPU, for tests."""
   dim = x_MD.shape[1]
   row = pl.BlockSpec((None, dim), lambda i: (i, 0))
   whole = pl.BlockSpec((dim,), lambda i: (0,))
   one = pl.BlockSpec((1,), lambda i: (0,))
-  operands, specs = [x_MD, scale_D], [row, whole]
+  operands, specs = [x_MD, gain_D], [row, whole]
   rows = jax.ShapeDtypeStruct(x_MD.shape, x_MD.dtype), row
   results = []
   num_scales = 0
-  if added is not None:
-    assert added.bias_O is None
-    num_scales = len(added.scales)
-    operands += [added.values, *(s.reshape(1) for s in added.scales)]
+  if delta is not None:
+    assert delta.bias_O is None
+    num_scales = len(delta.scales)
+    operands += [delta.values, *(s.reshape(1) for s in delta.scales)]
     specs += [row, *[one] * num_scales]
     results.append(rows)
-  # A decode step, which adds, has no use for both forms of the result.
-  writes = added is None or step is None
+  # A decode step, which adds, reads only the FP8 values if there are any.
+  writes = delta is None or out_scale is None
   if writes:
     results.append(rows)
-  if step is not None:
-    operands, specs = [*operands, step.reshape(1)], [*specs, one]
+  if out_scale is not None:
+    operands, specs = [*operands, out_scale.reshape(1)], [*specs, one]
     shape = jax.ShapeDtypeStruct((copies, *x_MD.shape), formats.E4M3)
     spec = pl.BlockSpec((copies, None, dim), lambda i: (0, i, 0))
     results.append((shape, spec))
@@ -119,8 +129,8 @@ def rms_norm_kernel(
           eps=eps,
           chunk=_chunk(dim),
           num_scales=num_scales,
-          sums=added is not None,
-          quantizes=step is not None,
+          adds=delta is not None,
+          quantizes=out_scale is not None,
       ),
       grid=(x_MD.shape[0],),
       in_specs=specs,
@@ -130,9 +140,9 @@ def rms_norm_kernel(
       **kernel_options(interpret, _WARPS),
   )(*operands)
   found = iter(out)
-  sum_MD = x_MD if added is None else next(found)
+  sum_MD = x_MD if delta is None else next(found)
   normed_MD = next(found) if writes else None
-  if step is None:
+  if out_scale is None:
     return sum_MD, normed_MD, None
-  low = next(found)
-  return sum_MD, normed_MD, low if copies > 1 else jnp.squeeze(low, 0)
+  fp8 = next(found)
+  return sum_MD, normed_MD, fp8 if copies > 1 else jnp.squeeze(fp8, 0)

@@ -4,14 +4,14 @@
     out_r = sum_s 2^(score_rs - lse_r) v_s         over first_r <= s <= last_r
     lse_r = log2 sum_s 2^(score_rs)
 
-One tiled routine with one order of keys, for training and prefill; decode has
-it over pages (`kernels/decode_attention`). A query row takes its keys tile
-after tile with an online softmax: weights are rounded to the dtype of the
-products, sums are float32, and the output is rounded once. A tile that is
-masked in full leaves the running maximum, sum and output exactly as they were,
-so a row's result depends only on where its keys fall relative to the tiles: a
-packed segment that starts at a multiple of the tile gets the bits of a cache
-that starts at 0. The backward may use any order.
+Training and prefill share one tiled routine with one order of keys. Decode runs
+it over pages (`kernels/decode_attention`). A query row goes through its keys
+tile by tile with an online softmax. Weights are rounded to the dtype of the
+products, sums are float32, and the output is rounded once. A fully masked tile
+changes neither the running maximum nor the sum nor the output. So a row's
+result depends only on where its keys are relative to the tiles: a packed
+segment that starts at a multiple of the tile gets the bits of a cache that
+starts at 0. The backward may add in any order.
 
 Layouts: q [B, K, R, H] with R = T * (N / K), keys and values [B, K, S, H]. Rows
 are query tokens times the heads of a group.

@@ -1,4 +1,4 @@
-"""How attention's operands lie, and what its kernels are called."""
+"""The layout of attention's operands, and the names of its kernels."""
 
 import jax.numpy as jnp
 
@@ -54,7 +54,7 @@ def row_tiles_of(
   Args:
     first_BR: int32, first key that a row may see.
     last_BR: last one.
-    num_tiles: of keys.
+    num_tiles: the number of tiles of keys.
     tile: keys.
     row_tile: rows.
   """

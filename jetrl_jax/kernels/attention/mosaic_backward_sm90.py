@@ -3,20 +3,20 @@
     p = 2^(q k^T scale - lse),  ds = p (dout v^T - delta)
     dq = ds k,    dk = ds^T q,    dv = p^T dout
 
-Two kernels without atomics, so gradients repeat to the bit. In the first, a
-program has 64 query rows for each of two warpgroups that multiply, and goes
-through tiles of 64 keys and values; in the second it has 64 keys for each of
-two, and goes through tiles of 64 rows of q and dout. What a program owns stays
-in shared memory, tiles follow, `_STAGES` on their way. Products [64, 64] and
-the gradients [64, H], all float32, are in registers; p and ds are rounded to
-the dtype of q before they are multiplied.
+There are two kernels without atomics, so gradients repeat to the bit. In the
+first, each of a program's two computing warpgroups has 64 query rows and goes
+through tiles of 64 keys and values. In the second, each has 64 keys and goes
+through tiles of 64 rows of q and dout. What a program owns stays in shared
+memory; the tiles are loaded ahead, `_STAGES` at a time. Products [64, 64] and
+gradients [64, H] are float32 in registers. p and ds are rounded to the dtype of
+q before they are multiplied.
 
-Order of a sum: 16 numbers by the tensor core at a time, tile after tile in
+Order of a sum: the tensor core adds 16 numbers at a time, and tiles follow in
 ascending order. No log-prob depends on it.
 
-Floor: the tensor core, of 64 x 64 rows and keys with 128 channels 770 cycles in
-the first kernel and 1020 in the second. In between a warpgroup computes while
-the other one multiplies.
+Lower bound of the time: the tensor core takes 770 cycles in the first kernel
+and 1020 in the second, for 64 x 64 rows and keys with 128 channels. One
+warpgroup computes while the other one multiplies.
 """
 
 import functools
@@ -53,8 +53,8 @@ def _weights(products, lse_ref, span_refs, first_key, rows_axis, head_dim):
   """Returns p of a tile, 0 where a row does not see a key.
 
   Args:
-    products: of queries and keys.
-    lse_ref: of the rows.
+    products: the products of queries and keys.
+    lse_ref: the log-sum-exps of the rows.
     span_refs: first and last key that each row may see; None where all see all.
     first_key: number of the tile's first key.
     rows_axis: 0 where rows come first, 1 where keys do.
@@ -160,7 +160,7 @@ def _scratch(own, tiles, groups: int, head_dim: int, dtype):
     tiles: as own.
     groups: warpgroups that multiply.
     head_dim: channels.
-    dtype: of the matrices.
+    dtype: the dtype of the matrices.
   """
 
   def make(count: int, of_name):

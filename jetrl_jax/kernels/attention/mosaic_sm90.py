@@ -1,20 +1,21 @@
 """Attention's forward kernel for Hopper GPUs (Mosaic).
 
-The arithmetic is that of `triton.py`, operation by operation and instruction by
-instruction, so a row gets the same bits, and those of decode's kernel.
+The arithmetic is that of `triton.py`, instruction by instruction, so a row gets
+the same bits, which are also those of decode's kernel.
 
-A program has 64 query rows for each warpgroup that multiplies (`Program`).
-They stay in shared memory, a tile of 64 keys and one of 64 values follow, some
-tiles on their way. A warpgroup keeps in registers: scores [64, 64], weights in
-16 bits, the output [64, H] and the row sums, all sums in float32.
+A program has 64 query rows for each computing warpgroup (`Program`). They stay
+in shared memory. Tiles of 64 keys and of 64 values are loaded ahead, a few at a
+time. A warpgroup keeps in registers: scores [64, 64], weights in 16 bits, the
+output [64, H] and the row sums. All sums are float32.
 
-Order of a sum: scores add 16 channels by the tensor core at a time; output and
-row sum add 16 keys at a time, tile after tile in ascending order. A row sum is
-a product with ones.
+Order of a sum: for a score the tensor core adds 16 channels at a time. For the
+output and the row sum it adds 16 keys at a time, and tiles follow in ascending
+order. A row sum is a product with ones.
 
-Floor: the tensor core, 540 cycles for a warpgroup's tile of 64 keys and 128
-channels; powers of two take 260 of the special function units. They overlap as
-long as another warpgroup, or the next tile's scores, have the tensor core.
+Lower bound of the time: the tensor core takes 540 cycles for a warpgroup's tile
+of 64 keys and 128 channels. The special function units take 260 cycles of these
+for the powers of two. Both overlap as long as another warpgroup, or the scores
+of the next tile, keep the tensor core busy.
 """
 
 import functools
@@ -73,7 +74,7 @@ def key_tiles_of(
   Args:
     first_BR: first key that each row may see.
     last_BR: last one.
-    rows: of a program.
+    rows: query rows of a program.
     tile: keys.
   """
   first, last = (x.reshape(x.shape[0], -1, rows) for x in (first_BR, last_BR))
@@ -300,9 +301,9 @@ class _Scratch(NamedTuple):
     span: first and last key that each may see.
     ones: what row sums are multiplied with.
     out: rows of the output.
-    lse: of the log-sum-exp.
+    lse: the layout of the log-sum-exp.
     barrier: the first three have come.
-    streams: of keys and of values.
+    streams: the streams of keys and of values.
   """
 
   q: Any
@@ -342,9 +343,13 @@ class _Scratch(NamedTuple):
 
 
 def fits(q_BKRH: Array, tile: int) -> bool:
-  """Whether the kernel can be used; for all numbers of rows."""
+  """Whether the kernel can be used; for all numbers of rows.
+
+  Heads of 64 channels keep Triton's kernel: on a GPU this one's bits were not
+  compared with those of decode's for them.
+  """
   is_short = q_BKRH.dtype in (jnp.bfloat16, jnp.float16)
-  return is_short and q_BKRH.shape[-1] in (64, 128) and tile == tools.ROWS
+  return is_short and q_BKRH.shape[-1] == 128 and tile == tools.ROWS
 
 
 @one_kernel('tile', 'program', 'interpret')
@@ -359,20 +364,9 @@ def forward(
     program: Program = _BEST,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-  """Attends from packed rows to the keys of their sequences.
+  """Returns (out [B, K, R, H], base-2 log-sum-exp [B, K, R]), see the package.
 
-  Args:
-    q_BKRH: query rows; `fits`.
-    k_BKSH: keys, S a multiple of `tile`.
-    v_BKSH: values.
-    first_BR: int32, first key that a row may see.
-    last_BR: int32, last one.
-    tile: see the package.
-    program: how a program is made; all give the same bits.
-    interpret: run on a CPU, for tests.
-
-  Returns:
-    (out [B, K, R, H], base-2 log-sum-exp [B, K, R])
+  Every `program` gives the same bits. `interpret` runs on a CPU, for tests.
   """
   wanted, out_dtype = q_BKRH.shape[2], q_BKRH.dtype
   even_first = k_BKSH.dtype.itemsize == 1

@@ -1,4 +1,4 @@
-"""Attention in plain JAX: the arithmetic of the kernels, tile after tile."""
+"""Attention in plain JAX: the arithmetic of the kernels, tile by tile."""
 
 import math
 
@@ -37,10 +37,10 @@ def _weighted(p, v_tile):
   """Returns p v, of a row the same bits in any number of rows."""
   if v_tile.dtype == jnp.bfloat16:
     return _dot(p, v_tile, ((3,), (2,)))
-  # Of 32 channels, say, XLA adds up fewer than 64 rows in another way than
+  # With 32 channels, say, XLA adds up fewer than 64 rows in another way than
   # more, unless both operands are contraction-minor or in bfloat16.
-  v_turned = lax.optimization_barrier(jnp.swapaxes(v_tile, 2, 3))
-  return _dot(p, v_turned, ((3,), (3,)))
+  v_transposed = lax.optimization_barrier(jnp.swapaxes(v_tile, 2, 3))
+  return _dot(p, v_transposed, ((3,), (3,)))
 
 
 def forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):

@@ -1,16 +1,16 @@
 """Attention's forward kernel for NVIDIA GPUs (Pallas, Triton backend).
 
-This one, for training and prefill, and that of decode
-(`kernels/decode_attention/triton.py`) run `attend_tile` over key tiles in
-ascending order. What a row gets is the same in both: the dots contract in one
-order for any number of rows and warps, the row maximum has no order, and the
-row sum is a dot with ones, since a plain sum would be split over warps.
+This kernel, for training and prefill, and decode's kernel
+(`kernels/decode_attention/triton.py`) both run `attend_tile` over key tiles in
+ascending order. A row gets the same bits in both: the dots contract in one
+order for any number of rows and warps, a maximum has no order, and the row sum
+is a dot with ones, because a plain sum would be split over warps.
 `reference.py` has the arithmetic in plain JAX, `triton_backward.py` the
 gradients.
 
-FP8 keys and values are widened before they get here, and laid out in the order
-in which decode contracts them: a tile's even tokens first and then its odd
-ones, and of every 32 channels of keys the first two of each four first.
+The caller widens FP8 keys and values and lays them out in the order in which
+decode contracts them. In a tile the even tokens come first, then the odd ones.
+Of every 32 channels of keys, the first two of each four come first.
 """
 
 import functools
@@ -237,19 +237,9 @@ def forward(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-  """Attends from packed rows to the keys of their sequences.
+  """Returns (out [B, K, R, H], base-2 log-sum-exp [B, K, R]), see the package.
 
-  Args:
-    q_BKRH: query rows.
-    k_BKSH: keys, S a multiple of `tile`.
-    v_BKSH: values.
-    first_BR: int32, first key that a row may see.
-    last_BR: int32, last one.
-    tile: see the package.
-    interpret: run on a CPU, for tests.
-
-  Returns:
-    (out [B, K, R, H], base-2 log-sum-exp [B, K, R])
+  `interpret` runs on a CPU, for tests.
   """
   wanted, out_dtype = q_BKRH.shape[2], q_BKRH.dtype
   even_first = k_BKSH.dtype.itemsize == 1

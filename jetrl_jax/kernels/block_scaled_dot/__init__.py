@@ -33,7 +33,7 @@ def block_dot(
     scale_a_MG: float32, of each row's G = K / 128 groups.
     b_NK: as a; N is a multiple of 128.
     scale_b_NG: as a's, or of 128 rows at a time [N / 128, G].
-    out_dtype: of the result, rounded once.
+    out_dtype: the dtype of the result, rounded once.
     power_of_two: the scales are powers of two.
   """
   operands = a_MK, scale_a_MG, b_NK, scale_b_NG

@@ -1,19 +1,19 @@
 """The product of `fp8_block` on a Hopper GPU, as a kernel (Mosaic).
 
-A program makes a tile of the result: 128 x 128 with two warpgroups that
-multiply, 64 rows each, or half of its rows where there are no more. One more
-warpgroup asks for the operands: a group's 128 bytes of each row of a and of b
-and its scales come to shared memory, a few groups on their way at a time. With
-a scale per 128 rows of b, all of the program's scales are there before the
-first group.
+A program computes a tile of the result: 128 x 128 with two computing warpgroups
+of 64 rows each, or half of the rows if there are no more. Another warpgroup
+loads the operands: for each group, 128 bytes of each row of a and of b, and
+their scales, a few groups ahead. If b has a scale per 128 rows, all scales of
+the program are loaded before the first group.
 
-Order of the sum: a group's 128 products are four FP8 instructions, added by the
-tensor core from zero; times its scales it is added in float32 to a total that
-stays in registers, group after group. So a row's bits do not depend on the
-other rows, nor on the tiles.
+Order of the sum: a group's 128 products are four FP8 instructions, which the
+tensor core adds from zero. The result is multiplied by its scales and added in
+float32 to a total in registers, group by group. So a row's bits depend neither
+on the other rows nor on the tiles.
 
-Floor of many rows: the tensor core, 256 cycles for a group of 64 x 128. What a
-warpgroup adds takes about half as long, while the other one multiplies.
+Lower bound of the time for many rows: the tensor core takes 256 cycles for a
+group of 64 x 128. The additions of a warpgroup take about half as long, while
+the other one multiplies.
 """
 
 import math
@@ -177,18 +177,10 @@ def block_dot(
     tiles: Tiles | None = None,
     interpret: bool = False,
 ) -> Array:
-  """Returns a . b^T [M, N], summed in groups of 128 that have scales.
+  """See the package's `block_dot`.
 
-  Args:
-    a_MK: 8-bit floats; K is a multiple of 128.
-    scale_a_MG: float32, of each row's G = K / 128 groups.
-    b_NK: as a; N is a multiple of 128.
-    scale_b_NG: as a's, or of 128 rows at a time [N / 128, G].
-    out_dtype: of the result, rounded once.
-    power_of_two: the scales are powers of two.
-    tiles: how the result is shared out; None as the number of rows says. All
-      give the same bits.
-    interpret: run the kernel on a CPU, for tests.
+  `tiles` says how the result is divided; None decides by the number of rows.
+  All give the same bits. `interpret` runs on a CPU, for tests.
   """
   (rows, inner), columns = a_MK.shape, b_NK.shape[0]
   tiles = tiles or (_FEW if rows <= _FEW_ROWS else _MANY)

@@ -1,9 +1,9 @@
 """The product of `fp8_block` on a GPU, as a kernel (Pallas, Triton).
 
-A group's 128 products are four of Hopper's FP8 instructions, added by the
-tensor core; its scaled sum is added in float32 to a total that stays in
-registers. A row's bits do not depend on the other rows, nor on the tiles, so a
-decode step and a training step may have tiles of their own.
+A group's 128 products are four of Hopper's FP8 instructions, which the tensor
+core adds. Their scaled sum is added in float32 to a total in registers. A row's
+bits depend neither on the other rows nor on the tiles, so a decode step and a
+training step may use different tiles.
 """
 
 import functools
@@ -80,17 +80,10 @@ def block_dot(
     few: bool | None = None,
     interpret: bool = False,
 ) -> Array:
-  """Returns a . b^T [M, N], summed in groups of 128 that have scales.
+  """See the package's `block_dot`.
 
-  Args:
-    a_MK: 8-bit floats; K is a multiple of 128.
-    scale_a_MG: float32, of each row's K / 128 groups.
-    b_NK: as a; N is a multiple of 128.
-    scale_b_NG: as a's, or of 128 rows at a time [N / 128, G].
-    out_dtype: of the result, rounded once.
-    power_of_two: the scales are powers of two.
-    few: tiles for few rows; None as the number of rows says.
-    interpret: run the kernel on a CPU, for tests.
+  `few` takes the tiles for few rows; None decides by the number of rows.
+  `interpret` runs on a CPU, for tests.
   """
   run = functools.partial(
       _dot_of_rows,

@@ -1,8 +1,8 @@
-"""Attention from one new token per slot over the slot's pages.
+"""Attention from one new token per slot to the slot's pages.
 
 The arithmetic and the order of keys are those of `kernels/attention`, so a
-token gets the bits that it has in a packed row of training. Pages are a
-multiple of the tile and may lie anywhere.
+token gets the bits that it has in a packed row of training. A page holds a
+multiple of the tile. A slot's pages may be anywhere in memory.
 """
 
 from jetrl_jax.core.typing import Array
@@ -20,7 +20,7 @@ def decode_attention(
     table_BP: Array,
     last_B: Array,
     tile: int,
-    step: Array | None = None,
+    out_scale: Array | None = None,
 ) -> Array:
   """Attends from one query token per slot to the slot's pages.
 
@@ -31,27 +31,28 @@ def decode_attention(
     table_BP: int32, the slot's pages in order.
     last_B: int32, the last key to attend; -1 for none, which gives zeros.
     tile: see `attention.flash_attention`.
-    step: float32 scalar, the scale on which the o dot quantises its rows; None
-      where it does not, or quantises them itself.
+    out_scale: float32 scalar, the scale on which the o dot reads its rows; None
+      if it does not quantise, or quantises them itself.
 
   Returns:
-    [B, N, H] in q's dtype, or with `step` its E4M3 values.
+    [B, N, H] in q's dtype, or with `out_scale` its E4M3 values.
   """
   operands = q_BNH, k_PKSH, values, table_BP, last_B
 
-  def plain(q_BNH, k_PKSH, values, table_BP, last_B, step):
-    return reference.decode(q_BNH, k_PKSH, values, table_BP, last_B, tile, step)
+  def plain(q_BNH, k_PKSH, values, table_BP, last_B, out_scale):
+    operands = q_BNH, k_PKSH, values, table_BP, last_B
+    return reference.decode(*operands, tile, out_scale)
 
   match dispatch.implementation('decode_attention'):
     case 'triton':
       from jetrl_jax.kernels.decode_attention import triton
 
-      def run(q_BNH, k_PKSH, values, table_BP, last_B, step):
+      def run(q_BNH, k_PKSH, values, table_BP, last_B, out_scale):
         operands = q_BNH, k_PKSH, values, table_BP, last_B
-        return triton.decode(*operands, tile, step)[0]
+        return triton.decode(*operands, tile, out_scale)[0]
 
       return stands_for.kernel(
-          'decode_attention', 'triton', run, plain, *operands, step
+          'decode_attention', 'triton', run, plain, *operands, out_scale
       )
     case _:
-      return plain(*operands, step)
+      return plain(*operands, out_scale)

@@ -20,7 +20,7 @@ def decode(
     table_BP: Array,
     last_B: Array,
     tile: int,
-    step: Array | None = None,
+    out_scale: Array | None = None,
 ) -> Array:
   """See the package's `decode_attention`."""
   slots, pages = table_BP.shape
@@ -46,4 +46,4 @@ def decode(
       tile,
   )
   out = out[:, :, :group].reshape(slots, heads, head_dim)
-  return out if step is None else quantize(out, step, formats.E4M3)
+  return out if out_scale is None else quantize(out, out_scale, formats.E4M3)

@@ -1,10 +1,10 @@
 """Attention's decode kernel for NVIDIA GPUs (Pallas, Triton backend).
 
-One query token per slot: its few rows make one tile of 16, and its keys lie in
+A slot has one query token: its few rows make one tile of 16. Its keys are in
 pages (`triton_pages.py`). The arithmetic is that of
-`kernels/attention/triton.py`. A program goes through a slot's keys, tile after
-tile; where slots are too few to keep a GPU busy that way, `triton_split.py`
-takes over.
+`kernels/attention/triton.py`. A program goes through a slot's keys tile by
+tile. If the slots are too few to keep a GPU busy this way, `triton_split.py`
+runs instead.
 """
 
 import functools
@@ -68,8 +68,8 @@ def _decode_kernel(
   *carry, _ = lax.fori_loop(whole, (last + tile) // tile, body, carry)
   out, lse = finish(carry)
   out = out.astype(q_ref.dtype)
-  for step_ref in steps:
-    out = quantize(out, step_ref[0], formats.E4M3)
+  for out_scale_ref in steps:
+    out = quantize(out, out_scale_ref[0], formats.E4M3)
   mine = pl.ds(head * group, pages.DECODE_ROWS)
   triton.store(out_ref.at[mine, :], out, mask=mask[:, None])
   triton.store(lse_ref.at[mine], lse, mask=mask)
@@ -97,27 +97,16 @@ def decode(
     table_BP: Array,
     last_B: Array,
     tile: int,
-    step: Array | None = None,
+    out_scale: Array | None = None,
     *,
     program: tuple[int, int] | attention_split.Split | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array]:
-  """Attends from one query token per slot to the slot's pages.
+  """Returns (out [B, N, H], base-2 log-sum-exp [B, N]), see the package.
 
-  Args:
-    q_BNH: queries; the heads of a group are neighbours.
-    k_PKSH: pages of keys, S tokens each, a multiple of `tile`.
-    values: pages of values, see `kv_storage.values_shape`.
-    table_BP: int32, the slot's pages in order.
-    last_B: int32, the last key to attend; -1 for none.
-    tile: see the package.
-    step: scale on which the result is quantised to E4M3; None to leave it.
-    program: its warps, and tiles on their way at a time, or how it is split;
-      None for the fastest. All give the same bits.
-    interpret: run on a CPU, for tests.
-
-  Returns:
-    (out [B, N, H] in q's dtype or E4M3, base-2 log-sum-exp [B, N])
+  `program` says how the work is divided: a number of warps and of tiles that
+  are loaded ahead, or a split. None takes the fastest; all give the same bits.
+  `interpret` runs on a CPU, for tests.
   """
   batch, kv_heads = q_BNH.shape[0], k_PKSH.shape[1]
   is_fp8 = k_PKSH.dtype.itemsize == 1
@@ -130,11 +119,11 @@ def decode(
   operands = q_BNH, k_pool, v_pool, table_BP, last_B
   if isinstance(program, attention_split.Split):
     return attention_split.decode(
-        *operands, step, program, **sizes, interpret=interpret
+        *operands, out_scale, program, **sizes, interpret=interpret
     )
   num_warps, num_stages = program
   slot = pl.BlockSpec((None, *q_BNH.shape[1:]), lambda h, b: (b, 0, 0))
-  steps = [] if step is None else [step.reshape(1)]
+  steps = [] if out_scale is None else [out_scale.reshape(1)]
   return pl.pallas_call(
       functools.partial(_decode_kernel, **sizes, interpret=interpret),
       grid=(kv_heads, batch),

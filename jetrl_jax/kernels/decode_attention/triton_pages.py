@@ -1,11 +1,11 @@
 """How decode's kernels read tiles of keys and values from pages.
 
-FP8 values lie in pairs (`kv_storage.pair`): two tokens that follow each
-other, as one 16-bit word per channel. The tensor core wants values with the
-tokens as rows of its operand; shared memory hands out 16-bit words that way and
-no bytes. So a tile's even tokens come first and then its odd ones. Of keys, a
-thread widens four neighbouring channels at once: of every 32 channels the first
-two of each four come first.
+FP8 values are stored in pairs (`kv_storage.pair`): two neighbouring tokens are
+one 16-bit word per channel. The tensor core wants values with the tokens as
+rows of its operand, and shared memory can deliver 16-bit words in this layout
+but not bytes. So a tile's even tokens come first, then its odd ones. For keys,
+a thread widens four neighbouring channels at once, so of every 32 channels the
+first two of each four come first.
 """
 
 import jax
@@ -66,7 +66,7 @@ def load_query(q_ref, head, group: int, dtype):
     q_ref: [N, H].
     head: number of the KV head.
     group: see `group_of`.
-    dtype: of the products.
+    dtype: the dtype of the products.
   """
   mask = jnp.arange(DECODE_ROWS) < group
   mine = pl.ds(head * group, DECODE_ROWS)
@@ -125,7 +125,7 @@ def load_keys(k_ref, lead, i, tile: int, dtype) -> list:
     lead: (page, KV head).
     i: tile of the page.
     tile: tokens.
-    dtype: of the products.
+    dtype: the dtype of the products.
   """
   if len(k_ref.shape) == 4:
     return [k_ref[(*lead, pl.ds(i * tile, tile), slice(None))]]

@@ -1,12 +1,13 @@
 """Decode's attention of few slots, as three kernels (Pallas, Triton backend).
 
-A program of `triton.py` goes through a slot's keys tile after tile,
-1.3 us each on an H200, whatever else the GPU does. Where few slots are left,
-with the longest sequences of a rollout, that is most of a step. But only two
-things have an order: the maximum, which is as well taken of parts, and the sums
-over keys, channel by channel. So many programs compute scores, then weights,
-and for each few channels of the output one adds up. Every number is computed as
-there, and added in the same order: the bits are the same.
+A program of `triton.py` goes through a slot's keys tile by tile. That takes 1.3
+us per tile on an H200, however idle the GPU is. At the end of a rollout, with
+few slots and the longest sequences, it is most of a decode step. But only two
+things depend on an order: the maximum, which is also the maximum of the parts'
+maxima, and each channel's sum over keys. So many programs compute scores, then
+many compute weights, and then one program per few output channels adds up.
+Every number is computed as in `triton.py` and added in the same order, so the
+bits are the same.
 """
 
 import functools
@@ -44,8 +45,9 @@ class Split(NamedTuple):
   """How the work of a slot's KV head is shared out.
 
   Attributes:
-    chunks: of neighbouring tiles, each a program's scores; a power of two.
-    channels: of the output, that one program adds up; a power of two.
+    chunks: groups of neighbouring tiles; one program makes the scores of a
+      group; a power of two.
+    channels: output channels that one program sums; a power of two.
     stages: tiles on their way at a time, to be added up.
   """
 
@@ -230,8 +232,8 @@ def _sums_kernel(
   every = jnp.full((split.chunks,), True)
   out, lse = finish((acc, _highest_of(chunk_top_ref, every, mine, mask), total))
   out = out.astype(dtype)
-  for step_ref in steps:
-    out = quantize(out, step_ref[0], formats.E4M3)
+  for out_scale_ref in steps:
+    out = quantize(out, out_scale_ref[0], formats.E4M3)
   triton.store(out_ref.at[mine, channels], out, mask=mask[:, None])
   is_first = pl.program_id(2) == 0
   triton.store(lse_ref.at[mine], lse, mask=mask & is_first)
@@ -243,7 +245,7 @@ def decode(
     v_pool: Array,
     table_BP: Array,
     last_B: Array,
-    step: Array | None,
+    out_scale: Array | None,
     split: Split,
     *,
     tile: int,
@@ -259,7 +261,7 @@ def decode(
     v_pool: as k_pool.
     table_BP: pages of each slot.
     last_B: last key of each.
-    step: of the result.
+    out_scale: scale on which the result is quantised.
     split: how the work is shared out.
     tile: keys.
     page_size: tokens.
@@ -326,8 +328,8 @@ def decode(
       parts=1 if k_pool.dtype.itemsize > 1 else 2,
       interpret=interpret,
   )
-  scales = [] if step is None else [step.reshape(1)]
-  out_dtype = q_BNH.dtype if step is None else formats.E4M3
+  scales = [] if out_scale is None else [out_scale.reshape(1)]
+  out_dtype = q_BNH.dtype if out_scale is None else formats.E4M3
   out, lse = call(
       _sums_kernel,
       head_dim // split.channels,

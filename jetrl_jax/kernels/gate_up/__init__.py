@@ -2,13 +2,13 @@
 
     gate|up = x8_MD W8_GD^T
     h_MF = silu(gate * s) * (up * s),    s = x8.scale * W8.scale
-    q_MF = E4M3(clip(h / step))
+    q_MF = E4M3(clip(h / out_scale))
 
-gate|up has float32 sums, in the order of additions that the backend's FP8 dot
-has for every number of rows, and is rounded to the compute dtype; scales are
-powers of two; h is float32 and rounded once. Without a derivative: a decode
-step's. Training keeps gate|up, so it has the dot and SwiGLU apart
-(`kernels/mlp`).
+gate|up is summed in float32, in the one order that the backend's FP8 dot has
+for every number of rows, and rounded to the compute dtype. Scales are powers of
+two. h is computed in float32 and rounded once. The operation has no derivative:
+only a decode step uses it. Training keeps gate|up, so it runs the dot and
+SwiGLU one after the other (`kernels/mlp`).
 """
 
 import jax
@@ -38,34 +38,35 @@ def fits(rows: int, dims: tuple[int, ...]) -> bool:
   """Whether one kernel makes h, and is faster than a dot and SwiGLU.
 
   Args:
-    rows: of x.
-    dims: (D, F), of x and of h.
+    rows: number of rows of x.
+    dims: (D, F): columns of x and of h.
   """
   kernel = _kernel()
   return kernel is not None and kernel.fits(rows, dims)
 
 
-def gate_up(x8: QTensor, weight: QTensor, step: Array, dtype) -> QTensor:
-  """Returns h [M, F] in E4M3 on the scale `step`.
+def gate_up(x8: QTensor, weight: QTensor, out_scale: Array, dtype) -> QTensor:
+  """Returns h [M, F] in E4M3 on the scale `out_scale`.
 
   Args:
-    x8: [M, D] in E4M3 on one scale; of two copies [2, M, D] the dot is in two
-      parts, gate and up, which for few rows may be tiled better.
-    weight: [2 F, D], gate's rows before up's; as x8. Scales are powers of two.
-    step: float32 scalar.
-    dtype: that gate|up is rounded to; bfloat16 for the kernel.
+    x8: [M, D] in E4M3 on one scale, a power of two. With two copies [2, M, D]
+      the dot computes gate and up as two parts, which for few rows may be tiled
+      better.
+    weight: [2 F, D] in the same format; gate's rows come before up's.
+    out_scale: float32 scalar.
+    dtype: dtype to which gate|up is rounded; the kernel takes only bfloat16.
   """
   kernel = _kernel()
   dims = x8.values.shape[-1], weight.values.shape[0] // 2
   if kernel and x8.values.ndim == 2 and kernel.fits(len(x8.values), dims):
 
-    def run(x8, weight, step):
+    def run(x8, weight, out_scale):
       with jax.named_scope('gate_up'):
-        return kernel.hidden(x8, weight, step)
+        return kernel.hidden(x8, weight, out_scale)
 
-    def plain(x8, weight, step):
-      return reference.hidden(x8, weight, step, dtype)[0]
+    def plain(x8, weight, out_scale):
+      return reference.hidden(x8, weight, out_scale, dtype)[0]
 
     name = dispatch.implementation('gate_up')
-    return stands_for.kernel('gate_up', name, run, plain, x8, weight, step)
-  return reference.hidden(x8, weight, step, dtype)[0]
+    return stands_for.kernel('gate_up', name, run, plain, x8, weight, out_scale)
+  return reference.hidden(x8, weight, out_scale, dtype)[0]

@@ -2,20 +2,21 @@
 
     h_MF = E4M3(silu(x W_gate^T) * (x W_up^T))
 
-A program makes up to 144 columns of h, for all 64 or 128 rows. Its operands
-come to shared memory 128 bytes of a row at a time: x's [M, 128], gate's and
-up's [144, 128] each, four such tiles on their way (`_STAGES`). A warpgroup asks
-for them; each of the others has 64 rows of x and adds four FP8 instructions to
-each tile of gate and of up, both sums in float32 in its registers. h goes to
-memory in 8 bits by way of shared memory.
+A program computes up to 144 columns of h, for all 64 or 128 rows. One warpgroup
+loads its operands to shared memory, 128 bytes of a row at a time: x's [M, 128],
+and gate's and up's [144, 128]. It loads four such tiles ahead (`_STAGES`). Each
+of the other warpgroups has 64 rows of x. For each tile it runs four FP8
+instructions for gate and four for up, with both sums in float32 registers. h
+goes to memory in 8 bits through shared memory.
 
-Order of a sum: along a row, 32 products by the tensor core at a time, as cuBLAS
-has it for every number of rows. So the bits are those of the dot and of
+Order of a sum: the tensor core adds 32 products at a time along a row, as
+cuBLAS does for every number of rows. So the bits are those of the dot and of
 SwiGLU's kernel.
 
-Floor: the weights' bytes, read once: 31.6 us of a 7B at 4.3 TB/s. What comes on
-top is the start, until the first tiles are there, and the end, SwiGLU of the
-last columns, which nothing hides: each multiprocessor has one program.
+Lower bound of the time: reading the weights once, 31.6 us for a 7B at 4.3 TB/s.
+Two things come on top: the start, until the first tiles are there, and the end,
+SwiGLU of the last columns. Nothing overlaps with them, because each
+multiprocessor has one program.
 """
 
 import functools
@@ -52,13 +53,10 @@ def _core_count() -> int:
 
 
 def fits(rows: int, dims: tuple[int, ...]) -> bool:
-  """Whether the kernel can be used, and is faster (docs/performance_log.md).
+  """Whether the kernel can be used and is faster, see the package.
 
-  Not where some multiprocessors would have a second program: all wait for it.
-
-  Args:
-    rows: of x.
-    dims: (D, F), of x and of h.
+  It is not faster if some multiprocessors get a second program, because all
+  wait for it (docs/performance_log.md).
   """
   dim, columns = dims
   whole = dim % tools.SWIZZLE == 0 and columns % _UNIT == 0
@@ -94,9 +92,9 @@ def _kernel(x_ref, w_ref, *refs, width: int, interpret: bool):
       run(sums)
       # Rounded as the dot's product is.
       gate, up = (total[...].astype(jnp.bfloat16) for total in sums)
-      *scales, step = [ref[0] for ref in number_refs]
+      *scales, out_scale = [ref[0] for ref in number_refs]
       staged_ref[mine] = formula.hidden(
-          gate, up, scales, step, of_gate, saturates=not interpret
+          gate, up, scales, out_scale, of_gate, saturates=not interpret
       )
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(staged_ref.at[mine], out_ref.at[mine, those])
@@ -125,15 +123,11 @@ def _kernel(x_ref, w_ref, *refs, width: int, interpret: bool):
 
 @lowered_once('interpret')
 def hidden(
-    x8: QTensor, weight: QTensor, step: Array, *, interpret: bool = False
+    x8: QTensor, weight: QTensor, out_scale: Array, *, interpret: bool = False
 ) -> QTensor:
-  """Returns h [M, F] in E4M3, of a product that is rounded to bfloat16.
+  """Returns h, see the package's `gate_up`; gate|up is rounded to bfloat16.
 
-  Args:
-    x8: [M, D] in E4M3 on one scale; `fits`.
-    weight: [2 F, D], gate's rows before up's; as x8. Scales are powers of two.
-    step: scale on which h is quantised.
-    interpret: run the kernel on a CPU, for tests.
+  `interpret` runs on a CPU, for tests.
   """
   (rows, dim), columns = x8.values.shape, weight.values.shape[0] // 2
   width = width_of(columns)
@@ -149,6 +143,6 @@ def hidden(
   )(
       x8.values,
       weight.values.reshape(2, columns, dim),
-      *(number.reshape(1) for number in (x8.scale, weight.scale, step)),
+      *(number.reshape(1) for number in (x8.scale, weight.scale, out_scale)),
   )
-  return QTensor(values=values, scale=step)
+  return QTensor(values=values, scale=out_scale)

@@ -1,4 +1,4 @@
-"""gate_up's dot, and SwiGLU of what it gives."""
+"""gate_up's dot, and SwiGLU of its result."""
 
 import jax
 
@@ -10,9 +10,9 @@ from jetrl_jax.kernels.swiglu import swiglu_of
 
 
 def hidden(
-    x8: QTensor, weight: QTensor, step: Array, dtype
+    x8: QTensor, weight: QTensor, out_scale: Array, dtype
 ) -> tuple[QTensor, DeferredScale]:
   """Returns (h, gate|up before it is scaled), see the package's `gate_up`."""
   with jax.named_scope('gate_up'):
     product = per_tensor.unscaled(x8, weight, dtype)
-  return QTensor(values=swiglu_of(product, step), scale=step), product
+  return QTensor(values=swiglu_of(product, out_scale), scale=out_scale), product

@@ -1,12 +1,12 @@
 """gate_up and SwiGLU of few rows, on a Hopper GPU as one kernel (Triton).
 
-A decode step reads gate_up's weights at the speed of memory; what follows them
-can only add to that. Here each multiprocessor reads an equal share of gate's
-rows and the same of up's, and h leaves in 8 bits: neither gate|up nor another
-kernel is between. The tensor core adds a row's products in order, four of its
-instructions to 128 bytes of a row, as cuBLAS has it add them for every number
-of rows; so the bits are those of the dot and of `swiglu.swiglu_of`, which are
-faster for more rows (docs/performance_log.md).
+A decode step reads gate_up's weights at the speed of memory, so any other
+kernel only adds time. Here each multiprocessor reads equal shares of gate's
+rows and up's rows, and writes h in 8 bits: gate|up never goes to memory. The
+tensor core adds a row's products in order, four of its instructions per 128
+bytes of a row, as cuBLAS does for every number of rows. So the bits are those
+of the dot and of `swiglu.swiglu_of`, which together are faster for more rows
+(docs/performance_log.md).
 """
 
 import functools
@@ -31,7 +31,7 @@ _CHUNK = 128
 _UNIT, _MOST = 16, 144
 _MULTIPROCESSORS = 132  # of an H200, where none is at hand
 _WARPS = 8
-# Of shared memory, for loads on their way.
+# Bytes of shared memory for loads in flight.
 _BYTES, _MOST_STAGES = 216 * 1024, 6
 
 
@@ -61,7 +61,7 @@ def _parts(width: int) -> list[tuple[int, int]]:
 
 def _kernel(x_ref, w_ref, *refs, width: int, interpret: bool):
   """Some columns of h, for all rows."""
-  *numbers, step_ref, out_ref = refs
+  *numbers, out_scale_ref, out_ref = refs
   rows, columns = out_ref.shape
   parts = _parts(width)
   # The last program makes some columns of the one before it once more.
@@ -83,22 +83,19 @@ def _kernel(x_ref, w_ref, *refs, width: int, interpret: bool):
 
   zeros = [(jnp.zeros((rows, size), jnp.float32),) * 2 for _, size in parts]
   sums = lax.fori_loop(0, x_ref.shape[1] // _CHUNK, body, zeros)
-  scales, step = [ref[0] for ref in numbers], step_ref[0]
+  scales, out_scale = [ref[0] for ref in numbers], out_scale_ref[0]
   for (start, size), pair in zip(parts, sums, strict=True):
     # Rounded as the dot's product is.
     gate, up = (total.astype(jnp.bfloat16) for total in pair)
-    h = swiglu.hidden(gate, up, scales, step, interpret)
+    h = swiglu.hidden(gate, up, scales, out_scale, interpret)
     out_ref[:, pl.ds(first + start, size)] = h
 
 
 def fits(rows: int, dims: tuple[int, ...]) -> bool:
-  """Whether the kernel can be used, and is faster (docs/performance_log.md).
+  """Whether the kernel can be used and is faster, see the package.
 
-  Not where some multiprocessors would have a second program: all wait for it.
-
-  Args:
-    rows: of x.
-    dims: (D, F), of x and of h.
+  It is not faster if some multiprocessors get a second program, because all
+  wait for it (docs/performance_log.md).
   """
   dim, columns = dims
   whole = dim % _CHUNK == 0 and columns % _UNIT == 0
@@ -109,20 +106,16 @@ def fits(rows: int, dims: tuple[int, ...]) -> bool:
 
 @lowered_once('interpret')
 def hidden(
-    x8: QTensor, weight: QTensor, step: Array, *, interpret: bool = False
+    x8: QTensor, weight: QTensor, out_scale: Array, *, interpret: bool = False
 ) -> QTensor:
-  """Returns h [M, F] in E4M3, of a product that is rounded to bfloat16.
+  """Returns h, see the package's `gate_up`; gate|up is rounded to bfloat16.
 
-  Args:
-    x8: [M, D] in E4M3 on one scale; `fits`.
-    weight: [2 F, D], gate's rows before up's; as x8. Scales are powers of two.
-    step: scale on which h is quantised.
-    interpret: run the kernel on a CPU, for tests.
+  `interpret` runs on a CPU, for tests.
   """
   (rows, dim), columns = x8.values.shape, weight.values.shape[0] // 2
   width = width_of(columns)
   stage = (rows + 2 * width) * _CHUNK
-  numbers = x8.scale, weight.scale, step
+  numbers = x8.scale, weight.scale, out_scale
   values = pl.pallas_call(
       functools.partial(_kernel, width=width, interpret=interpret),
       grid=(-(-columns // width),),
@@ -140,4 +133,4 @@ def hidden(
       weight.values.reshape(2, columns, dim),
       *(number.reshape(1) for number in numbers),
   )
-  return QTensor(values=values, scale=step)
+  return QTensor(values=values, scale=out_scale)

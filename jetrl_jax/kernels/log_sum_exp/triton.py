@@ -1,10 +1,10 @@
 """Log-sum-exp and mean of rows of logits for NVIDIA GPUs (Pallas, Triton).
 
-A row is cut into chunks, a program each, so that a few rows of a large
-vocabulary keep the whole device reading. The logits are tempered where they
-are read. What a row gives depends on the row alone: chunks start at multiples
-of `CHUNK`, and one program joins them. In decode the program that joins them
-draws a token as well (`kernels/sample_token/triton.py`).
+A row is cut into chunks with a program for each, so that a few rows of a large
+vocabulary keep the whole device reading. The logits are tempered as they are
+read. A row's result depends on the row alone: chunks start at multiples of
+`CHUNK`, and one program joins them. In decode the program that joins them also
+draws a token (`kernels/sample_token/triton.py`).
 """
 
 import functools
@@ -28,7 +28,7 @@ from jetrl_jax.kernels.triton_tools import (
 CHUNK = 4096
 LANES = CHUNK // 4
 _WARPS = 4
-# Of a program that joins chunks: the order of its sums follows from them.
+# Warps of a program that joins chunks; the order of its sums depends on them.
 JOIN_WARPS = 8
 _LOG2_E = math.log2(math.e)
 
@@ -133,13 +133,7 @@ def _join_kernel(*refs, vocab: int):
 def row_stats(
     logits_MV: Array, inverse_M: Array, *, interpret: bool = False
 ) -> tuple[Array, Array]:
-  """Returns (log-sum-exp, weighted mean), see the package.
-
-  Args:
-    logits_MV: float32.
-    inverse_M: float32, what each row's logits are multiplied by.
-    interpret: run on a CPU, for tests.
-  """
+  """See the package's `row_stats`; `interpret` runs on a CPU, for tests."""
   rows, vocab = logits_MV.shape
   parts = chunk_stats(logits_MV, inverse_M, interpret=interpret)
   padded = parts[0].shape[1]

@@ -2,11 +2,11 @@
 
     y_MG = x_MD W1_GD^T,  h_MF = silu(gate) * up,  z_MD = h_MF W2_DF^T
 
-Everything is rounded as the three operations round it (`kernels/quantized_dot`,
-`kernels/swiglu`), whichever implementation runs: the forward's bits are theirs.
-The reference is their composition, with their derivatives. As one operation,
-h exists in 8 bits only, and the backward has a derivative of its own
-(`triton.py`). Devices that share the two dots gather h between them.
+Every implementation rounds as the three separate operations do
+(`kernels/quantized_dot`, `kernels/swiglu`), so the forward has their bits. The
+reference is their composition, with their derivatives. In the fused form
+(`triton.py`) h exists only in 8 bits, and the backward is one derivative for
+both dots. Devices that share the two dots gather h between them.
 """
 
 from jetrl_jax.core.sharding import ALONE, Axes
@@ -18,15 +18,18 @@ from jetrl_jax.kernels import dispatch, gate_up, swiglu
 from jetrl_jax.kernels.mlp import reference
 from jetrl_jax.kernels.mlp.reference import Operands
 
-__all__ = ['Operands', 'fits', 'mlp', 'parts']
+__all__ = ['Operands', 'gate_up_copies', 'is_fused', 'mlp']
 
 
-def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
-  """Whether two quantised dots and SwiGLU are one; for all numbers of rows.
+def is_fused(recipe: Recipe, dims: tuple[int, int]) -> bool:
+  """Whether two quantised dots and SwiGLU run in the fused form.
+
+  The answer is the same for every number of rows, so it is the same in rollout
+  and training.
 
   Args:
-    recipe: how they compute.
-    dims: of both kernels on a device.
+    recipe: how the dots compute.
+    dims: (D, F) of a device: outputs of down, columns of h.
   """
   match dispatch.implementation('mlp'):
     case 'triton':
@@ -37,20 +40,20 @@ def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
       return False
 
 
-def parts(rows: int, dims: tuple[int, int], is_one: bool) -> int:
-  """Returns in how many parts a decode step computes gate_up's dot.
+def gate_up_copies(num_rows: int, dims: tuple[int, int], fused: bool) -> int:
+  """Returns how many copies of its rows gate_up's dot wants in a decode step.
 
-  A dot of few rows is faster in two parts, gate and up, and a kernel that makes
-  both at once is faster still.
+  With two copies the dot computes gate and up as two parts, which is faster for
+  few rows. A kernel that computes both at once is faster still and wants one.
 
   Args:
-    rows: of the step.
+    num_rows: rows of the decode step.
     dims: (D, F) of a device.
-    is_one: whether both dots are one operation, see `fits`.
+    fused: see `is_fused`.
   """
-  if is_one:
-    return 1 if gate_up.fits(rows, dims) else 2
-  # Two parts have SwiGLU's kernel; training must have it as well.
+  if fused:
+    return 1 if gate_up.fits(num_rows, dims) else 2
+  # Two parts are read by SwiGLU's kernel, so training must run it as well.
   return 2 if swiglu.has_kernel(dims[1]) else 1
 
 
@@ -66,22 +69,24 @@ def mlp(
 ) -> Array | DeferredScale:
   """Returns down(silu(gate) * up), [M, D] in the compute dtype.
 
-  Devices along `tensor` each compute some columns of h and of the result.
+  Devices along `tensor` each compute some columns of h and of the result, whose
+  dtype is that of `linear.added_dtype`.
 
   Args:
     recipe: how the dots compute.
-    rows: of the first dot.
-    gate_up: of the first dot; gate's rows come before up's.
-    down: of the second dot; both have masters, or none and no derivative.
+    rows: rows of the first dot.
+    gate_up: operands of the first dot; gate's rows come before up's.
+    down: operands of the second dot. Either both dots have masters, or neither
+      has and there is no derivative.
     row_mask_M: float32, 0 on padding rows.
     axes: devices.
-    defer: where `fits`, without a derivative: leave the last scales to who
-      reads the result, which is then float32.
+    defer: in the fused form without a derivative, leave the last scales to the
+      operation that reads the result; the product is then float32.
   """
   x_MD, q_MD = rows.values, rows.fp8
   operands = recipe, x_MD, q_MD, gate_up, down, row_mask_M, axes
   match gate_up[1], down[1]:
-    case QTensor(values=first), QTensor(values=second) if fits(
+    case QTensor(values=first), QTensor(values=second) if is_fused(
         recipe, (second.shape[0], first.shape[0] // 2)
     ):
       from jetrl_jax.kernels.mlp import triton

@@ -1,12 +1,12 @@
-"""gate_up, SwiGLU and down as one, for `fp8_delayed` on a GPU.
+"""gate_up, SwiGLU and down fused, for `fp8_delayed` on a GPU.
 
     y_MG = x W1^T,  h_MF = silu(gate) * up,  z_MD = h W2^T
 
-h exists in 8 bits only (`kernels/swiglu/triton.py`). The gradient of y reaches
-gate_up's dot in 8 bits, both ways round, which the cotangent of a bfloat16
-array cannot be; so one derivative holds both dots. What is computed is what
-`kernels/quantized_dot/linear.py` and XLA's derivative of SwiGLU compute, by the
-same functions; only what lies between the dots is one kernel
+h exists only in 8 bits (`kernels/swiglu/triton.py`). The gradient of y reaches
+gate_up's dot in 8 bits, as it is and transposed. The cotangent of a bfloat16
+array cannot carry that, so both dots share one derivative. It computes what
+`kernels/quantized_dot/linear.py` and XLA's derivative of SwiGLU compute, with
+the same functions. Only the work between the dots differs: it is one kernel
 (`kernels/swiglu/triton_backward.py`) instead of four.
 """
 
@@ -31,12 +31,7 @@ from jetrl_jax.kernels.swiglu import triton_backward as swiglu_backward
 
 
 def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
-  """Whether two quantised dots and SwiGLU are one; for all numbers of rows.
-
-  Args:
-    recipe: how they compute.
-    dims: of both kernels.
-  """
+  """Whether the fused form takes these dots, see the package's `is_fused`."""
   # The kernel scales the first dot's product as late as the forward does, and
   # counts by the distance between bfloat16 values.
   computes = recipe.may_scale_late and recipe.compute_dtype == 'bfloat16'
@@ -52,27 +47,28 @@ def hidden(
     x_MD: rows in the compute dtype.
     low_MD: x quantised already, as in `linear.dot`; of two copies [2, M, D]
       the product is in two parts.
-    gate_up: of the first dot; gate's rows come before up's.
-    down: of the second dot.
+    gate_up: operands of the first dot; gate's rows come before up's.
+    down: operands of the second dot.
   """
-  (_, weight, slot), (_, _, down_slot) = gate_up, down
+  (_, weight, dot_state), (_, _, down_state) = gate_up, down
   # The scope that the module would give.
   with jax.named_scope('gate_up'):
-    x8 = per_tensor.quantize_input(x_MD, low_MD, slot)
-  step = down_slot['input']['scale']
-  return dot_and_swiglu.hidden(x8, weight, step, x_MD.dtype)
+    x8 = per_tensor.quantize_input(x_MD, low_MD, dot_state)
+  h_scale = down_state['input']['scale']
+  return dot_and_swiglu.hidden(x8, weight, h_scale, x_MD.dtype)
 
 
 def _gathered(axes: Axes, h8: QTensor) -> QTensor:
-  """Returns h of which each device has some columns, whole, as 8 bits."""
+  """Returns the whole of h, in 8 bits; each device computed some columns."""
   return dataclasses.replace(h8, values=axes.gather_inputs(h8.values))
 
 
 def _forward(recipe, axes, x_MD, low_MD, gate_up, down):
   h8, product = hidden(x_MD, low_MD, gate_up, down)
   h8 = _gathered(axes, h8)
+  dtype = linear.added_dtype(recipe, down[1], axes.tensor) or x_MD.dtype
   with jax.named_scope('down'):
-    z_MD = per_tensor.forward(recipe, h8, down[1], x_MD.dtype, late=False)
+    z_MD = per_tensor.forward(recipe, h8, down[1], dtype, late_scale=False)
   return z_MD, product.values
 
 
@@ -85,17 +81,7 @@ def mlp(
     row_mask_M: Array,
     axes: Axes = ALONE,
 ) -> Array:
-  """Returns down(silu(gate) * up), see the package.
-
-  Args:
-    recipe: `fp8_delayed`; `fits`.
-    x_MD: rows.
-    low_MD: x quantised already.
-    gate_up: of the first dot.
-    down: of the second dot.
-    row_mask_M: float32, 0 on padding rows.
-    axes: devices.
-  """
+  """Returns down(silu(gate) * up), see the package; `low_MD` is x in 8 bits."""
   if gate_up[0] is None:
     return _forward(recipe, axes, x_MD, low_MD, gate_up, down)[0]
   rows = x_MD.shape[0]
@@ -123,13 +109,13 @@ def unscaled_mlp(
     axes: Axes = ALONE,
 ) -> DeferredScale:
   """The same before its last scales, in float32; without a derivative."""
-  (_, weight, slot), (_, down_weight, down_slot) = gate_up, down
+  (_, weight, dot_state), (_, down_weight, down_state) = gate_up, down
   with jax.named_scope('gate_up'):
-    x8 = per_tensor.quantize_input(x_MD, low_MD, slot)
-  step = down_slot['input']['scale']
-  h8 = _gathered(axes, gate_up_op.gate_up(x8, weight, step, x_MD.dtype))
+    x8 = per_tensor.quantize_input(x_MD, low_MD, dot_state)
+  h_scale = down_state['input']['scale']
+  h8 = _gathered(axes, gate_up_op.gate_up(x8, weight, h_scale, x_MD.dtype))
   with jax.named_scope('down'):
-    return per_tensor.unscaled(h8, down_weight, x_MD.dtype, adds=True)
+    return per_tensor.unscaled(h8, down_weight, x_MD.dtype, late_scale=False)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -153,39 +139,49 @@ def _mlp_fwd(recipe, axes, x_MD, low_MD, gate_up, down, row_mask_M):
 
 def _mlp_bwd(recipe, axes, residuals, dz_MD):
   kept_x, seen_x, product_MG, dots, row_mask_M, likes = residuals
-  (weight, slot), (down_weight, down_slot) = dots
+  (weight, dot_state), (down_weight, down_state) = dots
   x_like, master_like, down_like = likes
+  dz_MD = dz_MD.astype(x_like.dtype)
   with jax.named_scope('down'):
     dz8, seen_dz = per_tensor.quantize_grad(
-        recipe, dz_MD, down_weight, down_slot, row_mask_M
+        recipe, dz_MD, down_weight, down_state, row_mask_M
     )
     dh_MF = per_tensor.dgrad(recipe, dz8, down_weight, x_like.dtype)
     dh_MF = axes.scatter_inputs(dh_MF)
-  h_scale, dy_scale = down_slot['input']['scale'], slot['output_grad']['scale']
-  h_turned, dy_turned = swiglu_backward.backward(
+  h_scale, dy_scale = (
+      down_state['input']['scale'],
+      dot_state['output_grad']['scale'],
+  )
+  h_transposed, dy_transposed = swiglu_backward.backward(
       product_MG,
       dh_MF,
       jnp.stack([kept_x.scale * weight.scale, h_scale, dy_scale]),
       row_mask_M,
       recipe.grad_dtype,
   )
-  h8, (amax_h, sums_h) = per_tensor.as_input(h_turned, h_scale, row_mask_M)
-  h8 = dataclasses.replace(h8, values=axes.gather_turned(h8.values))
+  h8, (amax_h, sums_h) = per_tensor.as_input(h_transposed, h_scale, row_mask_M)
+  h8 = dataclasses.replace(h8, values=axes.gather_transposed(h8.values))
   seen_h = amax_h, axes.psum_shared(sums_h)
-  dy8, seen_dy = per_tensor.as_grad(dy_turned, dy_scale, row_mask_M)
+  dy8, seen_dy = per_tensor.as_grad(dy_transposed, dy_scale, row_mask_M)
   with jax.named_scope('down'):
     dw_down = per_tensor.wgrad(recipe, dz8, h8, down_like.dtype)
   with jax.named_scope('gate_up'):
     dx_MD, dw = per_tensor.backward(
         recipe, dy8, kept_x, weight, x_like.dtype, master_like.dtype
     )
-  slot_ct = linear.slot_cotangent(
-      slot, {'input': seen_x, 'output_grad': seen_dy}
+  dot_state_ct = linear.dot_state_cotangent(
+      dot_state, {'input': seen_x, 'output_grad': seen_dy}
   )
-  down_slot_ct = linear.slot_cotangent(
-      down_slot, {'input': seen_h, 'output_grad': seen_dz}
+  down_state_ct = linear.dot_state_cotangent(
+      down_state, {'input': seen_h, 'output_grad': seen_dz}
   )
-  return dx_MD, None, (dw, None, slot_ct), (dw_down, None, down_slot_ct), None
+  return (
+      dx_MD,
+      None,
+      (dw, None, dot_state_ct),
+      (dw_down, None, down_state_ct),
+      None,
+  )
 
 
 _differentiable.defvjp(_mlp_fwd, _mlp_bwd)

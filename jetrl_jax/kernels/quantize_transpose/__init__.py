@@ -7,12 +7,12 @@ weight transposed, and WGrad both of its operands.
     per block    q_MN in groups of 128 along N with a scale each, and the
                  transpose in groups of 128 along M
 
-The values are those of `fp8.quantize` and `fp8.quantize_groups`; float32 sums
-over what was lost come with them, in another order. No log-prob depends on any
-of it: the forward does without.
+The values are those of `fp8.quantize` and `fp8.quantize_groups`. With them come
+float32 sums over what was lost, which a kernel adds in another order than XLA.
+No log-prob depends on any of this, because the forward does not use it.
 
-Where no kernel runs, a dot reads its operands as they are, and `fits` says so:
-only who asked it may choose the dims of a dot.
+If no kernel runs, `fits` is False, and a dot reads its operands as they are. So
+a caller asks `fits` before it chooses which dims a dot contracts.
 """
 
 import math
@@ -67,7 +67,7 @@ def quantize_and_transpose(
     scale: float32 scalar.
     row_mask_M: float32, 0 on rows that do not count.
     dtype: the 8-bit format, a float.
-    row_major: also return the values as they came.
+    row_major: also return the values that are not transposed.
   """
   operands = x_MN, scale, row_mask_M, dtype
   if not fits(x_MN.shape):

@@ -19,17 +19,17 @@ from jetrl_jax.fp8.recipes import BLOCK
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedPair:
-  """What one pass over a matrix gives.
+  """A quantised matrix, its transpose, and what quantising it lost.
 
   Attributes:
-    straight_MN: 8-bit values, None where they were not asked for.
-    turned_NM: the same, transposed.
-    amax: float32 [], of the values before they were quantised.
+    row_major_MN: 8-bit values; None if only the transpose was asked for.
+    transposed_NM: the transpose of these values.
+    amax: float32 [], amax of the matrix before it was quantised.
     quantization_error: float32 [4], see `health.SUMS` from the second on.
   """
 
-  straight_MN: Array | None
-  turned_NM: Array
+  row_major_MN: Array | None
+  transposed_NM: Array
   amax: Array
   quantization_error: Array
 
@@ -43,8 +43,8 @@ def quantize_and_transpose(
   quantized = QTensor(values=values, scale=scale)
   amax, sums = health.measure(x_MN, quantized, row_mask_M)
   return QuantizedPair(
-      straight_MN=values if row_major else None,
-      turned_NM=values.T,
+      row_major_MN=values if row_major else None,
+      transposed_NM=values.T,
       amax=amax,
       quantization_error=sums[1:],
   )

@@ -1,14 +1,14 @@
-"""Kernels that turn 8-bit matrices round (Pallas, Triton backend).
+"""Kernels that transpose 8-bit matrices (Pallas, Triton backend).
 
 An FP8 GEMM on Hopper reads both operands contraction-minor, so DGrad wants the
-kernel turned round, and WGrad both of its operands. XLA's own transposes of
-bytes reach a fifth of the memory's speed, and what is quantised it reads again
-to turn it, to find its amax and to see what was lost. `quantize_and_transpose`
-does all of it in one pass over the bfloat16 values.
+kernel transposed, and WGrad both of its operands. XLA's own transposes of bytes
+reach a fifth of the memory's speed, and XLA reads a quantised array again to
+transpose it, to find its amax and to measure what was lost.
+`quantize_and_transpose` does all of this in one pass over the bfloat16 values.
 
-A word of the turned matrix holds one column's bytes of four rows that follow
-each other; four loads of rows make it in registers, and what passes through
-shared memory are words. The forward does without these kernels: no log-prob
+A word of the transposed matrix holds the bytes of one column in four
+neighbouring rows. Four loads of rows make it in registers, so whole words pass
+through shared memory. The forward does not use these kernels: no log-prob
 depends on them.
 """
 
@@ -41,10 +41,12 @@ def join(parts: Sequence[QuantizedPair]) -> QuantizedPair:
   """Returns what was made of a matrix's rows in parts, as of all of them."""
   if len(parts) == 1:
     return parts[0]
-  row_major = [p.straight_MN for p in parts if p.straight_MN is not None]
+  row_major = [p.row_major_MN for p in parts if p.row_major_MN is not None]
   return QuantizedPair(
-      straight_MN=jnp.concatenate(row_major) if row_major else None,
-      turned_NM=jnp.concatenate([part.turned_NM for part in parts], axis=1),
+      row_major_MN=jnp.concatenate(row_major) if row_major else None,
+      transposed_NM=jnp.concatenate(
+          [part.transposed_NM for part in parts], axis=1
+      ),
       amax=jnp.max(jnp.stack([part.amax for part in parts])),
       quantization_error=jnp.sum(
           jnp.stack([part.quantization_error for part in parts]), axis=0
@@ -107,7 +109,7 @@ class Grid:
     dtype: the format, a float.
     limit: its largest value.
     scale: float32 scalar.
-    inverse: of the scale.
+    inverse: the inverse of the scale.
     largest: limit * scale.
   """
 
@@ -195,9 +197,9 @@ def quantization_error_of(counts: Array, signal: Array, noise: Array) -> Array:
 
 
 def _quantize_kernel(x_ref, mask_ref, scale_ref, *outs, dtype, row_major: bool):
-  """A tile: its 8-bit values both ways round, and four numbers of it."""
-  straight_ref, *outs = outs if row_major else (None, *outs)
-  turned_ref, *sums_refs = outs
+  """Writes a tile's 8-bit values, their transpose, and four sums over it."""
+  row_major_ref, *outs = outs if row_major else (None, *outs)
+  transposed_ref, *sums_refs = outs
   shape = (WORDS, x_ref.shape[2])
   word, sums = jnp.zeros(shape, jnp.uint32), no_sums(shape)
   grid = Grid.of(scale_ref[0], dtype)
@@ -205,11 +207,11 @@ def _quantize_kernel(x_ref, mask_ref, scale_ref, *outs, dtype, row_major: bool):
     x = x_ref[:, k, :].astype(jnp.float32)
     x = jnp.where(mask_ref[:, k][:, None] > 0, x, 0.0)
     low, seen = grid.look(x)
-    if straight_ref is not None:
-      straight_ref[:, k, :] = low
+    if row_major_ref is not None:
+      row_major_ref[:, k, :] = low
     word |= byte(low) << (8 * k)
     sums = gather(sums, seen)
-  turned_ref[...] = word.T
+  transposed_ref[...] = word.T
   write_sums(sums_refs, sums)
 
 
@@ -223,7 +225,7 @@ def quantize_and_transpose(
     row_major: bool,
     interpret: bool = False,
 ) -> QuantizedPair:
-  """Quantises a matrix, turns it round and sees what was lost, in one pass.
+  """Quantises a matrix, transposes it and sums what was lost, in one pass.
 
   Rows that do not count are quantised as zeros: padding, whose gradients are
   zeros as well.
@@ -287,10 +289,10 @@ def _quantized_rows(
       scale.reshape(1),
   )
   values = out[0].reshape(rows, columns) if row_major else None
-  turned_NR, amax, *rest = out[row_major:]
+  transposed_NR, amax, *rest = out[row_major:]
   return QuantizedPair(
-      straight_MN=values,
-      turned_NM=as_values(turned_NR, dtype),
+      row_major_MN=values,
+      transposed_NM=as_values(transposed_NR, dtype),
       amax=jnp.max(amax),
       quantization_error=quantization_error_of(*rest),
   )

@@ -1,10 +1,11 @@
 """The operands of `fp8_block`'s backward, as kernels (Pallas, Triton backend).
 
-DGrad wants an output gradient in groups of 128 along its rows, WGrad in groups
-along its columns and turned round, and the slot wants to know what was lost: a
-pass over tiles of 128 x 128 gives all of it. The input that the forward kept in
-8 bits is restored, grouped the other way and turned round in another. As in
-`triton.py`, whose layout this is, no log-prob depends on these kernels.
+DGrad wants an output gradient in groups of 128 along its rows. WGrad wants it
+transposed, in groups along its columns. The dot state wants to know what was
+lost. One pass over tiles of 128 x 128 gives all three. Another pass restores
+the input that the forward kept in 8 bits, groups it the other way and
+transposes it. The layout is that of `triton.py`, and again no log-prob depends
+on these kernels.
 """
 
 import functools
@@ -21,17 +22,17 @@ from jetrl_jax.kernels.quantize_transpose import triton as transpose
 from jetrl_jax.kernels.quantize_transpose.triton import NUMBERS, WORDS, Grid
 from jetrl_jax.kernels.triton_tools import kernel_options
 
-# Of a program; and sums that its threads keep of a row.
+# Warps of a program, and the sums that its threads keep per row.
 _WARPS, _RUNS = 8, 8
 
 
-def _transpose(slab, top, turned_ref, scale_ref, dtype, scale_of) -> None:
-  """Writes a tile's columns on scales of their own, turned round.
+def _transpose(slab, top, transposed_ref, scale_ref, dtype, scale_of) -> None:
+  """Writes the transpose of a tile, with a scale for each column.
 
   Args:
     slab: function from k to every fourth row from row k, float32 [32, 128].
     top: amax of each column.
-    turned_ref: words [128, 32].
+    transposed_ref: words [128, 32].
     scale_ref: [128].
     dtype: the 8-bit format.
     scale_of: function from amax to scale.
@@ -42,12 +43,12 @@ def _transpose(slab, top, turned_ref, scale_ref, dtype, scale_of) -> None:
   word = jnp.zeros((WORDS, BLOCK), jnp.uint32)
   for k in range(4):
     word |= transpose.byte(grid.cast(slab(k) * grid.inverse)) << (8 * k)
-  turned_ref[...] = word.T
+  transposed_ref[...] = word.T
 
 
 def _both_kernel(x_ref, mask_ref, *outs, dtype, scale_of):
-  """A tile both ways round, its scales, and four numbers of it."""
-  straight_ref, rows_ref, turned_ref, columns_ref, *sums_refs = outs
+  """Writes a tile, its transpose, the scales of both, and four sums over it."""
+  row_major_ref, rows_ref, transposed_ref, columns_ref, *sums_refs = outs
   top = jnp.zeros((BLOCK,), jnp.float32)
   sums = transpose.no_sums((WORDS, _RUNS))
 
@@ -62,21 +63,21 @@ def _both_kernel(x_ref, mask_ref, *outs, dtype, scale_of):
     scale = scale_of(jnp.max(jnp.abs(x), axis=1))
     rows_ref[:, k] = scale
     low, seen = Grid.of(scale[:, None], dtype).look(x)
-    straight_ref[:, k, :] = low
+    row_major_ref[:, k, :] = low
     sums = transpose.gather(sums, seen)
-  _transpose(slab, top, turned_ref, columns_ref, dtype, scale_of)
+  _transpose(slab, top, transposed_ref, columns_ref, dtype, scale_of)
   transpose.write_sums(sums_refs, sums)
 
 
-def _regroup_kernel(x_ref, rows_ref, turned_ref, columns_ref, *, scale_of):
-  """A tile in groups along its columns, turned round."""
+def _regroup_kernel(x_ref, rows_ref, transposed_ref, columns_ref, *, scale_of):
+  """Writes the transpose of a tile, quantised in groups along its columns."""
 
   def slab(k: int):
     return x_ref[:, k, :].astype(jnp.float32) * rows_ref[:, k][:, None]
 
   tops = [jnp.max(jnp.abs(slab(k)), axis=0) for k in range(4)]
   top = functools.reduce(jnp.maximum, tops)
-  _transpose(slab, top, turned_ref, columns_ref, x_ref.dtype, scale_of)
+  _transpose(slab, top, transposed_ref, columns_ref, x_ref.dtype, scale_of)
 
 
 def _specs(rows: int, columns: int):

@@ -10,11 +10,11 @@ How each is computed is the recipe's: `per_tensor.py` (fp8_delayed),
 
 The 8-bit weight enters as an argument without a derivative; the derivative goes
 to the master, whose values the forward never reads, so dW never has an 8-bit
-dtype. What the backward pass observes (amax, health) leaves as the
-cotangent of the slot, which only `slot_cotangent` makes, and each slot serves
-one dot. Micro-batches must be differentiated one by one: within one
-`jax.grad` the cotangents of two uses would be added, and an amax is not a sum
-(the head, which is taken in chunks, has `slots.spread` for it).
+dtype. What the backward pass observes (amax, health) leaves as the cotangent of
+the dot state, which only `dot_state_cotangent` makes, and each dot state serves
+one dot. Micro-batches must be differentiated one by one: within one `jax.grad`
+the cotangents of two uses would be added, and an amax is not a sum (the head,
+which is taken in chunks, has `scaling_state.spread` for it).
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jetrl_jax.core.compilation import on_gpu
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import health
 from jetrl_jax.fp8.products import NT, DeferredScale, high_backward
@@ -38,10 +39,34 @@ from jetrl_jax.kernels.quantized_dot import (
 )
 
 
-def _quantize_input(recipe: Recipe, x_MI, fp8_MI, slot: PyTree) -> QTensor:
+def added_dtype(recipe: Recipe, weight, tensor: int):
+  """Returns the dtype of a product of which devices have some columns each.
+
+  It is added to the residual stream. On one device a GPU's GEMM does so, and
+  rounds the sum alone. Devices that share the columns add parts of the stream,
+  over which XLA lets the GEMM write, and then cuBLASLt rounds the product as
+  well. So they take it in float32, and `Axes.add` rounds the sum.
+
+  Args:
+    recipe: how the dot computes.
+    weight: its kernel, quantised or not.
+    tensor: number of devices that share it.
+
+  Returns:
+    float32, or None for the recipe's.
+  """
+  if tensor == 1 or not on_gpu():
+    return None
+  is_rounded = isinstance(weight, QTensor) and not (
+      recipe.is_delayed and recipe.power_of_two_scales
+  )
+  return None if is_rounded else jnp.float32
+
+
+def _quantize_input(recipe: Recipe, x_MI, fp8_MI, dot_state: PyTree) -> QTensor:
   match recipe.name:
     case 'fp8_delayed':
-      return per_tensor.quantize_input(x_MI, fp8_MI, slot)
+      return per_tensor.quantize_input(x_MI, fp8_MI, dot_state)
     case 'fp8_token' | 'int8':
       return per_token.quantize_rows(recipe, x_MI)
     case 'fp8_block':
@@ -52,18 +77,18 @@ def _quantize_input(recipe: Recipe, x_MI, fp8_MI, slot: PyTree) -> QTensor:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _How:
-  """What is known of a dot when it is traced.
+class _StaticArgs:
+  """The arguments of a dot that are no arrays.
 
   Attributes:
     recipe: how it computes.
     out_dtype: name of the result's dtype.
-    late: see `scaled_dot`.
+    late_scale: see `scaled_dot`.
   """
 
   recipe: Recipe
   out_dtype: str
-  late: bool
+  late_scale: bool
 
 
 def _not_before(x_MI: Array, weight: QTensor) -> QTensor:
@@ -79,10 +104,10 @@ def _not_before(x_MI: Array, weight: QTensor) -> QTensor:
   return dataclasses.replace(weight, scale=scale)
 
 
-def _forward(how, x_MI, fp8_MI, weight, slot) -> tuple[Array, QTensor]:
+def _forward(static, x_MI, fp8_MI, weight, dot_state) -> tuple[Array, QTensor]:
   """Returns the result, and the rows as they were quantised."""
-  recipe, out_dtype = how.recipe, how.out_dtype
-  x8 = _quantize_input(recipe, x_MI, fp8_MI, slot)
+  recipe, out_dtype = static.recipe, static.out_dtype
+  x8 = _quantize_input(recipe, x_MI, fp8_MI, dot_state)
   if recipe.calibrating:
     kernel_OI = dequantize(_not_before(x_MI, weight), x_MI.dtype)
     y_MO = lax.dot_general(
@@ -91,7 +116,9 @@ def _forward(how, x_MI, fp8_MI, weight, slot) -> tuple[Array, QTensor]:
     return y_MO, x8
   match recipe.name:
     case 'fp8_delayed':
-      y_MO = per_tensor.forward(recipe, x8, weight, out_dtype, late=how.late)
+      y_MO = per_tensor.forward(
+          recipe, x8, weight, out_dtype, late_scale=static.late_scale
+      )
     case 'fp8_token':
       y_MO = per_token.forward(recipe, x8, weight, out_dtype)
     case 'int8':
@@ -114,14 +141,16 @@ def _keep_input(
   return x8, health.measure(x_MI, x8, row_mask_M)
 
 
-def _quantize_grad(recipe: Recipe, dy_MO, weight, slot, row_mask_M):
+def _quantize_grad(recipe: Recipe, dy_MO, weight, dot_state, row_mask_M):
   """Returns (dY as the backward reads it, what it shows).
 
   The first is None for a recipe whose backward does not quantise.
   """
   match recipe.name:
     case 'fp8_delayed':
-      return per_tensor.quantize_grad(recipe, dy_MO, weight, slot, row_mask_M)
+      return per_tensor.quantize_grad(
+          recipe, dy_MO, weight, dot_state, row_mask_M
+      )
     case 'fp8_token':
       return per_token.quantize_grad(recipe, dy_MO, weight, row_mask_M)
     case 'fp8_block':
@@ -148,24 +177,26 @@ def _backward(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fp8_dot(how, x_MI, fp8_MI, master_OI, weight, slot, row_mask_M):
+def _fp8_dot(static, x_MI, fp8_MI, master_OI, weight, dot_state, row_mask_M):
   del master_OI, row_mask_M
-  return _forward(how, x_MI, fp8_MI, weight, slot)[0]
+  return _forward(static, x_MI, fp8_MI, weight, dot_state)[0]
 
 
-def _fp8_dot_fwd(how, x_MI, fp8_MI, master_OI, weight, slot, row_mask_M):
-  recipe = how.recipe
-  y_MO, x8 = _forward(how, x_MI, fp8_MI, weight, slot)
+def _fp8_dot_fwd(
+    static, x_MI, fp8_MI, master_OI, weight, dot_state, row_mask_M
+):
+  recipe = static.recipe
+  y_MO, x8 = _forward(static, x_MI, fp8_MI, weight, dot_state)
   kept, seen = _keep_input(recipe, x_MI, x8, weight, row_mask_M)
   high = x_MI if recipe.calibrating else None
   # An empty array carries the dtypes that the cotangents must have.
   like = (jnp.zeros((0,), x_MI.dtype), jnp.zeros((0,), master_OI.dtype))
-  return y_MO, (kept, weight, slot, row_mask_M, seen, high, like)
+  return y_MO, (kept, weight, dot_state, row_mask_M, seen, high, like)
 
 
-def slot_cotangent(slot: PyTree, seen: dict) -> PyTree:
-  """Zeros shaped like the slot, with the observations in their places."""
-  zeros = jax.tree.map(jnp.zeros_like, slot)
+def dot_state_cotangent(dot_state: PyTree, seen: dict) -> PyTree:
+  """Zeros shaped like the dot state, with the observations in their places."""
+  zeros = jax.tree.map(jnp.zeros_like, dot_state)
   for operand, (amax, sums) in seen.items():
     entry = zeros[operand]
     if 'amax' in entry:
@@ -176,13 +207,13 @@ def slot_cotangent(slot: PyTree, seen: dict) -> PyTree:
   return zeros
 
 
-def _fp8_dot_bwd(how, residuals, dy_MO):
-  recipe = how.recipe
-  kept_x, weight, slot, row_mask_M, seen_input, high_x, like = residuals
+def _fp8_dot_bwd(static, residuals, dy_MO):
+  recipe = static.recipe
+  kept_x, weight, dot_state, row_mask_M, seen_input, high_x, like = residuals
   x_like, master_like = like
   # The logits' cotangent is float32, twice what its operands need.
   dy_MO = dy_MO.astype(x_like.dtype)
-  dy8, seen_grad = _quantize_grad(recipe, dy_MO, weight, slot, row_mask_M)
+  dy8, seen_grad = _quantize_grad(recipe, dy_MO, weight, dot_state, row_mask_M)
   if recipe.calibrating:
     kernel_OI = dequantize(weight, dy_MO.dtype)
     dx_MI, dw_OI = high_backward(dy_MO, high_x, kernel_OI, x_like.dtype)
@@ -190,10 +221,10 @@ def _fp8_dot_bwd(how, residuals, dy_MO):
     dx_MI, dw_OI = _backward(
         recipe, dy_MO, dy8, kept_x, weight, x_like.dtype, master_like.dtype
     )
-  slot_ct = slot_cotangent(
-      slot, {'input': seen_input, 'output_grad': seen_grad}
+  dot_state_ct = dot_state_cotangent(
+      dot_state, {'input': seen_input, 'output_grad': seen_grad}
   )
-  return dx_MI, None, dw_OI.astype(master_like.dtype), None, slot_ct, None
+  return dx_MI, None, dw_OI.astype(master_like.dtype), None, dot_state_ct, None
 
 
 _fp8_dot.defvjp(_fp8_dot_fwd, _fp8_dot_bwd)
@@ -228,7 +259,7 @@ def dot(
     x_MI: Array,
     master_OI: Array | None,
     weight: QTensor | Array,
-    slot: PyTree | None,
+    dot_state: PyTree | None,
     row_mask_M: Array,
     *,
     out_dtype=None,
@@ -244,11 +275,11 @@ def dot(
     master_OI: receives dW in its dtype; its values are not read. None where no
       derivative is wanted (rollout).
     weight: `QTensor` or an array in the compute dtype, [out, in].
-    slot: the dot's scales and what is observed, for a `QTensor`; a dynamic
+    dot_state: the dot's scales and what is observed, for a `QTensor`; a dynamic
       recipe reads none of it.
     row_mask_M: float32, 0 on padding rows, which the amax must not see.
     out_dtype: dtype of the result, by default that of x.
-    fp8_MI: x quantised already, on the slot's scale, by what made x; for
+    fp8_MI: x quantised already, on the dot's scale, by what made x; for
       delayed scales alone.
     late_scale: the result is not only added to a residual, see
       `products.scaled_dot`.
@@ -263,46 +294,42 @@ def dot(
     if master_OI is None:
       return lax.dot_general(x_MI, weight, NT, preferred_element_type=out_dtype)
     return _high_dot(out_dtype, x_MI, master_OI, weight)
-  how = _How(recipe=recipe, out_dtype=out_dtype, late=late_scale)
+  static = _StaticArgs(
+      recipe=recipe, out_dtype=out_dtype, late_scale=late_scale
+  )
   if master_OI is None:
-    return _forward(how, x_MI, fp8_MI, weight, slot)[0]
-  return _fp8_dot(how, x_MI, fp8_MI, master_OI, weight, slot, row_mask_M)
+    return _forward(static, x_MI, fp8_MI, weight, dot_state)[0]
+  return _fp8_dot(
+      static, x_MI, fp8_MI, master_OI, weight, dot_state, row_mask_M
+  )
 
 
 def unscaled_dot(
     recipe: Recipe,
     x_MI: Array,
     weight: QTensor | Array,
-    slot: PyTree | None,
+    dot_state: PyTree | None,
     *,
-    adds: bool,
+    late_scale: bool,
     fp8_MI: Array | None = None,
 ) -> DeferredScale | None:
-  """Multiplies rows by a kernel and leaves the scales to who reads the result.
+  """Multiplies rows by a kernel and leaves the scales to the next operation.
 
-  Without a derivative. The values are those that `dot` scales.
+  It has no derivative. The values are those that `dot` scales.
 
-  Args:
-    recipe: as for `dot`.
-    x_MI: as for `dot`.
-    weight: as for `dot`.
-    slot: as for `dot`.
-    adds: see `per_tensor.unscaled`.
-    fp8_MI: as for `dot`.
-
-  Returns:
-    The product; None where the recipe does not allow it.
+  Returns None if the recipe does not allow it. For the arguments see `dot`, for
+  `late_scale` see `per_tensor.unscaled`.
   """
   if not (isinstance(weight, QTensor) and recipe.may_scale_late):
     return None
-  assert slot is not None
-  x8 = per_tensor.quantize_input(x_MI, fp8_MI, slot)
-  return per_tensor.unscaled(x8, weight, x_MI.dtype, adds=adds)
+  assert dot_state is not None
+  x8 = per_tensor.quantize_input(x_MI, fp8_MI, dot_state)
+  return per_tensor.unscaled(x8, weight, x_MI.dtype, late_scale=late_scale)
 
 
-def leave_bias(product: DeferredScale, bias_O: Array) -> DeferredScale:
-  """Leaves a bias too to the operation that reads the product."""
-  values = stands_for.postponed(
+def defer_bias(product: DeferredScale, bias_O: Array) -> DeferredScale:
+  """Returns the product with a bias that the next operation adds."""
+  values = stands_for.deferred(
       lambda product, bias_O: product.values,
       lambda product, bias_O: product.values + bias_O[None, :],
       product,

@@ -41,7 +41,7 @@ def _check(shape: tuple[int, ...], rows: int, columns: int) -> None:
   """Refuses an operand that has no whole groups.
 
   Raises:
-    ValueError: that.
+    ValueError: a dim is no multiple of 128.
   """
   for size, step in zip(shape, (rows, columns), strict=True):
     if size % step:
@@ -115,7 +115,7 @@ def backward(
     dy8: what `quantize_grad` made of the output gradient.
     x8: the forward's input.
     weight: the forward's weight.
-    x_dtype: of dX.
+    x_dtype: the dtype of dX.
   """
   dx_MI = _product(recipe, dy8.row_major, _transposed(weight), x_dtype)
   x_IM = regroup_and_transpose(x8, x_dtype, **recipe.scaling)

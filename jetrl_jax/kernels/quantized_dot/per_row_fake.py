@@ -2,14 +2,15 @@
 
     Y_mo = (sum_i x_mi w_oi) * sx_m * sw_o,    x, w on the grid
 
-with a scale per row of X and per output channel of W, as in `fp8_token` and
-`int8`. The values lie on the grid of a format with few bits and are multiplied
-in the compute dtype, which holds every one of them exactly, with float32 sums.
-So any number of bits can be tried, also those that no tensor core multiplies:
-what does a flow's accuracy do as the bits go down? Nothing gets faster.
+There is a scale per row of X and per output channel of W, as in `fp8_token` and
+`int8`. The values are on the grid of a format with few bits. They are
+multiplied in the compute dtype, which holds each of them exactly, with float32
+sums. So any number of bits can be tried, also formats that no tensor core
+multiplies, to see how a flow's accuracy depends on the bits. Nothing gets
+faster.
 
-Backward: in the compute dtype, from the dequantised operands, as `int8`; what
-differs from recipe to recipe is the forward alone.
+The backward runs in the compute dtype, from the dequantised operands, as in
+`int8`. The recipes differ only in their forward.
 """
 
 import jax.numpy as jnp

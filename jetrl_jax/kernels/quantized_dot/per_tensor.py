@@ -31,9 +31,11 @@ from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.kernels import quantize_transpose, stands_for
 
 
-def quantize_input(x_MI: Array, fp8_MI: Array | None, slot: PyTree) -> QTensor:
-  """Returns the rows on the slot's scale; their values may be known."""
-  scale = slot['input']['scale']
+def quantize_input(
+    x_MI: Array, fp8_MI: Array | None, dot_state: PyTree
+) -> QTensor:
+  """Returns the rows on the dot's scale; their values may be known."""
+  scale = dot_state['input']['scale']
   if fp8_MI is None:
     fp8_MI = quantize(x_MI, scale, formats.E4M3)
   return QTensor(values=fp8_MI, scale=scale)
@@ -81,22 +83,22 @@ def as_input(
     out: quantize_transpose.QuantizedPair, scale: Array, row_mask_M: Array
 ) -> tuple[QTensor, health.OperandStats]:
   """Returns what `keep_input` does, of rows that a kernel transposed."""
-  columns = out.turned_NM.shape[0]
+  columns = out.transposed_NM.shape[0]
   seen = out.amax, health.with_elements(
       out.quantization_error, columns, row_mask_M
   )
-  return QTensor(values=out.turned_NM, scale=scale), seen
+  return QTensor(values=out.transposed_NM, scale=scale), seen
 
 
 def quantize_grad(
     recipe: Recipe,
     dy_MO: Array,
     weight: QTensor,
-    slot: PyTree,
+    dot_state: PyTree,
     row_mask_M: Array,
 ) -> tuple[OutputGrad, health.OperandStats]:
-  """Returns the output gradient on the slot's scale, and what it shows."""
-  scale = slot['output_grad']['scale']
+  """Returns the output gradient on the dot's scale, and what it shows."""
+  scale = dot_state['output_grad']['scale']
   dtype = recipe.grad_dtype
   if not _transposes(dy_MO.shape[0], weight):
     dy8 = QTensor(values=quantize(dy_MO, scale, dtype), scale=scale)
@@ -112,16 +114,16 @@ def as_grad(
     out: quantize_transpose.QuantizedPair, scale: Array, row_mask_M: Array
 ) -> tuple[OutputGrad, health.OperandStats]:
   """Returns what `quantize_grad` does, of what a kernel transposed."""
-  assert out.straight_MN is not None
+  assert out.row_major_MN is not None
   transposed, seen = as_input(out, scale, row_mask_M)
-  row_major = QTensor(values=out.straight_MN, scale=scale)
+  row_major = QTensor(values=out.row_major_MN, scale=scale)
   return OutputGrad(row_major=row_major, transposed_OM=transposed.values), seen
 
 
 def forward(
-    recipe: Recipe, x8: QTensor, weight: QTensor, out_dtype, *, late: bool
+    recipe: Recipe, x8: QTensor, weight: QTensor, out_dtype, *, late_scale: bool
 ) -> Array:
-  """FProp; for `late` see `scaled_dot`."""
+  """Returns FProp's result; for `late_scale` see `scaled_dot`."""
   return scaled_dot(
       x8.values,
       weight.values,
@@ -129,12 +131,12 @@ def forward(
       (x8.scale * weight.scale,),
       out_dtype,
       power_of_two=recipe.power_of_two_scales,
-      late=late,
+      late_scale=late_scale,
   )
 
 
 def unscaled(
-    x8: QTensor, weight: QTensor, dtype, *, adds: bool = False
+    x8: QTensor, weight: QTensor, dtype, *, late_scale: bool = True
 ) -> DeferredScale:
   """Returns FProp's product before its scales, which are powers of two.
 
@@ -143,16 +145,17 @@ def unscaled(
       kernel's rows, [n, M, O / n]: the same values, from a GEMM that for few
       rows may be tiled better.
     weight: [O, I].
-    dtype: of what the dot stands for.
-    adds: the next kernel only adds it to the residual stream. The product is
-      then float32, as it is inside a GEMM that adds.
+    dtype: dtype that `forward` gives.
+    late_scale: as for `forward`. False for a product that the next kernel only
+      adds to the residual stream: it is then float32, as inside a GEMM that
+      adds a residual.
   """
 
   def dot(x8, weight):
     x, w, dims = x8.values, weight.values, NT
     if x.ndim == 3:
       w, dims = w.reshape(x.shape[0], -1, w.shape[1]), BATCHED_NT
-    made = jnp.float32 if adds else dtype
+    made = dtype if late_scale else jnp.float32
     values = lax.dot_general(x, w, dims, preferred_element_type=made)
     return DeferredScale(values=values, scales=(x8.scale, weight.scale))
 
@@ -164,14 +167,14 @@ def unscaled(
         (x8.scale * weight.scale,),
         dtype,
         power_of_two=True,
-        late=not adds,
+        late_scale=late_scale,
     )
     return DeferredScale(values=values, scales=(x8.scale, weight.scale))
 
   shapes = jax.tree.map(stands_for.shape, (x8, weight))
   rows = stands_for.shape(x8.values, *x8.values.shape[-2:])
   finished = dataclasses.replace(shapes[0], values=rows), shapes[1]
-  return stands_for.postponed(dot, scaled, x8, weight, finished=finished)
+  return stands_for.deferred(dot, scaled, x8, weight, finished=finished)
 
 
 def dgrad(recipe: Recipe, dy8: OutputGrad, weight: QTensor, x_dtype) -> Array:
@@ -181,7 +184,7 @@ def dgrad(recipe: Recipe, dy8: OutputGrad, weight: QTensor, x_dtype) -> Array:
     recipe: `fp8_delayed`.
     dy8: what `quantize_grad` gave.
     weight: the forward's.
-    x_dtype: of dX.
+    x_dtype: the dtype of dX.
   """
   operands = dy8.row_major.values, weight.values, NN
   if dy8.transposed_OM is not None:

@@ -115,7 +115,7 @@ def backward(
     dy8: what `quantize_grad` made of it.
     x8: the forward's input.
     weight: the forward's weight.
-    x_dtype: of dX.
+    x_dtype: the dtype of dX.
   """
   power_of_two = recipe.power_of_two_scales
   dx_MI = scaled_dot(

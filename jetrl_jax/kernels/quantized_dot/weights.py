@@ -1,7 +1,7 @@
 """From masters to the compute weights that every forward reads.
 
-The one place that decides how a kernel is quantised. Training weights and the
-rollout's are made here, of whatever recipe each side has.
+This is the one place that decides how a kernel is quantised. It makes
+training's weights and the rollout's, with the recipe that each side has.
 """
 
 from jetrl_jax.core.typing import Array, PyTree
@@ -11,17 +11,19 @@ from jetrl_jax.fp8.recipes import BLOCK, FAKE_RECIPES, Recipe
 from jetrl_jax.kernels.quantized_dot import per_row_fake, per_token
 
 
-def quantize_kernel(kernel_OI: Array, slot: PyTree, recipe: Recipe) -> QTensor:
+def quantize_kernel(
+    kernel_OI: Array, dot_state: PyTree, recipe: Recipe
+) -> QTensor:
   """Returns one kernel in the recipe's format and granularity.
 
   Args:
     kernel_OI: master; on several devices this device's rows of it.
-    slot: its scale, for `fp8_delayed`; dynamic recipes do not read it.
+    dot_state: its scale, for `fp8_delayed`; dynamic recipes do not read it.
     recipe: a recipe that quantises.
   """
   match recipe.name:
     case 'fp8_delayed':
-      scale = slot['kernel']['scale']
+      scale = dot_state['kernel']['scale']
       values = quantize(kernel_OI, scale, formats.E4M3)
       return QTensor(values=values, scale=scale)
     case 'fp8_token' | 'int8':
@@ -42,7 +44,8 @@ def prepare_weights(params: PyTree, fp8_state: PyTree, recipe: Recipe):
 
   Args:
     params: nested dict of masters.
-    fp8_state: slots, for delayed scales; {} does for a dynamic recipe.
+    fp8_state: the scaling state, for delayed scales; may be {} for a dynamic
+      recipe.
     recipe: which kernels become a `QTensor`, and the dtype of all else.
 
   Returns:
@@ -70,10 +73,10 @@ def renew_weights(
 
   Args:
     params: nested dict of masters.
-    fp8_state: slots, see `prepare_weights`.
+    fp8_state: the scaling state, see `prepare_weights`.
     weights: the weights until now. What is a `QTensor` there becomes one: no
       path is asked for, so that equal parts of a tree share one program.
-    recipe: of `weights`.
+    recipe: the recipe of `weights`.
 
   Returns:
     What `prepare_weights` gives, with the paths of `params`.
@@ -84,9 +87,9 @@ def renew_weights(
       return quantize_kernel(node, state, recipe)
     if not isinstance(node, dict):
       return node.astype(recipe.dtype)
-    slot = 'kernel' in node
+    is_dot = 'kernel' in node
     return {
-        key: walk(child, state if slot else state.get(key, {}), old[key])
+        key: walk(child, state if is_dot else state.get(key, {}), old[key])
         for key, child in node.items()
     }
 

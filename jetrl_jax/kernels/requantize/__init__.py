@@ -1,10 +1,10 @@
-"""Quantises moved masters again, in place, and sees what was lost.
+"""Quantises updated masters again, in place, and measures what was lost.
 
     q_OI = E4M3(clip(w_OI / scale)),    changed = share of q that differs
 
-After an optimiser step, for every quantised weight of a part of the model; all
-other leaves are cast. The values are those of `fp8.quantize` bit for bit; the
-sums over what was lost are float32 and in another order.
+It runs after an optimiser step, for every quantised weight of a parameter
+group; all other leaves are cast. The values are those of `fp8.quantize` bit for
+bit. The sums over what was lost are float32, in another order.
 """
 
 from jetrl_jax.core.sharding import Axes
@@ -28,13 +28,13 @@ def requantize(
 
   Args:
     params: nested dict of masters, a part of their tree.
-    fp8_state: their slots, with the scales to use.
+    fp8_state: their dot states, with the scales to use.
     weights: theirs until now. What is a `QTensor` there becomes one.
-    recipe: of `weights`.
-    axes: of the mesh.
+    recipe: the recipe of `weights`.
+    axes: the axes of the mesh.
 
   Returns:
-    (the weights, with the paths of `params`; the slots with the weights'
+    (the weights, with the paths of `params`; the dot states with the weights'
     health; the share of 8-bit values that changed, by weight)
   """
   operands = params, fp8_state, weights, recipe, axes

@@ -1,4 +1,4 @@
-"""Quantises masters again in plain JAX: quantise, then see what was lost."""
+"""Quantises masters again in plain JAX, then measures what was lost."""
 
 import jax.numpy as jnp
 

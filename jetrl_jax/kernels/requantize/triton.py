@@ -1,11 +1,11 @@
-"""Requantises a moved kernel where it lies (Pallas, Triton backend).
+"""Quantises an updated kernel again, in place (Pallas, Triton backend).
 
 After an optimiser step each kernel of a recipe with delayed scales is quantised
 again. XLA reads the master to quantise it, reads it again with the 8-bit values
-to see what was lost, compares old values with new and copies the new ones to
-where the old ones were. Here it is one pass: with bfloat16 masters 4 bytes a
-value. The 8-bit values are those of `quantize`, bit for bit; sums are added in
-another order.
+to measure what was lost, compares old values with new ones, and copies the new
+ones over the old ones. This kernel does all of it in one pass: with bfloat16
+masters it moves 4 bytes a value. The 8-bit values are those of `quantize`, bit
+for bit; the sums are added in another order.
 """
 
 import functools
@@ -41,7 +41,7 @@ def fits(params: PyTree, weights: PyTree, recipe: Recipe) -> bool:
   Args:
     params: nested dict of masters.
     weights: theirs until now.
-    recipe: of `weights`.
+    recipe: the recipe of `weights`.
   """
   if not recipe.is_delayed:
     return False
@@ -139,15 +139,9 @@ def renew(
     *,
     interpret: bool = False,
 ) -> tuple[PyTree, PyTree, PyTree]:
-  """Returns `requantize`, where it all `fits`.
+  """Returns `requantize` of a group that `fits`, see the package.
 
-  Args:
-    params: masters.
-    fp8_state: see the package, as all others.
-    weights: until now.
-    recipe: of `weights`.
-    axes: of the mesh.
-    interpret: run on a CPU, for tests.
+  `interpret` runs on a CPU, for tests.
   """
   one = functools.partial(renew_kernel, interpret=interpret)
 

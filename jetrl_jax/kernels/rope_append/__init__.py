@@ -4,10 +4,10 @@
     q, k = (a cos - b sin, b cos + a sin)
     pages[table[p // S], :, p % S] = k, v
 
-y is rounded to qkv's dtype after each operation; (a, b) are its halves of each
-head, which are rotated in float32 and rounded once; p is the slot's position
-and S the tokens of a page. In training XLA does each of these, with the same
-roundings.
+y is rounded to qkv's dtype after each operation. (a, b) are the halves of each
+head, which are rotated in float32 and rounded once. p is the slot's position,
+and S the number of tokens in a page. In training XLA does each of these steps,
+with the same roundings.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""What lies between the qkv dot and decode's attention, in plain JAX."""
+"""The work between decode's qkv dot and its attention, in plain JAX."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def rotate_halves(
   first, second = first.astype(jnp.float32), second.astype(jnp.float32)
 
   def product(x, y):
-    # Of two products one would join the addition, and which one is left to
+    # One of the two products would join the addition, and which one is left to
     # the compiler: decode's kernel has another one than training.
     return fence(x * y) if on_gpu() else x * y
 
@@ -48,7 +48,7 @@ def append(
 
   Args:
     pool: pages of keys or values, see `kv_storage.values_shape`.
-    new_BKH: of one token per slot.
+    new_BKH: new keys or values, one token per slot.
     position_B: where it goes; below 0 for a slot that writes nothing.
     table_BP: the slots' pages in order.
     size: tokens of a page.

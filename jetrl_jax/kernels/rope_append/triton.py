@@ -1,7 +1,7 @@
 """One kernel between decode's qkv dot and attention (Pallas, Triton backend).
 
-A program has a few neighbouring heads of one slot. XLA makes three kernels a
-layer of what is a few microseconds' work.
+A program has a few neighbouring heads of one slot. XLA would run three kernels
+per layer for a few microseconds of work.
 """
 
 import functools
@@ -86,20 +86,9 @@ def rotate_and_append(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-  """Makes queries, and puts keys and values into their pages.
+  """Returns (queries, pages of keys, pages of values), see the package.
 
-  Args:
-    qkv: one token per slot, [B, (N + 2K) H]: queries, keys, values.
-    cos_BF: see `rope.rotation`, F = H / 2.
-    sin_BF: the same.
-    position_B: int32, see the package.
-    table_BP: int32, the same.
-    k_PKSH: pages of keys; written in place.
-    values: pages of values, see `kv_storage.values_shape`; written in place.
-    interpret: run on a CPU, for tests.
-
-  Returns:
-    (queries [B, N, H], pages of keys, pages of values)
+  The pages are written in place. `interpret` runs on a CPU, for tests.
   """
   batch, half = cos_BF.shape
   kv_heads, head_dim = k_PKSH.shape[1], 2 * half

@@ -3,10 +3,10 @@
     token = argmax_v (z_v + g_v),    g ~ Gumbel(0, 1), independent
     z = max(logits * inverse, lowest float32)
 
-over the tokens of a mask, if there is one; the lowest token of equal values,
-and without noise for a greedy row. What a row draws depends on its own logits
-and key alone. The implementations have noise of their own: each repeats its
-tokens, the two draw different ones.
+v goes over the tokens of the mask, if there is one. Among equal values the
+lowest token wins. A greedy row has no noise. A row's token depends only on its
+own logits and key. Each implementation has noise of its own: it repeats its own
+tokens, and the two draw different ones.
 """
 
 import jax

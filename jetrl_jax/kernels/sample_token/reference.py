@@ -1,4 +1,4 @@
-"""A token of each row of logits by noise on every logit, in plain JAX."""
+"""Draws a token per row in plain JAX, with noise on every logit."""
 
 import jax
 import jax.numpy as jnp

@@ -1,13 +1,13 @@
-"""A token of each row of logits for NVIDIA GPUs (Pallas, Triton).
+"""Draws a token per row of logits on NVIDIA GPUs (Pallas, Triton).
 
     chunk = argmax_c (log sum_{v in c} exp(z_v) + g_c)
     token = argmax_{v in chunk} (z_v + g_v),    g ~ Gumbel(0, 1), independent
 
-which is a draw from softmax(z): a chunk is drawn with its probability, then a
-token with its probability in the chunk. What a chunk sums up to is known from
-the log-sum-exp (`kernels/log_sum_exp/triton.py`), so of a row's logits only one
-chunk gets noise. It is made where it is added, by Philox4x32-10; what a row
-draws depends on its logits and its key alone.
+This is a draw from softmax(z): first a chunk with its probability, then a token
+with its probability within the chunk. The log-sum-exp
+(`kernels/log_sum_exp/triton.py`) has each chunk's sum already, so only one
+chunk of a row gets noise on its logits. Philox4x32-10 makes the noise where it
+is added. A row's token depends only on its logits and its key.
 
 References:
   Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
@@ -111,7 +111,7 @@ def _draw_kernel(*refs, vocab: int, interpret: bool):
     return [log2_exponential(bits, interpret) for bits in words]
 
   chunks = jnp.arange(top.shape[0])
-  # Of no chunk the total is 0, and its top the lowest number.
+  # Before the first chunk the total is 0 and the top is the lowest number.
   log2_total = _log2(jnp.maximum(total, 1.0), interpret)
   noisy = multiply_add(noise(chunks, 0)[0] - log2_total, factor, top, interpret)
   chunk = _first_largest(
@@ -125,7 +125,7 @@ def _draw_kernel(*refs, vocab: int, interpret: bool):
   first = jnp.full(lanes.shape, vocab - 1, jnp.int32)
   for (token, z), log2_e in zip(quarters, noise(lanes, 1), strict=True):
     noisy = multiply_add(log2_e, factor, z, interpret)
-    # Of equal values the lowest token: it comes first.
+    # Among equal values the lowest token wins, because it comes first.
     first = jnp.where(noisy > best, token, first)
     best = jnp.maximum(best, noisy)
   token_ref[...] = _first_largest(first, best, vocab - 1)

@@ -1,12 +1,13 @@
-"""SwiGLU of gate|up, and quantised for the next dot.
+"""SwiGLU of gate|up, quantised for the next dot if its scale is known.
 
     h_MF = silu(gate_MF * s) * (up_MF * s),    silu(z) = z / (1 + exp(-z))
+    q_MF = E4M3(clip(h / out_scale))
 
-float32, rounded once to the dtype of gate|up; s is the product of the dot's
-scales, powers of two. Where down's scale is known q = E4M3(clip(h / step))
-follows. Rollout and training ask the same question, `has_kernel`, so both have
-one implementation, whose exp is its own. The derivative is the reference's: no
-gradient needs the kernel's exp.
+h is computed in float32 and rounded once to the dtype of gate|up. s is the
+product of the dot's scales, which are powers of two. Implementations differ in
+their exp, so rollout and training must run the same one: both ask `has_kernel`.
+The derivative is that of the reference, because no gradient needs the kernel's
+exp.
 """
 
 import jax
@@ -18,7 +19,7 @@ from jetrl_jax.kernels.swiglu import reference
 
 
 def has_kernel(columns: int) -> bool:
-  """Whether h of so many columns is the kernel's; for all numbers of rows."""
+  """Whether the kernel computes h of so many columns, for all row counts."""
   match dispatch.implementation('swiglu'):
     case 'triton':
       from jetrl_jax.kernels.swiglu import triton
@@ -28,12 +29,13 @@ def has_kernel(columns: int) -> bool:
       return False
 
 
-def swiglu_of(product: DeferredScale, step: Array | None = None) -> Array:
-  """Returns h [M, F] of gate|up before it is scaled; without a derivative.
+def swiglu_of(product: DeferredScale, out_scale: Array | None = None) -> Array:
+  """Returns h [M, F] of an unscaled product; has no derivative.
 
   Args:
     product: [M, 2 F], or in two parts [2, M, F]; its scales are powers of two.
-    step: scale on which h is quantised; None for h in the product's dtype.
+    out_scale: scale on which h is quantised; None leaves h in the product's
+      dtype.
   """
   values = product.values
   name, run = dispatch.REFERENCE, reference.swiglu_of
@@ -41,12 +43,14 @@ def swiglu_of(product: DeferredScale, step: Array | None = None) -> Array:
     from jetrl_jax.kernels.swiglu import triton
 
     name, run = dispatch.implementation('swiglu'), triton.swiglu_of
-  return stands_for.kernel('swiglu', name, run, _of_finished, product, step)
+  return stands_for.kernel(
+      'swiglu', name, run, _of_finished, product, out_scale
+  )
 
 
-def _of_finished(product: DeferredScale, step: Array | None) -> Array:
-  """The reference, of a product that is scaled."""
-  return reference.swiglu_of(DeferredScale(values=product.values), step)
+def _of_finished(product: DeferredScale, out_scale: Array | None) -> Array:
+  """Returns the reference's result for a product that is already scaled."""
+  return reference.swiglu_of(DeferredScale(values=product.values), out_scale)
 
 
 @jax.custom_vjp
@@ -59,7 +63,6 @@ def _by_kernel_fwd(y_MG):
 
 
 def _by_kernel_bwd(y_MG, dh_MF):
-  # Not of the kernel's exp2, which no gradient needs.
   return jax.vjp(reference.swiglu, y_MG)[1](dh_MF)
 
 
@@ -70,8 +73,7 @@ def swiglu(y_MG: Array | DeferredScale) -> Array:
   """Returns silu(gate) * up, [M, F], rounded once to the dtype of gate|up.
 
   Args:
-    y_MG: gate|up [M, 2 F], or in a decode step their product before it is
-      scaled.
+    y_MG: gate|up [M, 2 F], or in a decode step the unscaled product.
   """
   if isinstance(y_MG, DeferredScale):
     return swiglu_of(y_MG)

@@ -1,7 +1,7 @@
-"""SwiGLU's arithmetic inside a kernel, whichever backend it is written for.
+"""SwiGLU's arithmetic inside a kernel, for every backend.
 
-Every kernel that makes h is to make the same bits, so they all have this: the
-same float32 operations, with exp2 and reciprocal the device's own.
+Every kernel that computes h must give the same bits, so all of them call this:
+the same float32 operations, with the device's own exp2 and reciprocal.
 """
 
 import math
@@ -25,7 +25,7 @@ def hidden(
     gate: Array,
     up: Array,
     scales: Sequence[Array],
-    step: Array | None,
+    out_scale: Array | None,
     of_gate: Function,
     *,
     saturates: bool,
@@ -36,7 +36,8 @@ def hidden(
     gate: before it is scaled, in the dtype to which the result is rounded.
     up: as gate.
     scales: powers of two, whose product scales both.
-    step: scale on which the result is quantised; None for the dtype of gate.
+    out_scale: scale on which the result is quantised; None leaves it in gate's
+      dtype.
     of_gate: `sigmoid`.
     saturates: whether a cast to 8 bits does, as it does on a GPU.
   """
@@ -46,9 +47,9 @@ def hidden(
     scale = math.prod(scales)
     gate, up = gate * scale, up * scale
   h = (gate * of_gate(gate) * up).astype(dtype)
-  if step is None:
+  if out_scale is None:
     return h
-  h = h.astype(jnp.float32) * (1.0 / step)
+  h = h.astype(jnp.float32) * (1.0 / out_scale)
   if not saturates:
     limit = formats.format_max(formats.E4M3)
     h = jnp.clip(h, -limit, limit)

@@ -15,10 +15,10 @@ def swiglu(y_MG: Array) -> Array:
   return (jax.nn.silu(gate) * up).astype(y_MG.dtype)
 
 
-def swiglu_of(product: DeferredScale, step: Array | None = None) -> Array:
+def swiglu_of(product: DeferredScale, out_scale: Array | None = None) -> Array:
   """See the package's `swiglu_of`."""
   y = times(product.values.astype(jnp.float32), product.scales)
   # In two parts they come before the rows.
   gate, up = y if y.ndim == 3 else jnp.split(y, 2, axis=1)
   h_MF = (jax.nn.silu(gate) * up).astype(product.values.dtype)
-  return h_MF if step is None else quantize(h_MF, step, formats.E4M3)
+  return h_MF if out_scale is None else quantize(h_MF, out_scale, formats.E4M3)

@@ -1,11 +1,11 @@
 """SwiGLU, h = silu(gate) * up, on a GPU as a kernel (Pallas, Triton).
 
-XLA spends 44 instructions on a value that it scales, gates and quantises: more
-time than the bytes take, in a decode step as in training. The kernel has 15:
-exp2 and the reciprocal are the device's own, gate|up is scaled by a power of
-two without another rounding, and the cast to 8 bits is what saturates. Rollout
-and training both call it, so they agree; `triton_backward.py` computes h in the
-same operations.
+XLA spends 44 instructions on a value that it scales, gates and quantises. That
+takes longer than moving the bytes, in a decode step and in training. This
+kernel spends 15: it uses the device's own exp2 and reciprocal, scales gate|up
+by a power of two without another rounding, and lets the cast to 8 bits
+saturate. Rollout and training both call it, so they agree. `triton_backward.py`
+computes h with the same operations.
 """
 
 import functools
@@ -51,21 +51,13 @@ def hidden(
     gate: Array,
     up: Array,
     scales: Sequence[Array],
-    step: Array | None,
+    out_scale: Array | None,
     interpret: bool,
 ) -> Array:
-  """Returns silu(gate) * up inside a kernel.
-
-  Args:
-    gate: before it is scaled, in the dtype to which the result is rounded.
-    up: as gate.
-    scales: powers of two, whose product scales both.
-    step: scale on which the result is quantised; None for the dtype of gate.
-    interpret: the kernel runs on a CPU.
-  """
+  """Returns silu(gate) * up inside a kernel, see `formula.hidden`."""
   of_gate = functools.partial(sigmoid, interpret=interpret)
   return formula.hidden(
-      gate, up, scales, step, of_gate, saturates=not interpret
+      gate, up, scales, out_scale, of_gate, saturates=not interpret
   )
 
 
@@ -73,33 +65,29 @@ def _kernel(gate_ref, up_ref, *refs, quantizes: bool, interpret: bool):
   """A tile of gate and of up."""
   *numbers, out_ref = refs
   numbers = [ref[0] for ref in numbers]
-  step = numbers.pop() if quantizes else None
-  out_ref[...] = hidden(gate_ref[...], up_ref[...], numbers, step, interpret)
+  out_scale = numbers.pop() if quantizes else None
+  out_ref[...] = hidden(
+      gate_ref[...], up_ref[...], numbers, out_scale, interpret
+  )
 
 
 @lowered_once('interpret')
 def swiglu_of(
     product: DeferredScale,
-    step: Array | None = None,
+    out_scale: Array | None = None,
     *,
     interpret: bool = False,
 ) -> Array:
-  """Returns h [M, F] of gate|up before it is scaled; without a derivative.
-
-  Args:
-    product: [M, 2 F], or in two parts [2, M, F]; its scales are powers of two.
-    step: scale on which h is quantised; None for h in the product's dtype.
-    interpret: run the kernel on a CPU, for tests.
-  """
+  """See the package's `swiglu_of`; `interpret` runs on a CPU, for tests."""
   rows = product.values.shape[-2]
   parts = [
-      _rows_of(product.values[..., at, :], product.scales, step, interpret)
+      _rows_of(product.values[..., at, :], product.scales, out_scale, interpret)
       for at in row_slices(rows, product.values.size // 2 // rows)
   ]
   return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def _rows_of(values: Array, scales, step, interpret: bool) -> Array:
+def _rows_of(values: Array, scales, out_scale, interpret: bool) -> Array:
   is_split = values.ndim == 3
   if not is_split:
     values = values.reshape(values.shape[0], 2, -1)
@@ -112,11 +100,11 @@ def _rows_of(values: Array, scales, step, interpret: bool) -> Array:
       return pl.BlockSpec((None, height, width), lambda i, j: (k, i, j))
     return pl.BlockSpec((height, None, width), lambda i, j: (i, k, j))
 
-  numbers = [*scales, *([] if step is None else [step])]
+  numbers = [*scales, *([] if out_scale is None else [out_scale])]
   return pl.pallas_call(
       functools.partial(
           _kernel,
-          quantizes=step is not None,
+          quantizes=out_scale is not None,
           interpret=interpret,
       ),
       grid=(rows // height, columns // width),
@@ -127,7 +115,7 @@ def _rows_of(values: Array, scales, step, interpret: bool) -> Array:
       ],
       out_specs=pl.BlockSpec((height, width), lambda i, j: (i, j)),
       out_shape=jax.ShapeDtypeStruct(
-          (rows, columns), values.dtype if step is None else formats.E4M3
+          (rows, columns), values.dtype if out_scale is None else formats.E4M3
       ),
       name='swiglu',
       **kernel_options(interpret, _WARPS),

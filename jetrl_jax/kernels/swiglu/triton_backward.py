@@ -4,12 +4,12 @@
     dgate = dh * up * silu'(gate), dup = dh * silu(gate)
                                  what gate_up's DGrad and WGrad read
 
-gate|up and dh are read once in the compute dtype, 6 bytes a value of h; h
-leaves turned round, dgate|dup both ways round, all in 8 bits, 5 bytes. As
-XLA writes and reads them between its kernels and those of
-`kernels/quantize_transpose/triton.py` it is 26. Everything is rounded as there:
-h, dgate and dup to the compute dtype, then to 8 bits. h has the operations of
-the forward (`triton.py`), and so its bits.
+The kernel reads gate|up and dh once in the compute dtype: 6 bytes per value of
+h. It writes h transposed, and dgate|dup with their transposes, all in 8 bits: 5
+bytes. XLA and the kernels of `kernels/quantize_transpose/triton.py` together
+move 26 bytes for this. Everything is rounded as there: h, dgate and dup to the
+compute dtype, then to 8 bits. h is made by the operations of the forward
+(`triton.py`), and so has its bits.
 """
 
 import dataclasses
@@ -117,7 +117,7 @@ def _kernel(
     product_ref, dh_ref, mask_ref, scales_ref, *outs, maths, dtype, run
 ):
   """A tile of gate, of up and of dh."""
-  straight_ref, h_turned_ref, dy_turned_ref, *sums_refs = outs
+  row_major_ref, h_transposed_ref, dy_transposed_ref, *sums_refs = outs
   shape = (WORDS, dh_ref.shape[2])
   words = [jnp.zeros(shape, jnp.uint32) for _ in range(3)]
   few = (WORDS, shape[1] // run)
@@ -145,11 +145,11 @@ def _kernel(
     for half, x in enumerate((dgate, dup)):
       low, seen = dy_grid.look(x)
       dy_sums = transpose.gather(dy_sums, seen)
-      straight_ref[:, k, half, :] = low
+      row_major_ref[:, k, half, :] = low
       words[1 + half] |= transpose.byte(low) << (8 * k)
-  h_turned_ref[...] = words[0].T
+  h_transposed_ref[...] = words[0].T
   for half in range(2):
-    dy_turned_ref[half] = words[1 + half].T
+    dy_transposed_ref[half] = words[1 + half].T
   transpose.write_sums(sums_refs[:4], h_sums)
   transpose.write_sums(sums_refs[4:], dy_sums)
 
@@ -164,7 +164,7 @@ def backward(
     *,
     interpret: bool = False,
 ) -> tuple[QuantizedPair, QuantizedPair]:
-  """Returns (h turned round, the gradient of gate|up both ways round).
+  """Returns (h transposed, the gradient of gate|up with its transpose).
 
   Rows that do not count are quantised as zeros, as `quantize_and_transpose`
   does.
@@ -204,7 +204,7 @@ def _of_rows(
       jax.ShapeDtypeStruct(grid[::-1], kind) for kind in transpose.NUMBERS
   ]
   words = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.uint32)
-  row_major, h_turned, dy_turned, *sums = pl.pallas_call(
+  row_major, h_transposed, dy_transposed, *sums = pl.pallas_call(
       functools.partial(
           _kernel,
           maths=_PLAIN if interpret else _FAST,
@@ -241,14 +241,16 @@ def _of_rows(
       scales,
   )
   h = QuantizedPair(
-      straight_MN=None,
-      turned_NM=transpose.as_values(h_turned, formats.E4M3),
+      row_major_MN=None,
+      transposed_NM=transpose.as_values(h_transposed, formats.E4M3),
       amax=jnp.max(sums[0]),
       quantization_error=transpose.quantization_error_of(*sums[1:4]),
   )
   dy = QuantizedPair(
-      straight_MN=row_major.reshape(rows, 2 * columns),
-      turned_NM=transpose.as_values(dy_turned.reshape(2 * columns, -1), dtype),
+      row_major_MN=row_major.reshape(rows, 2 * columns),
+      transposed_NM=transpose.as_values(
+          dy_transposed.reshape(2 * columns, -1), dtype
+      ),
       amax=jnp.max(sums[4]),
       quantization_error=transpose.quantization_error_of(*sums[5:]),
   )

@@ -61,7 +61,8 @@ def load_checkpoint(
   Args:
     folder: the checkpoint, see `resolve_checkpoint`.
     config: its shape, see `load_config`.
-    dtype: of every leaf, 'float32' or 'bfloat16'; rounded to nearest even.
+    dtype: the dtype of every leaf, 'float32' or 'bfloat16'; rounded to nearest
+      even.
     sharding_of: from a leaf's path ('layers_0/attn/qkv/kernel') to where it
       goes; None, for a leaf or for all, is JAX's default device.
     spreads: whether a leaf that comes from 16 bits into float32 is spread
@@ -265,7 +266,7 @@ def _read_leaf(
       bad = rows.size - int(np.count_nonzero(np.isfinite(rows)))
       if bad:
         not_finite[part.name] = not_finite.get(part.name, 0) + bad
-  # Of a fused leaf whose parts differ none has a cell for all.
+  # If the parts of a fused leaf differ, no cell is right for all of it.
   return leaf, grids.pop() if len(grids) == 1 else None
 
 

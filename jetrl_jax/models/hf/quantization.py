@@ -153,7 +153,7 @@ def quantized_parts(
   """Says which dots are FP8 in the files.
 
   Args:
-    rows: of `hf_layout.layout`.
+    rows: the rows of `hf_layout.layout`.
     tensors: what the headers say.
 
   Returns:
@@ -186,7 +186,7 @@ def check_ignored(
 
   Args:
     hf: a whole config.json, see `check_section`.
-    rows: of `hf_layout.layout`.
+    rows: the rows of `hf_layout.layout`.
     quantized: see `quantized_parts`.
 
   Raises:

@@ -1,9 +1,10 @@
-"""Where every tensor of a checkpoint lies, known before any of it is read.
+"""Locates every tensor of a checkpoint before any of it is read.
 
-The safetensors library checks the headers. It does not read the tensors: of a
-part of a tensor it reads the whole (`pread`), or maps the file into memory,
-and a file that is cut short meanwhile then kills the process; and it has no FP8
-in NumPy. `read_rows` reads any rows with plain reads.
+The safetensors library checks the headers. It does not read the tensors, for
+three reasons. For a part of a tensor it reads the whole (`pread`). Or it maps
+the file into memory, and if the file is cut short meanwhile, that kills the
+process. And it has no FP8 in NumPy. `read_rows` reads any rows with plain
+reads.
 
 References:
   The format: huggingface.co/docs/safetensors, "Format".

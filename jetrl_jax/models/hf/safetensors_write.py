@@ -1,8 +1,8 @@
-"""Tensors to safetensors files, one at a time: the way out of `read_rows`.
+"""Writes tensors to safetensors files, one at a time.
 
-The same entries give the same bytes. The library writes no such files: it wants
-all tensors of a file in host memory at once, 5 GB of them, and sorts them by
-dtype and name.
+The same entries give the same bytes. The library cannot write such files: it
+wants all tensors of a file in host memory at once, 5 GB of them, and sorts them
+by dtype and name.
 """
 
 import dataclasses

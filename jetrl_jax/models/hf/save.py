@@ -1,8 +1,8 @@
 """Parameter tree to Hugging Face checkpoint, one tensor at a time.
 
-The folder appears whole or not at all: it is written under another name
-beside its place, flushed, and renamed. The same tree, config and source give
-the same bytes.
+The folder appears whole or not at all: it is written under another name next to
+its place, flushed, and renamed. The same tree, config and source give the same
+bytes.
 """
 
 import os
@@ -90,7 +90,7 @@ def save_checkpoint(
     tokenizer_folder: whose tokenizer files and generation_config.json are
       copied, by default the source's. Where it is another, config.json has its
       ids of special tokens.
-    dtype: of every tensor that is not FP8, 'bfloat16' or 'float32'.
+    dtype: the dtype of every tensor that is not FP8, 'bfloat16' or 'float32'.
     max_shard_bytes: tensor bytes per file, unless one tensor is larger; more
       than one file brings an index.
     input_scales: from the path of every FP8 dot ('layers_0/attn/qkv') to the

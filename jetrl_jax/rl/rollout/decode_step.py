@@ -17,8 +17,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jetrl_jax.core import rng
+from jetrl_jax.core.typing import Array, PRNGKey
+from jetrl_jax.kernels.log_sum_exp import temper
+from jetrl_jax.kernels.sample_token import draw
 from jetrl_jax.models import logprobs
-from jetrl_jax.models.policy import Policy
+from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.rl.rollout import sampling
 from jetrl_jax.rl.rollout.decode_state import (
     DecodeState,
@@ -27,7 +30,9 @@ from jetrl_jax.rl.rollout.decode_state import (
 )
 
 
-def prefill(policy, params, tokens_PT, lengths_P):
+def prefill(
+    policy: Policy, params: PolicyParams, tokens_PT: Array, lengths_P: Array
+) -> list[tuple[Array, Array]]:
   """Returns the keys and values of prompts, see `Policy.prefill`."""
   return policy.prefill(params, tokens_PT, lengths_P)
 
@@ -36,11 +41,11 @@ def sample(
     policy: Policy,
     config: EngineConfig,
     state: DecodeState,
-    logits_BV,
-    base_key,
-    top_p_B=None,
-):
-  """Returns (token, log mu, log pi, whether it is given) of every slot.
+    logits_BV: Array,
+    base_key: PRNGKey,
+    top_p_B: Array | None = None,
+) -> tuple[Array, Array, Array, Array]:
+  """Returns (token, log mu, log pi, whether it is given), each [B].
 
   A given token is not sampled, and its log mu is its log pi.
 
@@ -50,8 +55,8 @@ def sample(
     state: all slots.
     logits_BV: float32.
     base_key: key with address (seed, step).
-    top_p_B: float32, a top_p of each slot's own, for a config without any
-      truncation. A slot at 1 draws the token that it draws without this.
+    top_p_B: float32, one top_p per slot, for a config that truncates nothing. A
+      slot whose top_p is 1 draws the same token as without this argument.
   """
   greedy_B = state.temperature <= 0
   inverse_B = logprobs.inverse_temperature(state.temperature)
@@ -66,19 +71,19 @@ def sample(
 
   with jax.named_scope('sampling'):
     # XLA removes `z_BV` where nothing reads it.
-    z_BV = logprobs.temper(logits_BV, inverse_B[:, None])
+    z_BV = temper(logits_BV, inverse_B[:, None])
     mask_BV = jax.vmap(functools.partial(sampling.truncation_mask, **limits))(
         z_BV
     )
     keys_B = jax.vmap(key_of)(state.address, state.emitted)
-  token_B, lse_B = sampling.draw(
+  token_B, lse_B = draw(
       logits_BV, inverse_B, mask_BV, keys_B, greedy_B=greedy_B
   )
   top_p_mask_BV = None
   if top_p_B is not None:
     with jax.named_scope('sampling'):
       top_p_mask_BV = jax.vmap(sampling.top_p_mask)(z_BV, top_p_B)
-    truncated_B, _ = sampling.draw(
+    truncated_B, _ = draw(
         logits_BV, inverse_B, top_p_mask_BV, keys_B, greedy_B=greedy_B
     )
     token_B = jnp.where(top_p_B < 1.0, truncated_B, token_B)
@@ -89,7 +94,7 @@ def sample(
   )
   with jax.named_scope('head'):
     picked_B = logprobs.pick(logits_BV, token_B)
-    logprob_B = logprobs.temper(picked_B, inverse_B) - lse_B
+    logprob_B = temper(picked_B, inverse_B) - lse_B
   if mask_BV is None:
     log_mu_B = jnp.where(greedy_B, 0.0, logprob_B)
   else:
@@ -108,7 +113,12 @@ def sample(
 
 
 def step(
-    policy, config, params, base_key, state: DecodeState, top_p_B=None
+    policy: Policy,
+    config: EngineConfig,
+    params: PolicyParams,
+    base_key: PRNGKey,
+    state: DecodeState,
+    top_p_B: Array | None = None,
 ) -> DecodeState:
   """Takes one decode step in every active slot: decode, sample, write."""
   running = state.active & ~state.preempted
@@ -146,8 +156,15 @@ def step(
 
 
 def generate_compacted(
-    policy, config, steps_per_sync, params, state, slots_N, base_key, steps
-):
+    policy: Policy,
+    config: EngineConfig,
+    steps_per_sync: int,
+    params: PolicyParams,
+    state: DecodeState,
+    slots_N: Array,
+    base_key: PRNGKey,
+    steps: Array,
+) -> DecodeState:
   """Runs `generate` on some slots, as rows of a smaller state.
 
   The other slots take no step. All pages stay in place, because each slot's
@@ -161,7 +178,7 @@ def generate_compacted(
     state: all slots.
     slots_N: int32, each slot once; N is a multiple of 16.
     base_key: key with address (seed, step).
-    steps: most steps.
+    steps: int32 scalar, most steps.
   """
 
   def of_slots(state):
@@ -182,24 +199,31 @@ def generate_compacted(
 
 
 def generate_top_p(
-    policy, config, steps_per_sync, params, state, top_p_B, base_key, steps
-):
-  """Runs `generate` with a top_p of each slot's own, see `sample`."""
+    policy: Policy,
+    config: EngineConfig,
+    steps_per_sync: int,
+    params: PolicyParams,
+    state: DecodeState,
+    top_p_B: Array,
+    base_key: PRNGKey,
+    steps: Array,
+) -> DecodeState:
+  """Runs `generate` with one top_p per slot, see `sample`."""
   return generate(
       policy, config, steps_per_sync, params, state, base_key, steps, top_p_B
   )
 
 
 def generate(
-    policy,
-    config,
-    steps_per_sync,
-    params,
-    state,
-    base_key,
-    steps,
-    top_p_B=None,
-):
+    policy: Policy,
+    config: EngineConfig,
+    steps_per_sync: int,
+    params: PolicyParams,
+    state: DecodeState,
+    base_key: PRNGKey,
+    steps: Array,
+    top_p_B: Array | None = None,
+) -> DecodeState:
   """Takes up to `steps` decode steps; stops early once no slot runs.
 
   Args:
@@ -211,7 +235,7 @@ def generate(
     params: weights and scales.
     state: all slots.
     base_key: key with address (seed, step).
-    steps: most steps, a multiple of `steps_per_sync`.
+    steps: int32 scalar, most steps, a multiple of `steps_per_sync`.
     top_p_B: see `sample`.
   """
 

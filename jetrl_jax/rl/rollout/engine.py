@@ -28,7 +28,7 @@ from jetrl_jax.core import rng, sharding
 from jetrl_jax.core.typing import Array, NpArray, PRNGKey
 from jetrl_jax.models.policy import PlacedParams, Policy, PolicyParams
 from jetrl_jax.rl.rollout import decode_state as decode_states
-from jetrl_jax.rl.rollout import decode_step, engine_api
+from jetrl_jax.rl.rollout import decode_step
 from jetrl_jax.rl.rollout.buckets import (
     PREFILL_ROWS,
     buckets,
@@ -58,18 +58,19 @@ def local_share(
     mesh: all devices.
   """
   local = sharding.local_mesh(mesh)
-  whole = pages_config(config, policy.axes.size, policy.tile)
+  axes, size = sharding.axes_of(local), policy.axes.size
+  whole = pages_config(config, size, policy.tile)
   config = dataclasses.replace(
       config,
-      num_slots=whole.num_slots // mesh.size * local.size,
-      kv_cache_tokens=whole.pages_per_device * whole.page_size * local.size,
+      num_slots=whole.num_slots // size * axes.size,
+      kv_cache_tokens=whole.pages_per_device * whole.page_size * axes.size,
   )
-  policy = dataclasses.replace(policy, axes=sharding.axes_of(local))
+  policy = dataclasses.replace(policy, axes=axes)
   return policy, config, local
 
 
-class Engine(engine_api.Engine):
-  """Samples for rollouts, evaluations and JetStream's orchestrator.
+class Engine:
+  """Samples for rollouts, evaluations and servers.
 
   With several processes, each has an engine over its own devices, with its
   share of the slots, and needs no other process until its work is done.
@@ -78,12 +79,21 @@ class Engine(engine_api.Engine):
     policy: the functions.
     config: sizes and the sampler.
     mesh: devices of the run; the slots are split over them.
-    whole: one engine over all devices even with several processes, for a look
-      at its shapes; it cannot sample there.
+    abstract: make an engine over the devices of all processes, to look at its
+      shapes; it cannot sample if there are several.
 
   Attributes:
     run_policy: the functions, over all devices of the run.
     run_mesh: all devices of the run.
+    policy: the functions, over this process's devices.
+    config: sizes for this process's devices.
+    mesh: this process's devices.
+    num_slots: sequences that are decoded at once.
+    page_size: tokens of a KV page.
+    cache_length: tokens of the longest sequence, in whole pages.
+    buckets: lengths, in tokens, for which prefill is compiled.
+    pages: which pages each slot has.
+    responses: copies responses to the host.
   """
 
   def __init__(
@@ -92,39 +102,39 @@ class Engine(engine_api.Engine):
       config: EngineConfig,
       mesh: Mesh,
       *,
-      whole: bool = False,
+      abstract: bool = False,
   ):
     self.run_policy, self.run_mesh = policy, mesh
-    if sharding.spans_processes(mesh) and not whole:
+    if sharding.spans_processes(mesh) and not abstract:
       policy, config, mesh = local_share(policy, config, mesh)
     self.policy, self.config, self.mesh = policy, config, mesh
-    self._placed = policy.placed()
-    self._params_spec: Any = P()
-    self._place: Callable | None = None
-    self._params: PolicyParams | None = None
-    self._base_key = rng.key(0, rng.ROLLOUT, 0)
     sizes = pages_config(config, policy.axes.size, policy.tile)
     self.num_slots, self.page_size = sizes.num_slots, sizes.page_size
     self.cache_length = sizes.pages_per_slot * sizes.page_size
-    # Each bucket is a program. Prompts have few buckets, because nothing should
-    # compile in the middle of a run and some padding is cheap.
-    self.buckets = buckets(config.max_prompt_length, policy.tile, 4)
-    # Preempted sequences are prefilled with their responses, so they are
-    # longer.
-    self.buckets += [
-        size
-        for size in buckets(self.cache_length, policy.tile, 2)
-        if size > self.buckets[-1]
-    ]
+    self.buckets = _prefill_buckets(config, policy.tile, self.cache_length)
     self.pages = PageAllocator(sizes)
+    self.responses = Responses(mesh, self.num_slots // policy.axes.size)
+    self._params: PolicyParams | None = None
+    self._base_key = rng.key(0, rng.ROLLOUT, 0)
+    # The policy and the specs of what `replicate` returns.
+    self._placed_policy = policy.placed()
+    self._params_spec: Any = P()
     self._rows = NamedSharding(mesh, sharding.ROWS)
     self._kv_spec = policy.axes.kv_spec
-    self._slots, prefix = decode_states.specs(self._kv_spec)
-    slots = sharding.named(self._slots, mesh)
-    self._compiled: dict[tuple, Callable] = {}
+    self._state_spec, prefix_spec = decode_states.specs(self._kv_spec)
+    # Prefills and decode steps, compiled when they are first asked for.
+    self._programs: dict[tuple[str, int], Callable] = {}
+    self._compile(prefix_spec)
 
-    def compiled(function):
-      return policy.jit(function, donate_argnums=(0,), out_shardings=slots)
+  def _compile(self, prefix_spec: Any) -> None:
+    """Makes the jitted functions that move parameters and change slots."""
+    policy, mesh, kv_spec = self.policy, self.mesh, self._kv_spec
+    state_sharding = sharding.named(self._state_spec, mesh)
+
+    def changing_state(function):
+      return policy.jit(
+          function, donate_argnums=(0,), out_shardings=state_sharding
+      )
 
     def filling(function, into, *specs):
       # Each device runs the function on its own rows; XLA does not split it.
@@ -137,28 +147,22 @@ class Engine(engine_api.Engine):
     # makes zeros, so it needs no pinned compile options; with those the dry run
     # could not ask for its shapes.
     idle = functools.partial(
-        decode_states.idle, policy, config, self.pages.config
+        decode_states.idle, policy, self.config, self.pages.config
     )
-    self._idle = jax.jit(idle, out_shardings=slots)
+    self._idle = jax.jit(idle, out_shardings=state_sharding)
     # The devices copy directly; `jax.device_put` would go through the host.
-    self._replicate = jax.jit(
-        lambda params: params, out_shardings=NamedSharding(mesh, P())
-    )
-    self._replicate_everywhere = jax.jit(
-        lambda params: params,
-        out_shardings=NamedSharding(self.run_mesh, P()),
-    )
-    self.responses = Responses(mesh, self.num_slots // policy.axes.size)
+    self._copy = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+    self._join: Callable | None = None
+    self._place: Callable | None = None
     self._insert = filling(
-        decode_states.insert, self._slots, prefix, *[P()] * 6
+        decode_states.insert, self._state_spec, prefix_spec, *[P()] * 6
     )
-    self._free = compiled(decode_states.free)
-    self._pause = compiled(decode_states.pause)
-    self._resume = compiled(decode_states.resume)
-    caches = self._kv_spec
     self._fill_pages = filling(
-        decode_states.fill_pages, caches, caches, P(), P()
+        decode_states.fill_pages, kv_spec, kv_spec, P(), P()
     )
+    self._free = changing_state(decode_states.free)
+    self._pause = changing_state(decode_states.pause)
+    self._resume = changing_state(decode_states.resume)
 
   def replicate(self, params: PolicyParams) -> PolicyParams:
     """Returns the parameters with all that a device reads on that device.
@@ -173,12 +177,12 @@ class Engine(engine_api.Engine):
     if self.run_mesh is not self.mesh:
       if axes.fsdp < self.run_policy.axes.fsdp:
         # No process has all parts, so they travel between processes.
-        params = self._replicate_everywhere(params)
+        params = self._join_parts(params)
       params = sharding.on_local_mesh(params, self.mesh)
     if axes.stored == 1:
       return params
     if axes.tensor == 1:
-      return self._replicate(params)
+      return self._copy(params)
     if self._place is None:
       self._params_spec = self.policy.placed_specs(params)
       self._place = self.policy.jit_per_device(
@@ -189,8 +193,27 @@ class Engine(engine_api.Engine):
       )
     return self._place(params)
 
-  def _read(self, params: PolicyParams) -> PolicyParams:
-    """Returns the parameters as the compiled functions take them."""
+  def _join_parts(self, params: PolicyParams) -> PolicyParams:
+    """Returns parameters that each process has whole, on the run's devices.
+
+    With tensor parallelism a device has the rows that it stores in `mesh`.
+    """
+    if self._join is None:
+
+      def joined(spec: P) -> NamedSharding:
+        parts = P() if spec == P() else P(sharding.TENSOR)
+        return NamedSharding(self.run_mesh, parts)
+
+      where = jax.tree.map(
+          joined,
+          sharding.tree_specs(params, self.mesh),
+          is_leaf=lambda node: isinstance(node, P),
+      )
+      self._join = jax.jit(lambda params: params, out_shardings=where)
+    return self._join(params)
+
+  def _as_compiled(self, params: PolicyParams) -> PolicyParams:
+    """Returns the parameters in the layout that the programs take."""
     if self.policy.axes.tensor == 1:
       return params
     params = self.replicate(params)
@@ -198,7 +221,7 @@ class Engine(engine_api.Engine):
       self._params_spec = self.policy.placed_specs(params)
     return params
 
-  # --- JetStream's Engine API -------------------------------------------
+  # --- parameters of a server ---------------------------------------------
 
   def set_params(self, params: PolicyParams) -> None:
     """Replicates `params` and keeps them for `load_params`."""
@@ -217,28 +240,14 @@ class Engine(engine_api.Engine):
   @property
   def reader(self) -> tuple[Policy, Any]:
     """The functions that read what `load_params` returns, and its specs."""
-    return self._placed, self._params_spec
+    return self._placed_policy, self._params_spec
 
-  @property
-  def max_concurrent_decodes(self) -> int:
-    """Number of slots."""
-    return self.num_slots
-
-  @property
-  def max_prefill_length(self) -> int:
-    """Longest prompt, in tokens."""
-    return self.config.max_prompt_length
+  # --- slots --------------------------------------------------------------
 
   def init_decode_state(self) -> DecodeState:
     """Returns a state with every slot idle; earlier states become invalid."""
     self.pages = PageAllocator(self.pages.config)
     return self._idle()
-
-  def prefill(
-      self, *, params: PolicyParams, padded_tokens: NpArray, true_length: int
-  ) -> Prefix:
-    """See `engine_api.Engine.prefill`."""
-    return self.prefill_batch(params, [np.asarray(padded_tokens)[:true_length]])
 
   def prefill_batch(
       self,
@@ -292,8 +301,8 @@ class Engine(engine_api.Engine):
     for i, tokens in enumerate(sequences):
       tokens_PT[i, : len(tokens) - 1] = tokens[:-1]
       lengths_P[i] = len(tokens) - 1
-    params = self._read(params)
-    run = self._compiled_once(decode_step.prefill, (self._placed,), 2)
+    params = self._as_compiled(params)
+    run = self._prefill_program()
     return run(params, self._put(tokens_PT), self._put(lengths_P))
 
   def reprefill_rows(self, bucket: int) -> int:
@@ -303,12 +312,6 @@ class Engine(engine_api.Engine):
   def _bucket(self, longest: int) -> int:
     """Returns the least bucket that holds sequences of this length."""
     return next(b for b in self.buckets if b >= longest)
-
-  def insert(
-      self, prefix: Prefix, decode_state: DecodeState, slot: int
-  ) -> DecodeState:
-    """See `engine_api.Engine.insert`."""
-    return self.bulk_insert(prefix, decode_state, [slot])
 
   def bulk_insert(
       self,
@@ -368,21 +371,26 @@ class Engine(engine_api.Engine):
 
   def generate(
       self, params: PolicyParams, decode_state: DecodeState
-  ) -> tuple[DecodeState, engine_api.ResultTokens]:
-    """Takes one decode step; see `engine_api.Engine.generate`."""
+  ) -> tuple[DecodeState, Array]:
+    """Takes one decode step in all active slots.
+
+    Returns:
+      (state, int32 [slots, 3]: the token, 1 if the slot took a step, and its
+      response tokens so far; one array, so that one copy to the host does).
+    """
     decode_state, _ = self._with_pages(params, decode_state, 1)
     was_active = decode_state.active & ~decode_state.preempted
-    state = self._run_block(params, decode_state, self._base_key, 1)
-    last = jnp.maximum(state.emitted - 1, 0)[:, None]
-
-    def pick(x):
-      return jnp.take_along_axis(x, last, axis=1)[:, 0]
-
-    data = jnp.stack(
-        [pick(state.tokens), was_active.astype(jnp.int32), state.emitted], 1
+    state = self._decode(
+        decode_step.generate,
+        params,
+        decode_state,
+        base_key=self._base_key,
+        steps=1,
     )
-    return state, engine_api.ResultTokens(
-        data=data, log_prob=pick(state.logprobs), log_mu=pick(state.log_mu)
+    last_B1 = jnp.maximum(state.emitted - 1, 0)[:, None]
+    token_B = jnp.take_along_axis(state.tokens, last_B1, axis=1)[:, 0]
+    return state, jnp.stack(
+        [token_B, was_active.astype(jnp.int32), state.emitted], 1
     )
 
   def generate_block(
@@ -406,25 +414,59 @@ class Engine(engine_api.Engine):
     steps = self.config.decode_block if steps is None else steps
     decode_state, running_B = self._with_pages(params, decode_state, steps)
     if top_p_B is not None:
-      bound = self._placed, self.config, steps_per_sync(steps)
-      params = self._read(params)
-      run = self._compiled_once(decode_step.generate_top_p, bound, 2, whole=2)
-      row_top_p = self._put(np.asarray(top_p_B, np.float32))
-      return run(params, decode_state, row_top_p, base_key, np.int32(steps))
+      top_p_B = np.asarray(top_p_B, np.float32)
+      return self._decode(
+          decode_step.generate_top_p,
+          params,
+          decode_state,
+          top_p_B,
+          base_key=base_key,
+          steps=steps,
+      )
     few = few_slots(
         running_B, self.policy.axes.size, self.config.max_response_length
     )
-    return self._run_block(params, decode_state, base_key, steps, few)
+    if few is not None:
+      return self._decode(
+          decode_step.generate_compacted,
+          params,
+          decode_state,
+          few,
+          base_key=base_key,
+          steps=steps,
+      )
+    return self._decode(
+        decode_step.generate,
+        params,
+        decode_state,
+        base_key=base_key,
+        steps=steps,
+    )
 
-  def _run_block(self, params, state, base_key, steps, few=None):
-    """Decodes all slots, or only the `few` slots of `few_slots`."""
-    bound = self._placed, self.config, steps_per_sync(steps)
-    params, steps = self._read(params), np.int32(steps)
-    if few is None:
-      run = self._compiled_once(decode_step.generate, bound, 1, whole=2)
-      return run(params, state, base_key, steps)
-    run = self._compiled_once(decode_step.generate_compacted, bound, 2, whole=2)
-    return run(params, state, self._put(few), base_key, steps)
+  def _decode(
+      self,
+      function: Callable[..., DecodeState],
+      params: PolicyParams,
+      state: DecodeState,
+      *per_slot: NpArray,
+      base_key: PRNGKey,
+      steps: int,
+  ) -> DecodeState:
+    """Runs one of the `generate` functions of `decode_step`.
+
+    Args:
+      function: the function.
+      params: weights and scales.
+      state: donated.
+      *per_slot: more arrays with a row per slot, which the function takes after
+        the state.
+      base_key: key with address (seed, step).
+      steps: most decode steps.
+    """
+    run = self._decode_program(function, steps_per_sync(steps), len(per_slot))
+    arrays = [self._put(values) for values in per_slot]
+    params = self._as_compiled(params)
+    return run(params, state, *arrays, base_key, np.int32(steps))
 
   def free_resource(self, slot: int, decode_state: DecodeState) -> DecodeState:
     """Makes a slot idle."""
@@ -552,26 +594,64 @@ class Engine(engine_api.Engine):
   def _put(self, values: NpArray) -> Array:
     return jax.device_put(values, self._rows)
 
-  # -----------------------------------------------------------------------
+  # --- programs -----------------------------------------------------------
 
-  def _compiled_once(self, function, bound, num_rows, whole=0, *, more=()):
-    """Returns a function of `decode_step`, compiled when it is first asked for.
-
-    It is `function(*bound, params, row arrays..., whole arrays...)`. With whole
-    arrays, which decode steps have, the first row array is the state, and is
-    donated. `more` are the specs of additional results.
-    """
-    name = function.__name__, bound
-    if name not in self._compiled:
-      rows = [sharding.ROWS] * num_rows
-      if whole:
-        rows[0] = self._slots
-      found = self._slots if whole else self._kv_spec
-      self._compiled[name] = self.policy.jit_per_device(
-          functools.partial(function, *bound),
-          self.mesh,
-          (self._params_spec, *rows, *(P(),) * whole),
-          (found, *more) if more else found,
-          donate_argnums=(1,) if whole else (),
+  def _prefill_program(self) -> Callable:
+    """Returns the compiled (params, tokens, lengths) -> caches."""
+    name = 'prefill', 0
+    if name not in self._programs:
+      self._programs[name] = self._jit(
+          functools.partial(decode_step.prefill, self._placed_policy),
+          (self._params_spec, sharding.ROWS, sharding.ROWS),
+          self._kv_spec,
       )
-    return self._compiled[name]
+    return self._programs[name]
+
+  def _decode_program(
+      self,
+      function: Callable[..., DecodeState],
+      steps_per_sync: int,
+      num_per_slot: int,
+  ) -> Callable:
+    """Returns a compiled function of `decode_step`; see `_decode`.
+
+    Args:
+      function: takes (policy, config, steps_per_sync, params, state, arrays
+        with a row per slot, base_key, steps).
+      steps_per_sync: steps between two checks whether a slot still runs.
+      num_per_slot: how many arrays have a row per slot.
+    """
+    name = function.__name__, steps_per_sync
+    if name not in self._programs:
+      bound = self._placed_policy, self.config, steps_per_sync
+      per_slot = [sharding.ROWS] * num_per_slot
+      self._programs[name] = self._jit(
+          functools.partial(function, *bound),
+          (self._params_spec, self._state_spec, *per_slot, P(), P()),
+          self._state_spec,
+          donate_argnums=(1,),
+      )
+    return self._programs[name]
+
+  def _jit(
+      self,
+      function: functools.partial,
+      in_specs: tuple,
+      out_specs: Any,
+      **options: Any,
+  ) -> Callable:
+    return self.policy.jit_per_device(
+        function, self.mesh, in_specs, out_specs, **options
+    )
+
+
+def _prefill_buckets(
+    config: EngineConfig, tile: int, cache_length: int
+) -> list[int]:
+  """Returns the lengths, in tokens, for which prefill is compiled."""
+  # Prompts have few buckets, because nothing should compile in the middle of a
+  # run and some padding is cheap. Preempted sequences are prefilled with their
+  # responses, so they are longer.
+  prompts = buckets(config.max_prompt_length, tile, 4)
+  longer = buckets(cache_length, tile, 2)
+  return [*prompts, *(size for size in longer if size > prompts[-1])]

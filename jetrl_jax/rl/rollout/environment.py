@@ -109,7 +109,7 @@ class EnvironmentConfig:
 
   Attributes:
     make: makes the environment of one episode.
-    tokenizer: of the policy.
+    tokenizer: the tokenizer of the policy.
     max_turns: turns of the policy after which an episode is over.
     timeout_s: wall seconds for one call of the environment; past it the episode
       counts 0.

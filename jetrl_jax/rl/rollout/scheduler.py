@@ -202,9 +202,11 @@ class Scheduler:
     while self.waiting or self.ready or self.running:
       should_stop()
       processes.touch()
-      state = self._answer(state)  # For turns that ended in the last visit.
+      state = self._continue_turns(
+          state
+      )  # Of turns that ended in the last visit.
       state = self._refill(state)
-      state = self._answer(state)  # For episodes that have just started.
+      state = self._continue_turns(state)  # Of episodes that have just started.
       if any(slot.ended is None for slot in self.running.values()):
         state = self.engine.generate_block(self.params, state, self.base_key)
         self._notify()  # The device decodes meanwhile.
@@ -213,6 +215,7 @@ class Scheduler:
     return [self.done[i] for i in range(len(self.done))]
 
   def _refill(self, state: DecodeState) -> DecodeState:
+    """Starts waiting sequences in idle slots, and prefills as needed."""
     free = collections.deque(
         s for s in range(self.engine.num_slots) if s not in self.running
     )
@@ -247,10 +250,11 @@ class Scheduler:
         limits=[job.limit for _, _, job in mine],
         temperature=self.temperature,
     )
-    self.running.update({slot: self._start(job) for slot, _, job in mine})
+    self.running.update({slot: self._new_slot(job) for slot, _, job in mine})
     return state, slots
 
-  def _start(self, job: _Job) -> _Slot:
+  def _new_slot(self, job: _Job) -> _Slot:
+    """Returns the slot of a job; with an environment its episode starts."""
     if self.environment is None:
       return _Slot(job=job)
     generator = rng.host_generator(self.base_key, job.prompt.id, job.sample)
@@ -324,12 +328,12 @@ class Scheduler:
     slot.searched = len(tokens)
     return None
 
-  def _answer(self, state: DecodeState) -> DecodeState:
+  def _continue_turns(self, state: DecodeState) -> DecodeState:
     """Continues the slots whose environments have answered."""
     asked = {i: s for i, s in self.running.items() if s.ended is not None}
     if not asked:
       return state
-    self._wait(list(asked.values()))
+    self._wait_for_environments(list(asked.values()))
     over, kept, given = {}, {}, {}
     for i, slot in asked.items():
       assert slot.episode is not None and slot.ended is not None
@@ -348,7 +352,7 @@ class Scheduler:
     self._complete(state, over)
     return self.engine.resume(state, kept, given) if kept else state
 
-  def _wait(self, asked: list[_Slot]) -> None:
+  def _wait_for_environments(self, asked: list[_Slot]) -> None:
     """Waits briefly, so that fast environments answer in this host visit."""
     start = time.monotonic()
     decoding = len(asked) < len(self.running)

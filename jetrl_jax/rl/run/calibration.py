@@ -76,7 +76,7 @@ class Calibration:
       state: it has kernel scales already.
       batches: micro-batches of real tokens; their loss weights set the size of
         the gradients.
-      temperature: of pi.
+      temperature: the temperature of pi.
     """
     observed, _ = self._pass(state, batches, temperature)
     fp8_state = self._take_effect(state.fp8_state, observed)
@@ -93,7 +93,7 @@ class Calibration:
     Args:
       state: its scales are filled.
       batches: the sequences that filled them, with the rollout's log-probs.
-      temperature: of pi.
+      temperature: the temperature of pi.
 
     Returns:
       (state, k3 in nats a token, from the rollout's policy to one whose dots

@@ -177,7 +177,9 @@ def train_graph(
     # `vjp` traces the forward rules of the derivative. The backward pass is not
     # traced.
     loss, _, aux = jax.vjp(
-        gradients.objective(policy, loss_function, state, batch, temperature),
+        gradients.differentiable_loss(
+            policy, loss_function, state, batch, temperature
+        ),
         state.trainable,
         state.fp8_state,
         has_aux=True,

@@ -9,7 +9,8 @@ returns the state unchanged.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax.core import sharding
-from jetrl_jax.core.typing import Array
+from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.optim.adamw import OptimizerConfig
@@ -27,14 +28,19 @@ from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl.objective import LossFunction
 from jetrl_jax.rl.types import TrainBatch
 
+# (params, batch, temperature) -> (log-probs [B, T], entropy [B, T]), in nats.
+LogprobsFunction: TypeAlias = Callable[
+    [PolicyParams, TrainBatch, Array], tuple[Array, Array]
+]
 
-def objective(
+
+def differentiable_loss(
     policy: Policy,
     loss_function: LossFunction,
     state: TrainState,
     batch: TrainBatch,
     temperature: Array,
-):
+) -> Callable[[PyTree, PyTree], tuple[Array, tuple[Any, Array, Array]]]:
   """Returns the function of (trainable, fp8_state) that is differentiated.
 
   It returns (loss, (metrics, log-probs, entropy)).
@@ -53,9 +59,18 @@ def objective(
   return loss_of
 
 
-def _accumulate(policy, loss_function, state, gradients, batch, temperature):
+def _accumulate(
+    policy: Policy,
+    loss_function: LossFunction,
+    state: TrainState,
+    gradients: Gradients,
+    batch: TrainBatch,
+    temperature: Array,
+) -> tuple[Gradients, Array, Array]:
   """Adds one micro-batch; returns (gradients, log-probs, entropy)."""
-  loss_of = objective(policy, loss_function, state, batch, temperature)
+  loss_of = differentiable_loss(
+      policy, loss_function, state, batch, temperature
+  )
   (new, new_fp8), (metrics, logprobs_BT, entropy_BT) = jax.grad(
       loss_of, argnums=(0, 1), has_aux=True
   )(state.trainable, state.fp8_state)
@@ -73,8 +88,10 @@ def _accumulate(policy, loss_function, state, gradients, batch, temperature):
   return added, logprobs_BT, entropy_BT
 
 
-def compile_logprobs(policy: Policy, mesh: Mesh, state: TrainState) -> Any:
-  """Returns the compiled (params, batch, temperature) -> (log-probs, entropy).
+def compile_logprobs(
+    policy: Policy, mesh: Mesh, state: TrainState
+) -> LogprobsFunction:
+  """Compiles the forward pass: log-probs and entropy of packed rows.
 
   Args:
     policy: the functions.

@@ -93,7 +93,7 @@ def resolve(
           f'precision.{name} is {new}, but the run in {workdir} started with'
           f' {old}, and its masters depend on it; use {old}, or a new workdir'
       )
-  return keeping(policy, settled)
+  return with_high_precision(policy, settled)
 
 
 def describe(workdir: pathlib.Path, recipe: Recipe) -> str:
@@ -116,11 +116,11 @@ def describe(workdir: pathlib.Path, recipe: Recipe) -> str:
   return f'\n{name} chose at the cold start: {named}\n'
 
 
-def keeping(policy: Policy, settled: RunPrecision) -> Policy:
+def with_high_precision(policy: Policy, settled: RunPrecision) -> Policy:
   """Returns the policy with the chosen dots in high precision."""
   if not settled.high_precision:
     return policy
-  recipe = policy.recipe.keeping(tuple(settled.high_precision))
+  recipe = policy.recipe.with_high_precision(tuple(settled.high_precision))
   return dataclasses.replace(policy, recipe=recipe)
 
 

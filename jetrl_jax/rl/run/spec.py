@@ -98,7 +98,7 @@ class RunSpec:
         rollout_policy=dataclasses.replace(policy, recipe=recipe),
     )
 
-  def keeping(self, dots: tuple[str, ...]) -> 'RunSpec':
+  def with_high_precision(self, dots: tuple[str, ...]) -> 'RunSpec':
     """Returns the spec with these dots in high precision as well.
 
     Args:
@@ -106,7 +106,7 @@ class RunSpec:
     """
     if not dots:
       return self
-    recipe = self.policy.recipe.keeping(dots)
+    recipe = self.policy.recipe.with_high_precision(dots)
     return self.with_policy(dataclasses.replace(self.policy, recipe=recipe))
 
   @property

@@ -73,7 +73,7 @@ def act(
     case 'recalibrate':
       return spec, recalibrated(spec, engine, state, should_stop)
     case 'high_precision':
-      spec = spec.keeping(action.dots)
+      spec = spec.with_high_precision(action.dots)
       return spec, initialize.restricted(spec, state)
     case _:
       return spec, rolled_back(spec, base, state, checkpoints, action.step)

@@ -105,7 +105,9 @@ def check_resume(spec: RunSpec, workdir: pathlib.Path) -> None:
 
 def _at(spec: RunSpec, host_state: dict[str, Any]) -> RunSpec:
   """Returns the spec in the precision of a checkpoint."""
-  return spec.keeping(GuardState.of_checkpoint(host_state).high_precision)
+  return spec.with_high_precision(
+      GuardState.of_checkpoint(host_state).high_precision
+  )
 
 
 def _like(spec: RunSpec) -> Callable[[dict[str, Any]], PyTree]:
@@ -188,7 +190,7 @@ def settle_precision(
     sides.append((spec.rollout_policy, mixed_flow.as_rollout(state)))
   settled = run_precision.settle(sides, spec.invariant_scale)
   run_precision.write(workdir, settled)
-  policy = run_precision.keeping(spec.policy, settled)
+  policy = run_precision.with_high_precision(spec.policy, settled)
   if policy is spec.policy:
     return spec, state
   spec = spec.with_policy(policy)

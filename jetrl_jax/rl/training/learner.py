@@ -9,7 +9,6 @@ of a mixed flow are quantised again
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,11 @@ from jetrl_jax.rl import mismatch, packing
 from jetrl_jax.rl.objective import LossFunction
 from jetrl_jax.rl.packing import Packed, Sequence
 from jetrl_jax.rl.run import mixed_flow
-from jetrl_jax.rl.run.gradients import UpdatePrograms, compile_logprobs
+from jetrl_jax.rl.run.gradients import (
+    LogprobsFunction,
+    UpdatePrograms,
+    compile_logprobs,
+)
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.scoring import experience, kl_reward
 from jetrl_jax.rl.scoring.experience import Experience
@@ -41,7 +44,8 @@ class UpdateResult:
     infos: one per optimiser step.
     train_logprobs: completion's index -> the training forward's log-probs of
       prompt and response, at the weights that sampled it. With
-      measure_mismatch='first' only for the first mini-batch.
+      measure_mismatch='first' only for the first mini-batch, unless
+      old_logprobs='recompute'.
     packing_efficiency: mean share of the micro-batches' tokens that are real.
     rollout_changed: share of the rollout's 8-bit weight bytes that changed,
       nested like its scaling state; only in a mixed flow, and empty if the
@@ -107,7 +111,7 @@ class Learner:
 
     Args:
       state: the state whose weights sampled `exp`; donated.
-      exp: a rewarded rollout, new or loaded by `replay.load_experience`.
+      exp: a rewarded rollout.
 
     Returns:
       (the next state, what the metrics need to know).
@@ -158,7 +162,10 @@ class Learner:
     return self._packed_logprobs(self._programs.logprobs, batch, params)
 
   def _packed_logprobs(
-      self, compute: Any, batch: list[Sequence], params: PolicyParams
+      self,
+      compute: LogprobsFunction,
+      batch: list[Sequence],
+      params: PolicyParams,
   ) -> list[np.ndarray]:
     packed = self.spec.pack(batch)
     temperature = jnp.float32(self.spec.run.temperature)
@@ -291,7 +298,7 @@ class Learner:
       state: TrainState,
       batches: list[list[Sequence]],
       infos: list[UpdateInfo],
-  ) -> tuple[TrainState, Any, float | None]:
+  ) -> tuple[TrainState, PyTree, float | None]:
     """Quantises the rollout's weights of a mixed flow, if the masters moved.
 
     Returns:

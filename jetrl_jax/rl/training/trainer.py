@@ -87,7 +87,7 @@ class Trainer:
     # Held-out accuracy of the current state; None until it is evaluated.
     self.accuracy: float | None = None
     # Metrics of a step whose line is not yet written.
-    self.pending: dict | None = None
+    self.pending: dict[str, Any] | None = None
 
   # --- the algorithm ------------------------------------------------------
 
@@ -113,8 +113,8 @@ class Trainer:
         self.spec.make_rewards() as self.pool,
     ):
       with processes.slow('start-up'):
-        state, step = self._start()
-        self._check(state, self.guard)
+        state, step = self._resume_or_start()
+        self._check_exactness(state, self.guard)
       started()
       position = self.sampler.state()
       try:
@@ -126,7 +126,7 @@ class Trainer:
           state, metrics = self._train_step(step, state)
           step, position = step + 1, self.sampler.state()
           self._finish(step, state, metrics)
-          processes.steady()
+          processes.watch_for_hangs()
         if not run.synthetic:  # Synthetic rewards train nothing useful.
           self._save(step, state)
           self._export(state)
@@ -140,7 +140,7 @@ class Trainer:
 
   def _train_step(
       self, step: int, state: TrainState
-  ) -> tuple[TrainState, dict]:
+  ) -> tuple[TrainState, dict[str, Any]]:
     """Takes one training step: one rollout and all updates on it.
 
     1. Sample G responses to each prompt with the current weights, and reward
@@ -150,7 +150,7 @@ class Trainer:
     3. Measure mismatch, FP8 health and throughput, and let the guard decide.
     """
     sampled = self.collector.collect(step, state)
-    processes.agree('the rollout and its rewards', self.interrupt.check)
+    processes.stop_together('the rollout and its rewards', self.interrupt.check)
     self._wait_for_copy()
     self.accuracy = None
     # The rollout is compressed and written while the device learns from it.
@@ -163,14 +163,16 @@ class Trainer:
         self.spec, sampled, result, state, self.timer
     )
     metrics |= self._ask_guard(step + 1, metrics)
-    metrics |= self._watch(step + 1, metrics, len(sampled.completions))
+    metrics |= self._raise_alarms(step + 1, metrics, len(sampled.completions))
     return state, metrics
 
   def _save_rollouts(self, step: int, exp: Experience) -> None:
     if self.spec.run.save_rollouts:
       self.folder.save_rollouts(step, exp)
 
-  def _finish(self, step: int, state: TrainState, metrics: dict) -> None:
+  def _finish(
+      self, step: int, state: TrainState, metrics: dict[str, Any]
+  ) -> None:
     """Evaluates (if due), writes the metrics, saves a checkpoint (if due)."""
     run = self.spec.run
     last = step == run.total_training_steps
@@ -198,7 +200,8 @@ class Trainer:
       self._save(step, state)  # Unless it is saved by now.
       raise RuntimeError(alarms.stopped(idle, self.folder.path))
 
-  def _evaluate(self, step: int, state: TrainState) -> dict:
+  def _evaluate(self, step: int, state: TrainState) -> dict[str, Any]:
+    """Returns the held-out metrics, and saves the samples; {} without any."""
     metrics, samples = self.collector.evaluate(state)
     if samples:
       assert self.spec.val_set is not None
@@ -208,17 +211,18 @@ class Trainer:
       metrics[alarms.SHARED] = len(shared)
     return metrics
 
-  def _watch(
+  def _raise_alarms(
       self, step: int, metrics: dict[str, Any], answers: int
   ) -> dict[str, Any]:
-    """Says what is wrong with the step; returns the alarms' own metrics."""
-    if self.spec.run.synthetic:  # It earns what it is given, and never ends.
+    """Warns of what is wrong with the step; returns the alarms' own metrics."""
+    if self.spec.run.synthetic:  # Its rewards are seeded and mean nothing.
       return {}
     found = self.alarms.step(step, metrics, answers)
     self.idle_in_row = self.idle_in_row + 1 if alarms.is_idle(found) else 0
     return found
 
   def _count_skipped(self, infos: list[UpdateInfo]) -> None:
+    """Ends the run after too many updates in a row that were not finite."""
     for info in infos:
       self.skipped_in_row = 0 if info.applied else self.skipped_in_row + 1
       if self.skipped_in_row >= self.spec.run.max_skipped_updates:
@@ -251,7 +255,7 @@ class Trainer:
       engine, reference = self.collector.engine, self.learner.reference
       self.spec, state = guard_actions.act(
           action,
-          self.base,
+          self.cold_start_spec,
           self.spec,
           engine,
           state,
@@ -260,10 +264,10 @@ class Trainer:
       )
       self.accuracy = None
       if action.name == 'high_precision':
-        engine = self._engine()
-      self._build(engine, state, reference)
+        engine = self._new_engine()
+      self._build_collector_and_learner(engine, state, reference)
       if action.name == 'high_precision':
-        self._check(state, done)
+        self._check_exactness(state, done)
     if action.name == 'rollback':
       self.skipped_in_row = 0
     self._set_guard(done)
@@ -277,14 +281,14 @@ class Trainer:
 
   # --- start and save -----------------------------------------------------
 
-  def _start(self) -> tuple[TrainState, int]:
+  def _resume_or_start(self) -> tuple[TrainState, int]:
     """Returns (state, step): resumed from the workdir, or a cold start."""
     folder = self.folder
     # The spec in the precision of the cold start, before any guard action.
-    self.base = self.spec
+    self.cold_start_spec = self.spec
     reference = None
     try:
-      resumed = initialize.resume(self.base, folder.checkpoints)
+      resumed = initialize.resume(self.cold_start_spec, folder.checkpoints)
       if resumed is not None:
         reference = self._reference(resumed.state, cold=False)
     except OtherStateError as error:
@@ -299,21 +303,21 @@ class Trainer:
       ) from error
     if resumed is None:
       folder.begin(self.spec.config_text)
-      engine = self._engine()
+      engine = self._new_engine()
       with self.timer('calibration'):
         state = initialize.cold_start(self.spec, engine, self.interrupt.check)
         chosen, state = initialize.settle_precision(
             self.spec, state, folder.path
         )
       if chosen is not self.spec:
-        self.spec = self.base = chosen
-        engine = self._engine()
+        self.spec = self.cold_start_spec = chosen
+        engine = self._new_engine()
       # Step 0 gets its line once its state is evaluated.
       step, self.pending = 0, {}
       reference = self._reference(state, cold=True)
     else:
       self.spec = resumed.spec
-      engine = self._engine()
+      engine = self._new_engine()
       state, step = resumed.state, resumed.step
       self._restore_host_state(resumed.host_state)
       # Not before: a refused start must leave the run's config as it was.
@@ -321,7 +325,7 @@ class Trainer:
       folder.saved_step = step
       folder.drop_after(step, is_whole=self.pending is None)
       logging.info('Resuming from step %d in %s', step, folder.path)
-    self._build(engine, state, reference)
+    self._build_collector_and_learner(engine, state, reference)
     return state, step
 
   def _reference(self, state: TrainState, *, cold: bool) -> PolicyParams | None:
@@ -331,14 +335,14 @@ class Trainer:
         self.folder.path / 'reference', state, cold=cold
     )
 
-  def _engine(self) -> Engine:
+  def _new_engine(self) -> Engine:
     spec = self.spec
     return Engine(spec.rollout_policy, spec.engine, spec.mesh)
 
-  def _build(
+  def _build_collector_and_learner(
       self, engine: Engine, state: TrainState, reference: PolicyParams | None
   ) -> None:
-    """Builds the collector and the learner in the precision of `spec`."""
+    """Sets the collector and the learner, in the precision of `self.spec`."""
     self.collector = Collector(
         self.spec,
         engine,
@@ -349,7 +353,7 @@ class Trainer:
     )
     self.learner = Learner(self.spec, self.loss, state, reference, self.timer)
 
-  def _check(self, state: TrainState, guard: GuardState) -> None:
+  def _check_exactness(self, state: TrainState, guard: GuardState) -> None:
     """Checks that rollout and training agree, before any step is taken."""
     preflight.check(
         self.spec,

@@ -83,7 +83,7 @@ class RunFolder:
         keep_latest=run.keep_latest,
         keep_best=run.keep_best,
     )
-    # Of several processes one writes.
+    # With several processes one writes.
     self._is_first = processes.is_first()
     if self._is_first:
       self._writer = MetricWriter(path, tensorboard=True, wandb=wandb)
@@ -244,7 +244,7 @@ class RunFolder:
     masters = invariant_scaling.unfold(
         merge(state.trainable, state.frozen), spec.invariant_scale
     )
-    # Of several processes each has a part of them.
+    # With several processes each has a part of them.
     masters = sharding.whole_in_first(masters)
     if not self._is_first:
       return

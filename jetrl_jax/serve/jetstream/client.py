@@ -54,7 +54,8 @@ class Client(contextlib.AbstractContextManager):
     timeout_s: seconds that a response may take.
 
   Attributes:
-    finish_reason: of the last response that was read to its end.
+    finish_reason: the finish reason of the last response that was read to its
+      end.
   """
 
   def __init__(self, address: str, *, timeout_s: float = 600.0):

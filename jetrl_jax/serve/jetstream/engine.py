@@ -30,7 +30,7 @@ class PromptTokens(np.ndarray):
   JetStream's `prefill` is handed an array and nothing else of the request.
 
   Attributes:
-    sampling: of the request.
+    sampling: the sampling settings of the request.
   """
 
   sampling: Sampling
@@ -50,7 +50,7 @@ class ServedPrefix:
 
   Attributes:
     prefix: its caches.
-    sampling: of the request.
+    sampling: the sampling settings of the request.
   """
 
   prefix: Prefix
@@ -62,7 +62,7 @@ class JetStreamEngine(engine_api.Engine):
 
   Args:
     engine: with its parameters set.
-    tokenizer: of the policy.
+    tokenizer: the tokenizer of the policy.
   """
 
   def __init__(self, engine: Engine, tokenizer: Tokenizer):
@@ -102,11 +102,8 @@ class JetStreamEngine(engine_api.Engine):
     else:
       longest = self._engine.config.max_response_length
       sampling = Sampling(max_tokens=longest)
-    prefix = self._engine.prefill(
-        params=params,
-        padded_tokens=np.asarray(padded_tokens),
-        true_length=true_length,
-    )
+    tokens = np.asarray(padded_tokens)[:true_length]
+    prefix = self._engine.prefill_batch(params, [tokens])
     return ServedPrefix(prefix=prefix, sampling=sampling)
 
   def insert(
@@ -130,9 +127,9 @@ class JetStreamEngine(engine_api.Engine):
     The last step of a response has it all: the slot is not valid any more in
     the next one, and that is how JetStream learns that it has ended.
     """
-    state, result = self._engine.generate(params, decode_state)
+    state, data = self._engine.generate(params, decode_state)
     return state, engine_api.ResultTokens(
-        data=result.data,
+        data=data,
         tokens_idx=(0, 1),
         valid_idx=(1, 2),
         length_idx=(2, 3),
@@ -155,7 +152,7 @@ class JetStreamEngine(engine_api.Engine):
   @property
   def max_concurrent_decodes(self) -> int:
     """Number of slots."""
-    return self._engine.max_concurrent_decodes
+    return self._engine.num_slots
 
   @property
   def samples_per_slot(self) -> int:
@@ -165,7 +162,7 @@ class JetStreamEngine(engine_api.Engine):
   @property
   def max_prefill_length(self) -> int:
     """Longest prompt, in tokens."""
-    return self._engine.max_prefill_length
+    return self._engine.config.max_prompt_length
 
   @property
   def mesh(self) -> Mesh:

@@ -94,8 +94,8 @@ class Orchestrator(orchestrator.LLMOrchestrator):
   Args:
     driver: started.
     reader: from a request's prompt to tokens.
-    tokenizer: of the policy.
-    limits: of the server.
+    tokenizer: the tokenizer of the policy.
+    limits: the limits of the server.
     num_slots: requests that are decoded at once.
   """
 

@@ -18,9 +18,9 @@ def sampling_of(
   """Checks how a response is to be sampled.
 
   Args:
-    max_tokens: of the request.
-    metadata: of the call, (name, value); other names are ignored.
-    limits: of the server.
+    max_tokens: most tokens of the request.
+    metadata: the metadata of the call, (name, value); other names are ignored.
+    limits: the limits of the server.
 
   Raises:
     ValueError: a value is out of range or no number.

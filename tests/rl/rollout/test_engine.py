@@ -1,4 +1,4 @@
-"""Tests of the engine: JetStream's methods, settings, slots that go on."""
+"""Tests of the engine: single steps, settings, slots that go on."""
 
 import dataclasses
 import functools
@@ -34,43 +34,40 @@ def _expected(samples=6):
 
 
 def _prefix(engine, params):
-  return engine.prefill(
-      params=params,
-      padded_tokens=np.pad(TOKENS, (0, 11)),
-      true_length=len(TOKENS),
-  )
+  return engine.prefill_batch(params, [TOKENS])
 
 
 class _Client:
-  """An orchestrator that knows only JetStream's methods."""
+  """An orchestrator that starts, steps and frees slots by itself."""
 
   def __init__(self, run):
     self.engine, self.params = run.engine, _params(run)
     self.prefix = _prefix(self.engine, self.params)
     self.state = self.engine.init_decode_state()
-    self.tokens = {s: [] for s in range(self.engine.max_concurrent_decodes)}
+    self.tokens = {s: [] for s in range(self.engine.num_slots)}
     self.logprobs = {s: [] for s in self.tokens}
 
   def generate(self, steps):
     for _ in range(steps):
       self.state, result = self.engine.generate(self.params, self.state)
       for slot, tokens in self.tokens.items():
-        token, valid, length = result.slot(slot)
+        token, valid, length = map(int, result[slot])
         if valid:
           tokens.append(token)
-          self.logprobs[slot].append(np.asarray(result.log_prob)[slot])
+          logprob = np.asarray(self.state.logprobs)[slot, length - 1]
+          self.logprobs[slot].append(logprob)
           assert length == len(tokens)
-          assert result.log_mu[slot] == result.log_prob[slot]
+          assert self.state.log_mu[slot, length - 1] == logprob
 
 
-def test_the_jetstream_methods_give_the_tokens_of_the_rollout():
+def test_single_steps_give_the_tokens_of_the_rollout():
   client = _Client(tiny_run.fp8_run())
   client.state = client.engine.bulk_insert(
       client.prefix, client.state, [0, 1, 2]
   )
   client.generate(2)
   # One later, by itself, two steps behind the others.
-  client.state = client.engine.insert(client.prefix, client.state, 5)
+  client.state = client.engine.bulk_insert(client.prefix, client.state, [5])
   client.generate(12)
   for slot in (0, 1, 2, 5):
     assert client.tokens[slot] == _expected()[slot].tokens.tolist()
@@ -92,7 +89,7 @@ def test_a_freed_slot_stops_and_leaves_the_others_alone():
 def test_a_slot_used_again_starts_afresh():
   client = _Client(tiny_run.fp8_run())
   for _ in range(2):
-    client.state = client.engine.insert(client.prefix, client.state, 1)
+    client.state = client.engine.bulk_insert(client.prefix, client.state, [1])
     client.generate(12)
     assert client.tokens[1] == _expected()[1].tokens.tolist()
     client.tokens[1] = []
@@ -110,9 +107,7 @@ def test_an_update_of_the_parameters_is_an_assignment():
 
 def test_the_engine_says_its_sizes():
   engine = tiny_run.fp8_run().engine
-  assert engine.max_concurrent_decodes == 16
-  assert engine.max_prefill_length == 20
-  assert engine.samples_per_slot == 1
+  assert engine.num_slots == 16
   assert engine.buckets == [16, 32]
   # 20 + 12 tokens in pages of two tiles.
   assert engine.page_size == 32
@@ -233,8 +228,8 @@ def test_steps_in_a_row_sample_what_single_ones_do(monkeypatch):
     config = tiny_run.engine_config(decode_block=block)
     engine = Engine(run.policy, config, run.mesh)
     found = run.rollout(engine=engine)
-    (bound,) = [b for name, b in engine._compiled if name == 'generate']
-    assert bound[-1] == steps_per_sync
+    (found_sync,) = [n for name, n in engine._programs if name == 'generate']
+    assert found_sync == steps_per_sync
     for a, b in zip(found, tiny_run.completions(), strict=True):
       assert a.tokens.tolist() == b.tokens.tolist()
       np.testing.assert_array_equal(a.logprobs, b.logprobs)
@@ -408,7 +403,7 @@ def test_the_tail_of_a_rollout_goes_on_in_a_quarter_of_the_slots(monkeypatch):
   limits = np.full((6, tiny_run.SAMPLES), 2)
   limits[[0, 1, 3, 5], [0, 3, 1, 2]] = 12
   found = run.rollout(engine=engine, limits=limits)
-  assert 'generate_compacted' in {name for name, _ in engine._compiled}
+  assert 'generate_compacted' in {name for name, _ in engine._programs}
   for a, b in zip(found, tiny_run.completions(), strict=True):
     length = len(a.tokens)
     assert a.tokens.tolist() == b.tokens[:length].tolist()

@@ -359,7 +359,7 @@ def test_what_waited_is_computed_again_in_one_shape_a_length(monkeypatch):
     return prefill(policy, params, tokens_PT, lengths_P)
 
   monkeypatch.setattr(decode_step, 'prefill', recorded)
-  monkeypatch.setattr(engine, '_compiled', {})
+  monkeypatch.setattr(engine, '_programs', {})
   tiny_run.fp8_run().rollout(engine=engine)
   # Traced once each: prompts by sixteen, what waited in 64 tokens or so.
   lengths = [length for rows, length in shapes if rows < 16]

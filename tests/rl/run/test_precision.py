@@ -139,4 +139,4 @@ def test_without_a_threshold_nothing_is_chosen_or_measured():
   assert settled == RunPrecision(
       invariant_scale=2.0, min_sqnr_db=0.0, high_precision={}
   )
-  assert run_precision.keeping(of, settled) is of
+  assert run_precision.with_high_precision(of, settled) is of

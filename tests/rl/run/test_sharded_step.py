@@ -83,12 +83,12 @@ def test_weights_are_gathered_once_and_no_step_asks_another_device(
   engine, start = run.engine, run.start
   split = PolicyParams(start.weights, start.fp8_state)
   used = []
-  for name in ('_prefilled_caches', '_run_block'):
+  for name in ('_prefilled_caches', '_decode'):
     called = getattr(engine, name)
 
-    def recorded(params, *args, called=called):
-      used.append(params)
-      return called(params, *args)
+    def recorded(*args, called=called, **settings):
+      used.extend(arg for arg in args if isinstance(arg, PolicyParams))
+      return called(*args, **settings)
 
     monkeypatch.setattr(engine, name, recorded)
   if of == 'rollout':
@@ -101,7 +101,7 @@ def test_weights_are_gathered_once_and_no_step_asks_another_device(
   for leaf in jax.tree.leaves(used):
     assert leaf.sharding.is_fully_replicated
   generate = next(
-      step for (name, _), step in engine._compiled.items() if name == 'generate'
+      step for (name, _), step in engine._programs.items() if name == 'generate'
   )
   state, key = engine.init_decode_state(), rng.key(0, rng.ROLLOUT, 0)
 
@@ -158,7 +158,7 @@ def test_the_tail_of_a_rollout_has_the_bits_of_one_device(mesh, monkeypatch):
     length = len(a.tokens)
     assert a.tokens.tolist() == b.tokens[:length].tolist()
     np.testing.assert_array_equal(a.logprobs, b.logprobs[:length])
-  assert 'generate_compacted' in {name for name, _ in engine._compiled}
+  assert 'generate_compacted' in {name for name, _ in engine._programs}
 
 
 @on_meshes

@@ -26,12 +26,13 @@ from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import aggregation
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.run import preflight
-from jetrl_jax.rl.scoring import replay, store
+from jetrl_jax.rl.scoring import store
 from jetrl_jax.rl.scoring.experience import Experience
 from jetrl_jax.rl.training.collector import Collector
 from jetrl_jax.rl.training.learner import Learner
 from jetrl_jax.rl.training.trainer import Trainer
 from tests import whole_run
+from tests.rl import replay
 
 
 @pytest.fixture(scope='module')
@@ -86,7 +87,7 @@ def live(done, tmp_path_factory):
   shutil.rmtree(workdir / 'checkpoints' / '6')
   trainer = whole_run.trainer(workdir)
   with trainer.spec.make_rewards() as trainer.pool:
-    state, step = trainer._start()
+    state, step = trainer._resume_or_start()
     assert step == 4
     exp = replay.load_experience(
         done / 'rollouts' / '000005.npz',
@@ -240,16 +241,6 @@ def test_saved_rollouts_replayed_give_the_same_weights(done, live):
   assert again == saved
 
 
-def test_a_replay_under_other_settings_is_refused(done, live):
-  spec = live.trainer.spec
-  path = done / 'rollouts' / '000005.npz'
-  other = dataclasses.replace(spec.algorithm, norm_adv_by_std=False)
-  with pytest.raises(ValueError, match='norm_adv_by_std=False gives; use the'):
-    replay.load_experience(path, spec.train_set, other)
-  with pytest.raises(ValueError, match='which the data lacks; use the run'):
-    replay.load_experience(path, spec.val_set, spec.algorithm)
-
-
 def test_recomputed_old_log_probs_are_the_rollouts_and_so_are_the_weights(live):
   state, infos, scored = live.learn(old_logprobs='rollout')
   again, _, scored_again = live.learn(old_logprobs='recompute')
@@ -267,6 +258,11 @@ def test_what_is_not_measured_changes_no_weight(live):
   assert len(scored) == len(all_scored) // 2
   for i, values in scored.items():
     np.testing.assert_array_equal(values, all_scored[i])
+  # Recomputed log-probs are there for all.
+  _, _, recomputed = live.learn(
+      measure_mismatch='first', old_logprobs='recompute'
+  )
+  assert len(recomputed) == len(all_scored)
 
 
 def test_fewer_and_longer_rows_change_no_bit_of_a_log_prob(live):
