@@ -1,4 +1,4 @@
-r"""Learns to answer sums with SmolLM2-135M-Instruct: a real model, small.
+r"""GRPO on sums with SmolLM2-135M-Instruct: a real model, small.
 
 python -m jetrl_jax.main --config=configs/smollm2_135m.py \
     --config.model.path=HuggingFaceTB/SmolLM2-135M-Instruct \
@@ -10,11 +10,14 @@ Llama's layout, tied embeddings, head size 64. The problems are examples/sums:
 GSM8K it solves hardly any, so it would learn nothing there:
 configs/qwen0_5b.py is for that.)
 
-Expected: not run as it stands. In bf16 on a CPU the checkpoint answers 34 of
-the 102 held-out problems, greedily.
+Expected: not run on a GPU, so neither its curve nor its time is known. The
+checkpoint answers 23 of the first 64 held-out problems, greedily in bf16
+(benchmarks/results/beside_lm_eval_sums_smollm2_cpu_2026-11-25.md). By
+--dry_run it takes 9 GiB, as a CPU compiles it.
 
-On a CPU, FP8 is emulated and about ten times slower than
---config.precision.recipe=bf16.
+On two busy CPU cores, in bf16 and with a quarter of the batch, a step took ten
+minutes and had no unequal token; it was stopped there. FP8, which a CPU
+emulates, is about ten times slower.
 """
 
 from configs import base

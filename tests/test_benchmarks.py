@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from benchmarks import exactness
+from benchmarks import beside_lm_eval, exactness
 from tests import whole_run
 
 _SCRIPTS = {
@@ -107,6 +107,39 @@ def test_a_benchmark_times_each_of_its_rows(script, measured, tmp_path):
   assert all(row[measured] > 0 for row in rows)
   # Of whole steps the bits are compared as well.
   assert not any(row.get('training/mismatch_token_frac') for row in rows)
+
+
+def _their_sample(prompt, name, right, read):
+  return {
+      'doc': {'prompt': prompt},
+      'filter': name,
+      'exact_match': right,
+      'resps': [['So 6.\n#### 6 apples']],
+      'filtered_resps': [read],
+  }
+
+
+def test_two_graders_are_compared_answer_by_answer():
+  ours = [
+      {
+          'prompt': 'p',
+          'answer': '6',
+          'samples': [{'response': 'So 6.\n#### 6 apples'}],
+      }
+  ]
+  theirs = [
+      _their_sample('p', 'strict-match', 1.0, '6'),
+      _their_sample('p', 'flexible-extract', 1.0, '6'),
+  ]
+  # After the marks our strict reward wants the number and nothing else.
+  strict, flexible = beside_lm_eval.compare(ours, theirs)
+  assert (strict['lm_eval_right'], strict['ours_right']) == (1, 0)
+  assert strict['judged_alike'] == 0 and strict['equal_texts'] == 1
+  assert strict['otherwise'][0]['lm_eval'] == [1.0, '6']
+  assert flexible['judged_alike'] == flexible['read_alike'] == 1
+  assert not flexible['otherwise']
+  with pytest.raises(ValueError, match='lm-eval has 1 prompts, ours 0'):
+    beside_lm_eval.compare([], theirs)
 
 
 @pytest.mark.slow
