@@ -122,7 +122,8 @@ def overrides(variant: str) -> dict:
   Args:
     variant: options are 'kv8' (FP8 keys and values), 'head8' (see
       `precision.quantize_lm_head`), 'selective' (see `model.remat`),
-      'inexact' (see `precision.exact`) and 'tile32' (`model.attention_tile`).
+      'inexact' (see `precision.exact`), 'tile32' (`model.attention_tile`),
+      'mosaic' and 'triton' (see `kernels`: attention and gate_up).
   """
   options = {
       'kv8': {'precision.kv_cache_dtype': 'float8_e4m3fn'},
@@ -130,6 +131,8 @@ def overrides(variant: str) -> dict:
       'selective': {'model.remat': 'selective'},
       'inexact': {'precision.exact': False},
       'tile32': {'model.attention_tile': 32},
+      'mosaic': {'kernels': 'attention=mosaic_sm90,gate_up=mosaic_sm90'},
+      'triton': {'kernels': 'attention=triton,gate_up=triton_sm90'},
   }
   recipe, *chosen = variant.split('+')
   settings = {'precision.recipe': recipe, 'precision.kv_cache_dtype': 'compute'}

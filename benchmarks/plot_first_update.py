@@ -13,64 +13,74 @@ import matplotlib.pyplot as plt
 import ml_dtypes
 import numpy as np
 
+from tools import figure_style
+
 _RESULTS = pathlib.Path(__file__).parent / 'results'
 _FIGURE = pathlib.Path(__file__).parents[1] / 'docs' / 'first_update.png'
-# Okabe and Ito's colours, which colour-blind readers tell apart.
 _ARMS = {
-    'p2_centre': ('E4M3, power-of-two scales, masters as stored', '#d55e00'),
-    'amax_centre': ('E4M3, scales amax/448, masters as stored', '#e69f00'),
-    'p2_spread': ('E4M3, power-of-two scales, masters spread', '#0072b2'),
-    'bf16': ('BF16', '#444444'),
+    'p2_centre': 'E4M3, power-of-two scales, masters as stored',
+    'amax_centre': 'E4M3, scales amax/448, masters as stored',
+    'p2_spread': 'E4M3, power-of-two scales, masters spread',
+    'bf16': 'BF16',
+}
+_STYLE = {
+    'p2_centre': {'color': figure_style.VERMILLION, 'ls': '--'},
+    'amax_centre': {'color': figure_style.ORANGE, 'ls': '-.'},
+    'p2_spread': {'color': figure_style.BLUE, 'ls': '-'},
+    'bf16': {'color': figure_style.BLACK, 'ls': ':'},
 }
 
 
-def records(pattern: str = 'first_update_*.jsonl') -> list[dict]:
-  """Returns the lines of the newest result file."""
-  newest = sorted(_RESULTS.glob(pattern))[-1]
-  return [json.loads(line) for line in newest.read_text().splitlines()]
+def records() -> list[dict]:
+  """Returns the lines of all result files: an arm's seeds are in several."""
+  files = sorted(_RESULTS.glob('first_update_*.jsonl'))
+  return [
+      json.loads(x) for file in files for x in file.read_text().splitlines()
+  ]
 
 
 def _draw_ties(axes: plt.Axes) -> None:
   """Three E4M3 values, the bfloat16 grid between them, and one update."""
   master = np.linspace(1.0, 1.25, 2001).astype(np.float32)
   codes = master.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
-  axes.plot(master, codes, color='#0072b2', label='E4M3 value that dots read')
+  blue, tied = figure_style.BLUE, figure_style.VERMILLION
+  axes.plot(master, codes, color=blue, label='E4M3 value that dots read')
   stored = np.arange(1.0, 1.2501, 2.0**-7).astype(np.float32)
   axes.plot(
       stored,
       stored.astype(ml_dtypes.float8_e4m3fn).astype(np.float32),
       'o',
       markersize=4,
-      color='#444444',
+      color=figure_style.BLACK,
       label='values that bfloat16 holds',
   )
   for tie, sign in ((1.0625, 1), (1.1875, -1)):
     at = float(np.float32(tie).astype(ml_dtypes.float8_e4m3fn))
     to = at + sign * 0.125
-    axes.plot(tie, at, 'o', markersize=9, color='#d55e00')
+    axes.plot(tie, at, 'o', markersize=9, color=tied)
     axes.annotate(
         '',
         (tie + sign * 0.006, to),
         (tie, at),
-        arrowprops={'arrowstyle': '->', 'color': '#d55e00', 'lw': 2},
+        arrowprops={'arrowstyle': '->', 'color': tied, 'lw': 2},
     )
   axes.plot(
       [],
       [],
       'o-',
-      color='#d55e00',
+      color=tied,
       label='tie (1 of 16), and where the smallest update takes it',
   )
   axes.set_xlabel('master weight / scale')
   axes.set_ylabel('E4M3 weight / scale')
-  axes.legend(loc='upper left', fontsize=8)
-  axes.set_title('A sixteenth of bfloat16 weights lies on a tie', fontsize=10)
+  axes.legend(loc='upper left')
+  axes.set_title('A sixteenth of bfloat16 weights lies on a tie')
 
 
 def _draw_distances(axes: plt.Axes) -> None:
-  """k3 of each update: every seed, and their mean."""
+  """k3 of each update: every seed, their mean and their range."""
   lines = records()
-  for arm, (label, color) in _ARMS.items():
+  for arm, label in _ARMS.items():
     seeds = {}
     for line in lines:
       name, _, seed = line['arm'].rpartition('_s')
@@ -80,27 +90,30 @@ def _draw_distances(axes: plt.Axes) -> None:
       continue
     steps = sorted(set.intersection(*(set(found) for found in seeds.values())))
     values = np.array([[f[step] for step in steps] for f in seeds.values()])
+    color = _STYLE[arm]['color']
     for row in values:
       axes.plot(steps, row, '.', color=color, alpha=0.5)
-    axes.plot(steps, values.mean(axis=0), color=color, label=label)
+    ends = values.min(axis=0), values.max(axis=0)
+    axes.fill_between(steps, *ends, color=color, alpha=0.15, lw=0)
+    label = f'{label} ({len(values)} seeds)'
+    axes.plot(steps, values.mean(axis=0), label=label, **_STYLE[arm])
   axes.set_yscale('log')
   axes.set_xlabel('training step (one update each)')
   axes.set_ylabel('k3 of the policy, before to after (nats a token)')
-  axes.legend(fontsize=8)
+  axes.set_ylim(top=5)
+  axes.legend(loc='upper right')
   axes.set_title(
-      'Qwen2.5-Coder-0.5B, GSM8K, lr 2e-6, 2 or 3 seeds', fontsize=10
+      'Qwen2.5-Coder-0.5B, GSM8K, lr 2e-6: mean and range of the seeds'
   )
 
 
 def main() -> None:
   """Writes the figure."""
-  figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+  figure_style.use()
+  figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4))
   _draw_ties(left)
   _draw_distances(right)
-  for axes in (left, right):
-    axes.grid(alpha=0.3)
-  figure.tight_layout()
-  figure.savefig(_FIGURE, dpi=130)
+  figure_style.save(figure, _FIGURE)
 
 
 if __name__ == '__main__':

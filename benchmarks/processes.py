@@ -17,13 +17,9 @@ With --at_once all runs share the GPUs and the time to compile. Their seconds
 then mean nothing; a second call with the same --keep finds all compiled.
 """
 
-import hashlib
 import json
-import os
 import pathlib
-import re
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,20 +28,10 @@ import time
 from concurrent import futures
 from typing import Any
 
-# This process only reads files; the runs have the GPUs.
-_PLATFORMS = os.environ.get('JAX_PLATFORMS')
-os.environ['JAX_PLATFORMS'] = 'cpu'
+from absl import app, flags
 
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-from absl import app, flags  # noqa: E402
-from jax.sharding import SingleDeviceSharding  # noqa: E402
-
-from benchmarks import common  # noqa: E402
-from jetrl_jax.checkpoint import folder as checkpoint_folder  # noqa: E402
-from jetrl_jax.checkpoint import restore  # noqa: E402
-from jetrl_jax.core import device_memory, processes  # noqa: E402
-from jetrl_jax.metrics.console import show_own_sentences  # noqa: E402
+from benchmarks import common, launch
+from jetrl_jax.metrics.console import show_own_sentences
 
 _LAYOUTS = flags.DEFINE_list(
     'layouts', ['1x2', '2x1'], 'Processes x devices of each process.'
@@ -60,10 +46,6 @@ _AT_ONCE = flags.DEFINE_bool(
 )
 _LIMIT = flags.DEFINE_float('limit_s', 600, 'Seconds of one run.')
 
-_ROOT = pathlib.Path(__file__).parents[1]
-_EXAMPLE = 'examples/quickstart'
-# Clocks, what is divided by them, and memory.
-_NOT_COMPARED = re.compile(r'timing_s/|perf/(?!total_num|packing)')
 _COLUMNS = (
     ('case', 'case', ''),
     ('layout', 'processes x devices', ''),
@@ -104,7 +86,7 @@ def overrides(case: str, devices: int) -> dict[str, Any]:
       'model.shape': name,
       'model.attention_tile': 64,
       'model.remat': 'full',
-      'data.tokenizer': f'{_EXAMPLE}/model_init',
+      'data.tokenizer': f'{launch.EXAMPLE}/model_init',
       'data.val_files': (),
       'rollout.max_response_length': 256,
       'rollout.num_generations': 8,
@@ -123,120 +105,22 @@ def run(case: str, layout: str, workdir: pathlib.Path, cache: str) -> float:
   count, devices = map(int, layout.split('x'))
   settings = overrides(case, count * devices) | {'compile_cache_dir': cache}
   command = [
-      sys.executable,
-      '-m',
       'jetrl_jax.main',
       '--config=configs/quickstart.py',
       f'--workdir={workdir}',
       *(f'--config.{name}={value}' for name, value in settings.items()),
   ]
-  with socket.socket() as found:
-    found.bind(('127.0.0.1', 0))
-    port = found.getsockname()[1]
-  start, started = time.monotonic(), []
-  workdir.mkdir(parents=True)
-  for rank in range(count):
-    paths = [str(_ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
-    env = os.environ | {'PYTHONPATH': os.pathsep.join(paths)}
-    env.pop('JAX_PLATFORMS')
-    # JAX refuses both names of this share.
-    share = env.pop('XLA_PYTHON_CLIENT_MEM_FRACTION', None)
-    share = env.get('XLA_CLIENT_MEM_FRACTION', share)
-    env['XLA_CLIENT_MEM_FRACTION'] = share or str(device_memory.USABLE)
-    if _AT_ONCE.value:
-      runs = len(_CASES.value) * len(_LAYOUTS.value)
-      env['XLA_CLIENT_MEM_FRACTION'] = f'{0.88 / runs:.2f}'
-    if _PLATFORMS is not None:
-      env['JAX_PLATFORMS'] = _PLATFORMS
-    if _PLATFORMS == 'cpu':
-      env['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={devices}'
-    else:
-      all_of_them = range(count * devices)
-      visible = env.get('CUDA_VISIBLE_DEVICES') or ','.join(
-          map(str, all_of_them)
-      )
-      mine = visible.split(',')[rank * devices : (rank + 1) * devices]
-      env['CUDA_VISIBLE_DEVICES'] = ','.join(mine)
-    if count > 1:
-      env |= {
-          processes.ADDRESS: f'127.0.0.1:{port}',
-          processes.COUNT: str(count),
-          processes.RANK: str(rank),
-      }
-    with open(workdir / f'log_{rank}.txt', 'w') as log:
-      started.append(
-          subprocess.Popen(command, cwd=_ROOT, env=env, stdout=log, stderr=log)
-      )
-  try:
-    codes = [one.wait(_LIMIT.value) for one in started]
-  finally:
-    for one in started:
-      one.kill()
-  if any(codes):
-    logs = [
-        f'--- process {rank}\n' + log.read_text()[-3000:]
-        for rank, log in enumerate(sorted(workdir.glob('log_*.txt')))
-    ]
-    said = '\n'.join(logs)
-    raise RuntimeError(f'{case} {layout} ended with {codes}\n{said}')
-  return time.monotonic() - start
-
-
-def outcome(workdir: pathlib.Path) -> dict[str, str]:
-  """Returns what a run has left, as name -> SHA-256 or text."""
-  found: dict[str, str] = {}
-  checkpoints = workdir / 'checkpoints'
-  for step, manifest in checkpoint_folder.manifests(checkpoints).items():
-    state = restore.restore(checkpoints, _like(manifest.leaves), step)
-    assert state is not None
-    for path, leaf in jax.tree_util.tree_leaves_with_path(state.state):
-      name = jax.tree_util.keystr(path)
-      found[f'checkpoint {step} {name}'] = _sha(np.asarray(leaf))
-    found[f'checkpoint {step} host'] = json.dumps(manifest.host_state)
-  for file in sorted((workdir / 'rollouts').glob('*.npz')):
-    with np.load(file) as arrays:
-      for name in arrays.files:
-        found[f'{file.name} {name}'] = _sha(arrays[name])
-  for file in sorted((workdir / 'samples').glob('*')):
-    found[file.name] = file.read_text()
-  for file in sorted((workdir / 'export').glob('*')):
-    found[f'export {file.name}'] = hashlib.sha256(file.read_bytes()).hexdigest()
-  for record in _lines(workdir):
-    for name, value in record.items():
-      if not _NOT_COMPARED.match(name):
-        found[f'step {record["step"]} {name}'] = json.dumps(value)
-  return found
-
-
-def _like(leaves: dict[str, tuple[str, tuple[int, ...]]]) -> dict:
-  """Returns the arrays that a manifest names, as shapes on one device."""
-  where = SingleDeviceSharding(jax.devices()[0])
-  tree: dict[str, Any] = {}
-  for name, (dtype, shape) in leaves.items():
-    *parents, last = name.split('/')
-    node = tree
-    for parent in parents:
-      node = node.setdefault(parent, {})
-    node[last] = jax.ShapeDtypeStruct(
-        shape, jax.numpy.dtype(dtype), sharding=where
-    )
-  return tree
-
-
-def _sha(array: np.ndarray) -> str:
-  return hashlib.sha256(
-      f'{array.dtype}{array.shape}'.encode() + array.tobytes()
-  ).hexdigest()
-
-
-def _lines(workdir: pathlib.Path) -> list[dict]:
-  text = (workdir / 'metrics.jsonl').read_text()
-  return [json.loads(line) for line in text.splitlines()]
+  runs = len(_CASES.value) * len(_LAYOUTS.value)
+  share = round(0.88 / runs, 2) if _AT_ONCE.value else 0
+  begin = time.monotonic()
+  started = launch.start(command, (count, devices), workdir, share)
+  launch.finish(started, workdir, _LIMIT.value)
+  return time.monotonic() - begin
 
 
 def _row(case: str, layout: str, workdir: pathlib.Path, spent: float) -> dict:
   # The first step compiles.
-  steps = [line for line in _lines(workdir) if line['step'] > 1]
+  steps = [line for line in launch.lines(workdir) if line['step'] > 1]
 
   def median(name: str) -> float:
     return statistics.median(line.get(name, 0.0) for line in steps)
@@ -262,6 +146,7 @@ def main(argv: list[str]) -> None:
   if argv[1:]:
     raise app.UsageError(f'unexpected arguments {argv[1:]}')
   show_own_sentences()
+  launch.leave_gpus()
   home = pathlib.Path(_KEEP.value or tempfile.mkdtemp(prefix='processes_'))
   home = home.resolve()
   wanted = [(case, one) for case in _CASES.value for one in _LAYOUTS.value]
@@ -273,7 +158,7 @@ def main(argv: list[str]) -> None:
     workdir = home / f'{case}_{layout}'
     shutil.rmtree(workdir, ignore_errors=True)
     spent = run(case, layout, workdir, str(home / 'compiled'))
-    return outcome(workdir), _row(case, layout, workdir, spent)
+    return launch.outcome(workdir), _row(case, layout, workdir, spent)
 
   failed = False
   try:
@@ -310,12 +195,11 @@ def _compared(first: dict[str, str], found: dict[str, str]) -> dict:
       for name in first.keys() | found.keys()
       if first.get(name) != found.get(name)
   )
-  text = json.dumps(found, sort_keys=True)
   return {
       'entries': len(found),
       'differ': len(differ),
       'names_that_differ': differ[:20],
-      'digest': hashlib.sha256(text.encode()).hexdigest()[:16],
+      'digest': launch.digest(found),
   }
 
 

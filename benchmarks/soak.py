@@ -2,7 +2,7 @@
 
 Every test marked soak, file by file: kills of whole runs and of the saver,
 damaged checkpoints, hostile answers, a study. Half an hour and more on two
-cores. The record is written behind every file, so that a run that was cut off
+cores. The record is written after every file, so that a run that was cut off
 leaves what it found.
 
   python -m benchmarks.soak --output=benchmarks/results/soak_cpu
@@ -20,6 +20,12 @@ from benchmarks import common
 
 _FILES = flags.DEFINE_list('files', [], 'Test files; all with soak tests.')
 _WORKERS = flags.DEFINE_integer('workers', 2, 'Processes of pytest.')
+_ONLY = flags.DEFINE_string(
+    'only', '', 'Names of tests, as pytest -k has them.'
+)
+_MINUTES = flags.DEFINE_float(
+    'minutes', float('inf'), 'See --soak-minutes in tests/conftest.py.'
+)
 
 _ROOT = pathlib.Path(__file__).parents[1]
 _COLUMNS = (
@@ -27,6 +33,7 @@ _COLUMNS = (
     ('test', 'test', ''),
     ('outcome', 'outcome', ''),
     ('seconds', 's', '.0f'),
+    ('counts', 'counts', ''),
 )
 
 
@@ -44,7 +51,9 @@ def _run(file: str) -> list[dict]:
   with tempfile.TemporaryDirectory() as folder:
     report = pathlib.Path(folder) / 'report.xml'
     options = ['-m', 'soak', '--run-soak', f'--junitxml={report}']
+    options += ['-o', 'junit_family=xunit1']  # With properties.
     options += ['-n', str(_WORKERS.value), '--dist', 'worksteal']
+    options += [f'--soak-minutes={_MINUTES.value}', '-k', _ONLY.value]
     subprocess.run(
         [sys.executable, '-m', 'pytest', '-q', *options, file],
         cwd=_ROOT,
@@ -61,6 +70,10 @@ def _run(file: str) -> list[dict]:
               'passed',
           ),
           'seconds': float(case.get('time', 0)),
+          'counts': '; '.join(
+              f'{found.get("name")}: {found.get("value")}'
+              for found in case.iter('property')
+          ),
       }
       for case in cases
   ]

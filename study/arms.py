@@ -63,8 +63,9 @@ MATH = Cell(
         'data.train_files': ('data/math_train.jsonl',),
         'data.val_files': ('data/math500.jsonl',),
         'rollout.max_response_length': 2048,
-        # Four updates of 16 prompts.
+        # Four updates of 16 prompts, whose bits are all compared.
         'trainer.mini_batch_size': 16,
+        'trainer.measure_mismatch': 'all',
         'trainer.micro_batch_size': 16,
         'trainer.total_training_steps': 100,
     },

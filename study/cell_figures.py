@@ -2,25 +2,18 @@
 
 import pathlib
 from collections import defaultdict
+from typing import Literal
 
-import matplotlib
-
-matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.axes import Axes
 from scipy import stats
 
 from study import statistics
 from study.arms import PRIMARY, SECONDARY
 from study.results import Run
+from tools import figure_style
 
-# Okabe and Ito's colours, which colour-blind readers tell apart, and a dash for
-# each: the figure is readable in grey as well.
-_COLORS = (
-    *('#0072B2', '#000000', '#D55E00', '#E69F00'),
-    *('#56B4E9', '#CC79A7', '#009E73', '#7F7F7F'),
-)
-_DASHES = ('-', '-', '--', '-.', ':', '--', '-.', ':')
 _PANELS = (
     ('held-out accuracy (%), as it samples', 'core', 'linear'),
     ('held-out accuracy (%), in BF16', 'bf16', 'linear'),
@@ -35,13 +28,6 @@ _PANELS = (
 )
 
 
-def _style(names: list[str]) -> dict[str, dict]:
-  return {
-      name: {'color': _COLORS[i % 8], 'ls': _DASHES[i % 8]}
-      for i, name in enumerate(names)
-  }
-
-
 def _points(run: Run, name: str) -> list[tuple[int, float]]:
   if name in ('core', 'bf16'):
     return [(step, 100 * value) for step, value in run.accuracy(name)]
@@ -49,15 +35,17 @@ def _points(run: Run, name: str) -> list[tuple[int, float]]:
 
 
 def mean_by_step(
-    runs: list[Run], name: str
+    runs: list[list[tuple[int, float]]],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """Returns (steps, mean over seeds, half width of its 95% interval).
 
-  Only steps that every run has; half widths are 0 for one run.
+  Args:
+    runs: (step, value) of each run. Only steps that all have count; half widths
+      are 0 for one run.
   """
   values = defaultdict(list)
-  for run in runs:
-    for step, value in _points(run, name):
+  for points in runs:
+    for step, value in points:
       values[step].append(value)
   steps = [s for s in sorted(values) if len(values[s]) == len(runs)]
   table_SR = np.array([values[s] for s in steps]).reshape(len(steps), len(runs))
@@ -68,37 +56,62 @@ def mean_by_step(
   return np.array(steps), mean_S, half_S
 
 
+def draw_mean(
+    panel: Axes,
+    runs: list[list[tuple[int, float]]],
+    style: dict[str, str],
+    scale: str,
+    *,
+    band: Literal['interval', 'range'] = 'interval',
+    label: str | None = None,
+) -> None:
+  """Draws the mean over seeds by step, with a band.
+
+  Args:
+    panel: where.
+    runs: (step, value) of each run; without any nothing is drawn.
+    style: colour and dash.
+    scale: of the y axis: 'linear', 'log' or 'symlog'; the last two cut the
+      interval at a tenth of the mean, and at 0.
+    band: the mean's 95% interval, or the range of the seeds.
+    label: of the line.
+  """
+  steps, mean_S, half_S = mean_by_step(runs)
+  if not len(steps):
+    return
+  panel.plot(steps, mean_S, label=label, **style)
+  low, high = mean_S - half_S, mean_S + half_S
+  if band == 'range':
+    values = [dict(points) for points in runs]
+    low = np.array([min(found[s] for found in values) for s in steps])
+    high = np.array([max(found[s] for found in values) for s in steps])
+  if scale == 'log':
+    low = np.maximum(low, mean_S / 10)
+  elif scale == 'symlog':
+    low = np.maximum(low, 0)
+  panel.fill_between(steps, low, high, color=style['color'], alpha=0.15, lw=0)
+
+
 def means(runs: list[Run], output: pathlib.Path, origin: str) -> None:
   """Draws six metrics by step: mean over seeds, and its 95% interval."""
   names = list(dict.fromkeys(run.arm.name for run in runs))
-  style = _style(names)
-  figure, axes = plt.subplots(2, 3, figsize=(13, 7), layout='constrained')
+  style = figure_style.lines(names)
+  figure, axes = plt.subplots(2, 3, figsize=(13, 7))
   for panel, (title, metric, scale) in zip(axes.flat, _PANELS, strict=True):
     for name in names:
-      of = [run for run in runs if run.arm.name == name]
-      steps, mean_S, half_S = mean_by_step(of, metric)
-      if not len(steps):
-        continue
-      panel.plot(steps, mean_S, lw=1.5, label=name, **style[name])
-      color = style[name]['color']
-      low, high = mean_S - half_S, mean_S + half_S
-      if scale == 'log':
-        low = np.maximum(low, mean_S / 10)
-      elif scale == 'symlog':
-        low = np.maximum(low, 0)
-      panel.fill_between(steps, low, high, color=color, alpha=0.15, lw=0)
+      of = [_points(run, metric) for run in runs if run.arm.name == name]
+      draw_mean(panel, of, style[name], scale, label=name)
     if scale == 'symlog':
       panel.set_yscale('symlog', linthresh=1e-5)
       panel.set_ylim(bottom=0)
     else:
       panel.set_yscale(scale)
-    panel.set_title(title, fontsize=10)
-    panel.set_xlabel('step', fontsize=9)
-    panel.grid(alpha=0.3)
+    panel.set_title(title)
+    panel.set_xlabel('step')
   handles, labels = axes.flat[0].get_legend_handles_labels()
   figure.legend(handles, labels, loc='outside lower center', ncols=4)
-  figure.suptitle(f'{origin}: mean over seeds, 95% interval', fontsize=10)
-  figure.savefig(output, dpi=110)
+  figure.suptitle(f'{origin}: mean over seeds, 95% interval')
+  figure_style.save(figure, output)
 
 
 def _endpoints(runs: list[Run], name: str) -> dict[int, float]:
@@ -138,12 +151,10 @@ def endpoints(runs: list[Run], output: pathlib.Path, origin: str) -> None:
         f'| {pair[0]} | {pair[1]} | {len(d.differences)} |'
         f' {100 * d.mean:+.1f} | {low} to {high} | {p} | {word} |'
     )
-  figure, panel = plt.subplots(
-      figsize=(9, 1.4 + 0.4 * len(found)), layout='constrained'
-  )
+  figure, panel = plt.subplots(figsize=(9, 1.4 + 0.4 * len(found)))
   margin = 100 * statistics.NON_INFERIORITY
-  panel.axvspan(-margin, margin, color='gray', alpha=0.15)
-  panel.axvline(0, color='gray', lw=0.8)
+  panel.axvspan(-margin, margin, **figure_style.SHADE)
+  panel.axvline(0, color=figure_style.GREY, lw=0.8)
   for y, (pair, d) in enumerate(reversed(found.items())):
     wide = len(d.differences) > 1
     panel.errorbar(
@@ -151,27 +162,30 @@ def endpoints(runs: list[Run], output: pathlib.Path, origin: str) -> None:
         y,
         xerr=100 * d.half_width if wide else None,
         fmt='D',
-        color=_COLORS[0] if pair == PRIMARY else _COLORS[2],
-        capsize=3,
+        color=(
+            figure_style.BLUE if pair == PRIMARY else figure_style.VERMILLION
+        ),
     )
     dots = [100 * x for x in d.differences]
     panel.plot(dots, [y] * len(dots), 'o', mfc='none', color='black', ms=6)
   labels = [f'{a} - {b}' for a, b in reversed(found)]
-  panel.set_yticks(range(len(labels)), labels, fontsize=8)
+  panel.set_yticks(range(len(labels)), labels)
+  panel.set_ylim(-0.6, len(labels) - 0.4)
+  figure_style.without_grid(panel, along='y')
   panel.set_xlabel(
       f'difference of mean accuracy after step {statistics.AFTER} (points):'
-      '\ncircles are seeds, diamonds means with 95% t intervals, gray the'
+      '\ncircles are seeds, diamonds means with 95% t intervals, grey the'
       ' margin'
   )
-  panel.set_title(origin, fontsize=9)
-  figure.savefig(output, dpi=110)
+  panel.set_title(origin)
+  figure_style.save(figure, output)
 
 
 def k3(runs: list[Run], output: pathlib.Path, origin: str) -> None:
   """Draws the endpoint over the median k3 of rollout and training."""
   names = list(dict.fromkeys(run.arm.name for run in runs))
-  style = _style(names)
-  figure, panel = plt.subplots(figsize=(7, 4.5), layout='constrained')
+  style = figure_style.lines(names)
+  figure, panel = plt.subplots(figsize=(7, 4.5))
   for name in names:
     points = []
     for run in runs:
@@ -186,7 +200,6 @@ def k3(runs: list[Run], output: pathlib.Path, origin: str) -> None:
   panel.set_xlim(3e-9, 1)
   panel.set_xlabel('k3 of rollout and training (nats), median; 0 at 1e-8')
   panel.set_ylabel(f'mean accuracy after step {statistics.AFTER} (%)')
-  panel.grid(alpha=0.3)
-  panel.legend(fontsize=8)
-  panel.set_title(origin, fontsize=9)
-  figure.savefig(output, dpi=110)
+  panel.legend()
+  panel.set_title(origin)
+  figure_style.save(figure, output)

@@ -21,9 +21,6 @@ import argparse
 import pathlib
 import statistics as numbers
 
-import matplotlib
-
-matplotlib.use('Agg')
 import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 
@@ -31,34 +28,40 @@ from jetrl_jax.core.files import user_path
 from study import cell_figures, statistics
 from study.arms import BITS, PAIRS, named
 from study.results import Run, read
-from tools import command
+from tools import command, figure_style
 
 # k3 of dense models in the papers of docs/flows.md.
 REPORTED_K3 = (1e-5, 1e-3)
 _PANELS = (
-    ('held-out accuracy, in the precision of the rollout', 'core', 'linear'),
-    ('held-out accuracy, in BF16', 'bf16', 'linear'),
-    ('accuracy of the training samples', 'train', 'linear'),
+    ('held-out accuracy (%), as it samples', 'core', 'linear'),
+    ('held-out accuracy (%), in BF16', 'bf16', 'linear'),
+    ('accuracy of the training samples (%)', 'train', 'linear'),
     (
         'mismatch: mean |log-prob difference| (nats)',
         'training/rollout_logprob_diff_mean',
         'symlog',
     ),
     ('entropy (nats)', 'actor/entropy', 'linear'),
-    ('share of tokens clipped', 'actor/pg_clipfrac', 'linear'),
+    ('tokens clipped (%)', 'actor/pg_clipfrac', 'linear'),
     (
-        'effective sample size (share)',
+        'effective sample size (%)',
         'rollout_corr/rollout_is_eff_sample_size',
         'linear',
     ),
     ('gradient norm', 'actor/grad_norm', 'log'),
-    ('changed 8-bit weight bytes, rollout', 'changed', 'linear'),
+    ('8-bit weight bytes that an update changes (%)', 'changed', 'linear'),
 )
-_COLORS = tuple(f'C{i}' for i in range(10))
 
 
-def series(run: Run, name: str) -> list[tuple[int, float]]:
+def series(
+    run: Run, name: str, *, in_percent: bool = False
+) -> list[tuple[int, float]]:
   """Returns (step, value) of a panel."""
+  found = _as_written(run, name)
+  return [(step, 100 * value) for step, value in found] if in_percent else found
+
+
+def _as_written(run: Run, name: str) -> list[tuple[int, float]]:
   if name in ('core', 'bf16'):
     return run.accuracy(name)
   if name == 'train':
@@ -71,39 +74,44 @@ def series(run: Run, name: str) -> list[tuple[int, float]]:
 
 
 def curves(runs: list[Run], output: pathlib.Path) -> None:
-  """Draws nine metrics over the steps; a collapse is a cross."""
-  figure, axes = plt.subplots(3, 3, figsize=(13, 9), layout='constrained')
+  """Draws nine metrics over the steps: the mean over seeds, with a band.
+
+  The band is the mean's 95% interval for held-out accuracy, whose seeds are
+  thin lines too, and the range of the seeds for the others. A collapse is a
+  cross.
+  """
+  figure, axes = plt.subplots(3, 3, figsize=(13, 9))
   names = list(dict.fromkeys(run.arm.name for run in runs))
-  color = {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)}
+  style = figure_style.lines(names)
   for panel, (title, name, scale) in zip(axes.flat, _PANELS, strict=True):
-    for run in runs:
-      points = series(run, name)
-      if not points:
-        continue  # A BF16 rollout has no 8-bit weights.
-      steps, values = zip(*points, strict=True)
-      marker = 'o' if name in ('core', 'bf16') else ''
-      panel.plot(
-          *(steps, values),
-          color=color[run.arm.name],
-          marker=marker,
-          ms=3,
-          lw=1,
-          alpha=0.8,
-      )
-      at = statistics.collapse(values) if name in ('core', 'bf16') else None
-      if at is not None:
-        panel.plot(steps[at], values[at], 'x', color='black', ms=9)
+    percent, held_out = '(%)' in title, name in ('core', 'bf16')
+    for arm in names:
+      of = [run for run in runs if run.arm.name == arm]
+      color = style[arm]['color']
+      # A BF16 rollout has no 8-bit weights.
+      found = [series(run, name, in_percent=percent) for run in of]
+      band = 'interval' if held_out else 'range'
+      cell_figures.draw_mean(panel, found, style[arm], scale, band=band)
+      for points in found if held_out else ():
+        steps, values = zip(*points, strict=True)
+        panel.plot(steps, values, color=color, lw=0.6, alpha=0.35)
+        at = statistics.collapse(values)
+        if at is not None:
+          panel.plot(steps[at], values[at], 'x', color='black', ms=9)
     if scale == 'symlog':
       panel.set_yscale('symlog', linthresh=1e-5)
+      panel.set_ylim(bottom=0)
     else:
       panel.set_yscale(scale)
-    panel.set_title(title, fontsize=9)
-    panel.grid(alpha=0.3)
-    panel.set_xlabel('step', fontsize=8)
-  handles = [Line2D([], [], color=color[name]) for name in names]
+    panel.set_title(title)
+    panel.set_xlabel('step')
+  handles = [Line2D([], [], **style[name]) for name in names]
   figure.legend(handles, names, loc='outside lower center', ncols=6)
-  figure.suptitle(_origin(runs), fontsize=10)
-  figure.savefig(output, dpi=110)
+  figure.suptitle(
+      f'{_origin(runs)}: mean over seeds; held out with its 95% interval and'
+      ' the seeds (thin), else with their range'
+  )
+  figure_style.save(figure, output)
 
 
 def finals(runs: list[Run], arm: str, precision: str) -> dict[int, float]:
@@ -154,21 +162,19 @@ def pairs(runs: list[Run], output: pathlib.Path) -> None:
         rows.append((ours, others, precision, statistics.paired(a, b)))
   if not rows:
     raise ValueError('no two arms of a pair were run with the same seed')
-  figure, panel = plt.subplots(
-      figsize=(9, 1.2 + 0.34 * len(rows)), layout='constrained'
-  )
+  figure, panel = plt.subplots(figsize=(9, 1.2 + 0.34 * len(rows)))
   print('| arm | against | evaluated in | difference | 95% | verdict |')
   print('|---|---|---|---|---|---|')
   for y, (_, _, precision, found) in enumerate(reversed(rows)):
-    color = '#1b6ca8' if precision == 'core' else '#c8553d'
+    in_core = precision == 'core'
+    color = figure_style.BLUE if in_core else figure_style.VERMILLION
     wide = len(found.differences) > 1
     panel.errorbar(
         100 * found.mean,
         y,
         xerr=100 * found.half_width if wide else None,
-        fmt='D',
+        fmt='D' if in_core else 's',
         color=color,
-        capsize=3,
     )
     dots = [100 * d for d in found.differences]
     panel.plot(dots, [y] * len(dots), 'o', mfc='none', color='black', ms=6)
@@ -180,19 +186,22 @@ def pairs(runs: list[Run], output: pathlib.Path) -> None:
         f' {low} to {high} | {statistics.verdict(found)} |'
     )
   margin = 100 * statistics.MARGIN
-  panel.axvspan(-margin, margin, color='gray', alpha=0.15)
-  panel.axvline(0, color='gray', lw=0.8)
+  panel.axvspan(-margin, margin, **figure_style.SHADE)
+  panel.axvline(0, color=figure_style.GREY, lw=0.8)
   labels = [
       f'{a} - {b}, in {"rollout" if p == "core" else "BF16"}'
       for a, b, p, _ in reversed(rows)
   ]
-  panel.set_yticks(range(len(rows)), labels, fontsize=8)
+  panel.set_yticks(range(len(rows)), labels)
+  panel.set_ylim(-0.6, len(rows) - 0.4)
+  figure_style.without_grid(panel, along='y')
   panel.set_xlabel(
       'difference of final held-out accuracy (points): circles are seeds,'
-      '\ndiamonds means with 95% t intervals, gray what is called none'
+      '\ndiamonds (in BF16: squares) means with 95% t intervals, grey what is'
+      ' called none'
   )
-  panel.set_title(_origin(runs), fontsize=9)
-  figure.savefig(output, dpi=110)
+  panel.set_title(_origin(runs))
+  figure_style.save(figure, output)
 
 
 def control(runs: list[Run], output: pathlib.Path) -> None:
@@ -200,7 +209,7 @@ def control(runs: list[Run], output: pathlib.Path) -> None:
   shown = ('bf16', 'fp8_rollout', 'jetrl')
   shown += tuple(f'{side}_{b}' for b in BITS for side in ('mixed', 'unified'))
   runs = [r for r in runs if r.arm.name.removesuffix('_long') in shown]
-  figure, axes = plt.subplots(1, 2, figsize=(12, 4.8), layout='constrained')
+  figure, axes = plt.subplots(1, 2, figsize=(12, 4.8))
   for panel, name, label in (
       (axes[0], 'training/rollout_logprob_diff_mean', 'mean |difference|'),
       (axes[1], 'rollout_corr/k3_kl', 'k3'),
@@ -226,13 +235,12 @@ def control(runs: list[Run], output: pathlib.Path) -> None:
     )
     panel.set_ylabel("final held-out accuracy, rollout's precision (%)")
     panel.set_ylim(0, 100)
-    panel.grid(alpha=0.3)
-  axes[1].axvspan(*REPORTED_K3, color='gold', alpha=0.25)
-  axes[1].set_title('gold: k3 that papers report of dense models', fontsize=9)
-  axes[0].set_title(_origin(runs), fontsize=9)
+  axes[1].axvspan(*REPORTED_K3, **figure_style.SHADE)
+  axes[1].set_title('grey: k3 that papers report of dense models')
+  axes[0].set_title(f'{_origin(runs)}, a point each')
   names = sorted({run.arm.rollout for run in runs}, key=_FORMATS.index)
   handles = [
-      Line2D([], [], marker='o', ls='', color=_COLORS[_FORMATS.index(name)])
+      Line2D([], [], marker='o', ls='', color=_of_format(name))
       for name in names
   ]
   handles += [
@@ -242,14 +250,20 @@ def control(runs: list[Run], output: pathlib.Path) -> None:
   handles += [Line2D([], [], marker='x', ls='', color='black')]
   words = ['mixed', 'unified (open)', 'long answers (squares)', 'collapsed']
   figure.legend(handles, [*names, *words], loc='outside lower center', ncols=6)
-  figure.savefig(output, dpi=110)
+  figure_style.save(figure, output)
 
 
 _FORMATS = ('bf16', 'fp8_token', *(f'fake_{bits}' for bits in BITS))
 
 
 def _color(run: Run) -> str:
-  return _COLORS[_FORMATS.index(run.arm.rollout)]
+  return _of_format(run.arm.rollout)
+
+
+def _of_format(name: str) -> str:
+  # Black is the legend's for what is no format.
+  colors = [c for c in figure_style.COLORS if c != figure_style.BLACK]
+  return colors[_FORMATS.index(name)]
 
 
 def _origin(runs: list[Run]) -> str:
@@ -284,6 +298,7 @@ def main() -> None:
   parser.add_argument('--arms', default='', help='by default all')
   parser.add_argument('--output', type=user_path, required=True)
   flags = parser.parse_args()
+  figure_style.use()
   runs = read(*flags.results)
   if flags.arms:
     chosen = {arm.name for arm in named(flags.arms.split(','))}

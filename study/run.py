@@ -179,6 +179,7 @@ class Runner:
     parallel: runs at a time, on each device.
     deadline: `time.monotonic()` after which all are stopped.
     gpus: numbers of the devices to use; none for the one that a run finds.
+    memory: share of a device that its runs have together.
   """
 
   def __init__(
@@ -189,9 +190,10 @@ class Runner:
       parallel: int,
       deadline: float,
       gpus: tuple[str, ...] = (),
+      memory: float = 0.9,
   ):
     self.plan, self.parallel, self.deadline = plan, parallel, deadline
-    self.gpus = gpus
+    self.gpus, self.memory = gpus, memory
     self.queue = [
         (arm, seed)
         for arm, seed in queue
@@ -232,16 +234,19 @@ class Runner:
   def _start(self, arm: Arm, seed: int) -> None:
     folder = self.plan.run_folder(arm, seed)
     folder.mkdir(parents=True, exist_ok=True)
-    more = {'XLA_PYTHON_CLIENT_MEM_FRACTION': f'{0.9 / self.parallel:.3f}'}
+    env = dict(os.environ)
+    # The old name of the same; jax refuses both.
+    env.pop('XLA_PYTHON_CLIENT_MEM_FRACTION', None)
+    env['XLA_CLIENT_MEM_FRACTION'] = f'{self.memory / self.parallel:.3f}'
     if self.gpus:
       self.gpu_of[folder] = self.free_gpu()
-      more['CUDA_VISIBLE_DEVICES'] = self.gpu_of[folder]
+      env['CUDA_VISIBLE_DEVICES'] = self.gpu_of[folder]
     with open(folder / 'log.txt', 'ab') as log:
       self.running[folder] = subprocess.Popen(
           self.plan.command(arm, seed),
           stdout=log,
           stderr=subprocess.STDOUT,
-          env=os.environ | more,
+          env=env,
           # A signal to this command is not one to its runs: it passes it on.
           start_new_session=True,
       )
@@ -297,6 +302,12 @@ def main() -> None:
       '--gpus', default='', help='numbers of several devices, by comma'
   )
   parser.add_argument(
+      '--memory',
+      type=float,
+      default=0.9,
+      help='share of a device that its runs have together; default 0.9',
+  )
+  parser.add_argument(
       '--limit_s',
       type=float,
       default=float('inf'),
@@ -315,6 +326,11 @@ def main() -> None:
   deadline = time.monotonic() + flags.limit_s
   if flags.parallel < 1:
     raise ValueError(f'--parallel={flags.parallel}; it must be >= 1')
+  if not 0 < flags.memory <= 1:
+    raise ValueError(
+        f'--memory={flags.memory:g}; it is a share of a device: above 0, at'
+        ' most 1'
+    )
   arms = named(flags.arms.split(','))
   plan = Plan(
       folder=flags.folder,
@@ -338,6 +354,7 @@ def main() -> None:
       parallel=flags.parallel,
       deadline=deadline,
       gpus=tuple(flags.gpus.split(',')) if flags.gpus else (),
+      memory=flags.memory,
   )
   print(f'{len(runner.queue)} of {len(queue)} runs to do', flush=True)
   runner.run()

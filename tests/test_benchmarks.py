@@ -33,6 +33,12 @@ _SCRIPTS = {
         '--steps=2',
         '--variants=fp8_delayed+kv8',
     ),
+    'scaling': (
+        '--devices=2',
+        '--limit_s=1500',
+        '--patience=6',
+        '--parts=step,collectives,kill',
+    ),
 }
 
 
@@ -72,6 +78,7 @@ def test_every_operation_is_run_by_every_implementation_at_hand(tmp_path):
   assert {row['implementation'] for row in rows} == {'reference'}
 
 
+@pytest.mark.slow
 def test_exactness_compares_odd_slots_parked_sequences_and_the_update(tmp_path):
   rows = {row['check']: row for row in _rows('exactness', tmp_path)}
   assert set(rows) == {
@@ -84,6 +91,7 @@ def test_exactness_compares_odd_slots_parked_sequences_and_the_update(tmp_path):
   assert rows['few pages']['parked'] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('script', 'measured'),
     [
@@ -98,3 +106,33 @@ def test_a_benchmark_times_each_of_its_rows(script, measured, tmp_path):
   assert all(row[measured] > 0 for row in rows)
   # Of whole steps the bits are compared as well.
   assert not any(row.get('training/mismatch_token_frac') for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_host_of_two_devices_is_measured_compared_and_broken(tmp_path):
+  rows = _rows('scaling', tmp_path)
+  assert not [row['error'] for row in rows if 'error' in row]
+  steps = [row for row in rows if row['part'] == 'step']
+  one, *others = steps
+  assert [row['unit'] for row in steps] == [
+      'one GPU, 1x1',
+      'data=2, 1x2',
+      'data=2, 2x1',
+      'fsdp=2, 1x2',
+      'fsdp=2, 2x1',
+      'tensor=2, 1x2',
+  ]
+  # What all meshes have sampled first, and what two layouts of one have left.
+  assert {row['first'] for row in steps} == {one['first']}
+  assert not any(row['differ'] or row['mismatch'] for row in steps)
+  assert one['weak'] == 1 and all(row['weak'] > 0 for row in others)
+  assert others[0]['tokens'] > 1.5 * one['tokens']
+  sums = [row for row in rows if row['unit'].endswith('sum, float32')]
+  assert len(sums) == 4 and len({row['hash'] for row in sums}) == 1
+  (killed,) = [row for row in rows if row['part'] == 'kill']
+  assert killed['state'] == killed['restored']
+  assert killed['ended_s'] < 60 and killed['resumed_to'] == 8
+  assert killed.get('next_equal', 'True') == 'True'
+  # A second call finds all done.
+  assert _rows('scaling', tmp_path) == rows

@@ -174,12 +174,12 @@ def test_the_flags_of_every_command_parse():
   assert not done.stdout
 
 
-@pytest.mark.parametrize('page', ['from_verl', 'from_trl'])
-def test_what_a_foreign_key_becomes_is_a_value_of_the_config(page):
+@pytest.mark.parametrize('library', ['verl', 'TRL', 'Tunix'])
+def test_what_a_foreign_key_becomes_is_a_value_of_the_config(library):
   known = {*config_schema.names(base.get_config()), *sections.SECTIONS}
-  rows = re.findall(
-      r'^\| (.*?) \| (.*?) \| .*\|$', _text(_ROOT / f'docs/{page}.md'), re.M
-  )
+  page = _text(_ROOT / 'docs/migrating.md')
+  (part,) = re.findall(rf'^## {library}\n(.*?)(?=^## |\Z)', page, re.M | re.S)
+  rows = re.findall(r'^\| (.*?) \| (.*?) \| .*\|$', part, re.M)
   ours = [
       re.findall(r'`([^`]+)`', right) for left, right in rows if '`' in left
   ]
@@ -222,6 +222,18 @@ def test_the_public_checks_run_on_the_oldest_and_the_newest_versions():
   assert any('make check' in step.get('run', '') for step in check['steps'])
 
 
+def test_no_python_is_claimed_that_was_not_tried():
+  project = tomllib.loads(_text(_ROOT / 'pyproject.toml'))['project']
+  claimed = {line.rpartition(' :: ')[2] for line in project['classifiers']}
+  rows = re.findall(
+      r'^\| (3\.\d+)[\d.]* \| (.*?) \|', _text(_ROOT / 'docs/limits.md'), re.M
+  )
+  assert claimed == {python for python, jax in rows if jax != '-'}
+  workflow = yaml.safe_load(_text(_ROOT / '.github/workflows/ci.yml'))
+  wheel = workflow['jobs']['wheel']['strategy']['matrix']['python']
+  assert set(wheel) == claimed
+
+
 def _speeds() -> set[str]:
   return {
       f'{slow / fast:.2f}x'
@@ -242,7 +254,8 @@ def test_the_readme_names_no_speed_that_no_result_has():
 
 
 def test_the_record_of_exactness_is_that_of_the_results():
-  stale = _text(exactness_record.OUTPUT) != exactness_record.render()
+  page = _text(exactness_record.OUTPUT)
+  stale = page != exactness_record.render(page)
   assert not stale, 'run: python -m tools.exactness_record'
 
 
@@ -259,6 +272,29 @@ def test_the_accuracies_in_the_readme_are_those_of_the_results():
   readme = _text(_ROOT / 'README.md')
   block = re.search(r'<!-- quickstart-numbers -->(.*?)<!-- /', readme, re.S)
   assert set(re.findall(r'\d+\.\d%', block[1])) == set(shown)
+
+
+_FIGURES = sorted((_ROOT / 'docs').glob('*.png'))
+
+
+@pytest.mark.parametrize('figure', _FIGURES, ids=_name)
+def test_a_figure_is_shown_and_a_command_draws_it(figure):
+  pages = ''.join(_text(page) for page in _PAGES)
+  assert f']({figure.name})' in pages or f'](docs/{figure.name})' in pages
+  # What is a picture of a browser's window has no command.
+  if not figure.name.startswith('report'):
+    drawn_by = sorted((_ROOT / 'benchmarks').glob('plot_*.py'))
+    code = ''.join(_text(path) for path in drawn_by)
+    assert f'--output=docs/{figure.name}' in pages or f"{figure.name}'" in code
+
+
+@pytest.mark.parametrize('folder', ['benchmarks', 'study'])
+def test_whoever_draws_takes_the_style_that_all_figures_have(folder):
+  for path in sorted((_ROOT / folder).glob('*.py')):
+    text = _text(path)
+    if 'savefig' in text or 'plt.subplots' in text:
+      assert 'figure_style.save(' in text and 'savefig' not in text, path
+      assert not re.search(r"'#[0-9a-fA-F]{6}'", text), path
 
 
 def _metric_names() -> set[str]:

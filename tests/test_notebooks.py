@@ -45,6 +45,20 @@ _TINY = {
             '--config.trainer.calibration_tokens=6',
         ],
     },
+    '05_small_real_run': {
+        'CHECKPOINT': 'tiny',
+        'STEPS': 1,
+        'EXTRA': [
+            # The stand-in has no chat template and 32 tokens.
+            '--config.data.template={prompt}',
+            '--config.data.val_max_samples=8',
+            '--config.rollout.num_generations=4',
+            '--config.rollout.num_slots=16',
+            '--config.trainer.train_batch_size=4',
+            '--config.trainer.mini_batch_size=4',
+            '--config.trainer.micro_batch_size=16',
+        ],
+    },
 }
 
 
@@ -127,6 +141,9 @@ def test_the_outputs_of_a_notebook_are_those_of_its_code(path):
   )
   assert not stale, f'run: python -m tools.notebooks notebooks/{path.name}'
   outputs = [o for c in notebooks.code_cells(notebook) for o in c['outputs']]
+  if path.stem in notebooks.WITHOUT_OUTPUTS:
+    assert not outputs
+    return
   assert any('image/png' in output.get('data', {}) for output in outputs)
   assert not [o for o in outputs if o['output_type'] == 'error']
   assert path.stat().st_size < 300_000

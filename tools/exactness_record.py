@@ -1,4 +1,4 @@
-"""Writes docs/exactness.md: what was compared to the bit on GPUs.
+"""Writes the record in docs/numerics.md: what was compared to the bit on GPUs.
 
 A row per variant of each result of benchmarks/exactness.py and grpo_step.py,
 also where something was unequal. After a new result:
@@ -12,26 +12,23 @@ import re
 from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
-OUTPUT = ROOT / 'docs' / 'exactness.md'
+OUTPUT = ROOT / 'docs' / 'numerics.md'
 _RESULTS = ROOT / 'benchmarks' / 'results'
+_OPEN = '<!-- exactness-record: written by tools/exactness_record.py -->\n'
+_CLOSE = '<!-- /exactness-record -->\n'
 _HEAD = """\
-# Exactness on GPUs: the record
+## The record on GPUs
 
-<!-- Written by tools/exactness_record.py from benchmarks/results/. -->
-
-This page lists every comparison to the bit of rollout and training that was
-recorded on a GPU, newest first. All used the shapes of real models, random
-weights, real prompts and jax 0.11.2. [numerics.md](numerics.md) says what the
-equality depends on and what was found on the way. No library promises it, so a
-run on a GPU compares a short rollout with the training forward at start-up, and
-warns if they differ.
+Every comparison to the bit of rollout and training that was recorded on a GPU,
+newest first. All used the shapes of real models, random weights, real prompts
+and jax 0.11.2.
 
 `+kv8` is an FP8 KV cache, `+head8` an FP8 head, `+selective` is
 `model.remat='selective'`. Commits 0c6678e, ad09459 and 635249e entered the
 history inside two larger ones, 60fa72f and df087be.
 """
 _STEPS = """
-## Whole steps
+### Whole steps
 
 Rollout, log-probs and several updates, then the same again with the new
 weights. Each response token's log-prob from the rollout is compared with the
@@ -40,7 +37,7 @@ its KV pages and was computed again.
 
 """
 _CHECKS = """
-## Slots, packings, preempted sequences
+### Slots, packings, preempted sequences
 
 One rollout in some number of slots is compared with the same responses in other
 numbers of slots, and in a KV pool so small that sequences are preempted
@@ -51,7 +48,7 @@ these comparisons.
 
 """
 _TAIL = """
-## Without rows of their own
+### Without rows of their own
 
 * The quickstart in `fp8_delayed`, `fp8_block` and `int8`, the quickstart with
   dynamic sampling, and both multi-turn examples had no unequal token in whole
@@ -142,11 +139,15 @@ def _checks() -> str:
   return ''.join(lines)
 
 
-def render() -> str:
-  """Returns the page."""
+def render(page: str) -> str:
+  """Returns the page with the record as the results have it."""
+  before, _, rest = page.partition(_OPEN)
+  _, closed, after = rest.partition(_CLOSE)
+  assert closed, f'{OUTPUT} must have {_OPEN} and {_CLOSE}'
   tail = _TAIL.format(results=_LINKED)
-  return _HEAD + _STEPS + _steps() + _CHECKS + _checks() + tail
+  record = _HEAD + _STEPS + _steps() + _CHECKS + _checks() + tail
+  return before + _OPEN + record + _CLOSE + after
 
 
 if __name__ == '__main__':
-  OUTPUT.write_text(render(), encoding='utf-8')
+  OUTPUT.write_text(render(OUTPUT.read_text('utf-8')), encoding='utf-8')

@@ -50,12 +50,6 @@ def check(
         ' seeded scores judge nothing, so no group would ever have mixed'
         ' outcomes; switch one of them off'
     )
-  if run.measure_mismatch == 'first' and algorithm.old_logprobs == 'recompute':
-    raise ValueError(
-        "trainer.measure_mismatch is 'first' and algorithm.old_logprobs is"
-        " 'recompute', which computes the log-probs of every token: set"
-        " measure_mismatch='all', or old_logprobs='rollout' in a unified flow"
-    )
   for sentence in unread(loss, algorithm):
     logging.warning('%s', sentence)
 

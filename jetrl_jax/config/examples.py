@@ -50,7 +50,7 @@ def folder(name: str) -> str:
   """Returns the folder of an example's model and data.
 
   Args:
-    name: 'quickstart', 'calculator' or 'portfolio'.
+    name: 'quickstart', 'sums', 'calculator' or 'portfolio'.
 
   Returns:
     The path from the clone if the command was started there, as a run's config

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jetrl_jax import fp8, models
 from jetrl_jax.config.sections import Config, take
 from jetrl_jax.config.settings import MixedFlow, ModelSource
-from jetrl_jax.core import compilation, rng, sharding
+from jetrl_jax.core import rng, sharding
 from jetrl_jax.core.sharding import MeshConfig
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.kernels import dispatch
@@ -29,8 +29,10 @@ SHAPES = {
     'qwen2.5-0.5b': families.QWEN2_5_0_5B,
     'qwen2.5-7b': families.QWEN2_5_7B,
     'qwen2.5-14b': families.QWEN2_5_14B,
+    'qwen2.5-32b': families.QWEN2_5_32B,
     'qwen3-8b': families.QWEN3_8B,
     'llama-3.1-8b': families.LLAMA_3_1_8B,
+    'llama-3.1-70b': families.LLAMA_3_1_70B,
 }
 
 
@@ -96,12 +98,6 @@ def build_policy(
       axes=sharding.axes_of(mesh),
       kernels=dispatch.select(config.kernels),
   )
-  if policy.axes.tensor > 1 and compilation.on_gpu():
-    logging.warning(
-        'mesh.tensor is %d: on GPUs it is not shown that rollout and training,'
-        ' or this mesh and one device, have equal bits (docs/scale.md)',
-        policy.axes.tensor,
-    )
   return policy, mesh, folder
 
 

@@ -68,13 +68,18 @@ def make_mesh(
     raise ValueError(f'mesh axes must be >= 1, found {found}')
   need, have = math.prod(sizes.values()), jax.devices()
   if jax.process_count() > 1:
-    if tensor > 1:
+    what = f'mesh data={data} x fsdp={fsdp}'
+    what += f' x tensor={tensor}' if tensor > 1 else ''
+    have = _equal_shares(need, have, what)
+    count = jax.process_count()
+    if (each := need // count) % tensor:
       raise ValueError(
-          f'mesh.tensor is {tensor}, but there are {jax.process_count()}'
-          ' processes: tensor parallelism works within one process. Start one'
-          ' process, or set mesh.tensor=1 and use mesh.fsdp'
+          f'mesh.tensor is {tensor}, but each of {count} processes has {each}'
+          f' of the {need} devices. Devices that share a sequence must be in'
+          ' one process, which samples by itself. Start fewer processes with'
+          ' more devices each, such as one per host, or set mesh.tensor=1 and'
+          ' use mesh.fsdp'
       )
-    have = _equal_shares(need, have, f'mesh data={data} x fsdp={fsdp}')
   if need > len(have):
     product = ' x '.join(
         f'{name}={size}'
@@ -108,7 +113,7 @@ def _equal_shares(need: int, found: list, what: str) -> list:
   if need % processes or each > most:
     raise ValueError(
         f'{what} is {need} devices, but there are {processes} processes, each'
-        f' with {most} or more ({found[0].platform}): data x fsdp must be'
+        f' with {most} or more ({found[0].platform}): their product must be'
         f' {processes} times 1 to {most}. Change mesh.data or mesh.fsdp, or the'
         ' number of processes'
     )
@@ -124,14 +129,14 @@ def spans_processes(mesh: Mesh) -> bool:
 def local_mesh(mesh: Mesh) -> Mesh:
   """Returns the mesh of this process's devices.
 
-  Its fsdp axis is that of `mesh` if these devices hold whole copies of the
-  weights, and 1 otherwise.
+  Its tensor axis is that of `mesh`. Its fsdp axis too, if these devices hold
+  whole copies of the weights; otherwise it is 1.
   """
   here = jax.process_index()
   mine = [d for d in mesh.devices.flat if d.process_index == here]
-  fsdp = mesh.shape[FSDP]
-  fsdp = fsdp if len(mine) % fsdp == 0 else 1
-  grid = np.asarray(mine).reshape(len(mine) // fsdp, fsdp, 1)
+  fsdp, tensor = mesh.shape[FSDP], mesh.shape[TENSOR]
+  fsdp = fsdp if len(mine) % (fsdp * tensor) == 0 else 1
+  grid = np.asarray(mine).reshape(-1, fsdp, tensor)
   return Mesh(grid, (DATA, FSDP, TENSOR))
 
 
@@ -378,15 +383,12 @@ class Axes:
     """
     if self.tensor == 1:
       return x_MI
-    return _gather_columns(x_MI)
+    # Of two, JAX's own derivative adds in any order.
+    return _gather_columns(x_MI) if self.tensor == 2 else _gather_inputs(x_MI)
 
   def scatter_inputs(self, ct_MI: Array) -> Array:
     """Sums cotangents of whole rows over devices; returns its own columns."""
-    if self.tensor == 1:
-      return ct_MI
-    return lax.psum_scatter(
-        ct_MI, TENSOR, scatter_dimension=ct_MI.ndim - 1, tiled=True
-    )
+    return _scatter_columns(ct_MI) if self.tensor > 1 else ct_MI
 
   def gather_transposed(self, x_IM: Array) -> Array:
     """Does what `gather_inputs` does, for transposed rows; no derivative."""
@@ -396,7 +398,7 @@ class Axes:
 
   def psum_shared(self, x: Array) -> Array:
     """Returns the sum over devices with equal rows."""
-    return lax.psum(x, TENSOR) if self.tensor > 1 else x
+    return _shared_sum(x) if self.tensor > 1 else x
 
   def gather_outputs(self, y_MO: Array) -> Array:
     """Returns whole rows of the result of a dot that devices share.
@@ -409,8 +411,10 @@ class Axes:
   def add(self, x_MD: Array, y_MO: Array) -> Array:
     """Returns x + y, [M, D]; each device of `tensor` has some columns of y.
 
-    The sum comes before the gathering: a GPU's dot then adds the residual
-    stream to its float32 result and rounds once, on one device and on several.
+    Args:
+      x_MD: the residual stream.
+      y_MO: what is added, in x's dtype or in float32. The sum is then rounded
+        once, as in a GEMM that adds (`linear.added_dtype`).
     """
     if y_MO.shape == x_MD.shape:
       return x_MD + y_MO
@@ -468,6 +472,27 @@ def _ordered_sum(x: Array, axis, size: int) -> Array:
   return whole[: x.size].reshape(x.shape)
 
 
+def _shared_sum(x: Array) -> Array:
+  """Adds over the devices of `tensor`, in float32; all get the result."""
+  size = lax.axis_size(TENSOR)
+  if size <= 2:
+    return lax.psum(x, TENSOR)
+  flat = jnp.pad(x.reshape(-1), (0, -x.size % size))
+  whole = lax.all_gather(_scatter_columns(flat), TENSOR, tiled=True)
+  return whole[: x.size].reshape(x.shape)
+
+
+def _scatter_columns(x: Array) -> Array:
+  """Adds over the devices of `tensor`, in float32; each gets some columns."""
+  size = lax.axis_size(TENSOR)
+  if size <= 2:
+    return lax.psum_scatter(x, TENSOR, scatter_dimension=x.ndim - 1, tiled=True)
+  parts = jnp.moveaxis(x.reshape(*x.shape[:-1], size, -1), -2, 0)
+  parts = lax.all_to_all(parts, TENSOR, split_axis=0, concat_axis=0, tiled=True)
+  wide = jnp.promote_types(x.dtype, jnp.float32)
+  return _sum_of(parts.astype(wide)).astype(x.dtype)
+
+
 def _sum_of(parts: Array) -> Array:
   """Adds along the first axis, from the first to the last."""
   total = parts[0]
@@ -495,7 +520,18 @@ def _enter(x: Array) -> Array:
 
 
 _enter.defvjp(
-    lambda x: (x, None), lambda _, cotangent: (lax.psum(cotangent, TENSOR),)
+    lambda x: (x, None), lambda _, cotangent: (_shared_sum(cotangent),)
+)
+
+
+@jax.custom_vjp
+def _gather_inputs(x: Array) -> Array:
+  return _gather_columns(x)
+
+
+_gather_inputs.defvjp(
+    lambda x: (_gather_columns(x), None),
+    lambda _, cotangent: (_scatter_columns(cotangent),),
 )
 
 
@@ -523,16 +559,23 @@ def _add_columns(x_MD: Array, y_MO: Array) -> Array:
   columns = y_MO.shape[1]
   start = lax.axis_index(TENSOR) * columns
   mine_MO = lax.dynamic_slice_in_dim(x_MD, start, columns, 1)
-  return _gather_columns(mine_MO + y_MO)
+  if y_MO.dtype != x_MD.dtype:
+    # Else the GEMM would add: in float32, with two more passes over memory.
+    y_MO = lax.optimization_barrier(y_MO)
+  total_MO = mine_MO.astype(y_MO.dtype) + y_MO
+  return _gather_columns(total_MO.astype(x_MD.dtype))
 
 
-_add_columns.defvjp(
-    lambda x_MD, y_MO: (_add_columns(x_MD, y_MO), jnp.zeros(y_MO.shape[1:])),
-    lambda like_O, cotangent: (
-        cotangent,
-        *_gather_outputs_bwd(like_O[None, :], cotangent),
-    ),
-)
+def _add_columns_fwd(x_MD, y_MO):
+  return _add_columns(x_MD, y_MO), jnp.zeros((0, y_MO.shape[1]), y_MO.dtype)
+
+
+def _add_columns_bwd(like, cotangent):
+  (dy_MO,) = _gather_outputs_bwd(like, cotangent)
+  return cotangent, dy_MO.astype(like.dtype)
+
+
+_add_columns.defvjp(_add_columns_fwd, _add_columns_bwd)
 
 
 @jax.custom_vjp

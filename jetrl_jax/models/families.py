@@ -55,6 +55,19 @@ QWEN2_5_14B = _qwen2_5(
     tied_embeddings=False,
 )
 
+QWEN2_5_32B = _qwen2_5(
+    vocab_size=152_064,
+    num_layers=64,
+    model_dim=5_120,
+    num_heads=40,
+    num_kv_heads=8,
+    head_dim=128,
+    ffn_dim=27_648,
+    norm_eps=1e-5,
+    max_position=131_072,
+    tied_embeddings=False,
+)
+
 QWEN3_8B = ModelConfig(
     family='qwen3',
     vocab_size=151_936,
@@ -73,15 +86,12 @@ QWEN3_8B = ModelConfig(
     tied_embeddings=False,
 )
 
-LLAMA_3_1_8B = ModelConfig(
+_llama3_1 = functools.partial(
+    ModelConfig,
     family='llama',
     vocab_size=128_256,
-    num_layers=32,
-    model_dim=4_096,
-    num_heads=32,
     num_kv_heads=8,
     head_dim=128,
-    ffn_dim=14_336,
     norm_eps=1e-5,
     rope_theta=500_000.0,
     rope_scaling=Llama3RopeScaling(
@@ -94,4 +104,12 @@ LLAMA_3_1_8B = ModelConfig(
     qkv_bias=False,
     qk_norm=False,
     tied_embeddings=False,
+)
+
+LLAMA_3_1_8B = _llama3_1(
+    num_layers=32, model_dim=4_096, num_heads=32, ffn_dim=14_336
+)
+
+LLAMA_3_1_70B = _llama3_1(
+    num_layers=80, model_dim=8_192, num_heads=64, ffn_dim=28_672
 )

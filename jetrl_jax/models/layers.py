@@ -321,6 +321,8 @@ class Linear(Leaf):
         _, bias = self._bias()
         return linear.defer_bias(product, bias)
       assert rows.copies == 1  # Only a dot that can defer asks for copies.
+    if self.pieces and out_dtype is None and not self.late_scale:
+      out_dtype = linear.added_dtype(self.recipe, operands[1], self.axes.tensor)
     y_MO = linear.dot(
         self.recipe,
         rows.values,

@@ -134,7 +134,11 @@ def _mismatch(run: Run) -> Fact | None:
   if get('precision.exact') is False:
     claim = f'; {NOT_CLAIMED}'
   sizes = {get('trainer.mini_batch_size'), get('trainer.train_batch_size')}
-  of_first = get('trainer.measure_mismatch') == 'first' and len(sizes) > 1
+  of_first = (
+      get('trainer.measure_mismatch') == 'first'
+      and get('algorithm.old_logprobs') != 'recompute'
+      and len(sizes) > 1
+  )
   part = ' of the first mini-batch' if of_first else ''
   if not values.any():
     detail = (

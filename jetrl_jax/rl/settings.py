@@ -261,9 +261,10 @@ class RunConfig:
     calibration_prompts: prompts of the cold start's calibration.
     calibration_tokens: response tokens of the calibration's short rollout.
     measure_mismatch: tokens whose rollout log-probs are compared with the
-      training forward's: 'all' takes a forward pass over the later
-      mini-batches, 'first' is the step's first mini-batch alone, whose update
-      computes them anyway.
+      training forward's: 'first' is the step's first mini-batch, whose update
+      computes them anyway; 'all' takes one more forward pass over the later
+      mini-batches. algorithm.old_logprobs='recompute' takes that pass in any
+      case, and all tokens are compared.
     synthetic: seeded scores and response lengths instead of rewards and stop
       tokens: for speed and exactness runs with random weights, which solve
       nothing and never stop.
@@ -292,7 +293,7 @@ class RunConfig:
   stop_after_idle_steps: int = 0
   calibration_prompts: int = 16
   calibration_tokens: int = 64
-  measure_mismatch: str = 'all'
+  measure_mismatch: str = 'first'
   synthetic: bool = False
   synthetic_lengths: str = 'uniform'
 

@@ -182,10 +182,3 @@ def test_a_guard_that_could_not_act_is_refused():
   with pytest.raises(ValueError, match='reference policy would stay in the'):
     check(loss=kl)
   check(dataclasses.replace(on, actions=('recalibrate',)), kl, run=RUN)
-
-
-def test_recomputed_log_probs_leave_no_token_unmeasured():
-  run = dataclasses.replace(RUN, measure_mismatch='first')
-  with pytest.raises(ValueError, match="'recompute', which computes the log-p"):
-    _check(run=run)
-  _check(algorithm=AlgorithmConfig(), run=run)

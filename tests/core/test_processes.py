@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from jetrl_jax.core import processes, sharding
 from jetrl_jax.core.interrupt import StopRequested
@@ -122,6 +123,45 @@ def test_each_process_gives_a_mesh_as_many_devices(monkeypatch):
   for need in (1, 3, 6):
     with pytest.raises(ValueError, match='there are 2 processes'):
       sharding._equal_shares(need, found, f'mesh data={need}')
+
+
+def test_devices_that_share_a_sequence_belong_to_one_process(monkeypatch):
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  found = [_Device(p) for p in (0, 0, 1, 1)]
+  monkeypatch.setattr(jax, 'devices', lambda: found)
+  mesh = sharding.make_mesh(data=2, tensor=2)
+  for row, process in enumerate((0, 1)):
+    assert [d.process_index for d in mesh.devices[row, 0]] == [process] * 2
+  with pytest.raises(
+      ValueError, match='but each of 2 processes has 1 of the 2'
+  ):
+    sharding.make_mesh(tensor=2)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_devices_that_share_a_sequence_add_in_their_order(dtype):
+  mesh = sharding.make_mesh(data=2, tensor=4)
+  axes = sharding.axes_of(mesh)
+  random = np.random.default_rng(0)
+  x = random.normal(size=(2, 4, 50, 32)).astype(np.float32)
+  x = jnp.asarray(x).astype(dtype)
+
+  def each(x):
+    mine = x[0, lax.axis_index(sharding.TENSOR)]
+    _, add = jax.vjp(axes.enter, mine)
+    parts = [axes.psum_shared(mine), axes.scatter_inputs(mine), *add(mine)]
+    return [part[None] for part in parts]
+
+  by_columns = jax.P(sharding.DATA, None, sharding.TENSOR)
+  rows = jax.P(sharding.DATA)
+  found = jax.jit(
+      sharding.per_device(each, mesh, (rows,), [rows, by_columns, rows])
+  )(x)
+  expected = x[:, 0].astype(jnp.float32)
+  for device in (1, 2, 3):
+    expected = expected + x[:, device].astype(jnp.float32)
+  for one in found:
+    np.testing.assert_array_equal(one, expected.astype(dtype))
 
 
 @pytest.mark.parametrize('data, fsdp', [(8, 1), (2, 4), (4, 2), (1, 2)])

@@ -19,8 +19,8 @@ from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import formats, health, scaling_state
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.kernels import add_norm_quantize as norm
 from jetrl_jax.kernels import dispatch, kv_storage
-from jetrl_jax.kernels.add_norm_quantize import triton as norm
 from jetrl_jax.kernels.attention import (
     mosaic_backward_sm90,
     mosaic_sm90,

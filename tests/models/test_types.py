@@ -16,8 +16,10 @@ from tests.models import tiny
         (families.QWEN2_5_0_5B, 494_032_768),
         (families.QWEN2_5_7B, 7_615_616_512),
         (families.QWEN2_5_14B, 14_770_033_664),
+        (families.QWEN2_5_32B, 32_763_876_352),
         (families.QWEN3_8B, 8_190_735_360),
         (families.LLAMA_3_1_8B, 8_030_261_248),
+        (families.LLAMA_3_1_70B, 70_553_706_496),
     ],
 )
 def test_the_presets_have_the_published_number_of_parameters(config, published):

@@ -194,7 +194,9 @@ def test_the_tables_of_a_cell_answer_the_questions(tmp_path, capsys):
   for draw in (cell_figures.means, cell_figures.k3):
     draw(runs, tmp_path / f'{draw.__name__}.png', 'x')
   assert len(list(tmp_path.glob('*.png'))) == 3
-  steps, mean_S, half_S = cell_figures.mean_by_step(runs[:2], 'core')
+  steps, mean_S, half_S = cell_figures.mean_by_step(
+      [[(s, 100 * x) for s, x in run.accuracy('core')] for run in runs[:2]]
+  )
   assert steps.tolist() == [0, 60, 80]
   assert mean_S == pytest.approx([20, 30.5, 40.5])
   # t(1) = 12.706, std of two values 1 apart is 1 / sqrt(2).

@@ -68,6 +68,7 @@ def test_what_cannot_be_run_is_refused_before_anything_is(tmp_path):
     [
         (run, ['--seeds=x'], '--seeds=x must be whole numbers by comma'),
         (run, ['--parallel=0'], '--parallel=0; it must be >= 1'),
+        (run, ['--memory=90'], '--memory=90; it is a share of a device'),
         (run, ['--set=optim.lr'], '--set=optim.lr must be NAME=VALUE'),
         (prepare, ['--set=foo'], '--set=foo must be NAME=VALUE, such as --set'),
         (

@@ -69,7 +69,8 @@ def mlp(
 ) -> Array | DeferredScale:
   """Returns down(silu(gate) * up), [M, D] in the compute dtype.
 
-  Devices along `tensor` each compute some columns of h and of the result.
+  Devices along `tensor` each compute some columns of h and of the result, whose
+  dtype is that of `linear.added_dtype`.
 
   Args:
     recipe: how the dots compute.

@@ -7,7 +7,7 @@ import jax
 from jetrl_jax.core.sharding import Axes
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8.recipes import Recipe
-from jetrl_jax.kernels.quantized_dot.linear import dot
+from jetrl_jax.kernels.quantized_dot.linear import added_dtype, dot
 from jetrl_jax.kernels.swiglu import swiglu
 
 # (master [O, I] or None, weight, dot_state) as `linear.dot` takes them.
@@ -31,4 +31,10 @@ def mlp(
     )
   h_MF = axes.gather_inputs(swiglu(y_MG))
   with jax.named_scope('down'):
-    return dot(recipe, h_MF, *down, row_mask_M)
+    return dot(
+        recipe,
+        h_MF,
+        *down,
+        row_mask_M,
+        out_dtype=added_dtype(recipe, down[1], axes.tensor),
+    )

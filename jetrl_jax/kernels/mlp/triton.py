@@ -66,8 +66,9 @@ def _gathered(axes: Axes, h8: QTensor) -> QTensor:
 def _forward(recipe, axes, x_MD, low_MD, gate_up, down):
   h8, product = hidden(x_MD, low_MD, gate_up, down)
   h8 = _gathered(axes, h8)
+  dtype = linear.added_dtype(recipe, down[1], axes.tensor) or x_MD.dtype
   with jax.named_scope('down'):
-    z_MD = per_tensor.forward(recipe, h8, down[1], x_MD.dtype, late_scale=False)
+    z_MD = per_tensor.forward(recipe, h8, down[1], dtype, late_scale=False)
   return z_MD, product.values
 
 
@@ -140,6 +141,7 @@ def _mlp_bwd(recipe, axes, residuals, dz_MD):
   kept_x, seen_x, product_MG, dots, row_mask_M, likes = residuals
   (weight, dot_state), (down_weight, down_state) = dots
   x_like, master_like, down_like = likes
+  dz_MD = dz_MD.astype(x_like.dtype)
   with jax.named_scope('down'):
     dz8, seen_dz = per_tensor.quantize_grad(
         recipe, dz_MD, down_weight, down_state, row_mask_M

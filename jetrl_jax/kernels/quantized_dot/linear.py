@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jetrl_jax.core.compilation import on_gpu
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import health
 from jetrl_jax.fp8.products import NT, DeferredScale, high_backward
@@ -36,6 +37,30 @@ from jetrl_jax.kernels.quantized_dot import (
     per_tensor,
     per_token,
 )
+
+
+def added_dtype(recipe: Recipe, weight, tensor: int):
+  """Returns the dtype of a product of which devices have some columns each.
+
+  It is added to the residual stream. On one device a GPU's GEMM does so, and
+  rounds the sum alone. Devices that share the columns add parts of the stream,
+  over which XLA lets the GEMM write, and then cuBLASLt rounds the product as
+  well. So they take it in float32, and `Axes.add` rounds the sum.
+
+  Args:
+    recipe: how the dot computes.
+    weight: its kernel, quantised or not.
+    tensor: number of devices that share it.
+
+  Returns:
+    float32, or None for the recipe's.
+  """
+  if tensor == 1 or not on_gpu():
+    return None
+  is_rounded = isinstance(weight, QTensor) and not (
+      recipe.is_delayed and recipe.power_of_two_scales
+  )
+  return None if is_rounded else jnp.float32
 
 
 def _quantize_input(recipe: Recipe, x_MI, fp8_MI, dot_state: PyTree) -> QTensor:

@@ -58,13 +58,14 @@ def local_share(
     mesh: all devices.
   """
   local = sharding.local_mesh(mesh)
-  whole = pages_config(config, policy.axes.size, policy.tile)
+  axes, size = sharding.axes_of(local), policy.axes.size
+  whole = pages_config(config, size, policy.tile)
   config = dataclasses.replace(
       config,
-      num_slots=whole.num_slots // mesh.size * local.size,
-      kv_cache_tokens=whole.pages_per_device * whole.page_size * local.size,
+      num_slots=whole.num_slots // size * axes.size,
+      kv_cache_tokens=whole.pages_per_device * whole.page_size * axes.size,
   )
-  policy = dataclasses.replace(policy, axes=sharding.axes_of(local))
+  policy = dataclasses.replace(policy, axes=axes)
   return policy, config, local
 
 
@@ -142,10 +143,6 @@ class Engine:
           function, mesh, (into, *specs), into, donate_argnums=(0,)
       )
 
-    def copying(to: Mesh):
-      # The devices copy directly; `jax.device_put` would go through the host.
-      return jax.jit(lambda x: x, out_shardings=NamedSharding(to, P()))
-
     # `idle` holds no reference to the engine, which holds parameters. It only
     # makes zeros, so it needs no pinned compile options; with those the dry run
     # could not ask for its shapes.
@@ -153,8 +150,9 @@ class Engine:
         decode_states.idle, policy, self.config, self.pages.config
     )
     self._idle = jax.jit(idle, out_shardings=state_sharding)
-    self._copy = copying(mesh)
-    self._copy_to_all_processes = copying(self.run_mesh)
+    # The devices copy directly; `jax.device_put` would go through the host.
+    self._copy = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))
+    self._join: Callable | None = None
     self._place: Callable | None = None
     self._insert = filling(
         decode_states.insert, self._state_spec, prefix_spec, *[P()] * 6
@@ -179,7 +177,7 @@ class Engine:
     if self.run_mesh is not self.mesh:
       if axes.fsdp < self.run_policy.axes.fsdp:
         # No process has all parts, so they travel between processes.
-        params = self._copy_to_all_processes(params)
+        params = self._join_parts(params)
       params = sharding.on_local_mesh(params, self.mesh)
     if axes.stored == 1:
       return params
@@ -194,6 +192,25 @@ class Engine:
           self._params_spec,
       )
     return self._place(params)
+
+  def _join_parts(self, params: PolicyParams) -> PolicyParams:
+    """Returns parameters that each process has whole, on the run's devices.
+
+    With tensor parallelism a device has the rows that it stores in `mesh`.
+    """
+    if self._join is None:
+
+      def joined(spec: P) -> NamedSharding:
+        parts = P() if spec == P() else P(sharding.TENSOR)
+        return NamedSharding(self.run_mesh, parts)
+
+      where = jax.tree.map(
+          joined,
+          sharding.tree_specs(params, self.mesh),
+          is_leaf=lambda node: isinstance(node, P),
+      )
+      self._join = jax.jit(lambda params: params, out_shardings=where)
+    return self._join(params)
 
   def _as_compiled(self, params: PolicyParams) -> PolicyParams:
     """Returns the parameters in the layout that the programs take."""

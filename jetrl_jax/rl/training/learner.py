@@ -44,7 +44,8 @@ class UpdateResult:
     infos: one per optimiser step.
     train_logprobs: completion's index -> the training forward's log-probs of
       prompt and response, at the weights that sampled it. With
-      measure_mismatch='first' only for the first mini-batch.
+      measure_mismatch='first' only for the first mini-batch, unless
+      old_logprobs='recompute'.
     packing_efficiency: mean share of the micro-batches' tokens that are real.
     rollout_changed: share of the rollout's 8-bit weight bytes that changed,
       nested like its scaling state; only in a mixed flow, and empty if the

@@ -129,6 +129,7 @@ def test_a_rollout_on_eight_devices_has_the_bits_of_one(mesh):
       )
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_on_eight_devices_has_the_bits_of_one():
   run = _run((2, 4))
   # The 24 sequences lie on two devices, which have room for two each.
@@ -271,7 +272,9 @@ def _collectives_in_loops(jaxpr, in_loop=False) -> list[str]:
 
 
 # The head is tied to the embedding in the first.
-@pytest.mark.parametrize('family', ['qwen2', 'llama'])
+@pytest.mark.parametrize(
+    'family', ['qwen2', pytest.param('llama', marks=pytest.mark.slow)]
+)
 def test_devices_gather_the_head_once_and_not_once_a_chunk_of_rows(family):
   mesh = sharding.make_mesh(data=2, fsdp=2)
   policy = tiny_run.policy(mesh=mesh, family=family)

@@ -258,6 +258,11 @@ def test_what_is_not_measured_changes_no_weight(live):
   assert len(scored) == len(all_scored) // 2
   for i, values in scored.items():
     np.testing.assert_array_equal(values, all_scored[i])
+  # Recomputed log-probs are there for all.
+  _, _, recomputed = live.learn(
+      measure_mismatch='first', old_logprobs='recompute'
+  )
+  assert len(recomputed) == len(all_scored)
 
 
 def test_fewer_and_longer_rows_change_no_bit_of_a_log_prob(live):
@@ -498,6 +503,7 @@ def test_the_reference_is_the_start_and_is_there_again_after_a_stop(tmp_path):
   assert (tmp_path / 'config.json').read_bytes() == config
 
 
+@pytest.mark.slow
 def test_a_bf16_run_with_a_frozen_embedding_and_a_cut_sampler(tmp_path):
   # Every program compiles once more.
   changes = {
@@ -526,6 +532,7 @@ def test_a_bf16_run_with_a_frozen_embedding_and_a_cut_sampler(tmp_path):
   assert 'embed' not in state.trainable
 
 
+@pytest.mark.slow
 def test_seeded_scores_and_lengths_need_no_rewards_and_no_stops(tmp_path):
   # No stop tokens: the rollout's loop compiles once more. And few pages.
   changes = {
