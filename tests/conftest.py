@@ -70,7 +70,8 @@ def _share_compiled(config):
   `compilation.keep_compiled`, and reach all of them through the environment.
   An executable is taken only by a program, options and devices equal to those
   that it was compiled for, so this changes no bit. The folder is empty when a
-  run starts, and gone when it ends.
+  run starts, and gone when it ends, unless JAX_COMPILATION_CACHE_DIR names one:
+  that is kept, and the next run takes from it.
   """
   # A process that is killed while it writes leaves a part of an executable,
   # and so does one that still writes: JAX says so and compiles.
@@ -80,8 +81,12 @@ def _share_compiled(config):
   )
   if hasattr(config, 'workerinput'):  # Has the environment of the first one.
     return
-  folder = tempfile.mkdtemp(prefix='jetrl_jax_compiled_')
-  config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+  folder = os.environ.get('JAX_COMPILATION_CACHE_DIR')
+  if folder:
+    folder = os.path.abspath(folder)
+  else:
+    folder = tempfile.mkdtemp(prefix='jetrl_jax_compiled_')
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
   os.environ |= {
       'JAX_COMPILATION_CACHE_DIR': folder,
       'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',

@@ -78,6 +78,7 @@ def test_every_operation_is_run_by_every_implementation_at_hand(tmp_path):
   assert {row['implementation'] for row in rows} == {'reference'}
 
 
+@pytest.mark.slow
 def test_exactness_compares_odd_slots_parked_sequences_and_the_update(tmp_path):
   rows = {row['check']: row for row in _rows('exactness', tmp_path)}
   assert set(rows) == {
@@ -90,6 +91,7 @@ def test_exactness_compares_odd_slots_parked_sequences_and_the_update(tmp_path):
   assert rows['few pages']['parked'] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ('script', 'measured'),
     [

@@ -222,6 +222,18 @@ def test_the_public_checks_run_on_the_oldest_and_the_newest_versions():
   assert any('make check' in step.get('run', '') for step in check['steps'])
 
 
+def test_no_python_is_claimed_that_was_not_tried():
+  project = tomllib.loads(_text(_ROOT / 'pyproject.toml'))['project']
+  claimed = {line.rpartition(' :: ')[2] for line in project['classifiers']}
+  rows = re.findall(
+      r'^\| (3\.\d+)[\d.]* \| (.*?) \|', _text(_ROOT / 'docs/limits.md'), re.M
+  )
+  assert claimed == {python for python, jax in rows if jax != '-'}
+  workflow = yaml.safe_load(_text(_ROOT / '.github/workflows/ci.yml'))
+  wheel = workflow['jobs']['wheel']['strategy']['matrix']['python']
+  assert set(wheel) == claimed
+
+
 def _speeds() -> set[str]:
   return {
       f'{slow / fast:.2f}x'

@@ -42,7 +42,7 @@ _CHECKS = """
 One rollout in some number of slots is compared with the same responses in other
 numbers of slots, and in a KV pool so small that sequences are preempted
 ("parked" in the raw files). It is also compared with the training forward
-(`score`) and the update (`accumulate`), packed in several ways: `4x3` is 4
+(`logprobs`) and the update (`accumulate`), packed in several ways: `4x3` is 4
 rows, each 3 times as long as the longest sequence. "Times" is the number of
 these comparisons.
 

@@ -6,11 +6,13 @@ a run has its own, in HTML.
 """
 
 import pathlib
+from typing import Any, Literal
 
 import matplotlib
 
 matplotlib.use('Agg')
 import matplotlib.pyplot as plt
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -22,7 +24,7 @@ COLORS = (BLUE, BLACK, VERMILLION, ORANGE, SKY, PURPLE, GREEN, GREY)
 DASHES = ('-', '-', '--', '-.', ':', '--', '-.', ':')
 # Behind what it marks: a range that papers report, a margin.
 SHADE = {'color': GREY, 'alpha': 0.15, 'lw': 0}
-_SETTINGS = {
+_SETTINGS: dict[Any, Any] = {
     'font.family': 'DejaVu Sans',  # It comes with matplotlib.
     'font.size': 10,
     'axes.titlesize': 10,
@@ -32,7 +34,7 @@ _SETTINGS = {
     'ytick.labelsize': 9,
     'legend.fontsize': 9,
     'legend.frameon': False,
-    'axes.prop_cycle': matplotlib.cycler(color=COLORS),
+    'axes.prop_cycle': cycler(color=COLORS),
     'axes.spines.top': False,
     'axes.spines.right': False,
     'axes.grid': True,
@@ -59,7 +61,7 @@ def lines(names: list[str]) -> dict[str, dict[str, str]]:
   }
 
 
-def without_grid(axes: Axes, *, along: str) -> None:
+def without_grid(axes: Axes, *, along: Literal['x', 'y']) -> None:
   """Takes the grid away that is no help: a bar's length needs one direction."""
   axes.grid(False, axis=along)
 

@@ -41,7 +41,6 @@ heldout_1, heldout_10, and model_init: what a checkpoint has besides weights.
 import argparse
 import dataclasses
 import random
-import re
 from collections.abc import Iterator
 
 import tokenizers
@@ -311,11 +310,6 @@ def make_rows(
       answer = '####' + solve(problem, 0).rpartition('####')[2]
     rows.append({'question': question(problem, count), 'answer': answer})
   raise AssertionError('problems_of has no end')
-
-
-def tokens_of(text: str) -> list[str]:
-  """Splits a text as the tokenizer does: words and digits keep their space."""
-  return re.findall(_PIECE, text)
 
 
 _PIECE = r' ?[A-Za-z]+| ?\d| ?#+| ?[+=-]|[\s\S]'

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jetrl_jax import fp8, models
 from jetrl_jax.config.sections import Config, take
 from jetrl_jax.config.settings import MixedFlow, ModelSource
-from jetrl_jax.core import compilation, rng, sharding
+from jetrl_jax.core import rng, sharding
 from jetrl_jax.core.sharding import MeshConfig
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.kernels import dispatch
@@ -98,12 +98,6 @@ def build_policy(
       axes=sharding.axes_of(mesh),
       kernels=dispatch.select(config.kernels),
   )
-  if policy.axes.tensor > 1 and compilation.on_gpu():
-    logging.warning(
-        'mesh.tensor is %d: on GPUs it is not shown that rollout and training,'
-        ' or this mesh and one device, have equal bits (docs/scale.md)',
-        policy.axes.tensor,
-    )
   return policy, mesh, folder
 
 

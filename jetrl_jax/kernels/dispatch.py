@@ -30,10 +30,10 @@ MOST_VALUES = 2**31
 TABLE: dict[str, tuple[str, ...]] = {
     'add_norm_quantize': ('triton', REFERENCE),
     'adamw': ('triton', REFERENCE),
-    'attention': ('triton', 'mosaic_sm90', REFERENCE),
+    'attention': ('mosaic_sm90', 'triton', REFERENCE),
     'block_scaled_dot': ('mosaic_sm90', 'triton', REFERENCE),
     'decode_attention': ('triton', REFERENCE),
-    'gate_up': ('triton_sm90', 'mosaic_sm90', REFERENCE),
+    'gate_up': ('mosaic_sm90', 'triton_sm90', REFERENCE),
     'log_sum_exp': ('triton', REFERENCE),
     'mlp': ('triton', REFERENCE),
     'quantize_transpose': ('triton', REFERENCE),

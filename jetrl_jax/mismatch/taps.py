@@ -15,7 +15,7 @@ from flax import traverse_util
 from jetrl_jax.core.sharding import ROWS
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import scaling_state
-from jetrl_jax.models import logprobs
+from jetrl_jax.kernels.log_sum_exp import temper
 from jetrl_jax.models.layers import TAPS
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim.types import TrainState
@@ -80,7 +80,7 @@ class TappedPolicy(Policy):
   def log_sum_exp(self, logits_BV, inverse_B, known_B=None):
     """See `Policy.log_sum_exp`."""
     lse_B = super().log_sum_exp(logits_BV, inverse_B, known_B)
-    self.leave(LOGITS, logprobs.temper(logits_BV, inverse_B[:, None]))
+    self.leave(LOGITS, temper(logits_BV, inverse_B[:, None]))
     self.leave(LOGSUMEXP, lse_B[:, None])
     return lse_B
 

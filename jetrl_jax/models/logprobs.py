@@ -17,15 +17,6 @@ from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.kernels.log_sum_exp import row_stats, temper
 from jetrl_jax.models import remat
 
-__all__ = [
-    'chunk_of',
-    'inverse_temperature',
-    'pick',
-    'row_stats',
-    'target_logprobs',
-    'temper',
-]
-
 
 def inverse_temperature(temperature) -> Array:
   """Returns 1 / temperature; temperature 0 (greedy) leaves logits alone."""

@@ -24,6 +24,7 @@ from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels.decode_attention import DECODE_ROWS
 from jetrl_jax.kernels.dispatch import Kernels
 from jetrl_jax.kernels.kv_storage import values_shape
+from jetrl_jax.kernels.log_sum_exp import row_stats
 from jetrl_jax.models import logprobs, remat, tensor_parallel
 from jetrl_jax.models.attention import DecodeAttention, PackedAttention
 from jetrl_jax.models.decoder import Decoder, variables
@@ -388,7 +389,7 @@ class Policy:
     if known_B is not None:
       return known_B
     with jax.named_scope('head'):
-      lse_B, _ = logprobs.row_stats(logits_BV, inverse_B)
+      lse_B, _ = row_stats(logits_BV, inverse_B)
     return lse_B
 
   def page_shapes(

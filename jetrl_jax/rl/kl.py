@@ -1,11 +1,12 @@
 """Estimators of KL(pi || pi_ref) from the log-probs of sampled tokens.
 
-With x = log pi - log pi_ref at a token drawn from pi, k1, k2 and k3 estimate
-the KL. All are exactly 0 at x = 0, which holds at step 0 if the reference runs
-the same recipe; k2 and k3 then also have a zero gradient.
+With x = log pi - log pi_ref at a token drawn from pi, k2 and k3 estimate the
+KL. Both are exactly 0 at x = 0, with a zero gradient. This holds at step 0 if
+the reference runs the same recipe.
 
-k1 is for metrics and rewards. As a loss its expected on-policy gradient is zero
-for any pi_ref (E[d log pi] = 0), so `make_kl_loss` refuses it.
+k1 = x estimates it too, but as a loss its expected on-policy gradient is zero
+for any pi_ref (E[d log pi] = 0), so `make_kl_loss` refuses it. It belongs into
+the reward (`rl/scoring/kl_reward.py`).
 
 References:
   Schulman 2020, "Approximating KL divergence", joschu.net/blog/kl-approx.html.
@@ -37,13 +38,6 @@ def _log_ratio(
     log_pi_T: Float[Array, ' T'], log_pi_ref_T: Float[Array, ' T']
 ) -> Float[Array, ' T']:
   return jnp.clip(log_pi_T - log_pi_ref_T, -MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def k1(
-    log_pi_T: Float[Array, ' T'], log_pi_ref_T: Float[Array, ' T']
-) -> Float[Array, ' T']:
-  """Estimates the KL by x, in nats. Unbiased, but useless as a loss."""
-  return _log_ratio(log_pi_T, log_pi_ref_T)
 
 
 def k2(

@@ -10,10 +10,8 @@ import pytest
 
 from configs import base
 from jetrl_jax.config import build as configs
-from jetrl_jax.config import model as config_model
 from jetrl_jax.config import schema as config_schema
 from jetrl_jax.config import sections
-from jetrl_jax.core import compilation
 from jetrl_jax.rl.objective import LossConfig
 from tests import whole_run
 
@@ -443,14 +441,3 @@ def test_a_reward_that_compares_wants_references(tmp_path):
   change['reward.kwargs'] = ('{"pattern": "2"}',)
   spec = configs.build(whole_run.config(**change))
   assert [prompt.answer for prompt in spec.train_set] == ['']
-
-
-def test_on_a_gpu_a_run_says_what_tensor_parallelism_has_not_shown(
-    monkeypatch, caplog
-):
-  config = whole_run.config(**{'mesh.tensor': 2})
-  config_model.build_policy(config)
-  assert not caplog.text
-  monkeypatch.setattr(compilation, 'on_gpu', lambda: True)
-  config_model.build_policy(config)
-  assert 'mesh.tensor is 2: on GPUs it is not shown' in caplog.text

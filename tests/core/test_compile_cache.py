@@ -51,6 +51,7 @@ def _start(workdir: pathlib.Path) -> dict[str, int]:
   )
 
 
+@pytest.mark.slow
 def test_a_second_start_compiles_nothing_and_has_the_same_bits(tmp_path):
   # Compiled in this process, or if another test came first, by that one.
   compiled = whole_run.finished()

@@ -123,6 +123,7 @@ def test_problems_without_a_score_count_nowhere(tmp_path):
   assert f'heldout: {row["unscored"]} answers count nowhere' in shown
 
 
+@pytest.mark.slow
 def test_a_checkpoint_without_scales_is_calibrated_for_fp8(tmp_path):
   export = str(whole_run.finished() / 'export')
   common = dict(

@@ -101,7 +101,8 @@ def test_tiles_that_all_rows_see_are_computed_without_a_mask():
     'dtype, head_dim, tile, is_taken',
     [
         ('bfloat16', 128, 64, True),
-        ('float16', 64, 64, True),
+        ('float16', 128, 64, True),
+        ('bfloat16', 64, 64, False),
         ('float32', 128, 64, False),
         ('bfloat16', 96, 64, False),
         ('bfloat16', 128, 32, False),
@@ -112,9 +113,10 @@ def test_what_mosaics_kernels_do_not_take_is_left_to_tritons(
 ):
   hopper = dispatch.Hardware('gpu', (9, 0), has_triton=True, has_mosaic=True)
   q = jax.ShapeDtypeStruct((1, 1, 64, head_dim), dtype)
-  with dispatch.using(dispatch.select('attention=mosaic_sm90', hopper)):
-    assert attention._in_mosaic(q, tile) is is_taken
-  with dispatch.using(dispatch.select('auto', hopper)):
+  for setting in ('auto', 'attention=mosaic_sm90'):
+    with dispatch.using(dispatch.select(setting, hopper)):
+      assert attention._in_mosaic(q, tile) is is_taken
+  with dispatch.using(dispatch.select('attention=triton', hopper)):
     assert not attention._in_mosaic(q, tile)
 
 

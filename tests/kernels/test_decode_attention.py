@@ -168,12 +168,18 @@ def test_keys_of_one_tile_have_the_bits_they_have_in_a_longer_cache():
 
 
 # Of more programs than there are tiles some have nothing to do.
+# Every two of the three settings meet.
 @pytest.mark.parametrize(
-    'program',
-    [(1, 2), Split(chunks=2, channels=16, stages=2), Split(16, 32, 2)],
+    'program, kv_dtype, group',
+    [
+        ((1, 2), 'bfloat16', 1),
+        ((1, 2), 'float8_e4m3fn', 3),
+        (Split(chunks=2, channels=16, stages=2), 'bfloat16', 3),
+        (Split(chunks=2, channels=16, stages=2), 'float8_e4m3fn', 1),
+        (Split(16, 32, 2), 'bfloat16', 1),
+        (Split(16, 32, 2), 'float8_e4m3fn', 3),
+    ],
 )
-@pytest.mark.parametrize('kv_dtype', ['bfloat16', 'float8_e4m3fn'])
-@pytest.mark.parametrize('group', [1, 3])
 def test_the_decode_kernel_computes_what_the_cpu_form_does(
     program, kv_dtype, group
 ):

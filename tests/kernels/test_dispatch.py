@@ -34,11 +34,14 @@ def test_without_a_backend_for_kernels_all_is_plain_jax(hardware):
   assert set(chosen(hardware).values()) == {'reference'}
 
 
-def test_a_jax_that_has_moved_its_private_part_has_gate_up_in_mosaic(
-    monkeypatch,
-):
+def test_a_jax_without_mosaic_has_what_is_in_triton(monkeypatch):
+  old = Hardware('gpu', (9, 0), has_triton=True, has_mosaic=False)
+  found = chosen(old)
+  assert found['attention'] == found['block_scaled_dot'] == 'triton'
+  assert found['gate_up'] == 'triton_sm90'
+  # Where it has moved the private part that this one takes, there is none.
   monkeypatch.setattr(hopper_dot, 'is_there', lambda: False)
-  assert chosen(HOPPER)['gate_up'] == 'mosaic_sm90'
+  assert chosen(old)['gate_up'] == 'reference'
 
 
 def test_a_jax_without_triton_has_what_is_in_mosaic_on_hopper_alone():
@@ -93,7 +96,7 @@ def test_a_draw_and_gate_up_may_go_alone():
         (
             'attention=cuda',
             HOPPER,
-            'attention has the implementations triton, mosaic_sm90',
+            'attention has the implementations mosaic_sm90, triton',
         ),
         ('norm=triton', HOPPER, 'with operations add_norm_quantize, adamw'),
         ('attention=triton', CPU, 'triton needs a CUDA GPU, and this is cpu'),
@@ -130,8 +133,8 @@ def test_this_machine_is_known():
 def test_a_table_is_said_in_one_line():
   assert str(dispatch.select('reference')) == 'reference for all operations'
   said = str(dispatch.select('auto', HOPPER))
-  assert 'mosaic_sm90: block_scaled_dot' in said
-  assert 'triton_sm90: gate_up' in said
+  assert 'mosaic_sm90: attention, block_scaled_dot, gate_up' in said
+  assert 'triton: add_norm_quantize, ' in said
 
 
 def test_a_gpu_that_runs_no_kernel_is_told_why():

@@ -40,6 +40,7 @@ from jetrl_jax.kernels.gate_up import gate_up
 from jetrl_jax.kernels.mlp import mlp
 from jetrl_jax.kernels.requantize import requantize
 from tests import kernels_in_use
+from tests.hurry import fast_compile_jit
 
 E4M3, E5M2 = formats.E4M3, formats.E5M2
 _TILE = 64
@@ -609,12 +610,24 @@ CASES = [
     *_sampled(),
     *_swiglus(),
 ]
-_ALL = [
-    pytest.param(case, name, id=f'{case.operation} {name}: {case.name}')
-    for case in CASES
-    for name in dispatch.TABLE[case.operation]
-    if name != dispatch.REFERENCE
-]
+# Interpreted, these take seconds each; tests/kernels/test_<operation>.py has
+# their kernels interpreted too.
+_SLOW = ('adamw', 'attention', 'decode_attention', 'mlp', 'sample_token')
+
+
+def _pairs(slow: tuple[str, ...] = ()) -> list:
+  """Each case with each implementation; `slow` are operations."""
+  return [
+      pytest.param(
+          case,
+          name,
+          id=f'{case.operation} {name}: {case.name}',
+          marks=[pytest.mark.slow] if case.operation in slow else [],
+      )
+      for case in CASES
+      for name in dispatch.TABLE[case.operation]
+      if name != dispatch.REFERENCE
+  ]
 
 
 def test_every_operation_with_an_implementation_has_a_case():
@@ -632,7 +645,8 @@ def _result(case: Case, table: dispatch.Kernels) -> tuple[str, Any]:
       return case.run(*args)
 
   args = case.make()
-  traced = exact_jit(run).trace(*args)
+  jit = exact_jit if on_gpu() else fast_compile_jit
+  traced = jit(run).trace(*args)
   return str(traced.jaxpr), traced.lower().compile()(*args)
 
 
@@ -647,7 +661,7 @@ def _check(case: Case, name: str) -> None:
   case.compare(found, wanted)
 
 
-@pytest.mark.parametrize('case, name', _ALL)
+@pytest.mark.parametrize('case, name', _pairs(_SLOW))
 def test_an_implementation_computes_what_its_reference_does(case, name):
   if on_gpu():
     pytest.skip('the next test has them compiled')
@@ -657,7 +671,7 @@ def test_an_implementation_computes_what_its_reference_does(case, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize('case, name', _ALL)
+@pytest.mark.parametrize('case, name', _pairs())
 def test_compiled_it_computes_what_its_reference_does(case, name):
   try:
     dispatch.select(f'{case.operation}={name}')

@@ -6,6 +6,8 @@ import pkgutil
 import subprocess
 import sys
 
+import pytest
+
 _ROOT = pathlib.Path(__file__).parents[2]
 _BACKEND = 'jax.experimental.pallas.triton'
 
@@ -88,6 +90,7 @@ def _run(code: str) -> None:
   assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_without_the_backend_all_runs_and_rollout_and_training_agree():
   _run('from tests.kernels import test_without_triton as t; t._main()')
 

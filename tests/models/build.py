@@ -11,6 +11,7 @@ import numpy as np
 from jetrl_jax.core.compilation import exact_jit
 from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import Recipe, init_state, observe_kernels, scaling_state
+from jetrl_jax.kernels.log_sum_exp import row_stats, temper
 from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
 from jetrl_jax.models import logprobs
 from jetrl_jax.models.attention import DecodeAttention, PackedAttention
@@ -148,9 +149,9 @@ def decode(model, weights, state, tokens_BT, temperature):
     )
     logits = model.apply(tree, hidden, jnp.ones(slots), method='head')
     inverse = logprobs.inverse_temperature(temperature)
-    lse, _ = logprobs.row_stats(logits, jnp.broadcast_to(inverse, (slots,)))
+    lse, _ = row_stats(logits, jnp.broadcast_to(inverse, (slots,)))
     picked = logprobs.pick(logits, following)
-    return caches, logprobs.temper(picked, inverse) - lse
+    return caches, temper(picked, inverse) - lse
 
   caches = [(empty, empty)] * cfg.num_layers
   following = jnp.roll(tokens_BT, -1, axis=1)

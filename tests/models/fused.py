@@ -35,14 +35,11 @@ def params(policy: Policy) -> PolicyParams:
 
   def make(i, path, shape):
     spread = 1.0 if 'bias' in jax.tree_util.keystr(path) else 0.05
-    x = spread * jax.random.normal(jax.random.key(i), shape)
+    x = spread * np.random.default_rng(i).standard_normal(shape, np.float32)
     return 1 + x if 'norm' in jax.tree_util.keystr(path) else x
 
   @exact_jit
-  def prepared():
-    masters = jax.tree.unflatten(
-        tree, [make(i, p, leaf.shape) for i, (p, leaf) in enumerate(leaves)]
-    )
+  def prepared(masters):
     state = fp8.init_state(masters, policy.recipe)
     if policy.recipe.is_delayed:
       state = scaling_state.map_records(
@@ -54,7 +51,11 @@ def params(policy: Policy) -> PolicyParams:
     weights = kernels.prepare_weights(masters, state, policy.recipe)
     return PolicyParams(weights, state)
 
-  return prepared()
+  return prepared(
+      jax.tree.unflatten(
+          tree, [make(i, p, leaf.shape) for i, (p, leaf) in enumerate(leaves)]
+      )
+  )
 
 
 def steps(

@@ -57,14 +57,19 @@ def test_a_fused_step_has_the_swiglu_of_the_step(monkeypatch, ffn_dim):
 @pytest.mark.parametrize(
     'recipe, kv, family, dim, rows_of_one',
     [
-        (FP8, 'float8_e4m3fn', 'qwen2', 64, ()),
+        pytest.param(
+            *(FP8, 'float8_e4m3fn', 'qwen2', 64, ()), marks=pytest.mark.slow
+        ),
         # Where the MLP's two dots are one, and gate_up is with SwiGLU.
         pytest.param(
             *(FP8, 'compute', 'qwen2', 128, ()), marks=pytest.mark.slow
         ),
         (FP8, 'compute', 'qwen3', 128, (16,)),
         (SOME, 'float8_e4m3fn', 'llama', 128, ()),
-        (Recipe(name='bf16'), 'compute', 'qwen2', 64, ()),
+        pytest.param(
+            *(Recipe(name='bf16'), 'compute', 'qwen2', 64, ()),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *(Recipe(power_of_two_scales=False), 'compute', 'qwen2', 64, ()),
             marks=pytest.mark.slow,

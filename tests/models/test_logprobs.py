@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 
 from jetrl_jax.core.compilation import exact_jit
+from jetrl_jax.kernels.log_sum_exp import row_stats, temper
 from jetrl_jax.kernels.log_sum_exp import triton as log_sum_exp_kernel
 from jetrl_jax.models import logprobs
 
-_jitted = exact_jit(logprobs.row_stats)
+_jitted = exact_jit(row_stats)
 _interpreted = exact_jit(
     functools.partial(log_sum_exp_kernel.row_stats, interpret=True)
 )
@@ -137,7 +138,7 @@ def test_the_gradient_of_the_stats_is_that_of_plain_softmax():
     return ct[0] @ lse + ct[1] @ jnp.sum(jnp.exp(logp) * z, axis=1)
 
   def ours(logits):
-    lse, mean = logprobs.row_stats(logits, jnp.full((16,), inverse))
+    lse, mean = row_stats(logits, jnp.full((16,), inverse))
     return ct[0] @ lse + ct[1] @ mean
 
   np.testing.assert_allclose(
@@ -151,12 +152,12 @@ def test_tempering_divides_and_zero_leaves_the_logits():
   z = jnp.asarray([[1.0, -2.0, 3.0]])
   for temperature, expected in ((0.5, [[2, -4, 6]]), (0.0, z)):
     inverse = logprobs.inverse_temperature(jnp.float32(temperature))
-    np.testing.assert_array_equal(logprobs.temper(z, inverse), expected)
+    np.testing.assert_array_equal(temper(z, inverse), expected)
 
 
 def test_tempering_keeps_infinite_logits_finite():
   # 0 times an infinite logit would be NaN in the weighted mean.
-  low = logprobs.temper(jnp.asarray([[-jnp.inf, 0.0]]), jnp.float32(1.1))
+  low = temper(jnp.asarray([[-jnp.inf, 0.0]]), jnp.float32(1.1))
   assert np.isfinite(np.asarray(low)).all()
 
 

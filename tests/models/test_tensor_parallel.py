@@ -5,13 +5,17 @@ import functools
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jetrl_jax.core import rng, sharding
 from jetrl_jax.core.compilation import exact_jit
 from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import Recipe
+from jetrl_jax.fp8.quantization import QTensor
+from jetrl_jax.kernels.quantized_dot import linear
 from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
 from jetrl_jax.models import tensor_parallel
 from jetrl_jax.models.policy import Policy, PolicyParams
@@ -182,6 +186,43 @@ def test_a_server_on_two_devices_has_the_bits_of_one():
     )
   for one, two in zip(*found, strict=True):
     np.testing.assert_array_equal(one, two)
+
+
+def test_on_gpus_a_shared_product_leaves_the_rounding_to_the_sum(monkeypatch):
+  high = jnp.zeros((2, 2), jnp.bfloat16)
+  low = QTensor(values=high.astype(jnp.float8_e4m3fn), scale=jnp.float32(1.0))
+  delayed, token = Recipe(name='fp8_delayed'), Recipe(name='fp8_token')
+  any_scale = dataclasses.replace(delayed, power_of_two_scales=False)
+  assert linear.added_dtype(delayed, high, 2) is None  # A CPU rounds both.
+  monkeypatch.setattr(linear, 'on_gpu', lambda: True)
+  assert linear.added_dtype(delayed, high, 1) is None
+  assert linear.added_dtype(delayed, high, 2) == jnp.float32
+  assert linear.added_dtype(delayed, low, 2) == jnp.float32
+  # These scale in float32 and round before anything is added.
+  assert linear.added_dtype(any_scale, low, 2) is None
+  assert linear.added_dtype(token, low, 2) is None
+
+
+def test_a_float32_product_is_added_by_columns_and_rounded_once():
+  mesh = sharding.make_mesh(tensor=2)
+  axes = sharding.axes_of(mesh)
+  random = np.random.default_rng(0)
+  x_MD = jnp.asarray(random.normal(size=(8, 32)), jnp.bfloat16)
+  y_MD = jnp.asarray(random.normal(size=(8, 32)), jnp.float32)
+  columns = P(None, sharding.TENSOR)
+
+  def add(x_MD, y_MO):
+    total, pull = jax.vjp(axes.add, x_MD, y_MO)
+    return total, *pull(total)
+
+  specs = (P(), columns)
+  add = sharding.per_device(add, mesh, specs, (P(), *specs))
+  total, dx_MD, dy_MD = jax.jit(add)(x_MD, y_MD)
+  once = (x_MD.astype(jnp.float32) + y_MD).astype(jnp.bfloat16)
+  np.testing.assert_array_equal(total, once)
+  assert not np.array_equal(once, x_MD + y_MD.astype(jnp.bfloat16))
+  assert (dx_MD.dtype, dy_MD.dtype) == (jnp.bfloat16, jnp.float32)
+  np.testing.assert_array_equal(dy_MD, total.astype(jnp.float32))
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import pytest
 
 from jetrl_jax.rl import packing
 from jetrl_jax.rl.objective import LossConfig, policy_loss
+from tests.hurry import fast_compile_jit
 
 _METHODS = {
     'ppo with acr': LossConfig(rollout_is='acr', rollout_is_threshold=1.1),
@@ -75,9 +76,10 @@ def _gradient(config, sequences, row_length):
   }
   loss, slopes, metrics = 0.0, [], {}
 
-  @jax.jit
   def of(logprobs_BT, batch):
     return policy_loss(config, batch, logprobs_BT, jnp.zeros_like(logprobs_BT))
+
+  slope_of = fast_compile_jit(jax.value_and_grad(of, has_aux=True))
 
   for n, batch in enumerate(packed.batches):
     logprobs_BT = np.array(batch.old_logprobs)
@@ -85,11 +87,9 @@ def _gradient(config, sequences, row_length):
       if p.batch == n:
         place = p.row, slice(p.start, p.start + p.length)
         logprobs_BT[place] += noise[p.origin].astype(np.float32)
-    (part, found), slope_BT = jax.value_and_grad(of, has_aux=True)(
-        jnp.asarray(logprobs_BT), batch
-    )
+    (part, found), slope_BT = slope_of(jnp.asarray(logprobs_BT), batch)
     loss += float(part)
-    slopes.append(slope_BT)
+    slopes.append(np.asarray(slope_BT))
     for name, value in found.items():
       metrics[name] = metrics[name] + value if name in metrics else value
   return loss, packing.unpack(slopes, packed), metrics

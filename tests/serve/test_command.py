@@ -94,6 +94,7 @@ def test_other_machines_are_served_with_a_token_only(tmp_path):
   assert found.endswith('must hold one word of ASCII, the token')
 
 
+@pytest.mark.slow
 @_NEEDS_SERVE
 def test_an_address_and_limits_that_cannot_be_had_are_refused():
   with socket.create_server(('127.0.0.1', 0)) as taken:

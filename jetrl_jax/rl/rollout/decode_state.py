@@ -136,23 +136,6 @@ class Prefix:
   length: Array
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepResult:
-  """The result of one decode step in all slots.
-
-  Attributes:
-    data: int32 [slots, 3]: token, 1 if the slot was active, response tokens so
-      far. It is one array, so that one copy to the host is enough.
-    log_prob: float32 [slots], nats, under the softmax of all tempered logits.
-    log_mu: float32 [slots], nats, under the distribution that was sampled.
-  """
-
-  data: Array
-  log_prob: Array
-  log_mu: Array
-
-
 def specs(kv_spec: P) -> tuple[Any, Any]:
   """Returns the specs of a `DecodeState` and of a `Prefix`, see `Axes`."""
   if kv_spec == ROWS:

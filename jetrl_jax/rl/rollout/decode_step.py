@@ -18,6 +18,8 @@ from jax import lax
 
 from jetrl_jax.core import rng
 from jetrl_jax.core.typing import Array, PRNGKey
+from jetrl_jax.kernels.log_sum_exp import temper
+from jetrl_jax.kernels.sample_token import draw
 from jetrl_jax.models import logprobs
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.rl.rollout import sampling
@@ -69,19 +71,19 @@ def sample(
 
   with jax.named_scope('sampling'):
     # XLA removes `z_BV` where nothing reads it.
-    z_BV = logprobs.temper(logits_BV, inverse_B[:, None])
+    z_BV = temper(logits_BV, inverse_B[:, None])
     mask_BV = jax.vmap(functools.partial(sampling.truncation_mask, **limits))(
         z_BV
     )
     keys_B = jax.vmap(key_of)(state.address, state.emitted)
-  token_B, lse_B = sampling.draw(
+  token_B, lse_B = draw(
       logits_BV, inverse_B, mask_BV, keys_B, greedy_B=greedy_B
   )
   top_p_mask_BV = None
   if top_p_B is not None:
     with jax.named_scope('sampling'):
       top_p_mask_BV = jax.vmap(sampling.top_p_mask)(z_BV, top_p_B)
-    truncated_B, _ = sampling.draw(
+    truncated_B, _ = draw(
         logits_BV, inverse_B, top_p_mask_BV, keys_B, greedy_B=greedy_B
     )
     token_B = jnp.where(top_p_B < 1.0, truncated_B, token_B)
@@ -92,7 +94,7 @@ def sample(
   )
   with jax.named_scope('head'):
     picked_B = logprobs.pick(logits_BV, token_B)
-    logprob_B = logprobs.temper(picked_B, inverse_B) - lse_B
+    logprob_B = temper(picked_B, inverse_B) - lse_B
   if mask_BV is None:
     log_mu_B = jnp.where(greedy_B, 0.0, logprob_B)
   else:

@@ -37,12 +37,7 @@ from jetrl_jax.rl.rollout.buckets import (
     round_up,
     steps_per_sync,
 )
-from jetrl_jax.rl.rollout.decode_state import (
-    DecodeState,
-    EngineConfig,
-    Prefix,
-    StepResult,
-)
+from jetrl_jax.rl.rollout.decode_state import DecodeState, EngineConfig, Prefix
 from jetrl_jax.rl.rollout.kv_pages import PageAllocator
 from jetrl_jax.rl.rollout.responses import Responses
 
@@ -376,8 +371,13 @@ class Engine:
 
   def generate(
       self, params: PolicyParams, decode_state: DecodeState
-  ) -> tuple[DecodeState, StepResult]:
-    """Takes one decode step in all active slots."""
+  ) -> tuple[DecodeState, Array]:
+    """Takes one decode step in all active slots.
+
+    Returns:
+      (state, int32 [slots, 3]: the token, 1 if the slot took a step, and its
+      response tokens so far; one array, so that one copy to the host does).
+    """
     decode_state, _ = self._with_pages(params, decode_state, 1)
     was_active = decode_state.active & ~decode_state.preempted
     state = self._decode(
@@ -387,16 +387,10 @@ class Engine:
         base_key=self._base_key,
         steps=1,
     )
-    last = jnp.maximum(state.emitted - 1, 0)[:, None]
-
-    def pick(x):
-      return jnp.take_along_axis(x, last, axis=1)[:, 0]
-
-    data = jnp.stack(
-        [pick(state.tokens), was_active.astype(jnp.int32), state.emitted], 1
-    )
-    return state, StepResult(
-        data=data, log_prob=pick(state.logprobs), log_mu=pick(state.log_mu)
+    last_B1 = jnp.maximum(state.emitted - 1, 0)[:, None]
+    token_B = jnp.take_along_axis(state.tokens, last_B1, axis=1)[:, 0]
+    return state, jnp.stack(
+        [token_B, was_active.astype(jnp.int32), state.emitted], 1
     )
 
   def generate_block(

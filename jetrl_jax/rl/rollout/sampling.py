@@ -16,17 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jetrl_jax.core.typing import Array, Bool, Float, Int
-from jetrl_jax.kernels.sample_token import draw, gumbel_argmax, truncate
-
-__all__ = [
-    'check_settings',
-    'draw',
-    'gumbel_argmax',
-    'log_mu',
-    'top_p_mask',
-    'truncate',
-    'truncation_mask',
-]
+from jetrl_jax.kernels.sample_token import truncate
 
 
 def check_settings(*, top_k: int, top_p: float, min_p: float) -> None:

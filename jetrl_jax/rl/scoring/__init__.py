@@ -1,1 +1,1 @@
-"""Completions to rewards and advantages: scorer, groups, evaluation, replay."""
+"""Completions to rewards and advantages: scorer, groups, evaluation."""

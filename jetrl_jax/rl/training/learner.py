@@ -111,7 +111,7 @@ class Learner:
 
     Args:
       state: the state whose weights sampled `exp`; donated.
-      exp: a rewarded rollout, new or loaded by `replay.load_experience`.
+      exp: a rewarded rollout.
 
     Returns:
       (the next state, what the metrics need to know).

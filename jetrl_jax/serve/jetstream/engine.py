@@ -127,9 +127,9 @@ class JetStreamEngine(engine_api.Engine):
     The last step of a response has it all: the slot is not valid any more in
     the next one, and that is how JetStream learns that it has ended.
     """
-    state, result = self._engine.generate(params, decode_state)
+    state, data = self._engine.generate(params, decode_state)
     return state, engine_api.ResultTokens(
-        data=result.data,
+        data=data,
         tokens_idx=(0, 1),
         valid_idx=(1, 2),
         length_idx=(2, 3),

@@ -250,7 +250,8 @@ def test_a_gate_up_of_many_rows_is_one_kernel_with_the_same_flow(monkeypatch):
   monkeypatch.setattr(flow_check, '_SLOTS', 64)
   check(of, state)
   graph = flow_check.decode_graph(of, tiny_run.engine_config(), state)
-  assert 'layers_*/mlp: gate_up by triton_sm90' in graph.implementations()
+  name = 'mosaic_sm90' if dispatch.has_mosaic() else 'triton_sm90'
+  assert f'layers_*/mlp: gate_up by {name}' in graph.implementations()
 
 
 def test_a_dot_that_only_a_gpu_rollout_leaves_unquantised_is_named(monkeypatch):

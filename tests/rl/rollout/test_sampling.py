@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from jetrl_jax.kernels.sample_token import draw, gumbel_argmax
 from jetrl_jax.rl.rollout import sampling
 
 _VOCABULARY = 7
@@ -177,9 +178,7 @@ def test_a_setting_outside_its_range_is_named(setting, message):
 
 def _draw(z_V, mask_V, count, greedy=False):
   keys = jax.random.split(jax.random.key(7), count)
-  draw = jax.vmap(
-      lambda key: sampling.gumbel_argmax(z_V, mask_V, key, greedy=greedy)
-  )
+  draw = jax.vmap(lambda key: gumbel_argmax(z_V, mask_V, key, greedy=greedy))
   return np.asarray(draw(keys))
 
 
@@ -208,7 +207,7 @@ def test_a_greedy_row_takes_the_first_most_probable_token():
 def test_greedy_rows_of_a_batch_take_no_noise():
   logits_BV = jnp.tile(jnp.array([0.0, 0.5, 0.25]), (32, 1))
   greedy_B = jnp.arange(32) % 2 == 0
-  found, _ = sampling.draw(
+  found, _ = draw(
       logits_BV,
       jnp.ones(32),
       None,
@@ -226,7 +225,7 @@ def test_a_row_draws_the_same_token_in_any_batch():
 
   def draw(z_V, key):
     mask_V = sampling.truncation_mask(z_V, top_k=20, top_p=0.9, min_p=0.01)
-    token = sampling.gumbel_argmax(z_V, mask_V, key)
+    token = gumbel_argmax(z_V, mask_V, key)
     assert mask_V is not None
     return token, sampling.log_mu(z_V, mask_V, token)
 

@@ -116,6 +116,7 @@ def test_a_checkpoint_has_the_rollouts_scales_and_makes_its_weights_again(
   assert 'rollout_weights' not in state
 
 
+@pytest.mark.slow
 def test_a_mixed_run_that_is_stopped_and_resumed_ends_in_the_same_bits(
     tmp_path, fp8_rollout
 ):
@@ -137,6 +138,7 @@ def test_a_mixed_run_that_is_stopped_and_resumed_ends_in_the_same_bits(
   )
 
 
+@pytest.mark.slow
 def test_truncated_importance_sampling_changes_the_gradient_of_a_mixed_flow(
     tmp_path, fp8_rollout
 ):

@@ -83,12 +83,12 @@ def test_weights_are_gathered_once_and_no_step_asks_another_device(
   engine, start = run.engine, run.start
   split = PolicyParams(start.weights, start.fp8_state)
   used = []
-  for name in ('_prefilled_caches', '_run_block'):
+  for name in ('_prefilled_caches', '_decode'):
     called = getattr(engine, name)
 
-    def recorded(params, *args, called=called):
-      used.append(params)
-      return called(params, *args)
+    def recorded(*args, called=called, **settings):
+      used.extend(arg for arg in args if isinstance(arg, PolicyParams))
+      return called(*args, **settings)
 
     monkeypatch.setattr(engine, name, recorded)
   if of == 'rollout':
@@ -129,6 +129,7 @@ def test_a_rollout_on_eight_devices_has_the_bits_of_one(mesh):
       )
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_on_eight_devices_has_the_bits_of_one():
   run = _run((2, 4))
   # The 24 sequences lie on two devices, which have room for two each.
@@ -271,7 +272,9 @@ def _collectives_in_loops(jaxpr, in_loop=False) -> list[str]:
 
 
 # The head is tied to the embedding in the first.
-@pytest.mark.parametrize('family', ['qwen2', 'llama'])
+@pytest.mark.parametrize(
+    'family', ['qwen2', pytest.param('llama', marks=pytest.mark.slow)]
+)
 def test_devices_gather_the_head_once_and_not_once_a_chunk_of_rows(family):
   mesh = sharding.make_mesh(data=2, fsdp=2)
   policy = tiny_run.policy(mesh=mesh, family=family)

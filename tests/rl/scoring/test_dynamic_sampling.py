@@ -8,12 +8,13 @@ import pytest
 
 from jetrl_jax.core.interrupt import StopRequested
 from jetrl_jax.data import Prompt
-from jetrl_jax.rl.scoring import dynamic_sampling, experience, replay, store
+from jetrl_jax.rl.scoring import dynamic_sampling, experience, store
 from jetrl_jax.rl.scoring.dynamic_sampling import NotEnoughGroupsError
 from jetrl_jax.rl.settings import AlgorithmConfig, FilterGroups, OverlongBuffer
 from jetrl_jax.rl.training.collector import Collector
 from jetrl_jax.rl.types import Completion
 from tests import whole_run
+from tests.rl import replay
 
 CONFIG = AlgorithmConfig(filter_groups=FilterGroups(enable=True))
 

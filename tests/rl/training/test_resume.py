@@ -213,6 +213,7 @@ def _kill(workdir: pathlib.Path, generator: random.Random) -> bool:
   return process.returncode == 0
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_random_moments_ends_in_the_same_bits(
     tmp_path, uninterrupted
 ):

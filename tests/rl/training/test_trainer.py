@@ -26,12 +26,13 @@ from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import aggregation
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.run import preflight
-from jetrl_jax.rl.scoring import replay, store
+from jetrl_jax.rl.scoring import store
 from jetrl_jax.rl.scoring.experience import Experience
 from jetrl_jax.rl.training.collector import Collector
 from jetrl_jax.rl.training.learner import Learner
 from jetrl_jax.rl.training.trainer import Trainer
 from tests import whole_run
+from tests.rl import replay
 
 
 @pytest.fixture(scope='module')
@@ -238,16 +239,6 @@ def test_saved_rollouts_replayed_give_the_same_weights(done, live):
       | {'opt_step': state.opt_step}
   )
   assert again == saved
-
-
-def test_a_replay_under_other_settings_is_refused(done, live):
-  spec = live.trainer.spec
-  path = done / 'rollouts' / '000005.npz'
-  other = dataclasses.replace(spec.algorithm, norm_adv_by_std=False)
-  with pytest.raises(ValueError, match='norm_adv_by_std=False gives; use the'):
-    replay.load_experience(path, spec.train_set, other)
-  with pytest.raises(ValueError, match='which the data lacks; use the run'):
-    replay.load_experience(path, spec.val_set, spec.algorithm)
 
 
 def test_recomputed_old_log_probs_are_the_rollouts_and_so_are_the_weights(live):
@@ -512,6 +503,7 @@ def test_the_reference_is_the_start_and_is_there_again_after_a_stop(tmp_path):
   assert (tmp_path / 'config.json').read_bytes() == config
 
 
+@pytest.mark.slow
 def test_a_bf16_run_with_a_frozen_embedding_and_a_cut_sampler(tmp_path):
   # Every program compiles once more.
   changes = {
@@ -540,6 +532,7 @@ def test_a_bf16_run_with_a_frozen_embedding_and_a_cut_sampler(tmp_path):
   assert 'embed' not in state.trainable
 
 
+@pytest.mark.slow
 def test_seeded_scores_and_lengths_need_no_rewards_and_no_stops(tmp_path):
   # No stop tokens: the rollout's loop compiles once more. And few pages.
   changes = {
