@@ -8,7 +8,7 @@ WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test slow all-tests jetstream wheel soak lint types buildifier check format docs clean
+.PHONY: quickstart test slow jetstream wheel soak lint types buildifier check format docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jetrl_jax.main --config=configs/quickstart.py \
@@ -20,10 +20,6 @@ test: $(VENV)/.installed-dev
 # What a change must pass as well, left out of `test` to keep that short.
 slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --run-slow -m slow
-
-# Both in one run: what they share is imported and compiled once.
-all-tests: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --run-slow
 
 # JetStream's real orchestrator and server over the engine. google-jetstream is
 # added to what .venv has, without the TensorFlow that it does not need here. A
@@ -56,7 +52,7 @@ buildifier: | $(VENV)/.created
 	  BUILD MODULE.bazel
 
 # The tests last, so that pytest's summary is the last line.
-check: lint types buildifier all-tests
+check: lint types buildifier slow test
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
