@@ -177,7 +177,7 @@ def test_random_ranks_killed_at_random_moments_change_no_bit(
       record_property(name, value)
     record_property('longest wait for the others, s', round(max(waits)))
   # However few minutes there were: a soak without a kill shows nothing.
-  assert done
+  assert any(name.startswith('SIG') for name in counts)
 
 
 def _killed(
