@@ -482,16 +482,23 @@ def _decode(host: _Host) -> Iterator[Unit]:
     if common.TINY.value:
       command += ['--tiny', '--prompts=4', '--tokens=8', '--steps=8']
       command += ['--prompt_length=16']
-    host.run('decode', command, (1, tensor), 'decode')
-    found = json.loads((folder / 'found.json').read_text())
-    host.hardware = host.hardware or found['hardware']
-    rows = []
+    file, rows = folder / 'found.json', []
+    try:
+      host.run('decode', command, (1, tensor), 'decode')
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+      if not file.exists():
+        raise
+      # What it had measured by then.
+      rows = [{'error': _short(error)}]
+    found = json.loads(file.read_text())
+    kind = found['hardware'].partition(' x ')[2]
+    host.hardware = host.hardware or f'{host.devices} x {kind}'
     for row in found['rows']:
       row = row | {'unit': f'tensor={row["tensor"]}, {row["check"]}'}
       if 'tokens_per_s' in row:
         row['tok_s_gpu'] = row['tokens_per_s'] / row['tensor']
-        base = rows[1]['tok_s_gpu'] if len(rows) > 1 else row['tok_s_gpu']
-        row['weak'] = row['tok_s_gpu'] / base
+        timed = [r['tok_s_gpu'] for r in rows if 'tok_s_gpu' in r]
+        row['weak'] = row['tok_s_gpu'] / [*timed, row['tok_s_gpu']][0]
       rows.append(row)
     return rows
 
@@ -746,7 +753,7 @@ def _write(host: _Host, left: list[str]) -> None:
 
 def _earlier(host_devices: int) -> tuple[list[dict], str]:
   """Returns (rows, hardware) of an earlier call with the same output."""
-  path = pathlib.Path(common.OUTPUT.value + '.json')
+  path = pathlib.Path(f'{common.OUTPUT.value}.json')
   if _AGAIN.value or not path.exists():
     return [], ''
   found = json.loads(path.read_text())

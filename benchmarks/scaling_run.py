@@ -61,16 +61,17 @@ class _Timer(Timer):
     self._folder, self._profiled = folder, profiled
     # The line of step 0 is a step of its own.
     self.step = 0
-    self.compiled = collections.Counter[int]()
+    self.compiled: dict[int, float] = {}
     self.cache = collections.Counter[str]()
     jax.monitoring.register_event_duration_secs_listener(self._took)
     jax.monitoring.register_event_listener(self._happened)
 
-  def _took(self, event: str, seconds: float, **_: Any) -> None:
+  def _took(self, event: str, duration_secs: float, **kwargs: Any) -> None:
     if event == _COMPILED:
-      self.compiled[self.step] += seconds
+      before = self.compiled.get(self.step, 0.0)
+      self.compiled[self.step] = before + duration_secs
 
-  def _happened(self, event: str, **_: Any) -> None:
+  def _happened(self, event: str, **kwargs: Any) -> None:
     if event.startswith(_CACHE):
       self.cache[event.removeprefix(_CACHE)] += 1
 
@@ -132,7 +133,9 @@ def _make_short(tokens: int) -> None:
 def _step(spec: RunSpec, workdir: pathlib.Path) -> dict[str, Any]:
   if _SHORT.value:
     _make_short(_SHORT.value)
-  timer = _Timer(workdir / 'profile', 3 if _SHORT.value else 0)
+  # Its own for each process: a profile is named by host and second.
+  profiles = workdir / f'profile_{processes.rank()}'
+  timer = _Timer(profiles, 3 if _SHORT.value else 0)
   trainer = Trainer(spec, workdir)
   trainer.timer = timer
   trainer.train()
@@ -140,11 +143,9 @@ def _step(spec: RunSpec, workdir: pathlib.Path) -> dict[str, Any]:
   peaks = [found.get('peak_bytes_in_use', 0) / 2**30 for found in stats]
   return {
       'peaks_gib': [peak for peak in peaks if peak],
-      'compiled_s': dict(timer.compiled),
+      'compiled_s': timer.compiled,
       'cache': dict(timer.cache),
-      'kernels': {
-          phase: _kernels(workdir / 'profile' / phase) for phase in _PROFILED
-      },
+      'kernels': {phase: _kernels(profiles / phase) for phase in _PROFILED},
   }
 
 
@@ -229,7 +230,7 @@ def _restore(spec: RunSpec, workdir: pathlib.Path) -> dict[str, Any]:
 
 def main() -> None:
   """Does what --what says and writes the facts."""
-  config = config_flags.load()
+  config: configs.Config = config_flags.load()
   workdir = pathlib.Path(_WORKDIR.value)
   workdir.mkdir(parents=True, exist_ok=True)
   compilation.keep_compiled(config.compile_cache_dir)

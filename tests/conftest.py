@@ -12,6 +12,8 @@ import pytest
 _ROOT = pathlib.Path(__file__).parent.parent
 # Marks of what takes long, each with a switch: seconds, and minutes.
 _LONG = ('slow', 'soak')
+# Seconds for a slow test, which on a loaded machine may take many minutes.
+_SLOW_TIMEOUT_S = 1200
 # An array's shape in a signature: Float[Array, 'B T'].
 _SHAPE = re.compile(r'\b(Bool|Float|Int|Shaped|UInt8)\[')
 
@@ -118,7 +120,10 @@ def _hook_type_checker():
 
 
 def pytest_collection_modifyitems(config, items):
-  """Skips long and gpu tests with the switch that would run them."""
+  """Skips long and gpu tests with the switch that would run them.
+
+  Slow tests get a longer limit than the others, unless they have their own.
+  """
   import jax
 
   gpu = config.getoption('--run-gpu') and jax.default_backend() == 'gpu'
@@ -126,5 +131,7 @@ def pytest_collection_modifyitems(config, items):
     for mark in _LONG:
       if mark in item.keywords and not config.getoption(f'--run-{mark}'):
         item.add_marker(pytest.mark.skip(reason=f'needs --run-{mark}'))
+    if 'slow' in item.keywords and not item.get_closest_marker('timeout'):
+      item.add_marker(pytest.mark.timeout(_SLOW_TIMEOUT_S))
     if 'gpu' in item.keywords and not gpu:
       item.add_marker(pytest.mark.skip(reason='needs --run-gpu and a GPU'))

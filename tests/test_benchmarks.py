@@ -72,6 +72,7 @@ def test_a_packing_of_long_answers_has_fewer_tokens_than_was_asked_for():
   assert exactness.layouts(asked, 10**5) == [(1, 1)]
 
 
+@pytest.mark.slow
 def test_every_operation_is_run_by_every_implementation_at_hand(tmp_path):
   rows = _rows('kernels', tmp_path)
   assert len(rows) == 4 and not [row for row in rows if 'error' in row]

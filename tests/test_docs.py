@@ -86,7 +86,7 @@ def test_a_command_names_what_exists(path):
   text, make = _text(path), _text(_ROOT / 'Makefile')
   targets = set(re.search(r'\.PHONY: (.*)', make).group(1).split())
   # At the start of a line or of a code span: "make sure" is prose.
-  for words in re.findall(r'(?:^ {4}|`)make ((?:[a-z]+\b ?)+)', text, re.M):
+  for words in re.findall(r'(?:^ {4}|`)make ((?:[a-z-]+\b ?)+)', text, re.M):
     assert set(words.split()) <= targets
   for module in re.findall(r'python -m ([\w.]+)', text):
     assert importlib.util.find_spec(module) or module == 'pytest', module

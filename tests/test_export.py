@@ -73,6 +73,7 @@ def test_an_fp8_export_of_a_float32_run_comes_back_in_float32(tmp_path):
     assert (again / name).read_bytes() == (folder / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_a_mixed_run_is_exported_with_the_scales_of_its_training(tmp_path):
   config = {
       'precision.rollout_recipe': 'fp8_token',

@@ -147,7 +147,11 @@ def test_an_unknown_name_in_a_config_file_gets_its_line(tmp_path):
             marks=pytest.mark.slow,
         ),
         ('nonsense', ":4: NameError: name 'nonsense' is not defined"),
-        ('config.trainer.mini_batch_size = 3', 'is not a multiple of'),
+        pytest.param(
+            'config.trainer.mini_batch_size = 3',
+            'is not a multiple of',
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             'config.mesh.tensor = 4',
             'mesh.tensor is 4; the model has 2 query heads on 1 KV heads',
@@ -210,9 +214,10 @@ def test_a_name_of_another_library_is_led_to_ours(argument, meant):
             " name; did you mean 'quickstart'? Examples: calculator, ",
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             [f'--config={whole_run.ROOT}/configs'],
             f'--config={whole_run.ROOT}/configs is a folder; name a config',
+            marks=pytest.mark.slow,
         ),
         (
             [_TINY, '--config.optim.learning_rate=2'],
@@ -234,14 +239,16 @@ def test_a_name_of_another_library_is_led_to_ours(argument, meant):
             "Unknown command line flag 'lr'; did you mean --config.optim.lr=2?",
             marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             [_TINY, '--config.trainer.synthetic=yes'],
             "synthetic=yes: (allowed: True, False; not 'yes')",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             [_TINY, 'optim.lr=2e-5'],
             "unknown arguments ['optim.lr=2e-5']; did you mean"
             ' --config.optim.lr=2e-5?',
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             [_TINY, '--dry_run_device=NVIDIA H200'],
@@ -278,6 +285,7 @@ def test_a_reward_that_raises_stops_the_run_with_its_traceback(tmp_path):
   assert 'main.py' not in errors  # The user's traceback, not ours.
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_ends_with_the_reason_and_exit_code_1(tmp_path):
   code, _, errors = _run(
       _TINY,

@@ -109,6 +109,7 @@ def in_a_hurry():
   jax.config.update(unoptimised, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('path', _PATHS, ids=_id)
 def test_a_notebook_runs_from_its_first_to_its_last_cell(
     path, tiny_checkpoint, in_a_hurry, monkeypatch

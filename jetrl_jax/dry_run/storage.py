@@ -22,7 +22,7 @@ from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.training.workdir import EXPORT
 
-# A process with a GPU before its first checkpoint, and copies on their way.
+# A process with a GPU before its first checkpoint, and copies in flight.
 _PROCESS, _ON_THE_WAY = 6 * 2**30, 7 * 2**30
 # Bytes of a line of metrics and of one of its 8-bit dots, of a step's
 # TensorBoard events, of a token's text, of a sample besides, of a report with

@@ -23,7 +23,7 @@ from jetrl_jax.kernels import hopper_dot
 REFERENCE = 'reference'
 # 8-bit values of an array that all kernels can address: Pallas' Triton backend
 # counts the values of an array of up to 4 GiB in 32 bits with a sign, and those
-# beyond this one would lie in front of their array.
+# beyond this one would be looked for before the start of their array.
 MOST_VALUES = 2**31
 # Operation -> its implementations, the preferred one first. What each needs:
 # `_missing`.

@@ -45,7 +45,7 @@ def kernel_options(interpret: bool, *, overlap: bool = False) -> dict:
 
 
 def pieces(dtype) -> tuple:
-  """Returns how a tile lies in shared memory, for the tensor core to read."""
+  """Returns a tile's layout in shared memory, as the tensor core reads it."""
   columns = SWIZZLE // jnp.dtype(dtype).itemsize
   return (
       plgpu.TilingTransform((8, columns)),
@@ -83,7 +83,7 @@ def instruction(name: str, x, *more, literals: tuple[str, ...] = ()):
   """Returns one instruction of the device, of float32 in the product's layout.
 
   Such an instruction is rounded by itself: one with a rounding in its name is
-  not joined with an addition behind it, as a compiler may do with others.
+  not fused with a following addition, as a compiler may do with others.
 
   Args:
     name: in PTX, with its type, for example 'div.full.f32'.
@@ -144,7 +144,7 @@ def has_read() -> None:
 
 
 class Stream(NamedTuple):
-  """Tiles on their way to shared memory, some at a time.
+  """Tiles that are loaded to shared memory, a few ahead.
 
   Attributes:
     tiles: [stages, ...] of each operand.
@@ -173,7 +173,7 @@ def ask(
 
   Args:
     begin: number of the first one.
-    end: behind the last one.
+    end: the tile after the last one.
     stages: the number of stages of the streams.
     streams: (stream, function from a number to the operands' places in memory).
     registers: that this warpgroup keeps.

@@ -60,7 +60,7 @@ def unfold(params: PyTree, scale: float) -> PyTree:
 
   Exact for a power of two. With another s a float32 master may end one unit
   in the last place beside where it started, which an export in bfloat16
-  rounds away; a bfloat16 master may end one unit of bfloat16 beside it.
+  rounds away; a bfloat16 master may end one unit of bfloat16 away from it.
   """
   return _rescale(params, 1.0 / scale, donate=False)
 

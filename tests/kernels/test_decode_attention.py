@@ -222,6 +222,7 @@ def test_the_decode_kernel_computes_what_the_cpu_form_does(
   assert not np.asarray(out[3]).any()
 
 
+@pytest.mark.slow
 def test_a_split_kernel_has_the_log_sum_exp_of_the_whole_one():
   slots, pages, size = 3, 3, 32
   q = jax.random.normal(jax.random.key(0), (slots, K, H), jnp.bfloat16)

@@ -612,7 +612,15 @@ CASES = [
 ]
 # Interpreted, these take seconds each; tests/kernels/test_<operation>.py has
 # their kernels interpreted too.
-_SLOW = ('adamw', 'attention', 'decode_attention', 'mlp', 'sample_token')
+_SLOW = (
+    'adamw',
+    'attention',
+    'decode_attention',
+    'mlp',
+    'quantize_transpose',
+    'requantize',
+    'sample_token',
+)
 
 
 def _pairs(slow: tuple[str, ...] = ()) -> list:

@@ -28,8 +28,15 @@ def matrix(seed=0, dtype=jnp.bfloat16):
   return block.matrix(ROWS, COLUMNS, seed).astype(dtype)
 
 
-@pytest.mark.parametrize('power_of_two', [True, False])
-@pytest.mark.parametrize('dtype', [formats.E4M3, formats.E5M2])
+@pytest.mark.parametrize(
+    'dtype, power_of_two',
+    [
+        (formats.E4M3, True),
+        (formats.E5M2, False),
+        pytest.param(formats.E4M3, False, marks=pytest.mark.slow),
+        pytest.param(formats.E5M2, True, marks=pytest.mark.slow),
+    ],
+)
 def test_one_pass_is_both_groupings_of_xla(dtype, power_of_two):
   how = HOW | {'power_of_two': power_of_two}
   x, mask_M = matrix(), jnp.asarray(np.arange(ROWS) % 5 != 0, 'f4')

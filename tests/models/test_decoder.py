@@ -63,7 +63,7 @@ def _slot(state, path):
     [
         *((family, FP8) for family in tiny.FAMILIES),
         # Qwen2 in BF16 is held to its training step below.
-        ('qwen3', BF16),
+        pytest.param('qwen3', BF16, marks=pytest.mark.slow),
         pytest.param('llama', BF16, marks=pytest.mark.slow),
     ],
 )

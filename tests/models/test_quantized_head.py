@@ -108,6 +108,7 @@ def test_spread_slots_join_amaxes_by_max_and_sums_by_sum():
   assert found['input']['health'][1] == 3
 
 
+@pytest.mark.slow
 def test_fp8_gradients_of_peaked_rows_of_152064_tokens_keep_their_direction():
   # Logits of a language model: a few tokens hold nearly everything, so that
   # most of the row's gradient is below E4M3's smallest value on one scale.

@@ -174,7 +174,7 @@ def _kernel(*refs, b1, b2, eps, decay, at_random, maths):
   ok, clip_factor, rate, inverse1, inverse2 = (numbers_ref[i] for i in range(5))
   block = pl.program_id(0)
 
-  # What is not written stays: outputs lie where the inputs do.
+  # What is not written stays, because outputs are the inputs' buffers.
   @pl.when(ok > 0)
   def _():
     g = gradient_ref[...].astype(jnp.float32) * clip_factor

@@ -50,7 +50,7 @@ class Program(NamedTuple):
 
   Attributes:
     groups: warpgroups that multiply, 64 rows each.
-    stages: tiles of keys and of values on their way at a time.
+    stages: tiles of keys and of values that are loaded ahead.
     ahead: the next tile's scores are made while this one's are weighed.
   """
 
@@ -178,7 +178,7 @@ def _multiply(
     return lax.broadcast_in_dim(of_row, (tools.ROWS, columns), [0])
 
   def multiplied(i, sums):
-    """Asks for a tile's scores; who reads them waits."""
+    """Starts the product of a tile's scores; the reader waits for it."""
     slot = slot_of(i)
     plgpu.barrier_wait(keys.there.at[slot])
     k_tile = keys.tiles['tile'].at[slot]

@@ -12,7 +12,7 @@ from jetrl_jax.core.typing import Array
 from jetrl_jax.kernels import dispatch, hopper_dot, stands_for
 from jetrl_jax.kernels.block_scaled_dot import reference
 
-# Rows for which Triton's kernel was tuned; beside it Mosaic's gains with more
+# Most rows for which Triton's kernel was tuned; Mosaic's is faster for more
 # (docs/performance_log.md).
 _FEW = 512
 

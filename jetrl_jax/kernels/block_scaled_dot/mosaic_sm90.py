@@ -37,7 +37,7 @@ class Tiles(NamedTuple):
   Attributes:
     height: rows of a program, 64 for each warpgroup that multiplies.
     width: its columns, at most 128.
-    stages: groups on their way at a time.
+    stages: groups that are loaded ahead.
   """
 
   height: int

@@ -35,7 +35,7 @@ _NEIGHBOURS = 8
 
 
 def _rounded_product(x: Array, y: Array, interpret: bool) -> Array:
-  """Returns x * y, which no addition behind it takes in without rounding."""
+  """Returns x * y, rounded before a following addition."""
   if interpret:
     return fence(x * y)
   return instruction('mul.rn.f32')(x, jnp.broadcast_to(y, x.shape))
@@ -57,7 +57,7 @@ def _kernel(
     columns = pl.ds(g * BLOCK, BLOCK)
     a, b = a_ref[:, columns], b_ref[:, columns]
     part = hopper_dot(a, b, zeros, interpret=interpret)
-    # The next group's are on their way meanwhile.
+    # The next group's scales are loaded meanwhile.
     ahead = scales(jnp.minimum(g + 1, groups - 1))
     if exact:  # Powers of two may be multiplied first, or within the sum.
       return total + part * (scale_a * scale_b), *ahead

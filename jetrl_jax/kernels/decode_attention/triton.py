@@ -76,7 +76,7 @@ def _decode_kernel(
 
 
 def _best(programs: int, is_fp8: bool) -> tuple[int, int]:
-  """Returns the fastest (warps, tiles on their way at a time).
+  """Returns the fastest (warps, tiles that are loaded ahead).
 
   Up to four programs to a multiprocessor of an H200 run at the same time,
   whatever they hold; of more, as many as its shared memory has room for.

@@ -55,12 +55,12 @@ def pools(k_PKSH: Array, values: Array) -> tuple[Array, Array]:
 
 
 def whole(pool: Array) -> pl.BlockSpec:
-  """All pages: those of a slot lie anywhere."""
+  """Returns the spec of all pages: a slot's pages may be anywhere."""
   return pl.BlockSpec(pool.shape, lambda *_, dims=pool.ndim: (0,) * dims)
 
 
 def load_query(q_ref, head, group: int, dtype):
-  """Returns the rows of a KV head's group, zeros behind them, and their mask.
+  """Returns the rows of a KV head's group, zeros after them, and their mask.
 
   Args:
     q_ref: [N, H].

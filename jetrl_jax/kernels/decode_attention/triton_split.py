@@ -36,7 +36,7 @@ from jetrl_jax.kernels.decode_attention import triton_pages as pages
 from jetrl_jax.kernels.triton_tools import kernel_options, power_of_2
 
 _ROWS = pages.DECODE_ROWS
-# Tiles of keys on their way at a time; more would leave shared memory for fewer
+# Tiles of keys that are loaded ahead; more would leave shared memory for fewer
 # programs.
 _STAGES = 3
 
@@ -48,7 +48,7 @@ class Split(NamedTuple):
     chunks: groups of neighbouring tiles; one program makes the scores of a
       group; a power of two.
     channels: output channels that one program sums; a power of two.
-    stages: tiles on their way at a time, to be added up.
+    stages: tiles of values that are loaded ahead.
   """
 
   chunks: int
@@ -68,7 +68,7 @@ def best(programs: int) -> Split | None:
 
 
 def _my_tiles(last, split: Split, tile: int):
-  """Returns this program's tiles, as (begin, end); none if behind the last."""
+  """Returns this program's tiles, as (begin, end); none after the last."""
   tiles = lax.div(last + tile, jnp.int32(tile))
   each = lax.div(tiles + split.chunks - 1, jnp.int32(split.chunks))
   begin = pl.program_id(2) * each
@@ -76,7 +76,7 @@ def _my_tiles(last, split: Split, tile: int):
 
 
 def _places(parts: int, i, tile: int):
-  """Returns where a tile's parts lie in an array over keys."""
+  """Returns where a tile's parts are in an array over keys."""
   width = tile // parts
   return [pl.ds(i * tile + n * width, width) for n in range(parts)]
 

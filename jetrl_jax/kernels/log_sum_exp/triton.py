@@ -105,7 +105,7 @@ def whole_chunks(logits_MV: Array, interpret: bool) -> Array:
 
 
 def load_parts(refs: Sequence, vocab: int) -> tuple:
-  """Returns a row's parts, see `chunk_stats`; behind them what adds nothing."""
+  """Returns a row's parts, see `chunk_stats`, padded with what adds nothing."""
   at = jnp.arange(refs[0].shape[0])
 
   def load(ref, other):

@@ -182,7 +182,7 @@ def dgrad(recipe: Recipe, dy8: OutputGrad, weight: QTensor, x_dtype) -> Array:
 
   Args:
     recipe: `fp8_delayed`.
-    dy8: what `quantize_grad` gave.
+    dy8: the result of `quantize_grad`.
     weight: the forward's.
     x_dtype: the dtype of dX.
   """
@@ -199,7 +199,7 @@ def dgrad(recipe: Recipe, dy8: OutputGrad, weight: QTensor, x_dtype) -> Array:
 
 
 def wgrad(recipe: Recipe, dy8: OutputGrad, x8: QTensor, w_dtype) -> Array:
-  """Returns dW in the master's dtype; `x8` is what `keep_input` gave."""
+  """Returns dW in the master's dtype; `x8` is the result of `keep_input`."""
   operands = dy8.row_major.values, x8.values, TN
   if dy8.transposed_OM is not None:
     operands = dy8.transposed_OM, x8.values, NT

@@ -87,7 +87,7 @@ def renew_kernel(
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
-  """Quantises a kernel to E4M3 in the place of its old values.
+  """Quantises a kernel to E4M3 and overwrites its old values.
 
   Args:
     master_OI: float32 or bfloat16; needs what `fits`.

@@ -48,7 +48,7 @@ class Scorer:
         answer=prompt.answer,
         source=prompt.source,
         extra=prompt.extra,
-        # Four bytes each on their way, and no NumPy in the workers.
+        # Four bytes per id in a message, and no NumPy in the workers.
         response_ids=array.array('i', completion.tokens.tobytes()),
     )
     self._scoring.add([request])

@@ -116,6 +116,7 @@ def guarded(tmp_path_factory):
   return workdir
 
 
+@pytest.mark.slow
 def test_faults_are_answered_by_rollback_new_scales_precision_and_rollback(
     guarded,
 ):
@@ -150,6 +151,7 @@ def test_faults_are_answered_by_rollback_new_scales_precision_and_rollback(
   assert [DOWN in s['fp8_health'] for s in steps] == [True] * 5 + [False] * 3
 
 
+@pytest.mark.slow
 def test_a_rolled_back_run_goes_on_from_the_weights_of_its_checkpoint(guarded):
   # Two updates behind step 1, that of step 8 among them; five were given up.
   last = whole_run.restored(guarded, changes=CHANGES)
@@ -162,6 +164,7 @@ def test_a_rolled_back_run_goes_on_from_the_weights_of_its_checkpoint(guarded):
   assert steps == [1, 8]
 
 
+@pytest.mark.slow
 def test_a_guarded_policy_is_read_in_the_precision_of_its_checkpoint(guarded):
   for step, quantised in ((1, True), (8, False)):
     recipe = saved_policy.restore(str(guarded), step=step).policy.recipe
@@ -169,6 +172,7 @@ def test_a_guarded_policy_is_read_in_the_precision_of_its_checkpoint(guarded):
     assert recipe.quantizes('layers_0/mlp/gate_up')
 
 
+@pytest.mark.slow
 def test_a_guarded_run_that_is_killed_ends_in_the_same_bits(guarded):
   # In the precision that the guard chose, and before it rolls back.
   killed = guarded.with_name('killed')

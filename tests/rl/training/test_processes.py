@@ -156,17 +156,19 @@ def test_random_ranks_killed_at_random_moments_change_no_bit(
     counts['runs compared'] += 1
     assert whole_run.outcome(workdir, {'mesh.data': 2}) == expected
 
-  two = tmp_path / '0'
+  number, done, two = 0, 0, tmp_path / '0'
   try:
-    for number in range(kills):
-      if time.monotonic() > end:
-        break
+    while done < kills and time.monotonic() < end:
+      begin = time.monotonic()
       what = _killed(two, changes, draw, took, waits)
-      if what is None:  # It was done before.
+      if what is None:  # It was done before: sooner next time.
+        took = min(took, time.monotonic() - begin)
         compare(two)
-        two = tmp_path / str(number + 1)
-        what = _killed(two, changes, draw, took, waits)
-      counts[what or 'none'] += 1
+        number += 1
+        two = tmp_path / str(number)
+        continue
+      counts[what] += 1
+      done += 1
     count = draw.choice([1, 2])
     _finish(two, count, changes, _SOAK_PATIENCE_S, devices=2 // count)
     compare(two)
@@ -174,7 +176,8 @@ def test_random_ranks_killed_at_random_moments_change_no_bit(
     for name, value in sorted(counts.items()):
       record_property(name, value)
     record_property('longest wait for the others, s', round(max(waits)))
-  assert minutes < float('inf') or sum(counts.values()) > kills
+  # However few minutes there were: a soak without a kill shows nothing.
+  assert any(name.startswith('SIG') for name in counts)
 
 
 def _killed(

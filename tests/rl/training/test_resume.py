@@ -244,6 +244,7 @@ def _wait_for_lines(process: subprocess.Popen, workdir, number: int) -> None:
     time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_process_well_and_says_what_to_do(
     tmp_path, uninterrupted
 ):
