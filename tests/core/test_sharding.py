@@ -45,12 +45,6 @@ def test_too_few_devices_are_counted():
     sharding.make_mesh(data=8, tensor=2)
 
 
-def test_devices_of_several_processes_share_no_sequence(monkeypatch):
-  monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  with pytest.raises(ValueError, match='mesh.tensor is 2, but .* 2 processes'):
-    sharding.make_mesh(tensor=2)
-
-
 @pytest.mark.parametrize('axes', [(0, 1), (1, 0), (-2, -4)])
 def test_an_axis_of_no_devices_is_refused(axes):
   data, fsdp = axes
