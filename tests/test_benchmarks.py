@@ -42,7 +42,7 @@ _SCRIPTS = {
 }
 
 
-def _rows(script: str, folder: pathlib.Path) -> list[dict]:
+def _rows(script: str, folder: pathlib.Path, *more: str) -> list[dict]:
   """Returns the rows that a script writes."""
   done = subprocess.run(
       [
@@ -52,6 +52,7 @@ def _rows(script: str, folder: pathlib.Path) -> list[dict]:
           '--tiny',
           f'--output={folder / script}',
           *_SCRIPTS[script],
+          *more,
       ],
       cwd=whole_run.ROOT,
       env=os.environ | {'PYTHONPATH': str(whole_run.ROOT)},
@@ -143,6 +144,14 @@ def test_two_graders_are_compared_answer_by_answer():
 
 
 @pytest.mark.slow
+def test_the_sums_of_a_host_have_one_order_by_one_process_and_by_two(tmp_path):
+  rows = _rows('scaling', tmp_path, '--parts=collectives')
+  assert not [row['error'] for row in rows if 'error' in row]
+  sums = [row for row in rows if row['unit'].endswith('sum, float32')]
+  assert len(sums) == 4 and len({row['hash'] for row in sums}) == 1
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_a_host_of_two_devices_is_measured_compared_and_broken(tmp_path):
   rows = _rows('scaling', tmp_path)
@@ -162,8 +171,6 @@ def test_a_host_of_two_devices_is_measured_compared_and_broken(tmp_path):
   assert not any(row['differ'] or row['mismatch'] for row in steps)
   assert one['weak'] == 1 and all(row['weak'] > 0 for row in others)
   assert others[0]['tokens'] > 1.5 * one['tokens']
-  sums = [row for row in rows if row['unit'].endswith('sum, float32')]
-  assert len(sums) == 4 and len({row['hash'] for row in sums}) == 1
   (killed,) = [row for row in rows if row['part'] == 'kill']
   assert killed['state'] == killed['restored']
   assert killed['ended_s'] < 60 and killed['resumed_to'] == 8
