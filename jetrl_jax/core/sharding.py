@@ -26,6 +26,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jetrl_jax.core.compilation import on_gpu
 from jetrl_jax.core.typing import Array, NpArray, PyTree
 
 DATA, FSDP, TENSOR = 'data', 'fsdp', 'tensor'
@@ -452,7 +453,9 @@ _SMALL = 4096
 
 def _ordered_sum_scatter(x: Array, axis, size: int) -> Array:
   """Adds over devices; returns this device's part of the first axis."""
-  if size <= 2:
+  # Not on a CPU: between processes (gloo, jax 0.10.2) the sums of a run with
+  # fsdp=2 then did not repeat to the bit.
+  if size <= 2 and on_gpu():
     return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
   parts = x.reshape(size, x.shape[0] // size, *x.shape[1:])
   parts = lax.all_to_all(parts, axis, split_axis=0, concat_axis=0, tiled=True)
