@@ -18,6 +18,15 @@ from tools import notebooks
 _PATHS = notebooks.paths()
 _EXAMPLE = pathlib.Path(__file__).parent.parent / 'examples' / 'quickstart'
 _ROOMS = ('data', 'fp8', 'models', 'rewards', 'rl')
+# Sizes of a tiny run of the command.
+_SMALL = (
+    '--config.data.val_max_samples=8',
+    '--config.rollout.num_generations=4',
+    '--config.rollout.num_slots=16',
+    '--config.trainer.train_batch_size=4',
+    '--config.trainer.mini_batch_size=4',
+    '--config.trainer.micro_batch_size=16',
+)
 # What a tiny run sets instead, in the cell tagged 'parameters'.
 _TINY = {
     '01_fp8_by_hand': {'ROWS': 16, 'FEATURES': 32},
@@ -35,12 +44,7 @@ _TINY = {
         'EXTRA': [
             # As in the notebook before: the same programs.
             '--config.algorithm.clip_ratio_high=0.28',
-            '--config.data.val_max_samples=8',
-            '--config.rollout.num_generations=4',
-            '--config.rollout.num_slots=16',
-            '--config.trainer.train_batch_size=4',
-            '--config.trainer.mini_batch_size=4',
-            '--config.trainer.micro_batch_size=16',
+            *_SMALL,
             '--config.trainer.calibration_prompts=4',
             '--config.trainer.calibration_tokens=6',
         ],
@@ -51,12 +55,7 @@ _TINY = {
         'EXTRA': [
             # The stand-in has no chat template and 32 tokens.
             '--config.data.template={prompt}',
-            '--config.data.val_max_samples=8',
-            '--config.rollout.num_generations=4',
-            '--config.rollout.num_slots=16',
-            '--config.trainer.train_batch_size=4',
-            '--config.trainer.mini_batch_size=4',
-            '--config.trainer.micro_batch_size=16',
+            *_SMALL,
         ],
     },
 }

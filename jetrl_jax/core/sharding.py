@@ -382,10 +382,7 @@ class Axes:
     It stands before a dot that the devices share, so the derivative sums the
     cotangents of all devices.
     """
-    if self.tensor == 1:
-      return x_MI
-    # Of two, JAX's own derivative adds in any order.
-    return _gather_columns(x_MI) if self.tensor == 2 else _gather_inputs(x_MI)
+    return _gather_inputs(x_MI) if self.tensor > 1 else x_MI
 
   def scatter_inputs(self, ct_MI: Array) -> Array:
     """Sums cotangents of whole rows over devices; returns its own columns."""
@@ -451,11 +448,18 @@ ALONE = Axes()
 _SMALL = 4096
 
 
+def _may_scatter(size: int) -> bool:
+  """Whether XLA's own reduce-scatter adds in one order.
+
+  Not on a CPU: with two processes (gloo, jax 0.10.2) and fsdp=2 its sums did
+  not repeat to the bit.
+  """
+  return size <= 2 and on_gpu()
+
+
 def _ordered_sum_scatter(x: Array, axis, size: int) -> Array:
   """Adds over devices; returns this device's part of the first axis."""
-  # Not on a CPU: between processes (gloo, jax 0.10.2) the sums of a run with
-  # fsdp=2 then did not repeat to the bit.
-  if size <= 2 and on_gpu():
+  if _may_scatter(size):
     return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
   parts = x.reshape(size, x.shape[0] // size, *x.shape[1:])
   parts = lax.all_to_all(parts, axis, split_axis=0, concat_axis=0, tiled=True)
@@ -488,7 +492,7 @@ def _shared_sum(x: Array) -> Array:
 def _scatter_columns(x: Array) -> Array:
   """Adds over the devices of `tensor`, in float32; each gets some columns."""
   size = lax.axis_size(TENSOR)
-  if size <= 2:
+  if _may_scatter(size):
     return lax.psum_scatter(x, TENSOR, scatter_dimension=x.ndim - 1, tiled=True)
   parts = jnp.moveaxis(x.reshape(*x.shape[:-1], size, -1), -2, 0)
   parts = lax.all_to_all(parts, TENSOR, split_axis=0, concat_axis=0, tiled=True)
