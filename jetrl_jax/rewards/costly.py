@@ -41,6 +41,35 @@ _SUM = re.compile(r'[^\s{(\[]\s*(?:[+-]|\\[pm][pm](?![a-zA-Z]))')
 _LETTER = re.compile(r'(?<![\\a-zA-Z])[a-df-hj-zA-Z]|\\(?!pi)[a-z]+(?:_\w)?$')
 # A letter or a command, with its subscript.
 _NAME = re.compile(r'(?:\\[a-zA-Z]+|[a-zA-Z])(?:_\w)?$')
+_UNICODE = str.maketrans(
+    {
+        '\u2212': '-',
+        '\u00d7': r'\times ',
+        '\u00b7': r'\cdot ',
+        '\u00b2': '^2',
+        '\u00b3': '^3',
+        '\u00bd': r'\frac{1}{2}',
+        '\u2153': r'\frac{1}{3}',
+        '\u2154': r'\frac{2}{3}',
+        '\u00bc': r'\frac{1}{4}',
+        '\u00be': r'\frac{3}{4}',
+        '\u221e': r'\infty ',
+        '\u03c0': r'\pi ',
+        '\u2264': r'\le ',
+        '\u2265': r'\ge ',
+        '\u2260': r'\ne ',
+        '\u222a': r'\cup ',
+        '\u2229': r'\cap ',
+        '\u2208': r'\in ',
+        '\u2205': r'\emptyset ',
+        '\u211d': r'\mathbb{R}',
+        '\u230a': r'\lfloor ',
+        '\u230b': r'\rfloor ',
+        '\u2308': r'\lceil ',
+        '\u2309': r'\rceil ',
+    }
+)
+_ROOT = re.compile(r'\u221a\s*(?:\((?P<sum>[^()]*)\)|(?P<one>\d+|[a-zA-Z]))')
 _CLOSING = {')': '(', '}': '{', ']': '['}
 
 
@@ -66,6 +95,13 @@ def is_costly(answer: str, reference: str) -> bool:
       or max(letters) > most
       or sum(sums) > most
   )
+
+
+def in_latex(text: str) -> str:
+  r"""Returns '2\sqrt{3}' of '2√3': symbols of Unicode as LaTeX names them."""
+  text = _ROOT.sub(r'\\sqrt{\g<sum>\g<one>}', text).replace('\u221a', r'\sqrt')
+  text = text.replace(r'\varnothing', r'\emptyset')
+  return text.translate(_UNICODE)
 
 
 def without_redundant_braces(text: str) -> str:

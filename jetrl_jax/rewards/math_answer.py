@@ -45,7 +45,9 @@ _DECIMAL_COMMA = re.compile(
     re.ASCII,
 )
 _COUNTED = re.compile(
-    r'(?P<number>[+-]?\\?\$?[\d.,]*\d)(?P<words>(?:[ -][a-z]{2,})+)',
+    r'(?P<number>[+-]?\\?\$?[\d.,]*\d)(?P<words>(?:[ -][a-z]{2,})+)'
+    # Of an area or a volume.
+    r'(?:(?<= [cmk]m| ft| in| yd)\^\{?[23]\}?)?',
     re.ASCII | re.IGNORECASE,
 )
 # '18 dollars' is 18; with one of these words a number is another.
@@ -56,6 +58,14 @@ _FACTORS = frozenset(
     ' hundredth hundredths thousandth thousandths squared cubed factorial'
     ' sqrt'.split()
 )
+_MULTIPLES = {
+    'dozen': 12,
+    'hundred': 10**2,
+    'thousand': 10**3,
+    'million': 10**6,
+    'billion': 10**9,
+    'trillion': 10**12,
+}
 # Longer than any number that is an answer, and its sentence.
 _TAIL_CHARS = 1000
 # What stands in a word, an index or an exponent is skipped; a minus after a
@@ -73,10 +83,34 @@ _SLASHED = re.compile(
 # What ends a sentence, and LaTeX's spaces.
 _END = re.compile(r'(?:\\[,;:! ]|[,;:\s]|(?<!\.)(?<!\\right)\.)+$')
 _TEXT = re.compile(r'\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*\{([^{}]*)\}')
-# A number in a font of its own; of letters a word may be made.
-_FONTS = re.compile(
-    r'(?:\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|it|rm|sf|tt)|[mh]box|bm'
-    r'|boldsymbol)\s*\{\s*)+(?P<inside>[^{}a-zA-Z]*)[}\s]+'
+_FONT = re.compile(
+    r'\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|it|rm|sf|tt)|[mh]box|bm'
+    r'|boldsymbol)\s*(?=\{)'
+)
+_COMMAND = re.compile(r'\\[a-zA-Z]+')
+_DELIMITED = re.compile(
+    r'\\\((?P<round>(?:(?!\\[()]).)*)\\\)|\\\[(?P<square>(?:(?!\\[\[\]]).)*)\\\]'
+    r'|\$\$(?P<two>[^$]*)\$\$|\$(?P<one>[^$]+)\$',
+    re.DOTALL,
+)
+# 'x = 5', 'a_1 = 5'; where the reference is a number, the name says nothing.
+_NAMED = re.compile(
+    r'(?:\\[a-zA-Z]+|[a-zA-Z])(?:_\{?\w\}?)?\s*=(?P<value>[^=]+)'
+)
+# '4210_5', '4210_{\text{five}}': digits and their base.
+_BASED = re.compile(
+    r'\(?(?P<digits>[0-9A-F]+)\)?_(?:(?P<one>\d)|\{(?:\\text\s*\{)?\s*'
+    r'(?P<base>\d{1,2}|[a-z]+)\s*\}{1,2})',
+    re.ASCII,
+)
+_BASES = (
+    'zero one two three four five six seven eight nine ten eleven twelve'
+    ' thirteen fourteen fifteen sixteen'.split()
+)
+_REPEATING = re.compile(
+    r'(?P<sign>-?)(?P<whole>\d{0,20})\.(?P<once>\d{0,20})'
+    r'\\(?:overline|bar)\{?(?P<again>\d{1,20})\}?',
+    re.ASCII,
 )
 _MIXED = re.compile(
     r'(?P<sign>-?)(?P<whole>\d{1,9})(?: (?P<a>\d{1,9})/(?P<b>\d{1,9})'
@@ -149,8 +183,14 @@ def parse_last(text: str) -> fractions.Fraction | None:
 def _enclosed(text: str, start: int) -> str:
   """Returns what the brace group that opens at `start` encloses."""
   text = text[start : start + costly.MAX_ANSWER_CHARS + 16].lstrip()
+  answer = text[1 : _group_end(text)].strip()
+  return answer if len(answer) <= costly.MAX_ANSWER_CHARS else ''
+
+
+def _group_end(text: str) -> int:
+  """Returns where the brace group that opens a text closes, 0 if nowhere."""
   if not text.startswith('{'):
-    return ''
+    return 0
   depth = 0
   escaped = False
   for index, char in enumerate(text):
@@ -163,9 +203,8 @@ def _enclosed(text: str, start: int) -> str:
     elif char == '}':
       depth -= 1
       if depth == 0:
-        answer = text[1:index].strip()
-        return answer if len(answer) <= costly.MAX_ANSWER_CHARS else ''
-  return ''
+        return index
+  return 0
 
 
 def parse_number(text: str) -> tuple[fractions.Fraction, bool] | None:
@@ -194,6 +233,7 @@ def parse_number(text: str) -> tuple[fractions.Fraction, bool] | None:
 def is_refused(answer: str, reference: str) -> bool:
   """Tells whether the answer is of a form that no verifier is given."""
   # A verifier never gets the left side of '\\binom{10}{3} = 120'.
+  answer, reference = costly.in_latex(answer), costly.in_latex(reference)
   answer = costly.without_redundant_braces(answer)
   answer = problems.solved(answer, reference)
   return costly.is_costly(answer, reference) or problems.names_operation(
@@ -212,6 +252,7 @@ def is_right(answer: str, reference: str) -> bool:
     Whether they are the same number, text or mathematical object. False where
     math-verify fails.
   """
+  answer, reference = costly.in_latex(answer), costly.in_latex(reference)
   answer = _plainly(problems.solved(answer, reference))
   reference = _plainly(reference)
   wanted = answer_list.entries(reference)
@@ -226,6 +267,8 @@ def is_right(answer: str, reference: str) -> bool:
       return False
   # Beside a bare number only: elsewhere words may be the answer.
   if parse_number(reference):
+    if named := _NAMED.fullmatch(answer):
+      answer = _plainly(named['value'])
     answer = _uncounted(answer)
   elif parse_number(answer):
     reference = _uncounted(reference)
@@ -282,13 +325,15 @@ def _plainly(text: str) -> str:
   text = costly.without_redundant_braces(text.strip())
   text = _END.sub('', text.replace('°', r'^\circ'))
   while True:
-    if match := _FONTS.fullmatch(text):
-      text = match['inside']
-    elif len(text) > 1 and text[0] == text[-1] == '$' and text.count('$') == 2:
-      text = text[1:-1]
+    if (inside := _without_font(text)) is not None:
+      text = inside
+    elif match := _DELIMITED.fullmatch(text):
+      text = match[match.lastgroup or 0]
     else:
       break
     text = _END.sub('', text.strip())
+  if match := _REPEATING.fullmatch(_compact(text)):
+    return _repeating(match)
   match = _MIXED.fullmatch(_compact(text))
   if match is None:
     return text
@@ -297,6 +342,30 @@ def _plainly(text: str) -> str:
   if p >= q:
     return text
   return rf'{match["sign"]}\frac{{{whole * q + p}}}{{{q}}}'
+
+
+def _without_font(text: str) -> str | None:
+  """Returns what a font encloses; None without one, or around letters.
+
+  Of letters in a font a word or a vector may be made.
+  """
+  match = _FONT.match(text)
+  if match is None or _group_end(text[match.end() :]) != len(text) - 1 - (
+      match.end()
+  ):
+    return None
+  inside = text[match.end() + 1 : -1]
+  has_letters = re.search('[a-zA-Z]', _COMMAND.sub('', inside))
+  return None if has_letters else inside
+
+
+def _repeating(match: re.Match[str]) -> str:
+  r"""Returns '\frac{1}{3}' of '0.\overline{3}'."""
+  once, again = match['once'], match['again']
+  nines = 10 ** len(again) - 1
+  value = int((match['whole'] or '0') + once) * nines + int(again)
+  value = fractions.Fraction(value, nines * 10 ** len(once))
+  return rf'{match["sign"]}\frac{{{value.numerator}}}{{{value.denominator}}}'
 
 
 def _with_point(text: str) -> str:
@@ -309,12 +378,26 @@ def _with_point(text: str) -> str:
 
 
 def _uncounted(text: str) -> str:
-  """Removes the words after a number that tell what was counted."""
-  match = _COUNTED.fullmatch(' '.join(_unwrapped(text).split()))
+  """Removes the words after a number that tell what was counted.
+
+  '5 million people' is 5000000 and '5 percent' 5%; with another word of
+  `_FACTORS` the value is not known, and nothing is returned.
+  """
+  unwrapped = re.sub(r'\\(?:[,;:! ]|quad)|~', ' ', _unwrapped(text))
+  match = _COUNTED.fullmatch(' '.join(unwrapped.split()))
   if match is None:
     return text
-  words = re.split('[ -]', match['words'].lower())
-  return match['number'] if _FACTORS.isdisjoint(words) else text
+  words = re.split('[ -]', match['words'].lower().strip(' -'))
+  factors = [word for word in words if word in _FACTORS]
+  if not factors:
+    return match['number']
+  if words == ['percent']:
+    return match['number'] + '%'
+  number = parse_number(match['number'])
+  if number and factors == words[:1] and factors[0] in _MULTIPLES:
+    value = number[0] * _MULTIPLES[factors[0]]
+    return rf'\frac{{{value.numerator}}}{{{value.denominator}}}'
+  return ''
 
 
 def _compare_plain(answer: str, reference: str) -> bool | None:
@@ -336,6 +419,9 @@ def _compare_plain(answer: str, reference: str) -> bool | None:
   left, right = _parse_fraction(answer), _parse_fraction(reference)
   if left is not None and right is not None:
     return left == right
+  left, right = _parse_based(answer), _parse_based(reference)
+  if left is not None and right is not None:
+    return left == right
   return None
 
 
@@ -349,6 +435,23 @@ def _parse_fraction(text: str) -> fractions.Fraction | None:
     return None
   p, q = int(match['p'] or match['a']), int(match['q'] or match['b'])
   return None if q == 0 else fractions.Fraction(-p if match['sign'] else p, q)
+
+
+def _parse_based(text: str) -> int | str | None:
+  """Returns the value of '4210_5', the text if 5 is a digit of it."""
+  match = _BASED.fullmatch(_compact(text))
+  if match is None:
+    return None
+  base = match['one'] or match['base']
+  if not base.isdecimal():
+    if base not in _BASES:
+      return None
+    base = str(_BASES.index(base))
+  digits = match['digits']
+  try:
+    return int(digits, int(base))
+  except ValueError:
+    return f'{digits}_{base}'
 
 
 @functools.cache
