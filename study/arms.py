@@ -275,6 +275,18 @@ SECONDARY = (
     ('gsm8k_jetrl', 'gsm8k_jetrl_inexact'),
     ('gsm8k_bf16', 'gsm8k_bf16_inexact'),
 )
+# Of the other cells: reported with their intervals, and deciding nothing.
+DESCRIBED = tuple(
+    (f'{cell.name}_{ours}', f'{cell.name}_{others}')
+    for cell in (MATH, STRESS, SUMS)
+    for ours, others in (
+        ('jetrl', 'bf16'),
+        ('fp8_rollout', 'bf16'),
+        ('flashrl', 'bf16'),
+        ('jetrl', 'fp8_rollout'),
+    )
+    if {ours, others} <= set(cell.seeds)
+)
 
 
 def named(names: list[str]) -> list[Arm]:

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from scipy import stats
 
 from study import statistics
-from study.arms import PRIMARY, SECONDARY
+from study.arms import ARMS, DESCRIBED, PRIMARY, SECONDARY, SUMS
 from study.results import Run
 from tools import figure_style
 
@@ -26,6 +26,8 @@ _PANELS = (
     ('gradient norm', 'actor/grad_norm', 'log'),
     ('tokens an answer', 'response_length/mean', 'linear'),
 )
+# Steps that are one point of a curve.
+_BIN = 10
 
 
 def _points(run: Run, name: str) -> list[tuple[int, float]]:
@@ -92,15 +94,40 @@ def draw_mean(
   panel.fill_between(steps, low, high, color=style['color'], alpha=0.15, lw=0)
 
 
+def binned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+  """Returns the means of ten steps each, at their last step.
+
+  Lines of single steps would cover each other. Fewer steps at the end are left
+  out.
+  """
+  bins = defaultdict(list)
+  for step, value in points:
+    bins[-(-step // _BIN) * _BIN].append(value)
+  return [(s, sum(v) / _BIN) for s, v in bins.items() if len(v) == _BIN]
+
+
 def means(runs: list[Run], output: pathlib.Path, origin: str) -> None:
-  """Draws six metrics by step: mean over seeds, and its 95% interval."""
+  """Draws six metrics by step: the mean over seeds, with a band.
+
+  The band is the mean's 95% interval for held-out accuracy. The others are
+  means of ten steps, and their band is the range of the seeds: an interval of a
+  ratio, symmetric about the mean of three, ends below zero.
+  """
   names = list(dict.fromkeys(run.arm.name for run in runs))
   style = figure_style.lines(names)
   figure, axes = plt.subplots(2, 3, figsize=(13, 7))
   for panel, (title, metric, scale) in zip(axes.flat, _PANELS, strict=True):
     for name in names:
       of = [_points(run, metric) for run in runs if run.arm.name == name]
-      draw_mean(panel, of, style[name], scale, label=name)
+      held_out = metric in ('core', 'bf16')
+      draw_mean(
+          panel,
+          of if held_out else [binned(points) for points in of],
+          style[name],
+          scale,
+          band='interval' if held_out else 'range',
+          label=name,
+      )
     if scale == 'symlog':
       panel.set_yscale('symlog', linthresh=1e-5)
       panel.set_ylim(bottom=0)
@@ -110,23 +137,55 @@ def means(runs: list[Run], output: pathlib.Path, origin: str) -> None:
     panel.set_xlabel('step')
   handles, labels = axes.flat[0].get_legend_handles_labels()
   figure.legend(handles, labels, loc='outside lower center', ncols=4)
-  figure.suptitle(f'{origin}: mean over seeds, 95% interval')
+  figure.suptitle(
+      f'{origin}: mean over seeds; held out with its 95% interval, else means'
+      f' of {_BIN} steps with the range of seeds'
+  )
   figure_style.save(figure, output)
 
 
+def endpoint(run: Run) -> float | None:
+  """Returns what the design compares of a run, None if it has none."""
+  points = run.judged()
+  if run.arm.cell is SUMS:
+    return statistics.final([value for _, value in points])
+  return statistics.endpoint(points)
+
+
 def _endpoints(runs: list[Run], name: str) -> dict[int, float]:
-  found = {
-      run.seed: statistics.endpoint(run.accuracy())
-      for run in runs
-      if run.arm.name == name
-  }
+  found = {run.seed: endpoint(run) for run in runs if run.arm.name == name}
   return {seed: value for seed, value in found.items() if value is not None}
 
 
+def _planned(pair: tuple[str, str]) -> int:
+  return len(set(ARMS[pair[0]].seeds) & set(ARMS[pair[1]].seeds))
+
+
+def _said(pair, d, p_values) -> tuple[str, str]:
+  """Returns the adjusted p-value and the conclusion, of a row."""
+  if pair in DESCRIBED:
+    return '', 'decides nothing'
+  count, planned = len(d.differences), _planned(pair)
+  missing = f' ({count} of {planned} pairs)' if count < planned else ''
+  if pair == PRIMARY:
+    return '', f'as good: {statistics.is_as_good(d, planned)}{missing}'
+  p = p_values[pair]
+  if missing:
+    return f'{p:.2g}', f'not decided{missing}'
+  return f'{p:.2g}', 'different' if p < 0.05 else 'not shown to differ'
+
+
 def endpoints(runs: list[Run], output: pathlib.Path, origin: str) -> None:
-  """Draws and prints the differences of the endpoint, seed by seed."""
+  """Draws and prints the differences of the endpoint, seed by seed.
+
+  Seeds that the design has not are exploratory, and left out.
+  """
+  for run in runs:
+    if not run.is_of_design:
+      print(f'left out, exploratory: {run.arm.name} seed {run.seed}')
+  runs = [run for run in runs if run.is_of_design]
   found = {}
-  for pair in (PRIMARY, *SECONDARY):
+  for pair in (PRIMARY, *SECONDARY, *DESCRIBED):
     a, b = (_endpoints(runs, name) for name in pair)
     if set(a) & set(b):
       found[pair] = statistics.paired(a, b)
@@ -136,17 +195,13 @@ def endpoints(runs: list[Run], output: pathlib.Path, origin: str) -> None:
         f' after step {statistics.AFTER}'
     )
   adjusted = statistics.holm(
-      {pair: d.p_value for pair, d in found.items() if pair != PRIMARY}
+      {pair: found[pair].p_value if pair in found else 1 for pair in SECONDARY}
   )
   print('| arm | against | seeds | difference, points | 95% | p, Holm | |')
   print('|---|---|---|---|---|---|---|')
   for pair, d in found.items():
     low, high = (f'{100 * x:+.1f}' for x in d.interval)
-    if pair == PRIMARY:
-      p, word = '', f'as good: {statistics.is_as_good(d)}'
-    else:
-      p = f'{adjusted[pair]:.2g}'
-      word = 'different' if adjusted[pair] < 0.05 else 'not shown to differ'
+    p, word = _said(pair, d, adjusted)
     print(
         f'| {pair[0]} | {pair[1]} | {len(d.differences)} |'
         f' {100 * d.mean:+.1f} | {low} to {high} | {p} | {word} |'
@@ -173,9 +228,8 @@ def endpoints(runs: list[Run], output: pathlib.Path, origin: str) -> None:
   panel.set_ylim(-0.6, len(labels) - 0.4)
   figure_style.without_grid(panel, along='y')
   panel.set_xlabel(
-      f'difference of mean accuracy after step {statistics.AFTER} (points):'
-      '\ncircles are seeds, diamonds means with 95% t intervals, grey the'
-      ' margin'
+      'difference of the endpoint (points): circles are seeds, diamonds means'
+      '\nwith 95% t intervals, grey the margin of the primary question'
   )
   panel.set_title(origin)
   figure_style.save(figure, output)
@@ -189,7 +243,7 @@ def k3(runs: list[Run], output: pathlib.Path, origin: str) -> None:
   for name in names:
     points = []
     for run in runs:
-      value = statistics.endpoint(run.accuracy())
+      value = endpoint(run)
       if run.arm.name == name and value is not None:
         measured = [v for _, v in run.series('rollout_corr/k3_kl')]
         points.append((max(float(np.median(measured)), 1e-8), 100 * value))
@@ -199,7 +253,7 @@ def k3(runs: list[Run], output: pathlib.Path, origin: str) -> None:
   panel.set_xscale('log')
   panel.set_xlim(3e-9, 1)
   panel.set_xlabel('k3 of rollout and training (nats), median; 0 at 1e-8')
-  panel.set_ylabel(f'mean accuracy after step {statistics.AFTER} (%)')
+  panel.set_ylabel('endpoint: accuracy (%)')
   panel.legend()
   panel.set_title(origin)
   figure_style.save(figure, output)

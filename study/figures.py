@@ -117,7 +117,7 @@ def curves(runs: list[Run], output: pathlib.Path) -> None:
 def finals(runs: list[Run], arm: str, precision: str) -> dict[int, float]:
   """Returns final accuracy by seed."""
   return {
-      run.seed: statistics.final([v for _, v in run.accuracy(precision)])
+      run.seed: statistics.final([v for _, v in run.judged(precision)])
       for run in runs
       if run.arm.name == arm
   }
@@ -304,13 +304,16 @@ def main() -> None:
     chosen = {arm.name for arm in named(flags.arms.split(','))}
     runs = [run for run in runs if run.arm.name in chosen]
   if flags.figure != 'curves':
-    # A run on its way has no final accuracy, and neither has one that gave up.
+    # A run on its way has no final accuracy. One that failed has.
     for run in runs:
-      if not run.about['finished']:
+      if not run.is_over:
         print(f'left out, not finished: {run.arm.name} seed {run.seed}')
-    runs = [run for run in runs if run.about['finished']]
+      elif run.about.get('failed'):
+        at = run.rows[-1]['step']
+        print(f'failed at step {at}: {run.arm.name} seed {run.seed}')
+    runs = [run for run in runs if run.is_over]
   else:
-    print_arms([run for run in runs if run.about['finished']])
+    print_arms([run for run in runs if run.is_over])
   if not runs:
     raise ValueError(
         f'--results has no run to draw of --arms={flags.arms or "(all)"};'

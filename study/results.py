@@ -17,8 +17,9 @@ import re
 from typing import Any
 
 from jetrl_jax.core.files import user_path
+from study import statistics
 from study.arms import ARMS, Arm
-from study.run import is_finished, read_metrics
+from study.run import has_failed, is_finished, read_metrics
 from tools import command
 
 KEPT = re.compile(
@@ -77,6 +78,39 @@ class Run:
       )
     return self.series(names[0])
 
+  def judged(self, precision: str = 'core') -> list[tuple[int, float]]:
+    """Returns `accuracy`; of a failed run as far as the design evaluates.
+
+    Args:
+      precision: see `accuracy`.
+
+    Raises:
+      ValueError: see `accuracy`.
+    """
+    points = self.accuracy(precision)
+    if not self.about.get('failed'):
+      return points
+    return statistics.carried(points, self.about['evaluations'])
+
+  @property
+  def is_of_design(self) -> bool:
+    """Whether the design asks for this run: others are exploratory."""
+    return not self.arm.seeds or self.seed in self.arm.seeds
+
+  @property
+  def is_over(self) -> bool:
+    """Whether it has finished, or failed by itself."""
+    return self.about['finished'] or bool(self.about.get('failed'))
+
+
+def evaluations(config: dict[str, Any]) -> list[int]:
+  """Returns the steps at which a run is evaluated, by its saved config."""
+  trainer = config['trainer']
+  last = trainer['total_training_steps']
+  if not trainer['test_freq']:
+    return []
+  return [*range(0, last, trainer['test_freq']), last]
+
 
 def compact(workdir: pathlib.Path, arm: Arm, seed: int) -> list[dict]:
   """Returns the lines of a run's file.
@@ -103,6 +137,10 @@ def compact(workdir: pathlib.Path, arm: Arm, seed: int) -> list[dict]:
       'rollout': arm.rollout,
       'settings': {k: str(v) for k, v in arm.settings.items()},
       'finished': is_finished(workdir),
+      'failed': has_failed(workdir),
+      'evaluations': evaluations(
+          json.loads((workdir / 'config.json').read_text())
+      ),
       **{key: start[key] for key in ('device', 'versions', 'commit')},
   }
   rows = [

@@ -10,8 +10,9 @@ Every run is `python -m jetrl_jax.main` in a folder of its own, with a share of
 the device's memory; --gpus=0,1 spreads them over several devices. Runs of one
 seed are paired: the same checkpoint, order of prompts and random keys. After
 --limit_s seconds each running one gets SIGTERM, saves and ends; the same
-command goes on where they stood, and leaves alone what is finished, whatever
-its settings were: other settings want another folder. The order is that of
+command goes on where they stood, and leaves alone what is finished, or has
+failed by itself, whatever its settings were: other settings want another
+folder. The order is that of
 --seeds, and of --arms within a seed.
 """
 
@@ -170,6 +171,29 @@ def is_finished(folder: pathlib.Path) -> bool:
   return steps_done(folder) >= config['trainer']['total_training_steps']
 
 
+def has_failed(folder: pathlib.Path) -> bool:
+  """Whether the run in a workdir ended because its updates were not finite.
+
+  That is the one way in which a run of the study can fail by itself. Whatever
+  else ends a run (memory, a disk, a device) is no result.
+  """
+  rows = read_metrics(folder)
+  if not rows or is_finished(folder):
+    return False
+  config = json.loads((folder / 'config.json').read_text())
+  in_row = 0
+  for row in reversed(rows):
+    in_row += row.get('training/skipped_updates', 0)
+    if row.get('training/updates', 0):
+      break
+  return in_row >= config['trainer']['max_skipped_updates']
+
+
+def is_over(folder: pathlib.Path) -> bool:
+  """Whether the run in a workdir has finished or failed by itself."""
+  return is_finished(folder) or has_failed(folder)
+
+
 class Runner:
   """Keeps up to `parallel` runs going.
 
@@ -197,7 +221,7 @@ class Runner:
     self.queue = [
         (arm, seed)
         for arm, seed in queue
-        if not is_finished(plan.run_folder(arm, seed))
+        if not is_over(plan.run_folder(arm, seed))
     ]
     self.running: dict[pathlib.Path, subprocess.Popen] = {}
     self.gpu_of: dict[pathlib.Path, str] = {}
@@ -361,7 +385,7 @@ def main() -> None:
   left = [
       f'{arm.name}/seed{seed}'
       for arm, seed in queue
-      if not is_finished(plan.run_folder(arm, seed))
+      if not is_over(plan.run_folder(arm, seed))
   ]
   print(f'{len(left)} of {len(queue)} runs are not finished: {left}')
   sys.exit(1 if runner.failed else 0)

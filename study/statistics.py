@@ -38,6 +38,19 @@ def endpoint(points: Sequence[tuple[int, float]]) -> float | None:
   return sum(values) / len(values) if values else None
 
 
+def carried(
+    points: Sequence[tuple[int, float]], planned: Sequence[int]
+) -> list[tuple[int, float]]:
+  """Lets the last evaluation of a run that failed stand for all later ones.
+
+  Args:
+    points: (step, accuracy), at least one.
+    planned: the steps at which the design evaluates.
+  """
+  last_step, last = points[-1]
+  return [*points, *((step, last) for step in planned if step > last_step)]
+
+
 def final(values: Sequence[float]) -> float:
   """Returns the mean of the last three evaluations, or of all if fewer."""
   last = values[-LAST:]
@@ -126,7 +139,8 @@ def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
   """Returns p-values adjusted for their number, by Holm's step-down method.
 
   The smallest of m is multiplied by m, the next by m - 1, and so on; none is
-  smaller than the one before it, nor above 1.
+  smaller than the one before it, nor above 1. Pass all questions of the design,
+  with 1 for those that have no runs yet: fewer would be corrected for less.
   """
   adjusted, largest = {}, 0.0
   for i, key in enumerate(sorted(p_values, key=lambda k: p_values[k])):
@@ -135,16 +149,21 @@ def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
   return adjusted
 
 
-def is_as_good(difference: Paired) -> str:
+def is_as_good(difference: Paired, planned: int) -> str:
   """Answers the primary question: is one FP8 flow as good as BF16?
+
+  Args:
+    difference: of the pairs that have run.
+    planned: pairs of the design; an answer from fewer would be a look before
+      the end.
 
   Returns:
     'yes' if the interval lies above -1 point; 'no' if it lies below 0 and its
-    mean below -1 point; else 'not decided', and always with fewer than three
-    pairs.
+    mean below -1 point; else 'not decided', and always with fewer pairs than
+    planned.
   """
   low, high = difference.interval
-  if len(difference.differences) < 3:
+  if len(difference.differences) < planned:
     return 'not decided'
   if low > -NON_INFERIORITY:
     return 'yes'

@@ -87,7 +87,7 @@ _FONT = re.compile(
     r'\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|it|rm|sf|tt)|[mh]box|bm'
     r'|boldsymbol)\s*(?=\{)'
 )
-_COMMAND = re.compile(r'\\[a-zA-Z]+')
+_COMMAND = re.compile(r'\\(?:begin|end)\s*\{\w+\}|\\[a-zA-Z]+')
 _DELIMITED = re.compile(
     r'\\\((?P<round>(?:(?!\\[()]).)*)\\\)|\\\[(?P<square>(?:(?!\\[\[\]]).)*)\\\]'
     r'|\$\$(?P<two>[^$]*)\$\$|\$(?P<one>[^$]+)\$',
@@ -345,18 +345,21 @@ def _plainly(text: str) -> str:
 
 
 def _without_font(text: str) -> str | None:
-  """Returns what a font encloses; None without one, or around letters.
+  """Returns what a font encloses; None without one, or around words.
 
-  Of letters in a font a word or a vector may be made.
+  A letter alone may be a vector, and letters in a font of text are words.
   """
   match = _FONT.match(text)
-  if match is None or _group_end(text[match.end() :]) != len(text) - 1 - (
-      match.end()
-  ):
+  if match is None:
     return None
-  inside = text[match.end() + 1 : -1]
-  has_letters = re.search('[a-zA-Z]', _COMMAND.sub('', inside))
-  return None if has_letters else inside
+  group = text[match.end() :]
+  if _group_end(group) != len(group) - 1:
+    return None
+  inside = group[1:-1]
+  letters = _COMMAND.sub('', inside).strip()
+  is_text = 'text' in match[0] or 'box' in match[0]
+  words = '[a-zA-Z]' if is_text else '^[a-zA-Z]$|[a-zA-Z]{2}'
+  return None if re.search(words, letters) else inside
 
 
 def _repeating(match: re.Match[str]) -> str:

@@ -111,7 +111,12 @@ def test_other_texts_are_not_plain_numbers(text):
         (r'\textbf{\text{27}}', '27.0'),
         ('27', r'\text{27.0}'),
         (r'\text{27}, \text{5}', '5.0, 27.0'),
-        # So is a formula, but for letters in it.
+        # So is a formula, but for words in it.
+        (r'\mathbf{x^3-10x}', 'x^3-10x'),
+        (
+            r'\mathbf{\begin{pmatrix} 7 \\ -1 \end{pmatrix}}',
+            r'\begin{pmatrix} 7 \\ -1 \end{pmatrix}',
+        ),
         (r'\mathbf{\frac{17}{24}}', r'\frac{17}{24}'),
         (r'\boldsymbol{3\sqrt{2}}', r'3\sqrt{2}'),
         (r'\text{$\frac{1}{2}$}', '0.5'),
@@ -207,6 +212,7 @@ def test_equal_answers_are_right(answer, reference):
         ('√ ()', '2'),
         (r'\(5\) and \(6\)', '5'),
         (r'\mathbf{x}', r'\mathbf{y}'),
+        (r'\mathbf{AB}', r'BA'),
         (r'\text{27}', '27.5'),
         # Letters in a word are no product.
         (r'\text{evil}', r'\text{vile}'),

@@ -6,13 +6,19 @@ import pytest
 
 from study import cell_figures, figures, results
 from study.arms import ARMS
-from study.run import is_finished, steps_done
+from study.run import has_failed, is_finished, is_over, steps_done
 
 
 def _workdir(folder, accuracies, mismatch):
   """A finished run with an evaluation at every step."""
   (folder / 'export').mkdir(parents=True)
-  config = {'trainer': {'total_training_steps': len(accuracies) - 1}}
+  config = {
+      'trainer': {
+          'total_training_steps': len(accuracies) - 1,
+          'test_freq': 1,
+          'max_skipped_updates': 3,
+      }
+  }
   (folder / 'config.json').write_text(json.dumps(config))
   start = {'device': 'cpu', 'versions': {}, 'commit': None, 'command': ['x']}
   (folder / 'starts.jsonl').write_text(json.dumps(start) + '\n')
@@ -169,27 +175,30 @@ def _runs(accuracies):
   ]
 
 
+def _of_seeds(arm, *ends):
+  return {(arm, i): (0.2, x, x + 0.1) for i, x in enumerate(ends, start=1)}
+
+
+def _table(runs, folder, capsys):
+  cell_figures.endpoints(runs, folder / 'e.png', 'x')
+  lines = capsys.readouterr().out.splitlines()
+  return [line for line in lines if line.startswith('| ')][1:]
+
+
 def test_the_tables_of_a_cell_answer_the_questions(tmp_path, capsys):
   runs = _runs(
       {
-          ('gsm8k_jetrl', 1): (0.2, 0.30, 0.40),
-          ('gsm8k_jetrl', 2): (0.2, 0.31, 0.41),
-          ('gsm8k_jetrl', 3): (0.2, 0.32, 0.42),
-          ('gsm8k_bf16', 1): (0.2, 0.30, 0.40),
-          ('gsm8k_bf16', 2): (0.2, 0.31, 0.41),
-          ('gsm8k_bf16', 3): (0.2, 0.322, 0.422),
-          ('gsm8k_qurl', 1): (0.2, 0.10, 0.20),
-          ('gsm8k_qurl', 2): (0.2, 0.11, 0.21),
-          ('gsm8k_qurl', 3): (0.2, 0.121, 0.222),
+          **_of_seeds('gsm8k_jetrl', 0.30, 0.31, 0.32, 0.30, 0.31),
+          **_of_seeds('gsm8k_bf16', 0.30, 0.31, 0.322, 0.30, 0.31),
+          **_of_seeds('gsm8k_qurl', 0.10, 0.11, 0.1215),
       }
   )
-  cell_figures.endpoints(runs, tmp_path / 'e.png', 'x')
-  lines = capsys.readouterr().out.splitlines()[2:]
+  lines = _table(runs, tmp_path, capsys)
   assert [line.split(' | ')[:2] for line in lines] == [
       ['| gsm8k_jetrl', 'gsm8k_bf16'],
       ['| gsm8k_qurl', 'gsm8k_bf16'],
   ]
-  assert 'as good: yes' in lines[0] and '| -20.0 |' in lines[1]
+  assert 'as good: yes |' in lines[0] and '| -20.0 |' in lines[1]
   assert lines[1].endswith('| different |')
   for draw in (cell_figures.means, cell_figures.k3):
     draw(runs, tmp_path / f'{draw.__name__}.png', 'x')
@@ -201,3 +210,115 @@ def test_the_tables_of_a_cell_answer_the_questions(tmp_path, capsys):
   assert mean_S == pytest.approx([20, 30.5, 40.5])
   # t(1) = 12.706, std of two values 1 apart is 1 / sqrt(2).
   assert half_S == pytest.approx([0, 12.706 * 0.5, 12.706 * 0.5], rel=1e-4)
+
+
+def test_a_curve_has_the_means_of_ten_steps():
+  points = [(step, float(step)) for step in range(1, 26)]
+  assert cell_figures.binned(points) == [(10, 5.5), (20, 15.5)]
+
+
+def test_a_look_before_the_end_decides_nothing(tmp_path, capsys):
+  runs = _runs(
+      {
+          **_of_seeds('gsm8k_jetrl', 0.30, 0.31, 0.32),
+          **_of_seeds('gsm8k_bf16', 0.30, 0.31, 0.322),
+          **_of_seeds('gsm8k_qurl', 0.10, 0.11),
+      }
+  )
+  primary, secondary = _table(runs, tmp_path, capsys)
+  assert primary.endswith('| as good: not decided (3 of 5 pairs) |')
+  assert secondary.endswith('| not decided (2 of 3 pairs) |')
+
+
+def test_p_values_are_corrected_for_questions_without_runs_too(
+    tmp_path, capsys
+):
+  runs = _runs(
+      {
+          **_of_seeds('gsm8k_bf16', 0.30, 0.31, 0.32),
+          **_of_seeds('gsm8k_qurl', 0.26, 0.28, 0.28),
+      }
+  )
+  (line,) = _table(runs, tmp_path, capsys)
+  # d = -4, -3, -4: mean -11/3, std 1/sqrt(3), t = 11, p = 1 - 11/sqrt(123),
+  # and there are seven questions.
+  p = 7 * (1 - 11 / 123**0.5)
+  assert f'| {p:.2g} | not shown to differ |' in line
+
+
+def test_seeds_beyond_the_design_are_left_out(tmp_path, capsys):
+  runs = _runs(
+      {
+          **_of_seeds('gsm8k_bf16', *[0.30, 0.31, 0.32, 0.31, 0.30, 0.30]),
+          **_of_seeds('gsm8k_jetrl', *[0.29, 0.31, 0.33, 0.31, 0.30, 0.9]),
+      }
+  )
+  cell_figures.endpoints(runs, tmp_path / 'e.png', 'x')
+  out = capsys.readouterr().out
+  assert 'left out, exploratory: gsm8k_jetrl seed 6' in out
+  assert '| gsm8k_jetrl | gsm8k_bf16 | 5 | +0.0 |' in out
+
+
+def test_the_other_cells_are_described_and_decide_nothing(tmp_path, capsys):
+  runs = _runs(
+      {
+          **_of_seeds('sums_jetrl', 0.1, 0.2, 0.3),
+          **_of_seeds('sums_bf16', 0.2, 0.3, 0.5),
+          **_of_seeds('math_fp8_rollout', 0.1, 0.2, 0.3),
+          **_of_seeds('math_bf16', 0.2, 0.3, 0.5),
+      }
+  )
+  math, sums = _table(runs, tmp_path, capsys)
+  assert math.startswith('| math_fp8_rollout | math_bf16 | 3 | -13.3 |')
+  # Of sums the last three evaluations, here all: steps 0, 60 and 80.
+  assert sums.startswith('| sums_jetrl | sums_bf16 | 3 | -8.9 |')
+  for line in (math, sums):
+    assert line.endswith('|  | decides nothing |')
+
+
+def _failed(folder, accuracies, steps):
+  """A run whose updates were not finite any more, without an export."""
+  _workdir(folder, accuracies, 0.0)
+  (folder / 'export').rmdir()
+  lines = (folder / 'metrics.jsonl').read_text().splitlines()
+  rows = [json.loads(line) for line in lines][: steps + 1]
+  for row in rows[1:]:
+    good = row['step'] <= steps - 3
+    row |= {
+        'training/updates': int(good),
+        'training/skipped_updates': int(not good),
+    }
+  text = ''.join(json.dumps(row) + '\n' for row in rows)
+  (folder / 'metrics.jsonl').write_text(text)
+
+
+def test_a_run_that_failed_counts_with_its_last_evaluation(
+    tmp_path, monkeypatch, capsys
+):
+  _failed(tmp_path, [0.4, 0.6, 0.5, 0.3, 0.1, 0.9, 0.9], steps=4)
+  assert has_failed(tmp_path) and is_over(tmp_path)
+  lines = results.compact(tmp_path, ARMS['bf16'], seed=1)
+  (tmp_path / 'out').mkdir()
+  results.write(tmp_path / 'out' / 'bf16_seed1.jsonl.gz', lines)
+  (run,) = results.read(tmp_path / 'out')
+  assert run.is_over and not run.about['finished']
+  assert run.judged() == [*run.accuracy(), (5, 0.1), (6, 0.1)]
+  assert figures.finals([run], 'bf16', 'core') == {1: pytest.approx(0.1)}
+  flags = [f'--results={tmp_path / "out"}', f'--output={tmp_path / "k.png"}']
+  monkeypatch.setattr('sys.argv', ['x', 'control', *flags])
+  figures.main()
+  assert 'failed at step 4: bf16 seed 1' in capsys.readouterr().out
+
+
+def test_a_run_that_was_stopped_from_outside_has_not_failed(tmp_path):
+  _failed(tmp_path, [0.4, 0.6, 0.5, 0.3, 0.1], steps=4)
+  lines = (tmp_path / 'metrics.jsonl').read_text().splitlines(keepends=True)
+  (tmp_path / 'metrics.jsonl').write_text(''.join(lines[:-1]))
+  # Two updates in a row were not finite, of three.
+  assert not has_failed(tmp_path) and not is_over(tmp_path)
+  assert not has_failed(tmp_path / 'nothing')
+
+
+def test_a_run_is_evaluated_every_few_steps_and_at_its_last():
+  config = {'trainer': {'total_training_steps': 50, 'test_freq': 20}}
+  assert results.evaluations(config) == [0, 20, 40, 50]

@@ -2,10 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from study.statistics import (
     Paired,
+    carried,
     collapse,
     endpoint,
     final,
@@ -93,9 +95,37 @@ def test_holms_correction_by_hand():
 
 
 def test_as_good_needs_the_whole_interval_above_the_margin():
-  assert is_as_good(_of(0.0, 0.009)) == 'yes'
-  assert is_as_good(_of(0.03, 0.02)) == 'yes'
-  assert is_as_good(_of(0.0, 0.011)) == 'not decided'
-  assert is_as_good(_of(-0.03, 0.02)) == 'no'
-  assert is_as_good(_of(-0.009, 0.005)) == 'not decided'
-  assert is_as_good(_of(0.0, 0.001, count=2)) == 'not decided'
+  assert is_as_good(_of(0.0, 0.009), 3) == 'yes'
+  assert is_as_good(_of(0.03, 0.02), 3) == 'yes'
+  assert is_as_good(_of(0.0, 0.011), 3) == 'not decided'
+  assert is_as_good(_of(-0.03, 0.02), 3) == 'no'
+  assert is_as_good(_of(-0.009, 0.005), 3) == 'not decided'
+  # Four of five pairs are a look before the end.
+  assert is_as_good(_of(0.0, 0.001, count=4), 5) == 'not decided'
+  assert is_as_good(_of(0.0, 0.001, count=5), 5) == 'yes'
+
+
+def test_the_last_evaluation_of_a_failed_run_stands_for_later_ones():
+  points = [(0, 0.2), (60, 0.4)]
+  found = carried(points, [0, 20, 40, 60, 80, 100])
+  assert found == [(0, 0.2), (60, 0.4), (80, 0.4), (100, 0.4)]
+  assert carried(points, [0, 20, 40, 60]) == points
+
+
+def test_the_primary_question_has_the_power_that_the_page_names():
+  rng = np.random.default_rng(0)
+  draws = 4000
+  noise = rng.standard_normal((draws, 5))
+  for mean, deviation, power in (
+      (0, 0.5, 0.91),
+      (0, 0.6, 0.79),
+      (0, 0.8, 0.56),
+      (0, 1.0, 0.40),
+      (-1, 0.8, 0.025),
+  ):
+    yes = 0
+    for d in (mean + deviation * noise) / 100:
+      pairs = paired(dict(enumerate(d)), dict.fromkeys(range(5), 0.0))
+      yes += is_as_good(pairs, 5) == 'yes'
+    # Three standard errors of a share.
+    assert abs(yes / draws - power) < 3 * (power * (1 - power) / draws) ** 0.5
