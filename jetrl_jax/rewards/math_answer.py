@@ -230,11 +230,23 @@ def parse_number(text: str) -> tuple[fractions.Fraction, bool] | None:
   return value, bool(match['percent'])
 
 
-def is_refused(answer: str, reference: str) -> bool:
-  """Tells whether the answer is of a form that no verifier is given."""
+def is_refused(answer: str, reference: str, prompt: str = '') -> bool:
+  """Tells whether the answer is of a form that no verifier is given.
+
+  Args:
+    answer: the model's final answer, see `extract_answer`.
+    reference: the data set's.
+    prompt: what the model was asked; a formula copied from it is no answer,
+      but where the reference is that formula or another of the prompt.
+  """
   # A verifier never gets the left side of '\\binom{10}{3} = 120'.
   answer, reference = costly.in_latex(answer), costly.in_latex(reference)
   answer = costly.without_redundant_braces(answer)
+  is_choice = parse_number(reference) is None and problems.is_in(
+      reference, costly.in_latex(prompt)
+  )
+  if not is_choice and problems.is_copied(answer, costly.in_latex(prompt)):
+    return True
   answer = problems.solved(answer, reference)
   return costly.is_costly(answer, reference) or problems.names_operation(
       answer, reference
@@ -440,8 +452,8 @@ def _parse_fraction(text: str) -> fractions.Fraction | None:
   return None if q == 0 else fractions.Fraction(-p if match['sign'] else p, q)
 
 
-def _parse_based(text: str) -> int | str | None:
-  """Returns the value of '4210_5', the text if 5 is a digit of it."""
+def _parse_based(text: str) -> tuple[str, str] | None:
+  """Returns the digits of '4210_5' and their base; of another it is asked."""
   match = _BASED.fullmatch(_compact(text))
   if match is None:
     return None
@@ -450,11 +462,7 @@ def _parse_based(text: str) -> int | str | None:
     if base not in _BASES:
       return None
     base = str(_BASES.index(base))
-  digits = match['digits']
-  try:
-    return int(digits, int(base))
-  except ValueError:
-    return f'{digits}_{base}'
+  return match['digits'], base
 
 
 @functools.cache

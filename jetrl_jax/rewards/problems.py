@@ -5,7 +5,8 @@ the question into the box. So an answer that names an operation is none, unless
 the reference names one of its kind: '\sin 15^\circ' may answer where the
 reference has a cosine. '\binom{10}{3} = 120' has its answer on the last side.
 Arithmetic that is left to do ('\frac{36}{2}', '\sqrt{16}', '2^{10}') is taken,
-as by other verifiers: where a problem ends there, no text says.
+as by other verifiers: where a problem ends there, no text says. But not if it
+stands so in the prompt.
 """
 
 import re
@@ -66,6 +67,31 @@ _RELATION = re.compile(
     r'(?P<open>\\?[{(\[])|(?P<close>\\?[})\]])'
     r'|(?P<equal>(?<![<>!\\])=|\\(?:equiv|approx)(?![a-zA-Z]))'
 )
+
+# What two writings of one formula may differ in.
+_LAYOUT = re.compile(
+    r'\s|\$|~|\\[,;:! ()\[\]]|\\(?:left|right|displaystyle)(?![a-zA-Z])'
+)
+# Something is left to do; a sign alone is a number's.
+_OPERATION = re.compile(
+    r'[+*/^=_<>]|(?<=[\w)}\]])-|'
+    + _command('[dtc]?frac', 'sqrt', 'cdot', 'times', 'div', 'overline', 'bar')
+)
+
+
+def _written(text: str) -> str:
+  text = _LAYOUT.sub('', text).replace('{,}', ',').rstrip('.,;:')
+  return re.sub(r'\\[dtc]frac', r'\\frac', text)
+
+
+def is_in(formula: str, prompt: str) -> bool:
+  """Tells whether a formula stands in a prompt, in whatever layout."""
+  return bool(formula) and _written(formula) in _written(prompt)
+
+
+def is_copied(answer: str, prompt: str) -> bool:
+  """Tells whether an answer with something left to do is in the prompt."""
+  return bool(_OPERATION.search(_written(answer))) and is_in(answer, prompt)
 
 
 def solved(answer: str, reference: str) -> str:

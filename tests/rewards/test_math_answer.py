@@ -1,10 +1,11 @@
+import dataclasses
 import fractions
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetrl_jax.rewards import costly, math_answer
+from jetrl_jax.rewards import RewardRequest, costly, functions, math_answer
 
 # What breaks readers of LaTeX, more often than chance would have it.
 _LATEX = st.lists(
@@ -137,7 +138,6 @@ def test_other_texts_are_not_plain_numbers(text):
         (r'1.5 \text{ million}', '1,500,000'),
         # A base is a number, too.
         (r'4210_{\text{five}}', '4210_5'),
-        ('101_2', '5_{10}'),
         (r'0.\overline{3}', r'\frac{1}{3}'),
         (r'-1.2\overline{45}', r'-\frac{137}{110}'),
         # Symbols that LaTeX writes as commands.
@@ -207,6 +207,8 @@ def test_equal_answers_are_right(answer, reference):
         ('4210_{6}', '4210_{5}'),
         (r'101_{\text{three}}', '101_2'),
         ('29_8', '25_8'),
+        # To write it so is the problem.
+        ('555_{10}', '4210_5'),
         (r'0.\overline{3}', '0.3'),
         (r'\text{√2}', '2'),
         ('√ ()', '2'),
@@ -343,6 +345,58 @@ def test_an_operation_that_the_reference_has_or_that_is_done_is_an_answer(
 ):
   assert not math_answer.is_refused(answer, reference)
   assert math_answer.is_right(answer, reference)
+
+
+_PROMPT = (
+    'Compute $\\displaystyle \\dfrac{84}{144}$. Is $x^2 - 1$ or\n$(x-2)(x+1)$ '
+    'larger? (A) $16^{7/4}$ (B) $0.\\overline{73}$, 1,000 and $a + b = 5$.'
+)
+
+
+@pytest.mark.parametrize(
+    'answer, reference',
+    [
+        (r'\frac{84}{144}', r'\frac{7}{12}'),
+        ('16^{7/4}.', '128'),
+        (r'0.\overline{73}', r'\frac{73}{99}'),
+        ('$a+b=5$', '5'),
+        ('x^2-1', '(x+1)(x-1)'),
+    ],
+)
+def test_a_formula_of_the_prompt_is_no_answer(answer, reference):
+  assert not math_answer.is_refused(answer, reference)
+  assert math_answer.is_right(answer, reference)
+  assert math_answer.is_refused(answer, reference, _PROMPT)
+
+
+@pytest.mark.parametrize(
+    'answer, reference',
+    [
+        # The reference is one of the prompt's formulas, or a number.
+        ('x^2 - 1', 'x^2-1'),
+        (r'\frac{84}{144}', r'\dfrac{84}{144}'),
+        ('1,000', '1000.0'),
+        ('(A)', 'A'),
+        # Another way to write it is not the prompt's.
+        (r'\frac{42}{72}', r'\frac{7}{12}'),
+        (r'\frac{7}{12}', r'\frac{7}{12}'),
+    ],
+)
+def test_an_answer_that_the_prompt_may_hold_is_not_refused(answer, reference):
+  assert not math_answer.is_refused(answer, reference, _PROMPT)
+
+
+def test_the_reward_refuses_what_is_copied_from_its_prompt():
+  request = RewardRequest(
+      prompt_text=_PROMPT,
+      response_text=r'\boxed{\frac{84}{144}}',
+      answer=r'\frac{7}{12}',
+      source='math',
+      extra={},
+  )
+  assert functions.math(request).error == 'refused'
+  other = dataclasses.replace(request, prompt_text='Reduce it.')
+  assert functions.math(other).value == 1
 
 
 def test_a_number_above_its_modulus_is_not_the_remainder():
