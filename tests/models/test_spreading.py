@@ -132,6 +132,28 @@ def test_the_first_update_changes_as_many_bytes_as_its_size_deserves():
   assert tied > 0.9 / 32 and tied > 4 * free
 
 
+def test_bfloat16_weights_get_a_first_update_only_of_masters_that_are_spread():
+  """The same checkpoint and step, and compute weights in bfloat16."""
+  generator = np.random.default_rng(0)
+  shape = 512, 512
+  stored = (0.02 * generator.standard_normal(shape)).astype(ml_dtypes.bfloat16)
+  step = 2e-6 * np.sign(generator.standard_normal(shape)).astype(np.float32)
+
+  def arrives(master):
+    """Share of the update that the compute weights make, along itself."""
+    before, after = (
+        np.asarray(m, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+        for m in (master, master + step)
+    )
+    return np.sum((after - before) * step) / np.sum(step * step)
+
+  centre = stored.astype(np.float32)
+  # In the middle of a cell only those whose half cell is below 2e-6 move.
+  assert arrives(centre) < 0.2
+  # Noise: a weight that moves does so by a whole cell.
+  assert arrives(spread(centre)) == pytest.approx(1, abs=0.1)
+
+
 def load(folder, **kwargs):
   config = models.load_config(folder)
   tree = models.load_checkpoint(folder, config, dtype='float32', **kwargs)
