@@ -20,6 +20,7 @@ _ENTRIES = {
     'attention.triton_backward': ['backward'],
     'block_scaled_dot.mosaic_sm90': ['block_dot'],
     'block_scaled_dot.triton': ['block_dot'],
+    'decode_attention.mosaic_sm90': ['decode'],
     'decode_attention.triton': ['decode'],
     'gate_up.mosaic_sm90': ['hidden'],
     'gate_up.triton_sm90': ['hidden'],

@@ -44,12 +44,18 @@ def kernel_options(interpret: bool, *, overlap: bool = False) -> dict:
   return {'compiler_params': plgpu.CompilerParams(approx_math=True)}
 
 
-def pieces(dtype) -> tuple:
-  """Returns a tile's layout in shared memory, as the tensor core reads it."""
-  columns = SWIZZLE // jnp.dtype(dtype).itemsize
+def pieces(dtype, columns: int = SWIZZLE) -> tuple:
+  """Returns a tile's layout in shared memory, as the tensor core reads it.
+
+  Args:
+    dtype: of its values.
+    columns: its columns, if they may be less than `SWIZZLE` bytes.
+  """
+  itemsize = jnp.dtype(dtype).itemsize
+  swizzle = min(SWIZZLE, columns * itemsize)
   return (
-      plgpu.TilingTransform((8, columns)),
-      plgpu.SwizzleTransform(SWIZZLE),
+      plgpu.TilingTransform((8, swizzle // itemsize)),
+      plgpu.SwizzleTransform(swizzle),
   )
 
 
