@@ -76,7 +76,11 @@ def sums(rows: int, columns: int):
 
 def loaded(ref, axis: int):
   """Returns a vector, to be one of a product's rows (axis 0) or columns."""
-  layout = plgpu.Layout.WGMMA.reduce(axis)
+  return load(ref, plgpu.Layout.WGMMA.reduce(axis))
+
+
+def load(ref, layout):
+  """Returns what shared memory holds, in registers."""
   return plgpu.load(ref, layout=layout)  # pyright: ignore[reportCallIssue]
 
 

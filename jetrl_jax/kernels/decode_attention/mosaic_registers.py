@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 
 from jetrl_jax.fp8 import formats
+from jetrl_jax.kernels import mosaic_tools as tools
 from jetrl_jax.kernels.attention.layout import channels_as_decoded
 
 _WGMMA = plgpu.Layout.WGMMA
@@ -92,7 +93,7 @@ def _renamed(x, layouts, shape, two_of, column_of):
         _registers=registers, _layout=layout, _is_signed=None
     )
 
-  return inlined(x)
+  return inlined(x)  # pyright: ignore[reportCallIssue]
 
 
 def query(staged_ref, dtype, turns: bool, interpret: bool):
@@ -108,7 +109,7 @@ def query(staged_ref, dtype, turns: bool, interpret: bool):
     q = staged_ref[...].astype(dtype)
     return channels_as_decoded(q, dtype) if turns else q
   layout = _tiled(32, 4)
-  q = plgpu.load(staged_ref, layout=layout)
+  q = tools.load(staged_ref, layout)
   if not turns:
     return q.astype(dtype)
   q = q.astype(jnp.float32).astype(dtype)
@@ -121,7 +122,7 @@ def keys(tile_ref, interpret: bool):
   if interpret:
     return channels_as_decoded(tile_ref[...], jnp.float16)
   layout = plgpu.Layout.WGMMA_8BIT
-  words = plgpu.load(tile_ref, layout=layout)
+  words = tools.load(tile_ref, layout)
   return _renamed(
       words,
       (layout, _WGMMA),
@@ -138,7 +139,7 @@ def values(tile_ref, interpret: bool):
     parts = [(words >> (8 * n)).astype(jnp.uint8) for n in (0, 1)]
     parts = [lax.bitcast_convert_type(x, formats.E4M3) for x in parts]
     return jnp.concatenate(parts, axis=1).astype(jnp.float16)
-  words = plgpu.load(tile_ref.transpose((1, 0)), layout=_WGMMA)
+  words = tools.load(tile_ref.transpose((1, 0)), _WGMMA)
   channels, pairs = words.shape
   return _renamed(
       words,

@@ -223,7 +223,7 @@ def _kernel(
   result = scratch.rounded
   for scale_ref in scale_refs:
     layout = plgpu.Layout.WG_STRIDED(result.shape, vec_size=4)
-    rounded = result[...] if interpret else plgpu.load(result, layout=layout)
+    rounded = result[...] if interpret else tools.load(result, layout)
     result = scratch.low
     result[...] = quantize(rounded, scale_ref[0], formats.E4M3)
     plgpu.commit_smem()
