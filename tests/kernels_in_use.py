@@ -37,6 +37,9 @@ _ENTRIES = {
     'swiglu.triton_backward': ['backward'],
 }
 
+needs_triton = pytest.mark.skipif(
+    not dispatch.has_triton(), reason="this jax lacks Pallas' Triton backend"
+)
 needs_mosaic = pytest.mark.skipif(
     not dispatch.has_mosaic(), reason='this jax has no such Mosaic backend'
 )
@@ -63,7 +66,8 @@ def choose(*operations: str) -> dispatch.Kernels:
     *names, last = dispatch.TABLE[operation]
     mosaic = [name for name in names if name.startswith('mosaic')]
     others = [name for name in names if name not in mosaic]
-    return [*others, *(mosaic if dispatch.has_mosaic() else []), last][0]
+    found = others if dispatch.has_triton() else []
+    return [*found, *(mosaic if dispatch.has_mosaic() else []), last][0]
 
   return dispatch.select('reference').replace(
       **{operation: kernel_of(operation) for operation in operations}
@@ -84,6 +88,8 @@ def interpret(monkeypatch) -> None:
   """Lets kernels run on a CPU, those that an operation chooses itself too."""
   for module_name, names in _ENTRIES.items():
     if '.mosaic' in module_name and not dispatch.has_mosaic():
+      continue
+    if '.triton' in module_name and not dispatch.has_triton():
       continue
     module = importlib.import_module(f'jetrl_jax.kernels.{module_name}')
     for name in names:
