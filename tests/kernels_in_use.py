@@ -37,9 +37,8 @@ _ENTRIES = {
     'swiglu.triton_backward': ['backward'],
 }
 
-needs_triton = pytest.mark.skipif(
-    not dispatch.has_triton(), reason="this jax lacks Pallas' Triton backend"
-)
+_NO_TRITON = "this jax does not have Pallas' Triton backend"
+needs_triton = pytest.mark.skipif(not dispatch.has_triton(), reason=_NO_TRITON)
 needs_mosaic = pytest.mark.skipif(
     not dispatch.has_mosaic(), reason='this jax has no such Mosaic backend'
 )
@@ -50,6 +49,8 @@ HOPPER = dispatch.Hardware(
 
 def as_on_hopper(monkeypatch) -> None:
   """Lets programs be traced as for a Hopper GPU; nothing can run."""
+  if not dispatch.has_triton():
+    pytest.skip(_NO_TRITON)
   kernels = dispatch.select(hardware=HOPPER)
   monkeypatch.setattr(dispatch, 'automatic', lambda: kernels)
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
@@ -77,9 +78,12 @@ def choose(*operations: str) -> dispatch.Kernels:
 def use(monkeypatch, *operations: str) -> dispatch.Kernels:
   """Lets operations run a kernel, see `choose`, all others the reference.
 
-  Where there is no GPU the kernels must be interpreted, see `interpret`.
+  Where there is no GPU the kernels must be interpreted, see `interpret`. A test
+  of kernels that this jax does not have is skipped.
   """
   kernels = choose(*operations)
+  if dispatch.REFERENCE in map(kernels.of, operations):
+    pytest.skip(_NO_TRITON)
   monkeypatch.setattr(dispatch, 'automatic', lambda: kernels)
   return kernels
 

@@ -36,6 +36,7 @@ def test_without_a_backend_for_kernels_all_is_plain_jax(hardware):
 
 def test_a_jax_without_mosaic_has_what_is_in_triton(monkeypatch):
   old = Hardware('gpu', (9, 0), has_triton=True, has_mosaic=False)
+  monkeypatch.setattr(hopper_dot, 'is_there', lambda: True)
   found = chosen(old)
   assert found['attention'] == found['block_scaled_dot'] == 'triton'
   assert found['gate_up'] == 'triton_sm90'
@@ -63,6 +64,7 @@ def test_a_kernel_that_no_gpu_has_run_runs_where_it_is_named():
 
 
 def test_shapes_that_only_triton_takes_say_so_where_it_is_not(monkeypatch):
+  monkeypatch.setattr(dispatch, 'has_triton', lambda: True)
   assert dispatch.triton_instead('attention', 'heads') == 'triton'
   monkeypatch.setattr(dispatch, 'has_triton', lambda: False)
   said = "attention has heads, .* set kernels to 'attention=reference'"
