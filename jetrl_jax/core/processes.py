@@ -340,6 +340,7 @@ def _awaited(
     if meanwhile is not None:
       with contextlib.suppress(StopRequested):
         meanwhile()
+    watch.waits()
     if where := watch.stalled(other, since):
       fail(
           f'process {other} has done nothing for {STALLED_S:.0f} s ({where});'
@@ -467,6 +468,13 @@ class _Watch:
     self._progress += 1
     if where is not None:
       self._where = where
+
+  def waits(self) -> None:
+    """Notes that this process waits for another one, which is looked after.
+
+    However long that takes: it is no progress, and no pause of its own.
+    """
+    self._touched = time.monotonic()
 
   def stalled(self, other: int, since: float) -> str | None:
     """Returns what another process is at if it does nothing, else None."""
@@ -600,14 +608,24 @@ class _Watch:
           self._end(self._lost(r, now - heard))
 
   def _judge_itself(self, now: float) -> None:
-    if self._is_busy():
+    others = {
+        r: record
+        for r, record in sorted(self._records.items())
+        if r != self._group.rank
+    }
+    # It may wait in a collective for another one that is busy.
+    if self._is_busy() or any(other['busy'] for other in others.values()):
       self._touched = now
       return
     idle = now - self._touched
     if idle > max(STALLED_S, 5 * self._longest):
+      where = ''.join(
+          f'; process {r} is at: {other["where"]}'
+          for r, other in others.items()
+      )
       self.fail(
           f'process {self._group.rank} has done nothing for {idle:.0f} s, at:'
-          f' {self._where}'
+          f' {self._where}{where}'
       )
 
   def _lost(self, other: int, seconds: float) -> str:

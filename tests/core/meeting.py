@@ -2,6 +2,8 @@
 
 import os
 import sys
+import time
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -54,11 +56,51 @@ def _facts() -> None:
     logging.warning('the disk of this host is full')
 
 
+def _waits() -> None:
+  """One process works for three times as long as it may do nothing."""
+  processes.STALLED_S = 2.0
+  processes.together('the start', lambda: None)
+  processes.watch_for_hangs()
+  if processes.rank() == 1:
+    for _ in range(80):
+      processes.touch('decoding')
+      time.sleep(0.1)
+  processes.together('a rollout', lambda: None)
+
+
+def _collective(what: str) -> None:
+  """One process waits in a collective for one that is busy, or that hangs."""
+  processes.STALLED_S = 2.0
+  mesh = sharding.make_mesh(data=2)
+  add = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))
+  x = jax.make_array_from_callback(
+      (2,), NamedSharding(mesh, sharding.ROWS), lambda i: np.ones(2)[i]
+  )
+  add(x).block_until_ready()
+  processes.together('the start', lambda: None)
+  processes.watch_for_hangs()
+  if processes.rank() == 1:
+    with processes.slow('a report') if what == 'busy' else nullcontext():
+      processes.touch('a file')
+      time.sleep(8)
+  processes.touch('an update')
+  assert add(x) == 2
+  processes.touch()
+
+
 def main() -> None:
   """Does what the first argument says."""
   processes.start()
   if sys.argv[1] == 'facts':
     _facts()
+    processes.finish()
+    print('well')
+  elif sys.argv[1] == 'waits':
+    _waits()
+    processes.finish()
+    print('well')
+  elif sys.argv[1] in ('busy', 'hangs'):
+    _collective(sys.argv[1])
     processes.finish()
     print('well')
   elif sys.argv[1] == 'differ':

@@ -215,6 +215,28 @@ def test_two_processes_meet_and_stop_together():
 
 
 @pytest.mark.slow
+def test_a_process_may_wait_for_one_that_works_however_long():
+  with launched.processes([_MEETING, 'waits'], count=2) as started:
+    said = launched.ended(started, 100)
+    codes = [one.returncode for one in started]
+  assert codes == [0, 0], said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('what', ['busy', 'hangs'])
+def test_a_process_in_a_collective_waits_for_one_that_is_busy(what):
+  with launched.processes([_MEETING, what], count=2) as started:
+    said = launched.ended(started, 100)
+    codes = [one.returncode for one in started]
+  if what == 'busy':
+    assert codes == [0, 0], said
+    return
+  assert codes == [1, 1], said
+  # Whichever of the two says so first.
+  assert all('at: an update' in s and 'at: a file' in s for s in said), said
+
+
+@pytest.mark.slow
 def test_processes_at_different_places_say_so():
   with launched.processes([_MEETING, 'differ'], count=2) as started:
     said = launched.ended(started, 100)
