@@ -9,6 +9,7 @@ of a single process every function here just does its work.
 
     together      every process works, then each gets the results of all
     from_first    process 0 works, the others get its result
+    TensorGroup   processes that sample the same sequences: the first decides
     barrier       for background threads
 
 A watch in every process tells the others once a second that it lives and what
@@ -71,6 +72,9 @@ class _Group:
     self.rank, self.count = rank, count
     self.client: Any = distributed.global_state.client
     self.turn = 0
+    # What `TensorGroup.from_leader` has passed on so far, and whether some of
+    # it is still in the store.
+    self.told, self.is_told = 0, False
     self.barriers: dict[str, int] = {}
     self.watch = _Watch(self)
 
@@ -235,11 +239,6 @@ def is_first() -> bool:
   return rank() == 0
 
 
-def share(total: int) -> list[int]:
-  """Returns which of `total` things this process does: every count-th one."""
-  return list(range(rank(), total, count()))
-
-
 # --- where they meet --------------------------------------------------------
 
 
@@ -265,11 +264,7 @@ def together(
   if _group is None:
     return [work()]
   touch(what)
-  value, stopped = None, None
-  try:
-    value = work()
-  except StopRequested as stop:
-    stopped = str(stop)
+  value, stopped = _worked(work)
   body = pickle.dumps(value)
   inline = body if len(body) <= _INLINE_BYTES else None
   group, turn = _group, _group.turn
@@ -280,15 +275,14 @@ def together(
       _awaited(f'meet/{turn}/{r}', r, what, meanwhile)
       for r in range(group.count)
   ]
-  # Whoever is here has read all of the last turn.
+  # Whoever is here has read all of the last turn, and what it was told.
   if turn:
     group.delete(f'meet/{turn - 1}/{group.rank}')
+  if group.is_told:
+    group.delete(f'told/{group.rank}')
+    group.is_told = False
   for r, (other, *_) in enumerate(found):
-    if other != what:
-      raise RuntimeError(
-          f'process {r} is at {other!r} while process {group.rank} is at'
-          f' {what!r}: they must run the same command on the same files'
-      )
+    _check_same_work(r, other, what)
   for _, why, *_ in found:
     if why is not None:
       raise StopRequested(why)
@@ -297,6 +291,23 @@ def together(
     bodies = _all_bytes(body, [size for _, _, size, _ in found])
   touch(what)
   return [pickle.loads(body) for body in bodies]
+
+
+def _worked(work: Callable[[], T]) -> tuple[T | None, str | None]:
+  """Returns (the result, None), or (None, the reason to stop)."""
+  try:
+    return work(), None
+  except StopRequested as stop:
+    return None, str(stop)
+
+
+def _check_same_work(other: int, there: str, here: str) -> None:
+  """Raises where another process is not at the same work."""
+  if there != here:
+    raise RuntimeError(
+        f'process {other} is at {there!r} while process {rank()} is at'
+        f' {here!r}: they must run the same command on the same files'
+    )
 
 
 def from_first(what: str, work: Callable[[], T]) -> T:
@@ -323,6 +334,71 @@ def barrier(name: str) -> None:
   number = _group.barriers.get(name, 0)
   _group.barriers[name] = number + 1
   _group.client.wait_at_barrier(f'{_STORE}/{name}/{number}', 24 * 3600 * 1000)
+
+
+class TensorGroup:
+  """Processes whose devices share sequences: neighbours in rank.
+
+  They do the same work in the same order. What could differ between them (a
+  signal, a clock, code of the user) the first of them decides: the leader.
+
+  Args:
+    size: number of processes; 1 where `mesh.tensor` lies inside a process.
+
+  Attributes:
+    leads: whether this process is the leader.
+  """
+
+  def __init__(self, size: int = 1):
+    assert count() % size == 0
+    self._size = size
+    self.leads = rank() % size == 0
+
+  def share(self, total: int) -> list[int]:
+    """Returns which of `total` things this group does: every n-th of n."""
+    return list(range(rank() // self._size, total, count() // self._size))
+
+  def leaders(self, parts: list[T]) -> list[T]:
+    """Returns the leaders' parts of those of all processes."""
+    return parts[:: self._size]
+
+  def from_leader(self, what: str, work: Callable[[], T]) -> T:
+    """Returns the result of the work, which the leader alone does.
+
+    Args:
+      what: names the work, for messages; the same in all processes.
+      work: returns what can be pickled.
+
+    Raises:
+      StopRequested: raised by the work.
+      RuntimeError: the processes are not at the same work.
+    """
+    if self._size == 1:
+      return work()
+    assert _group is not None
+    group, leader = _group, rank() // self._size * self._size
+    key = f'told/{leader}/{group.told}'
+    group.told += 1
+    if self.leads:
+      value, stopped = _worked(work)
+      body = pickle.dumps((what, stopped, value))
+      pieces = [
+          body[i : i + _INLINE_BYTES]
+          for i in range(0, len(body), _INLINE_BYTES)
+      ]
+      for i, piece in enumerate(pieces):
+        _store(f'{key}/{i}', (len(pieces), piece))
+      group.is_told = True
+    else:
+      number, body = _awaited(f'{key}/0', leader, what, None)
+      for i in range(1, number):
+        body += _awaited(f'{key}/{i}', leader, what, None)[1]
+      there, stopped, value = pickle.loads(body)
+      _check_same_work(leader, there, what)
+    touch()
+    if stopped is not None:
+      raise StopRequested(stopped)
+    return value  # type: ignore[return-value]
 
 
 def _store(key: str, value: Any) -> None:

@@ -20,7 +20,14 @@ def _facts() -> None:
   rank = processes.rank()
   assert processes.count() == jax.process_count() == 2
   assert processes.is_first() == (rank == 0)
-  assert processes.share(5) == [[0, 2, 4], [1, 3]][rank]
+  apart, alike = processes.TensorGroup(), processes.TensorGroup(2)
+  assert apart.share(5) == [[0, 2, 4], [1, 3]][rank]
+  assert alike.share(3) == [0, 1, 2] and alike.leads == (rank == 0)
+  assert alike.leaders(['a', 'b']) == ['a']
+  # Also what is longer than the store takes at once.
+  for size in (10, 100_000):
+    told = alike.from_leader('sizes', lambda size=size: bytes([rank]) * size)
+    assert told == bytes(size)
   # Short values pass through the store, long ones over the devices.
   for size in (10, 100_000 + rank):
     found = processes.together('sizes', lambda size=size: bytes([rank]) * size)
@@ -42,6 +49,15 @@ def _facts() -> None:
   np.testing.assert_array_equal(jnp.asarray(local), values)
   first = sharding.whole_in_first({'x': split})['x']
   assert first is None if rank else (first == values).all()
+
+  def stop():
+    raise StopRequested('SIGINT')
+
+  try:
+    alike.from_leader('a visit', stop)
+    raise AssertionError('not stopped')
+  except StopRequested as why:
+    assert str(why) == 'SIGINT'
 
   # A request to stop reaches the other process, and both at the same place.
   with Interrupt() as asked:
