@@ -23,6 +23,7 @@ import json
 import logging as std_logging
 import os
 import pickle
+import socket
 import sys
 import threading
 import time
@@ -49,6 +50,8 @@ T = TypeVar('T')
 ADDRESS = 'JAX_COORDINATOR_ADDRESS'
 COUNT = 'JAX_NUM_PROCESSES'
 RANK = 'JAX_PROCESS_ID'
+# Seconds in which all processes must have come.
+COME_S = 300.0
 # Seconds without a sign of life after which a process counts as lost.
 SILENT_S = 25.0
 # Seconds that a process may do nothing while another one waits for it.
@@ -216,12 +219,41 @@ def start() -> None:
         'process_id': int(os.environ[RANK]),
         'cluster_detection_method': 'deactivate',
     }
-  jax.distributed.initialize(**by_hand, shutdown_timeout_seconds=60)
+  # JAX itself would end this process without a word on who is missing.
+  late = threading.Timer(COME_S, _end_alone)
+  late.daemon = True
+  late.start()
+  jax.distributed.initialize(
+      **by_hand,
+      initialization_timeout=int(COME_S) + 60,
+      shutdown_timeout_seconds=60,
+  )
+  late.cancel()
   state = distributed.global_state
   if state.num_processes == 1:
     return
   _group = _Group(state.process_id, state.num_processes)
   _group.watch.start()
+
+
+def _end_alone() -> None:
+  """Ends this process, because the others have not come."""
+  state = distributed.global_state
+  host, _, port = str(state.coordinator_address).rpartition(':')
+  missing = 'not all processes have come'
+  if state.process_id:
+    try:
+      socket.create_connection((host.strip('[]'), int(port)), timeout=5).close()
+    except (OSError, ValueError):
+      missing = f'process 0 does not answer at {host}:{port}'
+  print(
+      f'[process {state.process_id or 0}] error: {missing} in {COME_S:.0f} s.'
+      ' Those that print this line are there; see what the launcher says of the'
+      ' others',
+      file=sys.stderr,
+      flush=True,
+  )
+  os._exit(1)
 
 
 def count() -> int:

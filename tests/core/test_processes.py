@@ -266,6 +266,26 @@ def test_a_process_in_a_collective_waits_for_one_that_is_busy(what):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    'rank, message',
+    [
+        (0, '[process 0] error: not all processes have come in 5 s'),
+        (1, '[process 1] error: process 0 does not answer at 127.0.0.1:'),
+    ],
+)
+def test_a_process_whose_others_do_not_come_says_so(rank, message):
+  def only(_, count, port):
+    return launched.by_hand(rank, count, port)
+
+  with launched.processes(
+      [_MEETING, 'alone'], count=2, launcher=only, kept=1
+  ) as started:
+    (said,) = launched.ended(started, 100)
+    assert started[0].returncode == 1
+  assert message in said
+
+
+@pytest.mark.slow
 def test_processes_at_different_places_say_so():
   with launched.processes([_MEETING, 'differ'], count=2) as started:
     said = launched.ended(started, 100)
