@@ -161,6 +161,19 @@ def launched() -> int:
   return 1
 
 
+def check_alone() -> None:
+  """Checks a command that is one process.
+
+  Raises:
+    ValueError: the launcher has started several; see also `launched`.
+  """
+  if (started := launched()) > 1:
+    raise ValueError(
+        f'this command is one process, but the launcher started {started};'
+        f' start it without srun or mpirun, and without {COUNT}'
+    )
+
+
 def local_devices(env: Mapping[str, str]) -> list[int] | None:
   """Returns which of the visible GPUs a task of Slurm or Open MPI takes.
 
