@@ -50,6 +50,10 @@ def _facts() -> None:
   first = sharding.whole_in_first({'x': split})['x']
   assert first is None if rank else (first == values).all()
 
+  # Nothing is left of it once all have met.
+  processes.together('a meeting', lambda: None)
+  assert rank or not processes._group.folder('told/0')
+
   def stop():
     raise StopRequested('SIGINT')
 

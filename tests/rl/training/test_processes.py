@@ -181,26 +181,26 @@ def test_processes_that_share_sequences_ask_an_environment_once(tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(24 * 3600)
-@pytest.mark.parametrize('kills', [200])
+@pytest.mark.parametrize('axis, kills', [('data', 200), ('tensor', 60)])
 def test_random_ranks_killed_at_random_moments_change_no_bit(
-    tmp_path, pytestconfig, record_property, kills
+    tmp_path, pytestconfig, record_property, axis, kills
 ):
   draw, counts, waits = random.Random(0), collections.Counter[str](), [0.0]
   minutes = pytestconfig.getoption('--soak-minutes')
   end = time.monotonic() + 60 * minutes
   changes = {
-      'mesh.data': 2,
+      f'mesh.{axis}': 2,
       'trainer.total_training_steps': 60,
       'trainer.test_freq': 20,
   }
   one, begin = tmp_path / 'one', time.monotonic()
   _finish(one, 1, changes, _SOAK_PATIENCE_S, devices=2)
   took = time.monotonic() - begin
-  expected = whole_run.outcome(one, {'mesh.data': 2})
+  expected = whole_run.outcome(one, changes)
 
   def compare(workdir):
     counts['runs compared'] += 1
-    assert whole_run.outcome(workdir, {'mesh.data': 2}) == expected
+    assert whole_run.outcome(workdir, changes) == expected
 
   number, done, two = 0, 0, tmp_path / '0'
   try:
