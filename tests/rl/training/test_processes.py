@@ -148,8 +148,8 @@ def test_devices_that_share_sequences_in_several_processes(
 def test_processes_that_share_sequences_ask_an_environment_once(tmp_path):
   changes = {
       'mesh.tensor': 2,
-      'trainer.total_training_steps': 12,
-      'trainer.test_freq': 6,
+      'trainer.total_training_steps': 30,
+      'trainer.test_freq': 15,
       'environment.name': 'tests.rl.training.games:Counting',
   }
   one, two = tmp_path / 'one', tmp_path / 'two'
