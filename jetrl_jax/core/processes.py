@@ -495,13 +495,15 @@ def slow(where: str) -> Iterator[None]:
     yield
     return
   watch = _group.watch
-  watch.touch(where)
+  before = watch.where
+  # What fails in a collective closes its files before it ends.
+  watch.touch(where if where == before else f'{where}, after {before}')
   watch.patience += 1
   try:
     yield
   finally:
     watch.patience -= 1
-    watch.touch()
+    watch.touch(before)
 
 
 def watch_for_hangs() -> None:
@@ -545,7 +547,7 @@ class _Watch:
 
   def __init__(self, group: _Group):
     self._group = group
-    self._where, self._progress = 'start-up', 0
+    self.where, self._progress = 'start-up', 0
     self.patience = 0
     self.armed = False
     self._touched = time.monotonic()
@@ -588,7 +590,7 @@ class _Watch:
     self._touched = now
     self._progress += 1
     if where is not None:
-      self._where = where
+      self.where = where
 
   def waits(self) -> None:
     """Notes that this process waits for another one, which is looked after.
@@ -629,7 +631,7 @@ class _Watch:
       try:
         record = {
             'beat': number,
-            'where': self._where,
+            'where': self.where,
             'progress': self._progress,
             'busy': self._is_busy(),
         }
@@ -746,7 +748,7 @@ class _Watch:
       )
       self.fail(
           f'process {self._group.rank} has done nothing for {idle:.0f} s, at:'
-          f' {self._where}{where}'
+          f' {self.where}{where}'
       )
 
   def _lost(self, other: int, seconds: float) -> str:
@@ -755,7 +757,7 @@ class _Watch:
     return (
         f'process {other} of this run has not been heard of for'
         f' {seconds:.0f} s{at}. Process {self._group.rank}, at:'
-        f' {self._where}, ends. The same command resumes from the newest'
+        f' {self.where}, ends. The same command resumes from the newest'
         ' checkpoint'
     )
 

@@ -94,6 +94,23 @@ def test_a_task_takes_its_share_of_the_gpus_it_sees(variables, local, ids):
   assert processes.local_devices(variables) == ids
 
 
+class _Alone(processes._Group):
+  """A process of two, the other of which does not exist."""
+
+  def __init__(self):
+    self.rank, self.count = 0, 2
+    self.watch = processes._Watch(self)
+
+
+def test_a_process_says_what_it_was_at_before_it_closed_its_files(monkeypatch):
+  group = _Alone()
+  monkeypatch.setattr(processes, '_group', group)
+  processes.touch('a rollout')
+  with processes.slow('the last checkpoint'):
+    assert group.watch.where == 'the last checkpoint, after a rollout'
+  assert group.watch.where == 'a rollout'
+
+
 def test_alone_a_process_does_all_and_waits_for_nobody():
   assert (processes.count(), processes.rank()) == (1, 0)
   group = processes.TensorGroup()
