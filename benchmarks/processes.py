@@ -10,8 +10,9 @@ token, log-prob and score of every rollout, masters, moments and scales of
 every checkpoint, held-out samples, metrics apart from clocks and memory.
 
 A case is 'quickstart' (a learning run of 0.8 M parameters) or a model.shape
-with random weights, seeded rewards and one checkpoint less; with '+fsdp' its
-mesh is fsdp=N and not data=N. Exits 1 if anything differs or a run fails.
+with random weights, seeded rewards and one checkpoint less. Its mesh is data=N;
+with '+fsdp' fsdp=N, with '+tensor' tensor=N. Exits 1 if anything differs or a
+run fails.
 
 With --at_once all runs share the GPUs and the time to compile. Their seconds
 then mean nothing; a second call with the same --keep finds all compiled.

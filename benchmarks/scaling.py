@@ -192,10 +192,9 @@ def _meshes(devices: int) -> list[dict[str, int]]:
 
 
 def _layouts(mesh: dict[str, int]) -> list[Layout]:
-  """Returns (processes, devices of each): one process, and several."""
-  devices, tensor = int(np.prod(list(mesh.values()))), mesh.get('tensor', 1)
-  found = [(1, devices), (devices // tensor, tensor)]
-  return list(dict.fromkeys(found))
+  """Returns (processes, devices of each): one process, and one per device."""
+  devices = int(np.prod(list(mesh.values())))
+  return list(dict.fromkeys([(1, devices), (devices, 1)]))
 
 
 def _name(mesh: dict[str, int], layout: Layout) -> str:

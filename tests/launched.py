@@ -50,6 +50,7 @@ def processes(
     count: int,
     devices: int = 1,
     launcher=by_hand,
+    kept: int | None = None,
     cwd: pathlib.Path = _ROOT,
 ) -> Iterator[list[subprocess.Popen]]:
   """Starts `python -m COMMAND` `count` times; kills what is left at the end.
@@ -59,10 +60,11 @@ def processes(
     count: processes; 1 is started without any launcher.
     devices: CPU devices of each.
     launcher: makes the variables of a process.
+    kept: how many of them are started, by default all.
     cwd: working directory.
   """
   port, started = free_port(), []
-  kept = {
+  inherited = {
       name: value
       for name, value in os.environ.items()
       # A cache that tests share is welcome; a launcher of theirs is not.
@@ -71,8 +73,8 @@ def processes(
       or name == 'JAX_COMPILATION_CACHE_DIR'
   }
   try:
-    for rank in range(count):
-      env = kept | {
+    for rank in range(kept or count):
+      env = inherited | {
           'PYTHONPATH': str(_ROOT),
           'JAX_PLATFORMS': 'cpu',
           'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',

@@ -10,7 +10,7 @@ from ml_collections import config_flags
 
 from jetrl_jax import models
 from jetrl_jax.config import flags as config_flag
-from tests import whole_run
+from tests import launched, whole_run
 from tests.report import pages
 
 _PATIENCE_S = 250
@@ -311,6 +311,27 @@ def test_the_warm_start_answers_in_the_same_words():
   assert "did you mean 'sft.output'?" in said
   said = _refused(_TINY, module='jetrl_jax.sft')
   assert said == 'sft.output is empty; name the folder to export to'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'module, arguments',
+    [
+        ('jetrl_jax.report', ['runs']),
+        ('jetrl_jax.serve', ['--checkpoint=runs']),
+        ('jetrl_jax.mismatch', [_TINY]),
+    ],
+)
+def test_a_command_of_one_process_refuses_a_launcher(
+    monkeypatch, module, arguments
+):
+  for name, value in launched.by_hand(1, 2, 1234).items():
+    monkeypatch.setenv(name, value)
+  code, _, errors = _run(*arguments, module=module)
+  assert code in (1, 2)
+  assert errors.startswith(
+      'error: this command is one process, but the launcher started 2; start it'
+  )
 
 
 def test_ctrl_c_before_there_is_anything_to_save_is_a_sentence(

@@ -172,12 +172,7 @@ def _in_one_sentence(
 def _join(several: bool) -> None:
   """Joins the processes that the launcher started; only the first prints."""
   if not several:
-    if (count := processes.launched()) > 1:
-      raise ValueError(
-          f'this command is one process, but the launcher started {count};'
-          ' start it without srun or mpirun, and without'
-          f' {processes.COUNT}'
-      )
+    processes.check_alone()
     return
   processes.start()
   if not processes.is_first():

@@ -188,7 +188,7 @@ def _parts_of_run(
     workdir: the run's folder.
   """
   with config.unlocked():
-    if not _fits(math.prod(config.mesh.values())):
+    if not _fits(config.mesh):
       # The policy is the same on any number of devices.
       config.mesh.data, config.mesh.fsdp = _all_devices(), 1
       config.mesh.tensor = 1
@@ -291,9 +291,13 @@ def _sides(
   return policy, config_model.rollout_policy(config, policy)
 
 
-def _fits(devices: int) -> bool:
-  """Whether a mesh can have this many of the devices at hand."""
-  return devices <= jax.device_count() and devices % processes.count() == 0
+def _fits(mesh: Any) -> bool:
+  """Whether the devices at hand can be this mesh."""
+  try:
+    sharding.make_mesh(**mesh)
+  except ValueError:
+    return False
+  return True
 
 
 def _all_devices() -> int:

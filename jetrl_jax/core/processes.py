@@ -9,6 +9,7 @@ of a single process every function here just does its work.
 
     together      every process works, then each gets the results of all
     from_first    process 0 works, the others get its result
+    TensorGroup   processes that sample the same sequences: the first decides
     barrier       for background threads
 
 A watch in every process tells the others once a second that it lives and what
@@ -22,6 +23,7 @@ import json
 import logging as std_logging
 import os
 import pickle
+import socket
 import sys
 import threading
 import time
@@ -49,6 +51,8 @@ T = TypeVar('T')
 ADDRESS = 'JAX_COORDINATOR_ADDRESS'
 COUNT = 'JAX_NUM_PROCESSES'
 RANK = 'JAX_PROCESS_ID'
+# Seconds in which all processes must have come.
+COME_S = 300.0
 # Seconds without a sign of life after which a process counts as lost.
 SILENT_S = 25.0
 # Seconds that a process may do nothing while another one waits for it.
@@ -72,6 +76,9 @@ class _Group:
     self.rank, self.count = rank, count
     self.client: Any = distributed.global_state.client
     self.turn = 0
+    # What `TensorGroup.from_leader` has passed on so far, and whether some of
+    # it is still in the store.
+    self.told, self.is_told = 0, False
     self.barriers: dict[str, int] = {}
     self.watch = _Watch(self)
 
@@ -155,6 +162,19 @@ def launched() -> int:
   return 1
 
 
+def check_alone() -> None:
+  """Checks a command that is one process.
+
+  Raises:
+    ValueError: the launcher has started several; see also `launched`.
+  """
+  if (started := launched()) > 1:
+    raise ValueError(
+        f'this command is one process, but the launcher started {started};'
+        f' start it without srun or mpirun, and without {COUNT}'
+    )
+
+
 def local_devices(env: Mapping[str, str]) -> list[int] | None:
   """Returns which of the visible GPUs a task of Slurm or Open MPI takes.
 
@@ -213,12 +233,41 @@ def start() -> None:
         'process_id': int(os.environ[RANK]),
         'cluster_detection_method': 'deactivate',
     }
-  jax.distributed.initialize(**by_hand, shutdown_timeout_seconds=60)
+  # JAX itself would end this process without a word on who is missing.
+  late = threading.Timer(COME_S, _end_alone)
+  late.daemon = True
+  late.start()
+  jax.distributed.initialize(
+      **by_hand,
+      initialization_timeout=int(COME_S) + 60,
+      shutdown_timeout_seconds=60,
+  )
+  late.cancel()
   state = distributed.global_state
   if state.num_processes == 1:
     return
   _group = _Group(state.process_id, state.num_processes)
   _group.watch.start()
+
+
+def _end_alone() -> None:
+  """Ends this process, because the others have not come."""
+  state = distributed.global_state
+  host, _, port = str(state.coordinator_address).rpartition(':')
+  missing = 'not all processes have come'
+  if state.process_id:
+    try:
+      socket.create_connection((host.strip('[]'), int(port)), timeout=5).close()
+    except (OSError, ValueError):
+      missing = f'process 0 does not answer at {host}:{port}'
+  print(
+      f'[process {state.process_id or 0}] error: {missing} in {COME_S:.0f} s.'
+      ' Those that print this line are there; see what the launcher says of the'
+      ' others',
+      file=sys.stderr,
+      flush=True,
+  )
+  os._exit(1)
 
 
 def count() -> int:
@@ -234,11 +283,6 @@ def rank() -> int:
 def is_first() -> bool:
   """Whether this is the process that writes the run's files."""
   return rank() == 0
-
-
-def share(total: int) -> list[int]:
-  """Returns which of `total` things this process does: every count-th one."""
-  return list(range(rank(), total, count()))
 
 
 # --- where they meet --------------------------------------------------------
@@ -266,11 +310,7 @@ def together(
   if _group is None:
     return [work()]
   touch(what)
-  value, stopped = None, None
-  try:
-    value = work()
-  except StopRequested as stop:
-    stopped = str(stop)
+  value, stopped = _worked(work)
   body = pickle.dumps(value)
   inline = body if len(body) <= _INLINE_BYTES else None
   group, turn = _group, _group.turn
@@ -281,15 +321,14 @@ def together(
       _awaited(f'meet/{turn}/{r}', r, what, meanwhile)
       for r in range(group.count)
   ]
-  # Whoever is here has read all of the last turn.
+  # Whoever is here has read all of the last turn, and what it was told.
   if turn:
     group.delete(f'meet/{turn - 1}/{group.rank}')
+  if group.is_told:
+    group.delete(f'told/{group.rank}')
+    group.is_told = False
   for r, (other, *_) in enumerate(found):
-    if other != what:
-      raise RuntimeError(
-          f'process {r} is at {other!r} while process {group.rank} is at'
-          f' {what!r}: they must run the same command on the same files'
-      )
+    _check_same_work(r, other, what)
   for _, why, *_ in found:
     if why is not None:
       raise StopRequested(why)
@@ -298,6 +337,23 @@ def together(
     bodies = _all_bytes(body, [size for _, _, size, _ in found])
   touch(what)
   return [pickle.loads(body) for body in bodies]
+
+
+def _worked(work: Callable[[], T]) -> tuple[T | None, str | None]:
+  """Returns (the result, None), or (None, the reason to stop)."""
+  try:
+    return work(), None
+  except StopRequested as stop:
+    return None, str(stop)
+
+
+def _check_same_work(other: int, there: str, here: str) -> None:
+  """Raises where another process is not at the same work."""
+  if there != here:
+    raise RuntimeError(
+        f'process {other} is at {there!r} while process {rank()} is at'
+        f' {here!r}: they must run the same command on the same files'
+    )
 
 
 def from_first(what: str, work: Callable[[], T]) -> T:
@@ -326,6 +382,71 @@ def barrier(name: str) -> None:
   _group.client.wait_at_barrier(f'{_STORE}/{name}/{number}', 24 * 3600 * 1000)
 
 
+class TensorGroup:
+  """Processes whose devices share sequences: neighbours in rank.
+
+  They do the same work in the same order. What could differ between them (a
+  signal, a clock, code of the user) the first of them decides: the leader.
+
+  Args:
+    size: number of processes; 1 where `mesh.tensor` lies inside a process.
+
+  Attributes:
+    leads: whether this process is the leader.
+  """
+
+  def __init__(self, size: int = 1):
+    assert count() % size == 0
+    self._size = size
+    self.leads = rank() % size == 0
+
+  def share(self, total: int) -> list[int]:
+    """Returns which of `total` things this group does: every n-th of n."""
+    return list(range(rank() // self._size, total, count() // self._size))
+
+  def leaders(self, parts: list[T]) -> list[T]:
+    """Returns the leaders' parts of those of all processes."""
+    return parts[:: self._size]
+
+  def from_leader(self, what: str, work: Callable[[], T]) -> T:
+    """Returns the result of the work, which the leader alone does.
+
+    Args:
+      what: names the work, for messages; the same in all processes.
+      work: returns what can be pickled.
+
+    Raises:
+      StopRequested: raised by the work.
+      RuntimeError: the processes are not at the same work.
+    """
+    if self._size == 1:
+      return work()
+    assert _group is not None
+    group, leader = _group, rank() // self._size * self._size
+    key = f'told/{leader}/{group.told}'
+    group.told += 1
+    if self.leads:
+      value, stopped = _worked(work)
+      body = pickle.dumps((what, stopped, value))
+      pieces = [
+          body[i : i + _INLINE_BYTES]
+          for i in range(0, len(body), _INLINE_BYTES)
+      ]
+      for i, piece in enumerate(pieces):
+        _store(f'{key}/{i}', (len(pieces), piece))
+      group.is_told = True
+    else:
+      number, body = _awaited(f'{key}/0', leader, what, None)
+      for i in range(1, number):
+        body += _awaited(f'{key}/{i}', leader, what, None)[1]
+      there, stopped, value = pickle.loads(body)
+      _check_same_work(leader, there, what)
+    touch()
+    if stopped is not None:
+      raise StopRequested(stopped)
+    return value  # type: ignore[return-value]
+
+
 def _store(key: str, value: Any) -> None:
   assert _group is not None
   _group.set(key, pickle.dumps(value))
@@ -341,6 +462,7 @@ def _awaited(
     if meanwhile is not None:
       with contextlib.suppress(StopRequested):
         meanwhile()
+    watch.waits()
     if where := watch.stalled(other, since):
       fail(
           f'process {other} has done nothing for {STALLED_S:.0f} s ({where});'
@@ -374,13 +496,15 @@ def slow(where: str) -> Iterator[None]:
     yield
     return
   watch = _group.watch
-  watch.touch(where)
+  before = watch.where
+  # What fails in a collective closes its files before it ends.
+  watch.touch(where if where == before else f'{where}, after {before}')
   watch.patience += 1
   try:
     yield
   finally:
     watch.patience -= 1
-    watch.touch()
+    watch.touch(before)
 
 
 def watch_for_hangs() -> None:
@@ -424,7 +548,7 @@ class _Watch:
 
   def __init__(self, group: _Group):
     self._group = group
-    self._where, self._progress = 'start-up', 0
+    self.where, self._progress = 'start-up', 0
     self.patience = 0
     self.armed = False
     self._touched = time.monotonic()
@@ -467,7 +591,14 @@ class _Watch:
     self._touched = now
     self._progress += 1
     if where is not None:
-      self._where = where
+      self.where = where
+
+  def waits(self) -> None:
+    """Notes that this process waits for another one, which is looked after.
+
+    However long that takes: it is no progress, and no pause of its own.
+    """
+    self._touched = time.monotonic()
 
   def stalled(self, other: int, since: float) -> str | None:
     """Returns what another process is at if it does nothing, else None."""
@@ -501,7 +632,7 @@ class _Watch:
       try:
         record = {
             'beat': number,
-            'where': self._where,
+            'where': self.where,
             'progress': self._progress,
             'busy': self._is_busy(),
         }
@@ -601,14 +732,24 @@ class _Watch:
           self._end(self._lost(r, now - heard))
 
   def _judge_itself(self, now: float) -> None:
-    if self._is_busy():
+    others = {
+        r: record
+        for r, record in sorted(self._records.items())
+        if r != self._group.rank
+    }
+    # It may wait in a collective for another one that is busy.
+    if self._is_busy() or any(other['busy'] for other in others.values()):
       self._touched = now
       return
     idle = now - self._touched
     if idle > max(STALLED_S, 5 * self._longest):
+      where = ''.join(
+          f'; process {r} is at: {other["where"]}'
+          for r, other in others.items()
+      )
       self.fail(
           f'process {self._group.rank} has done nothing for {idle:.0f} s, at:'
-          f' {self._where}'
+          f' {self.where}{where}'
       )
 
   def _lost(self, other: int, seconds: float) -> str:
@@ -617,7 +758,7 @@ class _Watch:
     return (
         f'process {other} of this run has not been heard of for'
         f' {seconds:.0f} s{at}. Process {self._group.rank}, at:'
-        f' {self._where}, ends. The same command resumes from the newest'
+        f' {self.where}, ends. The same command resumes from the newest'
         ' checkpoint'
     )
 

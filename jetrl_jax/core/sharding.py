@@ -73,13 +73,13 @@ def make_mesh(
     what += f' x tensor={tensor}' if tensor > 1 else ''
     have = _equal_shares(need, have, what)
     count = jax.process_count()
-    if (each := need // count) % tensor:
+    each = need // count
+    if each % tensor and tensor % each:
       raise ValueError(
           f'mesh.tensor is {tensor}, but each of {count} processes has {each}'
-          f' of the {need} devices. Devices that share a sequence must be in'
-          ' one process, which samples by itself. Start fewer processes with'
-          ' more devices each, such as one per host, or set mesh.tensor=1 and'
-          ' use mesh.fsdp'
+          f' of the {need} devices. One must divide the other: a process has'
+          ' all devices of its sequences, or shares them with whole processes.'
+          ' Change mesh.tensor or the number of processes'
       )
   if need > len(have):
     product = ' x '.join(
@@ -127,14 +127,21 @@ def spans_processes(mesh: Mesh) -> bool:
   return any(device.process_index != here for device in mesh.devices.flat)
 
 
-def local_mesh(mesh: Mesh) -> Mesh:
-  """Returns the mesh of this process's devices.
+def processes_of_sequence(mesh: Mesh) -> int:
+  """Returns over the devices of how many processes each sequence is split."""
+  return len({device.process_index for device in mesh.devices[0, 0]})
 
-  Its tensor axis is that of `mesh`. Its fsdp axis too, if these devices hold
-  whole copies of the weights; otherwise it is 1.
+
+def local_mesh(mesh: Mesh) -> Mesh:
+  """Returns the mesh on which this process samples.
+
+  It has this process's devices, and those of the processes that it shares
+  sequences with. Its tensor axis is that of `mesh`. Its fsdp axis too, if these
+  devices hold whole copies of the weights; otherwise it is 1.
   """
-  here = jax.process_index()
-  mine = [d for d in mesh.devices.flat if d.process_index == here]
+  shared = processes_of_sequence(mesh)
+  group = jax.process_index() // shared
+  mine = [d for d in mesh.devices.flat if d.process_index // shared == group]
   fsdp, tensor = mesh.shape[FSDP], mesh.shape[TENSOR]
   fsdp = fsdp if len(mine) % (fsdp * tensor) == 0 else 1
   grid = np.asarray(mine).reshape(-1, fsdp, tensor)
@@ -142,10 +149,9 @@ def local_mesh(mesh: Mesh) -> Mesh:
 
 
 def on_local_mesh(tree: PyTree, local: Mesh) -> PyTree:
-  """Returns arrays over all processes as arrays over this one's devices.
+  """Returns arrays over all processes as arrays over those of `local_mesh`.
 
-  Nothing is copied. The devices of this process must hold whole arrays, as
-  `local_mesh` says.
+  Nothing is copied. These devices must hold whole arrays, as `local_mesh` says.
   """
 
   def view(x: Array) -> Array:
@@ -156,6 +162,15 @@ def on_local_mesh(tree: PyTree, local: Mesh) -> PyTree:
     )
 
   return jax.tree.map(view, tree)
+
+
+def put(values: NpArray, where: NamedSharding) -> Array:
+  """Puts values on devices; some may belong to a process that has the same."""
+  if where.is_fully_addressable:
+    return jax.device_put(values, where)
+  return jax.make_array_from_callback(
+      values.shape, where, lambda index: values[index]
+  )
 
 
 @functools.lru_cache

@@ -14,7 +14,7 @@ import socket
 import jax
 from absl import logging
 
-from jetrl_jax.core import processes, sharding
+from jetrl_jax.core import processes
 from jetrl_jax.core.files import size
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.optim.types import TrainState
@@ -144,10 +144,9 @@ def _share_of_host(spec: RunSpec) -> float:
   if processes.count() == 1:
     return 1.0
   names = processes.together('host names', socket.gethostname)
-  local = sharding.local_mesh(spec.mesh).size * names.count(
-      socket.gethostname()
-  )
-  return min(1.0, local / spec.policy.axes.fsdp)
+  here = names.count(socket.gethostname()) / processes.count()
+  axes = spec.policy.axes
+  return min(1.0, here * axes.devices / axes.stored)
 
 
 def written(spec: RunSpec, state: TrainState) -> list[tuple[str, int, str]]:

@@ -60,7 +60,7 @@ def evaluate(settings: Settings) -> dict:
       settings.num_generations,
   )
   # Of this process.
-  total = len(processes.share(len(prompts))) * settings.num_generations
+  total = len(engine.group.share(len(prompts))) * settings.num_generations
   with (
       contextlib.closing(Progress('answers', total)) as shown,
       RewardPool(settings.rewards, **settings.reward_limits) as pool,

@@ -59,6 +59,28 @@ def _example(question: str):
   return Example(id=0, prompt=question, answer='', source='', extra={})
 
 
+@pytest.mark.parametrize(
+    'each, tensor, fits',
+    [(3, 2, False), (3, 3, True), (1, 2, True), (2, 4, True), (4, 3, False)],
+)
+def test_a_runs_mesh_is_kept_where_its_processes_can_have_it(
+    monkeypatch, each, tensor, fits
+):
+  class Device:
+    platform = 'cpu'
+
+    def __init__(self, process_index):
+      self.process_index = process_index
+
+  count = 2 if tensor != 3 or each == 3 else 3
+  found = [Device(p) for p in range(count) for _ in range(each)]
+  monkeypatch.setattr(jax, 'process_count', lambda: count)
+  monkeypatch.setattr(jax, 'devices', lambda: found)
+  data = count * each // tensor
+  mesh = {'data': data, 'fsdp': 1, 'tensor': tensor}
+  assert saved_policy._fits(mesh) == fits
+
+
 def test_a_policy_of_a_run_answers_as_the_run_s_last_evaluation():
   workdir = whole_run.finished()
   found = saved_policy.load(str(workdir))

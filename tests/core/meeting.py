@@ -2,6 +2,8 @@
 
 import os
 import sys
+import time
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,14 @@ def _facts() -> None:
   rank = processes.rank()
   assert processes.count() == jax.process_count() == 2
   assert processes.is_first() == (rank == 0)
-  assert processes.share(5) == [[0, 2, 4], [1, 3]][rank]
+  apart, alike = processes.TensorGroup(), processes.TensorGroup(2)
+  assert apart.share(5) == [[0, 2, 4], [1, 3]][rank]
+  assert alike.share(3) == [0, 1, 2] and alike.leads == (rank == 0)
+  assert alike.leaders(['a', 'b']) == ['a']
+  # Also what is longer than the store takes at once.
+  for size in (10, 100_000):
+    told = alike.from_leader('sizes', lambda size=size: bytes([rank]) * size)
+    assert told == bytes(size)
   # Short values pass through the store, long ones over the devices.
   for size in (10, 100_000 + rank):
     found = processes.together('sizes', lambda size=size: bytes([rank]) * size)
@@ -41,6 +50,19 @@ def _facts() -> None:
   first = sharding.whole_in_first({'x': split})['x']
   assert first is None if rank else (first == values).all()
 
+  # Nothing is left of it once all have met.
+  processes.together('a meeting', lambda: None)
+  assert rank or not processes._group.folder('told/0')
+
+  def stop():
+    raise StopRequested('SIGINT')
+
+  try:
+    alike.from_leader('a visit', stop)
+    raise AssertionError('not stopped')
+  except StopRequested as why:
+    assert str(why) == 'SIGINT'
+
   # A request to stop reaches the other process, and both at the same place.
   with Interrupt() as asked:
     if rank == 1:
@@ -54,11 +76,53 @@ def _facts() -> None:
     logging.warning('the disk of this host is full')
 
 
+def _waits() -> None:
+  """One process works for three times as long as it may do nothing."""
+  processes.STALLED_S = 2.0
+  processes.together('the start', lambda: None)
+  processes.watch_for_hangs()
+  if processes.rank() == 1:
+    for _ in range(80):
+      processes.touch('decoding')
+      time.sleep(0.1)
+  processes.together('a rollout', lambda: None)
+
+
+def _collective(what: str) -> None:
+  """One process waits in a collective for one that is busy, or that hangs."""
+  processes.STALLED_S = 2.0
+  mesh = sharding.make_mesh(data=2)
+  add = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))
+  x = jax.make_array_from_callback(
+      (2,), NamedSharding(mesh, sharding.ROWS), lambda i: np.ones(2)[i]
+  )
+  add(x).block_until_ready()
+  processes.together('the start', lambda: None)
+  processes.watch_for_hangs()
+  if processes.rank() == 1:
+    with processes.slow('a report') if what == 'busy' else nullcontext():
+      processes.touch('a file')
+      time.sleep(8)
+  processes.touch('an update')
+  assert add(x) == 2
+  processes.touch()
+
+
 def main() -> None:
   """Does what the first argument says."""
+  if sys.argv[1] == 'alone':
+    processes.COME_S = 5.0
   processes.start()
   if sys.argv[1] == 'facts':
     _facts()
+    processes.finish()
+    print('well')
+  elif sys.argv[1] == 'waits':
+    _waits()
+    processes.finish()
+    print('well')
+  elif sys.argv[1] in ('busy', 'hangs'):
+    _collective(sys.argv[1])
     processes.finish()
     print('well')
   elif sys.argv[1] == 'differ':

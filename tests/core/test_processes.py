@@ -94,9 +94,28 @@ def test_a_task_takes_its_share_of_the_gpus_it_sees(variables, local, ids):
   assert processes.local_devices(variables) == ids
 
 
+class _Alone(processes._Group):
+  """A process of two, the other of which does not exist."""
+
+  def __init__(self):
+    self.rank, self.count = 0, 2
+    self.watch = processes._Watch(self)
+
+
+def test_a_process_says_what_it_was_at_before_it_closed_its_files(monkeypatch):
+  group = _Alone()
+  monkeypatch.setattr(processes, '_group', group)
+  processes.touch('a rollout')
+  with processes.slow('the last checkpoint'):
+    assert group.watch.where == 'the last checkpoint, after a rollout'
+  assert group.watch.where == 'a rollout'
+
+
 def test_alone_a_process_does_all_and_waits_for_nobody():
   assert (processes.count(), processes.rank()) == (1, 0)
-  assert processes.share(3) == [0, 1, 2]
+  group = processes.TensorGroup()
+  assert group.leads and group.share(3) == [0, 1, 2]
+  assert group.from_leader('work', lambda: 7) == 7
   assert processes.together('work', lambda: 7) == [7]
 
   def stop():
@@ -125,17 +144,44 @@ def test_each_process_gives_a_mesh_as_many_devices(monkeypatch):
       sharding._equal_shares(need, found, f'mesh data={need}')
 
 
-def test_devices_that_share_a_sequence_belong_to_one_process(monkeypatch):
-  monkeypatch.setattr(jax, 'process_count', lambda: 2)
-  found = [_Device(p) for p in (0, 0, 1, 1)]
+def test_devices_that_share_a_sequence_are_neighbours(monkeypatch):
+  monkeypatch.setattr(jax, 'process_count', lambda: 4)
+  found = [_Device(p) for p in (0, 0, 1, 1, 2, 2, 3, 3)]
   monkeypatch.setattr(jax, 'devices', lambda: found)
-  mesh = sharding.make_mesh(data=2, tensor=2)
-  for row, process in enumerate((0, 1)):
-    assert [d.process_index for d in mesh.devices[row, 0]] == [process] * 2
+
+  def of_sequences(**axes):
+    mesh = sharding.make_mesh(**axes)
+    shared = sharding.processes_of_sequence(mesh)
+    monkeypatch.setattr(jax, 'process_index', lambda: 3)
+    local = sharding.local_mesh(mesh)
+    sequences = [
+        [device.process_index for device in sequence]
+        for sequence in mesh.devices.reshape(-1, mesh.shape['tensor'])
+    ]
+    last = [d.process_index for d in local.devices.flat]
+    return shared, sequences, dict(local.shape), last
+
+  one = {'data': 1, 'fsdp': 1, 'tensor': 2}
+  assert of_sequences(data=2, fsdp=2, tensor=2) == (
+      1,
+      [[0, 0], [1, 1], [2, 2], [3, 3]],
+      one,
+      [3, 3],
+  )
+  assert of_sequences(data=2, tensor=2) == (2, [[0, 1], [2, 3]], one, [2, 3])
+  assert of_sequences(fsdp=2, tensor=4) == (
+      2,
+      [[0, 0, 1, 1], [2, 2, 3, 3]],
+      one | {'tensor': 4},
+      [2, 2, 3, 3],
+  )
+  # Three devices of two processes: no sequence on the middle one's alone.
+  monkeypatch.setattr(jax, 'process_count', lambda: 2)
+  found = [_Device(p) for p in (0, 0, 0, 1, 1, 1)]
   with pytest.raises(
-      ValueError, match='but each of 2 processes has 1 of the 2'
+      ValueError, match='mesh.tensor is 2, but each of 2 processes has 3 of the'
   ):
-    sharding.make_mesh(tensor=2)
+    sharding.make_mesh(data=3, tensor=2)
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -212,6 +258,48 @@ def test_two_processes_meet_and_stop_together():
   assert all('well' in text for text in said)
   # On the console of process 0, which did not warn of it.
   assert '[process 1] the disk of this host is full' in said[0]
+
+
+@pytest.mark.slow
+def test_a_process_may_wait_for_one_that_works_however_long():
+  with launched.processes([_MEETING, 'waits'], count=2) as started:
+    said = launched.ended(started, 100)
+    codes = [one.returncode for one in started]
+  assert codes == [0, 0], said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('what', ['busy', 'hangs'])
+def test_a_process_in_a_collective_waits_for_one_that_is_busy(what):
+  with launched.processes([_MEETING, what], count=2) as started:
+    said = launched.ended(started, 100)
+    codes = [one.returncode for one in started]
+  if what == 'busy':
+    assert codes == [0, 0], said
+    return
+  assert codes == [1, 1], said
+  # Whichever of the two says so first.
+  assert all('at: an update' in s and 'at: a file' in s for s in said), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'rank, message',
+    [
+        (0, '[process 0] error: not all processes have come in 5 s'),
+        (1, '[process 1] error: process 0 does not answer at 127.0.0.1:'),
+    ],
+)
+def test_a_process_whose_others_do_not_come_says_so(rank, message):
+  def only(_, count, port):
+    return launched.by_hand(rank, count, port)
+
+  with launched.processes(
+      [_MEETING, 'alone'], count=2, launcher=only, kept=1
+  ) as started:
+    (said,) = launched.ended(started, 100)
+    assert started[0].returncode == 1
+  assert message in said
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import pytest
 from absl import logging as absl_logging
 
 from jetrl_jax.config import build as configs
+from jetrl_jax.core.sharding import Axes
 from jetrl_jax.dry_run import storage
 from jetrl_jax.rl.settings import GuardConfig
 from jetrl_jax.rl.training import initialize
@@ -29,6 +30,25 @@ def _found(spec, workdir, **there) -> storage.StorageNeeds:
 def _disk(monkeypatch, free):
   there = mock.Mock(free=free)
   monkeypatch.setattr(storage.shutil, 'disk_usage', lambda place: there)
+
+
+@pytest.mark.parametrize(
+    'axes, here, share',
+    [
+        # Four processes of one device: two on this host, or all.
+        (Axes(fsdp=4), 2, 0.5),
+        (Axes(data=4), 2, 1.0),
+        (Axes(fsdp=2, tensor=2), 2, 0.5),
+        (Axes(data=2, tensor=2), 2, 1.0),
+        (Axes(fsdp=4), 4, 1.0),
+    ],
+)
+def test_a_host_holds_what_its_processes_hold(monkeypatch, axes, here, share):
+  names = [storage.socket.gethostname()] * here + ['other'] * (4 - here)
+  monkeypatch.setattr(storage.processes, 'count', lambda: 4)
+  monkeypatch.setattr(storage.processes, 'together', lambda *_: names)
+  policy = mock.Mock(axes=axes)
+  assert storage._share_of_host(mock.Mock(policy=policy)) == share
 
 
 def test_a_begun_run_has_room_in_what_it_wrote(spec, tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jetrl_jax.core import rng, sharding
+from jetrl_jax.core import processes, rng, sharding
 from jetrl_jax.core.typing import Array, NpArray, PRNGKey
 from jetrl_jax.models.policy import PlacedParams, Policy, PolicyParams
 from jetrl_jax.rl.rollout import decode_state as decode_states
@@ -50,7 +50,8 @@ def local_share(
 ) -> tuple[Policy, EngineConfig, Mesh]:
   """Returns what this process's engine has of an engine over all devices.
 
-  Each device has as many slots and pages as in one process.
+  Its mesh is `sharding.local_mesh`. Each device has as many slots and pages as
+  in one process.
 
   Args:
     policy: the functions, over all devices.
@@ -73,7 +74,9 @@ class Engine:
   """Samples for rollouts, evaluations and servers.
 
   With several processes, each has an engine over its own devices, with its
-  share of the slots, and needs no other process until its work is done.
+  share of the slots, and needs no other process until its work is done. Where
+  `mesh.tensor` is more than a process has, those that share sequences have one
+  engine together: all of them must call it alike.
 
   Args:
     policy: the functions.
@@ -85,9 +88,10 @@ class Engine:
   Attributes:
     run_policy: the functions, over all devices of the run.
     run_mesh: all devices of the run.
-    policy: the functions, over this process's devices.
-    config: sizes for this process's devices.
-    mesh: this process's devices.
+    policy: the functions, over the engine's devices.
+    config: sizes for the engine's devices.
+    mesh: the engine's devices.
+    group: the processes whose engine this is.
     num_slots: sequences that are decoded at once.
     page_size: tokens of a KV page.
     cache_length: tokens of the longest sequence, in whole pages.
@@ -105,6 +109,8 @@ class Engine:
       abstract: bool = False,
   ):
     self.run_policy, self.run_mesh = policy, mesh
+    shared = 1 if abstract else sharding.processes_of_sequence(mesh)
+    self.group = processes.TensorGroup(shared)
     if sharding.spans_processes(mesh) and not abstract:
       policy, config, mesh = local_share(policy, config, mesh)
     self.policy, self.config, self.mesh = policy, config, mesh
@@ -592,7 +598,7 @@ class Engine:
     )
 
   def _put(self, values: NpArray) -> Array:
-    return jax.device_put(values, self._rows)
+    return sharding.put(values, self._rows)
 
   # --- programs -----------------------------------------------------------
 

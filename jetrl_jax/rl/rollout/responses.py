@@ -57,7 +57,7 @@ class Responses:
           local_DK[d, k] = slot % self._per_device
           row[slot] = d * _ROWS + k
         del mine[:_ROWS]
-      local_K = jax.device_put(local_DK.reshape(-1), self._rows)
+      local_K = sharding.put(local_DK.reshape(-1), self._rows)
       tokens, log_mu, logprobs = jax.device_get(
           self._pick(state.tokens, state.log_mu, state.logprobs, local_K)
       )

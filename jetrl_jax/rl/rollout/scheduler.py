@@ -13,6 +13,11 @@ weights, the seed and its own address.
 With an environment, `collect` also finds the end of each turn, which depends
 only on the turn's tokens; later tokens are dropped. The slot then waits for the
 environment's answer while the other slots decode.
+
+Where several processes share sequences (`mesh.tensor`), all of them run this
+loop on the same prompts. They read the same tokens, so they decide the same.
+What comes from elsewhere, a request to stop or an environment's answer, the
+first of them tells the others.
 """
 
 import collections
@@ -25,7 +30,7 @@ import jax
 import numpy as np
 
 from jetrl_jax.core import processes, rng
-from jetrl_jax.core.typing import PRNGKey
+from jetrl_jax.core.typing import NpArray, PRNGKey
 from jetrl_jax.data import Prompt
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.rl.rollout.buckets import PREFILL_ROWS
@@ -93,8 +98,9 @@ def rollout(
       that order.
     environment: answers the turns; by default a response is one turn.
 
-  With several processes each samples every n-th prompt; all get all
-  completions. A completion does not depend on where it was sampled.
+  With several processes each samples every n-th prompt, or shares it with its
+  neighbours; all get all completions. A completion does not depend on where it
+  was sampled.
 
   Returns:
     P * G completions, prompt by prompt; with an environment one per episode.
@@ -112,19 +118,34 @@ def rollout(
     )
   # Split parameters are gathered once here and not in every decode step.
   params = engine.replicate(params)
+  group = engine.group
   loop = Scheduler(
-      engine, params, temperature, base_key, weight_version, environment, on_end
+      engine,
+      params,
+      temperature,
+      base_key,
+      weight_version,
+      environment,
+      on_end if group.leads else None,
   )
   maximum, mine = engine.config.max_response_length, 0
-  for p in processes.share(len(prompts)):
+  for p in group.share(len(prompts)):
     for g in range(num_generations):
       limit = maximum if limits is None else int(limits[p, g])
       loop.waiting.append(
           _Job(mine, prompts[p], g, max(1, min(limit, maximum)))
       )
       mine += 1
-  parts = processes.together(
-      'a rollout', lambda: loop.run(should_stop), should_stop
+
+  def stop_alike() -> None:
+    group.from_leader('a visit of the host', should_stop)
+
+  def mine_alone() -> list[Completion]:
+    found = loop.run(stop_alike)
+    return found if group.leads else []
+
+  parts = group.leaders(
+      processes.together('a rollout', mine_alone, should_stop)
   )
   return _prompt_by_prompt(parts, len(prompts), num_generations)
 
@@ -132,7 +153,7 @@ def rollout(
 def _prompt_by_prompt(
     parts: list[list[Completion]], num_prompts: int, num_generations: int
 ) -> list[Completion]:
-  """Joins the completions of all processes, see `processes.share`."""
+  """Joins the completions of all engines, see `TensorGroup.share`."""
   found = []
   for p in range(num_prompts):
     part, first = parts[p % len(parts)], p // len(parts) * num_generations
@@ -146,7 +167,8 @@ class _Slot:
 
   Attributes:
     job: the sequence in the slot.
-    episode: its environment; None without one.
+    episode: its environment; None without one, and in a process that is told
+      what the environment answers.
     turn: response tokens before the current turn.
     searched: response tokens already searched for stop strings.
     tail: see `StopStrings.find`.
@@ -162,6 +184,15 @@ class _Slot:
   tail: str = ''
   ended: int | None = None
   observed: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+
+def _answer(episode: Episode | None) -> tuple[NpArray, str | None] | None:
+  """Returns (observation, why the episode is over); None without an answer."""
+  assert episode is not None
+  answer = episode.poll()
+  if answer is None:
+    return None
+  return answer.observation, episode.finish_reason() if answer.over else None
 
 
 class Scheduler:
@@ -257,6 +288,8 @@ class Scheduler:
     """Returns the slot of a job; with an environment its episode starts."""
     if self.environment is None:
       return _Slot(job=job)
+    if not self.engine.group.leads:
+      return _Slot(job=job, ended=0)
     generator = rng.host_generator(self.base_key, job.prompt.id, job.sample)
     episode = Episode(
         self.environment,
@@ -305,13 +338,14 @@ class Scheduler:
         continue
       slot.ended = int(emitted[i]) if cut is None else cut
       reason = 'stop' if cut is not None or stopped[i] else 'length'
-      if slot.episode is None or reason == 'length':
+      if self.environment is None or reason == 'length':
         over[i] = reason
         continue
       text_end = slot.ended - (cut is None)  # The text has no stop token.
-      slot.episode.step(
-          slot.episode.config.tokenizer.decode(tokens[i, slot.turn : text_end])
-      )
+      if slot.episode is not None:
+        slot.episode.step(
+            self.environment.tokenizer.decode(tokens[i, slot.turn : text_end])
+        )
       asked.append(i)
     if any(active[i] for i in asked):
       state = self.engine.pause(state, asked)
@@ -333,20 +367,24 @@ class Scheduler:
     asked = {i: s for i, s in self.running.items() if s.ended is not None}
     if not asked:
       return state
-    self._wait_for_environments(list(asked.values()))
+
+    def answers() -> dict[int, tuple[NpArray, str | None]]:
+      self._wait_for_environments(list(asked.values()))
+      found = {i: _answer(slot.episode) for i, slot in asked.items()}
+      return {i: told for i, told in found.items() if told is not None}
+
     over, kept, given = {}, {}, {}
-    for i, slot in asked.items():
-      assert slot.episode is not None and slot.ended is not None
-      answer = slot.episode.poll()
-      if answer is None:
-        continue
-      end = slot.ended + len(answer.observation)
-      if answer.over:
-        over[i] = slot.episode.finish_reason()
+    told = self.engine.group.from_leader('the environments', answers)
+    for i, (observation, reason) in told.items():
+      slot = asked[i]
+      assert slot.ended is not None
+      end = slot.ended + len(observation)
+      if reason is not None:
+        over[i] = reason
       elif end >= slot.job.limit:
         over[i] = 'length'
       else:
-        kept[i], given[i] = slot.ended, answer.observation
+        kept[i], given[i] = slot.ended, observation
         slot.observed.append((slot.ended, end))
         slot.turn, slot.searched, slot.tail, slot.ended = end, end, '', None
     self._complete(state, over)

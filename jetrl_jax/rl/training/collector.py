@@ -91,11 +91,10 @@ class Collector:
       with scorer(prompts, pool, spec.tokenizer, self._should_stop) as scores:
         with self._timer('gen'):
           completions = self.rollout(step, prompts, state, scores)
-        self._times_preempted += sum(
-            processes.together(
-                'counting', lambda: self.engine.pages.times_preempted
-            )
+        preempted = processes.together(
+            'counting', lambda: self.engine.pages.times_preempted
         )
+        self._times_preempted += sum(self.engine.group.leaders(preempted))
         rewarded = self.score(step, prompts, completions, scores)
       yield rewarded
 

@@ -111,20 +111,30 @@ def test_two_processes_stopped_and_killed_end_in_the_bits_of_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    'mesh',
+    'mesh, count, devices',
     [
-        {'mesh.data': 2, 'mesh.tensor': 2},
+        ({'mesh.data': 2, 'mesh.tensor': 2}, 2, 2),
         # Each process has half of every weight.
-        {'mesh.fsdp': 2, 'mesh.tensor': 2},
+        ({'mesh.fsdp': 2, 'mesh.tensor': 2}, 2, 2),
+        # Each has one device of a sequence's two.
+        ({'mesh.tensor': 2}, 2, 1),
+        pytest.param(
+            {'mesh.data': 2, 'mesh.tensor': 2}, 4, 1, marks=pytest.mark.soak
+        ),
+        pytest.param(
+            {'mesh.fsdp': 2, 'mesh.tensor': 2}, 4, 1, marks=pytest.mark.soak
+        ),
     ],
 )
-def test_two_processes_of_two_devices_that_share_sequences(tmp_path, mesh):
+def test_devices_that_share_sequences_in_several_processes(
+    tmp_path, mesh, count, devices
+):
   changes = mesh | {'trainer.total_training_steps': 3}
   found = []
-  for count in (1, 2):
-    workdir = tmp_path / str(count)
-    _finish(workdir, count, changes, 2 * _PATIENCE_S, devices=4 // count)
-    assert _kinds(workdir) == [count]
+  for layout in ((1, count * devices), (count, devices)):
+    workdir = tmp_path / str(layout[0])
+    _finish(workdir, layout[0], changes, 2 * _PATIENCE_S, devices=layout[1])
+    assert _kinds(workdir) == [layout[0]]
     found.append(whole_run.outcome(workdir, mesh))
   one, two = found
   assert two == one
@@ -133,28 +143,64 @@ def test_two_processes_of_two_devices_that_share_sequences(tmp_path, mesh):
   assert not any(line.get(name, 0.0) for line in two['records'])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_processes_that_share_sequences_ask_an_environment_once(tmp_path):
+  changes = {
+      'mesh.tensor': 2,
+      'trainer.total_training_steps': 30,
+      'trainer.test_freq': 15,
+      'environment.name': 'tests.rl.training.games:Counting',
+  }
+  one, two = tmp_path / 'one', tmp_path / 'two'
+  _finish(one, 1, changes, 2 * _PATIENCE_S, devices=2)
+  # A signal to the one that is told what the other one decides.
+  with _start(two, 2, changes) as started:
+    _wait_for_lines(two, 2)
+    started[1].send_signal(signal.SIGTERM)
+    said = launched.ended(started, _PATIENCE_S)
+    codes = [each.returncode for each in started]
+  assert codes == [0, 0], said
+  lines = len(whole_run.records(two))
+  # It hangs in the middle of a step.
+  with _start(two, 2, changes) as started:
+    _wait_for_lines(two, lines + 2)
+    started[1].send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    said, _ = started[0].communicate(timeout=_PATIENCE_S)
+    assert time.monotonic() - stopped < _LOSS_S
+    assert started[0].returncode == 1
+  assert 'process 1 of this run has not been heard of for' in said
+  assert 'it was at: ' in said
+  _finish(two, 2, changes, 2 * _PATIENCE_S)
+  assert _kinds(two) == [2, 2, 2]
+  found, expected = (whole_run.outcome(w, changes) for w in (two, one))
+  assert found == expected
+  assert found['records'][-1]['environment/observation_frac'] > 0
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(24 * 3600)
-@pytest.mark.parametrize('kills', [200])
+@pytest.mark.parametrize('axis, kills', [('data', 200), ('tensor', 60)])
 def test_random_ranks_killed_at_random_moments_change_no_bit(
-    tmp_path, pytestconfig, record_property, kills
+    tmp_path, pytestconfig, record_property, axis, kills
 ):
   draw, counts, waits = random.Random(0), collections.Counter[str](), [0.0]
   minutes = pytestconfig.getoption('--soak-minutes')
   end = time.monotonic() + 60 * minutes
   changes = {
-      'mesh.data': 2,
+      f'mesh.{axis}': 2,
       'trainer.total_training_steps': 60,
       'trainer.test_freq': 20,
   }
   one, begin = tmp_path / 'one', time.monotonic()
   _finish(one, 1, changes, _SOAK_PATIENCE_S, devices=2)
   took = time.monotonic() - begin
-  expected = whole_run.outcome(one, {'mesh.data': 2})
+  expected = whole_run.outcome(one, changes)
 
   def compare(workdir):
     counts['runs compared'] += 1
-    assert whole_run.outcome(workdir, {'mesh.data': 2}) == expected
+    assert whole_run.outcome(workdir, changes) == expected
 
   number, done, two = 0, 0, tmp_path / '0'
   try:
