@@ -18,7 +18,7 @@ from jax.sharding import SingleDeviceSharding
 from jetrl_jax.checkpoint import arrays, restore
 from jetrl_jax.checkpoint import folder as checkpoint_folder
 from jetrl_jax.checkpoint import manifest as checkpoint_manifest
-from jetrl_jax.core import device_memory, processes
+from jetrl_jax.core import device_memory, launchers
 from jetrl_jax.core.typing import PyTree
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -56,9 +56,9 @@ def start(
     env = _environment(rank, layout, share)
     if count > 1:
       env |= {
-          processes.ADDRESS: f'127.0.0.1:{port}',
-          processes.COUNT: str(count),
-          processes.RANK: str(rank),
+          launchers.ADDRESS: f'127.0.0.1:{port}',
+          launchers.COUNT: str(count),
+          launchers.RANK: str(rank),
       }
     with open(logs / f'log_{rank}.txt', 'w') as log:
       started.append(

@@ -26,7 +26,7 @@ from ml_collections import config_flags
 from jetrl_jax.config import examples, sections
 from jetrl_jax.config import presets as config_presets
 from jetrl_jax.config import schema as config_schema
-from jetrl_jax.core import device_memory, processes
+from jetrl_jax.core import device_memory, launchers, processes
 from jetrl_jax.metrics.console import show_own_sentences
 
 # Flags of a command without a config file: name, how it is defined, default,
@@ -172,7 +172,7 @@ def _in_one_sentence(
 def _join(several: bool) -> None:
   """Joins the processes that the launcher started; only the first prints."""
   if not several:
-    processes.check_alone()
+    launchers.check_alone()
     return
   processes.start()
   if not processes.is_first():

@@ -1,4 +1,4 @@
-"""Several processes of one run: who they are, where they meet, who is missing.
+"""Several processes of one run: who they are, and where they meet.
 
 A launcher (Slurm, Open MPI, Kubernetes, or three variables set by hand) starts
 the same command several times. `start` joins them through `jax.distributed`.
@@ -12,31 +12,27 @@ of a single process every function here just does its work.
     TensorGroup   processes that sample the same sequences: the first decides
     barrier       for background threads
 
-A watch in every process tells the others once a second that it lives and what
-it does. If a process dies, is stopped or fails, the others say which one and
-end, so that the launcher can start all of them again.
+`process_watch.py` finds who is missing; `touch`, `slow` and `watch_for_hangs`
+tell it what to expect.
 """
 
 import contextlib
-import importlib.util
-import json
-import logging as std_logging
 import os
 import pickle
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from absl import logging
 from jax.experimental import multihost_utils
 
-from jetrl_jax.core import interrupt
+from jetrl_jax.core import launchers, process_watch
 from jetrl_jax.core.interrupt import StopRequested
+from jetrl_jax.core.process_watch import Watch
 
 # The key-value store of jax.distributed. JAX has no public name for it, and
 # neither has Orbax, which uses this one too. The public collectives
@@ -47,18 +43,8 @@ from jax._src import distributed  # isort: skip
 
 T = TypeVar('T')
 
-# What JAX takes from the environment or from us, where no launcher says it.
-ADDRESS = 'JAX_COORDINATOR_ADDRESS'
-COUNT = 'JAX_NUM_PROCESSES'
-RANK = 'JAX_PROCESS_ID'
 # Seconds in which all processes must have come.
 COME_S = 300.0
-# Seconds without a sign of life after which a process counts as lost.
-SILENT_S = 25.0
-# Seconds that a process may do nothing while another one waits for it.
-STALLED_S = 60.0
-
-_BEAT_S = 1.0
 # Longer values travel over the devices: the store is in one process.
 _INLINE_BYTES = 1 << 16
 _STORE = 'jetrl_jax'
@@ -80,7 +66,7 @@ class _Group:
     # it is still in the store.
     self.told, self.is_told = 0, False
     self.barriers: dict[str, int] = {}
-    self.watch = _Watch(self)
+    self.watch = Watch(self)
 
   def set(self, key: str, value: bytes, *, again: bool = False) -> None:
     self.client.key_value_set_bytes(
@@ -112,125 +98,27 @@ _group: _Group | None = None
 # --- who ------------------------------------------------------------------
 
 
-def launched() -> int:
-  """Returns how many processes the launcher has started, by its variables.
-
-  0 is an indexed Job of Kubernetes, which only its API knows the size of.
-
-  Raises:
-    ValueError: the variables of `ADDRESS`, `COUNT` and `RANK` are incomplete.
-  """
-  env = os.environ
-  by_hand = {name: env.get(name, '') for name in (ADDRESS, COUNT, RANK)}
-  if by_hand[COUNT] == '1':
-    return 1
-  if by_hand[COUNT] or by_hand[RANK]:
-    if missing := [name for name, value in by_hand.items() if not value]:
-      raise ValueError(
-          f'{", ".join(missing)} is not set, but'
-          f' {", ".join(n for n, v in by_hand.items() if v)} is; several'
-          f' processes need all three: {ADDRESS}=host:port of process 0,'
-          f' {COUNT} and {RANK} (from 0)'
-      )
-    for name in (COUNT, RANK):
-      if not by_hand[name].isdecimal():
-        raise ValueError(
-            f'{name} is {by_hand[name]!r}; allowed: integers from 0'
-        )
-    if int(by_hand[RANK]) >= int(by_hand[COUNT]):
-      raise ValueError(
-          f'{RANK} is {by_hand[RANK]}; allowed with {COUNT}={by_hand[COUNT]}:'
-          f' 0 to {int(by_hand[COUNT]) - 1}'
-      )
-    return int(by_hand[COUNT])
-  # `srun` sets the list of a step's nodes; a batch script does not have it.
-  if env.get('SLURM_STEP_NODELIST') and env.get('SLURM_PROCID'):
-    return int(env.get('SLURM_NTASKS', '1'))
-  if env.get('OMPI_MCA_orte_hnp_uri'):
-    return int(env.get('OMPI_COMM_WORLD_SIZE', '1'))
-  if (
-      env.get('KUBERNETES_SERVICE_HOST')
-      and env.get('JOB_COMPLETION_INDEX')
-      and importlib.util.find_spec('kubernetes')
-  ):
-    return 0
-  if by_hand[ADDRESS]:
-    raise ValueError(
-        f'{ADDRESS} is set, but neither {COUNT} and {RANK} nor the variables of'
-        ' Slurm or Open MPI are; set them, or unset it for one process'
-    )
-  return 1
-
-
-def check_alone() -> None:
-  """Checks a command that is one process.
-
-  Raises:
-    ValueError: the launcher has started several; see also `launched`.
-  """
-  if (started := launched()) > 1:
-    raise ValueError(
-        f'this command is one process, but the launcher started {started};'
-        f' start it without srun or mpirun, and without {COUNT}'
-    )
-
-
-def local_devices(env: Mapping[str, str]) -> list[int] | None:
-  """Returns which of the visible GPUs a task of Slurm or Open MPI takes.
-
-  JAX would take one, of the task's number on its host. That is wrong where the
-  launcher shows each task its own GPUs only, and where a task has several.
-
-  Args:
-    env: the environment.
-
-  Returns:
-    Positions in CUDA_VISIBLE_DEVICES; None to leave it to JAX.
-  """
-  rank = env.get('SLURM_LOCALID', env.get('OMPI_COMM_WORLD_LOCAL_RANK'))
-  visible = [id for id in env.get('CUDA_VISIBLE_DEVICES', '').split(',') if id]
-  if rank is None or not visible or env.get('JAX_LOCAL_DEVICE_IDS'):
-    return None
-  tasks = _tasks_here(env)
-  shown = 'SLURM_GPUS_PER_TASK' in env or 'SLURM_TRES_PER_TASK' in env
-  if shown or len(visible) < tasks or len(visible) % tasks:
-    return list(range(len(visible)))
-  each = len(visible) // tasks
-  return list(range(int(rank) * each, (int(rank) + 1) * each))
-
-
-def _tasks_here(env: Mapping[str, str]) -> int:
-  """Returns the number of tasks on this host, of '2(x3),1' for example."""
-  if (size := env.get('OMPI_COMM_WORLD_LOCAL_SIZE')) is not None:
-    return int(size)
-  nodes: list[int] = []
-  for part in env.get('SLURM_STEP_TASKS_PER_NODE', '1').split(','):
-    tasks, _, times = part.partition('(x')
-    nodes += [int(tasks)] * int(times.rstrip(')') or 1)
-  return nodes[int(env.get('SLURM_NODEID', '0'))]
-
-
 def start() -> None:
   """Joins the processes that the launcher has started; alone, does nothing.
 
   Call it before JAX first looks for devices.
 
   Raises:
-    ValueError: see `launched`.
+    ValueError: see `launchers.launched`.
     RuntimeError: the other processes did not come.
   """
   global _group
-  if _group is not None or launched() == 1:
+  if _group is not None or launchers.launched() == 1:
     return
   # JAX's own service would take SIGTERM away from `Interrupt`.
   jax.config.update('jax_enable_preemption_service', False)
   by_hand: dict[str, Any] = {}
-  if not os.environ.get(COUNT):
-    by_hand = {'local_device_ids': local_devices(os.environ)}
+  if not os.environ.get(launchers.COUNT):
+    by_hand = {'local_device_ids': launchers.local_devices(os.environ)}
   else:
     by_hand = {
-        'num_processes': int(os.environ[COUNT]),
-        'process_id': int(os.environ[RANK]),
+        'num_processes': int(os.environ[launchers.COUNT]),
+        'process_id': int(os.environ[launchers.RANK]),
         'cluster_detection_method': 'deactivate',
     }
   # JAX itself would end this process without a word on who is missing.
@@ -465,8 +353,9 @@ def _awaited(
     watch.waits()
     if where := watch.stalled(other, since):
       fail(
-          f'process {other} has done nothing for {STALLED_S:.0f} s ({where});'
-          f' process {_group.rank} waits for it after {what}'
+          f'process {other} has done nothing for'
+          f' {process_watch.STALLED_S:.0f} s ({where}); process'
+          f' {_group.rank} waits for it after {what}'
       )
   return pickle.loads(value)
 
@@ -511,8 +400,8 @@ def watch_for_hangs() -> None:
   """Starts to end processes that hang; call it once a whole step has run.
 
   From now on a process counts as hanging (in a collective, for example) if it
-  makes no progress for `STALLED_S`, and for five times its longest pause so
-  far.
+  makes no progress for a minute (`process_watch.STALLED_S`), and for five times
+  its longest pause so far.
   """
   if _group is not None:
     _group.watch.armed = True
@@ -533,7 +422,7 @@ def fail(why: str) -> None:
   _group.watch.fail(why)
 
 
-def verdict(seconds: float = 2 * SILENT_S + 5) -> None:
+def verdict(seconds: float = 2 * process_watch.SILENT_S + 5) -> None:
   """Gives the watch time to find which process is lost.
 
   A collective whose peer has died fails at once, with an error that does not
@@ -541,262 +430,3 @@ def verdict(seconds: float = 2 * SILENT_S + 5) -> None:
   """
   if _group is not None:
     time.sleep(seconds)
-
-
-class _Watch:
-  """Tells the others that this process lives, and looks after them."""
-
-  def __init__(self, group: _Group):
-    self._group = group
-    self.where, self._progress = 'start-up', 0
-    self.patience = 0
-    self.armed = False
-    self._touched = time.monotonic()
-    self._longest = 0.0
-    # For each process: its last record, and when it and its progress changed.
-    self._records: dict[int, dict] = {}
-    self._heard: dict[int, float] = {}
-    self._moved: dict[int, float] = {}
-    self._answered = time.monotonic()
-    self._stopping = threading.Event()
-    self._main = threading.main_thread().ident
-    self._told_stop = False
-    self._sent = 0
-    self._warnings: list[str] = []
-    self._said: set[str] = set()
-    self._held: list[tuple[float, int, str]] = []
-    self._lock = threading.Lock()
-    self._ending = False
-
-  # --- called by the main thread
-
-  def start(self) -> None:
-    now = time.monotonic()
-    for other in range(self._group.count):
-      self._heard[other] = self._moved[other] = now
-    logging.get_absl_logger().addHandler(_Collector(self))
-    threading.Thread(target=self._beat, daemon=True, name='beat').start()
-    threading.Thread(target=self._judge, daemon=True, name='judge').start()
-
-  def stop(self) -> None:
-    self._stopping.set()
-    if self._group.rank == 0:
-      self._take_warnings()
-      self._print_warnings(0.0)
-
-  def touch(self, where: str | None = None) -> None:
-    now = time.monotonic()
-    if self.armed and not self.patience:
-      self._longest = max(self._longest, now - self._touched)
-    self._touched = now
-    self._progress += 1
-    if where is not None:
-      self.where = where
-
-  def waits(self) -> None:
-    """Notes that this process waits for another one, which is looked after.
-
-    However long that takes: it is no progress, and no pause of its own.
-    """
-    self._touched = time.monotonic()
-
-  def stalled(self, other: int, since: float) -> str | None:
-    """Returns what another process is at if it does nothing, else None."""
-    record = self._records.get(other)
-    if record is None:
-      return None
-    idle = time.monotonic() - max(since, self._moved[other])
-    return record['where'] if idle > STALLED_S else None
-
-  def warned(self, text: str) -> None:
-    """Notes a warning of this process."""
-    with self._lock:
-      if self._group.rank == 0:
-        self._said.add(text)
-      else:
-        self._warnings.append(text)
-
-  def fail(self, why: str) -> None:
-    """Tells the others why this process ends, and ends it."""
-    with contextlib.suppress(Exception):
-      self._group.set(f'failed/{self._group.rank}', why.encode())
-    self._end(f'error: {why}')
-
-  # --- the threads
-
-  def _beat(self) -> None:
-    """Exchanges signs of life with the others through the store."""
-    group, number = self._group, 0
-    while not self._stopping.wait(_BEAT_S if number else 0):
-      number += 1
-      try:
-        record = {
-            'beat': number,
-            'where': self.where,
-            'progress': self._progress,
-            'busy': self._is_busy(),
-        }
-        group.set(f'beat/{group.rank}', json.dumps(record).encode(), again=True)
-        self._read(group.folder('beat'))
-        self._pass_on_stop(group)
-        self._pass_on_warnings(group)
-        for other, why in group.folder('failed').items():
-          if int(other) != group.rank:
-            self._end(f'process {other} of this run has ended: {why.decode()}')
-        self._answered = time.monotonic()
-      except jax.errors.JaxRuntimeError as error:
-        if self._stopping.is_set():
-          return
-        logging.debug('The store does not answer: %s', error)
-
-  def _read(self, records: dict[str, bytes]) -> None:
-    now = time.monotonic()
-    for other, text in records.items():
-      r, record = int(other), json.loads(text)
-      old = self._records.get(r, {})
-      if record['beat'] != old.get('beat'):
-        self._heard[r] = now
-      if record['progress'] != old.get('progress'):
-        self._moved[r] = now
-      self._records[r] = record
-    # Others may wait in a collective for whoever is busy.
-    if any(record['busy'] for record in self._records.values()):
-      self._moved = dict.fromkeys(self._moved, now)
-
-  def _pass_on_stop(self, group: _Group) -> None:
-    if (here := interrupt.asked()) and not self._told_stop:
-      self._told_stop = True
-      group.set(f'stop/{group.rank}', here.encode())
-    for name in group.folder('stop').values():
-      interrupt.ask(name.decode())
-
-  def _pass_on_warnings(self, group: _Group) -> None:
-    if group.rank:
-      self.send_warnings()
-      return
-    self._take_warnings()
-    # Not at once: process 0 may be about to say the same.
-    self._print_warnings(3 * _BEAT_S)
-
-  def send_warnings(self) -> None:
-    """Sends what this process has warned of to process 0."""
-    with self._lock:
-      mine, self._warnings = self._warnings, []
-      self._sent += bool(mine)
-    if mine:
-      key = f'warned/{self._group.rank}_{self._sent}'
-      self._group.set(key, json.dumps(mine).encode())
-
-  def _take_warnings(self) -> None:
-    now = time.monotonic()
-    for name, texts in self._group.folder('warned').items():
-      self._group.delete(f'warned/{name}')
-      with self._lock:
-        self._held += [
-            (now, int(name.partition('_')[0]), text)
-            for text in json.loads(texts)
-        ]
-
-  def _print_warnings(self, age: float) -> None:
-    """Says once what other processes warn of, and this one does not."""
-    now = time.monotonic()
-    with self._lock:
-      due = [item for item in self._held if now - item[0] >= age]
-      self._held = [item for item in self._held if item not in due]
-      for _, other, text in due:
-        if text not in self._said:
-          print(f'[process {other}] {text}', file=sys.stderr, flush=True)
-        self._said.add(text)
-
-  def _judge(self) -> None:
-    """Ends this process when another one is lost."""
-    last = time.monotonic()
-    while not self._stopping.wait(_BEAT_S):
-      now = time.monotonic()
-      if now - last > 5 * _BEAT_S:
-        # This process itself was stopped for a while.
-        for r in self._heard:
-          self._heard[r] += now - last
-        self._answered += now - last
-        self._touched += now - last
-      last = now
-      self._judge_itself(now)
-      if now - self._answered > SILENT_S:
-        self._end(self._lost(0, now - self._answered))
-      if now - self._answered > 3 * _BEAT_S:
-        continue  # Nothing was heard of anybody.
-      for r, heard in self._heard.items():
-        # One thread may hold up all of a process that loads or compiles.
-        busy = self._records.get(r, {}).get('busy', True)
-        if r != self._group.rank and now - heard > SILENT_S * (1 + busy):
-          self._end(self._lost(r, now - heard))
-
-  def _judge_itself(self, now: float) -> None:
-    others = {
-        r: record
-        for r, record in sorted(self._records.items())
-        if r != self._group.rank
-    }
-    # It may wait in a collective for another one that is busy.
-    if self._is_busy() or any(other['busy'] for other in others.values()):
-      self._touched = now
-      return
-    idle = now - self._touched
-    if idle > max(STALLED_S, 5 * self._longest):
-      where = ''.join(
-          f'; process {r} is at: {other["where"]}'
-          for r, other in others.items()
-      )
-      self.fail(
-          f'process {self._group.rank} has done nothing for {idle:.0f} s, at:'
-          f' {self.where}{where}'
-      )
-
-  def _lost(self, other: int, seconds: float) -> str:
-    record = self._records.get(other)
-    at = f'; it was at: {record["where"]}' if record else ''
-    return (
-        f'process {other} of this run has not been heard of for'
-        f' {seconds:.0f} s{at}. Process {self._group.rank}, at:'
-        f' {self.where}, ends. The same command resumes from the newest'
-        ' checkpoint'
-    )
-
-  def _is_busy(self) -> bool:
-    """Whether this process may do nothing that is seen for minutes."""
-    return not self.armed or self.patience > 0 or self._compiles()
-
-  def _compiles(self) -> bool:
-    frame = sys._current_frames().get(self._main or 0)
-    while frame is not None:
-      if frame.f_code.co_name == 'backend_compile_and_load':
-        return True
-      frame = frame.f_back
-    return False
-
-  def _end(self, sentence: str) -> None:
-    with self._lock:
-      if self._ending:
-        # Another thread ends the process.
-        time.sleep(60)
-      self._ending = True
-    print(f'[process {self._group.rank}] {sentence}', file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):
-      with contextlib.suppress(Exception):
-        stream.flush()
-    if self._group.rank == 0:
-      # The store is here, and the others have yet to read why.
-      time.sleep(4 * _BEAT_S)
-    os._exit(1)
-
-
-class _Collector(std_logging.Handler):
-  """Hands warnings to the watch."""
-
-  def __init__(self, watch: _Watch):
-    super().__init__(std_logging.WARNING)
-    self._watch = watch
-
-  def emit(self, record: std_logging.LogRecord) -> None:
-    with contextlib.suppress(Exception):
-      self._watch.warned(record.getMessage())

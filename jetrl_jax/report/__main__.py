@@ -10,7 +10,7 @@ import time
 
 from absl import app, flags
 
-from jetrl_jax.core import processes
+from jetrl_jax.core import launchers
 from jetrl_jax.report.contents import prepare, write_report
 
 _OUT = flags.DEFINE_string(
@@ -38,7 +38,7 @@ _INTERVAL = flags.DEFINE_float(
 def main(argv: list[str]) -> None:
   """Writes the report of the workdirs on the command line."""
   try:
-    processes.check_alone()
+    launchers.check_alone()
     if _WATCH.value:
       _watch(argv[1:], _INTERVAL.value)
     else:

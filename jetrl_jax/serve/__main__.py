@@ -19,7 +19,7 @@ from absl import app, flags
 from jetrl_jax.config import flags as config_flags
 from jetrl_jax.config import saved_policy
 from jetrl_jax.config.saved_policy import SavedPolicy
-from jetrl_jax.core import device_memory, processes
+from jetrl_jax.core import device_memory, launchers
 from jetrl_jax.core.files import user_path
 from jetrl_jax.metrics.console import show_own_sentences
 from jetrl_jax.serve import address
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> None:
     _refuse(f'unknown arguments {argv[1:]}')
   show_own_sentences()
   try:
-    processes.check_alone()
+    launchers.check_alone()
     _serve(_start_grpc if _GRPC.value else _start_http)
   except ModuleNotFoundError as error:
     missing = (error.name or '').partition('.')[0]

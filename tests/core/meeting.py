@@ -12,7 +12,7 @@ from absl import logging
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jetrl_jax.core import interrupt, processes, sharding
+from jetrl_jax.core import interrupt, process_watch, processes, sharding
 from jetrl_jax.core.interrupt import Interrupt, StopRequested
 
 
@@ -78,7 +78,7 @@ def _facts() -> None:
 
 def _waits() -> None:
   """One process works for three times as long as it may do nothing."""
-  processes.STALLED_S = 2.0
+  process_watch.STALLED_S = 2.0
   processes.together('the start', lambda: None)
   processes.watch_for_hangs()
   if processes.rank() == 1:
@@ -90,7 +90,7 @@ def _waits() -> None:
 
 def _collective(what: str) -> None:
   """One process waits in a collective for one that is busy, or that hangs."""
-  processes.STALLED_S = 2.0
+  process_watch.STALLED_S = 2.0
   mesh = sharding.make_mesh(data=2)
   add = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, P()))
   x = jax.make_array_from_callback(
