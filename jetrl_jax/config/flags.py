@@ -219,11 +219,7 @@ def _parse(argv: list[str]) -> list[str]:
   if file is not None:
     made = flags.FLAGS['config'].value
     if not isinstance(made, ml_collections.ConfigDict):
-      sys.exit(
-          f'error: {file}: get_config() returns a {type(made).__name__};'
-          ' allowed is the ConfigDict of configs/base.py: get_config(), with'
-          ' changes'
-      )
+      sys.exit(f'error: {_no_config(file, made)}')
   if left:
     known = config_schema.names(flags.FLAGS.config) if file else []
     hint = _as_override(left[0], known)
@@ -243,7 +239,7 @@ def _sentence(
     if inside:
       return f'{file}:{inside[-1].lineno}: {_of_file(cause, inside[-1].line)}'
   try:
-    known = config_schema.names(runpy.run_path(str(file))['get_config']())
+    made = runpy.run_path(str(file))['get_config']()
   except SyntaxError as wrong:  # No frame is inside: no line has run.
     return f'{file}:{wrong.lineno}: {type(wrong).__name__}: {wrong.msg}'
   except (AttributeError, KeyError, TypeError):
@@ -251,6 +247,9 @@ def _sentence(
         f'{file} has no function get_config(), without parameters, that returns'
         ' a config; configs/quickstart.py shows one'
     )
+  if not isinstance(made, ml_collections.ConfigDict):
+    return _no_config(file, made)
+  known = config_schema.names(made)
   for argument in argv:
     name = re.match(r'--?config\.([\w.]+)', argument)
     if name and not any(f'{k}.'.startswith(f'{name[1]}.') for k in known):
@@ -260,6 +259,14 @@ def _sentence(
       return f'{error}{_as_override(argument, known)}'
   return str(error).replace(
       "('Non-boolean argument to boolean flag', ", '(allowed: True, False; not '
+  )
+
+
+def _no_config(file: pathlib.Path, made: Any) -> str:
+  """Says what a config file returned in place of a config."""
+  return (
+      f'{file}: get_config() returns a {type(made).__name__}; allowed is the'
+      ' ConfigDict of configs/base.py: get_config(), with changes'
   )
 
 
