@@ -240,6 +240,9 @@ def _sentence(
       return f'{file}:{inside[-1].lineno}: {_of_file(cause, inside[-1].line)}'
   try:
     made = runpy.run_path(str(file))['get_config']()
+    if isinstance(made, dict):
+      return _no_config(file, made)
+    known = config_schema.names(made)
   except SyntaxError as wrong:  # No frame is inside: no line has run.
     return f'{file}:{wrong.lineno}: {type(wrong).__name__}: {wrong.msg}'
   except (AttributeError, KeyError, TypeError):
@@ -247,9 +250,6 @@ def _sentence(
         f'{file} has no function get_config(), without parameters, that returns'
         ' a config; configs/quickstart.py shows one'
     )
-  if not isinstance(made, ml_collections.ConfigDict):
-    return _no_config(file, made)
-  known = config_schema.names(made)
   for argument in argv:
     name = re.match(r'--?config\.([\w.]+)', argument)
     if name and not any(f'{k}.'.startswith(f'{name[1]}.') for k in known):
