@@ -233,6 +233,10 @@ def test_a_name_of_another_library_is_led_to_ours(argument, meant):
             '--config is missing (Path of a config file, e.g. configs/',
             marks=pytest.mark.slow,
         ),
+        (
+            ['--config.seed=3'],
+            '--config.seed=3 overrides a config, and none is named; name one',
+        ),
         ([_TINY, '--wordkir=x'], "Unknown command line flag 'wordkir'"),
         pytest.param(
             [_TINY, '--lr=2'],

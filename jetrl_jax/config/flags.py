@@ -232,6 +232,12 @@ def _sentence(
 ) -> str:
   """Says what is wrong with the command line or the config file."""
   if file is None:
+    overrides = [a for a in argv if re.match(r'--?config\.', a)]
+    if overrides and 'config' in flags.FLAGS:
+      return (
+          f'{overrides[0]} overrides a config, and none is named; name one as'
+          ' well, such as --config=quickstart'
+      )
     return said(error)
   for cause in _chain(error):
     frames = traceback.extract_tb(cause.__traceback__)
