@@ -25,7 +25,7 @@ def test_the_command_of_a_start_can_be_typed_again(tmp_path, monkeypatch):
   monkeypatch.setattr('sys.argv', [str(module), '--config=quickstart'])
   command = provenance.record_start(tmp_path, 1)['command']
   assert command == 'python -m jetrl_jax.main --config=quickstart'.split()
-  monkeypatch.setattr('sys.argv', ['/home/me/mine.py'])
+  monkeypatch.setattr('sys.argv', ['/elsewhere/mine.py'])
   assert provenance.record_start(tmp_path, 1)['command'] == ['mine.py']
 
 
