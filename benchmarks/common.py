@@ -123,7 +123,8 @@ def overrides(variant: str) -> dict:
     variant: options are 'kv8' (FP8 keys and values), 'head8' (see
       `precision.quantize_lm_head`), 'selective' (see `model.remat`),
       'inexact' (see `precision.exact`), 'tile32' (`model.attention_tile`),
-      'mosaic' and 'triton' (see `kernels`: attention and gate_up).
+      'mosaic' and 'triton' (see `kernels`: attention and gate_up), and
+      'mosaic_decode' (the first, and decode's attention).
   """
   options = {
       'kv8': {'precision.kv_cache_dtype': 'float8_e4m3fn'},
@@ -132,6 +133,12 @@ def overrides(variant: str) -> dict:
       'inexact': {'precision.exact': False},
       'tile32': {'model.attention_tile': 32},
       'mosaic': {'kernels': 'attention=mosaic_sm90,gate_up=mosaic_sm90'},
+      'mosaic_decode': {
+          'kernels': (
+              'attention=mosaic_sm90,gate_up=mosaic_sm90'
+              ',decode_attention=mosaic_sm90'
+          )
+      },
       'triton': {'kernels': 'attention=triton,gate_up=triton_sm90'},
   }
   recipe, *chosen = variant.split('+')

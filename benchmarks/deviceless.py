@@ -13,6 +13,7 @@ one of several devices: --data=2. --gpu names other GPUs than an H200: whether
 our kernels compile there, and find room in their shared memory.
 """
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -305,17 +306,26 @@ def compiled(trace):
   return program
 
 
+def _known_to_triton(name: str) -> contextlib.AbstractContextManager:
+  """Lets Pallas' Triton backend compile for a GPU; it asks the one at hand."""
+  if not dispatch.has_triton():
+    return contextlib.nullcontext()
+  from jax._src.pallas.triton import gpu_info
+
+  info = gpu_info._get_gpu_info_impl(gpu_info.GpuVersion[name])
+  return mock.patch.object(gpu_info, 'get_gpu_info', lambda: info)
+
+
 def main(argv: list[str]) -> None:
   """Compiles and prints."""
   del argv
-  # Only here: Pallas asks the device at hand which GPU it is.
-  from jax._src.pallas.triton import gpu_info
-
   if _DUMP.value:
     os.environ['XLA_FLAGS'] = (
         f'--xla_dump_to={_DUMP.value} --xla_dump_emitter_re=.*'
     )
   settings = common.overrides(_VARIANT.value) | {'model.remat': _REMAT.value}
+  # The CPU at hand would refuse them.
+  asked = settings.pop('kernels', 'auto')
   policy, _, _ = common.random_policy(_SHAPE.value, settings, _LAYERS.value)
   masters = hf_layout.build_tree(
       policy.model, lambda row: jax.ShapeDtypeStruct(row.shape, _MASTERS.value)
@@ -328,20 +338,18 @@ def main(argv: list[str]) -> None:
   )
   params = PolicyParams(weights, state)
   sharding.make_mesh()  # The devices at hand are asked before the pretence.
-  version = gpu_info.GpuVersion[_GPU.value]
-  info = gpu_info._get_gpu_info_impl(version)
   capability = _GPUS[_GPU.value].capability
   hardware = dispatch.Hardware(
-      'gpu', capability, has_triton=True, has_mosaic=dispatch.has_mosaic()
+      'gpu', capability, dispatch.has_triton(), dispatch.has_mosaic()
   )
   policy = dataclasses.replace(
-      policy, kernels=dispatch.select(hardware=hardware)
+      policy, kernels=dispatch.select(asked, hardware=hardware)
   )
   order = {'gpu': {}} if _XLA_ORDER.value else {}
   with (
       mock.patch.dict(compilation._IN_ORDER, order),
       mock.patch.object(jax, 'default_backend', lambda: 'gpu'),
-      mock.patch.object(gpu_info, 'get_gpu_info', lambda: info),
+      _known_to_triton(_GPU.value),
   ):
     if _PROGRAM.value == 'apply':
       _apply(policy, params, masters)

@@ -4,16 +4,18 @@
 
 At the shapes of a 7B: a decode step's rows, and a micro-batch of 8 x 4096
 tokens. The times are those of the kernels that a program launches, added up,
-from one profile of all; what lies between two kernels is not in them. So an
-operation whose reference is within 3% needs no kernel of ours. XLA alone may
-join a reference with what is before and after it, which is not seen here.
-Takes half a minute on an H100.
+from one profile of all; what lies between two kernels is not in them. The
+column "bits" has a hash of the results, equal where two implementations agree
+to the bit. An operation whose reference is within 3% needs no kernel of ours.
+XLA alone may join a reference with what is before and after it, which is not
+seen here. Takes half a minute on an H100.
 """
 
 import collections
 import concurrent.futures
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import re
@@ -70,6 +72,7 @@ _COLUMNS = (
     ('us', 'us', '.1f'),
     ('kernels', 'kernels', '.0f'),
     ('share', 'of the reference', '.3f'),
+    ('bits', 'bits', ''),
     ('error', 'error', ''),
 )
 
@@ -402,8 +405,19 @@ def _tables(case: Case) -> dict[str, dispatch.Kernels]:
   return found
 
 
+def _hash(results) -> str:
+  """Returns a hash of all bits of some arrays."""
+  found = hashlib.sha256()
+  for array in jax.tree.leaves(jax.device_get(results)):
+    found.update(np.ascontiguousarray(array).tobytes())
+  return found.hexdigest()[:8]
+
+
 def _compiled(case: Case, table: dispatch.Kernels, module: str):
-  """Returns what runs the operation; the profile knows it by `module`."""
+  """Returns (what runs the operation, a hash of its results).
+
+  The profile knows it by `module`.
+  """
 
   def run(*args):
     with dispatch.using(table):
@@ -419,8 +433,7 @@ def _compiled(case: Case, table: dispatch.Kernels, module: str):
     args = case.writes(args, result)
     return result
 
-  jax.block_until_ready(again())
-  return again
+  return again, _hash(again())
 
 
 def _times(folder: str) -> dict[str, tuple[float, int]]:
@@ -445,7 +458,7 @@ def _prepare(case: Case, index: int) -> list[tuple[dict, Callable]]:
     }
     run = _nothing
     try:
-      run = _compiled(case, table, row['module'])
+      run, row['bits'] = _compiled(case, table, row['module'])
     except Exception as error:  # One that fails must not end the others.
       row['error'] = f'{type(error).__name__}: {str(error)[:300]}'
       traceback.print_exc()

@@ -35,6 +35,7 @@ def get_config():
   config.data.instruction = ' Answer with the number alone.'
   # With the model's own system message a prompt has about 50 tokens.
   config.data.max_prompt_length = 64
+  config.precision.kv_cache_dtype = 'float8_e4m3fn'
   # 'gsm8k' and 'math' are strict, and this model does not write their form.
   config.reward.functions = ('last_number',)
   config.rollout.max_response_length = 16

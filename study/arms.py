@@ -2,8 +2,8 @@
 
 Everything that an arm does not name is the same in all arms of its cell, and so
 are, for one seed, the start, the order of prompts and every random key. The
-cells of docs/study.md are `gsm8k`, `math` and `stress`; the arms of `toy` are
-those of docs/study_toy.md.
+cells of docs/study.md are `gsm8k`, `math`, `stress` and `sums`; the arms of
+`toy` are those of docs/study_toy.md.
 """
 
 import dataclasses
@@ -28,11 +28,14 @@ class Cell:
     name: of the cell.
     config: its config file.
     settings: what differs from that file, by config name.
+    seeds: on a real model, the arms of the cell in the order in which they are
+      run, and how many seeds of each the design asks for.
   """
 
   name: str
   config: str
   settings: Mapping[str, object] = dataclasses.field(default_factory=dict)
+  seeds: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 TOY = Cell(name='toy', config='configs/study.py')
@@ -45,7 +48,14 @@ _EVERY = {
     'trainer.keep_latest': 1,
     'trainer.keep_best': 0,
 }
-GSM8K = Cell(name='gsm8k', config='configs/qwen0_5b.py', settings=_EVERY)
+_FIRST = ('jetrl', 'bf16', 'fp8_rollout')
+_FURTHER = ('flashrl', 'jetrl_block', 'qurl', 'jetrl_inexact', 'bf16_inexact')
+GSM8K = Cell(
+    name='gsm8k',
+    config='configs/qwen0_5b.py',
+    settings=_EVERY,
+    seeds=dict.fromkeys(_FIRST, 5) | dict.fromkeys(_FURTHER, 3),
+)
 STRESS = Cell(
     name='stress',
     config='configs/qwen0_5b.py',
@@ -54,6 +64,7 @@ STRESS = Cell(
         'optim.lr': 1e-5,
         'trainer.total_training_steps': 100,
     },
+    seeds=dict.fromkeys(_FIRST, 3),
 )
 MATH = Cell(
     name='math',
@@ -69,6 +80,13 @@ MATH = Cell(
         'trainer.micro_batch_size': 16,
         'trainer.total_training_steps': 100,
     },
+    seeds=dict.fromkeys(_FIRST, 3),
+)
+SUMS = Cell(
+    name='sums',
+    config='configs/smollm2_135m.py',
+    settings=_EVERY,
+    seeds=dict.fromkeys((*_FIRST, 'flashrl'), 10),
 )
 
 
@@ -190,22 +208,19 @@ def _of_cell(cell: Cell) -> tuple[Arm, ...]:
       'flashrl': {**mixed, 'flow': 'flashrl'},
       'qurl': {**mixed, 'flow': 'qurl'},
   }
-  count = {'jetrl': 5, 'bf16': 5, 'fp8_rollout': 5}
-  if cell is not GSM8K:
-    arms, count = {name: arms[name] for name in count}, {}
   return tuple(
       dataclasses.replace(
-          arm,
+          arms[name],
           name=f'{cell.name}_{name}',
           cell=cell,
-          settings={**arm.settings, **more.get(name, {})},
-          seeds=tuple(range(1, count.get(name, 3) + 1)),
+          settings={**arms[name].settings, **more.get(name, {})},
+          seeds=tuple(range(1, count + 1)),
       )
-      for name, arm in arms.items()
+      for name, count in cell.seeds.items()
   )
 
 
-_REAL = {cell.name: _of_cell(cell) for cell in (GSM8K, MATH, STRESS)}
+_REAL = {cell.name: _of_cell(cell) for cell in (GSM8K, MATH, STRESS, SUMS)}
 _SHORT = (*_TWO_BY_TWO, *_EXACTNESS, *_HEAD, *_CONTROL, *_CORRECTIONS)
 ARMS = {
     arm.name: arm

@@ -20,6 +20,7 @@ _ENTRIES = {
     'attention.triton_backward': ['backward'],
     'block_scaled_dot.mosaic_sm90': ['block_dot'],
     'block_scaled_dot.triton': ['block_dot'],
+    'decode_attention.mosaic_sm90': ['decode'],
     'decode_attention.triton': ['decode'],
     'gate_up.mosaic_sm90': ['hidden'],
     'gate_up.triton_sm90': ['hidden'],
@@ -36,6 +37,8 @@ _ENTRIES = {
     'swiglu.triton_backward': ['backward'],
 }
 
+_NO_TRITON = "this jax does not have Pallas' Triton backend"
+needs_triton = pytest.mark.skipif(not dispatch.has_triton(), reason=_NO_TRITON)
 needs_mosaic = pytest.mark.skipif(
     not dispatch.has_mosaic(), reason='this jax has no such Mosaic backend'
 )
@@ -46,6 +49,8 @@ HOPPER = dispatch.Hardware(
 
 def as_on_hopper(monkeypatch) -> None:
   """Lets programs be traced as for a Hopper GPU; nothing can run."""
+  if not dispatch.has_triton():
+    pytest.skip(_NO_TRITON)
   kernels = dispatch.select(hardware=HOPPER)
   monkeypatch.setattr(dispatch, 'automatic', lambda: kernels)
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
@@ -62,7 +67,8 @@ def choose(*operations: str) -> dispatch.Kernels:
     *names, last = dispatch.TABLE[operation]
     mosaic = [name for name in names if name.startswith('mosaic')]
     others = [name for name in names if name not in mosaic]
-    return [*others, *(mosaic if dispatch.has_mosaic() else []), last][0]
+    found = others if dispatch.has_triton() else []
+    return [*found, *(mosaic if dispatch.has_mosaic() else []), last][0]
 
   return dispatch.select('reference').replace(
       **{operation: kernel_of(operation) for operation in operations}
@@ -72,9 +78,12 @@ def choose(*operations: str) -> dispatch.Kernels:
 def use(monkeypatch, *operations: str) -> dispatch.Kernels:
   """Lets operations run a kernel, see `choose`, all others the reference.
 
-  Where there is no GPU the kernels must be interpreted, see `interpret`.
+  Where there is no GPU the kernels must be interpreted, see `interpret`. A test
+  of kernels that this jax does not have is skipped.
   """
   kernels = choose(*operations)
+  if dispatch.REFERENCE in map(kernels.of, operations):
+    pytest.skip(_NO_TRITON)
   monkeypatch.setattr(dispatch, 'automatic', lambda: kernels)
   return kernels
 
@@ -83,6 +92,8 @@ def interpret(monkeypatch) -> None:
   """Lets kernels run on a CPU, those that an operation chooses itself too."""
   for module_name, names in _ENTRIES.items():
     if '.mosaic' in module_name and not dispatch.has_mosaic():
+      continue
+    if '.triton' in module_name and not dispatch.has_triton():
       continue
     module = importlib.import_module(f'jetrl_jax.kernels.{module_name}')
     for name in names:

@@ -145,6 +145,20 @@ def test_only_files_named_so_import_pallas_and_its_backends(backend):
     assert not re.search(module + backend, text, re.MULTILINE), _name(path)
 
 
+def test_every_kernel_says_its_tiles_memory_order_and_lower_bound():
+  found = []
+  for path in _FILES:
+    text = path.read_text(encoding='utf-8')
+    calls = 'pl.pallas_call(' in text or 'plgpu.kernel(' in text
+    if not calls or path.parent.parent.name != 'kernels':
+      continue
+    said = ast.get_docstring(ast.parse(text)) or ''
+    for word in ('program', 'registers', ' sum', 'Lower bound of the time'):
+      assert word in said, (_name(path), word)
+    found.append(path)
+  assert len(found) > 20
+
+
 @pytest.mark.parametrize('room', ['data', 'rewards'])
 def test_a_worker_process_of_this_room_starts_without_jax(room):
   modules = [

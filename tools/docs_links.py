@@ -1,17 +1,20 @@
-"""Hooks of the documentation site (mkdocs.yml): links that leave docs/.
+"""Hooks of the documentation site (mkdocs.yml): what docs/ does not hold.
 
 A page in docs/ links to the repository's files relatively, which works on a
 code host and in a clone. On the site such a link becomes absolute, below
-`repo_url`; without one it stays text, as there is nowhere to lead to.
+`repo_url`; without one it stays text, as there is nowhere to lead to. The page
+of changes is CHANGELOG.md itself.
 """
 
 import os
+import pathlib
 import posixpath
 import re
 from typing import Any
 
 # [text](../path), also with an anchor; pictures are files of docs/.
 _LINK = re.compile(r'(?<!!)\[([^\]]*)\]\((\.\./[^)\s]+)\)')
+_CHANGES = pathlib.Path(__file__).parents[1] / 'CHANGELOG.md'
 
 
 def on_config(config: Any) -> Any:
@@ -26,7 +29,20 @@ def on_config(config: Any) -> Any:
 def on_page_markdown(text: str, *, page: Any, config: Any, files: Any) -> str:
   """Returns a page's text with absolute links to the repository's files."""
   del files
+  if page.file.src_uri == 'changelog.md':
+    text = seen_from_docs(_CHANGES.read_text(encoding='utf-8'))
   return absolute(text, page.file.src_uri, config.repo_url)
+
+
+def seen_from_docs(text: str) -> str:
+  """Returns Markdown of the repository's root as a page in docs/ has it."""
+
+  def of(match: re.Match) -> str:
+    path = match.group(1)
+    inside = path.startswith('docs/')
+    return f']({path.removeprefix("docs/") if inside else f"../{path}"})'
+
+  return re.sub(r'\]\((?!#|https?:)([^)\s]+)\)', of, text)
 
 
 def absolute(text: str, page: str, repo_url: str | None) -> str:

@@ -39,7 +39,8 @@ from jetrl_jax.core.interrupt import StopRequested
 # The key-value store of jax.distributed. JAX has no public name for it, and
 # neither has Orbax, which uses this one too. The public collectives
 # (`multihost_utils`) need the devices, which a stopped or hanging process
-# blocks, so they cannot tell which process that is.
+# blocks, so they cannot tell which process that is. Nor can `live_devices`
+# there: it leaves out processes that have died, and waits for one that hangs.
 from jax._src import distributed  # isort: skip
 
 T = TypeVar('T')

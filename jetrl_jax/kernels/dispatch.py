@@ -32,7 +32,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     'adamw': ('triton', REFERENCE),
     'attention': ('mosaic_sm90', 'triton', REFERENCE),
     'block_scaled_dot': ('mosaic_sm90', 'triton', REFERENCE),
-    'decode_attention': ('triton', REFERENCE),
+    'decode_attention': ('triton', 'mosaic_sm90', REFERENCE),
     'gate_up': ('mosaic_sm90', 'triton_sm90', REFERENCE),
     'log_sum_exp': ('triton', REFERENCE),
     'mlp': ('triton', REFERENCE),
@@ -42,6 +42,8 @@ TABLE: dict[str, tuple[str, ...]] = {
     'sample_token': ('triton', REFERENCE),
     'swiglu': ('triton', REFERENCE),
 }
+# Those that no GPU has run: they run where they are named.
+_UNTRIED = {('decode_attention', 'mosaic_sm90')}
 
 
 # Operations of a rollout whose bits are those of an operation of training: they
@@ -106,7 +108,8 @@ def select(setting: str = 'auto', hardware: Hardware | None = None) -> Kernels:
   """Chooses every operation's implementation.
 
   Args:
-    setting: 'auto' for the first of `TABLE` that the hardware has; 'reference'
+    setting: 'auto' for the first of `TABLE` that the hardware has and that some
+      GPU has run; 'reference'
       for none but plain JAX; or 'OPERATION=IMPLEMENTATION,...' for the named
       ones, all others as in 'auto', less those whose bits would then differ
       between rollout and training.
@@ -120,7 +123,11 @@ def select(setting: str = 'auto', hardware: Hardware | None = None) -> Kernels:
   if setting == REFERENCE:
     return Kernels(tuple((operation, REFERENCE) for operation in TABLE))
   chosen = {
-      operation: next(n for n in names if not _missing(n, hardware))
+      operation: next(
+          name
+          for name in names
+          if (operation, name) not in _UNTRIED and not _missing(name, hardware)
+      )
       for operation, names in TABLE.items()
   }
   wanted = {} if setting == 'auto' else _parsed(setting, hardware)
@@ -149,6 +156,25 @@ def why_none(hardware: Hardware | None = None) -> str:
   return (
       f'No kernel runs here: they need {missing}. Every operation is plain JAX'
       ' (kernels=reference), which computes the same, and slower'
+  )
+
+
+def triton_instead(operation: str, found: str) -> str:
+  """Returns 'triton', of shapes that an operation's Mosaic kernel leaves to it.
+
+  Args:
+    operation: of `TABLE`.
+    found: the shapes and dtypes.
+
+  Raises:
+    ValueError: this jax does not have that backend.
+  """
+  if has_triton():
+    return 'triton'
+  raise ValueError(
+      f"{operation} has {found}, which only Triton's kernel takes, and this jax"
+      f" does not have Pallas' Triton backend: set kernels to"
+      f" '{operation}=reference'"
   )
 
 

@@ -7,8 +7,10 @@ of Pallas sets it. So this file adds an operation of its own to Pallas' Triton
 backend.
 
 That takes a part of JAX that is not public, `register_lowering`. No public name
-does the same: `jax.extend.pallas` registers how a whole kernel is lowered, not
-one operation, and `triton.elementwise_inline_asm` has no matrix instructions.
+does the same. `jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM` asks
+for such sums, but the backend refuses it (jax 0.10.2 to 0.12.0.1).
+`jax.extend.pallas` registers how a whole kernel is lowered, not one operation,
+and `triton.elementwise_inline_asm` has no matrix instructions.
 `tests/kernels/test_block_scaled_dot.py` lowers the operation in every version
 of JAX that is tested. If a version has moved the part, `is_there` is False and
 other implementations run. Mosaic has such a dot, so this file goes when JAX

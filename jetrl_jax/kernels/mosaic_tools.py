@@ -44,12 +44,18 @@ def kernel_options(interpret: bool, *, overlap: bool = False) -> dict:
   return {'compiler_params': plgpu.CompilerParams(approx_math=True)}
 
 
-def pieces(dtype) -> tuple:
-  """Returns a tile's layout in shared memory, as the tensor core reads it."""
-  columns = SWIZZLE // jnp.dtype(dtype).itemsize
+def pieces(dtype, columns: int = SWIZZLE) -> tuple:
+  """Returns a tile's layout in shared memory, as the tensor core reads it.
+
+  Args:
+    dtype: of its values.
+    columns: its columns, if they may be less than `SWIZZLE` bytes.
+  """
+  itemsize = jnp.dtype(dtype).itemsize
+  swizzle = min(SWIZZLE, columns * itemsize)
   return (
-      plgpu.TilingTransform((8, columns)),
-      plgpu.SwizzleTransform(SWIZZLE),
+      plgpu.TilingTransform((8, swizzle // itemsize)),
+      plgpu.SwizzleTransform(swizzle),
   )
 
 
@@ -70,7 +76,11 @@ def sums(rows: int, columns: int):
 
 def loaded(ref, axis: int):
   """Returns a vector, to be one of a product's rows (axis 0) or columns."""
-  layout = plgpu.Layout.WGMMA.reduce(axis)
+  return load(ref, plgpu.Layout.WGMMA.reduce(axis))
+
+
+def load(ref, layout):
+  """Returns what shared memory holds, in registers."""
   return plgpu.load(ref, layout=layout)  # pyright: ignore[reportCallIssue]
 
 

@@ -258,7 +258,7 @@ class Tally:
     self._shared = int(line.get(SHARED, self._shared))
     found = {a.name: line.get(PREFIX + a.name) for a in ALARMS}
     if all(value is None for value in found.values()):
-      return  # Step 0, or a line of an earlier version.
+      return  # Step 0, or a run with synthetic rewards.
     held = {name for name, value in found.items() if value}
     self._steps += 1
     self._idle += bool(held & set(_IDLE))

@@ -28,6 +28,7 @@ from jetrl_jax.kernels.attention import (
 )
 from jetrl_jax.kernels.attention import triton as attention_forward
 from jetrl_jax.kernels.attention import triton_backward as attention_backward
+from jetrl_jax.kernels.decode_attention import mosaic_sm90 as decode_in_mosaic
 from jetrl_jax.kernels.decode_attention import triton as attention_decode
 from jetrl_jax.kernels.decode_attention.triton_split import Split
 from jetrl_jax.kernels.gate_up import mosaic_sm90 as gate_up_in_mosaic
@@ -208,7 +209,13 @@ def test_gate_up_with_swiglu_has_the_bits_of_many_rows(shape, rows):
 @pytest.mark.parametrize('training, _', [_TRITON, _MOSAIC])
 @pytest.mark.parametrize('kind', [None, 'float8_e4m3fn'])
 @pytest.mark.parametrize('last', [0, 63, 64, 200, 511])
-@pytest.mark.parametrize('program', [(1, 3), Split(4, 16, 4), Split(16, 64, 2)])
+@pytest.mark.parametrize(
+    'program',
+    [
+        *((1, 3), Split(4, 16, 4), Split(16, 64, 2)),
+        pytest.param(None, marks=_MOSAIC.marks, id='mosaic'),
+    ],
+)
 def test_decode_has_the_bits_of_the_training_forward(
     kind, last, program, training, _
 ):
@@ -228,10 +235,14 @@ def test_decode_has_the_bits_of_the_training_forward(
 
   values = kv_storage.pair(pages(v)) if kind else pages(v)
   table = jnp.arange(slots_ * keys // page, dtype=jnp.int32)
-  decode = exact_jit(
-      lambda *a: attention_decode.decode(*a, _TILE, program=program, **_HOW)[0]
-  )
-  found = decode(
+
+  def decode(*args):
+    if program is None:
+      return decode_in_mosaic.decode(*args, _TILE, **_HOW)
+    how = dict(program=program, **_HOW)
+    return attention_decode.decode(*args, _TILE, **how)[0]
+
+  found = exact_jit(decode)(
       q.reshape(slots_, heads * group, 128),
       pages(k),
       values,

@@ -36,6 +36,7 @@ def test_without_a_backend_for_kernels_all_is_plain_jax(hardware):
 
 def test_a_jax_without_mosaic_has_what_is_in_triton(monkeypatch):
   old = Hardware('gpu', (9, 0), has_triton=True, has_mosaic=False)
+  monkeypatch.setattr(hopper_dot, 'is_there', lambda: True)
   found = chosen(old)
   assert found['attention'] == found['block_scaled_dot'] == 'triton'
   assert found['gate_up'] == 'triton_sm90'
@@ -51,6 +52,24 @@ def test_a_jax_without_triton_has_what_is_in_mosaic_on_hopper_alone():
   assert found['gate_up'] == 'reference'
   ada = Hardware('gpu', (8, 9), has_triton=False, has_mosaic=True)
   assert set(chosen(ada).values()) == {'reference'}
+
+
+def test_a_kernel_that_no_gpu_has_run_runs_where_it_is_named():
+  assert chosen(WITHOUT_TRITON)['decode_attention'] == 'reference'
+  assert chosen(HOPPER)['decode_attention'] == 'triton'
+  named = 'decode_attention=mosaic_sm90'
+  for hardware in (HOPPER, WITHOUT_TRITON):
+    found = chosen(hardware, named)
+    assert found['decode_attention'] == found['attention'] == 'mosaic_sm90'
+
+
+def test_shapes_that_only_triton_takes_say_so_where_it_is_not(monkeypatch):
+  monkeypatch.setattr(dispatch, 'has_triton', lambda: True)
+  assert dispatch.triton_instead('attention', 'heads') == 'triton'
+  monkeypatch.setattr(dispatch, 'has_triton', lambda: False)
+  said = "attention has heads, .* set kernels to 'attention=reference'"
+  with pytest.raises(ValueError, match=said):
+    dispatch.triton_instead('attention', 'heads')
 
 
 def test_every_operation_has_a_reference_and_it_is_last():

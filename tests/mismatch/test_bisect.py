@@ -298,6 +298,7 @@ def test_what_decode_shows_on_a_gpu_training_shows_as_well(monkeypatch):
   assert {*ours} <= {*theirs}
 
 
+@kernels_in_use.needs_triton
 @pytest.mark.slow
 def test_a_decode_step_is_looked_at_with_its_kernels(monkeypatch):
   kernels_in_use.interpret(monkeypatch)

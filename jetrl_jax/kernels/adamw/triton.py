@@ -17,6 +17,15 @@ hundred differs by one step. A group that spans 2^252 or more loses its smallest
 values.
 
 Masters and moments are updated in place. A step that is skipped writes nothing.
+
+A program takes up to 16 groups, a tile of [16, 128] values, with one warp for
+each four groups. All of it is in registers; nothing goes through shared memory.
+A group's two extremes and the leaf's largest master are maxima and minima,
+which have no order, so no sum is taken over values.
+
+Lower bound of the time: 83 instructions a value, 11 of them of the special
+function unit, which limit it: 24 ms for the 7.6e9 values of a 7B on an H200,
+where the bytes take 18 (docs/performance_log.md).
 """
 
 import dataclasses

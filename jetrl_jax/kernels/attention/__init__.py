@@ -39,9 +39,11 @@ def _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
 
     run = mosaic_sm90.forward
   else:
+    found = f'queries {q_BKRH.dtype} {q_BKRH.shape} and a tile of {tile}'
+    name = dispatch.triton_instead('attention', found)
     from jetrl_jax.kernels.attention import triton
 
-    name, run = 'triton', triton.forward
+    run = triton.forward
   functions = run, reference.forward
   return stands_for.kernel('attention', name, *functions, *operands, tile=tile)
 

@@ -11,6 +11,18 @@ gradients.
 The caller widens FP8 keys and values and lays them out in the order in which
 decode contracts them. In a tile the even tokens come first, then the odd ones.
 Of every 32 channels of keys, the first two of each four come first.
+
+A program has 64 query rows of a KV head and four warps with FP8 keys, 128 rows
+and eight warps else. Queries, weights, output and sums stay in registers. Tiles
+of 64 keys and values (`tile`) pass through shared memory, two or three at a
+time.
+
+Order of a sum: for a score the tensor core adds 16 channels at a time, for the
+output and the row sum 16 keys at a time, in float32. Tiles follow in ascending
+order.
+
+Lower bound of the time: the tensor core, which also makes the row sums (7% of
+the time, docs/performance_log.md).
 """
 
 import functools

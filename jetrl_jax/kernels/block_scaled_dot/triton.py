@@ -4,6 +4,17 @@ A group's 128 products are four of Hopper's FP8 instructions, which the tensor
 core adds. Their scaled sum is added in float32 to a total in registers. A row's
 bits depend neither on the other rows nor on the tiles, so a decode step and a
 training step may use different tiles.
+
+A program computes 64 x 128 of the result, or 64 x 64 of up to 512 rows, with
+four warps. The groups' operands, 128 bytes of each row, pass through shared
+memory, three or four groups at a time. Scales, product and total are in
+registers.
+
+Order of the sum: 32 products an instruction, four instructions a group from
+zero, then group by group in float32.
+
+Lower bound of the time: the tensor core for many rows (860 TFLOP/s were
+reached on an H200 for 8192 x 37888 x 3584), b's bytes for few.
 """
 
 import functools

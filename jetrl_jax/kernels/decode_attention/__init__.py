@@ -43,16 +43,36 @@ def decode_attention(
     operands = q_BNH, k_PKSH, values, table_BP, last_B
     return reference.decode(*operands, tile, out_scale)
 
-  match dispatch.implementation('decode_attention'):
-    case 'triton':
+  match _implementation(q_BNH, k_PKSH, tile):
+    case 'mosaic_sm90' as name:
+      from jetrl_jax.kernels.decode_attention import mosaic_sm90
+
+      def run(q_BNH, k_PKSH, values, table_BP, last_B, out_scale):
+        operands = q_BNH, k_PKSH, values, table_BP, last_B
+        return mosaic_sm90.decode(*operands, tile, out_scale)
+
+    case 'triton' as name:
       from jetrl_jax.kernels.decode_attention import triton
 
       def run(q_BNH, k_PKSH, values, table_BP, last_B, out_scale):
         operands = q_BNH, k_PKSH, values, table_BP, last_B
         return triton.decode(*operands, tile, out_scale)[0]
 
-      return stands_for.kernel(
-          'decode_attention', 'triton', run, plain, *operands, out_scale
-      )
     case _:
       return plain(*operands, out_scale)
+  return stands_for.kernel(
+      'decode_attention', name, run, plain, *operands, out_scale
+  )
+
+
+def _implementation(q_BNH: Array, k_PKSH: Array, tile: int) -> str:
+  """Returns what runs; Triton's kernels take what Mosaic's does not."""
+  name = dispatch.implementation('decode_attention')
+  if name != 'mosaic_sm90':
+    return name
+  from jetrl_jax.kernels.decode_attention import mosaic_sm90
+
+  if mosaic_sm90.fits(q_BNH, k_PKSH, tile):
+    return name
+  found = f'queries {q_BNH.dtype} {q_BNH.shape} and a tile of {tile}'
+  return dispatch.triton_instead('decode_attention', found)

@@ -5,6 +5,17 @@ pages (`triton_pages.py`). The arithmetic is that of
 `kernels/attention/triton.py`. A program goes through a slot's keys tile by
 tile. If the slots are too few to keep a GPU busy this way, `triton_split.py`
 runs instead.
+
+A program has a slot's KV head, 16 rows of which a group's count, and one or two
+warps. Queries, weights, output and sums are in registers. Tiles of 64 keys and
+values pass through shared memory, two or three on their way (`_best`).
+
+Order of a sum: as in training, 16 channels or 16 keys at a time by the tensor
+core in float32, and tiles in ascending order; of FP8, even tokens of a tile
+before odd ones.
+
+Lower bound of the time: reading the keys and values once. 128 slots of 1152 FP8
+keys of a 7B take 40 us alone on an H200, 88% of it (docs/performance_log.md).
 """
 
 import functools

@@ -8,6 +8,18 @@ maxima, and each channel's sum over keys. So many programs compute scores, then
 many compute weights, and then one program per few output channels adds up.
 Every number is computed as in `triton.py` and added in the same order, so the
 bits are the same.
+
+Each program has one warp and a slot's KV head: for scores and for weights a
+chunk of its tiles of 64 keys, for the sums 16 output channels of all tiles.
+Between the kernels the scores [N, S], the weights and a number a tile go
+through memory, in a cache that holds them. Keys and values pass through shared
+memory, three and six tiles at a time. The sums are in registers.
+
+Order of a sum: each channel's goes through all keys, 16 at a time, in ascending
+order of tiles, in one program.
+
+Lower bound of the time: the sums' chain over a slot's tiles. It takes 0.45 us a
+tile with 512 programs, and why is not known (docs/performance_log.md).
 """
 
 import functools

@@ -7,6 +7,14 @@ tensor core adds a row's products in order, four of its instructions per 128
 bytes of a row, as cuBLAS does for every number of rows. So the bits are those
 of the dot and of `swiglu.swiglu_of`, which together are faster for more rows
 (docs/performance_log.md).
+
+A program has up to 144 columns of h for all 64 or 128 rows, and eight warps. It
+goes along the rows 128 bytes at a time: x's [M, 128] and two of [144, 128] of
+the weights pass through shared memory, up to six such steps at a time. The sums
+of gate and up, float32, are in registers, and so is SwiGLU.
+
+Lower bound of the time: reading the weights once, 31.6 us for a 7B at 4.3 TB/s,
+then the start and the end of the programs, with which nothing overlaps.
 """
 
 import functools

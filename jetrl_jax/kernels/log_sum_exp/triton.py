@@ -5,6 +5,16 @@ vocabulary keep the whole device reading. The logits are tempered as they are
 read. A row's result depends on the row alone: chunks start at multiples of
 `CHUNK`, and one program joins them. In decode the program that joins them also
 draws a token (`kernels/sample_token/triton.py`).
+
+A chunk has 4096 logits, and a program with four warps: each thread has them in
+four quarters of 1024. The joining program has eight warps and a number a chunk.
+All is in registers, shared memory holds only the warps' parts of a sum.
+
+Order of a sum: quarter by quarter at each of 1024 places, then over the places
+in a tree, then the chunks of a row in a tree, always float32.
+
+Lower bound of the time: reading the logits once, 18 us for 128 rows of 152064
+at 4.3 TB/s. On an H200 they are read at 3.0 TB/s (docs/performance_log.md).
 """
 
 import functools

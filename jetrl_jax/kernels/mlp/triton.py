@@ -8,6 +8,9 @@ array cannot carry that, so both dots share one derivative. It computes what
 `kernels/quantized_dot/linear.py` and XLA's derivative of SwiGLU compute, with
 the same functions. Only the work between the dots differs: it is one kernel
 (`kernels/swiglu/triton_backward.py`) instead of four.
+
+This file has no kernel of its own. Its dots are XLA's, its tiles, memory and
+order of sums those of the kernels that it names.
 """
 
 import dataclasses

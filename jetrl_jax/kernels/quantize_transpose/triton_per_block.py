@@ -6,6 +6,14 @@ lost. One pass over tiles of 128 x 128 gives all three. Another pass restores
 the input that the forward kept in 8 bits, groups it the other way and
 transposes it. The layout is that of `triton.py`, and again no log-prob depends
 on these kernels.
+
+A program has one tile and eight warps. A tile fills the registers, so it is
+read twice, the second time from a cache; its words are transposed through
+shared memory. The order of the sums of what was lost is a tree over a tile, in
+float32, then XLA's over the tiles.
+
+Lower bound of the time: the bytes once, 2 read and 2 written for a value, or 1
+and 1 where an input is restored.
 """
 
 import functools

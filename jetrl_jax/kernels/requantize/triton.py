@@ -6,6 +6,14 @@ to measure what was lost, compares old values with new ones, and copies the new
 ones over the old ones. This kernel does all of it in one pass: with bfloat16
 masters it moves 4 bytes a value. The 8-bit values are those of `quantize`, bit
 for bit; the sums are added in another order.
+
+A program has up to 32 x 128 values and four warps, all in registers. The order
+of its five sums is a tree over the tile, in float32, then XLA's over the
+programs; no weight depends on them.
+
+Lower bound of the time: the 4 bytes a value. On an H100 a kernel of 18944 x
+3584 takes as long as XLA's programs within 1%
+(benchmarks/results/kernels_qwen7b_h100_2026-11-25.md).
 """
 
 import functools

@@ -2,6 +2,13 @@
 
 A program has a few neighbouring heads of one slot. XLA would run three kernels
 per layer for a few microseconds of work.
+
+It is up to eight heads, a tile of [8, H] in registers of one warp; nothing goes
+through shared memory. The two halves of a head's channels are separate arrays,
+so a rotation needs no exchange. No sum is taken: a rotated number is two
+products and their addition, each rounded by itself.
+
+Lower bound of the time: a launch. 128 slots of a 7B move a few MB.
 """
 
 import functools

@@ -9,6 +9,16 @@ with its probability within the chunk. The log-sum-exp
 chunk of a row gets noise on its logits. Philox4x32-10 makes the noise where it
 is added. A row's token depends only on its logits and its key.
 
+A program has one row and eight warps. It joins the row's chunks, a number each,
+and reads one chunk of 4096 logits again. All is in registers; shared memory
+holds only the warps' parts of a sum or of a maximum.
+
+Order of the sum: that of `log_sum_exp/triton.py`, with the same function. Draws
+are maxima; of equal values the lowest token wins.
+
+Lower bound of the time: the log-sum-exp's bytes. Drawing takes 5 of 31 us for
+128 rows (docs/performance_log.md).
+
 References:
   Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """

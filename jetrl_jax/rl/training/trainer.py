@@ -389,8 +389,7 @@ class Trainer:
   def _restore_host_state(self, saved: dict[str, Any]) -> None:
     self.sampler.restore(saved['sampler'])
     self.skipped_in_row = saved['skipped_in_row']
-    # A checkpoint of an earlier version lacks it.
-    self.idle_in_row = saved.get('idle_in_row', 0)
+    self.idle_in_row = saved['idle_in_row']
     guarded = GuardState.of_checkpoint(saved)
     config = self.spec.guard
     allowed = config.actions if config.enable else ()

@@ -232,6 +232,7 @@ def test_what_a_gpu_runs_is_one_flow_and_its_kernels_are_named(
   assert bool(stored) == (kv_cache_dtype != 'compute')
 
 
+@kernels_in_use.needs_triton
 @pytest.mark.parametrize(
     'operation', ['add_norm_quantize', 'attention', 'rope_append', 'swiglu']
 )
