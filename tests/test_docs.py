@@ -263,6 +263,19 @@ def test_the_readme_names_no_speed_that_no_result_has():
   assert shown and shown <= _speeds() | _beside_vllm()
 
 
+def test_the_reward_in_the_readme_scores_whatever_a_model_writes():
+  code = re.search(
+      r'^    (def compute_score.*?\n)\n',
+      _text(_ROOT / 'README.md'),
+      re.M | re.S,
+  )
+  namespace = {}
+  exec(code[1].replace('\n    ', '\n'), namespace)
+  score = namespace['compute_score']
+  answers = ('', '\n', 'It is\n18\n', '18 or 17')
+  assert [score('s', a, '18', {}) for a in answers] == [0.0, 0.0, 1.0, 0.0]
+
+
 def test_the_record_of_exactness_is_that_of_the_results():
   page = _text(exactness_record.OUTPUT)
   stale = page != exactness_record.render(page)
