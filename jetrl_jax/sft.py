@@ -118,6 +118,7 @@ def _batches(
 ) -> Callable[[], list[TrainBatch]]:
   """Returns what draws the next optimiser step's micro-batches."""
   settings = take(DataConfig, config)
+  compatibility.warn_of_template(settings)
   data = configs.build_dataset(settings, settings.train_files, tokenizer)
   if config.sft.batch_size > len(data):
     raise ValueError(
