@@ -250,7 +250,7 @@ def draw() -> None:
   """Writes both figures."""
   docs = _ROOT / 'docs'
   figure_style.use()
-  figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4))
+  figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
   _draw_window(left)
   _draw_history(right)
   figure_style.save(figure, docs / 'eight_bits.png')

@@ -5,11 +5,13 @@ python -m jetrl_jax.main --config=configs/quickstart.py
 Chains of small additions and subtractions with every running total written
 out. Starts from examples/quickstart/checkpoint (see quickstart_sft.py).
 
-Expected: held-out accuracy from 42% to about 85%, mismatch 0, two to three
-minutes on two cores of a server. 80 to 89% were seen: seeds 1 to 3 reached 85
-to 89% (benchmarks/results/quickstart_seed*_cpu_2026-11-21.jsonl), and another
-version of jax or another processor rounds otherwise, so that learning takes
-another path. At lr 1e-4 the curve is noisier; 3e-4 collapses.
+Expected: held-out accuracy from 43.4% to 87.5% with jax 0.10.2, to 85.2% with
+0.12.0.1 (benchmarks/results/unified_quickstart_seed0_cpu_jax*_2026-11-25),
+mismatch 0, two to three minutes on two idle cores of a server. An earlier
+version reached 85 to 89% with seeds 1 to 3
+(benchmarks/results/quickstart_seed*_cpu_2026-11-21.jsonl). Another version of
+jax or another processor rounds otherwise, so that learning takes another path.
+At lr 1e-4 the curve is noisier; 3e-4 collapses.
 """
 
 from configs import base

@@ -17,7 +17,7 @@ from absl import flags, logging
 
 from jetrl_jax import models
 from jetrl_jax.config import build as configs
-from jetrl_jax.config import compatibility
+from jetrl_jax.config import compatibility, sections
 from jetrl_jax.config import flags as config_flags
 from jetrl_jax.config import model as config_model
 from jetrl_jax.config.sections import take
@@ -43,6 +43,11 @@ from jetrl_jax.rl.training.step_metrics import not_finite, update_metrics
 from jetrl_jax.rl.types import TrainBatch
 
 config_flags.define()
+# Settings of GRPO, and what a warm start has in their place.
+_OWN_NAMES = {
+    'trainer.total_training_steps': 'sft.total_training_steps',
+    'trainer.train_batch_size': 'sft.batch_size',
+}
 _WORKDIR = flags.DEFINE_string(
     'workdir',
     None,
@@ -83,6 +88,16 @@ def _check(config) -> None:
     if value < 1:
       raise ValueError(f'trainer.{name} is {value}; it must be >= 1')
   check_packed_rows(config.trainer.packed_rows, config.trainer.micro_batch_size)
+  for name, meant in _OWN_NAMES.items():
+    section, _, key = name.partition('.')
+    if config[section][key] != sections.default(name):
+      logging.warning(
+          '%s is %s, which is for GRPO; a warm start reads %s, which is %s',
+          name,
+          config[section][key],
+          meant,
+          config.sft[meant.partition('.')[2]],
+      )
 
 
 def _check_workdir(workdir: pathlib.Path) -> None:
@@ -103,6 +118,7 @@ def _batches(
 ) -> Callable[[], list[TrainBatch]]:
   """Returns what draws the next optimiser step's micro-batches."""
   settings = take(DataConfig, config)
+  compatibility.warn_of_template(settings)
   data = configs.build_dataset(settings, settings.train_files, tokenizer)
   if config.sft.batch_size > len(data):
     raise ValueError(

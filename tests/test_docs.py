@@ -263,6 +263,19 @@ def test_the_readme_names_no_speed_that_no_result_has():
   assert shown and shown <= _speeds() | _beside_vllm()
 
 
+def test_the_reward_in_the_readme_scores_whatever_a_model_writes():
+  code = re.search(
+      r'^    (def compute_score.*?\n)\n',
+      _text(_ROOT / 'README.md'),
+      re.M | re.S,
+  )
+  namespace = {}
+  exec(code[1].replace('\n    ', '\n'), namespace)
+  score = namespace['compute_score']
+  answers = ('', '\n', 'It is\n18\n', '18 or 17')
+  assert [score('s', a, '18', {}) for a in answers] == [0.0, 0.0, 1.0, 0.0]
+
+
 def test_the_record_of_exactness_is_that_of_the_results():
   page = _text(exactness_record.OUTPUT)
   stale = page != exactness_record.render(page)
@@ -284,18 +297,23 @@ def test_the_accuracies_in_the_readme_are_those_of_the_results():
   assert set(re.findall(r'\d+\.\d%', block[1])) == set(shown)
 
 
-_FIGURES = sorted((_ROOT / 'docs').glob('*.png'))
+_FIGURES = sorted(
+    p for p in (_ROOT / 'docs').iterdir() if p.suffix in ('.png', '.webp')
+)
 
 
 @pytest.mark.parametrize('figure', _FIGURES, ids=_name)
 def test_a_figure_is_shown_and_a_command_draws_it(figure):
   pages = ''.join(_text(page) for page in _PAGES)
   assert f']({figure.name})' in pages or f'](docs/{figure.name})' in pages
-  # What is a picture of a browser's window has no command.
-  if not figure.name.startswith('report'):
+  # Of what was done in a browser by hand there is no command.
+  if not figure.name.startswith('report_'):
     drawn_by = sorted((_ROOT / 'benchmarks').glob('plot_*.py'))
     code = ''.join(_text(path) for path in drawn_by)
-    assert f'--output=docs/{figure.name}' in pages or f"{figure.name}'" in code
+    commands = [
+        f'--{flag}=docs/{figure.name}' for flag in ('output', 'screenshot')
+    ]
+    assert any(c in pages for c in commands) or f"{figure.name}'" in code
 
 
 @pytest.mark.parametrize('folder', ['benchmarks', 'study'])

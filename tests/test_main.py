@@ -233,6 +233,10 @@ def test_a_name_of_another_library_is_led_to_ours(argument, meant):
             '--config is missing (Path of a config file, e.g. configs/',
             marks=pytest.mark.slow,
         ),
+        (
+            ['--config.seed=3'],
+            '--config.seed=3 overrides a config, and none is named; name one',
+        ),
         ([_TINY, '--wordkir=x'], "Unknown command line flag 'wordkir'"),
         pytest.param(
             [_TINY, '--lr=2'],
@@ -302,8 +306,9 @@ def test_a_run_that_diverges_ends_with_the_reason_and_exit_code_1(tmp_path):
 def test_a_config_that_is_a_dict_is_one_line(tmp_path):
   path = tmp_path / 'mine.py'
   path.write_text("def get_config():\n  return {'seed': 1}\n")
-  said = _refused(f'--config={path}')
-  assert said.startswith(f'{path}: get_config() returns a dict; allowed is the')
+  for more in [], ['--config.optim.lr=1']:
+    said = _refused(f'--config={path}', *more)
+    assert said.startswith(f'{path}: get_config() returns a dict; allowed is')
 
 
 def test_the_warm_start_answers_in_the_same_words():

@@ -153,6 +153,25 @@ def test_a_workdir_that_cannot_be_written_is_named_before_any_weight(tmp_path):
     sft.train(config, tmp_path / 'file')
 
 
+def test_a_setting_of_grpo_that_a_warm_start_has_not_is_warned_of(
+    tmp_path, caplog
+):
+  config = whole_run.config(
+      **{
+          'sft.output': str(tmp_path / 'out'),
+          'sft.total_training_steps': 7,
+          'sft.batch_size': 11,  # More than the data has: it ends here.
+          'trainer.total_training_steps': 3,
+      }
+  )
+  with pytest.raises(ValueError, match='sft.batch_size is 11'):
+    sft.train(config, tmp_path / 'run')
+  assert (
+      'trainer.total_training_steps is 3, which is for GRPO; a warm start'
+      ' reads sft.total_training_steps, which is 7' in caplog.text
+  )
+
+
 def test_a_run_s_metrics_are_kept_and_a_warm_start_s_replaced_with_a_warning(
     tmp_path, monkeypatch, caplog
 ):

@@ -348,9 +348,11 @@ def build(config: Config) -> RunSpec:
   compatibility.check(loss, algorithm, engine, run)
   compatibility.check_guard(guard, loss, algorithm, run)
   compatibility.warn_of_rate(optimizer.lr)
+  data = take(DataConfig, config)
+  compatibility.warn_of_template(data)
   _check_fits(policy, engine, environment, run)
   buckets.pages_config(engine, policy.axes.size, policy.tile)
-  train_set, val_set = _datasets(take(DataConfig, config), tokenizer)
+  train_set, val_set = _datasets(data, tokenizer)
   prompts = [*train_set, *(val_set or ())]
   vocab_size = policy.model.vocab_size
   check_ids(tokenizer, (prompt.tokens for prompt in prompts), vocab_size)

@@ -10,6 +10,7 @@ import dataclasses
 
 from absl import logging
 
+from jetrl_jax.data.settings import DataConfig
 from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.rollout.engine import EngineConfig
 from jetrl_jax.rl.settings import AlgorithmConfig, GuardConfig, RunConfig
@@ -67,6 +68,23 @@ def warn_of_rate(lr: float) -> None:
         ' 1e-3 for models of a few million parameters',
         lr,
     )
+
+
+def warn_of_template(data: DataConfig) -> None:
+  """Warns of words that a prompt without a chat template does not get.
+
+  Args:
+    data: how rows become prompts.
+  """
+  for name in ('system', 'instruction') if data.template != 'chat' else ():
+    if words := getattr(data, name):
+      logging.warning(
+          "data.%s is %r, which only data.template='chat' puts into prompts;"
+          ' the template is %r: write it there, or leave it out',
+          name,
+          words,
+          data.template,
+      )
 
 
 def check_guard(

@@ -214,11 +214,7 @@ def _parse(argv: list[str]) -> list[str]:
   if file is not None:
     made = flags.FLAGS['config'].value
     if not isinstance(made, ml_collections.ConfigDict):
-      sys.exit(
-          f'error: {file}: get_config() returns a {type(made).__name__};'
-          ' allowed is the ConfigDict of configs/base.py: get_config(), with'
-          ' changes'
-      )
+      sys.exit(f'error: {_no_config(file, made)}')
   if left:
     known = config_schema.names(flags.FLAGS.config) if file else []
     hint = _as_override(left[0], known)
@@ -231,6 +227,12 @@ def _sentence(
 ) -> str:
   """Says what is wrong with the command line or the config file."""
   if file is None:
+    overrides = [a for a in argv if re.match(r'--?config\.', a)]
+    if overrides and 'config' in flags.FLAGS:
+      return (
+          f'{overrides[0]} overrides a config, and none is named; name one as'
+          ' well, such as --config=quickstart'
+      )
     return said(error)
   for cause in _chain(error):
     frames = traceback.extract_tb(cause.__traceback__)
@@ -238,7 +240,10 @@ def _sentence(
     if inside:
       return f'{file}:{inside[-1].lineno}: {_of_file(cause, inside[-1].line)}'
   try:
-    known = config_schema.names(runpy.run_path(str(file))['get_config']())
+    made = runpy.run_path(str(file))['get_config']()
+    if isinstance(made, dict):
+      return _no_config(file, made)
+    known = config_schema.names(made)
   except SyntaxError as wrong:  # No frame is inside: no line has run.
     return f'{file}:{wrong.lineno}: {type(wrong).__name__}: {wrong.msg}'
   except (AttributeError, KeyError, TypeError):
@@ -255,6 +260,14 @@ def _sentence(
       return f'{error}{_as_override(argument, known)}'
   return str(error).replace(
       "('Non-boolean argument to boolean flag', ", '(allowed: True, False; not '
+  )
+
+
+def _no_config(file: pathlib.Path, made: Any) -> str:
+  """Says what a config file returned in place of a config."""
+  return (
+      f'{file}: get_config() returns a {type(made).__name__}; allowed is the'
+      ' ConfigDict of configs/base.py: get_config(), with changes'
   )
 
 

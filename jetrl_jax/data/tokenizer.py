@@ -141,7 +141,10 @@ class Tokenizer:
           text, add_special_tokens=add_special_tokens
       ).ids
     except (UnicodeEncodeError, TypeError) as error:
-      raise ValueError(f'cannot tokenise {text[:80]!r}: {error}') from error
+      raise ValueError(
+          f'cannot tokenise {text[:80]!r}: it is not valid Unicode (a surrogate'
+          ' without its other half)'
+      ) from error
     return np.asarray(ids, np.int32)
 
   def encode_all(

@@ -46,7 +46,7 @@ def record_start(
   """
   record = {
       'time': datetime.datetime.now(datetime.UTC).isoformat('T', 'seconds'),
-      'command': [pathlib.Path(sys.argv[0]).name, *sys.argv[1:]],
+      'command': [*_program(), *sys.argv[1:]],
       'versions': versions(),
       'commit': commit(),
       'device': jax.devices()[0].device_kind,
@@ -59,6 +59,16 @@ def record_start(
   with open(path, 'a', encoding='utf-8') as file:
     file.write('\n' * torn + json.dumps(record) + '\n')
   return record
+
+
+def _program() -> list[str]:
+  """Returns what started this process, as it can be typed anywhere."""
+  file = pathlib.Path(sys.argv[0])
+  try:
+    module = file.resolve().relative_to(_SOURCE.parent).with_suffix('')
+  except ValueError:
+    return [file.name]
+  return ['python', '-m', '.'.join(module.parts)]
 
 
 def versions() -> dict[str, str]:

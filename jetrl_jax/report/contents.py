@@ -19,6 +19,8 @@ FILE = 'report.html'
 # Curves of more runs than these are not told apart in a list.
 _MAX_CURVES = 16
 _MAX_VALUES = 8
+# And characters of such a value.
+_MAX_CHARS = 24
 
 
 def write_report(
@@ -173,7 +175,7 @@ def _listed(run: Run, differing: list[str], beside: pathlib.Path) -> list:
   time = datetime.datetime.fromtimestamp(written, datetime.UTC)
   alarms = '\n'.join(alarm.label for alarm in facts.alarms(run))
   values = ((n, run.config[n]) for n in differing if n in run.config)
-  config = [f'{name}={_value(value)}' for name, value in values]
+  config = [f'{name}={_short(_value(value))}' for name, value in values]
   if more := config[_MAX_VALUES:]:
     config[_MAX_VALUES:] = [f'and {len(more)} more']
   row += [f'{time:%Y-%m-%d %H:%M}', {'text': alarms, 'style': 'bad'}]
@@ -203,6 +205,11 @@ def _text(paragraph: str) -> dict:
 
 def _value(value: Any) -> str:
   return value if isinstance(value, str) and value else json.dumps(value)
+
+
+def _short(text: str) -> str:
+  """Returns the end of a long value: of a path it tells most."""
+  return text if len(text) <= _MAX_CHARS else f'…{text[1 - _MAX_CHARS :]}'
 
 
 def _config(run: Run) -> list[dict]:

@@ -163,10 +163,13 @@ def _steps(run: Run) -> Fact:
   # A warm start counts other steps than trainer.total_training_steps.
   if not isinstance(total, int) or not run.finite('timing_s/gen').size:
     return Fact('Steps', str(last), detail, 'bad' if skipped else '')
-  starts = f' in {count(len(run.starts), "start")}' if run.starts else ''
-  state = 'finished' if run.is_finished else 'not finished'
-  tone = 'bad' if skipped or not run.is_finished else ''
-  return Fact('Steps', f'{last} of {total}', f'{state}{starts}; {detail}', tone)
+  starts = count(len(run.starts), 'start') if run.starts else ''
+  if run.is_finished:
+    state = f'finished in {starts}' if starts else 'finished'
+  else:  # Stopped, or it goes on: nothing tells which.
+    state = f'not finished; {starts}' if starts else 'not finished'
+  tone = 'bad' if skipped else ''
+  return Fact('Steps', f'{last} of {total}', f'{state}; {detail}', tone)
 
 
 def _time(run: Run) -> Fact | None:

@@ -118,9 +118,9 @@ def read_run(folder: pathlib.Path, name: str) -> Run:
   notes: list[str] = []
   lines = list(_read_lines(folder, notes))
   if not lines:
-    raise ValueError(
-        f'{folder / METRICS} is empty: the run has not logged a step yet'
-    )
+    path = folder / METRICS
+    found = 'has no metrics line' if path.stat().st_size else 'is empty'
+    raise ValueError(f'{path} {found}: the run has not logged a step yet')
   starts = read_objects(folder / 'starts.jsonl', notes)
   if not starts:
     notes.append('No starts.jsonl: versions and device are not known.')
@@ -175,6 +175,8 @@ def names(folders: list[pathlib.Path]) -> list[str]:
 def _read_lines(folder: pathlib.Path, notes: list[str]) -> Iterator[dict]:
   """Yields the lines of metrics.jsonl, checked."""
   path = folder / METRICS
+  if folder.is_file():
+    raise ValueError(f'{folder} is a file; name the folder of a run')
   if not folder.is_dir():
     raise ValueError(f'{folder}: there is no such folder')
   if not path.is_file():

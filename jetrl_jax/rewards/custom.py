@@ -163,7 +163,7 @@ def _load(target: str) -> Callable[..., Any]:
     )
     raise RewardFunctionError(
         f'reward {target!r}: {where!r} has no function {name!r}; it has'
-        f' {functions}.'
+        f' {functions or "none"}.'
     )
   return found
 

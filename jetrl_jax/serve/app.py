@@ -27,6 +27,8 @@ from jetrl_jax.serve.requests import Limits, PromptReader
 
 # Seconds that a client has to send its request.
 _BODY_S = 30.0
+# Bytes of a body that is too long that are read, and dropped.
+_DRAINED = 64 << 20
 _LOOPBACK = ('localhost', '127.0.0.1', '[::1]')
 STOPPING = 'the server is shutting down; ask another one, or later'
 
@@ -208,6 +210,8 @@ class Api:
     return JSONResponse(self._model)
 
   def _check_model(self, name: str) -> None:
+    if not name:
+      raise _Refused(400, f'model is missing; send {self._name!r}')
     if name != self._name:
       raise _Refused(
           404, f'there is no model {name!r:.200} here; it is {self._name!r}'
@@ -263,18 +267,22 @@ class Api:
       async with asyncio.timeout(_BODY_S):
         async for part in request.stream():
           size += len(part)
-          if size > most:
-            raise _Refused(
-                413,
-                f'the body has more than {self._limits.max_message_kib} KiB,'
-                ' which is all that this server takes (--max_message_kib)',
-                Connection='close',
-            )
-          parts.append(part)
+          if size <= most:
+            parts.append(part)
+          # Who still sends when a connection is closed may lose the answer.
+          elif size > most + _DRAINED:
+            break
     except TimeoutError:
       raise _Refused(
           408, f'the body did not come in {_BODY_S:.0f} s', Connection='close'
       ) from None
+    if size > most:
+      raise _Refused(
+          413,
+          f'the body has more than {self._limits.max_message_kib} KiB,'
+          ' which is all that this server takes (--max_message_kib)',
+          Connection='close',
+      )
     try:
       body = openai_requests.parse_body(b''.join(parts))
       # Tokenising may take a while: not in the event loop's thread.

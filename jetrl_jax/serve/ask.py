@@ -17,7 +17,7 @@ _ADDRESS = flags.DEFINE_string(
     'address', '127.0.0.1:8000', "The server's host:port, or its base URL."
 )
 _PROMPT = flags.DEFINE_string(
-    'prompt', None, "Text; put into the policy's prompt format.", required=True
+    'prompt', None, "Text; put into the policy's prompt format."
 )
 _MAX_TOKENS = flags.DEFINE_integer(
     'max_tokens', None, "Most tokens of the response; by default the server's."
@@ -33,6 +33,8 @@ def main(argv: list[str]) -> None:
   """Prints one response while it comes."""
   if len(argv) > 1:
     _refuse(f'unknown arguments {argv[1:]}')
+  if _PROMPT.value is None:
+    _refuse("--prompt is missing, the text to send: --prompt='3+4-2='")
   try:
     with _call('/models', None) as answer:
       model = json.load(answer)['data'][0]['id']
@@ -93,7 +95,10 @@ def _said(error: urllib.error.HTTPError) -> str:
   try:
     return json.loads(text)['error']['message']
   except (ValueError, KeyError, TypeError):
-    return f'{error.code} {error.reason}: {text[:200]}'
+    return (
+        f'{_ADDRESS.value} answers {error.code} ({error.reason}), and not as'
+        " OpenAI's API does; is it the right --address?"
+    )
 
 
 def _refuse(sentence: str) -> NoReturn:

@@ -290,12 +290,14 @@ def _stop(value: Any) -> tuple[str, ...]:
   if (
       not isinstance(strings, list | tuple)
       or not all(isinstance(string, str) for string in strings)
+      or not all(strings)
       or len(strings) > _MOST_STOPS
   ):
     raise ValueError(
-        f'stop is {value!r:.80}; allowed: text, or at most {_MOST_STOPS} texts'
+        f'stop is {value!r:.80}; allowed: text, or at most {_MOST_STOPS} texts,'
+        ' none of them empty'
     )
-  return tuple(string for string in strings if string)
+  return tuple(strings)
 
 
 def _flag(body: dict[str, Any], name: str) -> bool:

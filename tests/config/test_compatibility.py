@@ -4,6 +4,7 @@ import pytest
 from absl import logging
 
 from jetrl_jax.config import compatibility
+from jetrl_jax.data.settings import DataConfig
 from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.rollout.engine import EngineConfig
 from jetrl_jax.rl.settings import (
@@ -138,6 +139,17 @@ def test_a_rate_that_leaves_nothing_of_the_weights_is_warned_of(caplog):
   assert not caplog.text
   compatibility.warn_of_rate(100.0)
   assert 'optim.lr is 100: AdamW moves every weight by about' in caplog.text
+
+
+def test_words_that_a_plain_template_leaves_out_are_warned_of(caplog):
+  words = {'system': 'You are kind.', 'instruction': ' Be brief.'}
+  compatibility.warn_of_template(DataConfig(**words))
+  compatibility.warn_of_template(DataConfig(template='Q: {prompt}'))
+  assert not caplog.text
+  compatibility.warn_of_template(DataConfig(template='Q: {prompt}', **words))
+  for name, text in words.items():
+    assert f'data.{name} is {text!r}, which only data.template=' in caplog.text
+  assert "the template is 'Q: {prompt}': write it there" in caplog.text
 
 
 @pytest.mark.parametrize(

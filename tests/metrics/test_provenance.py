@@ -1,6 +1,7 @@
 """What a start leaves behind."""
 
 import json
+import pathlib
 import subprocess
 
 import jax
@@ -17,6 +18,15 @@ def test_each_start_appends_a_line(tmp_path):
   assert first['versions']['jax'] == jax.__version__
   assert first['device'] == jax.devices()[0].device_kind
   assert first['num_devices'] == 2
+
+
+def test_the_command_of_a_start_can_be_typed_again(tmp_path, monkeypatch):
+  module = pathlib.Path(provenance.__file__).parents[1] / 'main.py'
+  monkeypatch.setattr('sys.argv', [str(module), '--config=quickstart'])
+  command = provenance.record_start(tmp_path, 1)['command']
+  assert command == 'python -m jetrl_jax.main --config=quickstart'.split()
+  monkeypatch.setattr('sys.argv', ['/elsewhere/mine.py'])
+  assert provenance.record_start(tmp_path, 1)['command'] == ['mine.py']
 
 
 def test_a_line_that_a_kill_tore_is_not_continued(tmp_path):

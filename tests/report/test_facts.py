@@ -64,6 +64,15 @@ def test_a_run_whose_lines_are_lost_claims_no_before(workdir):
   assert _fact(workdir, 'Reward').value == '0.6'
 
 
+def test_a_run_that_goes_on_is_not_finished_and_not_bad(tmp_path):
+  folder = workdirs.write(tmp_path / 'run', steps=3)
+  steps = _fact(folder, 'Steps')
+  assert steps.value == '3 of 6'
+  assert steps.detail.startswith('not finished; 1 start; ')
+  assert _fact(workdirs.write(tmp_path / 'two'), 'Steps').tone == 'bad'
+  assert steps.tone == ''
+
+
 def test_the_headline_claims_what_was_compared(tmp_path):
   sizes = {'train_batch_size': 6, 'mini_batch_size': 3}
   config = {'trainer': sizes | {'measure_mismatch': 'first'}}

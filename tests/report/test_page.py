@@ -220,8 +220,11 @@ def test_a_comparison_overlays_runs_and_lists_what_differs(tmp_path):
 
 
 def test_a_folder_of_runs_is_a_list_with_links(tmp_path):
-  one = workdirs.write(tmp_path / 'one & 1', config={'seed': 4})
-  workdirs.write(tmp_path / 'deep/two', steps=3, config={'seed': 5})
+  long = f'/{"long/" * 9}cache'
+  config = {'seed': 4, 'compile_cache_dir': long}
+  one = workdirs.write(tmp_path / 'one & 1', config=config)
+  config = {'seed': 5, 'compile_cache_dir': ''}
+  workdirs.write(tmp_path / 'deep/two', steps=3, config=config)
   bad = tmp_path / 'bad'
   bad.mkdir()
   (bad / 'metrics.jsonl').write_text('{}\n{}\n')
@@ -234,6 +237,8 @@ def test_a_folder_of_runs_is_a_list_with_links(tmp_path):
   assert links == ['./one%20%26%201/report.html']
   assert 'deep/two3 of 625% → 55%' in elements.text
   assert 'seed=4' in elements.text and 'seed=5' in elements.text
+  # Of a long value its end, in 24 characters.
+  assert f'compile_cache_dir=…{long[-23:]}' in elements.text
   assert '2 runs' in elements.text
   assert 'metrics.jsonl line 1 is no metrics line' in elements.text
   assert 'Reward' in pages.titles(written)

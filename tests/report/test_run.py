@@ -98,8 +98,15 @@ def test_a_value_that_is_not_finite_is_a_gap_and_counted(workdir):
             .write_text(''),
             'is empty: the run has not logged a step yet',
         ),
+        (
+            lambda path: workdirs.write(path)
+            .joinpath('metrics.jsonl')
+            .write_text('{"loss": 1}'),
+            'has no metrics line: the run has not logged a step yet',
+        ),
+        (lambda path: path.write_text(''), 'is a file; name the folder of a'),
     ],
-    ids=['absent', 'empty folder', 'no metrics', 'no step'],
+    ids=['absent', 'empty folder', 'no metrics', 'no step', 'torn', 'a file'],
 )
 def test_what_is_no_run_is_refused_in_a_sentence(tmp_path, make, message):
   make(tmp_path / 'run')
@@ -207,7 +214,7 @@ def test_any_json_is_a_report_or_a_sentence(tmp_path_factory, lines):
     text = contents.run_page([_read(folder)]).html()
     assert text.endswith('</html>') and pages.data(text)['plots'] is not None
   else:
-    with pytest.raises(ValueError, match='is empty'):
+    with pytest.raises(ValueError, match='has not logged a step yet'):
       _read(folder)
 
 

@@ -165,6 +165,10 @@ def test_a_keyword_that_the_function_lacks_is_refused_at_the_start():
     'target, message',
     [
         (f'{FUNCTIONS}:nothing', "has no function 'nothing'; it has"),
+        (
+            f'{FUNCTIONS.parents[1]}/__init__.py:nothing',
+            "no function 'nothing'; it has none.",
+        ),
         (f'{FUNCTIONS}:other', r"has the parameters \['a', 'b'\]; allowed"),
         ('/no/such/file.py:f', 'there is no file /no/such/file.py'),
         ('no_such_module.f', "No module named 'no_such_module'"),

@@ -315,8 +315,8 @@ def test_a_wrong_request_is_told_why_in_the_form_of_openai(client):
   assert said.endswith('n=25 are 25 responses; this server takes 24 at once')
   said = _refused(client, 404, json=body | {'model': 'gpt'})
   assert said == "there is no model 'gpt' here; it is 'runs/it'"
-  said = _refused(client, 404, json={'prompt': '1'})
-  assert said.startswith("there is no model ''")
+  said = _refused(client, 400, json={'prompt': '1'})
+  assert said == "model is missing; send 'runs/it'"
   said = _refused(client, 413, json=body | {'prompt': '1' * 2**21})
   assert said.startswith('the body has more than 1024 KiB')
   said = _refused(client, 415, data={'prompt': '1'})
@@ -324,6 +324,32 @@ def test_a_wrong_request_is_told_why_in_the_form_of_openai(client):
   assert _refused(client, 404, path='/v2') == 'POST /v2: Not Found'
   assert 'Method Not Allowed' in _refused(client, 405, method='GET')
   assert _choice(client, prompt='1+1=', max_tokens=1)['text']
+
+
+def test_a_body_that_is_too_long_is_read_before_the_answer(decoder):
+  # Else the client, which still sends, sees a reset connection.
+  left = [b'1' * 2**20] * 3
+
+  async def receive():
+    body = left.pop()
+    return {'type': 'http.request', 'body': body, 'more_body': bool(left)}
+
+  sent = []
+
+  async def send(message):
+    sent.append((message, len(left)))
+
+  headers = {'host': 'localhost', 'content-type': 'application/json'}
+  scope = {
+      'type': 'http',
+      'method': 'POST',
+      'path': '/v1/completions',
+      'headers': [(k.encode(), v.encode()) for k, v in headers.items()],
+      'query_string': b'',
+  }
+  asyncio.run(_api(decoder).app(scope, receive, send))
+  start, unread = sent[0]
+  assert (start['status'], unread) == (413, 0)
 
 
 def test_without_a_token_only_this_machine_is_served(client):

@@ -1,11 +1,13 @@
 """The commands: what they refuse, with one sentence and exit code 2."""
 
+import http.server
 import importlib.util
 import os
 import pathlib
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -53,8 +55,7 @@ def test_a_flag_out_of_range_is_refused():
     'module', ['jetrl_jax.serve.ask', 'jetrl_jax.serve.jetstream.ask']
 )
 def test_a_client_without_a_prompt_is_refused(module):
-  found = _refused(module=module)
-  assert '--prompt must have a value' in found.replace('Flag ', '')
+  assert _refused(module=module).startswith('--prompt is missing, the text')
 
 
 def test_a_client_does_not_wait_for_jax():
@@ -114,6 +115,27 @@ def test_a_client_says_where_no_server_is():
   )
   assert found.startswith('no answer from 127.0.0.1:1 (')
   assert 'does jetrl_jax serve run there' in found
+
+
+class _Elsewhere(http.server.BaseHTTPRequestHandler):
+  """A server that has no such API."""
+
+  def do_GET(self):
+    self.send_error(404)
+
+  def log_message(self, *args):
+    del args
+
+
+def test_a_client_says_that_a_server_has_another_api():
+  with http.server.HTTPServer(('127.0.0.1', 0), _Elsewhere) as server:
+    threading.Thread(target=server.handle_request).start()
+    address = f'127.0.0.1:{server.server_port}'
+    found = _refused(
+        *('--prompt=1', f'--address={address}'), module='jetrl_jax.serve.ask'
+    )
+  assert found.startswith(f'{address} answers 404 (Not Found), and not as')
+  assert '\n' not in found
 
 
 @pytest.mark.skipif(not _INSTALLED, reason='needs google-jetstream')

@@ -131,6 +131,7 @@ def test_what_changes_nothing_is_let_through(reader):
         ({'max_completion_tokens': 25}, 'max_completion_tokens is 25; allowed'),
         ({'max_tokens': 1.5}, 'max_tokens is 1.5; allowed: 1 to 24'),
         ({'stop': [3]}, r'stop is \[3\]; allowed: text, or at most 16 texts'),
+        ({'stop': ['a', '']}, 'at most 16 texts, none of them empty'),
         ({'stream': 1}, 'stream is 1; allowed: true, false'),
         ({'top_logprobs': 2}, 'top_logprobs needs "logprobs": true'),
         (
@@ -154,7 +155,7 @@ def test_a_chat_that_cannot_be_answered_is_refused(reader, body, message):
         ({'prompt': [[True]]}, 'allowed: text, a list of texts'),
         ({'prompt': [-1]}, r'token ids \[-1\] are not in the vocabulary'),
         ({'prompt': '1+2+3+4+5'}, 'the prompt has 9 tokens; allowed: 1 to 8'),
-        ({'prompt': '\ud800'}, 'cannot tokenise'),
+        ({'prompt': '\ud800'}, 'cannot tokenise .*: it is not valid Unicode'),
         ({'max_tokens': 0}, 'max_tokens is 0; allowed: 1 to 24'),
         ({'logprobs': 21}, 'logprobs is 21; allowed: 0 to 20'),
         ({'messages': []}, "unknown name 'messages'"),

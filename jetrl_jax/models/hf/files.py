@@ -262,6 +262,11 @@ def resolve_checkpoint(path_or_repo_id: str) -> pathlib.Path:
     return path
   if path.suffix == '.gguf' and os.path.exists(path):
     raise ValueError(_of_gguf(path.parent, path.name))
+  if os.path.isfile(path):
+    raise ValueError(
+        f'checkpoint {path_or_repo_id!r} is a file; name the folder that holds'
+        f' it, {str(path.parent)!r}'
+    )
   if os.path.exists(path) or not _REPO_ID.fullmatch(path_or_repo_id):
     raise ValueError(
         f'checkpoint {path_or_repo_id!r}: no such folder; allowed are a local '

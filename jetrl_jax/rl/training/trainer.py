@@ -325,6 +325,11 @@ class Trainer:
       folder.saved_step = step
       folder.drop_after(step, is_whole=self.pending is None)
       logging.info('Resuming from step %d in %s', step, folder.path)
+      if step >= self.spec.run.total_training_steps:
+        logging.info(
+            'No step is left to train; a larger'
+            ' trainer.total_training_steps goes on from here'
+        )
     self._build_collector_and_learner(engine, state, reference)
     return state, step
 

@@ -11,7 +11,7 @@ _ADDRESS = flags.DEFINE_string(
     'address', '127.0.0.1:9000', "The server's host:port."
 )
 _PROMPT = flags.DEFINE_string(
-    'prompt', None, "Text; put into the policy's prompt format.", required=True
+    'prompt', None, "Text; put into the policy's prompt format."
 )
 _MAX_TOKENS = flags.DEFINE_integer(
     'max_tokens', 32, 'Most tokens of the response.'
@@ -27,6 +27,8 @@ def main(argv: list[str]) -> None:
   """Prints one response while it comes."""
   if len(argv) > 1:
     _refuse(f'unknown arguments {argv[1:]}')
+  if _PROMPT.value is None:
+    _refuse("--prompt is missing, the text to send: --prompt='3+4-2='")
   try:
     import grpc
 

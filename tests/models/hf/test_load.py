@@ -545,6 +545,13 @@ def test_a_folder_that_is_not_there_is_no_repo_id(name, tmp_path, monkeypatch):
     resolve_checkpoint(name)
 
 
+def test_a_file_is_answered_with_its_folder(folder):
+  file = folder / 'model.safetensors'
+  with pytest.raises(ValueError, match='is a file; name the folder') as refused:
+    resolve_checkpoint(str(file))
+  assert str(refused.value).endswith(f'holds it, {str(folder)!r}')
+
+
 @pytest.fixture
 def offline(monkeypatch, tmp_path):
   import huggingface_hub.constants

@@ -67,6 +67,16 @@ def test_a_start_that_is_refused_leaves_the_run_as_it_was(tmp_path):
   assert [(workdir / name).read_bytes() for name in kept] == before
 
 
+def test_a_finished_run_that_is_started_again_says_so(tmp_path, caplog):
+  workdir = tmp_path / 'run'
+  shutil.copytree(whole_run.finished(), workdir)
+  before = (workdir / 'metrics.jsonl').read_bytes()
+  with caplog.at_level('INFO', logger='absl'):
+    whole_run.trainer(workdir).train()
+  assert 'No step is left to train; a larger' in caplog.text
+  assert (workdir / 'metrics.jsonl').read_bytes() == before
+
+
 def test_a_dry_run_refuses_what_a_resume_would():
   workdir = whole_run.finished()
   for changes, message in (
