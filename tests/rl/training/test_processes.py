@@ -113,11 +113,13 @@ def test_two_processes_stopped_and_killed_end_in_the_bits_of_one(tmp_path):
 @pytest.mark.parametrize(
     'mesh, count, devices',
     [
-        ({'mesh.data': 2, 'mesh.tensor': 2}, 2, 2),
         # Each process has half of every weight.
         ({'mesh.fsdp': 2, 'mesh.tensor': 2}, 2, 2),
         # Each has one device of a sequence's two.
         ({'mesh.tensor': 2}, 2, 1),
+        pytest.param(
+            {'mesh.data': 2, 'mesh.tensor': 2}, 2, 2, marks=pytest.mark.soak
+        ),
         pytest.param(
             {'mesh.data': 2, 'mesh.tensor': 2}, 4, 1, marks=pytest.mark.soak
         ),
@@ -143,7 +145,7 @@ def test_devices_that_share_sequences_in_several_processes(
   assert not any(line.get(name, 0.0) for line in two['records'])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_processes_that_share_sequences_ask_an_environment_once(tmp_path):
   changes = {
