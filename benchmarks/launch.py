@@ -85,6 +85,9 @@ def _environment(
   env['XLA_CLIENT_MEM_FRACTION'] = str(share or given)
   if env.get('JAX_PLATFORMS') == 'cpu':
     env['XLA_FLAGS'] = f'--xla_force_host_platform_device_count={devices}'
+    # As many threads in every layout: the order of a CPU's sums may depend on
+    # them, and XLA takes one for each device of the process at least.
+    env.setdefault('NPROC', str(max(os.cpu_count() or 1, count * devices)))
     return env
   visible = env.get('CUDA_VISIBLE_DEVICES')
   ids = (

@@ -40,7 +40,9 @@ _LAYOUTS = flags.DEFINE_list(
 _CASES = flags.DEFINE_list(
     'cases', ['quickstart', 'qwen2.5-0.5b+fsdp'], 'See above.'
 )
-_STEPS = flags.DEFINE_integer('steps', 4, 'Training steps of each run.')
+_STEPS = flags.DEFINE_integer(
+    'steps', 4, 'Training steps of each run.', lower_bound=2
+)
 _KEEP = flags.DEFINE_string('keep', '', 'Folder for the workdirs, kept.')
 _AT_ONCE = flags.DEFINE_bool(
     'at_once', False, 'All runs at the same time, on the same GPUs: bits only.'
@@ -120,6 +122,7 @@ def run(case: str, layout: str, workdir: pathlib.Path, cache: str) -> float:
 
 
 def _row(case: str, layout: str, workdir: pathlib.Path, spent: float) -> dict:
+  # The first step compiles.
   # The first step compiles.
   steps = [line for line in launch.lines(workdir) if line['step'] > 1]
 

@@ -78,6 +78,8 @@ def processes(
           'PYTHONPATH': str(_ROOT),
           'JAX_PLATFORMS': 'cpu',
           'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+          # As in benchmarks/launch.py.
+          'NPROC': str(max(os.cpu_count() or 1, count * devices)),
       }
       if count > 1:
         env |= launcher(rank, count, port)
