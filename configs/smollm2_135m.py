@@ -10,8 +10,9 @@ Llama's layout, tied embeddings, head size 64. The problems are examples/sums:
 GSM8K it solves hardly any, so it would learn nothing there:
 configs/qwen0_5b.py is for that.)
 
-Expected: not run on a GPU, so neither its curve nor its time is known. The
-checkpoint answers 23 of the first 64 held-out problems, greedily in bf16
+Expected: not run on a GPU, so neither its curve nor its time is known. What
+follows had BF16 keys. The checkpoint answers 23 of the first 64 held-out
+problems, greedily in bf16
 (benchmarks/results/beside_lm_eval_sums_smollm2_cpu_2026-11-25.md). By
 --dry_run it takes 9 GiB, as a CPU compiles it.
 

@@ -12,8 +12,7 @@ seed are paired: the same checkpoint, order of prompts and random keys. After
 --limit_s seconds each running one gets SIGTERM, saves and ends; the same
 command goes on where they stood, and leaves alone what is finished, or has
 failed by itself, whatever its settings were: other settings want another
-folder. The order is that of
---seeds, and of --arms within a seed.
+folder. The order is that of --seeds, and of --arms within a seed.
 """
 
 import argparse

@@ -109,10 +109,10 @@ def select(setting: str = 'auto', hardware: Hardware | None = None) -> Kernels:
 
   Args:
     setting: 'auto' for the first of `TABLE` that the hardware has and that some
-      GPU has run; 'reference'
-      for none but plain JAX; or 'OPERATION=IMPLEMENTATION,...' for the named
-      ones, all others as in 'auto', less those whose bits would then differ
-      between rollout and training.
+      GPU has run; 'reference' for none but plain JAX; or
+      'OPERATION=IMPLEMENTATION,...' for the named ones, all others as in
+      'auto', less those whose bits would then differ between rollout and
+      training.
     hardware: by default the one at hand.
 
   Raises:
