@@ -12,6 +12,7 @@ from jetrl_jax.kernels import dispatch
 
 # What runs a kernel, by module: each can be interpreted.
 _ENTRIES = {
+    'add_norm_quantize.mosaic_sm90': ['forward'],
     'add_norm_quantize.triton': ['forward'],
     'adamw.triton': ['update'],
     'attention.mosaic_sm90': ['forward'],

@@ -28,7 +28,7 @@ MOST_VALUES = 2**31
 # Operation -> its implementations, the preferred one first. What each needs:
 # `_missing`.
 TABLE: dict[str, tuple[str, ...]] = {
-    'add_norm_quantize': ('triton', REFERENCE),
+    'add_norm_quantize': ('triton', 'mosaic_sm90', REFERENCE),
     'adamw': ('triton', REFERENCE),
     'attention': ('mosaic_sm90', 'triton', REFERENCE),
     'block_scaled_dot': ('mosaic_sm90', 'triton', REFERENCE),
@@ -43,7 +43,10 @@ TABLE: dict[str, tuple[str, ...]] = {
     'swiglu': ('triton', REFERENCE),
 }
 # Those that no GPU has run: they run where they are named.
-_UNTRIED = {('decode_attention', 'mosaic_sm90')}
+_UNTRIED = {
+    ('add_norm_quantize', 'mosaic_sm90'),
+    ('decode_attention', 'mosaic_sm90'),
+}
 
 
 # Operations of a rollout whose bits are those of an operation of training: they

@@ -22,26 +22,38 @@ from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8.quantization import quantize
+
 # Rows of a warpgroup's product, and bytes of a row in Hopper's widest swizzle:
 # its instructions read 8 rows of so many bytes as one piece.
 ROWS = 64
 SWIZZLE = 128
+# Of a warpgroup.
+THREADS, WARPS, LANES = 128, 4, 32
 # Registers of a warpgroup that only asks for copies.
 MEMORY_REGISTERS = 40
 
 
-def kernel_options(interpret: bool, *, overlap: bool = False) -> dict:
+def kernel_options(
+    interpret: bool, *, overlap: bool = False, barriers: bool = True
+) -> dict:
   """Returns keywords of `plgpu.kernel`.
 
   Args:
     interpret: run on a CPU, for tests, with races detected.
     overlap: two programs write the same results to one place; else that is a
       race.
+    barriers: the warps of a warpgroup wait for each other around every store. A
+      program does not need it if it reads nothing that it writes.
   """
   if interpret:
     races = plgpu.InterpretGPUParams(detect_races=not overlap)
     return {'interpret': races}
-  return {'compiler_params': plgpu.CompilerParams(approx_math=True)}
+  params = plgpu.CompilerParams(
+      approx_math=True, unsafe_no_auto_barriers=not barriers
+  )
+  return {'compiler_params': params}
 
 
 def pieces(dtype, columns: int = SWIZZLE) -> tuple:
@@ -82,6 +94,21 @@ def loaded(ref, axis: int):
 def load(ref, layout):
   """Returns what shared memory holds, in registers."""
   return plgpu.load(ref, layout=layout)  # pyright: ignore[reportCallIssue]
+
+
+def read(ref, layout):
+  """Returns what the GPU's memory holds, in registers; no copy brings it."""
+  # What is called optimized is for shared memory.
+  load = functools.partial(plgpu.load, optimized=False)
+  return load(ref, layout=layout)  # pyright: ignore[reportCallIssue]
+
+
+def quantized(x, scale, interpret: bool):
+  """Returns `fp8.quantize(x, scale, E4M3)`."""
+  if interpret:
+    return quantize(x, scale, formats.E4M3)
+  # A GPU's cast saturates.
+  return (x.astype(jnp.float32) * (1.0 / scale)).astype(formats.E4M3)
 
 
 def power_of_2(x):

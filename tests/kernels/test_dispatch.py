@@ -54,13 +54,15 @@ def test_a_jax_without_triton_has_what_is_in_mosaic_on_hopper_alone():
   assert set(chosen(ada).values()) == {'reference'}
 
 
-def test_a_kernel_that_no_gpu_has_run_runs_where_it_is_named():
-  assert chosen(WITHOUT_TRITON)['decode_attention'] == 'reference'
-  assert chosen(HOPPER)['decode_attention'] == 'triton'
-  named = 'decode_attention=mosaic_sm90'
+@pytest.mark.parametrize('operation', ['add_norm_quantize', 'decode_attention'])
+def test_a_kernel_that_no_gpu_has_run_runs_where_it_is_named(operation):
+  assert chosen(WITHOUT_TRITON)[operation] == 'reference'
+  assert chosen(HOPPER)[operation] == 'triton'
   for hardware in (HOPPER, WITHOUT_TRITON):
-    found = chosen(hardware, named)
-    assert found['decode_attention'] == found['attention'] == 'mosaic_sm90'
+    found = chosen(hardware, f'{operation}=mosaic_sm90')
+    assert found[operation] == 'mosaic_sm90'
+    if operation == 'decode_attention':
+      assert found['attention'] == 'mosaic_sm90'
 
 
 def test_shapes_that_only_triton_takes_say_so_where_it_is_not(monkeypatch):
