@@ -32,6 +32,7 @@ _ENTRIES = {
         'regroup_and_transpose',
     ],
     'requantize.triton': ['renew'],
+    'rope_append.mosaic_sm90': ['rotate_and_append'],
     'rope_append.triton': ['rotate_and_append'],
     'sample_token.triton': ['draw'],
     'swiglu.triton': ['swiglu_of'],

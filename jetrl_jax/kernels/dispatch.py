@@ -38,7 +38,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     'mlp': ('triton', REFERENCE),
     'quantize_transpose': ('triton', REFERENCE),
     'requantize': ('triton', REFERENCE),
-    'rope_append': ('triton', REFERENCE),
+    'rope_append': ('triton', 'mosaic_sm90', REFERENCE),
     'sample_token': ('triton', REFERENCE),
     'swiglu': ('triton', REFERENCE),
 }
@@ -46,6 +46,7 @@ TABLE: dict[str, tuple[str, ...]] = {
 _UNTRIED = {
     ('add_norm_quantize', 'mosaic_sm90'),
     ('decode_attention', 'mosaic_sm90'),
+    ('rope_append', 'mosaic_sm90'),
 }
 
 

@@ -15,10 +15,12 @@ which was used.
 import functools
 import itertools
 import struct
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -54,6 +56,28 @@ def kernel_options(
       approx_math=True, unsafe_no_auto_barriers=not barriers
   )
   return {'compiler_params': params}
+
+
+def in_place(kernel, operands, changed, result: jax.ShapeDtypeStruct):
+  """Runs a kernel that writes into some of its operands.
+
+  Args:
+    kernel: of `plgpu.kernel`, with one result.
+    operands: that it reads.
+    changed: the arrays that follow them. Copied first, if they live on.
+    result: of the kernel.
+
+  Returns:
+    (the result, the changed arrays)
+  """
+
+  def run(refs):
+    *changed_refs, result_ref = refs
+    result_ref[...] = kernel(*operands, *changed_refs)
+
+  start = jnp.zeros(result.shape, result.dtype)  # Compiled to nothing.
+  *changed, found = cast(Any, pl.run_state(run)((*changed, start)))
+  return found, changed
 
 
 def pieces(dtype, columns: int = SWIZZLE) -> tuple:

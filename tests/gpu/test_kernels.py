@@ -38,6 +38,9 @@ from jetrl_jax.kernels.log_sum_exp import triton as log_sum_exp_kernel
 from jetrl_jax.kernels.quantize_transpose import triton as transpose
 from jetrl_jax.kernels.requantize import changed_share
 from jetrl_jax.kernels.requantize import triton as requantize
+from jetrl_jax.kernels.rope_append import mosaic_sm90 as rope_in_mosaic
+from jetrl_jax.kernels.rope_append import reference as rope_reference
+from jetrl_jax.kernels.rope_append import triton as rope_in_triton
 from jetrl_jax.kernels.sample_token import triton as sample_token
 from jetrl_jax.kernels.swiglu import triton_backward as swiglu_backward
 
@@ -121,6 +124,40 @@ def test_a_norm_that_adds_has_the_bits_of_the_sums_norm(norm, dim, dtype):
   wanted = plain(total)[2]
   for copy in low:
     assert np.array_equal(_bytes(copy), _bytes(wanted))
+
+
+# An odd number of heads is one that several warps repeat.
+@pytest.mark.parametrize('shape', [(28, 4, 128), (14, 2, 64), (9, 3, 64)])
+@pytest.mark.parametrize('kind', ['bfloat16', 'float8_e4m3fn'])
+@pytest.mark.parametrize('rope', [rope_in_triton, _on_hopper(rope_in_mosaic)])
+def test_rotary_and_append_have_the_bits_of_the_plain_form(rope, kind, shape):
+  heads, kv_heads, head_dim = shape
+  slots, pages, size = 16, 2, 128
+  width = (heads + 2 * kv_heads) * head_dim
+  qkv = DeferredScale(
+      values=8 * _normal(0, slots, width),
+      scales=(jnp.float32(0.5), jnp.float32(0.25)),
+      bias_O=_normal(1, width),
+  )
+  pool = slots * pages, kv_heads, size, head_dim
+  cache = (
+      kv_storage.store(_normal(2, *pool), kind),
+      kv_storage.store_values(_normal(3, *pool), kind),
+  )
+  # Slot 2 waits.
+  position = jnp.arange(slots, dtype=jnp.int32) * 17 % (pages * size)
+  position = position.at[2].set(-1)
+  table = jnp.arange(slots * pages, dtype=jnp.int32)[::-1]
+  angle = _normal(4, slots, head_dim // 2, dtype=jnp.float32, spread=2.0)
+  table = table.reshape(slots, pages)
+  operands = jnp.cos(angle), jnp.sin(angle), position, table, *cache
+  found = exact_jit(
+      lambda qkv, *args: rope.rotate_and_append(qkv, *args, **_HOW)
+  )(qkv, *operands)
+  wanted = exact_jit(rope_reference.rope_append)(qkv, *operands)
+  for a, b, before in zip(found, wanted, (None, *cache), strict=True):
+    assert np.array_equal(_bytes(a), _bytes(b))
+    assert before is None or not np.array_equal(_bytes(a), _bytes(before))
 
 
 # Of Qwen and of Llama: 38 chunks in a power of two of them, and 32.

@@ -54,7 +54,9 @@ def test_a_jax_without_triton_has_what_is_in_mosaic_on_hopper_alone():
   assert set(chosen(ada).values()) == {'reference'}
 
 
-@pytest.mark.parametrize('operation', ['add_norm_quantize', 'decode_attention'])
+@pytest.mark.parametrize(
+    'operation', ['add_norm_quantize', 'decode_attention', 'rope_append']
+)
 def test_a_kernel_that_no_gpu_has_run_runs_where_it_is_named(operation):
   assert chosen(WITHOUT_TRITON)[operation] == 'reference'
   assert chosen(HOPPER)[operation] == 'triton'

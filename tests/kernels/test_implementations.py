@@ -479,7 +479,7 @@ def _requantized() -> list[Case]:
 
 
 def _rope_appends() -> list[Case]:
-  slots, heads, kv_heads, head_dim, pages, size = 16, 6, 2, 32, 2, 32
+  slots, heads, kv_heads, head_dim, pages, size = 16, 6, 2, 64, 2, 32
 
   def make(kind, scales, has_bias):
     random = np.random.default_rng(0)
