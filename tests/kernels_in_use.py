@@ -35,6 +35,7 @@ _ENTRIES = {
     'rope_append.mosaic_sm90': ['rotate_and_append'],
     'rope_append.triton': ['rotate_and_append'],
     'sample_token.triton': ['draw'],
+    'swiglu.mosaic_sm90': ['swiglu_of'],
     'swiglu.triton': ['swiglu_of'],
     'swiglu.triton_backward': ['backward'],
 }

@@ -105,6 +105,24 @@ def named(name: str, kernel, **static):
   return run
 
 
+def rows_in_warps(vector: int, warps: int = WARPS):
+  """Returns a layout [rows, columns]: a row is within a warp.
+
+  Args:
+    vector: neighbouring columns of a lane.
+    warps: that share the rows, 1, 2 or 4; the others repeat them.
+  """
+  repeats = plgpu.Replicated(WARPS // warps)
+  # Of the tile's dimensions, those of the warps: none if it has size 1.
+  among = {1: (repeats,), 2: (-3, repeats), 4: (-3,)}[warps]
+  return plgpu.Layout.TILED(
+      plgpu.Tiling(((warps, LANES * vector), (vector,))),
+      warp_dims=among,
+      lane_dims=(-2,),
+      vector_dim=-1,
+  )
+
+
 def sums(rows: int, columns: int):
   """Returns what the tensor core adds to, in registers: float32, zeros."""
   return plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)
@@ -140,19 +158,22 @@ def power_of_2(x):
   return jnp.exp2(x)
 
 
-def instruction(name: str, x, *more, literals: tuple[str, ...] = ()):
-  """Returns one instruction of the device, of float32 in the product's layout.
+def instruction(
+    name: str, x, *more, literals: tuple[str, ...] = (), layout=None
+):
+  """Returns one instruction of the device, of float32.
 
   Such an instruction is rounded by itself: one with a rounding in its name is
   not fused with a following addition, as a compiler may do with others.
 
   Args:
     name: in PTX, with its type, for example 'div.full.f32'.
-    x: what a tensor core's product is, or is made into [M, N].
+    x: the first operand.
     *more: further operands like it.
     literals: operands behind those, in PTX.
+    layout: of all operands; None is what a tensor core's product has.
   """
-  layout = plgpu.Layout.WGMMA
+  layout = layout or plgpu.Layout.WGMMA
   arrays = (f'${i}' for i in range(len(more) + 2))
   operands = ', '.join([*arrays, *literals])
 
@@ -178,9 +199,11 @@ def instruction(name: str, x, *more, literals: tuple[str, ...] = ()):
   return inlined(x, *more)
 
 
-def reciprocal(x, interpret: bool):
-  """Returns 1 / x of float32."""
-  return 1.0 / x if interpret else instruction('rcp.approx.ftz.f32', x)
+def reciprocal(x, interpret: bool, layout=None):
+  """Returns 1 / x of float32; for the layout see `instruction`."""
+  if interpret:
+    return 1.0 / x
+  return instruction('rcp.approx.ftz.f32', x, layout=layout)
 
 
 def scaled(x, factor: float, interpret: bool):

@@ -50,12 +50,15 @@ def test_a_jax_without_triton_has_what_is_in_mosaic_on_hopper_alone():
   assert found['block_scaled_dot'] == 'mosaic_sm90'
   # It has the bits of SwiGLU's kernel, which is not there.
   assert found['gate_up'] == 'reference'
+  named = chosen(WITHOUT_TRITON, 'swiglu=mosaic_sm90')
+  assert named['gate_up'] == 'mosaic_sm90'
   ada = Hardware('gpu', (8, 9), has_triton=False, has_mosaic=True)
   assert set(chosen(ada).values()) == {'reference'}
 
 
 @pytest.mark.parametrize(
-    'operation', ['add_norm_quantize', 'decode_attention', 'rope_append']
+    'operation',
+    ['add_norm_quantize', 'decode_attention', 'rope_append', 'swiglu'],
 )
 def test_a_kernel_that_no_gpu_has_run_runs_where_it_is_named(operation):
   assert chosen(WITHOUT_TRITON)[operation] == 'reference'

@@ -560,7 +560,7 @@ def _sampled() -> list[Case]:
 
 
 def _swiglus() -> list[Case]:
-  rows, columns = 128, 96
+  rows, columns = 128, 192
 
   def one(y, dh):
     h, pull = jax.vjp(swiglu.swiglu, y)

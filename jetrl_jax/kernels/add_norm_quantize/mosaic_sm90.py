@@ -64,17 +64,6 @@ def fits(dim: int) -> bool:
   return _chunk(dim) >= 2 * threads and dim <= _MOST * threads
 
 
-def _a_row_in_each_warp(chunk: int):
-  """Layout of [4, chunk]: neighbouring channels in each lane."""
-  each = chunk // tools.LANES
-  return plgpu.Layout.TILED(
-      plgpu.Tiling(((tools.WARPS, chunk), (each,))),
-      warp_dims=(-3,),
-      lane_dims=(-2,),
-      vector_dim=-1,
-  )
-
-
 def _kernel(
     *refs,
     eps: float,
@@ -115,7 +104,7 @@ def _kernel(
     layout = of_gain = plgpu.Layout.WG_STRIDED(shape, vec_size=vector)
   else:
     mine, shape = pl.ds(mine * count, count), (count, chunk)
-    layout = _a_row_in_each_warp(chunk)
+    layout = tools.rows_in_warps(chunk // tools.LANES)
     of_gain = layout.reduce(0)
 
   def across(x, axis: int):

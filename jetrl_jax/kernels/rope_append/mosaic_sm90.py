@@ -44,18 +44,9 @@ def fits(head_dim: int) -> bool:
   return head_dim in _HEAD_DIMS
 
 
-def _whole_heads(heads: int, half: int, vector: int):
-  """Layout of [heads, half]: warps have heads, lanes so many neighbours."""
-  warps = min(heads & -heads, tools.WARPS)
-  repeats = plgpu.Replicated(tools.WARPS // warps)
-  # Which of a tile's dimensions the warps share: layouts name none of size 1.
-  among = {1: (repeats,), 2: (-3, repeats), 4: (-3,)}[warps]
-  return plgpu.Layout.TILED(
-      plgpu.Tiling(((warps, tools.LANES * vector), (vector,))),
-      warp_dims=among,
-      lane_dims=(-2,),
-      vector_dim=-1,
-  )
+def _whole_heads(heads: int, vector: int):
+  """Layout of [heads, H / 2]: lanes have so many neighbouring channels."""
+  return tools.rows_in_warps(vector, min(heads & -heads, tools.WARPS))
 
 
 def _kernel(*refs, num_scales: int, has_bias: bool, interpret: bool):
@@ -79,7 +70,7 @@ def _kernel(*refs, num_scales: int, has_bias: bool, interpret: bool):
   def finished(first: int, count: int, vector: int):
     """Returns both halves of some heads."""
     mine = pl.ds(first, count)
-    layout = _whole_heads(count, half, vector)
+    layout = _whole_heads(count, vector)
 
     def of(channels):
       x = tools.read(qkv_ref.at[slot, mine, channels], layout)
@@ -93,7 +84,7 @@ def _kernel(*refs, num_scales: int, has_bias: bool, interpret: bool):
 
   def rotated(first: int, count: int):
     one, other = finished(first, count, half // tools.LANES)
-    layout = _whole_heads(count, half, half // tools.LANES)
+    layout = _whole_heads(count, half // tools.LANES)
 
     def angles(ref):
       of_slot = tools.read(ref.at[slot], layout.reduce(0))
