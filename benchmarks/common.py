@@ -144,7 +144,7 @@ def overrides(variant: str) -> dict:
           'kernels': (
               'attention=mosaic_sm90,gate_up=mosaic_sm90'
               ',add_norm_quantize=mosaic_sm90,rope_append=mosaic_sm90'
-              ',swiglu=mosaic_sm90'
+              ',swiglu=mosaic_sm90,requantize=mosaic_sm90'
           )
       },
       'triton': {'kernels': 'attention=triton,gate_up=triton_sm90'},

@@ -31,6 +31,7 @@ _ENTRIES = {
         'quantize_both_ways',
         'regroup_and_transpose',
     ],
+    'requantize.mosaic_sm90': ['renew'],
     'requantize.triton': ['renew'],
     'rope_append.mosaic_sm90': ['rotate_and_append'],
     'rope_append.triton': ['rotate_and_append'],

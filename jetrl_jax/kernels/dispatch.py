@@ -37,7 +37,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     'log_sum_exp': ('triton', REFERENCE),
     'mlp': ('triton', REFERENCE),
     'quantize_transpose': ('triton', REFERENCE),
-    'requantize': ('triton', REFERENCE),
+    'requantize': ('triton', 'mosaic_sm90', REFERENCE),
     'rope_append': ('triton', 'mosaic_sm90', REFERENCE),
     'sample_token': ('triton', REFERENCE),
     'swiglu': ('triton', 'mosaic_sm90', REFERENCE),
@@ -46,6 +46,7 @@ TABLE: dict[str, tuple[str, ...]] = {
 _UNTRIED = {
     ('add_norm_quantize', 'mosaic_sm90'),
     ('decode_attention', 'mosaic_sm90'),
+    ('requantize', 'mosaic_sm90'),
     ('rope_append', 'mosaic_sm90'),
     ('swiglu', 'mosaic_sm90'),
 }

@@ -37,7 +37,8 @@ from jetrl_jax.kernels.gate_up import triton_sm90 as gate_up
 from jetrl_jax.kernels.log_sum_exp import triton as log_sum_exp_kernel
 from jetrl_jax.kernels.quantize_transpose import triton as transpose
 from jetrl_jax.kernels.requantize import changed_share
-from jetrl_jax.kernels.requantize import triton as requantize
+from jetrl_jax.kernels.requantize import mosaic_sm90 as requantize_in_mosaic
+from jetrl_jax.kernels.requantize import triton as requantize_in_triton
 from jetrl_jax.kernels.rope_append import mosaic_sm90 as rope_in_mosaic
 from jetrl_jax.kernels.rope_append import reference as rope_reference
 from jetrl_jax.kernels.rope_append import triton as rope_in_triton
@@ -384,7 +385,10 @@ def test_attention_and_its_gradients_are_those_of_the_plain_form(
 
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
-def test_a_kernel_is_requantised_in_place_as_xla_does_it(dtype):
+@pytest.mark.parametrize(
+    'requantize', [requantize_in_triton, _on_hopper(requantize_in_mosaic)]
+)
+def test_a_kernel_is_requantised_in_place_as_xla_does_it(requantize, dtype):
   recipe = Recipe(name='fp8_delayed')
   before = {'out': {'kernel': _normal(0, 512, 640, dtype=dtype, spread=3.0)}}
   # Every second row moves.
