@@ -43,7 +43,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     'swiglu': ('triton', REFERENCE),
 }
 # Those that no GPU has run: they run where they are named.
-_UNTRIED = {('decode_attention', 'mosaic_sm90')}
+_UNTRIED: set[tuple[str, str]] = set()
 
 
 # Operations of a rollout whose bits are those of an operation of training: they

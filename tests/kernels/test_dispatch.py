@@ -54,9 +54,12 @@ def test_a_jax_without_triton_has_what_is_in_mosaic_on_hopper_alone():
   assert set(chosen(ada).values()) == {'reference'}
 
 
-def test_a_kernel_that_no_gpu_has_run_runs_where_it_is_named():
-  assert chosen(WITHOUT_TRITON)['decode_attention'] == 'reference'
+def test_a_kernel_that_no_gpu_has_run_runs_where_it_is_named(monkeypatch):
+  assert chosen(WITHOUT_TRITON)['decode_attention'] == 'mosaic_sm90'
   assert chosen(HOPPER)['decode_attention'] == 'triton'
+  untried = {('decode_attention', 'mosaic_sm90')}
+  monkeypatch.setattr(dispatch, '_UNTRIED', untried)
+  assert chosen(WITHOUT_TRITON)['decode_attention'] == 'reference'
   named = 'decode_attention=mosaic_sm90'
   for hardware in (HOPPER, WITHOUT_TRITON):
     found = chosen(hardware, named)
