@@ -131,7 +131,7 @@ class Policy:
         )
     # A decode step takes the even and the odd tokens of a tile of FP8 keys one
     # after the other. Of fewer than 16 each, its sums have another order than
-    # training's (benchmarks/results/exactness_small_tiles_h100_2026-11-25.md).
+    # training's (benchmarks/results/smollm2_135m_sums_h100_2026-11-25.md).
     if (
         self._has_attention_kernel
         and self.kv_cache_dtype != 'compute'
