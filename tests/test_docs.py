@@ -365,7 +365,8 @@ def test_every_metric_that_runs_have_written_is_explained():
   written = {name for line in lines for name in line} - {'step', 'arm'}
   assert len(written) > 60  # Of several kinds of run.
   as_listed = [
-      (r'^val-core/[^/]+', 'val-core/<source>'),
+      # In the recipe that samples, and in `trainer.val_recipes`.
+      (r'^val-(?:core|bf16)/[^/]+', 'val-core/<source>'),
       (r'@\d+', '@N'),
       (r'/ci95$', ''),  # '<any of these>/ci95'
       (r'^fp8/(?:input|kernel|output_grad)/', 'fp8/<operand>/'),

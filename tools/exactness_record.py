@@ -65,6 +65,7 @@ _TAIL = """
 _LINKED = '../benchmarks/results'
 _UNEQUAL = 'share of tokens unequal'
 _MODELS = {
+    'qwen0_5b': 'Qwen2.5-0.5B',
     'qwen7b': '7B',
     'qwen14b': '14B',
     'qwen3_8b': 'Qwen3-8B',

@@ -45,7 +45,6 @@ TABLE: dict[str, tuple[str, ...]] = {
 # Those that no GPU has run: they run where they are named.
 _UNTRIED = {
     ('add_norm_quantize', 'mosaic_sm90'),
-    ('decode_attention', 'mosaic_sm90'),
     ('requantize', 'mosaic_sm90'),
     ('rope_append', 'mosaic_sm90'),
     ('swiglu', 'mosaic_sm90'),

@@ -118,6 +118,17 @@ ALARMS = (
         ),
     ),
     Alarm(
+        name='inexact',
+        holds=lambda m, n: m.get('alarm/inexact') == 1,
+        label='Rollout and training differ in bits',
+        advice=(
+            'This flow is meant to be exact, and here it is not: python -m'
+            ' jetrl_jax.mismatch --bisect names the first operation that'
+            ' differs; another model.attention_tile or kernels=reference may'
+            ' be exact.'
+        ),
+    ),
+    Alarm(
         name='cut',
         holds=lambda m, n: m.get('response_length/clip_ratio', 0) >= _MOST,
         label='Nearly all answers are cut at the length limit',

@@ -78,7 +78,8 @@ class Policy:
     recipe: how its dots compute.
     axes: devices over which rows and weights are split.
     tile: attention tile in tokens, part of the arithmetic: a multiple of 16, on
-      a GPU a power of two. Packed segments start at multiples of it.
+      a GPU a power of two, and 32 at least with FP8 keys. Packed segments start
+      at multiples of it.
     logit_chunk_rows: most rows whose [rows, vocabulary] logits are in memory at
       once. With fewer the gradient of lm_head is read and written more often.
     remat: what of a block the backward pass recomputes: 'none', 'selective'
@@ -128,6 +129,20 @@ class Policy:
             f'{name} is {value}; the attention kernel computes in powers of'
             ' two: another value, or kernels=reference'
         )
+    # A decode step takes the even and the odd tokens of a tile of FP8 keys one
+    # after the other. Of fewer than 16 each, its sums have another order than
+    # training's (benchmarks/results/smollm2_135m_sums_h100_2026-11-25.md).
+    if (
+        self._has_attention_kernel
+        and self.kv_cache_dtype != 'compute'
+        and self.tile < 32
+    ):
+      raise ValueError(
+          f'attention_tile is {self.tile} and kv_cache_dtype'
+          f' {self.kv_cache_dtype}; the attention kernel takes FP8 keys in'
+          ' tiles of at least 32: model.attention_tile=32, or'
+          ' precision.kv_cache_dtype=compute'
+      )
     group = self.model.num_heads // self.model.num_kv_heads
     if self._has_attention_kernel and group > DECODE_ROWS:
       raise ValueError(

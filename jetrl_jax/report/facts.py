@@ -297,7 +297,10 @@ def alarms(run: Run, unanswered: float | None = None) -> list[Fact]:
   held = [
       alarm.name
       for alarm in metric_alarms.ALARMS
-      if judged and all(f[metric_alarms.PREFIX + alarm.name] for f in judged)
+      # One unequal step is enough, see below.
+      if alarm.name != 'inexact'
+      and judged
+      and all(f[metric_alarms.PREFIX + alarm.name] for f in judged)
   ]
   found = []
   for alarm in metric_alarms.unexplained(held):

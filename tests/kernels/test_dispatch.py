@@ -57,8 +57,7 @@ def test_a_jax_without_triton_has_what_is_in_mosaic_on_hopper_alone():
 
 
 @pytest.mark.parametrize(
-    'operation',
-    [operation for operation, _ in sorted(dispatch._UNTRIED)],
+    'operation', sorted(name for name, _ in dispatch._UNTRIED)
 )
 def test_a_kernel_that_no_gpu_has_run_runs_where_it_is_named(operation):
   assert chosen(WITHOUT_TRITON)[operation] == 'reference'
@@ -66,8 +65,12 @@ def test_a_kernel_that_no_gpu_has_run_runs_where_it_is_named(operation):
   for hardware in (HOPPER, WITHOUT_TRITON):
     found = chosen(hardware, f'{operation}=mosaic_sm90')
     assert found[operation] == 'mosaic_sm90'
-    if operation == 'decode_attention':
-      assert found['attention'] == 'mosaic_sm90'
+
+
+def test_decode_attention_without_triton_is_mosaics_and_so_is_attention():
+  assert chosen(HOPPER)['decode_attention'] == 'triton'
+  found = chosen(WITHOUT_TRITON)
+  assert found['decode_attention'] == found['attention'] == 'mosaic_sm90'
 
 
 def test_shapes_that_only_triton_takes_say_so_where_it_is_not(monkeypatch):

@@ -340,8 +340,9 @@ def _log_sum_exp() -> list[Case]:
     stats, pull = jax.vjp(lambda z: log_sum_exp.row_stats(z, inverse), logits)
     return stats, pull(tuple(cotangents))
 
-  # A GPU's dots have a last bit or two of their own.
-  stats, gradient = _near(1e-5, atol=1e-4), _near(1e-4, atol=1e-7)
+  # A GPU's dots have a last bit or two of their own. A gradient is a logit less
+  # the row's mean, which may be near zero.
+  stats, gradient = _near(1e-5, atol=1e-4), _near_in_norm(3e-5)
   return [
       Case(
           'log_sum_exp',

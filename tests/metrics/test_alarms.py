@@ -42,6 +42,7 @@ def test_a_step_that_goes_well_has_no_alarm_and_absence_is_none():
         ('unscored', {'reward/unscored': 8}),
         ('accuracy_range', {'critic/acc/mean': 7.0}),
         ('swapped', {'alarm/swapped': 1}),
+        ('inexact', {'alarm/inexact': 1}),
         ('cut', {'response_length/clip_ratio': 1.0}),
         ('no_answer', {'reward/no_answer': 8}),
         ('no_signal', {'critic/mixed_group_frac': 0.0}),

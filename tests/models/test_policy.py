@@ -34,6 +34,10 @@ def test_sizes_that_no_gpu_kernel_can_take_are_refused_there(monkeypatch):
   model = dataclasses.replace(policy.model, num_heads=34, num_kv_heads=2)
   with pytest.raises(ValueError, match='17 query heads .* at most 16'):
     dataclasses.replace(policy, model=model)
+  # Of a tile of 16 FP8 keys, decode would sum 8 at a time.
+  with pytest.raises(ValueError, match='tile is 16 .* model.attention_tile=32'):
+    dataclasses.replace(policy, tile=16, kv_cache_dtype='float8_e4m3fn')
+  dataclasses.replace(policy, tile=32, kv_cache_dtype='float8_e4m3fn')
 
 
 def test_random_masters_have_the_paths_and_shapes_of_the_tree():

@@ -1,8 +1,9 @@
 """Attention's decode kernel for Hopper GPUs (Mosaic).
 
-No GPU has run it yet, so it runs only where it is named
-(`kernels='decode_attention=mosaic_sm90'`). The arithmetic is that of training's
-kernel, `kernels/attention/mosaic_sm90.py`, instruction by instruction.
+The arithmetic is that of training's kernel, `kernels/attention/mosaic_sm90.py`,
+instruction by instruction. On an H100 its results are those of Triton's kernel
+to the bit, and so is its time with FP8 keys; 16-bit ones were not timed. So
+`auto` takes it where Triton's cannot be had.
 
 A program is one warpgroup and goes through the keys of one KV head of a slot,
 64 at a time. Hopper's matrix instructions have 64 rows and the queries of a
@@ -28,9 +29,11 @@ Lower bound of the time: reading the keys and values once, 35.4 us for 128 slots
 of 1152 FP8 keys of a 7B at 4.3 TB/s. The tensor core has about 320 cycles of
 work for a tile of 128 channels, the read takes 1000 in FP8 and 2000 in 16 bits.
 A program waits at eight barriers for each tile, so a multiprocessor needs a few
-programs. With heads of 128 it has room for three that have FP8 keys (120
-registers a thread, 62 KiB of shared memory) and for two that have 16-bit ones
-(90, 110 KiB), both compiled without spills.
+programs. With heads of 128 it has room for four that have FP8 keys (120
+registers a thread, 46 KiB of shared memory) and for two that have 16-bit ones
+(90, 110 KiB), both compiled without spills. On an H100 128 slots take 55 us
+with FP8 keys (at 3.0 TB/s their bytes take 50), and 68 with a third tile ahead,
+which leaves room for three programs (docs/performance_log.md).
 """
 
 import functools
@@ -54,10 +57,10 @@ from jetrl_jax.kernels.attention.reference import (
 from jetrl_jax.kernels.decode_attention import mosaic_registers as registers
 from jetrl_jax.kernels.decode_attention.reference import DECODE_ROWS
 
-# Where each multiprocessor of an H200 has one program at most, that one needs
-# more tiles ahead. By the bytes that hide memory's latency, not measured.
+# Tiles ahead, by the bytes of a key's channel. Where each multiprocessor has
+# one program at most, more of them fit (and gain nothing).
 _FEW = 132
-_STAGES, _STAGES_OF_FEW = 3, {1: 6, 2: 4}
+_STAGES, _STAGES_OF_FEW = {1: 2, 2: 3}, 4
 
 
 class _Scratch(NamedTuple):
@@ -379,7 +382,7 @@ def decode(
   stored = k_PKSH.dtype
   if stages is None:
     few = slots * kv_heads <= _FEW
-    stages = _STAGES_OF_FEW[stored.itemsize] if few else _STAGES
+    stages = _STAGES_OF_FEW if few else _STAGES[stored.itemsize]
   if stored.itemsize == 1:
     k_PKSH = k_PKSH.reshape(-1, kv_heads, page_size // 2, 2, head_dim)
     pairs = lax.bitcast_convert_type(values, jnp.uint8)

@@ -69,6 +69,9 @@ def step_metrics(
   ):
     if k3 is not None:
       metrics[name] = k3
+  if not spec.is_mixed and policy.exact:
+    unequal = metrics['training/mismatch_token_frac']
+    metrics['alarm/inexact'] = int(unequal > 0)
   if spec.is_mixed:
     rollout = _health(
         state.rollout_fp8_state,

@@ -145,6 +145,7 @@ def test_faults_are_answered_by_rollback_new_scales_precision_and_rollback(
   mismatch = [s['training/mismatch_token_frac'] for s in steps]
   # Equal bits everywhere else, also between NaN and NaN.
   assert mismatch == [0, 0, pytest.approx(1 / tokens), 0, 0, 0, 0, 0]
+  assert [s['alarm/inexact'] for s in steps] == [0, 0, 1, 0, 0, 0, 0, 0]
   saturated = [s['fp8/input/saturated_frac/max'] for s in steps]
   assert min(saturated[3:5]) > 0.9 and max(saturated[5:]) < 0.01
   assert steps[6]['actor/grad_norm'] is None and steps[7]['actor/grad_norm'] > 0
