@@ -6,7 +6,8 @@ static field of `Policy`. `Policy.jit` traces with it, and each operation asks
 the tests hold the others to it.
 
 An implementation may not take some shapes. For those the operation runs its
-reference, for every number of rows.
+reference, for every number of rows. Attention leaves them to Triton's kernel,
+and so those that no GPU has run in Mosaic's form, unless that one is named.
 """
 
 import contextlib
@@ -86,18 +87,22 @@ class Kernels:
 
   Attributes:
     chosen: (operation, implementation) pairs.
+    named: operations whose implementation was asked for by its name. It then
+      runs for all shapes that it takes; else for those that a GPU has run.
   """
 
   chosen: tuple[tuple[str, str], ...]
+  named: tuple[str, ...] = ()
 
   def of(self, operation: str) -> str:
     """Returns the implementation of an operation."""
     return dict(self.chosen)[operation]
 
   def replace(self, **changes: str) -> 'Kernels':
-    """Returns the table with other implementations."""
+    """Returns the table with other implementations, named ones."""
     assert changes.keys() <= TABLE.keys(), changes
-    return Kernels(tuple((dict(self.chosen) | changes).items()))
+    chosen = dict(self.chosen) | changes
+    return Kernels(tuple(chosen.items()), (*self.named, *changes))
 
   def __str__(self) -> str:
     """Says it in one line, implementation by implementation."""
@@ -147,7 +152,7 @@ def select(setting: str = 'auto', hardware: Hardware | None = None) -> Kernels:
           f' {operation} out'
       )
     chosen[operation] = REFERENCE
-  return Kernels(tuple(chosen.items()))
+  return Kernels(tuple(chosen.items()), tuple(wanted))
 
 
 def why_none(hardware: Hardware | None = None) -> str:
@@ -164,22 +169,27 @@ def why_none(hardware: Hardware | None = None) -> str:
   )
 
 
-def triton_instead(operation: str, found: str) -> str:
+def triton_instead(operation: str, found: str, untried: str = '') -> str:
   """Returns 'triton', of shapes that an operation's Mosaic kernel leaves to it.
 
   Args:
     operation: of `TABLE`.
     found: the shapes and dtypes.
+    untried: an implementation that takes them, but that no GPU has run for
+      them; '' for none.
 
   Raises:
     ValueError: this jax does not have that backend.
   """
   if has_triton():
     return 'triton'
+  takes, also = "only Triton's kernel takes", ''
+  if untried:
+    takes = "only Triton's kernel has run for on a GPU"
+    also = f" or, not tried on a GPU, to '{operation}={untried}'"
   raise ValueError(
-      f"{operation} has {found}, which only Triton's kernel takes, and this jax"
-      f" does not have Pallas' Triton backend: set kernels to"
-      f" '{operation}=reference'"
+      f'{operation} has {found}, which {takes}, and this jax does not have'
+      f" Pallas' Triton backend: set kernels to '{operation}=reference'{also}"
   )
 
 
@@ -279,6 +289,11 @@ def automatic() -> Kernels:
 def implementation(operation: str) -> str:
   """Returns the implementation that an operation is traced with now."""
   return (_IN_USE.get() or automatic()).of(operation)
+
+
+def is_named(operation: str) -> bool:
+  """Whether that implementation was asked for by its name."""
+  return operation in (_IN_USE.get() or automatic()).named
 
 
 def has_kernel(operation: str) -> bool:

@@ -251,7 +251,13 @@ class Stream(NamedTuple):
 
 
 def ask(
-    begin, end, stages: int, streams, registers: int = MEMORY_REGISTERS
+    begin,
+    end,
+    stages: int,
+    streams,
+    registers: int = MEMORY_REGISTERS,
+    *,
+    interpret: bool,
 ) -> None:
   """Asks for the tiles of a loop, in a warpgroup that does nothing else.
 
@@ -261,6 +267,7 @@ def ask(
     stages: the number of stages of the streams.
     streams: (stream, function from a number to the operands' places in memory).
     registers: that this warpgroup keeps.
+    interpret: run on a CPU.
   """
   plgpu.set_max_registers(registers, action='decrease')
 
@@ -277,6 +284,15 @@ def ask(
   filled = jnp.minimum(begin + stages, end)
   for bounds, is_first in (((begin, filled), True), ((filled, end), False)):
     lax.fori_loop(*bounds, functools.partial(step, is_first=is_first), None)
+  if not interpret:
+    return
+
+  # Which has whoever waits at a barrier once wait there to the last.
+  def see(i, _):
+    for stream, _ in streams:
+      plgpu.barrier_wait(stream.used.at[lax.rem(i - begin, jnp.int32(stages))])
+
+  lax.fori_loop(jnp.maximum(begin, end - stages), end, see, None)
 
 
 def take_registers(groups: int, kept: int = MEMORY_REGISTERS) -> None:

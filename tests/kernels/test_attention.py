@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax.core.compilation import exact_jit
-from jetrl_jax.kernels import attention, dispatch
+from jetrl_jax.kernels import attention
 from jetrl_jax.kernels.attention import layout
 from jetrl_jax.kernels.attention import triton as attention_forward
 from jetrl_jax.kernels.attention import triton_backward as attention_backward
@@ -95,29 +95,6 @@ def test_tiles_that_all_rows_see_are_computed_without_a_mask():
   for found, expected in zip(kernel, plain, strict=True):
     scale = np.abs(expected).max()
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-5 * scale)
-
-
-@pytest.mark.parametrize(
-    'dtype, head_dim, tile, is_taken',
-    [
-        ('bfloat16', 128, 64, True),
-        ('float16', 128, 64, True),
-        ('bfloat16', 64, 64, False),
-        ('float32', 128, 64, False),
-        ('bfloat16', 96, 64, False),
-        ('bfloat16', 128, 32, False),
-    ],
-)
-def test_what_mosaics_kernels_do_not_take_is_left_to_tritons(
-    dtype, head_dim, tile, is_taken
-):
-  hopper = dispatch.Hardware('gpu', (9, 0), has_triton=True, has_mosaic=True)
-  q = jax.ShapeDtypeStruct((1, 1, 64, head_dim), dtype)
-  for setting in ('auto', 'attention=mosaic_sm90'):
-    with dispatch.using(dispatch.select(setting, hopper)):
-      assert attention._in_mosaic(q, tile) is is_taken
-  with dispatch.using(dispatch.select('attention=triton', hopper)):
-    assert not attention._in_mosaic(q, tile)
 
 
 def test_gradients_are_those_of_dense_attention():

@@ -39,8 +39,7 @@ def _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
 
     run = mosaic_sm90.forward
   else:
-    found = f'queries {q_BKRH.dtype} {q_BKRH.shape} and a tile of {tile}'
-    name = dispatch.triton_instead('attention', found)
+    name = _triton(q_BKRH, tile)
     from jetrl_jax.kernels.attention import triton
 
     run = triton.forward
@@ -54,7 +53,20 @@ def _in_mosaic(q_BKRH, tile) -> bool:
     return False
   from jetrl_jax.kernels.attention import mosaic_sm90
 
-  return mosaic_sm90.fits(q_BKRH, tile)
+  if not mosaic_sm90.fits(q_BKRH, tile):
+    return False
+  return dispatch.is_named('attention') or mosaic_sm90.was_run(q_BKRH, tile)
+
+
+def _triton(q_BKRH, tile) -> str:
+  """Returns the name of what runs where Mosaic's kernels do not."""
+  untried = ''
+  if dispatch.implementation('attention') == 'mosaic_sm90':
+    from jetrl_jax.kernels.attention import mosaic_sm90
+
+    untried = 'mosaic_sm90' if mosaic_sm90.fits(q_BKRH, tile) else ''
+  found = f'queries {q_BKRH.dtype} {q_BKRH.shape} and a tile of {tile}'
+  return dispatch.triton_instead('attention', found, untried)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))

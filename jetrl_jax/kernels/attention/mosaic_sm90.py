@@ -4,9 +4,9 @@ The arithmetic is that of `triton.py`, instruction by instruction, so a row gets
 the same bits, which are also those of decode's kernel.
 
 A program has 64 query rows for each computing warpgroup (`Program`). They stay
-in shared memory. Tiles of 64 keys and of 64 values are loaded ahead, a few at a
-time. A warpgroup keeps in registers: scores [64, 64], weights in 16 bits, the
-output [64, H] and the row sums. All sums are float32.
+in shared memory. Tiles of keys and of values (`tile`: 64, 32 or 16) are loaded
+ahead, a few at a time. A warpgroup keeps in registers: scores [64, tile],
+weights in 16 bits, the output [64, H] and the row sums. All sums are float32.
 
 Order of a sum: for a score the tensor core adds 16 channels at a time. For the
 output and the row sum it adds 16 keys at a time, and tiles follow in ascending
@@ -15,7 +15,8 @@ order. A row sum is a product with ones.
 Lower bound of the time: the tensor core takes 540 cycles for a warpgroup's tile
 of 64 keys and 128 channels. The special function units take 260 cycles of these
 for the powers of two. Both overlap as long as another warpgroup, or the scores
-of the next tile, keep the tensor core busy.
+of the next tile, keep the tensor core busy. With 64 channels the tensor core
+takes 290 cycles, so either may be the limit.
 """
 
 import functools
@@ -125,7 +126,7 @@ def _kernel(
       return lambda i: {'tile': ref.at[batch, head, pl.ds(i * tile, tile)]}
 
     streams = zip(scratch.streams, map(place_of, (k_ref, v_ref)), strict=True)
-    tools.ask(begin, end, program.stages, list(streams))
+    tools.ask(begin, end, program.stages, list(streams), interpret=interpret)
 
   @pl.when(group < program.groups)
   def _():
@@ -318,22 +319,27 @@ class _Scratch(NamedTuple):
   def types(cls, program: Program, tile: int, head_dim: int, dtype, out_dtype):
     """Returns what to allocate."""
 
-    def matrix(*shape: int, dtype=dtype):
-      return plgpu.SMEM(shape, dtype, transforms=tools.pieces(dtype))
+    def matrix(*shape: int, dtype=dtype, most: int = head_dim):
+      transforms = tools.pieces(dtype, min(most, shape[-1]))
+      return plgpu.SMEM(shape, dtype, transforms=transforms)
 
     groups, stages, _ = program
     rows = groups, tools.ROWS
-    stream = tools.Stream.types(
-        stages, groups, tile=matrix(stages, tile, head_dim)
+    # A product's step goes over a piece's width, which is channels for scores
+    # and keys for the output: of a small tile values have narrower pieces.
+    tiles = stages, tile, head_dim
+    keys, values = (
+        tools.Stream.types(stages, groups, tile=matrix(*tiles, most=most))
+        for most in (head_dim, tile)
     )
     return cls(
         q=matrix(*rows, head_dim),
         span=(plgpu.SMEM(rows, jnp.int32), plgpu.SMEM(rows, jnp.int32)),
-        ones=matrix(groups, _SUM_COLUMNS, tile),
+        ones=matrix(groups, _SUM_COLUMNS, tile, most=tile),
         out=matrix(*rows, head_dim, dtype=out_dtype),
         lse=plgpu.SMEM(rows, jnp.float32),
         barrier=plgpu.Barrier(num_arrivals=4, num_barriers=groups),
-        streams=(stream, stream),
+        streams=(keys, values),
     )
 
   def of_group(self, group) -> '_Scratch':
@@ -343,13 +349,18 @@ class _Scratch(NamedTuple):
 
 
 def fits(q_BKRH: Array, tile: int) -> bool:
-  """Whether the kernel can be used; for all numbers of rows.
-
-  Heads of 64 channels keep Triton's kernel: on a GPU this one's bits were not
-  compared with those of decode's for them.
-  """
+  """Whether the kernels can be used; for all numbers of rows."""
   is_short = q_BKRH.dtype in (jnp.bfloat16, jnp.float16)
-  return is_short and q_BKRH.shape[-1] == 128 and tile == tools.ROWS
+  shaped = q_BKRH.shape[-1] in (16, 32, 64, 128) and tile in (16, 32, 64)
+  return is_short and shaped
+
+
+def was_run(q_BKRH: Array, tile: int) -> bool:
+  """Whether a GPU has run them for such shapes, with the bits of Triton's.
+
+  The others run where `kernels` names them.
+  """
+  return q_BKRH.shape[-1] == 128 and tile == tools.ROWS
 
 
 @one_kernel('tile', 'program', 'interpret')
