@@ -190,7 +190,8 @@ def _hopper_policy(monkeypatch, recipe, dim=128, **changes):
   of = policy('qwen2', recipe)
   sizes = dict(model_dim=dim, head_dim=dim // 2, ffn_dim=2 * dim)
   model = dataclasses.replace(of.model, **sizes)
-  return dataclasses.replace(of, model=model, **changes)
+  # FP8 keys need tiles of 32 there.
+  return dataclasses.replace(of, model=model, tile=32, **changes)
 
 
 _GPU_DECODE = {
