@@ -12,6 +12,7 @@ from jetrl_jax.kernels import dispatch
 
 # What runs a kernel, by module: each can be interpreted.
 _ENTRIES = {
+    'add_norm_quantize.mosaic_sm90': ['forward'],
     'add_norm_quantize.triton': ['forward'],
     'adamw.triton': ['update'],
     'attention.mosaic_sm90': ['forward'],
@@ -30,9 +31,12 @@ _ENTRIES = {
         'quantize_both_ways',
         'regroup_and_transpose',
     ],
+    'requantize.mosaic_sm90': ['renew'],
     'requantize.triton': ['renew'],
+    'rope_append.mosaic_sm90': ['rotate_and_append'],
     'rope_append.triton': ['rotate_and_append'],
     'sample_token.triton': ['draw'],
+    'swiglu.mosaic_sm90': ['swiglu_of'],
     'swiglu.triton': ['swiglu_of'],
     'swiglu.triton_backward': ['backward'],
 }

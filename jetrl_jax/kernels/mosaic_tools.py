@@ -15,33 +15,69 @@ which was used.
 import functools
 import itertools
 import struct
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jetrl_jax.fp8 import formats
+from jetrl_jax.fp8.quantization import quantize
 
 # Rows of a warpgroup's product, and bytes of a row in Hopper's widest swizzle:
 # its instructions read 8 rows of so many bytes as one piece.
 ROWS = 64
 SWIZZLE = 128
+# Of a warpgroup.
+THREADS, WARPS, LANES = 128, 4, 32
 # Registers of a warpgroup that only asks for copies.
 MEMORY_REGISTERS = 40
 
 
-def kernel_options(interpret: bool, *, overlap: bool = False) -> dict:
+def kernel_options(
+    interpret: bool, *, overlap: bool = False, barriers: bool = True
+) -> dict:
   """Returns keywords of `plgpu.kernel`.
 
   Args:
     interpret: run on a CPU, for tests, with races detected.
     overlap: two programs write the same results to one place; else that is a
       race.
+    barriers: the warps of a warpgroup wait for each other around every store. A
+      program does not need it if it reads nothing that it writes.
   """
   if interpret:
     races = plgpu.InterpretGPUParams(detect_races=not overlap)
     return {'interpret': races}
-  return {'compiler_params': plgpu.CompilerParams(approx_math=True)}
+  params = plgpu.CompilerParams(
+      approx_math=True, unsafe_no_auto_barriers=not barriers
+  )
+  return {'compiler_params': params}
+
+
+def in_place(kernel, operands, changed, result: jax.ShapeDtypeStruct):
+  """Runs a kernel that writes into some of its operands.
+
+  Args:
+    kernel: of `plgpu.kernel`, with one result.
+    operands: that it reads.
+    changed: the arrays that follow them. Copied first, if they live on.
+    result: of the kernel.
+
+  Returns:
+    (the result, the changed arrays)
+  """
+
+  def run(refs):
+    *changed_refs, result_ref = refs
+    result_ref[...] = kernel(*operands, *changed_refs)
+
+  start = jnp.zeros(result.shape, result.dtype)  # Compiled to nothing.
+  *changed, found = cast(Any, pl.run_state(run)((*changed, start)))
+  return found, changed
 
 
 def pieces(dtype, columns: int = SWIZZLE) -> tuple:
@@ -69,6 +105,24 @@ def named(name: str, kernel, **static):
   return run
 
 
+def rows_in_warps(vector: int, warps: int = WARPS):
+  """Returns a layout [rows, columns]: a row is within a warp.
+
+  Args:
+    vector: neighbouring columns of a lane.
+    warps: that share the rows, 1, 2 or 4; the others repeat them.
+  """
+  repeats = plgpu.Replicated(WARPS // warps)
+  # Of the tile's dimensions, those of the warps: none if it has size 1.
+  among = {1: (repeats,), 2: (-3, repeats), 4: (-3,)}[warps]
+  return plgpu.Layout.TILED(
+      plgpu.Tiling(((warps, LANES * vector), (vector,))),
+      warp_dims=among,
+      lane_dims=(-2,),
+      vector_dim=-1,
+  )
+
+
 def sums(rows: int, columns: int):
   """Returns what the tensor core adds to, in registers: float32, zeros."""
   return plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)
@@ -84,24 +138,42 @@ def load(ref, layout):
   return plgpu.load(ref, layout=layout)  # pyright: ignore[reportCallIssue]
 
 
+def read(ref, layout):
+  """Returns what the GPU's memory holds, in registers; no copy brings it."""
+  # What is called optimized is for shared memory.
+  load = functools.partial(plgpu.load, optimized=False)
+  return load(ref, layout=layout)  # pyright: ignore[reportCallIssue]
+
+
+def quantized(x, scale, interpret: bool):
+  """Returns `fp8.quantize(x, scale, E4M3)`."""
+  if interpret:
+    return quantize(x, scale, formats.E4M3)
+  # A GPU's cast saturates.
+  return (x.astype(jnp.float32) * (1.0 / scale)).astype(formats.E4M3)
+
+
 def power_of_2(x):
   """Returns 2^x of float32: with `kernel_options`, ex2.approx.ftz.f32."""
   return jnp.exp2(x)
 
 
-def instruction(name: str, x, *more, literals: tuple[str, ...] = ()):
-  """Returns one instruction of the device, of float32 in the product's layout.
+def instruction(
+    name: str, x, *more, literals: tuple[str, ...] = (), layout=None
+):
+  """Returns one instruction of the device, of float32.
 
   Such an instruction is rounded by itself: one with a rounding in its name is
   not fused with a following addition, as a compiler may do with others.
 
   Args:
     name: in PTX, with its type, for example 'div.full.f32'.
-    x: what a tensor core's product is, or is made into [M, N].
+    x: the first operand.
     *more: further operands like it.
     literals: operands behind those, in PTX.
+    layout: of all operands; None is what a tensor core's product has.
   """
-  layout = plgpu.Layout.WGMMA
+  layout = layout or plgpu.Layout.WGMMA
   arrays = (f'${i}' for i in range(len(more) + 2))
   operands = ', '.join([*arrays, *literals])
 
@@ -127,9 +199,11 @@ def instruction(name: str, x, *more, literals: tuple[str, ...] = ()):
   return inlined(x, *more)
 
 
-def reciprocal(x, interpret: bool):
-  """Returns 1 / x of float32."""
-  return 1.0 / x if interpret else instruction('rcp.approx.ftz.f32', x)
+def reciprocal(x, interpret: bool, layout=None):
+  """Returns 1 / x of float32; for the layout see `instruction`."""
+  if interpret:
+    return 1.0 / x
+  return instruction('rcp.approx.ftz.f32', x, layout=layout)
 
 
 def scaled(x, factor: float, interpret: bool):

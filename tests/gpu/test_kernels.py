@@ -16,11 +16,12 @@ from jetrl_jax import kernels
 from jetrl_jax.config.model import SHAPES
 from jetrl_jax.core.compilation import exact_jit, on_gpu
 from jetrl_jax.core.sharding import Axes
-from jetrl_jax.fp8 import formats, health, scaling_state
+from jetrl_jax.fp8 import DeferredScale, formats, health, scaling_state
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from jetrl_jax.fp8.recipes import Recipe
-from jetrl_jax.kernels import add_norm_quantize as norm
 from jetrl_jax.kernels import dispatch, kv_storage
+from jetrl_jax.kernels.add_norm_quantize import mosaic_sm90 as norm_in_mosaic
+from jetrl_jax.kernels.add_norm_quantize import triton as norm_in_triton
 from jetrl_jax.kernels.attention import (
     mosaic_backward_sm90,
     mosaic_sm90,
@@ -36,7 +37,11 @@ from jetrl_jax.kernels.gate_up import triton_sm90 as gate_up
 from jetrl_jax.kernels.log_sum_exp import triton as log_sum_exp_kernel
 from jetrl_jax.kernels.quantize_transpose import triton as transpose
 from jetrl_jax.kernels.requantize import changed_share
-from jetrl_jax.kernels.requantize import triton as requantize
+from jetrl_jax.kernels.requantize import mosaic_sm90 as requantize_in_mosaic
+from jetrl_jax.kernels.requantize import triton as requantize_in_triton
+from jetrl_jax.kernels.rope_append import mosaic_sm90 as rope_in_mosaic
+from jetrl_jax.kernels.rope_append import reference as rope_reference
+from jetrl_jax.kernels.rope_append import triton as rope_in_triton
 from jetrl_jax.kernels.sample_token import triton as sample_token
 from jetrl_jax.kernels.swiglu import triton_backward as swiglu_backward
 
@@ -57,6 +62,11 @@ _MOSAIC = pytest.param(
 )
 
 
+# A form of a kernel that needs Hopper, as a parameter.
+def _on_hopper(module):
+  return pytest.param(module, marks=_MOSAIC.marks, id='mosaic')
+
+
 def _normal(seed: int, *shape: int, dtype=jnp.bfloat16, spread: float = 0.0):
   random = np.random.default_rng(seed)
   values = random.standard_normal(shape)
@@ -68,11 +78,14 @@ def _bytes(x) -> np.ndarray:
   return np.atleast_1d(np.asarray(x)).view(np.uint8)
 
 
-@pytest.mark.parametrize('dim', [896, 3584])
-def test_a_norm_has_the_bits_of_its_row_alone_and_quantises_as_xla_does(dim):
+@pytest.mark.parametrize('dim', [576, 896, 3584, 8192])
+@pytest.mark.parametrize('norm', [norm_in_triton, _on_hopper(norm_in_mosaic)])
+def test_a_norm_has_the_bits_of_its_row_alone_and_quantises_as_xla_does(
+    norm, dim
+):
   x, gain = _normal(0, 256, dim, spread=1.0), _normal(1, dim)
   step = jnp.float32(2.0**-7)
-  kernel = exact_jit(lambda x: norm.forward(x, gain, 1e-6, step)[1:])
+  kernel = exact_jit(lambda x: norm.forward(x, gain, 1e-6, step, **_HOW)[1:])
   high, low = kernel(x)
   few, few_low = kernel(x[:16])
   assert np.array_equal(_bytes(few), _bytes(high[:16]))
@@ -84,6 +97,68 @@ def test_a_norm_has_the_bits_of_its_row_alone_and_quantises_as_xla_does(dim):
   exact = wide / np.sqrt(mean_square + 1e-6) * np.asarray(gain, np.float64)
   # Two roundings to bfloat16.
   np.testing.assert_allclose(np.asarray(high, np.float64), exact, rtol=2.0**-7)
+
+
+@pytest.mark.parametrize('dtype', [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize('dim', [896, 3584])
+@pytest.mark.parametrize('norm', [norm_in_triton, _on_hopper(norm_in_mosaic)])
+def test_a_norm_that_adds_has_the_bits_of_the_sums_norm(norm, dim, dtype):
+  x, gain = _normal(0, 64, dim, dtype=dtype), _normal(1, dim, dtype=dtype)
+  product = DeferredScale(
+      values=_normal(2, 64, dim, dtype=jnp.float32, spread=2.0),
+      scales=(jnp.float32(0.5), jnp.float32(0.25)),
+  )
+  step = jnp.float32(2.0**-7)
+
+  @exact_jit
+  def adds(x):
+    return norm.forward(x, gain, 1e-6, step, product, copies=2, **_HOW)
+
+  @exact_jit
+  def plain(x):
+    return norm.forward(x, gain, 1e-6, step, **_HOW)
+
+  total, none, low = adds(x)
+  exact = np.asarray(x, np.float64) + np.asarray(product.values, 'f8') / 8
+  rounded = jnp.asarray(exact.astype(np.float32)).astype(dtype)
+  assert none is None and np.array_equal(_bytes(total), _bytes(rounded))
+  wanted = plain(total)[2]
+  for copy in low:
+    assert np.array_equal(_bytes(copy), _bytes(wanted))
+
+
+# An odd number of heads is one that several warps repeat.
+@pytest.mark.parametrize('shape', [(28, 4, 128), (14, 2, 64), (9, 3, 64)])
+@pytest.mark.parametrize('kind', ['bfloat16', 'float8_e4m3fn'])
+@pytest.mark.parametrize('rope', [rope_in_triton, _on_hopper(rope_in_mosaic)])
+def test_rotary_and_append_have_the_bits_of_the_plain_form(rope, kind, shape):
+  heads, kv_heads, head_dim = shape
+  slots, pages, size = 16, 2, 128
+  width = (heads + 2 * kv_heads) * head_dim
+  qkv = DeferredScale(
+      values=8 * _normal(0, slots, width),
+      scales=(jnp.float32(0.5), jnp.float32(0.25)),
+      bias_O=_normal(1, width),
+  )
+  pool = slots * pages, kv_heads, size, head_dim
+  cache = (
+      kv_storage.store(_normal(2, *pool), kind),
+      kv_storage.store_values(_normal(3, *pool), kind),
+  )
+  # Slot 2 waits.
+  position = jnp.arange(slots, dtype=jnp.int32) * 17 % (pages * size)
+  position = position.at[2].set(-1)
+  table = jnp.arange(slots * pages, dtype=jnp.int32)[::-1]
+  angle = _normal(4, slots, head_dim // 2, dtype=jnp.float32, spread=2.0)
+  table = table.reshape(slots, pages)
+  operands = jnp.cos(angle), jnp.sin(angle), position, table, *cache
+  found = exact_jit(
+      lambda qkv, *args: rope.rotate_and_append(qkv, *args, **_HOW)
+  )(qkv, *operands)
+  wanted = exact_jit(rope_reference.rope_append)(qkv, *operands)
+  for a, b, before in zip(found, wanted, (None, *cache), strict=True):
+    assert np.array_equal(_bytes(a), _bytes(b))
+    assert before is None or not np.array_equal(_bytes(a), _bytes(before))
 
 
 # Of Qwen and of Llama: 38 chunks in a power of two of them, and 32.
@@ -329,7 +404,10 @@ def test_attention_and_its_gradients_are_those_of_the_plain_form(
 
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
-def test_a_kernel_is_requantised_in_place_as_xla_does_it(dtype):
+@pytest.mark.parametrize(
+    'requantize', [requantize_in_triton, _on_hopper(requantize_in_mosaic)]
+)
+def test_a_kernel_is_requantised_in_place_as_xla_does_it(requantize, dtype):
   recipe = Recipe(name='fp8_delayed')
   before = {'out': {'kernel': _normal(0, 512, 640, dtype=dtype, spread=3.0)}}
   # Every second row moves.

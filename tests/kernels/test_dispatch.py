@@ -50,20 +50,27 @@ def test_a_jax_without_triton_has_what_is_in_mosaic_on_hopper_alone():
   assert found['block_scaled_dot'] == 'mosaic_sm90'
   # It has the bits of SwiGLU's kernel, which is not there.
   assert found['gate_up'] == 'reference'
+  named = chosen(WITHOUT_TRITON, 'swiglu=mosaic_sm90')
+  assert named['gate_up'] == 'mosaic_sm90'
   ada = Hardware('gpu', (8, 9), has_triton=False, has_mosaic=True)
   assert set(chosen(ada).values()) == {'reference'}
 
 
-def test_a_kernel_that_no_gpu_has_run_runs_where_it_is_named(monkeypatch):
-  assert chosen(WITHOUT_TRITON)['decode_attention'] == 'mosaic_sm90'
-  assert chosen(HOPPER)['decode_attention'] == 'triton'
-  untried = {('decode_attention', 'mosaic_sm90')}
-  monkeypatch.setattr(dispatch, '_UNTRIED', untried)
-  assert chosen(WITHOUT_TRITON)['decode_attention'] == 'reference'
-  named = 'decode_attention=mosaic_sm90'
+@pytest.mark.parametrize(
+    'operation', sorted(name for name, _ in dispatch._UNTRIED)
+)
+def test_a_kernel_that_no_gpu_has_run_runs_where_it_is_named(operation):
+  assert chosen(WITHOUT_TRITON)[operation] == 'reference'
+  assert chosen(HOPPER)[operation] == 'triton'
   for hardware in (HOPPER, WITHOUT_TRITON):
-    found = chosen(hardware, named)
-    assert found['decode_attention'] == found['attention'] == 'mosaic_sm90'
+    found = chosen(hardware, f'{operation}=mosaic_sm90')
+    assert found[operation] == 'mosaic_sm90'
+
+
+def test_decode_attention_without_triton_is_mosaics_and_so_is_attention():
+  assert chosen(HOPPER)['decode_attention'] == 'triton'
+  found = chosen(WITHOUT_TRITON)
+  assert found['decode_attention'] == found['attention'] == 'mosaic_sm90'
 
 
 def test_shapes_that_only_triton_takes_say_so_where_it_is_not(monkeypatch):

@@ -138,8 +138,8 @@ def _mask(rows: int):
 
 
 def _norms() -> list[Case]:
-  def make(dtype, added, step):
-    rows, dim = 16, 192
+  def make(dtype, added, step, dim=192):
+    rows = 16
     product = DeferredScale(
         values=_normal(2, rows, dim, dtype=jnp.float32),
         scales=(jnp.float32(0.5), jnp.float32(0.25)),
@@ -177,6 +177,12 @@ def _norms() -> list[Case]:
           lambda: make(jnp.bfloat16, True, True),
           functools.partial(run, copies=2),
           _each(_same, nothing, low),
+      ),
+      of(
+          'added, wide rows',
+          lambda: make(jnp.bfloat16, True, False, dim=768),
+          run,
+          _each(_same, bfloat16, nothing),
       ),
   ]
 
@@ -474,7 +480,7 @@ def _requantized() -> list[Case]:
 
 
 def _rope_appends() -> list[Case]:
-  slots, heads, kv_heads, head_dim, pages, size = 16, 6, 2, 32, 2, 32
+  slots, heads, kv_heads, head_dim, pages, size = 16, 6, 2, 64, 2, 32
 
   def make(kind, scales, has_bias):
     random = np.random.default_rng(0)
@@ -555,7 +561,7 @@ def _sampled() -> list[Case]:
 
 
 def _swiglus() -> list[Case]:
-  rows, columns = 128, 96
+  rows, columns = 128, 192
 
   def one(y, dh):
     h, pull = jax.vjp(swiglu.swiglu, y)

@@ -15,9 +15,16 @@ from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
-from jetrl_jax.kernels.requantize import changed_share
+from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels.requantize import changed_share, groups
 from jetrl_jax.kernels.requantize import triton as requantize
 from tests.hurry import fast_compile_jit
+
+MODULES = [requantize]
+if dispatch.has_mosaic():
+  from jetrl_jax.kernels.requantize import mosaic_sm90
+
+  MODULES.append(mosaic_sm90)
 
 _RECIPE = Recipe(name='fp8_delayed', high_precision_layers=('head',))
 
@@ -41,8 +48,11 @@ def _part(seed: int, dtype):
 @pytest.mark.parametrize(
     'dtype, power_of_two', [(jnp.float32, False), (jnp.bfloat16, True)]
 )
+@pytest.mark.parametrize(
+    'module', MODULES, ids=['triton', 'mosaic'][: len(MODULES)]
+)
 def test_one_pass_gives_the_weights_the_health_and_what_changed(
-    dtype, power_of_two
+    module, dtype, power_of_two
 ):
   recipe = dataclasses.replace(_RECIPE, power_of_two_scales=power_of_two)
   before, params = _part(0, dtype), _part(1, dtype)
@@ -67,16 +77,14 @@ def test_one_pass_gives_the_weights_the_health_and_what_changed(
 
   @fast_compile_jit
   def kernel(params, state, weights):
-    return requantize.renew(
-        params, state, weights, recipe, Axes(), interpret=True
-    )
+    return module.renew(params, state, weights, recipe, Axes(), interpret=True)
 
   state, weights = prepare(before)
   # Neither is lost: the largest value that is held, and zero.
   limit = 448 * state['out']['kernel']['scale']
   held = jnp.stack([limit, 0 * limit]).astype(dtype)
   params['out']['kernel'] = params['out']['kernel'].at[1, :2].set(held)
-  assert requantize.fits(params, weights, recipe)
+  assert groups.fits(params, weights, recipe)
   renewed, seen, changed = kernel(params, state, weights)
   wanted, measured, shares = reference(params, state, weights)
   assert jax.tree.structure(renewed) == jax.tree.structure(wanted)
@@ -130,9 +138,7 @@ def test_only_whole_rows_of_delayed_scales_fit():
     scale: Any = jax.ShapeDtypeStruct((), jnp.float32)
     old = QTensor(values=values, scale=scale)
     params = {'kernel': master, 'bias': jax.ShapeDtypeStruct((3,), jnp.float32)}
-    return requantize.fits(
-        params, {'kernel': old, 'bias': params['bias']}, recipe
-    )
+    return groups.fits(params, {'kernel': old, 'bias': params['bias']}, recipe)
 
   assert fits((3584, 18944)) and fits((8, 128))
   assert not fits((4, 128)) and not fits((8, 100)) and not fits((2**20, 2048))

@@ -11,6 +11,7 @@ from jetrl_jax.core.compilation import exact_jit, on_gpu
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.products import DeferredScale, scale_late
 from jetrl_jax.fp8.quantization import quantize
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels import swiglu as operation
 from jetrl_jax.kernels.swiglu import reference
 from jetrl_jax.kernels.swiglu import triton as swiglu
@@ -19,6 +20,12 @@ from tests import kernels_in_use
 from tests.kernels.test_swiglu_backward import operands
 
 ROWS, COLUMNS = 128, 384
+HAS_MOSAIC = dispatch.has_mosaic() and dispatch.detect().capability in (
+    (),
+    (9, 0),
+)
+if HAS_MOSAIC:
+  from jetrl_jax.kernels.swiglu import mosaic_sm90
 
 
 def in_all_forms(rows: int, columns: int, **how):
@@ -39,7 +46,19 @@ def in_all_forms(rows: int, columns: int, **how):
     back, _ = swiglu_backward.backward(
         product, dh, scales, mask, formats.E4M3, **how
     )
-    return {
+    in_mosaic = {}
+    if HAS_MOSAIC:
+      mosaic = functools.partial(mosaic_sm90.swiglu_of, **how)
+      in_mosaic = {
+          'in Mosaic': mosaic(whole, step),
+          'in Mosaic, in parts': mosaic(
+              DeferredScale(values=parts, scales=pair), step
+          ),
+          'in Mosaic, quantised after': quantize(
+              mosaic(whole), step, formats.E4M3
+          ),
+      }
+    return in_mosaic | {
         'whole': of(whole, step),
         'in parts': of(DeferredScale(values=parts, scales=pair), step),
         'few rows': of(few, step),
@@ -95,3 +114,38 @@ def test_the_derivative_is_that_of_the_plain_form(monkeypatch):
   np.testing.assert_allclose(
       np.float32(h), np.float32(reference.swiglu(y)), rtol=2**-7
   )
+
+
+@kernels_in_use.needs_mosaic
+@pytest.mark.parametrize('rows, columns', [(12, 64), (8, 320), (16, 512)])
+@pytest.mark.parametrize('is_split', [True, False])
+def test_mosaics_kernel_takes_any_number_of_rows(rows, columns, is_split):
+  product, *_ = operands(max(rows, 15), columns)
+  product = jnp.nan_to_num(product[:rows], nan=1.0)
+  parts = jnp.stack(jnp.split(product, 2, axis=1)) if is_split else product
+  found, wanted = (
+      module.swiglu_of(DeferredScale(values=parts), interpret=not on_gpu())
+      for module in (mosaic_sm90, swiglu)
+  )
+  assert found.shape == (rows, columns)
+  np.testing.assert_array_equal(found, wanted)
+
+
+@kernels_in_use.needs_mosaic
+@pytest.mark.parametrize(
+    'columns, with_triton, without',
+    [
+        (4736, 'mosaic_sm90', 'mosaic_sm90'),
+        (96, 'triton', 'reference'),
+        (24, 'reference', 'reference'),
+    ],
+)
+def test_the_widths_that_mosaics_kernel_takes(
+    monkeypatch, columns, with_triton, without
+):
+  kernels = dispatch.select('reference').replace(swiglu='mosaic_sm90')
+  for has_triton, wanted in ((True, with_triton), (False, without)):
+    monkeypatch.setattr(dispatch, 'has_triton', lambda has=has_triton: has)
+    with dispatch.using(kernels):
+      assert operation._kernel(columns)[0] == wanted
+      assert operation.has_kernel(columns) == (wanted != 'reference')

@@ -121,7 +121,11 @@ def forward(
       q.
     q: None without `out_scale`.
   """
-  match name := dispatch.implementation('add_norm_quantize'):
+  match name := _implementation(x_MD.shape[1]):
+    case 'mosaic_sm90':
+      from jetrl_jax.kernels.add_norm_quantize import mosaic_sm90
+
+      function = mosaic_sm90.forward
     case 'triton':
       from jetrl_jax.kernels.add_norm_quantize import triton
 
@@ -141,6 +145,17 @@ def forward(
   return stands_for.kernel(
       'add_norm_quantize', name, run, norm_and_quantize, *operands
   )
+
+
+def _implementation(dim: int) -> str:
+  """Returns what runs for rows of so many channels, however many they are."""
+  name = dispatch.implementation('add_norm_quantize')
+  if name == 'mosaic_sm90':
+    from jetrl_jax.kernels.add_norm_quantize import mosaic_sm90
+
+    if not mosaic_sm90.fits(dim):
+      return 'triton' if dispatch.has_triton() else dispatch.REFERENCE
+  return name
 
 
 def rms_norm(

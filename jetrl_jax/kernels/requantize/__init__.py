@@ -11,7 +11,7 @@ from jetrl_jax.core.sharding import Axes
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.kernels import dispatch
-from jetrl_jax.kernels.requantize import reference
+from jetrl_jax.kernels.requantize import groups, reference
 from jetrl_jax.kernels.requantize.reference import changed_share
 
 __all__ = ['changed_share', 'requantize']
@@ -39,9 +39,12 @@ def requantize(
   """
   operands = params, fp8_state, weights, recipe, axes
   match dispatch.implementation('requantize'):
+    case 'mosaic_sm90':
+      from jetrl_jax.kernels.requantize import mosaic_sm90 as kernels
     case 'triton':
-      from jetrl_jax.kernels.requantize import triton
-
-      if triton.fits(params, weights, recipe):
-        return triton.renew(*operands)
+      from jetrl_jax.kernels.requantize import triton as kernels
+    case _:
+      return reference.requantize(*operands)
+  if groups.fits(params, weights, recipe):
+    return kernels.renew(*operands)
   return reference.requantize(*operands)

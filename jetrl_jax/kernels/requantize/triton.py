@@ -17,54 +17,20 @@ Lower bound of the time: the 4 bytes a value. On an H100 a kernel of 18944 x
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jetrl_jax.core.sharding import Axes
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import formats
-from jetrl_jax.fp8.quantization import QTensor
-from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.kernels.requantize import groups
 from jetrl_jax.kernels.triton_tools import kernel_options
 
 _ROW = 128
-_MOST_ROWS = 32  # of a program
-_LEAST_ROWS = 8
 # Saturated, flushed, signal, noise, changed; padded to a power of two.
 _SUMS = 8
 _LIMIT = formats.format_max(formats.E4M3)
-
-
-def _rows_of_program(shape: tuple[int, ...]) -> int:
-  rows = math.prod(shape) // _ROW
-  return min(rows & -rows, _MOST_ROWS)
-
-
-def fits(params: PyTree, weights: PyTree, recipe: Recipe) -> bool:
-  """Whether all quantised kernels of a part of the model can be renewed here.
-
-  Args:
-    params: nested dict of masters.
-    weights: theirs until now.
-    recipe: the recipe of `weights`.
-  """
-  if not recipe.is_delayed:
-    return False
-
-  def walk(node, old) -> bool:
-    if isinstance(node, dict):
-      return all(walk(child, old[key]) for key, child in node.items())
-    size = math.prod(node.shape)
-    return not isinstance(old, QTensor) or (
-        0 < size < 2**31
-        and size % _ROW == 0
-        and _rows_of_program(node.shape) >= _LEAST_ROWS
-    )
-
-  return walk(params, weights)
 
 
 def _kernel(master_ref, old_ref, scales_ref, out_ref, sums_ref):
@@ -98,7 +64,7 @@ def renew_kernel(
   """Quantises a kernel to E4M3 and overwrites its old values.
 
   Args:
-    master_OI: float32 or bfloat16; needs what `fits`.
+    master_OI: float32 or bfloat16; needs what `groups.fits`.
     old_OI: float8_e4m3fn.
     scale: float32 scalar.
     interpret: run on a CPU, for tests.
@@ -107,7 +73,7 @@ def renew_kernel(
     The values; float32 [5] sums as in `health.SUMS`; the number of values that
     changed.
   """
-  rows = _rows_of_program(master_OI.shape)
+  rows = groups.tile_of(master_OI.size) // _ROW
   programs = master_OI.size // _ROW // rows
   block = pl.BlockSpec((rows, _ROW), lambda i: (i, 0))
   values, partial = pl.pallas_call(
@@ -138,52 +104,7 @@ def renew_kernel(
   )
 
 
-def renew(
-    params: PyTree,
-    fp8_state: PyTree,
-    weights: PyTree,
-    recipe: Recipe,
-    axes: Axes,
-    *,
-    interpret: bool = False,
-) -> tuple[PyTree, PyTree, PyTree]:
-  """Returns `requantize` of a group that `fits`, see the package.
-
-  `interpret` runs on a CPU, for tests.
-  """
+def renew(*operands: PyTree, interpret: bool = False):
+  """See `groups.renew`; `interpret` runs on a CPU, for tests."""
   one = functools.partial(renew_kernel, interpret=interpret)
-
-  def walk(node, state, old):
-    if not isinstance(node, dict):
-      return node.astype(recipe.dtype), state, None
-    if isinstance(old.get('kernel'), QTensor):
-      return slot(node, state, old)
-    walked = {
-        key: walk(child, state.get(key, {}), old[key])
-        for key, child in node.items()
-    }
-    return (
-        {key: weight for key, (weight, _, _) in walked.items()},
-        state | {key: walked[key][1] for key in state if key in walked},
-        {k: share for k, (_, _, share) in walked.items() if share is not None}
-        or None,
-    )
-
-  def slot(node, state, old):
-    scale = state['kernel']['scale']
-    values, sums, changed = one(node['kernel'], old['kernel'].values, scale)
-    made = {
-        key: walk(child, {}, old[key])[0]
-        for key, child in node.items()
-        if key != 'kernel'
-    }
-    share = axes.psum_all(changed / values.size) / axes.devices
-    entry = state['kernel'] | {'health': axes.psum_all(sums)}
-    return (
-        made | {'kernel': QTensor(values=values, scale=scale)},
-        state | {'kernel': entry},
-        {'kernel': share},
-    )
-
-  weights, fp8_state, changed = walk(params, fp8_state, weights)
-  return weights, fp8_state, changed or {}
+  return groups.renew(one, *operands)

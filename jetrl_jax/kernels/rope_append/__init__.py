@@ -44,20 +44,34 @@ def rope_append(
     (queries [B, N, H], the cache with the new token)
   """
   operands = qkv, *rotation, position_B, table_BP, *cache
-  match dispatch.implementation('rope_append'):
+  match name := _implementation(cache[0].shape[-1]):
+    case 'mosaic_sm90':
+      from jetrl_jax.kernels.rope_append import mosaic_sm90 as kernels
     case 'triton':
-      from jetrl_jax.kernels.rope_append import triton
-
-      def run(*operands):
-        with jax.named_scope('attention'):
-          return triton.rotate_and_append(*operands)
-
-      q_BNH, keys, values = stands_for.kernel(
-          'rope_append', 'triton', run, _of_finished, *operands
-      )
+      from jetrl_jax.kernels.rope_append import triton as kernels
     case _:
       q_BNH, keys, values = reference.rope_append(*operands)
+      return q_BNH, (keys, values)
+
+  def run(*operands):
+    with jax.named_scope('attention'):
+      return kernels.rotate_and_append(*operands)
+
+  q_BNH, keys, values = stands_for.kernel(
+      'rope_append', name, run, _of_finished, *operands
+  )
   return q_BNH, (keys, values)
+
+
+def _implementation(head_dim: int) -> str:
+  """Returns what runs; Triton's kernel takes what Mosaic's does not."""
+  name = dispatch.implementation('rope_append')
+  if name == 'mosaic_sm90':
+    from jetrl_jax.kernels.rope_append import mosaic_sm90
+
+    if not mosaic_sm90.fits(head_dim):
+      return 'triton' if dispatch.has_triton() else dispatch.REFERENCE
+  return name
 
 
 def _of_finished(qkv: DeferredScale, *operands):

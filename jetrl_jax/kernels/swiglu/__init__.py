@@ -20,13 +20,24 @@ from jetrl_jax.kernels.swiglu import reference
 
 def has_kernel(columns: int) -> bool:
   """Whether the kernel computes h of so many columns, for all row counts."""
-  match dispatch.implementation('swiglu'):
-    case 'triton':
-      from jetrl_jax.kernels.swiglu import triton
+  return _kernel(columns)[1] is not None
 
-      return triton.fits(columns)
-    case _:
-      return False
+
+def _kernel(columns: int):
+  """Returns (the implementation that makes h, its module or None)."""
+  name = dispatch.implementation('swiglu')
+  if name == 'mosaic_sm90':
+    from jetrl_jax.kernels.swiglu import mosaic_sm90
+
+    if mosaic_sm90.fits(columns):
+      return name, mosaic_sm90
+    name = 'triton' if dispatch.has_triton() else dispatch.REFERENCE
+  if name == 'triton':
+    from jetrl_jax.kernels.swiglu import triton
+
+    if triton.fits(columns):
+      return name, triton
+  return dispatch.REFERENCE, None
 
 
 def swiglu_of(product: DeferredScale, out_scale: Array | None = None) -> Array:
@@ -38,11 +49,8 @@ def swiglu_of(product: DeferredScale, out_scale: Array | None = None) -> Array:
       dtype.
   """
   values = product.values
-  name, run = dispatch.REFERENCE, reference.swiglu_of
-  if has_kernel(values.size // values.shape[-2] // 2):
-    from jetrl_jax.kernels.swiglu import triton
-
-    name, run = dispatch.implementation('swiglu'), triton.swiglu_of
+  name, kernel = _kernel(values.size // values.shape[-2] // 2)
+  run = (kernel or reference).swiglu_of
   return stands_for.kernel(
       'swiglu', name, run, _of_finished, product, out_scale
   )

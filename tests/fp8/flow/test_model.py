@@ -245,6 +245,21 @@ def test_a_gpu_without_one_of_the_kernels_is_one_flow(operation, monkeypatch):
   check(of, tiny_run.state_shapes(of))
 
 
+@kernels_in_use.needs_mosaic
+def test_row_kernels_in_mosaics_form_are_one_flow_and_are_named(monkeypatch):
+  operations = 'add_norm_quantize', 'rope_append', 'swiglu'
+  kernels = dispatch.select(
+      ','.join(f'{name}=mosaic_sm90' for name in operations),
+      kernels_in_use.HOPPER,
+  )
+  of = _hopper_policy(monkeypatch, FP8, 128, kernels=kernels)
+  state = tiny_run.state_shapes(of)
+  check(of, state)
+  graph = flow_check.decode_graph(of, tiny_run.engine_config(), state)
+  found = {(k.operation, k.implementation) for k in graph.kernels}
+  assert found >= {(name, 'mosaic_sm90') for name in operations}
+
+
 def test_a_gate_up_of_many_rows_is_one_kernel_with_the_same_flow(monkeypatch):
   of = _hopper_policy(monkeypatch, FP8, 512)
   state = tiny_run.state_shapes(of)
