@@ -24,6 +24,7 @@ _ENTRIES = {
     'decode_attention.triton': ['decode'],
     'gate_up.mosaic_sm90': ['hidden'],
     'gate_up.triton_sm90': ['hidden'],
+    'log_sum_exp.mosaic_sm90': ['row_stats'],
     'log_sum_exp.triton': ['row_stats'],
     'quantize_transpose.triton': ['quantize_and_transpose', 'transpose'],
     'quantize_transpose.triton_per_block': [

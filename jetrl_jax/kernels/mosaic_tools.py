@@ -30,18 +30,21 @@ SWIZZLE = 128
 MEMORY_REGISTERS = 40
 
 
-def kernel_options(interpret: bool, *, overlap: bool = False) -> dict:
+def kernel_options(
+    interpret: bool, *, overlap: bool = False, approximate: bool = True
+) -> dict:
   """Returns keywords of `plgpu.kernel`.
 
   Args:
     interpret: run on a CPU, for tests, with races detected.
     overlap: two programs write the same results to one place; else that is a
       race.
+    approximate: exponentials and logarithms are instructions of the device.
   """
   if interpret:
     races = plgpu.InterpretGPUParams(detect_races=not overlap)
     return {'interpret': races}
-  return {'compiler_params': plgpu.CompilerParams(approx_math=True)}
+  return {'compiler_params': plgpu.CompilerParams(approx_math=approximate)}
 
 
 def pieces(dtype, columns: int = SWIZZLE) -> tuple:
@@ -89,8 +92,14 @@ def power_of_2(x):
   return jnp.exp2(x)
 
 
-def instruction(name: str, x, *more, literals: tuple[str, ...] = ()):
-  """Returns one instruction of the device, of float32 in the product's layout.
+def instruction(
+    name: str,
+    x,
+    *more,
+    literals: tuple[str, ...] = (),
+    layout: Any = plgpu.Layout.WGMMA,
+):
+  """Returns one instruction of the device, of float32 in one layout.
 
   Such an instruction is rounded by itself: one with a rounding in its name is
   not fused with a following addition, as a compiler may do with others.
@@ -100,8 +109,8 @@ def instruction(name: str, x, *more, literals: tuple[str, ...] = ()):
     x: what a tensor core's product is, or is made into [M, N].
     *more: further operands like it.
     literals: operands behind those, in PTX.
+    layout: of all of them, where they are no product's.
   """
-  layout = plgpu.Layout.WGMMA
   arrays = (f'${i}' for i in range(len(more) + 2))
   operands = ', '.join([*arrays, *literals])
 
@@ -143,6 +152,18 @@ def scaled(x, factor: float, interpret: bool):
 def ratio(x, y, interpret: bool):
   """Returns x / y of float32."""
   return x / y if interpret else instruction('div.full.f32', x, y)
+
+
+def multiply_add(x, y, z, interpret: bool, layout: Any = plgpu.Layout.WGMMA):
+  """Returns x * y + z of float32, rounded once."""
+  if interpret:
+    return x * y + z
+  return instruction('fma.rn.f32', x, y, z, layout=layout)
+
+
+def product(x, y, interpret: bool, layout: Any = plgpu.Layout.WGMMA):
+  """Returns x * y of float32, rounded whatever follows."""
+  return x * y if interpret else instruction('mul.rn.f32', x, y, layout=layout)
 
 
 def has_read() -> None:

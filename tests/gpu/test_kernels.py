@@ -33,6 +33,7 @@ from jetrl_jax.kernels.decode_attention import triton as attention_decode
 from jetrl_jax.kernels.decode_attention.triton_split import Split
 from jetrl_jax.kernels.gate_up import mosaic_sm90 as gate_up_in_mosaic
 from jetrl_jax.kernels.gate_up import triton_sm90 as gate_up
+from jetrl_jax.kernels.log_sum_exp import mosaic_sm90 as log_sum_exp_in_mosaic
 from jetrl_jax.kernels.log_sum_exp import triton as log_sum_exp_kernel
 from jetrl_jax.kernels.quantize_transpose import triton as transpose
 from jetrl_jax.kernels.requantize import changed_share
@@ -86,23 +87,41 @@ def test_a_norm_has_the_bits_of_its_row_alone_and_quantises_as_xla_does(dim):
   np.testing.assert_allclose(np.asarray(high, np.float64), exact, rtol=2.0**-7)
 
 
+def _tempered(vocab: int):
+  """Returns 128 rows of logits, and half of them in float64."""
+  z = _normal(0, 128, vocab, dtype=jnp.float32) * 5
+  return (2 * z, jnp.full((128,), 0.5)), np.asarray(z, np.float64)
+
+
 # Of Qwen and of Llama: 38 chunks in a power of two of them, and 32.
 @pytest.mark.parametrize('vocab', [152064, 128256])
-def test_a_log_sum_exp_has_the_bits_of_its_row_alone(vocab):
-  z = _normal(0, 128, vocab, dtype=jnp.float32) * 5
-  inverse = jnp.full((128,), 0.5)
-  kernel = exact_jit(lambda *a: log_sum_exp_kernel.row_stats(*a, **_HOW))
-  lse, mean = kernel(2 * z, inverse)
-  few, few_mean = kernel(2 * z[:16], inverse[:16])
-  assert np.array_equal(few, lse[:16]) and np.array_equal(few_mean, mean[:16])
-  # Decode's comes with the draw.
+@pytest.mark.parametrize(
+    'module',
+    [
+        log_sum_exp_kernel,
+        pytest.param(log_sum_exp_in_mosaic, marks=_MOSAIC.marks),
+    ],
+)
+def test_a_log_sum_exp_has_the_bits_of_its_row_alone(module, vocab):
+  operands, z = _tempered(vocab)
+  kernel = exact_jit(lambda *a: module.row_stats(*a, **_HOW))
+  lse, mean = kernel(*operands)
+  few, few_mean = kernel(*(x[-16:] for x in operands))
+  assert np.array_equal(few, lse[-16:]) and np.array_equal(few_mean, mean[-16:])
+  exact = np.log(np.sum(np.exp(z), axis=1))
+  np.testing.assert_allclose(lse, exact, rtol=1e-6)
+  p = np.exp(z - exact[:, None])
+  np.testing.assert_allclose(mean, np.sum(p * z, axis=1), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize('vocab', [152064, 128256])
+def test_a_draw_has_the_log_sum_exp_of_training(vocab):
+  (logits, inverse), _ = _tempered(vocab)
+  stats = exact_jit(lambda *a: log_sum_exp_kernel.row_stats(*a, **_HOW))
   draw = exact_jit(lambda *a: sample_token.draw(*a, **_HOW))
   keys = jnp.ones((128, 2), jnp.uint32)
-  _, beside = draw(2 * z, inverse, keys, jnp.zeros((128,), bool))
-  assert np.array_equal(beside, lse)
-  wide = np.asarray(z, np.float64)
-  exact = np.log(np.sum(np.exp(wide), axis=1))
-  np.testing.assert_allclose(lse, exact, rtol=1e-6)
+  _, beside = draw(logits, inverse, keys, jnp.zeros((128,), bool))
+  assert np.array_equal(beside, stats(logits, inverse)[0])
 
 
 def test_rows_draw_their_tokens_alone_and_with_their_probabilities():

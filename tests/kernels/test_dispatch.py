@@ -66,6 +66,12 @@ def test_a_kernel_that_no_gpu_has_run_runs_where_it_is_named(monkeypatch):
     assert found['decode_attention'] == found['attention'] == 'mosaic_sm90'
 
 
+def test_a_named_kernel_leaves_no_other_with_other_bits():
+  found = chosen(HOPPER, 'log_sum_exp=mosaic_sm90')
+  assert found['log_sum_exp'] == 'mosaic_sm90'
+  assert found['sample_token'] == 'reference'
+
+
 def test_shapes_that_only_triton_takes_say_so_where_it_is_not(monkeypatch):
   monkeypatch.setattr(dispatch, 'has_triton', lambda: True)
   assert dispatch.triton_instead('attention', 'heads') == 'triton'
@@ -129,6 +135,12 @@ def test_a_draw_and_gate_up_may_go_alone():
             HOPPER,
             'decode_attention has the bits of attention, so attention=reference'
             ' goes with decode_attention=reference',
+        ),
+        (
+            'log_sum_exp=mosaic_sm90,sample_token=triton',
+            HOPPER,
+            'log_sum_exp=mosaic_sm90 goes with sample_token=mosaic_sm90: leave'
+            ' sample_token out',
         ),
     ],
 )
