@@ -123,8 +123,9 @@ def overrides(variant: str) -> dict:
     variant: options are 'kv8' (FP8 keys and values), 'head8' (see
       `precision.quantize_lm_head`), 'selective' (see `model.remat`),
       'inexact' (see `precision.exact`), 'tile32' (`model.attention_tile`),
-      'mosaic' and 'triton' (see `kernels`: attention and gate_up), and
-      'mosaic_decode' (the first, and decode's attention).
+      'mosaic' and 'triton' (see `kernels`: attention and gate_up),
+      'mosaic_decode' (the first, and decode's attention), and 'mosaic_draw'
+      (the first, and the log-sum-exp and the draw).
   """
   options = {
       'kv8': {'precision.kv_cache_dtype': 'float8_e4m3fn'},
@@ -137,6 +138,12 @@ def overrides(variant: str) -> dict:
           'kernels': (
               'attention=mosaic_sm90,gate_up=mosaic_sm90'
               ',decode_attention=mosaic_sm90'
+          )
+      },
+      'mosaic_draw': {
+          'kernels': (
+              'attention=mosaic_sm90,gate_up=mosaic_sm90'
+              ',log_sum_exp=mosaic_sm90,sample_token=mosaic_sm90'
           )
       },
       'triton': {'kernels': 'attention=triton,gate_up=triton_sm90'},

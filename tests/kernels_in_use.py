@@ -33,6 +33,7 @@ _ENTRIES = {
     ],
     'requantize.triton': ['renew'],
     'rope_append.triton': ['rotate_and_append'],
+    'sample_token.mosaic_sm90': ['draw'],
     'sample_token.triton': ['draw'],
     'swiglu.triton': ['swiglu_of'],
     'swiglu.triton_backward': ['backward'],

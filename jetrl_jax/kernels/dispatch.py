@@ -40,11 +40,11 @@ TABLE: dict[str, tuple[str, ...]] = {
     'quantize_transpose': ('triton', REFERENCE),
     'requantize': ('triton', REFERENCE),
     'rope_append': ('triton', REFERENCE),
-    'sample_token': ('triton', REFERENCE),
+    'sample_token': ('triton', 'mosaic_sm90', REFERENCE),
     'swiglu': ('triton', REFERENCE),
 }
 # Those that no GPU has run: they run where they are named.
-_UNTRIED = {('log_sum_exp', 'mosaic_sm90')}
+_UNTRIED = {('log_sum_exp', 'mosaic_sm90'), ('sample_token', 'mosaic_sm90')}
 
 
 # Operations of a rollout whose bits are those of an operation of training: they
@@ -159,8 +159,7 @@ def _followers(wanted: dict[str, str]) -> dict[str, str]:
       other: wanted[one]
       for pair in _OF_ONE_BACKEND.items()
       for one, other in (pair, pair[::-1])
-      if wanted.get(one, REFERENCE) != REFERENCE
-      and wanted[one] in TABLE[other]
+      if wanted.get(one, REFERENCE) != REFERENCE and wanted[one] in TABLE[other]
   }
 
 

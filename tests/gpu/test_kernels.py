@@ -38,6 +38,7 @@ from jetrl_jax.kernels.log_sum_exp import triton as log_sum_exp_kernel
 from jetrl_jax.kernels.quantize_transpose import triton as transpose
 from jetrl_jax.kernels.requantize import changed_share
 from jetrl_jax.kernels.requantize import triton as requantize
+from jetrl_jax.kernels.sample_token import mosaic_sm90 as sample_token_in_mosaic
 from jetrl_jax.kernels.sample_token import triton as sample_token
 from jetrl_jax.kernels.swiglu import triton_backward as swiglu_backward
 
@@ -115,22 +116,38 @@ def test_a_log_sum_exp_has_the_bits_of_its_row_alone(module, vocab):
 
 
 @pytest.mark.parametrize('vocab', [152064, 128256])
-def test_a_draw_has_the_log_sum_exp_of_training(vocab):
+@pytest.mark.parametrize(
+    'training, decode',
+    [
+        (log_sum_exp_kernel, sample_token),
+        pytest.param(
+            log_sum_exp_in_mosaic, sample_token_in_mosaic, marks=_MOSAIC.marks
+        ),
+    ],
+)
+def test_a_draw_has_the_log_sum_exp_of_training(training, decode, vocab):
   (logits, inverse), _ = _tempered(vocab)
-  stats = exact_jit(lambda *a: log_sum_exp_kernel.row_stats(*a, **_HOW))
-  draw = exact_jit(lambda *a: sample_token.draw(*a, **_HOW))
-  keys = jnp.ones((128, 2), jnp.uint32)
-  _, beside = draw(logits, inverse, keys, jnp.zeros((128,), bool))
-  assert np.array_equal(beside, stats(logits, inverse)[0])
+  stats = exact_jit(lambda *a: training.row_stats(*a, **_HOW))
+  draw = exact_jit(lambda *a: decode.draw(*a, **_HOW))
+  keys = jnp.ones((16, 2), jnp.uint32)
+  few = logits[:16], inverse[:16], keys, jnp.zeros((16,), bool)
+  assert np.array_equal(draw(*few)[1], stats(logits, inverse)[0][:16])
 
 
-def test_rows_draw_their_tokens_alone_and_with_their_probabilities():
+_DRAWS = [
+    sample_token,
+    pytest.param(sample_token_in_mosaic, marks=_MOSAIC.marks),
+]
+
+
+@pytest.mark.parametrize('module', _DRAWS)
+def test_rows_draw_their_tokens_alone_and_with_their_probabilities(module):
   rows, vocab = (20000, 5000) if on_gpu() else (64, 5000)
   tokens, logits = np.array([0, 1500, 4095, 4096, 4999]), np.arange(5) / 2
   z = jnp.full((rows, vocab), -100.0).at[:, tokens].set(logits)
   keys = jax.random.bits(jax.random.key(0), (rows, 2), jnp.uint32)
   greedy = jnp.zeros((rows,), bool).at[3].set(True)
-  draw = exact_jit(lambda *a: sample_token.draw(*a, **_HOW))
+  draw = exact_jit(lambda *a: module.draw(*a, **_HOW))
   arguments = 2 * z, jnp.full((rows,), 0.5), keys, greedy
   found = np.asarray(draw(*arguments)[0])
   few = [x[:16] for x in arguments]
@@ -142,13 +159,17 @@ def test_rows_draw_their_tokens_alone_and_with_their_probabilities():
   assert ((seen - expected) ** 2 / expected).sum() < 18.47
 
 
-def test_noise_is_that_of_the_plain_generator():
+@pytest.mark.parametrize('module', _DRAWS)
+def test_noise_is_that_of_the_plain_generator(module):
   z = _normal(0, 64, 5000, dtype=jnp.float32)
   keys = jax.random.bits(jax.random.key(1), (64, 2), jnp.uint32)
   arguments = z, jnp.ones((64,)), keys, jnp.zeros((64,), bool)
   found, wanted = (
-      exact_jit(functools.partial(sample_token.draw, **how))(*arguments)[0]
-      for how in (_HOW, {'interpret': True})
+      exact_jit(functools.partial(draw, **how))(*arguments)[0]
+      for draw, how in (
+          (module.draw, _HOW),
+          (sample_token.draw, {'interpret': True}),
+      )
   )
   # A near tie may fall the other way: logarithms differ in their last bits.
   assert np.sum(np.asarray(found) != np.asarray(wanted)) <= 1

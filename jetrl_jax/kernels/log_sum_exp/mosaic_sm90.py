@@ -195,48 +195,49 @@ def as_copied(logits_MV: Array, interpret: bool) -> Array:
   return jnp.pad(logits_MV, ((0, 0), (0, pad))) if pad else logits_MV
 
 
-def _joined(shape: tuple[int, ...]):
+def joined(shape: tuple[int, ...]):
   """Returns the layout of a row's chunks."""
   return plgpu.Layout.WG_STRIDED(shape, vec_size=1)
 
 
 def load_parts(refs: Sequence, row, vocab: int) -> tuple:
-  """Returns (numbers of the chunks of a row, their parts as in `chunk_stats`).
+  """Returns (numbers of the chunks of a row, some of their parts).
 
-  Where there is no chunk the parts are what adds nothing.
+  Args:
+    refs: the first of what `chunk_stats` returns, or all.
+    row: its number.
+    vocab: tokens; where there is no chunk the parts are what adds nothing.
   """
   shape = refs[0].shape[1:]
-  layout = _joined(shape)
+  layout = joined(shape)
   at = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout)
   is_there = at < pl.cdiv(vocab, CHUNK)
   parts = [
       jnp.where(is_there, tools.load(ref.at[row], layout), other)
-      for ref, other in zip(refs, (LOWEST, 0.0, 0.0), strict=True)
+      for ref, other in zip(refs, (LOWEST, 0.0, 0.0), strict=False)
   ]
   return at, *parts
 
 
-def join_stats(top, total, weighted, *, interpret: bool) -> tuple:
-  """Returns a row's log-sum-exp and mean, of its parts."""
+def join(top, total, *, interpret: bool) -> tuple:
+  """Returns a row's log-sum-exp, its sum, and the scales of its chunks."""
   row_top = jnp.max(top)
   scale = jnp.exp(top - row_top)
   # Rounded: two kernels join, and a sum that takes a product in is another.
-  total, weighted = (
-      tools.product(x, scale, interpret, _joined(top.shape))
-      for x in (total, weighted)
-  )
+  total = tools.product(total, scale, interpret, joined(top.shape))
   row_total = jnp.sum(total)
-  # A chunk that counts for nothing may have an infinite sum.
-  weighted = jnp.where(scale > 0.0, weighted, 0.0)
-  return row_top + jnp.log(row_total), jnp.sum(weighted) / row_total
+  return row_top + jnp.log(row_total), row_total, scale
 
 
 def _join_kernel(*refs, vocab: int, interpret: bool):
   """Joins the chunks of a row."""
   *part_refs, lse_ref, mean_ref = refs
   row = lax.axis_index('row')
-  _, *parts = load_parts(part_refs, row, vocab)
-  lse_ref[row], mean_ref[row] = join_stats(*parts, interpret=interpret)
+  _, top, total, weighted = load_parts(part_refs, row, vocab)
+  lse_ref[row], row_total, scale = join(top, total, interpret=interpret)
+  # A chunk that counts for nothing may have an infinite sum.
+  weighted = jnp.where(scale > 0.0, weighted * scale, 0.0)
+  mean_ref[row] = jnp.sum(weighted) / row_total
 
 
 @lowered_once('interpret')
