@@ -124,8 +124,9 @@ def overrides(variant: str) -> dict:
       `precision.quantize_lm_head`), 'selective' (see `model.remat`),
       'inexact' (see `precision.exact`), 'tile32' (`model.attention_tile`),
       'mosaic' and 'triton' (see `kernels`: attention and gate_up),
-      'mosaic_decode' (the first, and decode's attention), and 'mosaic_draw'
-      (the first, and the log-sum-exp and the draw).
+      'mosaic_decode' (the first, and decode's attention), 'mosaic_draw' (the
+      first, and the log-sum-exp and the draw), and 'mosaic_transpose' (the
+      first, and the quantiser that transposes).
   """
   options = {
       'kv8': {'precision.kv_cache_dtype': 'float8_e4m3fn'},
@@ -138,6 +139,12 @@ def overrides(variant: str) -> dict:
           'kernels': (
               'attention=mosaic_sm90,gate_up=mosaic_sm90'
               ',decode_attention=mosaic_sm90'
+          )
+      },
+      'mosaic_transpose': {
+          'kernels': (
+              'attention=mosaic_sm90,gate_up=mosaic_sm90'
+              ',quantize_transpose=mosaic_sm90'
           )
       },
       'mosaic_draw': {

@@ -26,6 +26,11 @@ _ENTRIES = {
     'gate_up.triton_sm90': ['hidden'],
     'log_sum_exp.mosaic_sm90': ['row_stats'],
     'log_sum_exp.triton': ['row_stats'],
+    'quantize_transpose.mosaic_sm90': ['quantize_and_transpose', 'transpose'],
+    'quantize_transpose.mosaic_per_block_sm90': [
+        'quantize_both_ways',
+        'regroup_and_transpose',
+    ],
     'quantize_transpose.triton': ['quantize_and_transpose', 'transpose'],
     'quantize_transpose.triton_per_block': [
         'quantize_both_ways',

@@ -37,14 +37,18 @@ TABLE: dict[str, tuple[str, ...]] = {
     'gate_up': ('mosaic_sm90', 'triton_sm90', REFERENCE),
     'log_sum_exp': ('triton', 'mosaic_sm90', REFERENCE),
     'mlp': ('triton', REFERENCE),
-    'quantize_transpose': ('triton', REFERENCE),
+    'quantize_transpose': ('triton', 'mosaic_sm90', REFERENCE),
     'requantize': ('triton', REFERENCE),
     'rope_append': ('triton', REFERENCE),
     'sample_token': ('triton', 'mosaic_sm90', REFERENCE),
     'swiglu': ('triton', REFERENCE),
 }
 # Those that no GPU has run: they run where they are named.
-_UNTRIED = {('log_sum_exp', 'mosaic_sm90'), ('sample_token', 'mosaic_sm90')}
+_UNTRIED = {
+    ('log_sum_exp', 'mosaic_sm90'),
+    ('quantize_transpose', 'mosaic_sm90'),
+    ('sample_token', 'mosaic_sm90'),
+}
 
 
 # Operations of a rollout whose bits are those of an operation of training: they

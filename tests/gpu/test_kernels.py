@@ -35,6 +35,9 @@ from jetrl_jax.kernels.gate_up import mosaic_sm90 as gate_up_in_mosaic
 from jetrl_jax.kernels.gate_up import triton_sm90 as gate_up
 from jetrl_jax.kernels.log_sum_exp import mosaic_sm90 as log_sum_exp_in_mosaic
 from jetrl_jax.kernels.log_sum_exp import triton as log_sum_exp_kernel
+from jetrl_jax.kernels.quantize_transpose import (
+    mosaic_sm90 as transpose_in_mosaic,
+)
 from jetrl_jax.kernels.quantize_transpose import triton as transpose
 from jetrl_jax.kernels.requantize import changed_share
 from jetrl_jax.kernels.requantize import triton as requantize
@@ -176,7 +179,11 @@ def test_noise_is_that_of_the_plain_generator(module):
 
 
 @pytest.mark.parametrize('dtype', [formats.E4M3, formats.E5M2])
-def test_one_pass_turns_round_what_xla_quantises(dtype):
+@pytest.mark.parametrize(
+    'module',
+    [transpose, pytest.param(transpose_in_mosaic, marks=_MOSAIC.marks)],
+)
+def test_one_pass_turns_round_what_xla_quantises(module, dtype):
   x = _normal(0, 1024, 640, spread=4.0)
   scale, mask_M = jnp.float32(0.25), jnp.asarray(np.arange(1024) % 7 != 0, 'f4')
   valid = jnp.where(mask_M[:, None] > 0, x, 0)
@@ -185,7 +192,7 @@ def test_one_pass_turns_round_what_xla_quantises(dtype):
       lambda x: tuple(
           jax.tree.leaves(
               vars(
-                  transpose.quantize_and_transpose(
+                  module.quantize_and_transpose(
                       x, scale, mask_M, dtype, row_major=True, **_HOW
                   )
               )
@@ -198,7 +205,7 @@ def test_one_pass_turns_round_what_xla_quantises(dtype):
   seen, sums = health.measure(x, QTensor(values=wanted, scale=scale), mask_M)
   assert amax == seen and np.array_equal(quantization_error[:2], sums[1:3])
   np.testing.assert_allclose(quantization_error[2:], sums[3:], rtol=1e-5)
-  transposed = exact_jit(functools.partial(transpose.transpose, **_HOW))
+  transposed = exact_jit(functools.partial(module.transpose, **_HOW))
   assert np.array_equal(_bytes(transposed(wanted)), _bytes(wanted).T)
 
 
