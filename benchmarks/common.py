@@ -124,8 +124,10 @@ def overrides(variant: str) -> dict:
       `precision.quantize_lm_head`), 'selective' (see `model.remat`),
       'inexact' (see `precision.exact`), 'tile32' (`model.attention_tile`),
       'mosaic' and 'triton' (see `kernels`: attention and gate_up),
-      'mosaic_decode' (the first, and decode's attention), and 'mosaic_rows'
-      (the first, and what goes over rows in one pass).
+      'mosaic_decode' (the first, and decode's attention), 'mosaic_rows' (the
+      first, and what goes over rows in one pass), 'mosaic_draw' (the first, and
+      the log-sum-exp and the draw), and 'mosaic_transpose' (the first, and the
+      quantiser that transposes).
   """
   options = {
       'kv8': {'precision.kv_cache_dtype': 'float8_e4m3fn'},
@@ -145,6 +147,18 @@ def overrides(variant: str) -> dict:
               'attention=mosaic_sm90,gate_up=mosaic_sm90'
               ',add_norm_quantize=mosaic_sm90,rope_append=mosaic_sm90'
               ',swiglu=mosaic_sm90,requantize=mosaic_sm90'
+          )
+      },
+      'mosaic_transpose': {
+          'kernels': (
+              'attention=mosaic_sm90,gate_up=mosaic_sm90'
+              ',quantize_transpose=mosaic_sm90'
+          )
+      },
+      'mosaic_draw': {
+          'kernels': (
+              'attention=mosaic_sm90,gate_up=mosaic_sm90'
+              ',log_sum_exp=mosaic_sm90,sample_token=mosaic_sm90'
           )
       },
       'triton': {'kernels': 'attention=triton,gate_up=triton_sm90'},

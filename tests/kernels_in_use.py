@@ -25,7 +25,13 @@ _ENTRIES = {
     'decode_attention.triton': ['decode'],
     'gate_up.mosaic_sm90': ['hidden'],
     'gate_up.triton_sm90': ['hidden'],
+    'log_sum_exp.mosaic_sm90': ['row_stats'],
     'log_sum_exp.triton': ['row_stats'],
+    'quantize_transpose.mosaic_sm90': ['quantize_and_transpose', 'transpose'],
+    'quantize_transpose.mosaic_per_block_sm90': [
+        'quantize_both_ways',
+        'regroup_and_transpose',
+    ],
     'quantize_transpose.triton': ['quantize_and_transpose', 'transpose'],
     'quantize_transpose.triton_per_block': [
         'quantize_both_ways',
@@ -35,6 +41,7 @@ _ENTRIES = {
     'requantize.triton': ['renew'],
     'rope_append.mosaic_sm90': ['rotate_and_append'],
     'rope_append.triton': ['rotate_and_append'],
+    'sample_token.mosaic_sm90': ['draw'],
     'sample_token.triton': ['draw'],
     'swiglu.mosaic_sm90': ['swiglu_of'],
     'swiglu.triton': ['swiglu_of'],

@@ -42,7 +42,8 @@ class QTensor:
 
 def is_recordable(amax: Array) -> Array:
   """Returns whether an amax may enter a history: finite and above zero."""
-  return jnp.isfinite(amax) & (amax > 0)
+  # Not `isfinite`, which kernels lack. NaN is neither.
+  return (amax > 0) & (amax < jnp.inf)
 
 
 def scale_from_amax(

@@ -35,19 +35,22 @@ TABLE: dict[str, tuple[str, ...]] = {
     'block_scaled_dot': ('mosaic_sm90', 'triton', REFERENCE),
     'decode_attention': ('triton', 'mosaic_sm90', REFERENCE),
     'gate_up': ('mosaic_sm90', 'triton_sm90', REFERENCE),
-    'log_sum_exp': ('triton', REFERENCE),
+    'log_sum_exp': ('triton', 'mosaic_sm90', REFERENCE),
     'mlp': ('triton', REFERENCE),
-    'quantize_transpose': ('triton', REFERENCE),
+    'quantize_transpose': ('triton', 'mosaic_sm90', REFERENCE),
     'requantize': ('triton', 'mosaic_sm90', REFERENCE),
     'rope_append': ('triton', 'mosaic_sm90', REFERENCE),
-    'sample_token': ('triton', REFERENCE),
+    'sample_token': ('triton', 'mosaic_sm90', REFERENCE),
     'swiglu': ('triton', 'mosaic_sm90', REFERENCE),
 }
 # Those that no GPU has run: they run where they are named.
 _UNTRIED = {
     ('add_norm_quantize', 'mosaic_sm90'),
+    ('log_sum_exp', 'mosaic_sm90'),
+    ('quantize_transpose', 'mosaic_sm90'),
     ('requantize', 'mosaic_sm90'),
     ('rope_append', 'mosaic_sm90'),
+    ('sample_token', 'mosaic_sm90'),
     ('swiglu', 'mosaic_sm90'),
 }
 
@@ -61,6 +64,8 @@ _REPEATS = {
 }
 # The same the other way round: the two references agree, and the two kernels.
 _REPEATED = {'attention': 'decode_attention'}
+# Those of them whose kernels have the same bits in one backend only.
+_OF_ONE_BACKEND = {'sample_token': 'log_sum_exp'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +127,8 @@ def select(setting: str = 'auto', hardware: Hardware | None = None) -> Kernels:
       GPU has run; 'reference' for none but plain JAX; or
       'OPERATION=IMPLEMENTATION,...' for the named ones, all others as in
       'auto', less those whose bits would then differ between rollout and
-      training.
+      training. Of two that have the same bits in one backend only, one that is
+      named chooses for the other.
     hardware: by default the one at hand.
 
   Raises:
@@ -141,18 +147,37 @@ def select(setting: str = 'auto', hardware: Hardware | None = None) -> Kernels:
       for operation, names in TABLE.items()
   }
   wanted = {} if setting == 'auto' else _parsed(setting, hardware)
-  chosen |= wanted
+  chosen |= _followers(wanted) | wanted
   for operation, like in (_REPEATS | _REPEATED).items():
-    if chosen[like] != REFERENCE or chosen[operation] == REFERENCE:
+    if _agree(operation, like, chosen):
       continue
     if operation in wanted:
       raise ValueError(
           f'kernels is {setting!r}; {operation} has the bits of {like}, so'
-          f' {like}=reference goes with {operation}=reference: leave'
+          f' {like}={chosen[like]} goes with {operation}={chosen[like]}: leave'
           f' {operation} out'
       )
     chosen[operation] = REFERENCE
   return Kernels(tuple(chosen.items()), tuple(wanted))
+
+
+def _followers(wanted: dict[str, str]) -> dict[str, str]:
+  """Returns what is of one backend with what was named, and was not named."""
+  return {
+      other: wanted[one]
+      for pair in _OF_ONE_BACKEND.items()
+      for one, other in (pair, pair[::-1])
+      if wanted.get(one, REFERENCE) != REFERENCE and wanted[one] in TABLE[other]
+  }
+
+
+def _agree(operation: str, like: str, chosen: dict[str, str]) -> bool:
+  """Whether an operation has the bits of another one, or no kernel."""
+  mine, other = chosen[operation], chosen[like]
+  if mine == REFERENCE:
+    return True
+  one_backend = _OF_ONE_BACKEND.get(operation) == like
+  return other != REFERENCE and (mine == other or not one_backend)
 
 
 def why_none(hardware: Hardware | None = None) -> str:

@@ -38,7 +38,11 @@ MEMORY_REGISTERS = 40
 
 
 def kernel_options(
-    interpret: bool, *, overlap: bool = False, barriers: bool = True
+    interpret: bool,
+    *,
+    overlap: bool = False,
+    barriers: bool = True,
+    approximate: bool = True,
 ) -> dict:
   """Returns keywords of `plgpu.kernel`.
 
@@ -48,12 +52,13 @@ def kernel_options(
       race.
     barriers: the warps of a warpgroup wait for each other around every store. A
       program does not need it if it reads nothing that it writes.
+    approximate: exponentials and logarithms are instructions of the device.
   """
   if interpret:
     races = plgpu.InterpretGPUParams(detect_races=not overlap)
     return {'interpret': races}
   params = plgpu.CompilerParams(
-      approx_math=True, unsafe_no_auto_barriers=not barriers
+      approx_math=approximate, unsafe_no_auto_barriers=not barriers
   )
   return {'compiler_params': params}
 
@@ -159,9 +164,9 @@ def power_of_2(x):
 
 
 def instruction(
-    name: str, x, *more, literals: tuple[str, ...] = (), layout=None
+    name: str, x, *more, literals: tuple[str, ...] = (), layout: Any = None
 ):
-  """Returns one instruction of the device, of float32.
+  """Returns one instruction of the device, of float32 in one layout.
 
   Such an instruction is rounded by itself: one with a rounding in its name is
   not fused with a following addition, as a compiler may do with others.
@@ -217,6 +222,18 @@ def scaled(x, factor: float, interpret: bool):
 def ratio(x, y, interpret: bool):
   """Returns x / y of float32."""
   return x / y if interpret else instruction('div.full.f32', x, y)
+
+
+def multiply_add(x, y, z, interpret: bool, layout: Any = plgpu.Layout.WGMMA):
+  """Returns x * y + z of float32, rounded once."""
+  if interpret:
+    return x * y + z
+  return instruction('fma.rn.f32', x, y, z, layout=layout)
+
+
+def product(x, y, interpret: bool, layout: Any = plgpu.Layout.WGMMA):
+  """Returns x * y of float32, rounded whatever follows."""
+  return x * y if interpret else instruction('mul.rn.f32', x, y, layout=layout)
 
 
 def has_read() -> None:

@@ -34,7 +34,11 @@ from jetrl_jax.kernels.decode_attention import triton as attention_decode
 from jetrl_jax.kernels.decode_attention.triton_split import Split
 from jetrl_jax.kernels.gate_up import mosaic_sm90 as gate_up_in_mosaic
 from jetrl_jax.kernels.gate_up import triton_sm90 as gate_up
+from jetrl_jax.kernels.log_sum_exp import mosaic_sm90 as log_sum_exp_in_mosaic
 from jetrl_jax.kernels.log_sum_exp import triton as log_sum_exp_kernel
+from jetrl_jax.kernels.quantize_transpose import (
+    mosaic_sm90 as transpose_in_mosaic,
+)
 from jetrl_jax.kernels.quantize_transpose import triton as transpose
 from jetrl_jax.kernels.requantize import changed_share
 from jetrl_jax.kernels.requantize import mosaic_sm90 as requantize_in_mosaic
@@ -42,6 +46,7 @@ from jetrl_jax.kernels.requantize import triton as requantize_in_triton
 from jetrl_jax.kernels.rope_append import mosaic_sm90 as rope_in_mosaic
 from jetrl_jax.kernels.rope_append import reference as rope_reference
 from jetrl_jax.kernels.rope_append import triton as rope_in_triton
+from jetrl_jax.kernels.sample_token import mosaic_sm90 as sample_token_in_mosaic
 from jetrl_jax.kernels.sample_token import triton as sample_token
 from jetrl_jax.kernels.swiglu import triton_backward as swiglu_backward
 
@@ -161,32 +166,66 @@ def test_rotary_and_append_have_the_bits_of_the_plain_form(rope, kind, shape):
     assert before is None or not np.array_equal(_bytes(a), _bytes(before))
 
 
+def _tempered(vocab: int):
+  """Returns 128 rows of logits, and half of them in float64."""
+  z = _normal(0, 128, vocab, dtype=jnp.float32) * 5
+  return (2 * z, jnp.full((128,), 0.5)), np.asarray(z, np.float64)
+
+
 # Of Qwen and of Llama: 38 chunks in a power of two of them, and 32.
 @pytest.mark.parametrize('vocab', [152064, 128256])
-def test_a_log_sum_exp_has_the_bits_of_its_row_alone(vocab):
-  z = _normal(0, 128, vocab, dtype=jnp.float32) * 5
-  inverse = jnp.full((128,), 0.5)
-  kernel = exact_jit(lambda *a: log_sum_exp_kernel.row_stats(*a, **_HOW))
-  lse, mean = kernel(2 * z, inverse)
-  few, few_mean = kernel(2 * z[:16], inverse[:16])
-  assert np.array_equal(few, lse[:16]) and np.array_equal(few_mean, mean[:16])
-  # Decode's comes with the draw.
-  draw = exact_jit(lambda *a: sample_token.draw(*a, **_HOW))
-  keys = jnp.ones((128, 2), jnp.uint32)
-  _, beside = draw(2 * z, inverse, keys, jnp.zeros((128,), bool))
-  assert np.array_equal(beside, lse)
-  wide = np.asarray(z, np.float64)
-  exact = np.log(np.sum(np.exp(wide), axis=1))
+@pytest.mark.parametrize(
+    'module',
+    [
+        log_sum_exp_kernel,
+        pytest.param(log_sum_exp_in_mosaic, marks=_MOSAIC.marks),
+    ],
+)
+def test_a_log_sum_exp_has_the_bits_of_its_row_alone(module, vocab):
+  operands, z = _tempered(vocab)
+  kernel = exact_jit(lambda *a: module.row_stats(*a, **_HOW))
+  lse, mean = kernel(*operands)
+  few, few_mean = kernel(*(x[-16:] for x in operands))
+  assert np.array_equal(few, lse[-16:]) and np.array_equal(few_mean, mean[-16:])
+  exact = np.log(np.sum(np.exp(z), axis=1))
   np.testing.assert_allclose(lse, exact, rtol=1e-6)
+  p = np.exp(z - exact[:, None])
+  np.testing.assert_allclose(mean, np.sum(p * z, axis=1), rtol=1e-5, atol=1e-4)
 
 
-def test_rows_draw_their_tokens_alone_and_with_their_probabilities():
+@pytest.mark.parametrize('vocab', [152064, 128256])
+@pytest.mark.parametrize(
+    'training, decode',
+    [
+        (log_sum_exp_kernel, sample_token),
+        pytest.param(
+            log_sum_exp_in_mosaic, sample_token_in_mosaic, marks=_MOSAIC.marks
+        ),
+    ],
+)
+def test_a_draw_has_the_log_sum_exp_of_training(training, decode, vocab):
+  (logits, inverse), _ = _tempered(vocab)
+  stats = exact_jit(lambda *a: training.row_stats(*a, **_HOW))
+  draw = exact_jit(lambda *a: decode.draw(*a, **_HOW))
+  keys = jnp.ones((16, 2), jnp.uint32)
+  few = logits[:16], inverse[:16], keys, jnp.zeros((16,), bool)
+  assert np.array_equal(draw(*few)[1], stats(logits, inverse)[0][:16])
+
+
+_DRAWS = [
+    sample_token,
+    pytest.param(sample_token_in_mosaic, marks=_MOSAIC.marks),
+]
+
+
+@pytest.mark.parametrize('module', _DRAWS)
+def test_rows_draw_their_tokens_alone_and_with_their_probabilities(module):
   rows, vocab = (20000, 5000) if on_gpu() else (64, 5000)
   tokens, logits = np.array([0, 1500, 4095, 4096, 4999]), np.arange(5) / 2
   z = jnp.full((rows, vocab), -100.0).at[:, tokens].set(logits)
   keys = jax.random.bits(jax.random.key(0), (rows, 2), jnp.uint32)
   greedy = jnp.zeros((rows,), bool).at[3].set(True)
-  draw = exact_jit(lambda *a: sample_token.draw(*a, **_HOW))
+  draw = exact_jit(lambda *a: module.draw(*a, **_HOW))
   arguments = 2 * z, jnp.full((rows,), 0.5), keys, greedy
   found = np.asarray(draw(*arguments)[0])
   few = [x[:16] for x in arguments]
@@ -198,20 +237,28 @@ def test_rows_draw_their_tokens_alone_and_with_their_probabilities():
   assert ((seen - expected) ** 2 / expected).sum() < 18.47
 
 
-def test_noise_is_that_of_the_plain_generator():
+@pytest.mark.parametrize('module', _DRAWS)
+def test_noise_is_that_of_the_plain_generator(module):
   z = _normal(0, 64, 5000, dtype=jnp.float32)
   keys = jax.random.bits(jax.random.key(1), (64, 2), jnp.uint32)
   arguments = z, jnp.ones((64,)), keys, jnp.zeros((64,), bool)
   found, wanted = (
-      exact_jit(functools.partial(sample_token.draw, **how))(*arguments)[0]
-      for how in (_HOW, {'interpret': True})
+      exact_jit(functools.partial(draw, **how))(*arguments)[0]
+      for draw, how in (
+          (module.draw, _HOW),
+          (sample_token.draw, {'interpret': True}),
+      )
   )
   # A near tie may fall the other way: logarithms differ in their last bits.
   assert np.sum(np.asarray(found) != np.asarray(wanted)) <= 1
 
 
 @pytest.mark.parametrize('dtype', [formats.E4M3, formats.E5M2])
-def test_one_pass_turns_round_what_xla_quantises(dtype):
+@pytest.mark.parametrize(
+    'module',
+    [transpose, pytest.param(transpose_in_mosaic, marks=_MOSAIC.marks)],
+)
+def test_one_pass_turns_round_what_xla_quantises(module, dtype):
   x = _normal(0, 1024, 640, spread=4.0)
   scale, mask_M = jnp.float32(0.25), jnp.asarray(np.arange(1024) % 7 != 0, 'f4')
   valid = jnp.where(mask_M[:, None] > 0, x, 0)
@@ -220,7 +267,7 @@ def test_one_pass_turns_round_what_xla_quantises(dtype):
       lambda x: tuple(
           jax.tree.leaves(
               vars(
-                  transpose.quantize_and_transpose(
+                  module.quantize_and_transpose(
                       x, scale, mask_M, dtype, row_major=True, **_HOW
                   )
               )
@@ -233,7 +280,7 @@ def test_one_pass_turns_round_what_xla_quantises(dtype):
   seen, sums = health.measure(x, QTensor(values=wanted, scale=scale), mask_M)
   assert amax == seen and np.array_equal(quantization_error[:2], sums[1:3])
   np.testing.assert_allclose(quantization_error[2:], sums[3:], rtol=1e-5)
-  transposed = exact_jit(functools.partial(transpose.transpose, **_HOW))
+  transposed = exact_jit(functools.partial(module.transpose, **_HOW))
   assert np.array_equal(_bytes(transposed(wanted)), _bytes(wanted).T)
 
 

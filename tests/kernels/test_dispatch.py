@@ -73,6 +73,14 @@ def test_decode_attention_without_triton_is_mosaics_and_so_is_attention():
   assert found['decode_attention'] == found['attention'] == 'mosaic_sm90'
 
 
+@pytest.mark.parametrize('named', ['log_sum_exp', 'sample_token'])
+def test_what_has_equal_bits_in_one_backend_only_is_named_together(named):
+  for name, other in (('mosaic_sm90', WITHOUT_TRITON), ('triton', HOPPER)):
+    for hardware in (HOPPER, other):
+      found = chosen(hardware, f'{named}={name}')
+      assert found['log_sum_exp'] == found['sample_token'] == name
+
+
 def test_shapes_that_only_triton_takes_say_so_where_it_is_not(monkeypatch):
   monkeypatch.setattr(dispatch, 'has_triton', lambda: True)
   assert dispatch.triton_instead('attention', 'heads') == 'triton'
@@ -136,6 +144,17 @@ def test_a_draw_and_gate_up_may_go_alone():
             HOPPER,
             'decode_attention has the bits of attention, so attention=reference'
             ' goes with decode_attention=reference',
+        ),
+        (
+            'sample_token=mosaic_sm90,log_sum_exp=triton',
+            HOPPER,
+            'log_sum_exp=triton goes with sample_token=triton',
+        ),
+        (
+            'log_sum_exp=mosaic_sm90,sample_token=triton',
+            HOPPER,
+            'log_sum_exp=mosaic_sm90 goes with sample_token=mosaic_sm90: leave'
+            ' sample_token out',
         ),
     ],
 )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax.kernels.log_sum_exp import triton as log_sum_exp_kernel
+from jetrl_jax.kernels.sample_token import noise
 from jetrl_jax.kernels.sample_token import triton as sample_token
 from tests.hurry import fast_compile_jit
 
@@ -54,14 +55,16 @@ def _draw_and_sum(logits_BV, seed=0, greedy=False, inverse=1.0):
 )
 def test_philox_gives_the_words_of_its_reference(counter, key, expected):
   # The three vectors for philox4x32-10 that Random123 is published with.
-  words = sample_token.philox(
+  words = noise.philox(
       [jnp.uint32(x) for x in counter], [jnp.uint32(x) for x in key]
   )
   assert ' '.join(f'{int(word):08x}' for word in words) == expected
 
 
 def _gumbel(bits):
-  log2_e = sample_token.log2_exponential(jnp.asarray(bits), True)
+  log2_e = noise.log2_exponential(
+      jnp.asarray(bits), jnp.log2, lambda x, y, z: x * y + z
+  )
   return -math.log(2) * np.asarray(log2_e)
 
 
@@ -92,23 +95,23 @@ def test_drawn_frequencies_pass_a_chi_square_test_over_several_chunks():
 def test_neighbouring_tokens_have_noise_of_their_own():
   # All four words of many counters, and two keys.
   zeros, lanes = jnp.zeros(4096, jnp.uint32), jnp.arange(4096, dtype=jnp.uint32)
-  noise = np.concatenate(
+  found = np.concatenate(
       [
           _gumbel(word)
           for key in (1, 2)
-          for word in sample_token.philox(
+          for word in noise.philox(
               (lanes, zeros, zeros, zeros),
               (jnp.uint32(key), jnp.uint32(0)),
           )
       ]
   ).reshape(8, 4096)
   # Mean: Euler's constant; variance: pi^2 / 6.
-  assert abs(noise.mean() - 0.5772) < 0.03
-  assert abs(noise.var() - math.pi**2 / 6) < 0.1
-  correlated = np.corrcoef(noise) - np.eye(8)
+  assert abs(found.mean() - 0.5772) < 0.03
+  assert abs(found.var() - math.pi**2 / 6) < 0.1
+  correlated = np.corrcoef(found) - np.eye(8)
   assert np.abs(correlated).max() < 0.07
   assert (
-      abs(np.corrcoef(noise[:, 1:].ravel(), noise[:, :-1].ravel())[0, 1]) < 0.03
+      abs(np.corrcoef(found[:, 1:].ravel(), found[:, :-1].ravel())[0, 1]) < 0.03
   )
 
 

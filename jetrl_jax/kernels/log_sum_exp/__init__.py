@@ -24,20 +24,22 @@ __all__ = ['row_stats', 'temper']
 
 
 def _stats(logits_MV: Array, inverse_M: Array) -> tuple[Array, Array]:
-  match dispatch.implementation('log_sum_exp'):
+  name = dispatch.implementation('log_sum_exp')
+  match name:
+    case 'mosaic_sm90':
+      from jetrl_jax.kernels.log_sum_exp import mosaic_sm90 as module
     case 'triton':
-      from jetrl_jax.kernels.log_sum_exp import triton
-
-      return stands_for.kernel(
-          'log_sum_exp',
-          'triton',
-          triton.row_stats,
-          reference.row_stats,
-          logits_MV,
-          inverse_M,
-      )
+      from jetrl_jax.kernels.log_sum_exp import triton as module
     case _:
       return reference.row_stats(logits_MV, inverse_M)
+  return stands_for.kernel(
+      'log_sum_exp',
+      name,
+      module.row_stats,
+      reference.row_stats,
+      logits_MV,
+      inverse_M,
+  )
 
 
 @jax.custom_vjp

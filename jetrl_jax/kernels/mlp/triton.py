@@ -28,7 +28,7 @@ from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.kernels import gate_up as gate_up_op
 from jetrl_jax.kernels.gate_up import reference as dot_and_swiglu
 from jetrl_jax.kernels.mlp.reference import Operands
-from jetrl_jax.kernels.quantize_transpose import triton as transpose
+from jetrl_jax.kernels.quantize_transpose import grid
 from jetrl_jax.kernels.quantized_dot import linear, per_tensor
 from jetrl_jax.kernels.swiglu import triton_backward as swiglu_backward
 
@@ -38,7 +38,7 @@ def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
   # The kernel scales the first dot's product as late as the forward does, and
   # counts by the distance between bfloat16 values.
   computes = recipe.may_scale_late and recipe.compute_dtype == 'bfloat16'
-  return computes and transpose.fits(dims)
+  return computes and grid.fits(dims)
 
 
 def hidden(
@@ -98,7 +98,7 @@ def mlp(
 
 def _whole_tiles(x: Array) -> Array:
   """Adds rows of zeros up to whole tiles."""
-  missing = -x.shape[0] % transpose.TILE
+  missing = -x.shape[0] % grid.TILE
   if not missing:
     return x
   return jnp.concatenate([x, jnp.zeros((missing, *x.shape[1:]), x.dtype)])

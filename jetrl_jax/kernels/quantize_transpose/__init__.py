@@ -21,7 +21,7 @@ from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import health
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.kernels import dispatch
-from jetrl_jax.kernels.quantize_transpose import reference
+from jetrl_jax.kernels.quantize_transpose import grid, reference
 from jetrl_jax.kernels.quantize_transpose.reference import QuantizedPair
 
 __all__ = [
@@ -36,22 +36,42 @@ __all__ = [
 
 def fits(dims: tuple[int, ...]) -> bool:
   """Whether a kernel transposes matrices of these dims."""
-  match dispatch.implementation('quantize_transpose'):
-    case 'triton':
-      from jetrl_jax.kernels.quantize_transpose import triton
+  return dispatch.has_kernel('quantize_transpose') and grid.fits(dims)
 
-      return triton.fits(dims)
-    case _:
-      return False
+
+def _kernel():
+  """Returns the module of the kernel in use, which is no reference."""
+  if dispatch.implementation('quantize_transpose') == 'mosaic_sm90':
+    from jetrl_jax.kernels.quantize_transpose import mosaic_sm90
+
+    return mosaic_sm90
+  from jetrl_jax.kernels.quantize_transpose import triton
+
+  return triton
+
+
+def _kernel_per_block():
+  """The same of the kernels that quantise in groups."""
+  if dispatch.implementation('quantize_transpose') == 'mosaic_sm90':
+    from jetrl_jax.kernels.quantize_transpose import mosaic_per_block_sm90
+
+    return mosaic_per_block_sm90
+  from jetrl_jax.kernels.quantize_transpose import triton_per_block
+
+  return triton_per_block
+
+
+def _quantises(x: Array) -> bool:
+  """Whether a kernel quantises this matrix; Hopper transposes 16 bits."""
+  name = dispatch.implementation('quantize_transpose')
+  return fits(x.shape) and (name == 'triton' or x.dtype.itemsize == 2)
 
 
 def transpose(x_MN: Array) -> Array:
   """Returns the transpose of an 8-bit matrix."""
   if not fits(x_MN.shape):
     return x_MN.T
-  from jetrl_jax.kernels.quantize_transpose import triton
-
-  return triton.transpose(x_MN)
+  return _kernel().transpose(x_MN)
 
 
 def quantize_and_transpose(
@@ -70,16 +90,14 @@ def quantize_and_transpose(
     row_major: also return the values that are not transposed.
   """
   operands = x_MN, scale, row_mask_M, dtype
-  if not fits(x_MN.shape):
+  if not _quantises(x_MN):
     return reference.quantize_and_transpose(*operands, row_major=row_major)
-  from jetrl_jax.kernels.quantize_transpose import triton
-
-  return triton.quantize_and_transpose(*operands, row_major=row_major)
+  return _kernel().quantize_and_transpose(*operands, row_major=row_major)
 
 
-def _fits_per_block(shape: tuple[int, ...]) -> bool:
-  """Whether a kernel quantises a matrix of this shape in groups."""
-  return fits(shape) and math.prod(shape) <= dispatch.MOST_VALUES
+def _is_addressed(x: Array) -> bool:
+  """Whether kernels that quantise in groups can address all values."""
+  return math.prod(x.shape) <= dispatch.MOST_VALUES
 
 
 def quantize_both_ways(
@@ -100,11 +118,9 @@ def quantize_both_ways(
     what the rows show)
   """
   scaling = dict(margin=margin, power_of_two=power_of_two)
-  if not _fits_per_block(x_MN.shape):
+  if not (_quantises(x_MN) and _is_addressed(x_MN)):
     return reference.quantize_both_ways(x_MN, row_mask_M, dtype, **scaling)
-  from jetrl_jax.kernels.quantize_transpose import triton_per_block
-
-  row_major, transposed, amax, lost = triton_per_block.quantize_both_ways(
+  row_major, transposed, amax, lost = _kernel_per_block().quantize_both_ways(
       x_MN, row_mask_M, dtype, **scaling
   )
   sums = health.with_elements(lost, x_MN.shape[1], row_mask_M)
@@ -127,8 +143,6 @@ def regroup_and_transpose(
     The transpose, [N, M] with scales [N, M / 128], M up to a multiple of 128.
   """
   scaling = dict(margin=margin, power_of_two=power_of_two)
-  if not _fits_per_block(x8.values.shape):
+  if not (fits(x8.values.shape) and _is_addressed(x8.values)):
     return reference.regroup_and_transpose(x8, dtype, **scaling)
-  from jetrl_jax.kernels.quantize_transpose import triton_per_block
-
-  return triton_per_block.regroup_and_transpose(x8, **scaling)
+  return _kernel_per_block().regroup_and_transpose(x8, **scaling)

@@ -23,10 +23,8 @@ since four statistics of each value are many instructions
 (docs/performance_log.md).
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -34,18 +32,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jetrl_jax.core.typing import Array
-from jetrl_jax.fp8 import formats
 from jetrl_jax.kernels.calls import lowered_once
+from jetrl_jax.kernels.quantize_transpose.grid import (
+    NUMBERS,
+    TILE,
+    Grid,
+    quantization_error_of,
+)
 from jetrl_jax.kernels.quantize_transpose.reference import QuantizedPair
 from jetrl_jax.kernels.triton_tools import kernel_options, row_slices
 
-TILE = 128  # what both dims are multiples of; rows of a program
 WORDS = TILE // 4
 # Columns of a program that quantises, and warps: the fastest of five shapes.
 _WIDTH = 64
 _WARPS = 4
-# A tile's two counts share one number.
-FLUSHED = 1 << 16
 
 
 def join(parts: Sequence[QuantizedPair]) -> QuantizedPair:
@@ -63,11 +63,6 @@ def join(parts: Sequence[QuantizedPair]) -> QuantizedPair:
           jnp.stack([part.quantization_error for part in parts]), axis=0
       ),
   )
-
-
-def fits(shape: tuple[int, ...]) -> bool:
-  """Whether a matrix has whole tiles only."""
-  return all(size % TILE == 0 for size in shape)
 
 
 def byte(values: Array) -> Array:
@@ -112,65 +107,9 @@ def transpose(x_MN: Array, *, interpret: bool = False) -> Array:
   return as_values(out.reshape(columns, rows // 4), x_MN.dtype)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Grid:
-  """The values of an 8-bit format on a scale, inside a kernel.
-
-  Attributes:
-    dtype: the format, a float.
-    limit: its largest value.
-    scale: float32 scalar.
-    inverse: the inverse of the scale.
-    largest: limit * scale.
-  """
-
-  dtype: Any
-  limit: float
-  scale: Array
-  inverse: Array
-  largest: Array
-
-  @classmethod
-  def of(cls, scale: Array, dtype, **more) -> Self:
-    """Returns it; before the loop over rows, as stores fence loads."""
-    limit = formats.format_max(dtype)
-    return cls(
-        dtype=dtype,
-        limit=limit,
-        scale=scale,
-        inverse=1.0 / scale,
-        largest=limit * scale,
-        **more,
-    )
-
-  def look(self, x: Array) -> tuple[Array, tuple[Array, ...]]:
-    """Returns (8-bit values of float32 x, what `gather` makes sums of)."""
-    scaled = x * self.inverse
-    low = self.cast(scaled)
-    stored = low.astype(jnp.float32)
-    error = self.error(x, stored)
-    count = self.count(x, scaled, stored)
-    return low, (jnp.abs(x), count, x * x, error * error)
-
-  def cast(self, scaled: Array) -> Array:
-    """Returns the 8-bit values."""
-    return jnp.clip(scaled, -self.limit, self.limit).astype(self.dtype)
-
-  def error(self, x: Array, stored: Array) -> Array:
-    """Returns what is lost."""
-    return x - stored * self.scale
-
-  def count(self, x: Array, scaled: Array, stored: Array) -> Array:
-    """Returns 1 for each value that saturated, `FLUSHED` for one flushed."""
-    del scaled
-    count = (jnp.abs(x) > self.largest).astype(jnp.int32)
-    return count + ((x != 0) & (stored == 0)).astype(jnp.int32) * FLUSHED
-
-
 # How each of the four numbers of `Grid.look` goes together.
 _REDUCE = (jnp.max, jnp.sum, jnp.sum, jnp.sum)
 _JOIN = (jnp.maximum, jnp.add, jnp.add, jnp.add)
-NUMBERS = (jnp.float32, jnp.int32, jnp.float32, jnp.float32)
 
 
 def no_sums(shape: tuple[int, ...], kinds=NUMBERS) -> list[Array]:
@@ -199,12 +138,6 @@ def write_sums(refs, sums: list[Array]) -> None:
   """Writes a tile's four numbers."""
   for ref, reduce, total in zip(refs, _REDUCE, sums, strict=True):
     ref[...] = reduce(total.astype(ref.dtype))
-
-
-def quantization_error_of(counts: Array, signal: Array, noise: Array) -> Array:
-  """Returns `QuantizedPair.quantization_error` of the numbers of all tiles."""
-  parts = counts % FLUSHED, counts // FLUSHED, signal, noise
-  return jnp.stack([jnp.sum(part.astype(jnp.float32)) for part in parts])
 
 
 def _quantize_kernel(x_ref, mask_ref, scale_ref, *outs, dtype, row_major: bool):

@@ -27,7 +27,12 @@ from jetrl_jax.fp8.quantization import QTensor, scale_from_amax
 from jetrl_jax.fp8.recipes import BLOCK
 from jetrl_jax.kernels.calls import lowered_once
 from jetrl_jax.kernels.quantize_transpose import triton as transpose
-from jetrl_jax.kernels.quantize_transpose.triton import NUMBERS, WORDS, Grid
+from jetrl_jax.kernels.quantize_transpose.grid import (
+    NUMBERS,
+    Grid,
+    quantization_error_of,
+)
+from jetrl_jax.kernels.quantize_transpose.triton import WORDS
 from jetrl_jax.kernels.triton_tools import kernel_options
 
 # Warps of a program, and the sums that its threads keep per row.
@@ -172,7 +177,7 @@ def quantize_both_ways(
       ),
       QTensor(values=transpose.as_values(transposed, low), scale=of_columns.T),
       jnp.max(amax),
-      transpose.quantization_error_of(*quantization_error),
+      quantization_error_of(*quantization_error),
   )
 
 

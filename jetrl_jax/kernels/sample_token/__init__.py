@@ -19,6 +19,17 @@ from jetrl_jax.kernels.sample_token.reference import gumbel_argmax, truncate
 __all__ = ['draw', 'gumbel_argmax', 'truncate']
 
 
+def _kernel(name: str):
+  """Returns a backend's kernel."""
+  if name == 'mosaic_sm90':
+    from jetrl_jax.kernels.sample_token import mosaic_sm90
+
+    return mosaic_sm90.draw
+  from jetrl_jax.kernels.sample_token import triton
+
+  return triton.draw
+
+
 def draw(
     logits_BV: Float[Array, 'B V'],
     inverse_B: Float[Array, ' B'],
@@ -40,15 +51,15 @@ def draw(
     (int32 token ids, the log-sum-exp of z with the bits of
     `log_sum_exp.row_stats`, or None where it is not made on the way)
   """
-  match dispatch.implementation('sample_token'):
-    case 'triton' if mask_BV is None:
-      from jetrl_jax.kernels.sample_token import triton
-
+  name = dispatch.implementation('sample_token')
+  match name:
+    case 'mosaic_sm90' | 'triton' if mask_BV is None:
+      kernel = _kernel(name)
       impl = jax.random.key_impl(keys_B)
 
       def run(*operands):
         with jax.named_scope('sampling'):
-          return triton.draw(*operands)
+          return kernel(*operands)
 
       def both(logits_BV, inverse_B, key_data_B2, greedy_B):
         keys_B = jax.random.wrap_key_data(key_data_B2, impl=impl)
@@ -59,7 +70,7 @@ def draw(
 
       key_data_B2 = jax.random.key_data(keys_B)
       operands = logits_BV, inverse_B, key_data_B2, greedy_B
-      return stands_for.kernel('sample_token', 'triton', run, both, *operands)
+      return stands_for.kernel('sample_token', name, run, both, *operands)
     case _:
       operands = logits_BV, inverse_B, mask_BV, keys_B, greedy_B
       with jax.named_scope('sampling'):

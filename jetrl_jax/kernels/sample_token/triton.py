@@ -6,8 +6,8 @@
 This is a draw from softmax(z): first a chunk with its probability, then a token
 with its probability within the chunk. The log-sum-exp
 (`kernels/log_sum_exp/triton.py`) has each chunk's sum already, so only one
-chunk of a row gets noise on its logits. Philox4x32-10 makes the noise where it
-is added. A row's token depends only on its logits and its key.
+chunk of a row gets noise on its logits. It is made where it is added
+(`noise.py`). A row's token depends only on its logits and its key.
 
 A program has one row and eight warps. It joins the row's chunks, a number each,
 and reads one chunk of 4096 logits again. All is in registers; shared memory
@@ -18,9 +18,6 @@ are maxima; of equal values the lowest token wins.
 
 Lower bound of the time: the log-sum-exp's bytes. Drawing takes 5 of 31 us for
 128 rows (docs/performance_log.md).
-
-References:
-  Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
 
 import functools
@@ -32,76 +29,21 @@ from jax.experimental import pallas as pl
 
 from jetrl_jax.core.typing import Array
 from jetrl_jax.kernels.log_sum_exp import triton as log_sum_exp_kernel
+from jetrl_jax.kernels.sample_token.noise import (
+    first_largest,
+    log2_exponential,
+    philox,
+)
 from jetrl_jax.kernels.triton_tools import (
     instruction,
     kernel_options,
     multiply_add,
 )
 
-_ROUNDS = 10
-_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-_WEYL = 0x9E3779B9, 0xBB67AE85
-_LOW = 2.0**-6
-
-
-def _product(a, b: int) -> tuple:
-  """Returns the upper and the lower 32 bits of a * b, of uint32."""
-  a_low, a_high = a & 0xFFFF, a >> 16
-  b_low, b_high = jnp.uint32(b & 0xFFFF), jnp.uint32(b >> 16)
-  middle = a_high * b_low + ((a_low * b_low) >> 16)
-  high = (
-      a_high * b_high
-      + (middle >> 16)
-      + (((middle & 0xFFFF) + a_low * b_high) >> 16)
-  )
-  return high, a * jnp.uint32(b)
-
-
-def philox(counter, key):
-  """Returns four words of Philox4x32-10.
-
-  Args:
-    counter: four uint32 arrays of one shape.
-    key: two uint32 numbers.
-  """
-  a, b, c, d = counter
-  one, two = key
-  for _ in range(_ROUNDS):
-    high_a, low_a = _product(a, _MULTIPLIERS[0])
-    high_c, low_c = _product(c, _MULTIPLIERS[1])
-    a, b, c, d = high_c ^ b ^ one, low_c, high_a ^ d ^ two, low_a
-    one, two = one + jnp.uint32(_WEYL[0]), two + jnp.uint32(_WEYL[1])
-  return a, b, c, d
-
 
 def _log2(x, interpret: bool):
   """Base-2 logarithm, on a GPU to 2^-22."""
   return jnp.log2(x) if interpret else instruction('lg2.approx.ftz.f32')(x)
-
-
-def log2_exponential(bits, interpret: bool):
-  """Returns log2(e) of Exponential(1) numbers e, of uint32 bits.
-
-      e = -log(1 - u),    u = (floor(bits / 2) + 1/2) / 2^31
-
-  So -log(2) times it is Gumbel(0, 1) noise. Small e, which make the large ones,
-  have all of float32's relative precision: noise reaches 22.2, where a u of 23
-  bits ends at 16.
-  """
-  # 31 bits, as a signed number: GPUs convert these in one instruction.
-  number = (bits >> 1).astype(jnp.int32).astype(jnp.float32)
-  u = multiply_add(number, 2.0**-31, 2.0**-32, interpret)
-  series = jnp.full(u.shape, 0.25, jnp.float32)
-  for factor in (1.0 / 3.0, 0.5, 1.0):
-    series = multiply_add(series, u, factor, interpret)
-  # The largest u rounds to 1.
-  large = _log2(jnp.maximum(1.0 - u, 2.0**-25), interpret) * -math.log(2.0)
-  return _log2(jnp.where(u < _LOW, u * series, large), interpret)
-
-
-def _first_largest(places, values, last):
-  """Returns the lowest place of the largest value, or the last: of NaN."""
-  return jnp.min(jnp.where(values == jnp.max(values), places, last))
 
 
 def _draw_kernel(*refs, vocab: int, interpret: bool):
@@ -112,19 +54,21 @@ def _draw_kernel(*refs, vocab: int, interpret: bool):
   lse_ref[...], _ = log_sum_exp_kernel.join_stats(top, total, weighted)
   # Greedy rows get no noise, and the chunk with the largest logit.
   factor = (1.0 - greedy_ref[0]) * -math.log(2.0)
+  log2 = functools.partial(_log2, interpret=interpret)
+  fused = functools.partial(multiply_add, interpret=interpret)
 
   def noise(at, stream):
     at = at.astype(jnp.uint32)
     zeros = jnp.zeros_like(at)
     counter = at, zeros + jnp.uint32(stream), zeros, zeros
     words = philox(counter, (key_ref[0], key_ref[1]))
-    return [log2_exponential(bits, interpret) for bits in words]
+    return [log2_exponential(bits, log2, fused) for bits in words]
 
   chunks = jnp.arange(top.shape[0])
   # Before the first chunk the total is 0 and the top is the lowest number.
-  log2_total = _log2(jnp.maximum(total, 1.0), interpret)
-  noisy = multiply_add(noise(chunks, 0)[0] - log2_total, factor, top, interpret)
-  chunk = _first_largest(
+  log2_total = log2(jnp.maximum(total, 1.0))
+  noisy = fused(noise(chunks, 0)[0] - log2_total, factor, top)
+  chunk = first_largest(
       chunks, noisy, pl.cdiv(vocab, log_sum_exp_kernel.CHUNK) - 1
   )
   quarters = log_sum_exp_kernel.read_chunk(
@@ -134,11 +78,11 @@ def _draw_kernel(*refs, vocab: int, interpret: bool):
   best = jnp.full(lanes.shape, -jnp.inf, jnp.float32)
   first = jnp.full(lanes.shape, vocab - 1, jnp.int32)
   for (token, z), log2_e in zip(quarters, noise(lanes, 1), strict=True):
-    noisy = multiply_add(log2_e, factor, z, interpret)
+    noisy = fused(log2_e, factor, z)
     # Among equal values the lowest token wins, because it comes first.
     first = jnp.where(noisy > best, token, first)
     best = jnp.maximum(best, noisy)
-  token_ref[...] = _first_largest(first, best, vocab - 1)
+  token_ref[...] = first_largest(first, best, vocab - 1)
 
 
 def draw(

@@ -36,7 +36,14 @@ from jetrl_jax.fp8 import formats
 from jetrl_jax.kernels.calls import lowered_once
 from jetrl_jax.kernels.quantize_transpose import QuantizedPair
 from jetrl_jax.kernels.quantize_transpose import triton as transpose
-from jetrl_jax.kernels.quantize_transpose.triton import TILE, WORDS
+from jetrl_jax.kernels.quantize_transpose.grid import (
+    FLUSHED,
+    NUMBERS,
+    TILE,
+    Grid,
+    quantization_error_of,
+)
+from jetrl_jax.kernels.quantize_transpose.triton import WORDS
 from jetrl_jax.kernels.swiglu import triton as swiglu
 from jetrl_jax.kernels.triton_tools import (
     instruction,
@@ -83,7 +90,7 @@ _KINDS = (jnp.float32,) * 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Grid(transpose.Grid):
+class _Grid(Grid):
   """The same in fewer instructions, and half as many on the integer pipe.
 
   On a scale that is a power of two, bfloat16 values are 2^-7 or more apart from
@@ -94,7 +101,7 @@ class _Grid(transpose.Grid):
   maths: _Maths
 
   def cast(self, scaled: Array) -> Array:
-    """See `transpose.Grid`."""
+    """See `Grid`."""
     return (
         scaled.astype(self.dtype)
         if self.maths.saturates
@@ -102,17 +109,17 @@ class _Grid(transpose.Grid):
     )
 
   def error(self, x: Array, stored: Array) -> Array:
-    """See `transpose.Grid`."""
+    """See `Grid`."""
     return self.maths.multiply_add(stored, -self.scale, x)
 
   def count(self, x: Array, scaled: Array, stored: Array) -> Array:
-    """See `transpose.Grid`."""
+    """See `Grid`."""
     size, share = jnp.abs(scaled), self.maths.share
     # Half of the smallest value goes to 0, as the even one.
     zero = float(jnp.finfo(self.dtype).smallest_subnormal) / 2
     flushed = share(size, 2.0**126, 0.0) - share(size, 2.0**8 / zero, -(2.0**8))
     saturated = share(size, 1.0, -self.limit)
-    return self.maths.multiply_add(flushed, transpose.FLUSHED, saturated)
+    return self.maths.multiply_add(flushed, FLUSHED, saturated)
 
 
 def _swiglu(maths: _Maths, gate, up, dh) -> tuple[Array, Array, Array]:
@@ -211,9 +218,7 @@ def _of_rows(
   quarters, grid = (rows // 4, 4), (columns // _WIDTH, rows // TILE)
   both = pl.BlockSpec((WORDS, 4, 2, _WIDTH), lambda j, i: (i, 0, 0, j))
   number = pl.BlockSpec((None, None), lambda j, i: (i, j))
-  numbers = [
-      jax.ShapeDtypeStruct(grid[::-1], kind) for kind in transpose.NUMBERS
-  ]
+  numbers = [jax.ShapeDtypeStruct(grid[::-1], kind) for kind in NUMBERS]
   words = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.uint32)
   row_major, h_transposed, dy_transposed, *sums = pl.pallas_call(
       functools.partial(
@@ -255,7 +260,7 @@ def _of_rows(
       row_major_MN=None,
       transposed_NM=transpose.as_values(h_transposed, formats.E4M3),
       amax=jnp.max(sums[0]),
-      quantization_error=transpose.quantization_error_of(*sums[1:4]),
+      quantization_error=quantization_error_of(*sums[1:4]),
   )
   dy = QuantizedPair(
       row_major_MN=row_major.reshape(rows, 2 * columns),
@@ -263,6 +268,6 @@ def _of_rows(
           dy_transposed.reshape(2 * columns, -1), dtype
       ),
       amax=jnp.max(sums[4]),
-      quantization_error=transpose.quantization_error_of(*sums[5:]),
+      quantization_error=quantization_error_of(*sums[5:]),
   )
   return h, dy

@@ -1,0 +1,88 @@
+"""An 8-bit format on a scale, inside a kernel of any backend.
+
+A tile has four numbers: its amax, two counts in one, the sum of squares, and
+that of the squares of what is lost.
+"""
+
+import dataclasses
+from typing import Any, Self
+
+import jax.numpy as jnp
+
+from jetrl_jax.core.typing import Array
+from jetrl_jax.fp8 import formats
+
+TILE = 128  # What both dims of a matrix are multiples of.
+# A tile's two counts share one number.
+FLUSHED = 1 << 16
+NUMBERS = (jnp.float32, jnp.int32, jnp.float32, jnp.float32)
+
+
+def fits(shape: tuple[int, ...]) -> bool:
+  """Whether a matrix has whole tiles only."""
+  return all(size % TILE == 0 for size in shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+  """The values of an 8-bit format on a scale, inside a kernel.
+
+  Attributes:
+    dtype: the format, a float.
+    limit: its largest value.
+    scale: float32 scalar.
+    inverse: the inverse of the scale.
+    largest: limit * scale.
+    clips: values before they are cast; a GPU's conversion does it by itself.
+  """
+
+  dtype: Any
+  limit: float
+  scale: Array
+  inverse: Array
+  largest: Array
+  clips: bool = True
+
+  @classmethod
+  def of(cls, scale: Array, dtype, **more) -> Self:
+    """Returns it; before the loop over rows, as stores fence loads."""
+    limit = formats.format_max(dtype)
+    return cls(
+        dtype=dtype,
+        limit=limit,
+        scale=scale,
+        inverse=1.0 / scale,
+        largest=limit * scale,
+        **more,
+    )
+
+  def look(self, x: Array) -> tuple[Array, tuple[Array, ...]]:
+    """Returns (8-bit values of float32 x, what goes into four numbers)."""
+    scaled = x * self.inverse
+    low = self.cast(scaled)
+    stored = low.astype(jnp.float32)
+    error = self.error(x, stored)
+    count = self.count(x, scaled, stored)
+    return low, (jnp.abs(x), count, x * x, error * error)
+
+  def cast(self, scaled: Array) -> Array:
+    """Returns the 8-bit values."""
+    if self.clips:
+      scaled = jnp.clip(scaled, -self.limit, self.limit)
+    return scaled.astype(self.dtype)
+
+  def error(self, x: Array, stored: Array) -> Array:
+    """Returns what is lost."""
+    return x - stored * self.scale
+
+  def count(self, x: Array, scaled: Array, stored: Array) -> Array:
+    """Returns 1 for each value that saturated, `FLUSHED` for one flushed."""
+    del scaled
+    count = (jnp.abs(x) > self.largest).astype(jnp.int32)
+    return count + ((x != 0) & (stored == 0)).astype(jnp.int32) * FLUSHED
+
+
+def quantization_error_of(counts: Array, signal: Array, noise: Array) -> Array:
+  """Returns `QuantizedPair.quantization_error` of the numbers of all tiles."""
+  parts = counts % FLUSHED, counts // FLUSHED, signal, noise
+  return jnp.stack([jnp.sum(part.astype(jnp.float32)) for part in parts])
