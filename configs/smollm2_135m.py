@@ -17,7 +17,7 @@ not exact with FP8 keys, 34.3 became 86.3 after ten steps and 93.1 after 60. A
 step took 0.3 s in bf16 and 0.6 to 0.7 in FP8 on an H100 that other runs shared,
 after a start of one to two minutes (one seed,
 benchmarks/results/smollm2_135m_sums_h100_2026-11-25.md). By --dry_run it takes
-9 GiB, as a CPU compiles it.
+10 GiB with jax 0.10.2 and 3.4 with 0.12.0.1, as a CPU compiles it.
 
 On two busy CPU cores four steps ran, in bf16, with 8 prompts of 8 answers and
 no warm-up: 117 to 194 s each, no unequal token, 5 to 19% of the samples right.

@@ -1,4 +1,4 @@
-"""Writes a Hugging Face checkpoint: python -m jetrl_jax.export --workdir=RUN.
+"""Writes a Hugging Face checkpoint: jetrl_jax export --workdir=RUN.
 
 It writes bfloat16 weights from the masters, or FP8 weights: the same weights
 that the run sampled and trained with, their scales and the scales of their

@@ -1,4 +1,4 @@
-"""Supervised warm start: python -m jetrl_jax.sft --config=... .
+"""Supervised warm start: jetrl_jax sft --config=... .
 
 The same model, precision flow, optimiser and train step as reinforcement
 learning, with the likelihood of written answers as the objective. Writes a

@@ -106,6 +106,19 @@ def binned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
   return [(s, sum(v) / _BIN) for s, v in bins.items() if len(v) == _BIN]
 
 
+def _spread(runs: list[Run]) -> str:
+  """Says what lines and bands are; a single seed has no band."""
+  if len({run.seed for run in runs}) == 1:
+    return (
+        f'one seed, so no spread is known; all but accuracy are means of {_BIN}'
+        ' steps'
+    )
+  return (
+      f'mean over seeds; held out with its 95% interval, else means of {_BIN}'
+      ' steps with the range of seeds'
+  )
+
+
 def means(runs: list[Run], output: pathlib.Path, origin: str) -> None:
   """Draws six metrics by step: the mean over seeds, with a band.
 
@@ -137,10 +150,7 @@ def means(runs: list[Run], output: pathlib.Path, origin: str) -> None:
     panel.set_xlabel('step')
   handles, labels = axes.flat[0].get_legend_handles_labels()
   figure.legend(handles, labels, loc='outside lower center', ncols=4)
-  figure.suptitle(
-      f'{origin}: mean over seeds; held out with its 95% interval, else means'
-      f' of {_BIN} steps with the range of seeds'
-  )
+  figure.suptitle(f'{origin}: {_spread(runs)}')
   figure_style.save(figure, output)
 
 

@@ -1,6 +1,7 @@
 """The documents: what they name exists, and the code they show runs."""
 
 import ast
+import gzip
 import importlib.util
 import json
 import os
@@ -232,6 +233,47 @@ def test_no_python_is_claimed_that_was_not_tried():
   workflow = yaml.safe_load(_text(_ROOT / '.github/workflows/ci.yml'))
   wheel = workflow['jobs']['wheel']['strategy']['matrix']['python']
   assert set(wheel) == claimed
+
+
+def test_a_tag_is_refused_while_the_changelog_calls_it_unreleased(tmp_path):
+  workflow = yaml.safe_load(_text(_ROOT / '.github/workflows/release.yml'))
+  (check,) = (s for s in workflow['jobs']['build']['steps'] if 'if' in s)
+  (tmp_path / 'pyproject.toml').write_text('version = "1.2.3"\n')
+  log, codes = tmp_path / 'CHANGELOG.md', []
+  for heading in ('(2026-12-31)', '(unreleased)'):
+    log.write_text(f'# Changelog\n\n## 1.2.3 {heading}\n')
+    done = subprocess.run(
+        ['bash', '-ec', check['run']],
+        cwd=tmp_path,
+        env=os.environ | {'GITHUB_REF_NAME': 'v1.2.3'},
+        check=False,
+    )
+    codes.append(done.returncode)
+  assert codes == [0, 1]
+
+
+def test_the_accuracies_of_the_real_run_are_those_of_its_file():
+  folder = _ROOT / 'benchmarks/results/study/gsm8k_h100_2026-11-25'
+  shown = {}
+  for arm in ('jetrl', 'bf16'):
+    with gzip.open(folder / f'gsm8k_{arm}_seed1.jsonl.gz', 'rt') as file:
+      lines = [json.loads(line) for line in file][1:]
+    for side in ('core', 'bf16'):
+      name = f'val-{side}/test/acc/mean@1'
+      shown[arm, side] = [f'{100 * r[name]:.1f}' for r in lines if name in r]
+  study = _text(_ROOT / 'docs/study.md')
+  for row, values in (
+      ('| `jetrl`, in FP8', shown['jetrl', 'core']),
+      ('| `jetrl`, in BF16', shown['jetrl', 'bf16']),
+      ('| `bf16`', shown['bf16', 'core']),
+  ):
+    assert ' | '.join([row, *values]) + ' |' in study
+  first, last = (shown['jetrl', 'core'][i] for i in (0, -1))
+  assert f'from {first}% to {last}%' in _text(_ROOT / 'README.md')
+  assert f'gsm8k_test/acc/mean@1 {first}%' in _text(_ROOT / 'docs/tutorial.md')
+  assert f'from {first} to {last} percent' in ' '.join(
+      _text(_ROOT / 'configs/qwen0_5b.py').split()
+  )
 
 
 def _speeds() -> set[str]:

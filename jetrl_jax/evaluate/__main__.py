@@ -1,4 +1,4 @@
-"""Measures accuracy: python -m jetrl_jax.evaluate --checkpoint=... --data=... .
+"""Measures accuracy: jetrl_jax evaluate --checkpoint=... --data=... .
 
 A run's checkpoint or a Hugging Face one, on GSM8K, MATH-500 or rows of your
 own, through the engine that samples rollouts. What the run says of prompts and

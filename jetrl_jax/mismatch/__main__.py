@@ -1,4 +1,4 @@
-"""Splits a run's mismatch by cause: python -m jetrl_jax.mismatch --config=... .
+"""Splits a run's mismatch by cause: jetrl_jax mismatch --config=... .
 
 It takes one step of the run, in memory: from a cold start, or with --workdir
 from the newest checkpoint of a run, which is only read. With --bisect it names

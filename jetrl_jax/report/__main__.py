@@ -1,4 +1,4 @@
-"""Writes a report: python -m jetrl_jax.report WORKDIR [WORKDIR ...].
+"""Writes a report: jetrl_jax report WORKDIR [WORKDIR ...].
 
 One HTML file that needs no network: curves, FP8 health, answers, config and
 versions of a run, at any time of its life; of several runs a comparison; of a

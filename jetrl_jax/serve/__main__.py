@@ -149,12 +149,13 @@ def _serve(start: Callable[..., Any]) -> None:
     signal.signal(number, stop)
   device_memory.take_most()
   started = start(asked)
+  if started is not None and received:  # While it compiled.
+    started[0].stop()
+    started = None
   if started is None:
+    print(f'{", ".join(received)}: stopped before it served.', flush=True)
     return
   server, where, saved, limits = started
-  if received:  # While it compiled.
-    server.stop()
-    return
   print(
       f'Serving {saved.origin} ({saved.policy.recipe.name}) on {where}:'
       f' prompts to {limits.max_prompt_length} tokens, responses to'
@@ -223,13 +224,18 @@ def _start_grpc(asked: threading.Event):
 
 
 def _load() -> tuple[SavedPolicy, Limits]:
-  """Loads the policy, and settles the limits."""
+  """Loads the policy, settles the limits, and says that it compiles."""
   saved = saved_policy.load(_CHECKPOINT.value, step=_STEP.value)
   limits = Limits(
       max_prompt_length=_or(_MAX_PROMPT_LENGTH.value, saved.max_prompt_length),
       max_tokens=_or(_MAX_TOKENS.value, saved.max_response_length),
       queue_size=_QUEUE_SIZE.value,
       max_message_kib=_MAX_MESSAGE_KIB.value,
+  )
+  print(
+      f'Read {saved.origin}; compiling, minutes where the model is large.',
+      file=sys.stderr,
+      flush=True,
   )
   return saved, limits
 

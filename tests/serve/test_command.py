@@ -1,13 +1,16 @@
 """The commands: what they refuse, with one sentence and exit code 2."""
 
 import http.server
+import importlib
 import importlib.util
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 
@@ -49,6 +52,29 @@ def test_a_server_without_a_checkpoint_is_refused():
 def test_a_flag_out_of_range_is_refused():
   assert 'port' in _refused(_CHECKPOINT, '--port=70000')
   assert 'chekpoint' in _refused('--chekpoint=runs/quickstart')
+
+
+def test_a_server_that_is_stopped_while_it_compiles_says_so(
+    monkeypatch, capsys
+):
+  command = importlib.import_module('jetrl_jax.serve.__main__')
+  monkeypatch.setattr(command.device_memory, 'take_most', lambda: None)
+  stopped, handlers = [], {}
+  for number in (signal.SIGTERM, signal.SIGINT):
+    handlers[number] = signal.getsignal(number)
+
+  def start(asked):
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert asked.wait(10)
+    return types.SimpleNamespace(stop=lambda: stopped.append(1)), '', 0, 0
+
+  try:
+    command._serve(start)
+  finally:
+    for number, handler in handlers.items():
+      signal.signal(number, handler)
+  assert stopped == [1]
+  assert capsys.readouterr().out == 'SIGTERM: stopped before it served.\n'
 
 
 @pytest.mark.parametrize(
