@@ -97,9 +97,9 @@ def test_exactness_compares_odd_slots_parked_sequences_and_the_update(tmp_path):
 @pytest.mark.parametrize(
     ('script', 'measured'),
     [
-        ('train_step', 'update_ms'),
         ('rollout', 'ms_per_step'),
-        ('grpo_step', 'timing_s/step'),
+        pytest.param('train_step', 'update_ms', marks=pytest.mark.soak),
+        pytest.param('grpo_step', 'timing_s/step', marks=pytest.mark.soak),
     ],
 )
 def test_a_benchmark_times_each_of_its_rows(script, measured, tmp_path):

@@ -95,7 +95,7 @@ def test_what_is_planted_fires_at_first_tokens_alone():
   np.testing.assert_array_equal(written, np.eye(dim)[channel])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_the_command_measures_every_part_of_a_checkpoint(tmp_path):
   example = whole_run.ROOT / 'examples/quickstart'

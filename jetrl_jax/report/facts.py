@@ -96,7 +96,8 @@ def _heldout(run: Run, name: str) -> Fact:
   steps, values = steps[np.isfinite(every)], run.finite(name)
   source, _, samples = name.removeprefix('val-core/').partition('/acc/')
   detail = f'{source}, {samples}'
-  if (half := run.last(f'{name}/ci95')) is not None:
+  # Of samples that are all right or all wrong it is 0, and says nothing.
+  if half := run.last(f'{name}/ci95'):
     detail += f', ±\xa0{number(half, "%")}'
   value = number(values[-1], '%')
   if len(values) == 1:

@@ -234,7 +234,7 @@ def test_another_order_of_keys_is_named_as_attention():
   assert found.first.op.endswith('/attn/attention')
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)  # Two programs per op.
 def test_programs_that_the_taps_changed_are_looked_at_one_by_one():
   # As if the run's own program had had other log-probs. The fourth op differs,

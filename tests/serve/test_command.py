@@ -41,8 +41,10 @@ def _refused(
   )
   assert done.returncode == 2, done.stderr
   assert done.stdout == '' and 'Traceback' not in done.stderr
-  assert done.stderr.startswith('error: ')
-  return done.stderr.removeprefix('error: ').strip()
+  *before, refusal = done.stderr.splitlines()
+  assert all(line.startswith('Read checkpoint ') for line in before)
+  assert refusal.startswith('error: ')
+  return refusal.removeprefix('error: ').strip()
 
 
 def test_a_server_without_a_checkpoint_is_refused():

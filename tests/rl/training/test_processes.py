@@ -72,7 +72,7 @@ def _kinds(workdir: pathlib.Path) -> list[int]:
   return [json.loads(line).get('processes', 1) for line in lines]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_two_processes_stopped_and_killed_end_in_the_bits_of_one(tmp_path):
   changes = {
@@ -114,7 +114,9 @@ def test_two_processes_stopped_and_killed_end_in_the_bits_of_one(tmp_path):
     'mesh, count, devices',
     [
         # Each process has half of every weight.
-        ({'mesh.fsdp': 2, 'mesh.tensor': 2}, 2, 2),
+        pytest.param(
+            {'mesh.fsdp': 2, 'mesh.tensor': 2}, 2, 2, marks=pytest.mark.soak
+        ),
         # Each has one device of a sequence's two.
         ({'mesh.tensor': 2}, 2, 1),
         pytest.param(
