@@ -194,6 +194,15 @@ def why_none(hardware: Hardware | None = None) -> str:
   )
 
 
+def another() -> str:
+  """Returns what runs for shapes that a Mosaic kernel does not take.
+
+  What a kernel takes must not depend on the number of rows: rollout and
+  training differ in it, and must run the same form.
+  """
+  return 'triton' if has_triton() else REFERENCE
+
+
 def triton_instead(operation: str, found: str, untried: str = '') -> str:
   """Returns 'triton', of shapes that an operation's Mosaic kernel leaves to it.
 

@@ -137,7 +137,7 @@ def quantize_both_ways(
   zeros as well.
 
   Args:
-    x_MN: bfloat16 or float32; its shape `triton.fits`.
+    x_MN: bfloat16 or float32; its shape `grid.fits`.
     row_mask_M: float32, 0 on rows that do not count.
     dtype: the 8-bit format, a float.
     margin: see `scale_from_amax`.
@@ -192,13 +192,13 @@ def regroup_and_transpose(
   """Returns a matrix in groups along its rows in groups along its columns.
 
   Args:
-    x8: [M, N], whose shape `triton.fits`, with scales [M, N / 128].
+    x8: [M, N], whose shape `grid.fits`, with scales [M, N / 128].
     margin: see `scale_from_amax`.
     power_of_two: see `scale_from_amax`.
     interpret: run on a CPU, for tests.
 
   Returns:
-    QuantizedPair round, [N, M] with scales [N, M / 128].
+    The transpose, [N, M] with scales [N, M / 128].
   """
   rows, columns = x8.values.shape
   grid, by_name = _specs(rows, columns)

@@ -70,7 +70,7 @@ def _implementation(head_dim: int) -> str:
     from jetrl_jax.kernels.rope_append import mosaic_sm90
 
     if not mosaic_sm90.fits(head_dim):
-      return 'triton' if dispatch.has_triton() else dispatch.REFERENCE
+      return dispatch.another()
   return name
 
 
