@@ -84,6 +84,7 @@ class Watch:
     self._held: list[tuple[float, int, str]] = []
     self._lock = threading.Lock()
     self._ending = False
+    self._threads: list[threading.Thread] = []
 
   # --- called by the main thread
 
@@ -93,12 +94,20 @@ class Watch:
     for other in range(self._group.count):
       self._heard[other] = self._moved[other] = now
     logging.get_absl_logger().addHandler(_Collector(self))
-    threading.Thread(target=self._beat, daemon=True, name='beat').start()
-    threading.Thread(target=self._judge, daemon=True, name='judge').start()
+    self._threads = [
+        threading.Thread(target=self._beat, daemon=True, name='beat'),
+        threading.Thread(target=self._judge, daemon=True, name='judge'),
+    ]
+    for thread in self._threads:
+      thread.start()
 
   def stop(self) -> None:
     """Ends the threads; process 0 prints what the others still warn of."""
     self._stopping.set()
+    # Python ends a thread that is inside a call to the store at its own end
+    # by an exception through C++ code, which aborts the process.
+    for thread in self._threads:
+      thread.join(SILENT_S)
     if self._group.rank == 0:
       self._take_warnings()
       self._print_warnings(0.0)

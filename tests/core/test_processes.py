@@ -1,5 +1,8 @@
 """Several processes: where they meet, how they end."""
 
+import threading
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +31,30 @@ def test_a_process_says_what_it_was_at_before_it_closed_its_files(monkeypatch):
   with processes.slow('the last checkpoint'):
     assert group.watch.where == 'the last checkpoint, after a rollout'
   assert group.watch.where == 'a rollout'
+
+
+class _SlowStore(_Alone):
+  """A store that takes its time, as one on a loaded machine."""
+
+  def __init__(self):
+    super().__init__()
+    self.asked = threading.Event()
+
+  def set(self, key, value, *, again=False):
+    pass
+
+  def folder(self, key):
+    self.asked.set()
+    time.sleep(0.3)
+    return {}
+
+
+def test_a_watch_that_has_stopped_asks_the_store_no_more():
+  group, before = _SlowStore(), set(threading.enumerate())
+  group.watch.start()
+  assert group.asked.wait(10)
+  group.watch.stop()
+  assert set(threading.enumerate()) <= before
 
 
 def test_alone_a_process_does_all_and_waits_for_nobody():
