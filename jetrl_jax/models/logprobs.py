@@ -85,9 +85,9 @@ def _shared_stats(axes, logits_MV, targets_M, inverse_M):
 
 
 def _shared_stats_fwd(axes, logits_MV, targets_M, inverse_M):
-  lse_M, mean_M, picked_M = _shared_stats(axes, logits_MV, targets_M, inverse_M)
-  kept = remat.keep((lse_M, mean_M))
-  return (lse_M, mean_M, picked_M), (logits_MV, targets_M, inverse_M, kept)
+  # Kept, and returned as what is kept: nothing is exchanged a second time.
+  found = remat.keep(_shared_stats(axes, logits_MV, targets_M, inverse_M))
+  return found, (logits_MV, targets_M, inverse_M, found[:2])
 
 
 def _shared_stats_bwd(axes, residuals, cotangents):

@@ -234,6 +234,12 @@ def _on(tensor: int, function, specs, out_specs):
   return exact_jit(sharding.per_device(function, mesh, specs, out_specs))
 
 
+def _sent(lowered) -> list[tuple[str, str]]:
+  """What devices gather and exchange in a program: (how, shape of a part)."""
+  form = r'"stablehlo.(all_gather|all_to_all)"\([^)]*\).*?: \((.*?)\)'
+  return re.findall(form, lowered.as_text(), re.S)
+
+
 # 48 rows are too few for four devices: each of them has all.
 @pytest.mark.parametrize('rows', [128, 48])
 def test_log_probs_of_shared_logits_have_the_bits_of_whole_ones(rows):
@@ -262,9 +268,12 @@ def test_log_probs_of_shared_logits_have_the_bits_of_whole_ones(rows):
   kernel = P(sharding.TENSOR)
   expected, gradients = _on(1, run, (P(), P()), P())(hidden_MD, kernel_VD)
   for tensor in (2, 4):
-    found, others = _on(tensor, run, (P(), kernel), (P(), (P(), kernel)))(
-        hidden_MD, kernel_VD
-    )
+    shared = _on(tensor, run, (P(), kernel), (P(), (P(), kernel)))
+    found, others = shared(hidden_MD, kernel_VD)
+    # The backward pass exchanges nothing.
+    logits = f'tensor<{tensor}x{rows // tensor}x{256 // tensor}xf32>'
+    sent = _sent(shared.lower(hidden_MD, kernel_VD))
+    assert sent.count(('all_to_all', logits)) == (rows == 128)
     tiny_run.assert_same_bits(found, expected)
     # Sums over tokens have another order, and those over rows have not.
     np.testing.assert_allclose(others[0], gradients[0], rtol=0, atol=2e-5)
@@ -309,8 +318,7 @@ def test_devices_exchange_logits_for_rows_and_gather_only_numbers():
     return axes.all_rows([whole.sum(1), whole.max(1)], rows)
 
   run = _on(2, run, (P(None, sharding.TENSOR),), P())
-  text = run.lower(jnp.zeros((rows, 2 * columns))).as_text()
-  sent = re.findall(r'"stablehlo.(all_\w+)"\([^)]*\).*?: \((.*?)\)', text, re.S)
+  sent = _sent(run.lower(jnp.zeros((rows, 2 * columns))))
   assert sorted(sent) == [
       ('all_gather', 'tensor<2x32xui32>'),
       ('all_to_all', 'tensor<2x32x128xf32>'),
