@@ -95,6 +95,8 @@ def overrides(case: str, devices: int) -> dict[str, Any]:
     }
     if common.TINY.value:
       settings |= {
+          # Of so few answers all may be wrong, and then nothing is learnt.
+          'trainer.synthetic': True,
           'trainer.train_batch_size': 4,
           'trainer.micro_batch_size': 16,
           'data.val_max_samples': 4,

@@ -13,9 +13,9 @@
 A device takes the log-sum-exp of its rows and draws their tokens, and the
 devices gather these numbers. Every device of the axis `tensor` computes all
 else (residual stream, norms) alike. So each number of the forward is a sum that
-one device computes, in the order of one device. In the backward, the gradient of
-the rows of a split dot is a sum over devices: it repeats to the bit on one mesh
-and has other bits on another mesh.
+one device computes, in the order of one device. In the backward, the gradient
+of the rows of a split dot is a sum over devices: it repeats to the bit on one
+mesh and has other bits on another mesh.
 
 `core/sharding.py` has the collectives; `decoder.py` calls them.
 
