@@ -62,9 +62,12 @@ class CompileAhead:
       self._pool = concurrent.futures.ThreadPoolExecutor(threads, 'compile')
 
   def __call__(self, program: Program, *args: PyTree) -> None:
-    """Compiles a program for arguments like these.
+    """Traces and lowers a program for arguments like these, here and now.
 
-    An error is left to the call, which meets it too.
+    Threads would gain nothing by that, which is Python's work. And programs
+    that are lowered in one order are the same in every process: the name of a
+    kernel in Pallas' Mosaic form has a count in it, so another order would find
+    nothing in a compile cache.
 
     Args:
       program: what `Policy.jit` returned.
@@ -75,9 +78,8 @@ class CompileAhead:
       return
     # The arrays themselves may be donated, or freed, in the meantime.
     shapes = jax.tree.map(_shape, args)
-    program._ahead.append(
-        self._pool.submit(lambda: program.lower(*shapes).compile())
-    )
+    lowered = program.lower(*shapes)
+    program._ahead.append(self._pool.submit(lowered.compile))
 
   def close(self) -> None:
     """Gives up what no thread has begun and waits for the rest."""
