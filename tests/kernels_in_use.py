@@ -14,6 +14,7 @@ from jetrl_jax.kernels import dispatch
 _ENTRIES = {
     'add_norm_quantize.mosaic_sm90': ['forward'],
     'add_norm_quantize.triton': ['forward'],
+    'adamw.mosaic_sm90': ['update'],
     'adamw.triton': ['update'],
     'attention.mosaic_sm90': ['forward'],
     'attention.mosaic_backward_sm90': ['backward'],
