@@ -46,6 +46,7 @@ _ENTRIES = {
     'sample_token.triton': ['draw'],
     'swiglu.mosaic_sm90': ['swiglu_of'],
     'swiglu.triton': ['swiglu_of'],
+    'swiglu.mosaic_backward_sm90': ['backward'],
     'swiglu.triton_backward': ['backward'],
 }
 
