@@ -24,7 +24,7 @@ from jetrl_jax.config.sections import take
 from jetrl_jax.core import compilation, processes, sharding
 from jetrl_jax.core.files import user_path
 from jetrl_jax.data import Prompt, PromptSampler, Tokenizer
-from jetrl_jax.data.prompts import column
+from jetrl_jax.data.rows import column
 from jetrl_jax.data.settings import DataConfig
 from jetrl_jax.metrics.timer import Timer
 from jetrl_jax.metrics.writer import MetricWriter
