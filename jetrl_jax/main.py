@@ -26,8 +26,8 @@ from jetrl_jax.dry_run import storage
 from jetrl_jax.kernels import dispatch
 from jetrl_jax.metrics import alarms, provenance
 from jetrl_jax.metrics.console import before_and_after
-from jetrl_jax.rl.training import initialize
 from jetrl_jax.rl.run.spec import RunSpec
+from jetrl_jax.rl.training import initialize
 from jetrl_jax.rl.training.trainer import Trainer
 
 config_flags.define()

@@ -183,7 +183,7 @@ def _dots(model) -> list[tuple[str, str]]:
       if path.endswith('/qkv'):
         dots.append((path.removesuffix('qkv') + 'attention', ''))
   if model.tied_embeddings:
-    dots.append(('embed.attend', f'{model.vocab_size} x {model.model_dim}'))
+    dots.append(('embed.logits', f'{model.vocab_size} x {model.model_dim}'))
   return dots
 
 

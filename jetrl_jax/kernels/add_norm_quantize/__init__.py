@@ -154,7 +154,7 @@ def _implementation(dim: int) -> str:
     from jetrl_jax.kernels.add_norm_quantize import mosaic_sm90
 
     if not mosaic_sm90.fits(dim):
-      return dispatch.another()
+      return dispatch.fallback()
   return name
 
 
