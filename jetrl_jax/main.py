@@ -90,7 +90,7 @@ def main() -> None:
     try:
       with processes.slow('the report'):
         tell(workdir)
-    # A full disk, a file that was lost: the run itself is safe by now.
+    # For example a full disk or a lost file. The run itself is safe by now.
     except (OSError, ValueError) as error:
       logging.warning('The run is done, but not all is told of it: %s', error)
 
@@ -150,7 +150,8 @@ def _summary(workdir: pathlib.Path) -> None:
   first, last, mismatch = {}, {}, 0.0
   tally = alarms.Tally()
   name = 'training/mismatch_token_frac'
-  # One by one: as dicts the lines of a long run would be gigabytes.
+  # Lines are read one by one, because all lines of a long run would be
+  # gigabytes as dicts.
   with open(workdir / 'metrics.jsonl', encoding='utf-8') as lines:
     for record in map(json.loads, lines):
       tally.add(record)
@@ -169,7 +170,8 @@ def _summary(workdir: pathlib.Path) -> None:
       'Tokens whose rollout and training log-probs differ in any bit:'
       f' {mismatch:.4%} (largest step)'
   )
-  # Not splitlines: an answer may hold what only Unicode takes for a line's end.
+  # Not `splitlines`, because an answer may hold characters that only Unicode
+  # counts as the end of a line.
   file = workdir / 'samples' / f'{last["step"]:06d}.jsonl'
   with open(file, encoding='utf-8') as samples:
     two = list(itertools.islice(samples, 2))

@@ -173,7 +173,7 @@ def readers(loss: LossConfig) -> dict[str, bool]:
       'cispo_cap': loss.policy_loss == 'cispo',
       'rollout_is_threshold': loss.rollout_is != 'none',
       'rollout_is_threshold_low': loss.rollout_is == 'icepop',
-      # A weight that is the same for a whole answer is its own mean.
+      # The other methods have one weight per answer, which is its own mean.
       'rollout_is_per_answer': loss.rollout_is in ('token', 'icepop'),
       'rollout_rs_threshold_low': loss.rollout_rs == 'geometric',
       'rollout_rs_threshold_high': loss.rollout_rs == 'geometric',

@@ -29,7 +29,7 @@ _PROCESS, _ON_THE_WAY = 6 * 2**30, 7 * 2**30
 # its answers.
 _LINE, _LINE_OF_DOT, _EVENTS = 3500, 400, 3000
 _TOKEN, _NAMES, _REPORT = 5, 100, 13 * 2**20
-# What a container may take: of control groups, version 2 and 1.
+# Files with a container's memory limit: control groups, version 2 and 1.
 _LIMITS = (
     '/sys/fs/cgroup/memory.max',
     '/sys/fs/cgroup/memory/memory.limit_in_bytes',

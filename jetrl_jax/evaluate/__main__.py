@@ -59,7 +59,7 @@ def evaluate(settings: Settings) -> dict:
       len(prompts),
       settings.num_generations,
   )
-  # Of this process.
+  # The rows of this process.
   total = len(engine.group.share(len(prompts))) * settings.num_generations
   with (
       contextlib.closing(Progress('answers', total)) as shown,

@@ -20,12 +20,13 @@ from jetrl_jax.rl.rollout.engine import EngineConfig
 from jetrl_jax.rl.run import fp8_support
 from jetrl_jax.rl.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
 
-# name -> what it is called at its publisher, and its columns.
+# name -> its publisher's name for it, and its columns.
 NAMED = {
     'gsm8k': ('hf:openai/gsm8k:main:test', 'question', 'answer'),
     'math500': ('hf:HuggingFaceH4/MATH-500:test', 'problem', 'answer'),
 }
-# What a policy is asked for where no run says; the 'math' reward reads it.
+# The instruction in the prompt if no run names one; the 'math' reward reads
+# such answers.
 INSTRUCTION = (
     "\nLet's think step by step and put the final answer within \\boxed{}."
 )

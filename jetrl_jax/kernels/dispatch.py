@@ -61,8 +61,8 @@ _REPEATS = {
     'gate_up': 'swiglu',
     'sample_token': 'log_sum_exp',
 }
-# And the other way round: training's attention runs a kernel only where decode's
-# does, because a kernel and a reference differ in their bits.
+# And the other way round: training's attention runs a kernel only where
+# decode's does, because the bits of a kernel and of a reference differ.
 _REPEATED = {'attention': 'decode_attention'}
 # Pairs of `_REPEATS` whose kernels agree only if both are of one backend.
 _OF_ONE_BACKEND = {'sample_token': 'log_sum_exp'}

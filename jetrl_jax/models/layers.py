@@ -151,7 +151,7 @@ def widened(axes: Axes, master, weight, whole: int) -> tuple[Any, Any]:
   if not is_quantised:
     return master, jnp.pad(weight, zeros)
   scale = weight.scale
-  if scale.ndim:  # By channels: a share of blocks needs no more rows.
+  if scale.ndim:  # Scales per channel. Shares of blocks need no padding.
     scale = jnp.pad(scale, zeros, constant_values=1.0)
   return master, QTensor(values=jnp.pad(weight.values, zeros), scale=scale)
 
@@ -176,7 +176,7 @@ class Leaf(nn.Module):
       shared: whether each device of `tensor` has some of its columns. All
         columns are shown.
     """
-    if not self.is_initializing():  # Everything is mutable then.
+    if not self.is_initializing():  # All collections are mutable then.
       shown: Any = value
       if shared and self.is_mutable_collection(TAPS):
         shown = self.axes.gather_outputs(shown)

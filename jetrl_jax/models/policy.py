@@ -119,7 +119,8 @@ class Policy:
     ):
       if value < 16 or value % 16:
         raise ValueError(f'{name} is {value}; it must be a multiple of 16')
-    # A kernel would refuse these only after the weights have been loaded.
+    # Without this check a kernel would refuse these values, but only after the
+    # weights have been loaded.
     for name, value in (
         ('attention_tile', self.tile),
         ('head_dim', self.model.head_dim),
@@ -175,7 +176,7 @@ class Policy:
     """Returns the function, traced with the policy's kernels."""
     inner = function
 
-    # The name of what is compiled, in profiles too.
+    # `wraps` below takes the name from here; profiles show it.
     while isinstance(inner, functools.partial):
       inner = inner.func
 

@@ -96,7 +96,7 @@ def _heldout(run: Run, name: str) -> Fact:
   steps, values = steps[np.isfinite(every)], run.finite(name)
   source, _, samples = name.removeprefix('val-core/').partition('/acc/')
   detail = f'{source}, {samples}'
-  # Of samples that are all right or all wrong it is 0, and says nothing.
+  # If all samples are right or all are wrong, it is 0 and says nothing.
   if half := run.last(f'{name}/ci95'):
     detail += f', ±\xa0{number(half, "%")}'
   value = number(values[-1], '%')
@@ -167,7 +167,7 @@ def _steps(run: Run) -> Fact:
   starts = count(len(run.starts), 'start') if run.starts else ''
   if run.is_finished:
     state = f'finished in {starts}' if starts else 'finished'
-  else:  # Stopped, or it goes on: nothing tells which.
+  else:  # It was stopped or still runs; the files do not say which.
     state = f'not finished; {starts}' if starts else 'not finished'
   tone = 'bad' if skipped else ''
   return Fact('Steps', f'{last} of {total}', f'{state}; {detail}', tone)

@@ -24,7 +24,7 @@ _HEALTH, _CHANGED = 'fp8_health', 'fp8_changed_weight_bytes'
 MEASURES = ('saturated_frac', 'flushed_frac', 'sqnr_db')
 _HEALTH_KEYS = [(o, m) for o in OPERANDS for m in MEASURES]
 _HEALTH_KEYS.append(('kernel', 'changed'))
-# How deep below a folder its runs may be.
+# How many levels below a folder its runs may be.
 _DEPTH = 4
 
 
@@ -188,7 +188,7 @@ def _read_lines(folder: pathlib.Path, notes: list[str]) -> Iterator[dict]:
   step, damaged = -(2**53), ''
   with open(path, 'rb') as file:
     for number, content in enumerate(file, start=1):
-      if damaged:  # And it was not the last one.
+      if damaged:  # It was not the last line.
         raise ValueError(damaged)
       line = _line(content)
       if line is None:
@@ -229,8 +229,8 @@ def _line(content: bytes) -> dict | None:
   if not isinstance(step, int) or isinstance(step, bool) or abs(step) >= 2**53:
     return None
   changed, health = _dict(line.pop(_CHANGED, 0)), _dict(line.pop(_HEALTH, 0))
-  # As dicts these are the file's bulk: gigabytes for a long run of a large
-  # model.
+  # These are most of the file. As dicts they would be gigabytes for a long run
+  # of a large model.
   line[_HEALTH] = {
       dot: _health_row(_dict(operands), changed.get(dot))
       for dot, operands in health.items()

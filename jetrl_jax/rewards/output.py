@@ -15,7 +15,7 @@ import sys
 LIMIT = 2**20  # Bytes.
 # Bytes that a worker may print for each byte of the pipe.
 _PORTION = 4096
-# The last one in the pipe, taken by one worker.
+# The last byte in the pipe; one worker takes it.
 _LAST = b'e'
 
 
@@ -70,7 +70,7 @@ class _Bounded(io.RawIOBase):
     """Takes one portion; empty where none is left."""
     try:
       return os.read(self._portions, 1)
-    except OSError:  # Would wait; or a reward function has closed it.
+    except OSError:  # The pipe is empty, or a reward function has closed it.
       return b''
 
 
@@ -87,7 +87,7 @@ def bound() -> None:
   """Bounds what this process and its forks print through Python."""
   portions, credit = _portions(LIMIT), [0]
   for name, descriptor in (('stdout', 1), ('stderr', 2)):
-    if getattr(sys, name) is None:  # Closed.
+    if getattr(sys, name) is None:  # The stream is closed.
       continue
     stream = io.TextIOWrapper(
         _Bounded(descriptor, portions, credit),

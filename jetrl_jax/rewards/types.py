@@ -5,10 +5,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-# These read a final answer.
+# Functions that read a final answer.
 READERS = ('math', 'gsm8k', 'last_number')
 BUILT_IN = (*READERS, 'format')
-# Largest value and weight: their squares must fit a float32.
+# Largest value and weight. Their squares must fit into a float32.
 MAX_SIZE = 1e9
 
 

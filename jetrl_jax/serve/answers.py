@@ -165,7 +165,8 @@ async def answer(
       else:
         response.push(event)
         if response.end is not None:
-          jobs[index].cancel()  # A stop string: it has not ended by itself.
+          # A stop string has ended it, so the decoder still runs it.
+          jobs[index].cancel()
         if asked.is_scored:
           if response.end is not None:
             jobs[index] = job_of(index)
@@ -204,11 +205,11 @@ def _sampled(response: _Response, first: int) -> list[Token]:
 def _scored(asked: Asked, response: _Response, scores: Scores) -> list[Token]:
   """Returns the tokens with the most probable ones in their places."""
   start, found = len(response.prompt), []
-  # What the rollout recorded: the same bits in a unified flow.
+  # The log-probs of decoding; a unified flow has the same bits in scoring.
   logprobs = [*scores.logprobs[:start].tolist(), *response.logprobs]
   ids = [*response.prompt, *response.ids]
   for t in range(0 if asked.echo else start, len(ids)):
-    if t == 0:  # Nothing predicts it.
+    if t == 0:  # No token comes before it.
       found.append(Token(id=ids[0], logprob=None, top=[]))
       continue
     top = zip(

@@ -28,8 +28,8 @@ from jetrl_jax.rl.rollout.engine import DecodeState, Engine, EngineConfig
 from jetrl_jax.serve.requests import Limits, Sampling
 from jetrl_jax.serve.scoring import Scorer, Scores
 
-# Decode steps between two looks at the queue; a multiple of 8 is faster on a
-# GPU. Text comes in pieces of as many tokens.
+# Decode steps between two checks of the queue; a multiple of 8 is faster on a
+# GPU. Text is sent in pieces of so many tokens.
 _STEPS = 8
 
 
@@ -248,7 +248,8 @@ class Decoder:
         if self._running:
           self._decode()
       self._tell_all()
-    except Exception as error:  # Out of memory, say: nothing can go on.
+    # For example out of memory. The server cannot continue.
+    except Exception as error:
       logging.exception('The engine failed')
       first = (str(error).splitlines() or [''])[0]
       why = f'the engine failed: {type(error).__name__}: {first}'

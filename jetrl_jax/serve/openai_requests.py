@@ -34,7 +34,7 @@ _BOTH = (
 )
 _CHAT = (*_BOTH, 'messages', 'max_completion_tokens', 'top_logprobs')
 _COMPLETION = (*_BOTH, 'prompt', 'echo')
-# Supported only where they change nothing.
+# Accepted only with values that change nothing.
 _OFF: dict[str, tuple[Any, ...]] = {
     'frequency_penalty': (0,),
     'presence_penalty': (0,),
@@ -47,7 +47,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     'response_format': ({'type': 'text'},),
     'modalities': (['text'],),
 }
-# About the account, not about the answer.
+# These are about the account and not about the answer.
 _IGNORED = (
     'user',
     'metadata',

@@ -152,7 +152,8 @@ class Writer:
       return None
     found: dict[str, float] = {}
     for id, logprob in [*token.top, (token.id, token.logprob)]:
-      # Two tokens may have the same text: the more probable one is told.
+      # Two tokens may have the same text. Then only the more probable one is
+      # reported.
       text = self._text(id)
       found[text] = max(logprob, found.get(text, logprob))
     return found

@@ -20,7 +20,7 @@ from jetrl_jax.core.typing import NpArray
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.rl.rollout.buckets import buckets
 
-# The most that a request can ask for.
+# The largest number that a request can ask for.
 MOST_TOP = 20
 
 

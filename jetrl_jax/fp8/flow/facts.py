@@ -138,7 +138,7 @@ def join(facts) -> Fact:
 def moved(eqn, facts) -> list[Fact]:
   """Facts of what data movement returns."""
   if len(eqn.outvars) == len(facts) > 1:
-    return facts  # Barriers and transfers: one by one.
+    return facts  # Barriers and transfers have one result per operand.
   varying = varying_axes(eqn, facts)
   block = common_block(facts, varying)
   if eqn.primitive.name == 'reshape':

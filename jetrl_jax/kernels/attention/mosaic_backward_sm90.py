@@ -99,7 +99,7 @@ def _added(totals, products, interpret: bool):
     products: (weights [64, 64], tile [64, H]) for each.
     interpret: the kernel runs on a CPU.
   """
-  if interpret:  # Which knows no product of what registers hold.
+  if interpret:  # The interpreter has no product of operands in registers.
     totals = [
         total + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
         for total, (a, b) in zip(totals, products, strict=True)
@@ -398,7 +398,7 @@ def backward(
       _GROUPS,
       interpret,
   )
-  # As many keys as a program has, or as there are.
+  # As many keys as a program has, or as exist.
   groups = _GROUPS if k_BKSH.shape[2] % height == 0 else 1
   keys = groups * _ROWS
   dk, dv = _call(

@@ -8,7 +8,7 @@ from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
 
-# Values of a program.
+# Values that one program quantises.
 _LEAST, _MOST = 1024, 4096
 
 

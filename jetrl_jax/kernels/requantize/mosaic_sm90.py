@@ -49,7 +49,8 @@ def _kernel(master_ref, scales_ref, old_ref, sums_ref, *, interpret: bool):
   places = [
       (program, pl.ds(i, _CHUNK)) for i in range(0, old_ref.shape[1], _CHUNK)
   ]
-  # Before anything is written: the new values go where the old ones are.
+  # Read before anything is written, because the new values overwrite the old
+  # ones.
   pairs = [
       [tools.read(ref.at[at], layout) for ref in (master_ref, old_ref)]
       for at in places
@@ -62,12 +63,12 @@ def _kernel(master_ref, scales_ref, old_ref, sums_ref, *, interpret: bool):
   for at, (master, old) in zip(places, pairs, strict=True):
     x = master.astype(jnp.float32)
     scaled = x * inverse
-    if interpret:  # A GPU's cast saturates.
+    if interpret:  # A cast on a GPU saturates.
       scaled = jnp.clip(scaled, -_LIMIT, _LIMIT)
     low = scaled.astype(formats.E4M3)
     stored = low.astype(jnp.float32)
     error = x - stored * scale
-    # As floats: the two zeros are equal.
+    # Compared as floats, because the two zeros are equal.
     changed = old.astype(jnp.float32) != stored
     seen = (
         of_true(jnp.abs(x) > _LIMIT * scale),
@@ -111,8 +112,8 @@ def renew_kernel(
       grid_names=('program',),
       **tools.kernel_options(interpret),
   )
-  # Divided by XLA, as `quantize` does it: a kernel's division is rounded
-  # otherwise, and a run that is resumed quantises with XLA.
+  # XLA divides, as in `quantize`: a kernel's division rounds differently, and a
+  # resumed run quantises with XLA.
   operands = master_OI.reshape(-1, tile), jnp.stack([scale, 1.0 / scale])
   old = old_OI.reshape(-1, tile)
   partial, [values] = tools.in_place(kernel, operands, [old], result)

@@ -35,7 +35,7 @@ _LIMIT = formats.format_max(formats.E4M3)
 
 def _kernel(master_ref, old_ref, scales_ref, out_ref, sums_ref):
   scale, inverse = scales_ref[0], scales_ref[1]
-  # Before anything is written: the new values go where these are.
+  # Read before anything is written, because the new values overwrite these.
   old = old_ref[...].astype(jnp.float32)
   x = master_ref[...].astype(jnp.float32)
   low = jnp.clip(x * inverse, -_LIMIT, _LIMIT).astype(formats.E4M3)
@@ -47,7 +47,7 @@ def _kernel(master_ref, old_ref, scales_ref, out_ref, sums_ref):
       (x != 0) & (stored == 0),
       x * x,
       error * error,
-      # As floats: the two zeros are equal.
+      # Compared as floats, because the two zeros are equal.
       old != stored,
   )
   for i, values in enumerate(seen):
@@ -91,8 +91,8 @@ def renew_kernel(
   )(
       master_OI.reshape(-1, _ROW),
       old_OI.reshape(-1, _ROW),
-      # Divided by XLA, as `quantize` does it: Triton's division is rounded
-      # otherwise, and a run that is resumed quantises with XLA.
+      # XLA divides, as in `quantize`: Triton's division rounds differently, and
+      # a resumed run quantises with XLA.
       jnp.stack([scale, 1.0 / scale]),
   )
   sums = jnp.sum(partial[:, :5], axis=0)

@@ -44,7 +44,7 @@ from jetrl_jax.models.hf.safetensors_index import (
 from jetrl_jax.models.types import ModelConfig
 
 _TARGETS = ('float32', 'bfloat16')
-# What a tensor may be that is not the kernel of a dot.
+# Dtypes of tensors that are not the kernel of a dot.
 _WIDE = tuple(name for name in DTYPES if name != FP8_DTYPE)
 
 
@@ -162,7 +162,8 @@ def check_tensors(
     ValueError: tensors missing, unexpected, of another shape or dtype; all
       kinds of trouble in one message.
   """
-  # Before a table is built that a mistyped number would make endless.
+  # This check comes first, because a mistyped number would make the table below
+  # endless.
   if config.num_layers > len(tensors):
     raise ValueError(
         f'{folder}: config.json says {config.num_layers} layers, but the '
@@ -220,7 +221,7 @@ def _check_quantization(
   """Returns which dots are FP8, the same by the files and by config.json."""
   rows = layout(config)
   quantized = quantized_parts(rows, tensors)
-  # A folder without FP8 may be loaded with a config of another place.
+  # A folder without FP8 may be loaded with a config from elsewhere.
   if any(quantized.values()) or has_file(folder, 'config.json'):
     check_ignored(read_config_json(folder), rows, quantized)
   return quantized
@@ -258,7 +259,8 @@ def _read_leaf(
       rows = leaf[first : first + len(piece)]
       first += len(piece)
       grids.add(spreading.grid_of(piece))
-      # A number too large for the target becomes infinite, and is counted.
+      # A number that is too large for the target dtype becomes infinite and is
+      # counted.
       with np.errstate(over='ignore', invalid='ignore'):
         if scale is not None:
           piece = piece.astype(np.float32) * scale

@@ -34,7 +34,7 @@ _LINEAR = 'Linear'
 # vLLM and SGLang count the head among the linear modules only where it is
 # named.
 _HEAD = 're:.*lm_head$'
-# What weights and inputs must say, and what absent keys mean.
+# Required settings of weights and inputs, and the meaning of absent keys.
 _TENSOR = {
     'num_bits': 8,
     'type': 'float',
@@ -44,8 +44,9 @@ _TENSOR = {
 }
 _ABSENT = {'symmetric': True, 'dynamic': False, 'strategy': 'tensor'}
 
-# Of a pattern in `ignore`. Python tries all ways to match: with repeated groups
-# or many choices a stranger's pattern has no end.
+# Most characters and choices of a pattern in `ignore`. Python tries all ways to
+# match, so a stranger's pattern with repeated groups or many choices might
+# never end.
 _PATTERN_CHARACTERS, _PATTERN_CHOICES = 200, 4
 _CHOICE, _REPEATED_GROUP = re.compile(r'[*+?{|]'), re.compile(r'\)[*+?{]')
 

@@ -223,7 +223,7 @@ def reference(
   )
   check_reference(folder)
   restored = restore.restore(folder, like)
-  assert restored is not None  # There is a step.
+  assert restored is not None  # `check_reference` has found one.
   return PolicyParams(**restored.state)
 
 
