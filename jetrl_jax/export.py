@@ -220,7 +220,7 @@ def _at(tree: PyTree, path: str) -> PyTree:
 
 
 def main(values: dict[str, Any]) -> None:
-  """Exports what the flags say."""
+  """Exports as the flags say."""
   said = export(values)
   if not processes.is_first():
     return

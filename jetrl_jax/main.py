@@ -106,7 +106,7 @@ def _check_purpose(config: build.Config) -> None:
 
 
 def _devices(used: int) -> str:
-  """Names the devices, and those left idle, which nothing else would tell."""
+  """Names the devices, and says how many of them are idle."""
   found = jax.devices()
   kind = found[0].device_kind
   if processes.count() > 1:

@@ -73,7 +73,7 @@ def target_tokens(
 
 
 def _check(config) -> None:
-  """Refuses now what would only fail after the last step."""
+  """Refuses at the start what would only fail after the last step."""
   sft = take(SftConfig, config)
   if not sft.output:
     raise ValueError('sft.output is empty; name the folder to export to')
@@ -116,7 +116,7 @@ def _check_workdir(workdir: pathlib.Path) -> None:
 def _batches(
     config, policy: Policy, tokenizer: Tokenizer
 ) -> Callable[[], list[TrainBatch]]:
-  """Returns what draws the next optimiser step's micro-batches."""
+  """Returns a function that draws the next optimiser step's micro-batches."""
   settings = take(DataConfig, config)
   compatibility.warn_of_template(settings)
   data = configs.build_dataset(settings, settings.train_files, tokenizer)

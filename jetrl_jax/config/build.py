@@ -1,4 +1,4 @@
-"""From a ConfigDict to the parts of a run: where the config stops.
+"""Builds the parts of a run from a ConfigDict, which goes no further.
 
 Everything is checked here, before any compute: unknown names, values out of
 range, missing files, and settings that contradict each other.

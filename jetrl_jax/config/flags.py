@@ -123,7 +123,7 @@ def run_plain(
 
 
 def said(error: Exception) -> str:
-  """Says what absl found wrong; a flag left out with what it is for."""
+  """Says what absl found wrong; for a missing flag also its purpose."""
   left_out = re.findall(r'Flag --(\w+) must have a value', str(error))
   if not left_out:
     return str(error)
@@ -136,7 +136,7 @@ def said(error: Exception) -> str:
 def _in_one_sentence(
     main: Callable[[], None], several: bool
 ) -> Callable[[list[str]], None]:
-  """Answers what a user can cause with one sentence.
+  """Prints an error that a user can cause as one sentence.
 
   And Ctrl-C where nobody waits for it: while a command starts, or in one that
   saves nothing on the way.

@@ -49,7 +49,7 @@ _DELAYED = 'fp8_delayed'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedPolicy:
-  """All that sampling needs.
+  """A policy with everything that sampling needs.
 
   Attributes:
     policy: decoder and recipe.

@@ -298,7 +298,7 @@ class Axes:
   # --- leaves: from where they are stored to the devices that read them ----
 
   def gather(self, x: Array, full_dim: int, pieces: Pieces = ()) -> Array:
-    """Returns what this device reads of a leaf.
+    """Returns the part of a leaf that this device reads.
 
     Args:
       x: the part of the leaf that is stored here; its first axis may be split.
@@ -325,7 +325,7 @@ class Axes:
       full_dim: int | None = None,
       pieces: Pieces = (),
   ) -> Array:
-    """Adds cotangents of what devices read; returns the part stored here.
+    """Adds the cotangents of all devices; returns the part stored here.
 
     Args:
       x: a cotangent of what `gather` returned.
@@ -628,7 +628,7 @@ def grad_sink(
     master: Array,
     pieces: Pieces = (),
 ) -> Array:
-  """Stands for what a device reads of a master: receives its cotangent.
+  """Stands in for a master where a device reads it, and gets its cotangent.
 
   It has no values: the dots read the compute weight and never the master, so
   XLA does not materialise this array.

@@ -113,7 +113,7 @@ class Tokenizer:
 
   @property
   def template_variables(self) -> dict[str, str | list[str]]:
-    """Returns what a chat template may call the special tokens.
+    """Returns the special tokens by the names that chat templates use.
 
     The names are those of transformers 4's `special_tokens_map`; 5 leaves
     additional_special_tokens out.

@@ -136,7 +136,7 @@ def not_in_fp8(hlo: str, rows: list[Row]) -> list[str]:
 
 
 def _shallow(spec: RunSpec) -> RunSpec:
-  """One layer stands for all, where no pattern tells layers apart."""
+  """Returns the run with one layer, if no pattern distinguishes layers."""
   if spec.policy.recipe.high_precision_layers:
     return spec
   model = dataclasses.replace(spec.policy.model, num_layers=1)

@@ -32,7 +32,7 @@ from jetrl_jax.rl.scoring.scorer import Scorer
 
 
 def evaluate(settings: Settings) -> dict:
-  """Grades a policy and writes what it found.
+  """Grades a policy and writes the results.
 
   Args:
     settings: see `evaluate_settings.resolve`.
@@ -118,7 +118,7 @@ def _engine_config(settings: Settings) -> EngineConfig:
 
 
 def main(values: dict[str, Any]) -> None:
-  """Evaluates what the flags say."""
+  """Evaluates as the flags say."""
   settings = evaluate_settings.resolve(values)
   summary = evaluate(settings)
   device = jax.devices()[0].device_kind

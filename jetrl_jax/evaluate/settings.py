@@ -1,4 +1,4 @@
-"""What an evaluation is set to: flags over the run's config over defaults."""
+"""The settings of an evaluation: flags over the run's config over defaults."""
 
 import dataclasses
 import pathlib

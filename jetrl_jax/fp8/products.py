@@ -144,7 +144,7 @@ def times(product: Array, scales) -> Array:
 
 
 def fence(x: Array) -> Array:
-  """Prevents that a following addition is fused with the multiplication in x.
+  """Keeps a following addition from being fused with the multiplication in x.
 
   A fused multiply-add skips the product's rounding, and XLA would fuse in some
   programs only. The fence changes no finite value.

@@ -126,7 +126,7 @@ class Recipe:
 
   @property
   def scaling(self) -> dict:
-    """How a scale is made of an amax, see `scale_from_amax`."""
+    """How an amax becomes a scale, see `scale_from_amax`."""
     return {'margin': self.margin, 'power_of_two': self.power_of_two_scales}
 
   @property

@@ -70,7 +70,7 @@ _OF_ONE_BACKEND = {'sample_token': 'log_sum_exp'}
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-  """What decides about implementations.
+  """The hardware and the JAX on which implementations depend.
 
   Attributes:
     backend: 'cpu' or 'gpu'.

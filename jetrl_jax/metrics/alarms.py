@@ -206,12 +206,12 @@ def judge(metrics: Metrics, answers: float) -> dict[str, int]:
 
 
 def is_idle(found: Mapping[str, int]) -> bool:
-  """Returns whether a step taught nothing, of what `judge` found."""
+  """Returns whether a step taught nothing, given the metrics of `judge`."""
   return any(found[PREFIX + name] for name in _IDLE)
 
 
 def unexplained(held: Iterable[str]) -> list[Alarm]:
-  """Returns the alarms of these names, without what others explain."""
+  """Returns the alarms of these names, without those that others explain."""
   names = set(held)
   return [a for a in ALARMS if a.name in names and not names & set(a.unless)]
 
@@ -278,7 +278,7 @@ class Tally:
     self._recent.append(held)
 
   def sentences(self) -> list[str]:
-    """Returns what has to be said of the run; nothing if all is well."""
+    """Returns the sentences about the run; none if all is well."""
     lines = []
     if self._steps and self._idle == self._steps:
       steps = (

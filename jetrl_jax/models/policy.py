@@ -168,7 +168,7 @@ class Policy:
     return self.kv_cache_dtype
 
   def jit(self, function, **options):
-    """Compiles what takes part in the flow; `options` as for `exact_jit`."""
+    """Compiles a function of the flow; `options` as for `exact_jit`."""
     compiled = exact_jit if self.exact else inexact_jit
     return compiled(self.bound(function), **options)
 
@@ -190,7 +190,7 @@ class Policy:
   def jit_per_device(
       self, function, mesh: Mesh, in_specs, out_specs, **options
   ):
-    """Compiles what each device computes of its own part of the arguments."""
+    """Compiles a function that each device runs on its part of the data."""
     return self.jit(
         sharding.per_device(function, mesh, in_specs, out_specs),
         out_shardings=sharding.named(out_specs, mesh),
@@ -292,7 +292,7 @@ class Policy:
       *,
       show: bool = False,
   ) -> tuple[Array, ...]:
-    """Returns what `logprobs` does, and with `show` logits to look at.
+    """Returns the results of `logprobs`, and with `show` the logits.
 
     `show` adds the tempered logits [B*T, V] and their log-sum-exp [B*T], whose
     row t predicts token t + 1.

@@ -32,7 +32,7 @@ def check(mode: str) -> None:
 
 
 def all_but_kept(function):
-  """Returns the function; its backward recomputes what `keep` did not mark."""
+  """Returns the function; its backward recomputes values without `keep`."""
   return jax.checkpoint(function, policy=ONLY_KEPT)
 
 

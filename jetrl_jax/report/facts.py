@@ -1,4 +1,4 @@
-"""The sentences and numbers of a report: what came out, what went wrong."""
+"""The sentences and numbers of a report: results and problems."""
 
 import dataclasses
 import math
@@ -199,7 +199,7 @@ def _speed(run: Run) -> Fact | None:
 
 
 def guarded(run: Run) -> list[tuple[str, str, str]]:
-  """Returns (what, how much, meaning) of all that was skipped or guarded."""
+  """Returns (name, count, meaning) of all that was skipped or guarded."""
   skipped = run.finite('training/skipped_updates').sum()
   where = _where(run, 'training/skipped_updates')
   meaning = 'The gradient norm or the loss was not finite; nothing was changed.'
@@ -343,7 +343,7 @@ def _last(steps: int) -> str:
 
 
 def _answers_per_step(run: Run) -> Callable[[dict[str, float]], float]:
-  """Returns what says how many answers a step sampled; 0 is unknown."""
+  """Returns a function from a step to its number of answers; 0 is unknown."""
   names = ('trainer.train_batch_size', 'rollout.num_generations')
   sizes = [run.config.get(name) for name in names]
   usual = math.prod(s if isinstance(s, int) else 0 for s in sizes)

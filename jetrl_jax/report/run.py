@@ -97,7 +97,7 @@ class Run:
     return isinstance(total, int) and int(self.steps[-1]) >= total
 
   def by_step(self, pattern: str) -> dict[int, pathlib.Path]:
-    """Returns what is named by its step, such as 'rollouts/*.npz', in order."""
+    """Returns the files named by their steps, 'rollouts/*.npz', in order."""
     ending = pathlib.PurePath(pattern).suffix
     found = {p.name.removesuffix(ending): p for p in self.folder.glob(pattern)}
     steps = {int(n): p for n, p in found.items() if re.fullmatch('[0-9]+', n)}
@@ -258,7 +258,7 @@ def _dict(value: Any) -> dict:
 
 
 def _number(value: Any) -> float | None:
-  """Returns a float, NaN for what is not finite; None for no number."""
+  """Returns a float, NaN if it is not finite; None if it is no number."""
   if isinstance(value, bool) or not isinstance(value, int | float):
     return None
   try:

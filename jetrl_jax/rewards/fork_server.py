@@ -52,7 +52,7 @@ class Worker:
   buffer: bytearray = dataclasses.field(default_factory=bytearray)
 
   def end(self) -> None:
-    """Kills the process, and what it started, and lets go of it."""
+    """Kills the process and its children, and closes its descriptor."""
     with contextlib.suppress(ProcessLookupError):
       # While the worker exists, its process id is its own, so no other group is
       # killed.

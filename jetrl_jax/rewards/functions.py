@@ -72,7 +72,7 @@ def last_number(request: RewardRequest, after: str = '') -> Part:
 
 
 def _rest(response: str, after: str) -> str:
-  """Returns what follows the last `after`; '' where there is none."""
+  """Returns the text after the last `after`; '' without one."""
   if not after:
     return response
   start = response.rfind(after)

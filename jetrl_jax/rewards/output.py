@@ -41,7 +41,7 @@ class _Bounded(io.RawIOBase):
     return True
 
   def fileno(self) -> int:
-    """Returns the descriptor, for what a function starts."""
+    """Returns the descriptor, for processes that a function starts."""
     return self._descriptor
 
   def isatty(self) -> bool:
@@ -49,7 +49,7 @@ class _Bounded(io.RawIOBase):
     return os.isatty(self._descriptor)
 
   def write(self, data) -> int:
-    """Writes what there is room for; the rest is as if it were written."""
+    """Writes as much as the limit allows; the rest counts as written."""
     view = memoryview(data).cast('B')
     ended = False
     while self._credit[0] < len(view) and (taken := self._take()):

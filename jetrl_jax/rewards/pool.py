@@ -87,7 +87,7 @@ class Scoring:
     self.waiting.extend(range(first, len(self.requests)))
 
   def poll(self) -> None:
-    """Gives workers what waits and takes what they have; waits for nothing."""
+    """Hands out waiting requests and takes replies; does not wait."""
     self.pool.serve(self, wait=False)
 
   def results(
@@ -215,7 +215,7 @@ class RewardPool:
           self._drop(worker)
 
   def serve(self, batch: Scoring, *, wait: bool) -> None:
-    """Takes what came, or waits for it or a time limit; hands out what waits.
+    """Takes replies, waiting up to a time limit; hands out waiting requests.
 
     In this order a worker that is done has answers again. For `Scoring`.
     """
@@ -278,7 +278,7 @@ class RewardPool:
       )
 
   def _hand_out(self, batch: Scoring) -> None:
-    """Gives every idle worker some of what waits."""
+    """Gives every idle worker some of the waiting requests."""
     assert self._fork_server is not None
     while len(self._workers) < self._num_workers:
       self._workers.append(self._fork_server.fork())
@@ -321,7 +321,7 @@ class RewardPool:
     return worker.since + allowed
 
   def _read(self, worker: Worker, batch: Scoring) -> bool:
-    """Takes what a worker sent; False when the worker is gone."""
+    """Takes a worker's messages; False when the worker is gone."""
     alive = True
     # Read to the end: after the next fork, the process id of a dead worker no
     # longer leads to what it started.

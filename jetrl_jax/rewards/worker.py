@@ -190,7 +190,7 @@ def _die_with(fork_server: int) -> None:
 
 
 def _limit_memory(megabytes: int) -> None:
-  """Limits the address space to what is mapped now plus `megabytes`."""
+  """Limits the address space to its present size plus `megabytes`."""
   mapped = 0
   if sys.platform == 'linux':
     with open('/proc/self/statm', encoding='ascii') as pages:

@@ -315,7 +315,7 @@ def make_correction(
 
 
 def make_rejection(rollout_rs: str, *, low: float, high: float) -> Correction:
-  """Chooses the rejection of whole responses, besides any importance weight.
+  """Chooses the rejection of whole responses, in addition to any weight.
 
   Args:
     rollout_rs: 'none' or 'geometric'.

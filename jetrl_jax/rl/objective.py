@@ -260,7 +260,7 @@ def _policy_term(
 def _correction_metrics(
     config: LossConfig, batch: TrainBatch, weight_BT: Array
 ) -> dict[str, Mean]:
-  """Returns what the correction weighted and dropped; empty without one."""
+  """Returns metrics of the correction; empty without one."""
   if not config.reads_mu:
     return {}
   mask_BT = batch.loss_mask

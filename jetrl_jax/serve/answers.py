@@ -129,7 +129,7 @@ async def answer(
       loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
   def job_of(index: int) -> Job:
-    """Returns what is to be done next for a response."""
+    """Returns the next job of a response."""
     response, sampling = responses[index], asked.sampling
     if response.end is not None:
       sampling = None

@@ -179,7 +179,7 @@ def read_completion(
 
 
 def _common(body: dict[str, Any]) -> dict[str, Any]:
-  """Returns what both kinds of request have alike."""
+  """Returns the settings that both kinds of request share."""
   options = body.get('stream_options', {})
   if not isinstance(options, dict):
     raise ValueError(f'stream_options is {options!r:.80}; allowed: an object')

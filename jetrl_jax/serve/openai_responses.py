@@ -79,7 +79,7 @@ class Writer:
     }
 
   def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-    """Returns what a stream sends for a piece."""
+    """Returns the events that a stream sends for a piece."""
     self._sampled[piece.index] = piece.sampled
     logprobs = self._logprobs(piece.index, piece.tokens)
     found, end = [], {'finish_reason': piece.finish_reason}

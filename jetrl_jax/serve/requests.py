@@ -1,4 +1,4 @@
-"""What a request may ask for: limits, and how its response is sampled."""
+"""The limits of a request, and how its response is sampled."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ _INT32 = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-  """What a server takes.
+  """The limits of a server.
 
   Attributes:
     max_prompt_length: tokens, the template's included.

@@ -26,7 +26,7 @@ MOST_TOP = 20
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
-  """What the policy says of the tokens of one sequence.
+  """The policy's log-probs for the tokens of one sequence.
 
   Index t is about token t given those before it. Index 0 is meaningless.
 

@@ -133,7 +133,7 @@ class _Walker:
     )
 
   def _move_quantisers(self) -> None:
-    """Gives what quantises a dot's operand the path of the dot.
+    """Gives the operations that quantise a dot's operand the dot's path.
 
     The operation before may do it, in its kernel, or the dot itself.
     """
@@ -256,7 +256,7 @@ class _Walker:
     ]
 
   def _loop(self, body, consts, carry, rows, scope):
-    """Walks a loop's body until what is carried no longer changes.
+    """Walks a loop's body until the facts of its carry no longer change.
 
     Returns:
       Facts of the carried values and of the body's other results.

@@ -23,7 +23,7 @@ def tokens_as_decoded(x: Array, tile: int, dtype) -> Array:
 
 
 def one_kernel(*static: str):
-  """Makes a kernel and what lays out its operands one call.
+  """Joins a kernel and the layout of its operands into one call.
 
   Under the name that the check of the precision flow knows
   (`fp8/flow/subgraph.py`): it compares what goes into the call, which is the

@@ -129,7 +129,7 @@ def _through(bounds, step, carry):
 
 
 class _Scratch(NamedTuple):
-  """What a program has in shared memory.
+  """A program's arrays in shared memory.
 
   Attributes:
     own: of each warpgroup: what it multiplies with all tiles; at the end its
@@ -156,7 +156,7 @@ def _vector(count: int, dtype):
 
 
 def _scratch(own, tiles, groups: int, head_dim: int, dtype):
-  """Returns what to allocate.
+  """Returns the arrays to allocate.
 
   Args:
     own: name -> dtype of a vector, or None for a matrix of `dtype`.

@@ -111,7 +111,7 @@ def _kernel(
     even_first: bool,
     interpret: bool,
 ):
-  """Some query rows of a KV head."""
+  """Attends from some query rows of a KV head."""
   batch, head, place = map(lax.axis_index, ('batch', 'head', 'place'))
   group = lax.axis_index('warpgroup')
   begin, inner, inner_end, end = [tiles_ref[batch, place, i] for i in range(4)]
@@ -163,7 +163,7 @@ def _multiply(
     even_first: bool,
     interpret: bool,
 ):
-  """What a warpgroup makes: 64 rows of the output and their log-sum-exp."""
+  """Computes 64 rows of the output and their log-sum-exp in a warpgroup."""
   begin, inner, inner_end, end = tiles
   keys, values = scratch.streams
   head_dim, dtype = q_ref.shape[-1], q_ref.dtype
@@ -295,7 +295,7 @@ def _multiply(
 
 
 class _Scratch(NamedTuple):
-  """What a program has in shared memory, of one warpgroup or of all.
+  """A program's arrays in shared memory, of one warpgroup or of all.
 
   Attributes:
     q: query rows.
@@ -317,7 +317,7 @@ class _Scratch(NamedTuple):
 
   @classmethod
   def types(cls, program: Program, tile: int, head_dim: int, dtype, out_dtype):
-    """Returns what to allocate."""
+    """Returns the arrays to allocate."""
 
     def matrix(*shape: int, dtype=dtype, most: int = head_dim):
       transforms = tools.pieces(dtype, min(most, shape[-1]))

@@ -126,7 +126,7 @@ def highest(scores, seen):
 
 
 def weights_of(scores, top, seen, dtype, interpret: bool):
-  """Returns what values are multiplied with, 0 where not `seen`."""
+  """Returns the weights of the values, 0 where not `seen`."""
   p = power_of_2(scores - top[:, None], interpret)
   if seen is not None:
     p = jnp.where(seen, p, 0.0)

@@ -32,7 +32,7 @@ from jetrl_jax.kernels.calls import lowered_once
 
 
 class Tiles(NamedTuple):
-  """How the result is shared out.
+  """How programs divide the result.
 
   Attributes:
     height: rows of a program, 64 for each warpgroup that multiplies.

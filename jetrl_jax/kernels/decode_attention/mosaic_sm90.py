@@ -64,7 +64,7 @@ _STAGES, _STAGES_OF_FEW = {1: 2, 2: 3}, 4
 
 
 class _Scratch(NamedTuple):
-  """What a program has in shared memory.
+  """A program's arrays in shared memory.
 
   Attributes:
     rounded: query rows as they are stored, and the output in the end.
@@ -92,7 +92,7 @@ class _Scratch(NamedTuple):
   def types(
       cls, q_dtype, stored, tile: int, head_dim: int, stages: int, lowers: bool
   ) -> '_Scratch':
-    """Returns what to allocate."""
+    """Returns the arrays to allocate."""
     dtype, in_pairs = operand_dtype(q_dtype, stored), stored.itemsize == 1
 
     def matrix(*shape: int, dtype=dtype):

@@ -54,7 +54,7 @@ _STAGES = 3
 
 
 class Split(NamedTuple):
-  """How the work of a slot's KV head is shared out.
+  """How programs divide the work of a slot's KV head.
 
   Attributes:
     chunks: groups of neighbouring tiles; one program makes the scores of a

@@ -96,7 +96,7 @@ def read_config_json(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-  """Says what a config.json describes, in our terms.
+  """Returns the model that a config.json describes.
 
   FP8 is not part of the shape: `load_checkpoint` and `load_scales` see it.
 

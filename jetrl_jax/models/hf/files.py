@@ -58,7 +58,7 @@ def list_names(names: Iterable[Any], cap: int = 10) -> str:
 
 
 def list_problems(found: Mapping[str, Sequence[Any]]) -> str:
-  """Joins what is wrong for an error message: 'N kind: names; ...', or ''.
+  """Joins problems for an error message: 'N kind: names; ...', or ''.
 
   Args:
     found: names by the kind of trouble that they are in.
@@ -71,7 +71,7 @@ def list_problems(found: Mapping[str, Sequence[Any]]) -> str:
 
 
 def parse_json(data: bytes, what: str) -> Any:
-  """Parses JSON, refusing what two readers could read in two ways.
+  """Parses JSON; refuses text that two readers could read in two ways.
 
   Args:
     data: UTF-8 text.

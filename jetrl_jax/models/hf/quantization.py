@@ -70,7 +70,7 @@ def is_scale(name: str) -> bool:
 def quantization_section(
     high_precision: Iterable[str], *, with_head: bool
 ) -> dict[str, Any]:
-  """Returns what config.json says of an FP8 checkpoint.
+  """Returns the section of config.json about an FP8 checkpoint.
 
   Args:
     high_precision: names of the weights of linear modules that are not FP8.

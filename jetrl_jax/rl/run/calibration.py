@@ -344,7 +344,7 @@ def _filled(
 
 
 def report(distance: float) -> None:
-  """Logs what 8-bit inputs do to the policy; warns if it is much."""
+  """Logs how far 8-bit inputs move the policy; warns if it is far."""
   logging.info(
       'Calibrated: reading the inputs of dots in 8 bits moves the policy by'
       ' k3 = %.2g nats a token',

@@ -185,7 +185,7 @@ def abstract(
 
 
 def without_weights(state: TrainState) -> dict[str, PyTree]:
-  """Returns what a checkpoint holds: everything except the compute weights."""
+  """Returns the state as a checkpoint holds it: without compute weights."""
   return {
       field.name: getattr(state, field.name)
       for field in dataclasses.fields(state)

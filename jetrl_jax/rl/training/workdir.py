@@ -139,7 +139,7 @@ class RunFolder:
     self._writer.truncate_after(-1)
 
   def drop_after(self, step: int, *, is_whole: bool) -> None:
-    """Deletes what later steps wrote, because they will be written again.
+    """Deletes the files of later steps, because they will be written again.
 
     Args:
       step: the run continues from this step's state.

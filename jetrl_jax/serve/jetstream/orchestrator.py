@@ -1,4 +1,4 @@
-"""JetStream's orchestrator with a door: what comes in is checked first.
+"""JetStream's orchestrator, which checks each request first.
 
 The threads, queues and slots are JetStream's own. They have no answer to a bad
 request but to end the process, so nothing reaches them unchecked. The
