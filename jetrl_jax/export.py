@@ -31,7 +31,6 @@ from jetrl_jax.rl.run import calibration
 _FP8 = 'fp8_delayed'
 # Sequences of the calibration; all are decoded at once.
 _SLOTS = 16
-_PROMPT_TOKENS = 1024
 
 FLAGS: config_flags.Table = (
     ('workdir', flags.DEFINE_string, None, 'Workdir of a run'),
@@ -182,7 +181,7 @@ def _prompts(found: Restored, values: dict[str, Any]) -> list[Prompt]:
   """Returns the prompts to calibrate on, as the policy knows them."""
   tokenizer = saved_policy.tokenizer_of(found)
   longest = found.policy.model.max_position - calibration.CHECKPOINT_TOKENS
-  most = min(_PROMPT_TOKENS, longest)
+  most = min(configs.PROMPT_TOKENS, longest)
   data = configs.data_config(found.config, tokenizer, most)
   names = {field.name for field in dataclasses.fields(data)}
   given = {k: v for k, v in values.items() if k in names and v is not None}

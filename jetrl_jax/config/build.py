@@ -49,6 +49,10 @@ from jetrl_jax.rl.settings import (
 )
 
 
+# Most tokens of a prompt for a checkpoint without a run, which does not say.
+PROMPT_TOKENS = 1024
+
+
 def read(file: pathlib.Path) -> Config:
   """Reads the resolved config that a run left in its workdir.
 
@@ -102,7 +106,7 @@ def data_config(
   Args:
     config: the config of the run that made a policy; None for a checkpoint.
     tokenizer: the policy's.
-    max_prompt_length: for a checkpoint, which does not say.
+    max_prompt_length: for a checkpoint: `PROMPT_TOKENS`, or fewer.
   """
   if config is not None:
     return take(DataConfig, config)

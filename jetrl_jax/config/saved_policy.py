@@ -39,9 +39,7 @@ from jetrl_jax.rl.run import fp8_support, mixed_flow, train_state
 from jetrl_jax.rl.run import precision as run_precision
 from jetrl_jax.rl.training.guard import GuardState
 
-# Most tokens of prompts and responses where a checkpoint without a run does not
-# say.
-_PROMPT_TOKENS = 1024
+# Most tokens of a response for a checkpoint without a run, which does not say.
 _RESPONSE_TOKENS = 1024
 # The recipe whose input scales are kept; the others need none.
 _DELAYED = 'fp8_delayed'
@@ -114,7 +112,7 @@ def load(path: str, *, step: int | None = None) -> SavedPolicy:
   params = PolicyParams(found.state.weights, found.state.fp8_state)
   tokenizer = tokenizer_of(found)
   longest = found.policy.model.max_position
-  most = min(_PROMPT_TOKENS, longest // 2)
+  most = min(configs.PROMPT_TOKENS, longest // 2)
   data = configs.data_config(found.config, tokenizer, most)
   response_tokens = min(_RESPONSE_TOKENS, longest - data.max_prompt_length)
   if found.config is not None:

@@ -30,7 +30,6 @@ NAMED = {
 INSTRUCTION = (
     "\nLet's think step by step and put the final answer within \\boxed{}."
 )
-_PROMPT_TOKENS = 1024
 _RESPONSE_TOKENS = 2048
 
 
@@ -221,7 +220,7 @@ def _known(
 ) -> tuple[DataConfig, dict[str, Any]]:
   """Returns settings of the data and of the rollout: the run's, or defaults."""
   longest = found.policy.model.max_position
-  most = min(_PROMPT_TOKENS, longest // 2)
+  most = min(configs.PROMPT_TOKENS, longest // 2)
   settings = configs.data_config(found.config, tokenizer, most)
   if found.config is not None:
     rollout = found.config.rollout

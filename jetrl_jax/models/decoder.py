@@ -13,8 +13,8 @@ A block is eight operations, the same for training, prefill and decode:
 
 Only the `attend` object (`models/attention.py`) differs between the three: it
 knows which keys a row sees and where they are stored. `kernels/` decides how
-many of these operations one kernel computes. docs/numerics.md lists all places
-where decode and training run different code.
+many of these operations one kernel computes. docs/numerics.md, "Where decode
+and training run different code", lists all such places.
 
 The operation before a dot makes the dot's `Rows`, in the `row_format` that the
 dot asks for: quantised already if the dot's scale is known. With `defer`, in a

@@ -16,13 +16,11 @@ Lower bound of the time: the 4 bytes a value. On an H100 a kernel of 18944 x
 (benchmarks/results/kernels_qwen7b_h100_2026-11-25.md).
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jetrl_jax.core.typing import Array, PyTree
+from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats
 from jetrl_jax.kernels.requantize import groups
 from jetrl_jax.kernels.triton_tools import kernel_options
@@ -54,25 +52,14 @@ def _kernel(master_ref, old_ref, scales_ref, out_ref, sums_ref):
     sums_ref[i] = jnp.sum(values.astype(jnp.float32))
 
 
-def renew_kernel(
+def requantize_kernel(
     master_OI: Array,
     old_OI: Array,
     scale: Array,
     *,
     interpret: bool = False,
-) -> tuple[Array, Array, Array]:
-  """Quantises a kernel to E4M3 and overwrites its old values.
-
-  Args:
-    master_OI: float32 or bfloat16; needs what `groups.fits`.
-    old_OI: float8_e4m3fn.
-    scale: float32 scalar.
-    interpret: run on a CPU, for tests.
-
-  Returns:
-    The values; float32 [5] sums as in `health.SUMS`; the number of values that
-    changed.
-  """
+) -> tuple[Array, Array]:
+  """See `groups.Kernel`; `interpret` runs on a CPU, for tests."""
   rows = groups.tile_of(master_OI.size) // _ROW
   programs = master_OI.size // _ROW // rows
   block = pl.BlockSpec((rows, _ROW), lambda i: (i, 0))
@@ -86,7 +73,7 @@ def renew_kernel(
           jax.ShapeDtypeStruct((programs, _SUMS), jnp.float32),
       ],
       input_output_aliases={1: 0},
-      name='renew_kernel',
+      name='requantize_kernel',
       **kernel_options(interpret, num_warps=4),
   )(
       master_OI.reshape(-1, _ROW),
@@ -95,16 +82,4 @@ def renew_kernel(
       # a resumed run quantises with XLA.
       jnp.stack([scale, 1.0 / scale]),
   )
-  sums = jnp.sum(partial[:, :5], axis=0)
-  elements = jnp.full((1,), master_OI.size, jnp.float32)
-  return (
-      values.reshape(old_OI.shape),
-      jnp.concatenate([elements, sums[:4]]),
-      sums[4],
-  )
-
-
-def renew(*operands: PyTree, interpret: bool = False):
-  """See `groups.renew`; `interpret` runs on a CPU, for tests."""
-  one = functools.partial(renew_kernel, interpret=interpret)
-  return groups.renew(one, *operands)
+  return values.reshape(old_OI.shape), jnp.sum(partial[:, :5], axis=0)
