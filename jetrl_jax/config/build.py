@@ -48,7 +48,6 @@ from jetrl_jax.rl.settings import (
     RunConfig,
 )
 
-
 # Most tokens of a prompt for a checkpoint without a run, which does not say.
 PROMPT_TOKENS = 1024
 
