@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jetrl_jax.data.types import Message
+from jetrl_jax.serve.logprobs import MOST_TOP
 from jetrl_jax.serve.requests import Limits, PromptReader, Sampling
-from jetrl_jax.serve.scoring import MOST_TOP
 
 _MOST_STOPS = 16
 # OpenAI's default for completions; a chat's is what the server allows.
@@ -68,8 +68,8 @@ class Asked:
     model: name that it asked for.
     prompts: token ids of each prompt.
     texts: the texts of each prompt, for an echo; None where it came as tokens.
-    sampling: the sampling settings of every response; None to score the prompts
-      only.
+    sampling: the sampling settings of every response; None for only
+      the log-probs of the prompts.
     n: responses to each prompt.
     stop: strings that end a response.
     stream: whether pieces are sent as they come.
@@ -93,7 +93,7 @@ class Asked:
   echo: bool
 
   @property
-  def is_scored(self) -> bool:
+  def needs_forward(self) -> bool:
     """Whether the log-probs need a forward over each whole sequence."""
     return self.logprobs and (self.top > 0 or self.echo)
 
