@@ -117,7 +117,9 @@ def test_devices_with_rows_of_their_own_see_what_one_does():
 
   def requantized(axes):
     one = functools.partial(requantize.requantize_kernel, interpret=True)
-    return lambda *trees: groups.requantize(one, *trees, recipe, axes)
+    return lambda params, state, weights: groups.requantize(
+        one, params, state, weights, recipe, axes
+    )
 
   arguments = params, state, weights
   specs = tuple(sharding.tree_specs(tree, mesh) for tree in arguments)
