@@ -1,9 +1,9 @@
 """The one table between our tree and Hugging Face names, read both ways.
 
 Each row is one leaf of ours and the tensors that make it up, stacked along
-the out-features: fused qkv is q rows, then k rows, then v rows; fused gate_up
-is gate rows, then up rows. Every other leaf is one tensor, unchanged, since
-both sides store kernels [out, in].
+the out-features: qkv is q rows, then k rows, then v rows; gate_up is gate rows,
+then up rows. Every other leaf is one tensor, unchanged, since both sides store
+kernels [out, in].
 """
 
 import dataclasses

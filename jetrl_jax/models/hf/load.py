@@ -121,7 +121,7 @@ def load_scales(
 
   Raises:
     ValueError: as `load_checkpoint`; a scale that is not positive and finite;
-      parts of a fused dot with different scales.
+      parts of a stacked dot with different scales.
   """
   tensors = read_index(folder)
   check_tensors(tensors, config, folder)
@@ -139,8 +139,8 @@ def load_scales(
     scales[row.path.removesuffix('/kernel')] = found.pop()
   if problems:
     raise ValueError(
-        f'{folder}: the parts of a fused dot have different scales in'
-        f' {list_names(problems)}; one scale per fused dot is needed to run'
+        f'{folder}: the parts of a stacked dot have different scales in'
+        f' {list_names(problems)}; one scale per stacked dot is needed to run'
         ' them as they are. Load it in BF16, or calibrate it anew'
     )
   return scales
@@ -268,7 +268,7 @@ def _read_leaf(
       bad = rows.size - int(np.count_nonzero(np.isfinite(rows)))
       if bad:
         not_finite[part.name] = not_finite.get(part.name, 0) + bad
-  # If the parts of a fused leaf differ, no cell is right for all of it.
+  # If the parts of a stacked leaf differ, no cell is right for all of it.
   return leaf, grids.pop() if len(grids) == 1 else None
 
 

@@ -4,7 +4,7 @@ One layout is written and read: compressed-tensors' "float-quantized" with one
 static scale per tensor, which transformers and vLLM both read. Next to
 `<module>.weight` (float8_e4m3fn) lie `<module>.weight_scale` and
 `<module>.input_scale`, float32 [1], with our meaning of scale: x ~ values *
-scale. A fused dot of ours is several modules there. They get the same two
+scale. A stacked dot of ours is several modules there. They get the same two
 scales, so a reader that fuses them again, and takes the largest scale of the
 parts, changes no value.
 
@@ -161,7 +161,7 @@ def quantized_parts(
     For every row that `is_dot`: its path, and whether all its parts are FP8.
 
   Raises:
-    ValueError: some parts of a fused dot are FP8 and others are not.
+    ValueError: some parts of a stacked dot are FP8 and others are not.
   """
   found, mixed = {}, []
   for row in rows:
@@ -174,7 +174,7 @@ def quantized_parts(
     found[row.path] = any(eight)
   if mixed:
     raise ValueError(
-        'a fused dot must be FP8 in all its parts or in none; mixed are'
+        'a stacked dot must be FP8 in all its parts or in none; mixed are'
         f' {list_names(mixed)}'
     )
   return found

@@ -242,7 +242,7 @@ def _entries(
     input_scales: Mapping[str, Any],
     dtype: str,
 ) -> list[Entry]:
-  """Lists their tensors; the parts of a fused FP8 dot get the same scales."""
+  """Lists their tensors; the parts of a stacked FP8 dot get the same scales."""
   entries, name = [], _DTYPE_NAMES[dtype]
   for row in layout(config):
     leaf, first = leaves[row.path], 0
