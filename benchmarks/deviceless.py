@@ -9,8 +9,9 @@ alone would take, and XLA's memory analysis: enough to see stray transposes,
 what was fused and how many kernels are launched, before time on a device is
 spent. Nothing runs, so it says nothing about speed or bits. --dump=FOLDER
 keeps the PTX, which ptxas and nvdisasm turn into machine code. An update may be
-one of several devices: --data=2. --gpu names other GPUs than an H200: whether
-our kernels compile there, and find room in their shared memory.
+one of several devices, --data=2, and a decode step too, --tensor=2: then what a
+device receives of the others is printed. --gpu names other GPUs than an H200:
+whether our kernels compile there, and find room in their shared memory.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ import functools
 import os
 import re
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -69,6 +70,9 @@ _MASTERS = flags.DEFINE_enum(
 )
 _DATA = flags.DEFINE_integer('data', 1, 'See mesh.data; of an update.')
 _FSDP = flags.DEFINE_integer('fsdp', 1, 'See mesh.fsdp; of an update.')
+_TENSOR = flags.DEFINE_integer(
+    'tensor', 1, 'See mesh.tensor; of an update or a decode step.'
+)
 _CALIBRATES = flags.DEFINE_bool(
     'calibrates', False, "A cold start's backward pass as the update."
 )
@@ -129,6 +133,9 @@ _BYTES = {'bf16': 2, 'f16': 2, 'u16': 2, 's8': 1, 'u8': 1, 'pred': 1}
 _BYTES |= {'f8e4m3fn': 1, 'f8e5m2': 1, 's64': 8, 'u64': 8}
 # Ops that launch nothing.
 _FREE = ('get-tuple-element', 'parameter', 'tuple', 'bitcast', 'constant')
+# How often the result travels.
+_COLLECTIVES = {'all-gather': 1, 'all-to-all': 1, 'collective-permute': 1}
+_COLLECTIVES |= {'all-reduce': 2, 'reduce-scatter': 1}
 _OP = re.compile(r'\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)')
 
 
@@ -152,19 +159,45 @@ def _decode(policy, params):
   state = jax.eval_shape(lambda: decode_states.idle(policy, config, pages))
   key = jax.eval_shape(lambda: rng.key(0, rng.ROLLOUT, 0))
   steps = jax.ShapeDtypeStruct((), jnp.int32)
-  run = functools.partial(decode_step.generate, policy, config, STEPS_PER_SYNC)
-  place = NamedSharding(_mesh(), P())
-  shapes = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-      (params, state, key, steps),
+  mesh = _mesh(tensor=_TENSOR.value)
+  params_spec: Any = P()
+  state_spec, _ = decode_states.specs(policy.axes.kv_spec)
+  if policy.axes.tensor > 1:
+    stored = sharding.tree_specs(params, mesh)
+    params_spec = policy.placed_specs(params)
+    place = sharding.per_device(policy.place, mesh, (stored,), params_spec)
+    params = jax.eval_shape(place, params)
+  specs = params_spec, state_spec, P(), P()
+  placed = policy.placed()
+  made = policy.jit_per_device(
+      functools.partial(decode_step.generate, placed, config, STEPS_PER_SYNC),
+      mesh,
+      specs,
+      state_spec,
+      donate_argnums=(1,),
   )
-  made = policy.jit(run, donate_argnums=(1,), out_shardings=place)
-  return made.trace(*shapes)
+  arguments = params, state, key, steps
+  return made.trace(
+      *(_at(x, spec, mesh) for x, spec in zip(arguments, specs, strict=True))
+  )
+
+
+def _at(tree, specs, mesh):
+  """Returns shapes with shardings; `specs` may end before the tree does."""
+
+  def part(spec, leaves):
+    where = NamedSharding(mesh, spec)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), leaves
+    )
+
+  is_spec = {'is_leaf': lambda node: isinstance(node, P)}
+  return jax.tree.map(part, specs, tree, **is_spec)
 
 
 def _update(policy, params, masters):
   """Returns the traced pass over one micro-batch."""
-  mesh = _mesh(_DATA.value, _FSDP.value)
+  mesh = _mesh(_DATA.value, _FSDP.value, _TENSOR.value)
   policy = dataclasses.replace(policy, axes=sharding.axes_of(mesh))
 
   def at(leaf, where):
@@ -277,16 +310,43 @@ def kernels(hlo: str, of: str = 'custom-call') -> list[dict]:
   return rows
 
 
-def _mesh(data: int = 1, fsdp: int = 1) -> Mesh:
+def _received(hlo: str, devices: int) -> list[dict]:
+  """Returns the collectives of a program, with what a device receives.
+
+  Each is counted once, whatever loop it is in.
+  """
+  rows = []
+  for line in hlo.splitlines():
+    if not (found := _OP.match(line)):
+      continue
+    _, shape, op, rest = found.groups()
+    op = op.removesuffix('-start')
+    if op not in _COLLECTIVES:
+      continue
+    # What starts one returns what it takes as well.
+    made = shape.rpartition(', ')[2] if '-start' in line else shape
+    source = re.search(r'op_name="([^"]+)"', line)
+    rows.append(
+        {
+            'op': op,
+            'mb': _size(made) * _COLLECTIVES[op] * (1 - 1 / devices) / 1e6,
+            'shape': made[:60],
+            'from': source.group(1)[-60:] if source else '',
+        }
+    )
+  return rows
+
+
+def _mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
   """Returns GPUs that are not there."""
   devices = topologies.get_topology_desc(
       platform='cuda',
       topology_name=_GPU.value,
-      topology=f'1x1x{data * fsdp}',
+      topology=f'1x1x{data * fsdp * tensor}',
       target_config=_GPUS[_GPU.value].target(_GPU.value),
   ).devices
   return Mesh(
-      np.array(devices).reshape(data, fsdp, 1),
+      np.array(devices).reshape(data, fsdp, tensor),
       (sharding.DATA, sharding.FSDP, sharding.TENSOR),
   )
 
@@ -343,7 +403,9 @@ def main(argv: list[str]) -> None:
       'gpu', capability, dispatch.has_triton(), dispatch.has_mosaic()
   )
   policy = dataclasses.replace(
-      policy, kernels=dispatch.select(asked, hardware=hardware)
+      policy,
+      kernels=dispatch.select(asked, hardware=hardware),
+      axes=sharding.Axes(tensor=_TENSOR.value),
   )
   order = {'gpu': {}} if _XLA_ORDER.value else {}
   with (
@@ -358,7 +420,8 @@ def main(argv: list[str]) -> None:
       program = compiled(lambda: _decode(policy, params))
     else:
       program = compiled(lambda: _update(policy, params, masters))
-  rows = kernels(program.as_text())
+  text = program.as_text()
+  rows = kernels(text)
   columns = (('us', 'us of bytes', '.1f'), ('kernel', 'kernel', ''))
   columns += (('shape', 'writes', ''), ('from', 'from', ''))
   print(common.table(rows, columns))
@@ -366,6 +429,14 @@ def main(argv: list[str]) -> None:
       f'{len(rows)} kernels, {sum(row["us"] for row in rows):.0f} us of bytes'
   )
   print(program.memory_analysis())
+  devices = _DATA.value * _FSDP.value * _TENSOR.value
+  if devices > 1:
+    received = _received(text, devices)
+    columns = ('op', 'collective', ''), ('mb', 'MB received', '.3f')
+    columns += ('shape', 'result', ''), ('from', 'from', '')
+    print(common.table(received, columns))
+    total = sum(row['mb'] for row in received)
+    print(f'{len(received)} collectives, {total:.3f} MB received')
 
 
 if __name__ == '__main__':

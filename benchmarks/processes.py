@@ -9,10 +9,11 @@ that a run leaves is hashed and compared with that of the first layout: every
 token, log-prob and score of every rollout, masters, moments and scales of
 every checkpoint, held-out samples, metrics apart from clocks and memory.
 
-A case is 'quickstart' (a learning run of 0.8 M parameters) or a model.shape
-with random weights, seeded rewards and one checkpoint less. Its mesh is data=N;
-with '+fsdp' fsdp=N, with '+tensor' tensor=N. Exits 1 if anything differs or a
-run fails.
+A case is 'quickstart' (a learning run of 0.8 M parameters), 'sums' (that of
+configs/smollm2_135m.py, with the weights of --checkpoint) or a model.shape with
+random weights, seeded rewards and one checkpoint less. Its mesh is data=N; with
+'+fsdp' fsdp=N, with '+tensor' tensor=N. Exits 1 if anything differs or a run
+fails.
 
 With --at_once all runs share the GPUs and the time to compile. Their seconds
 then mean nothing; a second call with the same --keep finds all compiled.
@@ -40,6 +41,9 @@ _LAYOUTS = flags.DEFINE_list(
 _CASES = flags.DEFINE_list(
     'cases', ['quickstart', 'qwen2.5-0.5b+fsdp'], 'See above.'
 )
+_CHECKPOINT = flags.DEFINE_string(
+    'checkpoint', '', "Hugging Face folder of the case 'sums'."
+)
 _STEPS = flags.DEFINE_integer(
     'steps', 4, 'Training steps of each run.', lower_bound=2
 )
@@ -65,7 +69,7 @@ _COLUMNS = (
 
 
 def overrides(case: str, devices: int) -> dict[str, Any]:
-  """Returns what a case sets in configs/quickstart.py."""
+  """Returns what a case sets in its config, see `config_of`."""
   name, _, axis = case.partition('+')
   settings: dict[str, Any] = {
       f'mesh.{axis or "data"}': devices,
@@ -82,6 +86,21 @@ def overrides(case: str, devices: int) -> dict[str, Any]:
         'data.val_max_samples': 8,
     }
   if name == 'quickstart':
+    return settings
+  if name == 'sums':
+    settings |= {
+        'model.path': _CHECKPOINT.value,
+        # A checkpoint has 12 bytes for each parameter.
+        'trainer.save_freq': _STEPS.value,
+    }
+    if common.TINY.value:
+      settings |= {
+          # Of so few answers all may be wrong, and then nothing is learnt.
+          'trainer.synthetic': True,
+          'trainer.train_batch_size': 4,
+          'trainer.micro_batch_size': 16,
+          'data.val_max_samples': 4,
+      }
     return settings
   return settings | {
       'model.path': '',
@@ -103,13 +122,20 @@ def overrides(case: str, devices: int) -> dict[str, Any]:
   }
 
 
+def config_of(case: str) -> str:
+  """Returns the config file of a case."""
+  name, *_ = case.partition('+')
+  config = 'smollm2_135m' if name == 'sums' else 'quickstart'
+  return f'configs/{config}.py'
+
+
 def run(case: str, layout: str, workdir: pathlib.Path, cache: str) -> float:
   """Trains; returns seconds from the start of all processes to their end."""
   count, devices = map(int, layout.split('x'))
   settings = overrides(case, count * devices) | {'compile_cache_dir': cache}
   command = [
       'jetrl_jax.main',
-      '--config=configs/quickstart.py',
+      f'--config={config_of(case)}',
       f'--workdir={workdir}',
       *(f'--config.{name}={value}' for name, value in settings.items()),
   ]

@@ -18,6 +18,7 @@ tell it what to expect.
 
 import contextlib
 import os
+import pathlib
 import pickle
 import socket
 import sys
@@ -43,8 +44,10 @@ from jax._src import distributed  # isort: skip
 
 T = TypeVar('T')
 
-# Seconds in which all processes must have come.
+# Seconds in which all processes must have come, and between two lines on who
+# is missing.
 COME_S = 300.0
+MISSING_S = 30.0
 # Longer values travel over the devices: the store is in one process.
 _INLINE_BYTES = 1 << 16
 _STORE = 'jetrl_jax'
@@ -122,15 +125,16 @@ def start() -> None:
         'cluster_detection_method': 'deactivate',
     }
   # JAX itself would end this process without a word on who is missing.
-  late = threading.Timer(COME_S, _end_alone)
-  late.daemon = True
-  late.start()
-  jax.distributed.initialize(
-      **by_hand,
-      initialization_timeout=int(COME_S) + 60,
-      shutdown_timeout_seconds=60,
-  )
-  late.cancel()
+  joined = threading.Event()
+  threading.Thread(target=_await_all, args=(joined,), daemon=True).start()
+  try:
+    jax.distributed.initialize(
+        **by_hand,
+        initialization_timeout=int(COME_S) + 60,
+        shutdown_timeout_seconds=60,
+    )
+  finally:
+    joined.set()
   state = distributed.global_state
   if state.num_processes == 1:
     return
@@ -138,24 +142,65 @@ def start() -> None:
   _group.watch.start()
 
 
-def _end_alone() -> None:
-  """Ends this process, because the others have not come."""
+def _await_all(joined: threading.Event) -> None:
+  """Says who is missing, and ends this process if they do not come in time."""
+  begin = time.monotonic()
+  # The first line soon: who starts processes by hand still looks.
+  wait = min(10.0, MISSING_S, COME_S)
+  while not joined.wait(wait):
+    rank, missing = distributed.global_state.process_id or 0, _missing()
+    spent = time.monotonic() - begin
+    if joined.is_set():
+      return
+    if spent >= COME_S:
+      print(
+          f'[process {rank}] error: {missing or "not all processes have come"}'
+          f' in {COME_S:.0f} s. Those that print this line are there; see what'
+          ' the launcher says of the others',
+          file=sys.stderr,
+          flush=True,
+      )
+      os._exit(1)
+    if missing:
+      print(
+          f'[process {rank}] {missing}; waits {COME_S - spent:.0f} s more',
+          file=sys.stderr,
+          flush=True,
+      )
+    wait = min(MISSING_S, COME_S - spent)
+
+
+def _missing() -> str:
+  """Says who is missing, as far as this process can know; else ''."""
   state = distributed.global_state
   host, _, port = str(state.coordinator_address).rpartition(':')
-  missing = 'not all processes have come'
   if state.process_id:
     try:
       socket.create_connection((host.strip('[]'), int(port)), timeout=5).close()
     except (OSError, ValueError):
-      missing = f'process 0 does not answer at {host}:{port}'
-  print(
-      f'[process {state.process_id or 0}] error: {missing} in {COME_S:.0f} s.'
-      ' Those that print this line are there; see what the launcher says of the'
-      ' others',
-      file=sys.stderr,
-      flush=True,
-  )
-  os._exit(1)
+      return f'process 0 does not answer at {host}:{port}'
+    return ''  # Process 0 says more.
+  if state.service is None:
+    return ''
+  if not (found := _connected(int(port))):
+    return ''
+  return f'{found} of {state.num_processes} processes have come'
+
+
+def _connected(port: int) -> int:
+  """Returns how many processes hold a connection to a port of this one.
+
+  JAX has no public way to ask who has joined, and its store does not answer
+  before all have. Linux lists all connections; elsewhere it is 0: unknown.
+  """
+  lines: list[str] = []
+  for table in ('tcp', 'tcp6'):
+    with contextlib.suppress(OSError):
+      found = pathlib.Path('/proc/net', table).read_text(encoding='ascii')
+      lines += found.splitlines()[1:]
+  ends = [line.split()[1:4] for line in lines]
+  here = f':{port:04X}'
+  return sum(at.endswith(here) and state == '01' for at, _, state in ends)
 
 
 def count() -> int:

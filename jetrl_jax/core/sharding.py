@@ -17,6 +17,7 @@ has the bits of one device. Which rows of a weight a device reads is its
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -422,6 +423,57 @@ class Axes:
     """
     return _gather_outputs(y_MO) if self.tensor > 1 else y_MO
 
+  def share_of(self, rows: int) -> int:
+    """Returns how many of the rows that all have a device takes for itself.
+
+    All of them, where the devices would not have multiples of 16: with fewer a
+    CPU's sums have another order (`kernels/row_sum.py`).
+    """
+    return rows if rows % (16 * self.tensor) else rows // self.tensor
+
+  def whole_rows(self, y_MO: Array) -> Array:
+    """Returns whole rows of a dot's result, of this device's share of rows.
+
+    It has no derivative.
+    """
+    if self.tensor == 1:
+      return y_MO
+    rows, columns = y_MO.shape
+    share = self.share_of(rows)
+    if share == rows:
+      return _gather_columns(y_MO)
+    parts = y_MO.reshape(self.tensor, share, columns)
+    # Part t is what device t had of these rows.
+    parts = lax.all_to_all(
+        parts, TENSOR, split_axis=0, concat_axis=0, tiled=True
+    )
+    return jnp.moveaxis(parts, 0, 1).reshape(share, self.tensor * columns)
+
+  def own_rows(self, x_M: Array) -> Array:
+    """Returns this device's share of rows that all have."""
+    rows = x_M.shape[0]
+    share = self.share_of(rows)
+    if share == rows:
+      return x_M
+    start = lax.axis_index(TENSOR) * share
+    return lax.dynamic_slice_in_dim(x_M, start, share)
+
+  def all_rows(self, values: Sequence[Array], rows: int) -> list[Array]:
+    """Returns numbers of all rows, [M] each, of the devices' shares of them.
+
+    Args:
+      values: float32 or int32. They travel together.
+      rows: M.
+    """
+    if self.share_of(rows) == rows:
+      return list(values)
+    words = [lax.bitcast_convert_type(x, jnp.uint32) for x in values]
+    whole = lax.all_gather(jnp.stack(words), TENSOR, axis=1, tiled=True)
+    return [
+        lax.bitcast_convert_type(word, x.dtype)
+        for word, x in zip(whole, values, strict=True)
+    ]
+
   def add(self, x_MD: Array, y_MO: Array) -> Array:
     """Returns x + y, [M, D]; each device of `tensor` has some columns of y.
 
@@ -433,6 +485,10 @@ class Axes:
     if y_MO.shape == x_MD.shape:
       return x_MD + y_MO
     return _add_columns(x_MD, y_MO)
+
+  def first_column(self, columns: int) -> int | Array:
+    """Returns the number of this device's first column of a shared dot."""
+    return lax.axis_index(TENSOR) * columns if self.tensor > 1 else 0
 
   def pick_rows(self, index_M: Array, rows: int) -> tuple[Array, Array | None]:
     """Returns indices into this device's part of a leaf, and which are there.

@@ -78,11 +78,15 @@ class TappedPolicy(Policy):
     self.leave(LOGSUMEXP, lse_M[:, None])
     return logprobs_BT, entropy_BT
 
-  def log_sum_exp(self, logits_BV, inverse_B, known_B=None):
+  def log_sum_exp(self, logits_BV, inverse_B, known_B, slots):
     """See `Policy.log_sum_exp`."""
-    lse_B = super().log_sum_exp(logits_BV, inverse_B, known_B)
-    self.leave(LOGITS, temper(logits_BV, inverse_B[:, None]))
-    self.leave(LOGSUMEXP, lse_B[:, None])
+    lse_B = super().log_sum_exp(logits_BV, inverse_B, known_B, slots)
+    for name, values in (
+        (LOGITS, temper(logits_BV, inverse_B[:, None])),
+        (LOGSUMEXP, lse_B[:, None]),
+    ):
+      if name in self.wanted:
+        self.leave(name, *self.axes.all_rows([values], slots))
     return lse_B
 
 

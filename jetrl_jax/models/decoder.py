@@ -286,9 +286,10 @@ class Decoder(Leaf):
     return rows.values, new_caches
 
   def head(self, hidden_MD: Array, row_mask_M: Array, kernel=None) -> Array:
-    """Returns float32 logits [M, V] of normed hidden rows.
+    """Returns float32 logits of normed hidden rows, [M, V / tensor].
 
-    float32, because BF16 logits step by 0.06 to 0.125 nat at |logit| 8 to 32.
+    Those of this device's tokens. float32, because BF16 logits step by 0.06 to
+    0.125 nat at |logit| 8 to 32.
 
     Args:
       hidden_MD: the rows.
@@ -304,7 +305,7 @@ class Decoder(Leaf):
       logits_MV = self.lm_head(
           Rows(hidden_MD), row_mask_M, out_dtype=jnp.float32, kernel=kernel
       )
-    return self.axes.gather_outputs(cast(Array, logits_MV))
+    return cast(Array, logits_MV)
 
   def head_kernel(self) -> tuple[Any, Any]:
     """Returns (master or None, weight) of the head, as a device reads them."""

@@ -316,6 +316,7 @@ class Policy:
         chunk_rows=self.logit_chunk_rows,
         row_mask_M=(batch.segment_ids > 0).astype(jnp.float32).reshape(-1),
         fp8_state={LM_HEAD: state[LM_HEAD]} if LM_HEAD in state else {},
+        axes=self.axes,
         show=show,
     )
     shape = batch.tokens.shape
@@ -373,7 +374,7 @@ class Policy:
       caches: per layer pages of (keys, values), see `page_shapes`.
 
     Returns:
-      (float32 logits [B, V], caches)
+      (float32 logits [B, V / tensor], of this device's tokens; caches)
     """
     tree = variables(params.weights, params.fp8_state)
     mask_B = jnp.ones(tokens_B.shape, jnp.float32)
@@ -394,15 +395,21 @@ class Policy:
     return logits_BV, caches
 
   def log_sum_exp(
-      self, logits_BV: Array, inverse_B: Array, known_B: Array | None = None
+      self,
+      logits_BV: Array,
+      inverse_B: Array,
+      known_B: Array | None,
+      slots: int,
   ) -> Array:
     """Returns the log-sum-exp of tempered logits, as training computes it.
 
     Args:
-      logits_BV: float32.
+      logits_BV: float32, of this device's share of the slots.
       inverse_B: float32, 1 / temperature of each row.
       known_B: the result, if the kernel that drew the token computed it.
+      slots: those of all devices that share sequences; for taps.
     """
+    del slots
     if known_B is not None:
       return known_B
     with jax.named_scope('head'):

@@ -7,13 +7,15 @@
                for few rows that takes less time than to gather its result
     gate_up    by columns of gate and of up
     embedding  by tokens; one device has a token's row
-    head       by tokens; logits are gathered
+    head       by tokens; devices exchange logits for whole rows, a share each
+               (`logprobs.py`, `rl/rollout/decode_step.py`)
 
-Every device of the axis `tensor` computes all else (residual stream, norms,
-log-sum-exp, sampling) alike. So each number of the forward is a sum that one
-device computes, in the order of one device. In the backward, the gradient of
-the rows of a split dot is a sum over devices: it repeats to the bit on one mesh
-and has other bits on another mesh.
+A device takes the log-sum-exp of its rows and draws their tokens, and the
+devices gather these numbers. Every device of the axis `tensor` computes all
+else (residual stream, norms) alike. So each number of the forward is a sum that
+one device computes, in the order of one device. In the backward, the gradient
+of the rows of a split dot is a sum over devices: it repeats to the bit on one
+mesh and has other bits on another mesh.
 
 `core/sharding.py` has the collectives; `decoder.py` calls them.
 

@@ -111,7 +111,7 @@ def _collective(what: str) -> None:
 def main() -> None:
   """Does what the first argument says."""
   if sys.argv[1] == 'alone':
-    processes.COME_S = 5.0
+    processes.COME_S, processes.MISSING_S = 5.0, 1.0
   processes.start()
   if sys.argv[1] == 'facts':
     _facts()

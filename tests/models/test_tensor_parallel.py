@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,11 @@ from jetrl_jax.fp8 import Recipe
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.kernels.quantized_dot import linear
 from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
-from jetrl_jax.models import tensor_parallel
+from jetrl_jax.models import logprobs, tensor_parallel
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.rl.objective import LossConfig
+from jetrl_jax.rl.rollout import decode_step
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.types import TrainBatch
 from jetrl_jax.serve.logprobs import SequenceLogprobs
@@ -223,6 +225,104 @@ def test_a_float32_product_is_added_by_columns_and_rounded_once():
   assert not np.array_equal(once, x_MD + y_MD.astype(jnp.bfloat16))
   assert (dx_MD.dtype, dy_MD.dtype) == (jnp.bfloat16, jnp.float32)
   np.testing.assert_array_equal(dy_MD, total.astype(jnp.float32))
+
+
+def _on(tensor: int, function, specs, out_specs):
+  """Compiles a function of axes and arrays for devices that share rows."""
+  mesh = _mesh(1, 1, tensor)
+  function = functools.partial(function, sharding.axes_of(mesh))
+  return exact_jit(sharding.per_device(function, mesh, specs, out_specs))
+
+
+def _sent(lowered) -> list[tuple[str, str]]:
+  """What devices gather and exchange in a program: (how, shape of a part)."""
+  form = r'"stablehlo.(all_gather|all_to_all)"\([^)]*\).*?: \((.*?)\)'
+  return re.findall(form, lowered.as_text(), re.S)
+
+
+# 48 rows are too few for four devices: each of them has all.
+@pytest.mark.parametrize('rows', [128, 48])
+def test_log_probs_of_shared_logits_have_the_bits_of_whole_ones(rows):
+  random = np.random.default_rng(0)
+  hidden_MD = random.normal(size=(rows, 32)).astype(np.float32)
+  kernel_VD = random.normal(size=(256, 32)).astype(np.float32)
+  targets_M = jnp.asarray(random.integers(0, 256, rows), jnp.int32)
+
+  def run(axes, hidden_MD, kernel_VD):
+    def of(hidden_MD, kernel_VD):
+      return logprobs.target_logprobs(
+          lambda x_MD, *_: axes.enter(x_MD) @ kernel_VD.T,
+          hidden_MD,
+          targets_M,
+          jnp.float32(0.7),
+          chunk_rows=128,
+          row_mask_M=jnp.ones(rows),
+          fp8_state={},
+          axes=axes,
+      )
+
+    found, pull = jax.vjp(of, hidden_MD, kernel_VD)
+    weights = tuple(jnp.cos(jnp.arange(rows, dtype=jnp.float32)) for _ in found)
+    return found, pull(weights)
+
+  kernel = P(sharding.TENSOR)
+  expected, gradients = _on(1, run, (P(), P()), P())(hidden_MD, kernel_VD)
+  for tensor in (2, 4):
+    shared = _on(tensor, run, (P(), kernel), (P(), (P(), kernel)))
+    found, others = shared(hidden_MD, kernel_VD)
+    # The backward pass exchanges nothing.
+    logits = f'tensor<{tensor}x{rows // tensor}x{256 // tensor}xf32>'
+    sent = _sent(shared.lower(hidden_MD, kernel_VD))
+    assert sent.count(('all_to_all', logits)) == (rows == 128)
+    tiny_run.assert_same_bits(found, expected)
+    # Sums over tokens have another order, and those over rows have not.
+    np.testing.assert_allclose(others[0], gradients[0], rtol=0, atol=2e-5)
+    np.testing.assert_allclose(others[1], gradients[1], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize('limits', [{}, {'top_k': 5, 'min_p': 0.01}, 'top_p'])
+def test_devices_that_share_sequences_draw_the_tokens_of_one(limits):
+  slots, random = 128, np.random.default_rng(0)
+  logits_BV = 3 * random.normal(size=(slots, 256)).astype(np.float32)
+  address_B2 = np.stack([np.arange(slots), np.ones(slots)], 1)
+  state = types.SimpleNamespace(
+      address=jnp.asarray(address_B2, jnp.uint32),
+      emitted=jnp.ones(slots, jnp.int32),
+      # A few tokens are given.
+      given=2 * (jnp.arange(slots) % 7 == 0).astype(jnp.int32),
+      tokens=jnp.asarray(random.integers(0, 256, (slots, 4)), jnp.int32),
+      temperature=jnp.linspace(0.0, 2.0, slots),
+  )
+  top_p_B = np.linspace(0.1, 1.0, slots, dtype=np.float32)
+  own = limits == 'top_p'
+  config = tiny_run.engine_config(**({} if own else limits))
+  key = rng.key(0, rng.ROLLOUT, 0)
+
+  def run(axes, logits_BV):
+    of = Policy(model=_model(), recipe=F32, axes=axes)
+    top_p = jnp.asarray(top_p_B) if own else None
+    return decode_step.sample(of, config, state, logits_BV, key, top_p)
+
+  expected = _on(1, run, (P(),), P())(logits_BV)
+  columns = P(None, sharding.TENSOR)
+  for tensor in (2, 8):
+    found = _on(tensor, run, (columns,), P())(logits_BV)
+    tiny_run.assert_same_bits(found, expected)
+
+
+def test_devices_exchange_logits_for_rows_and_gather_only_numbers():
+  rows, columns = 64, 128
+
+  def run(axes, logits_BV):
+    whole = axes.whole_rows(logits_BV)
+    return axes.all_rows([whole.sum(1), whole.max(1)], rows)
+
+  run = _on(2, run, (P(None, sharding.TENSOR),), P())
+  sent = _sent(run.lower(jnp.zeros((rows, 2 * columns))))
+  assert sorted(sent) == [
+      ('all_gather', 'tensor<2x32xui32>'),
+      ('all_to_all', 'tensor<2x32x128xf32>'),
+  ]
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from jetrl_jax.kernels.log_sum_exp import reference
 from jetrl_jax.kernels.log_sum_exp.reference import temper
 from jetrl_jax.kernels.residuals import keep
 
-__all__ = ['row_stats', 'temper']
+__all__ = ['gradient', 'row_stats', 'temper']
 
 
 def _stats(logits_MV: Array, inverse_M: Array) -> tuple[Array, Array]:
@@ -63,14 +63,29 @@ def _stats_fwd(logits_MV, inverse_M):
   return stats, (logits_MV, inverse_M, *keep(stats))
 
 
-def _stats_bwd(residuals, cotangents):
-  logits_MV, inverse_M, lse_M, mean_M = residuals
+def gradient(
+    logits_MV: Array, inverse_M: Array, stats: tuple, cotangents: tuple
+) -> Array:
+  """Returns the derivative by any columns of logits.
+
+  Args:
+    logits_MV: float32, some columns or all.
+    inverse_M: as for `row_stats`.
+    stats: what `row_stats` returned of all columns.
+    cotangents: of both.
+  """
+  lse_M, mean_M = stats
   ct_lse, ct_mean = cotangents
   z_MV = temper(logits_MV, inverse_M[:, None])
   p_MV = jnp.exp(z_MV - lse_M[:, None])
   centred = 1.0 + z_MV - mean_M[:, None]
   dz_MV = p_MV * (ct_lse[:, None] + ct_mean[:, None] * centred)
-  return dz_MV * inverse_M[:, None], None
+  return dz_MV * inverse_M[:, None]
+
+
+def _stats_bwd(residuals, cotangents):
+  logits_MV, inverse_M, *stats = residuals
+  return gradient(logits_MV, inverse_M, tuple(stats), cotangents), None
 
 
 row_stats.defvjp(_stats_fwd, _stats_bwd)

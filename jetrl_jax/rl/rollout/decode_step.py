@@ -11,6 +11,7 @@ tokens do not depend on the slot, on its neighbours or on the number of slots.
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +38,16 @@ def prefill(
   return policy.prefill(params, tokens_PT, lengths_P)
 
 
+class _Slots(NamedTuple):
+  """What sampling reads of slots, see `DecodeState`."""
+
+  temperature: Array
+  address: Array
+  emitted: Array
+  given: Array
+  tokens: Array
+
+
 def sample(
     policy: Policy,
     config: EngineConfig,
@@ -47,17 +58,49 @@ def sample(
 ) -> tuple[Array, Array, Array, Array]:
   """Returns (token, log mu, log pi, whether it is given), each [B].
 
-  A given token is not sampled, and its log mu is its log pi.
+  A given token is not sampled, and its log mu is its log pi. Devices that share
+  sequences exchange their columns of the logits for whole rows, sample a share
+  of the slots each, and tell the others.
 
   Args:
     policy: the functions.
     config: the sampler.
     state: all slots.
-    logits_BV: float32.
+    logits_BV: float32, this device's columns, see `Policy.decode`.
     base_key: key with address (seed, step).
     top_p_B: float32, one top_p per slot, for a config that truncates nothing. A
       slot whose top_p is 1 draws the same token as without this argument.
   """
+  axes, slots = policy.axes, logits_BV.shape[0]
+  mine = _Slots(*(axes.own_rows(getattr(state, x)) for x in _Slots._fields))
+  if top_p_B is not None:
+    top_p_B = axes.own_rows(top_p_B)
+  with jax.named_scope('head'):
+    logits_BV = axes.whole_rows(logits_BV)
+  found = _sample(
+      policy,
+      config,
+      mine,
+      logits_BV,
+      base_key,
+      top_p_B,
+      slots,
+  )
+  with jax.named_scope('sampling'):
+    token_B, log_mu_B, logprob_B = axes.all_rows(found, slots)
+  return token_B, log_mu_B, logprob_B, state.emitted < state.given
+
+
+def _sample(
+    policy: Policy,
+    config: EngineConfig,
+    state: _Slots,
+    logits_BV: Array,
+    base_key: PRNGKey,
+    top_p_B: Array | None,
+    slots: int,
+) -> tuple[Array, Array, Array]:
+  """Returns (token, log mu, log pi) of this device's share of the slots."""
   greedy_B = state.temperature <= 0
   inverse_B = logprobs.inverse_temperature(state.temperature)
   limits = {
@@ -87,7 +130,7 @@ def sample(
         logits_BV, inverse_B, top_p_mask_BV, keys_B, greedy_B=greedy_B
     )
     token_B = jnp.where(top_p_B < 1.0, truncated_B, token_B)
-  lse_B = policy.log_sum_exp(logits_BV, inverse_B, lse_B)
+  lse_B = policy.log_sum_exp(logits_BV, inverse_B, lse_B, slots)
   is_given_B = state.emitted < state.given
   token_B = jnp.where(
       is_given_B, token_at(state.tokens, state.emitted), token_B
@@ -109,7 +152,7 @@ def sample(
         log_mu_B,
     )
   log_mu_B = jnp.where(is_given_B, logprob_B, log_mu_B)
-  return token_B, log_mu_B, logprob_B, is_given_B
+  return token_B, log_mu_B, logprob_B
 
 
 def step(
