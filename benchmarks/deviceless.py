@@ -212,7 +212,7 @@ def _apply(policy, params, masters) -> None:
   scalar = jax.ShapeDtypeStruct((), jnp.float32)
   gradients = Gradients(
       trainable=masters,
-      fp8=params.fp8_state,
+      fp8=jax.eval_shape(scaling_state.stack, params.fp8_state),
       metrics={'actor/pg_loss': Mean(sum=scalar, weight=scalar)},
   )
   state, gradients = jax.tree.map(

@@ -30,7 +30,7 @@ from jetrl_jax.kernels.quantize_transpose import triton as transpose
 from jetrl_jax.kernels.quantize_transpose.grid import (
     NUMBERS,
     Grid,
-    quantization_error_of,
+    join_tiles,
 )
 from jetrl_jax.kernels.quantize_transpose.triton import WORDS
 from jetrl_jax.kernels.triton_tools import kernel_options
@@ -156,7 +156,7 @@ def quantize_both_ways(
   scale_of = functools.partial(
       scale_from_amax, dtype=low, margin=margin, power_of_two=power_of_two
   )
-  row_major, of_rows, transposed, of_columns, amax, *quantization_error = (
+  row_major, of_rows, transposed, of_columns, *numbers = (
       pl.pallas_call(
           functools.partial(_both_kernel, dtype=low, scale_of=scale_of),
           grid=grid,
@@ -176,8 +176,7 @@ def quantize_both_ways(
           scale=of_rows.reshape(-1, rows).T,
       ),
       QTensor(values=transpose.as_values(transposed, low), scale=of_columns.T),
-      jnp.max(amax),
-      quantization_error_of(*quantization_error),
+      *join_tiles(*numbers),
   )
 
 

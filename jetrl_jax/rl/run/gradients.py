@@ -78,7 +78,10 @@ def _accumulate(
   added = Gradients(
       trainable=jax.tree.map(jnp.add, gradients.trainable, new),
       fp8=scaling_state.combine(
-          gradients.fp8, scaling_state.reduce_over_devices(new_fp8, axes)
+          gradients.fp8,
+          scaling_state.reduce_over_devices(
+              scaling_state.stack(new_fp8), axes
+          ),
       ),
       metrics={
           name: gradients.metrics[name] + axes.psum(value)
@@ -144,7 +147,7 @@ class UpdatePrograms:
     _, self._metrics = jax.eval_shape(loss_function, batch, floats, floats)
     grad_specs = Gradients(
         trainable=specs.trainable,
-        fp8=specs.fp8_state,
+        fp8=P(),
         metrics=jax.tree.map(lambda _: P(), self._metrics),
     )
     rows = sharding.ROWS
@@ -181,7 +184,7 @@ class UpdatePrograms:
   def _make_zeros(self, trainable, fp8_state):
     return Gradients(
         trainable=jax.tree.map(jnp.zeros_like, trainable),
-        fp8=jax.tree.map(jnp.zeros_like, fp8_state),
+        fp8=jax.tree.map(jnp.zeros_like, scaling_state.stack(fp8_state)),
         metrics=jax.tree.map(
             lambda _: jnp.zeros((), jnp.float32), self._metrics
         ),
