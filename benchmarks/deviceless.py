@@ -182,10 +182,15 @@ def _update(policy, params, masters):
     step = UpdatePrograms(
         policy, loss, optax.identity(), OptimizerConfig(), mesh, state
     )
-  temperature = at(jnp.zeros(()), NamedSharding(mesh, P()))
+  everywhere = NamedSharding(mesh, P())
+  temperature = at(jnp.zeros(()), everywhere)
   gradients = step.gradient_shapes(state)
-  gradients = jax.tree.map(
-      at, gradients, sharding.tree_shardings(gradients, mesh)
+  trainable = jax.tree.map(
+      at, gradients.trainable, sharding.tree_shardings(masters, mesh)
+  )
+  gradients = dataclasses.replace(
+      jax.tree.map(lambda leaf: at(leaf, everywhere), gradients),
+      trainable=trainable,
   )
   return step.accumulate.trace(state, gradients, batch, temperature)
 

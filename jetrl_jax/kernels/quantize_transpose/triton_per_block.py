@@ -156,20 +156,17 @@ def quantize_both_ways(
   scale_of = functools.partial(
       scale_from_amax, dtype=low, margin=margin, power_of_two=power_of_two
   )
-  row_major, of_rows, transposed, of_columns, *numbers = (
-      pl.pallas_call(
-          functools.partial(_both_kernel, dtype=low, scale_of=scale_of),
-          grid=grid,
-          in_specs=[by_name[name][1] for name in ('matrix', 'mask')],
-          out_specs=[by_name[name][1] for name, _ in outs],
-          out_shape=[
-              jax.ShapeDtypeStruct(by_name[name][0], kind)
-              for name, kind in outs
-          ],
-          name='quantize_both_ways',
-          **kernel_options(interpret, _WARPS),
-      )(x_MN.reshape(rows // 4, 4, columns), row_mask_M.reshape(rows // 4, 4))
-  )
+  row_major, of_rows, transposed, of_columns, *numbers = pl.pallas_call(
+      functools.partial(_both_kernel, dtype=low, scale_of=scale_of),
+      grid=grid,
+      in_specs=[by_name[name][1] for name in ('matrix', 'mask')],
+      out_specs=[by_name[name][1] for name, _ in outs],
+      out_shape=[
+          jax.ShapeDtypeStruct(by_name[name][0], kind) for name, kind in outs
+      ],
+      name='quantize_both_ways',
+      **kernel_options(interpret, _WARPS),
+  )(x_MN.reshape(rows // 4, 4, columns), row_mask_M.reshape(rows // 4, 4))
   return (
       QTensor(
           values=row_major.reshape(rows, columns),

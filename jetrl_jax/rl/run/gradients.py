@@ -79,9 +79,7 @@ def _accumulate(
       trainable=jax.tree.map(jnp.add, gradients.trainable, new),
       fp8=scaling_state.combine(
           gradients.fp8,
-          scaling_state.reduce_over_devices(
-              scaling_state.stack(new_fp8), axes
-          ),
+          scaling_state.reduce_over_devices(scaling_state.stack(new_fp8), axes),
       ),
       metrics={
           name: gradients.metrics[name] + axes.psum(value)
