@@ -204,7 +204,7 @@ def _map_observed(write, state: PyTree, observed: PyTree) -> PyTree:
   """Writes observations to their operands' entries.
 
   Args:
-    write: function of (entry, amax [], health [5]).
+    write: function of (entry, amax [], the sums of its health [5]).
     state: the scaling state, or a part of it.
     observed: an array for each of its parameter groups, see `stack`.
   """
@@ -237,8 +237,8 @@ def observe(state: PyTree, observed: PyTree) -> PyTree:
     `amax_history[0]` is raised to the observed amax (`amax` is replaced by it).
   """
 
-  def write(entry, amax, health):
-    return _with_amax(entry, amax) | {'health': health}
+  def write(entry, amax, sums):
+    return _with_amax(entry, amax) | {'health': sums}
 
   return _map_observed(write, state, observed)
 
@@ -251,7 +251,7 @@ def observe_health(state: PyTree, observed: PyTree) -> PyTree:
     observed: see `observe`.
   """
   return _map_observed(
-      lambda entry, _, health: entry | {'health': health}, state, observed
+      lambda entry, _, sums: entry | {'health': sums}, state, observed
   )
 
 

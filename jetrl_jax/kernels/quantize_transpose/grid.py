@@ -99,8 +99,8 @@ def join_tiles(
   Returns:
     (the matrix's amax, `QuantizedPair.quantization_error`)
   """
-  counts = counts % FLUSHED, counts // FLUSHED
-  of_tiles = amax, *(c.astype(jnp.float32) for c in counts), signal, noise
+  both = counts % FLUSHED, counts // FLUSHED
+  of_tiles = amax, *(c.astype(jnp.float32) for c in both), signal, noise
 
   def join(left, right):
     return jnp.maximum(left[0], right[0]), *map(jnp.add, left[1:], right[1:])
