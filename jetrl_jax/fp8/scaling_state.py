@@ -124,18 +124,17 @@ def stack(cotangents: PyTree) -> PyTree:
 
   def of_group(group):
     records = jax.tree.leaves(group, is_leaf=_is_record)
-    rows = [
-        jnp.stack([_seen(record[operand]) for record in records])
-        for operand in _OBSERVED
-    ]
-    return jnp.stack(rows)
+    numbers = []
+    for operand in _OBSERVED:
+      for record in records:
+        numbers += [_seen_amax(record[operand]), record[operand]['health']]
+    return jnp.concatenate(numbers).reshape(len(_OBSERVED), len(records), -1)
 
   return {key: of_group(group) for key, group in cotangents.items()}
 
 
-def _seen(entry: PyTree) -> Array:
-  amax = entry['amax'] if 'amax' in entry else entry['amax_history'][0]
-  return jnp.concatenate([amax[None], entry['health']])
+def _seen_amax(entry: PyTree) -> Array:
+  return entry['amax'][None] if 'amax' in entry else entry['amax_history'][:1]
 
 
 def combine(left: PyTree, right: PyTree) -> PyTree:
