@@ -20,6 +20,7 @@ from configs import base
 from jetrl_jax.config import model as config_model
 from jetrl_jax.core import device_memory
 from jetrl_jax.data import Prompt
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.metrics import provenance
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim.adamw import OptimizerConfig
@@ -126,8 +127,9 @@ def overrides(variant: str) -> dict:
       'mosaic' and 'triton' (see `kernels`: attention and gate_up),
       'mosaic_decode' (the first, and decode's attention), 'mosaic_rows' (the
       first, and what goes over rows in one pass), 'mosaic_draw' (the first, and
-      the log-sum-exp and the draw), and 'mosaic_transpose' (the first, and the
-      quantiser that transposes).
+      the log-sum-exp and the draw), 'mosaic_transpose' (the first, and the
+      quantiser that transposes), 'mosaic_mlp' (the first, and what is between
+      the MLP's dots in the backward), and 'mosaic_all' (every operation).
   """
   options = {
       'kv8': {'precision.kv_cache_dtype': 'float8_e4m3fn'},
@@ -154,6 +156,14 @@ def overrides(variant: str) -> dict:
               'attention=mosaic_sm90,gate_up=mosaic_sm90'
               ',quantize_transpose=mosaic_sm90'
           )
+      },
+      'mosaic_mlp': {
+          'kernels': (
+              'attention=mosaic_sm90,gate_up=mosaic_sm90,mlp=mosaic_sm90'
+          )
+      },
+      'mosaic_all': {
+          'kernels': ','.join(f'{o}=mosaic_sm90' for o in dispatch.TABLE)
       },
       'mosaic_draw': {
           'kernels': (

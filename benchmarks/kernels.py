@@ -35,6 +35,7 @@ from jetrl_jax.config.model import SHAPES
 from jetrl_jax.core.compilation import exact_jit
 from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import DeferredScale, QTensor, Recipe, formats
+from jetrl_jax.fp8.products import Rows
 from jetrl_jax.kernels import (
     adamw,
     dispatch,
@@ -51,6 +52,7 @@ from jetrl_jax.kernels.attention import flash_attention
 from jetrl_jax.kernels.block_scaled_dot import block_dot
 from jetrl_jax.kernels.decode_attention import decode_attention
 from jetrl_jax.kernels.gate_up import gate_up
+from jetrl_jax.kernels.mlp import mlp
 from jetrl_jax.kernels.requantize import requantize
 
 _SHAPE = flags.DEFINE_enum(
@@ -303,6 +305,27 @@ def _training(model, tokens: int) -> list[Case]:
     state = fp8.observe_kernels(state, params, recipe, Axes())
     return params, state, kernels.prepare_weights(params, state, recipe)
 
+  def block():
+    params = {
+        'gate_up': {'kernel': _noise(2 * ffn, dim)},
+        'down': {'kernel': _noise(dim, ffn, seed=1)},
+    }
+    state = fp8.init_state(params, recipe)
+    state = fp8.observe_kernels(state, params, recipe, Axes())
+    weights = kernels.prepare_weights(params, state, recipe)
+    rows = [_noise(tokens, dim, seed=seed) for seed in (2, 3)]
+    return *rows, params, weights, state, mask()
+
+  def both_ways(x, dz, params, weights, state, mask):
+    def forward(x, params):
+      dots = (
+          (params[name]['kernel'], weights[name]['kernel'], state[name])
+          for name in ('gate_up', 'down')
+      )
+      return mlp(recipe, Rows(x), *dots, mask)
+
+    return jax.vjp(forward, x, params)[1](dz)
+
   def turned(width: int, row_major: bool):
     def run(x, mask):
       return quantize_transpose.quantize_and_transpose(
@@ -329,6 +352,13 @@ def _training(model, tokens: int) -> list[Case]:
           name,
           lambda: (halves(),),
           lambda product: swiglu.swiglu_of(product, _scalar(-6)),
+      ),
+      Case(
+          'mlp',
+          f'{name}, forward and backward',
+          block,
+          both_ways,
+          beside=('quantize_transpose', 'swiglu'),
       ),
       turned(dim, True),
       turned(ffn, False),

@@ -14,6 +14,7 @@ from jetrl_jax.kernels import dispatch
 _ENTRIES = {
     'add_norm_quantize.mosaic_sm90': ['forward'],
     'add_norm_quantize.triton': ['forward'],
+    'adamw.mosaic_sm90': ['update'],
     'adamw.triton': ['update'],
     'attention.mosaic_sm90': ['forward'],
     'attention.mosaic_backward_sm90': ['backward'],
@@ -45,6 +46,7 @@ _ENTRIES = {
     'sample_token.triton': ['draw'],
     'swiglu.mosaic_sm90': ['swiglu_of'],
     'swiglu.triton': ['swiglu_of'],
+    'swiglu.mosaic_backward_sm90': ['backward'],
     'swiglu.triton_backward': ['backward'],
 }
 

@@ -204,6 +204,11 @@ def instruction(
   return inlined(x, *more)
 
 
+def literal(number: float) -> str:
+  """Returns a float32 in PTX."""
+  return '0f' + struct.pack('>f', number).hex()
+
+
 def reciprocal(x, interpret: bool, layout=None):
   """Returns 1 / x of float32; for the layout see `instruction`."""
   if interpret:
@@ -215,8 +220,7 @@ def scaled(x, factor: float, interpret: bool):
   """Returns x * factor of float32, rounded whatever follows."""
   if interpret:
     return x * factor
-  literal = struct.pack('>f', factor).hex()
-  return instruction('mul.rn.f32', x, literals=(f'0f{literal}',))
+  return instruction('mul.rn.f32', x, literals=(literal(factor),))
 
 
 def ratio(x, y, interpret: bool):

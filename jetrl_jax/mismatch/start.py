@@ -17,8 +17,8 @@ from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.rollout.scheduler import never_stop
+from jetrl_jax.rl.run import calibration, train_state
 from jetrl_jax.rl.run import precision as run_precision
-from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.scoring.experience import Experience
 from jetrl_jax.rl.training import initialize
@@ -96,8 +96,8 @@ def start(spec: RunSpec, workdir: pathlib.Path | None) -> Iterator[Start]:
             spec,
             functools.partial(policy_loss, spec.loss),
             state,
-            reference_of(spec, state, workdir),
             timer,
+            reference_of(spec, state, workdir),
         ),
         state=state,
         step=step,
@@ -127,7 +127,8 @@ def reference_of(
 
 def _cold(spec: RunSpec) -> tuple[RunSpec, Engine, TrainState]:
   engine = Engine(spec.rollout_policy, spec.engine, spec.mesh)
-  state = initialize.cold_start(spec, engine, never_stop)
+  state = initialize.create(spec)
+  state = calibration.calibrate_run(spec, engine, state, never_stop)
   # The settled precision is written to a folder that is not kept.
   with tempfile.TemporaryDirectory() as folder:
     chosen, state = initialize.settle_precision(

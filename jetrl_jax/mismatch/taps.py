@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from flax import traverse_util
 
+from jetrl_jax.core.compile_ahead import Program
 from jetrl_jax.core.sharding import ROWS
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import scaling_state
@@ -134,7 +135,7 @@ class TappedEngine(Engine):
       self.seen.append(taps)
       return found
 
-    return call
+    return Program(call)
 
 
 def tapped_update(

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from jetrl_jax.core import sharding
 from jetrl_jax.core.compilation import exact_jit, inexact_jit
+from jetrl_jax.core.compile_ahead import Program
 from jetrl_jax.core.sharding import Axes
 from jetrl_jax.core.typing import Array, PRNGKey, PyTree
 from jetrl_jax.fp8 import Recipe
@@ -166,10 +167,10 @@ class Policy:
       return jnp.dtype(self.recipe.dtype).name
     return self.kv_cache_dtype
 
-  def jit(self, function, **options):
+  def jit(self, function, **options) -> Program:
     """Compiles what takes part in the flow; `options` as for `exact_jit`."""
     compiled = exact_jit if self.exact else inexact_jit
-    return compiled(self.bound(function), **options)
+    return Program(compiled(self.bound(function), **options))
 
   def bound(self, function):
     """Returns the function, traced with the policy's kernels."""
@@ -188,7 +189,7 @@ class Policy:
 
   def jit_per_device(
       self, function, mesh: Mesh, in_specs, out_specs, **options
-  ):
+  ) -> Program:
     """Compiles what each device computes of its own part of the arguments."""
     return self.jit(
         sharding.per_device(function, mesh, in_specs, out_specs),

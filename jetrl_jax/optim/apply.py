@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax.core import rng, sharding
+from jetrl_jax.core.compile_ahead import Program
 from jetrl_jax.core.sharding import Axes
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import scaling_state
@@ -334,19 +335,29 @@ class Apply:
       state: arrays or shapes.
       gradients: the accumulator, arrays or shapes.
     """
+    for name, count, program, arguments in self.calls(state, gradients):
+      yield name, count, program.lower(*arguments)
+
+  def calls(self, state: TrainState, gradients: Gradients) -> Iterator:
+    """Yields (name, number of calls, program, arguments of one call).
+
+    Args:
+      state: arrays or shapes.
+      gradients: the accumulator, arrays or shapes.
+    """
     checked = self._check_arguments(state, gradients)
-    yield 'check_and_clip', 1, self._check_and_clip.lower(*checked)
-    info, clip_factor, _, rounding_keys = jax.eval_shape(
-        self._check_and_clip, *checked
+    yield 'check_and_clip', 1, self._check_and_clip, checked
+    info, clip_factor, _, rounding_keys = self._check_and_clip.eval_shape(
+        *checked
     )
-    calls: dict[Any, list] = {}
+    calls: dict[Program, list] = {}
     for key, update, arguments in self._group_calls(
         state, gradients, info.applied, clip_factor, rounding_keys
     ):
       calls.setdefault(update, []).append((key, arguments))
     for update, same in calls.items():
       key, arguments = same[0]
-      yield f'update {key}', len(same), update.lower(*arguments)
+      yield f'update {key}', len(same), update, arguments
 
   def programs(self) -> list:
     """Returns the compiled functions that were called so far."""

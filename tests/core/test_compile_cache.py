@@ -12,9 +12,12 @@ import pytest
 from jetrl_jax.core import compilation
 from tests import whole_run
 
-# Runs the command and tells how often JAX compiled, and how.
+# Runs the command and tells how often JAX compiled, and how. Of many cores some
+# compile programs before they are called.
 _COUNTED = """
-import collections, json, runpy, sys
+import collections, json, os, runpy, sys
+cores = int(sys.argv.pop(1))
+os.cpu_count = lambda: cores
 import jax
 counts = collections.Counter()
 def count(event, *_, **__):
@@ -29,10 +32,10 @@ finally:
 _CACHE = '/jax/compilation_cache/'
 
 
-def _run(*arguments: str) -> dict[str, int]:
+def _run(cores: int, *arguments: str) -> dict[str, int]:
   environment = os.environ | {'PYTHONPATH': str(whole_run.ROOT)}
   done = subprocess.run(
-      [sys.executable, '-c', _COUNTED, *arguments],
+      [sys.executable, '-c', _COUNTED, str(cores), *arguments],
       cwd=whole_run.home(),
       env=environment,
       capture_output=True,
@@ -43,8 +46,9 @@ def _run(*arguments: str) -> dict[str, int]:
   return json.loads(done.stdout.splitlines()[-1])
 
 
-def _start(workdir: pathlib.Path) -> dict[str, int]:
+def _start(workdir: pathlib.Path, cores: int = 2) -> dict[str, int]:
   return _run(
+      cores,
       f'--config={whole_run.ROOT}/tests/tiny_config.py',
       f'--config.compile_cache_dir={os.environ["JAX_COMPILATION_CACHE_DIR"]}',
       f'--workdir={workdir}',
@@ -56,11 +60,13 @@ def test_a_second_start_compiles_nothing_and_has_the_same_bits(tmp_path):
   # Compiled in this process, or if another test came first, by that one.
   compiled = whole_run.finished()
   # Adds what only a process of the command compiles.
-  _start(tmp_path / 'first')
-  counts = _start(tmp_path / 'second')
+  first = _start(tmp_path / 'first')
+  # Other threads compile what this one would have compiled, and no more.
+  counts = _start(tmp_path / 'second', cores=8)
   # Every program of the process was asked for in the cache and found there.
   programs = counts['/jax/core/compile/backend_compile_duration']
   assert programs > 30
+  assert programs == first['/jax/core/compile/backend_compile_duration']
   assert counts[_CACHE + 'compile_requests_use_cache'] == programs
   assert counts[_CACHE + 'cache_hits'] == programs
   assert _CACHE + 'cache_misses' not in counts

@@ -48,7 +48,8 @@ from jetrl_jax.kernels.rope_append import reference as rope_reference
 from jetrl_jax.kernels.rope_append import triton as rope_in_triton
 from jetrl_jax.kernels.sample_token import mosaic_sm90 as sample_token_in_mosaic
 from jetrl_jax.kernels.sample_token import triton as sample_token
-from jetrl_jax.kernels.swiglu import triton_backward as swiglu_backward
+from jetrl_jax.kernels.swiglu import mosaic_backward_sm90 as swiglu_in_mosaic
+from jetrl_jax.kernels.swiglu import triton_backward as swiglu_in_triton
 
 pytestmark = pytest.mark.gpu
 
@@ -285,7 +286,10 @@ def test_one_pass_turns_round_what_xla_quantises(module, dtype):
 
 
 @pytest.mark.parametrize('dtype', [formats.E4M3, formats.E5M2])
-def test_swiglus_backward_has_the_bytes_of_xlas(dtype):
+@pytest.mark.parametrize(
+    'swiglu_backward', [swiglu_in_triton, _on_hopper(swiglu_in_mosaic)]
+)
+def test_swiglus_backward_has_the_bytes_of_xlas(swiglu_backward, dtype):
   from tests.kernels import test_swiglu_backward as cpu
 
   arguments = cpu.operands(2048 if on_gpu() else 128, 384)
@@ -300,6 +304,28 @@ def test_swiglus_backward_has_the_bytes_of_xlas(dtype):
     assert np.array_equal(_bytes(a), _bytes(b))
   # Exp and the reciprocal are the device's own.
   cpu.assert_like(found, wanted, others=2e-3)
+
+
+@pytest.mark.parametrize('dtype', [formats.E4M3, formats.E5M2])
+@_MOSAIC.marks[0]
+def test_swiglus_backward_has_the_same_bytes_in_both_forms(dtype):
+  from tests.kernels import test_swiglu_backward as cpu
+
+  arguments = cpu.operands(2048 if on_gpu() else 128, 384)
+  pairs = [
+      exact_jit(
+          lambda *args, m=module: [
+              vars(part) for part in m.backward(*args, dtype, **_HOW)
+          ]
+      )(*arguments)
+      for module in (swiglu_in_triton, swiglu_in_mosaic)
+  ]
+  for a, b in zip(*pairs, strict=True):
+    lost, wanted = (x.pop('quantization_error') for x in (a, b))
+    assert np.array_equal(lost[:2], wanted[:2])
+    np.testing.assert_allclose(lost, wanted, rtol=1e-5)
+    for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
+      assert np.array_equal(_bytes(x), _bytes(y))
 
 
 def test_swiglu_has_one_result_in_all_forms():
@@ -478,11 +504,15 @@ def test_a_kernel_is_requantised_in_place_as_xla_does_it(requantize, dtype):
   assert 0.1 < share <= 0.5
 
 
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 @pytest.mark.parametrize('at_random', [False, True])
-def test_the_optimisers_kernel_moves_as_xla_does(at_random):
+@pytest.mark.parametrize('name', ['triton', _on_hopper('mosaic_sm90')])
+def test_the_optimisers_kernel_moves_as_xla_does(name, at_random, dtype):
   from tests.kernels import test_adamw as cpu
 
-  both = cpu._Both(jnp.dtype('bfloat16'), at_random)
+  if at_random and dtype == 'float32':
+    pytest.skip('only bfloat16 masters are rounded at random')
+  both = cpu._Both(jnp.dtype(dtype), at_random, name)
   part = both.start
   for step in range(3):
     arguments = part, both.gradients(step), both.step_control(step)

@@ -10,6 +10,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax.core import rng, sharding
+from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels.adamw import groups
 from jetrl_jax.kernels.adamw import reference as adamw_reference
 from jetrl_jax.kernels.adamw import triton as adamw_kernel
 from jetrl_jax.kernels.requantize import triton as requantize
@@ -19,17 +21,21 @@ from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.optim.apply import Gradients
 from jetrl_jax.rl.run import train_state
 from tests import kernels_in_use
+from tests.hurry import fast_compile_jit
 from tests.rl import tiny_run
+
+if dispatch.has_mosaic():
+  from jetrl_jax.kernels.adamw import mosaic_sm90
 
 _AXES = sharding.Axes()
 _SPLIT = {'kernel': False, 'bias': False}
-_KERNELS = kernels_in_use.choose('adamw')
 
 
 class _Both:
   """One part of a model, moved by the kernel and by XLA."""
 
-  def __init__(self, dtype, at_random: bool):
+  def __init__(self, dtype, at_random: bool, kernel: str = 'triton'):
+    self.kernels = dispatch.select('reference').replace(adamw=kernel)
     self.optimizer = OptimizerConfig(
         lr=1e-2, weight_decay=0.5, lr_warmup_steps=4
     ).build()
@@ -71,7 +77,7 @@ class _Both:
   @functools.cached_property
   def kernel(self):
     def run(*arguments):
-      with kernels_in_use.run(_KERNELS):
+      with kernels_in_use.run(self.kernels):
         return fused_adamw.update_group(
             self.optimizer, self.join, _AXES, _SPLIT, *arguments
         )
@@ -195,7 +201,7 @@ def test_rows_on_another_device_are_moved_as_in_the_whole():
 
   def run(part, gradients, step_control):
     axes = sharding.axes_of(mesh)
-    with kernels_in_use.run(_KERNELS):
+    with kernels_in_use.run(both.kernels):
       return fused_adamw.update_group(
           *(both.optimizer, both.join, axes, split),
           *(part, gradients, step_control),
@@ -210,9 +216,60 @@ def test_rows_on_another_device_are_moved_as_in_the_whole():
     assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@kernels_in_use.needs_mosaic
+@pytest.mark.parametrize(
+    'shape, dtype, at_random',
+    [
+        # Programs of 4, 8 and 16 groups, several of each.
+        ((3, 4, 128), 'float32', False),
+        ((3, 8, 128), 'bfloat16', False),
+        ((16, 256), 'bfloat16', True),
+    ],
+)
+def test_mosaics_kernel_has_the_bits_of_tritons(shape, dtype, at_random):
+  random, codec = np.random.default_rng(0), adamw_reference.fp8_codec()
+
+  def make(spread: float):
+    values = random.normal(size=shape)
+    values *= np.exp2(spread * random.normal(size=shape))
+    values[..., 0, :] = 0
+    return values.astype(np.float32)
+
+  gradient = make(4.0)
+  gradient[..., 1, 7], gradient[..., 2, 7] = np.inf, np.nan
+  operands = (
+      jnp.asarray(make(0.0), dtype),
+      jnp.asarray(gradient, dtype),
+      codec.encode(jnp.asarray(make(3.0))),
+      codec.encode(jnp.asarray(make(3.0) ** 2)),
+      jnp.asarray([1, 0.5, 1e-2, 2.0, 4.0, 0, 0, 0], jnp.float32),
+      jnp.asarray([3, 4, 5, 0], jnp.uint32) if at_random else None,
+  )
+  how = dict(b1=0.9, b2=0.99, eps=1e-8, decay=0.1, interpret=True)
+  ours, theirs = (
+      fast_compile_jit(functools.partial(module.update, **how))(*operands)
+      for module in (mosaic_sm90, adamw_kernel)
+  )
+  for a, b in zip(*map(jax.tree.leaves, (ours, theirs)), strict=True):
+    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+  assert _differing(ours[0], operands[0]) > 0.2
+
+
+@kernels_in_use.needs_mosaic
+def test_mosaics_kernel_keeps_all_of_a_step_that_is_skipped():
+  codec, x = adamw_reference.fp8_codec(), jnp.ones((4, 128))
+  operands = x, jnp.nan * x, codec.encode(x), codec.encode(2 * x)
+  how = dict(b1=0.9, b2=0.99, eps=1e-8, decay=0.1, interpret=True)
+  move = fast_compile_jit(functools.partial(mosaic_sm90.update, **how))
+  kept = move(*operands, jnp.zeros((8,)), None)[:3]
+  pairs = kept, (operands[0], *operands[2:])
+  for a, b in zip(*map(jax.tree.leaves, pairs), strict=True):
+    assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
 def test_programs_of_equal_size_take_every_group():
-  for groups in range(1, 200):
-    assert groups % adamw_kernel._groups_of_program((groups, 128)) == 0
+  for count in range(1, 200):
+    assert count % groups.of_program((count, 128)) == 0
 
 
 def test_what_is_not_whole_groups_or_not_our_adam_does_not_fit():
@@ -221,7 +278,7 @@ def test_what_is_not_whole_groups_or_not_our_adam_does_not_fit():
     optimizer = optimizer or OptimizerConfig(moments=codec).build()
     state = jax.eval_shape(optimizer.init, masters)
     moments, _ = partition.split(state, {'w'})
-    return adamw_kernel.fits(optimizer, masters, masters, moments)
+    return groups.fits(optimizer, masters, masters, moments)
 
   assert fits((4, 128)) and fits((3584,)) and fits((3584, 18944))
   assert fits((4, 128), dtype=jnp.float32)
@@ -236,7 +293,7 @@ def test_what_is_not_whole_groups_or_not_our_adam_does_not_fit():
       (4, 128), adamw_reference.adamw(1e-3, codec=adamw_reference.fp8_codec(64))
   )
   # All of a part may be frozen.
-  assert not adamw_kernel.fits(
+  assert not groups.fits(
       adamw_reference.adamw(1e-3, codec=codec), {}, {}, [{}, {}]
   )
   # A size whose flat index leaves 32 bits.

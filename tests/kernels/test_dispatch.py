@@ -67,6 +67,19 @@ def test_a_kernel_that_no_gpu_has_run_runs_where_it_is_named(operation):
     assert found[operation] == 'mosaic_sm90'
 
 
+def test_without_triton_what_a_gpu_has_run_is_mosaics_and_the_rest_plain_jax():
+  found = chosen(WITHOUT_TRITON)
+  mosaic = {'attention', 'block_scaled_dot', 'decode_attention'}
+  assert {o for o, name in found.items() if name == 'mosaic_sm90'} == mosaic
+  assert {found[o] for o in found.keys() - mosaic} == {'reference'}
+
+
+@pytest.mark.parametrize('hardware', [HOPPER, WITHOUT_TRITON])
+def test_every_operation_has_a_kernel_in_mosaic_and_all_can_be_named(hardware):
+  everything = ','.join(f'{o}=mosaic_sm90' for o in dispatch.TABLE)
+  assert set(chosen(hardware, everything).values()) == {'mosaic_sm90'}
+
+
 def test_decode_attention_without_triton_is_mosaics_and_so_is_attention():
   assert chosen(HOPPER)['decode_attention'] == 'triton'
   found = chosen(WITHOUT_TRITON)

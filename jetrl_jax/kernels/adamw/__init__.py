@@ -15,7 +15,7 @@ from typing import Any
 
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.kernels import dispatch
-from jetrl_jax.kernels.adamw import reference
+from jetrl_jax.kernels.adamw import groups, reference
 from jetrl_jax.kernels.adamw.reference import EncodedMoment
 
 
@@ -31,13 +31,9 @@ def fits(
     gradients: the gradients of `masters`.
     moments: trees of first and of second moments.
   """
-  match dispatch.implementation('adamw'):
-    case 'triton':
-      from jetrl_jax.kernels.adamw import triton
-
-      return triton.fits(optimizer, masters, gradients, moments)
-    case _:
-      return False
+  return dispatch.has_kernel('adamw') and groups.fits(
+      optimizer, masters, gradients, moments
+  )
 
 
 def update(
@@ -73,6 +69,10 @@ def update(
     decay: weight decay of this leaf.
   """
   match dispatch.implementation('adamw'):
+    case 'mosaic_sm90':
+      from jetrl_jax.kernels.adamw import mosaic_sm90
+
+      run = mosaic_sm90.update
     case 'triton':
       from jetrl_jax.kernels.adamw import triton
 

@@ -49,5 +49,6 @@ def stochastic_bfloat16(x: Array, bits: Array) -> Array:
   overflows = (upper & 0x7FFF) > _LARGEST
   upper = jnp.where(overflows, word >> _DROPPED_BITS, upper)
   rounded = lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
-  # A carry would make NaN anything, -0 among others.
-  return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+  # A carry would make NaN anything, -0 among others. Mosaic lacks `isfinite`.
+  is_finite = jnp.abs(x) < jnp.inf
+  return jnp.where(is_finite, rounded, x.astype(jnp.bfloat16))

@@ -195,7 +195,10 @@ def _join(groups: Array, shape: tuple[int, ...]) -> Array:
 
 
 def expansion(
-    largest: Array, smallest: Array, log2: Callable[[Array], Array] = jnp.log2
+    largest: Array,
+    smallest: Array,
+    log2: Callable[[Array], Array] = jnp.log2,
+    floor: Callable[[Array], Array] = jnp.floor,
 ) -> tuple[Array, Array, Array]:
   """Returns (scale, k, c) of groups, by the formulas of the module.
 
@@ -203,6 +206,7 @@ def expansion(
     largest: float32, of the group's magnitudes.
     smallest: the smallest that is not below `TINY`; any number if all are.
     log2: logarithm to base 2, of two numbers whose difference is rounded.
+    floor: the largest whole number that is not above.
   """
   # A comparison with NaN is false: NaN stays and is seen by whoever decodes.
   empty = largest < TINY
@@ -215,7 +219,7 @@ def expansion(
   # range_bits is 0 where all magnitudes are equal: the floor under it is where
   # k reaches its upper clamp.
   steps = _K_STEPS * _RANGE_BITS / jnp.maximum(range_bits, _RANGE_BITS / _K_MAX)
-  k = jnp.clip(jnp.floor(steps) / _K_STEPS, 1.0 / _K_STEPS, _K_MAX)
+  k = jnp.clip(floor(steps) / _K_STEPS, 1.0 / _K_STEPS, _K_MAX)
   # Compilers turn x / c into x * (1 / c), which is 0 for c near float32's
   # largest value; the root's inverse is harmless.
   root = jnp.sqrt(c)

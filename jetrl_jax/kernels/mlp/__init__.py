@@ -5,7 +5,7 @@
 Every implementation rounds as the three separate operations do
 (`kernels/quantized_dot`, `kernels/swiglu`), so the forward has their bits. The
 reference is their composition, with their derivatives. In the fused form
-(`triton.py`) h exists only in 8 bits, and the backward is one derivative for
+(`fused.py`) h exists only in 8 bits, and the backward is one derivative for
 both dots. Devices that share the two dots gather h between them.
 """
 
@@ -15,7 +15,7 @@ from jetrl_jax.fp8.products import DeferredScale, Rows
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.kernels import dispatch, gate_up, swiglu
-from jetrl_jax.kernels.mlp import reference
+from jetrl_jax.kernels.mlp import fused, reference
 from jetrl_jax.kernels.mlp.reference import Operands
 
 __all__ = ['Operands', 'gate_up_copies', 'is_fused', 'mlp']
@@ -31,13 +31,7 @@ def is_fused(recipe: Recipe, dims: tuple[int, int]) -> bool:
     recipe: how the dots compute.
     dims: (D, F) of a device: outputs of down, columns of h.
   """
-  match dispatch.implementation('mlp'):
-    case 'triton':
-      from jetrl_jax.kernels.mlp import triton
-
-      return triton.fits(recipe, dims)
-    case _:
-      return False
+  return dispatch.has_kernel('mlp') and fused.fits(recipe, dims)
 
 
 def gate_up_copies(num_rows: int, dims: tuple[int, int], fused: bool) -> int:
@@ -89,10 +83,8 @@ def mlp(
     case QTensor(values=first), QTensor(values=second) if is_fused(
         recipe, (second.shape[0], first.shape[0] // 2)
     ):
-      from jetrl_jax.kernels.mlp import triton
-
       if defer:
-        return triton.unscaled_mlp(x_MD, q_MD, gate_up, down, axes)
-      return triton.mlp(*operands)
+        return fused.unscaled_mlp(x_MD, q_MD, gate_up, down, axes)
+      return fused.mlp(*operands)
     case _:
       return reference.mlp(*operands)

@@ -94,12 +94,21 @@ def along_rows(seen: tuple) -> list:
   ]
 
 
+def joined(*seen: tuple) -> tuple:
+  """Returns four numbers of each value or row, of those of some parts."""
+  parts = zip(*seen, strict=True)
+  return tuple(
+      functools.reduce(join, part)
+      for join, part in zip(_JOIN, parts, strict=True)
+  )
+
+
 def write_sums(refs, rows: list) -> None:
   """Writes a tile's four numbers, of those of parts of its rows."""
   at = lax.axis_index('row'), lax.axis_index('column')
-  parts = zip(*rows, strict=True)
-  for ref, reduce, join, part in zip(refs, _REDUCE, _JOIN, parts, strict=True):
-    ref[at] = reduce(functools.reduce(join, part), axis=0)
+  for ref, reduce, part in zip(refs, _REDUCE, joined(*rows), strict=True):
+    # Counts of rows may be float32.
+    ref[at] = reduce(part.astype(ref.dtype), axis=0)
 
 
 def _quantize_kernel(

@@ -23,9 +23,8 @@ Lower bound of the time: instructions, 3064 of a warp for a tile, not the 11
 bytes a value (docs/performance_log.md).
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -37,46 +36,29 @@ from jetrl_jax.kernels.calls import lowered_once
 from jetrl_jax.kernels.quantize_transpose import QuantizedPair
 from jetrl_jax.kernels.quantize_transpose import triton as transpose
 from jetrl_jax.kernels.quantize_transpose.grid import (
-    FLUSHED,
     NUMBERS,
     TILE,
-    Grid,
     join_tiles,
 )
 from jetrl_jax.kernels.quantize_transpose.triton import WORDS
 from jetrl_jax.kernels.swiglu import triton as swiglu
+from jetrl_jax.kernels.swiglu.backward_formula import Grid, Maths, derivatives
 from jetrl_jax.kernels.triton_tools import (
     instruction,
     kernel_options,
     row_slices,
 )
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Maths:
-  """How some functions are computed.
-
-  Attributes:
-    sigmoid: see `swiglu.sigmoid`.
-    multiply_add: x y + z.
-    share: x y + z, but 0 below 0 and 1 above 1.
-    saturates: whether a cast to 8 bits does.
-  """
-
-  sigmoid: Callable[[Array], Array]
-  multiply_add: Callable[..., Array]
-  share: Callable[..., Array]
-  saturates: bool
-
-
-_FAST = _Maths(
+_FAST = Maths(
     sigmoid=functools.partial(swiglu.sigmoid, interpret=False),
+    product=operator.mul,
     multiply_add=instruction('fma.rn.f32'),
     share=instruction('fma.rn.sat.f32'),
     saturates=True,
 )
-_PLAIN = _Maths(
+_PLAIN = Maths(
     sigmoid=functools.partial(swiglu.sigmoid, interpret=True),
+    product=operator.mul,
     multiply_add=lambda x, y, z: x * y + z,
     share=lambda x, y, z: jnp.clip(x * y + z, 0.0, 1.0),
     saturates=False,
@@ -85,50 +67,8 @@ _PLAIN = _Maths(
 # its warps.
 _WIDTH = 32
 _WARPS = 4
-# Counts are float32 here, whose instructions have two pipes more.
+# Counts are float32, see `Grid`.
 _KINDS = (jnp.float32,) * 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Grid(Grid):
-  """The same in fewer instructions, and half as many on the integer pipe.
-
-  On a scale that is a power of two, bfloat16 values are 2^-7 or more apart from
-  the limit and from the largest value that is stored as 0, so the distance,
-  made large enough, is 0 or 1 when it is cut there.
-  """
-
-  maths: _Maths
-
-  def cast(self, scaled: Array) -> Array:
-    """See `Grid`."""
-    return (
-        scaled.astype(self.dtype)
-        if self.maths.saturates
-        else super().cast(scaled)
-    )
-
-  def error(self, x: Array, stored: Array) -> Array:
-    """See `Grid`."""
-    return self.maths.multiply_add(stored, -self.scale, x)
-
-  def count(self, x: Array, scaled: Array, stored: Array) -> Array:
-    """See `Grid`."""
-    size, share = jnp.abs(scaled), self.maths.share
-    # Half of the smallest value goes to 0, as the even one.
-    zero = float(jnp.finfo(self.dtype).smallest_subnormal) / 2
-    flushed = share(size, 2.0**126, 0.0) - share(size, 2.0**8 / zero, -(2.0**8))
-    saturated = share(size, 1.0, -self.limit)
-    return self.maths.multiply_add(flushed, FLUSHED, saturated)
-
-
-def _swiglu(maths: _Maths, gate, up, dh) -> tuple[Array, Array, Array]:
-  """Returns (h, dgate, dup), all float32, as XLA differentiates silu."""
-  sigmoid = maths.sigmoid(gate)
-  silu = gate * sigmoid
-  dsilu = dh * up
-  dgate = dsilu * sigmoid + dsilu * gate * (1.0 - sigmoid) * sigmoid
-  return silu * up, dgate, dh * silu
 
 
 def _kernel(
@@ -143,15 +83,16 @@ def _kernel(
       few, _KINDS
   )
   y_scale = scales_ref[0]
-  h_grid = _Grid.of(scales_ref[1], formats.E4M3, maths=maths)
-  dy_grid = _Grid.of(scales_ref[2], dtype, maths=maths)
+  h_grid = Grid.of(scales_ref[1], formats.E4M3, maths=maths)
+  dy_grid = Grid.of(scales_ref[2], dtype, maths=maths)
   for k in range(4):
     is_valid = mask_ref[:, k][:, None] > 0
     gate, up = (
         product_ref[:, k, half, :].astype(jnp.float32) * y_scale
         for half in range(2)
     )
-    made = _swiglu(maths, gate, up, dh_ref[:, k, :].astype(jnp.float32))
+    dh = dh_ref[:, k, :].astype(jnp.float32)
+    made = derivatives(gate, up, dh, maths)
     # The rounding that the compute dtype would have been.
     h, dgate, dup = (
         jnp.where(is_valid, x.astype(dh_ref.dtype).astype(jnp.float32), 0.0)

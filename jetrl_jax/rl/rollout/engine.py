@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax.core import processes, rng, sharding
+from jetrl_jax.core.compile_ahead import CompileAhead, Program
 from jetrl_jax.core.typing import Array, NpArray, PRNGKey
 from jetrl_jax.models.policy import PlacedParams, Policy, PolicyParams
 from jetrl_jax.rl.rollout import decode_state as decode_states
@@ -129,7 +130,7 @@ class Engine:
     self._kv_spec = policy.axes.kv_spec
     self._state_spec, prefix_spec = decode_states.specs(self._kv_spec)
     # Prefills and decode steps, compiled when they are first asked for.
-    self._programs: dict[tuple[str, int], Callable] = {}
+    self._programs: dict[tuple[str, int], Program] = {}
     self._compile(prefix_spec)
 
   def _compile(self, prefix_spec: Any) -> None:
@@ -247,6 +248,46 @@ class Engine:
   def reader(self) -> tuple[Policy, Any]:
     """The functions that read what `load_params` returns, and its specs."""
     return self._placed_policy, self._params_spec
+
+  def compile_ahead(
+      self, ahead: CompileAhead, params: PolicyParams, longest: int
+  ) -> None:
+    """Compiles what every rollout calls, on other threads.
+
+    With tensor parallelism nothing is: a device's share of the weights has no
+    shapes before it is placed.
+
+    Args:
+      ahead: the threads.
+      params: weights and scales, as `replicate` takes them.
+      longest: tokens of the longest prompt.
+    """
+    if self.policy.axes.tensor > 1:
+      return
+    whole = NamedSharding(self.mesh, P())
+    params = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=whole
+        ),
+        params,
+    )
+    rows = round_up(PREFILL_ROWS, self.policy.axes.size)
+
+    def by_row(*shape: int) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._rows)
+
+    ahead(
+        self._prefill_program(),
+        params,
+        by_row(rows, self._bucket(longest)),
+        by_row(rows),
+    )
+    steps = self.config.decode_block
+    state = self._idle.eval_shape()  # With shardings.
+    program = self._decode_program(
+        decode_step.generate, steps_per_sync(steps), 0
+    )
+    ahead(program, params, state, self._base_key, np.int32(steps))
 
   # --- slots --------------------------------------------------------------
 
@@ -602,7 +643,7 @@ class Engine:
 
   # --- programs -----------------------------------------------------------
 
-  def _prefill_program(self) -> Callable:
+  def _prefill_program(self) -> Program:
     """Returns the compiled (params, tokens, lengths) -> caches."""
     name = 'prefill', 0
     if name not in self._programs:
@@ -618,7 +659,7 @@ class Engine:
       function: Callable[..., DecodeState],
       steps_per_sync: int,
       num_per_slot: int,
-  ) -> Callable:
+  ) -> Program:
     """Returns a compiled function of `decode_step`; see `_decode`.
 
     Args:
@@ -645,7 +686,7 @@ class Engine:
       in_specs: tuple,
       out_specs: Any,
       **options: Any,
-  ) -> Callable:
+  ) -> Program:
     return self.policy.jit_per_device(
         function, self.mesh, in_specs, out_specs, **options
     )

@@ -10,7 +10,7 @@ returns the state unchanged.
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax.core import sharding
+from jetrl_jax.core.compile_ahead import CompileAhead, Program
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.models.policy import Policy, PolicyParams
@@ -27,11 +28,6 @@ from jetrl_jax.optim.apply import Apply, Gradients, merge
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl.objective import LossFunction
 from jetrl_jax.rl.types import TrainBatch
-
-# (params, batch, temperature) -> (log-probs [B, T], entropy [B, T]), in nats.
-LogprobsFunction: TypeAlias = Callable[
-    [PolicyParams, TrainBatch, Array], tuple[Array, Array]
-]
 
 
 def differentiable_loss(
@@ -89,10 +85,11 @@ def _accumulate(
   return added, logprobs_BT, entropy_BT
 
 
-def compile_logprobs(
-    policy: Policy, mesh: Mesh, state: TrainState
-) -> LogprobsFunction:
+def compile_logprobs(policy: Policy, mesh: Mesh, state: TrainState) -> Program:
   """Compiles the forward pass: log-probs and entropy of packed rows.
+
+  The program is (params, batch, temperature) -> (log-probs [B, T], entropy
+  [B, T]), in nats.
 
   Args:
     policy: the functions.
@@ -145,9 +142,13 @@ class UpdatePrograms:
     _, self._metrics = jax.eval_shape(loss_function, batch, floats, floats)
     grad_specs = Gradients(
         trainable=specs.trainable,
-        fp8=P(),
+        fp8=jax.tree.map(
+            lambda _: P(),
+            jax.eval_shape(scaling_state.stack, state.fp8_state),
+        ),
         metrics=jax.tree.map(lambda _: P(), self._metrics),
     )
+    self._grad_shardings = sharding.named(grad_specs, mesh)
     rows = sharding.ROWS
     self.accumulate = policy.jit_per_device(
         functools.partial(_accumulate, policy, loss_function),
@@ -165,11 +166,43 @@ class UpdatePrograms:
         out_shardings=sharding.named(specs.fp8_state, mesh),
     )
     self._zeros = policy.jit(
-        self._make_zeros, out_shardings=sharding.named(grad_specs, mesh)
+        self._make_zeros, out_shardings=self._grad_shardings
     )
     self.apply = Apply(
         policy, optimizer, config, mesh, state, self.gradient_shapes(state)
     )
+
+  def compile_ahead(
+      self,
+      ahead: CompileAhead,
+      state: TrainState,
+      batch: TrainBatch,
+      *,
+      logprobs: bool,
+  ) -> None:
+    """Compiles what an update calls, on other threads.
+
+    Args:
+      ahead: the threads.
+      state: arrays, or shapes with their shardings.
+      batch: shapes of a micro-batch.
+      logprobs: whether `logprobs` is called too.
+    """
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    found = self.gradient_shapes(state)
+    gradients = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=where
+        ),
+        found,
+        self._grad_shardings,
+    )
+    ahead(self.accumulate, state, gradients, batch, scalar)
+    for _, _, program, arguments in self.apply.calls(state, gradients):
+      ahead(program, *arguments)
+    if logprobs:
+      params = PolicyParams(state.weights, state.fp8_state)
+      ahead(self.logprobs, params, batch, scalar)
 
   def zero_gradients(self, state: TrainState) -> Gradients:
     """Returns an empty accumulator, sharded like the masters."""

@@ -1,7 +1,8 @@
 """The first state of a run: restored from its workdir, or built.
 
 A cold start builds the state from the initial masters, calibrates it on prompts
-and a short rollout, and settles which dots run in 8 bits.
+and a short rollout (`calibration.calibrate_run`), and settles which dots run in
+8 bits.
 """
 
 import dataclasses
@@ -14,9 +15,7 @@ from jetrl_jax.checkpoint.manager import CheckpointManager
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.optim.types import TrainState
-from jetrl_jax.rl.rollout.engine import Engine
-from jetrl_jax.rl.rollout.scheduler import StopCheck
-from jetrl_jax.rl.run import calibration, mixed_flow, train_state
+from jetrl_jax.rl.run import mixed_flow, train_state
 from jetrl_jax.rl.run import precision as run_precision
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.training.guard import GuardState
@@ -150,16 +149,8 @@ def with_weights(
   )
 
 
-def cold_start(
-    spec: RunSpec, engine: Engine, should_stop: StopCheck
-) -> TrainState:
-  """Builds a state and fills its scaling state from prompts and a rollout.
-
-  Args:
-    spec: the run's specification.
-    engine: samples the short rollout.
-    should_stop: called at each host visit of the rollout; raises to stop.
-  """
+def create(spec: RunSpec) -> TrainState:
+  """Returns the state of a cold start, before it is calibrated."""
   state = train_state.create(
       spec.policy,
       spec.initial_params(),
@@ -169,7 +160,7 @@ def cold_start(
   )
   if spec.is_mixed:
     state = mixed_flow.create(spec.rollout_policy, state, spec.mesh)
-  return calibration.calibrate_run(spec, engine, state, should_stop)
+  return state
 
 
 def settle_precision(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetrl_jax.core import processes
+from jetrl_jax.core.compile_ahead import CompileAhead, Program
 from jetrl_jax.core.typing import Array, NpArray, PyTree
 from jetrl_jax.metrics.timer import Timer
 from jetrl_jax.models.policy import PolicyParams
@@ -24,14 +25,11 @@ from jetrl_jax.rl import mismatch, packing
 from jetrl_jax.rl.objective import LossFunction
 from jetrl_jax.rl.packing import Packed, Sequence
 from jetrl_jax.rl.run import mixed_flow
-from jetrl_jax.rl.run.gradients import (
-    LogprobsFunction,
-    UpdatePrograms,
-    compile_logprobs,
-)
+from jetrl_jax.rl.run.gradients import UpdatePrograms, compile_logprobs
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.scoring import experience, kl_reward
 from jetrl_jax.rl.scoring.experience import Experience
+from jetrl_jax.rl.types import TrainBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,8 +70,9 @@ class Learner:
     spec: the run's specification.
     loss: the objective of a micro-batch, see `UpdatePrograms`.
     state: an example, for its shapes.
-    reference: the reference policy of a KL term; None without one.
     timer: records the seconds of each phase.
+    reference: the reference policy of a KL term; None without one, or until it
+      is set.
   """
 
   def __init__(
@@ -81,8 +80,8 @@ class Learner:
       spec: RunSpec,
       loss: LossFunction,
       state: TrainState,
-      reference: PolicyParams | None,
       timer: Timer,
+      reference: PolicyParams | None = None,
   ):
     self.spec = spec
     self.reference = reference
@@ -103,6 +102,27 @@ class Learner:
       self._rollout_logprobs = compile_logprobs(
           spec.rollout_policy, spec.mesh, mixed_flow.as_rollout(state)
       )
+
+  def compile_ahead(self, ahead: CompileAhead, state: TrainState) -> None:
+    """Compiles what a step calls, on other threads.
+
+    Args:
+      ahead: the threads.
+      state: arrays, or shapes with their shardings.
+    """
+    spec, run = self.spec, self.spec.run
+    batches = run.train_batch_size // run.mini_batch_size
+    updates = spec.algorithm.ppo_epochs * batches
+    self._programs.compile_ahead(
+        ahead,
+        state,
+        TrainBatch.of_shapes(*spec.batch_shape),
+        # A single update is followed by a forward pass, see `_update`.
+        logprobs=updates == 1
+        or spec.needs_reference
+        or spec.algorithm.old_logprobs == 'recompute'
+        or run.measure_mismatch == 'all',
+    )
 
   def learn(
       self, state: TrainState, exp: Experience
@@ -163,7 +183,7 @@ class Learner:
 
   def _packed_logprobs(
       self,
-      compute: LogprobsFunction,
+      compute: Program,
       batch: list[Sequence],
       params: PolicyParams,
   ) -> list[np.ndarray]:

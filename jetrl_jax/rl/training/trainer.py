@@ -25,6 +25,7 @@ from absl import logging
 
 from jetrl_jax.checkpoint.arrays import OtherStateError
 from jetrl_jax.core import processes
+from jetrl_jax.core.compile_ahead import CompileAhead
 from jetrl_jax.core.interrupt import Interrupt, StopRequested
 from jetrl_jax.metrics import alarms
 from jetrl_jax.metrics.timer import Timer
@@ -33,7 +34,13 @@ from jetrl_jax.optim.apply import UpdateInfo
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl.objective import LossFunction, policy_loss
 from jetrl_jax.rl.rollout.engine import Engine
-from jetrl_jax.rl.run import fp8_support, preflight, train_state
+from jetrl_jax.rl.run import (
+    calibration,
+    fp8_support,
+    mixed_flow,
+    preflight,
+    train_state,
+)
 from jetrl_jax.rl.run import precision as run_precision
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.scoring import evaluation
@@ -110,6 +117,7 @@ class Trainer:
     with (
         self.interrupt,
         contextlib.closing(self),
+        contextlib.closing(CompileAhead()) as self.ahead,
         self.spec.make_rewards() as self.pool,
     ):
       with processes.slow('start-up'):
@@ -265,7 +273,7 @@ class Trainer:
       self.accuracy = None
       if action.name == 'high_precision':
         engine = self._new_engine()
-      self._build_collector_and_learner(engine, state, reference)
+      self._set_programs(engine, self._new_learner(state), reference)
       if action.name == 'high_precision':
         self._check_exactness(state, done)
     if action.name == 'rollback':
@@ -303,21 +311,23 @@ class Trainer:
       ) from error
     if resumed is None:
       folder.begin(self.spec.config_text)
-      engine = self._new_engine()
       with self.timer('calibration'):
-        state = initialize.cold_start(self.spec, engine, self.interrupt.check)
+        state = initialize.create(self.spec)
+        engine, learner = self._programs(state)
+        state = calibration.calibrate_run(
+            self.spec, engine, state, self.interrupt.check
+        )
         chosen, state = initialize.settle_precision(
             self.spec, state, folder.path
         )
       if chosen is not self.spec:
         self.spec = self.cold_start_spec = chosen
-        engine = self._new_engine()
+        engine, learner = self._programs(state)
       # Step 0 gets its line once its state is evaluated.
       step, self.pending = 0, {}
       reference = self._reference(state, cold=True)
     else:
       self.spec = resumed.spec
-      engine = self._new_engine()
       state, step = resumed.state, resumed.step
       self._restore_host_state(resumed.host_state)
       # Not before: a refused start must leave the run's config as it was.
@@ -330,7 +340,8 @@ class Trainer:
             'No step is left to train; a larger'
             ' trainer.total_training_steps goes on from here'
         )
-    self._build_collector_and_learner(engine, state, reference)
+      engine, learner = self._programs(state)
+    self._set_programs(engine, learner, reference)
     return state, step
 
   def _reference(self, state: TrainState, *, cold: bool) -> PolicyParams | None:
@@ -344,8 +355,23 @@ class Trainer:
     spec = self.spec
     return Engine(spec.rollout_policy, spec.engine, spec.mesh)
 
-  def _build_collector_and_learner(
-      self, engine: Engine, state: TrainState, reference: PolicyParams | None
+  def _new_learner(self, state: TrainState) -> Learner:
+    return Learner(self.spec, self.loss, state, self.timer)
+
+  def _programs(self, state: TrainState) -> tuple[Engine, Learner]:
+    """Returns engine and learner, whose programs other threads compile."""
+    engine, learner = self._new_engine(), self._new_learner(state)
+    # Without `exact`, a compiler may choose by timing on a busy device.
+    if self.spec.policy.exact:
+      longest = max(len(prompt.tokens) for prompt in self.spec.train_set)
+      engine.compile_ahead(
+          self.ahead, mixed_flow.rollout_params(state), longest
+      )
+      learner.compile_ahead(self.ahead, state)
+    return engine, learner
+
+  def _set_programs(
+      self, engine: Engine, learner: Learner, reference: PolicyParams | None
   ) -> None:
     """Sets the collector and the learner, in the precision of `self.spec`."""
     self.collector = Collector(
@@ -356,7 +382,7 @@ class Trainer:
         self.interrupt.check,
         self.timer,
     )
-    self.learner = Learner(self.spec, self.loss, state, reference, self.timer)
+    self.learner, learner.reference = learner, reference
 
   def _check_exactness(self, state: TrainState, guard: GuardState) -> None:
     """Checks that rollout and training agree, before any step is taken."""

@@ -20,6 +20,7 @@ import pytest
 
 from jetrl_jax.checkpoint import arrays as checkpoint_arrays
 from jetrl_jax.checkpoint import folder as checkpoint_folder
+from jetrl_jax.core.compile_ahead import CompileAhead
 from jetrl_jax.core.interrupt import StopRequested
 from jetrl_jax.metrics import alarms
 from jetrl_jax.optim.types import TrainState
@@ -86,6 +87,7 @@ def live(done, tmp_path_factory):
   shutil.copytree(done, workdir)
   shutil.rmtree(workdir / 'checkpoints' / '6')
   trainer = whole_run.trainer(workdir)
+  trainer.ahead = CompileAhead(threads=0)
   with trainer.spec.make_rewards() as trainer.pool:
     state, step = trainer._resume_or_start()
     assert step == 4

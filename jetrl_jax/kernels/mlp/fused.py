@@ -7,10 +7,8 @@ gate_up's dot in 8 bits, as it is and transposed. The cotangent of a bfloat16
 array cannot carry that, so both dots share one derivative. It computes what
 `kernels/quantized_dot/linear.py` and XLA's derivative of SwiGLU compute, with
 the same functions. Only the work between the dots differs: it is one kernel
-(`kernels/swiglu/triton_backward.py`) instead of four.
-
-This file has no kernel of its own. Its dots are XLA's, its tiles, memory and
-order of sums those of the kernels that it names.
+(`kernels/swiglu/*_backward*.py`) instead of four, and which one is all that
+implementations differ in.
 """
 
 import dataclasses
@@ -25,12 +23,12 @@ from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8.products import DeferredScale
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels import gate_up as gate_up_op
 from jetrl_jax.kernels.gate_up import reference as dot_and_swiglu
 from jetrl_jax.kernels.mlp.reference import Operands
 from jetrl_jax.kernels.quantize_transpose import grid
 from jetrl_jax.kernels.quantized_dot import linear, per_tensor
-from jetrl_jax.kernels.swiglu import triton_backward as swiglu_backward
 
 
 def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
@@ -140,6 +138,17 @@ def _mlp_fwd(recipe, axes, x_MD, low_MD, gate_up, down, row_mask_M):
   return z_MD, (kept, seen, product_MG, dots, row_mask_M, likes)
 
 
+def _swiglu_backward():
+  """Returns the kernel between the dots."""
+  if dispatch.implementation('mlp') == 'mosaic_sm90':
+    from jetrl_jax.kernels.swiglu import mosaic_backward_sm90
+
+    return mosaic_backward_sm90.backward
+  from jetrl_jax.kernels.swiglu import triton_backward
+
+  return triton_backward.backward
+
+
 def _mlp_bwd(recipe, axes, residuals, dz_MD):
   kept_x, seen_x, product_MG, dots, row_mask_M, likes = residuals
   (weight, dot_state), (down_weight, down_state) = dots
@@ -155,7 +164,7 @@ def _mlp_bwd(recipe, axes, residuals, dz_MD):
       down_state['input']['scale'],
       dot_state['output_grad']['scale'],
   )
-  h_transposed, dy_transposed = swiglu_backward.backward(
+  h_transposed, dy_transposed = _swiglu_backward()(
       product_MG,
       dh_MF,
       jnp.stack([kept_x.scale * weight.scale, h_scale, dy_scale]),

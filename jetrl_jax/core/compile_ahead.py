@@ -1,0 +1,99 @@
+"""Compiles programs on other threads before they are first called.
+
+JAX compiles a function when it is first called, so a start would compile one
+program after another, with one or two cores. The programs of a run are known
+when it starts. A program that is compiled ahead is the one that the call would
+have compiled, so no bit depends on it.
+"""
+
+import concurrent.futures
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jetrl_jax.core.typing import PyTree
+
+# XLA uses more than one core for a part of its work.
+_CORES_A_THREAD = 2
+_MOST_THREADS = 6
+
+
+class Program:
+  """A jitted function that another thread may compile before it is called.
+
+  Args:
+    jitted: what `jax.jit` returned, or calls it; its methods, such as `lower`,
+      are the program's too.
+  """
+
+  def __init__(self, jitted: Any):
+    self._jitted = jitted
+    self._ahead: list[concurrent.futures.Future] = []
+
+  def __call__(self, *args, **kwargs) -> Any:
+    """Calls the function; waits for a thread that compiles it."""
+    while self._ahead:
+      started = self._ahead.pop()
+      # This thread compiles what no other one has begun.
+      if not started.cancel():
+        concurrent.futures.wait([started])
+    return self._jitted(*args, **kwargs)
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self._jitted, name)
+
+
+class CompileAhead:
+  """Threads that compile programs, in the order in which they are given.
+
+  Args:
+    threads: how many; by default as many as there are cores to spare. With 0
+      nothing is compiled ahead.
+  """
+
+  def __init__(self, threads: int | None = None):
+    if threads is None:
+      spare = (os.cpu_count() or 1) // _CORES_A_THREAD - 1
+      threads = min(spare, _MOST_THREADS)
+    self._pool = None
+    if threads > 0:
+      self._pool = concurrent.futures.ThreadPoolExecutor(threads, 'compile')
+
+  def __call__(self, program: Program, *args: PyTree) -> None:
+    """Traces and lowers a program for arguments like these, here and now.
+
+    Threads would gain nothing by that, which is Python's work. And programs
+    that are lowered in one order are the same in every process: the name of a
+    kernel in Pallas' Mosaic form has a count in it, so another order would find
+    nothing in a compile cache.
+
+    Args:
+      program: what `Policy.jit` returned.
+      *args: arrays or shapes. A shape that stands for an array on devices has
+        its sharding.
+    """
+    if self._pool is None:
+      return
+    # The arrays themselves may be donated, or freed, in the meantime.
+    shapes = jax.tree.map(_shape, args)
+    lowered = program.lower(*shapes)
+    program._ahead.append(self._pool.submit(lowered.compile))
+
+  def close(self) -> None:
+    """Gives up what no thread has begun and waits for the rest."""
+    if self._pool is not None:
+      self._pool.shutdown(cancel_futures=True)
+
+
+def _shape(leaf: Any) -> Any:
+  """Returns the shape of an array on devices; other things as they are."""
+  if not isinstance(leaf, jax.Array):
+    return leaf
+  return jax.ShapeDtypeStruct(
+      leaf.shape,
+      leaf.dtype,
+      sharding=leaf.sharding if leaf.committed else None,
+      weak_type=jnp.issubdtype(leaf.dtype, jnp.number) and leaf.weak_type,
+  )

@@ -1,0 +1,75 @@
+"""Programs that other threads compile: once each, and waited for."""
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jetrl_jax.core import compile_ahead
+from jetrl_jax.core.compile_ahead import CompileAhead, Program
+
+
+@pytest.fixture
+def compiled() -> Iterator[list[str]]:
+  """The threads in which something was compiled, in order."""
+  found: list[str] = []
+
+  def note(event: str, duration_secs: float, **kwargs) -> None:
+    del duration_secs, kwargs
+    if event == '/jax/core/compile/backend_compile_duration':
+      found.append(threading.current_thread().name)
+
+  jax.monitoring.register_event_duration_secs_listener(note)
+  yield found
+  jax.monitoring.unregister_event_duration_listener(note)
+
+
+def _program() -> Program:
+  def function(x, y):
+    return {'sum': x['a'] + y}
+
+  return Program(jax.jit(function, donate_argnums=(0,)))
+
+
+def test_a_call_finds_what_another_thread_has_compiled(compiled):
+  program, one = _program(), {'a': jnp.ones(3)}
+  expected = np.asarray(one['a']) + 2
+  compiled.clear()
+  with contextlib.closing(CompileAhead(1)) as ahead:
+    ahead(program, one, np.float32(2))
+    while not (program._ahead[0].running() or program._ahead[0].done()):
+      time.sleep(0.001)
+    found = program(one, np.float32(2))['sum']
+  np.testing.assert_array_equal(found, expected)
+  assert [name.split('_')[0] for name in compiled] == ['compile']
+  assert one['a'].is_deleted()
+
+
+def test_a_call_compiles_what_no_thread_has_begun(compiled):
+  program, one = _program(), {'a': jnp.ones(3)}
+  compiled.clear()
+  with contextlib.closing(CompileAhead(1)) as ahead:
+    assert ahead._pool is not None
+    ahead._pool.submit((busy := threading.Event()).wait)
+    ahead(program, one, np.float32(2))
+    program(one, np.float32(2))
+    busy.set()
+  assert compiled == [threading.current_thread().name]
+
+
+@pytest.mark.parametrize('cores, threads', [(1, 0), (2, 0), (4, 1), (64, 6)])
+def test_as_many_threads_as_there_are_cores_to_spare(
+    monkeypatch, cores, threads
+):
+  monkeypatch.setattr(compile_ahead.os, 'cpu_count', lambda: cores)
+  ahead, program = CompileAhead(), _program()
+  ahead(program, {'a': jnp.ones(3)}, np.float32(2))
+  assert bool(program._ahead) == bool(threads)
+  if threads:
+    assert ahead._pool is not None and ahead._pool._max_workers == threads
+  ahead.close()
