@@ -44,8 +44,8 @@ def main() -> None:
   command, *rest = arguments
   if command not in COMMANDS:
     sys.exit(f'error: {_unknown(command)}')
-  # A script's folder is searched, not the current one as with python -m: there
-  # are the user's own modules.
+  # A script searches its own folder for modules. `python -m` also searches the
+  # current folder, which holds the user's own modules.
   if not {'', os.getcwd()} & set(sys.path):
     sys.path.append(os.getcwd())
   sys.argv[1:] = rest

@@ -31,7 +31,6 @@ from jetrl_jax.rl.run import calibration
 _FP8 = 'fp8_delayed'
 # Sequences of the calibration; all are decoded at once.
 _SLOTS = 16
-_PROMPT_TOKENS = 1024
 
 FLAGS: config_flags.Table = (
     ('workdir', flags.DEFINE_string, None, 'Workdir of a run'),
@@ -74,12 +73,14 @@ def export(values: dict[str, Any]) -> str:
   calibrated = ''
   if values['format'] == 'fp8':
     found, calibrated = _in_fp8(found, path, values)
-    # Scaled as the run had it: the same function, on the grid it was trained.
+    # The weights keep the run's scales, so the export is the same function, on
+    # the grid on which it was trained.
     tree = found.state.weights
     scales = _input_scales(found.state.fp8_state)
   else:
     tree, scales = _masters(found), None
-  # With several processes each has a part of the arrays, and one writes.
+  # With several processes each has a part of the arrays, and the first one
+  # writes the files.
   tree = sharding.whole_in_first(tree)
   if processes.is_first():
     models.save_checkpoint(
@@ -88,7 +89,7 @@ def export(values: dict[str, Any]) -> str:
         found.policy.model,
         source_folder=found.folder,
         tokenizer_folder=saved_policy.tokenizer_folder(found),
-        # What the FP8 dots leave has to come back to the bit.
+        # Leaves that no FP8 dot reads must come back with the same bits.
         dtype=found.policy.recipe.compute_dtype if scales else 'bfloat16',
         input_scales=scales,
     )
@@ -142,7 +143,8 @@ def _in_fp8(
 ) -> tuple[Restored, str]:
   """Returns a policy with static scales, and how it came to them."""
   trained = found.config and found.config.precision.recipe
-  if trained == _FP8 != found.policy.recipe.name:  # What a mixed flow samples.
+  # A mixed flow samples with these weights.
+  if trained == _FP8 != found.policy.recipe.name:
     found = saved_policy.restore(path, step=values['step'], recipe=_FP8)
   if found.calibrated and found.policy.recipe.name == _FP8:
     if values['data'] is not None:
@@ -179,7 +181,7 @@ def _prompts(found: Restored, values: dict[str, Any]) -> list[Prompt]:
   """Returns the prompts to calibrate on, as the policy knows them."""
   tokenizer = saved_policy.tokenizer_of(found)
   longest = found.policy.model.max_position - calibration.CHECKPOINT_TOKENS
-  most = min(_PROMPT_TOKENS, longest)
+  most = min(configs.PROMPT_TOKENS, longest)
   data = configs.data_config(found.config, tokenizer, most)
   names = {field.name for field in dataclasses.fields(data)}
   given = {k: v for k, v in values.items() if k in names and v is not None}
@@ -217,7 +219,7 @@ def _at(tree: PyTree, path: str) -> PyTree:
 
 
 def main(values: dict[str, Any]) -> None:
-  """Exports what the flags say."""
+  """Exports as the flags say."""
   said = export(values)
   if not processes.is_first():
     return

@@ -26,8 +26,9 @@ from jetrl_jax.dry_run import storage
 from jetrl_jax.kernels import dispatch
 from jetrl_jax.metrics import alarms, provenance
 from jetrl_jax.metrics.console import before_and_after
+from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.training import initialize
-from jetrl_jax.rl.training.trainer import RunSpec, Trainer
+from jetrl_jax.rl.training.trainer import Trainer
 
 config_flags.define()
 _WORKDIR = flags.DEFINE_string(
@@ -89,7 +90,7 @@ def main() -> None:
     try:
       with processes.slow('the report'):
         tell(workdir)
-    # A full disk, a file that was lost: the run itself is safe by now.
+    # For example a full disk or a lost file. The run itself is safe by now.
     except (OSError, ValueError) as error:
       logging.warning('The run is done, but not all is told of it: %s', error)
 
@@ -105,7 +106,7 @@ def _check_purpose(config: build.Config) -> None:
 
 
 def _devices(used: int) -> str:
-  """Names the devices, and those left idle, which nothing else would tell."""
+  """Names the devices, and says how many of them are idle."""
   found = jax.devices()
   kind = found[0].device_kind
   if processes.count() > 1:
@@ -149,7 +150,8 @@ def _summary(workdir: pathlib.Path) -> None:
   first, last, mismatch = {}, {}, 0.0
   tally = alarms.Tally()
   name = 'training/mismatch_token_frac'
-  # One by one: as dicts the lines of a long run would be gigabytes.
+  # Lines are read one by one, because all lines of a long run would be
+  # gigabytes as dicts.
   with open(workdir / 'metrics.jsonl', encoding='utf-8') as lines:
     for record in map(json.loads, lines):
       tally.add(record)
@@ -168,7 +170,8 @@ def _summary(workdir: pathlib.Path) -> None:
       'Tokens whose rollout and training log-probs differ in any bit:'
       f' {mismatch:.4%} (largest step)'
   )
-  # Not splitlines: an answer may hold what only Unicode takes for a line's end.
+  # Not `splitlines`, because an answer may hold characters that only Unicode
+  # counts as the end of a line.
   file = workdir / 'samples' / f'{last["step"]:06d}.jsonl'
   with open(file, encoding='utf-8') as samples:
     two = list(itertools.islice(samples, 2))

@@ -24,7 +24,7 @@ from jetrl_jax.config.sections import take
 from jetrl_jax.core import compilation, processes, sharding
 from jetrl_jax.core.files import user_path
 from jetrl_jax.data import Prompt, PromptSampler, Tokenizer
-from jetrl_jax.data.prompts import column
+from jetrl_jax.data.rows import column
 from jetrl_jax.data.settings import DataConfig
 from jetrl_jax.metrics.timer import Timer
 from jetrl_jax.metrics.writer import MetricWriter
@@ -43,7 +43,7 @@ from jetrl_jax.rl.training.step_metrics import not_finite, update_metrics
 from jetrl_jax.rl.types import TrainBatch
 
 config_flags.define()
-# Settings of GRPO, and what a warm start has in their place.
+# Settings of GRPO, and the settings of a warm start that replace them.
 _OWN_NAMES = {
     'trainer.total_training_steps': 'sft.total_training_steps',
     'trainer.train_batch_size': 'sft.batch_size',
@@ -73,7 +73,7 @@ def target_tokens(
 
 
 def _check(config) -> None:
-  """Refuses now what would only fail after the last step."""
+  """Refuses at the start what would only fail after the last step."""
   sft = take(SftConfig, config)
   if not sft.output:
     raise ValueError('sft.output is empty; name the folder to export to')
@@ -116,7 +116,7 @@ def _check_workdir(workdir: pathlib.Path) -> None:
 def _batches(
     config, policy: Policy, tokenizer: Tokenizer
 ) -> Callable[[], list[TrainBatch]]:
-  """Returns what draws the next optimiser step's micro-batches."""
+  """Returns a function that draws the next optimiser step's micro-batches."""
   settings = take(DataConfig, config)
   compatibility.warn_of_template(settings)
   data = configs.build_dataset(settings, settings.train_files, tokenizer)
@@ -200,7 +200,8 @@ def train(config, workdir: pathlib.Path) -> None:
   fp8_support.check({'precision.recipe': policy}, config.optim.moments)
   tokenizer = configs.build_tokenizer(config, folder)
   check_carried(tokenizer.folder)
-  # Before any weight is loaded: what is wrong with the data shows now.
+  # This comes before weights are loaded, so that errors in the data show at
+  # once.
   next_batch = _batches(config, policy, tokenizer)
   _check_workdir(workdir)
   steps = config.sft.total_training_steps
@@ -230,7 +231,8 @@ def train(config, workdir: pathlib.Path) -> None:
   masters = invariant_scaling.unfold(
       merge(state.trainable, state.frozen), config.precision.invariant_scale
   )
-  # With several processes each has a part of them, and one writes.
+  # With several processes each has a part of the arrays, and the first one
+  # writes the files.
   masters = sharding.whole_in_first(masters)
   if not processes.is_first():
     return

@@ -1,4 +1,4 @@
-"""From a ConfigDict to the parts of a run: where the config stops.
+"""Builds the parts of a run from a ConfigDict, which goes no further.
 
 Everything is checked here, before any compute: unknown names, values out of
 range, missing files, and settings that contradict each other.
@@ -47,6 +47,9 @@ from jetrl_jax.rl.settings import (
     OverlongBuffer,
     RunConfig,
 )
+
+# Most tokens of a prompt for a checkpoint without a run, which does not say.
+PROMPT_TOKENS = 1024
 
 
 def read(file: pathlib.Path) -> Config:
@@ -102,7 +105,7 @@ def data_config(
   Args:
     config: the config of the run that made a policy; None for a checkpoint.
     tokenizer: the policy's.
-    max_prompt_length: for a checkpoint, which does not say.
+    max_prompt_length: for a checkpoint: `PROMPT_TOKENS`, or fewer.
   """
   if config is not None:
     return take(DataConfig, config)

@@ -164,6 +164,22 @@ def _check_correction(loss: LossConfig, engine: EngineConfig) -> None:
     )
 
 
+def readers(loss: LossConfig) -> dict[str, bool]:
+  """Returns for each setting of one method whether the objective reads it."""
+  return {
+      'clip_ratio_low': loss.policy_loss in ('ppo', 'gspo'),
+      'clip_ratio_high': loss.policy_loss in ('ppo', 'gspo'),
+      'clip_ratio_c': loss.policy_loss == 'ppo',
+      'cispo_cap': loss.policy_loss == 'cispo',
+      'rollout_is_threshold': loss.rollout_is != 'none',
+      'rollout_is_threshold_low': loss.rollout_is == 'icepop',
+      # The other methods have one weight per answer, which is its own mean.
+      'rollout_is_per_answer': loss.rollout_is in ('token', 'icepop'),
+      'rollout_rs_threshold_low': loss.rollout_rs == 'geometric',
+      'rollout_rs_threshold_high': loss.rollout_rs == 'geometric',
+  }
+
+
 def unread(loss: LossConfig, algorithm: AlgorithmConfig) -> list[str]:
   """Returns a sentence per setting that was changed and that nobody reads.
 
@@ -171,24 +187,12 @@ def unread(loss: LossConfig, algorithm: AlgorithmConfig) -> list[str]:
     loss: the objective.
     algorithm: from scores to weights.
   """
-  readers = {
-      'clip_ratio_low': loss.policy_loss != 'cispo',
-      'clip_ratio_high': loss.policy_loss != 'cispo',
-      'clip_ratio_c': loss.policy_loss == 'ppo',
-      'cispo_cap': loss.policy_loss == 'cispo',
-      'rollout_is_threshold': loss.rollout_is != 'none',
-      'rollout_is_threshold_low': loss.rollout_is == 'icepop',
-      # A weight that is the same for a whole answer is its own mean.
-      'rollout_is_per_answer': loss.rollout_is in ('token', 'icepop'),
-      'rollout_rs_threshold_low': loss.rollout_rs == 'geometric',
-      'rollout_rs_threshold_high': loss.rollout_rs == 'geometric',
-  }
   defaults = {field.name: field.default for field in dataclasses.fields(loss)}
   sentences = [
       f'{name} is {getattr(loss, name)}, which is not read with policy_loss='
       f'{loss.policy_loss}, rollout_is={loss.rollout_is}, rollout_rs='
       f'{loss.rollout_rs}'
-      for name, read in readers.items()
+      for name, read in readers(loss).items()
       if not read and getattr(loss, name) != defaults[name]
   ]
   _, clip_ratio_high = loss.clip_range

@@ -10,7 +10,7 @@ import pathlib
 import sys
 
 _PACKAGE = pathlib.Path(__file__).parents[1]
-# What a file that is no config is called: the defaults, and what starts with _.
+# Names of files that are no configs: the defaults, and names that start with _.
 _NO_CONFIG = ('base',)
 _INSTALLED = (_PACKAGE / 'configs' / 'base.py').is_file()
 _HOME = _PACKAGE if _INSTALLED else _PACKAGE.parent

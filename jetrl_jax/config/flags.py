@@ -33,10 +33,10 @@ from jetrl_jax.metrics.console import show_own_sentences
 # what it is.
 Table: TypeAlias = tuple[tuple[str, Callable, Any, str], ...]
 
-# What a shell says of a command that SIGINT ended.
+# The exit status that a shell gives to a command that SIGINT ended.
 _STOPPED = 130
-# --help shows the flags of the command's own module: what is defined here
-# counts as its caller's.
+# --help shows the flags of the command's own module. After this call, flags
+# that are defined here count as flags of the caller's module.
 flags.disclaim_key_flags()
 
 
@@ -50,7 +50,7 @@ def define() -> None:
       ' overrides any setting, e.g. --config.optim.lr=1e-6;'
       ' docs/configuration.md lists them.',
   )
-  # ml_collections counts it as its own.
+  # Without this the flag would count as one of ml_collections.
   flags.declare_key_flag('config')
 
 
@@ -123,7 +123,7 @@ def run_plain(
 
 
 def said(error: Exception) -> str:
-  """Says what absl found wrong; a flag left out with what it is for."""
+  """Says what absl found wrong; for a missing flag also its purpose."""
   left_out = re.findall(r'Flag --(\w+) must have a value', str(error))
   if not left_out:
     return str(error)
@@ -136,14 +136,14 @@ def said(error: Exception) -> str:
 def _in_one_sentence(
     main: Callable[[], None], several: bool
 ) -> Callable[[list[str]], None]:
-  """Answers what a user can cause with one sentence.
+  """Prints an error that a user can cause as one sentence.
 
   And Ctrl-C where nobody waits for it: while a command starts, or in one that
   saves nothing on the way.
   """
 
   def call(argv: list[str]) -> None:
-    del argv  # Nothing is left of it.
+    del argv  # absl has parsed all flags already.
     show_own_sentences()
     device_memory.take_most()
     try:
@@ -177,7 +177,7 @@ def _join(several: bool) -> None:
   processes.start()
   if not processes.is_first():
     sys.stdout = open(os.devnull, 'w', encoding='utf-8')
-    # What it warns of, process 0 prints.
+    # Process 0 prints the warnings of all processes.
     logging.get_absl_handler().addFilter(lambda record: False)
 
 
@@ -244,7 +244,7 @@ def _sentence(
     if isinstance(made, dict):
       return _no_config(file, made)
     known = config_schema.names(made)
-  except SyntaxError as wrong:  # No frame is inside: no line has run.
+  except SyntaxError as wrong:  # No line has run, so no frame is in the file.
     return f'{file}:{wrong.lineno}: {type(wrong).__name__}: {wrong.msg}'
   except (AttributeError, KeyError, TypeError):
     return (

@@ -167,8 +167,8 @@ def parameters(config: Config, policy: Policy, mesh, folder):
     )
 
   def random() -> PyTree:
-    # Leaf by leaf: one program for all would hold the whole tree twice. Leaves
-    # of a kind and a shape share theirs.
+    # One program per leaf: a program for all leaves would hold the whole tree
+    # twice. Leaves of one kind and shape share a program.
     key = rng.key(config.seed, rng.INIT)
     leaves = {}
     for i, (path, leaf) in enumerate(sorted(shapes.items())):

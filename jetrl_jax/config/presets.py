@@ -22,13 +22,14 @@ def _mixed(rollout_recipe: str, rollout_is: str) -> dict[str, Any]:
   }
 
 
-# Compiled as XLA likes it. pi_old is then training's own, as others have it:
-# the rollout's would hide the mismatch in the ratio.
+# Compiled with XLA's default options. pi_old is then training's own, as in
+# other libraries. With the rollout's as pi_old the mismatch would be hidden in
+# the ratio.
 _INEXACT: dict[str, Any] = {
     'precision.exact': False,
     'algorithm.old_logprobs': 'recompute',
 }
-# What each flow is, and its source: docs/flows.md.
+# docs/flows.md says what each flow is, and its source.
 FLOWS: dict[str, dict[str, Any]] = {
     'jetrl': {'precision.rollout_recipe': ''},
     'bf16': {'precision.recipe': 'bf16', 'precision.rollout_recipe': ''},
@@ -39,7 +40,8 @@ FLOWS: dict[str, dict[str, Any]] = {
     'flashrl': _mixed('int8', 'token'),
     'qurl': _mixed('int8', 'acr') | {'precision.invariant_scale': 1.5},
 }
-# What a mixed flow may sample in, instead of what is named above.
+# Recipes in which a mixed flow may sample instead of the one that is named
+# above.
 _ROLLOUT_RECIPES = tuple(name for name in RECIPES if name != 'bf16')
 
 
@@ -57,7 +59,7 @@ def resolve(config: Config) -> Config:
   for name, value in FLOWS[config.flow].items():
     section, _, key = name.partition('.')
     found = config[section][key]
-    # The default says nothing of what a user wants.
+    # A setting at its default may be replaced: the user has not chosen it.
     if found in (value, sections.default(name)):
       settings[name] = value
     elif not (

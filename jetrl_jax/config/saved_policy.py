@@ -39,8 +39,7 @@ from jetrl_jax.rl.run import fp8_support, mixed_flow, train_state
 from jetrl_jax.rl.run import precision as run_precision
 from jetrl_jax.rl.training.guard import GuardState
 
-# For a checkpoint, which does not say; a run knows its own.
-_PROMPT_TOKENS = 1024
+# Most tokens of a response for a checkpoint without a run, which does not say.
 _RESPONSE_TOKENS = 1024
 # The recipe whose input scales are kept; the others need none.
 _DELAYED = 'fp8_delayed'
@@ -48,7 +47,7 @@ _DELAYED = 'fp8_delayed'
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SavedPolicy:
-  """All that sampling needs.
+  """A policy with everything that sampling needs.
 
   Attributes:
     policy: decoder and recipe.
@@ -109,11 +108,11 @@ def load(path: str, *, step: int | None = None) -> SavedPolicy:
   """
   found = restore(path, step=step)
   fp8_support.check({'precision.recipe': found.policy})
-  # Without the masters, which would stay on the device.
+  # No masters here: they would stay in the device's memory.
   params = PolicyParams(found.state.weights, found.state.fp8_state)
   tokenizer = tokenizer_of(found)
   longest = found.policy.model.max_position
-  most = min(_PROMPT_TOKENS, longest // 2)
+  most = min(configs.PROMPT_TOKENS, longest // 2)
   data = configs.data_config(found.config, tokenizer, most)
   response_tokens = min(_RESPONSE_TOKENS, longest - data.max_prompt_length)
   if found.config is not None:
@@ -134,7 +133,8 @@ def tokenizer_of(found: Restored) -> Tokenizer:
   """Returns the policy's tokenizer."""
   if found.config is not None:
     return configs.build_tokenizer(found.config, found.folder)
-  assert found.folder is not None  # Without a run there is a checkpoint.
+  # Something that was restored without a run came from a checkpoint.
+  assert found.folder is not None
   return Tokenizer(found.folder)
 
 
@@ -323,7 +323,8 @@ def _of_checkpoint(folder: pathlib.Path, recipe: str | None) -> Restored:
   masters = models.load_checkpoint(
       folder,
       model,
-      # What the recipe computes in; float32 masters would round to the same.
+      # The recipe's compute dtype; float32 masters would round to the same
+      # values.
       dtype=dtype,
       sharding_of=lambda _: NamedSharding(mesh, jax.sharding.PartitionSpec()),
   )
@@ -381,6 +382,6 @@ def _recipe_of(
           re.escape(dot) for dot in dots if dot not in scales and dot != LM_HEAD
       ),
       quantize_lm_head=LM_HEAD in scales,
-      # It decides where the product is rounded.
+      # The setting decides where the product is rounded.
       power_of_two_scales=all(math.frexp(scale)[0] == 0.5 for scale in flat),
   )

@@ -12,10 +12,10 @@ from typing import Any
 
 import ml_collections
 
-# What JAX holds in int32 and float32; beyond it is a slip of the keyboard.
+# The range of JAX's int32 and float32. A number beyond it is a typing error.
 _MAX_INT = 2**31 - 1
 _TINY, _HUGE = 1.2e-38, 3.4e38
-# What TRL calls it, where no name of ours is spelt in a like way.
+# TRL's names of settings whose names here are not spelt similarly.
 _OURS = {
     'learning_rate': 'optim.lr',
     'max_grad_norm': 'optim.grad_clip',
@@ -104,7 +104,7 @@ def _check_value(name: str, value: Any, default: Any, kind: type) -> None:
 
 
 def _check_one(name: str, value: Any, kind: type, like: str) -> None:
-  # bool is an int to Python, and never meant as one.
+  # To Python a bool is an int, but nobody means it as one.
   fits = isinstance(value, (int, float) if kind is float else kind)
   if not fits or (kind is not bool and isinstance(value, bool)):
     raise ValueError(

@@ -95,9 +95,9 @@ def _section(*parts: dict[str, Setting]) -> dict[str, Setting]:
   return {name: setting for part in parts for name, setting in part.items()}
 
 
-# In the order of docs/configuration.md, where the docstring of a section's
-# first dataclass introduces it. `but` leaves out what is not set but computed,
-# or has a place in another section.
+# The order is that of docs/configuration.md, where the docstring of a section's
+# first dataclass introduces the section. `but` leaves out fields that are
+# computed, or that belong to another section.
 SECTIONS: dict[str, dict[str, Setting]] = {
     '': _section(_some(RunConfig, 'seed'), _all(TopLevel)),
     'model': _section(

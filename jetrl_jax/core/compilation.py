@@ -133,7 +133,7 @@ def keep_compiled(folder: str | os.PathLike) -> None:
         " choose another folder, or '' for none"
     ) from error
   jax.config.update('jax_compilation_cache_dir', str(path))
-  # Keep small programs too: hundreds of them take seconds together.
+  # Keep small programs too, because compiling hundreds of them takes seconds.
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
   jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
   # XLA's own caches hold timings, which may select other kernels.

@@ -5,14 +5,14 @@ import re
 
 # The driver and libraries need the rest of a GPU's memory.
 USABLE = 0.95
-# In the order of what they cost.
+# In the order of their cost, the cheapest first.
 REMEDIES = (
     'a lower trainer.micro_batch_size, or trainer.packed_rows=0 where rows are'
     ' long (activations), a lower rollout.num_slots, rollout.kv_cache_tokens or'
     ' lengths (KV caches), model.remat=full, model.master_dtype=bfloat16 with'
     ' optim.master_rounding=stochastic, more devices (mesh.fsdp)'
 )
-# What XLA says on a GPU, and on a CPU behind 'INTERNAL: Error dispatching'.
+# XLA's message on a GPU; on a CPU it comes after 'INTERNAL: Error dispatching'.
 _FULL = re.compile(r'^RESOURCE_EXHAUSTED|Out of memory allocating')
 # JAX reads either of these and refuses both.
 _FRACTIONS = 'XLA_CLIENT_MEM_FRACTION', 'XLA_PYTHON_CLIENT_MEM_FRACTION'

@@ -30,7 +30,7 @@ def replace_text(path: pathlib.Path, text: str) -> None:
     partial.write_text(text, encoding='utf-8')
     os.replace(partial, path)
   finally:
-    # After a failure a partial file is left, for which a full disk has no room.
+    # A failure leaves a partial file, for which a full disk has no room.
     with contextlib.suppress(OSError):
       partial.unlink()
 

@@ -9,7 +9,7 @@ class StopRequested(Exception):
 
 
 # The name of the signal that asked this process, or another one of the run, to
-# stop; '' if none did. Signals are a process's own, so this is too.
+# stop; '' if none did. It is global, because signals belong to a process.
 _asked = ''
 
 

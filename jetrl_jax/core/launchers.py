@@ -8,7 +8,7 @@ import importlib.util
 import os
 from collections.abc import Mapping
 
-# What JAX takes from the environment or from us, where no launcher says it.
+# Environment variables that are read where no launcher says it.
 ADDRESS = 'JAX_COORDINATOR_ADDRESS'
 COUNT = 'JAX_NUM_PROCESSES'
 RANK = 'JAX_PROCESS_ID'

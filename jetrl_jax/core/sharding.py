@@ -215,9 +215,10 @@ def whole_in_first(tree: PyTree) -> PyTree:
   return jax.tree.map(whole, tree)
 
 
-# How the devices of `tensor` share a leaf's rows: of each piece (its rows, in
-# how many equal parts). Device t reads part t of a piece, or with fewer parts
-# than devices the part t * parts // tensor. () for a leaf that all read whole.
+# How the devices of `tensor` share a leaf's rows: for each piece (number of
+# rows, number of equal parts). Device t reads part t of each piece, or part t *
+# parts // tensor if there are fewer parts than devices. () if all devices read
+# the whole leaf.
 Pieces = tuple[tuple[int, int], ...]
 
 
@@ -297,7 +298,7 @@ class Axes:
   # --- leaves: from where they are stored to the devices that read them ----
 
   def gather(self, x: Array, full_dim: int, pieces: Pieces = ()) -> Array:
-    """Returns what this device reads of a leaf.
+    """Returns the part of a leaf that this device reads.
 
     Args:
       x: the part of the leaf that is stored here; its first axis may be split.
@@ -308,7 +309,7 @@ class Axes:
       return x
     is_split, pieces = x.shape[0] != full_dim, self._shared(pieces)
     if is_split and self._is_stored_as_read(pieces):
-      # The devices of `fsdp` hold just these rows.
+      # The devices of `fsdp` hold exactly these rows.
       is_split, pieces = self.fsdp > 1, ()
       names: Any = FSDP
     else:
@@ -324,7 +325,7 @@ class Axes:
       full_dim: int | None = None,
       pieces: Pieces = (),
   ) -> Array:
-    """Adds cotangents of what devices read; returns the part stored here.
+    """Adds the cotangents of all devices; returns the part stored here.
 
     Args:
       x: a cotangent of what `gather` returned.
@@ -339,7 +340,7 @@ class Axes:
     is_split = x.ndim > 0 and local_dim != full_dim
     if not is_split:
       if not pieces:
-        return self.psum(x)  # Equal on all devices of `tensor`.
+        return self.psum(x)  # It is equal on all devices of `tensor`.
       return self.psum_all(self._put_back(x, full_dim, pieces))
     if self._is_stored_as_read(pieces):
       if self.fsdp > 1:
@@ -530,8 +531,8 @@ def _stored_over(tensor: int) -> Any:
 
 def _gather_columns(x: Array) -> Array:
   """Returns the columns of all devices, next to each other."""
-  # As columns of one array, XLA would gather them turned round, and what reads
-  # them might be another dot than on one device.
+  # If they were gathered along the columns, XLA would transpose them, and the
+  # dot that reads them might differ from that on one device.
   parts = jnp.moveaxis(lax.all_gather(x, TENSOR), 0, -2)
   return parts.reshape(*x.shape[:-1], -1)
 
@@ -582,7 +583,8 @@ def _add_columns(x_MD: Array, y_MO: Array) -> Array:
   start = lax.axis_index(TENSOR) * columns
   mine_MO = lax.dynamic_slice_in_dim(x_MD, start, columns, 1)
   if y_MO.dtype != x_MD.dtype:
-    # Else the GEMM would add: in float32, with two more passes over memory.
+    # Without the barrier the GEMM would add, in float32, with two more passes
+    # over memory.
     y_MO = lax.optimization_barrier(y_MO)
   total_MO = mine_MO.astype(y_MO.dtype) + y_MO
   return _gather_columns(total_MO.astype(x_MD.dtype))
@@ -602,7 +604,7 @@ _add_columns.defvjp(_add_columns_fwd, _add_columns_bwd)
 
 @jax.custom_vjp
 def _join(x_MD: Array) -> Array:
-  # As integers: a sum of floats would turn -0.0 into 0.0.
+  # Sums of integers, because a sum of floats would turn -0.0 into 0.0.
   pairs = x_MD.reshape(x_MD.shape[0], -1, 4 // x_MD.dtype.itemsize)
   pairs = pairs[..., 0] if pairs.shape[-1] == 1 else pairs
   words = lax.psum(lax.bitcast_convert_type(pairs, jnp.uint32), TENSOR)
@@ -626,7 +628,7 @@ def grad_sink(
     master: Array,
     pieces: Pieces = (),
 ) -> Array:
-  """Stands for what a device reads of a master: receives its cotangent.
+  """Stands in for a master where a device reads it, and gets its cotangent.
 
   It has no values: the dots read the compute weight and never the master, so
   XLA does not materialise this array.

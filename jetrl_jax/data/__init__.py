@@ -8,7 +8,7 @@ from jetrl_jax.data.chat_template import (
     render_chat,
 )
 from jetrl_jax.data.dataset import PromptDataset, PromptSampler
-from jetrl_jax.data.prompts import load_examples
+from jetrl_jax.data.rows import load_examples
 from jetrl_jax.data.tokenizer import Tokenizer
 from jetrl_jax.data.types import Example, Prompt
 

@@ -23,25 +23,25 @@ from typing import Any, TypeAlias
 from jetrl_jax.data.tokenizer import Tokenizer
 from jetrl_jax.data.types import Example, Message
 
-# -P: the script's folder must not be searched, its types.py would hide the
-# standard library's.
+# -P keeps Python from searching the script's folder, whose types.py would hide
+# the standard library's.
 _COMMAND = [
     *(sys.executable, '-P'),
     str(pathlib.Path(__file__).with_name('render_process.py')),
 ]
 _MEMORY_BYTES = 2**30
 _MAX_CHARS = 1_000_000
-# Conversations per process: the memory is for the template, and must not depend
-# on the size of the data.
+# Conversations per process. The memory limit is meant for the template, so it
+# must not depend on the size of the data.
 _AT_ONCE = 10_000
 _PROCESSES = min(8, os.cpu_count() or 1)
-# The clock: start of the process, then a share per conversation. Qwen's and
-# Llama's templates take about 0.05 ms each.
+# The time limit: the start of the process, and a share per conversation. Qwen's
+# and Llama's templates take about 0.05 ms for each.
 _BASE_SECONDS = 10.0
 _SECONDS_PER_TEXT = 0.01
-# What `strftime_now` tells. Llama 3 writes today's date into its system
-# prompt, and then a run resumed tomorrow would see other tokens; this is the
-# date its template falls back to.
+# The date that `strftime_now` returns. Llama 3 writes today's date into its
+# system prompt, so a run that is resumed tomorrow would see other tokens. This
+# is the date that its template falls back to.
 _DATE = '2024-07-26'
 
 
@@ -148,7 +148,7 @@ class ChatRenderer:
         process.stdin.write(job)
         process.stdin.flush()
         answer = process.stdout.readline()
-      except OSError:  # It ended while it was written to.
+      except OSError:  # It ended before it had read everything.
         answer = b''
       finally:
         timer.cancel()
@@ -173,7 +173,7 @@ class ChatRenderer:
           stdin=subprocess.PIPE,
           stdout=subprocess.PIPE,
           stderr=subprocess.DEVNULL,
-          # Ctrl-C is the server's: what runs may end.
+          # The server handles Ctrl-C; what runs may finish.
           start_new_session=True,
       )
     return self._process
@@ -181,7 +181,7 @@ class ChatRenderer:
   def _close(self) -> None:
     if self._process is not None:
       self._process.kill()
-      with contextlib.suppress(OSError):  # What it did not read any more.
+      with contextlib.suppress(OSError):  # It no longer reads the rest.
         self._process.communicate()
       self._process = None
 

@@ -21,7 +21,8 @@ import jinja2.sandbox
 
 try:
   import resource
-except ImportError:  # Not on Windows: there only the clock bounds a template.
+# Windows has no such limit. There only the time limit bounds a template.
+except ImportError:
   resource = None
 
 
@@ -84,7 +85,7 @@ def main() -> None:
       answer = {'texts': render(job)}
     except Exception as error:
       answer = {'error': f'{type(error).__name__}: {error}'[:1000]}
-    # In pieces: the whole would count for the memory of a template.
+    # In pieces, because the whole would count as memory of a template.
     json.dump(answer, sys.stdout)
     print(flush=True)
 

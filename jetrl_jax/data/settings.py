@@ -1,4 +1,4 @@
-"""What a run's prompts are set to."""
+"""The settings of a run's prompts."""
 
 import dataclasses
 

@@ -30,7 +30,8 @@ _SPECIAL = (
     'cls_token',
     'mask_token',
 )
-# Texts per call: what the package keeps of each, offsets and masks, is large.
+# Texts per call. The package also keeps offsets and masks of each, which are
+# large.
 _AT_ONCE = 1000
 
 
@@ -112,7 +113,7 @@ class Tokenizer:
 
   @property
   def template_variables(self) -> dict[str, str | list[str]]:
-    """Returns what a chat template may call the special tokens.
+    """Returns the special tokens by the names that chat templates use.
 
     The names are those of transformers 4's `special_tokens_map`; 5 leaves
     additional_special_tokens out.
@@ -162,7 +163,7 @@ class Tokenizer:
             some, add_special_tokens=add_special_tokens
         )
       except (UnicodeEncodeError, TypeError):
-        # One of them; which, the others being good, is found one by one.
+        # At least one of them is bad: try each by itself.
         for text in some:
           yield self.encode(text, add_special_tokens=add_special_tokens)
       else:
@@ -173,7 +174,7 @@ class Tokenizer:
       self, ids: Sequence[int] | np.ndarray, *, skip_special_tokens: bool = True
   ) -> str:
     """Turns ids into text; ids outside the vocabulary become nothing."""
-    # Python's integers, because the package takes no numpy ones.
+    # Python's integers, because the package refuses those of NumPy.
     return self._tokenizer.decode(
         np.asarray(ids).tolist(), skip_special_tokens=skip_special_tokens
     )
@@ -301,7 +302,7 @@ def _special_tokens(
   if 'added_tokens_decoder' not in config:
     legacy = _read_object(folder / 'special_tokens_map.json')
   config = {**config, **legacy}
-  # A setting such as add_bos_token ends in the same way, and is a bool.
+  # A setting such as add_bos_token has the same ending and is a bool.
   named = {
       name: token
       for name, token in config.items()

@@ -7,8 +7,8 @@ import numpy as np
 
 # One turn of a conversation: {'role': 'user', 'content': '...'}.
 Message: TypeAlias = dict[str, Any]
-# A number is its text; a truth value, a list or an object is for functions that
-# know what to do with it.
+# A number is kept as its text. A bool, a list or an object is for reward
+# functions that expect one.
 Answer: TypeAlias = str | bool | list[Any] | dict[str, Any]
 
 

@@ -107,7 +107,7 @@ def say_memory(spec: RunSpec, host_needed: int) -> None:
 
 
 def _attention(spec: RunSpec, *, other: bool = False) -> str:
-  """Returns what `accumulate_needs` takes for the device at hand."""
+  """Returns the arguments of `accumulate_needs` for the device at hand."""
   kernel = spec.policy.kernels.of('attention') != dispatch.REFERENCE
   if other or kernel:
     return 'kernel'
@@ -238,7 +238,7 @@ def _too_large(phases: list[Phase], limit: int, what: str) -> list[str]:
 
 
 def _limit(kind: str, devices: int, *, other: bool) -> tuple[int, str]:
-  """Returns (bytes that a device has for the run, what that is)."""
+  """Returns (bytes that a device has for the run, the source of the number)."""
   if other:
     total = int(DEVICES[kind][0] * 1e9 * device_memory.USABLE)
     return total, f'{kind}, {device_memory.USABLE:.0%} of its memory'

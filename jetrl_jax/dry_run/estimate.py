@@ -130,7 +130,7 @@ def cost(spec: RunSpec, found: Shapes, device: str) -> Cost:
 
 
 def _recomputed(policy: Policy) -> tuple[int, int]:
-  """Returns what a backward computes again, see `models/remat.py`.
+  """Returns the work that a backward repeats, see `models/remat.py`.
 
   Returns:
     (numbers in the kernels of the blocks' dots, passes of attention)

@@ -135,7 +135,7 @@ def _evaluated_in(spec: RunSpec, state: TrainState) -> list[PolicyParams]:
   found, state = [], dataclasses.replace(state, fp8_state={})
   for name in spec.run.val_recipes:
     if name == spec.rollout_policy.recipe.name:
-      continue  # What samples is there already.
+      continue  # The rollout's arrays exist already.
     recipe = other_precision.recipe_of(spec, name)
     kept = jax.eval_shape(
         lambda t, f, recipe=recipe: scaling_state.init_state(
@@ -183,7 +183,7 @@ def ledger(spec: RunSpec, found: Shapes) -> dict[str, int]:
 _WHOLE = 'weights of a rollout, whole'
 # What an evaluation in one of `val_recipes` holds in its place.
 _OTHER = 'weights of an evaluation'
-# What the trainer holds all the time.
+# The arrays that the trainer always holds.
 _ALWAYS = (
     'master weights',
     'Adam moments',

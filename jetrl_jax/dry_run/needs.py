@@ -12,8 +12,8 @@ from jetrl_jax.models import logprobs, tensor_parallel
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.rl.run.spec import RunSpec
 
-# What XLA's CPU program keeps, whatever model.remat is, over the insides of the
-# blocks: 3.1 of the quickstart, 3.4 of a model of 135 M parameters.
+# XLA's CPU program keeps this many times the insides of the blocks, whatever
+# model.remat is: 3.1 for the quickstart, 3.4 for a model of 135 M parameters.
 _CPU_COPIES = 3.5
 
 

@@ -22,7 +22,7 @@ from jetrl_jax.rl.run import flow_check, gradients, mixed_flow
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.types import TrainBatch
 
-# Kernels of ours that multiply; the others quantise, turn or normalise.
+# Our kernels that multiply; the others quantise, transpose or normalise.
 DOT_KERNELS = 'block_dot|gate_up|flash_attention'
 _FP8_CALL = '__cublas$lt$matmul$f8'
 
@@ -81,7 +81,7 @@ def table(spec: RunSpec) -> list[Row]:
             training=_formats(train, path),
             backward=_formats(backward, path, backward=True),
             granularity=next((x for x in scales if x != '-'), '-'),
-            # Where one layer was traced, it stands for all.
+            # If one layer was traced, it stands for all.
             layers=total // policy.model.num_layers if '*' in name else 1,
         )
     )
@@ -136,7 +136,7 @@ def not_in_fp8(hlo: str, rows: list[Row]) -> list[str]:
 
 
 def _shallow(spec: RunSpec) -> RunSpec:
-  """One layer stands for all, where no pattern tells layers apart."""
+  """Returns the run with one layer, if no pattern distinguishes layers."""
   if spec.policy.recipe.high_precision_layers:
     return spec
   model = dataclasses.replace(spec.policy.model, num_layers=1)
@@ -183,7 +183,7 @@ def _dots(model) -> list[tuple[str, str]]:
       if path.endswith('/qkv'):
         dots.append((path.removesuffix('qkv') + 'attention', ''))
   if model.tied_embeddings:
-    dots.append(('embed.attend', f'{model.vocab_size} x {model.model_dim}'))
+    dots.append(('embed.logits', f'{model.vocab_size} x {model.model_dim}'))
   return dots
 
 

@@ -29,7 +29,7 @@ _PROCESS, _ON_THE_WAY = 6 * 2**30, 7 * 2**30
 # its answers.
 _LINE, _LINE_OF_DOT, _EVENTS = 3500, 400, 3000
 _TOKEN, _NAMES, _REPORT = 5, 100, 13 * 2**20
-# What a container may take: of control groups, version 2 and 1.
+# Files with a container's memory limit: control groups, version 2 and 1.
 _LIMITS = (
     '/sys/fs/cgroup/memory.max',
     '/sys/fs/cgroup/memory/memory.limit_in_bytes',
@@ -150,7 +150,7 @@ def _share_of_host(spec: RunSpec) -> float:
 
 
 def written(spec: RunSpec, state: TrainState) -> list[tuple[str, int, str]]:
-  """Returns (what, bytes, how that comes about) of all that a run writes."""
+  """Returns (name, bytes, reason) of everything that a run writes."""
   run = spec.run
   checkpoint = whole_bytes(train_state.without_weights(state))
   # The newest is whole before an older one goes; a guard may roll back to one
@@ -206,7 +206,7 @@ def written(spec: RunSpec, state: TrainState) -> list[tuple[str, int, str]]:
 
 
 def physical_bytes() -> int:
-  """Returns the memory of this machine, or what its container may take."""
+  """Returns the memory of this machine, or the limit of its container."""
   found = [os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')]
   for name in _LIMITS:
     with contextlib.suppress(OSError, ValueError):  # 'max' is no limit.

@@ -32,7 +32,7 @@ from jetrl_jax.rl.scoring.scorer import Scorer
 
 
 def evaluate(settings: Settings) -> dict:
-  """Grades a policy and writes what it found.
+  """Grades a policy and writes the results.
 
   Args:
     settings: see `evaluate_settings.resolve`.
@@ -59,7 +59,7 @@ def evaluate(settings: Settings) -> dict:
       len(prompts),
       settings.num_generations,
   )
-  # Of this process.
+  # The rows of this process.
   total = len(engine.group.share(len(prompts))) * settings.num_generations
   with (
       contextlib.closing(Progress('answers', total)) as shown,
@@ -118,7 +118,7 @@ def _engine_config(settings: Settings) -> EngineConfig:
 
 
 def main(values: dict[str, Any]) -> None:
-  """Evaluates what the flags say."""
+  """Evaluates as the flags say."""
   settings = evaluate_settings.resolve(values)
   summary = evaluate(settings)
   device = jax.devices()[0].device_kind

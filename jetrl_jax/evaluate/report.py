@@ -30,7 +30,8 @@ def summary(
     reads_answers: whether a reward is known to read final answers.
   """
   reads_answers |= any(r.prediction for r in graded.results)
-  # Beside a strict reward: how much of its 0 is only the form of the answer.
+  # Shown with a strict reward: how many of its zeros come only from the form of
+  # the answer.
   strict = {spec.function for spec in settings.rewards} & {'math', 'gsm8k'}
   found, recipe = settings.found, settings.found.policy.recipe
   sources = {}

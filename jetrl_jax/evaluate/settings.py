@@ -1,4 +1,4 @@
-"""What an evaluation is set to: flags over the run's config over defaults."""
+"""The settings of an evaluation: flags over the run's config over defaults."""
 
 import dataclasses
 import pathlib
@@ -20,16 +20,16 @@ from jetrl_jax.rl.rollout.engine import EngineConfig
 from jetrl_jax.rl.run import fp8_support
 from jetrl_jax.rl.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
 
-# name -> what it is called at its publisher, and its columns.
+# name -> its publisher's name for it, and its columns.
 NAMED = {
     'gsm8k': ('hf:openai/gsm8k:main:test', 'question', 'answer'),
     'math500': ('hf:HuggingFaceH4/MATH-500:test', 'problem', 'answer'),
 }
-# What a policy is asked for where no run says; the 'math' reward reads it.
+# The instruction in the prompt if no run names one; the 'math' reward reads
+# such answers.
 INSTRUCTION = (
     "\nLet's think step by step and put the final answer within \\boxed{}."
 )
-_PROMPT_TOKENS = 1024
 _RESPONSE_TOKENS = 2048
 
 
@@ -220,7 +220,7 @@ def _known(
 ) -> tuple[DataConfig, dict[str, Any]]:
   """Returns settings of the data and of the rollout: the run's, or defaults."""
   longest = found.policy.model.max_position
-  most = min(_PROMPT_TOKENS, longest // 2)
+  most = min(configs.PROMPT_TOKENS, longest // 2)
   settings = configs.data_config(found.config, tokenizer, most)
   if found.config is not None:
     rollout = found.config.rollout

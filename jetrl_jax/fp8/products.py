@@ -53,9 +53,14 @@ class Rows:
   fp8: Array | None = None
 
   @property
-  def copies(self) -> int:
-    """Number of equal copies of the FP8 values."""
-    return 1 if self.fp8 is None or self.fp8.ndim == 2 else self.fp8.shape[0]
+  def in_parts(self) -> bool:
+    """Whether a dot over these rows computes its outputs in parts."""
+    return self.fp8 is not None and self.fp8.ndim > 2
+
+  @property
+  def fp8_MI(self) -> Array | None:
+    """The FP8 values [M, I], one of equal copies."""
+    return self.fp8[0] if self.fp8 is not None and self.in_parts else self.fp8
 
   def map(self, function: Callable[[Array], Array]) -> 'Rows':
     """Returns the rows with `function` applied to each array."""
@@ -139,7 +144,7 @@ def times(product: Array, scales) -> Array:
 
 
 def fence(x: Array) -> Array:
-  """Prevents that a following addition is fused with the multiplication in x.
+  """Keeps a following addition from being fused with the multiplication in x.
 
   A fused multiply-add skips the product's rounding, and XLA would fuse in some
   programs only. The fence changes no finite value.

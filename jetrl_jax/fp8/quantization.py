@@ -14,7 +14,7 @@ from jax import lax
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats
 
-# The scope of `quantize`, for which see `fp8/flow/walk.py`.
+# The scope of `quantize`; `fp8/flow/walk.py` looks for it.
 QUANTIZE = 'quantize'
 # Scales stay within these powers of two. An amax below 1.3e-36 would give a
 # scale whose reciprocal is infinite in float32, and 0 * inf is NaN.
@@ -42,7 +42,7 @@ class QTensor:
 
 def is_recordable(amax: Array) -> Array:
   """Returns whether an amax may enter a history: finite and above zero."""
-  # Not `isfinite`, which kernels lack. NaN is neither.
+  # Not `isfinite`, which kernels lack. NaN fails both comparisons.
   return (amax > 0) & (amax < jnp.inf)
 
 

@@ -28,7 +28,7 @@ from jetrl_jax.fp8 import formats
 FAKE_RECIPES = tuple(f'fake_{name}' for name in formats.FAKE)
 RECIPES = ('fp8_delayed', 'fp8_token', 'fp8_block', 'int8', *FAKE_RECIPES)
 RECIPES += ('bf16',)
-# Their scales come from the values, if they have any: all masters will do.
+# Recipes whose scales, if any, come from the values: they need no calibration.
 UNCALIBRATED = tuple(name for name in RECIPES if name != 'fp8_delayed')
 LM_HEAD = 'lm_head'
 # Side of the blocks of `fp8_block`, and length of its groups.
@@ -126,7 +126,7 @@ class Recipe:
 
   @property
   def scaling(self) -> dict:
-    """How a scale is made of an amax, see `scale_from_amax`."""
+    """How an amax becomes a scale, see `scale_from_amax`."""
     return {'margin': self.margin, 'power_of_two': self.power_of_two_scales}
 
   @property

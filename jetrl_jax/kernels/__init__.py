@@ -10,7 +10,7 @@ when one runs, so no other file needs their backend.
 from jetrl_jax.kernels.quantized_dot.linear import dot, unscaled_dot
 from jetrl_jax.kernels.quantized_dot.weights import (
     prepare_weights,
-    renew_weights,
+    requantize_weights,
 )
 
-__all__ = ['dot', 'prepare_weights', 'renew_weights', 'unscaled_dot']
+__all__ = ['dot', 'prepare_weights', 'requantize_weights', 'unscaled_dot']

@@ -5,9 +5,10 @@ static field of `Policy`. `Policy.jit` traces with it, and each operation asks
 `implementation` for its own. 'reference' is plain JAX: it runs everywhere, and
 the tests hold the others to it.
 
-An implementation may not take some shapes. For those the operation runs its
-reference, for every number of rows. Attention leaves them to Triton's kernel,
-and so those that no GPU has run in Mosaic's form, unless that one is named.
+Some implementations do not take all shapes. For the others the operation runs
+its reference, or Triton's kernel in place of Mosaic's (`fallback`), for every
+number of rows. Attention also leaves to Triton the shapes for which no GPU has
+run Mosaic's kernel, unless that one is named.
 """
 
 import contextlib
@@ -22,9 +23,9 @@ import jax
 from jetrl_jax.kernels import hopper_dot
 
 REFERENCE = 'reference'
-# 8-bit values of an array that all kernels can address: Pallas' Triton backend
-# counts the values of an array of up to 4 GiB in 32 bits with a sign, and those
-# beyond this one would be looked for before the start of their array.
+# Most 8-bit values of an array that all kernels can address. Pallas' Triton
+# backend counts the values of an array of up to 4 GiB in signed 32-bit numbers,
+# so it would look for later values before the start of their array.
 MOST_VALUES = 2**31
 # Operation -> its implementations, the preferred one first. What each needs:
 # `_missing`.
@@ -43,7 +44,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     'sample_token': ('triton', 'mosaic_sm90', REFERENCE),
     'swiglu': ('triton', 'mosaic_sm90', REFERENCE),
 }
-# Those that no GPU has run: they run where they are named.
+# Implementations that no GPU has run. They run only where they are named.
 _UNTRIED = {
     ('adamw', 'mosaic_sm90'),
     ('add_norm_quantize', 'mosaic_sm90'),
@@ -55,24 +56,23 @@ _UNTRIED = {
     ('sample_token', 'mosaic_sm90'),
     ('swiglu', 'mosaic_sm90'),
 }
-
-
-# Operations of a rollout whose bits are those of an operation of training: they
-# have a kernel only where that one has.
+# Operation of a rollout -> the operation of training whose bits it must have.
+# The first runs a kernel only where the second does.
 _REPEATS = {
     'decode_attention': 'attention',
     'gate_up': 'swiglu',
     'sample_token': 'log_sum_exp',
 }
-# The same the other way round: the two references agree, and the two kernels.
+# And the other way round: training's attention runs a kernel only where
+# decode's does, because the bits of a kernel and of a reference differ.
 _REPEATED = {'attention': 'decode_attention'}
-# Those of them whose kernels have the same bits in one backend only.
+# Pairs of `_REPEATS` whose kernels agree only if both are of one backend.
 _OF_ONE_BACKEND = {'sample_token': 'log_sum_exp'}
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-  """What decides about implementations.
+  """The hardware and the JAX on which implementations depend.
 
   Attributes:
     backend: 'cpu' or 'gpu'.
@@ -94,8 +94,9 @@ class Kernels:
 
   Attributes:
     chosen: (operation, implementation) pairs.
-    named: operations whose implementation was asked for by its name. It then
-      runs for all shapes that it takes; else for those that a GPU has run.
+    named: operations whose implementation the user asked for by name. Such an
+      implementation runs for all shapes that it takes; any other one only for
+      shapes that a GPU has run.
   """
 
   chosen: tuple[tuple[str, str], ...]
@@ -112,7 +113,7 @@ class Kernels:
     return Kernels(tuple(chosen.items()), (*self.named, *changes))
 
   def __str__(self) -> str:
-    """Says it in one line, implementation by implementation."""
+    """Returns one line: each implementation with its operations."""
     by_name: dict[str, list[str]] = {}
     for operation, name in self.chosen:
       by_name.setdefault(name, []).append(operation)
@@ -126,11 +127,11 @@ def select(setting: str = 'auto', hardware: Hardware | None = None) -> Kernels:
 
   Args:
     setting: 'auto' for the first of `TABLE` that the hardware has and that some
-      GPU has run; 'reference' for none but plain JAX; or
-      'OPERATION=IMPLEMENTATION,...' for the named ones, all others as in
-      'auto', less those whose bits would then differ between rollout and
-      training. Of two that have the same bits in one backend only, one that is
-      named chooses for the other.
+      GPU has run; 'reference' for plain JAX alone; or
+      'OPERATION=IMPLEMENTATION,...' for the named ones and all others as in
+      'auto'. An operation whose bits would then differ between rollout and
+      training runs its reference. A name also chooses the backend of the
+      operation that has the same bits in one backend only.
     hardware: by default the one at hand.
 
   Raises:
@@ -164,7 +165,7 @@ def select(setting: str = 'auto', hardware: Hardware | None = None) -> Kernels:
 
 
 def _followers(wanted: dict[str, str]) -> dict[str, str]:
-  """Returns what is of one backend with what was named, and was not named."""
+  """Returns the operations that must follow a named one to its backend."""
   return {
       other: wanted[one]
       for pair in _OF_ONE_BACKEND.items()
@@ -183,7 +184,7 @@ def _agree(operation: str, like: str, chosen: dict[str, str]) -> bool:
 
 
 def why_none(hardware: Hardware | None = None) -> str:
-  """Says why a GPU runs no kernel; '' where it may, and on a CPU."""
+  """Returns why a GPU runs no kernel; '' if it runs some, and on a CPU."""
   hardware = hardware or detect()
   if hardware.backend == 'cpu' or set(
       name for _, name in select('auto', hardware).chosen
@@ -196,23 +197,23 @@ def why_none(hardware: Hardware | None = None) -> str:
   )
 
 
-def another() -> str:
+def fallback() -> str:
   """Returns what runs for shapes that a Mosaic kernel does not take.
 
-  What a kernel takes must not depend on the number of rows: rollout and
-  training differ in it, and must run the same form.
+  Which shapes a kernel takes must not depend on the number of rows. Rollout and
+  training have different numbers of rows and must run the same implementation.
   """
   return 'triton' if has_triton() else REFERENCE
 
 
 def triton_instead(operation: str, found: str, untried: str = '') -> str:
-  """Returns 'triton', of shapes that an operation's Mosaic kernel leaves to it.
+  """Returns 'triton', for shapes that only Triton's kernel takes.
 
   Args:
     operation: of `TABLE`.
     found: the shapes and dtypes.
-    untried: an implementation that takes them, but that no GPU has run for
-      them; '' for none.
+    untried: another implementation that takes them, but has not run for them on
+      any GPU; '' for none.
 
   Raises:
     ValueError: this jax does not have that backend.
@@ -251,7 +252,7 @@ def _parsed(setting: str, hardware: Hardware) -> dict[str, str]:
 
 
 def _missing(name: str, hardware: Hardware) -> str:
-  """Returns what an implementation needs and the hardware lacks, or ''."""
+  """Returns what an implementation needs but the hardware lacks, or ''."""
   if name == REFERENCE:
     return ''
   if hardware.backend != 'gpu' or not hardware.capability:
@@ -308,7 +309,7 @@ _IN_USE: contextvars.ContextVar[Kernels | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def using(kernels: Kernels) -> Iterator[None]:
-  """Operations that are traced inside run these implementations."""
+  """Traces the operations inside with these implementations."""
   token = _IN_USE.set(kernels)
   try:
     yield
@@ -328,10 +329,10 @@ def implementation(operation: str) -> str:
 
 
 def is_named(operation: str) -> bool:
-  """Whether that implementation was asked for by its name."""
+  """Whether the user asked for that implementation by name."""
   return operation in (_IN_USE.get() or automatic()).named
 
 
 def has_kernel(operation: str) -> bool:
-  """Whether an operation runs something else than its reference."""
+  """Whether an operation runs a kernel and not its reference."""
   return implementation(operation) != REFERENCE

@@ -31,7 +31,8 @@ _ANY_NUMBER = 2**30
 @functools.cache
 def _primitive() -> core.Primitive:
   """Returns the operation (a, b, start) -> start + a . b^T, see below."""
-  # Here, so that nothing else breaks where a version of JAX has moved them.
+  # Imported here, so that nothing else breaks if a version of JAX has moved
+  # them.
   from jax._src.pallas.triton import lowering
   from jaxlib.triton import dialect
 

@@ -80,7 +80,8 @@ def in_place(kernel, operands, changed, result: jax.ShapeDtypeStruct):
     *changed_refs, result_ref = refs
     result_ref[...] = kernel(*operands, *changed_refs)
 
-  start = jnp.zeros(result.shape, result.dtype)  # Compiled to nothing.
+  # It costs nothing when compiled.
+  start = jnp.zeros(result.shape, result.dtype)
   *changed, found = cast(Any, pl.run_state(run)((*changed, start)))
   return found, changed
 
@@ -118,7 +119,7 @@ def rows_in_warps(vector: int, warps: int = WARPS):
     warps: that share the rows, 1, 2 or 4; the others repeat them.
   """
   repeats = plgpu.Replicated(WARPS // warps)
-  # Of the tile's dimensions, those of the warps: none if it has size 1.
+  # The tile's dimensions that the warps share; none if only one warp has rows.
   among = {1: (repeats,), 2: (-3, repeats), 4: (-3,)}[warps]
   return plgpu.Layout.TILED(
       plgpu.Tiling(((warps, LANES * vector), (vector,))),
@@ -145,7 +146,7 @@ def load(ref, layout):
 
 def read(ref, layout):
   """Returns what the GPU's memory holds, in registers; no copy brings it."""
-  # What is called optimized is for shared memory.
+  # JAX's `optimized` loads are for shared memory.
   load = functools.partial(plgpu.load, optimized=False)
   return load(ref, layout=layout)  # pyright: ignore[reportCallIssue]
 
@@ -154,7 +155,7 @@ def quantized(x, scale, interpret: bool):
   """Returns `fp8.quantize(x, scale, E4M3)`."""
   if interpret:
     return quantize(x, scale, formats.E4M3)
-  # A GPU's cast saturates.
+  # A cast on a GPU saturates.
   return (x.astype(jnp.float32) * (1.0 / scale)).astype(formats.E4M3)
 
 
@@ -308,7 +309,7 @@ def ask(
   if not interpret:
     return
 
-  # Which has whoever waits at a barrier once wait there to the last.
+  # The interpreter wants every arrival at a barrier to be awaited.
   def see(i, _):
     for stream, _ in streams:
       plgpu.barrier_wait(stream.used.at[lax.rem(i - begin, jnp.int32(stages))])

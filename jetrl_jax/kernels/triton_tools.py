@@ -31,7 +31,7 @@ def kernel_options(
 
 
 def row_slices(rows: int, columns: int, multiple: int = 1) -> list[slice]:
-  """Returns what a kernel may take at a time of an 8-bit matrix's rows.
+  """Returns slices of an 8-bit matrix's rows that a kernel can address.
 
   Args:
     rows: the number of rows of the matrix.

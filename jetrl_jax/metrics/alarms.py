@@ -19,12 +19,13 @@ Metrics: TypeAlias = Mapping[str, Any]
 Condition: TypeAlias = Callable[[Metrics, float], bool]
 
 PREFIX = 'alarm/'
-# `reward/...` counts that are no failures of the reward.
+# Counts named `reward/...` that are no failures of the reward.
 NO_FAILURES = ('reward/unscored', 'reward/no_answer')
-# How many held-out prompts are trained on; written with an evaluation.
+# The number of held-out prompts that are also trained on; an evaluation writes
+# it.
 SHARED = 'alarm/heldout_in_training'
-# An alarm that did not hold for this many steps is over; what holds at the end
-# of a run is read off as many.
+# An alarm is over after this many steps in which it did not hold. The summary
+# at a run's end looks at as many steps.
 RECENT = 5
 _MOST = 0.9
 
@@ -78,7 +79,7 @@ def _is_no_accuracy(metrics: Metrics, answers: float) -> bool:
   return value is not None and not 0 <= value <= 1
 
 
-# Causes before what follows from them.
+# Causes come before their consequences.
 ALARMS = (
     Alarm(
         name='rewards_fail',
@@ -205,12 +206,12 @@ def judge(metrics: Metrics, answers: float) -> dict[str, int]:
 
 
 def is_idle(found: Mapping[str, int]) -> bool:
-  """Returns whether a step taught nothing, of what `judge` found."""
+  """Returns whether a step taught nothing, given the metrics of `judge`."""
   return any(found[PREFIX + name] for name in _IDLE)
 
 
 def unexplained(held: Iterable[str]) -> list[Alarm]:
-  """Returns the alarms of these names, without what others explain."""
+  """Returns the alarms of these names, without those that others explain."""
   names = set(held)
   return [a for a in ALARMS if a.name in names and not names & set(a.unless)]
 
@@ -219,7 +220,7 @@ class Watch:
   """Says each alarm of a run once, and again when it changes."""
 
   def __init__(self):
-    # Steps in a row at which an alarm held, and did not.
+    # The number of last steps in a row at which an alarm held, or did not hold.
     self._held = collections.Counter[str]()
     self._quiet = collections.Counter[str]()
     self._said: set[str] = set()
@@ -277,7 +278,7 @@ class Tally:
     self._recent.append(held)
 
   def sentences(self) -> list[str]:
-    """Returns what has to be said of the run; nothing if all is well."""
+    """Returns the sentences about the run; none if all is well."""
     lines = []
     if self._steps and self._idle == self._steps:
       steps = (

@@ -138,7 +138,7 @@ class Progress:
 
   def update(self, done: int, note: str = '') -> None:
     """Says how many parts are done, and a few words more."""
-    # Time that went by before the first visit was compilation.
+    # The time before the first visit was compilation.
     self._first = self._first or time.monotonic()
     self._done, self._note = done, note
     if self._bar is not None:

@@ -62,7 +62,7 @@ def record_start(
 
 
 def _program() -> list[str]:
-  """Returns what started this process, as it can be typed anywhere."""
+  """Returns the command of this process, as it can be typed anywhere."""
   file = pathlib.Path(sys.argv[0])
   try:
     module = file.resolve().relative_to(_SOURCE.parent).with_suffix('')

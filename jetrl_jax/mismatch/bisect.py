@@ -241,7 +241,7 @@ def _decoded(
   return {
       op: [np.concatenate(spec) for spec in values]
       for op, values in found.items()
-      # A kernel of decode may hide what prefill shows.
+      # A kernel of decode may hide a value that prefill shows.
       if op in shown
   } | {
       LOGPROB: [

@@ -13,15 +13,16 @@ A block is eight operations, the same for training, prefill and decode:
 
 Only the `attend` object (`models/attention.py`) differs between the three: it
 knows which keys a row sees and where they are stored. `kernels/` decides how
-many of these operations one kernel computes.
+many of these operations one kernel computes. docs/numerics.md, "Where decode
+and training run different code", lists all such places.
 
-Before a dot stands the operation that makes its `Rows`. It asks the dot for its
-`row_format`, and quantises the rows if the dot's scale is known. With `defer`,
-in a decode step on a GPU, a dot leaves its scale and the residual sum to the
-kernel that follows.
+The operation before a dot makes the dot's `Rows`, in the `row_format` that the
+dot asks for: quantised already if the dot's scale is known. With `defer`, in a
+decode step on a GPU, a dot leaves its scale and the residual sum to the kernel
+that follows.
 
 Devices along the axis `tensor` share each dot (`tensor_parallel.py`). `axes`
-gathers what a following operation needs whole; on one device it does nothing.
+gathers what the next operation needs whole; on one device it does nothing.
 
 Rows are flat, [M, D]. The modules that own weights are in `layers.py`.
 """
@@ -146,17 +147,19 @@ class MLP(Leaf):
   def row_format(self, num_rows: int) -> RowFormat:
     """Returns the form in which the MLP wants so many rows."""
     cfg = tensor_parallel.on_device(self.config, self.axes.tensor)
-    copies = mlp_op.gate_up_copies(
-        num_rows, (cfg.model_dim, cfg.ffn_dim), self._is_fused()
+    return mlp_op.row_format(
+        self.gate_up.row_format(),
+        num_rows,
+        (cfg.model_dim, cfg.ffn_dim),
+        self._is_one_operation(),
     )
-    return self.gate_up.row_format(copies)
 
   def __call__(
       self, rows: Rows, row_mask_M: Array, defer: bool = False
   ) -> Array | DeferredScale:
     """Returns what the block adds to the residual stream."""
     rows = rows.map(self.axes.enter)
-    if self._is_fused():
+    if self._is_one_operation():
       dots = self.gate_up.operands(), self.down.operands()
       return mlp_op.mlp(
           self.recipe, rows, *dots, row_mask_M, self.axes, defer=defer
@@ -165,8 +168,8 @@ class MLP(Leaf):
     h_MF = self.tap('swiglu', self.axes.gather_inputs(h_MF))
     return self.down(Rows(h_MF), row_mask_M, defer=defer)
 
-  def _is_fused(self) -> bool:
-    """Whether gate_up, SwiGLU and down run as one operation."""
+  def _is_one_operation(self) -> bool:
+    """Whether `kernels/mlp` computes gate_up, SwiGLU and down together."""
     if self.is_initializing():
       return False
     cfg = tensor_parallel.on_device(self.config, self.axes.tensor)
@@ -296,7 +299,7 @@ class Decoder(Leaf):
     """
     hidden_MD = self.axes.enter(hidden_MD)
     if self.config.tied_embeddings:
-      logits_MV = self.embed.attend(hidden_MD, row_mask_M, kernel)
+      logits_MV = self.embed.logits(hidden_MD, row_mask_M, kernel)
     else:
       logits_MV = self.lm_head(
           Rows(hidden_MD), row_mask_M, out_dtype=jnp.float32, kernel=kernel

@@ -75,7 +75,8 @@ def _rescale(params: PyTree, scale: float, *, donate: bool) -> PyTree:
   factors = {}
   for gain, kernel in _PAIRS.items():
     factors |= {gain: scale, kernel: 1.0 / scale}
-  # Leaf by leaf: two whole trees need not fit. Layers share their programs.
+  # One leaf at a time, because memory may not hold two whole trees. Layers
+  # share their programs.
   times = jax.jit(_times, donate_argnums=(0,) if donate else ())
   flat = traverse_util.flatten_dict(params, sep='/')
   for path in flat:

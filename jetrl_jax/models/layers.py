@@ -151,7 +151,7 @@ def widened(axes: Axes, master, weight, whole: int) -> tuple[Any, Any]:
   if not is_quantised:
     return master, jnp.pad(weight, zeros)
   scale = weight.scale
-  if scale.ndim:  # By channels: a share of blocks needs no more rows.
+  if scale.ndim:  # Scales per channel. Shares of blocks need no padding.
     scale = jnp.pad(scale, zeros, constant_values=1.0)
   return master, QTensor(values=jnp.pad(weight.values, zeros), scale=scale)
 
@@ -176,7 +176,7 @@ class Leaf(nn.Module):
       shared: whether each device of `tensor` has some of its columns. All
         columns are shown.
     """
-    if not self.is_initializing():  # Everything is mutable then.
+    if not self.is_initializing():  # All collections are mutable then.
       shown: Any = value
       if shared and self.is_mutable_collection(TAPS):
         shown = self.axes.gather_outputs(shown)
@@ -187,14 +187,13 @@ class Leaf(nn.Module):
     """Shows the rows of the next dot, and the FP8 values that it reads."""
     if self.is_initializing() or not self.is_mutable_collection(TAPS):
       return
-    x_MI, q_MI = rows.values, rows.fp8
+    x_MI, q_MI = rows.values, rows.fp8_MI
     if not isinstance(x_MI, jax.ShapeDtypeStruct):
       self.tap(name, x_MI)
       if q_MI is None and row_format.scale is not None:
         q_MI = quantize(x_MI, row_format.scale, formats.E4M3)
     if q_MI is not None:
-      # All copies are equal: show the first.
-      self.tap(f'{name}_fp8', q_MI.reshape(-1, *x_MI.shape)[0])
+      self.tap(f'{name}_fp8', q_MI)
 
   def leaf(
       self, name: str, init, shape: tuple[int, ...], pieces: Pieces = ()
@@ -264,18 +263,14 @@ class Linear(Leaf):
     """Whether the kernel is in 8 bits."""
     return isinstance(self.get_variable('weights', 'kernel'), QTensor)
 
-  def row_format(self, copies: int = 1) -> RowFormat:
-    """Returns the form in which this dot wants its rows.
-
-    Args:
-      copies: see `RowFormat`; only for a dot on a known scale.
-    """
+  def row_format(self) -> RowFormat:
+    """Returns the form in which this dot wants its rows."""
     if self.is_initializing() or not self.recipe.is_delayed:
       return UNQUANTIZED
     if not self.is_quantized:
       return UNQUANTIZED
     scale = self.get_variable(COLLECTION, 'input')['scale']
-    return RowFormat(scale=scale, copies=copies)
+    return RowFormat(scale=scale)
 
   def operands(self, kernel=None) -> tuple[Any, Any, PyTree | None]:
     """Returns (master or None, weight, dot_state), see `linear.dot`."""
@@ -307,7 +302,7 @@ class Linear(Leaf):
         product is then float32, as inside a GEMM that adds a residual.
     """
     operands = self.operands(kernel)
-    if defer or rows.copies > 1:
+    if defer or rows.in_parts:
       product = linear.unscaled_dot(
           self.recipe,
           rows.values,
@@ -320,7 +315,7 @@ class Linear(Leaf):
           return product
         _, bias = self._bias()
         return linear.defer_bias(product, bias)
-      assert rows.copies == 1  # Only a dot that can defer asks for copies.
+      assert not rows.in_parts  # Only a dot that can defer asks for them.
     if self.pieces and out_dtype is None and not self.late_scale:
       out_dtype = linear.added_dtype(self.recipe, operands[1], self.axes.tensor)
     y_MO = linear.dot(
@@ -405,8 +400,8 @@ class Embedding(Leaf):
     """Returns (master or None, weight) of a tied head, see `linear.dot`."""
     return self.table
 
-  def attend(self, hidden_MD: Array, row_mask_M: Array, kernel=None) -> Array:
-    """Returns logits against the embedding; `kernel` as for `Linear`."""
+  def logits(self, hidden_MD: Array, row_mask_M: Array, kernel=None) -> Array:
+    """Returns float32 logits of a tied head; `kernel` as for `Linear`."""
     master, compute = kernel or self.table
     columns = compute.shape[0]
     master, compute = widened(self.axes, master, compute, self.vocab_size)

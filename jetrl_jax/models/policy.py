@@ -120,7 +120,8 @@ class Policy:
     ):
       if value < 16 or value % 16:
         raise ValueError(f'{name} is {value}; it must be a multiple of 16')
-    # A kernel would refuse these only after the weights have been loaded.
+    # Without this check a kernel would refuse these values, but only after the
+    # weights have been loaded.
     for name, value in (
         ('attention_tile', self.tile),
         ('head_dim', self.model.head_dim),
@@ -168,7 +169,7 @@ class Policy:
     return self.kv_cache_dtype
 
   def jit(self, function, **options) -> Program:
-    """Compiles what takes part in the flow; `options` as for `exact_jit`."""
+    """Compiles a function of the flow; `options` as for `exact_jit`."""
     compiled = exact_jit if self.exact else inexact_jit
     return Program(compiled(self.bound(function), **options))
 
@@ -176,7 +177,7 @@ class Policy:
     """Returns the function, traced with the policy's kernels."""
     inner = function
 
-    # The name of what is compiled, in profiles too.
+    # `wraps` below takes the name from here; profiles show it.
     while isinstance(inner, functools.partial):
       inner = inner.func
 
@@ -190,7 +191,7 @@ class Policy:
   def jit_per_device(
       self, function, mesh: Mesh, in_specs, out_specs, **options
   ) -> Program:
-    """Compiles what each device computes of its own part of the arguments."""
+    """Compiles a function that each device runs on its part of the data."""
     return self.jit(
         sharding.per_device(function, mesh, in_specs, out_specs),
         out_shardings=sharding.named(out_specs, mesh),
@@ -292,7 +293,7 @@ class Policy:
       *,
       show: bool = False,
   ) -> tuple[Array, ...]:
-    """Returns what `logprobs` does, and with `show` logits to look at.
+    """Returns the results of `logprobs`, and with `show` the logits.
 
     `show` adds the tempered logits [B*T, V] and their log-sum-exp [B*T], whose
     row t predicts token t + 1.

@@ -7,8 +7,8 @@
     full       only the block's input is kept
 
 The MLP's last dot is never recomputed, because no backward reads its result.
-The names are Megatron's. There 'selective' recomputes the attention core, which
-a fused attention kernel does not need.
+The names are Megatron's. There 'selective' recomputes the attention core. Our
+attention kernels do not store it.
 
 References:
   Korthikanti et al. 2022, arXiv:2205.05198, section 5 (selective activation
@@ -32,7 +32,7 @@ def check(mode: str) -> None:
 
 
 def all_but_kept(function):
-  """Returns the function; its backward recomputes what `keep` did not mark."""
+  """Returns the function; its backward recomputes values without `keep`."""
   return jax.checkpoint(function, policy=ONLY_KEPT)
 
 

@@ -111,5 +111,6 @@ def _spread(x: Array, words: Array, *, dropped: int) -> Array:
   if dropped == _DROPPED_BITS['float16']:
     share = offset.astype(jnp.float32) * (0.5 * _SUBNORMAL_CELL / half)
     moved = jnp.where(jnp.abs(x) < _SMALLEST_NORMAL_FLOAT16, x + share, moved)
-  # A zero's cell is subnormal in bfloat16, and a pruned weight is meant.
+  # A zero stays zero: its cell is subnormal in bfloat16, and the weight may
+  # have been pruned.
   return jnp.where(x == 0, x, moved)

@@ -116,7 +116,8 @@ def check(model: ModelConfig, recipe: Recipe, axes: Axes) -> None:
         )
 
 
-# A dot's path within any layer, and what of it the devices share.
+# A dot's path within a layer -> what the devices share of it, as messages name
+# it.
 _DOTS = {
     'attn/qkv': 'queries or keys in attn/qkv',
     'attn/o': 'attn/o',

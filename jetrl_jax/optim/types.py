@@ -1,4 +1,4 @@
-"""The training state, a pytree, and what an optimiser step passes on."""
+"""The training state, a pytree, and the control of an optimiser step."""
 
 import dataclasses
 from typing import NamedTuple

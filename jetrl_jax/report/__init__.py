@@ -1,4 +1,4 @@
-"""One HTML page of a run, of several beside each other, or of a folder."""
+"""One HTML page of a run, of several side by side, or of a folder."""
 
 from jetrl_jax.report.contents import write_report
 

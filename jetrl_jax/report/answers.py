@@ -244,7 +244,7 @@ def _right(problems: list[dict]) -> dict[tuple[str, int], bool]:
 
 
 def _finder(run: Run) -> Callable[[str], bool | None]:
-  """Returns what says whether a text holds a final answer; None: unknown."""
+  """Returns a function that finds final answers in texts; None: unknown."""
   terms = run.config.get('reward.functions')
   names = [str(term) for term in terms] if isinstance(terms, list) else []
   readers = [_READERS[name] for name in names if name in _READERS]

@@ -183,7 +183,7 @@ def _listed(run: Run, differing: list[str], beside: pathlib.Path) -> list:
 
 
 def _what(run: Run) -> str:
-  """Says in a line what ran where."""
+  """Returns one line: the model, the devices and the run's folder."""
   words = []
   if run.config:
     name = run.config.get('model.path') or run.config.get('model.shape')

@@ -1,4 +1,4 @@
-"""The sentences and numbers of a report: what came out, what went wrong."""
+"""The sentences and numbers of a report: results and problems."""
 
 import dataclasses
 import math
@@ -96,7 +96,7 @@ def _heldout(run: Run, name: str) -> Fact:
   steps, values = steps[np.isfinite(every)], run.finite(name)
   source, _, samples = name.removeprefix('val-core/').partition('/acc/')
   detail = f'{source}, {samples}'
-  # Of samples that are all right or all wrong it is 0, and says nothing.
+  # If all samples are right or all are wrong, it is 0 and says nothing.
   if half := run.last(f'{name}/ci95'):
     detail += f', ±\xa0{number(half, "%")}'
   value = number(values[-1], '%')
@@ -167,7 +167,7 @@ def _steps(run: Run) -> Fact:
   starts = count(len(run.starts), 'start') if run.starts else ''
   if run.is_finished:
     state = f'finished in {starts}' if starts else 'finished'
-  else:  # Stopped, or it goes on: nothing tells which.
+  else:  # It was stopped or still runs; the files do not say which.
     state = f'not finished; {starts}' if starts else 'not finished'
   tone = 'bad' if skipped else ''
   return Fact('Steps', f'{last} of {total}', f'{state}; {detail}', tone)
@@ -199,7 +199,7 @@ def _speed(run: Run) -> Fact | None:
 
 
 def guarded(run: Run) -> list[tuple[str, str, str]]:
-  """Returns (what, how much, meaning) of all that was skipped or guarded."""
+  """Returns (name, count, meaning) of all that was skipped or guarded."""
   skipped = run.finite('training/skipped_updates').sum()
   where = _where(run, 'training/skipped_updates')
   meaning = 'The gradient norm or the loss was not finite; nothing was changed.'
@@ -343,7 +343,7 @@ def _last(steps: int) -> str:
 
 
 def _answers_per_step(run: Run) -> Callable[[dict[str, float]], float]:
-  """Returns what says how many answers a step sampled; 0 is unknown."""
+  """Returns a function from a step to its number of answers; 0 is unknown."""
   names = ('trainer.train_batch_size', 'rollout.num_generations')
   sizes = [run.config.get(name) for name in names]
   usual = math.prod(s if isinstance(s, int) else 0 for s in sizes)

@@ -68,7 +68,7 @@ PANELS = {
     section: [Panel(**panel) for panel in panels]
     for section, panels in tomllib.loads(_TABLE).items()
 }
-# measure, title, unit, log, which value stands for several.
+# measure, title, unit, log, which of several values is shown.
 _WORST = (
     ('saturated_frac', 'Saturated', '%', True, 'max'),
     ('flushed_frac', 'Flushed to zero', '%', True, 'max'),
@@ -76,7 +76,7 @@ _WORST = (
 )
 _OPERANDS = {'input': 'inputs', 'kernel': 'kernels'}
 _OPERANDS['output_grad'] = 'output gradients'
-# In a comparison, where the maps of every dot would be too many.
+# For comparisons, in which a map per dot would be too many.
 FP8_WORST = [
     Panel(
         f'{title}: {label}, worst dot',
@@ -146,7 +146,7 @@ def draw(panel: Panel, runs: list[Run]) -> Figure | Fact | None:
   for i, run in enumerate(runs):
     curves = [c for c in panel.curves.items() if run.finite(c[1]).size]
     missing += [] if curves else [run.name]
-    # One curve per run of a comparison: the first that it has.
+    # In a comparison each run has one curve: the first one that exists.
     for label, metric in curves[:1] if is_compared else curves:
       labels.append(label)
       lines.append(
@@ -186,7 +186,8 @@ def _band(
   half = run.series.get(f'{metric}/ci95')
   if half and np.array_equal(half.steps, steps):
     return np.clip([values - half.values, values + half.values], 0.0, 1.0)
-  # Bands from the smallest to the largest hide each other.
+  # In a comparison, bands from the smallest to the largest value would hide
+  # each other.
   edges = [run.series.get(name) for name in panel.band]
   is_first = metric == next(iter(panel.curves.values()))
   if edges and is_first and not is_compared:
@@ -225,7 +226,8 @@ def _line_figure(
 ) -> Figure:
   plots, keys, notes = [], [], [note]
   own_unit = panel.unit if panel.unit == '%' else ''
-  # One window, of steps that are over, for all curves: equal runs look equal.
+  # All curves have the same window of past steps, so that equal runs look
+  # equal.
   longest = max(len(line.steps) for line in lines)
   window = min(longest // 10, _MAX_WINDOW)
   window = window if panel.smooth and longest >= _SMOOTHED else 0
@@ -260,7 +262,7 @@ def _traces(
   """Returns a curve, its band below it and its average above it."""
   index = thinned(line.values)
   x, y = line.steps[index], line.values[index]
-  # A value between two gaps would not be seen as a line.
+  # A value between two gaps would be invisible as a line.
   gap = ~np.isfinite(np.concatenate([[np.nan], y, [np.nan]]))
   has_dots |= bool((gap[:-2] & ~gap[1:-1] & gap[2:]).any())
   traces = [
@@ -277,7 +279,7 @@ def _traces(
     low, high = line.band[:, index]
     good = np.isfinite(low) & np.isfinite(high)
     places, low, high = x[good], low[good], high[good]
-    if len(places) == 1:  # It would have no width.
+    if len(places) == 1:  # A single point would have no width.
       places, low, high = places[0] + [-0.1, 0.1], low.repeat(2), high.repeat(2)
     around = np.concatenate([places, places[::-1]])
     edges = np.concatenate([high, low[::-1]])

@@ -24,7 +24,7 @@ _HEALTH, _CHANGED = 'fp8_health', 'fp8_changed_weight_bytes'
 MEASURES = ('saturated_frac', 'flushed_frac', 'sqnr_db')
 _HEALTH_KEYS = [(o, m) for o in OPERANDS for m in MEASURES]
 _HEALTH_KEYS.append(('kernel', 'changed'))
-# How deep below a folder its runs may be.
+# How many levels below a folder its runs may be.
 _DEPTH = 4
 
 
@@ -97,7 +97,7 @@ class Run:
     return isinstance(total, int) and int(self.steps[-1]) >= total
 
   def by_step(self, pattern: str) -> dict[int, pathlib.Path]:
-    """Returns what is named by its step, such as 'rollouts/*.npz', in order."""
+    """Returns the files named by their steps, 'rollouts/*.npz', in order."""
     ending = pathlib.PurePath(pattern).suffix
     found = {p.name.removesuffix(ending): p for p in self.folder.glob(pattern)}
     steps = {int(n): p for n, p in found.items() if re.fullmatch('[0-9]+', n)}
@@ -188,7 +188,7 @@ def _read_lines(folder: pathlib.Path, notes: list[str]) -> Iterator[dict]:
   step, damaged = -(2**53), ''
   with open(path, 'rb') as file:
     for number, content in enumerate(file, start=1):
-      if damaged:  # And it was not the last one.
+      if damaged:  # It was not the last line.
         raise ValueError(damaged)
       line = _line(content)
       if line is None:
@@ -229,8 +229,8 @@ def _line(content: bytes) -> dict | None:
   if not isinstance(step, int) or isinstance(step, bool) or abs(step) >= 2**53:
     return None
   changed, health = _dict(line.pop(_CHANGED, 0)), _dict(line.pop(_HEALTH, 0))
-  # As dicts these are the file's bulk: gigabytes for a long run of a large
-  # model.
+  # These are most of the file. As dicts they would be gigabytes for a long run
+  # of a large model.
   line[_HEALTH] = {
       dot: _health_row(_dict(operands), changed.get(dot))
       for dot, operands in health.items()
@@ -258,7 +258,7 @@ def _dict(value: Any) -> dict:
 
 
 def _number(value: Any) -> float | None:
-  """Returns a float, NaN for what is not finite; None for no number."""
+  """Returns a float, NaN if it is not finite; None if it is no number."""
   if isinstance(value, bool) or not isinstance(value, int | float):
     return None
   try:

@@ -32,12 +32,12 @@ from jetrl_jax.rewards.types import (
     RewardSpec,
 )
 
-# Characters of a user's message, of a traceback, of a prediction.
+# Most characters of a user's message, of a traceback and of a prediction.
 _MAX_SHOWN = 300
 _MAX_LINES = 10_000
 _MAX_PREDICTION = 1000
 _VERL = ('data_source', 'solution_str', 'ground_truth', 'extra_info')
-# What TRL's trainer passes besides, of itself.
+# Arguments that TRL's trainer also passes.
 _TRL_ONLY = ('trainer_state', 'log_extra', 'log_metric', 'environments')
 
 
@@ -153,7 +153,7 @@ def _load(target: str) -> Callable[..., Any]:
     if not isinstance(error, ModuleNotFoundError) or not _is_above(
         error.name, where
     ):
-      # Only lines of the user's own code.
+      # Keep only lines of the user's own code.
       message = f'{message}:\n{_own_lines(error)}'
     raise RewardFunctionError(message) from error
   if not callable(found):
@@ -250,7 +250,8 @@ def _first(value: Any, target: str) -> Any:
         f'reward {target!r} returned {_shown(value)}; a function of completions'
         ' must return a list with a number for each.'
     ) from None
-  values = list(iterator)  # What a generator raises is the user's own.
+  # An exception of a generator comes from the user's code.
+  values = list(iterator)
   if len(values) != 1:
     raise RewardFunctionError(
         f'reward {target!r} returned {len(values)} values for 1 completion.'
@@ -278,15 +279,15 @@ def _to_part(value: Any, target: str) -> Part:
     found = value.get('pred')
     # 0 and False are answers, too.
     prediction = '' if found is None else str(found)
-    # Half of a surrogate pair, as json.loads may find in an answer, could not
-    # be written to a file.
+    # json.loads may return half of a surrogate pair, which cannot be written to
+    # a file.
     prediction = prediction.encode('utf-8', 'replace').decode()
     if len(prediction) > _MAX_PREDICTION:
       digest = hashlib.sha256(prediction.encode()).hexdigest()[:16]
       prediction = f'{prediction[:_MAX_PREDICTION]}... ({digest})'
     value = value['score']
   elif isinstance(value, (list, tuple)):
-    value = value[0]  # As verl reads it: (score, ...).
+    value = value[0]  # As in verl: (score, ...).
   return Part(
       value=_number(value, target),
       accuracy=accuracy,

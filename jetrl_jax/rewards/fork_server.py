@@ -52,9 +52,10 @@ class Worker:
   buffer: bytearray = dataclasses.field(default_factory=bytearray)
 
   def end(self) -> None:
-    """Kills the process, and what it started, and lets go of it."""
+    """Kills the process and its children, and closes its descriptor."""
     with contextlib.suppress(ProcessLookupError):
-      # While the worker is there, so is its number: no other group is hit.
+      # While the worker exists, its process id is its own, so no other group is
+      # killed.
       signal.pidfd_send_signal(self.pidfd, 0)
       os.killpg(self.pid, signal.SIGKILL)
     os.close(self.pidfd)
@@ -91,7 +92,7 @@ class ForkServer:
           stdin=subprocess.DEVNULL,
           pass_fds=[theirs.fileno()],
           env=_worker_environment(),
-          # Ctrl-C in the terminal reaches the trainer alone.
+          # Ctrl-C in the terminal reaches only the trainer.
           start_new_session=True,
       )
     try:
@@ -124,7 +125,7 @@ class ForkServer:
             since=time.monotonic(),
         )
         with contextlib.suppress(OSError):
-          # One that was killed meanwhile is found by the pool.
+          # If the worker was killed meanwhile, the pool finds out.
           mine.sendall(wire.pack(b'go'))
         return worker
       except (EOFError, OSError):
@@ -146,11 +147,11 @@ def _worker_environment() -> dict[str, str]:
   """Returns the environment in which rewards are computed."""
   return {
       **os.environ,
-      # What this process can import, a user's dotted path included.
+      # The same search path, so that a user's dotted path can be imported.
       'PYTHONPATH': os.pathsep.join(p or os.getcwd() for p in sys.path),
-      # SymPy walks sets; their order must not differ from run to run.
+      # SymPy iterates over sets, whose order must be the same in all runs.
       'PYTHONHASHSEED': '0',
-      # The cores belong to the pool's processes, not to threads in them.
+      # One thread per process, because the pool has a process per core.
       'OMP_NUM_THREADS': '1',
       'PYTHONUNBUFFERED': '1',
       # A reward that imports jax must not take the accelerator's memory.

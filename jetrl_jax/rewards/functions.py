@@ -33,7 +33,7 @@ def math(request: RewardRequest, after: str = '') -> Part:
   """
   answer = math_answer.extract_answer(_rest(request.response_text, after))
   if math_answer.is_refused(answer, request.answer, request.prompt_text):
-    # It votes all the same: the question was answered.
+    # It has a vote, because the question was answered.
     vote = _vote(answer)
     return Part(value=0.0, accuracy=0.0, prediction=vote, error='refused')
   return _judged(request, answer, math_answer.is_right(answer, request.answer))
@@ -72,7 +72,7 @@ def last_number(request: RewardRequest, after: str = '') -> Part:
 
 
 def _rest(response: str, after: str) -> str:
-  """Returns what follows the last `after`; '' where there is none."""
+  """Returns the text after the last `after`; '' without one."""
   if not after:
     return response
   start = response.rfind(after)

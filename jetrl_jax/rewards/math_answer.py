@@ -172,7 +172,7 @@ def last_number(response: str) -> str:
 
 
 def parse_last(text: str) -> fractions.Fraction | None:
-  """Returns the value of what `last_number` found."""
+  """Returns the value of the number that `last_number` found."""
   above, _, below = text.partition('/')
   number = parse_number(above)
   if number is None or (below and not int(below[:100])):
@@ -181,7 +181,7 @@ def parse_last(text: str) -> fractions.Fraction | None:
 
 
 def _enclosed(text: str, start: int) -> str:
-  """Returns what the brace group that opens at `start` encloses."""
+  """Returns the inside of the brace group that opens at `start`."""
   text = text[start : start + costly.MAX_ANSWER_CHARS + 16].lstrip()
   answer = text[1 : _group_end(text)].strip()
   return answer if len(answer) <= costly.MAX_ANSWER_CHARS else ''
@@ -328,7 +328,7 @@ def _compact(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-  r"""Removes \text{} and its kin around what they hold."""
+  r"""Removes \text{} and similar commands, but not their arguments."""
   return _TEXT.sub(r'\1', text)
 
 
@@ -357,7 +357,7 @@ def _plainly(text: str) -> str:
 
 
 def _without_font(text: str) -> str | None:
-  """Returns what a font encloses; None without one, or around words.
+  """Returns the inside of a font command; None without one, or for words.
 
   A letter alone may be a vector, and letters in a font of text are words.
   """
@@ -393,7 +393,7 @@ def _with_point(text: str) -> str:
 
 
 def _uncounted(text: str) -> str:
-  """Removes the words after a number that tell what was counted.
+  """Removes a unit's words after a number.
 
   '5 million people' is 5000000 and '5 percent' 5%; with another word of
   `_FACTORS` the value is not known, and nothing is returned.

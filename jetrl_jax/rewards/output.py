@@ -15,7 +15,7 @@ import sys
 LIMIT = 2**20  # Bytes.
 # Bytes that a worker may print for each byte of the pipe.
 _PORTION = 4096
-# The last one in the pipe, taken by one worker.
+# The last byte in the pipe; one worker takes it.
 _LAST = b'e'
 
 
@@ -41,7 +41,7 @@ class _Bounded(io.RawIOBase):
     return True
 
   def fileno(self) -> int:
-    """Returns the descriptor, for what a function starts."""
+    """Returns the descriptor, for processes that a function starts."""
     return self._descriptor
 
   def isatty(self) -> bool:
@@ -49,7 +49,7 @@ class _Bounded(io.RawIOBase):
     return os.isatty(self._descriptor)
 
   def write(self, data) -> int:
-    """Writes what there is room for; the rest is as if it were written."""
+    """Writes as much as the limit allows; the rest counts as written."""
     view = memoryview(data).cast('B')
     ended = False
     while self._credit[0] < len(view) and (taken := self._take()):
@@ -70,7 +70,7 @@ class _Bounded(io.RawIOBase):
     """Takes one portion; empty where none is left."""
     try:
       return os.read(self._portions, 1)
-    except OSError:  # Would wait; or a reward function has closed it.
+    except OSError:  # The pipe is empty, or a reward function has closed it.
       return b''
 
 
@@ -87,7 +87,7 @@ def bound() -> None:
   """Bounds what this process and its forks print through Python."""
   portions, credit = _portions(LIMIT), [0]
   for name, descriptor in (('stdout', 1), ('stderr', 2)):
-    if getattr(sys, name) is None:  # Closed.
+    if getattr(sys, name) is None:  # The stream is closed.
       continue
     stream = io.TextIOWrapper(
         _Bounded(descriptor, portions, credit),

@@ -32,11 +32,14 @@ from jetrl_jax.rewards.types import (
 )
 from jetrl_jax.rewards.worker import failed
 
-# Answers per message: one system call for many, few enough to share out.
+# Most answers per message: enough to save system calls, and few enough to
+# spread over the workers.
 _BATCH = 16
-# Importing a user's module, which may be a large one. Not an answer's time.
+# Time to import a user's module, which may be large. It does not count as an
+# answer's time.
 _START_SECONDS = 120.0
-# In a row. One may be the kernel's doing, out of memory; these are the user's.
+# Failures in a row. The kernel may cause one, when memory runs out; this many
+# come from the user's code.
 _MAX_FAILED_STARTS = 3
 
 
@@ -84,7 +87,7 @@ class Scoring:
     self.waiting.extend(range(first, len(self.requests)))
 
   def poll(self) -> None:
-    """Gives workers what waits and takes what they have; waits for nothing."""
+    """Hands out waiting requests and takes replies; does not wait."""
     self.pool.serve(self, wait=False)
 
   def results(
@@ -207,12 +210,12 @@ class RewardPool:
       try:
         yield Scoring(self)
       finally:
-        # They would be taken for answers of the next batch.
+        # Their replies would be mistaken for answers of the next batch.
         for worker in [w for w in self._workers if w.assigned]:
           self._drop(worker)
 
   def serve(self, batch: Scoring, *, wait: bool) -> None:
-    """Takes what came, or waits for it or a time limit; hands out what waits.
+    """Takes replies, waiting up to a time limit; hands out waiting requests.
 
     In this order a worker that is done has answers again. For `Scoring`.
     """
@@ -275,7 +278,7 @@ class RewardPool:
       )
 
   def _hand_out(self, batch: Scoring) -> None:
-    """Gives every idle worker some of what waits."""
+    """Gives every idle worker some of the waiting requests."""
     assert self._fork_server is not None
     while len(self._workers) < self._num_workers:
       self._workers.append(self._fork_server.fork())
@@ -288,7 +291,7 @@ class RewardPool:
       worker.assigned.extend(indices)
       message = pickle.dumps([(i, batch.requests[i]) for i in indices])
       with contextlib.suppress(OSError):
-        # A worker that does not read, or has died, is found by `_take`.
+        # `_take` finds a worker that does not read or has died.
         worker.sock.sendall(wire.pack(message))
       worker.since = time.monotonic()
 
@@ -300,13 +303,14 @@ class RewardPool:
     patience = 0.0
     if wait and limits:
       patience = max(0.0, min(limits) - time.monotonic())
-    # Idle ones too: an answer given to a dead worker counts as crashed once.
+    # Idle workers too: if an answer is given to a dead worker, it counts as
+    # crashed.
     arrived = connection.wait([w.sock for w in self._workers], patience)
     for worker in list(self._workers):
       if worker.sock in arrived and not self._read(worker, batch):
         self._give_up(worker, 'crash', batch)
-    # Only now the clock: what was ready in time counts, however late this
-    # process came to read it.
+    # The clock is checked last. A reply that was ready in time counts, however
+    # late this process reads it.
     now = time.monotonic()
     for worker in list(self._workers):
       if (worker.assigned or not worker.ready) and now >= self._limit(worker):
@@ -317,10 +321,10 @@ class RewardPool:
     return worker.since + allowed
 
   def _read(self, worker: Worker, batch: Scoring) -> bool:
-    """Takes what a worker sent; False when the worker is gone."""
+    """Takes a worker's messages; False when the worker is gone."""
     alive = True
-    # To the end: once the fork server forks again, what a dead worker started
-    # can no longer be named.
+    # Read to the end: after the next fork, the process id of a dead worker no
+    # longer leads to what it started.
     while alive and connection.wait([worker.sock], 0):
       try:
         data = worker.sock.recv(1 << 20)
@@ -328,7 +332,7 @@ class RewardPool:
         data = b''
       worker.buffer += data
       alive = bool(data)
-    # It may have waited until now for room to send.
+    # It may have waited for room to send until now.
     worker.since = time.monotonic()
     while (message := wire.take(worker.buffer)) is not None:
       try:
@@ -346,17 +350,17 @@ class RewardPool:
         continue
       index, seconds = reply.pop('index'), reply.pop('seconds')
       if not worker.assigned or index != worker.assigned[0]:
-        # From a process that a reward function forked; or from the worker,
-        # after such a one.
+        # It comes from a process that a reward function forked, or from the
+        # worker after such a process.
         if 'unusable' in reply:
           raise RewardFunctionError(reply['unusable'])
         continue
       if seconds > self._timeout_s:
-        # As if it had been looked at in time.
+        # The same result as if the limit had been checked in time.
         reply = dataclasses.asdict(failed('timeout', self._specs))
       elif reply.get('error') == 'memory' and worker.is_used:
-        # What earlier answers left in the worker may have filled it, and would
-        # every later answer's.
+        # Leftovers of earlier answers may have filled the worker's memory, and
+        # would do so for every later answer.
         self._drop(worker)
         batch.waiting.extendleft(reversed(worker.assigned))
         return True

@@ -85,7 +85,7 @@ def _written(text: str) -> str:
 
 
 def is_in(formula: str, prompt: str) -> bool:
-  """Tells whether a formula stands in a prompt, in whatever layout."""
+  """Returns whether a prompt contains a formula, in any layout."""
   return bool(formula) and _written(formula) in _written(prompt)
 
 

@@ -5,10 +5,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-# These read a final answer.
+# Functions that read a final answer.
 READERS = ('math', 'gsm8k', 'last_number')
 BUILT_IN = (*READERS, 'format')
-# Largest value and weight: their squares must fit a float32.
+# Largest value and weight. Their squares must fit into a float32.
 MAX_SIZE = 1e9
 
 
@@ -32,7 +32,7 @@ class RewardSpec:
   kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def __post_init__(self):
-    """Refuses what no worker could run."""
+    """Refuses values that no worker could run."""
     if not abs(self.weight) <= MAX_SIZE:
       raise ValueError(
           f'reward {self.function!r} has weight {self.weight} (of'
@@ -171,6 +171,6 @@ class RewardConfig:
 
   @property
   def limits(self) -> dict[str, Any]:
-    """What `RewardPool` takes besides the terms of the score."""
+    """The arguments of `RewardPool` besides the terms of the score."""
     names = 'num_workers', 'timeout_s', 'memory_limit_mb'
     return {name: getattr(self, name) for name in names}

@@ -49,14 +49,14 @@ def fork_server_main(descriptor: int) -> None:
     descriptor: number of an inherited stream socket to the pool.
   """
   parent = os.getppid()
-  # Ctrl-C is the trainer's to handle.
+  # The trainer handles Ctrl-C.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   control = socket.socket(fileno=descriptor)
   specs, memory_limit_mb = pickle.loads(wire.receive(control))
   output.bound()
   if any(spec.function == 'math' for spec in specs):
     warm_up()
-  # The warm heap stays shared with the workers: no collection writes to it.
+  # The workers share the heap as it is now, because no collection writes to it.
   gc.collect()
   gc.freeze()
   control.sendall(wire.pack(b'ready'))
@@ -72,20 +72,21 @@ def fork_server_main(descriptor: int) -> None:
       return
     fork_server = os.getpid()
     sys.stdout.flush()
-    # Only now: until a worker that died is waited for, the pool can find what
-    # it left by its number.
+    # Dead workers are reaped only now. Until then the pool can find what they
+    # left by their process ids.
     with contextlib.suppress(ChildProcessError):
       while os.waitpid(-1, os.WNOHANG)[0]:
         pass
     pid = os.fork()
     if pid == 0:
-      # A group of its own: what a reward function starts is killed with it.
+      # A process group of its own: processes that a reward function starts are
+      # killed with it.
       os.setpgid(0, 0)
       control.close()
       _run_worker(descriptors[0], specs, memory_limit_mb, fork_server)
     os.close(descriptors[0])
     with contextlib.suppress(OSError):
-      # Here too, so that the group exists before the pool hears of it.
+      # Set here too, so that the group exists before the pool learns of it.
       os.setpgid(pid, pid)
     control.sendall(wire.pack(pid.to_bytes(_PID_BYTES, 'little')))
 
@@ -100,15 +101,15 @@ def _run_worker(
   try:
     _die_with(fork_server)
     with socket.socket(fileno=descriptor) as sock:
-      # Once it has ended and the fork server forks again, its number names
-      # nothing; the pool must have taken hold of it before it can fail.
+      # The pool must have opened the worker before it can fail. Once it has
+      # ended and the fork server forks again, its process id means nothing.
       wire.receive(sock)
       _work(sock, specs, memory_limit_mb)
   except (EOFError, OSError):
     pass  # The pool is gone or has dropped this worker.
   finally:
     sys.stdout.flush()
-    # Not sys.exit: the fork server's stack is not this process's to unwind.
+    # Not sys.exit, which would unwind the fork server's stack.
     os._exit(0)
 
 
@@ -133,11 +134,11 @@ def _work(
     for index, request in batch:
       start = time.monotonic()
       reply = _score_one(score, request, worker)
-      # Without the sending, which waits until the pool has room.
+      # Without the time to send, because sending waits until the pool has room.
       head = {'index': index, 'seconds': time.monotonic() - start}
       if os.getpid() != worker:
         _send(sock, head | _forked(specs))
-        os._exit(0)  # The next answers are its parent's.
+        os._exit(0)  # The parent continues with the next answers.
       _send(sock, head | reply)
 
 
@@ -148,7 +149,7 @@ def _score_one(score: WeightedSum, request: RewardRequest, worker: int) -> dict:
     return dataclasses.asdict(failed('memory', score.specs))
   except RewardFunctionError as error:
     if isinstance(error.__cause__, SystemExit) and os.getpid() != worker:
-      os._exit(0)  # A child that was forked for its own ends.
+      os._exit(0)  # A child that a reward function has forked.
     return {'unusable': str(error)}
   except BaseException:
     return {'fatal': traceback.format_exc()}
@@ -175,7 +176,8 @@ def failed(error: str, specs: Sequence[RewardSpec]) -> RewardResult:
 
 
 def _send(sock: socket.socket, reply: dict) -> None:
-  # JSON and not pickle: the pool must be able to read what any worker sends.
+  # JSON and not pickle, because the pool must be able to read whatever a worker
+  # sends.
   sock.sendall(wire.pack(json.dumps(reply).encode()))
 
 
@@ -188,7 +190,7 @@ def _die_with(fork_server: int) -> None:
 
 
 def _limit_memory(megabytes: int) -> None:
-  """Limits the address space to what is mapped now plus `megabytes`."""
+  """Limits the address space to its present size plus `megabytes`."""
   mapped = 0
   if sys.platform == 'linux':
     with open('/proc/self/statm', encoding='ascii') as pages:

@@ -198,7 +198,7 @@ def _of_scored(
   """Applies an estimator of groups to the responses that have a score."""
   if scored_PG is None or scored_PG.all():
     return estimator(np.asarray(rewards_PG))
-  # Of no values: what a group of one is refused for, and the dtype.
+  # No values: this checks the group size and the dtype alone.
   of_none = estimator(np.zeros((0, scored_PG.shape[1])))
   found_PG = np.zeros(scored_PG.shape, of_none.dtype)
   rows = zip(np.asarray(rewards_PG), scored_PG, strict=True)

@@ -23,9 +23,7 @@ import jax.numpy as jnp
 
 from jetrl_jax.core.typing import Array, Float, Int
 from jetrl_jax.rl import segments
-
-# A clamp that keeps exp finite, as for the policy ratio.
-MAX_LOG_WEIGHT = 20.0
+from jetrl_jax.rl.losses import MAX_LOG_RATIO
 
 # rollout_is -> default rollout_is_threshold, see `docs/algorithms.md`.
 DEFAULT_THRESHOLD = {
@@ -69,7 +67,7 @@ def no_correction(
 
 def _ratio(log_ratio_T: Float[Array, ' T']) -> Float[Array, ' T']:
   """Returns exp of a clamped log-ratio, without a gradient."""
-  clamped_T = jnp.clip(log_ratio_T, -MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+  clamped_T = jnp.clip(log_ratio_T, -MAX_LOG_RATIO, MAX_LOG_RATIO)
   return jax.lax.stop_gradient(jnp.exp(clamped_T))
 
 
@@ -315,7 +313,7 @@ def make_correction(
 
 
 def make_rejection(rollout_rs: str, *, low: float, high: float) -> Correction:
-  """Chooses the rejection of whole responses, besides any importance weight.
+  """Chooses the rejection of whole responses, in addition to any weight.
 
   Args:
     rollout_rs: 'none' or 'geometric'.

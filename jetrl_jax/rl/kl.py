@@ -17,8 +17,8 @@ from typing import Protocol
 import jax.numpy as jnp
 
 from jetrl_jax.core.typing import Array, Float
+from jetrl_jax.rl.losses import MAX_LOG_RATIO
 
-MAX_LOG_RATIO = 20.0
 MAX_K3 = 10.0
 
 

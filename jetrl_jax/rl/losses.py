@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jetrl_jax.core.typing import Array, Float, Int
 from jetrl_jax.rl import segments
 
-# exp(20) is 4.9e8; a larger ratio carries no information, and exp(89) is inf.
+# All of rl/ clamps log-ratios to +-20 before exp. exp(20) is 4.9e8; a larger
+# ratio carries no information, and exp(89) is inf.
 MAX_LOG_RATIO = 20.0
 
 # (clip_ratio_low, clip_ratio_high) where the config says None. A sequence's

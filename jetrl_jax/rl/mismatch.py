@@ -15,8 +15,7 @@ that lowers tokens of bad answers does not.
 import numpy as np
 
 from jetrl_jax.core.typing import Array, Float, NpArray
-
-MAX_LOG_RATIO = 20.0
+from jetrl_jax.rl.losses import MAX_LOG_RATIO
 
 
 def mismatch_metrics(

@@ -19,7 +19,7 @@ from jetrl_jax.rl.types import TrainBatch
 
 # Each has a case in `_policy_term`.
 POLICY_LOSSES = ('ppo', 'gspo', 'cispo')
-# What may drop tokens: metrics say how many.
+# Corrections that may drop tokens; metrics count the dropped ones.
 _REJECTING = ('icepop', 'mis')
 
 
@@ -212,7 +212,8 @@ def policy_loss(
   if config.entropy_coeff:
     loss_BT = loss_BT - config.entropy_coeff * entropy_BT
   loss = jnp.sum(jnp.where(mask_BT > 0, batch.loss_weight * loss_BT, 0.0))
-  # A sum over the mini-batch, not an average over tokens: `apply` counts it.
+  # A sum over the mini-batch and not an average over tokens, so its weight is 0
+  # here; `apply` sets it to 1.
   metrics['actor/pg_loss'] = Mean(sum=loss, weight=jnp.zeros(()))
   return loss, metrics
 
@@ -252,14 +253,14 @@ def _policy_term(
       return jax.vmap(cispo)(log_pi_BT, log_ratio_BT, batch.advantages)
     case 'ppo':
       return jax.vmap(ppo)(log_ratio_BT, batch.advantages, log_rho_BT)
-    case name:  # Another loss in its place would not be noticed.
+    case name:  # Nobody would notice if another loss ran in its place.
       raise NotImplementedError(f'policy_loss {name!r} has no case here')
 
 
 def _correction_metrics(
     config: LossConfig, batch: TrainBatch, weight_BT: Array
 ) -> dict[str, Mean]:
-  """Returns what the correction weighted and dropped; empty without one."""
+  """Returns metrics of the correction; empty without one."""
   if not config.reads_mu:
     return {}
   mask_BT = batch.loss_mask

@@ -10,8 +10,8 @@ import dataclasses
 from jetrl_jax.fp8.recipes import UNCALIBRATED
 from jetrl_jax.rl import advantages, aggregation, synthetic
 
-# Logits of a thousand over a temperature below this leave float32; above the
-# other, every token is as likely as the next.
+# Below the first, logits of 1000 over the temperature leave float32's range.
+# Above the second, all tokens are equally likely.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 
 
@@ -152,7 +152,7 @@ class AlgorithmConfig:
       )
 
 
-# In the order of what they cost.
+# In the order of their cost, the cheapest first.
 GUARD_ACTIONS = ('recalibrate', 'high_precision', 'rollback')
 
 

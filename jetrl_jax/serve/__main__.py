@@ -25,10 +25,11 @@ from jetrl_jax.metrics.console import show_own_sentences
 from jetrl_jax.serve import address
 from jetrl_jax.serve.requests import Limits
 
-# Name of an environment variable: all users of a machine can see a flag.
+# Name of an environment variable, because all users of a machine can see flags.
 _TOKEN = 'JETRL_JAX_TOKEN'
 _HTTP_PORT, _GRPC_PORT = 8000, 9000
-# What each way to serve imports, and the extra that brings it.
+# For each way to serve: the module that it imports, and the extra that installs
+# it.
 _EXTRAS = {
     'starlette': 'serve',
     'uvicorn': 'serve',
@@ -149,7 +150,7 @@ def _serve(start: Callable[..., Any]) -> None:
     signal.signal(number, stop)
   device_memory.take_most()
   started = start(asked)
-  if started is not None and received:  # While it compiled.
+  if started is not None and received:  # The signal came during compilation.
     started[0].stop()
     started = None
   if started is None:
@@ -173,7 +174,7 @@ def _serve(start: Callable[..., Any]) -> None:
 
 def _start_http(asked: threading.Event):
   """Starts the server of OpenAI's API."""
-  # Not at the top: where the extra is missing `main` says so.
+  # Imported here, because `main` reports a missing extra first.
   from jetrl_jax.serve import server as servers
   from jetrl_jax.serve.app import Access
 

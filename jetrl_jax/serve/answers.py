@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator
 
 from jetrl_jax.data import Tokenizer
 from jetrl_jax.serve.decoder import Decoder, Event, Failed, Job, Tokens
+from jetrl_jax.serve.logprobs import TokenLogprobs
 from jetrl_jax.serve.openai_requests import Asked
-from jetrl_jax.serve.scoring import Scores
 from jetrl_jax.serve.text import StoppedText
 
 
@@ -113,7 +113,7 @@ async def answer(
 
   Args:
     asked: the request.
-    decoder: decodes and scores.
+    decoder: decodes and computes log-probs.
     tokenizer: the tokenizer of the policy.
 
   Raises:
@@ -129,7 +129,7 @@ async def answer(
       loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
   def job_of(index: int) -> Job:
-    """Returns what is to be done next for a response."""
+    """Returns the next job of a response."""
     response, sampling = responses[index], asked.sampling
     if response.end is not None:
       sampling = None
@@ -146,7 +146,7 @@ async def answer(
       for prompt in range(len(asked.prompts))
       for _ in range(asked.n)
   ]
-  if asked.sampling is None and not asked.is_scored:
+  if asked.sampling is None and not asked.needs_forward:
     for index, response in enumerate(responses):
       yield _piece(index, response, response.text, [])
     return
@@ -160,13 +160,14 @@ async def answer(
       response, tokens = responses[index], []
       if isinstance(event, Failed):
         raise Unavailable(event.why)
-      if isinstance(event, Scores):
-        tokens = _scored(asked, response, event)
+      if isinstance(event, TokenLogprobs):
+        tokens = _with_alternatives(asked, response, event)
       else:
         response.push(event)
         if response.end is not None:
-          jobs[index].cancel()  # A stop string: it has not ended by itself.
-        if asked.is_scored:
+          # A stop string has ended it, so the decoder still runs it.
+          jobs[index].cancel()
+        if asked.needs_forward:
           if response.end is not None:
             jobs[index] = job_of(index)
             decoder.submit([jobs[index]], admitted=True)
@@ -201,19 +202,21 @@ def _sampled(response: _Response, first: int) -> list[Token]:
   return [Token(id=id, logprob=logprob, top=[]) for id, logprob in pairs]
 
 
-def _scored(asked: Asked, response: _Response, scores: Scores) -> list[Token]:
+def _with_alternatives(
+    asked: Asked, response: _Response, computed: TokenLogprobs
+) -> list[Token]:
   """Returns the tokens with the most probable ones in their places."""
   start, found = len(response.prompt), []
-  # What the rollout recorded: the same bits in a unified flow.
-  logprobs = [*scores.logprobs[:start].tolist(), *response.logprobs]
+  # The log-probs of decoding; a unified flow has the same bits in both.
+  logprobs = [*computed.logprobs[:start].tolist(), *response.logprobs]
   ids = [*response.prompt, *response.ids]
   for t in range(0 if asked.echo else start, len(ids)):
-    if t == 0:  # Nothing predicts it.
+    if t == 0:  # No token comes before it.
       found.append(Token(id=ids[0], logprob=None, top=[]))
       continue
     top = zip(
-        scores.top_ids[t, : asked.top].tolist(),
-        scores.top_logprobs[t, : asked.top].tolist(),
+        computed.top_ids[t, : asked.top].tolist(),
+        computed.top_logprobs[t, : asked.top].tolist(),
         strict=True,
     )
     found.append(

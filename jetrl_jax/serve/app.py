@@ -27,7 +27,7 @@ from jetrl_jax.serve.requests import Limits, PromptReader
 
 # Seconds that a client has to send its request.
 _BODY_S = 30.0
-# Bytes of a body that is too long that are read, and dropped.
+# Most bytes that are read and dropped of a body that is too long.
 _DRAINED = 64 << 20
 _LOOPBACK = ('localhost', '127.0.0.1', '[::1]')
 STOPPING = 'the server is shutting down; ask another one, or later'
@@ -256,7 +256,7 @@ class Api:
   async def _asked(self, read: Callable, request: Request) -> Asked:
     """Reads and checks a request."""
     kind = request.headers.get('content-type', 'application/json')
-    # Another type needs no permission to be sent from a page of another site.
+    # A page of another site may send other types without permission.
     if kind.partition(';')[0].strip().lower() != 'application/json':
       raise _Refused(
           415, f'the content-type is {kind!r:.80}; send application/json'
@@ -269,7 +269,8 @@ class Api:
           size += len(part)
           if size <= most:
             parts.append(part)
-          # Who still sends when a connection is closed may lose the answer.
+          # A client that still sends when the connection is closed may lose the
+          # answer.
           elif size > most + _DRAINED:
             break
     except TimeoutError:
@@ -285,7 +286,8 @@ class Api:
       )
     try:
       body = openai_requests.parse_body(b''.join(parts))
-      # Tokenising may take a while: not in the event loop's thread.
+      # Tokenising may take a while, so it runs outside of the event loop's
+      # thread.
       asked = await asyncio.to_thread(read, body, self._reader, self._limits)
     except ValueError as error:
       raise _Refused(400, str(error)) from None
@@ -408,7 +410,7 @@ async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
   finally:
     for task in tasks:
       task.cancel()
-    # What `work` holds is free when this returns.
+    # What `work` holds is freed when this returns.
     for task in tasks:
       with contextlib.suppress(asyncio.CancelledError, Exception):
         await task

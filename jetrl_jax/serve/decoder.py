@@ -1,9 +1,9 @@
-"""One thread that decodes and scores for all requests: continuous batching.
+"""One thread that serves all requests: continuous batching, and log-probs.
 
     until it is stopped:
         drop     free the slots of clients that have gone
         insert   prefill waiting prompts into idle slots
-        score    one waiting sequence, between two blocks of decode steps
+        forward  log-probs of one waiting sequence, between two decode blocks
         decode   a block of steps in all slots; hand out the new tokens
 
 Only this thread touches the engine. Others call `submit`, and `cancel` of what
@@ -25,11 +25,11 @@ from jetrl_jax.core import rng
 from jetrl_jax.core.typing import NpArray
 from jetrl_jax.rl.rollout.buckets import TAILS
 from jetrl_jax.rl.rollout.engine import DecodeState, Engine, EngineConfig
+from jetrl_jax.serve.logprobs import SequenceLogprobs, TokenLogprobs
 from jetrl_jax.serve.requests import Limits, Sampling
-from jetrl_jax.serve.scoring import Scorer, Scores
 
-# Decode steps between two looks at the queue; a multiple of 8 is faster on a
-# GPU. Text comes in pieces of as many tokens.
+# Decode steps between two checks of the queue; a multiple of 8 is faster on a
+# GPU. Text is sent in pieces of so many tokens.
 _STEPS = 8
 
 
@@ -61,17 +61,17 @@ class Failed:
   stopped: bool
 
 
-Event: TypeAlias = Tokens | Scores | Failed
+Event: TypeAlias = Tokens | TokenLogprobs | Failed
 
 
 class Job:
-  """One sequence to decode or to score.
+  """One sequence to decode, or whose log-probs to compute.
 
   Args:
     deliver: called with each event, in the decoder's thread.
-    tokens: int32; the prompt, or the whole sequence to score.
-    sampling: how its response is sampled; None to score it.
-    temperature: the temperature of the log-probs, if it is scored.
+    tokens: int32; the prompt, or the whole sequence whose log-probs are wanted.
+    sampling: how its response is sampled; None for its log-probs.
+    temperature: the temperature of its log-probs.
     sample: its number among the samples of one prompt and seed.
   """
 
@@ -159,7 +159,7 @@ class Decoder:
     self._engine, self._params = engine, engine.load_params()
     config = engine.config
     policy, params_spec = engine.reader
-    self._scorer = Scorer(
+    self._logprobs_of = SequenceLogprobs(
         policy,
         engine.mesh,
         config.max_prompt_length + config.max_response_length,
@@ -171,7 +171,7 @@ class Decoder:
     self._changed = threading.Condition()
     # Guarded by `_changed`.
     self._waiting: collections.deque[Job] = collections.deque()
-    self._to_score: collections.deque[Job] = collections.deque()
+    self._for_logprobs: collections.deque[Job] = collections.deque()
     self._closed: Failed | None = None
     # Only the decoder's thread reads and changes these.
     self._running: dict[int, Job] = {}
@@ -188,8 +188,8 @@ class Decoder:
 
   @property
   def num_waiting(self) -> int:
-    """Jobs that wait for a slot or to be scored."""
-    return len(self._waiting) + len(self._to_score)
+    """Jobs that wait for a slot or for log-probs."""
+    return len(self._waiting) + len(self._for_logprobs)
 
   @property
   def is_live(self) -> bool:
@@ -214,7 +214,7 @@ class Decoder:
       if not admitted and taken + len(jobs) > self.capacity:
         raise Full()
       for job in jobs:
-        queue = self._to_score if job.sampling is None else self._waiting
+        queue = self._for_logprobs if job.sampling is None else self._waiting
         queue.append(job)
       self._changed.notify()
 
@@ -244,11 +244,12 @@ class Decoder:
       while self._wait():
         self._drop()
         self._insert()
-        self._score()
+        self._compute_logprobs()
         if self._running:
           self._decode()
       self._tell_all()
-    except Exception as error:  # Out of memory, say: nothing can go on.
+    # For example out of memory. The server cannot continue.
+    except Exception as error:
       logging.exception('The engine failed')
       first = (str(error).splitlines() or [''])[0]
       why = f'the engine failed: {type(error).__name__}: {first}'
@@ -268,9 +269,9 @@ class Decoder:
   def _tell_all(self) -> None:
     assert self._closed is not None
     with self._changed:
-      left = [*self._running.values(), *self._waiting, *self._to_score]
+      left = [*self._running.values(), *self._waiting, *self._for_logprobs]
       self._waiting.clear()
-      self._to_score.clear()
+      self._for_logprobs.clear()
     self._running = {}
     for job in left:
       job.deliver(self._closed)
@@ -281,7 +282,7 @@ class Decoder:
         self._state = self._engine.free_resource(slot, self._state)
         del self._running[slot]
     with self._changed:
-      for queue in (self._waiting, self._to_score):
+      for queue in (self._waiting, self._for_logprobs):
         left = [job for job in queue if not job.cancelled]
         queue.clear()
         queue.extend(left)
@@ -313,12 +314,12 @@ class Decoder:
     )
     _wait_for(self._state)
 
-  def _score(self) -> None:
+  def _compute_logprobs(self) -> None:
     with self._changed:
-      if not self._to_score:
+      if not self._for_logprobs:
         return
-      job = self._to_score.popleft()
-    job.deliver(self._scorer(self._params, job.tokens, job.temperature))
+      job = self._for_logprobs.popleft()
+    job.deliver(self._logprobs_of(self._params, job.tokens, job.temperature))
 
   def _decode(self) -> None:
     """Decodes a block and delivers what is new."""
@@ -385,10 +386,10 @@ class Decoder:
           _wait_for(state)
         state = engine.generate_block(params, state, self._key, _STEPS, top_p_B)
         engine.release(range(count))
-    for length in self._scorer.lengths:
+    for length in self._logprobs_of.lengths:
       most = engine.config.max_prompt_length + engine.config.max_response_length
       tokens = np.zeros(min(length, most), np.int32)
-      self._scorer(params, tokens, 1.0)
+      self._logprobs_of(params, tokens, 1.0)
 
 
 def _wait_for(state: DecodeState) -> None:

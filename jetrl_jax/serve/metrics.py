@@ -1,4 +1,4 @@
-"""What a server tells Prometheus."""
+"""A server's metrics for Prometheus."""
 
 import time
 

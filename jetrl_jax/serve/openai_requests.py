@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from jetrl_jax.data.types import Message
+from jetrl_jax.serve.logprobs import MOST_TOP
 from jetrl_jax.serve.requests import Limits, PromptReader, Sampling
-from jetrl_jax.serve.scoring import MOST_TOP
 
 _MOST_STOPS = 16
 # OpenAI's default for completions; a chat's is what the server allows.
@@ -34,7 +34,7 @@ _BOTH = (
 )
 _CHAT = (*_BOTH, 'messages', 'max_completion_tokens', 'top_logprobs')
 _COMPLETION = (*_BOTH, 'prompt', 'echo')
-# Supported only where they change nothing.
+# Accepted only with values that change nothing.
 _OFF: dict[str, tuple[Any, ...]] = {
     'frequency_penalty': (0,),
     'presence_penalty': (0,),
@@ -47,7 +47,7 @@ _OFF: dict[str, tuple[Any, ...]] = {
     'response_format': ({'type': 'text'},),
     'modalities': (['text'],),
 }
-# About the account, not about the answer.
+# These are about the account and not about the answer.
 _IGNORED = (
     'user',
     'metadata',
@@ -68,8 +68,8 @@ class Asked:
     model: name that it asked for.
     prompts: token ids of each prompt.
     texts: the texts of each prompt, for an echo; None where it came as tokens.
-    sampling: the sampling settings of every response; None to score the prompts
-      only.
+    sampling: the sampling settings of every response; None for only
+      the log-probs of the prompts.
     n: responses to each prompt.
     stop: strings that end a response.
     stream: whether pieces are sent as they come.
@@ -93,7 +93,7 @@ class Asked:
   echo: bool
 
   @property
-  def is_scored(self) -> bool:
+  def needs_forward(self) -> bool:
     """Whether the log-probs need a forward over each whole sequence."""
     return self.logprobs and (self.top > 0 or self.echo)
 
@@ -179,7 +179,7 @@ def read_completion(
 
 
 def _common(body: dict[str, Any]) -> dict[str, Any]:
-  """Returns what both kinds of request have alike."""
+  """Returns the settings that both kinds of request share."""
   options = body.get('stream_options', {})
   if not isinstance(options, dict):
     raise ValueError(f'stream_options is {options!r:.80}; allowed: an object')

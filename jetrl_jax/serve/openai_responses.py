@@ -79,7 +79,7 @@ class Writer:
     }
 
   def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-    """Returns what a stream sends for a piece."""
+    """Returns the events that a stream sends for a piece."""
     self._sampled[piece.index] = piece.sampled
     logprobs = self._logprobs(piece.index, piece.tokens)
     found, end = [], {'finish_reason': piece.finish_reason}
@@ -152,7 +152,8 @@ class Writer:
       return None
     found: dict[str, float] = {}
     for id, logprob in [*token.top, (token.id, token.logprob)]:
-      # Two tokens may have the same text: the more probable one is told.
+      # Two tokens may have the same text. Then only the more probable one is
+      # reported.
       text = self._text(id)
       found[text] = max(logprob, found.get(text, logprob))
     return found

@@ -1,4 +1,4 @@
-"""What a request may ask for: limits, and how its response is sampled."""
+"""The limits of a request, and how its response is sampled."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from jetrl_jax.data import (
 from jetrl_jax.data.types import Message
 from jetrl_jax.rl.settings import MAX_TEMPERATURE, MIN_TEMPERATURE
 
-# What messages and gRPC's options hold.
+# The largest number that messages and gRPC's options hold.
 _INT32 = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-  """What a server takes.
+  """The limits of a server.
 
   Attributes:
     max_prompt_length: tokens, the template's included.
@@ -39,7 +39,7 @@ class Limits:
         'max_prompt_length': (1, _INT32),
         'max_tokens': (1, _INT32),
         'queue_size': (0, _INT32),
-        # Below that, not even the refusal of a request fits.
+        # With less, not even the refusal of a request fits.
         'max_message_kib': (1, _INT32 >> 10),
     }
     for name, (least, most) in allowed.items():

@@ -36,7 +36,7 @@ class TextStream:
     return text
 
   def flush(self) -> str:
-    """Returns what still waited at the end: half a character is U+FFFD."""
+    """Returns the rest of the text; half a character becomes U+FFFD."""
     text = self._new_text()
     self._start = self._done = len(self._tokens)
     return text
@@ -71,7 +71,7 @@ class StoppedText:
     return self._release(self._stream.push([token]))
 
   def flush(self) -> str:
-    """Returns what still waited when the response ended."""
+    """Returns the text that still waited when the response ended."""
     text = self._release(self._stream.flush())
     rest, self._held = self._held, ''
     return text + rest

@@ -90,6 +90,16 @@ def test_made_up_rewards_cannot_be_filtered_by():
   _check(run=run)
 
 
+def test_it_is_known_of_every_setting_of_the_loss_who_reads_it():
+  # Those of all methods: the choices themselves, and weights that may be 0.
+  of_all = {
+      *('policy_loss', 'rollout_is', 'rollout_rs'),
+      *('kl_loss_coef', 'kl_loss_type', 'entropy_coeff'),
+  }
+  settings = {field.name for field in dataclasses.fields(LossConfig)}
+  assert set(compatibility.readers(LossConfig())) == settings - of_all
+
+
 _SEQUENCES = dataclasses.replace(MU, loss_agg_mode='seq-mean-token-mean')
 
 

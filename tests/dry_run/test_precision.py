@@ -31,7 +31,7 @@ def test_the_table_says_what_computes_in_fp8():
   # 2 heads and 2 x 1 key and value heads of 16, width 32.
   assert qkv.shape == '64 x 32'
   assert 'e4m3 x e4m3 -> f32' in qkv.backward
-  assert rows['embed.attend'].rollout == 'bf16 x bf16 -> f32'
+  assert rows['embed.logits'].rollout == 'bf16 x bf16 -> f32'
   eight = [row.name for row in dry_run_precision.fp8_dots([*rows.values()])]
   assert eight == [
       'layers_*/attn/qkv',

@@ -40,7 +40,7 @@ from jetrl_jax.kernels.quantize_transpose import (
     mosaic_sm90 as transpose_in_mosaic,
 )
 from jetrl_jax.kernels.quantize_transpose import triton as transpose
-from jetrl_jax.kernels.requantize import changed_share
+from jetrl_jax.kernels.requantize import changed_share, groups
 from jetrl_jax.kernels.requantize import mosaic_sm90 as requantize_in_mosaic
 from jetrl_jax.kernels.requantize import triton as requantize_in_triton
 from jetrl_jax.kernels.rope_append import mosaic_sm90 as rope_in_mosaic
@@ -489,15 +489,16 @@ def test_a_kernel_is_requantised_in_place_as_xla_does_it(requantize, dtype):
       scaling_state.init_state(before, recipe), before, recipe, Axes()
   )
   old = kernels.prepare_weights(before, state, recipe)
-  wanted = jax.jit(lambda p, s, o: kernels.renew_weights(p, s, o, recipe))(
+  wanted = jax.jit(lambda p, s, o: kernels.requantize_weights(p, s, o, recipe))(
       moved, state, old
   )
   share = changed_share(old, wanted, Axes())['out']['kernel']
-  renew = jax.jit(
-      lambda p, s, o: requantize.renew(p, s, o, recipe, Axes(), **_HOW),
+  kernel = functools.partial(requantize.requantize_kernel, **_HOW)
+  in_place = jax.jit(
+      lambda p, s, o: groups.requantize(kernel, p, s, o, recipe, Axes()),
       donate_argnums=(2,),
   )
-  new, _, changed = renew(moved, state, jax.tree.map(jnp.copy, old))
+  new, _, changed = in_place(moved, state, jax.tree.map(jnp.copy, old))
   found, expected = new['out']['kernel'], wanted['out']['kernel']
   assert np.array_equal(_bytes(found.values), _bytes(expected.values))
   np.testing.assert_allclose(changed['out']['kernel'], share, rtol=1e-6)

@@ -14,7 +14,7 @@ from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels.adamw import groups
 from jetrl_jax.kernels.adamw import reference as adamw_reference
 from jetrl_jax.kernels.adamw import triton as adamw_kernel
-from jetrl_jax.kernels.requantize import triton as requantize
+from jetrl_jax.kernels.requantize import groups as requantize_groups
 from jetrl_jax.metrics.writer import Mean
 from jetrl_jax.optim import apply, fused_adamw, partition, rounding
 from jetrl_jax.optim.adamw import OptimizerConfig
@@ -365,7 +365,9 @@ def test_a_step_of_all_kernels_is_a_step_of_xla(monkeypatch, fsdp):
   monkeypatch.setattr(
       fused_adamw, 'update_group', counted(fused_adamw.update_group)
   )
-  monkeypatch.setattr(requantize, 'renew', counted(requantize.renew))
+  monkeypatch.setattr(
+      requantize_groups, 'requantize', counted(requantize_groups.requantize)
+  )
   ours = _applied(mesh, 3)
   # One program for both parts.
   assert len(calls) == 2

@@ -1,6 +1,7 @@
 """The kernel that quantises moved masters, against the three XLA programs."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -71,13 +72,14 @@ def test_one_pass_gives_the_weights_the_health_and_what_changed(
 
   @jax.jit
   def reference(params, state, weights):
-    wanted = kernels.renew_weights(params, state, weights, recipe)
+    wanted = kernels.requantize_weights(params, state, weights, recipe)
     measured = scaling_state.measure_kernels(state, params, wanted, Axes())
     return wanted, measured, changed_share(weights, wanted, Axes())
 
   @fast_compile_jit
   def kernel(params, state, weights):
-    return module.renew(params, state, weights, recipe, Axes(), interpret=True)
+    one = functools.partial(module.requantize_kernel, interpret=True)
+    return groups.requantize(one, params, state, weights, recipe, Axes())
 
   state, weights = prepare(before)
   # Neither is lost: the largest value that is held, and zero.
@@ -85,10 +87,10 @@ def test_one_pass_gives_the_weights_the_health_and_what_changed(
   held = jnp.stack([limit, 0 * limit]).astype(dtype)
   params['out']['kernel'] = params['out']['kernel'].at[1, :2].set(held)
   assert groups.fits(params, weights, recipe)
-  renewed, seen, changed = kernel(params, state, weights)
+  requantized, seen, changed = kernel(params, state, weights)
   wanted, measured, shares = reference(params, state, weights)
-  assert jax.tree.structure(renewed) == jax.tree.structure(wanted)
-  for a, b in zip(*map(jax.tree.leaves, (renewed, wanted)), strict=True):
+  assert jax.tree.structure(requantized) == jax.tree.structure(wanted)
+  for a, b in zip(*map(jax.tree.leaves, (requantized, wanted)), strict=True):
     assert a.dtype == b.dtype and a.shape == b.shape
     assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
   assert jax.tree.structure(seen) == jax.tree.structure(measured)
@@ -113,17 +115,23 @@ def test_devices_with_rows_of_their_own_see_what_one_does():
   state = scaling_state.init_state({'out': before}, recipe)['out']
   weights = kernels.prepare_weights(before, state, recipe)
 
-  def renewed(axes):
-    return lambda *trees: requantize.renew(*trees, recipe, axes, interpret=True)
+  def requantized(axes):
+    one = functools.partial(requantize.requantize_kernel, interpret=True)
+    return lambda params, state, weights: groups.requantize(
+        one, params, state, weights, recipe, axes
+    )
 
   arguments = params, state, weights
   specs = tuple(sharding.tree_specs(tree, mesh) for tree in arguments)
   run = sharding.per_device(
-      renewed(sharding.axes_of(mesh)), mesh, specs, (specs[2], specs[1], P())
+      requantized(sharding.axes_of(mesh)),
+      mesh,
+      specs,
+      (specs[2], specs[1], P()),
   )
   found, wanted = (
       fast_compile_jit(run)(*arguments),
-      fast_compile_jit(renewed(Axes()))(*arguments),
+      fast_compile_jit(requantized(Axes()))(*arguments),
   )
   for a, b in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
     a, b = (np.asarray(leaf, np.float32) for leaf in (a, b))
@@ -153,7 +161,7 @@ def test_old_values_are_read_before_new_ones_are_written_in_their_place():
       jnp.float32(1),
   )
   traced = jax.make_jaxpr(
-      lambda *a: requantize.renew_kernel(*a, interpret=True)
+      lambda *a: requantize.requantize_kernel(*a, interpret=True)
   )(*arguments)
   (call,) = [e for e in traced.eqns if e.primitive.name == 'pallas_call']
   ((given, made),) = call.params['input_output_aliases']

@@ -23,7 +23,7 @@ from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.types import TrainBatch
-from jetrl_jax.serve.scoring import Scorer
+from jetrl_jax.serve.logprobs import SequenceLogprobs
 from tests.rl import tiny_run, tiny_updates
 
 F32 = Recipe(name='bf16', compute_dtype='float32')
@@ -175,7 +175,7 @@ def test_a_server_on_two_devices_has_the_bits_of_one():
     key = rng.key(0, rng.ROLLOUT, 0)
     state = engine.generate_block(params, state, key, 4, top_p_B)
     policy, specs = engine.reader
-    scores = Scorer(policy, run.mesh, 32, specs)(params, prompt, 1.0)
+    scores = SequenceLogprobs(policy, run.mesh, 32, specs)(params, prompt, 1.0)
     found.append(
         (
             np.asarray(state.tokens[:2]),

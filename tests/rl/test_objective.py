@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax.rl import packing
-from jetrl_jax.rl.objective import LossConfig, policy_loss
+from jetrl_jax.rl.objective import POLICY_LOSSES, LossConfig, policy_loss
 from tests.hurry import fast_compile_jit
 
 _METHODS = {
@@ -93,6 +93,10 @@ def _gradient(config, sequences, row_length):
     for name, value in found.items():
       metrics[name] = metrics[name] + value if name in metrics else value
   return loss, packing.unpack(slopes, packed), metrics
+
+
+def test_every_policy_loss_is_among_the_methods():
+  assert {m.policy_loss for m in _METHODS.values()} == set(POLICY_LOSSES)
 
 
 @pytest.mark.parametrize('name', _METHODS)

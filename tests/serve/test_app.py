@@ -28,9 +28,9 @@ from jetrl_jax.serve import answers, openai_requests
 from jetrl_jax.serve.address import listen
 from jetrl_jax.serve.app import STOPPING, Access, Api
 from jetrl_jax.serve.decoder import Decoder, Stopped, make_engine
+from jetrl_jax.serve.logprobs import SequenceLogprobs
 from jetrl_jax.serve.openai_responses import Writer
 from jetrl_jax.serve.requests import PromptReader
-from jetrl_jax.serve.scoring import Scorer
 from jetrl_jax.serve.server import Server
 from tests.serve import served
 
@@ -147,7 +147,7 @@ def test_a_seed_gives_the_tokens_of_the_rollout_with_that_address(client):
 def test_scores_are_the_log_probs_that_training_computes(policy):
   saved = getattr(served, policy)()
   texts = [_tokens(q) + _tokens(q)[:3] for q in _questions(2)]
-  scorer = Scorer(saved.policy, saved.mesh, 40, P())
+  logprobs_of = SequenceLogprobs(saved.policy, saved.mesh, 40, P())
   # Training: both in one row, each at a tile's edge.
   tile = saved.policy.tile
   packed = packing.pack(
@@ -166,7 +166,7 @@ def test_scores_are_the_log_probs_that_training_computes(policy):
       [run(params, batch, temperature)[0] for batch in packed.batches], packed
   )
   for text, logprobs in zip(texts, trained, strict=True):
-    scores = scorer(params, text, 0.7)
+    scores = logprobs_of(params, text, 0.7)
     assert scores.logprobs[1:].tobytes() == logprobs[1:].tobytes()
     # The most probable tokens first; a token's own number is among them.
     assert (np.diff(scores.top_logprobs[1:], axis=1) <= 0).all()
@@ -193,7 +193,9 @@ def test_a_prompt_is_echoed_with_the_log_probs_that_lm_eval_reads(client):
   assert len(found['token_logprobs']) == count + 1
   assert found['text_offset'] == list(range(count + 1))
   saved = served.trained()
-  scores = Scorer(saved.policy, saved.mesh, 40, P())(saved.params, tokens, 0.0)
+  scores = SequenceLogprobs(saved.policy, saved.mesh, 40, P())(
+      saved.params, tokens, 0.0
+  )
   sent = np.asarray(found['token_logprobs'][1:count], np.float32)
   assert sent.tobytes() == scores.logprobs[1:].tobytes()
   # The one that was sampled is the most probable one, and has one number.

@@ -75,16 +75,16 @@ def test_parts_of_text_are_joined(reader):
 
 def test_log_probs_are_a_number_here_and_a_flag_there(reader):
   asked = _completion(reader, logprobs=3)
-  assert (asked.logprobs, asked.top, asked.is_scored) == (True, 3, True)
+  assert (asked.logprobs, asked.top, asked.needs_forward) == (True, 3, True)
   asked = _completion(reader, logprobs=0)
-  assert (asked.logprobs, asked.top, asked.is_scored) == (True, 0, False)
+  assert (asked.logprobs, asked.top, asked.needs_forward) == (True, 0, False)
   asked = _chat(reader, logprobs=True, top_logprobs=2)
-  assert (asked.logprobs, asked.top, asked.is_scored) == (True, 2, True)
+  assert (asked.logprobs, asked.top, asked.needs_forward) == (True, 2, True)
 
 
 def test_a_prompt_may_be_scored_without_a_response(reader):
   asked = _completion(reader, echo=True, logprobs=1, max_tokens=0)
-  assert asked.sampling is None and asked.is_scored
+  assert asked.sampling is None and asked.needs_forward
 
 
 def test_what_changes_nothing_is_let_through(reader):

@@ -125,7 +125,7 @@ def sampled(aval, facts) -> Fact:
 
 
 def join(facts) -> Fact:
-  """What holds of a value that may be any of these, all of one shape."""
+  """Returns the fact of a value that may be any of these, all of one shape."""
   facts = list(facts)
   return Fact(
       tuple(any(f) for f in zip(*(f.varying for f in facts), strict=True)),
@@ -136,9 +136,9 @@ def join(facts) -> Fact:
 
 
 def moved(eqn, facts) -> list[Fact]:
-  """Facts of what data movement returns."""
+  """Returns the facts of results of data movement."""
   if len(eqn.outvars) == len(facts) > 1:
-    return facts  # Barriers and transfers: one by one.
+    return facts  # Barriers and transfers have one result per operand.
   varying = varying_axes(eqn, facts)
   block = common_block(facts, varying)
   if eqn.primitive.name == 'reshape':
@@ -155,7 +155,7 @@ def moved(eqn, facts) -> list[Fact]:
 
 
 def made_by(address: Address, eqn, facts) -> list[Fact]:
-  """Facts of what an operation returns."""
+  """Returns the facts of an operation's results."""
   varying = varying_axes(eqn, facts)
   block = common_block(facts, varying)
   return [

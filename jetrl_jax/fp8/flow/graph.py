@@ -120,7 +120,7 @@ class FlowGraph:
       by = f'{kernel.operation} by {kernel.implementation}'
       said.setdefault(_any_layer(kernel.path), {})[by] = None
     for node in self.nodes:
-      # Those of a sum or of attention have a precision in their name.
+      # The names of sums and of attention contain their precision.
       if node.op == 'dot_general' and not node.backward:
         formats = f'dot {" x ".join(node.inputs)} -> {node.outputs[0]}'
         said[_any_layer(node.path)][formats] = None

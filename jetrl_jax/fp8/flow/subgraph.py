@@ -66,7 +66,7 @@ def check_subgraph(g_infer: FlowGraph, g_train: FlowGraph) -> list[Difference]:
 def _node_difference(node, g_infer, g_train) -> Difference:
   key = (node.path, node.op, node.backward)
   same = [n for n in g_train.nodes if (n.path, n.op, n.backward) == key]
-  # What the rollout has as well is the counterpart of something else.
+  # A node that the rollout also has is the counterpart of another one.
   rest = [n for n in same if n not in set(g_infer.nodes)] or same
   return Difference(
       node=node,

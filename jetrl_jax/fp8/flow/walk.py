@@ -90,8 +90,8 @@ class _Walker:
   """Collects nodes and edges over a jaxpr and the jaxprs inside it."""
 
   def __init__(self):
-    # Visited again in every round of a loop; the last visit, when everything
-    # is known of what the loop carries, is the one that stays.
+    # A loop's body is visited in every round. The last visit replaces the
+    # earlier ones: by then the facts of all carried values are known.
     self._nodes: dict[Address, FlowNode] = {}
     self._depends_on: dict[Address, frozenset[Address]] = {}
     # A dictionary as an ordered set: producer, consumer, dtype.
@@ -122,7 +122,7 @@ class _Walker:
         for producer, consumer, dtype in self._edges
         if producer in live and consumer in live
     }
-    # A kernel counts where something that it computes does.
+    # A kernel is in the graph if something that it computes is.
     kernels = {
         kernel: None
         for at, kernel in self._kernels.items()
@@ -133,7 +133,7 @@ class _Walker:
     )
 
   def _move_quantisers(self) -> None:
-    """Gives what quantises a dot's operand the path of the dot.
+    """Gives the operations that quantise a dot's operand the dot's path.
 
     The operation before may do it, in its kernel, or the dot itself.
     """
@@ -224,7 +224,7 @@ class _Walker:
     return [flow_facts.depending(f, chosen_by) for f in joined]
 
   def _while(self, eqn, facts, scope) -> list[Fact]:
-    # As in a scan: counted, not read from parameters.
+    # As in a scan, these are counted and not read from parameters.
     carried = len(eqn.outvars)
     skip = len(_open(eqn.params['cond_jaxpr']).invars) - carried
     split = len(facts) - carried
@@ -256,7 +256,7 @@ class _Walker:
     ]
 
   def _loop(self, body, consts, carry, rows, scope):
-    """Walks a loop's body until what is carried no longer changes.
+    """Walks a loop's body until the facts of its carry no longer change.
 
     Returns:
       Facts of the carried values and of the body's other results.
@@ -277,7 +277,7 @@ class _Walker:
     granularity = ''
     if flow_facts.is_kernel(eqn):
       op = str(eqn.params.get('name') or eqn.params.get('target_name') or op)
-      # A Pallas kernel is a scope of its own name too.
+      # A Pallas kernel is also a scope of that name.
       names = names[:-1] if names[-1:] == (op,) else names
     elif op in flow_facts.REDUCTIONS and 'axes' in eqn.params:
       kept = [i not in eqn.params['axes'] for i in range(len(facts[0].varying))]
@@ -346,7 +346,7 @@ def _is_movement(eqn, facts) -> bool:
     return False
   given = eqn.invars[0].aval
   if not flow_facts.is_number(given):
-    # What an INT8 dot added up is rounded here; an index is not.
+    # Here the sums of an INT8 dot are rounded; an index is not.
     return not facts[0].sources
   return given.dtype == eqn.outvars[0].aval.dtype
 

@@ -148,13 +148,13 @@ def forward(
 
 
 def _implementation(dim: int) -> str:
-  """Returns what runs for rows of so many channels, however many they are."""
+  """Returns the implementation for rows of `dim` channels, any number."""
   name = dispatch.implementation('add_norm_quantize')
   if name == 'mosaic_sm90':
     from jetrl_jax.kernels.add_norm_quantize import mosaic_sm90
 
     if not mosaic_sm90.fits(dim):
-      return dispatch.another()
+      return dispatch.fallback()
   return name
 
 

@@ -44,7 +44,7 @@ from jetrl_jax.kernels import mosaic_tools as tools
 from jetrl_jax.kernels.calls import lowered_once
 
 _MAX_CHUNK = 512
-# Channels of a row in a thread: more of them find no room in its registers.
+# Most channels of a row in a thread: its registers have no room for more.
 _MOST = 64
 
 
@@ -131,7 +131,7 @@ def _kernel(
     ]
   parts = [row.astype(jnp.float32) for row in rows]
   squares = [part * part for part in parts]
-  if x_ref.dtype == jnp.float32:  # Those of shorter numbers are exact.
+  if x_ref.dtype == jnp.float32:  # Squares of shorter numbers are exact.
     squares = [fence(square) for square in squares]
   total = squares[0]
   for square in squares[1:]:

@@ -9,7 +9,8 @@ from jetrl_jax.kernels.calls import lowered_once
 def channels_as_decoded(x: Array, dtype) -> Array:
   """Queries or keys [..., H], widened, in decode's order of channels."""
   x = x.astype(dtype)
-  if x.shape[-1] % 32:  # Too few for an instruction to take so many at once.
+  # Too few channels for decode's instructions, which take 32 at once.
+  if x.shape[-1] % 32:
     return x
   fours = x.reshape(*x.shape[:-1], -1, 8, 2, 2)
   return jnp.swapaxes(fours, -3, -2).reshape(x.shape)
@@ -22,7 +23,7 @@ def tokens_as_decoded(x: Array, tile: int, dtype) -> Array:
 
 
 def one_kernel(*static: str):
-  """Makes a kernel and what lays out its operands one call.
+  """Joins a kernel and the layout of its operands into one call.
 
   Under the name that the check of the precision flow knows
   (`fp8/flow/subgraph.py`): it compares what goes into the call, which is the
@@ -75,7 +76,7 @@ def row_tiles_of(
   low, high = ends(by_tile(attends, jnp.any))
   full = by_tile(sees_all, jnp.all)
   inner, inner_end = ends(full)
-  # One stretch without a gap, or none.
+  # The full tiles count only if they are one stretch without a gap.
   is_whole = jnp.sum(full, axis=2, dtype=jnp.int32) == inner_end - inner
   is_whole &= inner_end > inner
   inner = jnp.where(is_whole, inner, high)

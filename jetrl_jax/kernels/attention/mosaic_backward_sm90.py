@@ -99,7 +99,7 @@ def _added(totals, products, interpret: bool):
     products: (weights [64, 64], tile [64, H]) for each.
     interpret: the kernel runs on a CPU.
   """
-  if interpret:  # Which knows no product of what registers hold.
+  if interpret:  # The interpreter has no product of operands in registers.
     totals = [
         total + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
         for total, (a, b) in zip(totals, products, strict=True)
@@ -129,7 +129,7 @@ def _through(bounds, step, carry):
 
 
 class _Scratch(NamedTuple):
-  """What a program has in shared memory.
+  """A program's arrays in shared memory.
 
   Attributes:
     own: of each warpgroup: what it multiplies with all tiles; at the end its
@@ -156,7 +156,7 @@ def _vector(count: int, dtype):
 
 
 def _scratch(own, tiles, groups: int, head_dim: int, dtype):
-  """Returns what to allocate.
+  """Returns the arrays to allocate.
 
   Args:
     own: name -> dtype of a vector, or None for a matrix of `dtype`.
@@ -398,7 +398,7 @@ def backward(
       _GROUPS,
       interpret,
   )
-  # As many keys as a program has, or as there are.
+  # As many keys as a program has, or as exist.
   groups = _GROUPS if k_BKSH.shape[2] % height == 0 else 1
   keys = groups * _ROWS
   dk, dv = _call(

@@ -87,7 +87,7 @@ def key_tiles_of(
     return jnp.max(x, axis=2)
 
   begin, end = least(first) // tile, (most(last) + tile) // tile
-  # One at least, which changes nothing where no row sees a key.
+  # At least one tile; it changes nothing if no row sees a key.
   end = jnp.maximum(begin + 1, end)
   inner = jnp.minimum((most(first) + tile - 1) // tile, end)
   inner_end = jnp.maximum((least(last) + 1) // tile, inner)
@@ -111,7 +111,7 @@ def _kernel(
     even_first: bool,
     interpret: bool,
 ):
-  """Some query rows of a KV head."""
+  """Attends from some query rows of a KV head."""
   batch, head, place = map(lax.axis_index, ('batch', 'head', 'place'))
   group = lax.axis_index('warpgroup')
   begin, inner, inner_end, end = [tiles_ref[batch, place, i] for i in range(4)]
@@ -163,7 +163,7 @@ def _multiply(
     even_first: bool,
     interpret: bool,
 ):
-  """What a warpgroup makes: 64 rows of the output and their log-sum-exp."""
+  """Computes 64 rows of the output and their log-sum-exp in a warpgroup."""
   begin, inner, inner_end, end = tiles
   keys, values = scratch.streams
   head_dim, dtype = q_ref.shape[-1], q_ref.dtype
@@ -197,7 +197,7 @@ def _multiply(
       key = jnp.where(key < tile // 2, 2 * key, odd)
     key += i * tile
     first, last = (across(tools.loaded(x, 1), tile) for x in scratch.span)
-    # So low that its weight is 0 beside any maximum.
+    # So low that its weight is 0 next to any maximum.
     return jnp.where((key >= first) & (key <= last), scores, 2.0 * NO_SCORE)
 
   def attend(i, products, carry, is_masked: bool):
@@ -214,7 +214,7 @@ def _multiply(
     plgpu.barrier_wait(values.there.at[slot])
     v_tile = values.tiles['tile'].at[slot]
     ones = scratch.ones.transpose((1, 0))
-    if interpret:  # Which knows no product of what registers hold.
+    if interpret:  # The interpreter has no product of operands in registers.
       acc += jnp.dot(p, v_tile[...], preferred_element_type=jnp.float32)
       total += jnp.dot(p, ones[...], preferred_element_type=jnp.float32)
       tools.has_read()
@@ -295,7 +295,7 @@ def _multiply(
 
 
 class _Scratch(NamedTuple):
-  """What a program has in shared memory, of one warpgroup or of all.
+  """A program's arrays in shared memory, of one warpgroup or of all.
 
   Attributes:
     q: query rows.
@@ -317,7 +317,7 @@ class _Scratch(NamedTuple):
 
   @classmethod
   def types(cls, program: Program, tile: int, head_dim: int, dtype, out_dtype):
-    """Returns what to allocate."""
+    """Returns the arrays to allocate."""
 
     def matrix(*shape: int, dtype=dtype, most: int = head_dim):
       transforms = tools.pieces(dtype, min(most, shape[-1]))
@@ -325,8 +325,9 @@ class _Scratch(NamedTuple):
 
     groups, stages, _ = program
     rows = groups, tools.ROWS
-    # A product's step goes over a piece's width, which is channels for scores
-    # and keys for the output: of a small tile values have narrower pieces.
+    # A step of a product covers the width of a piece. That is channels for
+    # scores and keys for the output, so values of a small tile have narrower
+    # pieces.
     tiles = stages, tile, head_dim
     keys, values = (
         tools.Stream.types(stages, groups, tile=matrix(*tiles, most=most))

@@ -37,8 +37,8 @@ def _weighted(p, v_tile):
   """Returns p v, of a row the same bits in any number of rows."""
   if v_tile.dtype == jnp.bfloat16:
     return _dot(p, v_tile, ((3,), (2,)))
-  # With 32 channels, say, XLA adds up fewer than 64 rows in another way than
-  # more, unless both operands are contraction-minor or in bfloat16.
+  # With 32 channels, for example, XLA adds in another order for fewer than 64
+  # rows, unless both operands are contraction-minor or in bfloat16.
   v_transposed = lax.optimization_barrier(jnp.swapaxes(v_tile, 2, 3))
   return _dot(p, v_transposed, ((3,), (3,)))
 

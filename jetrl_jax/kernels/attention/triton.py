@@ -126,7 +126,7 @@ def highest(scores, seen):
 
 
 def weights_of(scores, top, seen, dtype, interpret: bool):
-  """Returns what values are multiplied with, 0 where not `seen`."""
+  """Returns the weights of the values, 0 where not `seen`."""
   p = power_of_2(scores - top[:, None], interpret)
   if seen is not None:
     p = jnp.where(seen, p, 0.0)
@@ -165,7 +165,7 @@ def attend_tile(q, parts, span, carry, interpret: bool):
   for scores, seen in scored:
     new_top = jnp.maximum(new_top, highest(scores, seen))
   decay = power_of_2(top - new_top, interpret)
-  # Each when its turn comes: weights of two parts are many registers.
+  # One after the other, because the weights of two parts need many registers.
   weighed = (
       (weights_of(scores, new_top, seen, q.dtype, interpret), v)
       for (scores, seen), (_, v, _) in zip(scored, parts, strict=True)
@@ -255,7 +255,7 @@ def forward(
   """
   wanted, out_dtype = q_BKRH.shape[2], q_BKRH.dtype
   even_first = k_BKSH.dtype.itemsize == 1
-  # The fastest; all give the same bits.
+  # The fastest choice; all choices give the same bits.
   row_tile, num_warps, num_stages = (64, 4, 2) if even_first else (128, 8, 3)
   if even_first:
     dtype = operand_dtype(out_dtype, k_BKSH.dtype)

@@ -32,7 +32,7 @@ from jetrl_jax.kernels.calls import lowered_once
 
 
 class Tiles(NamedTuple):
-  """How the result is shared out.
+  """How programs divide the result.
 
   Attributes:
     height: rows of a program, 64 for each warpgroup that multiplies.
@@ -49,9 +49,9 @@ class Tiles(NamedTuple):
 _MANY, _FEW = Tiles(128, 128, 4), Tiles(64, 128, 5)
 _FEW_ROWS = 64
 _LOWEST = float(jnp.finfo(jnp.float32).min)
-# Programs that follow each other take as many tiles of a to each one of b.
+# Consecutive programs take this many tiles of a for each tile of b.
 _NEIGHBOURS = 8
-# Values that one copy may bring along a dimension.
+# Most values along a dimension that one copy may bring.
 _MOST_COPIED = 256
 
 
@@ -86,7 +86,8 @@ def _kernel(
   height, width, stages = tiles
   across = b_ref.shape[0] // width
   number = lax.axis_index('program')
-  # Neighbours first along a's tiles, then all of b's, then the next neighbours.
+  # First some neighbouring tiles of a, for each all tiles of b; then the next
+  # neighbours.
   ahead, number = lax.div(number, near * across), lax.rem(number, near * across)
   row = (ahead * near + lax.rem(number, near)) * height
   column = lax.div(number, near) * width
@@ -192,7 +193,7 @@ def block_dot(
     )
   down, groups = (rows + missing) // height, inner // BLOCK
   is_blocks = scale_b_NG.shape[0] < columns
-  if is_blocks:  # Bulk copies have multiples of 16 bytes.
+  if is_blocks:  # A bulk copy has a multiple of 16 bytes.
     scale_b_NG = jnp.pad(scale_b_NG, ((0, 0), (0, -groups % 4)))
   out = plgpu.kernel(
       tools.named(

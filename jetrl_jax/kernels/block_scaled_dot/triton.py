@@ -41,7 +41,7 @@ from jetrl_jax.kernels.triton_tools import (
 _MANY = 64, 128, 4, 3
 _FEW = 64, 64, 4, 4
 _FEW_ROWS = 512
-# Programs that follow each other take as many tiles of a to each one of b.
+# Consecutive programs take this many tiles of a for each tile of b.
 _NEIGHBOURS = 8
 
 
@@ -104,7 +104,7 @@ def block_dot(
       interpret=interpret,
   )
   of_a, of_b = (row_slices(*x.shape, multiple=BLOCK) for x in (a_MK, b_NK))
-  # No weight has as many rows: of scales there is one for each.
+  # An array of so many rows is no weight, so it has a scale for each row.
   parts = [
       [run(a_MK[i], scale_a_MG[i], b_NK[j], scale_b_NG[j]) for j in of_b]
       for i in of_a

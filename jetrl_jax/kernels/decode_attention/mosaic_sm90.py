@@ -64,7 +64,7 @@ _STAGES, _STAGES_OF_FEW = {1: 2, 2: 3}, 4
 
 
 class _Scratch(NamedTuple):
-  """What a program has in shared memory.
+  """A program's arrays in shared memory.
 
   Attributes:
     rounded: query rows as they are stored, and the output in the end.
@@ -92,7 +92,7 @@ class _Scratch(NamedTuple):
   def types(
       cls, q_dtype, stored, tile: int, head_dim: int, stages: int, lowers: bool
   ) -> '_Scratch':
-    """Returns what to allocate."""
+    """Returns the arrays to allocate."""
     dtype, in_pairs = operand_dtype(q_dtype, stored), stored.itemsize == 1
 
     def matrix(*shape: int, dtype=dtype):
@@ -201,7 +201,7 @@ def _kernel(
       scratch=scratch,
   )
   mine = pl.ds(head * group, group)
-  # Rows after the group's hold what was in memory, and go nowhere.
+  # Rows beyond the group hold old memory, and nobody reads their results.
   whose = pl.ds(0, group)
   plgpu.copy_gmem_to_smem(
       q_ref.at[slot, mine], scratch.rounded.at[whose], scratch.q_there
@@ -253,7 +253,7 @@ def _attended(pages: _Pages, last, tile: int, in_pairs: bool, interpret: bool):
 
   def products(keys):
     q = scratch.q.transpose((1, 0))
-    if interpret:  # Which knows no product of what registers hold.
+    if interpret:  # The interpreter has no product of operands in registers.
       return jnp.dot(keys[...], q[...], preferred_element_type=jnp.float32)
 
     def multiply(ref):
@@ -267,7 +267,7 @@ def _attended(pages: _Pages, last, tile: int, in_pairs: bool, interpret: bool):
     if in_pairs:
       odd = 2 * key - (tile - 1)
       key = jnp.where(key < tile // 2, 2 * key, odd)
-    # So low that its weight is 0 beside any maximum.
+    # So low that its weight is 0 next to any maximum.
     return jnp.where(key + i * tile <= last, scores, 2.0 * NO_SCORE)
 
   def added(sums, weights, p, values):
@@ -314,7 +314,7 @@ def _attended(pages: _Pages, last, tile: int, in_pairs: bool, interpret: bool):
     def _():
       pages.ask_values(i + stages - 1, page_before)
 
-    # Read one tile before it is needed: a table's number takes its time.
+    # Read one tile early, because a number of the table takes a while to load.
     ahead = pages.page_of(i + stages + 1)
     sums = [x * across(decay, x.shape[0]) for x in (acc, total)]
     plgpu.barrier_wait(scratch.values_there.at[stage])

@@ -75,7 +75,7 @@ def load_query(q_ref, head, group: int, dtype):
 
 
 def page_of(table_ref, i, last, sizes: tuple[int, int]):
-  """Returns the page of a slot's tile, and of its last one for those behind.
+  """Returns the page of a slot's tile; tiles after the last get the last one's.
 
   A loop over tiles asks a tile ahead: the loads of keys that are on their way
   need it.

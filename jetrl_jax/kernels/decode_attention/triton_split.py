@@ -54,7 +54,7 @@ _STAGES = 3
 
 
 class Split(NamedTuple):
-  """How the work of a slot's KV head is shared out.
+  """How programs divide the work of a slot's KV head.
 
   Attributes:
     chunks: groups of neighbouring tiles; one program makes the scores of a
@@ -223,7 +223,7 @@ def _sums_kernel(
   def body(i, carry):
     *sums, page, decay = carry
     ahead = pages.page_of(table_ref, i + 1, last, (tile, page_size))
-    # Ahead as well: what goes into no dot Triton does not ask for early.
+    # Loaded ahead as well: Triton loads early only what goes into a dot.
     next_decay = decay_of(i + 1)
     at = (page, head), lax.rem(i, per_page), tile
     values = pages.load_values(v_ref, *at, channels, interpret)

@@ -37,7 +37,7 @@ from jetrl_jax.kernels.swiglu import formula
 ROWS = 64, 128
 # Columns of h that a program makes: whole units, as many as registers hold.
 _UNIT, _MOST = 16, 144
-_MULTIPROCESSORS = 132  # of an H200, where none is at hand
+_MULTIPROCESSORS = 132  # of an H200; used if no GPU is at hand
 _STAGES = 4
 
 
@@ -71,7 +71,7 @@ def _kernel(x_ref, w_ref, *refs, width: int, interpret: bool):
   rows, columns = out_ref.shape
   groups = rows // tools.ROWS
   mine = pl.ds(lax.axis_index('warpgroup') * tools.ROWS, tools.ROWS)
-  # The last program makes some columns of the one before it once more.
+  # The last program repeats some columns of the one before it.
   first = jnp.minimum(lax.axis_index('program') * width, columns - width)
   those = pl.ds(pl.multiple_of(first, _UNIT), width)
 

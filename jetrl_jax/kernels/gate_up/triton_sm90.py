@@ -37,7 +37,7 @@ ROWS = 64, 128
 _CHUNK = 128
 # Columns of h that a program makes: whole units, as many as its registers hold.
 _UNIT, _MOST = 16, 144
-_MULTIPROCESSORS = 132  # of an H200, where none is at hand
+_MULTIPROCESSORS = 132  # of an H200; used if no GPU is at hand
 _WARPS = 8
 # Bytes of shared memory for loads in flight.
 _BYTES, _MOST_STAGES = 216 * 1024, 6
@@ -72,7 +72,7 @@ def _kernel(x_ref, w_ref, *refs, width: int, interpret: bool):
   *numbers, out_scale_ref, out_ref = refs
   rows, columns = out_ref.shape
   parts = _parts(width)
-  # The last program makes some columns of the one before it once more.
+  # The last program repeats some columns of the one before it.
   first = jnp.minimum(pl.program_id(0) * width, columns - width)
   first = pl.multiple_of(first, _UNIT)
 

@@ -57,8 +57,9 @@ def row_stats(
 
 def _stats_fwd(logits_MV, inverse_M):
   stats = _stats(logits_MV, inverse_M)
-  # The backward has the logits made again, and not these. What is returned is
-  # not what is marked, which has another operation in the training forward.
+  # `keep` saves the results for the backward, which computes the logits again.
+  # The returned results are not the marked ones: a mark is one more operation,
+  # which the training forward would have and decode would not.
   return stats, (logits_MV, inverse_M, *keep(stats))
 
 

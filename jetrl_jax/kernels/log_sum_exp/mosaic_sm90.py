@@ -47,12 +47,13 @@ CHUNK = 4096
 LANES = CHUNK // 4
 QUARTER = plgpu.Layout.WG_STRIDED((LANES,), vec_size=4)
 _LOG2_E = math.log2(math.e)
-# Of a program, which joins so many chunks, or a multiple.
+# Threads of a program that joins chunks. It reads this many chunks, or a
+# multiple.
 _THREADS = 128
 # Chunks that a program has on their way, and programs of a multiprocessor: they
 # fill its shared memory. Not measured.
 _STAGES, _RESIDENT = 3, 4
-_MULTIPROCESSORS = 132  # of an H200, where none is at hand
+_MULTIPROCESSORS = 132  # of an H200; used if no GPU is at hand
 
 
 def ask_chunk(logits_ref, row, chunk, tile_ref, there_ref) -> None:
@@ -133,7 +134,7 @@ def _chunk_kernel(
         jnp.zeros((LANES,), jnp.float32), QUARTER
     )
     for z in quarters:
-      # Behind the vocabulary z is the lowest number, and this is 0.
+      # After the vocabulary's end z is the lowest number, and this is 0.
       p = tools.power_of_2((z - top) * _LOG2_E)
       total += p
       weighted = tools.multiply_add(p, z, weighted, interpret, QUARTER)
@@ -223,7 +224,8 @@ def join(top, total, *, interpret: bool) -> tuple:
   """Returns a row's log-sum-exp, its sum, and the scales of its chunks."""
   row_top = jnp.max(top)
   scale = jnp.exp(top - row_top)
-  # Rounded: two kernels join, and a sum that takes a product in is another.
+  # The product is rounded first. Two kernels join chunks, and a fused
+  # multiply-add would give another sum.
   total = tools.product(total, scale, interpret, joined(top.shape))
   row_total = jnp.sum(total)
   return row_top + jnp.log(row_total), row_total, scale
@@ -235,7 +237,7 @@ def _join_kernel(*refs, vocab: int, interpret: bool):
   row = lax.axis_index('row')
   _, top, total, weighted = load_parts(part_refs, row, vocab)
   lse_ref[row], row_total, scale = join(top, total, interpret=interpret)
-  # A chunk that counts for nothing may have an infinite sum.
+  # A chunk whose weight is 0 may have an infinite sum.
   weighted = jnp.where(scale > 0.0, weighted * scale, 0.0)
   mean_ref[row] = jnp.sum(weighted) / row_total
 

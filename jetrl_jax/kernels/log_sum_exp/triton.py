@@ -68,7 +68,7 @@ def _chunk_kernel(logits_ref, inverse_ref, *out_refs, vocab, interpret):
   top = jnp.max(functools.reduce(jnp.maximum, [z for _, z in quarters]))
   total = weighted = jnp.zeros((LANES,), jnp.float32)
   for _, z in quarters:
-    # Behind the vocabulary z is the lowest number, and this is 0.
+    # After the vocabulary's end z is the lowest number, and this is 0.
     p = power_of_2((z - top) * _LOG2_E, interpret)
     total += p
     weighted = multiply_add(p, z, weighted, interpret)
@@ -129,7 +129,7 @@ def join_stats(top, total, weighted) -> tuple:
   row_top = jnp.max(top)
   scale = jnp.exp(top - row_top)
   row_total = jnp.sum(total * scale)
-  # A chunk that counts for nothing may have an infinite sum.
+  # A chunk whose weight is 0 may have an infinite sum.
   weighted = jnp.where(scale > 0.0, weighted * scale, 0.0)
   return row_top + jnp.log(row_total), jnp.sum(weighted) / row_total
 

@@ -9,16 +9,18 @@ reference is their composition, with their derivatives. In the fused form
 both dots. Devices that share the two dots gather h between them.
 """
 
+import dataclasses
+
 from jetrl_jax.core.sharding import ALONE, Axes
 from jetrl_jax.core.typing import Array
-from jetrl_jax.fp8.products import DeferredScale, Rows
+from jetrl_jax.fp8.products import DeferredScale, RowFormat, Rows
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.kernels import dispatch, gate_up, swiglu
 from jetrl_jax.kernels.mlp import fused, reference
 from jetrl_jax.kernels.mlp.reference import Operands
 
-__all__ = ['Operands', 'gate_up_copies', 'is_fused', 'mlp']
+__all__ = ['Operands', 'is_fused', 'mlp', 'row_format']
 
 
 def is_fused(recipe: Recipe, dims: tuple[int, int]) -> bool:
@@ -34,21 +36,29 @@ def is_fused(recipe: Recipe, dims: tuple[int, int]) -> bool:
   return dispatch.has_kernel('mlp') and fused.fits(recipe, dims)
 
 
-def gate_up_copies(num_rows: int, dims: tuple[int, int], fused: bool) -> int:
-  """Returns how many copies of its rows gate_up's dot wants in a decode step.
+def row_format(
+    of_dot: RowFormat, num_rows: int, dims: tuple[int, int], fused: bool
+) -> RowFormat:
+  """Returns the form in which gate_up's dot wants the rows of a decode step.
 
-  With two copies the dot computes gate and up as two parts, which is faster for
-  few rows. A kernel that computes both at once is faster still and wants one.
+  With two copies of its rows the dot computes gate and up as two parts, which
+  is faster for few rows. A kernel that computes both at once is faster still
+  and wants one.
 
   Args:
+    of_dot: the form for any number of rows.
     num_rows: rows of the decode step.
     dims: (D, F) of a device.
     fused: see `is_fused`.
   """
+  if of_dot.scale is None:
+    return of_dot
   if fused:
-    return 1 if gate_up.fits(num_rows, dims) else 2
-  # Two parts are read by SwiGLU's kernel, so training must run it as well.
-  return 2 if swiglu.has_kernel(dims[1]) else 1
+    copies = 1 if gate_up.fits(num_rows, dims) else 2
+  else:
+    # SwiGLU's kernel reads the two parts, so training must run it as well.
+    copies = 2 if swiglu.has_kernel(dims[1]) else 1
+  return dataclasses.replace(of_dot, copies=copies)
 
 
 def mlp(

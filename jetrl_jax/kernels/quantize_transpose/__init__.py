@@ -7,9 +7,10 @@ weight transposed, and WGrad both of its operands.
     per block    q_MN in groups of 128 along N with a scale each, and the
                  transpose in groups of 128 along M
 
-The values are those of `fp8.quantize` and `fp8.quantize_groups`. With them come
-float32 sums over what was lost, which a kernel adds in another order than XLA.
-No log-prob depends on any of this, because the forward does not use it.
+The values are those of `quantize` and `quantize_groups` in
+`fp8/quantization.py`. With them come float32 sums over what was lost, which a
+kernel adds in another order than XLA. No log-prob depends on any of this,
+because the forward does not use it.
 
 If no kernel runs, `fits` is False, and a dot reads its operands as they are. So
 a caller asks `fits` before it chooses which dims a dot contracts.

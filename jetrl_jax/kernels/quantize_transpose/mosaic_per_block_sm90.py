@@ -93,7 +93,7 @@ def _both_kernel(x_ref, mask_ref, *refs, scale_of, interpret: bool):
     ]
     scale = scale_of(jnp.maximum(*map(_top, parts)))
     of_rows_ref[half] = scale
-    # In parts, because four numbers of each value take registers.
+    # In parts, because four numbers for each value need many registers.
     for part, x in zip(transpose.HALVES, parts, strict=True):
       low, seen = _grid(scale, x, low_ref.dtype, interpret).look(x)
       low_ref[half, part] = low
@@ -188,7 +188,7 @@ def quantize_both_ways(
       scratch_types=[
           tile(x_MN.dtype),
           plgpu.SMEM((BLOCK,), jnp.float32),
-          # Written by halves of a row.
+          # The halves of a row are written apart.
           plgpu.SMEM(
               (BLOCK, BLOCK), low, transforms=tools.pieces(low, BLOCK // 2)
           ),

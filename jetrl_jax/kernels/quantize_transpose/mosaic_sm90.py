@@ -49,7 +49,7 @@ _WIDTH = 64
 # Halves of a tile's rows.
 HALVES = pl.ds(0, TILE // 2), pl.ds(TILE // 2, TILE // 2)
 _LAYOUT = plgpu.Layout.WGMMA
-# How each of the four numbers of `Grid.look` goes together.
+# How tiles join each of the four numbers of `Grid.look`.
 _REDUCE = (jnp.max, jnp.sum, jnp.sum, jnp.sum)
 _JOIN = (jnp.maximum, jnp.add, jnp.add, jnp.add)
 

@@ -80,7 +80,7 @@ def as_values(words_NR: Array, dtype) -> Array:
 def _transpose_kernel(x_ref, out_ref):
   rows = [x_ref[:, k, :] for k in range(4)]
   for c in range(4):
-    # Byte c of four rows that follow each other, as one word.
+    # Byte c of four consecutive rows, as one word.
     word = (rows[0] >> (8 * c)) & 0xFF
     for k in range(1, 4):
       word |= ((rows[k] >> (8 * c)) & 0xFF) << (8 * k)
@@ -107,7 +107,7 @@ def transpose(x_MN: Array, *, interpret: bool = False) -> Array:
   return as_values(out.reshape(columns, rows // 4), x_MN.dtype)
 
 
-# How each of the four numbers of `Grid.look` goes together.
+# How tiles join each of the four numbers of `Grid.look`.
 _REDUCE = (jnp.max, jnp.sum, jnp.sum, jnp.sum)
 _JOIN = (jnp.maximum, jnp.add, jnp.add, jnp.add)
 

@@ -66,7 +66,8 @@ def _both_kernel(x_ref, mask_ref, *outs, dtype, scale_of):
   sums = transpose.no_sums((WORDS, _RUNS))
 
   def slab(k: int):
-    # Read twice, the second time from a cache: a tile fills the registers.
+    # The tile is read twice, the second time from a cache, because it fills the
+    # registers.
     x = x_ref[:, k, :].astype(jnp.float32)
     return jnp.where(mask_ref[:, k][:, None] > 0, x, 0.0)
 

@@ -99,7 +99,7 @@ def _not_before(x_MI: Array, weight: QTensor) -> QTensor:
   is gone when it orders them.
   """
   first = x_MI[0, 0].astype(jnp.float32)
-  # The scale; but XLA cannot know that.
+  # The value is always the scale, but XLA cannot know that.
   scale = jnp.where(jnp.isnan(first), first, weight.scale)
   return dataclasses.replace(weight, scale=scale)
 

@@ -42,8 +42,8 @@ def quantize_rows(recipe: Recipe, x_MI: Array) -> QTensor:
 
 def forward(recipe: Recipe, x8: QTensor, weight: QTensor, out_dtype) -> Array:
   """FProp in the compute dtype."""
-  # After the barrier the operands are ordinary arrays: XLA would else find an
-  # FP8 dot in a dot of converted FP8 values, and INT6 has none.
+  # The barrier makes the operands ordinary arrays. Otherwise XLA would turn a
+  # dot of converted FP8 values into an FP8 dot, which INT6 does not have.
   x_MI, w_OI = lax.optimization_barrier(
       (x8.values.astype(recipe.dtype), weight.values.astype(recipe.dtype))
   )

@@ -66,16 +66,16 @@ def prepare_weights(params: PyTree, fp8_state: PyTree, recipe: Recipe):
   return walk(params, fp8_state, ())
 
 
-def renew_weights(
+def requantize_weights(
     params: PyTree, fp8_state: PyTree, weights: PyTree, recipe: Recipe
 ):
-  """Makes compute weights again, of masters or of a part of their tree.
+  """Makes compute weights again, from all masters or from some of them.
 
   Args:
     params: nested dict of masters.
     fp8_state: the scaling state, see `prepare_weights`.
-    weights: the weights until now. What is a `QTensor` there becomes one: no
-      path is asked for, so that equal parts of a tree share one program.
+    weights: the weights until now. A leaf that is a `QTensor` there becomes
+      one again. Paths do not matter, so equal parts of a tree share a program.
     recipe: the recipe of `weights`.
 
   Returns:

@@ -27,9 +27,10 @@ def requantize(
   """Makes compute weights again.
 
   Args:
-    params: nested dict of masters, a part of their tree.
+    params: nested dict of masters, those of a parameter group.
     fp8_state: their dot states, with the scales to use.
-    weights: theirs until now. What is a `QTensor` there becomes one.
+    weights: their compute weights until now. A leaf that is a `QTensor` there
+      becomes one again.
     recipe: the recipe of `weights`.
     axes: the axes of the mesh.
 
@@ -46,5 +47,5 @@ def requantize(
     case _:
       return reference.requantize(*operands)
   if groups.fits(params, weights, recipe):
-    return kernels.renew(*operands)
+    return groups.requantize(kernels.requantize_kernel, *operands)
   return reference.requantize(*operands)

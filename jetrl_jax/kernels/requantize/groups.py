@@ -1,15 +1,36 @@
 """What the kernels share: the weights they take, and the walk over a group."""
 
 import math
-from collections.abc import Callable
+from typing import Protocol
+
+import jax.numpy as jnp
 
 from jetrl_jax.core.sharding import Axes
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
 
-# Values of a program.
+# Values that one program quantises.
 _LEAST, _MOST = 1024, 4096
+
+
+class Kernel(Protocol):
+  """Quantises a kernel to E4M3 and overwrites its old values."""
+
+  def __call__(
+      self, master_OI: Array, old_OI: Array, scale: Array, /
+  ) -> tuple[Array, Array]:
+    """Returns (the values, float32 [5] sums over them).
+
+    The sums are those of `health.SUMS` after the number of elements, and the
+    number of values that changed.
+
+    Args:
+      master_OI: float32 or bfloat16, of a shape that `fits`.
+      old_OI: float8_e4m3fn.
+      scale: float32 scalar.
+    """
+    ...
 
 
 def tile_of(size: int) -> int:
@@ -18,11 +39,11 @@ def tile_of(size: int) -> int:
 
 
 def fits(params: PyTree, weights: PyTree, recipe: Recipe) -> bool:
-  """Whether all quantised kernels of a part of the model can be renewed here.
+  """Whether the kernels take all quantised weights of a parameter group.
 
   Args:
     params: nested dict of masters.
-    weights: theirs until now.
+    weights: their compute weights until now.
     recipe: the recipe of `weights`.
   """
   if not recipe.is_delayed:
@@ -39,31 +60,21 @@ def fits(params: PyTree, weights: PyTree, recipe: Recipe) -> bool:
   return walk(params, weights)
 
 
-def renew(
-    one: Callable[[Array, Array, Array], tuple[Array, Array, Array]],
+def requantize(
+    kernel: Kernel,
     params: PyTree,
     fp8_state: PyTree,
     weights: PyTree,
     recipe: Recipe,
     axes: Axes,
 ) -> tuple[PyTree, PyTree, PyTree]:
-  """Returns `requantize` of a group that `fits`, see the package.
-
-  Args:
-    one: function of (master, old values, scale) of a kernel to (new values,
-      float32 [5] sums as in `health.SUMS`, number of values that changed).
-    params: see the package, as all that follow.
-    fp8_state: dot states.
-    weights: until now.
-    recipe: of `weights`.
-    axes: of the mesh.
-  """
+  """Does the package's `requantize` with a kernel, for a group that `fits`."""
 
   def walk(node, state, old):
     if not isinstance(node, dict):
       return node.astype(recipe.dtype), state, None
     if isinstance(old.get('kernel'), QTensor):
-      return slot(node, state, old)
+      return dot(node, state, old)
     walked = {
         key: walk(child, state.get(key, {}), old[key])
         for key, child in node.items()
@@ -75,16 +86,18 @@ def renew(
         or None,
     )
 
-  def slot(node, state, old):
+  def dot(node, state, old):
     scale = state['kernel']['scale']
-    values, sums, changed = one(node['kernel'], old['kernel'].values, scale)
+    values, sums = kernel(node['kernel'], old['kernel'].values, scale)
+    elements = jnp.full((1,), values.size, jnp.float32)
+    health, changed = jnp.concatenate([elements, sums[:4]]), sums[4]
     made = {
         key: walk(child, {}, old[key])[0]
         for key, child in node.items()
         if key != 'kernel'
     }
     share = axes.psum_all(changed / values.size) / axes.devices
-    entry = state['kernel'] | {'health': axes.psum_all(sums)}
+    entry = state['kernel'] | {'health': axes.psum_all(health)}
     return (
         made | {'kernel': QTensor(values=values, scale=scale)},
         state | {'kernel': entry},

@@ -20,7 +20,6 @@ float32 masters 20 KB, and 100 registers a thread, so a multiprocessor has four.
 # jax 0.10, which the types are checked with, lacks some of it.
 # pyright: reportAttributeAccessIssue=false
 
-import functools
 from typing import Any
 
 import jax
@@ -29,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jetrl_jax.core.typing import Array, PyTree
+from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats
 from jetrl_jax.kernels import mosaic_tools as tools
 from jetrl_jax.kernels.requantize import groups
@@ -49,7 +48,8 @@ def _kernel(master_ref, scales_ref, old_ref, sums_ref, *, interpret: bool):
   places = [
       (program, pl.ds(i, _CHUNK)) for i in range(0, old_ref.shape[1], _CHUNK)
   ]
-  # Before anything is written: the new values go where the old ones are.
+  # Read before anything is written, because the new values overwrite the old
+  # ones.
   pairs = [
       [tools.read(ref.at[at], layout) for ref in (master_ref, old_ref)]
       for at in places
@@ -62,12 +62,12 @@ def _kernel(master_ref, scales_ref, old_ref, sums_ref, *, interpret: bool):
   for at, (master, old) in zip(places, pairs, strict=True):
     x = master.astype(jnp.float32)
     scaled = x * inverse
-    if interpret:  # A GPU's cast saturates.
+    if interpret:  # A cast on a GPU saturates.
       scaled = jnp.clip(scaled, -_LIMIT, _LIMIT)
     low = scaled.astype(formats.E4M3)
     stored = low.astype(jnp.float32)
     error = x - stored * scale
-    # As floats: the two zeros are equal.
+    # Compared as floats, because the two zeros are equal.
     changed = old.astype(jnp.float32) != stored
     seen = (
         of_true(jnp.abs(x) > _LIMIT * scale),
@@ -82,50 +82,27 @@ def _kernel(master_ref, scales_ref, old_ref, sums_ref, *, interpret: bool):
     sums_ref[program, i] = jnp.sum(total)
 
 
-def renew_kernel(
+def requantize_kernel(
     master_OI: Array,
     old_OI: Array,
     scale: Array,
     *,
     interpret: bool = False,
-) -> tuple[Array, Array, Array]:
-  """Quantises a kernel to E4M3 and overwrites its old values.
-
-  Args:
-    master_OI: float32 or bfloat16; needs what `groups.fits`.
-    old_OI: float8_e4m3fn.
-    scale: float32 scalar.
-    interpret: run on a CPU, for tests.
-
-  Returns:
-    The values; float32 [5] sums as in `health.SUMS`; the number of values that
-    changed.
-  """
+) -> tuple[Array, Array]:
+  """See `groups.Kernel`; `interpret` runs on a CPU, for tests."""
   tile = groups.tile_of(master_OI.size)
   programs = master_OI.size // tile
   result = jax.ShapeDtypeStruct((programs, _SUMS), jnp.float32)
   kernel = plgpu.kernel(
-      tools.named('renew_kernel', _kernel, interpret=interpret),
+      tools.named('requantize_kernel', _kernel, interpret=interpret),
       out_type=result,
       grid=(programs,),
       grid_names=('program',),
       **tools.kernel_options(interpret),
   )
-  # Divided by XLA, as `quantize` does it: a kernel's division is rounded
-  # otherwise, and a run that is resumed quantises with XLA.
+  # XLA divides, as in `quantize`: a kernel's division rounds differently, and a
+  # resumed run quantises with XLA.
   operands = master_OI.reshape(-1, tile), jnp.stack([scale, 1.0 / scale])
   old = old_OI.reshape(-1, tile)
   partial, [values] = tools.in_place(kernel, operands, [old], result)
-  sums = jnp.sum(partial, axis=0)
-  elements = jnp.full((1,), master_OI.size, jnp.float32)
-  return (
-      values.reshape(old_OI.shape),
-      jnp.concatenate([elements, sums[:4]]),
-      sums[4],
-  )
-
-
-def renew(*operands: PyTree, interpret: bool = False):
-  """See `groups.renew`; `interpret` runs on a CPU, for tests."""
-  one = functools.partial(renew_kernel, interpret=interpret)
-  return groups.renew(one, *operands)
+  return values.reshape(old_OI.shape), jnp.sum(partial, axis=0)

@@ -7,7 +7,7 @@ from jetrl_jax.core.typing import PyTree
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
-from jetrl_jax.kernels.quantized_dot.weights import renew_weights
+from jetrl_jax.kernels.quantized_dot.weights import requantize_weights
 
 
 def changed_share(old: PyTree, new: PyTree, axes: Axes) -> PyTree:
@@ -33,6 +33,6 @@ def requantize(
     axes: Axes,
 ) -> tuple[PyTree, PyTree, PyTree]:
   """See the package's `requantize`."""
-  renewed = renew_weights(params, fp8_state, weights, recipe)
-  measured = scaling_state.measure_kernels(fp8_state, params, renewed, axes)
-  return renewed, measured, changed_share(weights, renewed, axes)
+  weights_now = requantize_weights(params, fp8_state, weights, recipe)
+  measured = scaling_state.measure_kernels(fp8_state, params, weights_now, axes)
+  return weights_now, measured, changed_share(weights, weights_now, axes)

@@ -16,13 +16,11 @@ Lower bound of the time: the 4 bytes a value. On an H100 a kernel of 18944 x
 (benchmarks/results/kernels_qwen7b_h100_2026-11-25.md).
 """
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jetrl_jax.core.typing import Array, PyTree
+from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats
 from jetrl_jax.kernels.requantize import groups
 from jetrl_jax.kernels.triton_tools import kernel_options
@@ -35,7 +33,7 @@ _LIMIT = formats.format_max(formats.E4M3)
 
 def _kernel(master_ref, old_ref, scales_ref, out_ref, sums_ref):
   scale, inverse = scales_ref[0], scales_ref[1]
-  # Before anything is written: the new values go where these are.
+  # Read before anything is written, because the new values overwrite these.
   old = old_ref[...].astype(jnp.float32)
   x = master_ref[...].astype(jnp.float32)
   low = jnp.clip(x * inverse, -_LIMIT, _LIMIT).astype(formats.E4M3)
@@ -47,32 +45,21 @@ def _kernel(master_ref, old_ref, scales_ref, out_ref, sums_ref):
       (x != 0) & (stored == 0),
       x * x,
       error * error,
-      # As floats: the two zeros are equal.
+      # Compared as floats, because the two zeros are equal.
       old != stored,
   )
   for i, values in enumerate(seen):
     sums_ref[i] = jnp.sum(values.astype(jnp.float32))
 
 
-def renew_kernel(
+def requantize_kernel(
     master_OI: Array,
     old_OI: Array,
     scale: Array,
     *,
     interpret: bool = False,
-) -> tuple[Array, Array, Array]:
-  """Quantises a kernel to E4M3 and overwrites its old values.
-
-  Args:
-    master_OI: float32 or bfloat16; needs what `groups.fits`.
-    old_OI: float8_e4m3fn.
-    scale: float32 scalar.
-    interpret: run on a CPU, for tests.
-
-  Returns:
-    The values; float32 [5] sums as in `health.SUMS`; the number of values that
-    changed.
-  """
+) -> tuple[Array, Array]:
+  """See `groups.Kernel`; `interpret` runs on a CPU, for tests."""
   rows = groups.tile_of(master_OI.size) // _ROW
   programs = master_OI.size // _ROW // rows
   block = pl.BlockSpec((rows, _ROW), lambda i: (i, 0))
@@ -86,25 +73,13 @@ def renew_kernel(
           jax.ShapeDtypeStruct((programs, _SUMS), jnp.float32),
       ],
       input_output_aliases={1: 0},
-      name='renew_kernel',
+      name='requantize_kernel',
       **kernel_options(interpret, num_warps=4),
   )(
       master_OI.reshape(-1, _ROW),
       old_OI.reshape(-1, _ROW),
-      # Divided by XLA, as `quantize` does it: Triton's division is rounded
-      # otherwise, and a run that is resumed quantises with XLA.
+      # XLA divides, as in `quantize`: Triton's division rounds differently, and
+      # a resumed run quantises with XLA.
       jnp.stack([scale, 1.0 / scale]),
   )
-  sums = jnp.sum(partial[:, :5], axis=0)
-  elements = jnp.full((1,), master_OI.size, jnp.float32)
-  return (
-      values.reshape(old_OI.shape),
-      jnp.concatenate([elements, sums[:4]]),
-      sums[4],
-  )
-
-
-def renew(*operands: PyTree, interpret: bool = False):
-  """See `groups.renew`; `interpret` runs on a CPU, for tests."""
-  one = functools.partial(renew_kernel, interpret=interpret)
-  return groups.renew(one, *operands)
+  return values.reshape(old_OI.shape), jnp.sum(partial[:, :5], axis=0)

@@ -70,7 +70,7 @@ def _implementation(head_dim: int) -> str:
     from jetrl_jax.kernels.rope_append import mosaic_sm90
 
     if not mosaic_sm90.fits(head_dim):
-      return dispatch.another()
+      return dispatch.fallback()
   return name
 
 

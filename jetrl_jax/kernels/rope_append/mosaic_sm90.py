@@ -95,7 +95,7 @@ def _kernel(*refs, num_scales: int, has_bias: bool, interpret: bool):
 
   queries = rotated(0, heads)
   keys = rotated(heads, kv_heads)
-  # Bytes that have the next token's between them are stored one by one.
+  # Bytes that alternate with those of the next token are stored one by one.
   vector = 1 if is_paired else half // tools.LANES
   values = finished(heads + kv_heads, kv_heads, vector)
   for channels, part in zip(halves, queries, strict=True):

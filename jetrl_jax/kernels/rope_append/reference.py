@@ -17,8 +17,8 @@ def rotate_halves(
   first, second = first.astype(jnp.float32), second.astype(jnp.float32)
 
   def product(x, y):
-    # One of the two products would join the addition, and which one is left to
-    # the compiler: decode's kernel has another one than training.
+    # Otherwise the compiler would fuse one of the two products with the
+    # addition, and in decode's kernel another one than in training.
     return fence(x * y) if on_gpu() else x * y
 
   return (

@@ -65,7 +65,7 @@ def _draw_kernel(*refs, vocab: int, interpret: bool):
   row = lax.axis_index('row')
   chunks, top, total = log_sum_exp_kernel.load_parts(part_refs, row, vocab)
   lse_ref[row], *_ = log_sum_exp_kernel.join(top, total, interpret=interpret)
-  # Greedy rows get no noise, and the chunk with the largest logit.
+  # Greedy rows get no noise and take the chunk with the largest logit.
   factor = (1.0 - greedy_ref[row]) * -math.log(2.0)
 
   def noise(at, stream: int, log2) -> list:

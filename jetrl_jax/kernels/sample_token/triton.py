@@ -52,7 +52,7 @@ def _draw_kernel(*refs, vocab: int, interpret: bool):
   logits_ref, inverse_ref, key_ref, greedy_ref, token_ref, lse_ref = refs
   top, total, weighted = log_sum_exp_kernel.load_parts(part_refs, vocab)
   lse_ref[...], _ = log_sum_exp_kernel.join_stats(top, total, weighted)
-  # Greedy rows get no noise, and the chunk with the largest logit.
+  # Greedy rows get no noise and take the chunk with the largest logit.
   factor = (1.0 - greedy_ref[0]) * -math.log(2.0)
   log2 = functools.partial(_log2, interpret=interpret)
   fused = functools.partial(multiply_add, interpret=interpret)

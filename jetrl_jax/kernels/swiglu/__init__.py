@@ -31,7 +31,7 @@ def _kernel(columns: int):
 
     if mosaic_sm90.fits(columns):
       return name, mosaic_sm90
-    name = dispatch.another()
+    name = dispatch.fallback()
   if name == 'triton':
     from jetrl_jax.kernels.swiglu import triton
 

@@ -24,14 +24,15 @@ from jetrl_jax.models.hf.files import (
 from jetrl_jax.models.hf.quantization import check_section
 from jetrl_jax.models.types import FAMILY_TRAITS, Llama3RopeScaling, ModelConfig
 
-# Rows read both ways: `architectures` entry, family (also its `model_type`).
+# Rows are read both ways: entry of `architectures`, family (also the
+# `model_type`).
 _ARCHITECTURES = {
     'Qwen2ForCausalLM': 'qwen2',
     'Qwen3ForCausalLM': 'qwen3',
     'LlamaForCausalLM': 'llama',
 }
 
-# Rows read both ways: our field, their key.
+# Rows are read both ways: our field, the file's key.
 _FIELDS = (
     ('vocab_size', 'vocab_size'),
     ('num_layers', 'num_hidden_layers'),
@@ -42,14 +43,15 @@ _FIELDS = (
     ('max_position', 'max_position_embeddings'),
 )
 
-# What our other fields are called there; the rest have the same names.
+# The file's names of our other fields; fields that are not listed have the same
+# name.
 _THEIR_NAMES = {
     **dict(_FIELDS),
     'num_kv_heads': 'num_key_value_heads',
     'tied_embeddings': 'tie_word_embeddings',
 }
 
-# What transformers takes for an absent key.
+# The value that transformers assumes for an absent key.
 _DEFAULT_THETA = 10_000.0
 _QWEN3_HEAD_DIM = 128
 _MAX_WINDOW_LAYERS = 28
@@ -94,7 +96,7 @@ def read_config_json(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
-  """Says what a config.json describes, in our terms.
+  """Returns the model that a config.json describes.
 
   FP8 is not part of the shape: `load_checkpoint` and `load_scales` see it.
 
@@ -284,7 +286,7 @@ def _scaling(
 ) -> Llama3RopeScaling | None:
   kind = found.get('rope_type')
   if kind is None:
-    # The key's older name; with neither, transformers 5 means 'default'.
+    # The key's older name. If both are absent, transformers 5 takes 'default'.
     kind = found.get('type', 'default')
   if kind not in ('default', 'llama3') or any(
       isinstance(value, dict) for value in found.values()
@@ -306,7 +308,7 @@ def _scaling(
     raise ValueError(f'config.json: {key} lacks {list_names(absent)}')
   original = 'original_max_position_embeddings'
   if hf.get(original, found[original]) != found[original]:
-    # transformers prefers the outer one; a file that says both is unclear.
+    # transformers prefers the outer one. A file with both is ambiguous.
     raise ValueError(f'config.json: {key} and the file disagree on {original}')
   with _naming_theirs(f'config.json: {key}'):
     return Llama3RopeScaling(

@@ -20,7 +20,7 @@ from jetrl_jax.core.files import user_path
 # The limit that the safetensors library puts on its own header.
 MAX_JSON_BYTES = 100_000_000
 
-# What a training run or an export needs of a repository.
+# The files of a repository that a training run or an export needs.
 _WANTED = (
     '*.json',
     '*.safetensors',
@@ -35,7 +35,7 @@ _UNWANTED = ('*/*', 'consolidated*')
 CONFIG_FILE = 'config.json'
 SINGLE_FILE = 'model.safetensors'
 INDEX_FILE = 'model.safetensors.index.json'
-# What peft writes. transformers applies an adapter that lies beside a model.
+# Files that peft writes. transformers applies an adapter in a model's folder.
 _ADAPTER_FILES = (
     'adapter_config.json',
     'adapter_model.safetensors',
@@ -58,7 +58,7 @@ def list_names(names: Iterable[Any], cap: int = 10) -> str:
 
 
 def list_problems(found: Mapping[str, Sequence[Any]]) -> str:
-  """Joins what is wrong for an error message: 'N kind: names; ...', or ''.
+  """Joins problems for an error message: 'N kind: names; ...', or ''.
 
   Args:
     found: names by the kind of trouble that they are in.
@@ -71,7 +71,7 @@ def list_problems(found: Mapping[str, Sequence[Any]]) -> str:
 
 
 def parse_json(data: bytes, what: str) -> Any:
-  """Parses JSON, refusing what two readers could read in two ways.
+  """Parses JSON; refuses text that two readers could read in two ways.
 
   Args:
     data: UTF-8 text.
@@ -220,7 +220,7 @@ def open_inside(folder: pathlib.Path, name: str) -> io.FileIO:
         ' itself there'
     )
   try:
-    # Non-blocking, or a named pipe would hold the reader for ever.
+    # Non-blocking, because a named pipe would block the reader for ever.
     fd = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
   except OSError as error:
     raise ValueError(f'{folder / name}: cannot be read: {error}') from None

@@ -1,9 +1,9 @@
 """The one table between our tree and Hugging Face names, read both ways.
 
 Each row is one leaf of ours and the tensors that make it up, stacked along
-the out-features: fused qkv is q rows, then k rows, then v rows; fused gate_up
-is gate rows, then up rows. Every other leaf is one tensor, unchanged, since
-both sides store kernels [out, in].
+the out-features: qkv is q rows, then k rows, then v rows; gate_up is gate rows,
+then up rows. Every other leaf is one tensor, unchanged, since both sides store
+kernels [out, in].
 """
 
 import dataclasses
@@ -14,14 +14,15 @@ from typing import Any
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.models.types import ModelConfig
 
-# When a row applies.
+# Conditions under which a row applies.
 _ALWAYS = 'always'
 _IF_BIAS = 'qkv_bias'
 _IF_NORM = 'qk_norm'
 _IF_UNTIED = 'untied'
 
-# Our path, their names, the shape of each in letters, when. Letters are those
-# of core/typing.py, and n = N H (all query heads), k = K H (all key heads).
+# Rows: our path, the file's names, the shape of each in letters, the condition.
+# The letters are those of core/typing.py, and n = N H (all query heads), k = K
+# H (all key heads).
 _TABLE = (
     ('embed/embedding', ('model.embed_tokens.weight',), ('VD',), _ALWAYS),
     (
@@ -93,7 +94,7 @@ _TABLE = (
     ('lm_head/kernel', ('lm_head.weight',), ('VD',), _IF_UNTIED),
 )
 
-# A tied checkpoint may hold the output projection all the same.
+# A tied checkpoint may also hold the output projection.
 EMBEDDING = 'model.embed_tokens.weight'
 OUTPUT = 'lm_head.weight'
 

@@ -44,7 +44,7 @@ from jetrl_jax.models.hf.safetensors_index import (
 from jetrl_jax.models.types import ModelConfig
 
 _TARGETS = ('float32', 'bfloat16')
-# What a tensor may be that is not the kernel of a dot.
+# Dtypes of tensors that are not the kernel of a dot.
 _WIDE = tuple(name for name in DTYPES if name != FP8_DTYPE)
 
 
@@ -121,7 +121,7 @@ def load_scales(
 
   Raises:
     ValueError: as `load_checkpoint`; a scale that is not positive and finite;
-      parts of a fused dot with different scales.
+      parts of a stacked dot with different scales.
   """
   tensors = read_index(folder)
   check_tensors(tensors, config, folder)
@@ -139,8 +139,8 @@ def load_scales(
     scales[row.path.removesuffix('/kernel')] = found.pop()
   if problems:
     raise ValueError(
-        f'{folder}: the parts of a fused dot have different scales in'
-        f' {list_names(problems)}; one scale per fused dot is needed to run'
+        f'{folder}: the parts of a stacked dot have different scales in'
+        f' {list_names(problems)}; one scale per stacked dot is needed to run'
         ' them as they are. Load it in BF16, or calibrate it anew'
     )
   return scales
@@ -162,7 +162,8 @@ def check_tensors(
     ValueError: tensors missing, unexpected, of another shape or dtype; all
       kinds of trouble in one message.
   """
-  # Before a table is built that a mistyped number would make endless.
+  # This check comes first, because a mistyped number would make the table below
+  # endless.
   if config.num_layers > len(tensors):
     raise ValueError(
         f'{folder}: config.json says {config.num_layers} layers, but the '
@@ -220,7 +221,7 @@ def _check_quantization(
   """Returns which dots are FP8, the same by the files and by config.json."""
   rows = layout(config)
   quantized = quantized_parts(rows, tensors)
-  # A folder without FP8 may be loaded with a config of another place.
+  # A folder without FP8 may be loaded with a config from elsewhere.
   if any(quantized.values()) or has_file(folder, 'config.json'):
     check_ignored(read_config_json(folder), rows, quantized)
   return quantized
@@ -258,7 +259,8 @@ def _read_leaf(
       rows = leaf[first : first + len(piece)]
       first += len(piece)
       grids.add(spreading.grid_of(piece))
-      # A number too large for the target becomes infinite, and is counted.
+      # A number that is too large for the target dtype becomes infinite and is
+      # counted.
       with np.errstate(over='ignore', invalid='ignore'):
         if scale is not None:
           piece = piece.astype(np.float32) * scale
@@ -266,7 +268,7 @@ def _read_leaf(
       bad = rows.size - int(np.count_nonzero(np.isfinite(rows)))
       if bad:
         not_finite[part.name] = not_finite.get(part.name, 0) + bad
-  # If the parts of a fused leaf differ, no cell is right for all of it.
+  # If the parts of a stacked leaf differ, no cell is right for all of it.
   return leaf, grids.pop() if len(grids) == 1 else None
 
 

@@ -4,7 +4,7 @@ One layout is written and read: compressed-tensors' "float-quantized" with one
 static scale per tensor, which transformers and vLLM both read. Next to
 `<module>.weight` (float8_e4m3fn) lie `<module>.weight_scale` and
 `<module>.input_scale`, float32 [1], with our meaning of scale: x ~ values *
-scale. A fused dot of ours is several modules there. They get the same two
+scale. A stacked dot of ours is several modules there. They get the same two
 scales, so a reader that fuses them again, and takes the largest scale of the
 parts, changes no value.
 
@@ -34,7 +34,7 @@ _LINEAR = 'Linear'
 # vLLM and SGLang count the head among the linear modules only where it is
 # named.
 _HEAD = 're:.*lm_head$'
-# What weights and inputs must say, and what absent keys mean.
+# Required settings of weights and inputs, and the meaning of absent keys.
 _TENSOR = {
     'num_bits': 8,
     'type': 'float',
@@ -44,8 +44,9 @@ _TENSOR = {
 }
 _ABSENT = {'symmetric': True, 'dynamic': False, 'strategy': 'tensor'}
 
-# Of a pattern in `ignore`. Python tries all ways to match: with repeated groups
-# or many choices a stranger's pattern has no end.
+# Most characters and choices of a pattern in `ignore`. Python tries all ways to
+# match, so a stranger's pattern with repeated groups or many choices might
+# never end.
 _PATTERN_CHARACTERS, _PATTERN_CHOICES = 200, 4
 _CHOICE, _REPEATED_GROUP = re.compile(r'[*+?{|]'), re.compile(r'\)[*+?{]')
 
@@ -69,7 +70,7 @@ def is_scale(name: str) -> bool:
 def quantization_section(
     high_precision: Iterable[str], *, with_head: bool
 ) -> dict[str, Any]:
-  """Returns what config.json says of an FP8 checkpoint.
+  """Returns the section of config.json about an FP8 checkpoint.
 
   Args:
     high_precision: names of the weights of linear modules that are not FP8.
@@ -160,7 +161,7 @@ def quantized_parts(
     For every row that `is_dot`: its path, and whether all its parts are FP8.
 
   Raises:
-    ValueError: some parts of a fused dot are FP8 and others are not.
+    ValueError: some parts of a stacked dot are FP8 and others are not.
   """
   found, mixed = {}, []
   for row in rows:
@@ -173,7 +174,7 @@ def quantized_parts(
     found[row.path] = any(eight)
   if mixed:
     raise ValueError(
-        'a fused dot must be FP8 in all its parts or in none; mixed are'
+        'a stacked dot must be FP8 in all its parts or in none; mixed are'
         f' {list_names(mixed)}'
     )
   return found

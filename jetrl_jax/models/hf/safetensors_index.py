@@ -31,7 +31,7 @@ from jetrl_jax.models.hf.files import (
     read_inside,
 )
 
-# Read both ways: the name in a header, the dtype (bytes are little-endian).
+# Rows are read both ways: the name in a header, the dtype (little-endian).
 DTYPES = {
     'BF16': np.dtype(ml_dtypes.bfloat16),
     'F16': np.dtype('<f2'),
@@ -141,7 +141,8 @@ def read_header(folder: pathlib.Path, file: str) -> dict[str, StoredTensor]:
   where = folder / file
   with open_inside(folder, file) as handle:
     try:
-      # By its number: a name could lead to another file by now.
+      # By its file descriptor, because the name could lead to another file by
+      # now.
       with safetensors.safe_open(f'/dev/fd/{handle.fileno()}', 'np'):
         pass
     except safetensors.SafetensorError as error:

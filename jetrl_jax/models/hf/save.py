@@ -41,7 +41,7 @@ from jetrl_jax.models.hf.safetensors_write import (
 )
 from jetrl_jax.models.types import ModelConfig
 
-# What we call a dtype, and what a safetensors header does.
+# Our name of a dtype, and its name in a safetensors header.
 _DTYPE_NAMES = {'bfloat16': 'BF16', 'float32': 'F32'}
 
 # Copied byte for byte where the source has them.
@@ -60,7 +60,7 @@ CARRIED_FILES = (
 )
 
 
-# What config.json says of the tokenizer.
+# Keys of config.json that describe the tokenizer.
 _TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 
 
@@ -119,7 +119,7 @@ def save_checkpoint(
     )
 
   partial = folder.with_name(f'.{folder.name}.partial')
-  # Left by an export that was killed.
+  # A killed export has left it.
   shutil.rmtree(partial, ignore_errors=True)
   partial.mkdir(parents=True)
   try:
@@ -204,7 +204,7 @@ def _config_json(
         f'{source_folder / "config.json"} describes {config_from_hf(hf)}, and '
         f'the parameters are {config}'
     )
-  # The source may be FP8 where the export is not.
+  # The source may be in FP8 although the export is not.
   hf.pop(KEY, None)
   # transformers 4 says torch_dtype, 5 says dtype.
   keys = [key for key in ('torch_dtype', 'dtype') if key in hf]
@@ -242,7 +242,7 @@ def _entries(
     input_scales: Mapping[str, Any],
     dtype: str,
 ) -> list[Entry]:
-  """Lists their tensors; the parts of a fused FP8 dot get the same scales."""
+  """Lists their tensors; the parts of a stacked FP8 dot get the same scales."""
   entries, name = [], _DTYPE_NAMES[dtype]
   for row in layout(config):
     leaf, first = leaves[row.path], 0

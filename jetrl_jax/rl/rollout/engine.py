@@ -49,7 +49,7 @@ _PREFILL_TOKENS = 16384
 def local_share(
     policy: Policy, config: EngineConfig, mesh: Mesh
 ) -> tuple[Policy, EngineConfig, Mesh]:
-  """Returns what this process's engine has of an engine over all devices.
+  """Returns this process's share of an engine over all devices.
 
   Its mesh is `sharding.local_mesh`. Each device has as many slots and pages as
   in one process.

@@ -85,7 +85,7 @@ def truncation_mask(
 def top_p_mask(
     z_V: Float[Array, ' V'], top_p: Float[Array, '']
 ) -> Bool[Array, ' V']:
-  """Does what `truncation_mask` does, with a top_p that is not static.
+  """Returns the mask of `truncation_mask` for a top_p that is not static.
 
   Args:
     z_V: tempered logits, float32.

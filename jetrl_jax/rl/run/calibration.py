@@ -26,7 +26,7 @@ from jetrl_jax.rl.run.gradients import UpdatePrograms
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.types import Completion, TrainBatch
 
-# For a checkpoint without a run, which has no settings for these.
+# For a checkpoint without a run, which does not have these settings.
 CHECKPOINT_PROMPTS = 16
 CHECKPOINT_TOKENS = 64
 _CHECKPOINT_SAMPLES = 4
@@ -106,7 +106,7 @@ class Calibration:
         np.concatenate([sharding.to_host(x).ravel() for x in of])
         for of in ([batch.rollout_logprobs for batch in batches], logprobs)
     )
-    # It is 0 where no token was sampled.
+    # A log-prob is 0 if its token was not sampled.
     chosen_T = sampled_T < 0
     distance = k3_divergence(sampled_T[chosen_T], read_T[chosen_T])
     return dataclasses.replace(state, fp8_state=fp8_state), distance
@@ -266,7 +266,8 @@ def calibrate_run(
       state, distance = training.measure(state, batches, temperature)
     if rollout_side is None:
       return state, distance
-    # Another policy sampled: the distance would be that of the flow.
+    # Another policy sampled these tokens, so the distance would be that between
+    # the two sides of the flow.
     return rollout_side.measure(state, batches), None
 
   def sample(state):
@@ -343,7 +344,7 @@ def _filled(
 
 
 def report(distance: float) -> None:
-  """Logs what 8-bit inputs do to the policy; warns if it is much."""
+  """Logs how far 8-bit inputs move the policy; warns if it is far."""
   logging.info(
       'Calibrated: reading the inputs of dots in 8 bits moves the policy by'
       ' k3 = %.2g nats a token',

@@ -185,7 +185,7 @@ def abstract(
 
 
 def without_weights(state: TrainState) -> dict[str, PyTree]:
-  """Returns what a checkpoint holds: everything except the compute weights."""
+  """Returns the state as a checkpoint holds it: without compute weights."""
   return {
       field.name: getattr(state, field.name)
       for field in dataclasses.fields(state)
@@ -223,7 +223,7 @@ def reference(
   )
   check_reference(folder)
   restored = restore.restore(folder, like)
-  assert restored is not None  # There is a step.
+  assert restored is not None  # `check_reference` has found one.
   return PolicyParams(**restored.state)
 
 

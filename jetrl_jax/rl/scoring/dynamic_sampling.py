@@ -149,7 +149,7 @@ def _metrics(batches: list[Experience]) -> dict[str, float]:
       'training/filter_groups/dropped_frac': float(dropped_P.mean()),
       'training/filter_groups/all_right_frac': float(right_P.mean()),
       'training/filter_groups/generated_acc': float(
-          # Some group is mixed, so it is no mean of nothing.
+          # At least one group has mixed outcomes, so the mean exists.
           np.nanmean(accuracy_PG)
       ),
   }

@@ -165,7 +165,7 @@ def evaluate(
 
 
 def headline(metrics: dict[str, float]) -> float | None:
-  """Returns the mean over sources of mean@k: what "best" means; None of none.
+  """Returns the mean over sources of mean@k, which defines "best"; or None.
 
   It is measured in the rollout's precision; the metrics of
   `trainer.val_recipes` have other names.

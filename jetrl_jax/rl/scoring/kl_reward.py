@@ -15,7 +15,7 @@ import dataclasses
 
 import numpy as np
 
-from jetrl_jax.rl import kl
+from jetrl_jax.rl.losses import MAX_LOG_RATIO
 from jetrl_jax.rl.packing import Sequence
 from jetrl_jax.rl.scoring import experience
 from jetrl_jax.rl.scoring.experience import Experience
@@ -41,7 +41,7 @@ def subtract(
     start = len(completion.prompt_tokens)
     # k1 in NumPy, because JAX would compile for every length.
     x_T = sequence.old_logprobs[start:] - sequence.ref_logprobs[start:]
-    nats_T = np.clip(x_T, -kl.MAX_LOG_RATIO, kl.MAX_LOG_RATIO)
+    nats_T = np.clip(x_T, -MAX_LOG_RATIO, MAX_LOG_RATIO)
     nats_B[sequence.origin] = nats_T[completion.sampled].sum(dtype=np.float64)
   penalty_PG = config.kl_reward_coef * nats_B.reshape(exp.rewards_PG.shape)
   rewards_PG = exp.rewards_PG - penalty_PG

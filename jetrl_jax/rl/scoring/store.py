@@ -93,7 +93,7 @@ def save_rollouts(
 def load_rollouts(
     path: str | os.PathLike,
 ) -> tuple[list[Completion], dict[str, np.ndarray]]:
-  """Returns what `save_rollouts` wrote, to the bit.
+  """Returns the rollout that `save_rollouts` wrote, to the bit.
 
   Args:
     path: the file.

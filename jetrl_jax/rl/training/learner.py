@@ -145,7 +145,7 @@ class Learner:
           max_response_length=self.spec.engine.max_response_length,
       )
     with timer('old_log_prob'):
-      batches, known = self._log_probs_at_rollout_weights(batches, params)
+      batches, known = self._logprobs_at_rollout_weights(batches, params)
     if self.reference is not None:
       with timer('ref'):
         batches = [
@@ -221,7 +221,7 @@ class Learner:
       processes.touch()
     return gradients, values
 
-  def _log_probs_at_rollout_weights(
+  def _logprobs_at_rollout_weights(
       self, batches: list[list[Sequence]], params: PolicyParams
   ) -> tuple[list[list[Sequence]], dict[int, np.ndarray]]:
     """Computes training log-probs at the weights that sampled the rollout.

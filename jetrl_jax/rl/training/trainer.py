@@ -93,7 +93,7 @@ class Trainer:
     self.failure = ''
     # Held-out accuracy of the current state; None until it is evaluated.
     self.accuracy: float | None = None
-    # Metrics of a step whose line is not yet written.
+    # Metrics of a step whose line has not been written yet.
     self.pending: dict[str, Any] | None = None
 
   # --- the algorithm ------------------------------------------------------
@@ -205,7 +205,7 @@ class Trainer:
     elif step and run.save_freq and step % run.save_freq == 0:
       self._save(step, state)
     if idle:
-      self._save(step, state)  # Unless it is saved by now.
+      self._save(step, state)  # This does nothing if the step is saved already.
       raise RuntimeError(alarms.stopped(idle, self.folder.path))
 
   def _evaluate(self, step: int, state: TrainState) -> dict[str, Any]:
@@ -330,7 +330,8 @@ class Trainer:
       self.spec = resumed.spec
       state, step = resumed.state, resumed.step
       self._restore_host_state(resumed.host_state)
-      # Not before: a refused start must leave the run's config as it was.
+      # This comes last, because a refused start must not change the run's
+      # config.
       folder.write_config(self.spec.config_text)
       folder.saved_step = step
       folder.drop_after(step, is_whole=self.pending is None)

@@ -83,7 +83,7 @@ class RunFolder:
         keep_latest=run.keep_latest,
         keep_best=run.keep_best,
     )
-    # With several processes one writes.
+    # With several processes the first one writes.
     self._is_first = processes.is_first()
     if self._is_first:
       self._writer = MetricWriter(path, tensorboard=True, wandb=wandb)
@@ -122,7 +122,7 @@ class RunFolder:
       return
     lines = self.path / 'metrics.jsonl'
     rows = lines.read_bytes().splitlines() if lines.exists() else []
-    if len(rows) > 1:  # More than the line of step 0.
+    if len(rows) > 1:  # The file has more than the line of step 0.
       aside = self.path / 'metrics_before.jsonl'
       count = 1
       while aside.exists():
@@ -139,7 +139,7 @@ class RunFolder:
     self._writer.truncate_after(-1)
 
   def drop_after(self, step: int, *, is_whole: bool) -> None:
-    """Deletes what later steps wrote, because they will be written again.
+    """Deletes the files of later steps, because they will be written again.
 
     Args:
       step: the run continues from this step's state.
@@ -244,7 +244,7 @@ class RunFolder:
     masters = invariant_scaling.unfold(
         merge(state.trainable, state.frozen), spec.invariant_scale
     )
-    # With several processes each has a part of them.
+    # With several processes each has a part of the arrays.
     masters = sharding.whole_in_first(masters)
     if not self._is_first:
       return
@@ -268,6 +268,6 @@ class RunFolder:
     self.checkpoints.close()
     if not self._is_first:
       return
-    # What a full disk has refused once, closing tries again.
+    # Closing tries again to write what a full disk has refused once.
     with contextlib.suppress(OSError):
       self._writer.close()

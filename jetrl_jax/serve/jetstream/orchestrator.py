@@ -1,4 +1,4 @@
-"""JetStream's orchestrator with a door: what comes in is checked first.
+"""JetStream's orchestrator, which checks each request first.
 
 The threads, queues and slots are JetStream's own. They have no answer to a bad
 request but to end the process, so nothing reaches them unchecked. The
@@ -82,7 +82,8 @@ class Driver(orchestrator.Driver):
     JetStream's own puts the BOS id before token ids that a client sends, and
     has no place for the sampler's settings.
     """
-    del tokenizer, is_bos, max_prefill_length  # `Orchestrator` has done it.
+    # `Orchestrator` has done it already.
+    del tokenizer, is_bos, max_prefill_length
     sampling = from_text(request.history_path)
     tokens = PromptTokens.make(request.prefill_content, sampling)
     return tokens, len(tokens)
@@ -110,8 +111,9 @@ class Orchestrator(orchestrator.LLMOrchestrator):
     super().__init__(driver)
     self._reader, self._tokenizer, self._limits = reader, tokenizer, limits
     self._most_at_once = num_slots + limits.queue_size
-    self._at_once = 0  # Only the event loop's thread counts here.
-    # Set once the server stops; and once it waits no longer for what runs.
+    self._at_once = 0  # Only the event loop's thread changes it.
+    # The first is set when the server stops, the second when it no longer waits
+    # for running requests.
     self._draining, self._over = False, asyncio.Event()
 
   async def HealthCheck(self, request, context):
@@ -178,7 +180,8 @@ class Orchestrator(orchestrator.LLMOrchestrator):
     await context.abort(grpc.StatusCode.UNAVAILABLE, _STOPPING)
 
   async def _prepared_or_refused(self, request, context):
-    # Tokenising may take a while: not in the event loop's thread.
+    # Tokenising may take a while, so it runs outside of the event loop's
+    # thread.
     loop, metadata = asyncio.get_running_loop(), context.invocation_metadata()
     try:
       return await loop.run_in_executor(
@@ -197,7 +200,7 @@ class Orchestrator(orchestrator.LLMOrchestrator):
       count += len(sample.token_ids)
       if as_text:
         sample.text = text.push(sample.token_ids)
-      if sample.token_ids:  # The step that finds the end has none.
+      if sample.token_ids:  # The step that finds the end has no tokens.
         yield response
     if as_text and (rest := text.flush()):
       yield _response(rest)

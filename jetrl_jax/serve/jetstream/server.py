@@ -18,7 +18,7 @@ from jetrl_jax.serve.requests import Limits, PromptReader
 
 # Requests that are tokenised at once.
 _THREADS = 4
-# Seconds for the last words to reach their clients.
+# Seconds for the last messages to reach their clients.
 _FLUSH_S = 1.0
 
 

@@ -63,7 +63,7 @@ def _without_its_tokenizers() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _logging_as_it_was() -> Iterator[None]:
-  """Takes back what is done to the root logger inside."""
+  """Undoes what is done to the root logger inside."""
   root = logging.getLogger()
   level, handlers = root.level, list(root.handlers)
   try:

@@ -26,7 +26,7 @@ from jetrl_jax.core.files import user_path
 from jetrl_jax.data.types import Answer, Example, Message
 
 _FORMATS = '.jsonl, .json, .parquet or hf:<repo>[:<config>]:<split>'
-# Columns that data sets name differently and mean the same by.
+# Different names that data sets have for the same column.
 _SAME = (
     ('prompt', 'question', 'problem', 'query', 'instruction'),
     ('answer', 'final_answer', 'solution', 'target', 'ground_truth'),
@@ -208,7 +208,8 @@ def _text_at(row: dict[str, Any], key: str, where: str) -> str:
     raise ValueError(
         f'{where}: {key!r} is {_short(value)}; allowed: a string or a number.'
     )
-  if isinstance(value, float):  # Without an exponent, which is no answer.
+  # Written without an exponent, which no answer has.
+  if isinstance(value, float):
     return format(decimal.Decimal(repr(value)), 'f')
   return str(value)
 

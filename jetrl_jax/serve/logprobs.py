@@ -20,13 +20,13 @@ from jetrl_jax.core.typing import NpArray
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.rl.rollout.buckets import buckets
 
-# The most that a request can ask for.
+# The largest number that a request can ask for.
 MOST_TOP = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scores:
-  """What the policy says of the tokens of one sequence.
+class TokenLogprobs:
+  """The policy's log-probs for the tokens of one sequence.
 
   Index t is about token t given those before it. Index 0 is meaningless.
 
@@ -51,12 +51,12 @@ class _Rows:
   segment_ids: Any
 
 
-class Scorer:
-  """Scores sequences, one at a time.
+class SequenceLogprobs:
+  """Computes the log-probs of given sequences, one at a time.
 
   Args:
     policy: the functions.
-    mesh: devices; all but those of the first rows score padding.
+    mesh: devices; all but those of the first rows compute padding.
     longest: tokens of the longest sequence.
     params_spec: PartitionSpecs of the parameters; see `Engine.reader`.
   """
@@ -69,7 +69,7 @@ class Scorer:
     self._top = min(MOST_TOP, policy.model.vocab_size)
     self.lengths = buckets(longest, policy.tile, 4)
 
-    def score(params, rows, temperature):
+    def logprobs_of(params, rows, temperature):
       logprobs_BT, _, z_MV, lse_M = policy.target_logprobs(
           params, rows, temperature, None, show=True
       )
@@ -82,14 +82,14 @@ class Scorer:
       )
 
     rows = sharding.ROWS
-    self._score = policy.jit_per_device(
-        score, mesh, (params_spec, rows, P()), rows
+    self._logprobs_of = policy.jit_per_device(
+        logprobs_of, mesh, (params_spec, rows, P()), rows
     )
 
   def __call__(
       self, params: PolicyParams, tokens: NpArray, temperature: float
-  ) -> Scores:
-    """Scores a sequence under the softmax of its tempered logits.
+  ) -> TokenLogprobs:
+    """Returns log-probs under the softmax of its tempered logits.
 
     Args:
       params: weights and scales.
@@ -107,12 +107,12 @@ class Scorer:
     rows = _Rows(
         tokens=tokens_BT, positions=positions_BT, segment_ids=segments_BT
     )
-    found = self._score(
+    found = self._logprobs_of(
         params, jax.device_put(rows, self._rows_of), jnp.float32(temperature)
     )
     logprobs_T, ids_TK, top_TK = (np.asarray(x)[0, :count] for x in found)
     # Row t of the logits predicts token t + 1.
-    return Scores(
+    return TokenLogprobs(
         logprobs=logprobs_T,
         top_ids=np.roll(ids_TK, 1, axis=0),
         top_logprobs=np.roll(top_TK, 1, axis=0),
