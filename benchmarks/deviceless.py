@@ -215,10 +215,15 @@ def _update(policy, params, masters):
     step = UpdatePrograms(
         policy, loss, optax.identity(), OptimizerConfig(), mesh, state
     )
-  temperature = at(jnp.zeros(()), NamedSharding(mesh, P()))
+  everywhere = NamedSharding(mesh, P())
+  temperature = at(jnp.zeros(()), everywhere)
   gradients = step.gradient_shapes(state)
-  gradients = jax.tree.map(
-      at, gradients, sharding.tree_shardings(gradients, mesh)
+  trainable = jax.tree.map(
+      at, gradients.trainable, sharding.tree_shardings(masters, mesh)
+  )
+  gradients = dataclasses.replace(
+      jax.tree.map(lambda leaf: at(leaf, everywhere), gradients),
+      trainable=trainable,
   )
   return step.accumulate.trace(state, gradients, batch, temperature)
 
@@ -245,7 +250,7 @@ def _apply(policy, params, masters) -> None:
   scalar = jax.ShapeDtypeStruct((), jnp.float32)
   gradients = Gradients(
       trainable=masters,
-      fp8=params.fp8_state,
+      fp8=jax.eval_shape(scaling_state.stack, params.fp8_state),
       metrics={'actor/pg_loss': Mean(sum=scalar, weight=scalar)},
   )
   state, gradients = jax.tree.map(

@@ -460,7 +460,9 @@ class Bench:
     flushed = []
     for t, batch in enumerate(self.steps):
       gradients, _ = program.run(state, batch)
-      seen = jax.device_get(gradients.fp8)
+      # Entry 0 of a history is empty until now.
+      observed = scaling_state.observe(state.fp8_state, gradients.fp8)
+      seen = jax.device_get(observed)
       for operand, series in self.amaxes.items():
         found = _entries(seen, self.paths, operand, 'amax_history')
         series.append(found[:, 0])
@@ -469,7 +471,7 @@ class Bench:
       state = dataclasses.replace(
           state,
           fp8_state=scaling_state.roll(
-              scaling_state.observe(state.fp8_state, gradients.fp8),
+              observed,
               program.policy.recipe,
               operands=('input', 'output_grad'),
           ),

@@ -12,10 +12,15 @@ A dynamic recipe needs nothing from earlier steps. Its records are only for
 metrics: the last step's `amax` [] and `health`.
 
 `jax.grad` returns new observations as the cotangents of a record (see
-`kernels/quantized_dot/linear.py`). `combine` joins those of several
-micro-batches, and only `observe` writes them to the state. An amax that is zero
-or not finite is never recorded, so a layer that the loss does not reach keeps
-its history.
+`kernels/quantized_dot/linear.py`). `stack` makes one array of a parameter
+group's, because a GPU starts a kernel for each array:
+
+    observed [2, dots, 6]    of inputs and of output gradients, by dot: amax,
+                             then health
+
+`combine` joins those of several micro-batches, and only `observe` writes them
+to the state. An amax that is zero or not finite is never recorded, so a layer
+that the loss does not reach keeps its history.
 """
 
 import functools
@@ -33,6 +38,8 @@ from jetrl_jax.fp8.recipes import Recipe
 
 COLLECTION = '_overwrite_with_gradient'
 OPERANDS = ('input', 'kernel', 'output_grad')
+# What a backward pass observes, in the order of `stack`.
+_OBSERVED = ('input', 'output_grad')
 
 
 def init_record(history_length: int) -> PyTree:
@@ -104,35 +111,52 @@ def init_state(params: PyTree, recipe: Recipe) -> PyTree:
   return walk(params, ()) or {}
 
 
-def _join(
-    largest, total, *states: PyTree, unseen=lambda scale, *_: scale
-) -> PyTree:
-  """Joins observations: amaxes by `largest`, health by `total`."""
-  by_name = {'amax_history': largest, 'amax': largest, 'health': total}
+def stack(cotangents: PyTree) -> PyTree:
+  """Returns the observations in one array of each parameter group.
 
-  def of_entry(path, *leaves):
-    return by_name.get(path[-1].key, unseen)(*leaves)
+  Args:
+    cotangents: the loss's gradient with respect to the scaling state.
 
-  return jax.tree_util.tree_map_with_path(of_entry, *states)
+  Returns:
+    key of the group -> float32 [2, dots, 6], see above; the dots are in the
+    order of their paths.
+  """
+
+  def of_group(group):
+    records = jax.tree.leaves(group, is_leaf=_is_record)
+    numbers = []
+    for operand in _OBSERVED:
+      for record in records:
+        numbers += [_seen_amax(record[operand]), record[operand]['health']]
+    return jnp.concatenate(numbers).reshape(len(_OBSERVED), len(records), -1)
+
+  return {key: of_group(group) for key, group in cotangents.items()}
+
+
+def _seen_amax(entry: PyTree) -> Array:
+  return entry['amax'][None] if 'amax' in entry else entry['amax_history'][:1]
 
 
 def combine(left: PyTree, right: PyTree) -> PyTree:
-  """Joins the cotangents of two micro-batches: amax by max, health by sum."""
-  return _join(jnp.maximum, jnp.add, left, right)
+  """Joins observations of two micro-batches: amaxes by max, health by sum."""
+  is_amax = jnp.arange(1 + len(health.SUMS)) == 0
+  return jax.tree.map(
+      lambda a, b: jnp.where(is_amax, jnp.maximum(a, b), a + b), left, right
+  )
 
 
-def reduce_over_devices(cotangents: PyTree, axes: Axes) -> PyTree:
-  """Joins the cotangents of all devices (inside `shard_map`)."""
+def reduce_over_devices(observed: PyTree, axes: Axes) -> PyTree:
+  """Joins the observations of all devices (inside `shard_map`)."""
+  if axes.devices == 1:
+    return observed
 
-  def one(record):
+  def of_group(observed):
+    amax, sums = observed[..., :1], observed[..., 1:]
     # Devices of `tensor` see the same inputs, and each its own outputs.
-    total = dict.fromkeys(OPERANDS, axes.psum) | {'output_grad': axes.psum_all}
-    return {
-        operand: _join(axes.pmax, total[operand], entry)
-        for operand, entry in record.items()
-    }
+    sums = jnp.stack([axes.psum(sums[0]), axes.psum_all(sums[1])])
+    return jnp.concatenate([axes.pmax(amax), sums], axis=-1)
 
-  return map_records(one, cotangents)
+  return jax.tree.map(of_group, observed)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -151,8 +175,17 @@ def _spread_fwd(state, uses):
 
 def _spread_bwd(uses, _, cotangents):
   del uses
-  largest, total = (functools.partial(f, axis=0) for f in (jnp.max, jnp.sum))
-  return (_join(largest, total, cotangents, unseen=lambda scale: scale[0]),)
+
+  def join(path, leaf):
+    match path[-1].key:
+      case 'amax_history' | 'amax':
+        return jnp.max(leaf, axis=0)
+      case 'health':
+        return jnp.sum(leaf, axis=0)
+      case _:
+        return leaf[0]
+
+  return (jax.tree_util.tree_map_with_path(join, cotangents),)
 
 
 spread.defvjp(_spread_fwd, _spread_bwd)
@@ -166,50 +199,59 @@ def _with_amax(entry: PyTree, amax: Array) -> PyTree:
   return entry | {'amax_history': history.at[0].max(kept)}
 
 
-def _seen_amax(entry: PyTree) -> Array:
-  return entry['amax'] if 'amax' in entry else entry['amax_history'][0]
+def _map_observed(write, state: PyTree, observed: PyTree) -> PyTree:
+  """Writes observations to their operands' entries.
+
+  Args:
+    write: function of (entry, amax [], the sums of its health [5]).
+    state: the scaling state, or a part of it.
+    observed: an array for each of its parameter groups, see `stack`.
+  """
+
+  def of_group(observed, group):
+    records, tree = jax.tree.flatten(group, is_leaf=_is_record)
+    written = [
+        record
+        | {
+            operand: write(record[operand], seen[i, 0], seen[i, 1:])
+            for operand, seen in zip(_OBSERVED, observed, strict=True)
+        }
+        for i, record in enumerate(records)
+    ]
+    return tree.unflatten(written)
+
+  return jax.tree.map(of_group, observed, state)
 
 
-def observe(state: PyTree, cotangents: PyTree) -> PyTree:
+def observe(state: PyTree, observed: PyTree) -> PyTree:
   """Records the observations of the backward pass; scales do not change.
 
   Args:
-    state: the scaling state.
-    cotangents: the loss's gradient with respect to the scaling state, joined
-      over micro-batches and devices.
+    state: the scaling state, or that of one parameter group.
+    observed: what `stack` returned, joined over micro-batches and devices, or
+      one group's array.
 
   Returns:
     The state, in which inputs and output gradients have new health, and
     `amax_history[0]` is raised to the observed amax (`amax` is replaced by it).
   """
 
-  def one(record, cotangent):
-    seen = {
-        operand: _with_amax(record[operand], _seen_amax(cotangent[operand]))
-        | {'health': cotangent[operand]['health']}
-        for operand in ('input', 'output_grad')
-    }
-    return record | seen
+  def write(entry, amax, sums):
+    return _with_amax(entry, amax) | {'health': sums}
 
-  return map_records(one, state, cotangents)
+  return _map_observed(write, state, observed)
 
 
-def observe_health(state: PyTree, cotangents: PyTree) -> PyTree:
+def observe_health(state: PyTree, observed: PyTree) -> PyTree:
   """Records the health that a backward pass saw; nothing else changes.
 
   Args:
     state: the scaling state, whose scales that pass used.
-    cotangents: see `observe`.
+    observed: see `observe`.
   """
-
-  def one(record, cotangent):
-    seen = {
-        operand: record[operand] | {'health': cotangent[operand]['health']}
-        for operand in ('input', 'output_grad')
-    }
-    return record | seen
-
-  return map_records(one, state, cotangents)
+  return _map_observed(
+      lambda entry, _, sums: entry | {'health': sums}, state, observed
+  )
 
 
 def _roll_entry(entry: PyTree, dtype, recipe: Recipe) -> PyTree:

@@ -203,7 +203,7 @@ class Bisector:
           update,
           self._mesh,
           (specs, rows, P()),
-          ((specs.trainable, specs.fp8_state), rows, rows),
+          ((specs.trainable, P()), rows, rows),
       )
       engine = TappedEngine(
           tapped(self._rollout_policy, wanted), self._config, self._mesh

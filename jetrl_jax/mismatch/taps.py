@@ -166,5 +166,7 @@ def tapped_update(
       has_aux=True,
   )(state.trainable, state.fp8_state)
   trainable, fp8_state = grads
-  reduced = scaling_state.reduce_over_devices(fp8_state, policy.axes)
-  return (trainable, reduced), logprobs_BT, taps
+  observed = scaling_state.reduce_over_devices(
+      scaling_state.stack(fp8_state), policy.axes
+  )
+  return (trainable, observed), logprobs_BT, taps

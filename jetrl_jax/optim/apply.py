@@ -47,7 +47,7 @@ class Gradients:
 
   Attributes:
     trainable: gradients of the masters, in their dtypes.
-    fp8: cotangents of the scaling state; amaxes combine by max, health by sum.
+    fp8: what the backward passes observed, see `scaling_state.stack`.
     metrics: name -> `Mean`.
   """
 
@@ -199,7 +199,7 @@ def _update_group(
     group: ParamGroup,
     shared: list,
     gradients: PyTree,
-    cotangents: PyTree,
+    observed: PyTree,
     control: StepControl,
 ) -> tuple[ParamGroup, list, PyTree]:
   """Updates one parameter group.
@@ -212,7 +212,8 @@ def _update_group(
     group: the group's arrays.
     shared: the optimiser's leaves that do not depend on the group.
     gradients: the gradients of the group's trainable masters, before clipping.
-    cotangents: the cotangents of the group's scaling state.
+    observed: the array of the group's observations, see `scaling_state.stack`;
+      {} without any.
     control: what the step decided for all groups.
 
   Returns:
@@ -243,7 +244,7 @@ def _update_group(
     moments = keep(moments, group.moments)
     largest = trainable
   params = merge(trainable, group.frozen)
-  fp8_state = scaling_state.observe(group.fp8_state, cotangents)
+  fp8_state = scaling_state.observe(group.fp8_state, observed)
   fp8_state = scaling_state.roll(fp8_state, recipe, operands=('output_grad',))
   # `largest` may hold amaxes instead of masters: the amax of an amax is itself.
   fp8_state = scaling_state.observe_kernels(
@@ -396,10 +397,10 @@ class Apply:
       yield key, program, (group, shared, *found, control)
 
   def _group_program(
-      self, group: ParamGroup, gradients: PyTree, cotangents: PyTree
+      self, group: ParamGroup, gradients: PyTree, observed: PyTree
   ) -> Callable:
     """Returns the program of a group; groups of equal shapes share it."""
-    arguments = group, gradients, cotangents
+    arguments = group, gradients, observed
     leaves, tree = jax.tree.flatten(arguments)
     signature = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
     if signature not in self._group_programs:
@@ -407,7 +408,7 @@ class Apply:
       self._group_programs[signature] = self._policy.jit_per_device(
           functools.partial(self._update_group, self._splits(group)),
           self._mesh,
-          (specs[0], P(), *specs[1:], P()),
+          (specs[0], P(), specs[1], P(), P()),
           (specs[0], P(), P()),
           donate_argnums=(0,),
           # The old weights are not read, only replaced. Passing them lets XLA

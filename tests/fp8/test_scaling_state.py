@@ -36,13 +36,17 @@ def one_slot():
   return {'dot': scaling_state.init_record(4)}
 
 
-def seen(amax_in, amax_out, health=0.0):
+def shown(amax_in, amax_out, health=0.0):
   """The cotangent that a dot would return."""
   slot = jax.tree.map(jnp.zeros_like, scaling_state.init_record(4))
   for operand, amax in (('input', amax_in), ('output_grad', amax_out)):
     slot[operand]['amax_history'] = jnp.zeros(4).at[0].set(amax)
     slot[operand]['health'] = jnp.full((5,), health)
-  return {'dot': slot}
+  return slot
+
+
+def seen(*numbers, **more):
+  return scaling_state.stack({'dot': shown(*numbers, **more)})
 
 
 def history(state, operand='input'):
@@ -105,6 +109,15 @@ def test_entry_0_is_the_maximum_of_all_observations_until_the_roll():
   for amax in (2.0, 5.0, 3.0):
     state = scaling_state.observe(state, seen(amax, 1.0))
   assert history(state) == [5, 0, 0, 0]
+
+
+def test_a_layer_shows_one_array_in_which_each_dot_finds_its_numbers():
+  layer = {'mlp': {'down': shown(1.0, 2.0, 7.0), 'gate_up': shown(3.0, 4.0)}}
+  observed = scaling_state.stack({'layers_0': layer})['layers_0']
+  assert observed[..., 0].tolist() == [[1, 3], [2, 4]]
+  assert observed[..., 1:].tolist() == [[[7] * 5, [0] * 5]] * 2
+  empty = jax.tree.map(jnp.zeros_like, layer)
+  assert_equal_trees(scaling_state.observe(empty, observed), layer)
 
 
 def test_a_roll_shifts_and_forgets_the_oldest():
@@ -185,24 +198,24 @@ def test_health_is_that_of_the_last_step():
   assert state['dot']['input']['health'].tolist() == [2] * 5
 
 
-def _dot_cotangents():
-  """A compiled (rows, output gradients, mask) -> cotangent of the slot."""
+def _dot_observations():
+  """A compiled (rows, output gradients, mask) -> [operand, amax|health]."""
   kernel = np.random.default_rng(1).normal(size=(24, 32)).astype(np.float32)
   params, slot = {'dot': {'kernel': kernel}}, one_slot()
   slot = scaling_state.observe_kernels(slot, params, RECIPE, Axes())
   weight = prepare_weights(params, slot, RECIPE)['dot']['kernel']
 
-  def cotangents(x, dy, mask):
+  def observed(x, dy, mask):
     def run(state):
       return linear.dot(RECIPE, x, kernel, weight, state['dot'], mask)
 
-    return jax.vjp(run, slot)[1](dy)[0]
+    return scaling_state.stack(jax.vjp(run, slot)[1](dy)[0])
 
-  return exact_jit(cotangents)
+  return exact_jit(observed)
 
 
 def test_one_to_sixteen_micro_batches_join_to_what_one_batch_sees():
-  cotangents, combine = _dot_cotangents(), exact_jit(scaling_state.combine)
+  observed, combine = _dot_observations(), exact_jit(scaling_state.combine)
   rng = np.random.default_rng(0)
   x, dy = rng.normal(size=(256, 32)), rng.normal(size=(256, 24))
   # The largest are neither in the first nor in the last micro-batch.
@@ -216,27 +229,19 @@ def test_one_to_sixteen_micro_batches_join_to_what_one_batch_sees():
       return a.astype(jnp.bfloat16)
 
     mask = (np.arange(256) < len(rows)).astype(np.float32)
-    return cotangents(pad(x), pad(dy), mask)
+    return observed(pad(x), pad(dy), mask)
 
   whole = seen_by(np.arange(256))['dot']
-  assert history({'dot': whole}) == [2000, 0, 0, 0]
-  assert history({'dot': whole}, 'output_grad') == [1000, 0, 0, 0]
+  assert whole[:, 0, 0].tolist() == [2000, 1000]
   for parts in range(1, 17):
     split = [seen_by(rows) for rows in np.array_split(np.arange(256), parts)]
     joined = functools.reduce(combine, split)['dot']
-    for operand in ('input', 'output_grad'):
-      found, expected = joined[operand], whole[operand]
-      np.testing.assert_array_equal(
-          found['amax_history'], expected['amax_history']
-      )
-      # Counts are exact; powers are float32 sums in another order.
-      np.testing.assert_array_equal(found['health'][:3], expected['health'][:3])
-      np.testing.assert_allclose(
-          found['health'], expected['health'], rtol=256 * 32 * 2.0**-24
-      )
+    # Amaxes and counts are exact; powers are float32 sums in another order.
+    np.testing.assert_array_equal(joined[..., :4], whole[..., :4])
+    np.testing.assert_allclose(joined, whole, rtol=256 * 32 * 2.0**-24)
     if parts > 2:
       # What a sum, or keeping the first or last one only, would have given.
-      amaxes = [history(piece)[0] for piece in split]
+      amaxes = [piece['dot'][0, 0, 0] for piece in split]
       assert sum(amaxes) > 2000 > max(amaxes[0], amaxes[-1])
 
 
@@ -249,9 +254,7 @@ def test_joining_does_not_depend_on_the_order():
       scaling_state.combine(pieces[2], pieces[1]), pieces[0]
   )
   assert_equal_trees(forward, backward)
-  assert history(forward) == [5, 0, 0, 0]
-  assert history(forward, 'output_grad') == [9, 0, 0, 0]
-  assert forward['dot']['input']['health'].tolist() == [8] * 5
+  assert forward['dot'][:, 0].tolist() == [[5, *[8] * 5], [9, *[8] * 5]]
 
 
 def test_a_kernel_never_saturates_however_it_jumps():

@@ -351,8 +351,11 @@ def test_a_state_of_dynamic_slots_only_looks():
   assert set(state['a']['input']) == {'amax', 'health'}
   rolled = scaling_state.roll(state, recipe, operands=scaling_state.OPERANDS)
   jax.tree.map(np.testing.assert_array_equal, rolled, state)
-  seen = jax.tree.map(lambda x: x + 3.0, state)
-  joined = scaling_state.combine(seen, jax.tree.map(lambda x: x + 1.0, state))
+  seen, more = (
+      scaling_state.stack(jax.tree.map(lambda x, by=by: x + by, state))
+      for by in (3.0, 1.0)
+  )
+  joined = scaling_state.combine(seen, more)
   state = scaling_state.observe(state, joined)
   assert state['a']['input']['amax'] == 3
   assert state['a']['input']['health'].tolist() == [4.0] * 5

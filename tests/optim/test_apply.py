@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from jetrl_jax.core import sharding
+from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.metrics.writer import Mean
 from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.optim.apply import Apply, Gradients, merge
@@ -34,7 +35,7 @@ def _shapes(
   scalar: Any = jax.ShapeDtypeStruct((), jnp.float32)
   gradients = Gradients(
       trainable=state.trainable,
-      fp8=state.fp8_state,
+      fp8=jax.eval_shape(scaling_state.stack, state.fp8_state),
       metrics={'actor/pg_loss': Mean(sum=scalar, weight=scalar)},
   )
   made = Apply(policy, optimizer, config, mesh, state, gradients)
@@ -143,7 +144,7 @@ def test_the_optimiser_does_not_see_the_fp8_state():
       for key in path
   }
   assert not [n for n in names if 'amax' in n or 'output_grad' in n]
-  # Nor do its cotangents reach the masters, the moments or the norm.
+  # Nor do its observations reach the masters, the moments or the norm.
   gradients = tiny_updates.whole()[0]
   louder = dataclasses.replace(
       gradients, fp8=jax.tree.map(lambda x: 3 * x, gradients.fp8)

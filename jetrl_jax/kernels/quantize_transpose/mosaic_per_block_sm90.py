@@ -39,7 +39,7 @@ from jetrl_jax.kernels.quantize_transpose import mosaic_sm90 as transpose
 from jetrl_jax.kernels.quantize_transpose.grid import (
     NUMBERS,
     Grid,
-    quantization_error_of,
+    join_tiles,
 )
 
 
@@ -201,12 +201,11 @@ def quantize_both_ways(
       grid_names=('row', 'column'),
       **tools.kernel_options(interpret),
   )(x_MN, row_mask_M)
-  row_major, of_rows, transposed, of_columns, amax, *quantization_error = out
+  row_major, of_rows, transposed, of_columns, *numbers = out
   return (
       QTensor(values=row_major, scale=of_rows.T),
       QTensor(values=transposed, scale=of_columns.T),
-      jnp.max(amax),
-      quantization_error_of(*quantization_error),
+      *join_tiles(*numbers),
   )
 
 

@@ -40,7 +40,7 @@ from jetrl_jax.kernels.quantize_transpose.grid import (
     NUMBERS,
     TILE,
     Grid,
-    quantization_error_of,
+    join_tiles,
 )
 from jetrl_jax.kernels.quantize_transpose.reference import QuantizedPair
 
@@ -188,12 +188,13 @@ def quantize_and_transpose(
       grid_names=('row', 'column'),
       **tools.kernel_options(interpret),
   )(x_MN, row_mask_M, scale.reshape(1))
-  transposed_NM, amax, *rest = out[row_major:]
+  transposed_NM, *numbers = out[row_major:]
+  amax, quantization_error = join_tiles(*numbers)
   return QuantizedPair(
       row_major_MN=out[0] if row_major else None,
       transposed_NM=transposed_NM,
-      amax=jnp.max(amax),
-      quantization_error=quantization_error_of(*rest),
+      amax=amax,
+      quantization_error=quantization_error,
   )
 
 

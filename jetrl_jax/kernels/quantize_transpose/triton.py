@@ -37,7 +37,7 @@ from jetrl_jax.kernels.quantize_transpose.grid import (
     NUMBERS,
     TILE,
     Grid,
-    quantization_error_of,
+    join_tiles,
 )
 from jetrl_jax.kernels.quantize_transpose.reference import QuantizedPair
 from jetrl_jax.kernels.triton_tools import kernel_options, row_slices
@@ -233,10 +233,11 @@ def _quantized_rows(
       scale.reshape(1),
   )
   values = out[0].reshape(rows, columns) if row_major else None
-  transposed_NR, amax, *rest = out[row_major:]
+  transposed_NR, *numbers = out[row_major:]
+  amax, quantization_error = join_tiles(*numbers)
   return QuantizedPair(
       row_major_MN=values,
       transposed_NM=as_values(transposed_NR, dtype),
-      amax=jnp.max(amax),
-      quantization_error=quantization_error_of(*rest),
+      amax=amax,
+      quantization_error=quantization_error,
   )

@@ -30,7 +30,7 @@ from jetrl_jax.kernels.quantize_transpose import triton as transpose
 from jetrl_jax.kernels.quantize_transpose.grid import (
     NUMBERS,
     Grid,
-    quantization_error_of,
+    join_tiles,
 )
 from jetrl_jax.kernels.quantize_transpose.triton import WORDS
 from jetrl_jax.kernels.triton_tools import kernel_options
@@ -157,28 +157,24 @@ def quantize_both_ways(
   scale_of = functools.partial(
       scale_from_amax, dtype=low, margin=margin, power_of_two=power_of_two
   )
-  row_major, of_rows, transposed, of_columns, amax, *quantization_error = (
-      pl.pallas_call(
-          functools.partial(_both_kernel, dtype=low, scale_of=scale_of),
-          grid=grid,
-          in_specs=[by_name[name][1] for name in ('matrix', 'mask')],
-          out_specs=[by_name[name][1] for name, _ in outs],
-          out_shape=[
-              jax.ShapeDtypeStruct(by_name[name][0], kind)
-              for name, kind in outs
-          ],
-          name='quantize_both_ways',
-          **kernel_options(interpret, _WARPS),
-      )(x_MN.reshape(rows // 4, 4, columns), row_mask_M.reshape(rows // 4, 4))
-  )
+  row_major, of_rows, transposed, of_columns, *numbers = pl.pallas_call(
+      functools.partial(_both_kernel, dtype=low, scale_of=scale_of),
+      grid=grid,
+      in_specs=[by_name[name][1] for name in ('matrix', 'mask')],
+      out_specs=[by_name[name][1] for name, _ in outs],
+      out_shape=[
+          jax.ShapeDtypeStruct(by_name[name][0], kind) for name, kind in outs
+      ],
+      name='quantize_both_ways',
+      **kernel_options(interpret, _WARPS),
+  )(x_MN.reshape(rows // 4, 4, columns), row_mask_M.reshape(rows // 4, 4))
   return (
       QTensor(
           values=row_major.reshape(rows, columns),
           scale=of_rows.reshape(-1, rows).T,
       ),
       QTensor(values=transpose.as_values(transposed, low), scale=of_columns.T),
-      jnp.max(amax),
-      quantization_error_of(*quantization_error),
+      *join_tiles(*numbers),
   )
 
 

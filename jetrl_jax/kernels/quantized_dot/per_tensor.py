@@ -120,15 +120,25 @@ def as_grad(
   return OutputGrad(row_major=row_major, transposed_OM=transposed.values), seen
 
 
+def _scales(a: QTensor, b: QTensor, *, are_late: bool) -> tuple[Array, ...]:
+  """Returns the numbers by which the product of a and b is multiplied.
+
+  A GEMM takes one. An operation after it takes both, and then XLA starts no
+  kernel to multiply them.
+  """
+  return (a.scale, b.scale) if are_late else (a.scale * b.scale,)
+
+
 def forward(
     recipe: Recipe, x8: QTensor, weight: QTensor, out_dtype, *, late_scale: bool
 ) -> Array:
   """Returns FProp's result; for `late_scale` see `scaled_dot`."""
+  are_late = late_scale and recipe.power_of_two_scales
   return scaled_dot(
       x8.values,
       weight.values,
       NT,
-      (x8.scale * weight.scale,),
+      _scales(x8, weight, are_late=are_late),
       out_dtype,
       power_of_two=recipe.power_of_two_scales,
       late_scale=late_scale,
@@ -164,7 +174,7 @@ def unscaled(
         x8.values,
         weight.values,
         NT,
-        (x8.scale * weight.scale,),
+        _scales(x8, weight, are_late=late_scale),
         dtype,
         power_of_two=True,
         late_scale=late_scale,

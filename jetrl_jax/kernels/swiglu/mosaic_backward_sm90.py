@@ -45,7 +45,7 @@ from jetrl_jax.kernels.quantize_transpose import QuantizedPair
 from jetrl_jax.kernels.quantize_transpose import mosaic_sm90 as transpose
 from jetrl_jax.kernels.quantize_transpose.grid import (
     NUMBERS,
-    quantization_error_of,
+    join_tiles,
 )
 from jetrl_jax.kernels.swiglu import formula
 from jetrl_jax.kernels.swiglu.backward_formula import Grid, Maths, derivatives
@@ -206,16 +206,18 @@ def backward(
       # has read, and nothing is read that another one wrote.
       **tools.kernel_options(interpret, barriers=False),
   )(product_MG, dh_MF, row_mask_M, scales)
+  h_amax, h_error = join_tiles(*sums[:4])
+  dy_amax, dy_error = join_tiles(*sums[4:])
   h = QuantizedPair(
       row_major_MN=None,
       transposed_NM=h_transposed,
-      amax=jnp.max(sums[0]),
-      quantization_error=quantization_error_of(*sums[1:4]),
+      amax=h_amax,
+      quantization_error=h_error,
   )
   dy = QuantizedPair(
       row_major_MN=row_major,
       transposed_NM=dy_transposed,
-      amax=jnp.max(sums[4]),
-      quantization_error=quantization_error_of(*sums[5:]),
+      amax=dy_amax,
+      quantization_error=dy_error,
   )
   return h, dy

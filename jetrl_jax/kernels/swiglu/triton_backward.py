@@ -38,7 +38,7 @@ from jetrl_jax.kernels.quantize_transpose import triton as transpose
 from jetrl_jax.kernels.quantize_transpose.grid import (
     NUMBERS,
     TILE,
-    quantization_error_of,
+    join_tiles,
 )
 from jetrl_jax.kernels.quantize_transpose.triton import WORDS
 from jetrl_jax.kernels.swiglu import triton as swiglu
@@ -197,18 +197,20 @@ def _of_rows(
       row_mask_M.reshape(quarters),
       scales,
   )
+  h_amax, h_error = join_tiles(*sums[:4])
+  dy_amax, dy_error = join_tiles(*sums[4:])
   h = QuantizedPair(
       row_major_MN=None,
       transposed_NM=transpose.as_values(h_transposed, formats.E4M3),
-      amax=jnp.max(sums[0]),
-      quantization_error=quantization_error_of(*sums[1:4]),
+      amax=h_amax,
+      quantization_error=h_error,
   )
   dy = QuantizedPair(
       row_major_MN=row_major.reshape(rows, 2 * columns),
       transposed_NM=transpose.as_values(
           dy_transposed.reshape(2 * columns, -1), dtype
       ),
-      amax=jnp.max(sums[4]),
-      quantization_error=quantization_error_of(*sums[5:]),
+      amax=dy_amax,
+      quantization_error=dy_error,
   )
   return h, dy

@@ -120,10 +120,10 @@ class Calibration:
       logprobs.append(logprobs_BT)
     return gradients.fp8, logprobs
 
-  def _observe_and_roll(self, fp8_state, cotangents):
-    observed = scaling_state.observe(fp8_state, cotangents)
+  def _observe_and_roll(self, fp8_state, observed):
+    recorded = scaling_state.observe(fp8_state, observed)
     rolled = scaling_state.roll(
-        observed, self._recipe, operands=('input', 'output_grad')
+        recorded, self._recipe, operands=('input', 'output_grad')
     )
     # The RL objective's gradients differ in size from this loss's. This scale
     # is only a start, and the first real observation must be able to lower it.

@@ -74,7 +74,8 @@ def _accumulate(
   added = Gradients(
       trainable=jax.tree.map(jnp.add, gradients.trainable, new),
       fp8=scaling_state.combine(
-          gradients.fp8, scaling_state.reduce_over_devices(new_fp8, axes)
+          gradients.fp8,
+          scaling_state.reduce_over_devices(scaling_state.stack(new_fp8), axes),
       ),
       metrics={
           name: gradients.metrics[name] + axes.psum(value)
@@ -134,16 +135,20 @@ class UpdatePrograms:
       mesh: Mesh,
       state: TrainState,
   ):
-    self._mesh, specs = mesh, sharding.tree_specs(state, mesh)
+    specs = sharding.tree_specs(state, mesh)
     # The names of the loss's metrics; nothing is computed to find them.
     batch = TrainBatch.of_shapes(1, 16)
     floats = jax.ShapeDtypeStruct((1, 16), jnp.float32)
     _, self._metrics = jax.eval_shape(loss_function, batch, floats, floats)
     grad_specs = Gradients(
         trainable=specs.trainable,
-        fp8=specs.fp8_state,
+        fp8=jax.tree.map(
+            lambda _: P(),
+            jax.eval_shape(scaling_state.stack, state.fp8_state),
+        ),
         metrics=jax.tree.map(lambda _: P(), self._metrics),
     )
+    self._grad_shardings = sharding.named(grad_specs, mesh)
     rows = sharding.ROWS
     self.accumulate = policy.jit_per_device(
         functools.partial(_accumulate, policy, loss_function),
@@ -161,7 +166,7 @@ class UpdatePrograms:
         out_shardings=sharding.named(specs.fp8_state, mesh),
     )
     self._zeros = policy.jit(
-        self._make_zeros, out_shardings=sharding.named(grad_specs, mesh)
+        self._make_zeros, out_shardings=self._grad_shardings
     )
     self.apply = Apply(
         policy, optimizer, config, mesh, state, self.gradient_shapes(state)
@@ -190,7 +195,7 @@ class UpdatePrograms:
             leaf.shape, leaf.dtype, sharding=where
         ),
         found,
-        sharding.tree_shardings(found, self._mesh),
+        self._grad_shardings,
     )
     ahead(self.accumulate, state, gradients, batch, scalar)
     for _, _, program, arguments in self.apply.calls(state, gradients):
@@ -210,7 +215,7 @@ class UpdatePrograms:
   def _make_zeros(self, trainable, fp8_state):
     return Gradients(
         trainable=jax.tree.map(jnp.zeros_like, trainable),
-        fp8=jax.tree.map(jnp.zeros_like, fp8_state),
+        fp8=jax.tree.map(jnp.zeros_like, scaling_state.stack(fp8_state)),
         metrics=jax.tree.map(
             lambda _: jnp.zeros((), jnp.float32), self._metrics
         ),

@@ -114,7 +114,7 @@ class Requantizer:
           functools.partial(_observed_inputs, policy),
           mesh,
           (specs, sharding.ROWS),
-          specs.fp8_state,
+          P(),
       )
 
     self._observed_inputs = observing(policy)
@@ -122,7 +122,7 @@ class Requantizer:
     self._record = policy.jit_per_device(
         functools.partial(_record, policy),
         mesh,
-        (specs.fp8_state, specs.fp8_state),
+        (specs.fp8_state, P()),
         specs.fp8_state,
     )
     self._requantize = policy.jit_per_device(
@@ -204,7 +204,7 @@ class Requantizer:
 def _observed_inputs(
     policy: Policy, side: TrainState, batch: TrainBatch
 ) -> PyTree:
-  """Returns cotangents of the scaling state that observe all dots' inputs."""
+  """Returns the observations of all dots' inputs, see `stack`."""
   masters: Any = merge(side.trainable, side.frozen)
 
   def forward(fp8_state):
@@ -213,15 +213,15 @@ def _observed_inputs(
       return jnp.sum(policy.logprobs(params, batch, jnp.float32(1), masters)[0])
     return jnp.sum(policy.hidden(params, batch, masters).astype(jnp.float32))
 
-  observed = scaling_state.reduce_over_devices(
-      jax.grad(forward)(side.fp8_state), policy.axes
-  )
   # The output gradients of this sum mean nothing. Because they are replaced
   # here, the whole backward pass is dead code and is not compiled.
-  return scaling_state.map_records(
+  of_inputs = scaling_state.map_records(
       lambda record: record
       | {'output_grad': jax.tree.map(jnp.zeros_like, record['output_grad'])},
-      observed,
+      jax.grad(forward)(side.fp8_state),
+  )
+  return scaling_state.reduce_over_devices(
+      scaling_state.stack(of_inputs), policy.axes
   )
 
 
