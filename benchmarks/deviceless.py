@@ -250,7 +250,7 @@ def _apply(policy, params, masters) -> None:
   scalar = jax.ShapeDtypeStruct((), jnp.float32)
   gradients = Gradients(
       trainable=masters,
-      fp8=jax.eval_shape(scaling_state.stack, params.fp8_state),
+      fp8=jax.eval_shape(scaling_state.stack_observations, params.fp8_state),
       metrics={'actor/pg_loss': Mean(sum=scalar, weight=scalar)},
   )
   state, gradients = jax.tree.map(

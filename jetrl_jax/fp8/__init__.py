@@ -14,6 +14,7 @@ from jetrl_jax.fp8.scaling_state import (
     observe,
     observe_kernels,
     roll,
+    stack_observations,
 )
 
 __all__ = [
@@ -29,4 +30,5 @@ __all__ = [
     'quantize',
     'roll',
     'scale_from_amax',
+    'stack_observations',
 ]

@@ -12,8 +12,8 @@ A dynamic recipe needs nothing from earlier steps. Its records are only for
 metrics: the last step's `amax` [] and `health`.
 
 `jax.grad` returns new observations as the cotangents of a record (see
-`kernels/quantized_dot/linear.py`). `stack` makes one array of a parameter
-group's, because a GPU starts a kernel for each array:
+`kernels/quantized_dot/linear.py`). `stack_observations` makes one array of a
+parameter group's, because a GPU starts a kernel for each array:
 
     observed [2, dots, 6]    of inputs and of output gradients, by dot: amax,
                              then health
@@ -38,7 +38,7 @@ from jetrl_jax.fp8.recipes import Recipe
 
 COLLECTION = '_overwrite_with_gradient'
 OPERANDS = ('input', 'kernel', 'output_grad')
-# What a backward pass observes, in the order of `stack`.
+# What a backward pass observes, in the order of `stack_observations`.
 _OBSERVED = ('input', 'output_grad')
 
 
@@ -111,7 +111,7 @@ def init_state(params: PyTree, recipe: Recipe) -> PyTree:
   return walk(params, ()) or {}
 
 
-def stack(cotangents: PyTree) -> PyTree:
+def stack_observations(cotangents: PyTree) -> PyTree:
   """Returns the observations in one array of each parameter group.
 
   Args:
@@ -205,7 +205,8 @@ def _map_observed(write, state: PyTree, observed: PyTree) -> PyTree:
   Args:
     write: function of (entry, amax [], the sums of its health [5]).
     state: the scaling state, or a part of it.
-    observed: an array for each of its parameter groups, see `stack`.
+    observed: an array for each of its parameter groups, see
+      `stack_observations`.
   """
 
   def of_group(observed, group):
@@ -228,8 +229,8 @@ def observe(state: PyTree, observed: PyTree) -> PyTree:
 
   Args:
     state: the scaling state, or that of one parameter group.
-    observed: what `stack` returned, joined over micro-batches and devices, or
-      one group's array.
+    observed: what `stack_observations` returned, joined over micro-batches and
+      devices, or one group's array.
 
   Returns:
     The state, in which inputs and output gradients have new health, and

@@ -167,6 +167,6 @@ def tapped_update(
   )(state.trainable, state.fp8_state)
   trainable, fp8_state = grads
   observed = scaling_state.reduce_over_devices(
-      scaling_state.stack(fp8_state), policy.axes
+      scaling_state.stack_observations(fp8_state), policy.axes
   )
   return (trainable, observed), logprobs_BT, taps

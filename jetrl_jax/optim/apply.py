@@ -47,7 +47,8 @@ class Gradients:
 
   Attributes:
     trainable: gradients of the masters, in their dtypes.
-    fp8: what the backward passes observed, see `scaling_state.stack`.
+    fp8: what the backward passes observed, see
+      `scaling_state.stack_observations`.
     metrics: name -> `Mean`.
   """
 
@@ -212,8 +213,8 @@ def _update_group(
     group: the group's arrays.
     shared: the optimiser's leaves that do not depend on the group.
     gradients: the gradients of the group's trainable masters, before clipping.
-    observed: the array of the group's observations, see `scaling_state.stack`;
-      {} without any.
+    observed: the array of the group's observations, see
+      `scaling_state.stack_observations`; {} without any.
     control: what the step decided for all groups.
 
   Returns:

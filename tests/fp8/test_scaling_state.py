@@ -46,7 +46,7 @@ def shown(amax_in, amax_out, health=0.0):
 
 
 def seen(*numbers, **more):
-  return scaling_state.stack({'dot': shown(*numbers, **more)})
+  return scaling_state.stack_observations({'dot': shown(*numbers, **more)})
 
 
 def history(state, operand='input'):
@@ -113,7 +113,7 @@ def test_entry_0_is_the_maximum_of_all_observations_until_the_roll():
 
 def test_a_layer_shows_one_array_in_which_each_dot_finds_its_numbers():
   layer = {'mlp': {'down': shown(1.0, 2.0, 7.0), 'gate_up': shown(3.0, 4.0)}}
-  observed = scaling_state.stack({'layers_0': layer})['layers_0']
+  observed = scaling_state.stack_observations({'layers_0': layer})['layers_0']
   assert observed[..., 0].tolist() == [[1, 3], [2, 4]]
   assert observed[..., 1:].tolist() == [[[7] * 5, [0] * 5]] * 2
   empty = jax.tree.map(jnp.zeros_like, layer)
@@ -209,7 +209,7 @@ def _dot_observations():
     def run(state):
       return linear.dot(RECIPE, x, kernel, weight, state['dot'], mask)
 
-    return scaling_state.stack(jax.vjp(run, slot)[1](dy)[0])
+    return scaling_state.stack_observations(jax.vjp(run, slot)[1](dy)[0])
 
   return exact_jit(observed)
 

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax.core import rng, sharding
+from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels.adamw import groups
 from jetrl_jax.kernels.adamw import reference as adamw_reference
@@ -331,7 +332,9 @@ def _applied(mesh, steps: int):
       gradients['layers_1']['norm'] = gradients['layers_1']['norm'] * jnp.inf
     made = Gradients(
         trainable=gradients,
-        fp8=jax.tree.map(lambda a: a + 1, moving.fp8_state),
+        fp8=scaling_state.stack_observations(
+            jax.tree.map(lambda a: a + 1, moving.fp8_state)
+        ),
         metrics={'actor/pg_loss': loss},
     )
     apply_step = apply_step or apply.Apply(

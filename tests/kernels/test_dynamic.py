@@ -352,7 +352,9 @@ def test_a_state_of_dynamic_slots_only_looks():
   rolled = scaling_state.roll(state, recipe, operands=scaling_state.OPERANDS)
   jax.tree.map(np.testing.assert_array_equal, rolled, state)
   seen, more = (
-      scaling_state.stack(jax.tree.map(lambda x, by=by: x + by, state))
+      scaling_state.stack_observations(
+          jax.tree.map(lambda x, by=by: x + by, state)
+      )
       for by in (3.0, 1.0)
   )
   joined = scaling_state.combine(seen, more)

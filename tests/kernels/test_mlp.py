@@ -255,7 +255,7 @@ def test_without_a_gpu_there_is_no_kernel():
 
 def _observed(slots_ct, axes=sharding.ALONE):
   """What all devices see: (inputs, output gradients), each by number."""
-  observed = scaling_state.stack(slots_ct)
+  observed = scaling_state.stack_observations(slots_ct)
   observed = scaling_state.reduce_over_devices(observed, axes)['mlp']
   return [[seen[:, i] for i in range(6)] for seen in observed]
 

@@ -35,7 +35,7 @@ def _shapes(
   scalar: Any = jax.ShapeDtypeStruct((), jnp.float32)
   gradients = Gradients(
       trainable=state.trainable,
-      fp8=jax.eval_shape(scaling_state.stack, state.fp8_state),
+      fp8=jax.eval_shape(scaling_state.stack_observations, state.fp8_state),
       metrics={'actor/pg_loss': Mean(sum=scalar, weight=scalar)},
   )
   made = Apply(policy, optimizer, config, mesh, state, gradients)

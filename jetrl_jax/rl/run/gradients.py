@@ -75,7 +75,9 @@ def _accumulate(
       trainable=jax.tree.map(jnp.add, gradients.trainable, new),
       fp8=scaling_state.combine(
           gradients.fp8,
-          scaling_state.reduce_over_devices(scaling_state.stack(new_fp8), axes),
+          scaling_state.reduce_over_devices(
+              scaling_state.stack_observations(new_fp8), axes
+          ),
       ),
       metrics={
           name: gradients.metrics[name] + axes.psum(value)
@@ -144,7 +146,7 @@ class UpdatePrograms:
         trainable=specs.trainable,
         fp8=jax.tree.map(
             lambda _: P(),
-            jax.eval_shape(scaling_state.stack, state.fp8_state),
+            jax.eval_shape(scaling_state.stack_observations, state.fp8_state),
         ),
         metrics=jax.tree.map(lambda _: P(), self._metrics),
     )
@@ -215,7 +217,9 @@ class UpdatePrograms:
   def _make_zeros(self, trainable, fp8_state):
     return Gradients(
         trainable=jax.tree.map(jnp.zeros_like, trainable),
-        fp8=jax.tree.map(jnp.zeros_like, scaling_state.stack(fp8_state)),
+        fp8=jax.tree.map(
+            jnp.zeros_like, scaling_state.stack_observations(fp8_state)
+        ),
         metrics=jax.tree.map(
             lambda _: jnp.zeros((), jnp.float32), self._metrics
         ),

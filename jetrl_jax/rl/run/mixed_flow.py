@@ -221,7 +221,7 @@ def _observed_inputs(
       jax.grad(forward)(side.fp8_state),
   )
   return scaling_state.reduce_over_devices(
-      scaling_state.stack(of_inputs), policy.axes
+      scaling_state.stack_observations(of_inputs), policy.axes
   )
 
 
