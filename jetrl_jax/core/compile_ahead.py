@@ -51,23 +51,27 @@ class CompileAhead:
   Args:
     threads: how many; by default as many as there are cores to spare. With 0
       nothing is compiled ahead.
+
+  Attributes:
+    is_on: whether there are threads.
   """
 
   def __init__(self, threads: int | None = None):
     if threads is None:
       spare = (os.cpu_count() or 1) // _CORES_A_THREAD - 1
       threads = min(spare, _MOST_THREADS)
+    self.is_on = threads > 0
     self._pool = None
-    if threads > 0:
+    if self.is_on:
       self._pool = concurrent.futures.ThreadPoolExecutor(threads, 'compile')
 
   def __call__(self, program: Program, *args: PyTree) -> None:
     """Traces and lowers a program for arguments like these, here and now.
 
-    Threads would gain nothing by that, which is Python's work. And programs
-    that are lowered in one order are the same in every process: the name of a
-    kernel in Pallas' Mosaic form has a count in it, so another order would find
-    nothing in a compile cache.
+    Another thread then compiles it. Threads would not make tracing and lowering
+    faster, because Python does that work. They would also change its order: the
+    name of a kernel in Pallas' Mosaic form holds a count, so with another order
+    the program would not be found in a compile cache.
 
     Args:
       program: what `Policy.jit` returned.

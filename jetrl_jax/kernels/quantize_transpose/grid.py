@@ -88,7 +88,8 @@ def join_tiles(
 ) -> tuple[Array, Array]:
   """Joins the four numbers of all tiles, in one reduction.
 
-  Of several XLA would make a kernel each, and add in the same order.
+  XLA would make a kernel of each of several reductions. The order of addition
+  is the same.
 
   Args:
     amax: of each tile, as all that follow; two dims.

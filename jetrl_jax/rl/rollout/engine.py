@@ -254,8 +254,8 @@ class Engine:
   ) -> None:
     """Compiles what every rollout calls, on other threads.
 
-    With tensor parallelism nothing is: a device's share of the weights has no
-    shapes before it is placed.
+    It does nothing with tensor parallelism, because the shapes of a device's
+    weights are known only when they are placed.
 
     Args:
       ahead: the threads.

@@ -204,7 +204,7 @@ class Requantizer:
 def _observed_inputs(
     policy: Policy, side: TrainState, batch: TrainBatch
 ) -> PyTree:
-  """Returns the observations of all dots' inputs, see `stack`."""
+  """Returns the observations of all dots' inputs, see `stack_observations`."""
   masters: Any = merge(side.trainable, side.frozen)
 
   def forward(fp8_state):

@@ -313,7 +313,7 @@ class Trainer:
       folder.begin(self.spec.config_text)
       with self.timer('calibration'):
         state = initialize.create(self.spec)
-        engine, learner = self._programs(state)
+        engine, learner = self._programs(state, 0)
         state = calibration.calibrate_run(
             self.spec, engine, state, self.interrupt.check
         )
@@ -322,7 +322,7 @@ class Trainer:
         )
       if chosen is not self.spec:
         self.spec = self.cold_start_spec = chosen
-        engine, learner = self._programs(state)
+        engine, learner = self._programs(state, 0)
       # Step 0 gets its line once its state is evaluated.
       step, self.pending = 0, {}
       reference = self._reference(state, cold=True)
@@ -341,7 +341,7 @@ class Trainer:
             'No step is left to train; a larger'
             ' trainer.total_training_steps goes on from here'
         )
-      engine, learner = self._programs(state)
+      engine, learner = self._programs(state, step)
     self._set_programs(engine, learner, reference)
     return state, step
 
@@ -359,11 +359,12 @@ class Trainer:
   def _new_learner(self, state: TrainState) -> Learner:
     return Learner(self.spec, self.loss, state, self.timer)
 
-  def _programs(self, state: TrainState) -> tuple[Engine, Learner]:
-    """Returns engine and learner, whose programs other threads compile."""
+  def _programs(self, state: TrainState, step: int) -> tuple[Engine, Learner]:
+    """Returns engine and learner; other threads compile their programs."""
     engine, learner = self._new_engine(), self._new_learner(state)
     # Without `exact`, a compiler may choose by timing on a busy device.
-    if self.spec.policy.exact:
+    needed = step < self.spec.run.total_training_steps
+    if needed and self.spec.policy.exact and self.ahead.is_on:
       longest = max(len(prompt.tokens) for prompt in self.spec.train_set)
       engine.compile_ahead(
           self.ahead, mixed_flow.rollout_params(state), longest
