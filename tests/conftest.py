@@ -1,6 +1,5 @@
 """What every test runs under: CPU, eight virtual devices, checked shapes."""
 
-import functools
 import os
 import pathlib
 import re
@@ -17,14 +16,6 @@ _LONG = ('slow', 'soak')
 _SLOW_TIMEOUT_S = 1200
 # An array's shape in a signature: Float[Array, 'B T'].
 _SHAPE = re.compile(r'\b(Bool|Float|Int|Shaped|UInt8)\[')
-
-# An import of kernels that are written for Pallas' Triton backend, or of tests
-# that have one.
-_TRITON = re.compile(
-    r'^(from|import) (jetrl_jax\.kernels\S*( import \(?\s*)?\btriton'
-    r'|jetrl_jax\.kernels\.hopper_dot|tests\.kernels import test_gate_up)',
-    re.MULTILINE,
-)
 
 # The same examples in every run, and no limit per example: the first one
 # compiles. Whole tests have pytest-timeout's limit.
@@ -126,33 +117,6 @@ def _hook_type_checker():
   # An operation's signature is its package's: with all that is in it.
   modules = [module.removesuffix('.__init__') for module in modules]
   jaxtyping.install_import_hook(modules, 'tests.typecheck.check_arrays')
-
-
-@functools.cache
-def _has_triton() -> bool:
-  from jetrl_jax.kernels import dispatch
-
-  return dispatch.has_triton()
-
-
-def pytest_ignore_collect(collection_path, config):
-  """Leaves out tests of kernels in Triton's form on a jax without it."""
-  del config
-  if collection_path.suffix == '.py' and not _has_triton():
-    text = collection_path.read_text(encoding='utf-8')
-    return True if _TRITON.search(text) else None
-  return None
-
-
-def pytest_report_header(config):
-  """Says so."""
-  del config
-  if _has_triton():
-    return None
-  return (
-      "This jax does not have Pallas' Triton backend: files that import kernels"
-      ' written for it are left out'
-  )
 
 
 def pytest_collection_modifyitems(config, items):

@@ -73,10 +73,6 @@ def update(
       from jetrl_jax.kernels.adamw import mosaic_sm90
 
       run = mosaic_sm90.update
-    case 'triton':
-      from jetrl_jax.kernels.adamw import triton
-
-      run = triton.update
     case _:
       run = reference.update
   return run(

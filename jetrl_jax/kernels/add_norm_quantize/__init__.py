@@ -126,10 +126,6 @@ def forward(
       from jetrl_jax.kernels.add_norm_quantize import mosaic_sm90
 
       function = mosaic_sm90.forward
-    case 'triton':
-      from jetrl_jax.kernels.add_norm_quantize import triton
-
-      function = triton.forward
     case _:
       function = reference.forward
 
@@ -154,7 +150,7 @@ def _implementation(dim: int) -> str:
     from jetrl_jax.kernels.add_norm_quantize import mosaic_sm90
 
     if not mosaic_sm90.fits(dim):
-      return dispatch.fallback()
+      return dispatch.REFERENCE
   return name
 
 

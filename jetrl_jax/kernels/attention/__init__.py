@@ -20,6 +20,7 @@ are query tokens times the heads of a group.
 import functools
 
 import jax
+import jax.numpy as jnp
 
 from jetrl_jax.core.typing import Array
 from jetrl_jax.kernels import dispatch, stands_for
@@ -28,45 +29,29 @@ from jetrl_jax.kernels.kv_storage import store
 from jetrl_jax.kernels.residuals import keep
 
 
+def has_kernel(dtype: jnp.dtype, head_dim: int, tile: int) -> bool:
+  """Whether kernels run in training and in decode, or the reference in both.
+
+  Args:
+    dtype: of the queries.
+    head_dim: channels of a head.
+    tile: see `flash_attention`.
+  """
+  is_short = dtype in (jnp.bfloat16, jnp.float16)
+  shaped = head_dim in (64, 128) and tile == 64
+  return is_short and shaped and dispatch.has_kernel('attention')
+
+
 def _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
   """Returns (output, base-2 log-sum-exp [B, K, R])."""
   operands = q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR
-  name = dispatch.implementation('attention')
-  if name == dispatch.REFERENCE:
+  if not has_kernel(q_BKRH.dtype, q_BKRH.shape[-1], tile):
     return reference.forward(*operands, tile)
-  if _in_mosaic(q_BKRH, tile):
-    from jetrl_jax.kernels.attention import mosaic_sm90
-
-    run = mosaic_sm90.forward
-  else:
-    name = _triton(q_BKRH, tile)
-    from jetrl_jax.kernels.attention import triton
-
-    run = triton.forward
-  functions = run, reference.forward
-  return stands_for.kernel('attention', name, *functions, *operands, tile=tile)
-
-
-def _in_mosaic(q_BKRH, tile) -> bool:
-  """Whether Mosaic's kernels run; Triton's take more, and have their bits."""
-  if dispatch.implementation('attention') != 'mosaic_sm90':
-    return False
   from jetrl_jax.kernels.attention import mosaic_sm90
 
-  if not mosaic_sm90.fits(q_BKRH, tile):
-    return False
-  return dispatch.is_named('attention') or mosaic_sm90.was_run(q_BKRH, tile)
-
-
-def _triton(q_BKRH, tile) -> str:
-  """Returns the name of what runs where Mosaic's kernels do not."""
-  untried = ''
-  if dispatch.implementation('attention') == 'mosaic_sm90':
-    from jetrl_jax.kernels.attention import mosaic_sm90
-
-    untried = 'mosaic_sm90' if mosaic_sm90.fits(q_BKRH, tile) else ''
-  found = f'queries {q_BKRH.dtype} {q_BKRH.shape} and a tile of {tile}'
-  return dispatch.triton_instead('attention', found, untried)
+  name = dispatch.implementation('attention')
+  functions = mosaic_sm90.forward, reference.forward
+  return stands_for.kernel('attention', name, *functions, *operands, tile=tile)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -111,16 +96,12 @@ def _bwd(tile, kv_dtype, residuals, dout):
   q_BKRH, k_BKSH, v_BKSH, *rest = residuals
   dtype = q_BKRH.dtype
   operands = (q_BKRH, k_BKSH.astype(dtype), v_BKSH.astype(dtype), *rest)
-  if not dispatch.has_kernel('attention'):
-    grads = reference.backward(*operands, dout=dout)
-  elif _in_mosaic(q_BKRH, tile):
+  if has_kernel(dtype, q_BKRH.shape[-1], tile):
     from jetrl_jax.kernels.attention import mosaic_backward_sm90
 
     grads = mosaic_backward_sm90.backward(*operands, dout_BKRH=dout, tile=tile)
   else:
-    from jetrl_jax.kernels.attention import triton_backward
-
-    grads = triton_backward.backward(*operands, dout_BKRH=dout, tile=tile)
+    grads = reference.backward(*operands, dout=dout)
   return (*grads, None, None)
 
 

@@ -349,21 +349,6 @@ class _Scratch(NamedTuple):
     return _Scratch(*own, streams=self.streams)
 
 
-def fits(q_BKRH: Array, tile: int) -> bool:
-  """Whether the kernels can be used; for all numbers of rows."""
-  is_short = q_BKRH.dtype in (jnp.bfloat16, jnp.float16)
-  shaped = q_BKRH.shape[-1] in (16, 32, 64, 128) and tile in (16, 32, 64)
-  return is_short and shaped
-
-
-def was_run(q_BKRH: Array, tile: int) -> bool:
-  """Whether a GPU has run them for such shapes, with the bits of Triton's.
-
-  The others run where `kernels` names them.
-  """
-  return q_BKRH.shape[-1] == 128 and tile == tools.ROWS
-
-
 @one_kernel('tile', 'program', 'interpret')
 def forward(
     q_BKRH: Array,

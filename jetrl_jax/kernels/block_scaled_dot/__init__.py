@@ -9,12 +9,8 @@ derivative of its own.
 """
 
 from jetrl_jax.core.typing import Array
-from jetrl_jax.kernels import dispatch, hopper_dot, stands_for
+from jetrl_jax.kernels import dispatch, stands_for
 from jetrl_jax.kernels.block_scaled_dot import reference
-
-# Most rows for which Triton's kernel was tuned; Mosaic's is faster for more
-# (docs/performance_log.md).
-_FEW = 512
 
 
 def block_dot(
@@ -38,37 +34,21 @@ def block_dot(
   """
   operands = a_MK, scale_a_MG, b_NK, scale_b_NG
   static = {'out_dtype': out_dtype, 'power_of_two': power_of_two}
-  name = _kernel(a_MK.shape[0], scale_b_NG, b_NK.shape[0])
-  match name:
-    case 'mosaic_sm90':
-      from jetrl_jax.kernels.block_scaled_dot import mosaic_sm90
+  name = dispatch.implementation('block_scaled_dot')
+  if not _has_kernel(scale_b_NG, b_NK.shape[0]):
+    return reference.grouped_dot(*operands, **static)
+  from jetrl_jax.kernels.block_scaled_dot import mosaic_sm90
 
-      run = mosaic_sm90.block_dot
-    case 'triton':
-      from jetrl_jax.kernels.block_scaled_dot import triton
-
-      run = triton.block_dot
-    case _:
-      return reference.grouped_dot(*operands, **static)
-  functions = run, reference.grouped_dot
+  functions = mosaic_sm90.block_dot, reference.grouped_dot
   return stands_for.kernel(
       'block_scaled_dot', name, *functions, *operands, **static
   )
 
 
-def _kernel(rows: int, scale_b_NG: Array, columns: int) -> str:
-  """Returns the implementation for a dot's shapes.
+def _has_kernel(scale_b_NG: Array, columns: int) -> bool:
+  """Whether a kernel runs, for all numbers of rows."""
+  if not dispatch.has_kernel('block_scaled_dot'):
+    return False
+  from jetrl_jax.kernels.block_scaled_dot import mosaic_sm90
 
-  Both kernels have the same bits, so rollout and training may have either.
-  """
-  name = dispatch.implementation('block_scaled_dot')
-  if name == dispatch.REFERENCE:
-    return name
-  has_triton = dispatch.has_triton() and hopper_dot.is_there()
-  if name == 'mosaic_sm90':
-    from jetrl_jax.kernels.block_scaled_dot import mosaic_sm90
-
-    fits = mosaic_sm90.fits(scale_b_NG, columns)
-    if fits and not (rows <= _FEW and has_triton):
-      return name
-  return 'triton' if has_triton else dispatch.REFERENCE
+  return mosaic_sm90.fits(scale_b_NG, columns)

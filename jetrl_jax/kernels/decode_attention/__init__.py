@@ -6,7 +6,7 @@ multiple of the tile. A slot's pages may be anywhere in memory.
 """
 
 from jetrl_jax.core.typing import Array
-from jetrl_jax.kernels import dispatch, stands_for
+from jetrl_jax.kernels import attention, dispatch, stands_for
 from jetrl_jax.kernels.decode_attention import reference
 from jetrl_jax.kernels.decode_attention.reference import DECODE_ROWS
 
@@ -43,36 +43,28 @@ def decode_attention(
     operands = q_BNH, k_PKSH, values, table_BP, last_B
     return reference.decode(*operands, tile, out_scale)
 
-  match _implementation(q_BNH, k_PKSH, tile):
-    case 'mosaic_sm90' as name:
-      from jetrl_jax.kernels.decode_attention import mosaic_sm90
+  if not (
+      attention.has_kernel(q_BNH.dtype, q_BNH.shape[-1], tile)
+      and dispatch.has_kernel('decode_attention')
+  ):
+    return plain(*operands, out_scale)
+  _check_group(q_BNH.shape[1] // k_PKSH.shape[1])
+  from jetrl_jax.kernels.decode_attention import mosaic_sm90
 
-      def run(q_BNH, k_PKSH, values, table_BP, last_B, out_scale):
-        operands = q_BNH, k_PKSH, values, table_BP, last_B
-        return mosaic_sm90.decode(*operands, tile, out_scale)
+  def run(q_BNH, k_PKSH, values, table_BP, last_B, out_scale):
+    operands = q_BNH, k_PKSH, values, table_BP, last_B
+    return mosaic_sm90.decode(*operands, tile, out_scale)
 
-    case 'triton' as name:
-      from jetrl_jax.kernels.decode_attention import triton
-
-      def run(q_BNH, k_PKSH, values, table_BP, last_B, out_scale):
-        operands = q_BNH, k_PKSH, values, table_BP, last_B
-        return triton.decode(*operands, tile, out_scale)[0]
-
-    case _:
-      return plain(*operands, out_scale)
+  name = dispatch.implementation('decode_attention')
   return stands_for.kernel(
       'decode_attention', name, run, plain, *operands, out_scale
   )
 
 
-def _implementation(q_BNH: Array, k_PKSH: Array, tile: int) -> str:
-  """Returns what runs; Triton's kernels take what Mosaic's does not."""
-  name = dispatch.implementation('decode_attention')
-  if name != 'mosaic_sm90':
-    return name
-  from jetrl_jax.kernels.decode_attention import mosaic_sm90
-
-  if mosaic_sm90.fits(q_BNH, k_PKSH, tile):
-    return name
-  found = f'queries {q_BNH.dtype} {q_BNH.shape} and a tile of {tile}'
-  return dispatch.triton_instead('decode_attention', found)
+def _check_group(size: int) -> None:
+  """Raises a ValueError if too many query heads share a KV head."""
+  if size > DECODE_ROWS:
+    raise ValueError(
+        f"{size} query heads share a KV head; decode's kernel takes at most"
+        f" {DECODE_ROWS}: set kernels to 'attention=reference'"
+    )

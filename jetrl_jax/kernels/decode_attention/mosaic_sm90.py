@@ -349,16 +349,6 @@ def _attended(pages: _Pages, last, tile: int, in_pairs: bool, interpret: bool):
   return tools.ratio(acc, across(safe, head_dim), interpret)
 
 
-def fits(q_BNH: Array, k_PKSH: Array, tile: int) -> bool:
-  """Whether the kernel can be used; for all numbers of slots."""
-  _, heads, head_dim = q_BNH.shape
-  is_short = q_BNH.dtype in (jnp.bfloat16, jnp.float16)
-  stored = k_PKSH.dtype in (q_BNH.dtype, formats.E4M3)
-  group = heads // k_PKSH.shape[1]
-  shaped = head_dim in (64, 128) and tile == tools.ROWS
-  return is_short and stored and shaped and group <= DECODE_ROWS
-
-
 @one_kernel('tile', 'stages', 'interpret')
 def decode(
     q_BNH: Array,

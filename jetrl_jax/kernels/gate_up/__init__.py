@@ -21,17 +21,11 @@ from jetrl_jax.kernels.gate_up import reference
 
 def _kernel():
   """Returns the module of the kernel in use; None for the reference."""
-  match dispatch.implementation('gate_up'):
-    case 'mosaic_sm90':
-      from jetrl_jax.kernels.gate_up import mosaic_sm90
+  if not dispatch.has_kernel('gate_up'):
+    return None
+  from jetrl_jax.kernels.gate_up import mosaic_sm90
 
-      return mosaic_sm90
-    case 'triton_sm90':
-      from jetrl_jax.kernels.gate_up import triton_sm90
-
-      return triton_sm90
-    case _:
-      return None
+  return mosaic_sm90
 
 
 def fits(rows: int, dims: tuple[int, ...]) -> bool:

@@ -25,20 +25,13 @@ __all__ = ['gradient', 'row_stats', 'temper']
 
 def _stats(logits_MV: Array, inverse_M: Array) -> tuple[Array, Array]:
   name = dispatch.implementation('log_sum_exp')
-  match name:
-    case 'mosaic_sm90':
-      from jetrl_jax.kernels.log_sum_exp import mosaic_sm90 as module
-    case 'triton':
-      from jetrl_jax.kernels.log_sum_exp import triton as module
-    case _:
-      return reference.row_stats(logits_MV, inverse_M)
+  if name == dispatch.REFERENCE:
+    return reference.row_stats(logits_MV, inverse_M)
+  from jetrl_jax.kernels.log_sum_exp import mosaic_sm90
+
+  functions = mosaic_sm90.row_stats, reference.row_stats
   return stands_for.kernel(
-      'log_sum_exp',
-      name,
-      module.row_stats,
-      reference.row_stats,
-      logits_MV,
-      inverse_M,
+      'log_sum_exp', name, *functions, logits_MV, inverse_M
   )
 
 

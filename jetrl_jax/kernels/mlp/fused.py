@@ -2,13 +2,12 @@
 
     y_MG = x W1^T,  h_MF = silu(gate) * up,  z_MD = h W2^T
 
-h exists only in 8 bits (`kernels/swiglu/triton.py`). The gradient of y reaches
+h exists only in 8 bits (`kernels/swiglu`). The gradient of y reaches
 gate_up's dot in 8 bits, as it is and transposed. The cotangent of a bfloat16
 array cannot carry that, so both dots share one derivative. It computes what
 `kernels/quantized_dot/linear.py` and XLA's derivative of SwiGLU compute, with
 the same functions. Only the work between the dots differs: it is one kernel
-(`kernels/swiglu/*_backward*.py`) instead of four, and which one is all that
-implementations differ in.
+(`kernels/swiglu/mosaic_backward_sm90.py`) instead of four.
 """
 
 import dataclasses
@@ -23,7 +22,6 @@ from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8.products import DeferredScale
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
-from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels import gate_up as gate_up_op
 from jetrl_jax.kernels.gate_up import reference as dot_and_swiglu
 from jetrl_jax.kernels.mlp.reference import Operands
@@ -140,13 +138,9 @@ def _mlp_fwd(recipe, axes, x_MD, low_MD, gate_up, down, row_mask_M):
 
 def _swiglu_backward():
   """Returns the kernel between the dots."""
-  if dispatch.implementation('mlp') == 'mosaic_sm90':
-    from jetrl_jax.kernels.swiglu import mosaic_backward_sm90
+  from jetrl_jax.kernels.swiglu import mosaic_backward_sm90
 
-    return mosaic_backward_sm90.backward
-  from jetrl_jax.kernels.swiglu import triton_backward
-
-  return triton_backward.backward
+  return mosaic_backward_sm90.backward
 
 
 def _mlp_bwd(recipe, axes, residuals, dz_MD):

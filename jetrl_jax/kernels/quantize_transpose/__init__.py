@@ -35,44 +35,28 @@ __all__ = [
 ]
 
 
+# Most values of an array that is quantised in groups. A kernel's places may be
+# signed 32-bit numbers.
+_MOST_VALUES = 2**31
+
+
 def fits(dims: tuple[int, ...]) -> bool:
   """Whether a kernel transposes matrices of these dims."""
   return dispatch.has_kernel('quantize_transpose') and grid.fits(dims)
 
 
-def _kernel():
-  """Returns the module of the kernel in use, which is no reference."""
-  if dispatch.implementation('quantize_transpose') == 'mosaic_sm90':
-    from jetrl_jax.kernels.quantize_transpose import mosaic_sm90
-
-    return mosaic_sm90
-  from jetrl_jax.kernels.quantize_transpose import triton
-
-  return triton
-
-
-def _kernel_per_block():
-  """The same of the kernels that quantise in groups."""
-  if dispatch.implementation('quantize_transpose') == 'mosaic_sm90':
-    from jetrl_jax.kernels.quantize_transpose import mosaic_per_block_sm90
-
-    return mosaic_per_block_sm90
-  from jetrl_jax.kernels.quantize_transpose import triton_per_block
-
-  return triton_per_block
-
-
 def _quantises(x: Array) -> bool:
   """Whether a kernel quantises this matrix; Hopper transposes 16 bits."""
-  name = dispatch.implementation('quantize_transpose')
-  return fits(x.shape) and (name == 'triton' or x.dtype.itemsize == 2)
+  return fits(x.shape) and x.dtype.itemsize == 2
 
 
 def transpose(x_MN: Array) -> Array:
   """Returns the transpose of an 8-bit matrix."""
   if not fits(x_MN.shape):
     return x_MN.T
-  return _kernel().transpose(x_MN)
+  from jetrl_jax.kernels.quantize_transpose import mosaic_sm90
+
+  return mosaic_sm90.transpose(x_MN)
 
 
 def quantize_and_transpose(
@@ -93,12 +77,14 @@ def quantize_and_transpose(
   operands = x_MN, scale, row_mask_M, dtype
   if not _quantises(x_MN):
     return reference.quantize_and_transpose(*operands, row_major=row_major)
-  return _kernel().quantize_and_transpose(*operands, row_major=row_major)
+  from jetrl_jax.kernels.quantize_transpose import mosaic_sm90
+
+  return mosaic_sm90.quantize_and_transpose(*operands, row_major=row_major)
 
 
 def _is_addressed(x: Array) -> bool:
   """Whether kernels that quantise in groups can address all values."""
-  return math.prod(x.shape) <= dispatch.MOST_VALUES
+  return math.prod(x.shape) <= _MOST_VALUES
 
 
 def quantize_both_ways(
@@ -121,9 +107,10 @@ def quantize_both_ways(
   scaling = dict(margin=margin, power_of_two=power_of_two)
   if not (_quantises(x_MN) and _is_addressed(x_MN)):
     return reference.quantize_both_ways(x_MN, row_mask_M, dtype, **scaling)
-  row_major, transposed, amax, lost = _kernel_per_block().quantize_both_ways(
-      x_MN, row_mask_M, dtype, **scaling
-  )
+  from jetrl_jax.kernels.quantize_transpose import mosaic_per_block_sm90
+
+  kernel = mosaic_per_block_sm90.quantize_both_ways
+  row_major, transposed, amax, lost = kernel(x_MN, row_mask_M, dtype, **scaling)
   sums = health.with_elements(lost, x_MN.shape[1], row_mask_M)
   return row_major, transposed, (amax, sums)
 
@@ -146,4 +133,6 @@ def regroup_and_transpose(
   scaling = dict(margin=margin, power_of_two=power_of_two)
   if not (fits(x8.values.shape) and _is_addressed(x8.values)):
     return reference.regroup_and_transpose(x8, dtype, **scaling)
-  return _kernel_per_block().regroup_and_transpose(x8, **scaling)
+  from jetrl_jax.kernels.quantize_transpose import mosaic_per_block_sm90
+
+  return mosaic_per_block_sm90.regroup_and_transpose(x8, **scaling)

@@ -39,13 +39,9 @@ def requantize(
     health; the share of 8-bit values that changed, by weight)
   """
   operands = params, fp8_state, weights, recipe, axes
-  match dispatch.implementation('requantize'):
-    case 'mosaic_sm90':
-      from jetrl_jax.kernels.requantize import mosaic_sm90 as kernels
-    case 'triton':
-      from jetrl_jax.kernels.requantize import triton as kernels
-    case _:
-      return reference.requantize(*operands)
-  if groups.fits(params, weights, recipe):
-    return groups.requantize(kernels.requantize_kernel, *operands)
-  return reference.requantize(*operands)
+  has_kernel = dispatch.has_kernel('requantize')
+  if not (has_kernel and groups.fits(params, weights, recipe)):
+    return reference.requantize(*operands)
+  from jetrl_jax.kernels.requantize import mosaic_sm90
+
+  return groups.requantize(mosaic_sm90.requantize_kernel, *operands)

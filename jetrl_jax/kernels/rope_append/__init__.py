@@ -44,34 +44,29 @@ def rope_append(
     (queries [B, N, H], the cache with the new token)
   """
   operands = qkv, *rotation, position_B, table_BP, *cache
-  match name := _implementation(cache[0].shape[-1]):
-    case 'mosaic_sm90':
-      from jetrl_jax.kernels.rope_append import mosaic_sm90 as kernels
-    case 'triton':
-      from jetrl_jax.kernels.rope_append import triton as kernels
-    case _:
-      q_BNH, keys, values = reference.rope_append(*operands)
-      return q_BNH, (keys, values)
+  if not _has_kernel(cache[0].shape[-1]):
+    q_BNH, keys, values = reference.rope_append(*operands)
+    return q_BNH, (keys, values)
+  from jetrl_jax.kernels.rope_append import mosaic_sm90
 
   def run(*operands):
     with jax.named_scope('attention'):
-      return kernels.rotate_and_append(*operands)
+      return mosaic_sm90.rotate_and_append(*operands)
 
+  name = dispatch.implementation('rope_append')
   q_BNH, keys, values = stands_for.kernel(
       'rope_append', name, run, _of_finished, *operands
   )
   return q_BNH, (keys, values)
 
 
-def _implementation(head_dim: int) -> str:
-  """Returns what runs; Triton's kernel takes what Mosaic's does not."""
-  name = dispatch.implementation('rope_append')
-  if name == 'mosaic_sm90':
-    from jetrl_jax.kernels.rope_append import mosaic_sm90
+def _has_kernel(head_dim: int) -> bool:
+  """Whether a kernel runs for heads of so many channels."""
+  if not dispatch.has_kernel('rope_append'):
+    return False
+  from jetrl_jax.kernels.rope_append import mosaic_sm90
 
-    if not mosaic_sm90.fits(head_dim):
-      return dispatch.fallback()
-  return name
+  return mosaic_sm90.fits(head_dim)
 
 
 def _of_finished(qkv: DeferredScale, *operands):

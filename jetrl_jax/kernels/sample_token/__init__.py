@@ -19,17 +19,6 @@ from jetrl_jax.kernels.sample_token.reference import gumbel_argmax, truncate
 __all__ = ['draw', 'gumbel_argmax', 'truncate']
 
 
-def _kernel(name: str):
-  """Returns a backend's kernel."""
-  if name == 'mosaic_sm90':
-    from jetrl_jax.kernels.sample_token import mosaic_sm90
-
-    return mosaic_sm90.draw
-  from jetrl_jax.kernels.sample_token import triton
-
-  return triton.draw
-
-
 def draw(
     logits_BV: Float[Array, 'B V'],
     inverse_B: Float[Array, ' B'],
@@ -53,13 +42,14 @@ def draw(
   """
   name = dispatch.implementation('sample_token')
   match name:
-    case 'mosaic_sm90' | 'triton' if mask_BV is None:
-      kernel = _kernel(name)
+    case 'mosaic_sm90' if mask_BV is None:
+      from jetrl_jax.kernels.sample_token import mosaic_sm90
+
       impl = jax.random.key_impl(keys_B)
 
       def run(*operands):
         with jax.named_scope('sampling'):
-          return kernel(*operands)
+          return mosaic_sm90.draw(*operands)
 
       def both(logits_BV, inverse_B, key_data_B2, greedy_B):
         keys_B = jax.random.wrap_key_data(key_data_B2, impl=impl)

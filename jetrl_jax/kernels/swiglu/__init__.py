@@ -20,24 +20,16 @@ from jetrl_jax.kernels.swiglu import reference
 
 def has_kernel(columns: int) -> bool:
   """Whether the kernel computes h of so many columns, for all row counts."""
-  return _kernel(columns)[1] is not None
+  return _kernel(columns) is not None
 
 
 def _kernel(columns: int):
-  """Returns (the implementation that makes h, its module or None)."""
-  name = dispatch.implementation('swiglu')
-  if name == 'mosaic_sm90':
-    from jetrl_jax.kernels.swiglu import mosaic_sm90
+  """Returns the module of the kernel that makes h; None for the reference."""
+  if not dispatch.has_kernel('swiglu'):
+    return None
+  from jetrl_jax.kernels.swiglu import mosaic_sm90
 
-    if mosaic_sm90.fits(columns):
-      return name, mosaic_sm90
-    name = dispatch.fallback()
-  if name == 'triton':
-    from jetrl_jax.kernels.swiglu import triton
-
-    if triton.fits(columns):
-      return name, triton
-  return dispatch.REFERENCE, None
+  return mosaic_sm90 if mosaic_sm90.fits(columns) else None
 
 
 def swiglu_of(product: DeferredScale, out_scale: Array | None = None) -> Array:
@@ -49,7 +41,8 @@ def swiglu_of(product: DeferredScale, out_scale: Array | None = None) -> Array:
       dtype.
   """
   values = product.values
-  name, kernel = _kernel(values.size // values.shape[-2] // 2)
+  kernel = _kernel(values.size // values.shape[-2] // 2)
+  name = dispatch.implementation('swiglu') if kernel else dispatch.REFERENCE
   run = (kernel or reference).swiglu_of
   return stands_for.kernel(
       'swiglu', name, run, _of_finished, product, out_scale
