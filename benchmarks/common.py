@@ -20,7 +20,6 @@ from configs import base
 from jetrl_jax.config import model as config_model
 from jetrl_jax.core import device_memory
 from jetrl_jax.data import Prompt
-from jetrl_jax.kernels import dispatch
 from jetrl_jax.metrics import provenance
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim.adamw import OptimizerConfig
@@ -124,12 +123,7 @@ def overrides(variant: str) -> dict:
     variant: options are 'kv8' (FP8 keys and values), 'head8' (see
       `precision.quantize_lm_head`), 'selective' (see `model.remat`),
       'inexact' (see `precision.exact`), 'tile32' (`model.attention_tile`),
-      'mosaic' and 'triton' (see `kernels`: attention and gate_up),
-      'mosaic_decode' (the first, and decode's attention), 'mosaic_rows' (the
-      first, and what goes over rows in one pass), 'mosaic_draw' (the first, and
-      the log-sum-exp and the draw), 'mosaic_transpose' (the first, and the
-      quantiser that transposes), 'mosaic_mlp' (the first, and what is between
-      the MLP's dots in the backward), and 'mosaic_all' (every operation).
+      and 'reference' (see `kernels`).
   """
   options = {
       'kv8': {'precision.kv_cache_dtype': 'float8_e4m3fn'},
@@ -137,41 +131,7 @@ def overrides(variant: str) -> dict:
       'selective': {'model.remat': 'selective'},
       'inexact': {'precision.exact': False},
       'tile32': {'model.attention_tile': 32},
-      'mosaic': {'kernels': 'attention=mosaic_sm90,gate_up=mosaic_sm90'},
-      'mosaic_decode': {
-          'kernels': (
-              'attention=mosaic_sm90,gate_up=mosaic_sm90'
-              ',decode_attention=mosaic_sm90'
-          )
-      },
-      'mosaic_rows': {
-          'kernels': (
-              'attention=mosaic_sm90,gate_up=mosaic_sm90'
-              ',add_norm_quantize=mosaic_sm90,rope_append=mosaic_sm90'
-              ',swiglu=mosaic_sm90,requantize=mosaic_sm90'
-          )
-      },
-      'mosaic_transpose': {
-          'kernels': (
-              'attention=mosaic_sm90,gate_up=mosaic_sm90'
-              ',quantize_transpose=mosaic_sm90'
-          )
-      },
-      'mosaic_mlp': {
-          'kernels': (
-              'attention=mosaic_sm90,gate_up=mosaic_sm90,mlp=mosaic_sm90'
-          )
-      },
-      'mosaic_all': {
-          'kernels': ','.join(f'{o}=mosaic_sm90' for o in dispatch.TABLE)
-      },
-      'mosaic_draw': {
-          'kernels': (
-              'attention=mosaic_sm90,gate_up=mosaic_sm90'
-              ',log_sum_exp=mosaic_sm90,sample_token=mosaic_sm90'
-          )
-      },
-      'triton': {'kernels': 'attention=triton,gate_up=triton_sm90'},
+      'reference': {'kernels': 'reference'},
   }
   recipe, *chosen = variant.split('+')
   settings = {'precision.recipe': recipe, 'precision.kv_cache_dtype': 'compute'}

@@ -14,7 +14,6 @@ device receives of the others is printed. --gpu names other GPUs than an H200:
 whether our kernels compile there, and find room in their shared memory.
 """
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -371,16 +370,6 @@ def compiled(trace):
   return program
 
 
-def _known_to_triton(name: str) -> contextlib.AbstractContextManager:
-  """Lets Pallas' Triton backend compile for a GPU; it asks the one at hand."""
-  if not dispatch.has_triton():
-    return contextlib.nullcontext()
-  from jax._src.pallas.triton import gpu_info
-
-  info = gpu_info._get_gpu_info_impl(gpu_info.GpuVersion[name])
-  return mock.patch.object(gpu_info, 'get_gpu_info', lambda: info)
-
-
 def main(argv: list[str]) -> None:
   """Compiles and prints."""
   del argv
@@ -404,9 +393,7 @@ def main(argv: list[str]) -> None:
   params = PolicyParams(weights, state)
   sharding.make_mesh()  # The devices at hand are asked before the pretence.
   capability = _GPUS[_GPU.value].capability
-  hardware = dispatch.Hardware(
-      'gpu', capability, dispatch.has_triton(), dispatch.has_mosaic()
-  )
+  hardware = dispatch.Hardware('gpu', capability, dispatch.has_mosaic())
   policy = dataclasses.replace(
       policy,
       kernels=dispatch.select(asked, hardware=hardware),
@@ -416,7 +403,6 @@ def main(argv: list[str]) -> None:
   with (
       mock.patch.dict(compilation._IN_ORDER, order),
       mock.patch.object(jax, 'default_backend', lambda: 'gpu'),
-      _known_to_triton(_GPU.value),
   ):
     if _PROGRAM.value == 'apply':
       _apply(policy, params, masters)

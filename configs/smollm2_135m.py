@@ -43,8 +43,6 @@ def get_config():
   # 'gsm8k' and 'math' are strict, and this model does not write their form.
   config.reward.functions = ('last_number',)
   config.rollout.max_response_length = 16
-  # Short sequences: a 64-token tile would be mostly padding. FP8 keys need 32.
-  config.model.attention_tile = 32
   config.rollout.num_slots = 256
   config.rollout.num_generations = 16
   config.trainer.train_batch_size = 16

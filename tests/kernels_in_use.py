@@ -32,10 +32,10 @@ _ENTRIES = {
     'swiglu.mosaic_backward_sm90': ['backward'],
 }
 
+# The primitive that calls a kernel.
+CALL = 'mpmd_map'
 _NO_MOSAIC = 'this jax has no such Mosaic backend'
-needs_mosaic = pytest.mark.skipif(
-    not dispatch.has_mosaic(), reason=_NO_MOSAIC
-)
+needs_mosaic = pytest.mark.skipif(not dispatch.has_mosaic(), reason=_NO_MOSAIC)
 HOPPER = dispatch.Hardware('gpu', (9, 0), has_mosaic=True)
 
 
@@ -55,7 +55,10 @@ def choose(*operations: str) -> dispatch.Kernels:
   """
   place = 0 if dispatch.has_mosaic() else -1
   return dispatch.select('reference').replace(
-      **{operation: dispatch.TABLE[operation][place] for operation in operations}
+      **{
+          operation: dispatch.TABLE[operation][place]
+          for operation in operations
+      }
   )
 
 

@@ -19,7 +19,7 @@ from jetrl_jax.config.settings import MixedFlow, ModelSource
 from jetrl_jax.core import rng, sharding
 from jetrl_jax.core.sharding import MeshConfig
 from jetrl_jax.core.typing import PyTree
-from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels import attention, dispatch
 from jetrl_jax.models import families, invariant_scaling
 from jetrl_jax.models.hf import layout as hf_layout
 from jetrl_jax.models.policy import Policy
@@ -96,9 +96,41 @@ def build_policy(
       model=model,
       recipe=recipe,
       axes=sharding.axes_of(mesh),
-      kernels=dispatch.select(config.kernels),
+      kernels=_kernels(config, model, recipe),
   )
   return policy, mesh, folder
+
+
+def _kernels(
+    config: Config, model: Any, recipe: fp8.Recipe
+) -> dispatch.Kernels:
+  """Returns the implementation of every operation.
+
+  Attention that no kernel takes is plain JAX, in rollout and in training.
+
+  Raises:
+    ValueError: the setting names a kernel of attention that does not take it.
+  """
+  kernels = dispatch.select(config.kernels)
+  tile = config.model.attention_tile
+  takes = attention.fits(recipe.compute_dtype, model.head_dim, tile)
+  if kernels.of('attention') == dispatch.REFERENCE or takes:
+    return kernels
+  found = (
+      f'heads of {model.head_dim} channels, model.attention_tile={tile} and'
+      f" {recipe.compute_dtype}, and attention's kernels take heads of"
+      f' {" and ".join(map(str, attention.HEAD_DIMS))}, a tile of'
+      f' {attention.TILE} and 16-bit dtypes'
+  )
+  if 'attention=mosaic' in config.kernels:
+    raise ValueError(
+        f'kernels is {config.kernels!r}; this run has {found}: leave attention'
+        ' out'
+    )
+  logging.warning('Attention is plain JAX, which is slower: %s', found)
+  return kernels.replace(
+      attention=dispatch.REFERENCE, decode_attention=dispatch.REFERENCE
+  )
 
 
 def rollout_policy(config: Config, policy: Policy) -> Policy:

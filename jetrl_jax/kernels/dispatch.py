@@ -19,6 +19,9 @@ from collections.abc import Iterator
 import jax
 
 REFERENCE = 'reference'
+# Most 8-bit values of an array that kernels address: a place may be a signed
+# 32-bit number.
+MOST_VALUES = 2**31
 # Operation -> its implementations, the preferred one first. What each needs:
 # `_missing`.
 TABLE: dict[str, tuple[str, ...]] = {

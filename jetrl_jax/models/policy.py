@@ -120,41 +120,13 @@ class Policy:
     ):
       if value < 16 or value % 16:
         raise ValueError(f'{name} is {value}; it must be a multiple of 16')
-    # Without this check a kernel would refuse these values, but only after the
-    # weights have been loaded.
-    for name, value in (
-        ('attention_tile', self.tile),
-        ('head_dim', self.model.head_dim),
-    ):
-      if self._has_attention_kernel and value.bit_count() > 1:
-        raise ValueError(
-            f'{name} is {value}; the attention kernel computes in powers of'
-            ' two: another value, or kernels=reference'
-        )
-    # A decode step takes the even and the odd tokens of a tile of FP8 keys one
-    # after the other. Of fewer than 16 each, its sums have another order than
-    # training's (benchmarks/results/smollm2_135m_sums_h100_2026-11-25.md).
-    if (
-        self._has_attention_kernel
-        and self.kv_cache_dtype != 'compute'
-        and self.tile < 32
-    ):
-      raise ValueError(
-          f'attention_tile is {self.tile} and kv_cache_dtype'
-          f' {self.kv_cache_dtype}; the attention kernel takes FP8 keys in'
-          ' tiles of at least 32: model.attention_tile=32, or'
-          ' precision.kv_cache_dtype=compute'
-      )
     group = self.model.num_heads // self.model.num_kv_heads
-    if self._has_attention_kernel and group > DECODE_ROWS:
+    has_kernel = self.kernels.of('attention') != dispatch.REFERENCE
+    if has_kernel and group > DECODE_ROWS:
       raise ValueError(
-          f'{group} query heads share a KV head; the attention kernel takes at'
-          f' most {DECODE_ROWS}'
+          f"{group} query heads share a KV head; decode's kernel takes at most"
+          f" {DECODE_ROWS}: set kernels to 'attention=reference'"
       )
-
-  @property
-  def _has_attention_kernel(self) -> bool:
-    return dispatch.REFERENCE != self.kernels.of('attention')
 
   @property
   def decoder(self) -> Decoder:

@@ -41,7 +41,7 @@ def test_the_table_says_what_computes_in_fp8():
   ]
 
 
-@kernels_in_use.needs_triton
+@kernels_in_use.needs_mosaic
 @pytest.mark.parametrize('keys', ['compute', 'float8_e4m3fn'])
 def test_the_table_of_a_gpu_is_that_of_the_references(keys):
   changes = {'precision.kv_cache_dtype': keys}

@@ -10,16 +10,12 @@ from jetrl_jax.fp8 import DeferredScale, formats
 from jetrl_jax.fp8.quantization import quantize
 from jetrl_jax.kernels import add_norm_quantize as norm
 from jetrl_jax.kernels import dispatch
-from jetrl_jax.kernels.add_norm_quantize import triton
 from jetrl_jax.kernels.row_sum import row_sum
 from tests.kernels_in_use import needs_mosaic
 
 EPS = 1e-6
-FORWARD = {'triton': triton.forward}
 if dispatch.has_mosaic():
   from jetrl_jax.kernels.add_norm_quantize import mosaic_sm90
-
-  FORWARD['mosaic_sm90'] = mosaic_sm90.forward
 
 
 @functools.cache
@@ -144,11 +140,13 @@ def test_the_gradient_agrees_with_differences_in_float64():
 
 # The last channels of a row in each warp, and of one in a whole program.
 @pytest.mark.parametrize('dim', [192, 1024])
-@pytest.mark.parametrize('forward', FORWARD.values(), ids=FORWARD)
-def test_the_gpu_kernel_quantises_what_it_normed(forward, dim):
+@needs_mosaic
+def test_the_gpu_kernel_quantises_what_it_normed(dim):
   x, scale = _rows(16, dim, jnp.bfloat16)
   step = jnp.float32(2.0**-6)  # 448 / 64: some values saturate
-  kernel = exact_jit(lambda x, s: forward(8 * x, s, EPS, step, interpret=True))
+  kernel = exact_jit(
+      lambda x, s: mosaic_sm90.forward(8 * x, s, EPS, step, interpret=True)
+  )
   _, high, low = kernel(x, 8 * scale)
   wanted = quantize(high, step, formats.E4M3)
   np.testing.assert_array_equal(low.view(jnp.uint8), wanted.view(jnp.uint8))
@@ -156,8 +154,8 @@ def test_the_gpu_kernel_quantises_what_it_normed(forward, dim):
 
 
 @pytest.mark.parametrize('scales', [(), (2.0**-3,), (2.0**-9, 2.0**4)])
-@pytest.mark.parametrize('forward', FORWARD.values(), ids=FORWARD)
-def test_the_gpu_kernel_norms_what_a_gemm_would_have_added(forward, scales):
+@needs_mosaic
+def test_the_gpu_kernel_norms_what_a_gemm_would_have_added(scales):
   x, gain = _rows(16, 192, jnp.bfloat16)
   product, _ = _rows(16, 192)
   product = 5 * product[::-1]
@@ -167,7 +165,9 @@ def test_the_gpu_kernel_norms_what_a_gemm_would_have_added(forward, scales):
   step = jnp.float32(2.0**-6)
 
   def kernel(x, gain, added=None, copies=1):
-    return forward(x, gain, EPS, step, added, copies=copies, interpret=True)
+    return mosaic_sm90.forward(
+        x, gain, EPS, step, added, copies=copies, interpret=True
+    )
 
   found = kernel(x, gain, added)
   exact = np.asarray(x, np.float64) + np.asarray(product, np.float64) * np.prod(
@@ -187,22 +187,6 @@ def test_the_gpu_kernel_norms_what_a_gemm_would_have_added(forward, scales):
 
 
 @needs_mosaic
-@pytest.mark.parametrize('dim, dtype', [(768, 'float32'), (512, 'bfloat16')])
-def test_both_forms_of_the_gpu_kernel_have_the_same_bits(dim, dtype):
-  x, gain = _rows(16, dim, dtype)
-  product, _ = _rows(16, dim)
-  added = DeferredScale(
-      values=jnp.asarray(product[::-1]), scales=(jnp.float32(0.5),)
-  )
-  found, wanted = (
-      forward(x, gain, EPS, None, added, interpret=True)
-      for forward in FORWARD.values()
-  )
-  for a, b in zip(found[:2], wanted[:2], strict=True):
-    np.testing.assert_array_equal(a, b)
-
-
-@needs_mosaic
 @pytest.mark.parametrize(
     'dim, is_taken',
     [
@@ -211,13 +195,11 @@ def test_both_forms_of_the_gpu_kernel_have_the_same_bits(dim, dtype):
         *((96, False), (2176, False), (16384, False)),
     ],
 )
-def test_the_widths_that_mosaics_kernel_takes(monkeypatch, dim, is_taken):
+def test_the_widths_that_the_kernel_takes(dim, is_taken):
   assert mosaic_sm90.fits(dim) is is_taken
   kernels = dispatch.select('reference').replace(
       add_norm_quantize='mosaic_sm90'
   )
-  for has_triton, other in ((True, 'triton'), (False, 'reference')):
-    monkeypatch.setattr(dispatch, 'has_triton', lambda has=has_triton: has)
-    with dispatch.using(kernels):
-      name = norm._implementation(dim)
-    assert name == ('mosaic_sm90' if is_taken else other)
+  with dispatch.using(kernels):
+    name = norm._implementation(dim)
+  assert name == ('mosaic_sm90' if is_taken else 'reference')

@@ -8,13 +8,8 @@ import numpy as np
 import pytest
 
 from jetrl_jax.core.compilation import exact_jit
-from jetrl_jax.fp8 import formats, quantize
 from jetrl_jax.kernels import attention, kv_storage
 from jetrl_jax.kernels.attention import reference
-from jetrl_jax.kernels.attention import triton as attention_forward
-from jetrl_jax.kernels.decode_attention import reference as decode_reference
-from jetrl_jax.kernels.decode_attention import triton as attention_decode
-from jetrl_jax.kernels.decode_attention.triton_split import Split
 from jetrl_jax.models.attention import DecodeAttention, PackedAttention
 from tests.hurry import fast_compile_jit
 from tests.kernels import attention_inputs as inputs
@@ -164,101 +159,6 @@ def test_keys_of_one_tile_have_the_bits_they_have_in_a_longer_cache():
   for a, b in zip(short, long, strict=True):
     np.testing.assert_array_equal(
         np.asarray(a, np.float32), np.asarray(b, np.float32)
-    )
-
-
-# Of more programs than there are tiles some have nothing to do.
-# Every two of the three settings meet.
-@pytest.mark.parametrize(
-    'program, kv_dtype, group',
-    [
-        ((1, 2), 'bfloat16', 1),
-        ((1, 2), 'float8_e4m3fn', 3),
-        (Split(chunks=2, channels=16, stages=2), 'bfloat16', 3),
-        (Split(chunks=2, channels=16, stages=2), 'float8_e4m3fn', 1),
-        (Split(16, 32, 2), 'bfloat16', 1),
-        (Split(16, 32, 2), 'float8_e4m3fn', 3),
-    ],
-)
-def test_the_decode_kernel_computes_what_the_cpu_form_does(
-    program, kv_dtype, group
-):
-  slots, pages, size = 4, 3, 32
-  rng = np.random.default_rng(0)
-
-  def draw(*shape):
-    return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-
-  q = draw(slots, K * group, H)
-  pool_shape = slots * pages, K, size, H
-  keys = kv_storage.store(draw(*pool_shape), kv_dtype)
-  values = kv_storage.store_values(draw(*pool_shape), kv_dtype)
-  table = jnp.asarray(rng.permutation(slots * pages).reshape(slots, pages))
-  last = jnp.asarray([0, 40, 95, -1], jnp.int32)
-
-  @fast_compile_jit
-  def both(q, keys, values, table, last):
-    out, low = (
-        attention_decode.decode(
-            *(q, keys, values, table, last, TILE, on),
-            program=program,
-            interpret=True,
-        )[0]
-        for on in (None, step)
-    )
-    plain = decode_reference.decode(q, keys, values, table, last, TILE)
-    return out, low, plain
-
-  step = jnp.float32(2.0**-9)  # 448 / 512: some saturate.
-  out, low, plain = both(q, keys, values, table, last)
-  wanted = quantize(out, step, formats.E4M3)
-  np.testing.assert_array_equal(low.view(jnp.uint8), wanted.view(jnp.uint8))
-  np.testing.assert_allclose(
-      np.asarray(out, np.float32),
-      np.asarray(plain, np.float32),
-      rtol=0,
-      atol=2.0**-7,
-  )
-  assert not np.asarray(out[3]).any()
-
-
-@pytest.mark.slow
-def test_a_split_kernel_has_the_log_sum_exp_of_the_whole_one():
-  slots, pages, size = 3, 3, 32
-  q = jax.random.normal(jax.random.key(0), (slots, K, H), jnp.bfloat16)
-  keys, values = (
-      jax.random.normal(jax.random.key(i), (slots * pages, K, size, H))
-      for i in (1, 2)
-  )
-  pools = keys.astype(jnp.bfloat16), values.astype(jnp.bfloat16)
-  table = jnp.arange(slots * pages).reshape(slots, pages)
-  last = jnp.asarray([95, 40, -1], jnp.int32)
-
-  @fast_compile_jit
-  def both(*args):
-    return [
-        attention_decode.decode(*args, TILE, program=program, interpret=True)[1]
-        for program in ((1, 2), Split(chunks=4, channels=16, stages=2))
-    ]
-
-  whole, split = both(q, *pools, table, last)
-  np.testing.assert_allclose(split, whole, rtol=1e-6)
-  assert np.all(np.asarray(whole[:2]) > 0) and np.all(whole[2] < -1e29)
-
-
-def test_the_forward_kernel_reads_fp8_keys_as_the_cpu_form_does():
-  q, k, v, _ = inputs.qkv(dtype=jnp.bfloat16)
-  k, v = (kv_storage.store(x, 'float8_e4m3fn') for x in (k, v))
-
-  @fast_compile_jit
-  def both(*args):
-    found = attention_forward.forward(*args, TILE, interpret=True)
-    return found, reference.forward(*args, TILE)
-
-  found, expected = both(q, k, v, FIRST, LAST)
-  for a, b in zip(found, expected, strict=True):
-    np.testing.assert_allclose(
-        np.asarray(a, np.float32), np.asarray(b, np.float32), atol=2.0**-6
     )
 
 

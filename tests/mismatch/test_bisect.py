@@ -258,9 +258,11 @@ def test_what_made_an_op_is_named_by_its_implementation():
   reference = dispatch.select('reference')
   made = made_by('layers_1/attn/attention_fp8', kernels, reference)
   assert made == (
-      'rollout: decode_attention by triton, training: attention by reference'
+      'rollout: decode_attention by mosaic_sm90, training: attention by'
+      ' reference'
   )
-  assert made_by('layers_1/attn_norm', kernels, kernels).count('triton') == 2
+  made = made_by('layers_1/attn_norm', kernels, kernels)
+  assert made.count('mosaic_sm90') == 2
   assert made_by('layers_1/attn/o', kernels, kernels) == ''
   assert made_by('embed', kernels, kernels) == ''
 
@@ -298,7 +300,7 @@ def test_what_decode_shows_on_a_gpu_training_shows_as_well(monkeypatch):
   assert {*ours} <= {*theirs}
 
 
-@kernels_in_use.needs_triton
+@kernels_in_use.needs_mosaic
 @pytest.mark.slow
 def test_a_decode_step_is_looked_at_with_its_kernels(monkeypatch):
   kernels_in_use.interpret(monkeypatch)

@@ -9,6 +9,7 @@ import pytest
 
 from jetrl_jax.core import rng
 from jetrl_jax.core.compilation import exact_jit
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.rl import packing
 from tests import kernels_in_use
@@ -22,22 +23,14 @@ def test_sizes_that_no_dot_can_take_are_refused(name, value):
     dataclasses.replace(tiny_run.policy(), **{name: value})
 
 
-def test_sizes_that_no_gpu_kernel_can_take_are_refused_there(monkeypatch):
-  kernels_in_use.use(monkeypatch, 'attention')
+def test_more_query_heads_than_decodes_kernel_takes_are_refused_there():
   policy = tiny_run.policy()
-  model = dataclasses.replace(policy.model, head_dim=80)
-  for odd, said in (({'model': model}, 'head_dim is 80'), ({'tile': 48}, '48')):
-    with pytest.raises(
-        ValueError, match=f'{said}; the attention .* powers of two'
-    ):
-      dataclasses.replace(policy, **odd)
   model = dataclasses.replace(policy.model, num_heads=34, num_kv_heads=2)
-  with pytest.raises(ValueError, match='17 query heads .* at most 16'):
-    dataclasses.replace(policy, model=model)
-  # Of a tile of 16 FP8 keys, decode would sum 8 at a time.
-  with pytest.raises(ValueError, match='tile is 16 .* model.attention_tile=32'):
-    dataclasses.replace(policy, tile=16, kv_cache_dtype='float8_e4m3fn')
-  dataclasses.replace(policy, tile=32, kv_cache_dtype='float8_e4m3fn')
+  dataclasses.replace(policy, model=model)
+  on_hopper = dispatch.select(hardware=kernels_in_use.HOPPER)
+  said = '17 query heads .* at most 16: .*attention=reference'
+  with pytest.raises(ValueError, match=said):
+    dataclasses.replace(policy, model=model, kernels=on_hopper)
 
 
 def test_random_masters_have_the_paths_and_shapes_of_the_tree():

@@ -18,6 +18,7 @@ are query tokens times the heads of a group.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,18 +29,25 @@ from jetrl_jax.kernels.attention import reference
 from jetrl_jax.kernels.kv_storage import store
 from jetrl_jax.kernels.residuals import keep
 
+# Channels of a head and keys of a tile that the kernels take.
+HEAD_DIMS, TILE = (64, 128), 64
 
-def has_kernel(dtype: jnp.dtype, head_dim: int, tile: int) -> bool:
-  """Whether kernels run in training and in decode, or the reference in both.
+
+def fits(dtype: Any, head_dim: int, tile: int) -> bool:
+  """Whether the kernels of training and of decode take such queries.
 
   Args:
     dtype: of the queries.
     head_dim: channels of a head.
     tile: see `flash_attention`.
   """
-  is_short = dtype in (jnp.bfloat16, jnp.float16)
-  shaped = head_dim in (64, 128) and tile == 64
-  return is_short and shaped and dispatch.has_kernel('attention')
+  is_short = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
+  return is_short and head_dim in HEAD_DIMS and tile == TILE
+
+
+def has_kernel(dtype: Any, head_dim: int, tile: int) -> bool:
+  """Whether kernels run, or the reference in training and in decode."""
+  return dispatch.has_kernel('attention') and fits(dtype, head_dim, tile)
 
 
 def _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):

@@ -48,7 +48,6 @@ def decode_attention(
       and dispatch.has_kernel('decode_attention')
   ):
     return plain(*operands, out_scale)
-  _check_group(q_BNH.shape[1] // k_PKSH.shape[1])
   from jetrl_jax.kernels.decode_attention import mosaic_sm90
 
   def run(q_BNH, k_PKSH, values, table_BP, last_B, out_scale):
@@ -59,12 +58,3 @@ def decode_attention(
   return stands_for.kernel(
       'decode_attention', name, run, plain, *operands, out_scale
   )
-
-
-def _check_group(size: int) -> None:
-  """Raises a ValueError if too many query heads share a KV head."""
-  if size > DECODE_ROWS:
-    raise ValueError(
-        f"{size} query heads share a KV head; decode's kernel takes at most"
-        f" {DECODE_ROWS}: set kernels to 'attention=reference'"
-    )

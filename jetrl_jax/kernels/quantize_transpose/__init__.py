@@ -35,11 +35,6 @@ __all__ = [
 ]
 
 
-# Most values of an array that is quantised in groups. A kernel's places may be
-# signed 32-bit numbers.
-_MOST_VALUES = 2**31
-
-
 def fits(dims: tuple[int, ...]) -> bool:
   """Whether a kernel transposes matrices of these dims."""
   return dispatch.has_kernel('quantize_transpose') and grid.fits(dims)
@@ -84,7 +79,7 @@ def quantize_and_transpose(
 
 def _is_addressed(x: Array) -> bool:
   """Whether kernels that quantise in groups can address all values."""
-  return math.prod(x.shape) <= _MOST_VALUES
+  return math.prod(x.shape) <= dispatch.MOST_VALUES
 
 
 def quantize_both_ways(
