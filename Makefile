@@ -4,11 +4,13 @@
 PYTHON ?= python3
 # pytest processes. Each holds JAX and compiles; two suit a 2-core machine.
 WORKERS ?= 2
+# Another Python, 3.12 or newer, for `make kernels`.
+NEWER ?= python3
 
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: quickstart test slow jetstream wheel soak lint types buildifier check format docs clean
+.PHONY: quickstart test slow kernels jetstream wheel soak lint types buildifier check format docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jetrl_jax.main --config=configs/quickstart.py \
@@ -20,6 +22,21 @@ test: $(VENV)/.installed-dev
 # What a change must pass as well, left out of `test` to keep that short.
 slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --run-slow -m slow
+
+# All that runs kernels, which are interpreted on a CPU: that needs jax 0.11, and
+# so Python 3.12. In an environment of its own if .venv has an older one.
+kernels:
+	@python=$$(for p in $(PYTHON) $(NEWER) python3.14 python3.13 python3.12; do \
+	  $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && \
+	  echo $$p && break; done); \
+	test -n "$$python" || { echo 'skipped: no Python 3.12 or newer here, which' \
+	  'jax 0.11 needs, and the kernels with it'; exit 0; }; \
+	$(MAKE) --no-print-directory kernel-tests VENV=$(VENV)/kernels PYTHON=$$python
+
+kernel-tests: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --run-slow \
+	  tests/kernels $(filter-out tests/kernels/%, \
+	  $(shell grep -rl --include='test_*.py' kernels_in_use tests))
 
 # JetStream's real orchestrator and server over the engine. google-jetstream is
 # added to what .venv has, without the TensorFlow that it does not need here. A
@@ -52,7 +69,7 @@ buildifier: | $(VENV)/.created
 	  BUILD MODULE.bazel
 
 # The tests last, so that pytest's summary is the last line.
-check: lint types buildifier slow test
+check: lint types buildifier kernels slow test
 
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .

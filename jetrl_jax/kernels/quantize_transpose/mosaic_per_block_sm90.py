@@ -1,8 +1,6 @@
 """The operands of `fp8_block`'s backward, as kernels for Hopper GPUs (Mosaic).
 
-No GPU has run them yet, so they run only where they are named
-(`kernels='quantize_transpose=mosaic_sm90'`). They compute what those of
-`triton_per_block.py` do, and again no log-prob depends on them.
+No log-prob depends on them.
 
 A program is one warpgroup and has a tile of 128 x 128, which a bulk copy brings
 to shared memory. Each thread has 64 of its values in registers at a time: half

@@ -1,8 +1,5 @@
 """Kernels that transpose 8-bit matrices, for Hopper GPUs (Mosaic).
 
-No GPU has run them yet, so they run only where they are named
-(`kernels='quantize_transpose=mosaic_sm90'`).
-
 A program is one warpgroup. To quantise it has a tile of 128 x 64 values of 16
 bits, which a bulk copy brings to shared memory. They are read twice: turned,
 pair by pair (`ldmatrix.trans`), 64 values of each thread in registers, and as
@@ -12,14 +9,12 @@ are widened to 16 bits, through shared memory, and back.
 
 Order of the sums: of what was lost, along a row of the tile in a thread and
 then over four lanes, then two halves of 64 rows, then over these in a tree, in
-float32, and over the tiles by XLA. No log-prob depends on them. Interpreted,
-values and transposes are those of Triton's kernels to the bit. The reciprocal
+float32, and over the tiles by XLA. No log-prob depends on them. The reciprocal
 of a scale is the device's (`rcp.approx`), exact for powers of two: on other
 scales a value beside a tie may be its neighbour.
 
-Lower bound of the time: the bytes. As Triton's kernel, which reaches 28% to 51%
-of it, this one is bound by instructions (docs/performance_log.md). Compiled for
-an H200 a thread has 96 registers, or 90 for bytes, and nothing spilled.
+Lower bound of the time: the bytes, but the kernels are bound by instructions
+(docs/performance_log.md). Compiled for an H200 a thread has 96 registers, or 90 for bytes, and nothing spilled.
 """
 
 # jax 0.10, which the types are checked with, lacks some of it.

@@ -1,10 +1,5 @@
 """SwiGLU's backward and the quantisers around it, for Hopper GPUs (Mosaic).
 
-No GPU has run it yet, so it runs only where it is named
-(`kernels='mlp=mosaic_sm90'`). It computes what `triton_backward.py` does, with
-the same instructions: 8-bit values, transposes, amaxes and counts are those of
-Triton's kernel to the bit, and interpreted they are the reference's.
-
 A program is one warpgroup and has 64 rows of 64 columns of gate, of up and of
 dh, which bulk copies bring to shared memory. It goes over 16 rows at a time,
 which it reads turned, pair by pair (`ldmatrix.trans`): 8 values of each in a
@@ -20,8 +15,8 @@ another, dgate's before dup's in each 16 of them; then the two neighbours of a
 thread, four lanes, and over the columns lanes and warps in trees, in float32,
 and over the tiles by XLA. No gradient depends on them.
 
-Lower bound of the time: instructions, 3112 of a warp for a tile (Triton's 3064
-for as many values), not the 11 bytes a value. Compiled for an H200 a thread has
+Lower bound of the time: instructions, 3112 of a warp for a tile, not the 11 bytes a
+value. Compiled for an H200 a thread has
 128 registers and nothing spilled, so a multiprocessor has four programs. With
 32 rows at a time it has 146, with all 64 it has 229.
 """
