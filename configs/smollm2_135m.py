@@ -10,11 +10,11 @@ Llama's layout, tied embeddings, head size 64. The problems are examples/sums:
 GSM8K it solves hardly any, so it would learn nothing there:
 configs/qwen0_5b.py is for that.)
 
-Expected: a third of the held-out sums right at the start. At steps 0, 10, ... 60
-this config had 36.3, 81.4, 83.3, 92.2, 89.2, 81.4 and 82.4 percent; in bf16 it
-had 34.3, 52.9, 81.4, 89.2, 88.2, 90.2 and 90.2. So FP8 learns sooner and ends
-lower: one seed, and 102 sums, of which one is a point. The learning rate may be
-too high for FP8: an update moves the policy by a k3 of 0.020 nats a token in
+Expected: a third of the held-out sums right at the start. At steps 0, 10, ...
+60 this config had 36.3, 81.4, 83.3, 92.2, 89.2, 81.4 and 82.4 percent; in bf16
+it had 34.3, 52.9, 81.4, 89.2, 88.2, 90.2 and 90.2. So FP8 learnt sooner and
+ended lower: one seed, and 102 sums, of which one is a point. The learning rate
+may be too high for FP8: an update moves the policy by a k3 of 0.020 nats a token in
 FP8 and 0.0016 in bf16 (medians). No lower one was tried in exact FP8. No token
 of 161945 was unequal, nor of bf16's 174673. A step took 0.45 s in FP8 and 0.21
 in bf16 on an H100, after a start of 76 s in FP8. The peak was 2.9 and 3.0 GiB
