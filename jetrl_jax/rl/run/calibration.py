@@ -32,7 +32,7 @@ CHECKPOINT_TOKENS = 64
 _CHECKPOINT_SAMPLES = 4
 _CHECKPOINT_ROWS = 4
 # k3 in nats a token that 8-bit inputs cost, from which a start warns: SmolLM2
-# has 0.01, Qwen2.5 less (docs/tuning.md).
+# has 0.01 to 0.04, Qwen2.5 less (docs/tuning.md).
 MUCH = 0.05
 
 
