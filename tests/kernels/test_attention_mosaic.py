@@ -48,19 +48,11 @@ def _bits(x):
 
 # More tiles than are on their way at a time, so that some are written over.
 @needs_mosaic
-@pytest.mark.parametrize(
-    'kind, head_dim',
-    [
-        (None, 64),
-        (_FP8, 64),
-        pytest.param(None, 128, marks=pytest.mark.slow),
-        pytest.param(_FP8, 128, marks=pytest.mark.slow),
-    ],
-)
-def test_the_forward_has_the_bits_of_its_reference(kind, head_dim):
+@pytest.mark.parametrize('kind', [None, _FP8])
+def test_the_forward_has_the_bits_of_its_reference(kind):
   from jetrl_jax.kernels.attention import mosaic_sm90
 
-  tokens, group = 4 * _TILE, 2
+  tokens, group, head_dim = 4 * _TILE, 2, 64
   operands = *_whole_numbers(tokens, group, head_dim, kind), *_spans(
       tokens, group
   )

@@ -43,10 +43,8 @@ def decode_attention(
     operands = q_BNH, k_PKSH, values, table_BP, last_B
     return reference.decode(*operands, tile, out_scale)
 
-  if not (
-      attention.has_kernel(q_BNH.dtype, q_BNH.shape[-1], tile)
-      and dispatch.has_kernel('decode_attention')
-  ):
+  fits = attention.fits(q_BNH.dtype, q_BNH.shape[-1], tile)
+  if not (fits and dispatch.has_kernel('decode_attention')):
     return plain(*operands, out_scale)
   from jetrl_jax.kernels.decode_attention import mosaic_sm90
 
