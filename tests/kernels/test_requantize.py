@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jetrl_jax import fp8, kernels
+from jetrl_jax import kernels
 from jetrl_jax.core import sharding
 from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import scaling_state
@@ -18,14 +18,11 @@ from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels.requantize import changed_share, groups
-from jetrl_jax.kernels.requantize import triton as requantize
 from tests.hurry import fast_compile_jit
+from tests.kernels_in_use import needs_mosaic
 
-MODULES = [requantize]
 if dispatch.has_mosaic():
   from jetrl_jax.kernels.requantize import mosaic_sm90
-
-  MODULES.append(mosaic_sm90)
 
 _RECIPE = Recipe(name='fp8_delayed', high_precision_layers=('head',))
 
@@ -49,11 +46,9 @@ def _part(seed: int, dtype):
 @pytest.mark.parametrize(
     'dtype, power_of_two', [(jnp.float32, False), (jnp.bfloat16, True)]
 )
-@pytest.mark.parametrize(
-    'module', MODULES, ids=['triton', 'mosaic'][: len(MODULES)]
-)
+@needs_mosaic
 def test_one_pass_gives_the_weights_the_health_and_what_changed(
-    module, dtype, power_of_two
+    dtype, power_of_two
 ):
   recipe = dataclasses.replace(_RECIPE, power_of_two_scales=power_of_two)
   before, params = _part(0, dtype), _part(1, dtype)
@@ -78,7 +73,7 @@ def test_one_pass_gives_the_weights_the_health_and_what_changed(
 
   @fast_compile_jit
   def kernel(params, state, weights):
-    one = functools.partial(module.requantize_kernel, interpret=True)
+    one = functools.partial(mosaic_sm90.requantize_kernel, interpret=True)
     return groups.requantize(one, params, state, weights, recipe, Axes())
 
   state, weights = prepare(before)
@@ -105,6 +100,7 @@ def test_one_pass_gives_the_weights_the_health_and_what_changed(
   assert 0.2 < changed['out']['kernel'] <= 0.5
 
 
+@needs_mosaic
 def test_devices_with_rows_of_their_own_see_what_one_does():
   recipe, mesh = Recipe(), sharding.make_mesh(fsdp=2)
   before, params = (
@@ -116,7 +112,7 @@ def test_devices_with_rows_of_their_own_see_what_one_does():
   weights = kernels.prepare_weights(before, state, recipe)
 
   def requantized(axes):
-    one = functools.partial(requantize.requantize_kernel, interpret=True)
+    one = functools.partial(mosaic_sm90.requantize_kernel, interpret=True)
     return lambda params, state, weights: groups.requantize(
         one, params, state, weights, recipe, axes
     )
@@ -151,30 +147,3 @@ def test_only_whole_rows_of_delayed_scales_fit():
   assert fits((3584, 18944)) and fits((8, 128))
   assert not fits((4, 128)) and not fits((8, 100)) and not fits((2**20, 2048))
   assert not fits((128, 128), Recipe(name='fp8_token'))
-
-
-def test_old_values_are_read_before_new_ones_are_written_in_their_place():
-  # On a GPU both are one array; interpreted, the kernel has two.
-  arguments = (
-      jnp.ones((64, 128), jnp.bfloat16),
-      jnp.ones((64, 128), fp8.E4M3),
-      jnp.float32(1),
-  )
-  traced = jax.make_jaxpr(
-      lambda *a: requantize.requantize_kernel(*a, interpret=True)
-  )(*arguments)
-  (call,) = [e for e in traced.eqns if e.primitive.name == 'pallas_call']
-  ((given, made),) = call.params['input_output_aliases']
-  body = call.params['jaxpr']
-  old, new = body.invars[given], body.invars[len(call.invars) + made]
-  read = [
-      i
-      for i, e in enumerate(body.eqns)
-      if e.primitive.name == 'get' and e.invars[0] is old
-  ]
-  written = [
-      i
-      for i, e in enumerate(body.eqns)
-      if e.primitive.name == 'swap' and e.invars[0] is new
-  ]
-  assert read and written and max(read) < min(written)

@@ -1,40 +1,39 @@
 """The noise of the kernel sample_token, interpreted; tests/gpu has a GPU."""
 
-import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.kernels.log_sum_exp import triton as log_sum_exp_kernel
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels.sample_token import noise
-from jetrl_jax.kernels.sample_token import triton as sample_token
-from tests.hurry import fast_compile_jit
+from tests.kernels import block
+from tests.kernels_in_use import needs_mosaic
+
+if dispatch.has_mosaic():
+  from jetrl_jax.kernels.log_sum_exp import mosaic_sm90 as training
+  from jetrl_jax.kernels.sample_token import mosaic_sm90 as kernel
 
 # 99.9% quantile of chi-square with 4 degrees of freedom.
 _CHI2_999 = 18.47
 
 
-@fast_compile_jit
-def _kernel(*args):
-  return sample_token.draw(*args, interpret=True)
-
-
-def _draw(logits_BV, seed=0, greedy=False, inverse=1.0):
-  return _draw_and_sum(logits_BV, seed, greedy, inverse)[0]
-
-
-def _draw_and_sum(logits_BV, seed=0, greedy=False, inverse=1.0):
+def _operands(logits_BV, greedy=False, inverse=1.0):
   rows = len(logits_BV)
-  keys = np.random.default_rng(seed).integers(2**32, size=(rows, 2))
-  found = _kernel(
+  keys = np.random.default_rng(2).integers(2**32, size=(rows, 2))
+  return (
       jnp.asarray(logits_BV, jnp.float32),
       jnp.full((rows,), inverse, jnp.float32),
       jnp.asarray(keys, jnp.uint32),
       jnp.full((rows,), greedy),
   )
-  return [np.asarray(x) for x in found]
+
+
+def _draw(*args, **how):
+  token_B, lse_B = kernel.draw(*_operands(*args, **how), interpret=True)
+  return np.asarray(token_B), np.asarray(lse_B)
 
 
 @pytest.mark.parametrize(
@@ -76,16 +75,18 @@ def test_noise_is_that_of_the_formula_from_the_smallest_bits_to_the_largest():
   assert wanted[0] > 22 and np.isfinite(_gumbel(np.uint32(2**32 - 1)))
 
 
+@needs_mosaic
+@pytest.mark.slow
 def test_drawn_frequencies_pass_a_chi_square_test_over_several_chunks():
   # Tokens of a chunk's quarters, and one of the next chunk with most of the
   # probability; the others are out of reach.
-  vocabulary, count = log_sum_exp_kernel.CHUNK + 100, 400
+  vocabulary, count = training.CHUNK + 100, 400
   tokens = np.array([0, 1, 2048, 4095, vocabulary - 1])
   logits = np.log([1.0, 1.0, 2.0, 0.5, 12.0])
   # Twice the logits at temperature 2 are drawn like the logits.
   doubled_V = np.full(vocabulary, -400.0)
   doubled_V[tokens] = 2 * logits
-  seen = _draw(np.tile(doubled_V, (count, 1)), inverse=0.5)
+  seen, _ = _draw(np.tile(doubled_V, (count, 1)), inverse=0.5)
   counts = np.array([np.sum(seen == token) for token in tokens])
   assert counts.sum() == count
   expected = count * np.exp(logits) / np.exp(logits).sum()
@@ -115,24 +116,35 @@ def test_neighbouring_tokens_have_noise_of_their_own():
   )
 
 
-@pytest.mark.parametrize('vocab', [50, log_sum_exp_kernel.CHUNK + 1])
-def test_the_log_sum_exp_beside_a_draw_is_that_of_the_stats(vocab):
-  logits_BV = np.random.default_rng(1).normal(size=(16, vocab)) * 5
-  _, found = _draw_and_sum(logits_BV, inverse=0.7)
-  wanted, _ = fast_compile_jit(
-      functools.partial(log_sum_exp_kernel.row_stats, interpret=True)
-  )(logits_BV.astype(np.float32), jnp.full((16,), 0.7, jnp.float32))
-  np.testing.assert_array_equal(found, wanted)
+@needs_mosaic
+@pytest.mark.parametrize('vocab', [50, 8200])
+def test_the_log_sum_exp_beside_a_draw_is_that_of_training(vocab):
+  logits = np.random.default_rng(1).normal(size=(8, vocab))
+  operands = _operands(logits, inverse=0.7)
+  token, lse = kernel.draw(*operands, interpret=True)
+  wanted, _ = training.row_stats(*operands[:2], interpret=True)
+  assert np.array_equal(lse, wanted)
+  assert token.dtype == jnp.int32 and len(np.unique(token)) > 4
 
 
+@needs_mosaic
 def test_a_greedy_row_takes_the_first_most_probable_token():
-  z_V = np.zeros(5000)
-  z_V[[70, 4200]] = 1.0
-  assert _draw([z_V] * 3, greedy=True).tolist() == [70] * 3
-  assert set(_draw([30 * z_V] * 20).tolist()) == {70, 4200}
+  z_BV = np.zeros((3, 5000))
+  z_BV[:, [70, 4200]] = 1.0
+  z_BV[1, 4096] = z_BV[2, 4999] = 2.0
+  assert _draw(z_BV, greedy=True)[0].tolist() == [70, 4096, 4999]
 
 
+@needs_mosaic
 def test_a_row_that_is_not_finite_still_gives_a_token():
   z_BV = np.zeros((2, 50))
   z_BV[1] = np.nan
-  assert (_draw(z_BV) < 50).all()
+  assert (_draw(z_BV)[0] < 50).all()
+
+
+@needs_mosaic
+def test_it_lowers_for_a_gpu_where_there_is_none():
+  shapes = ((128, 152064), 'f4'), ((128,), 'f4'), ((128, 2), 'u4')
+  shapes += (((128,), 'bool'),)
+  args = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
+  assert 'mosaic_gpu' in block.lowered_for_gpu(kernel.draw, *args)

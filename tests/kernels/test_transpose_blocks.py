@@ -7,11 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.fp8 import Recipe, formats, scaling_state
-from jetrl_jax.fp8.quantization import dequantize, quantize_groups
-from jetrl_jax.kernels.quantize_transpose import (
-    triton_per_block as transpose_blocks,
-)
+from jetrl_jax.fp8 import Recipe, scaling_state
 from jetrl_jax.kernels.quantized_dot import linear, per_block
 from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
 from tests import kernels_in_use
@@ -26,56 +22,6 @@ HOW = dict(margin=0, power_of_two=True)
 def matrix(seed=0, dtype=jnp.bfloat16):
   """Values over many powers of ten, as tokens' gradients are."""
   return block.matrix(ROWS, COLUMNS, seed).astype(dtype)
-
-
-@pytest.mark.parametrize(
-    'dtype, power_of_two',
-    [
-        (formats.E4M3, True),
-        (formats.E5M2, False),
-        pytest.param(formats.E4M3, False, marks=pytest.mark.slow),
-        pytest.param(formats.E5M2, True, marks=pytest.mark.slow),
-    ],
-)
-def test_one_pass_is_both_groupings_of_xla(dtype, power_of_two):
-  how = HOW | {'power_of_two': power_of_two}
-  x, mask_M = matrix(), jnp.asarray(np.arange(ROWS) % 5 != 0, 'f4')
-  found = transpose_blocks.quantize_both_ways(
-      x, mask_M, dtype, **how, interpret=True
-  )
-  block.assert_both_ways(found, x, mask_M, dtype, how)
-
-
-def test_a_group_of_zeros_and_one_with_nan():
-  x = matrix(dtype=jnp.float32)
-  x = x.at[:128, :128].set(0).at[200, 200].set(jnp.nan)
-  row_major, transposed, *_ = transpose_blocks.quantize_both_ways(
-      x, jnp.ones(ROWS), formats.E4M3, **HOW, interpret=True
-  )
-  for q in (row_major, transposed):
-    assert np.all(np.isfinite(q.scale)) and np.all(np.asarray(q.scale) > 0)
-  rows, columns = dequantize(row_major, 'float32'), dequantize(
-      transposed, 'float32'
-  )
-  assert np.all(rows[:128, :128] == 0) and np.all(columns[:128, :128] == 0)
-  assert np.isnan(rows[200, 200]) and np.isnan(columns[200, 200])
-
-
-def test_a_kept_input_is_grouped_along_its_tokens():
-  x8 = quantize_groups(matrix(), formats.E4M3, (1, 128), **HOW)
-  found = transpose_blocks.regroup_and_transpose(x8, **HOW, interpret=True)
-  block.assert_regrouped(found, x8, HOW)
-
-
-def test_they_lower_for_a_gpu_where_there_is_none():
-  x, mask_M = matrix(), jnp.ones(ROWS)
-  x8 = quantize_groups(x, formats.E4M3, (1, 128), **HOW)
-  both = functools.partial(
-      transpose_blocks.quantize_both_ways, dtype=formats.E4M3, **HOW
-  )
-  again = functools.partial(transpose_blocks.regroup_and_transpose, **HOW)
-  for run, args in ((both, (x, mask_M)), (again, (x8,))):
-    assert 'triton' in block.lowered_for_gpu(run, *args)
 
 
 def _kernels_of_gradient(monkeypatch, rows: int, inner: int) -> list[str]:
@@ -98,7 +44,7 @@ def _kernels_of_gradient(monkeypatch, rows: int, inner: int) -> list[str]:
   return [
       str(eqn.params['name'])
       for eqn in build.equations(traced.jaxpr)
-      if eqn.primitive.name == 'pallas_call'
+      if eqn.primitive.name == kernels_in_use.CALL
   ]
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jetrl_jax.fp8 import Recipe
-from jetrl_jax.kernels.gate_up import triton_sm90 as gate_up
-from jetrl_jax.kernels.swiglu import triton as swiglu
+from jetrl_jax.kernels.gate_up import mosaic_sm90 as gate_up
+from jetrl_jax.kernels.swiglu import mosaic_sm90 as swiglu
 from tests import kernels_in_use
 from tests.hurry import fast_compile_jit
 from tests.models import fused, tiny
@@ -37,7 +37,7 @@ def test_a_fused_step_has_the_swiglu_of_the_step(monkeypatch, ffn_dim):
   kernel = mock.Mock(wraps=swiglu.swiglu_of)
   monkeypatch.setattr(swiglu, 'swiglu_of', kernel)
   kernels_in_use.use(monkeypatch, *_DECODE)
-  sizes = dict(model_dim=64, head_dim=16, ffn_dim=ffn_dim, vocab_size=80)
+  sizes = dict(model_dim=64, head_dim=64, ffn_dim=ffn_dim, vocab_size=80)
   policy = fused.policy(tiny.config('qwen2', **sizes), FP8, 'compute')
   monkeypatch.setattr(fused, 'exact_jit', lambda f: f)
   params = jax.eval_shape(lambda: fused.params(policy))
@@ -64,7 +64,7 @@ def test_a_fused_step_has_the_swiglu_of_the_step(monkeypatch, ffn_dim):
         pytest.param(
             *(FP8, 'compute', 'qwen2', 128, ()), marks=pytest.mark.slow
         ),
-        (FP8, 'compute', 'qwen3', 128, (16,)),
+        (FP8, 'compute', 'qwen3', 128, (64,)),
         (SOME, 'float8_e4m3fn', 'llama', 128, ()),
         pytest.param(
             *(Recipe(name='bf16'), 'compute', 'qwen2', 64, ()),
@@ -88,11 +88,12 @@ def test_a_fused_step_is_the_step(
   one_kernel = mock.Mock(wraps=gate_up.hidden)
   monkeypatch.setattr(gate_up, 'hidden', one_kernel)
   kernels_in_use.use(monkeypatch, *_DECODE, 'gate_up')
-  sizes = dict(model_dim=dim, head_dim=16, ffn_dim=2 * dim, vocab_size=80)
+  sizes = dict(model_dim=dim, head_dim=64, ffn_dim=2 * dim, vocab_size=80)
   policy = fused.policy(tiny.config(family, **sizes), recipe, kv)
   params = fused.params(policy)
+  rows = rows_of_one[0] if rows_of_one else 16
   joined, apart = (
-      fused.steps(policy, params, fused=f, rows=16, jit=fast_compile_jit)
+      fused.steps(policy, params, fused=f, rows=rows, jit=fast_compile_jit)
       for f in (True, False)
   )
   assert one_kernel.called == bool(rows_of_one)

@@ -14,7 +14,8 @@ of a scale is the device's (`rcp.approx`), exact for powers of two: on other
 scales a value beside a tie may be its neighbour.
 
 Lower bound of the time: the bytes, but the kernels are bound by instructions
-(docs/performance_log.md). Compiled for an H200 a thread has 96 registers, or 90 for bytes, and nothing spilled.
+(docs/performance_log.md). Compiled for an H200 a thread has 96 registers, or 90
+for bytes, and nothing spilled.
 """
 
 # jax 0.10, which the types are checked with, lacks some of it.

@@ -3,9 +3,10 @@
     chunk = argmax_c (log sum_{v in c} exp(z_v) + g_c)
     token = argmax_{v in chunk} (z_v + g_v),    g ~ Gumbel(0, 1), independent
 
-This is a draw from softmax(z) with the noise of `noise.py`: the chunks' sums are
-those of the log-sum-exp (`kernels/log_sum_exp/mosaic_sm90.py`), and only one
-chunk of a row gets noise on its logits. A row's token depends only on its logits and its key.
+This is a draw from softmax(z) with the noise of `noise.py`. The chunks' sums
+are those of the log-sum-exp (`kernels/log_sum_exp/mosaic_sm90.py`), and only
+one chunk of a row gets noise on its logits. A row's token depends only on its
+logits and its key.
 
 A program is one warpgroup and has one row. It joins the row's chunks, a number
 each in a thread's registers, and draws one. A bulk copy brings this chunk, 16

@@ -15,9 +15,9 @@ another, dgate's before dup's in each 16 of them; then the two neighbours of a
 thread, four lanes, and over the columns lanes and warps in trees, in float32,
 and over the tiles by XLA. No gradient depends on them.
 
-Lower bound of the time: instructions, 3112 of a warp for a tile, not the 11 bytes a
-value. Compiled for an H200 a thread has
-128 registers and nothing spilled, so a multiprocessor has four programs. With
+Lower bound of the time: instructions, 3112 of a warp for a tile, not the 11
+bytes a value. Compiled for an H200 a thread has 128 registers and nothing
+spilled, so a multiprocessor has four programs. With
 32 rows at a time it has 146, with all 64 it has 229.
 """
 
