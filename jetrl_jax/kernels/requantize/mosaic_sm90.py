@@ -32,32 +32,35 @@ from jetrl_jax.kernels import mosaic_tools as tools
 from jetrl_jax.kernels.requantize import groups
 
 _VECTOR = 8
-_CHUNK = _VECTOR * tools.THREADS
+# Rows of neighbours: a thread has one of each such block.
+_ROWS = tools.THREADS
+_BLOCK = _VECTOR * _ROWS
+# Values of a program at most, and blocks that it reads at once.
+_MOST, _AT_ONCE = 8192, 2
 # Saturated, flushed, signal, noise, changed.
 _SUMS = 5
 _LIMIT = formats.format_max(formats.E4M3)
+_LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((_ROWS, _VECTOR), (tools.LANES, _VECTOR))),
+    warp_dims=(-4,),
+    lane_dims=(-2,),
+    vector_dim=-1,
+)
 
 
 def _kernel(master_ref, scales_ref, old_ref, sums_ref, *, interpret: bool):
   """A few thousand values; `old_ref` receives the new ones."""
   program = lax.axis_index('program')
   scale, inverse = scales_ref[0], scales_ref[1]
-  layout = plgpu.Layout.WG_STRIDED((_CHUNK,), vec_size=_VECTOR)
-  places = [
-      (program, pl.ds(i, _CHUNK)) for i in range(0, old_ref.shape[1], _CHUNK)
-  ]
-  # Read before anything is written, because the new values overwrite the old
-  # ones.
-  pairs = [
-      [tools.read(ref.at[at], layout) for ref in (master_ref, old_ref)]
-      for at in places
-  ]
+  limit = _LIMIT * scale
+  blocks = old_ref.shape[1] // _ROWS
+  at_once = min(blocks, _AT_ONCE)
 
   def of_true(values):
     return jnp.where(values, 1.0, 0.0)
 
-  totals: Any = [0.0] * _SUMS
-  for at, (master, old) in zip(places, pairs, strict=True):
+  def quantize(master, old):
+    """Returns a block's new values, and each thread's five sums over it."""
     x = master.astype(jnp.float32)
     scaled = x * inverse
     if interpret:  # A cast on a GPU saturates.
@@ -68,14 +71,34 @@ def _kernel(master_ref, scales_ref, old_ref, sums_ref, *, interpret: bool):
     # Compared as floats, because the two zeros are equal.
     changed = old.astype(jnp.float32) != stored
     seen = (
-        of_true(jnp.abs(x) > _LIMIT * scale),
+        of_true(jnp.abs(x) > limit),
         of_true((x != 0) & (stored == 0)),
         x * x,
         error * error,
         of_true(changed),
     )
-    totals = [a + b for a, b in zip(totals, seen, strict=True)]
-    old_ref[at] = low
+    return low, [jnp.sum(part, axis=1) for part in seen]
+
+  def step(i, totals):
+    places = [
+        (program, pl.ds((i * at_once + k) * _ROWS, _ROWS))
+        for k in range(at_once)
+    ]
+    # Read before anything is written: else the second read would wait.
+    pairs = [
+        [tools.read(ref.at[at], _LAYOUT) for ref in (master_ref, old_ref)]
+        for at in places
+    ]
+    for at, pair in zip(places, pairs, strict=True):
+      low, seen = quantize(*pair)
+      old_ref[at] = low
+      totals = [a + b for a, b in zip(totals, seen, strict=True)]
+    return totals
+
+  zeros: Any = plgpu.layout_cast(
+      jnp.zeros((_ROWS,), jnp.float32), _LAYOUT.reduce(1)
+  )
+  totals = lax.fori_loop(0, blocks // at_once, step, [zeros] * _SUMS)
   for i, total in enumerate(totals):
     sums_ref[i, program] = jnp.sum(total)
 
@@ -88,8 +111,8 @@ def requantize_kernel(
     interpret: bool = False,
 ) -> tuple[Array, Array]:
   """See `groups.Kernel`; `interpret` runs on a CPU, for tests."""
-  tile = groups.tile_of(master_OI.size)
-  programs = master_OI.size // tile
+  size = master_OI.size
+  programs = size // min(size & -size, _MOST)
   # A sum to a row, because XLA adds five columns with a thread each, which took
   # 0.7 ms for the weights of a 7B's MLP.
   result = jax.ShapeDtypeStruct((_SUMS, programs), jnp.float32)
@@ -98,11 +121,12 @@ def requantize_kernel(
       out_type=result,
       grid=(programs,),
       grid_names=('program',),
-      **tools.kernel_options(interpret),
+      # A thread overwrites only what it has read itself.
+      **tools.kernel_options(interpret, barriers=False),
   )
   # XLA divides, as in `quantize`: a kernel's division rounds differently, and a
   # resumed run quantises with XLA.
-  operands = master_OI.reshape(-1, tile), jnp.stack([scale, 1.0 / scale])
-  old = old_OI.reshape(-1, tile)
-  partial, [values] = tools.in_place(kernel, operands, [old], result)
+  scales = jnp.stack([scale, 1.0 / scale])
+  master, old = (a.reshape(programs, -1, _VECTOR) for a in (master_OI, old_OI))
+  partial, [values] = tools.in_place(kernel, [master, scales], [old], result)
   return values.reshape(old_OI.shape), jnp.sum(partial, axis=1)
