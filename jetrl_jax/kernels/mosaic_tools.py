@@ -151,6 +151,23 @@ def read(ref, layout):
   return load(ref, layout=layout)  # pyright: ignore[reportCallIssue]
 
 
+def asked_for_all(interpret: bool) -> None:
+  """Makes a warp ask for all that it has read until here.
+
+  A compiler that spares registers asks for a part only when all that depends on
+  another is done. Then the memory is waited for a few times.
+  """
+  if interpret:
+    return
+
+  @plgpu.inline_mgpu()
+  def barrier(context):
+    del context
+    utils.warp_barrier()
+
+  barrier()
+
+
 def quantized(x, scale, interpret: bool):
   """Returns `fp8.quantize(x, scale, E4M3)`."""
   if interpret:

@@ -18,9 +18,10 @@ over lanes, and the largest master of each group is joined by XLA: maxima and
 minima have no order.
 
 Lower bound of the time: instructions, 67 a value (90 with rounding at random),
-12 of them of the special function unit, which limit it: 22 ms for the 7.6e9 values of a 7B on an H200, where the bytes take 18. Compiled
-for an H200 a thread has 109 to 122 registers and nothing spilled, so a
-multiprocessor has four programs, which have 48 KB on their way.
+12 of them of the special function unit, which limit it: 22 ms for the 7.6e9
+values of a 7B on an H200, where the bytes take 18. Compiled for an H200 a
+thread has 127 or 128 registers and nothing spilled, so a multiprocessor has
+four programs, which have 48 KB on their way, all asked for at their start.
 """
 
 # jax 0.10, which the types are checked with, lacks some of it.
@@ -111,12 +112,15 @@ def _kernel(*refs, rows: int, at_random: bool, interpret: bool, **how):
         ref.at[mine], layout if ref.ndim == 2 else layout.reduce(1)
     )
 
+  # Even of a step that is skipped, so that no read waits for another.
+  gradient, master, *moments = (
+      read(ref) for ref in (gradient_ref, master_ref, *moment_refs)
+  )
+  tools.asked_for_all(interpret)
+
   # What is not written stays, because the results are the operands' buffers.
   @pl.when(ok > 0)
   def _():
-    gradient, master, *moments = (
-        read(ref) for ref in (gradient_ref, master_ref, *moment_refs)
-    )
     moved, mu, nu = formula.step(
         gradient, master, moments[:4], moments[4:], numbers, maths, **how
     )
@@ -130,7 +134,7 @@ def _kernel(*refs, rows: int, at_random: bool, interpret: bool, **how):
         ),
     )
     master_ref[mine] = stored
-    amax_ref[mine] = jnp.max(jnp.abs(stored.astype(jnp.float32)), axis=1)
+    amax_ref[mine] = jnp.max(jnp.abs(stored), axis=1).astype(jnp.float32)
     new = [
         *formula.encoded(mu, maths, signed=True),
         *formula.encoded(nu, maths, signed=False),

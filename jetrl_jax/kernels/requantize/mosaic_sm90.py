@@ -3,16 +3,17 @@
 It is one pass that reads a master and its old 8-bit values, and writes new ones
 over the old. The 8-bit values are those of `quantize`, bit for bit.
 
-A program is one warpgroup and has up to 4096 neighbouring values in registers,
-1024 at a time of which a thread has eight, read straight from memory. Only the
-warps' parts of the five sums are in shared memory. The order of such a sum: a
-thread's values of the same place in each 1024 first, then a thread's eight,
-lanes and warps in a tree, in float32, then XLA's over the programs; no weight
-depends on them.
+A program is one warpgroup and has up to 8192 neighbouring values. It goes over
+them 2048 at a time, of which a thread has twice eight neighbours in registers,
+read straight from memory and written straight to it. Only the warps' parts of
+the five sums are in shared memory. The order of such a sum: a thread's eight
+values, blocks of 1024 one after another, lanes and warps in a tree, in float32,
+then XLA's over the programs; no weight depends on them.
 
 Lower bound of the time: with bfloat16 masters the 4 bytes a value, 63 us at 4.3
-TB/s for a kernel of 18944 x 3584. A program has 12 KB on their way, with
-float32 masters 20 KB, and 100 registers a thread, so a multiprocessor has four.
+TB/s for a kernel of 18944 x 3584. 18 instructions a value need about as much. A
+program has 6 KB on their way, with float32 masters 10 KB, and compiled for an
+H200 48 registers a thread, so a multiprocessor has ten.
 """
 
 # jax 0.10, which the types are checked with, lacks some of it.
@@ -29,7 +30,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats
 from jetrl_jax.kernels import mosaic_tools as tools
-from jetrl_jax.kernels.requantize import groups
 
 _VECTOR = 8
 # Rows of neighbours: a thread has one of each such block.
