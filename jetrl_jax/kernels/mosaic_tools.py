@@ -165,7 +165,7 @@ def asked_for_all(interpret: bool) -> None:
     del context
     utils.warp_barrier()
 
-  barrier()
+  barrier()  # pyright: ignore[reportCallIssue]
 
 
 def quantized(x, scale, interpret: bool):
