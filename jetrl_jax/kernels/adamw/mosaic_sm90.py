@@ -1,14 +1,9 @@
 """One kernel that decodes, updates and encodes a leaf, for Hopper (Mosaic).
 
-No GPU has run it yet, so it runs only where it is named
-(`kernels='adamw=mosaic_sm90'`). It is Triton's kernel in Mosaic's form: one
-pass over 10.4 bytes a value with bfloat16 masters, where XLA needs four passes,
-because an encoding depends on the extremes of its group. The arithmetic is that
-of `formula.py`, with the same four instructions for logarithm, power, root and
-inverse. Interpreted, all results are those of Triton's kernel to the bit.
-Compiled, last bits may differ: a group's own exponential, logarithm and roots
-are instructions of the device here and a library's functions there, and a
-product and a sum may be rounded once.
+It is one pass over 10.4 bytes a value with bfloat16 masters, where XLA needs
+four passes, because an encoding depends on the extremes of its group. The
+arithmetic is that of `formula.py`, with four instructions of the device for
+logarithm, power, root and inverse.
 
 A program is one warpgroup and has a tile of [16, 128] values in registers: each
 warp four groups, and each group eight lanes, of which a lane has 16 values, in
@@ -23,8 +18,7 @@ over lanes, and the largest master of each group is joined by XLA: maxima and
 minima have no order.
 
 Lower bound of the time: instructions, 67 a value (90 with rounding at random),
-12 of them of the special function unit, which limit it as they do Triton's: 22
-ms for the 7.6e9 values of a 7B on an H200, where the bytes take 18. Compiled
+12 of them of the special function unit, which limit it: 22 ms for the 7.6e9 values of a 7B on an H200, where the bytes take 18. Compiled
 for an H200 a thread has 109 to 122 registers and nothing spilled, so a
 multiprocessor has four programs, which have 48 KB on their way.
 """

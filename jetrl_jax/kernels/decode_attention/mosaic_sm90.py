@@ -1,9 +1,7 @@
 """Attention's decode kernel for Hopper GPUs (Mosaic).
 
 The arithmetic is that of training's kernel, `kernels/attention/mosaic_sm90.py`,
-instruction by instruction. On an H100 its results are those of Triton's kernel
-to the bit, and so is its time with FP8 keys; 16-bit ones were not timed. So
-`auto` takes it where Triton's cannot be had.
+instruction by instruction.
 
 A program is one warpgroup and goes through the keys of one KV head of a slot,
 64 at a time. Hopper's matrix instructions have 64 rows and the queries of a
