@@ -58,6 +58,7 @@ def test_the_kernel_is_the_dot_and_swiglu(monkeypatch, rows, columns):
   wanted = np.asarray(apart(*args, ('interpret',))).view(np.uint8)
   assert len(np.unique(wanted)) > 50
   assert np.array_equal(np.asarray(found.values).view(np.uint8), wanted)
+  assert found.scale == args[-1]
 
 
 @pytest.mark.parametrize('columns', [16, 4864, 14336, 18944, 27648, 53248])
@@ -70,8 +71,25 @@ def test_programs_are_equal_and_cover_all_columns(columns):
 
 def test_a_7b_has_a_program_on_every_multiprocessor():
   shape = SHAPES['qwen2.5-7b']
+  assert -(-shape.ffn_dim // gate_up.width_of(shape.ffn_dim)) == 132
   assert gate_up.fits(128, (shape.model_dim, shape.ffn_dim))
-  assert not gate_up.fits(256, (shape.model_dim, shape.ffn_dim))
+
+
+@pytest.mark.parametrize(
+    'rows, dims',
+    [
+        (16, (256, 64)),
+        (96, (256, 64)),
+        (256, (256, 64)),
+        (64, (192, 64)),
+        # Some multiprocessors would have two programs.
+        (64, (256, 132 * 144 + 16)),
+    ],
+)
+def test_other_rows_and_widths_are_left_to_the_dot(rows, dims):
+  for columns in (64, 132 * 144):
+    assert gate_up.fits(64, (256, columns))
+  assert not gate_up.fits(rows, dims)
 
 
 def test_other_devices_have_no_kernel():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax.fp8 import formats
-from jetrl_jax.fp8.quantization import quantize_groups
+from jetrl_jax.fp8.quantization import dequantize, quantize_groups
 from jetrl_jax.kernels import dispatch, quantize_transpose
 from jetrl_jax.kernels.quantize_transpose import (
     mosaic_per_block_sm90,
@@ -49,7 +49,7 @@ def test_one_pass_is_what_xla_quantises_and_transposes(dtype, row_major):
   )
   assert found.amax == wanted.amax
   lost = found.quantization_error, wanted.quantization_error
-  assert np.array_equal(*(x[:2] for x in lost))
+  assert np.array_equal(*(x[:2] for x in lost)) and lost[0][1] > 0
   np.testing.assert_allclose(*lost, rtol=1e-5)
   if row_major:
     pair = found.row_major_MN, wanted.row_major_MN
@@ -66,13 +66,28 @@ def test_all_bytes_are_transposed():
   assert np.array_equal(_bytes(found), _bytes(x).T)
 
 
-@pytest.mark.parametrize('dtype', [formats.E4M3, formats.E5M2])
-def test_one_pass_is_both_groupings_of_xla(dtype):
+@pytest.mark.parametrize(
+    'dtype, power_of_two', [(formats.E4M3, True), (formats.E5M2, False)]
+)
+def test_one_pass_is_both_groupings_of_xla(dtype, power_of_two):
+  how = HOW | {'power_of_two': power_of_two}
   x, mask_M = _matrix(), _mask()
   found = mosaic_per_block_sm90.quantize_both_ways(
-      x, mask_M, dtype, **HOW, interpret=True
+      x, mask_M, dtype, **how, interpret=True
   )
-  block.assert_both_ways(found, x, mask_M, dtype, HOW)
+  block.assert_both_ways(found, x, mask_M, dtype, how)
+
+
+def test_a_group_of_zeros_has_a_scale_and_nan_stays_in_its_groups():
+  x = _matrix().at[:128].set(0).at[200, 100].set(jnp.nan)
+  row_major, transposed, *_ = mosaic_per_block_sm90.quantize_both_ways(
+      x, jnp.ones(ROWS), formats.E4M3, **HOW, interpret=True
+  )
+  for q in (row_major, transposed):
+    assert np.all(np.isfinite(q.scale)) and np.all(np.asarray(q.scale) > 0)
+  rows, columns = (dequantize(q, 'float32') for q in (row_major, transposed))
+  assert np.all(rows[:128] == 0) and np.all(columns[:, :128] == 0)
+  assert np.isnan(rows[200, 100]) and np.isnan(columns[100, 200])
 
 
 def test_a_kept_input_is_grouped_along_its_tokens():

@@ -116,15 +116,42 @@ def test_neighbouring_tokens_have_noise_of_their_own():
   )
 
 
+def _drawn_by_the_formula(logits_BV, inverse_B, keys_B2):
+  """Returns a chunk with noise on its sum, and of it a token with noise."""
+  tokens = []
+  for logits_V, inverse, key in zip(logits_BV, inverse_B, keys_B2, strict=True):
+
+    def gumbel(count, stream, key=key):
+      zeros = jnp.zeros(count, jnp.uint32)
+      counter = (
+          jnp.arange(count, dtype=jnp.uint32),
+          zeros + stream,
+          zeros,
+          zeros,
+      )
+      return [_gumbel(word) for word in noise.philox(counter, key)]
+
+    z_V = np.asarray(logits_V * inverse, np.float64)
+    chunks = np.split(z_V, range(training.CHUNK, len(z_V), training.CHUNK))
+    sums = np.array([np.log(np.sum(np.exp(z))) for z in chunks])
+    chunk = np.argmax(sums + gumbel(len(sums), 0)[0])
+    of_chunk = np.concatenate(gumbel(training.LANES, 1))[: len(chunks[chunk])]
+    tokens.append(chunk * training.CHUNK + np.argmax(chunks[chunk] + of_chunk))
+  return tokens
+
+
 @needs_mosaic
 @pytest.mark.parametrize('vocab', [50, 8200])
-def test_the_log_sum_exp_beside_a_draw_is_that_of_training(vocab):
+def test_a_draw_is_the_formulas_token_with_trainings_log_sum_exp(vocab):
   logits = np.random.default_rng(1).normal(size=(8, vocab))
   operands = _operands(logits, inverse=0.7)
   token, lse = kernel.draw(*operands, interpret=True)
   wanted, _ = training.row_stats(*operands[:2], interpret=True)
   assert np.array_equal(lse, wanted)
   assert token.dtype == jnp.int32 and len(np.unique(token)) > 4
+  assert token.tolist() == _drawn_by_the_formula(*operands[:3])
+  chunks = np.unique(token // training.CHUNK)
+  assert len(chunks) == 1 + (vocab > training.CHUNK)
 
 
 @needs_mosaic
