@@ -152,10 +152,11 @@ def read(ref, layout):
 
 
 def asked_for_all(interpret: bool) -> None:
-  """Makes a warp ask for all that it has read until here.
+  """Keeps what a program has read until here from being read later.
 
-  A compiler that spares registers asks for a part only when all that depends on
-  another is done. Then the memory is waited for a few times.
+  A compiler that spares registers moves reads to where they are used, and then
+  the memory is waited for a few times. The assembler does so as well, unless a
+  branch follows.
   """
   if interpret:
     return
