@@ -123,8 +123,9 @@ def _drawn_by_the_formula(logits_BV, inverse_B, keys_B2):
 
     def gumbel(count, stream, key=key):
       zeros = jnp.zeros(count, jnp.uint32)
-      counter = jnp.arange(count, dtype=jnp.uint32), zeros + stream, zeros, zeros
-      return [_gumbel(word) for word in noise.philox(counter, key)]
+      places = jnp.arange(count, dtype=jnp.uint32)
+      words = noise.philox((places, zeros + stream, zeros, zeros), key)
+      return [_gumbel(word) for word in words]
 
     z_V = np.asarray(logits_V * inverse, np.float64)
     chunks = np.split(z_V, range(training.CHUNK, len(z_V), training.CHUNK))
