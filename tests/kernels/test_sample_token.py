@@ -117,15 +117,19 @@ def test_neighbouring_tokens_have_noise_of_their_own():
 
 
 def _drawn_by_the_formula(logits_BV, inverse_B, keys_B2):
-  """Returns a chunk with noise on its sum, and of it a token with noise."""
+  """Returns tokens: of the largest noisy sum's chunk the largest noisy one."""
   tokens = []
   for logits_V, inverse, key in zip(logits_BV, inverse_B, keys_B2, strict=True):
 
     def gumbel(count, stream, key=key):
       zeros = jnp.zeros(count, jnp.uint32)
-      places = jnp.arange(count, dtype=jnp.uint32)
-      words = noise.philox((places, zeros + stream, zeros, zeros), key)
-      return [_gumbel(word) for word in words]
+      counter = (
+          jnp.arange(count, dtype=jnp.uint32),
+          zeros + stream,
+          zeros,
+          zeros,
+      )
+      return [_gumbel(word) for word in noise.philox(counter, key)]
 
     z_V = np.asarray(logits_V * inverse, np.float64)
     chunks = np.split(z_V, range(training.CHUNK, len(z_V), training.CHUNK))

@@ -18,9 +18,10 @@ over lanes, and the largest master of each group is joined by XLA: maxima and
 minima have no order.
 
 Lower bound of the time: instructions, 67 a value (90 with rounding at random),
-12 of them of the special function unit, which limit it: 22 ms for the 7.6e9 values of a 7B on an H200, where the bytes take 18. Compiled
-for an H200 a thread has 109 to 122 registers and nothing spilled, so a
-multiprocessor has four programs, which have 48 KB on their way.
+12 of them of the special function unit, which limit it: 22 ms for the 7.6e9
+values of a 7B on an H200, where the bytes take 18. Compiled for an H200 a
+thread has 109 to 122 registers and nothing spilled, so a multiprocessor has
+four programs, which have 48 KB on their way.
 """
 
 # jax 0.10, which the types are checked with, lacks some of it.

@@ -61,6 +61,11 @@ _FEW = 132
 _STAGES, _STAGES_OF_FEW = {1: 2, 2: 3}, 4
 
 
+def _columns_of(group: int) -> int:
+  """Returns the columns of the products: the tensor core has eights."""
+  return 8 if group <= 8 else DECODE_ROWS
+
+
 class _Scratch(NamedTuple):
   """A program's arrays in shared memory.
 
@@ -88,7 +93,15 @@ class _Scratch(NamedTuple):
 
   @classmethod
   def types(
-      cls, q_dtype, stored, tile: int, head_dim: int, stages: int, lowers: bool
+      cls,
+      q_dtype,
+      stored,
+      tile: int,
+      head_dim: int,
+      *,
+      stages: int,
+      columns: int,
+      lowers: bool,
   ) -> '_Scratch':
     """Returns the arrays to allocate."""
     dtype, in_pairs = operand_dtype(q_dtype, stored), stored.itemsize == 1
@@ -104,7 +117,7 @@ class _Scratch(NamedTuple):
         q=matrix(*shape),
         keys=matrix(stages, tile, head_dim, dtype=stored),
         values=matrix(stages, words[0], head_dim, dtype=words[1]),
-        weights=matrix(DECODE_ROWS, tile),
+        weights=matrix(columns, tile),
         low=plgpu.SMEM(shape, formats.E4M3) if lowers else None,
         q_there=plgpu.Barrier(),
         keys_there=plgpu.Barrier(
@@ -218,7 +231,8 @@ def _kernel(
   )
   plgpu.commit_smem()
   out = _attended(pages, last, tile, in_pairs, interpret)
-  turned = scratch.rounded.transpose((1, 0))
+  columns = scratch.weights.shape[0]
+  turned = scratch.rounded.at[pl.ds(0, columns)].transpose((1, 0))
   turned[...] = out.astype(turned.dtype)
   plgpu.commit_smem()
   result = scratch.rounded
@@ -233,7 +247,9 @@ def _kernel(
 
 
 def _attended(pages: _Pages, last, tile: int, in_pairs: bool, interpret: bool):
-  """Returns the output [H, 16], float32, of the query rows in `pages.scratch`.
+  """Returns the output, float32, of the query rows in `pages.scratch`.
+
+  It is [H, 8] or [H, 16].
 
   Args:
     pages: the first tiles have been asked for.
@@ -245,12 +261,13 @@ def _attended(pages: _Pages, last, tile: int, in_pairs: bool, interpret: bool):
   scratch, tiles = pages.scratch, pages.tiles
   stages, _, head_dim = scratch.keys.shape
   dtype, layout = scratch.q.dtype, plgpu.Layout.WGMMA
+  columns = scratch.weights.shape[0]
 
   def across(of_row, height: int):
-    return lax.broadcast_in_dim(of_row, (height, DECODE_ROWS), [1])
+    return lax.broadcast_in_dim(of_row, (height, columns), [1])
 
   def products(keys):
-    q = scratch.q.transpose((1, 0))
+    q = scratch.q.at[pl.ds(0, columns)].transpose((1, 0))
     if interpret:  # The interpreter has no product of operands in registers.
       return jnp.dot(keys[...], q[...], preferred_element_type=jnp.float32)
 
@@ -258,7 +275,7 @@ def _attended(pages: _Pages, last, tile: int, in_pairs: bool, interpret: bool):
       plgpu.wgmma(ref, keys, q)
       return ref[...]
 
-    return pl.run_scoped(multiply, tools.sums(tile, DECODE_ROWS))
+    return pl.run_scoped(multiply, tools.sums(tile, columns))
 
   def masked(i, scores):
     key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=layout)
@@ -325,12 +342,10 @@ def _attended(pages: _Pages, last, tile: int, in_pairs: bool, interpret: bool):
     return acc, new_top, total, ahead, page
 
   def zeros(height: int):
-    return plgpu.layout_cast(
-        jnp.zeros((height, DECODE_ROWS), jnp.float32), layout
-    )
+    return plgpu.layout_cast(jnp.zeros((height, columns), jnp.float32), layout)
 
   top = plgpu.layout_cast(
-      jnp.full((DECODE_ROWS,), NO_SCORE, jnp.float32), layout.reduce(0)
+      jnp.full((columns,), NO_SCORE, jnp.float32), layout.reduce(0)
   )
   next_pages = [pages.page_of(jnp.int32(stages - n)) for n in (0, 1)]
   carry = zeros(head_dim), top, zeros(tools.ROWS), *next_pages
@@ -367,7 +382,7 @@ def decode(
   """
   slots, heads, head_dim = q_BNH.shape
   _, kv_heads, page_size, _ = k_PKSH.shape
-  stored = k_PKSH.dtype
+  stored, group = k_PKSH.dtype, heads // kv_heads
   if stages is None:
     few = slots * kv_heads <= _FEW
     stages = _STAGES_OF_FEW if few else _STAGES[stored.itemsize]
@@ -382,7 +397,7 @@ def decode(
           _kernel,
           tile=tile,
           page_size=page_size,
-          group=heads // kv_heads,
+          group=group,
           interpret=interpret,
       ),
       out_type=jax.ShapeDtypeStruct(
@@ -390,7 +405,10 @@ def decode(
       ),
       scratch_types=[
           _Scratch.types(
-              q_BNH.dtype, stored, tile, head_dim, stages, lowers=bool(steps)
+              *(q_BNH.dtype, stored, tile, head_dim),
+              stages=stages,
+              columns=_columns_of(group),
+              lowers=bool(steps),
           )
       ],
       grid=(kv_heads, slots),
