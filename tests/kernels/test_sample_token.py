@@ -117,7 +117,7 @@ def test_neighbouring_tokens_have_noise_of_their_own():
 
 
 def _drawn_by_the_formula(logits_BV, inverse_B, keys_B2):
-  """Returns a chunk with noise on its sum, and of it a token with noise."""
+  """Returns tokens: of the largest noisy sum's chunk the largest noisy one."""
   tokens = []
   for logits_V, inverse, key in zip(logits_BV, inverse_B, keys_B2, strict=True):
 
