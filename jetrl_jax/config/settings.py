@@ -19,9 +19,10 @@ class TopLevel:
       'jetrl_inexact' or 'bf16_inexact' (docs/flows.md); '' leaves them to the
       settings below.
     kernels: which implementation of each operation runs (jetrl_jax/kernels):
-      'auto' takes the kernels that the GPU at hand has, 'reference' none but
-      plain JAX, which is slower and the first thing to try when a kernel is
-      suspected; or one by one: 'attention=reference,swiglu=reference'.
+      'auto' takes the kernels where they run (a Hopper GPU, jax 0.11 or later)
+      and plain JAX elsewhere; 'reference' is plain JAX alone, which is slower
+      and the first thing to try when a kernel is suspected; or one by one:
+      'attention=reference,swiglu=reference'.
   """
 
   compile_cache_dir: str = ''

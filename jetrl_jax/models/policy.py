@@ -78,9 +78,9 @@ class Policy:
     model: the decoder's shape.
     recipe: how its dots compute.
     axes: devices over which rows and weights are split.
-    tile: attention tile in tokens, part of the arithmetic: a multiple of 16, on
-      a GPU a power of two, and 32 at least with FP8 keys. Packed segments start
-      at multiples of it.
+    tile: attention tile in tokens, part of the arithmetic: a multiple of 16.
+      Packed segments start at multiples of it. Attention's kernels take 64;
+      with others attention is plain JAX, which is slower.
     logit_chunk_rows: most rows whose [rows, vocabulary] logits are in memory at
       once. With fewer the gradient of lm_head is read and written more often.
     remat: what of a block the backward pass recomputes: 'none', 'selective'
