@@ -125,8 +125,7 @@ ALARMS = (
         advice=(
             'This flow is meant to be exact, and here it is not: python -m'
             ' jetrl_jax.mismatch --bisect names the first operation that'
-            ' differs; another model.attention_tile or kernels=reference may'
-            ' be exact.'
+            ' differs; kernels=reference may be exact.'
         ),
     ),
     Alarm(

@@ -127,6 +127,7 @@ def _differing(a, b) -> float:
   return float(np.mean(np.asarray(a) != np.asarray(b)))
 
 
+@kernels_in_use.needs_mosaic
 @pytest.mark.parametrize(
     'dtype, at_random',
     [
@@ -180,6 +181,7 @@ def test_a_step_of_the_kernel_is_a_step_of_xla(dtype, at_random):
   assert _differing(part[0]['kernel'], both.start[0]['kernel']) > 0.2
 
 
+@kernels_in_use.needs_mosaic
 def test_a_skipped_step_changes_nothing_whatever_the_gradients():
   both = _both('bfloat16', True)
   moved = both.kernel(both.start, both.gradients(0), both.step_control(0))[:3]
@@ -191,6 +193,7 @@ def test_a_skipped_step_changes_nothing_whatever_the_gradients():
     assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@kernels_in_use.needs_mosaic
 def test_rows_on_another_device_are_moved_as_in_the_whole():
   both = _both('bfloat16', True)
   mesh = sharding.make_mesh(fsdp=2)

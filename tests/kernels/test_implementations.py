@@ -682,8 +682,6 @@ def test_an_implementation_computes_what_its_reference_does(case, name):
     pytest.skip('the next test has them compiled')
   if name.startswith('mosaic') and not dispatch.has_mosaic():
     pytest.skip('this jax is older than what they are written in')
-  if name.startswith('triton') and not dispatch.has_triton():
-    pytest.skip('this jax lacks what they are written in')
   _check(case, name)
 
 

@@ -6,11 +6,11 @@ instruction by instruction.
 A program is one warpgroup and goes through the keys of one KV head of a slot,
 64 at a time. Hopper's matrix instructions have 64 rows and the queries of a
 group are at most 16, so all products are turned round: keys, and channels of
-the values, are the rows.
+the values, are the rows. C, the columns, are 8 or 16.
 
-    scores [64, 16] = K [64, H] Q^T        out [H, 16] += V^T [H, 64] P^T
+    scores [64, C] = K [64, H] Q^T        out [H, C] += V^T [H, 64] P^T
 
-In shared memory are the query rows [16, H], the weights [16, 64], and tiles of
+In shared memory are the query rows [16, H], the weights [C, 64], and tiles of
 keys and values, a few at a time, which bulk copies bring from the pages that
 the slot's table names. In registers are the scores, the output and the row
 sums, all float32. 16-bit keys and values go from shared memory to the tensor
@@ -27,9 +27,9 @@ Lower bound of the time: reading the keys and values once, 35.4 us for 128 slots
 of 1152 FP8 keys of a 7B at 4.3 TB/s. The tensor core has about 320 cycles of
 work for a tile of 128 channels, the read takes 1000 in FP8 and 2000 in 16 bits.
 A program waits at eight barriers for each tile, so a multiprocessor needs a few
-programs. With heads of 128 it has room for four that have FP8 keys (120
-registers a thread, 46 KiB of shared memory) and for two that have 16-bit ones
-(90, 110 KiB), both compiled without spills. On an H100 128 slots take 55 us
+programs. With heads of 128 it has room for four that have FP8 keys (107
+registers a thread, 45 KiB of shared memory) and for two that have 16-bit ones
+(66, 109 KiB), both compiled without spills. On an H100 128 slots take 56 us
 with FP8 keys (at 3.0 TB/s their bytes take 50), and 68 with a third tile ahead,
 which leaves room for three programs (docs/performance_log.md).
 """
