@@ -68,13 +68,11 @@ def update(
     eps: added to the root.
     decay: weight decay of this leaf.
   """
-  match dispatch.implementation('adamw'):
-    case 'mosaic_sm90':
-      from jetrl_jax.kernels.adamw import mosaic_sm90
+  run = reference.update
+  if dispatch.has_kernel('adamw'):
+    from jetrl_jax.kernels.adamw import mosaic_sm90
 
-      run = mosaic_sm90.update
-    case _:
-      run = reference.update
+    run = mosaic_sm90.update
   return run(
       master,
       gradient,

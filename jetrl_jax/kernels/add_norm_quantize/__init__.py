@@ -121,13 +121,11 @@ def forward(
       q.
     q: None without `out_scale`.
   """
-  match name := _implementation(x_MD.shape[1]):
-    case 'mosaic_sm90':
-      from jetrl_jax.kernels.add_norm_quantize import mosaic_sm90
+  name, function = _implementation(x_MD.shape[1]), reference.forward
+  if name != dispatch.REFERENCE:
+    from jetrl_jax.kernels.add_norm_quantize import mosaic_sm90
 
-      function = mosaic_sm90.forward
-    case _:
-      function = reference.forward
+    function = mosaic_sm90.forward
 
   def run(x_MD, gain_D, out_scale, delta):
     return function(x_MD, gain_D, eps, out_scale, delta, copies=copies)

@@ -10,8 +10,8 @@ from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.fp8.recipes import Recipe
 
-# Values that one program quantises.
-_LEAST, _MOST = 1024, 4096
+# A weight has whole blocks of so many values, which a program goes over.
+_BLOCK = 1024
 
 
 class Kernel(Protocol):
@@ -33,11 +33,6 @@ class Kernel(Protocol):
     ...
 
 
-def tile_of(size: int) -> int:
-  """Returns how many values of a weight a program has."""
-  return min(size & -size, _MOST)
-
-
 def fits(params: PyTree, weights: PyTree, recipe: Recipe) -> bool:
   """Whether the kernels take all quantised weights of a parameter group.
 
@@ -54,7 +49,7 @@ def fits(params: PyTree, weights: PyTree, recipe: Recipe) -> bool:
       return all(walk(child, old[key]) for key, child in node.items())
     size = math.prod(node.shape)
     return not isinstance(old, QTensor) or (
-        0 < size < 2**31 and tile_of(size) >= _LEAST
+        0 < size < 2**31 and size % _BLOCK == 0
     )
 
   return walk(params, weights)

@@ -113,8 +113,7 @@ def requantize_kernel(
   """See `groups.Kernel`; `interpret` runs on a CPU, for tests."""
   size = master_OI.size
   programs = size // min(size & -size, _MOST)
-  # A sum to a row, because XLA adds five columns with a thread each, which took
-  # 0.7 ms for the weights of a 7B's MLP.
+  # A sum to a row: what XLA adds lies side by side.
   result = jax.ShapeDtypeStruct((_SUMS, programs), jnp.float32)
   kernel = plgpu.kernel(
       tools.named('requantize_kernel', _kernel, interpret=interpret),
