@@ -86,8 +86,8 @@ def test_gemms_without_an_fp8_call_are_named():
           ' metadata={op_name="jit(f)/Decoder/layers_11/attn/qkv/dot_general"}',
           '%b = custom-call(...), custom_call_target="__cublas$lt$matmul",'
           ' metadata={op_name="jit(f)/Decoder/layers_11/attn/o/dot_general"}',
-          '%c = custom-call(...), custom_call_target="__gpu$xla.gpu.triton",'
-          ' metadata={op_name="f/layers_1/attn/o/jit(turn)/turn/pallas_call"}',
+          '%c = custom-call(...), custom_call_target="mosaic_gpu_v2",'
+          ' metadata={op_name="f/layers_1/attn/o/jit(turn)/turn/mpmd_map"}',
       ]
   )
   rows = [_row('layers_*/attn/qkv'), _row('layers_*/attn/o')]
@@ -97,17 +97,17 @@ def test_gemms_without_an_fp8_call_are_named():
 @pytest.mark.parametrize(
     'name, target, scopes',
     [
-        # As an H200's decode has them, at 256 slots and at 128.
+        # As a Hopper GPU's decode has them with jax 0.11.
         ('attn/qkv', '__cublas$lt$matmul$f8', 'attn/qkv.unscaled/dot_general'),
         (
             'mlp/gate_up',
-            '__gpu$xla.gpu.triton',
-            'mlp/gate_up/jit(hidden)/gate_up/pallas_call',
+            'mosaic_gpu_v2',
+            'mlp/gate_up/jit(hidden)/gate_up/mpmd_map',
         ),
         (
             'mlp/down',
-            '__gpu$xla.gpu.triton',
-            'mlp/down/jit(block_dot)/block_dot/pallas_call',
+            'mosaic_gpu_v2',
+            'mlp/down/jit(block_dot)/block_dot/mpmd_map',
         ),
     ],
 )

@@ -327,7 +327,7 @@ def test_on_a_gpu_the_backward_turns_whole_tiles_round_and_no_others(
 
   # Of x and dy as they are quantised, and of the kernel.
   text = str(jax.make_jaxpr(both)(make_slot(), dy))
-  assert text.count('= pallas_call[') == kernels
+  assert text.count(f'= {kernels_in_use.CALL}[') == kernels
 
 
 @pytest.mark.parametrize(
