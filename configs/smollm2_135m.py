@@ -12,8 +12,8 @@ configs/qwen0_5b.py is for that.)
 
 Expected: a third of the held-out sums right at the start. Means over ten seeds
 at steps 0, 10, ... 60: 38, 86, 86, 89, 90, 88 and 91 percent as it is shipped,
-in FP8, and 33, 54, 83, 89, 89, 93 and 94 in bf16. FP8 learns sooner,
-probably by its spread masters, and ends 2 points lower (95%: 0.1 to 3.8; docs/study.md,
+in FP8, and 33, 54, 83, 89, 89, 93 and 94 in bf16. FP8 learns sooner, probably
+by its spread masters, and ends 2 points lower (95%: 0.1 to 3.8; docs/study.md,
 benchmarks/results/study/sums_h100_2026-11-26). Seeds differ by 2.4 points
 (standard deviation). No token was unequal. A step takes 0.47 s in FP8 and 0.19
 in bf16 on an H100, after a start of one to two minutes in FP8. The peak is 2.9
