@@ -25,18 +25,19 @@ slow: $(VENV)/.installed-dev
 
 # All that runs kernels, which are interpreted on a CPU: that needs jax 0.11, and
 # so Python 3.12. In an environment of its own if .venv has an older one.
-kernels:
-	@python=$$(for p in $(PYTHON) $(NEWER) python3.14 python3.13 python3.12; do \
-	  $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && \
-	  echo $$p && break; done); \
+NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 12))'
+kernels: $(VENV)/.created
+	@$(BIN)/python $(NEW_ENOUGH) && \
+	exec $(MAKE) --no-print-directory kernel-tests; \
+	python=$$(for p in $(NEWER) python3.14 python3.13 python3.12; do \
+	  $$p $(NEW_ENOUGH) 2>/dev/null && echo $$p && break; done); \
 	test -n "$$python" || { echo 'skipped: no Python 3.12 or newer here, which' \
 	  'jax 0.11 needs, and the kernels with it'; exit 0; }; \
 	$(MAKE) --no-print-directory kernel-tests VENV=$(VENV)/kernels PYTHON=$$python
 
 kernel-tests: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --run-slow \
-	  tests/kernels $(filter-out tests/kernels/%, \
-	  $(shell grep -rl --include='test_*.py' kernels_in_use tests))
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --run-slow $(shell \
+	  grep -rlE --include='test_*.py' 'needs_mosaic|kernels_in_use' tests)
 
 # JetStream's real orchestrator and server over the engine. google-jetstream is
 # added to what .venv has, without the TensorFlow that it does not need here. A

@@ -80,7 +80,7 @@ def test_noise_is_that_of_the_formula_from_the_smallest_bits_to_the_largest():
 def test_drawn_frequencies_pass_a_chi_square_test_over_several_chunks():
   # Tokens of a chunk's quarters, and one of the next chunk with most of the
   # probability; the others are out of reach.
-  vocabulary, count = training.CHUNK + 100, 400
+  vocabulary, count = training.CHUNK + 100, 160
   tokens = np.array([0, 1, 2048, 4095, vocabulary - 1])
   logits = np.log([1.0, 1.0, 2.0, 0.5, 12.0])
   # Twice the logits at temperature 2 are drawn like the logits.
