@@ -122,15 +122,13 @@ def overrides(variant: str) -> dict:
   Args:
     variant: options are 'kv8' (FP8 keys and values), 'head8' (see
       `precision.quantize_lm_head`), 'selective' (see `model.remat`),
-      'inexact' (see `precision.exact`), 'tile32' (`model.attention_tile`),
-      and 'reference' (see `kernels`).
+      'inexact' (see `precision.exact`), and 'reference' (see `kernels`).
   """
   options = {
       'kv8': {'precision.kv_cache_dtype': 'float8_e4m3fn'},
       'head8': {'precision.quantize_lm_head': True},
       'selective': {'model.remat': 'selective'},
       'inexact': {'precision.exact': False},
-      'tile32': {'model.attention_tile': 32},
       'reference': {'kernels': 'reference'},
   }
   recipe, *chosen = variant.split('+')

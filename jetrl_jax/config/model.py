@@ -122,7 +122,7 @@ def _kernels(
       f' {" and ".join(map(str, attention.HEAD_DIMS))}, a tile of'
       f' {attention.TILE} and 16-bit dtypes'
   )
-  if 'attention=mosaic' in config.kernels:
+  if 'attention=mosaic' in config.kernels.replace(' ', ''):
     raise ValueError(
         f'kernels is {config.kernels!r}; this run has {found}: leave attention'
         ' out'

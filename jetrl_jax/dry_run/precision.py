@@ -119,7 +119,7 @@ def not_in_fp8(hlo: str, rows: list[Row]) -> list[str]:
   Returns:
     Their names, 'layers_*/attn/qkv'.
   """
-  # The call that ends a kernel's name is called otherwise by each JAX.
+  # A kernel's name, and what JAX calls kernels with: one name for each version.
   ours = rf'/({DOT_KERNELS})/\w+$'
   names = [
       match[1]

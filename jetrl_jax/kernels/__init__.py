@@ -2,9 +2,9 @@
 
 `<op>/__init__.py` has the signature, the formula and the derivative, and asks
 `dispatch.py` which implementation runs. `<op>/reference.py` is plain JAX: it
-runs everywhere, and the tests hold all kernels to it. `<op>/mosaic*.py`
-are kernels. Only the operation imports its kernels, and only
-when one runs, so no other file needs their backend.
+runs everywhere, and the tests hold all kernels to it. `<op>/mosaic*.py` are
+kernels. Only the operation imports its kernels, and only when one runs, so no
+other file needs their backend.
 """
 
 from jetrl_jax.kernels.quantized_dot.linear import dot, unscaled_dot

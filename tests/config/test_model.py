@@ -44,7 +44,7 @@ def test_attention_that_no_kernel_takes_is_plain_jax_on_both_sides(caplog):
 
 
 def test_a_named_kernel_that_does_not_take_the_model_is_refused():
-  changes = {'model.attention_tile': 32, 'kernels': 'attention=mosaic_sm90'}
+  changes = {'model.attention_tile': 32, 'kernels': 'attention = mosaic_sm90'}
   with pytest.raises(ValueError, match='attention_tile=32 .*: leave attention'):
     _kernels(**changes)
   found = _kernels(**changes | {'model.attention_tile': 64})

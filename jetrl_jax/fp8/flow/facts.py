@@ -23,9 +23,7 @@ DOTS = frozenset(
     'dot_general conv_general_dilated ragged_dot ragged_dot_general'.split()
 )
 CASTS = frozenset(['convert_element_type', 'reduce_precision'])
-KERNELS = frozenset(
-    ['core_map', 'custom_call', 'ffi_call', 'mpmd_map', 'pallas_call']
-)
+KERNELS = frozenset('custom_call ffi_call mpmd_map pallas_call'.split())
 REDUCTIONS = frozenset(
     'cumlogsumexp cummax cummin cumprod cumsum pmax pmin psum psum_invariant'
     ' reduce reduce_max reduce_min reduce_prod reduce_scatter reduce_sum'

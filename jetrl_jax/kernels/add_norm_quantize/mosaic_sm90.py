@@ -17,9 +17,9 @@ kernel.
 Lower bound of the time: reading and writing once. 128 rows of a 7B's decode
 step are 4 MB, a microsecond at 4.3 TB/s, and with a launch and one round trip
 to memory rather two (an H100 takes 2.4); 32768 rows of training are 587 MB, 137
-us. With 3584 channels a thread has 91 registers in a decode step
-and 56 in training, so a multiprocessor has 5 or 9 programs and as many rows on
-their way, of which it needs about 32 KB.
+us. With 3584 channels a thread has 91 registers in a decode step and 56 in
+training, so a multiprocessor has 5 or 9 programs and as many rows on their way,
+of which it needs about 32 KB.
 """
 
 # jax 0.10, which the types are checked with, lacks some of it.

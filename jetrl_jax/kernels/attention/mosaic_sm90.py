@@ -4,9 +4,9 @@ A row's bits are those of decode's kernel
 (`kernels/decode_attention/mosaic_sm90.py`).
 
 A program has 64 query rows for each computing warpgroup (`Program`). They stay
-in shared memory. Tiles of keys and of values (`tile`: 64) are loaded
-ahead, a few at a time. A warpgroup keeps in registers: scores [64, tile],
-weights in 16 bits, the output [64, H] and the row sums. All sums are float32.
+in shared memory. Tiles of keys and of values (`tile`: 64) are loaded ahead, a
+few at a time. A warpgroup keeps in registers: scores [64, tile], weights in 16
+bits, the output [64, H] and the row sums. All sums are float32.
 
 Order of a sum: for a score the tensor core adds 16 channels at a time. For the
 output and the row sum it adds 16 keys at a time, and tiles follow in ascending

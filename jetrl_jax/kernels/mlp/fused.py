@@ -2,9 +2,9 @@
 
     y_MG = x W1^T,  h_MF = silu(gate) * up,  z_MD = h W2^T
 
-h exists only in 8 bits (`kernels/swiglu`). The gradient of y reaches
-gate_up's dot in 8 bits, as it is and transposed. The cotangent of a bfloat16
-array cannot carry that, so both dots share one derivative. It computes what
+h exists only in 8 bits (`kernels/swiglu`). The gradient of y reaches gate_up's
+dot in 8 bits, as it is and transposed. The cotangent of a bfloat16 array cannot
+carry that, so both dots share one derivative. It computes what
 `kernels/quantized_dot/linear.py` and XLA's derivative of SwiGLU compute, with
 the same functions. Only the work between the dots differs: it is one kernel
 (`kernels/swiglu/mosaic_backward_sm90.py`) instead of four.
