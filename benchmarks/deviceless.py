@@ -113,6 +113,7 @@ gpu_device_info {{
     major: {self.capability[0]} minor: {self.capability[1]}
   }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  device_interconnect_info {{ active_links: 18 }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
