@@ -303,7 +303,7 @@ def _applied(mesh, steps: int):
         metrics={'actor/pg_loss': loss},
     )
     apply_step = apply_step or apply.Apply(
-        policy, optimizer, config, mesh, moving, made
+        policy, optimizer, config, mesh, moving
     )
     moving, info = apply_step(tiny_run.copy(moving), made)
     assert bool(info.applied) == (step != 1)

@@ -159,21 +159,29 @@ def _applied(data: int, fsdp: int, steps=3):
       seed=11,
   )
 
-  def placed(make):
-    leaves = {
-        f'layers_{i}': {'o': {'kernel': make((32, 48))}, 'norm': make((48,))}
+  def leaves():
+    ones = functools.partial(jnp.ones, dtype=jnp.bfloat16)
+    return {
+        f'layers_{i}': {'o': {'kernel': ones((32, 48))}, 'norm': ones((48,))}
         for i in range(2)
     }
-    return jax.device_put(leaves, sharding.tree_shardings(leaves, mesh))
 
-  optimizer = config.build()
-  ones = functools.partial(jnp.ones, dtype=jnp.bfloat16)
-  moving = train_state.create(policy, placed(ones), optimizer, mesh)
+  optimizer, ones = config.build(), leaves()
+  masters = jax.device_put(ones, sharding.tree_shardings(ones, mesh))
+  moving = train_state.create(policy, masters, optimizer, mesh)
 
   def gradients():
+    """1 of each master, if the devices of `data` are added."""
     loss = Mean(sum=jnp.zeros(()), weight=jnp.zeros(()))
+    made = leaves()
+    where = sharding.tree_shardings(made, mesh)
+    if data > 1:
+      where = sharding.named(sharding.apart_specs(made, mesh), mesh)
+      made = jax.tree.map(lambda x: jnp.stack([x / data] * data), made)
     return Gradients(
-        trainable=placed(ones), fp8={}, metrics={'actor/pg_loss': loss}
+        trainable=jax.device_put(made, where),
+        fp8={},
+        metrics={'actor/pg_loss': loss},
     )
 
   apply = Apply(policy, optimizer, config, mesh, moving)
