@@ -19,7 +19,7 @@ from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels.attention import flash_attention
 from jetrl_jax.kernels.decode_attention import decode_attention
 from jetrl_jax.kernels.kv_storage import store, store_values
-from jetrl_jax.kernels.rope_append import append, rope_append
+from jetrl_jax.kernels.rope_append import append, has_kernel, rope_append
 from jetrl_jax.models import rope
 from jetrl_jax.models.types import ModelConfig
 
@@ -88,6 +88,11 @@ class PackedAttention:
 
   # In training and prefill XLA applies scales and adds the residual.
   defers = False
+
+  def defers_qkv(self, config: ModelConfig) -> bool:
+    """Whether qkv's dot leaves its scales and bias to `rope_append`."""
+    del config
+    return False
 
   def rope_append(
       self,
@@ -172,6 +177,10 @@ class DecodeAttention:
     """Whether dots leave scales and the residual sum to the next kernel."""
     return dispatch.has_kernel('rope_append')
 
+  def defers_qkv(self, config: ModelConfig) -> bool:
+    """Whether qkv's dot leaves its scales and bias to `rope_append`."""
+    return has_kernel(config.head_dim) and not config.qk_norm
+
   def rope_append(
       self,
       qkv: Array | DeferredScale,
@@ -193,7 +202,7 @@ class DecodeAttention:
       tap: see `PackedAttention.rope_append`.
     """
     assert cache is not None
-    if self.defers and norm_heads is None:
+    if self.defers_qkv(config):
       if not isinstance(qkv, DeferredScale):
         qkv = DeferredScale(values=qkv)
       q_BNH, cache = rope_append(

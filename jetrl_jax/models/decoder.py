@@ -96,7 +96,7 @@ class Attention(Leaf):
     norm_heads = self._norm_heads if cfg.qk_norm else None
     rotation = rope.rotation(positions_M, rope.inverse_frequencies(cfg))
     rows = rows.map(self.axes.enter)
-    qkv = self.qkv(rows, row_mask_M, defer=attend.defers and not cfg.qk_norm)
+    qkv = self.qkv(rows, row_mask_M, defer=attend.defers_qkv(cfg))
     q_MNH, keys = attend.rope_append(
         qkv,
         rotation,

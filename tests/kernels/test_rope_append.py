@@ -12,4 +12,4 @@ from tests.kernels_in_use import needs_mosaic
 def test_the_heads_that_the_kernel_takes(head_dim, is_taken):
   kernels = dispatch.select('reference').replace(rope_append='mosaic_sm90')
   with dispatch.using(kernels):
-    assert rope_append._has_kernel(head_dim) is is_taken
+    assert rope_append.has_kernel(head_dim) is is_taken

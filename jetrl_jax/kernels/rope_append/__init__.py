@@ -18,7 +18,7 @@ from jetrl_jax.kernels import dispatch, stands_for
 from jetrl_jax.kernels.rope_append import reference
 from jetrl_jax.kernels.rope_append.reference import append, rotate
 
-__all__ = ['append', 'rope_append', 'rotate']
+__all__ = ['append', 'has_kernel', 'rope_append', 'rotate']
 
 
 def rope_append(
@@ -44,7 +44,7 @@ def rope_append(
     (queries [B, N, H], the cache with the new token)
   """
   operands = qkv, *rotation, position_B, table_BP, *cache
-  if not _has_kernel(cache[0].shape[-1]):
+  if not has_kernel(cache[0].shape[-1]):
     q_BNH, keys, values = reference.rope_append(*operands)
     return q_BNH, (keys, values)
   from jetrl_jax.kernels.rope_append import mosaic_sm90
@@ -60,7 +60,7 @@ def rope_append(
   return q_BNH, (keys, values)
 
 
-def _has_kernel(head_dim: int) -> bool:
+def has_kernel(head_dim: int) -> bool:
   """Whether a kernel runs for heads of so many channels."""
   if not dispatch.has_kernel('rope_append'):
     return False

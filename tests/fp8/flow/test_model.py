@@ -245,6 +245,21 @@ def test_a_gpu_without_one_of_the_kernels_is_one_flow(operation, monkeypatch):
   check(of, tiny_run.state_shapes(of))
 
 
+@kernels_in_use.needs_mosaic
+@pytest.mark.parametrize('kv_cache_dtype', ['compute', 'float8_e4m3fn'])
+@pytest.mark.parametrize('recipe', [FP8, Recipe(name='fp8_token')])
+def test_heads_that_no_kernel_takes_are_one_flow_on_a_gpu(
+    recipe, kv_cache_dtype, monkeypatch
+):
+  """As in configs/quickstart.py: heads of 32 and a tile of 16."""
+  kernels = dispatch.select('attention=reference', kernels_in_use.HOPPER)
+  changes = dict(kernels=kernels, kv_cache_dtype=kv_cache_dtype)
+  of = _hopper_policy(monkeypatch, recipe, **changes)
+  model = dataclasses.replace(of.model, head_dim=32, num_layers=1)
+  of = dataclasses.replace(of, model=model, tile=16)
+  check(of, tiny_run.state_shapes(of))
+
+
 def test_a_gate_up_of_many_rows_is_one_kernel_with_the_same_flow(monkeypatch):
   of = _hopper_policy(monkeypatch, FP8, 512)
   state = tiny_run.state_shapes(of)
