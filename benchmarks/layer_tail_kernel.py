@@ -258,36 +258,44 @@ class Counters:
       # Other programs' bulk copies read it.
       utils.inline_ptx('fence.proxy.async.global;', has_side_effects=True)
       utils.warpgroup_barrier()
-      with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
-        utils.inline_ptx(
-            f'red.release.gpu.global.add.u32 [$0+{4 * _LINE * number}], 1;',
-            pointer,
-            has_side_effects=True,
-        )
+      self._by_one_thread('red.release.gpu.global.add', pointer, number, 1)
 
     self._run(run)
 
+  def _by_one_thread(self, operation, pointer, number, value) -> None:
+    # Predicated: of wgmma after a branch of some threads ptxas says that it is
+    # serialised.
+    utils.inline_ptx(
+        f'{operation}.u32 [$0+{4 * _LINE * number}], {value};',
+        pointer,
+        predicate=utils.single_thread_predicate(
+            utils.ThreadSubset.WARPGROUP
+        ),
+        has_side_effects=True,
+    )
+
   def wait(self, number: int, target: int) -> None:
-    """Waits until a counter has reached a number; gives up after seconds."""
+    """Waits until a counter has reached a number; gives up after seconds.
+
+    All threads look, because of a branch of some threads see `arrive`.
+    """
     loop = f"""{{
-      .reg .pred done, late;
+      .reg .pred P, Q;
       .reg .u32 value, looks;
       mov.u32 looks, 0;
       AGAIN:
       ld.acquire.gpu.global.u32 value, [$0+{4 * _LINE * number}];
-      setp.ge.u32 done, value, {target};
-      @done bra DONE;
+      setp.ge.u32 P, value, {target};
+      @P bra.uni DONE;
       add.u32 looks, looks, 1;
-      setp.gt.u32 late, looks, {_PATIENCE};
-      @late trap;
-      bra AGAIN;
+      setp.gt.u32 Q, looks, {_PATIENCE};
+      @Q trap;
+      bra.uni AGAIN;
       DONE:
     }}"""
 
     def run(pointer):
-      with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
-        utils.inline_ptx(loop, pointer, has_side_effects=True)
-      utils.warpgroup_barrier()
+      utils.inline_ptx(loop, pointer, has_side_effects=True)
       utils.inline_ptx('fence.proxy.async.global;', has_side_effects=True)
 
     self._run(run)
@@ -296,13 +304,8 @@ class Counters:
     """Sets counters to 0."""
 
     def run(pointer):
-      with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
-        for number in numbers:
-          utils.inline_ptx(
-              f'st.relaxed.gpu.global.u32 [$0+{4 * _LINE * number}], 0;',
-              pointer,
-              has_side_effects=True,
-          )
+      for number in numbers:
+        self._by_one_thread('st.relaxed.gpu.global', pointer, number, 0)
 
     self._run(run)
 
@@ -433,6 +436,8 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
   @pl.when(group == groups + 1)
   def _():
     plgpu.set_max_registers(tools.MEMORY_REGISTERS, action='decrease')
+    # Before the first program's tile of o, without which none comes to these.
+    pl.when(program == 0)(lambda: counters.reset(2, 3))
     for phase in dots:
       steps = steps_of(phase)
       if phase != 'o':
@@ -457,27 +462,17 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
     def scope(sums):
       def step(k, _):
         w_tile = weights.wait(at_w + k)
-        for c in range(_CHUNKS):
-          t = at_x + k * _CHUNKS + c
-          x_tile = rows.wait(t)
+        t = at_x + k * _CHUNKS
+        x_tiles = [rows.wait(t + c) for c in range(_CHUNKS)]
+        for c, x_tile in enumerate(x_tiles):
           w_chunk = w_tile.at[pl.ds(c * plan.width, plan.width)]
           plgpu.wgmma(sums, x_tile, w_chunk.transpose((1, 0)))
-          # The product before this one is done.
-          plgpu.wgmma_wait(1)
-          if c:
-            rows.release(t - 1)
-          else:
+        plgpu.wgmma_wait(0)
+        for c in range(_CHUNKS):
+          rows.release(t + c)
+        weights.release(at_w + k)
 
-            @pl.when(k > 0)
-            def _(t=t):
-              rows.release(t - 1)
-              weights.release(at_w + k - 1)
-
-      steps = steps_of(phase)
-      lax.fori_loop(0, steps, step, None)
-      plgpu.wgmma_wait(0)
-      rows.release(at_x + steps * _CHUNKS - 1)
-      weights.release(at_w + steps - 1)
+      lax.fori_loop(0, steps_of(phase), step, None)
       product = times(sums[...], [scale[name]() for name in scales])
       out = (added.astype(jnp.float32) + product).astype(added.dtype)
       ref[_WRITES[phase]][part, columns] = out
@@ -570,7 +565,6 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
     def alone(condition, run, *args) -> None:
       pl.when((group == 0) & condition)(functools.partial(run, *args))
 
-    alone(program == 0, counters.reset, 2, 3)
     for phase in phases:
       if phase == 'gate_up':
         pl.when(has_gate)(gate_up)
