@@ -236,13 +236,20 @@ class Counters:
   3 tiles of down.
   """
 
-  def __init__(self, ref):
-    """`ref` is int32 [COUNTERS], or None if there is but one phase."""
-    self._ref = ref
+  def __init__(self, ref, barriers):
+    """Both are None if there is but one phase.
+
+    Args:
+      ref: int32 [COUNTERS].
+      barriers: stand for the counters of a single program, for the interpreter.
+    """
+    self._ref, self._barriers = ref, barriers
+
+  @property
+  def _counts(self) -> bool:
+    return self._ref is not None and self._barriers is None
 
   def _run(self, function) -> None:
-    if self._ref is None:
-      return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def run(context, ref):
@@ -253,6 +260,8 @@ class Counters:
 
   def arrive(self, number: int) -> None:
     """Adds 1; what this warpgroup wrote is seen by those who wait."""
+    if self._barriers is not None:
+      plgpu.barrier_arrive(self._barriers[number])
 
     def run(pointer):
       # Other programs' bulk copies read it.
@@ -260,7 +269,8 @@ class Counters:
       utils.warpgroup_barrier()
       self._by_one_thread('red.release.gpu.global.add', pointer, number, 1)
 
-    self._run(run)
+    if self._counts:
+      self._run(run)
 
   def _by_one_thread(self, operation, pointer, number, value) -> None:
     # Predicated: of wgmma after a branch of some threads ptxas says that it is
@@ -277,8 +287,10 @@ class Counters:
   def wait(self, number: int, target: int) -> None:
     """Waits until a counter has reached a number; gives up after seconds.
 
-    All threads look, because of a branch of some threads see `arrive`.
+    All threads look: see `_by_one_thread`.
     """
+    if self._barriers is not None:
+      plgpu.barrier_wait(self._barriers[number])
     loop = f"""{{
       .reg .pred P, Q;
       .reg .u32 value, looks;
@@ -298,7 +310,8 @@ class Counters:
       utils.inline_ptx(loop, pointer, has_side_effects=True)
       utils.inline_ptx('fence.proxy.async.global;', has_side_effects=True)
 
-    self._run(run)
+    if self._counts:
+      self._run(run)
 
   def reset(self, *numbers: int) -> None:
     """Sets counters to 0."""
@@ -307,7 +320,8 @@ class Counters:
       for number in numbers:
         self._by_one_thread('st.relaxed.gpu.global', pointer, number, 0)
 
-    self._run(run)
+    if self._counts:
+      self._run(run)
 
 
 def _chunk(index, size: int = tools.SWIZZLE):
@@ -338,9 +352,9 @@ def _norm(row, source_ref, gain_ref, out_ref, scale, before, plan, interpret):
 
 def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
   """All phases of a program, or one."""
-  *array_refs, weights, rows, staged_ref = refs
+  *array_refs, weights, rows, staged_ref, barriers = refs
   ref = dict(zip(names, array_refs, strict=True))
-  counters = Counters(ref.get('counters'))
+  counters = Counters(ref.get('counters'), barriers)
   scale = {
       name: (lambda i=i: ref['numbers'][i]) for i, name in enumerate(NUMBERS)
   }
@@ -379,9 +393,9 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
 
   def wait_for(phase: str) -> None:
     """Waits for what a dot's rows need."""
-    if phase == 'gate_up':
+    if phase == 'gate_up' and 'norm' in phases:
       counters.wait(1, plan.rows)
-    if phase == 'down':
+    if phase == 'down' and 'gate_up' in phases:
       counters.wait(2, plan.makers * groups)
 
   def weights_of(phase: str):
@@ -496,17 +510,21 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
   def norm_of(phase: str) -> None:
     source, gain = _READS[phase]
     name = 'q_scale' if phase == 'norm' else 'next_scale'
-    number = 0 if phase == 'norm' else 3
+    number, before = (0, 'o') if phase == 'norm' else (3, 'down')
 
 
-    def one(row):
+    def wait(start):
+      if start == 0 and before in phases:
+        counters.wait(number, plan.tiles)
+
+    def one(start, row):
       _norm(
           row,
           ref[source],
           ref[gain],
           ref[_WRITES[phase]],
           scale[name](),
-          lambda: counters.wait(number, plan.tiles),
+          functools.partial(wait, start),
           plan,
           interpret,
       )
@@ -515,7 +533,7 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
 
     for start in range(0, plan.rows, plan.programs):
       row = start + program
-      pl.when(row < plan.rows)(functools.partial(one, row))
+      pl.when(row < plan.rows)(functools.partial(one, start, row))
 
   def of_gate(gate):
     reciprocal = functools.partial(tools.reciprocal, interpret=interpret)
@@ -594,8 +612,12 @@ def _launch(arrays: dict, plan: Plan, phases, interpret: bool) -> dict:
   options: dict = {'compiler_params': plgpu.CompilerParams(
       approx_math=True, reduction_scratch_bytes=512
   )}
+  barriers = None
   if interpret:
     options = tools.kernel_options(True, overlap=True)
+    if counts:
+      arrivals = plan.tiles, plan.rows, plan.makers * plan.groups, plan.tiles
+      barriers = [plgpu.Barrier(num_arrivals=n) for n in arrivals]
   kernel = plgpu.kernel(
       tools.named(
           'layer_tail' if counts else f'tail_{phases[0]}',
@@ -612,6 +634,7 @@ def _launch(arrays: dict, plan: Plan, phases, interpret: bool) -> dict:
           ),
           Ring.types(plan.row_stages, tools.ROWS, 1, plan.groups),
           plgpu.SMEM((plan.rows, plan.gate_width), formats.E4M3),
+          barriers,
       ],
       grid=(plan.programs,),
       grid_names=('program',),
@@ -654,7 +677,7 @@ def layer_tail(
     plan: how the work is shared out.
     apart: each phase is a kernel of its own.
     phases: which of them, in order.
-    interpret: run on a CPU, where phases must be apart.
+    interpret: run on a CPU, where phases must be apart or the program alone.
   """
   plan.check()
   made = {}
