@@ -151,6 +151,14 @@ class Plan(NamedTuple):
       )
 
 
+def plan(rows: int, *sizes: int, **options) -> Plan:
+  """Returns a plan, with as many stages as there is room for."""
+  options.setdefault('row_stages', 7 if rows == 128 else 9)
+  found = Plan(rows, *sizes, **options)
+  found.check()
+  return found
+
+
 class Ring(NamedTuple):
   """Tiles in shared memory, used in turn.
 
@@ -679,7 +687,6 @@ def layer_tail(
     phases: which of them, in order.
     interpret: run on a CPU, where phases must be apart or the program alone.
   """
-  plan.check()
   made = {}
   launches = [(phase,) for phase in phases] if apart else [phases]
   for launched in launches:
