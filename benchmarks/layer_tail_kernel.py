@@ -232,9 +232,10 @@ class Ring(NamedTuple):
     plgpu.barrier_wait(self.there.at[slot])
     return self.tiles.at[slot]
 
-  def release(self, t) -> None:
+  def release(self, t, condition=None) -> None:
     """Lets a tile be written over."""
-    plgpu.barrier_arrive(self.used.at[self.slot(t)])
+    slot = self.slot(jnp.maximum(t, 0))
+    plgpu.barrier_arrive(self.used.at[slot], predicate=condition)
 
 
 class Counters:
@@ -485,16 +486,23 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
       def step(k, _):
         w_tile = weights.wait(at_w + k)
         t = at_x + k * _CHUNKS
-        x_tiles = [rows.wait(t + c) for c in range(_CHUNKS)]
-        for c, x_tile in enumerate(x_tiles):
+        for c in range(_CHUNKS):
+          x_tile = rows.wait(t + c)
           w_chunk = w_tile.at[pl.ds(c * plan.width, plan.width)]
           plgpu.wgmma(sums, x_tile, w_chunk.transpose((1, 0)))
-        plgpu.wgmma_wait(0)
-        for c in range(_CHUNKS):
-          rows.release(t + c)
-        weights.release(at_w + k)
+          # The product in front of this one is done.
+          plgpu.wgmma_wait(1)
+          if c:
+            rows.release(t + c - 1)
+          else:
+            rows.release(t - 1, k > 0)
+            weights.release(at_w + k - 1, k > 0)
 
-      lax.fori_loop(0, steps_of(phase), step, None)
+      steps = steps_of(phase)
+      lax.fori_loop(0, steps, step, None)
+      plgpu.wgmma_wait(0)
+      rows.release(at_x + steps * _CHUNKS - 1)
+      weights.release(at_w + steps - 1)
       product = times(sums[...], [scale[name]() for name in scales])
       out = (added.astype(jnp.float32) + product).astype(added.dtype)
       ref[_WRITES[phase]][part, columns] = out
