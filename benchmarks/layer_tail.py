@@ -49,7 +49,14 @@ _REPEATS = flags.DEFINE_integer('repeats', 20, 'Of all layers in a program.')
 _CHECKS = flags.DEFINE_integer('checks', 20, 'Runs whose bits are compared.')
 _VARIANTS = flags.DEFINE_list(
     'variants',
-    ['today', 'one', 'one:ahead=0', 'one:apart=1'],
+    [
+        'today',
+        'one',
+        'one:weight_stages=3:row_stages=12',
+        'one:ahead=0',
+        'one:apart=1',
+        'one:marks=1',
+    ],
     "What is timed; 'today' comes first, for the others' bits.",
 )
 _PROFILE = flags.DEFINE_bool('profile', True, "Times of today's kernels.")
@@ -63,6 +70,14 @@ _COLUMNS = (
     ('unlike', 'runs unlike the first', ''),
     ('compile_s', 'compiled in s', '.0f'),
     ('error', 'error', ''),
+)
+_MARK_COLUMNS = (
+    ('mark', 'mark', ''),
+    ('programs', 'programs', ''),
+    ('first', 'first, us', '.1f'),
+    ('median', 'median', '.1f'),
+    ('last', 'last', '.1f'),
+    ('cycles', 'thousand cycles', '.1f'),
 )
 _BYTES_PER_S = 3e12  # attainable on an H100
 _MADE = 'r', 'q8', 'h8', 'y', 'n8'
@@ -208,6 +223,31 @@ def _differences(found: dict, wanted: dict) -> dict[str, int]:
   return {name: int((_bits(a) != _bits(b)).sum()) for name, a, b in pairs}
 
 
+def _marked(made: dict) -> list[dict]:
+  """Returns when programs reached each mark, in us after the first's start."""
+  from benchmarks import layer_tail_kernel as kernel
+
+  marks = np.asarray(made['marks'])[:, :, 0].astype(np.int64) % 2**32
+  known = np.asarray(made['marks'])[:, :, 0] != 0
+  marks = (marks - marks[:, 0].min()) / 1e3
+  clock = np.asarray(made['marks'])[:, :, 1].astype(np.int64)
+  since = (clock - clock[:, :1]) % 2**32 / 1e3
+  rows = []
+  for i, name in enumerate(kernel.MARKS):
+    those = known[:, i]
+    if those.any():
+      us, cycles = marks[those, i], since[those, i]
+      rows.append({
+          'mark': name,
+          'programs': int(those.sum()),
+          'first': us.min(),
+          'median': float(np.median(us)),
+          'last': us.max(),
+          'cycles': float(np.median(cycles)),
+      })
+  return rows
+
+
 def _say(text: str) -> None:
   print(f'{time.strftime("%H:%M:%S")} {text}', flush=True)
 
@@ -254,6 +294,12 @@ def _measure(variant: str, rows: int, model, layers, first: dict) -> dict:
   _say(f'{row["us"]:.1f} us a layer')
   size = sum(array.nbytes for array in layers[0].values())
   row['floor'] = size / _BYTES_PER_S * 1e6 / row['us']
+  if 'marks' in variant:
+    one = exact_jit(function)
+    for _ in range(3):
+      marked = one(state, layers[-1], numbers)
+    row['marks'] = _marked(jax.device_get(marked))
+    print(common.table(row['marks'], _MARK_COLUMNS), flush=True)
   if _PROFILE.value and not common.TINY.value:
     times = common.kernel_times(run)
     calls = repeats * len(layers)

@@ -75,6 +75,23 @@ _NORM_CHUNK = 512
 # Counters are a line of memory apart.
 _LINE = 32
 COUNTERS = 4 * _LINE
+# Times that the first warpgroup of a program notes with `Plan.marks`.
+MARKS = (
+    'start',
+    "o's first tiles are there",
+    'o is multiplied',
+    'o is written',
+    'all of o is written',
+    'norm is written',
+    "gate_up's first tiles are there",
+    'gate_up is multiplied',
+    'h is written',
+    "down's first tiles are there",
+    'down is multiplied',
+    'y is written',
+    'all of y is written',
+    'end',
+)
 # Looks at a counter, about half a microsecond each, before a program gives up.
 _PATIENCE = 1 << 22
 
@@ -92,6 +109,7 @@ class Plan(NamedTuple):
     row_stages: tiles of 64 rows on their way.
     ahead: whether weights are asked for before their phase begins.
     eps: of the norms.
+    marks: whether programs note times.
   """
 
   rows: int
@@ -103,6 +121,7 @@ class Plan(NamedTuple):
   row_stages: int = 8
   ahead: bool = True
   eps: float = 1e-6
+  marks: bool = False
 
   @property
   def groups(self) -> int:
@@ -333,6 +352,34 @@ class Counters:
       self._run(run)
 
 
+def _mark(ref, name: str, condition=None) -> None:
+  """Notes the time, in nanoseconds, and this multiprocessor's clock."""
+  if ref is None:
+    return
+  place = 8 * MARKS.index(name)
+  text = f"""{{
+    .reg .u32 clock, time, program;
+    .reg .u64 place;
+    mov.u32 clock, %clock;
+    mov.u32 time, %globaltimer_lo;
+    mov.u32 program, %ctaid.x;
+    mad.wide.u32 place, program, {8 * len(MARKS)}, $0;
+    @$1 st.global.u32 [place+{place}], time;
+    @$1 st.global.u32 [place+{place + 4}], clock;
+  }}"""
+
+  @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+  def run(context, ref):
+    del context
+    one = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
+    utils.inline_ptx(text, utils.memref_ptr(ref), one, has_side_effects=True)
+
+  def mark():
+    run(ref)  # pyright: ignore[reportCallIssue]
+
+  mark() if condition is None else pl.when(condition)(mark)
+
+
 def _chunk(index, size: int = tools.SWIZZLE):
   return pl.ds(pl.multiple_of(index * size, size), size)
 
@@ -368,6 +415,7 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
       name: (lambda i=i: ref['numbers'][i]) for i, name in enumerate(NUMBERS)
   }
   groups, dim = plan.groups, plan.dim
+  mark = functools.partial(_mark, ref.get('marks'))
   program, group = lax.axis_index('program'), lax.axis_index('warpgroup')
   has_tile = program < plan.tiles
   has_gate = program < plan.makers
@@ -488,6 +536,8 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
         t = at_x + k * _CHUNKS
         for c in range(_CHUNKS):
           x_tile = rows.wait(t + c)
+          if not c:
+            mark(f"{phase}'s first tiles are there", k == 0)
           w_chunk = w_tile.at[pl.ds(c * plan.width, plan.width)]
           plgpu.wgmma(sums, x_tile, w_chunk.transpose((1, 0)))
           # The product in front of this one is done.
@@ -503,12 +553,14 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
       plgpu.wgmma_wait(0)
       rows.release(at_x + steps * _CHUNKS - 1)
       weights.release(at_w + steps - 1)
+      mark(f'{phase} is multiplied')
       product = times(sums[...], [scale[name]() for name in scales])
       out = (added.astype(jnp.float32) + product).astype(added.dtype)
       ref[_WRITES[phase]][part, columns] = out
 
     pl.run_scoped(scope, tools.sums(tools.ROWS, plan.width))
     counters.arrive(0 if phase == 'o' else 3)
+    mark('o is written' if phase == 'o' else 'y is written')
 
   def pass_by(phase: str) -> None:
     """Uses the tiles that only the first warpgroup reads."""
@@ -532,6 +584,7 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
     def wait(start):
       if start == 0 and before in phases:
         counters.wait(number, plan.tiles)
+        mark(f'all of {"o" if number == 0 else "y"} is written')
 
     def one(start, row):
       _norm(
@@ -546,6 +599,8 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
       )
       if phase == 'norm':
         counters.arrive(1)
+        if start == 0:
+          mark('norm is written')
 
     for start in range(0, plan.rows, plan.programs):
       row = start + program
@@ -564,6 +619,7 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
         w_tile = weights.wait(at_w + k)
         for i in range(groups):
           rows.wait(at_x + k * groups + i)
+        mark("gate_up's first tiles are there", (k == 0) & (group == 0))
         x_tile = rows.tiles.at[rows.slot(at_x + k * groups + group)]
         for which, total in enumerate(sums):
           half = w_tile.at[pl.ds(which * width, width)]
@@ -574,6 +630,7 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
         weights.release(at_w + k)
 
       lax.fori_loop(0, dim // tools.SWIZZLE, step, None)
+      mark('gate_up is multiplied', group == 0)
       gate, up = (total[...].astype(jnp.bfloat16) for total in sums)
       mine = _chunk(group, tools.ROWS)
       staged_ref[mine] = formula.hidden(
@@ -591,6 +648,7 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
 
     pl.run_scoped(scope, *[tools.sums(tools.ROWS, width)] * 2)
     counters.arrive(2)
+    mark('h is written', group == 0)
 
   @pl.when(group < groups)
   def _():
@@ -599,6 +657,7 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
     def alone(condition, run, *args) -> None:
       pl.when((group == 0) & condition)(functools.partial(run, *args))
 
+    mark('start', group == 0)
     for phase in phases:
       if phase == 'gate_up':
         pl.when(has_gate)(gate_up)
@@ -608,11 +667,13 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
           pl.when(has_tile & (group > 0))(functools.partial(pass_by, phase))
       else:
         alone(True, norm_of, phase)
+    mark('end', group == 0)
 
 
 def _launch(arrays: dict, plan: Plan, phases, interpret: bool) -> dict:
   """Runs phases as one kernel; returns what they write and the counters."""
   written = [_WRITES[phase] for phase in phases]
+  counts = len(phases) > 1
   read = dict.fromkeys(name for phase in phases for name in _READS[phase])
   inputs = [*(name for name in read if name not in written), 'numbers']
   shapes = {
@@ -622,8 +683,10 @@ def _launch(arrays: dict, plan: Plan, phases, interpret: bool) -> dict:
       'y': ((plan.rows, plan.dim), jnp.bfloat16),
       'n8': ((plan.rows, plan.dim), formats.E4M3),
   }
+  if plan.marks and counts:
+    written.append('marks')
+    shapes['marks'] = (plan.programs, len(MARKS), 2), jnp.int32
   results = [jax.ShapeDtypeStruct(*shapes[name]) for name in written]
-  counts = len(phases) > 1
   names = [*inputs, *['counters'] * counts, *written]
   options: dict = {'compiler_params': plgpu.CompilerParams(
       approx_math=True, reduction_scratch_bytes=512
