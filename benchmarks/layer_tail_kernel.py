@@ -109,6 +109,8 @@ class Plan(NamedTuple):
     row_stages: tiles of 64 rows on their way.
     ahead: whether weights are asked for before their phase begins.
     eps: of the norms.
+    pairs: whether two neighbouring programs bring each other the rows that both
+      read, half each.
     marks: whether programs note times.
   """
 
@@ -121,6 +123,7 @@ class Plan(NamedTuple):
   row_stages: int = 8
   ahead: bool = True
   eps: float = 1e-6
+  pairs: bool = False
   marks: bool = False
 
   @property
@@ -163,6 +166,12 @@ class Plan(NamedTuple):
       raise ValueError(f'sizes {wrong}: the kernel takes multiples of {step}')
     if self.rows not in (64, 128):
       raise ValueError(f'{self.rows} rows: the kernel takes 64 and 128')
+    shares = self.programs, self.makers, self.tiles // self.groups
+    if self.pairs and any(count % 2 for count in shares):
+      raise ValueError(
+          f'programs, programs with columns of h, and tiles of columns are'
+          f' {shares}; pairs take even numbers'
+      )
     if 2 * self.gate_width > 288:
       raise ValueError(
           f'{self.ffn} columns of h are {self.gate_width} for each of'
@@ -192,8 +201,13 @@ class Ring(NamedTuple):
   used: Any
 
   @classmethod
-  def types(cls, stages: int, rows: int, copies: int, groups: int) -> 'Ring':
-    """Returns what to allocate."""
+  def types(
+      cls, stages: int, rows: int, copies: int, groups: int, pairs: bool = False
+  ) -> 'Ring':
+    """Returns what to allocate; in pairs both programs use a tile up."""
+    used = plgpu.Barrier
+    if pairs:
+      used = functools.partial(plgpu.ClusterBarrier, collective_axes=('pair',))
     return cls(
         tiles=plgpu.SMEM(
             (stages, rows, tools.SWIZZLE),
@@ -201,7 +215,7 @@ class Ring(NamedTuple):
             transforms=tools.pieces(formats.E4M3),
         ),
         there=plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
-        used=plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+        used=used(num_arrivals=groups, num_barriers=stages),
     )
 
   @property
@@ -213,7 +227,7 @@ class Ring(NamedTuple):
     """Returns the stage of the t-th tile."""
     return lax.rem(t, jnp.int32(self.stages))
 
-  def ask(self, begin, count, places_of) -> None:
+  def ask(self, begin, count, places_of, pairs: bool = False) -> None:
     """Asks for tiles begin, begin + 1 ... of the ring.
 
     Args:
@@ -221,6 +235,7 @@ class Ring(NamedTuple):
       count: of tiles.
       places_of: from a number below `count` to (place in memory, rows of the
         tile) of each copy.
+      pairs: whether the other program of the pair asks for the other half.
     """
 
     def step(i, _):
@@ -232,13 +247,20 @@ class Ring(NamedTuple):
 
       for place, rows in places_of(i):
         plgpu.copy_gmem_to_smem(
-            place, self.tiles.at[slot, rows], self.there.at[slot]
+            place,
+            self.tiles.at[slot, rows],
+            self.there.at[slot],
+            collective_axes='pair' if pairs else None,
         )
 
     lax.fori_loop(0, count, step, None)
 
   def await_rest(self, total) -> None:
-    """Waits until the last tiles were used; for the interpreter."""
+    """Waits until the last tiles were used.
+
+    The interpreter wants every arrival at a barrier to be awaited. A program of
+    a pair must not end before the other one's last arrivals.
+    """
 
     def step(t, _):
       plgpu.barrier_wait(self.used.at[self.slot(t)])
@@ -417,14 +439,20 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
   groups, dim = plan.groups, plan.dim
   mark = functools.partial(_mark, ref.get('marks'))
   program, group = lax.axis_index('program'), lax.axis_index('warpgroup')
+  # Of the programs of a pair, which have tiles of the same rows.
+  members, member = 1, jnp.int32(0)
+  if plan.pairs:
+    members, member = 2, lax.axis_index('pair')
+  cluster, program = program, program * members + member
   has_tile = program < plan.tiles
   has_gate = program < plan.makers
   # The tile of o and of down. The last ones repeat some columns.
   first = jnp.minimum(
-      lax.div(program, jnp.int32(groups)) * plan.width, dim - plan.width
+      (lax.div(cluster, jnp.int32(groups)) * members + member) * plan.width,
+      dim - plan.width,
   )
   columns = pl.ds(pl.multiple_of(first, _UNIT), plan.width)
-  part = _chunk(lax.rem(program, jnp.int32(groups)), tools.ROWS)
+  part = _chunk(lax.rem(cluster, jnp.int32(groups)), tools.ROWS)
   first = jnp.minimum(program * plan.gate_width, plan.ffn - plan.gate_width)
   gate_columns = pl.multiple_of(first, _GATE_COPIES * _UNIT)
 
@@ -517,8 +545,8 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
         # All programs have left the first two.
         pl.when(program == 0)(lambda: counters.reset(0, 1))
       count = steps * rows_of(phase)
-      rows.ask(begin[phase][1], count, tiles_of_rows(phase))
-    if interpret:
+      rows.ask(begin[phase][1], count, tiles_of_rows(phase), plan.pairs)
+    if interpret or plan.pairs:
       rows.await_rest(total[1])
 
   def tile_of(phase: str):
@@ -691,6 +719,7 @@ def _launch(arrays: dict, plan: Plan, phases, interpret: bool) -> dict:
   options: dict = {'compiler_params': plgpu.CompilerParams(
       approx_math=True, reduction_scratch_bytes=512
   )}
+  pairs = {'cluster': (2,), 'cluster_names': ('pair',)} if plan.pairs else {}
   barriers = None
   if interpret:
     options = tools.kernel_options(True, overlap=True)
@@ -711,14 +740,17 @@ def _launch(arrays: dict, plan: Plan, phases, interpret: bool) -> dict:
           Ring.types(
               plan.weight_stages, plan.slot_rows, _CHUNKS, plan.groups
           ),
-          Ring.types(plan.row_stages, tools.ROWS, 1, plan.groups),
+          Ring.types(
+              plan.row_stages, tools.ROWS, 1, plan.groups, plan.pairs
+          ),
           plgpu.SMEM((plan.rows, plan.gate_width), formats.E4M3),
           barriers,
       ],
-      grid=(plan.programs,),
+      grid=(plan.programs // 2 if plan.pairs else plan.programs,),
       grid_names=('program',),
       num_threads=plan.groups + 2,
       thread_name='warpgroup',
+      **pairs,
       **options,
   )
   operands = [arrays[name] for name in inputs]
