@@ -52,10 +52,13 @@ _VARIANTS = flags.DEFINE_list(
     [
         'today',
         'one',
+        'one:pairs=1',
         'one:weight_stages=3:row_stages=12',
+        'one:pairs=1:weight_stages=3:row_stages=12',
         'one:ahead=0',
         'one:apart=1',
         'one:marks=1',
+        'one:pairs=1:marks=1',
     ],
     "What is timed; 'today' comes first, for the others' bits.",
 )
@@ -108,9 +111,10 @@ def _weights(key, model) -> dict[str, jax.Array]:
 
 def _scales() -> dict[str, float]:
   """Returns the scales of all layers: powers of two."""
-  scales = dict.fromkeys(('o_scale', 'gate_up_scale', 'down_scale'), 2.0**-11)
+  weights = 'o_scale', 'gate_up_scale', 'down_scale'
   rows = 'a_scale', 'q_scale', 'h_scale', 'next_scale'
-  return scales | dict.fromkeys(rows, 2.0**-5)
+  scales: dict[str, float] = {name: 2.0**-11 for name in weights}
+  return scales | {name: 2.0**-5 for name in rows}
 
 
 def _today(state: dict, weights: dict, numbers: dict) -> dict:
@@ -125,6 +129,7 @@ def _today(state: dict, weights: dict, numbers: dict) -> dict:
   r, _, q8 = add_norm_quantize(
       state['x'], weights['gain'], _EPS, numbers['q_scale'], delta
   )
+  assert q8 is not None
   both = weight('gate_up')
   both = QTensor(
       values=both.values.reshape(-1, both.values.shape[-1]), scale=both.scale
@@ -196,7 +201,7 @@ def _start(model, rows: int) -> dict:
   }
 
 
-def _in_turn(function, state, layers, numbers, repeats: int):
+def _in_turn(function, state, layers, numbers, repeats):
   """Runs all layers some times over; returns the last one's state."""
 
   def once(_, state):
@@ -237,14 +242,16 @@ def _marked(made: dict) -> list[dict]:
     those = known[:, i]
     if those.any():
       us, cycles = marks[those, i], since[those, i]
-      rows.append({
-          'mark': name,
-          'programs': int(those.sum()),
-          'first': us.min(),
-          'median': float(np.median(us)),
-          'last': us.max(),
-          'cycles': float(np.median(cycles)),
-      })
+      rows.append(
+          {
+              'mark': name,
+              'programs': int(those.sum()),
+              'first': us.min(),
+              'median': float(np.median(us)),
+              'last': us.max(),
+              'cycles': float(np.median(cycles)),
+          }
+      )
   return rows
 
 
@@ -264,15 +271,15 @@ def _measure(variant: str, rows: int, model, layers, first: dict) -> dict:
   made = jax.device_get({name: made[name] for name in _MADE})
   repeats = 1 if common.TINY.value else _REPEATS.value
   program = (
-      exact_jit(functools.partial(_in_turn, function, repeats=repeats))
-      .lower(state, layers, numbers)
+      exact_jit(functools.partial(_in_turn, function))
+      .lower(state, layers, numbers, jnp.int32(repeats))
       .compile()
   )
   row['compile_s'] = time.perf_counter() - start
   _say('all layers')
 
-  def run():
-    last = program(state, layers, numbers)
+  def run(repeats=repeats):
+    last = program(state, layers, numbers, jnp.int32(repeats))
     return {'last y': last['x'], 'last n8': last['a8']}
 
   made |= jax.device_get(run())
@@ -290,17 +297,24 @@ def _measure(variant: str, rows: int, model, layers, first: dict) -> dict:
     again += any(_differences(last, {n: made[n] for n in names}).values())
   row['unlike'] = again
   _say(f'runs unlike the first: {again}')
-  row['us'] = common.median_seconds(run) / repeats / len(layers) * 1e6
+  if common.TINY.value:
+    return row
+  # Without what starting a program takes.
+  few, many = (
+      common.median_seconds(functools.partial(run, repeats * n)) for n in (1, 4)
+  )
+  row['us'] = (many - few) / (3 * repeats) / len(layers) * 1e6
   _say(f'{row["us"]:.1f} us a layer')
   size = sum(array.nbytes for array in layers[0].values())
   row['floor'] = size / _BYTES_PER_S * 1e6 / row['us']
   if 'marks' in variant:
     one = exact_jit(function)
-    for _ in range(3):
-      marked = one(state, layers[-1], numbers)
-    row['marks'] = _marked(jax.device_get(marked))
+    for _ in range(2):
+      jax.block_until_ready(one(state, layers[-1], numbers))
+    marked = jax.device_get(one(state, layers[-1], numbers))
+    row['marks'] = _marked(marked)
     print(common.table(row['marks'], _MARK_COLUMNS), flush=True)
-  if _PROFILE.value and not common.TINY.value:
+  if _PROFILE.value:
     times = common.kernel_times(run)
     calls = repeats * len(layers)
     row['kernels'] = {

@@ -23,7 +23,7 @@ Order of the sums: that of `kernels/gate_up` and `kernels/add_norm_quantize`.
 """
 
 # jax 0.10, which the types are checked with, lacks some of it.
-# pyright: reportAttributeAccessIssue=false
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
 import functools
 from typing import Any, NamedTuple
@@ -179,7 +179,7 @@ class Plan(NamedTuple):
       )
 
 
-def plan(rows: int, *sizes: int, **options) -> Plan:
+def plan(rows: int, *sizes: int, **options: Any) -> Plan:
   """Returns a plan, with as many stages as there is room for."""
   options.setdefault('row_stages', 7 if rows == 128 else 9)
   found = Plan(rows, *sizes, **options)
@@ -291,7 +291,8 @@ class Counters:
 
     Args:
       ref: int32 [COUNTERS].
-      barriers: stand for the counters of a single program, for the interpreter.
+      barriers: stand for the counters in the interpreter, where one program
+        runs, or a pair.
     """
     self._ref, self._barriers = ref, barriers
 
@@ -306,7 +307,7 @@ class Counters:
       del context
       function(utils.memref_ptr(ref))
 
-    run(self._ref)  # pyright: ignore[reportCallIssue]
+    run(self._ref)
 
   def arrive(self, number: int) -> None:
     """Adds 1; what this warpgroup wrote is seen by those who wait."""
@@ -328,9 +329,7 @@ class Counters:
     utils.inline_ptx(
         f'{operation}.u32 [$0+{4 * _LINE * number}], {value};',
         pointer,
-        predicate=utils.single_thread_predicate(
-            utils.ThreadSubset.WARPGROUP
-        ),
+        predicate=utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP),
         has_side_effects=True,
     )
 
@@ -397,7 +396,7 @@ def _mark(ref, name: str, condition=None) -> None:
     utils.inline_ptx(text, utils.memref_ptr(ref), one, has_side_effects=True)
 
   def mark():
-    run(ref)  # pyright: ignore[reportCallIssue]
+    run(ref)
 
   mark() if condition is None else pl.when(condition)(mark)
 
@@ -608,7 +607,6 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
     name = 'q_scale' if phase == 'norm' else 'next_scale'
     number, before = (0, 'o') if phase == 'norm' else (3, 'down')
 
-
     def wait(start):
       if start == 0 and before in phases:
         counters.wait(number, plan.tiles)
@@ -704,7 +702,7 @@ def _launch(arrays: dict, plan: Plan, phases, interpret: bool) -> dict:
   counts = len(phases) > 1
   read = dict.fromkeys(name for phase in phases for name in _READS[phase])
   inputs = [*(name for name in read if name not in written), 'numbers']
-  shapes = {
+  shapes: dict[str, Any] = {
       'r': ((plan.rows, plan.dim), jnp.bfloat16),
       'q8': ((plan.rows, plan.dim), formats.E4M3),
       'h8': ((plan.rows, plan.ffn), formats.E4M3),
@@ -716,9 +714,11 @@ def _launch(arrays: dict, plan: Plan, phases, interpret: bool) -> dict:
     shapes['marks'] = (plan.programs, len(MARKS), 2), jnp.int32
   results = [jax.ShapeDtypeStruct(*shapes[name]) for name in written]
   names = [*inputs, *['counters'] * counts, *written]
-  options: dict = {'compiler_params': plgpu.CompilerParams(
-      approx_math=True, reduction_scratch_bytes=512
-  )}
+  options: dict = {
+      'compiler_params': plgpu.CompilerParams(
+          approx_math=True, reduction_scratch_bytes=512
+      )
+  }
   pairs = {'cluster': (2,), 'cluster_names': ('pair',)} if plan.pairs else {}
   barriers = None
   if interpret:
@@ -726,6 +726,11 @@ def _launch(arrays: dict, plan: Plan, phases, interpret: bool) -> dict:
     if counts:
       arrivals = plan.tiles, plan.rows, plan.makers * plan.groups, plan.tiles
       barriers = [plgpu.Barrier(num_arrivals=n) for n in arrivals]
+      if plan.pairs:
+        of_pair = functools.partial(
+            plgpu.ClusterBarrier, collective_axes=('pair',)
+        )
+        barriers = [of_pair(num_arrivals=n // 2) for n in arrivals]
   kernel = plgpu.kernel(
       tools.named(
           'layer_tail' if counts else f'tail_{phases[0]}',
@@ -737,12 +742,8 @@ def _launch(arrays: dict, plan: Plan, phases, interpret: bool) -> dict:
       ),
       out_type=results,
       scratch_types=[
-          Ring.types(
-              plan.weight_stages, plan.slot_rows, _CHUNKS, plan.groups
-          ),
-          Ring.types(
-              plan.row_stages, tools.ROWS, 1, plan.groups, plan.pairs
-          ),
+          Ring.types(plan.weight_stages, plan.slot_rows, _CHUNKS, plan.groups),
+          Ring.types(plan.row_stages, tools.ROWS, 1, plan.groups, plan.pairs),
           plgpu.SMEM((plan.rows, plan.gate_width), formats.E4M3),
           barriers,
       ],
@@ -788,7 +789,8 @@ def layer_tail(
     plan: how the work is shared out.
     apart: each phase is a kernel of its own.
     phases: which of them, in order.
-    interpret: run on a CPU, where phases must be apart or the program alone.
+    interpret: run on a CPU, where phases must be apart, or one program or pair
+      has all the work.
   """
   made = {}
   launches = [(phase,) for phase in phases] if apart else [phases]
