@@ -55,6 +55,8 @@ _VARIANTS = flags.DEFINE_list(
         'one:pairs=1',
         'one:weight_stages=3:row_stages=12',
         'one:pairs=1:weight_stages=3:row_stages=12',
+        'one:prefetch=4',
+        'one:pairs=1:weight_stages=3:row_stages=12:prefetch=4',
         'one:ahead=0',
         'one:apart=1',
         'one:marks=1',
@@ -166,7 +168,8 @@ def _one(options: dict[str, int], model, rows: int) -> Callable[..., dict]:
   print(found, f'tiles of {found.width} and {found.gate_width}', flush=True)
 
   def run(state, weights, numbers):
-    ordered = jnp.stack([numbers[name] for name in kernel.NUMBERS])
+    del numbers
+    ordered = jnp.asarray([_scales()[name] for name in kernel.NUMBERS])
     return kernel.layer_tail(
         state | weights | {'numbers': ordered},
         plan=found,

@@ -108,6 +108,8 @@ class Plan(NamedTuple):
     weight_stages: tiles of weights on their way.
     row_stages: tiles of 64 rows on their way.
     ahead: whether weights are asked for before their phase begins.
+    prefetch: tiles of weights behind those that are brought to the L2 cache,
+      when gate_up and down begin.
     eps: of the norms.
     pairs: whether two neighbouring programs bring each other the rows that both
       read, half each.
@@ -122,6 +124,7 @@ class Plan(NamedTuple):
   weight_stages: int = 4
   row_stages: int = 8
   ahead: bool = True
+  prefetch: int = 0
   eps: float = 1e-6
   pairs: bool = False
   marks: bool = False
@@ -179,10 +182,10 @@ class Plan(NamedTuple):
       )
 
 
-def plan(rows: int, *sizes: int, **options: Any) -> Plan:
+def plan(rows: int, dim: int, inner: int, ffn: int, **options: Any) -> Plan:
   """Returns a plan, with as many stages as there is room for."""
   options.setdefault('row_stages', 7 if rows == 128 else 9)
-  found = Plan(rows, *sizes, **options)
+  found = Plan(rows, dim, inner, ffn, **options)
   found.check()
   return found
 
@@ -227,7 +230,9 @@ class Ring(NamedTuple):
     """Returns the stage of the t-th tile."""
     return lax.rem(t, jnp.int32(self.stages))
 
-  def ask(self, begin, count, places_of, pairs: bool = False) -> None:
+  def ask(
+      self, begin, count, places_of, *, pairs: bool = False, prefetch: int = 0
+  ) -> None:
     """Asks for tiles begin, begin + 1 ... of the ring.
 
     Args:
@@ -236,6 +241,7 @@ class Ring(NamedTuple):
       places_of: from a number below `count` to (place in memory, rows of the
         tile) of each copy.
       pairs: whether the other program of the pair asks for the other half.
+      prefetch: tiles that are brought to the L2 cache once the ring is full.
     """
 
     def step(i, _):
@@ -253,7 +259,18 @@ class Ring(NamedTuple):
             collective_axes='pair' if pairs else None,
         )
 
-    lax.fori_loop(0, count, step, None)
+    def fetch(i, _):
+      for place, _ in places_of(i):
+        plgpu.async_prefetch(place)
+
+    if prefetch:
+      first = jnp.minimum(self.stages, count)
+      lax.fori_loop(0, first, step, None)
+      last = jnp.minimum(first + prefetch, count)
+      lax.fori_loop(first, last, fetch, None)
+      lax.fori_loop(first, count, step, None)
+    else:
+      lax.fori_loop(0, count, step, None)
 
   def await_rest(self, total) -> None:
     """Waits until the last tiles were used.
@@ -527,7 +544,12 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
     for phase in dots:
       if not plan.ahead:
         pl.when(steps_of(phase) > 0)(functools.partial(wait_for, phase))
-      weights.ask(begin[phase][0], steps_of(phase), weights_of(phase))
+      weights.ask(
+          begin[phase][0],
+          steps_of(phase),
+          weights_of(phase),
+          prefetch=0 if interpret or phase == 'o' else plan.prefetch,
+      )
     if interpret:
       weights.await_rest(total[0])
 
@@ -544,7 +566,8 @@ def _kernel(*refs, names, plan: Plan, phases, interpret: bool):
         # All programs have left the first two.
         pl.when(program == 0)(lambda: counters.reset(0, 1))
       count = steps * rows_of(phase)
-      rows.ask(begin[phase][1], count, tiles_of_rows(phase), plan.pairs)
+      places = tiles_of_rows(phase)
+      rows.ask(begin[phase][1], count, places, pairs=plan.pairs)
     if interpret or plan.pairs:
       rows.await_rest(total[1])
 
