@@ -113,6 +113,7 @@ gpu_device_info {{
     major: {self.capability[0]} minor: {self.capability[1]}
   }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  device_interconnect_info {{ active_links: 18 }}
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 10 }}
@@ -217,13 +218,6 @@ def _update(policy, params, masters):
   everywhere = NamedSharding(mesh, P())
   temperature = at(jnp.zeros(()), everywhere)
   gradients = step.gradient_shapes(state)
-  trainable = jax.tree.map(
-      at, gradients.trainable, sharding.tree_shardings(masters, mesh)
-  )
-  gradients = dataclasses.replace(
-      jax.tree.map(lambda leaf: at(leaf, everywhere), gradients),
-      trainable=trainable,
-  )
   return step.accumulate.trace(state, gradients, batch, temperature)
 
 
@@ -258,7 +252,7 @@ def _apply(policy, params, masters) -> None:
       ),
       (_state(params, masters, optimizer), gradients),
   )
-  step = Apply(policy, optimizer, config, mesh, state, gradients)
+  step = Apply(policy, optimizer, config, mesh, state)
   rows = []
   for name, calls, lowered in step.lowered(state, gradients):
     program = lowered.compile()

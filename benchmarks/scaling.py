@@ -8,7 +8,8 @@
                  each GPU has the work of one (weak scaling)
     decode       a decode step with mesh.tensor, --slots slots a GPU
     collectives  what devices send each other for a weight of --shape
-    large        two steps of --large_shape with fsdp=N, and its dry run
+    large_dry    compiles the steps of --large_shape with --large_axis=N
+    large        two of these steps
     bits         a small learning run by one process and by N: all it leaves
     kill         one rank of a small run is killed; N/2 GPUs resume
 
@@ -54,6 +55,7 @@ from jetrl_jax.rl.scoring import store
 # Of one unit, at most.
 _SECONDS = {
     'prepare': 240,
+    'large_dry': 400,
     'step': 240,
     'decode': 150,
     'collectives': 60,
@@ -75,12 +77,21 @@ _WORKLOAD = flags.DEFINE_string(
     '32x8x2048x4',
     'Of a GPU: prompts x samples x response tokens x mini-batches.',
 )
+_LAYERS = flags.DEFINE_integer(
+    'layers', 0, 'Of --shape in the steps; 0 for all.'
+)
+_AXES = flags.DEFINE_list(
+    'axes', ['data', 'fsdp', 'tensor'], 'Meshes of N GPUs that the steps have.'
+)
 _SHORT = flags.DEFINE_integer('short', 128, 'Response tokens of short answers.')
 _SLOTS = flags.DEFINE_integer('slots', 32, 'Slots a GPU, of decode.')
 _LARGE_CONFIG = flags.DEFINE_string(
     'large_config', 'configs/qwen14b.py', 'Of the large model.'
 )
 _LARGE_SHAPE = flags.DEFINE_string('large_shape', 'qwen2.5-32b', 'The same.')
+_LARGE_AXIS = flags.DEFINE_enum(
+    'large_axis', 'fsdp', ['fsdp', 'tensor'], 'Of N GPUs, of the large model.'
+)
 _LARGE_WORKLOAD = flags.DEFINE_string(
     'large_workload', '2x8x1024x1', 'The same, of a GPU.'
 )
@@ -141,10 +152,14 @@ _TABLES = {
         ('phases', 'phases', ''),
         ('start_s', 's', '.0f'),
     ),
-    'large': (
+    'large_dry': (
         ('unit', 'run', ''),
         ('ledger', 'dry run, GiB a GPU', ''),
         ('phases', 'phases', ''),
+        ('start_s', 's', '.0f'),
+    ),
+    'large': (
+        ('unit', 'run', ''),
         ('peaks', 'peak GiB of each GPU', ''),
         ('steps_s', 'steps s', ''),
         ('mismatch', 'mismatch', '.2g'),
@@ -184,11 +199,15 @@ def _count_gpus() -> int:
 
 def _meshes(devices: int) -> list[dict[str, int]]:
   """Returns the meshes of N devices, one device first."""
-  found: list[dict[str, int]] = [{'data': 1}]
+  meshes: list[dict[str, int]] = [{'data': 1}]
   if devices > 1:
-    found += [{'data': devices}, {'fsdp': devices}]
-    found.append({'data': devices // 2, 'tensor': 2})
-  return found
+    split = {
+        'data': {'data': devices},
+        'fsdp': {'fsdp': devices},
+        'tensor': {'data': devices // 2, 'tensor': 2},
+    }
+    meshes += [split[axis] for axis in _AXES.value]
+  return meshes
 
 
 def _layouts(mesh: dict[str, int]) -> list[Layout]:
@@ -293,11 +312,16 @@ class _Host:
     return found
 
   def run(
-      self, part: str, command: list[str], layout: Layout, name: str
+      self,
+      part: str,
+      command: list[str],
+      layout: Layout,
+      name: str,
+      share: float = 0,
   ) -> float:
     """Runs a command with its logs in a folder; returns the seconds."""
     logs, begin = self.home / name, time.monotonic()
-    started = launch.start(command, layout, logs)
+    started = launch.start(command, layout, logs, share)
     launch.finish(started, logs, self.seconds(part))
     return time.monotonic() - begin
 
@@ -349,6 +373,7 @@ def _prepare(host: _Host) -> Iterator[Unit]:
     workdir = host.new(f'prepare {name}')
     settings = _settings(mesh, workload, shape, 3)
     command = host.command('prepare', config, workdir, settings)
+    command.append(f'--layers={_LAYERS.value}')
     row: dict[str, Any] = {'part': 'prepare', 'unit': name}
     started = launch.start(command, layout, workdir, 0.02)
     try:
@@ -385,9 +410,8 @@ def _step(host: _Host) -> Iterator[Unit]:
     workdir = host.new(f'step {name}')
     settings = _settings(mesh, workload, shape, 3)
     command = host.command('step', config, workdir, settings)
-    spent = host.run(
-        'step', [*command, f'--short={short}'], layout, workdir.name
-    )
+    command += [f'--short={short}', f'--layers={_LAYERS.value}']
+    spent = host.run('step', command, layout, workdir.name)
     row = {'mesh': _name(mesh, (0, 0)), 'gpus': layout[0] * layout[1]}
     row |= _timed(workdir, host.facts(workdir)) | {'start_s': spent}
     return [row]
@@ -521,7 +545,9 @@ def _collectives(host: _Host) -> Iterator[Unit]:
         for what, found in facts['collectives'].items()
     ]
 
-  for mesh in _meshes(host.devices)[1:3]:
+  for mesh in _meshes(host.devices)[1:]:
+    if 'tensor' in mesh:
+      continue
     for layout in _layouts(mesh):
       yield (
           _name(mesh, layout),
@@ -529,37 +555,46 @@ def _collectives(host: _Host) -> Iterator[Unit]:
       )
 
 
+def _large_mesh(host: _Host) -> tuple[str, dict[str, int], Layout]:
+  """Returns (name, mesh, layout) of the large model."""
+  mesh, layout = {_LARGE_AXIS.value: host.devices}, (1, host.devices)
+  return f'{_LARGE_SHAPE.value}, {_name(mesh, layout)}', mesh, layout
+
+
+def _large_dry(host: _Host) -> Iterator[Unit]:
+  name, mesh, layout = _large_mesh(host)
+
+  def unit() -> list[dict]:
+    workdir = host.new('large dry')
+    command = host.command('prepare', _large(mesh)[0], workdir, _large(mesh)[1])
+    spent = host.run('large_dry', command, layout, workdir.name, 0.02)
+    return [_memory(host.facts(workdir)) | {'start_s': spent}]
+
+  yield name, unit
+
+
 def _large_runs(host: _Host) -> Iterator[Unit]:
-  def unit(mesh: dict[str, int]) -> list[dict]:
-    layout = (1, host.devices)
+  name, mesh, layout = _large_mesh(host)
+
+  def unit() -> list[dict]:
     config, settings = _large(mesh)
-    row: dict[str, Any] = {}
-    dry = host.new(f'large dry {_name(mesh, layout)}')
-    command = host.command('prepare', config, dry, settings)
-    host.run('large', command, layout, dry.name)
-    row |= _memory(host.facts(dry))
-    workdir = host.new(f'large {_name(mesh, layout)}')
+    workdir = host.new('large')
     command = host.command('step', config, workdir, settings)
-    try:
-      row['start_s'] = host.run('large', command, layout, workdir.name)
-    except (RuntimeError, subprocess.TimeoutExpired) as error:
-      return [row | {'error': _short(error)}]  # With the dry run's words.
+    spent = host.run('large', command, layout, workdir.name)
     facts = host.facts(workdir)
     lines = [x for x in launch.lines(workdir) if x['step'] > 0]
     peaks = [peak for one in facts for peak in one['peaks_gib']]
     times = ' '.join(f'{line["timing_s/step"]:.1f}' for line in lines)
     return [
-        row
-        | {
+        {
             'peaks': ' '.join(f'{peak:.1f}' for peak in peaks),
             'steps_s': times,
             'mismatch': max(x['training/mismatch_token_frac'] for x in lines),
+            'start_s': spent,
         }
     ]
 
-  mesh = {'fsdp': host.devices}
-  name = f'{_LARGE_SHAPE.value}, {_name(mesh, (1, host.devices))}'
-  yield name, lambda: unit(mesh)
+  yield name, unit
 
 
 def _small_run(
@@ -676,6 +711,7 @@ _PART_UNITS = {
     'step': _step,
     'decode': _decode,
     'collectives': _collectives,
+    'large_dry': _large_dry,
     'large': _large_runs,
     'bits': _bits,
     'kill': _kill,
@@ -784,7 +820,8 @@ def main(argv: list[str]) -> None:
   host = _Host(home.resolve(), [])
   host.rows, host.hardware = _earlier(host.devices)
   if not (host.home / 'compiled').exists():  # What that part is for.
-    host.rows = [row for row in host.rows if row['part'] != 'prepare']
+    compiled = 'prepare', 'large_dry'
+    host.rows = [row for row in host.rows if row['part'] not in compiled]
   done = {(row['part'], row['of']) for row in host.rows}
   left: list[str] = []
   try:

@@ -12,6 +12,7 @@ Facts go to <workdir>/facts_<rank>.json.
 
 import collections
 import contextlib
+import dataclasses
 import json
 import pathlib
 from typing import Any
@@ -24,6 +25,7 @@ from absl import flags
 from benchmarks import common, launch
 from jetrl_jax.config import build as configs
 from jetrl_jax.config import flags as config_flags
+from jetrl_jax.config.model import SHAPES
 from jetrl_jax.core import compilation, processes, sharding
 from jetrl_jax.dry_run import memory
 from jetrl_jax.metrics.timer import Timer
@@ -39,6 +41,7 @@ _WHAT = flags.DEFINE_enum(
     'what', 'step', ['step', 'prepare', 'collectives', 'restore'], 'See above.'
 )
 _SHORT = flags.DEFINE_integer('short', 0, 'Tokens of short answers.')
+_LAYERS = flags.DEFINE_integer('layers', 0, "Of model.shape's; 0 for all.")
 _ROWS = flags.DEFINE_integer('rows', 37888, 'Of the weight that is sent.')
 _COLUMNS = flags.DEFINE_integer('columns', 3584, 'The same.')
 
@@ -234,6 +237,9 @@ def main() -> None:
   workdir = pathlib.Path(_WORKDIR.value)
   workdir.mkdir(parents=True, exist_ok=True)
   compilation.keep_compiled(config.compile_cache_dir)
+  if _LAYERS.value:
+    for name, shape in SHAPES.items():
+      SHAPES[name] = dataclasses.replace(shape, num_layers=_LAYERS.value)
   spec = configs.build(config)
   match _WHAT.value:
     case 'step':

@@ -233,12 +233,15 @@ class Axes:
     tensor: devices over which the outputs of dots are split.
     placed: whether weights are here as dots read them (`rl/rollout/engine.py`)
       and not as they are stored; only with `tensor` above 1.
+    apart: whether each device of `data` keeps its own sum of a leaf's
+      cotangents; they are added up later (`sum_over_data`).
   """
 
   data: int = 1
   fsdp: int = 1
   tensor: int = 1
   placed: bool = False
+  apart: bool = False
 
   @property
   def size(self) -> int:
@@ -328,6 +331,8 @@ class Axes:
   ) -> Array:
     """Adds the cotangents of all devices; returns the part stored here.
 
+    With `apart` the devices of `data` are not added.
+
     Args:
       x: a cotangent of what `gather` returned.
       local_dim: first axis of the part that is stored here.
@@ -340,9 +345,14 @@ class Axes:
     full_dim = x.shape[0] if full_dim is None and x.ndim else full_dim or 0
     is_split = x.ndim > 0 and local_dim != full_dim
     if not is_split:
-      if not pieces:
-        return self.psum(x)  # It is equal on all devices of `tensor`.
-      return self.psum_all(self._put_back(x, full_dim, pieces))
+      if pieces:
+        x = self._put_back(x, full_dim, pieces)
+      if not self.apart:
+        x = self.psum(x)
+      elif self.fsdp > 1:
+        x = _ordered_sum(x, FSDP, self.fsdp)
+      # Without pieces it is equal on all devices of `tensor`.
+      return _ordered_sum(x, TENSOR, self.tensor) if pieces else x
     if self._is_stored_as_read(pieces):
       if self.fsdp > 1:
         x = _ordered_sum_scatter(x, FSDP, self.fsdp)
@@ -350,7 +360,13 @@ class Axes:
       x = self._put_back(x, full_dim, pieces) if pieces else x
       names = _stored_over(self.tensor)
       x = _ordered_sum_scatter(x, names, self.stored)
-    return _ordered_sum(x, DATA, self.data) if self.data > 1 else x
+    if self.data == 1 or self.apart:
+      return x
+    return _ordered_sum(x, DATA, self.data)
+
+  def sum_over_data(self, x: Array) -> Array:
+    """Adds what the devices of `data` have kept apart."""
+    return _ordered_sum(x, DATA, self.data)
 
   def _shared(self, pieces: Pieces) -> Pieces:
     return pieces if self.tensor > 1 else ()
@@ -467,7 +483,7 @@ class Axes:
     """
     if self.share_of(rows) == rows:
       return list(values)
-    words = [lax.bitcast_convert_type(x, jnp.uint32) for x in values]
+    words = [lax.bitcast_convert_type(x, jnp.int32) for x in values]
     whole = lax.all_gather(jnp.stack(words), TENSOR, axis=1, tiled=True)
     return [
         lax.bitcast_convert_type(word, x.dtype)
@@ -589,8 +605,23 @@ def _gather_columns(x: Array) -> Array:
   """Returns the columns of all devices, next to each other."""
   # If they were gathered along the columns, XLA would transpose them, and the
   # dot that reads them might differ from that on one device.
-  parts = jnp.moveaxis(lax.all_gather(x, TENSOR), 0, -2)
+  parts = jnp.moveaxis(_as_integers(_all_parts, x), 0, -2)
   return parts.reshape(*x.shape[:-1], -1)
+
+
+def _all_parts(x: Array) -> Array:
+  return lax.all_gather(x, TENSOR)
+
+
+def _as_integers(function, x: Array) -> Array:
+  """Applies a function that only moves values to the bits of 8-bit floats.
+
+  XLA's own kernels for collectives take integers of 8 bits, but no floats.
+  """
+  if x.dtype.itemsize > 1:
+    return function(x)
+  bits = function(lax.bitcast_convert_type(x, jnp.int8))
+  return lax.bitcast_convert_type(bits, x.dtype)
 
 
 @jax.custom_vjp
@@ -715,6 +746,14 @@ def leaf_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
   if len(shape) >= 2 and parts > 1 and shape[0] % parts == 0:
     return P(_stored_over(tensor))
   return P()
+
+
+def apart_specs(tree: PyTree, mesh: Mesh) -> PyTree:
+  """Returns the specs of leaves of which each device of `data` has its own.
+
+  These have one more axis, the first one; `tree` has their shapes without it.
+  """
+  return jax.tree.map(lambda leaf: P(DATA, *leaf_spec(leaf.shape, mesh)), tree)
 
 
 def tree_specs(tree: PyTree, mesh: Mesh) -> PyTree:

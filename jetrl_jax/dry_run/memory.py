@@ -96,7 +96,7 @@ def shapes(spec: RunSpec) -> Shapes:
   prefix = rollout_policy.page_shapes(*largest_prefill(engine))
   return Shapes(
       state=state,
-      gradients=_placed(step.gradient_shapes(state), mesh),
+      gradients=step.gradient_shapes(state),
       batch=batch,
       slots=dataclasses.replace(slots, caches=caches),
       prefix=_at([prefix] * policy.model.num_layers, by_heads),

@@ -46,7 +46,9 @@ class Gradients:
   """The accumulated gradients of one mini-batch's micro-batches.
 
   Attributes:
-    trainable: gradients of the masters, in their dtypes.
+    trainable: gradients of the masters, in their dtypes. With several devices
+      of `mesh.data` each leaf has one more axis, the first one: the sums of
+      each of them.
     fp8: what the backward passes observed, see
       `scaling_state.stack_observations`.
     metrics: name -> `Mean`.
@@ -122,6 +124,11 @@ def _global_norm(gradients: PyTree, is_split: PyTree, axes: Axes) -> Array:
     # All devices of the data axis hold the same reduced gradient.
     split = axes.psum_all(split) / axes.data
   return jnp.sqrt(whole + split)
+
+
+def _sum_over_data(axes: Axes, gradients: PyTree) -> PyTree:
+  """Adds what the devices of `data` have kept apart."""
+  return jax.tree.map(lambda g: axes.sum_over_data(g[0]), gradients)
 
 
 def _check_and_clip(
@@ -279,7 +286,6 @@ class Apply:
     config: learning rate, clip and rounding.
     mesh: devices.
     state: an example, arrays or shapes.
-    gradients: shapes of the accumulator.
   """
 
   def __init__(
@@ -289,7 +295,6 @@ class Apply:
       config: OptimizerConfig,
       mesh: Mesh,
       state: TrainState,
-      gradients: Gradients,
   ):
     self._policy, self._mesh = policy, mesh
     self._keys = set(state.trainable)
@@ -298,7 +303,7 @@ class Apply:
     if config.master_rounding == 'stochastic':
       rounding.check(state.trainable)
       self._rounding_root = rng.key(config.seed, rng.ROUNDING)
-    specs = sharding.tree_specs(gradients.trainable, mesh)
+    specs = sharding.tree_specs(state.trainable, mesh)
     self._check_and_clip = policy.jit_per_device(
         functools.partial(_check_and_clip, policy, config, self._splits(state)),
         mesh,
@@ -309,9 +314,11 @@ class Apply:
         _update_group, policy, optimizer, self._join
     )
     self._group_programs: dict[Any, Callable] = {}
+    self._sum_programs: dict[Any, Program] = {}
 
   def __call__(self, state: TrainState, gradients: Gradients):
     """Takes the optimiser step; see the class."""
+    gradients = self._summed(gradients)
     info, clip_factor, opt_step, rounding_keys = self._check_and_clip(
         *self._check_arguments(state, gradients)
     )
@@ -346,6 +353,18 @@ class Apply:
       state: arrays or shapes.
       gradients: the accumulator, arrays or shapes.
     """
+    sums: dict[Program, list] = {}
+    for key, program in self._sum_calls(gradients):
+      sums.setdefault(program, []).append(key)
+    for program, keys in sums.items():
+      group = gradients.trainable[keys[0]]
+      yield f'sum {keys[0]}', len(keys), program, (group,)
+    if sums:
+      found = {
+          key: program.eval_shape(gradients.trainable[key])
+          for key, program in self._sum_calls(gradients)
+      }
+      gradients = dataclasses.replace(gradients, trainable=found)
     checked = self._check_arguments(state, gradients)
     yield 'check_and_clip', 1, self._check_and_clip, checked
     info, clip_factor, _, rounding_keys = self._check_and_clip.eval_shape(
@@ -362,7 +381,41 @@ class Apply:
 
   def programs(self) -> list:
     """Returns the compiled functions that were called so far."""
-    return [self._check_and_clip, *self._group_programs.values()]
+    return [
+        *self._sum_programs.values(),
+        self._check_and_clip,
+        *self._group_programs.values(),
+    ]
+
+  def _summed(self, gradients: Gradients) -> Gradients:
+    """Returns the sums over the devices of `data`; takes the gradients over."""
+    found = dict(gradients.trainable)
+    for key, program in self._sum_calls(gradients):
+      found[key] = program(gradients.trainable[key])
+      # Group by group: a device need not have room for all of them twice.
+      for leaf in jax.tree.leaves(gradients.trainable[key]):
+        leaf.delete()
+    return dataclasses.replace(gradients, trainable=found)
+
+  def _sum_calls(self, gradients: Gradients) -> Iterator[tuple[str, Program]]:
+    """Yields (key, program) of every group whose gradients are to be added."""
+    axes, mesh = self._policy.axes, self._mesh
+    for key, group in gradients.trainable.items():
+      if axes.data == 1:
+        return
+      leaves, tree = jax.tree.flatten(group)
+      signature = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+      if signature not in self._sum_programs:
+        masters = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), group
+        )
+        self._sum_programs[signature] = self._policy.jit_per_device(
+            functools.partial(_sum_over_data, axes),
+            mesh,
+            (sharding.apart_specs(masters, mesh),),
+            sharding.tree_specs(masters, mesh),
+        )
+      yield key, self._sum_programs[signature]
 
   def _check_arguments(self, state: TrainState, gradients: Gradients) -> tuple:
     return (

@@ -38,7 +38,7 @@ def _shapes(
       fp8=jax.eval_shape(scaling_state.stack_observations, state.fp8_state),
       metrics={'actor/pg_loss': Mean(sum=scalar, weight=scalar)},
   )
-  made = Apply(policy, optimizer, config, mesh, state, gradients)
+  made = Apply(policy, optimizer, config, mesh, state)
   return made, state, gradients
 
 

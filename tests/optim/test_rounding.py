@@ -176,7 +176,7 @@ def _applied(data: int, fsdp: int, steps=3):
         trainable=placed(ones), fp8={}, metrics={'actor/pg_loss': loss}
     )
 
-  apply = Apply(policy, optimizer, config, mesh, moving, gradients())
+  apply = Apply(policy, optimizer, config, mesh, moving)
   states = [jax.device_get(moving)]
   for _ in range(steps):
     moving, info = apply(tiny_run.copy(moving), gradients())

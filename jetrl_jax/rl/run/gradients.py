@@ -3,11 +3,14 @@
 `accumulate` runs the forward and backward of one micro-batch and adds to a
 `Gradients` record. `apply` clips the gradients, updates the masters, and
 quantises the compute weights that the next forward and the next rollout read.
+Devices of `mesh.data` keep the sums of their own micro-batches, and add them up
+once, in `apply`.
 Each micro-batch is differentiated on its own, so that amaxes combine by max
 (see `kernels/quantized_dot/linear.py`). If a gradient is not finite, `apply`
 returns the state unchanged.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -71,6 +74,8 @@ def _accumulate(
       loss_of, argnums=(0, 1), has_aux=True
   )(state.trainable, state.fp8_state)
   axes = policy.axes
+  if axes.apart:
+    new = jax.tree.map(lambda leaf: leaf[None], new)
   added = Gradients(
       trainable=jax.tree.map(jnp.add, gradients.trainable, new),
       fp8=scaling_state.combine(
@@ -142,8 +147,19 @@ class UpdatePrograms:
     batch = TrainBatch.of_shapes(1, 16)
     floats = jax.ShapeDtypeStruct((1, 16), jnp.float32)
     _, self._metrics = jax.eval_shape(loss_function, batch, floats, floats)
+    axes = policy.axes
+    # The devices of `data` are added when all micro-batches are.
+    self._apart = axes.data if axes.data > 1 else 0
+    backward = dataclasses.replace(
+        policy, axes=dataclasses.replace(axes, apart=self._apart > 0)
+    )
+    masters = state.trainable
     grad_specs = Gradients(
-        trainable=specs.trainable,
+        trainable=(
+            sharding.apart_specs(masters, mesh)
+            if self._apart
+            else specs.trainable
+        ),
         fp8=jax.tree.map(
             lambda _: P(),
             jax.eval_shape(scaling_state.stack_observations, state.fp8_state),
@@ -153,7 +169,7 @@ class UpdatePrograms:
     self._grad_shardings = sharding.named(grad_specs, mesh)
     rows = sharding.ROWS
     self.accumulate = policy.jit_per_device(
-        functools.partial(_accumulate, policy, loss_function),
+        functools.partial(_accumulate, backward, loss_function),
         mesh,
         (specs, grad_specs, rows, P()),
         (grad_specs, rows, rows),
@@ -170,9 +186,7 @@ class UpdatePrograms:
     self._zeros = policy.jit(
         self._make_zeros, out_shardings=self._grad_shardings
     )
-    self.apply = Apply(
-        policy, optimizer, config, mesh, state, self.gradient_shapes(state)
-    )
+    self.apply = Apply(policy, optimizer, config, mesh, state)
 
   def compile_ahead(
       self,
@@ -191,14 +205,7 @@ class UpdatePrograms:
       logprobs: whether `logprobs` is called too.
     """
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    found = self.gradient_shapes(state)
-    gradients = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=where
-        ),
-        found,
-        self._grad_shardings,
-    )
+    gradients = self.gradient_shapes(state)
     ahead(self.accumulate, state, gradients, batch, scalar)
     for _, _, program, arguments in self.apply.calls(state, gradients):
       ahead(program, *arguments)
@@ -207,16 +214,30 @@ class UpdatePrograms:
       ahead(self.logprobs, params, batch, scalar)
 
   def zero_gradients(self, state: TrainState) -> Gradients:
-    """Returns an empty accumulator, sharded like the masters."""
+    """Returns an empty accumulator, sharded like the masters.
+
+    With more than one device of `data`, a leaf has one more axis, the first
+    one, along which each of them has its own.
+    """
     return self._zeros(state.trainable, state.fp8_state)
 
   def gradient_shapes(self, state: TrainState) -> Gradients:
-    """Returns the shapes of an accumulator."""
-    return jax.eval_shape(self._make_zeros, state.trainable, state.fp8_state)
+    """Returns the shapes of an accumulator, with shardings."""
+    found = jax.eval_shape(self._make_zeros, state.trainable, state.fp8_state)
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=where
+        ),
+        found,
+        self._grad_shardings,
+    )
 
   def _make_zeros(self, trainable, fp8_state):
+    first = (self._apart,) if self._apart else ()
     return Gradients(
-        trainable=jax.tree.map(jnp.zeros_like, trainable),
+        trainable=jax.tree.map(
+            lambda leaf: jnp.zeros((*first, *leaf.shape), leaf.dtype), trainable
+        ),
         fp8=jax.tree.map(
             jnp.zeros_like, scaling_state.stack_observations(fp8_state)
         ),
