@@ -814,6 +814,10 @@ def main(argv: list[str]) -> None:
     raise app.UsageError(
         f'--parts: {sorted(unknown)} unknown; allowed: {list(_SECONDS)}'
     )
+  if unknown := set(_AXES.value) - {'data', 'fsdp', 'tensor'}:
+    raise app.UsageError(
+        f'--axes: {sorted(unknown)} unknown; allowed: data, fsdp, tensor'
+    )
   show_own_sentences()
   launch.leave_gpus()
   home = pathlib.Path(_KEEP.value or tempfile.mkdtemp(prefix='scaling_'))

@@ -483,7 +483,7 @@ class Axes:
     """
     if self.share_of(rows) == rows:
       return list(values)
-    words = [lax.bitcast_convert_type(x, jnp.int32) for x in values]
+    words = [lax.bitcast_convert_type(x, jnp.uint32) for x in values]
     whole = lax.all_gather(jnp.stack(words), TENSOR, axis=1, tiled=True)
     return [
         lax.bitcast_convert_type(word, x.dtype)
@@ -605,23 +605,8 @@ def _gather_columns(x: Array) -> Array:
   """Returns the columns of all devices, next to each other."""
   # If they were gathered along the columns, XLA would transpose them, and the
   # dot that reads them might differ from that on one device.
-  parts = jnp.moveaxis(_as_integers(_all_parts, x), 0, -2)
+  parts = jnp.moveaxis(lax.all_gather(x, TENSOR), 0, -2)
   return parts.reshape(*x.shape[:-1], -1)
-
-
-def _all_parts(x: Array) -> Array:
-  return lax.all_gather(x, TENSOR)
-
-
-def _as_integers(function, x: Array) -> Array:
-  """Applies a function that only moves values to the bits of 8-bit floats.
-
-  XLA's own kernels for collectives take integers of 8 bits, but no floats.
-  """
-  if x.dtype.itemsize > 1:
-    return function(x)
-  bits = function(lax.bitcast_convert_type(x, jnp.int8))
-  return lax.bitcast_convert_type(bits, x.dtype)
 
 
 @jax.custom_vjp

@@ -320,7 +320,7 @@ def test_devices_exchange_logits_for_rows_and_gather_only_numbers():
   run = _on(2, run, (P(None, sharding.TENSOR),), P())
   sent = _sent(run.lower(jnp.zeros((rows, 2 * columns))))
   assert sorted(sent) == [
-      ('all_gather', 'tensor<2x32xi32>'),
+      ('all_gather', 'tensor<2x32xui32>'),
       ('all_to_all', 'tensor<2x32x128xf32>'),
   ]
 

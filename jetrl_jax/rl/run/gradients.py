@@ -4,10 +4,9 @@
 `Gradients` record. `apply` clips the gradients, updates the masters, and
 quantises the compute weights that the next forward and the next rollout read.
 Devices of `mesh.data` keep the sums of their own micro-batches, and add them up
-once, in `apply`.
-Each micro-batch is differentiated on its own, so that amaxes combine by max
-(see `kernels/quantized_dot/linear.py`). If a gradient is not finite, `apply`
-returns the state unchanged.
+once, in `apply`. Each micro-batch is differentiated on its own, so that amaxes
+combine by max (see `kernels/quantized_dot/linear.py`). If a gradient is not
+finite, `apply` returns the state unchanged.
 """
 
 import dataclasses
