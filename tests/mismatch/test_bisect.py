@@ -21,6 +21,7 @@ from jetrl_jax.mismatch.forced_decode import forced_logprobs
 from jetrl_jax.mismatch.taps import tapped
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.rl import packing
+from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.types import Completion, TrainBatch
 from tests import kernels_in_use
@@ -28,14 +29,23 @@ from tests.rl import tiny_run, tiny_updates
 
 
 @functools.cache
-def _run():
-  return tiny_run.two_layer_run('qwen2', 'bf16')
+def _run(head_dim: int = 16):
+  run = tiny_run.two_layer_run('qwen2', 'bf16')
+  if head_dim == run.policy.model.head_dim:
+    return run
+  model = dataclasses.replace(run.policy.model, head_dim=head_dim)
+  return tiny_run.build(
+      dataclasses.replace(run.policy, model=model),
+      run.mesh,
+      loss=LossConfig(),
+      config=run.config,
+  )
 
 
 @functools.cache
-def _case():
+def _case(head_dim: int):
   """(bisector, completions, first micro-batch, placements, trained)."""
-  run = _run()
+  run = _run(head_dim)
   completions = run.rollout()
   packed = packing.pack(
       tiny_updates.sequences(completions),
@@ -56,10 +66,12 @@ def _case():
   return bisector, completions, packed, trained
 
 
-def _find(weights=None, engine=None, bisector=None, moved_logprobs=0.0):
+def _find(
+    weights=None, engine=None, bisector=None, moved_logprobs=0.0, head_dim=16
+):
   """Bisects with other weights, or another engine, on the rollout's side."""
-  run = _run()
-  own, completions, packed, trained = _case()
+  run = _run(head_dim)
+  own, completions, packed, trained = _case(head_dim)
   params = PolicyParams(weights or run.start.weights, run.start.fp8_state)
   if weights or engine:
     forced = forced_logprobs(
@@ -86,9 +98,9 @@ def _find(weights=None, engine=None, bisector=None, moved_logprobs=0.0):
   )
 
 
-def _planted(path: str):
+def _planted(path: str, head_dim: int = 16):
   """The weights with one other value in one leaf."""
-  names, weights = path.split('/'), dict(_run().start.weights)
+  names, weights = path.split('/'), dict(_run(head_dim).start.weights)
   node = weights
   for name in names[:-1]:
     node[name] = dict(node[name])
@@ -304,7 +316,7 @@ def test_what_decode_shows_on_a_gpu_training_shows_as_well(monkeypatch):
 @pytest.mark.slow
 def test_a_decode_step_is_looked_at_with_its_kernels(monkeypatch):
   kernels_in_use.interpret(monkeypatch)
-  run = _run()
+  run = _run(head_dim=64)  # 64: a kernel takes such heads.
   rollout = dataclasses.replace(
       run.policy, kernels=kernels_in_use.choose('rope_append')
   )
@@ -312,7 +324,7 @@ def test_a_decode_step_is_looked_at_with_its_kernels(monkeypatch):
   bisector = Bisector(
       run.policy, rollout, run.engine.config, run.loss, run.mesh, run.start
   )
-  planted = _planted('layers_1/mlp_norm/scale')
-  found = _find(planted, engine=engine, bisector=bisector)
+  planted = _planted('layers_1/mlp_norm/scale', head_dim=64)
+  found = _find(planted, engine=engine, bisector=bisector, head_dim=64)
   assert found.first is not None and found.first.op == 'layers_1/mlp_norm'
   assert found.unseen == ('layers_0/attn/rope_k', 'layers_1/attn/rope_k')
