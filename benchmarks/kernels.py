@@ -279,7 +279,7 @@ def _training(model, tokens: int) -> list[Case]:
 
   def backward(q, k, v, first, last, kind):
     def attend(q, k, v):
-      return flash_attention(q, k, v, first, last, _TILE, kind)
+      return flash_attention(q, k, v, first, last, group, _TILE, kind)
 
     out, pull = jax.vjp(attend, q, k, v)
     return pull(out)
@@ -405,7 +405,9 @@ def _training(model, tokens: int) -> list[Case]:
           for what, run in (
               (
                   'forward',
-                  lambda *args, kind=kind: flash_attention(*args, _TILE, kind),
+                  lambda *args, kind=kind: flash_attention(
+                      *args, group, _TILE, kind
+                  ),
               ),
               (
                   'forward and backward',

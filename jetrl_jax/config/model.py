@@ -112,14 +112,16 @@ def _kernels(
     ValueError: the setting names a kernel of attention that does not take it.
   """
   kernels = dispatch.select(config.kernels)
-  tile = config.model.attention_tile
-  takes = attention.fits(recipe.compute_dtype, model.head_dim, tile)
+  tile, dtype = config.model.attention_tile, recipe.compute_dtype
+  group = model.num_heads // model.num_kv_heads
+  takes = attention.fits(dtype, model.head_dim, group, tile)
   if kernels.of('attention') == dispatch.REFERENCE or takes:
     return kernels
   found = (
-      f'heads of {model.head_dim} channels, model.attention_tile={tile} and'
-      f" {recipe.compute_dtype}, and attention's kernels take heads of"
-      f' {" and ".join(map(str, attention.HEAD_DIMS))}, a tile of'
+      f'heads of {model.head_dim} channels, {group} query heads a KV head,'
+      f" model.attention_tile={tile} and {dtype}, and attention's kernels take"
+      f' heads of {" and ".join(map(str, attention.HEAD_DIMS))}, at most'
+      f' {attention.MOST_HEADS} query heads a KV head, a tile of'
       f' {attention.TILE} and 16-bit dtypes'
   )
   if 'attention=mosaic' in config.kernels.replace(' ', ''):

@@ -148,6 +148,7 @@ class PackedAttention:
         v_BKSH,
         jnp.repeat(self.first_BT, group, axis=1),
         jnp.repeat(self.last_BT, group, axis=1),
+        group,
         self.tile,
         self.kv_dtype,
     )

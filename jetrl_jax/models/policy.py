@@ -22,7 +22,6 @@ from jetrl_jax.core.typing import Array, PRNGKey, PyTree
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.fp8.recipes import LM_HEAD
 from jetrl_jax.kernels import dispatch
-from jetrl_jax.kernels.decode_attention import DECODE_ROWS
 from jetrl_jax.kernels.dispatch import Kernels
 from jetrl_jax.kernels.kv_storage import values_shape
 from jetrl_jax.kernels.log_sum_exp import row_stats
@@ -120,13 +119,6 @@ class Policy:
     ):
       if value < 16 or value % 16:
         raise ValueError(f'{name} is {value}; it must be a multiple of 16')
-    group = self.model.num_heads // self.model.num_kv_heads
-    has_kernel = self.kernels.of('attention') != dispatch.REFERENCE
-    if has_kernel and group > DECODE_ROWS:
-      raise ValueError(
-          f"{group} query heads share a KV head; decode's kernel takes at most"
-          f" {DECODE_ROWS}: set kernels to 'attention=reference'"
-      )
 
   @property
   def decoder(self) -> Decoder:

@@ -1,6 +1,8 @@
 """From a config to the policy: which kernels it has."""
 
+import dataclasses
 import logging
+import re
 
 import pytest
 
@@ -33,14 +35,27 @@ def test_a_model_that_kernels_take_has_them_all(caplog):
   assert set(found.values()) == {'mosaic_sm90'} and not caplog.records
 
 
-def test_attention_that_no_kernel_takes_is_plain_jax_on_both_sides(caplog):
+@pytest.mark.parametrize(
+    'tile, kv_heads, said',
+    [
+        (32, 4, 'model.attention_tile=32 and'),
+        (64, 1, '28 query heads a KV head, .* at most 16 query heads a KV'),
+    ],
+)
+def test_attention_that_no_kernel_takes_is_plain_jax_on_both_sides(
+    tile, kv_heads, said, caplog, monkeypatch
+):
+  name = _RANDOM['model.shape']
+  shape = config_model.SHAPES[name]
+  shape = dataclasses.replace(shape, num_kv_heads=kv_heads)
+  monkeypatch.setitem(config_model.SHAPES, name, shape)
   with caplog.at_level(logging.WARNING):
-    found = _kernels(**{'model.attention_tile': 32})
+    found = _kernels(**{'model.attention_tile': tile})
   plain = {name for name, made in found.items() if made == 'reference'}
   assert plain == {'attention', 'decode_attention'}
   [record] = caplog.records
   assert 'Attention is plain JAX' in record.message
-  assert 'model.attention_tile=32' in record.message
+  assert re.search(said, record.message)
 
 
 def test_a_named_kernel_that_does_not_take_the_model_is_refused():

@@ -26,9 +26,8 @@ _HOW = {} if on_gpu() else {'interpret': True}
 _FP8 = 'float8_e4m3fn'
 _TILE = 64
 _PROGRAMS = [
-    mosaic_sm90.Program(groups, stages, ahead)
-    for groups, stages in ((1, 3), (2, 2), (2, 3), (2, 4), (3, 3))
-    for ahead in (False, True)
+    mosaic_sm90.Program(groups, stages)
+    for groups, stages in ((1, 3), (2, 2), (2, 4), (3, 3))
 ]
 
 
@@ -68,7 +67,7 @@ def test_every_program_has_the_same_bits(kind, program):
   tokens = 1024 if on_gpu() else 320
   operands = _packed(64, kind, tokens, 7 if on_gpu() else 1)
   outs = [
-      exact_jit(functools.partial(mosaic_sm90.forward, tile=64, **how, **_HOW))(
+      exact_jit(functools.partial(mosaic_sm90.forward, **how, **_HOW))(
           *operands
       )
       for how in ({}, {'program': program})
@@ -95,7 +94,7 @@ def test_decode_has_the_bits_of_training(kind, width, last):
 
   def both(q, k, v):
     with kernels_in_use.run(table):
-      training = flash_attention(q, k, v, 0 * ends, ends, _TILE, kind)
+      training = flash_attention(q, k, v, 0 * ends, ends, group, _TILE, kind)
       decoded = decode_attention(
           q.reshape(slots, heads * group, width),
           kv_storage.store(pages(k), kind),

@@ -305,7 +305,7 @@ def test_decode_has_the_bits_of_the_training_forward(kind, last, stages, width):
       for i in (1, 2)
   )
   ends = jnp.full((slots_, group), last, jnp.int32)
-  forward = exact_jit(lambda *a: mosaic_sm90.forward(*a, _TILE, **_HOW)[0])
+  forward = exact_jit(lambda *a: mosaic_sm90.forward(*a, **_HOW)[0])
   wanted = forward(q, k, v, jnp.zeros_like(ends), ends)
 
   def pages(x):
@@ -316,7 +316,7 @@ def test_decode_has_the_bits_of_the_training_forward(kind, last, stages, width):
   table = jnp.arange(slots_ * keys // page, dtype=jnp.int32)
 
   def decode(*args):
-    return attention_decode.decode(*args, _TILE, stages=stages, **_HOW)
+    return attention_decode.decode(*args, stages=stages, **_HOW)
 
   found = exact_jit(decode)(
       q.reshape(slots_, heads * group, width),
@@ -342,12 +342,10 @@ def test_attention_and_its_gradients_are_those_of_the_plain_form(width):
   plain = reference.backward(
       *wide, first, last, out, lse, dout.astype(jnp.float32)
   )
-  kernel_out, kernel_lse = mosaic_sm90.forward(
-      q, k, v, first, last, _TILE, **_HOW
-  )
+  kernel_out, kernel_lse = mosaic_sm90.forward(q, k, v, first, last, **_HOW)
   operands = q, k, v, first, last, kernel_out, kernel_lse, dout
   grads, again = (
-      mosaic_backward_sm90.backward(*operands, _TILE, **_HOW) for _ in range(2)
+      mosaic_backward_sm90.backward(*operands, **_HOW) for _ in range(2)
   )
   assert all(map(np.array_equal, map(_bytes, grads), map(_bytes, again)))
   for found, wanted in zip((kernel_out, *grads), (out, *plain), strict=True):

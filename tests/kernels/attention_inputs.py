@@ -64,5 +64,5 @@ def dense64(q, k, v, first, last):
 def flash(kv_dtype=None):
   """Compiled: `attention.flash_attention` on the CPU."""
   return exact_jit(
-      lambda *args: attention.flash_attention(*args, TILE, kv_dtype)
+      lambda *args: attention.flash_attention(*args, 1, TILE, kv_dtype)
   )

@@ -20,8 +20,8 @@ def _gradients():
   """Compiled: the output's rows and the gradients of queries, keys, values."""
 
   def both(q, k, v, dout, first, last):
-    out, residuals = attention._fwd(q, k, v, first, last, TILE, None)
-    return out, *attention._bwd(TILE, None, residuals, dout)[:3]
+    out, residuals = attention._fwd(q, k, v, first, last, 1, TILE, None)
+    return out, *attention._bwd(1, TILE, None, residuals, dout)[:3]
 
   return fast_compile_jit(both)
 
@@ -71,7 +71,7 @@ def test_gradients_are_those_of_dense_attention():
   q, k, v, dout = inputs.qkv()
 
   def ours(q, k, v):
-    out = attention.flash_attention(q, k, v, FIRST, LAST, TILE, None)
+    out = attention.flash_attention(q, k, v, FIRST, LAST, 1, TILE, None)
     return jnp.sum(dout * out)
 
   def plain(q, k, v):

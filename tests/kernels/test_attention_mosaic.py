@@ -56,10 +56,8 @@ def test_the_forward_has_the_bits_of_its_reference(kind):
   operands = *_whole_numbers(tokens, group, head_dim, kind), *_spans(
       tokens, group
   )
-  program = mosaic_sm90.Program(groups=2, stages=2, ahead=True)
-  run = functools.partial(
-      mosaic_sm90.forward, tile=_TILE, program=program, interpret=True
-  )
+  program = mosaic_sm90.Program(groups=2, stages=2)
+  run = functools.partial(mosaic_sm90.forward, program=program, interpret=True)
   out, lse = jax.jit(run)(*operands)
   plain = functools.partial(reference.forward, tile=_TILE)
   wanted, wanted_lse = fast_compile_jit(plain)(*operands)
@@ -88,9 +86,7 @@ def test_the_gradients_are_those_of_the_reference(head_dim):
   forward = functools.partial(reference.forward, tile=_TILE)
   out, lse = fast_compile_jit(forward)(*operands)
   operands = *operands, out, lse, dout
-  run = functools.partial(
-      mosaic_backward_sm90.backward, tile=_TILE, interpret=True
-  )
+  run = functools.partial(mosaic_backward_sm90.backward, interpret=True)
   found = jax.jit(run)(*operands)
 
   def norm(x):
@@ -104,20 +100,22 @@ def test_the_gradients_are_those_of_the_reference(head_dim):
 
 
 @pytest.mark.parametrize(
-    'dtype, head_dim, tile, is_taken',
+    'dtype, head_dim, group, tile, is_taken',
     [
-        ('bfloat16', 128, 64, True),
-        ('float16', 128, 64, True),
-        ('bfloat16', 64, 64, True),
-        ('bfloat16', 128, 32, False),
-        ('bfloat16', 16, 64, False),
-        ('bfloat16', 96, 64, False),
-        ('bfloat16', 128, 128, False),
-        ('float32', 128, 64, False),
+        ('bfloat16', 128, 1, 64, True),
+        ('float16', 128, 7, 64, True),
+        ('bfloat16', 64, 16, 64, True),
+        ('bfloat16', 64, 17, 64, False),
+        ('bfloat16', 128, 1, 32, False),
+        ('bfloat16', 16, 1, 64, False),
+        ('bfloat16', 96, 1, 64, False),
+        ('bfloat16', 256, 1, 64, False),
+        ('bfloat16', 128, 1, 128, False),
+        ('float32', 128, 1, 64, False),
     ],
 )
 def test_what_the_kernels_do_not_take_is_the_references(
-    dtype, head_dim, tile, is_taken
+    dtype, head_dim, group, tile, is_taken
 ):
   for setting, wanted in (
       ('auto', is_taken),
@@ -126,5 +124,5 @@ def test_what_the_kernels_do_not_take_is_the_references(
       ('decode_attention=reference', False),
   ):
     with dispatch.using(dispatch.select(setting, HOPPER)):
-      found = attention.has_kernel(jnp.dtype(dtype), head_dim, tile)
+      found = attention.has_kernel(jnp.dtype(dtype), head_dim, group, tile)
     assert found is wanted, setting

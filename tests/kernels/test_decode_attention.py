@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from jetrl_jax.core.compilation import exact_jit
-from jetrl_jax.kernels import attention, kv_storage
+from jetrl_jax.kernels import attention, dispatch, kv_storage
 from jetrl_jax.kernels.attention import reference
+from jetrl_jax.kernels.decode_attention import decode_attention
 from jetrl_jax.models.attention import DecodeAttention, PackedAttention
 from tests.hurry import fast_compile_jit
 from tests.kernels import attention_inputs as inputs
 from tests.kernels.attention_inputs import FIRST, LAST, TILE, H, K
+from tests.kernels_in_use import HOPPER
 
 
 def _heads(x_BKRH, group):
@@ -80,6 +82,34 @@ def test_decode_has_the_bits_of_packed_training_at_every_position(
     written = prefix.shape[2]
     np.testing.assert_array_equal(pool[:, :, :written], prefix)
     assert np.all(pool[:, :, written:] == 9)
+
+
+def test_groups_that_no_kernel_takes_have_the_bits_of_training_in_decode():
+  # As on a GPU with kernels: one that was chosen could not run here.
+  slots, group, length, head_dim = 16, attention.MOST_HEADS + 1, 64, 64
+  rng = np.random.default_rng(0)
+
+  def draw(rows):
+    shape = slots, 1, rows, head_dim
+    return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+  q, k, v = 2 * draw(length * group), draw(length), draw(length)
+  last = jnp.tile(jnp.repeat(jnp.arange(length), group), (slots, 1))
+  table = jnp.arange(slots)[:, None]
+
+  def both(q, k, v):
+    training = attention.flash_attention(
+        q, k, v, 0 * last, last, group, attention.TILE, None
+    )
+    newest = q[:, 0, -group:], k, v, table, last[:, -1]
+    decoded = decode_attention(*newest, attention.TILE)
+    return training[:, 0, -group:], decoded
+
+  with dispatch.using(dispatch.select(hardware=HOPPER)):
+    training, decoded = exact_jit(both)(q, k, v)
+  np.testing.assert_array_equal(
+      np.asarray(training, np.float32), np.asarray(decoded, np.float32)
+  )
 
 
 @functools.cache
@@ -177,7 +207,7 @@ def test_stored_keys_and_values_are_read_by_training_and_decode_alike():
   q, k, v, dout = inputs.qkv(dtype=jnp.bfloat16)
 
   def run(q, k, v, kv_dtype):
-    return attention.flash_attention(q, k, v, FIRST, LAST, TILE, kv_dtype)
+    return attention.flash_attention(q, k, v, FIRST, LAST, 1, TILE, kv_dtype)
 
   rounded = (
       x.astype(jnp.bfloat16)

@@ -68,7 +68,7 @@ def test_the_kernel_computes_what_its_reference_does(
 
   def run(*args, scale=None):
     options = dict(stages=2, interpret=True)
-    return mosaic_sm90.decode(*args, _TILE, scale, **options)
+    return mosaic_sm90.decode(*args, scale, **options)
 
   found = jax.jit(run)(*operands)
   plain = fast_compile_jit(lambda *args: reference.decode(*args, _TILE))(

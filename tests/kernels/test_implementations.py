@@ -234,7 +234,7 @@ def _attention() -> list[Case]:
 
   def run(q, k, v, dout, first, last, kv_dtype):
     def attend(q, k, v):
-      return flash_attention(q, k, v, first, last, _TILE, kv_dtype)
+      return flash_attention(q, k, v, first, last, group, _TILE, kv_dtype)
 
     out, pull = jax.vjp(attend, q, k, v)
     return out, *pull(dout)

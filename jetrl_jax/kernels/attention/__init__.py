@@ -26,49 +26,51 @@ import jax.numpy as jnp
 from jetrl_jax.core.typing import Array
 from jetrl_jax.kernels import dispatch, stands_for
 from jetrl_jax.kernels.attention import reference
+from jetrl_jax.kernels.attention.layout import HEAD_DIMS, MOST_HEADS, TILE
 from jetrl_jax.kernels.kv_storage import store
 from jetrl_jax.kernels.residuals import keep
 
-# Channels of a head and keys of a tile that the kernels take.
-HEAD_DIMS, TILE = (64, 128), 64
 
-
-def fits(dtype: Any, head_dim: int, tile: int) -> bool:
+def fits(dtype: Any, head_dim: int, group: int, tile: int) -> bool:
   """Whether the kernels of training and of decode take such queries.
 
   Args:
     dtype: of the queries.
     head_dim: channels of a head.
+    group: query heads of a KV head.
     tile: see `flash_attention`.
   """
   is_short = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16)
-  return is_short and head_dim in HEAD_DIMS and tile == TILE
+  takes_heads = head_dim in HEAD_DIMS and group <= MOST_HEADS
+  return is_short and takes_heads and tile == TILE
 
 
-def has_kernel(dtype: Any, head_dim: int, tile: int) -> bool:
+def has_kernel(dtype: Any, head_dim: int, group: int, tile: int) -> bool:
   """Whether kernels run, or the reference in training and in decode."""
-  return dispatch.has_kernel('attention') and fits(dtype, head_dim, tile)
+  return dispatch.has_kernel('attention') and fits(dtype, head_dim, group, tile)
 
 
-def _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile):
+def _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, group, tile):
   """Returns (output, base-2 log-sum-exp [B, K, R])."""
   operands = q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR
-  if not has_kernel(q_BKRH.dtype, q_BKRH.shape[-1], tile):
-    return reference.forward(*operands, tile)
+  plain = functools.partial(reference.forward, tile=tile)
+  if not has_kernel(q_BKRH.dtype, q_BKRH.shape[-1], group, tile):
+    return plain(*operands)
   from jetrl_jax.kernels.attention import mosaic_sm90
 
   name = dispatch.implementation('attention')
-  functions = mosaic_sm90.forward, reference.forward
-  return stands_for.kernel('attention', name, *functions, *operands, tile=tile)
+  functions = mosaic_sm90.forward, plain
+  return stands_for.kernel('attention', name, *functions, *operands)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
 def flash_attention(
     q_BKRH: Array,
     k_BKSH: Array,
     v_BKSH: Array,
     first_BR: Array,
     last_BR: Array,
+    group: int,
     tile: int,
     kv_dtype: str | None,
 ) -> Array:
@@ -81,6 +83,8 @@ def flash_attention(
     first_BR: int32, first key a row may see.
     last_BR: int32, last key it may see; below `first` for no key at all, which
       gives exact zeros.
+    group: query heads of a KV head. Kernels do not take every number, and
+      training has one only where decode has.
     tile: keys per step of the online softmax; part of the arithmetic.
     kv_dtype: what keys and values are rounded to first; the gradient passes
       straight through. None leaves them.
@@ -89,27 +93,27 @@ def flash_attention(
     [B, K, R, H] in q's dtype.
   """
   k_BKSH, v_BKSH = store(k_BKSH, kv_dtype), store(v_BKSH, kv_dtype)
-  return _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile)[0]
+  return _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, group, tile)[0]
 
 
-def _fwd(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile, kv_dtype):
+def _fwd(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, group, tile, kv_dtype):
   k_BKSH, v_BKSH = store(k_BKSH, kv_dtype), store(v_BKSH, kv_dtype)
-  out, lse = _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, tile)
+  out, lse = _forward(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, group, tile)
   q_BKRH, k_BKSH, v_BKSH, out, lse = keep((q_BKRH, k_BKSH, v_BKSH, out, lse))
   return out, (q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, out, lse)
 
 
-def _bwd(tile, kv_dtype, residuals, dout):
+def _bwd(group, tile, kv_dtype, residuals, dout):
   del kv_dtype
   q_BKRH, k_BKSH, v_BKSH, *rest = residuals
   dtype = q_BKRH.dtype
   operands = (q_BKRH, k_BKSH.astype(dtype), v_BKSH.astype(dtype), *rest)
-  if has_kernel(dtype, q_BKRH.shape[-1], tile):
+  if has_kernel(dtype, q_BKRH.shape[-1], group, tile):
     from jetrl_jax.kernels.attention import mosaic_backward_sm90
 
-    grads = mosaic_backward_sm90.backward(*operands, dout_BKRH=dout, tile=tile)
+    grads = mosaic_backward_sm90.backward(*operands, dout)
   else:
-    grads = reference.backward(*operands, dout=dout)
+    grads = reference.backward(*operands, dout)
   return (*grads, None, None)
 
 

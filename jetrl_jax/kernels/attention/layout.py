@@ -1,9 +1,14 @@
-"""The layout of attention's operands, and the names of its kernels."""
+"""What attention's kernels take: shapes, and the layout of operands."""
 
 import jax.numpy as jnp
 
 from jetrl_jax.core.typing import Array
 from jetrl_jax.kernels.calls import lowered_once
+
+# Channels of a head, and keys of a tile.
+HEAD_DIMS, TILE = (64, 128), 64
+# Query heads of a KV head, at most: columns of decode's products.
+MOST_HEADS = 16
 
 
 def channels_as_decoded(x: Array, dtype) -> Array:
@@ -13,9 +18,9 @@ def channels_as_decoded(x: Array, dtype) -> Array:
   return jnp.swapaxes(fours, -3, -2).reshape(x.shape)
 
 
-def tokens_as_decoded(x: Array, tile: int, dtype) -> Array:
+def tokens_as_decoded(x: Array, dtype) -> Array:
   """Keys or values [..., S, H], widened, even tokens of a tile first."""
-  pairs = x.astype(dtype).reshape(*x.shape[:-2], -1, tile // 2, 2, x.shape[-1])
+  pairs = x.astype(dtype).reshape(*x.shape[:-2], -1, TILE // 2, 2, x.shape[-1])
   return jnp.swapaxes(pairs, -3, -2).reshape(x.shape)
 
 

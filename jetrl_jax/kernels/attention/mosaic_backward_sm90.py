@@ -1,19 +1,22 @@
 """Gradients of attention for Hopper GPUs (Mosaic).
 
-    p = 2^(q k^T scale - lse),  ds = p (dout v^T - delta)
-    dq = ds k,    dk = ds^T q,    dv = p^T dout
+    p = 2^(q k^T scale - lse),  ds = p (dout v^T - delta),  delta = out . dout
+    dq = ds k / sqrt(H),    dk = ds^T q / sqrt(H),    dv = p^T dout
 
 There are two kernels without atomics, so gradients repeat to the bit. In the
 first, each of a program's two computing warpgroups has 64 query rows and goes
 through tiles of 64 keys and values. In the second, each has 64 keys and goes
-through tiles of 64 rows of q and dout. What a program owns stays in shared
-memory; the tiles are loaded ahead, `_STAGES` at a time. Products [64, 64] and
-gradients [64, H] are float32 in registers. p and ds are rounded to the dtype of
-q before they are multiplied.
+through tiles of 64 rows of q and dout; a program has one of them where the
+number of key tiles is odd. One more warpgroup asks for the tiles, `_STAGES`
+ahead. XLA makes delta.
+
+In shared memory is what a program owns, and the tiles. With rows come their
+lse, delta, and first and last key. Products [64, 64] and gradients [64, H] are
+float32 in registers. p and ds are rounded to the dtype of q before they are
+multiplied.
 
 Order of a sum: the tensor core adds 16 numbers at a time, and tiles follow in
-ascending order. No log-prob depends on it, so these tiles are the same for
-every tile of the forward.
+ascending order. No log-prob depends on it.
 
 Lower bound of the time: the tensor core takes 770 cycles in the first kernel
 and 1020 in the second, for 64 x 64 rows and keys with 128 channels, and half of
@@ -147,7 +150,7 @@ def _matrix(count: int, head_dim: int, dtype):
   return plgpu.SMEM(
       (count, _ROWS, head_dim),
       dtype,
-      transforms=tools.pieces(dtype, head_dim),
+      transforms=tools.pieces(dtype),
   )
 
 
@@ -346,7 +349,7 @@ def _call(
   )(refs, bounds)
 
 
-@lowered_once('tile', 'interpret')
+@lowered_once('interpret')
 def backward(
     q_BKRH: Array,
     k_BKSH: Array,
@@ -356,7 +359,6 @@ def backward(
     out_BKRH: Array,
     lse_BKR: Array,
     dout_BKRH: Array,
-    tile: int,
     *,
     interpret: bool = False,
 ) -> tuple[Array, Array, Array]:
@@ -365,10 +367,7 @@ def backward(
   Arguments are those of `mosaic_sm90.forward`, its two results and the
   cotangent of the first.
   """
-  del tile  # Of the forward.
   wanted, height = q_BKRH.shape[2], _GROUPS * _ROWS
-  length = k_BKSH.shape[2]
-  k_BKSH, v_BKSH = (pad_rows(x, 2, _ROWS) for x in (k_BKSH, v_BKSH))
   q_BKRH, out_BKRH, dout_BKRH, lse_BKR = (
       pad_rows(x, 2, height) for x in (q_BKRH, out_BKRH, dout_BKRH, lse_BKR)
   )
@@ -393,13 +392,13 @@ def backward(
       _OF_ROWS,
       _OF_KEYS,
       refs,
-      key_tiles_of(first_BR, last_BR, height, _ROWS),
+      key_tiles_of(first_BR, last_BR, height),
       [q_BKRH],
       _GROUPS,
       interpret,
   )
-  # As many keys as a program has, or as exist.
-  groups = _GROUPS if k_BKSH.shape[2] % height == 0 else 1
+  length = k_BKSH.shape[2]
+  groups = _GROUPS if length % height == 0 else 1
   keys = groups * _ROWS
   dk, dv = _call(
       'flash_attention_dkv',
@@ -407,9 +406,9 @@ def backward(
       _OF_KEYS,
       _OF_ROWS,
       refs,
-      row_tiles_of(first_BR, last_BR, k_BKSH.shape[2] // keys, keys, _ROWS),
+      row_tiles_of(first_BR, last_BR, length // keys, keys, _ROWS),
       [k_BKSH, v_BKSH],
       groups,
       interpret,
   )
-  return dq[:, :, :wanted], dk[:, :, :length], dv[:, :, :length]
+  return dq[:, :, :wanted], dk, dv

@@ -3,20 +3,28 @@
 A row's bits are those of decode's kernel
 (`kernels/decode_attention/mosaic_sm90.py`).
 
-A program has 64 query rows for each computing warpgroup (`Program`). They stay
-in shared memory. Tiles of keys and of values (`tile`: 64) are loaded ahead, a
-few at a time. A warpgroup keeps in registers: scores [64, tile], weights in 16
-bits, the output [64, H] and the row sums. All sums are float32.
+A program has two computing warpgroups of 64 query rows each (`Program`), of one
+KV head, and goes through its keys 64 at a time. A third warpgroup asks for the
+tiles of keys and values, three ahead.
+
+    scores [64, 64] = Q [64, H] K^T        out [64, H] += P [64, 64] V
+
+In shared memory are the query rows with the first and last key of each, the
+tiles, a matrix of ones [16, 64], and at the end the output. In registers are
+the scores of a tile and of the next one, the weights in 16 bits, the output and
+the row sums [64, 16]. All sums are float32. FP8 keys and values come as
+float16: XLA widens them before the kernel.
 
 Order of a sum: for a score the tensor core adds 16 channels at a time. For the
 output and the row sum it adds 16 keys at a time, and tiles follow in ascending
-order. A row sum is a product with ones.
+order. Of FP8, the channels and keys of such a step are those of decode
+(`layout.py`). A row sum is a product with ones.
 
 Lower bound of the time: the tensor core takes 540 cycles for a warpgroup's tile
 of 64 keys and 128 channels. The special function units take 260 cycles of these
-for the powers of two. Both overlap as long as another warpgroup, or the scores
-of the next tile, keep the tensor core busy. With 64 channels the tensor core
-takes 290 cycles, so either may be the limit.
+for the powers of two. Both overlap as long as the other warpgroup, or the
+scores of the next tile, keep the tensor core busy. With 64 channels the tensor
+core takes 290 cycles, so either may be the limit.
 """
 
 import functools
@@ -31,6 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jetrl_jax.core.typing import Array
 from jetrl_jax.kernels import mosaic_tools as tools
 from jetrl_jax.kernels.attention.layout import (
+    TILE,
     channels_as_decoded,
     one_kernel,
     pad_rows,
@@ -52,20 +61,16 @@ class Program(NamedTuple):
   Attributes:
     groups: warpgroups that multiply, 64 rows each.
     stages: tiles of keys and of values that are loaded ahead.
-    ahead: the next tile's scores are made while this one's are weighed.
   """
 
   groups: int
   stages: int
-  ahead: bool
 
 
-_BEST = Program(groups=2, stages=3, ahead=True)
+_BEST = Program(groups=2, stages=3)
 
 
-def key_tiles_of(
-    first_BR: Array, last_BR: Array, rows: int, tile: int
-) -> Array:
+def key_tiles_of(first_BR: Array, last_BR: Array, rows: int) -> Array:
   """Returns the key tiles of each program, int32 [B, programs, 4].
 
   (begin, inner, inner_end, end): every row of the program sees all keys of the
@@ -76,7 +81,6 @@ def key_tiles_of(
     first_BR: first key that each row may see.
     last_BR: last one.
     rows: query rows of a program.
-    tile: keys.
   """
   first, last = (x.reshape(x.shape[0], -1, rows) for x in (first_BR, last_BR))
 
@@ -86,11 +90,11 @@ def key_tiles_of(
   def most(x):
     return jnp.max(x, axis=2)
 
-  begin, end = least(first) // tile, (most(last) + tile) // tile
+  begin, end = least(first) // TILE, (most(last) + TILE) // TILE
   # At least one tile; it changes nothing if no row sees a key.
   end = jnp.maximum(begin + 1, end)
-  inner = jnp.minimum((most(first) + tile - 1) // tile, end)
-  inner_end = jnp.maximum((least(last) + 1) // tile, inner)
+  inner = jnp.minimum((most(first) + TILE - 1) // TILE, end)
+  inner_end = jnp.maximum((least(last) + 1) // TILE, inner)
   return jnp.stack([begin, inner, inner_end, end], axis=2)
 
 
@@ -106,7 +110,6 @@ def _kernel(
     lse_ref,
     scratch,
     *,
-    tile: int,
     program: Program,
     even_first: bool,
     interpret: bool,
@@ -123,7 +126,7 @@ def _kernel(
   def _():
 
     def place_of(ref):
-      return lambda i: {'tile': ref.at[batch, head, pl.ds(i * tile, tile)]}
+      return lambda i: {'tile': ref.at[batch, head, pl.ds(i * TILE, TILE)]}
 
     streams = zip(scratch.streams, map(place_of, (k_ref, v_ref)), strict=True)
     tools.ask(begin, end, program.stages, list(streams), interpret=interpret)
@@ -141,8 +144,6 @@ def _kernel(
         pl.ds(pl.multiple_of(start, tools.ROWS), tools.ROWS),
         slot_of,
         scratch.of_group(group),
-        ahead=program.ahead,
-        tile=tile,
         even_first=even_first,
         interpret=interpret,
     )
@@ -158,8 +159,6 @@ def _multiply(
     slot_of,
     scratch,
     *,
-    ahead: bool,
-    tile: int,
     even_first: bool,
     interpret: bool,
 ):
@@ -193,10 +192,10 @@ def _multiply(
   def masked(i, scores):
     key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=layout)
     if even_first:
-      odd = 2 * key - (tile - 1)
-      key = jnp.where(key < tile // 2, 2 * key, odd)
-    key += i * tile
-    first, last = (across(tools.loaded(x, 1), tile) for x in scratch.span)
+      odd = 2 * key - (TILE - 1)
+      key = jnp.where(key < TILE // 2, 2 * key, odd)
+    key += i * TILE
+    first, last = (across(tools.loaded(x, 1), TILE) for x in scratch.span)
     # So low that its weight is 0 next to any maximum.
     return jnp.where((key >= first) & (key <= last), scores, 2.0 * NO_SCORE)
 
@@ -208,7 +207,7 @@ def _multiply(
       scores = masked(i, scores)
     new_top = jnp.maximum(top, jnp.max(scores, axis=1))
     decay = tools.power_of_2(top - new_top)
-    p = tools.power_of_2(scores - across(new_top, tile)).astype(dtype)
+    p = tools.power_of_2(scores - across(new_top, TILE)).astype(dtype)
     acc, total = (x * across(decay, x.shape[1]) for x in (acc, total))
     slot = slot_of(i)
     plgpu.barrier_wait(values.there.at[slot])
@@ -229,24 +228,18 @@ def _multiply(
     plgpu.barrier_arrive(values.used.at[slot])
     return acc, new_top, total
 
-  sums = tools.sums(tools.ROWS, tile)
+  sums = tools.sums(tools.ROWS, TILE)
 
   def step(i, carry, is_masked: bool):
-    if not ahead:
-
-      def run(ref):
-        multiplied(i, ref)
-        return scores_of(i, ref)
-
-      return attend(i, pl.run_scoped(run, sums), carry, is_masked)
+    """Starts the next tile's scores, and attends to this tile meanwhile."""
     *carry, products = carry
 
-    def run_ahead(ref):
+    def run(ref):
       multiplied(i + 1, ref)
       found = attend(i, products, carry, is_masked)
       return *found, scores_of(i + 1, ref)
 
-    return pl.run_scoped(run_ahead, sums)
+    return pl.run_scoped(run, sums)
 
   def zeros(columns: int):
     return plgpu.layout_cast(
@@ -257,15 +250,13 @@ def _multiply(
       jnp.full((tools.ROWS,), NO_SCORE, jnp.float32), layout.reduce(1)
   )
   carry = zeros(head_dim), top, zeros(_SUM_COLUMNS)
-  stop = end
-  if ahead:
-    stop = end - 1
 
-    def run_first(ref):
-      multiplied(begin, ref)
-      return scores_of(begin, ref)
+  def run_first(ref):
+    multiplied(begin, ref)
+    return scores_of(begin, ref)
 
-    carry = *carry, pl.run_scoped(run_first, sums)
+  carry = *carry, pl.run_scoped(run_first, sums)
+  stop = end - 1
   inner, inner_end = jnp.minimum(inner, stop), jnp.minimum(inner_end, stop)
   for bounds, is_masked in (
       ((begin, inner), True),
@@ -275,11 +266,8 @@ def _multiply(
     carry = lax.fori_loop(
         *bounds, functools.partial(step, is_masked=is_masked), carry
     )
-  if ahead:
-    *carry, products = carry
-    carry = attend(stop, products, carry, True)
-
-  acc, top, total = carry
+  *carry, products = carry
+  acc, top, total = attend(stop, products, carry, True)
   # All columns hold the sum.
   total = jnp.max(total, axis=1)
   safe = jnp.where(total > 0.0, total, 1.0)
@@ -302,8 +290,8 @@ class _Scratch(NamedTuple):
     span: first and last key that each may see.
     ones: what row sums are multiplied with.
     out: rows of the output.
-    lse: the layout of the log-sum-exp.
-    barrier: the first three have come.
+    lse: the log-sum-exp of each row.
+    barrier: rows, spans and ones have come.
     streams: the streams of keys and of values.
   """
 
@@ -316,31 +304,27 @@ class _Scratch(NamedTuple):
   streams: tuple[tools.Stream, tools.Stream]
 
   @classmethod
-  def types(cls, program: Program, tile: int, head_dim: int, dtype, out_dtype):
+  def types(cls, program: Program, head_dim: int, dtype, out_dtype):
     """Returns the arrays to allocate."""
 
-    def matrix(*shape: int, dtype=dtype, most: int = head_dim):
-      transforms = tools.pieces(dtype, min(most, shape[-1]))
-      return plgpu.SMEM(shape, dtype, transforms=transforms)
+    def matrix(*shape: int, dtype=dtype):
+      return plgpu.SMEM(shape, dtype, transforms=tools.pieces(dtype))
 
-    groups, stages, _ = program
+    groups, stages = program
     rows = groups, tools.ROWS
-    # A step of a product covers the width of a piece. That is channels for
-    # scores and keys for the output, so values of a small tile have narrower
-    # pieces.
-    tiles = stages, tile, head_dim
-    keys, values = (
-        tools.Stream.types(stages, groups, tile=matrix(*tiles, most=most))
-        for most in (head_dim, tile)
-    )
+
+    def stream():
+      tiles = matrix(stages, TILE, head_dim)
+      return tools.Stream.types(stages, groups, tile=tiles)
+
     return cls(
         q=matrix(*rows, head_dim),
         span=(plgpu.SMEM(rows, jnp.int32), plgpu.SMEM(rows, jnp.int32)),
-        ones=matrix(groups, _SUM_COLUMNS, tile, most=tile),
+        ones=matrix(groups, _SUM_COLUMNS, TILE),
         out=matrix(*rows, head_dim, dtype=out_dtype),
         lse=plgpu.SMEM(rows, jnp.float32),
         barrier=plgpu.Barrier(num_arrivals=4, num_barriers=groups),
-        streams=(keys, values),
+        streams=(stream(), stream()),
     )
 
   def of_group(self, group) -> '_Scratch':
@@ -349,14 +333,13 @@ class _Scratch(NamedTuple):
     return _Scratch(*own, streams=self.streams)
 
 
-@one_kernel('tile', 'program', 'interpret')
+@one_kernel('program', 'interpret')
 def forward(
     q_BKRH: Array,
     k_BKSH: Array,
     v_BKSH: Array,
     first_BR: Array,
     last_BR: Array,
-    tile: int,
     *,
     program: Program = _BEST,
     interpret: bool = False,
@@ -371,8 +354,8 @@ def forward(
   if even_first:
     q_BKRH = channels_as_decoded(q_BKRH, dtype)
     k_BKSH = channels_as_decoded(k_BKSH, dtype)
-    k_BKSH = tokens_as_decoded(k_BKSH, tile, dtype)
-    v_BKSH = tokens_as_decoded(v_BKSH, tile, dtype)
+    k_BKSH = tokens_as_decoded(k_BKSH, dtype)
+    v_BKSH = tokens_as_decoded(v_BKSH, dtype)
   height = program.groups * tools.ROWS
   q_BKRH = pad_rows(q_BKRH, 2, height)
   first_BR = pad_rows(first_BR, 1, height)
@@ -382,7 +365,6 @@ def forward(
       tools.named(
           'flash_attention',
           _kernel,
-          tile=tile,
           program=program,
           even_first=even_first,
           interpret=interpret,
@@ -391,7 +373,7 @@ def forward(
           jax.ShapeDtypeStruct(q_BKRH.shape, out_dtype),
           jax.ShapeDtypeStruct((batch, kv_heads, rows), jnp.float32),
       ],
-      scratch_types=[_Scratch.types(program, tile, head_dim, dtype, out_dtype)],
+      scratch_types=[_Scratch.types(program, head_dim, dtype, out_dtype)],
       grid=(batch, kv_heads, rows // height),
       grid_names=('batch', 'head', 'place'),
       num_threads=program.groups + 1,
@@ -403,7 +385,7 @@ def forward(
       v_BKSH,
       first_BR,
       last_BR,
-      key_tiles_of(first_BR, last_BR, height, tile),
-      jnp.ones((_SUM_COLUMNS, tile), dtype),
+      key_tiles_of(first_BR, last_BR, height),
+      jnp.ones((_SUM_COLUMNS, TILE), dtype),
   )
   return out[:, :, :wanted], lse[:, :, :wanted]

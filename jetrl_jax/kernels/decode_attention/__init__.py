@@ -8,9 +8,6 @@ multiple of the tile. A slot's pages may be anywhere in memory.
 from jetrl_jax.core.typing import Array
 from jetrl_jax.kernels import attention, dispatch, stands_for
 from jetrl_jax.kernels.decode_attention import reference
-from jetrl_jax.kernels.decode_attention.reference import DECODE_ROWS
-
-__all__ = ['DECODE_ROWS', 'decode_attention']
 
 
 def decode_attention(
@@ -43,16 +40,15 @@ def decode_attention(
     operands = q_BNH, k_PKSH, values, table_BP, last_B
     return reference.decode(*operands, tile, out_scale)
 
-  fits = attention.fits(q_BNH.dtype, q_BNH.shape[-1], tile)
+  _, heads, head_dim = q_BNH.shape
+  group = heads // k_PKSH.shape[1]
+  fits = attention.fits(q_BNH.dtype, head_dim, group, tile)
   if not (fits and dispatch.has_kernel('decode_attention')):
     return plain(*operands, out_scale)
   from jetrl_jax.kernels.decode_attention import mosaic_sm90
 
-  def run(q_BNH, k_PKSH, values, table_BP, last_B, out_scale):
-    operands = q_BNH, k_PKSH, values, table_BP, last_B
-    return mosaic_sm90.decode(*operands, tile, out_scale)
-
   name = dispatch.implementation('decode_attention')
+  functions = mosaic_sm90.decode, plain
   return stands_for.kernel(
-      'decode_attention', name, run, plain, *operands, out_scale
+      'decode_attention', name, *functions, *operands, out_scale
   )

@@ -46,24 +46,23 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8 import formats, quantize
 from jetrl_jax.kernels import mosaic_tools as tools
-from jetrl_jax.kernels.attention.layout import one_kernel
+from jetrl_jax.kernels.attention.layout import MOST_HEADS, TILE, one_kernel
 from jetrl_jax.kernels.attention.reference import (
     NO_SCORE,
     operand_dtype,
     softmax_scale,
 )
 from jetrl_jax.kernels.decode_attention import mosaic_registers as registers
-from jetrl_jax.kernels.decode_attention.reference import DECODE_ROWS
 
-# Tiles ahead, by the bytes of a key's channel. Where each multiprocessor has
-# one program at most, more of them fit (and gain nothing).
+# Tiles ahead, by the bytes of a key's channel. Where no multiprocessor has more
+# than one program, there is room for more of them.
 _FEW = 132
 _STAGES, _STAGES_OF_FEW = {1: 2, 2: 3}, 4
 
 
 def _columns_of(group: int) -> int:
   """Returns the columns of the products: the tensor core has eights."""
-  return 8 if group <= 8 else DECODE_ROWS
+  return 8 if group <= 8 else MOST_HEADS
 
 
 class _Scratch(NamedTuple):
@@ -96,7 +95,6 @@ class _Scratch(NamedTuple):
       cls,
       q_dtype,
       stored,
-      tile: int,
       head_dim: int,
       *,
       stages: int,
@@ -110,14 +108,14 @@ class _Scratch(NamedTuple):
       transforms = tools.pieces(dtype, shape[-1])
       return plgpu.SMEM(shape, dtype, transforms=transforms)
 
-    shape = DECODE_ROWS, head_dim
-    words = (tile // 2, jnp.uint16) if in_pairs else (tile, stored)
+    shape = MOST_HEADS, head_dim
+    words = (TILE // 2, jnp.uint16) if in_pairs else (TILE, stored)
     return cls(
         rounded=plgpu.SMEM(shape, q_dtype),
         q=matrix(*shape),
-        keys=matrix(stages, tile, head_dim, dtype=stored),
+        keys=matrix(stages, TILE, head_dim, dtype=stored),
         values=matrix(stages, words[0], head_dim, dtype=words[1]),
-        weights=matrix(columns, tile),
+        weights=matrix(columns, TILE),
         low=plgpu.SMEM(shape, formats.E4M3) if lowers else None,
         q_there=plgpu.Barrier(),
         keys_there=plgpu.Barrier(
@@ -162,13 +160,13 @@ class _Pages(NamedTuple):
 
   def ask_keys(self, i, page) -> None:
     """Asks for a tile's keys; of FP8 for the even tokens, then the odd ones."""
-    stage, tile = self.stage_of(i), self.scratch.keys.shape[1]
+    stage = self.stage_of(i)
     there = self.scratch.keys_there.at[stage]
     pool, to = self.k_ref.at[page, self.head], self.scratch.keys.at[stage]
     if len(pool.shape) == 2:
-      plgpu.copy_gmem_to_smem(pool.at[self._rows(i, tile)], to, there)
+      plgpu.copy_gmem_to_smem(pool.at[self._rows(i, TILE)], to, there)
       return
-    half = tile // 2
+    half = TILE // 2
     for n in (0, 1):
       plgpu.copy_gmem_to_smem(
           pool.at[self._rows(i, half), n], to.at[pl.ds(n * half, half)], there
@@ -191,7 +189,6 @@ def _kernel(
     table_ref,
     last_ref,
     *refs,
-    tile: int,
     page_size: int,
     group: int,
     interpret: bool,
@@ -200,7 +197,7 @@ def _kernel(
   *scale_refs, out_ref, scratch = refs
   head, slot = lax.axis_index('head'), lax.axis_index('slot')
   last = last_ref[slot]
-  tiles = lax.div(last + tile, jnp.int32(tile))
+  tiles = lax.div(last + TILE, jnp.int32(TILE))
   stages, in_pairs = scratch.keys.shape[0], len(k_ref.shape) == 5
   pages = _Pages(
       k_ref,
@@ -208,7 +205,7 @@ def _kernel(
       table_ref.at[slot],
       head=head,
       tiles=tiles,
-      per_page=page_size // tile,
+      per_page=page_size // TILE,
       scratch=scratch,
   )
   mine = pl.ds(head * group, group)
@@ -230,7 +227,7 @@ def _kernel(
       scratch.rounded, scratch.q.dtype, in_pairs, interpret
   )
   plgpu.commit_smem()
-  out = _attended(pages, last, tile, in_pairs, interpret)
+  out = _attended(pages, last, in_pairs, interpret)
   columns = scratch.weights.shape[0]
   turned = scratch.rounded.at[pl.ds(0, columns)].transpose((1, 0))
   turned[...] = out.astype(turned.dtype)
@@ -246,7 +243,7 @@ def _kernel(
   plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _attended(pages: _Pages, last, tile: int, in_pairs: bool, interpret: bool):
+def _attended(pages: _Pages, last, in_pairs: bool, interpret: bool):
   """Returns the output, float32, of the query rows in `pages.scratch`.
 
   It is [H, 8] or [H, 16].
@@ -254,7 +251,6 @@ def _attended(pages: _Pages, last, tile: int, in_pairs: bool, interpret: bool):
   Args:
     pages: the first tiles have been asked for.
     last: the last key to attend.
-    tile: keys.
     in_pairs: keys and values are FP8.
     interpret: run on a CPU.
   """
@@ -275,19 +271,19 @@ def _attended(pages: _Pages, last, tile: int, in_pairs: bool, interpret: bool):
       plgpu.wgmma(ref, keys, q)
       return ref[...]
 
-    return pl.run_scoped(multiply, tools.sums(tile, columns))
+    return pl.run_scoped(multiply, tools.sums(TILE, columns))
 
   def masked(i, scores):
     key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=layout)
     if in_pairs:
-      odd = 2 * key - (tile - 1)
-      key = jnp.where(key < tile // 2, 2 * key, odd)
+      odd = 2 * key - (TILE - 1)
+      key = jnp.where(key < TILE // 2, 2 * key, odd)
     # So low that its weight is 0 next to any maximum.
-    return jnp.where(key + i * tile <= last, scores, 2.0 * NO_SCORE)
+    return jnp.where(key + i * TILE <= last, scores, 2.0 * NO_SCORE)
 
   def added(sums, weights, p, values):
     """Returns the sums with a tile's values, and with its weights."""
-    ones = jnp.ones((tools.ROWS, tile), dtype)
+    ones = jnp.ones((tools.ROWS, TILE), dtype)
     if interpret:
       return [
           x + jnp.dot(a[...], p, preferred_element_type=jnp.float32)
@@ -315,7 +311,7 @@ def _attended(pages: _Pages, last, tile: int, in_pairs: bool, interpret: bool):
       scores = masked(i, scores)
     new_top = jnp.maximum(top, jnp.max(scores, axis=0))
     decay = tools.power_of_2(top - new_top)
-    p = tools.power_of_2(scores - across(new_top, tile)).astype(dtype)
+    p = tools.power_of_2(scores - across(new_top, TILE)).astype(dtype)
     weights = scratch.weights.transpose((1, 0))
     weights[...] = p
     # Also: every warp is done with these keys, and with the values before.
@@ -349,7 +345,7 @@ def _attended(pages: _Pages, last, tile: int, in_pairs: bool, interpret: bool):
   )
   next_pages = [pages.page_of(jnp.int32(stages - n)) for n in (0, 1)]
   carry = zeros(head_dim), top, zeros(tools.ROWS), *next_pages
-  whole = lax.div(last + 1, jnp.int32(tile))
+  whole = lax.div(last + 1, jnp.int32(TILE))
   # All tiles but the last one, which may end within.
   for bounds, is_masked in (((0, whole), False), ((whole, tiles), True)):
     carry = lax.fori_loop(
@@ -362,14 +358,13 @@ def _attended(pages: _Pages, last, tile: int, in_pairs: bool, interpret: bool):
   return tools.ratio(acc, across(safe, head_dim), interpret)
 
 
-@one_kernel('tile', 'stages', 'interpret')
+@one_kernel('stages', 'interpret')
 def decode(
     q_BNH: Array,
     k_PKSH: Array,
     values: Array,
     table_BP: Array,
     last_B: Array,
-    tile: int,
     out_scale: Array | None = None,
     *,
     stages: int | None = None,
@@ -395,7 +390,6 @@ def decode(
       tools.named(
           'flash_attention',
           _kernel,
-          tile=tile,
           page_size=page_size,
           group=group,
           interpret=interpret,
@@ -405,7 +399,7 @@ def decode(
       ),
       scratch_types=[
           _Scratch.types(
-              *(q_BNH.dtype, stored, tile, head_dim),
+              *(q_BNH.dtype, stored, head_dim),
               stages=stages,
               columns=_columns_of(group),
               lowers=bool(steps),

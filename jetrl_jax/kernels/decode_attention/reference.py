@@ -8,9 +8,8 @@ from jetrl_jax.fp8.quantization import quantize
 from jetrl_jax.kernels.attention import reference
 from jetrl_jax.kernels.kv_storage import unpair
 
-# Query rows of a tile: the fewest that a tensor core multiplies, and a number
-# for which a CPU's dots have the order of many rows.
-DECODE_ROWS = 16
+# A CPU's dots have the order of many rows for multiples of so many.
+_ROWS = 16
 
 
 def decode(
@@ -35,7 +34,7 @@ def decode(
   heads = q_BNH.shape[1]
   group = heads // kv_heads
   q = q_BNH.reshape(slots, kv_heads, group, head_dim)
-  q = jnp.pad(q, ((0, 0), (0, 0), (0, -group % DECODE_ROWS), (0, 0)))
+  q = jnp.pad(q, ((0, 0), (0, 0), (0, -group % _ROWS), (0, 0)))
   last_BR = jnp.broadcast_to(last_B[:, None], (slots, q.shape[2]))
   out, _ = reference.forward(
       q,
