@@ -250,13 +250,14 @@ def _multiply(
       jnp.full((tools.ROWS,), NO_SCORE, jnp.float32), layout.reduce(1)
   )
   carry = zeros(head_dim), top, zeros(_SUM_COLUMNS)
+  # The last tile has no next one.
+  stop = end - 1
 
   def run_first(ref):
     multiplied(begin, ref)
     return scores_of(begin, ref)
 
   carry = *carry, pl.run_scoped(run_first, sums)
-  stop = end - 1
   inner, inner_end = jnp.minimum(inner, stop), jnp.minimum(inner_end, stop)
   for bounds, is_masked in (
       ((begin, inner), True),
