@@ -10,12 +10,12 @@ the values, are the rows. C, the columns, are 8 or 16.
 
     scores [64, C] = K [64, H] Q^T        out [H, C] += V^T [H, 64] P^T
 
-In shared memory are the query rows [16, H], the weights [C, 64], and tiles of
-keys and values, a few at a time, which bulk copies bring from the pages that
-the slot's table names. In registers are the scores, the output and the row
-sums, all float32. 16-bit keys and values go from shared memory to the tensor
-core. FP8 ones are widened to float16 on the way, in registers
-(`mosaic_registers.py`).
+In shared memory are the query rows [16, H], which the output replaces, the
+weights [C, 64], and tiles of keys and values, two to four at a time
+(`_STAGES`), which bulk copies bring from the pages that the slot's table names.
+In registers are the scores, the output [H, C] and the row sums [64, C], all
+float32. 16-bit keys and values go from shared memory to the tensor core. FP8
+ones are widened to float16 on the way, in registers (`mosaic_registers.py`).
 
 Order of a sum: for a score the tensor core adds 16 channels at a time, for the
 output and the row sum 16 keys at a time, and tiles follow in ascending order.
@@ -26,12 +26,13 @@ order.
 Lower bound of the time: reading the keys and values once, 35.4 us for 128 slots
 of 1152 FP8 keys of a 7B at 4.3 TB/s. The tensor core has about 320 cycles of
 work for a tile of 128 channels, the read takes 1000 in FP8 and 2000 in 16 bits.
-A program waits at eight barriers for each tile, so a multiprocessor needs a few
-programs. With heads of 128 it has room for four that have FP8 keys (107
-registers a thread, 45 KiB of shared memory) and for two that have 16-bit ones
-(66, 109 KiB), both compiled without spills. On an H100 128 slots take 56 us
-with FP8 keys (at 3.0 TB/s their bytes take 50), and 68 with a third tile ahead,
-which leaves room for three programs (docs/performance_log.md).
+For each tile the warps of a program meet at eight barriers (seven with 16-bit
+keys) and wait for two copies, so a multiprocessor needs a few programs. With
+heads of 128 and groups of at most eight it has room for four that have FP8 keys
+(102 registers a thread, 45 KiB of shared memory) and for two that have 16-bit
+ones (68, 109 KiB), both compiled without spills. On an H100 128 slots take 56
+us with FP8 keys (at 3.0 TB/s their bytes take 50), and 68 with a third tile
+ahead, which leaves room for three programs (docs/performance_log.md).
 """
 
 import functools
