@@ -105,15 +105,16 @@ def _fwd(q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, group, tile, kv_dtype):
 
 def _bwd(group, tile, kv_dtype, residuals, dout):
   del kv_dtype
-  q_BKRH, k_BKSH, v_BKSH, *rest = residuals
+  q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, out, lse = residuals
   dtype = q_BKRH.dtype
-  operands = (q_BKRH, k_BKSH.astype(dtype), v_BKSH.astype(dtype), *rest)
+  k_BKSH, v_BKSH = k_BKSH.astype(dtype), v_BKSH.astype(dtype)
+  operands = q_BKRH, k_BKSH, v_BKSH, first_BR, last_BR, out, lse, dout
   if has_kernel(dtype, q_BKRH.shape[-1], group, tile):
     from jetrl_jax.kernels.attention import mosaic_backward_sm90
 
-    grads = mosaic_backward_sm90.backward(*operands, dout)
+    grads = mosaic_backward_sm90.backward(*operands)
   else:
-    grads = reference.backward(*operands, dout)
+    grads = reference.backward(*operands)
   return (*grads, None, None)
 
 

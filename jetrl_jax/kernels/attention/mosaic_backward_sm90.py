@@ -39,6 +39,7 @@ from jetrl_jax.kernels.attention.mosaic_sm90 import key_tiles_of
 from jetrl_jax.kernels.attention.reference import softmax_scale
 from jetrl_jax.kernels.calls import lowered_once
 
+# Rows of a product, and keys: as many as `layout.TILE`.
 _ROWS = tools.ROWS
 _GROUPS = 2
 _STAGES = 3
