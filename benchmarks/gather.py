@@ -3,6 +3,10 @@
     CUDA_MODULE_LOADING=EAGER python -m benchmarks.gather \
       --output=benchmarks/results/NAME
 
+It needs two or more Hopper GPUs (--devices) with NVLink between them, jax
+0.11.2, no option of XLA and no NVSHMEM. Without CUDA_MODULE_LOADING a GPU may
+load a kernel while another one already waits for it.
+
 With `mesh.tensor` a decode step gathers three small arrays a layer: rows in FP8
 before o and before down, and what down adds, in float32. Here one program
 has many such gathers, each of what was made of the last one, within a loop, as
@@ -11,13 +15,15 @@ other) and by the kernels of `gather_kernel`. First all bits are compared with
 XLA's: after one pass, after all, from other bytes each time, and with devices
 that in turn come late, so that something that is read too early or written too
 early shows. Then the passes are timed. 'nothing' has no gathers, only what lies
-between them; its time is taken from the others'.
+between them; its time is taken from the others'. With a norm that includes a
+kernel of its own, which repeats a device's part.
 
-A variant is a name of `_VARIANTS` or one with options: 'packets:programs=66'.
+A variant is a name of `_NAMES` or one with options: 'packets:programs=66'.
 'barrier', which is not run by default, is what Pallas has for it; XLA lets the
 devices wait for each other before its kernel, by an NCCL kernel. JAX's own
 `all_gather_mgpu` is not here: it stores through NVLink multicast, which not
-every host allows, and one stores no fewer than 32 bits so.
+every host allows. NCCL is told to leave that alone as well, unless
+NCCL_NVLS_ENABLE says otherwise.
 
 --compile_only compiles for GPUs that are not there, as deviceless.py does, and
 prints the kernels of a pass. On a CPU only 'nothing' and 'xla' run:
@@ -27,6 +33,7 @@ JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=2, --tiny.
 import faulthandler
 import functools
 import json
+import os
 import time
 import traceback
 from typing import Any, NamedTuple
@@ -57,8 +64,8 @@ _ARRAYS = flags.DEFINE_list(
         'float8_e4m3fn:3584',
         'float8_e4m3fn:18944',
     ],
-    "Dtype and columns of whole rows. These are a 7B's: what down adds, with the"
-    " norm that reads it and without; o's rows; down's rows.",
+    "Dtype and columns of whole rows. These are a 7B's: what down adds, with"
+    " the norm that reads it and without; o's rows; down's rows.",
 )
 _VARIANTS = flags.DEFINE_list(
     'variants',
@@ -227,7 +234,7 @@ def _passes(case: _Case, variant: str, gathers: int, late: bool, *arguments):
   me = lax.axis_index(sharding.TENSOR)
 
   def one_pass(index, state):
-    x, _, work = state
+    x, bits, work = state
     for k in range(gathers):
       if late:
         comes_late = (index + k) % case.devices == me
@@ -244,12 +251,12 @@ def _passes(case: _Case, variant: str, gathers: int, late: bool, *arguments):
 
 def _expected(case: _Case, x: np.ndarray, gathers: int) -> np.ndarray:
   """Returns the bits of the last of some gathers, on every device."""
-  parts = np.split(x, case.devices, axis=1)
-  for number in range(gathers):
-    whole = np.concatenate(parts, axis=1)
+  whole = x
+  for number in range(gathers - 1):
     parts = [
         _mixed(case, whole, number, me, np=np) for me in range(case.devices)
     ]
+    whole = np.concatenate(parts, axis=1)
   return np.stack([whole] * case.devices)
 
 
@@ -409,7 +416,7 @@ def _show_kernels(case: _Case, variant: str, mesh: Mesh) -> dict:
   from benchmarks import deviceless
 
   program = _compiled(case, variant, mesh, _GATHERS.value)
-  text = program.as_text()
+  text = str(program.as_text())
   of = {'nothing': ' fusion(', 'xla': ' all-gather'}.get(variant, 'custom-call')
   found = deviceless.kernels(text, of)
   names = [row['kernel'].rstrip('.0123456789') for row in found]
@@ -441,8 +448,8 @@ def _compile_all() -> None:
         print(json.dumps(rows[-1]), flush=True)
   columns = (*_COLUMNS[:5], ('kernels', 'kernels of a pass', ''))
   columns += (('copies', 'copies of the workspace', 'd'),)
-  device = str(mesh.devices.flat[0])
-  common.write(rows, {}, common.table(rows, columns), f'none ({device})')
+  device = f'{_DEVICES.value} x {mesh.devices.flat[0].device_kind}'
+  common.write(rows, {}, common.table(rows, columns), f'none (compiled for {device})')
 
 
 def main(argv: list[str]) -> None:
@@ -453,6 +460,7 @@ def main(argv: list[str]) -> None:
   if _COMPILE_ONLY.value:
     _compile_all()
     return
+  os.environ.setdefault('NCCL_NVLS_ENABLE', '0')
   mesh = sharding.make_mesh(tensor=_DEVICES.value)
   rows = []
   for case in _cases():

@@ -535,9 +535,9 @@ def gather_with_barrier(
 ) -> jax.Array:
   """Returns whole rows, by what Pallas has for it; within `shard_map`.
 
-  Each device stores its part into the results of all. That takes two things of
-  XLA before the kernel: zeros for the semaphore, and a kernel in which the
-  devices of the whole mesh wait for each other.
+  Each device stores its part into the results of all. So XLA starts two kernels
+  before it: one writes zeros for the semaphore, in the other the devices of the
+  whole mesh wait for each other.
   """
   rows, columns = x_MC.shape
   devices = lax.axis_size(axis)
