@@ -208,15 +208,15 @@ def _update(policy, params, masters):
   rows = NamedSharding(mesh, sharding.ROWS)
   batch = TrainBatch.of_shapes(_ROWS.value, _TOKENS.value)
   batch = jax.tree.map(lambda leaf: at(leaf, rows), batch)
-  if _CALIBRATES.value:
-    step = Calibration(policy, mesh, state).programs
-  else:
-    loss = functools.partial(policy_loss, LossConfig())
-    step = UpdatePrograms(
-        policy, loss, optax.identity(), OptimizerConfig(), mesh, state
-    )
   everywhere = NamedSharding(mesh, P())
   temperature = at(jnp.zeros(()), everywhere)
+  if _CALIBRATES.value:
+    observe = Calibration(policy, mesh, state).observe
+    return observe.trace(state, batch, temperature)
+  loss = functools.partial(policy_loss, LossConfig())
+  step = UpdatePrograms(
+      policy, loss, optax.identity(), OptimizerConfig(), mesh, state
+  )
   gradients = step.gradient_shapes(state)
   return step.accumulate.trace(state, gradients, batch, temperature)
 

@@ -395,24 +395,22 @@ class Bench:
         continue
       policy = self.of(RECIPES[name])
       state = self.create(policy, self.params)
-      step = UpdatePrograms(
-          policy,
-          supervised_loss,
-          optax.identity(),
-          OptimizerConfig(),
-          self.mesh,
-          state,
-      )
-      self.programs[name] = Program(policy=policy, step=step, state=state)
-      jobs.append((step, pool.submit(self._lowered(step, state).compile)))
+      made = {name: policy}
       if name == 'default':
         self.calibration = Calibration(policy, self.mesh, state)
-        step = self.calibration.programs
-        jobs.append((step, pool.submit(self._lowered(step, state).compile)))
         calibrating = dataclasses.replace(RECIPES[name], calibrating=True)
-        self.programs[KERNELS_ONLY] = Program(
-            policy=self.of(calibrating), step=step, state=state
+        made[KERNELS_ONLY] = self.of(calibrating)
+      for key, policy in made.items():
+        step = UpdatePrograms(
+            policy,
+            supervised_loss,
+            optax.identity(),
+            OptimizerConfig(),
+            self.mesh,
+            state,
         )
+        self.programs[key] = Program(policy=policy, step=step, state=state)
+        jobs.append((step, pool.submit(self._lowered(step, state).compile)))
       say(f'{name} traced')
     for step, job in jobs:
       # In the place of what would compile at its first call.

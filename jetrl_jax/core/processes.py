@@ -48,8 +48,13 @@ T = TypeVar('T')
 # is missing.
 COME_S = 300.0
 MISSING_S = 30.0
-# Longer values travel over the devices: the store is in one process.
+# A longer value does not travel with the message that announces it.
 _INLINE_BYTES = 1 << 16
+# Of a value in the store: gRPC takes 4 MiB in a message.
+_PIECE_BYTES = 1 << 20
+# What the store, which is in one process, passes on of one meeting. More
+# travels over the devices, where each new size is compiled.
+_STORE_BYTES = 1 << 22
 _STORE = 'jetrl_jax'
 
 
@@ -65,9 +70,10 @@ class _Group:
     self.rank, self.count = rank, count
     self.client: Any = distributed.global_state.client
     self.turn = 0
-    # What `TensorGroup.from_leader` has passed on so far, and whether some of
-    # it is still in the store.
-    self.told, self.is_told = 0, False
+    # What `TensorGroup.from_leader` has passed on so far.
+    self.told = 0
+    # What is still in the store and has been read by all after the next turn.
+    self.stale: list[str] = []
     self.barriers: dict[str, int] = {}
     self.watch = Watch(self)
 
@@ -255,11 +261,9 @@ def together(
       for r in range(group.count)
   ]
   # Whoever is here has read all of the last turn, and what it was told.
-  if turn:
-    group.delete(f'meet/{turn - 1}/{group.rank}')
-  if group.is_told:
-    group.delete(f'told/{group.rank}')
-    group.is_told = False
+  while group.stale:
+    group.delete(group.stale.pop())
+  group.stale.append(f'meet/{turn}/{group.rank}')
   for r, (other, *_) in enumerate(found):
     _check_same_work(r, other, what)
   for _, why, *_ in found:
@@ -267,7 +271,11 @@ def together(
       raise StopRequested(why)
   bodies = [inline for *_, inline in found]
   if any(inline is None for inline in bodies):
-    bodies = _all_bytes(body, [size for _, _, size, _ in found])
+    sizes = [size for _, _, size, _ in found]
+    if sum(sizes) * group.count <= _STORE_BYTES:
+      bodies = _through_store(f'body/{turn}', body, what)
+    else:
+      bodies = _over_devices(body, sizes)
   touch(what)
   return [pickle.loads(body) for body in bodies]
 
@@ -361,17 +369,11 @@ class TensorGroup:
     if self.leads:
       value, stopped = _worked(work)
       body = pickle.dumps((what, stopped, value))
-      pieces = [
-          body[i : i + _INLINE_BYTES]
-          for i in range(0, len(body), _INLINE_BYTES)
-      ]
-      for i, piece in enumerate(pieces):
-        _store(f'{key}/{i}', (len(pieces), piece))
-      group.is_told = True
+      _store_in_pieces(key, body)
+      if f'told/{group.rank}' not in group.stale:
+        group.stale.append(f'told/{group.rank}')
     else:
-      number, body = _awaited(f'{key}/0', leader, what, None)
-      for i in range(1, number):
-        body += _awaited(f'{key}/{i}', leader, what, None)[1]
+      body = _awaited_in_pieces(key, leader, what)
       there, stopped, value = pickle.loads(body)
       _check_same_work(leader, there, what)
     touch()
@@ -405,8 +407,34 @@ def _awaited(
   return pickle.loads(value)
 
 
-def _all_bytes(body: bytes, sizes: list[int]) -> list[bytes]:
-  """Returns the bytes of all processes, which travel over the devices."""
+def _store_in_pieces(key: str, body: bytes) -> None:
+  pieces = [
+      body[i : i + _PIECE_BYTES] for i in range(0, len(body), _PIECE_BYTES)
+  ]
+  for i, piece in enumerate(pieces):
+    _store(f'{key}/{i}', (len(pieces), piece))
+
+
+def _awaited_in_pieces(key: str, other: int, what: str) -> bytes:
+  number, first = _awaited(f'{key}/0', other, what, None)
+  others = [_awaited(f'{key}/{i}', other, what, None) for i in range(1, number)]
+  return b''.join([first, *(piece for _, piece in others)])
+
+
+def _through_store(key: str, body: bytes, what: str) -> list[bytes]:
+  """Returns the bytes of all processes."""
+  assert _group is not None
+  own = f'{key}/{_group.rank}'
+  _store_in_pieces(own, body)
+  _group.stale.append(own)
+  return [
+      body if r == _group.rank else _awaited_in_pieces(f'{key}/{r}', r, what)
+      for r in range(_group.count)
+  ]
+
+
+def _over_devices(body: bytes, sizes: list[int]) -> list[bytes]:
+  """Returns the bytes of all processes, which have so many."""
   # Powers of two, so that few programs are compiled.
   padded = np.zeros(1 << (max(sizes) - 1).bit_length(), np.uint8)
   padded[: len(body)] = np.frombuffer(body, np.uint8)

@@ -17,7 +17,7 @@ has the bits of one device. Which rows of a weight a device reads is its
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -191,6 +191,40 @@ def to_host(x: Array | NpArray) -> NpArray:
   ):
     x = _replicated(x.sharding.mesh)(x)  # type: ignore[attr-defined]
   return np.asarray(x)
+
+
+@jax.jit
+def _joined(leaves: list[Array]) -> Array:
+  return jnp.concatenate([jnp.ravel(leaf) for leaf in leaves])
+
+
+def fetch(groups: Mapping[str, PyTree]) -> dict[str, PyTree]:
+  """Returns float32 arrays on the host, in one transfer for each group.
+
+  Of a GPU each small array takes as long as a large one: of a model of 30
+  layers there are 1080 scales, histories and sums.
+
+  Args:
+    groups: trees of arrays that every device has whole; those of the same
+      shapes share a compiled program.
+  """
+  joined = jax.device_get(
+      {
+          key: _joined(leaves)
+          for key, tree in groups.items()
+          if (leaves := jax.tree.leaves(tree))
+      }
+  )
+  found = {}
+  for key, tree in groups.items():
+    leaves, structure = jax.tree.flatten(tree)
+    ends = np.cumsum([leaf.size for leaf in leaves])[:-1]
+    parts = np.split(joined[key], ends) if leaves else []
+    found[key] = structure.unflatten(
+        part.reshape(leaf.shape)
+        for part, leaf in zip(parts, leaves, strict=True)
+    )
+  return found
 
 
 def whole_in_first(tree: PyTree) -> PyTree:

@@ -24,12 +24,12 @@ def _facts() -> None:
   assert apart.share(5) == [[0, 2, 4], [1, 3]][rank]
   assert alike.share(3) == [0, 1, 2] and alike.leads == (rank == 0)
   assert alike.leaders(['a', 'b']) == ['a']
-  # Also what is longer than the store takes at once.
-  for size in (10, 100_000):
+  # Also what is longer than a message.
+  for size in (10, 1_100_000):
     told = alike.from_leader('sizes', lambda size=size: bytes([rank]) * size)
     assert told == bytes(size)
-  # Short values pass through the store, long ones over the devices.
-  for size in (10, 100_000 + rank):
+  # With the message, in pieces through the store, over the devices.
+  for size in (10, 70_000, 900_000 + 200_000 * rank, 1_100_000 + rank):
     found = processes.together('sizes', lambda size=size: bytes([rank]) * size)
     assert found[rank] == bytes([rank]) * size
     assert [set(one) for one in found] == [{0}, {1}]
@@ -50,9 +50,12 @@ def _facts() -> None:
   first = sharding.whole_in_first({'x': split})['x']
   assert first is None if rank else (first == values).all()
 
-  # Nothing is left of it once all have met.
+  # Nothing is left of it once all have met, but this meeting.
   processes.together('a meeting', lambda: None)
-  assert rank or not processes._group.folder('told/0')
+  group = processes._group
+  assert group.stale == [f'meet/{group.turn - 1}/{rank}']
+  for folder in ('told/0', 'body') if rank == 0 else ():
+    assert not group.folder(folder)
 
   def stop():
     raise StopRequested('SIGINT')

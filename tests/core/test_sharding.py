@@ -221,6 +221,21 @@ def test_a_stand_in_has_no_values_and_the_dtype_of_the_master():
   assert half.dtype == jnp.bfloat16
 
 
+def test_small_arrays_of_all_devices_arrive_as_they_are():
+  everywhere = sharding.NamedSharding(sharding.make_mesh(data=8), P())
+  trees = {
+      'layers_0': {'scale': np.float32(3), 'sums': np.arange(5.0)},
+      'layers_1': {'scale': np.float32(-0.0), 'sums': np.full(5, np.nan)},
+      'head': np.arange(6.0).reshape(2, 3),
+      'norm': {},
+  }
+  trees = jax.tree.map(np.float32, trees)
+  found = sharding.fetch(jax.device_put(trees, everywhere))
+  assert jax.tree.structure(found) == jax.tree.structure(trees)
+  for a, b in zip(*map(jax.tree.leaves, (found, trees)), strict=True):
+    assert a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
 def test_rows_are_split_over_both_axes_in_order():
   mesh = sharding.make_mesh(data=2, fsdp=4)
 

@@ -51,18 +51,16 @@ def temporary_bytes(layers: int, mesh) -> int:
       weights=weights,
       opt_step=jax.ShapeDtypeStruct((), jnp.int32),
   )
-  step = Calibration(policy, mesh, state).programs
-  arguments = (
-      *(state, step.gradient_shapes(state), TrainBatch.of_shapes(1, 512)),
-      jax.ShapeDtypeStruct((), jnp.float32),
-  )
+  calibration = Calibration(policy, mesh, state)
+  scalar = jax.ShapeDtypeStruct((), jnp.float32)
+  arguments = state, TrainBatch.of_shapes(1, 512), scalar
   place = sharding.tree_shardings(arguments, mesh)
   arguments = jax.tree.map(
       lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at),
       arguments,
       place,
   )
-  compiled = step.accumulate.lower(*arguments).compile()
+  compiled = calibration.observe.lower(*arguments).compile()
   return compiled.memory_analysis().temp_size_in_bytes
 
 

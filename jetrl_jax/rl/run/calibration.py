@@ -1,20 +1,21 @@
 """Measures the activation scales of a cold start."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from absl import logging
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jetrl_jax.core import rng, sharding
-from jetrl_jax.core.typing import PyTree
+from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.data import Prompt
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.models.policy import Policy, PolicyParams
-from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import packing
 from jetrl_jax.rl.mismatch import k3_divergence
@@ -22,7 +23,7 @@ from jetrl_jax.rl.objective import supervised_loss
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.rollout.scheduler import StopCheck, rollout
 from jetrl_jax.rl.run import mixed_flow
-from jetrl_jax.rl.run.gradients import UpdatePrograms
+from jetrl_jax.rl.run.gradients import differentiable_loss
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.types import Completion, TrainBatch
 
@@ -41,7 +42,11 @@ class Calibration:
 
   The pass uses the weights that training will use, but computes in the compute
   dtype. A layer without a scale therefore cannot distort what the next layers
-  measure. The gradients are discarded; only the scaling state changes.
+  measure. No gradient of a weight is computed; only the scaling state changes.
+
+  Attributes:
+    observe: (state, batch, temperature) to (observations, see
+      `scaling_state.stack_observations`; log-probs [B, T] in nats).
 
   Args:
     policy: training's policy.
@@ -51,17 +56,21 @@ class Calibration:
 
   def __init__(self, policy: Policy, mesh: Mesh, state: TrainState):
     self._recipe = policy.recipe
-    recipe = dataclasses.replace(policy.recipe, calibrating=True)
-    self.programs = UpdatePrograms(
-        # It runs only once, so memory matters more than time.
-        dataclasses.replace(policy, recipe=recipe, remat='full'),
-        supervised_loss,
-        optax.identity(),
-        OptimizerConfig(),
-        mesh,
-        state,
+    # It runs only once, so memory matters more than time.
+    calibrating = dataclasses.replace(
+        policy,
+        recipe=dataclasses.replace(policy.recipe, calibrating=True),
+        remat='full',
     )
-    where = sharding.tree_shardings(state.fp8_state, mesh)
+    specs, rows = sharding.tree_specs(state, mesh), sharding.ROWS
+    self.observe = policy.jit_per_device(
+        functools.partial(_observe, calibrating),
+        mesh,
+        (specs, rows, P()),
+        (P(), rows),
+        in_order=policy.axes.devices > 1,
+    )
+    where = sharding.named(specs.fp8_state, mesh)
     self._take_effect = policy.jit(self._observe_and_roll, out_shardings=where)
     self._observe_health = policy.jit(
         scaling_state.observe_health, out_shardings=where
@@ -112,13 +121,14 @@ class Calibration:
     return dataclasses.replace(state, fp8_state=fp8_state), distance
 
   def _pass(self, state, batches, temperature) -> tuple[PyTree, list]:
-    gradients, logprobs = self.programs.zero_gradients(state), []
+    observed, logprobs = None, []
     for batch in batches:
-      gradients, logprobs_BT, _ = self.programs.accumulate(
-          state, gradients, batch, jnp.float32(temperature)
+      new, logprobs_BT = self.observe(state, batch, jnp.float32(temperature))
+      observed = (
+          new if observed is None else scaling_state.combine(observed, new)
       )
       logprobs.append(logprobs_BT)
-    return gradients.fp8, logprobs
+    return observed, logprobs
 
   def _observe_and_roll(self, fp8_state, observed):
     recorded = scaling_state.observe(fp8_state, observed)
@@ -128,6 +138,22 @@ class Calibration:
     # The RL objective's gradients differ in size from this loss's. This scale
     # is only a start, and the first real observation must be able to lower it.
     return scaling_state.forget(rolled, operand='output_grad')
+
+
+def _observe(
+    policy: Policy, state: TrainState, batch: TrainBatch, temperature: Array
+) -> tuple[PyTree, Array]:
+  """Returns what a backward pass shows of all dots, and the log-probs."""
+  loss_of = differentiable_loss(
+      policy, supervised_loss, state, batch, temperature
+  )
+  seen, (_, logprobs_BT, _) = jax.grad(loss_of, argnums=1, has_aux=True)(
+      state.trainable, state.fp8_state
+  )
+  observed = scaling_state.reduce_over_devices(
+      scaling_state.stack_observations(seen), policy.axes
+  )
+  return observed, logprobs_BT
 
 
 def likelihood_sequences(

@@ -184,7 +184,7 @@ class Requantizer:
     state = dataclasses.replace(
         state, rollout_fp8_state=fp8_state, rollout_weights=weights
     )
-    return state, jax.device_get(changed)
+    return state, sharding.fetch(changed)
 
   def _observe(self, observed_inputs, state, batches) -> TrainState:
     observed = self._seen(observed_inputs, state, batches)

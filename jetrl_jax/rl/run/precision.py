@@ -9,11 +9,10 @@ import dataclasses
 import json
 import pathlib
 
-import jax
 from absl import logging
 
 from jetrl_jax.checkpoint import restore
-from jetrl_jax.core import processes
+from jetrl_jax.core import processes, sharding
 from jetrl_jax.core.files import replace_text
 from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import Recipe, adaptive, health, scaling_state
@@ -169,5 +168,5 @@ def _summary(policy: Policy, state: TrainState) -> adaptive.Summary:
       lambda s, p, w: scaling_state.measure_kernels(s, p, w, Axes())
   )(state.fp8_state, merge(state.trainable, state.frozen), state.weights)
   return health.summarize(
-      jax.device_get(fp8_state), scaling_state.record_paths(fp8_state)
+      sharding.fetch(fp8_state), scaling_state.record_paths(fp8_state)
   )

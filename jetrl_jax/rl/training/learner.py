@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jetrl_jax.core import processes
+from jetrl_jax.core import processes, sharding
 from jetrl_jax.core.compile_ahead import CompileAhead, Program
 from jetrl_jax.core.typing import Array, NpArray, PyTree
 from jetrl_jax.metrics.timer import Timer
@@ -277,7 +277,9 @@ class Learner:
           else:
             done.k3 = self._k3(batch, known | done.first_logprobs, values)
         state, info = self._programs.apply(state, gradients)
-        done.infos.append(jax.device_get(info))
+        changed = sharding.fetch(info.changed_bytes)
+        info = jax.device_get(dataclasses.replace(info, changed_bytes={}))
+        done.infos.append(dataclasses.replace(info, changed_bytes=changed))
     if len(done.infos) == 1:
       few = self._few(batches[0])
       params = PolicyParams(state.weights, state.fp8_state)

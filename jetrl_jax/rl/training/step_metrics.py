@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from flax import traverse_util
 
+from jetrl_jax.core import sharding
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.fp8 import health, scaling_state
 from jetrl_jax.metrics.timer import Timer
@@ -83,7 +84,7 @@ def step_metrics(
 
 def _health(fp8_state: PyTree, operands: tuple[str, ...]) -> dict[str, Any]:
   """Returns `fp8/...` and `fp8_health` for the measured operands."""
-  fp8_state = jax.device_get(fp8_state)
+  fp8_state = sharding.fetch(fp8_state)
   summary = {
       path: {operand: entries[operand] for operand in operands}
       for path, entries in health.summarize(

@@ -121,13 +121,12 @@ def test_the_distance_is_0_from_the_pass_to_itself_and_grows_with_a_shift():
   ]
   _, nothing = calibration.measure(state, none, tiny_run.TEMPERATURE)
   assert nothing is None
-  gradients = calibration.programs.zero_gradients(state)
   distances = []
   for shift in (0.0, 0.5):
     moved = []
     for batch in packed:
-      gradients, logprobs, _ = calibration.programs.accumulate(
-          state, gradients, batch, np.float32(tiny_run.TEMPERATURE)
+      _, logprobs = calibration.observe(
+          state, batch, np.float32(tiny_run.TEMPERATURE)
       )
       sampled = np.where(batch.loss_mask > 0, np.asarray(logprobs) - shift, 0)
       moved.append(
