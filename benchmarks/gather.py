@@ -449,7 +449,9 @@ def _compile_all() -> None:
   columns = (*_COLUMNS[:5], ('kernels', 'kernels of a pass', ''))
   columns += (('copies', 'copies of the workspace', 'd'),)
   device = f'{_DEVICES.value} x {mesh.devices.flat[0].device_kind}'
-  common.write(rows, {}, common.table(rows, columns), f'none (compiled for {device})')
+  common.write(
+      rows, {}, common.table(rows, columns), f'none (compiled for {device})'
+  )
 
 
 def main(argv: list[str]) -> None:

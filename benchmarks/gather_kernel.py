@@ -17,7 +17,7 @@ program c. So B's launch n + 1 had begun, and B's launch n had ended, with all
 that it read of slot n mod 2. One slot would not do: A may push for n + 1 while
 B still reads what came for n. Two conditions: a launch begins after the one
 before it has ended (no programmatic dependent launch), and all programs of a
-launch are on the device at once, so there is at most one a multiprocessor.
+launch have room on the device at once.
 
 Programs count their gathers in the workspace, so no operand tells the number.
 What a workspace needs:
@@ -26,8 +26,9 @@ What a workspace needs:
   gather begins on any: make it in a program of its own, and wait for that.
 * It is never copied within a program. A device makes a copy when it gets there,
   and the others may have pushed before. So donate it.
-* It serves one form. Gathers of several shapes may take it in turn, since a
-  unit belongs to the same program whatever the shape; but not with `own_rows`.
+* It serves one form and one `programs`. Then gathers of several shapes may take
+  it in turn, since a unit belongs to the same program whatever the shape; with
+  `own_rows` one shape alone.
 
 Two forms:
 
