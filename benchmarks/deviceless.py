@@ -159,7 +159,7 @@ def _decode(policy, params):
   state = jax.eval_shape(lambda: decode_states.idle(policy, config, pages))
   key = jax.eval_shape(lambda: rng.key(0, rng.ROLLOUT, 0))
   steps = jax.ShapeDtypeStruct((), jnp.int32)
-  mesh = _mesh(tensor=_TENSOR.value)
+  mesh = mesh_of(tensor=_TENSOR.value)
   params_spec: Any = P()
   state_spec, _ = decode_states.specs(policy.axes.kv_spec)
   if policy.axes.tensor > 1:
@@ -197,7 +197,7 @@ def _at(tree, specs, mesh):
 
 def _update(policy, params, masters):
   """Returns the traced pass over one micro-batch."""
-  mesh = _mesh(_DATA.value, _FSDP.value, _TENSOR.value)
+  mesh = mesh_of(_DATA.value, _FSDP.value, _TENSOR.value)
   policy = dataclasses.replace(policy, axes=sharding.axes_of(mesh))
 
   def at(leaf, where):
@@ -239,7 +239,7 @@ def _apply(policy, params, masters) -> None:
       master_rounding=_ROUNDING.value, moments=_MOMENTS.value
   )
   optimizer = config.build()
-  mesh = _mesh()
+  mesh = mesh_of()
   scalar = jax.ShapeDtypeStruct((), jnp.float32)
   gradients = Gradients(
       trainable=masters,
@@ -335,7 +335,7 @@ def _received(hlo: str, devices: int) -> list[dict]:
   return rows
 
 
-def _mesh(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
+def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
   """Returns GPUs that are not there."""
   devices = topologies.get_topology_desc(
       platform='cuda',

@@ -33,6 +33,13 @@ _SCRIPTS = {
         '--steps=2',
         '--variants=fp8_delayed+kv8',
     ),
+    'gather': (
+        '--slots=32',
+        '--arrays=float32:256:norm,float8_e4m3fn:256',
+        '--gathers=3',
+        '--repeats=2',
+        '--checks=2',
+    ),
     'scaling': (
         '--devices=2',
         '--limit_s=1500',
@@ -141,6 +148,19 @@ def test_two_graders_are_compared_answer_by_answer():
   assert not flexible['otherwise']
   with pytest.raises(ValueError, match='lm-eval has 1 prompts, ours 0'):
     beside_lm_eval.compare([], theirs)
+
+
+@pytest.mark.slow
+def test_gathers_by_xla_have_the_bits_that_numpy_makes(tmp_path):
+  rows = _rows('gather', tmp_path)
+  assert [(row['dtype'], row['variant']) for row in rows] == [
+      ('float32', 'nothing'),
+      ('float32', 'xla'),
+      ('float8_e4m3fn', 'nothing'),
+      ('float8_e4m3fn', 'xla'),
+  ]
+  assert not any('error' in row or row.get('unlike') for row in rows)
+  assert rows[3]['right']
 
 
 @pytest.mark.slow

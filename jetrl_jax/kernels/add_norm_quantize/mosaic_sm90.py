@@ -47,18 +47,18 @@ def _chunk(dim: int) -> int:
   return min(dim & -dim, _MAX_CHUNK)
 
 
-def _rows_of_program(dim: int) -> int:
+def rows_of_program(dim: int) -> int:
   """1 if all threads have two channels of a chunk, else a row for each warp."""
   return 1 if _chunk(dim) >= 2 * tools.THREADS else tools.WARPS
 
 
 def fits(dim: int) -> bool:
   """Whether the kernel takes rows of so many channels."""
-  threads = tools.THREADS // _rows_of_program(dim)
+  threads = tools.THREADS // rows_of_program(dim)
   return _chunk(dim) >= 2 * threads and dim <= _MOST * threads
 
 
-def _kernel(
+def kernel(
     *refs,
     eps: float,
     num_scales: int,
@@ -90,7 +90,7 @@ def _kernel(
     sum_ref, *refs = refs
   out_ref = refs[0] if refs else None
   dim = x_ref.shape[1]
-  chunk, count = _chunk(dim), _rows_of_program(dim)
+  chunk, count = _chunk(dim), rows_of_program(dim)
   mine = lax.axis_index('program')
   if count == 1:
     shape = (chunk,)
@@ -174,7 +174,7 @@ def forward(
   out = plgpu.kernel(
       tools.named(
           'rms_norm',
-          _kernel,
+          kernel,
           eps=eps,
           num_scales=num_scales,
           adds=delta is not None,
@@ -182,7 +182,7 @@ def forward(
           interpret=interpret,
       ),
       out_type=results,
-      grid=(rows // _rows_of_program(dim),),
+      grid=(rows // rows_of_program(dim),),
       grid_names=('program',),
       **tools.kernel_options(interpret, barriers=False),
   )(*operands)
