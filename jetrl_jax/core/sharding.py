@@ -297,6 +297,11 @@ class Axes:
     """Number of devices over which a leaf is stored."""
     return self.fsdp * self.tensor
 
+  @property
+  def exchanges(self) -> bool:
+    """Whether devices gather weights before they read them."""
+    return self.stored > 1 and not self.placed
+
   def psum(self, x: PyTree) -> PyTree:
     """Returns the sum over the devices that have rows of their own."""
     if self.size == 1:
@@ -380,7 +385,7 @@ class Axes:
     is_split = x.ndim > 0 and local_dim != full_dim
     if not is_split:
       if pieces:
-        x = self._put_back(x, full_dim, pieces)
+        x = self._put_back(x, pieces)
       if not self.apart:
         x = self.psum(x)
       elif self.fsdp > 1:
@@ -391,7 +396,7 @@ class Axes:
       if self.fsdp > 1:
         x = _ordered_sum_scatter(x, FSDP, self.fsdp)
     else:
-      x = self._put_back(x, full_dim, pieces) if pieces else x
+      x = self._put_back(x, pieces) if pieces else x
       names = _stored_over(self.tensor)
       x = _ordered_sum_scatter(x, names, self.stored)
     if self.data == 1 or self.apart:
@@ -425,13 +430,19 @@ class Axes:
     ]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
-  def _put_back(self, x: Array, full_dim: int, pieces: Pieces) -> Array:
-    whole, done = jnp.zeros((full_dim, *x.shape[1:]), x.dtype), 0
-    for start, rows in self._starts(pieces):
-      part = lax.slice_in_dim(x, done, done + rows)
-      whole = lax.dynamic_update_slice_in_dim(whole, part, start, 0)
-      done += rows
-    return whole
+  def _put_back(self, x: Array, pieces: Pieces) -> Array:
+    """Returns the whole leaf's rows, 0 where this device has none."""
+    device, done, found = lax.axis_index(TENSOR), 0, []
+    for rows, parts in pieces:
+      size = rows // parts
+      part = lax.slice_in_dim(x, done, done + size)
+      here = jnp.arange(parts) == device * parts // self.tensor
+      # Not written into zeros: XLA would make them for all layers at once, and
+      # keep what waits for them.
+      whole = jnp.where(here.reshape(-1, *[1] * x.ndim), part, 0)
+      found.append(whole.reshape(rows, *x.shape[1:]))
+      done += size
+    return jnp.concatenate(found)
 
   # --- rows in a forward pass ----------------------------------------------
 

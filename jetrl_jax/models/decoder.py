@@ -90,13 +90,15 @@ class Attention(Leaf):
       row_mask_M: Array,
       attend: Attend,
       cache: KeysValues | None,
+      after: Array | None = None,
   ) -> tuple[Array | DeferredScale, KeysValues]:
     """Returns (what the block adds to the residual, keys and values)."""
     cfg = tensor_parallel.on_device(self.config, self.axes.tensor)
     norm_heads = self._norm_heads if cfg.qk_norm else None
     rotation = rope.rotation(positions_M, rope.inverse_frequencies(cfg))
     rows = rows.map(self.axes.enter)
-    qkv = self.qkv(rows, row_mask_M, defer=attend.defers_qkv(cfg))
+    defers = attend.defers_qkv(cfg)
+    qkv = self.qkv(rows, row_mask_M, defer=defers, after=after)
     q_MNH, keys = attend.rope_append(
         qkv,
         rotation,
@@ -108,7 +110,7 @@ class Attention(Leaf):
     rows, cache = attend(q_MNH, keys, self.o.row_format())
     rows = rows.map(self.axes.gather_inputs)
     self.tap_rows('attention', rows, self.o.row_format())
-    return self.o(rows, row_mask_M, defer=attend.defers), cache
+    return self.o(rows, row_mask_M, defer=attend.defers, after=after), cache
 
   def _norm_heads(self, q_MNH: Array, k_MKH: Array) -> tuple[Array, Array]:
     """Normalises each head of the queries and of the keys."""
@@ -155,18 +157,25 @@ class MLP(Leaf):
     )
 
   def __call__(
-      self, rows: Rows, row_mask_M: Array, defer: bool = False
+      self,
+      rows: Rows,
+      row_mask_M: Array,
+      defer: bool = False,
+      after: Array | None = None,
   ) -> Array | DeferredScale:
     """Returns what the block adds to the residual stream."""
     rows = rows.map(self.axes.enter)
     if self._is_one_operation():
-      dots = self.gate_up.operands(), self.down.operands()
+      dots = (
+          self.gate_up.operands(after=after),
+          self.down.operands(after=after),
+      )
       return mlp_op.mlp(
           self.recipe, rows, *dots, row_mask_M, self.axes, defer=defer
       )
-    h_MF = swiglu(self.gate_up(rows, row_mask_M))
+    h_MF = swiglu(self.gate_up(rows, row_mask_M, after=after))
     h_MF = self.tap('swiglu', self.axes.gather_inputs(h_MF))
-    return self.down(Rows(h_MF), row_mask_M, defer=defer)
+    return self.down(Rows(h_MF), row_mask_M, defer=defer, after=after)
 
   def _is_one_operation(self) -> bool:
     """Whether `kernels/mlp` computes gate_up, SwiGLU and down together."""
@@ -200,14 +209,17 @@ class Block(Leaf):
       row_mask_M: Array,
       attend: Attend,
       cache: KeysValues | None,
+      after: Array | None = None,
   ) -> tuple[Array | PendingAdd, KeysValues]:
     """Returns (the residual stream [M, D], keys and values)."""
     x_MD, rows = self.attn_norm(residual, self.attn.row_format())
-    delta, cache = self.attn(rows, positions_M, row_mask_M, attend, cache)
+    delta, cache = self.attn(
+        rows, positions_M, row_mask_M, attend, cache, after
+    )
     residual = remat.keep(self._add(x_MD, delta))
     row_format = self.mlp.row_format(positions_M.shape[0])
     x_MD, rows = self.mlp_norm(residual, row_format)
-    delta = self.mlp(rows, row_mask_M, defer=attend.defers)
+    delta = self.mlp(rows, row_mask_M, defer=attend.defers, after=after)
     return self._add(x_MD, delta), cache
 
   def _add(
@@ -275,11 +287,16 @@ class Decoder(Leaf):
       (hidden [M, D] after the final norm, per layer (keys, values)).
     """
     residual = self.embed(tokens_M)
-    new_caches = []
+    new_caches, after, exchanges = [], None, self.axes.exchanges
     for i, layer in enumerate(self.layers):
       cache = None if caches is None else caches[i]
-      residual, cache = layer(residual, positions_M, row_mask_M, attend, cache)
+      # Devices exchange a layer's weights while they compute the one before.
+      before = residual[0, 0].astype(jnp.float32) if exchanges else None
+      residual, cache = layer(
+          residual, positions_M, row_mask_M, attend, cache, after
+      )
       new_caches.append(cache)
+      after = before
     _, rows = self.final_norm(residual)
     if self.is_initializing():
       self.head(rows.values, row_mask_M)

@@ -105,6 +105,22 @@ def sum_equal(tokens_M: Array, rows_MD: Array) -> tuple[Array, Array]:
 _lookup.defvjp(_lookup_fwd, _lookup_bwd)
 
 
+def _not_before(first: Array, weight: QTensor | Array) -> QTensor | Array:
+  """Returns the weight, for which a float32 [] must be there.
+
+  XLA starts at once to gather what waits for nothing, so that every device had
+  the weights of all layers in memory.
+  """
+  first = lax.stop_gradient(first)
+  if not isinstance(weight, QTensor):
+    # The value is always the weight, but XLA cannot know that.
+    return jnp.where(jnp.isnan(first), first.astype(weight.dtype), weight)
+  first, values = lax.optimization_barrier((first, weight.values))
+  # XLA takes out of a barrier what nothing reads.
+  scale = jnp.where(jnp.isnan(first), first, weight.scale)
+  return QTensor(values=values, scale=scale)
+
+
 def gather_quantized(
     axes: Axes, local: QTensor, full_dim: int, pieces: Pieces = ()
 ) -> QTensor:
@@ -196,7 +212,12 @@ class Leaf(nn.Module):
       self.tap(f'{name}_fp8', q_MI)
 
   def leaf(
-      self, name: str, init, shape: tuple[int, ...], pieces: Pieces = ()
+      self,
+      name: str,
+      init,
+      shape: tuple[int, ...],
+      pieces: Pieces = (),
+      after: Array | None = None,
   ) -> tuple[Any, Any]:
     """Returns (master, compute weight).
 
@@ -208,11 +229,14 @@ class Leaf(nn.Module):
       init: makes the master.
       shape: shape of the whole leaf.
       pieces: which of its rows this device reads.
+      after: float32 [], which must be there before devices exchange the weight.
     """
     if self.is_initializing():
       master = self.param(name, init, shape, jnp.float32)
       return master, master.astype(self.recipe.dtype)
     compute = self.get_variable('weights', name)
+    if after is not None:
+      compute = _not_before(after, compute)
     if isinstance(compute, QTensor):
       compute = gather_quantized(self.axes, compute, shape[0], pieces)
     else:
@@ -242,10 +266,10 @@ class Linear(Leaf):
   use_bias: bool = False
   late_scale: bool = False
 
-  def kernel(self) -> tuple[Any, Any]:
-    """Returns (master or None, weight), see `linear.dot`."""
+  def kernel(self, after: Array | None = None) -> tuple[Any, Any]:
+    """Returns (master or None, weight), see `linear.dot` and `leaf`."""
     shape = (self.out_dim, self.in_dim)
-    return self.leaf('kernel', _INIT, shape, self.pieces)
+    return self.leaf('kernel', _INIT, shape, self.pieces, after)
 
   @property
   def _columns(self) -> int:
@@ -272,9 +296,11 @@ class Linear(Leaf):
     scale = self.get_variable(COLLECTION, 'input')['scale']
     return RowFormat(scale=scale)
 
-  def operands(self, kernel=None) -> tuple[Any, Any, PyTree | None]:
+  def operands(
+      self, kernel=None, after: Array | None = None
+  ) -> tuple[Any, Any, PyTree | None]:
     """Returns (master or None, weight, dot_state), see `linear.dot`."""
-    master, weight = kernel or self.kernel()
+    master, weight = kernel or self.kernel(after)
     if not isinstance(weight, QTensor):
       return master, weight, None
     dot_state = {name: self.get_variable(COLLECTION, name) for name in OPERANDS}
@@ -289,6 +315,7 @@ class Linear(Leaf):
       out_dtype=None,
       kernel=None,
       defer: bool = False,
+      after: Array | None = None,
   ) -> Array | DeferredScale:
     """Returns [M, O].
 
@@ -300,8 +327,9 @@ class Linear(Leaf):
       defer: leave scale and bias to the operation that reads the result, if the
         recipe allows it. Such a dot has no derivative. Without `late_scale` the
         product is then float32, as inside a GEMM that adds a residual.
+      after: see `leaf`.
     """
-    operands = self.operands(kernel)
+    operands = self.operands(kernel, after)
     if defer or rows.in_parts:
       product = linear.unscaled_dot(
           self.recipe,
