@@ -363,6 +363,37 @@ def _batch(vocab: int) -> TrainBatch:
   return TrainBatch(**fields)
 
 
+@pytest.mark.parametrize('name', ['fp8_delayed', 'bf16'])
+@pytest.mark.parametrize('fsdp, tensor, dots', [(2, 1, 4), (1, 2, 2)])
+def test_a_layer_s_weights_are_exchanged_one_layer_ahead(
+    fsdp, tensor, dots, name
+):
+  mesh = _mesh(1, fsdp, tensor)
+  of = Policy(
+      model=_model(num_layers=3),
+      recipe=Recipe(name=name),
+      axes=sharding.axes_of(mesh),
+      tile=16,
+      remat='none',
+  )
+  state = tiny_run.state_shapes(dataclasses.replace(of, axes=Axes()))
+  params = PolicyParams(state.weights, state.fp8_state)
+  specs = sharding.tree_specs(params, mesh), sharding.ROWS, P()
+  function = sharding.per_device(of.logprobs, mesh, specs, sharding.ROWS)
+  traced = jax.make_jaxpr(function)(params, _batch(128), jnp.float32(1))
+  waits = 0
+  for body in [eqn.params['jaxpr'] for eqn in traced.eqns]:
+    made = {out for eqn in body.eqns for out in eqn.outvars}
+    for eqn in body.eqns:
+      if eqn.primitive.name == 'all_gather':
+        # What does not wait is the weight as it came.
+        waits += eqn.invars[0].aval.shape[1:] == (128,) and (
+            eqn.invars[0] in made
+        )
+  # Of the first layer all are there at once, as of embedding and head.
+  assert waits == 2 * dots
+
+
 @functools.cache
 def _updated(model, recipe, mesh):
   """(gradients, log-probs) of one micro-batch."""
