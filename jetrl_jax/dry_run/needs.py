@@ -15,6 +15,10 @@ from jetrl_jax.rl.run.spec import RunSpec
 # XLA's CPU program keeps this many times the insides of the blocks, whatever
 # model.remat is: 3.1 for the quickstart, 3.4 for a model of 135 M parameters.
 _CPU_COPIES = 3.5
+# So many times the insides of a block are alive in its backward, with their
+# gradients, by model.remat ('none' keeps one of them anyway): compiled for an
+# H200, 7B, 8B and 14B, 8192 to 32768 tokens (docs/dry_run.md).
+_INSIDES = {'none': 1.0, 'selective': 1.4, 'full': 1.6}
 
 
 def accumulate_needs(
@@ -40,10 +44,9 @@ def accumulate_needs(
   tokens = rows * length // policy.axes.size
   inside = tokens * inside_of_token(policy)
   chunk = logprobs.chunk_of(tokens, policy.logit_chunk_rows)
-  beside = 2 * inside
   match policy.remat:
     case 'none':
-      kept, block, beside = 'insides', tokens * _insides_kept(policy), inside
+      kept, block = 'insides', tokens * _insides_kept(policy)
     case 'selective':
       kept, block = 'inputs and attention', tokens * _kept_of_token(policy)
     case _:
@@ -51,7 +54,9 @@ def accumulate_needs(
   of_blocks = {k: v for k, v in masters.items() if k.startswith('layers_')}
   of_head = {k: v for k, v in masters.items() if k not in of_blocks}
   in_block = {
-      'activations: insides of one block, and gradients': beside,
+      'activations: insides of one block, and gradients': int(
+          _INSIDES[policy.remat] * inside
+      ),
       'its largest gradient, in float32': largest(of_blocks, 4),
   }
   # Probabilities and their gradient, in float32.
@@ -59,10 +64,14 @@ def accumulate_needs(
   if attention == 'reference':
     in_block['attention: scores of one block'] = scores
   in_head = {
-      f'logits: {chunk} rows in float32': 4 * model.vocab_size * chunk,
+      f'logits: {chunk} rows in float32, and their gradient': (
+          (4 + width) * model.vocab_size * chunk
+      ),
       "the head's gradient, in float32": largest(of_head, 4),
-      'the same in the dtype of masters': largest(of_head),
+      'hidden rows and their gradient': 2 * width * tokens * model.model_dim,
   }
+  if model.tied_embeddings:
+    in_head['the gradient of tokens read'] = largest(of_head)
   if attention == 'cpu':
     return {
         f'activations: insides of {model.num_layers} blocks, with copies': int(

@@ -67,7 +67,11 @@ def _lookup_fwd(master_VD, compute_VD, tokens_M):
 def _lookup_bwd(residuals, ct_MD):
   tokens_M, like = residuals
   ct_MD = ct_MD.astype(like.dtype)
-  zeros = jnp.zeros((like.shape[1], ct_MD.shape[1]), like.dtype)
+  # The value is always 0, but XLA cannot know that. It would make these zeros
+  # beside those of the head's gradient, and keep them through all layers.
+  first = ct_MD[0, 0]
+  zero = jnp.where(jnp.isnan(first), first, 0)
+  zeros = jnp.full((like.shape[1], ct_MD.shape[1]), zero, like.dtype)
   if not on_gpu():
     return zeros.at[tokens_M].add(ct_MD), None, None
   tokens_M, sums_MD = sum_equal(tokens_M, ct_MD)
