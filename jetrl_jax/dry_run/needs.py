@@ -64,9 +64,7 @@ def accumulate_needs(
   if attention == 'reference':
     in_block['attention: scores of one block'] = scores
   in_head = {
-      f'logits: {chunk} rows in float32, and their gradient': (
-          (4 + width) * model.vocab_size * chunk
-      ),
+      f'logits: {chunk} rows in float32': 4 * model.vocab_size * chunk,
       "the head's gradient, in float32": largest(of_head, 4),
       'hidden rows and their gradient': 2 * width * tokens * model.model_dim,
   }
