@@ -105,7 +105,7 @@ def _insides_kept(policy: Policy) -> int:
   """Returns the bytes per block and token that 'none' keeps.
 
   In 'fp8_delayed', norms and SwiGLU write the dots' 8-bit operands. In 'bf16',
-  XLA keeps about two more rows of float32.
+  XLA keeps about one more row of float32.
   """
   model, recipe = policy.model, policy.recipe
   kept = inside_of_token(policy)
@@ -113,7 +113,7 @@ def _insides_kept(policy: Policy) -> int:
     numbers = 2 * model.model_dim + model.ffn_dim
     kept -= (recipe.dtype.itemsize - 1) * numbers
   elif recipe.name == 'bf16':
-    kept += 2 * 4 * model.model_dim
+    kept += 4 * model.model_dim
   return kept
 
 
