@@ -287,7 +287,8 @@ class Decoder(Leaf):
       (hidden [M, D] after the final norm, per layer (keys, values)).
     """
     residual = self.embed(tokens_M)
-    new_caches, after, exchanges = [], None, self.axes.exchanges
+    new_caches, after = [], None
+    exchanges = self.axes.exchanges and caches is None
     for i, layer in enumerate(self.layers):
       cache = None if caches is None else caches[i]
       # Devices exchange a layer's weights while they compute the one before.

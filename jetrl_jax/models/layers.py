@@ -239,7 +239,8 @@ class Leaf(nn.Module):
       master = self.param(name, init, shape, jnp.float32)
       return master, master.astype(self.recipe.dtype)
     compute = self.get_variable('weights', name)
-    if after is not None:
+    here = compute.values if isinstance(compute, QTensor) else compute
+    if after is not None and here.shape[0] != shape[0]:
       compute = _not_before(after, compute)
     if isinstance(compute, QTensor):
       compute = gather_quantized(self.axes, compute, shape[0], pieces)
