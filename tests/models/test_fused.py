@@ -1,17 +1,22 @@
 """The kernels of a fused decode step are put together as the step is."""
 
+import dataclasses
 from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
+from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import Recipe
+from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels.gate_up import mosaic_sm90 as gate_up
 from jetrl_jax.kernels.swiglu import mosaic_sm90 as swiglu
+from jetrl_jax.models.policy import Policy, PolicyParams
 from tests import kernels_in_use
 from tests.hurry import fast_compile_jit
 from tests.models import fused, tiny
+from tests.rl import tiny_run
 
 FP8 = Recipe()
 # What a decode step on a GPU has, but for attention: it is the same in a fused
@@ -24,6 +29,29 @@ SOME = Recipe(
         'layers_1/(attn/qkv|mlp/gate_up)',
     )
 )
+
+
+def test_a_decode_step_waits_for_no_weights_of_other_devices(monkeypatch):
+  kernels_in_use.as_on_hopper(monkeypatch)
+  sizes = dict(model_dim=512, head_dim=64, ffn_dim=512, vocab_size=128)
+  one = Policy(
+      model=tiny.config('qwen2', **sizes),
+      recipe=FP8,
+      tile=64,
+      kernels=dispatch.automatic(),
+  )
+  state = tiny_run.state_shapes(one)
+  params = PolicyParams(state.weights, state.fp8_state)
+  rows, table = (jax.ShapeDtypeStruct(x, 'i4') for x in ((16,), (16, 2)))
+  caches = [one.page_shapes(16, 64)] * one.model.num_layers
+
+  def traced(axes):
+    of = dataclasses.replace(one, axes=axes)
+    function = of.bound(of.decode)
+    return str(jax.make_jaxpr(function)(params, rows, rows, table, caches))
+
+  # With `mesh.fsdp` a rollout has whole weights.
+  assert traced(Axes(fsdp=2)) == traced(Axes())
 
 
 @pytest.mark.parametrize('ffn_dim', [128, 120])

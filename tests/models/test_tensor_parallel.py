@@ -26,7 +26,6 @@ from jetrl_jax.rl.rollout import decode_step
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.types import TrainBatch
 from jetrl_jax.serve.logprobs import SequenceLogprobs
-from tests import kernels_in_use
 from tests.rl import tiny_run, tiny_updates
 
 F32 = Recipe(name='bf16', compute_dtype='float32')
@@ -393,24 +392,6 @@ def test_a_layer_s_weights_are_exchanged_one_layer_ahead(
         )
   # Of the first layer all are there at once, as of embedding and head.
   assert waits == 2 * dots
-
-
-def test_a_decode_step_has_whole_weights_and_waits_for_none(monkeypatch):
-  kernels_in_use.as_on_hopper(monkeypatch)
-  sizes = dict(num_layers=2, model_dim=512, head_dim=64, ffn_dim=512)
-  one = Policy(model=_model(**sizes), recipe=Recipe(), tile=64)
-  state = tiny_run.state_shapes(one)
-  params = PolicyParams(state.weights, state.fp8_state)
-  rows, table = (jax.ShapeDtypeStruct(x, 'i4') for x in ((16,), (16, 2)))
-  caches = [one.page_shapes(16, 64)] * 2
-  split = dataclasses.replace(one, axes=Axes(fsdp=2))
-  traced = [
-      str(
-          jax.make_jaxpr(of.bound(of.decode))(params, rows, rows, table, caches)
-      )
-      for of in (one, split)
-  ]
-  assert traced[0] == traced[1]
 
 
 @functools.cache
