@@ -17,21 +17,19 @@ whether our kernels compile there, and find room in their shared memory.
 import dataclasses
 import functools
 import os
-import re
 import time
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from absl import app, flags
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import common
+from benchmarks.absent_gpus import GPUS, kernels, mesh_of, received
 from jetrl_jax.core import compilation, rng, sharding
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.kernels import dispatch
@@ -85,58 +83,7 @@ _DUMP = flags.DEFINE_string('dump', '', 'Folder for PTX and HLO.')
 _PAGE = 128
 
 
-class _Gpu(NamedTuple):
-  """What XLA would ask a device, as CUDA describes it."""
-
-  capability: tuple[int, int]
-  cores: int
-  shared: int  # KiB that a block may have
-  l2: int  # KiB
-  gigabytes: float
-  bandwidth: float  # 1e9 bytes/s
-  ghz: float
-
-  def target(self, name: str) -> str:
-    """Returns the description that XLA reads."""
-    return f"""
-gpu_device_info {{
-  threads_per_block_limit: 1024 threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: {(self.shared + 1) * 1024}
-  threads_per_core_limit: 2048 core_count: {self.cores} fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
-  block_dim_limit_z: 65535 memory_bandwidth: {self.bandwidth * 1e9:.0f}
-  l2_cache_size: {self.l2 * 1024} clock_rate_ghz: {self.ghz}
-  device_memory_size: {self.gigabytes * 1e9:.0f}
-  shared_memory_per_block_optin: {self.shared * 1024}
-  cuda_compute_capability {{
-    major: {self.capability[0]} minor: {self.capability[1]}
-  }}
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-  device_interconnect_info {{ active_links: 18 }}
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }}
-runtime_version {{ major: 13 minor: 0 patch: 0 }}
-device_description_str: "NVIDIA {name}"
-"""
-
-
-_GPUS = {
-    'H200': _Gpu((9, 0), 132, 227, 61440, 150.75482, 4800, 1.98),
-    'A100': _Gpu((8, 0), 108, 163, 40960, 85, 2039, 1.41),
-    'L40': _Gpu((8, 9), 142, 99, 98304, 48, 864, 2.49),
-    'B200': _Gpu((10, 0), 148, 227, 129536, 191, 7700, 1.96),
-}
-_GPU = flags.DEFINE_enum('gpu', 'H200', list(_GPUS), 'Which.')
-_BYTES = {'bf16': 2, 'f16': 2, 'u16': 2, 's8': 1, 'u8': 1, 'pred': 1}
-_BYTES |= {'f8e4m3fn': 1, 'f8e5m2': 1, 's64': 8, 'u64': 8}
-# Ops that launch nothing.
-_FREE = ('get-tuple-element', 'parameter', 'tuple', 'bitcast', 'constant')
-# How often the result travels.
-_COLLECTIVES = {'all-gather': 1, 'all-to-all': 1, 'collective-permute': 1}
-_COLLECTIVES |= {'all-reduce': 2, 'reduce-scatter': 1}
-_OP = re.compile(r'\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)')
+_GPU = flags.DEFINE_enum('gpu', 'H200', list(GPUS), 'Which.')
 
 
 def _decode(policy, params):
@@ -159,7 +106,7 @@ def _decode(policy, params):
   state = jax.eval_shape(lambda: decode_states.idle(policy, config, pages))
   key = jax.eval_shape(lambda: rng.key(0, rng.ROLLOUT, 0))
   steps = jax.ShapeDtypeStruct((), jnp.int32)
-  mesh = mesh_of(tensor=_TENSOR.value)
+  mesh = mesh_of(_GPU.value, tensor=_TENSOR.value)
   params_spec: Any = P()
   state_spec, _ = decode_states.specs(policy.axes.kv_spec)
   if policy.axes.tensor > 1:
@@ -197,7 +144,7 @@ def _at(tree, specs, mesh):
 
 def _update(policy, params, masters):
   """Returns the traced pass over one micro-batch."""
-  mesh = mesh_of(_DATA.value, _FSDP.value, _TENSOR.value)
+  mesh = mesh_of(_GPU.value, _DATA.value, _FSDP.value, _TENSOR.value)
   policy = dataclasses.replace(policy, axes=sharding.axes_of(mesh))
 
   def at(leaf, where):
@@ -239,7 +186,7 @@ def _apply(policy, params, masters) -> None:
       master_rounding=_ROUNDING.value, moments=_MOMENTS.value
   )
   optimizer = config.build()
-  mesh = mesh_of()
+  mesh = mesh_of(_GPU.value)
   scalar = jax.ShapeDtypeStruct((), jnp.float32)
   gradients = Gradients(
       trainable=masters,
@@ -270,83 +217,6 @@ def _apply(policy, params, masters) -> None:
   columns += (('kernels', 'kernels', ''), ('us', 'us of bytes', '.1f'))
   columns += (('mb', 'temporary MB', '.1f'),)
   print(common.table(rows, columns))
-
-
-def _size(shape: str) -> int:
-  """Bytes of an HLO shape, tuples included."""
-  total = 0
-  for dtype, dims in re.findall(r'(\w+)\[([\d,]*)\]', shape):
-    count = np.prod([int(d) for d in dims.split(',') if d], dtype=np.int64)
-    total += int(count) * _BYTES.get(dtype, 4)
-  return total
-
-
-def kernels(hlo: str, of: str = 'custom-call') -> list[dict]:
-  """Returns the kernels of the computation that has most of something."""
-  parts = re.split(r'\n(?=(?:ENTRY )?%[\w.\-]+ \()', hlo)
-  body = max(parts, key=lambda part: part.count(of))
-  shapes, rows = {}, []
-  for line in body.splitlines():
-    if not (found := _OP.match(line)):
-      continue
-    name, shape, op, rest = found.groups()
-    shapes[name] = shape
-    if op in _FREE:
-      continue
-    operands = re.findall(r'%([\w.\-]+)', rest.split('), ')[0])
-    moved = _size(shape) + sum(_size(shapes.get(o, '')) for o in operands)
-    source = re.search(r'op_name="([^"]+)"', line)
-    target = re.search(r'custom_call_target="([^"]+)"', line)
-    rows.append(
-        {
-            'kernel': target.group(1) if target else name,
-            'us': moved / common.BYTES_PER_S * 1e6,
-            'shape': shape[:60],
-            'from': source.group(1)[-60:] if source else '',
-        }
-    )
-  return rows
-
-
-def _received(hlo: str, devices: int) -> list[dict]:
-  """Returns the collectives of a program, with what a device receives.
-
-  Each is counted once, whatever loop it is in.
-  """
-  rows = []
-  for line in hlo.splitlines():
-    if not (found := _OP.match(line)):
-      continue
-    _, shape, op, rest = found.groups()
-    op = op.removesuffix('-start')
-    if op not in _COLLECTIVES:
-      continue
-    # What starts one returns what it takes as well.
-    made = shape.rpartition(', ')[2] if '-start' in line else shape
-    source = re.search(r'op_name="([^"]+)"', line)
-    rows.append(
-        {
-            'op': op,
-            'mb': _size(made) * _COLLECTIVES[op] * (1 - 1 / devices) / 1e6,
-            'shape': made[:60],
-            'from': source.group(1)[-60:] if source else '',
-        }
-    )
-  return rows
-
-
-def mesh_of(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
-  """Returns GPUs that are not there."""
-  devices = topologies.get_topology_desc(
-      platform='cuda',
-      topology_name=_GPU.value,
-      topology=f'1x1x{data * fsdp * tensor}',
-      target_config=_GPUS[_GPU.value].target(_GPU.value),
-  ).devices
-  return Mesh(
-      np.array(devices).reshape(data, fsdp, tensor),
-      (sharding.DATA, sharding.FSDP, sharding.TENSOR),
-  )
 
 
 def compiled(trace):
@@ -386,7 +256,7 @@ def main(argv: list[str]) -> None:
   )
   params = PolicyParams(weights, state)
   sharding.make_mesh()  # The devices at hand are asked before the pretence.
-  capability = _GPUS[_GPU.value].capability
+  capability = GPUS[_GPU.value].capability
   hardware = dispatch.Hardware('gpu', capability, dispatch.has_mosaic())
   policy = dataclasses.replace(
       policy,
@@ -416,12 +286,12 @@ def main(argv: list[str]) -> None:
   print(program.memory_analysis())
   devices = _DATA.value * _FSDP.value * _TENSOR.value
   if devices > 1:
-    received = _received(text, devices)
+    rows = received(text, devices)
     columns = ('op', 'collective', ''), ('mb', 'MB received', '.3f')
     columns += ('shape', 'result', ''), ('from', 'from', '')
-    print(common.table(received, columns))
-    total = sum(row['mb'] for row in received)
-    print(f'{len(received)} collectives, {total:.3f} MB received')
+    print(common.table(rows, columns))
+    total = sum(row['mb'] for row in rows)
+    print(f'{len(rows)} collectives, {total:.3f} MB received')
 
 
 if __name__ == '__main__':

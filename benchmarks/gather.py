@@ -47,7 +47,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks import common
+from benchmarks import absent_gpus, common
 from jetrl_jax.core import sharding
 from jetrl_jax.core.compilation import exact_jit, on_gpu
 from jetrl_jax.fp8.products import DeferredScale
@@ -413,12 +413,10 @@ def _variants(case: _Case) -> list[str]:
 
 def _show_kernels(case: _Case, variant: str, mesh: Mesh) -> dict:
   """Returns what a pass launches; compiled for GPUs that are not there."""
-  from benchmarks import deviceless
-
   program = _compiled(case, variant, mesh, _GATHERS.value)
   text = str(program.as_text())
   of = {'nothing': ' fusion(', 'xla': ' all-gather'}.get(variant, 'custom-call')
-  found = deviceless.kernels(text, of)
+  found = absent_gpus.kernels(text, of)
   names = [row['kernel'].rstrip('.0123456789') for row in found]
   counts = {name: names.count(name) for name in dict.fromkeys(names)}
   row = case._asdict() | {'variant': variant, 'kernels': counts}
@@ -432,9 +430,7 @@ def _show_kernels(case: _Case, variant: str, mesh: Mesh) -> dict:
 
 
 def _compile_all() -> None:
-  from benchmarks import deviceless
-
-  mesh = deviceless.mesh_of(tensor=_DEVICES.value)
+  mesh = absent_gpus.mesh_of('H200', tensor=_DEVICES.value)
   rows = []
   hopper = dispatch.Hardware('gpu', (9, 0), dispatch.has_mosaic())
   kernels = dispatch.select(hardware=hopper)
