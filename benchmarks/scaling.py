@@ -2,13 +2,13 @@
 
     python -m benchmarks.scaling --output=benchmarks/results/NAME
 
-    prepare      compiles the steps of all meshes at once, for later parts
+    prepare      compiles what the runs of all meshes compile, several at once
     step         whole GRPO steps of --shape on one GPU, then on N: data=N,
                  fsdp=N, data=N/2 x tensor=2, by one process and by several;
                  each GPU has the work of one (weak scaling)
     decode       a decode step with mesh.tensor, --slots slots a GPU
     collectives  what devices send each other for a weight of --shape
-    large_dry    compiles the steps of --large_shape with --large_axis=N
+    large_dry    compiles what a run of --large_shape with --large_axis=N does
     large        two of these steps
     bits         a small learning run by one process and by N: all it leaves
     kill         one rank of a small run is killed; N/2 GPUs resume
@@ -82,6 +82,11 @@ _LAYERS = flags.DEFINE_integer(
 )
 _AXES = flags.DEFINE_list(
     'axes', ['data', 'fsdp', 'tensor'], 'Meshes of N GPUs that the steps have.'
+)
+_PROCESSES = flags.DEFINE_list(
+    'processes',
+    ['one', 'each'],
+    'Of the steps on N GPUs: one process of all, a process of each.',
 )
 _SHORT = flags.DEFINE_integer('short', 128, 'Response tokens of short answers.')
 _SLOTS = flags.DEFINE_integer('slots', 32, 'Slots a GPU, of decode.')
@@ -213,7 +218,10 @@ def _meshes(devices: int) -> list[dict[str, int]]:
 def _layouts(mesh: dict[str, int]) -> list[Layout]:
   """Returns (processes, devices of each): one process, and one per device."""
   devices = int(np.prod(list(mesh.values())))
-  return list(dict.fromkeys([(1, devices), (devices, 1)]))
+  if devices == 1:
+    return [(1, 1)]
+  found = {'one': (1, devices), 'each': (devices, 1)}
+  return [found[name] for name in _PROCESSES.value]
 
 
 def _name(mesh: dict[str, int], layout: Layout) -> str:
@@ -817,6 +825,10 @@ def main(argv: list[str]) -> None:
   if unknown := set(_AXES.value) - {'data', 'fsdp', 'tensor'}:
     raise app.UsageError(
         f'--axes: {sorted(unknown)} unknown; allowed: data, fsdp, tensor'
+    )
+  if unknown := set(_PROCESSES.value) - {'one', 'each'}:
+    raise app.UsageError(
+        f'--processes: {sorted(unknown)} unknown; allowed: one, each'
     )
   show_own_sentences()
   launch.leave_gpus()

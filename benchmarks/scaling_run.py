@@ -3,7 +3,8 @@
     step         steps of the trainer; the first and the third have short
                  answers: one compiles, the other is profiled, and the second is
                  timed. Without --short all are whole and none is profiled
-    prepare      compiles what a step runs, for the cache; memory by the dry run
+    prepare      compiles what a run compiles, for its cache; memory by the dry
+                 run's estimate
     collectives  times what devices send each other in an update
     restore      reads a run's newest checkpoint and hashes what it holds
 
@@ -13,6 +14,7 @@ Facts go to <workdir>/facts_<rank>.json.
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 from typing import Any
@@ -27,13 +29,18 @@ from jetrl_jax.config import build as configs
 from jetrl_jax.config import flags as config_flags
 from jetrl_jax.config.model import SHAPES
 from jetrl_jax.core import compilation, processes, sharding
+from jetrl_jax.core.compile_ahead import CompileAhead
 from jetrl_jax.dry_run import memory
 from jetrl_jax.metrics.timer import Timer
 from jetrl_jax.rl import synthetic
-from jetrl_jax.rl.run import train_state
+from jetrl_jax.rl.objective import policy_loss
+from jetrl_jax.rl.rollout.engine import Engine
+from jetrl_jax.rl.run import calibration, mixed_flow, train_state
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.training import initialize
+from jetrl_jax.rl.training.learner import Learner
 from jetrl_jax.rl.training.trainer import Trainer
+from jetrl_jax.rl.types import TrainBatch
 
 config_flags.define()
 _WORKDIR = flags.DEFINE_string('workdir', None, 'Of the run.', required=True)
@@ -155,8 +162,20 @@ def _step(spec: RunSpec, workdir: pathlib.Path) -> dict[str, Any]:
 def _prepare(spec: RunSpec) -> dict[str, Any]:
   found = memory.shapes(spec)
   sizes = memory.ledger(spec, found)
+  phases = memory.estimated_phases(spec, found, sizes)
+  # As a run lowers them, and in its order: the keys of the cache depend on it.
+  state, batch = found.state, TrainBatch.of_shapes(*spec.batch_shape)
+  ahead = CompileAhead()
   with processes.slow('compiling'):
-    phases, _ = memory.compiled_phases(spec, found, sizes)
+    loss = functools.partial(policy_loss, spec.loss)
+    engine = Engine(spec.rollout_policy, spec.engine, spec.mesh)
+    learner = Learner(spec, loss, state, Timer())
+    if training := calibration.of_training(spec, state):
+      training.compile_ahead(ahead, state, batch)
+    longest = max(len(prompt.tokens) for prompt in spec.train_set)
+    engine.compile_ahead(ahead, mixed_flow.rollout_params(state), longest)
+    learner.compile_ahead(ahead, state)
+    ahead.wait()
   return {
       'ledger': {name: count / 2**30 for name, count in sizes.items() if count},
       'phases': {phase.name: phase.total / 2**30 for phase in phases},

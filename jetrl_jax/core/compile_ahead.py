@@ -65,7 +65,7 @@ class CompileAhead:
     if self.is_on:
       self._pool = concurrent.futures.ThreadPoolExecutor(threads, 'compile')
 
-  def __call__(self, program: Program, *args: PyTree) -> None:
+  def __call__(self, program: Program, *args: PyTree) -> PyTree:
     """Traces and lowers a program for arguments like these, here and now.
 
     Another thread then compiles it. Threads would not make tracing and lowering
@@ -77,13 +77,22 @@ class CompileAhead:
       program: what `Policy.jit` returned.
       *args: arrays or shapes. A shape that stands for an array on devices has
         its sharding.
+
+    Returns:
+      The shapes of what the program will return.
     """
-    if self._pool is None:
-      return
     # The arrays themselves may be donated, or freed, in the meantime.
     shapes = jax.tree.map(_shape, args)
+    if self._pool is None:
+      return program.eval_shape(*shapes)
     lowered = program.lower(*shapes)
     program._ahead.append(self._pool.submit(lowered.compile))
+    return lowered.out_info
+
+  def wait(self) -> None:
+    """Waits until all is compiled; nothing can be given any more."""
+    if self._pool is not None:
+      self._pool.shutdown()
 
   def close(self) -> None:
     """Gives up what no thread has begun and waits for the rest."""

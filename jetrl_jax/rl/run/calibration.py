@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax.core import rng, sharding
+from jetrl_jax.core.compile_ahead import CompileAhead
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.data import Prompt
 from jetrl_jax.fp8 import scaling_state
@@ -55,7 +56,7 @@ class Calibration:
   """
 
   def __init__(self, policy: Policy, mesh: Mesh, state: TrainState):
-    self._recipe = policy.recipe
+    self._recipe, self._whole = policy.recipe, NamedSharding(mesh, P())
     # It runs only once, so memory matters more than time.
     calibrating = dataclasses.replace(
         policy,
@@ -75,6 +76,27 @@ class Calibration:
     self._observe_health = policy.jit(
         scaling_state.observe_health, out_shardings=where
     )
+
+  def compile_ahead(
+      self, ahead: CompileAhead, state: TrainState, batch: TrainBatch
+  ) -> None:
+    """Compiles what `fill` and `measure` call, on other threads.
+
+    Args:
+      ahead: the threads.
+      state: arrays, or shapes with their shardings.
+      batch: shapes of a micro-batch.
+    """
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    observed, _ = ahead(self.observe, state, batch, scalar)
+    observed = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=self._whole
+        ),
+        observed,
+    )
+    ahead(self._take_effect, state.fp8_state, observed)
+    ahead(self._observe_health, state.fp8_state, observed)
 
   def fill(
       self, state: TrainState, batches: list[TrainBatch], temperature: float
@@ -259,8 +281,24 @@ def calibrate_checkpoint(
   return _filled(state, first, fill, sample, measure)
 
 
+def of_training(spec: RunSpec, state: TrainState) -> Calibration | None:
+  """Returns what calibrates a run's training; None if nothing has to.
+
+  Args:
+    spec: the run's specification.
+    state: an example, or its shapes.
+  """
+  if not spec.policy.recipe.needs_calibration:
+    return None
+  return Calibration(spec.policy, spec.mesh, state)
+
+
 def calibrate_run(
-    spec: RunSpec, engine: Engine, state: TrainState, should_stop: StopCheck
+    spec: RunSpec,
+    engine: Engine,
+    state: TrainState,
+    should_stop: StopCheck,
+    training: Calibration | None = None,
 ) -> TrainState:
   """Fills the scaling state of a run's training and rollout, if they have one.
 
@@ -269,13 +307,13 @@ def calibrate_run(
     engine: samples the short rollout; its policy is that of `spec`.
     state: it has kernel scales already.
     should_stop: called at each host visit of the rollout; raises to stop.
+    training: what `of_training` gave, with programs that are being compiled; by
+      default it is made here.
   """
   recipes = (spec.policy.recipe, spec.rollout_policy.recipe)
   if not any(recipe.needs_calibration for recipe in recipes):
     return state
-  training = rollout_side = None
-  if spec.policy.recipe.needs_calibration:
-    training = Calibration(spec.policy, spec.mesh, state)
+  training, rollout_side = training or of_training(spec, state), None
   if spec.is_mixed:
     rollout_side = mixed_flow.Requantizer(spec.rollout_policy, spec.mesh, state)
   temperature = spec.run.temperature

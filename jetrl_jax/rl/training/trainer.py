@@ -55,6 +55,7 @@ from jetrl_jax.rl.training.collector import Collector
 from jetrl_jax.rl.training.guard import GuardState
 from jetrl_jax.rl.training.learner import Learner
 from jetrl_jax.rl.training.workdir import EXPORT, RunFolder
+from jetrl_jax.rl.types import TrainBatch
 
 
 class Trainer:
@@ -313,9 +314,10 @@ class Trainer:
       folder.begin(self.spec.config_text)
       with self.timer('calibration'):
         state = initialize.create(self.spec)
-        engine, learner = self._programs(state, 0)
+        training = calibration.of_training(self.spec, state)
+        engine, learner = self._programs(state, 0, training)
         state = calibration.calibrate_run(
-            self.spec, engine, state, self.interrupt.check
+            self.spec, engine, state, self.interrupt.check, training
         )
         chosen, state = initialize.settle_precision(
             self.spec, state, folder.path
@@ -359,12 +361,26 @@ class Trainer:
   def _new_learner(self, state: TrainState) -> Learner:
     return Learner(self.spec, self.loss, state, self.timer)
 
-  def _programs(self, state: TrainState, step: int) -> tuple[Engine, Learner]:
-    """Returns engine and learner; other threads compile their programs."""
+  def _programs(
+      self,
+      state: TrainState,
+      step: int,
+      first: calibration.Calibration | None = None,
+  ) -> tuple[Engine, Learner]:
+    """Returns engine and learner; other threads compile their programs.
+
+    Args:
+      state: an example.
+      step: after which they are needed.
+      first: what is called before them; its programs are compiled too.
+    """
     engine, learner = self._new_engine(), self._new_learner(state)
     # Without `exact`, a compiler may choose by timing on a busy device.
     needed = step < self.spec.run.total_training_steps
     if needed and self.spec.policy.exact and self.ahead.is_on:
+      if first:
+        batch = TrainBatch.of_shapes(*self.spec.batch_shape)
+        first.compile_ahead(self.ahead, state, batch)
       longest = max(len(prompt.tokens) for prompt in self.spec.train_set)
       engine.compile_ahead(
           self.ahead, mixed_flow.rollout_params(state), longest
