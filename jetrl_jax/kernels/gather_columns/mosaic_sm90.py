@@ -1,6 +1,4 @@
-"""Gathers of columns between the GPUs of a process (Mosaic), an experiment.
-
-    y[m] = x_0[m], x_1[m] ...     x_t: the columns that device t has, [M, C]
+"""A gather of columns between the GPUs of a process, in Pallas' Mosaic form.
 
 Each device pushes its part straight into the memory of the others. No other
 kernel, copy or barrier of the devices is needed, before or after. A pushed part
@@ -24,11 +22,11 @@ What a workspace needs:
 
 * It begins with zeros, and all devices have written them before the first
   gather begins on any: make it in a program of its own, and wait for that.
-* It is never copied within a program. A device makes a copy when it gets there,
-  and the others may have pushed before. So donate it.
-* It serves one form and one `programs`. Then gathers of several shapes may take
-  it in turn, since a unit belongs to the same program whatever the shape; with
-  `own_rows` one shape alone.
+* It is never copied. A device makes a copy when it gets there, and the others
+  may have pushed before. So it is donated, and goes through no program that
+  does not gather.
+* It serves one form. Then gathers of several shapes may take it in turn, since
+  a unit belongs to the same program whatever the shape.
 
 Two forms:
 
@@ -40,28 +38,27 @@ Two forms:
   have arrived (a fence) and sends the number.
 
 Both are PTX, because Pallas promises neither how wide a store is nor that a
-load looks at memory again. tests/test_gather_kernel.py runs it without a GPU.
+load looks at memory again. tests/kernels/test_gather_columns.py runs it without
+a GPU.
 """
 
 # jax 0.10, which the types are checked with, lacks some of it.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jetrl_jax.fp8 import formats
 from jetrl_jax.kernels import mosaic_tools as tools
-from jetrl_jax.kernels.add_norm_quantize import mosaic_sm90 as norm
 from jetrl_jax.kernels.calls import lowered_once
 
-FORMS = 'packets', 'flags'
+# Form -> bytes that a thread moves at a time. They travel as a packet.
+_UNITS = {'packets': 8, 'flags': 16}
+FORMS = tuple(_UNITS)
 _PACKET = 16  # bytes
 # Numbers of programs, and of what each device has sent to a program.
 _LINE = 4 * 256
@@ -80,8 +77,6 @@ class Form(NamedTuple):
     capacity: bytes of a part that the workspace has room for.
     programs: at most; one a multiprocessor.
     batch: loads that a thread has on their way.
-    own_rows: of a program, next to each other; 0 if programs take units in
-      turn, whatever their row.
   """
 
   form: str
@@ -91,7 +86,6 @@ class Form(NamedTuple):
   capacity: int
   programs: int = 132
   batch: int = 8
-  own_rows: int = 0
 
   def check(self) -> None:
     """Raises a ValueError for what the kernel does not take."""
@@ -109,16 +103,11 @@ class Form(NamedTuple):
       )
     if not 1 <= self.programs <= _LINE // 4:
       raise ValueError(f'{self.programs} programs; allowed are 1 to 256')
-    if self.own_rows and self.rows != self.own_rows * self.programs:
-      raise ValueError(
-          f'{self.rows} rows; {self.programs} programs with {self.own_rows}'
-          f' each take {self.own_rows * self.programs}'
-      )
 
   @property
   def unit(self) -> int:
     """Bytes that a thread moves at a time."""
-    return _PACKET // 2 if self.form == 'packets' else _PACKET
+    return _UNITS[self.form]
 
   @property
   def units(self) -> int:
@@ -128,8 +117,6 @@ class Form(NamedTuple):
   @property
   def grid(self) -> int:
     """Programs that there are."""
-    if self.own_rows:
-      return self.programs
     return min(self.programs, -(-self.units // tools.THREADS))
 
   @property
@@ -155,8 +142,8 @@ class Form(NamedTuple):
       .reg .u64 at, to, slot;
       mov.u32 tid, %tid.x;
       mov.u32 cta, %ctaid.x;
-      mad.lo.u32 first, cta, {self._share}, tid;
-      {self._end}
+      mad.lo.u32 first, cta, {tools.THREADS}, tid;
+      mov.u32 end, {self.units};
       mul.wide.u32 at, cta, 4;
       add.u64 at, at, $2;
       ld.volatile.global.u32 epoch, [at];
@@ -166,25 +153,12 @@ class Form(NamedTuple):
     return '\n'.join(['{', head, *lines, '}'])
 
   @property
-  def _share(self) -> int:
-    """From a program's first unit to the next one's."""
-    if self.own_rows:
-      return self.own_rows * self.row_bytes // self.unit
-    return tools.THREADS
-
-  @property
-  def _end(self) -> str:
-    if self.own_rows:
-      return f'mad.lo.u32 end, cta, {self._share}, {self._share};'
-    return f'mov.u32 end, {self.units};'
-
-  @property
   def _header(self) -> int:
     return _LINE * (1 + self.devices)
 
   def _slot(self, source: str) -> str:
     """Where the part of a device lies in a workspace."""
-    size = self.capacity // (_PACKET // 2) * _PACKET
+    size = self.capacity // self.unit * _PACKET
     return f"""
       mad.lo.u32 part, parity, {self.devices}, {source};
       mov.u64 slot, {self._header};
@@ -192,10 +166,7 @@ class Form(NamedTuple):
 
   def _batches(self) -> list[list[int]]:
     """Offsets of the units of a thread, from its first one."""
-    if self.own_rows:
-      offsets = list(range(0, self._share, tools.THREADS))
-    else:
-      offsets = list(range(0, self.units, self.grid * tools.THREADS))
+    offsets = list(range(0, self.units, self.grid * tools.THREADS))
     steps = range(0, len(offsets), self.batch)
     return [offsets[i : i + self.batch] for i in steps]
 
@@ -339,28 +310,30 @@ class Form(NamedTuple):
       @over st.volatile.global.u32 [at], epoch;""")
 
 
-def workspace_words(devices: int, capacity: int) -> int:
+def workspace_words(form: str, devices: int, capacity: int) -> int:
   """Returns the length of a device's workspace, int32.
 
   Args:
+    form: one of `FORMS`.
     devices: that gather.
-    capacity: bytes of a device's part, a multiple of 8.
+    capacity: bytes of a device's part, a multiple of 16.
   """
-  slots = 2 * devices * (capacity // (_PACKET // 2)) * _PACKET
+  slots = 2 * devices * capacity * _PACKET // _UNITS[form]
   return (_LINE * (1 + devices) + slots) // 4
 
 
-def _next_device(axis: str, k: int) -> Any:
-  """Returns the id of the k-th device after this one, in turn."""
-  size = jnp.int32(lax.axis_size(axis))
-  return {axis: lax.rem(lax.axis_index(axis) + k, size)}
+def _capacity(form: str, devices: int, words: int) -> int:
+  """Returns the bytes that a workspace of so many words has room for."""
+  slots = 4 * words - _LINE * (1 + devices)
+  return slots * _UNITS[form] // (2 * devices * _PACKET)
 
 
 def _run(x_ref, work_ref, y_ref, *, plan: Form, axis: str) -> None:
   """Gathers, in a program of a kernel."""
   me = lax.axis_index(axis)
+  size = jnp.int32(plan.devices)
   others = [
-      plgpu.remote_ref(work_ref, _next_device(axis, k))
+      plgpu.remote_ref(work_ref, {axis: lax.rem(me + k, size)})
       for k in range(1, plan.devices)
   ]
   refs = x_ref, y_ref, work_ref
@@ -385,36 +358,13 @@ def _run(x_ref, work_ref, y_ref, *, plan: Form, axis: str) -> None:
   run(*refs, me, *others)
 
 
-def _plan_of(x_MC, work, axis: str, **options) -> Form:
-  """Returns a gather's sizes; raises a ValueError for wrong ones."""
-  rows, columns = x_MC.shape
-  devices = lax.axis_size(axis)
-  slots = 4 * work.size - _LINE * (1 + devices)
-  plan = Form(
-      devices=devices,
-      rows=rows,
-      row_bytes=columns * x_MC.dtype.itemsize,
-      capacity=slots // (4 * devices),
-      **options,
-  )
-  plan.check()
-  return plan
-
-
-def _options() -> dict:
-  params = plgpu.CompilerParams(
-      approx_math=True, unsafe_no_auto_barriers=True, skip_device_barrier=True
-  )
-  return {'compiler_params': params, 'grid_names': ('program',)}
-
-
 @lowered_once('axis', 'form', 'programs', 'batch')
 def gather_columns(
     x_MC: jax.Array,
-    work: jax.Array,
+    words: jax.Array,
     *,
     axis: str,
-    form: str = 'packets',
+    form: str,
     programs: int = 132,
     batch: int = 8,
 ) -> tuple[jax.Array, jax.Array]:
@@ -422,158 +372,43 @@ def gather_columns(
 
   Args:
     x_MC: this device's columns, of any dtype.
-    work: int32 [workspace_words], or with axes of length 1 before.
+    words: the workspace, int32 [workspace_words], or with axes of length 1
+      before.
     axis: of the mesh. The other axes do not matter; ids of the mesh's devices
       must rise in its order.
-    form: one of `FORMS`.
-    programs: at most.
+    form: one of `FORMS`, of this workspace always the same.
+    programs: at most, of this workspace always as many.
     batch: see `Form`.
 
   Returns:
-    (y, [M, devices * C]; work)
+    ([M, devices * C]; the workspace)
+
+  Raises:
+    ValueError: rows that are no multiple of the form's unit, or too many.
   """
-  plan = _plan_of(x_MC, work, axis, form=form, programs=programs, batch=batch)
   rows, columns = x_MC.shape
-  result = jax.ShapeDtypeStruct((rows, plan.devices * columns), x_MC.dtype)
+  devices = lax.axis_size(axis)
+  plan = Form(
+      form=form,
+      devices=devices,
+      rows=rows,
+      row_bytes=columns * x_MC.dtype.itemsize,
+      capacity=_capacity(form, devices, words.size),
+      programs=programs,
+      batch=batch,
+  )
+  plan.check()
+  result = jax.ShapeDtypeStruct((rows, devices * columns), x_MC.dtype)
   kernel = plgpu.kernel(
       tools.named(f'gather_{form}', _run, plan=plan, axis=axis),
       out_type=result,
       grid=(plan.grid,),
-      **_options(),
-  )
-  y, (work,) = tools.in_place(kernel, (x_MC,), (work,), result)
-  return y, work
-
-
-@lowered_once('axis', 'eps', 'form', 'batch')
-def gather_and_norm(
-    x_MD: jax.Array,
-    gain_D: jax.Array,
-    out_scale: jax.Array,
-    part_MC: jax.Array,
-    scale: jax.Array,
-    work: jax.Array,
-    *,
-    axis: str,
-    eps: float,
-    form: str = 'packets',
-    batch: int = 8,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """As `gather_columns`, then `kernels/add_norm_quantize`, in one kernel.
-
-  A program gathers its own row of the product, or its four, and goes on with
-  it: no program waits for another of its device. The workspace is this
-  function's alone, since units belong to other programs than there.
-
-  Args:
-    x_MD: the residual stream.
-    gain_D: of the norm.
-    out_scale: of the FP8 values, float32 [].
-    part_MC: this device's columns of what is added, without its scale.
-    scale: of the product, float32 [].
-    work: see `gather_columns`.
-    axis: of the mesh.
-    eps: of the norm.
-    form: one of `FORMS`.
-    batch: see `Form`.
-
-  Returns:
-    (x + the product, their norm's FP8 values, the workspace)
-  """
-  own_rows = norm.rows_of_program(x_MD.shape[1])
-  plan = _plan_of(
-      part_MC,
-      work,
-      axis,
-      form=form,
-      programs=x_MD.shape[0] // own_rows,
-      batch=batch,
-      own_rows=own_rows,
-  )
-  results = [
-      jax.ShapeDtypeStruct(x_MD.shape, part_MC.dtype),
-      jax.ShapeDtypeStruct(x_MD.shape, x_MD.dtype),
-      jax.ShapeDtypeStruct((1, *x_MD.shape), formats.E4M3),
-  ]
-
-  def body(*refs):
-    x_ref, gain_ref, scale_ref, out_scale_ref, part_ref, work_ref, *made = refs
-    product_ref, sum_ref, fp8_ref = made
-    _run(part_ref, work_ref, product_ref, plan=plan, axis=axis)
-    operands = x_ref, gain_ref, product_ref, scale_ref, out_scale_ref
-    norm.kernel(
-        *operands,
-        sum_ref,
-        fp8_ref,
-        eps=eps,
-        num_scales=1,
-        adds=True,
-        quantizes=True,
-        interpret=False,
-    )
-
-  kernel = plgpu.kernel(
-      tools.named(f'gather_{form}_and_norm', body),
-      out_type=results,
-      grid=(plan.grid,),
-      **_options(),
-  )
-  operands = x_MD, gain_D, scale.reshape(1), out_scale.reshape(1), part_MC
-
-  def run(refs):
-    work_ref, *result_refs = refs
-    found = kernel(*operands, work_ref)
-    for ref, value in zip(result_refs, found, strict=True):
-      ref[...] = value
-
-  start = [jnp.zeros(result.shape, result.dtype) for result in results]
-  work, _, total, fp8 = pl.run_state(run)((work, *start))
-  return total, jnp.squeeze(fp8, 0), work
-
-
-def gather_with_barrier(
-    x_MC: jax.Array, *, axis: str, programs: int = 32
-) -> jax.Array:
-  """Returns whole rows, by what Pallas has for it; within `shard_map`.
-
-  Each device stores its part into the results of all. So XLA starts two kernels
-  before it: one writes zeros for the semaphore, in the other the devices of the
-  whole mesh wait for each other.
-  """
-  rows, columns = x_MC.shape
-  devices = lax.axis_size(axis)
-  vector = 16 // x_MC.dtype.itemsize
-  width = math.gcd(columns, tools.THREADS * vector)
-  height = math.gcd(rows, max(1, tools.THREADS * vector // width))
-  tiles = rows // height, columns // width
-  layout = plgpu.Layout.WG_STRIDED(
-      (height, width), vec_size=height * width // tools.THREADS
-  )
-
-  def body(x_ref, y_ref, arrived):
-    me = lax.axis_index(axis)
-
-    @plgpu.nd_loop(tiles, collective_axes='program')
-    def step(info):
-      row, column = info.index
-      these = pl.ds(row * height, height)
-      part = tools.read(x_ref.at[these, pl.ds(column * width, width)], layout)
-      there = pl.ds(me * columns + column * width, width)
-      y_ref[these, there] = part
-      for k in range(1, devices):
-        plgpu.remote_ref(y_ref, _next_device(axis, k))[these, there] = part
-
-    del step
-    for k in range(1, devices):
-      pl.semaphore_signal(arrived, device_id=_next_device(axis, k))
-    total = min(programs, math.prod(tiles)) * (devices - 1)
-    pl.semaphore_wait(arrived, total, decrement=False)
-
-  return plgpu.kernel(
-      tools.named('gather_with_barrier', body),
-      out_type=jax.ShapeDtypeStruct((rows, devices * columns), x_MC.dtype),
-      scratch_types=[plgpu.SemaphoreType.REGULAR],
-      grid=(min(programs, math.prod(tiles)),),
       grid_names=('program',),
-      compiler_params=plgpu.CompilerParams(),
-  )(x_MC)
+      compiler_params=plgpu.CompilerParams(
+          approx_math=True,
+          unsafe_no_auto_barriers=True,
+          skip_device_barrier=True,
+      ),
+  )
+  y, (words,) = tools.in_place(kernel, (x_MC,), (words,), result)
+  return y, words

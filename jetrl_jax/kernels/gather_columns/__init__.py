@@ -1,0 +1,155 @@
+"""Gathers of columns in a decode step, between devices that share sequences.
+
+    y[m] = x_0[m], x_1[m] ...     x_t: the columns that device t has, [M, C]
+
+The reference is XLA's: NCCL's kernel, which starts outside of CUDA graphs, and
+one that puts columns next to each other. The kernel pushes a device's columns
+into memory of the others that the decode state keeps for it, its `Workspace`,
+so a decode step takes a workspace and returns it, as it does with KV pages.
+Where there is none, the reference runs: without tensor parallelism, and where
+`dispatch` says so. All others, of training and prefill, are XLA's.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jetrl_jax.core.sharding import TENSOR, Axes
+from jetrl_jax.core.typing import Array
+from jetrl_jax.fp8.products import Rows
+from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels.gather_columns import reference
+
+# Most rows that travel as packets: with more, twice the bytes take longer than
+# to wait until they have arrived.
+_PACKETS = 64
+_LOADING = 'CUDA_MODULE_LOADING'
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Workspace:
+  """Memory into which other devices push, see `mosaic_sm90`.
+
+  It counts gathers, so it lives as long as the devices gather in step. It must
+  not be copied: only programs that gather may take it, and they must have it
+  donated.
+
+  Attributes:
+    words: int32 [devices that have rows of their own, `tensor`, words].
+    form: how parts travel through it.
+  """
+
+  words: Array
+  form: str = dataclasses.field(metadata={'static': True})
+
+
+def workspace(axes: Axes, rows: int, row_bytes: int) -> Workspace:
+  """Returns the zeros with which a workspace begins, of all devices.
+
+  All devices must have written them before the first of them gathers.
+
+  Args:
+    axes: devices.
+    rows: most rows of a device's gathers.
+    row_bytes: most bytes of a device's part of a row.
+  """
+  from jetrl_jax.kernels.gather_columns import mosaic_sm90
+
+  form = 'packets' if rows <= _PACKETS else 'flags'
+  size = mosaic_sm90.workspace_words(form, axes.tensor, rows * row_bytes)
+  words = jnp.zeros((axes.size, axes.tensor, size), jnp.int32)
+  return Workspace(words=words, form=form)
+
+
+def is_used(kernels: dispatch.Kernels, axes: Axes) -> bool:
+  """Whether a decode step on these devices gathers by the kernel."""
+  is_kernel = kernels.of('gather_columns') != dispatch.REFERENCE
+  return is_kernel and axes.tensor > 1
+
+
+def check(kernels: dispatch.Kernels, axes: Axes, mesh: Mesh) -> None:
+  """Raises a ValueError if the kernel is chosen and cannot run.
+
+  That NVLink connects the devices is not looked at.
+
+  Args:
+    kernels: what is chosen.
+    axes: the sizes of the mesh's axes.
+    mesh: the devices.
+  """
+  if not is_used(kernels, axes):
+    return
+
+  def refuse(found: str) -> None:
+    raise ValueError(
+        f'kernels has gather_columns=mosaic_sm90 and mesh.tensor is'
+        f' {axes.tensor}; {found}, or leave gather_columns out'
+    )
+
+  sequence = list(mesh.devices[0, 0])
+  processes = {device.process_index for device in sequence}
+  if len(processes) > 1:
+    refuse(
+        f'the devices of a sequence are in {len(processes)} processes, and the'
+        ' kernel needs them in one: start fewer processes, with more GPUs each'
+    )
+  ids = [device.id for device in mesh.devices.flat]
+  if ids != sorted(ids):
+    refuse(
+        f'the ids of the devices are {ids}, and the kernel needs them to rise:'
+        ' make the mesh of devices in the order of jax.devices()'
+    )
+  if jax.__version_info__ < (0, 11, 2):
+    refuse(f'jax is {jax.__version__}, and the kernel needs 0.11.2: upgrade')
+  loading = os.environ.get(_LOADING, '')
+  if loading != 'EAGER':
+    refuse(
+        f'the variable {_LOADING} is {loading!r}, and the kernel needs EAGER,'
+        ' because a GPU may else load a kernel while another one waits for it:'
+        f' start the command with {_LOADING}=EAGER'
+    )
+
+
+class Gathers:
+  """The gathers of a block, one after the other; the workspace goes through.
+
+  Such an object lives while a block is traced. The block is given a workspace
+  and returns `workspace` as it is then.
+
+  Args:
+    axes: devices.
+    workspace: None for those of XLA, which have derivatives.
+
+  Attributes:
+    workspace: to be returned.
+  """
+
+  def __init__(self, axes: Axes, workspace: Workspace | None):
+    self.workspace = workspace
+    self._axes = axes
+
+  def inputs(self, x_MI: Array) -> Array:
+    """Returns whole rows of a dot's inputs, see `Axes.gather_inputs`."""
+    return self._by(self._axes.gather_inputs, x_MI)
+
+  def rows(self, rows: Rows) -> Rows:
+    """Returns whole rows of a dot's inputs; those that hold numbers travel."""
+    if self.workspace is None:
+      return rows.map(self._axes.gather_inputs)
+    whole = jax.eval_shape(lambda: rows.map(self._axes.gather_inputs))
+    
+  def outputs(self, y_MO: Array) -> Array:
+    """Returns whole rows of a dot's result, see `Axes.gather_outputs`."""
+    return self._by(self._axes.gather_outputs, y_MO)
+
+  def add(self, x_MD: Array, y_MO: Array) -> Array:
+    """Returns x + y, see `Axes.add`."""
+    if self.workspace is None or y_MO.shape == x_MD.shape:
+      return self._axes.add(x_MD, y_MO)
+    return self._by(reference.gather_columns, self._axes.own_sum(x_MD, y_MO))
