@@ -19,7 +19,7 @@ from jetrl_jax.config.settings import MixedFlow, ModelSource
 from jetrl_jax.core import rng, sharding
 from jetrl_jax.core.sharding import MeshConfig
 from jetrl_jax.core.typing import PyTree
-from jetrl_jax.kernels import attention, dispatch
+from jetrl_jax.kernels import attention, dispatch, gather_columns
 from jetrl_jax.models import families, invariant_scaling
 from jetrl_jax.models.hf import layout as hf_layout
 from jetrl_jax.models.policy import Policy
@@ -98,6 +98,7 @@ def build_policy(
       axes=sharding.axes_of(mesh),
       kernels=_kernels(config, model, recipe),
   )
+  gather_columns.check(policy.kernels, policy.axes, mesh)
   return policy, mesh, folder
 
 

@@ -502,7 +502,7 @@ class Axes:
     rows, columns = y_MO.shape
     share = self.share_of(rows)
     if share == rows:
-      return _gather_columns(y_MO)
+      return gather_columns(y_MO)
     parts = y_MO.reshape(self.tensor, share, columns)
     # Part t is what device t had of these rows.
     parts = lax.all_to_all(
@@ -546,6 +546,10 @@ class Axes:
     if y_MO.shape == x_MD.shape:
       return x_MD + y_MO
     return _add_columns(x_MD, y_MO)
+
+  def own_sum(self, x_MD: Array, y_MO: Array) -> Array:
+    """Returns this device's columns of `add`; it has no derivative."""
+    return _own_sum(x_MD, y_MO)
 
   def first_column(self, columns: int) -> int | Array:
     """Returns the number of this device's first column of a shared dot."""
@@ -646,7 +650,7 @@ def _stored_over(tensor: int) -> Any:
   return (TENSOR, FSDP) if tensor > 1 else FSDP
 
 
-def _gather_columns(x: Array) -> Array:
+def gather_columns(x: Array) -> Array:
   """Returns the columns of all devices, next to each other."""
   # If they were gathered along the columns, XLA would transpose them, and the
   # dot that reads them might differ from that on one device.
@@ -666,18 +670,18 @@ _enter.defvjp(
 
 @jax.custom_vjp
 def _gather_inputs(x: Array) -> Array:
-  return _gather_columns(x)
+  return gather_columns(x)
 
 
 _gather_inputs.defvjp(
-    lambda x: (_gather_columns(x), None),
+    lambda x: (gather_columns(x), None),
     lambda _, cotangent: (_scatter_columns(cotangent),),
 )
 
 
 @jax.custom_vjp
 def _gather_outputs(y: Array) -> Array:
-  return _gather_columns(y)
+  return gather_columns(y)
 
 
 def _gather_outputs_fwd(y):
@@ -694,8 +698,7 @@ def _gather_outputs_bwd(like, cotangent):
 _gather_outputs.defvjp(_gather_outputs_fwd, _gather_outputs_bwd)
 
 
-@jax.custom_vjp
-def _add_columns(x_MD: Array, y_MO: Array) -> Array:
+def _own_sum(x_MD: Array, y_MO: Array) -> Array:
   columns = y_MO.shape[1]
   start = lax.axis_index(TENSOR) * columns
   mine_MO = lax.dynamic_slice_in_dim(x_MD, start, columns, 1)
@@ -704,7 +707,12 @@ def _add_columns(x_MD: Array, y_MO: Array) -> Array:
     # over memory.
     y_MO = lax.optimization_barrier(y_MO)
   total_MO = mine_MO.astype(y_MO.dtype) + y_MO
-  return _gather_columns(total_MO.astype(x_MD.dtype))
+  return total_MO.astype(x_MD.dtype)
+
+
+@jax.custom_vjp
+def _add_columns(x_MD: Array, y_MO: Array) -> Array:
+  return gather_columns(_own_sum(x_MD, y_MO))
 
 
 def _add_columns_fwd(x_MD, y_MO):

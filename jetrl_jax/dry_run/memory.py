@@ -92,13 +92,16 @@ def shapes(spec: RunSpec) -> Shapes:
   by_heads = jax.sharding.NamedSharding(mesh, rollout_policy.axes.kv_spec)
   batch = _at(TrainBatch.of_shapes(rows, length), by_rows)
   slots = jax.eval_shape(engine.init_decode_state)
-  caches, slots = _at(slots.caches, by_heads), _at(slots, by_rows)
+  apart = {
+      name: _at(getattr(slots, name), by_heads)
+      for name in ('caches', 'workspace')
+  }
   prefix = rollout_policy.page_shapes(*largest_prefill(engine))
   return Shapes(
       state=state,
       gradients=step.gradient_shapes(state),
       batch=batch,
-      slots=dataclasses.replace(slots, caches=caches),
+      slots=dataclasses.replace(_at(slots, by_rows), **apart),
       prefix=_at([prefix] * policy.model.num_layers, by_heads),
       step=step,
       engine=engine,

@@ -22,8 +22,8 @@ REFERENCE = 'reference'
 # Most 8-bit values of an array that kernels address: a place may be a signed
 # 32-bit number.
 MOST_VALUES = 2**31
-# Operation -> its implementations, the preferred one first. What each needs:
-# `_missing`.
+# Operation -> its implementations. 'auto' takes the first one that the hardware
+# has; what each needs: `_missing`.
 TABLE: dict[str, tuple[str, ...]] = {
     operation: ('mosaic_sm90', REFERENCE)
     for operation in (
@@ -42,6 +42,8 @@ TABLE: dict[str, tuple[str, ...]] = {
         'swiglu',
     )
 }
+# Its gathers were run on GPUs, a decode step with them was not: it is asked for.
+TABLE['gather_columns'] = (REFERENCE, 'mosaic_sm90')
 # Operation of a rollout -> the operation of training whose bits it must have.
 # The first runs a kernel only where the second does.
 _REPEATS = {

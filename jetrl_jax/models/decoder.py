@@ -38,6 +38,7 @@ from jetrl_jax.fp8.products import DeferredScale, RowFormat, Rows
 from jetrl_jax.fp8.scaling_state import COLLECTION
 from jetrl_jax.kernels import mlp as mlp_op
 from jetrl_jax.kernels.add_norm_quantize import PendingAdd, add
+from jetrl_jax.kernels.gather_columns import Gathers, Workspace
 from jetrl_jax.kernels.swiglu import swiglu
 from jetrl_jax.models import remat, rope, tensor_parallel
 from jetrl_jax.models.attention import DecodeAttention, PackedAttention
@@ -90,6 +91,7 @@ class Attention(Leaf):
       row_mask_M: Array,
       attend: Attend,
       cache: KeysValues | None,
+      gathers: Gathers,
       after: Array | None = None,
   ) -> tuple[Array | DeferredScale, KeysValues]:
     """Returns (what the block adds to the residual, keys and values)."""
@@ -108,7 +110,7 @@ class Attention(Leaf):
         tap=functools.partial(self.tap, shared=True),
     )
     rows, cache = attend(q_MNH, keys, self.o.row_format())
-    rows = rows.map(self.axes.gather_inputs)
+    rows = gathers.rows(rows)
     self.tap_rows('attention', rows, self.o.row_format())
     return self.o(rows, row_mask_M, defer=attend.defers, after=after), cache
 
@@ -160,6 +162,7 @@ class MLP(Leaf):
       self,
       rows: Rows,
       row_mask_M: Array,
+      gathers: Gathers,
       defer: bool = False,
       after: Array | None = None,
   ) -> Array | DeferredScale:
@@ -171,10 +174,16 @@ class MLP(Leaf):
           self.down.operands(after=after),
       )
       return mlp_op.mlp(
-          self.recipe, rows, *dots, row_mask_M, self.axes, defer=defer
+          self.recipe,
+          rows,
+          *dots,
+          row_mask_M,
+          self.axes,
+          defer=defer,
+          gather=gathers.inputs,
       )
     h_MF = swiglu(self.gate_up(rows, row_mask_M, after=after))
-    h_MF = self.tap('swiglu', self.axes.gather_inputs(h_MF))
+    h_MF = self.tap('swiglu', gathers.inputs(h_MF))
     return self.down(Rows(h_MF), row_mask_M, defer=defer, after=after)
 
   def _is_one_operation(self) -> bool:
@@ -209,29 +218,34 @@ class Block(Leaf):
       row_mask_M: Array,
       attend: Attend,
       cache: KeysValues | None,
+      workspace: Workspace | None = None,
       after: Array | None = None,
-  ) -> tuple[Array | PendingAdd, KeysValues]:
-    """Returns (the residual stream [M, D], keys and values)."""
+  ) -> tuple[Array | PendingAdd, KeysValues, Workspace | None]:
+    """Returns (residual stream [M, D], keys and values, workspace)."""
+    gathers = Gathers(self.axes, workspace)
     x_MD, rows = self.attn_norm(residual, self.attn.row_format())
     delta, cache = self.attn(
-        rows, positions_M, row_mask_M, attend, cache, after
+        rows, positions_M, row_mask_M, attend, cache, gathers, after
     )
-    residual = remat.keep(self._add(x_MD, delta))
+    residual = remat.keep(_add(x_MD, delta, gathers))
     row_format = self.mlp.row_format(positions_M.shape[0])
     x_MD, rows = self.mlp_norm(residual, row_format)
-    delta = self.mlp(rows, row_mask_M, defer=attend.defers, after=after)
-    return self._add(x_MD, delta), cache
+    delta = self.mlp(
+        rows, row_mask_M, gathers, defer=attend.defers, after=after
+    )
+    return _add(x_MD, delta, gathers), cache, gathers.workspace
 
-  def _add(
-      self, x_MD: Array, delta: Array | DeferredScale
-  ) -> Array | PendingAdd:
-    """Returns x + delta; a device may have only some columns of delta."""
-    if not isinstance(delta, DeferredScale):
-      return self.axes.add(x_MD, delta)
-    if delta.values.shape != x_MD.shape:
-      values = self.axes.gather_outputs(delta.values)
-      delta = dataclasses.replace(delta, values=values)
-    return add(x_MD, delta)
+
+def _add(
+    x_MD: Array, delta: Array | DeferredScale, gathers: Gathers
+) -> Array | PendingAdd:
+  """Returns x + delta; a device may have only some columns of delta."""
+  if not isinstance(delta, DeferredScale):
+    return gathers.add(x_MD, delta)
+  if delta.values.shape != x_MD.shape:
+    values = gathers.outputs(delta.values)
+    delta = dataclasses.replace(delta, values=values)
+  return add(x_MD, delta)
 
 
 class Decoder(Leaf):
@@ -273,7 +287,8 @@ class Decoder(Leaf):
       row_mask_M: Array,
       attend: Attend,
       caches: list[KeysValues] | None = None,
-  ) -> tuple[Array, list[KeysValues]]:
+      workspace: Workspace | None = None,
+  ) -> tuple[Array, list[KeysValues], Workspace | None]:
     """Runs all blocks.
 
     Args:
@@ -282,9 +297,11 @@ class Decoder(Leaf):
       row_mask_M: float32, 0 on rows that are padding.
       attend: `PackedAttention` or `DecodeAttention`.
       caches: per layer (keys, values) for `DecodeAttention`, else None.
+      workspace: of a decode step's gathers; None if XLA gathers.
 
     Returns:
-      (hidden [M, D] after the final norm, per layer (keys, values)).
+      (hidden [M, D] after the final norm, per layer (keys, values), the
+      workspace).
     """
     residual = self.embed(tokens_M)
     new_caches, after = [], None
@@ -293,15 +310,15 @@ class Decoder(Leaf):
       cache = None if caches is None else caches[i]
       # Devices exchange a layer's weights while they compute the one before.
       before = residual[0, 0].astype(jnp.float32) if exchanges else None
-      residual, cache = layer(
-          residual, positions_M, row_mask_M, attend, cache, after
+      residual, cache, workspace = layer(
+          residual, positions_M, row_mask_M, attend, cache, workspace, after
       )
       new_caches.append(cache)
       after = before
     _, rows = self.final_norm(residual)
     if self.is_initializing():
       self.head(rows.values, row_mask_M)
-    return rows.values, new_caches
+    return rows.values, new_caches, workspace
 
   def head(self, hidden_MD: Array, row_mask_M: Array, kernel=None) -> Array:
     """Returns float32 logits of normed hidden rows, [M, V / tensor].

@@ -21,8 +21,9 @@ from jetrl_jax.core.sharding import Axes
 from jetrl_jax.core.typing import Array, PRNGKey, PyTree
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.fp8.recipes import LM_HEAD
-from jetrl_jax.kernels import dispatch
+from jetrl_jax.kernels import dispatch, gather_columns
 from jetrl_jax.kernels.dispatch import Kernels
+from jetrl_jax.kernels.gather_columns import Workspace
 from jetrl_jax.kernels.kv_storage import values_shape
 from jetrl_jax.kernels.log_sum_exp import row_stats
 from jetrl_jax.models import logprobs, remat, tensor_parallel
@@ -214,7 +215,7 @@ class Policy:
         tile=self.tile,
         kv_dtype=self.kv_dtype,
     )
-    hidden_MD, _ = self._apply(
+    hidden_MD, *_ = self._apply(
         variables(params.weights, params.fp8_state, masters),
         batch.tokens.reshape(-1),
         batch.positions.reshape(-1),
@@ -311,7 +312,7 @@ class Policy:
         tile=self.tile,
         kv_dtype=self.kv_dtype,
     )
-    _, caches = self._apply(
+    _, caches, _ = self._apply(
         variables(params.weights, params.fp8_state),
         tokens_PT.reshape(-1),
         jnp.where(valid, index, 0).reshape(-1),
@@ -327,7 +328,8 @@ class Policy:
       positions_B: Array,
       table_BP: Array,
       caches: list[tuple[Array, Array]],
-  ) -> tuple[Array, list[tuple[Array, Array]]]:
+      workspace: Workspace | None = None,
+  ) -> tuple[Array, list[tuple[Array, Array]], Workspace | None]:
     """Feeds one token per slot.
 
     Args:
@@ -336,13 +338,15 @@ class Policy:
       positions_B: int32 its position; -1 for an idle slot.
       table_BP: int32, see `DecodeAttention`.
       caches: per layer pages of (keys, values), see `page_shapes`.
+      workspace: of gathers, see `idle_workspace`.
 
     Returns:
-      (float32 logits [B, V / tensor], of this device's tokens; caches)
+      (float32 logits [B, V / tensor], of this device's tokens; caches; the
+      workspace)
     """
     tree = variables(params.weights, params.fp8_state)
     mask_B = jnp.ones(tokens_B.shape, jnp.float32)
-    hidden_MD, caches = self._apply(
+    hidden_MD, caches, workspace = self._apply(
         tree,
         tokens_B,
         jnp.maximum(positions_B, 0),
@@ -353,10 +357,24 @@ class Policy:
             tile=self.tile,
         ),
         caches,
+        workspace,
     )
     with jax.named_scope('head'):
       logits_BV = self._apply(tree, hidden_MD, mask_B, method='head')
-    return logits_BV, caches
+    return logits_BV, caches, workspace
+
+  def idle_workspace(self, rows: int) -> Workspace | None:
+    """Returns zeros for the gathers of a decode step; None if XLA gathers.
+
+    Args:
+      rows: most slots of a device.
+    """
+    if not gather_columns.is_used(self.kernels, self.axes):
+      return None
+    row_bytes = tensor_parallel.most_row_bytes(
+        self.model, self.recipe, self.axes
+    )
+    return gather_columns.workspace(self.axes, rows, row_bytes)
 
   def log_sum_exp(
       self,

@@ -17,7 +17,8 @@ one device computes, in the order of one device. In the backward, the gradient
 of the rows of a split dot is a sum over devices: it repeats to the bit on one
 mesh and has other bits on another mesh.
 
-`core/sharding.py` has the collectives; `decoder.py` calls them.
+`core/sharding.py` has the collectives; `decoder.py` calls them. In a decode step
+on one host's GPUs a kernel can gather (`kernels/gather_columns`).
 
 References:
   Shoeybi et al. 2019, arXiv:1909.08053, which splits the sums of o and of down.
@@ -27,6 +28,7 @@ import dataclasses
 import re
 from typing import Any
 
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax.core.sharding import TENSOR, Axes, Pieces
@@ -127,6 +129,17 @@ _DOTS = {
     'mlp/down': 'mlp/down',
     'lm_head': 'lm_head',
 }
+
+
+def most_row_bytes(model: ModelConfig, recipe: Recipe, axes: Axes) -> int:
+  """Returns the bytes of a device's part of a row, at most, in a decode step.
+
+  What o and down read may travel in 8 bits; what down adds may be float32.
+  """
+  here = on_device(model, axes.tensor)
+  read = max(here.num_heads * here.head_dim, here.ffn_dim)
+  itemsize = jnp.dtype(recipe.dtype).itemsize
+  return max(read * itemsize, 4 * model.model_dim // axes.tensor)
 
 
 def place(axes: Axes, model: ModelConfig, weights: PyTree) -> PyTree:

@@ -108,7 +108,7 @@ def forward(model, weights, state, params, tokens_BT, rows, temperature):
   attend = PackedAttention(first_BT=first, last_BT=last, tile=TILE)
   tree = variables(weights, state, params)
   mask = (last >= 0).astype(jnp.float32).reshape(-1)
-  hidden, _ = model.apply(
+  hidden, *_ = model.apply(
       tree, tokens_BT.reshape(-1), positions.reshape(-1), mask, attend
   )
   found, _ = logprobs.target_logprobs(
@@ -135,7 +135,7 @@ def decode(model, weights, state, tokens_BT, temperature):
   def step(caches, now):
     t, token, following = now
     position = jnp.full((slots,), t)
-    hidden, caches = model.apply(
+    hidden, caches, _ = model.apply(
         tree,
         token,
         position,

@@ -35,7 +35,7 @@ def _gradients(family, recipe, mode, kv_dtype=None):
         first_BT=first, last_BT=last, tile=build.TILE, kv_dtype=kv_dtype
     )
     rows = tokens.reshape(-1)
-    hidden, _ = model.apply(
+    hidden, *_ = model.apply(
         variables(weights, state, params),
         *(rows, positions.reshape(-1), jnp.ones(rows.shape), attend),
     )

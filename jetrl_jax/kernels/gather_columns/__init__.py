@@ -12,8 +12,6 @@ Where there is none, the reference runs: without tensor parallelism, and where
 
 import dataclasses
 import os
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +21,6 @@ from jetrl_jax.core.sharding import TENSOR, Axes
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8.products import Rows
 from jetrl_jax.kernels import dispatch
-from jetrl_jax.kernels.gather_columns import reference
 
 # Most rows that travel as packets: with more, twice the bytes take longer than
 # to wait until they have arrived.
@@ -136,20 +133,38 @@ class Gathers:
 
   def inputs(self, x_MI: Array) -> Array:
     """Returns whole rows of a dot's inputs, see `Axes.gather_inputs`."""
-    return self._by(self._axes.gather_inputs, x_MI)
+    if self.workspace is None:
+      return self._axes.gather_inputs(x_MI)
+    return self._by_kernel(x_MI, self.workspace)
 
   def rows(self, rows: Rows) -> Rows:
-    """Returns whole rows of a dot's inputs; those that hold numbers travel."""
-    if self.workspace is None:
-      return rows.map(self._axes.gather_inputs)
-    whole = jax.eval_shape(lambda: rows.map(self._axes.gather_inputs))
-    
+    """Returns whole rows of a dot's inputs; only numbers travel."""
+    values, fp8 = rows.values, rows.fp8
+    if isinstance(values, jax.ShapeDtypeStruct):
+      values = jax.eval_shape(self._axes.gather_inputs, values)
+    else:
+      values = self.inputs(values)
+    return Rows(values, None if fp8 is None else self.inputs(fp8))
+
   def outputs(self, y_MO: Array) -> Array:
     """Returns whole rows of a dot's result, see `Axes.gather_outputs`."""
-    return self._by(self._axes.gather_outputs, y_MO)
+    if self.workspace is None:
+      return self._axes.gather_outputs(y_MO)
+    return self._by_kernel(y_MO, self.workspace)
 
   def add(self, x_MD: Array, y_MO: Array) -> Array:
     """Returns x + y, see `Axes.add`."""
     if self.workspace is None or y_MO.shape == x_MD.shape:
       return self._axes.add(x_MD, y_MO)
-    return self._by(reference.gather_columns, self._axes.own_sum(x_MD, y_MO))
+    own_MO = self._axes.own_sum(x_MD, y_MO)
+    return self._by_kernel(own_MO, self.workspace)
+
+  def _by_kernel(self, x_MC: Array, before: Workspace) -> Array:
+    """Returns whole rows, and keeps the workspace as it is then."""
+    from jetrl_jax.kernels.gather_columns import mosaic_sm90
+
+    whole, words = mosaic_sm90.gather_columns(
+        x_MC, before.words, axis=TENSOR, form=before.form
+    )
+    self.workspace = dataclasses.replace(before, words=words)
+    return whole

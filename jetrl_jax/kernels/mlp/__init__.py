@@ -10,6 +10,7 @@ both dots. Devices that share the two dots gather h between them.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 from jetrl_jax.core.sharding import ALONE, Axes
 from jetrl_jax.core.typing import Array
@@ -70,6 +71,7 @@ def mlp(
     axes: Axes = ALONE,
     *,
     defer: bool = False,
+    gather: Callable[[Array], Array] | None = None,
 ) -> Array | DeferredScale:
   """Returns down(silu(gate) * up), [M, D] in the compute dtype.
 
@@ -86,15 +88,17 @@ def mlp(
     axes: devices.
     defer: in the fused form without a derivative, leave the last scales to the
       operation that reads the result; the product is then float32.
+    gather: without a derivative, what makes h whole in place of `axes`.
   """
   x_MD, q_MD = rows.values, rows.fp8
-  operands = recipe, x_MD, q_MD, gate_up, down, row_mask_M, axes
+  gather = gather or axes.gather_inputs
+  operands = recipe, x_MD, q_MD, gate_up, down, row_mask_M, axes, gather
   match gate_up[1], down[1]:
     case QTensor(values=first), QTensor(values=second) if is_fused(
         recipe, (second.shape[0], first.shape[0] // 2)
     ):
       if defer:
-        return fused.unscaled_mlp(x_MD, q_MD, gate_up, down, axes)
+        return fused.unscaled_mlp(x_MD, q_MD, gate_up, down, gather)
       return fused.mlp(*operands)
     case _:
       return reference.mlp(*operands)

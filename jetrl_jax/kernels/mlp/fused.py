@@ -12,12 +12,13 @@ the same functions. Only the work between the dots differs: it is one kernel
 
 import dataclasses
 import functools
-from typing import cast
+from collections.abc import Callable
+from typing import TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax.core.sharding import ALONE, Axes
+from jetrl_jax.core.sharding import Axes
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8.products import DeferredScale
 from jetrl_jax.fp8.quantization import QTensor
@@ -27,6 +28,9 @@ from jetrl_jax.kernels.gate_up import reference as dot_and_swiglu
 from jetrl_jax.kernels.mlp.reference import Operands
 from jetrl_jax.kernels.quantize_transpose import grid
 from jetrl_jax.kernels.quantized_dot import linear, per_tensor
+
+# What makes h whole, of this device's columns.
+_Gather: TypeAlias = Callable[[Array], Array]
 
 
 def fits(recipe: Recipe, dims: tuple[int, ...]) -> bool:
@@ -57,14 +61,14 @@ def hidden(
   return dot_and_swiglu.hidden(x8, weight, h_scale, x_MD.dtype)
 
 
-def _gathered(axes: Axes, h8: QTensor) -> QTensor:
+def _gathered(gather: _Gather, h8: QTensor) -> QTensor:
   """Returns the whole of h, in 8 bits; each device computed some columns."""
-  return dataclasses.replace(h8, values=axes.gather_inputs(h8.values))
+  return dataclasses.replace(h8, values=gather(h8.values))
 
 
-def _forward(recipe, axes, x_MD, low_MD, gate_up, down):
+def _forward(recipe, axes, x_MD, low_MD, gate_up, down, gather):
   h8, product = hidden(x_MD, low_MD, gate_up, down)
-  h8 = _gathered(axes, h8)
+  h8 = _gathered(gather, h8)
   dtype = linear.added_dtype(recipe, down[1], axes.tensor) or x_MD.dtype
   with jax.named_scope('down'):
     z_MD = per_tensor.forward(recipe, h8, down[1], dtype, late_scale=False)
@@ -78,11 +82,12 @@ def mlp(
     gate_up: Operands,
     down: Operands,
     row_mask_M: Array,
-    axes: Axes = ALONE,
+    axes: Axes,
+    gather: _Gather,
 ) -> Array:
   """Returns down(silu(gate) * up), see the package; `low_MD` is x in 8 bits."""
   if gate_up[0] is None:
-    return _forward(recipe, axes, x_MD, low_MD, gate_up, down)[0]
+    return _forward(recipe, axes, x_MD, low_MD, gate_up, down, gather)[0]
   rows = x_MD.shape[0]
   # Kernels of the backward have whole tiles; these rows count as padding.
   x_MD, row_mask_M = _whole_tiles(x_MD), _whole_tiles(row_mask_M)
@@ -105,14 +110,15 @@ def unscaled_mlp(
     low_MD: Array | None,
     gate_up: Operands,
     down: Operands,
-    axes: Axes = ALONE,
+    gather: _Gather,
 ) -> DeferredScale:
   """The same before its last scales, in float32; without a derivative."""
   (_, weight, dot_state), (_, down_weight, down_state) = gate_up, down
   with jax.named_scope('gate_up'):
     x8 = per_tensor.quantize_input(x_MD, low_MD, dot_state)
   h_scale = down_state['input']['scale']
-  h8 = _gathered(axes, gate_up_op.gate_up(x8, weight, h_scale, x_MD.dtype))
+  h8 = gate_up_op.gate_up(x8, weight, h_scale, x_MD.dtype)
+  h8 = _gathered(gather, h8)
   with jax.named_scope('down'):
     return per_tensor.unscaled(h8, down_weight, x_MD.dtype, late_scale=False)
 
@@ -122,11 +128,13 @@ def _differentiable(
     recipe, axes, x_MD, low_MD, gate_up, down, row_mask_M
 ) -> Array:
   del row_mask_M
-  return _forward(recipe, axes, x_MD, low_MD, gate_up, down)[0]
+  operands = x_MD, low_MD, gate_up, down
+  return _forward(recipe, axes, *operands, axes.gather_inputs)[0]
 
 
 def _mlp_fwd(recipe, axes, x_MD, low_MD, gate_up, down, row_mask_M):
-  z_MD, product_MG = _forward(recipe, axes, x_MD, low_MD, gate_up, down)
+  operands = x_MD, low_MD, gate_up, down
+  z_MD, product_MG = _forward(recipe, axes, *operands, axes.gather_inputs)
   scale = gate_up[2]['input']['scale']
   with jax.named_scope('gate_up'):
     kept, seen = per_tensor.transpose_input(x_MD, scale, row_mask_M)

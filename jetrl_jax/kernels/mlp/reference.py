@@ -1,5 +1,6 @@
 """The MLP as its three operations: dot, SwiGLU, dot."""
 
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -22,6 +23,7 @@ def mlp(
     down: Operands,
     row_mask_M: Array,
     axes: Axes,
+    gather: Callable[[Array], Array],
 ) -> Array:
   """See the package's `mlp`."""
   # The scopes that the modules would give.
@@ -29,7 +31,7 @@ def mlp(
     y_MG = dot(
         recipe, x_MD, *gate_up, row_mask_M, fp8_MI=fp8_MD, late_scale=True
     )
-  h_MF = axes.gather_inputs(swiglu(y_MG))
+  h_MF = gather(swiglu(y_MG))
   with jax.named_scope('down'):
     return dot(
         recipe,

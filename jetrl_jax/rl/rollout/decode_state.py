@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jetrl_jax.core.sharding import ROWS
 from jetrl_jax.core.typing import Array
 from jetrl_jax.kernels.dispatch import MOST_VALUES
+from jetrl_jax.kernels.gather_columns import Workspace
 from jetrl_jax.rl.rollout import sampling
 from jetrl_jax.rl.rollout.kv_pages import PagesConfig
 
@@ -81,6 +82,8 @@ class DecodeState:
 
   Attributes:
     caches: per layer pages of (keys, values), see `Policy.page_shapes`.
+    workspace: of gathers between devices; decode steps take it and nothing
+      else does. None if XLA gathers, see `Policy.idle_workspace`.
     table: int32 [B, pages per slot], the slot's pages, see `DecodeAttention`.
     preempted: bool [B], waits for pages: the slot is active and takes no step.
     prompt: int32 [B, T], to prefill a preempted sequence again.
@@ -101,6 +104,7 @@ class DecodeState:
   """
 
   caches: list[tuple[Array, Array]]
+  workspace: Workspace | None
   table: Array
   preempted: Array
   prompt: Array
@@ -142,8 +146,9 @@ def specs(kv_spec: P) -> tuple[Any, Any]:
     return ROWS, ROWS
 
   def of(record: Any) -> Any:
-    fields = {field.name: ROWS for field in dataclasses.fields(record)}
-    return record(**fields | {'caches': kv_spec})
+    apart = dict.fromkeys(('caches', 'workspace'), kv_spec)
+    names = [field.name for field in dataclasses.fields(record)]
+    return record(**{name: apart.get(name, ROWS) for name in names})
 
   return of(DecodeState), of(Prefix)
 
@@ -175,6 +180,7 @@ def idle(policy, config: EngineConfig, pages: PagesConfig) -> DecodeState:
           )
           for _ in range(policy.model.num_layers)
       ],
+      workspace=policy.idle_workspace(pages.num_slots // policy.axes.size),
       table=zeros(jnp.int32, pages.pages_per_slot),
       preempted=zeros(jnp.bool_),
       prompt=zeros(jnp.int32, config.max_prompt_length),

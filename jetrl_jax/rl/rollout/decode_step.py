@@ -165,12 +165,13 @@ def step(
 ) -> DecodeState:
   """Takes one decode step in every active slot: decode, sample, write."""
   running = state.active & ~state.preempted
-  logits_BV, caches = policy.decode(
+  logits_BV, caches, workspace = policy.decode(
       params,
       state.token,
       jnp.where(running, state.position, -1),
       state.table,
       state.caches,
+      state.workspace,
   )
   token, log_mu, logprob, is_given = sample(
       policy, config, state, logits_BV, base_key, top_p_B
@@ -187,6 +188,7 @@ def step(
   return dataclasses.replace(
       state,
       caches=caches,
+      workspace=workspace,
       token=jnp.where(running, token, state.token),
       position=state.position + running,
       emitted=emitted,
@@ -226,7 +228,7 @@ def generate_compacted(
 
   def of_slots(state):
     fields = {f.name: getattr(state, f.name) for f in dataclasses.fields(state)}
-    del fields['caches']
+    del fields['caches'], fields['workspace']
     return fields
 
   all_B = of_slots(state)

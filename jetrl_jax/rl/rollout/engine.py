@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec as P
 from jetrl_jax.core import processes, rng, sharding
 from jetrl_jax.core.compile_ahead import CompileAhead, Program
 from jetrl_jax.core.typing import Array, NpArray, PRNGKey
+from jetrl_jax.kernels import gather_columns
 from jetrl_jax.models.policy import PlacedParams, Policy, PolicyParams
 from jetrl_jax.rl.rollout import decode_state as decode_states
 from jetrl_jax.rl.rollout import decode_step
@@ -110,6 +111,7 @@ class Engine:
       abstract: bool = False,
   ):
     self.run_policy, self.run_mesh = policy, mesh
+    gather_columns.check(policy.kernels, policy.axes, mesh)
     shared = 1 if abstract else sharding.processes_of_sequence(mesh)
     self.group = processes.TensorGroup(shared)
     if sharding.spans_processes(mesh) and not abstract:
@@ -294,7 +296,10 @@ class Engine:
   def init_decode_state(self) -> DecodeState:
     """Returns a state with every slot idle; earlier states become invalid."""
     self.pages = PageAllocator(self.pages.config)
-    return self._idle()
+    state = self._idle()
+    # All devices must have made theirs before one pushes into another's.
+    jax.block_until_ready(state.workspace)
+    return state
 
   def prefill_batch(
       self,
@@ -405,7 +410,8 @@ class Engine:
     pages_NJ = self.pages.global_pages(
         [*slots, *[-1] * (size - count)], self.pages.pages_for(length)
     )
-    return self._insert(
+    return self._changed(
+        self._insert,
         decode_state,
         prefix,
         padded(slots, self.num_slots),
@@ -515,10 +521,21 @@ class Engine:
     params = self._as_compiled(params)
     return run(params, state, *arrays, base_key, np.int32(steps))
 
+  def _changed(
+      self, program: Program, state: DecodeState, *args: Any
+  ) -> DecodeState:
+    """Runs a program that changes slots; the workspace goes around it.
+
+    No program takes the workspace that does not gather: it might copy it.
+    """
+    others = dataclasses.replace(state, workspace=None)
+    changed = program(others, *args)
+    return dataclasses.replace(changed, workspace=state.workspace)
+
   def free_resource(self, slot: int, decode_state: DecodeState) -> DecodeState:
     """Makes a slot idle."""
     self.release([slot])
-    return self._free(decode_state, np.int32(slot))
+    return self._changed(self._free, decode_state, np.int32(slot))
 
   # --- pages --------------------------------------------------------------
 
@@ -597,7 +614,7 @@ class Engine:
     """Stops slots and keeps their sequences for `resume`."""
     chosen_B = np.zeros(self.num_slots, bool)
     chosen_B[list(slots)] = True
-    return self._pause(decode_state, self._put(chosen_B))
+    return self._changed(self._pause, decode_state, self._put(chosen_B))
 
   def resume(
       self,
@@ -633,10 +650,8 @@ class Engine:
       chosen_B[slot], kept_B[slot] = True, kept[slot]
       count_B[slot] = len(tokens)
       given_BW[slot, : len(tokens)] = tokens
-    put = self._put
-    return self._resume(
-        decode_state, put(chosen_B), put(kept_B), put(given_BW), put(count_B)
-    )
+    arrays = [self._put(x) for x in (chosen_B, kept_B, given_BW, count_B)]
+    return self._changed(self._resume, decode_state, *arrays)
 
   def _put(self, values: NpArray) -> Array:
     return sharding.put(values, self._rows)

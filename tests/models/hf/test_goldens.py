@@ -35,7 +35,7 @@ def our_logits(folder, tokens_BT):
   )
   tree = variables(prepare_weights(params, {}, recipe), {})
   mask_M = jnp.ones(rows * length)
-  hidden_MD, _ = decoder.apply(
+  hidden_MD, *_ = decoder.apply(
       tree, tokens_BT.reshape(-1), position_BT.reshape(-1), mask_M, attend
   )
   logits = decoder.apply(tree, hidden_MD, mask_M, method=Decoder.head)
