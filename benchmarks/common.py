@@ -122,7 +122,8 @@ def overrides(variant: str) -> dict:
   Args:
     variant: options are 'kv8' (FP8 keys and values), 'head8' (see
       `precision.quantize_lm_head`), 'selective' (see `model.remat`),
-      'inexact' (see `precision.exact`), and 'reference' (see `kernels`).
+      'inexact' (see `precision.exact`), 'reference' (see `kernels`), and
+      'gather' (see `kernels/gather_columns`; with CUDA_MODULE_LOADING=EAGER).
   """
   options = {
       'kv8': {'precision.kv_cache_dtype': 'float8_e4m3fn'},
@@ -130,6 +131,7 @@ def overrides(variant: str) -> dict:
       'selective': {'model.remat': 'selective'},
       'inexact': {'precision.exact': False},
       'reference': {'kernels': 'reference'},
+      'gather': {'kernels': 'gather_columns=mosaic_sm90'},
   }
   recipe, *chosen = variant.split('+')
   settings = {'precision.recipe': recipe, 'precision.kv_cache_dtype': 'compute'}

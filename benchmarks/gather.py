@@ -11,7 +11,7 @@ With `mesh.tensor` a decode step gathers three small arrays a layer: rows in FP8
 before o and before down, and what down adds, in float32. Here one program
 has many such gathers, each of what was made of the last one, within a loop, as
 decode steps are: by XLA (NCCL, and a kernel that puts columns next to each
-other) and by the kernels of `gather_kernel`. First all bits are compared with
+other) and by both forms of `kernels/gather_columns`. First all bits are compared with
 XLA's: after one pass, after all, from other bytes each time, and with devices
 that in turn come late, so that something that is read too early or written too
 early shows. Then the passes are timed. 'nothing' has no gathers, only what lies
@@ -19,10 +19,8 @@ between them; its time is taken from the others'. With a norm that includes a
 kernel of its own, which repeats a device's part.
 
 A variant is a name of `_NAMES` or one with options: 'packets:programs=66'.
-'barrier', which is not run by default, is what Pallas has for it; XLA lets the
-devices wait for each other before its kernel, by an NCCL kernel. JAX's own
-`all_gather_mgpu` is not here: it stores through NVLink multicast, which not
-every host allows. NCCL is told to leave that alone as well, unless
+JAX's own `all_gather_mgpu` is not here: it stores through NVLink multicast,
+which not every host allows. NCCL is told to leave that alone as well, unless
 NCCL_NVLS_ENABLE says otherwise.
 
 --compile_only compiles for GPUs that are not there, as deviceless.py does, and
@@ -69,7 +67,7 @@ _ARRAYS = flags.DEFINE_list(
 )
 _VARIANTS = flags.DEFINE_list(
     'variants',
-    ['nothing', 'xla', 'packets', 'flags', 'fused_packets', 'fused_flags'],
+    ['nothing', 'xla', 'packets', 'flags'],
     "What is timed; 'xla' comes before what is compared with it.",
 )
 _GATHERS = flags.DEFINE_integer('gathers', 28, 'Of a pass.')
@@ -92,8 +90,7 @@ _COLUMNS = (
     ('compile_s', 'compiled in s', '.0f'),
     ('error', 'error', ''),
 )
-_NAMES = 'nothing', 'xla', 'packets', 'flags', 'barrier'
-_NAMES += 'fused_packets', 'fused_flags'
+_NAMES = 'nothing', 'xla', 'packets', 'flags'
 _EPS = 1e-6
 
 
@@ -125,14 +122,14 @@ class _Case(NamedTuple):
     """Unsigned integers as wide as the values."""
     return jnp.dtype(f'uint{8 * jnp.dtype(self.dtype).itemsize}')
 
-  @property
-  def words(self) -> int:
+  def words(self, variant: str) -> int:
     """Length of a device's workspace."""
-    if _COMPILE_ONLY.value or on_gpu():
-      from benchmarks import gather_kernel
+    name, _ = _parsed(variant)
+    if name in ('nothing', 'xla'):
+      return 1
+    from jetrl_jax.kernels.gather_columns import mosaic_sm90
 
-      return gather_kernel.workspace_words(self.devices, self.part_bytes)
-    return 1
+    return mosaic_sm90.workspace_words(name, self.devices, self.part_bytes)
 
 
 def _gather(variant: str, case: _Case, x, work):
@@ -144,11 +141,9 @@ def _gather(variant: str, case: _Case, x, work):
   if name == 'xla':
     axes = sharding.Axes(tensor=case.devices)
     return axes.gather_inputs(x), work
-  from benchmarks import gather_kernel
+  from jetrl_jax.kernels.gather_columns import mosaic_sm90
 
-  if name == 'barrier':
-    return gather_kernel.gather_with_barrier(x, axis=axis, **settings), work
-  return gather_kernel.gather_columns(x, work, axis=axis, form=name, **settings)
+  return mosaic_sm90.gather_columns(x, work, axis=axis, form=name, **settings)
 
 
 def _parsed(variant: str) -> tuple[str, dict[str, int]]:
@@ -173,22 +168,10 @@ def _read(variant: str, case: _Case, x, work):
   residual = residual.astype(jnp.bfloat16)
   gain = (1 + numbers[: case.columns] % 7 / 8).astype(jnp.bfloat16)
   scale, out_scale = jnp.float32(0.5), jnp.float32(2.0**-4)
-  name, settings = _parsed(variant)
-  if name.startswith('fused_'):
-    from benchmarks import gather_kernel
-
-    total, fp8, work = gather_kernel.gather_and_norm(
-        *(residual, gain, out_scale, x, scale, work),
-        axis=sharding.TENSOR,
-        eps=_EPS,
-        form=name.removeprefix('fused_'),
-        **settings,
-    )
-  else:
-    y, work = _gather(variant, case, x, work)
-    added = DeferredScale(values=y, scales=(scale,))
-    total, _, fp8 = add_norm_quantize(residual, gain, _EPS, out_scale, added)
-    assert fp8 is not None
+  y, work = _gather(variant, case, x, work)
+  added = DeferredScale(values=y, scales=(scale,))
+  total, _, fp8 = add_norm_quantize(residual, gain, _EPS, out_scale, added)
+  assert fp8 is not None
   bits = lax.bitcast_convert_type(total, jnp.uint16).astype(jnp.uint32)
   eight = lax.bitcast_convert_type(fp8, jnp.uint8).astype(jnp.uint32)
   bits = (bits << 16) ^ (eight * jnp.uint32(0x01010101))
@@ -269,7 +252,7 @@ def _compiled(case: _Case, variant: str, mesh: Mesh, gathers: int, late=False):
   run = functools.partial(_passes, case, variant, gathers, late)
   shapes = (
       ((case.slots, case.columns), case.dtype),
-      ((case.devices, case.words), jnp.int32),
+      ((case.devices, case.words(variant)), jnp.int32),
       ((), jnp.int32),
       ((), jnp.int32),
   )
@@ -288,10 +271,11 @@ def _compiled(case: _Case, variant: str, mesh: Mesh, gathers: int, late=False):
 class _Runner:
   """Runs a program over and over on the same workspace."""
 
-  def __init__(self, case: _Case, mesh: Mesh):
+  def __init__(self, case: _Case, variant: str, mesh: Mesh):
     self._case, self._mesh = case, mesh
+    words = case.words(variant)
     zeros = jax.jit(
-        lambda: jnp.zeros((case.devices, case.words), jnp.int32),
+        lambda: jnp.zeros((case.devices, words), jnp.int32),
         out_shardings=NamedSharding(mesh, _SPECS[1]),
     )
     # All devices have written theirs before one pushes to another.
@@ -314,7 +298,7 @@ class _Runner:
     """Returns the bits of each device's last rows.
 
     Raises:
-      RuntimeError: the workspace has been copied, see `gather_kernel`.
+      RuntimeError: the workspace has been copied, see `gather_columns`.
     """
     before = _addresses(self._work)
     _, bits, self._work = program(
@@ -357,7 +341,7 @@ def _measure(case: _Case, variant: str, mesh: Mesh, first: dict) -> dict:
     few = min(6, _GATHERS.value)
     late = _compiled(case, variant, mesh, few, late=True)
   row['compile_s'] = time.perf_counter() - start
-  run = _Runner(case, mesh)
+  run = _Runner(case, variant, mesh)
   if variant != 'nothing':
     found, right = _check(case, run, program, late)
     row |= {} if right is None else {'right': right}
@@ -401,11 +385,9 @@ def _cases() -> list[_Case]:
   return list(dict.fromkeys(cases))
 
 
-def _variants(case: _Case) -> list[str]:
-  """Returns the variants that a case has here."""
+def _variants() -> list[str]:
+  """Returns the variants that run here."""
   chosen = list(_VARIANTS.value)
-  if not case.norm:
-    chosen = [name for name in chosen if not name.startswith('fused_')]
   if not (_COMPILE_ONLY.value or on_gpu()):
     chosen = [name for name in chosen if name in ('nothing', 'xla')]
   return chosen
@@ -420,8 +402,9 @@ def _show_kernels(case: _Case, variant: str, mesh: Mesh) -> dict:
   names = [row['kernel'].rstrip('.0123456789') for row in found]
   counts = {name: names.count(name) for name in dict.fromkeys(names)}
   row = case._asdict() | {'variant': variant, 'kernels': counts}
-  # A copy of the workspace would be a race, see `gather_kernel`.
-  whole = f's32[1,{case.words}]', f's32[{case.words}]'
+  # A copy of the workspace would be a race, see `gather_columns`.
+  words = case.words(variant)
+  whole = f's32[1,{words}]', f's32[{words}]'
   row['copies'] = sum(
       ' copy(' in line and any(shape in line for shape in whole)
       for line in text.splitlines()
@@ -439,7 +422,7 @@ def _compile_all() -> None:
       mock.patch.object(dispatch, 'automatic', lambda: kernels),
   ):
     for case in _cases():
-      for variant in _variants(case):
+      for variant in _variants():
         rows.append(_show_kernels(case, variant, mesh))
         print(json.dumps(rows[-1]), flush=True)
   columns = (*_COLUMNS[:5], ('kernels', 'kernels of a pass', ''))
@@ -463,7 +446,7 @@ def main(argv: list[str]) -> None:
   rows = []
   for case in _cases():
     first = {}
-    for variant in _variants(case):
+    for variant in _variants():
       faulthandler.dump_traceback_later(_PATIENCE_S, exit=True)
       failed = False
       try:
