@@ -11,12 +11,12 @@ With `mesh.tensor` a decode step gathers three small arrays a layer: rows in FP8
 before o and before down, and what down adds, in float32. Here one program
 has many such gathers, each of what was made of the last one, within a loop, as
 decode steps are: by XLA (NCCL, and a kernel that puts columns next to each
-other) and by both forms of `kernels/gather_columns`. First all bits are compared with
-XLA's: after one pass, after all, from other bytes each time, and with devices
-that in turn come late, so that something that is read too early or written too
-early shows. Then the passes are timed. 'nothing' has no gathers, only what lies
-between them; its time is taken from the others'. With a norm that includes a
-kernel of its own, which repeats a device's part.
+other) and by both forms of `kernels/gather_columns`. First all bits are
+compared with XLA's: after one pass, after all, from other bytes each time, and
+with devices that in turn come late, so that something that is read too early or
+written too early shows. Then the passes are timed. 'nothing' has no gathers,
+only what lies between them; its time is taken from the others'. With a norm
+that includes a kernel of its own, which repeats a device's part.
 
 A variant is a name of `_NAMES` or one with options: 'packets:programs=66'.
 JAX's own `all_gather_mgpu` is not here: it stores through NVLink multicast,

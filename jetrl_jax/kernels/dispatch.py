@@ -42,7 +42,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         'swiglu',
     )
 }
-# Its gathers were run on GPUs, a decode step with them was not: it is asked for.
+# To be asked for: no GPU has run a decode step with this kernel yet.
 TABLE['gather_columns'] = (REFERENCE, 'mosaic_sm90')
 # Operation of a rollout -> the operation of training whose bits it must have.
 # The first runs a kernel only where the second does.

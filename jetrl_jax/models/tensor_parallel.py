@@ -17,8 +17,8 @@ one device computes, in the order of one device. In the backward, the gradient
 of the rows of a split dot is a sum over devices: it repeats to the bit on one
 mesh and has other bits on another mesh.
 
-`core/sharding.py` has the collectives; `decoder.py` calls them. In a decode step
-on one host's GPUs a kernel can gather (`kernels/gather_columns`).
+`core/sharding.py` has the collectives; `decoder.py` calls them. In a decode
+step on the GPUs of one process a kernel can gather (`kernels/gather_columns`).
 
 References:
   Shoeybi et al. 2019, arXiv:1909.08053, which splits the sums of o and of down.

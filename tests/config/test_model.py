@@ -22,7 +22,9 @@ _RANDOM = {
 def _kernels(**changes):
   config = whole_run.config(**_RANDOM, **changes)
   policy, _, _ = config_model.build_policy(config)
-  return dict(policy.kernels.chosen)
+  found = dict(policy.kernels.chosen)
+  assert found.pop('gather_columns') == 'reference'
+  return found
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +66,14 @@ def test_a_named_kernel_that_does_not_take_the_model_is_refused():
     _kernels(**changes)
   found = _kernels(**changes | {'model.attention_tile': 64})
   assert found['attention'] == 'mosaic_sm90'
+
+
+def test_a_kernel_between_gpus_that_may_wait_for_ever_is_refused(monkeypatch):
+  monkeypatch.delenv('CUDA_MODULE_LOADING', raising=False)
+  changes = {
+      'model.attention_tile': 64,
+      'kernels': 'gather_columns=mosaic_sm90',
+      'mesh.tensor': 2,
+  }
+  with pytest.raises(ValueError, match='gather_columns=mosaic_sm90 and mesh.t'):
+    _kernels(**changes)

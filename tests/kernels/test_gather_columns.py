@@ -5,7 +5,6 @@ arrives at any time, before or after the others. Threads take turns at random,
 and a device may be as far ahead of the others as it can get.
 """
 
-import collections
 import operator
 import random
 import re
@@ -14,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import gather_kernel
 from jetrl_jax.kernels import mosaic_tools
+from jetrl_jax.kernels.gather_columns import mosaic_sm90
 
 _ARRAY, _DEVICE = 1 << 24, 1 << 28  # Distances of addresses.
 _X, _Y, _WORK = range(3)
-_steps_of: Any = gather_kernel.Form.__dict__['steps'].fget
+_steps_of: Any = mosaic_sm90.Form.__dict__['steps'].fget
 _BINARY = {'add': operator.add, 'sub': operator.sub, 'and': operator.and_}
 _BINARY |= {'or': operator.or_, 'xor': operator.xor, 'div': operator.floordiv}
 _BINARY |= {'mul': operator.mul}
@@ -52,10 +51,10 @@ class _Stuck(Exception):
 class _Devices:
   """Devices, each with a result and a workspace, and what travels."""
 
-  def __init__(self, plan: gather_kernel.Form, seed: int):
+  def __init__(self, plan: mosaic_sm90.Form, seed: int):
     self.plan, self.random = plan, random.Random(seed)
     self.steps = [_parsed(step) for step in plan.steps]
-    words = gather_kernel.workspace_words(plan.devices, plan.capacity)
+    words = mosaic_sm90.workspace_words(plan.form, plan.devices, plan.capacity)
     part = plan.rows * plan.row_bytes // 4
     self.memory = {}
     for device in range(plan.devices):
@@ -66,8 +65,6 @@ class _Devices:
       ):
         self.memory[device, array] = np.zeros(size, np.uint32)
     self.travelling = []
-    # Words of its results that a program of any device wrote.
-    self.written = collections.defaultdict(set)
 
   def _place(self, address: int):
     assert address % 4 == 0
@@ -88,8 +85,6 @@ class _Devices:
     assert address % (4 * len(words)) == 0
     if address // _DEVICE == sender[0]:
       memory, first = self._place(address)
-      if memory is self.memory[sender[0], _Y]:
-        self.written[sender[1]] |= set(range(first, first + len(words)))
       memory[first : first + len(words)] = words
       return
     for i in range(0, len(words), 2):
@@ -202,11 +197,11 @@ class _Devices:
     return np.stack([np.stack(result) for result in results], axis=1)
 
 
-def _plan(form: str, **changes) -> gather_kernel.Form:
+def _plan(form: str, **changes) -> mosaic_sm90.Form:
   # Of the last units some threads have none.
   sizes = {'devices': 2, 'rows': 3, 'row_bytes': 48, 'capacity': 160}
   options = {'programs': 2, 'batch': 2}
-  return gather_kernel.Form(form=form, **(sizes | options | changes))
+  return mosaic_sm90.Form(form=form, **(sizes | options | changes))
 
 
 def _parts(plan, turns: int) -> np.ndarray:
@@ -227,7 +222,7 @@ def _few_threads(monkeypatch):
   monkeypatch.setattr(mosaic_tools, 'THREADS', 4)
 
 
-@pytest.mark.parametrize('form', gather_kernel.FORMS)
+@pytest.mark.parametrize('form', mosaic_sm90.FORMS)
 @pytest.mark.parametrize('devices', [2, 3])
 def test_every_gather_gets_the_parts_of_its_turn(form, devices):
   plan = _plan(form, devices=devices)
@@ -238,23 +233,7 @@ def test_every_gather_gets_the_parts_of_its_turn(form, devices):
     np.testing.assert_array_equal(found, _whole(plan, parts))
 
 
-@pytest.mark.parametrize('form', gather_kernel.FORMS)
-def test_a_program_gathers_its_own_rows(form):
-  # A row has 3 or 6 units, and 4 threads.
-  plan = _plan(form, rows=4, capacity=192, own_rows=2)
-  plan.check()
-  parts = _parts(plan, turns=6)
-  rows = plan.row_bytes // 4 * plan.devices
-  for seed in range(4):
-    machine = _Devices(plan, seed)
-    np.testing.assert_array_equal(machine.gathers(parts), _whole(plan, parts))
-    assert all(
-        set(range(first, first + 2 * rows)) == machine.written[program]
-        for program, first in enumerate((0, 2 * rows))
-    )
-
-
-@pytest.mark.parametrize('form', gather_kernel.FORMS)
+@pytest.mark.parametrize('form', mosaic_sm90.FORMS)
 def test_a_workspace_serves_gathers_of_other_shapes(form):
   plan = _plan(form)
   machine = _Devices(plan, seed=0)
@@ -279,7 +258,7 @@ def _replace(monkeypatch, old: str, new: str) -> None:
     assert changed != _steps_of(plan)
     return changed
 
-  monkeypatch.setattr(gather_kernel.Form, 'steps', property(steps))
+  monkeypatch.setattr(mosaic_sm90.Form, 'steps', property(steps))
 
 
 def _goes_wrong(plan, seed: int) -> bool:
@@ -291,7 +270,7 @@ def _goes_wrong(plan, seed: int) -> bool:
   return not np.array_equal(found, _whole(plan, parts))
 
 
-@pytest.mark.parametrize('form', gather_kernel.FORMS)
+@pytest.mark.parametrize('form', mosaic_sm90.FORMS)
 def test_one_slot_would_not_do(form, monkeypatch):
   """So what the others find is not for want of looking."""
   _replace(monkeypatch, 'and.b32 parity, epoch, 1;', 'mov.u32 parity, 0;')
@@ -308,7 +287,7 @@ def test_threads_must_meet_before_the_flag(monkeypatch):
     push, signal, *rest = _steps_of(plan)
     return [push.replace('END', 'NEVER').removesuffix('}') + signal[1:], *rest]
 
-  monkeypatch.setattr(gather_kernel.Form, 'steps', property(joined))
+  monkeypatch.setattr(mosaic_sm90.Form, 'steps', property(joined))
   assert any(_goes_wrong(_plan('flags'), seed) for seed in range(20))
 
 
@@ -318,7 +297,6 @@ def test_threads_must_meet_before_the_flag(monkeypatch):
         ({'form': 'letters'}, "form 'letters'; allowed are"),
         ({'row_bytes': 40, 'form': 'flags'}, '40 bytes; flags take multiples'),
         ({'rows': 4}, '4 rows of 48 bytes; the workspace has room for 160'),
-        ({'own_rows': 1}, '3 rows; 2 programs with 1 each take 2'),
         ({'programs': 300}, '300 programs; allowed are 1 to 256'),
     ],
 )
