@@ -22,7 +22,8 @@ class TopLevel:
       'auto' takes the kernels where they run (a Hopper GPU, jax 0.11 or later)
       and plain JAX elsewhere; 'reference' is plain JAX alone, which is slower
       and the first thing to try when a kernel is suspected; or one by one:
-      'attention=reference,swiglu=reference'.
+      'attention=reference,swiglu=reference'. 'gather_columns=mosaic_sm90', for
+      mesh.tensor, is not in 'auto'.
   """
 
   compile_cache_dir: str = ''

@@ -37,6 +37,15 @@ Two forms:
 * 'flags': 16 bytes travel as they are. Then a program waits until its writes
   have arrived (a fence) and sends the number.
 
+A program is a warpgroup of 128 threads. A thread moves units of 8 or 16 bytes
+through its registers, a few at a time, and never through shared memory; the
+programs, at most one a multiprocessor, take units in turn. There is no sum: the
+bits are those that were sent. Lower bound of the time: what a device sends, at
+NVLink's 450 GB/s, as packets twice; and one passage, with flags two. On two
+H200 the gathers of a layer of a 7B (what o reads, down reads and down adds) take
+3.7, 5.3 and 4.0 us with 32 rows, as packets, of which the bytes are 0.3, 1.3 and
+1.0; with 256 rows, as flags, 7.3, 14.7 and 10.6, of which 1.0, 5.4 and 4.1.
+
 Both are PTX, because Pallas promises neither how wide a store is nor that a
 load looks at memory again. tests/kernels/test_gather_columns.py runs it without
 a GPU.
@@ -45,7 +54,7 @@ a GPU.
 # jax 0.10, which the types are checked with, lacks some of it.
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -332,10 +341,10 @@ def _run(x_ref, work_ref, y_ref, *, plan: Form, axis: str) -> None:
   """Gathers, in a program of a kernel."""
   me = lax.axis_index(axis)
   size = jnp.int32(plan.devices)
-  others = [
-      plgpu.remote_ref(work_ref, {axis: lax.rem(me + k, size)})
-      for k in range(1, plan.devices)
+  next_ones: list[Any] = [
+      {axis: lax.rem(me + k, size)} for k in range(1, plan.devices)
   ]
+  others = [plgpu.remote_ref(work_ref, device) for device in next_ones]
   refs = x_ref, y_ref, work_ref
 
   @plgpu.inline_mgpu(

@@ -146,9 +146,9 @@ def specs(kv_spec: P) -> tuple[Any, Any]:
     return ROWS, ROWS
 
   def of(record: Any) -> Any:
-    apart = dict.fromkeys(('caches', 'workspace'), kv_spec)
+    apart = 'caches', 'workspace'
     names = [field.name for field in dataclasses.fields(record)]
-    return record(**{name: apart.get(name, ROWS) for name in names})
+    return record(**{x: kv_spec if x in apart else ROWS for x in names})
 
   return of(DecodeState), of(Prefix)
 
