@@ -37,6 +37,7 @@ def start(
     layout: tuple[int, int],
     logs: pathlib.Path,
     share: float = 0,
+    only_compiles: bool = False,
 ) -> list[subprocess.Popen]:
   """Starts `python -m COMMAND`, as several processes if the layout says so.
 
@@ -45,6 +46,8 @@ def start(
     layout: (processes, devices of each); the first devices are taken.
     logs: folder for log_<rank>.txt.
     share: of a GPU's memory, for runs at the same time; 0 for most of it.
+    only_compiles: takes no memory of a GPU, but may have as much as a run: XLA
+      compiles another program where it sees less.
   """
   count, devices = layout
   with socket.socket() as found:
@@ -54,6 +57,8 @@ def start(
   started = []
   for rank in range(count):
     env = _environment(rank, layout, share)
+    if only_compiles:
+      env['XLA_PYTHON_CLIENT_PREALLOCATE'] = 'false'
     if count > 1:
       env |= {
           launchers.ADDRESS: f'127.0.0.1:{port}',

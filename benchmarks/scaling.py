@@ -325,11 +325,11 @@ class _Host:
       command: list[str],
       layout: Layout,
       name: str,
-      share: float = 0,
+      only_compiles: bool = False,
   ) -> float:
     """Runs a command with its logs in a folder; returns the seconds."""
     logs, begin = self.home / name, time.monotonic()
-    started = launch.start(command, layout, logs, share)
+    started = launch.start(command, layout, logs, only_compiles=only_compiles)
     launch.finish(started, logs, self.seconds(part))
     return time.monotonic() - begin
 
@@ -383,7 +383,7 @@ def _prepare(host: _Host) -> Iterator[Unit]:
     command = host.command('prepare', config, workdir, settings)
     command.append(f'--layers={_LAYERS.value}')
     row: dict[str, Any] = {'part': 'prepare', 'unit': name}
-    started = launch.start(command, layout, workdir, 0.02)
+    started = launch.start(command, layout, workdir, only_compiles=True)
     try:
       launch.finish(started, workdir, max(end - time.monotonic(), 1.0))
       row |= _memory(host.facts(workdir))
@@ -575,7 +575,9 @@ def _large_dry(host: _Host) -> Iterator[Unit]:
   def unit() -> list[dict]:
     workdir = host.new('large dry')
     command = host.command('prepare', _large(mesh)[0], workdir, _large(mesh)[1])
-    spent = host.run('large_dry', command, layout, workdir.name, 0.02)
+    spent = host.run(
+        'large_dry', command, layout, workdir.name, only_compiles=True
+    )
     return [_memory(host.facts(workdir)) | {'start_s': spent}]
 
   yield name, unit

@@ -59,6 +59,14 @@ _TAIL = """
 * The quickstart over two GPUs, eight steps with `mesh.fsdp=2` and eight with
   `mesh.data=2`, had none
   ([steps]({results}/mesh_quickstart_h200_2026-11-22.md)).
+* A whole 7B on four H200, three steps each with `mesh.data=4`, `mesh.fsdp=4`
+  and `mesh.data=2 mesh.tensor=2`, had none, and one GPU's log-probs
+  ([steps]({results}/scaling_4gpus_qwen7b_h200_2026-11-26.md)); a 32B with
+  `mesh.fsdp=4` had none in two
+  ([steps]({results}/scaling_4gpus_qwen32b_h200_2026-11-26.md)).
+* `fp8_block` in today's kernels had none on an H200 in four comparisons of
+  Qwen2.5-0.5B's shape (64 slots, few pages, scored and accumulated, 4231 tokens
+  each), the last before its machine went away; no file was left.
 * An early version of the `bf16` path differed at the 7B's width with more than
   4096 rows. The reason was not found.
 """

@@ -107,7 +107,8 @@ def _kernels(
 ) -> dispatch.Kernels:
   """Returns the implementation of every operation.
 
-  Attention that no kernel takes is plain JAX, in rollout and in training.
+  Attention that no kernel takes is plain JAX, in rollout and in training. On a
+  GPU their bits then differ.
 
   Raises:
     ValueError: the setting names a kernel of attention that does not take it.
@@ -130,7 +131,10 @@ def _kernels(
         f'kernels is {config.kernels!r}; this run has {found}: leave attention'
         ' out'
     )
-  logging.warning('Attention is plain JAX, which is slower: %s', found)
+  logging.warning(
+      'Attention is plain JAX, which is slower, and on a GPU not exact: %s',
+      found,
+  )
   return kernels.replace(
       attention=dispatch.REFERENCE, decode_attention=dispatch.REFERENCE
   )
