@@ -24,12 +24,11 @@ from jetrl_jax.fp8 import Recipe
 from jetrl_jax.kernels import dispatch, gather_columns
 from jetrl_jax.kernels.gather_columns import Workspace, mosaic_sm90
 from jetrl_jax.models import tensor_parallel
-from jetrl_jax.models.policy import Policy, PolicyParams
+from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.rl.rollout import decode_step
-from jetrl_jax.rl.rollout.decode_state import DecodeState
 from jetrl_jax.rl.rollout.engine import Engine
 from tests import kernels_in_use, whole_run
-from tests.models import tiny
+from tests.models import gathers, tiny
 from tests.rl import tiny_run
 
 _ASKED = 'gather_columns=mosaic_sm90'
@@ -43,16 +42,9 @@ def _on_hopper(monkeypatch) -> dispatch.Kernels:
 
 
 def _engine(kernels, recipe=tiny_run.FP8, slots=32) -> Engine:
-  """An engine whose devices share sequences in pairs; D 512, F 1024."""
+  """An engine whose devices share sequences in pairs."""
   mesh = sharding.make_mesh(data=2, tensor=2)
-  sizes = dict(model_dim=512, head_dim=64, ffn_dim=1024, vocab_size=128)
-  of = Policy(
-      model=tiny.config('qwen2', **sizes, num_layers=_LAYERS),
-      recipe=recipe,
-      tile=64,
-      axes=sharding.axes_of(mesh),
-      kernels=kernels,
-  )
+  of = gathers.policy(kernels, recipe, sharding.axes_of(mesh))
   return Engine(of, tiny_run.engine_config(num_slots=slots), mesh)
 
 
@@ -174,32 +166,6 @@ def _stand_in(x_MC, words, *, axis, form):
   return sharding.gather_columns(x_MC), words + 1
 
 
-def _decoded(kernels, steps: int) -> DecodeState:
-  """Returns the state after some steps of all slots."""
-  mesh = sharding.make_mesh(tensor=2)
-  of = dataclasses.replace(tiny_run.policy(mesh=mesh), kernels=kernels)
-  engine = Engine(of, tiny_run.engine_config(stop_ids=()), mesh)
-  start = tiny_run.cold_state(of, mesh)
-  params = engine.replicate(PolicyParams(start.weights, start.fp8_state))
-  state, slots = engine.init_decode_state(), np.arange(engine.num_slots)
-  changed = {
-      'active': slots >= 0,
-      'limit': np.full_like(slots, 9, np.int32),
-      'token': slots.astype(np.int32),
-      'table': np.arange(state.table.size, dtype=np.int32).reshape(
-          state.table.shape
-      ),
-  }
-  changed = {name: engine._put(value) for name, value in changed.items()}
-  return engine._decode(
-      decode_step.generate,
-      params,
-      dataclasses.replace(state, **changed),
-      base_key=rng.key(0, rng.ROLLOUT, 0),
-      steps=steps,
-  )
-
-
 def test_a_workspace_goes_through_all_steps_and_the_bits_are_those_of_xla(
     monkeypatch,
 ):
@@ -207,7 +173,12 @@ def test_a_workspace_goes_through_all_steps_and_the_bits_are_those_of_xla(
   monkeypatch.setattr(mosaic_sm90, 'gather_columns', _stand_in)
   plain = dispatch.select('reference')
   kernels = plain.replace(gather_columns='mosaic_sm90')
-  found, expected = (_decoded(k, steps=4) for k in (kernels, plain))
+  of = tiny_run.policy(mesh=sharding.make_mesh(tensor=2))
+  runs = (
+      gathers.ready(dataclasses.replace(of, kernels=k))
+      for k in (kernels, plain)
+  )
+  found, expected = (run(state, 4) for run, state in runs)
   workspace, none = found.workspace, expected.workspace
   assert workspace is not None and none is None
   tiny_run.assert_same_bits(
@@ -257,10 +228,10 @@ def test_programs_that_do_not_gather_never_see_the_workspace(monkeypatch):
         ({'loading': ''}, 'start the command with CUDA_MODULE_LOADING=EAGER'),
         (
             {'processes': (0, 1)},
-            'the devices of a sequence are in 2 processes, and the kernel needs'
-            ' them in one',
+            'the devices are in 2 processes, and the kernel needs them in one',
         ),
         ({'ids': (1, 0)}, 'the ids of the devices are [1, 0]'),
+        ({'ids': (2, 3)}, 'the ids of the devices are [2, 3]'),
         ({'jax': (0, 11, 0)}, 'the kernel needs 0.11.2: upgrade, or leave'),
     ],
 )

@@ -89,18 +89,17 @@ def check(kernels: dispatch.Kernels, axes: Axes, mesh: Mesh) -> None:
         f' {axes.tensor}; {found}, or leave gather_columns out'
     )
 
-  sequence = list(mesh.devices[0, 0])
-  processes = {device.process_index for device in sequence}
+  processes = {device.process_index for device in mesh.devices.flat}
   if len(processes) > 1:
     refuse(
-        f'the devices of a sequence are in {len(processes)} processes, and the'
-        ' kernel needs them in one: start fewer processes, with more GPUs each'
+        f'the devices are in {len(processes)} processes, and the kernel needs'
+        ' them in one: start one process for all GPUs'
     )
   ids = [device.id for device in mesh.devices.flat]
-  if ids != sorted(ids):
+  if ids != list(range(len(ids))):
     refuse(
-        f'the ids of the devices are {ids}, and the kernel needs them to rise:'
-        ' make the mesh of devices in the order of jax.devices()'
+        f'the ids of the devices are {ids}, and the kernel needs them from 0'
+        ' on, in order: make the mesh of the first of jax.devices()'
     )
   if jax.__version_info__ < (0, 11, 2):
     refuse(f'jax is {jax.__version__}, and the kernel needs 0.11.2: upgrade')

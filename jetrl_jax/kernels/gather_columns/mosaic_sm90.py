@@ -42,9 +42,10 @@ through its registers, a few at a time, and never through shared memory; the
 programs, at most one a multiprocessor, take units in turn. There is no sum: the
 bits are those that were sent. Lower bound of the time: what a device sends, at
 NVLink's 450 GB/s, as packets twice; and one passage, with flags two. On two
-H200 the gathers of a layer of a 7B (what o reads, down reads and down adds) take
-3.7, 5.3 and 4.0 us with 32 rows, as packets, of which the bytes are 0.3, 1.3 and
-1.0; with 256 rows, as flags, 7.3, 14.7 and 10.6, of which 1.0, 5.4 and 4.1.
+H200 the gathers of a layer of a 7B (what o reads, down reads and down adds)
+take 3.7, 5.3 and 4.0 us with 32 rows, as packets, of which the bytes are 0.3,
+1.3 and 1.0; with 256 rows, as flags, 7.3, 14.7 and 10.6, of which 1.0, 5.4 and
+4.1.
 
 Both are PTX, because Pallas promises neither how wide a store is nor that a
 load looks at memory again. tests/kernels/test_gather_columns.py runs it without
@@ -384,7 +385,7 @@ def gather_columns(
     words: the workspace, int32 [workspace_words], or with axes of length 1
       before.
     axis: of the mesh. The other axes do not matter; ids of the mesh's devices
-      must rise in its order.
+      must be 0, 1 and so on, in its order.
     form: one of `FORMS`, of this workspace always the same.
     programs: at most, of this workspace always as many.
     batch: see `Form`.
