@@ -288,15 +288,14 @@ class Decoder(Leaf):
       (hidden [M, D] after the final norm, per layer (keys, values)).
     """
     residual = self.embed(tokens_M)
-    new_caches, after, before = [], None, None
+    new_caches, after, before, chain = [], None, None, None
     exchanges = self.axes.exchanges and caches is None
-    overlaps = self.axes.overlaps and caches is None
-    if overlaps:
+    if exchanges and self.axes.overlaps:
       residual, chain = sharding.first_turn(residual)
     for i, layer in enumerate(self.layers):
       cache = None if caches is None else caches[i]
       # Devices exchange a layer's weights while they compute the one before.
-      if overlaps:
+      if chain is not None:
         # In a backward pass its gradients, too.
         residual, before, chain = sharding.in_turn(residual, chain)
       elif exchanges:
