@@ -76,6 +76,7 @@ _CALIBRATES = flags.DEFINE_bool(
 _XLA_ORDER = flags.DEFINE_bool(
     'xla_order', False, 'Of several devices: as XLA hides waits by itself.'
 )
+_OVERLAP = flags.DEFINE_bool('overlap', False, 'See mesh.overlap.')
 _MOMENTS = flags.DEFINE_enum(
     'moments', 'fp8', ['fp8', 'float32'], 'See optim.moments.'
 )
@@ -145,7 +146,8 @@ def _at(tree, specs, mesh):
 def _update(policy, params, masters):
   """Returns the traced pass over one micro-batch."""
   mesh = mesh_of(_GPU.value, _DATA.value, _FSDP.value, _TENSOR.value)
-  policy = dataclasses.replace(policy, axes=sharding.axes_of(mesh))
+  axes = sharding.axes_of(mesh, overlap=_OVERLAP.value)
+  policy = dataclasses.replace(policy, axes=axes)
 
   def at(leaf, where):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)

@@ -82,7 +82,10 @@ def build_policy(
 ) -> tuple[Policy, Any, pathlib.Path | None]:
   """Returns (policy, mesh, checkpoint folder)."""
   model, folder = model_config(take(ModelSource, config))
-  mesh = sharding.make_mesh(**dataclasses.asdict(take(MeshConfig, config)))
+  devices = take(MeshConfig, config)
+  mesh = sharding.make_mesh(
+      data=devices.data, fsdp=devices.fsdp, tensor=devices.tensor
+  )
   recipe = take(fp8.Recipe, config)
   if recipe.quantize_lm_head and model.tied_embeddings:
     raise ValueError(
@@ -95,7 +98,7 @@ def build_policy(
       config,
       model=model,
       recipe=recipe,
-      axes=sharding.axes_of(mesh),
+      axes=sharding.axes_of(mesh, overlap=devices.overlap),
       kernels=_kernels(config, model, recipe),
   )
   gather_columns.check(policy.kernels, policy.axes, mesh)

@@ -46,11 +46,14 @@ class MeshConfig:
     fsdp: devices over which weights are split.
     tensor: devices that share each sequence: the outputs of every dot, heads
       and their KV cache are split over them (docs/scale.md).
+    overlap: whether an update computes while devices exchange split weights and
+      gradients (docs/scale.md); the same numbers, more memory.
   """
 
   data: int = 1
   fsdp: int = 1
   tensor: int = 1
+  overlap: bool = False
 
 
 def make_mesh(
@@ -269,6 +272,7 @@ class Axes:
       and not as they are stored; only with `tensor` above 1.
     apart: whether each device of `data` keeps its own sum of a leaf's
       cotangents; they are added up later (`sum_over_data`).
+    overlap: see `MeshConfig`.
   """
 
   data: int = 1
@@ -276,6 +280,7 @@ class Axes:
   tensor: int = 1
   placed: bool = False
   apart: bool = False
+  overlap: bool = False
 
   @property
   def size(self) -> int:
@@ -301,6 +306,11 @@ class Axes:
   def exchanges(self) -> bool:
     """Whether devices gather weights before they read them."""
     return self.stored > 1 and not self.placed
+
+  @property
+  def overlaps(self) -> bool:
+    """Whether they compute meanwhile, as far as `in_turn` lets them."""
+    return self.overlap and self.exchanges
 
   def psum(self, x: PyTree) -> PyTree:
     """Returns the sum over the devices that have rows of their own."""
@@ -741,9 +751,10 @@ _join.defvjp(
 )
 
 
-def axes_of(mesh: Mesh) -> Axes:
+def axes_of(mesh: Mesh, *, overlap: bool = False) -> Axes:
   """Returns the sizes of a mesh's axes."""
-  return Axes(mesh.shape[DATA], mesh.shape[FSDP], mesh.shape[TENSOR])
+  sizes = mesh.shape[DATA], mesh.shape[FSDP], mesh.shape[TENSOR]
+  return Axes(*sizes, overlap=overlap)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 3))
@@ -752,29 +763,88 @@ def grad_sink(
     full_shape: tuple[int, ...],
     master: Array,
     pieces: Pieces = (),
+    after: Array | None = None,
 ) -> Array:
   """Stands in for a master where a device reads it, and gets its cotangent.
 
   It has no values: the dots read the compute weight and never the master, so
-  XLA does not materialise this array.
+  XLA does not materialise this array. The cotangent of `after` is there once
+  devices have added up that of the master, see `in_turn`.
   """
+  del after
   if axes.tensor > 1 and pieces:
     rows = sum(rows // parts for rows, parts in pieces)
     full_shape = (rows, *full_shape[1:])
   return jnp.zeros(full_shape, master.dtype)
 
 
-def _grad_sink_fwd(axes, full_shape, master, pieces):
-  return grad_sink(axes, full_shape, master, pieces), master.shape
+def _grad_sink_fwd(axes, full_shape, master, pieces, after):
+  shape = master.shape, after is not None
+  return grad_sink(axes, full_shape, master, pieces), shape
 
 
-def _grad_sink_bwd(axes, full_shape, pieces, local_shape, cotangent):
+def _grad_sink_bwd(axes, full_shape, pieces, shape, cotangent):
+  local_shape, has_after = shape
   local_dim = local_shape[0] if local_shape else 0
   full_dim = full_shape[0] if full_shape else 0
-  return (axes.reduce_scatter(cotangent, local_dim, full_dim, pieces),)
+  added = axes.reduce_scatter(cotangent, local_dim, full_dim, pieces)
+  if not has_after:
+    return added, None
+  return lax.optimization_barrier((added, jnp.zeros((), jnp.float32)))
 
 
 grad_sink.defvjp(_grad_sink_fwd, _grad_sink_bwd)
+
+
+@jax.custom_vjp
+def in_turn(x_MD: Array, chain: Array) -> tuple[Array, Array, Array]:
+  """Lets others wait for x, and x's cotangent for theirs.
+
+  XLA orders a program by what depends on what. It starts a collective as early
+  as it can, and postpones what nobody waits for, such as gradients of weights;
+  then it keeps what they are made of, for all layers.
+
+  Args:
+    x_MD: rows.
+    chain: float32 [], of the call before, or of `first_turn`.
+
+  Returns:
+    (x; a float32 [] that is there once x is; the chain). What takes the scalar
+    waits for x. In a backward pass, x's cotangent waits for the scalar's.
+  """
+  return x_MD, x_MD[0, 0].astype(jnp.float32), chain
+
+
+def _in_turn_fwd(x_MD, chain):
+  return in_turn(x_MD, chain), None
+
+
+def _in_turn_bwd(_, cotangents):
+  x_MD, scalar, chain = cotangents
+  # XLA takes out of a barrier what nothing reads: the chain's end reads it.
+  return lax.optimization_barrier((x_MD, scalar + chain))
+
+
+in_turn.defvjp(_in_turn_fwd, _in_turn_bwd)
+
+
+@jax.custom_vjp
+def first_turn(x_MD: Array) -> tuple[Array, Array]:
+  """Returns (x, a chain for `in_turn`)."""
+  return x_MD, jnp.zeros((), jnp.float32)
+
+
+def _first_turn_fwd(x_MD):
+  return first_turn(x_MD), None
+
+
+def _first_turn_bwd(_, cotangents):
+  x_MD, chain = cotangents
+  # The value is always x's, but XLA cannot know that.
+  return (jnp.where(jnp.isnan(chain), chain.astype(x_MD.dtype), x_MD),)
+
+
+first_turn.defvjp(_first_turn_fwd, _first_turn_bwd)
 
 
 def leaf_spec(shape: tuple[int, ...], mesh: Mesh) -> P:

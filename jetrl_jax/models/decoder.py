@@ -33,6 +33,7 @@ from typing import Any, TypeAlias, cast
 
 import jax.numpy as jnp
 
+from jetrl_jax.core import sharding
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8.products import DeferredScale, RowFormat, Rows
 from jetrl_jax.fp8.scaling_state import COLLECTION
@@ -304,12 +305,18 @@ class Decoder(Leaf):
       workspace).
     """
     residual = self.embed(tokens_M)
-    new_caches, after = [], None
+    new_caches, after, before, chain = [], None, None, None
     exchanges = self.axes.exchanges and caches is None
+    if exchanges and self.axes.overlaps:
+      residual, chain = sharding.first_turn(residual)
     for i, layer in enumerate(self.layers):
       cache = None if caches is None else caches[i]
       # Devices exchange a layer's weights while they compute the one before.
-      before = residual[0, 0].astype(jnp.float32) if exchanges else None
+      if chain is not None:
+        # In a backward pass its gradients, too.
+        residual, before, chain = sharding.in_turn(residual, chain)
+      elif exchanges:
+        before = residual[0, 0].astype(jnp.float32)
       residual, cache, workspace = layer(
           residual, positions_M, row_mask_M, attend, cache, workspace, after
       )

@@ -250,7 +250,8 @@ class Leaf(nn.Module):
       return None, compute
     master = self.get_variable('params', name)
     if self.axes.devices > 1:
-      master = grad_sink(self.axes, shape, master, pieces)
+      last = after if self.axes.overlaps else None
+      master = grad_sink(self.axes, shape, master, pieces, last)
     return master, compute
 
 

@@ -395,13 +395,13 @@ def test_a_layer_s_weights_are_exchanged_one_layer_ahead(
 
 
 @functools.cache
-def _updated(model, recipe, mesh):
+def _updated(model, recipe, mesh, overlap=False):
   """(gradients, log-probs) of one micro-batch."""
   mesh_of = _mesh(*mesh)
   of = Policy(
       model=model,
       recipe=recipe,
-      axes=sharding.axes_of(mesh_of),
+      axes=sharding.axes_of(mesh_of, overlap=overlap),
       tile=16,
       logit_chunk_rows=64,
   )
@@ -419,6 +419,54 @@ def _updated(model, recipe, mesh):
       start=start,
   )
   return run.accumulate(run.start, [_batch(model.vocab_size)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('mesh', [(1, 2, 1), (1, 1, 2)])
+def test_an_update_that_overlaps_has_the_same_bits(mesh):
+  apart = _updated(_model(), Recipe(), mesh)
+  found = _updated(_model(), Recipe(), mesh, overlap=True)
+  pairs = zip(jax.tree.leaves(found), jax.tree.leaves(apart), strict=True)
+  for a, b in pairs:
+    np.testing.assert_array_equal(tiny_run.bits(a), tiny_run.bits(b))
+
+
+def test_a_cotangent_waits_for_the_gradients_of_the_layer_before():
+  # As `lax.optimization_barrier`, which XLA keeps as long as both are read.
+  def loss(x_MD, masters):
+    x_MD, chain = sharding.first_turn(x_MD)
+    after = None
+    for master in masters:
+      x_MD, before, chain = sharding.in_turn(x_MD, chain)
+      axes = Axes(fsdp=2, overlap=True)
+      x_MD = x_MD @ sharding.grad_sink(axes, (4, 4), master, (), after)
+      after = before
+    return jnp.sum(x_MD)
+
+  def body(x_MD, masters):
+    return jax.grad(loss, argnums=(0, 1))(x_MD, masters)
+
+  masters = [jnp.ones((2, 4))] * 3
+  mesh = _mesh(1, 2, 1)
+  run = sharding.per_device(body, mesh, (P(), P()), (P(), P()))
+  (inner,) = [
+      eqn.params['jaxpr']
+      for eqn in jax.make_jaxpr(run)(jnp.ones((4, 4)), masters).eqns
+  ]
+  made = {out: eqn for eqn in inner.eqns for out in eqn.outvars}
+
+  def needs(var, found):
+    if isinstance(var, jax.extend.core.Var) and var in made:
+      if id(eqn := made[var]) not in found:
+        found[id(eqn)] = eqn
+        for invar in eqn.invars:
+          needs(invar, found)
+    return found
+
+  names = [eqn.primitive.name for eqn in needs(inner.outvars[0], {}).values()]
+  # x's own cotangent needs the sums of all gradients but the first layer's,
+  # which nothing waits for.
+  assert names.count('all_to_all') == 2
 
 
 def _wide():

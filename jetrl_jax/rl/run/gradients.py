@@ -173,7 +173,7 @@ class UpdatePrograms:
         (specs, grad_specs, rows, P()),
         (grad_specs, rows, rows),
         donate_argnums=(1,),
-        in_order=policy.axes.devices > 1,
+        in_order=policy.axes.devices > 1 and not policy.axes.overlaps,
     )
     self.logprobs = compile_logprobs(policy, mesh, state)
     self.roll_inputs = policy.jit(
