@@ -146,9 +146,9 @@ def test_what_down_adds_may_be_the_largest():
 
 @kernels_in_use.needs_mosaic
 def test_a_dry_run_counts_the_workspace(monkeypatch):
-  kernels = _on_hopper(monkeypatch)
   spec = configs.build(whole_run.config(**{'mesh.tensor': 2}))
   without = dry_run_memory.ledger(spec, dry_run_memory.shapes(spec))
+  kernels = _on_hopper(monkeypatch)
   policy = dataclasses.replace(spec.rollout_policy, kernels=kernels)
   spec = dataclasses.replace(spec, rollout_policy=policy)
   found = dry_run_memory.shapes(spec)
