@@ -60,7 +60,8 @@ _TAIL = """
   `mesh.data=2`, had none
   ([steps]({results}/mesh_quickstart_h200_2026-11-22.md)).
 * A whole 7B on four H200, three steps each with `mesh.data=4`, `mesh.fsdp=4`
-  and `mesh.data=2 mesh.tensor=2`, had none, and one GPU's log-probs
+  and `mesh.data=2 mesh.tensor=2`, had none in first mini-batches, and one
+  GPU's log-probs
   ([steps]({results}/scaling_4gpus_qwen7b_h200_2026-11-26.md)); a 32B with
   `mesh.fsdp=4` had none in two
   ([steps]({results}/scaling_4gpus_qwen32b_h200_2026-11-26.md)).

@@ -311,7 +311,8 @@ class Decoder(Leaf):
       residual, chain = sharding.first_turn(residual)
     for i, layer in enumerate(self.layers):
       cache = None if caches is None else caches[i]
-      # Devices exchange a layer's weights while they compute the one before.
+      # Devices exchange a layer's weights while they compute the one before, at
+      # the earliest.
       if chain is not None:
         # In a backward pass its gradients, too.
         residual, before, chain = sharding.in_turn(residual, chain)
