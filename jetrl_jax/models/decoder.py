@@ -163,12 +163,16 @@ class MLP(Leaf):
       self,
       rows: Rows,
       row_mask_M: Array,
-      gathers: Gathers,
+      gathers: Gathers | None = None,
       defer: bool = False,
       after: Array | None = None,
   ) -> Array | DeferredScale:
-    """Returns what the block adds to the residual stream."""
+    """Returns what the block adds to the residual stream.
+
+    By default XLA gathers.
+    """
     rows = rows.map(self.axes.enter)
+    gathers = gathers or Gathers(self.axes, None)
     if self._is_one_operation():
       dots = (
           self.gate_up.operands(after=after),

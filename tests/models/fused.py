@@ -85,6 +85,6 @@ def steps(
   found = []
   for i in range(3):
     tokens = random.integers(0, policy.model.vocab_size, rows, np.int32)
-    logits, caches = step(params, tokens, start + i, table, caches)
+    logits, caches, _ = step(params, tokens, start + i, table, caches)
     found.append((logits, caches))
   return found
