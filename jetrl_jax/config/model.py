@@ -110,8 +110,7 @@ def _kernels(
 ) -> dispatch.Kernels:
   """Returns the implementation of every operation.
 
-  Attention that no kernel takes is plain JAX, in rollout and in training. On a
-  GPU their bits then differ.
+  Attention that no kernel takes is plain JAX, in rollout and in training.
 
   Raises:
     ValueError: the setting names a kernel of attention that does not take it.
@@ -134,10 +133,7 @@ def _kernels(
         f'kernels is {config.kernels!r}; this run has {found}: leave attention'
         ' out'
     )
-  logging.warning(
-      'Attention is plain JAX, which is slower, and on a GPU not exact: %s',
-      found,
-  )
+  logging.warning('Attention is plain JAX, which is slower: %s', found)
   return kernels.replace(
       attention=dispatch.REFERENCE, decode_attention=dispatch.REFERENCE
   )
