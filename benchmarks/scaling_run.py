@@ -53,6 +53,7 @@ _ROWS = flags.DEFINE_integer('rows', 37888, 'Of the weight that is sent.')
 _COLUMNS = flags.DEFINE_integer('columns', 3584, 'The same.')
 
 _PROFILED = 'gen', 'old_log_prob', 'update_actor', 'update_weights'
+_COMPILING = 6  # threads, on a machine of few cores too
 # Of JAX: one for each program that is compiled or found in the cache.
 _COMPILED = '/jax/core/compile/backend_compile_duration'
 _CACHE = '/jax/compilation_cache/cache_'
@@ -165,8 +166,10 @@ def _prepare(spec: RunSpec) -> dict[str, Any]:
   phases = memory.estimated_phases(spec, found, sizes)
   # As a run lowers them, and in its order: the keys of the cache depend on it.
   state, batch = found.state, TrainBatch.of_shapes(*spec.batch_shape)
-  ahead = CompileAhead()
-  with processes.slow('compiling'):
+  with (
+      processes.slow('compiling'),
+      contextlib.closing(CompileAhead(_COMPILING)) as ahead,
+  ):
     loss = functools.partial(policy_loss, spec.loss)
     engine = Engine(spec.rollout_policy, spec.engine, spec.mesh)
     learner = Learner(spec, loss, state, Timer())

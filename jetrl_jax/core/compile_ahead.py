@@ -61,6 +61,7 @@ class CompileAhead:
       spare = (os.cpu_count() or 1) // _CORES_A_THREAD - 1
       threads = min(spare, _MOST_THREADS)
     self.is_on = threads > 0
+    self._started: list[concurrent.futures.Future] = []
     self._pool = None
     if self.is_on:
       self._pool = concurrent.futures.ThreadPoolExecutor(threads, 'compile')
@@ -86,13 +87,14 @@ class CompileAhead:
     if self._pool is None:
       return program.eval_shape(*shapes)
     lowered = program.lower(*shapes)
-    program._ahead.append(self._pool.submit(lowered.compile))
+    self._started.append(self._pool.submit(lowered.compile))
+    program._ahead.append(self._started[-1])
     return lowered.out_info
 
   def wait(self) -> None:
-    """Waits until all is compiled; nothing can be given any more."""
-    if self._pool is not None:
-      self._pool.shutdown()
+    """Waits until all is compiled; raises what failed."""
+    for started in self._started:
+      started.result()
 
   def close(self) -> None:
     """Gives up what no thread has begun and waits for the rest."""

@@ -1,5 +1,6 @@
 """Programs that other threads compile: once each, and waited for."""
 
+import concurrent.futures
 import contextlib
 import threading
 import time
@@ -73,3 +74,15 @@ def test_as_many_threads_as_there_are_cores_to_spare(
   if threads:
     assert ahead._pool is not None and ahead._pool._max_workers == threads
   ahead.close()
+
+
+def test_who_waits_for_all_hears_what_failed():
+  program = _program()
+  with contextlib.closing(CompileAhead(1)) as ahead:
+    ahead(program, {'a': jnp.ones(3)}, np.float32(2))
+    ahead.wait()
+    assert program._ahead[0].result() is not None
+    ahead._started[0] = concurrent.futures.Future()
+    ahead._started[0].set_exception(RuntimeError('no memory'))
+    with pytest.raises(RuntimeError, match='no memory'):
+      ahead.wait()
