@@ -462,6 +462,7 @@ def _timed(workdir: pathlib.Path, facts: list[dict]) -> dict[str, Any]:
       shared = sum(k['collectives'] for k in kernels)
       found[f'{name}_collectives'] = shared / busy
       found[f'{name}_collectives_s'] = shared / len(kernels)
+      found[f'{name}_kernels'] = kernels[0]['longest']
   return found
 
 
