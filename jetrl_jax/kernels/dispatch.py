@@ -148,8 +148,8 @@ def why_none(hardware: Hardware | None = None) -> str:
   missing = _missing('mosaic_sm90', hardware)
   return (
       f'No kernel runs here: they need {missing}. Every operation is plain JAX'
-      ' (kernels=reference): the same formulas, slower, and on a GPU not exact:'
-      ' log-probs of rollout and training differ in their last bits'
+      ' (kernels=reference): the same formulas, slower. The bit test at the'
+      ' start says whether they are exact on this GPU'
   )
 
 
