@@ -40,9 +40,18 @@ def fits(head_dim: int) -> bool:
   return head_dim in _HEAD_DIMS
 
 
-def _whole_heads(heads: int, vector: int):
-  """Layout of [heads, H / 2]: lanes have so many neighbouring channels."""
-  return tools.rows_in_warps(vector, min(heads & -heads, tools.WARPS))
+def _warps(heads: int, kv_heads: int) -> dict[int, int]:
+  """Returns how many warps share so many heads: of queries, and of keys.
+
+  Queries and keys read the same angles, and JAX reads them once. Their layout
+  for two warps is another one than for one or four, which have the same; there
+  is no way from one to the other, and the search for it takes half a minute.
+  So if either has two warps, queries have as many as keys.
+  """
+  of = {n: min(n & -n, tools.WARPS) for n in (heads, kv_heads)}
+  if 2 in of.values():
+    of[heads] = of[kv_heads]
+  return of
 
 
 def _kernel(*refs, num_scales: int, has_bias: bool, interpret: bool):
@@ -62,11 +71,12 @@ def _kernel(*refs, num_scales: int, has_bias: bool, interpret: bool):
   halves = [pl.ds(0, half), pl.ds(half, half)]
   is_paired = len(values_ref.shape) == 5
   scales = [scale[0] for scale in scale_refs]
+  warps = _warps(heads, kv_heads)
 
   def finished(first: int, count: int, vector: int):
     """Returns both halves of some heads."""
     mine = pl.ds(first, count)
-    layout = _whole_heads(count, vector)
+    layout = tools.rows_in_warps(vector, warps[count])
 
     def of(channels):
       x = tools.read(qkv_ref.at[slot, mine, channels], layout)
@@ -79,8 +89,9 @@ def _kernel(*refs, num_scales: int, has_bias: bool, interpret: bool):
     return of(halves[0]), of(halves[1])
 
   def rotated(first: int, count: int):
-    one, other = finished(first, count, half // tools.LANES)
-    layout = _whole_heads(count, half // tools.LANES)
+    vector = half // tools.LANES
+    one, other = finished(first, count, vector)
+    layout = tools.rows_in_warps(vector, warps[count])
 
     def angles(ref):
       of_slot = tools.read(ref.at[slot], layout.reduce(0))
