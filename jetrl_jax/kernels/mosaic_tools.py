@@ -151,6 +151,16 @@ def read(ref, layout):
   return load(ref, layout=layout)  # pyright: ignore[reportCallIssue]
 
 
+def write(ref, x) -> None:
+  """Writes to memory, shared or the GPU's, as the layout of `x` has it."""
+  # From 0.12 on JAX refuses what it finds slow, such as less than four bytes a
+  # lane, unless it is told. Before, it has no such function and no objection.
+  if store := getattr(plgpu, 'store', None):
+    store(ref, x, optimized=False)
+  else:
+    ref[...] = x
+
+
 def asked_for_all(interpret: bool) -> None:
   """Keeps what a program has read until here from being read later.
 

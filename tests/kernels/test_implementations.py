@@ -480,9 +480,9 @@ def _requantized() -> list[Case]:
 
 
 def _rope_appends() -> list[Case]:
-  slots, heads, kv_heads, head_dim, pages, size = 16, 6, 2, 64, 2, 32
+  slots, head_dim, pages, size = 16, 64, 2, 32
 
-  def make(kind, scales, has_bias):
+  def make(kind, scales, has_bias, heads, kv_heads):
     random = np.random.default_rng(0)
     width = (heads + 2 * kv_heads) * head_dim
     qkv = DeferredScale(
@@ -508,16 +508,19 @@ def _rope_appends() -> list[Case]:
   return [
       Case(
           'rope_append',
-          f'{kind}, {len(scales)} scales' + ', bias' * has_bias,
-          functools.partial(make, kind, scales, has_bias),
+          f'{kind}, {len(scales)} scales'
+          + ', bias' * has_bias
+          + f', {heads} heads on {kv_heads}',
+          functools.partial(make, kind, scales, has_bias, heads, kv_heads),
           run,
           _same,
       )
-      for kind, scales, has_bias in (
-          ('bfloat16', (), False),
-          ('bfloat16', (2.0**-3, 0.5), True),
-          ('float8_e4m3fn', (2.0**-3, 0.5), True),
-          ('float8_e4m3fn', (), True),
+      # Warps share heads as the numbers of queries' and of keys' allow it.
+      for kind, scales, has_bias, heads, kv_heads in (
+          ('bfloat16', (), False, 6, 2),
+          ('bfloat16', (2.0**-3, 0.5), True, 2, 1),
+          ('float8_e4m3fn', (2.0**-3, 0.5), True, 12, 2),
+          ('float8_e4m3fn', (), True, 4, 1),
       )
   ]
 
@@ -684,6 +687,18 @@ def test_an_implementation_computes_what_its_reference_does(case, name):
   if name.startswith('mosaic') and not dispatch.has_mosaic():
     pytest.skip('this jax is older than what they are written in')
   _check(case, name)
+
+
+@pytest.mark.parametrize('case, name', _pairs())
+def test_an_implementation_is_lowered_for_a_gpu(monkeypatch, case, name):
+  args = case.make()
+  kernels_in_use.as_on_hopper(monkeypatch)
+  kernels = kernels_in_use.choose(*case.beside, case.operation)
+  assert kernels.of(case.operation) == name
+  with dispatch.using(kernels):
+    traced = jax.jit(case.run).trace(*args)
+  # Mosaic finds layouts here; interpreted, a kernel has none.
+  assert 'mosaic_gpu' in traced.lower(lowering_platforms=('cuda',)).as_text()
 
 
 @pytest.mark.gpu

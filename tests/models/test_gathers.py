@@ -58,8 +58,8 @@ def _inside(jaxpr):
         yield from _inside(part)
 
 
-def _gathers(engine: Engine, function, *per_slot) -> Counter:
-  """Counts gathers of a traced program: (how, what of a device)."""
+def _traced(engine: Engine, function, *per_slot):
+  """Returns a block of decode steps, traced."""
   of, mesh = engine.policy, engine.mesh
   state = tiny_run.state_shapes(dataclasses.replace(of, axes=Axes()))
   params = PolicyParams(state.weights, state.fp8_state)
@@ -67,13 +67,18 @@ def _gathers(engine: Engine, function, *per_slot) -> Counter:
   engine._params_spec = of.placed_specs(params)
   place = sharding.per_device(of.place, mesh, (stored,), engine._params_spec)
   program = engine._decode_program(function, 8, len(per_slot))
-  traced = program.trace(
+  return program.trace(
       jax.eval_shape(place, params),
       engine._idle.eval_shape(),
       *per_slot,
       jax.eval_shape(lambda: rng.key(0, rng.ROLLOUT, 0)),
       np.int32(8),
   )
+
+
+def _gathers(engine: Engine, function, *per_slot) -> Counter:
+  """Counts gathers of a traced program: (how, what of a device)."""
+  traced = _traced(engine, function, *per_slot)
   found = Counter()
   for eqn in _inside(traced.jaxpr.jaxpr):
     name = eqn.primitive.name
@@ -105,6 +110,15 @@ def test_each_layer_of_a_decode_step_gathers_three_times(
   assert _gathers(engine, decode_step.generate) == expected
   some = np.arange(32, dtype=np.int32)
   assert _gathers(engine, decode_step.generate_compacted, some) == expected
+
+
+# Mosaic finds layouts when it lowers. The shapes are those of tests/gpu.
+@pytest.mark.parametrize('recipe', [tiny_run.FP8, tiny_run.BF16])
+def test_a_step_s_kernels_are_lowered_for_a_gpu(monkeypatch, recipe):
+  engine = _engine(_on_hopper(monkeypatch), recipe)
+  traced = _traced(engine, decode_step.generate)
+  text = traced.lower(lowering_platforms=('cuda',)).as_text()
+  assert text.count('mosaic_gpu') > 7
 
 
 def test_xla_gathers_where_the_kernel_is_not_asked_for(monkeypatch):

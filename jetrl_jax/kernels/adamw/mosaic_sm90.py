@@ -133,14 +133,15 @@ def _kernel(*refs, rows: int, at_random: bool, interpret: bool, **how):
             jnp.uint32, moved.shape, axis, layout=layout
         ),
     )
-    master_ref[mine] = stored
-    amax_ref[mine] = jnp.max(jnp.abs(stored), axis=1).astype(jnp.float32)
+    tools.write(master_ref.at[mine], stored)
+    amax = jnp.max(jnp.abs(stored), axis=1).astype(jnp.float32)
+    tools.write(amax_ref.at[mine], amax)
     new = [
         *formula.encoded(mu, maths, signed=True),
         *formula.encoded(nu, maths, signed=False),
     ]
     for ref, array in zip(moment_refs, new, strict=True):
-      ref[mine] = array
+      tools.write(ref.at[mine], array)
 
 
 def update(

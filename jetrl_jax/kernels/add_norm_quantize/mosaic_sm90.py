@@ -133,14 +133,14 @@ def kernel(
   inverse = across(lax.rsqrt(jnp.sum(total, axis=-1) / dim + eps), 0)
   for at, row, part, gain in zip(chunks, rows, parts, gains, strict=True):
     if sum_ref is not None:
-      sum_ref[mine, at] = row
+      tools.write(sum_ref.at[mine, at], row)
     out = (part * inverse).astype(row.dtype) * gain
     if out_ref is not None:
-      out_ref[mine, at] = out
+      tools.write(out_ref.at[mine, at], out)
     if fp8_ref is not None:
       fp8 = tools.quantized(out, out_scale, interpret)
       for copy in range(fp8_ref.shape[0]):
-        fp8_ref[copy, mine, at] = fp8
+        tools.write(fp8_ref.at[copy, mine, at], fp8)
 
 
 @lowered_once('eps', 'copies', 'interpret')

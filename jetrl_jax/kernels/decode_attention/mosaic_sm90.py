@@ -231,7 +231,7 @@ def _kernel(
   out = _attended(pages, last, in_pairs, interpret)
   columns = scratch.weights.shape[0]
   turned = scratch.rounded.at[pl.ds(0, columns)].transpose((1, 0))
-  turned[...] = out.astype(turned.dtype)
+  tools.write(turned, out.astype(turned.dtype))
   plgpu.commit_smem()
   result = scratch.rounded
   for scale_ref in scale_refs:

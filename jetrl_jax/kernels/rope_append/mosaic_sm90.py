@@ -106,13 +106,14 @@ def _kernel(*refs, num_scales: int, has_bias: bool, interpret: bool):
   vector = 1 if is_paired else half // tools.LANES
   values = finished(heads + kv_heads, kv_heads, vector)
   for channels, part in zip(halves, queries, strict=True):
-    q_ref[slot, :, channels] = part
+    tools.write(q_ref.at[slot, :, channels], part)
 
   def append(ref, parts, at):
     for channels, part in zip(halves, parts, strict=True):
       if ref.dtype == formats.E4M3:
         part = tools.quantized(part, 1.0, interpret)
-      ref[page, :, at[0], channels, *at[1:]] = part.astype(ref.dtype)
+      place = ref.at[page, :, at[0], channels, *at[1:]]
+      tools.write(place, part.astype(ref.dtype))
 
   @pl.when(position >= 0)
   def _():

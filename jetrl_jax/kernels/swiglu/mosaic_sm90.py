@@ -77,9 +77,10 @@ def _kernel(
     )
     tiles.append((rows, gate, up))
   for rows, gate, up in tiles:
-    out_ref[rows, columns] = formula.hidden(
+    hidden = formula.hidden(
         gate, up, numbers, out_scale, of_gate, saturates=not interpret
     )
+    tools.write(out_ref.at[rows, columns], hidden)
 
 
 @lowered_once('interpret')
