@@ -108,8 +108,12 @@ def test_a_norm_that_adds_has_the_bits_of_the_sums_norm(dim, dtype):
     assert np.array_equal(_bytes(copy), _bytes(wanted))
 
 
-# An odd number of heads is one that several warps repeat.
-@pytest.mark.parametrize('shape', [(28, 4, 128), (14, 2, 64), (9, 3, 64)])
+# An odd number of heads is one that several warps repeat; 12 and 2 heads, and 2
+# and 1, would be shared by different numbers of warps.
+@pytest.mark.parametrize(
+    'shape',
+    [(28, 4, 128), (14, 2, 64), (9, 3, 64), (12, 2, 128), (2, 1, 64)],
+)
 @pytest.mark.parametrize('kind', ['bfloat16', 'float8_e4m3fn'])
 def test_rotary_and_append_have_the_bits_of_the_plain_form(kind, shape):
   heads, kv_heads, head_dim = shape
