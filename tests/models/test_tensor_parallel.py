@@ -385,7 +385,7 @@ def test_a_layer_s_weights_are_exchanged_one_layer_ahead(
   for body in [eqn.params['jaxpr'] for eqn in traced.eqns]:
     made = {out for eqn in body.eqns for out in eqn.outvars}
     for eqn in body.eqns:
-      if eqn.primitive.name == 'all_gather':
+      if eqn.primitive.name in ('all_gather', 'all_to_all'):
         # What does not wait is the weight as it came.
         waits += eqn.invars[0].aval.shape[1:] == (128,) and (
             eqn.invars[0] in made
