@@ -276,8 +276,8 @@ def _settings(
     settings['rollout.kv_cache_tokens'] = cached
     if _GPU_GB.value == '80':
       settings |= _SMALL_MEMORY
-      width = 1 if 'kv8' in _VARIANT.value.split('+') else 2
-      settings['rollout.kv_cache_tokens'] = devices * 262144 // width
+      if 'kv8' not in _VARIANT.value.split('+'):
+        settings['rollout.kv_cache_tokens'] = devices * 131072
   settings |= dict(one.split('=', 1) for one in _SET.value)
   return settings | {f'mesh.{axis}': size for axis, size in mesh.items()}
 
