@@ -105,7 +105,7 @@ def received(hlo: str, devices: int) -> list[dict]:
 
   Each is counted once, whatever loop it is in.
   """
-  rows = []
+  rows, share = [], 1 - 1 / devices
   for line in hlo.splitlines():
     if not (found := _OP.match(line)):
       continue
@@ -115,11 +115,13 @@ def received(hlo: str, devices: int) -> list[dict]:
       continue
     # What starts one returns what it takes as well.
     made = shape.rpartition(', ')[2] if '-start' in line else shape
+    # Each device receives parts of its own rows from all others.
+    parts = devices if op == 'reduce-scatter' else 1
     source = re.search(r'op_name="([^"]+)"', line)
     rows.append(
         {
             'op': op,
-            'mb': _size(made) * _COLLECTIVES[op] * (1 - 1 / devices) / 1e6,
+            'mb': parts * _size(made) * _COLLECTIVES[op] * share / 1e6,
             'shape': made[:60],
             'from': source.group(1)[-60:] if source else '',
         }

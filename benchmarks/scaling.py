@@ -109,6 +109,8 @@ _PATIENCE = flags.DEFINE_float(
 _KEEP = flags.DEFINE_string('keep', '', 'Folder for workdirs, kept.')
 _AGAIN = flags.DEFINE_bool('again', False, 'Whether to measure all again.')
 
+# As in configs/qwen7b.py with its longest prompts and answers, on each GPU.
+_MICRO_BATCH_TOKENS = 16384
 # README.md: what lets a 7B train on 80 GB.
 _SMALL_MEMORY = {
     'model.master_dtype': 'bfloat16',
@@ -274,10 +276,23 @@ def _settings(
     settings['rollout.kv_cache_tokens'] = cached
     if _GPU_GB.value == '80':
       settings |= _SMALL_MEMORY
-      width = 1 if 'kv8' in _VARIANT.value.split('+') else 2
-      settings['rollout.kv_cache_tokens'] = devices * 262144 // width
+      if 'kv8' not in _VARIANT.value.split('+'):
+        settings['rollout.kv_cache_tokens'] = devices * 131072
   settings |= dict(one.split('=', 1) for one in _SET.value)
   return settings | {f'mesh.{axis}': size for axis, size in mesh.items()}
+
+
+def _step_settings(
+    mesh: dict[str, int], workload: str, shape: str
+) -> dict[str, Any]:
+  """Returns what a run of three steps sets, see `_settings`."""
+  settings = _settings(mesh, workload, shape, 3)
+  if common.TINY.value:
+    return settings
+  names = 'data.max_prompt_length', 'rollout.max_response_length'
+  longest = sum(settings[name] for name in names)
+  name = 'trainer.micro_batch_size'
+  return {name: round(_MICRO_BATCH_TOKENS / longest)} | settings
 
 
 class _Host:
@@ -379,7 +394,7 @@ def _prepare(host: _Host) -> Iterator[Unit]:
   def one(mesh: dict[str, int], layout: Layout) -> dict:
     name, begin = _name(mesh, layout), time.monotonic()
     workdir = host.new(f'prepare {name}')
-    settings = _settings(mesh, workload, shape, 3)
+    settings = _step_settings(mesh, workload, shape)
     command = host.command('prepare', config, workdir, settings)
     command.append(f'--layers={_LAYERS.value}')
     row: dict[str, Any] = {'part': 'prepare', 'unit': name}
@@ -416,7 +431,7 @@ def _step(host: _Host) -> Iterator[Unit]:
   def unit(mesh: dict[str, int], layout: Layout) -> list[dict]:
     name = _name(mesh, layout)
     workdir = host.new(f'step {name}')
-    settings = _settings(mesh, workload, shape, 3)
+    settings = _step_settings(mesh, workload, shape)
     command = host.command('step', config, workdir, settings)
     command += [f'--short={short}', f'--layers={_LAYERS.value}']
     spent = host.run('step', command, layout, workdir.name)

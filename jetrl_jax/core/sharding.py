@@ -361,13 +361,13 @@ class Axes:
     if x.ndim == 0 or self.placed:
       return x
     is_split, pieces = x.shape[0] != full_dim, self._shared(pieces)
-    if is_split and self._is_stored_as_read(pieces):
-      # The devices of `fsdp` hold exactly these rows.
-      is_split, pieces = self.fsdp > 1, ()
-      names: Any = FSDP
-    else:
-      names = _stored_over(self.tensor)
+    if is_split and self._is_stored_in_turn(pieces):
+      # The devices of `fsdp` hold exactly these rows, or whole pieces.
+      if self.fsdp > 1:
+        x = lax.all_gather(x, FSDP, axis=0, tiled=True)
+      return _swap_parts(x) if len(pieces) > 1 else x
     if is_split:
+      names = _stored_over(self.tensor)
       x = lax.all_gather(x, names, axis=0, tiled=True)
     return self._take(x, pieces) if pieces else x
 
@@ -402,7 +402,8 @@ class Axes:
         x = _ordered_sum(x, FSDP, self.fsdp)
       # Without pieces it is equal on all devices of `tensor`.
       return _ordered_sum(x, TENSOR, self.tensor) if pieces else x
-    if self._is_stored_as_read(pieces):
+    if self._is_stored_in_turn(pieces):
+      x = _swap_parts(x) if len(pieces) > 1 else x
       if self.fsdp > 1:
         x = _ordered_sum_scatter(x, FSDP, self.fsdp)
     else:
@@ -420,9 +421,13 @@ class Axes:
   def _shared(self, pieces: Pieces) -> Pieces:
     return pieces if self.tensor > 1 else ()
 
-  def _is_stored_as_read(self, pieces: Pieces) -> bool:
-    """Whether a split leaf's rows on `fsdp` are those that a device reads."""
-    return len(pieces) == 1 and pieces[0][1] == self.tensor
+  def _is_stored_in_turn(self, pieces: Pieces) -> bool:
+    """Whether device t of `tensor` stores part t of a split leaf, or piece t.
+
+    Then it has the rows that it reads, or one part for every device.
+    """
+    equal = set(pieces) == {(pieces[0][0], self.tensor)} if pieces else False
+    return equal and len(pieces) in (1, self.tensor)
 
   def _starts(self, pieces: Pieces) -> list[tuple[Array, int]]:
     """Returns (first row, rows) of this device's part of each piece."""
@@ -472,9 +477,19 @@ class Axes:
     """
     return _gather_inputs(x_MI) if self.tensor > 1 else x_MI
 
-  def scatter_inputs(self, ct_MI: Array) -> Array:
-    """Sums cotangents of whole rows over devices; returns its own columns."""
-    return _scatter_columns(ct_MI) if self.tensor > 1 else ct_MI
+  def whole_columns(self, ct_MO: Array) -> Array:
+    """Returns whole rows of a cotangent; each device has some columns."""
+    return gather_columns(ct_MO) if self.tensor > 1 else ct_MO
+
+  def own_inputs(self, w_OI: Array) -> Array:
+    """Returns all rows of a kernel, for the inputs that this device has.
+
+    Args:
+      w_OI: this device's rows, for all inputs.
+    """
+    if self.tensor == 1:
+      return w_OI
+    return lax.all_to_all(w_OI, TENSOR, split_axis=1, concat_axis=0, tiled=True)
 
   def gather_transposed(self, x_IM: Array) -> Array:
     """Does what `gather_inputs` does, for transposed rows; no derivative."""
@@ -583,6 +598,11 @@ class Axes:
     if here_M is None:
       return x_MD
     return _join(jnp.where(here_M[:, None], x_MD, 0))
+
+
+def _swap_parts(x: Array) -> Array:
+  """Device t gives part s to device s, and gets its part t; of the rows."""
+  return lax.all_to_all(x, TENSOR, split_axis=0, concat_axis=0, tiled=True)
 
 
 # One device.

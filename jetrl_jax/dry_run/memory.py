@@ -159,7 +159,9 @@ def ledger(spec: RunSpec, found: Shapes) -> dict[str, int]:
   is_split = spec.rollout_policy.axes.stored > 1
 
   def whole(params: PolicyParams) -> int:
-    return num_bytes(_everywhere(spec, params)) if is_split else 0
+    if not is_split:
+      return 0
+    return num_bytes(spec.rollout_policy.replicated_shapes(params, spec.mesh))
 
   others = _evaluated_in(spec, state)
   policy_bytes = num_bytes((state.weights, state.fp8_state))
@@ -258,7 +260,9 @@ def _largest_of_apply(phases: list[Phase]) -> list[Phase]:
 
 def _lowered(spec: RunSpec, found: Shapes):
   policy, mesh, state = spec.rollout_policy.placed(), spec.mesh, found.state
-  params = _everywhere(spec, mixed_flow.rollout_params(state))
+  params = spec.rollout_policy.replicated_shapes(
+      mixed_flow.rollout_params(state), mesh
+  )
   rows, scalar = sharding.ROWS, _shape(jnp.float32)
   by_rows = jax.sharding.NamedSharding(mesh, rows)
   count, bucket = largest_prefill(found.engine)
@@ -377,21 +381,6 @@ def largest_prefill(engine: Engine) -> tuple[int, int]:
   rows, tokens = max(found, key=math.prod)
   devices = engine.policy.axes.size
   return -(-rows // devices) * devices, tokens
-
-
-def _everywhere(spec: RunSpec, params: PolicyParams) -> Any:
-  """Returns what a rollout reads, see `Engine.replicate`."""
-  policy, mesh = spec.rollout_policy, spec.mesh
-  if policy.axes.tensor == 1:
-    return _at(params, jax.sharding.NamedSharding(mesh, P()))
-  specs = policy.placed_specs(params)
-  stored = sharding.tree_specs(params, mesh)
-  placed = sharding.per_device(policy.place, mesh, (stored,), specs)
-  return jax.tree.map(
-      lambda leaf, where: _shape(leaf.dtype, *leaf.shape, sharding=where),
-      jax.eval_shape(placed, params),
-      sharding.named(specs, mesh),
-  )
 
 
 def _at(tree: PyTree, where) -> Any:

@@ -200,6 +200,29 @@ class Policy:
     )
     return PlacedParams(weights, jax.tree.map(lambda _: P(), params.fp8_state))
 
+  def replicated_shapes(self, params: PolicyParams, mesh: Mesh) -> PolicyParams:
+    """Returns the shapes of what a rollout reads, each with its sharding.
+
+    Whole copies, or with tensor parallelism what `place` makes.
+
+    Args:
+      params: arrays or shapes, as they are stored.
+      mesh: devices.
+    """
+    specs: Any = jax.tree.map(lambda _: P(), params)
+    if self.axes.tensor > 1:
+      specs = self.placed_specs(params)
+      stored = sharding.tree_specs(params, mesh)
+      place = sharding.per_device(self.place, mesh, (stored,), specs)
+      params = jax.eval_shape(place, params)
+    return jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=where
+        ),
+        params,
+        sharding.named(specs, mesh),
+    )
+
   def hidden(
       self,
       params: PolicyParams,

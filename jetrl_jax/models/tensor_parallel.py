@@ -15,7 +15,9 @@ devices gather these numbers. Every device of the axis `tensor` computes all
 else (residual stream, norms) alike. So each number of the forward is a sum that
 one device computes, in the order of one device. In the backward, the gradient
 of the rows of a split dot is a sum over devices: it repeats to the bit on one
-mesh and has other bits on another mesh.
+mesh and has other bits on another mesh. Where `kernels/mlp` is one operation,
+down's is not: each device computes the columns that it has, from all of the
+output's gradient.
 
 `core/sharding.py` has the collectives; `decoder.py` calls them. In a decode
 step on the GPUs of one process a kernel can gather (`kernels/gather_columns`).

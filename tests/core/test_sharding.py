@@ -112,6 +112,34 @@ def test_gathered_fp8_weights_are_the_whole_ones_on_every_device(shape):
     assert re.search(sent, run.lower(values).as_text())
 
 
+@pytest.mark.parametrize('shape', [(1, 1, 2), (1, 2, 2), (2, 1, 4)])
+def test_rows_are_read_in_pieces_and_cotangents_return_to_them(shape):
+  mesh = sharding.make_mesh(
+      **dict(zip(('data', 'fsdp', 'tensor'), shape, strict=True))
+  )
+  axes, pieces = sharding.axes_of(mesh), ((16, shape[2]), (16, shape[2]))
+  rows = np.arange(32.0, dtype=np.float32)[:, None] * np.ones(3, np.float32)
+  size = 32 // axes.stored
+
+  def both(stored):
+    read = axes.gather(stored, 32, pieces)
+    # As many devices as read a row add up.
+    back = axes.reduce_scatter(read, size, 32, pieces)
+    return read[None], back
+
+  where = sharding.leaf_spec(rows.shape, mesh)
+  split = sharding.per_device(
+      both, mesh, (where,), (jax.P(sharding.TENSOR), where)
+  )
+  read, back = exact_jit(split)(rows)
+  half = 16 // axes.tensor
+  for t, found in enumerate(np.asarray(read)):
+    wanted = [*range(t * half, (t + 1) * half)]
+    wanted += [16 + row for row in wanted]
+    np.testing.assert_array_equal(found, rows[wanted])
+  np.testing.assert_array_equal(back, rows * axes.size)
+
+
 @pytest.mark.parametrize('shape', MESHES)
 def test_psum_and_pmax_join_all_devices(shape):
   mesh = sharding.make_mesh(data=shape[0], fsdp=shape[1])

@@ -81,7 +81,9 @@ def test_devices_have_neighbouring_heads_with_their_key_heads():
 
 
 @pytest.mark.parametrize(
-    'mesh', [(1, 2, 4), pytest.param((2, 1, 2), marks=pytest.mark.slow)]
+    'mesh',
+    # Two devices exchange gate and up, four gather them.
+    [(1, 2, 2), pytest.param((1, 2, 4), marks=pytest.mark.slow)],
 )
 def test_what_is_stored_in_parts_is_placed_as_dots_read_it(mesh):
   mesh = _mesh(*mesh)
@@ -385,7 +387,7 @@ def test_a_layer_s_weights_are_exchanged_one_layer_ahead(
   for body in [eqn.params['jaxpr'] for eqn in traced.eqns]:
     made = {out for eqn in body.eqns for out in eqn.outvars}
     for eqn in body.eqns:
-      if eqn.primitive.name == 'all_gather':
+      if eqn.primitive.name in ('all_gather', 'all_to_all'):
         # What does not wait is the weight as it came.
         waits += eqn.invars[0].aval.shape[1:] == (128,) and (
             eqn.invars[0] in made

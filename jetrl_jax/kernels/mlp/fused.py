@@ -151,6 +151,23 @@ def _swiglu_backward():
   return mosaic_backward_sm90.backward
 
 
+def _dgrad(recipe, axes, dz8, weight, dtype) -> Array:
+  """Returns the gradient of the columns of h that this device has.
+
+  From all columns of dz, in 8 bits, and the kernel of these columns: the bits
+  of one device, and far less to send than the products of own columns of dz
+  would be.
+  """
+  if axes.tensor > 1:
+    dz_MD = axes.whole_columns(dz8.row_major.values)
+    dz8 = dataclasses.replace(
+        dz8, row_major=dataclasses.replace(dz8.row_major, values=dz_MD)
+    )
+    w_DF = axes.own_inputs(weight.values)
+    weight = dataclasses.replace(weight, values=w_DF)
+  return per_tensor.dgrad(recipe, dz8, weight, dtype)
+
+
 def _mlp_bwd(recipe, axes, residuals, dz_MD):
   kept_x, seen_x, product_MG, dots, row_mask_M, likes = residuals
   (weight, dot_state), (down_weight, down_state) = dots
@@ -160,8 +177,7 @@ def _mlp_bwd(recipe, axes, residuals, dz_MD):
     dz8, seen_dz = per_tensor.quantize_grad(
         recipe, dz_MD, down_weight, down_state, row_mask_M
     )
-    dh_MF = per_tensor.dgrad(recipe, dz8, down_weight, x_like.dtype)
-    dh_MF = axes.scatter_inputs(dh_MF)
+    dh_MF = _dgrad(recipe, axes, dz8, down_weight, x_like.dtype)
   h_scale, dy_scale = (
       down_state['input']['scale'],
       dot_state['output_grad']['scale'],

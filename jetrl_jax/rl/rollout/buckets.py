@@ -76,6 +76,21 @@ def steps_per_sync(steps: int) -> int:
   return STEPS_PER_SYNC if on_gpu() and steps % STEPS_PER_SYNC == 0 else 1
 
 
+def tail_sizes(slots: int, max_response_length: int) -> list[int]:
+  """Returns the sizes of the programs for a rollout's tail, see `TAILS`.
+
+  Args:
+    slots: of a device.
+    max_response_length: tokens.
+  """
+  sizes = [
+      round_up(-(-slots // share), 16)
+      for share, tokens in TAILS
+      if max_response_length >= tokens
+  ]
+  return [size for size in sizes if size < slots]
+
+
 def few_slots(
     running_B: NpArray, devices: int, max_response_length: int
 ) -> NpArray | None:
@@ -92,9 +107,8 @@ def few_slots(
   """
   running_DB = running_B.reshape(devices, -1)
   slots, most = running_DB.shape[1], running_DB.sum(1).max()
-  for share, tokens in TAILS:
-    size = round_up(-(-slots // share), 16)
-    if max_response_length >= tokens and most <= size < slots:
+  for size in tail_sizes(slots, max_response_length):
+    if most <= size:
       # Running ones first.
       order_DB = np.argsort(~running_DB, axis=1, kind='stable')
       return order_DB[:, :size].reshape(-1).astype(np.int32)

@@ -38,6 +38,7 @@ from jetrl_jax.rl.rollout.buckets import (
     pages_config,
     round_up,
     steps_per_sync,
+    tail_sizes,
 )
 from jetrl_jax.rl.rollout.decode_state import DecodeState, EngineConfig, Prefix
 from jetrl_jax.rl.rollout.kv_pages import PageAllocator
@@ -256,24 +257,16 @@ class Engine:
   ) -> None:
     """Compiles what every rollout calls, on other threads.
 
-    It does nothing with tensor parallelism, because the shapes of a device's
-    weights are known only when they are placed.
-
     Args:
       ahead: the threads.
       params: weights and scales, as `replicate` takes them.
       longest: tokens of the longest prompt.
     """
+    devices = self.policy.axes.size
+    rows = round_up(PREFILL_ROWS, devices)
     if self.policy.axes.tensor > 1:
-      return
-    whole = NamedSharding(self.mesh, P())
-    params = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=whole
-        ),
-        params,
-    )
-    rows = round_up(PREFILL_ROWS, self.policy.axes.size)
+      self._params_spec = self.policy.placed_specs(params)
+    params = self.policy.replicated_shapes(params, self.mesh)
 
     def by_row(*shape: int) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._rows)
@@ -290,6 +283,13 @@ class Engine:
         decode_step.generate, steps_per_sync(steps), 0
     )
     ahead(program, params, state, self._base_key, np.int32(steps))
+    maximum = self.config.max_response_length
+    for size in tail_sizes(self.num_slots // devices, maximum):
+      program = self._decode_program(
+          decode_step.generate_compacted, steps_per_sync(steps), 1
+      )
+      few = by_row(devices * size)
+      ahead(program, params, state, few, self._base_key, np.int32(steps))
 
   # --- slots --------------------------------------------------------------
 

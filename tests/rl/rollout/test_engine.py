@@ -1,5 +1,6 @@
 """Tests of the engine: single steps, settings, slots that go on."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax.core import rng, sharding
+from jetrl_jax.core.compile_ahead import CompileAhead
 from jetrl_jax.data import Prompt
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.rl.rollout import buckets
@@ -392,6 +394,48 @@ def test_a_sixteenth_of_the_slots_has_the_last_of_long_answers():
       len(buckets.few_slots(running_B, 1, longest)) for longest in (8191, 8192)
   ]
   assert found == [128, 32]
+
+
+@pytest.mark.parametrize(
+    'axes',
+    [{}, pytest.param({'fsdp': 2, 'tensor': 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_a_rollout_compiles_nothing_that_was_compiled_ahead(axes, monkeypatch):
+  monkeypatch.setattr(buckets, 'TAILS', ((4, 1),))
+  mesh = sharding.make_mesh(**axes)
+  policy = tiny_run.policy(mesh=mesh)
+  config = tiny_run.engine_config(num_slots=64, decode_block=2)
+  engine = Engine(policy, config, mesh)
+  params = PolicyParams(
+      (start := tiny_run.cold_state(policy, mesh)).weights, start.fp8_state
+  )
+  compiled: list[str] = []
+
+  def note(event: str, duration_secs: float, **kwargs) -> None:
+    if event == '/jax/core/compile/backend_compile_duration':
+      compiled.append(kwargs['fun_name'])
+
+  jax.monitoring.register_event_duration_secs_listener(note)
+  try:
+    with contextlib.closing(CompileAhead(1)) as ahead:
+      engine.compile_ahead(ahead, params, len(TOKENS))
+      ahead.wait()
+    before, ready = len(compiled), engine.replicate(params)
+    prefix = engine.prefill_batch(ready, [TOKENS], buckets.PREFILL_ROWS)
+    state = engine.init_decode_state()
+    state = engine.bulk_insert(prefix, state, list(range(64)))
+    key = rng.key(0, rng.ROLLOUT, 0)
+    state = engine.generate_block(ready, state, key)
+    engine.release(range(1, 64))
+    active = np.arange(64) == 0
+    state = dataclasses.replace(state, active=engine._put(active))
+    engine.generate_block(ready, state, key)
+  finally:
+    jax.monitoring.unregister_event_duration_listener(note)
+  names = {'jit(prefill)', 'jit(generate)', 'jit(generate_compacted)'}
+  assert names <= set(compiled[:before])
+  assert not names & set(compiled[before:])
 
 
 def test_the_tail_of_a_rollout_goes_on_in_a_quarter_of_the_slots(monkeypatch):
