@@ -83,7 +83,7 @@ _PROGRAMS = flags.DEFINE_list('programs', ['decode', 'update'], 'Which.')
 _COLUMNS = (
     ('model', 'model', ''),
     ('lowered', 'lowered', 'd'),
-    ('not_shared', 'refused by `mesh.tensor`', 'd'),
+    ('refused', 'refused by recipe or `mesh.tensor`', 'd'),
     ('failed', 'failed', 'd'),
     ('slowest_s', 'slowest s', '.1f'),
 )
@@ -107,7 +107,7 @@ def _policy(name: str, variant: str, tensor: int) -> Policy:
   """Returns the policy, with the kernels of a Hopper GPU.
 
   Raises:
-    ValueError: so many devices cannot share the model.
+    ValueError: so many devices cannot share the model in this recipe.
   """
   recipe, *options = variant.split('+')
   found = Recipe(name=recipe, quantize_lm_head='head8' in options)
@@ -147,14 +147,14 @@ def _state(policy: Policy) -> TrainState:
   )
 
 
-def _decode(policy: Policy, mesh: jax.sharding.Mesh) -> Any:
+def _decode(policy: Policy, state: TrainState, mesh: jax.sharding.Mesh) -> Any:
   config = EngineConfig(
       num_slots=_SLOTS.value,
       max_prompt_length=128,
       max_response_length=256,
       stop_ids=(),
   )
-  engine, state = Engine(policy, config, mesh), _state(policy)
+  engine = Engine(policy, config, mesh)
   params = PolicyParams(state.weights, state.fp8_state)
   if policy.axes.tensor > 1:
     engine._params_spec = policy.placed_specs(params)
@@ -167,9 +167,7 @@ def _decode(policy: Policy, mesh: jax.sharding.Mesh) -> Any:
   )
 
 
-def _update(policy: Policy, mesh: jax.sharding.Mesh) -> Any:
-  state = _state(policy)
-
+def _update(policy: Policy, state: TrainState, mesh: jax.sharding.Mesh) -> Any:
   def at(leaf, where):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
@@ -200,12 +198,13 @@ def _lowered(name: str, variant: str, tensor: int, program: str) -> dict:
   mesh = sharding.make_mesh(tensor=tensor)
   try:
     policy = _policy(name, variant, tensor)
+    state = _state(policy)
   except ValueError as refused:
     return found | {'refused': str(refused)}
   begin = time.monotonic()
   try:
     with mock.patch.object(jax, 'default_backend', lambda: 'gpu'):
-      traced = _TRACED[program](policy, mesh)
+      traced = _TRACED[program](policy, state, mesh)
       text = traced.lower(lowering_platforms=('cuda',)).as_text()
     found['kernels'] = text.count('custom_call @mosaic_gpu')
   except Exception as error:  # Of any kind: it is what is looked for.
@@ -219,7 +218,7 @@ def _summary(rows: list[dict]) -> list[dict]:
       {
           'model': name,
           'lowered': sum('kernels' in row for row in mine),
-          'not_shared': sum('refused' in row for row in mine),
+          'refused': sum('refused' in row for row in mine),
           'failed': sum('error' in row for row in mine),
           'slowest_s': max(row.get('seconds', 0.0) for row in mine),
       }

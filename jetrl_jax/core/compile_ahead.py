@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jetrl_jax.core.typing import PyTree
 
@@ -30,15 +31,18 @@ class Program:
 
   def __init__(self, jitted: Any):
     self._jitted = jitted
-    self._ahead: list[concurrent.futures.Future] = []
+    # With the arguments' shapes, as other shapes are another program.
+    self._ahead: list[tuple[list, concurrent.futures.Future]] = []
 
   def __call__(self, *args, **kwargs) -> Any:
     """Calls the function; waits for a thread that compiles it."""
-    while self._ahead:
-      started = self._ahead.pop()
-      # This thread compiles what no other one has begun.
-      if not started.cancel():
-        concurrent.futures.wait([started])
+    self._ahead = [entry for entry in self._ahead if not entry[1].done()]
+    if self._ahead:
+      wanted = _key(args)
+      for shapes, started in self._ahead:
+        # This thread compiles what no other one has begun.
+        if shapes == wanted and not started.cancel():
+          concurrent.futures.wait([started])
     return self._jitted(*args, **kwargs)
 
   def __getattr__(self, name: str) -> Any:
@@ -88,7 +92,7 @@ class CompileAhead:
       return program.eval_shape(*shapes)
     lowered = program.lower(*shapes)
     self._started.append(self._pool.submit(lowered.compile))
-    program._ahead.append(self._started[-1])
+    program._ahead.append((_key(shapes), self._started[-1]))
     return lowered.out_info
 
   def wait(self) -> None:
@@ -100,6 +104,11 @@ class CompileAhead:
     """Gives up what no thread has begun and waits for the rest."""
     if self._pool is not None:
       self._pool.shutdown(cancel_futures=True)
+
+
+def _key(args: PyTree) -> list[tuple[int, ...]]:
+  """Returns what tells the arguments of a function's programs apart."""
+  return [np.shape(leaf) for leaf in jax.tree.leaves(args)]
 
 
 def _shape(leaf: Any) -> Any:

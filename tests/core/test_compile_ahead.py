@@ -43,7 +43,7 @@ def test_a_call_finds_what_another_thread_has_compiled(compiled):
   compiled.clear()
   with contextlib.closing(CompileAhead(1)) as ahead:
     ahead(program, one, np.float32(2))
-    while not (program._ahead[0].running() or program._ahead[0].done()):
+    while not ((started := program._ahead[0][1]).running() or started.done()):
       time.sleep(0.001)
     found = program(one, np.float32(2))['sum']
   np.testing.assert_array_equal(found, expected)
@@ -61,6 +61,20 @@ def test_a_call_compiles_what_no_thread_has_begun(compiled):
     program(one, np.float32(2))
     busy.set()
   assert compiled == [threading.current_thread().name]
+
+
+def test_a_call_leaves_what_is_compiled_for_other_shapes(compiled):
+  program, one = _program(), {'a': jnp.ones(3)}
+  compiled.clear()
+  with contextlib.closing(CompileAhead(1)) as ahead:
+    assert ahead._pool is not None
+    ahead._pool.submit((busy := threading.Event()).wait)
+    ahead(program, {'a': np.ones(4, np.float32)}, np.float32(2))
+    ahead(program, one, np.float32(2))
+    program(one, np.float32(2))
+    busy.set()
+    ahead._started[0].result()
+  assert [name.split('_')[0] for name in compiled] == ['MainThread', 'compile']
 
 
 @pytest.mark.parametrize('cores, threads', [(1, 0), (2, 0), (4, 1), (64, 6)])
@@ -81,7 +95,7 @@ def test_who_waits_for_all_hears_what_failed():
   with contextlib.closing(CompileAhead(1)) as ahead:
     ahead(program, {'a': jnp.ones(3)}, np.float32(2))
     ahead.wait()
-    assert program._ahead[0].result() is not None
+    assert program._ahead[0][1].result() is not None
     ahead._started[0] = concurrent.futures.Future()
     ahead._started[0].set_exception(RuntimeError('no memory'))
     with pytest.raises(RuntimeError, match='no memory'):
