@@ -111,10 +111,8 @@ def _decode(policy, params):
   params_spec: Any = P()
   state_spec, _ = decode_states.specs(policy.axes.kv_spec)
   if policy.axes.tensor > 1:
-    stored = sharding.tree_specs(params, mesh)
     params_spec = policy.placed_specs(params)
-    place = sharding.per_device(policy.place, mesh, (stored,), params_spec)
-    params = jax.eval_shape(place, params)
+    params = policy.replicated_shapes(params, mesh)
   specs = params_spec, state_spec, P(), P()
   placed = policy.placed()
   made = policy.jit_per_device(

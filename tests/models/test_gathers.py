@@ -63,12 +63,10 @@ def _traced(engine: Engine, function, *per_slot):
   of, mesh = engine.policy, engine.mesh
   state = tiny_run.state_shapes(dataclasses.replace(of, axes=Axes()))
   params = PolicyParams(state.weights, state.fp8_state)
-  stored = sharding.tree_specs(params, mesh)
   engine._params_spec = of.placed_specs(params)
-  place = sharding.per_device(of.place, mesh, (stored,), engine._params_spec)
   program = engine._decode_program(function, 8, len(per_slot))
   return program.trace(
-      jax.eval_shape(place, params),
+      of.replicated_shapes(params, mesh),
       engine._idle.eval_shape(),
       *per_slot,
       jax.eval_shape(lambda: rng.key(0, rng.ROLLOUT, 0)),
