@@ -1,14 +1,23 @@
-"""GPUs that are not there, and what programs compiled for them launch."""
+"""GPUs that are not there: what their programs take, launch and receive."""
 
 import re
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from benchmarks import common
 from jetrl_jax.core import sharding
+from jetrl_jax.fp8 import scaling_state
+from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
+from jetrl_jax.models.hf import layout as hf_layout
+from jetrl_jax.models.policy import Policy
+from jetrl_jax.optim.types import TrainState
+from jetrl_jax.rl.types import TrainBatch
 
 
 class Gpu(NamedTuple):
@@ -141,3 +150,49 @@ def mesh_of(name: str, data: int = 1, fsdp: int = 1, tensor: int = 1) -> Mesh:
       np.array(devices).reshape(data, fsdp, tensor),
       (sharding.DATA, sharding.FSDP, sharding.TENSOR),
   )
+
+
+def state_of(
+    policy: Policy, masters_dtype: str, optimizer: optax.GradientTransformation
+) -> TrainState:
+  """Returns a state's shapes; no weights are made."""
+  masters = hf_layout.build_tree(
+      policy.model, lambda row: jax.ShapeDtypeStruct(row.shape, masters_dtype)
+  )
+  scales = jax.eval_shape(
+      lambda p: scaling_state.init_state(p, policy.recipe), masters
+  )
+  weights = jax.eval_shape(
+      lambda p, s: prepare_weights(p, s, policy.recipe), masters, scales
+  )
+  return TrainState(
+      trainable=masters,
+      frozen={},
+      fp8_state=scales,
+      opt_state=jax.eval_shape(optimizer.init, masters),
+      weights=weights,
+      opt_step=jax.eval_shape(lambda: jnp.int32(0)),
+  )
+
+
+def update_arguments(
+    state: TrainState, mesh: Mesh, rows: int, tokens: int
+) -> tuple[TrainState, TrainBatch, jax.ShapeDtypeStruct]:
+  """Returns shapes of a state, a micro-batch and a temperature, with places.
+
+  Args:
+    state: shapes, see `state_of`.
+    mesh: devices.
+    rows: of the micro-batch.
+    tokens: of a row.
+  """
+
+  def at(leaf, where):
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+  state = jax.tree.map(at, state, sharding.tree_shardings(state, mesh))
+  by_rows = jax.NamedSharding(mesh, sharding.ROWS)
+  batch = TrainBatch.of_shapes(rows, tokens)
+  batch = jax.tree.map(lambda leaf: at(leaf, by_rows), batch)
+  everywhere = jax.NamedSharding(mesh, jax.P())
+  return state, batch, at(jnp.zeros(()), everywhere)

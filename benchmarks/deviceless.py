@@ -29,17 +29,21 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import common
-from benchmarks.absent_gpus import GPUS, kernels, mesh_of, received
+from benchmarks.absent_gpus import (
+    GPUS,
+    kernels,
+    mesh_of,
+    received,
+    state_of,
+    update_arguments,
+)
 from jetrl_jax.core import compilation, rng, sharding
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.kernels import dispatch
-from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
 from jetrl_jax.metrics.writer import Mean
-from jetrl_jax.models.hf import layout as hf_layout
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.optim.apply import Apply, Gradients
-from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.rollout import decode_state as decode_states
 from jetrl_jax.rl.rollout import decode_step
@@ -48,7 +52,6 @@ from jetrl_jax.rl.rollout.engine import EngineConfig
 from jetrl_jax.rl.rollout.kv_pages import PagesConfig
 from jetrl_jax.rl.run.calibration import Calibration
 from jetrl_jax.rl.run.gradients import UpdatePrograms
-from jetrl_jax.rl.types import TrainBatch
 
 _PROGRAM = flags.DEFINE_enum(
     'program', 'decode', ['decode', 'update', 'apply'], 'Which.'
@@ -87,8 +90,9 @@ _PAGE = 128
 _GPU = flags.DEFINE_enum('gpu', 'H200', list(GPUS), 'Which.')
 
 
-def _decode(policy, params):
+def _decode(policy, state):
   """Returns the traced block of decode steps."""
+  params: Any = PolicyParams(state.weights, state.fp8_state)
   batch, new = _ROWS.value, _TOKENS.value
   config = EngineConfig(
       num_slots=batch,
@@ -141,22 +145,14 @@ def _at(tree, specs, mesh):
   return jax.tree.map(part, specs, tree, **is_spec)
 
 
-def _update(policy, params, masters):
+def _update(policy, state):
   """Returns the traced pass over one micro-batch."""
   mesh = mesh_of(_GPU.value, _DATA.value, _FSDP.value, _TENSOR.value)
   axes = sharding.axes_of(mesh, overlap=_OVERLAP.value)
   policy = dataclasses.replace(policy, axes=axes)
-
-  def at(leaf, where):
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-
-  state = _state(params, masters, optax.identity())
-  state = jax.tree.map(at, state, sharding.tree_shardings(state, mesh))
-  rows = NamedSharding(mesh, sharding.ROWS)
-  batch = TrainBatch.of_shapes(_ROWS.value, _TOKENS.value)
-  batch = jax.tree.map(lambda leaf: at(leaf, rows), batch)
-  everywhere = NamedSharding(mesh, P())
-  temperature = at(jnp.zeros(()), everywhere)
+  state, batch, temperature = update_arguments(
+      state, mesh, _ROWS.value, _TOKENS.value
+  )
   if _CALIBRATES.value:
     observe = Calibration(policy, mesh, state).observe
     return observe.trace(state, batch, temperature)
@@ -168,36 +164,24 @@ def _update(policy, params, masters):
   return step.accumulate.trace(state, gradients, batch, temperature)
 
 
-def _state(params, masters, optimizer) -> TrainState:
-  """Returns a state's shapes."""
-  return TrainState(
-      trainable=masters,
-      frozen={},
-      fp8_state=params.fp8_state,
-      opt_state=jax.eval_shape(optimizer.init, masters),
-      weights=params.weights,
-      opt_step=jax.ShapeDtypeStruct((), jnp.int32),
-  )
-
-
-def _apply(policy, params, masters) -> None:
+def _apply(policy) -> None:
   """Prints what the programs of an optimiser step launch, move and keep."""
   config = OptimizerConfig(
       master_rounding=_ROUNDING.value, moments=_MOMENTS.value
   )
   optimizer = config.build()
-  mesh = mesh_of(_GPU.value)
+  mesh, state = mesh_of(_GPU.value), state_of(policy, _MASTERS.value, optimizer)
   scalar = jax.ShapeDtypeStruct((), jnp.float32)
   gradients = Gradients(
-      trainable=masters,
-      fp8=jax.eval_shape(scaling_state.stack_observations, params.fp8_state),
+      trainable=state.trainable,
+      fp8=jax.eval_shape(scaling_state.stack_observations, state.fp8_state),
       metrics={'actor/pg_loss': Mean(sum=scalar, weight=scalar)},
   )
   state, gradients = jax.tree.map(
       lambda x: jax.ShapeDtypeStruct(
           x.shape, x.dtype, sharding=NamedSharding(mesh, P())
       ),
-      (_state(params, masters, optimizer), gradients),
+      (state, gradients),
   )
   step = Apply(policy, optimizer, config, mesh, state)
   rows = []
@@ -245,16 +229,6 @@ def main(argv: list[str]) -> None:
   # The CPU at hand would refuse them.
   asked = settings.pop('kernels', 'auto')
   policy, _, _ = common.random_policy(_SHAPE.value, settings, _LAYERS.value)
-  masters = hf_layout.build_tree(
-      policy.model, lambda row: jax.ShapeDtypeStruct(row.shape, _MASTERS.value)
-  )
-  state = jax.eval_shape(
-      lambda p: scaling_state.init_state(p, policy.recipe), masters
-  )
-  weights = jax.eval_shape(
-      lambda p, s: prepare_weights(p, s, policy.recipe), masters, state
-  )
-  params = PolicyParams(weights, state)
   sharding.make_mesh()  # The devices at hand are asked before the pretence.
   capability = GPUS[_GPU.value].capability
   hardware = dispatch.Hardware('gpu', capability, dispatch.has_mosaic())
@@ -269,12 +243,13 @@ def main(argv: list[str]) -> None:
       mock.patch.object(jax, 'default_backend', lambda: 'gpu'),
   ):
     if _PROGRAM.value == 'apply':
-      _apply(policy, params, masters)
+      _apply(policy)
       return
+    state = state_of(policy, _MASTERS.value, optax.identity())
     if _PROGRAM.value == 'decode':
-      program = compiled(lambda: _decode(policy, params))
+      program = compiled(lambda: _decode(policy, state))
     else:
-      program = compiled(lambda: _update(policy, params, masters))
+      program = compiled(lambda: _update(policy, state))
   text = program.as_text()
   rows = kernels(text)
   columns = (('us', 'us of bytes', '.1f'), ('kernel', 'kernel', ''))

@@ -19,18 +19,16 @@ from typing import Any
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags
 
 from benchmarks import common
+from benchmarks.absent_gpus import state_of, update_arguments
 from jetrl_jax.core import rng, sharding
-from jetrl_jax.fp8 import Recipe, scaling_state
+from jetrl_jax.fp8 import Recipe
 from jetrl_jax.kernels import dispatch
-from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
 from jetrl_jax.models import families, tensor_parallel
-from jetrl_jax.models.hf import layout as hf_layout
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.models.types import ModelConfig
 from jetrl_jax.optim.adamw import OptimizerConfig
@@ -40,7 +38,6 @@ from jetrl_jax.rl.rollout import decode_step
 from jetrl_jax.rl.rollout.buckets import STEPS_PER_SYNC
 from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
 from jetrl_jax.rl.run.gradients import UpdatePrograms
-from jetrl_jax.rl.types import TrainBatch
 
 # Model -> (one of its family, D, query heads, KV heads, their size, F, V).
 _MODELS = {
@@ -124,29 +121,6 @@ def _policy(name: str, variant: str, tensor: int) -> Policy:
   )
 
 
-def _state(policy: Policy) -> TrainState:
-  """Returns a state's shapes, with bfloat16 masters."""
-  masters = hf_layout.build_tree(
-      policy.model, lambda row: jax.ShapeDtypeStruct(row.shape, 'bfloat16')
-  )
-  scales, weights = jax.eval_shape(
-      lambda p: (
-          state := scaling_state.init_state(p, policy.recipe),
-          prepare_weights(p, state, policy.recipe),
-      ),
-      masters,
-  )
-  optimizer = optax.identity()
-  return TrainState(
-      trainable=masters,
-      frozen={},
-      fp8_state=scales,
-      opt_state=jax.eval_shape(optimizer.init, masters),
-      weights=weights,
-      opt_step=jax.eval_shape(lambda: jnp.int32(0)),
-  )
-
-
 def _decode(policy: Policy, state: TrainState, mesh: jax.sharding.Mesh) -> Any:
   config = EngineConfig(
       num_slots=_SLOTS.value,
@@ -168,19 +142,12 @@ def _decode(policy: Policy, state: TrainState, mesh: jax.sharding.Mesh) -> Any:
 
 
 def _update(policy: Policy, state: TrainState, mesh: jax.sharding.Mesh) -> Any:
-  def at(leaf, where):
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-
-  state = jax.tree.map(at, state, sharding.tree_shardings(state, mesh))
-  rows = jax.NamedSharding(mesh, sharding.ROWS)
-  batch = TrainBatch.of_shapes(2, 512)
-  batch = jax.tree.map(lambda leaf: at(leaf, rows), batch)
+  state, batch, temperature = update_arguments(state, mesh, 2, 512)
   loss = functools.partial(policy_loss, LossConfig())
   step = UpdatePrograms(
       policy, loss, optax.identity(), OptimizerConfig(), mesh, state
   )
   gradients = step.gradient_shapes(state)
-  temperature = at(jnp.zeros(()), jax.NamedSharding(mesh, jax.P()))
   return step.accumulate.trace(state, gradients, batch, temperature)
 
 
@@ -198,7 +165,7 @@ def _lowered(name: str, variant: str, tensor: int, program: str) -> dict:
   mesh = sharding.make_mesh(tensor=tensor)
   try:
     policy = _policy(name, variant, tensor)
-    state = _state(policy)
+    state = state_of(policy, 'bfloat16', optax.identity())
   except ValueError as refused:
     return found | {'refused': str(refused)}
   begin = time.monotonic()
