@@ -13,21 +13,14 @@ import pytest
 
 from jetrl_jax.core import compile_ahead
 from jetrl_jax.core.compile_ahead import CompileAhead, Program
+from tests import compilations
 
 
 @pytest.fixture
-def compiled() -> Iterator[list[str]]:
-  """The threads in which something was compiled, in order."""
-  found: list[str] = []
-
-  def note(event: str, duration_secs: float, **kwargs) -> None:
-    del duration_secs, kwargs
-    if event == '/jax/core/compile/backend_compile_duration':
-      found.append(threading.current_thread().name)
-
-  jax.monitoring.register_event_duration_secs_listener(note)
-  yield found
-  jax.monitoring.unregister_event_duration_listener(note)
+def compiled() -> Iterator[list[compilations.Compilation]]:
+  """What was compiled, in order."""
+  with compilations.noted() as found:
+    yield found
 
 
 def _program() -> Program:
@@ -47,7 +40,7 @@ def test_a_call_finds_what_another_thread_has_compiled(compiled):
       time.sleep(0.001)
     found = program(one, np.float32(2))['sum']
   np.testing.assert_array_equal(found, expected)
-  assert [name.split('_')[0] for name in compiled] == ['compile']
+  assert [one.thread.split('_')[0] for one in compiled] == ['compile']
   assert one['a'].is_deleted()
 
 
@@ -60,7 +53,7 @@ def test_a_call_compiles_what_no_thread_has_begun(compiled):
     ahead(program, one, np.float32(2))
     program(one, np.float32(2))
     busy.set()
-  assert compiled == [threading.current_thread().name]
+  assert [one.thread for one in compiled] == [threading.current_thread().name]
 
 
 def test_a_call_leaves_what_is_compiled_for_other_shapes(compiled):
@@ -74,7 +67,10 @@ def test_a_call_leaves_what_is_compiled_for_other_shapes(compiled):
     program(one, np.float32(2))
     busy.set()
     ahead._started[0].result()
-  assert [name.split('_')[0] for name in compiled] == ['MainThread', 'compile']
+  assert [one.thread.split('_')[0] for one in compiled] == [
+      'MainThread',
+      'compile',
+  ]
 
 
 @pytest.mark.parametrize('cores, threads', [(1, 0), (2, 0), (4, 1), (64, 6)])

@@ -14,6 +14,7 @@ from jetrl_jax.data import Prompt
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.rl.rollout import buckets
 from jetrl_jax.rl.rollout.engine import Engine
+from tests import compilations
 from tests.rl import tiny_run
 
 TOKENS = np.asarray([7, 30, 12, 9, 55], np.int32)
@@ -410,14 +411,7 @@ def test_a_rollout_compiles_nothing_that_was_compiled_ahead(axes, monkeypatch):
   params = PolicyParams(
       (start := tiny_run.cold_state(policy, mesh)).weights, start.fp8_state
   )
-  compiled: list[str] = []
-
-  def note(event: str, duration_secs: float, **kwargs) -> None:
-    if event == '/jax/core/compile/backend_compile_duration':
-      compiled.append(kwargs['fun_name'])
-
-  jax.monitoring.register_event_duration_secs_listener(note)
-  try:
+  with compilations.noted() as compiled:
     with contextlib.closing(CompileAhead(1)) as ahead:
       engine.compile_ahead(ahead, params, len(TOKENS))
       ahead.wait()
@@ -431,11 +425,10 @@ def test_a_rollout_compiles_nothing_that_was_compiled_ahead(axes, monkeypatch):
     active = np.arange(64) == 0
     state = dataclasses.replace(state, active=engine._put(active))
     engine.generate_block(ready, state, key)
-  finally:
-    jax.monitoring.unregister_event_duration_listener(note)
   names = {'jit(prefill)', 'jit(generate)', 'jit(generate_compacted)'}
-  assert names <= set(compiled[:before])
-  assert not names & set(compiled[before:])
+  programs = [one.program for one in compiled]
+  assert names <= set(programs[:before])
+  assert not names & set(programs[before:])
 
 
 def test_the_tail_of_a_rollout_goes_on_in_a_quarter_of_the_slots(monkeypatch):

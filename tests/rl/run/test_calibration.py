@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import logging
 
-import jax
 import numpy as np
 
 from jetrl_jax.core import sharding
@@ -13,6 +12,7 @@ from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.rl.run import calibration as calibration_module
 from jetrl_jax.rl.run.calibration import Calibration, likelihood_sequences
 from jetrl_jax.rl.types import TrainBatch
+from tests import compilations
 from tests.rl import tiny_run, tiny_updates
 
 
@@ -56,14 +56,7 @@ def test_calibration_compiles_nothing_that_was_compiled_ahead():
   run, _, samples = tiny_run.cold_fp8_run()
   calibration = Calibration(run.policy, sharding.make_mesh(), run.start)
   packed = tiny_run.calibration_batches(samples)
-  compiled: list[str] = []
-
-  def note(event: str, duration_secs: float, **kwargs) -> None:
-    if event == '/jax/core/compile/backend_compile_duration':
-      compiled.append(kwargs['fun_name'])
-
-  jax.monitoring.register_event_duration_secs_listener(note)
-  try:
+  with compilations.noted() as compiled:
     with contextlib.closing(CompileAhead(1)) as ahead:
       shape = TrainBatch.of_shapes(*packed[0].tokens.shape)
       calibration.compile_ahead(ahead, run.start, shape)
@@ -71,11 +64,10 @@ def test_calibration_compiles_nothing_that_was_compiled_ahead():
     before = len(compiled)
     state = calibration.fill(run.start, packed, tiny_run.TEMPERATURE)
     calibration.measure(state, packed, tiny_run.TEMPERATURE)
-  finally:
-    jax.monitoring.unregister_event_duration_listener(note)
   names = {'jit(_observe)', 'jit(_observe_and_roll)', 'jit(observe_health)'}
-  assert names <= set(compiled[:before])
-  assert not names & set(compiled[before:])
+  programs = [one.program for one in compiled]
+  assert names <= set(programs[:before])
+  assert not names & set(programs[before:])
 
 
 def test_a_calibrated_step_saturates_nothing_and_flushes_little():
