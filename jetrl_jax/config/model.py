@@ -27,6 +27,8 @@ from jetrl_jax.rl.run import train_state
 
 SHAPES = {
     'qwen2.5-0.5b': families.QWEN2_5_0_5B,
+    'qwen2.5-1.5b': families.QWEN2_5_1_5B,
+    'qwen2.5-3b': families.QWEN2_5_3B,
     'qwen2.5-7b': families.QWEN2_5_7B,
     'qwen2.5-14b': families.QWEN2_5_14B,
     'qwen2.5-32b': families.QWEN2_5_32B,

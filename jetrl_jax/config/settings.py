@@ -39,9 +39,9 @@ class ModelSource:
     path: a Hugging Face checkpoint: a folder, or a repo id when online.
     init: 'checkpoint', or 'random' for benchmarks (config.json or `shape`
       suffices).
-    shape: for init='random' without config.json: 'qwen2.5-0.5b', 'qwen2.5-7b',
-      'qwen2.5-14b', 'qwen2.5-32b', 'qwen3-8b', 'llama-3.1-8b' or
-      'llama-3.1-70b'.
+    shape: for init='random' without config.json: 'qwen2.5-0.5b',
+      'qwen2.5-1.5b', 'qwen2.5-3b', 'qwen2.5-7b', 'qwen2.5-14b', 'qwen2.5-32b',
+      'qwen3-8b', 'llama-3.1-8b' or 'llama-3.1-70b'.
     master_dtype: dtype of the master weights, 'float32' or 'bfloat16'.
     spread_masters: place each float32 master of an 8-bit dot at random within
       the rounding cell of the 16-bit checkpoint that it comes from. Without it

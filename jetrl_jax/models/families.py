@@ -29,6 +29,32 @@ QWEN2_5_0_5B = _qwen2_5(
     tied_embeddings=True,
 )
 
+QWEN2_5_1_5B = _qwen2_5(
+    vocab_size=151_936,
+    num_layers=28,
+    model_dim=1_536,
+    num_heads=12,
+    num_kv_heads=2,
+    head_dim=128,
+    ffn_dim=8_960,
+    norm_eps=1e-6,
+    max_position=32_768,
+    tied_embeddings=True,
+)
+
+QWEN2_5_3B = _qwen2_5(
+    vocab_size=151_936,
+    num_layers=36,
+    model_dim=2_048,
+    num_heads=16,
+    num_kv_heads=2,
+    head_dim=128,
+    ffn_dim=11_008,
+    norm_eps=1e-6,
+    max_position=32_768,
+    tied_embeddings=True,
+)
+
 QWEN2_5_7B = _qwen2_5(
     vocab_size=152_064,
     num_layers=28,
