@@ -388,8 +388,23 @@ class Axes:
       full_dim: the first axis of the whole leaf; by default that of x.
       pieces: which rows were read.
     """
+    return self.reduce_scatter_in_turn(x, local_dim, full_dim, pieces)[0]
+
+  def reduce_scatter_in_turn(
+      self,
+      x: Array,
+      local_dim: int,
+      full_dim: int | None = None,
+      pieces: Pieces = (),
+  ) -> tuple[Array, Array]:
+    """Returns (see `reduce_scatter`; 0 as a float32 [], for `in_turn`).
+
+    The scalar is there once the devices that store parts of the leaf have sent
+    what is added.
+    """
+    sent = jnp.zeros((), jnp.float32)
     if self.devices == 1:
-      return x
+      return x, sent
     pieces = self._shared(pieces)
     full_dim = x.shape[0] if full_dim is None and x.ndim else full_dim or 0
     is_split = x.ndim > 0 and local_dim != full_dim
@@ -401,18 +416,18 @@ class Axes:
       elif self.fsdp > 1:
         x = _ordered_sum(x, FSDP, self.fsdp)
       # Without pieces it is equal on all devices of `tensor`.
-      return _ordered_sum(x, TENSOR, self.tensor) if pieces else x
+      return _ordered_sum(x, TENSOR, self.tensor) if pieces else x, sent
     if self._is_stored_in_turn(pieces):
       x = _swap_parts(x) if len(pieces) > 1 else x
       if self.fsdp > 1:
-        x = _ordered_sum_scatter(x, FSDP, self.fsdp)
+        x, sent = _ordered_sum_scatter(x, FSDP, self.fsdp)
     else:
       x = self._put_back(x, pieces) if pieces else x
       names = _stored_over(self.tensor)
-      x = _ordered_sum_scatter(x, names, self.stored)
-    if self.data == 1 or self.apart:
-      return x
-    return _ordered_sum(x, DATA, self.data)
+      x, sent = _ordered_sum_scatter(x, names, self.stored)
+    if self.data > 1 and not self.apart:
+      x = _ordered_sum(x, DATA, self.data)
+    return x, sent
 
   def sum_over_data(self, x: Array) -> Array:
     """Adds what the devices of `data` have kept apart."""
@@ -624,13 +639,22 @@ def _may_scatter(size: int) -> bool:
   return size <= 2 and on_gpu()
 
 
-def _ordered_sum_scatter(x: Array, axis, size: int) -> Array:
-  """Adds over devices; returns this device's part of the first axis."""
+def _ordered_sum_scatter(x: Array, axis, size: int) -> tuple[Array, Array]:
+  """Adds over devices.
+
+  Returns:
+    (this device's part of the first axis; 0 as a float32 [], which is there
+    once devices have sent what is added).
+  """
+  sent = jnp.zeros((), jnp.float32)
   if _may_scatter(size):
-    return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
+    x = lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True)
+    return lax.optimization_barrier((x, sent))
   parts = x.reshape(size, x.shape[0] // size, *x.shape[1:])
   parts = lax.all_to_all(parts, axis, split_axis=0, concat_axis=0, tiled=True)
-  return _sum_of(parts)
+  # Before the addition, which XLA joins to that of the gradients so far.
+  parts, sent = lax.optimization_barrier((parts, sent))
+  return _sum_of(parts), sent
 
 
 def _ordered_sum(x: Array, axis, size: int) -> Array:
@@ -641,7 +665,7 @@ def _ordered_sum(x: Array, axis, size: int) -> Array:
   if x.size <= _SMALL:
     return _sum_of(lax.all_gather(x, axis))
   flat = jnp.pad(x.reshape(-1), (0, -x.size % size))
-  part = _ordered_sum_scatter(flat, axis, size)
+  part, _ = _ordered_sum_scatter(flat, axis, size)
   whole = lax.all_gather(part, axis, tiled=True)
   return whole[: x.size].reshape(x.shape)
 
@@ -789,7 +813,7 @@ def grad_sink(
 
   It has no values: the dots read the compute weight and never the master, so
   XLA does not materialise this array. The cotangent of `after` is there once
-  devices have added up that of the master, see `in_turn`.
+  devices have sent each other that of the master, see `in_turn`.
   """
   del after
   if axes.tensor > 1 and pieces:
@@ -807,10 +831,15 @@ def _grad_sink_bwd(axes, full_shape, pieces, shape, cotangent):
   local_shape, has_after = shape
   local_dim = local_shape[0] if local_shape else 0
   full_dim = full_shape[0] if full_shape else 0
-  added = axes.reduce_scatter(cotangent, local_dim, full_dim, pieces)
+  added, sent = axes.reduce_scatter_in_turn(
+      cotangent, local_dim, full_dim, pieces
+  )
   if not has_after:
     return added, None
-  return lax.optimization_barrier((added, jnp.zeros((), jnp.float32)))
+  if axes.overlaps:
+    # Else what is sent would wait to be added, for all layers.
+    added, sent = lax.optimization_barrier((added, sent))
+  return added, sent
 
 
 grad_sink.defvjp(_grad_sink_fwd, _grad_sink_bwd)

@@ -310,18 +310,15 @@ class Decoder(Leaf):
     """
     residual = self.embed(tokens_M)
     new_caches, after, before, chain = [], None, None, None
-    exchanges = self.axes.exchanges and caches is None
-    if exchanges and self.axes.overlaps:
+    if self.axes.exchanges and caches is None:
       residual, chain = sharding.first_turn(residual)
     for i, layer in enumerate(self.layers):
       cache = None if caches is None else caches[i]
-      # Devices exchange a layer's weights while they compute the one before, at
-      # the earliest.
       if chain is not None:
-        # In a backward pass its gradients, too.
+        # Devices exchange a layer's weights while they compute the one before,
+        # at the earliest. In a backward pass they have sent a layer's gradients
+        # before the one before is done.
         residual, before, chain = sharding.in_turn(residual, chain)
-      elif exchanges:
-        before = residual[0, 0].astype(jnp.float32)
       residual, cache, workspace = layer(
           residual, positions_M, row_mask_M, attend, cache, workspace, after
       )

@@ -250,8 +250,7 @@ class Leaf(nn.Module):
       return None, compute
     master = self.get_variable('params', name)
     if self.axes.devices > 1:
-      last = after if self.axes.overlaps else None
-      master = grad_sink(self.axes, shape, master, pieces, last)
+      master = grad_sink(self.axes, shape, master, pieces, after)
     return master, compute
 
 

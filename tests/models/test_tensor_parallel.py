@@ -21,9 +21,10 @@ from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
 from jetrl_jax.models import logprobs, tensor_parallel
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.optim.adamw import OptimizerConfig
-from jetrl_jax.rl.objective import LossConfig
+from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.rollout import decode_step
 from jetrl_jax.rl.rollout.engine import Engine
+from jetrl_jax.rl.run.gradients import UpdatePrograms
 from jetrl_jax.rl.types import TrainBatch
 from jetrl_jax.serve.logprobs import SequenceLogprobs
 from tests.rl import tiny_run, tiny_updates
@@ -433,42 +434,61 @@ def test_an_update_that_overlaps_has_the_same_bits(mesh):
     np.testing.assert_array_equal(tiny_run.bits(a), tiny_run.bits(b))
 
 
-def test_a_cotangent_waits_for_the_gradients_of_the_layer_before():
-  # As `lax.optimization_barrier`, which XLA keeps as long as both are read.
-  def loss(x_MD, masters):
-    x_MD, chain = sharding.first_turn(x_MD)
-    after = None
-    for master in masters:
-      x_MD, before, chain = sharding.in_turn(x_MD, chain)
-      axes = Axes(fsdp=2, overlap=True)
-      x_MD = x_MD @ sharding.grad_sink(axes, (4, 4), master, (), after)
-      after = before
-    return jnp.sum(x_MD)
+def _needs(out, eqns) -> list:
+  """Returns the equations without which a result is not there."""
+  made = {var: eqn for eqn in eqns for var in eqn.outvars}
+  found, todo = {}, [out]
+  while todo:
+    var = todo.pop()
+    if isinstance(var, jax.extend.core.Var) and var in made:
+      eqn = made[var]
+      todo += [] if id(eqn) in found else eqn.invars
+      found[id(eqn)] = eqn
+  return list(found.values())
 
-  def body(x_MD, masters):
-    return jax.grad(loss, argnums=(0, 1))(x_MD, masters)
 
-  masters = [jnp.ones((2, 4))] * 3
-  mesh = _mesh(1, 2, 1)
-  run = sharding.per_device(body, mesh, (P(), P()), (P(), P()))
+@pytest.mark.parametrize('overlap', [False, True])
+@pytest.mark.parametrize('fsdp, tensor', [(2, 1), (4, 1), (2, 2)])
+def test_a_backward_pass_waits_for_the_gradients_of_the_layer_behind(
+    fsdp, tensor, overlap
+):
+  # XLA keeps what gradients are made of, of all layers, while nobody waits.
+  mesh = _mesh(1, fsdp, tensor)
+  of = Policy(
+      model=_model(num_layers=3),
+      recipe=Recipe(),
+      axes=sharding.axes_of(mesh, overlap=overlap),
+      tile=16,
+      remat='none',
+  )
+  state = tiny_run.state_shapes(dataclasses.replace(of, axes=Axes()))
+  loss, config = functools.partial(policy_loss, LossConfig()), OptimizerConfig()
+  step = UpdatePrograms(of, loss, config.build(), config, mesh, state)
+  gradients = step.gradient_shapes(state)
+  traced = step.accumulate.trace(state, gradients, _batch(128), jnp.float32(1))
   (inner,) = [
       eqn.params['jaxpr']
-      for eqn in jax.make_jaxpr(run)(jnp.ones((4, 4)), masters).eqns
+      for eqn in traced.jaxpr.eqns
+      if eqn.primitive.name == 'shard_map'
   ]
-  made = {out: eqn for eqn in inner.eqns for out in eqn.outvars}
+  names = [
+      jax.tree_util.keystr(path)
+      for path, _ in jax.tree.leaves_with_path(traced.out_info)
+  ]
+  (embedding,) = [
+      out
+      for name, out in zip(names, inner.outvars, strict=True)
+      if 'embedding' in name and 'trainable' in name
+  ]
+  sent = [eqn for eqn in _needs(embedding, inner.eqns) if _sends_kernel(eqn)]
+  # Its own, and the four dots' of all layers but the first.
+  assert len(sent) == 1 + 2 * 4
 
-  def needs(var, found):
-    if isinstance(var, jax.extend.core.Var) and var in made:
-      if id(eqn := made[var]) not in found:
-        found[id(eqn)] = eqn
-        for invar in eqn.invars:
-          needs(invar, found)
-    return found
 
-  names = [eqn.primitive.name for eqn in needs(inner.outvars[0], {}).values()]
-  # x's own cotangent needs the sums of all gradients but the first layer's,
-  # which nothing waits for.
-  assert names.count('all_to_all') == 2
+def _sends_kernel(eqn) -> bool:
+  """Whether devices send each other [parts, rows, D] of a gradient."""
+  shape = eqn.outvars[0].aval.shape
+  return eqn.primitive.name == 'all_to_all' and shape[2:] == (128,)
 
 
 def _wide():
