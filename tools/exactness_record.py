@@ -75,6 +75,8 @@ _LINKED = '../benchmarks/results'
 _UNEQUAL = 'share of tokens unequal'
 _MODELS = {
     'qwen0_5b': 'Qwen2.5-0.5B',
+    'qwen1_5b': 'Qwen2.5-1.5B',
+    'qwen3b': 'Qwen2.5-3B',
     'qwen7b': '7B',
     'qwen14b': '14B',
     'qwen3_8b': 'Qwen3-8B',
