@@ -80,6 +80,9 @@ _XLA_ORDER = flags.DEFINE_bool(
     'xla_order', False, 'Of several devices: as XLA hides waits by itself.'
 )
 _OVERLAP = flags.DEFINE_bool('overlap', False, 'See mesh.overlap.')
+_WHOLE_GRADIENTS = flags.DEFINE_bool(
+    'whole_gradients', False, 'See mesh.whole_gradients.'
+)
 _MOMENTS = flags.DEFINE_enum(
     'moments', 'fp8', ['fp8', 'float32'], 'See optim.moments.'
 )
@@ -148,7 +151,9 @@ def _at(tree, specs, mesh):
 def _update(policy, state):
   """Returns the traced pass over one micro-batch."""
   mesh = mesh_of(_GPU.value, _DATA.value, _FSDP.value, _TENSOR.value)
-  axes = sharding.axes_of(mesh, overlap=_OVERLAP.value)
+  axes = sharding.axes_of(
+      mesh, overlap=_OVERLAP.value, whole_gradients=_WHOLE_GRADIENTS.value
+  )
   policy = dataclasses.replace(policy, axes=axes)
   state, batch, temperature = update_arguments(
       state, mesh, _ROWS.value, _TOKENS.value

@@ -100,7 +100,11 @@ def build_policy(
       config,
       model=model,
       recipe=recipe,
-      axes=sharding.axes_of(mesh, overlap=devices.overlap),
+      axes=sharding.axes_of(
+          mesh,
+          overlap=devices.overlap,
+          whole_gradients=devices.whole_gradients,
+      ),
       kernels=_kernels(config, model, recipe),
   )
   gather_columns.check(policy.kernels, policy.axes, mesh)

@@ -294,7 +294,7 @@ def _sides(
 def _fits(mesh: Any) -> bool:
   """Whether the devices at hand can be this mesh."""
   try:
-    sharding.make_mesh(**{k: v for k, v in mesh.items() if k != 'overlap'})
+    sharding.make_mesh(**{k: v for k, v in mesh.items() if k in sharding.AXES})
   except ValueError:
     return False
   return True

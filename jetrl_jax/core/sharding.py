@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from jetrl_jax.core.compilation import on_gpu
 from jetrl_jax.core.typing import Array, NpArray, PyTree
 
-DATA, FSDP, TENSOR = 'data', 'fsdp', 'tensor'
+AXES = DATA, FSDP, TENSOR = 'data', 'fsdp', 'tensor'
 # Rows (sequences, slots) are split over both axes.
 ROWS = P((DATA, FSDP))
 # Keys and values [rows, K, ...], where `tensor` is above 1.
@@ -48,12 +48,16 @@ class MeshConfig:
       and their KV cache are split over them (docs/scale.md).
     overlap: whether an update computes while devices exchange split weights and
       gradients (docs/scale.md); the same numbers, more memory.
+    whole_gradients: whether each device of `fsdp` keeps gradients of all
+      weights, so that devices add them up once an update and not once a
+      micro-batch (docs/scale.md); more memory. Only with tensor=1.
   """
 
   data: int = 1
   fsdp: int = 1
   tensor: int = 1
   overlap: bool = False
+  whole_gradients: bool = False
 
 
 def make_mesh(
@@ -270,9 +274,11 @@ class Axes:
     tensor: devices over which the outputs of dots are split.
     placed: whether weights are here as dots read them (`rl/rollout/engine.py`)
       and not as they are stored; only with `tensor` above 1.
-    apart: whether each device of `data` keeps its own sum of a leaf's
-      cotangents; they are added up later (`sum_over_data`).
+    apart: whether devices keep their own sums of a leaf's cotangents, those of
+      `data` and with `whole_gradients` all; they are added up later
+      (`sum_apart`).
     overlap: see `MeshConfig`.
+    whole_gradients: see `MeshConfig`.
   """
 
   data: int = 1
@@ -281,6 +287,7 @@ class Axes:
   placed: bool = False
   apart: bool = False
   overlap: bool = False
+  whole_gradients: bool = False
 
   @property
   def size(self) -> int:
@@ -311,6 +318,13 @@ class Axes:
   def overlaps(self) -> bool:
     """Whether they compute meanwhile, as far as `in_turn` lets them."""
     return self.overlap and self.exchanges
+
+  @property
+  def gradient_sums(self) -> tuple[str, ...]:
+    """Axes whose devices keep sums of their own until the update."""
+    if self.whole_gradients and self.fsdp > 1:
+      return DATA, FSDP
+    return (DATA,) if self.data > 1 else ()
 
   def psum(self, x: PyTree) -> PyTree:
     """Returns the sum over the devices that have rows of their own."""
@@ -380,7 +394,8 @@ class Axes:
   ) -> Array:
     """Adds the cotangents of all devices; returns the part stored here.
 
-    With `apart` the devices of `data` are not added.
+    With `apart` the devices of `data` are not added. With `whole_gradients` too
+    none are, and the whole cotangent is returned.
 
     Args:
       x: a cotangent of what `gather` returned.
@@ -403,7 +418,7 @@ class Axes:
     what is added.
     """
     sent = jnp.zeros((), jnp.float32)
-    if self.devices == 1:
+    if self.devices == 1 or (self.apart and self.whole_gradients):
       return x, sent
     pieces = self._shared(pieces)
     full_dim = x.shape[0] if full_dim is None and x.ndim else full_dim or 0
@@ -429,8 +444,15 @@ class Axes:
       x = _ordered_sum(x, DATA, self.data)
     return x, sent
 
-  def sum_over_data(self, x: Array) -> Array:
-    """Adds what the devices of `data` have kept apart."""
+  def sum_apart(self, x: Array, local_dim: int) -> Array:
+    """Adds what devices have kept apart; returns the part stored here.
+
+    Args:
+      x: this device's sum of a leaf's cotangents.
+      local_dim: first axis of the part that is stored here.
+    """
+    if self.whole_gradients:
+      return self.reduce_scatter(x, local_dim)
     return _ordered_sum(x, DATA, self.data)
 
   def _shared(self, pieces: Pieces) -> Pieces:
@@ -795,10 +817,26 @@ _join.defvjp(
 )
 
 
-def axes_of(mesh: Mesh, *, overlap: bool = False) -> Axes:
-  """Returns the sizes of a mesh's axes."""
+def axes_of(
+    mesh: Mesh, *, overlap: bool = False, whole_gradients: bool = False
+) -> Axes:
+  """Returns the sizes of a mesh's axes.
+
+  Args:
+    mesh: devices.
+    overlap: see `MeshConfig`.
+    whole_gradients: the same.
+
+  Raises:
+    ValueError: whole gradients of devices that share dots.
+  """
   sizes = mesh.shape[DATA], mesh.shape[FSDP], mesh.shape[TENSOR]
-  return Axes(*sizes, overlap=overlap)
+  if whole_gradients and mesh.shape[TENSOR] > 1:
+    raise ValueError(
+        f'mesh.whole_gradients is True and mesh.tensor is {sizes[2]}; allowed'
+        ' with mesh.tensor=1: set mesh.whole_gradients=False'
+    )
+  return Axes(*sizes, overlap=overlap, whole_gradients=whole_gradients)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 3))
@@ -905,12 +943,24 @@ def leaf_spec(shape: tuple[int, ...], mesh: Mesh) -> P:
   return P()
 
 
-def apart_specs(tree: PyTree, mesh: Mesh) -> PyTree:
-  """Returns the specs of leaves of which each device of `data` has its own.
+def apart_specs(
+    tree: PyTree, mesh: Mesh, names: tuple[str, ...] = (DATA,)
+) -> PyTree:
+  """Returns the specs of leaves of which devices have sums of their own.
 
   These have one more axis, the first one; `tree` has their shapes without it.
+
+  Args:
+    tree: arrays or shapes.
+    mesh: devices.
+    names: the axes of these devices, see `Axes.gradient_sums`. Those of `fsdp`
+      have whole leaves.
   """
-  return jax.tree.map(lambda leaf: P(DATA, *leaf_spec(leaf.shape, mesh)), tree)
+
+  def spec(leaf):
+    return P(names, *(() if FSDP in names else leaf_spec(leaf.shape, mesh)))
+
+  return jax.tree.map(spec, tree)
 
 
 def tree_specs(tree: PyTree, mesh: Mesh) -> PyTree:

@@ -46,9 +46,9 @@ class Gradients:
   """The accumulated gradients of one mini-batch's micro-batches.
 
   Attributes:
-    trainable: gradients of the masters, in their dtypes. With several devices
-      of `mesh.data` each leaf has one more axis, the first one: the sums of
-      each of them.
+    trainable: gradients of the masters, in their dtypes. Where devices have
+      sums of their own (`Axes.gradient_sums`) each leaf has one more axis, the
+      first one.
     fp8: what the backward passes observed, see
       `scaling_state.stack_observations`.
     metrics: name -> `Mean`.
@@ -126,9 +126,13 @@ def _global_norm(gradients: PyTree, is_split: PyTree, axes: Axes) -> Array:
   return jnp.sqrt(whole + split)
 
 
-def _sum_over_data(axes: Axes, gradients: PyTree) -> PyTree:
-  """Adds what the devices of `data` have kept apart."""
-  return jax.tree.map(lambda g: axes.sum_over_data(g[0]), gradients)
+def _sum_apart(axes: Axes, masters: PyTree, gradients: PyTree) -> PyTree:
+  """Adds what devices have kept apart; `masters` has the shapes stored here."""
+  return jax.tree.map(
+      lambda g, master: axes.sum_apart(g[0], master.shape[0]),
+      gradients,
+      masters,
+  )
 
 
 def _check_and_clip(
@@ -388,7 +392,7 @@ class Apply:
     ]
 
   def _summed(self, gradients: Gradients) -> Gradients:
-    """Returns the sums over the devices of `data`; takes the gradients over."""
+    """Returns the sums over devices; takes the gradients over."""
     found = dict(gradients.trainable)
     for key, program in self._sum_calls(gradients):
       found[key] = program(gradients.trainable[key])
@@ -401,7 +405,7 @@ class Apply:
     """Yields (key, program) of every group whose gradients are to be added."""
     axes, mesh = self._policy.axes, self._mesh
     for key, group in gradients.trainable.items():
-      if axes.data == 1:
+      if not axes.gradient_sums:
         return
       leaves, tree = jax.tree.flatten(group)
       signature = tree, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
@@ -409,10 +413,17 @@ class Apply:
         masters = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), group
         )
+        here = jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(
+                where.shard_shape(leaf.shape), leaf.dtype
+            ),
+            masters,
+            sharding.tree_shardings(masters, mesh),
+        )
         self._sum_programs[signature] = self._policy.jit_per_device(
-            functools.partial(_sum_over_data, axes),
+            functools.partial(_sum_apart, axes, here),
             mesh,
-            (sharding.apart_specs(masters, mesh),),
+            (sharding.apart_specs(masters, mesh, axes.gradient_sums),),
             sharding.tree_specs(masters, mesh),
         )
       yield key, self._sum_programs[signature]

@@ -53,6 +53,12 @@ def test_an_axis_of_no_devices_is_refused(axes):
     sharding.make_mesh(data=data, fsdp=fsdp)
 
 
+def test_devices_that_share_dots_keep_no_whole_gradients():
+  found = 'mesh.whole_gradients is True and mesh.tensor is 2'
+  with pytest.raises(ValueError, match=found):
+    sharding.axes_of(sharding.make_mesh(tensor=2), whole_gradients=True)
+
+
 def test_a_mesh_takes_the_first_devices_in_order():
   mesh = sharding.make_mesh(data=2, fsdp=3)
   assert dict(mesh.shape) == {'data': 2, 'fsdp': 3, 'tensor': 1}

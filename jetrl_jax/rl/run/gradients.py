@@ -11,6 +11,7 @@ finite, `apply` returns the state unchanged.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -69,10 +70,15 @@ def _accumulate(
   loss_of = differentiable_loss(
       policy, loss_function, state, batch, temperature
   )
+  axes, masters = policy.axes, state.trainable
+  if axes.apart and axes.whole_gradients:
+    # Their shapes alone count, see `grad_sink`: here those of whole leaves.
+    masters = jax.tree.map(
+        lambda g: jnp.zeros(g.shape[1:], g.dtype), gradients.trainable
+    )
   (new, new_fp8), (metrics, logprobs_BT, entropy_BT) = jax.grad(
       loss_of, argnums=(0, 1), has_aux=True
-  )(state.trainable, state.fp8_state)
-  axes = policy.axes
+  )(masters, state.fp8_state)
   if axes.apart:
     new = jax.tree.map(lambda leaf: leaf[None], new)
   added = Gradients(
@@ -147,16 +153,19 @@ class UpdatePrograms:
     floats = jax.ShapeDtypeStruct((1, 16), jnp.float32)
     _, self._metrics = jax.eval_shape(loss_function, batch, floats, floats)
     axes = policy.axes
-    # The devices of `data` are added when all micro-batches are.
-    self._apart = axes.data if axes.data > 1 else 0
+    # These devices are added when all micro-batches are.
+    names = axes.gradient_sums
+    self._apart = tuple(
+        [math.prod(mesh.shape[name] for name in names)] if names else ()
+    )
     backward = dataclasses.replace(
-        policy, axes=dataclasses.replace(axes, apart=self._apart > 0)
+        policy, axes=dataclasses.replace(axes, apart=bool(names))
     )
     masters = state.trainable
     grad_specs = Gradients(
         trainable=(
-            sharding.apart_specs(masters, mesh)
-            if self._apart
+            sharding.apart_specs(masters, mesh, names)
+            if names
             else specs.trainable
         ),
         fp8=jax.tree.map(
@@ -215,8 +224,8 @@ class UpdatePrograms:
   def zero_gradients(self, state: TrainState) -> Gradients:
     """Returns an empty accumulator, sharded like the masters.
 
-    With more than one device of `data`, a leaf has one more axis, the first
-    one, along which each of them has its own.
+    Where devices have sums of their own (`Axes.gradient_sums`), a leaf has one
+    more axis, the first one.
     """
     return self._zeros(state.trainable, state.fp8_state)
 
@@ -232,10 +241,10 @@ class UpdatePrograms:
     )
 
   def _make_zeros(self, trainable, fp8_state):
-    first = (self._apart,) if self._apart else ()
     return Gradients(
         trainable=jax.tree.map(
-            lambda leaf: jnp.zeros((*first, *leaf.shape), leaf.dtype), trainable
+            lambda leaf: jnp.zeros((*self._apart, *leaf.shape), leaf.dtype),
+            trainable,
         ),
         fp8=jax.tree.map(
             jnp.zeros_like, scaling_state.stack_observations(fp8_state)

@@ -18,9 +18,12 @@ from jetrl_jax.rl.rollout import buckets
 from jetrl_jax.rl.rollout.engine import Engine
 from tests.rl import tiny_run, tiny_updates
 
-# The others run the same code with another pair of collectives.
+# (data, fsdp) and whether devices keep whole gradients. Those that are slow run
+# the same code with another pair of collectives.
 MESHES = [
     pytest.param((2, 4), id='data2-fsdp4'),
+    pytest.param((2, 4, True), id='data2-fsdp4-whole'),
+    pytest.param((1, 8, True), id='fsdp8-whole', marks=pytest.mark.slow),
     pytest.param((8, 1), id='data8', marks=pytest.mark.slow),
     pytest.param((1, 8), id='fsdp8', marks=pytest.mark.slow),
 ]
@@ -30,9 +33,12 @@ on_meshes = pytest.mark.parametrize('mesh', MESHES)
 @functools.cache
 def _run(mesh):
   """Starts from the numbers of the run on one device."""
-  mesh = sharding.make_mesh(data=mesh[0], fsdp=mesh[1])
+  whole, mesh = mesh[2:] == (True,), sharding.make_mesh(
+      data=mesh[0], fsdp=mesh[1]
+  )
+  axes = sharding.axes_of(mesh, whole_gradients=whole)
   return tiny_run.build(
-      tiny_run.policy(mesh=mesh),
+      dataclasses.replace(tiny_run.policy(mesh=mesh), axes=axes),
       mesh,
       loss=LossConfig(kl_loss_coef=0.01),
       config=OptimizerConfig(lr=1e-3),
@@ -191,8 +197,9 @@ def test_gradients_are_those_of_one_device(mesh):
   gradients, _, _, info = _update(mesh)
   expected = _expected()
   for name, a, b in _pairs(gradients.trainable, expected.gradients.trainable):
-    if a.ndim > b.ndim:  # Each device of `data` has kept its own.
-      assert len(a) == mesh[0] and not np.array_equal(a[0], a[1])
+    if a.ndim > b.ndim:  # Each device has kept its own, or each of `data`.
+      assert len(a) == (8 if len(mesh) > 2 else mesh[0])
+      assert not np.array_equal(a[0], a[1])
       a = a.sum(0)
     # Float32 sums of at most 512 rows in another order.
     np.testing.assert_allclose(
