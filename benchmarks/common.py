@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -38,6 +39,7 @@ TINY = flags.DEFINE_bool(
     'tiny', False, 'Small shapes: to try a script on a CPU.'
 )
 BYTES_PER_S = 4.3e12  # attainable on an H200
+_LONGEST = 15  # kernels that a record names
 
 
 def run(main: Callable[[list[str]], None]) -> None:
@@ -296,6 +298,36 @@ def kernel_times(run: Callable[[], object]) -> dict[str, tuple[float, int]]:
     total, count = times[name]
     times[name] = total + event['dur'] / 1e3, count + 1
   return dict(times)
+
+
+def gpu_seconds(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+  """Returns a profile's seconds of kernels on each GPU of this process.
+
+  'collectives' are NCCL's and XLA's own; they include the wait for others.
+  'longest' are (kernel, seconds, count), those of most seconds first.
+  """
+  found: dict[str, dict[str, Any]] = {}
+  for path in folder.rglob('*.xplane.pb'):
+    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
+      if not plane.name.startswith('/device:GPU'):
+        continue
+      seconds = found.setdefault(plane.name, {'all': 0.0, 'collectives': 0.0})
+      kernels: dict[str, tuple[float, int]] = {}
+      for line in plane.lines:
+        for event in line.events if 'Stream' in (line.name or '') else ():
+          spent = event.duration_ns / 1e9
+          seconds['all'] += spent
+          name = event.name or ''
+          if 'nccl' in name.lower() or 'allreducekernel' in name.lower():
+            seconds['collectives'] += spent
+          before = kernels.get(name[:60], (0.0, 0))
+          kernels[name[:60]] = before[0] + spent, before[1] + 1
+      longest = sorted(kernels.items(), key=lambda kernel: -kernel[1][0])
+      seconds['longest'] = [
+          (name, round(spent, 4), count)
+          for name, (spent, count) in longest[:_LONGEST]
+      ]
+  return found
 
 
 def show_kernels(times: dict[str, tuple[float, int]], top: int = 40) -> str:

@@ -54,7 +54,6 @@ _COLUMNS = flags.DEFINE_integer('columns', 3584, 'The same.')
 
 _PROFILED = 'gen', 'old_log_prob', 'update_actor', 'update_weights'
 _COMPILING = 6  # threads, on a machine of few cores too
-_LONGEST = 15  # kernels of a phase, in the record
 # Of JAX: one for each program that is compiled or found in the cache.
 _COMPILED = '/jax/core/compile/backend_compile_duration'
 _CACHE = '/jax/compilation_cache/cache_'
@@ -109,36 +108,6 @@ class _Timer(Timer):
     return super().take()
 
 
-def _kernels(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
-  """Returns the seconds of a phase's kernels on each device of this process.
-
-  'collectives' are NCCL's and XLA's own; they include the wait for others.
-  'longest' are (kernel, seconds, count), those of most seconds first.
-  """
-  found: dict[str, dict[str, Any]] = {}
-  for path in folder.rglob('*.xplane.pb'):
-    for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
-      if not plane.name.startswith('/device:GPU'):
-        continue
-      seconds = found.setdefault(plane.name, {'all': 0.0, 'collectives': 0.0})
-      kernels: dict[str, tuple[float, int]] = {}
-      for line in plane.lines:
-        for event in line.events if 'Stream' in (line.name or '') else ():
-          spent = event.duration_ns / 1e9
-          seconds['all'] += spent
-          name = event.name or ''
-          if 'nccl' in name.lower() or 'allreducekernel' in name.lower():
-            seconds['collectives'] += spent
-          before = kernels.get(name[:60], (0.0, 0))
-          kernels[name[:60]] = before[0] + spent, before[1] + 1
-      longest = sorted(kernels.items(), key=lambda kernel: -kernel[1][0])
-      seconds['longest'] = [
-          (name, round(spent, 4), count)
-          for name, (spent, count) in longest[:_LONGEST]
-      ]
-  return found
-
-
 def _make_short(tokens: int) -> None:
   """Makes the answers of every step but the second one short."""
   limits = synthetic.response_limits
@@ -167,7 +136,9 @@ def _step(spec: RunSpec, workdir: pathlib.Path) -> dict[str, Any]:
       'peaks_gib': [peak for peak in peaks if peak],
       'compiled_s': timer.compiled,
       'cache': dict(timer.cache),
-      'kernels': {phase: _kernels(profiles / phase) for phase in _PROFILED},
+      'kernels': {
+          phase: common.gpu_seconds(profiles / phase) for phase in _PROFILED
+      },
   }
 
 

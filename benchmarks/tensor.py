@@ -6,9 +6,10 @@
 For every recipe and every number of devices, in one process: a rollout of
 random prompts, whose tokens and log-probs are hashed; the training forward of
 the first mesh's sequences, alone and inside `accumulate`, hashed as well; and
-the time of a decode step by number of slots. One hash a column means equal
-bits. With --checkpoint the weights are those of a Hugging Face folder, else
-random. On a CPU, to try it: JAX_PLATFORMS=cpu
+the time of a decode step by number of slots, with --profile also its longest
+kernels on the first GPU (in the .json). One hash a column means equal bits.
+With --checkpoint the weights are those of a Hugging Face folder, else random.
+On a CPU, to try it: JAX_PLATFORMS=cpu with
 XLA_FLAGS=--xla_force_host_platform_device_count=2, and --tiny --slots=16
 --prompts=4 --tokens=8 --prompt_length=16 --steps=8.
 """
@@ -16,6 +17,8 @@ XLA_FLAGS=--xla_force_host_platform_device_count=2, and --tiny --slots=16
 import functools
 import gc
 import hashlib
+import pathlib
+import tempfile
 import time
 
 import jax
@@ -48,6 +51,7 @@ _PROMPTS = flags.DEFINE_integer('prompts', 16, 'Sequences that are hashed.')
 _TOKENS = flags.DEFINE_integer('tokens', 64, 'Response tokens of each.')
 _PROMPT_LENGTH = flags.DEFINE_integer('prompt_length', 256, 'Tokens.')
 _STEPS = flags.DEFINE_integer('steps', 64, 'Decode steps that are timed.')
+_PROFILE = flags.DEFINE_bool('profile', False, 'See above.')
 _TRAINS = flags.DEFINE_bool('accumulate', True, 'Hash its log-probs as well.')
 _COLUMNS = (
     ('variant', 'variant', ''),
@@ -108,7 +112,7 @@ def _sampled(engine: Engine, params: PolicyParams):
   )
 
 
-def _step_seconds(engine: Engine, params: PolicyParams) -> float:
+def _decode(engine: Engine, params: PolicyParams) -> dict:
   """Returns the time of a decode step of all slots, host visits included."""
   key, steps = rng.key(0, rng.ROLLOUT, 0), _STEPS.value
   tokens = np.arange(engine.config.max_prompt_length, dtype=np.int32)
@@ -123,7 +127,20 @@ def _step_seconds(engine: Engine, params: PolicyParams) -> float:
   start = time.perf_counter()
   state = engine.generate_block(params, state, key, steps)
   jax.block_until_ready(state.tokens)
-  return (time.perf_counter() - start) / steps
+  spent = (time.perf_counter() - start) / steps
+  found: dict = {
+      'ms_per_step': spent * 1e3,
+      'tokens_per_s': engine.num_slots / spent,
+  }
+  if _PROFILE.value:
+    with tempfile.TemporaryDirectory() as folder:
+      with jax.profiler.trace(folder):
+        state = engine.generate_block(params, state, key, steps)
+        jax.block_until_ready(state.tokens)
+      gpus = common.gpu_seconds(pathlib.Path(folder))
+    if gpus:  # Of all steps, see `common.gpu_seconds`.
+      found['kernels'] = gpus[min(gpus)] | {'steps': steps}
+  return found
 
 
 def _trained(policy, mesh, state, completions):
@@ -193,13 +210,9 @@ def _measured(variant: str, tensor: int, first: list):
   for slots in map(int, _SLOTS.value):
     if slots != engine.config.num_slots:
       engine = _engine(policy, mesh, slots)
-    spent = _step_seconds(engine, ready)
-    yield timed() | {
-        'check': 'decode',
-        'slots': engine.num_slots,
-        'ms_per_step': spent * 1e3,
-        'tokens_per_s': engine.num_slots / spent,
-    }
+    row = {'check': 'decode', 'slots': engine.num_slots}
+    row |= _decode(engine, ready)
+    yield timed() | row
   del engine, ready
   gc.collect()
   for check, values in _trained(policy, mesh, state, first):
