@@ -412,10 +412,17 @@ class Axes:
       full_dim: int | None = None,
       pieces: Pieces = (),
   ) -> tuple[Array, Array]:
-    """Returns (see `reduce_scatter`; 0 as a float32 [], for `in_turn`).
+    """Adds the cotangents of all devices; says when they have been sent.
 
-    The scalar is there once the devices that store parts of the leaf have sent
-    what is added.
+    Args:
+      x: see `reduce_scatter`, as for the others.
+      local_dim: the same.
+      full_dim: the same.
+      pieces: the same.
+
+    Returns:
+      (the part stored here; 0 as a float32 [] for `in_turn`, which is there
+      once the devices that store parts of the leaf have sent what is added).
     """
     sent = jnp.zeros((), jnp.float32)
     if self.devices == 1 or (self.apart and self.whole_gradients):

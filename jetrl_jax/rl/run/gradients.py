@@ -155,9 +155,8 @@ class UpdatePrograms:
     axes = policy.axes
     # These devices are added when all micro-batches are.
     names = axes.gradient_sums
-    self._apart = tuple(
-        [math.prod(mesh.shape[name] for name in names)] if names else ()
-    )
+    count = math.prod(mesh.shape[name] for name in names)
+    self._apart = (count,) if names else ()
     backward = dataclasses.replace(
         policy, axes=dataclasses.replace(axes, apart=bool(names))
     )
