@@ -83,6 +83,9 @@ _LAYERS = flags.DEFINE_integer(
 _AXES = flags.DEFINE_list(
     'axes', ['data', 'fsdp', 'tensor'], 'Meshes of N GPUs that the steps have.'
 )
+_ONE_GPU = flags.DEFINE_bool(
+    'one_gpu', True, 'Whether the steps also run on one GPU, first.'
+)
 _PROCESSES = flags.DEFINE_list(
     'processes',
     ['one', 'each'],
@@ -205,8 +208,8 @@ def _count_gpus() -> int:
 
 
 def _meshes(devices: int) -> list[dict[str, int]]:
-  """Returns the meshes of N devices, one device first."""
-  meshes: list[dict[str, int]] = [{'data': 1}]
+  """Returns the meshes of the steps, one device first."""
+  meshes: list[dict[str, int]] = [{'data': 1}] if _ONE_GPU.value else []
   if devices > 1:
     split = {
         'data': {'data': devices},
@@ -569,8 +572,8 @@ def _collectives(host: _Host) -> Iterator[Unit]:
         for what, found in facts['collectives'].items()
     ]
 
-  for mesh in _meshes(host.devices)[1:]:
-    if 'tensor' in mesh:
+  for mesh in _meshes(host.devices):
+    if 'tensor' in mesh or set(mesh.values()) == {1}:
       continue
     for layout in _layouts(mesh):
       yield (
@@ -765,7 +768,8 @@ def _compared(rows: list[dict]) -> None:
   for row in steps:
     spent = row['step_s'] - row['compiled_s']
     row['tok_s_gpu'] = row['tokens'] / spent / row['gpus']
-    row['weak'] = row['tok_s_gpu'] / base['tok_s_gpu']
+    if base['gpus'] == 1:
+      row['weak'] = row['tok_s_gpu'] / base['tok_s_gpu']
     mine = {k: row['prompts'].get(k, '') for k in base['prompts']}
     row['first'] = launch.digest(mine)[:12]
     same = meshes.setdefault(row['mesh'], row)
