@@ -131,12 +131,16 @@ def _batches(
   ]
   all_tokens = (tokens for tokens, _ in targets)
   configs.check_ids(tokenizer, all_tokens, policy.model.vocab_size)
-  rows, row_length = packing.batch_shape(
-      config.data.max_prompt_length + config.rollout.max_response_length,
+  longest = config.data.max_prompt_length + config.rollout.max_response_length
+  sizes = {'tile': policy.tile, 'devices': policy.axes.size}
+  shape = rows, row_length = packing.batch_shape(
+      longest,
       micro_batch_size=config.trainer.micro_batch_size,
       packed_rows=config.trainer.packed_rows,
-      tile=policy.tile,
-      devices=policy.axes.size,
+      **sizes,
+  )
+  smaller = packing.halved_shapes(
+      shape, longest, count=config.trainer.smaller_micro_batches, **sizes
   )
   _check_lengths(config, list(data), targets, row_length)
   sampler = PromptSampler(
@@ -153,6 +157,7 @@ def _batches(
         row_length=row_length,
         rows_per_micro_batch=rows,
         tile=policy.tile,
+        last=smaller,
     ).batches
 
   return next_batch

@@ -285,13 +285,15 @@ def _speeds() -> set[str]:
 
 
 def _beside_vllm() -> set[str]:
-  name = 'rollout_beside_vllm_qwen7b_h100_2026-11-25.json'
-  found = json.loads(_text(_ROOT / 'benchmarks/results' / name))
-  ours = {row['workload']: row['ms_per_step'] for row in found['ours']}
-  return {
-      f'{row["ms_per_step"] / ours[row["workload"]]:.2f}x'
-      for row in found['vllm']
-  }
+  ratios = set()
+  for file in (_ROOT / 'benchmarks/results').glob('rollout_beside_vllm_*.json'):
+    found = json.loads(_text(file))
+    ours = {row['workload']: row['ms_per_step'] for row in found['ours']}
+    ratios |= {
+        f'{row["ms_per_step"] / ours[row["workload"]]:.2f}x'
+        for row in found['vllm']
+    }
+  return ratios
 
 
 def test_the_speeds_in_the_page_are_those_of_the_results():

@@ -65,9 +65,8 @@ def bisect(start: Start) -> Found:
       mini_batch_size=spec.run.mini_batch_size,
       max_response_length=spec.engine.max_response_length,
   ):
-    packed, scored = spec.pack(batch), start.learner.logprobs_in_update(
-        batch, state
-    )
+    packed = spec.pack(batch, spec.smaller_batch_shapes)
+    scored = start.learner.logprobs_in_update(batch, state)
     for i, micro in enumerate(packed.batches):
       placed = [
           Placed(completion=exp.completions[p.origin], place=p, trained=values)

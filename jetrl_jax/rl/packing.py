@@ -7,10 +7,14 @@ This costs half a tile of padding per segment on average.
 
 Packing runs on the host with numpy. It is first-fit-decreasing, so the
 placement depends only on the lengths and their order.
+
+A micro-batch takes the same time whether it is full or not, so the last one may
+have a smaller shape if that holds what is left.
 """
 
 import dataclasses
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 import numpy as np
 
@@ -87,13 +91,14 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Packed:
-  """Micro-batches of one shape, and where each sequence is in them.
+  """Micro-batches, and where each sequence is in them.
 
   Attributes:
-    batches: `TrainBatch` with numpy leaves [B, T].
+    batches: `TrainBatch` with numpy leaves [B, T]; all but the last one have
+      one shape.
     placements: one per sequence, in the order that `pack` was given.
-    efficiency: packing efficiency, the share of all micro-batches' B x T
-      positions that hold a token, in [0, 1].
+    efficiency: packing efficiency, the share of all micro-batches' positions
+      that hold a token, in [0, 1].
   """
 
   batches: list[TrainBatch]
@@ -132,12 +137,39 @@ def batch_shape(
   return _round_up(rows, devices), _round_up(longest, tile) * per_row
 
 
+def halved_shapes(
+    shape: tuple[int, int], longest: int, *, tile: int, devices: int, count: int
+) -> list[tuple[int, int]]:
+  """Returns smaller shapes of a micro-batch, each half of the one before.
+
+  Rows are halved while devices share them evenly, then their length, while a
+  row holds a sequence of full length.
+
+  Args:
+    shape: (rows, row_length), see `batch_shape`.
+    longest: tokens of a sequence of full length.
+    tile: tokens, see `pack`.
+    devices: number of devices that share the rows.
+    count: shapes at most.
+  """
+  found: list[tuple[int, int]] = []
+  for _ in range(count):
+    rows, length = found[-1] if found else shape
+    half = _round_up(-(-length // 2), tile)
+    if rows % (2 * devices) == 0:
+      found.append((rows // 2, length))
+    elif longest <= half < length:
+      found.append((rows, half))
+  return found
+
+
 def pack(
     sequences: SequenceOf[Sequence],
     *,
     row_length: int,
     rows_per_micro_batch: int,
     tile: int,
+    last: SequenceOf[tuple[int, int]] = (),
 ) -> Packed:
   """Packs sequences into micro-batches of [rows_per_micro_batch, row_length].
 
@@ -150,6 +182,8 @@ def pack(
     row_length: tokens per row, a multiple of `tile`.
     rows_per_micro_batch: rows of every micro-batch.
     tile: tokens; every segment starts at a multiple of it.
+    last: (rows, row_length) that the last micro-batch may have instead, the
+      largest first: it has the smallest in which all that is left fits.
 
   Returns:
     The micro-batches and the placements.
@@ -172,34 +206,39 @@ def pack(
   for sequence in sequences:
     _check(sequence, row_length)
   lengths = [len(sequence.tokens) for sequence in sequences]
-  rows, starts = _first_fit_decreasing(
-      [-(-length // tile) for length in lengths], row_length // tile
-  )
+  sizes = [-(-length // tile) for length in lengths]
+  shape = rows_per_micro_batch, row_length
+  shapes = [shape] * -(-len(sequences) // rows_per_micro_batch)
+  places = _first_fit_decreasing(sizes, shapes, tile)
+  assert places is not None  # There are as many rows as sequences.
+  shapes = shapes[: max((batch for batch, _, _ in places), default=-1) + 1]
+  for smaller in reversed(last if shapes else ()):
+    others = [*shapes[:-1], smaller]
+    if found := _first_fit_decreasing(sizes, others, tile):
+      places, shapes = found, others
+      break
   placements = [
       Placement(
-          batch=row // rows_per_micro_batch,
-          row=row % rows_per_micro_batch,
+          batch=batch,
+          row=row,
           start=start * tile,
           length=length,
           origin=sequence.origin,
       )
-      for row, start, length, sequence in zip(
-          rows, starts, lengths, sequences, strict=True
+      for (batch, row, start), length, sequence in zip(
+          places, lengths, sequences, strict=True
       )
   ]
-  n_batches = max((p.batch + 1 for p in placements), default=0)
-  shape = (n_batches, rows_per_micro_batch, row_length)
-  batches = _fill(sequences, placements, shape)
-  places = int(np.prod(shape))
+  positions = sum(rows * tokens for rows, tokens in shapes)
   return Packed(
-      batches=batches,
+      batches=_fill(sequences, placements, shapes),
       placements=placements,
-      efficiency=sum(lengths) / places if places else 1.0,
+      efficiency=sum(lengths) / positions if positions else 1.0,
   )
 
 
 def unpack(
-    values: SequenceOf[Shaped[Array | NpArray, 'B T']], packed: Packed
+    values: SequenceOf[Shaped[Array | NpArray, '_B _T']], packed: Packed
 ) -> list[NpArray]:
   """Splits a per-token output into its sequences; the inverse of `pack`.
 
@@ -327,44 +366,56 @@ def _check(sequence: Sequence, row_length: int) -> None:
 
 
 def _first_fit_decreasing(
-    sizes: list[int], capacity: int
-) -> tuple[list[int], list[int]]:
-  """Returns the row and the start (in tiles) of each size."""
-  used: list[int] = []
-  rows, starts = [0] * len(sizes), [0] * len(sizes)
+    sizes: list[int], shapes: SequenceOf[tuple[int, int]], tile: int
+) -> list[tuple[int, int, int]] | None:
+  """Returns each size's (micro-batch, row, start in tiles).
+
+  Args:
+    sizes: in tiles.
+    shapes: of the micro-batches, in tokens.
+    tile: tokens.
+
+  Returns:
+    None if there is no room for one of them.
+  """
+  rows = [
+      (batch, row)
+      for batch, (count, _) in enumerate(shapes)
+      for row in range(count)
+  ]
+  left = [length // tile for count, length in shapes for _ in range(count)]
+  places = [(0, 0, 0)] * len(sizes)
   # sorted() is stable: among equal sizes the earlier comes first.
   for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-    row = next(
-        (r for r, u in enumerate(used) if u + sizes[i] <= capacity), len(used)
-    )
-    if row == len(used):
-      used.append(0)
-    rows[i], starts[i] = row, used[row]
-    used[row] += sizes[i]
-  return rows, starts
+    n = next((n for n, room in enumerate(left) if sizes[i] <= room), None)
+    if n is None:
+      return None
+    batch, row = rows[n]
+    places[i] = batch, row, shapes[batch][1] // tile - left[n]
+    left[n] -= sizes[i]
+  return places
 
 
 def _fill(
     sequences: SequenceOf[Sequence],
     placements: list[Placement],
-    shape: tuple[int, int, int],
+    shapes: SequenceOf[tuple[int, int]],
 ) -> list[TrainBatch]:
   """Writes the sequences' fields, positions and segment ids into batches."""
-  arrays = {name: np.zeros(shape, dtype) for name, dtype in _DTYPES.items()}
-  positions = np.zeros(shape, np.int32)
-  segment_ids = np.zeros(shape, np.int32)
+  dtypes = _DTYPES | {'positions': np.int32, 'segment_ids': np.int32}
+  batches: list[dict[str, Any]] = [
+      {name: np.zeros(shape, dtype) for name, dtype in dtypes.items()}
+      for shape in shapes
+  ]
   segments: dict[tuple[int, int], int] = {}
   pairs = list(zip(placements, sequences, strict=True))
   # From left to right in each row, so that segment ids increase.
   for p, sequence in sorted(pairs, key=lambda pair: pair[0].start):
-    place = p.batch, p.row, slice(p.start, p.start + p.length)
-    for name, array in arrays.items():
-      array[place] = getattr(sequence, name)
-    positions[place] = np.arange(p.length)
+    place = p.row, slice(p.start, p.start + p.length)
+    batch = batches[p.batch]
+    for name in _DTYPES:
+      batch[name][place] = getattr(sequence, name)
+    batch['positions'][place] = np.arange(p.length)
     segments[p.batch, p.row] = segments.get((p.batch, p.row), 0) + 1
-    segment_ids[place] = segments[p.batch, p.row]
-  arrays |= {'positions': positions, 'segment_ids': segment_ids}
-  return [
-      TrainBatch(**{name: array[n] for name, array in arrays.items()})
-      for n in range(shape[0])
-  ]
+    batch['segment_ids'][place] = segments[p.batch, p.row]
+  return [TrainBatch(**batch) for batch in batches]

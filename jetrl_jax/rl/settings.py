@@ -237,6 +237,10 @@ class RunConfig:
       closer. On a CPU attention costs more in longer rows. Rows are made up to
       a multiple of the devices, each as long: fewer rows than devices give more
       tokens.
+    smaller_micro_batches: sizes of smaller micro-batches that are compiled as
+      well, of a half, a quarter and so on. The last micro-batch of an update
+      takes the smallest that holds what is left, because it takes the same time
+      whether it is full or not. Each size makes a cold start longer.
     total_training_steps: rollouts, each with its updates.
     num_generations: samples per prompt.
     temperature: temperature of the rollout, and of the policy that is trained.
@@ -278,6 +282,7 @@ class RunConfig:
   mini_batch_size: int = 32
   micro_batch_size: int = 8
   packed_rows: int = 0
+  smaller_micro_batches: int = 0
   total_training_steps: int = 100
   num_generations: int = 8
   temperature: float = 1.0
@@ -319,6 +324,7 @@ class RunConfig:
         'save_freq',
         'keep_best',
         'stop_after_idle_steps',
+        'smaller_micro_batches',
     )
     check_packed_rows(self.packed_rows, self.micro_batch_size)
     if self.measure_mismatch not in ('all', 'first'):

@@ -24,6 +24,7 @@ RUN = RunConfig(
     mini_batch_size=4,
     micro_batch_size=4,
     packed_rows=0,
+    smaller_micro_batches=0,
     num_generations=4,
     temperature=1.0,
     test_freq=0,

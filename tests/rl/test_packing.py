@@ -114,6 +114,85 @@ def test_the_last_micro_batch_is_filled_with_empty_rows():
   assert packed.efficiency == 48 / 64
 
 
+def _last(rows, row_length, tile):
+  """The halves of a micro-batch: of its rows, then of their length."""
+  return packing.halved_shapes(
+      (rows, row_length), tile, tile=tile, devices=1, count=4
+  )
+
+
+@given(_LENGTHS, _SIZES)
+def test_a_smaller_last_micro_batch_holds_what_a_full_one_held(lengths, sizes):
+  row_length, rows = sizes
+  sequences, full = _pack(lengths, row_length, rows, tile=8)
+  last = _last(rows, row_length, 8)
+  packed = packing.pack(
+      sequences,
+      row_length=row_length,
+      rows_per_micro_batch=rows,
+      tile=8,
+      last=last,
+  )
+  shapes = [batch.tokens.shape for batch in packed.batches]
+  assert len(shapes) == len(full.batches)
+  assert set(shapes[:-1]) <= {(rows, row_length)}
+  assert set(shapes[-1:]) <= {(rows, row_length), *last}
+  # The others are as they were.
+  for batch, before in zip(packed.batches[:-1], full.batches, strict=False):
+    np.testing.assert_array_equal(batch.tokens, before.tokens)
+  for name in _FIELDS:
+    values = [getattr(batch, name) for batch in packed.batches]
+    for sequence, array in zip(
+        sequences, packing.unpack(values, packed), strict=True
+    ):
+      np.testing.assert_array_equal(array, getattr(sequence, name))
+  # The smallest: what is left does not fit into the next.
+  if shapes and shapes[-1] != last[-1:]:
+    sizes_of = [(rows, row_length), *last]
+    smaller = sizes_of[sizes_of.index(shapes[-1]) + 1 :]
+    left = [p.length for p in packed.placements if p.batch == len(shapes) - 1]
+    for count, length in smaller:
+      again = (
+          _pack(left, length, count, tile=8) if max(left) <= length else None
+      )
+      assert again is None or len(again[1].batches) > 1
+
+
+def test_a_quarter_holds_what_is_left_by_hand():
+  # Rows of four tiles of 4. Longest first: 16, 16 and 13 fill the first
+  # micro-batch and a row of the second; 4 and 3 share its other row.
+  sequences, full = _pack([16, 16, 4, 3])
+  assert full.efficiency == 39 / 64
+  packed = packing.pack(
+      sequences,
+      row_length=16,
+      rows_per_micro_batch=2,
+      tile=4,
+      last=[(1, 16), (1, 8), (1, 4)],
+  )
+  assert [batch.tokens.shape for batch in packed.batches] == [(2, 16), (1, 8)]
+  assert packed.efficiency == 39 / 40
+  found = [(p.batch, p.row, p.start) for p in packed.placements]
+  assert found == [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 4)]
+
+
+@pytest.mark.parametrize(
+    'shape, devices, expected',
+    [
+        ((8, 64), 1, [(4, 64), (2, 64), (1, 64)]),
+        ((8, 64), 2, [(4, 64), (2, 64)]),
+        # Then rows get shorter, while a sequence of full length fits.
+        ((2, 256), 1, [(1, 256), (1, 128), (1, 64)]),
+        ((2, 256), 2, [(2, 128), (2, 64)]),
+        ((1, 192), 1, [(1, 96)]),
+        ((1, 64), 1, []),
+    ],
+)
+def test_halves_of_a_micro_batch_by_hand(shape, devices, expected):
+  found = packing.halved_shapes(shape, 60, tile=16, devices=devices, count=3)
+  assert found == expected
+
+
 @pytest.mark.parametrize(
     'packed_rows, devices, shape',
     [

@@ -199,7 +199,7 @@ class UpdatePrograms:
       self,
       ahead: CompileAhead,
       state: TrainState,
-      batch: TrainBatch,
+      batches: list[TrainBatch],
       *,
       logprobs: bool,
   ) -> None:
@@ -208,17 +208,19 @@ class UpdatePrograms:
     Args:
       ahead: the threads.
       state: arrays, or shapes with their shardings.
-      batch: shapes of a micro-batch.
+      batches: shapes of micro-batches, of all sizes that there are.
       logprobs: whether `logprobs` is called too.
     """
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     gradients = self.gradient_shapes(state)
-    ahead(self.accumulate, state, gradients, batch, scalar)
+    for batch in batches:
+      ahead(self.accumulate, state, gradients, batch, scalar)
     for _, _, program, arguments in self.apply.calls(state, gradients):
       ahead(program, *arguments)
     if logprobs:
       params = PolicyParams(state.weights, state.fp8_state)
-      ahead(self.logprobs, params, batch, scalar)
+      for batch in batches:
+        ahead(self.logprobs, params, batch, scalar)
 
   def zero_gradients(self, state: TrainState) -> Gradients:
     """Returns an empty accumulator, sharded like the masters.

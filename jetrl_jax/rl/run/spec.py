@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from contextlib import AbstractContextManager
 
 from jax.sharding import Mesh
@@ -139,12 +140,33 @@ class RunSpec:
         fingerprint=self.train_set.fingerprint,
     )
 
-  def pack(self, sequences: list[packing.Sequence]) -> packing.Packed:
-    """Packs sequences into micro-batches of the run's one compiled shape."""
+  @property
+  def smaller_batch_shapes(self) -> list[tuple[int, int]]:
+    """Smaller shapes that the last micro-batch of an update may have."""
+    return packing.halved_shapes(
+        self.batch_shape,
+        self.engine.max_prompt_length + self.engine.max_response_length,
+        tile=self.policy.tile,
+        devices=self.policy.axes.size,
+        count=self.run.smaller_micro_batches,
+    )
+
+  def pack(
+      self,
+      sequences: list[packing.Sequence],
+      last: SequenceOf[tuple[int, int]] = (),
+  ) -> packing.Packed:
+    """Packs sequences into micro-batches of `batch_shape`.
+
+    Args:
+      sequences: sequences to pack.
+      last: shapes that the last micro-batch may have, too.
+    """
     rows, row_length = self.batch_shape
     return packing.pack(
         sequences,
         row_length=row_length,
         rows_per_micro_batch=rows,
         tile=self.policy.tile,
+        last=last,
     )

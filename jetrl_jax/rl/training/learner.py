@@ -116,7 +116,10 @@ class Learner:
     self._programs.compile_ahead(
         ahead,
         state,
-        TrainBatch.of_shapes(*spec.batch_shape),
+        [
+            TrainBatch.of_shapes(*shape)
+            for shape in (spec.batch_shape, *spec.smaller_batch_shapes)
+        ],
         # A single update is followed by a forward pass, see `_update`.
         logprobs=updates == 1
         or spec.needs_reference
@@ -181,13 +184,16 @@ class Learner:
     """Returns the training forward's log-probs of each sequence, in nats."""
     return self._packed_logprobs(self._programs.logprobs, batch, params)
 
+  def _pack(self, batch: list[Sequence]) -> Packed:
+    return self.spec.pack(batch, self.spec.smaller_batch_shapes)
+
   def _packed_logprobs(
       self,
       compute: Program,
       batch: list[Sequence],
       params: PolicyParams,
   ) -> list[np.ndarray]:
-    packed = self.spec.pack(batch)
+    packed = self._pack(batch)
     temperature = jnp.float32(self.spec.run.temperature)
     values = [
         compute(params, micro, temperature)[0] for micro in packed.batches
@@ -201,7 +207,7 @@ class Learner:
 
     In an exact run they are the same bits as those of `logprobs`.
     """
-    packed = self.spec.pack(batch)
+    packed = self._pack(batch)
     _, values = self._accumulate(state, packed)
     return packing.unpack(values, packed)
 
@@ -267,7 +273,7 @@ class Learner:
     done = _Updated()
     for epoch in range(self.spec.algorithm.ppo_epochs):
       for i, batch in enumerate(batches):
-        packed = self.spec.pack(batch)
+        packed = self._pack(batch)
         done.efficiency.append(packed.efficiency)
         gradients, outputs = self._accumulate(state, packed)
         if len(done.infos) < 2:

@@ -58,6 +58,7 @@ class _Live:
   def result(
       self,
       packed_rows=0,
+      smaller_micro_batches=0,
       mini_batch_size=2,
       measure_mismatch='all',
       **algorithm,
@@ -72,6 +73,7 @@ class _Live:
             spec.run,
             mini_batch_size=mini_batch_size,
             packed_rows=packed_rows,
+            smaller_micro_batches=smaller_micro_batches,
             measure_mismatch=measure_mismatch,
         ),
     )
@@ -274,6 +276,17 @@ def test_fewer_and_longer_rows_change_no_bit_of_a_log_prob(live):
   # The same gradient but for the order of its sums.
   _, (expected,), _ = live.learn(mini_batch_size=4)
   np.testing.assert_allclose(info.grad_norm, expected.grad_norm, rtol=1e-4)
+
+
+def test_a_smaller_last_micro_batch_changes_no_bit_of_a_log_prob(live):
+  # `accumulate` compiles once more.
+  _, expected = live.result()
+  _, found = live.result(smaller_micro_batches=1)
+  assert found.packing_efficiency > expected.packing_efficiency
+  assert _same_bits(live.exp, found.train_logprobs)
+  np.testing.assert_allclose(
+      found.infos[0].grad_norm, expected.infos[0].grad_norm, rtol=1e-4
+  )
 
 
 def test_a_second_epoch_updates_again_off_policy(live):
