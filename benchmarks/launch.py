@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -27,9 +28,23 @@ EXAMPLE = 'examples/quickstart'
 NOT_COMPARED = re.compile(r'timing_s/|perf/(?!total_num|packing)')
 
 
+_started: list[subprocess.Popen] = []
+
+
 def leave_gpus() -> None:
-  """Keeps this process on a CPU: it starts runs, and they have the GPUs."""
+  """Keeps this process on a CPU: it starts runs, and they have the GPUs.
+
+  A SIGTERM, of `timeout` for example, ends these runs as well.
+  """
   jax.config.update('jax_platforms', 'cpu')
+  signal.signal(signal.SIGTERM, _end)
+
+
+def _end(number: int, frame: Any) -> None:
+  del frame
+  for one in _started:
+    one.kill()
+  sys.exit(128 + number)
 
 
 def start(
@@ -75,6 +90,7 @@ def start(
               stderr=log,
           )
       )
+  _started.extend(started)
   return started
 
 

@@ -3,8 +3,10 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -197,3 +199,36 @@ def test_a_host_of_two_devices_is_measured_compared_and_broken(tmp_path):
   assert killed.get('next_equal', 'True') == 'True'
   # A second call finds all done.
   assert _rows('scaling', tmp_path) == rows
+
+
+def test_a_benchmark_that_is_ended_ends_the_runs_that_it_started(tmp_path):
+  waits = """
+import pathlib, sys, time
+from benchmarks import launch
+
+launch.leave_gpus()
+(one,) = launch.start(['http.server', '0'], (1, 1), pathlib.Path(sys.argv[1]))
+print(one.pid, flush=True)
+time.sleep(60)
+"""
+  with subprocess.Popen(
+      [sys.executable, '-c', waits, str(tmp_path)],
+      cwd=pathlib.Path(__file__).parents[1],
+      stdout=subprocess.PIPE,
+      text=True,
+  ) as started:
+    assert started.stdout is not None
+    pid = int(started.stdout.readline())
+    os.kill(pid, 0)
+    started.terminate()
+    assert started.wait(30) == 128 + signal.SIGTERM
+  for _ in range(100):
+    # It may be there as a zombie, until whoever has inherited it looks.
+    status = pathlib.Path(f'/proc/{pid}/stat')
+    if (
+        not status.exists()
+        or status.read_text().rsplit(')')[1].split()[0] == 'Z'
+    ):
+      return
+    time.sleep(0.1)
+  pytest.fail(f'{pid} goes on')
