@@ -1,4 +1,4 @@
-"""Times vLLM at the workloads of `benchmarks.rollout`: Qwen2.5-7B's shape.
+"""Times vLLM at the workloads of `benchmarks.rollout`.
 
     python -m benchmarks.rollout_in_vllm --quantization=fp8 --kv=fp8 \
         --workloads=128x128x1x2048,128x32x8x1024 --output=OUT.json
@@ -18,24 +18,10 @@ import time
 
 from absl import app, flags
 
-_CONFIG = {
-    'architectures': ['Qwen2ForCausalLM'],
-    'model_type': 'qwen2',
-    'hidden_size': 3584,
-    'intermediate_size': 18944,
-    'num_hidden_layers': 28,
-    'num_attention_heads': 28,
-    'num_key_value_heads': 4,
-    'vocab_size': 152064,
-    'max_position_embeddings': 32768,
-    'rms_norm_eps': 1e-6,
-    'rope_theta': 1000000.0,
-    'tie_word_embeddings': False,
-    'torch_dtype': 'bfloat16',
-    'hidden_act': 'silu',
-    'bos_token_id': 151643,
-    'eos_token_id': 151643,
-}
+from jetrl_jax.config.model import SHAPES
+from jetrl_jax.models.hf.config import config_to_hf
+
+_SHAPE = flags.DEFINE_string('shape', 'qwen2.5-7b', 'See model.shape.')
 _QUANTIZATION = flags.DEFINE_enum('quantization', 'bf16', ['bf16', 'fp8'], '')
 _KV = flags.DEFINE_enum('kv', 'auto', ['auto', 'fp8'], 'kv_cache_dtype.')
 _WORKLOADS = flags.DEFINE_list(
@@ -52,7 +38,10 @@ def main(_):
   import vllm
 
   folder = pathlib.Path(tempfile.mkdtemp())
-  (folder / 'config.json').write_text(json.dumps(_CONFIG))
+  ids = dict.fromkeys(('bos_token_id', 'eos_token_id'), 0)
+  config = config_to_hf(SHAPES[_SHAPE.value]) | ids
+  config['torch_dtype'] = 'bfloat16'
+  (folder / 'config.json').write_text(json.dumps(config))
   options = {'quantization': 'fp8'} if _QUANTIZATION.value == 'fp8' else {}
   engine = vllm.LLM(
       model=str(folder),
@@ -71,7 +60,7 @@ def main(_):
   def seconds(workload: str) -> tuple[float, int]:
     length, prompts, samples, new = map(int, workload.split('x'))
     asked = [
-        {'prompt_token_ids': [numbers.randrange(150000) for _ in range(length)]}
+        {'prompt_token_ids': [numbers.randrange(32000) for _ in range(length)]}
         for _ in range(prompts)
     ]
     sampling = vllm.SamplingParams(
@@ -93,6 +82,7 @@ def main(_):
     rows.append(
         {
             'vllm': vllm.__version__,
+            'shape': _SHAPE.value,
             'weights': _QUANTIZATION.value,
             'kv': _KV.value,
             'logprobs': _LOGPROBS.value,
