@@ -5,8 +5,9 @@ A segment then has the same tiles as in a row of its own (or in a KV cache that
 starts at 0), and its log-probs have the same bits. Otherwise they would change.
 This costs half a tile of padding per segment on average.
 
-Packing runs on the host with numpy. It is first-fit-decreasing, so the
-placement depends only on the lengths and their order.
+Packing runs on the host. It fills one row after the other, each as well as the
+sequences that are left can, so the placement depends only on the lengths and
+their order.
 
 A micro-batch takes the same time whether it is full or not, so the last one may
 have a smaller shape if that holds what is left.
@@ -173,9 +174,9 @@ def pack(
 ) -> Packed:
   """Packs sequences into micro-batches of [rows_per_micro_batch, row_length].
 
-  First-fit-decreasing places the longest sequence first (the earlier among
-  equal ones), each into the first row where it fits. A sequence is never split.
-  The last micro-batch may have empty rows.
+  A row takes those sequences that leave the least of it empty, in tiles; of
+  several such choices one of longer sequences. A sequence is never split. The
+  last micro-batch may have empty rows.
 
   Args:
     sequences: sequences to pack; without any there is no micro-batch.
@@ -209,12 +210,12 @@ def pack(
   sizes = [-(-length // tile) for length in lengths]
   shape = rows_per_micro_batch, row_length
   shapes = [shape] * -(-len(sequences) // rows_per_micro_batch)
-  places = _first_fit_decreasing(sizes, shapes, tile)
+  places = _place(sizes, shapes, tile)
   assert places is not None  # There are as many rows as sequences.
   shapes = shapes[: max((batch for batch, _, _ in places), default=-1) + 1]
   for smaller in reversed(last if shapes else ()):
     others = [*shapes[:-1], smaller]
-    if found := _first_fit_decreasing(sizes, others, tile):
+    if found := _place(sizes, others, tile):
       places, shapes = found, others
       break
   placements = [
@@ -365,7 +366,7 @@ def _check(sequence: Sequence, row_length: int) -> None:
     )
 
 
-def _first_fit_decreasing(
+def _place(
     sizes: list[int], shapes: SequenceOf[tuple[int, int]], tile: int
 ) -> list[tuple[int, int, int]] | None:
   """Returns each size's (micro-batch, row, start in tiles).
@@ -378,22 +379,43 @@ def _first_fit_decreasing(
   Returns:
     None if there is no room for one of them.
   """
-  rows = [
-      (batch, row)
-      for batch, (count, _) in enumerate(shapes)
-      for row in range(count)
-  ]
-  left = [length // tile for count, length in shapes for _ in range(count)]
-  places = [(0, 0, 0)] * len(sizes)
   # sorted() is stable: among equal sizes the earlier comes first.
-  for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-    n = next((n for n, room in enumerate(left) if sizes[i] <= room), None)
-    if n is None:
-      return None
-    batch, row = rows[n]
-    places[i] = batch, row, shapes[batch][1] // tile - left[n]
-    left[n] -= sizes[i]
-  return places
+  left = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+  places = [(0, 0, 0)] * len(sizes)
+  for batch, (rows, length) in enumerate(shapes):
+    for row in range(rows):
+      start, chosen = 0, _best_fill([sizes[i] for i in left], length // tile)
+      for n in chosen:
+        places[left[n]] = batch, row, start
+        start += sizes[left[n]]
+      gone = set(chosen)
+      left = [i for n, i in enumerate(left) if n not in gone]
+      if not left:
+        return places
+  return None if left else places
+
+
+def _best_fill(sizes: list[int], room: int) -> list[int]:
+  """Returns which sizes fill a row best.
+
+  Of all sums that fit it is the largest, of those equal the one of the earlier
+  sizes: bit s of `sums[n]` says whether the first n have a sum s.
+
+  Args:
+    sizes: in tiles, the largest first.
+    room: tiles of the row.
+  """
+  sums, fits = [1], (1 << (room + 1)) - 1
+  for size in sizes:
+    sums.append((sums[-1] | sums[-1] << size) & fits)
+    if sums[-1] >> room:
+      break
+  total, chosen = sums[-1].bit_length() - 1, []
+  for n in range(len(sums) - 1, 0, -1):
+    if not sums[n - 1] >> total & 1:
+      chosen.append(n - 1)
+      total -= sizes[n - 1]
+  return chosen[::-1]
 
 
 def _fill(

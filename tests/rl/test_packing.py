@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,32 @@ def test_three_sequences_by_hand():
       [[1] * 9 + [0] * 3 + [2] * 3 + [0], [1] * 5 + [0] * 11],
   )
   assert packed.efficiency == 17 / 32
+
+
+def test_six_sequences_that_fill_two_rows_by_hand():
+  # Tiles of 4: 5, 4, 4, 3, 2, 2 in rows of 10. Longest first, each into the
+  # first row where it fits, would take three rows: 5 4, 4 3 2, 2.
+  _, packed = _pack([20, 16, 16, 12, 8, 8], row_length=40, rows=1)
+  assert packed.efficiency == 1.0
+  assert sorted(p.batch for p in packed.placements) == [0, 0, 0, 1, 1, 1]
+
+
+@given(st.lists(st.integers(1, 24), min_size=1, max_size=8), _SIZES)
+def test_no_choice_of_sequences_fills_the_first_row_better(lengths, sizes):
+  _, packed = _pack(lengths, *sizes, tile=8)
+  tiles = [-(-length // 8) for length in lengths]
+  first = sum(
+      n
+      for n, p in zip(tiles, packed.placements, strict=True)
+      if p.batch == p.row == 0
+  )
+  best = max(
+      total
+      for count in range(len(tiles) + 1)
+      for chosen in itertools.combinations(tiles, count)
+      if (total := sum(chosen)) <= sizes[0] // 8
+  )
+  assert first == best
 
 
 def test_the_last_micro_batch_is_filled_with_empty_rows():
