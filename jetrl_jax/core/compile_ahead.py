@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jetrl_jax.core.typing import PyTree
 
@@ -24,13 +23,21 @@ _MOST_THREADS = 6
 class Program:
   """A jitted function that another thread may compile before it is called.
 
+  On several devices of a process, the first call waits until its arguments are
+  computed. In the first execution kernels are loaded, device by device and
+  under locks that all devices share (jaxlib/mosaic/gpu/custom_call.cc). A
+  device that is still busy may have to finish before, and if it waits in a
+  collective for another one, which waits for the lock, none ever goes on.
+
   Args:
     jitted: what `jax.jit` returned, or calls it; its methods, such as `lower`,
       are the program's too.
+    on_several: whether it runs on several devices.
   """
 
-  def __init__(self, jitted: Any):
-    self._jitted = jitted
+  def __init__(self, jitted: Any, *, on_several: bool = False):
+    self._jitted, self._on_several = jitted, on_several
+    self._executed: set[tuple] = set()
     # With the arguments' shapes, as other shapes are another program.
     self._ahead: list[tuple[list, concurrent.futures.Future]] = []
 
@@ -43,6 +50,9 @@ class Program:
         # This thread compiles what no other one has begun.
         if shapes == wanted and not started.cancel():
           concurrent.futures.wait([started])
+    if self._on_several and (key := tuple(_key(args))) not in self._executed:
+      jax.block_until_ready(args)
+      self._executed.add(key)
     return self._jitted(*args, **kwargs)
 
   def __getattr__(self, name: str) -> Any:
@@ -108,7 +118,8 @@ class CompileAhead:
 
 def _key(args: PyTree) -> list[tuple[int, ...]]:
   """Returns what tells the arguments of a function's programs apart."""
-  return [np.shape(leaf) for leaf in jax.tree.leaves(args)]
+  # Numbers have no shape; np.shape would take most of the time here.
+  return [getattr(leaf, 'shape', ()) for leaf in jax.tree.leaves(args)]
 
 
 def _shape(leaf: Any) -> Any:

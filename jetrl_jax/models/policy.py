@@ -136,7 +136,10 @@ class Policy:
   def jit(self, function, **options) -> Program:
     """Compiles a function of the flow; `options` as for `exact_jit`."""
     compiled = exact_jit if self.exact else inexact_jit
-    return Program(compiled(self.bound(function), **options))
+    return Program(
+        compiled(self.bound(function), **options),
+        on_several=self.axes.devices > 1,
+    )
 
   def bound(self, function):
     """Returns the function, traced with the policy's kernels."""

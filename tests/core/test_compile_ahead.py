@@ -44,6 +44,30 @@ def test_a_call_finds_what_another_thread_has_compiled(compiled):
   assert one['a'].is_deleted()
 
 
+class _Computed:
+  """An argument that says when it is waited for."""
+
+  def __init__(self, shape: tuple[int, ...] = ()):
+    self.shape, self.waits = shape, 0
+
+  def __array__(self, *args, **kwargs):
+    return np.zeros(self.shape)
+
+  def block_until_ready(self):
+    self.waits += 1
+    return self
+
+
+@pytest.mark.parametrize('on_several', [True, False])
+def test_on_several_devices_a_first_call_waits_for_its_arguments(on_several):
+  program = Program(lambda *args: None, on_several=on_several)
+  small, large = _Computed((2,)), _Computed((3,))
+  for _ in range(2):
+    program(small)
+    program(large)
+  assert small.waits == large.waits == on_several
+
+
 def test_a_call_compiles_what_no_thread_has_begun(compiled):
   program, one = _program(), {'a': jnp.ones(3)}
   compiled.clear()
