@@ -80,12 +80,15 @@ def _facts() -> None:
 
 
 def _waits() -> None:
-  """One process works for three times as long as it may do nothing."""
-  process_watch.STALLED_S = 2.0
+  """One process works for three times as long as it may do nothing.
+
+  Processes hear of each other once a second, later on a loaded machine.
+  """
+  process_watch.STALLED_S = 6.0
   processes.together('the start', lambda: None)
   processes.watch_for_hangs()
   if processes.rank() == 1:
-    for _ in range(80):
+    for _ in range(180):
       processes.touch('decoding')
       time.sleep(0.1)
   processes.together('a rollout', lambda: None)
