@@ -60,7 +60,7 @@ def _rows(script: str, folder: pathlib.Path, *more: str) -> list[dict]:
           f'benchmarks.{script}',
           '--tiny',
           f'--output={folder / script}',
-          *_SCRIPTS[script],
+          *_SCRIPTS.get(script, ()),
           *more,
       ],
       cwd=whole_run.ROOT,
@@ -199,6 +199,14 @@ def test_a_host_of_two_devices_is_measured_compared_and_broken(tmp_path):
   assert killed.get('next_equal', 'True') == 'True'
   # A second call finds all done.
   assert _rows('scaling', tmp_path) == rows
+
+
+def test_no_packing_has_fewer_micro_batches_than_the_tokens_fill(tmp_path):
+  rows = _rows('packing', tmp_path, '--steps=1', '--devices=2', '--sizes=0,2')
+  assert len(rows) == 4
+  for full, smaller in zip(rows[::2], rows[1::2], strict=True):
+    assert full['least'] <= smaller['micro_batches'] <= full['micro_batches']
+    assert full['micro_batches'] <= full['first_fit']
 
 
 def test_a_benchmark_that_is_ended_ends_the_runs_that_it_started(tmp_path):

@@ -174,7 +174,7 @@ def test_a_smaller_last_micro_batch_holds_what_a_full_one_held(lengths, sizes):
     ):
       np.testing.assert_array_equal(array, getattr(sequence, name))
   # The smallest: what is left does not fit into the next.
-  if shapes and shapes[-1] != last[-1:]:
+  if shapes:
     sizes_of = [(rows, row_length), *last]
     smaller = sizes_of[sizes_of.index(shapes[-1]) + 1 :]
     left = [p.length for p in packed.placements if p.batch == len(shapes) - 1]
