@@ -125,7 +125,7 @@ def overrides(variant: str) -> dict:
     variant: options are 'kv8' (FP8 keys and values), 'head8' (see
       `precision.quantize_lm_head`), 'selective' (see `model.remat`),
       'inexact' (see `precision.exact`), 'reference' (see `kernels`), and
-      'gather' (see `kernels/gather_columns`; with CUDA_MODULE_LOADING=EAGER).
+      'gather' (see `kernels/gather_columns`).
   """
   options = {
       'kv8': {'precision.kv_cache_dtype': 'float8_e4m3fn'},

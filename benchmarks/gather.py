@@ -1,11 +1,10 @@
 """Times gathers of columns between the GPUs of a process, as in decode.
 
-    CUDA_MODULE_LOADING=EAGER python -m benchmarks.gather \
+    python -m benchmarks.gather \
       --output=benchmarks/results/NAME
 
 It needs two or more Hopper GPUs (--devices) with NVLink between them, jax
-0.11.2, no option of XLA and no NVSHMEM. Without CUDA_MODULE_LOADING a GPU may
-load a kernel while another one already waits for it.
+0.11.2, no option of XLA and no NVSHMEM.
 
 With `mesh.tensor` a decode step gathers three small arrays a layer: rows in FP8
 before o and before down, and what down adds, in float32. Here one program

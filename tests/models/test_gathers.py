@@ -37,7 +37,6 @@ _LAYERS = 2
 
 def _on_hopper(monkeypatch) -> dispatch.Kernels:
   kernels_in_use.as_on_hopper(monkeypatch)
-  monkeypatch.setenv('CUDA_MODULE_LOADING', 'EAGER')
   return dispatch.select(_ASKED, kernels_in_use.HOPPER)
 
 
@@ -233,12 +232,6 @@ def test_programs_that_do_not_gather_never_see_the_workspace(monkeypatch):
     'changes, message',
     [
         (
-            {'loading': 'LAZY'},
-            "the variable CUDA_MODULE_LOADING is 'LAZY', and the kernel needs"
-            ' EAGER',
-        ),
-        ({'loading': ''}, 'start the command with CUDA_MODULE_LOADING=EAGER'),
-        (
             {'processes': (0, 1)},
             'the devices are in 2 processes, and the kernel needs them in one',
         ),
@@ -250,9 +243,8 @@ def test_programs_that_do_not_gather_never_see_the_workspace(monkeypatch):
 def test_what_the_kernel_cannot_gather_is_refused(
     monkeypatch, changes, message
 ):
-  options: dict[str, Any] = {'loading': 'EAGER', 'processes': (0, 0)}
-  options |= {'ids': (0, 1), 'jax': (0, 11, 2)} | changes
-  monkeypatch.setenv('CUDA_MODULE_LOADING', options['loading'])
+  options: dict[str, Any] = {'processes': (0, 0), 'ids': (0, 1)}
+  options |= {'jax': (0, 11, 2)} | changes
   monkeypatch.setattr(jax, '__version_info__', options['jax'])
   pairs = zip(options['ids'], options['processes'], strict=True)
   devices = [types.SimpleNamespace(id=i, process_index=p) for i, p in pairs]

@@ -11,7 +11,6 @@ Where there is none, the reference runs: without tensor parallelism, and where
 """
 
 import dataclasses
-import os
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +24,6 @@ from jetrl_jax.kernels import dispatch
 # Most rows that travel as packets: with more, twice the bytes take longer than
 # to wait until they have arrived.
 _PACKETS = 64
-_LOADING = 'CUDA_MODULE_LOADING'
 
 
 @jax.tree_util.register_dataclass
@@ -103,13 +101,6 @@ def check(kernels: dispatch.Kernels, axes: Axes, mesh: Mesh) -> None:
     )
   if jax.__version_info__ < (0, 11, 2):
     refuse(f'jax is {jax.__version__}, and the kernel needs 0.11.2: upgrade')
-  loading = os.environ.get(_LOADING, '')
-  if loading != 'EAGER':
-    refuse(
-        f'the variable {_LOADING} is {loading!r}, and the kernel needs EAGER,'
-        ' because a GPU may else load a kernel while another one waits for it:'
-        f' start the command with {_LOADING}=EAGER'
-    )
 
 
 class Gathers:
