@@ -67,5 +67,6 @@ def temporary_bytes(layers: int, mesh) -> int:
 def test_a_calibration_widens_a_layer_s_weights_when_it_comes_to_them():
   mesh = sharding.make_mesh()
   more = temporary_bytes(12, mesh) - temporary_bytes(4, mesh)
-  # Of each layer its input waits; a gate_up kernel in bfloat16 is 67 MB.
-  assert more < 8 * 1.1 * 2 * 512 * WIDTH
+  # Of each layer its input waits, and two more from some layer on; a gate_up
+  # kernel in bfloat16 is 67 MB.
+  assert more < 8 * 1.5 * 2 * 512 * WIDTH
