@@ -108,6 +108,11 @@ def inexact_jit(function, *, in_order=False, **options):
   return jax.jit(function, **options, compiler_options=pinned)
 
 
+def is_kept() -> bool:
+  """Whether executables are kept in a folder, see `keep_compiled`."""
+  return bool(jax.config.jax_compilation_cache_dir)
+
+
 def keep_compiled(folder: str | os.PathLike) -> None:
   """Keeps executables in a folder, so that later processes can reuse them.
 

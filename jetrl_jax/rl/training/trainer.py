@@ -24,7 +24,7 @@ from typing import Any
 from absl import logging
 
 from jetrl_jax.checkpoint.arrays import OtherStateError
-from jetrl_jax.core import processes
+from jetrl_jax.core import compilation, processes
 from jetrl_jax.core.compile_ahead import CompileAhead
 from jetrl_jax.core.interrupt import Interrupt, StopRequested
 from jetrl_jax.metrics import alarms
@@ -343,7 +343,7 @@ class Trainer:
             'No step is left to train; a larger'
             ' trainer.total_training_steps goes on from here'
         )
-      engine, learner = self._programs(state, step)
+      engine, learner = self._programs(state, step, resumes=True)
     self._set_programs(engine, learner, reference)
     return state, step
 
@@ -366,6 +366,8 @@ class Trainer:
       state: TrainState,
       step: int,
       first: calibration.Calibration | None = None,
+      *,
+      resumes: bool = False,
   ) -> tuple[Engine, Learner]:
     """Returns engine and learner; other threads compile their programs.
 
@@ -373,14 +375,19 @@ class Trainer:
       state: an example.
       step: after which they are needed.
       first: what is called before them; its programs are compiled too.
+      resumes: whether a cold start has left programs in the compile cache, if
+        there is one, after those of a calibration.
     """
     engine, learner = self._new_engine(), self._new_learner(state)
     # Without `exact`, a compiler may choose by timing on a busy device.
     needed = step < self.spec.run.total_training_steps
     if needed and self.spec.policy.exact and self.ahead.is_on:
+      batch = TrainBatch.of_shapes(*self.spec.batch_shape)
       if first:
-        batch = TrainBatch.of_shapes(*self.spec.batch_shape)
         first.compile_ahead(self.ahead, state, batch)
+      elif resumes and compilation.is_kept():
+        if calibrated := calibration.of_training(self.spec, state):
+          calibrated.lower(state, batch)
       longest = max(len(prompt.tokens) for prompt in self.spec.train_set)
       engine.compile_ahead(
           self.ahead, mixed_flow.rollout_params(state), longest
