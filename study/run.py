@@ -188,6 +188,13 @@ def has_failed(folder: pathlib.Path) -> bool:
   return in_row >= config['trainer']['max_skipped_updates']
 
 
+def last_line(log: pathlib.Path) -> str:
+  """Returns what a run said last, and where the rest is."""
+  lines = log.read_text(encoding='utf-8', errors='replace').split('\n')
+  said = next((line for line in reversed(lines) if line.strip()), 'nothing')
+  return f'{said.strip()[:200]} (see {log})'
+
+
 def is_over(folder: pathlib.Path) -> bool:
   """Whether the run in a workdir has finished or failed by itself."""
   return is_finished(folder) or has_failed(folder)
@@ -286,7 +293,7 @@ class Runner:
       at = 'before step 0' if step < 0 else f'at step {step}'
       word, why = 'ended   ', ''
       if process.returncode:
-        word, why = 'FAILED  ', f'; see {folder / "log.txt"}'
+        word, why = 'FAILED  ', f': {last_line(folder / "log.txt")}'
       print(f'{word} {self._name(folder)} {at}{why}', flush=True)
 
   def _stop(self) -> None:

@@ -110,14 +110,21 @@ def test_a_warm_start_that_is_missing_is_refused_unless_it_is_elsewhere(
   run.Plan(folder=tmp_path, config='configs/quickstart.py').check(toys)
 
 
-def test_a_failed_run_is_named_with_its_log(tmp_path, capsys):
+def test_a_failed_run_is_named_with_what_it_said_last(tmp_path, capsys):
   runner = run.Runner(run.Plan(folder=tmp_path), [], parallel=1, deadline=0.0)
   folder = tmp_path / 'runs' / 'jetrl' / 'seed2'
-  runner.running[folder] = mock.Mock(returncode=1)
-  runner._collect()
-  assert capsys.readouterr().out == (
-      f'FAILED   jetrl/seed2 before step 0; see {folder}/log.txt\n'
-  )
+  folder.mkdir(parents=True)
+  log = folder / 'log.txt'
+  for text, said in (
+      ('Traceback\nModuleNotFoundError: x\n\n', 'ModuleNotFoundError: x'),
+      ('', 'nothing'),
+  ):
+    log.write_text(text)
+    runner.running[folder] = mock.Mock(returncode=1)
+    runner._collect()
+    assert capsys.readouterr().out == (
+        f'FAILED   jetrl/seed2 before step 0: {said} (see {log})\n'
+    )
 
 
 def test_a_run_goes_to_the_device_with_the_fewest_runs():
