@@ -110,7 +110,7 @@ def inexact_jit(function, *, in_order=False, **options):
 
 def is_kept() -> bool:
   """Whether executables are kept in a folder, see `keep_compiled`."""
-  return bool(jax.config.jax_compilation_cache_dir)
+  return bool(getattr(jax.config, 'jax_compilation_cache_dir', None))
 
 
 def keep_compiled(folder: str | os.PathLike) -> None:
