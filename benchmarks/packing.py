@@ -121,6 +121,7 @@ def _rows(case: str, devices: int) -> list[dict]:
             'first_fit_by_update': first_fit,
             'least': float(np.mean([sum(x) for x in updates]) / full),
             'micro_batches': float(np.mean(positions) / full),
+            'micro_batches_by_update': [count / full for count in positions],
             'efficiency': float(np.mean([p.efficiency for p in packed])),
         }
     )
