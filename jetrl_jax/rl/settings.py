@@ -240,7 +240,7 @@ class RunConfig:
     smaller_micro_batches: sizes of smaller micro-batches that are compiled as
       well, of a half, a quarter and so on. The last micro-batch of an update
       takes the smallest that holds what is left, because it takes the same time
-      whether it is full or not. Each size makes a cold start longer. A device
+      whether it is full or not. Each size makes a start longer. A device
       whose micro-batch is one sequence of full length has no smaller one.
     total_training_steps: rollouts, each with its updates.
     num_generations: samples per prompt.
