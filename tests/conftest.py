@@ -123,10 +123,14 @@ def pytest_collection_modifyitems(config, items):
   """Skips long and gpu tests with the switch that would run them.
 
   Slow tests get a longer limit than the others, unless they have their own.
+  Those that have one take longest, so they come first: at the end one worker
+  would wait for the other.
   """
   import jax
 
   gpu = config.getoption('--run-gpu') and jax.default_backend() == 'gpu'
+  if config.getoption('--run-slow'):
+    items.sort(key=lambda item: not item.get_closest_marker('timeout'))
   for item in items:
     for mark in _LONG:
       if mark in item.keywords and not config.getoption(f'--run-{mark}'):

@@ -98,10 +98,12 @@ while all(task.poll() is None for task in tasks):
     tasks[1].kill()
     break
   time.sleep(0.05)
+failed = None
 while any(task.poll() is None for task in tasks):
   if any(task.poll() for task in tasks):
-    for task in tasks:
-      task.terminate()
+    failed = failed or time.monotonic()
+    for task in tasks:  # Slurm waits KillWait seconds before it kills.
+      task.terminate() if time.monotonic() < failed + 10 else task.kill()
   time.sleep(0.05)
 sys.exit(max(abs(task.returncode) for task in tasks))
 """
