@@ -1,7 +1,6 @@
 """Times gathers of columns between the GPUs of a process, as in decode.
 
-    python -m benchmarks.gather \
-      --output=benchmarks/results/NAME
+    python -m benchmarks.gather --output=benchmarks/results/NAME
 
 It needs two or more Hopper GPUs (--devices) with NVLink between them, jax
 0.11.2, no option of XLA and no NVSHMEM.

@@ -108,7 +108,7 @@ def inexact_jit(function, *, in_order=False, **options):
   return jax.jit(function, **options, compiler_options=pinned)
 
 
-def is_kept() -> bool:
+def keeps_compiled() -> bool:
   """Whether executables are kept in a folder, see `keep_compiled`."""
   return bool(getattr(jax.config, 'jax_compilation_cache_dir', None))
 

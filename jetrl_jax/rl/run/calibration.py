@@ -99,12 +99,12 @@ class Calibration:
     ahead(self._observe_health, state.fp8_state, observed)
 
   def lower(self, state: TrainState, batch: TrainBatch) -> None:
-    """Lowers what `compile_ahead` lowers, and compiles nothing.
+    """Lowers the pass that observes, as `compile_ahead` does; compiles nothing.
 
     jaxlib numbers the Mosaic kernels of a process as they are lowered, and the
     compile cache finds a program by a text that has these numbers. So a run
     that does not calibrate finds what a cold start has compiled only if it
-    lowers the same before.
+    lowers the same kernels before. The other programs have none.
 
     Args:
       state: arrays, or shapes with their shardings.

@@ -385,7 +385,7 @@ class Trainer:
       batch = TrainBatch.of_shapes(*self.spec.batch_shape)
       if first:
         first.compile_ahead(self.ahead, state, batch)
-      elif resumes and compilation.is_kept():
+      elif resumes and compilation.keeps_compiled():
         if calibrated := calibration.of_training(self.spec, state):
           calibrated.lower(state, batch)
       longest = max(len(prompt.tokens) for prompt in self.spec.train_set)

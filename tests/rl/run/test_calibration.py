@@ -56,9 +56,12 @@ def test_calibration_compiles_nothing_that_was_compiled_ahead():
   run, _, samples = tiny_run.cold_fp8_run()
   calibration = Calibration(run.policy, sharding.make_mesh(), run.start)
   packed = tiny_run.calibration_batches(samples)
+  shape = TrainBatch.of_shapes(*packed[0].tokens.shape)
   with compilations.noted() as compiled:
+    # As a run that resumes does.
+    calibration.lower(run.start, shape)
+    assert not compiled
     with contextlib.closing(CompileAhead(1)) as ahead:
-      shape = TrainBatch.of_shapes(*packed[0].tokens.shape)
       calibration.compile_ahead(ahead, run.start, shape)
       ahead.wait()
     before = len(compiled)

@@ -131,7 +131,7 @@ def test_a_resumed_run_lowers_first_what_a_cold_start_does(
   note(Calibration, 'lower', 'calibration')
   note(Engine, 'compile_ahead', 'engine')
   note(Learner, 'compile_ahead', 'learner')
-  monkeypatch.setattr(compilation, 'is_kept', lambda: bool(folder))
+  monkeypatch.setattr(compilation, 'keeps_compiled', lambda: bool(folder))
   shutil.copytree(done, tmp_path / 'resumed')
   shutil.rmtree(tmp_path / 'resumed' / 'checkpoints' / '6')
   found = {}
