@@ -2,8 +2,8 @@
 
 Everything that an arm does not name is the same in all arms of its cell, and so
 are, for one seed, the start, the order of prompts and every random key. The
-cells of docs/study.md are `gsm8k`, `math`, `stress` and `sums`; the arms of
-`toy` are those of docs/study_toy.md.
+cells of docs/study.md are `gsm8k`, `math`, `stress`, `sums` and `sums_stress`;
+the arms of `toy` are those of docs/study_toy.md.
 """
 
 import dataclasses
@@ -87,6 +87,9 @@ SUMS = Cell(
     config='configs/smollm2_135m.py',
     settings=_EVERY,
     seeds=dict.fromkeys((*_FIRST, 'flashrl'), 10),
+)
+SUMS_STRESS = dataclasses.replace(
+    SUMS, name='sums_stress', settings={**_EVERY, 'optim.lr': 5e-5}
 )
 
 
@@ -220,7 +223,10 @@ def _of_cell(cell: Cell) -> tuple[Arm, ...]:
   )
 
 
-_REAL = {cell.name: _of_cell(cell) for cell in (GSM8K, MATH, STRESS, SUMS)}
+_REAL = {
+    cell.name: _of_cell(cell)
+    for cell in (GSM8K, MATH, STRESS, SUMS, SUMS_STRESS)
+}
 _SHORT = (*_TWO_BY_TWO, *_EXACTNESS, *_HEAD, *_CONTROL, *_CORRECTIONS)
 ARMS = {
     arm.name: arm
@@ -278,7 +284,7 @@ SECONDARY = (
 # Of the other cells: reported with their intervals, and deciding nothing.
 DESCRIBED = tuple(
     (f'{cell.name}_{ours}', f'{cell.name}_{others}')
-    for cell in (MATH, STRESS, SUMS)
+    for cell in (MATH, STRESS, SUMS, SUMS_STRESS)
     for ours, others in (
         ('jetrl', 'bf16'),
         ('fp8_rollout', 'bf16'),

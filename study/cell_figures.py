@@ -10,7 +10,14 @@ from matplotlib.axes import Axes
 from scipy import stats
 
 from study import statistics
-from study.arms import ARMS, DESCRIBED, PRIMARY, SECONDARY, SUMS
+from study.arms import (
+    ARMS,
+    DESCRIBED,
+    PRIMARY,
+    SECONDARY,
+    SUMS,
+    SUMS_STRESS,
+)
 from study.results import Run
 from tools import figure_style
 
@@ -157,7 +164,7 @@ def means(runs: list[Run], output: pathlib.Path, origin: str) -> None:
 def endpoint(run: Run) -> float | None:
   """Returns what the design compares of a run, None if it has none."""
   points = run.judged()
-  if run.arm.cell is SUMS:
+  if run.arm.cell in (SUMS, SUMS_STRESS):
     return statistics.final([value for _, value in points])
   return statistics.endpoint(points)
 

@@ -109,11 +109,15 @@ def test_the_cells_have_the_arms_and_seeds_of_the_design():
         arm.name.replace('gsm8k', cell) for arm in main[:3]
     ]
     assert {arm.seeds for arm in arms} == {(1, 2, 3)}
-  sums = named(['sums'])
-  assert [arm.name for arm in sums] == [
-      arm.name.replace('gsm8k', 'sums') for arm in main[:4]
-  ]
-  assert {len(arm.seeds) for arm in sums} == {10}
+  for cell in ('sums', 'sums_stress'):
+    sums = named([cell])
+    assert [arm.name for arm in sums] == [
+        arm.name.replace('gsm8k', cell) for arm in main[:4]
+    ]
+    assert {len(arm.seeds) for arm in sums} == {10}
+    assert {_config(arm).optim.lr for arm in sums} == {
+        1e-5 if cell == 'sums' else 5e-5
+    }
   # FP8 keys where the rollout trains as it samples, and nowhere else.
   for arm in (*main, *sums):
     fp8_keys = _resolved(arm).precision.kv_cache_dtype == 'float8_e4m3fn'
