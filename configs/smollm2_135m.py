@@ -12,14 +12,14 @@ configs/qwen0_5b.py is for that.)
 
 Expected: a third of the held-out sums right at the start. Means over ten seeds
 at steps 0, 10, ... 60: 38, 86, 86, 89, 90, 88 and 91 percent as it is shipped,
-in FP8, and 33, 54, 83, 89, 89, 93 and 94 in bf16. FP8 learns sooner, probably
-by its spread masters, and ends 2 points lower (95%: 0.1 to 3.8; docs/study.md,
-benchmarks/results/study/sums_h100_2026-11-26). Seeds differ by 2.4 points
-(standard deviation). No token was unequal. A step takes 0.47 s in FP8 and 0.19
-in bf16 on an H100, after a start of one to two minutes in FP8. The peak is 2.9
-and 3.0 GiB (benchmarks/results/smollm2_135m_sums_mosaic_h100_2026-11-26.md). By
---dry_run it takes 10 GiB with jax 0.10.2 and 3.4 with 0.12.0.1, as a CPU
-compiles it.
+in FP8, and 33, 54, 83, 89, 89, 93 and 94 in bf16. FP8 learns sooner and ends 2
+points lower (95%: 0.1 to 3.8), and so does bf16 from spread masters
+(docs/study.md, benchmarks/results/study/sums_h100_2026-11-26). Seeds differ by
+2.4 points (standard deviation). No token was unequal. A step takes 0.47 s in
+FP8 and 0.19 in bf16 on an H100, after a start of one to two minutes in FP8. The
+peak is 2.9 and 3.0 GiB
+(benchmarks/results/smollm2_135m_sums_mosaic_h100_2026-11-26.md). By --dry_run
+it takes 10 GiB with jax 0.10.2 and 3.4 with 0.12.0.1, as a CPU compiles it.
 
 On two busy CPU cores four steps ran, in bf16, with 8 prompts of 8 answers and
 no warm-up: 117 to 194 s each, no unequal token, 5 to 19% of the samples right.
