@@ -119,7 +119,7 @@ def test_the_cells_have_the_arms_and_seeds_of_the_design():
         1e-5 if cell == 'sums' else 5e-5
     }
   # FP8 keys where the rollout trains as it samples, and nowhere else.
-  for arm in (*main, *sums):
+  for arm in (*main, *named(['sums', 'sums_stress'])):
     fp8_keys = _resolved(arm).precision.kv_cache_dtype == 'float8_e4m3fn'
     assert fp8_keys == (arm.train.startswith('fp8'))
 
