@@ -42,7 +42,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         'swiglu',
     )
 }
-# To be asked for: a whole run on two GPUs has ended, one on four has not.
+# To be asked for: one whole run on two GPUs and one on four are all so far.
 TABLE['gather_columns'] = (REFERENCE, 'mosaic_sm90')
 # Operation of a rollout -> the operation of training whose bits it must have.
 # The first runs a kernel only where the second does.
