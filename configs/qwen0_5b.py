@@ -9,8 +9,9 @@ GSM8K's test accuracy from 24.2 to 44.9 percent, greedily in FP8 (seed 1; 34.8
 after 40 steps, 39.0 after 100), in a quarter of an hour on an H100: 144 s to
 the end of step 0, then 3.5 s a step, and no unequal token
 (benchmarks/results/study/gsm8k_h100_2026-11-25/start.md). With seed 2 it went
-from 24.9 to 39.9, on an H200 in 13 minutes, 2.9 s a step
-(benchmarks/results/study/gsm8k_h200_2026-11-27/start.md).
+from 24.9 to 39.9, and with seed 3 from 24.6 to 38.7, on an H200 in 13 minutes,
+2.8 to 2.9 s a step (benchmarks/results/study/gsm8k_h200_2026-11-27/start.md,
+gsm8k_seed3_h200_2026-11-27/start.md).
 
 On a CPU, FP8 is emulated and about ten times slower than
 --config.precision.recipe=bf16, and packed_rows=1 takes the memory of all

@@ -30,12 +30,15 @@ class Cell:
     settings: what differs from that file, by config name.
     seeds: on a real model, the arms of the cell in the order in which they are
       run, and how many seeds of each the design asks for.
+    compares_final: whether the design compares final accuracy, and not the mean
+      over the evaluations after step 50.
   """
 
   name: str
   config: str
   settings: Mapping[str, object] = dataclasses.field(default_factory=dict)
   seeds: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  compares_final: bool = False
 
 
 TOY = Cell(name='toy', config='configs/study.py')
@@ -87,6 +90,7 @@ SUMS = Cell(
     config='configs/smollm2_135m.py',
     settings=_EVERY,
     seeds=dict.fromkeys((*_FIRST, 'flashrl'), 10),
+    compares_final=True,
 )
 SUMS_STRESS = dataclasses.replace(
     SUMS, name='sums_stress', settings={**_EVERY, 'optim.lr': 5e-5}

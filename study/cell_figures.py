@@ -10,14 +10,7 @@ from matplotlib.axes import Axes
 from scipy import stats
 
 from study import statistics
-from study.arms import (
-    ARMS,
-    DESCRIBED,
-    PRIMARY,
-    SECONDARY,
-    SUMS,
-    SUMS_STRESS,
-)
+from study.arms import ARMS, DESCRIBED, PRIMARY, SECONDARY
 from study.results import Run
 from tools import figure_style
 
@@ -161,10 +154,45 @@ def means(runs: list[Run], output: pathlib.Path, origin: str) -> None:
   figure_style.save(figure, output)
 
 
+def minutes(run: Run) -> dict[int, float]:
+  """Returns step -> minutes until it was over, from the start of the run.
+
+  Of a run that was resumed only those in which it ran.
+  """
+  steps, seconds = zip(*run.series('timing_s/step'), strict=True)
+  return dict(zip(steps, np.cumsum(seconds) / 60, strict=True))
+
+
+def by_time(runs: list[Run], output: pathlib.Path, origin: str) -> None:
+  """Draws held-out accuracy by wall time: a thin line a seed, and their means.
+
+  Start and evaluations count. Only of runs that had a GPU each: of others the
+  time is no time.
+  """
+  names = list(dict.fromkeys(run.arm.name for run in runs))
+  style = figure_style.lines(names)
+  figure, panel = plt.subplots(figsize=(8, 4.8))
+  for name in names:
+    of = [run for run in runs if run.arm.name == name]
+    lines = []
+    for run in of:
+      at = minutes(run)
+      lines.append([(at[s], value) for s, value in _points(run, 'core')])
+      if len(of) > 1:
+        panel.plot(*zip(*lines[-1], strict=True), **style[name], lw=0.6)
+    means_SX = np.mean(lines, axis=0)
+    panel.plot(*means_SX.T, **style[name], lw=2, label=name)
+  panel.set_xlabel('minutes, with start and evaluations')
+  panel.set_ylabel('held-out accuracy (%), as it samples')
+  panel.legend()
+  panel.set_title(f'{origin}: seeds (thin) and their mean')
+  figure_style.save(figure, output)
+
+
 def endpoint(run: Run) -> float | None:
   """Returns what the design compares of a run, None if it has none."""
   points = run.judged()
-  if run.arm.cell in (SUMS, SUMS_STRESS):
+  if run.arm.cell.compares_final:
     return statistics.final([value for _, value in points])
   return statistics.endpoint(points)
 

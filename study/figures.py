@@ -4,6 +4,7 @@
     python -m study.figures pairs --results FOLDER --output=b.png
     python -m study.figures control --results FOLDER MORE --output=c.png
     python -m study.figures means --results FOLDER --output=d.png
+    python -m study.figures time --results FOLDER --output=t.png
     python -m study.figures endpoints --results FOLDER --output=e.png
     python -m study.figures k3 --results FOLDER --output=f.png
 
@@ -13,8 +14,8 @@ pairs: differences of final accuracy seed by seed, with 95% intervals, and a
 table of them. control: final accuracy over the measured mismatch, with the
 range of k3 that papers report marked. Both take finished runs only, and so do
 the figures of the cells on a real model (docs/study.md): means over seeds by
-step, the endpoint's differences with the answers to the design's questions, and
-the endpoint over k3.
+step, accuracy by wall time, the endpoint's differences with the answers to the
+design's questions, and the endpoint over k3.
 """
 
 import argparse
@@ -282,6 +283,7 @@ _FINISHED = {
     'pairs': pairs,
     'control': control,
     'means': _of_cell(cell_figures.means),
+    'time': _of_cell(cell_figures.by_time),
     'endpoints': _of_cell(cell_figures.endpoints),
     'k3': _of_cell(cell_figures.k3),
 }

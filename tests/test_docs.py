@@ -15,7 +15,7 @@ import tomllib
 import pytest
 import yaml
 
-from benchmarks import plot_speed
+from benchmarks import plot_race, plot_speed
 from configs import base, llama8b, qwen0_5b, qwen3_8b, qwen7b, qwen14b
 from jetrl_jax import cli
 from jetrl_jax.config import model as config_model
@@ -253,38 +253,83 @@ def test_a_tag_is_refused_while_the_changelog_calls_it_unreleased(tmp_path):
 
 
 def test_the_accuracies_of_the_real_run_are_those_of_its_file():
-  folders = ('gsm8k_h100_2026-11-25', 'gsm8k_h200_2026-11-27')
-  study, readme = _text(_ROOT / 'docs/study.md'), _text(_ROOT / 'README.md')
-  of_seeds = []
-  for seed, folder in enumerate(folders, 1):
-    shown = {}
-    for arm in ('jetrl', 'bf16'):
-      path = _ROOT / 'benchmarks/results/study' / folder
-      path = path / f'gsm8k_{arm}_seed{seed}.jsonl.gz'
-      with gzip.open(path, 'rt') as file:
-        lines = [json.loads(line) for line in file][1:]
-      for side in ('core', 'bf16'):
-        name = f'val-{side}/test/acc/mean@1'
-        shown[arm, side] = [f'{100 * r[name]:.1f}' for r in lines if name in r]
-    for row, values in (
-        ('`jetrl`, in FP8', shown['jetrl', 'core']),
-        ('`jetrl`, in BF16', shown['jetrl', 'bf16']),
-        ('`bf16`', shown['bf16', 'core']),
-    ):
-      assert ' | '.join([row, *values]) + ' |' in study
-    of_seeds.append(shown)
-  first, last = (of_seeds[0]['jetrl', 'core'][i] for i in (0, -1))
-  assert f'from {first}% to {last}%' in readme
-  # Of the second seed, whose end is lower, no less is said.
-  ends = [
-      of_seeds[1][of][-1]
-      for of in (('jetrl', 'core'), ('jetrl', 'bf16'), ('bf16', 'core'))
-  ]
-  assert '{}% in FP8, {}% read in BF16, and {}%'.format(*ends) in readme
-  assert f'gsm8k_test/acc/mean@1 {first}%' in _text(_ROOT / 'docs/tutorial.md')
-  assert f'from {first} to {last} percent' in ' '.join(
-      _text(_ROOT / 'configs/qwen0_5b.py').split()
+  folders = (
+      'gsm8k_h100_2026-11-25',
+      'gsm8k_h200_2026-11-27',
+      'gsm8k_seed3_h200_2026-11-27',
   )
+  study, readme = _text(_ROOT / 'docs/study.md'), _text(_ROOT / 'README.md')
+  config = ' '.join(_text(_ROOT / 'configs/qwen0_5b.py').split())
+  of_seeds = [
+      {arm: _held_out(folder, f'{arm}_seed{seed}') for arm in ('jetrl', 'bf16')}
+      for seed, folder in enumerate(folders, 1)
+  ]
+  for shown in of_seeds:
+    for row, values in (
+        ('`jetrl`, in FP8', shown['jetrl']['core']),
+        ('`jetrl`, in BF16', shown['jetrl']['bf16']),
+        ('`bf16`', shown['bf16']['core']),
+    ):
+      assert ' | '.join([row, *_percent(values)]) + ' |' in study
+  mixed = _held_out(folders[2], 'fp8_rollout_seed3')
+  for side, values in (('FP8', mixed['core']), ('BF16', mixed['bf16'])):
+    row = ' | '.join([f'`fp8_rollout`, in {side}', *_percent(values)])
+    assert row + ' |' in study
+
+  def mean(arm, at):
+    return sum(shown[arm]['core'][at] for shown in of_seeds) / len(of_seeds)
+
+  first, last = (f'{100 * mean("jetrl", at):.1f}' for at in (0, -1))
+  theirs = [f'{100 * mean("bf16", at):.1f}' for at in (0, -1)]
+  assert f'from {first}% to {last}% in 200 steps' in readme
+  assert 'our BF16 from {}% to {}%'.format(*theirs) in readme
+  # All seeds are named, the lower ends too.
+  pairs = [
+      _percent([s['jetrl']['core'][at] for at in (0, -1)]) for s in of_seeds
+  ]
+  assert '{}%, {}% and {}%'.format(*(end for _, end in pairs)) in readme
+  assert 'from {} to {} percent'.format(*pairs[0]) in config
+  assert all('from {} to {}'.format(*pair) in config for pair in pairs)
+  first = pairs[0][0]
+  assert f'gsm8k_test/acc/mean@1 {first}%' in _text(_ROOT / 'docs/tutorial.md')
+
+
+def _held_out(folder: str, run: str) -> dict[str, list[float]]:
+  path = _ROOT / 'benchmarks/results/study' / folder / f'gsm8k_{run}.jsonl.gz'
+  with gzip.open(path, 'rt') as file:
+    lines = [json.loads(line) for line in file][1:]
+  names = {side: f'val-{side}/test/acc/mean@1' for side in ('core', 'bf16')}
+  return {
+      side: [row[name] for row in lines if name in row]
+      for side, name in names.items()
+  }
+
+
+def _percent(values: list[float]) -> list[str]:
+  return [f'{100 * value:.1f}' for value in values]
+
+
+def test_the_race_in_page_and_readme_is_that_of_its_file():
+  found = plot_race.read()
+  last = plot_race.evaluations(found['trl'])[-1][0]
+  step = {k: plot_race.seconds_a_step(v, last) for k, v in found.items()}
+  after = {
+      name: next(
+          seconds
+          for _, seconds, accuracy in plot_race.evaluations(lines)
+          if accuracy >= plot_race.GOAL
+      )
+      for name, lines in found.items()
+  }
+  page, readme = _text(_ROOT / 'docs/comparison.md'), _text(_ROOT / 'README.md')
+  seconds = ' | '.join(f'{step[name]:.2f}' for name in found)
+  assert f'| seconds a step | {seconds} |' in page
+  for name in ('jetrl', 'bf16'):
+    assert f'{step["trl"] / step[name]:.1f}x' in page
+    assert f'{step["trl"] / step[name]:.1f}x' in readme
+    assert f'{after["trl"] / after[name]:.1f}' in page
+  for value in after.values():
+    assert f'{value:.0f} s' in page and f'{value:.0f} s' in readme
 
 
 def _speeds() -> set[str]:
