@@ -25,8 +25,8 @@ from absl import flags
 from benchmarks import common, layer_health
 from jetrl_jax.models.policy import PolicyParams
 
-_SIZES = flags.DEFINE_list(
-    'sizes', ['2e-5', '2e-6', '2e-7', '2e-8', '2e-9'], 'Of the updates.'
+_UPDATES = flags.DEFINE_list(
+    'updates', ['2e-5', '2e-6', '2e-7', '2e-8', '2e-9'], 'Their sizes.'
 )
 # Name -> program of layer_health.
 ARMS = {
@@ -81,7 +81,7 @@ def main(argv: list[str]) -> None:
 
   rows = []
   first = {}
-  for size in (0.0, *map(float, _SIZES.value)):
+  for size in (0.0, *map(float, _UPDATES.value)):
     params = jax.tree.map(
         lambda p, s, size=size: p - size * s, bench.params, signs
     )
