@@ -18,6 +18,9 @@ Four parts, in one process:
 * planted: the same for copies of the masters with massive activations
   (`layer_plant.py`), and what keeping dots in high precision wins back.
 
+`--arms=updates`, which is alone, measures how far updates of the sizes
+`--updates` move log-probs (`layer_updates.py`).
+
 The loss is sum_t -weight_t A_t log pi_t, whose gradient is that of every
 policy loss on-policy, where the ratio is 1. Weights are those of a mini-batch
 of `--mini_batch` answers, of which a step here takes a part.
@@ -43,7 +46,7 @@ import optax
 from absl import flags
 from flax import traverse_util
 
-from benchmarks import common, layer_measures, layer_plant
+from benchmarks import common, layer_measures, layer_plant, layer_updates
 from configs import base
 from jetrl_jax.config import model as config_model
 from jetrl_jax.core import compilation, rng, sharding
@@ -103,6 +106,8 @@ SCALES = {
 CALIBRATIONS = {f'calibration_{n}': n for n in (4, 16, 64)}
 PLANTED = 'planted'
 ARMS = (*RECIPES, KERNELS_ONLY, *SCALES, *CALIBRATIONS, PLANTED)
+# Alone: its masters are spread, while ties and zeros above are the file's.
+UPDATES = 'updates'
 # Kernels and inputs are measured for these.
 QUANTIZERS = ('default', 'amax448', 'fp8_token', 'fp8_block', 'int8')
 # A run's defaults.
@@ -129,7 +134,12 @@ _MINI_BATCH = flags.DEFINE_integer(
 _ANSWERS = flags.DEFINE_enum(
     'answers', 'sampled', ['sampled', 'written'], 'Whose answers.'
 )
-_ARMS = flags.DEFINE_list('arms', list(ARMS), f'Of {", ".join(ARMS)}.')
+_ARMS = flags.DEFINE_list(
+    'arms', list(ARMS), f'Of {", ".join(ARMS)}; or {UPDATES} alone.'
+)
+_UPDATES = flags.DEFINE_list(
+    'updates', ['2e-5', '2e-6', '2e-7', '2e-8', '2e-9'], 'Their sizes.'
+)
 _MASSIVE = flags.DEFINE_list(
     'massive', ['300', '3000'], 'Sizes of the planted activations.'
 )
@@ -152,8 +162,12 @@ def _known(arms: list[str]) -> list[str]:
   Raises:
     ValueError: one is unknown.
   """
+  if arms == [UPDATES]:
+    return arms
   if unknown := sorted(set(arms) - set(ARMS)):
-    raise ValueError(f'--arms has {unknown}; allowed: {list(ARMS)}')
+    raise ValueError(
+        f'--arms has {unknown}; allowed: {list(ARMS)}, or [{UPDATES!r}] alone'
+    )
   return arms
 
 
@@ -383,7 +397,8 @@ class Bench:
   def compile(self) -> None:
     """Compiles every recipe that an arm needs, at the same time."""
     wanted = [name for name in RECIPES if name in self.arms or name == 'bf16']
-    delayed = {*SCALES, *CALIBRATIONS, KERNELS_ONLY, PLANTED, 'e5m2', 'amax448'}
+    delayed = {*SCALES, *CALIBRATIONS, KERNELS_ONLY, PLANTED, UPDATES}
+    delayed |= {'e5m2', 'amax448'}
     if delayed & set(self.arms) and 'default' not in wanted:
       wanted.append('default')
     jobs = []
@@ -632,6 +647,45 @@ class Bench:
     for arm, total in totals.items():
       self.rows += _gradient_rows(arm, total)
     self.rows += self.replay()
+
+  def measure_updates(self) -> None:
+    """What `--arms=updates` asks for."""
+    batch = self.steps[0]
+    mask = batch.loss_mask > 0
+    reference = self.programs['bf16']
+    gradients, _ = reference.run(reference.state, batch)
+    signs = jax.tree.map(
+        lambda g: jnp.sign(g).astype(jnp.int8), gradients.trainable
+    )
+    default = self.programs['default'].state
+    calibrated = self.calibrated(default, _CALIBRATION).fp8_state
+    # A 0.5B of float32 fits into 16 GB once these are gone.
+    del gradients, reference, default
+    for program in self.programs.values():
+      del program.state
+
+    def score(name: str, params: PyTree):
+      program = self.programs[name]
+      state = self.create(program.policy, params)
+      slots = state.fp8_state if name == 'bf16' else calibrated
+      logprobs_BT, _ = program.step.logprobs(
+          PolicyParams(state.weights, slots), batch, jnp.float32(1)
+      )
+      leaves = jax.tree.leaves(state.weights)
+      return (
+          np.asarray(logprobs_BT)[mask],
+          [leaf for leaf in leaves if leaf.dtype.itemsize == 1],
+      )
+
+    arms = {
+        'BF16': 'bf16',
+        '8-bit weights': KERNELS_ONLY,
+        '8-bit weights and inputs': 'default',
+    }
+    scores = {arm: functools.partial(score, name) for arm, name in arms.items()}
+    sizes = [float(size) for size in _UPDATES.value]
+    self.rows += layer_updates.rows(scores, self.params, signs, sizes)
+    say('updates measured')
 
   def health(self, state: TrainState, seen: PyTree) -> dict:
     """Returns `health.summarize` of one micro-batch's observations."""
@@ -1126,6 +1180,20 @@ def tables(rows: list[dict[str, Any]]) -> str:
           ('input_sqnr_db_worst', 'input SQNR, worst', '.1f'),
       ),
   )
+  add(
+      'Updates',
+      'How far log-probs of answers move, in nats a token: half of the mean'
+      ' square is k3 to second order.',
+      _select(rows, part='updates'),
+      (
+          ('arm', 'in 8 bits', ''),
+          ('size', 'update', '.0e'),
+          ('half_mean_square', 'half mean square', '.2e'),
+          ('mean_absolute', 'mean', '.2e'),
+          ('clipped', 'ratio outside 0.8 to 1.2', '.1%'),
+          ('weights_changed', '8-bit weights that changed', '.4%'),
+      ),
+  )
   return '\n\n'.join(parts)
 
 
@@ -1141,8 +1209,8 @@ def config_of() -> Any:
   """Returns the config that the policy and its masters are made by."""
   config = base.get_config()
   config.model.path = _CHECKPOINT.value
-  # Ties and zeros are those of the file.
-  config.model.spread_masters = False
+  # Ties and zeros are those of the file, unless updates are measured.
+  config.model.spread_masters = _ARMS.value == [UPDATES]
   if common.TINY.value:
     config.model.attention_tile = 16
   return config
@@ -1161,6 +1229,11 @@ def _measure() -> None:
   bench = Bench(config_of(), _known(_ARMS.value))
   say(f'{pathlib.Path(_CHECKPOINT.value).name} loaded')
   bench.prepare()
+  if bench.arms == [UPDATES]:
+    bench.compile()
+    bench.measure_updates()
+    bench.save()
+    return
   bench.measure_kernels()
   shown = bench.taps(bench.params)
   bench.measure_inputs(shown, _AS_IS)

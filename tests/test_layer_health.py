@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import layer_measures, layer_plant
+from benchmarks import layer_measures, layer_plant, layer_updates
 from jetrl_jax.fp8 import Recipe
 from tests import whole_run
 
@@ -95,6 +95,25 @@ def test_what_is_planted_fires_at_first_tokens_alone():
   np.testing.assert_array_equal(written, np.eye(dim)[channel])
 
 
+def test_updates_are_held_against_what_was_before_them():
+  # The log-probs are the masters, the 8-bit weights their signs.
+  def score(params):
+    return np.asarray(params['w']), [jnp.sign(params['w']).astype(jnp.int8)]
+
+  params = {'w': jnp.asarray([0.5, -0.5, 0.0, 0.1])}
+  signs = {'w': jnp.asarray([1, -1, 0, 1], jnp.int8)}
+  scores = {'one': score, 'none': lambda params: (score(params)[0], [])}
+  large, none, small, _ = layer_updates.rows(scores, params, signs, [0.25, 0.0])
+  assert (large['arm'], none['arm']) == ('one', 'none')
+  np.testing.assert_allclose(large['half_mean_square'], 0.75 * 0.25**2 / 2)
+  np.testing.assert_allclose(large['mean_absolute'], 0.75 * 0.25)
+  # exp(-0.25) is 0.78, exp(0.25) 1.28; 0.1 - 0.25 has another sign.
+  assert large['clipped'] == 0.75
+  assert large['weights_changed'] == 0.25
+  assert 'weights_changed' not in none
+  assert small['half_mean_square'] == small['weights_changed'] == 0
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_the_command_measures_every_part_of_a_checkpoint(tmp_path):
@@ -139,3 +158,33 @@ def test_the_command_measures_every_part_of_a_checkpoint(tmp_path):
       == ('layers_2/mlp/down 1000', 'layers_2/mlp/down', 'bf16')
   ]
   assert massive['amax_first_token'] > 500 > massive['amax_other_tokens']
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_the_command_measures_updates_of_all_sizes(tmp_path):
+  example = whole_run.ROOT / 'examples/quickstart'
+  done = subprocess.run(
+      [
+          *(sys.executable, '-m', 'benchmarks.layer_health', '--tiny'),
+          '--arms=updates',
+          f'--checkpoint={example / "checkpoint"}',
+          f'--data={example / "train.jsonl"}',
+          *('--prompts=9', '--answers=written', '--step_prompts=2'),
+          *('--tokens=16', '--mini_batch=16', '--updates=1e-2,1e-8'),
+          f'--output={tmp_path / "noise"}',
+      ],
+      cwd=whole_run.ROOT,
+      env=os.environ | {'PYTHONPATH': str(whole_run.ROOT)},
+      capture_output=True,
+      text=True,
+      check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  rows = json.loads((tmp_path / 'noise.json').read_text())['rows']
+  assert len(rows) == 6
+  for arm in {row['arm'] for row in rows}:
+    large, small = (row for row in rows if row['arm'] == arm)
+    assert large['half_mean_square'] > small['half_mean_square'] >= 0
+    if arm != 'BF16':
+      assert large['weights_changed'] > 0.1 > 1e-3 > small['weights_changed']
