@@ -23,10 +23,7 @@ import time
 import numpy as np
 from absl import app, flags
 
-# The question as a chat turn, then this: boxed answers.
-INSTRUCTION = (
-    '\nPlease reason step by step, and put your final answer within \\boxed{}.'
-)
+from benchmarks import gsm8k
 
 _PART = flags.DEFINE_enum('part', None, ['ours', 'vllm', 'compare'], 'Which.')
 _CHECKPOINT = flags.DEFINE_string('checkpoint', None, 'Folder.')
@@ -57,7 +54,7 @@ def ours(folder: pathlib.Path) -> dict:
           'recipe': _RECIPE.value,
           'data': 'gsm8k',
           'data_file': _DATA.value,
-          'instruction': INSTRUCTION,
+          'instruction': gsm8k.INSTRUCTION,
           'max_samples': _PROBLEMS.value,
           'max_prompt_length': 512,
           'max_response_length': _TOKENS.value,
@@ -151,21 +148,12 @@ def theirs(asked: dict) -> dict:
 def compare(one: dict, other: dict) -> dict:
   """Returns accuracies, and how far the tokens agree."""
   from jetrl_jax.data import Tokenizer
-  from jetrl_jax.rewards import functions
-  from jetrl_jax.rewards.types import RewardRequest
 
   tokenizer = Tokenizer(_CHECKPOINT.value)
 
   def right(tokens: list[int], reference: str) -> float:
     text = tokenizer.decode(np.asarray(tokens), skip_special_tokens=True)
-    request = RewardRequest(
-        prompt_text='',
-        response_text=text,
-        answer=reference,
-        source='gsm8k',
-        extra={},
-    )
-    return functions.math(request).value
+    return gsm8k.score(text, reference)
 
   equal = before = total = 0
   scores, gaps = [], []

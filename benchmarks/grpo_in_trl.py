@@ -21,15 +21,10 @@ import time
 
 from absl import app, flags
 
-from jetrl_jax.rewards import functions
-from jetrl_jax.rewards.types import RewardRequest
+from benchmarks import gsm8k
 
 # Before TRL and vLLM are imported.
 STARTED = time.monotonic()
-# The question as a chat turn, then this: configs/qwen0_5b.py.
-INSTRUCTION = (
-    '\nPlease reason step by step, and put your final answer within \\boxed{}.'
-)
 # What is kept of TRL's log of a step.
 KEPT = (
     'reward',
@@ -63,7 +58,10 @@ def read(file: str) -> list[dict]:
   return [
       {
           'prompt': [
-              {'role': 'user', 'content': row['question'] + INSTRUCTION}
+              {
+                  'role': 'user',
+                  'content': row['question'] + gsm8k.INSTRUCTION,
+              }
           ],
           'gold': row['answer'].split('####')[-1].strip(),
       }
@@ -71,22 +69,10 @@ def read(file: str) -> list[dict]:
   ]
 
 
-def score(text: str, gold: str) -> float:
-  """Returns 1 if our reward `math` calls the answer right, else 0."""
-  request = RewardRequest(
-      prompt_text='',
-      response_text=text,
-      answer=gold,
-      source='gsm8k',
-      extra={},
-  )
-  return functions.math(request).value
-
-
 def reward(completions, gold, **_):
   """Scores answers, with the signature that TRL asks for."""
   texts = (completion[0]['content'] for completion in completions)
-  return [score(*pair) for pair in zip(texts, gold, strict=True)]
+  return [gsm8k.score(*pair) for pair in zip(texts, gold, strict=True)]
 
 
 def held_out(trainer, test: list[dict]) -> float:
@@ -107,7 +93,7 @@ def held_out(trainer, test: list[dict]) -> float:
       use_tqdm=False,
   )
   scores = [
-      score(output.outputs[0].text, row['gold'])
+      gsm8k.score(output.outputs[0].text, row['gold'])
       for output, row in zip(outputs, test, strict=True)
   ]
   return sum(scores) / len(scores)

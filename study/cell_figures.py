@@ -180,7 +180,9 @@ def by_time(runs: list[Run], output: pathlib.Path, origin: str) -> None:
       lines.append([(at[s], value) for s, value in _points(run, 'core')])
       if len(of) > 1:
         panel.plot(*zip(*lines[-1], strict=True), **style[name], lw=0.6)
-    means_SX = np.mean(lines, axis=0)
+    # A run that failed has fewer evaluations.
+    shortest = min(map(len, lines))
+    means_SX = np.mean([line[:shortest] for line in lines], axis=0)
     panel.plot(*means_SX.T, **style[name], lw=2, label=name)
   panel.set_xlabel('minutes, with start and evaluations')
   panel.set_ylabel('held-out accuracy (%), as it samples')

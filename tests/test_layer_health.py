@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -117,27 +118,13 @@ def test_updates_are_held_against_what_was_before_them():
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_the_command_measures_every_part_of_a_checkpoint(tmp_path):
-  example = whole_run.ROOT / 'examples/quickstart'
-  done = subprocess.run(
-      [
-          *(sys.executable, '-m', 'benchmarks.layer_health', '--tiny'),
-          f'--checkpoint={example / "checkpoint"}',
-          f'--data={example / "train.jsonl"}',
-          *('--prompts=9', '--answers=written', '--step_prompts=2'),
-          *('--tokens=16',),
-          *('--compared=1', '--mini_batch=16', '--massive=1000'),
-          '--arms=default,own_amax,kernels_only,planted',
-          f'--output={tmp_path / "health"}',
-      ],
-      cwd=whole_run.ROOT,
-      env=os.environ | {'PYTHONPATH': str(whole_run.ROOT)},
-      capture_output=True,
-      text=True,
-      check=False,
+  rows = _measured(
+      tmp_path / 'health',
+      '--compared=1',
+      '--massive=1000',
+      '--arms=default,own_amax,kernels_only,planted',
   )
-  assert done.returncode == 0, done.stderr
   assert (tmp_path / 'health.md').exists()
-  rows = json.loads((tmp_path / 'health.json').read_text())['rows']
   whole = {
       row['arm']: row
       for row in rows
@@ -163,16 +150,28 @@ def test_the_command_measures_every_part_of_a_checkpoint(tmp_path):
 @pytest.mark.soak
 @pytest.mark.timeout(1200)
 def test_the_command_measures_updates_of_all_sizes(tmp_path):
+  rows = _measured(
+      tmp_path / 'updates', '--arms=updates', '--updates=1e-2,1e-8'
+  )
+  assert len(rows) == 6
+  for arm in {row['arm'] for row in rows}:
+    large, small = (row for row in rows if row['arm'] == arm)
+    assert large['half_mean_square'] > small['half_mean_square'] >= 0
+    if arm != 'BF16':
+      assert large['weights_changed'] > 0.1 > 1e-3 > small['weights_changed']
+
+
+def _measured(output: pathlib.Path, *more: str) -> list[dict]:
+  """Runs the command on the quickstart's checkpoint; returns its records."""
   example = whole_run.ROOT / 'examples/quickstart'
   done = subprocess.run(
       [
           *(sys.executable, '-m', 'benchmarks.layer_health', '--tiny'),
-          '--arms=updates',
           f'--checkpoint={example / "checkpoint"}',
           f'--data={example / "train.jsonl"}',
           *('--prompts=9', '--answers=written', '--step_prompts=2'),
-          *('--tokens=16', '--mini_batch=16', '--updates=1e-2,1e-8'),
-          f'--output={tmp_path / "noise"}',
+          *('--tokens=16', '--mini_batch=16', f'--output={output}'),
+          *more,
       ],
       cwd=whole_run.ROOT,
       env=os.environ | {'PYTHONPATH': str(whole_run.ROOT)},
@@ -181,10 +180,4 @@ def test_the_command_measures_updates_of_all_sizes(tmp_path):
       check=False,
   )
   assert done.returncode == 0, done.stderr
-  rows = json.loads((tmp_path / 'noise.json').read_text())['rows']
-  assert len(rows) == 6
-  for arm in {row['arm'] for row in rows}:
-    large, small = (row for row in rows if row['arm'] == arm)
-    assert large['half_mean_square'] > small['half_mean_square'] >= 0
-    if arm != 'BF16':
-      assert large['weights_changed'] > 0.1 > 1e-3 > small['weights_changed']
+  return json.loads(output.with_suffix('.json').read_text())['rows']

@@ -167,6 +167,7 @@ def _runs(accuracies):
                   'val-core/test/acc/mean@1': value,
                   'val-bf16/test/acc/mean@1': value,
                   'rollout_corr/k3_kl': 1e-3,
+                  'timing_s/step': 30.0 + step,
               }
               for step, value in zip((0, 60, 80), values, strict=True)
           ],
@@ -230,6 +231,16 @@ def test_a_figure_of_one_seed_promises_no_interval(tmp_path, monkeypatch):
 def test_a_curve_has_the_means_of_ten_steps():
   points = [(step, float(step)) for step in range(1, 26)]
   assert cell_figures.binned(points) == [(10, 5.5), (20, 15.5)]
+
+
+def test_accuracy_by_time_has_all_that_came_before_it(tmp_path):
+  runs = _runs(_of_seeds('gsm8k_jetrl', 0.30, 0.31))
+  # 30, 90 and 110 seconds a step.
+  assert cell_figures.minutes(runs[0]) == {0: 0.5, 60: 2.0, 80: 230 / 60}
+  # One failed early.
+  del runs[1].rows[-1]
+  cell_figures.by_time(runs, tmp_path / 't.png', 'x')
+  assert (tmp_path / 't.png').stat().st_size > 10_000
 
 
 def test_a_look_before_the_end_decides_nothing(tmp_path, capsys):
