@@ -2,8 +2,8 @@
 
 Everything that an arm does not name is the same in all arms of its cell, and so
 are, for one seed, the start, the order of prompts and every random key. The
-cells of docs/study.md are `gsm8k`, `math`, `stress`, `sums` and `sums_stress`;
-the arms of `toy` are those of docs/study_toy.md.
+cells of docs/study.md are `gsm8k`, `math`, `stress`, `sums`, `sums_stress` and
+`sums_four`; the arms of `toy` are those of docs/study_toy.md.
 """
 
 import dataclasses
@@ -94,6 +94,17 @@ SUMS = Cell(
 )
 SUMS_STRESS = dataclasses.replace(
     SUMS, name='sums_stress', settings={**_EVERY, 'optim.lr': 5e-5}
+)
+# Four updates of 4 prompts a rollout, whose bits are all compared.
+SUMS_FOUR = dataclasses.replace(
+    SUMS,
+    name='sums_four',
+    settings={
+        **_EVERY,
+        'trainer.mini_batch_size': 4,
+        'trainer.measure_mismatch': 'all',
+    },
+    seeds=dict.fromkeys(_FIRST, 10),
 )
 
 
@@ -229,7 +240,7 @@ def _of_cell(cell: Cell) -> tuple[Arm, ...]:
 
 _REAL = {
     cell.name: _of_cell(cell)
-    for cell in (GSM8K, MATH, STRESS, SUMS, SUMS_STRESS)
+    for cell in (GSM8K, MATH, STRESS, SUMS, SUMS_STRESS, SUMS_FOUR)
 }
 _SHORT = (*_TWO_BY_TWO, *_EXACTNESS, *_HEAD, *_CONTROL, *_CORRECTIONS)
 ARMS = {
@@ -288,7 +299,7 @@ SECONDARY = (
 # Of the other cells: reported with their intervals, and deciding nothing.
 DESCRIBED = tuple(
     (f'{cell.name}_{ours}', f'{cell.name}_{others}')
-    for cell in (MATH, STRESS, SUMS, SUMS_STRESS)
+    for cell in (MATH, STRESS, SUMS, SUMS_STRESS, SUMS_FOUR)
     for ours, others in (
         ('jetrl', 'bf16'),
         ('fp8_rollout', 'bf16'),

@@ -109,17 +109,22 @@ def test_the_cells_have_the_arms_and_seeds_of_the_design():
         arm.name.replace('gsm8k', cell) for arm in main[:3]
     ]
     assert {arm.seeds for arm in arms} == {(1, 2, 3)}
-  for cell in ('sums', 'sums_stress'):
+  for cell, count, rate, updates in (
+      ('sums', 4, 1e-5, 1),
+      ('sums_stress', 4, 5e-5, 1),
+      ('sums_four', 3, 1e-5, 4),
+  ):
     sums = named([cell])
     assert [arm.name for arm in sums] == [
-        arm.name.replace('gsm8k', cell) for arm in main[:4]
+        arm.name.replace('gsm8k', cell) for arm in main[:count]
     ]
-    assert {len(arm.seeds) for arm in sums} == {10}
-    assert {_config(arm).optim.lr for arm in sums} == {
-        1e-5 if cell == 'sums' else 5e-5
-    }
+    for arm in sums:
+      config = _config(arm)
+      assert len(arm.seeds) == 10 and config.optim.lr == rate
+      trainer = config.trainer
+      assert trainer.train_batch_size == updates * trainer.mini_batch_size
   # FP8 keys where the rollout trains as it samples, and nowhere else.
-  for arm in (*main, *named(['sums', 'sums_stress'])):
+  for arm in (*main, *named(['sums', 'sums_stress', 'sums_four'])):
     fp8_keys = _resolved(arm).precision.kv_cache_dtype == 'float8_e4m3fn'
     assert fp8_keys == (arm.train.startswith('fp8'))
 
