@@ -81,9 +81,11 @@ MATH = Cell(
         'trainer.mini_batch_size': 16,
         'trainer.measure_mismatch': 'all',
         'trainer.micro_batch_size': 16,
-        'trainer.total_training_steps': 100,
+        'trainer.total_training_steps': 60,
+        'trainer.test_freq': 10,
     },
     seeds=dict.fromkeys(_FIRST, 3),
+    compares_final=True,
 )
 SUMS = Cell(
     name='sums',
