@@ -205,6 +205,7 @@ def main() -> None:
         f' study.run; run python -m study.run --folder={flags.folder} first'
     )
   flags.output.mkdir(parents=True, exist_ok=True)
+  left_out = []
   for path in paths:
     name, seed = path.parts[-3], path.parts[-2].removeprefix('seed')
     if name not in ARMS or not seed.isdecimal():
@@ -212,9 +213,19 @@ def main() -> None:
           f'{path.parent} is no run of study.run, whose folders are'
           ' runs/ARM/seedN; move it away'
       )
-    lines = compact(path.parent, ARMS[name], int(seed))
+    try:
+      lines = compact(path.parent, ARMS[name], int(seed))
+    except ValueError as error:
+      # The other runs are worth keeping.
+      left_out.append(str(error))
+      continue
     write(flags.output / f'{name}_seed{seed}.jsonl.gz', lines)
     print(f'{name} seed {seed}: {len(lines) - 1} lines')
+  if left_out:
+    raise ValueError(
+        f'{len(left_out)} of {len(paths)} runs are left out:'
+        f' {"; ".join(left_out)}'
+    )
 
 
 if __name__ == '__main__':

@@ -97,6 +97,18 @@ def test_a_run_without_its_starts_is_refused_by_name(tmp_path):
     results.compact(tmp_path, ARMS['jetrl'], seed=0)
 
 
+def test_a_run_without_its_starts_keeps_no_other_from_being_written(
+    written, monkeypatch
+):
+  (written / 'runs/bf16/seed1/starts.jsonl').unlink()
+  output = written / 'again'
+  argv = ['x', f'--folder={written}', f'--output={output}']
+  monkeypatch.setattr('sys.argv', argv)
+  with pytest.raises(SystemExit, match='1 of 6 runs are left out: .*seed1 has'):
+    results.main()
+  assert len(results.read(output)) == 5
+
+
 def test_a_line_that_is_being_written_is_left_out(tmp_path):
   _workdir(tmp_path, [0.1, 0.2, 0.3], 0.0)
   with open(tmp_path / 'metrics.jsonl', 'a') as file:
@@ -290,15 +302,15 @@ def test_the_other_cells_are_described_and_decide_nothing(tmp_path, capsys):
       {
           **_of_seeds('sums_jetrl', 0.1, 0.2, 0.3),
           **_of_seeds('sums_bf16', 0.2, 0.3, 0.5),
-          **_of_seeds('math_fp8_rollout', 0.1, 0.2, 0.3),
-          **_of_seeds('math_bf16', 0.2, 0.3, 0.5),
+          **_of_seeds('stress_fp8_rollout', 0.1, 0.2, 0.3),
+          **_of_seeds('stress_bf16', 0.2, 0.3, 0.5),
       }
   )
-  math, sums = _table(runs, tmp_path, capsys)
-  assert math.startswith('| math_fp8_rollout | math_bf16 | 3 | -13.3 |')
+  stress, sums = _table(runs, tmp_path, capsys)
+  assert stress.startswith('| stress_fp8_rollout | stress_bf16 | 3 | -13.3 |')
   # Of sums the last three evaluations, here all: steps 0, 60 and 80.
   assert sums.startswith('| sums_jetrl | sums_bf16 | 3 | -8.9 |')
-  for line in (math, sums):
+  for line in (stress, sums):
     assert line.endswith('|  | decides nothing |')
 
 
