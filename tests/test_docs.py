@@ -257,6 +257,8 @@ def test_the_accuracies_of_the_real_run_are_those_of_its_file():
       'gsm8k_h100_2026-11-25',
       'gsm8k_h200_2026-11-27',
       'gsm8k_seed3_h200_2026-11-27',
+      'gsm8k_seeds45_h100_2026-11-27',
+      'gsm8k_seeds45_h100_2026-11-27',
   )
   study, readme = _text(_ROOT / 'docs/study.md'), _text(_ROOT / 'README.md')
   config = ' '.join(_text(_ROOT / 'configs/qwen0_5b.py').split())
@@ -264,30 +266,43 @@ def test_the_accuracies_of_the_real_run_are_those_of_its_file():
       {arm: _held_out(folder, f'{arm}_seed{seed}') for arm in ('jetrl', 'bf16')}
       for seed, folder in enumerate(folders, 1)
   ]
-  for shown in of_seeds:
-    for row, values in (
-        ('`jetrl`, in FP8', shown['jetrl']['core']),
-        ('`jetrl`, in BF16', shown['jetrl']['bf16']),
-        ('`bf16`', shown['bf16']['core']),
-    ):
-      assert ' | '.join([row, *_percent(values)]) + ' |' in study
+
+  def mean(arm, side):
+    curves = [shown[arm][side] for shown in of_seeds]
+    return [sum(values) / len(values) for values in zip(*curves, strict=True)]
+
+  means = {
+      '`jetrl`, in FP8': mean('jetrl', 'core'),
+      '`jetrl`, in BF16': mean('jetrl', 'bf16'),
+      '`bf16`': mean('bf16', 'core'),
+  }
+  for arm, values in means.items():
+    row = ' | '.join([f'{arm}, mean of five seeds', *_percent(values)])
+    assert row + ' |' in study
   mixed = _held_out(folders[2], 'fp8_rollout_seed3')
   for side, values in (('FP8', mixed['core']), ('BF16', mixed['bf16'])):
-    row = ' | '.join([f'`fp8_rollout`, in {side}', *_percent(values)])
+    row = ' | '.join([f'`fp8_rollout`, in {side}, seed 3', *_percent(values)])
     assert row + ' |' in study
-
-  def mean(arm, at):
-    return sum(shown[arm]['core'][at] for shown in of_seeds) / len(of_seeds)
-
-  first, last = (f'{100 * mean("jetrl", at):.1f}' for at in (0, -1))
-  theirs = [f'{100 * mean("bf16", at):.1f}' for at in (0, -1)]
+  for arm in ('jetrl', 'bf16'):
+    # Of steps 0, 20 .. 200 those from 60 on.
+    curves = [shown[arm]['core'] for shown in of_seeds]
+    endpoints = [sum(curve[3:]) / len(curve[3:]) for curve in curves]
+    for row, values in (
+        ('endpoint', endpoints),
+        ('after 200 steps', [curve[-1] for curve in curves]),
+    ):
+      values = [*values, sum(values) / len(values)]
+      assert ' | '.join([f'{row}, `{arm}`', *_percent(values)]) in study
+  ours, theirs = means['`jetrl`, in FP8'], means['`bf16`']
+  first, last = _percent([ours[0], ours[-1]])
   assert f'from {first}% to {last}% in 200 steps' in readme
-  assert 'our BF16 from {}% to {}%'.format(*theirs) in readme
+  first, last = _percent([theirs[0], theirs[-1]])
+  assert f'our BF16 from {first}% to {last}%' in readme
   # All seeds are named, the lower ends too.
   pairs = [
       _percent([s['jetrl']['core'][at] for at in (0, -1)]) for s in of_seeds
   ]
-  assert '{}%, {}% and {}%'.format(*(end for _, end in pairs)) in readme
+  assert '{}%, {}%, {}%, {}% and {}%'.format(*(end for _, end in pairs)) in readme
   assert 'from {} to {} percent'.format(*pairs[0]) in config
   assert all('from {} to {}'.format(*pair) in config for pair in pairs)
   first = pairs[0][0]
