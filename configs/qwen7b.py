@@ -5,8 +5,9 @@ python -m jetrl_jax.main --config=configs/qwen7b.py \
 
 Follows Jet-RL (arXiv:2601.14243): GSM8K + MATH in one FP8 flow, with 3072
 response tokens where the paper has 8192.
-Expected accuracy: not run yet. A step with random weights and 256 answers of
-1025 to 2048 tokens took 42.5 s on an H200 with
+Expected accuracy: not run yet. A step with random weights, 256 answers of 1025
+to 2048 tokens and four updates (--config.trainer.mini_batch_size=8, here it is
+one) took 42.5 s on an H200 with
 --config.precision.kv_cache_dtype=float8_e4m3fn, exact, 40.8 s with
 --config.precision.quantize_lm_head=True besides, and 66.2 s with
 --config.precision.recipe=bf16 instead
@@ -53,8 +54,9 @@ def get_config():
   config.rollout.kv_cache_tokens = 256 * 2048
   config.rollout.num_generations = 8
   config.trainer.train_batch_size = 32
-  # Four optimiser steps per rollout; from the second on the ratio is not 1.
-  config.trainer.mini_batch_size = 8
+  # One optimiser step per rollout: after it inputs of FP8 dots round anew, and
+  # the ratios of a second would be noisy (docs/numerics.md).
+  config.trainer.mini_batch_size = 32
   # 4 x 4096 tokens in one row: one of 4096 holds a single sequence of more than
   # 2048, and padding.
   config.trainer.micro_batch_size = 4
