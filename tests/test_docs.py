@@ -21,6 +21,7 @@ from jetrl_jax import cli
 from jetrl_jax.config import model as config_model
 from jetrl_jax.config import schema as config_schema
 from jetrl_jax.config import sections
+from study import results, statistics
 from tools import config_reference, exactness_record
 
 _ROOT = pathlib.Path(__file__).parent.parent
@@ -302,11 +303,54 @@ def test_the_accuracies_of_the_real_run_are_those_of_its_file():
   pairs = [
       _percent([s['jetrl']['core'][at] for at in (0, -1)]) for s in of_seeds
   ]
-  assert '{}%, {}%, {}%, {}% and {}%'.format(*(end for _, end in pairs)) in readme
+  ends = '{}%, {}%, {}%, {}% and {}%'.format(*(end for _, end in pairs))
+  assert ends in readme
   assert 'from {} to {} percent'.format(*pairs[0]) in config
   assert all('from {} to {}'.format(*pair) in config for pair in pairs)
   first = pairs[0][0]
   assert f'gsm8k_test/acc/mean@1 {first}%' in _text(_ROOT / 'docs/tutorial.md')
+
+
+def test_the_sums_with_four_updates_are_those_of_their_files():
+  folder = _ROOT / 'benchmarks/results/study/sums_four_h100_2026-11-27'
+  runs = results.read(folder)
+  study, readme = _text(_ROOT / 'docs/study.md'), _text(_ROOT / 'README.md')
+
+  def of(arm):
+    return {r.seed: r for r in runs if r.arm.name == f'sums_four_{arm}'}
+
+  def final(arm, precision='core'):
+    return {
+        seed: statistics.final([v for _, v in run.accuracy(precision)])
+        for seed, run in of(arm).items()
+    }
+
+  for arm, name in (
+      ('jetrl', '`jetrl`'),
+      ('bf16', '`bf16`, spread masters'),
+      ('fp8_rollout', '`fp8_rollout`'),
+  ):
+    curves = [[v for _, v in run.accuracy()] for run in of(arm).values()]
+    means = [sum(values) / len(values) for values in zip(*curves, strict=True)]
+    ends = final(arm).values()
+    row = ' | '.join([name, *_percent([*means, sum(ends) / len(ends)])])
+    assert f'| {row} ' in study
+  said = []
+  for precision in ('core', 'bf16'):
+    for pair in (
+        ('jetrl', 'bf16'),
+        ('fp8_rollout', 'bf16'),
+        ('jetrl', 'fp8_rollout'),
+    ):
+      found = statistics.paired(*(final(arm, precision) for arm in pair))
+      values = [100 * x for x in (found.mean, *found.interval)]
+      said.append('{:+.1f} ({:+.1f} to {:+.1f})'.format(*values))
+  ours = said[0].replace('(', '(95%: ')
+  assert f'`jetrl` - `bf16` {ours}, `fp8_rollout` - `bf16` {said[1]}' in study
+  assert f'`jetrl` - `fp8_rollout` {said[2]}; read in BF16 {said[3]}' in study
+  assert f'{said[3]}, {said[4]} and {said[5]}' in study
+  assert said[0] == '-4.0 (-7.7 to -0.4)'
+  assert '4.0 points below BF16 (95%: 0.4 to 7.7)' in readme
 
 
 def _held_out(folder: str, run: str) -> dict[str, list[float]]:
