@@ -338,12 +338,8 @@ def build(config: Config) -> RunSpec:
   environment = environment_config(config, tokenizer)
   algorithm = algorithm_config(config)
   run = take(RunConfig, config)
-  updates = (
-      run.total_training_steps
-      * algorithm.ppo_epochs
-      * (run.train_batch_size // run.mini_batch_size)
-  )
-  optimizer = optimizer_config(config, updates)
+  updates = algorithm.ppo_epochs * (run.train_batch_size // run.mini_batch_size)
+  optimizer = optimizer_config(config, run.total_training_steps * updates)
   guard = take(GuardConfig, config)
   loss = take(LossConfig, config)
   rewards = take(RewardConfig, config)
@@ -351,6 +347,7 @@ def build(config: Config) -> RunSpec:
   compatibility.check(loss, algorithm, engine, run)
   compatibility.check_guard(guard, loss, algorithm, run)
   compatibility.warn_of_rate(optimizer.lr)
+  compatibility.warn_of_updates(policy.recipe.name, updates)
   data = take(DataConfig, config)
   compatibility.warn_of_template(data)
   _check_fits(policy, engine, environment, run)

@@ -152,6 +152,16 @@ def test_a_rate_that_leaves_nothing_of_the_weights_is_warned_of(caplog):
   assert 'optim.lr is 100: AdamW moves every weight by about' in caplog.text
 
 
+def test_several_updates_a_rollout_in_8_bits_are_warned_of(caplog):
+  compatibility.warn_of_updates('bf16', 4)
+  compatibility.warn_of_updates('fp8_delayed', 1)
+  assert not caplog.text
+  compatibility.warn_of_updates('fp8_delayed', 4)
+  assert "4 updates follow each rollout, and precision.recipe is 'fp8_" in (
+      caplog.text
+  )
+
+
 def test_words_that_a_plain_template_leaves_out_are_warned_of(caplog):
   words = {'system': 'You are kind.', 'instruction': ' Be brief.'}
   compatibility.warn_of_template(DataConfig(**words))
