@@ -353,6 +353,49 @@ def test_the_sums_with_four_updates_are_those_of_their_files():
   assert '4.0 points below BF16 (95%: 0.4 to 7.7)' in readme
 
 
+def test_the_recipes_with_four_updates_are_those_of_their_file():
+  path = (
+      _ROOT / 'benchmarks/results/four_updates_quickstart_cpu_2026-11-27.json'
+  )
+  page = _text(_ROOT / 'docs/numerics.md')
+  runs = json.loads(path.read_text())
+  assert len(runs) == 7 * 5 and not any(run['unequal'] for run in runs)
+
+  def of(recipe, updates, name):
+    return {
+        run['seed']: run[name]
+        for run in runs
+        if (run['recipe'], run['updates_a_rollout']) == (recipe, updates)
+    }
+
+  for recipe, updates in {
+      (run['recipe'], run['updates_a_rollout']) for run in runs
+  }:
+    ends, reference = (
+        {
+            seed: statistics.final(v)
+            for seed, v in of(name, updates, 'accuracy').items()
+        }
+        for name in (recipe, 'bf16')
+    )
+    d = statistics.paired(ends, reference)
+    against = '{:+.1f} ({:+.1f} to {:+.1f})'.format(
+        *(100 * x for x in (d.mean, *d.interval))
+    )
+    k3 = of(recipe, updates, 'update_k3').values()
+    clipped = of(recipe, updates, 'clipped').values()
+    row = ' | '.join(
+        [
+            f'`{recipe}`',
+            *_percent([sum(ends.values()) / 5]),
+            '' if recipe == 'bf16' else against,
+            f'{20 * sum(clipped):.2f}%' if updates > 1 else '0',
+            f'{sum(k3) / 5:.4f}',
+        ]
+    ).replace('|  |', '| |')
+    assert f'| {row} |' in page
+
+
 def _held_out(folder: str, run: str) -> dict[str, list[float]]:
   path = _ROOT / 'benchmarks/results/study' / folder / f'gsm8k_{run}.jsonl.gz'
   with gzip.open(path, 'rt') as file:
