@@ -54,8 +54,8 @@ def get_config():
   config.rollout.kv_cache_tokens = 256 * 2048
   config.rollout.num_generations = 8
   config.trainer.train_batch_size = 32
-  # One optimiser step per rollout: after it inputs of FP8 dots round anew, and
-  # the ratios of a second would be noisy (docs/numerics.md).
+  # One optimiser step per rollout: with several a smaller model learned worse
+  # in FP8 than in BF16 (docs/numerics.md).
   config.trainer.mini_batch_size = 32
   # 4 x 4096 tokens in one row: one of 4096 holds a single sequence of more than
   # 2048, and padding.

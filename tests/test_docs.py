@@ -358,7 +358,7 @@ def test_the_recipes_with_four_updates_are_those_of_their_file():
       _ROOT / 'benchmarks/results/four_updates_quickstart_cpu_2026-11-27.json'
   )
   page = _text(_ROOT / 'docs/numerics.md')
-  runs = json.loads(path.read_text())
+  runs = json.loads(path.read_text())['runs']
   assert len(runs) == 7 * 5 and not any(run['unequal'] for run in runs)
 
   def of(recipe, updates, name):

@@ -229,8 +229,8 @@ class RunConfig:
   Attributes:
     seed: the seed of everything random.
     train_batch_size: prompts per step.
-    mini_batch_size: prompts per optimiser step. In 8 bits as many as
-      train_batch_size are best: one update a rollout (docs/numerics.md).
+    mini_batch_size: prompts per optimiser step. In FP8 take as many as
+      train_batch_size: one update a rollout (docs/tuning.md).
     micro_batch_size: rows per forward and backward; a row holds one sequence of
       full length, or several shorter ones packed.
     packed_rows: rows of a micro-batch; 0 is micro_batch_size. The tokens of

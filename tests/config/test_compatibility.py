@@ -152,8 +152,9 @@ def test_a_rate_that_leaves_nothing_of_the_weights_is_warned_of(caplog):
   assert 'optim.lr is 100: AdamW moves every weight by about' in caplog.text
 
 
-def test_several_updates_a_rollout_in_8_bits_are_warned_of(caplog):
+def test_several_updates_a_rollout_in_fp8_are_warned_of(caplog):
   compatibility.warn_of_updates('bf16', 4)
+  compatibility.warn_of_updates('int8', 4)
   compatibility.warn_of_updates('fp8_delayed', 1)
   assert not caplog.text
   compatibility.warn_of_updates('fp8_delayed', 4)
