@@ -106,7 +106,7 @@ SUMS_FOUR = dataclasses.replace(
         'trainer.mini_batch_size': 4,
         'trainer.measure_mismatch': 'all',
     },
-    seeds=dict.fromkeys(_FIRST, 10),
+    seeds=dict.fromkeys((*_FIRST, 'int8', 'fake_e4m3'), 10),
 )
 
 
@@ -220,6 +220,8 @@ def _of_cell(cell: Cell) -> tuple[Arm, ...]:
       'qurl': _mixed('', 'bf16', FP8),
       'jetrl_inexact': _unified('', 'fp8_delayed', 'jetrl_inexact'),
       'bf16_inexact': _unified('', 'bf16', 'bf16_inexact'),
+      'int8': _unified('', 'int8'),
+      'fake_e4m3': _unified('', 'fake_e4m3'),
   }
   more = {
       'bf16': plain,
@@ -307,6 +309,8 @@ DESCRIBED = tuple(
         ('fp8_rollout', 'bf16'),
         ('flashrl', 'bf16'),
         ('jetrl', 'fp8_rollout'),
+        ('int8', 'bf16'),
+        ('fake_e4m3', 'bf16'),
     )
     if {ours, others} <= set(cell.seeds)
 )

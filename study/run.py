@@ -110,8 +110,15 @@ class Plan:
       arms: what is to be run.
 
     Raises:
-      ValueError: a config file, the toy's task or checkpoint is missing.
+      ValueError: a config file, the toy's task or checkpoint is missing, or
+        an arm is made of a setting of `more`.
     """
+    for arm in arms:
+      if fixed := sorted(set(self.more) & set(arm.settings)):
+        raise ValueError(
+            f'--set={fixed[0]}={self.more[fixed[0]]} would do nothing: arm'
+            f' {arm.name!r} is made of {arm.settings[fixed[0]]!r}; leave it out'
+        )
     configs = {self.config_of(arm) for arm in arms}
     for config in configs:
       if not pathlib.Path(config).is_file():

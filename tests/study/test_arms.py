@@ -114,9 +114,11 @@ def test_the_cells_have_the_arms_and_seeds_of_the_design():
       ('sums_stress', 4, 5e-5, 1),
       ('sums_four', 3, 1e-5, 4),
   ):
+    also = ['int8', 'fake_e4m3'] if cell == 'sums_four' else []
     sums = named([cell])
     assert [arm.name for arm in sums] == [
-        arm.name.replace('gsm8k', cell) for arm in main[:count]
+        *(arm.name.replace('gsm8k', cell) for arm in main[:count]),
+        *(f'{cell}_{name}' for name in also),
     ]
     for arm in sums:
       config = _config(arm)
@@ -126,7 +128,7 @@ def test_the_cells_have_the_arms_and_seeds_of_the_design():
   # FP8 keys where the rollout trains as it samples, and nowhere else.
   for arm in (*main, *named(['sums', 'sums_stress', 'sums_four'])):
     fp8_keys = _resolved(arm).precision.kv_cache_dtype == 'float8_e4m3fn'
-    assert fp8_keys == (arm.train.startswith('fp8'))
+    assert fp8_keys == (arm.train == arm.rollout != 'bf16')
 
 
 def test_an_unknown_arm_is_answered_with_all_that_there_are():

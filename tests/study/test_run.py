@@ -110,6 +110,15 @@ def test_a_warm_start_that_is_missing_is_refused_unless_it_is_elsewhere(
   run.Plan(folder=tmp_path, config='configs/quickstart.py').check(toys)
 
 
+def test_a_setting_that_an_arm_is_made_of_is_refused(tmp_path):
+  plan = run.Plan(
+      folder=tmp_path,
+      more={'model.path': 'X', 'precision.recipe': 'int8'},
+  )
+  with pytest.raises(ValueError, match="recipe=int8 would do nothing: arm 'sums"):
+    plan.check(arms.named(['sums_jetrl']))
+
+
 def test_a_failed_run_is_named_with_what_it_said_last(tmp_path, capsys):
   runner = run.Runner(run.Plan(folder=tmp_path), [], parallel=1, deadline=0.0)
   folder = tmp_path / 'runs' / 'jetrl' / 'seed2'
