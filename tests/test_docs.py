@@ -358,7 +358,8 @@ def test_the_recipes_with_four_updates_are_those_of_their_file():
       _ROOT / 'benchmarks/results/four_updates_quickstart_cpu_2026-11-27.json'
   )
   page = _text(_ROOT / 'docs/numerics.md')
-  runs = json.loads(path.read_text())['runs']
+  record = json.loads(path.read_text())
+  runs = record['runs']
   assert len(runs) == 7 * 5 and not any(run['unequal'] for run in runs)
 
   def of(recipe, updates, name):
@@ -394,6 +395,23 @@ def test_the_recipes_with_four_updates_are_those_of_their_file():
         ]
     ).replace('|  |', '| |')
     assert f'| {row} |' in page
+  # Ten seeds of three arms.
+  ends = {}
+  for run in (*runs, *record['more']):
+    if run['updates_a_rollout'] == 4:
+      arm = run['recipe'], run.get('ratio', 'plain')
+      of_arm = ends.setdefault(arm, {})
+      of_arm[run['seed']] = 100 * statistics.final(run['accuracy'])
+  bf16, fp8 = ends['bf16', 'plain'], ends['fp8_delayed', 'plain']
+  smooth = ends['fp8_delayed', 'smooth']
+  assert len(bf16) == len(fp8) == len(smooth) == 10
+  for ours, others, words in (
+      (bf16, fp8, '{:.1f} points below `bf16` (95%: {:.1f} to {:.1f})'),
+      (bf16, smooth, 'with these ratios {:.1f} ({:.1f} to {:+.1f})'),
+      (smooth, fp8, '{:.1f} come back ({:.1f} to {:+.1f})'),
+  ):
+    d = statistics.paired(ours, others)
+    assert words.format(d.mean, *d.interval) in page
 
 
 def _held_out(folder: str, run: str) -> dict[str, list[float]]:
