@@ -1,6 +1,5 @@
 """The scripts that numbers come from run, in small, on a CPU."""
 
-import json
 import os
 import pathlib
 import signal
@@ -53,25 +52,8 @@ _SCRIPTS = {
 
 def _rows(script: str, folder: pathlib.Path, *more: str) -> list[dict]:
   """Returns the rows that a script writes."""
-  done = subprocess.run(
-      [
-          sys.executable,
-          '-m',
-          f'benchmarks.{script}',
-          '--tiny',
-          f'--output={folder / script}',
-          *_SCRIPTS.get(script, ()),
-          *more,
-      ],
-      cwd=whole_run.ROOT,
-      env=os.environ | {'PYTHONPATH': str(whole_run.ROOT)},
-      capture_output=True,
-      text=True,
-      check=False,
-  )
-  assert done.returncode == 0, done.stderr
-  assert (folder / f'{script}.md').exists()
-  return json.loads((folder / f'{script}.json').read_text())['rows']
+  arguments = *_SCRIPTS.get(script, ()), *more
+  return whole_run.benchmark(script, folder / script, *arguments)
 
 
 def test_a_packing_of_long_answers_has_fewer_tokens_than_was_asked_for():

@@ -1,10 +1,6 @@
 """What `benchmarks.layer_health` measures, on values known by hand."""
 
-import json
-import os
 import pathlib
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -164,20 +160,12 @@ def test_the_command_measures_updates_of_all_sizes(tmp_path):
 def _measured(output: pathlib.Path, *more: str) -> list[dict]:
   """Runs the command on the quickstart's checkpoint; returns its records."""
   example = whole_run.ROOT / 'examples/quickstart'
-  done = subprocess.run(
-      [
-          *(sys.executable, '-m', 'benchmarks.layer_health', '--tiny'),
-          f'--checkpoint={example / "checkpoint"}',
-          f'--data={example / "train.jsonl"}',
-          *('--prompts=9', '--answers=written', '--step_prompts=2'),
-          *('--tokens=16', '--mini_batch=16', f'--output={output}'),
-          *more,
-      ],
-      cwd=whole_run.ROOT,
-      env=os.environ | {'PYTHONPATH': str(whole_run.ROOT)},
-      capture_output=True,
-      text=True,
-      check=False,
+  return whole_run.benchmark(
+      'layer_health',
+      output,
+      f'--checkpoint={example / "checkpoint"}',
+      f'--data={example / "train.jsonl"}',
+      *('--prompts=9', '--answers=written', '--step_prompts=2'),
+      *('--tokens=16', '--mini_batch=16'),
+      *more,
   )
-  assert done.returncode == 0, done.stderr
-  return json.loads(output.with_suffix('.json').read_text())['rows']

@@ -115,6 +115,33 @@ def start(
   )
 
 
+def benchmark(
+    script: str, output: pathlib.Path, *arguments: str
+) -> list[dict[str, Any]]:
+  """Runs a script of benchmarks/ in small; returns the rows that it writes.
+
+  Args:
+    script: its name.
+    output: what it writes, without the endings.
+    *arguments: more of its flags.
+  """
+  done = subprocess.run(
+      [
+          *(sys.executable, '-m', f'benchmarks.{script}', '--tiny'),
+          f'--output={output}',
+          *arguments,
+      ],
+      cwd=ROOT,
+      env=os.environ | {'PYTHONPATH': str(ROOT)},
+      capture_output=True,
+      text=True,
+      check=False,
+  )
+  assert done.returncode == 0, done.stderr
+  assert output.with_suffix('.md').exists()
+  return json.loads(output.with_suffix('.json').read_text())['rows']
+
+
 def start_run(
     workdir: pathlib.Path, *arguments: str, **options
 ) -> subprocess.Popen:
