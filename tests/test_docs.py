@@ -395,19 +395,26 @@ def test_the_recipes_with_four_updates_are_those_of_their_file():
         ]
     ).replace('|  |', '| |')
     assert f'| {row} |' in page
-  # Ten seeds of three arms.
+  # Ten seeds of three arms, and BF16 from other masters.
   ends = {}
   for run in (*runs, *record['more']):
     if run['updates_a_rollout'] == 4:
-      arm = run['recipe'], run.get('ratio', 'plain')
+      recipe = run['recipe']
+      masters = 'stored' if recipe == 'bf16' else 'spread'
+      arm = recipe, run.get('ratio', 'plain'), run.get('masters', masters)
       of_arm = ends.setdefault(arm, {})
       of_arm[run['seed']] = 100 * statistics.final(run['accuracy'])
-  bf16, fp8 = ends['bf16', 'plain'], ends['fp8_delayed', 'plain']
-  smooth = ends['fp8_delayed', 'smooth']
-  assert len(bf16) == len(fp8) == len(smooth) == 10
+  bf16, fp8 = (
+      ends['bf16', 'plain', 'stored'],
+      ends['fp8_delayed', 'plain', 'spread'],
+  )
+  smooth = ends['fp8_delayed', 'smooth', 'spread']
+  spread = ends['bf16', 'plain', 'spread']
+  assert len(bf16) == len(fp8) == len(smooth) == 2 * len(spread) == 10
   for ours, others, words in (
       (bf16, fp8, '{:.1f} points below `bf16` (95%: {:.1f} to {:.1f})'),
       (bf16, smooth, 'with these ratios {:.1f} ({:.1f} to {:+.1f})'),
+      (bf16, spread, 'it ends {:.1f} points lower (95%: {:.1f} to {:+.1f})'),
       (smooth, fp8, '{:.1f} come back ({:.1f} to {:+.1f})'),
   ):
     d = statistics.paired(ours, others)
