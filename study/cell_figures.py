@@ -28,6 +28,12 @@ _PANELS = (
 )
 # Steps that are one point of a curve.
 _BIN = 10
+# The first arms of every cell, for readers who do not know their names.
+_IN_WORDS = {
+    'jetrl': 'one FP8 flow',
+    'bf16': 'BF16',
+    'fp8_rollout': 'BF16 training, FP8 rollout',
+}
 
 
 def _points(run: Run, name: str) -> list[tuple[int, float]]:
@@ -151,6 +157,40 @@ def means(runs: list[Run], output: pathlib.Path, origin: str) -> None:
   handles, labels = axes.flat[0].get_legend_handles_labels()
   figure.legend(handles, labels, loc='outside lower center', ncols=4)
   figure.suptitle(f'{origin}: {_spread(runs)}')
+  figure_style.save(figure, output)
+
+
+def held_out(runs: list[Run], output: pathlib.Path, origin: str) -> None:
+  """Draws held-out accuracy by step with its 95% interval, and the mismatch.
+
+  Two panels of `means` for a reader who knows no names of arms.
+  """
+  names = list(dict.fromkeys(run.arm.name for run in runs))
+  style = figure_style.lines(names)
+  figure, (accuracy, mismatch) = plt.subplots(1, 2, figsize=(10, 4))
+  for name in names:
+    of = [run for run in runs if run.arm.name == name]
+    flow = name.removeprefix(f'{of[0].arm.cell.name}_')
+    draw_mean(
+        accuracy,
+        [_points(run, 'core') for run in of],
+        style[name],
+        'linear',
+        label=_IN_WORDS.get(flow, flow),
+    )
+    draw_mean(
+        mismatch,
+        [binned(_points(run, 'rollout_corr/k3_kl')) for run in of],
+        style[name],
+        'linear',
+        band='range',
+    )
+  accuracy.set_title('held-out accuracy (%): mean of seeds, 95%')
+  mismatch.set_title('k3 of rollout and training (nats): mean, range')
+  for panel in (accuracy, mismatch):
+    panel.set_xlabel('step')
+  figure.legend(loc='outside lower center', ncols=len(names))
+  figure.suptitle(origin)
   figure_style.save(figure, output)
 
 

@@ -4,6 +4,7 @@
     python -m study.figures pairs --results FOLDER --output=b.png
     python -m study.figures control --results FOLDER MORE --output=c.png
     python -m study.figures means --results FOLDER --output=d.png
+    python -m study.figures held_out --results FOLDER --output=h.png
     python -m study.figures time --results FOLDER --output=t.png
     python -m study.figures endpoints --results FOLDER --output=e.png
     python -m study.figures k3 --results FOLDER --output=f.png
@@ -15,7 +16,8 @@ table of them. control: final accuracy over the measured mismatch, with the
 range of k3 that papers report marked. Both take finished runs only, and so do
 the figures of the cells on a real model (docs/study.md): means over seeds by
 step, accuracy by wall time, the endpoint's differences with the answers to the
-design's questions, and the endpoint over k3.
+design's questions, and the endpoint over k3. held_out is the short form of
+means: accuracy and mismatch, with arms in words.
 """
 
 import argparse
@@ -283,6 +285,7 @@ _FINISHED = {
     'pairs': pairs,
     'control': control,
     'means': _of_cell(cell_figures.means),
+    'held_out': _of_cell(cell_figures.held_out),
     'time': _of_cell(cell_figures.by_time),
     'endpoints': _of_cell(cell_figures.endpoints),
     'k3': _of_cell(cell_figures.k3),

@@ -1,7 +1,6 @@
 """The documents: what they name exists, and the code they show runs."""
 
 import ast
-import gzip
 import importlib.util
 import json
 import os
@@ -21,7 +20,7 @@ from jetrl_jax import cli
 from jetrl_jax.config import model as config_model
 from jetrl_jax.config import schema as config_schema
 from jetrl_jax.config import sections
-from study import results, statistics
+from study import arms, results, statistics
 from tools import config_reference, exactness_record
 
 _ROOT = pathlib.Path(__file__).parent.parent
@@ -253,55 +252,43 @@ def test_a_tag_is_refused_while_the_changelog_calls_it_unreleased(tmp_path):
   assert codes == [0, 1]
 
 
-def test_the_accuracies_of_the_real_run_are_those_of_its_file():
-  folders = (
-      'gsm8k_h100_2026-11-25',
-      'gsm8k_h200_2026-11-27',
-      'gsm8k_seed3_h200_2026-11-27',
-      'gsm8k_seeds45_h100_2026-11-27',
-      'gsm8k_seeds45_h100_2026-11-27',
-  )
+def test_the_accuracies_of_the_real_run_are_those_of_its_files():
   study, readme = _text(_ROOT / 'docs/study.md'), _text(_ROOT / 'README.md')
   config = ' '.join(_text(_ROOT / 'configs/qwen0_5b.py').split())
-  of_seeds = [
-      {arm: _held_out(folder, f'{arm}_seed{seed}') for arm in ('jetrl', 'bf16')}
-      for seed, folder in enumerate(folders, 1)
-  ]
-
-  def mean(arm, side):
-    curves = [shown[arm][side] for shown in of_seeds]
-    return [sum(values) / len(values) for values in zip(*curves, strict=True)]
-
-  means = {
-      '`jetrl`, in FP8': mean('jetrl', 'core'),
-      '`jetrl`, in BF16': mean('jetrl', 'bf16'),
-      '`bf16`': mean('bf16', 'core'),
+  curves = {
+      (arm, side): _curves(_MAIN, f'gsm8k_{arm}', side)
+      for arm in ('jetrl', 'bf16', 'fp8_rollout')
+      for side in ('core', 'bf16')
   }
-  for arm, values in means.items():
-    row = ' | '.join([f'{arm}, mean of five seeds', *_percent(values)])
-    assert row + ' |' in study
-  mixed = _held_out(folders[2], 'fp8_rollout_seed3')
-  for side, values in (('FP8', mixed['core']), ('BF16', mixed['bf16'])):
-    row = ' | '.join([f'`fp8_rollout`, in {side}, seed 3', *_percent(values)])
-    assert row + ' |' in study
-  for arm in ('jetrl', 'bf16'):
-    # Of steps 0, 20 .. 200 those from 60 on.
-    curves = [shown[arm]['core'] for shown in of_seeds]
-    endpoints = [sum(curve[3:]) / len(curve[3:]) for curve in curves]
+  assert all(sorted(found) == [1, 2, 3, 4, 5] for found in curves.values())
+  means = {key: _mean(found) for key, found in curves.items()}
+  for row, key in (
+      ('`jetrl`, in FP8', ('jetrl', 'core')),
+      ('`jetrl`, in BF16', ('jetrl', 'bf16')),
+      ('`bf16`', ('bf16', 'core')),
+      ('`fp8_rollout`, in FP8', ('fp8_rollout', 'core')),
+      ('`fp8_rollout`, in BF16', ('fp8_rollout', 'bf16')),
+  ):
+    values = _percent(means[key])
+    assert ' | '.join([f'| {row}, mean of five seeds', *values]) in study
+  for arm in ('jetrl', 'bf16', 'fp8_rollout'):
+    found = curves[arm, 'core'].values()
     for row, values in (
-        ('endpoint', endpoints),
-        ('after 200 steps', [curve[-1] for curve in curves]),
+        # Of steps 0, 20 .. 200 those from 60 on.
+        ('endpoint', [sum(curve[3:]) / len(curve[3:]) for curve in found]),
+        ('after 200 steps', [curve[-1] for curve in found]),
     ):
-      values = [*values, sum(values) / len(values)]
-      assert ' | '.join([f'{row}, `{arm}`', *_percent(values)]) in study
-  ours, theirs = means['`jetrl`, in FP8'], means['`bf16`']
+      values = _percent([*values, sum(values) / len(values)])
+      assert ' | '.join([f'| {row}, `{arm}`', *values]) in study
+  ours, theirs = means['jetrl', 'core'], means['bf16', 'core']
   first, last = _percent([ours[0], ours[-1]])
   assert f'from {first}% to {last}% in 200 steps' in readme
   first, last = _percent([theirs[0], theirs[-1]])
   assert f'our BF16 from {first}% to {last}%' in readme
   # All seeds are named, the lower ends too.
   pairs = [
-      _percent([s['jetrl']['core'][at] for at in (0, -1)]) for s in of_seeds
+      _percent([curve[0], curve[-1]])
+      for _, curve in sorted(curves['jetrl', 'core'].items())
   ]
   ends = '{}%, {}%, {}%, {}% and {}%'.format(*(end for _, end in pairs))
   assert ends in readme
@@ -311,46 +298,82 @@ def test_the_accuracies_of_the_real_run_are_those_of_its_file():
   assert f'gsm8k_test/acc/mean@1 {first}%' in _text(_ROOT / 'docs/tutorial.md')
 
 
-def test_the_sums_with_four_updates_are_those_of_their_files():
-  folder = _ROOT / 'benchmarks/results/study/sums_four_h100_2026-11-27'
-  runs = results.read(folder)
+def test_what_is_said_of_the_mixed_flow_is_what_the_design_concludes():
   study, readme = _text(_ROOT / 'docs/study.md'), _text(_ROOT / 'README.md')
+  pairs = (
+      ('jetrl', 'bf16'),
+      ('fp8_rollout', 'bf16'),
+      ('jetrl', 'fp8_rollout'),
+  )
+  found = {}
+  for precision, row in (('bf16', 'in BF16, '), ('core', '')):
+    for pair in pairs:
+      ends = []
+      for arm in pair:
+        curves = _curves(_MAIN, f'gsm8k_{arm}', precision)
+        # Of steps 0, 20 .. 200 those from 60 on.
+        ends.append({s: sum(c[3:]) / len(c[3:]) for s, c in curves.items()})
+      d = found[pair] = statistics.paired(*ends)
+      mean, low, high = (f'{100 * x:+.1f}' for x in (d.mean, *d.interval))
+      assert any(
+          line.startswith(f'| {row}`{pair[0]}` - `{pair[1]}` | ')
+          and line.endswith(f' | {mean} | {low} to {high} |')
+          for line in study.splitlines()
+      )
+  assert statistics.is_as_good(found[pairs[0]], 5) == 'not decided'
+  p_values = dict.fromkeys(arms.SECONDARY, 1.0)
+  for a, b in pairs[1:]:
+    p_values[f'gsm8k_{a}', f'gsm8k_{b}'] = found[a, b].p_value
+  adjusted = statistics.holm(p_values)
+  below_bf16 = adjusted['gsm8k_fp8_rollout', 'gsm8k_bf16']
+  below_jetrl = adjusted['gsm8k_jetrl', 'gsm8k_fp8_rollout']
+  assert f'below `bf16` (p {below_bf16:.2g} after Holm' in study
+  assert f'below `jetrl` (p {below_jetrl:.2g})' in study
+  assert max(below_bf16, below_jetrl) < 0.05
+  d = found['jetrl', 'fp8_rollout']
+  mean, low, high = (100 * x for x in (d.mean, *d.interval))
+  said = f'points below one FP8 flow (95%: {low:.1f} to {high:.1f})'
+  for page in (readme, _text(_ROOT / 'docs/limits.md')):
+    assert f'{mean:.1f} {said}' in ' '.join(page.split())
 
-  def of(arm):
-    return {r.seed: r for r in runs if r.arm.name == f'sums_four_{arm}'}
+
+def test_the_sums_with_four_updates_are_those_of_their_files():
+  study, readme = _text(_ROOT / 'docs/study.md'), _text(_ROOT / 'README.md')
+  folders = ('sums_four_h100_2026-11-27', 'sums_four_arms_h100_2026-11-27')
 
   def final(arm, precision='core'):
-    return {
-        seed: statistics.final([v for _, v in run.accuracy(precision)])
-        for seed, run in of(arm).items()
-    }
+    curves = _curves(folders, f'sums_four_{arm}', precision)
+    assert len(curves) == 10
+    return {seed: statistics.final(curve) for seed, curve in curves.items()}
 
   for arm, name in (
       ('jetrl', '`jetrl`'),
       ('bf16', '`bf16`, spread masters'),
       ('fp8_rollout', '`fp8_rollout`'),
+      ('int8', '`int8`'),
+      ('fake_e4m3', '`fake_e4m3`'),
   ):
-    curves = [[v for _, v in run.accuracy()] for run in of(arm).values()]
-    means = [sum(values) / len(values) for values in zip(*curves, strict=True)]
+    means = _mean(_curves(folders, f'sums_four_{arm}', 'core'))
     ends = final(arm).values()
     row = ' | '.join([name, *_percent([*means, sum(ends) / len(ends)])])
     assert f'| {row} ' in study
-  said = []
-  for precision in ('core', 'bf16'):
-    for pair in (
-        ('jetrl', 'bf16'),
-        ('fp8_rollout', 'bf16'),
-        ('jetrl', 'fp8_rollout'),
-    ):
-      found = statistics.paired(*(final(arm, precision) for arm in pair))
-      values = [100 * x for x in (found.mean, *found.interval)]
+  for pair in (
+      ('jetrl', 'bf16'),
+      ('fp8_rollout', 'bf16'),
+      ('jetrl', 'fp8_rollout'),
+      ('int8', 'bf16'),
+      ('fake_e4m3', 'bf16'),
+  ):
+    said = []
+    for precision in ('core', 'bf16'):
+      d = statistics.paired(*(final(arm, precision) for arm in pair))
+      values = [100 * x for x in (d.mean, *d.interval)]
       said.append('{:+.1f} ({:+.1f} to {:+.1f})'.format(*values))
-  ours = said[0].replace('(', '(95%: ')
-  assert f'`jetrl` - `bf16` {ours}, `fp8_rollout` - `bf16` {said[1]}' in study
-  assert f'`jetrl` - `fp8_rollout` {said[2]}; read in BF16 {said[3]}' in study
-  assert f'{said[3]}, {said[4]} and {said[5]}' in study
-  assert said[0] == '-4.0 (-7.7 to -0.4)'
-  assert '4.0 points below BF16 (95%: 0.4 to 7.7)' in readme
+    row = f'| `{pair[0]}` - `{pair[1]}` | {said[0]} | {said[1]} |'
+    assert row in study
+    if pair == ('jetrl', 'bf16'):
+      assert said[0] == '-3.5 (-6.9 to -0.1)'
+  assert '3.5 points below BF16 (95%: 0.1 to 6.9)' in readme
 
 
 def test_the_recipes_with_four_updates_are_those_of_their_file():
@@ -421,15 +444,30 @@ def test_the_recipes_with_four_updates_are_those_of_their_file():
     assert words.format(d.mean, *d.interval) in page
 
 
-def _held_out(folder: str, run: str) -> dict[str, list[float]]:
-  path = _ROOT / 'benchmarks/results/study' / folder / f'gsm8k_{run}.jsonl.gz'
-  with gzip.open(path, 'rt') as file:
-    lines = [json.loads(line) for line in file][1:]
-  names = {side: f'val-{side}/test/acc/mean@1' for side in ('core', 'bf16')}
+# The main cell's runs of docs/study.md.
+_MAIN = (
+    'gsm8k_h100_2026-11-25',
+    'gsm8k_h200_2026-11-27',
+    'gsm8k_seed3_h200_2026-11-27',
+    'gsm8k_seeds45_h100_2026-11-27',
+    'gsm8k_mixed_h100_2026-11-27',
+)
+
+
+def _curves(
+    folders: tuple[str, ...], arm: str, precision: str
+) -> dict[int, list[float]]:
+  """Returns held-out accuracies by step, of every seed of an arm."""
+  root = _ROOT / 'benchmarks/results/study'
   return {
-      side: [row[name] for row in lines if name in row]
-      for side, name in names.items()
+      run.seed: [value for _, value in run.accuracy(precision)]
+      for run in results.read(*(root / folder for folder in folders))
+      if run.arm.name == arm
   }
+
+
+def _mean(curves: dict[int, list[float]]) -> list[float]:
+  return [sum(v) / len(v) for v in zip(*curves.values(), strict=True)]
 
 
 def _percent(values: list[float]) -> list[str]:

@@ -213,7 +213,7 @@ def test_the_tables_of_a_cell_answer_the_questions(tmp_path, capsys):
   ]
   assert 'as good: yes |' in lines[0] and '| -20.0 |' in lines[1]
   assert lines[1].endswith('| different |')
-  for draw in (cell_figures.means, cell_figures.k3):
+  for draw in (cell_figures.means, cell_figures.held_out, cell_figures.k3):
     draw(runs, tmp_path / f'{draw.__name__}.png', 'x')
   assert len(list(tmp_path.glob('*.png'))) == 3
   steps, mean_S, half_S = cell_figures.mean_by_step(
