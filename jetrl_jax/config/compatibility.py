@@ -71,17 +71,18 @@ def warn_of_rate(lr: float) -> None:
 
 
 def warn_of_updates(recipe: str, updates: int) -> None:
-  """Warns of several updates a rollout in FP8 (docs/numerics.md).
+  """Warns of several updates a rollout in 8 bits (docs/numerics.md).
 
   Args:
     recipe: of training.
     updates: that follow a rollout.
   """
-  if not recipe.startswith('fp8') or updates == 1:
+  if recipe == 'bf16' or updates == 1:
     return
   logging.warning(
       '%d updates follow each rollout, and precision.recipe is %r: with four, a'
-      ' small model ended 4 points below BF16, with one 0.4 (docs/study.md).'
+      ' small model ended 3 to 5 points below BF16 in FP8 and INT8, with one it'
+      ' ended 0.4 below in FP8 (docs/study.md).'
       ' One update: trainer.mini_batch_size=trainer.train_batch_size,'
       ' algorithm.ppo_epochs=1',
       updates,

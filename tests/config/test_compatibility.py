@@ -152,14 +152,15 @@ def test_a_rate_that_leaves_nothing_of_the_weights_is_warned_of(caplog):
   assert 'optim.lr is 100: AdamW moves every weight by about' in caplog.text
 
 
-def test_several_updates_a_rollout_in_fp8_are_warned_of(caplog):
+@pytest.mark.parametrize('recipe', ['fp8_delayed', 'int8'])
+def test_several_updates_a_rollout_in_8_bits_are_warned_of(caplog, recipe):
   compatibility.warn_of_updates('bf16', 4)
-  compatibility.warn_of_updates('int8', 4)
-  compatibility.warn_of_updates('fp8_delayed', 1)
+  compatibility.warn_of_updates(recipe, 1)
   assert not caplog.text
-  compatibility.warn_of_updates('fp8_delayed', 4)
-  assert "4 updates follow each rollout, and precision.recipe is 'fp8_" in (
-      caplog.text
+  compatibility.warn_of_updates(recipe, 4)
+  assert (
+      f'4 updates follow each rollout, and precision.recipe is {recipe!r}'
+      in (caplog.text)
   )
 
 
