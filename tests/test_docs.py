@@ -20,6 +20,7 @@ from jetrl_jax import cli
 from jetrl_jax.config import model as config_model
 from jetrl_jax.config import schema as config_schema
 from jetrl_jax.config import sections
+from jetrl_jax.rl.settings import GuardConfig
 from study import arms, results, statistics
 from tools import config_reference, exactness_record
 
@@ -335,6 +336,26 @@ def test_what_is_said_of_the_mixed_flow_is_what_the_design_concludes():
   said = f'points below one FP8 flow (95%: {low:.1f} to {high:.1f})'
   for page in (readme, _text(_ROOT / 'docs/limits.md')):
     assert f'{mean:.1f} {said}' in ' '.join(page.split())
+
+
+def test_the_guard_would_have_warned_when_its_page_says():
+  root = _ROOT / 'benchmarks/results/study'
+  bounds = GuardConfig()
+  warned, best = {}, {}
+  for run in results.read(*(root / folder for folder in _MAIN)):
+    if run.arm.name != 'gsm8k_fp8_rollout':
+      continue
+    over = 0
+    for step, k3 in run.series('rollout_corr/k3_kl'):
+      over = over + 1 if k3 > bounds.max_k3 else 0
+      if over == bounds.patience:
+        warned[run.seed] = step
+        break
+    best[run.seed] = max(run.accuracy(), key=lambda point: point[1])[0]
+  page = _text(_ROOT / 'docs/guard.md')
+  for steps in (warned, best):
+    *first, last = (steps[seed] for seed in (1, 2, 3, 4, 5))
+    assert f'at steps {", ".join(map(str, first))} and {last}' in page
 
 
 def test_the_sums_with_four_updates_are_those_of_their_files():
