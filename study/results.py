@@ -31,7 +31,7 @@ KEPT = re.compile(
     r'|skipped_updates|logprob_diff_(positive|negative)_advantage)'
     r'|rollout_corr/(kl|k3_kl|rollout_is_mean|rollout_is_eff_sample_size)'
     r'|(rollout_)?fp8/changed_weight_bytes/(mean|min)'
-    r'|timing_s/(step|gen|update_actor|testing)'
+    r'|timing_s/(step|gen|update_actor|testing|calibration)'
 )
 
 

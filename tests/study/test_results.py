@@ -215,7 +215,7 @@ def test_the_tables_of_a_cell_answer_the_questions(tmp_path, capsys):
   assert lines[1].endswith('| different |')
   for draw in (cell_figures.means, cell_figures.held_out, cell_figures.k3):
     draw(runs, tmp_path / f'{draw.__name__}.png', 'x')
-  assert len(list(tmp_path.glob('*.png'))) == 3
+  assert len(list(tmp_path.glob('*.png'))) == 4
   steps, mean_S, half_S = cell_figures.mean_by_step(
       [[(s, 100 * x) for s, x in run.accuracy('core')] for run in runs[:2]]
   )
@@ -245,10 +245,12 @@ def test_a_curve_has_the_means_of_ten_steps():
   assert cell_figures.binned(points) == [(10, 5.5), (20, 15.5)]
 
 
-def test_accuracy_by_time_has_all_that_came_before_it(tmp_path):
+def test_accuracy_by_time_has_all_that_came_before_it_but_tests(tmp_path):
   runs = _runs(_of_seeds('gsm8k_jetrl', 0.30, 0.31))
   # 30, 90 and 110 seconds a step.
   assert cell_figures.minutes(runs[0]) == {0: 0.5, 60: 2.0, 80: 230 / 60}
+  runs[0].rows[-1]['timing_s/testing'] = 50.0
+  assert cell_figures.minutes(runs[0]) == {0: 0.5, 60: 2.0, 80: 3.0}
   # One failed early.
   del runs[1].rows[-1]
   cell_figures.by_time(runs, tmp_path / 't.png', 'x')
