@@ -367,6 +367,9 @@ def build(config: Config) -> RunSpec:
     check_references(reward_specs(rewards), references)
   make_params, shapes = config_model.parameters(config, policy, mesh, folder)
   sampling = config_model.rollout_policy(config, policy)
+  compatibility.warn_of_mixed_flow(
+      policy.recipe.name, sampling.recipe.name, loss
+  )
   config_model.check_patterns(policy, shapes, tuple(config.model.freeze))
   _check_recipes(policy, sampling, run.val_recipes, shapes)
   return RunSpec(

@@ -152,6 +152,17 @@ def test_a_rate_that_leaves_nothing_of_the_weights_is_warned_of(caplog):
   assert 'optim.lr is 100: AdamW moves every weight by about' in caplog.text
 
 
+def test_a_mixed_flow_without_a_correction_is_warned_of(caplog):
+  plain, token = LossConfig(), LossConfig(rollout_is='token')
+  compatibility.warn_of_mixed_flow('bf16', 'bf16', plain)
+  compatibility.warn_of_mixed_flow('bf16', 'fp8_token', token)
+  assert not caplog.text
+  compatibility.warn_of_mixed_flow('bf16', 'fp8_token', plain)
+  assert "training is in 'bf16', the rollout in 'fp8_token', and nothing" in (
+      caplog.text
+  )
+
+
 @pytest.mark.parametrize('recipe', ['fp8_delayed', 'int8'])
 def test_several_updates_a_rollout_in_8_bits_are_warned_of(caplog, recipe):
   compatibility.warn_of_updates('bf16', 4)
