@@ -104,8 +104,8 @@ def warn_of_mixed_flow(
     return
   logging.warning(
       'training is in %r, the rollout in %r, and nothing corrects it: a real'
-      " 0.5B trained in 'bf16' from 'fp8_token' samples lost accuracy again"
-      ' after some 80 updates, in each of five seeds, and one FP8 flow did not'
+      " 0.5B trained in 'bf16' from 'fp8_token' samples stopped learning after"
+      ' some 80 updates, in each of five seeds, where one FP8 flow went on'
       ' (docs/study.md). flow=jetrl is one FP8 flow; algorithm.rollout_is=token'
       ' corrects, and was not run there',
       recipe,
