@@ -404,7 +404,7 @@ def test_the_recipes_with_four_updates_are_those_of_their_file():
   page = _text(_ROOT / 'docs/numerics.md')
   record = json.loads(path.read_text())
   runs = record['runs']
-  assert len(runs) == 7 * 5 and not any(run['unequal'] for run in runs)
+  assert len(runs) == 11 * 5 and not any(run['unequal'] for run in runs)
 
   def of(recipe, updates, name):
     return {
