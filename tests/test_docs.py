@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import functools
 import json
 import os
 import pathlib
@@ -339,10 +340,9 @@ def test_what_is_said_of_the_mixed_flow_is_what_the_design_concludes():
 
 
 def test_the_guard_would_have_warned_when_its_page_says():
-  root = _ROOT / 'benchmarks/results/study'
   bounds = GuardConfig()
   warned, best = {}, {}
-  for run in results.read(*(root / folder for folder in _MAIN)):
+  for run in _runs(_MAIN):
     if run.arm.name != 'gsm8k_fp8_rollout':
       continue
     over = 0
@@ -475,14 +475,19 @@ _MAIN = (
 )
 
 
+@functools.cache
+def _runs(folders: tuple[str, ...]) -> list[results.Run]:
+  root = _ROOT / 'benchmarks/results/study'
+  return results.read(*(root / folder for folder in folders))
+
+
 def _curves(
     folders: tuple[str, ...], arm: str, precision: str
 ) -> dict[int, list[float]]:
   """Returns held-out accuracies by step, of every seed of an arm."""
-  root = _ROOT / 'benchmarks/results/study'
   return {
       run.seed: [value for _, value in run.accuracy(precision)]
-      for run in results.read(*(root / folder for folder in folders))
+      for run in _runs(folders)
       if run.arm.name == arm
   }
 
