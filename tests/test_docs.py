@@ -1,8 +1,8 @@
 """The documents: what they name exists, and the code they show runs."""
 
 import ast
-import importlib.util
 import functools
+import importlib.util
 import json
 import os
 import pathlib
