@@ -35,8 +35,13 @@ def srun(rank: int, count: int, port: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-  """A port among those that JAX's Slurm support takes, which is free now."""
-  for port in range(61440 + os.getpid() % 1000, 65535):
+  """A port among those that JAX's Slurm support takes, which is free now.
+
+  It is bound seconds later, so workers of pytest look in places of their own.
+  """
+  worker = int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0')[2:])
+  first = 61440 + 1000 * (worker % 4) + os.getpid() % 500
+  for port in range(first, 65535):
     with socket.socket() as found, contextlib.suppress(OSError):
       found.bind(('127.0.0.1', port))
       return port
