@@ -28,11 +28,12 @@ _PANELS = (
 )
 # Steps that are one point of a curve.
 _BIN = 10
-# The first arms of every cell, for readers who do not know their names.
+# Arms of the cells, for readers who do not know their names.
 _IN_WORDS = {
     'jetrl': 'one FP8 flow',
     'bf16': 'BF16',
     'fp8_rollout': 'BF16 training, FP8 rollout',
+    'flashrl': 'the same, corrected (TIS)',
 }
 
 

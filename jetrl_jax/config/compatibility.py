@@ -107,7 +107,7 @@ def warn_of_mixed_flow(
       " 0.5B trained in 'bf16' from 'fp8_token' samples stopped learning after"
       ' some 80 updates, in each of five seeds, where one FP8 flow went on'
       ' (docs/study.md). flow=jetrl is one FP8 flow; algorithm.rollout_is=token'
-      ' corrects, and was not run there',
+      ' corrects, and went on there',
       recipe,
       rollout_recipe,
   )
