@@ -21,7 +21,7 @@ from jetrl_jax import cli
 from jetrl_jax.config import model as config_model
 from jetrl_jax.config import schema as config_schema
 from jetrl_jax.config import sections
-from jetrl_jax.rl.settings import GuardConfig
+from jetrl_jax.rl.settings import MAX_K3, GuardConfig
 from study import arms, results, statistics
 from tools import config_reference, exactness_record
 
@@ -358,21 +358,25 @@ def test_what_is_said_of_the_mixed_flow_is_what_the_design_concludes():
 
 
 def test_the_guard_would_have_warned_when_its_page_says():
-  bounds = GuardConfig()
-  warned, best = {}, {}
-  for run in _runs(_MAIN):
-    if run.arm.name != 'gsm8k_fp8_rollout':
-      continue
-    over = 0
-    for step, k3 in run.series('rollout_corr/k3_kl'):
-      over = over + 1 if k3 > bounds.max_k3 else 0
-      if over == bounds.patience:
-        warned[run.seed] = step
-        break
-    best[run.seed] = max(run.accuracy(), key=lambda point: point[1])[0]
+  patience = GuardConfig().patience
+
+  def steps(arm):
+    acts, best = {}, {}
+    for run in _runs(_MAIN):
+      if run.arm.name != f'gsm8k_{arm}':
+        continue
+      over = 0
+      for step, k3 in run.series('rollout_corr/k3_kl'):
+        over = over + 1 if k3 > MAX_K3 else 0
+        if over == patience:
+          acts[run.seed] = step
+          break
+      best[run.seed] = max(run.accuracy(), key=lambda point: point[1])[0]
+    return acts, best
+
   page = _text(_ROOT / 'docs/guard.md')
-  for steps in (warned, best):
-    *first, last = (steps[seed] for seed in (1, 2, 3, 4, 5))
+  for found in (*steps('fp8_rollout'), steps('flashrl')[0]):
+    *first, last = (found[seed] for seed in sorted(found))
     assert f'at steps {", ".join(map(str, first))} and {last}' in page
 
 

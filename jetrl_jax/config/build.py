@@ -5,6 +5,7 @@ range, missing files, and settings that contradict each other.
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import pathlib
@@ -41,6 +42,7 @@ from jetrl_jax.rl.rollout.environment import (
 )
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.settings import (
+    MAX_K3,
     AlgorithmConfig,
     FilterGroups,
     GuardConfig,
@@ -346,6 +348,8 @@ def build(config: Config) -> RunSpec:
   engine = engine_config(config, tokenizer)
   compatibility.check(loss, algorithm, engine, run)
   compatibility.check_guard(guard, loss, algorithm, run)
+  if guard.max_k3 is None and not loss.reads_mu:
+    guard = dataclasses.replace(guard, max_k3=MAX_K3)
   compatibility.warn_of_rate(optimizer.lr)
   compatibility.warn_of_updates(policy.recipe.name, updates)
   data = take(DataConfig, config)

@@ -13,6 +13,7 @@ from jetrl_jax.config import build as configs
 from jetrl_jax.config import schema as config_schema
 from jetrl_jax.config import sections
 from jetrl_jax.rl.objective import LossConfig
+from jetrl_jax.rl.settings import MAX_K3
 from tests import whole_run
 
 _CONFIGS = sorted((whole_run.ROOT / 'configs').glob('[!_]*.py'))
@@ -53,6 +54,20 @@ def test_a_config_builds_its_parts(path, monkeypatch):
   assert spec.optimizer.lr == made.optim.lr
   assert spec.loss.policy_loss == made.algorithm.policy_loss
   assert spec.engine.num_slots == made.rollout.num_slots
+
+
+@pytest.mark.parametrize(
+    ('changes', 'bound'),
+    [
+        ({}, MAX_K3),
+        ({'flow': 'fp8_rollout'}, MAX_K3),
+        ({'flow': 'flashrl'}, None),
+        ({'flow': 'flashrl', 'guard.max_k3': 0.02}, 0.02),
+        ({'guard.max_k3': 0.0}, 0.0),
+    ],
+)
+def test_k3_is_bounded_where_nothing_corrects_it(changes, bound):
+  assert configs.build(whole_run.config(**changes)).guard.max_k3 == bound
 
 
 def test_every_setting_reaches_its_part():

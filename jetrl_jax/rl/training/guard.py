@@ -188,8 +188,9 @@ def breaches(
   ]
   bounds = {
       'training/mismatch_token_frac': config.max_mismatch_token_frac,
-      'rollout_corr/k3_kl': config.max_k3,
   }
+  if config.max_k3 is not None:
+    bounds['rollout_corr/k3_kl'] = config.max_k3
   if config.max_logprob_diff is not None:
     bounds['training/rollout_logprob_diff_max'] = config.max_logprob_diff
   found += [

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from jetrl_jax.rl.settings import GuardConfig
+from jetrl_jax.rl.settings import MAX_K3, GuardConfig
 from jetrl_jax.rl.training import guard
 from jetrl_jax.rl.training.guard import Action, GuardState
 
-CONFIG = GuardConfig(enable=True, max_mismatch_token_frac=0.0)
+CONFIG = GuardConfig(enable=True, max_mismatch_token_frac=0.0, max_k3=MAX_K3)
 
 
 def _operand(saturated=0.0, flushed=0.0, sqnr=30.0):
@@ -94,6 +94,14 @@ def test_a_bound_that_is_met_is_not_exceeded():
   at = _metrics(down=_operand(saturated=0.01, flushed=0.5), k3=0.01)
   assert guard.breaches(CONFIG, at) == ()
   assert guard.breaches(CONFIG, GOOD) == ()
+
+
+def test_a_k3_without_a_bound_is_never_over():
+  over = _metrics(k3=1.0)
+  (breach,) = guard.breaches(CONFIG, over)
+  assert breach.metric == 'rollout_corr/k3_kl'
+  free = dataclasses.replace(CONFIG, max_k3=None)
+  assert guard.breaches(free, over) == ()
 
 
 def test_a_step_that_compared_no_token_is_held_to_the_other_bounds():
@@ -204,7 +212,7 @@ def test_the_run_ends_where_another_rollback_would_be_one_too_many():
 
 def test_a_mixed_flow_gives_up_the_rollouts_noisiest_dot_for_its_mismatch():
   apart = _metrics(mismatch=0.9, k3=0.02, o=_operand(sqnr=12.0))
-  config = GuardConfig(enable=True, patience=1)
+  config = GuardConfig(enable=True, patience=1, max_k3=MAX_K3)
   (only,), _ = _run([apart], config, has_histories=False, is_mixed=True)
   assert only.state.due == Action(name='high_precision', dots=('o',))
   # Of a unified flow no rounding is to blame.
@@ -224,7 +232,7 @@ def test_a_rollout_with_dynamic_scales_is_judged_by_its_kernels():
       'o': {'kernel': _operand(sqnr=40.0)},
       'qkv': {'kernel': _operand(sqnr=38.0)},
   }
-  config = GuardConfig(enable=True, patience=1)
+  config = GuardConfig(enable=True, patience=1, max_k3=MAX_K3)
   (only,), _ = _run([apart], config, has_histories=False, is_mixed=True)
   assert only.state.due == Action(name='high_precision', dots=('qkv',))
   # Nothing in 8 bits is left, so precision cannot help.
