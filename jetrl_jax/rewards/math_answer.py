@@ -24,10 +24,14 @@ import fractions
 import functools
 import importlib
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 from jetrl_jax.rewards import answer_list, costly, problems
+
+# Held while SymPy's modules are changed.
+_ONE_AT_A_TIME = threading.Lock()
 
 # float_rounding of math-verify: two decimals this close are equal to it.
 _ROUNDING = fractions.Fraction(1, 10**6)
@@ -530,17 +534,21 @@ def _made_safe() -> Iterator[None]:
   `sympify` of a string is `eval`, `lambdify` is `exec`; a name in the module
   hides the built-in one. latex2sympy makes its numbers through the first.
   Beside them, equations are solved only where that is quick.
+
+  Modules and SymPy's random seed belong to the whole process, so threads take
+  turns: those of an environment, or of a trainer that calls our rewards.
   """
   parser = importlib.import_module('sympy.parsing.sympy_parser')
   # sympy.utilities.lambdify is also a function of that name.
   lambdify = importlib.import_module('sympy.utilities.lambdify')
   grader = importlib.import_module('math_verify.grader')
-  solve = grader.solve
-  vars(parser)['eval'] = _make_atom
-  vars(lambdify)['exec'] = _refuse_code
-  vars(grader)['solve'] = _solve_easy
-  try:
-    yield
-  finally:
-    del vars(parser)['eval'], vars(lambdify)['exec']
-    vars(grader)['solve'] = solve
+  with _ONE_AT_A_TIME:
+    solve = grader.solve
+    vars(parser)['eval'] = _make_atom
+    vars(lambdify)['exec'] = _refuse_code
+    vars(grader)['solve'] = _solve_easy
+    try:
+      yield
+    finally:
+      del vars(parser)['eval'], vars(lambdify)['exec']
+      vars(grader)['solve'] = solve

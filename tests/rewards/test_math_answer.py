@@ -1,5 +1,6 @@
 import dataclasses
 import fractions
+from concurrent import futures
 
 import pytest
 from hypothesis import given
@@ -452,6 +453,21 @@ def test_no_text_is_evaluated_while_answers_are_compared(tmp_path, monkeypatch):
   assert not list(tmp_path.iterdir())
   # Afterwards the process's own SymPy is whole again.
   assert sympy.sympify('x + 1').free_symbols
+
+
+def test_answers_that_threads_compare_score_as_one_by_one():
+  pytest.importorskip('math_verify')
+  pairs = [
+      (rf'\frac{{{n}\sqrt{{3}}}}{{{d}}}', rf'{m}\sqrt{{3}}/{d}')
+      for n in range(1, 7)
+      for m in (n, n + 1)
+      for d in (2, 5)
+  ] + [(f'(x+{n})^2', f'x^2+{2 * n}x+{n * n}') for n in range(1, 9)]
+  expected = [math_answer.is_right(*pair) for pair in pairs]
+  assert any(expected) and not all(expected)
+  with futures.ThreadPoolExecutor(8) as pool:
+    found = list(pool.map(lambda pair: math_answer.is_right(*pair), pairs * 2))
+  assert found == expected * 2
 
 
 @given(_LATEX, st.text('ab12+-= .', max_size=40), st.text('xyz ', max_size=9))
