@@ -6,6 +6,9 @@ cores. The record is written after every file, so that a run that was cut off
 leaves what it found.
 
   python -m benchmarks.soak --output=benchmarks/results/soak_cpu
+
+Its runs read the code when they start: do not edit the clone meanwhile, or run
+it in another one.
 """
 
 import pathlib
