@@ -115,17 +115,20 @@ def test_the_last_evaluation_of_a_failed_run_stands_for_later_ones():
 def test_the_primary_question_has_the_power_that_the_page_names():
   rng = np.random.default_rng(0)
   draws = 4000
-  noise = rng.standard_normal((draws, 5))
-  for mean, deviation, power in (
-      (0, 0.5, 0.91),
-      (0, 0.6, 0.79),
-      (0, 0.8, 0.56),
-      (0, 1.0, 0.40),
-      (-1, 0.8, 0.025),
+  noise = rng.standard_normal((draws, 20))
+  for mean, deviation, seeds, power in (
+      (0, 0.5, 5, 0.91),
+      (0, 0.6, 5, 0.79),
+      (0, 0.8, 5, 0.56),
+      (0, 1.0, 5, 0.40),
+      (-1, 0.8, 5, 0.025),
+      # The deviation that the main cell turned out to have.
+      (0, 1.5, 5, 0.21),
+      (0, 1.5, 20, 0.81),
   ):
     yes = 0
-    for d in (mean + deviation * noise) / 100:
-      pairs = paired(dict(enumerate(d)), dict.fromkeys(range(5), 0.0))
-      yes += is_as_good(pairs, 5) == 'yes'
+    for d in (mean + deviation * noise[:, :seeds]) / 100:
+      pairs = paired(dict(enumerate(d)), dict.fromkeys(range(seeds), 0.0))
+      yes += is_as_good(pairs, seeds) == 'yes'
     # Three standard errors of a share.
     assert abs(yes / draws - power) < 3 * (power * (1 - power) / draws) ** 0.5
