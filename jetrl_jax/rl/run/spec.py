@@ -84,8 +84,9 @@ class RunSpec:
           f' {self.rollout_policy.recipe.name!r}: in a mixed flow the'
           " rollout's log-probs belong to another policy, and with"
           " algorithm.old_logprobs='rollout' no correction could act. Set"
-          " algorithm.old_logprobs='recompute', or leave"
-          ' precision.rollout_recipe empty'
+          " algorithm.old_logprobs='recompute' and, to correct,"
+          " algorithm.rollout_is='token', or leave precision.rollout_recipe"
+          ' empty'
       )
 
   def with_policy(self, policy: Policy) -> 'RunSpec':
