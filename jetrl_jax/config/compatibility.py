@@ -82,7 +82,7 @@ def warn_of_updates(recipe: str, updates: int) -> None:
   logging.warning(
       '%d updates follow each rollout, and precision.recipe is %r: with four, a'
       ' small model ended 3 to 5 points below BF16 in FP8 and INT8, with one it'
-      ' ended 0.4 below in FP8 (docs/study.md).'
+      ' ended 0.4 below in FP8, from the same spread masters (docs/study.md).'
       ' One update: trainer.mini_batch_size=trainer.train_batch_size,'
       ' algorithm.ppo_epochs=1',
       updates,
@@ -105,9 +105,11 @@ def warn_of_mixed_flow(
   logging.warning(
       'training is in %r, the rollout in %r, and nothing corrects it: a real'
       " 0.5B trained in 'bf16' from 'fp8_token' samples stopped learning after"
-      ' some 80 updates, in each of five seeds, where one FP8 flow went on'
-      ' (docs/study.md). flow=jetrl is one FP8 flow; algorithm.rollout_is=token'
-      ' corrects, and went on there',
+      ' some 80 updates, in each of five seeds, where one FP8 flow went on, and'
+      ' so did the same two with a correction (docs/study.md). One FP8 flow:'
+      " leave precision.rollout_recipe empty. With a correction: flow='flashrl'"
+      ' with this precision.rollout_recipe, or, without a flow,'
+      ' algorithm.rollout_is=token',
       recipe,
       rollout_recipe,
   )

@@ -192,7 +192,7 @@ class GuardConfig:
   max_logprob_diff: float | None = None
   max_k3: float | None = None
   max_saturated_frac: float = 0.01
-  max_flushed_frac: float = 0.5
+  max_flushed_frac: float = 0.9
   patience: int = 2
   actions: tuple[str, ...] = GUARD_ACTIONS
   max_rollbacks: int = 3

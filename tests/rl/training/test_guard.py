@@ -91,7 +91,7 @@ def test_steps_over_a_bound_must_be_in_a_row():
 
 
 def test_a_bound_that_is_met_is_not_exceeded():
-  at = _metrics(down=_operand(saturated=0.01, flushed=0.5), k3=0.01)
+  at = _metrics(down=_operand(saturated=0.01, flushed=0.9), k3=0.01)
   assert guard.breaches(CONFIG, at) == ()
   assert guard.breaches(CONFIG, GOOD) == ()
 
@@ -156,7 +156,7 @@ def test_what_is_done_about_a_dot_does_not_bring_back_the_first_action():
 
 
 def test_scales_that_every_use_measures_are_not_measured_anew():
-  flushed = _metrics(o=_operand(flushed=0.6), qkv=_operand(flushed=0.9))
+  flushed = _metrics(o=_operand(flushed=0.92), qkv=_operand(flushed=0.96))
   (_, second), _ = _run([flushed] * 2, has_histories=False)
   # The worst first.
   assert second.state.due == Action(name='high_precision', dots=('qkv', 'o'))
