@@ -14,7 +14,7 @@ one) took 42.5 s on an H200 with
 (benchmarks/results/grpo_step_selective_qwen7b_h200_2026-11-23.md). With the KV
 cache as it is here the peak was 109 GiB
 (benchmarks/results/save_run_qwen7b_h200_2026-11-23.md), when a rollout still
-had gradients beside it; `--dry_run --dry_run_device='NVIDIA H200'` adds up 99.
+had gradients beside it; `--dry_run --dry_run_device='NVIDIA H200'` adds up 98.
 
 The files below data/: see docs/data.md. A speed run without a checkpoint
 replaces model.path by --config.model.init=random

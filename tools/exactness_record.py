@@ -65,9 +65,6 @@ _TAIL = """
   ([steps]({results}/scaling_4gpus_qwen7b_h200_2026-11-26.md)); a 32B with
   `mesh.fsdp=4` had none in two
   ([steps]({results}/scaling_4gpus_qwen32b_h200_2026-11-26.md)).
-* `fp8_block` in today's kernels had none on an H200 in four comparisons of
-  Qwen2.5-0.5B's shape (64 slots, few pages, scored and accumulated, 4231 tokens
-  each), the last before its machine went away; no file was left.
 * An early version of the `bf16` path differed at the 7B's width with more than
   4096 rows. The reason was not found.
 """
