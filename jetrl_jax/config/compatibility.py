@@ -105,8 +105,8 @@ def warn_of_mixed_flow(
   logging.warning(
       'training is in %r, the rollout in %r, and nothing corrects it: a real'
       " 0.5B trained in 'bf16' from 'fp8_token' samples stopped learning after"
-      ' some 80 updates, in each of five seeds; one FP8 flow went on, and so did'
-      ' this one with a correction (docs/study.md). Leave'
+      ' some 80 updates, in each of five seeds; one FP8 flow went on, and so'
+      ' did this one with a correction (docs/study.md). Leave'
       ' precision.rollout_recipe empty for one flow, or correct: flow=flashrl'
       ' with this precision.rollout_recipe, or without a flow'
       ' algorithm.rollout_is=token',
