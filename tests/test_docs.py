@@ -21,7 +21,7 @@ from jetrl_jax import cli
 from jetrl_jax.config import model as config_model
 from jetrl_jax.config import schema as config_schema
 from jetrl_jax.config import sections
-from jetrl_jax.rl.settings import MAX_K3, GuardConfig
+from jetrl_jax.rl.settings import GUARD_MAX_K3, GuardConfig
 from study import arms, results, statistics
 from tools import config_reference, exactness_record
 
@@ -367,7 +367,7 @@ def test_the_guard_would_have_warned_when_its_page_says():
         continue
       over = 0
       for step, k3 in run.series('rollout_corr/k3_kl'):
-        over = over + 1 if k3 > MAX_K3 else 0
+        over = over + 1 if k3 > GUARD_MAX_K3 else 0
         if over == patience:
           acts[run.seed] = step
           break

@@ -42,7 +42,7 @@ from jetrl_jax.rl.rollout.environment import (
 )
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.settings import (
-    MAX_K3,
+    GUARD_MAX_K3,
     AlgorithmConfig,
     FilterGroups,
     GuardConfig,
@@ -349,7 +349,7 @@ def build(config: Config) -> RunSpec:
   compatibility.check(loss, algorithm, engine, run)
   compatibility.check_guard(guard, loss, algorithm, run)
   if guard.max_k3 is None and not loss.reads_mu:
-    guard = dataclasses.replace(guard, max_k3=MAX_K3)
+    guard = dataclasses.replace(guard, max_k3=GUARD_MAX_K3)
   compatibility.warn_of_rate(optimizer.lr)
   compatibility.warn_of_updates(policy.recipe.name, updates)
   data = take(DataConfig, config)

@@ -155,7 +155,7 @@ class AlgorithmConfig:
 # In the order of their cost, the cheapest first.
 GUARD_ACTIONS = ('recalibrate', 'high_precision', 'rollback')
 # The guard's bound on k3 where nothing corrects it, in nats (docs/guard.md).
-MAX_K3 = 0.01
+GUARD_MAX_K3 = 0.01
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,9 +171,9 @@ class GuardConfig:
       (`training/rollout_logprob_diff_max`); None is no bound.
     max_k3: largest estimate (k3) of the KL divergence between the sampled
       policy and the trained one, in nats (`rollout_corr/k3_kl`); exactly 0 in a
-      unified flow without top-p or top-k. None is 0.01 (`MAX_K3`) where nothing
-      corrects the mismatch, and no bound where a correction does: a real run
-      with one grew beyond and learned (docs/guard.md).
+      unified flow without top-p or top-k. None is 0.01 where nothing corrects
+      the mismatch, and no bound where a correction does: a real run with one
+      grew beyond and learned (docs/guard.md).
     max_saturated_frac: largest share of the elements of any operand of any
       8-bit dot that saturate; 1 is no bound.
     max_flushed_frac: largest share of them that are flushed to zero; 1 is no

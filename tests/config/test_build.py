@@ -13,7 +13,7 @@ from jetrl_jax.config import build as configs
 from jetrl_jax.config import schema as config_schema
 from jetrl_jax.config import sections
 from jetrl_jax.rl.objective import LossConfig
-from jetrl_jax.rl.settings import MAX_K3
+from jetrl_jax.rl.settings import GUARD_MAX_K3
 from tests import whole_run
 
 _CONFIGS = sorted((whole_run.ROOT / 'configs').glob('[!_]*.py'))
@@ -59,8 +59,8 @@ def test_a_config_builds_its_parts(path, monkeypatch):
 @pytest.mark.parametrize(
     ('changes', 'bound'),
     [
-        ({}, MAX_K3),
-        ({'flow': 'fp8_rollout'}, MAX_K3),
+        ({}, GUARD_MAX_K3),
+        ({'flow': 'fp8_rollout'}, GUARD_MAX_K3),
         ({'flow': 'flashrl'}, None),
         ({'flow': 'flashrl', 'guard.max_k3': 0.02}, 0.02),
         ({'guard.max_k3': 0.0}, 0.0),

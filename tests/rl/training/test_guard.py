@@ -5,11 +5,13 @@ import json
 
 import pytest
 
-from jetrl_jax.rl.settings import MAX_K3, GuardConfig
+from jetrl_jax.rl.settings import GUARD_MAX_K3, GuardConfig
 from jetrl_jax.rl.training import guard
 from jetrl_jax.rl.training.guard import Action, GuardState
 
-CONFIG = GuardConfig(enable=True, max_mismatch_token_frac=0.0, max_k3=MAX_K3)
+CONFIG = GuardConfig(
+    enable=True, max_mismatch_token_frac=0.0, max_k3=GUARD_MAX_K3
+)
 
 
 def _operand(saturated=0.0, flushed=0.0, sqnr=30.0):
@@ -212,7 +214,7 @@ def test_the_run_ends_where_another_rollback_would_be_one_too_many():
 
 def test_a_mixed_flow_gives_up_the_rollouts_noisiest_dot_for_its_mismatch():
   apart = _metrics(mismatch=0.9, k3=0.02, o=_operand(sqnr=12.0))
-  config = GuardConfig(enable=True, patience=1, max_k3=MAX_K3)
+  config = GuardConfig(enable=True, patience=1, max_k3=GUARD_MAX_K3)
   (only,), _ = _run([apart], config, has_histories=False, is_mixed=True)
   assert only.state.due == Action(name='high_precision', dots=('o',))
   # Of a unified flow no rounding is to blame.
@@ -232,7 +234,7 @@ def test_a_rollout_with_dynamic_scales_is_judged_by_its_kernels():
       'o': {'kernel': _operand(sqnr=40.0)},
       'qkv': {'kernel': _operand(sqnr=38.0)},
   }
-  config = GuardConfig(enable=True, patience=1, max_k3=MAX_K3)
+  config = GuardConfig(enable=True, patience=1, max_k3=GUARD_MAX_K3)
   (only,), _ = _run([apart], config, has_histories=False, is_mixed=True)
   assert only.state.due == Action(name='high_precision', dots=('qkv',))
   # Nothing in 8 bits is left, so precision cannot help.
