@@ -5,10 +5,10 @@ python -m jetrl_jax.main --config=configs/qwen0_5b.py \
 
 The smallest real run: tied embeddings, head size 64. It is the main cell of
 docs/study.md. Expected: with Qwen2.5-Coder-0.5B-Instruct, made dense again
-from a 4-bit file, its 200 steps took
-GSM8K's test accuracy from 24.2 to 44.9 percent, greedily in FP8 (seed 1; 34.8
-after 40 steps, 39.0 after 100), in a quarter of an hour on an H100: 144 s to
-the end of step 0, then 3.5 s a step, and no unequal token
+from a 4-bit file, its 200 steps took GSM8K's test accuracy from 24.2 to 44.9
+percent, greedily in FP8 (seed 1; 34.8 after 40 steps, 39.0 after 100), in a
+quarter of an hour on an H100: 144 s to the end of step 0, then 3.5 s a step,
+and no unequal token
 (benchmarks/results/study/gsm8k_h100_2026-11-25/start.md). Seeds 2 to 5 went
 from 24.9 to 39.9, from 24.6 to 38.7, from 25.2 to 43.1 and from 25.6 to 43.5,
 in 13 to 14 minutes, 2.8 to 2.9 s a step on an H200 and 3.1 on an H100 (beside

@@ -62,6 +62,8 @@ def test_a_config_builds_its_parts(path, monkeypatch):
         ({}, GUARD_MAX_K3),
         ({'flow': 'fp8_rollout'}, GUARD_MAX_K3),
         ({'flow': 'flashrl'}, None),
+        # What the warning of a mixed flow advises.
+        ({'flow': 'flashrl', 'precision.rollout_recipe': 'fp8_token'}, None),
         ({'flow': 'flashrl', 'guard.max_k3': 0.02}, 0.02),
         ({'guard.max_k3': 0.0}, 0.0),
     ],
