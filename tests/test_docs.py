@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import tomllib
+from statistics import median
 
 import pytest
 import yaml
@@ -407,13 +408,99 @@ def test_single_runs_of_the_real_model_are_those_of_their_files():
   assert row in study
   (endpoint,) = _percent([sum(qurl[3:]) / len(qurl[3:])])
   assert f'| endpoint, `qurl` | {endpoint} |' in study
-  folders = ('stress_h100_2026-11-27', 'stress_jetrl_h100_2026-11-27')
-  for arm, seeds in (('jetrl', [1, 2, 3]), ('bf16', [1])):
+  folders = (
+      'stress_h100_2026-11-27',
+      'stress_jetrl_h100_2026-11-27',
+      'stress_bf16_h100_2026-11-27',
+  )
+  for arm in ('jetrl', 'bf16'):
     curves = _curves(folders, f'stress_{arm}', 'core')
-    assert sorted(curves) == seeds
+    assert sorted(curves) == [1, 2, 3]
     for seed, curve in curves.items():
       cells = [f'| `{arm}`, seed {seed}', *_percent(curve)]
       assert ' | '.join(cells) in study
+
+
+def test_the_long_cell_is_that_of_its_files():
+  study, folders = _text(_ROOT / 'docs/study.md'), ('math_h100_2026-11-27',)
+  finals = {}
+  for arm, precision, name in (
+      ('jetrl', 'core', '`jetrl`, in FP8'),
+      ('jetrl', 'bf16', '`jetrl`, in BF16'),
+      ('bf16', 'core', '`bf16`'),
+      ('fp8_rollout', 'core', '`fp8_rollout`, in FP8'),
+      ('fp8_rollout', 'bf16', '`fp8_rollout`, in BF16'),
+  ):
+    (curve,) = _curves(folders, f'math_{arm}', precision).values()
+    finals[arm, precision] = statistics.final(curve)
+    row = ' | '.join([name, *_percent([*curve, finals[arm, precision]])])
+    assert f'| {row} |' in study
+  to_bf16 = [
+      f'{100 * (finals[arm, "core"] - finals["bf16", "core"]):+.1f}'
+      for arm in ('jetrl', 'fp8_rollout')
+  ]
+  words = '{} points for `jetrl` against `bf16`, {} for `fp8_rollout`'
+  assert words.format(*to_bf16) in study
+  assert f'Held out {to_bf16[0]} against BF16' in study
+
+  runs = {run.arm.name: run.rows for run in _runs(folders)}
+  assert sorted(runs) == ['math_bf16', 'math_fp8_rollout', 'math_jetrl']
+
+  def of(arm, name, form, scale=1.0):
+    """The mean of steps 1 to 10, and of 51 to 60."""
+    values = []
+    for first in (1, 51):
+      steps = range(first, first + 10)
+      found = [
+          line[name]
+          for line in runs[f'math_{arm}']
+          if line['step'] in steps and name in line
+      ]
+      values.append(form.format(scale * sum(found) / len(found)))
+    return values
+
+  arms = ('jetrl', 'bf16', 'fp8_rollout')
+  for row, name, form, scale in (
+      ('sampled answers that are right', 'critic/acc/mean', '{:.1f}%', 100),
+      ('entropy', 'actor/entropy', '{:.2f}', 1),
+      ('k3 of an update', 'actor/update_k3', '{:.2g}', 1),
+      ('clipped tokens', 'actor/pg_clipfrac', '{:.3f}%', 100),
+      ('gradient norm', 'actor/grad_norm', '{:.2f}', 1),
+      ('tokens an answer', 'response_length/mean', '{:.0f}', 1),
+      (
+          'answers cut at 2048 tokens',
+          'response_length/clip_ratio',
+          '{:.1f}%',
+          100,
+      ),
+  ):
+    cells = [', '.join(of(arm, name, form, scale)) for arm in arms]
+    assert f'| {row} | ' + ' | '.join(cells) + ' |' in study
+  mixed = (
+      ('k3 of rollout and training', 'rollout_corr/k3_kl', '{:.4f}', 1),
+      ('unequal tokens', 'training/mismatch_token_frac', '{:.0f}%', 100),
+  )
+  for row, name, form, scale in mixed:
+    for arm in ('jetrl', 'bf16'):
+      assert not any(line.get(name) for line in runs[f'math_{arm}'])
+    cell = ', '.join(of('fp8_rollout', name, form, scale))
+    assert f'| {row} | 0, 0 | 0, 0 | {cell} |' in study
+  seconds = []
+  for arm in arms:
+    seconds.append(
+        median(
+            line['timing_s/step']
+            for line in runs[f'math_{arm}']
+            if line['step'] > 10 and 'val-core/test/acc/mean@1' not in line
+        )
+    )
+  cells = ' | '.join(f'{value:.2f}' for value in seconds)
+  assert f'| seconds a step | {cells} |' in study
+  ours, bf16, mixed_flow = seconds
+  assert (
+      f"`jetrl` {ours / bf16:.2f} of `bf16`'s time, the mixed flow"
+      f' {mixed_flow / bf16:.2f} ' in study
+  )
 
 
 def test_the_sums_with_four_updates_are_those_of_their_files():
