@@ -36,7 +36,6 @@ KEPT = (
     'sampling/sampling_logp_difference/mean',
     'sampling/sampling_logp_difference/max',
 )
-PROMPTS, ANSWERS, TOKENS = 64, 8, 512
 
 _CHECKPOINT = flags.DEFINE_string('checkpoint', None, 'Folder.')
 _TRAIN = flags.DEFINE_string('train', None, 'JSONL with question and answer.')
@@ -49,24 +48,6 @@ _LIGER = flags.DEFINE_bool('liger', False, 'With Liger kernels.')
 _MEMORY = flags.DEFINE_float('memory', 0.2, "vLLM's share of the GPU.")
 _SEED = flags.DEFINE_integer('seed', 1, 'Order of prompts.')
 _OUTPUT = flags.DEFINE_string('output', None, 'JSONL.')
-
-
-def read(file: str) -> list[dict]:
-  """Returns prompts as chat turns, with the answers behind '####'."""
-  lines = pathlib.Path(file).read_text(encoding='utf-8').splitlines()
-  rows = [json.loads(line) for line in lines]
-  return [
-      {
-          'prompt': [
-              {
-                  'role': 'user',
-                  'content': row['question'] + gsm8k.INSTRUCTION,
-              }
-          ],
-          'gold': row['answer'].split('####')[-1].strip(),
-      }
-      for row in rows
-  ]
 
 
 def reward(completions, gold, **_):
@@ -89,7 +70,7 @@ def held_out(trainer, test: list[dict]) -> float:
   ]
   outputs = trainer.vllm_generation.llm.generate(
       [{'prompt_token_ids': tokens} for tokens in prompts],
-      vllm.SamplingParams(temperature=0.0, max_tokens=TOKENS),
+      vllm.SamplingParams(temperature=0.0, max_tokens=gsm8k.TOKENS),
       use_tqdm=False,
   )
   scores = [
@@ -111,7 +92,7 @@ def main(_):
     with pathlib.Path(_OUTPUT.value).open('a') as file:
       file.write(json.dumps(line) + '\n')
 
-  test = read(_TEST.value)
+  test = gsm8k.read(_TEST.value)
 
   class Watch(transformers.TrainerCallback):
     """Evaluates, and notes each step."""
@@ -140,9 +121,9 @@ def main(_):
   args = trl.GRPOConfig(
       output_dir=str(pathlib.Path(_OUTPUT.value).with_suffix('')),
       per_device_train_batch_size=_MICRO.value,
-      gradient_accumulation_steps=PROMPTS * ANSWERS // _MICRO.value,
-      num_generations=ANSWERS,
-      max_completion_length=TOKENS,
+      gradient_accumulation_steps=gsm8k.PROMPTS * gsm8k.ANSWERS // _MICRO.value,
+      num_generations=gsm8k.ANSWERS,
+      max_completion_length=gsm8k.TOKENS,
       learning_rate=2e-6,
       lr_scheduler_type='constant',
       weight_decay=0.01,
@@ -154,7 +135,7 @@ def main(_):
       use_vllm=True,
       vllm_mode='colocate',
       vllm_gpu_memory_utilization=_MEMORY.value,
-      vllm_max_model_length=2 * TOKENS,
+      vllm_max_model_length=2 * gsm8k.TOKENS,
       logging_steps=1,
       save_strategy='no',
       report_to=[],
@@ -164,7 +145,7 @@ def main(_):
       model=_CHECKPOINT.value,
       reward_funcs=reward,
       args=args,
-      train_dataset=datasets.Dataset.from_list(read(_TRAIN.value)),
+      train_dataset=datasets.Dataset.from_list(gsm8k.read(_TRAIN.value)),
       processing_class=transformers.AutoTokenizer.from_pretrained(
           _CHECKPOINT.value
       ),

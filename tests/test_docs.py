@@ -503,6 +503,24 @@ def test_the_long_cell_is_that_of_its_files():
   )
 
 
+def test_the_five_steps_of_verl_are_those_of_their_file():
+  folder, page = _ROOT / 'benchmarks/results', _text(
+      _ROOT / 'docs/comparison.md'
+  )
+  name = 'verl_five_steps_qwen0_5b_h100_2026-11-27'
+  record = _text(folder / f'{name}.md')
+  rows = json.loads((folder / f'{name}.json').read_text(encoding='utf-8'))
+  for row in rows:
+    seconds = [
+        row[f'timing_s/{part}']
+        for part in ('step', 'gen', 'old_log_prob', 'update_actor')
+    ]
+    cells = ' | '.join(f'{value:.1f}' for value in seconds)
+    assert f'| {row["step"]} | {cells} |' in record
+  last = [row['timing_s/step'] for row in rows[2:]]
+  assert f'the last three took {min(last):.1f} to {max(last):.1f} s' in page
+
+
 def test_the_sums_with_four_updates_are_those_of_their_files():
   study, readme = _text(_ROOT / 'docs/study.md'), _text(_ROOT / 'README.md')
   folders = ('sums_four_h100_2026-11-27', 'sums_four_arms_h100_2026-11-27')
