@@ -293,11 +293,13 @@ def endpoints(runs: list[Run], output: pathlib.Path, origin: str) -> None:
   print('| arm | against | seeds | difference, points | 95% | p, Holm | |')
   print('|---|---|---|---|---|---|---|')
   for pair, d in found.items():
-    low, high = (f'{100 * x:+.1f}' for x in d.interval)
+    wide = 'one pair, no interval'
+    if len(d.differences) > 1:
+      wide = ' to '.join(f'{100 * x:+.1f}' for x in d.interval)
     p, word = _said(pair, d, adjusted)
     print(
         f'| {pair[0]} | {pair[1]} | {len(d.differences)} |'
-        f' {100 * d.mean:+.1f} | {low} to {high} | {p} | {word} |'
+        f' {100 * d.mean:+.1f} | {wide} | {p} | {word} |'
     )
   figure, panel = plt.subplots(figsize=(9, 1.4 + 0.4 * len(found)))
   margin = 100 * statistics.NON_INFERIORITY

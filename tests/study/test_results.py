@@ -286,6 +286,15 @@ def test_p_values_are_corrected_for_questions_without_runs_too(
   assert f'| {p:.2g} | not shown to differ |' in line
 
 
+def test_one_pair_has_no_interval(tmp_path, capsys):
+  runs = _runs(
+      {**_of_seeds('math_bf16', 0.30), **_of_seeds('math_jetrl', 0.28)}
+  )
+  (line,) = _table(runs, tmp_path, capsys)
+  # Final accuracy, over three evaluations.
+  assert '| math_jetrl | math_bf16 | 1 | -1.3 | one pair, no interval |' in line
+
+
 def test_seeds_beyond_the_design_are_left_out(tmp_path, capsys):
   runs = _runs(
       {
