@@ -664,17 +664,30 @@ class Bench:
     for program in self.programs.values():
       del program.state
 
-    def score(name: str, params: PyTree):
-      program = self.programs[name]
-      state = self.create(program.policy, params)
+    def shown(policy: Policy, params: PolicyParams, batch: TrainBatch):
+      logprobs_BT, _, logits_MV, sum_M = policy.target_logprobs(
+          params, batch, jnp.float32(1), None, show=True
+      )
+      return logprobs_BT, logits_MV - sum_M[:, None]
+
+    # Of the row whose token comes next.
+    before = np.roll(mask, -1, axis=1).reshape(-1)
+    compiled = {
+        name: program.policy.jit(functools.partial(shown, program.policy))
+        for name, program in self.programs.items()
+    }
+
+    def score(name: str, params: PyTree) -> layer_updates.Scored:
+      state = self.create(self.programs[name].policy, params)
       slots = state.fp8_state if name == 'bf16' else calibrated
-      logprobs_BT, _ = program.step.logprobs(
-          PolicyParams(state.weights, slots), batch, jnp.float32(1)
+      logprobs_BT, next_MV = compiled[name](
+          PolicyParams(state.weights, slots), batch
       )
       leaves = jax.tree.leaves(state.weights)
-      return (
-          np.asarray(logprobs_BT)[mask],
-          [leaf for leaf in leaves if leaf.dtype.itemsize == 1],
+      return layer_updates.Scored(
+          logprobs_N=np.asarray(logprobs_BT)[mask],
+          weights=[leaf for leaf in leaves if leaf.dtype.itemsize == 1],
+          next_NV=np.asarray(next_MV)[before],
       )
 
     arms = {
@@ -1192,6 +1205,20 @@ def tables(rows: list[dict[str, Any]]) -> str:
           ('mean_absolute', 'mean', '.2e'),
           ('clipped', 'ratio outside 0.8 to 1.2', '.1%'),
           ('weights_changed', '8-bit weights that changed', '.4%'),
+      ),
+  )
+  add(
+      "What PPO's clip drops",
+      'Shares of the gradient, in expectation over the next token, where the'
+      ' advantage is positive and negative; rare: below 1% before the update.',
+      _select(rows, part='updates'),
+      (
+          ('arm', 'in 8 bits', ''),
+          ('size', 'update', '.0e'),
+          ('clipped_positive_all', 'A > 0', '.1%'),
+          ('clipped_negative_all', 'A < 0', '.1%'),
+          ('clipped_positive_rare', 'A > 0, rare', '.1%'),
+          ('clipped_negative_rare', 'A < 0, rare', '.1%'),
       ),
   )
   return '\n\n'.join(parts)

@@ -11,9 +11,10 @@ what a second mini-batch would clip of it.
 
 What falls with the size is the update. What stays however small it is comes
 from rounding inputs: a change in the last bits of one layer makes the next ones
-round to other values.
+round to other values. `clipped_gradient` says what PPO's clip makes of it.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -23,8 +24,28 @@ import numpy as np
 
 from jetrl_jax.core.typing import PyTree
 
-# Masters to (log-probs of answers [N], 8-bit weights).
-Score: TypeAlias = Callable[[PyTree], tuple[np.ndarray, list[jax.Array]]]
+# PPO's bounds, that of the dual clip last, and what is called a rare token.
+_LOW, _HIGH, _DUAL = 0.8, 1.2, 3.0
+_RARE = 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+  """What a policy makes of the answers.
+
+  Attributes:
+    logprobs_N: of the answers' tokens.
+    weights: those in 8 bits.
+    next_NV: log-probs of all tokens at each of these places.
+  """
+
+  logprobs_N: np.ndarray
+  weights: list[jax.Array]
+  next_NV: np.ndarray
+
+
+# Of masters.
+Score: TypeAlias = Callable[[PyTree], Scored]
 
 
 def rows(
@@ -43,8 +64,8 @@ def rows(
   for size in sizes:
     moved = jax.tree.map(lambda p, s, size=size: p - size * s, params, signs)
     for arm, score in scores.items():
-      (old, old_weights), (new, new_weights) = first[arm], score(moved)
-      gap = np.float64(new) - np.float64(old)
+      old, new = first[arm], score(moved)
+      gap = np.float64(new.logprobs_N) - np.float64(old.logprobs_N)
       row = {
           'part': 'updates',
           'arm': arm,
@@ -52,11 +73,55 @@ def rows(
           'half_mean_square': float((gap**2).mean() / 2),
           'mean_absolute': float(np.abs(gap).mean()),
           'clipped': float((np.abs(np.exp(gap) - 1) > 0.2).mean()),
+          **clipped_gradient(old.next_NV, new.next_NV),
       }
-      if new_weights:
-        row['weights_changed'] = _changed(old_weights, new_weights)
+      if new.weights:
+        row['weights_changed'] = _changed(old.weights, new.weights)
       found.append(row)
   return found
+
+
+def clipped_gradient(
+    old_NV: np.ndarray, new_NV: np.ndarray
+) -> dict[str, float]:
+  """Returns which shares of a gradient PPO's clip drops, in expectation.
+
+  A token that `old` samples with p_old, and whose ratio is r = p / p_old, adds
+  r (1 - p) |A| to the derivative by its own logit. The clip drops it above 1.2
+  where A > 0, and where A < 0 below 0.8 and, by the dual clip, above 3. The
+  expectation over the next token is a sum over the vocabulary, so no sampling
+  is in it.
+
+  Args:
+    old_NV: log-probs of all tokens, before the update.
+    new_NV: the same, after it.
+
+  Returns:
+    The shares for A > 0 and A < 0, of all tokens and of those whose p_old is
+    below 0.01.
+  """
+  total = dict.fromkeys(('all', 'rare'), 0.0)
+  dropped = {
+      (sign, of): 0.0 for sign in ('positive', 'negative') for of in total
+  }
+  # A place at a time: whole arrays of a vocabulary's size take much memory.
+  for old_V, new_V in zip(old_NV, new_NV, strict=True):
+    p_V = np.exp(np.float64(new_V))
+    ratio_V = np.exp(np.float64(new_V) - np.float64(old_V))
+    # p_old r = p.
+    part_V = p_V * (1 - p_V)
+    drops = {
+        'positive': ratio_V > _HIGH,
+        'negative': (ratio_V < _LOW) | (ratio_V > _DUAL),
+    }
+    for of, among in (('all', slice(None)), ('rare', np.exp(old_V) < _RARE)):
+      total[of] += float(part_V[among].sum())
+      for sign, drop_V in drops.items():
+        dropped[sign, of] += float((part_V * drop_V)[among].sum())
+  return {
+      f'clipped_{sign}_{of}': value / total[of] if total[of] else 0.0
+      for (sign, of), value in dropped.items()
+  }
 
 
 def _changed(before: list[jax.Array], after: list[jax.Array]) -> float:

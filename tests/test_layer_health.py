@@ -1,5 +1,6 @@
 """What `benchmarks.layer_health` measures, on values known by hand."""
 
+import dataclasses
 import pathlib
 
 import jax
@@ -95,11 +96,18 @@ def test_what_is_planted_fires_at_first_tokens_alone():
 def test_updates_are_held_against_what_was_before_them():
   # The log-probs are the masters, the 8-bit weights their signs.
   def score(params):
-    return np.asarray(params['w']), [jnp.sign(params['w']).astype(jnp.int8)]
+    return layer_updates.Scored(
+        logprobs_N=np.asarray(params['w']),
+        weights=[jnp.sign(params['w']).astype(jnp.int8)],
+        next_NV=np.log(np.full((1, 2), 0.5)),
+    )
+
+  def without_weights(params):
+    return dataclasses.replace(score(params), weights=[])
 
   params = {'w': jnp.asarray([0.5, -0.5, 0.0, 0.1])}
   signs = {'w': jnp.asarray([1, -1, 0, 1], jnp.int8)}
-  scores = {'one': score, 'none': lambda params: (score(params)[0], [])}
+  scores = {'one': score, 'none': without_weights}
   large, none, small, _ = layer_updates.rows(scores, params, signs, [0.25, 0.0])
   assert (large['arm'], none['arm']) == ('one', 'none')
   np.testing.assert_allclose(large['half_mean_square'], 0.75 * 0.25**2 / 2)
@@ -109,6 +117,31 @@ def test_updates_are_held_against_what_was_before_them():
   assert large['weights_changed'] == 0.25
   assert 'weights_changed' not in none
   assert small['half_mean_square'] == small['weights_changed'] == 0
+
+
+def test_the_clip_drops_what_an_update_made_likelier_or_less_likely():
+  old = np.log([[0.5, 0.4, 0.095, 0.005]])
+  new = np.log([[0.5, 0.3, 0.18, 0.02]])
+  # Ratios 1, 0.75, 1.9 and 4; a token's part is p (1 - p).
+  parts = np.array([0.25, 0.21, 0.1476, 0.0196])
+  found = layer_updates.clipped_gradient(old, new)
+  np.testing.assert_allclose(
+      [found['clipped_positive_all'], found['clipped_negative_all']],
+      [parts[2:].sum() / parts.sum(), (parts[1] + parts[3]) / parts.sum()],
+  )
+  assert found['clipped_positive_rare'] == found['clipped_negative_rare'] == 1
+  same = layer_updates.clipped_gradient(old, old)
+  assert set(same.values()) == {0}
+
+
+def test_a_clip_of_symmetric_noise_drops_more_where_the_advantage_is_positive():
+  random = np.random.default_rng(0)
+  old = random.normal(scale=2, size=(200, 50))
+  new = old + random.normal(scale=0.3, size=old.shape)
+  old, new = (x - np.log(np.exp(x).sum(1, keepdims=True)) for x in (old, new))
+  found = layer_updates.clipped_gradient(old, new)
+  assert 0.25 < found['clipped_positive_all'] < 0.35
+  assert 0.12 < found['clipped_negative_all'] < 0.22
 
 
 @pytest.mark.soak
