@@ -629,6 +629,51 @@ def test_the_recipes_with_four_updates_are_those_of_their_file():
     assert words.format(d.mean, *d.interval) in page
 
 
+def test_what_the_clip_meets_is_that_of_its_files():
+  page, folder = _text(_ROOT / 'docs/numerics.md'), _ROOT / 'benchmarks/results'
+  name = 'four_updates_rates_quickstart_cpu_2026-11-27.json'
+  ends = {}
+  for run in json.loads((folder / name).read_text(encoding='utf-8'))['runs']:
+    assert run['unequal'] == 0
+    of_arm = ends.setdefault((run['recipe'], run['lr'], run['ratio']), {})
+    of_arm[run['seed']] = 100 * statistics.final(run['accuracy'])
+  bf16, fp8, one = (
+      ends[recipe, 1e-5, ratio]
+      for recipe, ratio in (
+          ('bf16', 'plain'),
+          ('fp8_delayed', 'plain'),
+          ('fp8_delayed', 'one'),
+      )
+  )
+  assert (len(bf16), len(fp8), len(one)) == (6, 6, 5)
+  d = statistics.paired(bf16, fp8)
+  words = 'cost FP8 {:.1f} points (six seeds, {:.1f} to {:+.1f})'
+  assert words.format(d.mean, *d.interval) in page
+  d = statistics.paired(fp8, one)
+  words = (
+      'ends {:.1f} points lower than with it (five seeds, {:.1f} to {:+.1f})'
+  )
+  assert words.format(d.mean, *d.interval) in page
+  falls = [ends[recipe, 5e-5, 'one'] for recipe in ('bf16', 'fp8_delayed')]
+  assert [len(found) for found in falls] == [3, 3]
+  bf16, fp8 = (sum(found.values()) / 3 for found in falls)
+  assert f'BF16 falls to {bf16:.1f}% and FP8 to {fp8:.1f}% (three' in page
+
+  name = 'clip_after_updates_qwen0_5b_cpu_2026-11-27.json'
+  rows = json.loads((folder / name).read_text(encoding='utf-8'))['rows']
+  rows = {(row['arm'], row['size']): row for row in rows}
+  for size in ('2e-6', '2e-7', '2e-8'):
+    cells = []
+    for arm in ('BF16', '8-bit weights and inputs'):
+      for of in ('all', 'rare'):
+        both = (
+            f'{100 * rows[arm, float(size)][f"clipped_{sign}_{of}"]:.1f}'
+            for sign in ('positive', 'negative')
+        )
+        cells.append(', '.join(both) + '%')
+    assert f'| {size} | {" | ".join(cells)} |' in page
+
+
 # The main cell's runs of docs/study.md.
 _MAIN = (
     'gsm8k_h100_2026-11-25',
