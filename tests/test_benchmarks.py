@@ -111,6 +111,27 @@ def _their_sample(prompt, name, right, read):
   }
 
 
+@pytest.mark.slow
+def test_an_update_of_nothing_leaves_later_gradients_as_they_were(tmp_path):
+  rows = _rows(
+      'later_gradients',
+      tmp_path,
+      '--config=configs/quickstart.py',
+      '--config.trainer.train_batch_size=8',
+      '--config.trainer.mini_batch_size=4',
+      '--config.trainer.micro_batch_size=32',
+      '--config.optim.lr=1e-30',
+      '--config.optim.lr_warmup_steps=0',
+      '--rollouts=1',
+  )
+  assert [row['variant'] for row in rows] == ['fp8_delayed', 'bf16']
+  for row in rows:
+    assert row['answers'] == 32
+    assert row['k3'] == row['ppo_drift'] == row['cispo_drift'] == 0
+    for name in ('ppo_cosine', 'cispo_cosine', 'one_cosine', 'ppo_length'):
+      assert row[name] == pytest.approx(1, abs=1e-6)
+
+
 def test_two_graders_are_compared_answer_by_answer():
   ours = [
       {
