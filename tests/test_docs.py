@@ -674,6 +674,29 @@ def test_what_the_clip_meets_is_that_of_its_files():
     assert f'| {size} | {" | ".join(cells)} |' in page
 
 
+@pytest.mark.parametrize(('name', 'rollouts'), [('', 12), ('small_rate_', 8)])
+def test_the_gradients_after_an_update_are_those_of_their_files(name, rollouts):
+  file = f'later_gradients_{name}quickstart_cpu_2026-11-27.json'
+  text = (_ROOT / 'benchmarks/results' / file).read_text(encoding='utf-8')
+  rows, found = json.loads(text)['rows'], {}
+  for variant in ('fp8_delayed', 'bf16'):
+    mine = [row for row in rows if row['variant'] == variant]
+    assert len(mine) == rollouts
+    found[variant] = [
+        f'{sum(row[f"{of}_cosine"] for row in mine) / rollouts:.2f}'
+        for of in ('ppo', 'cispo', 'one')
+    ]
+  page = _text(_ROOT / 'docs/numerics.md')
+  fp8, bf16 = found['fp8_delayed'], found['bf16']
+  words = 'in BF16 {}, {} and {}'.format(*bf16)
+  if name:
+    words = 'in FP8 {}, {} and {}, '.format(*fp8) + words
+  else:
+    said = "in FP8 {} with PPO's ratios, {} with CISPO's, {} with ratios of 1; "
+    words = said.format(*fp8) + words
+  assert words in page
+
+
 # The main cell's runs of docs/study.md.
 _MAIN = (
     'gsm8k_h100_2026-11-25',
