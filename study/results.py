@@ -5,7 +5,8 @@
 
 writes a file per run, `<arm>_seed<n>.jsonl.gz`: a line on the run (arm, seed,
 settings, versions, device), then a line per step with the metrics of `KEPT`,
-named as in docs/metrics.md. The same runs give the same bytes.
+named as in docs/metrics.md. The same runs give the same bytes. A run to which
+`study.run --set` gave more than where things are is exploratory.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from typing import Any
 from jetrl_jax.core.files import user_path
 from study import statistics
 from study.arms import ARMS, Arm
-from study.run import has_failed, is_finished, read_metrics
+from study.run import SET, has_failed, is_finished, read_metrics
 from tools import command
 
 KEPT = re.compile(
@@ -32,6 +33,14 @@ KEPT = re.compile(
     r'|rollout_corr/(kl|k3_kl|rollout_is_mean|rollout_is_eff_sample_size)'
     r'|(rollout_)?fp8/changed_weight_bytes/(mean|min)'
     r'|timing_s/(step|gen|update_actor|testing|calibration)'
+)
+# Settings that say where things are, and change no run.
+_WHERE = (
+    'model.path',
+    'data.tokenizer',
+    'data.train_files',
+    'data.val_files',
+    'compile_cache_dir',
 )
 
 
@@ -95,7 +104,8 @@ class Run:
   @property
   def is_of_design(self) -> bool:
     """Whether the design asks for this run: others are exploratory."""
-    return not self.arm.seeds or self.seed in self.arm.seeds
+    of_seed = not self.arm.seeds or self.seed in self.arm.seeds
+    return of_seed and not self.about.get('set')
 
   @property
   def is_over(self) -> bool:
@@ -136,6 +146,7 @@ def compact(workdir: pathlib.Path, arm: Arm, seed: int) -> list[dict]:
       'train': arm.train,
       'rollout': arm.rollout,
       'settings': {k: str(v) for k, v in arm.settings.items()},
+      'set': _set(workdir),
       'finished': is_finished(workdir),
       'failed': has_failed(workdir),
       'evaluations': evaluations(
@@ -148,6 +159,13 @@ def compact(workdir: pathlib.Path, arm: Arm, seed: int) -> list[dict]:
       for row in read_metrics(workdir)
   ]
   return [about, *rows]
+
+
+def _set(workdir: pathlib.Path) -> dict[str, str]:
+  """Returns what `study.run --set` gave a run, but for where things are."""
+  file = workdir / SET
+  given = json.loads(file.read_text()) if file.exists() else {}
+  return {name: text for name, text in given.items() if name not in _WHERE}
 
 
 def _short(value):

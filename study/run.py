@@ -32,6 +32,8 @@ from tools import command
 
 # What a run needs for its last update, evaluation and checkpoint.
 GRACE_S = 60
+# In a run's folder: what `--set` gave it, by config name, as text.
+SET = 'set.json'
 # The long answers, in a config of short ones.
 LONG = {
     'rollout.max_response_length': 1984,
@@ -271,6 +273,7 @@ class Runner:
   def _start(self, arm: Arm, seed: int) -> None:
     folder = self.plan.run_folder(arm, seed)
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / SET).write_text(json.dumps(self.plan.more))
     env = dict(os.environ)
     # The old name of the same; jax refuses both.
     env.pop('XLA_PYTHON_CLIENT_MEM_FRACTION', None)

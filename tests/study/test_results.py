@@ -109,6 +109,21 @@ def test_a_run_without_its_starts_keeps_no_other_from_being_written(
   assert len(results.read(output)) == 5
 
 
+def test_a_run_with_other_settings_is_none_of_the_design(tmp_path):
+  arm = ARMS['math_jetrl']
+  places = {'model.path': 'folder', 'data.val_files': "('a.jsonl',)"}
+  _workdir(tmp_path, [0.1, 0.2, 0.3], 0.0)
+  for more, expected in (
+      (places, True),
+      (places | {'algorithm.policy_loss': 'cispo'}, False),
+  ):
+    (tmp_path / 'set.json').write_text(json.dumps(more))
+    about, *rows = results.compact(tmp_path, arm, seed=1)
+    assert about['set'] == dict(more.items() - places.items())
+    run = results.Run(arm=arm, seed=1, about=about, rows=rows)
+    assert run.is_of_design == expected
+
+
 def test_a_line_that_is_being_written_is_left_out(tmp_path):
   _workdir(tmp_path, [0.1, 0.2, 0.3], 0.0)
   with open(tmp_path / 'metrics.jsonl', 'a') as file:

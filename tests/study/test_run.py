@@ -1,5 +1,6 @@
 """The whole chain on a CPU: task, warm start, arms, results, figures."""
 
+import json
 import pathlib
 import subprocess
 import sys
@@ -134,6 +135,18 @@ def test_a_failed_run_is_named_with_what_it_said_last(tmp_path, capsys):
     assert capsys.readouterr().out == (
         f'FAILED   jetrl/seed2 before step 0: {said} (see {log})\n'
     )
+
+
+def test_a_run_keeps_what_was_set(tmp_path):
+  more = {'model.path': 'X', 'algorithm.policy_loss': 'cispo'}
+  plan = run.Plan(folder=tmp_path, more=more)
+  runner = run.Runner(plan, [], parallel=1, deadline=0.0)
+  (arm,) = arms.named(['sums_jetrl'])
+  with mock.patch('subprocess.Popen') as started:
+    runner._start(arm, 3)
+  assert '--config.algorithm.policy_loss=cispo' in started.call_args.args[0]
+  kept = plan.run_folder(arm, 3) / run.SET
+  assert json.loads(kept.read_text()) == more
 
 
 def test_a_run_goes_to_the_device_with_the_fewest_runs():
