@@ -190,10 +190,15 @@ def measured(config: ml_collections.ConfigDict) -> list[dict[str, Any]]:
   """Returns a row for each rollout of one variant.
 
   Raises:
-    ValueError: a rollout has a single update.
+    ValueError: a rollout has a single update, or the loss is not PPO's.
   """
   spec = configs.build(config)
   run = spec.run
+  if spec.loss.policy_loss != 'ppo':
+    raise ValueError(
+        f'algorithm.policy_loss={spec.loss.policy_loss}: PPO and CISPO are'
+        " compared; leave it 'ppo'"
+    )
   if run.mini_batch_size == run.train_batch_size:
     raise ValueError(
         f'trainer.mini_batch_size={run.mini_batch_size} is all of'
