@@ -123,17 +123,15 @@ def test_an_update_of_nothing_leaves_later_gradients_as_they_were(tmp_path):
       '--config.optim.lr=1e-30',
       '--config.optim.lr_warmup_steps=0',
       '--rollouts=1',
+      '--variants=fp8_delayed',
   )
-  assert [row['variant'] for row in rows] == ['fp8_delayed', 'bf16']
-  fp8, bf16 = rows
-  for row in rows:
-    assert row['answers'] == 32
-    assert row['k3'] == row['ppo_drift'] == row['cispo_drift'] == 0
-    assert row['ppo_cosine'] == row['one_cosine']
+  (row,) = rows
+  assert row['answers'] == 32
+  assert row['k3'] == row['ppo_drift'] == row['cispo_drift'] == 0
+  assert row['ppo_cosine'] == row['one_cosine']
   for name in ('ppo_cosine', 'cispo_cosine', 'ppo_length'):
-    assert bf16[name] == pytest.approx(1, abs=1e-6)
     # Scales of output gradients have moved with what they saw.
-    assert fp8[name] == pytest.approx(1, abs=0.02)
+    assert row[name] == pytest.approx(1, abs=0.02)
 
 
 def test_two_graders_are_compared_answer_by_answer():
