@@ -14,9 +14,9 @@ the same answers before the update, which is on-policy:
 * cosine: 1 where an update leaves it as it was. BF16 says what the update alone
   does to it;
 * length: of that gradient, as a share;
-* drift: length of the part that depends on no advantage. It is half the sum of
-  the gradients with advantages of +1 and of -1 everywhere, which cancel but for
-  what is clipped.
+* drift: length of the part of PPO's that depends on no advantage. It is half
+  the sum of the gradients with advantages of +1 and of -1 everywhere, which
+  cancel but for what is clipped. CISPO has none.
 
 Masters start spread in 8-bit recipes, and as stored in BF16, as in a run. The
 rollouts follow each other, with all updates in between.
@@ -139,13 +139,13 @@ class Measure:
       found = self._host(programs, rest)
       row[f'{name}_cosine'] = cosine(found, wanted)
       row[f'{name}_length'] = length(found) / length(wanted)
-      # Advantages of one sign everywhere, then of the other.
-      signed = [
-          self._host(programs, [_with_advantage(x, sign) for x in rest])
-          for sign in (1.0, -1.0)
-      ]
-      drift = [(a + b) / 2 for a, b in zip(*signed, strict=True)]
-      row[f'{name}_drift'] = length(drift) / length(wanted)
+    # Advantages of one sign everywhere, then of the other.
+    signed = [
+        self._host(self.ppo, [_with_advantage(x, sign) for x in rest])
+        for sign in (1.0, -1.0)
+    ]
+    drift = [(a + b) / 2 for a, b in zip(*signed, strict=True)]
+    row['ppo_drift'] = length(drift) / length(wanted)
     as_old = [
         dataclasses.replace(sequence, old_logprobs=values)
         for sequence, values in zip(rest, logprobs, strict=True)

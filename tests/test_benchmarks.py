@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from benchmarks import beside_lm_eval, exactness
+from benchmarks import beside_lm_eval, exactness, gsm8k, verl_settings
+from configs import qwen0_5b
 from tests import whole_run
 
 _SCRIPTS = {
@@ -111,6 +112,39 @@ def _their_sample(prompt, name, right, read):
   }
 
 
+def test_verl_is_given_what_the_main_cell_has(tmp_path):
+  found = verl_settings.settings(
+      *('model', 'train', 'test'), steps=3, every=1, memory=0.2, micro_tokens=64
+  )
+  config = qwen0_5b.get_config()
+  actor, rollout = 'actor_rollout_ref.actor', 'actor_rollout_ref.rollout'
+  for theirs, ours in (
+      ('data.train_batch_size', config.trainer.train_batch_size),
+      (f'{actor}.ppo_mini_batch_size', config.trainer.mini_batch_size),
+      ('data.max_response_length', config.rollout.max_response_length),
+      (f'{rollout}.n', config.rollout.num_generations),
+      (f'{actor}.optim.lr', config.optim.lr),
+      (f'{actor}.optim.weight_decay', config.optim.weight_decay),
+      (f'{actor}.grad_clip', config.optim.grad_clip),
+  ):
+    assert found[theirs] == ours, theirs
+  # The function by its file and name, as verl looks for it.
+  reward = 'reward.custom_reward_function'
+  assert found[f'{reward}.path'] == gsm8k.__file__
+  judge = getattr(gsm8k, str(found[f'{reward}.name']))
+  for answer, expected in (('\\boxed{18}', 1), ('\\boxed{81}', 0)):
+    score = judge(data_source='gsm8k', solution_str=answer, ground_truth='18')
+    assert score == expected
+
+  problems = tmp_path / 'problems.jsonl'
+  problems.write_text('{"question": "9 + 9?", "answer": "18\\n#### 18"}\n')
+  table = pytest.importorskip('pyarrow.parquet')
+  file = verl_settings.parquet(str(problems), tmp_path / 'problems.parquet')
+  (row,) = table.read_table(file).to_pylist()
+  assert row['reward_model'] == {'style': 'rule', 'ground_truth': '18'}
+  assert row['prompt'][0]['content'] == '9 + 9?' + gsm8k.INSTRUCTION
+
+
 @pytest.mark.slow
 def test_an_update_of_nothing_leaves_later_gradients_as_they_were(tmp_path):
   rows = _rows(
@@ -127,7 +161,7 @@ def test_an_update_of_nothing_leaves_later_gradients_as_they_were(tmp_path):
   )
   (row,) = rows
   assert row['answers'] == 32
-  assert row['k3'] == row['ppo_drift'] == row['cispo_drift'] == 0
+  assert row['k3'] == row['ppo_drift'] == 0
   assert row['ppo_cosine'] == row['one_cosine']
   for name in ('ppo_cosine', 'cispo_cosine', 'ppo_length'):
     # Scales of output gradients have moved with what they saw.

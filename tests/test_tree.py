@@ -235,6 +235,21 @@ def test_a_folder_of_the_clone_is_found_before_a_package_of_its_name():
     assert (_ROOT / folder / '__init__.py').is_file(), folder
 
 
+def test_nothing_else_is_committed_beside_the_folders_of_the_project():
+  done = subprocess.run(
+      ['git', 'ls-files'],
+      cwd=_ROOT,
+      capture_output=True,
+      text=True,
+      check=False,
+  )
+  if done.returncode:
+    pytest.skip('no git repository')
+  folders = {name.split('/')[0] for name in done.stdout.split() if '/' in name}
+  others = {'.ci', '.github', 'docs', 'examples', 'jetrl_jax', 'notebooks'}
+  assert folders == {*_CLONE, *others}
+
+
 def test_no_file_holds_a_path_of_somebodys_machine():
   # `/(?:` keeps this file from finding itself.
   path_of_a_machine = re.compile(r'(?<![\w.])/(?:work|root|home|Users)/')
