@@ -14,6 +14,7 @@ which was used.
 
 import functools
 import itertools
+import os
 import struct
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
 
 from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.quantization import quantize
@@ -33,6 +35,9 @@ ROWS = 64
 SWIZZLE = 128
 # Of a warpgroup.
 THREADS, WARPS, LANES = 128, 4, 32
+# By what jaxlib names the files to which it dumps a kernel, if it does. Unless
+# it is set, it becomes the name with a number, see `named`.
+_DUMP_NAME = 'mosaic_gpu.dump_basename'
 # Registers of a warpgroup that only asks for copies.
 MEMORY_REGISTERS = 40
 
@@ -102,13 +107,42 @@ def pieces(dtype, columns: int = SWIZZLE) -> tuple:
 
 
 def named(name: str, kernel, **static):
-  """Returns a kernel of references alone, under the name in profiles."""
+  """Returns a kernel of references alone, under the name in profiles.
+
+  jaxlib 0.11 would number the kernels of a process as they are lowered, and the
+  number would be part of the kernel's text. (0.12.0.1 leaves it out.) But
+  jaxlib compiles a text once a process, one at a time, and the compile cache
+  finds a program by its text. So a text depends on its kernel alone: programs
+  share what is compiled of it, and their order does not matter.
+
+  Args:
+    name: of the kernel.
+    kernel: takes references and `static`.
+    **static: arguments that are no references.
+  """
 
   def run(*refs):
+    if not static.get('interpret'):
+      _without_number(name)
     kernel(*refs, **static)
 
   run.__name__ = name
   return run
+
+
+def _without_number(name: str) -> None:
+  """Keeps the number of kernels lowered before out of this one's text."""
+  # Files of kernels with one name would replace each other.
+  if any(key.startswith('MOSAIC_GPU_DUMP') for key in os.environ):
+    return
+
+  @plgpu.inline_mgpu()
+  def set_name(context):
+    # No operation is added: the attribute is the whole kernel's.
+    attributes = context.module.operation.attributes
+    attributes[_DUMP_NAME] = ir.StringAttr.get(name)
+
+  set_name()  # pyright: ignore[reportCallIssue]
 
 
 def rows_in_warps(vector: int, warps: int = WARPS):

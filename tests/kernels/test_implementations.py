@@ -7,6 +7,7 @@ gives one sum: of small integers on scales that are powers of two.
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -695,10 +696,18 @@ def test_an_implementation_is_lowered_for_a_gpu(monkeypatch, case, name):
   kernels_in_use.as_on_hopper(monkeypatch)
   kernels = kernels_in_use.choose(*case.beside, case.operation)
   assert kernels.of(case.operation) == name
-  with dispatch.using(kernels):
-    traced = jax.jit(case.run).trace(*args)
+
+  def hashes(*more: int) -> list[str]:
+    with dispatch.using(kernels):
+      traced = jax.jit(lambda *args: (case.run(*args), *more)).trace(*args)
+    text = traced.lower(lowering_platforms=('cuda',)).as_text()
+    return re.findall(r'kernel_hash = "([^"]*)"', text)
+
   # Mosaic finds layouts here; interpreted, a kernel has none.
-  assert 'mosaic_gpu' in traced.lower(lowering_platforms=('cuda',)).as_text()
+  found = hashes()
+  assert found
+  # Another program's kernel has no other number, so it is compiled once.
+  assert hashes(1) == found
 
 
 @pytest.mark.gpu
