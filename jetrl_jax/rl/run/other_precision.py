@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import fp8, kernels
 from jetrl_jax.core import sharding
+from jetrl_jax.core.compile_ahead import CompileAhead
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.optim.apply import merge
@@ -54,6 +55,20 @@ class OtherPrecision:
         merge(state.trainable, state.frozen), recipe
     )
     self._fp8_state = jax.device_put(empty, NamedSharding(spec.mesh, P()))
+
+  def compile_ahead(
+      self, ahead: CompileAhead, state: TrainState, longest: int
+  ) -> None:
+    """Compiles what an evaluation calls, on other threads.
+
+    Args:
+      ahead: the threads.
+      state: arrays, or shapes with their shardings.
+      longest: tokens of the longest prompt.
+    """
+    weights = ahead(self._prepare, state.trainable, state.frozen)
+    params = PolicyParams(weights, self._fp8_state)
+    self.engine.compile_ahead(ahead, params, longest)
 
   def params(self, state: TrainState) -> PolicyParams:
     """Returns the params that this recipe makes from the state's masters."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jetrl_jax.core import processes, rng
+from jetrl_jax.core.compile_ahead import CompileAhead
 from jetrl_jax.data import Prompt, PromptSampler
 from jetrl_jax.metrics.timer import Timer
 from jetrl_jax.models.policy import PolicyParams
@@ -57,7 +58,7 @@ class Collector:
     self._should_stop = should_stop
     self._timer = timer
     self._times_preempted = 0
-    # Engines for `val_recipes`, built at the first evaluation.
+    # Engines for `val_recipes`, built when they are first needed.
     self._others: list[OtherPrecision] = []
 
   def collect(self, step: int, state: TrainState) -> SampledBatch:
@@ -156,6 +157,34 @@ class Collector:
           prompts, completions, values, accuracy, errors, self._spec.algorithm
       )
 
+  def compile_ahead(self, ahead: CompileAhead, state: TrainState) -> None:
+    """Compiles what an evaluation in `val_recipes` calls, on other threads.
+
+    The rollout's own programs are the engine's to compile.
+
+    Args:
+      ahead: the threads.
+      state: an example.
+    """
+    if self._spec.val_set is None:
+      return
+    longest = max(len(prompt.tokens) for prompt in self._spec.val_set)
+    for other in self._other_precisions(state):
+      if not self._is_rollouts(other):
+        other.compile_ahead(ahead, state, longest)
+
+  def _other_precisions(self, state: TrainState) -> list[OtherPrecision]:
+    if not self._others:
+      self._others = [
+          OtherPrecision(self._spec, name, state)
+          for name in self._spec.run.val_recipes
+      ]
+    return self._others
+
+  def _is_rollouts(self, other: OtherPrecision) -> bool:
+    """Whether it is the precision in which the rollout samples anyway."""
+    return other.name == self._spec.rollout_policy.recipe.name
+
   def evaluate(self, state: TrainState) -> tuple[dict[str, float], list[dict]]:
     """Returns (held-out metrics, samples); both are empty without a val_set.
 
@@ -166,18 +195,15 @@ class Collector:
     spec = self._spec
     if spec.val_set is None:
       return {}, []
-    if not self._others:
-      self._others = [
-          OtherPrecision(spec, name, state) for name in spec.run.val_recipes
-      ]
+    others = self._other_precisions(state)
     with self._timer('testing'):
       metrics, samples = self._evaluate_in(
           self.engine, mixed_flow.rollout_params(state)
       )
       found = dict(metrics)
-      for other in self._others:
+      for other in others:
         numbers = metrics
-        if other.name != spec.rollout_policy.recipe.name:
+        if not self._is_rollouts(other):
           numbers, _ = self._evaluate_in(other.engine, other.params(state))
         found |= other.renamed(numbers)
     return found, samples

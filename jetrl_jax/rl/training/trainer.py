@@ -345,6 +345,10 @@ class Trainer:
         )
       engine, learner = self._programs(state, step, resumes=True)
     self._set_programs(engine, learner, reference)
+    # The evaluation that comes before any step.
+    if self.pending is not None and self.spec.run.test_freq:
+      if self._compiles_ahead(step):
+        self.collector.compile_ahead(self.ahead, state)
     return state, step
 
   def _reference(self, state: TrainState, *, cold: bool) -> PolicyParams | None:
@@ -379,9 +383,7 @@ class Trainer:
         there is one, after those of a calibration.
     """
     engine, learner = self._new_engine(), self._new_learner(state)
-    # Without `exact`, a compiler may choose by timing on a busy device.
-    needed = step < self.spec.run.total_training_steps
-    if needed and self.spec.policy.exact and self.ahead.is_on:
+    if self._compiles_ahead(step):
       batch = TrainBatch.of_shapes(*self.spec.batch_shape)
       if first:
         first.compile_ahead(self.ahead, state, batch)
@@ -394,6 +396,12 @@ class Trainer:
       )
       learner.compile_ahead(self.ahead, state)
     return engine, learner
+
+  def _compiles_ahead(self, step: int) -> bool:
+    """Whether other threads compile what is needed after `step`."""
+    needed = step < self.spec.run.total_training_steps
+    # Without `exact`, a compiler may choose by timing on a busy device.
+    return needed and self.spec.policy.exact and self.ahead.is_on
 
   def _set_programs(
       self, engine: Engine, learner: Learner, reference: PolicyParams | None

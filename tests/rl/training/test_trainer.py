@@ -5,6 +5,8 @@ What is compiled is shared with the other tests of whole runs, see
 it says so, because that is what it costs.
 """
 
+import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -36,7 +38,7 @@ from jetrl_jax.rl.scoring.experience import Experience
 from jetrl_jax.rl.training.collector import Collector
 from jetrl_jax.rl.training.learner import Learner
 from jetrl_jax.rl.training.trainer import Trainer
-from tests import whole_run
+from tests import compilations, whole_run
 from tests.rl import replay
 
 
@@ -145,6 +147,25 @@ def test_a_resumed_run_lowers_first_what_a_cold_start_does(
     found[name], lowered[:] = list(lowered), []
   assert found['cold'] == ['calibration', 'engine', 'learner']
   assert found['resumed'] == found['cold'][0 if folder else 1 :]
+
+
+def test_a_first_evaluation_finds_its_other_precision_compiled(tmp_path):
+  settings = {'trainer.val_recipes': ('bf16',)}
+  trainer = whole_run.trainer(tmp_path / 'run', settings)
+  trainer.ahead = CompileAhead(threads=1)
+  programs = {'jit(prepare)', 'jit(prefill)', 'jit(generate)'}
+  with contextlib.closing(trainer), contextlib.closing(trainer.ahead):
+    with trainer.spec.make_rewards() as trainer.pool:
+      with compilations.noted() as compiled:
+        state, _ = trainer._resume_or_start()
+        concurrent.futures.wait(trainer.ahead._started)
+      found = collections.Counter(one.program for one in compiled)
+      # The rollout's, and those of the other precision.
+      assert [found[name] for name in sorted(programs)] == [2, 2, 1]
+      with compilations.noted() as compiled:
+        metrics, _ = trainer.collector.evaluate(state)
+  assert not programs & {one.program for one in compiled}
+  assert any(name.startswith('val-bf16/') for name in metrics)
 
 
 def test_rollout_and_training_never_differ_in_a_bit(done):
