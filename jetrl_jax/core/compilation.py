@@ -108,11 +108,6 @@ def inexact_jit(function, *, in_order=False, **options):
   return jax.jit(function, **options, compiler_options=pinned)
 
 
-def keeps_compiled() -> bool:
-  """Whether executables are kept in a folder, see `keep_compiled`."""
-  return bool(getattr(jax.config, 'jax_compilation_cache_dir', None))
-
-
 def keep_compiled(folder: str | os.PathLike) -> None:
   """Keeps executables in a folder, so that later processes can reuse them.
 

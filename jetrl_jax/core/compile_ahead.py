@@ -84,9 +84,7 @@ class CompileAhead:
     """Traces and lowers a program for arguments like these, here and now.
 
     Another thread then compiles it. Threads would not make tracing and lowering
-    faster, because Python does that work. They would also change its order: the
-    name of a kernel in Pallas' Mosaic form holds a count, so with another order
-    the program would not be found in a compile cache.
+    faster, because Python does that work.
 
     Args:
       program: what `Policy.jit` returned.

@@ -98,20 +98,6 @@ class Calibration:
     ahead(self._take_effect, state.fp8_state, observed)
     ahead(self._observe_health, state.fp8_state, observed)
 
-  def lower(self, state: TrainState, batch: TrainBatch) -> None:
-    """Lowers the pass that observes, as `compile_ahead` does; compiles nothing.
-
-    jaxlib numbers the Mosaic kernels of a process as they are lowered, and the
-    compile cache finds a program by a text that has these numbers. So a run
-    that does not calibrate finds what a cold start has compiled only if it
-    lowers the same kernels before. The other programs have none.
-
-    Args:
-      state: arrays, or shapes with their shardings.
-      batch: shapes of a micro-batch.
-    """
-    self.observe.lower(state, batch, jax.ShapeDtypeStruct((), jnp.float32))
-
   def fill(
       self, state: TrainState, batches: list[TrainBatch], temperature: float
   ) -> TrainState:

@@ -24,7 +24,7 @@ from typing import Any
 from absl import logging
 
 from jetrl_jax.checkpoint.arrays import OtherStateError
-from jetrl_jax.core import compilation, processes
+from jetrl_jax.core import processes
 from jetrl_jax.core.compile_ahead import CompileAhead
 from jetrl_jax.core.interrupt import Interrupt, StopRequested
 from jetrl_jax.metrics import alarms
@@ -343,7 +343,7 @@ class Trainer:
             'No step is left to train; a larger'
             ' trainer.total_training_steps goes on from here'
         )
-      engine, learner = self._programs(state, step, resumes=True)
+      engine, learner = self._programs(state, step)
     self._set_programs(engine, learner, reference)
     # The evaluation that comes before any step.
     if self.pending is not None and self.spec.run.test_freq:
@@ -370,8 +370,6 @@ class Trainer:
       state: TrainState,
       step: int,
       first: calibration.Calibration | None = None,
-      *,
-      resumes: bool = False,
   ) -> tuple[Engine, Learner]:
     """Returns engine and learner; other threads compile their programs.
 
@@ -379,17 +377,12 @@ class Trainer:
       state: an example.
       step: after which they are needed.
       first: what is called before them; its programs are compiled too.
-      resumes: whether a cold start has left programs in the compile cache, if
-        there is one, after those of a calibration.
     """
     engine, learner = self._new_engine(), self._new_learner(state)
     if self._compiles_ahead(step):
-      batch = TrainBatch.of_shapes(*self.spec.batch_shape)
       if first:
+        batch = TrainBatch.of_shapes(*self.spec.batch_shape)
         first.compile_ahead(self.ahead, state, batch)
-      elif resumes and compilation.keeps_compiled():
-        if calibrated := calibration.of_training(self.spec, state):
-          calibrated.lower(state, batch)
       longest = max(len(prompt.tokens) for prompt in self.spec.train_set)
       engine.compile_ahead(
           self.ahead, mixed_flow.rollout_params(state), longest

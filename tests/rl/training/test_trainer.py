@@ -23,16 +23,13 @@ import pytest
 
 from jetrl_jax.checkpoint import arrays as checkpoint_arrays
 from jetrl_jax.checkpoint import folder as checkpoint_folder
-from jetrl_jax.core import compilation
 from jetrl_jax.core.compile_ahead import CompileAhead
 from jetrl_jax.core.interrupt import StopRequested
 from jetrl_jax.metrics import alarms
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import aggregation
 from jetrl_jax.rl.objective import policy_loss
-from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.run import preflight
-from jetrl_jax.rl.run.calibration import Calibration
 from jetrl_jax.rl.scoring import store
 from jetrl_jax.rl.scoring.experience import Experience
 from jetrl_jax.rl.training.collector import Collector
@@ -116,37 +113,6 @@ def _same_bits(exp, scored) -> bool:
       )
       for i, c in enumerate(exp.completions)
   )
-
-
-@pytest.mark.parametrize('folder', ['', 'compiled'])
-def test_a_resumed_run_lowers_first_what_a_cold_start_does(
-    done, tmp_path, monkeypatch, folder
-):
-  # Kernels are numbered as they are lowered, and the compile cache finds a
-  # program by a text that has these numbers.
-  lowered = []
-
-  def note(of, method, name):
-    monkeypatch.setattr(of, method, lambda *args, **kw: lowered.append(name))
-
-  note(Calibration, 'compile_ahead', 'calibration')
-  note(Calibration, 'lower', 'calibration')
-  note(Engine, 'compile_ahead', 'engine')
-  note(Learner, 'compile_ahead', 'learner')
-  monkeypatch.setattr(compilation, 'keeps_compiled', lambda: bool(folder))
-  shutil.copytree(done, tmp_path / 'resumed')
-  shutil.rmtree(tmp_path / 'resumed' / 'checkpoints' / '6')
-  found = {}
-  for name in ('cold', 'resumed'):
-    trainer = whole_run.trainer(tmp_path / name)
-    trainer.ahead = CompileAhead(threads=1)
-    with contextlib.closing(trainer.ahead):
-      with trainer.spec.make_rewards() as trainer.pool:
-        trainer._resume_or_start()
-    trainer.close()
-    found[name], lowered[:] = list(lowered), []
-  assert found['cold'] == ['calibration', 'engine', 'learner']
-  assert found['resumed'] == found['cold'][0 if folder else 1 :]
 
 
 def test_a_first_evaluation_finds_its_other_precision_compiled(tmp_path):
