@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -108,6 +109,18 @@ def test_as_many_threads_as_there_are_cores_to_spare(
   if threads:
     assert ahead._pool is not None and ahead._pool._max_workers == threads
   ahead.close()
+
+
+def test_nothing_looks_for_cycles_while_a_program_is_traced():
+  enabled = []
+  program = Program(jax.jit(lambda x: enabled.append(gc.isenabled()) or x))
+  with contextlib.closing(CompileAhead(1)) as ahead:
+    ahead(program, np.float32(2))
+    assert enabled == [False] and gc.isenabled()
+    failing = Program(jax.jit(lambda x: x + jnp.ones(2) @ jnp.ones(3)))
+    with pytest.raises(TypeError):
+      ahead(failing, np.float32(2))
+  assert gc.isenabled()
 
 
 def test_who_waits_for_all_hears_what_failed():
