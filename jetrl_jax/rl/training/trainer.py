@@ -383,11 +383,12 @@ class Trainer:
       if first:
         batch = TrainBatch.of_shapes(*self.spec.batch_shape)
         first.compile_ahead(self.ahead, state, batch)
+      # XLA takes longest for the update. The engine's are lowered meanwhile.
+      learner.compile_ahead(self.ahead, state)
       longest = max(len(prompt.tokens) for prompt in self.spec.train_set)
       engine.compile_ahead(
           self.ahead, mixed_flow.rollout_params(state), longest
       )
-      learner.compile_ahead(self.ahead, state)
     return engine, learner
 
   def _compiles_ahead(self, step: int) -> bool:

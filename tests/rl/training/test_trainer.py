@@ -29,7 +29,9 @@ from jetrl_jax.metrics import alarms
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import aggregation
 from jetrl_jax.rl.objective import policy_loss
+from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.run import preflight
+from jetrl_jax.rl.run.calibration import Calibration
 from jetrl_jax.rl.scoring import store
 from jetrl_jax.rl.scoring.experience import Experience
 from jetrl_jax.rl.training.collector import Collector
@@ -113,6 +115,23 @@ def _same_bits(exp, scored) -> bool:
       )
       for i, c in enumerate(exp.completions)
   )
+
+
+def test_the_update_is_compiled_before_the_rollout(tmp_path, monkeypatch):
+  # It takes longest, and the others are lowered meanwhile.
+  lowered = []
+  for of in (Calibration, Learner, Engine):
+
+    def note(self, *args, **kwargs):
+      lowered.append(type(self))
+
+    monkeypatch.setattr(of, 'compile_ahead', note)
+  trainer = whole_run.trainer(tmp_path / 'run')
+  trainer.ahead = CompileAhead(threads=1)
+  with contextlib.closing(trainer), contextlib.closing(trainer.ahead):
+    with trainer.spec.make_rewards() as trainer.pool:
+      trainer._resume_or_start()
+  assert lowered == [Calibration, Learner, Engine]
 
 
 def test_a_first_evaluation_finds_its_other_precision_compiled(tmp_path):
