@@ -1,7 +1,7 @@
 """Figures and tables of the cells on a real model; see `study.figures`."""
 
 import pathlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Literal
 
 import matplotlib.pyplot as plt
@@ -113,12 +113,23 @@ def binned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
   return [(s, sum(v) / _BIN) for s, v in bins.items() if len(v) == _BIN]
 
 
+def _has_intervals(runs: list[Run]) -> bool:
+  """Whether each arm has three seeds: of two an interval says nothing."""
+  seeds = Counter(run.arm.name for run in runs)
+  return min(seeds.values()) >= 3
+
+
 def _spread(runs: list[Run]) -> str:
   """Says what lines and bands are; a single seed has no band."""
   if len({run.seed for run in runs}) == 1:
     return (
         f'one seed, so no spread is known; all but accuracy are means of {_BIN}'
         ' steps'
+    )
+  if not _has_intervals(runs):
+    return (
+        'mean and range of too few seeds for an interval; all but accuracy are'
+        f' means of {_BIN} steps'
     )
   return (
       f'mean over seeds; held out with its 95% interval, else means of {_BIN}'
@@ -129,9 +140,10 @@ def _spread(runs: list[Run]) -> str:
 def means(runs: list[Run], output: pathlib.Path, origin: str) -> None:
   """Draws six metrics by step: the mean over seeds, with a band.
 
-  The band is the mean's 95% interval for held-out accuracy. The others are
-  means of ten steps, and their band is the range of the seeds: an interval of a
-  ratio, symmetric about the mean of three, ends below zero.
+  The band is the mean's 95% interval for held-out accuracy, if there are three
+  seeds of each arm. The others are means of ten steps, and their band is the
+  range of the seeds: an interval of a ratio, symmetric about the mean of three,
+  ends below zero.
   """
   names = list(dict.fromkeys(run.arm.name for run in runs))
   style = figure_style.lines(names)
@@ -145,7 +157,7 @@ def means(runs: list[Run], output: pathlib.Path, origin: str) -> None:
           of if held_out else [binned(points) for points in of],
           style[name],
           scale,
-          band='interval' if held_out else 'range',
+          band='interval' if held_out and _has_intervals(runs) else 'range',
           label=name,
       )
     if scale == 'symlog':

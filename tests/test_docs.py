@@ -422,7 +422,8 @@ def test_single_runs_of_the_real_model_are_those_of_their_files():
 
 
 def test_the_long_cell_is_that_of_its_files():
-  study, folders = _text(_ROOT / 'docs/study.md'), ('math_h100_2026-11-27',)
+  study = _text(_ROOT / 'docs/study.md')
+  folders = 'math_h100_2026-11-27', 'math_seed2_h100_2026-11-28'
   finals = {}
   for arm, precision, name in (
       ('jetrl', 'core', '`jetrl`, in FP8'),
@@ -431,37 +432,41 @@ def test_the_long_cell_is_that_of_its_files():
       ('fp8_rollout', 'core', '`fp8_rollout`, in FP8'),
       ('fp8_rollout', 'bf16', '`fp8_rollout`, in BF16'),
   ):
-    (curve,) = _curves(folders, f'math_{arm}', precision).values()
-    finals[arm, precision] = statistics.final(curve)
-    row = ' | '.join([name, *_percent([*curve, finals[arm, precision]])])
+    curves = _curves(folders, f'math_{arm}', precision)
+    assert sorted(curves) == [1, 2]
+    finals[arm, precision] = {s: statistics.final(c) for s, c in curves.items()}
+    means = [sum(values) / 2 for values in zip(*curves.values(), strict=True)]
+    final = sum(finals[arm, precision].values()) / 2
+    row = ' | '.join([name, *_percent([*means, final])])
     assert f'| {row} |' in study
-  to_bf16 = [
-      f'{100 * (finals[arm, "core"] - finals["bf16", "core"]):+.1f}'
+  ours, mixed_flow = (
+      [
+          f'{100 * (finals["bf16", "core"][seed] - value):.1f}'
+          for seed, value in finals[arm, 'core'].items()
+      ]
       for arm in ('jetrl', 'fp8_rollout')
-  ]
-  words = '{} points for `jetrl` against `bf16`, {} for `fp8_rollout`'
-  assert words.format(*to_bf16) in study
-  assert f'Held out {to_bf16[0]} against BF16' in study
+  )
+  assert ours[0] == ours[1]
+  assert f"{ours[0]} points below `bf16`'s in either seed" in study
+  assert "the mixed flow's {} and {}.".format(*mixed_flow) in study
+  assert f'Held out -{ours[0]} against BF16 in either' in study
 
-  runs = {run.arm.name: run.rows for run in _runs(folders)}
-  assert sorted(runs) == ['math_bf16', 'math_fp8_rollout', 'math_jetrl']
+  runs = {(run.arm.name, run.seed): run.rows for run in _runs(folders)}
+  arms, seeds = ('jetrl', 'bf16', 'fp8_rollout'), (1, 2)
+  assert sorted(runs) == sorted((f'math_{a}', s) for a in arms for s in seeds)
 
-  def of(arm, name, form, scale=1.0):
+  def of(arm, name, of_seeds=seeds):
     """The mean of steps 1 to 10, and of 51 to 60."""
-    values = []
     for first in (1, 51):
-      steps = range(first, first + 10)
       found = [
           line[name]
-          for line in runs[f'math_{arm}']
-          if line['step'] in steps and name in line
+          for seed in of_seeds
+          for line in runs[f'math_{arm}', seed]
+          if line['step'] in range(first, first + 10) and name in line
       ]
-      values.append(form.format(scale * sum(found) / len(found)))
-    return values
+      yield sum(found) / len(found)
 
-  arms = ('jetrl', 'bf16', 'fp8_rollout')
   for row, name, form, scale in (
-      ('sampled answers that are right', 'critic/acc/mean', '{:.1f}%', 100),
       ('entropy', 'actor/entropy', '{:.2f}', 1),
       ('k3 of an update', 'actor/update_k3', '{:.2g}', 1),
       ('clipped tokens', 'actor/pg_clipfrac', '{:.3f}%', 100),
@@ -474,33 +479,76 @@ def test_the_long_cell_is_that_of_its_files():
           100,
       ),
   ):
-    cells = [', '.join(of(arm, name, form, scale)) for arm in arms]
+    cells = [
+        ', '.join(form.format(scale * value) for value in of(arm, name))
+        for arm in arms
+    ]
     assert f'| {row} | ' + ' | '.join(cells) + ' |' in study
-  mixed = (
+  gains = {}
+  for seed in seeds:
+    cells = []
+    for arm in arms:
+      both = [100 * v for v in of(arm, 'critic/acc/mean', (seed,))]
+      cells.append(', '.join(f'{value:.1f}%' for value in both))
+      gains[arm, seed] = f'{both[1] - both[0]:.1f}'
+    assert f'| seed {seed} | ' + ' | '.join(cells) + ' |' in study
+  said = (
+      "{} and {} points more become right, of `bf16`'s {} and {}, of the mixed"
+      " flow's {} and {} "
+  )
+  assert said.format(*(gains[arm, s] for arm in arms for s in seeds)) in study
+  said = "{} and {} points more became right, of BF16's {} and {}."
+  assert said.format(
+      *(gains[arm, s] for arm in arms[:2] for s in seeds)
+  ) in _text(_ROOT / 'docs/tuning.md')
+  for row, name, form, scale in (
       ('k3 of rollout and training', 'rollout_corr/k3_kl', '{:.4f}', 1),
       ('unequal tokens', 'training/mismatch_token_frac', '{:.0f}%', 100),
-  )
-  for row, name, form, scale in mixed:
-    for arm in ('jetrl', 'bf16'):
-      assert not any(line.get(name) for line in runs[f'math_{arm}'])
-    cell = ', '.join(of('fp8_rollout', name, form, scale))
+  ):
+    for key, rows in runs.items():
+      assert key[0] == 'math_fp8_rollout' or not any(r.get(name) for r in rows)
+    cell = ', '.join(form.format(scale * v) for v in of('fp8_rollout', name))
     assert f'| {row} | 0, 0 | 0, 0 | {cell} |' in study
-  seconds = []
-  for arm in arms:
-    seconds.append(
-        median(
-            line['timing_s/step']
-            for line in runs[f'math_{arm}']
-            if line['step'] > 10 and 'val-core/test/acc/mean@1' not in line
-        )
-    )
-  cells = ' | '.join(f'{value:.2f}' for value in seconds)
-  assert f'| seconds a step | {cells} |' in study
-  ours, bf16, mixed_flow = seconds
-  assert (
-      f"`jetrl` {ours / bf16:.2f} of `bf16`'s time, the mixed flow"
-      f' {mixed_flow / bf16:.2f} ' in study
+  seconds = {
+      (arm, seed): median(
+          line['timing_s/step']
+          for line in runs[f'math_{arm}', seed]
+          if line['step'] > 10 and 'val-core/test/acc/mean@1' not in line
+      )
+      for arm in arms
+      for seed in seeds
+  }
+  cells = [', '.join(f'{seconds[a, s]:.2f}' for s in seeds) for a in arms]
+  row = ' | '.join(['seconds a step, seed 1 and seed 2', *cells])
+  assert f'| {row} |' in study
+  ratios = [
+      f'{seconds[a, s] / seconds["bf16", s]:.2f}' for a in arms for s in seeds
+  ]
+  said = "`jetrl` {} and {} of `bf16`'s time, the mixed flow {} and {} "
+  assert said.format(*ratios[:2], *ratios[4:]) in study
+
+
+def test_the_long_cell_with_cispo_is_that_of_its_files():
+  study = _text(_ROOT / 'docs/study.md')
+  found = []
+  for folder in ('math_cispo_h100_2026-11-28', 'math_h100_2026-11-27'):
+    run = next(r for r in _runs((folder,)) if r.arm.name == 'math_jetrl')
+    assert run.seed == 1
+    steps = {line['step']: line for line in run.rows}
+    right = [
+        10 * sum(steps[s]['critic/acc/mean'] for s in range(first, first + 10))
+        for first in (1, 51)
+    ]
+    final = statistics.final([value for _, value in run.accuracy()])
+    found.append((run, right, 100 * final))
+  (cispo, with_cispo, its_final), (_, with_ppo, final) = found
+  assert cispo.about['set'] == {'algorithm.policy_loss': 'cispo'}
+  assert not cispo.is_of_design
+  said = (
+      'from {:.1f} to {:.1f}% right in seed 1, with PPO from {:.1f} to {:.1f},'
+      " and ends {:.1f} points below PPO's held-out accuracy"
   )
+  assert said.format(*with_cispo, *with_ppo, final - its_final) in study
 
 
 def test_the_five_steps_of_verl_are_those_of_their_file():
@@ -672,6 +720,25 @@ def test_what_the_clip_meets_is_that_of_its_files():
         )
         cells.append(', '.join(both) + '%')
     assert f'| {size} | {" | ".join(cells)} |' in page
+
+
+def test_a_real_models_gradients_after_an_update_are_those_of_their_file():
+  name = 'later_gradients_qwen0_5b_h100_2026-11-28.json'
+  text = (_ROOT / 'benchmarks/results' / name).read_text(encoding='utf-8')
+  rows, found = json.loads(text)['rows'], []
+  for variant in ('fp8_delayed+kv8', 'bf16'):
+    mine = [row for row in rows if row['variant'] == variant]
+    assert len(mine) == 3
+    for of in ('ppo_cosine', 'cispo_cosine', 'one_cosine', 'ppo_drift'):
+      found.append(f'{sum(row[of] for row in mine) / 3:.2f}')
+  page = _text(_ROOT / 'docs/numerics.md')
+  said = (
+      'in FP8 {} in PPO, {} in CISPO and {} with ratios of 1,'
+      ' in BF16 {}, {} and {}'
+  )
+  assert said.format(*found[:3], *found[4:7]) in page
+  drifts = f'{found[3]} times as long as the gradient, in BF16 {found[7]} times'
+  assert drifts in page
 
 
 @pytest.mark.parametrize(('name', 'rollouts'), [('', 12), ('small_rate_', 8)])

@@ -240,19 +240,20 @@ def test_the_tables_of_a_cell_answer_the_questions(tmp_path, capsys):
   assert half_S == pytest.approx([0, 12.706 * 0.5, 12.706 * 0.5], rel=1e-4)
 
 
-def test_a_figure_of_one_seed_promises_no_interval(tmp_path, monkeypatch):
+def test_a_figure_of_few_seeds_promises_no_interval(tmp_path, monkeypatch):
   titles = []
   monkeypatch.setattr(
       cell_figures.figure_style,
       'save',
       lambda figure, path: titles.append(figure.get_suptitle()),
   )
-  for ends in ([0.3], [0.3, 0.31]):
+  for ends in ([0.3], [0.3, 0.31], [0.3, 0.31, 0.32]):
     runs = _runs(_of_seeds('gsm8k_jetrl', *ends))
     cell_figures.means(runs, tmp_path / 'x.png', 'x')
-  one, two = titles
+  one, two, three = titles
   assert 'one seed' in one and 'interval' not in one
-  assert '95% interval' in two
+  assert 'too few seeds' in two and '95%' not in two
+  assert '95% interval' in three
 
 
 def test_a_curve_has_the_means_of_ten_steps():
