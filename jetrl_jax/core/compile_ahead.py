@@ -4,6 +4,10 @@ JAX compiles a function when it is first called, so a start would compile one
 program after another, with one or two cores. The programs of a run are known
 when it starts. A program that is compiled ahead is the one that the call would
 have compiled, so no bit depends on it.
+
+XLA compiles without Python. Tracing and lowering are Python's work, of which
+one thread does some at a time: what is needed soon is lowered at once, and the
+rest on another thread, while this one waits for a device.
 """
 
 import concurrent.futures
@@ -66,8 +70,8 @@ class CompileAhead:
   """Threads that compile programs, in the order in which they are given.
 
   Args:
-    threads: how many; by default as many as there are cores to spare. With 0
-      nothing is compiled ahead.
+    threads: how many compile; by default as many as there are cores to spare.
+      With 0 nothing is compiled ahead.
 
   Attributes:
     is_on: whether there are threads.
@@ -79,15 +83,15 @@ class CompileAhead:
       threads = min(spare, _MOST_THREADS)
     self.is_on = threads > 0
     self._started: list[concurrent.futures.Future] = []
-    self._pool = None
+    self._pool = self._lowering = None
     if self.is_on:
       self._pool = concurrent.futures.ThreadPoolExecutor(threads, 'compile')
+      self._lowering = concurrent.futures.ThreadPoolExecutor(1, 'lower')
 
   def __call__(self, program: Program, *args: PyTree) -> PyTree:
     """Traces and lowers a program for arguments like these, here and now.
 
-    Another thread then compiles it. Threads would not make tracing and lowering
-    faster, because Python does that work.
+    Another thread then compiles it.
 
     Args:
       program: what `Policy.jit` returned.
@@ -107,6 +111,50 @@ class CompileAhead:
     program._ahead.append((_key(shapes), self._started[-1]))
     return lowered.out_info
 
+  def later(self, program: Program, *args: PyTree) -> None:
+    """Leaves tracing and lowering to another thread, too.
+
+    It begins at once, and takes turns with this thread's Python. If it has not
+    come to the program when that is called, the call does it all.
+
+    Args:
+      program: what `Policy.jit` returned.
+      *args: arrays or shapes, see above.
+    """
+    if self._lowering is None:
+      return
+    shapes, compiled = jax.tree.map(_shape, args), concurrent.futures.Future()
+    self._started.append(compiled)
+    program._ahead.append((_key(shapes), compiled))
+    self._lowering.submit(self._lower, program, shapes, compiled)
+
+  def _lower(
+      self,
+      program: Program,
+      shapes: PyTree,
+      compiled: concurrent.futures.Future,
+  ) -> None:
+    if not compiled.set_running_or_notify_cancel():
+      return
+    try:
+      with _without_garbage_collection():
+        lowered = program.lower(*shapes)
+      assert self._pool is not None
+      started = self._pool.submit(lowered.compile)
+    except Exception as error:  # The call of the program raises it again.
+      compiled.set_exception(error)
+      return
+
+    def tell(done: concurrent.futures.Future) -> None:
+      if done.cancelled():
+        compiled.set_exception(concurrent.futures.CancelledError())
+      elif (error := done.exception()) is not None:
+        compiled.set_exception(error)
+      else:
+        compiled.set_result(done.result())
+
+    started.add_done_callback(tell)
+
   def wait(self) -> None:
     """Waits until all is compiled; raises what failed."""
     for started in self._started:
@@ -114,8 +162,9 @@ class CompileAhead:
 
   def close(self) -> None:
     """Gives up what no thread has begun and waits for the rest."""
-    if self._pool is not None:
-      self._pool.shutdown(cancel_futures=True)
+    for pool in (self._lowering, self._pool):
+      if pool is not None:
+        pool.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager

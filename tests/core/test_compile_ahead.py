@@ -123,6 +123,59 @@ def test_nothing_looks_for_cycles_while_a_program_is_traced():
   assert gc.isenabled()
 
 
+def test_what_is_left_for_later_is_traced_on_another_thread_too(compiled):
+  traced = []
+
+  def function(x):
+    traced.append(threading.current_thread().name.split('_')[0])
+    return x + 1
+
+  program = Program(jax.jit(function))
+  with contextlib.closing(CompileAhead(1)) as ahead:
+    ahead.later(program, np.float32(2))
+    ahead.wait()
+    assert np.asarray(program(np.float32(2))) == 3
+  assert traced == ['lower']
+  assert [one.thread.split('_')[0] for one in compiled] == ['compile']
+
+
+@pytest.mark.parametrize('is_closed', [False, True])
+def test_a_call_traces_what_was_left_and_nobody_has_begun(compiled, is_closed):
+  program = _program()
+  with contextlib.closing(CompileAhead(1)) as ahead:
+    assert ahead._lowering is not None
+    ahead._lowering.submit((busy := threading.Event()).wait)
+    ahead.later(program, {'a': np.ones(3)}, np.float32(2))
+    if is_closed:
+      threading.Timer(0.1, busy.set).start()
+      ahead.close()
+    program({'a': np.ones(3)}, np.float32(2))
+    busy.set()
+  assert [one.thread for one in compiled] == [threading.current_thread().name]
+
+
+def test_a_call_does_not_wait_for_a_thread_that_has_ended():
+  program = _program()
+  ahead = CompileAhead(1)
+  assert ahead._lowering is not None and ahead._pool is not None
+  ahead._pool.shutdown()
+  ahead.later(program, {'a': np.ones(3)}, np.float32(2))
+  ahead._lowering.shutdown()
+  assert program({'a': np.ones(3)}, np.float32(2))['sum'].tolist() == [3, 3, 3]
+  with pytest.raises(RuntimeError):
+    ahead.wait()
+
+
+def test_what_fails_on_another_thread_fails_where_it_is_called():
+  program = Program(jax.jit(lambda x: x + jnp.ones(2) @ jnp.ones(3)))
+  with contextlib.closing(CompileAhead(1)) as ahead:
+    ahead.later(program, np.float32(2))
+    with pytest.raises(TypeError):
+      program(np.float32(2))
+    with pytest.raises(TypeError):
+      ahead.wait()
+
+
 def test_who_waits_for_all_hears_what_failed():
   program = _program()
   with contextlib.closing(CompileAhead(1)) as ahead:

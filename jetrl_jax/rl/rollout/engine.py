@@ -253,15 +253,24 @@ class Engine:
     return self._placed_policy, self._params_spec
 
   def compile_ahead(
-      self, ahead: CompileAhead, params: PolicyParams, longest: int
+      self,
+      ahead: CompileAhead,
+      params: PolicyParams,
+      longest: int,
+      *,
+      is_needed_soon: bool = True,
   ) -> None:
     """Compiles what every rollout calls, on other threads.
+
+    What decodes the last answers of a rollout is lowered there, too.
 
     Args:
       ahead: the threads.
       params: weights and scales, as `replicate` takes them.
       longest: tokens of the longest prompt.
+      is_needed_soon: if not, all of it is lowered there.
     """
+    add = ahead if is_needed_soon else ahead.later
     devices = self.policy.axes.size
     rows = round_up(PREFILL_ROWS, devices)
     if self.policy.axes.tensor > 1:
@@ -271,7 +280,7 @@ class Engine:
     def by_row(*shape: int) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._rows)
 
-    ahead(
+    add(
         self._prefill_program(),
         params,
         by_row(rows, self._bucket(longest)),
@@ -282,14 +291,14 @@ class Engine:
     program = self._decode_program(
         decode_step.generate, steps_per_sync(steps), 0
     )
-    ahead(program, params, state, self._base_key, np.int32(steps))
+    add(program, params, state, self._base_key, np.int32(steps))
     maximum = self.config.max_response_length
     for size in tail_sizes(self.num_slots // devices, maximum):
       program = self._decode_program(
           decode_step.generate_compacted, steps_per_sync(steps), 1
       )
       few = by_row(devices * size)
-      ahead(program, params, state, few, self._base_key, np.int32(steps))
+      ahead.later(program, params, state, few, self._base_key, np.int32(steps))
 
   # --- slots --------------------------------------------------------------
 

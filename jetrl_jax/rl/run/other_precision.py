@@ -68,7 +68,7 @@ class OtherPrecision:
     """
     weights = ahead(self._prepare, state.trainable, state.frozen)
     params = PolicyParams(weights, self._fp8_state)
-    self.engine.compile_ahead(ahead, params, longest)
+    self.engine.compile_ahead(ahead, params, longest, is_needed_soon=False)
 
   def params(self, state: TrainState) -> PolicyParams:
     """Returns the params that this recipe makes from the state's masters."""
