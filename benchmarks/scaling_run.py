@@ -146,7 +146,7 @@ def _prepare(spec: RunSpec) -> dict[str, Any]:
   found = memory.shapes(spec)
   sizes = memory.ledger(spec, found)
   phases = memory.estimated_phases(spec, found, sizes)
-  # As a run lowers them, and in its order: the keys of the cache depend on it.
+  # What a run lowers: the keys of the cache depend on it.
   state, batch = found.state, TrainBatch.of_shapes(*spec.batch_shape)
   with (
       processes.slow('compiling'),
@@ -157,8 +157,8 @@ def _prepare(spec: RunSpec) -> dict[str, Any]:
     learner = Learner(spec, loss, state, Timer())
     if training := calibration.of_training(spec, state):
       training.compile_ahead(ahead, state, batch)
-    longest = max(len(prompt.tokens) for prompt in spec.train_set)
-    engine.compile_ahead(ahead, mixed_flow.rollout_params(state), longest)
+    lengths = [len(prompt.tokens) for prompt in spec.train_set]
+    engine.compile_ahead(ahead, mixed_flow.rollout_params(state), lengths)
     learner.compile_ahead(ahead, state)
     ahead.wait()
   return {

@@ -4,6 +4,8 @@ Sizes are rounded up to one of a few, so that few programs are compiled. The
 numbers of a sequence do not depend on the size.
 """
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from jetrl_jax.core.compilation import on_gpu
@@ -18,6 +20,8 @@ from jetrl_jax.rl.rollout.kv_pages import PagesConfig
 TAILS = (16, 8192), (4, 1024)
 # Prompts per prefill, with empty rows; also the most preempted sequences.
 PREFILL_ROWS = 16
+# A size that fewer batches need is compiled when one does.
+_LEAST_SHARE = 0.05
 # Attention tiles per page.
 _PAGE_TILES = 2
 # Steps that a GPU takes before the host reads whether a slot still runs.
@@ -68,6 +72,23 @@ def buckets(longest: int, tile: int, factor: int) -> list[int]:
     found.append(size)
     size *= factor
   return [*found, round_up(longest, tile)]
+
+
+def likely(lengths: Iterable[int], sizes: list[int]) -> list[int]:
+  """Returns the sizes that prefills need, the likeliest first.
+
+  A prefill has the size that holds its longest prompt, of `PREFILL_ROWS` that
+  are drawn at random. What fewer than one in twenty need is left out.
+
+  Args:
+    lengths: tokens of each prompt.
+    sizes: from which the engine takes, see `buckets`.
+  """
+  lengths_P = np.fromiter(lengths, int)
+  fits = [np.mean(lengths_P <= size) ** PREFILL_ROWS for size in sizes]
+  share = dict(zip(sizes, np.diff([0.0, *fits]), strict=True))
+  found = [size for size in sizes if share[size] >= _LEAST_SHARE]
+  return sorted(found, key=lambda size: -share[size])
 
 
 def steps_per_sync(steps: int) -> int:

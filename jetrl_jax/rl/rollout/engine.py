@@ -15,7 +15,7 @@ the decode state.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,6 +35,7 @@ from jetrl_jax.rl.rollout.buckets import (
     PREFILL_ROWS,
     buckets,
     few_slots,
+    likely,
     pages_config,
     round_up,
     steps_per_sync,
@@ -256,18 +257,19 @@ class Engine:
       self,
       ahead: CompileAhead,
       params: PolicyParams,
-      longest: int,
+      lengths: Iterable[int],
       *,
       is_needed_soon: bool = True,
   ) -> None:
     """Compiles what every rollout calls, on other threads.
 
-    What decodes the last answers of a rollout is lowered there, too.
+    What decodes the last answers of a rollout is lowered there, too, and the
+    prefill of all but the likeliest length.
 
     Args:
       ahead: the threads.
       params: weights and scales, as `replicate` takes them.
-      longest: tokens of the longest prompt.
+      lengths: tokens of each prompt that may come.
       is_needed_soon: if not, all of it is lowered there.
     """
     add = ahead if is_needed_soon else ahead.later
@@ -280,12 +282,9 @@ class Engine:
     def by_row(*shape: int) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct(shape, np.int32, sharding=self._rows)
 
-    add(
-        self._prefill_program(),
-        params,
-        by_row(rows, self._bucket(longest)),
-        by_row(rows),
-    )
+    first, *others = likely(lengths, self.buckets)
+    prefill = self._prefill_program()
+    add(prefill, params, by_row(rows, first), by_row(rows))
     steps = self.config.decode_block
     state = self._idle.eval_shape()  # With shardings.
     program = self._decode_program(
@@ -299,6 +298,8 @@ class Engine:
       )
       few = by_row(devices * size)
       ahead.later(program, params, state, few, self._base_key, np.int32(steps))
+    for bucket in others:
+      ahead.later(prefill, params, by_row(rows, bucket), by_row(rows))
 
   # --- slots --------------------------------------------------------------
 

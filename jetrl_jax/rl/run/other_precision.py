@@ -8,6 +8,7 @@ prompts with the same noise.
 """
 
 import dataclasses
+from collections.abc import Iterable
 
 import jax
 from jax.sharding import NamedSharding
@@ -57,18 +58,18 @@ class OtherPrecision:
     self._fp8_state = jax.device_put(empty, NamedSharding(spec.mesh, P()))
 
   def compile_ahead(
-      self, ahead: CompileAhead, state: TrainState, longest: int
+      self, ahead: CompileAhead, state: TrainState, lengths: Iterable[int]
   ) -> None:
     """Compiles what an evaluation calls, on other threads.
 
     Args:
       ahead: the threads.
       state: arrays, or shapes with their shardings.
-      longest: tokens of the longest prompt.
+      lengths: tokens of each prompt of the test.
     """
     weights = ahead(self._prepare, state.trainable, state.frozen)
     params = PolicyParams(weights, self._fp8_state)
-    self.engine.compile_ahead(ahead, params, longest, is_needed_soon=False)
+    self.engine.compile_ahead(ahead, params, lengths, is_needed_soon=False)
 
   def params(self, state: TrainState) -> PolicyParams:
     """Returns the params that this recipe makes from the state's masters."""

@@ -168,10 +168,10 @@ class Collector:
     """
     if self._spec.val_set is None:
       return
-    longest = max(len(prompt.tokens) for prompt in self._spec.val_set)
+    lengths = [len(prompt.tokens) for prompt in self._spec.val_set]
     for other in self._other_precisions(state):
       if not self._is_rollouts(other):
-        other.compile_ahead(ahead, state, longest)
+        other.compile_ahead(ahead, state, lengths)
 
   def _other_precisions(self, state: TrainState) -> list[OtherPrecision]:
     if not self._others:

@@ -385,9 +385,9 @@ class Trainer:
         first.compile_ahead(self.ahead, state, batch)
       # XLA takes longest for the update. The engine's are lowered meanwhile.
       learner.compile_ahead(self.ahead, state)
-      longest = max(len(prompt.tokens) for prompt in self.spec.train_set)
+      lengths = [len(prompt.tokens) for prompt in self.spec.train_set]
       engine.compile_ahead(
-          self.ahead, mixed_flow.rollout_params(state), longest
+          self.ahead, mixed_flow.rollout_params(state), lengths
       )
     return engine, learner
 

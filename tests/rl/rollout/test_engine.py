@@ -184,6 +184,23 @@ def test_prompts_have_few_buckets_up_to_the_longest_and_sequences_more(
 
 
 @pytest.mark.parametrize(
+    ('lengths', 'sizes'),
+    [
+        ([70], [256]),
+        ([60] * 900 + [200] * 100, [256, 64]),
+        ([60] * 990 + [200] * 10, [64, 256]),
+        # Of 1000 batches 16 have the long prompt.
+        ([60] * 999 + [200], [64]),
+        ([60] * 250 + [200] * 750, [256]),
+    ],
+)
+def test_prefills_are_compiled_for_sizes_that_batches_of_prompts_need(
+    lengths, sizes
+):
+  assert buckets.likely(lengths, [64, 256, 512]) == sizes
+
+
+@pytest.mark.parametrize(
     ('changes', 'message'),
     [
         ({'num_slots': 0}, 'num_slots is 0; it must be >= 1'),
@@ -413,7 +430,7 @@ def test_a_rollout_compiles_nothing_that_was_compiled_ahead(axes, monkeypatch):
   )
   with compilations.noted() as compiled:
     with contextlib.closing(CompileAhead(1)) as ahead:
-      engine.compile_ahead(ahead, params, len(TOKENS))
+      engine.compile_ahead(ahead, params, [len(TOKENS)])
       ahead.wait()
     before, ready = len(compiled), engine.replicate(params)
     prefix = engine.prefill_batch(ready, [TOKENS], buckets.PREFILL_ROWS)
