@@ -85,10 +85,10 @@ def likely(lengths: Iterable[int], sizes: list[int]) -> list[int]:
     sizes: from which the engine takes, see `buckets`.
   """
   lengths_P = np.fromiter(lengths, int)
-  fits = [np.mean(lengths_P <= size) ** PREFILL_ROWS for size in sizes]
-  share = dict(zip(sizes, np.diff([0.0, *fits]), strict=True))
-  found = [size for size in sizes if share[size] >= _LEAST_SHARE]
-  return sorted(found, key=lambda size: -share[size])
+  fits = [float(np.mean(lengths_P <= size)) ** PREFILL_ROWS for size in sizes]
+  share = np.diff(np.array([0.0, *fits]))
+  order = np.argsort(-share, kind='stable')
+  return [sizes[i] for i in order if share[i] >= _LEAST_SHARE]
 
 
 def steps_per_sync(steps: int) -> int:
