@@ -722,6 +722,71 @@ def test_what_the_clip_meets_is_that_of_its_files():
     assert f'| {size} | {" | ".join(cells)} |' in page
 
 
+def test_the_sides_with_four_updates_are_those_of_their_file():
+  folder, page = _ROOT / 'benchmarks/results', _text(_ROOT / 'docs/numerics.md')
+  ends: dict[tuple[str, str], dict[int, float]] = {}
+
+  def add(arm, run):
+    final = 100 * statistics.final(run['accuracy'])
+    ends.setdefault((arm, run['recipe']), {})[run['seed']] = final
+
+  file = folder / 'four_updates_quickstart_cpu_2026-11-27.json'
+  before = json.loads(file.read_text(encoding='utf-8'))
+  for run in before['runs']:
+    if run['updates_a_rollout'] == 4:
+      add('ppo', run)
+  for run in before['more']:
+    if run['ratio'] == 'plain':
+      is_spread_bf16 = run['recipe'] == 'bf16' and run['masters'] == 'spread'
+      add('spread' if is_spread_bf16 else 'ppo', run)
+  file = folder / 'four_updates_sides_quickstart_cpu_2026-11-28.json'
+  found = json.loads(file.read_text(encoding='utf-8'))['runs']
+  for run in found:
+    assert not run['unequal']
+    add(run['arm'], run)
+
+  def differ(one, other, seeds):
+    found = statistics.paired(ends[one], ends[other])
+    assert len(found.differences) == seeds
+    return found
+
+  def said(difference):
+    return '{:+.1f} to {:+.1f}'.format(*difference.interval)
+
+  spread, sides = ('spread', 'bf16'), [
+      (side, 'fake_e4m3') for side in ('weights', 'inputs')
+  ]
+  weights, inputs = (differ(side, spread, 5) for side in sides)
+  assert f'{weights.mean:.1f} points above BF16 from spread' in page
+  assert f'masters ({said(weights)})' in page
+  assert f'end {-inputs.mean:.1f} below ({said(inputs)})' in page
+  between = differ(sides[0], sides[1], 5)
+  assert f'are {between.mean:.1f} points ({said(between)})' in page
+  fp8, bf16 = (('cispo', recipe) for recipe in ('fp8_delayed', 'bf16'))
+  means = [sum(ends[arm].values()) / len(ends[arm]) for arm in (fp8, bf16)]
+  assert [len(ends[fp8]), len(ends[bf16])] == [10, 5]
+  words = 'end at {:.1f} in FP8 (ten seeds) and {:.1f} in BF16 (five)'
+  assert words.format(*means) in page
+  d = differ(fp8, bf16, 5)
+  assert f'FP8 - BF16 is {d.mean:+.1f} ({said(d)})' in page
+  less = [
+      differ(('ppo', arm[1]), arm, seeds)
+      for arm, seeds in ((fp8, 10), (bf16, 5))
+  ]
+  low, high = less[1].interval
+  words = '{:.1f} less in FP8 ({}) and {:.1f} less in BF16 ({:.1f} to {:.1f})'
+  assert (
+      words.format(less[0].mean, said(less[0]), less[1].mean, low, high) in page
+  )
+  fp8, bf16 = (('one update', recipe) for recipe in ('fp8_delayed', 'bf16'))
+  means = [sum(ends[arm].values()) / len(ends[arm]) for arm in (fp8, bf16)]
+  d = differ(fp8, bf16, 4)
+  words = (
+      '{:.1f} in FP8 and {:.1f} in BF16 (four seeds; FP8 - BF16 is {:+.1f}, {}'
+  )
+  assert words.format(*means, d.mean, said(d)) in page
+
+
 def test_a_real_models_gradients_after_an_update_are_those_of_their_file():
   name = 'later_gradients_qwen0_5b_h100_2026-11-28.json'
   text = (_ROOT / 'benchmarks/results' / name).read_text(encoding='utf-8')
