@@ -106,7 +106,7 @@ def pieces(dtype, columns: int = SWIZZLE) -> tuple:
   )
 
 
-def named(name: str, kernel, **static):
+def named(name: str, kernel, *, is_interpreted: bool = False, **static):
   """Returns a kernel of references alone, under the name in profiles.
 
   jaxlib 0.11 would number the kernels of a process as they are lowered, and the
@@ -118,11 +118,12 @@ def named(name: str, kernel, **static):
   Args:
     name: of the kernel.
     kernel: takes references and `static`.
+    is_interpreted: `interpret`, of a kernel that does not take it.
     **static: arguments that are no references.
   """
 
   def run(*refs):
-    if not static.get('interpret'):
+    if not (is_interpreted or static.get('interpret')):
       _without_number(name)
     kernel(*refs, **static)
 

@@ -202,6 +202,7 @@ def block_dot(
           tiles=tiles,
           near=math.gcd(down, _NEIGHBOURS),
           exact=power_of_two,
+          is_interpreted=interpret,
       ),
       out_type=jax.ShapeDtypeStruct((rows + missing, columns), out_dtype),
       scratch_types=[
