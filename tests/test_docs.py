@@ -788,6 +788,9 @@ def test_the_sides_with_four_updates_are_those_of_their_file():
       ' and {:.1f}. FP8 - BF16 is {:+.1f} ({}) with that one update and {:+.1f}'
   )
   with_four = differ(*four, 10).mean
+  spread = differ(fp8, ('one update, spread masters', 'bf16'), 8)
+  against = f'spread masters it is {spread.mean:+.1f} ({said(spread)}, eight'
+  assert against in page
   assert words.format(*means, d.mean, said(d), with_four) in page
 
 
