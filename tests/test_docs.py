@@ -408,14 +408,25 @@ def test_single_runs_of_the_real_model_are_those_of_their_files():
   assert row in study
   (endpoint,) = _percent([sum(qurl[3:]) / len(qurl[3:])])
   assert f'| endpoint, `qurl` | {endpoint} |' in study
+  ends = {}
+  for precision, name in (('core', 'FP8'), ('bf16', 'BF16')):
+    (block,) = _curves(
+        ('gsm8k_block_h100_2026-11-28',), 'gsm8k_jetrl_block', precision
+    ).values()
+    row = ' | '.join([f'| `jetrl_block`, in {name}, seed 1', *_percent(block)])
+    assert row in study
+    (ends[precision],) = _percent([sum(block[3:]) / len(block[3:])])
+  assert f'| endpoint, `jetrl_block` | {ends["core"]} |' in study
+  assert f'{ends["core"]} (read in BF16 {ends["bf16"]})' in study
   folders = (
       'stress_h100_2026-11-27',
       'stress_jetrl_h100_2026-11-27',
       'stress_bf16_h100_2026-11-27',
+      'stress_mixed_h100_2026-11-28',
   )
-  for arm in ('jetrl', 'bf16'):
+  for arm, seeds in (('jetrl', 3), ('bf16', 3), ('fp8_rollout', 1)):
     curves = _curves(folders, f'stress_{arm}', 'core')
-    assert sorted(curves) == [1, 2, 3]
+    assert sorted(curves) == list(range(1, seeds + 1))
     for seed, curve in curves.items():
       cells = [f'| `{arm}`, seed {seed}', *_percent(curve)]
       assert ' | '.join(cells) in study
@@ -423,7 +434,11 @@ def test_single_runs_of_the_real_model_are_those_of_their_files():
 
 def test_the_long_cell_is_that_of_its_files():
   study = _text(_ROOT / 'docs/study.md')
-  folders = 'math_h100_2026-11-27', 'math_seed2_h100_2026-11-28'
+  folders = (
+      'math_h100_2026-11-27',
+      'math_seed2_h100_2026-11-28',
+      'math_seed3_h100_2026-11-28',
+  )
   finals = {}
   for arm, precision, name in (
       ('jetrl', 'core', '`jetrl`, in FP8'),
@@ -433,26 +448,42 @@ def test_the_long_cell_is_that_of_its_files():
       ('fp8_rollout', 'bf16', '`fp8_rollout`, in BF16'),
   ):
     curves = _curves(folders, f'math_{arm}', precision)
-    assert sorted(curves) == [1, 2]
+    assert sorted(curves) == [1, 2, 3]
     finals[arm, precision] = {s: statistics.final(c) for s, c in curves.items()}
-    means = [sum(values) / 2 for values in zip(*curves.values(), strict=True)]
-    final = sum(finals[arm, precision].values()) / 2
-    row = ' | '.join([name, *_percent([*means, final])])
+    final = sum(finals[arm, precision].values()) / 3
+    row = ' | '.join([name, *_percent([*_mean(curves), final])])
     assert f'| {row} |' in study
-  ours, mixed_flow = (
-      [
-          f'{100 * (finals["bf16", "core"][seed] - value):.1f}'
-          for seed, value in finals[arm, 'core'].items()
-      ]
-      for arm in ('jetrl', 'fp8_rollout')
-  )
-  assert ours[0] == ours[1]
-  assert f"{ours[0]} points below `bf16`'s in either seed" in study
-  assert "the mixed flow's {} and {}.".format(*mixed_flow) in study
-  assert f'Held out -{ours[0]} against BF16 in either' in study
+  finals['bf16', 'bf16'] = finals['bf16', 'core']
+  for pair in (
+      ('jetrl', 'bf16'),
+      ('fp8_rollout', 'bf16'),
+      ('jetrl', 'fp8_rollout'),
+  ):
+    cells = []
+    for precision in ('core', 'bf16'):
+      ends = [finals[arm, precision] for arm in pair]
+      d = statistics.paired(*ends)
+      if precision == 'core':
+        cells += [f'{100 * (ends[0][s] - ends[1][s]):+.1f}' for s in (1, 2, 3)]
+      values = [100 * x for x in (d.mean, *d.interval)]
+      cells.append('{:+.1f} ({:+.1f} to {:+.1f})'.format(*values))
+    row = ' | '.join([f'| `{pair[0]}` - `{pair[1]}`', *cells])
+    assert f'{row} |' in study
+    if pair[0] == 'jetrl':
+      found = [abs(float(x)) for x in re.findall(r'[\d.]+', cells[-2])]
+      said = (
+          '{} points below BF16 (95%: {} to {}'
+          if pair[1] == 'bf16'
+          else '{} points below the mixed flow ({} below to {} above)'
+      )
+      mean, *both = found
+      said = said.format(mean, *(sorted(both) if pair[1] == 'bf16' else both))
+      pages = ('README.md',) if pair[1] == 'bf16' else ('docs/flows.md',)
+      for page in pages:
+        assert said in _text(_ROOT / page), said
 
   runs = {(run.arm.name, run.seed): run.rows for run in _runs(folders)}
-  arms, seeds = ('jetrl', 'bf16', 'fp8_rollout'), (1, 2)
+  arms, seeds = ('jetrl', 'bf16', 'fp8_rollout'), (1, 2, 3)
   assert sorted(runs) == sorted((f'math_{a}', s) for a in arms for s in seeds)
 
   def of(arm, name, of_seeds=seeds):
@@ -493,11 +524,11 @@ def test_the_long_cell_is_that_of_its_files():
       gains[arm, seed] = f'{both[1] - both[0]:.1f}'
     assert f'| seed {seed} | ' + ' | '.join(cells) + ' |' in study
   said = (
-      "{} and {} points more become right, of `bf16`'s {} and {}, of the mixed"
-      " flow's {} and {} "
+      "{}, {} and {} points more become right, of `bf16`'s {}, {} and {}, of"
+      " the mixed flow's {}, {} and {} "
   )
   assert said.format(*(gains[arm, s] for arm in arms for s in seeds)) in study
-  said = "{} and {} points more became right, of BF16's {} and {}."
+  said = "{}, {} and {} points more became right, of BF16's {}, {} and {}."
   assert said.format(
       *(gains[arm, s] for arm in arms[:2] for s in seeds)
   ) in _text(_ROOT / 'docs/tuning.md')
@@ -519,29 +550,34 @@ def test_the_long_cell_is_that_of_its_files():
       for seed in seeds
   }
   cells = [', '.join(f'{seconds[a, s]:.2f}' for s in seeds) for a in arms]
-  row = ' | '.join(['seconds a step, seed 1 and seed 2', *cells])
+  row = ' | '.join(['seconds a step, seeds 1 to 3', *cells])
   assert f'| {row} |' in study
   ratios = [
       f'{seconds[a, s] / seconds["bf16", s]:.2f}' for a in arms for s in seeds
   ]
-  said = "`jetrl` {} and {} of `bf16`'s time, the mixed flow {} and {} "
-  assert said.format(*ratios[:2], *ratios[4:]) in study
+  said = "`jetrl` {}, {} and {} of `bf16`'s time, the mixed flow {}, {} and {} "
+  assert said.format(*ratios[:3], *ratios[6:]) in study
+
+
+def _of_the_long_cell(folder: str, arm: str):
+  """Returns a run of seed 1, its share of right answers at the ends and last."""
+  run = next(r for r in _runs((folder,)) if r.arm.name == f'math_{arm}')
+  assert run.seed == 1
+  steps = {line['step']: line for line in run.rows}
+  right = [
+      10 * sum(steps[s]['critic/acc/mean'] for s in range(first, first + 10))
+      for first in (1, 51)
+  ]
+  final = statistics.final([value for _, value in run.accuracy()])
+  return run, right, 100 * final
 
 
 def test_the_long_cell_with_cispo_is_that_of_its_files():
   study = _text(_ROOT / 'docs/study.md')
-  found = []
-  for folder in ('math_cispo_h100_2026-11-28', 'math_h100_2026-11-27'):
-    run = next(r for r in _runs((folder,)) if r.arm.name == 'math_jetrl')
-    assert run.seed == 1
-    steps = {line['step']: line for line in run.rows}
-    right = [
-        10 * sum(steps[s]['critic/acc/mean'] for s in range(first, first + 10))
-        for first in (1, 51)
-    ]
-    final = statistics.final([value for _, value in run.accuracy()])
-    found.append((run, right, 100 * final))
-  (cispo, with_cispo, its_final), (_, with_ppo, final) = found
+  cispo, with_cispo, its_final = _of_the_long_cell(
+      'math_cispo_h100_2026-11-28', 'jetrl'
+  )
+  _, with_ppo, final = _of_the_long_cell('math_h100_2026-11-27', 'jetrl')
   assert cispo.about['set'] == {'algorithm.policy_loss': 'cispo'}
   assert not cispo.is_of_design
   said = (
@@ -549,6 +585,46 @@ def test_the_long_cell_with_cispo_is_that_of_its_files():
       " and ends {:.1f} points below PPO's held-out accuracy"
   )
   assert said.format(*with_cispo, *with_ppo, final - its_final) in study
+
+
+def test_the_long_cell_with_one_update_is_that_of_its_files():
+  study, numerics = (
+      _text(_ROOT / f'docs/{page}.md') for page in ('study', 'numerics')
+  )
+  right, final = {}, {}
+  for updates, folder in (
+      (1, 'math_one_update_h100_2026-11-28'),
+      (4, 'math_h100_2026-11-27'),
+  ):
+    for arm in ('jetrl', 'bf16'):
+      run, right[arm, updates], final[arm, updates] = _of_the_long_cell(
+          folder, arm
+      )
+      assert run.is_of_design == (updates == 4)
+      if updates == 1:
+        assert run.about['set'] == {'trainer.mini_batch_size': '64'}
+      assert not any(
+          line.get('training/mismatch_token_frac') for line in run.rows
+      )
+  said = (
+      "of `jetrl`'s sampled answers {:.1f}% are right at the start and {:.1f}"
+      " at the end, of `bf16`'s {:.1f} and {:.1f}; final accuracy is {:.1f} and"
+      ' {:.1f} (with four updates {:.1f} and {:.1f}, the same seed)'
+  )
+  values = right['jetrl', 1] + right['bf16', 1]
+  values += [final[key] for key in (('jetrl', 1), ('bf16', 1))]
+  values += [final[key] for key in (('jetrl', 4), ('bf16', 4))]
+  assert said.format(*values) in study
+  said = (
+      'of its sampled answers {:.1f}% are right at first and {:.1f} at last,'
+      " with four updates {:.1f} and {:.1f}; of BF16's {:.1f} and {:.1f}, with"
+      ' four {:.1f} and {:.1f}.'
+  )
+  values = [x for a in ('jetrl', 'bf16') for u in (1, 4) for x in right[a, u]]
+  assert said.format(*values) in numerics
+  gains = [right[arm, 1][1] - right[arm, 1][0] for arm in ('jetrl', 'bf16')]
+  said = '{:.1f} more became right in FP8 and {:.1f} in BF16'
+  assert said.format(*gains) in _text(_ROOT / 'docs/tuning.md')
 
 
 def test_the_five_steps_of_verl_are_those_of_their_file():
