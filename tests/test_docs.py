@@ -560,7 +560,7 @@ def test_the_long_cell_is_that_of_its_files():
 
 
 def _of_the_long_cell(folder: str, arm: str):
-  """Returns a run of seed 1, its share of right answers at the ends and last."""
+  """Returns the run of seed 1, its right answers at both ends, the final."""
   run = next(r for r in _runs((folder,)) if r.arm.name == f'math_{arm}')
   assert run.seed == 1
   steps = {line['step']: line for line in run.rows}
