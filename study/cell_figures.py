@@ -1,5 +1,6 @@
 """Figures and tables of the cells on a real model; see `study.figures`."""
 
+import itertools
 import pathlib
 from collections import Counter, defaultdict
 from typing import Literal
@@ -28,6 +29,8 @@ _PANELS = (
 )
 # Steps that are one point of a curve.
 _BIN = 10
+# Seeds from which a mean has an interval; of fewer their range is drawn.
+_ENOUGH = 5
 # Arms of the cells, for readers who do not know their names.
 _IN_WORDS = {
     'jetrl': 'one FP8 flow',
@@ -113,37 +116,37 @@ def binned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
   return [(s, sum(v) / _BIN) for s, v in bins.items() if len(v) == _BIN]
 
 
-def _has_intervals(runs: list[Run]) -> bool:
-  """Whether each arm has three seeds: of two an interval says nothing."""
-  seeds = Counter(run.arm.name for run in runs)
-  return min(seeds.values()) >= 3
+def _band(seeds: int) -> Literal['interval', 'range']:
+  """Returns the band of held-out accuracy; of few seeds an interval is wide."""
+  return 'interval' if seeds >= _ENOUGH else 'range'
 
 
 def _spread(runs: list[Run]) -> str:
   """Says what lines and bands are; a single seed has no band."""
+  seeds = Counter(run.arm.name for run in runs).values()
   if len({run.seed for run in runs}) == 1:
     return (
         f'one seed, so no spread is known; all but accuracy are means of {_BIN}'
         ' steps'
     )
-  if not _has_intervals(runs):
+  if max(seeds) < _ENOUGH:
     return (
-        'mean and range of too few seeds for an interval; all but accuracy are'
-        f' means of {_BIN} steps'
+        f'mean and range of {max(seeds)} seeds; all but accuracy are means of'
+        f' {_BIN} steps'
     )
+  less = f', of fewer than {_ENOUGH} their range' * (min(seeds) < _ENOUGH)
   return (
-      f'mean over seeds; held out with its 95% interval, else means of {_BIN}'
-      ' steps with the range of seeds'
+      f'mean over seeds; held out with its 95% interval{less}, else means of'
+      f' {_BIN} steps with the range of seeds'
   )
 
 
 def means(runs: list[Run], output: pathlib.Path, origin: str) -> None:
   """Draws six metrics by step: the mean over seeds, with a band.
 
-  The band is the mean's 95% interval for held-out accuracy, if there are three
-  seeds of each arm. The others are means of ten steps, and their band is the
-  range of the seeds: an interval of a ratio, symmetric about the mean of three,
-  ends below zero.
+  The band is the mean's 95% interval for held-out accuracy, of arms with five
+  seeds. All else is means of ten steps, and the band is the range of the seeds:
+  an interval of a ratio, symmetric about the mean of three, ends below zero.
   """
   names = list(dict.fromkeys(run.arm.name for run in runs))
   style = figure_style.lines(names)
@@ -157,7 +160,7 @@ def means(runs: list[Run], output: pathlib.Path, origin: str) -> None:
           of if held_out else [binned(points) for points in of],
           style[name],
           scale,
-          band='interval' if held_out and _has_intervals(runs) else 'range',
+          band=_band(len(of)) if held_out else 'range',
           label=name,
       )
     if scale == 'symlog':
@@ -176,7 +179,8 @@ def means(runs: list[Run], output: pathlib.Path, origin: str) -> None:
 def held_out(runs: list[Run], output: pathlib.Path, origin: str) -> None:
   """Draws held-out accuracy by step with its 95% interval, and the mismatch.
 
-  Two panels of `means` for a reader who knows no names of arms.
+  Of fewer than five seeds the range is drawn in the interval's place. For a
+  reader who knows no names of arms.
   """
   names = list(dict.fromkeys(run.arm.name for run in runs))
   style = figure_style.lines(names)
@@ -189,7 +193,8 @@ def held_out(runs: list[Run], output: pathlib.Path, origin: str) -> None:
         [_points(run, 'core') for run in of],
         style[name],
         'linear',
-        label=_IN_WORDS.get(flow, flow),
+        band=_band(len(of)),
+        label=f'{_IN_WORDS.get(flow, flow)} ({len(of)} seeds)',
     )
     draw_mean(
         mismatch,
@@ -198,7 +203,10 @@ def held_out(runs: list[Run], output: pathlib.Path, origin: str) -> None:
         'linear',
         band='range',
     )
-  accuracy.set_title('held-out accuracy (%): mean of seeds, 95%')
+  title = 'held-out accuracy (%): mean of seeds, 95%'
+  if len(runs) < _ENOUGH * len(names):
+    title += f' (fewer than {_ENOUGH}: range)'
+  accuracy.set_title(title)
   mismatch.set_title('k3 of rollout and training (nats): mean, range')
   for panel in (accuracy, mismatch):
     panel.set_xlabel('step')
@@ -314,8 +322,14 @@ def endpoints(runs: list[Run], output: pathlib.Path, origin: str) -> None:
         f' {100 * d.mean:+.1f} | {wide} | {p} | {word} |'
     )
   figure, panel = plt.subplots(figsize=(9, 1.4 + 0.4 * len(found)))
-  margin = 100 * statistics.NON_INFERIORITY
-  panel.axvspan(-margin, margin, **figure_style.SHADE)
+  finals = {ARMS[name].cell.compares_final for pair in found for name in pair}
+  what = 'final accuracy' if finals == {True} else 'the endpoint'
+  said = f'difference of {what} (points): circles are seeds, diamonds means'
+  said += '\nwith 95% t intervals'
+  if PRIMARY in found:
+    margin = 100 * statistics.NON_INFERIORITY
+    panel.axvspan(-margin, margin, **figure_style.SHADE)
+    said += ', grey the margin of the primary question'
   panel.axvline(0, color=figure_style.GREY, lw=0.8)
   for y, (pair, d) in enumerate(reversed(found.items())):
     wide = len(d.differences) > 1
@@ -334,10 +348,7 @@ def endpoints(runs: list[Run], output: pathlib.Path, origin: str) -> None:
   panel.set_yticks(range(len(labels)), labels)
   panel.set_ylim(-0.6, len(labels) - 0.4)
   figure_style.without_grid(panel, along='y')
-  panel.set_xlabel(
-      'difference of the endpoint (points): circles are seeds, diamonds means'
-      '\nwith 95% t intervals, grey the margin of the primary question'
-  )
+  panel.set_xlabel(said)
   panel.set_title(origin)
   figure_style.save(figure, output)
 
@@ -347,19 +358,19 @@ def k3(runs: list[Run], output: pathlib.Path, origin: str) -> None:
   names = list(dict.fromkeys(run.arm.name for run in runs))
   style = figure_style.lines(names)
   figure, panel = plt.subplots(figsize=(7, 4.5))
-  for name in names:
+  # Hollow, so that arms without a mismatch do not hide each other.
+  for name, marker in zip(names, itertools.cycle('osD^vP'), strict=False):
     points = []
     for run in runs:
       value = endpoint(run)
       if run.arm.name == name and value is not None:
         measured = [v for _, v in run.series('rollout_corr/k3_kl')]
-        points.append((max(float(np.median(measured)), 1e-8), 100 * value))
+        points.append((float(np.median(measured)), 100 * value))
     if points:
       x, y = zip(*points, strict=True)
-      panel.plot(x, y, 'o', color=style[name]['color'], ms=7, label=name)
-  panel.set_xscale('log')
-  panel.set_xlim(3e-9, 1)
-  panel.set_xlabel('k3 of rollout and training (nats), median; 0 at 1e-8')
+      color = style[name]['color']
+      panel.plot(x, y, marker, color=color, mfc='none', mew=2, ms=8, label=name)
+  panel.set_xlabel('k3 of rollout and training (nats), median of the steps')
   panel.set_ylabel('endpoint: accuracy (%)')
   panel.legend()
   panel.set_title(origin)

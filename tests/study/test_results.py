@@ -247,13 +247,13 @@ def test_a_figure_of_few_seeds_promises_no_interval(tmp_path, monkeypatch):
       'save',
       lambda figure, path: titles.append(figure.get_suptitle()),
   )
-  for ends in ([0.3], [0.3, 0.31], [0.3, 0.31, 0.32]):
+  for ends in ([0.3], [0.3, 0.31], [0.3, 0.31, 0.32, 0.33, 0.34]):
     runs = _runs(_of_seeds('gsm8k_jetrl', *ends))
     cell_figures.means(runs, tmp_path / 'x.png', 'x')
-  one, two, three = titles
+  one, two, five = titles
   assert 'one seed' in one and 'interval' not in one
-  assert 'too few seeds' in two and '95%' not in two
-  assert '95% interval' in three
+  assert 'range of 2 seeds' in two and '95%' not in two
+  assert '95% interval, else' in five
 
 
 def test_a_curve_has_the_means_of_ten_steps():
