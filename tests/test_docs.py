@@ -255,8 +255,14 @@ def test_a_tag_is_refused_while_the_changelog_calls_it_unreleased(tmp_path):
   assert codes == [0, 1]
 
 
+def _study() -> str:
+  """Returns the design and the pages of its cells."""
+  pages = 'study', 'study_gsm8k', 'study_math', 'study_sums'
+  return '\n'.join(_text(_ROOT / f'docs/{page}.md') for page in pages)
+
+
 def test_the_accuracies_of_the_real_run_are_those_of_its_files():
-  study, readme = _text(_ROOT / 'docs/study.md'), _text(_ROOT / 'README.md')
+  study, readme = _study(), _text(_ROOT / 'README.md')
   config = ' '.join(_text(_ROOT / 'configs/qwen0_5b.py').split())
   curves = {
       (arm, side): _curves(_MAIN, f'gsm8k_{arm}', side)
@@ -308,7 +314,7 @@ def test_the_accuracies_of_the_real_run_are_those_of_its_files():
 
 
 def test_what_is_said_of_the_mixed_flow_is_what_the_design_concludes():
-  study, readme = _text(_ROOT / 'docs/study.md'), _text(_ROOT / 'README.md')
+  study, readme = _study(), _text(_ROOT / 'README.md')
   pairs = (
       ('jetrl', 'bf16'),
       ('fp8_rollout', 'bf16'),
@@ -400,7 +406,7 @@ def test_the_guard_lets_pass_what_a_run_that_learned_flushed():
 
 
 def test_single_runs_of_the_real_model_are_those_of_their_files():
-  study = _text(_ROOT / 'docs/study.md')
+  study = _study()
   (qurl,) = _curves(
       ('gsm8k_qurl_h100_2026-11-27',), 'gsm8k_qurl', 'core'
   ).values()
@@ -433,7 +439,7 @@ def test_single_runs_of_the_real_model_are_those_of_their_files():
 
 
 def test_the_long_cell_is_that_of_its_files():
-  study = _text(_ROOT / 'docs/study.md')
+  study = _study()
   folders = (
       'math_h100_2026-11-27',
       'math_seed2_h100_2026-11-28',
@@ -573,23 +579,19 @@ def _of_the_long_cell(folder: str, arm: str):
 
 
 def test_the_long_cell_with_cispo_is_that_of_its_files():
-  study = _text(_ROOT / 'docs/study.md')
+  study = _study()
   cispo, with_cispo, its_final = _of_the_long_cell(
       'math_cispo_h100_2026-11-28', 'jetrl'
   )
-  _, with_ppo, final = _of_the_long_cell('math_h100_2026-11-27', 'jetrl')
   assert cispo.about['set'] == {'algorithm.policy_loss': 'cispo'}
   assert not cispo.is_of_design
-  said = (
-      'from {:.1f} to {:.1f}% right in seed 1, with PPO from {:.1f} to {:.1f},'
-      " and ends {:.1f} points below PPO's held-out accuracy"
-  )
-  assert said.format(*with_cispo, *with_ppo, final - its_final) in study
+  row = '| `jetrl`, four updates with CISPO | {:.1f}%, {:.1f}% | {:.1f} '
+  assert row.format(*with_cispo, its_final) in study
 
 
 def test_the_long_cell_with_one_update_is_that_of_its_files():
   study, numerics = (
-      _text(_ROOT / f'docs/{page}.md') for page in ('study', 'numerics')
+      _text(_ROOT / f'docs/{page}.md') for page in ('study_math', 'numerics')
   )
   right, final = {}, {}
   for updates, folder in (
@@ -603,18 +605,18 @@ def test_the_long_cell_with_one_update_is_that_of_its_files():
       assert run.is_of_design == (updates == 4)
       if updates == 1:
         assert run.about['set'] == {'trainer.mini_batch_size': '64'}
+      name = {1: 'one update', 4: 'four updates'}[updates]
+      ends = '{:.1f}%, {:.1f}%'.format(*right[arm, updates])
+      row = f'| `{arm}`, {name} | {ends} | {final[arm, updates]:.1f} '
+      assert row in study
       assert not any(
           line.get('training/mismatch_token_frac') for line in run.rows
       )
-  said = (
-      "of `jetrl`'s sampled answers {:.1f}% are right at the start and {:.1f}"
-      " at the end, of `bf16`'s {:.1f} and {:.1f}; final accuracy is {:.1f} and"
-      ' {:.1f} (with four updates {:.1f} and {:.1f}, the same seed)'
+  gaps = [final['jetrl', n] - final['bf16', n] for n in (1, 4)]
+  assert (
+      'held out {:.1f} (in BF16 -0.7) in the place of {:.1f}'.format(*gaps)
+      in study
   )
-  values = right['jetrl', 1] + right['bf16', 1]
-  values += [final[key] for key in (('jetrl', 1), ('bf16', 1))]
-  values += [final[key] for key in (('jetrl', 4), ('bf16', 4))]
-  assert said.format(*values) in study
   said = (
       'of its sampled answers {:.1f}% are right at first and {:.1f} at last,'
       " with four updates {:.1f} and {:.1f}; of BF16's {:.1f} and {:.1f}, with"
@@ -646,7 +648,7 @@ def test_the_five_steps_of_verl_are_those_of_their_file():
 
 
 def test_the_sums_with_four_updates_are_those_of_their_files():
-  study, readme = _text(_ROOT / 'docs/study.md'), _text(_ROOT / 'README.md')
+  study, readme = _study(), _text(_ROOT / 'README.md')
   folders = ('sums_four_h100_2026-11-27', 'sums_four_arms_h100_2026-11-27')
 
   def final(arm, precision='core'):
@@ -683,6 +685,89 @@ def test_the_sums_with_four_updates_are_those_of_their_files():
       assert said[0] == '-3.5 (-6.9 to -0.1)'
   said = '3.5 points below BF16 from spread masters (95%: 0.1 to 6.9)'
   assert said in readme
+
+
+def _finals(folders, arm, precision='core') -> dict[int, float]:
+  curves = _curves(folders, arm, precision)
+  return {seed: statistics.final(curve) for seed, curve in curves.items()}
+
+
+def _said(ours: dict[int, float], others: dict[int, float]) -> list[float]:
+  """Returns a paired difference and its interval, in points."""
+  d = statistics.paired(ours, others)
+  return [100 * x for x in (d.mean, *d.interval)]
+
+
+def test_four_updates_against_one_are_as_the_page_says():
+  study = _text(_ROOT / 'docs/study_sums.md')
+  one = 'sums_h100_2026-11-26', 'sums_h200_2026-11-27'
+  four = 'sums_four_h100_2026-11-27', 'sums_four_arms_h100_2026-11-27'
+  found = {}
+  for precision in ('core', 'bf16'):
+    for arm in ('jetrl', 'bf16', 'fp8_rollout'):
+      folders = ('sums_spread_h200_2026-11-27',) if arm == 'bf16' else one
+      found[arm, precision] = (
+          _finals(four, f'sums_four_{arm}', precision),
+          _finals(folders, f'sums_{arm}', precision),
+      )
+  ours = [*_said(*found['jetrl', 'core']), *_said(*found['jetrl', 'bf16'])]
+  said = (
+      '{:.1f} points ({:.1f} to {:.1f}; read in BF16 {:.1f}, {:.1f} to {:.1f})'
+  )
+  assert said.format(*ours) in study
+  for page in ('README.md', 'docs/tuning.md'):
+    text = _text(_ROOT / page)
+    assert re.search(
+        r'{:.1f} points (lower in FP8|below itself with one)'
+        r' \(95%: {:.1f} to {:.1f}\)'.format(*(-x for x in ours[:3])),
+        text,
+    )
+  for arm, name in (('bf16', 'from spread masters'), ('fp8_rollout', '')):
+    said = f'`{arm}` {name} '.replace('  ', ' ') + '{:.1f} ({:.1f} to {:+.1f})'
+    assert said.format(*_said(*found[arm, 'core'])) in study
+  gaps = [
+      {s: found['jetrl', 'core'][i][s] - value for s, value in other.items()}
+      for i, other in enumerate(found['bf16', 'core'])
+  ]
+  said = 'more than BF16 is not shown: {:.1f} ({:.1f} to {:+.1f})'
+  assert said.format(*_said(*gaps)) in study
+  stress = ('sums_stress_h200_2026-11-27',)
+  corrected, plain = (
+      [
+          _finals(stress, f'sums_stress_{arm}', precision)
+          for precision in ('core', 'bf16')
+      ]
+      for arm in ('flashrl', 'fp8_rollout')
+  )
+  values = [
+      x for pair in zip(corrected, plain, strict=True) for x in _said(*pair)
+  ]
+  said = (
+      '{:.1f} points below that without one ({} to {:.1f}; read in BF16 {:.1f},'
+      ' {:.1f} to {:.1f};'
+  )
+  values[0], values[1] = -values[0], f'{values[1]:.1f}'
+  assert said.format(*values) in study
+
+
+def test_the_windows_of_the_main_cell_are_those_of_its_files():
+  study = _text(_ROOT / 'docs/study_gsm8k.md')
+  for arm in ('jetrl', 'bf16', 'fp8_rollout', 'flashrl'):
+    cells = []
+    for precision in ('core', 'bf16'):
+      curves = sorted(_curves(_MAIN, f'gsm8k_{arm}', precision).items())
+      # Of steps 0, 20 .. 200 those from 60 to 100, and from 160 on.
+      first, last = (
+          {seed: sum(curve[part]) / 3 for seed, curve in curves}
+          for part in (slice(3, 6), slice(8, 11))
+      )
+      values = [100 * (last[seed] - first[seed]) for seed in first]
+      cells.append(', '.join(f'{value:+.1f}' for value in values))
+      said = '{:+.1f} ({:+.1f} to {:+.1f})'
+      cells.append(said.format(*_said(last, first)))
+    if arm == 'bf16':
+      cells[2:] = ['the same', 'the same']
+    assert ' | '.join([f'| `{arm}`', *cells]) + ' |' in study
 
 
 def test_the_recipes_with_four_updates_are_those_of_their_file():

@@ -83,7 +83,7 @@ def warn_of_updates(recipe: str, updates: int) -> None:
       '%d updates follow each rollout, and precision.recipe is %r: with four, a'
       ' small model ended 3 to 5 points below BF16 in FP8 and INT8, and a 0.5B'
       ' ended 2.2 below on MATH in FP8; with one, the small one ended 0.4 below'
-      ' in FP8, and the 0.5B learned as BF16 did, in one seed (docs/study.md).'
+      ' in FP8, and the 0.5B 0.9, in one seed (docs/tuning.md).'
       ' One update: trainer.mini_batch_size=trainer.train_batch_size,'
       ' algorithm.ppo_epochs=1',
       updates,
