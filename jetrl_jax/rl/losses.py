@@ -193,3 +193,30 @@ def cispo_loss(
       clipped_T=(ratio_T > cap).astype(jnp.float32),
       clipped_lower_T=jnp.zeros_like(ratio_T),
   )
+
+
+def gpg_loss(
+    log_pi_T: Float[Array, ' T'], advantage_T: Float[Array, ' T']
+) -> PolicyLoss:
+  """The plain policy gradient: no ratio, and nothing is clipped.
+
+      loss = -A log pi
+
+  At a ratio of 1 its gradient is that of the other losses. With several updates
+  a rollout it takes later mini-batches as if the policy had not moved, so
+  nothing holds it near the one that sampled.
+
+  Args:
+    log_pi_T: log pi(y_t), in nats; the gradient flows through it.
+    advantage_T: advantages; no gradient flows into them.
+
+  Returns:
+    The unreduced loss; only its gradient has a meaning, not its value.
+
+  References:
+    Chu et al. 2025, arXiv:2504.02546, without its scaling of advantages; verl's
+    loss_mode 'gpg'.
+  """
+  loss_T = -jax.lax.stop_gradient(advantage_T) * log_pi_T
+  never_T = jnp.zeros_like(loss_T)
+  return PolicyLoss(loss_T=loss_T, clipped_T=never_T, clipped_lower_T=never_T)

@@ -18,7 +18,7 @@ from jetrl_jax.rl.losses import PolicyLoss
 from jetrl_jax.rl.types import TrainBatch
 
 # Each has a case in `_policy_term`.
-POLICY_LOSSES = ('ppo', 'gspo', 'cispo')
+POLICY_LOSSES = ('ppo', 'gspo', 'cispo', 'gpg')
 # Corrections that may drop tokens; metrics count the dropped ones.
 _REJECTING = ('icepop', 'mis')
 
@@ -29,12 +29,12 @@ class LossConfig:
 
   Attributes:
     policy_loss: 'ppo' (token ratios, clipped), 'gspo' (sequence ratios,
-      clipped; wants loss_agg_mode 'seq-mean-token-mean') or 'cispo' (capped
-      weights).
+      clipped; wants loss_agg_mode 'seq-mean-token-mean'), 'cispo' (capped
+      weights) or 'gpg' (no ratio).
     clip_ratio_low: distance of the clip range's lower end from 1; None is 0.2
-      for 'ppo' and 3e-4 for 'gspo'. 'cispo' does not read it.
+      for 'ppo' and 3e-4 for 'gspo'. The others do not read it.
     clip_ratio_high: distance of its upper end from 1; None is 0.2 for 'ppo'
-      (DAPO: 0.28) and 4e-4 for 'gspo'. 'cispo' does not read it.
+      (DAPO: 0.28) and 4e-4 for 'gspo'. The others do not read it.
     clip_ratio_c: dual clip of 'ppo': most loss of a token with a negative
       advantage, in units of that advantage.
     cispo_cap: largest weight of 'cispo' (the bound itself, as TRL's
@@ -241,6 +241,7 @@ def _policy_term(
         widening_T=widening_T,
     )
 
+  log_pi_BT = jnp.where(batch.loss_mask > 0, logprobs_BT, 0.0)
   match config.policy_loss:
     case 'gspo':
       gspo = functools.partial(losses.gspo_loss, clip_low=low, clip_high=high)
@@ -249,8 +250,9 @@ def _policy_term(
       )
     case 'cispo':
       cispo = functools.partial(losses.cispo_loss, cap=config.cispo_cap)
-      log_pi_BT = jnp.where(batch.loss_mask > 0, logprobs_BT, 0.0)
       return jax.vmap(cispo)(log_pi_BT, log_ratio_BT, batch.advantages)
+    case 'gpg':
+      return jax.vmap(losses.gpg_loss)(log_pi_BT, batch.advantages)
     case 'ppo':
       return jax.vmap(ppo)(log_ratio_BT, batch.advantages, log_rho_BT)
     case name:  # Nobody would notice if another loss ran in its place.

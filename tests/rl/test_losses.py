@@ -141,6 +141,7 @@ def test_no_gradient_flows_into_the_advantages():
       lambda a: _loss(x_T, a),
       lambda a: _gspo(x_T, a, jnp.ones(3), jnp.array([1, 1, 2]), **_GSPO_CLIP),
       lambda a: losses.cispo_loss(x_T, x_T, a, cap=5.0),
+      lambda a: losses.gpg_loss(x_T, a),
   ):
     slope_T = jax.grad(lambda a, loss=loss: loss(a).loss_T.sum())(
         jnp.array([1.0, -1.0, 2.0])
@@ -234,7 +235,7 @@ def test_cispo_of_three_tokens_by_hand():
   )
 
 
-@pytest.mark.parametrize('loss', ['ppo', 'gspo', 'cispo'])
+@pytest.mark.parametrize('loss', ['ppo', 'gspo', 'cispo', 'gpg'])
 def test_on_policy_all_losses_have_the_same_gradient(loss):
   advantage_T = jnp.asarray(
       np.random.default_rng(2).normal(size=8), jnp.float32
@@ -249,6 +250,8 @@ def test_on_policy_all_losses_have_the_same_gradient(loss):
         return _gspo(log_ratio_T, advantage_T, jnp.ones(8), ids_T, **_GSPO_CLIP)
       case 'cispo':
         return losses.cispo_loss(x, log_ratio_T, advantage_T, cap=5.0)
+      case 'gpg':
+        return losses.gpg_loss(x, advantage_T)
       case _:
         return _loss(log_ratio_T, advantage_T)
 

@@ -32,6 +32,7 @@ _METHODS = {
         rollout_is_per_answer=True,
     ),
     'cispo with token': LossConfig(policy_loss='cispo', rollout_is='token'),
+    'gpg with icepop': LossConfig(policy_loss='gpg', rollout_is='icepop'),
 }
 
 
@@ -237,6 +238,14 @@ def test_cispo_weighs_the_log_prob():
   assert metrics['actor/pg_clipfrac'].value() == pytest.approx(1 / 3)
 
 
+def test_gpg_does_not_read_the_ratio():
+  # -A log pi of the three tokens, weighed by 0.5, 0.25 and 0.25.
+  loss, metrics = _loss(LossConfig(policy_loss='gpg'))
+  second, third = -2 + math.log(1.5), -1.5 + math.log(0.5)
+  np.testing.assert_allclose(loss, 1.0 - 0.25 * (second - third), rtol=1e-6)
+  assert metrics['actor/pg_clipfrac'].value() == 0
+
+
 def test_acr_lets_a_token_keep_the_gradient_that_tis_clips():
   # The second token: r = 1.5, A = 1, rho = 4, C = 2. TIS clips it at 1.2 and
   # weighs by 2; ACR's bound is 1.2 * 4 / 2 = 2.4, so it is not clipped.
@@ -284,7 +293,7 @@ def test_what_is_masked_gives_no_gradient_whatever_it_holds():
 @pytest.mark.parametrize(
     ('changes', 'message'),
     [
-        ({'policy_loss': 'dpo'}, "'dpo'; allowed are ppo, gspo, cispo"),
+        ({'policy_loss': 'dpo'}, "'dpo'; allowed are ppo, gspo, cispo, gpg"),
         ({'cispo_cap': 0.5}, r'cispo_cap is 0\.5; it bounds the ratio itself'),
         (
             {'policy_loss': 'gspo', 'rollout_is': 'acr'},
