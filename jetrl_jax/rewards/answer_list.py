@@ -25,6 +25,7 @@ _TOKEN = re.compile(
 )
 _TEXT = re.compile(r'\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*\{([^{}\\]*)\}')
 _BRACES = re.compile(r'(?:\\left\s*)?\\\{(.*?)(?:\\right\s*)?\\\}', re.DOTALL)
+_BOTH_SIGNS = re.compile(r'\\(pm|mp)(?![a-zA-Z])')
 _WORDS = re.compile(r'(?:\\text\{)?[a-z][a-z -]+\}?', re.IGNORECASE)
 
 
@@ -74,6 +75,27 @@ def _split(text: str) -> list[str] | None:
   pieces.append(text[start:])
   stripped = [_SPACES.sub('', piece) for piece in pieces]
   return [piece for piece in stripped if piece]
+
+
+def with_both_signs(entries: list[str]) -> list[str]:
+  r"""Returns '1+x' and '1-x' in the place of '1 \pm x'.
+
+  Args:
+    entries: of a list. One with several such signs stays as it is: nobody says
+      which go together.
+  """
+  found = []
+  for entry in entries:
+    signs = _BOTH_SIGNS.findall(entry)
+    if len(signs) != 1:
+      found.append(entry)
+      continue
+    first, second = '+-' if signs[0] == 'pm' else '-+'
+    for sign in (first, second):
+      text = _BOTH_SIGNS.sub(sign, entry).strip()
+      # A sign of its own: '+3' is 3; 'x=+3' is 'x=3'.
+      found.append(re.sub(r'(^|[=(\[{]\s*)\+', r'\1', text))
+  return found
 
 
 def is_same(

@@ -14,6 +14,8 @@ from typing import Any
 MAX_ANSWER_CHARS = 512
 _MAX_DEPTH = 8
 _MAX_POWERS = 24
+# Each division in a row multiplies a parser's work.
+_MAX_DIVISIONS = 8
 # Largest degree in a letter, or of all powers of sums; a reference raises it.
 _MAX_DEGREE = 9
 # Largest exponent of a number.
@@ -34,6 +36,7 @@ _FORMS = tuple(
         r'\\(?:log|ln)[\s{(]*\\(?:log|ln)',
     )
 )
+_DIVISION = re.compile(r'/|:|\\div(?![a-zA-Z])')
 _EXPONENT = re.compile(r'\^\s*[{(\s]*-?\s*(\d+)', re.ASCII)
 # A sum has a sign after its first term; a leading one is a number's.
 _SUM = re.compile(r'[^\s{(\[]\s*(?:[+-]|\\[pm][pm](?![a-zA-Z]))')
@@ -44,10 +47,18 @@ _NAME = re.compile(r'(?:\\[a-zA-Z]+|[a-zA-Z])(?:_\w)?$')
 _UNICODE = str.maketrans(
     {
         '\u2212': '-',
+        '\u2010': '-',
+        '\u2011': '-',
+        '\u2013': '-',
+        '\u00ba': r'^\circ ',
+        '\u2248': r'\approx ',
+        '\u2155': r'\frac{1}{5}',
+        '\u215b': r'\frac{1}{8}',
+        '\u215c': r'\frac{3}{8}',
+        '\u215d': r'\frac{5}{8}',
+        '\u215e': r'\frac{7}{8}',
         '\u00d7': r'\times ',
         '\u00b7': r'\cdot ',
-        '\u00b2': '^2',
-        '\u00b3': '^3',
         '\u00bd': r'\frac{1}{2}',
         '\u2153': r'\frac{1}{3}',
         '\u2154': r'\frac{2}{3}',
@@ -69,6 +80,12 @@ _UNICODE = str.maketrans(
         '\u2309': r'\rceil ',
     }
 )
+# '10\u207b\u00b3' is '10^{-3}'.
+_SUPERSCRIPTS = (
+    '\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207b'
+)
+_POWER = re.compile(f'[{_SUPERSCRIPTS}]+')
+_ORDINARY = str.maketrans(_SUPERSCRIPTS, '0123456789-')
 _ROOT = re.compile(r'\u221a\s*(?:\((?P<sum>[^()]*)\)|(?P<one>\d+|[a-zA-Z]))')
 _CLOSING = {')': '(', '}': '{', ']': '['}
 
@@ -83,6 +100,9 @@ def is_costly(answer: str, reference: str) -> bool:
   if len(answer) > MAX_ANSWER_CHARS or _depth(answer) > _MAX_DEPTH:
     return True
   if answer.count('^') > max(_MAX_POWERS, reference.count('^')):
+    return True
+  divisions = len(_DIVISION.findall(answer))
+  if divisions > max(_MAX_DIVISIONS, len(_DIVISION.findall(reference))):
     return True
   if any(form.search(answer) and not form.search(reference) for form in _FORMS):
     return True
@@ -101,6 +121,7 @@ def in_latex(text: str) -> str:
   r"""Returns '2\sqrt{3}' of '2√3': symbols of Unicode as LaTeX names them."""
   text = _ROOT.sub(r'\\sqrt{\g<sum>\g<one>}', text).replace('\u221a', r'\sqrt')
   text = text.replace(r'\varnothing', r'\emptyset')
+  text = _POWER.sub(lambda m: f'^{{{m[0].translate(_ORDINARY)}}}', text)
   return text.translate(_UNICODE)
 
 

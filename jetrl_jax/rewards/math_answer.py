@@ -39,7 +39,7 @@ _ROUNDING = fractions.Fraction(1, 10**6)
 _NUMBER = re.compile(
     r'(?P<sign>[+-]?)'
     r'(?P<whole>[1-9]\d{0,2}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)?'
-    r'(?P<decimals>\.\d+)?(?P<percent>%?)',
+    r'(?P<decimals>\.\d+)?(?:[eE](?P<power>[+-]?\d{1,2}))?(?P<percent>%?)',
     re.ASCII,
 )
 # '3,14', '0,125', '1.234,5': a comma that parts no groups of three digits.
@@ -82,14 +82,30 @@ _LAST_NUMBER = re.compile(
     re.ASCII,
 )
 _SLASHED = re.compile(
-    r'\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}', re.ASCII
+    r'\\[dt]?frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)(\d))',
+    re.ASCII,
 )
 # What ends a sentence, and LaTeX's spaces.
-_END = re.compile(r'(?:\\[,;:! ]|[,;:\s]|(?<!\.)(?<!\\right)\.)+$')
+_END = re.compile(r'(?:\\[,;:! ]|[,;:~\s]|(?<!\.)(?<!\\right)\.)+$')
+_ABOUT = re.compile(r'^\\(?:approx|simeq)(?![a-zA-Z])\s*')
+_DOTS = re.compile(r'\\[lc]?dots(?![a-zA-Z])|\.\.\.|\u2026')
+# 'B. 12', '(B) 12', 'Option B': a choice, where the reference is a letter.
+_CHOICE = re.compile(
+    r'(?:option|choice|answer)?:?\s*(?:\(([A-J])\)|([A-J])(?=[.):]|$)).*',
+    re.DOTALL | re.IGNORECASE,
+)
+_LETTER = re.compile(r'\(?([A-J])\)?')
+_WORD = re.compile(r'[a-zA-Z]{2,}(?: [a-zA-Z]+)*')
+# Units of which another is another answer.
+_UNIT = re.compile(
+    r'[\d.}]\s*(?:\\[,;: ]\s*)*\\(?:text|mathrm|mbox)\s*\{\s*'
+    r'(mm|cm|dm|m|km|in|ft|yd|mi|s|min|h|hr|g|kg|mg|lb|oz|L|mL|ml)\s*\}'
+    r'(?:\^\{?\d\}?)?',
+)
 _TEXT = re.compile(r'\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*\{([^{}]*)\}')
 _FONT = re.compile(
     r'\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:bf|it|rm|sf|tt)|[mh]box|bm'
-    r'|boldsymbol)\s*(?=\{)'
+    r'|boldsymbol|underline)\s*(?=\{)'
 )
 _COMMAND = re.compile(r'\\(?:begin|end)\s*\{\w+\}|\\[a-zA-Z]+')
 _DELIMITED = re.compile(
@@ -97,9 +113,10 @@ _DELIMITED = re.compile(
     r'|\$\$(?P<two>[^$]*)\$\$|\$(?P<one>[^$]+)\$',
     re.DOTALL,
 )
-# 'x = 5', 'a_1 = 5'; where the reference is a number, the name says nothing.
+# 'x = 5', 'a_1 = 5'; where the reference is a value, the name says nothing.
 _NAMED = re.compile(
-    r'(?:\\[a-zA-Z]+|[a-zA-Z])(?:_\{?\w\}?)?\s*=(?P<value>[^=]+)'
+    r'(?:\\[a-zA-Z]+|[a-zA-Z])(?:_\{?\w\}?)?\s*'
+    r'(?:=|\\approx(?![a-zA-Z]))(?P<value>[^=]+)'
 )
 # '4210_5', '4210_{\text{five}}': digits and their base.
 _BASED = re.compile(
@@ -160,7 +177,12 @@ def after_marks(response: str) -> str:
   # One character more than is allowed shows that the line is too long.
   line = response[start + 4 : start + 4 + costly.MAX_ANSWER_CHARS + 1]
   line = line.split('\n', 1)[0]
-  return line.strip() if len(line) <= costly.MAX_ANSWER_CHARS else ''
+  # Markdown's bold face.
+  return (
+      line.strip().strip('*').strip()
+      if len(line) <= costly.MAX_ANSWER_CHARS
+      else ''
+  )
 
 
 def last_number(response: str) -> str:
@@ -170,7 +192,9 @@ def last_number(response: str) -> str:
   into a word, an index or an exponent ('H2O', 'x_1', '5 m^2') is no number.
   """
   tail = response[-_TAIL_CHARS:].replace('{,}', ',').replace('\u2212', '-')
-  tail = _SLASHED.sub(r'\1/\2', re.sub(r'\\!\s*', '', tail))
+  tail = _SLASHED.sub(
+      lambda m: f'{m[1] or m[3]}/{m[2] or m[4]}', re.sub(r'\\!\s*', '', tail)
+  )
   found = [match['number'] for match in _LAST_NUMBER.finditer(tail)]
   return next((number for number in reversed(found) if number), '')
 
@@ -187,6 +211,8 @@ def parse_last(text: str) -> fractions.Fraction | None:
 def _enclosed(text: str, start: int) -> str:
   """Returns the inside of the brace group that opens at `start`."""
   text = text[start : start + costly.MAX_ANSWER_CHARS + 16].lstrip()
+  if bare := re.match(r'[\w.,+-]+', text):  # '\boxed 5'
+    return bare[0].rstrip('.,')
   answer = text[1 : _group_end(text)].strip()
   return answer if len(answer) <= costly.MAX_ANSWER_CHARS else ''
 
@@ -230,7 +256,8 @@ def parse_number(text: str) -> tuple[fractions.Fraction, bool] | None:
   if match is None or not (match['whole'] or match['decimals']):
     return None
   whole = re.sub('[, ]', '', match['whole'] or '0')
-  value = fractions.Fraction(f'{match["sign"]}{whole}{match["decimals"] or ""}')
+  digits = f'{match["sign"]}{whole}{match["decimals"] or ""}'
+  value = fractions.Fraction(f'{digits}e{match["power"] or 0}')
   return value, bool(match['percent'])
 
 
@@ -271,20 +298,32 @@ def is_right(answer: str, reference: str) -> bool:
   answer, reference = costly.in_latex(answer), costly.in_latex(reference)
   answer = _plainly(problems.solved(answer, reference))
   reference = _plainly(reference)
-  wanted = answer_list.entries(reference)
-  # math-verify knows both signs of '1 \pm \sqrt{5}'.
-  if len(wanted) > 1 and not re.search(r'\\(?:pm|mp)', answer + reference):
+  if _DOTS.search(answer) and not _DOTS.search(reference):
+    return False
+  if letter := _LETTER.fullmatch(_unwrapped(reference)):
+    choice = _CHOICE.fullmatch(_unwrapped(answer).strip())
+    if choice and (choice[1] or choice[2]).upper() == letter[1]:
+      return True
+  unit, other = _UNIT.search(answer), _UNIT.search(reference)
+  if unit and other and unit[1] != other[1]:
+    return False
+  wanted = answer_list.with_both_signs(answer_list.entries(reference))
+  if len(wanted) > 1:
     found = answer_list.entries(answer, braces=True)
+    found = answer_list.with_both_signs(found)
     if _is_same_text(answer, reference):
       return True
     if len(found) > 1:
       return answer_list.is_same(found, wanted, is_right)
     if ',' not in answer:  # No tuple or set that is written otherwise.
       return False
-  # Beside a bare number only: elsewhere words may be the answer.
-  if parse_number(reference):
+  if '=' not in reference:
+    if problems.contradicts_itself(answer, parse_number):
+      return False
     if named := _NAMED.fullmatch(answer):
       answer = _plainly(named['value'])
+  # Beside a bare number only: elsewhere words may be the answer.
+  if parse_number(reference):
     answer = _uncounted(answer)
   elif parse_number(answer):
     reference = _uncounted(reference)
@@ -304,6 +343,8 @@ def is_right(answer: str, reference: str) -> bool:
               list(_parse_reference(reference)),
               _parse(answer),
               timeout_seconds=None,
+              # 'x < 3' for '(-\infty, 3)', as it is the other way round.
+              allow_set_relation_comp=True,
           )
       )
     except Exception:
@@ -340,6 +381,7 @@ def _plainly(text: str) -> str:
   """Returns an answer without a sentence's end, mixed numbers as fractions."""
   text = costly.without_redundant_braces(text.strip())
   text = _END.sub('', text.replace('°', r'^\circ'))
+  text = _ABOUT.sub('', text.replace(r'\langle', '(').replace(r'\rangle', ')'))
   while True:
     if (inside := _without_font(text)) is not None:
       text = inside
@@ -445,7 +487,15 @@ def _compare_plain(answer: str, reference: str) -> bool | None:
 
 
 def _is_same_text(answer: str, reference: str) -> bool:
-  return _compact(_unwrapped(answer)) == _compact(_unwrapped(reference))
+  answer, reference = _compact(_unwrapped(answer)), _compact(
+      _unwrapped(reference)
+  )
+  if answer == reference:
+    return True
+  # 'True' and 'true' are one word, 'A' and 'a' two letters.
+  return bool(_WORD.fullmatch(reference)) and (
+      answer.casefold() == reference.casefold()
+  )
 
 
 def _parse_fraction(text: str) -> fractions.Fraction | None:

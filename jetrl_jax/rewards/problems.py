@@ -9,7 +9,9 @@ as by other verifiers: where a problem ends there, no text says. But not if it
 stands so in the prompt.
 """
 
+import math
 import re
+from collections.abc import Callable
 
 
 def _command(*names: str) -> str:
@@ -36,9 +38,7 @@ _KINDS = tuple(
         r'\\[lr]?(?:floor|ceil)(?![a-zA-Z])|\\[lu][lr]corner',
         _command('gcd', 'lcm', 'max', 'min', 'arg', 'Re', 'Im')
         + r'|(?<![a-zA-Z])(?:gcd|lcm|max|min)\s*\(',
-        # What is counted: binomials and factorials; '\!' is a space.
-        r'binom(?![a-zA-Z])|\\choose|(?<!\\)!(?!=)|' + _command('[gG]amma'),
-        _command('(?:arc|ar)?(?:sin|cos|tan|cot|sec|csc)h?'),
+        _command('(?:arc)?(?:sin|cos|tan|cot|sec|csc)'),
         _command('log', 'ln', 'lg'),
         # Absolute values of numbers, also complex ones; with variables they are
         # an answer.
@@ -49,6 +49,23 @@ _KINDS = tuple(
 # A function and its values, or a power: by what the answer has, and what lets
 # a reference have that.
 _PAIRS = (
+    # What is counted: binomials and factorials; '\!' is a space. Of letters
+    # they are closed forms, where the reference has letters too.
+    (
+        re.compile(
+            r'binom(?![a-zA-Z])|\\choose|(?<!\\)!(?!=)|' + _command('[gG]amma')
+        ),
+        re.compile(
+            r'binom|\\choose|!|\\[gG]amma|(?<![\\a-zA-Z])[a-df-hj-zA-Z]'
+            r'(?![a-zA-Z])'
+        ),
+    ),
+    (
+        re.compile(_command('(?:ar)?(?:sin|cos|tan|cot|sec|csc)h')),
+        re.compile(
+            _command('(?:ar)?(?:sin|cos|tan|cot|sec|csc)h', 'exp') + r'|e\s*\^'
+        ),
+    ),
     (re.compile(_command('exp')), re.compile(r'\\exp|e\s*\^')),
     # Only a remainder or a quotient makes an answer of such powers.
     (
@@ -72,26 +89,81 @@ _RELATION = re.compile(
 _LAYOUT = re.compile(
     r'\s|\$|~|\\[,;:! ()\[\]]|\\(?:left|right|displaystyle)(?![a-zA-Z])'
 )
+# '\frac34', '\dfrac{3}{4}': the fraction of two numbers, also written '3/4'.
+_FRAC = re.compile(
+    r'\\[dtc]?frac\s*(?:\{\s*(\d+)\s*\}|(\d))\s*(?:\{\s*(\d+)\s*\}|(\d))',
+    re.ASCII,
+)
+# Before or after what is only a part of a formula; after a space, a word's
+# letters are none.
+_GOES_BEFORE = re.compile(r'(?:[\w.\\]|[*/^_+-]\s*)$')
+_FACTOR = re.compile(r'\d\s+$')
+_GOES_ON = re.compile(r'\w|[.,]\d|\s*[*/^_+]|\s*-\s*[\d\\(a-z]')
+_SQRT = re.compile(r'\\sqrt(\d)', re.ASCII)
+_FINISHED = re.compile(
+    r'(?:[a-zA-Z]=)?-?(?:\\sqrt\{(?P<root>\d{1,9})\}'
+    r'|(?P<number>\d{1,9}(?:\.\d+)?)(?:(?<!\.\d)/(?P<over>[1-9]\d{0,8}))?)',
+    re.ASCII,
+)
 # Something is left to do; a sign alone is a number's.
 _OPERATION = re.compile(
-    r'[+*/^=_<>]|(?<=[\w)}\]])-|'
+    r'[+*/^=_<>!]|(?<=[\w)}\]])-|binom|'
     + _command('[dtc]?frac', 'sqrt', 'cdot', 'times', 'div', 'overline', 'bar')
 )
 
 
-def _written(text: str) -> str:
-  text = _LAYOUT.sub('', text).replace('{,}', ',').rstrip('.,;:')
+def _in_one_writing(text: str) -> str:
+  r"""Returns a text with '3/4' for '\dfrac34', and no thousands' braces."""
+  text = _SQRT.sub(r'\\sqrt{\1}', text.replace('{,}', ','))
+  text = _FRAC.sub(lambda m: f'{m[1] or m[2]}/{m[3] or m[4]}', text)
   return re.sub(r'\\[dtc]frac', r'\\frac', text)
 
 
+def _written(text: str) -> str:
+  return _LAYOUT.sub('', _in_one_writing(text)).rstrip('.,;:')
+
+
 def is_in(formula: str, prompt: str) -> bool:
-  """Returns whether a prompt contains a formula, in any layout."""
-  return bool(formula) and _written(formula) in _written(prompt)
+  """Returns whether a prompt contains a formula, in any layout.
+
+  A part of a formula is none: '1/2' is not in '11/20', nor 'x=2' in 'x=2+4x'.
+  """
+  written = _written(formula)
+  if not written:
+    return False
+  prompt = _in_one_writing(prompt)
+  pattern = rf'(?:{_LAYOUT.pattern})*'.join(map(re.escape, written))
+  return any(
+      not _GOES_BEFORE.search(prompt[: match.start()])
+      and not (written[0].isalpha() and _FACTOR.search(prompt[: match.start()]))
+      and not _GOES_ON.match(prompt[match.end() :])
+      for match in re.finditer(pattern, prompt)
+  )
 
 
 def is_copied(answer: str, prompt: str) -> bool:
-  """Tells whether an answer with something left to do is in the prompt."""
-  return bool(_OPERATION.search(_written(answer))) and is_in(answer, prompt)
+  """Tells whether an answer with something left to do is in the prompt.
+
+  Nothing is left to do in 'x = 3', a reduced fraction or the root of a number
+  that is no square, and so nothing is won by copying it.
+  """
+  written = _written(answer)
+  return (
+      bool(_OPERATION.search(written))
+      and not _is_finished(written)
+      and is_in(answer, prompt)
+  )
+
+
+def _is_finished(written: str) -> bool:
+  match = _FINISHED.fullmatch(written)
+  if match is None:
+    return False
+  if match['root']:
+    return math.isqrt(int(match['root'])) ** 2 != int(match['root'])
+  if match['over']:
+    return math.gcd(int(match['number']), int(match['over'])) == 1
+  return True
 
 
 def solved(answer: str, reference: str) -> str:
@@ -119,6 +191,19 @@ def _last_side(text: str) -> str:
     if token.lastgroup == 'equal' and depth == 0:
       start = token.end()
   return text[start:]
+
+
+def contradicts_itself(
+    answer: str, parse_number: Callable[[str], tuple[object, bool] | None]
+) -> bool:
+  """Tells whether two sides of a chain are numbers, and not the same one.
+
+  Args:
+    answer: '6 = 5', 'x = 6 = 5'; a verifier takes the last side alone.
+    parse_number: reads a side that is a plain number.
+  """
+  sides = [parse_number(side.strip()) for side in answer.split('=')]
+  return len({side for side in sides if side is not None}) > 1
 
 
 def names_operation(answer: str, reference: str) -> bool:

@@ -20,6 +20,8 @@ from jetrl_jax.rewards import costly, math_answer
         ('9^{9^9}', '18'),
         ('((10^{99})^{99})', '18'),
         (r'10^{99 \cdot 99}', '18'),
+        ('/'.join('3' * 20), '18'),
+        (r'\div '.join('3' * 20), '18'),
     ],
 )
 def test_degrees_and_depths_beyond_the_reference_are_refused(answer, reference):

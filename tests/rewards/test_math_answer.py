@@ -38,7 +38,8 @@ _LATEX = st.lists(
         ('#### 5', '5'),
         # Cut off by the length limit: not an earlier box instead.
         (r'\boxed{1} \boxed{2', ''),
-        (r'\boxed 5', ''),
+        (r'so \boxed 5.', '5'),
+        ('#### **5**', '5'),
         (r'\boxed{' + 'x' * 512 + '}', 'x' * 512),
         (r'\boxed{' + 'x' * 513 + '}', ''),
         ('####' + ' 1' * 300, ''),
@@ -58,6 +59,8 @@ def test_the_answer_is_in_the_last_box_or_after_the_marks(response, answer):
         ('.25', 0.25, False),
         (r'7\%', 7, True),
         ('+2', 2, False),
+        ('1.5e3', 1500, False),
+        ('125e-3', 0.125, False),
     ],
 )
 def test_plain_numbers_are_read_exactly(text, value, percent):
@@ -66,7 +69,7 @@ def test_plain_numbers_are_read_exactly(text, value, percent):
 
 @pytest.mark.parametrize(
     'text',
-    ['', '.', '-', '1,23', '1.2.3', '1e5', 'x', '٣', '1' * 101, '1/2', '7 2']
+    ['', '.', '-', '1,23', '1.2.3', '1e500', 'x', '٣', '1' * 101, '1/2', '7 2']
     + ['1, 000', '1 ,000', r'1,\,000', '0,100', '000,100'],
 )
 def test_other_texts_are_not_plain_numbers(text):
@@ -174,6 +177,33 @@ def test_other_texts_are_not_plain_numbers(text):
         # The same text but for spaces.
         ('58, 500', '58,500'),
         (r'11,\! 111,\! 100', '11111100'),
+        # A name before a value that is no number, and both signs of a root.
+        (r'x = \frac{-1 \pm \sqrt{5}}{2}', r'\frac{-1\pm\sqrt{5}}{2}'),
+        (r'\frac{-1\pm\sqrt5}{2}', r'\frac{-1-\sqrt5}{2}, \frac{-1+\sqrt5}{2}'),
+        (r'x=\pm 2 \text{ or } x=3', '-2,2,3'),
+        (r'\pm 2', '2,-2'),
+        (r'x=\text{(B)}', r'\text{(B)}'),
+        # About, and other characters for what LaTeX writes.
+        (r'x \approx 3.14', '3.14'),
+        ('\u2248 3.14', '3.14'),
+        ('\u20135', '-5'),
+        ('\u215b', r'\frac18'),
+        ('x\u2074', 'x^4'),
+        ('10\u207b\u00b3', '0.001'),
+        (r'\underline{5}~', '5'),
+        (r'\langle 1,2\rangle', '(1,2)'),
+        (r'\frac{10}{2}=5', '5'),
+        # A choice with what it says; words in any case.
+        ('B. 12', 'B'),
+        (r'\textbf{(B)}\ 12', 'B'),
+        ('Option B', r'\text{(B)}'),
+        ('True', r'\text{true}'),
+        # Inequalities of one letter, and intervals.
+        ('x<3', r'(-\infty,3)'),
+        (r'1\le x\le 2', '[1,2]'),
+        # Closed forms of letters.
+        (r'\binom{n}{2}', r'\frac{n(n-1)}{2}'),
+        (r'\cosh x', r'\frac{e^x+e^{-x}}{2}'),
         # The reference's own form is allowed, however costly.
         (r'2^{2008} - 2', '2^{2008}-2'),
     ],
@@ -242,6 +272,16 @@ def test_equal_answers_are_right(answer, reference):
         ('1,2,3', '1,2'),
         ('2,1', '(1,2)'),
         ('(2,1), (3,4)', '(1,2), (3,4)'),
+        ('2', r'\pm 2'),
+        (r'\pm 2', '2'),
+        # A verifier takes the last side alone.
+        ('6=5', '5'),
+        ('x=6=5', '5'),
+        (r'5\ldots', '5'),
+        (r'5\text{ m}', r'5\text{ cm}'),
+        ('A. 12', 'B'),
+        ('Bad', 'B'),
+        ('x<3', r'(-\infty,3]'),
         ('Picnic, Softball', r'\text{Softball, Picnic}'),
     ],
 )
@@ -387,6 +427,44 @@ def test_an_answer_that_the_prompt_may_hold_is_not_refused(answer, reference):
   assert not math_answer.is_refused(answer, reference, _PROMPT)
 
 
+@pytest.mark.parametrize(
+    'answer, reference, prompt',
+    [
+        ('x=0', '0', 'Solve $7x=0$.'),
+        ('x = 2', '2', 'Solve $5x=2+4x$.'),
+        ('n=4', '4', 'Solve n=4n-12.'),
+        ('1/2', r'\frac{1}{2}', 'What is 11/20 - 1/20?'),
+        # Nothing is left to do.
+        (r'\frac{3}{4}', r'\frac34', 'Which of 7/10, 4/5 and 3/4 is it?'),
+        (r'\sqrt{2}', r'\sqrt2', r'Which of $\sqrt{2}$, $\frac75$ is larger?'),
+        ('y=0', '0', 'Evaluate $y(y-3x)$ for $x=3$ and $y=0$.'),
+    ],
+)
+def test_a_finished_number_is_an_answer_wherever_it_stands(
+    answer, reference, prompt
+):
+  assert not math_answer.is_refused(answer, reference, prompt)
+  assert math_answer.is_right(answer, reference)
+
+
+@pytest.mark.parametrize(
+    'answer, reference, prompt',
+    [
+        ('36/2', '18', r'What is $\frac{36}{2}$?'),
+        (r'\dfrac{36}{2}', '18', 'What is 36/2?'),
+        (r'\frac46', r'\frac23', r'Simplify $\frac{4}{6}$.'),
+        ('1 + 17', '18', 'What is 1+17?'),
+        (r'\sqrt{16}', '4', r'Compute $\sqrt{16}$.'),
+        (r'\binom{n}{2}', r'\frac{n(n-1)}{2}', r'Expand $\binom{n}{2}$.'),
+    ],
+)
+def test_a_formula_of_the_prompt_is_refused_in_another_writing(
+    answer, reference, prompt
+):
+  assert math_answer.is_right(answer, reference)
+  assert math_answer.is_refused(answer, reference, prompt)
+
+
 def test_the_reward_refuses_what_is_copied_from_its_prompt():
   request = RewardRequest(
       prompt_text=_PROMPT,
@@ -418,6 +496,7 @@ def test_a_number_above_its_modulus_is_not_the_remainder():
         ('\u22127', '-7', -7),
         ('5/8 of it', '5/8', 0.625),
         (r'-\frac{3}{4}', '-3/4', -0.75),
+        (r'it is \frac34.', '3/4', 0.75),
         ('.5', '.5', 0.5),
         ('50%', '50', 50),
         # In a word, an index, an exponent.
