@@ -211,7 +211,7 @@ def train(config, workdir: pathlib.Path) -> None:
   _check_workdir(workdir)
   steps = config.sft.total_training_steps
   settings = configs.optimizer_config(config, steps)
-  compatibility.warn_of_rate(settings.lr)
+  compatibility.check_rate(settings.lr)
   make_params, _ = config_model.parameters(config, policy, mesh, folder)
   optimizer = settings.build()
   state = train_state.create(

@@ -296,8 +296,8 @@ def _check_fits(
   longest = engine.max_prompt_length + engine.max_response_length
   if longest > policy.model.max_position:
     raise ValueError(
-        f'max_prompt_length + max_response_length is {longest}; the model has'
-        f' {policy.model.max_position} positions'
+        'data.max_prompt_length + rollout.max_response_length is'
+        f' {longest}; the model has {policy.model.max_position} positions'
     )
   if environment and run.synthetic:
     raise ValueError(
@@ -350,7 +350,7 @@ def build(config: Config) -> RunSpec:
   compatibility.check_guard(guard, loss, algorithm, run)
   if guard.max_k3 is None and not loss.reads_mu:
     guard = dataclasses.replace(guard, max_k3=GUARD_MAX_K3)
-  compatibility.warn_of_rate(optimizer.lr)
+  compatibility.check_rate(optimizer.lr)
   compatibility.warn_of_updates(policy.recipe.name, updates)
   data = take(DataConfig, config)
   compatibility.warn_of_template(data)
@@ -362,9 +362,9 @@ def build(config: Config) -> RunSpec:
   check_ids(tokenizer, (prompt.tokens for prompt in prompts), vocab_size)
   if run.train_batch_size > len(train_set):
     raise ValueError(
-        f'train_batch_size is {run.train_batch_size}; the training data has'
-        f' {len(train_set)} prompts; lower it, and mini_batch_size with it, or'
-        ' add rows'
+        f'trainer.train_batch_size is {run.train_batch_size}; the training data'
+        f' has {len(train_set)} prompts; lower it, and trainer.mini_batch_size'
+        ' with it, or add rows'
     )
   if not environment and not run.synthetic:
     references = ((prompt.answer, prompt.source) for prompt in prompts)

@@ -7,6 +7,7 @@ read.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from absl import logging
 
@@ -17,6 +18,12 @@ from jetrl_jax.rl.settings import AlgorithmConfig, GuardConfig, RunConfig
 
 # Above it an update is larger than the weights that it moves.
 _LARGEST_RATE = 0.02
+# Above it one update replaces all there is, gains of about 1 included.
+_MOST_RATE = 1.0
+_USUAL_RATES = (
+    'Usual are 1e-7 to 1e-5, and up to 1e-3 for models of a few million'
+    ' parameters'
+)
 
 
 def check(
@@ -55,19 +62,49 @@ def check(
     logging.warning('%s', sentence)
 
 
-def warn_of_rate(lr: float) -> None:
-  """Warns of a learning rate that leaves nothing of the weights.
+def check_rate(lr: float) -> None:
+  """Refuses or warns of a learning rate that leaves nothing of the weights.
 
   Args:
     lr: the learning rate; AdamW moves a weight by about as much at each update.
+
+  Raises:
+    ValueError: it is above 1.
   """
+  if lr > _MOST_RATE:
+    raise ValueError(
+        f'optim.lr is {lr:g}; allowed: above 0, up to {_MOST_RATE:g}. AdamW'
+        ' moves every weight by about that much at each update.'
+        f' {_USUAL_RATES}'
+    )
   if lr > _LARGEST_RATE:
     logging.warning(
         'optim.lr is %g: AdamW moves every weight by about that much at each'
-        ' update, and weights are about 0.02. Usual are 1e-7 to 1e-5, and up to'
-        ' 1e-3 for models of a few million parameters',
+        ' update, and weights are about 0.02. %s',
         lr,
+        _USUAL_RATES,
     )
+
+
+def warn_of_ties(paths: Sequence[str]) -> None:
+  """Warns of masters left on ties of an 8-bit grid (docs/numerics.md).
+
+  Args:
+    paths: of the masters that `model.spread_masters` would have spread.
+  """
+  if not paths:
+    return
+  logging.warning(
+      'model.spread_masters is False, and %d trained kernels of 8-bit dots (the'
+      ' first is %s) come from a 16-bit checkpoint: many of their weights, in'
+      ' E4M3 a sixteenth, lie on rounding ties of the 8-bit grid. The first'
+      ' update, however small, moves half of these by a whole step of the grid,'
+      ' all along the update, so the policy moves about fifteen times too far'
+      ' (docs/numerics.md, "The first update"). Set model.spread_masters=True,'
+      ' the default',
+      len(paths),
+      paths[0],
+  )
 
 
 def warn_of_updates(recipe: str, updates: int) -> None:

@@ -14,6 +14,7 @@ from flax import traverse_util
 from jax.sharding import NamedSharding
 
 from jetrl_jax import fp8, models
+from jetrl_jax.config import compatibility
 from jetrl_jax.config.sections import Config, take
 from jetrl_jax.config.settings import MixedFlow, ModelSource
 from jetrl_jax.core import rng, sharding
@@ -191,24 +192,36 @@ def parameters(config: Config, policy: Policy, mesh, folder):
     with naming('precision.rollout_recipe'):
       recipes.append(renamed(policy, name).recipe)
 
-  def spreads(path: str) -> bool:
+  def could_spread(path: str) -> bool:
     """Whether a master trains and a dot of either side reads it in 8 bits."""
     dot = path.removesuffix('/kernel')
     return (
-        source.spread_masters
-        and dot != path
+        dot != path
         and any(recipe.quantizes(dot) for recipe in recipes)
         and not any(re.fullmatch(p, path) for p in source.freeze)
     )
 
   def load() -> PyTree:
-    return models.load_checkpoint(
+    on_ties = []
+
+    def spreads(path: str) -> bool:
+      # Only asked about what comes from 16 bits into a float32 master.
+      if not could_spread(path):
+        return False
+      # Other scales leave few ties.
+      if policy.recipe.power_of_two_scales and not source.spread_masters:
+        on_ties.append(path)
+      return source.spread_masters
+
+    loaded = models.load_checkpoint(
         folder,
         policy.model,
         dtype=dtype,
         sharding_of=where,
         spreads=spreads,
     )
+    compatibility.warn_of_ties(on_ties)
+    return loaded
 
   def random() -> PyTree:
     # One program per leaf: a program for all leaves would hold the whole tree

@@ -6,7 +6,9 @@ NaN and infinity, which pass every later comparison. Ranges are checked by the
 dataclasses that `build.py` builds.
 """
 
+import ast
 import difflib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +29,12 @@ _OURS = {
     'max_completion_length': 'rollout.max_response_length',
     'reward_funcs': 'reward.functions',
 }
+
+# A quote, maybe after a bracket; a bracket that is never closed; names with
+# commas in brackets. Not a pattern such as '(embed|lm_head)/.*'.
+_MEANT_AS_LITERAL = re.compile(
+    r"""\s*[(\[]?\s*['"]|[(\[][^)\]]*$|[(\[][\w./:\s-]+(,[\w./:\s-]*)+[)\]]$"""
+)
 
 
 def check(
@@ -98,9 +106,33 @@ def _check_value(name: str, value: Any, default: Any, kind: type) -> None:
         f'{name} is {value!r:.100}; allowed: a tuple like the default'
         f' {default!r}'
     )
+  if len(value) == 1 and isinstance(value[0], str):
+    _check_literal(name, value[0], default or ('a', 'b'))
   element = type(default[0]) if default else str
   for i, entry in enumerate(value):
     _check_one(f'{name}[{i}]', entry, element, f'in a tuple like {default!r}')
+
+
+def _check_literal(name: str, text: str, example: tuple) -> None:
+  """Refuses a text that was meant as a tuple and cannot be read as one.
+
+  The command line makes an entry of what is no literal, because a name needs no
+  quotes in --config.reward.functions=math.
+  """
+  if not _MEANT_AS_LITERAL.match(text):
+    return
+  try:
+    ast.literal_eval(text)
+  except SyntaxError as error:
+    reason = error.msg
+  except ValueError:
+    reason = 'texts need quotes'
+  else:
+    return
+  raise ValueError(
+      f'{name} is {text!r:.100}, which cannot be read ({reason}); allowed: a'
+      f' tuple, such as --config.{name}="{example!r}" on the command line'
+  )
 
 
 def _check_one(name: str, value: Any, kind: type, like: str) -> None:

@@ -10,8 +10,9 @@ A new setting is a new field, with its meaning, of a dataclass that is listed.
 """
 
 import dataclasses
+import re
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeAlias, TypeVar
 
 import ml_collections
@@ -168,13 +169,53 @@ def take(owner: Callable[..., Record], config: Config, **more) -> Record:
 
   Raises:
     KeyError: the config lacks a setting.
+    ValueError: as the dataclass says it, with its fields' names as a config
+      has them: 'optim.lr is -1.0'.
   """
-  values = {}
+  values, dotted = {}, {}
   for path, settings in SECTIONS.items():
     for name, setting in settings.items():
       if setting.owner is owner:
-        value = config[f'{path}.{name}' if path else name]
+        dotted[name] = f'{path}.{name}' if path else name
+        value = config[dotted[name]]
         # In JSON, and in a user's file, it may be a list.
         is_tuple = isinstance(setting.default, tuple)
         values[setting.field.name] = tuple(value) if is_tuple else value
-  return owner(**values, **more)
+  try:
+    return owner(**values, **more)
+  except ValueError as error:
+    raise ValueError(_as_in_config(str(error), dotted, set(more))) from error
+
+
+def _as_in_config(
+    text: str, dotted: dict[str, str], others: Collection[str]
+) -> str:
+  """Writes the settings that a dataclass names with their sections.
+
+  A name without an underscore may be a word of the sentence: it counts where
+  something is said about it ('lr is').
+
+  Args:
+    text: what a dataclass says.
+    dotted: the dataclass' settings: name -> name with its section.
+    others: more of its fields, which another dataclass may have as settings.
+  """
+  places = {name: [] for name in others}
+  for path, settings in SECTIONS.items():
+    for name in places.keys() & settings.keys():
+      places[name].append(f'{path}.{name}' if path else name)
+  known = {name: found[0] for name, found in places.items() if len(found) == 1}
+  known |= dotted
+  # 'overlong_buffer.len' of reward.overlong_buffer.len, too.
+  known |= {
+      full.partition('.')[2]: full
+      for full in known.values()
+      if full.count('.') > 1
+  }
+  words = '|'.join(
+      re.escape(name) if '_' in name else rf'{name}(?= (?:is|are|has) |=|: )'
+      for name in sorted(known, key=len, reverse=True)
+  )
+  return re.sub(
+      rf"(?<![\w.'])(?:{words})(?![\w.'])", lambda m: known[m[0]], text
+  )

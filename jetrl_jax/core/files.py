@@ -4,6 +4,10 @@ import contextlib
 import os
 import pathlib
 
+# What stands in place of a large file until git lfs pull.
+_POINTER = b'version https://git-lfs.github.com/spec/v1'
+POINTER_BYTES = len(_POINTER)
+
 
 def user_path(text: str | os.PathLike[str]) -> pathlib.Path:
   """Returns the path with ~ expanded, which a shell does not do in --x=~/y.
@@ -17,6 +21,24 @@ def user_path(text: str | os.PathLike[str]) -> pathlib.Path:
     raise ValueError(
         f'{text}: there is no such home folder; your own starts with ~/'
     ) from None
+
+
+def check_pointer(path: pathlib.Path, start: bytes) -> None:
+  """Refuses a file that git checked out without Git LFS.
+
+  Args:
+    path: the file, for the message.
+    start: its first bytes, at least `POINTER_BYTES` if it has as many.
+
+  Raises:
+    ValueError: it is a pointer to the content, which is elsewhere.
+  """
+  if start.startswith(_POINTER):
+    raise ValueError(
+        f'{path} is a Git LFS pointer, not the content that it stands for; run'
+        f' git lfs pull in {path.parent} (and git lfs install before it, once'
+        ' on a machine)'
+    )
 
 
 def replace_text(path: pathlib.Path, text: str) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from jetrl_jax.core.files import check_pointer
+
 _FLAGS = ('lstrip', 'normalized', 'rstrip', 'single_word', 'special')
 # The names that every tokenizer of transformers may have; a tokenizer adds its
 # own, such as image_token.
@@ -88,9 +90,7 @@ class Tokenizer:
           ' checkpoint that carries its (fast) tokenizer.'
       )
     try:
-      self._tokenizer = tokenizers.Tokenizer.from_str(
-          path.read_text(encoding='utf-8')
-      )
+      self._tokenizer = tokenizers.Tokenizer.from_str(_read_text(path))
     except Exception as error:
       # The package raises bare Exception on a malformed file.
       raise ValueError(f'{path} is not a tokenizer: {error}') from error
@@ -264,12 +264,19 @@ class Tokenizer:
     return found
 
 
+def _read_text(path: pathlib.Path) -> str:
+  """Reads UTF-8; refuses a pointer of Git LFS."""
+  data = path.read_bytes()
+  check_pointer(path, data)
+  return data.decode('utf-8')
+
+
 def _read_object(path: pathlib.Path) -> dict[str, Any]:
   """Reads a JSON object; a file that is not there is an empty one."""
   if not path.is_file():
     return {}
   try:
-    value = json.loads(path.read_text(encoding='utf-8'))
+    value = json.loads(_read_text(path))
   except (ValueError, RecursionError) as error:
     raise ValueError(f'{path} is not valid JSON: {error}') from error
   if not isinstance(value, dict):

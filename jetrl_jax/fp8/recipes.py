@@ -18,6 +18,7 @@ the language-model head unless `quantize_lm_head` says otherwise.
 """
 
 import dataclasses
+import difflib
 import re
 
 import jax.numpy as jnp
@@ -33,6 +34,14 @@ UNCALIBRATED = tuple(name for name in RECIPES if name != 'fp8_delayed')
 LM_HEAD = 'lm_head'
 # Side of the blocks of `fp8_block`, and length of its groups.
 BLOCK = 128
+
+
+def _did_you_mean(name: str) -> str:
+  # Of several that begin so the first, which is the default.
+  name = name.lower()
+  near = [known for known in RECIPES if name and known.startswith(name)]
+  near = near or difflib.get_close_matches(name, RECIPES, n=1)
+  return f'; did you mean {near[0]!r}?' if near else ''
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +91,8 @@ class Recipe:
   def __post_init__(self):
     if self.name not in RECIPES:
       raise ValueError(
-          f'unknown recipe {self.name!r}; allowed: {list(RECIPES)}'
+          f'recipe is {self.name!r}; allowed: {", ".join(RECIPES)}'
+          + _did_you_mean(self.name)
       )
     if self.compute_dtype not in ('bfloat16', 'float32'):
       raise ValueError(

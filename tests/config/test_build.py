@@ -231,8 +231,8 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
         ),
         (
             {'data.max_prompt_length': 120},
-            'max_prompt_length + max_response_length is 132; the model has 128'
-            ' positions',
+            'data.max_prompt_length + rollout.max_response_length is 132; the'
+            ' model has 128 positions',
         ),
         (
             {'reward.weights': (1.0, 2.0)},
@@ -255,7 +255,15 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
             {'trainer.val_recipes': ('fp8_block',)},
             'trainer.val_recipes: recipe fp8_block quantises in blocks',
         ),
-        ({'rollout.num_slots': 0}, 'num_slots is 0; it must be >= 1'),
+        (
+            {'precision.recipe': 'fp8'},
+            "precision.recipe is 'fp8'; allowed: fp8_delayed, fp8_token,",
+        ),
+        (
+            {'precision.rollout_recipe': 'fp8'},
+            "precision.rollout_recipe: recipe is 'fp8'; allowed: fp8_delayed,",
+        ),
+        ({'rollout.num_slots': 0}, 'rollout.num_slots is 0; it must be >= 1'),
         ({'rollout.top_p': 1.5}, 'top_p is 1.5'),
         (
             {'rollout.num_generations': 1},
@@ -298,7 +306,7 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
         (
             {'reward.overlong_buffer.enable': True},
             'overlong_buffer.len is 4096; the penalty grows over the last'
-            ' tokens before max_response_length=12',
+            ' tokens before rollout.max_response_length=12',
         ),
         (
             {
@@ -308,7 +316,8 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
             },
             'overlong_buffer.penalty_factor is 0.0; it must be > 0',
         ),
-        ({'optim.lr': 0.0}, 'lr is 0.0; it must be > 0'),
+        ({'optim.lr': 0.0}, 'optim.lr is 0.0; it must be > 0'),
+        ({'optim.lr': 1e10}, 'optim.lr is 1e+10; allowed: above 0, up to 1.'),
         ({'optim.betas': (0.9, 1.0)}, 'betas are (0.9, 1.0); allowed: two in'),
         ({'optim.moments': 'int8'}, "moments is 'int8'; allowed: fp8, float32"),
         ({'optim.lr_decay': 'exp'}, "lr_decay is 'exp'; allowed: constant"),
@@ -324,13 +333,13 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
         ),
         (
             {'trainer.mini_batch_size': 3},
-            'train_batch_size (4 prompts) is not a multiple of mini_batch_size'
-            ' (3 prompts)',
+            'trainer.train_batch_size (4 prompts) is not a multiple of'
+            ' trainer.mini_batch_size (3 prompts)',
         ),
         (
             {'trainer.packed_rows': 3},
-            'packed_rows is 3; allowed: 0 for micro_batch_size, or a divisor of'
-            ' micro_batch_size (16), such as 1',
+            'trainer.packed_rows is 3; allowed: 0 for trainer.micro_batch_size,'
+            ' or a divisor of trainer.micro_batch_size (16), such as 1',
         ),
         ({'trainer.packed_rows': -1}, 'packed_rows is -1; allowed: 0 for'),
         ({'trainer.packed_rows': 32}, 'packed_rows is 32; allowed: 0 for'),

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import pytest
 from absl import logging
@@ -146,10 +147,17 @@ def test_a_setting_that_nobody_reads_is_named_in_a_warning(
 def test_a_rate_that_leaves_nothing_of_the_weights_is_warned_of(caplog):
   # The tiny run of the tests, and sft of 0.8 M parameters.
   for lr in (1e-6, 1e-2, 3e-3):
-    compatibility.warn_of_rate(lr)
+    compatibility.check_rate(lr)
   assert not caplog.text
-  compatibility.warn_of_rate(100.0)
-  assert 'optim.lr is 100: AdamW moves every weight by about' in caplog.text
+  compatibility.check_rate(1.0)
+  assert 'optim.lr is 1: AdamW moves every weight by about' in caplog.text
+
+
+@pytest.mark.parametrize('lr', [1.001, 1e10, float('inf')])
+def test_a_rate_that_replaces_every_weight_is_refused(lr):
+  message = f'optim.lr is {re.escape(f"{lr:g}")}; allowed: .*Usual are 1e-7 to'
+  with pytest.raises(ValueError, match=message):
+    compatibility.check_rate(lr)
 
 
 def test_a_mixed_flow_without_a_correction_is_warned_of(caplog):

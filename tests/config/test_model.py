@@ -9,9 +9,11 @@ import pytest
 
 from jetrl_jax.config import model as config_model
 from jetrl_jax.kernels import dispatch
+from jetrl_jax.models.hf.save import save_checkpoint
 from tests import whole_run
 from tests.kernels_in_use import HOPPER
 
+_BFLOAT16 = whole_run.ROOT / 'examples' / 'quickstart' / 'checkpoint'
 # Heads of 128 and a tile of 64.
 _RANDOM = {
     'model.init': 'random',
@@ -59,6 +61,60 @@ def test_attention_that_no_kernel_takes_is_plain_jax_on_both_sides(
   [record] = caplog.records
   assert 'Attention is plain JAX' in record.message
   assert re.search(said, record.message)
+
+
+@pytest.mark.parametrize(
+    'changes, count',
+    [
+        # qkv, o, gate_up and down of four layers.
+        ({}, 16),
+        ({'model.freeze': ('layers_0/.*',)}, 12),
+        ({'precision.recipe': 'bf16'}, 0),
+        ({'precision.recipe': 'bf16', 'precision.rollout_recipe': 'int8'}, 16),
+        ({'model.spread_masters': True}, 0),
+        ({'model.master_dtype': 'bfloat16'}, 0),
+        ({'precision.power_of_two_scales': False}, 0),
+    ],
+)
+def test_masters_that_are_left_on_ties_are_warned_of(changes, count, caplog):
+  config = whole_run.config(
+      **{
+          'model.init': 'checkpoint',
+          'model.path': str(_BFLOAT16),
+          'model.spread_masters': False,
+      }
+      | changes
+  )
+  policy, mesh, folder = config_model.build_policy(config)
+  make_params, _ = config_model.parameters(config, policy, mesh, folder)
+  caplog.clear()
+  make_params()
+  said = [record.getMessage() for record in caplog.records]
+  assert len(said) == bool(count)
+  for sentence in said:
+    assert sentence.startswith(
+        f'model.spread_masters is False, and {count} trained kernels of 8-bit'
+    )
+    assert sentence.endswith('Set model.spread_masters=True, the default')
+
+
+def test_masters_of_a_float32_file_or_at_random_are_on_no_tie(tmp_path, caplog):
+  off = {'model.spread_masters': False}
+  config = whole_run.config(
+      **{'model.init': 'checkpoint', 'model.path': str(_BFLOAT16)} | off
+  )
+  policy, mesh, folder = config_model.build_policy(config)
+  params = config_model.parameters(config, policy, mesh, folder)[0]()
+  # Thirds are no bfloat16 values.
+  thirds = jax.tree.map(lambda x: x / 3, params)
+  save_checkpoint(tmp_path / 'f32', thirds, policy.model, dtype='float32')
+  caplog.clear()
+  config.model.path = str(tmp_path / 'f32')
+  config_model.parameters(config, policy, mesh, tmp_path / 'f32')[0]()
+  config = whole_run.config(**off)
+  policy, mesh, folder = config_model.build_policy(config)
+  config_model.parameters(config, policy, mesh, folder)[0]()
+  assert 'spread_masters' not in caplog.text
 
 
 def test_a_named_kernel_that_does_not_take_the_model_is_refused():

@@ -69,6 +69,39 @@ def test_a_name_of_trl_is_led_to_ours(theirs, ours):
     assert f"did you mean '{ours}'?" in said
 
 
+@pytest.mark.parametrize(
+    'name, text, reason, example',
+    [
+        ('reward.functions', "('math'", "'(' was never closed", "('math',)"),
+        ('reward.functions', "'math", 'unterminated string', "('math',)"),
+        ('reward.functions', '(math,format)', 'texts need quotes', "('math',)"),
+        ('model.freeze', "['embed/.*'", "'[' was never closed", "('a', 'b')"),
+        ('optim.betas', '(0.9,0.99', "'(' was never closed", '(0.9, 0.999)'),
+    ],
+)
+def test_a_literal_that_cannot_be_read_is_no_entry(name, text, reason, example):
+  config = _with(base.get_config(), name, (text,))
+  with pytest.raises(ValueError) as error:
+    config_schema.check(config, _BASE)
+  said = str(error.value)
+  assert said.startswith(f'{name} is {text!r}, which cannot be read ({reason}')
+  assert said.endswith(f'--config.{name}="{example}" on the command line')
+
+
+@pytest.mark.parametrize(
+    'name, text',
+    [
+        ('reward.functions', 'math'),
+        ('reward.functions', 'rewards/my own.py:digits'),
+        ('model.freeze', '(embed|lm_head)/.*'),
+        ('model.freeze', '(layers_[0-9]{1,2}/.*)'),
+        ('model.freeze', '[el].*'),
+    ],
+)
+def test_one_text_needs_neither_brackets_nor_quotes(name, text):
+  config_schema.check(_with(base.get_config(), name, (text,)), _BASE)
+
+
 def test_a_whole_number_may_stand_for_a_float_and_a_list_for_a_tuple():
   config = _with(base.get_config(), 'optim.lr', 1)
   config = _with(config, 'optim.betas', [0, 0.5])

@@ -1,6 +1,7 @@
 """The table of settings: names, defaults and meanings have one writer."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -9,7 +10,7 @@ from jetrl_jax.config import sections
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.rl.objective import LossConfig
-from jetrl_jax.rl.settings import OverlongBuffer, RunConfig
+from jetrl_jax.rl.settings import GuardConfig, OverlongBuffer, RunConfig
 from tools import config_reference
 
 _SETTINGS = {
@@ -63,6 +64,63 @@ def test_a_list_in_the_place_of_a_tuple_becomes_one():
   with config.unlocked(), config.ignore_type():
     config.optim.betas = [0.5, 0.75]
   assert sections.take(OptimizerConfig, config).betas == (0.5, 0.75)
+
+
+@pytest.mark.parametrize(
+    'owner, name, value, said',
+    [
+        (OptimizerConfig, 'optim.lr', -1.0, 'optim.lr is -1.0; it must be > 0'),
+        (
+            OptimizerConfig,
+            'optim.weight_decay',
+            -1.0,
+            'optim.weight_decay is -1.0, optim.lr_warmup_steps is 0; both must'
+            ' be >= 0',
+        ),
+        (
+            RunConfig,
+            'trainer.train_batch_size',
+            -4,
+            'trainer.train_batch_size is -4; it must be >= 1',
+        ),
+        (
+            RunConfig,
+            'rollout.num_generations',
+            1,
+            'rollout.num_generations is 1; a group advantage needs at least 2'
+            ' samples per prompt',
+        ),
+        (RunConfig, 'seed', -1, 'seed is -1; it must be >= 0'),
+        # Under another name than the field's.
+        (
+            Recipe,
+            'precision.recipe',
+            'fp8',
+            "precision.recipe is 'fp8'; allowed",
+        ),
+        # With the section already.
+        (GuardConfig, 'guard.max_k3', -1.0, 'guard.max_k3 is -1.0 nats; it mu'),
+    ],
+)
+def test_a_value_out_of_range_is_said_with_its_section(
+    owner, name, value, said
+):
+  config = base.get_config()
+  config.update_from_flattened_dict({name: value})
+  with pytest.raises(ValueError, match=f'^{re.escape(said)}'):
+    sections.take(owner, config)
+
+
+def test_a_section_within_a_section_and_what_is_given_are_named_in_full():
+  config = base.get_config()
+  config.reward.overlong_buffer.enable = True
+  with pytest.raises(ValueError, match='^reward.overlong_buffer.len is') as e:
+    sections.take(OverlongBuffer, config, max_response_length=5)
+  assert 'before rollout.max_response_length=5, so' in str(e.value)
+  assert 'or set reward.overlong_buffer.enable=False' in str(e.value)
+  # Of the top level, and given to the optimiser.
+  said = sections._as_in_config('seed is 0', {'lr': 'optim.lr'}, ['seed'])
+  assert said == 'seed is 0'
 
 
 def test_a_setting_that_is_none_knows_its_type():

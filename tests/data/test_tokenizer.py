@@ -137,6 +137,16 @@ def test_a_lone_surrogate_is_a_value_error(tmp_path):
     'name, text, message',
     [
         ('tokenizer.json', '{}', 'is not a tokenizer'),
+        (
+            'tokenizer.json',
+            'version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n',
+            'is a Git LFS pointer, not the content that it stands for; run git',
+        ),
+        (
+            'tokenizer_config.json',
+            'version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n',
+            'is a Git LFS pointer, not the content that it stands for; run git',
+        ),
         ('tokenizer_config.json', '[]', 'must hold a JSON object'),
         ('tokenizer_config.json', '{', 'is not valid JSON'),
         ('tokenizer_config.json', '{}', 'names no end-of-text token'),

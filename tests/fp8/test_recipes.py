@@ -15,7 +15,7 @@ DOTS = ('attn/qkv', 'attn/o', 'mlp/gate_up', 'mlp/down')
         (
             'name',
             'fp8',
-            "'fp8'; allowed: ['fp8_delayed', 'fp8_token', 'fp8_block', 'int8',",
+            "recipe is 'fp8'; allowed: fp8_delayed, fp8_token, fp8_block,",
         ),
         ('compute_dtype', 'float16', "'float16'; allowed: bfloat16, float32"),
         ('grad_format', 'e8m0', "'e8m0'; allowed: e4m3, e5m2"),
@@ -28,6 +28,21 @@ DOTS = ('attn/qkv', 'attn/o', 'mlp/gate_up', 'mlp/down')
 def test_a_wrong_setting_is_refused_with_what_was_found(field, value, message):
   with pytest.raises(ValueError, match=re.escape(message)):
     Recipe(**{field: value})
+
+
+@pytest.mark.parametrize(
+    'name, meant',
+    [
+        ('fp8', "; did you mean 'fp8_delayed'?"),
+        ('FP8_BLOCK', "; did you mean 'fp8_block'?"),
+        ('bfloat16', "; did you mean 'bf16'?"),
+        ('', ', bf16'),
+        ('xyz', ', bf16'),
+    ],
+)
+def test_the_nearest_recipe_is_named_where_one_is_near(name, meant):
+  with pytest.raises(ValueError, match=f'{re.escape(meant)}$'):
+    Recipe(name=name)
 
 
 @pytest.mark.parametrize('dot', DOTS)

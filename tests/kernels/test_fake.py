@@ -43,7 +43,7 @@ def test_a_grid_has_the_values_of_its_bits(name, values):
 def test_every_grid_is_a_recipe():
   assert set(FAKE_RECIPES) == {f'fake_{name}' for name in FAKE}
   assert set(FAKE_RECIPES) < set(RECIPES)
-  with pytest.raises(ValueError, match="unknown recipe 'fake_int7'; allowed"):
+  with pytest.raises(ValueError, match="recipe is 'fake_int7'; allowed"):
     Recipe(name='fake_int7')
 
 

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from jetrl_jax.config import sections
 from jetrl_jax.metrics import alarms
 
 # Of 8 answers; nothing is wrong.
@@ -15,6 +16,7 @@ WELL = {
     'reward/refused': 0,
     'training/updates': 1,
     'actor/grad_norm': 0.5,
+    'actor/update_k3': 0.02,
     'fp8/changed_weight_bytes/mean': 0.01,
     'alarm/swapped': 0,
 }
@@ -43,6 +45,8 @@ def test_a_step_that_goes_well_has_no_alarm_and_absence_is_none():
         ('accuracy_range', {'critic/acc/mean': 7.0}),
         ('swapped', {'alarm/swapped': 1}),
         ('inexact', {'alarm/inexact': 1}),
+        ('large_update', {'actor/update_k3': 2.8}),
+        ('large_update', {'rollout_actor/update_k3': 11.0}),
         ('cut', {'response_length/clip_ratio': 1.0}),
         ('no_answer', {'reward/no_answer': 8}),
         ('no_signal', {'critic/mixed_group_frac': 0.0}),
@@ -54,6 +58,16 @@ def test_a_step_that_goes_well_has_no_alarm_and_absence_is_none():
 def test_each_alarm_holds_where_its_metric_is_ill(name, metrics):
   assert _held(WELL | metrics) == {name}
   assert alarms.NAMED[name].advice.endswith('.')
+
+
+def test_the_largest_update_of_the_study_in_one_precision_is_no_alarm():
+  # INT8 on sums with four updates a rollout; spread masters at the start.
+  for k3 in (0.372, 0.17):
+    assert _held(WELL | {'actor/update_k3': k3}) == set()
+  advice = alarms.NAMED['large_update'].advice
+  for name in ('optim.lr', 'optim.lr_warmup_steps', 'model.spread_masters'):
+    section, _, key = name.partition('.')
+    assert name in advice and key in sections.SECTIONS[section]
 
 
 def test_a_step_without_any_score_is_idle():

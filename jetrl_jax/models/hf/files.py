@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jetrl_jax.core.files import user_path
+from jetrl_jax.core.files import check_pointer, user_path
 
 # The limit that the safetensors library puts on its own header.
 MAX_JSON_BYTES = 100_000_000
@@ -231,14 +231,20 @@ def open_inside(folder: pathlib.Path, name: str) -> io.FileIO:
 
 
 def read_inside(folder: pathlib.Path, name: str) -> bytes:
-  """Reads a whole small file of the folder; see `open_inside`."""
+  """Reads a whole small file of the folder; see `open_inside`.
+
+  Raises:
+    ValueError: it is too large, or a pointer of Git LFS.
+  """
   with open_inside(folder, name) as file:
     size = os.fstat(file.fileno()).st_size
     if size > MAX_JSON_BYTES:
       raise ValueError(
           f'{folder / name}: {size} bytes, allowed are {MAX_JSON_BYTES}'
       )
-    return file.read()
+    data = file.read()
+  check_pointer(folder / name, data)
+  return data
 
 
 def resolve_checkpoint(path_or_repo_id: str) -> pathlib.Path:

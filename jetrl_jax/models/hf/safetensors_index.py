@@ -12,6 +12,7 @@ References:
 
 import dataclasses
 import math
+import os
 import pathlib
 from collections.abc import Iterator
 
@@ -19,6 +20,7 @@ import ml_dtypes
 import numpy as np
 import safetensors
 
+from jetrl_jax.core.files import POINTER_BYTES, check_pointer
 from jetrl_jax.models.hf.files import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -78,9 +80,13 @@ def read_index(folder: pathlib.Path) -> dict[str, StoredTensor]:
   check_format(folder)
   single, index = has_file(folder, SINGLE_FILE), has_file(folder, INDEX_FILE)
   if not single and not index:
+    names = sorted(os.listdir(folder))
+    holds = f'it holds {list_names(names, 5)}' if names else 'it is empty'
     raise ValueError(
-        f'{folder}: neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors '
-        'checkpoints can be loaded'
+        f'{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; {holds}. Allowed'
+        ' is a folder as save_pretrained of transformers writes it. Download or'
+        ' copy the weights there, under one of these names (shards need the'
+        ' index), or name the folder that has them'
     )
   if not index:
     return read_header(folder, SINGLE_FILE)
@@ -136,10 +142,13 @@ def read_header(folder: pathlib.Path, file: str) -> dict[str, StoredTensor]:
     Tensor by name.
 
   Raises:
-    ValueError: the file is truncated, malformed or outside of the folder.
+    ValueError: the file is truncated, malformed, a pointer of Git LFS or
+      outside of the folder.
   """
   where = folder / file
   with open_inside(folder, file) as handle:
+    check_pointer(where, handle.read(POINTER_BYTES))
+    handle.seek(0)
     try:
       # By its file descriptor, because the name could lead to another file by
       # now.

@@ -382,8 +382,30 @@ def test_a_mistyped_number_of_layers_does_not_run_for_ever(folder):
 
 
 def test_a_folder_without_safetensors_says_what_it_lacks(folder):
-  (folder / SINGLE).unlink()
-  refuses(folder, f'neither {SINGLE} nor {INDEX}')
+  (folder / SINGLE).rename(folder / 'weights.h5')
+  refuses(
+      folder,
+      f"has neither {SINGLE} nor {INDEX}; it holds 'config.json', 'weights.h5'",
+      'Download or copy the weights there',
+  )
+
+
+def test_an_empty_folder_is_called_empty(tmp_path):
+  with pytest.raises(ValueError, match=f'{INDEX}; it is empty. Allowed is a'):
+    read_index(tmp_path)
+
+
+@pytest.mark.parametrize('name', [INDEX, 'config.json', None])
+def test_a_pointer_of_git_lfs_in_place_of_a_file_says_how_to_get_it(
+    sharded, name
+):
+  shard = sorted(sharded.glob('*-of-*.safetensors'))[1].name
+  name = name or shard
+  oid = 'oid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d'
+  text = f'version https://git-lfs.github.com/spec/v1\n{oid}\nsize 9000000\n'
+  (sharded / name).write_text(text)
+  said = refuses(sharded, f'{name} is a Git LFS pointer, not the content')
+  assert f'run git lfs pull in {sharded}' in said
 
 
 def test_pickled_weights_alone_are_refused_with_what_writes_others(folder):
