@@ -3,8 +3,8 @@
 The endpoint on a real model is the mean of a run's evaluations after step 50.
 Final accuracy, the toy's endpoint, is that of the last three. A run has
 collapsed where three evaluations in a row lie below 80% of the best one so far.
-Arms are compared seed by seed: paired runs share start, prompts and keys, so
-the difference has less noise than either.
+Arms are compared seed by seed: paired runs share start, prompts and keys. That
+was meant to take noise out; where rounding differs it does not (docs/study.md).
 """
 
 import dataclasses
