@@ -294,7 +294,8 @@ def test_a_run_that_diverges_ends_with_the_reason_and_exit_code_1(tmp_path):
   code, _, errors = _run(
       _TINY,
       f'--workdir={tmp_path}/run',
-      '--config.optim.lr=1e30',
+      '--config.optim.lr=1.0',
+      '--config.optim.weight_decay=1e38',
       '--config.trainer.max_skipped_updates=2',
   )
   assert code == 1
