@@ -177,12 +177,9 @@ def after_marks(response: str) -> str:
   # One character more than is allowed shows that the line is too long.
   line = response[start + 4 : start + 4 + costly.MAX_ANSWER_CHARS + 1]
   line = line.split('\n', 1)[0]
-  # Markdown's bold face.
-  return (
-      line.strip().strip('*').strip()
-      if len(line) <= costly.MAX_ANSWER_CHARS
-      else ''
-  )
+  if len(line) > costly.MAX_ANSWER_CHARS:
+    return ''
+  return line.strip(' \t\r*')  # Asterisks are Markdown's bold face.
 
 
 def last_number(response: str) -> str:
@@ -487,9 +484,8 @@ def _compare_plain(answer: str, reference: str) -> bool | None:
 
 
 def _is_same_text(answer: str, reference: str) -> bool:
-  answer, reference = _compact(_unwrapped(answer)), _compact(
-      _unwrapped(reference)
-  )
+  answer = _compact(_unwrapped(answer))
+  reference = _compact(_unwrapped(reference))
   if answer == reference:
     return True
   # 'True' and 'true' are one word, 'A' and 'a' two letters.
