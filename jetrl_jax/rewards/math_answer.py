@@ -81,10 +81,6 @@ _LAST_NUMBER = re.compile(
     r'(?:/\d+)?)',
     re.ASCII,
 )
-_SLASHED = re.compile(
-    r'\\[dt]?frac\s*(?:\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}|(\d)(\d))',
-    re.ASCII,
-)
 # What ends a sentence, and LaTeX's spaces.
 _END = re.compile(r'(?:\\[,;:! ]|[,;:~\s]|(?<!\.)(?<!\\right)\.)+$')
 _ABOUT = re.compile(r'^\\(?:approx|simeq)(?![a-zA-Z])\s*')
@@ -189,9 +185,7 @@ def last_number(response: str) -> str:
   into a word, an index or an exponent ('H2O', 'x_1', '5 m^2') is no number.
   """
   tail = response[-_TAIL_CHARS:].replace('{,}', ',').replace('\u2212', '-')
-  tail = _SLASHED.sub(
-      lambda m: f'{m[1] or m[3]}/{m[2] or m[4]}', re.sub(r'\\!\s*', '', tail)
-  )
+  tail = problems.with_slashes(re.sub(r'\\!\s*', '', tail))
   found = [match['number'] for match in _LAST_NUMBER.finditer(tail)]
   return next((number for number in reversed(found) if number), '')
 

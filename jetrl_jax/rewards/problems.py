@@ -112,11 +112,15 @@ _OPERATION = re.compile(
 )
 
 
+def with_slashes(text: str) -> str:
+  r"""Returns a text with '3/4' for '\frac{3}{4}' and '\dfrac34'."""
+  return _FRAC.sub(lambda m: f'{m[1] or m[2]}/{m[3] or m[4]}', text)
+
+
 def _in_one_writing(text: str) -> str:
-  r"""Returns a text with '3/4' for '\dfrac34', and no thousands' braces."""
+  r"""Returns a text with '3/4' for '\frac{3}{4}', without thousands' braces."""
   text = _SQRT.sub(r'\\sqrt{\1}', text.replace('{,}', ','))
-  text = _FRAC.sub(lambda m: f'{m[1] or m[2]}/{m[3] or m[4]}', text)
-  return re.sub(r'\\[dtc]frac', r'\\frac', text)
+  return re.sub(r'\\[dtc]frac', r'\\frac', with_slashes(text))
 
 
 def _written(text: str) -> str:
