@@ -332,3 +332,34 @@ def named(names: list[str]) -> list[Arm]:
     for one in GROUPS.get(name, (name,)):
       found[one] = ARMS[one]
   return list(found.values())
+
+
+def runs_of(names: list[str], seeds: list[int]) -> list[tuple[Arm, int]]:
+  """Returns what to run: the arms of each seed, in the order of the names.
+
+  Of a group an arm has the seeds that the design asks for. An arm that is
+  named by itself has any: beyond the design it is exploratory.
+
+  Args:
+    names: of arms and groups.
+    seeds: of runs.
+
+  Raises:
+    ValueError: a name is neither, or no arm has one of the seeds.
+  """
+  arms = named(names)
+  found = [
+      (arm, seed)
+      for seed in seeds
+      for arm in arms
+      if arm.name in names or not arm.seeds or seed in arm.seeds
+  ]
+  if not found:
+    raise ValueError(
+        f'--seeds={",".join(map(str, seeds))}: no arm of'
+        f' --arms={",".join(names)} has one of these by the design; it has'
+        f' {", ".join(map(str, sorted({s for a in arms for s in a.seeds})))}.'
+        f' Name an arm by itself to run any seed, such as'
+        f' --arms={arms[0].name}'
+    )
+  return found

@@ -288,15 +288,23 @@ def _said(pair, d, p_values) -> tuple[str, str]:
   return f'{p:.2g}', 'different' if p < 0.05 else 'not shown to differ'
 
 
-def endpoints(runs: list[Run], output: pathlib.Path, origin: str) -> None:
+def endpoints(
+    runs: list[Run],
+    output: pathlib.Path,
+    origin: str,
+    *,
+    exploratory: bool = False,
+) -> None:
   """Draws and prints the differences of the endpoint, seed by seed.
 
-  Seeds that the design has not are exploratory, and left out.
+  Runs that the design has not are exploratory, and left out, unless
+  `exploratory`: then nothing is decided.
   """
-  for run in runs:
-    if not run.is_of_design:
-      print(f'left out, exploratory: {run.arm.name} seed {run.seed}')
-  runs = [run for run in runs if run.is_of_design]
+  if not exploratory:
+    for run in runs:
+      if not run.is_of_design:
+        print(f'left out, exploratory: {run.arm.name} seed {run.seed}')
+    runs = [run for run in runs if run.is_of_design]
   found = {}
   for pair in (PRIMARY, *SECONDARY, *DESCRIBED):
     a, b = (_endpoints(runs, name) for name in pair)
@@ -305,7 +313,8 @@ def endpoints(runs: list[Run], output: pathlib.Path, origin: str) -> None:
   if not found:
     raise ValueError(
         'no two arms of a pair were run with the same seed, with evaluations'
-        f' after step {statistics.AFTER}'
+        f' after step {statistics.AFTER}; --exploratory takes runs that the'
+        ' design has not'
     )
   adjusted = statistics.holm(
       {pair: found[pair].p_value if pair in found else 1 for pair in SECONDARY}
@@ -317,6 +326,8 @@ def endpoints(runs: list[Run], output: pathlib.Path, origin: str) -> None:
     if len(d.differences) > 1:
       wide = ' to '.join(f'{100 * x:+.1f}' for x in d.interval)
     p, word = _said(pair, d, adjusted)
+    if exploratory:
+      p, word = '', 'decides nothing'
     print(
         f'| {pair[0]} | {pair[1]} | {len(d.differences)} |'
         f' {100 * d.mean:+.1f} | {wide} | {p} | {word} |'
@@ -326,7 +337,7 @@ def endpoints(runs: list[Run], output: pathlib.Path, origin: str) -> None:
   what = 'final accuracy' if finals == {True} else 'the endpoint'
   said = f'difference of {what} (points): circles are seeds, diamonds means'
   said += '\nwith 95% t intervals'
-  if PRIMARY in found:
+  if PRIMARY in found and not exploratory:
     margin = 100 * statistics.NON_INFERIORITY
     panel.axvspan(-margin, margin, **figure_style.SHADE)
     said += ', grey the margin of the primary question'

@@ -302,7 +302,17 @@ def main() -> None:
   parser.add_argument('--results', type=user_path, required=True, nargs='+')
   parser.add_argument('--arms', default='', help='by default all')
   parser.add_argument('--output', type=user_path, required=True)
+  parser.add_argument(
+      '--exploratory',
+      action='store_true',
+      help='endpoints: with runs that the design has not; decides nothing',
+  )
   flags = parser.parse_args()
+  if flags.exploratory and flags.figure != 'endpoints':
+    raise ValueError(
+        f'--exploratory is for endpoints, not {flags.figure}, which draws all'
+        ' runs'
+    )
   figure_style.use()
   runs = read(*flags.results)
   if flags.arms:
@@ -326,6 +336,8 @@ def main() -> None:
     )
   if flags.figure == 'curves':
     curves(runs, flags.output)
+  elif flags.exploratory:
+    cell_figures.endpoints(runs, flags.output, _origin(runs), exploratory=True)
   else:
     _FINISHED[flags.figure](runs, flags.output)
   print(f'Wrote {flags.output}')

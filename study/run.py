@@ -27,7 +27,7 @@ import time
 
 from jetrl_jax.core.files import user_path
 from study import prepare
-from study.arms import TOY, Arm, named
+from study.arms import TOY, Arm, named, runs_of
 from tools import command
 
 # What a run needs for its last update, evaluation and checkpoint.
@@ -333,7 +333,11 @@ def main() -> None:
   parser.add_argument(
       '--arms', default='gsm8k', help='arms and groups, by comma'
   )
-  parser.add_argument('--seeds', default='1,2,3')
+  parser.add_argument(
+      '--seeds',
+      default='1,2,3',
+      help='by comma; of a group an arm runs those of the design only',
+  )
   parser.add_argument('--config', default='', help="default: the cell's own")
   parser.add_argument(
       '--parallel', type=int, default=4, help='runs at a time on a device'
@@ -371,20 +375,15 @@ def main() -> None:
         f'--memory={flags.memory:g}; it is a share of a device: above 0, at'
         ' most 1'
     )
-  arms = named(flags.arms.split(','))
+  names = flags.arms.split(',')
+  arms = named(names)
   plan = Plan(
       folder=flags.folder,
       config=flags.config,
       more=prepare.parse_settings(flags.set),
       is_tiny=flags.tiny,
   )
-  seeds = command.whole_numbers('seeds', flags.seeds)
-  queue = [
-      (arm, seed)
-      for seed in seeds
-      for arm in arms
-      if not arm.seeds or seed in arm.seeds
-  ]
+  queue = runs_of(names, command.whole_numbers('seeds', flags.seeds))
   for arm, seed in queue:
     plan.settings(arm, seed)
   plan.check(arms)

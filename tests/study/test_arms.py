@@ -15,6 +15,7 @@ from study.arms import (
     SECONDARY,
     TOY,
     named,
+    runs_of,
 )
 from study.run import Plan
 
@@ -129,6 +130,15 @@ def test_the_cells_have_the_arms_and_seeds_of_the_design():
   for arm in (*main, *named(['sums', 'sums_stress', 'sums_four'])):
     fp8_keys = _resolved(arm).precision.kv_cache_dtype == 'float8_e4m3fn'
     assert fp8_keys == (arm.train == arm.rollout != 'bf16')
+
+
+def test_an_arm_named_by_itself_runs_any_seed_one_of_a_group_those_it_has():
+  group = runs_of(['gsm8k'], [1, 4])
+  of_four = {arm.name for arm, seed in group if seed == 4}
+  assert of_four == {'gsm8k_jetrl', 'gsm8k_bf16', 'gsm8k_fp8_rollout'}
+  assert [arm.name for arm, _ in runs_of(['gsm8k_qurl'], [6])] == ['gsm8k_qurl']
+  with pytest.raises(ValueError, match='--seeds=6: no arm of --arms=gsm8k has'):
+    runs_of(['gsm8k'], [6])
 
 
 def test_an_unknown_arm_is_answered_with_all_that_there_are():

@@ -322,6 +322,11 @@ def test_seeds_beyond_the_design_are_left_out(tmp_path, capsys):
   out = capsys.readouterr().out
   assert 'left out, exploratory: gsm8k_jetrl seed 6' in out
   assert '| gsm8k_jetrl | gsm8k_bf16 | 5 | +0.0 |' in out
+  # Asked for, they count, and decide nothing.
+  cell_figures.endpoints(runs, tmp_path / 'e.png', 'x', exploratory=True)
+  (line,) = capsys.readouterr().out.splitlines()[2:]
+  assert line.startswith('| gsm8k_jetrl | gsm8k_bf16 | 6 | +10.0 |')
+  assert line.endswith('|  | decides nothing |')
 
 
 def test_the_other_cells_are_described_and_decide_nothing(tmp_path, capsys):

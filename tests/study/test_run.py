@@ -78,6 +78,11 @@ def test_what_cannot_be_run_is_refused_before_anything_is(tmp_path):
             'holds no task; run python -m study.prepare',
         ),
         (run, ['--seeds=1'], "arm 'gsm8k_jetrl' starts from a real checkp"),
+        (
+            run,
+            ['--seeds=6', '--arms=gsm8k'],
+            'Name an arm by itself to run any seed, such as --arms=gsm8k_jetrl',
+        ),
         (run, ['--config=nowhere.py'], '--config=nowhere.py: there is no such'),
         (results, ['--output=out'], 'holds no runs/*/seed*/metrics.jsonl'),
         (
