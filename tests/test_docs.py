@@ -407,30 +407,84 @@ def test_the_guard_lets_pass_what_a_run_that_learned_flushed():
 
 def test_single_runs_of_the_real_model_are_those_of_their_files():
   study = _study()
-  (qurl,) = _curves(
-      ('gsm8k_qurl_h100_2026-11-27',), 'gsm8k_qurl', 'core'
-  ).values()
-  row = ' | '.join(['| `qurl`, in FP8, seed 1', *_percent(qurl)])
-  assert row in study
-  (endpoint,) = _percent([sum(qurl[3:]) / len(qurl[3:])])
-  assert f'| endpoint, `qurl` | {endpoint} |' in study
-  ends = {}
-  for precision, name in (('core', 'FP8'), ('bf16', 'BF16')):
-    (block,) = _curves(
-        ('gsm8k_block_h100_2026-11-28',), 'gsm8k_jetrl_block', precision
-    ).values()
-    row = ' | '.join([f'| `jetrl_block`, in {name}, seed 1', *_percent(block)])
-    assert row in study
-    (ends[precision],) = _percent([sum(block[3:]) / len(block[3:])])
-  assert f'| endpoint, `jetrl_block` | {ends["core"]} |' in study
-  assert f'{ends["core"]} (read in BF16 {ends["bf16"]})' in study
+  for arm, folders, sides in (
+      (
+          'qurl',
+          ('gsm8k_qurl_h100_2026-11-27', 'gsm8k_qurl_seed2_h200_2026-11-28'),
+          ('core',),
+      ),
+      ('jetrl_block', ('gsm8k_block_h100_2026-11-28',), ('core', 'bf16')),
+      ('jetrl_inexact', ('gsm8k_inexact_h200_2026-11-28',), ('core', 'bf16')),
+  ):
+    for side in sides:
+      curves = _curves(folders, f'gsm8k_{arm}', side)
+      ends = []
+      for seed, curve in sorted(curves.items()):
+        name = 'FP8' if side == 'core' else 'BF16'
+        cells = [f'| `{arm}`, in {name}, seed {seed}', *_percent(curve)]
+        assert ' | '.join(cells) in study
+        ends += _percent([sum(curve[3:]) / len(curve[3:])])
+      if side == 'core':
+        assert ' | '.join([f'| endpoint, `{arm}`', *ends]) in study
+      elif arm == 'jetrl_block':
+        assert f'(read in BF16 {ends[0]})' in study
+
+
+def test_one_flow_without_equal_bits_is_that_of_its_file():
+  study = _study()
+  columns = []
+  for folder, arm in (
+      ('gsm8k_h100_2026-11-25', 'jetrl'),
+      ('gsm8k_inexact_h200_2026-11-28', 'jetrl_inexact'),
+      ('gsm8k_mixed_h100_2026-11-27', 'fp8_rollout'),
+  ):
+    (run,) = (
+        run
+        for run in _runs((folder,))
+        if (run.arm.name, run.seed) == (f'gsm8k_{arm}', 1)
+    )
+
+    def ends(name, run=run):
+      values = [value for _, value in run.series(name)]
+      return [median(values[:20]), median(values[-20:])]
+
+    unequal = run.series('training/mismatch_token_frac')
+    far = [step for step, k3 in run.series('actor/update_k3') if k3 > 1]
+    k3 = ', '.join(f'{x:.2g}' for x in ends('rollout_corr/k3_kl'))
+    said = f'{len(far)}, the first at step {far[0]}' if far else '0'
+    columns.append(
+        (
+            f'{median(value for _, value in unequal):.0%}',
+            k3,
+            ', '.join(f'{x:.2f}' for x in ends('actor/grad_norm')),
+            said,
+        )
+    )
+  exact, ours, mixed = columns
+  assert exact == ('0%', '0, 0', '0.33, 0.61', '0')
+  for number, row in enumerate(
+      (
+          'tokens with unequal bits (median)',
+          'k3 of rollout and training, first and last 20 steps (medians)',
+          'gradient norm, first and last 20 steps (medians)',
+          'updates whose k3 exceeds 1',
+      )
+  ):
+    first = exact[number].replace('0%', '0').replace('0, 0', '0')
+    of_all = ours[number].replace('122,', '122 of 200,')
+    assert f'| {row} | {first} | {of_all} | {mixed[number]} |' in study
+
+
+def test_the_stress_cell_is_that_of_its_files():
+  study = _study()
   folders = (
       'stress_h100_2026-11-27',
       'stress_jetrl_h100_2026-11-27',
       'stress_bf16_h100_2026-11-27',
       'stress_mixed_h100_2026-11-28',
+      'stress_mixed_seed2_h200_2026-11-28',
   )
-  for arm, seeds in (('jetrl', 3), ('bf16', 3), ('fp8_rollout', 1)):
+  for arm, seeds in (('jetrl', 3), ('bf16', 3), ('fp8_rollout', 2)):
     curves = _curves(folders, f'stress_{arm}', 'core')
     assert sorted(curves) == list(range(1, seeds + 1))
     for seed, curve in curves.items():
