@@ -220,7 +220,11 @@ def _held(amaxes: NpArray, recipe: fp8.Recipe) -> NpArray:
     seen = jax.tree.map(jnp.zeros_like, state)
     history = seen['dot']['input']['amax_history'].at[0].set(amax)
     seen['dot']['input']['amax_history'] = history
-    state = fp8.roll(fp8.observe(state, seen), recipe, operands=('input',))
+    state = fp8.roll(
+        fp8.observe(state, fp8.stack_observations(seen)),
+        recipe,
+        operands=('input',),
+    )
   return np.array(held[1:])
 
 

@@ -79,11 +79,14 @@ def draw_mean(
 ) -> None:
   """Draws the mean over seeds by step, with a band.
 
+  With a range on a logarithmic axis it is the median: one seed's peak would
+  carry the mean far above all others.
+
   Args:
     panel: where.
     runs: (step, value) of each run; without any nothing is drawn.
     style: colour and dash.
-    scale: of the y axis: 'linear', 'log' or 'symlog'; the last two cut the
+    scale: of the y axis: 'linear', 'log' or 'symlog'; the last two cut an
       interval at a tenth of the mean, and at 0.
     band: the mean's 95% interval, or the range of the seeds.
     label: of the line.
@@ -91,16 +94,17 @@ def draw_mean(
   steps, mean_S, half_S = mean_by_step(runs)
   if not len(steps):
     return
-  panel.plot(steps, mean_S, label=label, **style)
-  low, high = mean_S - half_S, mean_S + half_S
+  line_S, low, high = mean_S, mean_S - half_S, mean_S + half_S
   if band == 'range':
-    values = [dict(points) for points in runs]
-    low = np.array([min(found[s] for found in values) for s in steps])
-    high = np.array([max(found[s] for found in values) for s in steps])
-  if scale == 'log':
+    table_RS = np.array([[dict(points)[s] for s in steps] for points in runs])
+    low, high = table_RS.min(axis=0), table_RS.max(axis=0)
+    if scale != 'linear':
+      line_S = np.median(table_RS, axis=0)
+  elif scale == 'log':
     low = np.maximum(low, mean_S / 10)
   elif scale == 'symlog':
     low = np.maximum(low, 0)
+  panel.plot(steps, line_S, label=label, **style)
   panel.fill_between(steps, low, high, color=style['color'], alpha=0.15, lw=0)
 
 
@@ -131,13 +135,13 @@ def _spread(runs: list[Run]) -> str:
     )
   if max(seeds) < _ENOUGH:
     return (
-        f'mean and range of {max(seeds)} seeds; all but accuracy are means of'
-        f' {_BIN} steps'
+        f'mean (on log axes median) and range of {max(seeds)} seeds; all but'
+        f' accuracy are means of {_BIN} steps'
     )
   less = f', of fewer than {_ENOUGH} their range' * (min(seeds) < _ENOUGH)
   return (
-      f'mean over seeds; held out with its 95% interval{less}, else means of'
-      f' {_BIN} steps with the range of seeds'
+      f'mean over seeds, on log axes median;\nheld out with its 95%'
+      f' interval{less}, else means of {_BIN} steps with the range of seeds'
   )
 
 

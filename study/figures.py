@@ -111,8 +111,8 @@ def curves(runs: list[Run], output: pathlib.Path) -> None:
   handles = [Line2D([], [], **style[name]) for name in names]
   figure.legend(handles, names, loc='outside lower center', ncols=6)
   figure.suptitle(
-      f'{_origin(runs)}: mean over seeds; held out with its 95% interval and'
-      ' the seeds (thin), else with their range'
+      f'{_origin(runs)}: mean over seeds (on log axes median); held out'
+      ' with its 95% interval and the seeds (thin), else with their range'
   )
   figure_style.save(figure, output)
 

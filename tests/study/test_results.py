@@ -2,6 +2,7 @@
 
 import json
 
+import matplotlib.pyplot as plt
 import pytest
 
 from study import cell_figures, figures, results
@@ -254,6 +255,20 @@ def test_a_figure_of_few_seeds_promises_no_interval(tmp_path, monkeypatch):
   assert 'one seed' in one and 'interval' not in one
   assert 'range of 2 seeds' in two and '95%' not in two
   assert '95% interval, else' in five
+
+
+@pytest.mark.parametrize('scale, line', [('log', 2.0), ('linear', 37.0)])
+def test_a_range_is_that_of_the_seeds_and_no_peak_carries_a_log_axis(
+    scale, line
+):
+  figure, panel = plt.subplots()
+  runs = [[(10, 1.0)], [(10, 2.0)], [(10, 108.0)]]
+  cell_figures.draw_mean(panel, runs, {'color': 'black'}, scale, band='range')
+  (drawn,), (band,) = panel.lines, panel.collections
+  assert drawn.get_ydata() == [line]
+  heights = band.get_paths()[0].vertices[:, 1]
+  assert (heights.min(), heights.max()) == (1.0, 108.0)
+  plt.close(figure)
 
 
 def test_a_curve_has_the_means_of_ten_steps():
