@@ -115,6 +115,11 @@ class Plan:
       ValueError: a config file, the toy's task or checkpoint is missing, or
         an arm is made of a setting of `more`.
     """
+    if 'seed' in self.more:
+      raise ValueError(
+          f'--set=seed={self.more["seed"]}: a run has the seed of --seeds, by'
+          ' which its folder is named; give it there'
+      )
     for arm in arms:
       if fixed := sorted(set(self.more) & set(arm.settings)):
         raise ValueError(

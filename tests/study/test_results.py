@@ -5,7 +5,7 @@ import json
 import matplotlib.pyplot as plt
 import pytest
 
-from study import cell_figures, figures, results
+from study import cell_figures, figures, results, tables
 from study.arms import ARMS
 from study.run import has_failed, is_finished, is_over, steps_done
 
@@ -407,3 +407,22 @@ def test_a_run_that_was_stopped_from_outside_has_not_failed(tmp_path):
 def test_a_run_is_evaluated_every_few_steps_and_at_its_last():
   config = {'trainer': {'total_training_steps': 50, 'test_freq': 20}}
   assert results.evaluations(config) == [0, 20, 40, 50]
+
+
+def test_the_tables_have_every_seed_their_mean_and_what_is_compared():
+  run, other = _runs(_of_seeds('gsm8k_jetrl', 0.30, 0.40))
+  for row in run.rows:
+    row['timing_s/step'] = 2.0
+  printed = tables.lines([run, other])
+  assert printed[0] == '`gsm8k_jetrl`'
+  accuracy = [value for _, value in run.judged()]
+  cells = [f'{100 * value:.1f}' for value in accuracy]
+  assert f'| seed 1, as it samples | {" | ".join(cells)} |' in printed
+  ends = [cell_figures.endpoint(one) for one in (run, other)]
+  ends = [f'{100 * value:.1f}' for value in (*ends, sum(ends) / 2)]
+  assert f'| endpoint | {" | ".join(ends)} |' in printed
+  assert ends[0] != ends[1]
+  assert any(
+      line.startswith('| seconds a step, median from step 40 on | 2.00 |')
+      for line in printed
+  )

@@ -83,6 +83,11 @@ def test_what_cannot_be_run_is_refused_before_anything_is(tmp_path):
             ['--seeds=6', '--arms=gsm8k'],
             'Name an arm by itself to run any seed, such as --arms=gsm8k_jetrl',
         ),
+        (
+            run,
+            ['--seeds=1', '--set=seed=7'],
+            '--set=seed=7: a run has the seed of --seeds',
+        ),
         (run, ['--config=nowhere.py'], '--config=nowhere.py: there is no such'),
         (results, ['--output=out'], 'holds no runs/*/seed*/metrics.jsonl'),
         (
