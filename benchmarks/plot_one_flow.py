@@ -180,7 +180,9 @@ def _draw_history(axes: plt.Axes) -> None:
       (0, figure_style.VERMILLION, '-'),
       (3, figure_style.BLUE, '--'),
   ):
-    held = _held(amaxes, fp8.Recipe(amax_history_length=4, margin=margin))
+    held = largest_held(
+        amaxes, fp8.Recipe(amax_history_length=4, margin=margin)
+    )
     axes.step(
         range(len(held)),
         held,
@@ -208,7 +210,7 @@ def _draw_history(axes: plt.Axes) -> None:
   axes.set_title('Delayed scaling with a history of 4 steps')
 
 
-def _held(amaxes: NpArray, recipe: fp8.Recipe) -> NpArray:
+def largest_held(amaxes: NpArray, recipe: fp8.Recipe) -> NpArray:
   """Returns the largest value that a dot's input holds at each step."""
   state = fp8.init_state(
       {'dot': {'kernel': jnp.ones((16, 16), jnp.float32)}}, recipe

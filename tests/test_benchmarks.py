@@ -7,10 +7,18 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
-from benchmarks import beside_lm_eval, exactness, gsm8k, verl_settings
+from benchmarks import (
+    beside_lm_eval,
+    exactness,
+    gsm8k,
+    plot_one_flow,
+    verl_settings,
+)
 from configs import qwen0_5b
+from jetrl_jax import fp8
 from tests import whole_run
 
 _SCRIPTS = {
@@ -110,6 +118,19 @@ def _their_sample(prompt, name, right, read):
       'resps': [['So 6.\n#### 6 apples']],
       'filtered_resps': [read],
   }
+
+
+def test_a_scale_holds_the_amaxes_before_it_and_follows_a_jump():
+  amaxes = np.array([300.0, 300, 5000, 300, 300])
+  held = plot_one_flow.largest_held(amaxes, fp8.Recipe(amax_history_length=2))
+  assert held.shape == amaxes.shape
+  assert all(held[[0, 1]] >= 300) and held[2] < 5000
+  # Two steps remember the jump, then it is forgotten.
+  assert all(held[3:] >= 5000)
+  later = plot_one_flow.largest_held(
+      np.append(amaxes, 300), fp8.Recipe(amax_history_length=2)
+  )
+  assert 300 <= later[-1] < 5000
 
 
 def test_verl_is_given_what_the_main_cell_has(tmp_path):

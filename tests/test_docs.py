@@ -1160,6 +1160,19 @@ def test_the_record_of_exactness_is_that_of_the_results():
   assert not stale, 'run: python -m tools.exactness_record'
 
 
+def test_a_raw_file_has_a_record_of_what_ran():
+  folder = _ROOT / 'benchmarks/results'
+  records = ' '.join(_text(page) for page in folder.glob('*.md'))
+  for file in folder.iterdir():
+    if file.is_dir() or file.suffix == '.md':
+      continue
+    # Beside it, in a page of several, or in its own first lines.
+    known = file.with_suffix('.md').exists() or file.name in records
+    assert known or '"versions"' in _text(file)[:3000], file.name
+  for study in (folder / 'study').iterdir():
+    assert (study / 'start.md').exists(), study.name
+
+
 def test_the_accuracies_in_the_readme_are_those_of_the_results():
   name, shown = 'val-core/heldout/acc/mean@1', []
   files = sorted((_ROOT / 'benchmarks/results').glob('quickstart_seed*.jsonl'))
