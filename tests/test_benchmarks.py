@@ -1,5 +1,6 @@
 """The scripts that numbers come from run, in small, on a CPU."""
 
+import json
 import os
 import pathlib
 import signal
@@ -15,6 +16,8 @@ from benchmarks import (
     exactness,
     gsm8k,
     plot_one_flow,
+    plot_race,
+    race,
     verl_settings,
 )
 from configs import qwen0_5b
@@ -108,6 +111,55 @@ def test_a_benchmark_times_each_of_its_rows(script, measured, tmp_path):
   assert all(row[measured] > 0 for row in rows)
   # Of whole steps the bits are compared as well.
   assert not any(row.get('training/mismatch_token_frac') for row in rows)
+
+
+_RESULTS = pathlib.Path(__file__).parent.parent / 'benchmarks/results'
+
+
+@pytest.mark.parametrize('arm', race.OURS)
+def test_a_race_counts_the_seconds_that_were_seen(arm):
+  # When a line of metrics.jsonl was seen, looked for twice a second.
+  file = _RESULTS / 'race_beside_trl_qwen0_5b_h200_2026-11-27.json'
+  seen = json.loads(file.read_text())[arm]
+  folder = _RESULTS / 'study/gsm8k_seed3_h200_2026-11-27'
+  found = race.ours(folder / f'gsm8k_{arm}_seed3.jsonl.gz')
+  assert len(found) == len(seen) == 201
+  for one, other in zip(found, seen, strict=True):
+    assert abs(one.pop('wall_s') - other.pop('wall_s')) < 0.9
+    assert one == {k: v for k, v in other.items() if v is not None}
+
+
+def test_a_race_is_written_as_the_figure_reads_it(tmp_path, monkeypatch):
+  accuracy = 'val-core/held/acc/mean@1'
+  for arm in race.OURS:
+    (tmp_path / arm).mkdir()
+    (tmp_path / arm / 'starts.jsonl').write_text('{}\n')
+    lines = [
+        {'step': 0, accuracy: 0.25, 'timing_s/step': 60.0},
+        {'step': 1, 'response_length/mean': 9.0, 'timing_s/step': 2.5},
+        {'step': 2, accuracy: 0.5, 'timing_s/step': 4.0},
+    ]
+    written = ''.join(json.dumps(line) + '\n' for line in lines)
+    # The last line is not whole.
+    (tmp_path / arm / 'metrics.jsonl').write_text(written + '{"step"')
+  trl = {'wall_s': 9.0, 'step': 0, 'accuracy': 0.5}
+  (tmp_path / 'trl.jsonl').write_text(json.dumps(trl) + '\n')
+  flags = [f'--{arm}={tmp_path / arm}' for arm in race.OURS]
+  output = tmp_path / 'race_beside_trl_x.json'
+  flags += [f'--trl={tmp_path}/trl.jsonl', f'--output={output}']
+  monkeypatch.setattr(sys, 'argv', ['race', *flags, '--start_s=5'])
+  race.main()
+  monkeypatch.setattr(plot_race, '_RESULTS', tmp_path)
+  found = plot_race.read()
+  assert list(found) == [*race.OURS, 'trl'] and found['trl'] == [trl]
+  for arm in race.OURS:
+    assert plot_race.evaluations(found[arm]) == [(0, 65, 25), (2, 71.5, 50)]
+    assert plot_race.seconds_a_step(found[arm], 2) == 2.5
+
+  # A run that was resumed lost seconds that its metrics do not have.
+  (tmp_path / 'bf16' / 'starts.jsonl').write_text('{}\n{}\n')
+  with pytest.raises(SystemExit, match='was started 2 times'):
+    race.main()
 
 
 def _their_sample(prompt, name, right, read):
