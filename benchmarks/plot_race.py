@@ -1,16 +1,22 @@
 """Draws accuracy by time beside TRL: python -m benchmarks.plot_race.
 
 Reads the newest benchmarks/results/race_beside_trl_*.json, writes docs/race.png
-and prints what its table in docs/comparison.md says.
+and prints what its table in docs/comparison.md says. Of a race of your own:
+
+    python -m benchmarks.plot_race --race=RACE.json --output=RACE.png
+
+RACE.json is of `race.py`.
 """
 
+import argparse
 import json
 import pathlib
 import statistics
 
 import matplotlib.pyplot as plt
 
-from tools import figure_style
+from jetrl_jax.core.files import user_path
+from tools import command, figure_style
 
 _RESULTS = pathlib.Path(__file__).parent / 'results'
 _NAMES = {
@@ -22,10 +28,15 @@ _NAMES = {
 GOAL = 35
 
 
-def read() -> dict[str, list[dict]]:
-  """Returns system -> lines, of the newest file."""
-  newest = max(_RESULTS.glob('race_beside_trl_*.json'))
-  return json.loads(newest.read_text(encoding='utf-8'))
+def newest() -> pathlib.Path:
+  """Returns the last recorded race, by the date in its name."""
+  files = _RESULTS.glob('race_beside_trl_*.json')
+  return max(files, key=lambda file: file.stem.rpartition('_')[2])
+
+
+def read(file: pathlib.Path | None = None) -> dict[str, list[dict]]:
+  """Returns system -> lines, of a file of `race.py`; None: the newest."""
+  return json.loads((file or newest()).read_text(encoding='utf-8'))
 
 
 def evaluations(lines: list[dict]) -> list[tuple[int, float, float]]:
@@ -48,10 +59,19 @@ def seconds_a_step(lines: list[dict], last: int) -> float:
   )
 
 
+@command.in_one_sentence
 def main() -> None:
   """Draws and prints."""
+  parser = argparse.ArgumentParser(
+      description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument('--race', type=user_path)
+  output = pathlib.Path('docs/race.png')
+  parser.add_argument('--output', type=user_path, default=output)
+  flags = parser.parse_args()
   figure_style.use()
-  found = read()
+  found = read(flags.race)
+  (device,) = {line['device'] for line in found['trl'] if 'device' in line}
   last = evaluations(found['trl'])[-1][0]
   style = figure_style.lines(list(_NAMES))
   figure, panel = plt.subplots(figsize=(8, 4.2))
@@ -64,20 +84,22 @@ def main() -> None:
         label=shown,
         **style[name],
     )
-    step, seconds, _ = next(row for row in points if row[2] >= GOAL)
-    print(
-        f'{shown}: {seconds_a_step(found[name], last):.2f} s a step, {GOAL}%'
-        f' after {seconds:.0f} s (step {step})'
-    )
+    passed = [row for row in points if row[2] >= GOAL]
+    after = 'not reached'
+    if passed:
+      step, seconds, _ = passed[0]
+      after = f'after {seconds:.0f} s (step {step})'
+    pace = seconds_a_step(found[name], last)
+    print(f'{shown}: {pace:.2f} s a step, {GOAL}% {after}')
   panel.axhline(GOAL, color=figure_style.GREY, lw=0.8)
   panel.set_xlabel('minutes since the start of the process')
   panel.set_ylabel('GSM8K, held out, greedy (%)')
   panel.set_title(
-      'Qwen2.5-Coder-0.5B-Instruct, one H200 each, one seed, a point every 20'
-      ' steps'
+      f'Qwen2.5-Coder-0.5B-Instruct, one {device.removeprefix("NVIDIA ")} each,'
+      ' one seed, a point every 20 steps'
   )
   panel.legend()
-  figure_style.save(figure, pathlib.Path('docs/race.png'))
+  figure_style.save(figure, flags.output)
 
 
 if __name__ == '__main__':

@@ -2,13 +2,13 @@ r"""Joins our runs and TRL's into the one file that `plot_race` draws.
 
     python -m benchmarks.race --jetrl=runs/race/runs/gsm8k_jetrl/seed3 \
         --bf16=runs/race/runs/gsm8k_bf16/seed3 --trl=OUT.jsonl \
-        --output=benchmarks/results/race_beside_trl_NAME.json
+        --output=RACE.json
 
 Ours are workdirs of `study.run`, or files of `study.results`; OUT.jsonl is of
 `grpo_in_trl`. Each line has `wall_s`, seconds since its process started. TRL's
 lines have it from their process. Ours is --start_s and the sum of
-`timing_s/step` up to that line: a run's clock begins after its imports and its
-checkpoint are read, and stops at no time until the run ends.
+`timing_s/step` up to that line: a run's clock begins after the imports, when
+its config is built, and does not stop until the run ends.
 
 In the race of 2026-11-27 ours was noted otherwise, when a line was seen in
 metrics.jsonl, looked for twice a second. That is 4.9 to 5.8 s above the sums,

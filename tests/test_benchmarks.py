@@ -145,12 +145,11 @@ def test_a_race_is_written_as_the_figure_reads_it(tmp_path, monkeypatch):
   trl = {'wall_s': 9.0, 'step': 0, 'accuracy': 0.5}
   (tmp_path / 'trl.jsonl').write_text(json.dumps(trl) + '\n')
   flags = [f'--{arm}={tmp_path / arm}' for arm in race.OURS]
-  output = tmp_path / 'race_beside_trl_x.json'
+  output = tmp_path / 'race.json'
   flags += [f'--trl={tmp_path}/trl.jsonl', f'--output={output}']
   monkeypatch.setattr(sys, 'argv', ['race', *flags, '--start_s=5'])
   race.main()
-  monkeypatch.setattr(plot_race, '_RESULTS', tmp_path)
-  found = plot_race.read()
+  found = plot_race.read(output)
   assert list(found) == [*race.OURS, 'trl'] and found['trl'] == [trl]
   for arm in race.OURS:
     assert plot_race.evaluations(found[arm]) == [(0, 65, 25), (2, 71.5, 50)]
