@@ -1,8 +1,14 @@
 r"""Trains verl's GRPO, with vLLM, on the main cell of the study.
 
-    VERL_FILE_LOGGER_PATH=OUT.jsonl python -m benchmarks.grpo_in_verl \
-        --checkpoint=FOLDER --train=train.jsonl --test=test.jsonl \
-        --folder=FOLDER
+    CUDA_VISIBLE_DEVICES=0 RAY_AUTH_MODE=disabled NCCL_NVLS_ENABLE=0 \
+        VLLM_USE_FLASHINFER_SAMPLER=0 VLLM_USE_DEEP_GEMM=0 \
+        VERL_FILE_LOGGER_PATH=OUT.jsonl python -m benchmarks.grpo_in_verl \
+        --checkpoint=HF --train=train.jsonl --test=test.jsonl \
+        --folder=FOLDER --steps=5 -- ray_kwargs.ray_init.num_cpus=16
+
+Those are the variables, and the number of CPUs for Ray, of the run in
+benchmarks/results/verl_five_steps_qwen0_5b_h100_2026-11-27.md. This script was
+made of the one that ran there; as it is here it has not run on a GPU.
 
 What configs/qwen0_5b.py sets is set here too: 64 prompts x 8 answers of at most
 512 tokens, one update a step, AdamW, 2e-6, no KL term. Rewards and held-out

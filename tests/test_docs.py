@@ -115,11 +115,19 @@ def test_an_override_names_a_value_of_the_config(path):
 _SHELL = ('&&', '||', '|', ';', '&')
 
 
-def _commands(text: str) -> list[tuple[str, list[str]]]:
-  """Lists (module, arguments) of the commands that have arguments."""
+def _commands(
+    text: str, rooms: str = 'jetrl_jax'
+) -> list[tuple[str, list[str]]]:
+  """Lists (module, arguments) of the commands that have arguments.
+
+  Args:
+    text: of a page or file.
+    rooms: pattern of the packages whose modules count.
+  """
   found = []
   joined = re.sub(r'\\\n\s*', ' ', text)
-  shown = re.findall(r'python -m (jetrl_jax[\w.]*)([^`\n]*)', joined)
+  module = rf'(?:{rooms})\b[\w.]*'
+  shown = re.findall(rf'python -m ({module})([^`\n]*)', joined)
   for command, rest in re.findall(
       r'(?:^ {4}|`)jetrl_jax (\w+)([^`\n]*)', joined, re.MULTILINE
   ):
@@ -139,7 +147,7 @@ def _commands(text: str) -> list[tuple[str, list[str]]]:
 # because commands define flags of the same name, and configs define more. Each
 # runs as the command would, up to the point where its flags are parsed.
 _PARSE = """
-import json, os, runpy, sys
+import argparse, json, os, runpy, sys
 import jetrl_jax.config.build, jetrl_jax.config.saved_policy
 import jetrl_jax.dry_run.checks, jetrl_jax.report, ml_collections.config_flags
 from absl import app, flags
@@ -148,7 +156,14 @@ def parse_only(main, argv=None, flags_parser=flags.FLAGS):
   flags_parser(sys.argv)
   os._exit(0)
 
+parse_args = argparse.ArgumentParser.parse_args
+
+def parse_words_only(parser, args=None, namespace=None):
+  parse_args(parser, args, namespace)
+  os._exit(0)
+
 app.run = parse_only
+argparse.ArgumentParser.parse_args = parse_words_only
 for module, arguments in json.load(sys.stdin):
   child = os.fork()
   if not child:
@@ -163,8 +178,22 @@ for module, arguments in json.load(sys.stdin):
 """
 
 
+# Files and what their commands stand under.
+_BESIDE_OTHERS = [(_ROOT / 'docs/comparison.md', 'Repeat it')] + [
+    (path, 'To run it again')
+    for theme in ('rollout_beside', 'export_in', 'race_beside', 'verl')
+    for path in sorted((_ROOT / 'benchmarks/results').glob(f'{theme}_*.md'))
+]
+
+
 def test_the_flags_of_every_command_parse():
   commands = [c for path in _WITH_COMMANDS for c in _commands(_text(path))]
+  for path, heading in _BESIDE_OTHERS:
+    # Of a raw file what ran stands above, and may be shortened.
+    shown = _text(path).partition(f'\n## {heading}\n')[2]
+    again = _commands(shown, 'jetrl_jax|benchmarks|study|tools')
+    assert again, path
+    commands += again
   assert len(commands) > 5
   done = subprocess.run(
       [sys.executable, '-W', 'ignore', '-c', _PARSE],
