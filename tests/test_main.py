@@ -189,6 +189,58 @@ def test_a_file_that_is_no_config_is_one_line(tmp_path, text, message):
   assert said.startswith(f'{path}{message}')
 
 
+def _overridden(tmp_path, monkeypatch, *overrides: str):
+  """The config that a command line with these overrides gives."""
+  argv = ['main', _file(tmp_path), *(f'--config.{o}' for o in overrides)]
+  monkeypatch.setattr('sys.argv', argv)
+  values = flags.FlagValues()
+  config_flag.define(values)
+  values(argv)
+  return config_flag.load(values)
+
+
+# Of how ml_collections loads a config file.
+_LOADS = pytest.mark.filterwarnings('ignore:the load_module:DeprecationWarning')
+
+
+@_LOADS
+@pytest.mark.parametrize(
+    'name, first, last, held',
+    [
+        ('data.train_files', "('a.jsonl',)", "('b.jsonl',)", ('b.jsonl',)),
+        ('data.val_files', "('a.jsonl', 'b.jsonl')", '()', ()),
+        ('reward.functions', 'math', 'format', ('format',)),
+        ('optim.betas', '(0.8, 0.9)', '(0.9, 0.99)', (0.9, 0.99)),
+        ('seed', '1', '2', 2),
+    ],
+)
+def test_of_a_flag_given_twice_the_last_one_holds(
+    tmp_path, monkeypatch, name, first, last, held
+):
+  config = _overridden(
+      tmp_path, monkeypatch, f'{name}={first}', f'{name}={last}'
+  )
+  section, _, key = name.rpartition('.')
+  assert (config[section] if section else config)[key] == held
+
+
+@_LOADS
+def test_a_flag_at_its_default_that_contradicts_its_flow_is_refused(
+    tmp_path, monkeypatch
+):
+  flow, recipe = 'flow=flashrl', 'precision.recipe=fp8_delayed'
+  with pytest.raises(ValueError, match="a run with precision.recipe='bf16'"):
+    _overridden(tmp_path, monkeypatch, flow, recipe)
+
+
+@_LOADS
+def test_a_flag_that_its_flow_has_too_may_be_given(tmp_path, monkeypatch):
+  config = _overridden(
+      tmp_path, monkeypatch, 'flow=flashrl', 'precision.recipe=bf16'
+  )
+  assert config.precision.rollout_recipe == 'int8'
+
+
 @pytest.mark.parametrize(
     'argument, meant',
     [

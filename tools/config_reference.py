@@ -22,9 +22,9 @@ jetrl_jax/config/sections.py lists. -->
 
 A config file starts from `configs/base.py` and sets differences; the command
 line overrides both: `--config.optim.lr=2e-6`. Lists are Python literals:
-`--config.data.train_files="('a.jsonl', 'b.jsonl')"`. A name that is not in this
-table is refused. Units are in the meanings; batch sizes count prompts unless
-they say rows.
+`--config.data.train_files="('a.jsonl', 'b.jsonl')"`. Of a flag that is given
+twice the last one holds. A name that is not in this table is refused. Units are
+in the meanings; batch sizes count prompts unless they say rows.
 """
 
 

@@ -22,6 +22,7 @@ import jax
 import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
+from ml_collections.config_flags import tuple_parser
 
 from jetrl_jax.config import examples, sections
 from jetrl_jax.config import presets as config_presets
@@ -40,8 +41,25 @@ _STOPPED = 130
 flags.disclaim_key_flags()
 
 
-def define() -> None:
+class _LastTuple(flags.ArgumentParser):
+  """Reads a tuple.
+
+  A flag with ml_collections' own parser collects the tuples of all times that
+  it is given. With any other parser the last one holds, as for scalars.
+  """
+
+  def parse(self, argument: Any) -> tuple:
+    """Returns the tuple that a flag's text says."""
+    return tuple_parser.TupleParser().parse(argument)
+
+  def flag_type(self) -> str:
+    """Returns the type's name, for --help."""
+    return 'tuple'
+
+
+def define(values: flags.FlagValues = flags.FLAGS) -> None:
   """Defines --config and its overrides."""
+  config_flags.register_flag_parser_for_type(tuple, _LastTuple())
   config_flags.DEFINE_config_file(
       'config',
       None,
@@ -49,20 +67,25 @@ def define() -> None:
       f' example: {", ".join(examples.names())}. --config.SECTION.NAME=value'
       ' overrides any setting, e.g. --config.optim.lr=1e-6;'
       ' docs/configuration.md lists them.',
+      flag_values=values,
   )
   # Without this the flag would count as one of ml_collections.
-  flags.declare_key_flag('config')
+  flags.declare_key_flag('config', values)
 
 
-def load() -> ml_collections.ConfigDict:
+def load(values: flags.FlagValues = flags.FLAGS) -> ml_collections.ConfigDict:
   """Returns the config of the flag, its names checked.
 
   Raises:
-    ValueError: a name that is no setting, or a setting that the config lacks.
+    ValueError: a name that is no setting, or a setting that the config lacks;
+      see `presets.resolve`.
   """
-  config: Any = flags.FLAGS['config'].value
+  flag = values['config']
+  config: Any = flag.value
   config_schema.check(config, sections.get_config())
-  return config_presets.resolve(config)
+  return config_presets.resolve(
+      config, chosen=config_flags.get_override_values(flag)
+  )
 
 
 def file() -> pathlib.Path:

@@ -5,6 +5,7 @@ written into the config before anything is built, so that the config kept in the
 workdir says what was run. A setting that contradicts its flow is refused.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 from jetrl_jax.config import sections
@@ -45,8 +46,12 @@ FLOWS: dict[str, dict[str, Any]] = {
 _ROLLOUT_RECIPES = tuple(name for name in RECIPES if name != 'bf16')
 
 
-def resolve(config: Config) -> Config:
+def resolve(config: Config, chosen: Collection[str] = ()) -> Config:
   """Returns a copy with the settings of its flow; the same without a flow.
+
+  Args:
+    config: the config of a run.
+    chosen: names of the settings that the command line gives.
 
   Raises:
     ValueError: an unknown flow, or a setting that contradicts it.
@@ -59,8 +64,11 @@ def resolve(config: Config) -> Config:
   for name, value in FLOWS[config.flow].items():
     section, _, key = name.partition('.')
     found = config[section][key]
-    # A setting at its default may be replaced: the user has not chosen it.
-    if found in (value, sections.default(name)):
+    # A setting at its default may be replaced where nobody has chosen it. Of a
+    # config file's settings this is not known.
+    if found == value or (
+        name not in chosen and found == sections.default(name)
+    ):
       settings[name] = value
     elif not (
         value

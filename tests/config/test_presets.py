@@ -76,6 +76,15 @@ def test_a_setting_that_contradicts_its_flow_is_refused(
     _resolved(flow, **{name: found})
 
 
+def test_a_default_that_the_user_has_chosen_is_not_replaced():
+  config = base.get_config()
+  config.flow, chosen = 'flashrl', ['flow', 'precision.recipe']
+  with pytest.raises(ValueError, match="with precision.recipe='bf16', and the"):
+    config_presets.resolve(config, chosen)
+  config.precision.recipe = 'bf16'
+  assert config_presets.resolve(config, chosen).precision.recipe == 'bf16'
+
+
 def test_the_8_bits_of_a_mixed_flow_are_a_choice():
   config = _resolved('flashrl', **{'precision.rollout_recipe': 'fp8_token'})
   assert config.precision.rollout_recipe == 'fp8_token'
