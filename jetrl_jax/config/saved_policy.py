@@ -7,11 +7,13 @@ that are not FP8. Any other Hugging Face checkpoint holds no activation scales
 and is read in bfloat16.
 """
 
+import contextlib
 import dataclasses
 import math
+import os
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -29,6 +31,7 @@ from jetrl_jax.core.files import user_path
 from jetrl_jax.data import PromptFormat, Tokenizer
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.fp8.recipes import LM_HEAD, RECIPES, UNCALIBRATED
+from jetrl_jax.metrics import provenance
 from jetrl_jax.models.hf import layout as hf_layout
 from jetrl_jax.models.hf import quantization as hf_quantization
 from jetrl_jax.models.hf import safetensors_index
@@ -132,7 +135,10 @@ def load(path: str, *, step: int | None = None) -> SavedPolicy:
 def tokenizer_of(found: Restored) -> Tokenizer:
   """Returns the policy's tokenizer."""
   if found.config is not None:
-    return configs.build_tokenizer(found.config, found.folder)
+    with _naming_origin(
+        'data.tokenizer', found.config.data.tokenizer, found.origin
+    ):
+      return configs.build_tokenizer(found.config, found.folder)
   # Something that was restored without a run came from a checkpoint.
   assert found.folder is not None
   return Tokenizer(found.folder)
@@ -218,12 +224,62 @@ def _parts_of_run(
   return policy, mesh, folder, like
 
 
+def _read_config(workdir: pathlib.Path) -> Config:
+  """Returns the run's config; what it names is found from any folder.
+
+  Relative paths start from the folder that the run was started in. Where that
+  does not hold them, as on another machine, they stay: the current folder may.
+  """
+  config = configs.read(workdir / 'config.json')
+  start = provenance.start_folder(workdir)
+  if start is None or start == pathlib.Path.cwd():
+    return config
+
+  def found(text: str) -> str:
+    # An absolute path stays as it is below any folder.
+    path = start / user_path(text)
+    return str(path) if text and os.path.exists(path) else text
+
+  def found_function(text: str) -> str:
+    file, colon, name = text.rpartition(':')
+    return f'{found(file)}:{name}' if colon else text
+
+  with config.unlocked():
+    config.model.path = found(config.model.path)
+    config.data.tokenizer = found(config.data.tokenizer)
+    config.reward.functions = [*map(found_function, config.reward.functions)]
+  return config
+
+
+@contextlib.contextmanager
+def _naming_origin(setting: str, path: str, origin: str) -> Iterator[None]:
+  """Says of a path that leads nowhere that a run's config has it.
+
+  Args:
+    setting: its name.
+    path: its value; '' is none.
+    origin: the run, in words.
+  """
+  try:
+    yield
+  except ValueError as error:
+    if not path or user_path(path).exists():
+      raise
+    raise ValueError(
+        f'{str(error).rstrip(".")}. The path is {setting} of {origin}, from'
+        ' its config.json; a relative one starts from the folder where the run'
+        ' was started, or else from the current one. Call the command in a'
+        ' folder that has it, or write another path into config.json'
+    ) from error
+
+
 def _of_run(
     workdir: pathlib.Path, step: int | None, recipe: str | None
 ) -> Restored:
-  config = configs.read(workdir / 'config.json')
   try:
-    policy, mesh, folder, like = _parts_of_run(config, workdir)
+    config = _read_config(workdir)
+    with _naming_origin('model.path', config.model.path, str(workdir)):
+      policy, mesh, folder, like = _parts_of_run(config, workdir)
   except (AttributeError, KeyError) as error:
     raise ValueError(
         f'{workdir}/config.json lacks a setting, {error}: another version wrote'

@@ -40,13 +40,15 @@ def record_start(
     **facts: more facts about this start, as JSON values.
 
   Returns:
-    The line: `time` (UTC), `command`, `versions`, `commit` (None outside of a
+    The line: `time` (UTC), `command`, `folder` (the current one, which the
+    config's relative paths start from), `versions`, `commit` (None outside of a
     clone; it ends in '+' if files differ from it), `device`, `num_devices` and
     the facts.
   """
   record = {
       'time': datetime.datetime.now(datetime.UTC).isoformat('T', 'seconds'),
       'command': [*_program(), *sys.argv[1:]],
+      'folder': os.getcwd(),
       'versions': versions(),
       'commit': commit(),
       'device': jax.devices()[0].device_kind,
@@ -59,6 +61,19 @@ def record_start(
   with open(path, 'a', encoding='utf-8') as file:
     file.write('\n' * torn + json.dumps(record) + '\n')
   return record
+
+
+def start_folder(workdir: str | os.PathLike) -> pathlib.Path | None:
+  """Returns the folder that a run was last started in; None if unknown."""
+  path = pathlib.Path(workdir) / FILE
+  lines = path.read_bytes().splitlines() if path.is_file() else []
+  for line in reversed(lines):
+    try:
+      return pathlib.Path(json.loads(line)['folder'])
+    # A kill may have cut the line, or an earlier version wrote it.
+    except (ValueError, KeyError, TypeError):
+      continue
+  return None
 
 
 def _program() -> list[str]:

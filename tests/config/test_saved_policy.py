@@ -1,6 +1,8 @@
 """A policy read back samples what the run sampled."""
 
+import contextlib
 import json
+import pathlib
 import shutil
 
 import jax
@@ -9,8 +11,11 @@ import pytest
 
 from jetrl_jax.config import build as configs
 from jetrl_jax.config import saved_policy
+from jetrl_jax.config.sections import take
 from jetrl_jax.core import rng
 from jetrl_jax.data import Example, Prompt
+from jetrl_jax.metrics import provenance
+from jetrl_jax.rewards.types import RewardConfig
 from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
 from jetrl_jax.rl.rollout.scheduler import rollout
 from jetrl_jax.rl.scoring import experience
@@ -166,6 +171,63 @@ def test_a_workdir_of_a_version_with_fewer_settings_names_the_setting(
   (tmp_path / 'config.json').write_text(json.dumps(config))
   with pytest.raises(ValueError, match=f"lacks a setting.*'{name}'.*another"):
     saved_policy.load(str(tmp_path))
+
+
+@pytest.fixture(name='relative')
+def _relative(tmp_path):
+  """A run whose config has relative paths; it was started in home()."""
+  workdir = shutil.copytree(whole_run.finished(), tmp_path / 'run')
+  home = whole_run.home()
+  config = json.loads((workdir / 'config.json').read_text())
+  path = str(pathlib.Path(config['model']['path']).relative_to(home))
+  config['model']['path'] = config['data']['tokenizer'] = path
+  functions = config['reward']['functions']
+  config['reward']['functions'] = [
+      function.removeprefix(f'{home}/') for function in functions
+  ]
+  assert config['reward']['functions'] != functions
+  (workdir / 'config.json').write_text(json.dumps(config))
+  with contextlib.chdir(home):
+    provenance.record_start(workdir, 1)
+  return workdir
+
+
+def test_a_run_with_relative_paths_loads_from_any_folder(
+    relative, monkeypatch, tmp_path
+):
+  monkeypatch.chdir(tmp_path)
+  found = saved_policy.restore(str(relative))
+  assert found.folder is not None and found.folder.is_dir()
+  assert saved_policy.tokenizer_of(found).folder == found.folder
+  assert found.config is not None
+  configs.reward_specs(take(RewardConfig, found.config))
+  (function,) = found.config.reward.functions
+  assert function.startswith(f'{whole_run.home()}/tiny/')
+
+
+@pytest.mark.parametrize('setting', ['model.path', 'data.tokenizer'])
+def test_a_relative_path_that_is_nowhere_says_where_it_comes_from(
+    relative, monkeypatch, tmp_path, setting
+):
+  (relative / 'starts.jsonl').unlink()  # As an earlier version left it.
+  if setting == 'data.tokenizer':
+    config = json.loads((relative / 'config.json').read_text())
+    config['model']['path'] = str(whole_run.home() / config['model']['path'])
+    (relative / 'config.json').write_text(json.dumps(config))
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(
+      ValueError, match=f'The path is {setting} of .*; a relative one starts'
+  ):
+    saved_policy.load(str(relative))
+
+
+def test_where_the_start_folder_is_gone_the_current_one_counts(
+    relative, monkeypatch
+):
+  start = json.dumps({'folder': '/nowhere'})
+  (relative / 'starts.jsonl').write_text(f'{start}\n')
+  monkeypatch.chdir(whole_run.home())
+  assert saved_policy.load(str(relative)).origin == f'step 6 of {relative}'
 
 
 def test_a_run_from_elsewhere_loads_without_its_compiled_programs(

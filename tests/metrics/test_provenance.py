@@ -20,6 +20,16 @@ def test_each_start_appends_a_line(tmp_path):
   assert first['num_devices'] == 2
 
 
+def test_the_folder_of_the_last_start_is_found_again(tmp_path):
+  assert provenance.start_folder(tmp_path) is None
+  file = tmp_path / 'starts.jsonl'
+  file.write_text('{"time": "x"}\n')
+  assert provenance.start_folder(tmp_path) is None
+  provenance.record_start(tmp_path, 1)
+  file.write_text(f'{file.read_text()}{{"fold')
+  assert provenance.start_folder(tmp_path) == pathlib.Path.cwd()
+
+
 def test_the_command_of_a_start_can_be_typed_again(tmp_path, monkeypatch):
   module = pathlib.Path(provenance.__file__).parents[1] / 'main.py'
   monkeypatch.setattr('sys.argv', [str(module), '--config=quickstart'])
