@@ -247,12 +247,17 @@ def test_a_flag_that_its_flow_has_too_may_be_given(tmp_path, monkeypatch):
         ('optim.lr=2', '; did you mean --config.optim.lr=2?'),
         ('+actor.optim.lr=2', '; did you mean --config.optim.lr=2?'),
         ('trainer.lr=2', '; did you mean --config.optim.lr=2?'),
-        ('--learning_rate=2', ''),
+        ('--learning_rate=2', '; did you mean --config.optim.lr=2?'),
+        ('--learning_rat=2', ''),
+        (
+            'actor_rollout_ref.rollout.n=8',
+            '; did you mean --config.rollout.num_generations=8?',
+        ),
         ('lr', ''),
     ],
 )
 def test_a_name_of_another_library_is_led_to_ours(argument, meant):
-  known = ['sft.rate', 'optim.lr']
+  known = ['sft.rate', 'optim.lr', 'rollout.num_generations']
   assert config_flag._as_override(argument, known) == meant
 
 

@@ -146,7 +146,13 @@ def run_plain(
 
 
 def said(error: Exception) -> str:
-  """Says what absl found wrong; for a missing flag also its purpose."""
+  """Says what absl found wrong; of a missing flag also its purpose."""
+  twice = re.match(r'flag --(\w+)=(.*): already defined as (.*)', str(error))
+  if twice:
+    return (
+        f'--{twice[1]} is given twice, as {twice[3]!r} and {twice[2]!r}; give'
+        ' it once: several values are a call each'
+    )
   left_out = re.findall(r'Flag --(\w+) must have a value', str(error))
   if not left_out:
     return str(error)
@@ -299,6 +305,7 @@ def _as_override(argument: str, known: list[str]) -> str:
   name, equals, value = argument.lstrip('-+').partition('=')
   last = name.rpartition('.')[2]
   near = [k for k in known if k.rpartition('.')[2] == last]
+  near = near or [k for k in known if k == config_schema.OURS.get(last)]
   if not equals or not near:
     return ''
   meant = name if name in near else near[0]

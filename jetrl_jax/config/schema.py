@@ -17,8 +17,9 @@ import ml_collections
 # The range of JAX's int32 and float32. A number beyond it is a typing error.
 _MAX_INT = 2**31 - 1
 _TINY, _HUGE = 1.2e-38, 3.4e38
-# TRL's names of settings whose names here are not spelt similarly.
-_OURS = {
+# TRL's and verl's names of settings whose names here are not spelt similarly,
+# and whose values are meant alike (docs/migrating.md).
+OURS = {
     'learning_rate': 'optim.lr',
     'max_grad_norm': 'optim.grad_clip',
     'lr_scheduler_type': 'optim.lr_decay',
@@ -28,6 +29,16 @@ _OURS = {
     'num_iterations': 'algorithm.ppo_epochs',
     'max_completion_length': 'rollout.max_response_length',
     'reward_funcs': 'reward.functions',
+    'n': 'rollout.num_generations',
+    'max_num_seqs': 'rollout.num_slots',
+    'tensor_model_parallel_size': 'mesh.tensor',
+    'loss_mode': 'algorithm.policy_loss',
+    'max_actor_ckpt_to_keep': 'trainer.keep_latest',
+}
+# Settings of others that are not settings here, and what takes their place.
+_ELSEWHERE = {
+    'stop': "a response stops at the tokens that the tokenizer's folder names"
+    ' (eos_token_id in generation_config.json)',
 }
 
 # A quote, maybe after a bracket; a bracket that is never closed; names with
@@ -72,10 +83,12 @@ def names(config: ml_collections.ConfigDict) -> list[str]:
 
 def unknown_name(name: str, known: list[str]) -> str:
   """Says that a config name is unknown, and which ones are near."""
-  ours = _OURS.get(name.rpartition('.')[2])
+  ours = OURS.get(name.rpartition('.')[2])
   close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
   close = [ours] if ours in known else close
   hint = f' did you mean {close[0]!r}?' if close else ''
+  if elsewhere := _ELSEWHERE.get(name.rpartition('.')[2]):
+    hint = f' {elsewhere};'
   section = f'{name.rpartition(".")[0]}.'
   beside = [k.removeprefix(section) for k in known if k.startswith(section)]
   if beside:

@@ -1,6 +1,7 @@
 """The settings of an evaluation: flags over the run's config over defaults."""
 
 import dataclasses
+import functools
 import pathlib
 from typing import Any
 
@@ -74,12 +75,14 @@ class Settings:
   output: pathlib.Path
 
 
+# Given twice, one of the two would not be evaluated.
+_ONE = functools.partial(flags.DEFINE_string, allow_overwrite=False)
 # A default of None: the run decides.
 FLAGS: config_flags.Table = (
-    ('checkpoint', flags.DEFINE_string, None, 'Workdir, checkpoint or its id'),
+    ('checkpoint', _ONE, None, 'Workdir, checkpoint or its id'),
     ('step', flags.DEFINE_integer, None, "Which of a run's checkpoints"),
-    ('data', flags.DEFINE_string, None, f'{", ".join(NAMED)}, or a file'),
-    ('data_file', flags.DEFINE_string, None, 'Rows of a named set, offline'),
+    ('data', _ONE, None, f'{", ".join(NAMED)}, or a file'),
+    ('data_file', _ONE, None, 'Rows of a named set, offline'),
     ('recipe', flags.DEFINE_string, None, 'By default as trained'),
     ('num_generations', flags.DEFINE_integer, 1, 'Samples per problem, k'),
     ('temperature', flags.DEFINE_float, 0.0, '0 is greedy'),
@@ -207,6 +210,7 @@ def _files(values: dict[str, Any]) -> tuple[tuple[str, ...], dict[str, str]]:
           f'--data={name}: no such file, and no set of that name; allowed:'
           f' {", ".join(NAMED)}, a .jsonl, .json or .parquet file, or'
           ' hf:<repo>[:<config>]:<split>'
+          + ('; several files are a call each' if ',' in name else '')
       )
     return (name,), {}
   source, prompt_key, answer_key = NAMED[name]

@@ -60,13 +60,19 @@ def test_a_value_of_the_wrong_type_or_no_number_is_refused_by_name(name):
       config_schema.check(wrong, _BASE)
 
 
-@pytest.mark.parametrize('theirs, ours', config_schema._OURS.items())
-def test_a_name_of_trl_is_led_to_ours(theirs, ours):
+@pytest.mark.parametrize('theirs, ours', config_schema.OURS.items())
+def test_a_name_of_trl_or_verl_is_led_to_ours(theirs, ours):
   assert ours in _NAMES
   section = ours.partition('.')[0]
   for name in (theirs, f'{section}.{theirs}'):
     said = config_schema.unknown_name(name, _NAMES)
     assert f"did you mean '{ours}'?" in said
+
+
+def test_stop_texts_are_led_to_the_stop_tokens():
+  said = config_schema.unknown_name('rollout.stop', _NAMES)
+  assert 'eos_token_id in generation_config.json' in said
+  assert 'did you mean' not in said
 
 
 @pytest.mark.parametrize(

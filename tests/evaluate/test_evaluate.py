@@ -147,6 +147,7 @@ def test_a_checkpoint_without_scales_is_calibrated_for_fp8(tmp_path):
     ('changes', 'message'),
     [
         ({'data': 'gsm9k'}, 'no set of that name; allowed: gsm8k, math500'),
+        ({'data': 'a.jsonl,b.jsonl'}, '; several files are a call each'),
         ({'data_file': 'x.jsonl'}, '--data_file is for a named set'),
         (
             {'data': 'gsm8k', 'data_file': 'nowhere.jsonl'},
@@ -218,6 +219,17 @@ def test_a_place_for_the_results_is_sought_before_anything_is_sampled(
   monkeypatch.delattr(evaluate.evaluation, 'grade')
   with pytest.raises(ValueError, match='--output=.* cannot be written: Not a'):
     _evaluate(output=str(tmp_path / 'file' / 'out'))
+
+
+def test_a_second_data_set_is_refused():
+  arguments = ('--checkpoint=nowhere', '--data=gsm8k', '--data=math500')
+  process = whole_run.start(*arguments, module='jetrl_jax.evaluate')
+  _, errors = process.communicate(timeout=250)
+  assert process.returncode == 1
+  assert errors == (
+      "error: --data is given twice, as 'gsm8k' and 'math500'; give it once:"
+      ' several values are a call each\n'
+  )
 
 
 def test_the_command_says_no_in_one_line():

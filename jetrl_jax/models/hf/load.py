@@ -198,8 +198,9 @@ def check_tensors(
       }
   )
   if problems:
+    fix = '; take the BF16 checkpoint, or save this one so' if dtypes else ''
     raise ValueError(
-        f'{folder}: tensors do not fit the config.json; {problems}'
+        f'{folder}: tensors do not fit the config.json; {problems}{fix}'
     )
 
 

@@ -237,7 +237,12 @@ def test_a_dtype_that_is_no_supported_float_is_named(folder, dtype, width):
     tensors[Q] = (dtype, [8, 8], bytes(64 * width))
 
   change_tensors(folder, change)
-  refuses(folder, 'of a dtype other than BF16/F16/F32', f'{Q} is {dtype}')
+  refuses(
+      folder,
+      'of a dtype other than BF16/F16/F32',
+      f'{Q} is {dtype}',
+      'take the BF16 checkpoint',
+  )
 
 
 @pytest.mark.parametrize('dtype', ['F64', 'F8_E4M3', 'BF16', 'nonsense'])
