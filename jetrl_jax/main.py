@@ -66,6 +66,7 @@ def main() -> None:
   trainer = Trainer(spec, workdir)
   needs = storage.of_run(spec, initialize.abstract(spec), workdir)
   if processes.is_first():
+    needs.check()
     needs.warn()
   recipe = spec.policy.recipe.name
   if spec.is_mixed:

@@ -9,6 +9,7 @@ from absl import logging
 
 from jetrl_jax.checkpoint import manifest as checkpoint_manifest
 from jetrl_jax.checkpoint.manifest import CorruptError, Manifest
+from jetrl_jax.core.files import size
 
 
 def step_folders(directory: pathlib.Path) -> dict[int, pathlib.Path]:
@@ -39,6 +40,18 @@ def ranked(good: dict[int, Manifest]) -> list[int]:
       (m.metric, step) for step, m in good.items() if m.metric is not None
   ]
   return [step for _, step in sorted(scored, reverse=True)]
+
+
+def lacking(free: int, needed: int) -> str:
+  """Says that a checkpoint does not fit; '' if it does.
+
+  Args:
+    free: bytes on the checkpoints' disk.
+    needed: bytes of the checkpoint.
+  """
+  if free >= needed:
+    return ''
+  return f'it needs {size(needed)} of disk, but {size(free)} are free'
 
 
 def lock(directory: pathlib.Path) -> IO[str]:

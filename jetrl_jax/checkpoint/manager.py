@@ -30,7 +30,7 @@ from jetrl_jax.checkpoint import restore as checkpoint
 from jetrl_jax.checkpoint.manifest import Manifest
 from jetrl_jax.checkpoint.restore import Restored
 from jetrl_jax.core import processes
-from jetrl_jax.core.files import size, sync
+from jetrl_jax.core.files import sync
 from jetrl_jax.core.typing import PyTree
 
 _SAVING = '.saving.'
@@ -151,11 +151,10 @@ class CheckpointManager:
     }
     needed = sum(leaf.nbytes for leaf in named.values())
     free = shutil.disk_usage(self._directory).free
-    if free < needed and self._is_first:
+    lacking = checkpoint_folder.lacking(free, needed)
+    if lacking and self._is_first:
       # Otherwise the writer would fail minutes later.
-      raise self._failure(
-          step, f'it needs {size(needed)} of disk, but {size(free)} are free'
-      )
+      raise self._failure(step, lacking)
     temporary = self._directory / f'{_SAVING}{step}'
     self._arrays, self._copied = named, threading.Event()
     self._pending = self._worker.submit(

@@ -1,7 +1,8 @@
 """The storage that a run needs: disk space and host memory.
 
 The dry run prints all of it. A training run warns before it starts if something
-is missing, because otherwise a save would fail hours later.
+is missing, because otherwise a save would fail hours later, and does not start
+if not even one checkpoint can be written.
 """
 
 import contextlib
@@ -14,6 +15,8 @@ import socket
 import jax
 from absl import logging
 
+from jetrl_jax.checkpoint import folder as checkpoint_folder
+from jetrl_jax.checkpoint import restore
 from jetrl_jax.core import processes
 from jetrl_jax.core.files import size
 from jetrl_jax.fp8 import scaling_state
@@ -47,6 +50,8 @@ class StorageNeeds:
     held: bytes that an earlier start wrote there and that this run replaces or
       reuses.
     checkpoint: what a checkpoint takes of this machine's memory.
+    next_checkpoint: what the next checkpoint takes of the disk; 0 where none
+      will be written.
     host: memory of this machine.
   """
 
@@ -55,6 +60,7 @@ class StorageNeeds:
   free: int
   held: int
   checkpoint: int
+  next_checkpoint: int
   host: int
 
   @property
@@ -98,6 +104,19 @@ class StorageNeeds:
         ' model.master_dtype=bfloat16, which takes 2 bytes a parameter less'
     ]
 
+  def check(self) -> None:
+    """Refuses a run whose next checkpoint could not be written.
+
+    Raises:
+      ValueError: the disk has too little space for it.
+    """
+    lacking = checkpoint_folder.lacking(self.free, self.next_checkpoint)
+    if lacking:
+      raise ValueError(
+          f'no checkpoint can be saved in {self.workdir}: {lacking}; choose'
+          ' another --workdir, or free the space'
+      )
+
   def warn(self) -> None:
     """Warns if a save would fail hours later."""
     for problem in self.lacking_disk() + self.lacking_host():
@@ -127,16 +146,23 @@ def of_run(
       for file in (workdir / name, *(workdir / name).rglob('*'))
       if file.is_file()
   )
+  checkpoint = whole_bytes(train_state.without_weights(state))
   return StorageNeeds(
       workdir=workdir,
       rows=rows,
       free=shutil.disk_usage(place).free,
       held=held,
-      checkpoint=int(
-          whole_bytes(train_state.without_weights(state)) * _share_of_host(spec)
-      ),
+      checkpoint=int(checkpoint * _share_of_host(spec)),
+      next_checkpoint=checkpoint if _will_save(spec, workdir) else 0,
       host=physical_bytes(),
   )
+
+
+def _will_save(spec: RunSpec, workdir: pathlib.Path) -> bool:
+  """Whether the run, as it stands, has a checkpoint to write."""
+  run, steps = spec.run, restore.all_steps(workdir / 'checkpoints')
+  is_over = bool(steps) and steps[-1] >= run.total_training_steps
+  return not is_over and bool(run.save_freq or not run.synthetic)
 
 
 def _share_of_host(spec: RunSpec) -> float:

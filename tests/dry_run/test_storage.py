@@ -69,6 +69,22 @@ def test_a_begun_run_has_room_in_what_it_wrote(spec, tmp_path, monkeypatch):
   assert 'and 1.0 GiB already in these folders' in problem
 
 
+def test_a_run_that_can_save_no_checkpoint_does_not_start(spec, tmp_path):
+  enough = _found(spec, tmp_path)
+  enough = dataclasses.replace(enough, free=enough.next_checkpoint)
+  enough.check()
+  short = dataclasses.replace(enough, free=enough.free - 1)
+  with pytest.raises(ValueError, match='no checkpoint can be saved in .*needs'):
+    short.check()
+
+
+def test_a_run_that_saves_nothing_more_needs_no_room_to_save(spec, tmp_path):
+  assert _found(spec, whole_run.finished()).next_checkpoint == 0
+  run = dataclasses.replace(spec.run, synthetic=True, save_freq=0)
+  synthetic = dataclasses.replace(spec, run=run)
+  assert _found(synthetic, tmp_path).next_checkpoint == 0
+
+
 def test_the_kept_checkpoints_lie_beside_one_being_written(spec, tmp_path):
   run = dataclasses.replace(spec.run, keep_latest=2, keep_best=1)
   found = _found(dataclasses.replace(spec, run=run), tmp_path)
