@@ -5,6 +5,7 @@ update and builds the state, `training/` is the loop. The names below are what a
 notebook needs.
 """
 
+from jetrl_jax.metrics.writer import Mean
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.optim.types import TrainState
@@ -27,6 +28,7 @@ __all__ = [
     'Engine',
     'EngineConfig',
     'LossConfig',
+    'Mean',
     'OptimizerConfig',
     'Policy',
     'PolicyParams',

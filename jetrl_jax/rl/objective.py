@@ -6,7 +6,7 @@ This file applies the mask and `TrainBatch.loss_weight` and sums.
 
 import dataclasses
 import functools
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -154,13 +154,89 @@ class LossConfig:
 
 
 class LossFunction(Protocol):
-  """An objective: `policy_loss` of a config, or `supervised_loss`."""
+  """An objective: `policy_loss` of a config, `supervised_loss`, or your own.
+
+  The loss is a sum over the tokens of one micro-batch, and those of all
+  micro-batches add up: an average is in `batch.loss_weight`. The metrics are
+  `Mean`s of scalars, by name; {} is allowed. `UpdatePrograms` adds
+  'actor/pg_loss', the loss, where a function has none.
+  """
 
   def __call__(
       self, batch: TrainBatch, logprobs_BT: Array, entropy_BT: Array, /
   ) -> tuple[Array, dict[str, Mean]]:
     """Returns (a micro-batch's part of the loss, its metrics)."""
     ...
+
+
+def with_loss_metric(
+    loss_function: LossFunction,
+) -> tuple[LossFunction, dict[str, Mean]]:
+  """Returns the function with 'actor/pg_loss', and the shapes of its metrics.
+
+  A function that has this metric comes back as it is. Nothing is computed.
+
+  Raises:
+    ValueError: the function returns something else than a loss and metrics.
+  """
+  floats = jax.ShapeDtypeStruct((1, 16), jnp.float32)
+  arguments = TrainBatch.of_shapes(1, 16), floats, floats
+  found = jax.eval_shape(loss_function, *arguments)
+  _check_returned(found)
+  if 'actor/pg_loss' in found[1]:
+    return loss_function, found[1]
+
+  def added(batch, logprobs_BT, entropy_BT):
+    loss, metrics = loss_function(batch, logprobs_BT, entropy_BT)
+    # As in `policy_loss`.
+    own = Mean(sum=jnp.asarray(loss, jnp.float32), weight=jnp.zeros(()))
+    return loss, metrics | {'actor/pg_loss': own}
+
+  return added, jax.eval_shape(added, *arguments)[1]
+
+
+def _check_returned(found: Any) -> None:
+  """Checks what a loss function returns, as shapes."""
+  if not isinstance(found, tuple) or len(found) != 2:
+    raise ValueError(
+        f'the loss function returns {_kind(found)}; it must return a pair, the'
+        ' loss and a dict of metrics: return loss, {}'
+    )
+  loss, metrics = found
+  if not isinstance(loss, jax.ShapeDtypeStruct) or (
+      loss.shape or not jnp.issubdtype(loss.dtype, jnp.floating)
+  ):
+    raise ValueError(
+        f'the loss function returns {_kind(loss)} as its loss; it must be a'
+        ' float scalar, the sum over the tokens of the micro-batch, such as'
+        ' (batch.loss_weight * loss_BT).sum()'
+    )
+  if not isinstance(metrics, dict):
+    raise ValueError(
+        f'the loss function returns {_kind(metrics)} as its metrics; it must'
+        ' be a dict from names to rl.Mean, or {}'
+    )
+  for name, metric in metrics.items():
+    if not isinstance(metric, Mean):
+      raise ValueError(
+          f'metric {name!r} of the loss function is {_kind(metric)}; it must be'
+          ' a Mean, which micro-batches add up: rl.Mean(sum=(x_BT *'
+          ' batch.loss_mask).sum(), weight=batch.loss_mask.sum())'
+      )
+    for part in jax.tree.leaves(metric):
+      if part.shape:
+        raise ValueError(
+            f'metric {name!r} of the loss function is a Mean of {_kind(part)};'
+            ' its sum and its weight must be scalars'
+        )
+
+
+def _kind(value: Any) -> str:
+  if isinstance(value, jax.ShapeDtypeStruct):
+    return f'an array {value.dtype}{list(value.shape)}'
+  if isinstance(value, tuple):
+    return f'a tuple of {len(value)}'
+  return f'a {type(value).__name__}'
 
 
 def policy_loss(

@@ -29,7 +29,7 @@ from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.optim.apply import Apply, Gradients, merge
 from jetrl_jax.optim.types import TrainState
-from jetrl_jax.rl.objective import LossFunction
+from jetrl_jax.rl.objective import LossFunction, with_loss_metric
 from jetrl_jax.rl.types import TrainBatch
 
 
@@ -123,7 +123,9 @@ class UpdatePrograms:
   Attributes:
     accumulate: (state, gradients, batch, temperature) to (gradients, log-probs,
       entropy); `gradients` is donated.
-    apply: the optimiser step, see `optim.apply.Apply`.
+    apply: the optimiser step, (state, gradients) to (next state, `UpdateInfo`),
+      see `optim.apply.Apply`. Both arguments are donated: their arrays are gone
+      afterwards, so go on with the state that it returns.
     logprobs: (params, batch, temperature) to (log-probs, entropy), the forward
       without a backward.
     roll_inputs: moves the input scales after the last mini-batch.
@@ -131,11 +133,14 @@ class UpdatePrograms:
   Args:
     policy: the functions; its recipe is the flow's.
     loss_function: the objective, for example `functools.partial(policy_loss,
-      LossConfig())`.
+      LossConfig())`, or a function of your own: see `objective.LossFunction`.
     optimizer: updates the trainable masters.
     config: learning rate, clip and rounding.
     mesh: devices.
     state: an example, arrays or shapes.
+
+  Raises:
+    ValueError: `loss_function` returns something else than a loss and metrics.
   """
 
   def __init__(
@@ -148,10 +153,7 @@ class UpdatePrograms:
       state: TrainState,
   ):
     specs = sharding.tree_specs(state, mesh)
-    # The names of the loss's metrics; nothing is computed to find them.
-    batch = TrainBatch.of_shapes(1, 16)
-    floats = jax.ShapeDtypeStruct((1, 16), jnp.float32)
-    _, self._metrics = jax.eval_shape(loss_function, batch, floats, floats)
+    loss_function, self._metrics = with_loss_metric(loss_function)
     axes = policy.axes
     # These devices are added when all micro-batches are.
     names = axes.gradient_sums
