@@ -15,6 +15,26 @@ from jetrl_jax.rl import advantages, aggregation, synthetic
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-3, 1e3
 
 
+def check_temperature(name: str, value: float, *, greedy: bool) -> None:
+  """Checks a temperature of sampling.
+
+  Args:
+    name: for the message.
+    value: the temperature.
+    greedy: whether 0 is allowed.
+
+  Raises:
+    ValueError: logits divided by it say nothing.
+  """
+  if greedy and value == 0:
+    return
+  if not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
+    raise ValueError(
+        f'{name} is {value}; allowed: {MIN_TEMPERATURE} to {MAX_TEMPERATURE}'
+        + (', or 0 for greedy' if greedy else '')
+    )
+
+
 def _at_least(record, minimum: int, *names: str) -> None:
   for name in names:
     value = getattr(record, name)
@@ -353,14 +373,8 @@ class RunConfig:
           f'temperature is {self.temperature}; the rollout samples, so it must'
           ' be > 0 (val_temperature may be 0)'
       )
-    for name in ('temperature', 'val_temperature'):
-      value = getattr(self, name)
-      if value and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
-        raise ValueError(
-            f'{name} is {value}; allowed: {MIN_TEMPERATURE} to'
-            f' {MAX_TEMPERATURE}'
-            + (', or 0 for greedy' if name == 'val_temperature' else '')
-        )
+    check_temperature('temperature', self.temperature, greedy=False)
+    check_temperature('val_temperature', self.val_temperature, greedy=True)
     for name in self.val_recipes:
       if name not in UNCALIBRATED:
         raise ValueError(

@@ -37,6 +37,7 @@ from jetrl_jax.rl.rollout.buckets import PREFILL_ROWS
 from jetrl_jax.rl.rollout.engine import DecodeState, Engine, Prefix
 from jetrl_jax.rl.rollout.environment import EnvironmentConfig
 from jetrl_jax.rl.rollout.episodes import Episode, StopStrings
+from jetrl_jax.rl.settings import check_temperature
 from jetrl_jax.rl.types import Completion
 
 # Seconds that a host visit waits for environments: for each one, counted from
@@ -106,9 +107,11 @@ def rollout(
     P * G completions, prompt by prompt; with an environment one per episode.
 
   Raises:
-    ValueError: two prompts share an id, or a prompt is too long.
+    ValueError: two prompts share an id, a prompt is too long or has a token
+      outside of the vocabulary, or the temperature is out of range.
     StopRequested: `should_stop` raised it in any process.
   """
+  check_temperature('temperature', temperature, greedy=True)
   ids = [prompt.id for prompt in prompts]
   if len(set(ids)) != len(ids):
     twice = [i for i, n in collections.Counter(ids).items() if n > 1]
@@ -116,6 +119,8 @@ def rollout(
         f'prompt ids {twice[:5]} occur twice in one rollout; their samples'
         ' would share random keys'
     )
+  for prompt in prompts:
+    _check_numbers(prompt, engine.policy.model.vocab_size)
   # Split parameters are gathered once here and not in every decode step.
   params = engine.replicate(params)
   group = engine.group
@@ -148,6 +153,23 @@ def rollout(
       processes.together('a rollout', mine_alone, should_stop)
   )
   return _prompt_by_prompt(parts, len(prompts), num_generations)
+
+
+def _check_numbers(prompt: Prompt, vocab_size: int) -> None:
+  """Refuses what an array would hold as another number, or not at all."""
+  if not 0 <= prompt.id < 2**32:
+    raise ValueError(
+        f'a prompt has id {prompt.id}; allowed: 0 to {2**32 - 1}, because ids'
+        ' are part of the random keys'
+    )
+  tokens = np.asarray(prompt.tokens)
+  wrong = tokens[(tokens < 0) | (tokens >= vocab_size)]
+  if len(wrong):
+    raise ValueError(
+        f'prompt {prompt.id} has the token {wrong[0]}; allowed: 0 to'
+        f' {vocab_size - 1}, the vocabulary of the model. Is the tokenizer that'
+        ' of the checkpoint?'
+    )
 
 
 def _prompt_by_prompt(

@@ -260,6 +260,28 @@ def test_a_prompt_that_does_not_fit_is_refused(length):
     tiny_run.fp8_run().rollout(prompts=[prompt])
 
 
+@pytest.mark.parametrize('value', [-1.0, float('nan'), float('inf'), 1e-4])
+def test_a_temperature_that_no_flag_takes_is_refused(value):
+  with pytest.raises(ValueError, match=r'0.001 to 1000.0, or 0 for greedy'):
+    tiny_run.fp8_run().rollout(temperature=value)
+
+
+@pytest.mark.parametrize('token', [-1, tiny_run.VOCAB, 2**33])
+def test_a_token_outside_of_the_vocabulary_is_refused(token):
+  prompt = dataclasses.replace(
+      tiny_run.prompts()[0], tokens=np.asarray([5, token])
+  )
+  with pytest.raises(ValueError, match=rf'token {token}; allowed: 0 to 63'):
+    tiny_run.fp8_run().rollout(prompts=[prompt])
+
+
+@pytest.mark.parametrize('id', [-1, 2**32])
+def test_a_prompt_id_that_no_key_holds_is_refused(id):
+  prompt = dataclasses.replace(tiny_run.prompts()[0], id=id)
+  with pytest.raises(ValueError, match=rf'id {id}; allowed: 0 to 4294967295'):
+    tiny_run.fp8_run().rollout(prompts=[prompt])
+
+
 def test_a_rollout_can_be_abandoned_between_visits():
   visits = []
 
