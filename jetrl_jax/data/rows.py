@@ -17,8 +17,8 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from absl import logging
 
@@ -33,8 +33,12 @@ _SAME = (
 )
 
 
+Rows: TypeAlias = Iterable[Mapping[str, Any]]
+Source: TypeAlias = str | os.PathLike[str] | Rows
+
+
 def load_examples(
-    files: Sequence[str],
+    files: Sequence[Source] | Rows,
     *,
     prompt_key: str,
     answer_key: str,
@@ -44,12 +48,14 @@ def load_examples(
 
   Args:
     files: paths ending in .jsonl, .json (a list of rows) or .parquet, or
-      'hf:<repo>:<split>' / 'hf:<repo>:<config>:<split>' (online only).
+      'hf:<repo>:<split>' / 'hf:<repo>:<config>:<split>' (online only). Or
+      rows in memory, alone or in place of a path: dicts, or a
+      `datasets.Dataset`.
     prompt_key: column with the question or the list of chat messages.
     answer_key: column with the reference answer, any JSON value; '' where
       there is none. A GSM8K solution is cut to what follows its last '####'.
     source_key: column that names the data set; '' takes the file's stem or
-      the repository's name.
+      the repository's name, for rows in memory 'rows'.
 
   Returns:
     At least one example per file; ids number the rows from 0 over all files. A
@@ -62,24 +68,34 @@ def load_examples(
     ValueError: an unknown format, a file that is missing, empty or malformed,
       a missing or wrongly typed column, a missing extra.
   """
-  if isinstance(files, str):
+  if isinstance(files, (str, os.PathLike)):
+    what = 'string' if isinstance(files, str) else 'path'
     raise ValueError(
-        f'files is the string {files!r}; pass a sequence of paths, [{files!r}].'
+        f'files is the {what} {str(files)!r}; pass a sequence of paths,'
+        f' [{str(files)!r}].'
     )
-  if not files:
+  # A `datasets.Dataset` is no list, but one source.
+  is_list = isinstance(files, (list, tuple))
+  sources: list[Any] = list(files) if is_list else [files]
+  if not sources:
     raise ValueError(f'files is empty; name at least one file ({_FORMATS}).')
+  if is_list and all(isinstance(row, Mapping) for row in sources):
+    sources = [sources]
   examples: list[Example] = []
   rows = 0
   without_answer: list[str] = []
   with_nul: list[str] = []
-  for file in files:
+  for index, given in enumerate(sources):
     before = len(examples), rows
-    for where, row in _read_rows(file):
+    in_memory = not isinstance(given, (str, os.PathLike))
+    file = f'files[{index}]' if in_memory else os.fspath(given)
+    found = _number(given, file) if in_memory else _read_rows(file)
+    for where, row in found:
       id, rows = rows, rows + 1
       if answer_key and _lacks_answer(row, answer_key, where):
         without_answer.append(where)
         continue
-      source = _stem(file)
+      source = 'rows' if in_memory else _stem(file)
       if source_key:
         source = _text_at(row, source_key, f'{where}, source_key')
       example = _to_example(
@@ -281,6 +297,22 @@ def _read_rows(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
           f' {_short(row)}.'
       )
     yield where, row
+
+
+def _number(given: Any, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Yields (where the row is, a copy of it) of rows in memory."""
+  if isinstance(given, Mapping) or not isinstance(given, Iterable):
+    raise ValueError(
+        f'{name} is {_short(given)}; allowed: a path to {_FORMATS}, or rows in'
+        ' memory, as a list of dicts or one split of a datasets.Dataset.'
+    )
+  for number, row in enumerate(given):
+    if not isinstance(row, Mapping):
+      raise ValueError(
+          f'{name}[{number}]: a row must be a dict with named columns, found'
+          f' {_short(row)}.'
+      )
+    yield f'{name}[{number}]', dict(row)
 
 
 def _read_jsonl(path: pathlib.Path) -> Iterator[tuple[str, Any]]:

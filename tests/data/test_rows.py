@@ -190,6 +190,45 @@ def test_a_file_may_be_in_the_home_folder_and_begin_with_a_mark(
   assert (example.prompt, example.source) == ('x', 'd')
 
 
+class _Dataset:
+  """What is read of a `datasets.Dataset`: it yields dicts, and is no list."""
+
+  def __init__(self, rows):
+    self.rows = rows
+
+  def __iter__(self):
+    return iter(self.rows)
+
+
+def test_paths_and_rows_in_memory_are_read_like_files(tmp_path):
+  rows = [
+      {'question': '6 * 7?', 'answer': '6 * 7 = 42 #### 42', 'level': 1},
+      {'question': '1 + 1?', 'answer': 2},
+  ]
+  path = tmp_path / 'rows.jsonl'
+  path.write_text('\n'.join(map(json.dumps, rows)))
+  keys = dict(prompt_key='question', answer_key='answer')
+  expected = load_examples([str(path)], **keys)
+  assert [e.answer for e in expected] == ['42', '2']
+  for source in ([path], rows, tuple(rows), [rows], _Dataset(rows)):
+    assert load_examples(source, **keys) == expected
+  both = load_examples([path, _Dataset(rows)], **keys)
+  assert [e.id for e in both] == [0, 1, 2, 3]
+  # The caller's rows are not the examples' columns.
+  assert load_examples(rows, **keys)[0].extra is not rows[0]
+  with pytest.raises(ValueError, match=r'files\[0\]\[1\], answer_key: no col'):
+    load_examples([rows[0], {'question': 'x'}], **keys)
+  for source, message in (
+      (path, r"is the path '.*rows.jsonl'; pass a sequence of paths, \["),
+      (7, r'files\[0\] is 7; allowed: a path to .* or rows in memory'),
+      ({'train': rows}, r"files\[0\] is {'train'.* one split of"),
+      ([path, rows[0]], r"files\[1\] is {'question'"),
+      ([[3]], r'files\[0\]\[0\]: a row must be a dict .* found 3'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      load_examples(source, **keys)
+
+
 def test_files_that_cannot_be_read_are_refused(tmp_path):
   empty = tmp_path / 'empty.jsonl'
   empty.write_text('\n')

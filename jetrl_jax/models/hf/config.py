@@ -8,11 +8,13 @@ them through.
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from jetrl_jax.core.files import user_path
 from jetrl_jax.models.hf.files import (
     CONFIG_FILE,
     check_format,
@@ -75,9 +77,9 @@ _ROPE_KEYS = tuple(
 )
 
 
-def load_config(folder: pathlib.Path) -> ModelConfig:
+def load_config(folder: str | os.PathLike[str]) -> ModelConfig:
   """Reads the folder's config.json; see `config_from_hf`."""
-  return config_from_hf(read_config_json(folder))
+  return config_from_hf(read_config_json(user_path(folder)))
 
 
 def read_config_json(folder: pathlib.Path) -> dict[str, Any]:

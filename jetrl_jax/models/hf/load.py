@@ -9,6 +9,7 @@ its devices and dropped, so that the host never holds more than one leaf.
 """
 
 import math
+import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jetrl_jax.core.files import user_path
 from jetrl_jax.models import spreading
 from jetrl_jax.models.hf.config import read_config_json
 from jetrl_jax.models.hf.files import has_file, list_names, list_problems
@@ -49,7 +51,7 @@ _WIDE = tuple(name for name in DTYPES if name != FP8_DTYPE)
 
 
 def load_checkpoint(
-    folder: pathlib.Path,
+    folder: str | os.PathLike[str],
     config: ModelConfig,
     *,
     dtype: str,
@@ -79,6 +81,7 @@ def load_checkpoint(
   """
   if dtype not in _TARGETS:
     raise ValueError(f'dtype {dtype!r}: allowed are {", ".join(_TARGETS)}')
+  folder = user_path(folder)
   tensors = read_index(folder)
   check_tensors(tensors, config, folder)
   _check_quantization(tensors, config, folder)
@@ -107,7 +110,7 @@ def load_checkpoint(
 
 
 def load_scales(
-    folder: pathlib.Path, config: ModelConfig
+    folder: str | os.PathLike[str], config: ModelConfig
 ) -> dict[str, tuple[float, float]]:
   """Reads the scales of an FP8 checkpoint.
 
@@ -123,6 +126,7 @@ def load_scales(
     ValueError: as `load_checkpoint`; a scale that is not positive and finite;
       parts of a stacked dot with different scales.
   """
+  folder = user_path(folder)
   tensors = read_index(folder)
   check_tensors(tensors, config, folder)
   quantized = _check_quantization(tensors, config, folder)

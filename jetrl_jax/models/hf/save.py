@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jetrl_jax.core.files import sync as sync_path
+from jetrl_jax.core.files import user_path
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.fp8 import QTensor
 from jetrl_jax.fp8.recipes import LM_HEAD
@@ -65,12 +66,12 @@ _TOKEN_IDS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 
 
 def save_checkpoint(
-    folder: pathlib.Path,
+    folder: str | os.PathLike[str],
     params: PyTree,
     config: ModelConfig,
     *,
-    source_folder: pathlib.Path | None = None,
-    tokenizer_folder: pathlib.Path | None = None,
+    source_folder: str | os.PathLike[str] | None = None,
+    tokenizer_folder: str | os.PathLike[str] | None = None,
     dtype: str = 'bfloat16',
     max_shard_bytes: int = 5_000_000_000,
     input_scales: Mapping[str, Any] | None = None,
@@ -104,14 +105,17 @@ def save_checkpoint(
     raise ValueError(f'dtype {dtype!r}: allowed are {", ".join(_DTYPE_NAMES)}')
   if max_shard_bytes < 1:
     raise ValueError(f'max_shard_bytes {max_shard_bytes}: allowed are >= 1')
-  folder = pathlib.Path(os.path.abspath(folder))
+  folder = pathlib.Path(os.path.abspath(user_path(folder)))
+  source = None if source_folder is None else user_path(source_folder)
+  tokenizer = (
+      source if tokenizer_folder is None else user_path(tokenizer_folder)
+  )
   check_target(folder)
   leaves = flatten_tree(params)
   _check_leaves(leaves, config)
-  tokenizer_folder = tokenizer_folder or source_folder
-  hf = _config_json(config, source_folder, dtype)
-  if tokenizer_folder is not None and tokenizer_folder != source_folder:
-    hf = _with_ids_of(tokenizer_folder, hf)
+  hf = _config_json(config, source, dtype)
+  if tokenizer is not None and tokenizer != source:
+    hf = _with_ids_of(tokenizer, hf)
   if any(isinstance(leaf, QTensor) for leaf in leaves.values()):
     hf[KEY] = quantization_section(
         _high_precision(leaves, config),
@@ -126,8 +130,8 @@ def save_checkpoint(
     entries = _entries(leaves, config, input_scales or {}, dtype)
     write_tensors(partial, entries, max_shard_bytes)
     write_json(partial / 'config.json', hf)
-    if tokenizer_folder is not None:
-      _carry(tokenizer_folder, partial)
+    if tokenizer is not None:
+      _carry(tokenizer, partial)
     sync_path(partial)
     os.rename(partial, folder)
     sync_path(folder.parent)

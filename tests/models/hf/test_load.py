@@ -14,8 +14,9 @@ import safetensors.numpy
 from jetrl_jax.models.hf.config import load_config
 from jetrl_jax.models.hf.files import resolve_checkpoint
 from jetrl_jax.models.hf.layout import flatten_tree
-from jetrl_jax.models.hf.load import load_checkpoint
+from jetrl_jax.models.hf.load import load_checkpoint, load_scales
 from jetrl_jax.models.hf.safetensors_index import read_index, read_rows
+from jetrl_jax.models.hf.save import save_checkpoint
 from tests.models import tiny
 
 GOLDENS = pathlib.Path(__file__).parent / 'goldens'
@@ -111,6 +112,18 @@ def test_what_was_saved_is_what_is_loaded(tmp_path, family):
     assert load_config(folder) == config
     equal_trees(load(folder), tiny.params(config))
   assert len(list((tmp_path / 'many').glob('*.safetensors'))) > 3
+
+
+def test_a_folder_may_be_named_by_a_text(tmp_path):
+  config = tiny.config('qwen2')
+  folder = str(tiny.save(tmp_path / 'model', config))
+  assert load_config(folder) == config
+  tree = load_checkpoint(folder, config, dtype='float32')
+  equal_trees(tree, tiny.params(config))
+  assert load_scales(folder, config) == {}
+  again = str(tmp_path / 'again')
+  save_checkpoint(again, tree, config, source_folder=folder)
+  assert load_config(again) == config
 
 
 def test_every_source_dtype_is_cast_to_the_target(folder):
