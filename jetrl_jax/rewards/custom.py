@@ -7,6 +7,9 @@ Which of the two a function is follows from its parameters' names:
     TRL:  reward_func(prompts, completions, completion_ids, **columns)
           -> [number or None]
 
+TRL's columns are those of the row, as they are; `ground_truth` and `answer`
+are the reference answer where the row has no column of that name.
+
 A TRL function is called with lists of one: each answer is bounded by itself.
 One that compares the completions of a group with each other does not fit.
 """
@@ -227,7 +230,9 @@ def _trl_arguments(request: RewardRequest) -> dict[str, Any]:
   completion: Any = request.response_text
   if isinstance(prompt, list):
     completion = [{'role': 'assistant', 'content': completion}]
-  columns = {'answer': request.answer, **request.extra}
+  # The row's own columns win, as in TRL: its `answer` may be a whole solution.
+  ours = {'answer': request.answer, 'ground_truth': request.answer}
+  columns = {**ours, **request.extra}
   return {
       **{name: [value] for name, value in columns.items() if name != 'prompt'},
       'prompts': [prompt],

@@ -5,8 +5,10 @@ time: it runs in the workers of `rewards/pool.py`.
 """
 
 import dataclasses
+import decimal
 import fractions
 import functools
+import numbers
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
@@ -32,11 +34,12 @@ def math(request: RewardRequest, after: str = '') -> Part:
     after: read what follows the last such text; '' reads it all.
   """
   answer = math_answer.extract_answer(_rest(request.response_text, after))
-  if math_answer.is_refused(answer, request.answer, request.prompt_text):
+  reference = _reference(request.answer, request.source, 'math')
+  if math_answer.is_refused(answer, reference, request.prompt_text):
     # It has a vote, because the question was answered.
     vote = _vote(answer)
     return Part(value=0.0, accuracy=0.0, prediction=vote, error='refused')
-  return _judged(request, answer, math_answer.is_right(answer, request.answer))
+  return _judged(reference, answer, math_answer.is_right(answer, reference))
 
 
 def gsm8k(request: RewardRequest, after: str = '') -> Part:
@@ -51,8 +54,9 @@ def gsm8k(request: RewardRequest, after: str = '') -> Part:
   """
   answer = math_answer.after_marks(_rest(request.response_text, after))
   number = math_answer.parse_number(answer)
-  expected = _expected(request.answer, request.source, 'gsm8k')
-  return _judged(request, answer, number == expected)
+  reference = _reference(request.answer, request.source, 'gsm8k')
+  expected = _expected(reference, request.source, 'gsm8k')
+  return _judged(reference, answer, number == expected)
 
 
 def last_number(request: RewardRequest, after: str = '') -> Part:
@@ -66,9 +70,10 @@ def last_number(request: RewardRequest, after: str = '') -> Part:
     after: see `math`.
   """
   answer = math_answer.last_number(_rest(request.response_text, after))
-  expected, _ = _expected(request.answer, request.source, 'last_number')
+  reference = _reference(request.answer, request.source, 'last_number')
+  expected, _ = _expected(reference, request.source, 'last_number')
   right = math_answer.parse_last(answer) == expected
-  return _judged(request, answer, right)
+  return _judged(reference, answer, right)
 
 
 def _rest(response: str, after: str) -> str:
@@ -79,12 +84,30 @@ def _rest(response: str, after: str) -> str:
   return '' if start < 0 else response[start + len(after) :]
 
 
-def _judged(request: RewardRequest, answer: str, right: bool) -> Part:
+def _judged(reference: str, answer: str, right: bool) -> Part:
   # Votes are counted over texts: a right answer is named as the reference
   # writes it, so that 1/2 and 0.5 vote for the same.
-  prediction = request.answer if right else _vote(answer)
+  prediction = reference if right else _vote(answer)
   value = float(right)
   return Part(value=value, accuracy=value, prediction=prediction, error=None)
+
+
+def _reference(answer: Any, source: str, reward: str) -> str:
+  """Returns the reference as a text, a number as `data.load_examples` does."""
+  if isinstance(answer, str):
+    return answer
+  if isinstance(answer, numbers.Integral) and not isinstance(answer, bool):
+    return str(int(answer))
+  if isinstance(answer, numbers.Real) and not isinstance(answer, bool):
+    written = decimal.Decimal(repr(float(answer)))
+    if written.is_finite():
+      return format(written, 'f')
+  raise RewardFunctionError(
+      f'reward {reward!r} compares texts and numbers, and the'
+      f' reference answer of a prompt of {source!r} is {_shown(answer)};'
+      ' name the column or the field with its text (data.answer_key, as in'
+      " 'reward_model.ground_truth'), or a function of your own."
+  )
 
 
 def _expected(
@@ -110,26 +133,21 @@ def check_references(
 
   Raises:
     RewardFunctionError: a built-in term compares with an answer, and there is
-      none or one that is no text; for 'gsm8k' and 'last_number', no number.
+      none or one that is neither text nor number; for 'gsm8k' and
+      'last_number', no number.
   """
   functions = {spec.function for spec in specs}
   compares = {'math', 'gsm8k', 'last_number'} & functions
   for answer, source in references if compares else ():
-    if not isinstance(answer, str):
-      raise RewardFunctionError(
-          f'reward {min(compares)!r} compares texts and numbers, and the'
-          f' reference answer of a prompt of {source!r} is {_shown(answer)};'
-          ' name the column or the field with its text (data.answer_key, as in'
-          " 'reward_model.ground_truth'), or a function of your own."
-      )
-    if not answer:
+    reference = _reference(answer, source, min(compares))
+    if not reference:
       raise RewardFunctionError(
           f'reward {min(compares)!r} compares with a reference answer, and the'
           f" prompts of {source!r} have none (answer_key is ''); name their"
           ' column, or a reward that needs none.'
       )
     for reward in sorted(compares - {'math'}):
-      _expected(answer, source, reward)
+      _expected(reference, source, reward)
 
 
 def _shown(value: Any) -> str:

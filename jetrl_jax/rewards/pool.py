@@ -128,7 +128,7 @@ class RewardPool:
 
   def __init__(
       self,
-      specs: Sequence[RewardSpec],
+      specs: Sequence[RewardSpec | str],
       *,
       num_workers: int,
       timeout_s: float,
@@ -137,23 +137,30 @@ class RewardPool:
     """Starts the workers and waits until they are warm (seconds).
 
     Args:
-      specs: the terms of the score.
+      specs: the terms of the score; a text is the function of a `RewardSpec`.
       num_workers: processes that score at the same time.
       timeout_s: longest time for one answer, in seconds; later it counts 0.
       memory_limit_mb: address space that an answer may add, in MiB.
 
     Raises:
-      ValueError: a setting is out of range, two terms have the same name.
+      ValueError: a setting is out of range, two terms have the same name, a
+        term is neither a spec nor a text.
       RewardFunctionError: a custom function cannot be loaded.
     """
-    labels = [spec.label for spec in specs]
-    if not specs or len(set(labels)) != len(labels):
+    if isinstance(specs, (str, RewardSpec)):
+      raise ValueError(f'specs is {specs!r}; pass a list, [{specs!r}]')
+    terms = [
+        spec if isinstance(spec, RewardSpec) else RewardSpec(function=spec)
+        for spec in specs
+    ]
+    labels = [spec.label for spec in terms]
+    if not terms or len(set(labels)) != len(labels):
       raise ValueError(
           f'the rewards are {labels}; there must be at least one, and each name'
           ' only once, since parts are reported by name.'
       )
     check_limits(num_workers, timeout_s, memory_limit_mb)
-    self._specs = tuple(specs)
+    self._specs = tuple(terms)
     self._num_workers = num_workers
     self._timeout_s = timeout_s
     self._memory_limit_mb = memory_limit_mb

@@ -12,6 +12,22 @@ BUILT_IN = (*READERS, 'format')
 MAX_SIZE = 1e9
 
 
+def _not_a_name(function: Any) -> str:
+  """Says how to name a function; processes of their own import it."""
+  if not callable(function):
+    return (
+        f'a reward is {function!r}; allowed: {", ".join(BUILT_IN)}, or the name'
+        " of a function: 'package.module.function', 'path/to/file.py:function'"
+    )
+  name = getattr(function, '__name__', '')
+  name = name if name.isidentifier() else 'my_reward'
+  return (
+      f'a reward is the object {function!r}; rewards are named, because'
+      ' processes of their own import them. Write it to a file and name it:'
+      f" 'my_rewards.py:{name}' (in a notebook: %%writefile my_rewards.py)"
+  )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardSpec:
   """One term of the score.
@@ -33,6 +49,8 @@ class RewardSpec:
 
   def __post_init__(self):
     """Refuses values that no worker could run."""
+    if not isinstance(self.function, str):
+      raise ValueError(_not_a_name(self.function))
     if not abs(self.weight) <= MAX_SIZE:
       raise ValueError(
           f'reward {self.function!r} has weight {self.weight} (of'
@@ -86,8 +104,8 @@ class RewardRequest:
   Attributes:
     prompt_text: what was tokenised.
     response_text: the model's text. Nothing in it is trusted.
-    answer: the reference answer: a text, or the row's JSON value for custom
-      functions.
+    answer: the reference answer: a text or a number, or the row's JSON value
+      for custom functions.
     source: name of the data set.
     extra: the row's columns (`Prompt.extra`), for custom functions.
     response_ids: token ids of the response, the end token included; for custom
@@ -100,6 +118,13 @@ class RewardRequest:
   source: str
   extra: dict[str, Any]
   response_ids: Sequence[int] = ()
+
+  def __post_init__(self):
+    """Refuses what is no text."""
+    for name in ('prompt_text', 'response_text'):
+      value = getattr(self, name)
+      if not isinstance(value, str):
+        raise ValueError(f'{name} is {value!r}; it must be a text')
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

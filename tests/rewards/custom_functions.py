@@ -223,3 +223,9 @@ def lazy(completions, **kwargs):
 def sleeps(data_source, solution_str, ground_truth, extra_info=None):
   time.sleep(0.4)
   return 1.0
+
+
+def trl_reference(completions, answer, ground_truth, **kwargs):
+  """As docs/rewards.md shows it: the raw column beside the reference."""
+  assert answer[0].endswith(ground_truth[0])
+  return [len(answer[0]) + (completions[0] == ground_truth[0]) / 2]

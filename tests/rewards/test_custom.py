@@ -2,19 +2,23 @@
 
 import array
 import dataclasses
+import json
 import os
 import re
 import time
 
+import numpy as np
 import pytest
 
+from jetrl_jax.data import load_examples
 from jetrl_jax.rewards import (
     RewardFunctionError,
+    RewardPool,
     RewardRequest,
     RewardSpec,
     output,
 )
-from jetrl_jax.rewards.functions import check_references
+from jetrl_jax.rewards.functions import build_term, check_references
 from tests.rewards.pools import FUNCTIONS, custom, new_pool, request
 
 
@@ -271,6 +275,65 @@ def test_built_in_rewards_refuse_objects_at_the_start(name):
     ) as caught:
       check_references([spec], [('18', 's'), (answer, 'countdown')])
     assert f"of 'countdown' is {answer!r}; name the" in str(caught.value)
+
+
+def test_trl_gets_the_raw_column_answer_and_the_reference_beside(tmp_path):
+  file = tmp_path / 'gsm8k.jsonl'
+  solution = '40 + 32 = 72 #### 72'
+  file.write_text(json.dumps({'question': 'How many?', 'answer': solution}))
+  (row,) = load_examples([file], prompt_key='question', answer_key='answer')
+  assert row.answer == '72'
+  asked = dataclasses.replace(request('72', row.answer), extra=row.extra)
+  with new_pool(custom('trl_reference')) as pool:
+    assert pool.score([asked])[0].score == len(solution) + 0.5
+    # Without a column of that name `answer` is the reference, too.
+    assert pool.score([request('72', '72')])[0].score == 2.5
+    # And a column `ground_truth` is the row's.
+    with pytest.raises(RewardFunctionError, match='AssertionError'):
+      pool.score([request('72', '72', ground_truth='73')])
+
+
+@pytest.mark.parametrize('reward', ['math', 'gsm8k', 'last_number'])
+@pytest.mark.parametrize('answer', [72, 72.0, np.int32(72)])
+def test_a_number_is_a_reference_of_the_built_in_rewards(reward, answer):
+  part = build_term(RewardSpec(function=reward))
+  response = r'So #### 72' if reward == 'gsm8k' else r'So \boxed{72}'
+  assert part(request(response, answer)).value == 1.0
+  wrong = response.replace('72', '71')
+  assert part(request(wrong, answer)).value == 0.0
+
+
+@pytest.mark.parametrize('reward', ['math', 'gsm8k', 'last_number'])
+@pytest.mark.parametrize('answer', [None, [72], True, float('nan')])
+def test_a_reference_that_is_neither_text_nor_number_is_refused(reward, answer):
+  with new_pool(reward) as pool:
+    with pytest.raises(RewardFunctionError) as caught:
+      pool.score([request('#### 72', answer)])
+  assert f"reference answer of a prompt of 's' is {answer!r};" in str(
+      caught.value
+  )
+  assert '\n' not in str(caught.value)
+
+
+def test_a_response_that_is_no_text_is_refused():
+  with pytest.raises(ValueError, match='response_text is None; it must be'):
+    request(None)
+
+
+def test_a_text_is_a_term_and_an_object_is_led_to_a_file():
+  limits = dict(num_workers=1, timeout_s=5.0, memory_limit_mb=512)
+  with RewardPool(['gsm8k'], **limits) as pool:
+    assert pool.score([request('#### 18')])[0].score == 1.0
+  with pytest.raises(ValueError, match=r"pass a list, \['gsm8k'\]"):
+    RewardPool('gsm8k', **limits)
+  with pytest.raises(
+      ValueError, match="and name it: 'my_rewards.py:my_reward'"
+  ):
+    RewardPool([lambda completions: [1.0]], **limits)
+  with pytest.raises(ValueError, match="name it: 'my_rewards.py:request'"):
+    RewardSpec(function=request)
+  with pytest.raises(ValueError, match=r'a reward is 3; allowed: math, gsm8k'):
+    RewardSpec(function=3)
 
 
 def test_trls_signature_is_accepted_unchanged():
