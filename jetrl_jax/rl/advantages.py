@@ -93,7 +93,8 @@ def group_advantages(
     float32 advantages.
 
   Raises:
-    ValueError: a group has fewer than two samples, or a reward is not finite.
+    ValueError: the rewards have not two axes, a group has fewer than two
+      samples, or a reward is not finite.
 
   References:
     GRPO: Shao et al. 2024, arXiv:2402.03300, section 4.1.2.
@@ -211,6 +212,12 @@ def _of_scored(
 def _checked(rewards_PG: Array | NpArray) -> NpArray:
   """Returns the rewards as float64, after checking them."""
   rewards_PG = np.asarray(rewards_PG, np.float64)
+  if rewards_PG.ndim != 2:
+    raise ValueError(
+        f'the rewards have the shape {rewards_PG.shape}; allowed: [prompts,'
+        ' samples of a prompt], such as np.reshape(rewards, (-1,'
+        ' num_generations))'
+    )
   if rewards_PG.shape[1] < 2:
     raise ValueError(
         f'num_generations is {rewards_PG.shape[1]}, but a group advantage'

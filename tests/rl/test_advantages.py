@@ -228,3 +228,10 @@ def test_a_reward_that_is_there_must_be_finite_and_a_group_not_of_one():
     _of_scored([[1.0, float('inf'), NAN]], [[1, 1, 1]], 'grpo')
   with pytest.raises(ValueError, match='num_generations is 1'):
     _of_scored([[NAN]], [[1]], 'grpo')
+
+
+@pytest.mark.parametrize('rewards', [[1.0, 0.5, 0.0], 1.0, [[[1.0, 0.0]]]])
+def test_rewards_without_rows_of_prompts_are_refused(rewards):
+  with pytest.raises(ValueError, match=r'have the shape \(.*; allowed: \[pro'):
+    # Beneath the check of shapes that tests have and a notebook has not.
+    advantages._checked(np.asarray(rewards))
