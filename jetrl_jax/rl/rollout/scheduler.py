@@ -28,11 +28,13 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
+from flax import traverse_util
 
 from jetrl_jax.core import processes, rng
 from jetrl_jax.core.typing import NpArray, PRNGKey
 from jetrl_jax.data import Prompt
-from jetrl_jax.models.policy import PolicyParams
+from jetrl_jax.fp8 import QTensor
+from jetrl_jax.models.policy import PlacedParams, PolicyParams
 from jetrl_jax.rl.rollout.buckets import PREFILL_ROWS
 from jetrl_jax.rl.rollout.engine import DecodeState, Engine, Prefix
 from jetrl_jax.rl.rollout.environment import EnvironmentConfig
@@ -108,7 +110,8 @@ def rollout(
 
   Raises:
     ValueError: two prompts share an id, a prompt is too long or has a token
-      outside of the vocabulary, or the temperature is out of range.
+      outside of the vocabulary, the temperature is out of range, or the weights
+      are not of the engine's recipe.
     StopRequested: `should_stop` raised it in any process.
   """
   check_temperature('temperature', temperature, greedy=True)
@@ -121,6 +124,7 @@ def rollout(
     )
   for prompt in prompts:
     _check_numbers(prompt, engine.policy.model.vocab_size)
+  _check_recipe(engine, params)
   # Split parameters are gathered once here and not in every decode step.
   params = engine.replicate(params)
   group = engine.group
@@ -153,6 +157,26 @@ def rollout(
       processes.together('a rollout', mine_alone, should_stop)
   )
   return _prompt_by_prompt(parts, len(prompts), num_generations)
+
+
+def _check_recipe(engine: Engine, params: PolicyParams) -> None:
+  """Refuses weights that were made for another recipe than the engine's."""
+  if isinstance(params, PlacedParams):
+    return
+  recipe = engine.policy.recipe
+  flat = traverse_util.flatten_dict(params.weights, sep='/')
+  for path, weight in flat.items():
+    dot = str(path).removesuffix('/kernel')
+    if dot == path or isinstance(weight, QTensor) == recipe.quantizes(dot):
+      continue
+    found, wanted = 'in 8 bits', 'are not'
+    if recipe.quantizes(dot):
+      found, wanted = 'not in 8 bits', 'are'
+    raise ValueError(
+        f"the weights of {dot} are {found}, and those of the engine's recipe"
+        f' {recipe.name!r} {wanted}: the state is of another policy. Make state'
+        ' and engine of one policy'
+    )
 
 
 def _check_numbers(prompt: Prompt, vocab_size: int) -> None:

@@ -275,6 +275,15 @@ def test_a_token_outside_of_the_vocabulary_is_refused(token):
     tiny_run.fp8_run().rollout(prompts=[prompt])
 
 
+def test_weights_of_another_recipe_are_refused():
+  fp8, bf16 = tiny_run.fp8_run(), tiny_run.bf16_run()
+  message = r"attn/\w+ are in 8 bits, .* 'bf16' are not: the state is"
+  with pytest.raises(ValueError, match=message):
+    bf16.rollout(fp8.start)
+  with pytest.raises(ValueError, match=r"not in 8 bits, .* 'fp8_delayed' are"):
+    fp8.rollout(bf16.start)
+
+
 @pytest.mark.parametrize('id', [-1, 2**32])
 def test_a_prompt_id_that_no_key_holds_is_refused(id):
   prompt = dataclasses.replace(tiny_run.prompts()[0], id=id)
