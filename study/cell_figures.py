@@ -86,9 +86,9 @@ def draw_mean(
     panel: where.
     runs: (step, value) of each run; without any nothing is drawn.
     style: colour and dash.
-    scale: of the y axis: 'linear', 'log' or 'symlog'; the last two cut an
-      interval at a tenth of the mean, and at 0.
-    band: the mean's 95% interval, or the range of the seeds.
+    scale: of the y axis: 'linear', 'log' or 'symlog'.
+    band: the mean's 95% interval, or the range of the seeds. Where an interval
+      reaches below 0 a logarithmic axis cuts it at its own end.
     label: of the line.
   """
   steps, mean_S, half_S = mean_by_step(runs)
@@ -100,10 +100,6 @@ def draw_mean(
     low, high = table_RS.min(axis=0), table_RS.max(axis=0)
     if scale != 'linear':
       line_S = np.median(table_RS, axis=0)
-  elif scale == 'log':
-    low = np.maximum(low, mean_S / 10)
-  elif scale == 'symlog':
-    low = np.maximum(low, 0)
   panel.plot(steps, line_S, label=label, **style)
   panel.fill_between(steps, low, high, color=style['color'], alpha=0.15, lw=0)
 

@@ -200,8 +200,8 @@ def pairs(runs: list[Run], output: pathlib.Path) -> None:
   figure_style.without_grid(panel, along='y')
   panel.set_xlabel(
       'difference of final held-out accuracy (points): circles are seeds,'
-      '\ndiamonds (in BF16: squares) means with 95% t intervals, grey what is'
-      ' called none'
+      '\ndiamonds (in BF16: squares) means with 95% t intervals,'
+      '\ngrey what is called none'
   )
   panel.set_title(_origin(runs))
   figure_style.save(figure, output)

@@ -271,6 +271,62 @@ def test_a_range_is_that_of_the_seeds_and_no_peak_carries_a_log_axis(
   plt.close(figure)
 
 
+@pytest.mark.parametrize('scale', ['log', 'symlog'])
+def test_an_interval_that_reaches_below_0_ends_with_a_logarithmic_axis(scale):
+  figure, panel = plt.subplots()
+  runs = [[(10, 1.0), (20, 1.0)], [(10, 2.0), (20, 9.0)]]
+  cell_figures.draw_mean(panel, runs, {'color': 'black'}, scale)
+  panel.set_yscale(scale)
+  figure.draw_without_rendering()
+  assert panel.lines[0].get_ydata().tolist() == [1.5, 5.0]
+  bottom, top = panel.get_ylim()
+  assert bottom > 0 or scale == 'symlog'
+  # t(1) = 12.706, half of two values 8 apart.
+  assert top >= 5 + 12.7 * 4
+  plt.close(figure)
+
+
+def _is_whole(figure) -> bool:
+  """Says whether all that a figure draws lies in it, to a pixel."""
+  figure.draw_without_rendering()
+  drawn, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
+  edge = 1 / figure.dpi
+  return (
+      min(drawn.x0, drawn.y0) > -edge
+      and drawn.x1 < width + edge
+      and drawn.y1 < height + edge
+  )
+
+
+def test_no_text_of_a_figure_is_cut_off(tmp_path, monkeypatch):
+  found = []
+  monkeypatch.setattr(
+      cell_figures.figure_style,
+      'save',
+      lambda figure, path: found.append(figure),
+  )
+  origin = '50 runs of up to 200 steps on NVIDIA H100 80GB HBM3, NVIDIA H200'
+  cell = _of_seeds('sums_stress_fp8_rollout', 0.3, 0.31, 0.32, 0.33, 0.34)
+  cell |= _of_seeds('sums_stress_bf16', 0.3, 0.31, 0.32)
+  toy = _of_seeds('mixed_int4_icepop_long', 0.3, 0.31, 0.32)
+  toy |= _of_seeds('unified_int4_long', 0.3, 0.32, 0.34)
+  with plt.rc_context():
+    cell_figures.figure_style.use()
+    for draw in (
+        cell_figures.means,
+        cell_figures.held_out,
+        cell_figures.by_time,
+        cell_figures.endpoints,
+        cell_figures.k3,
+    ):
+      draw(_runs(cell), tmp_path, origin)
+    for draw in (figures.curves, figures.pairs, figures.control):
+      draw(_runs(toy), tmp_path)
+    whole = [_is_whole(figure) for figure in found]
+  plt.close('all')
+  assert whole == [True] * 8
+
+
 def test_a_curve_has_the_means_of_ten_steps():
   points = [(step, float(step)) for step in range(1, 26)]
   assert cell_figures.binned(points) == [(10, 5.5), (20, 15.5)]
