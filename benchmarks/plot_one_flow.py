@@ -252,17 +252,16 @@ def _draw_tokens(axes: list[plt.Axes], tokens: dict[str, list[float]]) -> None:
   axes[1].set_xlabel('sampled token (grey: a clip range of 0.2 around ratio 1)')
 
 
-def draw() -> None:
+def draw(folder: pathlib.Path) -> None:
   """Writes both figures."""
-  docs = _ROOT / 'docs'
   figure_style.use()
   figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
   _draw_window(left)
   _draw_history(right)
-  figure_style.save(figure, docs / 'eight_bits.png')
+  figure_style.save(figure, folder / 'eight_bits.png')
   figure, axes = plt.subplots(2, 1, figsize=(9, 4.4), sharex=True, sharey=True)
   _draw_tokens(list(axes), json.loads(_TOKENS.read_text())['log_probs'])
-  figure_style.save(figure, docs / 'one_flow_tokens.png')
+  figure_style.save(figure, folder / 'one_flow_tokens.png')
 
 
 def main() -> None:
@@ -277,7 +276,7 @@ def main() -> None:
         'command': 'python -m benchmarks.plot_one_flow --measure',
     }
     _TOKENS.write_text(json.dumps(about | {'log_probs': measure()}) + '\n')
-  draw()
+  draw(_ROOT / 'docs')
 
 
 if __name__ == '__main__':

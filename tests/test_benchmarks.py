@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -24,6 +25,7 @@ from configs import qwen0_5b
 from jetrl_jax import fp8
 from tests import whole_run
 
+_DOCS = pathlib.Path(__file__).parents[1] / 'docs'
 _SCRIPTS = {
     'exactness': (
         '--prompts=4',
@@ -182,6 +184,16 @@ def test_a_scale_holds_the_amaxes_before_it_and_follows_a_jump():
       np.append(amaxes, 300), fp8.Recipe(amax_history_length=2)
   )
   assert 300 <= later[-1] < 5000
+
+
+def test_the_pictures_of_one_flow_are_drawn_as_large_as_the_pages_have_them(
+    tmp_path,
+):
+  with plt.rc_context():
+    plot_one_flow.draw(tmp_path)
+  for name in ('eight_bits.png', 'one_flow_tokens.png'):
+    drawn, shown = (plt.imread(f / name) for f in (tmp_path, _DOCS))
+    assert drawn.shape == shown.shape, name
 
 
 def test_verl_is_given_what_the_main_cell_has(tmp_path):
