@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import gzip
 import importlib.util
 import json
 import os
@@ -1189,17 +1190,50 @@ def test_the_record_of_exactness_is_that_of_the_results():
   assert not stale, 'run: python -m tools.exactness_record'
 
 
+# What a record has to say, in whatever form.
+_RECORD = {
+    'date': r'20\d\d-\d\d-\d\d',
+    'hardware': r'(?i)hardware|H[12]00|cpu',
+    'versions': r'(?i)versions|\bjax\W{1,4}\d',
+    'commit': r'\b[0-9a-f]{7,40}\b|commit: not recorded',
+    'command': r'(?i)\bcommands?\b|\bpython ',
+}
+
+
+def _not_said(record: str) -> set[str]:
+  return {what for what, form in _RECORD.items() if not re.search(form, record)}
+
+
 def test_a_raw_file_has_a_record_of_what_ran():
   folder = _ROOT / 'benchmarks/results'
-  records = ' '.join(_text(page) for page in folder.glob('*.md'))
+  pages = {page: _text(page) for page in folder.glob('*.md')}
+  for page, text in pages.items():
+    assert not _not_said(f'{page.stem} {text}'), page.name
   for file in folder.iterdir():
-    if file.is_dir() or file.suffix == '.md':
+    if file.is_dir() or file in pages or file.with_suffix('.md') in pages:
       continue
-    # Beside it, in a page of several, or in its own first lines.
-    known = file.with_suffix('.md').exists() or file.name in records
-    assert known or '"versions"' in _text(file)[:3000], file.name
-  for study in (folder / 'study').iterdir():
-    assert (study / 'start.md').exists(), study.name
+    # In a page of several, or in its own first lines.
+    known = any(file.name in text for text in pages.values())
+    said = f'{file.name} {_text(file)[:3000]}'
+    assert known or not _not_said(said), file.name
+
+
+def test_the_runs_of_a_study_have_a_record_of_what_ran():
+  for folder in (_ROOT / 'benchmarks/results/study').iterdir():
+    start = f'{folder.name} {_text(folder / "start.md")}'
+    files = sorted(folder.glob('*.jsonl.gz'))
+    assert files, folder.name
+    for file in files:
+      with gzip.open(file, 'rt', encoding='utf-8') as lines:
+        assert not _not_said(f'{start} {next(lines)}'), (folder.name, file.name)
+
+
+def test_a_link_of_a_record_leads_to_a_file():
+  for page in (_ROOT / 'benchmarks/results').rglob('*.md'):
+    links = re.findall(r'\]\(([^)#\s]+)', _text(page))
+    local = [link for link in links if '://' not in link]
+    lost = [link for link in local if not (page.parent / link).exists()]
+    assert not lost, page.name
 
 
 def test_the_accuracies_in_the_readme_are_those_of_the_results():
