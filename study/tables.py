@@ -37,6 +37,11 @@ def main() -> None:
   )
   parser.add_argument('--results', type=user_path, required=True, nargs='+')
   runs = [run for run in read(*parser.parse_args().results) if run.is_over]
+  if not runs:
+    raise ValueError(
+        '--results has no run that is over; python -m study.run goes on with'
+        ' unfinished ones'
+    )
   print('\n'.join(lines(runs)))
 
 

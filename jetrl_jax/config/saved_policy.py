@@ -263,7 +263,8 @@ def _naming_origin(setting: str, path: str, origin: str) -> Iterator[None]:
   try:
     yield
   except ValueError as error:
-    if not path or user_path(path).exists():
+    # Another error names no path, or one that is there.
+    if not path or path not in str(error) or user_path(path).exists():
       raise
     raise ValueError(
         f'{str(error).rstrip(".")}. The path is {setting} of {origin}, from'
