@@ -19,7 +19,7 @@ from absl import logging
 from jetrl_jax.config import compatibility
 from jetrl_jax.config import model as config_model
 from jetrl_jax.config import presets as config_presets
-from jetrl_jax.config.sections import Config, take
+from jetrl_jax.config.sections import Config, naming_settings, take
 from jetrl_jax.core.files import user_path
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.data import PromptDataset, Tokenizer, load_examples
@@ -293,12 +293,8 @@ def _check_fits(
     run: RunConfig,
 ) -> None:
   """Refuses lengths the model lacks, and turns that would never end."""
-  longest = engine.max_prompt_length + engine.max_response_length
-  if longest > policy.model.max_position:
-    raise ValueError(
-        'data.max_prompt_length + rollout.max_response_length is'
-        f' {longest}; the model has {policy.model.max_position} positions'
-    )
+  with naming_settings(EngineConfig, ['max_prompt_length']):
+    engine.check_positions(policy.model.max_position)
   if environment and run.synthetic:
     raise ValueError(
         'trainer.synthetic has no stop tokens, so no turn would end; leave'

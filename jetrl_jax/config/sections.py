@@ -9,10 +9,11 @@ only says in which section of the config they are. The config of a run
 A new setting is a new field, with its meaning, of a dataclass that is listed.
 """
 
+import contextlib
 import dataclasses
 import re
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeAlias, TypeVar
 
 import ml_collections
@@ -172,19 +173,41 @@ def take(owner: Callable[..., Record], config: Config, **more) -> Record:
     ValueError: as the dataclass says it, with its fields' names as a config
       has them: 'optim.lr is -1.0'.
   """
-  values, dotted = {}, {}
+  values = {}
   for path, settings in SECTIONS.items():
     for name, setting in settings.items():
       if setting.owner is owner:
-        dotted[name] = f'{path}.{name}' if path else name
-        value = config[dotted[name]]
+        value = config[f'{path}.{name}' if path else name]
         # In JSON, and in a user's file, it may be a list.
         is_tuple = isinstance(setting.default, tuple)
         values[setting.field.name] = tuple(value) if is_tuple else value
-  try:
+  with naming_settings(owner, more):
     return owner(**values, **more)
+
+
+@contextlib.contextmanager
+def naming_settings(
+    owner: Callable[..., Any], others: Collection[str] = ()
+) -> Iterator[None]:
+  """Writes the fields that an error names as a config has them.
+
+  Args:
+    owner: the dataclass that the error is about.
+    others: its fields that are another dataclass' settings.
+
+  Raises:
+    ValueError: in place of another one, 'optim.lr is -1.0' for 'lr is -1.0'.
+  """
+  dotted = {
+      name: f'{path}.{name}' if path else name
+      for path, settings in SECTIONS.items()
+      for name, setting in settings.items()
+      if setting.owner is owner
+  }
+  try:
+    yield
   except ValueError as error:
-    raise ValueError(_as_in_config(str(error), dotted, set(more))) from error
+    raise ValueError(_as_in_config(str(error), dotted, others)) from error
 
 
 def _as_in_config(

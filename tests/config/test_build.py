@@ -231,8 +231,8 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
         ),
         (
             {'data.max_prompt_length': 120},
-            'data.max_prompt_length + rollout.max_response_length is 132; the'
-            ' model has 128 positions',
+            'data.max_prompt_length 120 + rollout.max_response_length 12 is'
+            ' 132; the model has 128 positions: shorten one of the two',
         ),
         (
             {'reward.weights': (1.0, 2.0)},

@@ -249,8 +249,8 @@ def test_the_largest_prefill_is_of_prompts_or_of_what_waited():
   # Sixteen of the longest prompts at a time; 16384 tokens of parked ones.
   assert largest(max_prompt_length=256) == (16, 256)
   assert largest(max_prompt_length=256, kv_cache_tokens=10_000) == (16, 1024)
-  long = dict(max_response_length=32_000, kv_cache_tokens=40_000)
-  assert largest(**long) == (1, 33_024)
+  long = dict(max_response_length=31_744, kv_cache_tokens=40_000)
+  assert largest(**long) == (1, 32_768)
 
 
 def test_what_selective_keeps_of_a_token_by_hand():

@@ -72,6 +72,26 @@ class EngineConfig:
           ' at full length) and above'
       )
 
+  def check_positions(self, positions: int) -> None:
+    """Refuses sequences that are longer than the model has positions.
+
+    Rotary embeddings go on beyond those, but the model has not learnt them.
+
+    Args:
+      positions: `ModelConfig.max_position`, tokens.
+
+    Raises:
+      ValueError: the longest prompt and the longest response together have more
+        tokens.
+    """
+    longest = self.max_prompt_length + self.max_response_length
+    if longest > positions:
+      raise ValueError(
+          f'max_prompt_length {self.max_prompt_length} + max_response_length'
+          f' {self.max_response_length} is {longest}; the model has'
+          f' {positions} positions: shorten one of the two'
+      )
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -89,6 +89,10 @@ class Engine:
     abstract: make an engine over the devices of all processes, to look at its
       shapes; it cannot sample if there are several.
 
+  Raises:
+    ValueError: prompt and response together are longer than the model has
+      positions.
+
   Attributes:
     run_policy: the functions, over all devices of the run.
     run_mesh: all devices of the run.
@@ -112,6 +116,7 @@ class Engine:
       *,
       abstract: bool = False,
   ):
+    config.check_positions(policy.model.max_position)
     self.run_policy, self.run_mesh = policy, mesh
     gather_columns.check(policy.kernels, policy.axes, mesh)
     shared = 1 if abstract else sharding.processes_of_sequence(mesh)

@@ -166,6 +166,11 @@ def test_the_responses_of_any_slots_come_to_the_host_as_they_are(devices):
         np.testing.assert_array_equal(array.view(np.int32), row)
 
 
+def _with_positions(of, count):
+  model = dataclasses.replace(of.model, max_position=count)
+  return dataclasses.replace(of, model=model)
+
+
 @pytest.mark.parametrize(
     ('longest', 'buckets'),
     [
@@ -179,8 +184,22 @@ def test_prompts_have_few_buckets_up_to_the_longest_and_sequences_more(
     longest, buckets
 ):
   config = tiny_run.engine_config(max_prompt_length=longest)
-  engine = Engine(tiny_run.policy(), config, sharding.make_mesh())
+  of = _with_positions(tiny_run.policy(), 128)
+  engine = Engine(of, config, sharding.make_mesh())
   assert engine.buckets == buckets
+
+
+def test_an_engine_longer_than_the_model_has_positions_is_refused():
+  of, mesh = tiny_run.policy(), sharding.make_mesh()
+  full = tiny_run.engine_config(max_response_length=44)
+  assert Engine(of, full, mesh).cache_length == 64
+  longer = tiny_run.engine_config(max_response_length=45)
+  with pytest.raises(
+      ValueError,
+      match='^max_prompt_length 20 . max_response_length 45 is 65; the model'
+      ' has 64 positions: shorten one of the two$',
+  ):
+    Engine(of, longer, mesh)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +382,7 @@ def test_other_given_tokens_lead_elsewhere_and_a_given_stop_does_not_stop():
 def test_any_number_of_given_tokens_is_written_behind_the_kept_ones(count):
   run = tiny_run.fp8_run()
   config = tiny_run.engine_config(max_response_length=200)
-  engine = Engine(run.policy, config, run.mesh)
+  engine = Engine(_with_positions(run.policy, 256), config, run.mesh)
   given = np.arange(1, count + 1, dtype=np.int32)
   state = engine.resume(engine.init_decode_state(), {3: 40}, {3: given})
   expected = np.zeros(200, np.int32)
