@@ -14,7 +14,7 @@ import concurrent.futures
 import contextlib
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -40,16 +40,27 @@ class Program:
     jitted: what `jax.jit` returned, or calls it; its methods, such as `lower`,
       are the program's too.
     on_several: whether it runs on several devices.
+    check: is called with the arguments of each call first, on the host; raises
+      what a device could not say.
   """
 
-  def __init__(self, jitted: Any, *, on_several: bool = False):
+  def __init__(
+      self,
+      jitted: Any,
+      *,
+      on_several: bool = False,
+      check: Callable[..., None] | None = None,
+  ):
     self._jitted, self._on_several = jitted, on_several
+    self._check = check
     self._executed: set[tuple] = set()
     # With the arguments' shapes, as other shapes are another program.
     self._ahead: list[tuple[list, concurrent.futures.Future]] = []
 
   def __call__(self, *args, **kwargs) -> Any:
     """Calls the function; waits for a thread that compiles it."""
+    if self._check is not None:
+      self._check(*args, **kwargs)
     self._ahead = [entry for entry in self._ahead if not entry[1].done()]
     if self._ahead:
       wanted = _key(args)

@@ -7,6 +7,7 @@ outermost boundary. None of them knows whether it runs on one device, or inside
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -133,12 +134,21 @@ class Policy:
       return jnp.dtype(self.recipe.dtype).name
     return self.kv_cache_dtype
 
-  def jit(self, function, **options) -> Program:
-    """Compiles a function of the flow; `options` as for `exact_jit`."""
+  def jit(
+      self, function, *, check: Callable[..., None] | None = None, **options
+  ) -> Program:
+    """Compiles a function of the flow.
+
+    Args:
+      function: pure.
+      check: see `Program`.
+      **options: as for `exact_jit`.
+    """
     compiled = exact_jit if self.exact else inexact_jit
     return Program(
         compiled(self.bound(function), **options),
         on_several=self.axes.devices > 1,
+        check=check,
     )
 
   def bound(self, function):

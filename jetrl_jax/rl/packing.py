@@ -238,6 +238,41 @@ def pack(
   )
 
 
+def check_tile(batch: TrainBatch, tile: int) -> None:
+  """Refuses rows in which a segment starts within a tile.
+
+  Attention would give its tokens other bits than in the rollout. Rows of a
+  larger tile, a multiple of this one, are right.
+
+  Args:
+    batch: [B, T]. Of arrays on a device only the length of the rows is looked
+      at, since to read them is to wait for them.
+    tile: attention tile in tokens, see `Policy`.
+
+  Raises:
+    ValueError: rows of another length, or a segment that starts elsewhere than
+      at a multiple of the tile.
+  """
+  fix = f'that of the policy is {tile} tokens: pack with tile=policy.tile'
+  length = batch.tokens.shape[1]
+  if length % tile:
+    raise ValueError(
+        f'rows have {length} tokens, which is no multiple of the attention'
+        f' tile; {fix}'
+    )
+  positions, ids = batch.positions, batch.segment_ids
+  if not (isinstance(positions, np.ndarray) and isinstance(ids, np.ndarray)):
+    return
+  rows, starts = np.nonzero((positions == 0) & (ids > 0))
+  wrong = np.flatnonzero(starts % tile)
+  if wrong.size:
+    row, start = rows[wrong[0]], starts[wrong[0]]
+    raise ValueError(
+        f'in row {row} a segment starts at token {start}, which is no multiple'
+        f' of the attention tile; {fix}'
+    )
+
+
 def unpack(
     values: SequenceOf[Shaped[Array | NpArray, '_B _T']], packed: Packed
 ) -> list[NpArray]:

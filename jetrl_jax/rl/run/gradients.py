@@ -29,6 +29,7 @@ from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.optim.apply import Apply, Gradients, merge
 from jetrl_jax.optim.types import TrainState
+from jetrl_jax.rl import packing
 from jetrl_jax.rl.objective import LossFunction, with_loss_metric
 from jetrl_jax.rl.types import TrainBatch
 
@@ -101,7 +102,8 @@ def compile_logprobs(policy: Policy, mesh: Mesh, state: TrainState) -> Program:
   """Compiles the forward pass: log-probs and entropy of packed rows.
 
   The program is (params, batch, temperature) -> (log-probs [B, T], entropy
-  [B, T]), in nats.
+  [B, T]), in nats. It refuses rows that were packed with a tile that is not the
+  policy's, see `packing.check_tile`.
 
   Args:
     policy: the functions.
@@ -113,7 +115,13 @@ def compile_logprobs(policy: Policy, mesh: Mesh, state: TrainState) -> Program:
   )
   rows = sharding.ROWS
   return policy.jit_per_device(
-      policy.logprobs, mesh, (specs, rows, P()), (rows, rows)
+      policy.logprobs,
+      mesh,
+      (specs, rows, P()),
+      (rows, rows),
+      check=lambda params, batch, temperature: packing.check_tile(
+          batch, policy.tile
+      ),
   )
 
 
@@ -127,7 +135,8 @@ class UpdatePrograms:
       see `optim.apply.Apply`. Both arguments are donated: their arrays are gone
       afterwards, so go on with the state that it returns.
     logprobs: (params, batch, temperature) to (log-probs, entropy), the forward
-      without a backward.
+      without a backward. It and `accumulate` refuse rows that were packed with
+      a tile that is not the policy's, see `packing.check_tile`.
     roll_inputs: moves the input scales after the last mini-batch.
 
   Args:
@@ -184,6 +193,9 @@ class UpdatePrograms:
         (grad_specs, rows, rows),
         donate_argnums=(1,),
         in_order=policy.axes.devices > 1 and not policy.axes.overlaps,
+        check=lambda state, gradients, batch, temperature: packing.check_tile(
+            batch, policy.tile
+        ),
     )
     self.logprobs = compile_logprobs(policy, mesh, state)
     self.roll_inputs = policy.jit(

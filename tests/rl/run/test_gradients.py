@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jetrl_jax.rl import packing
 from tests.rl import tiny_run, tiny_updates
 
 
@@ -60,6 +61,40 @@ def test_packing_changes_no_gradient_and_no_amax():
   )
   _assert_close(gradients.trainable, tiny_updates.whole()[0].trainable)
   _assert_same_amaxes(gradients.fp8, tiny_updates.whole()[0].fp8)
+
+
+@pytest.mark.parametrize(
+    'tile, row_length, message',
+    [
+        (
+            8,
+            64,
+            r'^in row \d+ a segment starts at token \d+, which is no multiple',
+        ),
+        (8, 40, '^rows have 40 tokens, which is no multiple of the attention'),
+        (32, 64, None),  # Every multiple of 32 is one of 16.
+    ],
+)
+def test_rows_that_were_packed_with_another_tile_are_refused(
+    tile, row_length, message
+):
+  run = tiny_run.fp8_run()
+  batch, *_ = packing.pack(
+      tiny_updates.sequences(tiny_run.completions()),
+      row_length=row_length,
+      rows_per_micro_batch=tiny_run.ROWS,
+      tile=tile,
+  ).batches
+  for call in (run.score, lambda s, b: run.accumulate(s, [b])):
+    if message is None:
+      call(run.start, batch)
+      continue
+    with pytest.raises(
+        ValueError,
+        match=message + '.* that of the policy is 16'
+        ' tokens: pack with tile=policy.tile$',
+    ):
+      call(run.start, batch)
 
 
 def test_a_micro_batch_of_padding_adds_nothing():
