@@ -255,13 +255,7 @@ def _random_leaf(kind: str, shape: tuple[int, ...], dtype, key):
 def check_patterns(policy: Policy, shapes: PyTree, freeze: tuple) -> None:
   """Refuses patterns that match nothing: they would change nothing."""
   train_state.partition(shapes, freeze)
-  dots = _dots(shapes)
-  for pattern in policy.recipe.high_precision_layers:
-    if not any(re.fullmatch(pattern, dot) for dot in dots):
-      raise ValueError(
-          f'precision.high_precision_layers: {pattern!r} matches no dot; they'
-          f' are {list(dots)[:4]} and so on'
-      )
+  train_state.check_high_precision(policy.recipe, shapes)
 
 
 def check_kernels(policy: Policy, shapes: PyTree) -> None:

@@ -65,6 +65,26 @@ def partition(
   return build(set(flat) - frozen), build(frozen)
 
 
+def check_high_precision(recipe: Recipe, params: PyTree) -> None:
+  """Refuses patterns of dots that match none: they would change nothing.
+
+  Args:
+    recipe: its `high_precision_layers` are looked at.
+    params: nested dict of masters (arrays or shapes).
+
+  Raises:
+    ValueError: a pattern matches no dot.
+  """
+  flat = traverse_util.flatten_dict(params, sep='/')
+  dots = [p.removesuffix('/kernel') for p in flat if p.endswith('/kernel')]
+  for pattern in recipe.high_precision_layers:
+    if not any(re.fullmatch(pattern, dot) for dot in dots):
+      raise ValueError(
+          f'precision.high_precision_layers: {pattern!r} matches no dot; they'
+          f' are {dots[:4]} and so on'
+      )
+
+
 def create(
     policy: Policy,
     params: PyTree,
@@ -80,7 +100,11 @@ def create(
     optimizer: its moments start at zero.
     mesh: devices of the new arrays.
     frozen_patterns: see `partition`.
+
+  Raises:
+    ValueError: see `partition` and `check_high_precision`.
   """
+  check_high_precision(policy.recipe, params)
   trainable, frozen = partition(params, frozen_patterns)
   whole = NamedSharding(mesh, P())
   fp8_state = jax.device_put(

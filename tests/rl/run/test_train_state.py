@@ -53,6 +53,28 @@ def test_patterns_that_cannot_be_meant_are_refused(patterns, message):
     train_state.partition(PARAMS, patterns)
 
 
+@pytest.mark.parametrize('name', ['fp8_delayed', 'bf16'])
+def test_a_pattern_of_dots_that_matches_none_is_refused(name):
+  # A part of a path is no match, and a parameter is no dot.
+  for wrong in ('layer_0/.*', 'attn/qkv', 'layers_0/attn/qkv/kernel', 'embed'):
+    kept = ('layers_1/.*', wrong)
+    recipe = dataclasses.replace(
+        tiny_run.FP8, name=name, high_precision_layers=kept
+    )
+    of = tiny_run.policy(recipe, layers=2)
+    with pytest.raises(ValueError) as refused:
+      train_state.create(
+          of,
+          tiny_run.masters(of),
+          OptimizerConfig(lr=1e-3).build(),
+          sharding.make_mesh(),
+      )
+    assert str(refused.value).startswith(
+        f"precision.high_precision_layers: '{wrong}' matches no dot; they are"
+        " ['layers_0/attn/"
+    )
+
+
 def test_a_cold_start_has_kernel_scales_and_nothing_else_recorded():
   run, _, _ = tiny_run.cold_fp8_run()
   state = run.start
