@@ -9,8 +9,8 @@ and is read in bfloat16.
 
 import contextlib
 import dataclasses
+import functools
 import math
-import os
 import pathlib
 import re
 from collections.abc import Callable, Iterator
@@ -225,20 +225,9 @@ def _parts_of_run(
 
 
 def _read_config(workdir: pathlib.Path) -> Config:
-  """Returns the run's config; what it names is found from any folder.
-
-  Relative paths start from the folder that the run was started in. Where that
-  does not hold them, as on another machine, they stay: the current folder may.
-  """
+  """Returns the run's config; what it names is found from any folder."""
   config = configs.read(workdir / 'config.json')
-  start = provenance.start_folder(workdir)
-  if start is None or start == pathlib.Path.cwd():
-    return config
-
-  def found(text: str) -> str:
-    # An absolute path stays as it is below any folder.
-    path = start / user_path(text)
-    return str(path) if text and os.path.exists(path) else text
+  found = functools.partial(provenance.path_of_run, workdir)
 
   def found_function(text: str) -> str:
     file, colon, name = text.rpartition(':')

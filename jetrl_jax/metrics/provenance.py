@@ -16,6 +16,8 @@ from typing import Any
 
 import jax
 
+from jetrl_jax.core.files import user_path
+
 FILE = 'starts.jsonl'
 _PACKAGES = (
     'jetrl_jax',
@@ -74,6 +76,25 @@ def start_folder(workdir: str | os.PathLike) -> pathlib.Path | None:
     except (ValueError, KeyError, TypeError):
       continue
   return None
+
+
+def path_of_run(workdir: str | os.PathLike, text: str) -> str:
+  """Returns a path of a run's config as it is found from the current folder.
+
+  A relative path starts from the folder that the run was last started in. Where
+  that does not hold it, as on another machine, it stays: the current folder
+  may.
+
+  Args:
+    workdir: the run's folder.
+    text: the path; '' is none, and stays.
+  """
+  start = start_folder(workdir)
+  if not text or start is None or start == pathlib.Path.cwd():
+    return text
+  # An absolute path stays as it is below any folder.
+  path = start / user_path(text)
+  return str(path) if os.path.exists(path) else text
 
 
 def _program() -> list[str]:

@@ -19,6 +19,7 @@ import numpy as np
 
 from jetrl_jax.core.files import user_path
 from jetrl_jax.data import Tokenizer
+from jetrl_jax.metrics.provenance import path_of_run
 from jetrl_jax.report.run import Run, read_objects
 from jetrl_jax.rewards import math_answer
 from jetrl_jax.rl.scoring import experience, store
@@ -255,13 +256,12 @@ def _finder(run: Run) -> Callable[[str], bool | None]:
 
 def _tokenizer_folder(run: Run) -> pathlib.Path:
   names = map(run.config.get, ('data.tokenizer', 'model.path'))
-  for name in (run.folder / 'export', *names):
-    if (
-        name
-        and (folder := user_path(name)).joinpath('tokenizer.json').is_file()
-    ):
+  named = [path_of_run(run.folder, name) for name in names if name]
+  for name in (run.folder / 'export', *named):
+    folder = user_path(name)
+    if (folder / 'tokenizer.json').is_file():
       return folder
   raise ValueError(
       'the tokenizer is not in export/, data.tokenizer or model.path, seen from'
-      ' here'
+      ' the folder where the run was started or from here'
   )

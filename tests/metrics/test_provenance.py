@@ -1,5 +1,6 @@
 """What a start leaves behind."""
 
+import contextlib
 import json
 import pathlib
 import subprocess
@@ -28,6 +29,27 @@ def test_the_folder_of_the_last_start_is_found_again(tmp_path):
   provenance.record_start(tmp_path, 1)
   file.write_text(f'{file.read_text()}{{"fold')
   assert provenance.start_folder(tmp_path) == pathlib.Path.cwd()
+
+
+def test_a_relative_path_of_a_run_starts_from_the_folder_of_its_start(
+    tmp_path, monkeypatch
+):
+  workdir, here = tmp_path / 'run', tmp_path / 'here'
+  for folder in (workdir, here, tmp_path / 'a/model'):
+    folder.mkdir(parents=True)
+
+  def found(text):
+    return provenance.path_of_run(workdir, text)
+
+  monkeypatch.chdir(here)
+  assert found('a/model') == 'a/model'  # No start says where it was.
+  with contextlib.chdir(tmp_path):
+    provenance.record_start(workdir, 1)
+    assert found('a/model') == 'a/model'
+  assert found('a/model') == f'{tmp_path}/a/model'
+  # Not there, so the current folder may have it; an id; none; whole already.
+  for text in ('b/model', 'Qwen/Qwen3-0.6B', '', f'{tmp_path}/a'):
+    assert found(text) == text
 
 
 def test_the_command_of_a_start_can_be_typed_again(tmp_path, monkeypatch):

@@ -182,6 +182,28 @@ def test_without_rollouts_or_tokenizer_the_page_says_why(tmp_path, workdir):
   assert 'the tokenizer is not in export/' in _training(other).lead[0]
 
 
+@pytest.mark.parametrize('setting', ['model.path', 'data.tokenizer'])
+def test_a_relative_tokenizer_is_found_from_where_the_run_was_started(
+    tmp_path, monkeypatch, setting
+):
+  section, _, key = setting.partition('.')
+  folder = workdirs.write(
+      tmp_path / 'run',
+      config={section: {key: 'examples/quickstart/checkpoint'}},
+  )
+  save_rollouts(folder, 6)
+  monkeypatch.chdir(tmp_path)
+  assert 'the tokenizer is not in export/' in _training(folder).lead[0]
+  start = json.dumps({'folder': str(whole_run.ROOT)})
+  (folder / 'starts.jsonl').write_text(f'{start}\n')
+  assert [p['prompt'] for p in _read(_training(folder), 6)] == ['5+1=', '3+1=']
+  # Without such a note, or where that folder is gone, the current one counts.
+  (folder / 'starts.jsonl').write_text('{"folder": "/nowhere"}\n')
+  assert 'the tokenizer is not in export/' in _training(folder).lead[0]
+  monkeypatch.chdir(whole_run.ROOT)
+  assert len(_read(_training(folder), 6)) == 2
+
+
 def test_a_long_answer_keeps_its_beginning_and_its_end():
   shown = answers.clipped('a' * 6000 + 'b' * 5000 + 'c' * 2000)
   head, said, tail = shown.split('\n')
