@@ -261,6 +261,9 @@ def _update(
 ) -> TrainState:
   """Takes all optimiser steps; writes their metrics every ten steps.
 
+  What an update says is read at once, as in a run of main, so that the step
+  whose update is one skipped too many is the last one.
+
   Args:
     state: the masters to start from; donated.
     programs: the compiled update.
@@ -273,9 +276,10 @@ def _update(
     RuntimeError: `most_skipped` updates in a row were not finite.
   """
   infos, skipped, timer = [], 0, Timer()
+  batches = next_batch()
   for i in range(steps):
     gradients = programs.zero_gradients(state)
-    for batch in next_batch():
+    for batch in batches:
       gradients, _, _ = programs.accumulate(
           state, gradients, batch, jnp.float32(1.0)
       )
@@ -283,18 +287,21 @@ def _update(
     state = dataclasses.replace(
         state, fp8_state=programs.roll_inputs(state.fp8_state)
     )
+    is_last = i + 1 == steps
+    if not is_last:  # Packed while the devices compute.
+      batches = next_batch()
+    info = jax.device_get(info)
     infos.append(info)
-    if (i + 1) % 10 == 0 or i + 1 == steps:
-      infos = jax.device_get(infos)
+    skipped = 0 if info.applied else skipped + 1
+    is_over = skipped >= most_skipped
+    if (i + 1) % 10 == 0 or is_last or is_over:
       metrics = update_metrics(infos) | timer.take()
       if writer is not None:
         writer.write(i + 1, metrics)
       logging.info('step %d/%d loss %.4f', i + 1, steps, metrics['sft/loss'])
-      for info in infos:
-        skipped = 0 if info.applied else skipped + 1
-      if skipped >= most_skipped:
-        raise RuntimeError(f'{not_finite(skipped, info)} Nothing was exported.')
       infos = []
+    if is_over:
+      raise RuntimeError(f'{not_finite(skipped, info)} Nothing was exported.')
   return state
 
 

@@ -214,8 +214,8 @@ def test_the_workdir_is_named_after_the_config_file(
   train.assert_called_once_with(None, pathlib.Path(workdir))
 
 
-@pytest.mark.parametrize('steps, skipped', [(2, 2), (120, 10)])
-def test_a_warm_start_that_is_never_finite_exports_nothing(
+@pytest.mark.parametrize('steps, skipped', [(2, 2), (120, 5)])
+def test_a_warm_start_that_is_never_finite_ends_at_once_and_exports_nothing(
     tmp_path, trained, steps, skipped
 ):
   source = trained[1]
