@@ -221,6 +221,23 @@ def test_a_relative_path_that_is_nowhere_says_where_it_comes_from(
     saved_policy.load(str(relative))
 
 
+def test_an_error_that_names_no_path_is_not_said_to_be_about_one(
+    relative, monkeypatch, tmp_path
+):
+  (relative / 'starts.jsonl').unlink()
+  config = json.loads((relative / 'config.json').read_text())
+  config['model']['shape'] = 'qwen2.5-7b'
+  (relative / 'config.json').write_text(json.dumps(config))
+  # Neither model.path nor data.tokenizer leads anywhere from here.
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(ValueError) as refused:
+    saved_policy.restore(str(relative))
+  assert str(refused.value) == (
+      'model.shape is for model.init=random without model.path; a checkpoint'
+      ' has a shape of its own'
+  )
+
+
 def test_where_the_start_folder_is_gone_the_current_one_counts(
     relative, monkeypatch
 ):

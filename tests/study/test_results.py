@@ -465,6 +465,26 @@ def test_a_run_is_evaluated_every_few_steps_and_at_its_last():
   assert results.evaluations(config) == [0, 20, 40, 50]
 
 
+def test_tables_of_runs_of_which_none_is_over_are_refused(
+    tmp_path, monkeypatch
+):
+  _workdir(tmp_path / 'run', [0.1, 0.2], 0.0)
+  (tmp_path / 'run/export').rmdir()
+  assert not is_over(tmp_path / 'run')
+  (tmp_path / 'out').mkdir()
+  results.write(
+      tmp_path / 'out/bf16_seed1.jsonl.gz',
+      results.compact(tmp_path / 'run', ARMS['bf16'], seed=1),
+  )
+  monkeypatch.setattr('sys.argv', ['x', '--results', str(tmp_path / 'out')])
+  with pytest.raises(SystemExit) as ended:
+    tables.main()
+  assert ended.value.code == (
+      'error: --results has no run that is over; python -m study.run goes on'
+      ' with unfinished ones'
+  )
+
+
 def test_the_tables_have_every_seed_their_mean_and_what_is_compared():
   run, other = _runs(_of_seeds('gsm8k_jetrl', 0.30, 0.40))
   for row in run.rows:
