@@ -30,7 +30,7 @@ _PANELS = (
 # Steps that are one point of a curve.
 _BIN = 10
 # Seeds from which a mean has an interval; of fewer their range is drawn.
-_ENOUGH = 5
+ENOUGH = 5
 # Arms of the cells, for readers who do not know their names.
 _IN_WORDS = {
     'jetrl': 'one FP8 flow',
@@ -116,9 +116,13 @@ def binned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
   return [(s, sum(v) / _BIN) for s, v in bins.items() if len(v) == _BIN]
 
 
-def _band(seeds: int) -> Literal['interval', 'range']:
-  """Returns the band of held-out accuracy; of few seeds an interval is wide."""
-  return 'interval' if seeds >= _ENOUGH else 'range'
+def band_of(seeds: int) -> Literal['interval', 'range']:
+  """Returns the band of held-out accuracy; of few seeds an interval is wide.
+
+  Args:
+    seeds: of an arm. From five on the band is the mean's 95% interval.
+  """
+  return 'interval' if seeds >= ENOUGH else 'range'
 
 
 def _spread(runs: list[Run]) -> str:
@@ -129,12 +133,12 @@ def _spread(runs: list[Run]) -> str:
         f'one seed, so no spread is known; all but accuracy are means of {_BIN}'
         ' steps'
     )
-  if max(seeds) < _ENOUGH:
+  if max(seeds) < ENOUGH:
     return (
         f'mean (on log axes median) and range of {max(seeds)} seeds; all but'
         f' accuracy are means of {_BIN} steps'
     )
-  less = f', of fewer than {_ENOUGH} their range' * (min(seeds) < _ENOUGH)
+  less = f', of fewer than {ENOUGH} their range' * (min(seeds) < ENOUGH)
   return (
       f'mean over seeds, on log axes median;\nheld out with its 95%'
       f' interval{less}, else means of {_BIN} steps with the range of seeds'
@@ -160,7 +164,7 @@ def means(runs: list[Run], output: pathlib.Path, origin: str) -> None:
           of if held_out else [binned(points) for points in of],
           style[name],
           scale,
-          band=_band(len(of)) if held_out else 'range',
+          band=band_of(len(of)) if held_out else 'range',
           label=name,
       )
     if scale == 'symlog':
@@ -193,7 +197,7 @@ def held_out(runs: list[Run], output: pathlib.Path, origin: str) -> None:
         [_points(run, 'core') for run in of],
         style[name],
         'linear',
-        band=_band(len(of)),
+        band=band_of(len(of)),
         label=f'{_IN_WORDS.get(flow, flow)} ({len(of)} seeds)',
     )
     draw_mean(
@@ -204,8 +208,8 @@ def held_out(runs: list[Run], output: pathlib.Path, origin: str) -> None:
         band='range',
     )
   title = 'held-out accuracy (%): mean of seeds, 95%'
-  if len(runs) < _ENOUGH * len(names):
-    title += f' (fewer than {_ENOUGH}: range)'
+  if len(runs) < ENOUGH * len(names):
+    title += f' (fewer than {ENOUGH}: range)'
   accuracy.set_title(title)
   mismatch.set_title('k3 of rollout and training (nats): mean, range')
   for panel in (accuracy, mismatch):

@@ -23,6 +23,7 @@ means: accuracy and mismatch, with arms in words.
 import argparse
 import pathlib
 import statistics as numbers
+from collections import Counter
 
 import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
@@ -79,9 +80,9 @@ def _as_written(run: Run, name: str) -> list[tuple[int, float]]:
 def curves(runs: list[Run], output: pathlib.Path) -> None:
   """Draws nine metrics over the steps: the mean over seeds, with a band.
 
-  The band is the mean's 95% interval for held-out accuracy, whose seeds are
-  thin lines too, and the range of the seeds for the others. A collapse is a
-  cross.
+  The band is the mean's 95% interval for held-out accuracy, of arms with five
+  seeds, and else the range of the seeds. The seeds of held-out accuracy are
+  thin lines too. A collapse is a cross.
   """
   figure, axes = plt.subplots(3, 3, figsize=(13, 9))
   names = list(dict.fromkeys(run.arm.name for run in runs))
@@ -93,7 +94,7 @@ def curves(runs: list[Run], output: pathlib.Path) -> None:
       color = style[arm]['color']
       # A BF16 rollout has no 8-bit weights.
       found = [series(run, name, in_percent=percent) for run in of]
-      band = 'interval' if held_out else 'range'
+      band = cell_figures.band_of(len(of)) if held_out else 'range'
       cell_figures.draw_mean(panel, found, style[arm], scale, band=band)
       for points in found if held_out else ():
         steps, values = zip(*points, strict=True)
@@ -110,11 +111,24 @@ def curves(runs: list[Run], output: pathlib.Path) -> None:
     panel.set_xlabel('step')
   handles = [Line2D([], [], **style[name]) for name in names]
   figure.legend(handles, names, loc='outside lower center', ncols=6)
-  figure.suptitle(
-      f'{_origin(runs)}: mean over seeds (on log axes median); held out'
-      ' with its 95% interval and the seeds (thin), else with their range'
-  )
+  figure.suptitle(f'{_origin(runs)}: {_spread(runs)}')
   figure_style.save(figure, output)
+
+
+def _spread(runs: list[Run]) -> str:
+  """Says what lines and bands of the curves are."""
+  bands = {
+      cell_figures.band_of(seeds)
+      for seeds in Counter(run.arm.name for run in runs).values()
+  }
+  said = 'mean over seeds (on log axes median)'
+  if bands == {'range'}:
+    return f'{said} with their range; held out with the seeds (thin), too'
+  less = f'\n(of fewer than {cell_figures.ENOUGH} seeds: range)'
+  return (
+      f'{said}; held out with its 95% interval{less * (len(bands) > 1)} and the'
+      ' seeds (thin), else with their range'
+  )
 
 
 def finals(runs: list[Run], arm: str, precision: str) -> dict[int, float]:

@@ -257,6 +257,35 @@ def test_a_figure_of_few_seeds_promises_no_interval(tmp_path, monkeypatch):
   assert '95% interval, else' in five
 
 
+def test_curves_of_few_seeds_have_their_range_and_promise_no_interval(
+    tmp_path, monkeypatch
+):
+  drawn, titles = [], []
+
+  def draw_mean(panel, runs, style, scale, *, band):
+    drawn.append((scale, len(runs), band))
+
+  monkeypatch.setattr(cell_figures, 'draw_mean', draw_mean)
+  monkeypatch.setattr(
+      figures.figure_style,
+      'save',
+      lambda figure, path: titles.append(figure.get_suptitle()),
+  )
+  few = _of_seeds('gsm8k_jetrl', 0.3, 0.31, 0.32, 0.33)
+  many = _of_seeds('gsm8k_bf16', 0.3, 0.31, 0.32, 0.33, 0.34)
+  for runs in (few, many, few | many):
+    figures.curves(_runs(runs), tmp_path / 'x.png')
+  # Two of nine panels are held-out accuracy; the third is linear as well.
+  assert drawn[:3] == [('linear', 4, 'range')] * 3
+  assert drawn[9:12] == [
+      ('linear', 5, b) for b in ('interval',) * 2 + ('range',)
+  ]
+  first, second, both = titles
+  assert '95%' not in first and 'with their range; held out with the' in first
+  assert 'held out with its 95% interval and the seeds' in second
+  assert '95% interval\n(of fewer than 5 seeds: range) and the seeds' in both
+
+
 @pytest.mark.parametrize('scale, line', [('log', 2.0), ('linear', 37.0)])
 def test_a_range_is_that_of_the_seeds_and_no_peak_carries_a_log_axis(
     scale, line
