@@ -259,7 +259,9 @@ def is_refused(answer: str, reference: str, prompt: str = '') -> bool:
     answer: the model's final answer, see `extract_answer`.
     reference: the data set's.
     prompt: what the model was asked; a formula copied from it is no answer,
-      but where the reference is that formula or another of the prompt.
+      but where the reference is that formula or another of the prompt. An
+      equation that is left to solve, 'x^2 = 4', is one only where the prompt
+      asks for its left side.
   """
   # A verifier never gets the left side of '\\binom{10}{3} = 120'.
   answer, reference = costly.in_latex(answer), costly.in_latex(reference)
@@ -268,6 +270,11 @@ def is_refused(answer: str, reference: str, prompt: str = '') -> bool:
       reference, costly.in_latex(prompt)
   )
   if not is_choice and problems.is_copied(answer, costly.in_latex(prompt)):
+    return True
+  if any(
+      problems.is_unsolved(entry, reference, costly.in_latex(prompt))
+      for entry in answer_list.entries(answer, braces=True)
+  ):
     return True
   answer = problems.solved(answer, reference)
   return costly.is_costly(answer, reference) or problems.names_operation(

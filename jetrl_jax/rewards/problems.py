@@ -7,6 +7,12 @@ reference has a cosine. '\binom{10}{3} = 120' has its answer on the last side.
 Arithmetic that is left to do ('\frac{36}{2}', '\sqrt{16}', '2^{10}') is taken,
 as by other verifiers: where a problem ends there, no text says. But not if it
 stands so in the prompt.
+
+Of an equation the right side is taken, where the left side is what a problem
+may ask for: 'x = 4', 'AB = 5', 'f(2) = 7', 'a + b = 5', '3x = 12',
+'2 + 2 = 4'. With more done to a single variable, as in 'x^2 = 4', it is an
+equation that is left to solve, unless the prompt asks for that side ('Find
+x^2').
 """
 
 import math
@@ -85,6 +91,24 @@ _RELATION = re.compile(
     r'|(?P<equal>(?<![<>!\\])=|\\(?:equiv|approx)(?![a-zA-Z]))'
 )
 
+# Within a side of an equation, besides numbers and letters.
+_OF_A_SIDE = re.compile(
+    _command('[dtc]?frac', 'sqrt', 'cdot', 'times', 'div', 'pi')
+    + r'|[-+*/^(){}\[\]|.]'
+)
+# One variable and a factor or a divisor: 'x', '3x', '\frac{1}{2}x', 'x/2'. 'e'
+# and 'i' are numbers.
+_MULTIPLE = re.compile(
+    r'(?:\d+(?:\.\d+|/\d+)?(?:\*|\\cdot|\\times)?)?[a-zA-Z](?:/\d+)?'
+    r'|\\frac\{?\d*[a-zA-Z]\}?\{?\d+\}?',
+    re.ASCII,
+)
+_EQUAL = re.compile(r'(?<![<>!\\])=')
+_NAMES = re.compile(r'\\[a-zA-Z]+')
+_SIZED = re.compile(r'\\(?:left|right)(?![a-zA-Z])')
+# Of a function: 'f(2)', 'f^{-1}(3)'.
+_VALUE = re.compile(r'[a-zA-Z](?:\^(?:\d|\{-?\d+\}))?\(', re.ASCII)
+
 # What two writings of one formula may differ in.
 _LAYOUT = re.compile(
     r'\s|\$|~|\\[,;:! ()\[\]]|\\(?:left|right|displaystyle)(?![a-zA-Z])'
@@ -127,10 +151,15 @@ def _written(text: str) -> str:
   return _LAYOUT.sub('', _in_one_writing(text)).rstrip('.,;:')
 
 
-def is_in(formula: str, prompt: str) -> bool:
+def is_in(formula: str, prompt: str, *, alone: bool = False) -> bool:
   """Returns whether a prompt contains a formula, in any layout.
 
   A part of a formula is none: '1/2' is not in '11/20', nor 'x=2' in 'x=2+4x'.
+
+  Args:
+    formula: without its place in the prompt.
+    prompt: what the model was asked.
+    alone: the side of an equation is none, either.
   """
   written = _written(formula)
   if not written:
@@ -141,8 +170,46 @@ def is_in(formula: str, prompt: str) -> bool:
       not _GOES_BEFORE.search(prompt[: match.start()])
       and not (written[0].isalpha() and _FACTOR.search(prompt[: match.start()]))
       and not _GOES_ON.match(prompt[match.end() :])
+      and not (
+          alone and _is_side(prompt[: match.start()], prompt[match.end() :])
+      )
       for match in re.finditer(pattern, prompt)
   )
+
+
+def _is_side(before: str, after: str) -> bool:
+  around = ' \t\r\n$'
+  return before.rstrip(around).endswith('=') or (
+      after.lstrip(around).startswith('=')
+  )
+
+
+def is_unsolved(answer: str, reference: str, prompt: str) -> bool:
+  """Tells whether an answer is an equation in one variable, left to solve.
+
+  Its left side, the first one of a chain, is neither the variable nor a
+  multiple of it: 'x^2 = 4' for 4, where 2 or -2 may be meant, and 'x + 1 = 4'.
+
+  Args:
+    answer: one entry, if it is a list.
+    reference: where it is an equation, the two are compared as such.
+    prompt: may ask for the left side.
+  """
+  left, *others = _EQUAL.split(answer)
+  if not others or '=' in reference:
+    return False
+  written = _written(left)
+  if not _OPERATION.search(written) or _MULTIPLE.fullmatch(written):
+    return False
+  rest = _OF_A_SIDE.sub(' ', written)
+  # What else there is belongs to an angle, an index, a derivative, words.
+  if not re.fullmatch(r'[\da-zA-Z\s]+', rest, re.ASCII):
+    return False
+  if len(set(re.findall('[a-zA-Z]', rest)) - {'e', 'i'}) != 1:
+    return False
+  if _VALUE.search(_NAMES.sub(' ', written)):
+    return False
+  return not is_in(left, _SIZED.sub('', prompt), alone=True)
 
 
 def is_copied(answer: str, prompt: str) -> bool:

@@ -388,6 +388,95 @@ def test_an_operation_that_the_reference_has_or_that_is_done_is_an_answer(
   assert math_answer.is_right(answer, reference)
 
 
+@pytest.mark.parametrize(
+    'answer, reference',
+    [
+        ('x^2 = 4', '4'),
+        ('$x^{2}=4$.', '4'),
+        ('x^2 = 4 = 4', '4'),
+        ('x + 1 = 4', '4'),
+        (r'2x - 3 = \frac{1}{4}', '0.25'),
+        (r'\sqrt{x} = 4', '4'),
+        (r'\frac{1}{x} = 4', '4'),
+        ('2^x = 8', '8'),
+        ('(x-1)(x+1) = 0', '0'),
+        ('y^2 = 2x + 1', '2x+1'),
+        (r'x = 2 \text{ or } x^2 = 4', '2,4'),
+    ],
+)
+def test_an_equation_in_one_variable_is_no_answer_before_it_is_solved(
+    answer, reference
+):
+  # A verifier takes the last side alone.
+  assert math_answer.is_right(answer, reference)
+  assert math_answer.is_refused(answer, reference)
+  assert math_answer.is_refused(answer, reference, 'Solve $x^2 = 16 - 3x^2$.')
+
+
+@pytest.mark.parametrize(
+    'answer, reference',
+    [
+        ('x=4', '4'),
+        ('x_1 = 4', '4'),
+        ('f(x)=x^2', 'x^2'),
+        ('f(2) = 7', '7'),
+        ('f^{-1}(3) = 7', '7'),
+        ("f'(2) = 3", '3'),
+        ('y = 2x+1', '2x+1'),
+        (r'\angle ABC = 30', '30'),
+        ('AB = 5', '5'),
+        ('BC^2 = 4', '4'),
+        ('|AB| = 5', '5'),
+        ('P(A) = 1/2', '1/2'),
+        # Arithmetic, with its result last.
+        ('2+2=4', '4'),
+        ('x = 2 + 2 = 4', '4'),
+        ('i^2 = -1', '-1'),
+        # Several variables are what a problem asks for; so may a multiple be.
+        ('a + b = 5', '5'),
+        ('x^2 + y^2 = 25', '25'),
+        ('xy = 6', '6'),
+        ('3x = 12', '12'),
+        (r'\frac{x}{2} = 4', '4'),
+        # An equation beside an equation.
+        ('x^2 = 4', 'x^2=4'),
+        ('x^2 + y^2 = 4', 'y^2+x^2=4'),
+    ],
+)
+def test_an_equation_passes_for_its_right_side_after_what_was_asked_for(
+    answer, reference
+):
+  assert not math_answer.is_refused(answer, reference)
+  assert math_answer.is_right(answer, reference)
+
+
+@pytest.mark.parametrize(
+    'answer, prompt, refused',
+    [
+        ('x^2 = 4', 'If $3x^2 = 12$, find $x^2$.', False),
+        ('x^{2} = 4', 'Find $x^{2}$.', False),
+        ('x + 1 = 4', 'What is $x+1$ if $2x = 6$?', False),
+        (
+            r'(x+\frac{1}{x})^2 = 4',
+            r'Find $\left(x+\frac{1}{x}\right)^2$ if $x = 1$.',
+            False,
+        ),
+        # The side of an equation, or a part of a formula, is not asked for.
+        ('x^2 = 4', 'If $x^2 = 16/4$, find $x+2$.', True),
+        ('x^2 = 4', 'If $4 = x^2$, find $x+2$.', True),
+        ('x^2 = 4', 'If $x^2$ = $16/4$, find $x+2$.', True),
+        ('x^2 = 4', 'Find $x^2 + 2x$.', True),
+        ('3x = 12', 'Solve $3x + 1 = 13$.', False),
+    ],
+)
+def test_a_side_that_the_prompt_asks_for_is_answered_by_an_equation(
+    answer, prompt, refused
+):
+  reference = answer.split()[-1]
+  assert math_answer.is_refused(answer, reference, prompt) == refused
+  assert math_answer.is_right(answer, reference)
+
+
 _PROMPT = (
     'Compute $\\displaystyle \\dfrac{84}{144}$. Is $x^2 - 1$ or\n$(x-2)(x+1)$ '
     'larger? (A) $16^{7/4}$ (B) $0.\\overline{73}$, 1,000 and $a + b = 5$.'
