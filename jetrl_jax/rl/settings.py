@@ -276,7 +276,7 @@ class RunConfig:
     val_temperature: temperature of held-out samples; 0 is greedy.
     val_recipes: recipes in which held-out accuracy is measured besides the
       rollout's own, such as ('bf16',); each takes a copy of the compute weights
-      while it is measured.
+      while it is measured, and keeps the format of the KV cache.
     save_freq: steps between checkpoints; 0 is only at the end.
     keep_latest: newest checkpoints kept.
     keep_best: best checkpoints kept besides, by held-out accuracy, of the steps
