@@ -134,8 +134,10 @@ def _spread(runs: list[Run]) -> str:
         ' steps'
     )
   if max(seeds) < ENOUGH:
+    least, most = min(seeds), max(seeds)
+    count = f'{least} to {most}' if least < most else f'{most}'
     return (
-        f'mean (on log axes median) and range of {max(seeds)} seeds; all but'
+        f'mean (on log axes median) and range of {count} seeds; all but'
         f' accuracy are means of {_BIN} steps'
     )
   less = f', of fewer than {ENOUGH} their range' * (min(seeds) < ENOUGH)
@@ -343,8 +345,8 @@ def endpoints(
   said += '\nwith 95% t intervals'
   if PRIMARY in found and not exploratory:
     margin = 100 * statistics.NON_INFERIORITY
-    panel.axvspan(-margin, margin, **figure_style.SHADE)
-    said += ', grey the margin of the primary question'
+    panel.axvline(-margin, color=figure_style.GREY, lw=1.2, ls='--')
+    said += ', dashed the margin of the primary question'
   panel.axvline(0, color=figure_style.GREY, lw=0.8)
   for y, (pair, d) in enumerate(reversed(found.items())):
     wide = len(d.differences) > 1
@@ -358,7 +360,9 @@ def endpoints(
         ),
     )
     dots = [100 * x for x in d.differences]
-    panel.plot(dots, [y] * len(dots), 'o', mfc='none', color='black', ms=6)
+    # Seeds lie beside each other, so that equal ones do not hide each other.
+    heights = y + 0.15 * np.linspace(-1, 1, len(dots) + 2)[1:-1]
+    panel.plot(dots, heights, 'o', mfc='none', color='black', ms=6)
   labels = [f'{a} - {b}' for a, b in reversed(found)]
   panel.set_yticks(range(len(labels)), labels)
   panel.set_ylim(-0.6, len(labels) - 0.4)

@@ -506,7 +506,7 @@ def test_one_flow_without_equal_bits_is_that_of_its_files():
   for side in ('core', 'bf16'):
     for seed in (1, 2):
       both = (endpoints[a, side, seed] for a in ('jetrl', 'jetrl_inexact'))
-      said.append('{:.1f}'.format(100 * operator.sub(*both)))
+      said.append(f'{100 * operator.sub(*both):.1f}')
   assert 'Endpoints are {} and {} points below'.format(*said) in study
   assert '(read in BF16 {} and {})'.format(*said[2:]) in study
   for page in ('README.md', 'docs/flows.md'):
