@@ -404,6 +404,41 @@ def test_what_is_said_of_the_mixed_flow_is_what_the_design_concludes():
     assert f'{mean:.1f} {said}' in ' '.join(page.split())
 
 
+def test_slopes_of_accuracy_are_those_of_the_study():
+  study = _study()
+  steps = np.arange(60, 201, 20)
+
+  def slopes(arm, side):
+    curves = _curves(_MAIN, f'gsm8k_{arm}', side)
+    return {
+        seed: np.polyfit(steps, curve[3:], 1)[0]
+        for seed, curve in curves.items()
+    }
+
+  def interval(of, by='{:.1f} ({:+.1f} to {:+.1f}'):
+    zero = dict.fromkeys(of, 0.0)
+    d = statistics.paired(of, zero)
+    # Points in 100 steps, of shares a step.
+    return by.format(*(1e4 * x for x in (d.mean, *d.interval)))
+
+  mixed = slopes('fp8_rollout', 'core')
+  assert f'`fp8_rollout` {interval(mixed)};' in study
+  read = interval(slopes('fp8_rollout', 'bf16'), '{:.1f}, {:.1f} to {:.1f}')
+  assert f'read in BF16 {read})' in study
+  for other, said in (('jetrl', 'below `jetrl`'), ('bf16', 'below `bf16`')):
+    theirs = slopes(other, 'core')
+    d = statistics.paired(theirs, mixed)
+    low, high = (1e4 * x for x in d.interval)
+    text = f'{1e4 * d.mean:.1f} ({low:.1f} to {high:.1f}) {said}'
+    assert text in study
+  ends = {
+      arm: [sum(c[3:]) for c in _curves(_MAIN, f'gsm8k_{arm}', 'core').values()]
+      for arm in ('fp8_rollout', 'jetrl', 'bf16')
+  }
+  assert max(ends['fp8_rollout']) < min(*ends['jetrl'], *ends['bf16'])
+  assert [len(of) for of in ends.values()] == [5, 5, 5]
+
+
 def test_the_guard_would_have_warned_when_its_page_says():
   patience = GuardConfig().patience
 

@@ -370,6 +370,8 @@ def build(config: Config) -> RunSpec:
   compatibility.warn_of_mixed_flow(
       policy.recipe.name, sampling.recipe.name, loss
   )
+  if sampling.recipe.name == policy.recipe.name:
+    compatibility.warn_of_inexact_flow(policy.recipe.name, policy.exact, loss)
   config_model.check_patterns(policy, shapes, tuple(config.model.freeze))
   _check_recipes(policy, sampling, run.val_recipes, shapes)
   return RunSpec(

@@ -171,6 +171,18 @@ def test_a_mixed_flow_without_a_correction_is_warned_of(caplog):
   )
 
 
+def test_8_bits_without_equal_bits_or_a_correction_are_warned_of(caplog):
+  plain, token = LossConfig(), LossConfig(rollout_is='token')
+  compatibility.warn_of_inexact_flow('fp8_delayed', True, plain)
+  compatibility.warn_of_inexact_flow('bf16', False, plain)
+  compatibility.warn_of_inexact_flow('fp8_delayed', False, token)
+  assert not caplog.text
+  compatibility.warn_of_inexact_flow('fp8_delayed', False, plain)
+  assert "precision.exact is False with precision.recipe 'fp8_delayed'" in (
+      caplog.text
+  )
+
+
 @pytest.mark.parametrize('recipe', ['fp8_delayed', 'int8'])
 def test_several_updates_a_rollout_in_8_bits_are_warned_of(caplog, recipe):
   compatibility.warn_of_updates('bf16', 4)
