@@ -62,6 +62,11 @@ _FACTORS = frozenset(
     ' hundredth hundredths thousandth thousandths squared cubed factorial'
     ' sqrt'.split()
 )
+# '5 more' counts, '5 or more' is a range, and '5 over two' a fraction.
+_GOES_ON = re.compile(
+    r'^or (?:more|less|fewer|greater)$|^(?:minus|plus|times|over|point) (?:zero'
+    r'|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)$'
+)
 _MULTIPLES = {
     'dozen': 12,
     'hundred': 10**2,
@@ -83,7 +88,11 @@ _LAST_NUMBER = re.compile(
 )
 # What ends a sentence, and LaTeX's spaces.
 _END = re.compile(r'(?:\\[,;:! ]|[,;:~\s]|(?<!\.)(?<!\\right)\.)+$')
-_ABOUT = re.compile(r'^\\(?:approx|simeq)(?![a-zA-Z])\s*')
+_ABOUT = re.compile(
+    r'^(?:=|\\(?:approx|simeq|displaystyle|large|Large)(?![a-zA-Z])'
+    # Old LaTeX; of a letter a vector.
+    r'|\\(?:bf|it|rm|sf)(?![a-zA-Z])(?=\s*[-\d.]))\s*'
+)
 _DOTS = re.compile(r'\\[lc]?dots(?![a-zA-Z])|\.\.\.|\u2026')
 # 'B. 12', '(B) 12', 'Option B': a choice, where the reference is a letter.
 _CHOICE = re.compile(
@@ -129,6 +138,10 @@ _REPEATING = re.compile(
     r'\\(?:overline|bar)\{?(?P<again>\d{1,20})\}?',
     re.ASCII,
 )
+# '\frac13'.
+_SHORT = re.compile(r'\\[dt]?frac\s*(\d)\s*(\d)', re.ASCII)
+_PERCENT = re.compile(r'\s*\\?%$')
+_COLON = re.compile(r' ?(?::|\\colon(?![a-zA-Z])) ?')
 _MIXED = re.compile(
     r'(?P<sign>-?)(?P<whole>\d{1,9})(?: (?P<a>\d{1,9})/(?P<b>\d{1,9})'
     r'|\\[dt]?frac\{(?P<p>\d{1,9})\}\{(?P<q>\d{1,9})\})',
@@ -313,8 +326,15 @@ def is_right(answer: str, reference: str) -> bool:
       return True
     if len(found) > 1:
       return answer_list.is_same(found, wanted, is_right)
+    # '300,200,100' is a number, but beside a list of as many numbers three.
+    groups = answer.replace('{,}', ',').split(',')
+    if len(groups) == len(wanted) and _NUMBER.fullmatch(','.join(groups)):
+      return answer_list.is_same(groups, wanted, is_right)
     if ',' not in answer:  # No tuple or set that is written otherwise.
       return False
+  ratio = _ratio(reference)
+  if ratio is not None and len(ratio) > 2:
+    return _is_same_ratio(_ratio(answer), ratio)
   if '=' not in reference:
     if problems.contradicts_itself(answer, parse_number):
       return False
@@ -379,7 +399,8 @@ def _plainly(text: str) -> str:
   """Returns an answer without a sentence's end, mixed numbers as fractions."""
   text = costly.without_redundant_braces(text.strip())
   text = _END.sub('', text.replace('°', r'^\circ'))
-  text = _ABOUT.sub('', text.replace(r'\langle', '(').replace(r'\rangle', ')'))
+  text = text.replace(r'\langle', '(').replace(r'\rangle', ')')
+  text = _SHORT.sub(r'\\frac{\1}{\2}', _ABOUT.sub('', text))
   while True:
     if (inside := _without_font(text)) is not None:
       text = inside
@@ -390,14 +411,15 @@ def _plainly(text: str) -> str:
     text = _END.sub('', text.strip())
   if match := _REPEATING.fullmatch(_compact(text)):
     return _repeating(match)
-  match = _MIXED.fullmatch(_compact(text))
+  value, percent = _without_percent(text)
+  match = _MIXED.fullmatch(_compact(value))
   if match is None:
     return text
   whole = int(match['whole'])
   p, q = int(match['a'] or match['p']), int(match['b'] or match['q'])
   if p >= q:
     return text
-  return rf'{match["sign"]}\frac{{{whole * q + p}}}{{{q}}}'
+  return rf'{match["sign"]}\frac{{{whole * q + p}}}{{{q}}}{percent}'
 
 
 def _without_font(text: str) -> str | None:
@@ -447,6 +469,8 @@ def _uncounted(text: str) -> str:
   if match is None:
     return text
   words = re.split('[ -]', match['words'].lower().strip(' -'))
+  if _GOES_ON.search(' '.join(words)):
+    return ''
   factors = [word for word in words if word in _FACTORS]
   if not factors:
     return match['number']
@@ -467,21 +491,70 @@ def _compare_plain(answer: str, reference: str) -> bool | None:
     return True
   left, right = parse_number(answer), parse_number(reference)
   if left is not None and right is not None:
-    # '50%' answers '50' and '0.5', as in math-verify.
-    (x, x_percent), (y, y_percent) = left, right
-    if x == y or (
-        x_percent != y_percent
-        and (x if x_percent else y) / 100 == (y if x_percent else x)
-    ):
+    if _is_same_share(left, right):
       return True
+    (x, x_percent), (y, y_percent) = left, right
     return False if abs(x - y) > _ROUNDING and x_percent == y_percent else None
-  left, right = _parse_fraction(answer), _parse_fraction(reference)
-  if left is not None and right is not None:
-    return left == right
+  if '/' in answer + reference or 'frac' in answer + reference:
+    left, right = _parse_share(answer), _parse_share(reference)
+    if left is not None and right is not None and _is_same_share(left, right):
+      return True
+    left, right = _parse_fraction(answer), _parse_fraction(reference)
+    if left is not None and right is not None:
+      return False
   left, right = _parse_based(answer), _parse_based(reference)
   if left is not None and right is not None:
     return left == right
   return None
+
+
+def _ratio(text: str) -> list[fractions.Fraction] | None:
+  """Returns the parts of '1:2:3'; None of a text that is no ratio."""
+  parts = _COLON.split(_compact(text).strip('$'))
+  numbers = [_parse_share(part) for part in parts]
+  found = [n[0] for n in numbers if n and n[0] and not n[1]]
+  # 0 is no part of a ratio, and neither is a percentage.
+  return found if len(found) == len(parts) > 1 else None
+
+
+def _is_same_ratio(
+    answer: list[fractions.Fraction] | None, reference: list[fractions.Fraction]
+) -> bool:
+  """Tells whether parts are the same, up to one factor: 2:4:6 is 1:2:3."""
+  if answer is None or len(answer) != len(reference):
+    return False
+  pairs = zip(answer, reference, strict=True)
+  return len({x / y for x, y in pairs}) == 1
+
+
+def _is_same_share(
+    left: tuple[fractions.Fraction, bool],
+    right: tuple[fractions.Fraction, bool],
+) -> bool:
+  """Compares two values, each with whether it has a percent sign.
+
+  '50%' answers '50' and '0.5', as in math-verify.
+  """
+  (x, x_percent), (y, y_percent) = left, right
+  return x == y or (
+      x_percent != y_percent
+      and (x if x_percent else y) / 100 == (y if x_percent else x)
+  )
+
+
+def _parse_share(text: str) -> tuple[fractions.Fraction, bool] | None:
+  r"""Reads a plain number or a fraction, as `parse_number`: '\frac{1}{3}\%'."""
+  number = parse_number(text)
+  if number is not None:
+    return number
+  value, percent = _without_percent(text)
+  fraction = _parse_fraction(value)
+  return None if fraction is None else (fraction, bool(percent))
+
+
+def _without_percent(text: str) -> tuple[str, str]:
+  match = _PERCENT.search(text)
+  return (text[: match.start()], match[0]) if match else (text, '')
 
 
 def _is_same_text(answer: str, reference: str) -> bool:

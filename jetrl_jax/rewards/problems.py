@@ -24,6 +24,11 @@ def _command(*names: str) -> str:
   return rf'\\(?:{"|".join(names)})(?![a-zA-Z])'
 
 
+# The 'd' of a derivative, also upright.
+_D = (
+    r'(?:\\(?:mathrm|text|textrm)\s*\{\s*d\s*\}|\{\s*\\rm\s+d\s*\}'
+    r'|\\rm\s+d|d)(?:\s*\^\s*\{?\d\}?)?'
+)
 _MOD = r'\\(?:[bp]?mod|pod)(?![a-zA-Z])|(?<![a-zA-Z\\])mod(?![a-zA-Z])'
 _BAR = r'(?:\||\\[lr]?[vV]ert(?![a-zA-Z]))'
 # Each kind: what the answer may not have where the reference has none of it.
@@ -31,7 +36,10 @@ _KINDS = tuple(
     re.compile(pattern)
     for pattern in (
         _command('i{1,3}nt', 'oint', 'partial', 'nabla')
-        + r'|frac\s*\{?\s*d\s*\}?\s*\{?\s*d',
+        # '\frac{d}{dx}' before what is derived, or with it in the fraction.
+        + rf'|frac\s*\{{?\s*{_D}\s*\}}?\s*\{{?\s*{_D}'
+        rf'|frac\s*\{{\s*{_D}(?:[^{{}}]|\{{[^{{}}]*\}})*\}}'
+        rf'\s*\{{\s*{_D}\s*[a-z]\s*\}}',
         _command('sum', 'prod', 'coprod', 'bigcup', 'bigcap'),
         _command('lim', 'limsup', 'liminf', 'sup', 'inf', 'xrightarrow'),
         # A remainder may be followed by its modulus, see `solved`.
@@ -125,10 +133,36 @@ _FACTOR = re.compile(r'\d\s+$')
 _GOES_ON = re.compile(r'\w|[.,]\d|\s*[*/^_+]|\s*-\s*[\d\\(a-z]')
 _SQRT = re.compile(r'\\sqrt(\d)', re.ASCII)
 _FINISHED = re.compile(
-    r'(?:[a-zA-Z]=)?-?(?:\\sqrt\{(?P<root>\d{1,9})\}'
-    r'|(?P<number>\d{1,9}(?:\.\d+)?)(?:(?<!\.\d)/(?P<over>[1-9]\d{0,8}))?)',
+    r'(?:[a-zA-Z]=)?-?'
+    r'(?P<number>\d{1,9}(?:\.\d+)?)(?:(?<!\.\d)/(?P<over>[1-9]\d{0,8}))?',
     re.ASCII,
 )
+# A multiple of pi or of a root: '2\sqrt{3}', '\frac{\sqrt{3}}{2}', '5\pi/6';
+# with a number before it '1+\sqrt{2}'.
+_ROOT = r'(?P<times{0}>\d{{1,9}})?(?:\\pi|\\sqrt\{{(?P<root{0}>\d{{1,9}})\}})'
+_MULTIPLE_OF_ROOT = re.compile(
+    r'(?:[a-zA-Z]=)?-?(?:\d{1,9}[-+])?(?:\\frac\{'
+    + _ROOT.format('')
+    + r'\}\{(?P<below>[1-9]\d{0,8})\}|'
+    + _ROOT.format('_')
+    + r'(?:/(?P<below_>[1-9]\d{0,8}))?)',
+    re.ASCII,
+)
+# 'x>3', and a fraction of two letters.
+_PLAIN = re.compile(
+    r'[a-zA-Z](?:<|>|\\[lg]e(?:q|qslant)?(?![a-zA-Z]))=?-?\d+(?:\.\d+|/\d+)?'
+    r'|\\frac\{?[a-zA-Z]\}?\{?[a-zA-Z]\}?',
+    re.ASCII,
+)
+# The sign of degrees, and the power of a unit.
+_OF_A_UNIT = re.compile(r'\^\{?\\circ\}?|(?<=\})\^\{?[23]\}?$', re.ASCII)
+_IN_UNITS = re.compile(r'-?[\d.,/]+\\(?:text|mathrm)\{[^{}]*\}\^\{?[23]\}?')
+_TIMES = re.compile(r'\\(?:times|cdot)(?![a-zA-Z])|[\u00d7\u22c5\u00b7]')
+_DIVIDED = re.compile(r'\\div(?![a-zA-Z])|\u00f7')
+# '3(x+2)' is also written '3*(x+2)'.
+_BEFORE_NO_DIGIT = re.compile(r'\s*\*\s*(?=[(\\a-zA-Z])')
+# '{2}', but not an argument of a command.
+_BRACED = re.compile(r'(?<![a-zA-Z}\]])\{\s*(\w)\s*\}')
 # Something is left to do; a sign alone is a number's.
 _OPERATION = re.compile(
     r'[+*/^=_<>!]|(?<=[\w)}\]])-|binom|'
@@ -142,9 +176,14 @@ def with_slashes(text: str) -> str:
 
 
 def _in_one_writing(text: str) -> str:
-  r"""Returns a text with '3/4' for '\frac{3}{4}', without thousands' braces."""
+  r"""Returns a text with one sign for each operation, and few braces.
+
+  '3/4' for '\frac{3}{4}', '2*3' for '2\times 3', 'x^2' for 'x^{2}'.
+  """
   text = _SQRT.sub(r'\\sqrt{\1}', text.replace('{,}', ','))
-  return re.sub(r'\\[dtc]frac', r'\\frac', with_slashes(text))
+  text = re.sub(r'\\[dtc]frac', r'\\frac', with_slashes(text))
+  text = _DIVIDED.sub('/', _TIMES.sub('*', text))
+  return _BRACED.sub(r'\1', _BEFORE_NO_DIGIT.sub('', text))
 
 
 def _written(text: str) -> str:
@@ -218,23 +257,58 @@ def is_copied(answer: str, prompt: str) -> bool:
   Nothing is left to do in 'x = 3', a reduced fraction or the root of a number
   that is no square, and so nothing is won by copying it.
   """
+  answer = _without_brackets(answer.strip())
   written = _written(answer)
   return (
-      bool(_OPERATION.search(written))
+      bool(_OPERATION.search(_without_units(written)))
       and not _is_finished(written)
       and is_in(answer, prompt)
   )
 
 
+def _without_units(written: str) -> str:
+  r"""Returns '30' of '30^\circ', and '12' with its unit of '12 cm^2'."""
+  if _IN_UNITS.fullmatch(written):
+    return _OF_A_UNIT.sub('', written)
+  return re.sub(r'\^\{?\\circ\}?', '', written)
+
+
+def _without_brackets(text: str) -> str:
+  """Returns '2+2' of '(2+2)'; a pair and an interval keep theirs."""
+  if not re.fullmatch(r'\([^,]*\)', text, re.DOTALL):
+    return text
+  depth = 0
+  for place, char in enumerate(text):
+    depth += (char == '(') - (char == ')')
+    if depth == 0:
+      return text[1:-1] if place == len(text) - 1 else text
+  return text
+
+
 def _is_finished(written: str) -> bool:
+  if _PLAIN.fullmatch(written):
+    return True
+  if match := _MULTIPLE_OF_ROOT.fullmatch(written):
+    times, root, below = (
+        match[name] or match[f'{name}_'] for name in ('times', 'root', 'below')
+    )
+    return (root is None or _is_square_free(int(root))) and (
+        below is None or math.gcd(int(times or 1), int(below)) == 1
+    )
   match = _FINISHED.fullmatch(written)
   if match is None:
     return False
-  if match['root']:
-    return math.isqrt(int(match['root'])) ** 2 != int(match['root'])
   if match['over']:
     return math.gcd(int(match['number']), int(match['over'])) == 1
   return True
+
+
+def _is_square_free(number: int) -> bool:
+  """Tells whether no square divides a number; 1 has nothing to take a root of.
+
+  Of a root up to 10**9 only squares of numbers up to 1000 are looked for.
+  """
+  return number > 1 and all(number % (n * n) for n in range(2, 1001))
 
 
 def solved(answer: str, reference: str) -> str:

@@ -527,6 +527,12 @@ def test_an_answer_that_the_prompt_may_hold_is_not_refused(answer, reference):
         (r'\frac{3}{4}', r'\frac34', 'Which of 7/10, 4/5 and 3/4 is it?'),
         (r'\sqrt{2}', r'\sqrt2', r'Which of $\sqrt{2}$, $\frac75$ is larger?'),
         ('y=0', '0', 'Evaluate $y(y-3x)$ for $x=3$ and $y=0$.'),
+        (r'30^\circ', '30', r'Two angles are $30^\circ$ and $120^\circ$.'),
+        (r'12\text{ cm}^2', '12', r'One has $12\text{ cm}^2$. And it?'),
+        (r'2\sqrt{3}', r'\sqrt{12}', r'A side of $2\sqrt3$ is given.'),
+        (r'1+\sqrt2', r'\sqrt2+1', r'Let $r = 1+\sqrt{2}$. What is $r$?'),
+        (r'\frac{\pi}{3}', r'\pi/3', r'An angle is $\frac{\pi}{3}$.'),
+        ('x > 3', r'(3,\infty)', 'Where $x > 3$, it is larger.'),
     ],
 )
 def test_a_finished_number_is_an_answer_wherever_it_stands(
@@ -545,6 +551,13 @@ def test_a_finished_number_is_an_answer_wherever_it_stands(
         ('1 + 17', '18', 'What is 1+17?'),
         (r'\sqrt{16}', '4', r'Compute $\sqrt{16}$.'),
         (r'\binom{n}{2}', r'\frac{n(n-1)}{2}', r'Expand $\binom{n}{2}$.'),
+        (r'12\cdot 13', '156', r'Compute $12\times 13$.'),
+        (r'\frac{48}{6}', '8', r'Compute $48\div 6$.'),
+        ('(2+2)', '4', 'What is 2 + 2?'),
+        ('{2}+{2}', '4', 'What is 2+2?'),
+        ('(x + 1)^{2}', 'x^2+2x+1', 'Expand $(x+1)^2$.'),
+        (r'3\cdot(x+2)', '3x+6', 'Expand $3(x+2)$.'),
+        (r'\sqrt{50}', r'5\sqrt2', r'Simplify $\sqrt{50}$.'),
     ],
 )
 def test_a_formula_of_the_prompt_is_refused_in_another_writing(
@@ -552,6 +565,52 @@ def test_a_formula_of_the_prompt_is_refused_in_another_writing(
 ):
   assert math_answer.is_right(answer, reference)
   assert math_answer.is_refused(answer, reference, prompt)
+
+
+@pytest.mark.parametrize(
+    'answer, reference',
+    [
+        (r'\frac{\mathrm{d}}{\mathrm{d}x}(x^3)', '3x^2'),
+        (r'\frac{d x^2}{dx}', '2x'),
+        (r'\frac{{\rm d}}{{\rm d}x} x^2', '2x'),
+        (r'\frac{d^2}{dx^2} x^3', '6x'),
+    ],
+)
+def test_a_derivative_is_no_answer_in_any_font(answer, reference):
+  assert math_answer.is_refused(answer, reference)
+
+
+@pytest.mark.parametrize('answer', [r'\frac{3d}{4}', r'\frac{d}{e}', 'd/2'])
+def test_a_letter_d_in_a_fraction_is_no_derivative(answer):
+  assert not math_answer.is_refused(answer, 'f/5')
+
+
+@pytest.mark.parametrize(
+    'answer, reference, right',
+    [
+        ('300,200,100', '100, 200, 300', True),
+        ('100,200,400', '100, 200, 300', False),
+        ('100, 200, 300', '100200300', False),
+        ('2:4:6', '1:2:3', True),
+        ('1:3:2', '1:2:3', False),
+        ('1:2', '1:2:3', False),
+        ('10:30:00', '10:30:00', True),
+        (r'33\frac{1}{3}\%', r'33\frac13', True),
+        (r'\frac{200}{3}\%', r'66\frac23\%', True),
+        (r'33\frac{1}{3}\%', r'\frac{1}{3}', True),
+        (r'33\frac{1}{3}\%', r'34\frac13', False),
+        ('= 25', '25', True),
+        (r'{\bf 25}', '25', True),
+        (r'{\bf 25}', '26', False),
+        ('5 or more', '5', False),
+        ('5 minus one', '5', False),
+        ('5 over two', '5', False),
+        ('5 more', '5', True),
+        ('5 times', '5', True),
+    ],
+)
+def test_lists_ratios_percentages_and_words(answer, reference, right):
+  assert math_answer.is_right(answer, reference) == right
 
 
 def test_the_reward_refuses_what_is_copied_from_its_prompt():
