@@ -1,4 +1,9 @@
-"""Measures the activation scales of a cold start."""
+"""Measures the activation scales of a cold start, and what 8-bit inputs cost.
+
+Only delayed scales have to be measured first. What the inputs of dots cost is
+measured for every recipe that quantises, because a format that does not fit a
+model's activations ruins a run without a word.
+"""
 
 import dataclasses
 import functools
@@ -24,7 +29,7 @@ from jetrl_jax.rl.objective import supervised_loss
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.rollout.scheduler import StopCheck, rollout
 from jetrl_jax.rl.run import mixed_flow
-from jetrl_jax.rl.run.gradients import differentiable_loss
+from jetrl_jax.rl.run.gradients import compile_logprobs, differentiable_loss
 from jetrl_jax.rl.run.spec import RunSpec
 from jetrl_jax.rl.types import Completion, TrainBatch
 
@@ -133,14 +138,8 @@ class Calibration:
     """
     observed, logprobs = self._pass(state, batches, temperature)
     fp8_state = self._observe_health(state.fp8_state, observed)
-    sampled_T, read_T = (
-        np.concatenate([sharding.to_host(x).ravel() for x in of])
-        for of in ([batch.rollout_logprobs for batch in batches], logprobs)
-    )
-    # A log-prob is 0 if its token was not sampled.
-    chosen_T = sampled_T < 0
-    distance = k3_divergence(sampled_T[chosen_T], read_T[chosen_T])
-    return dataclasses.replace(state, fp8_state=fp8_state), distance
+    state = dataclasses.replace(state, fp8_state=fp8_state)
+    return state, _distance(batches, logprobs)
 
   def _pass(self, state, batches, temperature) -> tuple[PyTree, list]:
     observed, logprobs = None, []
@@ -160,6 +159,60 @@ class Calibration:
     # The RL objective's gradients differ in size from this loss's. This scale
     # is only a start, and the first real observation must be able to lower it.
     return scaling_state.forget(rolled, operand='output_grad')
+
+
+class InputCost:
+  """Measures what 8-bit inputs cost a rollout, by a forward pass.
+
+  `Calibration.measure` does so in a backward pass, which a recipe without
+  activation scales and the rollout of a mixed flow do not have.
+
+  Args:
+    policy: the rollout's policy; its recipe quantises.
+    mesh: devices.
+    state: an example, for its shapes.
+  """
+
+  def __init__(self, policy: Policy, mesh: Mesh, state: TrainState):
+    params = mixed_flow.rollout_params(state)
+    side = dataclasses.replace(
+        state, weights=params.weights, fp8_state=params.fp8_state
+    )
+    recipe = dataclasses.replace(policy.recipe, calibrating=True)
+    policy = dataclasses.replace(policy, recipe=recipe)
+    self._logprobs = compile_logprobs(policy, mesh, side)
+
+  def compile_ahead(
+      self, ahead: CompileAhead, state: TrainState, batch: TrainBatch
+  ) -> None:
+    """Compiles the pass on another thread; see `Calibration`."""
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    ahead(self._logprobs, mixed_flow.rollout_params(state), batch, scalar)
+
+  def __call__(
+      self, state: TrainState, batches: list[TrainBatch], temperature: float
+  ) -> float | None:
+    """Returns the distance of `Calibration.measure`.
+
+    Args:
+      state: its rollout's weights and scales sampled.
+      batches: what they sampled, with the rollout's log-probs.
+      temperature: the temperature of pi.
+    """
+    params, value = mixed_flow.rollout_params(state), jnp.float32(temperature)
+    read = [self._logprobs(params, batch, value)[0] for batch in batches]
+    return _distance(batches, read)
+
+
+def _distance(batches: list[TrainBatch], logprobs: list) -> float | None:
+  """Returns k3 from the rollout's log-probs to these; None of no tokens."""
+  sampled_T, read_T = (
+      np.concatenate([sharding.to_host(x).ravel() for x in of])
+      for of in ([batch.rollout_logprobs for batch in batches], logprobs)
+  )
+  # A log-prob is 0 if its token was not sampled.
+  chosen_T = sampled_T < 0
+  return k3_divergence(sampled_T[chosen_T], read_T[chosen_T])
 
 
 def _observe(
@@ -278,19 +331,40 @@ def calibrate_checkpoint(
         limits=np.full((len(first), _CHECKPOINT_SAMPLES), most),
     )
 
-  return _filled(state, first, fill, sample, measure)
+  state, distance = _filled(state, first, fill, sample, measure)
+  report(distance, policy.recipe.name)
+  return state
 
 
-def of_training(spec: RunSpec, state: TrainState) -> Calibration | None:
-  """Returns what calibrates a run's training; None if nothing has to.
+class ColdStart:
+  """What a cold start of a run measures before its first rollout.
+
+  Attributes:
+    training: fills training's scaling state; None if nothing has to.
+    cost: measures what 8-bit inputs cost the rollout; None if `training` does,
+      or if the rollout does not quantise.
 
   Args:
     spec: the run's specification.
     state: an example, or its shapes.
   """
-  if not spec.policy.recipe.needs_calibration:
-    return None
-  return Calibration(spec.policy, spec.mesh, state)
+
+  def __init__(self, spec: RunSpec, state: TrainState):
+    self.training = self.cost = None
+    if spec.policy.recipe.needs_calibration:
+      self.training = Calibration(spec.policy, spec.mesh, state)
+    # In a mixed flow training's policy sampled nothing.
+    is_unknown = spec.is_mixed or self.training is None
+    if is_unknown and spec.rollout_policy.recipe.name != 'bf16':
+      self.cost = InputCost(spec.rollout_policy, spec.mesh, state)
+
+  def compile_ahead(
+      self, ahead: CompileAhead, state: TrainState, batch: TrainBatch
+  ) -> None:
+    """Compiles what `calibrate_run` calls; see `Calibration`."""
+    for part in (self.training, self.cost):
+      if part is not None:
+        part.compile_ahead(ahead, state, batch)
 
 
 def calibrate_run(
@@ -298,25 +372,33 @@ def calibrate_run(
     engine: Engine,
     state: TrainState,
     should_stop: StopCheck,
-    training: Calibration | None = None,
+    first: ColdStart | None = None,
 ) -> TrainState:
   """Fills the scaling state of a run's training and rollout, if they have one.
+
+  It also reports what 8-bit inputs cost the rollout, if it quantises.
 
   Args:
     spec: the run's specification.
     engine: samples the short rollout; its policy is that of `spec`.
     state: it has kernel scales already.
     should_stop: called at each host visit of the rollout; raises to stop.
-    training: what `of_training` gave, with programs that are being compiled; by
-      default it is made here.
+    first: its programs may be being compiled; by default it is made here.
   """
-  recipes = (spec.policy.recipe, spec.rollout_policy.recipe)
-  if not any(recipe.needs_calibration for recipe in recipes):
+  first = first or ColdStart(spec, state)
+  training, cost, rollout_side = first.training, first.cost, None
+  temperature, sampling = spec.run.temperature, spec.rollout_policy.recipe
+
+  def sample(state):
+    return short_rollout(spec, engine, state, should_stop)
+
+  if not (spec.policy.recipe.needs_calibration or sampling.needs_calibration):
+    if cost is not None:
+      batches = spec.pack(_sampled_sequences(sample(state))).batches
+      report(cost(state, batches, temperature), sampling.name, spec.is_mixed)
     return state
-  training, rollout_side = training or of_training(spec, state), None
   if spec.is_mixed:
     rollout_side = mixed_flow.Requantizer(spec.rollout_policy, spec.mesh, state)
-  temperature = spec.run.temperature
 
   def fill(state, sequences):
     batches = spec.pack(sequences).batches
@@ -330,14 +412,15 @@ def calibrate_run(
       state, distance = training.measure(state, batches, temperature)
     if rollout_side is None:
       return state, distance
-    # Another policy sampled these tokens, so the distance would be that between
+    # Another policy sampled these tokens, so the distance above is that between
     # the two sides of the flow.
-    return rollout_side.measure(state, batches), None
+    distance = cost(state, batches, temperature) if cost else None
+    return rollout_side.measure(state, batches), distance
 
-  def sample(state):
-    return short_rollout(spec, engine, state, should_stop)
-
-  return _filled(state, _calibration_prompts(spec), fill, sample, measure)
+  prompts = _calibration_prompts(spec)
+  state, distance = _filled(state, prompts, fill, sample, measure)
+  report(distance, sampling.name, spec.is_mixed)
+  return state
 
 
 def short_rollout(
@@ -373,7 +456,7 @@ def _filled(
     measure: Callable[
         [TrainState, list[packing.Sequence]], tuple[TrainState, float | None]
     ],
-) -> TrainState:
+) -> tuple[TrainState, float | None]:
   """Fills the scaling state from prompts, then from sampled responses.
 
   Args:
@@ -382,13 +465,20 @@ def _filled(
     fill: measures the scales on sequences.
     sample: samples responses with the scales that the prompts gave.
     measure: see `Calibration.measure`.
+
+  Returns:
+    What `measure` returns.
   """
   sequences = likelihood_sequences(
       [p.tokens for p in prompts], [1] * len(prompts)
   )
   state = fill(state, sequences)
-  completions = sample(state)
-  sequences = likelihood_sequences(
+  sequences = _sampled_sequences(sample(state))
+  return measure(fill(state, sequences), sequences)
+
+
+def _sampled_sequences(completions: list[Completion]) -> list[packing.Sequence]:
+  return likelihood_sequences(
       [np.concatenate([c.prompt_tokens, c.tokens]) for c in completions],
       [len(c.prompt_tokens) for c in completions],
       [
@@ -401,23 +491,33 @@ def _filled(
           for c in completions
       ],
   )
-  state, distance = measure(fill(state, sequences), sequences)
-  if distance is not None:
-    report(distance)
-  return state
 
 
-def report(distance: float) -> None:
-  """Logs how far 8-bit inputs move the policy; warns if it is far."""
+def report(distance: float | None, recipe: str, is_mixed: bool = False) -> None:
+  """Logs how far 8-bit inputs move the policy; warns if it is far.
+
+  Args:
+    distance: k3 in nats a token; None, of no tokens, is not reported.
+    recipe: the recipe that reads them.
+    is_mixed: whether it is that of a mixed flow's rollout alone.
+  """
+  if distance is None:
+    return
   logging.info(
-      'Calibrated: reading the inputs of dots in 8 bits moves the policy by'
-      ' k3 = %.2g nats a token',
+      'Reading the inputs of dots in %s moves the policy%s by k3 = %.2g nats a'
+      ' token',
+      recipe,
+      ' of the rollout' if is_mixed else '',
       distance,
   )
   if not distance <= MUCH:
+    setting = 'precision.rollout_recipe' if is_mixed else 'precision.recipe'
+    others = [name for name in ('fp8_block', 'bf16') if name != recipe]
     logging.warning(
         'That is more than %.2g: activations probably have outliers. Try'
-        " precision.high_precision_layers='.*/mlp/down', then"
-        " precision.recipe='fp8_block', then 'bf16' (docs/tuning.md)",
+        " precision.high_precision_layers='.*/mlp/down', then %s=%s"
+        ' (docs/tuning.md)',
         MUCH,
+        setting,
+        ', then '.join(map(repr, others)),
     )

@@ -314,10 +314,10 @@ class Trainer:
       folder.begin(self.spec.config_text)
       with self.timer('calibration'):
         state = initialize.create(self.spec)
-        training = calibration.of_training(self.spec, state)
-        engine, learner = self._programs(state, 0, training)
+        first = calibration.ColdStart(self.spec, state)
+        engine, learner = self._programs(state, 0, first)
         state = calibration.calibrate_run(
-            self.spec, engine, state, self.interrupt.check, training
+            self.spec, engine, state, self.interrupt.check, first
         )
         chosen, state = initialize.settle_precision(
             self.spec, state, folder.path
@@ -369,7 +369,7 @@ class Trainer:
       self,
       state: TrainState,
       step: int,
-      first: calibration.Calibration | None = None,
+      first: calibration.ColdStart | None = None,
   ) -> tuple[Engine, Learner]:
     """Returns engine and learner; other threads compile their programs.
 

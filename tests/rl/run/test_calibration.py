@@ -3,16 +3,32 @@
 import contextlib
 import dataclasses
 import logging
+from typing import cast
 
+import jax
 import numpy as np
+import optax
+import pytest
 
+from jetrl_jax.config import build as configs
 from jetrl_jax.core import sharding
 from jetrl_jax.core.compile_ahead import CompileAhead
-from jetrl_jax.fp8 import scaling_state
+from jetrl_jax.fp8 import Recipe, scaling_state
+from jetrl_jax.models.policy import PolicyParams
+from jetrl_jax.rl.rollout import scheduler
+from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.run import calibration as calibration_module
-from jetrl_jax.rl.run.calibration import Calibration, likelihood_sequences
-from jetrl_jax.rl.types import TrainBatch
-from tests import compilations
+from jetrl_jax.rl.run import train_state
+from jetrl_jax.rl.run.calibration import (
+    Calibration,
+    ColdStart,
+    InputCost,
+    likelihood_sequences,
+)
+from jetrl_jax.rl.run.gradients import compile_logprobs
+from jetrl_jax.rl.training import initialize
+from jetrl_jax.rl.types import Completion, TrainBatch
+from tests import compilations, whole_run
 from tests.rl import tiny_run, tiny_updates
 
 
@@ -163,10 +179,140 @@ def test_the_distance_is_0_from_the_pass_to_itself_and_grows_with_a_shift():
   np.testing.assert_allclose(distances, [0, np.expm1(0.5) - 0.5], atol=1e-6)
 
 
+def _planted(masters):
+  """Returns masters of the same function, one channel 2^8 times as large."""
+  planted = jax.tree.map(lambda x: x, masters)
+  layer = planted['layers_0']
+  for norm, dots, name in (
+      ('attn_norm', 'attn', 'qkv'),
+      ('mlp_norm', 'mlp', 'gate_up'),
+  ):
+    scale, kernel = layer[norm]['scale'], layer[dots][name]['kernel']
+    layer[norm]['scale'] = scale.at[3].multiply(2.0**8)
+    layer[dots][name]['kernel'] = kernel.at[:, 3].multiply(2.0**-8)
+  return planted
+
+
+def test_an_outlier_channel_costs_int8_far_more_than_fp8():
+  run = tiny_run.fp8_run()
+  packed = tiny_run.calibration_batches(tiny_run.completions())
+  shape = TrainBatch.of_shapes(*packed[0].tokens.shape)
+  temperature, found = tiny_run.TEMPERATURE, {}
+  for name in ('int8', 'fp8_token'):
+    policy = tiny_run.policy(Recipe(name=name), run.mesh)
+    states = [
+        train_state.create(policy, params, optax.identity(), run.mesh)
+        for params in (run.start.trainable, _planted(run.start.trainable))
+    ]
+    cost = InputCost(policy, run.mesh, states[0])
+    with compilations.noted() as compiled:
+      with contextlib.closing(CompileAhead(1)) as ahead:
+        cost.compile_ahead(ahead, states[0], shape)
+        ahead.wait()
+    assert 'jit(logprobs)' in {one.program for one in compiled}
+    # The policy whose inputs are in 8 bits; what it would have sampled.
+    logprobs = compile_logprobs(policy, run.mesh, states[0])
+    for state in states:
+      params = PolicyParams(state.weights, state.fp8_state)
+      batches = []
+      for batch in packed:
+        read, _ = logprobs(params, batch, np.float32(temperature))
+        read = np.where(batch.loss_mask > 0, np.asarray(read), 0)
+        batches.append(dataclasses.replace(batch, rollout_logprobs=read))
+      with compilations.noted() as compiled:
+        found[name, state is states[1]] = cost(state, batches, temperature)
+      assert 'jit(logprobs)' not in {one.program for one in compiled}
+      # These hold no log-prob of a rollout: nothing was sampled.
+      assert cost(state, packed, temperature) is None
+  most = calibration_module.MUCH
+  assert 0 < found['int8', False] < most < found['int8', True]
+  assert 0 < found['fp8_token', True] < most
+
+
+@pytest.mark.parametrize(
+    ('recipe', 'rollout', 'parts'),
+    [
+        ('fp8_delayed', '', (True, False)),
+        ('int8', '', (False, True)),
+        ('bf16', '', (False, False)),
+        ('bf16', 'int8', (False, True)),
+        ('fp8_delayed', 'int8', (True, True)),
+        ('fp8_delayed', 'bf16', (True, False)),
+    ],
+)
+def test_a_cold_start_measures_every_rollout_that_quantises_once(
+    recipe, rollout, parts
+):
+  spec = configs.build(
+      whole_run.config(
+          **{
+              'precision.recipe': recipe,
+              'precision.rollout_recipe': rollout,
+              'algorithm.old_logprobs': 'recompute',
+          }
+      )
+  )
+  first = ColdStart(spec, initialize.create(spec))
+  assert (first.training is not None, first.cost is not None) == parts
+
+
+@pytest.mark.parametrize(
+    ('recipe', 'rollout', 'said'),
+    [
+        ('int8', '', 'in int8 moves the policy by k3'),
+        ('bf16', 'int8', 'in int8 moves the policy of the rollout by k3'),
+    ],
+)
+def test_a_start_without_activation_scales_says_the_cost_and_changes_nothing(
+    recipe, rollout, said, monkeypatch, caplog
+):
+  spec = configs.build(
+      whole_run.config(
+          **{
+              'precision.recipe': recipe,
+              'precision.rollout_recipe': rollout,
+              'algorithm.old_logprobs': 'recompute',
+          }
+      )
+  )
+  # Far from any policy of this vocabulary: it must warn, too.
+  completion = Completion(
+      prompt_id=0,
+      sample=0,
+      prompt_tokens=np.array([4, 5], np.int32),
+      tokens=np.array([6, 7], np.int32),
+      log_mu=np.full(2, -0.01, np.float32),
+      logprobs=np.full(2, -0.01, np.float32),
+      weight_version=np.zeros(2, np.int32),
+      finish_reason='length',
+      sampled=np.ones(2, bool),
+  )
+  monkeypatch.setattr(
+      calibration_module, 'short_rollout', lambda *_: [completion]
+  )
+  state, unused = initialize.create(spec), cast(Engine, None)
+  with caplog.at_level(logging.INFO):
+    found = calibration_module.calibrate_run(
+        spec, unused, state, scheduler.never_stop
+    )
+  assert found is state
+  assert said in caplog.text
+  setting = 'precision.rollout_recipe' if rollout else 'precision.recipe'
+  assert f"{setting}='fp8_block', then 'bf16'" in caplog.text
+
+
 def test_a_start_warns_where_8_bit_inputs_move_the_policy(caplog):
   for distance, level in ((0.004, 'INFO'), (0.2, 'WARNING')):
     caplog.clear()
     with caplog.at_level(logging.INFO):
-      calibration_module.report(distance)
+      calibration_module.report(distance, 'fp8_delayed')
     assert caplog.records[-1].levelname == level
   assert "high_precision_layers='.*/mlp/down'" in caplog.text
+
+
+def test_a_start_does_not_name_the_recipe_that_runs_as_a_way_out(caplog):
+  calibration_module.report(0.2, 'fp8_block')
+  assert "precision.recipe='bf16' (" in caplog.text
+  caplog.clear()
+  calibration_module.report(None, 'fp8_block')
+  assert not caplog.text
