@@ -22,7 +22,8 @@ from jetrl_jax.config import presets as config_presets
 from jetrl_jax.config.sections import Config, naming_settings, take
 from jetrl_jax.core.files import user_path
 from jetrl_jax.core.typing import PyTree
-from jetrl_jax.data import PromptDataset, Tokenizer, load_examples
+from jetrl_jax.data import Prompt, PromptDataset, Tokenizer, load_examples
+from jetrl_jax.data.dataset import columns_of
 from jetrl_jax.data.settings import DataConfig
 from jetrl_jax.metrics.wandb import WandbConfig
 from jetrl_jax.models.hf.save import check_carried
@@ -230,9 +231,22 @@ def environment_config(
   return take(EnvironmentConfig, config, make=make, tokenizer=tokenizer)
 
 
-def _reward_pool(rewards: RewardConfig) -> Callable[[], RewardPool]:
+def _reward_pool(
+    rewards: RewardConfig, prompts: Iterable[Prompt]
+) -> Callable[[], RewardPool]:
+  """Returns what starts the pool.
+
+  Args:
+    rewards: the terms and their limits.
+    prompts: whose columns the terms must do with.
+  """
   check_limits(**rewards.limits)
-  return functools.partial(RewardPool, reward_specs(rewards), **rewards.limits)
+  return functools.partial(
+      RewardPool,
+      reward_specs(rewards),
+      columns=columns_of(prompts),
+      **rewards.limits,
+  )
 
 
 def engine_config(config: Config, tokenizer: Tokenizer) -> EngineConfig:
@@ -396,7 +410,7 @@ def build(config: Config) -> RunSpec:
       # An environment scores its own episodes.
       make_rewards=contextlib.nullcontext
       if environment
-      else _reward_pool(rewards),
+      else _reward_pool(rewards, () if run.synthetic else prompts),
       config_text=config.to_json_best_effort(indent=2, sort_keys=True),
       export_source=folder,
       wandb=wandb_config(config),

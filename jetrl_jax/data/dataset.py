@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,12 @@ def _fingerprint(prompts: Sequence[Prompt]) -> str:
     digest.update(prompt.tokens.astype('<i4').tobytes())
     digest.update(np.asarray([len(answer)], '<i8').tobytes() + answer)
   return digest.hexdigest()
+
+
+def columns_of(prompts: Iterable[Prompt]) -> list[tuple[str, tuple[str, ...]]]:
+  """Returns source and column names of the rows, each kind once and sorted."""
+  kinds = {(p.source, tuple(sorted(p.extra))) for p in prompts}
+  return sorted(kinds)
 
 
 class PromptSampler:

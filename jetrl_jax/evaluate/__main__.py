@@ -18,6 +18,7 @@ from absl import logging
 from jetrl_jax.config import flags as config_flags
 from jetrl_jax.core import processes, rng
 from jetrl_jax.core.files import replace_text
+from jetrl_jax.data.dataset import columns_of
 from jetrl_jax.evaluate import report as evaluate_report
 from jetrl_jax.evaluate import settings as evaluate_settings
 from jetrl_jax.evaluate.settings import Settings
@@ -63,7 +64,11 @@ def evaluate(settings: Settings) -> dict:
   total = len(engine.group.share(len(prompts))) * settings.num_generations
   with (
       contextlib.closing(Progress('answers', total)) as shown,
-      RewardPool(settings.rewards, **settings.reward_limits) as pool,
+      RewardPool(
+          settings.rewards,
+          columns=columns_of(prompts),
+          **settings.reward_limits,
+      ) as pool,
   ):
     graded = evaluation.grade(
         engine,

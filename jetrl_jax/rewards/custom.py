@@ -29,6 +29,7 @@ from typing import Any
 
 from jetrl_jax.rewards.types import (
     MAX_SIZE,
+    Columns,
     Part,
     RewardFunctionError,
     RewardRequest,
@@ -40,20 +41,38 @@ _MAX_SHOWN = 300
 _MAX_LINES = 10_000
 _MAX_PREDICTION = 1000
 _VERL = ('data_source', 'solution_str', 'ground_truth', 'extra_info')
+_ALLOWED = (
+    "verl's (data_source, solution_str, ground_truth, extra_info) or TRL's"
+    ' (prompts, completions, completion_ids, **kwargs).'
+)
 # Arguments that TRL's trainer also passes.
 _TRL_ONLY = ('trainer_state', 'log_extra', 'log_metric', 'environments')
 
 
-def load_custom(spec: RewardSpec) -> Callable[[RewardRequest], Part]:
+def load_custom(
+    spec: RewardSpec, columns: Columns = ()
+) -> Callable[[RewardRequest], Part]:
   """Loads the function of `spec` and adapts its arguments and result.
+
+  Args:
+    spec: the term.
+    columns: those of the rows that it will score, as far as they are known.
 
   Raises:
     RewardFunctionError: no such file, module or function, its parameters are
-      neither verl's nor TRL's, or it needs one that nobody gives.
+      neither verl's nor TRL's, it needs one that nobody gives, or a column that
+      rows lack.
   """
   function = _load(spec.function)
   parameters = inspect.signature(function).parameters
   is_trl = not {'completions', 'completion_ids'}.isdisjoint(parameters)
+  if is_trl and _is_needed('solution_str', parameters, spec):
+    # No column has this name: verl's own text of the answer is meant.
+    raise RewardFunctionError(
+        f'reward {spec.function!r} has the parameters {list(parameters)}:'
+        " solution_str is verl's, and completions and completion_ids are"
+        f" TRL's; allowed: {_ALLOWED}"
+    )
   if is_trl:
     arguments, unpack = _trl_arguments, _first
   elif {'solution_str', 'ground_truth'} <= set(parameters):
@@ -61,9 +80,7 @@ def load_custom(spec: RewardSpec) -> Callable[[RewardRequest], Part]:
   else:
     raise RewardFunctionError(
         f'reward {spec.function!r} has the parameters {list(parameters)};'
-        " allowed: verl's (data_source, solution_str, ground_truth,"
-        " extra_info) or TRL's (prompts, completions, completion_ids,"
-        ' **kwargs).'
+        f' allowed: {_ALLOWED}'
     )
   takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
   unknown = [name for name in spec.kwargs if name not in parameters]
@@ -74,7 +91,7 @@ def load_custom(spec: RewardSpec) -> Callable[[RewardRequest], Part]:
     )
   needed = _needed(spec, parameters, is_trl=is_trl)
 
-  def term(request: RewardRequest) -> Part:
+  def given_for(request: RewardRequest) -> dict[str, Any]:
     given = {**arguments(request), **spec.kwargs}
     missing = [name for name in needed if name not in given]
     if missing:
@@ -82,6 +99,21 @@ def load_custom(spec: RewardSpec) -> Callable[[RewardRequest], Part]:
           f'reward {spec.function!r} needs {missing}, and a row of'
           f' {request.source!r} has the columns {sorted(request.extra)}.'
       )
+    return given
+
+  for source, names in columns:
+    given_for(
+        RewardRequest(
+            prompt_text='',
+            response_text='',
+            answer='',
+            source=source,
+            extra=dict.fromkeys(names),
+        )
+    )
+
+  def term(request: RewardRequest) -> Part:
+    given = given_for(request)
     if not takes_any:
       given = {k: v for k, v in given.items() if k in parameters}
     try:
@@ -100,6 +132,15 @@ def load_custom(spec: RewardSpec) -> Callable[[RewardRequest], Part]:
     return _to_part(value, spec.function)
 
   return term
+
+
+def _is_needed(
+    name: str, parameters: Mapping[str, inspect.Parameter], spec: RewardSpec
+) -> bool:
+  """Whether the function has this parameter, and no value for it."""
+  found = parameters.get(name)
+  has_value = found is None or found.default is not found.empty
+  return not has_value and name not in spec.kwargs
 
 
 def _needed(

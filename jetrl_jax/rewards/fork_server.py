@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 
 from jetrl_jax.rewards import wire
-from jetrl_jax.rewards.types import RewardSpec
+from jetrl_jax.rewards.types import Columns, RewardSpec
 
 _MAIN = (
     'import sys; from jetrl_jax.rewards import worker;'
@@ -67,6 +67,7 @@ class ForkServer:
 
   Args:
     specs: the terms of the score.
+    columns: those of the rows that it will score.
     memory_limit_mb: address space that an answer may add, in MiB.
     timeout_s: seconds that a worker may take to read what it is sent.
 
@@ -78,9 +79,13 @@ class ForkServer:
   """
 
   def __init__(
-      self, specs: Sequence[RewardSpec], memory_limit_mb: int, timeout_s: float
+      self,
+      specs: Sequence[RewardSpec],
+      columns: Columns,
+      memory_limit_mb: int,
+      timeout_s: float,
   ):
-    self._settings = pickle.dumps((specs, memory_limit_mb))
+    self._settings = pickle.dumps((specs, columns, memory_limit_mb))
     self._timeout_s = timeout_s
     self._start()
 

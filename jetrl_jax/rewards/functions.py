@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 from jetrl_jax.rewards import math_answer
 from jetrl_jax.rewards.custom import load_custom
 from jetrl_jax.rewards.types import (
+    Columns,
     Part,
     RewardFunctionError,
     RewardRequest,
@@ -171,12 +172,15 @@ def _format(pattern: str) -> Term:
   return term
 
 
-def build_term(spec: RewardSpec) -> Term:
+def build_term(spec: RewardSpec, columns: Columns = ()) -> Term:
   """Makes the function of a spec; imports the user's module.
 
+  Args:
+    spec: the term.
+    columns: see `load_custom`.
+
   Raises:
-    RewardFunctionError: the user's function cannot be loaded, or takes neither
-      verl's nor TRL's arguments.
+    RewardFunctionError: see `load_custom`.
   """
   match spec.function:
     case 'math':
@@ -188,7 +192,7 @@ def build_term(spec: RewardSpec) -> Term:
     case 'format':
       return _format(spec.kwargs['pattern'])
     case _:
-      return load_custom(spec)
+      return load_custom(spec, columns)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,7 @@ from jetrl_jax.rewards import wire
 from jetrl_jax.rewards.fork_server import ForkServer, Worker
 from jetrl_jax.rewards.types import (
     READERS,
+    Columns,
     RewardFunctionError,
     RewardRequest,
     RewardResult,
@@ -133,6 +134,7 @@ class RewardPool:
       num_workers: int,
       timeout_s: float,
       memory_limit_mb: int,
+      columns: Columns = (),
   ):
     """Starts the workers and waits until they are warm (seconds).
 
@@ -141,11 +143,13 @@ class RewardPool:
       num_workers: processes that score at the same time.
       timeout_s: longest time for one answer, in seconds; later it counts 0.
       memory_limit_mb: address space that an answer may add, in MiB.
+      columns: those of the rows to come, as far as they are known.
 
     Raises:
       ValueError: a setting is out of range, two terms have the same name, a
         term is neither a spec nor a text.
-      RewardFunctionError: a custom function cannot be loaded.
+      RewardFunctionError: a custom function cannot be loaded, or needs a
+        column that rows lack.
     """
     if isinstance(specs, (str, RewardSpec)):
       raise ValueError(f'specs is {specs!r}; pass a list, [{specs!r}]')
@@ -171,7 +175,9 @@ class RewardPool:
     self._workers: list[Worker] = []
     self._fork_server: ForkServer | None = None
     try:
-      self._fork_server = ForkServer(self._specs, memory_limit_mb, timeout_s)
+      self._fork_server = ForkServer(
+          self._specs, columns, memory_limit_mb, timeout_s
+      )
       nothing = Scoring(self)
       while not self._workers or not all(w.ready for w in self._workers):
         self.serve(nothing, wait=True)

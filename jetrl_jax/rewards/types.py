@@ -3,8 +3,10 @@
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+# Of each kind of row: its source, and the names of its columns.
+Columns: TypeAlias = Sequence[tuple[str, tuple[str, ...]]]
 # Functions that read a final answer.
 READERS = ('math', 'gsm8k', 'last_number')
 BUILT_IN = (*READERS, 'format')

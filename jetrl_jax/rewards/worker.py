@@ -32,6 +32,7 @@ from jetrl_jax.rewards import output, wire
 from jetrl_jax.rewards.functions import WeightedSum, build_term
 from jetrl_jax.rewards.math_answer import warm_up
 from jetrl_jax.rewards.types import (
+    Columns,
     RewardFunctionError,
     RewardRequest,
     RewardResult,
@@ -52,7 +53,7 @@ def fork_server_main(descriptor: int) -> None:
   # The trainer handles Ctrl-C.
   signal.signal(signal.SIGINT, signal.SIG_IGN)
   control = socket.socket(fileno=descriptor)
-  specs, memory_limit_mb = pickle.loads(wire.receive(control))
+  specs, columns, memory_limit_mb = pickle.loads(wire.receive(control))
   output.bound()
   if any(spec.function == 'math' for spec in specs):
     warm_up()
@@ -83,7 +84,7 @@ def fork_server_main(descriptor: int) -> None:
       # killed with it.
       os.setpgid(0, 0)
       control.close()
-      _run_worker(descriptors[0], specs, memory_limit_mb, fork_server)
+      _run_worker(descriptors[0], specs, columns, memory_limit_mb, fork_server)
     os.close(descriptors[0])
     with contextlib.suppress(OSError):
       # Set here too, so that the group exists before the pool learns of it.
@@ -94,6 +95,7 @@ def fork_server_main(descriptor: int) -> None:
 def _run_worker(
     descriptor: int,
     specs: Sequence[RewardSpec],
+    columns: Columns,
     memory_limit_mb: int,
     fork_server: int,
 ) -> None:
@@ -104,7 +106,7 @@ def _run_worker(
       # The pool must have opened the worker before it can fail. Once it has
       # ended and the fork server forks again, its process id means nothing.
       wire.receive(sock)
-      _work(sock, specs, memory_limit_mb)
+      _work(sock, specs, columns, memory_limit_mb)
   except (EOFError, OSError):
     pass  # The pool is gone or has dropped this worker.
   finally:
@@ -114,11 +116,15 @@ def _run_worker(
 
 
 def _work(
-    sock: socket.socket, specs: Sequence[RewardSpec], memory_limit_mb: int
+    sock: socket.socket,
+    specs: Sequence[RewardSpec],
+    columns: Columns,
+    memory_limit_mb: int,
 ) -> None:
   """Loads the terms, then answers batches until the pool hangs up."""
   try:
-    score = WeightedSum(specs=specs, terms=[build_term(spec) for spec in specs])
+    terms = [build_term(spec, columns) for spec in specs]
+    score = WeightedSum(specs=specs, terms=terms)
   except RewardFunctionError as error:
     _send(sock, {'fatal': str(error)})
     return

@@ -1,5 +1,6 @@
 """Configs: what they build, and what is refused in which words."""
 
+import json
 import pathlib
 import re
 import runpy
@@ -467,3 +468,28 @@ def test_a_reward_that_compares_wants_references(tmp_path):
   change['reward.kwargs'] = ('{"pattern": "2"}',)
   spec = configs.build(whole_run.config(**change))
   assert [prompt.answer for prompt in spec.train_set] == ['']
+
+
+def test_a_column_that_held_out_rows_lack_ends_the_start_and_no_later_step(
+    tmp_path,
+):
+  reward = tmp_path / 'own.py'
+  reward.write_text(
+      'def hard(completions, difficulty, **columns):\n  return [0.0]\n'
+  )
+  rows = {'train': {'difficulty': 3}, 'val': {'level': 3}}
+  changes = {'reward.functions': (f'{reward}:hard',)}
+  for name, more in rows.items():
+    path = tmp_path / f'{name}.jsonl'
+    row = {'question': '1+1=', 'answer': '2'} | more
+    path.write_text(json.dumps(row) + '\n')
+    changes[f'data.{name}_files'] = (str(path),)
+  changes |= {'trainer.train_batch_size': 1, 'trainer.mini_batch_size': 1}
+  spec = configs.build(whole_run.config(**changes))
+  # The message of a step that meets such a row, before there is one.
+  with pytest.raises(ValueError, match=r"\['difficulty'\], and a row of 'val'"):
+    spec.make_rewards()
+  # Seeded scores call no reward.
+  changes['trainer.synthetic'] = True
+  with configs.build(whole_run.config(**changes)).make_rewards():
+    pass

@@ -8,7 +8,7 @@ FUNCTIONS = pathlib.Path(__file__).parent / 'custom_functions.py'
 LIMIT = 0.5
 
 
-def new_pool(*functions, num_workers=1, timeout_s=LIMIT):
+def new_pool(*functions, num_workers=1, timeout_s=LIMIT, columns=()):
   specs = [
       f if isinstance(f, RewardSpec) else RewardSpec(function=f)
       for f in functions
@@ -18,6 +18,7 @@ def new_pool(*functions, num_workers=1, timeout_s=LIMIT):
       num_workers=num_workers,
       timeout_s=timeout_s,
       memory_limit_mb=512,
+      columns=columns,
   )
 
 

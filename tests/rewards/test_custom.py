@@ -254,6 +254,40 @@ def test_a_column_that_the_row_lacks_is_named_with_those_it_has():
       pool.score([request('x', level=3)])
 
 
+def test_a_column_that_some_rows_lack_is_named_before_any_answer():
+  spec = custom('trl_solution')
+  rows = [('a', ('level', 'solution')), ('b', ('level',))]
+  with pytest.raises(
+      RewardFunctionError,
+      match=r"needs \['solution'\], and a row of 'b' has the columns "
+      r"\['level'\]\.$",
+  ):
+    new_pool(spec, columns=rows)
+  # Enough: the column in all rows, or a value by reward.kwargs.
+  build_term(spec, rows[:1])
+  given = dataclasses.replace(spec, kwargs={'solution': ['18']})
+  build_term(given, rows)
+  # verl's arguments, and TRL's that come with every answer.
+  for name in ('compute_score', 'trl_ids', 'trl_reference'):
+    build_term(custom(name), [('b', ())])
+
+
+def test_verls_and_trls_names_in_one_function_are_refused(tmp_path):
+  file = tmp_path / 'mixed.py'
+  file.write_text(
+      'def both(solution_str, ground_truth, completion_ids):\n  return 1.0\n'
+      'def trl(completions, solution_str=None):\n  return [1.0]\n'
+  )
+  with pytest.raises(
+      RewardFunctionError,
+      match="solution_str is verl's, and completions and completion_ids are"
+      " TRL's; allowed: verl's",
+  ):
+    build_term(RewardSpec(function=f'{file}:both'))
+  # Nothing is missing here.
+  build_term(RewardSpec(function=f'{file}:trl'))
+
+
 def test_a_reference_that_is_an_object_reaches_the_function():
   truth = {'target': 24, 'numbers': [1, 2, 12]}
   with new_pool(custom('countdown'), custom('trl_target')) as pool:
