@@ -26,6 +26,7 @@ from jetrl_jax.data import Prompt, PromptDataset, Tokenizer, load_examples
 from jetrl_jax.data.dataset import columns_of
 from jetrl_jax.data.settings import DataConfig
 from jetrl_jax.metrics.wandb import WandbConfig
+from jetrl_jax.models.hf.files import check_format
 from jetrl_jax.models.hf.save import check_carried
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim.adamw import OptimizerConfig
@@ -347,6 +348,10 @@ def build(config: Config) -> RunSpec:
   tokenizer = build_tokenizer(config, folder)
   if folder is not None:  # The run will end with an export.
     check_carried(tokenizer.folder)
+    if config.model.init == 'checkpoint':
+      # Reading the weights says so as well, but then the workdir is begun.
+      with config_model.naming('model.path'):
+        check_format(folder)
   environment = environment_config(config, tokenizer)
   algorithm = algorithm_config(config)
   run = take(RunConfig, config)

@@ -421,6 +421,21 @@ def test_a_workdir_in_the_place_of_a_checkpoint_is_led_to_its_export(tmp_path):
   )
 
 
+def test_an_adapter_beside_the_model_is_refused_before_a_workdir_is_begun(
+    tmp_path,
+):
+  model = shutil.copytree(whole_run.home() / 'tiny/model', tmp_path / 'model')
+  for name in ('model.safetensors', 'adapter_config.json'):
+    (model / name).touch()
+  changes = {'model.path': str(model), 'model.init': 'checkpoint'}
+  _refused(
+      f'model.path: {model} holds an adapter (adapter_config.json) beside the',
+      **changes,
+  )
+  # Random weights read no such file.
+  configs.build(whole_run.config(**changes | {'model.init': 'random'}))
+
+
 def test_a_tokenizer_that_the_last_export_cannot_copy_is_refused(tmp_path):
   own = shutil.copytree(whole_run.home() / 'tiny/model', tmp_path / 'own')
   (own / 'tokenizer.json').rename(tmp_path / 'tokenizer.json')

@@ -439,9 +439,10 @@ def test_the_estimate_for_a_cpu_is_near_what_is_compiled():
 def test_weights_that_a_run_refuses_are_refused_by_its_dry_run(tmp_path):
   model = tmp_path / 'model'
   shutil.copytree(whole_run.config().model.path, model)
-  (model / 'pytorch_model.bin').write_bytes(b'')
   changes = {'model.path': str(model), 'model.init': 'checkpoint'}
   spec = configs.build(whole_run.config(**changes))
+  # Not before: `build` refuses what the folder's names show.
+  (model / 'pytorch_model.bin').write_bytes(b'')
   with pytest.raises(ValueError, match='pickled weights alone') as of_run:
     spec.initial_params()
   with pytest.raises(ValueError) as of_dry_run:
