@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from jetrl_jax.config import sections
+from jetrl_jax.fp8.recipes import RECIPES
 from jetrl_jax.metrics import alarms
 
 # Of 8 answers; nothing is wrong.
@@ -47,6 +48,7 @@ def test_a_step_that_goes_well_has_no_alarm_and_absence_is_none():
         ('inexact', {'alarm/inexact': 1}),
         ('large_update', {'actor/update_k3': 2.8}),
         ('large_update', {'rollout_actor/update_k3': 11.0}),
+        ('flushed_inputs', {'fp8/input/flushed_frac/max': 0.658}),
         ('cut', {'response_length/clip_ratio': 1.0}),
         ('no_answer', {'reward/no_answer': 8}),
         ('no_signal', {'critic/mixed_group_frac': 0.0}),
@@ -68,6 +70,23 @@ def test_the_largest_update_of_the_study_in_one_precision_is_no_alarm():
   for name in ('optim.lr', 'optim.lr_warmup_steps', 'model.spread_masters'):
     section, _, key = name.partition('.')
     assert name in advice and key in sections.SECTIONS[section]
+
+
+def test_what_int8_flushes_of_a_healthy_model_is_no_alarm():
+  # benchmarks/results/layer_health_qwen0_5b_h100_2026-11-25.md, 'as it is'.
+  assert _held(WELL | {'fp8/input/flushed_frac/max': 0.481}) == set()
+
+
+def test_flushed_inputs_are_said_before_what_blames_the_data():
+  names = [alarm.name for alarm in alarms.ALARMS]
+  for name in ('cut', 'no_answer', 'no_signal'):
+    assert names.index('flushed_inputs') < names.index(name)
+  advice = alarms.NAMED['flushed_inputs'].advice
+  for name in ('precision.recipe', 'precision.high_precision_layers'):
+    section, _, key = name.partition('.')
+    assert name in advice and key in sections.SECTIONS[section]
+  for recipe in ('fp8_delayed', 'fp8_block', 'bf16'):
+    assert recipe in advice and recipe in RECIPES
 
 
 def test_a_step_without_any_score_is_idle():
