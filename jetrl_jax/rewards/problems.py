@@ -161,6 +161,12 @@ _TIMES = re.compile(r'\\(?:times|cdot)(?![a-zA-Z])|[\u00d7\u22c5\u00b7]')
 _DIVIDED = re.compile(r'\\div(?![a-zA-Z])|\u00f7')
 # '3(x+2)' is also written '3*(x+2)'.
 _BEFORE_NO_DIGIT = re.compile(r'\s*\*\s*(?=[(\\a-zA-Z])')
+# '144^{1/2}' is a root, and '1/\sqrt{2}' the fraction with a root below.
+_HALF_POWER = re.compile(r'(?<![\w.])(\d+)\s*\^\s*\{\s*1/2\s*\}', re.ASCII)
+_OVER_ROOT = re.compile(
+    r'\\frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\\sqrt\s*\{\s*\d+\s*\})\s*\}',
+    re.ASCII,
+)
 # '{2}', but not an argument of a command.
 _BRACED = re.compile(r'(?<![a-zA-Z}\]])\{\s*(\w)\s*\}')
 # Something is left to do; a sign alone is a number's.
@@ -182,6 +188,7 @@ def _in_one_writing(text: str) -> str:
   """
   text = _SQRT.sub(r'\\sqrt{\1}', text.replace('{,}', ','))
   text = re.sub(r'\\[dtc]frac', r'\\frac', with_slashes(text))
+  text = _HALF_POWER.sub(r'\\sqrt{\1}', _OVER_ROOT.sub(r'\1/\2', text))
   text = _DIVIDED.sub('/', _TIMES.sub('*', text))
   return _BRACED.sub(r'\1', _BEFORE_NO_DIGIT.sub('', text))
 

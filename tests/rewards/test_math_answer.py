@@ -552,6 +552,8 @@ def test_a_finished_number_is_an_answer_wherever_it_stands(
         (r'\sqrt{16}', '4', r'Compute $\sqrt{16}$.'),
         (r'\binom{n}{2}', r'\frac{n(n-1)}{2}', r'Expand $\binom{n}{2}$.'),
         (r'12\cdot 13', '156', r'Compute $12\times 13$.'),
+        (r'144^{1/2}', '12', r'What is $\sqrt{144}$?'),
+        (r'1/\sqrt2', r'\frac{\sqrt2}{2}', r'Rationalize $\frac{1}{\sqrt2}$.'),
         (r'\frac{48}{6}', '8', r'Compute $48\div 6$.'),
         ('(2+2)', '4', 'What is 2 + 2?'),
         ('{2}+{2}', '4', 'What is 2+2?'),
