@@ -126,9 +126,11 @@ _NAMED = re.compile(
 # '4210_5', '4210_{\text{five}}': digits and their base.
 _BASED = re.compile(
     r'\(?(?P<digits>[0-9A-F]+)\)?_(?:(?P<one>\d)|\{(?:\\text\s*\{)?\s*'
-    r'(?P<base>\d{1,2}|[a-z]+)\s*\}{1,2})',
+    r'(?:base\s*\}?\s*)?(?P<base>\d{1,2}|[a-z]+)\s*\}{1,2})',
     re.ASCII,
 )
+# The space below a row of a matrix: '\\[4pt]'.
+_ROW_SPACE = re.compile(r'(?<=\\\\)\s*\[-?[\d.]{1,6}\s*(?:pt|em|ex|mm|cm|in)\]')
 _BASES = (
     'zero one two three four five six seven eight nine ten eleven twelve'
     ' thirteen fourteen fifteen sixteen'.split()
@@ -398,6 +400,9 @@ def _unwrapped(text: str) -> str:
 def _plainly(text: str) -> str:
   """Returns an answer without a sentence's end, mixed numbers as fractions."""
   text = costly.without_redundant_braces(text.strip())
+  text = _ROW_SPACE.sub('', text)
+  if '\\begin' not in text:  # Of aligned lines one alone: 'x &= 5'.
+    text = text.replace('&=', '=')
   text = _END.sub('', text.replace('°', r'^\circ'))
   text = text.replace(r'\langle', '(').replace(r'\rangle', ')')
   text = _SHORT.sub(r'\\frac{\1}{\2}', _ABOUT.sub('', text))
