@@ -155,8 +155,7 @@ def _prepare(spec: RunSpec) -> dict[str, Any]:
     loss = functools.partial(policy_loss, spec.loss)
     engine = Engine(spec.rollout_policy, spec.engine, spec.mesh)
     learner = Learner(spec, loss, state, Timer())
-    if training := calibration.of_training(spec, state):
-      training.compile_ahead(ahead, state, batch)
+    calibration.ColdStart(spec, state).compile_ahead(ahead, state, batch)
     lengths = [len(prompt.tokens) for prompt in spec.train_set]
     engine.compile_ahead(ahead, mixed_flow.rollout_params(state), lengths)
     learner.compile_ahead(ahead, state)
