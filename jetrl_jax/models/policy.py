@@ -135,7 +135,11 @@ class Policy:
     return self.kv_cache_dtype
 
   def jit(
-      self, function, *, check: Callable[..., None] | None = None, **options
+      self,
+      function: Callable[..., Any],
+      *,
+      check: Callable[..., None] | None = None,
+      **options: Any,
   ) -> Program:
     """Compiles a function of the flow.
 
