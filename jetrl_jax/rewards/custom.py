@@ -66,13 +66,6 @@ def load_custom(
   function = _load(spec.function)
   parameters = inspect.signature(function).parameters
   is_trl = not {'completions', 'completion_ids'}.isdisjoint(parameters)
-  if is_trl and _is_needed('solution_str', parameters, spec):
-    # No column has this name: verl's own text of the answer is meant.
-    raise RewardFunctionError(
-        f'reward {spec.function!r} has the parameters {list(parameters)}:'
-        " solution_str is verl's, and completions and completion_ids are"
-        f" TRL's; allowed: {_ALLOWED}"
-    )
   if is_trl:
     arguments, unpack = _trl_arguments, _first
   elif {'solution_str', 'ground_truth'} <= set(parameters):
@@ -90,6 +83,13 @@ def load_custom(
         f' parameters {list(parameters)}.'
     )
   needed = _needed(spec, parameters, is_trl=is_trl)
+  if is_trl and 'solution_str' in needed and 'solution_str' not in spec.kwargs:
+    # No column has this name: verl's own text of the answer is meant.
+    raise RewardFunctionError(
+        f'reward {spec.function!r} has the parameters {list(parameters)}:'
+        " solution_str is verl's, and completions and completion_ids are"
+        f" TRL's; allowed: {_ALLOWED}"
+    )
 
   def given_for(request: RewardRequest) -> dict[str, Any]:
     given = {**arguments(request), **spec.kwargs}
@@ -132,15 +132,6 @@ def load_custom(
     return _to_part(value, spec.function)
 
   return term
-
-
-def _is_needed(
-    name: str, parameters: Mapping[str, inspect.Parameter], spec: RewardSpec
-) -> bool:
-  """Whether the function has this parameter, and no value for it."""
-  found = parameters.get(name)
-  has_value = found is None or found.default is not found.empty
-  return not has_value and name not in spec.kwargs
 
 
 def _needed(

@@ -334,9 +334,9 @@ def is_right(answer: str, reference: str) -> bool:
       return answer_list.is_same(groups, wanted, is_right)
     if ',' not in answer:  # No tuple or set that is written otherwise.
       return False
-  ratio = _ratio(reference)
-  if ratio is not None and len(ratio) > 2:
-    return _is_same_ratio(_ratio(answer), ratio)
+  found, ratio = _ratio(answer), _ratio(reference)
+  if found is not None and ratio is not None and len(ratio) > 2:
+    return _is_same_ratio(found, ratio)
   if '=' not in reference:
     if problems.contradicts_itself(answer, parse_number):
       return False
@@ -515,7 +515,8 @@ def _compare_plain(answer: str, reference: str) -> bool | None:
 
 def _ratio(text: str) -> list[fractions.Fraction] | None:
   """Returns the parts of '1:2:3'; None of a text that is no ratio."""
-  parts = _COLON.split(_compact(text).strip('$'))
+  # 'x:y:z = 1:2:3' and '(1:2:3)' are one, too.
+  parts = _COLON.split(_compact(text.rpartition('=')[2]).strip(' $()'))
   numbers = [_parse_share(part) for part in parts]
   found = [n[0] for n in numbers if n and n[0] and not n[1]]
   # 0 is no part of a ratio, and neither is a percentage.
@@ -523,10 +524,10 @@ def _ratio(text: str) -> list[fractions.Fraction] | None:
 
 
 def _is_same_ratio(
-    answer: list[fractions.Fraction] | None, reference: list[fractions.Fraction]
+    answer: list[fractions.Fraction], reference: list[fractions.Fraction]
 ) -> bool:
   """Tells whether parts are the same, up to one factor: 2:4:6 is 1:2:3."""
-  if answer is None or len(answer) != len(reference):
+  if len(answer) != len(reference):
     return False
   pairs = zip(answer, reference, strict=True)
   return len({x / y for x, y in pairs}) == 1

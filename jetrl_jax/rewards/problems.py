@@ -154,8 +154,7 @@ _PLAIN = re.compile(
     r'|\\frac\{?[a-zA-Z]\}?\{?[a-zA-Z]\}?',
     re.ASCII,
 )
-# The sign of degrees, and the power of a unit.
-_OF_A_UNIT = re.compile(r'\^\{?\\circ\}?|(?<=\})\^\{?[23]\}?$', re.ASCII)
+_DEGREES = re.compile(r'\^\{?\\circ\}?')
 _IN_UNITS = re.compile(r'-?[\d.,/]+\\(?:text|mathrm)\{[^{}]*\}\^\{?[23]\}?')
 _TIMES = re.compile(r'\\(?:times|cdot)(?![a-zA-Z])|[\u00d7\u22c5\u00b7]')
 _DIVIDED = re.compile(r'\\div(?![a-zA-Z])|\u00f7')
@@ -211,6 +210,8 @@ def is_in(formula: str, prompt: str, *, alone: bool = False) -> bool:
   if not written:
     return False
   prompt = _in_one_writing(prompt)
+  if len(written) > len(prompt):  # No pattern of a long text is made.
+    return False
   pattern = rf'(?:{_LAYOUT.pattern})*'.join(map(re.escape, written))
   return any(
       not _GOES_BEFORE.search(prompt[: match.start()])
@@ -276,8 +277,8 @@ def is_copied(answer: str, prompt: str) -> bool:
 def _without_units(written: str) -> str:
   r"""Returns '30' of '30^\circ', and '12' with its unit of '12 cm^2'."""
   if _IN_UNITS.fullmatch(written):
-    return _OF_A_UNIT.sub('', written)
-  return re.sub(r'\^\{?\\circ\}?', '', written)
+    return written.rpartition('^')[0]
+  return _DEGREES.sub('', written)
 
 
 def _without_brackets(text: str) -> str:

@@ -596,6 +596,8 @@ def test_a_letter_d_in_a_fraction_is_no_derivative(answer):
         ('2:4:6', '1:2:3', True),
         ('1:3:2', '1:2:3', False),
         ('1:2', '1:2:3', False),
+        ('x:y:z = 1:2:3', '1:2:3', True),
+        ('(1:2:3)', '1:2:3', True),
         ('10:30:00', '10:30:00', True),
         (r'33\frac{1}{3}\%', r'33\frac13', True),
         (r'\frac{200}{3}\%', r'66\frac23\%', True),

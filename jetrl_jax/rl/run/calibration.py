@@ -376,7 +376,8 @@ def calibrate_run(
 ) -> TrainState:
   """Fills the scaling state of a run's training and rollout, if they have one.
 
-  It also reports what 8-bit inputs cost the rollout, if it quantises.
+  It also reports what 8-bit inputs cost the rollout, if it quantises: of
+  recipes that need no scales only at a start, where `first` is given.
 
   Args:
     spec: the run's specification.
@@ -385,6 +386,10 @@ def calibrate_run(
     should_stop: called at each host visit of the rollout; raises to stop.
     first: its programs may be being compiled; by default it is made here.
   """
+  recipes = (spec.policy.recipe, spec.rollout_policy.recipe)
+  needs_scales = any(recipe.needs_calibration for recipe in recipes)
+  if first is None and not needs_scales:
+    return state
   first = first or ColdStart(spec, state)
   training, cost, rollout_side = first.training, first.cost, None
   temperature, sampling = spec.run.temperature, spec.rollout_policy.recipe
@@ -392,7 +397,7 @@ def calibrate_run(
   def sample(state):
     return short_rollout(spec, engine, state, should_stop)
 
-  if not (spec.policy.recipe.needs_calibration or sampling.needs_calibration):
+  if not needs_scales:
     if cost is not None:
       batches = spec.pack(_sampled_sequences(sample(state))).batches
       report(cost(state, batches, temperature), sampling.name, spec.is_mixed)

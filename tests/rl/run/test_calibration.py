@@ -295,6 +295,11 @@ def test_a_start_without_activation_scales_says_the_cost_and_changes_nothing(
     found = calibration_module.calibrate_run(
         spec, unused, state, scheduler.never_stop
     )
+    # No start, but an action of the guard.
+    assert found is state and 'moves the policy' not in caplog.text
+    found = calibration_module.calibrate_run(
+        spec, unused, state, scheduler.never_stop, ColdStart(spec, state)
+    )
   assert found is state
   assert said in caplog.text
   setting = 'precision.rollout_recipe' if rollout else 'precision.recipe'
