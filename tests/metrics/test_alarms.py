@@ -48,7 +48,6 @@ def test_a_step_that_goes_well_has_no_alarm_and_absence_is_none():
         ('inexact', {'alarm/inexact': 1}),
         ('large_update', {'actor/update_k3': 2.8}),
         ('large_update', {'rollout_actor/update_k3': 11.0}),
-        ('flushed_inputs', {'fp8/input/flushed_frac/max': 0.658}),
         ('cut', {'response_length/clip_ratio': 1.0}),
         ('no_answer', {'reward/no_answer': 8}),
         ('no_signal', {'critic/mixed_group_frac': 0.0}),
@@ -75,6 +74,13 @@ def test_the_largest_update_of_the_study_in_one_precision_is_no_alarm():
 def test_what_int8_flushes_of_a_healthy_model_is_no_alarm():
   # benchmarks/results/layer_health_qwen0_5b_h100_2026-11-25.md, 'as it is'.
   assert _held(WELL | {'fp8/input/flushed_frac/max': 0.481}) == set()
+
+
+def test_flushed_inputs_are_an_alarm_where_nothing_is_learnt():
+  flushed = WELL | {'fp8/input/flushed_frac/max': 0.658}
+  assert _held(flushed) == set()
+  nothing = flushed | {'critic/mixed_group_frac': 0.0}
+  assert _held(nothing) == {'flushed_inputs', 'no_signal'}
 
 
 def test_flushed_inputs_are_said_before_what_blames_the_data():
