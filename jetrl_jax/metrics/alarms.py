@@ -172,9 +172,9 @@ ALARMS = (
         advice=(
             'Probably a few channels are far larger than the others, and the'
             ' format has no room for both; the k3 that the cold start printed'
-            ' says what that costs. Take fp8_delayed, fp8_block or bf16 in place of int8'
-            ' (precision.recipe), or keep these dots in high precision'
-            ' (precision.high_precision_layers, docs/tuning.md).'
+            ' says what that costs. Take fp8_delayed, fp8_block or bf16 in'
+            ' place of int8 (precision.recipe), or keep these dots in high'
+            ' precision (precision.high_precision_layers, docs/tuning.md).'
         ),
     ),
     Alarm(
