@@ -13,6 +13,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+from absl import logging
+
 from jetrl_jax.rewards import math_answer
 from jetrl_jax.rewards.custom import load_custom
 from jetrl_jax.rewards.types import (
@@ -36,11 +38,22 @@ def math(request: RewardRequest, after: str = '') -> Part:
   """
   answer = math_answer.extract_answer(_rest(request.response_text, after))
   reference = _reference(request.answer, request.source, 'math')
-  if math_answer.is_refused(answer, reference, request.prompt_text):
-    # It has a vote, because the question was answered.
-    vote = _vote(answer)
-    return Part(value=0.0, accuracy=0.0, prediction=vote, error='refused')
-  return _judged(reference, answer, math_answer.is_right(answer, reference))
+  try:
+    if math_answer.is_refused(answer, reference, request.prompt_text):
+      # It has a vote, because the question was answered.
+      vote = _vote(answer)
+      return Part(value=0.0, accuracy=0.0, prediction=vote, error='refused')
+    right = math_answer.is_right(answer, reference)
+  except MemoryError:
+    raise
+  except Exception:  # A text that a model writes must not end its run.
+    logging.exception(
+        'the reward math failed at the answer %.200r; its reference is %.200r',
+        answer,
+        reference,
+    )
+    return Part(value=0.0, accuracy=0.0, prediction='', error='failed')
+  return _judged(reference, answer, right)
 
 
 def gsm8k(request: RewardRequest, after: str = '') -> Part:

@@ -274,6 +274,10 @@ class RewardPool:
             f'the limit is reward.memory_limit_mb={self._memory_limit_mb} MiB'
         ),
         'crash': 'the limit is two dead workers for one answer',
+        'failed': (
+            'it is a defect of this library, please report it with the log of'
+            ' the worker'
+        ),
     }
     for error in dict.fromkeys(result.error for result in results):
       if error not in limits or error in self._warned:

@@ -134,7 +134,7 @@ _GOES_ON = re.compile(r'\w|[.,]\d|\s*[*/^_+]|\s*-\s*[\d\\(a-z]')
 _SQRT = re.compile(r'\\sqrt(\d)', re.ASCII)
 _FINISHED = re.compile(
     r'(?:[a-zA-Z]=)?-?'
-    r'(?P<number>\d{1,9}(?:\.\d+)?)(?:(?<!\.\d)/(?P<over>[1-9]\d{0,8}))?',
+    r'(?:\d{1,9}\.\d+|(?P<number>\d{1,9})(?:/(?P<over>[1-9]\d{0,8}))?)',
     re.ASCII,
 )
 # A multiple of pi or of a root: '2\sqrt{3}', '\frac{\sqrt{3}}{2}', '5\pi/6';

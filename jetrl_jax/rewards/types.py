@@ -137,7 +137,7 @@ class Part:
     value: before the weight; None where the term does not apply.
     accuracy: in [0, 1]; None where the term does not judge the answer.
     prediction: the final answer as text, '' if the term reads none.
-    error: None or 'refused', see `RewardResult.error`.
+    error: None, 'refused' or 'failed', see `RewardResult.error`.
   """
 
   value: float | None
@@ -160,7 +160,8 @@ class RewardResult:
       is absent.
     prediction: the final answer as text, for majority votes; '' if none.
     error: None, or why the answer counts 0: 'timeout', 'crash', 'memory'
-      (limits of the worker) or 'refused' (an answer no verifier is given).
+      (limits of the worker), 'refused' (an answer no verifier is given) or
+      'failed' (`math` raised, a defect of this library).
   """
 
   score: float | None

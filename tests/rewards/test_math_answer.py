@@ -1,5 +1,6 @@
 import dataclasses
 import fractions
+import itertools
 from concurrent import futures
 
 import pytest
@@ -17,6 +18,44 @@ _LATEX = st.lists(
     | st.text(max_size=3),
     max_size=30,
 ).map(''.join)
+_NUMBERS = (
+    [
+        '0.25',
+        '12',
+        '3.5',
+        '.5',
+        '7',
+        '1,000',
+        '-2',
+        '1/2',
+        '5\\text{ cm}',
+        '10:30',
+    ]
+    + [
+        '\\sqrt{8}',
+        '2\\sqrt3',
+        '\\pi',
+        'x',
+        '\\frac{1}{2}',
+        '30^\\circ',
+        '10\\%',
+    ]
+    + ['(4)', '0', '12_8', '5!', '']
+)
+_BETWEEN = [
+    '/',
+    '*',
+    '+',
+    '-',
+    '^',
+    ':',
+    '=',
+    '<',
+    ' ',
+    ',',
+    '\\times ',
+    '\\div ',
+]
 
 
 @pytest.mark.parametrize(
@@ -639,6 +678,24 @@ def test_the_reward_refuses_what_is_copied_from_its_prompt():
   assert functions.math(other).value == 1
 
 
+def test_an_answer_at_which_the_judge_fails_counts_0(monkeypatch, caplog):
+  def fail(*_):
+    raise ZeroDivisionError('of a test')
+
+  monkeypatch.setattr(math_answer, 'is_refused', fail)
+  request = RewardRequest(
+      prompt_text='1+1?',
+      response_text=r'\boxed{2}',
+      answer='2',
+      source='math',
+      extra={},
+  )
+  part = functions.math(request)
+  assert (part.value, part.accuracy, part.error) == (0, 0, 'failed')
+  assert "failed at the answer '2'" in caplog.text
+  assert 'ZeroDivisionError: of a test' in caplog.text
+
+
 def test_a_number_above_its_modulus_is_not_the_remainder():
   assert math_answer.is_refused(r'18 \mod 13', '18')
   assert math_answer.is_refused(r'18 \mod 13', '5')
@@ -724,9 +781,31 @@ def test_any_text_is_read_without_an_error(response, reference):
   answer = math_answer.extract_answer(response)
   assert len(answer) <= costly.MAX_ANSWER_CHARS
   assert answer in response
-  math_answer.is_refused(answer, reference)
+  math_answer.is_refused(answer, reference, f'What is {answer}?')
   number = math_answer.parse_number(answer)
   assert number is None or isinstance(number[0], fractions.Fraction)
+
+
+@pytest.mark.parametrize('between', _BETWEEN)
+def test_arithmetic_of_the_prompt_is_read_without_an_error(between):
+  for left, right in itertools.product(_NUMBERS, _NUMBERS):
+    answer = f'{left}{between}{right}'
+    math_answer.is_refused(answer, '9', f'What is {answer}?')
+
+
+@pytest.mark.parametrize(
+    ('answer', 'refused'),
+    [
+        ('0.25/5', True),
+        ('10.50/12', True),
+        ('1.25', False),
+        ('3/4', False),
+        ('6/8', True),
+        ('-x=0.125/4', True),
+    ],
+)
+def test_a_fraction_of_a_decimal_is_left_to_work_out(answer, refused):
+  assert math_answer.is_refused(answer, '9', f'What is {answer}?') == refused
 
 
 @given(st.integers(-(10**12), 10**12), st.integers(0, 999))
