@@ -7,7 +7,8 @@ Dummy weights, offline, continuous batching with CUDA graphs, prefix caching on:
 vLLM's defaults but for the memory and the number of sequences. A step is one of
 the longest answer's, as in `benchmarks.rollout`; both include the prefill.
 Run it on one GPU while `benchmarks.rollout` runs on another of the same host,
-because hosts differ.
+because hosts differ. This process has JAX's threads, so an engine in a process
+of its own wants VLLM_WORKER_MULTIPROCESSING_METHOD=spawn.
 """
 
 import json

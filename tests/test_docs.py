@@ -552,6 +552,57 @@ def test_one_flow_without_equal_bits_is_that_of_its_files():
   assert max(endpoints['jetrl_inexact', 'core', s] for s in (1, 2)) < lowest
 
 
+def test_runs_without_equal_bits_that_were_cut_off_are_those_of_their_files():
+  runs = {}
+  for kind in ('cut_off', 'corrected'):
+    file = f'benchmarks/results/gsm8k_jetrl_inexact_{kind}_h200_2026-11-28.json'
+    runs[kind] = json.loads(_text(_ROOT / file))['rows']
+
+  def middle(kind, name, first, last):
+    return median(
+        row[name]
+        for row in runs[kind]
+        if name in row and first <= row['step'] <= last
+    )
+
+  def percent(kind, step):
+    return f'{100 * runs[kind][step]["accuracy"]:.1f}'
+
+  begin, end = (
+      [middle('cut_off', name, *steps) for name in ('k3', 'grad_norm')]
+      for steps in ((1, 20), (74, 93))
+  )
+  far = {
+      kind: [row['step'] for row in rows if row.get('update_k3', 0) > 1]
+      for kind, rows in runs.items()
+  }
+  page = _study()
+  assert len(runs['cut_off']) == 94 and len(runs['corrected']) == 67
+  assert (
+      f'k3 {begin[0]:.3f} in the first 20 steps and {end[0]:.3f} in the last'
+      f' 20, gradient norm {begin[1]:.2f} and {end[1]:.2f}, the k3 of an update'
+      f' above 1 in {len(far["cut_off"])} updates, the first at step'
+      f' {far["cut_off"][0]}; {percent("cut_off", 60)}% at step 60 and'
+      f' {percent("cut_off", 80)}% at step 80'
+  ) in page
+  k3, norm = (
+      {kind: middle(kind, name, 47, 66) for kind in runs}
+      for name in ('k3', 'grad_norm')
+  )
+  (exact,) = (
+      median(x for step, x in run.series('actor/grad_norm') if 47 <= step <= 66)
+      for run in _runs(('gsm8k_seed3_h200_2026-11-27',))
+      if run.arm.name == 'gsm8k_jetrl'
+  )
+  assert len(far['corrected']) == sum(s <= 66 for s in far['cut_off']) == 1
+  assert (
+      f'k3 is {k3["corrected"]:.4f} (without a correction {k3["cut_off"]:.4f})'
+      f' and the gradient norm {norm["corrected"]:.2f} ({norm["cut_off"]:.2f};'
+      f' exact {exact:.2f})'
+  ) in page
+  assert f'{percent("corrected", 60)}% ({percent("cut_off", 60)}; exact' in page
+
+
 def test_the_stress_cell_is_that_of_its_files():
   study = _study()
   folders = (
