@@ -32,6 +32,7 @@ from jetrl_jax.metrics.timer import Timer
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.optim.apply import UpdateInfo
 from jetrl_jax.optim.types import TrainState
+from jetrl_jax.rewards import RewardFunctionError
 from jetrl_jax.rl.objective import LossFunction, policy_loss
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.run import (
@@ -113,6 +114,8 @@ class Trainer:
         checkpoint was saved.
       NotEnoughGroupsError: dynamic sampling did not fill a batch; a checkpoint
         was saved.
+      RewardFunctionError: a reward function raised; a checkpoint was saved, but
+        of several processes and before the first step.
     """
     run = self.spec.run
     with (
@@ -145,6 +148,18 @@ class Trainer:
         self.sampler.restore(position)
         self._save(step, state)
         raise
+      except RewardFunctionError as error:
+        # The state is that of the step's start here too. Of several processes
+        # the others do not know of it, and a checkpoint is the work of all.
+        if not step or processes.count() > 1:
+          raise
+        self.sampler.restore(position)
+        self._save(step, state)
+        raise RewardFunctionError(
+            f'{str(error).rstrip()}\nStep {step} is saved in'
+            f' {self.folder.path}: mend the reward, and the same command goes'
+            ' on from there'
+        ) from error
     self.state = state
 
   def _train_step(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import pathlib
 import random
@@ -16,7 +17,9 @@ import pytest
 from jetrl_jax.config import build as configs
 from jetrl_jax.core.interrupt import Interrupt, StopRequested
 from jetrl_jax.dry_run import checks as dry_run_checks
+from jetrl_jax.rewards import RewardFunctionError
 from jetrl_jax.rl.scoring import store
+from jetrl_jax.rl.training.collector import Collector
 from tests import whole_run
 
 # A wait that is longer than any compilation here.
@@ -193,6 +196,27 @@ def test_a_stop_during_an_evaluation_is_at_once_and_changes_no_bit(
     assert whole_run.restored(finished).step == 6
   whole_run.trainer(finished).train()
   assert whole_run.outcome(finished) == uninterrupted
+
+
+@pytest.mark.parametrize(('call', 'number'), [('score', 4), ('evaluate', 2)])
+def test_a_reward_that_raises_loses_no_step_that_was_taken(
+    tmp_path, uninterrupted, monkeypatch, call, number
+):
+  trainer = whole_run.trainer(tmp_path)
+  original, calls = getattr(Collector, call), itertools.count(1)
+
+  def broken(collector, *arguments):
+    if next(calls) == number:
+      raise RewardFunctionError('of a test')
+    return original(collector, *arguments)
+
+  with monkeypatch.context() as patched:
+    patched.setattr(Collector, call, broken)
+    with pytest.raises(RewardFunctionError, match='of a test\nStep 3 is sav'):
+      trainer.train()
+  assert whole_run.restored(tmp_path).step == 3
+  whole_run.trainer(tmp_path).train()
+  assert whole_run.outcome(tmp_path) == uninterrupted
 
 
 def _lines(workdir: pathlib.Path) -> int:
