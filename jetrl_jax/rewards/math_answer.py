@@ -20,6 +20,7 @@ The text comes from a model under optimisation, so it is treated as hostile:
 """
 
 import contextlib
+import dataclasses
 import fractions
 import functools
 import importlib
@@ -101,11 +102,63 @@ _CHOICE = re.compile(
 )
 _LETTER = re.compile(r'\(?([A-J])\)?')
 _WORD = re.compile(r'[a-zA-Z]{2,}(?: [a-zA-Z]+)*')
-# Units of which another is another answer.
+# Units of which another is another answer: a line has the spellings of one.
+_SPELLINGS = """
+mm millimeter millimetre
+cm centimeter centimetre
+dm decimeter decimetre
+m meter metre
+km kilometer kilometre
+in inch inches
+ft foot feet
+yd yard
+mi mile
+s sec second
+min minute
+h hr hour
+day
+week
+month
+year
+mg milligram
+g gram
+kg kilogram
+oz ounce
+lb pound
+ton tonne
+mL ml milliliter millilitre
+L liter litre
+pint
+quart
+gallon
+acre
+hectare
+degree
+radian
+"""
+_UNITS = {
+    word + plural: line.split()[0]
+    for line in _SPELLINGS.strip().splitlines()
+    for word in line.split()
+    for plural in ('', 's')
+}
+_LONGEST_FIRST = sorted(_UNITS, key=len, reverse=True)
+_ANY_UNIT = '|'.join(_LONGEST_FIRST)
+_UNIT_WORD = '|'.join(word for word in _LONGEST_FIRST if len(word) > 2)
+_SPACES = r'\s*(?:(?:\\[,;: ]|~|-)\s*)*'
+_SIZED = r'(?:(?:square|sq\.?|cubic|cu\.?)\s+)?'
+# Outside of \text 'm' is a unit behind a number alone: in '2m+3h' it is none.
 _UNIT = re.compile(
-    r'[\d.}]\s*(?:\\[,;: ]\s*)*\\(?:text|mathrm|mbox)\s*\{\s*'
-    r'(mm|cm|dm|m|km|in|ft|yd|mi|s|min|h|hr|g|kg|mg|lb|oz|L|mL|ml)\s*\}'
-    r'(?:\^\{?\d\}?)?',
+    rf'[\d.}})$]{_SPACES}(?:\\(?:text|mathrm|mbox)\s*\{{\s*{_SIZED}'
+    rf'(?P<text>{_ANY_UNIT})|{_SIZED}(?P<word>{_UNIT_WORD}))(?![a-zA-Z])'
+    rf'|^\$?-?[\d.,/]+\$?{_SPACES}{_SIZED}(?P<plain>{_ANY_UNIT})'
+    r'\.?(?:\^\{?\d\}?)?\s*$'
+)
+# The 's' of '1+3s', but not of '2 s'.
+_VARIABLE_LAST = re.compile(r'(?<![a-zA-Z\\])[a-zA-Z]{1,2}\s*$')
+_QUANTITY = re.compile(
+    r'-?(?:[\d.,/]+|\\[dt]?frac\s*\{\d+\}\s*\{\d+\})\s*'
+    + f'(?:{_ANY_UNIT})\\s*'
 )
 _TEXT = re.compile(r'\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*\{([^{}]*)\}')
 _FONT = re.compile(
@@ -317,8 +370,8 @@ def is_right(answer: str, reference: str) -> bool:
     choice = _CHOICE.fullmatch(_unwrapped(answer).strip())
     if choice and (choice[1] or choice[2]).upper() == letter[1]:
       return True
-  unit, other = _UNIT.search(answer), _UNIT.search(reference)
-  if unit and other and unit[1] != other[1]:
+  unit, other = _unit(answer), _unit(reference)
+  if unit and other and unit != other:
     return False
   wanted = answer_list.with_both_signs(answer_list.entries(reference))
   if len(wanted) > 1:
@@ -461,6 +514,12 @@ def _with_point(text: str) -> str:
     return text
   whole = re.sub('[. ]', '', match['whole'])
   return f'{whole}.{match["decimals"]}{match["percent"] or ""}'
+
+
+def _unit(text: str) -> str | None:
+  """Returns the first unit's name, the same for all of its spellings."""
+  match = _UNIT.search(text.rpartition('=')[2].strip())
+  return match and _UNITS[match['text'] or match['word'] or match['plain']]
 
 
 def _uncounted(text: str) -> str:
@@ -617,6 +676,10 @@ def _parse(text: str) -> list[Any]:
   config = math_verify.LatexExtractionConfig(
       try_extract_without_anchor=False, boxed_match_priority=0
   )
+  if _VARIABLE_LAST.search(text) and not _QUANTITY.fullmatch(text):
+    # Else 's' would be taken away from '1+3s', as the seconds.
+    normal = dataclasses.replace(config.normalization_config, units=False)
+    config = dataclasses.replace(config, normalization_config=normal)
   return math_verify.parse(rf'\boxed{{{text}}}', [config], parsing_timeout=None)
 
 

@@ -665,6 +665,45 @@ def test_lists_ratios_percentages_and_words(answer, reference, right):
   assert math_answer.is_right(answer, reference) == right
 
 
+@pytest.mark.parametrize(
+    ('answer', 'reference', 'right'),
+    [
+        ('5 hours', r'5\text{ minutes}', False),
+        ('5 km', '5 m', False),
+        (r'5\text{ feet}', r'5\text{ inches}', False),
+        ('10 days', '10 weeks', False),
+        (r'5\text{ hrs}', '5 hours', True),
+        ('2h', r'2\text{ hours}', True),
+        (r'12\text{ square feet}', r'12\text{ ft}^2', True),
+        ('1.5 hours = 90 minutes', '90 minutes', True),
+        ('5 hours', '5', True),
+        ('5 kg', '5', True),
+        (r'\frac{1}{2} m', r'\frac{1}{2}', True),
+    ],
+)
+def test_a_quantity_of_another_unit_is_another(answer, reference, right):
+  assert math_answer.is_right(answer, reference) == right
+
+
+@pytest.mark.parametrize(
+    ('answer', 'reference', 'right'),
+    [
+        ('3s+1', '1+3s', True),
+        ('2g+3h', '3h+2g', True),
+        ('3t+2', '2+3t', True),
+        ('a+c+b', 'a + b + c', True),
+        ('6ab', '6ba', True),
+        ('2t', '2s', False),
+        ('6ab', '6', False),
+        ('3t', '3', False),
+        (r'\sin^2 x', r'\sin^2 t', False),
+        ('x^2 m', 'x^2 h', False),
+    ],
+)
+def test_a_variable_is_no_unit(answer, reference, right):
+  assert math_answer.is_right(answer, reference) == right
+
+
 def test_the_reward_refuses_what_is_copied_from_its_prompt():
   request = RewardRequest(
       prompt_text=_PROMPT,
