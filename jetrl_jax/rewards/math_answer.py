@@ -154,11 +154,11 @@ _UNIT = re.compile(
     rf'|^\$?-?[\d.,/]+\$?{_SPACES}{_SIZED}(?P<plain>{_ANY_UNIT})'
     r'\.?(?:\^\{?\d\}?)?\s*$'
 )
-# The 's' of '1+3s', but not of '2 s'.
+# The 's' of '1+3s', but not of '2 s' and of '1st'.
 _VARIABLE_LAST = re.compile(r'(?<![a-zA-Z\\])[a-zA-Z]{1,2}\s*$')
 _QUANTITY = re.compile(
     r'-?(?:[\d.,/]+|\\[dt]?frac\s*\{\d+\}\s*\{\d+\})\s*'
-    + f'(?:{_ANY_UNIT})\\s*'
+    + f'(?:{_ANY_UNIT}|am|pm|cc|gm|rs|yr|st|nd|rd|th)\\s*'
 )
 _TEXT = re.compile(r'\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*\{([^{}]*)\}')
 _FONT = re.compile(

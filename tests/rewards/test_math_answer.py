@@ -678,6 +678,9 @@ def test_lists_ratios_percentages_and_words(answer, reference, right):
         ('1.5 hours = 90 minutes', '90 minutes', True),
         ('5 hours', '5', True),
         ('5 kg', '5', True),
+        ('5th', '5', True),
+        ('5 pm', '5', True),
+        ('10:30 AM', '10:30 am', True),
         (r'\frac{1}{2} m', r'\frac{1}{2}', True),
     ],
 )
