@@ -31,6 +31,7 @@ _FORMS = tuple(
         r'\^\s*[{(\s]*\d+\s*(?:\\cdot|\\times|\*)',  # To a product.
         r'\d[\d,]{3,}\s*[})\s]*!',  # The factorial of 1000 or more,
         r'!\s*[})\s]*!',  # of a factorial,
+        r'\^\s*-?\d+\s*!',  # of a power,
         r'[})]\s*!',  # or of an expression.
         r'binom[^a-zA-Z]*\d{4}',
         r'\\(?:log|ln)[\s{(]*\\(?:log|ln)',

@@ -22,6 +22,7 @@ from jetrl_jax.rewards import costly, math_answer
         (r'10^{99 \cdot 99}', '18'),
         ('/'.join('3' * 20), '18'),
         (r'\div '.join('3' * 20), '18'),
+        ('10^9!', 'x+1'),
     ],
 )
 def test_degrees_and_depths_beyond_the_reference_are_refused(answer, reference):
