@@ -104,6 +104,7 @@ class Episode:
     self.accuracy: float | None = None
     self.error: str | None = None
     self.over_by_turns = False
+    self._end: int | None = None
     self._call = _Call(lambda: self._read(self._reset(prompt, rng)), ended)
 
   def _reset(self, prompt: Prompt, rng: np.random.Generator) -> Outcome:
@@ -127,6 +128,9 @@ class Episode:
     )
     over = outcome.done or self.turns >= self.config.max_turns
     tokens = self.config.observation_tokens('' if over else outcome.observation)
+    # Otherwise a chat template's turn mark would stand there twice.
+    if len(tokens) and tokens[0] == self._end:
+      tokens = tokens[1:]
     # A gather would silently take the embedding's last row.
     if len(tokens) and (largest := int(tokens.max())) >= self._vocab_size:
       raise ValueError(
@@ -135,9 +139,16 @@ class Episode:
       )
     return outcome, Answer(observation=tokens, over=over)
 
-  def step(self, text: str) -> None:
-    """Sends a turn to the environment; `poll` returns the answer."""
+  def step(self, text: str, end: int | None = None) -> None:
+    """Sends a turn to the environment; `poll` returns the answer.
+
+    Args:
+      text: the turn.
+      end: the end token that the turn already has; an observation in whose
+        template it comes first does not repeat it. None after a stop string.
+    """
     self.turns += 1
+    self._end = end
     self._call = _Call(
         lambda: self._read(self._environment.step(text)), self._ended
     )

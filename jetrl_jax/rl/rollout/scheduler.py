@@ -390,7 +390,8 @@ class Scheduler:
       text_end = slot.ended - (cut is None)  # The text has no stop token.
       if slot.episode is not None:
         slot.episode.step(
-            self.environment.tokenizer.decode(tokens[i, slot.turn : text_end])
+            self.environment.tokenizer.decode(tokens[i, slot.turn : text_end]),
+            end=int(tokens[i, text_end]) if cut is None else None,
         )
       asked.append(i)
     if any(active[i] for i in asked):

@@ -137,6 +137,22 @@ def test_without_stop_strings_a_turn_ends_with_its_stop_token():
   assert len(turns) == 12 and min(turns) == 0 < max(turns)
 
 
+def test_an_end_token_that_begins_the_template_is_not_repeated():
+  # As '<|im_end|>' of a chat template does. Some turns end with it, others with
+  # a stop string.
+  limits = {'observation_template': 'a{observation}'}
+  (end,) = scripted.tokenizer().encode('a', add_special_tokens=False)
+  assert end in tiny_run.engine_config().stop_ids
+  ended_with = set()
+  for c in _rollout(limits=limits):
+    starts = np.flatnonzero(np.diff(c.sampled.astype(int)) == -1) + 1
+    for start in starts:
+      last, first = c.tokens[start - 1 : start + 1].tolist()
+      assert [last, first].count(end) == 1
+      ended_with.add(last == end)
+  assert ended_with == {True, False}
+
+
 def test_a_stop_string_of_two_tokens_ends_a_turn_wherever_visits_fall():
   class Pairs(scripted.Letters):
     stop_strings = tuple(
