@@ -121,7 +121,10 @@ ALARMS = (
         holds=_is_no_accuracy,
         label='The accuracy is not between 0 and 1',
         advice=(
-            "Score and accuracy may be swapped: look at the reward's 'acc'."
+            "Nothing gives one, so the first reward's score takes its place:"
+            " return 'acc' beside 'score', or add a reward that knows it with"
+            ' weight 0, such as last_number (docs/rewards.md); an environment'
+            ' has Outcome(accuracy=...).'
         ),
     ),
     Alarm(
