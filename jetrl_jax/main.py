@@ -73,9 +73,12 @@ def main() -> None:
     recipe += f' training, {spec.rollout_policy.recipe.name} rollout'
   if not spec.policy.exact:
     recipe += f', {compilation.NOT_CLAIMED},'
+  held_out = ''
+  if spec.val_set is not None and (lost := spec.val_set.num_filtered):
+    held_out = f', {len(spec.val_set)} held out ({lost} over-long left out)'
   print(
       f'{recipe} on {_devices(spec.mesh.size)}: {len(spec.train_set)}'
-      f' prompts ({spec.train_set.num_filtered} over-long left out)'
+      f' prompts ({spec.train_set.num_filtered} over-long left out){held_out}'
       f' -> {workdir}'
   )
   print(f'kernels: {spec.policy.kernels}')

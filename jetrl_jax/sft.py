@@ -120,11 +120,10 @@ def _batches(
   settings = take(DataConfig, config)
   compatibility.warn_of_template(settings)
   data = configs.build_dataset(settings, settings.train_files, tokenizer)
-  if config.sft.batch_size > len(data):
-    raise ValueError(
-        f'sft.batch_size is {config.sft.batch_size}; the training data has'
-        f' {len(data)} prompts'
-    )
+  configs.check_enough('sft.batch_size', config.sft.batch_size, data)
+  logging.info(
+      '%d prompts (%d over-long left out)', len(data), data.num_filtered
+  )
   targets = [
       target_tokens(prompt, config.data.answer_key, tokenizer)
       for prompt in data

@@ -101,6 +101,34 @@ def build_dataset(
   )
 
 
+def check_enough(
+    name: str, size: int, train_set: PromptDataset, advice: str = ''
+) -> None:
+  """Refuses a batch of more different prompts than there are.
+
+  Args:
+    name: the setting, for the sentence.
+    size: prompts of a batch.
+    train_set: the prompts to draw from.
+    advice: the end of the sentence.
+
+  Raises:
+    ValueError: there are fewer; says how many were too long to be kept.
+  """
+  if size <= len(train_set):
+    return
+  left_out = ''
+  if train_set.num_filtered:
+    left_out = (
+        f' ({train_set.num_filtered} more are left out, as longer than'
+        ' data.max_prompt_length; raise it to keep them)'
+    )
+  raise ValueError(
+      f'{name} is {size}; the training data has {len(train_set)}'
+      f' prompts{left_out}{advice}'
+  )
+
+
 def data_config(
     config: Config | None, tokenizer: Tokenizer, max_prompt_length: int
 ) -> DataConfig:
@@ -375,12 +403,12 @@ def build(config: Config) -> RunSpec:
   prompts = [*train_set, *(val_set or ())]
   vocab_size = policy.model.vocab_size
   check_ids(tokenizer, (prompt.tokens for prompt in prompts), vocab_size)
-  if run.train_batch_size > len(train_set):
-    raise ValueError(
-        f'trainer.train_batch_size is {run.train_batch_size}; the training data'
-        f' has {len(train_set)} prompts; lower it, and trainer.mini_batch_size'
-        ' with it, or add rows'
-    )
+  check_enough(
+      'trainer.train_batch_size',
+      run.train_batch_size,
+      train_set,
+      '; lower it, and trainer.mini_batch_size with it, or add rows',
+  )
   if not environment and not run.synthetic:
     references = ((prompt.answer, prompt.source) for prompt in prompts)
     check_references(reward_specs(rewards), references)

@@ -406,6 +406,17 @@ def test_a_setting_that_cannot_work_is_refused_before_any_compute(
   _refused(message, **changes)
 
 
+def test_a_batch_that_lacks_prompts_as_they_are_too_long_says_so(tmp_path):
+  rows = [{'question': '1+1=', 'answer': '2'}] * 3
+  rows += [{'question': 20 * '1+' + '1=', 'answer': '21'}] * 5
+  (tmp_path / 'rows.jsonl').write_text('\n'.join(map(json.dumps, rows)))
+  _refused(
+      'has 3 prompts (5 more are left out, as longer than'
+      ' data.max_prompt_length; raise it to keep them); lower it',
+      **{'data.train_files': (str(tmp_path / 'rows.jsonl'),)},
+  )
+
+
 def test_a_missing_model_folder_is_named():
   _refused('nowhere', **{'model.path': str(whole_run.home() / 'nowhere')})
 
