@@ -294,6 +294,11 @@ def test_a_name_of_another_library_is_led_to_ours(argument, meant):
             ['--config.seed=3'],
             '--config.seed=3 overrides a config, and none is named; name one',
         ),
+        pytest.param(
+            ['--config.seed=3', _TINY],
+            '--config.seed=3 stands before --config; give --config first',
+            marks=pytest.mark.slow,
+        ),
         ([_TINY, '--wordkir=x'], "Unknown command line flag 'wordkir'"),
         pytest.param(
             [_TINY, '--lr=2'],

@@ -263,6 +263,11 @@ def _sentence(
           ' well, such as --config=quickstart'
       )
     return said(error)
+  for argument in argv:
+    if re.match(r'--?config(=|$)', argument):
+      break
+    if re.match(r'--?config\.', argument):
+      return f'{argument} stands before --config; give --config first'
   for cause in _chain(error):
     frames = traceback.extract_tb(cause.__traceback__)
     inside = [f for f in frames if _is(file, f.filename)]
