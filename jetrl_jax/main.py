@@ -151,7 +151,7 @@ def _say_stopped(stop: StopRequested, workdir: pathlib.Path) -> None:
 
 def _summary(workdir: pathlib.Path) -> None:
   """Prints held-out accuracy before and after, and two completions."""
-  first, last, mismatch = {}, {}, 0.0
+  first, last, mismatch, ended = {}, {}, 0.0, 0
   tally = alarms.Tally()
   name = 'training/mismatch_token_frac'
   # Lines are read one by one, because all lines of a long run would be
@@ -159,6 +159,7 @@ def _summary(workdir: pathlib.Path) -> None:
   with open(workdir / 'metrics.jsonl', encoding='utf-8') as lines:
     for record in map(json.loads, lines):
       tally.add(record)
+      ended = record['step']
       if name in record:
         mismatch = max(mismatch, record[name])
       if any('/acc/mean@' in measure for measure in record):
@@ -168,7 +169,7 @@ def _summary(workdir: pathlib.Path) -> None:
   if not last:
     print(f'Done. Metrics are in {workdir}/metrics.jsonl.')
     return
-  for line in before_and_after(first, last):
+  for line in before_and_after(first, last, ended):
     print(line)
   print(
       'Tokens whose rollout and training log-probs differ in any bit:'

@@ -42,23 +42,29 @@ def show_own_sentences() -> None:
   )
 
 
-def before_and_after(first: dict, last: dict) -> list[str]:
+def before_and_after(
+    first: dict, last: dict, ended: int | None = None
+) -> list[str]:
   """Returns a line for each held-out accuracy and mean reward.
 
   Args:
     first: metrics of the first evaluation that has a line; after a resume it
       may lack some names, and earlier lines may be lost.
     last: metrics of its last evaluation.
+    ended: the run's last step; None is that of `last`. Of a run that was
+      resumed with trainer.test_freq=0 it is a later one.
   """
   lines, start, end = [], first.get('step', 0), last.get('step', 0)
   when = f'at step {start}' if start else 'before'
+  ended = end if ended is None else ended
+  at_end = 'after' if end == ended else f'at step {end} of {ended}'
   for name, value in last.items():
     for measure, form in (('/acc/mean@', '.1%'), ('/reward/mean@', '.4f')):
       if measure in name and not name.endswith('/ci95'):
         before = ''
-        if name in first and (start < end or not start):
+        if name in first and (start < end or end == ended and not start):
           before = f'{first[name]:{form}} {when}, '
-        lines.append(f'{name}: {before}{value:{form}} after')
+        lines.append(f'{name}: {before}{value:{form}} {at_end}')
   return lines
 
 

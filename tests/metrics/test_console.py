@@ -29,6 +29,16 @@ def test_an_evaluation_that_was_not_the_first_is_not_called_before():
   ]
 
 
+def test_an_evaluation_before_the_last_step_is_not_called_after():
+  one = 'val-core/heldout/acc/mean@1'
+  first, last = {'step': 0, one: 0.5}, {'step': 6, one: 0.75}
+  # Resumed with trainer.test_freq=0.
+  assert before_and_after(first, last, 9) == [
+      f'{one}: 50.0% before, 75.0% at step 6 of 9'
+  ]
+  assert before_and_after(first, first, 9) == [f'{one}: 50.0% at step 0 of 9']
+
+
 def test_a_long_task_says_a_line_now_and_then_also_while_it_waits(capsys):
   shown = Progress('answers', 8, every_s=0.05)
   shown.update(0)
