@@ -238,7 +238,7 @@ def table(found: dict[str, Any], device: str) -> str:
 
 
 def _row(label: str, row: dict[str, Any], names: list[str]) -> str:
-  cells = ''.join(f'{_cell(row.get(name)):>24}' for name in names)
+  cells = ''.join(f' {_cell(row.get(name)):>23}' for name in names)
   line = f'{label:<14}{row["problems"]:>9}{cells}'
   length, cut = row.get('response_length_mean'), row.get('truncated')
   line += f'{"" if length is None else f"{length:.0f}":>8}'
@@ -250,6 +250,11 @@ def _row(label: str, row: dict[str, Any], names: list[str]) -> str:
 def _cell(entry: dict[str, float | None] | None) -> str:
   if entry is None:  # No reward read an answer to vote with.
     return '-'
+  numbers = [x for x in entry.values() if x is not None]
+  # What leaves [0, 1] is a reward in the place of an accuracy, and no share.
+  form = '.1%' if all(0 <= x <= 1 for x in numbers) else '.4g'
   if entry['low'] is None:
-    return f'{entry["value"]:.1%}'
-  return f'{entry["value"]:.1%} [{entry["low"]:.1%}, {entry["high"]:.1%}]'
+    return f'{entry["value"]:{form}}'
+  return (
+      f'{entry["value"]:{form}} [{entry["low"]:{form}}, {entry["high"]:{form}}]'
+  )
