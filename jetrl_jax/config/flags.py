@@ -308,13 +308,8 @@ def _no_config(file: pathlib.Path, made: Any) -> str:
 def _as_override(argument: str, known: list[str]) -> str:
   """Names the override that `name=value`, Hydra's and verl's way, may mean."""
   name, equals, value = argument.lstrip('-+').partition('=')
-  last = name.rpartition('.')[2]
-  near = [k for k in known if k.rpartition('.')[2] == last]
-  near = near or [k for k in known if k == config_schema.OURS.get(last)]
-  if not equals or not near:
-    return ''
-  meant = name if name in near else near[0]
-  return f'; did you mean --config.{meant}={value}?'
+  meant = config_schema.counterpart(name, known)
+  return f'; did you mean --config.{meant}={value}?' if equals and meant else ''
 
 
 def _of_file(error: BaseException, line: str | None) -> str:

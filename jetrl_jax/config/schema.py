@@ -17,8 +17,9 @@ import ml_collections
 # The range of JAX's int32 and float32. A number beyond it is a typing error.
 _MAX_INT = 2**31 - 1
 _TINY, _HUGE = 1.2e-38, 3.4e38
-# TRL's and verl's names of settings whose names here are not spelt similarly,
-# and whose values are meant alike (docs/migrating.md).
+# Names that TRL, verl and Tunix give to settings whose names here are not spelt
+# similarly, and whose values are meant alike (docs/migrating.md). Of two that a
+# name ends with the longer one counts.
 OURS = {
     'learning_rate': 'optim.lr',
     'max_grad_norm': 'optim.grad_clip',
@@ -34,11 +35,54 @@ OURS = {
     'tensor_model_parallel_size': 'mesh.tensor',
     'loss_mode': 'algorithm.policy_loss',
     'max_actor_ckpt_to_keep': 'trainer.keep_latest',
+    'save_total_limit': 'trainer.keep_latest',
+    'max_to_keep': 'trainer.keep_latest',
+    'beta': 'algorithm.kl_loss_coef',
+    'kl_coef': 'algorithm.kl_reward_coef',
+    'epsilon': 'algorithm.clip_ratio_low',
+    'epsilon_high': 'algorithm.clip_ratio_high',
+    'epsilon_c': 'algorithm.clip_ratio_c',
+    'delta': 'algorithm.clip_ratio_c',
+    'adam_epsilon': 'optim.eps',
+    'clip_grad': 'optim.grad_clip',
+    'fsdp_size': 'mesh.fsdp',
+    'val_kwargs.n': 'trainer.val_num_generations',
+    'val_kwargs.temperature': 'trainer.val_temperature',
+    'max_assistant_turns': 'environment.max_turns',
+    'eval_every_n_steps': 'trainer.test_freq',
+    'save_interval_steps': 'trainer.save_freq',
 }
+_BETAS = 'optim.betas=(0.9, 0.999) has both'
+_EPOCHS = 'there are no epochs; trainer.total_training_steps counts rollouts'
+_WORKDIR = 'the flag --workdir takes its place'
+_LOGGER = (
+    'metrics.jsonl and TensorBoard are written always, Weights & Biases with'
+    ' logger.wandb_project'
+)
+_REWARD = "reward.functions=('file.py:function',) takes its place"
+_BATCHES = (
+    'batches are trainer.train_batch_size and trainer.mini_batch_size, in'
+    ' prompts, and trainer.micro_batch_size, in packed rows (docs/migrating.md)'
+)
 # Settings of others that are not settings here, and what takes their place.
 _ELSEWHERE = {
     'stop': "a response stops at the tokens that the tokenizer's folder names"
     ' (eos_token_id in generation_config.json)',
+    'num_train_epochs': _EPOCHS,
+    'total_epochs': _EPOCHS,
+    'output_dir': _WORKDIR,
+    'default_local_dir': _WORKDIR,
+    'report_to': _LOGGER,
+    'trainer.logger': _LOGGER,
+    'custom_reward_function.path': _REWARD,
+    'custom_reward_function.name': _REWARD,
+    'per_device_train_batch_size': _BATCHES,
+    'ppo_micro_batch_size_per_gpu': _BATCHES,
+    'gradient_accumulation_steps': _BATCHES,
+    'adam_beta1': _BETAS,
+    'adam_beta2': _BETAS,
+    'loss_type': 'it is algorithm.loss_agg_mode and algorithm.policy_loss here'
+    ' (docs/migrating.md)',
 }
 
 # A quote, maybe after a bracket; a bracket that is never closed; names with
@@ -83,17 +127,51 @@ def names(config: ml_collections.ConfigDict) -> list[str]:
 
 def unknown_name(name: str, known: list[str]) -> str:
   """Says that a config name is unknown, and which ones are near."""
-  ours = OURS.get(name.rpartition('.')[2])
-  close = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-  close = [ours] if ours in known else close
-  hint = f' did you mean {close[0]!r}?' if close else ''
-  if elsewhere := _ELSEWHERE.get(name.rpartition('.')[2]):
-    hint = f' {elsewhere};'
-  section = f'{name.rpartition(".")[0]}.'
-  beside = [k.removeprefix(section) for k in known if k.startswith(section)]
+  section = name.rpartition('.')[0]
+  beside = [k for k in known if section and k.startswith(f'{section}.')]
+  # A section that both have would make any two names alike.
+  near = {k.removeprefix(f'{section}.'): k for k in beside or known}
+  last = name.removeprefix(f'{section}.') if beside else name
+  close = difflib.get_close_matches(last, near, n=1, cutoff=0.6)
+  hints = []
+  if elsewhere := _by_end(name, _ELSEWHERE):
+    hints.append(elsewhere)
+  elif ours := counterpart(name, known) or (near[close[0]] if close else None):
+    hints.append(f'did you mean {ours!r}?')
   if beside:
-    hint += f' {section}* are {", ".join(beside)}'
-  return f'unknown config name {name!r}' + (f';{hint}' if hint else '')
+    names_beside = ', '.join(k.removeprefix(f'{section}.') for k in beside)
+    separator = ' ' if hints and hints[0].endswith('?') else '; '
+    listed = f'{section}.* are {names_beside}'
+    hints = [separator.join([*hints, listed])]
+  if not hints:
+    hints.append(
+        'docs/configuration.md lists all, docs/migrating.md beside the names of'
+        ' verl, TRL and Tunix'
+    )
+  return f'unknown config name {name!r}; {hints[0]}'
+
+
+def counterpart(name: str, known: list[str]) -> str | None:
+  """Returns our name for a setting of another library, None without one.
+
+  Args:
+    name: a dotted name, such as 'actor_rollout_ref.actor.optim.lr'.
+    known: our names.
+  """
+  if (ours := _by_end(name, OURS)) in known:
+    return ours
+  *sections, last = name.split('.')
+  same = [k for k in known if k.rpartition('.')[2] == last]
+  if len(same) > 1:  # 'enable' has several sections; one may be named.
+    same = [k for k in same if f'.{k}'.split('.')[-2] in sections]
+  return same[0] if len(same) == 1 else None
+
+
+def _by_end(name: str, table: dict[str, str]) -> str | None:
+  """Returns the entry of the longest end of a dotted name."""
+  parts = name.split('.')
+  ends = ('.'.join(parts[i:]) for i in range(len(parts)))
+  return next((table[end] for end in ends if end in table), None)
 
 
 def _flatten(

@@ -69,6 +69,41 @@ def test_a_name_of_trl_or_verl_is_led_to_ours(theirs, ours):
     assert f"did you mean '{ours}'?" in said
 
 
+@pytest.mark.parametrize(
+    'theirs, ours',
+    [
+        ('actor_rollout_ref.actor.optim.lr', 'optim.lr'),
+        ('actor_rollout_ref.rollout.n', 'rollout.num_generations'),
+        (
+            'actor_rollout_ref.rollout.val_kwargs.n',
+            'trainer.val_num_generations',
+        ),
+        (
+            'reward_model.overlong_buffer.enable',
+            'reward.overlong_buffer.enable',
+        ),
+        ('algorithm.rollout_correction.rollout_is', 'algorithm.rollout_is'),
+    ],
+)
+def test_a_longer_name_of_another_library_is_led_by_its_end(theirs, ours):
+  assert f"did you mean '{ours}'?" in config_schema.unknown_name(theirs, _NAMES)
+
+
+@pytest.mark.parametrize(
+    'name, instead',
+    [
+        ('trainer.total_epochs', 'there are no epochs; '),
+        ('output_dir', 'the flag --workdir takes its place'),
+        ('per_device_train_batch_size', 'trainer.micro_batch_size, in packed'),
+        ('trainer.nnodes', 'trainer.* are '),
+        ('role_to_mesh', 'docs/migrating.md'),
+    ],
+)
+def test_a_name_that_none_of_ours_is_like_is_led_to_none(name, instead):
+  said = config_schema.unknown_name(name, _NAMES)
+  assert instead in said and 'did you mean' not in said
+
+
 def test_stop_texts_are_led_to_the_stop_tokens():
   said = config_schema.unknown_name('rollout.stop', _NAMES)
   assert 'eos_token_id in generation_config.json' in said

@@ -187,9 +187,9 @@ def test_an_accuracy_outside_of_0_and_1_has_a_normal_interval():
   assert evaluate_report._cell(interval) == '2 [-0.2632, 4.263]'
   assert evaluate_report._cell(alone) == '-1'
   wide = {'value': -1234.5, 'low': -1250.25, 'high': -1218.75}
-  assert evaluate_report._row(
-      'mine', {'problems': 8, 'mean@1': wide, 'without_answer': None}, ['mean@1']
-  ).split() == ['mine', '8', '-1234', '[-1250,', '-1219]', '-']
+  row = {'problems': 8, 'mean@1': wide, 'without_answer': None}
+  shown = evaluate_report._row('mine', row, ['mean@1'])
+  assert shown.split() == ['mine', '8', '-1234', '[-1250,', '-1219]', '-']
 
 
 def test_a_path_with_a_tilde_is_read_and_written_in_the_home_folder(
