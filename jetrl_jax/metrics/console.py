@@ -59,13 +59,24 @@ def before_and_after(
   ended = end if ended is None else ended
   at_end = 'after' if end == ended else f'at step {end} of {ended}'
   for name, value in last.items():
-    for measure, form in (('/acc/mean@', '.1%'), ('/reward/mean@', '.4f')):
+    for measure in ('/acc/mean@', '/reward/mean@'):
       if measure in name and not name.endswith('/ci95'):
-        before = ''
+        numbers = [value]
         if name in first and (start < end or end == ended and not start):
-          before = f'{first[name]:{form}} {when}, '
-        lines.append(f'{name}: {before}{value:{form}} {at_end}')
+          numbers.insert(0, first[name])
+        form = _form(*numbers) if measure == '/acc/mean@' else '.4f'
+        *before, after = (f'{number:{form}}' for number in numbers)
+        before = f'{before[0]} {when}, ' if before else ''
+        lines.append(f'{name}: {before}{after} {at_end}')
   return lines
+
+
+def _form(*accuracies: float) -> str:
+  """Returns how accuracies are shown: as shares, if all of them can be.
+
+  Where no reward gives one, a reward stands in its place (`alarms.py`).
+  """
+  return '.1%' if all(0 <= x <= 1 for x in accuracies) else '.4f'
 
 
 class Console:
@@ -94,7 +105,7 @@ class Console:
         if name in metrics
     ]
     shown += [
-        f'{name.removeprefix("val-core/")} {value:.1%}'
+        f'{name.removeprefix("val-core/")} {value:{_form(value)}}'
         for name, value in metrics.items()
         if name.startswith('val-core/')
         and '/acc/mean@' in name

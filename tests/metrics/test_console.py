@@ -39,6 +39,14 @@ def test_an_evaluation_before_the_last_step_is_not_called_after():
   assert before_and_after(first, first, 9) == [f'{one}: 50.0% at step 0 of 9']
 
 
+def test_a_reward_in_the_place_of_an_accuracy_is_no_share():
+  one = 'val-core/heldout/acc/mean@1'
+  first, last = {'step': 0, one: 0.5}, {'step': 6, one: 17.375}
+  assert before_and_after(first, last) == [
+      f'{one}: 0.5000 before, 17.3750 after'
+  ]
+
+
 def test_a_long_task_says_a_line_now_and_then_also_while_it_waits(capsys):
   shown = Progress('answers', 8, every_s=0.05)
   shown.update(0)
