@@ -253,7 +253,8 @@ def _lacks_answer(row: dict[str, Any], answer_key: str, where: str) -> bool:
     value = column(row, answer_key, f'{where}, answer_key')
   except ValueError as error:
     raise ValueError(
-        f"{error} Where rows have no reference answer, set answer_key to ''."
+        f"{error} Where rows have no reference answer, set answer_key to ''"
+        ' (data.answer_key, or --answer_key= of evaluate).'
     ) from error
   if isinstance(value, float):
     return not math.isfinite(value)
@@ -285,7 +286,8 @@ def _read_rows(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
         '.parquet': _read_parquet,
     }
     if path.suffix not in readers:
-      raise ValueError(f'{file}: unknown format; allowed: {_FORMATS}.')
+      name = file or 'a file without a name'
+      raise ValueError(f'{name}: unknown format; allowed: {_FORMATS}.')
     # Not Path.is_file, which raises on a name too long for the file system.
     if not os.path.isfile(path):
       raise ValueError(f'{file}: there is no such file.')

@@ -48,6 +48,15 @@ def number(value: float | None, unit: str = '') -> str:
   return (f'{value:.0f}' if size >= 100 else f'{value:.3g}') + unit
 
 
+def share(*values: np.ndarray) -> str:
+  """Returns the unit of accuracies: '%', or '' if any is outside [0, 1].
+
+  Where no reward gives an accuracy, a reward stands in its place
+  (`metrics/alarms.py`).
+  """
+  return '%' if all(((v >= 0) & (v <= 1)).all() for v in values) else ''
+
+
 def duration(seconds: float) -> str:
   """Returns '41 s', '4 min 12 s', '3 h 05 min' or '2 d 04 h'."""
   if seconds < 60:
@@ -96,19 +105,20 @@ def _heldout(run: Run, name: str) -> Fact:
   steps, values = steps[np.isfinite(every)], run.finite(name)
   source, _, samples = name.removeprefix('val-core/').partition('/acc/')
   detail = f'{source}, {samples}'
+  unit = share(values)
   # If all samples are right or all are wrong, it is 0 and says nothing.
   if half := run.last(f'{name}/ci95'):
-    detail += f', ±\xa0{number(half, "%")}'
-  value = number(values[-1], '%')
+    detail += f', ±\xa0{number(half, unit)}'
+  value = number(values[-1], unit)
   if len(values) == 1:
     return Fact('Held-out accuracy', value, f'{detail}; at step {steps[0]}')
   # Lines may be lost: the first is then not the accuracy before training.
   detail += f'; from step {steps[0]}' if steps[0] else ''
   best = int(values.argmax())
-  detail += f'; best {number(values[best], "%")} at step {steps[best]}'
+  detail += f'; best {number(values[best], unit)} at step {steps[best]}'
   tones = {1.0: 'good', -1.0: 'bad'}
   tone = tones.get(np.sign(values[-1] - values[0]), '')
-  value = f'{number(values[0], "%")} → {value}'
+  value = f'{number(values[0], unit)} → {value}'
   return Fact('Held-out accuracy', value, detail, tone)
 
 

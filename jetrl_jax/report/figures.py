@@ -18,7 +18,14 @@ import plotly.colors
 import plotly.graph_objects as go
 
 from jetrl_jax.report.answers import visible
-from jetrl_jax.report.facts import Fact, at_all, count, duration, number
+from jetrl_jax.report.facts import (
+    Fact,
+    at_all,
+    count,
+    duration,
+    number,
+    share,
+)
 from jetrl_jax.report.run import Health, Run, layer_and_kind
 
 _MAX_POINTS, _MAX_BARS, _MAX_COLUMNS = 800, 200, 240
@@ -118,7 +125,8 @@ def heldout_panels(runs: list[Run]) -> list[Panel]:
     title = f'Held-out accuracy: {source}{elsewhere}'
     curves = {kind: f'val-{precision}/{source}/acc/{kind}' for kind in kinds}
     note = 'Band: 95% interval over problems.'
-    panels.append(Panel(title, curves, '%', note, absent=''))
+    values = [run.finite(name) for run in runs for name in curves.values()]
+    panels.append(Panel(title, curves, share(*values), note, absent=''))
   return panels
 
 

@@ -153,7 +153,7 @@ def test_rows_need_no_answer_where_no_column_of_answers_is_named(tmp_path):
   with pytest.raises(ValueError, match="'q' is empty"):
     _load(_write(tmp_path / 'd.jsonl', {'q': ''}), answer_key='')
   path = _write(tmp_path / 'd.jsonl', rows[0])
-  with pytest.raises(ValueError, match=r"\['q'\]\. .* set answer_key to ''\."):
+  with pytest.raises(ValueError, match=r"\['q'\]\. .* set answer_key to '' \("):
     _load(path)
 
 

@@ -51,6 +51,13 @@ def test_the_headline_says_before_and_after(workdir):
   assert _fact(workdir, 'Speed').value == '100 tokens/s'
 
 
+def test_a_reward_in_the_place_of_an_accuracy_is_a_number(workdir):
+  _append(workdir, **{'val-core/heldout/acc/mean@1': 16.5})
+  heldout = _fact(workdir, 'Held-out accuracy')
+  assert heldout.value == '0.25 → 16.5'
+  assert '; best 16.5 at step 7' in heldout.detail
+
+
 def test_a_run_whose_lines_are_lost_claims_no_before(workdir):
   path = workdir / 'metrics.jsonl'
   lines = path.read_text().splitlines(keepends=True)

@@ -311,3 +311,10 @@ def test_a_long_run_of_a_large_model_is_a_small_figure():
 def test_arrays_are_written_as_plotly_reads_them():
   found = go.Figure(go.Scatter(y=np.asarray([1.0, np.nan]))).to_plotly_json()
   np.testing.assert_array_equal(array(found['data'][0]['y']), [1, np.nan])
+
+
+def test_a_reward_in_the_place_of_an_accuracy_is_no_share():
+  name = 'val-core/train/acc/mean@1'
+  for values, unit in (([0.0, 0.5, 1.0], '%'), ([0.5, 16.5], '')):
+    (panel,) = figures.heldout_panels([run(**{name: values})])
+    assert panel.unit == unit
