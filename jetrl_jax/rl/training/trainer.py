@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from absl import logging
@@ -32,7 +32,6 @@ from jetrl_jax.metrics.timer import Timer
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.optim.apply import UpdateInfo
 from jetrl_jax.optim.types import TrainState
-from jetrl_jax.rewards import RewardFunctionError
 from jetrl_jax.rl.objective import LossFunction, policy_loss
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.run import (
@@ -97,6 +96,8 @@ class Trainer:
     self.accuracy: float | None = None
     # Metrics of a step whose line has not been written yet.
     self.pending: dict[str, Any] | None = None
+    # Whether what runs changes no state: a rollout, its rewards, an evaluation.
+    self.is_sampling = False
 
   # --- the algorithm ------------------------------------------------------
 
@@ -114,8 +115,9 @@ class Trainer:
         checkpoint was saved.
       NotEnoughGroupsError: dynamic sampling did not fill a batch; a checkpoint
         was saved.
-      RewardFunctionError: a reward function raised; a checkpoint was saved, but
-        of several processes and before the first step.
+      Exception: whatever else a rollout, its rewards or an evaluation raised,
+        such as RewardFunctionError; a checkpoint was saved, but before the
+        first step and of several processes.
     """
     run = self.spec.run
     with (
@@ -148,18 +150,12 @@ class Trainer:
         self.sampler.restore(position)
         self._save(step, state)
         raise
-      except RewardFunctionError as error:
-        # The state is that of the step's start here too. Of several processes
-        # the others do not know of it, and a checkpoint is the work of all.
-        if not step or processes.count() > 1:
-          raise
-        self.sampler.restore(position)
-        self._save(step, state)
-        raise RewardFunctionError(
-            f'{str(error).rstrip()}\nStep {step} is saved in'
-            f' {self.folder.path}: mend the reward, and the same command goes'
-            ' on from there'
-        ) from error
+      except Exception:
+        # Of several processes the others do not know of it, and a checkpoint
+        # is the work of all.
+        if self.is_sampling and step and processes.count() == 1:
+          self._save_after_error(step, state, position)
+        raise
     self.state = state
 
   def _train_step(
@@ -173,7 +169,8 @@ class Trainer:
        (`Learner.learn`). The next rollout reads the new weights directly.
     3. Measure mismatch, FP8 health and throughput, and let the guard decide.
     """
-    sampled = self.collector.collect(step, state)
+    with self._sampling():
+      sampled = self.collector.collect(step, state)
     processes.stop_together('the rollout and its rewards', self.interrupt.check)
     self._wait_for_copy()
     self.accuracy = None
@@ -226,7 +223,8 @@ class Trainer:
 
   def _evaluate(self, step: int, state: TrainState) -> dict[str, Any]:
     """Returns the held-out metrics, and saves the samples; {} without any."""
-    metrics, samples = self.collector.evaluate(state)
+    with self._sampling():
+      metrics, samples = self.collector.evaluate(state)
     if samples:
       assert self.spec.val_set is not None
       self.accuracy = evaluation.headline(metrics)
@@ -475,6 +473,31 @@ class Trainer:
   def _save(self, step: int, state: TrainState) -> None:
     with self.timer('save_checkpoint'), processes.slow('save_checkpoint'):
       self.folder.save(step, state, self._host_state(), metric=self.accuracy)
+
+  @contextlib.contextmanager
+  def _sampling(self) -> Iterator[None]:
+    """Marks what changes no state; an error leaves the mark."""
+    self.is_sampling = True
+    yield
+    self.is_sampling = False
+
+  def _save_after_error(
+      self, step: int, state: TrainState, position: dict[str, Any]
+  ) -> None:
+    """Saves the step that a rollout or an evaluation failed behind."""
+    self.sampler.restore(position)
+    try:
+      self._save(step, state)
+      self.folder.checkpoints.wait()
+    except Exception as error:  # The first error is the one to be told.
+      logging.warning('Step %d could not be saved: %s', step, error)
+      return
+    logging.warning(
+        'Step %d is saved in %s: once what is wrong is mended, the same command'
+        ' goes on from there',
+        step,
+        self.folder.path,
+    )
 
   def _wait_for_copy(self) -> None:
     """Waits until no checkpoint reads the state, because it changes next."""

@@ -198,25 +198,55 @@ def test_a_stop_during_an_evaluation_is_at_once_and_changes_no_bit(
   assert whole_run.outcome(finished) == uninterrupted
 
 
-@pytest.mark.parametrize(('call', 'number'), [('score', 4), ('evaluate', 2)])
-def test_a_reward_that_raises_loses_no_step_that_was_taken(
-    tmp_path, uninterrupted, monkeypatch, call, number
+@pytest.mark.parametrize(
+    ('call', 'number', 'error'),
+    [
+        ('score', 4, RewardFunctionError('of a test')),
+        ('evaluate', 2, RuntimeError('of a test')),
+    ],
+)
+def test_an_error_of_a_rollout_or_a_test_loses_no_step_that_was_taken(
+    tmp_path, uninterrupted, monkeypatch, caplog, call, number, error
 ):
   trainer = whole_run.trainer(tmp_path)
   original, calls = getattr(Collector, call), itertools.count(1)
 
   def broken(collector, *arguments):
     if next(calls) == number:
-      raise RewardFunctionError('of a test')
+      raise error
     return original(collector, *arguments)
 
   with monkeypatch.context() as patched:
     patched.setattr(Collector, call, broken)
-    with pytest.raises(RewardFunctionError, match='of a test\nStep 3 is sav'):
+    with pytest.raises(type(error), match='of a test'):
       trainer.train()
+  assert f'Step 3 is saved in {tmp_path}' in caplog.text
   assert whole_run.restored(tmp_path).step == 3
   whole_run.trainer(tmp_path).train()
   assert whole_run.outcome(tmp_path) == uninterrupted
+
+
+def test_an_error_behind_a_checkpoint_that_fails_is_the_one_that_is_told(
+    tmp_path, monkeypatch, caplog
+):
+  trainer = whole_run.trainer(tmp_path)
+
+  def broken(collector, step, *_):
+    raise RuntimeError('the first')
+
+  def full(*_, **__):
+    raise OSError('no space is left')
+
+  score = Collector.score
+  monkeypatch.setattr(
+      Collector,
+      'score',
+      lambda *a: (broken if a[1] == 1 else score)(*a),
+  )
+  monkeypatch.setattr(trainer.folder, 'save', full)
+  with pytest.raises(RuntimeError, match='the first'):
+    trainer.train()
+  assert 'Step 1 could not be saved: no space is left' in caplog.text
 
 
 def _lines(workdir: pathlib.Path) -> int:
