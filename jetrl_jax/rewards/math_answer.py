@@ -140,17 +140,18 @@ _UNITS = {
     word + plural: line.split()[0]
     for line in _SPELLINGS.strip().splitlines()
     for word in line.split()
-    for plural in ('', 's')
+    for plural in (('', 's') if len(word) > 1 else ('',))
 }
 _LONGEST_FIRST = sorted(_UNITS, key=len, reverse=True)
 _ANY_UNIT = '|'.join(_LONGEST_FIRST)
 _UNIT_WORD = '|'.join(word for word in _LONGEST_FIRST if len(word) > 2)
 _SPACES = r'\s*(?:(?:\\[,;: ]|~|-)\s*)*'
+_IN_TEXT = r'\\(?:text|mathrm|mbox)\s*\{\s*'
 _SIZED = r'(?:(?:square|sq\.?|cubic|cu\.?)\s+)?'
 # Outside of \text 'm' is a unit behind a number alone: in '2m+3h' it is none.
 _UNIT = re.compile(
-    rf'[\d.}})$]{_SPACES}(?:\\(?:text|mathrm|mbox)\s*\{{\s*{_SIZED}'
-    rf'(?P<text>{_ANY_UNIT})|{_SIZED}(?P<word>{_UNIT_WORD}))(?![a-zA-Z])'
+    rf'[\d.}})$]{_SPACES}(?:{_IN_TEXT}{_SIZED}(?P<text>{_ANY_UNIT})\s*\}}'
+    rf'|(?:{_IN_TEXT})?{_SIZED}(?P<word>{_UNIT_WORD})(?![a-zA-Z]))'
     rf'|^\$?-?[\d.,/]+\$?{_SPACES}{_SIZED}(?P<plain>{_ANY_UNIT})'
     r'\.?(?:\^\{?\d\}?)?\s*$'
 )
