@@ -104,7 +104,7 @@ ALARMS = (
         advice=(
             'These answers count 0: raise reward.timeout_s or'
             ' reward.memory_limit_mb, or mend the reward; reward/* in'
-            ' metrics.jsonl counts the reasons (refused: docs/rewards.md).'
+            ' metrics.jsonl counts the reasons (docs/rewards.md).'
         ),
     ),
     Alarm(

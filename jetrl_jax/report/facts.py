@@ -215,7 +215,7 @@ def guarded(run: Run) -> list[tuple[str, str, str]]:
   meaning = 'The gradient norm or the loss was not finite; nothing was changed.'
   rows = [('Updates skipped', f'{skipped:.0f}{where}', meaning)]
   errors = ', '.join(f'{n:.0f} {name}' for name, n in _errors(run)) or '0'
-  meaning = 'The reward ran too long, took too much memory, died or refused.'
+  meaning = 'The reward ran out of time or memory, died, refused or failed.'
   rows.append(('Answers that got 0 by an error', errors, meaning))
   for metric, what, meaning in (
       (

@@ -119,9 +119,9 @@ h hr hour
 day
 week
 month
-year
+year yr
 mg milligram
-g gram
+g gm gram
 kg kilogram
 oz ounce
 lb pound
@@ -159,7 +159,7 @@ _UNIT = re.compile(
 _VARIABLE_LAST = re.compile(r'(?<![a-zA-Z\\])[a-zA-Z]{1,2}\s*$')
 _QUANTITY = re.compile(
     r'-?(?:[\d.,/]+|\\[dt]?frac\s*\{\d+\}\s*\{\d+\})\s*'
-    + f'(?:{_ANY_UNIT}|am|pm|cc|gm|rs|yr|st|nd|rd|th)\\s*'
+    rf'(?:{_ANY_UNIT}|am|pm|cc|rs|st|nd|rd|th)\s*'
 )
 _TEXT = re.compile(r'\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*\{([^{}]*)\}')
 _FONT = re.compile(
