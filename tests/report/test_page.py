@@ -109,7 +109,7 @@ def test_a_page_says_what_a_run_was_and_became(workdir):
   text = _text(workdir)
   assert 'a/model, None · 1 x cpu' in text
   assert 'Held-out accuracy25% → 85%heldout, mean@1, ± 5%' in text
-  assert 'Answers that got 0 by an error18 timeoutThe reward ran too' in text
+  assert 'Answers that got 0 by an error18 timeoutThe reward ran out' in text
   assert '12.5% (last step 12.5%)They are in the loss' in text
   assert 'jax 9.9.9' in text and 'abc123' in text and 'main.py --config' in text
   assert 'Checkpoints in the workdir, by step: none.' in text
