@@ -166,8 +166,8 @@ def warn_of_inexact_flow(recipe: str, exact: bool, loss: LossConfig) -> None:
   logging.warning(
       'precision.exact is False with precision.recipe %r, and nothing corrects'
       " it: with 'fp8_delayed' on H200 rollout and training of a real 0.5B"
-      ' drifted further apart than in a mixed flow, in both seeds that ran, and'
-      ' accuracy was 2.6 and 3.3 points lower (docs/study_gsm8k.md). Set'
+      ' drifted further apart than in a mixed flow, in each of three seeds, and'
+      ' accuracy was 2.6 to 4.0 points lower (docs/study_gsm8k.md). Set'
       ' precision.exact=True (flow=jetrl), the default, or correct:'
       ' algorithm.rollout_is=token',
       recipe,
