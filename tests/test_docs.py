@@ -419,6 +419,46 @@ def test_what_is_said_of_the_mixed_flow_is_what_the_design_concludes():
     assert f'{mean:.1f} {said}' in ' '.join(page.split())
 
 
+def test_the_answers_in_short_are_those_of_all_runs_of_the_main_cell():
+  page = _text(_ROOT / 'docs/study.md')
+  short = page[page.index('## In short') : page.index('## Cells')]
+  rows = [line for line in short.splitlines() if ' | ' in line]
+  ends = {}
+  for run in _runs(_MAIN):
+    points = [value for step, value in run.accuracy() if step >= 60]
+    ends.setdefault(run.arm.name, {})[run.seed] = sum(points) / len(points)
+  p_values = {}
+  questions = (arms.PRIMARY, *arms.SECONDARY)
+  for ours, others in questions:
+    seeds = sorted(ends[ours].keys() & ends[others].keys())
+    a, b = ({s: ends[arm][s] for s in seeds} for arm in (ours, others))
+    if len(seeds) == 1:
+      said = f'{100 * (a[seeds[0]] - b[seeds[0]]):+.1f} | open'
+      p_values[ours, others] = 1.0
+    else:
+      d = statistics.paired(a, b)
+      p_values[ours, others] = d.p_value
+      values = (100 * x for x in (d.mean, *d.interval))
+      said = '{:+.1f} ({:+.1f} to {:+.1f})'.format(*values)
+    (row,) = [row for row in rows if f'| {said} |' in row]
+    named = {1: 'one of three', 3: 'three', 5: 'five'}[len(seeds)]
+    assert f' | {named} | ' in row
+    # A flow and what it is held against: each by its name, or as BF16.
+    for arm in {ours, others} - {'gsm8k_jetrl', 'gsm8k_bf16'}:
+      name = f'`{arm.removeprefix("gsm8k_")}`'
+      assert name in row or 'mixed flow without a correction |' in row
+  del p_values[arms.PRIMARY]
+  adjusted = statistics.holm(p_values)
+  for question, said in (
+      (('gsm8k_fp8_rollout', 'gsm8k_bf16'), '**lower** (p {:.2g})'),
+      (('gsm8k_jetrl', 'gsm8k_fp8_rollout'), '**higher** (p {:.1g})'),
+      (('gsm8k_jetrl', 'gsm8k_jetrl_inexact'), 'differ (p {:.2g}, before'),
+  ):
+    assert said.format(adjusted[question]) in short
+  differ = [q for q, p in adjusted.items() if p < 0.05]
+  assert len(differ) == short.count('**lower**') + short.count('**higher**')
+
+
 def test_slopes_of_accuracy_are_those_of_the_study():
   study = _study()
   steps = np.arange(60, 201, 20)
