@@ -65,6 +65,9 @@ _TAIL = """
   ([steps]({results}/scaling_4gpus_qwen7b_h200_2026-11-26.md)); a 32B with
   `mesh.fsdp=4` had none in two
   ([steps]({results}/scaling_4gpus_qwen32b_h200_2026-11-26.md)).
+* FP8 keys in attention tiles of 16 had unequal tokens on an H100
+  ([trials]({results}/smollm2_135m_sums_h100_2026-11-25.md)). No kernel takes
+  such tiles now.
 * An early version of the `bf16` path differed at the 7B's width with more than
   4096 rows. The reason was not found.
 """
