@@ -24,7 +24,6 @@ from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.fp8.recipes import LM_HEAD
 from jetrl_jax.models import invariant_scaling
 from jetrl_jax.models.hf.save import check_target
-from jetrl_jax.optim.apply import merge
 from jetrl_jax.rl.rollout.engine import Engine, EngineConfig
 from jetrl_jax.rl.run import calibration
 
@@ -130,7 +129,7 @@ def _source(values: dict[str, Any]) -> str:
 
 
 def _masters(found: Restored) -> PyTree:
-  masters = merge(found.state.trainable, found.state.frozen)
+  masters = found.state.masters
   if found.config is None:
     return masters
   return invariant_scaling.unfold(

@@ -31,7 +31,6 @@ from jetrl_jax.metrics.writer import MetricWriter
 from jetrl_jax.models import invariant_scaling
 from jetrl_jax.models.hf.save import check_carried, check_target
 from jetrl_jax.models.policy import Policy
-from jetrl_jax.optim.apply import merge
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import packing
 from jetrl_jax.rl.objective import supervised_loss
@@ -233,7 +232,7 @@ def train(config, workdir: pathlib.Path) -> None:
     state = _update(state, step, next_batch, steps, most_skipped, writer)
   output = user_path(config.sft.output)
   masters = invariant_scaling.unfold(
-      merge(state.trainable, state.frozen), config.precision.invariant_scale
+      state.masters, config.precision.invariant_scale
   )
   # With several processes each has a part of the arrays, and the first one
   # writes the files.

@@ -12,7 +12,6 @@ from jetrl_jax.checkpoint.manager import CheckpointManager
 from jetrl_jax.config import build as configs
 from jetrl_jax.config import saved_policy
 from jetrl_jax.data import Tokenizer
-from jetrl_jax.optim.apply import merge
 from jetrl_jax.rl.run import train_state
 from tests import whole_run
 
@@ -131,7 +130,7 @@ def test_an_older_step_can_be_exported(tmp_path):
       folder, models.load_config(folder), dtype='float32'
   )
   newest = saved_policy.restore(str(whole_run.finished())).state
-  assert _bytes(params) != _bytes(merge(newest.trainable, newest.frozen))
+  assert _bytes(params) != _bytes(newest.masters)
 
 
 def _of_start(workdir, **changes):

@@ -36,7 +36,6 @@ from jetrl_jax.models.hf import layout as hf_layout
 from jetrl_jax.models.hf import quantization as hf_quantization
 from jetrl_jax.models.hf import safetensors_index
 from jetrl_jax.models.policy import Policy, PolicyParams
-from jetrl_jax.optim.apply import merge
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl.run import fp8_support, mixed_flow, train_state
 from jetrl_jax.rl.run import precision as run_precision
@@ -299,7 +298,7 @@ def _of_run(
   if trained == policy.recipe.name:
     state = train_state.with_weights(policy, found, mesh, record=False)
   else:
-    params = merge(found.trainable, found.frozen)
+    params = found.masters
     state = train_state.create(policy, params, optax.identity(), mesh)
   return Restored(
       policy=policy,

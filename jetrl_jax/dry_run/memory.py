@@ -20,8 +20,8 @@ from jetrl_jax.core.typing import PyTree
 from jetrl_jax.dry_run import needs as dry_run_needs
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.models.policy import PolicyParams
-from jetrl_jax.optim.apply import Gradients, merge
-from jetrl_jax.optim.types import TrainState
+from jetrl_jax.optim.apply import Gradients
+from jetrl_jax.optim.types import TrainState, merge
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.rollout import decode_state, decode_step
 from jetrl_jax.rl.rollout.buckets import PREFILL_ROWS

@@ -37,7 +37,7 @@ from jetrl_jax.metrics.writer import Mean
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim import fused_adamw, partition, rounding
 from jetrl_jax.optim.adamw import OptimizerConfig
-from jetrl_jax.optim.types import StepControl, TrainState
+from jetrl_jax.optim.types import StepControl, TrainState, merge
 
 
 @jax.tree_util.register_dataclass
@@ -98,14 +98,6 @@ class ParamGroup:
   fp8_state: PyTree
   moments: list[PyTree]
   weights: PyTree
-
-
-def merge(trainable: PyTree, frozen: PyTree) -> PyTree:
-  """Joins two nested dicts with disjoint leaves."""
-  merged = dict(trainable)
-  for key, value in frozen.items():
-    merged[key] = merge(merged[key], value) if key in merged else value
-  return merged
 
 
 def _global_norm(gradients: PyTree, is_split: PyTree, axes: Axes) -> Array:

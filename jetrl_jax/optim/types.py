@@ -8,6 +8,14 @@ import jax
 from jetrl_jax.core.typing import Array, PyTree
 
 
+def merge(trainable: PyTree, frozen: PyTree) -> PyTree:
+  """Joins two nested dicts with disjoint leaves."""
+  merged = dict(trainable)
+  for key, value in frozen.items():
+    merged[key] = merge(merged[key], value) if key in merged else value
+  return merged
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainState:
@@ -37,6 +45,11 @@ class TrainState:
   opt_step: Array
   rollout_fp8_state: PyTree = dataclasses.field(default_factory=dict)
   rollout_weights: PyTree = dataclasses.field(default_factory=dict)
+
+  @property
+  def masters(self) -> PyTree:
+    """All master weights, `trainable` and `frozen`, as one nested dict."""
+    return merge(self.trainable, self.frozen)
 
 
 class StepControl(NamedTuple):

@@ -15,8 +15,8 @@ from jetrl_jax.core import sharding
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.metrics.writer import Mean
 from jetrl_jax.optim.adamw import OptimizerConfig
-from jetrl_jax.optim.apply import Apply, Gradients, merge
-from jetrl_jax.optim.types import TrainState
+from jetrl_jax.optim.apply import Apply, Gradients
+from jetrl_jax.optim.types import TrainState, merge
 from tests.rl import tiny_run, tiny_updates
 
 

@@ -27,8 +27,8 @@ from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.optim.adamw import OptimizerConfig
-from jetrl_jax.optim.apply import Apply, Gradients, merge
-from jetrl_jax.optim.types import TrainState
+from jetrl_jax.optim.apply import Apply, Gradients
+from jetrl_jax.optim.types import TrainState, merge
 from jetrl_jax.rl import packing
 from jetrl_jax.rl.objective import LossFunction, with_loss_metric
 from jetrl_jax.rl.types import TrainBatch

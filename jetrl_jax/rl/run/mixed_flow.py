@@ -16,7 +16,6 @@ that chooses dots by their health.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +29,7 @@ from jetrl_jax.fp8 import Recipe, scaling_state
 from jetrl_jax.fp8.recipes import LM_HEAD
 from jetrl_jax.kernels.requantize import changed_share
 from jetrl_jax.models.policy import Policy, PolicyParams
-from jetrl_jax.optim.apply import merge
-from jetrl_jax.optim.types import TrainState
+from jetrl_jax.optim.types import TrainState, merge
 from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.types import TrainBatch
 
@@ -65,9 +63,7 @@ def create(policy: Policy, state: TrainState, mesh: Mesh) -> TrainState:
     state: the result of `train_state.create`.
     mesh: devices of the new arrays.
   """
-  empty = scaling_state.init_state(
-      merge(state.trainable, state.frozen), policy.recipe
-  )
+  empty = scaling_state.init_state(state.masters, policy.recipe)
   empty = jax.device_put(empty, NamedSharding(mesh, P()))
   state = dataclasses.replace(state, rollout_fp8_state=empty)
   return with_weights(policy, state, mesh, record=True)
@@ -205,7 +201,7 @@ def _observed_inputs(
     policy: Policy, side: TrainState, batch: TrainBatch
 ) -> PyTree:
   """Returns the observations of all dots' inputs, see `stack_observations`."""
-  masters: Any = merge(side.trainable, side.frozen)
+  masters = side.masters
 
   def forward(fp8_state):
     params = PolicyParams(side.weights, fp8_state)

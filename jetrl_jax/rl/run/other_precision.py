@@ -19,8 +19,7 @@ from jetrl_jax.core import sharding
 from jetrl_jax.core.compile_ahead import CompileAhead
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.models.policy import PolicyParams
-from jetrl_jax.optim.apply import merge
-from jetrl_jax.optim.types import TrainState
+from jetrl_jax.optim.types import TrainState, merge
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.run.spec import RunSpec
 
@@ -52,9 +51,7 @@ class OtherPrecision:
     masters = sharding.tree_specs((state.trainable, state.frozen), spec.mesh)
     out = sharding.tree_specs(shapes, spec.mesh)
     self._prepare = policy.jit_per_device(prepare, spec.mesh, masters, out)
-    empty = scaling_state.init_state(
-        merge(state.trainable, state.frozen), recipe
-    )
+    empty = scaling_state.init_state(state.masters, recipe)
     self._fp8_state = jax.device_put(empty, NamedSharding(spec.mesh, P()))
 
   def compile_ahead(

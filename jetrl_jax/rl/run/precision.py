@@ -17,7 +17,6 @@ from jetrl_jax.core.files import replace_text
 from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import Recipe, adaptive, health, scaling_state
 from jetrl_jax.models.policy import Policy
-from jetrl_jax.optim.apply import merge
 from jetrl_jax.optim.types import TrainState
 
 _FILE = 'precision.json'
@@ -166,7 +165,7 @@ def _summary(policy: Policy, state: TrainState) -> adaptive.Summary:
   # Outside of shard_map every array is whole, so there are no collectives.
   fp8_state = policy.jit(
       lambda s, p, w: scaling_state.measure_kernels(s, p, w, Axes())
-  )(state.fp8_state, merge(state.trainable, state.frozen), state.weights)
+  )(state.fp8_state, state.masters, state.weights)
   return health.summarize(
       sharding.fetch(fp8_state), scaling_state.record_paths(fp8_state)
   )

@@ -19,8 +19,7 @@ from jetrl_jax.core import processes, sharding
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.fp8 import Recipe, scaling_state
 from jetrl_jax.models.policy import Policy, PolicyParams
-from jetrl_jax.optim.apply import merge
-from jetrl_jax.optim.types import TrainState
+from jetrl_jax.optim.types import TrainState, merge
 
 
 def partition(

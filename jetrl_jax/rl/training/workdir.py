@@ -26,7 +26,6 @@ from jetrl_jax.metrics.console import Console
 from jetrl_jax.metrics.wandb import WandbConfig
 from jetrl_jax.metrics.writer import MetricWriter
 from jetrl_jax.models import invariant_scaling
-from jetrl_jax.optim.apply import merge
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.run.spec import RunSpec
@@ -241,9 +240,7 @@ class RunFolder:
       source: the checkpoint that the run started from; its config is copied.
     """
     folder, partial = self.path / EXPORT, self.path / f'.{EXPORT}.partial'
-    masters = invariant_scaling.unfold(
-        merge(state.trainable, state.frozen), spec.invariant_scale
-    )
+    masters = invariant_scaling.unfold(state.masters, spec.invariant_scale)
     # With several processes each has a part of the arrays.
     masters = sharding.whole_in_first(masters)
     if not self._is_first:

@@ -16,7 +16,6 @@ from jetrl_jax.config import build as configs
 from jetrl_jax.core.interrupt import StopRequested
 from jetrl_jax.fp8 import Recipe, scaling_state
 from jetrl_jax.models.policy import Policy
-from jetrl_jax.optim import apply
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import objective
 from jetrl_jax.rl.run import flow_check, mixed_flow, train_state
@@ -332,7 +331,7 @@ def test_requantised_weights_are_those_of_the_masters():
       mixed, tiny_updates.batches(tiny_run.completions())
   )
   expected = kernels.prepare_weights(
-      apply.merge(moved, after.frozen),
+      dataclasses.replace(after, trainable=moved).masters,
       after.rollout_fp8_state,
       run.policy.recipe,
   )

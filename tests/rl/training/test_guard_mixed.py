@@ -16,7 +16,6 @@ from jetrl_jax.config import build as configs
 from jetrl_jax.config import saved_policy
 from jetrl_jax.fp8 import QTensor, scaling_state
 from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
-from jetrl_jax.optim import apply
 from jetrl_jax.rl.run import precision as run_precision
 from jetrl_jax.rl.training.trainer import Trainer
 from tests import whole_run
@@ -280,6 +279,6 @@ def _at(tree, path):
 
 def _assert_weights_of(state, rollout_fp8_state, recipe):
   """The rollout's weights are the masters, quantised with these scales."""
-  masters = apply.merge(state.trainable, state.frozen)
+  masters = state.masters
   expected = prepare_weights(masters, rollout_fp8_state, recipe)
   tiny_run.assert_same_bits(state.rollout_weights, expected)
