@@ -28,7 +28,7 @@ from benchmarks.absent_gpus import state_of, update_arguments
 from jetrl_jax.core import rng, sharding
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.kernels import dispatch
-from jetrl_jax.models import families, tensor_parallel
+from jetrl_jax.models import published, tensor_parallel
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.models.types import ModelConfig
 from jetrl_jax.optim.adamw import OptimizerConfig
@@ -63,9 +63,9 @@ _MODELS = {
     'Llama-3.1-70B': ('llama', 8192, 64, 8, 128, 28672, 128256),
 }
 _FAMILIES = {
-    'qwen2': families.QWEN2_5_7B,
-    'qwen3': families.QWEN3_8B,
-    'llama': families.LLAMA_3_1_8B,
+    'qwen2': published.QWEN2_5_7B,
+    'qwen3': published.QWEN3_8B,
+    'llama': published.LLAMA_3_1_8B,
 }
 _NAMES = flags.DEFINE_list('models', list(_MODELS), 'Which.')
 _VARIANTS = flags.DEFINE_list(

@@ -21,21 +21,21 @@ from jetrl_jax.core import rng, sharding
 from jetrl_jax.core.sharding import MeshConfig
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.kernels import attention, dispatch, gather_columns
-from jetrl_jax.models import families, invariant_scaling
+from jetrl_jax.models import invariant_scaling, published
 from jetrl_jax.models.hf import layout as hf_layout
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.rl.run import train_state
 
 SHAPES = {
-    'qwen2.5-0.5b': families.QWEN2_5_0_5B,
-    'qwen2.5-1.5b': families.QWEN2_5_1_5B,
-    'qwen2.5-3b': families.QWEN2_5_3B,
-    'qwen2.5-7b': families.QWEN2_5_7B,
-    'qwen2.5-14b': families.QWEN2_5_14B,
-    'qwen2.5-32b': families.QWEN2_5_32B,
-    'qwen3-8b': families.QWEN3_8B,
-    'llama-3.1-8b': families.LLAMA_3_1_8B,
-    'llama-3.1-70b': families.LLAMA_3_1_70B,
+    'qwen2.5-0.5b': published.QWEN2_5_0_5B,
+    'qwen2.5-1.5b': published.QWEN2_5_1_5B,
+    'qwen2.5-3b': published.QWEN2_5_3B,
+    'qwen2.5-7b': published.QWEN2_5_7B,
+    'qwen2.5-14b': published.QWEN2_5_14B,
+    'qwen2.5-32b': published.QWEN2_5_32B,
+    'qwen3-8b': published.QWEN3_8B,
+    'llama-3.1-8b': published.LLAMA_3_1_8B,
+    'llama-3.1-70b': published.LLAMA_3_1_70B,
 }
 
 

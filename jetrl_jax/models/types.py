@@ -6,12 +6,20 @@ purpose: mixture of experts, sliding windows, biases outside of q/k/v.
 """
 
 import dataclasses
+from typing import NamedTuple
 
-# family -> (has q/k/v biases, has q/k norms); fixed by the architecture.
+
+class Traits(NamedTuple):
+  """What an architecture fixes; see the fields of `ModelConfig`."""
+
+  qkv_bias: bool
+  qk_norm: bool
+
+
 FAMILY_TRAITS = {
-    'qwen2': (True, False),
-    'qwen3': (False, True),
-    'llama': (False, False),
+    'qwen2': Traits(qkv_bias=True, qk_norm=False),
+    'qwen3': Traits(qkv_bias=False, qk_norm=True),
+    'llama': Traits(qkv_bias=False, qk_norm=False),
 }
 FAMILIES = tuple(FAMILY_TRAITS)
 
@@ -60,7 +68,8 @@ class ModelConfig:
   """The shape of one dense decoder.
 
   Attributes:
-    family: 'qwen2' (also Qwen2.5), 'qwen3' or 'llama' (3 and later).
+    family: 'qwen2' (also Qwen2.5), 'qwen3' or 'llama' (LlamaForCausalLM: Llama
+      3, SmolLM2).
     vocab_size: V, rows of the embedding.
     num_layers: L.
     model_dim: D.
@@ -125,12 +134,11 @@ class ModelConfig:
       value = self.__dict__[name]
       if not isinstance(value, bool):
         raise ValueError(f'{name} {value!r}: allowed are True and False')
-    traits = (self.qkv_bias, self.qk_norm)
-    if traits != FAMILY_TRAITS[self.family]:
-      raise ValueError(
-          f'family {self.family!r} has (qkv_bias, qk_norm) = '
-          f'{FAMILY_TRAITS[self.family]}, found {traits}'
-      )
+    for name, fixed in FAMILY_TRAITS[self.family]._asdict().items():
+      if self.__dict__[name] != fixed:
+        raise ValueError(
+            f'{name} {self.__dict__[name]}: family {self.family!r} has {fixed}'
+        )
     scaling = self.rope_scaling
     if scaling is not None and not isinstance(scaling, Llama3RopeScaling):
       raise ValueError(

@@ -8,7 +8,7 @@ import jax
 from jetrl_jax.config import build as configs
 from jetrl_jax.config import presets as config_presets
 from jetrl_jax.dry_run import memory as dry_run_memory
-from jetrl_jax.models import families
+from jetrl_jax.models import published
 from jetrl_jax.models.hf import layout as hf_layout
 from tests import whole_run
 
@@ -22,7 +22,7 @@ def tiny(**changes):
 @functools.cache
 def seven_b():
   """The tiny run's parts around a 7B, and their shapes; nothing is made."""
-  spec = shape(families.QWEN2_5_7B)
+  spec = shape(published.QWEN2_5_7B)
   return spec, dry_run_memory.shapes(spec)
 
 

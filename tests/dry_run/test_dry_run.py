@@ -18,7 +18,7 @@ from jetrl_jax.dry_run import estimate as dry_run_estimate
 from jetrl_jax.dry_run import memory as dry_run_memory
 from jetrl_jax.dry_run import needs as dry_run_needs
 from jetrl_jax.dry_run import precision as dry_run_precision
-from jetrl_jax.models import families
+from jetrl_jax.models import published
 from jetrl_jax.models.hf import layout as hf_layout
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.rl.rollout.engine import Engine
@@ -161,7 +161,7 @@ def test_the_rollouts_own_weights_of_a_mixed_flow_are_counted():
 def test_a_7b_is_added_up_without_being_made():
   spec, found = parts_of.seven_b()
   sizes = dry_run_memory.ledger(spec, found)
-  count = families.QWEN2_5_7B.num_params
+  count = published.QWEN2_5_7B.num_params
   assert sizes['master weights'] == 4 * count
   # 128 slots x 4096 tokens x 28 layers x keys and values of 4 x 128 in bf16.
   caches = 128 * 4096 * 28 * 2 * 4 * 128 * 2
@@ -201,18 +201,18 @@ def test_what_an_update_of_a_7b_needs_besides_by_hand():
 @pytest.mark.parametrize(
     'recipe, model, remat, rows, gib',
     [
-        ('fp8_delayed', families.QWEN2_5_0_5B, 'full', 4, 2.26),
-        ('fp8_delayed', families.QWEN2_5_0_5B, 'none', 4, 14.90),
-        ('fp8_delayed', families.QWEN2_5_7B, 'full', 4, 7.33),
-        ('fp8_delayed', families.QWEN2_5_7B, 'full', 8, 14.51),
-        ('fp8_delayed', families.QWEN2_5_7B, 'selective', 1, 6.33),
-        ('fp8_delayed', families.QWEN2_5_7B, 'selective', 4, 17.08),
-        ('fp8_delayed', families.QWEN2_5_14B, 'full', 4, 11.37),
-        ('fp8_delayed', families.QWEN3_8B, 'full', 4, 8.07),
-        ('fp8_delayed', families.QWEN3_8B, 'selective', 4, 29.52),
-        ('fp8_delayed', families.LLAMA_3_1_8B, 'selective', 4, 21.19),
-        ('bf16', families.QWEN2_5_0_5B, 'none', 4, 17.99),
-        ('bf16', families.QWEN2_5_7B, 'selective', 4, 16.87),
+        ('fp8_delayed', published.QWEN2_5_0_5B, 'full', 4, 2.26),
+        ('fp8_delayed', published.QWEN2_5_0_5B, 'none', 4, 14.90),
+        ('fp8_delayed', published.QWEN2_5_7B, 'full', 4, 7.33),
+        ('fp8_delayed', published.QWEN2_5_7B, 'full', 8, 14.51),
+        ('fp8_delayed', published.QWEN2_5_7B, 'selective', 1, 6.33),
+        ('fp8_delayed', published.QWEN2_5_7B, 'selective', 4, 17.08),
+        ('fp8_delayed', published.QWEN2_5_14B, 'full', 4, 11.37),
+        ('fp8_delayed', published.QWEN3_8B, 'full', 4, 8.07),
+        ('fp8_delayed', published.QWEN3_8B, 'selective', 4, 29.52),
+        ('fp8_delayed', published.LLAMA_3_1_8B, 'selective', 4, 21.19),
+        ('bf16', published.QWEN2_5_0_5B, 'none', 4, 17.99),
+        ('bf16', published.QWEN2_5_7B, 'selective', 4, 16.87),
     ],
 )
 def test_an_update_needs_what_xla_says_within_a_gib(
@@ -228,7 +228,7 @@ def test_an_update_needs_what_xla_says_within_a_gib(
   )
   run = dataclasses.replace(like.run, micro_batch_size=rows)
   # The 14B's were compiled with masters in bfloat16.
-  width = jnp.bfloat16 if model is families.QWEN2_5_14B else jnp.float32
+  width = jnp.bfloat16 if model is published.QWEN2_5_14B else jnp.float32
   masters = jax.tree.map(
       lambda leaf: jax.ShapeDtypeStruct(leaf.shape, width), like.param_shapes
   )
@@ -380,7 +380,7 @@ def test_seconds_at_the_roofline_by_hand():
 
 
 def test_a_run_that_cannot_fit_is_told_why(tmp_path, capsys):
-  spec = parts_of.shape(families.QWEN2_5_7B)
+  spec = parts_of.shape(published.QWEN2_5_7B)
   problems = dry_run_checks.dry_run(spec, tmp_path / 'run', 'NVIDIA L4')
   assert 'on each device, and NVIDIA L4, 95% of its memory' in problems[0]
   assert dry_run_checks.report(problems) == 1

@@ -7,7 +7,7 @@ import pytest
 
 from jetrl_jax.dry_run import precision as dry_run_precision
 from jetrl_jax.kernels import dispatch
-from jetrl_jax.models import families
+from jetrl_jax.models import published
 from tests import kernels_in_use
 from tests.dry_run import parts_of
 
@@ -45,7 +45,7 @@ def test_the_table_says_what_computes_in_fp8():
 @pytest.mark.parametrize('keys', ['compute', 'float8_e4m3fn'])
 def test_the_table_of_a_gpu_is_that_of_the_references(keys):
   changes = {'precision.kv_cache_dtype': keys}
-  spec = parts_of.shape(families.QWEN2_5_7B, **changes)
+  spec = parts_of.shape(published.QWEN2_5_7B, **changes)
   on_cpu = dry_run_precision.table(spec)
   kernels = dispatch.select(hardware=kernels_in_use.HOPPER)
   policy = dataclasses.replace(spec.policy, kernels=kernels)

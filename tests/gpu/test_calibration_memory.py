@@ -10,7 +10,7 @@ import pytest
 from jetrl_jax import kernels
 from jetrl_jax.core import sharding
 from jetrl_jax.fp8 import Recipe, scaling_state
-from jetrl_jax.models import families
+from jetrl_jax.models import published
 from jetrl_jax.models.hf import layout as hf_layout
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim.types import TrainState
@@ -25,7 +25,7 @@ WIDTH = 2048
 def temporary_bytes(layers: int, mesh) -> int:
   """Returns what XLA asks for beside the arguments."""
   model = dataclasses.replace(
-      families.QWEN2_5_7B,
+      published.QWEN2_5_7B,
       num_layers=layers,
       vocab_size=2048,
       model_dim=WIDTH,

@@ -119,7 +119,6 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
   fields = {ours: _required(hf, theirs) for ours, theirs in _FIELDS}
   _refuse_windows(hf, fields['num_layers'])
   theta, scaling = _rope(hf)
-  qkv_bias, qk_norm = FAMILY_TRAITS[family]
   if family == 'llama':
     kv_heads = hf.get('num_key_value_heads')
   else:
@@ -132,8 +131,7 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
         head_dim=head_dim,
         rope_theta=_as_float(theta),
         rope_scaling=scaling,
-        qkv_bias=qkv_bias,
-        qk_norm=qk_norm,
+        **FAMILY_TRAITS[family]._asdict(),
         tied_embeddings=hf.get('tie_word_embeddings', False),
         **fields,
     )

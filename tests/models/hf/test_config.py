@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jetrl_jax.models import families
+from jetrl_jax.models import published
 from jetrl_jax.models.hf.config import config_from_hf, config_to_hf, load_config
 from tests.models import tiny
 
@@ -95,10 +95,10 @@ LLAMA_3_1_8B = {
     'vocab_size': 128256,
 }
 PUBLISHED = [
-    (QWEN2_5_0_5B, families.QWEN2_5_0_5B),
-    (QWEN2_5_7B, families.QWEN2_5_7B),
-    (QWEN3_8B, families.QWEN3_8B),
-    (LLAMA_3_1_8B, families.LLAMA_3_1_8B),
+    (QWEN2_5_0_5B, published.QWEN2_5_0_5B),
+    (QWEN2_5_7B, published.QWEN2_5_7B),
+    (QWEN3_8B, published.QWEN3_8B),
+    (LLAMA_3_1_8B, published.LLAMA_3_1_8B),
 ]
 
 
@@ -146,7 +146,7 @@ def test_absent_keys_mean_what_transformers_takes_for_them():
 def test_windows_that_begin_after_the_last_layer_are_not_in_use():
   window = {'use_sliding_window': True, 'sliding_window': 4096}
   hf = QWEN2_5_7B | window | {'max_window_layers': 28}
-  assert config_from_hf(hf) == families.QWEN2_5_7B
+  assert config_from_hf(hf) == published.QWEN2_5_7B
 
 
 LLAMA3 = LLAMA_3_1_8B['rope_scaling']

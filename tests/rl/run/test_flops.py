@@ -9,7 +9,7 @@ import pytest
 
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.metrics.timer import Timer
-from jetrl_jax.models import families
+from jetrl_jax.models import published
 from jetrl_jax.rl.run import flops
 from jetrl_jax.rl.types import Completion
 from tests.rl import tiny_run
@@ -29,7 +29,7 @@ def test_the_kernels_of_a_tiny_model_add_up():
 
 
 def test_the_kernels_of_a_7b_are_its_parameters_without_table_and_gains():
-  model = families.QWEN2_5_7B
+  model = published.QWEN2_5_7B
   table = model.vocab_size * model.model_dim
   rows = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
   gains = model.num_layers * (2 * model.model_dim + rows) + model.model_dim
@@ -57,7 +57,7 @@ def test_an_update_is_three_forwards_of_every_sequence():
 
 
 def test_one_pass_over_a_sequence_costs_the_same_however_it_is_cut():
-  model = families.QWEN3_8B
+  model = published.QWEN3_8B
   whole = flops.attention_flops(model, 0, 100)
   cuts = [0, 1, 17, 64, 100]
   parts = [flops.attention_flops(model, *c) for c in itertools.pairwise(cuts)]
