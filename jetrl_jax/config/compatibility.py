@@ -45,7 +45,8 @@ def check(
   """
   _check_sequence_loss(loss, algorithm)
   _check_correction(loss, engine)
-  if algorithm.adv_estimator in ('rloo', 'reinforce_plus_plus_baseline'):
+  # 'dr_grpo' has left the division out already.
+  if algorithm.adv_estimator not in ('grpo', 'dr_grpo'):
     if not algorithm.norm_adv_by_std:
       raise ValueError(
           f'adv_estimator is {algorithm.adv_estimator!r} and norm_adv_by_std is'

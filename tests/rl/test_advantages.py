@@ -183,7 +183,6 @@ def test_every_estimator_refuses_a_group_of_one(name):
 
 
 NAN = float('nan')
-ESTIMATORS = ('grpo', 'dr_grpo', 'rloo', 'reinforce_plus_plus_baseline')
 
 
 def _of_scored(rewards_PG, lengths_PG, name):
@@ -197,7 +196,7 @@ def _of_scored(rewards_PG, lengths_PG, name):
   )
 
 
-@pytest.mark.parametrize('name', ESTIMATORS)
+@pytest.mark.parametrize('name', advantages.ESTIMATORS)
 def test_a_group_is_compared_without_the_responses_that_have_no_score(name):
   found_PG = _of_scored(
       [[1.0, NAN, 0.0, 4.0], [NAN, 2.0, 3.0, 7.0]],
@@ -216,7 +215,7 @@ def test_a_group_is_compared_without_the_responses_that_have_no_score(name):
   assert found_PG[0, 1] == found_PG[1, 0] == 0.0
 
 
-@pytest.mark.parametrize('name', ESTIMATORS)
+@pytest.mark.parametrize('name', advantages.ESTIMATORS)
 def test_a_response_that_is_left_alone_has_no_advantage(name):
   # Of whitening the mean of the batch is left, which is 0 here.
   found_PG = _of_scored([[1.0, NAN], [NAN, NAN]], [[3, 4], [5, 6]], name)
