@@ -17,7 +17,7 @@ the head (`use_fused_kernels`), micro-batches by tokens, and vLLM that keeps its
 weights and cache. FlashAttention comes from torch (`varlen_in_verl.py`), since
 the package flash_attn has to be compiled.
 
-verl's own logger writes each step to VERL_FILE_LOGGER_PATH. What stands behind
+verl's own logger writes each step to VERL_FILE_LOGGER_PATH. What stands after
 `--` is passed on to verl, after ours. Run it on one GPU while `study.run` runs
 arms of `gsm8k` on others of the same host.
 """

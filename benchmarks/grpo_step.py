@@ -11,7 +11,7 @@ with all its checks, in a process and a temporary workdir of its own. Of the
 phases the table shows medians without the first step, which compiles (with
 --config.compile_cache_dir=FOLDER only once); a later one may too, when its
 prompts are longer. With --side_by_side all run at the same time, each on the
-GPU of its number; behind --limit_s seconds what is done by then is written, of
+GPU of its number; after --limit_s seconds what is done by then is written, of
 first steps without medians. On a CPU, to try it: --tiny instead of --config.
 """
 

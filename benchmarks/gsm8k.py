@@ -19,7 +19,7 @@ PROMPTS, ANSWERS, TOKENS = 64, 8, 512
 
 
 def read(file: str) -> list[dict]:
-  """Returns prompts as chat turns, with the answers behind '####'."""
+  """Returns prompts as chat turns, with the answers after '####'."""
   lines = pathlib.Path(file).read_text(encoding='utf-8').splitlines()
   rows = [json.loads(line) for line in lines]
   return [

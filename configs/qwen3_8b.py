@@ -18,7 +18,7 @@ from configs import qwen7b
 
 def get_config():
   config = qwen7b.get_config()
-  # Queries and keys would be kept twice, before and behind their norms: 21 GiB
+  # Queries and keys would be kept twice, before and after their norms: 21 GiB
   # more, in one piece.
   config.model.remat = 'full'
   # 36 layers x 8 KV heads x 4 KiB = 144 KiB a token, 2.6 times Qwen2.5-7B's:

@@ -129,7 +129,7 @@ def test_a_notebook_runs_from_its_first_to_its_last_cell(
         names |= tiny
     assert plt.get_fignums(), 'nothing to look at'
     for number in plt.get_fignums():
-      plt.figure(number).canvas.draw()  # As a notebook does behind a cell.
+      plt.figure(number).canvas.draw()  # As a notebook does after a cell.
   plt.close('all')
 
 

@@ -57,7 +57,7 @@ Row = dict[str, Any]
 
 
 def draw_calculation(rng: random.Random) -> tuple[str, list[tuple[str, int]]]:
-  """Draws a product and one or two sums behind it, none of them negative.
+  """Draws a product and one or two sums after it, none of them negative.
 
   Returns:
     (question, steps): a step is an operator and its right operand, and the
@@ -109,7 +109,7 @@ def calculation(rng: random.Random, split: str) -> Row | None:
 
   guess = careless if split == 'sft' else lambda result: None
   answer = solve(question, steps, guess)
-  # GSM8K's mark, behind which the loader reads the answer.
+  # GSM8K's mark, after which the loader reads the answer.
   if split != 'sft':
     answer = f'#### {answer.rpartition("#")[2]}'
   return {'question': question, 'answer': answer}

@@ -1,7 +1,7 @@
 """Writes the study's task: word problems, their tokenizer, the model's shape.
 
 A few people have things, and events change who has how many. The worked answer
-writes every sum, and behind each sum goes through everybody's things as often
+writes every sum, and after each sum goes through everybody's things as often
 as the question asks for:
 
     question  Ann has 34 pens, Bob has 8 pens, Eve has 61 pens. 1. Bob finds 5
@@ -197,7 +197,7 @@ def solve(
 
   Args:
     problem: what to solve.
-    checks: how often all numbers are written behind each sum.
+    checks: how often all numbers are written after each sum.
     careless: probability of a wrong carry or borrow where a ten is crossed.
     rng: decides; advanced. Unread when careless is 0.
 
@@ -220,7 +220,7 @@ def solve(
 
 
 def _sums(problem: Problem, careless: float, rng: random.Random | None):
-  """Yields (name, total before, change, total written behind it)."""
+  """Yields (name, total before, change, total written after it)."""
   totals = dict(problem.start)
   for name, _, change in problem.events:
     before = totals[name]
@@ -319,7 +319,7 @@ def make_tokenizer() -> tokenizers.Tokenizer:
   """Builds the tokenizer: a token per word, digit and sign.
 
   Returns:
-    Ids 0 to 2 are padding, end and unknown. A word or digit behind a space is
+    Ids 0 to 2 are padding, end and unknown. A word or digit after a space is
     a token of its own, so joining the tokens gives the text back.
   """
   verbs = [verb for group in VERBS.values() for verb in group]

@@ -239,7 +239,7 @@ def instruction(
     name: in PTX, with its type, for example 'div.full.f32'.
     x: the first operand.
     *more: further operands like it.
-    literals: operands behind those, in PTX.
+    literals: operands after those, in PTX.
     layout: of all operands; None is what a tensor core's product has.
   """
   layout = layout or plgpu.Layout.WGMMA

@@ -148,7 +148,7 @@ _UNIT_WORD = '|'.join(word for word in _LONGEST_FIRST if len(word) > 2)
 _SPACES = r'\s*(?:(?:\\[,;: ]|~|-)\s*)*'
 _IN_TEXT = r'\\(?:text|mathrm|mbox)\s*\{\s*'
 _SIZED = r'(?:(?:square|sq\.?|cubic|cu\.?)\s+)?'
-# Outside of \text 'm' is a unit behind a number alone: in '2m+3h' it is none.
+# Outside of \text 'm' is a unit only after a lone number: '2m+3h' has none.
 _UNIT = re.compile(
     rf'[\d.}})$]{_SPACES}(?:{_IN_TEXT}{_SIZED}(?P<text>{_ANY_UNIT})\s*\}}'
     rf'|(?:{_IN_TEXT})?{_SIZED}(?P<word>{_UNIT_WORD})(?![a-zA-Z]))'

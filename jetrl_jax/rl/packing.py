@@ -336,17 +336,17 @@ def sequence_from_completion(
           completion, mask_truncated=mask_truncated, is_scored=is_scored
       )
   )
-  mask = _behind(prompt, (completion.sampled & counted).astype(np.float32))
+  mask = _after(prompt, (completion.sampled & counted).astype(np.float32))
   return Sequence(
       tokens=np.concatenate([prompt, response]).astype(np.int32),
       loss_mask=mask,
       loss_weight=mask * np.float32(loss_weight),
-      advantages=_behind(prompt, np.full(len(response), advantage, np.float32)),
-      log_mu=_behind(prompt, completion.log_mu),
-      rollout_logprobs=_behind(prompt, completion.logprobs),
-      old_logprobs=_behind(prompt, completion.logprobs),
+      advantages=_after(prompt, np.full(len(response), advantage, np.float32)),
+      log_mu=_after(prompt, completion.log_mu),
+      rollout_logprobs=_after(prompt, completion.logprobs),
+      old_logprobs=_after(prompt, completion.logprobs),
       ref_logprobs=np.zeros(len(mask), np.float32),
-      weight_version=_behind(prompt, completion.weight_version),
+      weight_version=_after(prompt, completion.weight_version),
       origin=origin,
   )
 
@@ -371,7 +371,7 @@ def masked_response_length(
   return int(np.count_nonzero(completion.sampled))
 
 
-def _behind(prompt: NpArray, values: NpArray) -> NpArray:
+def _after(prompt: NpArray, values: NpArray) -> NpArray:
   """Returns the response's values after zeros for the prompt."""
   return np.concatenate([np.zeros(len(prompt), values.dtype), values])
 

@@ -150,7 +150,7 @@ def test_all_of_a_step_is_on_the_disk_before_it_exists(tmp_path, monkeypatch):
   manager.save(3, {'x': jnp.arange(5)}, {}, metric=None)
   manager.close()
   assert not_synced == [[]]
-  # And so is its name, behind that.
+  # And so is its name, after that.
   assert tmp_path.stat().st_ino in synced
 
 

@@ -251,7 +251,7 @@ def test_swiglus_backward_has_the_bytes_of_xlas(dtype):
 
 
 @pytest.mark.skipif(not on_gpu(), reason='5 GB')
-def test_rows_behind_what_an_int32_counts_are_those_of_a_small_array():
+def test_rows_beyond_what_an_int32_counts_are_those_of_a_small_array():
   rows, columns = 2**16, 18944
   few, step = _normal(0, 128, 2 * columns), jnp.float32(2.0**-5)
   many = jnp.zeros((rows, 2 * columns), jnp.bfloat16).at[-128:].set(few)

@@ -17,7 +17,7 @@ _TILE = 64
 
 
 def _spans(tokens, group):
-  """First and last key of two segments with padding behind each."""
+  """First and last key of two segments with padding after each."""
   index, start = np.arange(tokens), tokens // 4
   first = np.where(index < start, 0, start)
   is_padding = (index < start) & (index >= start - 9) | (index >= tokens - 3)

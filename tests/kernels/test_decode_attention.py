@@ -160,7 +160,7 @@ def test_slots_at_different_positions_attend_their_own_keys():
   )
 
 
-def test_tiles_behind_the_last_key_are_not_visited():
+def test_tiles_after_the_last_key_are_not_visited():
   # NaN there would survive a masked product: 0 * NaN is NaN.
   q, k, v, _ = inputs.qkv()
   first, last = (np.stack([a, a]) for a in inputs.rows([0], [20]))

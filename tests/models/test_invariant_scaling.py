@@ -21,7 +21,7 @@ def _leaves(tree):
   }
 
 
-def test_kernels_behind_norms_are_divided_and_their_gains_multiplied():
+def test_kernels_after_norms_are_divided_and_their_gains_multiplied():
   before = _leaves(_params())
   after = _leaves(invariant_scaling.fold(_params(), 4.0))
   factors = {

@@ -98,7 +98,7 @@ def _one_row(tokens):
   ).batches[0]
 
 
-def test_a_token_reaches_its_own_log_prob_and_those_behind_it_only():
+def test_a_token_reaches_its_own_log_prob_and_those_after_it_only():
   run = tiny_run.fp8_run()
   tokens = np.arange(10, 23)
   changed = tokens.copy()

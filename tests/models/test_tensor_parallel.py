@@ -465,7 +465,7 @@ def _needs(out, eqns) -> list:
 
 @pytest.mark.parametrize('overlap', [False, True])
 @pytest.mark.parametrize('fsdp, tensor', [(2, 1), (4, 1), (2, 2)])
-def test_a_backward_pass_waits_for_the_gradients_of_the_layer_behind(
+def test_a_backward_pass_waits_for_the_gradients_of_the_layer_after(
     fsdp, tensor, overlap
 ):
   # XLA keeps what gradients are made of, of all layers, while nobody waits.

@@ -23,7 +23,7 @@ def test_warmup_rises_by_equal_steps_and_its_first_step_moves():
   )
 
 
-def test_cosine_falls_from_the_peak_to_zero_behind_the_warmup():
+def test_cosine_falls_from_the_peak_to_zero_after_the_warmup():
   config = OptimizerConfig(
       lr=2.0, lr_warmup_steps=2, lr_decay='cosine', lr_decay_steps=10
   )

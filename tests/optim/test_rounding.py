@@ -146,7 +146,7 @@ _LR = 2.0**-12
 
 @functools.cache
 def _applied(data: int, fsdp: int, steps=3):
-  """Masters of two equal parts, all 1, behind steps of -2^-12 or so."""
+  """Masters of two equal parts, all 1, after steps of -2^-12 or so."""
   mesh = sharding.make_mesh(data=data, fsdp=fsdp)
   policy = tiny_run.policy(tiny_run.BF16, mesh)
   config = OptimizerConfig(

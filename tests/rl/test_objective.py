@@ -37,7 +37,7 @@ _METHODS = {
 
 
 def _sequences() -> list[packing.Sequence]:
-  """Nine answers of 1 to 9 tokens behind prompts of 1 to 4."""
+  """Nine answers of 1 to 9 tokens after prompts of 1 to 4."""
   rng = np.random.default_rng(0)
 
   def one(i: int) -> packing.Sequence:

@@ -104,8 +104,8 @@ class Update:
     scores: by `score`, per micro-batch.
     gradients: what was applied.
     info: what `apply` returned.
-    applied: the state behind `apply`.
-    after: the state behind `roll_inputs`.
+    applied: the state after `apply`.
+    after: the state after `roll_inputs`.
   """
 
   before: TrainState
@@ -152,7 +152,7 @@ def updates(recipe: str) -> tuple[Update, ...]:
 def next_logprobs(
     run: Run, params: TrainState, tokens: np.ndarray, temperature: float
 ) -> np.ndarray:
-  """Log-probs of every token of the vocabulary behind `tokens`, float32."""
+  """Log-probs of every token of the vocabulary after `tokens`, float32."""
   length = len(tokens) + 1
   tokens_VT = np.zeros((VOCAB, LENGTH), np.int32)
   tokens_VT[:, :length] = [[*tokens, v] for v in range(VOCAB)]

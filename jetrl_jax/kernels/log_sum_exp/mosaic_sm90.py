@@ -72,7 +72,7 @@ def read_chunk(tile_ref, inverse, chunk, vocab: int) -> list:
     tile_ref: a chunk that has come.
     inverse: what its logits are multiplied by.
     chunk: its number.
-    vocab: tokens; those behind have the lowest logit.
+    vocab: tokens; columns after them have the lowest logit.
   """
   quarters = [tile_ref.at[pl.ds(i * LANES, LANES)] for i in range(4)]
 
@@ -185,7 +185,7 @@ def as_copied(logits_MV: Array, interpret: bool) -> Array:
   """Returns logits as bulk copies take them.
 
   A row is a multiple of 16 bytes and a chunk at least. Interpreted, it is whole
-  chunks, because nothing may be read behind it.
+  chunks, because nothing may be read after it.
   """
   vocab = logits_MV.shape[1]
   pad = max(-vocab % (CHUNK if interpret else 4), CHUNK - vocab)

@@ -484,7 +484,7 @@ class Trainer:
   def _save_after_error(
       self, step: int, state: TrainState, position: dict[str, Any]
   ) -> None:
-    """Saves the step that a rollout or an evaluation failed behind."""
+    """Saves the step before a rollout or an evaluation that failed."""
     self.sampler.restore(position)
     try:
       self._save(step, state)

@@ -13,7 +13,7 @@ from jetrl_jax.rl.rollout.environment import (
 )
 from tools import quickstart_task
 
-# 61 characters behind 3 special tokens.
+# 61 characters after 3 special tokens.
 ALPHABET = (string.ascii_letters + string.digits)[:57] + '<>{}'
 
 

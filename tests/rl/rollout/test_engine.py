@@ -379,7 +379,7 @@ def test_other_given_tokens_lead_elsewhere_and_a_given_stop_does_not_stop():
 
 
 @pytest.mark.parametrize('count', [0, 64, 65, 150])
-def test_any_number_of_given_tokens_is_written_behind_the_kept_ones(count):
+def test_any_number_of_given_tokens_is_written_after_the_kept_ones(count):
   run = tiny_run.fp8_run()
   config = tiny_run.engine_config(max_response_length=200)
   engine = Engine(_with_positions(run.policy, 256), config, run.mesh)

@@ -253,7 +253,7 @@ def test_an_observation_that_the_model_has_no_row_for_costs_its_episode():
 
 
 @pytest.mark.parametrize(('observation', 'sampled'), [(11, [12]), (12, [])])
-def test_an_observation_fits_with_room_for_a_token_behind_it(
+def test_an_observation_fits_with_room_for_a_token_after_it(
     observation, sampled
 ):
   class Opening(scripted.Letters):

@@ -120,7 +120,7 @@ def test_numbers_outside_the_loss_mask_have_no_influence():
             'ref_logprobs': -np.inf,
         }.items()
     }
-    # Tokens behind the segments' ends, too.
+    # Tokens after the segments' ends, too.
     fields['tokens'] = np.where(batch.segment_ids == 0, 33, batch.tokens)
     garbage.append(dataclasses.replace(batch, **fields))
   gradients, logprobs = run.accumulate(run.start, garbage)

@@ -123,7 +123,7 @@ def test_a_mixed_run_that_is_stopped_and_resumed_ends_in_the_same_bits(
   train_step = trainer._train_step
 
   def stop(step, state):
-    if step == 1:  # Behind the first requantisation.
+    if step == 1:  # After the first requantisation.
       os.kill(os.getpid(), signal.SIGTERM)
     return train_step(step, state)
 

@@ -180,7 +180,7 @@ def test_amaxes_have_the_bits_of_one_device(mesh):
   for name, a, b in pairs:
     np.testing.assert_array_equal(a[..., 0], b[..., 0], err_msg=name)
     np.testing.assert_allclose(a, b, rtol=1e-5, err_msg=name)
-  # And so have the scales behind the update, but for the kernels': their
+  # And so have the scales after the update, but for the kernels': their
   # masters moved by other sums.
   pairs = _pairs(_update(mesh)[2].fp8_state, _expected().applied.fp8_state)
   for name, a, b in pairs:

@@ -257,7 +257,7 @@ def test_a_run_fills_its_batches_and_resumes_to_the_same_bits(
   )
 
 
-def test_a_run_that_finds_no_lessons_ends_behind_a_checkpoint(
+def test_a_run_that_finds_no_lessons_ends_after_a_checkpoint(
     tmp_path, changes
 ):
   path = tmp_path / 'rewards.py'
@@ -271,6 +271,6 @@ def test_a_run_that_finds_no_lessons_ends_behind_a_checkpoint(
       NotEnoughGroupsError, match=r'0 of 4 .* 3 gen.* .10 groups: 10 all rig'
   ):
     trainer.train()
-  # The position is that of the step's start, not behind ten prompts.
+  # The position is that of the step's start, not after ten prompts.
   found = whole_run.restored(tmp_path / 'run', changes=changes)
   assert found.step == 0 and found.host_state['sampler']['position'] == 0

@@ -191,7 +191,7 @@ def test_without_a_good_checkpoint_the_guard_says_that_it_cannot_help():
   )
 
 
-def test_a_checkpoint_is_good_once_the_step_behind_it_was_good():
+def test_a_checkpoint_is_good_once_the_step_after_it_was_good():
   # Step 4 is saved, and what it leaves shows in step 5.
   steps = [GOOD] * 4 + [NAN, NAN]
   assert [d.state.good for d in _run(steps)[0]] == [0, 0, 2, 2, 2, 2]

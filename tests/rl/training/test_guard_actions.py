@@ -46,8 +46,8 @@ class _Faulty(Trainer):
 
   Attributes:
     stop_before: name of the action during which SIGTERM comes.
-    killed_in: the step that is killed behind its updates.
-    copied_in: the step behind whose updates the workdir is copied, as a kill
+    killed_in: the step that is killed after its updates.
+    copied_in: the step after whose updates the workdir is copied, as a kill
       would leave it.
     copy: where to.
   """
@@ -127,7 +127,7 @@ def test_faults_are_answered_by_rollback_new_scales_precision_and_rollback(
       for s in steps
   ]
   # The unit in the last place: nothing to blame, so back to step 1, the last
-  # that the step behind it confirmed; later back to it again, which is in
+  # that the step after it confirmed; later back to it again, which is in
   # another precision and older than keep_latest.
   back = [('rollback', 1), ('rollback_to', 1)]
   assert found == [
@@ -154,7 +154,7 @@ def test_faults_are_answered_by_rollback_new_scales_precision_and_rollback(
 
 @pytest.mark.slow
 def test_a_rolled_back_run_goes_on_from_the_weights_of_its_checkpoint(guarded):
-  # Two updates behind step 1, that of step 8 among them; five were given up.
+  # Two updates after step 1, that of step 8 among them; five were given up.
   last = whole_run.restored(guarded, changes=CHANGES)
   assert last.step == 8 and int(last.state['opt_step']) == 2
   first = whole_run.restored(guarded, 1, CHANGES)

@@ -58,10 +58,10 @@ class _Copied(Trainer):
   Attributes:
     faulty: meets a fault on the rollout's side at steps 3, 4, 6 and 7, and one
       in the masters at step 9.
-    copied_in: the step behind whose updates the workdir is copied, as a kill
+    copied_in: the step after whose updates the workdir is copied, as a kill
       would leave it.
     copy: where to.
-    acted: the rollout's recipe and the state behind each action, by the step
+    acted: the rollout's recipe and the state after each action, by the step
       that it follows.
   """
 
@@ -151,7 +151,7 @@ def test_faults_of_the_rollouts_side_are_answered(faulty):
   back = [('rollback', 1), ('rollback_to', 1)]
   # The dot that saturates; then the mismatch, which names no dot, so scales and
   # the noisiest dot are tried; then NaN, which only a checkpoint undoes. Step 1
-  # is the last that the step behind it confirmed.
+  # is the last that the step after it confirmed.
   assert _actions(steps) == [
       [],
       [],

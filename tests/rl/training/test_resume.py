@@ -99,7 +99,7 @@ def test_a_run_is_stopped_everywhere_and_ends_in_the_same_bits(
     tmp_path, uninterrupted
 ):
   # 1: the calibration's rollout; 6: the first evaluation; then rollouts of
-  # steps 1, 1 again, 2 to 3 (behind a checkpoint of its own) and later.
+  # steps 1, 1 again, 2 to 3 (after a checkpoint of its own) and later.
   for number in (1, 6, 9, 2, 8, 11):
     assert not _train_until_check(tmp_path, number), number
   assert _train_until_check(tmp_path, 10**6)
@@ -226,7 +226,7 @@ def test_an_error_of_a_rollout_or_a_test_loses_no_step_that_was_taken(
   assert whole_run.outcome(tmp_path) == uninterrupted
 
 
-def test_an_error_behind_a_checkpoint_that_fails_is_the_one_that_is_told(
+def test_an_error_after_a_checkpoint_that_fails_is_the_one_that_is_told(
     tmp_path, monkeypatch, caplog
 ):
   trainer = whole_run.trainer(tmp_path)
@@ -360,7 +360,7 @@ def test_a_stop_before_the_first_checkpoint_says_that_nothing_is_saved(
 ):
   process = whole_run.start_run(tmp_path)
   end = time.monotonic() + _PATIENCE_S
-  # Written behind the handlers' installation and before the calibration.
+  # Written after the handlers' installation and before the calibration.
   while not (tmp_path / 'config.json').exists():
     assert process.poll() is None and time.monotonic() < end
     time.sleep(0.01)

@@ -126,7 +126,7 @@ def test_throughput_counts_what_was_learnt_and_what_was_generated():
   kept = _experience().completions
   # Dynamic sampling drew three times as many answers as it kept.
   found = step_metrics.throughput(kept, 3 * kept, _Timer(), 2)
-  # Two answers of one token, each behind two prompt tokens.
+  # Two answers of one token, each after two prompt tokens.
   assert found['perf/total_num_tokens'] == 6
   assert found['perf/throughput'] == 6 / 10 / 2
   assert found['perf/rollout_throughput'] == 6 / 4 / 2

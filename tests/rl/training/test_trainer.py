@@ -446,7 +446,7 @@ class _Killed(BaseException):
 
 
 def _until(trainer: Trainer, step: int, then) -> None:
-  """Calls `then` right behind the line of this step."""
+  """Calls `then` right after the line of this step."""
   log = trainer.folder.log
 
   def stop(at, metrics):
