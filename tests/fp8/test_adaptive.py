@@ -60,7 +60,7 @@ def test_a_recipe_that_keeps_dots_takes_their_paths_literally():
 
 
 @pytest.mark.parametrize('name', ['fp8_delayed', 'int8'])
-def test_what_is_kept_has_no_slot_and_the_others_keep_theirs(name):
+def test_what_is_kept_has_no_dot_state_and_the_others_keep_theirs(name):
   recipe = Recipe(name=name)
   make = (
       (lambda: scaling_state.init_record(4))

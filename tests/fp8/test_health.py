@@ -19,7 +19,7 @@ def _operand(sums, history=(0.0, 3.0), scale=0.5) -> dict:
 _NOTHING = (0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def _slot(**operands) -> dict:
+def _dot_state(**operands) -> dict:
   empty = {name: _operand(_NOTHING) for name in scaling_state.OPERANDS}
   return empty | operands
 
@@ -56,7 +56,7 @@ def test_a_summary_has_shares_and_decibels_by_operand():
       'layers_0': {
           'mlp': {
               # 2 of 8 saturate, 1 of 8 is flushed, signal to noise is 1000.
-              'down': _slot(input=_operand((8, 2, 1, 500.0, 0.5)))
+              'down': _dot_state(input=_operand((8, 2, 1, 500.0, 0.5)))
           }
       }
   }
@@ -72,23 +72,23 @@ def test_a_summary_has_shares_and_decibels_by_operand():
 
 def test_the_amax_is_the_newest_recorded_one():
   # Being filled: entry 0. Right after a roll entry 0 is empty.
-  state = {'a': _slot(input=_operand(_NOTHING, history=(2.0, 5.0)))}
+  state = {'a': _dot_state(input=_operand(_NOTHING, history=(2.0, 5.0)))}
   assert health.summarize(state, ['a'])['a']['input']['amax'] == 2.0
   assert health.summarize(state, ['a'])['a']['kernel']['amax'] == 3.0
 
 
 def test_what_lost_nothing_or_saw_nothing_has_no_ratio():
-  state = {'a': _slot(input=_operand((8, 0, 0, 1.0, 0.0)))}
+  state = {'a': _dot_state(input=_operand((8, 0, 0, 1.0, 0.0)))}
   summary = health.summarize(state, ['a'])['a']
   assert 'sqnr_db' not in summary['input']  # Nothing was lost.
   assert 'sqnr_db' not in summary['kernel']  # Nothing was measured.
   assert 'saturated_frac' not in summary['kernel']
 
 
-def test_the_headline_is_the_worst_slot_of_each_operand():
+def test_the_headline_is_the_worst_dot_state_of_each_operand():
   state = {
-      'a': _slot(input=_operand((10, 1, 0, 100.0, 1.0))),
-      'b': _slot(input=_operand((10, 0, 4, 1000.0, 1.0))),
+      'a': _dot_state(input=_operand((10, 1, 0, 100.0, 1.0))),
+      'b': _dot_state(input=_operand((10, 0, 4, 1000.0, 1.0))),
   }
   headline = health.headline(health.summarize(state, ['a', 'b']))
   assert headline['fp8/input/saturated_frac/max'] == pytest.approx(0.1)
@@ -101,8 +101,8 @@ def test_the_headline_is_the_worst_slot_of_each_operand():
 
 def test_what_the_logits_gradient_flushes_is_no_headline():
   # A softmax: most of it is next to nothing.
-  tail = _slot(output_grad=_operand((10, 1, 9, 100.0, 1.0)))
-  block = _slot(output_grad=_operand((10, 0, 2, 100.0, 1.0)))
+  tail = _dot_state(output_grad=_operand((10, 1, 9, 100.0, 1.0)))
+  block = _dot_state(output_grad=_operand((10, 0, 2, 100.0, 1.0)))
   state = {'lm_head': tail, 'layers_0': {'attn': {'o': block}}}
   summary = health.summarize(state, ['lm_head', 'layers_0/attn/o'])
   assert summary['lm_head']['output_grad']['flushed_frac'] == 0.9
@@ -113,5 +113,5 @@ def test_what_the_logits_gradient_flushes_is_no_headline():
   assert 'fp8/output_grad/flushed_frac/max' not in alone
 
 
-def test_without_slots_there_is_no_headline():
+def test_without_dot_states_there_is_no_headline():
   assert health.headline(health.summarize({}, [])) == {}

@@ -32,17 +32,17 @@ def at(tree, path=QKV):
   return tree
 
 
-def one_slot():
+def one_dot_state():
   return {'dot': scaling_state.init_record(4)}
 
 
 def shown(amax_in, amax_out, health=0.0):
   """The cotangent that a dot would return."""
-  slot = jax.tree.map(jnp.zeros_like, scaling_state.init_record(4))
+  dot_state = jax.tree.map(jnp.zeros_like, scaling_state.init_record(4))
   for operand, amax in (('input', amax_in), ('output_grad', amax_out)):
-    slot[operand]['amax_history'] = jnp.zeros(4).at[0].set(amax)
-    slot[operand]['health'] = jnp.full((5,), health)
-  return slot
+    dot_state[operand]['amax_history'] = jnp.zeros(4).at[0].set(amax)
+    dot_state[operand]['health'] = jnp.full((5,), health)
+  return dot_state
 
 
 def seen(*numbers, **more):
@@ -58,7 +58,7 @@ def assert_equal_trees(left, right):
   jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
-def test_slots_exist_for_the_kernels_of_the_blocks_and_nothing_else():
+def test_dot_states_exist_for_the_kernels_of_the_blocks_and_nothing_else():
   state = scaling_state.init_state(PARAMS, RECIPE)
   assert scaling_state.record_paths(state) == [
       'layers_0/attn/qkv',
@@ -68,7 +68,7 @@ def test_slots_exist_for_the_kernels_of_the_blocks_and_nothing_else():
   assert at(state)['kernel']['scale'] == 1
 
 
-def test_layers_in_high_precision_have_no_slot():
+def test_layers_in_high_precision_have_no_dot_state():
   recipe = Recipe(high_precision_layers=('layers_0/.*',))
   state = scaling_state.init_state(PARAMS, recipe)
   assert scaling_state.record_paths(state) == ['layers_1/mlp/down']
@@ -87,25 +87,27 @@ def test_paths_come_in_the_order_of_the_layers():
 
 @pytest.mark.parametrize('amax', [0.0, np.nan, np.inf])
 def test_an_amax_that_says_nothing_is_never_recorded(amax):
-  state = scaling_state.observe(one_slot(), seen(2.0, 3.0))
+  state = scaling_state.observe(one_dot_state(), seen(2.0, 3.0))
   state = scaling_state.observe(state, seen(amax, amax))
   assert history(state) == [2, 0, 0, 0]
   assert history(state, 'output_grad') == [3, 0, 0, 0]
   rolled = scaling_state.roll(
-      one_slot(), RECIPE, operands=scaling_state.OPERANDS
+      one_dot_state(), RECIPE, operands=scaling_state.OPERANDS
   )
-  assert_equal_trees(rolled, one_slot())
+  assert_equal_trees(rolled, one_dot_state())
 
 
-def test_a_kernel_of_zeros_or_nan_leaves_its_slot_alone():
+def test_a_kernel_of_zeros_or_nan_leaves_its_dot_state_alone():
   for value in (0.0, np.nan):
     params = {'dot': {'kernel': jnp.full((2, 2), value)}}
-    state = scaling_state.observe_kernels(one_slot(), params, RECIPE, Axes())
-    assert_equal_trees(state, one_slot())
+    state = scaling_state.observe_kernels(
+        one_dot_state(), params, RECIPE, Axes()
+    )
+    assert_equal_trees(state, one_dot_state())
 
 
 def test_entry_0_is_the_maximum_of_all_observations_until_the_roll():
-  state = one_slot()
+  state = one_dot_state()
   for amax in (2.0, 5.0, 3.0):
     state = scaling_state.observe(state, seen(amax, 1.0))
   assert history(state) == [5, 0, 0, 0]
@@ -121,7 +123,7 @@ def test_a_layer_shows_one_array_in_which_each_dot_finds_its_numbers():
 
 
 def test_a_roll_shifts_and_forgets_the_oldest():
-  state = one_slot()
+  state = one_dot_state()
   expected = [
       [0, 1, 0, 0],
       [0, 2, 1, 0],
@@ -136,7 +138,7 @@ def test_a_roll_shifts_and_forgets_the_oldest():
 
 
 def test_a_scale_waits_for_the_roll_and_covers_the_whole_history():
-  state = scaling_state.observe(one_slot(), seen(1000.0, 1.0))
+  state = scaling_state.observe(one_dot_state(), seen(1000.0, 1.0))
   assert state['dot']['input']['scale'] == 1
   state = scaling_state.roll(state, RECIPE, operands=('input',))
   assert state['dot']['input']['scale'] == 4  # 1000 / 448 = 2.23, up to 4.
@@ -150,7 +152,7 @@ def test_a_scale_waits_for_the_roll_and_covers_the_whole_history():
 
 
 def test_a_roll_touches_only_the_operands_it_names():
-  before = scaling_state.observe(one_slot(), seen(1000.0, 1000.0))
+  before = scaling_state.observe(one_dot_state(), seen(1000.0, 1000.0))
   after = scaling_state.roll(before, RECIPE, operands=('output_grad',))
   assert_equal_trees(after['dot']['input'], before['dot']['input'])
   assert_equal_trees(after['dot']['kernel'], before['dot']['kernel'])
@@ -158,7 +160,7 @@ def test_a_roll_touches_only_the_operands_it_names():
 
 
 def test_output_gradients_are_scaled_for_their_own_format():
-  state = scaling_state.observe(one_slot(), seen(57344.0, 57344.0))
+  state = scaling_state.observe(one_dot_state(), seen(57344.0, 57344.0))
   recipe = Recipe(amax_history_length=4, grad_format='e5m2')
   state = scaling_state.roll(state, recipe, operands=('input', 'output_grad'))
   assert state['dot']['output_grad']['scale'] == 1
@@ -166,7 +168,7 @@ def test_output_gradients_are_scaled_for_their_own_format():
 
 
 def test_a_layer_that_was_not_reached_keeps_its_history():
-  state = scaling_state.observe(one_slot(), seen(1000.0, 1.0))
+  state = scaling_state.observe(one_dot_state(), seen(1000.0, 1.0))
   state = scaling_state.roll(state, RECIPE, operands=scaling_state.OPERANDS)
   for _ in range(10):
     state = scaling_state.observe(state, seen(0.0, 0.0))
@@ -184,7 +186,7 @@ def test_a_layer_that_was_not_reached_keeps_its_history():
 
 
 def test_observing_changes_inputs_and_output_gradients_only():
-  before = one_slot()
+  before = one_dot_state()
   after = scaling_state.observe(before, seen(2.0, 3.0, health=7.0))
   assert_equal_trees(after['dot']['kernel'], before['dot']['kernel'])
   for operand in ('input', 'output_grad'):
@@ -193,7 +195,7 @@ def test_observing_changes_inputs_and_output_gradients_only():
 
 
 def test_health_is_that_of_the_last_step():
-  state = scaling_state.observe(one_slot(), seen(1.0, 1.0, health=7.0))
+  state = scaling_state.observe(one_dot_state(), seen(1.0, 1.0, health=7.0))
   state = scaling_state.observe(state, seen(1.0, 1.0, health=2.0))
   assert state['dot']['input']['health'].tolist() == [2] * 5
 
@@ -201,15 +203,15 @@ def test_health_is_that_of_the_last_step():
 def _dot_observations():
   """A compiled (rows, output gradients, mask) -> [operand, amax|health]."""
   kernel = np.random.default_rng(1).normal(size=(24, 32)).astype(np.float32)
-  params, slot = {'dot': {'kernel': kernel}}, one_slot()
-  slot = scaling_state.observe_kernels(slot, params, RECIPE, Axes())
-  weight = prepare_weights(params, slot, RECIPE)['dot']['kernel']
+  params, dot_state = {'dot': {'kernel': kernel}}, one_dot_state()
+  dot_state = scaling_state.observe_kernels(dot_state, params, RECIPE, Axes())
+  weight = prepare_weights(params, dot_state, RECIPE)['dot']['kernel']
 
   def observed(x, dy, mask):
     def run(state):
       return linear.dot(RECIPE, x, kernel, weight, state['dot'], mask)
 
-    return scaling_state.stack_observations(jax.vjp(run, slot)[1](dy)[0])
+    return scaling_state.stack_observations(jax.vjp(run, dot_state)[1](dy)[0])
 
   return exact_jit(observed)
 
@@ -258,7 +260,7 @@ def test_joining_does_not_depend_on_the_order():
 
 
 def test_a_kernel_never_saturates_however_it_jumps():
-  state, rng = one_slot(), np.random.default_rng(0)
+  state, rng = one_dot_state(), np.random.default_rng(0)
   for growth in (1.0, 1e3, 1e-6, 0.0, 1e9, 1e-20, 1e20):
     kernel = growth * rng.normal(size=(16, 8)).astype(np.float32)
     params = {'dot': {'kernel': kernel}}
@@ -272,7 +274,7 @@ def test_the_health_of_a_kernel_by_hand():
   # amax 449 gives scale 2. 449 is stored as 224 (spacing 16): noise 1. 2^-10
   # becomes 0: noise 2^-20. 16 is exact.
   params = {'dot': {'kernel': jnp.asarray([[449.0, 2.0**-10], [16.0, 0.0]])}}
-  state = scaling_state.observe_kernels(one_slot(), params, RECIPE, Axes())
+  state = scaling_state.observe_kernels(one_dot_state(), params, RECIPE, Axes())
   weights = prepare_weights(params, state, RECIPE)
   state = scaling_state.measure_kernels(state, params, weights, Axes())
   noise = 1 + 2.0**-20
@@ -286,13 +288,13 @@ def test_the_health_of_a_kernel_by_hand():
 
 def test_the_current_kernel_is_on_its_own_scale_at_once():
   params = {'dot': {'kernel': jnp.full((2, 2), -449.0)}}
-  state = scaling_state.observe_kernels(one_slot(), params, RECIPE, Axes())
+  state = scaling_state.observe_kernels(one_dot_state(), params, RECIPE, Axes())
   assert state['dot']['kernel']['scale'] == 2
   assert history(state, 'kernel') == [0, 449, 0, 0]
   assert state['dot']['input']['scale'] == 1
 
 
-def test_the_optimiser_has_no_leaf_of_the_slots():
+def test_the_optimiser_has_no_leaf_of_the_dot_states():
   moments = optax.adam(1e-3).init(PARAMS)
   names = {
       str(getattr(key, 'key', key))
@@ -315,9 +317,9 @@ def test_the_optimiser_has_no_leaf_of_the_slots():
 
 
 def test_adding_two_uses_in_one_derivative_would_be_wrong():
-  # Why micro-batches are differentiated one by one: two uses of a slot within
-  # one jax.grad add their amaxes.
-  state, kernel = one_slot(), jnp.ones((16, 16))
+  # Why micro-batches are differentiated one by one: two uses of a dot state
+  # within one jax.grad add their amaxes.
+  state, kernel = one_dot_state(), jnp.ones((16, 16))
   weight = prepare_weights({'dot': {'kernel': kernel}}, state, RECIPE)
   x = jnp.full((16, 16), 3.0, jnp.bfloat16)
 

@@ -28,15 +28,15 @@ def recipe_of(name, **changes: Any):
 def _prepared(recipe):
   def run(master):
     params = {'dot': {'kernel': master}}
-    slot = scaling_state.init_state(params, recipe)
-    return prepare_weights(params, slot, recipe)['dot']['kernel']
+    dot_state = scaling_state.init_state(params, recipe)
+    return prepare_weights(params, dot_state, recipe)['dot']['kernel']
 
   return exact_jit(run)
 
 
 @functools.cache
 def _sampled(recipe):
-  """As the rollout calls it: no master, and no slot either."""
+  """As the rollout calls it: no master, and no dot state either."""
   return exact_jit(
       lambda x, w: linear.dot(recipe, x, None, w, None, jnp.ones(x.shape[0]))
   )
@@ -44,11 +44,11 @@ def _sampled(recipe):
 
 @functools.cache
 def _trained(recipe):
-  """Result and cotangents of (x, master, slot)."""
+  """Result and cotangents of (x, master, dot state)."""
 
   def run(x, master, weight, dy, mask):
-    def forward(x, master, slot):
-      return linear.dot(recipe, x, master, weight, slot, mask)
+    def forward(x, master, dot_state):
+      return linear.dot(recipe, x, master, weight, dot_state, mask)
 
     y, pull = jax.vjp(forward, x, master, scaling_state.init_dynamic_record())
     return y, *pull(dy.astype(y.dtype))
@@ -64,7 +64,7 @@ def forward(recipe, x, master):
 
 
 def train(recipe, x, master, dy, mask=None):
-  """Returns result and cotangents of (x, master, slot)."""
+  """Returns result and cotangents of (x, master, dot state)."""
   mask = np.ones(x.shape[0], np.float32) if mask is None else mask
   weight = _prepared(recipe)(master)
   found = _trained(recipe)(
@@ -327,7 +327,7 @@ def test_the_weight_gradient_takes_any_number_of_rows():
 
 
 @pytest.mark.parametrize('name', NAMES)
-def test_the_slot_observes_amax_and_health_of_valid_rows(name):
+def test_the_dot_state_observes_amax_and_health_of_valid_rows(name):
   x, w, dy = data()
   x[-1], dy[-1] = 1e6, 1e6
   mask = np.ones(ROWS, np.float32)
@@ -343,7 +343,7 @@ def test_the_slot_observes_amax_and_health_of_valid_rows(name):
   assert seen['output_grad']['health'][0] == counted
 
 
-def test_a_state_of_dynamic_slots_only_looks():
+def test_a_state_of_dynamic_dot_states_only_looks():
   recipe = recipe_of('fp8_token')
   params = {'a': {'kernel': jnp.ones((128, 128))}}
   state = scaling_state.init_state(params, recipe)

@@ -18,11 +18,11 @@ ROWS, INNER, OUTER = 32, 48, 24
 BF16 = Recipe(name='bf16')
 
 
-def make_slot(input_scale=2.0**-6, grad_scale=2.0**-4):
-  slot = scaling_state.init_record(4)
-  slot['input']['scale'] = np.float32(input_scale)
-  slot['output_grad']['scale'] = np.float32(grad_scale)
-  return slot
+def make_dot_state(input_scale=2.0**-6, grad_scale=2.0**-4):
+  dot_state = scaling_state.init_record(4)
+  dot_state['input']['scale'] = np.float32(input_scale)
+  dot_state['output_grad']['scale'] = np.float32(grad_scale)
+  return dot_state
 
 
 def to_e4m3(x, scale):
@@ -53,23 +53,23 @@ def changed(x, at, value):
 
 @functools.cache
 def _both(recipe, out_dtype=None):
-  """Compiled: result and cotangents of (x, master, slot)."""
+  """Compiled: result and cotangents of (x, master, dot state)."""
 
-  def run(x, master, weight, slot, mask, dy):
-    def forward(x, master, slot):
+  def run(x, master, weight, dot_state, mask, dy):
+    def forward(x, master, dot_state):
       return linear.dot(
-          recipe, x, master, weight, slot, mask, out_dtype=out_dtype
+          recipe, x, master, weight, dot_state, mask, out_dtype=out_dtype
       )
 
-    y, pull = jax.vjp(forward, x, master, slot)
+    y, pull = jax.vjp(forward, x, master, dot_state)
     return y, *pull(dy.astype(y.dtype))
 
   return exact_jit(run)
 
 
-def run(recipe, x, master, weight, slot, dy, mask=None, out_dtype=None):
+def run(recipe, x, master, weight, dot_state, dy, mask=None, out_dtype=None):
   mask = np.ones(x.shape[0], np.float32) if mask is None else mask
-  found = _both(recipe, out_dtype)(x, master, weight, slot, mask, dy)
+  found = _both(recipe, out_dtype)(x, master, weight, dot_state, mask, dy)
   return jax.tree.map(np.asarray, found)
 
 
@@ -102,29 +102,29 @@ def test_all_three_products_equal_those_of_the_restored_operands(
   recipe = Recipe(power_of_two_scales=power_of_two, grad_format=grad_format)
   odd = 1.0 if power_of_two else 1.3
   x, master, weight, dy = operands(kernel_scale=odd * 2.0**-7)
-  slot = make_slot(odd * 2.0**-6, odd * 2.0**-4)
-  y, dx, dw, _ = run(recipe, x, master, weight, slot, dy)
-  x64 = restored(x, slot['input']['scale'])
+  dot_state = make_dot_state(odd * 2.0**-6, odd * 2.0**-4)
+  y, dx, dw, _ = run(recipe, x, master, weight, dot_state, dy)
+  x64 = restored(x, dot_state['input']['scale'])
   w64 = np.asarray(weight.values, np.float64) * float(weight.scale)
   name = {'e4m3': 'float8_e4m3fn', 'e5m2': 'float8_e5m2'}[grad_format]
-  dy64 = restored(dy, slot['output_grad']['scale'], name)
+  dy64 = restored(dy, dot_state['output_grad']['scale'], name)
   # Scales that are no power of two cost three more float32 roundings.
   extra = 0.0 if power_of_two else 3 * 2.0**-23
   assert y.dtype == dx.dtype == jnp.bfloat16 and dw.dtype == jnp.float32
   assert_dot(y, x64, w64, 2.0**-7 + extra)
   assert_dot(dx, dy64, w64.T, 2.0**-7 + extra)
   assert_dot(dw, dy64.T, x64.T, 2.0**-23 + extra)
-  narrow = run(recipe, x, master.astype(jnp.bfloat16), weight, slot, dy)[2]
+  narrow = run(recipe, x, master.astype(jnp.bfloat16), weight, dot_state, dy)[2]
   assert_dot(narrow, dy64.T, x64.T, 2.0**-7 + extra)
 
 
 def test_the_result_may_be_float32_and_then_keeps_its_bits():
   x, master, weight, dy = operands()
-  slot = make_slot()
-  y, *_ = run(Recipe(), x, master, weight, slot, dy, out_dtype='float32')
+  dot_state = make_dot_state()
+  y, *_ = run(Recipe(), x, master, weight, dot_state, dy, out_dtype='float32')
   assert y.dtype == jnp.float32
   w64 = np.asarray(weight.values, np.float64) * float(weight.scale)
-  assert_dot(y, restored(x, slot['input']['scale']), w64, 2.0**-23)
+  assert_dot(y, restored(x, dot_state['input']['scale']), w64, 2.0**-23)
 
 
 def test_products_of_the_largest_values_do_not_overflow():
@@ -136,7 +136,12 @@ def test_products_of_the_largest_values_do_not_overflow():
   dy = np.full((16, 16), 57344, jnp.bfloat16)
   recipe = Recipe(grad_format='e5m2')
   y, dx, dw, _ = run(
-      recipe, x, np.ones((16, 64), np.float32), weight, make_slot(1.0, 1.0), dy
+      recipe,
+      x,
+      np.ones((16, 64), np.float32),
+      weight,
+      make_dot_state(1.0, 1.0),
+      dy,
   )
   # 64 * 448^2 = 12845056 = 49 * 2^18: exact in bfloat16.
   assert np.all(np.asarray(y, np.float64) == 64 * 448**2)
@@ -148,10 +153,10 @@ def test_products_of_the_largest_values_do_not_overflow():
 def test_the_format_of_output_gradients_is_the_recipes():
   x, master, weight, _ = operands(rows=16)
   dy = np.full((16, OUTER), 500, jnp.bfloat16)
-  slot = make_slot(1.0, 1.0)
+  dot_state = make_dot_state(1.0, 1.0)
   w = np.asarray(weight.values, np.float64).sum(0) * float(weight.scale)
   for name, value in (('e4m3', 448), ('e5m2', 512)):
-    dx = run(Recipe(grad_format=name), x, master, weight, slot, dy)[1]
+    dx = run(Recipe(grad_format=name), x, master, weight, dot_state, dy)[1]
     np.testing.assert_allclose(
         np.asarray(dx[0], np.float64), value * w, rtol=2.0**-8, atol=1e-6
     )
@@ -162,19 +167,19 @@ def test_the_format_of_output_gradients_is_the_recipes():
 def test_the_weight_gradient_has_the_dtype_of_the_master(recipe, dtype):
   x, master, weight, dy = operands()
   weight = master.astype(jnp.bfloat16) if recipe is BF16 else weight
-  slot = None if recipe is BF16 else make_slot()
-  dw = run(recipe, x, master.astype(dtype), weight, slot, dy)[2]
+  dot_state = None if recipe is BF16 else make_dot_state()
+  dw = run(recipe, x, master.astype(dtype), weight, dot_state, dy)[2]
   assert dw.dtype == dtype
 
 
 def test_the_values_of_the_master_are_never_read():
   x, master, weight, dy = operands()
-  for recipe, kernel, slot in (
-      (Recipe(), weight, make_slot()),
+  for recipe, kernel, dot_state in (
+      (Recipe(), weight, make_dot_state()),
       (BF16, master.astype(jnp.bfloat16), None),
   ):
-    first = run(recipe, x, master, kernel, slot, dy)
-    other = run(recipe, x, np.full_like(master, np.nan), kernel, slot, dy)
+    first = run(recipe, x, master, kernel, dot_state, dy)
+    other = run(recipe, x, np.full_like(master, np.nan), kernel, dot_state, dy)
     jax.tree.map(np.testing.assert_array_equal, first, other)
 
 
@@ -182,16 +187,16 @@ def test_the_values_of_the_master_are_never_read():
 def test_a_dot_without_master_has_the_bits_of_the_one_with(recipe):
   x, master, weight, dy = operands()
   weight = master.astype(jnp.bfloat16) if recipe is BF16 else weight
-  slot = None if recipe is BF16 else make_slot()
+  dot_state = None if recipe is BF16 else make_dot_state()
   rollout = exact_jit(
       lambda x, w, s: linear.dot(recipe, x, None, w, s, jnp.ones(ROWS))
-  )(x, weight, slot)
-  train = run(recipe, x, master, weight, slot, dy)[0]
+  )(x, weight, dot_state)
+  train = run(recipe, x, master, weight, dot_state, dy)[0]
   np.testing.assert_array_equal(rollout, train)
 
 
 @pytest.mark.parametrize('calibrating', [False, True])
-def test_the_cotangent_of_a_slot_holds_the_amax_of_valid_rows_alone(
+def test_the_cotangent_of_a_dot_state_holds_the_amax_of_valid_rows_alone(
     calibrating,
 ):
   x, master, weight, dy = operands()
@@ -199,30 +204,32 @@ def test_the_cotangent_of_a_slot_holds_the_amax_of_valid_rows_alone(
   x, dy = changed(x, -2, np.nan), changed(dy, -2, np.inf)
   mask = changed(np.ones(ROWS, np.float32), np.s_[-3:], 0)
   recipe = Recipe(calibrating=calibrating)
-  slot_ct = run(recipe, x, master, weight, make_slot(), dy, mask)[3]
+  dot_state_ct = run(recipe, x, master, weight, make_dot_state(), dy, mask)[3]
   for operand, array in (('input', x), ('output_grad', dy)):
     expected = np.abs(np.asarray(array[:-3], np.float32)).max()
-    found = slot_ct[operand]['amax_history']
+    found = dot_state_ct[operand]['amax_history']
     assert found.tolist() == [expected, 0, 0, 0]
-    assert slot_ct[operand]['scale'] == 0
-    assert slot_ct[operand]['health'][0] == (ROWS - 3) * array.shape[1]
-    assert np.all(np.isfinite(slot_ct[operand]['health']))
-  assert all(not np.any(leaf) for leaf in jax.tree.leaves(slot_ct['kernel']))
+    assert dot_state_ct[operand]['scale'] == 0
+    assert dot_state_ct[operand]['health'][0] == (ROWS - 3) * array.shape[1]
+    assert np.all(np.isfinite(dot_state_ct[operand]['health']))
+  assert all(
+      not np.any(leaf) for leaf in jax.tree.leaves(dot_state_ct['kernel'])
+  )
 
 
 def test_a_batch_of_padding_observes_nothing():
   x, master, weight, dy = operands()
   mask = np.zeros(ROWS, np.float32)
-  slot_ct = run(Recipe(), x, master, weight, make_slot(), dy, mask)[3]
-  assert all(not np.any(leaf) for leaf in jax.tree.leaves(slot_ct))
+  dot_state_ct = run(Recipe(), x, master, weight, make_dot_state(), dy, mask)[3]
+  assert all(not np.any(leaf) for leaf in jax.tree.leaves(dot_state_ct))
 
 
 def test_a_nan_in_a_valid_row_reaches_the_observed_amax():
   # It must not be recorded, and must not be mistaken for a small amax.
   x, master, weight, dy = operands()
   x = changed(x, (3, 5), np.nan)
-  slot_ct = run(Recipe(), x, master, weight, make_slot(), dy)[3]
-  assert not np.isfinite(slot_ct['input']['amax_history'][0])
+  dot_state_ct = run(Recipe(), x, master, weight, make_dot_state(), dy)[3]
+  assert not np.isfinite(dot_state_ct['input']['amax_history'][0])
 
 
 def test_the_health_sums_by_hand():
@@ -241,35 +248,35 @@ def test_the_health_sums_by_hand():
   weight = QTensor(
       values=np.ones((16, 5), 'float8_e4m3fn'), scale=np.float32(1)
   )
-  slot = make_slot(2.0, 1.0)
+  dot_state = make_dot_state(2.0, 1.0)
   dy = np.full((16, 16), 0.5, np.float32)
-  slot_ct = run(
-      recipe, x, np.ones((16, 5), np.float32), weight, slot, dy, mask
+  dot_state_ct = run(
+      recipe, x, np.ones((16, 5), np.float32), weight, dot_state, dy, mask
   )[3]
   signal = 1000**2 + 900**2 + 2.0**-20 + 17**2
   np.testing.assert_allclose(
-      slot_ct['input']['health'],
+      dot_state_ct['input']['health'],
       [15 * 5, 2, 1, signal, 10816 + 16 + 2.0**-20 + 1],
       rtol=1e-6,
   )
   # 0.5 is exact: 15 rows of 16 elements, power 0.25 each, no noise.
   np.testing.assert_array_equal(
-      slot_ct['output_grad']['health'], [240, 0, 0, 60, 0]
+      dot_state_ct['output_grad']['health'], [240, 0, 0, 60, 0]
   )
 
 
 def test_calibrating_computes_in_high_precision_but_observes():
   x, master, weight, dy = operands()
-  slot = make_slot(1.0, 1.0)
-  y, dx, dw, slot_ct = run(
-      Recipe(calibrating=True), x, master, weight, slot, dy
+  dot_state = make_dot_state(1.0, 1.0)
+  y, dx, dw, dot_state_ct = run(
+      Recipe(calibrating=True), x, master, weight, dot_state, dy
   )
   kernel = np.asarray(dequantize(weight, jnp.bfloat16))
   high = run(BF16, x, master, kernel, None, dy)
   for found, expected in zip((y, dx, dw), high, strict=False):
     np.testing.assert_array_equal(found, expected)
-  assert slot_ct['input']['amax_history'][0] == np.abs(x).max()
-  assert slot_ct['output_grad']['amax_history'][0] == np.abs(dy).max()
+  assert dot_state_ct['input']['amax_history'][0] == np.abs(x).max()
+  assert dot_state_ct['output_grad']['amax_history'][0] == np.abs(dy).max()
 
 
 def test_a_dot_in_high_precision_equals_float64_within_rounding():
@@ -288,10 +295,10 @@ def test_the_float32_cotangent_of_logits_is_rounded_to_the_compute_dtype(
 ):
   x, master, weight, dy = operands()
   weight = master.astype(jnp.bfloat16) if recipe is BF16 else weight
-  slot = None if recipe is BF16 else make_slot()
+  dot_state = None if recipe is BF16 else make_dot_state()
   fine = dy.astype(np.float32) * np.float32(1 + 2.0**-12)
-  coarse = run(recipe, x, master, weight, slot, dy, out_dtype='float32')
-  found = run(recipe, x, master, weight, slot, fine, out_dtype='float32')
+  coarse = run(recipe, x, master, weight, dot_state, dy, out_dtype='float32')
+  found = run(recipe, x, master, weight, dot_state, fine, out_dtype='float32')
   np.testing.assert_array_equal(found[1], coarse[1])
   np.testing.assert_array_equal(found[2], coarse[2])
 
@@ -319,14 +326,14 @@ def test_on_a_gpu_the_backward_turns_whole_tiles_round_and_no_others(
   master = jnp.ones((256, 128))
   weight = QTensor(values=jnp.ones((256, 128), 'float8_e4m3fn'), scale=1.0)
 
-  def run(x, master, slot):
-    return linear.dot(Recipe(), x, master, weight, slot, jnp.ones(rows))
+  def run(x, master, dot_state):
+    return linear.dot(Recipe(), x, master, weight, dot_state, jnp.ones(rows))
 
-  def both(slot, dy):
-    return jax.vjp(run, x, master, slot)[1](dy)
+  def both(dot_state, dy):
+    return jax.vjp(run, x, master, dot_state)[1](dy)
 
   # Of x and dy as they are quantised, and of the kernel.
-  text = str(jax.make_jaxpr(both)(make_slot(), dy))
+  text = str(jax.make_jaxpr(both)(make_dot_state(), dy))
   assert text.count(f'= {kernels_in_use.CALL}[') == kernels
 
 
@@ -349,37 +356,41 @@ def test_the_bits_of_a_row_do_not_depend_on_the_number_of_rows(kind, inner):
   x = rng.normal(size=(1024, inner)).astype(jnp.bfloat16)
   master = rng.normal(size=(48, inner)).astype(np.float32)
   scale = 2.0**-6 * (1.3 if 'odd' in kind else 1.0)
-  recipe, weight, slot = BF16, master.astype(jnp.bfloat16), None
+  recipe, weight, dot_state = BF16, master.astype(jnp.bfloat16), None
   if 'fp8' in kind:
     recipe = Recipe(power_of_two_scales='odd' not in kind)
     weight = QTensor(values=to_e4m3(master, scale), scale=np.float32(scale))
-    slot = make_slot(scale)
+    dot_state = make_dot_state(scale)
   out_dtype = 'float32' if kind == 'logits' else None
 
   @exact_jit
-  def forward(x, weight, slot):
+  def forward(x, weight, dot_state):
     mask = jnp.ones(x.shape[0])
-    return linear.dot(recipe, x, None, weight, slot, mask, out_dtype=out_dtype)
+    return linear.dot(
+        recipe, x, None, weight, dot_state, mask, out_dtype=out_dtype
+    )
 
-  whole = np.asarray(forward(x, weight, slot))
+  whole = np.asarray(forward(x, weight, dot_state))
   for rows in (np.s_[:16], np.s_[-16:], np.s_[:112]):
-    np.testing.assert_array_equal(forward(x[rows], weight, slot), whole[rows])
+    np.testing.assert_array_equal(
+        forward(x[rows], weight, dot_state), whole[rows]
+    )
 
 
 def test_an_unscaled_product_is_what_the_dot_scales():
-  recipe, slot = Recipe(), make_slot()
+  recipe, dot_state = Recipe(), make_dot_state()
   x, _, weight, _ = operands()
-  args = recipe, x, None, weight, slot, np.ones(ROWS, np.float32)
+  args = recipe, x, None, weight, dot_state, np.ones(ROWS, np.float32)
   wanted = exact_jit(lambda: linear.dot(*args, late_scale=True))()
 
   @functools.partial(exact_jit, static_argnums=0)
   def found(copies):
-    low = quantize(x, slot['input']['scale'], jnp.float8_e4m3fn)
+    low = quantize(x, dot_state['input']['scale'], jnp.float8_e4m3fn)
     product = linear.unscaled_dot(
         recipe,
         x,
         weight,
-        slot,
+        dot_state,
         late_scale=True,
         fp8_MI=jnp.stack([low] * copies) if copies else None,
     )
@@ -401,5 +412,7 @@ def test_an_unscaled_product_is_what_the_dot_scales():
 )
 def test_scales_that_no_kernel_could_take_are_applied_by_the_dot(recipe):
   x, _, weight, _ = operands()
-  found = linear.unscaled_dot(recipe, x, weight, make_slot(), late_scale=False)
+  found = linear.unscaled_dot(
+      recipe, x, weight, make_dot_state(), late_scale=False
+  )
   assert found is None

@@ -102,7 +102,7 @@ class Inside(nn.Module):
 
 @functools.cache
 def _trees(recipe=FP8):
-  """(params, slots, weights, x, mask, a cotangent of the result)."""
+  """(params, dot states, weights, x, mask, a cotangent of the result)."""
   random = np.random.default_rng(0)
 
   def make(*shape):
@@ -120,9 +120,9 @@ def _trees(recipe=FP8):
       ('gate_up', 2.0**-6, 2.0**-4),
       ('down', 2.0**-5, 2.0**-6),
   ):
-    slot = state['mlp'][name]
-    slot['input']['scale'] = jnp.float32(size)
-    slot['output_grad']['scale'] = jnp.float32(grad_size)
+    dot_state = state['mlp'][name]
+    dot_state['input']['scale'] = jnp.float32(size)
+    dot_state['output_grad']['scale'] = jnp.float32(grad_size)
   state = fp8.observe_kernels(state, params, recipe, Axes())
   weights = kernels.prepare_weights(params, state, recipe)
   x, dz = (make(ROWS, DIM).astype(jnp.bfloat16) for _ in range(2))
@@ -140,7 +140,7 @@ def _result(recipe, mode, params, state, weights, x, mask, axes=sharding.ALONE):
 def _both(
     recipe, mode, params, state, weights, x, mask, dz, axes=sharding.ALONE
 ):
-  """Returns the result and the cotangents of (params, slots, x)."""
+  """Returns the result and the cotangents of (params, dot states, x)."""
 
   def run(params, state, x):
     return _result(recipe, mode, params, state, weights, x, mask, axes)
@@ -203,7 +203,7 @@ def test_rows_that_are_quantised_already_fill_no_tile_either(as_on_gpu):
       tuple(tree['mlp'][name] for tree in (params, weights, state))
       for name in ('gate_up', 'down')
   ]
-  dots = [(p['kernel'], w['kernel'], slot) for p, w, slot in dots]
+  dots = [(p['kernel'], w['kernel'], dot_state) for p, w, dot_state in dots]
   rows = ROWS - 48
 
   def both(x, low):
@@ -277,9 +277,9 @@ def test_without_a_gpu_there_is_no_kernel():
   assert not fused_mlp.is_fused(FP8, (DIM, INNER))
 
 
-def _observed(slots_ct, axes=sharding.ALONE):
+def _observed(dot_states_ct, axes=sharding.ALONE):
   """What all devices see: (inputs, output gradients), each by number."""
-  observed = scaling_state.stack_observations(slots_ct)
+  observed = scaling_state.stack_observations(dot_states_ct)
   observed = scaling_state.reduce_over_devices(observed, axes)['mlp']
   return [[seen[:, i] for i in range(6)] for seen in observed]
 
@@ -291,15 +291,15 @@ def test_devices_with_rows_of_their_own_have_the_gradients_of_one(as_on_gpu):
   mesh = Mesh(devices, (sharding.DATA, sharding.FSDP, sharding.TENSOR))
 
   def run(*args):
-    z, params_ct, slots_ct, dx = _both(FP8, 'full', *args)
-    return z, axes.psum(params_ct), _observed(slots_ct, axes), dx
+    z, params_ct, dot_states_ct, dx = _both(FP8, 'full', *args)
+    return z, axes.psum(params_ct), _observed(dot_states_ct, axes), dx
 
   rows = sharding.ROWS
   split = sharding.per_device(
       run, mesh, (P(), P(), P(), rows, rows, rows), (rows, P(), P(), rows)
   )
-  z, params_ct, slots_ct, dx = _computed('full')
-  wanted = z, params_ct, _observed(slots_ct), dx
+  z, params_ct, dot_states_ct, dx = _computed('full')
+  wanted = z, params_ct, _observed(dot_states_ct), dx
   _assert_equal(fast_compile_jit(split)(*_trees()), wanted)
 
 
@@ -312,8 +312,8 @@ def test_devices_that_share_both_dots_have_the_gradients_of_one(
   assert fused_mlp.is_fused(FP8, (DIM // 2, INNER // 2))
 
   def run(*args):
-    z, params_ct, slots_ct, dx = _both(FP8, 'full', *args, axes)
-    return z, params_ct, _observed(slots_ct, axes), dx
+    z, params_ct, dot_states_ct, dx = _both(FP8, 'full', *args, axes)
+    return z, params_ct, _observed(dot_states_ct, axes), dx
 
   mesh = sharding.make_mesh(tensor=2)
   split = sharding.per_device(run, mesh, (P(),) * 6, (P(),) * 4)

@@ -59,7 +59,7 @@ def test_the_weights_have_the_paths_of_the_masters():
   assert names(weights) == names(params)
 
 
-def test_only_kernels_with_a_slot_are_8_bit():
+def test_only_kernels_with_a_dot_state_are_8_bit():
   weights = prepared(masters())
   down = weights['layers_0']['mlp']['down']['kernel']
   assert down.values.dtype == jnp.float8_e4m3fn

@@ -60,7 +60,7 @@ def masters(family: str, recipe: Recipe = FP8) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Trees:
-  """Masters, slots and the compute weights made of them."""
+  """Masters, dot states and the compute weights made of them."""
 
   params: Any
   state: Any
@@ -191,8 +191,8 @@ def compiled_step(family: str, recipe: Recipe, remat: str = 'none'):
       return -jnp.mean(found), found
 
     grad = jax.grad(loss, argnums=(0, 1), has_aux=True)
-    (params_grad, slots_seen), found = grad(params, state)
-    return found, params_grad, slots_seen
+    (params_grad, states_seen), found = grad(params, state)
+    return found, params_grad, states_seen
 
   return exact_jit(step)
 

@@ -29,7 +29,7 @@ def _decoded(family, recipe, batch=SLOTS):
 
 @functools.cache
 def _stepped(recipe):
-  """Log-probs, gradients and what slots saw, of a training step of Qwen2.
+  """Log-probs, gradients and what dots saw, of a training step of Qwen2.
 
   Blocks are rematerialised, as in training; `compiled_forward` keeps them.
   """
@@ -52,7 +52,7 @@ def _leaves(tree):
   ]
 
 
-def _slot(state, path):
+def _dot_state(state, path):
   for key in path.split('/'):
     state = state[key]
   return jax.tree.map(np.asarray, state)
@@ -159,17 +159,17 @@ def test_gradients_reach_every_master_in_its_dtype(recipe):
     assert np.all(np.isfinite(grad)) and np.any(grad), name
 
 
-def test_every_slot_observes_its_input_and_output_gradient():
+def test_every_dot_observes_its_input_and_output_gradient():
   _, _, seen = _stepped(FP8)
   paths = scaling_state.record_paths(seen)
   assert len(paths) == 8
   for path in paths:
-    slot = _slot(seen, path)
+    dot_state = _dot_state(seen, path)
     for operand in ('input', 'output_grad'):
-      assert slot[operand]['amax_history'][0] > 0, (path, operand)
-      assert not np.any(slot[operand]['amax_history'][1:])
+      assert dot_state[operand]['amax_history'][0] > 0, (path, operand)
+      assert not np.any(dot_state[operand]['amax_history'][1:])
     # The kernel's amax comes from its master, not from the backward pass.
-    assert not np.any(slot['kernel']['amax_history'])
+    assert not np.any(dot_state['kernel']['amax_history'])
 
 
 def test_fp8_gradients_point_where_those_of_bf16_do():
@@ -212,7 +212,7 @@ def test_the_derivative_does_not_pass_through_the_quantiser():
 
 
 @pytest.mark.parametrize('family', tiny.FAMILIES)
-def test_the_modules_make_masters_and_no_slots(family):
+def test_the_modules_make_masters_and_no_dot_states(family):
   model = build.decoder(family, FP8)
 
   def init(key, rows):

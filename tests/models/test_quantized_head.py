@@ -92,7 +92,7 @@ def test_chunks_of_rows_show_what_one_piece_shows():
     )
 
 
-def test_spread_slots_join_amaxes_by_max_and_sums_by_sum():
+def test_spread_dot_states_join_amaxes_by_max_and_sums_by_sum():
   entry = scaling_state.init_record(4)
 
   def loss(entry):
@@ -122,14 +122,14 @@ def test_fp8_gradients_of_peaked_rows_of_152064_tokens_keep_their_direction():
     amax = jnp.max(jnp.abs(x)).astype(jnp.float32)
     return scale_from_amax(amax, formats.E4M3, margin=0, power_of_two=True)
 
-  def gradients(recipe, weight, slot):
+  def gradients(recipe, weight, dot_state):
     def loss(hidden, master):
       logits = linear.dot(
           recipe,
           hidden,
           master,
           weight,
-          slot,
+          dot_state,
           jnp.ones(rows),
           out_dtype=jnp.float32,
       )
@@ -138,16 +138,16 @@ def test_fp8_gradients_of_peaked_rows_of_152064_tokens_keep_their_direction():
 
     return exact_jit(jax.grad(loss, argnums=(0, 1)))(hidden, kernel)
 
-  slot = scaling_state.init_record(4)
+  dot_state = scaling_state.init_record(4)
   for operand, scale in (
       ('input', entry(hidden)),
       ('kernel', entry(kernel)),
       ('output_grad', entry(jnp.float32(1 / rows))),
   ):
-    slot[operand] = slot[operand] | {'scale': scale}
-  scale = slot['kernel']['scale']
+    dot_state[operand] = dot_state[operand] | {'scale': scale}
+  scale = dot_state['kernel']['scale']
   weight = QTensor(values=quantize(kernel, scale, formats.E4M3), scale=scale)
-  found = gradients(Recipe(), weight, slot)
+  found = gradients(Recipe(), weight, dot_state)
   expected = gradients(Recipe(name='bf16'), kernel, None)
   for ours, theirs in zip(found, expected, strict=True):
     ours, theirs = (np.asarray(x, np.float32).ravel() for x in (ours, theirs))

@@ -20,7 +20,7 @@ NAMES = ('fp8_token', 'fp8_block', 'int8', 'fake_int4')
 
 @functools.cache
 def _stepped(recipe):
-  """Log-probs, gradients and what slots saw, of a training step of Qwen2."""
+  """Log-probs, gradients and what dots saw, of a training step of Qwen2."""
   trees, tokens = build.trees('qwen2', recipe), build.tokens(SLOTS, LENGTH)
   found, grads, seen = build.compiled_step('qwen2', recipe, remat='selective')(
       trees.params,

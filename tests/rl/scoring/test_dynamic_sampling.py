@@ -257,9 +257,7 @@ def test_a_run_fills_its_batches_and_resumes_to_the_same_bits(
   )
 
 
-def test_a_run_that_finds_no_lessons_ends_after_a_checkpoint(
-    tmp_path, changes
-):
+def test_a_run_that_finds_no_lessons_ends_after_a_checkpoint(tmp_path, changes):
   path = tmp_path / 'rewards.py'
   path.write_text(
       'def all_right(data_source, solution_str, ground_truth, extra_info):\n'
