@@ -89,7 +89,8 @@ def _single_page(run: Run, answers_mib: float) -> Page:
   page = Page(
       [run], run.name, _what(run), tiles=tiles, alarms=alarms, notes=run.notes
   )
-  page.panels('Learning', [run], figures.heldout_panels([run]))
+  found = figures.heldout_panels([run]) + figures.reward_panels(run)
+  page.panels('Learning', [run], found)
   page.panels('One precision flow', [run])
   page.panels('The update', [run])
   page.panels('Speed and memory', [run], first=figures.time_figure(run))

@@ -130,6 +130,16 @@ def heldout_panels(runs: list[Run]) -> list[Panel]:
   return panels
 
 
+def reward_panels(run: Run) -> list[Panel]:
+  """Returns a panel of the reward functions, where a run has several."""
+  found = [re.fullmatch(r'rewards/(.+)/mean', name) for name in run.series]
+  curves = {match[1]: match[0] for match in found if match}
+  if len(curves) < 2:
+    return []
+  note = 'Of the sampled answers, before the weights.'
+  return [Panel('Reward functions', curves, note=note)]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Line:
   """A curve: int64 [n], float64 [n] (NaN is a gap), and a band [2, n]."""

@@ -123,8 +123,9 @@ class Scoring:
 class RewardPool:
   """Worker processes that score answers; a context manager.
 
-  Results come in the order of the requests and do not depend on the number of
-  workers. One batch at a time: a second thread waits.
+  Results come in the order of the requests. Unless a function keeps a state,
+  they do not depend on the number of workers. One batch at a time: a second
+  thread waits.
   """
 
   def __init__(
@@ -160,8 +161,9 @@ class RewardPool:
     labels = [spec.label for spec in terms]
     if not terms or len(set(labels)) != len(labels):
       raise ValueError(
-          f'the rewards are {labels}; there must be at least one, and each name'
-          ' only once, since parts are reported by name.'
+          f'the rewards are {labels}; there must be at least one, and each needs'
+          ' a name of its own, by which it is reported: rename a function, or'
+          ' give it a second name in its file (mine = compute_score)'
       )
     check_limits(num_workers, timeout_s, memory_limit_mb)
     self._specs = tuple(terms)

@@ -177,8 +177,15 @@ def with_loss_metric(
   A function that has this metric comes back as it is. Nothing is computed.
 
   Raises:
-    ValueError: the function returns something else than a loss and metrics.
+    ValueError: it is no function, or one that returns something else than a
+      loss and metrics.
   """
+  if not callable(loss_function):
+    raise ValueError(
+        f'the loss function is {_kind(loss_function)}; it must be a function of'
+        ' (batch, logprobs_BT, entropy_BT), for a LossConfig'
+        ' functools.partial(rl.policy_loss, config)'
+    )
   floats = jax.ShapeDtypeStruct((1, 16), jnp.float32)
   arguments = TrainBatch.of_shapes(1, 16), floats, floats
   found = jax.eval_shape(loss_function, *arguments)

@@ -313,6 +313,16 @@ def test_arrays_are_written_as_plotly_reads_them():
   np.testing.assert_array_equal(array(found['data'][0]['y']), [1, np.nan])
 
 
+def test_several_reward_functions_have_a_panel():
+  values = {'rewards/math/mean': [0.1, 0.2], 'rewards/length/mean': [3.0, 4.0]}
+  (panel,) = figures.reward_panels(run(**values, **{'critic/acc/mean': [0, 1]}))
+  assert panel.curves == {
+      'math': 'rewards/math/mean',
+      'length': 'rewards/length/mean',
+  }
+  assert not figures.reward_panels(run(**{'rewards/math/mean': [0.1, 0.2]}))
+
+
 def test_a_reward_in_the_place_of_an_accuracy_is_no_share():
   name = 'val-core/train/acc/mean@1'
   for values, unit in (([0.0, 0.5, 1.0], '%'), ([0.5, 16.5], '')):

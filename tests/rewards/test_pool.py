@@ -328,7 +328,7 @@ def test_a_wrong_setting_is_refused_before_anything_starts(kwargs, message):
 
 
 def test_a_pool_needs_rewards_with_different_names_and_positive_limits():
-  with pytest.raises(ValueError, match='each name only once'):
+  with pytest.raises(ValueError, match='each needs a name of its own'):
     new_pool('math', 'math')
   with pytest.raises(ValueError, match='at least one'):
     new_pool()

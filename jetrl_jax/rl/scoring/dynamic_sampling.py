@@ -126,6 +126,7 @@ def fill(
       np.concatenate([batch.accuracy_PG[p] for batch, p in kept]),
       errors,
       config,
+      _parts(kept),
   )
   return SampledBatch(
       experience=made,
@@ -138,6 +139,23 @@ def fill(
 def _group(batch: Experience, p: int) -> list[Completion]:
   size = batch.scores_PG.shape[1]
   return batch.completions[p * size : (p + 1) * size]
+
+
+def _parts(kept: list[tuple[Experience, int]]) -> dict[str, NpArray]:
+  """Returns what each reward function said of the groups that were kept."""
+  names = sorted({name for batch, _ in kept for name in batch.parts_PG})
+  return {
+      name: np.concatenate(
+          [
+              # A function that applied to nothing in a batch is absent there.
+              batch.parts_PG[name][p]
+              if name in batch.parts_PG
+              else np.full(batch.scores_PG.shape[1], np.nan)
+              for batch, p in kept
+          ]
+      )
+      for name in names
+  }
 
 
 def _metrics(batches: list[Experience]) -> dict[str, float]:

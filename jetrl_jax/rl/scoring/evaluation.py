@@ -132,9 +132,9 @@ def evaluate(
   """Grades held-out prompts; see `grade`.
 
   Returns:
-    (metrics by METHODS' names for every data source, samples): a sample is a
-    dict of prompt, response, answer, accuracy and finish_reason, for the
-    reader.
+    (metrics of every data source, see `evaluation_metrics.py`, samples): a
+    sample is a dict of prompt, response, answer, accuracy and finish_reason,
+    for the reader.
   """
   how |= {'environment': environment}
   graded = grade(engine, params, prompts, pool, tokenizer, **how)

@@ -1,7 +1,7 @@
 """Completions and rewards to weighted training sequences, and their metrics."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -29,6 +29,8 @@ class Experience:
     errors: reward errors by name ('timeout', ...), counted; with 'unscored'
       and 'no_answer'.
     advantages_PG: float32, 0 where there is no score.
+    parts_PG: float64, what each reward function said, before its weight; NaN
+      where it did not apply.
   """
 
   prompts: list[Prompt]
@@ -40,6 +42,7 @@ class Experience:
   accuracy_PG: np.ndarray
   errors: dict[str, int]
   advantages_PG: np.ndarray
+  parts_PG: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
   @property
   def scored_PG(self) -> np.ndarray:
@@ -76,6 +79,7 @@ def from_scores(
     accuracy: np.ndarray,
     errors: dict[str, int],
     config: AlgorithmConfig,
+    parts: Mapping[str, np.ndarray] | None = None,
 ) -> Experience:
   """Adds advantages to flat scores [P * G]; NaN is no score."""
   scores_PG = np.asarray(scores, np.float64).reshape(len(prompts), -1)
@@ -102,6 +106,10 @@ def from_scores(
       advantages_PG=estimate_advantages(
           rewards_PG, ~np.isnan(scores_PG), completions, config
       ),
+      parts_PG={
+          name: np.asarray(values, np.float64).reshape(scores_PG.shape)
+          for name, values in (parts or {}).items()
+      },
   )
 
 
@@ -218,6 +226,9 @@ def experience_metrics(experience: Experience) -> dict[str, float]:
     metrics['critic/overlong_penalty/frac'] = float((overlong_PG < 0).mean())
   for error, count in experience.errors.items():
     metrics[f'reward/{error}'] = count
+  for name, values_PG in experience.parts_PG.items():
+    if not np.isnan(values_PG).all():
+      metrics[f'rewards/{name}/mean'] = float(np.nanmean(values_PG))
   return metrics
 
 

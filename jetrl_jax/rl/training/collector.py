@@ -140,6 +140,7 @@ class Collector:
   ) -> Experience:
     """Returns the completions with their rewards and advantages."""
     run, errors = self._spec.run, collections.Counter[str]()
+    parts: dict[str, np.ndarray] = {}
     with self._timer('reward'):
       if run.synthetic:
         values = synthetic.scores(run.seed, step, prompts, run.num_generations)
@@ -149,12 +150,22 @@ class Collector:
         # None, where no reward applies, becomes NaN.
         values = np.asarray([r.score for r in results], np.float64)
         accuracy = np.asarray([r.accuracy for r in results], np.float64)
+        parts = {
+            name: np.asarray([r.parts.get(name) for r in results], np.float64)
+            for name in sorted({name for r in results for name in r.parts})
+        }
         errors.update(r.error for r in results if r.error)
         errors.update('unscored' for r in results if r.score is None)
         errors.update('no_answer' for _ in without_answer(results, self._pool))
     with self._timer('adv'):
       return experience.from_scores(
-          prompts, completions, values, accuracy, errors, self._spec.algorithm
+          prompts,
+          completions,
+          values,
+          accuracy,
+          errors,
+          self._spec.algorithm,
+          parts,
       )
 
   def compile_ahead(self, ahead: CompileAhead, state: TrainState) -> None:

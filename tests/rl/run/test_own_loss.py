@@ -51,6 +51,7 @@ def test_a_loss_of_ones_own_is_applied_and_reported():
 @pytest.mark.parametrize(
     'loss, message',
     [
+        (rl.LossConfig(), r'is a LossConfig; .* functools.partial\(rl.policy_'),
         (lambda b, lp, e: lp.sum(), r'returns an array float32\[\]; .* pair'),
         (lambda b, lp, e: (lp.sum(), {}, lp), 'returns a tuple of 3; .* pair'),
         (lambda b, lp, e: (lp, {}), r'float32\[1, 16\] as its loss; .* scalar'),
@@ -65,7 +66,7 @@ def test_a_loss_of_ones_own_is_applied_and_reported():
         ),
     ],
 )
-def test_a_loss_that_returns_something_else_is_refused(loss, message):
+def test_what_is_no_loss_is_refused(loss, message):
   with pytest.raises(ValueError, match=message):
     with_loss_metric(loss)
 

@@ -120,6 +120,18 @@ def test_the_batch_is_the_first_mixed_groups_that_were_drawn():
   assert len(filled.prompts) == 6 and len(filled.completions) == 12
 
 
+def test_reward_functions_describe_the_groups_that_were_kept():
+  applied = dataclasses.replace(
+      _scored(0, [[0, 1], [1, 1]]),
+      parts_PG={'length': np.array([[3.0, 4.0], [9.0, 9.0]])},
+  )
+  kept = _fill([applied, _scored(2, [[1, 0]])], groups=2).experience
+  # It applied to nothing in the second batch.
+  np.testing.assert_array_equal(
+      kept.parts_PG['length'], [[3.0, 4.0], [np.nan, np.nan]]
+  )
+
+
 def test_outcomes_are_judged_by_accuracy_before_shaping():
   # Both right, of other lengths: the penalty alone would tell them apart.
   config = dataclasses.replace(

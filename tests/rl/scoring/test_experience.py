@@ -223,6 +223,27 @@ def test_an_answer_without_a_score_teaches_nothing_and_counts_nowhere():
   assert found['reward/unscored'] == 2
 
 
+def test_each_reward_function_has_a_mean_over_what_it_applied_to():
+  parts = {
+      'math': np.asarray([1, 0, 1, 1, 0, 0]),
+      'length': np.asarray([np.nan, 3.0, np.nan, 4.0, np.nan, 2.0]),
+      'nowhere': np.full(6, np.nan),
+  }
+  exp = experience.from_scores(
+      _prompts(),
+      _completions(),
+      np.asarray(_SCORES),
+      np.zeros(6),
+      {},
+      _CONFIG,
+      parts,
+  )
+  found = experience.experience_metrics(exp)
+  assert found['rewards/math/mean'] == 0.5
+  assert found['rewards/length/mean'] == 3.0
+  assert 'rewards/nowhere/mean' not in found
+
+
 def test_a_rollout_without_any_score_has_no_metrics_of_scores():
   nothing = np.full(6, np.nan)
   exp = experience.from_scores(

@@ -174,6 +174,7 @@ def test_the_line_of_a_step_has_every_number_of_such_a_run(done):
       'critic/score': spread,
       'critic/advantages': spread | {'std'},
       'critic/rewards': spread,
+      'rewards/digits': {'mean'},
       'fp8/changed_weight_bytes': {'mean', 'min'},
       'perf': {'packing_efficiency', 'total_num_tokens'},
       'prompt_length': spread,
