@@ -25,6 +25,9 @@ from jetrl_jax import cli
 from jetrl_jax.config import model as config_model
 from jetrl_jax.config import schema as config_schema
 from jetrl_jax.config import sections
+from jetrl_jax.fp8.recipes import RECIPES
+from jetrl_jax.rl import advantages, aggregation, corrections
+from jetrl_jax.rl.objective import POLICY_LOSSES
 from jetrl_jax.rl.settings import GUARD_MAX_K3, GuardConfig
 from study import arms, results, statistics
 from tools import config_reference, exactness_record
@@ -67,6 +70,27 @@ def test_a_relative_link_leads_to_a_file(page):
   links = re.findall(r'\]\(([^)#\s]+)', _text(page))
   local = [link for link in links if '://' not in link]
   assert not [link for link in local if not (page.parent / link).exists()]
+
+
+@pytest.mark.parametrize(
+    ('setting', 'page', 'names'),
+    [
+        ('algorithm.adv_estimator', 'algorithms', advantages.ESTIMATORS),
+        ('algorithm.loss_agg_mode', 'algorithms', aggregation.MODES),
+        ('algorithm.policy_loss', 'algorithms', POLICY_LOSSES),
+        ('algorithm.rollout_is', 'algorithms', corrections.DEFAULT_THRESHOLD),
+        ('precision.recipe', 'extending', RECIPES),
+        ('model.shape', 'configuration', config_model.SHAPES),
+    ],
+)
+def test_every_choice_of_a_name_is_explained(setting, page, names):
+  # In the docstring of the field, from which the table is made, and on a page.
+  section, _, key = setting.partition('.')
+  table = _text(config_reference.OUTPUT).split(f'\n## {section}\n')[1]
+  (meaning,) = re.findall(rf'^\| `{key}` \|.*', table.split('\n## ')[0], re.M)
+  assert not [name for name in names if f"'{name}'" not in meaning]
+  explained = re.findall(r'[\w.-]+', _text(_ROOT / f'docs/{page}.md'))
+  assert set(names) <= set(explained)
 
 
 # docs/export.md names files of vLLM, the changelog what was.

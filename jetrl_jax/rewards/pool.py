@@ -161,9 +161,10 @@ class RewardPool:
     labels = [spec.label for spec in terms]
     if not terms or len(set(labels)) != len(labels):
       raise ValueError(
-          f'the rewards are {labels}; there must be at least one, and each needs'
-          ' a name of its own, by which it is reported: rename a function, or'
-          ' give it a second name in its file (mine = compute_score)'
+          f'the rewards are {labels}; there must be at least one, and each'
+          ' needs a name of its own, by which it is reported: rename a'
+          ' function, or give it a second name in its file (mine ='
+          ' compute_score)'
       )
     check_limits(num_workers, timeout_s, memory_limit_mb)
     self._specs = tuple(terms)

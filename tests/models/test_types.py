@@ -4,7 +4,7 @@ import pytest
 
 from jetrl_jax.models import published
 from jetrl_jax.models.hf.layout import layout
-from jetrl_jax.models.types import Llama3RopeScaling
+from jetrl_jax.models.types import FAMILIES, Llama3RopeScaling
 from tests.models import tiny
 
 
@@ -26,7 +26,7 @@ def test_the_presets_have_the_published_number_of_parameters(config, published):
   assert config.num_params == published
 
 
-@pytest.mark.parametrize('family', tiny.FAMILIES)
+@pytest.mark.parametrize('family', FAMILIES)
 def test_num_params_counts_the_leaves_of_the_layout(family):
   config = tiny.config(family)
   leaves = [row.shape for row in layout(config)]

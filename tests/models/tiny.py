@@ -8,9 +8,11 @@ import numpy as np
 
 from jetrl_jax.models.hf.layout import build_tree
 from jetrl_jax.models.hf.save import save_checkpoint
-from jetrl_jax.models.types import Llama3RopeScaling, ModelConfig
-
-FAMILIES = ('qwen2', 'qwen3', 'llama')
+from jetrl_jax.models.types import (
+    FAMILY_TRAITS,
+    Llama3RopeScaling,
+    ModelConfig,
+)
 
 
 def config(family: str = 'qwen2', **changes) -> ModelConfig:
@@ -34,8 +36,7 @@ def config(family: str = 'qwen2', **changes) -> ModelConfig:
       rope_theta=10_000.0,
       rope_scaling=scaling if family == 'llama' else None,
       max_position=64,
-      qkv_bias=family == 'qwen2',
-      qk_norm=family == 'qwen3',
+      **FAMILY_TRAITS[family]._asdict(),
       tied_embeddings=family == 'qwen2',
   )
   return ModelConfig(**(fields | changes))

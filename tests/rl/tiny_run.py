@@ -20,7 +20,7 @@ from jetrl_jax.core import rng, sharding
 from jetrl_jax.data import Prompt
 from jetrl_jax.fp8 import Recipe, scaling_state
 from jetrl_jax.models.policy import Policy, PolicyParams
-from jetrl_jax.models.types import ModelConfig
+from jetrl_jax.models.types import FAMILY_TRAITS, ModelConfig
 from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import packing
@@ -53,8 +53,7 @@ def model(family: str = 'qwen2', layers: int = 1) -> ModelConfig:
       rope_theta=1e4,
       rope_scaling=None,
       max_position=64,
-      qkv_bias=family == 'qwen2',
-      qk_norm=family == 'qwen3',
+      **FAMILY_TRAITS[family]._asdict(),
       tied_embeddings=family == 'qwen2',
   )
 

@@ -13,6 +13,7 @@ from jetrl_jax.core import sharding
 from jetrl_jax.fp8 import Recipe, flow, formats
 from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels.decode_attention import reference as decode_attention
+from jetrl_jax.models.types import FAMILIES
 from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.run import flow_check, gradients
 from jetrl_jax.rl.types import TrainBatch
@@ -47,7 +48,7 @@ def prefill_graph(family, recipe=FP8):
   return flow_check.prefill_graph(of, tiny_run.state_shapes(of))
 
 
-@pytest.mark.parametrize('family', ['qwen2', 'qwen3', 'llama'])
+@pytest.mark.parametrize('family', FAMILIES)
 @pytest.mark.parametrize(
     'recipe', [FP8, Recipe(name='bf16')], ids=['fp8', 'bf16']
 )

@@ -6,7 +6,7 @@ import pytest
 
 from jetrl_jax.models import published
 from jetrl_jax.models.hf.config import config_from_hf, config_to_hf, load_config
-from tests.models import tiny
+from jetrl_jax.models.types import FAMILIES
 
 GOLDENS = pathlib.Path(__file__).parent / 'goldens'
 
@@ -122,7 +122,7 @@ def test_the_layout_of_transformers_5_says_the_same(hf, config):
 
 
 def test_the_goldens_are_in_the_layout_of_transformers_5():
-  for family in tiny.FAMILIES:
+  for family in FAMILIES:
     config = load_config(GOLDENS / family)
     assert config.family == family
     assert config.model_dim == 64

@@ -17,6 +17,7 @@ from jetrl_jax.models.hf.config import load_config
 from jetrl_jax.models.hf.layout import flatten_tree, layout
 from jetrl_jax.models.hf.load import load_checkpoint
 from jetrl_jax.models.hf.save import save_checkpoint
+from jetrl_jax.models.types import FAMILIES
 from tests.models import tiny
 
 GOLDENS = pathlib.Path(__file__).parent / 'goldens'
@@ -42,7 +43,7 @@ def our_logits(folder, tokens_BT):
   return np.asarray(logits).reshape(rows, length, -1)
 
 
-@pytest.mark.parametrize('family', tiny.FAMILIES)
+@pytest.mark.parametrize('family', FAMILIES)
 def test_logits_are_those_of_transformers(family):
   golden = np.load(GOLDENS / family / 'logits.npz')
   assert golden['logits'].std() > 1
@@ -50,7 +51,7 @@ def test_logits_are_those_of_transformers(family):
   assert np.abs(ours - golden['logits']).max() < TOLERANCE
 
 
-@pytest.mark.parametrize('family', tiny.FAMILIES)
+@pytest.mark.parametrize('family', FAMILIES)
 def test_the_decoder_initialises_the_tree_that_the_layout_lists(family):
   config = tiny.config(family)
   recipe = Recipe(name='bf16', compute_dtype='float32')
@@ -67,7 +68,7 @@ def test_the_decoder_initialises_the_tree_that_the_layout_lists(family):
 
 
 @pytest.mark.parametrize('with_source', [True, False])
-@pytest.mark.parametrize('family', tiny.FAMILIES)
+@pytest.mark.parametrize('family', FAMILIES)
 def test_an_export_has_the_same_logits_in_transformers(
     tmp_path, family, with_source
 ):

@@ -17,6 +17,7 @@ from jetrl_jax.models.hf.layout import flatten_tree
 from jetrl_jax.models.hf.load import load_checkpoint, load_scales
 from jetrl_jax.models.hf.safetensors_index import read_index, read_rows
 from jetrl_jax.models.hf.save import save_checkpoint
+from jetrl_jax.models.types import FAMILIES
 from tests.models import tiny
 
 GOLDENS = pathlib.Path(__file__).parent / 'goldens'
@@ -62,7 +63,7 @@ def equal_trees(left, right):
     np.testing.assert_array_equal(left[path], right[path], err_msg=path)
 
 
-@pytest.mark.parametrize('family', tiny.FAMILIES)
+@pytest.mark.parametrize('family', FAMILIES)
 def test_leaves_are_their_tensors_stacked_in_order(family):
   folder = GOLDENS / family
   theirs = safetensors.numpy.load_file(folder / SINGLE)
@@ -104,7 +105,7 @@ def test_leaves_are_their_tensors_stacked_in_order(family):
   )
 
 
-@pytest.mark.parametrize('family', tiny.FAMILIES)
+@pytest.mark.parametrize('family', FAMILIES)
 def test_what_was_saved_is_what_is_loaded(tmp_path, family):
   config = tiny.config(family)
   for name, limit in (('one', 10**9), ('many', 300)):

@@ -15,6 +15,7 @@ from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
 from jetrl_jax.models import load_checkpoint, load_config, load_scales
 from jetrl_jax.models.hf.layout import flatten_tree
 from jetrl_jax.models.hf.save import save_checkpoint
+from jetrl_jax.models.types import FAMILIES
 from tests.models import build, tiny
 
 _Q = 'model.layers.0.self_attn.q_proj'
@@ -53,7 +54,7 @@ def _save(folder, family: str, recipe: Recipe):
   return trees, scales
 
 
-@pytest.mark.parametrize('family', tiny.FAMILIES)
+@pytest.mark.parametrize('family', FAMILIES)
 def test_transformers_computes_an_export_on_the_same_grid(tmp_path, family):
   torch = pytest.importorskip('torch')
   transformers = pytest.importorskip('transformers')

@@ -12,6 +12,7 @@ import safetensors.numpy
 from jetrl_jax.models.hf.config import load_config
 from jetrl_jax.models.hf.load import load_checkpoint
 from jetrl_jax.models.hf.save import CARRIED_FILES, save_checkpoint
+from jetrl_jax.models.types import FAMILIES
 from tests.models import tiny
 
 GOLDENS = pathlib.Path(__file__).parent / 'goldens'
@@ -26,7 +27,7 @@ def hashes(folder):
 
 @pytest.mark.parametrize('limit', [10**9, 1_000])
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
-@pytest.mark.parametrize('family', tiny.FAMILIES)
+@pytest.mark.parametrize('family', FAMILIES)
 def test_export_import_export_gives_the_same_bytes(
     tmp_path, family, dtype, limit
 ):
