@@ -9,7 +9,7 @@ from tests.models import tiny
 
 
 @pytest.mark.parametrize(
-    ('config', 'published'),
+    ('config', 'count'),
     [
         # The parameter counts that the model cards' safetensors files add up
         # to, embeddings included, tied ones once.
@@ -22,8 +22,10 @@ from tests.models import tiny
         (published.LLAMA_3_1_70B, 70_553_706_496),
     ],
 )
-def test_the_presets_have_the_published_number_of_parameters(config, published):
-  assert config.num_params == published
+def test_a_published_shape_has_the_published_number_of_parameters(
+    config, count
+):
+  assert config.num_params == count
 
 
 @pytest.mark.parametrize('family', FAMILIES)
