@@ -389,7 +389,13 @@ def build(config: Config) -> RunSpec:
   loss = take(LossConfig, config)
   rewards = take(RewardConfig, config)
   engine = engine_config(config, tokenizer)
-  compatibility.check(loss, algorithm, engine, run)
+  others = [
+      field.name
+      for record in (algorithm, engine)
+      for field in dataclasses.fields(record)
+  ]
+  with naming_settings(LossConfig, others):
+    compatibility.check(loss, algorithm, engine, run)
   compatibility.check_guard(guard, loss, algorithm, run)
   if guard.max_k3 is None and not loss.reads_mu:
     guard = dataclasses.replace(guard, max_k3=GUARD_MAX_K3)

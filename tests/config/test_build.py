@@ -301,6 +301,16 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
         ({'algorithm.rollout_is': 'word'}, "'word'"),
         ({'algorithm.adv_estimator': 'gae'}, "'gae'; allowed: grpo, dr_grpo"),
         (
+            {'algorithm.policy_loss': 'gspo'},
+            "algorithm.policy_loss is 'gspo' and algorithm.loss_agg_mode is"
+            " 'token-mean': GSPO averages",
+        ),
+        (
+            {'algorithm.rollout_rs': 'geometric', 'rollout.top_p': 0.9},
+            "algorithm.rollout_rs 'geometric' and the sampler is cut"
+            ' (rollout.top_p=0.9)',
+        ),
+        (
             {'algorithm.filter_groups.max_num_gen_batches': -1},
             'max_num_gen_batches is -1; it must be >= 0',
         ),
