@@ -132,9 +132,9 @@ class Calibration:
       temperature: the temperature of pi.
 
     Returns:
-      (state, k3 in nats a token, from the rollout's policy to one whose dots
-       read their inputs in the compute dtype: what 8-bit inputs cost; None
-       if nothing was sampled).
+      (state, k3). The k3, in nats a token, is from the rollout's policy to one
+      whose dots read their inputs in the compute dtype: what 8-bit inputs cost.
+      None if nothing was sampled.
     """
     observed, logprobs = self._pass(state, batches, temperature)
     fp8_state = self._observe_health(state.fp8_state, observed)
