@@ -364,6 +364,22 @@ def _check_recipes(
       config_model.check_kernels(one, shapes)
 
 
+def _check_combinations(
+    loss: LossConfig,
+    algorithm: AlgorithmConfig,
+    engine: EngineConfig,
+    run: RunConfig,
+) -> None:
+  """Refuses settings that contradict each other, by their names in a config."""
+  others = [
+      field.name
+      for record in (algorithm, engine)
+      for field in dataclasses.fields(record)
+  ]
+  with naming_settings(LossConfig, others):
+    compatibility.check(loss, algorithm, engine, run)
+
+
 def build(config: Config) -> RunSpec:
   """Builds all parts of a training run.
 
@@ -389,13 +405,7 @@ def build(config: Config) -> RunSpec:
   loss = take(LossConfig, config)
   rewards = take(RewardConfig, config)
   engine = engine_config(config, tokenizer)
-  others = [
-      field.name
-      for record in (algorithm, engine)
-      for field in dataclasses.fields(record)
-  ]
-  with naming_settings(LossConfig, others):
-    compatibility.check(loss, algorithm, engine, run)
+  _check_combinations(loss, algorithm, engine, run)
   compatibility.check_guard(guard, loss, algorithm, run)
   if guard.max_k3 is None and not loss.reads_mu:
     guard = dataclasses.replace(guard, max_k3=GUARD_MAX_K3)
