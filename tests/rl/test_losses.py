@@ -233,26 +233,3 @@ def test_cispo_of_three_tokens_by_hand():
   np.testing.assert_allclose(
       _slope(loss, log_pi_T), [-2.0, -10.0, 0.2], rtol=1e-6
   )
-
-
-@pytest.mark.parametrize('loss', ['ppo', 'gspo', 'cispo', 'gpg'])
-def test_on_policy_all_losses_have_the_same_gradient(loss):
-  advantage_T = jnp.asarray(
-      np.random.default_rng(2).normal(size=8), jnp.float32
-  )
-  log_pi_T = jnp.linspace(-3.0, -0.1, 8)
-
-  def of(x):
-    log_ratio_T = x - log_pi_T
-    match loss:
-      case 'gspo':
-        ids_T = jnp.array([1, 1, 1, 2, 2, 3, 3, 3])
-        return _gspo(log_ratio_T, advantage_T, jnp.ones(8), ids_T, **_GSPO_CLIP)
-      case 'cispo':
-        return losses.cispo_loss(x, log_ratio_T, advantage_T, cap=5.0)
-      case 'gpg':
-        return losses.gpg_loss(x, advantage_T)
-      case _:
-        return _loss(log_ratio_T, advantage_T)
-
-  np.testing.assert_array_equal(_slope(of, log_pi_T), -advantage_T)

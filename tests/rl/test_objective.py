@@ -119,6 +119,22 @@ def test_packing_changes_no_gradient_and_no_share(name):
     )
 
 
+@pytest.mark.parametrize('name', POLICY_LOSSES)
+def test_on_policy_all_losses_have_the_same_gradient(name):
+  (batch,) = packing.pack(
+      _sequences(), row_length=96, rows_per_micro_batch=1, tile=4
+  ).batches
+
+  def of(logprobs_BT):
+    config = LossConfig(policy_loss=name)
+    return policy_loss(config, batch, logprobs_BT, jnp.zeros_like(logprobs_BT))
+
+  slope_BT, _ = fast_compile_jit(jax.grad(of, has_aux=True))(
+      jnp.asarray(batch.old_logprobs)
+  )
+  np.testing.assert_array_equal(slope_BT, -batch.loss_weight * batch.advantages)
+
+
 def _three_tokens(**fields) -> packing.Sequence:
   """Weights 1/2, 1/4, 1/4; advantages 2, 1, -1; log pi_old -1, -2, -1.5."""
 
