@@ -462,7 +462,7 @@ class Bench:
     """Takes the steps in the default recipe and keeps the amaxes seen."""
     program = self.programs['default']
     state = self.calibrated(program.state, _CALIBRATION)
-    self.paths = scaling_state.record_paths(state.fp8_state)
+    self.paths = scaling_state.dot_paths(state.fp8_state)
     first = _entries(state.fp8_state, self.paths, 'input', 'amax_history')
     # The newest is entry 1; the oldest comes first here.
     self.amaxes = {
@@ -703,7 +703,7 @@ class Bench:
   def health(self, state: TrainState, seen: PyTree) -> dict:
     """Returns `health.summarize` of one micro-batch's observations."""
     observed = jax.device_get(scaling_state.observe(state.fp8_state, seen))
-    return health.summarize(observed, scaling_state.record_paths(observed))
+    return health.summarize(observed, scaling_state.dot_paths(observed))
 
   def measure_planted(self, label: str, params: PyTree, plant) -> None:
     """Part (d), for one copy of the masters.

@@ -207,7 +207,7 @@ def _prompts(found: Restored, values: dict[str, Any]) -> list[Prompt]:
 def _input_scales(fp8_state: PyTree) -> dict[str, float]:
   return {
       path: float(_at(fp8_state, path)['input']['scale'])
-      for path in scaling_state.record_paths(fp8_state)
+      for path in scaling_state.dot_paths(fp8_state)
   }
 
 

@@ -203,7 +203,7 @@ def written(spec: RunSpec, state: TrainState) -> list[tuple[str, int, str]]:
         )
     )
   lines = run.total_training_steps + 1
-  dots = len(scaling_state.record_paths(state.fp8_state))
+  dots = len(scaling_state.dot_paths(state.fp8_state))
   line = _LINE + dots * _LINE_OF_DOT
   rows += [
       ('metrics.jsonl', lines * line, f'{lines} lines x {size(line)}, about'),

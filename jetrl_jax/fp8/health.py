@@ -11,7 +11,7 @@ from jetrl_jax.fp8 import formats
 from jetrl_jax.fp8.quantization import QTensor, scale_of_elements
 from jetrl_jax.fp8.recipes import LM_HEAD
 
-# The five sums of a scaling record's `health`.
+# The five sums of a dot state's `health`.
 SUMS = ('elements', 'saturated', 'flushed', 'signal', 'noise')
 
 # (amax, sums) of an operand.
@@ -64,7 +64,7 @@ def summarize(fp8_state: PyTree, paths: list[str]) -> dict[str, dict]:
 
   Args:
     fp8_state: the scaling state, on the host, after the step's rolls.
-    paths: see `scaling_state.record_paths`.
+    paths: see `scaling_state.dot_paths`.
 
   Returns:
     path -> operand -> {amax, scale, saturated_frac, flushed_frac, sqnr_db}.

@@ -1,6 +1,6 @@
 """The scaling state: amax histories, scales and health of each quantised dot.
 
-The state is the Flax collection `_overwrite_with_gradient`. A dot's record is a
+The state is the Flax collection `_overwrite_with_gradient`. A dot state is a
 dict {input, kernel, output_grad} of
 
     amax_history [A]  entry 0 collects new values; 0 means nothing recorded yet
@@ -8,10 +8,10 @@ dict {input, kernel, output_grad} of
     health [5]        sums of the last step: elements, saturated, flushed to
                       zero, signal power, noise power
 
-A dynamic recipe needs nothing from earlier steps. Its records are only for
+A dynamic recipe needs nothing from earlier steps. Its dot states are only for
 metrics: the last step's `amax` [] and `health`.
 
-`jax.grad` returns new observations as the cotangents of a record (see
+`jax.grad` returns new observations as the cotangents of a dot state (see
 `kernels/quantized_dot/linear.py`). `stack_observations` makes one array of a
 parameter group's, because a GPU starts a kernel for each array:
 
@@ -42,8 +42,8 @@ OPERANDS = ('input', 'kernel', 'output_grad')
 _OBSERVED = ('input', 'output_grad')
 
 
-def init_record(history_length: int) -> PyTree:
-  """Returns an empty record: scale 1, nothing recorded."""
+def init_dot_state(history_length: int) -> PyTree:
+  """Returns an empty dot state: scale 1, nothing recorded."""
   return {
       operand: {
           'amax_history': jnp.zeros((history_length,), jnp.float32),
@@ -54,8 +54,8 @@ def init_record(history_length: int) -> PyTree:
   }
 
 
-def init_dynamic_record() -> PyTree:
-  """Returns the record of a dot whose scales come from its own operands."""
+def init_dynamic_dot_state() -> PyTree:
+  """Returns that of a dot whose scales come from its own operands."""
   return {
       operand: {
           'amax': jnp.zeros((), jnp.float32),
@@ -65,18 +65,18 @@ def init_dynamic_record() -> PyTree:
   }
 
 
-def _is_record(node: PyTree) -> bool:
+def _is_dot_state(node: PyTree) -> bool:
   return isinstance(node, dict) and set(node) == set(OPERANDS)
 
 
-def map_records(function, *states: PyTree) -> PyTree:
-  """Applies `function(record, ...)` to the records of equally built states."""
-  return jax.tree.map(function, *states, is_leaf=_is_record)
+def map_dot_states(function, *states: PyTree) -> PyTree:
+  """Applies `function(dot_state, ...)` to those of equally built states."""
+  return jax.tree.map(function, *states, is_leaf=_is_dot_state)
 
 
 def _map_beside(function, state: PyTree, *trees: PyTree, path=()) -> PyTree:
-  """Applies `function(path, record, *nodes)`; nodes of `trees` at that path."""
-  if _is_record(state):
+  """Applies `function(path, dot_state, *nodes)`; nodes are those of `trees`."""
+  if _is_dot_state(state):
     return function('/'.join(path), state, *trees)
   return {
       key: _map_beside(
@@ -87,7 +87,7 @@ def _map_beside(function, state: PyTree, *trees: PyTree, path=()) -> PyTree:
 
 
 def init_state(params: PyTree, recipe: Recipe) -> PyTree:
-  """Returns an empty record for every kernel that the recipe quantises.
+  """Returns an empty dot state for every kernel that the recipe quantises.
 
   Args:
     params: nested dict of masters (arrays or shapes).
@@ -103,8 +103,8 @@ def init_state(params: PyTree, recipe: Recipe) -> PyTree:
     if 'kernel' in node and recipe.quantizes('/'.join(path)):
       recipe.check_kernel('/'.join(path), node['kernel'].shape)
       if recipe.is_delayed:
-        return init_record(recipe.amax_history_length)
-      return init_dynamic_record()
+        return init_dot_state(recipe.amax_history_length)
+      return init_dynamic_dot_state()
     children = {key: walk(child, path + (key,)) for key, child in node.items()}
     return {key: child for key, child in children.items() if child} or None
 
@@ -123,12 +123,15 @@ def stack_observations(cotangents: PyTree) -> PyTree:
   """
 
   def of_group(group):
-    records = jax.tree.leaves(group, is_leaf=_is_record)
+    dot_states = jax.tree.leaves(group, is_leaf=_is_dot_state)
     numbers = []
     for operand in _OBSERVED:
-      for record in records:
-        numbers += [_seen_amax(record[operand]), record[operand]['health']]
-    return jnp.concatenate(numbers).reshape(len(_OBSERVED), len(records), -1)
+      for dot_state in dot_states:
+        numbers += [
+            _seen_amax(dot_state[operand]),
+            dot_state[operand]['health'],
+        ]
+    return jnp.concatenate(numbers).reshape(len(_OBSERVED), len(dot_states), -1)
 
   return {key: of_group(group) for key, group in cotangents.items()}
 
@@ -161,7 +164,7 @@ def reduce_over_devices(observed: PyTree, axes: Axes) -> PyTree:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def spread(state: PyTree, uses: int) -> PyTree:
-  """Returns `uses` copies of the records, along a new first axis.
+  """Returns `uses` copies of the dot states, along a new first axis.
 
   This is for a dot that is computed in several pieces within one `jax.grad`.
   The observations of its uses are joined like those of micro-batches.
@@ -210,14 +213,14 @@ def _map_observed(write, state: PyTree, observed: PyTree) -> PyTree:
   """
 
   def of_group(observed, group):
-    records, tree = jax.tree.flatten(group, is_leaf=_is_record)
+    dot_states, tree = jax.tree.flatten(group, is_leaf=_is_dot_state)
     written = [
-        record
+        dot_state
         | {
-            operand: write(record[operand], seen[i, 0], seen[i, 1:])
+            operand: write(dot_state[operand], seen[i, 0], seen[i, 1:])
             for operand, seen in zip(_OBSERVED, observed, strict=True)
         }
-        for i, record in enumerate(records)
+        for i, dot_state in enumerate(dot_states)
     ]
     return tree.unflatten(written)
 
@@ -286,14 +289,14 @@ def roll(state: PyTree, recipe: Recipe, *, operands: tuple[str, ...]) -> PyTree:
       'output_grad': recipe.grad_dtype,
   }
 
-  def one(record):
+  def one(dot_state):
     rolled = {
-        operand: _roll_entry(record[operand], formats_of[operand], recipe)
+        operand: _roll_entry(dot_state[operand], formats_of[operand], recipe)
         for operand in operands
     }
-    return record | rolled
+    return dot_state | rolled
 
-  return map_records(one, state)
+  return map_dot_states(one, state)
 
 
 def observe_kernels(
@@ -304,9 +307,9 @@ def observe_kernels(
   The current amax is included, so a kernel never saturates.
   """
 
-  def observe_kernel(_, record, node):
+  def observe_kernel(_, dot_state, node):
     amax = axes.pmax(jnp.max(jnp.abs(node['kernel'].astype(jnp.float32))))
-    return record | {'kernel': _with_amax(record['kernel'], amax)}
+    return dot_state | {'kernel': _with_amax(dot_state['kernel'], amax)}
 
   state = _map_beside(observe_kernel, state, params)
   return roll(state, recipe, operands=('kernel',))
@@ -317,12 +320,12 @@ def measure_kernels(
 ) -> PyTree:
   """Records the health of the quantised kernels."""
 
-  def measure(_, record, node, quantised):
+  def measure(_, dot_state, node, quantised):
     kernel = node['kernel']
     rows = jnp.ones((kernel.shape[0],), jnp.float32)
     _, sums = health.measure(kernel, quantised['kernel'], rows)
     sums = axes.psum_all(sums)
-    return record | {'kernel': record['kernel'] | {'health': sums}}
+    return dot_state | {'kernel': dot_state['kernel'] | {'health': sums}}
 
   return _map_beside(measure, state, params, weights)
 
@@ -330,21 +333,21 @@ def measure_kernels(
 def forget(state: PyTree, *, operand: str) -> PyTree:
   """Clears an operand's histories; the scales in use stay."""
 
-  def one(record):
-    entry = record[operand]
+  def one(dot_state):
+    entry = dot_state[operand]
     if 'amax_history' not in entry:
-      return record
+      return dot_state
     empty = {'amax_history': jnp.zeros_like(entry['amax_history'])}
-    return record | {operand: entry | empty}
+    return dot_state | {operand: entry | empty}
 
-  return map_records(one, state)
+  return map_dot_states(one, state)
 
 
 def restrict(state: PyTree, recipe: Recipe) -> PyTree:
-  """Returns the records of the dots that the recipe quantises."""
+  """Returns the state of the dots that the recipe quantises."""
 
   def walk(node, path):
-    if _is_record(node):
+    if _is_dot_state(node):
       return node if recipe.quantizes('/'.join(path)) else None
     kept = {key: walk(child, (*path, key)) for key, child in node.items()}
     return {key: child for key, child in kept.items() if child} or None
@@ -352,8 +355,8 @@ def restrict(state: PyTree, recipe: Recipe) -> PyTree:
   return walk(state, ()) or {}
 
 
-def record_paths(state: PyTree) -> list[str]:
-  """Returns the paths of all records, layers in numerical order."""
+def dot_paths(state: PyTree) -> list[str]:
+  """Returns the paths of all dot states, layers in numerical order."""
   paths = []
   _map_beside(lambda path, _: paths.append(path), state)
   return sorted(
@@ -374,13 +377,13 @@ def with_scales(
 
   Args:
     state: the scaling state.
-    scales: path of each record -> scales of its (kernel, input).
+    scales: path of each dot state -> scales of its (kernel, input).
   """
 
-  def put(path, record):
+  def put(path, dot_state):
     found = zip(('kernel', 'input'), scales[path], strict=True)
-    return record | {
-        operand: record[operand] | {'scale': jnp.float32(scale)}
+    return dot_state | {
+        operand: dot_state[operand] | {'scale': jnp.float32(scale)}
         for operand, scale in found
     }
 

@@ -63,15 +63,15 @@ def test_a_recipe_that_keeps_dots_takes_their_paths_literally():
 def test_what_is_kept_has_no_dot_state_and_the_others_keep_theirs(name):
   recipe = Recipe(name=name)
   make = (
-      (lambda: scaling_state.init_record(4))
+      (lambda: scaling_state.init_dot_state(4))
       if recipe.is_delayed
-      else scaling_state.init_dynamic_record
+      else scaling_state.init_dynamic_dot_state
   )
   state = {'layers_0': {'attn': {'o': make(), 'qkv': make()}, 'mlp': make()}}
   kept = scaling_state.restrict(
       state, recipe.with_high_precision(('layers_0/attn/o',))
   )
-  assert scaling_state.record_paths(kept) == [
+  assert scaling_state.dot_paths(kept) == [
       'layers_0/attn/qkv',
       'layers_0/mlp',
   ]

@@ -33,12 +33,12 @@ def at(tree, path=QKV):
 
 
 def one_dot_state():
-  return {'dot': scaling_state.init_record(4)}
+  return {'dot': scaling_state.init_dot_state(4)}
 
 
 def shown(amax_in, amax_out, health=0.0):
   """The cotangent that a dot would return."""
-  dot_state = jax.tree.map(jnp.zeros_like, scaling_state.init_record(4))
+  dot_state = jax.tree.map(jnp.zeros_like, scaling_state.init_dot_state(4))
   for operand, amax in (('input', amax_in), ('output_grad', amax_out)):
     dot_state[operand]['amax_history'] = jnp.zeros(4).at[0].set(amax)
     dot_state[operand]['health'] = jnp.full((5,), health)
@@ -60,7 +60,7 @@ def assert_equal_trees(left, right):
 
 def test_dot_states_exist_for_the_kernels_of_the_blocks_and_nothing_else():
   state = scaling_state.init_state(PARAMS, RECIPE)
-  assert scaling_state.record_paths(state) == [
+  assert scaling_state.dot_paths(state) == [
       'layers_0/attn/qkv',
       'layers_1/mlp/down',
   ]
@@ -71,14 +71,14 @@ def test_dot_states_exist_for_the_kernels_of_the_blocks_and_nothing_else():
 def test_layers_in_high_precision_have_no_dot_state():
   recipe = Recipe(high_precision_layers=('layers_0/.*',))
   state = scaling_state.init_state(PARAMS, recipe)
-  assert scaling_state.record_paths(state) == ['layers_1/mlp/down']
+  assert scaling_state.dot_paths(state) == ['layers_1/mlp/down']
   assert scaling_state.init_state(PARAMS, Recipe(name='bf16')) == {}
 
 
 def test_paths_come_in_the_order_of_the_layers():
   params = {f'layers_{i}': {'kernel': jnp.ones((1, 1))} for i in (10, 2, 1)}
   state = scaling_state.init_state(params, RECIPE)
-  assert scaling_state.record_paths(state) == [
+  assert scaling_state.dot_paths(state) == [
       'layers_1',
       'layers_2',
       'layers_10',

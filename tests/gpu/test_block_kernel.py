@@ -110,8 +110,10 @@ def test_a_dot_and_its_gradients_are_those_of_float32_within_the_format(rows):
   weight = kernels.prepare_weights(params, state, recipe)['dot']['kernel']
 
   def forward(x, master):
-    slot, mask = scaling_state.init_dynamic_record(), jnp.ones(x.shape[0])
-    return kernels.dot(recipe, x, master, weight, slot, mask)
+    dot_state, mask = scaling_state.init_dynamic_dot_state(), jnp.ones(
+        x.shape[0]
+    )
+    return kernels.dot(recipe, x, master, weight, dot_state, mask)
 
   @exact_jit
   def train(x, master, dy):

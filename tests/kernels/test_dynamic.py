@@ -50,7 +50,9 @@ def _trained(recipe):
     def forward(x, master, dot_state):
       return linear.dot(recipe, x, master, weight, dot_state, mask)
 
-    y, pull = jax.vjp(forward, x, master, scaling_state.init_dynamic_record())
+    y, pull = jax.vjp(
+        forward, x, master, scaling_state.init_dynamic_dot_state()
+    )
     return y, *pull(dy.astype(y.dtype))
 
   return exact_jit(run)
@@ -368,7 +370,7 @@ def test_a_state_of_dynamic_dot_states_only_looks():
   weights = prepare_weights(params, state, recipe)
   state = scaling_state.measure_kernels(state, params, weights, Axes())
   summary = health.summarize(
-      jax.device_get(state), scaling_state.record_paths(state)
+      jax.device_get(state), scaling_state.dot_paths(state)
   )
   assert summary['a']['kernel'] == {
       'amax': 1.0,

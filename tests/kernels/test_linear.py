@@ -19,7 +19,7 @@ BF16 = Recipe(name='bf16')
 
 
 def make_dot_state(input_scale=2.0**-6, grad_scale=2.0**-4):
-  dot_state = scaling_state.init_record(4)
+  dot_state = scaling_state.init_dot_state(4)
   dot_state['input']['scale'] = np.float32(input_scale)
   dot_state['output_grad']['scale'] = np.float32(grad_scale)
   return dot_state

@@ -31,8 +31,8 @@ def _kernels_of_gradient(monkeypatch, rows: int, inner: int) -> list[str]:
   master = jax.ShapeDtypeStruct((128, inner), 'float32')
 
   def loss(x, master, weight):
-    slot, mask = scaling_state.init_dynamic_record(), jnp.ones(rows)
-    return linear.dot(recipe, x, master, weight, slot, mask).sum()
+    dot_state, mask = scaling_state.init_dynamic_dot_state(), jnp.ones(rows)
+    return linear.dot(recipe, x, master, weight, dot_state, mask).sum()
 
   def prepare(master):
     return prepare_weights({'dot': {'kernel': master}}, {}, recipe)['dot']

@@ -75,7 +75,7 @@ def trees(family: str, recipe: Recipe) -> Trees:
   # Inputs reach 7, output gradients of a mean over 768 tokens 0.008.
   scales = {'input': 2.0**-4, 'output_grad': 2.0**-15}
   if recipe.is_delayed:
-    state = scaling_state.map_records(
+    state = scaling_state.map_dot_states(
         lambda slot: slot
         | {o: slot[o] | {'scale': jnp.float32(s)} for o, s in scales.items()},
         state,

@@ -42,7 +42,7 @@ def params(policy: Policy) -> PolicyParams:
   def prepared(masters):
     state = fp8.init_state(masters, policy.recipe)
     if policy.recipe.is_delayed:
-      state = scaling_state.map_records(
+      state = scaling_state.map_dot_states(
           lambda slot: slot
           | {'input': slot['input'] | {'scale': jnp.float32(2.0**-4)}},
           state,

@@ -162,7 +162,7 @@ def test_gradients_reach_every_master_in_its_dtype(recipe):
 
 def test_every_dot_observes_its_input_and_output_gradient():
   _, _, seen = _stepped(FP8)
-  paths = scaling_state.record_paths(seen)
+  paths = scaling_state.dot_paths(seen)
   assert len(paths) == 8
   for path in paths:
     dot_state = _dot_state(seen, path)
@@ -227,7 +227,7 @@ def test_the_modules_make_masters_and_no_dot_states(family):
   assert count == model.config.num_params
   assert ('lm_head' in made['params']) == (family != 'qwen2')
   kernels = [n for n, leaf in _leaves(made) if leaf.ndim == 2]
-  assert scaling_state.record_paths(
+  assert scaling_state.dot_paths(
       scaling_state.init_state(made['params'], FP8)
   ) == [
       f'layers_{i}/{dot}'

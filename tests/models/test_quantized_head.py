@@ -93,7 +93,7 @@ def test_chunks_of_rows_show_what_one_piece_shows():
 
 
 def test_spread_dot_states_join_amaxes_by_max_and_sums_by_sum():
-  entry = scaling_state.init_record(4)
+  entry = scaling_state.init_dot_state(4)
 
   def loss(entry):
     uses = scaling_state.spread(entry, 3)
@@ -138,7 +138,7 @@ def test_fp8_gradients_of_peaked_rows_of_152064_tokens_keep_their_direction():
 
     return exact_jit(jax.grad(loss, argnums=(0, 1)))(hidden, kernel)
 
-  dot_state = scaling_state.init_record(4)
+  dot_state = scaling_state.init_dot_state(4)
   for operand, scale in (
       ('input', entry(hidden)),
       ('kernel', entry(kernel)),

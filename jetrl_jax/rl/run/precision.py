@@ -167,5 +167,5 @@ def _summary(policy: Policy, state: TrainState) -> adaptive.Summary:
       lambda s, p, w: scaling_state.measure_kernels(s, p, w, Axes())
   )(state.fp8_state, state.masters, state.weights)
   return health.summarize(
-      sharding.fetch(fp8_state), scaling_state.record_paths(fp8_state)
+      sharding.fetch(fp8_state), scaling_state.dot_paths(fp8_state)
   )

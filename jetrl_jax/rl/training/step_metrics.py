@@ -88,7 +88,7 @@ def _health(fp8_state: PyTree, operands: tuple[str, ...]) -> dict[str, Any]:
   summary = {
       path: {operand: entries[operand] for operand in operands}
       for path, entries in health.summarize(
-          fp8_state, scaling_state.record_paths(fp8_state)
+          fp8_state, scaling_state.dot_paths(fp8_state)
       ).items()
   }
   metrics: dict[str, Any] = health.headline(summary)

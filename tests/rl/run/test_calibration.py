@@ -34,7 +34,7 @@ from tests.rl import tiny_run, tiny_updates
 
 def _slot_list(state):
   made = []
-  scaling_state.map_records(lambda slot: made.append(slot), state.fp8_state)
+  scaling_state.map_dot_states(lambda slot: made.append(slot), state.fp8_state)
   return made
 
 
@@ -126,7 +126,7 @@ def test_measured_health_is_that_of_the_scales_in_use():
   # A hundred times too small: nearly all that dots read saturates.
   small = dataclasses.replace(
       filled,
-      fp8_state=scaling_state.map_records(
+      fp8_state=scaling_state.map_dot_states(
           lambda slot: slot
           | {'input': slot['input'] | {'scale': slot['input']['scale'] / 100}},
           filled.fp8_state,

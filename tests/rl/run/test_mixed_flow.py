@@ -105,7 +105,7 @@ def test_a_checkpoint_has_the_rollouts_scales_and_makes_its_weights_again(
 ):
   state = whole_run.restored(fp8_rollout, changes=_FP8_ROLLOUT).state
   assert state['fp8_state'] == {}
-  qkv, *_ = scaling_state.record_paths(state['rollout_fp8_state'])
+  qkv, *_ = scaling_state.dot_paths(state['rollout_fp8_state'])
   slot = functools.reduce(
       lambda node, key: node[key], qkv.split('/'), state['rollout_fp8_state']
   )
@@ -305,7 +305,7 @@ def test_a_rollout_with_dynamic_scales_is_measured_where_dots_are_chosen():
   assert measure(state, batches) is state
   measure = mixed_flow.Requantizer(choosing, run.mesh, state).calibrate
   seen = measure(state, batches)
-  for path in scaling_state.record_paths(state.rollout_fp8_state):
+  for path in scaling_state.dot_paths(state.rollout_fp8_state):
     sums = _at(seen.rollout_fp8_state, path)['input']['health']
     elements, *_, signal, noise = np.asarray(sums)
     width = _at(state.trainable, path)['kernel'].shape[1]

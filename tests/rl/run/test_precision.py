@@ -107,7 +107,7 @@ def test_what_either_side_loses_is_in_high_precision_on_both(tmp_path):
       (chosen.rollout_policy, state.rollout_fp8_state),
   ):
     left = ['layers_0/attn/qkv', 'layers_0/mlp/gate_up']
-    assert scaling_state.record_paths(fp8_state) == left
+    assert scaling_state.dot_paths(fp8_state) == left
     assert not policy.recipe.quantizes(DOWN)
   layers = [
       weights['layers_0'] for weights in (state.weights, state.rollout_weights)

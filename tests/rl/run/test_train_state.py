@@ -79,7 +79,7 @@ def test_a_cold_start_has_kernel_scales_and_nothing_else_recorded():
   run, _, _ = tiny_run.cold_fp8_run()
   state = run.start
   assert int(state.opt_step) == 0
-  paths = scaling_state.record_paths(state.fp8_state)
+  paths = scaling_state.dot_paths(state.fp8_state)
   assert paths == [
       f'layers_0/{dot}'
       for dot in ('attn/o', 'attn/qkv', 'mlp/down', 'mlp/gate_up')

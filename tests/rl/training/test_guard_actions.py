@@ -60,9 +60,7 @@ class _Faulty(Trainer):
   def _train_step(self, step, state):
     if step + 1 == 3:
       self._move_a_log_prob()
-    if step + 1 in (4, 5) and DOWN in scaling_state.record_paths(
-        state.fp8_state
-    ):
+    if step + 1 in (4, 5) and DOWN in scaling_state.dot_paths(state.fp8_state):
       # A scale far too small: nearly all of the input saturates.
       entry = state.fp8_state['layers_0']['mlp']['down']['input']
       entry['scale'] = jnp.full_like(entry['scale'], 2.0**-30)
@@ -158,8 +156,8 @@ def test_a_rolled_back_run_goes_on_from_the_weights_of_its_checkpoint(guarded):
   last = whole_run.restored(guarded, changes=CHANGES)
   assert last.step == 8 and int(last.state['opt_step']) == 2
   first = whole_run.restored(guarded, 1, CHANGES)
-  assert DOWN in scaling_state.record_paths(first.state['fp8_state'])
-  assert DOWN not in scaling_state.record_paths(last.state['fp8_state'])
+  assert DOWN in scaling_state.dot_paths(first.state['fp8_state'])
+  assert DOWN not in scaling_state.dot_paths(last.state['fp8_state'])
   assert last.host_state['guard']['rollbacks'] == 2
   steps = sorted(int(p.name) for p in (guarded / 'checkpoints').glob('[0-9]*'))
   assert steps == [1, 8]

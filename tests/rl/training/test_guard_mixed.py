@@ -90,7 +90,7 @@ class _Copied(Trainer):
 
   def _plant(self, step, state):
     layer = 'layers_0'
-    if step in (3, 4) and DOWN in scaling_state.record_paths(
+    if step in (3, 4) and DOWN in scaling_state.dot_paths(
         state.rollout_fp8_state
     ):
       # A scale far too small: nearly all of the rollout's input saturates.
@@ -183,7 +183,7 @@ def test_faults_of_the_rollouts_side_are_answered(faulty):
 def test_new_scales_of_the_rollout_are_measured_as_at_its_start(faulty):
   for step in (3, 6):
     recipe, state = faulty[1][step]
-    for path in scaling_state.record_paths(state.rollout_fp8_state):
+    for path in scaling_state.dot_paths(state.rollout_fp8_state):
       slot = _at(state.rollout_fp8_state, path)
       # Prompts, then a short rollout; nothing of what was seen before.
       assert np.count_nonzero(slot['input']['amax_history']) == 2
@@ -196,7 +196,7 @@ def test_new_scales_of_the_rollout_are_measured_as_at_its_start(faulty):
 def test_moved_dots_are_in_high_precision_on_both_sides(faulty):
   for step, moved in ((4, 1), (7, 2)):
     recipe, state = faulty[1][step]
-    dots = scaling_state.record_paths(state.rollout_fp8_state)
+    dots = scaling_state.dot_paths(state.rollout_fp8_state)
     assert len(dots) == 4 - moved and DOWN not in dots
     kernels = [
         _at(weights, DOWN)['kernel']
@@ -208,11 +208,11 @@ def test_moved_dots_are_in_high_precision_on_both_sides(faulty):
 
 def test_a_rollback_takes_the_rollouts_weights_and_scales_back_too(faulty):
   first = whole_run.restored(faulty[0], 1, FAULTY)
-  assert len(scaling_state.record_paths(first.state['rollout_fp8_state'])) == 4
+  assert len(scaling_state.dot_paths(first.state['rollout_fp8_state'])) == 4
   recipe, state = faulty[1][9]
   # Its scales, but for the dots that have left 8 bits since.
   kept = scaling_state.restrict(first.state['rollout_fp8_state'], recipe)
-  assert len(scaling_state.record_paths(kept)) == 2
+  assert len(scaling_state.dot_paths(kept)) == 2
   tiny_run.assert_same_bits(state.rollout_fp8_state, kept)
   tiny_run.assert_same_bits(state.trainable, first.state['trainable'])
   _assert_weights_of(state, kept, recipe)
