@@ -157,7 +157,8 @@ class LossFunction(Protocol):
   """An objective: `policy_loss` of a config, `supervised_loss`, or your own.
 
   The loss is a sum over the tokens of one micro-batch, and those of all
-  micro-batches add up: an average is in `batch.loss_weight`. The metrics are
+  micro-batches add up: an average is in `batch.loss_weight`. Where
+  `batch.loss_mask` is 0 the log-probs are arbitrary. The metrics are
   `Mean`s of scalars, by name; {} is allowed. `UpdatePrograms` adds
   'actor/pg_loss', the loss, where a function has none.
   """

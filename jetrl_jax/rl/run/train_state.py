@@ -93,6 +93,10 @@ def create(
 ) -> TrainState:
   """Returns the state of a cold start, in which only the kernels have scales.
 
+  With delayed scales, those of inputs and output gradients are 1 until
+  `Calibration.fill` has seen real tokens. Do that before the first rollout:
+  without it most of a gradient is flushed to 0, and only the health says so.
+
   Args:
     policy: its recipe decides what is quantised.
     params: masters on their devices; the state takes them over.
