@@ -211,8 +211,14 @@ def _warn_of_shared(train_set: PromptDataset, val_set: PromptDataset) -> None:
 
 def reward_specs(rewards: RewardConfig) -> list[RewardSpec]:
   """Returns the terms of the score."""
-  lists = [rewards.functions, rewards.weights, rewards.kwargs]
-  if len({len(values) for values in lists}) != 1 or not lists[0]:
+  count = len(rewards.functions)
+  lists = [
+      rewards.functions,
+      # The defaults hold for any number of terms.
+      rewards.weights if rewards.weights != (1.0,) else (1.0,) * count,
+      rewards.kwargs if rewards.kwargs != ('',) else ('',) * count,
+  ]
+  if len({len(values) for values in lists}) != 1 or not count:
     raise ValueError(
         'reward.functions, reward.weights and reward.kwargs have'
         f' {[len(v) for v in lists]} entries; they need the same number, at'

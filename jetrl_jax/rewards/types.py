@@ -183,8 +183,10 @@ class RewardConfig:
     functions: terms of the score: 'math', 'gsm8k', 'last_number', 'format',
       or 'package.module.function' / 'file.py:function' with verl's or TRL's
       signature.
-    weights: factor of each term in the sum that is the score.
-    kwargs: keyword arguments by term, as JSON: ('', '{"pattern": "..."}').
+    weights: factor of each term in the sum that is the score; the default is 1
+      for every term.
+    kwargs: keyword arguments by term, as JSON: ('', '{"pattern": "..."}'); the
+      default is none for every term.
     num_workers: processes that score at the same time.
     timeout_s: wall seconds per answer; the worker is killed past it.
     memory_limit_mb: address space that an answer may add, in MiB.

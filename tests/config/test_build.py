@@ -13,6 +13,8 @@ from configs import base
 from jetrl_jax.config import build as configs
 from jetrl_jax.config import schema as config_schema
 from jetrl_jax.config import sections
+from jetrl_jax.rewards import RewardSpec
+from jetrl_jax.rewards.types import RewardConfig
 from jetrl_jax.rl.objective import LossConfig
 from jetrl_jax.rl.settings import GUARD_MAX_K3
 from tests import whole_run
@@ -491,6 +493,11 @@ def test_a_reference_that_gsm8k_cannot_compare_is_refused(tmp_path):
   _refused("of a prompt of 'd' is 'two'; use 'math' for it.", **change)
   change['reward.functions'] = ('math',)
   configs.build(whole_run.config(**change))
+
+
+def test_without_weights_each_reward_weighs_1():
+  found = configs.reward_specs(RewardConfig(functions=('math', 'gsm8k')))
+  assert found == [RewardSpec(function='math'), RewardSpec(function='gsm8k')]
 
 
 def test_a_reward_that_compares_wants_references(tmp_path):

@@ -32,7 +32,7 @@ def decoder(family: str, recipe: Recipe, remat: str = 'none') -> Decoder:
   sizes: dict[str, Any] = dict(model_dim=64, head_dim=16, ffn_dim=96)
   if recipe.name == 'fp8_block':
     sizes = dict(model_dim=128, head_dim=32, ffn_dim=128)
-  if recipe.name in ('fp8_token', 'fp8_block', 'int8', 'fake_int4'):
+  if not recipe.is_delayed and recipe.name != 'bf16':
     sizes['num_layers'] = 1
   cfg = tiny.config(family, vocab_size=80, **sizes)
   return Decoder(recipe=recipe, axes=Axes(), config=cfg, remat=remat)
