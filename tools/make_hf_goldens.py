@@ -4,7 +4,7 @@ One instance of each family in float32 with random biases and norm gains, as
 `transformers` saves it, and the logits that `transformers` computes. Needs
 torch and transformers, which the test suite does not:
 
-    pip install torch==2.13.0 transformers==5.23.0
+    pip install torch==2.13.0 transformers==5.24.0
     python -m tools.make_hf_goldens tests/models/hf/goldens
 """
 
@@ -66,6 +66,14 @@ def make_config(family: str) -> transformers.PreTrainedConfig:
               'original_max_position_embeddings': 32,
           },
       )
+    case 'mistral':
+      return transformers.MistralConfig(
+          **_COMMON,
+          head_dim=24,
+          sliding_window=None,
+          tie_word_embeddings=False,
+          rope_parameters={'rope_type': 'default', 'rope_theta': 1e6},
+      )
   raise ValueError(f'family {family!r}')
 
 
@@ -86,7 +94,7 @@ def randomise(model: torch.nn.Module) -> None:
 
 def main(out: pathlib.Path) -> None:
   """Writes one folder per family: config.json, model.safetensors, logits."""
-  for family in ('qwen2', 'qwen3', 'llama'):
+  for family in ('qwen2', 'qwen3', 'llama', 'mistral'):
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
         make_config(family), attn_implementation='eager'

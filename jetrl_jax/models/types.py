@@ -20,6 +20,7 @@ FAMILY_TRAITS = {
     'qwen2': Traits(qkv_bias=True, qk_norm=False),
     'qwen3': Traits(qkv_bias=False, qk_norm=True),
     'llama': Traits(qkv_bias=False, qk_norm=False),
+    'mistral': Traits(qkv_bias=False, qk_norm=False),
 }
 FAMILIES = tuple(FAMILY_TRAITS)
 
@@ -68,8 +69,8 @@ class ModelConfig:
   """The shape of one dense decoder.
 
   Attributes:
-    family: 'qwen2' (also Qwen2.5), 'qwen3' or 'llama' (LlamaForCausalLM: Llama
-      3, SmolLM2).
+    family: 'qwen2' (also Qwen2.5), 'qwen3', 'llama' (LlamaForCausalLM: Llama 3,
+      SmolLM2) or 'mistral' (MistralForCausalLM without a window).
     vocab_size: V, rows of the embedding.
     num_layers: L.
     model_dim: D.

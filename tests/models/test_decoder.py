@@ -10,8 +10,7 @@ from jetrl_jax.fp8 import Recipe, scaling_state
 from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
 from jetrl_jax.models import layers
 from jetrl_jax.models.attention import PackedAttention
-from jetrl_jax.models.types import FAMILIES
-from tests.models import build
+from tests.models import build, tiny
 
 FP8, BF16 = Recipe(), Recipe(name='bf16')
 TEMPERATURE = jnp.float32(build.TEMPERATURE)
@@ -62,7 +61,7 @@ def _dot_state(state, path):
 @pytest.mark.parametrize(
     'family, recipe',
     [
-        *((family, FP8) for family in FAMILIES),
+        *((family, FP8) for family in tiny.FORWARDS),
         # Qwen2 in BF16 is held to its training step below.
         pytest.param('qwen3', BF16, marks=pytest.mark.slow),
         pytest.param('llama', BF16, marks=pytest.mark.slow),
@@ -212,7 +211,7 @@ def test_the_derivative_does_not_pass_through_the_quantiser():
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-3 * scale, err_msg=name)
 
 
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('family', tiny.FORWARDS)
 def test_the_modules_make_masters_and_no_dot_states(family):
   model = build.decoder(family, FP8)
 

@@ -15,7 +15,6 @@ from jetrl_jax.models import remat
 from jetrl_jax.models.attention import PackedAttention
 from jetrl_jax.models.decoder import Decoder, variables
 from jetrl_jax.models.policy import Policy
-from jetrl_jax.models.types import FAMILIES
 from tests.models import build, tiny
 
 FP8, BF16 = Recipe(), Recipe(name='bf16')
@@ -119,7 +118,7 @@ def test_gradients_have_the_same_bits_whether_attention_is_kept_or_not():
     'family, recipe, kv_dtype',
     [
         (family, recipe, (None, 'float8_e4m3fn')[(i + j) % 2])
-        for i, family in enumerate(FAMILIES)
+        for i, family in enumerate(tiny.FORWARDS)
         for j, recipe in enumerate((FP8, BF16))
     ],
     ids=lambda value: getattr(value, 'name', value),

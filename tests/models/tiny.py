@@ -14,6 +14,9 @@ from jetrl_jax.models.types import (
     ModelConfig,
 )
 
+# A family of each forward: Mistral's is Llama's.
+FORWARDS = ('qwen2', 'qwen3', 'llama')
+
 
 def config(family: str = 'qwen2', **changes) -> ModelConfig:
   """D 8, 4 heads on 2 key heads, F 12, V 16; Qwen2 is tied."""
@@ -30,7 +33,7 @@ def config(family: str = 'qwen2', **changes) -> ModelConfig:
       model_dim=8,
       num_heads=4,
       num_kv_heads=2,
-      head_dim=6 if family == 'qwen3' else 2,
+      head_dim=6 if family in ('qwen3', 'mistral') else 2,
       ffn_dim=12,
       norm_eps=1e-6,
       rope_theta=10_000.0,

@@ -32,6 +32,7 @@ _ARCHITECTURES = {
     'Qwen2ForCausalLM': 'qwen2',
     'Qwen3ForCausalLM': 'qwen3',
     'LlamaForCausalLM': 'llama',
+    'MistralForCausalLM': 'mistral',
 }
 
 # Rows are read both ways: our field, the file's key.
@@ -57,6 +58,8 @@ _THEIR_NAMES = {
 _DEFAULT_THETA = 10_000.0
 _QWEN3_HEAD_DIM = 128
 _MAX_WINDOW_LAYERS = 28
+_MISTRAL_WINDOW = 4_096
+_MISTRAL_KV_HEADS = 8
 
 # Keys that must be absent or say "not used": name, allowed values.
 _MUST_BE = (
@@ -117,10 +120,15 @@ def config_from_hf(hf: Mapping[str, Any]) -> ModelConfig:
   _refuse_unsupported(hf)
   check_section(hf)
   fields = {ours: _required(hf, theirs) for ours, theirs in _FIELDS}
-  _refuse_windows(hf, fields['num_layers'])
+  if family == 'mistral':
+    _refuse_mistral_window(hf, fields['max_position'])
+  else:
+    _refuse_windows(hf, fields['num_layers'])
   theta, scaling = _rope(hf)
   if family == 'llama':
     kv_heads = hf.get('num_key_value_heads')
+  elif family == 'mistral':
+    kv_heads = hf.get('num_key_value_heads', _MISTRAL_KV_HEADS)
   else:
     kv_heads = _required(hf, 'num_key_value_heads')
   head_dim = _head_dim(hf, family)
@@ -167,6 +175,8 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
   if config.family == 'qwen2':
     hf['use_sliding_window'] = False
+  elif config.family == 'mistral':
+    hf['sliding_window'] = None
   else:
     hf['attention_bias'] = False
   if config.family == 'llama':
@@ -235,6 +245,21 @@ def _refuse_windows(hf: Mapping[str, Any], num_layers: Any) -> None:
     raise ValueError(
         'config.json: use_sliding_window=True with max_window_layers='
         f'{first!r}: sliding windows are not supported, allowed is False'
+    )
+
+
+def _refuse_mistral_window(hf: Mapping[str, Any], max_position: Any) -> None:
+  """Refuses a window that acts: Mistral's is on unless it is null."""
+  window = hf.get('sliding_window', _MISTRAL_WINDOW)
+  if window is None:
+    return
+  ints = isinstance(window, int) and isinstance(max_position, int)
+  if not (ints and window >= max_position):
+    said = '' if 'sliding_window' in hf else ', which an absent key stands for'
+    raise ValueError(
+        f'config.json: sliding_window={window!r}{said}: sliding windows are not'
+        ' supported; allowed is null, or a window that is not below'
+        f' max_position_embeddings, which is {max_position!r}'
     )
 
 

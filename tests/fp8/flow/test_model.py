@@ -13,12 +13,11 @@ from jetrl_jax.core import sharding
 from jetrl_jax.fp8 import Recipe, flow, formats
 from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels.decode_attention import reference as decode_attention
-from jetrl_jax.models.types import FAMILIES
 from jetrl_jax.rl.objective import LossConfig, policy_loss
 from jetrl_jax.rl.run import flow_check, gradients
 from jetrl_jax.rl.types import TrainBatch
 from tests import kernels_in_use
-from tests.models import build
+from tests.models import build, tiny
 from tests.rl import tiny_run
 
 FP8 = Recipe()
@@ -48,7 +47,7 @@ def prefill_graph(family, recipe=FP8):
   return flow_check.prefill_graph(of, tiny_run.state_shapes(of))
 
 
-@pytest.mark.parametrize('family', FAMILIES)
+@pytest.mark.parametrize('family', tiny.FORWARDS)
 @pytest.mark.parametrize(
     'recipe', [FP8, Recipe(name='bf16')], ids=['fp8', 'bf16']
 )

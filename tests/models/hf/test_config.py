@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import pathlib
 import random
@@ -94,11 +95,40 @@ LLAMA_3_1_8B = {
     'tie_word_embeddings': False,
     'vocab_size': 128256,
 }
+# Mistral-7B-v0.3; v0.1 has a window of 4096 tokens.
+MISTRAL_7B = {
+    'architectures': ['MistralForCausalLM'],
+    'attention_dropout': 0.0,
+    'hidden_act': 'silu',
+    'hidden_size': 4096,
+    'intermediate_size': 14336,
+    'max_position_embeddings': 32768,
+    'model_type': 'mistral',
+    'num_attention_heads': 32,
+    'num_hidden_layers': 32,
+    'num_key_value_heads': 8,
+    'rms_norm_eps': 1e-05,
+    'rope_theta': 1000000.0,
+    'sliding_window': None,
+    'tie_word_embeddings': False,
+    'vocab_size': 32768,
+}
 PUBLISHED = [
     (QWEN2_5_0_5B, published.QWEN2_5_0_5B),
     (QWEN2_5_7B, published.QWEN2_5_7B),
     (QWEN3_8B, published.QWEN3_8B),
     (LLAMA_3_1_8B, published.LLAMA_3_1_8B),
+    (
+        MISTRAL_7B,
+        dataclasses.replace(
+            published.LLAMA_3_1_8B,
+            family='mistral',
+            vocab_size=32768,
+            max_position=32768,
+            rope_theta=1e6,
+            rope_scaling=None,
+        ),
+    ),
 ]
 
 
@@ -141,12 +171,26 @@ def test_absent_keys_mean_what_transformers_takes_for_them():
   qwen3 = dict(QWEN3_8B, hidden_size=2560)
   del qwen3['head_dim']
   assert config_from_hf(qwen3).head_dim == 128
+  mistral = dict(MISTRAL_7B, num_attention_heads=64)
+  del mistral['num_key_value_heads']
+  config = config_from_hf(mistral)
+  assert (config.num_kv_heads, config.head_dim) == (8, 64)
 
 
 def test_windows_that_begin_after_the_last_layer_are_not_in_use():
   window = {'use_sliding_window': True, 'sliding_window': 4096}
   hf = QWEN2_5_7B | window | {'max_window_layers': 28}
   assert config_from_hf(hf) == published.QWEN2_5_7B
+  # Mistral's is one of tokens, of which no row has more.
+  wide = MISTRAL_7B | {'sliding_window': 32768}
+  assert config_from_hf(wide) == config_from_hf(MISTRAL_7B)
+
+
+def test_an_absent_window_of_mistral_is_one_of_4096_tokens():
+  absent = {k: v for k, v in MISTRAL_7B.items() if k != 'sliding_window'}
+  message = 'sliding_window=4096, which an absent key stands for: .* is null'
+  with pytest.raises(ValueError, match=message):
+    config_from_hf(absent)
 
 
 LLAMA3 = LLAMA_3_1_8B['rope_scaling']
@@ -157,8 +201,8 @@ LLAMA3 = LLAMA_3_1_8B['rope_scaling']
     [
         (
             QWEN2_5_7B,
-            {'architectures': ['MistralForCausalLM']},
-            'MistralForCausalLM.*Qwen2ForCausalLM, Qwen3ForCausalLM, Llama',
+            {'architectures': ['MixtralForCausalLM']},
+            'MixtralForCausalLM.*Qwen2ForCausalLM, Qwen3ForCausalLM, Llama',
         ),
         (QWEN2_5_7B, {'architectures': []}, 'architectures'),
         (QWEN2_5_7B, {'architectures': None}, 'architectures'),
@@ -174,6 +218,11 @@ LLAMA3 = LLAMA_3_1_8B['rope_scaling']
             QWEN2_5_7B,
             {'use_sliding_window': True, 'max_window_layers': 20},
             'sliding windows are not supported',
+        ),
+        (
+            MISTRAL_7B,
+            {'sliding_window': 4096},
+            'sliding_window=4096: .* not below max_position_embeddings, which',
         ),
         (
             QWEN3_8B,
