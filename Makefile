@@ -9,6 +9,9 @@ NEWER ?= python3
 
 VENV := .venv
 BIN := $(VENV)/bin
+# Python compiles a module when it is first imported. pip would compile all of
+# them, half of its time, and most are never imported.
+INSTALL := pip install -qq --disable-pip-version-check --no-compile
 
 .PHONY: quickstart test slow kernels jetstream wheel soak lint types buildifier check format docs clean
 
@@ -23,7 +26,7 @@ test: $(VENV)/.installed-dev
 slow: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --run-slow -m slow
 
-# All that runs kernels, which are interpreted on a CPU: that needs jax 0.11, and
+# The tests of kernels, which are interpreted on a CPU: that needs jax 0.11, and
 # so Python 3.12. In an environment of its own if .venv has an older one.
 NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 12))'
 kernels: $(VENV)/.created
@@ -36,8 +39,8 @@ kernels: $(VENV)/.created
 	$(MAKE) --no-print-directory kernel-tests VENV=$(VENV)/kernels PYTHON=$$python
 
 kernel-tests: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --run-slow $(shell \
-	  grep -rlE --include='test_*.py' 'needs_mosaic|kernels_in_use' tests)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --run-slow \
+	  -m mosaic $(shell grep -rl --include='test_*.py' 'needs_mosaic' tests)
 
 # JetStream's real orchestrator and server over the engine. google-jetstream is
 # added to what .venv has, without the TensorFlow that it does not need here. A
@@ -98,23 +101,23 @@ $(VENV)/.created:
 
 $(VENV)/.installed: pyproject.toml | $(VENV)/.created
 	@echo "Installing jetrl_jax into $(VENV) (about a minute)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e .
+	@$(BIN)/python -m $(INSTALL) -e .
 	@touch $@
 
 $(VENV)/.jetstream/.installed: pyproject.toml | $(VENV)/.installed-dev
 	@echo "Installing google-jetstream into $(VENV)/.jetstream"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps \
+	@$(BIN)/python -m $(INSTALL) --no-deps \
 	  --upgrade --target $(VENV)/.jetstream \
 	  google-jetstream==0.2.2 grpcio prometheus-client shortuuid
 	@touch $@
 
 $(VENV)/.docs/.installed: pyproject.toml | $(VENV)/.created
 	@echo "Installing mkdocs-material and mkdocstrings into $(VENV)/.docs"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --upgrade \
+	@$(BIN)/python -m $(INSTALL) --upgrade \
 	  --target $(VENV)/.docs 'mkdocs-material>=9.6,<10' 'mkdocstrings[python]>=0.29'
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(VENV)/.created
 	@echo "Installing jetrl_jax[dev] into $(VENV) (about a minute)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -e '.[dev]'
+	@$(BIN)/python -m $(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.installed

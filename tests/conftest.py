@@ -128,6 +128,8 @@ def pytest_collection_modifyitems(config, items):
   """
   import jax
 
+  from jetrl_jax.kernels import dispatch
+
   gpu = config.getoption('--run-gpu') and jax.default_backend() == 'gpu'
   if config.getoption('--run-slow'):
     items.sort(key=lambda item: not item.get_closest_marker('timeout'))
@@ -137,5 +139,7 @@ def pytest_collection_modifyitems(config, items):
         item.add_marker(pytest.mark.skip(reason=f'needs --run-{mark}'))
     if 'slow' in item.keywords and not item.get_closest_marker('timeout'):
       item.add_marker(pytest.mark.timeout(_SLOW_TIMEOUT_S))
+    if 'mosaic' in item.keywords and not dispatch.has_mosaic():
+      item.add_marker(pytest.mark.skip(reason='this jax has no such backend'))
     if 'gpu' in item.keywords and not gpu:
       item.add_marker(pytest.mark.skip(reason='needs --run-gpu and a GPU'))

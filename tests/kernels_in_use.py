@@ -32,17 +32,19 @@ _ENTRIES = {
     'swiglu.mosaic_backward_sm90': ['backward'],
 }
 
+_UNMARKED = 'a test of kernels is marked with needs_mosaic'
+
 # The primitive that calls a kernel.
 CALL = 'mpmd_map'
-_NO_MOSAIC = 'this jax has no such Mosaic backend'
-needs_mosaic = pytest.mark.skipif(not dispatch.has_mosaic(), reason=_NO_MOSAIC)
+# Of each test that has a kernel interpreted, traced or lowered: `make kernels`
+# runs those, and where this jax has no backend for them they are skipped.
+needs_mosaic = pytest.mark.mosaic
 HOPPER = dispatch.Hardware('gpu', (9, 0), has_mosaic=True)
 
 
 def as_on_hopper(monkeypatch) -> None:
   """Lets programs be traced as for a Hopper GPU; nothing can run."""
-  if not dispatch.has_mosaic():
-    pytest.skip(_NO_MOSAIC)
+  assert dispatch.has_mosaic(), _UNMARKED
   kernels = dispatch.select(hardware=HOPPER)
   monkeypatch.setattr(dispatch, 'automatic', lambda: kernels)
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
@@ -65,12 +67,10 @@ def choose(*operations: str) -> dispatch.Kernels:
 def use(monkeypatch, *operations: str) -> dispatch.Kernels:
   """Lets operations run a kernel, see `choose`, all others the reference.
 
-  Where there is no GPU the kernels must be interpreted, see `interpret`. A test
-  of kernels that this jax does not have is skipped.
+  Where there is no GPU the kernels must be interpreted, see `interpret`.
   """
   kernels = choose(*operations)
-  if dispatch.REFERENCE in map(kernels.of, operations):
-    pytest.skip(_NO_MOSAIC)
+  assert dispatch.REFERENCE not in map(kernels.of, operations), _UNMARKED
   monkeypatch.setattr(dispatch, 'automatic', lambda: kernels)
   return kernels
 

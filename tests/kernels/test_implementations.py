@@ -636,12 +636,18 @@ _SLOW = (
 
 def _pairs(slow: tuple[str, ...] = ()) -> list:
   """Each case with each implementation; `slow` are operations."""
+
+  def marks(operation: str, name: str) -> list:
+    found = [pytest.mark.slow] if operation in slow else []
+    mosaic = name.startswith('mosaic')
+    return [*found, kernels_in_use.needs_mosaic] if mosaic else found
+
   return [
       pytest.param(
           case,
           name,
           id=f'{case.operation} {name}: {case.name}',
-          marks=[pytest.mark.slow] if case.operation in slow else [],
+          marks=marks(case.operation, name),
       )
       for case in CASES
       for name in dispatch.TABLE[case.operation]
@@ -685,8 +691,6 @@ def _check(case: Case, name: str) -> None:
 def test_an_implementation_computes_what_its_reference_does(case, name):
   if on_gpu():
     pytest.skip('the next test has them compiled')
-  if name.startswith('mosaic') and not dispatch.has_mosaic():
-    pytest.skip('this jax is older than what they are written in')
   _check(case, name)
 
 

@@ -317,6 +317,7 @@ def test_a_number_of_rows_that_is_no_multiple_of_16_is_refused(rows):
     )
 
 
+@kernels_in_use.needs_mosaic
 @pytest.mark.parametrize('rows, kernels', [(128, 3), (144, 0)])
 def test_on_a_gpu_the_backward_turns_whole_tiles_round_and_no_others(
     monkeypatch, rows, kernels

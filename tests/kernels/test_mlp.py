@@ -168,6 +168,7 @@ def _computed(mode):
   return fast_compile_jit(functools.partial(_both, FP8, mode))(*_trees())
 
 
+@kernels_in_use.needs_mosaic
 def test_both_dots_have_the_gradients_and_observations_of_each_alone(
     as_on_gpu, monkeypatch
 ):
@@ -181,6 +182,7 @@ def test_both_dots_have_the_gradients_and_observations_of_each_alone(
     assert np.all(sums[1:3] > 0) and sums[3] > 100 * sums[4] > 0
 
 
+@kernels_in_use.needs_mosaic
 def test_rows_that_fill_no_tile_have_what_they_have_in_one(as_on_gpu):
   params, state, weights, x, mask, dz = _trees()
   run = fast_compile_jit(functools.partial(_both, FP8, 'none'))
@@ -197,6 +199,7 @@ def test_rows_that_fill_no_tile_have_what_they_have_in_one(as_on_gpu):
   _assert_equal((z, *cotangents, dx), (z, *whole[1:-1], whole[-1][some]))
 
 
+@kernels_in_use.needs_mosaic
 def test_rows_that_are_quantised_already_fill_no_tile_either(as_on_gpu):
   params, state, weights, x, mask, _ = _trees()
   dots = [
@@ -215,6 +218,7 @@ def test_rows_that_are_quantised_already_fill_no_tile_either(as_on_gpu):
   assert jax.eval_shape(both, x[:rows], low).shape == (rows, DIM)
 
 
+@kernels_in_use.needs_mosaic
 @pytest.mark.slow
 @pytest.mark.parametrize('mode', remat.MODES)
 def test_what_is_computed_again_changes_no_gradient(as_on_gpu, mode):
@@ -233,6 +237,7 @@ def _equations(jaxpr):
         yield from _equations(inner)
 
 
+@kernels_in_use.needs_mosaic
 @pytest.mark.parametrize('mode, times', [('none', 1), ('full', 2)])
 def test_only_the_first_dot_is_computed_again(as_on_gpu, mode, times):
   run = functools.partial(_both, FP8, mode)
@@ -248,6 +253,7 @@ def test_only_the_first_dot_is_computed_again(as_on_gpu, mode, times):
   assert found['swiglu_of'] == found['swiglu_backward_kernel'] == 1
 
 
+@kernels_in_use.needs_mosaic
 def test_the_rollout_is_part_of_the_forward_that_has_this_derivative(as_on_gpu):
   params, state, weights, x, mask, dz = _trees()
   train = jax.make_jaxpr(functools.partial(_both, FP8, 'full'))(*_trees())
@@ -259,6 +265,7 @@ def test_the_rollout_is_part_of_the_forward_that_has_this_derivative(as_on_gpu):
   assert len(dots) == 2 and set(dots.values()) == {('e4m3', 'e4m3')}
 
 
+@kernels_in_use.needs_mosaic
 def test_only_calibrated_fp8_in_whole_tiles_has_the_kernel(as_on_gpu):
   dims = DIM, INNER
   assert fused_mlp.is_fused(FP8, dims)
@@ -284,6 +291,7 @@ def _observed(dot_states_ct, axes=sharding.ALONE):
   return [[seen[:, i] for i in range(6)] for seen in observed]
 
 
+@kernels_in_use.needs_mosaic
 @pytest.mark.slow
 def test_devices_with_rows_of_their_own_have_the_gradients_of_one(as_on_gpu):
   axes = Axes(data=2)
@@ -303,6 +311,7 @@ def test_devices_with_rows_of_their_own_have_the_gradients_of_one(as_on_gpu):
   _assert_equal(fast_compile_jit(split)(*_trees()), wanted)
 
 
+@kernels_in_use.needs_mosaic
 @pytest.mark.slow
 def test_devices_that_share_both_dots_have_the_gradients_of_one(
     as_on_gpu, monkeypatch

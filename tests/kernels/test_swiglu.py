@@ -80,6 +80,7 @@ def test_large_values_go_to_zero_or_to_themselves():
   np.testing.assert_array_equal(h[3, :5], [0, 0, 0, 200, 600])
 
 
+@kernels_in_use.needs_mosaic
 def test_the_derivative_is_that_of_the_plain_form(monkeypatch):
   y, dh, *_ = operands(ROWS, COLUMNS)
   y, dh = (jnp.nan_to_num(x, posinf=1.0) for x in (y, dh))

@@ -48,12 +48,14 @@ def _kernels_of_gradient(monkeypatch, rows: int, inner: int) -> list[str]:
   ]
 
 
+@kernels_in_use.needs_mosaic
 def test_a_gpus_gradient_is_made_of_the_kernels(monkeypatch):
   names = _kernels_of_gradient(monkeypatch, 128, 256)
   made = ['quantize_both_ways', 'regroup_and_turn', 'turn']
   assert sorted(names) == sorted([*['block_dot'] * 3, *made])
 
 
+@kernels_in_use.needs_mosaic
 @pytest.mark.parametrize(
     'rows, inner, made',
     [
@@ -70,6 +72,7 @@ def test_parts_of_tiles_and_what_cannot_be_counted_are_left_to_xla(
   assert names - {'block_dot', 'turn'} == made
 
 
+@kernels_in_use.needs_mosaic
 def test_an_output_gradient_shows_the_same_with_and_without_kernels(
     monkeypatch,
 ):

@@ -31,6 +31,7 @@ SOME = Recipe(
 )
 
 
+@kernels_in_use.needs_mosaic
 def test_a_decode_step_waits_for_no_weights_of_other_devices(monkeypatch):
   kernels_in_use.as_on_hopper(monkeypatch)
   sizes = dict(model_dim=512, head_dim=64, ffn_dim=512, vocab_size=128)
@@ -54,6 +55,7 @@ def test_a_decode_step_waits_for_no_weights_of_other_devices(monkeypatch):
   assert traced(Axes(fsdp=2)) == traced(Axes())
 
 
+@kernels_in_use.needs_mosaic
 @pytest.mark.parametrize('ffn_dim', [128, 120])
 def test_a_fused_step_has_the_swiglu_of_the_step(monkeypatch, ffn_dim):
   # A kernel for some widths, XLA for others: never one here and one there.
@@ -77,6 +79,7 @@ def test_a_fused_step_has_the_swiglu_of_the_step(monkeypatch, ffn_dim):
   assert calls == [ffn_dim == 128] * 2
 
 
+@kernels_in_use.needs_mosaic
 @pytest.mark.parametrize(
     'recipe, kv, family, dim, rows_of_one',
     [

@@ -86,6 +86,7 @@ def _gathers(engine: Engine, function, *per_slot) -> Counter:
   return found
 
 
+@kernels_in_use.needs_mosaic
 @pytest.mark.parametrize(
     'recipe, rows, adds',
     [
@@ -110,6 +111,7 @@ def test_each_layer_of_a_decode_step_gathers_three_times(
 
 
 # Mosaic finds layouts when it lowers. The shapes are those of tests/gpu.
+@kernels_in_use.needs_mosaic
 @pytest.mark.parametrize('recipe', [tiny_run.FP8, tiny_run.BF16])
 def test_a_step_s_kernels_are_lowered_for_a_gpu(monkeypatch, recipe):
   engine = _engine(_on_hopper(monkeypatch), recipe)
@@ -118,6 +120,7 @@ def test_a_step_s_kernels_are_lowered_for_a_gpu(monkeypatch, recipe):
   assert text.count('mosaic_gpu') > 7
 
 
+@kernels_in_use.needs_mosaic
 def test_xla_gathers_where_the_kernel_is_not_asked_for(monkeypatch):
   _on_hopper(monkeypatch)
   engine = _engine(dispatch.automatic())
@@ -127,6 +130,7 @@ def test_xla_gathers_where_the_kernel_is_not_asked_for(monkeypatch):
   assert sum(found.values()) == 3 * _LAYERS + 1
 
 
+@kernels_in_use.needs_mosaic
 @pytest.mark.parametrize('slots, form', [(64, 'packets'), (80, 'flags')])
 def test_each_device_has_a_workspace_for_the_largest_gather(
     monkeypatch, slots, form

@@ -204,6 +204,7 @@ _GPU_DECODE = {
 }
 
 
+@kernels_in_use.needs_mosaic
 @pytest.mark.parametrize('kv_cache_dtype', ['compute', 'float8_e4m3fn'])
 @pytest.mark.parametrize(
     'recipe, dim, more',
@@ -260,6 +261,7 @@ def test_heads_that_no_kernel_takes_are_one_flow_on_a_gpu(
   check(of, tiny_run.state_shapes(of))
 
 
+@kernels_in_use.needs_mosaic
 def test_a_gate_up_of_many_rows_is_one_kernel_with_the_same_flow(monkeypatch):
   of = _hopper_policy(monkeypatch, FP8, 512)
   state = tiny_run.state_shapes(of)
@@ -270,6 +272,7 @@ def test_a_gate_up_of_many_rows_is_one_kernel_with_the_same_flow(monkeypatch):
   assert 'layers_*/mlp: gate_up by mosaic_sm90' in graph.implementations()
 
 
+@kernels_in_use.needs_mosaic
 def test_a_dot_that_only_a_gpu_rollout_leaves_unquantised_is_named(monkeypatch):
   rollout, training = (
       _hopper_policy(monkeypatch, recipe) for recipe in (ONE_LAYER, FP8)
@@ -283,6 +286,7 @@ def test_a_dot_that_only_a_gpu_rollout_leaves_unquantised_is_named(monkeypatch):
     )
 
 
+@kernels_in_use.needs_mosaic
 def test_what_a_kernel_of_decode_alone_rounds_otherwise_is_named(monkeypatch):
   of = _hopper_policy(monkeypatch, FP8)
   fewer_bits = mock.Mock(E4M3=formats.E5M2)
@@ -291,6 +295,7 @@ def test_what_a_kernel_of_decode_alone_rounds_otherwise_is_named(monkeypatch):
     check(of, tiny_run.state_shapes(of))
 
 
+@kernels_in_use.needs_mosaic
 def test_the_check_at_start_up_says_what_computes_each_operation(monkeypatch):
   of = _hopper_policy(monkeypatch, FP8)
   said = []
@@ -331,6 +336,7 @@ def _kernels(layers: int) -> dict[str, int]:
   return {name: len(kernels) for name, kernels in found.items()}
 
 
+@kernels_in_use.needs_mosaic
 def test_no_kernel_is_made_again_for_another_layer(monkeypatch):
   kernels_in_use.as_on_hopper(monkeypatch)
   two = _kernels(layers=2)
