@@ -14,6 +14,7 @@ _ROOT = pathlib.Path(__file__).parent.parent
 _EXAMPLE = _ROOT / 'examples' / 'quickstart'
 # In every config: the folder `files` made.
 FOLDER = 'tiny'
+REWARDS = f'{FOLDER}/rewards.py:digits'
 
 
 def get_config():
@@ -23,7 +24,7 @@ def get_config():
   config.data.train_files = (f'{FOLDER}/train.jsonl',)
   config.data.val_files = (f'{FOLDER}/heldout.jsonl',)
   # Random weights never solve a sum, and without rewards nothing would move.
-  config.reward.functions = (f'{FOLDER}/rewards.py:digits',)
+  config.reward.functions = (REWARDS,)
   config.reward.num_workers = 1
   config.rollout.num_generations = 4
   config.rollout.max_response_length = 12

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import ml_collections
 import numpy as np
+import safetensors.numpy
 
 from jetrl_jax.checkpoint import restore
 from jetrl_jax.config import build as configs
@@ -45,6 +46,32 @@ def home() -> pathlib.Path:
   atexit.register(shutil.rmtree, folder, ignore_errors=True)
   tiny_config.files(folder)
   return folder
+
+
+@functools.cache
+def one_layer() -> dict[str, Any]:
+  """Changes to the quickstart's config: its checkpoint's first layer alone.
+
+  With that it solves no sum, so the rewards are those of the tiny config.
+  """
+  folder = home() / 'one_layer'
+  shutil.copytree(ROOT / 'examples' / 'quickstart' / 'checkpoint', folder)
+  path = folder / 'config.json'
+  shape = json.loads(path.read_text()) | {'num_hidden_layers': 1}
+  path.write_text(json.dumps(shape))
+  path = folder / 'model.safetensors'
+  tensors = safetensors.numpy.load_file(path)
+  kept = {
+      name: values
+      for name, values in tensors.items()
+      if '.layers.' not in name or '.layers.0.' in name
+  }
+  assert 0 < len(kept) < len(tensors)
+  safetensors.numpy.save_file(kept, path, {'format': 'pt'})
+  return {
+      'model.path': str(folder),
+      'reward.functions': (str(home() / tiny_config.REWARDS),),
+  }
 
 
 def config(**changes: Any) -> ml_collections.ConfigDict:
