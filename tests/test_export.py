@@ -13,7 +13,7 @@ from jetrl_jax.config import build as configs
 from jetrl_jax.config import saved_policy
 from jetrl_jax.data import Tokenizer
 from jetrl_jax.rl.run import train_state
-from tests import whole_run
+from tests import commands, whole_run
 
 
 def _values(folder, **changes):
@@ -244,24 +244,13 @@ def test_a_wrong_export_is_one_sentence(tmp_path):
     ('arguments', 'message'),
     [
         (['--workdir=nowhere', '--out=x'], 'nowhere is no workdir of a run'),
-        pytest.param(
-            ['--out=x'], 'by one of --workdir', marks=pytest.mark.slow
-        ),
-        pytest.param(
-            ['--workdir=x', '--out=x', '--format=int8'],
-            'bf16|fp8',
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            ['--wordkir=x'],
-            'nknown command line flag',
-            marks=pytest.mark.slow,
-        ),
+        (['--out=x'], 'by one of --workdir'),
+        (['--workdir=x', '--out=x', '--format=int8'], 'bf16|fp8'),
+        (['--wordkir=x'], 'nknown command line flag'),
     ],
 )
 def test_the_command_says_no_in_one_line(arguments, message):
-  process = whole_run.start(*arguments, module='jetrl_jax.export')
-  output, errors = process.communicate(timeout=250)
-  assert process.returncode == 1 and output == ''
+  code, output, errors = commands.run(*arguments, module='jetrl_jax.export')
+  assert code == 1 and output == ''
   assert errors.startswith('error: ') and errors.count('\n') <= 2
   assert message in errors and 'Traceback' not in errors

@@ -10,7 +10,7 @@ from ml_collections import config_flags
 
 from jetrl_jax import models
 from jetrl_jax.config import flags as config_flag
-from tests import launched, whole_run
+from tests import commands, launched, whole_run
 from tests.report import pages
 
 _PATIENCE_S = 250
@@ -22,9 +22,9 @@ def _run(*arguments: str, **options) -> tuple[int, str, str]:
   return process.returncode, output, errors
 
 
-def _refused(*arguments: str, **options) -> str:
+def _refused(*arguments: str, run=commands.run, **options) -> str:
   """The one line on stderr of a command that does not work."""
-  code, output, errors = _run(*arguments, **options)
+  code, output, errors = run(*arguments, **options)
   assert code == 1 and output == ''
   assert 'Traceback' not in errors
   assert errors.count('\n') == 1 and errors.startswith('error: ')
@@ -124,14 +124,15 @@ def test_what_is_told_at_the_end_takes_any_answer_and_a_lost_file(tmp_path):
 
 
 def test_an_unknown_name_on_the_command_line_gets_the_nearest_one():
-  assert _refused(_TINY, '--config.algorithm.ppo_epoch=2').startswith(
+  said = _refused(_TINY, '--config.algorithm.ppo_epoch=2', run=_run)
+  assert said.startswith(
       "--config.algorithm.ppo_epoch=2: unknown config name 'algorithm.ppo_epoch"
       "'; did you mean 'algorithm.ppo_epochs'?"
   )
 
 
 def test_an_unknown_name_in_a_config_file_gets_its_line(tmp_path):
-  said = _refused(_file(tmp_path, 'config.optim.lrr = 1e-5'))
+  said = _refused(_file(tmp_path, 'config.optim.lrr = 1e-5'), run=_run)
   assert said.startswith(
       f"{tmp_path}/mine.py:4: unknown config name 'optim.lrr'; did you mean"
       " 'optim.lr'?"
@@ -141,21 +142,12 @@ def test_an_unknown_name_in_a_config_file_gets_its_line(tmp_path):
 @pytest.mark.parametrize(
     'line, message',
     [
-        pytest.param(
-            'config.optim.lr = "fast"',
-            ':4: TypeError: Could not override',
-            marks=pytest.mark.slow,
-        ),
+        ('config.optim.lr = "fast"', ':4: TypeError: Could not override'),
         ('nonsense', ":4: NameError: name 'nonsense' is not defined"),
-        pytest.param(
-            'config.trainer.mini_batch_size = 3',
-            'is not a multiple of',
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
+        ('config.trainer.mini_batch_size = 3', 'is not a multiple of'),
+        (
             'config.mesh.tensor = 4',
             'mesh.tensor is 4; the model has 2 query heads on 1 KV heads',
-            marks=pytest.mark.slow,
         ),
         (
             'config.unlock(); config.optim.momentum = 0.9',
@@ -265,66 +257,56 @@ def test_a_name_of_another_library_is_led_to_ours(argument, meant):
     'arguments, message',
     [
         (['--config=nowhere.py'], '--config=nowhere.py: there is no such file'),
-        pytest.param(
+        (
             ['--config=quikstart'],
             '--config=quikstart: there is no such file, and no example of that'
             " name; did you mean 'quickstart'? Examples: calculator, ",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             [f'--config={whole_run.ROOT}/configs'],
             f'--config={whole_run.ROOT}/configs is a folder; name a config',
-            marks=pytest.mark.slow,
         ),
         (
             [_TINY, '--config.optim.learning_rate=2'],
             "'optim.learning_rate'; did you mean 'optim.lr'?",
         ),
-        pytest.param(
+        (
             ['--config', 'nowhere.py'],
             '--config=nowhere.py: there is no such file',
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             [],
             '--config is missing (Path of a config file, e.g. configs/',
-            marks=pytest.mark.slow,
         ),
         (
             ['--config.seed=3'],
             '--config.seed=3 overrides a config, and none is named; name one',
         ),
-        pytest.param(
+        (
             ['--config.seed=3', _TINY],
             '--config.seed=3 stands before --config; give --config first',
-            marks=pytest.mark.slow,
         ),
         ([_TINY, '--wordkir=x'], "Unknown command line flag 'wordkir'"),
-        pytest.param(
+        (
             [_TINY, '--lr=2'],
             "Unknown command line flag 'lr'; did you mean --config.optim.lr=2?",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             [_TINY, '--config.trainer.synthetic=yes'],
             "synthetic=yes: (allowed: True, False; not 'yes')",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             [_TINY, 'optim.lr=2e-5'],
             "unknown arguments ['optim.lr=2e-5']; did you mean"
             ' --config.optim.lr=2e-5?',
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             [_TINY, '--dry_run_device=NVIDIA H200'],
             '--dry_run_device trains nothing: give --dry_run with it',
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             [_TINY, '--config.sft.output=x'],
             'is the config of a warm start, python -m jetrl_jax.sft',
-            marks=pytest.mark.slow,
         ),
         (
             [_TINY, '--config.optim.lr=fast'],
@@ -377,11 +359,10 @@ def test_a_config_that_is_a_dict_is_one_line(tmp_path):
 def test_the_warm_start_answers_in_the_same_words():
   said = _refused(_TINY, '--config.sft.outputt=x', module='jetrl_jax.sft')
   assert "did you mean 'sft.output'?" in said
-  said = _refused(_TINY, module='jetrl_jax.sft')
+  said = _refused(_TINY, module='jetrl_jax.sft', run=_run)
   assert said == 'sft.output is empty; name the folder to export to'
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     'module, arguments',
     [
@@ -395,7 +376,7 @@ def test_a_command_of_one_process_refuses_a_launcher(
 ):
   for name, value in launched.by_hand(1, 2, 1234).items():
     monkeypatch.setenv(name, value)
-  code, _, errors = _run(*arguments, module=module)
+  code, _, errors = commands.run(*arguments, module=module)
   assert code in (1, 2)
   assert errors.startswith(
       'error: this command is one process, but the launcher started 2; start it'

@@ -14,6 +14,8 @@ import types
 
 import pytest
 
+from tests import commands
+
 _ROOT = pathlib.Path(__file__).parents[2]
 _CHECKPOINT = '--checkpoint=examples/quickstart/checkpoint'
 _INSTALLED = importlib.util.find_spec('jetstream') is not None
@@ -26,22 +28,12 @@ def _refused(
     *arguments: str, module: str = 'jetrl_jax.serve', missing: str = ''
 ) -> str:
   """The one line on stderr; `missing` names a package that is not there."""
-  code = (
-      f'import runpy, sys; sys.argv[1:] = {list(arguments)};'
-      f' sys.modules.update({{{missing!r}: None}});'
-      f' runpy.run_module({module!r}, run_name="__main__", alter_sys=True)'
+  code, output, errors = commands.run(
+      *arguments, module=module, cwd=_ROOT, missing=missing
   )
-  done = subprocess.run(
-      [sys.executable, '-c', code],
-      cwd=_ROOT,
-      env=os.environ | {'JAX_PLATFORMS': 'cpu'},
-      capture_output=True,
-      text=True,
-      timeout=200,
-  )
-  assert done.returncode == 2, done.stderr
-  assert done.stdout == '' and 'Traceback' not in done.stderr
-  *before, refusal = done.stderr.splitlines()
+  assert code == 2, errors
+  assert output == '' and 'Traceback' not in errors
+  *before, refusal = errors.splitlines()
   assert all(line.startswith('Read checkpoint ') for line in before)
   assert refusal.startswith('error: ')
   return refusal.removeprefix('error: ').strip()
