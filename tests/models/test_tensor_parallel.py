@@ -539,8 +539,16 @@ def test_log_probs_of_every_recipe_have_the_bits_of_one_device(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('family', ['qwen2', 'qwen3'])
-@pytest.mark.parametrize('mesh', [(1, 1, 2), (2, 2, 2), (1, 1, 8)])
+# On eight devices some share a key head.
+@pytest.mark.parametrize(
+    ('family', 'mesh'),
+    [
+        ('qwen2', (1, 1, 2)),
+        ('qwen2', (1, 1, 8)),
+        ('qwen3', (2, 2, 2)),
+        ('qwen3', (1, 1, 8)),
+    ],
+)
 def test_gradients_are_those_of_one_device(family, mesh):
   # In float32, where nothing is rounded that depends on the order of a sum.
   expected, _ = _updated(_model(family), F32, (1, 1, 1))

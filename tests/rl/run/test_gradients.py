@@ -176,7 +176,7 @@ def test_an_update_makes_good_tokens_likelier():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('rows', [1, 2, 4, 8, 32])
+@pytest.mark.parametrize('rows', [1, 4, 32])
 def test_micro_batches_of_another_shape_give_the_same_gradients(rows):
   run = tiny_run.fp8_run()
   packed = tiny_updates.batches(tiny_run.completions())
