@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 # them, half of its time, and most are never imported.
 INSTALL := pip install -qq --disable-pip-version-check --no-compile
 
-.PHONY: quickstart test slow kernels jetstream wheel soak lint types buildifier check format docs clean
+.PHONY: quickstart test slow kernels kernels-env jetstream wheel soak lint types buildifier check format docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m jetrl_jax.main --config=configs/quickstart.py \
@@ -29,14 +29,20 @@ slow: $(VENV)/.installed-dev
 # The tests of kernels, which are interpreted on a CPU: that needs jax 0.11, and
 # so Python 3.12. In an environment of its own if .venv has an older one.
 NEW_ENOUGH := -c 'import sys; sys.exit(sys.version_info < (3, 12))'
-kernels: $(VENV)/.created
-	@$(BIN)/python $(NEW_ENOUGH) && \
-	exec $(MAKE) --no-print-directory kernel-tests; \
+# kernels-env makes that environment alone.
+kernels kernels-env: $(VENV)/.created
+	@if $(BIN)/python $(NEW_ENOUGH); then \
+	  test $@ = kernels-env || exec $(MAKE) --no-print-directory kernel-tests; \
+	  exit; \
+	fi; \
 	python=$$(for p in $(NEWER) python3.14 python3.13 python3.12; do \
 	  $$p $(NEW_ENOUGH) 2>/dev/null && echo $$p && break; done); \
 	test -n "$$python" || { echo 'skipped: no Python 3.12 or newer here, which' \
 	  'jax 0.11 needs, and the kernels with it'; exit 0; }; \
-	$(MAKE) --no-print-directory kernel-tests VENV=$(VENV)/kernels PYTHON=$$python
+	$(MAKE) --no-print-directory VENV=$(VENV)/kernels PYTHON=$$python \
+	  $(if $(filter kernels,$@),kernel-tests,installed-dev)
+
+installed-dev: $(VENV)/.installed-dev
 
 kernel-tests: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --run-slow \

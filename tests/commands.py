@@ -54,7 +54,7 @@ def _server() -> subprocess.Popen:
   server = subprocess.Popen(
       [sys.executable, '-c', _SERVER, *_IMPORTED],
       cwd=whole_run.ROOT,
-      env=_environment(),
+      env=whole_run.environment(),
       stdin=subprocess.PIPE,
       stdout=subprocess.PIPE,
       text=True,
@@ -67,13 +67,6 @@ def _end(server: subprocess.Popen) -> None:
   """Lets the process read that no more commands come."""
   with server:
     pass
-
-
-def _environment() -> dict[str, str]:
-  return os.environ | {
-      'PYTHONPATH': str(whole_run.ROOT),
-      'JAX_PLATFORMS': 'cpu',
-  }
 
 
 def run(
@@ -103,7 +96,7 @@ def run(
         'arguments': [str(a) for a in arguments],
         'module': module,
         'cwd': str(cwd or whole_run.home()),
-        'env': _environment(),
+        'env': whole_run.environment(),
         'missing': missing,
         'files': [output.name, errors.name],
     }

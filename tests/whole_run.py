@@ -120,21 +120,24 @@ def shift_ids(folder: pathlib.Path, token: str) -> None:
   path.write_text(json.dumps(content))
 
 
+def environment() -> dict[str, str]:
+  """The variables of a process that a test starts."""
+  # Beside what the tests themselves run with.
+  paths = [str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
+  return os.environ | {
+      'PYTHONPATH': os.pathsep.join(paths),
+      'JAX_PLATFORMS': 'cpu',
+  }
+
+
 def start(
     *arguments: str | os.PathLike, module: str = 'jetrl_jax.main', **options
 ) -> subprocess.Popen:
   """Starts a process of the command line in `home()`."""
-  environment = os.environ | {
-      # Beside what the tests themselves run with.
-      'PYTHONPATH': os.pathsep.join(
-          [str(ROOT), *filter(None, [os.environ.get('PYTHONPATH')])]
-      ),
-      'JAX_PLATFORMS': 'cpu',
-  }
   return subprocess.Popen(
       [sys.executable, '-m', module, *map(str, arguments)],
       cwd=home(),
-      env=environment,
+      env=environment(),
       stdout=subprocess.PIPE,
       stderr=subprocess.PIPE,
       text=True,
