@@ -37,7 +37,7 @@ from benchmarks.absent_gpus import (
     state_of,
     update_arguments,
 )
-from jetrl_jax.core import compilation, rng, sharding
+from jetrl_jax.core import collectives, compilation, rng, sharding
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.kernels import dispatch
 from jetrl_jax.metrics.writer import Mean
@@ -151,7 +151,7 @@ def _at(tree, specs, mesh):
 def _update(policy, state):
   """Returns the traced pass over one micro-batch."""
   mesh = mesh_of(_GPU.value, _DATA.value, _FSDP.value, _TENSOR.value)
-  axes = sharding.axes_of(
+  axes = collectives.axes_of(
       mesh, overlap=_OVERLAP.value, whole_gradients=_WHOLE_GRADIENTS.value
   )
   policy = dataclasses.replace(policy, axes=axes)
@@ -240,7 +240,7 @@ def main(argv: list[str]) -> None:
   policy = dataclasses.replace(
       policy,
       kernels=dispatch.select(asked, hardware=hardware),
-      axes=sharding.Axes(tensor=_TENSOR.value),
+      axes=collectives.Axes(tensor=_TENSOR.value),
   )
   order = {'gpu': {}} if _XLA_ORDER.value else {}
   with (

@@ -44,7 +44,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks import absent_gpus, common
-from jetrl_jax.core import sharding
+from jetrl_jax.core import collectives, sharding
 from jetrl_jax.core.compilation import exact_jit, on_gpu
 from jetrl_jax.fp8.products import DeferredScale
 from jetrl_jax.kernels import dispatch
@@ -137,7 +137,7 @@ def _gather(variant: str, case: _Case, x, work):
   if name == 'nothing':
     return jnp.tile(x, (1, case.devices)), work
   if name == 'xla':
-    axes = sharding.Axes(tensor=case.devices)
+    axes = collectives.Axes(tensor=case.devices)
     return axes.gather_inputs(x), work
   from jetrl_jax.kernels.gather_columns import mosaic_sm90
 

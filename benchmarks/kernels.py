@@ -32,8 +32,8 @@ from absl import flags
 from benchmarks import common
 from jetrl_jax import fp8, kernels
 from jetrl_jax.config.model import SHAPES
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.compilation import exact_jit
-from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import DeferredScale, QTensor, Recipe, formats
 from jetrl_jax.fp8.products import Rows
 from jetrl_jax.kernels import (

@@ -50,7 +50,7 @@ from benchmarks import common, layer_measures, layer_plant, layer_updates
 from configs import base
 from jetrl_jax.config import model as config_model
 from jetrl_jax.core import compilation, rng, sharding
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.data import (
     ChatFormat,

@@ -25,7 +25,7 @@ from absl import app, flags
 
 from benchmarks import common
 from benchmarks.absent_gpus import state_of, update_arguments
-from jetrl_jax.core import rng, sharding
+from jetrl_jax.core import collectives, rng, sharding
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.kernels import dispatch
 from jetrl_jax.models import published, tensor_parallel
@@ -108,7 +108,7 @@ def _policy(name: str, variant: str, tensor: int) -> Policy:
   """
   recipe, *options = variant.split('+')
   found = Recipe(name=recipe, quantize_lm_head='head8' in options)
-  axes, model = sharding.Axes(tensor=tensor), _model(name)
+  axes, model = collectives.Axes(tensor=tensor), _model(name)
   tensor_parallel.check(model, found, axes)
   hopper = dispatch.Hardware('gpu', (9, 0), dispatch.has_mosaic())
   return Policy(

@@ -22,8 +22,8 @@ from jax import lax
 
 from benchmarks import common
 from jetrl_jax import fp8
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.compilation import exact_jit
-from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import Recipe, scaling_state
 from jetrl_jax.fp8.recipes import RECIPES
 from jetrl_jax.kernels.quantized_dot.linear import dot

@@ -45,7 +45,7 @@ from absl import app, flags
 
 from benchmarks import common, launch
 from jetrl_jax.config.model import SHAPES
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.metrics import provenance
 from jetrl_jax.metrics.console import show_own_sentences

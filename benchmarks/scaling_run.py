@@ -28,7 +28,7 @@ from benchmarks import common, launch
 from jetrl_jax.config import build as configs
 from jetrl_jax.config import flags as config_flags
 from jetrl_jax.config.model import SHAPES
-from jetrl_jax.core import compilation, processes, sharding
+from jetrl_jax.core import collectives, compilation, processes, sharding
 from jetrl_jax.core.compile_ahead import CompileAhead
 from jetrl_jax.dry_run import memory
 from jetrl_jax.metrics.timer import Timer
@@ -167,7 +167,7 @@ def _prepare(spec: RunSpec) -> dict[str, Any]:
 
 
 def _collectives(spec: RunSpec) -> dict[str, Any]:
-  mesh, axes = spec.mesh, sharding.axes_of(spec.mesh)
+  mesh, axes = spec.mesh, collectives.axes_of(spec.mesh)
   rows, columns, stored = _ROWS.value, _COLUMNS.value, sharding.FSDP
   others = (axes.size - 1) / axes.size
 

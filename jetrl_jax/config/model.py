@@ -17,7 +17,7 @@ from jetrl_jax import fp8, models
 from jetrl_jax.config import compatibility
 from jetrl_jax.config.sections import Config, take
 from jetrl_jax.config.settings import MixedFlow, ModelSource
-from jetrl_jax.core import rng, sharding
+from jetrl_jax.core import collectives, rng, sharding
 from jetrl_jax.core.sharding import MeshConfig
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.kernels import attention, dispatch, gather_columns
@@ -101,7 +101,7 @@ def build_policy(
       config,
       model=model,
       recipe=recipe,
-      axes=sharding.axes_of(
+      axes=collectives.axes_of(
           mesh,
           overlap=devices.overlap,
           whole_gradients=devices.whole_gradients,

@@ -26,7 +26,7 @@ from jetrl_jax.checkpoint import restore as checkpoint
 from jetrl_jax.config import build as configs
 from jetrl_jax.config import model as config_model
 from jetrl_jax.config.sections import Config
-from jetrl_jax.core import compilation, processes, sharding
+from jetrl_jax.core import collectives, compilation, processes, sharding
 from jetrl_jax.core.files import user_path
 from jetrl_jax.data import PromptFormat, Tokenizer
 from jetrl_jax.fp8 import scaling_state
@@ -363,7 +363,7 @@ def _of_checkpoint(folder: pathlib.Path, recipe: str | None) -> Restored:
   policy = Policy(
       model=model,
       recipe=_recipe_of(scales, model, dtype) if scales else plain,
-      axes=sharding.axes_of(mesh),
+      axes=collectives.axes_of(mesh),
   )
   masters = models.load_checkpoint(
       folder,

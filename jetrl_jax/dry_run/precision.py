@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.dry_run import memory as dry_run_memory
 from jetrl_jax.fp8 import flow
 from jetrl_jax.models.hf import layout as hf_layout

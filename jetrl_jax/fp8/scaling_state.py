@@ -30,7 +30,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import formats, health
 from jetrl_jax.fp8.quantization import is_recordable, scale_from_amax

@@ -33,7 +33,7 @@ from typing import Any, TypeAlias, cast
 
 import jax.numpy as jnp
 
-from jetrl_jax.core import sharding
+from jetrl_jax.core import collectives
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8.products import DeferredScale, RowFormat, Rows
 from jetrl_jax.fp8.scaling_state import COLLECTION
@@ -311,14 +311,14 @@ class Decoder(Leaf):
     residual = self.embed(tokens_M)
     new_caches, after, before, chain = [], None, None, None
     if self.axes.exchanges and caches is None:
-      residual, chain = sharding.first_turn(residual)
+      residual, chain = collectives.first_turn(residual)
     for i, layer in enumerate(self.layers):
       cache = None if caches is None else caches[i]
       if chain is not None:
         # Devices exchange a layer's weights while they compute the one before,
         # at the earliest. In a backward pass they have sent a layer's gradients
         # before the one before is done.
-        residual, before, chain = sharding.in_turn(residual, chain)
+        residual, before, chain = collectives.in_turn(residual, chain)
       residual, cache, workspace = layer(
           residual, positions_M, row_mask_M, attend, cache, workspace, after
       )

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax import lax
 
+from jetrl_jax.core.collectives import Axes, Pieces, grad_sink
 from jetrl_jax.core.compilation import on_gpu
-from jetrl_jax.core.sharding import Axes, Pieces, grad_sink
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import DeferredScale, QTensor, Recipe, formats
 from jetrl_jax.fp8.products import UNQUANTIZED, RowFormat, Rows

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jetrl_jax.core.sharding import ALONE, Axes
+from jetrl_jax.core.collectives import ALONE, Axes
 from jetrl_jax.core.typing import Array, Float, Int, PyTree
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.kernels import log_sum_exp

@@ -16,9 +16,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax.core import sharding
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.compilation import exact_jit, inexact_jit
 from jetrl_jax.core.compile_ahead import Program
-from jetrl_jax.core.sharding import Axes
 from jetrl_jax.core.typing import Array, PRNGKey, PyTree
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.fp8.recipes import LM_HEAD

@@ -19,7 +19,7 @@ mesh and has other bits on another mesh. Where `kernels/mlp` is one operation,
 down's is not: each device computes the columns that it has, from all of the
 output's gradient.
 
-`core/sharding.py` has the collectives; `decoder.py` calls them. In a decode
+`core/collectives.py` has the collectives; `decoder.py` calls them. In a decode
 step on the GPUs of one process a kernel can gather (`kernels/gather_columns`).
 
 References:
@@ -33,7 +33,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jetrl_jax.core.sharding import TENSOR, Axes, Pieces
+from jetrl_jax.core.collectives import Axes, Pieces
+from jetrl_jax.core.sharding import TENSOR
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.fp8 import QTensor, Recipe
 from jetrl_jax.fp8.recipes import BLOCK

@@ -26,8 +26,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax.core import rng, sharding
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.compile_ahead import Program
-from jetrl_jax.core.sharding import Axes
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.kernels import adamw

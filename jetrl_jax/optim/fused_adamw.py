@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.kernels import adamw
 from jetrl_jax.kernels.adamw.reference import AdamW

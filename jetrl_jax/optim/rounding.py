@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetrl_jax.core import rng
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.typing import Array, PRNGKey, PyTree
 from jetrl_jax.kernels.adamw.random_bits import bits_of, stochastic_bfloat16
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jetrl_jax.core import process_watch, processes, sharding
+from jetrl_jax.core import collectives, process_watch, processes, sharding
 from jetrl_jax.core.interrupt import StopRequested
 from tests import launched
 
@@ -133,7 +133,7 @@ def test_devices_that_share_a_sequence_are_neighbours(monkeypatch):
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_devices_that_share_a_sequence_add_in_their_order(dtype):
   mesh = sharding.make_mesh(data=2, tensor=4)
-  axes = sharding.axes_of(mesh)
+  axes = collectives.axes_of(mesh)
   random = np.random.default_rng(0)
   x = random.normal(size=(2, 4, 50, 32)).astype(np.float32)
   x = jnp.asarray(x).astype(dtype)
@@ -161,7 +161,7 @@ def test_devices_that_share_a_sequence_add_in_their_order(dtype):
 def test_devices_add_in_their_order_whatever_a_collective_would_do(data, fsdp):
   size = data * fsdp
   mesh = sharding.make_mesh(data=data, fsdp=fsdp)
-  axes = sharding.axes_of(mesh)
+  axes = collectives.axes_of(mesh)
   random = np.random.default_rng(0)
   # Large: the order of a sum shows in the last bits.
   x = random.normal(size=(size, 1000, 8)).astype(np.float32)

@@ -7,7 +7,7 @@ import pytest
 from absl import logging as absl_logging
 
 from jetrl_jax.config import build as configs
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.dry_run import storage
 from jetrl_jax.rl.settings import GuardConfig
 from jetrl_jax.rl.training import initialize

@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.compilation import exact_jit
-from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.kernels.quantized_dot import linear

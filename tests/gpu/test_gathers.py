@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.kernels import dispatch
 from tests.models import gathers
 from tests.rl import tiny_run

@@ -14,8 +14,8 @@ import pytest
 
 from jetrl_jax import kernels
 from jetrl_jax.config.model import SHAPES
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.compilation import exact_jit, on_gpu
-from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import DeferredScale, formats, health, scaling_state
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from jetrl_jax.fp8.recipes import Recipe

@@ -9,7 +9,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jetrl_jax.core import rng, sharding
+from jetrl_jax.core import collectives, rng, sharding
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels.adamw import groups
@@ -29,7 +29,7 @@ if dispatch.has_mosaic():
   from jetrl_jax.kernels.adamw import mosaic_sm90
   from jetrl_jax.kernels.requantize import mosaic_sm90 as requantize_in_mosaic
 
-_AXES = sharding.Axes()
+_AXES = collectives.Axes()
 _SPLIT = {'kernel': False, 'bias': False}
 
 
@@ -205,7 +205,7 @@ def test_rows_on_another_device_are_moved_as_in_the_whole():
   specs = tuple(sharding.tree_specs(a, mesh) for a in arguments[:2])
 
   def run(part, gradients, step_control):
-    axes = sharding.axes_of(mesh)
+    axes = collectives.axes_of(mesh)
     with kernels_in_use.run(both.kernels):
       return fused_adamw.update_group(
           *(both.optimizer, both.join, axes, split),

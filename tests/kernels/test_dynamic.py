@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.compilation import exact_jit
-from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import QTensor, Recipe, health, scaling_state
 from jetrl_jax.fp8.quantization import quantize_groups, scale_of_elements
 from jetrl_jax.kernels.quantized_dot import linear, per_token

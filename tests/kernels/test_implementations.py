@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from jetrl_jax import fp8, kernels
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.compilation import exact_jit, on_gpu
-from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import DeferredScale, QTensor, Recipe, formats
 from jetrl_jax.fp8.products import Rows
 from jetrl_jax.fp8.quantization import quantize_groups

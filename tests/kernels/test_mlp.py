@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import fp8, kernels
-from jetrl_jax.core import sharding
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core import collectives, sharding
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.fp8 import Recipe, flow, health, scaling_state
 from jetrl_jax.fp8.products import Rows
 from jetrl_jax.fp8.quantization import QTensor, quantize
@@ -132,13 +132,15 @@ def _trees(recipe=FP8):
   return params, state, weights, x, mask, dz
 
 
-def _result(recipe, mode, params, state, weights, x, mask, axes=sharding.ALONE):
+def _result(
+    recipe, mode, params, state, weights, x, mask, axes=collectives.ALONE
+):
   tree = variables(weights, state, params)
   return Inside(recipe, mode, axes).apply(tree, x, mask)
 
 
 def _both(
-    recipe, mode, params, state, weights, x, mask, dz, axes=sharding.ALONE
+    recipe, mode, params, state, weights, x, mask, dz, axes=collectives.ALONE
 ):
   """Returns the result and the cotangents of (params, dot states, x)."""
 
@@ -284,7 +286,7 @@ def test_without_a_gpu_there_is_no_kernel():
   assert not fused_mlp.is_fused(FP8, (DIM, INNER))
 
 
-def _observed(dot_states_ct, axes=sharding.ALONE):
+def _observed(dot_states_ct, axes=collectives.ALONE):
   """What all devices see: (inputs, output gradients), each by number."""
   observed = scaling_state.stack_observations(dot_states_ct)
   observed = scaling_state.reduce_over_devices(observed, axes)['mlp']

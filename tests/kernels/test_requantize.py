@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jetrl_jax import kernels
-from jetrl_jax.core import sharding
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core import collectives, sharding
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.fp8 import formats, scaling_state
 from jetrl_jax.fp8.quantization import QTensor, quantize
 from jetrl_jax.fp8.recipes import Recipe
@@ -136,7 +136,7 @@ def test_devices_with_rows_of_their_own_see_what_one_does():
   arguments = params, state, weights
   specs = tuple(sharding.tree_specs(tree, mesh) for tree in arguments)
   run = sharding.per_device(
-      of(sharding.axes_of(mesh)),
+      of(collectives.axes_of(mesh)),
       mesh,
       specs,
       (specs[2], specs[1], P()),

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.compilation import exact_jit
-from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.fp8.quantization import QTensor, dequantize
 from jetrl_jax.fp8.recipes import Recipe

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.compilation import exact_jit
-from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import Recipe, init_state, observe_kernels, scaling_state
 from jetrl_jax.kernels.log_sum_exp import row_stats, temper
 from jetrl_jax.kernels.quantized_dot.weights import prepare_weights

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jetrl_jax import fp8, kernels
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.compilation import exact_jit
-from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import Recipe, scaling_state
 from jetrl_jax.kernels import dispatch
 from jetrl_jax.models.policy import Policy, PolicyParams

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jetrl_jax.core import rng, sharding
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.kernels.dispatch import Kernels
 from jetrl_jax.models.policy import Policy, PolicyParams

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.kernels import dispatch
 from jetrl_jax.kernels.gate_up import mosaic_sm90 as gate_up

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from jetrl_jax.config import build as configs
-from jetrl_jax.core import rng, sharding
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core import collectives, rng, sharding
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.dry_run import memory as dry_run_memory
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.kernels import dispatch, gather_columns
@@ -43,7 +43,7 @@ def _on_hopper(monkeypatch) -> dispatch.Kernels:
 def _engine(kernels, recipe=tiny_run.FP8, slots=32) -> Engine:
   """An engine whose devices share sequences in pairs."""
   mesh = sharding.make_mesh(data=2, tensor=2)
-  of = gathers.policy(kernels, recipe, sharding.axes_of(mesh))
+  of = gathers.policy(kernels, recipe, collectives.axes_of(mesh))
   return Engine(of, tiny_run.engine_config(num_slots=slots), mesh)
 
 
@@ -178,7 +178,7 @@ def test_a_dry_run_counts_the_workspace(monkeypatch):
 def _stand_in(x_MC, words, *, axis, form):
   """Gathers as XLA does, and counts as the kernel does."""
   assert (axis, form) == (sharding.TENSOR, 'packets')
-  return sharding.gather_columns(x_MC), words + 1
+  return collectives.gather_columns(x_MC), words + 1
 
 
 def test_a_workspace_goes_through_all_steps_and_the_bits_are_those_of_xla(

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jetrl_jax.core import rng, sharding
+from jetrl_jax.core import collectives, rng, sharding
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.compilation import exact_jit
-from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.fp8.quantization import QTensor
 from jetrl_jax.kernels.quantized_dot import linear
@@ -88,7 +88,7 @@ def test_devices_have_neighbouring_heads_with_their_key_heads():
 )
 def test_what_is_stored_in_parts_is_placed_as_dots_read_it(mesh):
   mesh = _mesh(*mesh)
-  axes, model = sharding.axes_of(mesh), _model('qwen2', num_layers=1)
+  axes, model = collectives.axes_of(mesh), _model('qwen2', num_layers=1)
   random, recipe = np.random.default_rng(0), Recipe(name='fp8_token')
   shapes = jax.eval_shape(
       Policy(model=model, recipe=recipe).init, jax.random.key(0)
@@ -210,7 +210,7 @@ def test_on_gpus_a_shared_product_leaves_the_rounding_to_the_sum(monkeypatch):
 
 def test_a_float32_product_is_added_by_columns_and_rounded_once():
   mesh = sharding.make_mesh(tensor=2)
-  axes = sharding.axes_of(mesh)
+  axes = collectives.axes_of(mesh)
   random = np.random.default_rng(0)
   x_MD = jnp.asarray(random.normal(size=(8, 32)), jnp.bfloat16)
   y_MD = jnp.asarray(random.normal(size=(8, 32)), jnp.float32)
@@ -233,7 +233,7 @@ def test_a_float32_product_is_added_by_columns_and_rounded_once():
 def _on(tensor: int, function, specs, out_specs):
   """Compiles a function of axes and arrays for devices that share rows."""
   mesh = _mesh(1, 1, tensor)
-  function = functools.partial(function, sharding.axes_of(mesh))
+  function = functools.partial(function, collectives.axes_of(mesh))
   return exact_jit(sharding.per_device(function, mesh, specs, out_specs))
 
 
@@ -375,7 +375,7 @@ def test_a_layer_s_weights_are_exchanged_one_layer_ahead(
   of = Policy(
       model=_model(num_layers=3),
       recipe=Recipe(name=name),
-      axes=sharding.axes_of(mesh),
+      axes=collectives.axes_of(mesh),
       tile=16,
       remat='none',
   )
@@ -403,7 +403,7 @@ def _on_mesh(model, recipe, mesh, overlap=False):
   of = Policy(
       model=model,
       recipe=recipe,
-      axes=sharding.axes_of(mesh_of, overlap=overlap),
+      axes=collectives.axes_of(mesh_of, overlap=overlap),
       tile=16,
       logit_chunk_rows=64,
   )
@@ -473,7 +473,7 @@ def test_a_backward_pass_waits_for_the_gradients_of_the_layer_after(
   of = Policy(
       model=_model(num_layers=3),
       recipe=Recipe(),
-      axes=sharding.axes_of(mesh, overlap=overlap),
+      axes=collectives.axes_of(mesh, overlap=overlap),
       tile=16,
       remat='none',
   )

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jetrl_jax.core import rng, sharding
+from jetrl_jax.core import collectives, rng, sharding
 from jetrl_jax.kernels.adamw import random_bits
 from jetrl_jax.metrics.writer import Mean
 from jetrl_jax.optim import rounding
@@ -198,7 +198,7 @@ def _applied(data: int, fsdp: int, steps=3):
 def test_small_updates_add_up_at_random_and_are_lost_to_the_nearest():
   one, moved = {'w': jnp.ones((1,), jnp.bfloat16)}, {'w': jnp.ones((1,)) - _LR}
   split = {'w': False}
-  kept = rounding.stored(moved, one, split, {}, sharding.Axes())
+  kept = rounding.stored(moved, one, split, {}, collectives.Axes())
   assert kept['w'].dtype == jnp.bfloat16 and kept['w'].tolist() == [1]
   _, states, _ = _applied(1, 1)
   values = np.concatenate(

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Mesh
 
 from jetrl_jax import kernels
-from jetrl_jax.core import rng, sharding
+from jetrl_jax.core import collectives, rng, sharding
 from jetrl_jax.data import Prompt
 from jetrl_jax.fp8 import Recipe, scaling_state
 from jetrl_jax.models.policy import Policy, PolicyParams
@@ -63,7 +63,7 @@ def policy(recipe: Recipe = FP8, mesh: Mesh | None = None, **kwargs) -> Policy:
   return Policy(
       model=model(**kwargs),
       recipe=recipe,
-      axes=sharding.axes_of(mesh or sharding.make_mesh()),
+      axes=collectives.axes_of(mesh or sharding.make_mesh()),
       tile=TILE,
       logit_chunk_rows=64,
   )
@@ -83,7 +83,7 @@ def engine_config(**changes) -> EngineConfig:
 
 def masters(of: Policy) -> Any:
   """Random masters, large enough for logits to matter."""
-  tree = jax.jit(dataclasses.replace(of, axes=sharding.Axes()).init)(
+  tree = jax.jit(dataclasses.replace(of, axes=collectives.Axes()).init)(
       rng.key(0, rng.INIT)
   )
   return jax.tree.map(lambda x: x * 5 if x.ndim == 2 else x, tree)

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jetrl_jax.core.sharding import TENSOR, Axes
+from jetrl_jax.core.collectives import Axes
+from jetrl_jax.core.sharding import TENSOR
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8.products import Rows
 from jetrl_jax.kernels import dispatch

@@ -12,7 +12,7 @@ both dots. Devices that share the two dots gather h between them.
 import dataclasses
 from collections.abc import Callable
 
-from jetrl_jax.core.sharding import ALONE, Axes
+from jetrl_jax.core.collectives import ALONE, Axes
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8.products import DeferredScale, RowFormat, Rows
 from jetrl_jax.fp8.quantization import QTensor

@@ -18,7 +18,7 @@ from typing import TypeAlias, cast
 import jax
 import jax.numpy as jnp
 
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.typing import Array
 from jetrl_jax.fp8.products import DeferredScale
 from jetrl_jax.fp8.quantization import QTensor

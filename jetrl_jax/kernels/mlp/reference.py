@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.typing import Array, PyTree
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.kernels.quantized_dot.linear import added_dtype, dot

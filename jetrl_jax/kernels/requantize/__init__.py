@@ -7,7 +7,7 @@ group; all other leaves are cast. The values are those of `fp8.quantize` bit for
 bit. The sums over what was lost are float32, in another order.
 """
 
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.fp8.recipes import Recipe
 from jetrl_jax.kernels import dispatch

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.typing import PyTree
 from jetrl_jax.fp8 import scaling_state
 from jetrl_jax.fp8.quantization import QTensor

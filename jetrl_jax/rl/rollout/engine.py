@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jetrl_jax.core import processes, rng, sharding
+from jetrl_jax.core import collectives, processes, rng, sharding
 from jetrl_jax.core.compile_ahead import CompileAhead, Program
 from jetrl_jax.core.typing import Array, NpArray, PRNGKey
 from jetrl_jax.kernels import gather_columns
@@ -63,7 +63,7 @@ def local_share(
     mesh: all devices.
   """
   local = sharding.local_mesh(mesh)
-  axes, size = sharding.axes_of(local), policy.axes.size
+  axes, size = collectives.axes_of(local), policy.axes.size
   whole = pages_config(config, size, policy.tile)
   config = dataclasses.replace(
       config,

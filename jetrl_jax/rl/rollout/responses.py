@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jetrl_jax.core import sharding
+from jetrl_jax.core import collectives, sharding
 from jetrl_jax.core.typing import NpArray
 from jetrl_jax.rl.rollout.decode_state import DecodeState
 
@@ -32,7 +32,7 @@ class Responses:
 
   def __init__(self, mesh: Mesh, per_device: int):
     self._per_device = per_device
-    self._devices = sharding.axes_of(mesh).size
+    self._devices = collectives.axes_of(mesh).size
     rows = sharding.ROWS
     self._rows = NamedSharding(mesh, rows)
     self._pick = jax.jit(

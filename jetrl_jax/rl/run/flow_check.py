@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from absl import logging
 
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.fp8 import flow
 from jetrl_jax.models.policy import Policy, PolicyParams
 from jetrl_jax.optim.types import TrainState

@@ -13,8 +13,8 @@ from absl import logging
 
 from jetrl_jax.checkpoint import restore
 from jetrl_jax.core import processes, sharding
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.core.files import replace_text
-from jetrl_jax.core.sharding import Axes
 from jetrl_jax.fp8 import Recipe, adaptive, health, scaling_state
 from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim.types import TrainState

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jetrl_jax.core.sharding import Axes
+from jetrl_jax.core.collectives import Axes
 from jetrl_jax.fp8 import Recipe
 from jetrl_jax.kernels.quantized_dot.weights import prepare_weights
 from jetrl_jax.models.attention import PackedAttention

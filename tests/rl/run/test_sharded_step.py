@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend import core as jax_core
 
-from jetrl_jax.core import rng, sharding
+from jetrl_jax.core import collectives, rng, sharding
 from jetrl_jax.mismatch import forced_decode
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.optim.adamw import OptimizerConfig
@@ -36,7 +36,7 @@ def _run(mesh):
   whole, mesh = mesh[2:] == (True,), sharding.make_mesh(
       data=mesh[0], fsdp=mesh[1]
   )
-  axes = sharding.axes_of(mesh, whole_gradients=whole)
+  axes = collectives.axes_of(mesh, whole_gradients=whole)
   return tiny_run.build(
       dataclasses.replace(tiny_run.policy(mesh=mesh), axes=axes),
       mesh,
