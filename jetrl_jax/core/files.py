@@ -1,8 +1,12 @@
-"""Paths as a user writes them, and text files that are written atomically."""
+"""Paths and Python files of a user, and texts that are written atomically."""
 
 import contextlib
+import hashlib
+import importlib.util
 import os
 import pathlib
+import sys
+import types
 
 # What stands in place of a large file until git lfs pull.
 _POINTER = b'version https://git-lfs.github.com/spec/v1'
@@ -21,6 +25,20 @@ def user_path(text: str | os.PathLike[str]) -> pathlib.Path:
     raise ValueError(
         f'{text}: there is no such home folder; your own starts with ~/'
     ) from None
+
+
+def import_file(path: str | os.PathLike[str]) -> types.ModuleType:
+  """Imports a Python file as a module of its own; ~ is expanded."""
+  file = user_path(path)
+  # The path is part of the name: two files may both be called reward.py.
+  digest = hashlib.sha256(str(file).encode()).hexdigest()[:8]
+  name = f'{file.stem}_{digest}'
+  spec = importlib.util.spec_from_file_location(name, file)
+  assert spec is not None and spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module
+  spec.loader.exec_module(module)
+  return module
 
 
 def check_pointer(path: pathlib.Path, start: bytes) -> None:

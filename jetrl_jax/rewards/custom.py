@@ -17,16 +17,16 @@ One that compares the completions of a group with each other does not fit.
 import asyncio
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import math
 import os
 import pathlib
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jetrl_jax.core import files
+from jetrl_jax.core.files import import_file
 from jetrl_jax.rewards.types import (
     MAX_SIZE,
     Columns,
@@ -176,7 +176,7 @@ def _load(target: str) -> Callable[..., Any]:
         f'reward {target!r}: there is no file {pathlib.Path(where).absolute()}.'
     )
   try:
-    load = _import_file if is_file else importlib.import_module
+    load = import_file if is_file else importlib.import_module
     module = load(where)
     # Not vars(): packages like trl import a name when it is asked for.
     found = getattr(module, name, None)
@@ -227,24 +227,12 @@ def _own_lines(error: BaseException) -> str:
 def _own_frames(
     stack: traceback.StackSummary,
 ) -> list[traceback.FrameSummary]:
-  ours = (__file__, '<frozen importlib')
+  ours = (__file__, files.__file__, '<frozen importlib')
   return [frame for frame in stack if not frame.filename.startswith(ours)]
 
 
 def _is_above(package: str | None, module: str) -> bool:
   return f'{module}.'.startswith(f'{package}.')
-
-
-def _import_file(path: str) -> Any:
-  # The path is part of the name: two files may both be called reward.py.
-  digest = hashlib.sha256(path.encode()).hexdigest()[:8]
-  name = f'{pathlib.Path(path).stem}_{digest}'
-  spec = importlib.util.spec_from_file_location(name, path)
-  assert spec is not None and spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[name] = module
-  spec.loader.exec_module(module)
-  return module
 
 
 def _verl_arguments(request: RewardRequest) -> dict[str, Any]:

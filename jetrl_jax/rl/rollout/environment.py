@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from jetrl_jax.core.files import import_file, user_path
 from jetrl_jax.data import Prompt, Tokenizer
 
 
@@ -95,7 +96,8 @@ class EnvironmentSource:
   read.
 
   Attributes:
-    name: 'package.module:Class'; '' is one turn, scored by reward.*.
+    name: 'file.py:Class' or 'package.module:Class'; '' is one turn, scored by
+      reward.*.
     kwargs: keyword arguments of the class, as JSON.
   """
 
@@ -167,25 +169,27 @@ def load_environment(name: str) -> Callable[..., Environment]:
   """Imports an environment's class.
 
   Args:
-    name: 'package.module:Class'.
+    name: 'file.py:Class' or 'package.module:Class'.
 
   Raises:
-    ValueError: the module or class does not exist, or the class is not an
+    ValueError: the file, module or class does not exist, or the class is not an
       `Environment`.
   """
-  where, colon, what = name.partition(':')
+  where, colon, what = name.rpartition(':')
   if not (colon and where and what.isidentifier()):
     raise ValueError(
-        f"environment.name is {name!r}; write 'package.module:Class'"
+        f"environment.name is {name!r}; write 'file.py:Class' or"
+        " 'package.module:Class'"
     )
-  if where.endswith('.py'):
-    module = where.removesuffix('.py').replace('/', '.').strip('.')
+  is_file = where.endswith('.py')
+  if is_file and not user_path(where).is_file():
     raise ValueError(
-        f'environment.name is {name!r}, which names a file; write its module as'
-        f" seen from the folder where you start, '{module}:{what}'"
+        f'environment.name {name!r}: there is no file'
+        f' {user_path(where).absolute()}'
     )
   try:
-    module = importlib.import_module(where)
+    load = import_file if is_file else importlib.import_module
+    module = load(where)
   except Exception as error:
     raise ValueError(
         f'environment.name {name!r}: importing {where!r} failed with'

@@ -27,11 +27,30 @@ def test_a_class_is_found_by_its_dotted_path():
   assert found.__name__ == 'Letters' and issubclass(found, Environment)
 
 
+def test_a_class_is_found_in_a_file(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  code = (
+      'from jetrl_jax.rl.rollout.environment import Environment, Outcome\n'
+      'class Echo(Environment):\n'
+      '  def step(self, text):\n'
+      '    return Outcome(observation=text)\n'
+  )
+  (tmp_path / 'mine.py').write_text(code)
+  for name in ('mine.py:Echo', f'{tmp_path}/mine.py:Echo'):
+    assert load_environment(name)().step('x').observation == 'x'
+  (tmp_path / 'broken.py').write_text('1 / 0')
+  with pytest.raises(ValueError, match="'broken.py' failed with ZeroDivision"):
+    load_environment('broken.py:Echo')
+
+
 @pytest.mark.parametrize(
     ('name', 'sentence'),
     [
-        ('tests.rl.rollout.scripted.Letters', "write 'package.module:Class'"),
-        ('games/mine.py:Game', "where you start, 'games.mine:Game'"),
+        (
+            'tests.rl.rollout.scripted.Letters',
+            "write 'file.py:Class' or 'package.module:Class'",
+        ),
+        ('games/mine.py:Game', 'there is no file /'),
         ('tests.rl.nowhere:Letters', 'failed with ModuleNotFoundError'),
         ('tests.rl.rollout.scripted:Absent', "it has ['Digits', 'Letters']"),
         ('tests.rl.rollout.scripted:tokenizer', "no class 'tokenizer'"),
