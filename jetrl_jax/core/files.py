@@ -28,7 +28,11 @@ def user_path(text: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def import_file(path: str | os.PathLike[str]) -> types.ModuleType:
-  """Imports a Python file as a module of its own; ~ is expanded."""
+  """Imports a Python file as a module of its own; ~ is expanded.
+
+  Raises:
+    Exception: whatever the file raises, or OSError if it cannot be read.
+  """
   file = user_path(path)
   # The path is part of the name: two files may both be called reward.py.
   digest = hashlib.sha256(str(file).encode()).hexdigest()[:8]

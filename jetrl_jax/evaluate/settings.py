@@ -95,7 +95,12 @@ FLAGS: config_flags.Table = (
     ('max_response_length', flags.DEFINE_integer, None, 'Tokens'),
     ('num_slots', flags.DEFINE_integer, None, 'Sequences decoded at once'),
     ('template', flags.DEFINE_string, None, "'chat', or text with {prompt}"),
-    ('instruction', flags.DEFINE_string, None, "Follows it, for 'chat'"),
+    (
+        'instruction',
+        flags.DEFINE_string,
+        None,
+        "Follows the question, for 'chat'",
+    ),
     ('system', flags.DEFINE_string, None, "For 'chat'"),
     ('prompt_key', flags.DEFINE_string, None, 'Column with the question'),
     ('answer_key', flags.DEFINE_string, None, 'Column with the answer'),

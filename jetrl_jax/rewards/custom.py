@@ -26,7 +26,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jetrl_jax.core import files
-from jetrl_jax.core.files import import_file
 from jetrl_jax.rewards.types import (
     MAX_SIZE,
     Columns,
@@ -176,7 +175,7 @@ def _load(target: str) -> Callable[..., Any]:
         f'reward {target!r}: there is no file {pathlib.Path(where).absolute()}.'
     )
   try:
-    load = import_file if is_file else importlib.import_module
+    load = files.import_file if is_file else importlib.import_module
     module = load(where)
     # Not vars(): packages like trl import a name when it is asked for.
     found = getattr(module, name, None)

@@ -212,8 +212,8 @@ def _observed_inputs(
   # The output gradients of this sum mean nothing. Because they are replaced
   # here, the whole backward pass is dead code and is not compiled.
   of_inputs = scaling_state.map_dot_states(
-      lambda record: record
-      | {'output_grad': jax.tree.map(jnp.zeros_like, record['output_grad'])},
+      lambda dot_state: dot_state
+      | {'output_grad': jax.tree.map(jnp.zeros_like, dot_state['output_grad'])},
       jax.grad(forward)(side.fp8_state),
   )
   return scaling_state.reduce_over_devices(
