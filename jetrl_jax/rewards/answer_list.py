@@ -25,6 +25,12 @@ _TOKEN = re.compile(
 )
 _TEXT = re.compile(r'\\(?:text(?:bf|it|rm)?|mathrm|mbox)\s*\{([^{}\\]*)\}')
 _BRACES = re.compile(r'(?:\\left\s*)?\\\{(.*?)(?:\\right\s*)?\\\}', re.DOTALL)
+_OR = re.compile(
+    r'\\(?:text|mathrm|mbox)\s*\{\s*or\s*\}|(?<![a-zA-Z\\])or(?![a-zA-Z])'
+)
+_CUP = re.compile(r'\\cup(?![a-zA-Z])')
+_RELATION = re.compile(r'[<>≤≥]|\\(?:leq?|geq?|[lg]t)(?:slant)?(?![a-zA-Z])')
+_VARIABLE = re.compile(r'(?<![a-zA-Z\\])[a-zA-Z](?![a-zA-Z])')
 _BOTH_SIGNS = re.compile(r'\\(pm|mp)(?![a-zA-Z])')
 _WORDS = re.compile(r'(?:\\text\{)?[a-z][a-z -]+\}?', re.IGNORECASE)
 
@@ -96,6 +102,27 @@ def with_both_signs(entries: list[str]) -> list[str]:
       # A sign of its own: '+3' is 3; 'x=+3' is 'x=3'.
       found.append(re.sub(r'(^|[=(\[{]\s*)\+', r'\1', text))
   return found
+
+
+def as_union(answer: str, reference: str) -> tuple[list[str], list[str]] | None:
+  r"""Splits 'x < 2 or x > 5' for a reference '(-\infty,2) \cup (5,\infty)'.
+
+  Returns:
+    The inequalities and the intervals; None where the answer is no
+    inequalities of one variable with 'or' between them, or the reference no
+    union.
+  """
+  intervals = [piece.strip() for piece in _CUP.split(reference)]
+  pieces = [_SPACES.sub('', piece) for piece in _OR.split(answer)]
+  variables = [set(_VARIABLE.findall(piece)) for piece in pieces]
+  if (
+      len(intervals) < 2
+      or len(pieces) < 2
+      or not all(map(_RELATION.search, pieces))
+      or any(len(found) != 1 or found != variables[0] for found in variables)
+  ):
+    return None
+  return pieces, intervals
 
 
 def is_same(

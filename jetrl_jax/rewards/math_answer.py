@@ -374,6 +374,8 @@ def is_right(answer: str, reference: str) -> bool:
   unit, other = _unit(answer), _unit(reference)
   if unit and other and unit != other:
     return False
+  if union := answer_list.as_union(answer, reference):
+    return answer_list.is_same(*union, is_right)
   wanted = answer_list.with_both_signs(answer_list.entries(reference))
   if len(wanted) > 1:
     found = answer_list.entries(answer, braces=True)

@@ -170,6 +170,10 @@ def test_other_texts_are_not_plain_numbers(text):
         (r'\[\frac{1}{2}\]', '0.5'),
         ('$$5$$', '5.0'),
         (r'\((1,3) \cup [4,5)\)', r'(1,3) \cup [4,5)'),
+        # Inequalities with 'or' between them, for a union of intervals.
+        ('x < 2 or x > 3', r'(-\infty, 2) \cup (3, \infty)'),
+        (r'x > 3 \text{ or } x < 2', r'(-\infty, 2) \cup (3, \infty)'),
+        (r'0 < n < 9 or 9 < n \le 36', r'(0,9)\cup(9,36]'),
         ('x = 98,634', '98634'),
         (r'x_1 = 33,\!800', '33800'),
         (r'\theta = \text{27}', '27.0'),
@@ -269,6 +273,12 @@ def test_equal_answers_are_right(answer, reference):
         ('7 2', '72'),
         ('18 million', '18'),
         ('18 or 19', '18'),
+        # Not the union: both at once, an end left out, two variables, one half.
+        ('x < 2 and x > 3', r'(-\infty, 2) \cup (3, \infty)'),
+        (r'x \le 2 or x > 3', r'(-\infty, 2) \cup (3, \infty)'),
+        ('x < 2 or y > 3', r'(-\infty, 2) \cup (3, \infty)'),
+        ('x < 2', r'(-\infty, 2) \cup (3, \infty)'),
+        ('x < 2 or x < 2', r'(-\infty, 2) \cup (3, \infty)'),
         # What multiplies a number is no name of what is counted.
         (r'5 \text{ million}', '5'),
         (r'5 \text{ hundred people}', '5'),
