@@ -95,6 +95,18 @@ def test_dr_grpo_is_grpo_without_the_division():
   np.testing.assert_array_equal(found, [[0.5, -0.5, 0.0], [-1.0, -1.0, 2.0]])
 
 
+def test_grpo_without_norm_by_std_is_dr_grpo():
+  rewards_PG, lengths_PG = np.array([[1.0, 0.0, 0.5]]), np.ones((1, 3), int)
+  grpo, dr_grpo = (
+      advantages.estimate(
+          rewards_PG, lengths_PG, adv_estimator=name, norm_by_std=norm_by_std
+      )
+      for name, norm_by_std in (('grpo', False), ('dr_grpo', True))
+  )
+  np.testing.assert_array_equal(grpo, [[0.5, -0.5, 0.0]])
+  np.testing.assert_array_equal(dr_grpo, grpo)
+
+
 def test_rloo_of_three_samples_by_hand():
   # Others' means: (0 + 0) / 2, (1 + 0) / 2, (1 + 0) / 2.
   found = _estimate([[1.0, 0.0, 0.0]], 'rloo')

@@ -99,6 +99,19 @@ def test_acr_raises_the_upper_bound_where_the_weight_is_capped():
 @pytest.mark.parametrize('name', _NAMES)
 def test_equal_bits_give_a_weight_of_exactly_one(name):
   np.testing.assert_array_equal(_on(_make(name), [1.0] * 5), np.ones(5))
+  # A cap of exactly 1 contains the ratio of equal bits.
+  np.testing.assert_array_equal(_on(_make(name, 1.0), [1.0] * 5), np.ones(5))
+
+
+def test_the_narrowest_bands_keep_what_is_on_policy():
+  narrowest = (
+      corrections.make_rejection('geometric', low=1.0, high=1.0),
+      functools.partial(corrections.icepop, low=1.0, threshold=1.0),
+  )
+  for correction in narrowest:
+    np.testing.assert_array_equal(_on(correction, [1.0] * 5), np.ones(5))
+    off = _on(correction, [1.001] * 3 + [0.999] * 2)
+    np.testing.assert_array_equal(off, np.zeros(5))
 
 
 @pytest.mark.parametrize('name', _NAMES)
@@ -208,7 +221,9 @@ def test_an_icepop_band_without_width_is_refused(low):
     _make('icepop', 2.0, low)
 
 
-@pytest.mark.parametrize('band', [(0.0, 1.1), (1.01, 1.1), (0.9, 0.99)])
+@pytest.mark.parametrize(
+    'band', [(0.0, 1.1), (1.01, 1.1), (0.9, 0.99), (0.9, math.inf)]
+)
 def test_a_rejection_band_without_one_is_refused(band):
   with pytest.raises(ValueError, match='the band must be finite, above 0 and'):
     corrections.make_rejection('geometric', low=band[0], high=band[1])

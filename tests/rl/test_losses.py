@@ -233,3 +233,6 @@ def test_cispo_of_three_tokens_by_hand():
   np.testing.assert_allclose(
       _slope(loss, log_pi_T), [-2.0, -10.0, 0.2], rtol=1e-6
   )
+  # At the lowest cap what is on-policy is not counted as clipped.
+  on_policy = losses.cispo_loss(log_pi_T, jnp.zeros(3), advantage_T, cap=1.0)
+  np.testing.assert_array_equal(on_policy.clipped_T, np.zeros(3))

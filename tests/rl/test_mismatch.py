@@ -119,8 +119,10 @@ def test_a_drift_by_the_sign_of_the_advantage_is_seen():
 
 
 def test_a_sign_that_no_token_has_is_left_out():
-  found = _metrics([-1.0, -2.0], advantages=[0.0, 1.0])
-  assert 'training/logprob_diff_positive_advantage' in found
+  # A token without an advantage is of neither sign.
+  train = np.array([-1.5, -1.75], np.float32)
+  found = _metrics([-1.0, -2.0], train, advantages=[0.0, 1.0])
+  assert found['training/logprob_diff_positive_advantage'] == 0.25
   assert 'training/logprob_diff_negative_advantage' not in found
 
 
@@ -137,6 +139,8 @@ def test_what_is_not_finite_shows_and_does_not_raise():
   np.testing.assert_allclose(
       far['training/token_mult_prob_error'], np.exp(20.0), rtol=1e-12
   )
+  # Only what goes into an exponential is clamped.
+  assert far['rollout_corr/kl'] == 1e5 - 1
 
 
 def test_device_arrays_give_the_same_numbers():
@@ -159,8 +163,9 @@ def test_sums_are_accumulated_in_float64():
   rollout = np.zeros(20001, np.float32)
   train = np.full(20001, -1e-4, np.float32)
   train[0] = -2000.0
-  mean = _metrics(rollout, train)['training/rollout_logprob_diff_mean']
-  np.testing.assert_allclose(mean, (2000 + 2.0) / 20001, rtol=1e-9)
+  found = _metrics(rollout, train, mu=rollout, old=train)
+  for name in ('training/rollout_logprob_diff_mean', 'rollout_corr/kl'):
+    np.testing.assert_allclose(found[name], 2002 / 20001, rtol=1e-9)
 
 
 def test_log_probs_that_are_not_float32_are_refused():

@@ -306,6 +306,15 @@ def test_what_is_masked_gives_no_gradient_whatever_it_holds():
   assert slopes_BT[0, 0] == 0 and slopes_BT[0, 1:].all()
 
 
+def test_what_is_left_open_takes_the_method_s_own_numbers():
+  clip = {
+      name: LossConfig(policy_loss=name).clip_range for name in ('ppo', 'gspo')
+  }
+  assert clip == {'ppo': (0.2, 0.2), 'gspo': (3e-4, 4e-4)}
+  caps = {'token': 2.0, 'sequence': 2.0, 'acr': 2.0, 'mis': 3.0, 'icepop': 5.0}
+  assert caps == {name: LossConfig(rollout_is=name).rho_cap for name in caps}
+
+
 @pytest.mark.parametrize(
     ('changes', 'message'),
     [
