@@ -184,6 +184,12 @@ def test_gspo_takes_one_ratio_for_the_answer():
       LossConfig(policy_loss='gspo', clip_ratio_low=0.2, clip_ratio_high=0.2)
   )
   np.testing.assert_allclose(loss, -(0.75 ** (1 / 3)), rtol=1e-6)
+  # s = 1.5: the tokens of positive advantage are held at 1.3, the third is not.
+  config = LossConfig(
+      policy_loss='gspo', clip_ratio_low=0.1, clip_ratio_high=0.3
+  )
+  loss, _ = _loss(config, log_pi=jnp.asarray(_OLD[None]) + math.log(1.5))
+  np.testing.assert_allclose(loss, -1.3 * 1.25 + 1.5 * 0.25, rtol=1e-6)
 
 
 @pytest.mark.parametrize('name', ['token', 'icepop', 'sequence', 'mis'])
@@ -292,6 +298,40 @@ def test_what_is_dropped_is_counted_by_token_and_by_answer():
   assert metrics[dropped].value() == 0.0
   loss, metrics = _loss(config, log_mu=_mu(1, 1, 1.01))
   assert loss == 0.0 and metrics[dropped].value() == 1.0
+
+
+def test_an_answer_that_mis_drops_counts_once_whatever_its_length():
+  # Of three tokens, whose product is 8, and of one token, which stays.
+  long = _three_tokens(log_mu=_mu(1, 8, 1))
+  fields = dataclasses.fields(packing.Sequence)
+  arrays = [field.name for field in fields if field.name != 'origin']
+  short = dataclasses.replace(
+      _three_tokens(), **{x: getattr(_three_tokens(), x)[:2] for x in arrays}
+  )
+  batch = packing.pack(
+      [long, short], row_length=8, rows_per_micro_batch=1, tile=4
+  ).batches[0]
+  config = LossConfig(rollout_is='mis')
+  log_pi = jnp.asarray(batch.old_logprobs)
+  _, metrics = policy_loss(config, batch, log_pi, jnp.zeros_like(log_pi))
+  prefix = 'rollout_corr/rollout_rs'
+  assert metrics[f'{prefix}_masked_fraction'].value() == 3 / 4
+  assert metrics[f'{prefix}_seq_masked_fraction'].value() == 1 / 2
+
+
+def test_a_rejection_and_a_weight_are_multiplied():
+  # rho is 1, 4, 1, its geometric mean 1.59, and the weights 1, 2, 1.
+  config = LossConfig(
+      rollout_is='token', rollout_rs='geometric', rollout_rs_threshold_high=1.6
+  )
+  loss, metrics = _loss(config, log_mu=_mu(1, 4, 1))
+  np.testing.assert_allclose(loss, -1.0 - 0.25 * 2 * 1.2 + 0.2, rtol=1e-6)
+  applied = metrics['rollout_corr/rollout_is_applied_mean']
+  assert applied.value() == pytest.approx(4 / 3)
+  config = dataclasses.replace(config, rollout_rs_threshold_high=1.5)
+  loss, metrics = _loss(config, log_mu=_mu(1, 4, 1))
+  assert loss == 0.0
+  assert metrics['rollout_corr/rollout_is_applied_mean'].value() == 0.0
 
 
 def test_without_a_correction_log_mu_is_not_read():

@@ -63,12 +63,19 @@ def test_the_clip_distances_and_the_dual_clip_are_the_config_s():
   assert metrics['actor/pg_clipfrac_lower'].value() == pytest.approx(1 / 3)
 
 
-def test_the_kl_term_by_hand():
-  config = LossConfig(kl_loss_coef=0.1)
+@pytest.mark.parametrize(
+    ('kl_loss_type', 'kl'),
+    [
+        # x = -log 2: exp(-x) - 1 + x = 2 - 1 - log 2, and x^2 / 2.
+        ('k3', 1 - math.log(2)),
+        ('k2', math.log(2) ** 2 / 2),
+    ],
+)
+def test_the_kl_term_by_hand(kl_loss_type, kl):
+  config = LossConfig(kl_loss_coef=0.1, kl_loss_type=kl_loss_type)
   batch = _batch(ref_logprobs=np.asarray(LOGPROBS + math.log(2), np.float32))
   loss, metrics = policy_loss(config, batch, LOGPROBS, ENTROPY)
-  # x = -log 2: exp(-x) - 1 + x = 2 - 1 - log 2; weights add up to 1.
-  kl = 1 - math.log(2)
+  # The weights add up to 1.
   np.testing.assert_allclose(loss, -1.1 + 0.1 * kl, rtol=1e-5)
   assert metrics['actor/kl_loss'].value() == pytest.approx(kl, rel=1e-5)
 

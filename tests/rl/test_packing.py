@@ -213,11 +213,15 @@ def test_a_quarter_holds_what_is_left_by_hand():
         ((2, 256), 2, [(2, 128), (2, 64)]),
         ((1, 192), 1, [(1, 96)]),
         ((1, 64), 1, []),
+        ((1, 112), 1, [(1, 64)]),
     ],
 )
 def test_halves_of_a_micro_batch_by_hand(shape, devices, expected):
-  found = packing.halved_shapes(shape, 60, tile=16, devices=devices, count=3)
-  assert found == expected
+  for longest in (60, 64):
+    found = packing.halved_shapes(
+        shape, longest, tile=16, devices=devices, count=3
+    )
+    assert found == expected
 
 
 @pytest.mark.parametrize(
@@ -307,6 +311,11 @@ def test_bits_survive_packing():
 def test_a_sequence_longer_than_a_row_is_refused():
   with pytest.raises(ValueError, match='Sequence 0 has 17 tokens.*1 to 16'):
     _pack([17])
+
+
+def test_a_sequence_without_tokens_is_refused():
+  with pytest.raises(ValueError, match='Sequence 0 has 0 tokens.*1 to 16'):
+    _pack([0])
 
 
 @pytest.mark.parametrize('row_length, tile', [(18, 4), (0, 4), (16, 0)])
@@ -407,6 +416,9 @@ def test_only_response_tokens_carry_loss():
         ('stop', True, 3),
         ('length', False, 3),
         ('length', True, 0),
+        # The end of an episode is no truncation.
+        ('turns', True, 3),
+        ('error', True, 3),
     ],
 )
 def test_a_truncated_response_can_be_taken_out_of_the_loss(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jetrl_jax.rl.scoring import experience, kl_reward
-from jetrl_jax.rl.settings import AlgorithmConfig
+from jetrl_jax.rl.settings import AlgorithmConfig, OverlongBuffer
 from jetrl_jax.rl.types import Completion
 
 
@@ -35,10 +35,10 @@ _COMPLETIONS = [
 _REFERENCE = [[-1.5, -2.25], [-0.5, 0.0, -2.5]]
 
 
-def _subtracted(**settings):
+def _subtracted(scores=(1.0, 0.0), **settings):
   config = AlgorithmConfig(norm_adv_by_std=False, **settings)
   exp = experience.from_scores(
-      [None], _COMPLETIONS, np.asarray([1.0, 0.0]), np.zeros(2), {}, config
+      [None], _COMPLETIONS, np.asarray(scores), np.zeros(2), {}, config
   )
   batches = experience.mini_batches(
       exp, config, mini_batch_size=1, max_response_length=4
@@ -50,6 +50,8 @@ def _subtracted(**settings):
               ref_logprobs=np.asarray(
                   [0.0, 0.0, 0.0, *_REFERENCE[s.origin]], np.float32
               ),
+              # pi_old may be computed again: the rollout's is not read.
+              rollout_logprobs=s.rollout_logprobs - 1,
           )
           for s in batch
       ]
@@ -76,6 +78,18 @@ def test_the_reward_is_the_score_less_k1_summed_over_sampled_tokens():
   for sequence, advantage in ((first, 0.5375), (second, -0.5375)):
     np.testing.assert_array_equal(sequence.advantages[:3], 0)
     np.testing.assert_allclose(sequence.advantages[3:], advantage, rtol=1e-6)
+
+
+def test_the_penalty_comes_on_top_of_that_for_length():
+  buffer = OverlongBuffer(enable=True, len=2, max_response_length=4)
+  _, _, after, _ = _subtracted(kl_reward_coef=0.1, overlong_buffer=buffer)
+  # The second answer has one token of the two that are punished.
+  np.testing.assert_allclose(after.rewards_PG, [[0.925, -0.65]], rtol=1e-6)
+
+
+def test_an_answer_without_a_score_stays_without_an_advantage():
+  _, _, after, _ = _subtracted(scores=(1.0, np.nan), kl_reward_coef=0.1)
+  np.testing.assert_array_equal(after.advantages_PG, [[0.0, 0.0]])
 
 
 def test_a_policy_that_is_the_reference_loses_nothing():
