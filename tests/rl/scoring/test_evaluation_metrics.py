@@ -8,9 +8,10 @@ from jetrl_jax.rl.scoring import evaluation_metrics as metrics
 
 
 def test_mean_at_k_by_hand():
-  scores_PG = np.array([[1, 0, 0, 1], [1, 1, 1, 1]])
+  scores_PG = np.array([[1, 1, 0, 0], [1, 1, 1, 1]])
   np.testing.assert_array_equal(metrics.mean_at_k(scores_PG, 4), [0.5, 1.0])
-  np.testing.assert_array_equal(metrics.mean_at_k(scores_PG, 3), [1 / 3, 1.0])
+  # Of the first three.
+  np.testing.assert_array_equal(metrics.mean_at_k(scores_PG, 3), [2 / 3, 1.0])
 
 
 def test_best_at_k_by_hand():
@@ -164,6 +165,10 @@ def test_wilsons_interval_is_never_empty():
   np.testing.assert_allclose(
       metrics.wilson_interval_95(np.ones(20), 1), [1 - high, 1]
   )
+  # Nor does rounding carry it out of [0, 1].
+  for n in range(1, 400):
+    assert metrics.wilson_interval_95(np.zeros(n), 1)[0] >= 0.0
+    assert metrics.wilson_interval_95(np.ones(n), 1)[1] <= 1.0
   # Four samples of each that all fail are no 80 problems.
   assert metrics.wilson_interval_95(np.zeros(20), 4) == (low, high)
 
@@ -195,3 +200,6 @@ def test_samples_without_a_score_are_left_out_of_their_problem():
   named = metrics.evaluation_metrics(scores_PG, answers, source='s')
   assert named['val-core/s/acc/mean@3'] == 0.25
   assert metrics.by_problem(np.full((2, 3), nan), answers[:2]) == {}
+  # Votes go with the samples that have them: two for 'a', one for 'x'.
+  found = metrics.by_problem(np.array([[nan, 0, 1, 1]]), [['x', 'x', 'a', 'a']])
+  assert found['maj'] == [1.0]

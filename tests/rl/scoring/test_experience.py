@@ -118,6 +118,31 @@ def test_the_metrics_of_episodes_by_hand():
   assert (found['num_turns/min'], found['num_turns/max']) == (1, 6)
   assert found['environment/observation_frac'] == 2 / 16
   assert found['environment/turn_limit_frac'] == 1 / 6
+  # That limit is no length: the answers that were cut are those of before.
+  assert found['response_length/clip_ratio'] == pytest.approx(2 / 6)
+  joined = experience.join_sampled(
+      completions, (np.arange(len(c.tokens)) for c in completions)
+  )
+  assert joined.tolist() == [0, 0, *range(2), *range(4), *range(4), *range(2)]
+
+
+def test_a_group_is_mixed_by_the_answers_that_have_a_score():
+  # Two prompts of three answers: one without a score, and all of them.
+  scores = np.asarray([1.0, 0.0, *[np.nan] * 4])
+  exp = experience.from_scores(
+      _prompts()[:2], _completions(), scores, scores, {}, _CONFIG
+  )
+  found = experience.experience_metrics(exp)
+  assert found['critic/mixed_group_frac'] == 1 / 2
+
+
+def test_advantages_are_divided_by_the_std_where_the_config_says_so():
+  for norm in (True, False):
+    config = AlgorithmConfig(adv_estimator='grpo', norm_adv_by_std=norm)
+    last = _experience(config).advantages_PG[2]
+    # Scores 0 and 2: deviations of 1, and a sample std of sqrt(2).
+    size = 0.5**0.5 if norm else 1.0
+    np.testing.assert_allclose(last, [-size, size], rtol=1e-5)
 
 
 def test_a_response_is_read_without_its_stop_token():
@@ -180,6 +205,8 @@ def test_a_truncated_answer_that_is_masked_counts_no_tokens():
       _experience(config), config, mini_batch_size=1, max_response_length=4
   )[:3]
   assert whole.loss_weight[-1] == 0 and cut.loss_weight[-1] == 1 / 2
+  # Out of the mask too, or it would count in the means of metrics.
+  assert not whole.loss_mask.any() and cut.loss_mask.sum() == 2
   # Nor does it count in whitening: 1 + 3 + 2 + 2 tokens, not 16.
   config = dataclasses.replace(
       config, adv_estimator='reinforce_plus_plus_baseline'
@@ -264,6 +291,8 @@ def test_a_rollout_without_any_score_has_no_metrics_of_scores():
         ([0, 1, 1, 0], [0.1, 0.9, 1.0, 0.0], True),
         # All tests passed, beside the share of them.
         ([0, 1, 0, 0], [0.5, 1.0, 0.75, 0.0], False),
+        # A score of its own kind, not an accuracy.
+        ([0.5, 1, 0, 0], [0.5, 0.9, 0.75, 0.0], False),
     ],
 )
 def test_a_reward_whose_score_and_accuracy_look_swapped(

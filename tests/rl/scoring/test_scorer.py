@@ -9,6 +9,7 @@ import pytest
 
 from jetrl_jax.rewards import RewardResult, RewardSpec
 from jetrl_jax.rl.scoring import scorer
+from jetrl_jax.rl.types import EpisodeResult
 from tests.rewards.pools import custom, new_pool
 from tests.rl import tiny_run
 
@@ -94,6 +95,42 @@ def test_a_stop_is_heard_while_the_last_answers_are_scored():
           scores.add(completion)
         scores.results(completions)
   assert len(scores._scoring.replies) < 4
+
+
+def test_an_episode_brings_its_own_reward_accuracy_and_error():
+  completions = [
+      dataclasses.replace(
+          completion,
+          episode=EpisodeResult(
+              reward=reward, accuracy=accuracy, turns=1, error=error
+          ),
+      )
+      for completion, (reward, accuracy, error) in zip(
+          tiny_run.completions(),
+          [(3.0, 0.5, None), (0.0, 0.0, 'environment_timeout')],
+          strict=False,
+      )
+  ]
+  with scorer.scorer(tiny_run.prompts(), None, TOKENIZER) as scores:
+    found = scores.results(completions)
+  assert [(r.score, r.accuracy, r.error) for r in found] == [
+      (3.0, 0.5, None),
+      (0.0, 0.0, 'environment_timeout'),
+  ]
+
+
+def test_a_visit_hears_a_stop_with_and_without_workers():
+  class Stop(Exception):
+    pass
+
+  def stop():
+    raise Stop
+
+  with new_pool(custom('with_kwargs')) as pool:
+    for workers in (pool, None):
+      with scorer.scorer([], workers, TOKENIZER, stop) as scores:
+        with pytest.raises(Stop):
+          scores.visit()
 
 
 def _result(prediction: str, error: str | None = None) -> RewardResult:
