@@ -22,6 +22,8 @@ DOTS = ('attn/qkv', 'attn/o', 'mlp/gate_up', 'mlp/down')
         ('amax_history_length', 1, 'is 1; allowed: 2 (one'),
         ('margin', 17, 'is 17 bits; allowed: 0 to 16'),
         ('margin', -1, 'is -1 bits; allowed: 0 to 16'),
+        ('min_sqnr_db', 101.0, 'is 101.0 dB; allowed: 0 (off) to 100'),
+        ('min_sqnr_db', -1.0, 'is -1.0 dB; allowed: 0 (off) to 100'),
         ('high_precision_layers', ('layers_[0/.*',), "'layers_[0/.*' is no"),
     ],
 )
@@ -66,6 +68,22 @@ def test_a_layer_pattern_must_match_the_whole_path():
   assert not recipe.quantizes('layers_1/mlp/down')
   assert recipe.quantizes('layers_10/mlp/down')
   assert recipe.quantizes('layers_1/attn/o')
+
+
+def test_a_start_calibrates_delayed_scales_and_a_choice_by_noise():
+  assert Recipe().needs_calibration
+  for name in ('fp8_token', 'fp8_block', 'int8', 'fake_int4', 'bf16'):
+    assert not Recipe(name=name).needs_calibration
+    chooses = Recipe(name=name, min_sqnr_db=20.0)
+    assert chooses.needs_calibration == (name != 'bf16')
+
+
+def test_only_delayed_scales_that_are_powers_of_two_may_come_late():
+  assert Recipe().may_scale_late
+  assert not Recipe(power_of_two_scales=False).may_scale_late
+  assert not Recipe(calibrating=True).may_scale_late
+  for name in ('fp8_token', 'fp8_block', 'int8', 'fake_e4m3', 'bf16'):
+    assert not Recipe(name=name).may_scale_late
 
 
 def test_equal_recipes_are_equal_keys():

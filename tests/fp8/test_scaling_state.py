@@ -194,6 +194,19 @@ def test_observing_changes_inputs_and_output_gradients_only():
     assert after['dot'][operand]['health'].tolist() == [7] * 5
 
 
+def test_what_is_forgotten_is_one_history_and_no_scale():
+  state = scaling_state.observe(one_dot_state(), seen(1000.0, 3.0))
+  state = scaling_state.roll(state, RECIPE, operands=scaling_state.OPERANDS)
+  forgot = scaling_state.forget(state, operand='input')
+  assert history(forgot) == [0, 0, 0, 0]
+  assert forgot['dot']['input']['scale'] == 4
+  for operand in ('kernel', 'output_grad'):
+    assert_equal_trees(forgot['dot'][operand], state['dot'][operand])
+  # A dynamic recipe has none.
+  dynamic = {'dot': scaling_state.init_dynamic_dot_state()}
+  assert_equal_trees(scaling_state.forget(dynamic, operand='input'), dynamic)
+
+
 def test_health_is_that_of_the_last_step():
   state = scaling_state.observe(one_dot_state(), seen(1.0, 1.0, health=7.0))
   state = scaling_state.observe(state, seen(1.0, 1.0, health=2.0))

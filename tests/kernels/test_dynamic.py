@@ -434,6 +434,15 @@ def test_the_longest_sum_of_int8_is_exact_and_a_longer_one_is_refused():
     largest(133_145)
 
 
+def test_a_sum_of_int8_is_rounded_once():
+  # Beyond 2^24, where float32 sums would round at every addition.
+  values = np.random.default_rng(0).integers(64, 128, (16, 16384))
+  scale = np.ones((16, 1), np.float32)
+  full = QTensor(values=values.astype(np.int8), scale=scale)
+  found = per_token.forward_int8(full, full, 'float32')
+  np.testing.assert_array_equal(found, (values @ values.T).astype(np.float32))
+
+
 def test_blocks_that_straddle_devices_are_refused():
   recipe = Recipe(name='fp8_block')
   recipe.check_kernel('layers_0/attn/qkv', (1024, 128), 4)
