@@ -149,3 +149,11 @@ def test_a_stop_string_may_span_tokens_and_looks(other):
     assert finder.find(tokens[cut:], tail) == (6 - cut, '')
   # A string that ended in an earlier turn is not found again.
   assert finder.find(tokens[6:], '') == (None, 'z')
+
+
+def test_a_stop_string_may_be_a_special_token():
+  tokenizer = scripted.tokenizer()
+  special = tokenizer.decode([1], skip_special_tokens=False)
+  tokens = [*tokenizer.encode('ab', add_special_tokens=False), 1]
+  finder = StopStrings((special,), tokenizer)
+  assert finder.find(np.asarray(tokens), '') == (3, '')
