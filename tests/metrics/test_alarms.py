@@ -61,6 +61,11 @@ def test_each_alarm_holds_where_its_metric_is_ill(name, metrics):
   assert alarms.NAMED[name].advice.endswith('.')
 
 
+def test_a_tenth_of_the_rewards_may_not_fail():
+  for answers, held in ((10, {'rewards_fail'}), (11, set())):
+    assert _held({'reward/timeout': 1}, answers) == held
+
+
 def test_the_largest_update_of_the_study_in_one_precision_is_no_alarm():
   # INT8 on sums with four updates a rollout; spread masters at the start.
   for k3 in (0.372, 0.17):
@@ -157,3 +162,10 @@ def test_the_end_names_what_holds_then_or_held_at_most_steps():
   assert said.startswith(
       'ALARM: Nearly no answer holds a final answer (5 of 15 steps). '
   )
+  # It did so at more than half of the steps, or at half of them.
+  for steps, count in ((11, 1), (12, 0)):
+    tally = alarms.Tally()
+    for step in range(steps):
+      cut = {'response_length/clip_ratio': 1.0} if step < 6 else {}
+      tally.add(_line(step, WELL | cut))
+    assert len(tally.sentences()) == count

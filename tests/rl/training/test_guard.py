@@ -98,6 +98,19 @@ def test_a_bound_that_is_met_is_not_exceeded():
   assert guard.breaches(CONFIG, GOOD) == ()
 
 
+def test_what_is_not_finite_exceeds_every_bound():
+  nan, dot = float('nan'), _operand(saturated=float('nan'))
+  config = dataclasses.replace(CONFIG, max_logprob_diff=1.0)
+  ill = _metrics(mismatch=nan, k3=nan, down=dot)
+  assert [b.metric for b in guard.breaches(config, ill)] == [
+      'training/rollout_logprob_diff_max',
+      'training/mismatch_token_frac',
+      'rollout_corr/k3_kl',
+      'training/rollout_logprob_diff_max',
+      'fp8 saturated_frac',
+  ]
+
+
 def test_a_k3_without_a_bound_is_never_over():
   over = _metrics(k3=1.0)
   (breach,) = guard.breaches(CONFIG, over)
