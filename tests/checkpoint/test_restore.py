@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from absl import logging as absl_logging
 
-from jetrl_jax.checkpoint import restore
+from jetrl_jax.checkpoint import manifest, restore
 from jetrl_jax.checkpoint.manager import CheckpointManager
 from tests import saved
 
@@ -125,6 +125,26 @@ def test_a_manifest_has_the_format_that_later_versions_look_for(manager):
   manager.wait()
   text = (manager._directory / '1' / 'manifest.json').read_text()
   assert json.loads(text)['body']['format'] == 1
+
+
+def test_a_manifest_of_a_later_format_is_not_read_as_one_of_this(manager):
+  state = {'x': jnp.ones(3)}
+  manager.save(1, state, {}, metric=None)
+  manager.wait()
+  file = manager._directory / '1' / 'manifest.json'
+  body = json.loads(file.read_text())['body'] | {'format': 2}
+  content = {'body': body, 'sha256': manifest._body_digest(body)}
+  file.write_text(json.dumps(content))
+  with pytest.raises(ValueError, match='has format 2; this version reads 1'):
+    manager.restore(saved.like(state))
+
+
+def test_a_step_that_was_just_saved_stays_beside_later_ones(tmp_path):
+  manager = CheckpointManager(tmp_path, keep_latest=1, keep_best=0)
+  for step in (5, 3):
+    manager.save(step, {'x': jnp.ones(3)}, {}, metric=None)
+  manager.close()
+  assert manager.all_steps() == [3, 5]
 
 
 def test_all_of_a_step_is_on_the_disk_before_it_exists(tmp_path, monkeypatch):

@@ -70,6 +70,7 @@ def test_the_largest_update_of_the_study_in_one_precision_is_no_alarm():
   # INT8 on sums with four updates a rollout; spread masters at the start.
   for k3 in (0.372, 0.17):
     assert _held(WELL | {'actor/update_k3': k3}) == set()
+  assert _held(WELL | {'actor/update_k3': 0.51}) == {'large_update'}
   advice = alarms.NAMED['large_update'].advice
   for name in ('optim.lr', 'optim.lr_warmup_steps', 'model.spread_masters'):
     section, _, key = name.partition('.')
@@ -106,6 +107,8 @@ def test_a_step_without_any_score_is_idle():
   assert _held(unscored) == {'unscored', 'no_signal'}
   assert alarms.is_idle(alarms.judge(unscored, 8))
   assert not alarms.is_idle(alarms.judge(WELL, 8))
+  # So is one of which no answer counts.
+  assert alarms.is_idle(alarms.judge(WELL | {'actor/grad_norm': 0.0}, 8))
 
 
 def test_shares_need_the_number_of_answers():

@@ -109,6 +109,24 @@ def test_what_is_not_finite_exceeds_every_bound():
       'training/rollout_logprob_diff_max',
       'fp8 saturated_frac',
   ]
+  (breach,) = guard.breaches(CONFIG, GOOD | {'actor/grad_norm': float('inf')})
+  assert str(breach) == 'actor/grad_norm is inf'
+
+
+def test_steps_within_all_bounds_count_only_in_a_row():
+  # Two of them would let the scales be measured again.
+  state = GuardState(recalibrated=True, within=1)
+  for step, metrics in enumerate((SATURATED, GOOD), start=5):
+    state = guard.decide(
+        CONFIG,
+        state,
+        metrics,
+        step=step,
+        saved=False,
+        has_histories=True,
+        is_mixed=False,
+    ).state
+  assert state.recalibrated and state.within == 1
 
 
 def test_a_k3_without_a_bound_is_never_over():
