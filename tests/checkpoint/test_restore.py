@@ -316,6 +316,7 @@ def test_a_corrupt_newest_step_gives_the_one_before_and_is_replaced(tmp_path):
   assert manager.all_steps() == [1]
   manager.save(2, {'x': jnp.int32(22)}, {}, metric=-2)
   manager.wait()
+  assert manager.all_steps() == [1, 2]
   assert int(manager.restore(like).state['x']) == 22
   # The damaged folder is set aside, not thrown away.
   assert (tmp_path / 'corrupt.2' / 'manifest.json').exists()

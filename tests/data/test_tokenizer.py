@@ -112,7 +112,7 @@ def test_tokens_outside_the_vocabulary_decode_to_nothing(tmp_path):
   assert tokenizer.decode([a, 5000, a]) == 'aa'
 
 
-def test_a_truncation_setting_in_the_file_is_not_obeyed(tmp_path):
+def test_truncation_and_padding_in_the_file_are_not_obeyed(tmp_path):
   write_tokenizer(tmp_path)
   path = tmp_path / 'tokenizer.json'
   content = json.loads(path.read_text())
@@ -122,9 +122,21 @@ def test_a_truncation_setting_in_the_file_is_not_obeyed(tmp_path):
       'strategy': 'LongestFirst',
       'stride': 0,
   }
+  content['padding'] = {
+      'strategy': {'Fixed': 9},
+      'direction': 'Right',
+      'pad_to_multiple_of': None,
+      'pad_id': 0,
+      'pad_type_id': 0,
+      'pad_token': '!',
+  }
   path.write_text(json.dumps(content))
-  ids = Tokenizer(tmp_path).encode('abcdef', add_special_tokens=False)
-  assert len(ids) == 6
+  tokenizer, texts = Tokenizer(tmp_path), ('abcdef', 'ab')
+  for text in texts:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) == len(text)
+  found = tokenizer.encode_all(texts, add_special_tokens=False)
+  assert [len(ids) for ids in found] == [6, 2]
 
 
 def test_a_lone_surrogate_is_a_value_error(tmp_path):

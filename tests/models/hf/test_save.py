@@ -101,6 +101,28 @@ def test_the_sources_config_is_kept_but_for_the_dtype(tmp_path):
   assert after == before | {'dtype': 'bfloat16'}
 
 
+def test_another_tokenizer_brings_its_own_ids_of_special_tokens(tmp_path):
+  config = tiny.config()
+  source = tiny.save(tmp_path / 'source', config)
+  said = json.loads((source / 'config.json').read_text())
+  said |= {'bos_token_id': 1, 'eos_token_id': 2, 'pad_token_id': 3}
+  (source / 'config.json').write_text(json.dumps(said))
+  tokenizer = tmp_path / 'tokenizer'
+  tokenizer.mkdir()
+  (tokenizer / 'config.json').write_text('{"eos_token_id": 7}')
+  save_checkpoint(
+      tmp_path / 'x',
+      tiny.params(config),
+      config,
+      source_folder=source,
+      tokenizer_folder=tokenizer,
+  )
+  found = json.loads((tmp_path / 'x' / 'config.json').read_text())
+  # Of the source none is left: each may be any token of this vocabulary.
+  ids = {key: value for key, value in found.items() if 'token_id' in key}
+  assert ids == {'eos_token_id': 7}
+
+
 def test_sharded_leaves_are_written_whole(tmp_path):
   config = tiny.config()
   plain = tiny.save(tmp_path / 'plain', config)
