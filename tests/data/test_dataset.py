@@ -1,4 +1,5 @@
 import collections
+import dataclasses
 import json
 
 import numpy as np
@@ -77,6 +78,22 @@ def test_the_fingerprint_sees_tokens_order_and_answers(tmp_path):
   assert one != _dataset(tmp_path, 'b', 'a').fingerprint
   assert one != _dataset(tmp_path, 'ab', 'b').fingerprint
   assert one != _dataset(tmp_path, 'a').fingerprint
+
+
+@pytest.mark.parametrize('change', [{'id': 1}, {'answer': '2'}])
+def test_the_fingerprint_sees_an_id_or_an_answer_alone(tmp_path, change):
+  tokenizer = Tokenizer(write_tokenizer(tmp_path))
+  example = Example(id=0, prompt='a', answer='1', source='s', extra={})
+  one, other = (
+      PromptDataset(
+          [example],
+          tokenizer,
+          prompt_format=PlainFormat(),
+          max_prompt_length=9,
+      ).fingerprint
+      for example in (example, dataclasses.replace(example, **change))
+  )
+  assert one != other
 
 
 def test_the_order_is_the_same_on_every_machine():

@@ -74,7 +74,11 @@ def test_a_token_that_tokenizer_config_alone_lists_is_one_id(tmp_path):
 
 
 def test_several_end_ids_are_kept_and_the_tokenizers_own_is_added(tmp_path):
-  write_tokenizer(tmp_path, generation={'eos_token_id': [257, 258]})
+  write_tokenizer(
+      tmp_path,
+      generation={'eos_token_id': [257, 258]},
+      config_json='{"eos_token_id": 0}',  # Is not read beside the other.
+  )
   tokenizer = Tokenizer(tmp_path)
   assert tokenizer.eos_ids == (257, 258, 256)
   assert tokenizer.eos_id == 256

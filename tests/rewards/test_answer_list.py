@@ -51,3 +51,11 @@ def test_braces_are_a_list_only_where_asked_for():
   assert answer_list.entries(text, braces=True) == ['1', '2']
   two = r'\{1\},\{2\}'
   assert answer_list.entries(two) == [r'\{1\}', r'\{2\}']
+
+
+def test_both_signs_are_written_out_where_there_is_one_such_sign():
+  found = answer_list.with_both_signs([r'1 \pm x', '2', r'y=\mp3'])
+  assert found == ['1 + x', '1 - x', '2', 'y=-3', 'y=3']
+  # Nobody says which of two signs go together.
+  two = [r'\pm 1 \pm x']
+  assert answer_list.with_both_signs(two) == two

@@ -804,6 +804,18 @@ def test_no_text_is_evaluated_while_answers_are_compared(tmp_path, monkeypatch):
   assert sympy.sympify('x + 1').free_symbols
 
 
+def test_no_hard_equation_is_solved_while_answers_are_compared():
+  sympy = pytest.importorskip('sympy')
+  grader = pytest.importorskip('math_verify.grader')
+  x, solve = sympy.Symbol('x'), grader.solve
+  with math_answer._made_safe():
+    with pytest.raises(ValueError, match='may take for ever to solve'):
+      grader.solve(sympy.Eq(x**5 - x, 1), [x])
+    assert grader.solve(sympy.Eq(2 * x, 4), [x]) == [2]
+  # Afterwards math-verify's own is back.
+  assert grader.solve is solve
+
+
 def test_answers_that_threads_compare_score_as_one_by_one():
   pytest.importorskip('math_verify')
   pairs = [
