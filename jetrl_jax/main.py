@@ -151,7 +151,7 @@ def _say_stopped(stop: StopRequested, workdir: pathlib.Path) -> None:
 
 def _summary(workdir: pathlib.Path) -> None:
   """Prints held-out accuracy before and after, and two completions."""
-  first, last, mismatch, ended = {}, {}, 0.0, 0
+  first, last, mismatch, ended = {}, {}, None, 0
   tally = alarms.Tally()
   name = 'training/mismatch_token_frac'
   # Lines are read one by one, because all lines of a long run would be
@@ -161,7 +161,7 @@ def _summary(workdir: pathlib.Path) -> None:
       tally.add(record)
       ended = record['step']
       if name in record:
-        mismatch = max(mismatch, record[name])
+        mismatch = max(mismatch or 0.0, record[name])
       if any('/acc/mean@' in measure for measure in record):
         first, last = first or record, record
   for sentence in tally.sentences():
@@ -171,10 +171,11 @@ def _summary(workdir: pathlib.Path) -> None:
     return
   for line in before_and_after(first, last, ended):
     print(line)
-  print(
-      'Tokens whose rollout and training log-probs differ in any bit:'
-      f' {mismatch:.4%} (largest step)'
-  )
+  if mismatch is not None:
+    print(
+        'Tokens whose rollout and training log-probs differ in any bit:'
+        f' {mismatch:.4%} (largest step)'
+    )
   # Not `splitlines`, because an answer may hold characters that only Unicode
   # counts as the end of a line.
   file = workdir / 'samples' / f'{last["step"]:06d}.jsonl'

@@ -123,6 +123,20 @@ def test_what_is_told_at_the_end_takes_any_answer_and_a_lost_file(tmp_path):
   assert f'Report: {workdir}/report.html' in output
 
 
+def test_a_mismatch_that_no_step_measured_is_not_told_as_0(tmp_path):
+  workdir = tmp_path / 'run'
+  shutil.copytree(whole_run.finished(), workdir)
+  file = workdir / 'metrics.jsonl'
+  lines = [json.loads(line) for line in file.read_text().splitlines()]
+  for record in lines:
+    record.pop('training/mismatch_token_frac', None)
+  file.write_text(''.join(json.dumps(record) + '\n' for record in lines))
+  code, output, errors = commands.run(_TINY, f'--workdir={workdir}')
+  assert code == 0, errors
+  assert 'acc/mean@1: ' in output
+  assert 'log-probs differ' not in output
+
+
 def test_an_unknown_name_on_the_command_line_gets_the_nearest_one():
   said = _refused(_TINY, '--config.algorithm.ppo_epoch=2', run=_run)
   assert said.startswith(

@@ -103,8 +103,9 @@ ALARMS = (
         label='Rewards fail for a tenth of the answers or more',
         advice=(
             'These answers count 0: raise reward.timeout_s or'
-            ' reward.memory_limit_mb, or mend the reward; reward/* in'
-            ' metrics.jsonl counts the reasons (docs/rewards.md).'
+            ' reward.memory_limit_mb (of an environment environment.timeout_s),'
+            ' or mend what fails; reward/* in metrics.jsonl counts the reasons'
+            ' (docs/rewards.md).'
         ),
     ),
     Alarm(

@@ -70,8 +70,9 @@ def step_metrics(
   ):
     if k3 is not None:
       metrics[name] = k3
-  if not spec.is_mixed and policy.exact:
-    unequal = metrics['training/mismatch_token_frac']
+  unequal = metrics.get('training/mismatch_token_frac')
+  # None without a token, as where every environment failed before its turn.
+  if unequal is not None and not spec.is_mixed and policy.exact:
     metrics['alarm/inexact'] = int(unequal > 0)
   if spec.is_mixed:
     rollout = _health(

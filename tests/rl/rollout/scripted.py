@@ -83,3 +83,10 @@ class Digits(Environment):
         reward=float(self.rng.normal()) + text.count('4'),
         done=not self.left,
     )
+
+
+class Down(Digits):
+  """Fails before the first turn, as one whose service is down."""
+
+  def reset(self, prompt, rng):
+    raise RuntimeError('down')

@@ -67,6 +67,21 @@ def test_a_resumed_run_has_the_episodes_of_an_uninterrupted_one(tmp_path):
     assert found[name] == expected[name], name
 
 
+def test_a_step_of_which_no_token_was_sampled_is_taken_and_told(
+    tmp_path, caplog
+):
+  changes = {'environment.name': 'tests.rl.rollout.scripted:Down'}
+  with caplog.at_level('WARNING', logger='absl'):
+    whole_run.trainer(tmp_path, _CHANGES | changes).train()
+  _, *steps = whole_run.records(tmp_path)
+  assert len(steps) == 2
+  for record in steps:
+    assert record['reward/environment_raised'] == 16
+    # What was not measured is not 0.
+    assert 'training/mismatch_token_frac' not in record
+  assert 'an environment environment.timeout_s' in caplog.text
+
+
 @pytest.mark.parametrize(
     ('changes', 'sentence'),
     [
