@@ -20,6 +20,7 @@ from jetrl_jax.models.policy import Policy
 from jetrl_jax.optim.types import TrainState
 
 _FILE = 'precision.json'
+_RESTORE = 'Restore it from a copy of the workdir, or start in a new one'
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,15 +55,20 @@ def read(workdir: pathlib.Path) -> RunPrecision | None:
     ValueError: the file cannot be read.
   """
   file = workdir / _FILE
-  if not restore.all_steps(workdir / 'checkpoints') or not file.exists():
+  if not _has_begun(workdir) or not file.exists():
     return None
   try:
     return RunPrecision(**json.loads(file.read_text(encoding='utf-8')))
   except (OSError, ValueError, TypeError) as error:
     raise ValueError(
         f'{file} cannot be read, so the precision of the run is unknown:'
-        f' {error}'
+        f' {error}. {_RESTORE}'
     ) from error
+
+
+def _has_begun(workdir: pathlib.Path) -> bool:
+  """Whether a run has saved a checkpoint there."""
+  return bool(restore.all_steps(workdir / 'checkpoints'))
 
 
 def resolve(
@@ -77,10 +83,19 @@ def resolve(
     invariant_scale: the configured factor.
 
   Raises:
-    ValueError: the configuration contradicts what the run settled.
+    ValueError: the configuration contradicts what the run settled, or what it
+      settled is lost.
   """
   settled = read(workdir)
   if settled is None:
+    # Otherwise the dots would be quantised that the run keeps, and what differs
+    # would be said of the checkpoint's arrays.
+    if policy.recipe.min_sqnr_db and _has_begun(workdir):
+      raise ValueError(
+          f'{workdir / _FILE} is missing, which says which dots'
+          f' precision.min_sqnr_db={policy.recipe.min_sqnr_db:g} keeps in high'
+          f' precision. {_RESTORE}'
+      )
     return policy
   for name, new, old in (
       ('invariant_scale', invariant_scale, settled.invariant_scale),

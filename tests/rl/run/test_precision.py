@@ -56,8 +56,17 @@ def test_a_run_that_has_begun_keeps_the_dots_it_settled_on(tmp_path):
   with pytest.raises(ValueError, match='min_sqnr_db is 20.0, but .* 30.0'):
     run_precision.resolve(tmp_path, other, 1.5)
   (tmp_path / 'precision.json').write_text('{"x": 1}')
-  with pytest.raises(ValueError, match='precision.json cannot be read'):
+  with pytest.raises(ValueError, match=r'json cannot be read.*\. Restore it'):
     run_precision.resolve(tmp_path, of, 1.5)
+
+
+def test_a_run_that_lost_which_dots_it_keeps_is_told_so(tmp_path):
+  _begun(tmp_path)
+  with pytest.raises(ValueError, match='precision.json is missing.*=30 keeps'):
+    run_precision.resolve(tmp_path, tiny_run.policy(TOKEN), 1.0)
+  # Nothing was to be chosen, so nothing is unknown.
+  of = tiny_run.policy(Recipe(name='fp8_token'))
+  assert run_precision.resolve(tmp_path, of, 1.0) is of
 
 
 def _with_health(fp8_state, decibels):
