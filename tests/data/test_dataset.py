@@ -96,6 +96,19 @@ def test_the_fingerprint_sees_an_id_or_an_answer_alone(tmp_path, change):
   assert one != other
 
 
+def test_prompts_that_two_data_sets_share_are_known_by_their_tokens(tmp_path):
+  train = _dataset(tmp_path, 'a', 'b', 'c')
+  held_out = _dataset(tmp_path, 'x', 'b', 'ab')
+  assert [p.text for p in train.shared_with(held_out)] == ['b']
+  assert held_out.shared_with(_dataset(tmp_path, 'd')) == []
+
+
+@pytest.mark.parametrize('seed', [-1, 2**64])
+def test_a_seed_that_no_key_holds_is_refused(seed):
+  with pytest.raises(ValueError, match=f'seed is {seed}; it must be in'):
+    _sampler(seed=seed)
+
+
 def test_the_order_is_the_same_on_every_machine():
   # Written down from the first run: raw Philox output is stable over NumPy
   # versions. A change here breaks every resume.

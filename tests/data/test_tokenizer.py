@@ -76,11 +76,11 @@ def test_a_token_that_tokenizer_config_alone_lists_is_one_id(tmp_path):
 def test_several_end_ids_are_kept_and_the_tokenizers_own_is_added(tmp_path):
   write_tokenizer(
       tmp_path,
-      generation={'eos_token_id': [257, 258]},
+      generation={'eos_token_id': [258, 257]},
       config_json='{"eos_token_id": 0}',  # Is not read beside the other.
   )
   tokenizer = Tokenizer(tmp_path)
-  assert tokenizer.eos_ids == (257, 258, 256)
+  assert tokenizer.eos_ids == (258, 257, 256)
   assert tokenizer.eos_id == 256
   assert tokenizer.vocab_size == 259
   assert tokenizer.pad_id == 257
@@ -94,6 +94,15 @@ def test_config_json_is_read_where_there_is_no_generation_config(tmp_path):
   # No padding token named: the end token serves.
   assert tokenizer.pad_id == 258
   assert tokenizer.chat_template == ''
+
+
+def test_an_old_checkpoint_names_its_tokens_in_special_tokens_map(tmp_path):
+  files = {'special_tokens_map_json': '{"eos_token": "<|pad|>"}'}
+  assert Tokenizer(write_tokenizer(tmp_path, **files)).eos_id == 257
+  # Of one that lists its added tokens it is not read.
+  config = {'eos_token': '<|end|>', 'added_tokens_decoder': {}}
+  write_tokenizer(tmp_path, config=config, **files)
+  assert Tokenizer(tmp_path).eos_id == 256
 
 
 def test_the_chat_template_comes_from_its_file_a_text_or_a_list(tmp_path):

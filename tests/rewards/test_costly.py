@@ -49,6 +49,12 @@ def test_what_a_verifier_does_at_once_is_not_costly(answer, reference):
   assert not costly.is_costly(answer, reference)
 
 
+def test_as_many_powers_as_the_reference_has_are_allowed():
+  answer = '+'.join(f'{n}^2' for n in range(30))
+  assert costly.is_costly(answer, '18')
+  assert not costly.is_costly(answer, answer)
+
+
 @pytest.mark.parametrize(
     'text, expected',
     [

@@ -215,6 +215,32 @@ def test_verls_signature_is_accepted_unchanged():
   assert result.prediction == '!'
 
 
+def test_a_function_is_called_as_its_author_reads_it(tmp_path):
+  file = tmp_path / 'rewards.py'
+  file.write_text(
+      'def truth(data_source, solution_str, ground_truth, extra_info):\n'
+      '  return float(ground_truth)\n'
+      'def has_prompt(completions, **kwargs):\n'
+      '  return [float("prompt" in kwargs)]\n'
+      'def two(completions, **kwargs):\n'
+      '  return [1.0, 2.0]\n'
+  )
+
+  def value(name, **kwargs):
+    spec = RewardSpec(function=f'{file}:{name}', kwargs=kwargs)
+    return build_term(spec)(request('x', '18', prompt='Q')).value
+
+  assert value('truth') == 18.0
+  # What the config gives goes before what the row has.
+  assert value('truth', ground_truth='7') == 7.0
+  # TRL passes the column as `prompts` alone.
+  spec = RewardSpec(function=f'{file}:has_prompt')
+  row = dataclasses.replace(request('x'), extra={'prompt': 'Q'})
+  assert build_term(spec)(row).value == 0.0
+  with pytest.raises(RewardFunctionError, match='2 values for 1 completion'):
+    value('two')
+
+
 def test_a_prediction_is_any_value_as_a_text_that_can_be_written():
   with new_pool(custom('predicts')) as pool:
     results = pool.score([request(r) for r in ('zero', 'nothing', 'half')])
