@@ -30,6 +30,37 @@ def test_a_key_keeps_its_bits_for_ever():
   )
 
 
+def test_hashed_bits_are_those_of_the_published_mix_for_ever():
+  def mix(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D % 2**32
+    x = (x ^ (x >> 15)) * 0x846CA68B % 2**32
+    return x ^ (x >> 16)
+
+  index = [0, 1, 2**31]
+  found = rng.hashed(
+      jnp.asarray(index, jnp.uint32), jnp.uint32(5), jnp.uint32(9)
+  )
+  assert found.tolist() == [mix(mix(i ^ 5) ^ 9) for i in index]
+
+
+def test_an_element_is_numbered_in_the_whole_array():
+  # Rows 4 and 5 of an array of three columns.
+  found = rng.element_index((2, 3), 4)
+  assert found.tolist() == [[12, 13, 14], [15, 16, 17]]
+  assert rng.element_index((3,), 4).tolist() == [4, 5, 6]
+
+
+def test_a_host_generator_has_the_whole_address_and_nothing_else():
+  def drawn(step, *address):
+    key = rng.key(0, rng.ROLLOUT, step)
+    return rng.host_generator(key, *address).integers(2**60)
+
+  assert drawn(3, 5, 6) == drawn(3, 5, 6)
+  assert (
+      len({drawn(3, 5, 6), drawn(3, 5, 7), drawn(3, 4, 6), drawn(2, 5, 6)}) == 4
+  )
+
+
 def test_fold_continues_an_address():
   whole = rng.key(1, rng.ROLLOUT, 4, 5, 6)
   assert _words(rng.fold(rng.key(1, rng.ROLLOUT, 4), 5, 6)) == _words(whole)

@@ -56,7 +56,10 @@ def test_patterns_that_cannot_be_meant_are_refused(patterns, message):
 @pytest.mark.parametrize('name', ['fp8_delayed', 'bf16'])
 def test_a_pattern_of_dots_that_matches_none_is_refused(name):
   # A part of a path is no match, and a parameter is no dot.
-  for wrong in ('layer_0/.*', 'attn/qkv', 'layers_0/attn/qkv/kernel', 'embed'):
+  for wrong in (
+      *('layer_0/.*', 'layers_0/attn', 'attn/qkv'),
+      *('layers_0/attn/qkv/kernel', 'embed'),
+  ):
     kept = ('layers_1/.*', wrong)
     recipe = dataclasses.replace(
         tiny_run.FP8, name=name, high_precision_layers=kept
@@ -141,7 +144,9 @@ def test_the_abstract_state_is_what_create_makes():
 
 def test_the_reference_outlives_the_run_and_its_updates(tmp_path):
   first, *_, last = tiny_updates.updates('fp8')
-  made = train_state.reference(tmp_path / 'reference', first.before, cold=True)
+  # What a run left that was killed before its first checkpoint is replaced.
+  for state in (last.after, first.before):
+    made = train_state.reference(tmp_path / 'reference', state, cold=True)
   tiny_run.assert_same_bits(
       made, PolicyParams(first.before.weights, first.before.fp8_state)
   )
