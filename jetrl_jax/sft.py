@@ -8,6 +8,7 @@ Hugging Face checkpoint to config.sft.output.
 import contextlib
 import dataclasses
 import pathlib
+import shutil
 from collections.abc import Callable
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 from absl import flags, logging
 
 from jetrl_jax import models
+from jetrl_jax.checkpoint import folder as checkpoint_folder
 from jetrl_jax.config import build as configs
 from jetrl_jax.config import compatibility, sections
 from jetrl_jax.config import flags as config_flags
@@ -23,6 +25,7 @@ from jetrl_jax.config import model as config_model
 from jetrl_jax.config.sections import take
 from jetrl_jax.core import compilation, processes, sharding
 from jetrl_jax.core.files import user_path
+from jetrl_jax.core.typing import PyTree
 from jetrl_jax.data import Prompt, PromptSampler, Tokenizer
 from jetrl_jax.data.rows import column
 from jetrl_jax.data.settings import DataConfig
@@ -97,6 +100,19 @@ def _check(config) -> None:
           meant,
           config.sft[meant.partition('.')[2]],
       )
+
+
+def _check_room(output: pathlib.Path, shapes: PyTree) -> None:
+  """Refuses a disk without room for the export, which is all that is kept."""
+  # Exported in bfloat16.
+  needed = sum(2 * leaf.size for leaf in jax.tree.leaves(shapes))
+  # `check_target` has made the parent.
+  free = shutil.disk_usage(output.absolute().parent).free
+  if lacking := checkpoint_folder.lacking(free, needed):
+    raise ValueError(
+        f'sft.output is {output}: {lacking}; name a folder on another disk, or'
+        ' free the space'
+    )
 
 
 def _check_workdir(workdir: pathlib.Path) -> None:
@@ -210,7 +226,10 @@ def train(config, workdir: pathlib.Path) -> None:
   steps = config.sft.total_training_steps
   settings = configs.optimizer_config(config, steps)
   compatibility.check_rate(settings.lr)
-  make_params, _ = config_model.parameters(config, policy, mesh, folder)
+  make_params, shapes = config_model.parameters(config, policy, mesh, folder)
+  output = user_path(config.sft.output)
+  if processes.is_first():
+    _check_room(output, shapes)
   optimizer = settings.build()
   state = train_state.create(
       policy, make_params(), optimizer, mesh, tuple(config.model.freeze)
@@ -230,7 +249,6 @@ def train(config, workdir: pathlib.Path) -> None:
       writer.truncate_after(-1)
     most_skipped = min(config.trainer.max_skipped_updates, steps)
     state = _update(state, step, next_batch, steps, most_skipped, writer)
-  output = user_path(config.sft.output)
   masters = invariant_scaling.unfold(
       state.masters, config.precision.invariant_scale
   )

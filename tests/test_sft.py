@@ -153,6 +153,22 @@ def test_a_workdir_that_cannot_be_written_is_named_before_any_weight(tmp_path):
     sft.train(config, tmp_path / 'file')
 
 
+def test_a_disk_without_room_for_the_export_is_refused_before_any_weight(
+    tmp_path, monkeypatch
+):
+  output = tmp_path / 'out'
+  config = whole_run.config(
+      **{'sft.output': str(output), 'rollout.max_response_length': 32}
+  )
+  usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+  monkeypatch.setattr(shutil, 'disk_usage', lambda _: usage)
+  said = (
+      f'sft.output is {output}: it needs .* of disk, but 1000 B are free; name'
+  )
+  with pytest.raises(ValueError, match=said):
+    sft.train(config, tmp_path / 'run')
+
+
 def test_a_setting_of_grpo_that_a_warm_start_has_not_is_warned_of(
     tmp_path, caplog
 ):

@@ -100,6 +100,7 @@ def save_checkpoint(
   Raises:
     ValueError: the place is taken, the tree does not fit the config, the
       source has another shape, or a value is not finite in `dtype`.
+    OSError: a file cannot be read or written; the message names the folder.
   """
   if dtype not in _DTYPE_NAMES:
     raise ValueError(f'dtype {dtype!r}: allowed are {", ".join(_DTYPE_NAMES)}')
@@ -125,8 +126,8 @@ def save_checkpoint(
   partial = folder.with_name(f'.{folder.name}.partial')
   # A killed export has left it.
   shutil.rmtree(partial, ignore_errors=True)
-  partial.mkdir(parents=True)
   try:
+    partial.mkdir(parents=True)
     entries = _entries(leaves, config, input_scales or {}, dtype)
     write_tensors(partial, entries, max_shard_bytes)
     write_json(partial / 'config.json', hf)
@@ -135,8 +136,14 @@ def save_checkpoint(
     sync_path(partial)
     os.rename(partial, folder)
     sync_path(folder.parent)
-  except BaseException:
+  except BaseException as error:
     shutil.rmtree(partial, ignore_errors=True)
+    # Of a full disk the system does not say what was written.
+    if isinstance(error, OSError):
+      raise OSError(
+          f'{folder} cannot be written: {error.strerror or error}; nothing was'
+          ' exported'
+      ) from error
     raise
 
 

@@ -106,7 +106,8 @@ class RunFolder:
           self.path,
           '; '.join(changed),
       )
-    replace_text(self.path / 'config.json', text)
+    with self._naming_itself('config.json'):
+      replace_text(self.path / 'config.json', text)
 
   def begin(self, text: str) -> None:
     """Writes the config of a cold start; copies an earlier run's metrics away.
@@ -171,7 +172,7 @@ class RunFolder:
     self.checkpoints.check()
     if not self._is_first:
       return
-    with self._naming_itself(step):
+    with self._naming_itself(f'step {step}'):
       self._writer.write(step, {'training/global_step': step} | metrics)
     self._console.step(step, metrics)
 
@@ -195,7 +196,7 @@ class RunFolder:
     """Writes the rollout that a step learns from."""
     if not self._is_first:
       return
-    with self._naming_itself(step):
+    with self._naming_itself(f'step {step}'):
       store.save_rollouts(
           self.path / 'rollouts' / f'{step:06d}.npz',
           exp.completions,
@@ -212,18 +213,18 @@ class RunFolder:
       return
     folder = self.path / 'samples'
     lines = [json.dumps(sample, ensure_ascii=False) for sample in samples]
-    with self._naming_itself(step):
+    with self._naming_itself(f'step {step}'):
       folder.mkdir(exist_ok=True)
       replace_text(folder / f'{step:06d}.jsonl', '\n'.join(lines) + '\n')
 
   @contextlib.contextmanager
-  def _naming_itself(self, step: int) -> Iterator[None]:
-    """Says which folder could not be written, and what to do."""
+  def _naming_itself(self, what: str) -> Iterator[None]:
+    """Says what could not be written to which folder, and what to do."""
     try:
       yield
     except OSError as error:
       raise OSError(
-          f'step {step} cannot be written to {self.path}:'
+          f'{what} cannot be written to {self.path}:'
           f' {error.strerror or error}. Once there is room, the same command'
           ' resumes from the newest checkpoint, or starts again if there is'
           ' none'
@@ -246,13 +247,14 @@ class RunFolder:
     if not self._is_first:
       return
     shutil.rmtree(partial, ignore_errors=True)
-    models.save_checkpoint(
-        partial,
-        masters,
-        spec.policy.model,
-        source_folder=source,
-        tokenizer_folder=spec.tokenizer.folder,
-    )
+    with self._naming_itself('the export'):
+      models.save_checkpoint(
+          partial,
+          masters,
+          spec.policy.model,
+          source_folder=source,
+          tokenizer_folder=spec.tokenizer.folder,
+      )
     # An export exists if this run was extended after it had ended once.
     shutil.rmtree(folder, ignore_errors=True)
     os.rename(partial, folder)

@@ -212,7 +212,8 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path, monkeypatch, fail_at):
     fsync(fd)
 
   monkeypatch.setattr(os, 'fsync', full)
-  with pytest.raises(OSError, match='No space left'):
+  said = f'{tmp_path}/x cannot be written: No space left on device; nothing'
+  with pytest.raises(OSError, match=said):
     tiny.save(tmp_path / 'x', tiny.config(), max_shard_bytes=3_000)
   assert len(calls) == fail_at + 1
   assert not list(tmp_path.iterdir())

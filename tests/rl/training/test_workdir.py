@@ -99,6 +99,29 @@ def test_a_full_disk_is_named_with_what_to_do(tmp_path):
   folder.close()
 
 
+def test_a_config_or_an_export_that_finds_no_room_is_named_with_what_to_do(
+    tmp_path, monkeypatch
+):
+  workdir = tmp_path / 'run'
+  shutil.copytree(whole_run.finished(), workdir)
+  export = (workdir / 'export' / 'model.safetensors').read_bytes()
+
+  def full(*_, **__):
+    raise OSError(28, 'No space left on device')
+
+  for what, where in (
+      ('config.json', 'jetrl_jax.rl.training.workdir.replace_text'),
+      ('the export', 'jetrl_jax.models.save_checkpoint'),
+  ):
+    with monkeypatch.context() as patched:
+      patched.setattr(where, full)
+      said = f'{what} cannot be written to {workdir}: No space left on device. '
+      with pytest.raises(OSError, match=f'^{said}Once there is room, the same'):
+        whole_run.trainer(workdir).train()
+  # The one of before stays until another is whole.
+  assert (workdir / 'export' / 'model.safetensors').read_bytes() == export
+
+
 def test_a_run_does_not_start_from_the_export_that_it_would_replace(tmp_path):
   workdir = tmp_path / 'run'
   shutil.copytree(whole_run.finished(), workdir)
