@@ -412,7 +412,9 @@ def build(config: Config) -> RunSpec:
   rewards = take(RewardConfig, config)
   engine = engine_config(config, tokenizer)
   _check_combinations(loss, algorithm, engine, run)
-  compatibility.check_guard(guard, loss, algorithm, run)
+  others = [field.name for field in dataclasses.fields(algorithm)]
+  with naming_settings(LossConfig, others):
+    compatibility.check_guard(guard, loss, algorithm, run)
   if guard.max_k3 is None and not loss.reads_mu:
     guard = dataclasses.replace(guard, max_k3=GUARD_MAX_K3)
   compatibility.check_rate(optimizer.lr)
@@ -420,7 +422,8 @@ def build(config: Config) -> RunSpec:
   data = take(DataConfig, config)
   compatibility.warn_of_template(data)
   _check_fits(policy, engine, environment, run)
-  buckets.pages_config(engine, policy.axes.size, policy.tile)
+  with naming_settings(EngineConfig, ['max_prompt_length']):
+    buckets.pages_config(engine, policy.axes.size, policy.tile)
   train_set, val_set = _datasets(data, tokenizer)
   prompts = [*train_set, *(val_set or ())]
   vocab_size = policy.model.vocab_size

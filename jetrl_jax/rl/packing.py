@@ -161,6 +161,8 @@ def halved_shapes(
       found.append((rows // 2, length))
     elif longest <= half < length:
       found.append((rows, half))
+    else:
+      break
   return found
 
 

@@ -253,7 +253,11 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
         ({'reward.kwargs': ('{x',)}, 'is no JSON object'),
         ({'reward.kwargs': ('3',)}, "is '3'; allowed: a JSON object, such as"),
         ({'reward.kwargs': ('null',)}, "is 'null'; allowed: a JSON object"),
-        ({'rollout.kv_cache_tokens': 1}, 'Raise kv_cache_tokens to at least'),
+        ({'rollout.kv_cache_tokens': 1}, 'Raise rollout.kv_cache_tokens to'),
+        (
+            {'guard.enable': True, 'algorithm.kl_loss_coef': 0.1},
+            'algorithm.kl_loss_coef is 0.1 and algorithm.kl_reward_coef is 0.0',
+        ),
         (
             {'trainer.val_recipes': ('fp8_block',)},
             'trainer.val_recipes: recipe fp8_block quantises in blocks',

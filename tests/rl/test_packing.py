@@ -224,6 +224,11 @@ def test_halves_of_a_micro_batch_by_hand(shape, devices, expected):
     assert found == expected
 
 
+def test_the_number_of_smaller_shapes_has_an_end():
+  found = packing.halved_shapes((2, 64), 60, tile=16, devices=1, count=2**31)
+  assert found == [(1, 64)]
+
+
 @pytest.mark.parametrize(
     'packed_rows, devices, shape',
     [
