@@ -258,10 +258,11 @@ def environment_config(
   try:
     make = functools.partial(environment, **kwargs)
     make()
-  except (TypeError, ValueError) as error:
+  # Whatever a user's code raises, a KeyError of os.environ for example.
+  except Exception as error:
     raise ValueError(
         f'environment {source.name!r} cannot be made with environment.kwargs'
-        f' {source.kwargs!r}: {error}'
+        f' {source.kwargs!r}: {type(error).__name__}: {error}'
     ) from error
   return take(EnvironmentConfig, config, make=make, tokenizer=tokenizer)
 

@@ -90,3 +90,10 @@ class Down(Digits):
 
   def reset(self, prompt, rng):
     raise RuntimeError('down')
+
+
+class Keyless(Digits):
+  """Cannot be made, as where a variable of the shell is missing."""
+
+  def __init__(self, turns: int = 3):
+    raise KeyError('SERVICE_KEY')

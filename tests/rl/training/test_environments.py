@@ -88,6 +88,10 @@ def test_a_step_of_which_no_token_was_sampled_is_taken_and_told(
         ({'environment.kwargs': '{"turns": '}, 'kwargs is no JSON object'),
         ({'environment.kwargs': '[1]'}, r"kwargs is '\[1\]'; allowed: a JSON"),
         ({'environment.kwargs': '{"moves": 2}'}, "argument 'moves'"),
+        (
+            {'environment.name': 'tests.rl.rollout.scripted:Keyless'},
+            "Keyless' cannot be made with .*: KeyError: 'SERVICE_KEY'",
+        ),
         ({'environment.max_turns': 0}, 'max_turns is 0'),
         (
             {'environment.name': 'tests.rl.rollout.scripted'},
