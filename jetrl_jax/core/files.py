@@ -64,7 +64,7 @@ def check_pointer(path: pathlib.Path, start: bytes) -> None:
 
 
 def replace_text(path: pathlib.Path, text: str) -> None:
-  """Writes a file; after a kill or with a full disk the old file stays.
+  """Writes a file; after a kill, a power cut or a full disk the old one stays.
 
   Raises:
     OSError: the file cannot be written.
@@ -72,7 +72,9 @@ def replace_text(path: pathlib.Path, text: str) -> None:
   partial = path.with_name(f'.{path.name}.partial')
   try:
     partial.write_text(text, encoding='utf-8')
+    sync(partial)
     os.replace(partial, path)
+    sync(path.parent)
   finally:
     # A failure leaves a partial file, for which a full disk has no room.
     with contextlib.suppress(OSError):

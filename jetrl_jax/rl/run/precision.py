@@ -97,14 +97,20 @@ def resolve(
           f' precision. {_RESTORE}'
       )
     return policy
-  for name, new, old in (
-      ('invariant_scale', invariant_scale, settled.invariant_scale),
-      ('min_sqnr_db', policy.recipe.min_sqnr_db, settled.min_sqnr_db),
+  decibels = policy.recipe.min_sqnr_db
+  for name, new, old, what in (
+      (
+          'invariant_scale',
+          invariant_scale,
+          settled.invariant_scale,
+          'scaling of masters',
+      ),
+      ('min_sqnr_db', decibels, settled.min_sqnr_db, 'choice of dots'),
   ):
     if new != old:
       raise ValueError(
           f'precision.{name} is {new}, but the run in {workdir} started with'
-          f' {old}, and its masters depend on it; use {old}, or a new workdir'
+          f' {old}, and its {what} depends on it; use {old}, or a new workdir'
       )
   return with_high_precision(policy, settled)
 
