@@ -277,6 +277,32 @@ def test_the_first_update_is_exact_in_8_bits():
     np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
 
 
+def test_a_leaf_is_moved_as_by_the_transformation():
+  numbers = {'b1': 0.9, 'b2': 0.95, 'eps': 1e-3}
+  optimizer = adamw_reference.adamw(
+      lambda count: 1e-2 / (1 + count),
+      **numbers,
+      weight_decay=0.1,
+      codec=adamw_reference.fp8_codec(),
+  )
+  clip, x = 0.5, jax.random.normal(jax.random.key(0), (2, 256))
+  state = optimizer.init(x)
+  update = jax.jit(
+      functools.partial(adamw_reference.update, **numbers, decay=0.1)
+  )
+  for step in range(3):
+    gradient = jax.random.normal(jax.random.key(step + 1), x.shape)
+    adam, factors = state[0], [clip, *optimizer.rates(state)]
+    leaf = x, gradient, adam.mu, adam.nu
+    moved, *_, amax = update(*leaf, jnp.stack([1.0, *factors]), None)
+    kept = update(*leaf, jnp.stack([0.0, *factors]), None)[:3]
+    chex.assert_trees_all_equal(kept, (x, adam.mu, adam.nu))
+    change, state = optimizer.update(gradient * clip, state, x)
+    np.testing.assert_allclose(moved - x, change, rtol=1e-3, atol=1e-6)
+    x = x + change
+    np.testing.assert_allclose(amax, jnp.abs(x).max(), rtol=1e-6)
+
+
 def noisy_quadratic(codec, steps=300):
   """Losses of an ill-conditioned quadratic: curvatures from 2^-8 to 2^4."""
   rng = np.random.default_rng(7)

@@ -242,6 +242,8 @@ def test_dots_give_way_one_by_one_until_the_two_sides_agree(strict):
   mismatch = [s['training/mismatch_token_frac'] for s in steps]
   # Nothing is quantised any more: what was a mixed flow is exact.
   assert min(mismatch[:3]) > 0.5 and mismatch[3:] == [0, 0]
+  # Nor was it meant to be before: that is no alarm.
+  assert not any(s['alarm/inexact'] for s in steps)
   assert [s['rollout_corr/k3_kl'] for s in steps[3:]] == [0, 0]
   assert not any('rollout_fp8_health' in s for s in steps[3:])
 
