@@ -67,6 +67,22 @@ def test_a_list_in_the_place_of_a_tuple_becomes_one():
 
 
 @pytest.mark.parametrize(
+    'least, names',
+    [
+        (0, ('save_freq', 'keep_best', 'stop_after_idle_steps')),
+        (1, ('keep_latest', 'max_skipped_updates', 'val_num_generations')),
+        (1, ('calibration_prompts', 'calibration_tokens')),
+    ],
+)
+def test_a_count_below_its_least_is_refused(least, names):
+  for name in names:
+    RunConfig(**{name: least})
+    message = f'{name} is {least - 1}; it must be >= {least}'
+    with pytest.raises(ValueError, match=message):
+      RunConfig(**{name: least - 1})
+
+
+@pytest.mark.parametrize(
     'owner, name, value, said',
     [
         (OptimizerConfig, 'optim.lr', -1.0, 'optim.lr is -1.0; it must be > 0'),
