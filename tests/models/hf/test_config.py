@@ -211,7 +211,15 @@ LLAMA3 = LLAMA_3_1_8B['rope_scaling']
         (QWEN3_8B, {'attention_bias': True}, 'attention_bias=True'),
         (LLAMA_3_1_8B, {'attention_bias': True}, 'attention_bias=True'),
         (LLAMA_3_1_8B, {'mlp_bias': True}, 'mlp_bias=True'),
-        (QWEN3_8B, {'num_experts': 128}, 'num_experts=128'),
+        *(
+            (QWEN3_8B, {key: 4}, f'{key}=4 .*only dense decoders')
+            for key in (
+                *('num_experts', 'num_local_experts', 'n_routed_experts'),
+                *('num_experts_per_tok', 'moe_intermediate_size'),
+                'shared_expert_intermediate_size',
+            )
+        ),
+        (QWEN3_8B, {'compression_config': {}}, 'compression_config={}'),
         (QWEN2_5_7B, {'quantization_config': {}}, 'quantization_config'),
         (LLAMA_3_1_8B, {'partial_rotary_factor': 0.5}, 'partial_rotary'),
         (
