@@ -181,6 +181,11 @@ def test_windows_that_begin_after_the_last_layer_are_not_in_use():
   window = {'use_sliding_window': True, 'sliding_window': 4096}
   hf = QWEN2_5_7B | window | {'max_window_layers': 28}
   assert config_from_hf(hf) == published.QWEN2_5_7B
+  # An absent key stands for 28, too.
+  del hf['max_window_layers']
+  assert config_from_hf(hf) == published.QWEN2_5_7B
+  with pytest.raises(ValueError, match='sliding windows are not supported'):
+    config_from_hf(hf | {'num_hidden_layers': 29})
   # Mistral's is one of tokens, of which no row has more.
   wide = MISTRAL_7B | {'sliding_window': 32768}
   assert config_from_hf(wide) == config_from_hf(MISTRAL_7B)
