@@ -15,6 +15,7 @@ import os
 import shutil
 import signal
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +24,20 @@ import pytest
 
 from jetrl_jax.checkpoint import arrays as checkpoint_arrays
 from jetrl_jax.checkpoint import folder as checkpoint_folder
+from jetrl_jax.core import rng
 from jetrl_jax.core.compile_ahead import CompileAhead
 from jetrl_jax.core.interrupt import StopRequested
 from jetrl_jax.metrics import alarms
+from jetrl_jax.metrics.timer import Timer
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import aggregation
 from jetrl_jax.rl.objective import policy_loss
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.run import preflight
 from jetrl_jax.rl.run.calibration import Calibration
-from jetrl_jax.rl.scoring import store
+from jetrl_jax.rl.scoring import evaluation, store
 from jetrl_jax.rl.scoring.experience import Experience
+from jetrl_jax.rl.settings import RunConfig
 from jetrl_jax.rl.training.collector import Collector
 from jetrl_jax.rl.training.learner import Learner
 from jetrl_jax.rl.training.trainer import Trainer
@@ -231,6 +235,27 @@ def test_a_test_freq_of_0_never_evaluates(tmp_path):
   assert start == {'step': 0, 'training/global_step': 0}
   assert not any(name.startswith('val-') for name in step)
   assert not (tmp_path / 'samples').exists()
+
+
+def test_an_evaluation_samples_as_its_own_settings_say(monkeypatch):
+  run = RunConfig(
+      seed=5, temperature=0.7, val_temperature=0.25, val_num_generations=3
+  )
+  spec = types.SimpleNamespace(
+      run=run, val_set=(), tokenizer=None, environment=None
+  )
+  asked = {}
+
+  def evaluate(*arguments, **how):
+    asked.update(how)
+    return {}, []
+
+  monkeypatch.setattr(evaluation, 'evaluate', evaluate)
+  collector = Collector(spec, None, None, None, lambda: None, Timer())
+  collector._evaluate_in(None, None)
+  assert (asked['temperature'], asked['num_generations']) == (0.25, 3)
+  # The same noise at every step, and none that a rollout has.
+  assert asked['base_key'] == rng.key(5, rng.EVALUATION, 0)
 
 
 def test_evaluating_moves_nothing(live):
