@@ -293,7 +293,7 @@ class Faulty(scripted.Letters):
 
 
 def test_an_environment_that_fails_costs_its_own_episode_and_is_counted():
-  found = _rollout(Faulty, {'timeout_s': 0.3})
+  found = _rollout(Faulty, {'timeout_s': 1.0})
   # Its limit ended the episode, and not the call's own end.
   assert not Faulty.unheard
   Faulty.block.set()
