@@ -190,7 +190,8 @@ def load_environment(name: str) -> Callable[..., Environment]:
   try:
     load = import_file if is_file else importlib.import_module
     module = load(where)
-  except Exception as error:
+  # SystemExit too: of a script that reads its own command line.
+  except (Exception, SystemExit) as error:
     raise ValueError(
         f'environment.name {name!r}: importing {where!r} failed with'
         f' {type(error).__name__}: {error}'
