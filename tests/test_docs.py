@@ -1,6 +1,7 @@
 """The documents: what they name exists, and the code they show runs."""
 
 import ast
+import functools
 import gzip
 import importlib.util
 import json
@@ -70,6 +71,24 @@ def test_a_relative_link_leads_to_a_file(page):
   links = re.findall(r'\]\(([^)#\s]+)', _text(page))
   local = [link for link in links if '://' not in link]
   assert not [link for link in local if not (page.parent / link).exists()]
+
+
+@functools.cache
+def _anchors(page: pathlib.Path) -> set[str]:
+  """Returns the names of a page's headings, as the site makes them."""
+  text = re.sub(r'^```.*?^```', '', _text(page), flags=re.M | re.S)
+  headings = re.findall(r'^#+ (.*)', text, re.M)
+  words = (re.sub(r'[^\w\s-]', '', heading) for heading in headings)
+  return {re.sub(r'[-\s]+', '-', text.strip().lower()) for text in words}
+
+
+@pytest.mark.parametrize('page', _PAGES, ids=_name)
+def test_a_link_into_a_page_leads_to_a_heading(page):
+  links = re.findall(r'\]\(([^)#\s]*)#([^)\s]+)\)', _text(page))
+  for file, anchor in links:
+    target = (page.parent / file).resolve() if file else page
+    if '://' not in file and target.suffix == '.md':
+      assert anchor in _anchors(target), f'{file}#{anchor}'
 
 
 @pytest.mark.parametrize(
