@@ -100,6 +100,13 @@ def _check(config) -> None:
           meant,
           config.sft[meant.partition('.')[2]],
       )
+  if config.precision.min_sqnr_db:
+    logging.warning(
+        'precision.min_sqnr_db is %g; a warm start measures no dot, so it keeps'
+        ' none in high precision for that. Name dots in'
+        ' precision.high_precision_layers',
+        config.precision.min_sqnr_db,
+    )
 
 
 def _check_room(output: pathlib.Path, shapes: PyTree) -> None:

@@ -178,6 +178,7 @@ def test_a_setting_of_grpo_that_a_warm_start_has_not_is_warned_of(
           'sft.total_training_steps': 7,
           'sft.batch_size': 11,  # More than the data has: it ends here.
           'trainer.total_training_steps': 3,
+          'precision.min_sqnr_db': 20.0,
       }
   )
   with pytest.raises(ValueError, match='sft.batch_size is 11'):
@@ -186,6 +187,7 @@ def test_a_setting_of_grpo_that_a_warm_start_has_not_is_warned_of(
       'trainer.total_training_steps is 3, which is for GRPO; a warm start'
       ' reads sft.total_training_steps, which is 7' in caplog.text
   )
+  assert 'min_sqnr_db is 20; a warm start measures no dot' in caplog.text
 
 
 def test_a_run_s_metrics_are_kept_and_a_warm_start_s_replaced_with_a_warning(
