@@ -259,7 +259,7 @@ def environment_config(
     make = functools.partial(environment, **kwargs)
     make()
   # Whatever a user's code raises, a KeyError of os.environ for example.
-  except Exception as error:
+  except (Exception, SystemExit) as error:
     raise ValueError(
         f'environment {source.name!r} cannot be made with environment.kwargs'
         f' {source.kwargs!r}: {type(error).__name__}: {error}'
@@ -376,6 +376,7 @@ def _check_combinations(
     algorithm: AlgorithmConfig,
     engine: EngineConfig,
     run: RunConfig,
+    guard: GuardConfig,
 ) -> None:
   """Refuses settings that contradict each other, by their names in a config."""
   others = [
@@ -385,6 +386,7 @@ def _check_combinations(
   ]
   with naming_settings(LossConfig, others):
     compatibility.check(loss, algorithm, engine, run)
+    compatibility.check_guard(guard, loss, algorithm, run)
 
 
 def build(config: Config) -> RunSpec:
@@ -412,10 +414,7 @@ def build(config: Config) -> RunSpec:
   loss = take(LossConfig, config)
   rewards = take(RewardConfig, config)
   engine = engine_config(config, tokenizer)
-  _check_combinations(loss, algorithm, engine, run)
-  others = [field.name for field in dataclasses.fields(algorithm)]
-  with naming_settings(LossConfig, others):
-    compatibility.check_guard(guard, loss, algorithm, run)
+  _check_combinations(loss, algorithm, engine, run, guard)
   if guard.max_k3 is None and not loss.reads_mu:
     guard = dataclasses.replace(guard, max_k3=GUARD_MAX_K3)
   compatibility.check_rate(optimizer.lr)

@@ -139,7 +139,7 @@ def save_checkpoint(
   except BaseException as error:
     shutil.rmtree(partial, ignore_errors=True)
     # Of a full disk the system does not say what was written.
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.filename is None:
       raise OSError(
           f'{folder} cannot be written: {error.strerror or error}; nothing was'
           ' exported'

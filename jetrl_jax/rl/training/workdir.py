@@ -223,9 +223,12 @@ class RunFolder:
     try:
       yield
     except OSError as error:
+      # The cause of an error that has named its folder already.
+      cause = error.__cause__
+      reason = cause if isinstance(cause, OSError) else error
       raise OSError(
           f'{what} cannot be written to {self.path}:'
-          f' {error.strerror or error}. Once there is room, the same command'
+          f' {reason.strerror or reason}. Once there is room, the same command'
           ' resumes from the newest checkpoint, or starts again if there is'
           ' none'
       ) from error

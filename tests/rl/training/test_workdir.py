@@ -110,8 +110,8 @@ def test_a_config_or_an_export_that_finds_no_room_is_named_with_what_to_do(
     raise OSError(28, 'No space left on device')
 
   for what, where in (
-      ('config.json', 'jetrl_jax.rl.training.workdir.replace_text'),
-      ('the export', 'jetrl_jax.models.save_checkpoint'),
+      ('config.json', 'jetrl_jax.core.files.sync'),
+      ('the export', 'jetrl_jax.models.hf.save.write_tensors'),
   ):
     with monkeypatch.context() as patched:
       patched.setattr(where, full)
