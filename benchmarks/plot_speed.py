@@ -19,23 +19,18 @@ _AIM = 1.6
 # Rows of the single dots drawn: a micro-batch of 8 x 4096 tokens.
 _ROWS = 32768
 # Phases of a step that are drawn; what is left of it is the rest.
-_PHASES = {
-    'gen': 'rollout',
-    'old_log_prob': 'score',
-    'update_actor': 'update',
-}
+_PHASES = {'gen': 'rollout', 'update_actor': 'update'}
 # What is drawn of whole steps: the variant's name, and ours.
 _STEPS = {
-    'fp8_delayed+kv8+selective+head8': 'FP8, FP8 head',
-    'fp8_delayed+kv8+selective': 'FP8',
-    'bf16+selective': 'BF16',
+    'fp8_delayed+kv8': 'FP8, FP8 keys',
+    'fp8_delayed': 'FP8',
+    'bf16': 'BF16',
 }
 _COLORS = dict(
     zip(
         (*_PHASES.values(), 'rest'),
         (
             figure_style.BLUE,
-            figure_style.SKY,
             figure_style.VERMILLION,
             figure_style.GREY,
         ),
@@ -68,8 +63,8 @@ def speedups() -> dict[str, tuple[float, float]]:
       'decode, 256 x 1024 tokens': (wide['bf16'], wide['fp8_delayed+kv8']),
       'forward + backward, 8 x 4096': (update['bf16'], update['fp8_delayed']),
       'the same, FP8 head': (update['bf16'], update['fp8_delayed+head8']),
-      'a GRPO step': (step['BF16'], step['FP8']),
-      'a step, FP8 head': (step['BF16'], step['FP8, FP8 head']),
+      'a GRPO step, as shipped': (step['BF16'], step['FP8']),
+      'a step, FP8 keys': (step['BF16'], step['FP8, FP8 keys']),
   }
   dots = {
       (row['projection'], row['recipe']): row['us'] / 1000
@@ -99,13 +94,16 @@ def _seconds(name: str, phase: str) -> list[float]:
   """Returns a phase's seconds in every step but the first."""
   return [
       row[f'timing_s/{phase}']
-      for row in _rows('grpo_step_selective')
+      for row in _rows('grpo_step_one_update')
       if _STEPS.get(row['variant']) == name and row['step'] > 1
   ]
 
 
 # Bars that several steps were measured for: what their FP8 is called there.
-_RATIOS_OF = {'a GRPO step': 'FP8', 'a step, FP8 head': 'FP8, FP8 head'}
+_RATIOS_OF = {
+    'a GRPO step, as shipped': 'FP8',
+    'a step, FP8 keys': 'FP8, FP8 keys',
+}
 
 
 def _ratio_range(name: str) -> tuple[float, float]:
@@ -131,9 +129,14 @@ def draw_phases() -> None:
       if value > 3:
         said = f'{label}\n{value:.1f} s'
         middle = left + value / 2
-        ink = 'black' if label == 'score' else 'white'
         axes.text(
-            middle, place, said, ha='center', va='center', color=ink, fontsize=9
+            middle,
+            place,
+            said,
+            ha='center',
+            va='center',
+            color='white',
+            fontsize=9,
         )
       left += value
     whole = _seconds(name, 'step')
@@ -145,7 +148,7 @@ def draw_phases() -> None:
   axes.set_xlim(0, 76)
   axes.set_xlabel(
       'seconds of a GRPO step: 32 x 8 answers of up to 2048 tokens'
-      '\n(medians of steps 2 to 4; whiskers: the fastest and the slowest)'
+      '\n(mean of steps 2 and 3; whiskers: the faster and the slower)'
   )
   axes.spines['left'].set_visible(False)
   axes.tick_params(axis='y', length=0)

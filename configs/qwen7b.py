@@ -5,16 +5,12 @@ python -m jetrl_jax.main --config=configs/qwen7b.py \
 
 Follows Jet-RL (arXiv:2601.14243): GSM8K + MATH in one FP8 flow, with 3072
 response tokens where the paper has 8192.
-Expected accuracy: not run yet. A step with random weights, 256 answers of 1025
-to 2048 tokens and four updates (--config.trainer.mini_batch_size=8, here it is
-one) took 42.5 s on an H200 with
---config.precision.kv_cache_dtype=float8_e4m3fn, exact, 40.8 s with
---config.precision.quantize_lm_head=True besides, and 66.2 s with
---config.precision.recipe=bf16 instead
-(benchmarks/results/grpo_step_selective_qwen7b_h200_2026-11-23.md). With the KV
-cache as it is here the peak was 109 GiB
-(benchmarks/results/save_run_qwen7b_h200_2026-11-23.md), when a rollout still
-had gradients beside it; `--dry_run --dry_run_device='NVIDIA H200'` adds up 98.
+Expected accuracy: not run yet. A step with random weights and 256 answers of
+1025 to 2048 tokens took 39.4 s on an H200, exact, 37.4 s with
+--config.precision.kv_cache_dtype=float8_e4m3fn, and 58.9 s with
+--config.precision.recipe=bf16. Its peak was 94 GiB
+(benchmarks/results/grpo_step_one_update_qwen7b_h200_2026-11-29.md). For answers
+of 3072 tokens `--dry_run --dry_run_device='NVIDIA H200'` adds up 98.
 
 The files below data/: see docs/data.md. A speed run without a checkpoint
 replaces model.path by --config.model.init=random
