@@ -122,13 +122,17 @@ def overrides(variant: str) -> dict:
   """Returns the config of 'RECIPE', or 'RECIPE+OPTION', or with more options.
 
   Args:
-    variant: options are 'kv8' (FP8 keys and values), 'head8' (see
-      `precision.quantize_lm_head`), 'selective' (see `model.remat`),
-      'inexact' (see `precision.exact`), 'reference' (see `kernels`), and
-      'gather' (see `kernels/gather_columns`).
+    variant: options are 'kv8' (FP8 keys and values), 'smooth' (the same with
+      `precision.smooth_k`), 'head8' (see `precision.quantize_lm_head`),
+      'selective' (see `model.remat`), 'inexact' (see `precision.exact`),
+      'reference' (see `kernels`), and 'gather' (see `kernels/gather_columns`).
   """
   options = {
       'kv8': {'precision.kv_cache_dtype': 'float8_e4m3fn'},
+      'smooth': {
+          'precision.kv_cache_dtype': 'float8_e4m3fn',
+          'precision.smooth_k': True,
+      },
       'head8': {'precision.quantize_lm_head': True},
       'selective': {'model.remat': 'selective'},
       'inexact': {'precision.exact': False},

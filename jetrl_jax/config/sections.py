@@ -112,7 +112,7 @@ SECTIONS: dict[str, dict[str, Setting]] = {
         _some(Policy, 'exact'),
         _all(Recipe, but=('name', 'calibrating')),
         _some(ModelSource, 'invariant_scale'),
-        _some(Policy, 'kv_cache_dtype'),
+        _some(Policy, 'kv_cache_dtype', 'smooth_k'),
     ),
     'data': _all(DataConfig),
     'reward': _all(RewardConfig),

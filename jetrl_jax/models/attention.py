@@ -45,6 +45,7 @@ def _heads(
     rotation: tuple[Array, Array],
     config: ModelConfig,
     norm_heads: NormHeads | None,
+    offset_KH: Array | None,
     tap: Callable[[str, Array], Array],
 ) -> tuple[Array, Array, Array]:
   """Returns rotated queries and keys, and values, by heads [M, ., H]."""
@@ -54,8 +55,10 @@ def _heads(
   if norm_heads is not None:
     q_MNH, k_MKH = norm_heads(q_MNH, k_MKH)
   q_MNH = tap('rope_q', rope.rotate(q_MNH, *rotation))
-  k_MKH = tap('rope_k', rope.rotate(k_MKH, *rotation))
-  return q_MNH, k_MKH, v_MKH
+  k_MKH = rope.rotate(k_MKH, *rotation)
+  if offset_KH is not None:
+    k_MKH = k_MKH - offset_KH[None]
+  return q_MNH, tap('rope_k', k_MKH), v_MKH
 
 
 def _ungroup_rows(x_BKRH: Array, group: int) -> Array:
@@ -77,6 +80,7 @@ class PackedAttention:
     last_BT: int32, the token's own index; -1 on padding.
     tile: see `flash_attention`; T is a multiple of it.
     kv_dtype: see `flash_attention`.
+    smooth_k: see `Policy`.
   """
 
   first_BT: Array
@@ -85,6 +89,7 @@ class PackedAttention:
   kv_dtype: str | None = dataclasses.field(
       default=None, metadata={'static': True}
   )
+  smooth_k: bool = dataclasses.field(default=False, metadata={'static': True})
 
   # In training and prefill XLA applies scales and adds the residual.
   defers = False
@@ -102,6 +107,7 @@ class PackedAttention:
       config: ModelConfig,
       *,
       norm_heads: NormHeads | None = None,
+      offset_KH: Array | None = None,
       tap: Callable[[str, Array], Array] = _no_tap,
   ) -> tuple[Array, tuple[Array, Array]]:
     """Returns (q [M, N, H], (k, v), each [M, K, H]); `cache` must be None.
@@ -113,10 +119,14 @@ class PackedAttention:
       config: the model's shape.
       norm_heads: (q, k) to (q, k) with each head normed; None for models
         without these norms.
+      offset_KH: what is subtracted from each rotated key, see
+        `Policy.smooth_k`; None for nothing.
       tap: see `layers.Leaf.tap`.
     """
     assert cache is None and not isinstance(qkv, DeferredScale)
-    q_MNH, k_MKH, v_MKH = _heads(qkv, rotation, config, norm_heads, tap)
+    q_MNH, k_MKH, v_MKH = _heads(
+        qkv, rotation, config, norm_heads, offset_KH, tap
+    )
     return q_MNH, (k_MKH, v_MKH)
 
   def __call__(
@@ -167,11 +177,13 @@ class DecodeAttention:
     table_BP: int32, the pages of each slot in order, S tokens each; token t
       lies in page t // S at t % S. Pages after the position are not read.
     tile: see `flash_attention`; S is a multiple of it.
+    smooth_k: see `Policy`. Keys are then rotated in plain JAX.
   """
 
   position_B: Array
   table_BP: Array
   tile: int = dataclasses.field(metadata={'static': True})
+  smooth_k: bool = dataclasses.field(default=False, metadata={'static': True})
 
   @property
   def defers(self) -> bool:
@@ -180,7 +192,8 @@ class DecodeAttention:
 
   def defers_qkv(self, config: ModelConfig) -> bool:
     """Whether qkv's dot leaves its scales and bias to `rope_append`."""
-    return has_kernel(config.head_dim) and not config.qk_norm
+    takes = not config.qk_norm and not self.smooth_k
+    return takes and has_kernel(config.head_dim)
 
   def rope_append(
       self,
@@ -190,6 +203,7 @@ class DecodeAttention:
       config: ModelConfig,
       *,
       norm_heads: NormHeads | None = None,
+      offset_KH: Array | None = None,
       tap: Callable[[str, Array], Array] = _no_tap,
   ) -> tuple[Array, tuple[Array, Array]]:
     """Returns (q [B, N, H], the pages with the new token).
@@ -200,6 +214,7 @@ class DecodeAttention:
       cache: pages of keys and values.
       config: the model's shape.
       norm_heads: see `PackedAttention.rope_append`.
+      offset_KH: see `PackedAttention.rope_append`.
       tap: see `PackedAttention.rope_append`.
     """
     assert cache is not None
@@ -211,7 +226,9 @@ class DecodeAttention:
       )
       return tap('rope_q', q_BNH), cache
     assert not isinstance(qkv, DeferredScale)
-    q_BNH, k_BKH, v_BKH = _heads(qkv, rotation, config, norm_heads, tap)
+    q_BNH, k_BKH, v_BKH = _heads(
+        qkv, rotation, config, norm_heads, offset_KH, tap
+    )
     with jax.named_scope('attention'):
       return q_BNH, self.append((k_BKH, v_BKH), cache)
 

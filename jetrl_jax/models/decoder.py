@@ -108,12 +108,20 @@ class Attention(Leaf):
         cache,
         cfg,
         norm_heads=norm_heads,
+        offset_KH=self._key_offset(cfg) if attend.smooth_k else None,
         tap=functools.partial(self.tap, shared=True),
     )
     rows, cache = attend(q_MNH, keys, self.o.row_format())
     rows = gathers.rows(rows)
     self.tap_rows('attention', rows, self.o.row_format())
     return self.o(rows, row_mask_M, defer=attend.defers, after=after), cache
+
+  def _key_offset(self, config: ModelConfig) -> Array:
+    """Returns the bias of the keys' slow channels [K, H], and 0 of others."""
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    bias_OH = self.qkv.constant_bias().reshape(-1, config.head_dim)
+    bias_KH = bias_OH[heads : heads + kv_heads]
+    return jnp.where(rope.is_slow(config), bias_KH, jnp.zeros_like(bias_KH))
 
   def _norm_heads(self, q_MNH: Array, k_MKH: Array) -> tuple[Array, Array]:
     """Normalises each head of the queries and of the keys."""

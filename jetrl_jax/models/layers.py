@@ -287,6 +287,11 @@ class Linear(Leaf):
     zeros = nn.initializers.zeros
     return self.leaf('bias', zeros, (self.out_dim,), self.pieces)
 
+  def constant_bias(self) -> Array:
+    """Returns the bias in the compute dtype, through which no gradient goes."""
+    bias = self.get_variable('weights', 'bias')
+    return lax.stop_gradient(self.axes.gather(bias, self.out_dim, self.pieces))
+
   @property
   def is_quantized(self) -> bool:
     """Whether the kernel is in 8 bits."""

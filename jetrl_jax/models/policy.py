@@ -89,6 +89,11 @@ class Policy:
     kv_cache_dtype: what keys and values are rounded to, in rollout and
       training: 'compute' (compute_dtype) or 'float8_e4m3fn', which halves the
       KV cache.
+    smooth_k: subtract from each FP8 key, before it is rounded, the bias of the
+      channels that rotary embedding hardly turns. It is the same for all
+      tokens, so attention computes the same but for rounding. Some models
+      (Qwen2.5) have so large a bias there that E4M3 keeps little of the rest
+      (docs/numerics.md).
     kernels: which implementation of each operation runs.
     exact: compile with the options that equality to the bit rests on. False
       leaves them to XLA (skipped roundings, kernels chosen by timing), as other
@@ -102,6 +107,7 @@ class Policy:
   logit_chunk_rows: int = 1024
   remat: str = 'full'
   kv_cache_dtype: str = 'compute'
+  smooth_k: bool = False
   kernels: Kernels = dataclasses.field(
       default_factory=lambda: dispatch.automatic()
   )
@@ -112,6 +118,16 @@ class Policy:
       raise ValueError(
           f'kv_cache_dtype is {self.kv_cache_dtype!r}; allowed: compute,'
           ' float8_e4m3fn'
+      )
+    if self.smooth_k and self.kv_cache_dtype == 'compute':
+      raise ValueError(
+          "smooth_k is True, but kv_cache_dtype is 'compute'; set it to"
+          " 'float8_e4m3fn', or smooth_k to False"
+      )
+    if self.smooth_k and not self.model.qkv_bias:
+      raise ValueError(
+          'smooth_k is True, but the keys of this model have no bias; set it to'
+          ' False'
       )
     remat.check(self.remat)
     tensor_parallel.check(self.model, self.recipe, self.axes)
@@ -133,6 +149,15 @@ class Policy:
     if self.kv_cache_dtype == 'compute':
       return jnp.dtype(self.recipe.dtype).name
     return self.kv_cache_dtype
+
+  @property
+  def has_fp8_keys(self) -> bool:
+    """Whether keys and values are stored in 8 bits."""
+    return self.kv_cache_dtype != 'compute'
+
+  def with_wide_keys(self) -> 'Policy':
+    """Returns the policy with keys and values in the compute dtype."""
+    return dataclasses.replace(self, kv_cache_dtype='compute', smooth_k=False)
 
   def jit(
       self,
@@ -254,6 +279,7 @@ class Policy:
         last_BT=jnp.where(valid, index, -1),
         tile=self.tile,
         kv_dtype=self.kv_dtype,
+        smooth_k=self.smooth_k,
     )
     hidden_MD, *_ = self._apply(
         variables(params.weights, params.fp8_state, masters),
@@ -351,6 +377,7 @@ class Policy:
         last_BT=jnp.where(valid, index, -1),
         tile=self.tile,
         kv_dtype=self.kv_dtype,
+        smooth_k=self.smooth_k,
     )
     _, caches, _ = self._apply(
         variables(params.weights, params.fp8_state),
@@ -395,6 +422,7 @@ class Policy:
             position_B=positions_B,
             table_BP=table_BP,
             tile=self.tile,
+            smooth_k=self.smooth_k,
         ),
         caches,
         workspace,

@@ -9,7 +9,10 @@ from jetrl_jax.core.typing import Array, Float, Int
 from jetrl_jax.kernels.rope_append import rotate
 from jetrl_jax.models.types import ModelConfig
 
-__all__ = ['inverse_frequencies', 'rotate', 'rotation']
+__all__ = ['inverse_frequencies', 'is_slow', 'rotate', 'rotation']
+
+# Tokens in which a slow pair of channels turns by one radian at most.
+_SLOW_TOKENS = 2**14
 
 
 def inverse_frequencies(config: ModelConfig) -> np.ndarray:
@@ -44,6 +47,12 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
   return np.where(
       wavelength < original / scaling.high_freq_factor, freq, scaled
   ).astype(np.float32)
+
+
+def is_slow(config: ModelConfig) -> np.ndarray:
+  """Returns bool [H]: channels that hardly turn between two tokens."""
+  slow_F = inverse_frequencies(config) * np.float32(_SLOW_TOKENS) <= 1
+  return np.tile(slow_F, 2)
 
 
 def rotation(

@@ -9,8 +9,10 @@ import pytest
 
 from jetrl_jax.core import rng
 from jetrl_jax.core.compilation import exact_jit
+from jetrl_jax.models import rope
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.rl import packing
+from jetrl_jax.rl.rollout.engine import Engine
 from tests.rl import tiny_run, tiny_updates
 
 
@@ -19,6 +21,16 @@ from tests.rl import tiny_run, tiny_updates
 def test_sizes_that_no_dot_can_take_are_refused(name, value):
   with pytest.raises(ValueError, match=f'{name} is {value}; it must be a mult'):
     dataclasses.replace(tiny_run.policy(), **{name: value})
+
+
+def test_smooth_keys_are_refused_where_they_would_do_nothing():
+  of = tiny_run.policy()
+  with pytest.raises(ValueError, match="kv_cache_dtype is 'compute'; set it"):
+    dataclasses.replace(of, smooth_k=True)
+  changes = dict(kv_cache_dtype='float8_e4m3fn', smooth_k=True)
+  dataclasses.replace(of, **changes)
+  with pytest.raises(ValueError, match='keys of this model have no bias; set'):
+    dataclasses.replace(tiny_run.policy(family='llama'), **changes)
 
 
 def test_random_masters_have_the_paths_and_shapes_of_the_tree():
@@ -154,6 +166,66 @@ def test_chunks_of_logit_rows_change_no_bit():
         jnp.float32(tiny_run.TEMPERATURE),
     )
     assert tiny_updates.mismatched([batch], [logprobs_BT])[0] == 0
+
+
+def _with_large_key_bias(of, weights):
+  """Biases of 200 and -200, as Qwen2.5 has them in channels that hardly turn.
+
+  Returns:
+    the policy, of which half the channels hardly turn; and the weights.
+  """
+  of = dataclasses.replace(
+      of, model=dataclasses.replace(of.model, rope_theta=2.0**30)
+  )
+  heads, size = of.model.num_heads, of.model.head_dim
+  is_slow = rope.is_slow(of.model)
+  assert is_slow.sum() == size // 2
+  signs = np.where(np.arange(size) % 2, 200.0, -200.0)
+  qkv = weights['layers_0']['attn']['qkv']
+  bias_OH = np.asarray(qkv['bias'], np.float32).reshape(-1, size)
+  bias_OH[heads] = np.where(is_slow, signs, bias_OH[heads])
+  planted = qkv | {'bias': jnp.asarray(bias_OH.ravel(), qkv['bias'].dtype)}
+  attn = weights['layers_0']['attn'] | {'qkv': planted}
+  return of, weights | {'layers_0': weights['layers_0'] | {'attn': attn}}
+
+
+@pytest.mark.parametrize('recipe', ['bf16', 'fp8_delayed'])
+def test_smooth_keys_keep_what_a_large_bias_hides_from_fp8(recipe):
+  run = tiny_run.bf16_run() if recipe == 'bf16' else tiny_run.fp8_run()
+  of, weights = _with_large_key_bias(run.policy, run.start.weights)
+  batch = tiny_updates.batches(tiny_run.completions())[0]
+  keys = {'kv_cache_dtype': 'float8_e4m3fn'}
+  wide, fp8, smooth = (
+      np.asarray(
+          exact_jit(dataclasses.replace(of, **changes).logprobs)(
+              PolicyParams(weights, run.start.fp8_state),
+              batch,
+              jnp.float32(1.0),
+          )[0]
+      )[batch.loss_mask > 0]
+      for changes in ({}, keys, keys | {'smooth_k': True})
+  )
+  lost, kept = (np.abs(x - wide).mean() for x in (fp8, smooth))
+  assert 0 < kept < lost / 4
+
+
+def test_smooth_keys_agree_in_rollout_and_training():
+  run = tiny_run.fp8_run()
+  of, weights = _with_large_key_bias(run.policy, run.start.weights)
+  of = dataclasses.replace(of, kv_cache_dtype='float8_e4m3fn', smooth_k=True)
+  # Few pages: sequences are parked, and their keys prefilled again.
+  config = tiny_run.engine_config(kv_cache_tokens=96)
+  samples = run.rollout(
+      dataclasses.replace(run.start, weights=weights),
+      engine=Engine(of, config, run.mesh),
+  )
+  packed = tiny_updates.batches(samples)
+  score = exact_jit(of.logprobs)
+  params = PolicyParams(weights, run.start.fp8_state)
+  temperature = jnp.float32(tiny_run.TEMPERATURE)
+  logprobs = [score(params, batch, temperature)[0] for batch in packed]
+  differ, tokens = tiny_updates.mismatched(packed, logprobs)
+  assert (differ, tokens >= 100) == (0, True)
 
 
 def test_pages_hold_keys_or_values_of_one_layer():

@@ -34,6 +34,13 @@ def test_the_frequencies_by_hand():
   )
 
 
+def test_slow_channels_turn_by_a_radian_at_most_in_16384_tokens():
+  # Frequencies 1, 2^-14, 2^-28 and 2^-42, by halves of a head.
+  cfg = tiny.config('qwen2', rope_theta=2.0**56, head_dim=8)
+  expected = [False, True, True, True]
+  np.testing.assert_array_equal(rope.is_slow(cfg), expected * 2)
+
+
 def test_llama_3_keeps_blends_and_divides_by_hand():
   # C = 32, low 1, high 4, factor 8. theta is chosen for wavelengths 2 pi, 16
   # and 128/pi = 40.7:

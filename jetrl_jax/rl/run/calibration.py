@@ -1,8 +1,8 @@
-"""Measures the activation scales of a cold start, and what 8-bit inputs cost.
+"""Measures the activation scales of a cold start, and what 8 bits cost.
 
-Only delayed scales have to be measured first. What the inputs of dots cost is
-measured for every recipe that quantises, because a format that does not fit a
-model's activations ruins a run without a word.
+Only delayed scales have to be measured first. What inputs of dots, keys and
+values in 8 bits cost is measured for every run that has them, because a format
+that does not fit a model's activations ruins a run without a word.
 """
 
 import dataclasses
@@ -38,8 +38,8 @@ CHECKPOINT_PROMPTS = 16
 CHECKPOINT_TOKENS = 64
 _CHECKPOINT_SAMPLES = 4
 _CHECKPOINT_ROWS = 4
-# k3 in nats a token that 8-bit inputs cost, from which a start warns: SmolLM2
-# has 0.01 to 0.04, Qwen2.5 less (docs/tuning.md).
+# k3 in nats a token that 8 bits cost, from which a start warns; what real
+# models have: docs/tuning.md.
 MUCH = 0.05
 
 
@@ -47,8 +47,9 @@ class Calibration:
   """Fills the scaling state of a cold start from a backward pass.
 
   The pass uses the weights that training will use, but computes in the compute
-  dtype. A layer without a scale therefore cannot distort what the next layers
-  measure. No gradient of a weight is computed; only the scaling state changes.
+  dtype, keys and values too. A layer without a scale therefore cannot distort
+  what the next layers measure. No gradient of a weight is computed; only the
+  scaling state changes.
 
   Attributes:
     observe: (state, batch, temperature) to (observations, see
@@ -64,7 +65,7 @@ class Calibration:
     self._recipe, self._whole = policy.recipe, NamedSharding(mesh, P())
     # It runs only once, so memory matters more than time.
     calibrating = dataclasses.replace(
-        policy,
+        policy.with_wide_keys(),
         recipe=dataclasses.replace(policy.recipe, calibrating=True),
         remat='full',
     )
@@ -133,8 +134,8 @@ class Calibration:
 
     Returns:
       (state, k3). The k3, in nats a token, is from the rollout's policy to one
-      whose dots read their inputs in the compute dtype: what 8-bit inputs cost.
-      None if nothing was sampled.
+      that reads inputs of dots, keys and values in the compute dtype: what they
+      cost in 8 bits. None if nothing was sampled.
     """
     observed, logprobs = self._pass(state, batches, temperature)
     fp8_state = self._observe_health(state.fp8_state, observed)
@@ -162,13 +163,15 @@ class Calibration:
 
 
 class InputCost:
-  """Measures what 8-bit inputs cost a rollout, by a forward pass.
+  """Measures what inputs, keys and values in 8 bits cost a rollout.
+
+  It takes a forward pass.
 
   `Calibration.measure` does so in a backward pass, which a recipe without
   activation scales and the rollout of a mixed flow do not have.
 
   Args:
-    policy: the rollout's policy; its recipe quantises.
+    policy: the rollout's policy; its recipe quantises, or its keys are FP8.
     mesh: devices.
     state: an example, for its shapes.
   """
@@ -179,7 +182,7 @@ class InputCost:
         state, weights=params.weights, fp8_state=params.fp8_state
     )
     recipe = dataclasses.replace(policy.recipe, calibrating=True)
-    policy = dataclasses.replace(policy, recipe=recipe)
+    policy = dataclasses.replace(policy.with_wide_keys(), recipe=recipe)
     self._logprobs = compile_logprobs(policy, mesh, side)
 
   def compile_ahead(
@@ -332,7 +335,7 @@ def calibrate_checkpoint(
     )
 
   state, distance = _filled(state, first, fill, sample, measure)
-  report(distance, policy.recipe.name)
+  report(distance, policy)
   return state
 
 
@@ -341,8 +344,8 @@ class ColdStart:
 
   Attributes:
     training: fills training's scaling state; None if nothing has to.
-    cost: measures what 8-bit inputs cost the rollout; None if `training` does,
-      or if the rollout does not quantise.
+    cost: measures what 8 bits cost the rollout; None if `training` does, or if
+      the rollout has none.
 
   Args:
     spec: the run's specification.
@@ -355,7 +358,9 @@ class ColdStart:
       self.training = Calibration(spec.policy, spec.mesh, state)
     # In a mixed flow training's policy sampled nothing.
     is_unknown = spec.is_mixed or self.training is None
-    if is_unknown and spec.rollout_policy.recipe.name != 'bf16':
+    sampling = spec.rollout_policy
+    has_8_bits = sampling.recipe.name != 'bf16' or sampling.has_fp8_keys
+    if is_unknown and has_8_bits:
       self.cost = InputCost(spec.rollout_policy, spec.mesh, state)
 
   def compile_ahead(
@@ -392,7 +397,7 @@ def calibrate_run(
     return state
   first = first or ColdStart(spec, state)
   training, cost, rollout_side = first.training, first.cost, None
-  temperature, sampling = spec.run.temperature, spec.rollout_policy.recipe
+  temperature = spec.run.temperature
 
   def sample(state):
     return short_rollout(spec, engine, state, should_stop)
@@ -400,7 +405,9 @@ def calibrate_run(
   if not needs_scales:
     if cost is not None:
       batches = spec.pack(_sampled_sequences(sample(state))).batches
-      report(cost(state, batches, temperature), sampling.name, spec.is_mixed)
+      report(
+          cost(state, batches, temperature), spec.rollout_policy, spec.is_mixed
+      )
     return state
   if spec.is_mixed:
     rollout_side = mixed_flow.Requantizer(spec.rollout_policy, spec.mesh, state)
@@ -424,7 +431,7 @@ def calibrate_run(
 
   prompts = _calibration_prompts(spec)
   state, distance = _filled(state, prompts, fill, sample, measure)
-  report(distance, sampling.name, spec.is_mixed)
+  report(distance, spec.rollout_policy, spec.is_mixed)
   return state
 
 
@@ -498,31 +505,44 @@ def _sampled_sequences(completions: list[Completion]) -> list[packing.Sequence]:
   )
 
 
-def report(distance: float | None, recipe: str, is_mixed: bool = False) -> None:
-  """Logs how far 8-bit inputs move the policy; warns if it is far.
+def report(
+    distance: float | None, policy: Policy, is_mixed: bool = False
+) -> None:
+  """Logs how far 8 bits move the policy; warns if it is far.
 
   Args:
     distance: k3 in nats a token; None, of no tokens, is not reported.
-    recipe: the recipe that reads them.
+    policy: the one that samples.
     is_mixed: whether it is that of a mixed flow's rollout alone.
   """
   if distance is None:
     return
+  recipe, read = policy.recipe.name, []
+  if recipe != 'bf16':
+    read.append(f'the inputs of dots in {recipe}')
+  if policy.has_fp8_keys:
+    read.append('keys and values in FP8')
   logging.info(
-      'Reading the inputs of dots in %s moves the policy%s by k3 = %.2g nats a'
-      ' token',
-      recipe,
+      'Reading %s moves the policy%s by k3 = %.2g nats a token',
+      ', and '.join(read),
       ' of the rollout' if is_mixed else '',
       distance,
   )
-  if not distance <= MUCH:
+  if distance <= MUCH:
+    return
+  remedies = []
+  if policy.has_fp8_keys:
+    if policy.model.qkv_bias and not policy.smooth_k:
+      remedies.append('precision.smooth_k=True')
+    remedies.append("precision.kv_cache_dtype='compute'")
+  if recipe != 'bf16':
     setting = 'precision.rollout_recipe' if is_mixed else 'precision.recipe'
     others = [name for name in ('fp8_block', 'bf16') if name != recipe]
-    logging.warning(
-        'That is more than %.2g: activations probably have outliers. Try'
-        " precision.high_precision_layers='.*/mlp/down', then %s=%s"
-        ' (docs/tuning.md)',
-        MUCH,
-        setting,
-        ', then '.join(map(repr, others)),
-    )
+    remedies.append("precision.high_precision_layers='.*/mlp/down'")
+    remedies.append(f'{setting}={", then ".join(map(repr, others))}')
+  logging.warning(
+      'That is more than %.2g: activations probably have outliers. Try %s'
+      ' (docs/tuning.md)',
+      MUCH,
+      ', then '.join(remedies),
+  )

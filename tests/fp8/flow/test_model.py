@@ -235,6 +235,20 @@ def test_what_a_gpu_runs_is_one_flow_and_its_kernels_are_named(
 
 
 @kernels_in_use.needs_mosaic
+@pytest.mark.parametrize('recipe', [FP8, Recipe(name='bf16')])
+def test_smooth_keys_are_one_flow_on_a_gpu_rotated_in_plain_jax(
+    recipe, monkeypatch
+):
+  keys = {'kv_cache_dtype': 'float8_e4m3fn', 'smooth_k': True}
+  of = _hopper_policy(monkeypatch, recipe, **keys)
+  state = tiny_run.state_shapes(of)
+  check(of, state)
+  graph = flow_check.decode_graph(of, tiny_run.engine_config(), state)
+  used = {k.operation for k in graph.kernels}
+  assert used == _GPU_DECODE - {'rope_append'}
+
+
+@kernels_in_use.needs_mosaic
 @pytest.mark.parametrize(
     'operation', ['add_norm_quantize', 'attention', 'rope_append', 'swiglu']
 )

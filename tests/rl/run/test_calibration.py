@@ -240,19 +240,24 @@ def test_an_outlier_channel_costs_int8_far_more_than_fp8():
         ('fp8_delayed', 'bf16', (True, False)),
     ],
 )
+@pytest.mark.parametrize('keys', ['compute', 'float8_e4m3fn'])
 def test_a_cold_start_measures_every_rollout_that_quantises_once(
-    recipe, rollout, parts
+    recipe, rollout, parts, keys
 ):
   spec = configs.build(
       whole_run.config(
           **{
               'precision.recipe': recipe,
+              'precision.kv_cache_dtype': keys,
               'precision.rollout_recipe': rollout,
               'algorithm.old_logprobs': 'recompute',
           }
       )
   )
   first = ColdStart(spec, initialize.create(spec))
+  if keys != 'compute':
+    # Keys in 8 bits are enough.
+    parts = parts[0], parts[1] or recipe == 'bf16' or rollout == 'bf16'
   assert (first.training is not None, first.cost is not None) == parts
 
 
@@ -310,14 +315,62 @@ def test_a_start_warns_where_8_bit_inputs_move_the_policy(caplog):
   for distance, level in ((0.004, 'INFO'), (0.2, 'WARNING')):
     caplog.clear()
     with caplog.at_level(logging.INFO):
-      calibration_module.report(distance, 'fp8_delayed')
+      calibration_module.report(distance, tiny_run.policy())
     assert caplog.records[-1].levelname == level
-  assert "high_precision_layers='.*/mlp/down'" in caplog.text
+  assert (
+      "Try precision.high_precision_layers='.*/mlp/down', then"
+      " precision.recipe='fp8_block', then 'bf16' (" in caplog.text
+  )
+
+
+@pytest.mark.parametrize(
+    ('family', 'changes', 'said'),
+    [
+        (
+            'qwen2',
+            {},
+            "precision.smooth_k=True, then precision.kv_cache_dtype='c",
+        ),
+        ('qwen2', {'smooth_k': True}, "Try precision.kv_cache_dtype='compute'"),
+        ('llama', {}, "Try precision.kv_cache_dtype='compute'"),
+    ],
+)
+def test_a_start_names_fp8_keys_first_where_8_bits_move_the_policy(
+    family, changes, said, caplog
+):
+  keys = {'kv_cache_dtype': 'float8_e4m3fn'} | changes
+  for recipe, what in (
+      (
+          tiny_run.FP8,
+          'the inputs of dots in fp8_delayed, and keys and values in',
+      ),
+      (tiny_run.BF16, 'Reading keys and values in FP8 moves the policy by k3'),
+  ):
+    of = tiny_run.policy(recipe, family=family)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+      calibration_module.report(0.2, dataclasses.replace(of, **keys))
+    assert what in caplog.text and said in caplog.text
+    assert ('high_precision_layers' in caplog.text) == (recipe.name != 'bf16')
+
+
+def test_what_fp8_keys_cost_is_part_of_what_a_start_says():
+  run, calibration, samples = tiny_run.cold_fp8_run()
+  of = dataclasses.replace(run.policy, kv_cache_dtype='float8_e4m3fn')
+  with_keys = Calibration(of, run.mesh, run.start)
+  batches = tiny_run.calibration_batches(samples)
+  # The pass that a rollout is compared with has wide keys.
+  wide, narrow = (
+      one.observe(run.start, batches[0], np.float32(tiny_run.TEMPERATURE))[1]
+      for one in (calibration, with_keys)
+  )
+  tiny_run.assert_same_bits(wide, narrow)
 
 
 def test_a_start_does_not_name_the_recipe_that_runs_as_a_way_out(caplog):
-  calibration_module.report(0.2, 'fp8_block')
+  of = tiny_run.policy(dataclasses.replace(tiny_run.FP8, name='fp8_block'))
+  calibration_module.report(0.2, of)
   assert "precision.recipe='bf16' (" in caplog.text
   caplog.clear()
-  calibration_module.report(None, 'fp8_block')
+  calibration_module.report(None, of)
   assert not caplog.text
