@@ -89,6 +89,34 @@ def test_a_freed_slot_stops_and_leaves_the_others_alone():
   assert len(_expected()[0].tokens) > 2
 
 
+def test_a_freed_slot_gives_its_pages_to_the_sequence_that_waits():
+  # One page: slot 1 waits for slot 0.
+  engine = tiny_run.small_engine(32)
+  client = _Client(dataclasses.replace(tiny_run.fp8_run(), engine=engine))
+  client.state = engine.bulk_insert(client.prefix, client.state, [0])
+  client.state = engine.bulk_insert(client.prefix, client.state, [1])
+  client.generate(2)
+  assert not client.tokens[1]
+  client.state = engine.free_resource(0, client.state)
+  client.generate(12)
+  assert client.tokens[0] == _expected()[0].tokens[:2].tolist()
+  assert client.tokens[1] == _expected()[1].tokens.tolist()
+
+
+def test_a_new_state_has_all_pages_whatever_an_abandoned_one_held():
+  engine = tiny_run.small_engine(32)
+  client = _Client(dataclasses.replace(tiny_run.fp8_run(), engine=engine))
+  client.state = engine.bulk_insert(client.prefix, client.state, [0])
+  client.state = engine.bulk_insert(client.prefix, client.state, [1])
+  assert engine.pages.times_preempted == 1
+  # As after a rollout that was stopped.
+  client.state = engine.init_decode_state()
+  assert engine.pages.times_preempted == 0
+  client.state = engine.bulk_insert(client.prefix, client.state, [2])
+  client.generate(12)
+  assert client.tokens[2] == _expected()[2].tokens.tolist()
+
+
 def test_a_slot_used_again_starts_afresh():
   client = _Client(tiny_run.fp8_run())
   for _ in range(2):
