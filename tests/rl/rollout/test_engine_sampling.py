@@ -107,6 +107,33 @@ def test_a_given_token_has_log_pi_as_its_log_mu_whatever_is_cut():
   assert np.isfinite(log_mu).all()
 
 
+def test_a_greedy_slot_asks_no_top_p_of_its_own():
+  logits_BV = jax.random.normal(jax.random.key(0), (16, 30))
+  none = jnp.zeros(16, jnp.int32)
+  state = types.SimpleNamespace(
+      address=jnp.zeros((16, 2), jnp.uint32),
+      emitted=none,
+      given=none,
+      tokens=jnp.zeros((16, 4), jnp.int32),
+      temperature=jnp.asarray([0.0, 1.0] * 8),
+  )
+  policy, config = tiny_run.policy(), tiny_run.engine_config()
+
+  @jax.jit
+  def sample(logits_BV, key, top_p_B):
+    return decode_step.sample(policy, config, state, logits_BV, key, top_p_B)
+
+  key = rng.key(0, rng.ROLLOUT, 0)
+  token, log_mu, *_ = sample(logits_BV, key, jnp.full(16, 0.5))
+  greedy = np.arange(16) % 2 == 0
+  np.testing.assert_array_equal(
+      np.asarray(token)[greedy], np.argmax(logits_BV, axis=1)[greedy]
+  )
+  # It is sure of its token, and the others are not.
+  assert not np.asarray(log_mu)[greedy].any()
+  assert (np.asarray(log_mu)[~greedy] < 0).all()
+
+
 def test_greedy_does_not_ask_the_truncation():
   _, greedy = _truncated()
   plain = tiny_run.fp8_run().rollout(temperature=0.0, num_generations=1)
