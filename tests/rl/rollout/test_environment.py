@@ -1,5 +1,7 @@
 """Tests of the environment's interface: loading, limits, what is refused."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -109,6 +111,19 @@ def test_an_observation_stands_in_its_template():
   expected = scripted.tokenizer().encode('<ab>{}', add_special_tokens=False)
   np.testing.assert_array_equal(config.observation_tokens('ab'), expected)
   assert config.observation_tokens('').tolist() == []
+
+
+def test_an_observation_brings_no_token_that_begins_a_text():
+  # As Llama's tokenizers put one before each text.
+  tokenizer = copy.copy(scripted.tokenizer())
+  encode = tokenizer.encode
+  tokenizer.encode = lambda text, *, add_special_tokens: np.append(
+      np.full(int(add_special_tokens), 9, np.int32),
+      encode(text, add_special_tokens=False),
+  )
+  tokens = _config(tokenizer=tokenizer).observation_tokens('ab')
+  assert len(tokens) == 2
+  np.testing.assert_array_equal(tokens, _config().observation_tokens('ab'))
 
 
 def test_an_environment_need_not_have_a_first_observation():

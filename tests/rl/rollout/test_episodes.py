@@ -355,6 +355,29 @@ def test_a_waiting_environment_holds_up_no_other_episode():
   _assert_same_episodes(found, _episodes())
 
 
+def test_an_environment_that_starts_late_changes_no_bit():
+  another_is_done = threading.Event()
+  waited = []
+
+  class Late(scripted.Letters):
+
+    def reset(self, prompt, rng):
+      if prompt.id == 13:
+        waited.append(another_is_done.wait(60))
+      return super().reset(prompt, rng)
+
+    def step(self, text):
+      outcome = super().step(text)
+      if outcome.done:
+        another_is_done.set()
+      return outcome
+
+  # Others decode meanwhile, and no slot of this prompt may.
+  found = _rollout(Late, {'timeout_s': 90.0})
+  assert waited and all(waited)
+  _assert_same_episodes(found, _episodes())
+
+
 def test_metrics_of_turns_are_there_with_an_environment_only():
   def metrics(completions):
     return experience.experience_metrics(
