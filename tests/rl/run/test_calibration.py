@@ -11,12 +11,13 @@ import optax
 import pytest
 
 from jetrl_jax.config import build as configs
-from jetrl_jax.core import sharding
+from jetrl_jax.core import rng, sharding
 from jetrl_jax.core.compile_ahead import CompileAhead
 from jetrl_jax.fp8 import Recipe, scaling_state
 from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.rl.rollout import scheduler
 from jetrl_jax.rl.rollout.engine import Engine
+from jetrl_jax.rl.rollout.environment import EnvironmentConfig
 from jetrl_jax.rl.run import calibration as calibration_module
 from jetrl_jax.rl.run import train_state
 from jetrl_jax.rl.run.calibration import (
@@ -117,6 +118,45 @@ def test_likelihood_sequences_average_over_all_targets():
 def test_likelihood_sequences_without_a_target_weigh_nothing():
   (one,) = likelihood_sequences([np.zeros(1, np.int32)], [1])
   assert not one.loss_mask.any() and not one.loss_weight.any()
+
+
+def test_what_an_environment_said_is_measured_as_no_sample():
+  completion = Completion(
+      prompt_id=0,
+      sample=0,
+      prompt_tokens=np.array([4, 5], np.int32),
+      tokens=np.array([6, 7, 8], np.int32),
+      log_mu=np.full(3, -0.5, np.float32),
+      logprobs=np.full(3, -0.5, np.float32),
+      weight_version=np.zeros(3, np.int32),
+      finish_reason='length',
+      sampled=np.array([True, False, True]),
+  )
+  (one,) = calibration_module._sampled_sequences([completion])
+  assert one.tokens.tolist() == [4, 5, 6, 7, 8]
+  assert one.rollout_logprobs.tolist() == [0, 0, -0.5, 0, -0.5]
+  # Its tokens are inputs of the dots all the same.
+  assert one.loss_mask.tolist() == [0, 0, 1, 1, 1]
+
+
+def test_a_short_rollout_samples_as_the_run_does(monkeypatch):
+  changes = {'seed': 5, 'rollout.temperature': 0.7}
+  spec = configs.build(whole_run.config(**changes))
+  spec = dataclasses.replace(spec, environment=cast(EnvironmentConfig, 'turns'))
+  asked = {}
+  monkeypatch.setattr(
+      calibration_module, 'rollout', lambda *a, **how: asked.update(how, of=a)
+  )
+  state, stop = tiny_run.fp8_run().start, scheduler.never_stop
+  calibration_module.short_rollout(spec, cast(Engine, None), state, stop)
+  assert (asked['temperature'], asked['environment']) == (0.7, 'turns')
+  # By the tiny config four prompts, four samples each, of six tokens.
+  assert asked['of'][2] == [spec.train_set[i] for i in range(4)]
+  assert asked['num_generations'] == 4
+  assert asked['limits'].tolist() == [[6] * 4] * 4
+  # A run that is stopped meanwhile does not wait for its end.
+  assert asked['should_stop'] is stop
+  assert asked['base_key'] == rng.key(5, rng.CALIBRATION)
 
 
 def test_measured_health_is_that_of_the_scales_in_use():
@@ -312,7 +352,9 @@ def test_a_start_without_activation_scales_says_the_cost_and_changes_nothing(
 
 
 def test_a_start_warns_where_8_bit_inputs_move_the_policy(caplog):
-  for distance, level in ((0.004, 'INFO'), (0.2, 'WARNING')):
+  # A policy that 8-bit inputs make NaN is moved as far as can be.
+  levels = ((0.004, 'INFO'), (float('nan'), 'WARNING'), (0.2, 'WARNING'))
+  for distance, level in levels:
     caplog.clear()
     with caplog.at_level(logging.INFO):
       calibration_module.report(distance, tiny_run.policy())
