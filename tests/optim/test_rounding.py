@@ -145,7 +145,7 @@ _LR = 2.0**-12
 
 
 @functools.cache
-def _applied(data: int, fsdp: int, steps=3):
+def _applied(data: int, fsdp: int, steps=3, seed=11):
   """Masters of two equal parts, all 1, after steps of -2^-12 or so."""
   mesh = sharding.make_mesh(data=data, fsdp=fsdp)
   policy = tiny_run.policy(tiny_run.BF16, mesh)
@@ -156,7 +156,7 @@ def _applied(data: int, fsdp: int, steps=3):
       grad_clip=1e9,
       moments='float32',
       master_rounding='stochastic',
-      seed=11,
+      seed=seed,
   )
 
   def leaves():
@@ -226,6 +226,18 @@ def test_layers_that_share_a_program_have_bits_of_their_own():
       states[-1].trainable[f'layers_{i}']['o']['kernel'] for i in range(2)
   ]
   assert (kernels[0] != kernels[1]).mean() > 0.1
+
+
+def test_another_seed_rounds_other_masters_up():
+  _, states, _ = _applied(1, 1)
+  _, other, _ = _applied(1, 1, steps=1, seed=12)
+  pairs = zip(
+      tiny_run.leaves(states[1].trainable),
+      tiny_run.leaves(other[1].trainable),
+      strict=True,
+  )
+  # One in sixteen moves by chance, in either.
+  assert all(0.03 < (a != b).mean() < 0.3 for a, b in pairs if a.ndim == 2)
 
 
 def test_on_eight_devices_masters_have_the_bits_of_one():
