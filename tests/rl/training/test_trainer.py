@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 import types
 
@@ -29,13 +30,15 @@ from jetrl_jax.core.compile_ahead import CompileAhead
 from jetrl_jax.core.interrupt import StopRequested
 from jetrl_jax.metrics import alarms
 from jetrl_jax.metrics.timer import Timer
+from jetrl_jax.models.policy import PolicyParams
 from jetrl_jax.optim.types import TrainState
 from jetrl_jax.rl import aggregation
 from jetrl_jax.rl.objective import policy_loss
+from jetrl_jax.rl.packing import sequence_from_completion
 from jetrl_jax.rl.rollout.engine import Engine
 from jetrl_jax.rl.run import preflight
 from jetrl_jax.rl.run.calibration import Calibration
-from jetrl_jax.rl.scoring import evaluation, store
+from jetrl_jax.rl.scoring import evaluation, experience, store
 from jetrl_jax.rl.scoring.experience import Experience
 from jetrl_jax.rl.settings import RunConfig
 from jetrl_jax.rl.training.collector import Collector
@@ -258,6 +261,51 @@ def test_an_evaluation_samples_as_its_own_settings_say(monkeypatch):
   assert asked['base_key'] == rng.key(5, rng.EVALUATION, 0)
 
 
+def test_every_step_samples_with_noise_of_its_own(monkeypatch, live):
+  # `rollout` the function hides the module of that name.
+  where = sys.modules[Collector.__module__]
+  keys, collector = [], live.trainer.collector
+  monkeypatch.setattr(
+      where, 'rollout', lambda *_, base_key, **__: keys.append(base_key)
+  )
+  scores = types.SimpleNamespace(visit=None, add=None)
+  for step in (3, 4):
+    collector.rollout(step, [], live.state, scores)
+  seed = live.trainer.spec.run.seed
+  assert keys == [rng.key(seed, rng.ROLLOUT, step) for step in (3, 4)]
+
+
+def test_each_step_counts_the_sequences_that_waited_in_its_own_rollouts(
+    monkeypatch, live
+):
+  collector, position = live.trainer.collector, live.trainer.sampler.state()
+  rollout = collector.rollout
+
+  def counted(*arguments):
+    found = rollout(*arguments)
+    collector.engine.pages.times_preempted = 3
+    return found
+
+  monkeypatch.setattr(collector, 'rollout', counted)
+  for step in (4, 5):
+    sampled = collector.collect(step, live.state)
+    assert sampled.metrics['rollout/num_preempted'] == 3
+  live.trainer.sampler.restore(position)
+
+
+def test_a_rollout_that_cannot_be_written_ends_its_step(live, monkeypatch):
+  trainer, position = live.trainer, live.trainer.sampler.state()
+
+  def full(*_):
+    raise OSError('no space is left')
+
+  # A thread writes it during the update.
+  monkeypatch.setattr(trainer.folder, 'save_rollouts', full)
+  with pytest.raises(OSError, match='no space is left'):
+    trainer._train_step(4, jax.tree.map(jnp.copy, live.state))
+  trainer.sampler.restore(position)
+
+
 def test_evaluating_moves_nothing(live):
   before = whole_run.digest(live.state)
   live.trainer._evaluate(9, live.state)
@@ -380,6 +428,36 @@ def test_one_updates_distance_is_the_same_however_it_comes_about(live):
   assert alone.rollout_update_k3 is None
 
 
+def test_an_updates_distance_is_that_of_the_answers_log_probs(live):
+  learner = live.trainer.learner
+  sequences = [
+      sequence_from_completion(
+          completion,
+          advantage=0.0,
+          loss_weight=0.0,
+          mask_truncated=False,
+          origin=i,
+      )
+      for i, completion in enumerate(live.exp.completions)
+  ]
+
+  def sampled(state):
+    params = PolicyParams(state.weights, state.fp8_state)
+    values = learner.logprobs(sequences, params)
+    pairs = zip(values, live.exp.completions, strict=True)
+    joined = np.concatenate([v[len(c.prompt_tokens) :] for v, c in pairs])
+    return joined.astype(np.float64)
+
+  # One update on all 16 answers, which fill a micro-batch.
+  after, result = live.result(mini_batch_size=4)
+  # The scales of inputs move last, which is no update.
+  after = dataclasses.replace(after, fp8_state=live.state.fp8_state)
+  x = sampled(live.state) - sampled(after)
+  np.testing.assert_allclose(
+      result.update_k3, np.mean(np.exp(-x) - 1 + x), rtol=1e-6
+  )
+
+
 @pytest.mark.parametrize('mode', aggregation.MODES)
 def test_every_loss_aggregation_updates_on_policy(live, mode):
   state, infos, scored = live.learn(loss_agg_mode=mode)
@@ -390,6 +468,24 @@ def test_every_loss_aggregation_updates_on_policy(live, mode):
   if mode == 'seq-mean-token-sum-norm':
     # All weights over 12 instead of over the tokens: another gradient.
     assert float(infos[0].grad_norm) != float(live.learn()[1][0].grad_norm)
+
+
+def test_a_constant_divisor_is_the_longest_answer_that_may_be(
+    live, monkeypatch
+):
+  made, taken = experience.mini_batches, []
+
+  def noted(*arguments, **how):
+    taken.extend(made(*arguments, **how))
+    return taken
+
+  monkeypatch.setattr(experience, 'mini_batches', noted)
+  live.learn(loss_agg_mode='seq-mean-token-sum-norm')
+  # Two prompts of four answers each, of at most 12 tokens.
+  assert [len(batch) for batch in taken] == [8, 8]
+  for sequence in (s for batch in taken for s in batch):
+    weight = sequence.loss_mask * np.float32(1 / (8 * 12))
+    np.testing.assert_array_equal(sequence.loss_weight, weight)
 
 
 def test_truncated_completions_can_be_left_out_of_the_loss(live):
@@ -448,23 +544,31 @@ def test_updates_that_are_not_finite_are_skipped_counted_and_end_the_run(
 
 def test_a_run_without_a_learning_signal_is_saved_and_stopped(tmp_path):
   changes = {
-      'trainer.stop_after_idle_steps': 2,
+      'trainer.stop_after_idle_steps': 3,
       'trainer.test_freq': 0,
+      'trainer.total_training_steps': 7,
       # What random weights write is no sum.
       'reward.functions': ('gsm8k',),
   }
-  for last in (2, 4):  # A resumed run has as many steps again.
-    with pytest.raises(RuntimeError, match='2 steps in a row had no learning'):
+  # A resumed run remembers the steps before it.
+  trainer = whole_run.trainer(tmp_path, changes)
+  _until(trainer, 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
+  with pytest.raises(StopRequested):
+    trainer.train()
+  # No step of save_freq, and stopped once it has as many steps again.
+  for last in (3, 6):
+    with pytest.raises(RuntimeError, match='3 steps in a row had no learning'):
       whole_run.trainer(tmp_path, changes).train()
     steps = whole_run.records(tmp_path)[1:]
     assert [r['step'] for r in steps] == list(range(1, last + 1))
     assert [r['alarm/no_signal'] for r in steps] == [1] * last
     saved = whole_run.restored(tmp_path, changes=changes)
     assert saved.step == last and saved.host_state['idle_in_row'] == 0
-  assert [r['reward/no_answer'] for r in steps] == [16] * 4
+  assert [r['reward/no_answer'] for r in steps] == [16] * 6
   # At the last step there is nothing to stop.
-  whole_run.trainer(tmp_path, changes).train()
-  assert whole_run.records(tmp_path)[-1]['step'] == 6
+  last = changes | {'trainer.stop_after_idle_steps': 1}
+  whole_run.trainer(tmp_path, last).train()
+  assert whole_run.records(tmp_path)[-1]['step'] == 7
 
 
 class _Killed(BaseException):

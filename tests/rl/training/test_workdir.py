@@ -4,8 +4,11 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 
+from jetrl_jax.rl.scoring import store
+from jetrl_jax.rl.scoring.experience import Experience
 from jetrl_jax.rl.training.workdir import changed_settings
 from tests import whole_run
 
@@ -97,6 +100,51 @@ def test_a_full_disk_is_named_with_what_to_do(tmp_path):
   with pytest.raises(OSError, match='File exists'):
     folder.save_samples(1, [{}])
   folder.close()
+
+
+def test_a_saved_rollout_has_each_answers_score_accuracy_and_advantage(
+    tmp_path,
+):
+  folder = whole_run.trainer(tmp_path).folder
+  file = whole_run.finished() / 'rollouts' / '000001.npz'
+  completions, _ = store.load_rollouts(file)
+  values = {
+      name: np.random.default_rng(i).random((4, 4)).astype(dtype)
+      for i, (name, dtype) in enumerate(
+          [('score', 'f8'), ('accuracy', 'f8'), ('advantage', 'f4')]
+      )
+  }
+  exp = Experience(
+      prompts=[],
+      completions=completions,
+      scores_PG=values['score'],
+      overlong_PG=np.zeros((4, 4)),
+      kl_penalty_PG=np.zeros((4, 4)),
+      rewards_PG=np.zeros((4, 4)),
+      accuracy_PG=values['accuracy'],
+      errors={},
+      advantages_PG=values['advantage'],
+  )
+  folder.save_rollouts(7, exp)
+  folder.close()
+  _, found = store.load_rollouts(tmp_path / 'rollouts' / '000007.npz')
+  assert set(found) == set(values)
+  for name, value in values.items():
+    np.testing.assert_array_equal(found[name], value.reshape(-1))
+
+
+def test_an_export_that_was_cut_short_is_made_again(tmp_path):
+  workdir = tmp_path / 'run'
+  shutil.copytree(whole_run.finished(), workdir)
+  # As a kill leaves it, before it has its name.
+  partial = workdir / '.export.partial'
+  (workdir / 'export').rename(partial)
+  (partial / 'model.safetensors').write_bytes(b'')
+  whole_run.trainer(workdir).train()
+  assert not partial.exists()
+  name = 'export/model.safetensors'
+  whole = (whole_run.finished() / name).read_bytes()
+  assert (workdir / name).read_bytes() == whole
 
 
 def test_a_config_or_an_export_that_finds_no_room_is_named_with_what_to_do(
