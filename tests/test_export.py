@@ -1,5 +1,6 @@
 """Exports of a run: what loads again, and how the command says no."""
 
+import dataclasses
 import hashlib
 import shutil
 
@@ -133,8 +134,11 @@ def test_an_older_step_can_be_exported(tmp_path):
   assert _bytes(params) != _bytes(newest.masters)
 
 
-def _of_start(workdir, **changes):
-  """The workdir of a run that has saved its step 0 and not learnt."""
+def _of_start(workdir, times=(1,), **changes):
+  """The workdir of a run that has not learnt.
+
+  Its step i has the masters of a start, `times[i]` times as large.
+  """
   workdir.mkdir(exist_ok=True)
   spec = configs.build(whole_run.config(**changes))
   state = train_state.create(
@@ -145,8 +149,15 @@ def _of_start(workdir, **changes):
       spec.freeze,
   )
   (workdir / 'config.json').write_text(spec.config_text)
-  saver = CheckpointManager(workdir / 'checkpoints', keep_latest=1, keep_best=0)
-  saver.save(0, train_state.without_weights(state), {}, metric=None)
+  saver = CheckpointManager(
+      workdir / 'checkpoints', keep_latest=len(times), keep_best=0
+  )
+  for step, factor in enumerate(times):
+    larger = dataclasses.replace(
+        state,
+        trainable=jax.tree.map(lambda x, by=factor: by * x, state.trainable),
+    )
+    saver.save(step, train_state.without_weights(larger), {}, metric=None)
   saver.close()
   return workdir
 
@@ -190,6 +201,25 @@ def test_a_checkpoint_is_calibrated_for_its_fp8_export(tmp_path):
   again, _ = _export(tmp_path / 'y', checkpoint=str(folder), format='fp8')
   for name in ('model.safetensors', 'config.json'):
     assert (again / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_an_older_step_is_calibrated_for_its_fp8_export(tmp_path):
+  run = _of_start(tmp_path / 'run', (1, 4), **{'precision.recipe': 'bf16'})
+  folder, said = _export(
+      tmp_path / 'x',
+      workdir=str(run),
+      step=0,
+      format='fp8',
+      data=str(whole_run.home() / 'tiny/heldout.jsonl'),
+      template='{prompt}',
+  )
+  assert said.startswith('step 0 of ') and 'calibrated on 6 prompts' in said
+  found = saved_policy.restore(str(folder)).state.weights
+  kernel = found['layers_0']['mlp']['down']['kernel']
+  largest = np.abs(np.asarray(kernel.values, np.float32)).max() * kernel.scale
+  older = saved_policy.restore(str(run), step=0).state.masters
+  expected = np.abs(older['layers_0']['mlp']['down']['kernel']).max()
+  np.testing.assert_allclose(largest, expected, rtol=2**-4)
 
 
 def test_prompts_of_another_models_tokenizer_calibrate_nothing(tmp_path):
