@@ -17,6 +17,7 @@ from jetrl_jax.metrics.writer import Mean
 from jetrl_jax.optim.adamw import OptimizerConfig
 from jetrl_jax.optim.apply import Apply, Gradients
 from jetrl_jax.optim.types import TrainState, merge
+from jetrl_jax.rl.run import train_state
 from tests.rl import tiny_run, tiny_updates
 
 
@@ -272,6 +273,39 @@ def test_a_loss_alone_that_is_not_finite_is_enough():
   )
   assert not bool(info.applied)
   tiny_run.assert_same_bits(state, run.start)
+
+
+def test_the_reported_learning_rate_is_the_one_that_moves_the_masters():
+  mesh = sharding.make_mesh()
+  policy = tiny_run.policy(tiny_run.BF16, mesh)
+  config = OptimizerConfig(
+      lr=2.0**-6,
+      weight_decay=0.0,
+      grad_clip=1e9,
+      lr_warmup_steps=4,
+      moments='float32',
+  )
+  optimizer, masters = config.build(), {'layers_0': {'norm': jnp.zeros(16)}}
+  masters = jax.device_put(masters, sharding.tree_shardings(masters, mesh))
+  state = train_state.create(policy, masters, optimizer, mesh)
+  apply = Apply(policy, optimizer, config, mesh, state)
+  rates, places = [], [0.0]
+  # The second update is skipped, and the third has its rate.
+  for value in (1.0, np.nan, 1.0, 1.0):
+    loss = Mean(sum=jnp.zeros(()), weight=jnp.zeros(()))
+    gradients = Gradients(
+        trainable={'layers_0': {'norm': jnp.full(16, value)}},
+        fp8={},
+        metrics={'actor/pg_loss': loss},
+    )
+    state, info = apply(tiny_run.copy(state), gradients)
+    rates.append(float(info.lr))
+    places.append(float(state.trainable['layers_0']['norm'][0]))
+  quarter = 2.0**-6 / 4
+  np.testing.assert_allclose(rates, quarter * np.array([1, 2, 2, 3]), rtol=1e-6)
+  # Of equal gradients Adam moves by the rate itself.
+  moved = -np.diff(places)
+  np.testing.assert_allclose(moved, quarter * np.array([1, 0, 2, 3]), rtol=1e-4)
 
 
 def test_frozen_masters_stay_and_have_no_moments():
