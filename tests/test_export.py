@@ -14,6 +14,7 @@ from jetrl_jax.config import build as configs
 from jetrl_jax.config import saved_policy
 from jetrl_jax.data import Tokenizer
 from jetrl_jax.rl.run import train_state
+from jetrl_jax.rl.training.workdir import RunFolder
 from tests import commands, whole_run
 
 
@@ -160,6 +161,27 @@ def _of_start(workdir, times=(1,), **changes):
     saver.save(step, train_state.without_weights(larger), {}, metric=None)
   saver.close()
   return workdir
+
+
+def test_an_export_undoes_the_invariant_scaling(tmp_path):
+  changes = {'precision.invariant_scale': 2.0}
+  run = _of_start(tmp_path / 'run', **changes)
+  exported, _ = _export(tmp_path / 'x', workdir=str(run))
+  # What the run itself would write at its end.
+  spec = configs.build(whole_run.config(**changes))
+  state = saved_policy.restore(str(run)).state
+  assert float(state.masters['layers_0']['attn_norm']['scale'][0]) == 2.0
+  folder = RunFolder(run, spec.run, None)
+  folder.export(spec, state, spec.export_source)
+  folder.close()
+  # A power of two is undone to the bit.
+  start = configs.build(whole_run.config()).initial_params()
+  expected = jax.tree.map(lambda x: x.astype('bfloat16'), start)
+  for made in (exported, run / 'export'):
+    found = models.load_checkpoint(
+        made, models.load_config(made), dtype='bfloat16'
+    )
+    assert _bytes(found) == _bytes(expected)
 
 
 def test_a_run_without_fp8_has_no_fp8_export(tmp_path):
