@@ -167,6 +167,11 @@ async def _wait(value: Any) -> Any:
 
 def _load(target: str) -> Callable[..., Any]:
   """Imports 'package.module.function' or 'path/to/file.py:function'."""
+  if target.endswith('.py'):
+    raise RewardFunctionError(
+        f'reward {target!r} names a file and no function of it; write'
+        f" '{target}:compute_score', or what yours is called."
+    )
   where, name = target.rsplit(':' if ':' in target else '.', 1)
   where = os.path.expanduser(where)
   is_file = where.endswith('.py')

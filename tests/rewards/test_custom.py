@@ -174,6 +174,7 @@ def test_a_keyword_that_the_function_lacks_is_refused_at_the_start():
             "no function 'nothing'; it has none.",
         ),
         (f'{FUNCTIONS}:other', r"has the parameters \['a', 'b'\]; allowed"),
+        (f'{FUNCTIONS}', "no function of it; write '.*.py:compute_score'"),
         ('/no/such/file.py:f', 'there is no file /no/such/file.py'),
         ('no_such_module.f', "No module named 'no_such_module'"),
         (f'{FUNCTIONS.with_name("aborts_on_import.py")}:f', "with 'crash'"),
