@@ -272,6 +272,10 @@ def test_a_name_of_another_library_is_led_to_ours(argument, meant):
     [
         (['--config=nowhere.py'], '--config=nowhere.py: there is no such file'),
         (
+            ['--config=elsewhere/configs/quickstart.py'],
+            'there is no such file; --config=quickstart works in any folder',
+        ),
+        (
             ['--config=quikstart'],
             '--config=quikstart: there is no such file, and no example of that'
             " name; did you mean 'quickstart'? Examples: calculator, ",

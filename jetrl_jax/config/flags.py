@@ -339,9 +339,11 @@ def _with_file(argv: list[str]) -> list[str]:
 
 def _missing(file: pathlib.Path) -> str:
   """Says that a config file is not there, and which example was meant."""
-  if file.parent != pathlib.Path() or file.suffix:
-    return 'there is no such file'
   known = examples.names()
+  if file.parent != pathlib.Path() or file.suffix:
+    meant = file.stem in known
+    hint = f'; --config={file.stem} works in any folder' if meant else ''
+    return f'there is no such file{hint}'
   near = difflib.get_close_matches(file.name, known, n=1)
   hint = f'; did you mean {near[0]!r}?' if near else '.'
   return (
