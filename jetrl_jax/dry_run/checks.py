@@ -5,6 +5,7 @@ says what that needs in memory, time and disk, and how every dot computes.
 Arrays are shapes throughout: no weight is made. See docs/dry_run.md.
 """
 
+import os
 import pathlib
 
 import jax
@@ -149,6 +150,10 @@ def _inputs(spec: RunSpec, workdir: pathlib.Path) -> list[str]:
       return [f'the run in {workdir} cannot be resumed: {error}']
   else:
     print(f'workdir     {workdir}: would start at step 0')
+  there = storage.nearest(workdir)
+  if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    what = 'is a file' if there.is_file() else 'may not be written'
+    return [f'--workdir={workdir} cannot be written: {there} {what}']
   return []
 
 

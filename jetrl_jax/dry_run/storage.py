@@ -134,9 +134,7 @@ def of_run(
     workdir: the run's workdir; it need not exist.
   """
   rows = written(spec, state)
-  place = workdir.absolute()
-  while not place.exists():
-    place = place.parent
+  place = nearest(workdir)
   # An earlier export is deleted only after the new one is complete.
   held = sum(
       file.stat().st_size
@@ -156,6 +154,14 @@ def of_run(
       next_checkpoint=checkpoint if _will_save(spec, workdir) else 0,
       host=physical_bytes(),
   )
+
+
+def nearest(folder: pathlib.Path) -> pathlib.Path:
+  """Returns the folder, or the nearest one above it that exists."""
+  place = folder.absolute()
+  while not place.exists():
+    place = place.parent
+  return place
 
 
 def _will_save(spec: RunSpec, workdir: pathlib.Path) -> bool:

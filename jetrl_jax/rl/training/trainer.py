@@ -345,13 +345,16 @@ class Trainer:
       self.spec = resumed.spec
       state, step = resumed.state, resumed.step
       self._restore_host_state(resumed.host_state)
+      is_over = step >= self.spec.run.total_training_steps
       # This comes last, because a refused start must not change the run's
       # config.
-      folder.write_config(self.spec.config_text)
+      folder.write_config(
+          self.spec.config_text, is_over=is_over and self.pending is None
+      )
       folder.saved_step = step
       folder.drop_after(step, is_whole=self.pending is None)
       logging.info('Resuming from step %d in %s', step, folder.path)
-      if step >= self.spec.run.total_training_steps:
+      if is_over:
         logging.info(
             'No step is left to train; a larger'
             ' trainer.total_training_steps goes on from here'

@@ -95,11 +95,27 @@ class RunFolder:
     file = self.path / 'config.json'
     return changed_settings(file.read_bytes(), text) if file.exists() else []
 
-  def write_config(self, text: str) -> None:
-    """Writes the resolved config; logs what changed since an earlier start."""
+  def write_config(self, text: str, *, is_over: bool = False) -> None:
+    """Writes the resolved config; logs what changed since an earlier start.
+
+    Args:
+      text: the resolved config.
+      is_over: whether nothing is left to do with it. A config that differs from
+        the one that the steps were taken with is not written then.
+    """
     if not self._is_first:
       return
-    if changed := self.changed(text):
+    changed = self.changed(text)
+    if changed and is_over:
+      logging.warning(
+          'No step is left to train, so these settings change nothing and'
+          " config.json in %s keeps the run's own: %s. For a new run choose"
+          ' another --workdir',
+          self.path,
+          '; '.join(changed),
+      )
+      return
+    if changed:
       logging.warning(
           'Settings differ from those that %s was started with. The new ones'
           ' apply from now on: %s',

@@ -80,6 +80,26 @@ def test_a_finished_run_that_is_started_again_says_so(tmp_path, caplog):
   assert (workdir / 'metrics.jsonl').read_bytes() == before
 
 
+def test_a_finished_run_keeps_the_settings_that_it_was_trained_with(
+    tmp_path, caplog
+):
+  workdir = tmp_path / 'run'
+  shutil.copytree(whole_run.finished(), workdir)
+  before = (workdir / 'config.json').read_bytes()
+  whole_run.trainer(workdir, {'optim.lr': 0.5}).train()
+  assert (workdir / 'config.json').read_bytes() == before
+  assert 'these settings change nothing' in caplog.text
+  assert '-> 0.5' in caplog.text
+
+
+def test_a_dry_run_refuses_a_workdir_that_cannot_be_written(tmp_path):
+  (tmp_path / 'file').touch()
+  spec = configs.build(whole_run.config())
+  spec = dataclasses.replace(spec, make_rewards=contextlib.nullcontext)
+  (problem,) = dry_run_checks._inputs(spec, tmp_path / 'file' / 'run')
+  assert problem.startswith(f'--workdir={tmp_path}/file/run cannot be written')
+
+
 def test_a_dry_run_refuses_what_a_resume_would():
   workdir = whole_run.finished()
   for changes, message in (
