@@ -270,7 +270,7 @@ class ChatFormat:
     if not tokenizer.chat_template:
       raise ValueError(
           'the tokenizer has no chat template; use a plain one, such as'
-          " '{prompt}'."
+          " '{prompt}' (data.template, or --template= of evaluate)."
       )
     conversations = [self.messages(example) for example in examples]
     texts = render_chat(
