@@ -30,6 +30,9 @@ def user_path(text: str | os.PathLike[str]) -> pathlib.Path:
 def import_file(path: str | os.PathLike[str]) -> types.ModuleType:
   """Imports a Python file as a module of its own; ~ is expanded.
 
+  It may import what is beside it, as a script may; other modules of that name
+  come first.
+
   Raises:
     Exception: whatever the file raises, or OSError if it cannot be read.
   """
@@ -41,6 +44,8 @@ def import_file(path: str | os.PathLike[str]) -> types.ModuleType:
   assert spec is not None and spec.loader is not None
   module = importlib.util.module_from_spec(spec)
   sys.modules[name] = module
+  if str(file.absolute().parent) not in sys.path:
+    sys.path.append(str(file.absolute().parent))
   spec.loader.exec_module(module)
   return module
 

@@ -188,6 +188,16 @@ def test_a_function_that_cannot_be_loaded_is_refused_at_the_start(
   assert '\n' not in str(caught.value)
 
 
+def test_a_file_imports_what_is_beside_it(tmp_path):
+  (tmp_path / 'helper_of_mine.py').write_text('def half(): return 0.5\n')
+  (tmp_path / 'mine.py').write_text(
+      'from helper_of_mine import half\n'
+      'def f(solution_str, ground_truth): return half()\n'
+  )
+  with new_pool(f'{tmp_path}/mine.py:f') as pool:
+    assert pool.score([request('x')])[0].score == 0.5
+
+
 def test_an_error_in_the_users_module_is_shown_with_its_lines(tmp_path):
   file = tmp_path / 'broken.py'
   file.write_text('import no_such_package\n')
