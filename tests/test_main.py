@@ -260,6 +260,7 @@ def test_a_flag_that_its_flow_has_too_may_be_given(tmp_path, monkeypatch):
             '; did you mean --config.rollout.num_generations=8?',
         ),
         ('lr', ''),
+        ('--output_dir=runs', '; the flag --workdir takes its place'),
     ],
 )
 def test_a_name_of_another_library_is_led_to_ours(argument, meant):

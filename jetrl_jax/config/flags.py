@@ -306,8 +306,10 @@ def _no_config(file: pathlib.Path, made: Any) -> str:
 
 
 def _as_override(argument: str, known: list[str]) -> str:
-  """Names the override that `name=value`, Hydra's and verl's way, may mean."""
+  """Says what is here in the place of `name=value` of verl, TRL or Tunix."""
   name, equals, value = argument.lstrip('-+').partition('=')
+  if found := config_schema.elsewhere(name):
+    return f'; {found}'
   meant = config_schema.counterpart(name, known)
   return f'; did you mean --config.{meant}={value}?' if equals and meant else ''
 

@@ -79,6 +79,8 @@ _ELSEWHERE = {
     'per_device_train_batch_size': _BATCHES,
     'ppo_micro_batch_size_per_gpu': _BATCHES,
     'gradient_accumulation_steps': _BATCHES,
+    'n_gpus_per_node': 'mesh.data devices have a copy of the weights each,'
+    ' mesh.fsdp devices split them; both are 1 by default',
     'adam_beta1': _BETAS,
     'adam_beta2': _BETAS,
     'loss_type': 'it is algorithm.loss_agg_mode and algorithm.policy_loss here'
@@ -134,8 +136,8 @@ def unknown_name(name: str, known: list[str]) -> str:
   last = name.removeprefix(f'{section}.') if beside else name
   close = difflib.get_close_matches(last, near, n=1, cutoff=0.6)
   hints = []
-  if elsewhere := _by_end(name, _ELSEWHERE):
-    hints.append(elsewhere)
+  if found := elsewhere(name):
+    hints.append(found)
   elif ours := counterpart(name, known) or (near[close[0]] if close else None):
     hints.append(f'did you mean {ours!r}?')
   if beside:
@@ -149,6 +151,11 @@ def unknown_name(name: str, known: list[str]) -> str:
         ' verl, TRL and Tunix'
     )
   return f'unknown config name {name!r}; {hints[0]}'
+
+
+def elsewhere(name: str) -> str | None:
+  """Says what is in the place of another library's setting; None if nothing."""
+  return _by_end(name, _ELSEWHERE)
 
 
 def counterpart(name: str, known: list[str]) -> str | None:
