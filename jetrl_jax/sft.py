@@ -40,7 +40,7 @@ from jetrl_jax.rl.objective import supervised_loss
 from jetrl_jax.rl.run import fp8_support, train_state
 from jetrl_jax.rl.run.calibration import Calibration, likelihood_sequences
 from jetrl_jax.rl.run.gradients import UpdatePrograms
-from jetrl_jax.rl.settings import SftConfig, check_packed_rows
+from jetrl_jax.rl.settings import RunConfig, SftConfig, check_packed_rows
 from jetrl_jax.rl.training.step_metrics import not_finite, update_metrics
 from jetrl_jax.rl.types import TrainBatch
 
@@ -89,7 +89,9 @@ def _check(config) -> None:
     value = config.trainer[name]
     if value < 1:
       raise ValueError(f'trainer.{name} is {value}; it must be >= 1')
-  check_packed_rows(config.trainer.packed_rows, config.trainer.micro_batch_size)
+  with sections.naming_settings(RunConfig):
+    run = config.trainer
+    check_packed_rows(run.packed_rows, run.micro_batch_size)
   for name, meant in _OWN_NAMES.items():
     section, _, key = name.partition('.')
     if config[section][key] != sections.default(name):

@@ -75,7 +75,7 @@ def test_the_exported_checkpoint_loads_with_its_tokenizer(trained):
         ('batch_size', 11, 'sft.batch_size is 11; the training data has 10'),
         ('total_training_steps', 0, 'sft.total_training_steps is 0'),
         ('micro_batch_size', 0, 'trainer.micro_batch_size is 0; it must be'),
-        ('packed_rows', 5, 'packed_rows is 5; allowed: .* .16., such as 1'),
+        ('packed_rows', 5, 'trainer.packed_rows is 5; .* .16., such as 1'),
     ],
 )
 def test_what_would_fail_after_the_last_step_is_refused_before_the_first(

@@ -290,7 +290,8 @@ def _read_rows(file: str) -> Iterator[tuple[str, dict[str, Any]]]:
       raise ValueError(f'{name}: unknown format; allowed: {_FORMATS}.')
     # Not Path.is_file, which raises on a name too long for the file system.
     if not os.path.isfile(path):
-      raise ValueError(f'{file}: there is no such file.')
+      where = '' if path.is_absolute() else f' in {pathlib.Path.cwd()}'
+      raise ValueError(f'{file}: there is no such file{where}.')
     rows = readers[path.suffix](path)
   for where, row in rows:
     if not isinstance(row, dict):

@@ -225,7 +225,7 @@ def test_a_config_that_does_not_start_from_base_is_told_what_it_lacks():
         ({'data.train_files': ()}, 'files is empty; name at least one file'),
         (
             {'data.train_files': ('nowhere.jsonl',)},
-            'nowhere.jsonl: there is no such file.',
+            'nowhere.jsonl: there is no such file in /',
         ),
         ({'data.prompt_key': 'quest'}, "Did you mean 'question'?"),
         (
