@@ -266,6 +266,23 @@ def test_what_a_foreign_key_becomes_is_a_value_of_the_config(library):
   assert found <= known, found - known
 
 
+def test_a_message_that_troubleshooting_quotes_is_one_of_the_code():
+  table = (_ROOT / 'docs' / 'troubleshooting.md').read_text().splitlines()
+  rows = [line.split('|')[1] for line in table if line.startswith('| ')]
+  quoted = [text for row in rows for text in re.findall('"([^"]+)"', row)]
+  said = '\n'.join(
+      node.value
+      for file in (_ROOT / 'jetrl_jax').rglob('*.py')
+      for node in ast.walk(ast.parse(file.read_text()))
+      if isinstance(node, ast.Constant) and isinstance(node.value, str)
+  )
+  assert len(quoted) >= 5
+  for text in quoted:
+    if not text.startswith('An NVIDIA GPU may be present'):  # It is jax's.
+      for part in re.split(r'\.\.\.|[0-9.]+$', text):
+        assert part.strip() in said, text
+
+
 def test_every_page_is_in_the_index():
   index = _ROOT / 'docs' / 'index.md'
   pages = {page.name for page in index.parent.glob('*.md')} - {'index.md'}
