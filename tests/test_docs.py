@@ -283,6 +283,24 @@ def test_a_message_that_troubleshooting_quotes_is_one_of_the_code():
         assert part.strip() in said, text
 
 
+def test_the_dry_run_in_the_page_prints_what_the_page_shows():
+  text = _text(_ROOT / 'docs' / 'dry_run.md')
+  block = text[text.index('    $ python') : text.index('**Mesh.**')]
+  command, *shown = block.replace('\\\n', '').splitlines()
+  done = subprocess.run(
+      [sys.executable, *shlex.split(command.lstrip(' $'))[1:]],
+      cwd=_ROOT,
+      capture_output=True,
+      text=True,
+      check=False,
+  )
+  said = done.stdout.splitlines()
+  lost = [
+      line for line in shown if line and line.removeprefix('    ') not in said
+  ]
+  assert not lost, done.stderr[-2000:]
+
+
 def test_every_page_is_in_the_index():
   index = _ROOT / 'docs' / 'index.md'
   pages = {page.name for page in index.parent.glob('*.md')} - {'index.md'}
