@@ -89,6 +89,8 @@ class RunFolder:
       self._console = Console(run.total_training_steps)
     # The step whose state is the newest checkpoint.
     self.saved_step: int | None = None
+    # Whether config.json stays that of an earlier start, with its folder.
+    self.keeps_config = False
 
   def changed(self, text: str) -> list[str]:
     """Returns what changed since an earlier start, see `changed_settings`."""
@@ -107,6 +109,7 @@ class RunFolder:
       return
     changed = self.changed(text)
     if changed and is_over:
+      self.keeps_config = True
       logging.warning(
           'No step is left to train, so these settings change nothing and'
           " config.json in %s keeps the run's own: %s. For a new run choose"

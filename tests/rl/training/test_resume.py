@@ -86,7 +86,11 @@ def test_a_finished_run_keeps_the_settings_that_it_was_trained_with(
   workdir = tmp_path / 'run'
   shutil.copytree(whole_run.finished(), workdir)
   before = (workdir / 'config.json').read_bytes()
-  whole_run.trainer(workdir, {'optim.lr': 0.5}).train()
+  started = []
+  trainer = whole_run.trainer(workdir, {'optim.lr': 0.5})
+  trainer.train(started=lambda: started.append(1))
+  # The folder of the newest start is where the config's paths begin.
+  assert not started
   assert (workdir / 'config.json').read_bytes() == before
   assert 'these settings change nothing' in caplog.text
   assert '-> 0.5' in caplog.text
