@@ -23,7 +23,12 @@ from absl import flags
 from benchmarks import common
 from jetrl_jax.config import saved_policy
 from jetrl_jax.config.saved_policy import SavedPolicy
-from jetrl_jax.data import ChatFormat, PromptDataset, load_examples
+from jetrl_jax.data import (
+    ChatFormat,
+    PlainFormat,
+    PromptDataset,
+    load_examples,
+)
 from jetrl_jax.evaluate.settings import INSTRUCTION
 from jetrl_jax.models import rope
 from jetrl_jax.models.policy import Policy, PolicyParams
@@ -61,7 +66,11 @@ def sequences(found: SavedPolicy) -> list[tuple[np.ndarray, int]]:
   prompts = PromptDataset(
       examples[: _PROBLEMS.value],
       found.tokenizer,
-      prompt_format=ChatFormat(instruction=INSTRUCTION),
+      prompt_format=(
+          ChatFormat(instruction=INSTRUCTION)
+          if found.tokenizer.chat_template
+          else PlainFormat(template='{prompt}')
+      ),
       max_prompt_length=found.max_prompt_length,
   )
   texts = []

@@ -230,6 +230,26 @@ def test_verl_is_given_what_the_main_cell_has(tmp_path):
 
 
 @pytest.mark.slow
+def test_fp8_keys_cost_what_smooth_keys_cost_where_every_channel_turns(
+    tmp_path,
+):
+  folder = whole_run.ROOT / 'examples/quickstart'
+  arguments = (
+      f'--checkpoint={folder}/checkpoint',
+      f'--data={folder}/train.jsonl',
+  )
+  rows = _rows('fp8_keys', tmp_path, *arguments, '--problems=4')
+  plain, smooth, *layers = rows
+  # The answers of the four problems, a token a character.
+  assert plain['tokens'] == smooth['tokens'] == 70
+  # Its angles are large: at 10^4 tokens the slowest channels turn.
+  assert 0 < plain['kl'] == smooth['kl']
+  assert [row['layer'] for row in layers] == [0, 1, 2, 3]
+  for row in layers:
+    assert (row['slow'], row['rest']) == (0.0, row['bias'])
+
+
+@pytest.mark.slow
 def test_an_update_of_nothing_leaves_later_gradients_as_they_were(tmp_path):
   rows = _rows(
       'later_gradients',

@@ -397,7 +397,7 @@ def test_a_layer_s_weights_are_exchanged_one_layer_ahead(
   assert waits == 2 * dots
 
 
-def _on_mesh(model, recipe, mesh, overlap=False):
+def _on_mesh(model, recipe, mesh, overlap=False, **changes):
   """A run whose numbers at the start are those of one device."""
   mesh_of = _mesh(*mesh)
   of = Policy(
@@ -406,6 +406,7 @@ def _on_mesh(model, recipe, mesh, overlap=False):
       axes=collectives.axes_of(mesh_of, overlap=overlap),
       tile=16,
       logit_chunk_rows=64,
+      **changes,
   )
   start = None
   if mesh != (1, 1, 1):
@@ -536,6 +537,31 @@ def test_log_probs_of_every_recipe_have_the_bits_of_one_device(
     np.testing.assert_array_equal(
         tiny_run.bits(found), tiny_run.bits(expected), err_msg=str(mesh)
     )
+
+
+@pytest.mark.slow
+# On eight devices some share a key head.
+@pytest.mark.parametrize('mesh', [(1, 1, 2), (1, 2, 4), (1, 1, 8)])
+def test_smooth_keys_have_the_bits_of_one_device(mesh):
+  # Half the channels hardly turn.
+  model = dataclasses.replace(_model('qwen2'), rope_theta=2.0**30)
+  batch = _batch(model.vocab_size)
+
+  def scored(mesh, smooth_k):
+    keys = {'kv_cache_dtype': 'float8_e4m3fn', 'smooth_k': smooth_k}
+    run = _on_mesh(model, Recipe(), mesh, **keys)
+    weights = jax.tree_util.tree_map_with_path(
+        lambda path, x: x + jnp.arange(x.size, dtype=x.dtype) / 4
+        if jax.tree_util.keystr(path).endswith("['bias']")
+        else x,
+        run.start.weights,
+    )
+    start = dataclasses.replace(run.start, weights=weights)
+    return tiny_run.bits(run.score(start, batch))
+
+  expected = scored((1, 1, 1), True)
+  np.testing.assert_array_equal(scored(mesh, True), expected)
+  assert np.any(scored(mesh, False) != expected)
 
 
 @pytest.mark.slow
