@@ -50,7 +50,10 @@ def inverse_frequencies(config: ModelConfig) -> np.ndarray:
 
 
 def is_slow(config: ModelConfig) -> np.ndarray:
-  """Returns bool [H]: channels that hardly turn between two tokens."""
+  """Returns bool [H]: the channels that hardly turn.
+
+  They turn by one radian or less in `_SLOW_TOKENS` tokens.
+  """
   slow_F = inverse_frequencies(config) * np.float32(_SLOW_TOKENS) <= 1
   return np.tile(slow_F, 2)
 

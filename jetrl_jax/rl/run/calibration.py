@@ -165,10 +165,9 @@ class Calibration:
 class InputCost:
   """Measures what inputs, keys and values in 8 bits cost a rollout.
 
-  It takes a forward pass.
-
-  `Calibration.measure` does so in a backward pass, which a recipe without
-  activation scales and the rollout of a mixed flow do not have.
+  `Calibration.measure` does so too, in the backward pass that it makes anyway.
+  This class needs only a forward pass. It is for a run without a `Calibration`,
+  and for the rollout of a mixed flow, where training's policy sampled nothing.
 
   Args:
     policy: the rollout's policy; its recipe quantises, or its keys are FP8.
