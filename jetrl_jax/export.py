@@ -94,7 +94,7 @@ def export(values: dict[str, Any]) -> str:
     )
   if scales is None:
     return f'{found.origin} in bfloat16'
-  if found.policy.kv_cache_dtype != 'compute':
+  if found.policy.has_fp8_keys:
     logging.warning(
         'The run kept keys and values in %s, which a checkpoint does not say;'
         ' a reader that should do so needs its own setting',

@@ -35,7 +35,7 @@ def why_not(
     if 'float8' in flops.precisions(policy.recipe):
       fix = '()' if setting == _EVALUATED else 'bf16'
       asked[f'{setting}={policy.recipe.name!r}'] = f'{setting}={fix}'
-    if policy.kv_cache_dtype.startswith('float8'):
+    if policy.has_fp8_keys:
       asked[f'precision.kv_cache_dtype={policy.kv_cache_dtype!r}'] = (
           'precision.kv_cache_dtype=compute'
       )
