@@ -41,6 +41,9 @@ def get_config():
       ' \\boxed{}.'
   )
   config.data.max_prompt_length = 512
+  # FP8 keys cost this model more than its FP8 dots do, because Qwen2.5's keys
+  # have large biases. `precision.smooth_k` takes most of that away; see
+  # docs/numerics.md, 'Keys in 8 bits'.
   config.precision.kv_cache_dtype = 'float8_e4m3fn'
   config.rollout.max_response_length = 512
   # The whole batch at once.
