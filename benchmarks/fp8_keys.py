@@ -80,9 +80,19 @@ def sequences(found: SavedPolicy) -> list[tuple[np.ndarray, int]]:
     )
     tokens = np.concatenate([prompt.tokens, answer])
     texts.append((tokens.astype(np.int32), len(prompt.tokens)))
-  if not _LENGTH.value:
-    return texts
-  line, size = np.concatenate([tokens for tokens, _ in texts]), _LENGTH.value
+  return joined(texts, _LENGTH.value) if _LENGTH.value else texts
+
+
+def joined(
+    texts: list[tuple[np.ndarray, int]], size: int
+) -> list[tuple[np.ndarray, int]]:
+  """Returns the texts in sequences of `size` tokens; a shorter rest is left."""
+  line = np.concatenate([tokens for tokens, _ in texts])
+  if size > len(line):
+    raise ValueError(
+        f'--length is {size}, but {len(texts)} problems have {len(line)} tokens'
+        ' together; set a smaller one, or more --problems'
+    )
   return [(line[i : i + size], 1) for i in range(0, len(line) - size + 1, size)]
 
 
@@ -133,10 +143,10 @@ def biases(found: SavedPolicy) -> list[dict]:
     bias = found.params.weights[f'layers_{layer}']['attn']['qkv']['bias']
     bias_OH = np.abs(np.asarray(bias, np.float32)).reshape(-1, size)
     bias_KH = bias_OH[heads : heads + model.num_kv_heads]
-    row = {'layer': layer, 'bias': bias_KH.max()}
-    row['slow'] = bias_KH[:, is_slow].max(initial=0.0)
-    row['rest'] = bias_KH[:, ~is_slow].max(initial=0.0)
-    rows.append({k: float(v) if k != 'layer' else v for k, v in row.items()})
+    row = {'layer': layer, 'bias': float(bias_KH.max())}
+    row['slow'] = float(bias_KH[:, is_slow].max(initial=0.0))
+    row['rest'] = float(bias_KH[:, ~is_slow].max(initial=0.0))
+    rows.append(row)
   return rows
 
 

@@ -15,6 +15,7 @@ import pytest
 from benchmarks import (
     beside_lm_eval,
     exactness,
+    fp8_keys,
     gsm8k,
     plot_one_flow,
     plot_race,
@@ -247,6 +248,19 @@ def test_fp8_keys_cost_what_smooth_keys_cost_where_every_channel_turns(
   assert [row['layer'] for row in layers] == [0, 1, 2, 3]
   for row in layers:
     assert (row['slow'], row['rest']) == (0.0, row['bias'])
+
+
+def test_problems_are_joined_to_sequences_of_one_length():
+  texts = [(np.arange(5), 2), (np.arange(5, 9), 1)]
+  found = fp8_keys.joined(texts, 4)
+  assert [(tokens.tolist(), first) for tokens, first in found] == [
+      ([0, 1, 2, 3], 1),
+      ([4, 5, 6, 7], 1),
+  ]
+  with pytest.raises(
+      ValueError, match='--length is 10, but 2 problems have 9 tokens together'
+  ):
+    fp8_keys.joined(texts, 10)
 
 
 @pytest.mark.slow
