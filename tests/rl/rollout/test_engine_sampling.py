@@ -24,6 +24,19 @@ def _truncated():
   return samples, greedy
 
 
+def _state(**changes):
+  """What `sample` reads of 16 slots, of which every second is greedy."""
+  none = jnp.zeros(16, jnp.int32)
+  fields = dict(
+      address=jnp.zeros((16, 2), jnp.uint32),
+      emitted=none,
+      given=none,
+      tokens=jnp.zeros((16, 4), jnp.int32),
+      temperature=jnp.asarray([0.0, 1.0] * 8),
+  )
+  return types.SimpleNamespace(**(fields | changes))
+
+
 def test_no_stop_ids_means_that_only_limits_stop():
   longest = tiny_run.engine_config().max_response_length
   for found in _truncated():
@@ -66,14 +79,7 @@ def test_log_mu_is_of_the_truncated_distribution():
 
 def test_a_top_k_of_the_whole_vocabulary_leaves_log_mu_the_policys():
   logits_BV = jax.random.normal(jax.random.key(0), (16, 30))
-  count = jnp.zeros(16, jnp.int32)
-  state = types.SimpleNamespace(
-      address=jnp.zeros((16, 2), jnp.uint32),
-      emitted=count,
-      given=count,
-      tokens=jnp.zeros((16, 4), jnp.int32),
-      temperature=jnp.ones(16),
-  )
+  state = _state(temperature=jnp.ones(16))
   config = tiny_run.engine_config(top_k=30)
   key = rng.key(0, rng.ROLLOUT, 0)
   policy = tiny_run.policy()
@@ -85,12 +91,8 @@ def test_a_top_k_of_the_whole_vocabulary_leaves_log_mu_the_policys():
 
 def test_a_given_token_has_log_pi_as_its_log_mu_whatever_is_cut():
   logits_BV = jax.random.normal(jax.random.key(0), (16, 30))
-  state = types.SimpleNamespace(
-      address=jnp.zeros((16, 2), jnp.uint32),
-      emitted=jnp.zeros(16, jnp.int32),
-      given=jnp.ones(16, jnp.int32),
-      tokens=jnp.full((16, 4), 7, jnp.int32),
-      temperature=jnp.asarray([0.0, 1.0] * 8),
+  state = _state(
+      given=jnp.ones(16, jnp.int32), tokens=jnp.full((16, 4), 7, jnp.int32)
   )
   config = tiny_run.engine_config(top_k=1)
   policy = tiny_run.policy()
@@ -109,14 +111,7 @@ def test_a_given_token_has_log_pi_as_its_log_mu_whatever_is_cut():
 
 def test_a_greedy_slot_asks_no_top_p_of_its_own():
   logits_BV = jax.random.normal(jax.random.key(0), (16, 30))
-  none = jnp.zeros(16, jnp.int32)
-  state = types.SimpleNamespace(
-      address=jnp.zeros((16, 2), jnp.uint32),
-      emitted=none,
-      given=none,
-      tokens=jnp.zeros((16, 4), jnp.int32),
-      temperature=jnp.asarray([0.0, 1.0] * 8),
-  )
+  state = _state()
   policy, config = tiny_run.policy(), tiny_run.engine_config()
 
   @jax.jit
