@@ -157,13 +157,27 @@ def compared(
   }
 
 
+def with_biases(masters):
+  """Returns masters with random biases, which a new model has at 0."""
+
+  def change(path, leaf):
+    if not jax.tree_util.keystr(path).endswith("['bias']"):
+      return leaf
+    key = jax.random.key(_SEED.value)
+    return leaf + jax.random.normal(key, leaf.shape, leaf.dtype)
+
+  return jax.tree_util.tree_map_with_path(change, masters)
+
+
 def check(variant: str) -> list[dict]:
   """Returns all rows of one variant."""
   policy, mesh, make = common.random_policy(
       _SHAPE.value, common.overrides(variant), _LAYERS.value
   )
   config = OptimizerConfig(lr=1e-5, moments='fp8')
-  state = common.random_state(policy, mesh, make(), config)
+  # Without biases smooth keys would have nothing to subtract.
+  make_all = (lambda: with_biases(make())) if policy.smooth_k else make
+  state = common.random_state(policy, mesh, make_all(), config)
   params = PolicyParams(state.weights, state.fp8_state)
   slot_counts = list(map(int, _SLOTS.value))
   first, _ = sample(policy, mesh, params, slot_counts[0])
