@@ -123,8 +123,6 @@ def _devices(used: int) -> str:
 
 def _record_start(spec: RunSpec, workdir: pathlib.Path) -> None:
   """Notes versions, device, kernels and prompts of this start."""
-  if not processes.is_first():
-    return
   sets = {'train': spec.train_set, 'val': spec.val_set}
   counts: dict[str, Any] = {'kernels': dict(spec.policy.kernels.chosen)}
   for name, prompts in sets.items():

@@ -105,8 +105,8 @@ class Trainer:
     """Trains up to total_training_steps, starting from the workdir's state.
 
     Args:
-      started: called once, after every start-up check has passed; not where
-        a finished run keeps a config of other settings.
+      started: called once, in the first process, after every start-up check
+        has passed; not where a finished run keeps a config of other settings.
 
     Raises:
       StopRequested: SIGTERM arrived; a checkpoint was saved.
@@ -130,7 +130,7 @@ class Trainer:
       with processes.slow('start-up'):
         state, step = self._resume_or_start()
         self._check_exactness(state, self.guard)
-      if not self.folder.keeps_config:
+      if processes.is_first() and not self.folder.keeps_config:
         started()
       position = self.sampler.state()
       try:

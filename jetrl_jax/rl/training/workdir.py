@@ -89,7 +89,8 @@ class RunFolder:
       self._console = Console(run.total_training_steps)
     # The step whose state is the newest checkpoint.
     self.saved_step: int | None = None
-    # Whether config.json stays that of an earlier start, with its folder.
+    # Whether config.json stays that of an earlier start, with its folder; only
+    # the first process knows.
     self.keeps_config = False
 
   def changed(self, text: str) -> list[str]:
