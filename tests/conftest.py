@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import shutil
+import sys
 import tempfile
 
 import hypothesis
@@ -95,6 +96,19 @@ def _share_compiled(config):
       'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',
       'JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES': 'none',
   }
+  _keep_bytecode(os.path.join(folder, 'python'))
+
+
+def _keep_bytecode(folder):
+  """Writes the bytecode of modules there, where it would be written nowhere.
+
+  Containers often set PYTHONDONTWRITEBYTECODE. Every process then compiles all
+  that it imports, JAX and plotly among it: 8 s of CPU instead of 3 for a run.
+  """
+  if sys.dont_write_bytecode and not sys.pycache_prefix:
+    os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
+    os.environ['PYTHONPYCACHEPREFIX'] = folder
+    sys.dont_write_bytecode, sys.pycache_prefix = False, folder
 
 
 def _hook_type_checker():
