@@ -101,8 +101,10 @@ class Page:
     try:
       replace_text(path, self.html(reload_s))
     except OSError as error:
-      said = f'{path} cannot be written: {error.strerror}'
-      raise ValueError(said) from error
+      raise ValueError(
+          f'{path} cannot be written: {error.strerror}; jetrl_jax report --out'
+          ' writes the report elsewhere'
+      ) from error
 
   def html(self, reload_s: float = 0.0) -> str:
     """Renders the page, see `write`."""
