@@ -223,6 +223,21 @@ def shortened(prompt: Prompt, length: int) -> Prompt:
   return dataclasses.replace(prompt, tokens=prompt.tokens[:length])
 
 
+def joined(texts: Sequence[np.ndarray], size: int) -> list[np.ndarray]:
+  """Returns texts as sequences of `size` tokens; a shorter rest is left out.
+
+  Raises:
+    ValueError: all texts together are shorter.
+  """
+  line = np.concatenate(texts)
+  if size > len(line):
+    raise ValueError(
+        f'--length is {size}, but {len(texts)} problems have {len(line)} tokens'
+        ' together; set a smaller one, or more --problems'
+    )
+  return [line[i : i + size] for i in range(0, len(line) - size + 1, size)]
+
+
 def sequences_of(completions: Iterable) -> list[packing.Sequence]:
   """Returns what training learns from completions: advantage 1, one weight."""
   return [

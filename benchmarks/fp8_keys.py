@@ -80,20 +80,10 @@ def sequences(found: SavedPolicy) -> list[tuple[np.ndarray, int]]:
     )
     tokens = np.concatenate([prompt.tokens, answer])
     texts.append((tokens.astype(np.int32), len(prompt.tokens)))
-  return joined(texts, _LENGTH.value) if _LENGTH.value else texts
-
-
-def joined(
-    texts: list[tuple[np.ndarray, int]], size: int
-) -> list[tuple[np.ndarray, int]]:
-  """Returns the texts in sequences of `size` tokens; a shorter rest is left."""
-  line = np.concatenate([tokens for tokens, _ in texts])
-  if size > len(line):
-    raise ValueError(
-        f'--length is {size}, but {len(texts)} problems have {len(line)} tokens'
-        ' together; set a smaller one, or more --problems'
-    )
-  return [(line[i : i + size], 1) for i in range(0, len(line) - size + 1, size)]
+  if not _LENGTH.value:
+    return texts
+  lines = common.joined([tokens for tokens, _ in texts], _LENGTH.value)
+  return [(line, 1) for line in lines]
 
 
 def batches(

@@ -14,8 +14,8 @@ import pytest
 
 from benchmarks import (
     beside_lm_eval,
+    common,
     exactness,
-    fp8_keys,
     gsm8k,
     plot_one_flow,
     plot_race,
@@ -251,16 +251,13 @@ def test_fp8_keys_cost_what_smooth_keys_cost_where_every_channel_turns(
 
 
 def test_problems_are_joined_to_sequences_of_one_length():
-  texts = [(np.arange(5), 2), (np.arange(5, 9), 1)]
-  found = fp8_keys.joined(texts, 4)
-  assert [(tokens.tolist(), first) for tokens, first in found] == [
-      ([0, 1, 2, 3], 1),
-      ([4, 5, 6, 7], 1),
-  ]
+  texts = [np.arange(5), np.arange(5, 9)]
+  found = common.joined(texts, 4)
+  assert [line.tolist() for line in found] == [[0, 1, 2, 3], [4, 5, 6, 7]]
   with pytest.raises(
       ValueError, match='--length is 10, but 2 problems have 9 tokens together'
   ):
-    fp8_keys.joined(texts, 10)
+    common.joined(texts, 10)
 
 
 @pytest.mark.slow
