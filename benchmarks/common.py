@@ -226,6 +226,10 @@ def shortened(prompt: Prompt, length: int) -> Prompt:
 def joined(texts: Sequence[np.ndarray], size: int) -> list[np.ndarray]:
   """Returns texts as sequences of `size` tokens; a shorter rest is left out.
 
+  Args:
+    texts: tokens, int [T] each: the benchmark's --problems.
+    size: its --length.
+
   Raises:
     ValueError: all texts together are shorter.
   """
